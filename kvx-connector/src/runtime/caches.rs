@@ -14,7 +14,7 @@ use super::scratch::Scratch;
 use crate::engine::Fresh;
 use crate::mapping::{Caches, Geometry, Pairing, RegionGrid};
 
-/// What a worker has registered.
+/// The caches of a worker, and what lies beside them.
 #[derive(Debug)]
 pub(super) struct RegisteredCaches {
     pub(super) agent: Agent,
@@ -25,7 +25,7 @@ pub(super) struct RegisteredCaches {
     pub(super) digests: Option<Digests>,
     /// Where the caches lie on a device and peers see copies of them.
     pub(super) host_copies: Option<HostCopies>,
-    /// What peers may write into for requests.
+    /// The grants for requests, to be revoked with the caches.
     granted: Mutex<Vec<Weak<GrantedWrites>>>,
     /// Read while blocks are finished, hashed or copied: this process itself touches them then.
     pub(super) finishing: tokio::sync::RwLock<()>,
@@ -69,12 +69,12 @@ impl RegisteredCaches {
         self.caches.geometry()
     }
 
-    /// What the caches lie in.
+    /// The regions that the caches lie in.
     pub(super) fn pools(&self) -> impl Iterator<Item = &Region> {
         self.regions.iter()
     }
 
-    /// What memory of a device is in a fleet of this engine's kind: a handshake does not tell the
+    /// The kind of device memory in a fleet of this engine's kind: a handshake does not name the
     /// maker.
     pub(super) fn device_kind(&self) -> MemoryKind {
         let amd = self.pools().any(|pool| pool.memory().kind() == MemoryKind::Rocm);

@@ -42,7 +42,7 @@ fn finish_blocks(
     })
 }
 
-/// Puts what was read into the order of these caches, and clears what was not.
+/// Reorders the blocks that were read for these caches, and clears the others.
 fn reorder(
     own: &RegisteredCaches,
     map: &PeerMap,
@@ -73,14 +73,15 @@ fn reorder(
     Ok(())
 }
 
-/// Writes the digests of blocks that nobody has heard of yet, if the worker still has these caches.
+/// Writes the digests of blocks that no peer knows of yet, if the worker still has these caches.
 pub(super) fn publish_digests(
     shared: &Shared,
     rank: WorkerRank,
     own: &Arc<RegisteredCaches>,
     fresh: &[Fresh],
 ) {
-    // Who waits for it takes the caches back: nobody loads these.
+    // Expected race: a call that gives the caches back waits for the lock. No peer loads these
+    // blocks.
     let Ok(_hashing) = own.finishing.try_read() else { return };
     if shared.still_has(rank, own) {
         own.publish_digests(fresh);
@@ -134,7 +135,7 @@ pub(super) fn computed(
             new.map(move |(place, block)| Unsaved { group, block: *block, place })
         })
         .collect();
-    // Nobody waits: a request that ends has copied again what has failed.
+    // A copy that fails is made again when the request ends.
     drop(save(shared, &mut state, of, &unsaved, SavePoint::Early));
 }
 
@@ -209,7 +210,7 @@ fn save(
     saving
 }
 
-/// The same on a worker of this process. In the order of what the worker is told.
+/// Has blocks copied to the host on a worker of this process, in the order of its steps.
 pub(super) fn save_here(
     shared: &Arc<Shared>,
     rank: WorkerRank,

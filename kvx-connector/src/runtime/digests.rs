@@ -1,5 +1,5 @@
-//! Digests of an engine's blocks in registered memory, and what is loaded held against those of a
-//! peer (`kvx_digest`).
+//! Digests of an engine's blocks in registered memory, and the comparison of loaded blocks with
+//! those of a peer (`kvx_digest`).
 //!
 //! Each kernel block of each region has a digest: XXH3 of its bytes, under a seed that says which
 //! block of which region it is, in which life of the pool and in which generation. The prefill
@@ -22,7 +22,7 @@ use crate::mapping::{Geometry, Pairing, RegionGrid, Source};
 /// region, in order.
 pub(super) const DIGESTS: &str = "digests.xxh3";
 
-/// What a digest says beside the bytes.
+/// The identity of a block, which its digest binds beside the bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Origin {
     /// The owner's word for its pool.
@@ -118,7 +118,7 @@ impl Digests {
                 }
             }
         }
-        // Whoever learns of the blocks finds their digests.
+        // Peers that learn of the blocks find their digests.
         std::sync::atomic::fence(Ordering::SeqCst);
     }
 }
@@ -168,8 +168,8 @@ impl PeerDigests {
         self.layout.wrong(read, rows, read_block)
     }
 
-    /// What the peer has published: digests of kernel blocks, and words of its pool and of logical
-    /// blocks.
+    /// Returns what the peer has published: digests of kernel blocks, and words of its pool and of
+    /// logical blocks.
     pub(super) fn rows(
         &self,
         pool: u64,
@@ -180,7 +180,7 @@ impl PeerDigests {
     }
 }
 
-/// What a peer has published of some blocks.
+/// The digests and generations that a peer has published of some blocks.
 #[derive(Debug)]
 pub(super) struct Rows {
     pool: u64,

@@ -1,4 +1,4 @@
-//! A turn of the connector's thread: what is due now, and the tasks that do it.
+//! A turn of the connector's thread: it starts a task for everything that is due.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -19,7 +19,7 @@ use super::{copies, handshake, notifications, notify, push, shutdown, transfer};
 use crate::engine::mooncake::MooncakeAction;
 use crate::engine::{Action, RequestId, WorkerRank};
 
-/// Does what is due, until the connector has ended.
+/// Starts due tasks until the connector has ended.
 pub(super) async fn drive(shared: &Arc<Shared>) {
     loop {
         let mut turn = take_turn(shared);
@@ -34,7 +34,7 @@ pub(super) async fn drive(shared: &Arc<Shared>) {
     }
 }
 
-/// What the connector's thread has to do now, and when to look again though nothing happens.
+/// The work of a turn, and the time of the next one if nothing happens before.
 pub(super) struct Turn {
     pub(super) actions: Vec<(WorkerRank, WorkerAction, Span)>,
     new_agents: Vec<(WorkerRank, Agent)>,

@@ -40,7 +40,7 @@ impl GenerationTable {
         Ok(words)
     }
 
-    /// What peers read them from.
+    /// The memory that peers read them from.
     pub(super) fn memory(&self) -> Arc<Memory> {
         Arc::clone(&self.0)
     }
@@ -112,7 +112,7 @@ impl GenerationState {
         self.copies.insert(rank, copy);
     }
 
-    /// What peers read the words from.
+    /// The memory that peers read the generations from.
     pub(super) fn memory(&self) -> Arc<Memory> {
         Arc::clone(&self.memory)
     }
@@ -144,7 +144,7 @@ impl GenerationState {
         self.requests.insert(request, blocks);
     }
 
-    /// Whether peers may read a block, of whichever group, that was whole as it was published.
+    /// Returns whether peers may read a block, of any group, that was whole when it was published.
     pub(super) fn has_whole(&self, block: u32) -> bool {
         self.whole.contains(&block)
     }
@@ -154,7 +154,8 @@ impl GenerationState {
         std::mem::take(&mut self.fresh)
     }
 
-    /// Caches of a worker go: what was published is whole no more, whatever is registered next.
+    /// Releases all requests: caches of a worker go, and none of what was published is whole any
+    /// more.
     pub(super) fn release_all(&mut self) -> Vec<StaleBlocks> {
         let requests: Vec<RequestId> = self.requests.keys().cloned().collect();
         requests.iter().filter_map(|request| self.release(request)).collect()

@@ -22,7 +22,7 @@ impl GrantedWrites {
         GrantedWrites(regions)
     }
 
-    /// What the registration of a push says of them.
+    /// Returns the grants as the registration of a push carries them.
     pub(super) fn metadata(&self) -> Result<Vec<PushGrant>> {
         let grant = |(rank, regions): (&WorkerRank, &Vec<Region>)| {
             let regions = regions.iter().map(Region::metadata).collect::<Result<_>>()?;
@@ -31,7 +31,7 @@ impl GrantedWrites {
         self.0.iter().map(grant).collect()
     }
 
-    /// The same of one worker.
+    /// Returns the grants of one worker.
     pub(super) fn metadata_of(&self, rank: WorkerRank) -> Result<Vec<Vec<u8>>> {
         self.0.get(&rank).into_iter().flatten().map(Region::metadata).collect()
     }
@@ -80,7 +80,7 @@ impl Grant {
     }
 }
 
-/// What all workers of an engine grant for a request.
+/// The grants of all workers of an engine for a request.
 pub(super) type GrantsOfRanks = Result<Vec<PushGrant>>;
 
 /// The grants of one engine, or of the process of one rank.
@@ -139,7 +139,7 @@ impl Grants {
         Ok(writes)
     }
 
-    /// A grant that nobody has learned of: to be revoked.
+    /// A grant that no peer knows of: to be revoked.
     pub(super) fn discard(&mut self, writes: Arc<GrantedWrites>) {
         self.spent.push(writes);
     }
@@ -198,7 +198,7 @@ impl Grants {
     }
 }
 
-/// Why nothing is granted any more.
+/// The error of a grant for a request that was given up.
 pub(super) fn given_up() -> Error {
     Error::new(ErrorKind::Revoked, "the request was given up: nothing is to be written for it")
 }

@@ -23,7 +23,7 @@ use crate::wire::{Expectation, HandshakenPeer, NixlAgentMetadata};
 /// How long the first link to a worker of a peer may take.
 const LINK_LIMIT: Duration = Duration::from_secs(10);
 
-/// What there is between two engines once their handshake is over.
+/// The result of a handshake.
 struct PeerConnection {
     plan: PeerPlan,
     link: PeerLink,
@@ -129,7 +129,8 @@ async fn connect(
     if settings.mode == TransferMode::Push {
         plan.completions = completions;
         if map.op() == Op::Read {
-            // Nothing can be written there; but what is to be written here can be said.
+            // Nothing can be written there, but this engine can register what is to be written
+            // here.
             plan.told.extend(plan.lanes.drain(..).map(|lane| (lane.rank, lane.readers)));
         }
     }
@@ -237,7 +238,7 @@ async fn link_worker(
     })
 }
 
-/// What the side channel of a peer answers for these workers of it.
+/// Asks the side channel of a peer for these workers of it.
 async fn ask(
     shared: &Shared,
     peer: &RemoteEngine,

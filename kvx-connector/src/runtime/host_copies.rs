@@ -20,7 +20,7 @@ use crate::mapping::Caches;
 /// How long copies of a request may take. A device that takes longer hangs.
 pub(super) const LIMIT: Duration = Duration::from_secs(30);
 
-/// The caches of a worker, and the memory of the host that has what is in them.
+/// The caches of a worker, and their copies in host memory.
 #[derive(Debug)]
 pub(super) struct HostCopies {
     /// As the engine gave them.
@@ -30,7 +30,7 @@ pub(super) struct HostCopies {
     saved: Mutex<HashMap<(u32, u32), SavedBlock>>,
     /// One after the other: what is copied later is newer.
     copying: tokio::sync::Mutex<()>,
-    /// Why nothing is copied any more: the device may still do what it was told long ago.
+    /// Set when no copy is made any more: the device may still execute an old one.
     broken: OnceLock<String>,
 }
 
@@ -219,7 +219,7 @@ impl HostCopies {
     }
 }
 
-/// Whether a copy that has failed may still touch its memory.
+/// Returns whether a copy that has failed may still touch its memory.
 pub(super) fn may_go_on(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::Forgotten)
 }
@@ -237,7 +237,7 @@ fn keys(blocks: &BlockLists) -> impl Iterator<Item = (u32, u32)> {
     groups.flat_map(|(group, list)| list.iter().map(move |block| (group, *block)))
 }
 
-/// The same bytes in as few ranges as may be.
+/// Merges ranges that touch.
 fn merged(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
     ranges.sort_unstable_by_key(|range| range.start);
     let mut merged: Vec<Range<usize>> = Vec::new();

@@ -30,7 +30,7 @@ pub(super) struct LinkedWorker {
     pub(super) sets: Vec<Option<(Grids<Region>, Grids<PeerRegion>)>>,
 }
 
-/// A grid set without its words.
+/// A grid set with a short `Debug`.
 pub(super) struct Grids<R>(pub(super) GridSet<R>);
 
 impl<R> std::fmt::Debug for Grids<R> {
@@ -88,7 +88,7 @@ impl PeerLink {
     }
 }
 
-/// What a decode has granted to a write, as grids.
+/// The regions that a decode has granted to a write, as grids.
 pub(super) struct WriteGrant {
     pub(super) imported: ImportedRegions,
     pub(super) sets: Vec<Option<Grids<PeerRegion>>>,

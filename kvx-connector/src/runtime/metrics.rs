@@ -1,4 +1,4 @@
-//! What an engine's transfers took, told to the program's recorder and log under vLLM's names.
+//! Metrics of an engine's transfers, for the program's recorder and log, under vLLM's names.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ pub(super) const HANDSHAKE: &str = "kvx_handshake_seconds";
 /// From the first thing to say to the line in the log.
 const EVERY: Duration = Duration::from_secs(10);
 
-/// Says what the connector's metrics mean to a recorder; call it once after installing one. The
+/// Describes the connector's metrics to a recorder; call it once after installing one. The
 /// bounds of their buckets, which an exporter is told by its own means, are in [`METRICS`].
 pub fn describe_metrics() {
     for Metric { name, buckets } in METRICS.into_iter().chain(MOONCAKE_METRICS) {
@@ -63,7 +63,7 @@ enum Meter {
 }
 
 impl Metrics {
-    /// Of the recorder that is installed now.
+    /// Looks up the metrics of the recorder that is installed now.
     pub(super) fn new(model: &str, engine: &str, settings: &Settings) -> Self {
         let labels = [("model_name", model.to_owned()), ("engine", engine.to_owned())];
         let meter = |metric: Metric| match metric.buckets {
@@ -116,7 +116,7 @@ impl Metrics {
         if now < self.due {
             return Some(self.due);
         }
-        // Whether anybody listens or not.
+        // Taken whether the line is logged or not.
         let said = self.unsaid.take().reduce();
         tracing::info!("{said}");
         None

@@ -1,4 +1,4 @@
-//! What the protocol needs around it to run: sockets, agents, time, a thread.
+//! The protocol at work: sockets, agents, time and a thread around it.
 //!
 //! [`Connector`] is one engine's: it listens, asks, reads, keeps leases and renews them on a thread
 //! of its own, so that all of that goes on however long a step of the engine takes. An engine with

@@ -66,7 +66,7 @@ impl Publication {
         over
     }
 
-    /// Whether outcomes are delayed.
+    /// Returns whether outcomes are delayed.
     pub(super) fn has_delayed(&self) -> bool {
         !self.delayed.is_empty()
     }
@@ -79,7 +79,7 @@ impl Publication {
     }
 }
 
-/// What is said instead of `Free` where that is not known.
+/// The outcome in place of `Free` where that cannot be proven.
 fn lost(outcome: Outcome) -> Outcome {
     match outcome {
         Outcome::Free { request, kept } => Outcome::Lost { request, kept },

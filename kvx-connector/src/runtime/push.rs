@@ -70,7 +70,7 @@ fn writers(
     Ok(link)
 }
 
-/// What peers may write into for a request, made once for all workers in this process. May block.
+/// Grants a request, once for all workers in this process. May block.
 pub(super) fn grant(shared: &Shared, request: &RequestId) -> Result<Arc<GrantedWrites>> {
     let _one_at_a_time = shared.granting.lock();
     let (number, ranks) = {
@@ -170,7 +170,7 @@ async fn send(
     Ok(())
 }
 
-/// What all workers of this engine let peers write into for a request, wherever they are.
+/// Collects what all workers of this engine grant for a request, in whichever process.
 async fn grants_of_all(shared: &Arc<Shared>, request: &RequestId) -> GrantsOfRanks {
     let asked = {
         let mut state = shared.state.lock();
@@ -182,7 +182,7 @@ async fn grants_of_all(shared: &Arc<Shared>, request: &RequestId) -> GrantsOfRan
         })
     };
     match asked {
-        // Until the load's deadline: then nothing is asked for any more, and the answer is that.
+        // Until the load's deadline: then the question is dropped, and the answer is `given_up`.
         Some(answer) => answer.await.unwrap_or_else(|_| Err(given_up())),
         None => grants_of_ranks(shared, request).await,
     }
@@ -226,7 +226,7 @@ async fn collect(shared: &Arc<Shared>, request: &RequestId) -> GrantsOfRanks {
     Ok(all)
 }
 
-/// What the workers of this process let peers write into.
+/// Grants a request on the workers of this process.
 pub(super) async fn grants_here(shared: &Arc<Shared>, request: &RequestId) -> GrantsOfRanks {
     let (to_grant, request) = (Arc::clone(shared), request.clone());
     let granting = shared.runtime.spawn_blocking(move || grant(&to_grant, &request)?.metadata());

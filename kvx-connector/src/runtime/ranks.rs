@@ -28,7 +28,7 @@ pub(super) enum WorkerKind {
     Remote(Box<RemoteRank>),
 }
 
-/// What a worker asks the runtime for.
+/// A request of a worker to the runtime.
 pub(super) enum WorkerAction {
     /// By any protocol.
     Engine(Action),
@@ -36,7 +36,7 @@ pub(super) enum WorkerAction {
     Mooncake(MooncakeAction),
 }
 
-/// The same call of either that is in this process.
+/// Calls the same method of either kind that is in this process.
 macro_rules! here {
     ($half:expr, $worker:ident => $call:expr, $remote:pat => $otherwise:expr) => {
         match $half {
@@ -52,7 +52,7 @@ impl WorkerKind {
     pub(super) fn new(settings: &Settings, rank: WorkerRank) -> kvx_core::Result<Self> {
         Ok(match &settings.mooncake {
             None => WorkerKind::Nixl(Box::new(Worker::new(settings.clone(), rank))),
-            // Nothing is asked before its caches are registered: then it tells where they are.
+            // It asks for nothing before its caches are registered.
             Some(_) => {
                 let nowhere = PullRequest::new("", 0, settings.tp_size, rank.tp);
                 WorkerKind::Mooncake(Box::new(MooncakeWorker::new(
@@ -72,7 +72,8 @@ impl WorkerKind {
         if let WorkerKind::Remote(remote) = self { Some(remote) } else { None }
     }
 
-    /// Whether it fills blocks for a request, in this process and by a NixlConnector's protocol.
+    /// Returns whether it fills blocks for a request, in this process and by a NixlConnector's
+    /// protocol.
     pub(super) fn is_loading(&self, request: &RequestId) -> bool {
         matches!(self, WorkerKind::Nixl(worker) if worker.is_loading(request))
     }
@@ -82,7 +83,7 @@ impl WorkerKind {
         here!(self, worker => worker.start_load_kv(now, meta), remote => remote.start_load_kv(meta));
     }
 
-    /// What there is to tell.
+    /// Takes its report.
     pub(super) fn get_finished(&mut self, now: Time) -> WorkerOutput {
         here!(self, worker => worker.get_finished(now), remote => remote.take_output())
     }
@@ -144,7 +145,7 @@ impl WorkerKind {
     }
 }
 
-/// Caches on their way back to the engine, or of which nobody knows whether they are.
+/// Caches that are being given back to the engine, or whose return cannot be proven.
 pub(super) struct CacheReturn {
     pub(super) registered: Arc<RegisteredCaches>,
     /// In the process of a rank: whether its engine knows.
@@ -152,7 +153,7 @@ pub(super) struct CacheReturn {
     pub(super) task: tokio::task::JoinHandle<()>,
 }
 
-/// What a load fills, of the caches that it began with.
+/// The blocks that a load fills, and the caches that it began with.
 pub(super) struct FilledBlocks {
     pub(super) own: Arc<RegisteredCaches>,
     pub(super) blocks: BlockLists,
@@ -353,7 +354,7 @@ impl Ranks {
         self.get_mut(rank)?.worker.remote_mut()
     }
 
-    /// Whether ranks may be on other hosts.
+    /// Returns whether ranks may be on other hosts.
     pub(super) fn has_distant(&self) -> bool {
         self.remote().any(|(_, remote)| remote.is_distant())
     }
@@ -363,8 +364,8 @@ impl Ranks {
         self.remote().find_map(|(_, remote)| remote.missing())
     }
 
-    /// Whether another rank has caches, or is about to register some: they all have the same
-    /// generations.
+    /// Returns whether another rank has caches, or is about to register some: they all have the
+    /// same generations.
     pub(super) fn others_have_caches(&self, rank: WorkerRank) -> bool {
         let has_caches = |held: &RankState| {
             held.registered.is_some() || held.worker.remote().is_some_and(RemoteRank::has_words)
@@ -372,18 +373,18 @@ impl Ranks {
         self.iter().any(|(at, held)| at != rank && has_caches(held))
     }
 
-    /// Whether the engine has not started a load on some worker yet.
+    /// Returns whether the engine has not started a load on some worker yet.
     pub(super) fn is_pending(&self, request: &RequestId) -> bool {
         let pending = self.0.values().flat_map(|held| &held.pending);
         pending.flat_map(|meta| &meta.receive).any(|order| order.request == *request)
     }
 
-    /// Whether a worker of this process fills blocks for a request.
+    /// Returns whether a worker of this process fills blocks for a request.
     pub(super) fn is_loading(&self, request: &RequestId) -> bool {
         self.0.values().any(|held| held.worker.is_loading(request))
     }
 
-    /// Whether peers see copies of the caches of any worker.
+    /// Returns whether peers see copies of the caches of any worker.
     pub(super) fn have_host_copies(&self) -> bool {
         self.0.values().any(|held| match held.worker.remote() {
             Some(remote) => remote.has_host_copies(),

@@ -23,7 +23,7 @@ use crate::mapping::Caches;
 use crate::wire::group::ToHead;
 use crate::wire::mooncake::PullRequest;
 
-/// Who hears of caches that are taken into use.
+/// The receiver of news that caches are in use.
 pub(super) enum RegistrationNotice {
     /// Peers have, as the engine's registration of that number, where the side channel counts them;
     /// and what a MooncakeConnector says of them.
@@ -103,7 +103,7 @@ pub(super) fn register(
     }
 }
 
-/// Blocks of the caches are as the connector was told.
+/// Checks that the caches have blocks of the size that the connector was built with.
 pub(super) fn check_block_size(shared: &Shared, caches: &Caches) -> Result<()> {
     let geometry = caches.geometry();
     let tokens = geometry.block_tokens().saturating_mul(geometry.kernel_per_logical());
@@ -215,7 +215,7 @@ pub(super) fn give_back(
         return done;
     }
     let mut unused = Some(ticket);
-    // What was published before goes to the workers before.
+    // Blocks that were published before go to the workers before.
     let now = shared.clock.now();
     state.pass_on_ready(now, None);
     let State { ranks, publication, head, .. } = &mut *state;
@@ -232,7 +232,7 @@ pub(super) fn give_back(
                 // lock.
                 Some((registered, head.as_mut().map(HeadHandle::give_back)))
             }
-            // Those that nobody knows of yet are asked for once more.
+            // A return that is not proven yet is waited for once more.
             None => held
                 .returns
                 .last()

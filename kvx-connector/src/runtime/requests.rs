@@ -19,7 +19,7 @@ pub(super) fn finish(shared: &Arc<Shared>, request: &RequestId, mut ending: Endi
     if !saved {
         ending.status = Status::Failed;
     }
-    // Whoever publishes a block that another call is hashing waits for its digest.
+    // A call that publishes a block which another call is hashing waits for its digest.
     let publishes = shared.digests() && !ending.blocks.is_empty();
     let _digesting = publishes.then(|| shared.digesting.lock());
     let (mut finished, ranks, fresh, remote) = shared.with_state(|state, now| {
@@ -40,7 +40,7 @@ pub(super) fn finish(shared: &Arc<Shared>, request: &RequestId, mut ending: Endi
     finished
 }
 
-/// A load that nobody waits for any more.
+/// The state of a load when its fetch is dropped or cancelled.
 pub(super) enum AbandonedLoad {
     /// It had ended already.
     Ended(LoadEnd),
@@ -50,7 +50,7 @@ pub(super) enum AbandonedLoad {
     NotBegun,
 }
 
-/// Ends a load that nobody waits for any more. In one step: its outcome arrived before that, or
+/// Ends a load whose fetch is dropped or cancelled. In one step: its outcome arrived before, or
 /// never will.
 pub(super) fn abandon(shared: &Shared, request: &RequestId, slot: &Slot<LoadEnd>) -> AbandonedLoad {
     shared.with_state(|state, now| {

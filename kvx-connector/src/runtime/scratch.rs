@@ -79,7 +79,7 @@ impl ScratchPlace {
         Ok(bytes.chunks_exact(WORD as usize).map(word).collect())
     }
 
-    /// Nobody can say that nothing touches it any more: it is never used again.
+    /// A transfer may touch it for ever: it is never used again.
     pub(super) fn lose(mut self) {
         self.lost = true;
     }

@@ -1,4 +1,4 @@
-//! What a connector was built with, and what follows from it for its agents.
+//! The setup of a connector, and the agents that follow from it.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ pub(super) const MOONCAKE: &str = "MOONCAKE";
 /// The name of the backend that speaks to plain NIXL agents.
 pub(super) const RIXL: &str = "RIXL";
 
-/// What a connector was built with.
+/// The setup of a connector.
 pub(super) struct Setup {
     pub(super) settings: Settings,
     pub(super) mapping: crate::mapping::MappingOptions,
@@ -28,7 +28,7 @@ pub(super) struct Setup {
     pub(super) data_parallel: u32,
     /// All of it for a rank in a process of its own.
     pub(super) told: Map<String, Value>,
-    /// Peers are told the port, whatever the environment says of it.
+    /// Any free port, whatever the environment says of it.
     pub(super) any_port: bool,
     pub(super) registry: Registry,
     pub(super) options: Options,
@@ -39,7 +39,7 @@ pub(super) struct Setup {
 }
 
 impl Setup {
-    /// The name or address of this host that peers are told.
+    /// The name or address of this host, as peers know it.
     pub(super) fn host(&self) -> &str {
         let environment = self.config.environment();
         match self.settings.mooncake {
@@ -101,7 +101,7 @@ impl Setup {
         Ok(agent)
     }
 
-    /// What a rank in a process of its own is sent: how the engine was built, and where its side
+    /// The message for a rank in a process of its own: how the engine was built, and where its side
     /// channel listens.
     pub(super) fn welcome(&self) -> String {
         let mut told = self.told.clone();
@@ -110,7 +110,7 @@ impl Setup {
         Value::Object(told).to_string()
     }
 
-    /// What the side channel answers for a worker.
+    /// The side channel's answer for a worker.
     pub(super) fn metadata(&self, registered: &RegisteredCaches) -> Result<NixlAgentMetadata> {
         let dialect = self.settings.dialect;
         let mut metadata = NixlAgentMetadata::new(self.settings.engine.as_str(), dialect);

@@ -1,4 +1,4 @@
-//! What the engine's calls, the connector's thread and its tasks share.
+//! The part of a connector that its handles, its thread and its tasks share.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -98,12 +98,13 @@ impl Shared {
         })
     }
 
-    /// Whether blocks have digests here, and loaded blocks are compared with those of their peer.
+    /// Returns whether blocks have digests here, and loaded blocks are compared with those of their
+    /// peer.
     pub(super) fn digests(&self) -> bool {
         self.setup.config.nixl().kvx_digest
     }
 
-    /// Whether the protocol is that of MooncakeConnectors before vLLM 0.16.
+    /// Returns whether the protocol is that of MooncakeConnectors before vLLM 0.16.
     pub(super) fn is_older_mooncake(&self) -> bool {
         self.setup.settings.mooncake.as_ref().is_some_and(Mooncake::is_older)
     }
@@ -176,7 +177,7 @@ impl Shared {
         self.state.lock().ranks.registered(rank).cloned()
     }
 
-    /// Whether a worker has not given these caches back.
+    /// Returns whether a worker has not given these caches back.
     pub(super) fn still_has(&self, rank: WorkerRank, own: &Arc<RegisteredCaches>) -> bool {
         self.registered(rank).is_some_and(|now| Arc::ptr_eq(&now, own))
     }
@@ -206,7 +207,7 @@ impl Shared {
         }
     }
 
-    /// Whether a shutdown was asked for.
+    /// Returns whether a shutdown was asked for.
     pub(super) fn is_closed(&self) -> bool {
         self.state.lock().is_closing()
     }
@@ -219,8 +220,8 @@ impl Shared {
         }
     }
 
-    /// Ends the connector: whoever still waits gets its outcome. `Ok`: nothing touches any block
-    /// any more.
+    /// Ends the connector: every open load and lease gets its outcome. `Ok`: nothing touches any
+    /// block any more.
     pub(super) fn end(&self, result: Result<()>) {
         let end = self.state.lock().end(&result);
         self.news_blocking.notify_all();

@@ -17,7 +17,7 @@ pub(super) struct ShutdownWork {
     pub(super) remote: Vec<Arc<Slot<Result<()>>>>,
 }
 
-/// How long what has ended may take to report it.
+/// The time that a rank or task which has ended may take to report it.
 const TO_SAY_SO: Duration = Duration::from_millis(100);
 
 /// Asks for the end. The connector's thread begins it.

@@ -28,7 +28,7 @@ impl<T> Slot<T> {
         })
     }
 
-    /// Sets it and wakes whoever waits.
+    /// Sets it and wakes the task that waits.
     pub(super) fn set(&self, value: T) {
         if let Some(waker) = self.fill(value) {
             waker.wake();

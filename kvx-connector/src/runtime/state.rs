@@ -40,7 +40,7 @@ impl Shutdown {
         self.deadline.get_or_insert(deadline);
     }
 
-    /// Whether it was asked for.
+    /// Returns whether it was asked for.
     pub(super) fn is_requested(&self) -> bool {
         self.deadline.is_some()
     }
@@ -98,7 +98,7 @@ pub(super) struct State {
     unsigned: BTreeSet<String>,
 }
 
-/// What the end of a connector leaves to do without the lock.
+/// The part of a connector's end that is done without the lock.
 pub(super) struct ConnectorEnd {
     pub(super) wakers: Vec<Waker>,
     pub(super) tickets: Vec<Ticket>,
@@ -127,12 +127,12 @@ impl State {
         }
     }
 
-    /// Whether a shutdown was asked for.
+    /// Returns whether a shutdown was asked for.
     pub(super) fn is_closing(&self) -> bool {
         self.shutdown.is_requested()
     }
 
-    /// Whether a load is under way that is still wanted; in the process of a rank, on that.
+    /// Returns whether a load is under way that is still wanted; in the process of a rank, on that.
     pub(super) fn is_loading(&self, request: &RequestId) -> bool {
         match self.head {
             None => self.scheduler.is_loading(request),
@@ -140,20 +140,20 @@ impl State {
         }
     }
 
-    /// Whether the engine has outcomes to take, or the connector has ended.
+    /// Returns whether the engine has outcomes to take, or the connector has ended.
     pub(super) fn has_news(&self) -> bool {
         self.outcomes.queued() > 0 || self.shutdown.result().is_some()
     }
 
-    /// Whether no request is known and no blocks are kept.
+    /// Returns whether no request is known and no blocks are kept.
     pub(super) fn is_idle(&self) -> bool {
         self.scheduler.is_empty()
             && self.aggregator.incomplete() == 0
             && !self.publication.has_delayed()
     }
 
-    /// Whether another rank has caches, or is about to register some: they all have the same
-    /// generations.
+    /// Returns whether another rank has caches, or is about to register some: they all have the
+    /// same generations.
     pub(super) fn others_have_caches(&self, rank: WorkerRank) -> bool {
         self.publication.published.is_some() && self.ranks.others_have_caches(rank)
     }
@@ -236,7 +236,7 @@ impl State {
         meta.receive.iter().for_each(|order| self.traces.ordered(now, &order.request));
     }
 
-    /// Takes the workers' reports through the scheduler to whoever waits. Returns whether the
+    /// Takes the workers' reports through the scheduler to their receivers. Returns whether the
     /// engine has new outcomes, and the tasks to wake.
     pub(super) fn collect(&mut self, now: Time) -> (bool, Vec<Waker>) {
         let mut outputs = self.ranks.take_outputs(now);
@@ -329,7 +329,7 @@ impl State {
     }
 }
 
-/// Why nothing can be done any more.
+/// The error of every call after a shutdown.
 pub(super) fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the connector was shut down: build another one")
 }

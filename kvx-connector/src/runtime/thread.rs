@@ -63,7 +63,7 @@ async fn run(setup: Setup, side: SideSettings, started: Arc<Slot<Result<Connecto
     drive(&shared).await;
 }
 
-/// What everything else works on, once peers can ask.
+/// Begins to listen, and makes the state that everything else works on.
 async fn listening(mut setup: Setup, side: SideSettings, clock: Clock) -> Result<Arc<Shared>> {
     let runtime = tokio::runtime::Handle::current();
     let Some(mooncake) = &setup.settings.mooncake else {

@@ -109,7 +109,7 @@ impl Traces {
         trace.map_or_else(Span::none, |trace| trace.span.clone())
     }
 
-    /// What became of it.
+    /// Records its outcome.
     pub(super) fn outcome(&mut self, outcome: &Outcome) {
         let (request, said) = match outcome {
             Outcome::Loaded { request, .. } => (request, "loaded".to_owned()),

@@ -1,4 +1,4 @@
-//! Moves of blocks between this engine and its peers, and the checks of what was read.
+//! Moves of blocks between this engine and its peers, and checks of the blocks that were read.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -263,7 +263,7 @@ async fn read_words(
     Ok(words)
 }
 
-/// Whether what a handshake described is no longer there. What a write was granted may end at any
+/// Returns whether the state that a handshake described is gone. A write's grant may end at any
 /// time, alone.
 fn is_gone(op: Op, error: &Error) -> bool {
     match error.kind() {

@@ -28,7 +28,7 @@ impl Gathering {
         Gathering { at, ticket: Some(ticket), whole: false }
     }
 
-    /// Whether all ranks have joined and registered their caches once.
+    /// Returns whether all ranks have joined and registered their caches once.
     pub(super) fn is_whole(&self) -> bool {
         self.whole
     }

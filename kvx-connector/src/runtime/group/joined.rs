@@ -366,7 +366,7 @@ impl EngineAddress {
     }
 }
 
-/// Whether the engine may not listen yet, or its host not be there.
+/// Returns whether the engine may not listen yet, or its host not be there.
 fn is_early(error: &io::Error) -> bool {
     matches!(
         error.kind(),

@@ -64,7 +64,7 @@ impl Connector {
 }
 
 impl Rank {
-    /// Whether ranks of an engine with this configuration may be in processes of their own
+    /// Returns whether ranks of an engine with this configuration may be in processes of their own
     /// ([`Connector::group`]).
     ///
     /// # Errors

@@ -18,7 +18,7 @@ impl ProcessHandle {
         Some(Arc::new(ProcessHandle(life)))
     }
 
-    /// Whether it has ended, or does so within this time. Blocks.
+    /// Returns whether it has ended, or does so within this time. Blocks.
     pub(super) fn has_ended(&self, within: Duration) -> bool {
         let limit =
             Timespec { tv_sec: within.as_secs() as i64, tv_nsec: within.subsec_nanos().into() };

@@ -142,7 +142,7 @@ impl RemoteRank {
         Ok(down)
     }
 
-    /// Whether its process has ended, though it is not known to be lost.
+    /// Returns whether its process has ended, though it is not known to be lost.
     pub(in crate::runtime) fn has_ended(&self) -> bool {
         self.life.as_deref().is_some_and(|life| life.has_ended(Duration::ZERO))
     }
@@ -186,7 +186,7 @@ impl RemoteRank {
         Ok(())
     }
 
-    /// Whether it is on another host: then it makes its words itself.
+    /// Returns whether it is on another host: then it makes its words itself.
     pub(in crate::runtime) fn is_distant(&self) -> bool {
         self.distant
     }
@@ -215,8 +215,8 @@ impl RemoteRank {
             .then_some(self.raising)
     }
 
-    /// Whether peers may still read what it was asked to raise by this number. `None`: nobody will
-    /// ever know.
+    /// Returns whether peers may still read what it was asked to raise by this number. `None`:
+    /// nobody will ever know.
     pub(in crate::runtime) fn is_raised(&self, number: u64) -> Option<bool> {
         match &self.stage {
             _ if self.raised >= number => Some(true),
@@ -225,8 +225,8 @@ impl RemoteRank {
         }
     }
 
-    /// Whether it has caches, or is about to register some: their words are those of the engine's
-    /// other ranks.
+    /// Returns whether it has caches, or is about to register some: their words are those of the
+    /// engine's other ranks.
     pub(in crate::runtime) fn has_words(&self) -> bool {
         self.has_words
     }
@@ -246,7 +246,7 @@ impl RemoteRank {
         Ok(())
     }
 
-    /// Whether it is there, and has given its caches back.
+    /// Returns whether it is there, and has given its caches back.
     pub(in crate::runtime) fn has_given_back(&self) -> bool {
         matches!(self.stage, RankStage::GaveBack { .. })
     }
@@ -259,7 +259,7 @@ impl RemoteRank {
         }
     }
 
-    /// Whether peers are told of copies on the host.
+    /// Returns whether peers are told of copies on the host.
     pub(in crate::runtime) fn has_host_copies(&self) -> bool {
         matches!(self.stage, RankStage::Registered { host_copies: true, .. })
     }
@@ -315,7 +315,7 @@ impl RemoteRank {
         }
     }
 
-    /// What there is to tell.
+    /// Takes its report.
     pub(in crate::runtime) fn take_output(&mut self) -> WorkerOutput {
         std::mem::take(&mut self.output)
     }

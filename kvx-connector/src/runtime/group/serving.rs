@@ -147,7 +147,7 @@ fn open(path: &Path) -> Result<StdUnixListener> {
     Ok(listener)
 }
 
-/// Whether there is a socket at a path, and nobody listens at it.
+/// Returns whether there is a socket at a path, and nobody listens at it.
 fn is_left_behind(path: &Path) -> io::Result<bool> {
     if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
         return Ok(false);
@@ -391,8 +391,8 @@ async fn pass_down(
     }
 }
 
-/// Whether a process has ended, or does so within this time: one that was killed closes its sockets
-/// first.
+/// Returns whether a process has ended, or does so within this time: one that was killed closes its
+/// sockets first.
 async fn has_ended(life: Option<Arc<ProcessHandle>>, within: Duration) -> bool {
     let Some(life) = life else { return false };
     tokio::task::spawn_blocking(move || life.has_ended(within)).await.unwrap_or(false)

@@ -129,7 +129,7 @@ impl HttpMessage {
         self.headers.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
 
-    /// Whether the other end goes on with this connection.
+    /// Returns whether the other end goes on with this connection.
     pub(super) fn keeps_alive(&self) -> bool {
         let asked = self.header("connection").unwrap_or_default();
         match self.start.iter().any(|word| word == "HTTP/1.0") {

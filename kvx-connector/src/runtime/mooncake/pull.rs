@@ -24,7 +24,7 @@ const ANSWER: MessageLimits = MessageLimits { frames: 4, bytes: PullResponse::MA
 /// How long a worker may take to greet, and to take a question.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// Whether a question asks for blocks, and not for the end of a request alone.
+/// Returns whether a question asks for blocks, and not for the end of a request alone.
 fn wants(wanted: &PulledRequest) -> bool {
     wanted.block_ids.iter().any(|blocks| !blocks.is_empty())
 }

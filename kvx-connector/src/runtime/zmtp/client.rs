@@ -82,8 +82,8 @@ impl Client {
         self.connection.send(&[envelope, question].concat(), limit).await
     }
 
-    /// Whether it can be asked again: nothing has come that nobody waited for, and the other end
-    /// has not closed.
+    /// Returns whether it can be asked again: nothing has come that nobody waited for, and the
+    /// other end has not closed.
     pub(crate) fn is_quiet(&self) -> bool {
         self.connection.is_quiet()
     }

@@ -45,7 +45,7 @@ impl SocketType {
             .find(|kind| kind.as_str().as_bytes() == name)
     }
 
-    /// Whether the two may be connected here.
+    /// Returns whether the two may be connected here.
     pub(crate) fn speaks_with(self, other: SocketType) -> bool {
         (self == SocketType::Router) != (other == SocketType::Router)
     }
@@ -301,7 +301,7 @@ impl Decoder {
         }
     }
 
-    /// Whether nothing has come of the next message or command.
+    /// Returns whether nothing has come of the next message or command.
     pub(crate) fn is_between(&self) -> bool {
         self.frames.is_empty() && self.head.is_empty() && self.body.is_none()
     }

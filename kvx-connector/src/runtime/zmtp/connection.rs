@@ -86,7 +86,7 @@ impl SocketConnection {
         }
     }
 
-    /// Whether all that has come was taken, and more may come.
+    /// Returns whether all that has come was taken, and more may come.
     pub(super) fn is_quiet(&self) -> bool {
         let look = RecvFlags::PEEK | RecvFlags::DONTWAIT;
         self.at == self.unread.len()

@@ -96,7 +96,7 @@ async fn either<T>(other: impl Future, done: impl Future<Output = T>) -> T {
     .await
 }
 
-/// Whether the other end closes within a time that is not the test's.
+/// Returns whether the other end closes within a time that is not the test's.
 async fn is_closed(stream: &mut TcpStream) -> bool {
     let mut sink = [0; 64];
     let ended = async {

@@ -2,7 +2,6 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 // The words are core's: a program needs no second crate. A backend of one's own is written against kvx-core itself.
-pub use kvx_config as config;
 #[cfg(feature = "connector")]
 pub use kvx_connector as connector;
 pub use kvx_core::transport::{Availability, Factory};
@@ -36,6 +35,7 @@ pub use kvx_rixl::Rixl;
 pub use kvx_rocm as rocm;
 #[cfg(all(target_os = "linux", feature = "ucx"))]
 pub use kvx_ucx::Ucx;
+pub use kvx_vllm::config;
 
 /// Every backend's name that a user may write, and the feature of this crate that compiles it in.
 ///

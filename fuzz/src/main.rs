@@ -11,8 +11,8 @@ const TARGETS: &[&[(&str, fn(&[u8]))]] = &[
     kvx_core::fuzz::TARGETS,
     kvx_backend::fuzz::TARGETS,
     kvx_native::fuzz::TARGETS,
-    kvx_config::fuzz::TARGETS,
-    kvx_connector::wire::fuzz::TARGETS,
+    kvx_vllm::config::fuzz::TARGETS,
+    kvx_vllm::wire::fuzz::TARGETS,
     kvx_connector::runtime::fuzz::TARGETS,
     kvx_proxy::fuzz::TARGETS,
 ];

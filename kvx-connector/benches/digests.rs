@@ -5,13 +5,13 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_config::{KvTransferConfig, Surroundings};
-use kvx_connector::Dialect;
-use kvx_connector::engine::{BlockLists, WorkerRank};
-use kvx_connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
 use kvx_connector::runtime::{Connector, Decode, Prefill};
-use kvx_connector::wire::CompatibilityFactors;
 use kvx_core::{Memory, Registry};
+use kvx_vllm::Dialect;
+use kvx_vllm::config::{KvTransferConfig, Surroundings};
+use kvx_vllm::engine::{BlockLists, WorkerRank};
+use kvx_vllm::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
+use kvx_vllm::wire::CompatibilityFactors;
 use twox_hash::XxHash3_64;
 
 const LAYERS: usize = 8;

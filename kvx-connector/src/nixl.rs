@@ -4,7 +4,7 @@
 //! [`blob`] is what such an agent loads in place of another NIXL agent's metadata; from its own,
 //! [`NixlPeer`] connects. Notifications need nothing more: those up to 64 KiB arrive as they were
 //! sent, on both sides; for longer ones, and ones that begin as parts of longer ones do, see
-//! [`notes`](crate::wire::nixl::notes) and [`Assembly`](crate::wire::nixl::Assembly).
+//! [`notes`](kvx_vllm::wire::nixl::notes) and [`Assembly`](kvx_vllm::wire::nixl::Assembly).
 //!
 //! ```
 //! use kvx_connector::nixl::{self, NixlPeer};
@@ -26,7 +26,7 @@ use kvx_core::{
     Result, Span,
 };
 
-use crate::wire::nixl::{NixlBlob, NixlDescriptor, NixlMemory, NixlSection};
+use kvx_vllm::wire::nixl::{NixlBlob, NixlDescriptor, NixlMemory, NixlSection};
 
 /// The name of kvx's backend in NIXL.
 pub const BACKEND: &str = "KVX";

@@ -18,7 +18,7 @@ const RUNTIMES: [&str; 7] =
 /// Bounds for users of one feature: the package, the feature, the most crates (the package
 /// included), and whether an async runtime may be among them.
 const SMALL: [(&str, &str, usize, bool); 2] =
-    [("kvx-transfer", "tcp", 59, true), ("kvx-connector", "params", 25, false)];
+    [("kvx-transfer", "tcp", 59, true), ("kvx-vllm", "params", 25, false)];
 
 /// Runs the checks within `limit` and returns what failed, a sentence each. Compiles the facade
 /// without features and with `tcp` alone; with `all`, with each feature alone and with the default

@@ -1,17 +1,17 @@
 //! Builds a connector from vLLM's configuration.
 
-use kvx_config::{BufferDevice, KvTransferConfig};
 use kvx_core::{Error, ErrorKind, Registry, Result, Secret};
+use kvx_vllm::config::{BufferDevice, KvTransferConfig};
 use serde_json::{Map, Value, json};
 
 use super::connector::Connector;
 use super::setup::{Setup, backends, options};
 use super::side::SideSettings;
 use super::thread;
-use crate::engine::{Address, ParamsTrust, Settings};
-use crate::mapping::{Clip, GroupKind, window_blocks};
-use crate::params::TransferMode;
-use crate::wire::CompatibilityFactors;
+use kvx_vllm::engine::{Address, ParamsTrust, Settings};
+use kvx_vllm::mapping::{Clip, GroupKind, window_blocks};
+use kvx_vllm::params::TransferMode;
+use kvx_vllm::wire::CompatibilityFactors;
 
 /// A KV cache group: layers whose blocks are given to requests together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -166,7 +166,7 @@ impl ConnectorBuilder {
     pub(super) fn setup(self) -> Result<(Setup, SideSettings)> {
         let invalid = |sentence: &str| Err(Error::new(ErrorKind::Invalid, sentence.to_owned()));
         let (tp_size, pp_size, dcp_size) = self.sizes;
-        let most = crate::mapping::MAX_RANKS;
+        let most = kvx_vllm::mapping::MAX_RANKS;
         if tp_size == 0 || pp_size == 0 || dcp_size == 0 || tp_size.saturating_mul(pp_size) > most {
             return invalid("an engine has 1 to 1024 workers: see ConnectorBuilder::workers");
         }
@@ -178,7 +178,7 @@ impl ConnectorBuilder {
         // Where it listens is known once it does.
         let nowhere = Address { host: "".into(), port: 0 };
         let mut settings = match self.config.connector() {
-            Some(kvx_config::ConnectorKind::Mooncake) => {
+            Some(kvx_vllm::config::ConnectorKind::Mooncake) => {
                 Settings::of_mooncake(&self.config, self.data_parallel, nowhere)?
             }
             _ => Settings::from_config(&self.config, self.data_parallel, nowhere)?,
@@ -209,7 +209,7 @@ impl ConnectorBuilder {
             Group::Whole => (GroupKind::Attention, Clip::Whole),
             Group::Window { .. } => (GroupKind::Attention, Clip::Window),
         };
-        let mapping = crate::mapping::MappingOptions {
+        let mapping = kvx_vllm::mapping::MappingOptions {
             groups: self.groups.iter().map(clip).collect(),
             permute: self.config.enable_permute_local_kv(),
             host_buffer: false,

@@ -11,8 +11,8 @@ use super::grants::GrantedWrites;
 use super::host_copies::HostCopies;
 use super::peer_regions::{GRANT, POOL};
 use super::scratch::Scratch;
-use crate::engine::Fresh;
-use crate::mapping::{Caches, Geometry, Pairing, RegionGrid};
+use kvx_vllm::engine::Fresh;
+use kvx_vllm::mapping::{Caches, Geometry, Pairing, RegionGrid};
 
 /// The caches of a worker, and what lies beside them.
 #[derive(Debug)]

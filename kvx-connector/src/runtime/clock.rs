@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::engine::Time;
+use kvx_vllm::engine::Time;
 
 /// A monotonic clock. Copies show the same time.
 #[derive(Clone, Copy, Debug)]

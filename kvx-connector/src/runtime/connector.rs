@@ -10,11 +10,11 @@ use super::outcomes::Outcomes;
 use super::shared::Shared;
 use super::slot::until;
 use super::{copies, requests, shutdown};
-use crate::engine::{
+use kvx_vllm::engine::{
     Address, Allocation, Arrival, BlockLists, Ending, EngineId, Finished, Matched, NotLoaded,
     Outcome, RequestId, Settings, Time,
 };
-use crate::params::OlderMooncakeParams;
+use kvx_vllm::params::OlderMooncakeParams;
 
 /// How long a connector that is dropped without a shutdown takes to end what it has begun.
 const AT_DROP: Duration = Duration::from_secs(1);

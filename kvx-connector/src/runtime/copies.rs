@@ -11,12 +11,12 @@ use super::ranks::{DeviceFill, FilledBlocks};
 use super::shared::Shared;
 use super::slot::Slot;
 use super::state::State;
-use crate::engine::{
+use kvx_vllm::engine::{
     BlockLists, Connection, Ending, Fresh, MoveLists, RequestId, Unsaved, WorkerRank,
 };
-use crate::mapping::{BlockPairs, Finishing, PeerMap};
+use kvx_vllm::mapping::{BlockPairs, Finishing, PeerMap};
 
-/// Answers [`Action::Finish`](crate::engine::Action::Finish). Blocks: it copies.
+/// Answers [`Action::Finish`](kvx_vllm::engine::Action::Finish). Blocks: it copies.
 pub(super) fn finish(
     shared: &Shared,
     rank: WorkerRank,

@@ -14,10 +14,10 @@ use super::connector::{Connector, arrive};
 use super::outcomes::{LoadEnd, Released};
 use super::requests::{self, AbandonedLoad};
 use super::slot::Slot;
-use crate::engine::{
+use kvx_vllm::engine::{
     Allocation, Arrival, BlockLists, Ending, Kept, LoadFailure, NotLoaded, Outcome, RequestId, Then,
 };
-use crate::params::{OlderMooncakeParams, TransferParams};
+use kvx_vllm::params::{OlderMooncakeParams, TransferParams};
 
 /// The decode side of a connector: it loads blocks of a prefill.
 #[derive(Clone, Copy, Debug)]

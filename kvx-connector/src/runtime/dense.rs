@@ -13,12 +13,12 @@ use kvx_core::{Deadline, Error, ErrorKind, Memory, Result};
 use super::decode::{Decode, Fetch, HeldBlocks, LoadError, Loaded};
 use super::outcomes::Released;
 use super::prefill::{Lease, Prefill};
-use crate::engine::{BlockLists, LoadFailure, RequestId};
-use crate::mapping::{
+use kvx_vllm::engine::{BlockLists, LoadFailure, RequestId};
+use kvx_vllm::mapping::{
     BlockRows, BlockShape, Caches, DenseShape, Heads, KvLayout, KvTensors, LayerCache, MemoryType,
     rows_from_block, rows_into_block,
 };
-use crate::params::{TransferMode, TransferParams};
+use kvx_vllm::params::{TransferMode, TransferParams};
 
 /// What a rank keeps of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,7 +58,7 @@ pub struct DenseViewMut<'a> {
 /// Blocks of the connector's beside the tensors of an engine without blocks. Cheap to clone.
 ///
 /// ```
-/// use kvx_connector::mapping::{DenseShape, KvLayout};
+/// use kvx_vllm::mapping::{DenseShape, KvLayout};
 /// use kvx_connector::runtime::{DenseModel, DensePool, DenseView, DenseViewMut};
 ///
 /// let layout = KvLayout::Lbhnc;

@@ -15,8 +15,8 @@ use twox_hash::XxHash3_64;
 
 use super::generations::{GenerationTable, WORD};
 use super::scratch::AT_ONCE;
-use crate::engine::Fresh;
-use crate::mapping::{Geometry, Pairing, RegionGrid, Source};
+use kvx_vllm::engine::Fresh;
+use kvx_vllm::mapping::{Geometry, Pairing, RegionGrid, Source};
 
 /// The name of the region that holds them, with their form: for each kernel block a word of each
 /// region, in order.

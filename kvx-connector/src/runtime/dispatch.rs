@@ -16,8 +16,8 @@ use super::ranks::{WorkerAction, WorkerKind};
 use super::shared::Shared;
 use super::shutdown::ShutdownWork;
 use super::{copies, handshake, notifications, notify, push, shutdown, transfer};
-use crate::engine::mooncake::MooncakeAction;
-use crate::engine::{Action, RequestId, WorkerRank};
+use kvx_vllm::engine::mooncake::MooncakeAction;
+use kvx_vllm::engine::{Action, RequestId, WorkerRank};
 
 /// Starts due tasks until the connector has ended.
 pub(super) async fn drive(shared: &Arc<Shared>) {

@@ -12,8 +12,8 @@ use kvx_core::{Error, Memory, Result, random_number};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-use crate::engine::{BlockLists, BlockReference, Fresh, Generations, RequestId, WorkerRank};
-use crate::wire::group::OwnWords;
+use kvx_vllm::engine::{BlockLists, BlockReference, Fresh, Generations, RequestId, WorkerRank};
+use kvx_vllm::wire::group::OwnWords;
 
 /// The name of the region that holds the words: the pool's first, then one for each logical block.
 pub(super) const WORDS: &str = "generations";

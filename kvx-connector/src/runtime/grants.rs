@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use kvx_core::{Error, ErrorKind, Region, Result};
 use tokio::sync::{OnceCell, oneshot};
 
-use crate::engine::{RequestId, WorkerRank};
-use crate::wire::PushGrant;
+use kvx_vllm::engine::{RequestId, WorkerRank};
+use kvx_vllm::wire::PushGrant;
 
 /// A revocation that has not ended is waited for anew after this.
 const RETRY: Duration = Duration::from_secs(60);

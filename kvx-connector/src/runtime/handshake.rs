@@ -14,11 +14,11 @@ use super::peer_regions::PeerRegions;
 use super::setup::RIXL;
 use super::shared::Shared;
 use super::side::handshake_failure;
-use crate::engine::{Connection, HandshakeFailure, PeerPlan, RemoteEngine, WorkerRank};
-use crate::mapping::{Geometry, PeerMap, Remote, RemoteRank, Source, Tp};
 use crate::nixl::NixlPeer;
-use crate::params::TransferMode;
-use crate::wire::{Expectation, HandshakenPeer, NixlAgentMetadata};
+use kvx_vllm::engine::{Connection, HandshakeFailure, PeerPlan, RemoteEngine, WorkerRank};
+use kvx_vllm::mapping::{Geometry, PeerMap, Remote, RemoteRank, Source, Tp};
+use kvx_vllm::params::TransferMode;
+use kvx_vllm::wire::{Expectation, HandshakenPeer, NixlAgentMetadata};
 
 /// How long the first link to a worker of a peer may take.
 const LINK_LIMIT: Duration = Duration::from_secs(10);
@@ -29,7 +29,7 @@ struct PeerConnection {
     link: PeerLink,
 }
 
-/// Answers [`Action::Handshake`](crate::engine::Action::Handshake).
+/// Answers [`Action::Handshake`](kvx_vllm::engine::Action::Handshake).
 pub(super) async fn run(
     shared: Arc<Shared>,
     rank: WorkerRank,

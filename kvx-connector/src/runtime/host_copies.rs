@@ -14,8 +14,8 @@ use kvx_core::memory::Direction;
 use kvx_core::sync::Mutex;
 use kvx_core::{Deadline, Error, ErrorKind, Memory, Result};
 
-use crate::engine::{BlockLists, Unsaved};
-use crate::mapping::Caches;
+use kvx_vllm::engine::{BlockLists, Unsaved};
+use kvx_vllm::mapping::Caches;
 
 /// How long copies of a request may take. A device that takes longer hangs.
 pub(super) const LIMIT: Duration = Duration::from_secs(30);
@@ -257,7 +257,7 @@ mod tests {
     use kvx_testkit::device::CopyOutcome;
 
     use super::*;
-    use crate::mapping::{Heads, KvLayout, LayerCache};
+    use kvx_vllm::mapping::{Heads, KvLayout, LayerCache};
 
     const BLOCKS: u32 = 8;
     const LEN: usize = 64;

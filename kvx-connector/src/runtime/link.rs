@@ -6,8 +6,8 @@ use kvx_core::{Blocks, Error, ErrorKind, GridSet, Peer, PeerRegion, Region, Resu
 
 use super::digests::PeerDigests;
 use super::peer_regions::{ImportedRegions, PeerRegions};
-use crate::engine::{GroupMove, Move, Part, WorkerRank};
-use crate::mapping::{Geometry, Pairing, PeerMap, Source};
+use kvx_vllm::engine::{GroupMove, Move, Part, WorkerRank};
+use kvx_vllm::mapping::{Geometry, Pairing, PeerMap, Source};
 
 /// A connection to an engine, as one worker of this engine uses it.
 #[derive(Debug)]

@@ -2,7 +2,7 @@
 
 use super::mooncake::Channels;
 use super::side::SideServer;
-use crate::engine::WorkerRank;
+use kvx_vllm::engine::WorkerRank;
 
 /// The sockets that a connector listens with, until this is dropped.
 #[derive(Debug)]

@@ -6,7 +6,7 @@ use metrics::{
     Counter, Gauge, Histogram, Unit, describe_counter, describe_gauge, describe_histogram,
 };
 
-use crate::engine::{METRICS, MOONCAKE_METRICS, Metric, Settings, Time, TransferStats};
+use kvx_vllm::engine::{METRICS, MOONCAKE_METRICS, Metric, Settings, Time, TransferStats};
 
 /// Blocks that are neither free nor loaded: something may still write to them.
 const HELD: &str = "kvx_held_blocks";
@@ -133,7 +133,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::engine::{FailureKind, Transferred};
+    use kvx_vllm::engine::{FailureKind, Transferred};
 
     /// Everything that was told, by name and labels, and the names that were described.
     #[derive(Clone, Default)]
@@ -208,7 +208,7 @@ mod tests {
     }
 
     fn settings() -> Settings {
-        Settings::new("e", crate::engine::Address { host: "h".into(), port: 1 })
+        Settings::new("e", kvx_vllm::engine::Address { host: "h".into(), port: 1 })
     }
 
     fn stats() -> TransferStats {

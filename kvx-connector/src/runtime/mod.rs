@@ -25,7 +25,7 @@
 //! ```no_run
 //! # use kvx_connector::{engine::*, mapping::Caches, params::TransferParams, wire::CompatibilityFactors};
 //! # use std::{sync::Arc, time::Duration};
-//! # async fn engine(config: kvx_config::KvTransferConfig, registry: kvx_core::Registry, factors: CompatibilityFactors,
+//! # async fn engine(config: kvx_vllm::config::KvTransferConfig, registry: kvx_core::Registry, factors: CompatibilityFactors,
 //! #     caches: Caches, memory: Arc<kvx_core::Memory>, blocks: BlockLists, answer: TransferParams,
 //! # ) -> Result<(), Box<dyn std::error::Error>> {
 //! use kvx_connector::runtime::{Connector, Decode, Prefill};

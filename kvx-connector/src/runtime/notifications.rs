@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use kvx_core::{Agent, Error, ErrorKind, Result};
 
 use super::shared::Shared;
-use crate::engine::WorkerRank;
-use crate::wire::EngineNotification;
-use crate::wire::nixl::{Assembly, Got};
+use kvx_vllm::engine::WorkerRank;
+use kvx_vllm::wire::EngineNotification;
+use kvx_vllm::wire::nixl::{Assembly, Got};
 
 /// No notification is waited for longer than this; then the task looks again.
 const LONG: Duration = Duration::from_secs(3600);

@@ -8,13 +8,13 @@ use kvx_core::{Error, ErrorKind, Peer, Result};
 
 use super::shared::Shared;
 use super::trace::Phase;
-use crate::engine::{Connection, RequestId, WorkerRank};
-use crate::wire::nixl::{MAX_NOTE, notes};
+use kvx_vllm::engine::{Connection, RequestId, WorkerRank};
+use kvx_vllm::wire::nixl::{MAX_NOTE, notes};
 
 /// How long a notification may take.
 pub(super) const LIMIT: Duration = Duration::from_secs(10);
 
-/// Answers [`Action::Notify`](crate::engine::Action::Notify).
+/// Answers [`Action::Notify`](kvx_vllm::engine::Action::Notify).
 pub(super) async fn run(
     shared: Arc<Shared>,
     rank: WorkerRank,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::task::Waker;
 
 use super::slot::Slot;
-use crate::engine::{Kept, Outcome, RequestId};
+use kvx_vllm::engine::{Kept, Outcome, RequestId};
 
 /// The end of blocks that were leased to a decode, or held by a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

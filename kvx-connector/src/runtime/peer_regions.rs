@@ -7,9 +7,9 @@ use kvx_core::{
 
 use super::digests::DIGESTS;
 use super::generations::WORDS;
-use crate::engine::{Move, Part};
-use crate::mapping::{Geometry, MemorySpan, MemoryType, RegionGrid};
 use crate::nixl::NixlPeer;
+use kvx_vllm::engine::{Move, Part};
+use kvx_vllm::mapping::{Geometry, MemorySpan, MemoryType, RegionGrid};
 
 /// Regions that hold blocks are named by where they begin at their owner, as its handshake tells
 /// addresses.

@@ -12,8 +12,8 @@ use super::connector::{Connector, arrive};
 use super::outcomes::{Outcomes, Released};
 use super::requests;
 use super::slot::Slot;
-use crate::engine::{Address, Arrival, BlockLists, Ending, Finished, Kept, RequestId, Status};
-use crate::params::{
+use kvx_vllm::engine::{Address, Arrival, BlockLists, Ending, Finished, Kept, RequestId, Status};
+use kvx_vllm::params::{
     MooncakeLeg, MooncakeParams, MooncakeTransferId, ParamsError, TransferMode, TransferParams,
 };
 
@@ -131,8 +131,9 @@ fn decode_leg(
         remote_engine_id: connector.engine_id().as_str().to_owned(),
         remote_bootstrap_addr: format!("http://{host}:{port}"),
     };
-    let params = MooncakeParams::new(asked.mooncake()?.transfer_id, leg).into();
-    Ok(TransferParams { remote_num_tokens: Some(tokens.into()), ..params })
+    let mut params: TransferParams = MooncakeParams::new(asked.mooncake()?.transfer_id, leg).into();
+    params.remote_num_tokens = Some(tokens.into());
+    Ok(params)
 }
 
 fn random() -> kvx_core::Result<[u8; 16]> {

@@ -6,9 +6,9 @@ use kvx_core::{Error, Result, Secret};
 
 use super::clock::Clock;
 use super::side::{PeerKind, ProbeAnswer, SideClient};
-use crate::Dialect;
-use crate::engine::{Address, SideChannels, WorkerRank};
-use crate::wire::{CompatibilityHash, HandshakePayload, NixlAgentMetadata};
+use kvx_vllm::Dialect;
+use kvx_vllm::engine::{Address, SideChannels, WorkerRank};
+use kvx_vllm::wire::{CompatibilityHash, HandshakePayload, NixlAgentMetadata};
 
 /// The answer of a side channel for one worker of its engine.
 #[derive(Clone, Debug)]

@@ -3,7 +3,7 @@
 
 use super::generations::{GenerationState, StaleBlocks};
 use super::ranks::Ranks;
-use crate::engine::{Kept, Outcome, PoolBlocks, RequestId, WorkerRank};
+use kvx_vllm::engine::{Kept, Outcome, PoolBlocks, RequestId, WorkerRank};
 
 /// The pool of an engine's workers, what of it is published, and releases that are not known to all
 /// ranks yet.

@@ -19,14 +19,14 @@ use super::link::PeerLink;
 use super::notify;
 use super::shared::Shared;
 use super::state::{State, closed};
-use crate::engine::{Connection, RequestId, WorkerRank};
-use crate::wire::group::ToHead;
-use crate::wire::{EngineNotification, PushGrant, PushRegistration};
+use kvx_vllm::engine::{Connection, RequestId, WorkerRank};
+use kvx_vllm::wire::group::ToHead;
+use kvx_vllm::wire::{EngineNotification, PushGrant, PushRegistration};
 
 /// How long blocks are held that a plain Mooncake agent may still write to: then they are lost.
 const MAY_WRITE_FOR: Duration = Duration::from_secs(60);
 
-/// Answers [`Action::Register`](crate::engine::Action::Register).
+/// Answers [`Action::Register`](kvx_vllm::engine::Action::Register).
 pub(super) async fn register(
     shared: Arc<Shared>,
     rank: WorkerRank,
@@ -113,7 +113,7 @@ pub(super) fn grant(shared: &Shared, request: &RequestId) -> Result<Arc<GrantedW
     Ok(granted)
 }
 
-/// Answers [`Action::Fence`](crate::engine::Action::Fence): ends what was granted for a request, of
+/// Answers [`Action::Fence`](kvx_vllm::engine::Action::Fence): ends what was granted for a request, of
 /// all workers.
 pub(super) async fn fence(shared: Arc<Shared>, rank: WorkerRank, request: RequestId) {
     let fenced = shared.state.lock().grants.fence(&request);

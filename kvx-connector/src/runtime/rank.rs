@@ -7,8 +7,8 @@ use kvx_core::{Completion, Deadline, Error, ErrorKind, Memory, Result};
 
 use super::connector::Connector;
 use super::register;
-use crate::engine::{Settings, WorkerRank};
-use crate::mapping::Caches;
+use kvx_vllm::engine::{Settings, WorkerRank};
+use kvx_vllm::mapping::Caches;
 
 impl Connector {
     /// A worker of this engine, to register its caches. Errors: `Invalid` for one that it does not

@@ -12,13 +12,13 @@ use super::group::{ReleaseConfirmation, RemoteRank, Task};
 use super::host_copies::may_go_on;
 use super::link::PeerLink;
 use super::scratch::Scratch;
-use crate::engine::mooncake::{MooncakeAction, MooncakeWorker};
-use crate::engine::{
+use kvx_vllm::engine::mooncake::{MooncakeAction, MooncakeWorker};
+use kvx_vllm::engine::{
     Action, BlockLists, Connection, ConnectorMeta, FailedLoad, Fresh, Kept, LoadFailure,
     MoveFailure, MoveId, ReceiveOrder, RequestId, Settings, Time, Transferred, Worker,
     WorkerOutput, WorkerRank,
 };
-use crate::wire::mooncake::PullRequest;
+use kvx_vllm::wire::mooncake::PullRequest;
 
 /// A worker of any kind, for the calls that all kinds have.
 pub(super) enum WorkerKind {

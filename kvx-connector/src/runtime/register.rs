@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use kvx_config::BufferDevice;
 use kvx_core::{
     Agent, Completion, Deadline, DeviceAccess, Error, ErrorKind, Memory, Result, Ticket,
 };
+use kvx_vllm::config::BufferDevice;
 
 use super::caches::RegisteredCaches;
 use super::generations::{GenerationState, WORDS};
@@ -18,10 +18,10 @@ use super::ranks::WorkerKind;
 use super::scratch::Scratch;
 use super::shared::Shared;
 use super::state::{State, closed};
-use crate::engine::{PoolBlocks, WorkerRank};
-use crate::mapping::Caches;
-use crate::wire::group::ToHead;
-use crate::wire::mooncake::PullRequest;
+use kvx_vllm::engine::{PoolBlocks, WorkerRank};
+use kvx_vllm::mapping::Caches;
+use kvx_vllm::wire::group::ToHead;
+use kvx_vllm::wire::mooncake::PullRequest;
 
 /// The receiver of news that caches are in use.
 pub(super) enum RegistrationNotice {

@@ -10,8 +10,8 @@ use super::outcomes::{LoadEnd, Released};
 use super::shared::Shared;
 use super::slot::Slot;
 use super::state::State;
-use crate::engine::{Ending, Finished, Kept, Outcome, RequestId, Settings, Status, Time};
-use crate::params::TransferMode;
+use kvx_vllm::engine::{Ending, Finished, Kept, Outcome, RequestId, Settings, Status, Time};
+use kvx_vllm::params::TransferMode;
 
 /// A request has ended, in whatever state it was. May wait for blocks to be hashed or copied.
 pub(super) fn finish(shared: &Arc<Shared>, request: &RequestId, mut ending: Ending) -> Finished {

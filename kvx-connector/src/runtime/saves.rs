@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::engine::RequestId;
+use kvx_vllm::engine::RequestId;
 
 /// Requests of which blocks were saved before they end, each under a number that no other ever has,
 /// with how many whole blocks were ordered.

@@ -3,15 +3,15 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use kvx_config::{BufferDevice, KvTransferConfig};
 use kvx_core::{Agent, DeviceAccess, Options, Registry, Result};
+use kvx_vllm::config::{BufferDevice, KvTransferConfig};
 use serde_json::{Map, Value, json};
 
 use super::caches::RegisteredCaches;
 use super::side::tcp_bind;
-use crate::engine::{Address, Settings, WorkerRank};
 use crate::nixl::{self, BACKEND as KVX};
-use crate::wire::{CompatibilityFactors, CompatibilityHash, NixlAgentMetadata};
+use kvx_vllm::engine::{Address, Settings, WorkerRank};
+use kvx_vllm::wire::{CompatibilityFactors, CompatibilityHash, NixlAgentMetadata};
 
 /// The name of the backend that speaks to plain Mooncake agents.
 pub(super) const MOONCAKE: &str = "MOONCAKE";
@@ -21,7 +21,7 @@ pub(super) const RIXL: &str = "RIXL";
 /// The setup of a connector.
 pub(super) struct Setup {
     pub(super) settings: Settings,
-    pub(super) mapping: crate::mapping::MappingOptions,
+    pub(super) mapping: kvx_vllm::mapping::MappingOptions,
     pub(super) hash: CompatibilityHash,
     pub(super) config: KvTransferConfig,
     pub(super) factors: CompatibilityFactors,

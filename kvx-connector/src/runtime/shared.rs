@@ -19,9 +19,9 @@ use super::ranks::WorkerKind;
 use super::setup::Setup;
 use super::side::SideClient;
 use super::state::{State, closed};
-use crate::engine::mooncake::{Mooncake, MooncakeWorker};
-use crate::engine::{Connection, MoveId, Outcome, Time, Worker, WorkerRank};
-use crate::wire::group::ToHead;
+use kvx_vllm::engine::mooncake::{Mooncake, MooncakeWorker};
+use kvx_vllm::engine::{Connection, MoveId, Outcome, Time, Worker, WorkerRank};
+use kvx_vllm::wire::group::ToHead;
 
 /// One connector, as its handles, its thread and its tasks see it.
 pub(super) struct Shared {

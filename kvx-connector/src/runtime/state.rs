@@ -17,12 +17,12 @@ use super::ranks::WorkerAction;
 use super::saves::SaveNumbers;
 use super::setup::Setup;
 use super::trace::Traces;
-use crate::engine::{
+use kvx_vllm::engine::{
     BlockLists, ConnectorMeta, FailureKind, Kept, Outcome, OutputAggregator, RequestId, Scheduler,
     Time, WorkerRank,
 };
-use crate::params::TransferParams;
-use crate::wire::group::ToHead;
+use kvx_vllm::params::TransferParams;
+use kvx_vllm::wire::group::ToHead;
 
 /// The end of a connector.
 #[derive(Default)]
@@ -301,7 +301,7 @@ impl State {
         &mut self,
         actions: Vec<(WorkerRank, WorkerAction, Span)>,
     ) -> Vec<(WorkerRank, WorkerAction, Span)> {
-        use crate::engine::Action;
+        use kvx_vllm::engine::Action;
         let ranks = &self.ranks;
         let early = |(_, action, _): &(WorkerRank, WorkerAction, Span)| match action {
             WorkerAction::Engine(Action::Register { request, .. }) => ranks.is_pending(request),

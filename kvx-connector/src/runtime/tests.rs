@@ -3,19 +3,19 @@
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
-use kvx_config::{KvTransferConfig, Surroundings};
 use kvx_core::{ErrorKind, Memory, Registry};
+use kvx_vllm::config::{KvTransferConfig, Surroundings};
 
 use super::ranks::WorkerAction;
 use super::{Connector, Decode, Prefill, Released, dispatch, push, transfer};
-use crate::Dialect;
-use crate::engine::{
+use kvx_vllm::Dialect;
+use kvx_vllm::engine::{
     Action, Allocation, Arrival, BlockLists, Ending, Kept, LoadFailure, Outcome, RequestId,
     WorkerRank,
 };
-use crate::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
-use crate::params::{RemoteBlocks, TransferParams};
-use crate::wire::CompatibilityFactors;
+use kvx_vllm::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
+use kvx_vllm::params::{RemoteBlocks, TransferParams};
+use kvx_vllm::wire::CompatibilityFactors;
 
 const LIMIT: Duration = Duration::from_secs(10);
 const SHORT: Duration = Duration::from_millis(200);
@@ -371,7 +371,7 @@ fn publish(
 
 /// The prefill has the registration of a decode, and is about to write when its process stops: what
 /// it asks for then.
-fn stopped_before_its_write(prefill: &Connector) -> (WorkerRank, crate::engine::Move) {
+fn stopped_before_its_write(prefill: &Connector) -> (WorkerRank, kvx_vllm::engine::Move) {
     let (shared, until) = (prefill.shared(), std::time::Instant::now() + LIMIT);
     let first = WorkerRank::default();
     let agent = shared.state.lock().ranks.get(first).unwrap().agent.clone().unwrap().0;
@@ -379,7 +379,7 @@ fn stopped_before_its_write(prefill: &Connector) -> (WorkerRank, crate::engine::
         assert!(std::time::Instant::now() < until, "no registration has come");
         while let Some(told) = agent.try_notification() {
             let from = format!("{:?}", told.from);
-            let heard = |worker: &mut crate::engine::Worker, now| {
+            let heard = |worker: &mut kvx_vllm::engine::Worker, now| {
                 worker.notified(now, &from, &told.bytes).unwrap()
             };
             shared.report_nixl(first, heard);

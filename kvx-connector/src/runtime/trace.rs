@@ -7,7 +7,7 @@ use std::time::Duration;
 use tracing::Span;
 use tracing::field::Empty;
 
-use crate::engine::{Action, Outcome, RequestId, Time};
+use kvx_vllm::engine::{Action, Outcome, RequestId, Time};
 
 /// A phase of a load, as the span's field is named: microseconds. A load in several parts says
 /// each.

@@ -19,7 +19,7 @@ use super::peer_regions::ImportedRegions;
 use super::scratch::AT_ONCE;
 use super::shared::Shared;
 use super::trace::Phase;
-use crate::engine::{
+use kvx_vllm::engine::{
     Connection, FailureKind, GroupMove, Move, MoveFailure, MoveId, ReadBlocks, Transferred,
     WorkerRank,
 };
@@ -27,8 +27,8 @@ use crate::engine::{
 /// How long a read of a few words may take.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// Answers [`Action::Read`](crate::engine::Action::Read) and
-/// [`Action::Write`](crate::engine::Action::Write).
+/// Answers [`Action::Read`](kvx_vllm::engine::Action::Read) and
+/// [`Action::Write`](kvx_vllm::engine::Action::Write).
 pub(super) async fn run(
     shared: Arc<Shared>,
     rank: WorkerRank,
@@ -134,7 +134,7 @@ async fn post(
     Ok((posting.post_wait().await?, grant.map(|grant| grant.imported)))
 }
 
-/// Answers [`Action::ReadGenerations`](crate::engine::Action::ReadGenerations).
+/// Answers [`Action::ReadGenerations`](kvx_vllm::engine::Action::ReadGenerations).
 pub(super) async fn read_generations(
     shared: Arc<Shared>,
     rank: WorkerRank,
@@ -176,7 +176,7 @@ async fn words(
     Ok((words[0], words.split_off(1)))
 }
 
-/// Answers [`Action::CheckDigests`](crate::engine::Action::CheckDigests).
+/// Answers [`Action::CheckDigests`](kvx_vllm::engine::Action::CheckDigests).
 pub(super) async fn check_digests(
     shared: Arc<Shared>,
     rank: WorkerRank,

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvx_connector::params::TransferParams;
-use kvx_connector::params::recipe::concurrent::{MooncakeTarget, PushTarget};
+use kvx_vllm::params::TransferParams;
+use kvx_vllm::params::recipe::concurrent::{MooncakeTarget, PushTarget};
 
 use super::models::Models;
 use crate::setup::{Health, InstanceSetup};
@@ -324,7 +324,7 @@ impl State {
         rank: usize,
         ranks: usize,
     ) -> Option<PushTarget> {
-        use kvx_connector::params::TransferMode;
+        use kvx_vllm::params::TransferMode;
         if params.transfer_mode != Some(TransferMode::Push) {
             return None;
         }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use hyper::Uri;
 use hyper::header::{AUTHORIZATION, HeaderMap};
-use kvx_connector::params::recipe::concurrent::MooncakeTarget;
+use kvx_vllm::params::recipe::concurrent::MooncakeTarget;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 

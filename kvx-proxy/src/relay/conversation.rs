@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hyper::header::HeaderValue;
-use kvx_connector::params::recipe::Answer;
+use kvx_vllm::params::recipe::Answer;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_connector::Dialect;
-use kvx_connector::params::recipe::concurrent::{self, Legs, PushTarget};
-use kvx_connector::params::recipe::{Answer, sequential};
-use kvx_connector::params::{MooncakeTransferId, ParamsError, XRequestId};
+use kvx_vllm::Dialect;
+use kvx_vllm::params::recipe::concurrent::{self, Legs, PushTarget};
+use kvx_vllm::params::recipe::{Answer, sequential};
+use kvx_vllm::params::{MooncakeTransferId, ParamsError, XRequestId};
 use serde_json::Value;
 
 use super::answer_head::{AnswerHead, AnswerKind};
@@ -432,7 +432,7 @@ mod tests {
     #[test]
     fn a_decode_instance_that_was_told_another_engine_is_not_waited_for() {
         let params = serde_json::json!({"remote_engine_id": "new"});
-        let params = kvx_connector::params::TransferParams::from_value(&params).unwrap();
+        let params = kvx_vllm::params::TransferParams::from_value(&params).unwrap();
         let answer = Answer { params: Some(params), finish_reason: None };
         assert!(ExpectedSource::Engine("new".to_owned()).is_so(&answer).is_ok());
         let Err(HandoverError::Failed(fault)) =

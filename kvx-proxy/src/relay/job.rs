@@ -7,7 +7,7 @@ use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use hyper::http::request::Parts;
 use hyper::http::uri::PathAndQuery;
 use hyper::{Method, Response};
-use kvx_connector::params::XRequestId;
+use kvx_vllm::params::XRequestId;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 

@@ -5,7 +5,7 @@ use hyper::header::{
     HeaderName, HeaderValue, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
     TRANSFER_ENCODING, UPGRADE,
 };
-use kvx_connector::params::{X_REQUEST_ID, XRequestId};
+use kvx_vllm::params::{X_REQUEST_ID, XRequestId};
 
 /// `X-kvx-route` of an answer: what was done.
 pub(crate) const ROUTE: HeaderName = HeaderName::from_static("x-kvx-route");

@@ -343,7 +343,7 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     let again = CompletionRequest::new(&asked.bytes()).expect("what was read is written as JSON");
     assert_eq!((again.alone, again.prompt_tokens), (asked.alone, asked.prompt_tokens));
     if asked.alone.is_none() {
-        use kvx_connector::params::recipe::sequential;
+        use kvx_vllm::params::recipe::sequential;
         sequential::prefill_leg(&asked.body).expect("one transfer serves it");
     }
 }

@@ -54,7 +54,7 @@ impl Kit {
             vec![
                 "build --release -p kvx-cli -p kvx-nixl".to_owned(),
                 "test --release --no-run -p kvx-cuda -p kvx-ucx -p kvx-rixl --tests".to_owned(),
-                "test --release --no-run -p kvx-connector --features runtime --test it".to_owned(),
+                "test --release --no-run -p kvx-connector --test it".to_owned(),
             ]
         } else {
             // As `cargo xtask test` calls it: another choice of packages or features would build

@@ -268,10 +268,10 @@ fn mooncakes_commands_work_by_the_protocol_before_0_16_too() {
     mooncakes_commands("mooncake-older", &older);
 }
 
-/// Whether a file of the repository has this test, by its place from kvx-connector.
+/// Whether a file of the repository has this test, by its place from kvx-vllm.
 fn exists(test: &str) -> bool {
     let Some((file, function)) = test.rsplit_once("::") else { return false };
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kvx-connector").join(file);
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kvx-vllm").join(file);
     let source = std::fs::read_to_string(&file).unwrap_or_default();
     // Suites without `#[test]` list theirs, here or in the module of the suite.
     if source.contains(&format!("(\"{function}\", ")) {

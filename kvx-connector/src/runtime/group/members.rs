@@ -13,8 +13,8 @@ use super::super::shared::Shared;
 use super::gathering::Gathering;
 use super::registration::{self, settle_gathering};
 use super::remote_rank::{RankMessage, RankProcess, RemoteRank, out_of_turn, rank_name};
-use crate::engine::WorkerRank;
-use crate::wire::group::{ToHead, ToRank};
+use kvx_vllm::engine::WorkerRank;
+use kvx_vllm::wire::group::{ToHead, ToRank};
 
 /// Why a rank is lost that was killed.
 pub(super) const ENDED: &str = "its process has ended";
@@ -148,7 +148,7 @@ pub(super) fn send(shared: &Shared, rank: WorkerRank, message: ToRank, file: Opt
 pub(in crate::runtime) async fn send_grants(
     shared: Arc<Shared>,
     rank: WorkerRank,
-    request: crate::engine::RequestId,
+    request: kvx_vllm::engine::RequestId,
 ) {
     let grants = push::grants_of_ranks(&shared, &request).await;
     let told = grants.map_err(|error| error.sentence().to_owned());

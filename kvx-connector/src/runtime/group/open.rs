@@ -4,8 +4,8 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 
-use kvx_config::KvTransferConfig;
 use kvx_core::{Completion, Deadline, Error, ErrorKind, Result};
+use kvx_vllm::config::KvTransferConfig;
 use tokio::time::sleep_until;
 
 use super::super::connector::Connector;
@@ -18,7 +18,7 @@ use super::gathering::{Gathering, JoinAddress};
 use super::members::close_gathering;
 use super::remote_rank::RemoteRank;
 use super::serving::{RankListener, gather};
-use crate::params::TransferMode;
+use kvx_vllm::params::TransferMode;
 
 impl Connector {
     /// Lets the workers that have not registered their caches here run in processes of their own,
@@ -29,7 +29,7 @@ impl Connector {
     /// What the engine does stays as it is: [`step`](Self::step) and [`Rank::start_load_kv`] are
     /// called here, for these ranks too. One that ends, or of which nothing is heard for 10 s, ends
     /// the loads of the engine: each fails with
-    /// [`LoadFailure::Rank`](crate::engine::LoadFailure::Rank), which names it, and no other
+    /// [`LoadFailure::Rank`](kvx_vllm::engine::LoadFailure::Rank), which names it, and no other
     /// begins. So does one that is not there at the deadline, one that is started twice, and one
     /// that the engine does not have.
     ///
@@ -71,7 +71,7 @@ impl Rank {
     /// `Unsupported`: all of them have to be in the engine's process.
     pub fn may_join(config: &KvTransferConfig) -> Result<()> {
         match config.connector() {
-            Some(kvx_config::ConnectorKind::Mooncake) => Err(Error::new(
+            Some(kvx_vllm::config::ConnectorKind::Mooncake) => Err(Error::new(
                 ErrorKind::Unsupported,
                 "ranks in processes of their own are for NixlConnector and NixlPushConnector: with a MooncakeConnector \
                  register all of them here",

@@ -9,9 +9,9 @@ use super::super::shared::Shared;
 use super::super::state::{State, closed};
 use super::gathering::GatheringEnd;
 use super::remote_rank::{RemoteRank, out_of_turn, rank_name};
-use crate::engine::{BlockReference, PoolBlocks, WorkerRank};
-use crate::wire::NixlAgentMetadata;
-use crate::wire::group::{OwnWords, ToRank};
+use kvx_vllm::engine::{BlockReference, PoolBlocks, WorkerRank};
+use kvx_vllm::wire::NixlAgentMetadata;
+use kvx_vllm::wire::group::{OwnWords, ToRank};
 
 /// Gives a rank the words that it registers beside its caches: a file that is shared with it, or
 /// what they are at first. The first rank with caches says of how many blocks.

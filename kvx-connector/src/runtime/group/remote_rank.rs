@@ -15,12 +15,12 @@ use super::super::host_copies::SavePoint;
 use super::super::slot::Slot;
 use super::limits::SILENT;
 use super::process::ProcessHandle;
-use crate::engine::{
+use kvx_vllm::engine::{
     BlockLists, ConnectorMeta, FailedLoad, Fresh, Kept, LoadFailure, RequestId, Unsaved,
     WorkerOutput, WorkerRank,
 };
-use crate::wire::NixlAgentMetadata;
-use crate::wire::group::{MAX_ASKED, MAX_RAISED, ToRank};
+use kvx_vllm::wire::NixlAgentMetadata;
+use kvx_vllm::wire::group::{MAX_ASKED, MAX_RAISED, ToRank};
 
 /// A rank that has not read so many messages is lost. What they hold is shared with the scheduler's
 /// half.

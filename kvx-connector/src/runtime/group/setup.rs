@@ -2,14 +2,14 @@
 
 use std::net::IpAddr;
 
-use kvx_config::{KvTransferConfig, Surroundings};
 use kvx_core::{Error, ErrorKind, Registry, Result, Secret};
+use kvx_vllm::config::{KvTransferConfig, Surroundings};
 use serde_json::{Map, Value};
 
 use super::super::builder::{ConnectorBuilder, Group};
 use super::super::setup::Setup;
-use crate::engine::Address;
-use crate::wire::CompatibilityFactors;
+use kvx_vllm::engine::Address;
+use kvx_vllm::wire::CompatibilityFactors;
 
 /// Where a side channel listens, and TCP beside it.
 const HOST: &str = "VLLM_NIXL_SIDE_CHANNEL_HOST";

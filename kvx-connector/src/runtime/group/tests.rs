@@ -2,17 +2,17 @@
 
 use std::time::Duration;
 
-use kvx_config::{KvTransferConfig, Surroundings};
 use kvx_core::{ErrorKind, Registry};
+use kvx_vllm::config::{KvTransferConfig, Surroundings};
 
 use super::super::connector::Connector;
 use super::members;
 use super::process::ProcessHandle;
 use super::remote_rank::RankProcess;
-use crate::Dialect;
-use crate::engine::{BlockLists, PoolBlocks, WorkerRank};
-use crate::wire::group::ToHead;
-use crate::wire::{CompatibilityFactors, NixlAgentMetadata};
+use kvx_vllm::Dialect;
+use kvx_vllm::engine::{BlockLists, PoolBlocks, WorkerRank};
+use kvx_vllm::wire::group::ToHead;
+use kvx_vllm::wire::{CompatibilityFactors, NixlAgentMetadata};
 
 const LIMIT: Duration = Duration::from_secs(10);
 

@@ -11,9 +11,9 @@ use super::super::shared::Shared;
 use super::bootstrap::BootstrapServer;
 use super::channels::Channels;
 use super::client;
-use crate::engine::WorkerRank;
-use crate::mapping::tell_layout;
-use crate::wire::mooncake::{PullRequest, WorkerRegistration};
+use kvx_vllm::engine::WorkerRank;
+use kvx_vllm::mapping::tell_layout;
+use kvx_vllm::wire::mooncake::{PullRequest, WorkerRegistration};
 
 /// A worker that has not announced itself for this long is dead.
 const TTL: Duration = Duration::from_secs(30);

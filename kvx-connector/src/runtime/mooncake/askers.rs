@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use kvx_core::sync::Mutex;
 use tokio::sync::mpsc;
 
-use crate::engine::WorkerRank;
-use crate::engine::mooncake::AskId;
+use kvx_vllm::engine::WorkerRank;
+use kvx_vllm::engine::mooncake::AskId;
 
 /// The ways back to decodes that have asked, by connection.
 #[derive(Debug, Default)]

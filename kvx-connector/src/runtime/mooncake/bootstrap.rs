@@ -19,9 +19,9 @@ use tokio::time::timeout;
 use super::super::clock::Clock;
 use super::http::{Exchange, HttpMessage};
 use super::proof;
-use crate::engine::WorkerRank;
-use crate::engine::mooncake::BootstrapRegister;
-use crate::wire::mooncake::WorkerRegistration;
+use kvx_vllm::engine::WorkerRank;
+use kvx_vllm::engine::mooncake::BootstrapRegister;
+use kvx_vllm::wire::mooncake::WorkerRegistration;
 
 /// Connections at a time. For a further one the oldest is closed.
 pub(super) const CONNECTIONS: usize = 256;

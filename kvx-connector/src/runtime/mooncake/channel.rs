@@ -18,9 +18,11 @@ use super::super::zmtp::{
 use super::bootstrap::BootstrapServer;
 use super::channels::{Channels, Listeners};
 use super::proof::{self, Nonce};
-use crate::engine::WorkerRank;
-use crate::engine::mooncake::AskId;
-use crate::wire::mooncake::{OlderAnswer, OlderPullRequest, PullRequest, PullResponse, PullStatus};
+use kvx_vllm::engine::WorkerRank;
+use kvx_vllm::engine::mooncake::AskId;
+use kvx_vllm::wire::mooncake::{
+    OlderAnswer, OlderPullRequest, PullRequest, PullResponse, PullStatus,
+};
 
 /// What decodes may cost a worker. Each load that waits has a connection.
 const LIMITS: RouterLimits = RouterLimits {

@@ -4,17 +4,17 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvx_config::RankNumbers;
 use kvx_core::sync::Mutex;
 use kvx_core::{Error, ErrorKind, Result};
+use kvx_vllm::config::RankNumbers;
 use tokio::net::TcpListener;
 use tokio::task::AbortHandle;
 
 use super::super::setup::Setup;
 use super::super::zmtp::{Router, resolve};
 use super::bootstrap::BootstrapServer;
-use crate::engine::mooncake::Bootstrap;
-use crate::engine::{Address, EngineId, WorkerRank, bare, is_loopback};
+use kvx_vllm::engine::mooncake::Bootstrap;
+use kvx_vllm::engine::{Address, EngineId, WorkerRank, bare, is_loopback};
 
 /// How long the name of this host may take to resolve.
 const TO_RESOLVE: std::time::Duration = std::time::Duration::from_secs(5);

@@ -9,8 +9,8 @@ use tokio::time::timeout;
 use super::super::zmtp::resolve;
 use super::http::{Exchange, HttpMessage};
 use super::proof;
-use crate::engine::Address;
-use crate::wire::mooncake::{Directory, WorkerRegistration};
+use kvx_vllm::engine::Address;
+use kvx_vllm::wire::mooncake::{Directory, WorkerRegistration};
 
 /// Between the attempts of a question, as vLLM waits.
 const AGAIN: Duration = Duration::from_millis(100);

@@ -8,11 +8,11 @@ use super::super::handshake::link;
 use super::super::setup::MOONCAKE;
 use super::super::shared::Shared;
 use super::route::{WriteRoute, lanes};
-use crate::engine::mooncake::Target;
-use crate::engine::{Connection, HandshakeFailure, PeerPlan, WorkerRank};
-use crate::mapping::{SendMap, Tp};
+use kvx_vllm::engine::mooncake::Target;
+use kvx_vllm::engine::{Connection, HandshakeFailure, PeerPlan, WorkerRank};
+use kvx_vllm::mapping::{SendMap, Tp};
 
-/// Answers [`MooncakeAction::Connect`](crate::engine::mooncake::MooncakeAction::Connect).
+/// Answers [`MooncakeAction::Connect`](kvx_vllm::engine::mooncake::MooncakeAction::Connect).
 pub(in super::super) async fn connect_decode(
     shared: Arc<Shared>,
     rank: WorkerRank,

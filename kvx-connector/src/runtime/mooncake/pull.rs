@@ -13,9 +13,9 @@ use super::super::shared::Shared;
 use super::super::zmtp::{Client, MessageLimits, SocketType, resolve};
 use super::super::{copies, push};
 use super::{client, proof};
-use crate::engine::mooncake::{PullId, QueryId, Unanswered};
-use crate::engine::{Address, RequestId, Time, WorkerRank};
-use crate::wire::mooncake::{
+use kvx_vllm::engine::mooncake::{PullId, QueryId, Unanswered};
+use kvx_vllm::engine::{Address, RequestId, Time, WorkerRank};
+use kvx_vllm::wire::mooncake::{
     OlderAnswer, OlderPullRequest, PullRequest, PullResponse, PullStatus, PulledRequest,
 };
 
@@ -38,7 +38,7 @@ pub(in super::super) struct Question {
     pub(in super::super) deadline: Time,
 }
 
-/// Answers [`MooncakeAction::Query`](crate::engine::mooncake::MooncakeAction::Query).
+/// Answers [`MooncakeAction::Query`](kvx_vllm::engine::mooncake::MooncakeAction::Query).
 pub(in super::super) async fn query(
     shared: Arc<Shared>,
     rank: WorkerRank,
@@ -51,7 +51,7 @@ pub(in super::super) async fn query(
     shared.report_mooncake(rank, |worker, now| worker.queried(now, query, listed));
 }
 
-/// Answers [`MooncakeAction::Ask`](crate::engine::mooncake::MooncakeAction::Ask).
+/// Answers [`MooncakeAction::Ask`](kvx_vllm::engine::mooncake::MooncakeAction::Ask).
 pub(in super::super) async fn pull(shared: Arc<Shared>, rank: WorkerRank, question: Question) {
     let pull = question.pull;
     let mut delivered = false;

@@ -11,8 +11,8 @@ use kvx_core::{
 use super::super::caches::RegisteredCaches;
 use super::super::link::Grids;
 use super::super::peer_regions::{ImportedRegions, PeerRegions};
-use crate::engine::Move;
-use crate::mapping::{MemoryType, SendLane, SendMap};
+use kvx_vllm::engine::Move;
+use kvx_vllm::mapping::{MemoryType, SendLane, SendMap};
 
 /// The way to a worker of a decode.
 #[derive(Debug)]

@@ -10,8 +10,8 @@ use super::super::zmtp::Budget;
 use super::askers::Askers;
 use super::idle_clients::IdleClients;
 use super::route::WriteRoute;
-use crate::engine::mooncake::PullId;
-use crate::engine::{Connection, WorkerRank};
+use kvx_vllm::engine::mooncake::PullId;
+use kvx_vllm::engine::{Connection, WorkerRank};
 
 /// Bytes of answers in memory for all questions of an engine.
 const ANSWERS: usize = 64 << 20;
@@ -76,7 +76,7 @@ impl MooncakeState {
     pub(in super::super) fn answer(
         &self,
         rank: WorkerRank,
-        ask: crate::engine::mooncake::AskId,
+        ask: kvx_vllm::engine::mooncake::AskId,
         bytes: Vec<u8>,
     ) {
         self.askers.answer(rank, ask, bytes);

@@ -15,8 +15,8 @@ use super::super::zmtp::{Budget, Client, MessageLimits, SocketType};
 use super::super::{Connector, Decode, Loaded, Prefill};
 use super::bootstrap::{BootstrapServer, CONNECTIONS};
 use super::{client, own_request};
-use crate::engine::{Address, BlockLists, WorkerRank};
-use crate::wire::mooncake::{
+use kvx_vllm::engine::{Address, BlockLists, WorkerRank};
+use kvx_vllm::wire::mooncake::{
     Directory, OlderPullRequest, PullRequest, PullResponse, PullStatus, PulledRequest,
     WorkerRegistration,
 };

@@ -8,11 +8,11 @@ use kvx_core::{Error, ErrorKind, Result, Secret};
 use super::super::clock::Clock;
 use super::super::zmtp::{Budget, Client, Message, MessageLimits, SocketType, resolve};
 use super::proof;
-use crate::Dialect;
-use crate::engine::{
+use kvx_vllm::Dialect;
+use kvx_vllm::engine::{
     Address, HandshakeFailure, RemoteEngine, SideChannels, WorkerRank, is_loopback,
 };
-use crate::wire::{
+use kvx_vllm::wire::{
     Expectation, Handshake, HandshakePayload, HandshakeRequest, HandshakenPeer, KvxChallenge,
     KvxRequest,
 };

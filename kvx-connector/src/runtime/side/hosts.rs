@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::time::Duration;
 
-use kvx_config::KvTransferConfig;
+use kvx_vllm::config::KvTransferConfig;
 
 use super::super::zmtp::resolve;
 
@@ -40,7 +40,7 @@ pub(crate) async fn tcp_bind(config: &KvTransferConfig, told: &str) -> Option<Ip
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvx_config::Surroundings;
+    use kvx_vllm::config::Surroundings;
 
     fn config(host: &str, json: &str) -> KvTransferConfig {
         let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", host);

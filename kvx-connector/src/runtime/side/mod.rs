@@ -1,6 +1,6 @@
 //! The side channel of NixlConnector: how engines tell each other where their memory is.
 //!
-//! [`SideServer`] answers, [`SideClient`] asks. What is said is decided in [`crate::wire`]; here
+//! [`SideServer`] answers, [`SideClient`] asks. What is said is decided in [`kvx_vllm::wire`]; here
 //! are the sockets, the ports, and who is let in ([`proof`]).
 
 mod ask;

@@ -16,7 +16,7 @@ use hmac::{Hmac, KeyInit, Mac as _};
 use kvx_core::{Error, ErrorKind, Result, Secret};
 use sha2::Sha256;
 
-use crate::wire::{HandshakePayload, KvxChallenge, KvxRequest};
+use kvx_vllm::wire::{HandshakePayload, KvxChallenge, KvxRequest};
 
 fn mac(secret: &Secret, label: &[u8], challenge: &[u8; 32], request: &KvxRequest) -> Hmac<Sha256> {
     let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(secret.bytes())

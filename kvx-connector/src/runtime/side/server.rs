@@ -11,8 +11,8 @@ use tokio::net::TcpListener;
 use super::super::clock::Clock;
 use super::super::zmtp::{Handler, MessageLimits, Router, RouterLimits, resolve};
 use super::{SideSettings, proof};
-use crate::engine::{Address, WorkerRank};
-use crate::wire::{
+use kvx_vllm::engine::{Address, WorkerRank};
+use kvx_vllm::wire::{
     CompatibilityHash, HandshakePayload, KvxChallenge, KvxRequest, Listener, NixlAgentMetadata,
 };
 

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use kvx_config::{KvTransferConfig, RankNumbers};
 use kvx_core::{Result, Secret};
+use kvx_vllm::config::{KvTransferConfig, RankNumbers};
 
 use super::hosts;
-use crate::engine::SideChannels;
-use crate::engine::{bare, is_loopback};
+use kvx_vllm::engine::SideChannels;
+use kvx_vllm::engine::{bare, is_loopback};
 
 /// What a side channel is made of.
 #[derive(Clone, Debug)]
@@ -76,7 +76,7 @@ fn warnings(config: &KvTransferConfig, advertise: &str) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvx_config::Surroundings;
+    use kvx_vllm::config::Surroundings;
 
     fn settings(host: &str, json: &str, channels: SideChannels) -> Result<SideSettings> {
         let surroundings = Surroundings::default()

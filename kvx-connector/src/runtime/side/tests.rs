@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use kvx_core::{ErrorKind, Result, Secret};
 
 use super::*;
-use crate::Dialect;
-use crate::engine::{Address, RemoteEngine, SideChannels, WorkerRank};
 use crate::runtime::clock::Clock;
-use crate::wire::{CompatibilityHash, Expectation, NixlAgentMetadata};
+use kvx_vllm::Dialect;
+use kvx_vllm::engine::{Address, RemoteEngine, SideChannels, WorkerRank};
+use kvx_vllm::wire::{CompatibilityHash, Expectation, NixlAgentMetadata};
 
 pub(super) const RANK: WorkerRank = WorkerRank { pp: 0, tp: 0 };
 pub(super) const SHORT: Duration = Duration::from_millis(300);
@@ -120,7 +120,7 @@ fn another_secret_or_none_is_denied_on_both_sides() {
 #[test]
 fn a_question_that_was_recorded_opens_nothing() {
     use crate::runtime::zmtp::{Budget, Client, MessageLimits, SocketType};
-    use crate::wire::{HandshakePayload, HandshakeRequest, KvxChallenge, KvxRequest};
+    use kvx_vllm::wire::{HandshakePayload, HandshakeRequest, KvxChallenge, KvxRequest};
 
     run(async {
         let shared = secret(3);
@@ -289,7 +289,7 @@ fn workers_of_which_some_are_kvx_and_some_not_are_refused() {
     use std::sync::Arc;
 
     use crate::runtime::zmtp::{Handler, MessageLimits, Router, RouterLimits};
-    use crate::wire::{HandshakePayload, KvxChallenge};
+    use kvx_vllm::wire::{HandshakePayload, KvxChallenge};
 
     /// Answers one question as vLLM would, the other as kvx does.
     struct Mixed(bool);

@@ -4,11 +4,11 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::time::Instant;
 
-use kvx_config::{KvTransferConfig, Surroundings};
-use kvx_connector::engine::{Arrival, Ending, Status};
-use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{ConnectorBuilder, Released};
 use kvx_testkit::Child;
+use kvx_vllm::config::{KvTransferConfig, Surroundings};
+use kvx_vllm::engine::{Arrival, Ending, Status};
+use kvx_vllm::params::TransferParams;
 
 use super::fleet::{Fleet, extra, rank, spec};
 use super::loads::prompts_arrive;

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_connector::engine::LoadFailure;
-use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{LoadError, Released};
+use kvx_vllm::engine::LoadFailure;
+use kvx_vllm::params::TransferParams;
 
 use super::fleet::{Fleet, extra};
 use crate::runtime::rig::{BLOCK, LIMIT, builder};

@@ -7,10 +7,10 @@ use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use kvx_connector::engine::{Kept, LoadFailure, Outcome};
 use kvx_connector::runtime::Released;
 use kvx_core::{ErrorKind, Secret};
 use kvx_testkit::{Check, Hosts, Tier};
+use kvx_vllm::engine::{Kept, LoadFailure, Outcome};
 use libtest_mimic::Trial;
 
 use super::faults::{killed_in_mid_load, lost};

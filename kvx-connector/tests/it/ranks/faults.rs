@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_connector::engine::LoadFailure;
 use kvx_connector::runtime::{LoadError, Released};
 use kvx_core::{Completion, Error, ErrorKind};
 use kvx_testkit::{Child, skip};
+use kvx_vllm::engine::LoadFailure;
 
 use super::fleet::{Fleet, heard, path, rank, rank_of};
 use super::rank::VARIABLE;
@@ -52,7 +52,7 @@ pub(crate) const CASES: &[(&str, fn(&str))] = &[
 /// Waits until a rank is known to be lost: a load says so.
 pub(crate) fn lost(
     decode: &Fleet,
-    params: &kvx_connector::params::TransferParams,
+    params: &kvx_vllm::params::TransferParams,
     within: Duration,
 ) -> String {
     let until = Instant::now() + within;

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_connector::engine::LoadFailure;
 use kvx_connector::runtime::Released;
 use kvx_testkit::Child;
+use kvx_vllm::engine::LoadFailure;
 
 use super::fleet::{Fleet, extra, heard, path, rank, rank_of};
 use super::rank::VARIABLE;

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use kvx_connector::engine::{Allocation, Arrival, LoadFailure, Outcome, RequestId, WorkerRank};
 use kvx_connector::runtime::{Connector, ConnectorBuilder, Decode};
+use kvx_vllm::engine::{Allocation, Arrival, LoadFailure, Outcome, RequestId, WorkerRank};
 
 use super::fleet::{Fleet, extra, group, heard, path, rank};
 use crate::runtime::rig::{self, BLOCK, BLOCKS, LIMIT, Part, block_on, lists};

@@ -2,10 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_connector::engine::{
-    Allocation, Arrival, Kept, LoadFailure, Outcome, RequestId, WorkerRank,
-};
 use kvx_connector::runtime::Released;
+use kvx_vllm::engine::{Allocation, Arrival, Kept, LoadFailure, Outcome, RequestId, WorkerRank};
 
 use super::fleet::{Fleet, extra};
 use super::loads::{a_prompt_arrives_beside_the_engine, prompts_arrive};

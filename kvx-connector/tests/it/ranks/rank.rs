@@ -4,9 +4,9 @@ use std::io::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_connector::engine::WorkerRank;
 use kvx_connector::runtime::Rank;
 use kvx_stand_in::Control;
+use kvx_vllm::engine::WorkerRank;
 
 use super::fleet::OVER_TCP;
 use crate::runtime::rig::{LIMIT, Part, builder, caches, pool_of, registry};

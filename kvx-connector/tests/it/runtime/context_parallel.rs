@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use kvx_connector::engine::WorkerRank;
-use kvx_connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
-use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Connector, ConnectorBuilder, Decode, Loaded, Prefill, Released};
 use kvx_core::Memory;
 use kvx_testkit::test;
+use kvx_vllm::engine::WorkerRank;
+use kvx_vllm::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
+use kvx_vllm::params::TransferParams;
 
 use super::rig::{self, BLOCK, BLOCKS, LAYERS, LIMIT, lists};
 

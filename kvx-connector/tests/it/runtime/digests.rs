@@ -2,11 +2,11 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use kvx_config::{KvTransferConfig, Surroundings};
-use kvx_connector::engine::{LoadFailure, Then, WorkerRank};
 use kvx_connector::runtime::{Decode, LoadError, Prefill};
 use kvx_core::MemoryKind;
 use kvx_testkit::{TestDevice, test};
+use kvx_vllm::config::{KvTransferConfig, Surroundings};
+use kvx_vllm::engine::{LoadFailure, Then, WorkerRank};
 
 use super::rig::{BLOCK, Engine, LAYERS, LIMIT, builder, built, caches, lists};
 

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_connector::engine::{Kept, LoadFailure, Outcome, Then};
 use kvx_connector::runtime::{Connector, Decode, Prefill, Released};
 use kvx_testkit::test;
+use kvx_vllm::engine::{Kept, LoadFailure, Outcome, Then};
 
 use super::rig::{BLOCK, Engine, LIMIT, lists};
 
@@ -113,7 +113,7 @@ fn blocks_come_back_when_nobody_comes_and_stay_while_somebody_waits() {
         Prefill::new(&prefill.connector).publish("wanted", lists(&[2]), BLOCK).unwrap();
     // Queued at the decode, whose engine does nothing meanwhile.
     let (queued, id) = (&params, "queued".into());
-    let arrival = kvx_connector::engine::Arrival {
+    let arrival = kvx_vllm::engine::Arrival {
         request: &id,
         prompt_tokens: BLOCK,
         params: Some(queued),

@@ -2,10 +2,10 @@
 
 use std::time::Instant;
 
-use kvx_connector::engine::LoadFailure;
-use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Decode, Loaded, Prefill, Released};
 use kvx_testkit::test;
+use kvx_vllm::engine::LoadFailure;
+use kvx_vllm::params::TransferParams;
 
 use super::rig::{BLOCK, Engine, LIMIT, SIZES, lists, moves_prompts};
 

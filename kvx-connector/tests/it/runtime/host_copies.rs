@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_connector::engine::{Arrival, Ending, Kept, LoadFailure, Outcome, RequestId, Status};
-use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Decode, Loaded, Prefill, Released};
 use kvx_core::{ErrorKind, MemoryKind};
 use kvx_testkit::device::CopyOutcome;
 use kvx_testkit::{TestDevice, test};
+use kvx_vllm::engine::{Arrival, Ending, Kept, LoadFailure, Outcome, RequestId, Status};
+use kvx_vllm::params::TransferParams;
 
 use super::rig::{BLOCK, Engine, LIMIT, SIZES, lists, moves_prompts};
 
@@ -320,7 +320,7 @@ fn a_step_loop_hears_of_blocks_on_the_device() {
         Arrival { request: &request, prompt_tokens: BLOCK, params: Some(&params), deadline: None };
     decode.connector.on_new_request(arrival).unwrap();
     let external = decode.connector.get_num_new_matched_tokens(&request, 0).tokens;
-    let allocation = kvx_connector::engine::Allocation { fill: lists(&[1]), computed: 0, external };
+    let allocation = kvx_vllm::engine::Allocation { fill: lists(&[1]), computed: 0, external };
     decode.connector.update_state_after_alloc(&request, allocation).unwrap();
     there.hold();
     decode.step();

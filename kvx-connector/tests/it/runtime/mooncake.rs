@@ -3,13 +3,13 @@
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
-use kvx_connector::engine::{
-    Allocation, Arrival, Ending, Finished, Kept, NotLoaded, Outcome, RequestId, Status,
-};
-use kvx_connector::params::{MooncakeLeg, MooncakeParams, MooncakeTransferId, TransferParams};
 use kvx_connector::runtime::{Decode, LoadError, Loaded, Prefill, Released};
 use kvx_core::ErrorKind;
 use kvx_testkit::test;
+use kvx_vllm::engine::{
+    Allocation, Arrival, Ending, Finished, Kept, NotLoaded, Outcome, RequestId, Status,
+};
+use kvx_vllm::params::{MooncakeLeg, MooncakeParams, MooncakeTransferId, TransferParams};
 use serde_json::json;
 
 use super::rig::{BLOCK, Engine, LIMIT, SIZES, lists, moves_prompts};

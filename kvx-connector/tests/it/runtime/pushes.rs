@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use kvx_connector::engine::{
-    Allocation, Arrival, Ending, Kept, LoadFailure, Outcome, RequestId, Status,
-};
-use kvx_connector::params::{TransferMode, TransferParams};
 use kvx_connector::runtime::{Decode, Loaded, Prefill, Released};
 use kvx_testkit::test;
+use kvx_vllm::engine::{
+    Allocation, Arrival, Ending, Kept, LoadFailure, Outcome, RequestId, Status,
+};
+use kvx_vllm::params::{TransferMode, TransferParams};
 
 use super::rig::{BLOCK, Engine, LIMIT, SIZES, lists, moves_prompts};
 

@@ -3,17 +3,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_config::{KvTransferConfig, Surroundings};
-use kvx_connector::Dialect;
-use kvx_connector::engine::{BlockLists, WorkerRank};
-use kvx_connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
-use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{
     Connector, ConnectorBuilder, Decode, Loaded, Prefill, Rank, Released,
 };
-use kvx_connector::wire::CompatibilityFactors;
 use kvx_core::{Memory, Registry};
 use kvx_testkit::{Hosts, TestDevice};
+use kvx_vllm::Dialect;
+use kvx_vllm::config::{KvTransferConfig, Surroundings};
+use kvx_vllm::engine::{BlockLists, WorkerRank};
+use kvx_vllm::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
+use kvx_vllm::params::TransferParams;
+use kvx_vllm::wire::CompatibilityFactors;
 
 /// Tokens of a block.
 pub(crate) const BLOCK: u32 = 16;

@@ -1,17 +1,17 @@
 //! What cannot be, and the setting that its error names.
 
-use kvx_connector::Dialect;
-use kvx_connector::engine::{Allocation, Arrival, LoadFailure, NotLoaded, RequestId, WorkerRank};
 use kvx_connector::nixl::NixlPeer;
-use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Connector, Decode, Group, Prefill, probe};
-use kvx_connector::wire::CompatibilityFactors;
 use kvx_core::{Agent, Error, ErrorKind, Memory, Op};
 use kvx_testkit::test;
+use kvx_vllm::Dialect;
+use kvx_vllm::engine::{Allocation, Arrival, LoadFailure, NotLoaded, RequestId, WorkerRank};
+use kvx_vllm::params::TransferParams;
+use kvx_vllm::wire::CompatibilityFactors;
 
 use super::rig::{BLOCK, BLOCKS, Engine, LIMIT, builder, caches, lists, pool, registry};
 
-fn factors(config: &kvx_config::KvTransferConfig) -> CompatibilityFactors {
+fn factors(config: &kvx_vllm::config::KvTransferConfig) -> CompatibilityFactors {
     CompatibilityFactors::from_config(config, "a model")
 }
 
@@ -59,7 +59,7 @@ fn blocks_that_are_none_of_the_caches_are_refused_and_nothing_is_ordered() {
         decode.connector.update_state_after_alloc(&id, allocation).unwrap_err()
     };
     says(&allocate(lists(&[BLOCKS])), ErrorKind::OutOfBounds, &["block 64", "64 blocks"]);
-    let two = kvx_connector::engine::BlockLists::new([vec![1], vec![2]]);
+    let two = kvx_vllm::engine::BlockLists::new([vec![1], vec![2]]);
     says(&allocate(two), ErrorKind::Invalid, &["ConnectorBuilder::groups"]);
     drop(lease);
     let (_other, params) =
@@ -184,11 +184,11 @@ fn with_kvx_named_anybody_is_told_what_a_nixl_with_that_backend_loads() {
 fn a_port_that_is_taken_is_an_error_with_the_variable_and_a_free_one() {
     let taken = Engine::new("first", "{}", 1);
     let port = taken.connector.address().port.to_string();
-    let surroundings = kvx_config::Surroundings::default()
+    let surroundings = kvx_vllm::config::Surroundings::default()
         .variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
         .variable("VLLM_NIXL_SIDE_CHANNEL_PORT", &*port);
     let json = r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both"}"#;
-    let second = kvx_config::KvTransferConfig::from_json(json, &surroundings).unwrap();
+    let second = kvx_vllm::config::KvTransferConfig::from_json(json, &surroundings).unwrap();
     let error =
         Connector::builder(&second, registry(), factors(&second)).build_blocking().unwrap_err();
     says(&error, ErrorKind::Exhausted, &["VLLM_NIXL_SIDE_CHANNEL_PORT", &port]);
@@ -207,8 +207,8 @@ fn what_this_runtime_does_not_drive_is_refused_when_it_is_built() {
         let json = format!(
             r#"{{"kv_connector": "{connector}", "kv_role": "kv_both", "kv_connector_extra_config": {extra}}}"#
         );
-        let surroundings = kvx_config::Surroundings::default();
-        let other = kvx_config::KvTransferConfig::from_json(&json, &surroundings).unwrap();
+        let surroundings = kvx_vllm::config::Surroundings::default();
+        let other = kvx_vllm::config::KvTransferConfig::from_json(&json, &surroundings).unwrap();
         let error = Connector::builder(&other, registry(), factors(&other))
             .any_port()
             .build_blocking()

@@ -1,10 +1,8 @@
 //! Engines with a step loop, by the names of `KVConnectorBase_V1`.
 
-use kvx_connector::engine::{
-    Allocation, Arrival, Ending, Kept, Matched, Outcome, RequestId, Status,
-};
-use kvx_connector::params::TransferParams;
 use kvx_testkit::test;
+use kvx_vllm::engine::{Allocation, Arrival, Ending, Kept, Matched, Outcome, RequestId, Status};
+use kvx_vllm::params::TransferParams;
 
 use super::rig::{BLOCK, Engine, LIMIT, block_on, lists};
 

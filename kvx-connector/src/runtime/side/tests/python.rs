@@ -8,7 +8,7 @@ use kvx_testkit::Child;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::wire::{HandshakePayload, HandshakeRequest};
+use kvx_vllm::wire::{HandshakePayload, HandshakeRequest};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 

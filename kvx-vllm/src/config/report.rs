@@ -1,0 +1,398 @@
+//! What a configuration means, for a person: the merged JSON, every value and where it came from, the backends.
+
+use std::fmt;
+
+use serde_json::{Map, Value, json};
+
+use super::compat::{Compat, PortRule};
+use super::connectors::ConnectorKind;
+use super::given::ValueSource;
+use super::ranks::{BlockRelease, RankNumbers};
+use super::surroundings::PORT;
+use super::tables::{DEFAULTS_OF_VLLM, MooncakeSettings, NixlSettings};
+use super::transfer_config::KvTransferConfig;
+use super::warning::Warning;
+
+/// The report that `kvx config` prints; `Display` is its text.
+///
+/// ```
+/// use kvx_vllm::config::{ConfigReport, KvTransferConfig, Surroundings};
+/// let (config, rest) = KvTransferConfig::from_arguments(
+///     ["--kv-transfer-config.kv_connector=NixlConnector", "--kv-transfer-config.kv_role=kv_consumer", "-tp", "2"],
+///     &Surroundings::default(),
+/// )?;
+/// let text = ConfigReport::new(&config, &rest).to_string();
+/// assert!(text.contains("--kv-transfer-config.kv_role"));
+/// # Ok::<(), kvx_core::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct ConfigReport {
+    compat: Compat,
+    merged: Map<String, Value>,
+    values: Vec<Line>,
+    openings: Vec<Opening>,
+    derived: Vec<(&'static str, String)>,
+    warnings: Vec<Warning>,
+    ignored: Vec<String>,
+}
+
+#[derive(Clone, Debug)]
+struct Line {
+    name: String,
+    value: String,
+    sources: Vec<ValueSource>,
+}
+
+/// A backend that would be opened, or that was named and cannot be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Opening {
+    /// Its name.
+    pub name: String,
+    /// What there is to say about it here; empty: nothing.
+    pub note: String,
+}
+
+impl ConfigReport {
+    /// About `config`. `rest` is what [`KvTransferConfig::from_arguments`] left of the command line: its parallel sizes
+    /// are read, the remainder is listed as ignored.
+    pub fn new(config: &KvTransferConfig, rest: &[String]) -> Self {
+        let (sizes, ignored) = Sizes::read(rest);
+        let as_written = |name| Opening { name, note: String::new() };
+        ConfigReport {
+            compat: config.compat(),
+            merged: config.given().object().clone(),
+            values: values(config),
+            openings: config
+                .backends()
+                .ok()
+                .flatten()
+                .unwrap_or_default()
+                .into_iter()
+                .map(as_written)
+                .collect(),
+            derived: derived(config, sizes),
+            warnings: config.warnings().to_vec(),
+            ignored,
+        }
+    }
+
+    /// With the backends as a program's registry knows them, the preferred one first. Without this call the report
+    /// lists them as written.
+    #[must_use]
+    pub fn openings(mut self, openings: Vec<Opening>) -> Self {
+        self.openings = openings;
+        self
+    }
+
+    /// With one more thing that follows for a program, beside those that follow from the configuration alone.
+    #[must_use]
+    pub fn also(mut self, name: &'static str, text: String) -> Self {
+        self.derived.push((name, text));
+        self
+    }
+
+    /// The same as JSON.
+    pub fn to_json(&self) -> Value {
+        let line = |line: &Line| {
+            let sources: Vec<String> = line.sources.iter().map(ValueSource::to_string).collect();
+            json!({"name": line.name, "value": line.value, "from": sources})
+        };
+        let opening = |opening: &Opening| json!({"name": opening.name, "note": opening.note});
+        let warning = |warning: &Warning| json!({"concern": warning.concern().as_str(), "text": warning.sentence()});
+        json!({
+            "kv_compat": self.compat.as_str(),
+            "merged": self.merged,
+            "values": self.values.iter().map(line).collect::<Vec<_>>(),
+            "backends": self.openings.iter().map(opening).collect::<Vec<_>>(),
+            "derived": self.derived.iter().map(|(name, text)| json!({"name": name, "text": text})).collect::<Vec<_>>(),
+            "warnings": self.warnings.iter().map(warning).collect::<Vec<_>>(),
+            "ignored": self.ignored,
+        })
+    }
+}
+
+impl fmt::Display for ConfigReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "KV transfer configuration, with the defaults of {}", self.compat)?;
+        writeln!(f, "\nmerged JSON\n{:#}", Value::Object(self.merged.clone()))?;
+        writeln!(f, "\nvalues, and where each came from")?;
+        let width = |text: fn(&Line) -> &str| {
+            self.values
+                .iter()
+                .map(|line| text(line).chars().count())
+                .filter(|width| *width <= 60)
+                .max()
+                .unwrap_or(0)
+        };
+        let (names, texts) = (width(|line| &line.name), width(|line| &line.value));
+        for line in &self.values {
+            let sources =
+                line.sources.iter().map(ValueSource::to_string).collect::<Vec<_>>().join(", then ");
+            writeln!(f, "  {:names$}  {:texts$}  {sources}", line.name, line.value)?;
+        }
+        if !self.derived.is_empty() {
+            writeln!(f, "\nwhat follows from them")?;
+        }
+        for (name, text) in &self.derived {
+            writeln!(f, "  {name}: {text}")?;
+        }
+        writeln!(f, "\nbackends it would open, the preferred one first")?;
+        for Opening { name, note } in &self.openings {
+            let colon = if note.is_empty() { "" } else { ": " };
+            writeln!(f, "  {name}{colon}{note}")?;
+        }
+        if self.openings.is_empty() {
+            writeln!(f, "  none named: kvx chooses")?;
+        }
+        writeln!(f, "\nwarnings")?;
+        for warning in &self.warnings {
+            writeln!(f, "  {warning}")?;
+        }
+        if self.warnings.is_empty() {
+            writeln!(f, "  none")?;
+        }
+        if !self.ignored.is_empty() {
+            writeln!(f, "\nnot about KV transfer, ignored\n  {}", self.ignored.join(" "))?;
+        }
+        if self.ignored.iter().any(|argument| argument.split('=').next() == Some("--config")) {
+            writeln!(
+                f,
+                "  (kvx reads no --config file: write its kv-transfer-config on the command line)"
+            )?;
+        }
+        Ok(())
+    }
+}
+
+fn values(config: &KvTransferConfig) -> Vec<Line> {
+    const EXTRA: &str = "kv_connector_extra_config";
+    let compat = config.compat();
+    let written =
+        |first: &'static str| config.given().sources().filter(move |(keys, _)| keys[0] == first);
+    let mut lines = Vec::new();
+    for field in config.fields_of_version() {
+        let mut found = false;
+        for (keys, sources) in written(field) {
+            found = true;
+            let value = keys.iter().skip(1).try_fold(
+                config.given().object().get(field).unwrap_or(&Value::Null),
+                |value, key| value.get(key),
+            );
+            // Coerced fields show what was understood, not what was written.
+            let value = match value {
+                Some(value) if field == EXTRA => value.to_string(),
+                _ => config.field_value(field).to_string(),
+            };
+            lines.push(Line { name: keys.join("."), value, sources: sources.to_vec() });
+        }
+        if !found {
+            let (value, source) = match field {
+                "engine_id" => ("(a UUID, new at each start)".to_owned(), ValueSource::Random),
+                _ => (config.field_value(field).to_string(), ValueSource::Default(compat)),
+            };
+            lines.push(Line { name: field.to_owned(), value, sources: vec![source] });
+        }
+        for (key, value) in settings(config).into_iter().filter(|_| field == EXTRA) {
+            if !config.extra().contains_key(key) {
+                let name = format!("{EXTRA}.{key}");
+                let other = DEFAULTS_OF_VLLM.iter().find(|(other, _)| *other == key);
+                let source = other.map_or(ValueSource::Default(compat), |(_, value)| {
+                    ValueSource::Own(compat, value)
+                });
+                lines.push(Line { name, value: value.to_string(), sources: vec![source] });
+            }
+        }
+    }
+    for (name, value, source) in config.environment().lines(&config.surroundings, compat) {
+        let relevant = match config.connector() {
+            Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush) => !name.contains("MOONCAKE"),
+            Some(ConnectorKind::Mooncake) => !name.contains("NIXL"),
+            Some(ConnectorKind::Multi) => true,
+            _ => false,
+        };
+        if relevant || matches!(source, ValueSource::Environment(_)) {
+            lines.push(Line { name: name.to_owned(), value, sources: vec![source] });
+        }
+    }
+    lines
+}
+
+/// The connector's settings by their keys.
+fn settings(config: &KvTransferConfig) -> Vec<(&'static str, Value)> {
+    match config.connector() {
+        Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush) => {
+            nixl(config.nixl(), config.compat())
+        }
+        Some(ConnectorKind::Mooncake) => mooncake(config.mooncake(), config.compat()),
+        _ => Vec::new(),
+    }
+}
+
+fn nixl(settings: &NixlSettings, compat: Compat) -> Vec<(&'static str, Value)> {
+    let seconds = |time: std::time::Duration| json!(time.as_secs_f64());
+    let mut out = vec![("num_threads", json!(settings.num_threads))];
+    if compat >= Compat::V0_16 {
+        out.push(("enforce_handshake_compat", json!(settings.enforce_handshake_compat)));
+    }
+    if (Compat::V0_16..=Compat::V0_28).contains(&compat) {
+        out.push(("enable_cross_layers_blocks", json!(settings.enable_cross_layers_blocks)));
+    }
+    if compat >= Compat::V0_22 {
+        out.push(("kv_lease_duration", seconds(settings.kv_lease_duration)));
+        out.push(("decoder_kv_blocks_ttl", seconds(settings.decoder_kv_blocks_ttl)));
+        out.push(("push_registration_timeout", seconds(settings.push_registration_timeout)));
+        out.push(("engine_ttl", settings.engine_ttl.map_or(json!(0), seconds)));
+    }
+    if compat >= Compat::V0_21 {
+        out.push(("bidirectional_kv_xfer", json!(settings.bidirectional_kv_xfer)));
+        out.push(("kv_recompute_threshold", json!(settings.kv_recompute_threshold)));
+    }
+    out.push(("load_timeout", seconds(settings.load_timeout)));
+    out.push(("kvx_digest", json!(settings.kvx_digest)));
+    out
+}
+
+fn mooncake(settings: &MooncakeSettings, compat: Compat) -> Vec<(&'static str, Value)> {
+    let mut out = vec![
+        ("num_workers", json!(settings.num_workers)),
+        ("mooncake_protocol", json!(settings.mooncake_protocol)),
+        ("device_name", json!(settings.device_name)),
+    ];
+    if compat >= Compat::V0_16 {
+        out.push(("bootstrap_server_address", json!(settings.bootstrap_server_address)));
+    }
+    out
+}
+
+fn derived(config: &KvTransferConfig, sizes: Sizes) -> Vec<(&'static str, String)> {
+    let mut out = Vec::new();
+    let connector = config.connector();
+    if matches!(connector, Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush)) {
+        let host = &config.environment().side_channel_host;
+        out.push((
+            "side channel",
+            format!(
+                "host {host}, {}; {}",
+                ports(sizes, |rank| config.side_channel_port(rank)),
+                port_rule(config)
+            ),
+        ));
+        let release = match config.block_release() {
+            BlockRelease::After(after) => format!("{} s after the prefill", after.as_secs_f64()),
+            BlockRelease::Lease(lease) => format!(
+                "{} s after the prefill, or {} s after the last heartbeat, which comes every {} s",
+                lease.duration.as_secs_f64(),
+                lease.extension().as_secs_f64(),
+                lease.heartbeat().as_secs_f64()
+            ),
+        };
+        out.push(("blocks that nobody fetches are freed", release));
+    }
+    // RIXL is opened only by name. A list says of each backend which peers it reaches.
+    let nixl = matches!(connector, None | Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush));
+    if nixl && matches!(config.backends(), Ok(None)) {
+        out.push((
+            "vLLM peers",
+            "they cannot load from this engine, and it loads only from those with KVX in their NIXL: name RIXL in \
+             kv_connector_extra_config.backends, or KVX if their NIXL has it"
+                .into(),
+        ));
+    }
+    if connector == Some(&ConnectorKind::Mooncake) {
+        let external = config.mooncake().bootstrap_server_address.as_deref();
+        let text = match external {
+            Some(address) => format!("at {address}"),
+            None => ports(sizes, |rank| config.mooncake_port(rank)),
+        };
+        let name =
+            if config.compat() >= Compat::V0_16 { "bootstrap server" } else { "side channel" };
+        out.push((name, text));
+    }
+    if connector.is_some() {
+        out.push((
+            "memory",
+            match config.buffer_device() {
+                super::BufferDevice::Cpu => "host".into(),
+                device => device.to_string(),
+            },
+        ));
+    }
+    out
+}
+
+/// How a rank's port follows, and where the base comes from.
+fn port_rule(config: &KvTransferConfig) -> String {
+    let base = config.environment().side_channel_port;
+    let offset = match config.compat().defaults().ports {
+        PortRule::PerEngine => "dp rank",
+        PortRule::PerWorker => "dp rank x tp size + tp rank",
+    };
+    let origin = match config.surroundings.variables.contains_key(PORT) {
+        true => format!("set by {PORT}"),
+        false if base == 5557 => "vLLM's default up to 0.11.0 (5600 since)".into(),
+        false => "vLLM's default since 0.11.1 (5557 before)".into(),
+    };
+    format!("{base} + {offset}; {base} is {origin}")
+}
+
+/// `port 5600`, or the port of each rank where they differ.
+fn ports(sizes: Sizes, port: impl Fn(RankNumbers) -> kvx_core::Result<u16>) -> String {
+    let mut found: Vec<u16> = Vec::new();
+    for dp in 0..sizes.dp {
+        for tp in 0..sizes.tp {
+            match port(RankNumbers { dp, tp, tp_size: sizes.tp }) {
+                Ok(port) if found.contains(&port) => {}
+                Ok(port) => found.push(port),
+                Err(error) => return error.to_string(),
+            }
+        }
+    }
+    match found.as_slice() {
+        [port] => format!("port {port}"),
+        several => {
+            let ports = several.iter().map(u16::to_string).collect::<Vec<_>>().join(" ");
+            format!("ports {ports} (in the order of the dp ranks, within one of its tp ranks)")
+        }
+    }
+}
+
+/// The parallel sizes of a vLLM command line.
+#[derive(Clone, Copy)]
+struct Sizes {
+    dp: u32,
+    tp: u32,
+}
+
+impl Sizes {
+    fn read(rest: &[String]) -> (Self, Vec<String>) {
+        let (mut sizes, mut ignored) = (Sizes { dp: 1, tp: 1 }, Vec::new());
+        let mut arguments = rest.iter();
+        while let Some(argument) = arguments.next() {
+            let (name, inline) = match argument.split_once('=') {
+                Some((name, value)) => (name, Some(value)),
+                None => (argument.as_str(), None),
+            };
+            let size = match name.replace('_', "-").as_str() {
+                "--tensor-parallel-size" | "-tp" => &mut sizes.tp,
+                "--data-parallel-size" | "-dp" => &mut sizes.dp,
+                _ => {
+                    ignored.push(argument.clone());
+                    continue;
+                }
+            };
+            let mut ahead = arguments.clone();
+            let value = inline.or_else(|| ahead.next().map(String::as_str));
+            match value.and_then(|value| value.parse().ok()).filter(|size| (1..=64).contains(size))
+            {
+                Some(read) => {
+                    *size = read;
+                    if inline.is_none() {
+                        arguments = ahead;
+                    }
+                }
+                None => ignored.push(argument.clone()),
+            }
+        }
+        (sizes, ignored)
+    }
+}

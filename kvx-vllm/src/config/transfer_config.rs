@@ -1,0 +1,549 @@
+//! `KVTransferConfig`: the fields, checked, with the defaults of the chosen version.
+
+use std::sync::LazyLock;
+
+use serde_json::{Map, Value, json};
+
+use super::compat::Compat;
+use super::connectors::{self, ConnectorKind};
+use super::engine_id::random_uuid;
+use super::fields::{self, BufferDevice, FIELDS, LoadFailurePolicy, Role};
+use super::given::Given;
+use super::surroundings::{self, Environment, Surroundings};
+use super::tables::{self, MooncakeSettings, NixlSettings};
+use super::warning::{self, Concern, Warning};
+use kvx_core::{Error, ErrorKind, Result, nearest};
+
+/// vLLM's `KVTransferConfig`, checked as vLLM checks it, with what kvx adds under `kv_connector_extra_config`.
+///
+/// ```
+/// use kvx_vllm::config::{KvTransferConfig, LoadFailurePolicy, Surroundings};
+/// let config = KvTransferConfig::from_json(
+///     r#"{"kv_connector": "NixlConnector", "kv_role": "kv_producer",
+///         "kv_connector_extra_config": {"backends": ["UCX", "TCP"], "kv_compat": "0.16"}}"#,
+///     &Surroundings::of_process(),
+/// )?;
+/// config.log_warnings_once();
+/// assert!(config.is_kv_producer() && !config.is_kv_consumer());
+/// assert_eq!(config.kv_load_failure_policy(), LoadFailurePolicy::Recompute); // the default of vLLM 0.16
+/// assert_eq!(config.backends()?.unwrap(), ["UCX", "TCP"]);
+/// # Ok::<(), kvx_core::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct KvTransferConfig {
+    pub(super) given: Given,
+    pub(super) surroundings: Surroundings,
+    compat: Compat,
+    kv_connector: Option<String>,
+    connector: Option<ConnectorKind>,
+    engine_id: String,
+    kv_buffer_device: BufferDevice,
+    buffer_device: BufferDevice,
+    kv_role: Option<Role>,
+    kv_port: u16,
+    kv_connector_module_path: Option<String>,
+    enable_permute_local_kv: bool,
+    kv_load_failure_policy: LoadFailurePolicy,
+    kv_buffer_size: f64,
+    kv_rank: Option<i64>,
+    kv_parallel_size: i64,
+    kv_ip: String,
+    backends: Option<Vec<String>>,
+    nixl: NixlSettings,
+    mooncake: MooncakeSettings,
+    environment: Environment,
+    first_rank_host: Option<String>,
+    children: Vec<KvTransferConfig>,
+    warnings: Vec<Warning>,
+}
+
+impl KvTransferConfig {
+    /// From JSON text; `80m` and `1K` are numbers in it. Errors: as [`resolve`](Self::resolve).
+    pub fn from_json(text: &str, surroundings: &Surroundings) -> Result<Self> {
+        Self::resolve(Given::from_json(text)?, surroundings)
+    }
+
+    /// From a command line: takes what concerns KV transfer and returns the other arguments, for the program's own
+    /// parser. Errors: as [`Given::from_arguments`] and [`resolve`](Self::resolve).
+    ///
+    /// ```
+    /// use kvx_vllm::config::{KvTransferConfig, Surroundings};
+    /// let command_line = "serve --kv-transfer-config.kv_connector NixlConnector --kv-transfer-config.kv_role kv_both \
+    ///                     --kv-transfer-config.kv_connector_extra_config.backends+ LIBFABRIC --port 8100";
+    /// let (config, rest) =
+    ///     KvTransferConfig::from_arguments(command_line.split_whitespace(), &Surroundings::default())?;
+    /// assert_eq!(config.backends()?.unwrap(), ["LIBFABRIC"]);
+    /// assert_eq!(rest, ["serve", "--port", "8100"]); // for clap
+    /// # Ok::<(), kvx_core::Error>(())
+    /// ```
+    pub fn from_arguments<T: Into<String>>(
+        arguments: impl IntoIterator<Item = T>,
+        surroundings: &Surroundings,
+    ) -> Result<(Self, Vec<String>)> {
+        let (given, rest) = Given::from_arguments(arguments)?;
+        Ok((Self::resolve(given, surroundings)?, rest))
+    }
+
+    /// Checks what was written and fills in the defaults.
+    ///
+    /// Errors: `Invalid`, naming the field and the nearest valid one, for an unknown field, a value of the wrong type
+    /// or outside its closed set, a connector without a role, an unknown connector, an unknown key in one of kvx's own
+    /// tables, or a variable of the environment that cannot be read; `Unsupported` for a connector of vLLM that kvx
+    /// does not speak.
+    pub fn resolve(given: Given, surroundings: &Surroundings) -> Result<Self> {
+        Self::resolve_within(given, surroundings, None)
+    }
+
+    fn resolve_within(
+        given: Given,
+        surroundings: &Surroundings,
+        parent: Option<Compat>,
+    ) -> Result<Self> {
+        let object = given.object();
+        check_names(object)?;
+        let get = |key: &str| object.get(key);
+        let filled = |key: &str| object.get(key).filter(|value| !value.is_null());
+
+        let empty = Map::new();
+        let extra = match get("kv_connector_extra_config") {
+            None => &empty,
+            Some(Value::Object(extra)) => extra,
+            Some(other) => {
+                return Err(fields::wrong("kv_connector_extra_config", other, "an object, {…}"));
+            }
+        };
+        let compat = match extra.get("kv_compat") {
+            Some(value) => Compat::from_value(value)?,
+            None => parent.unwrap_or_default(),
+        };
+        let defaults = compat.defaults();
+
+        let text = |key: &str| filled(key).map(|value| fields::text(key, value)).transpose();
+        let kv_connector = text("kv_connector")?;
+        let kv_role = filled("kv_role").map(|value| Role::read("kv_role", value)).transpose()?;
+        let kv_connector_module_path = text("kv_connector_module_path")?;
+        let whole = |key: &str, value: &Value| fields::whole(key, value, i64::MIN..=i64::MAX);
+        let connector = match &kv_connector {
+            None if kv_connector_module_path.is_some() => {
+                return Err(invalid(
+                    "kv_connector_module_path is set without kv_connector; write kv_connector too, or remove it".into(),
+                ));
+            }
+            None => None,
+            Some(name) if kv_role.is_none() => {
+                return Err(invalid(format!(
+                    "kv_connector is {name:?} without a kv_role; write kv_role, supported roles are {}",
+                    fields::roles()
+                )));
+            }
+            Some(name) => {
+                Some(connectors::find(name, kv_connector_module_path.as_deref(), surroundings)?)
+            }
+        };
+
+        let kv_buffer_device = match get("kv_buffer_device") {
+            Some(value) => BufferDevice::read("kv_buffer_device", value)?,
+            None => defaults.buffer_device.unwrap_or(platform(surroundings)),
+        };
+        let buffer_device = match kv_buffer_device {
+            BufferDevice::Cuda if surroundings.gpu => BufferDevice::Cuda,
+            _ => BufferDevice::Cpu,
+        };
+        let engine_id = match text("engine_id")? {
+            Some(id) if id.is_empty() => {
+                return Err(invalid(
+                    "engine_id is empty; write a name, or remove it for a random one".into(),
+                ));
+            }
+            Some(id) => id,
+            None => surroundings.engine_id.clone().unwrap_or_else(random_uuid),
+        };
+
+        let mut config = KvTransferConfig {
+            compat,
+            connector,
+            engine_id,
+            kv_buffer_device,
+            buffer_device,
+            kv_role,
+            kv_port: get("kv_port").map_or(Ok(14579), |value| {
+                fields::whole("kv_port", value, 0..=65535)
+                    .map(|port| u16::try_from(port).unwrap_or(u16::MAX))
+            })?,
+            enable_permute_local_kv: get("enable_permute_local_kv")
+                .map_or(Ok(false), |value| fields::flag("enable_permute_local_kv", value))?,
+            kv_load_failure_policy: get("kv_load_failure_policy")
+                .map_or(Ok(defaults.load_failure_policy), |value| {
+                    LoadFailurePolicy::read("kv_load_failure_policy", value)
+                })?,
+            kv_buffer_size: get("kv_buffer_size")
+                .map_or(Ok(1e9), |value| fields::number("kv_buffer_size", value))?,
+            kv_rank: filled("kv_rank").map(|value| whole("kv_rank", value)).transpose()?,
+            kv_parallel_size: get("kv_parallel_size")
+                .map_or(Ok(1), |value| whole("kv_parallel_size", value))?,
+            kv_ip: get("kv_ip")
+                .map_or(Ok("127.0.0.1".into()), |value| fields::text("kv_ip", value))?,
+            backends: tables::backends(extra)?,
+            nixl: tables::nixl(extra, compat)?,
+            mooncake: tables::mooncake(extra, compat)?,
+            environment: Environment::read(surroundings, compat)?,
+            first_rank_host: None,
+            children: Vec::new(),
+            warnings: Vec::new(),
+            kv_connector,
+            kv_connector_module_path,
+            surroundings: surroundings.clone(),
+            given: Given::default(),
+        };
+        config.warnings.extend(given.warnings().iter().cloned());
+        config.warnings.extend(config.field_warnings(object));
+        config.warnings.extend(tables::check(extra, compat)?);
+        if parent.is_none() {
+            config.warnings.extend(config.environment.abort_warning(compat));
+            let connector = config.kv_connector.as_deref();
+            config
+                .warnings
+                .extend(connector.and_then(|name| surroundings::nccl_hint(surroundings, name)));
+        }
+        if config.connector == Some(ConnectorKind::Multi) {
+            for (at, child) in connectors::children(extra)?.into_iter().enumerate() {
+                config.add_child(at, child)?;
+            }
+        }
+        config.given = given;
+        Ok(config)
+    }
+
+    fn add_child(&mut self, at: usize, child: &Map<String, Value>) -> Result<()> {
+        let prefix = format!("kv_connector_extra_config.connectors[{at}]");
+        let surroundings = self.surroundings.clone().engine_id(self.engine_id.clone());
+        let child = Self::resolve_within(
+            Given::from_object(child.clone()),
+            &surroundings,
+            Some(self.compat),
+        )
+        .map_err(|error| Error::new(error.kind(), format!("{prefix}: {}", error.sentence())))?;
+        self.warnings.extend(child.warnings.iter().cloned().map(|warning| warning.within(&prefix)));
+        self.children.push(child);
+        Ok(())
+    }
+
+    fn field_warnings(&self, object: &Map<String, Value>) -> Vec<Warning> {
+        let compat = self.compat;
+        let mut warnings = Vec::new();
+        let mut warn = |concern, sentence: String| warnings.push(Warning::new(concern, sentence));
+        let written = |wanted: fn(&fields::Field) -> bool| -> Vec<&str> {
+            let names = FIELDS.iter().filter(|field| wanted(field)).map(|field| field.name);
+            names.filter(|name| object.contains_key(*name)).collect()
+        };
+        let removed = written(|field| field.removed);
+        if compat >= Compat::V0_32 && !removed.is_empty() {
+            warn(
+                Concern::Version,
+                format!(
+                    "{}: not in {compat} any more, and not used by kvx; remove what is written, or set kv_compat \
+                     to \"0.31\"",
+                    removed.join(", ")
+                ),
+            );
+        }
+        let added = written(|field| field.added);
+        if compat <= Compat::V0_9 && !added.is_empty() {
+            warn(
+                Concern::Version,
+                format!("{}: {compat} has no such field yet; kvx reads it", added.join(", ")),
+            );
+        }
+        let nixl =
+            matches!(self.connector, Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush));
+        if nixl && compat <= Compat::V0_11 {
+            warn(
+                Concern::Version,
+                format!(
+                    "kv_compat {}: kvx takes the defaults and ports of {compat}, for peers that are kvx too; it \
+                     does not \
+                     speak with a vLLM before 0.16",
+                    compat.as_str()
+                ),
+            );
+        }
+        if self.kv_role == Some(Role::Both) && nixl && compat >= Compat::V0_32 {
+            warn(
+                Concern::Version,
+                format!(
+                    "kv_role kv_both is deprecated in {compat}; write kv_producer or kv_consumer: to NixlConnector all \
+                     roles are the same, the request decides"
+                ),
+            );
+        }
+        let active = |key: &str| self.connector.is_some() || object.contains_key(key);
+        if self.kv_load_failure_policy == LoadFailurePolicy::Recompute
+            && active("kv_load_failure_policy")
+        {
+            warn(
+                Concern::Recompute,
+                "kv_load_failure_policy recompute: after a failed load the decode instance does prefill work, for \
+                 which \
+                 it is not set up, and the decodes beside it are delayed (vLLM's guide: jitter and higher tail \
+                 latency); \
+                 write fail unless that is better than an error"
+                    .into(),
+            );
+        }
+        if self.kv_buffer_device != self.buffer_device && active("kv_buffer_device") {
+            let reason = match self.kv_buffer_device {
+                BufferDevice::Xpu => "kvx does not transfer memory of Intel GPUs",
+                _ => "there is no GPU here",
+            };
+            warn(
+                Concern::HostMemory,
+                format!(
+                    "kv_buffer_device is {}, but {reason}: host memory is used; write cpu to say so",
+                    self.kv_buffer_device
+                ),
+            );
+        }
+        warnings
+    }
+
+    /// The version whose defaults count: `kv_compat`, or the newest.
+    pub fn compat(&self) -> Compat {
+        self.compat
+    }
+
+    /// `kv_connector`, as written.
+    pub fn kv_connector(&self) -> Option<&str> {
+        self.kv_connector.as_deref()
+    }
+
+    /// What `kv_connector` names; `None` without one.
+    pub fn connector(&self) -> Option<&ConnectorKind> {
+        self.connector.as_ref()
+    }
+
+    /// `engine_id`: as written, or a random UUID that stays the same for this value and its clones. It names one life
+    /// of one engine: of two live ones with one name, or of one started again within a lease, peers refuse what they
+    /// cannot tell apart. Best left out.
+    pub fn engine_id(&self) -> &str {
+        &self.engine_id
+    }
+
+    /// The engine id of one data-parallel rank, as vLLM spells it.
+    pub fn engine_id_of_rank(&self, dp: u32) -> String {
+        format!("{}_dp{dp}", self.engine_id)
+    }
+
+    /// `kv_buffer_device`: as written, or the default. See [`buffer_device`](Self::buffer_device) for what is used.
+    pub fn kv_buffer_device(&self) -> BufferDevice {
+        self.kv_buffer_device
+    }
+
+    /// The device that is used: host memory where the written one is not there.
+    pub fn buffer_device(&self) -> BufferDevice {
+        self.buffer_device
+    }
+
+    /// `kv_role`. NixlConnector behaves the same under all roles.
+    pub fn kv_role(&self) -> Option<Role> {
+        self.kv_role
+    }
+
+    /// `kv_port`: 14579. No connector of kvx uses it.
+    pub fn kv_port(&self) -> u16 {
+        self.kv_port
+    }
+
+    /// `kv_connector_extra_config`: everything, also what kvx does not know.
+    pub fn extra(&self) -> &Map<String, Value> {
+        static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
+        self.given
+            .object()
+            .get("kv_connector_extra_config")
+            .and_then(Value::as_object)
+            .unwrap_or(&EMPTY)
+    }
+
+    /// One key of `kv_connector_extra_config`, or `default`.
+    pub fn get_from_extra_config<'a>(&'a self, key: &str, default: &'a Value) -> &'a Value {
+        self.extra().get(key).unwrap_or(default)
+    }
+
+    /// `kv_connector_module_path`: only ever set for a connector that the program registered.
+    pub fn kv_connector_module_path(&self) -> Option<&str> {
+        self.kv_connector_module_path.as_deref()
+    }
+
+    /// `enable_permute_local_kv`: false.
+    pub fn enable_permute_local_kv(&self) -> bool {
+        self.enable_permute_local_kv
+    }
+
+    /// `kv_load_failure_policy`: `fail`; `recompute` up to vLLM 0.16.
+    pub fn kv_load_failure_policy(&self) -> LoadFailurePolicy {
+        self.kv_load_failure_policy
+    }
+
+    /// `kv_buffer_size`, a field until vLLM 0.31: 1e9.
+    pub fn kv_buffer_size(&self) -> f64 {
+        self.kv_buffer_size
+    }
+
+    /// `kv_rank`, a field until vLLM 0.31.
+    pub fn kv_rank(&self) -> Option<i64> {
+        self.kv_rank
+    }
+
+    /// `kv_parallel_size`, a field until vLLM 0.31: 1.
+    pub fn kv_parallel_size(&self) -> i64 {
+        self.kv_parallel_size
+    }
+
+    /// `kv_ip`, a field until vLLM 0.31: 127.0.0.1.
+    pub fn kv_ip(&self) -> &str {
+        &self.kv_ip
+    }
+
+    /// `kv_connector_extra_config.backends` as written: any letter case, in order of preference. `None`: not written,
+    /// kvx chooses. (An empty list does not get this far: [`resolve`](Self::resolve) refuses it.)
+    pub fn backends(&self) -> Result<Option<Vec<String>>> {
+        Ok(self.backends.clone())
+    }
+
+    /// What NixlConnector reads in `kv_connector_extra_config`.
+    pub fn nixl(&self) -> &NixlSettings {
+        &self.nixl
+    }
+
+    /// What MooncakeConnector reads in `kv_connector_extra_config`.
+    pub fn mooncake(&self) -> &MooncakeSettings {
+        &self.mooncake
+    }
+
+    /// The same with the host of the first data-parallel rank (vLLM's `--data-parallel-address`): the prefill workers
+    /// of a MooncakeConnector's other ranks register at its bootstrap server.
+    #[must_use]
+    pub fn with_first_rank_at(self, host: &str) -> Self {
+        KvTransferConfig { first_rank_host: Some(host.to_owned()), ..self }
+    }
+
+    /// The host of the first data-parallel rank, if it was told.
+    pub fn first_rank_host(&self) -> Option<&str> {
+        self.first_rank_host.as_deref()
+    }
+
+    /// What the environment variables say.
+    pub fn environment(&self) -> &Environment {
+        &self.environment
+    }
+
+    /// The children of a MultiConnector.
+    pub fn children(&self) -> &[KvTransferConfig] {
+        &self.children
+    }
+
+    /// Whether this instance takes part in KV transfer at all.
+    pub fn is_kv_transfer_instance(&self) -> bool {
+        self.kv_connector.is_some() && self.kv_role.is_some()
+    }
+
+    /// Whether this instance produces KV cache.
+    pub fn is_kv_producer(&self) -> bool {
+        self.kv_connector.is_some() && matches!(self.kv_role, Some(Role::Producer | Role::Both))
+    }
+
+    /// Whether this instance consumes KV cache.
+    pub fn is_kv_consumer(&self) -> bool {
+        self.kv_connector.is_some() && matches!(self.kv_role, Some(Role::Consumer | Role::Both))
+    }
+
+    /// Whether the connector has this name, or one of a MultiConnector's children does.
+    pub fn has_connector(&self, name: &str) -> bool {
+        self.kv_connector() == Some(name)
+            || self.children.iter().any(|child| child.has_connector(name))
+    }
+
+    /// What vLLM adds of this configuration to the hash of its compiled graph: nothing, the MD5 of `[]`.
+    pub fn compute_hash(&self) -> &'static str {
+        "d751713988987e9331980363e24189ce"
+    }
+
+    /// What the operator should know, in the order of the text.
+    pub fn warnings(&self) -> &[Warning] {
+        &self.warnings
+    }
+
+    /// Logs each warning that this process has not logged yet; returns how many those were.
+    pub fn log_warnings_once(&self) -> usize {
+        warning::log_once(&self.warnings)
+    }
+
+    /// What was written, and where.
+    pub fn given(&self) -> &Given {
+        &self.given
+    }
+
+    /// Every field of the chosen version with its value, as vLLM would print it; read again, it means the same.
+    pub fn to_json(&self) -> Map<String, Value> {
+        let mut out = Map::new();
+        for field in self.fields_of_version() {
+            out.insert(field.to_owned(), self.field_value(field));
+        }
+        out
+    }
+
+    /// The fields that the chosen version has, and those written besides.
+    pub(super) fn fields_of_version(&self) -> impl Iterator<Item = &'static str> + '_ {
+        let has = |field: &fields::Field| match self.compat {
+            Compat::V0_9 => !field.added,
+            compat => !field.removed || compat < Compat::V0_32,
+        };
+        let written = |field: &fields::Field| self.given.object().contains_key(field.name);
+        FIELDS.iter().filter(move |field| has(field) || written(field)).map(|field| field.name)
+    }
+
+    pub(super) fn field_value(&self, field: &str) -> Value {
+        match field {
+            "kv_connector" => json!(self.kv_connector),
+            "engine_id" => json!(self.engine_id),
+            "kv_buffer_device" => json!(self.kv_buffer_device.as_str()),
+            "kv_buffer_size" => json!(self.kv_buffer_size),
+            "kv_role" => json!(self.kv_role.map(Role::as_str)),
+            "kv_rank" => json!(self.kv_rank),
+            "kv_parallel_size" => json!(self.kv_parallel_size),
+            "kv_ip" => json!(self.kv_ip),
+            "kv_port" => json!(self.kv_port),
+            "kv_connector_extra_config" => Value::Object(self.extra().clone()),
+            "kv_connector_module_path" => json!(self.kv_connector_module_path),
+            "enable_permute_local_kv" => json!(self.enable_permute_local_kv),
+            "kv_load_failure_policy" => json!(self.kv_load_failure_policy.as_str()),
+            _ => Value::Null,
+        }
+    }
+}
+
+fn invalid(sentence: String) -> Error {
+    Error::new(ErrorKind::Invalid, sentence)
+}
+
+fn check_names(object: &Map<String, Value>) -> Result<()> {
+    let names = FIELDS.iter().map(|field| field.name);
+    let Some(key) = object.keys().find(|key| !names.clone().any(|name| name == key.as_str()))
+    else {
+        return Ok(());
+    };
+    let hint = nearest(key, names.clone())
+        .map_or_else(String::new, |near| format!("; did you mean {near}?"));
+    let current = FIELDS
+        .iter()
+        .filter(|field| !field.removed)
+        .map(|field| field.name)
+        .collect::<Vec<_>>()
+        .join(", ");
+    Err(invalid(format!(
+        "unexpected keyword argument {key:?}: KVTransferConfig has no such field{hint}; fields: {current}"
+    )))
+}
+
+fn platform(surroundings: &Surroundings) -> BufferDevice {
+    if surroundings.gpu { BufferDevice::Cuda } else { BufferDevice::Cpu }
+}

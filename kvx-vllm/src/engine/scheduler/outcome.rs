@@ -1,0 +1,283 @@
+//! What became of loads and of blocks that waited for a peer.
+
+use std::collections::BTreeSet;
+
+use crate::config::LoadFailurePolicy;
+
+use super::super::aggregate::EngineOutput;
+use super::super::failure::LoadFailure;
+use super::super::identity::{BlockLists, RequestId};
+use super::super::recovery::valid_prefix;
+use super::super::step::FailedLoad;
+use super::super::time::{ClockOffset, Time};
+use super::{Allocation, LoadSource, LoadStage, Scheduler};
+
+/// What the engine does next with a request whose load has failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Then {
+    /// It ends with an error for the client.
+    Fail,
+    /// It goes on here: this many tokens count as computed, the rest is computed.
+    Recompute {
+        /// Tokens before the first block that is not right; 0 if no blocks had been given to it yet.
+        computed: u32,
+    },
+}
+
+/// What the engine is told.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Outcome {
+    /// All blocks of a load are there. The last token of a prompt that was loaded whole is computed again, for its
+    /// output.
+    Loaded {
+        /// Which request.
+        request: RequestId,
+        /// Tokens that count as computed.
+        computed: u32,
+    },
+    /// A load has failed.
+    Failed {
+        /// Which request.
+        request: RequestId,
+        /// Why.
+        failure: LoadFailure,
+        /// What is next.
+        then: Then,
+        /// Blocks without the right contents: never to be found in a prefix cache.
+        invalid: Vec<u32>,
+        /// Blocks that a transfer may still touch: the engine takes them from the request, gives it others if it goes
+        /// on, and keeps these until [`Outcome::Free`] or [`Outcome::Lost`] names the request.
+        held: BlockLists,
+    },
+    /// Blocks may be freed: those of a request that has ended and was kept, or those that a failed load held.
+    Free {
+        /// Which request.
+        request: RequestId,
+        /// Which of its blocks.
+        kept: Kept,
+    },
+    /// In place of [`Free`](Outcome::Free): it will never be proven that nobody touches these blocks. No request gets
+    /// one of them again, as long as the process lives.
+    Lost {
+        /// Which request.
+        request: RequestId,
+        /// Which of its blocks.
+        kept: Kept,
+    },
+}
+
+impl Outcome {
+    /// The request of a load of which nothing is left with this: no worker has its blocks any more.
+    #[doc(hidden)]
+    pub fn ends_load(&self) -> Option<&RequestId> {
+        match self {
+            Outcome::Failed { held, .. } if !held.is_empty() => None,
+            Outcome::Loaded { request, .. } | Outcome::Failed { request, .. } => Some(request),
+            Outcome::Free { request, kept } | Outcome::Lost { request, kept } => {
+                (*kept == Kept::Load).then_some(request)
+            }
+        }
+    }
+}
+
+/// Blocks that an engine keeps for the connector.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kept {
+    /// Those of a load that was aborted or has failed at its deadline.
+    Load,
+    /// All of a request that has ended, for a peer.
+    Request,
+}
+
+impl Scheduler {
+    /// What the workers have to tell. Reports about requests that nobody knows are nothing new, and ignored.
+    pub fn update_connector_output(&mut self, now: Time, output: EngineOutput) -> Vec<Outcome> {
+        for (at, engine, offset) in output.clocks {
+            // The offset is from the worker's clock, of which `at` was read just now.
+            let seconds = offset.seconds + at.seconds() - now.seconds();
+            self.clocks.insert(engine, ClockOffset { seconds, ..offset });
+        }
+        let mut failed = output.failed_recving;
+        let mut outcomes = Vec::new();
+        for (request, failure) in output.failing {
+            outcomes.extend(self.load_failing(now, &request, failure));
+        }
+        for request in output.finished_recving {
+            let at = failed.iter().position(|failed| failed.request == request);
+            let failed = at.map(|at| failed.swap_remove(at));
+            let lost = output.lost.contains(&(request.clone(), Kept::Load));
+            if let Some(held) = self.held.remove(&request) {
+                self.lost += if lost { held.len() } else { 0 };
+                outcomes.push(over(request, Kept::Load, lost));
+            } else if let Some(outcome) = self.load_ended(now, request.clone(), failed, lost) {
+                if let Outcome::Failed { held, .. } = &outcome {
+                    self.lost += if lost { held.len() } else { 0 };
+                }
+                outcomes.push(outcome);
+                outcomes.extend(lost.then(|| over(request, Kept::Load, true)));
+            }
+        }
+        for request in output.finished_sending {
+            if self.sending.remove(&request) {
+                let lost = output.lost.contains(&(request.clone(), Kept::Request));
+                outcomes.push(over(request, Kept::Request, lost));
+            }
+        }
+        outcomes
+    }
+
+    fn load_ended(
+        &mut self,
+        now: Time,
+        request: RequestId,
+        failed: Option<FailedLoad>,
+        lost: bool,
+    ) -> Option<Outcome> {
+        let load = self.requests.get_mut(&request)?.load.as_mut()?;
+        if !matches!(load.stage, LoadStage::Loading(_)) {
+            return None;
+        }
+        let LoadStage::Loading(allocation) = std::mem::replace(&mut load.stage, LoadStage::Over)
+        else {
+            return None;
+        };
+        let end = load.end;
+        self.over(&request);
+        let Some(FailedLoad { failure, invalid, .. }) = failed else {
+            return Some(Outcome::Loaded { request, computed: end });
+        };
+        let (valid, held) = match lost {
+            true => (allocation.computed, allocation.fill),
+            false => (self.valid(&allocation, &invalid), BlockLists::default()),
+        };
+        let then = self.then(now, &request, &failure, valid);
+        Some(Outcome::Failed { request, failure, then, invalid, held })
+    }
+
+    /// Tokens that count after a failed load. Blocks tell only with one KV cache group, and if any were named.
+    fn valid(&self, allocation: &Allocation, invalid: &[u32]) -> u32 {
+        let [fill] = allocation.fill.groups() else { return allocation.computed };
+        let invalid: BTreeSet<u32> = invalid.iter().copied().collect();
+        let size = self.settings.block_size;
+        let whole = allocation.computed / size.max(1) * size;
+        match valid_prefix(fill, &invalid, size) {
+            Some(0) | None => allocation.computed,
+            Some(prefix) => whole.saturating_add(prefix),
+        }
+    }
+
+    fn then(&self, now: Time, request: &RequestId, failure: &LoadFailure, computed: u32) -> Then {
+        let load = self.requests.get(request).and_then(|entry| entry.load.as_ref());
+        let ended = load.is_some_and(|load| load.is_too_late(now));
+        // What a decode keeps is an offer: the prompt can be computed as if there had been none.
+        let offer = load.is_some_and(|load| load.source == LoadSource::Decode)
+            || *failure == LoadFailure::Expiring;
+        match self.settings.policy {
+            _ if ended => Then::Fail,
+            LoadFailurePolicy::Fail if !offer => Then::Fail,
+            _ => Then::Recompute { computed },
+        }
+    }
+
+    /// Ends loads whose deadline has come.
+    pub fn poll(&mut self, now: Time) -> Vec<Outcome> {
+        let mut outcomes = Vec::new();
+        while let Some(request) = self.deadlines.take_reached(now) {
+            outcomes.extend(self.load_timed_out(now, &request));
+        }
+        outcomes
+    }
+
+    fn load_timed_out(&mut self, now: Time, request: &RequestId) -> Option<Outcome> {
+        self.give_up(now, request, LoadFailure::Deadline)
+    }
+
+    /// Nobody waits until the last peer has left the blocks of a load that has failed.
+    fn load_failing(
+        &mut self,
+        now: Time,
+        request: &RequestId,
+        failure: LoadFailure,
+    ) -> Option<Outcome> {
+        match self.requests.get(request)?.load.as_ref()?.stage {
+            LoadStage::Loading(_) => self.give_up(now, request, failure),
+            _ => None,
+        }
+    }
+
+    /// Ends a load before its workers do: its blocks are held until they have.
+    fn give_up(&mut self, now: Time, request: &RequestId, failure: LoadFailure) -> Option<Outcome> {
+        let by = now + self.settings.load_timeout;
+        let load = self.requests.get_mut(request)?.load.as_mut()?;
+        let stage = std::mem::replace(&mut load.stage, LoadStage::Over);
+        let release = load.release(request, by);
+        let (computed, held) = match stage {
+            LoadStage::Over => return None,
+            LoadStage::Arrived => {
+                self.next.receive.extend(release);
+                (0, BlockLists::default())
+            }
+            LoadStage::Ordered(allocation) => {
+                self.next.receive.retain(|order| order.request != *request);
+                self.next.receive.extend(release);
+                (allocation.computed, BlockLists::default())
+            }
+            LoadStage::Loading(allocation) => {
+                self.next.cancel.push(request.clone());
+                self.held.insert(request.clone(), allocation.fill.clone());
+                (allocation.computed, allocation.fill)
+            }
+        };
+        self.over(request);
+        let then = self.then(now, request, &failure, computed);
+        Some(Outcome::Failed {
+            request: request.clone(),
+            failure,
+            then,
+            invalid: held.iter().collect(),
+            held,
+        })
+    }
+
+    /// The engine's workers have ended: whatever is still known of ends with them, and is forgotten. `proven`: nothing
+    /// touches a block any more.
+    pub fn end(&mut self, proven: bool) -> Vec<Outcome> {
+        let ended = std::mem::replace(self, Scheduler::new(self.settings.clone()));
+        self.lost = ended.lost;
+        let mut outcomes = Vec::new();
+        for (request, entry) in ended.requests {
+            let (given, touched) = match entry.load.map(|load| load.stage) {
+                None | Some(LoadStage::Over) => continue,
+                Some(LoadStage::Arrived) => (BlockLists::default(), false),
+                Some(LoadStage::Ordered(allocation)) => (allocation.fill, false),
+                Some(LoadStage::Loading(allocation)) => (allocation.fill, !proven),
+            };
+            outcomes.push(Outcome::Failed {
+                request: request.clone(),
+                failure: LoadFailure::Transfer("the connector was shut down".into()),
+                then: Then::Fail,
+                invalid: given.ascending(),
+                held: if touched { given.clone() } else { BlockLists::default() },
+            });
+            if touched {
+                self.lost += given.len();
+                outcomes.push(over(request, Kept::Load, true));
+            }
+        }
+        for (request, blocks) in ended.held {
+            self.lost += if proven { 0 } else { blocks.len() };
+            outcomes.push(over(request, Kept::Load, !proven));
+        }
+        outcomes
+            .extend(ended.sending.into_iter().map(|request| over(request, Kept::Request, !proven)));
+        outcomes
+    }
+}
+
+/// What becomes of blocks that were kept.
+fn over(request: RequestId, kept: Kept, lost: bool) -> Outcome {
+    match lost {
+        true => Outcome::Lost { request, kept },
+        false => Outcome::Free { request, kept },
+    }
+}

@@ -1,0 +1,411 @@
+//! What comes back to a worker: handshakes, moves, generations, notifications.
+
+use std::sync::Arc;
+
+use crate::config::BlockRelease;
+
+use super::super::action::{Action, Connection, MoveId};
+use super::super::failure::{FailureKind, LoadFailure, TransferFailure};
+use super::super::identity::{RequestId, WorkerRank};
+use super::super::plan::PeerPlan;
+use super::super::scheduler::Kept;
+use super::super::stats::Transferred;
+use super::super::step::Heartbeat;
+use super::super::time::Time;
+use super::receive::{MovePhase, MoveState, Receive, ReceiveStage};
+use super::send::Counted;
+use super::{Waiting, Worker};
+use crate::params::TransferMode;
+use crate::wire::EngineNotification;
+
+/// A handshake that brought no plan.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HandshakeFailure {
+    /// The peer answered, but it and this engine do not fit together. Else it did not answer, or not in words.
+    pub setup: bool,
+    /// Why, in a sentence.
+    pub error: String,
+}
+
+/// A move that did not succeed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MoveFailure {
+    /// Which step.
+    pub kind: FailureKind,
+    /// Nothing touches its memory any more. Else [`Worker::move_settled`] says so later, or
+    /// [`Worker::move_forgotten`] that nobody ever will.
+    pub settled: bool,
+    /// What the handshake described is no longer there: the peer has restarted, or is gone. It is asked anew, later.
+    pub peer_is_gone: bool,
+    /// Why, in a sentence.
+    pub error: String,
+}
+
+impl Worker {
+    /// A handshake has ended.
+    pub fn connected(
+        &mut self,
+        now: Time,
+        connection: Connection,
+        result: Result<PeerPlan, HandshakeFailure>,
+    ) {
+        let (result, failure) = match result {
+            Ok(plan) => (Ok(plan), None),
+            Err(failure) => (Err(()), Some(failure)),
+        };
+        let clock = result.as_ref().ok().and_then(|plan| plan.clock);
+        let Some(peer) = self.peers.connected(now, connection, result, &mut self.actions) else {
+            return;
+        };
+        let waiting = self.waiting.remove(&peer.engine).unwrap_or_default();
+        let heartbeat = self.heartbeats.remove(&peer.engine);
+        let Some(failure) = failure else {
+            self.output.clocks.extend(clock.map(|clock| (peer.engine.clone(), clock)));
+            if let Some(heartbeat) = heartbeat {
+                self.send_heartbeat(connection, &heartbeat);
+            }
+            for waiting in waiting {
+                match waiting {
+                    // It has waited for a registration that another one has followed meanwhile.
+                    Waiting::Receive(request) if !self.speaks_of(&request, &peer) => {
+                        let why =
+                            "the engine has registered its memory anew while they waited for it";
+                        self.refused(now, &request, why.into());
+                    }
+                    Waiting::Receive(request) => self.find_peer(now, &request),
+                    Waiting::Push(request) => self.find_decode(now, &request),
+                }
+            }
+            return;
+        };
+        // One failure for the handshake, however many waited for it.
+        let mut said = TransferFailure::new(
+            self.handshake_failure_kind(&waiting, failure.setup),
+            &*failure.error,
+        );
+        said.engine = Some(peer.engine.clone());
+        said.address = Some(peer.address.clone());
+        if let Some(Waiting::Receive(request)) = waiting.first() {
+            said = TransferFailure {
+                kind: said.kind,
+                ..self.describe(request, said.kind, None, &failure.error)
+            };
+        }
+        self.record(said);
+        for waiting in waiting {
+            match waiting {
+                Waiting::Receive(request) => {
+                    self.fail_receive(
+                        &request,
+                        LoadFailure::Handshake(failure.error.clone()),
+                        None,
+                    );
+                    self.advance(now, &request);
+                }
+                Waiting::Push(request) => self.push_failed(&request),
+            }
+        }
+    }
+
+    /// A move has an outcome. `Ok`: its data is there, what was to be sent with it was sent, and nothing touches its
+    /// memory any more.
+    pub fn move_resolved(
+        &mut self,
+        now: Time,
+        id: MoveId,
+        result: Result<Transferred, MoveFailure>,
+    ) {
+        let Some(state) = self.moves.get_mut(&id).filter(|state| state.phase == MovePhase::Running)
+        else {
+            return;
+        };
+        let (request, lane, push) = (state.request.clone(), state.lane, state.push);
+        match result {
+            Ok(transferred) => {
+                self.output.stats.record(transferred);
+                if push { self.write_done(now, id) } else { self.read_done(now, id) }
+            }
+            Err(failure) => {
+                state.phase = MovePhase::Unsettled;
+                if failure.settled && self.receives.get(&request).is_some_and(Receive::is_cancelled)
+                {
+                    return self.move_settled(now, id);
+                }
+                let rank = if push { None } else { self.rank_of_lane(&request, lane) };
+                let said = self.describe(&request, failure.kind, rank, &failure.error);
+                self.record(said);
+                if !failure.settled {
+                    // The failure is counted already.
+                    let why = "it has an outcome, but may still touch its blocks: they stay pinned";
+                    let said =
+                        self.describe(&request, FailureKind::TransferReleaseFailed, rank, why);
+                    self.output.failures.push(said);
+                }
+                let connection = if push {
+                    self.push_failed(&request);
+                    self.pushes.connection(&request)
+                } else {
+                    self.fail_receive(&request, LoadFailure::Transfer(failure.error), None);
+                    self.receives.get(&request).and_then(|receive| receive.connection)
+                };
+                if failure.peer_is_gone
+                    && let Some(connection) = connection
+                {
+                    self.peers.invalidate(connection, &mut self.actions);
+                }
+                if failure.settled {
+                    self.move_settled(now, id);
+                }
+            }
+        }
+    }
+
+    /// Nothing touches the memory of a failed move any more.
+    pub fn move_settled(&mut self, now: Time, id: MoveId) {
+        let Some(state) = self.moves.get(&id).filter(|state| state.phase == MovePhase::Unsettled)
+        else {
+            return;
+        };
+        if state.push { self.write_over(now, id) } else { self.part_failed(now, id) }
+    }
+
+    /// Nobody will ever say that a failed move has settled: its transport has forgotten it. What waits for it is
+    /// over, and its blocks are lost.
+    pub fn move_forgotten(&mut self, now: Time, id: MoveId) {
+        let why = "it was forgotten: its blocks may be touched as long as the process lives, and are lost";
+        if self.moves.get(&id).is_some_and(MoveState::is_running) {
+            let kind = FailureKind::TransferException;
+            let failure =
+                MoveFailure { kind, settled: false, peer_is_gone: false, error: why.into() };
+            self.move_resolved(now, id, Err(failure));
+        }
+        let Some(state) = self.moves.get(&id).filter(|state| state.phase == MovePhase::Unsettled)
+        else {
+            return;
+        };
+        let request = state.request.clone();
+        let kept = if state.push { Kept::Request } else { Kept::Load };
+        self.output.failures.push(self.describe(
+            &request,
+            FailureKind::TransferReleaseFailed,
+            None,
+            why,
+        ));
+        if !self.output.lost.contains(&(request.clone(), kept)) {
+            self.output.lost.push((request, kept));
+        }
+        self.move_settled(now, id);
+    }
+
+    /// Blocks of a load are as [`Action::Finish`] wanted them, or cannot be made so; nothing touches them any more.
+    pub fn finished(&mut self, now: Time, request: &RequestId, result: Result<(), String>) {
+        let finishing = |receive: &Receive| matches!(receive.stage, ReceiveStage::Finishing);
+        if !self.receives.get(request).is_some_and(finishing) {
+            return;
+        }
+        if let Err(why) = result {
+            let said = self.describe(request, FailureKind::TransferFailed, None, &why);
+            self.record(said);
+            self.fail_receive(request, LoadFailure::Transfer(why), None);
+        }
+        self.finish(now, request);
+    }
+
+    /// The generations that [`Action::ReadGenerations`] asked for: the pool's word and one for each block, in order.
+    pub fn generations_read(
+        &mut self,
+        now: Time,
+        id: MoveId,
+        result: Result<(u64, &[u64]), String>,
+    ) {
+        self.words_read(now, id, result);
+    }
+
+    /// What [`Action::CheckDigests`] has found: the local blocks without the right contents.
+    pub fn digests_checked(&mut self, now: Time, id: MoveId, result: Result<Vec<u32>, String>) {
+        self.digests_compared(now, id, result);
+    }
+
+    /// A notification could not be sent. The peer's blocks stay until its lease ends; in push, the load fails.
+    pub fn notification_failed(
+        &mut self,
+        now: Time,
+        request: Option<&RequestId>,
+        rank: WorkerRank,
+        error: impl Into<String>,
+    ) {
+        let awaiting = |request: &&RequestId| {
+            self.receives
+                .get(*request)
+                .is_some_and(|receive| matches!(receive.stage, ReceiveStage::Awaiting { .. }))
+        };
+        let registration = request.filter(awaiting).cloned();
+        let kind = match registration {
+            Some(_) => FailureKind::PushRegNotifFailed,
+            None => FailureKind::NotificationFailed,
+        };
+        let error = error.into();
+        let said = match request {
+            Some(request) => self.describe(request, kind, Some(rank), &error),
+            None => TransferFailure { rank: Some(rank), ..TransferFailure::new(kind, &*error) },
+        };
+        self.record(said);
+        if let Some(request) = registration {
+            self.fail_receive(&request, LoadFailure::Transfer(error), None);
+            self.advance(now, &request);
+        }
+    }
+
+    /// A peer writes no more into the blocks of a request, whatever it still tries.
+    pub fn fenced(&mut self, now: Time, request: &RequestId) {
+        if self
+            .receives
+            .get(request)
+            .is_some_and(|receive| matches!(receive.stage, ReceiveStage::Fencing))
+        {
+            self.finish(now, request);
+        }
+    }
+
+    /// The peer behind a connection is gone. Moves with it end by themselves; who waited for its writes waits no
+    /// longer.
+    pub fn connection_lost(&mut self, now: Time, connection: Connection) {
+        self.peers.invalidate(connection, &mut self.actions);
+        let awaiting = self.receives.iter().filter(|(_, receive)| {
+            receive.connection == Some(connection)
+                && matches!(receive.stage, ReceiveStage::Awaiting { .. })
+        });
+        let awaiting: Vec<_> = awaiting.map(|(request, _)| request.clone()).collect();
+        for request in awaiting {
+            self.fail_receive(&request, LoadFailure::Transfer("the peer is gone".into()), None);
+            self.advance(now, &request);
+        }
+    }
+
+    /// A notification has come from a worker of a peer, named as its transport names it.
+    ///
+    /// # Errors
+    ///
+    /// It is not one. That changes nothing; it is worth a line in the log.
+    pub fn notified(&mut self, now: Time, from: &str, bytes: &[u8]) -> kvx_core::Result<()> {
+        self.heard(now, from, EngineNotification::decode(bytes)?)
+    }
+
+    /// As [`notified`](Self::notified), once its bytes are read.
+    ///
+    /// # Errors
+    /// A registration that cannot be.
+    pub fn heard(
+        &mut self,
+        now: Time,
+        from: &str,
+        notification: EngineNotification,
+    ) -> kvx_core::Result<()> {
+        match notification {
+            EngineNotification::Done { request_id, count } => {
+                self.done(now, from, &request_id, count)
+            }
+            EngineNotification::Heartbeat { request_ids } => {
+                for request in request_ids {
+                    self.renew(now, &request);
+                }
+            }
+            EngineNotification::Registration(registration) => {
+                self.registered(now, *registration)?
+            }
+        }
+        Ok(())
+    }
+
+    fn done(&mut self, now: Time, from: &str, request: &str, count: u32) {
+        if self.settings.mode == TransferMode::Push
+            && let Some(receive) = self.receives.get_mut(request)
+        {
+            receive.written_by.insert(from.into());
+            return self.advance(now, &request.into());
+        }
+        if self.withdrawn(now, request) {
+            return;
+        }
+        match self.sends.completed(request, count, from) {
+            Counted::Last => {
+                if let Some(request) = self.pushes.give_up(request).or_else(|| Some(request.into()))
+                {
+                    self.output.finished_sending.push(request);
+                }
+            }
+            Counted::OneOfSeveral => {}
+            Counted::Unknown => self.output.stats.record_after_expiry(),
+        }
+    }
+
+    /// A peer still wants a request. In push it knows only the part of the name that both engines share.
+    fn renew(&mut self, now: Time, request: &str) {
+        if self.sends.renew(now, request) || self.settings.mode != TransferMode::Push {
+            return;
+        }
+        let name = RequestId::from(request);
+        let ours: Vec<_> = self.sends.of_shared_name(name.shared()).cloned().collect();
+        for request in ours {
+            self.sends.renew(now, request.as_str());
+        }
+    }
+
+    pub(super) fn send_heartbeat(&mut self, connection: Connection, heartbeat: &Heartbeat) {
+        // A name with a comma cannot be told from two: its blocks are kept for one lease only.
+        let names =
+            heartbeat.requests.iter().map(RequestId::as_str).filter(|name| !name.contains(','));
+        match EngineNotification::heartbeats(names) {
+            Ok(heartbeats) => {
+                for heartbeat in heartbeats {
+                    self.tell_all(connection, None, &heartbeat.encode().into());
+                }
+            }
+            Err(error) => self
+                .record(TransferFailure::new(FailureKind::NotificationFailed, error.to_string())),
+        }
+    }
+
+    /// The word that a peer's worker may free the blocks of a request. `None`: its name cannot be written, and the
+    /// lease has to end.
+    pub(super) fn completion(&self, remote: &RequestId, readers: u32) -> Option<Arc<[u8]>> {
+        let count = self.settings.consumers.written(readers, self.settings.tp_size);
+        Some(EngineNotification::done(remote.as_str(), count).ok()?.encode().into())
+    }
+
+    pub(super) fn expire_sends(&mut self, now: Time) {
+        while let Some(request) = self.sends.take_expired(now) {
+            self.output.stats.record_expired();
+            if self.pushes.expired(&request) {
+                self.note_expiry(&request);
+                self.output.finished_sending.push(request);
+            } else if self.pushes.grants(&request) {
+                // A decode of kvx renews the lease for as long as it waits, and nothing is written behind its grants.
+                self.cancel_moves(&request);
+            }
+        }
+    }
+
+    /// Blocks are released though not all that were to read them have.
+    pub(super) fn note_expiry(&mut self, request: &RequestId) {
+        let setting = match self.settings.release {
+            BlockRelease::Lease(_) => "kv_lease_duration of kv_connector_extra_config",
+            BlockRelease::After(_) => "VLLM_NIXL_ABORT_REQUEST_TIMEOUT",
+        };
+        self.output.failures.push(TransferFailure::lease_expired(request, setting));
+    }
+
+    pub(super) fn fence(&mut self, request: &RequestId) {
+        let Some(receive) = self.receives.get_mut(request) else { return };
+        let connection = receive.connection;
+        receive.stage = ReceiveStage::Fencing;
+        self.actions.push_back(Action::Fence { request: request.clone() });
+        let Some(connection) = connection else { return };
+        // A kvx peer forgets the registration; others note that they know no such request.
+        if let Some(bytes) =
+            EngineNotification::done(request.as_str(), 1).ok().map(|done| done.encode().into())
+        {
+            self.tell_all(connection, Some(request), &bytes);
+        }
+    }
+}

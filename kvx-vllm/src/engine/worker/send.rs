@@ -1,0 +1,159 @@
+//! Blocks that wait for a peer: until it has fetched them, or does not want them any more.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
+
+use crate::config::LeaseTime;
+
+use super::super::identity::RequestId;
+use super::super::settings::ConsumerRule;
+use super::super::time::{Deadlines, Time};
+
+/// What a completion has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Counted {
+    /// It was the last one: the blocks may be freed.
+    Last,
+    /// Others are waited for.
+    OneOfSeveral,
+    /// Nobody knows that request; its blocks may belong to another one by now.
+    Unknown,
+}
+
+#[derive(Debug, Default)]
+struct Completions {
+    /// Who has said so: a repeated notification counts once.
+    from: BTreeSet<Box<str>>,
+    expected: usize,
+}
+
+impl Completions {
+    fn add(&mut self, from: &str, expected: u32) -> bool {
+        self.expected = self.expected.max(expected as usize);
+        self.from.insert(from.into());
+        self.from.len() >= self.expected
+    }
+}
+
+#[derive(Debug)]
+struct KeptRequest {
+    expires: Time,
+    completions: Completions,
+}
+
+#[derive(Debug)]
+pub(super) struct Sends {
+    lease: Option<LeaseTime>,
+    rule: ConsumerRule,
+    tp_size: u32,
+    kept: BTreeMap<RequestId, KeptRequest>,
+    deadlines: Deadlines<RequestId>,
+    /// Requests in prefill, with completions that have overtaken the word that their blocks are ready.
+    prefilling: BTreeMap<RequestId, Completions>,
+}
+
+impl Sends {
+    pub(super) fn new(lease: Option<LeaseTime>, rule: ConsumerRule, tp_size: u32) -> Self {
+        Sends {
+            lease,
+            rule,
+            tp_size,
+            kept: BTreeMap::new(),
+            deadlines: Deadlines::default(),
+            prefilling: BTreeMap::new(),
+        }
+    }
+
+    pub(super) fn prefilling(&mut self, request: RequestId) {
+        if !self.kept.contains_key(&request) {
+            self.prefilling.entry(request).or_default();
+        }
+    }
+
+    pub(super) fn dropped(&mut self, request: &RequestId) {
+        self.prefilling.remove(request);
+    }
+
+    /// The blocks are ready. True: all peers have had them already.
+    pub(super) fn keep(&mut self, request: RequestId, expires: Time) -> bool {
+        let completions = self.prefilling.remove(&request).unwrap_or_default();
+        if completions.expected > 0 && completions.from.len() >= completions.expected {
+            return true;
+        }
+        self.deadlines.set(request.clone(), expires);
+        self.kept.insert(request, KeptRequest { expires, completions });
+        false
+    }
+
+    /// A peer has what it wanted.
+    pub(super) fn completed(&mut self, request: &str, written: u32, from: &str) -> Counted {
+        let expected = self.rule.expected(written, self.tp_size);
+        if let Some(completions) = self.prefilling.get_mut(request) {
+            completions.add(from, expected);
+            return Counted::OneOfSeveral;
+        }
+        let Some(kept) = self.kept.get_mut(request) else { return Counted::Unknown };
+        if !kept.completions.add(from, expected) {
+            return Counted::OneOfSeveral;
+        }
+        self.remove(request);
+        Counted::Last
+    }
+
+    /// Forgets a request whose blocks go.
+    pub(super) fn remove(&mut self, request: &str) {
+        if let Some((request, _)) = self.kept.remove_entry(request) {
+            self.deadlines.clear(&request);
+        }
+    }
+
+    pub(super) fn keeps(&self, request: &str) -> bool {
+        self.kept.contains_key(request)
+    }
+
+    /// All requests that are kept.
+    pub(super) fn all(&self) -> impl Iterator<Item = &RequestId> {
+        self.kept.keys()
+    }
+
+    /// A peer still wants a request. False: it is not kept under that name.
+    pub(super) fn renew(&mut self, now: Time, request: &str) -> bool {
+        let Some(lease) = self.lease else { return true };
+        let Some((request, _)) = self.kept.get_key_value(request) else {
+            return self.prefilling.contains_key(request);
+        };
+        let request = request.clone();
+        if let Some(kept) = self.kept.get_mut(&request) {
+            kept.expires = kept.expires.max(now + lease.extension());
+            self.deadlines.set(request, kept.expires);
+        }
+        true
+    }
+
+    /// Requests of which this is the shared name.
+    pub(super) fn of_shared_name<'a>(
+        &'a self,
+        shared: &'a str,
+    ) -> impl Iterator<Item = &'a RequestId> {
+        self.kept
+            .range::<str, _>((Bound::Included(shared), Bound::Unbounded))
+            .map(|(request, _)| request)
+            .take_while(move |request| request.as_str().starts_with(shared))
+            .filter(move |request| request.shared() == shared)
+    }
+
+    /// Takes a request that nobody came for in time.
+    pub(super) fn take_expired(&mut self, now: Time) -> Option<RequestId> {
+        let request = self.deadlines.take_reached(now)?;
+        self.kept.remove(&request);
+        Some(request)
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Time> {
+        self.deadlines.next()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.kept.len() + self.prefilling.len()
+    }
+}

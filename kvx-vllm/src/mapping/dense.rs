@@ -1,0 +1,161 @@
+//! Between the dense tensor of one sequence and the blocks of a pool.
+
+use std::ops::Range;
+
+use kvx_core::{Error, ErrorKind, Result};
+
+use super::permute::BlockShape;
+
+/// K or V of one layer and one sequence on one rank, as an engine without blocks keeps it: a row of bytes (a head's
+/// dimensions of one token) for each head and token, at fixed distances.
+///
+/// ```
+/// use kvx_vllm::mapping::DenseShape;
+/// // [head][token][dim], 8 heads of 128 two-byte elements, with room for 4096 tokens.
+/// let shape = DenseShape::heads_outermost(8, 4096, 256);
+/// assert_eq!((shape.head_stride, shape.token_stride), (4096 * 256, 256));
+/// // [token][head][dim], as llama.cpp keeps it.
+/// assert_eq!(DenseShape::tokens_outermost(8, 4096, 256).token_stride, 8 * 256);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DenseShape {
+    /// Heads on this rank.
+    pub heads: usize,
+    /// Tokens that it has room for.
+    pub tokens: usize,
+    /// Bytes of a row.
+    pub row: usize,
+    /// Bytes from a row to that of the next head.
+    pub head_stride: usize,
+    /// Bytes from a row to that of the next token.
+    pub token_stride: usize,
+}
+
+impl DenseShape {
+    /// `[head][token][dim]` without gaps.
+    pub const fn heads_outermost(heads: usize, tokens: usize, row: usize) -> Self {
+        DenseShape {
+            heads,
+            tokens,
+            row,
+            head_stride: tokens.saturating_mul(row),
+            token_stride: row,
+        }
+    }
+
+    /// `[token][head][dim]` without gaps.
+    pub const fn tokens_outermost(heads: usize, tokens: usize, row: usize) -> Self {
+        DenseShape { heads, tokens, row, head_stride: row, token_stride: heads.saturating_mul(row) }
+    }
+
+    /// The bytes from its first row to the end of its last; `None` when that is no number.
+    pub fn extent(&self) -> Option<usize> {
+        let last = |count: usize, stride: usize| count.checked_sub(1)?.checked_mul(stride);
+        if self.heads == 0 || self.tokens == 0 {
+            return Some(0);
+        }
+        last(self.heads, self.head_stride)?
+            .checked_add(last(self.tokens, self.token_stride)?)?
+            .checked_add(self.row)
+    }
+}
+
+/// Where the rows of one tensor lie in a block: with K and V packed into the content of a head and token, K is the
+/// first half of it and V the second.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockRows {
+    /// The block.
+    pub shape: BlockShape,
+    /// Heads before tokens (LBHNC), else tokens before heads (LBNHC).
+    pub heads_before_tokens: bool,
+    /// The part of a head's and token's content that is this tensor's row.
+    pub part: Range<usize>,
+}
+
+/// Copies the rows of some tokens of a dense tensor to the front of a block; what lies behind them in it is left alone.
+///
+/// # Errors
+/// `Invalid` for tokens beyond the tensor or more than the block has, other heads or rows than the block's, and slices
+/// of other lengths; nothing is changed then.
+pub fn rows_into_block(
+    tensor: &[u8],
+    dense: &DenseShape,
+    tokens: Range<usize>,
+    block: &mut [u8],
+    rows: &BlockRows,
+) -> Result<()> {
+    for (from, to, len) in runs(tensor.len(), dense, tokens, block.len(), rows)? {
+        block[to..to + len].copy_from_slice(&tensor[from..from + len]);
+    }
+    Ok(())
+}
+
+/// Copies the front of a block to the rows of some tokens of a dense tensor; its other rows are left alone. Errors as
+/// [`rows_into_block`].
+pub fn rows_from_block(
+    block: &[u8],
+    rows: &BlockRows,
+    tokens: Range<usize>,
+    tensor: &mut [u8],
+    dense: &DenseShape,
+) -> Result<()> {
+    for (to, from, len) in runs(tensor.len(), dense, tokens, block.len(), rows)? {
+        tensor[to..to + len].copy_from_slice(&block[from..from + len]);
+    }
+    Ok(())
+}
+
+/// What is contiguous on both sides: its place in the tensor, in the block, and its bytes. All within both.
+fn runs(
+    tensor: usize,
+    dense: &DenseShape,
+    tokens: Range<usize>,
+    block: usize,
+    rows: &BlockRows,
+) -> Result<impl Iterator<Item = (usize, usize, usize)> + use<>> {
+    let BlockShape { heads, tokens: block_tokens, content } = rows.shape;
+    let fits = dense.extent().is_some_and(|extent| extent <= tensor)
+        && tokens.start <= tokens.end
+        && tokens.end <= dense.tokens
+        && tokens.len() <= block_tokens
+        && dense.heads == heads
+        && rows.part.start <= rows.part.end
+        && rows.part.end <= content
+        && rows.part.len() == dense.row
+        && (dense.heads <= 1 || dense.head_stride >= dense.row)
+        && (dense.tokens <= 1 || dense.token_stride >= dense.row)
+        && heads.checked_mul(block_tokens).and_then(|all| all.checked_mul(content)) == Some(block);
+    if !fits {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "tokens {tokens:?} of a tensor of {tensor} bytes, {dense:?}, are not those of a block of {block} \
+                 bytes, {rows:?}"
+            ),
+        ));
+    }
+    let (head_step, token_step) = if rows.heads_before_tokens {
+        (block_tokens * content, content)
+    } else {
+        (content, heads * content)
+    };
+    let (dense, first, part, row) = (*dense, tokens.start, rows.part.start, dense.row);
+    // The dimension whose rows follow each other on both sides moves as one run.
+    let (per_head, per_token) = match (
+        dense.token_stride == row && token_step == row,
+        dense.head_stride == row && head_step == row,
+    ) {
+        (true, _) => (1, tokens.len()),
+        (false, true) => (heads, 1),
+        (false, false) => (1, 1),
+    };
+    let len = per_head * per_token * row;
+    let starts = move |count: usize, step: usize| (0..count).step_by(step.max(1));
+    let all = starts(if len == 0 { 0 } else { heads }, per_head).flat_map(move |head| {
+        starts(tokens.len(), per_token).map(move |token| {
+            let from = head * dense.head_stride + (first + token) * dense.token_stride;
+            (from, head * head_step + token * token_step + part, len)
+        })
+    });
+    Ok(all)
+}

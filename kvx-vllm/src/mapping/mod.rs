@@ -1,0 +1,89 @@
+//! Which bytes of which rank go where: regions, descriptors, ranks, heads, block lists and layouts.
+//!
+//! Everything here is a plain function or a small immutable value; nothing here does I/O. The way through it:
+//!
+//! 1. [`Caches::of_layers`] turns the KV caches of this rank into a [`Geometry`], and [`Caches::advertise`] writes it
+//!    into the metadata of the handshake.
+//! 2. The handshake with each rank in [`handshake_ranks`] yields a [`Geometry::advertised`]; every number in it is a
+//!    peer's word and is checked.
+//! 3. [`PeerMap::new`] pairs both sides once per peer: for each of its ranks, [`Lane`]s (a local and a remote grid of
+//!    equal block length) and [`LaneSet`]s (the lanes that share an index list).
+//! 4. [`PeerMap::moves`] pairs the block lists of one request. It never looks at a lane: its cost depends on the blocks
+//!    of the request and not on the number of layers.
+//! 5. [`PeerMap::finishing`] says what a consumer does with its blocks afterwards.
+//!
+//! Beside it, [`rows_into_block`] and [`rows_from_block`] are for engines that keep a dense tensor for each sequence.
+//!
+//! ```
+//! use kvx_vllm::mapping::*;
+//! use kvx_core::{Indices, Op};
+//! // Eight KV heads of 256 bytes a token; blocks of 16 tokens.
+//! let caches = |tp: u64| {
+//!     let block_len = 8 / tp * 16 * 256;
+//!     let layer = |at: u64| LayerCache {
+//!         name: format!("model.layers.{at}.attn").into(),
+//!         tensors: KvTensors::Together(0x7f00_0000_0000 + at * 0x100_0000),
+//!         blocks: 100,
+//!         block_len,
+//!         block_stride: block_len,
+//!         group: 0,
+//!         heads: Heads::Sharded(8),
+//!         memory: MemoryType::Dram,
+//!     };
+//!     Caches::of_layers((0..2).map(layer).collect(), KvLayout::Lbhnc, 16, 1, 0)
+//! };
+//! // Rank 3 of a decode side of four reads from a prefill side of two: the second half of what rank 1 has.
+//! let (own, tp) = (caches(4)?, Tp::new(3, 4)?);
+//! assert_eq!(handshake_ranks(tp, 2, 1)?, [1]);
+//! let ranks = [(RemoteRank { pp: 0, tp: 1 }, caches(2)?.geometry().clone())];
+//! let remote = Remote { tp_size: 2, pp_size: 1, dcp_size: 1, ranks: &ranks };
+//! let map = PeerMap::new(Op::Read, &own, tp, &remote, &MappingOptions::default())?;
+//! let half = map.sources()[0].lanes()[0];
+//! assert_eq!((half.remote.grid.base, half.remote.grid.length, half.remote.grid.stride), (8192, 8192, 16384));
+//!
+//! // Two blocks are cached here: the list of the peer is cut at the front.
+//! let (local, theirs) = ([Indices::from([7, 8])], [Indices::from([20, 21, 22, 23])]);
+//! let moves = map.moves(&BlockPairs { local: &local, remote: &theirs, tokens: None })?;
+//! let pairing = &moves.ranks[0].pairings[0];
+//! assert_eq!(pairing.remote.as_list(), Some(&[22, 23][..]));
+//! assert_eq!((moves.blocks, moves.bytes), (4, 4 * 8192));
+//! # Ok::<(), kvx_core::Error>(())
+//! ```
+
+mod advertised;
+mod align;
+mod caches;
+mod dense;
+mod descriptors;
+mod drawing;
+mod geometry;
+mod lanes;
+mod layout;
+mod lengths;
+mod mooncake;
+mod mooncake_map;
+mod moves;
+mod names;
+mod pairing;
+mod peer;
+mod permute;
+mod ranks;
+mod slices;
+
+pub use align::{Aligned, Clip, Tokens, Units, clip_to_window, expand, window_blocks};
+pub use caches::{Caches, KvTensors, LayerCache};
+pub use dense::{BlockRows, DenseShape, rows_from_block, rows_into_block};
+pub use descriptors::{RemoteRegionRow, Row, descriptor_ids, remote_row, strided_rows};
+pub use geometry::{Geometry, KvRegion, MAX_REGIONS, MemorySpan, MemoryType, RegionGroup};
+pub use lanes::{Lane, LaneSet, RegionGrid, Source};
+pub use layout::{KvLayout, LayoutMatch};
+pub use lengths::check_block_length;
+pub use mooncake::{SenderPair, SenderPlan};
+pub use mooncake_map::{SendLane, SendMap, tell_layout};
+pub use moves::{BlockPairs, Covered, Moves, Pairing, RankMoves};
+pub use names::natural_order;
+pub use peer::{MappingOptions, PeerMap, Remote, RemoteRank};
+pub use permute::{
+    BlockShape, Finishing, merge_sub_blocks, permute_axes, to_heads_outermost, to_tokens_outermost,
+};
+pub use ranks::{GroupKind, Heads, MAX_RANKS, Mapping, Tp, handshake_ranks};

@@ -1,0 +1,437 @@
+//! `kv_transfer_params` of the NixlConnector, of every version, typed.
+
+use serde_json::{Map, Value};
+
+use super::fields::{self, Fields};
+use super::mooncake::{MooncakeLeg, MooncakeParams};
+use super::remote::{RemoteBlocks, TransferMode};
+use super::{Dialect, ParamsError};
+
+/// `kv_transfer_params` of the NixlConnector: what travels in the bodies of requests and answers.
+///
+/// One type for all of them: the question to a prefill instance, its answer, and what a decode instance is given.
+/// Reading takes what vLLM 0.16 and later write, flat and nested block ids alike; writing is in the form of one
+/// [`Dialect`], and refuses what would stop the instance that reads it. Keys that this version does not know are kept.
+///
+/// ```
+/// use kvx_vllm::Dialect;
+/// use kvx_vllm::params::TransferParams;
+/// # fn main() -> Result<(), kvx_vllm::params::ParamsError> {
+/// let answer = serde_json::json!({
+///     "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[28, 29, 30]],
+///     "remote_engine_id": "prefill-0", "remote_request_id": "cmpl-7-0-bbb18847",
+///     "remote_host": "10.0.0.1", "remote_port": 5600, "tp_size": 1, "new_in_0.40": true,
+/// });
+/// let params = TransferParams::from_value(&answer)?;
+/// assert_eq!(params.remote_blocks()?.block_ids, [[28, 29, 30]]);
+/// assert_eq!(params.to_value(Dialect::V0_33)?, answer);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct TransferParams {
+    /// The decode side shall load the KV cache of a remote prefill.
+    pub do_remote_prefill: bool,
+    /// The prefill side shall keep the KV cache for a remote decode; with the `remote_…` keys, it may first load what a
+    /// decode instance holds of an earlier turn.
+    pub do_remote_decode: bool,
+    /// The blocks on the other side, logical ids, a list per KV cache group. A flat list (vLLM 0.16) is read as one
+    /// group.
+    pub remote_block_ids: Option<Vec<Vec<u32>>>,
+    /// The engine that holds them.
+    pub remote_engine_id: Option<String>,
+    /// The request's id in that engine: what its notifications must name.
+    pub remote_request_id: Option<String>,
+    /// Where that engine's side channel listens.
+    pub remote_host: Option<String>,
+    /// Where that engine's side channel listens.
+    pub remote_port: Option<u16>,
+    /// How many ranks of tensor parallelism hold the blocks: the larger of its TP and DCP sizes.
+    pub tp_size: Option<u32>,
+    /// Its size of decode context parallelism.
+    pub dcp_size: Option<u32>,
+    /// Its size of pipeline parallelism.
+    pub pp_size: Option<u32>,
+    /// How many tokens its blocks hold.
+    pub remote_num_tokens: Option<u64>,
+    /// When a decode instance lets go of its blocks: seconds on its own monotonic clock.
+    pub remote_blocks_expiry_time: Option<f64>,
+    /// How often it has changed its registration: a higher number than the one shaken hands with asks for a new
+    /// handshake.
+    pub remote_registration_generation: Option<u64>,
+    /// Who moves the data.
+    pub transfer_mode: Option<TransferMode>,
+    /// How many tokens of the prompt the prefill instance found in its own cache.
+    pub remote_prefill_cached_tokens: Option<u64>,
+    /// kvx only: which contents of the blocks are meant, for a reader that checks it after the data. vLLM ignores it.
+    pub kvx_block_reference: Option<String>,
+    /// kvx only: the signature of the engine that holds the blocks, over everything that is needed to load them.
+    pub kvx_signature: Option<String>,
+    /// Keys that this version does not know, and known ones that were null: written again as they came.
+    pub rest: Map<String, Value>,
+}
+
+const ASKED_AS_NULL: [&str; 4] =
+    ["remote_engine_id", "remote_block_ids", "remote_host", "remote_port"];
+
+impl TransferParams {
+    /// What a router asks a prefill instance: prefill this, and keep it for a remote decode.
+    pub fn ask_prefill() -> Self {
+        TransferParams {
+            do_remote_decode: true,
+            rest: ASKED_AS_NULL.map(|key| (key.to_owned(), Value::Null)).into_iter().collect(),
+            ..Self::default()
+        }
+    }
+
+    /// What a prefill instance answers: these blocks are for a decode instance to load.
+    pub fn prefilled(remote: RemoteBlocks, dialect: Dialect) -> Self {
+        Self { do_remote_prefill: true, ..remote.into_params(dialect) }
+    }
+
+    /// What a decode instance answers in bidirectional transfer: the prefill of the next turn may load these blocks.
+    pub fn decoded(remote: RemoteBlocks, dialect: Dialect) -> Self {
+        Self { do_remote_decode: true, ..remote.into_params(dialect) }
+    }
+
+    /// Reads the value of a `kv_transfer_params` key.
+    ///
+    /// # Errors
+    ///
+    /// A value that is not an object, or a known key whose value has the wrong kind. Missing keys are no error here:
+    /// see [`remote_blocks`](Self::remote_blocks).
+    pub fn from_value(value: &Value) -> Result<Self, ParamsError> {
+        Self::from_object(fields::object("kv_transfer_params", value)?.clone())
+    }
+
+    /// Reads the object under a `kv_transfer_params` key.
+    ///
+    /// # Errors
+    ///
+    /// As [`from_value`](Self::from_value).
+    pub fn from_object(object: Map<String, Value>) -> Result<Self, ParamsError> {
+        let mut fields = Fields::new(object);
+        let mut params = TransferParams {
+            do_remote_prefill: fields.flag("do_remote_prefill")?,
+            do_remote_decode: fields.flag("do_remote_decode")?,
+            remote_block_ids: fields.take("remote_block_ids", BLOCK_IDS, groups)?,
+            remote_engine_id: fields.text("remote_engine_id")?,
+            remote_request_id: fields.text("remote_request_id")?,
+            remote_host: fields.text("remote_host")?,
+            remote_port: fields.port("remote_port")?,
+            tp_size: fields.size("tp_size")?,
+            dcp_size: fields.size("dcp_size")?,
+            pp_size: fields.size("pp_size")?,
+            remote_num_tokens: fields.number("remote_num_tokens")?,
+            remote_blocks_expiry_time: fields.take(
+                "remote_blocks_expiry_time",
+                "seconds",
+                Value::as_f64,
+            )?,
+            remote_registration_generation: fields.number("remote_registration_generation")?,
+            transfer_mode: fields.take(
+                "transfer_mode",
+                "\"pull\" or \"push\"",
+                TransferMode::from_value,
+            )?,
+            remote_prefill_cached_tokens: fields.number("remote_prefill_cached_tokens")?,
+            kvx_block_reference: fields.text("kvx_block_reference")?,
+            kvx_signature: fields.text("kvx_signature")?,
+            rest: Map::new(),
+        };
+        params.rest = fields.rest();
+        Ok(params)
+    }
+
+    /// The blocks that these parameters speak of, with everything that is needed to load them, in the mode that they
+    /// name (pull if they name none).
+    ///
+    /// # Errors
+    ///
+    /// As [`remote_blocks_for`](Self::remote_blocks_for).
+    pub fn remote_blocks(&self) -> Result<RemoteBlocks, ParamsError> {
+        self.remote_blocks_for(self.transfer_mode.unwrap_or_default())
+    }
+
+    /// As [`remote_blocks`](Self::remote_blocks), for an engine that knows its mode: routers of push connectors do not
+    /// name it.
+    ///
+    /// # Errors
+    ///
+    /// Names the first key that is missing: block ids, engine, request, host and port are needed; in push mode
+    /// `tp_size` in place of the block ids. Another mode than `mode` is refused.
+    pub fn remote_blocks_for(&self, mode: TransferMode) -> Result<RemoteBlocks, ParamsError> {
+        if let Some(named) = self.transfer_mode
+            && named != mode
+        {
+            return Err(ParamsError::new(
+                "transfer_mode",
+                format!(
+                    "transfer_mode is {}, and this engine does {}; give both sides the same connector",
+                    named.as_str(),
+                    mode.as_str()
+                ),
+            ));
+        }
+        let block_ids = match (&self.remote_block_ids, mode) {
+            (Some(ids), _) => ids.clone(),
+            (None, TransferMode::Push) => Vec::new(),
+            (None, TransferMode::Pull) => return Err(missing("remote_block_ids")),
+        };
+        if mode == TransferMode::Push && self.tp_size.is_none() {
+            return Err(missing("tp_size"));
+        }
+        Ok(RemoteBlocks {
+            engine_id: needed(&self.remote_engine_id, "remote_engine_id")?,
+            request_id: needed(&self.remote_request_id, "remote_request_id")?,
+            host: needed(&self.remote_host, "remote_host")?,
+            port: self
+                .remote_port
+                .filter(|port| *port > 0)
+                .ok_or_else(|| missing("remote_port"))?,
+            block_ids,
+            tp_size: size(self.tp_size, "tp_size")?,
+            dcp_size: size(self.dcp_size, "dcp_size")?,
+            pp_size: size(self.pp_size, "pp_size")?,
+            num_tokens: self.remote_num_tokens,
+            expiry_time: self.remote_blocks_expiry_time,
+            registration_generation: self.remote_registration_generation.unwrap_or(0),
+            mode,
+            prefill_cached_tokens: self.remote_prefill_cached_tokens,
+            block_reference: self.kvx_block_reference.clone(),
+            signature: self.kvx_signature.clone(),
+        })
+    }
+
+    /// These as the parameters of the MooncakeConnector: their keys of its own are in [`rest`](Self::rest).
+    ///
+    /// # Errors
+    ///
+    /// As [`MooncakeParams::from_value`].
+    pub fn mooncake(&self) -> Result<MooncakeParams, ParamsError> {
+        let mut object = self.rest.clone();
+        object.insert("do_remote_prefill".into(), self.do_remote_prefill.into());
+        object.insert("do_remote_decode".into(), self.do_remote_decode.into());
+        object.extend(
+            self.remote_engine_id.clone().map(|engine| ("remote_engine_id".into(), engine.into())),
+        );
+        MooncakeParams::from_value(&Value::Object(object))
+    }
+
+    /// Whether they are those of the MooncakeConnector.
+    fn is_of_mooncake(&self) -> bool {
+        let others = self.remote_block_ids.is_some() || self.remote_request_id.is_some();
+        !others && self.rest.get("transfer_id").is_some_and(|id| !id.is_null())
+    }
+
+    /// Whether they are a decode leg's of the MooncakeConnector before vLLM 0.16: an address, and nothing that any
+    /// other prefill tells beside it.
+    pub(crate) fn is_of_older_mooncake(&self) -> bool {
+        let address = self.remote_host.is_some() && self.remote_port.is_some();
+        let others = self.remote_block_ids.is_some()
+            || self.remote_engine_id.is_some()
+            || self.remote_request_id.is_some()
+            || self.tp_size.is_some()
+            || self.transfer_mode.is_some();
+        self.do_remote_prefill && address && !others
+    }
+
+    /// Whether any key names blocks of another engine.
+    pub fn names_remote(&self) -> bool {
+        self.remote_block_ids.is_some()
+            || self.remote_engine_id.is_some()
+            || self.remote_request_id.is_some()
+            || self.remote_host.is_some()
+            || self.remote_port.is_some()
+    }
+
+    /// Writes them for an instance that speaks `dialect`.
+    ///
+    /// # Errors
+    ///
+    /// What stops the engine of the instance that reads it is never written: both flags at once, a remote that is not
+    /// complete or has no block to load, a size of zero, several groups for vLLM 0.16, an expiry time that is no
+    /// number, a known key with another value in [`rest`](Self::rest). vLLM's own engine also stops when there are
+    /// fewer remote blocks than its prompt needs: only who knows the block size can tell.
+    pub fn to_object(&self, dialect: Dialect) -> Result<Map<String, Value>, ParamsError> {
+        if self.do_remote_prefill && self.do_remote_decode {
+            return Err(ParamsError::new(
+                "do_remote_decode",
+                "do_remote_prefill and do_remote_decode are both true; a prefill leg has the second, a decode leg \
+                 the first",
+            ));
+        }
+        if self.is_of_mooncake() {
+            self.mooncake()?;
+        } else if self.is_of_older_mooncake() {
+            super::OlderMooncakeParams::from_params(self)?;
+        } else if self.do_remote_prefill || self.names_remote() {
+            let remote = self.remote_blocks()?;
+            if self.do_remote_prefill
+                && remote.mode == TransferMode::Pull
+                && remote.block_count() == 0
+            {
+                return Err(ParamsError::new(
+                    "remote_block_ids",
+                    "remote_block_ids names no block; a decode leg with nothing to load goes without \
+                     kv_transfer_params",
+                ));
+            }
+        }
+        let mut object = self.rest.clone();
+        for (key, value) in &object {
+            if KEYS.contains(&key.as_str()) && !value.is_null() {
+                return Err(ParamsError::new(
+                    "rest",
+                    format!(
+                        "rest holds {key}, which has a field of its own; set the field instead"
+                    ),
+                ));
+            }
+        }
+        let mut put = |key: &str, value: Option<Value>| {
+            if let Some(value) = value {
+                object.insert(key.to_owned(), value);
+            }
+        };
+        put("do_remote_prefill", Some(self.do_remote_prefill.into()));
+        put("do_remote_decode", Some(self.do_remote_decode.into()));
+        let ids = self
+            .remote_block_ids
+            .as_ref()
+            .map(|groups| written_ids(groups, dialect))
+            .transpose()?;
+        put("remote_block_ids", ids);
+        put("remote_engine_id", self.remote_engine_id.clone().map(Value::from));
+        put("remote_request_id", self.remote_request_id.clone().map(Value::from));
+        put("remote_host", self.remote_host.clone().map(Value::from));
+        put("remote_port", self.remote_port.map(Value::from));
+        for (key, count) in
+            [("tp_size", self.tp_size), ("dcp_size", self.dcp_size), ("pp_size", self.pp_size)]
+        {
+            if count == Some(0) {
+                return Err(ParamsError::new(
+                    key,
+                    format!("{key} is 0; an engine has at least one rank"),
+                ));
+            }
+            put(key, count.map(Value::from));
+        }
+        put("remote_num_tokens", self.remote_num_tokens.map(Value::from));
+        if let Some(time) = self.remote_blocks_expiry_time {
+            let number = serde_json::Number::from_f64(time).ok_or_else(|| {
+                ParamsError::new(
+                    "remote_blocks_expiry_time",
+                    format!("remote_blocks_expiry_time is {time}; it takes seconds"),
+                )
+            })?;
+            put("remote_blocks_expiry_time", Some(number.into()));
+        }
+        put("remote_registration_generation", self.remote_registration_generation.map(Value::from));
+        put("transfer_mode", self.transfer_mode.map(|mode| mode.as_str().into()));
+        put("remote_prefill_cached_tokens", self.remote_prefill_cached_tokens.map(Value::from));
+        put("kvx_block_reference", self.kvx_block_reference.clone().map(Value::from));
+        put("kvx_signature", self.kvx_signature.clone().map(Value::from));
+        Ok(object)
+    }
+
+    /// As [`to_object`](Self::to_object), as a JSON value.
+    ///
+    /// # Errors
+    ///
+    /// As [`to_object`](Self::to_object).
+    pub fn to_value(&self, dialect: Dialect) -> Result<Value, ParamsError> {
+        self.to_object(dialect).map(Value::Object)
+    }
+}
+
+impl From<MooncakeParams> for TransferParams {
+    fn from(params: MooncakeParams) -> Self {
+        let mut read = TransferParams { rest: params.rest, ..TransferParams::default() };
+        read.rest.insert("transfer_id".into(), params.transfer_id.as_str().into());
+        match params.leg {
+            MooncakeLeg::Prefill => read.do_remote_decode = true,
+            MooncakeLeg::Decode { remote_engine_id, remote_bootstrap_addr } => {
+                read.do_remote_prefill = true;
+                read.remote_engine_id = Some(remote_engine_id);
+                read.rest.insert("remote_bootstrap_addr".into(), remote_bootstrap_addr.into());
+            }
+        }
+        read
+    }
+}
+
+const BLOCK_IDS: &str = "a list of block ids for each KV cache group, or one flat list";
+
+const KEYS: [&str; 17] = [
+    "do_remote_prefill",
+    "do_remote_decode",
+    "remote_block_ids",
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "tp_size",
+    "dcp_size",
+    "pp_size",
+    "remote_num_tokens",
+    "remote_blocks_expiry_time",
+    "remote_registration_generation",
+    "transfer_mode",
+    "remote_prefill_cached_tokens",
+    "kvx_block_reference",
+    "kvx_signature",
+];
+
+fn block_id(value: &Value) -> Option<u32> {
+    value.as_u64().and_then(|id| u32::try_from(id).ok())
+}
+
+/// A list of lists, or a flat list as one group. An empty list is no group.
+fn groups(value: &Value) -> Option<Vec<Vec<u32>>> {
+    let list = value.as_array()?;
+    if list.first().is_some_and(|first| !first.is_array()) {
+        return Some(vec![list.iter().map(block_id).collect::<Option<_>>()?]);
+    }
+    list.iter().map(|group| group.as_array()?.iter().map(block_id).collect()).collect()
+}
+
+fn written_ids(groups: &[Vec<u32>], dialect: Dialect) -> Result<Value, ParamsError> {
+    if dialect.blocks_per_group() {
+        return Ok(groups.to_vec().into());
+    }
+    match groups {
+        [] => Ok(Value::Array(Vec::new())),
+        [one] => Ok(one.clone().into()),
+        several => Err(ParamsError::new(
+            "remote_block_ids",
+            format!(
+                "{dialect} takes one flat list of block ids, and there are {} KV cache groups",
+                several.len()
+            ),
+        )),
+    }
+}
+
+fn needed(value: &Option<String>, key: &'static str) -> Result<String, ParamsError> {
+    value.clone().filter(|text| !text.is_empty()).ok_or_else(|| missing(key))
+}
+
+fn size(value: Option<u32>, key: &'static str) -> Result<u32, ParamsError> {
+    match value {
+        Some(0) => {
+            Err(ParamsError::new(key, format!("{key} is 0; an engine has at least one rank")))
+        }
+        other => Ok(other.unwrap_or(1)),
+    }
+}
+
+fn missing(key: &'static str) -> ParamsError {
+    ParamsError::new(
+        key,
+        format!(
+            "kv_transfer_params has no {key}; forward what the prefill instance answered, unchanged"
+        ),
+    )
+}

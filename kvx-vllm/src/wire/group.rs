@@ -1,0 +1,388 @@
+//! What an engine and a rank of it in a process of its own say to each other: a byte that names the message, then its
+//! value.
+
+use std::time::Duration;
+
+use kvx_core::{Error, ErrorKind, Result};
+
+use super::msgpack::{MsgpackReader, MsgpackWriter};
+use super::push::PushGrant;
+use super::step::{
+    MAX_GROUPS, MAX_STEP, duration, read_duration, read_flag, read_rank, read_reason, read_request,
+    reason, record,
+};
+use crate::engine::{
+    ConnectorMeta, Fresh, PoolBlocks, RequestId, Unsaved, WorkerOutput, WorkerRank,
+};
+
+/// The longest message of either side.
+pub const MAX_MESSAGE: usize = MAX_STEP + 1;
+/// The longest text of a message: the configuration of the engine.
+const MAX_TEXT: usize = 1 << 20;
+/// The most blocks of a pool: eight bytes are kept of each.
+const MAX_BLOCKS: u32 = 1 << 24;
+
+/// The most blocks whose digests, or copies, are asked for at once.
+pub const MAX_ASKED: usize = 1 << 16;
+/// The most blocks whose words are raised at once.
+pub const MAX_RAISED: usize = 1 << 16;
+
+/// From an engine to a rank.
+#[derive(Debug, PartialEq)]
+pub enum ToRank {
+    /// The rank has its place: what the engine was built with, as JSON.
+    Welcome(String),
+    /// The rank, or what it has registered, is refused, and the connection ends.
+    Refused(String),
+    /// The words that the rank registers with its caches. `None`: their file comes beside this.
+    Words(Option<OwnWords>),
+    /// Peers hear of what was registered, once all ranks have.
+    Taken,
+    /// What the engine orders.
+    Step(ConnectorMeta),
+    /// The engine ends, within this time.
+    End(Duration),
+    /// Blocks that are about to be published: the rank writes their digests, and says so by this number.
+    Digest { number: u64, fresh: Vec<Fresh> },
+    /// Blocks of a request, itself a number, that are to be copied to the host; `early`: before it ends. The rank says
+    /// so by this number.
+    Save { number: u64, of: u64, early: bool, blocks: Vec<Unsaved> },
+    /// What may be written into for this request is asked for.
+    Grant(RequestId),
+    /// What may be written into for a request, on all ranks; or why nothing may.
+    Grants { request: RequestId, told: Result<Vec<PushGrant>, String> },
+    /// The engine knows of caches that were given back.
+    GivenBack,
+    /// Peers may not read these blocks any more: the words that the rank made itself become this stamp, and it says so
+    /// by this number.
+    Raise { number: u64, stamp: u64, blocks: Vec<u32> },
+}
+
+/// Words that a rank makes itself, as it is on another host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OwnWords {
+    /// Which life of the pool.
+    pub pool: u64,
+    /// The word of each block.
+    pub stamp: u64,
+    /// So many blocks.
+    pub blocks: u32,
+}
+
+/// From a rank to its engine.
+#[derive(Debug, PartialEq)]
+pub enum ToHead {
+    /// The first word: which kvx this is, and which rank it wants to be.
+    Hello { version: String, rank: WorkerRank },
+    /// The blocks of the caches that are to be registered.
+    Pool(PoolBlocks),
+    /// They are: the metadata that peers are told, and whether they are told of copies on the host.
+    Registered { metadata: Vec<u8>, host_copies: bool },
+    /// What has happened.
+    Output(WorkerOutput),
+    /// It lives.
+    Alive,
+    /// It has ended. Without a reason: nothing touches its memory any more.
+    Ended(Option<String>),
+    /// What was asked for by this number is done: digests are written, or blocks copied. Or why it is not.
+    Done { number: u64, failed: Option<String> },
+    /// What peers may write into for a request, of this rank; or why nothing may.
+    Granted { request: RequestId, told: Result<Vec<Vec<u8>>, String> },
+    /// What peers may write into for a request, of all ranks, is asked for.
+    GrantsOfAll(RequestId),
+    /// It gives its caches back, and may register others.
+    GivesBack,
+    /// Its words are raised, as it was asked for by this number.
+    Raised(u64),
+}
+
+impl ToRank {
+    /// Errors: `Exhausted`, longer than what is read.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        match self {
+            ToRank::Welcome(setup) => message(0, |writer| writer.text(setup)),
+            ToRank::Refused(why) => message(1, |writer| reason(writer, why)),
+            ToRank::Words(own) => message(2, |writer| {
+                writer.optional(own.as_ref(), |writer, OwnWords { pool, stamp, blocks }| {
+                    writer.array(3);
+                    for number in [*pool, *stamp, (*blocks).into()] {
+                        writer.unsigned(number);
+                    }
+                });
+            }),
+            ToRank::Taken => message(3, |_| ()),
+            ToRank::Step(meta) => {
+                let meta = meta.encode()?;
+                message(4, |writer| writer.raw(&meta))
+            }
+            ToRank::End(within) => message(5, |writer| duration(writer, *within)),
+            ToRank::Grant(request) => message(7, |writer| writer.text(request.as_str())),
+            ToRank::Grants { request, told } => message(8, |writer| {
+                writer.array(3);
+                writer.text(request.as_str());
+                result(writer, told, |writer, grants| {
+                    writer.list(grants, |writer, grant| grant.write(writer));
+                });
+            }),
+            ToRank::GivenBack => message(9, |_| ()),
+            ToRank::Raise { number, stamp, blocks } => message(10, |writer| {
+                writer.array(3);
+                writer.unsigned(*number);
+                writer.unsigned(*stamp);
+                writer.list(blocks, |writer, block| writer.unsigned((*block).into()));
+            }),
+            ToRank::Save { number, of, early, blocks } => message(11, |writer| {
+                writer.array(4);
+                writer.unsigned(*number);
+                writer.unsigned(*of);
+                writer.unsigned((*early).into());
+                writer.list(blocks, |writer, Unsaved { group, block, place }| {
+                    writer.array(3);
+                    for number in [*group, *block, *place] {
+                        writer.unsigned(number.into());
+                    }
+                });
+            }),
+            ToRank::Digest { number, fresh } => message(6, |writer| {
+                writer.array(2);
+                writer.unsigned(*number);
+                writer.list(fresh, |writer, Fresh { group, block, pool, generation }| {
+                    writer.array(4);
+                    for number in [(*group).into(), (*block).into(), *pool, *generation] {
+                        writer.unsigned(number);
+                    }
+                });
+            }),
+        }
+    }
+
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        const WHAT: &str = "message of an engine to its rank";
+        let (kind, body) = parts(WHAT, bytes)?;
+        if kind == 4 {
+            return ConnectorMeta::decode(body).map(ToRank::Step);
+        }
+        let longest = if matches!(kind, 6 | 8 | 10 | 11) { MAX_STEP } else { MAX_TEXT };
+        let mut reader = MsgpackReader::new(WHAT, body, longest)?;
+        let message = match kind {
+            0 => ToRank::Welcome(reader.owned_text()?),
+            1 => ToRank::Refused(read_reason(&mut reader)?),
+            2 => ToRank::Words(reader.optional(read_own_words)?),
+            3 => ToRank::Taken,
+            5 => ToRank::End(read_duration(&mut reader)?),
+            6 => {
+                record(&mut reader, 2)?;
+                let number = reader.unsigned()?;
+                ToRank::Digest { number, fresh: reader.list(MAX_ASKED, read_fresh)? }
+            }
+            7 => ToRank::Grant(read_request(&mut reader)?),
+            8 => {
+                record(&mut reader, 3)?;
+                let request = read_request(&mut reader)?;
+                let grants =
+                    |reader: &mut MsgpackReader<'_>| reader.list(PushGrant::MAX, PushGrant::read);
+                ToRank::Grants { request, told: read_result(&mut reader, grants)? }
+            }
+            9 => ToRank::GivenBack,
+            10 => {
+                record(&mut reader, 3)?;
+                let (number, stamp) = (reader.unsigned()?, reader.unsigned()?);
+                ToRank::Raise {
+                    number,
+                    stamp,
+                    blocks: reader.list(MAX_RAISED, MsgpackReader::unsigned_32)?,
+                }
+            }
+            11 => {
+                record(&mut reader, 4)?;
+                let (number, of) = (reader.unsigned()?, reader.unsigned()?);
+                let early = read_flag(&mut reader)?;
+                ToRank::Save { number, of, early, blocks: reader.list(MAX_ASKED, read_unsaved)? }
+            }
+            other => return Err(reader.malformed(format_args!("{other} names no message"))),
+        };
+        reader.end()?;
+        Ok(message)
+    }
+}
+
+impl ToHead {
+    /// Errors: `Exhausted`, longer than what is read.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        match self {
+            ToHead::Hello { version, rank } => message(0, |writer| {
+                writer.array(2);
+                writer.text(version);
+                super::step::rank(writer, rank);
+            }),
+            ToHead::Pool(PoolBlocks { groups, others }) => message(1, |writer| {
+                writer.array(2);
+                writer.unsigned((*others).into());
+                writer.array(groups.len());
+                for (group, blocks) in groups {
+                    writer.array(2);
+                    writer.unsigned((*group).into());
+                    writer.unsigned((*blocks).into());
+                }
+            }),
+            ToHead::Registered { metadata, host_copies } => message(2, |writer| {
+                writer.array(2);
+                writer.binary(metadata);
+                writer.unsigned((*host_copies).into());
+            }),
+            ToHead::Output(output) => {
+                let output = output.encode()?;
+                message(3, |writer| writer.raw(&output))
+            }
+            ToHead::Alive => message(4, |_| ()),
+            ToHead::Ended(why) => message(5, |writer| writer.optional(why.as_deref(), reason)),
+            ToHead::Done { number, failed } => message(6, |writer| {
+                writer.array(2);
+                writer.unsigned(*number);
+                writer.optional(failed.as_deref(), reason);
+            }),
+            ToHead::Granted { request, told } => message(7, |writer| {
+                writer.array(3);
+                writer.text(request.as_str());
+                result(writer, told, |writer, regions| PushGrant::write_regions(writer, regions));
+            }),
+            ToHead::GrantsOfAll(request) => message(8, |writer| writer.text(request.as_str())),
+            ToHead::GivesBack => message(9, |_| ()),
+            ToHead::Raised(number) => message(10, |writer| writer.unsigned(*number)),
+        }
+    }
+
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        const WHAT: &str = "message of a rank to its engine";
+        let (kind, body) = parts(WHAT, bytes)?;
+        if kind == 3 {
+            return WorkerOutput::decode(body).map(ToHead::Output);
+        }
+        let mut reader = MsgpackReader::new(WHAT, body, MAX_STEP)?;
+        let message = match kind {
+            0 => {
+                record(&mut reader, 2)?;
+                ToHead::Hello { version: reader.owned_text()?, rank: read_rank(&mut reader)? }
+            }
+            1 => {
+                record(&mut reader, 2)?;
+                let others = reader.unsigned_32()?;
+                let groups = reader.list(MAX_GROUPS, |reader| {
+                    reader.pair(MsgpackReader::unsigned_32, MsgpackReader::unsigned_32)
+                })?;
+                let pool = PoolBlocks { groups: groups.into_iter().collect(), others };
+                check_blocks(&reader, pool.most())?;
+                ToHead::Pool(pool)
+            }
+            2 => {
+                record(&mut reader, 2)?;
+                let metadata = reader.binary()?.to_vec();
+                ToHead::Registered { metadata, host_copies: read_flag(&mut reader)? }
+            }
+            4 => ToHead::Alive,
+            5 => ToHead::Ended(reader.optional(read_reason)?),
+            6 => {
+                record(&mut reader, 2)?;
+                ToHead::Done { number: reader.unsigned()?, failed: reader.optional(read_reason)? }
+            }
+            7 => {
+                record(&mut reader, 3)?;
+                let request = read_request(&mut reader)?;
+                ToHead::Granted {
+                    request,
+                    told: read_result(&mut reader, PushGrant::read_regions)?,
+                }
+            }
+            8 => ToHead::GrantsOfAll(read_request(&mut reader)?),
+            9 => ToHead::GivesBack,
+            10 => ToHead::Raised(reader.unsigned()?),
+            other => return Err(reader.malformed(format_args!("{other} names no message"))),
+        };
+        reader.end()?;
+        Ok(message)
+    }
+}
+
+/// Two items: whether it is there, and it or the reason why not.
+fn result<T>(
+    writer: &mut MsgpackWriter,
+    result: &Result<T, String>,
+    write: impl FnOnce(&mut MsgpackWriter, &T),
+) {
+    writer.unsigned(result.is_ok().into());
+    match result {
+        Ok(value) => write(writer, value),
+        Err(why) => reason(writer, why),
+    }
+}
+
+fn read_result<T>(
+    reader: &mut MsgpackReader<'_>,
+    value: impl FnOnce(&mut MsgpackReader<'_>) -> Result<T>,
+) -> Result<Result<T, String>> {
+    match read_flag(reader)? {
+        true => value(reader).map(Ok),
+        false => read_reason(reader).map(Err),
+    }
+}
+
+fn check_blocks(reader: &MsgpackReader<'_>, blocks: u32) -> Result<()> {
+    match blocks > MAX_BLOCKS {
+        true => Err(reader.malformed(format_args!("{blocks} blocks, of at most {MAX_BLOCKS}"))),
+        false => Ok(()),
+    }
+}
+
+fn read_own_words(reader: &mut MsgpackReader<'_>) -> Result<OwnWords> {
+    record(reader, 3)?;
+    let own = OwnWords {
+        pool: reader.unsigned()?,
+        stamp: reader.unsigned()?,
+        blocks: reader.unsigned_32()?,
+    };
+    check_blocks(reader, own.blocks)?;
+    Ok(own)
+}
+
+fn read_fresh(reader: &mut MsgpackReader<'_>) -> Result<Fresh> {
+    record(reader, 4)?;
+    Ok(Fresh {
+        group: reader.unsigned_32()?,
+        block: reader.unsigned_32()?,
+        pool: reader.unsigned()?,
+        generation: reader.unsigned()?,
+    })
+}
+
+fn read_unsaved(reader: &mut MsgpackReader<'_>) -> Result<Unsaved> {
+    record(reader, 3)?;
+    Ok(Unsaved {
+        group: reader.unsigned_32()?,
+        block: reader.unsigned_32()?,
+        place: reader.unsigned_32()?,
+    })
+}
+
+fn message(kind: u8, value: impl FnOnce(&mut MsgpackWriter)) -> Result<Vec<u8>> {
+    let mut writer = MsgpackWriter::default();
+    writer.raw(&[kind]);
+    value(&mut writer);
+    let bytes = writer.into_bytes();
+    match bytes.len() <= MAX_MESSAGE {
+        true => Ok(bytes),
+        false => Err(Error::new(
+            ErrorKind::Exhausted,
+            format!(
+                "a message of {} bytes between an engine and its rank: at most {MAX_MESSAGE}",
+                bytes.len()
+            ),
+        )),
+    }
+}
+
+fn parts<'a>(what: &str, bytes: &'a [u8]) -> Result<(u8, &'a [u8])> {
+    match bytes.split_first() {
+        Some((kind, body)) => Ok((*kind, body)),
+        None => Err(Error::new(ErrorKind::Malformed, format!("malformed {what}: it is empty"))),
+    }
+}

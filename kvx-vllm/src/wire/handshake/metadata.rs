@@ -1,0 +1,404 @@
+//! The inner part of a handshake's answer: one worker's memory.
+
+use kvx_core::{Error, ErrorKind, Result};
+
+use crate::Dialect;
+use crate::wire::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
+
+const WHAT: &str = "agent metadata";
+/// Where kvx tells other kvx agents about itself; vLLM ignores the key.
+const KVX_METADATA: &str = "kvx_metadata";
+const KERNEL_PER_LOGICAL: &str = "physical_blocks_per_logical_kv_block";
+
+/// A layer that shares a region with others: where it lies in each block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PackedMember {
+    /// The layer's name.
+    pub layer: String,
+    /// Bytes from the start of the region's block.
+    pub offset: u64,
+    /// Bytes of the layer in each block.
+    pub len: u64,
+}
+
+/// What one worker tells its peers of its memory: `NixlAgentMetadata` of vLLM 0.16 to 0.33.
+///
+/// A message that was read is written again with the bytes it was read from: order of keys, keys that were left out and
+/// keys that are not known here survive. A new one has the keys of its dialect.
+///
+/// ```
+/// use kvx_vllm::Dialect;
+/// use kvx_vllm::wire::NixlAgentMetadata;
+/// let mut metadata = NixlAgentMetadata::new("prefill-0", Dialect::V0_33);
+/// metadata.kv_caches_base_addr = vec![0x7f00_0000_0000];
+/// metadata.block_lens = vec![4096];
+/// metadata.block_strides = vec![4096];
+/// metadata.num_blocks = 4;
+/// metadata.kvx_metadata = Some(b"what kvx_core::Agent::metadata gives".to_vec());
+/// let bytes = metadata.encode();
+/// assert_eq!(NixlAgentMetadata::decode(&bytes, Dialect::V0_33)?, metadata);
+/// # Ok::<(), kvx_core::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NixlAgentMetadata {
+    /// The engine that this worker belongs to.
+    pub engine_id: String,
+    /// NIXL's own description of the agent, opaque here.
+    pub agent_metadata: Vec<u8>,
+    /// Where each region starts. Length and order of all lists "per region" are those of this one.
+    pub kv_caches_base_addr: Vec<u64>,
+    /// The device that the addresses are of.
+    pub device_id: u64,
+    /// Kernel blocks in each region.
+    pub num_blocks: u64,
+    /// Bytes of a block, per region.
+    pub block_lens: Vec<u64>,
+    /// Bytes from block to block, per region; before vLLM 0.29 the same as the lengths.
+    pub block_strides: Vec<u64>,
+    /// The order of dimensions in memory: `LBHNC`, or `HND` and `NHD` in older versions.
+    pub kv_cache_layout: String,
+    /// Tokens in a kernel block.
+    pub block_size: u64,
+    /// Bytes of the convolution state and of the temporal state of a Mamba layer; zeros without.
+    pub ssm_sizes: (u64, u64),
+    /// The attention implementation, which decides how a block looks inside.
+    pub attn_backend_name: String,
+    /// Kernel blocks in a logical block.
+    pub physical_blocks_per_logical_kv_block: u32,
+    /// Blocks, per region, where they differ.
+    pub region_num_blocks: Option<Vec<u64>>,
+    /// The KV cache group, per region; -1 if groups share it.
+    pub region_group_ids: Option<Vec<i64>>,
+    /// The first layer, per region.
+    pub region_names: Option<Vec<String>>,
+    /// `VRAM` or `DRAM`, per region.
+    pub region_mem_types: Option<Vec<String>>,
+    /// Decode context parallel size.
+    pub dcp_size: u32,
+    /// Prefill context parallel size.
+    pub pcp_size: u32,
+    /// Bytes of a page of a model's extra embedding state, if it has one.
+    pub ple_block_len: Option<u64>,
+    /// The layers that share each region; empty, or per region.
+    pub region_members: Vec<Vec<String>>,
+    /// Layers that lie side by side in the blocks of their region.
+    pub packed_member_layouts: Vec<PackedMember>,
+    /// kvx's own metadata, for agents that prefer it to NIXL's.
+    pub kvx_metadata: Option<Vec<u8>>,
+    shape: Shape,
+}
+
+impl NixlAgentMetadata {
+    /// The longest that is read.
+    pub const MAX_LEN: usize = 16 << 20;
+    /// The most regions that are read.
+    pub const MAX_REGIONS: usize = 1 << 16;
+
+    /// Metadata without regions, all else at its default, with the keys of `dialect`.
+    pub fn new(engine_id: impl Into<String>, dialect: Dialect) -> Self {
+        NixlAgentMetadata {
+            engine_id: engine_id.into(),
+            agent_metadata: Vec::new(),
+            kv_caches_base_addr: Vec::new(),
+            device_id: 0,
+            num_blocks: 0,
+            block_lens: Vec::new(),
+            block_strides: Vec::new(),
+            kv_cache_layout: String::new(),
+            block_size: 0,
+            ssm_sizes: (0, 0),
+            attn_backend_name: String::new(),
+            physical_blocks_per_logical_kv_block: 1,
+            region_num_blocks: None,
+            region_group_ids: None,
+            region_names: None,
+            region_mem_types: None,
+            dcp_size: 1,
+            pcp_size: 1,
+            ple_block_len: None,
+            region_members: Vec::new(),
+            packed_member_layouts: Vec::new(),
+            kvx_metadata: None,
+            shape: Shape::of(written(dialect)),
+        }
+    }
+
+    /// Keys that are not known here, with their values as msgpack.
+    pub fn unknown(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        self.shape.unknown()
+    }
+
+    /// The message as bytes: those that it was read from, if it was and nothing has changed.
+    pub fn encode(&self) -> Vec<u8> {
+        self.encode_map()
+    }
+
+    /// Reads what a worker of a `dialect` engine wrote.
+    ///
+    /// # Errors
+    ///
+    /// Malformed bytes, more regions than [`MAX_REGIONS`](Self::MAX_REGIONS), or a key absent that this dialect always
+    /// writes: the error names it.
+    pub fn decode(bytes: &[u8], dialect: Dialect) -> Result<Self> {
+        let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
+        let addresses = |reader: &mut MsgpackReader<'_>| {
+            reader.list(Self::MAX_REGIONS, MsgpackReader::unsigned)
+        };
+        let names = |reader: &mut MsgpackReader<'_>| {
+            reader.list(Self::MAX_REGIONS, MsgpackReader::owned_text)
+        };
+        let always = |key: &str| since(key).is_some_and(|first| dialect >= first);
+        let block_lens = fields.required("block_lens", addresses)?;
+        Ok(NixlAgentMetadata {
+            engine_id: fields.required("engine_id", MsgpackReader::owned_text)?,
+            agent_metadata: fields.required("agent_metadata", MsgpackReader::binary)?.to_owned(),
+            kv_caches_base_addr: fields.required("kv_caches_base_addr", addresses)?,
+            device_id: fields.required("device_id", MsgpackReader::unsigned)?,
+            num_blocks: fields.required("num_blocks", MsgpackReader::unsigned)?,
+            block_strides: fields
+                .required_if(always("block_strides"), "block_strides", addresses)?
+                .unwrap_or_else(|| block_lens.clone()),
+            block_lens,
+            kv_cache_layout: fields.required("kv_cache_layout", MsgpackReader::owned_text)?,
+            block_size: fields.required("block_size", MsgpackReader::unsigned)?,
+            ssm_sizes: fields
+                .required_if(always("ssm_sizes"), "ssm_sizes", |reader| {
+                    reader.pair(MsgpackReader::unsigned, MsgpackReader::unsigned)
+                })?
+                .unwrap_or_default(),
+            attn_backend_name: fields
+                .required_if(
+                    always("attn_backend_name"),
+                    "attn_backend_name",
+                    MsgpackReader::owned_text,
+                )?
+                .unwrap_or_default(),
+            physical_blocks_per_logical_kv_block: fields
+                .required_if(always(KERNEL_PER_LOGICAL), KERNEL_PER_LOGICAL, MsgpackReader::size)?
+                .unwrap_or(1),
+            region_num_blocks: fields.nullable("region_num_blocks", addresses)?,
+            region_group_ids: fields.nullable("region_group_ids", |reader| {
+                reader.list(Self::MAX_REGIONS, MsgpackReader::signed)
+            })?,
+            region_names: fields.nullable("region_names", names)?,
+            region_mem_types: fields.nullable("region_mem_types", names)?,
+            dcp_size: fields.optional("dcp_size", MsgpackReader::size)?.unwrap_or(1),
+            pcp_size: fields.optional("pcp_size", MsgpackReader::size)?.unwrap_or(1),
+            ple_block_len: fields.nullable("ple_block_len", MsgpackReader::unsigned)?,
+            region_members: fields
+                .optional("region_members", |reader| reader.list(Self::MAX_REGIONS, names))?
+                .unwrap_or_default(),
+            packed_member_layouts: fields
+                .optional("packed_member_layouts", packed_members)?
+                .unwrap_or_default(),
+            kvx_metadata: fields
+                .nullable(KVX_METADATA, |reader| Ok(reader.binary()?.to_owned()))?,
+            shape: fields.shape(),
+        })
+    }
+
+    /// How many regions there are.
+    pub fn regions(&self) -> usize {
+        self.kv_caches_base_addr.len()
+    }
+
+    /// How many blocks a region has.
+    pub fn blocks_of(&self, region: usize) -> Option<u64> {
+        match &self.region_num_blocks {
+            Some(counts) => counts.get(region).copied(),
+            None => (region < self.regions()).then_some(self.num_blocks),
+        }
+    }
+
+    /// That the lists fit each other and every block lies in the address space, so that addresses can be computed.
+    ///
+    /// # Errors
+    ///
+    /// Names the list or the region at fault.
+    pub fn check_regions(&self) -> Result<()> {
+        let regions = self.regions();
+        let bad = |why: String| {
+            Err(Error::new(
+                ErrorKind::Malformed,
+                format!("malformed {WHAT} of {}: {why}", self.engine_id),
+            ))
+        };
+        let lists = [
+            ("block_lens", Some(self.block_lens.len())),
+            ("block_strides", Some(self.block_strides.len())),
+            ("region_num_blocks", self.region_num_blocks.as_ref().map(Vec::len)),
+            ("region_group_ids", self.region_group_ids.as_ref().map(Vec::len)),
+            ("region_names", self.region_names.as_ref().map(Vec::len)),
+            ("region_mem_types", self.region_mem_types.as_ref().map(Vec::len)),
+            ("region_members", Some(self.region_members.len()).filter(|len| *len > 0)),
+        ];
+        if let Some((key, len)) = lists
+            .iter()
+            .find_map(|(key, len)| len.filter(|len| *len != regions).map(|len| (key, len)))
+        {
+            return bad(format!("{key} has {len} items for {regions} regions"));
+        }
+        if self.block_size == 0 {
+            return bad("block_size is 0".to_owned());
+        }
+        let spans = self
+            .kv_caches_base_addr
+            .iter()
+            .zip(&self.block_lens)
+            .zip(&self.block_strides)
+            .enumerate();
+        for (region, ((base, len), stride)) in spans {
+            let blocks = self.blocks_of(region).unwrap_or(0);
+            let end = stride
+                .checked_mul(blocks.saturating_sub(1))
+                .and_then(|last| base.checked_add(last)?.checked_add(*len));
+            if end.is_none() {
+                return bad(format!(
+                    "region {region} of {blocks} blocks ends beyond the address space"
+                ));
+            }
+        }
+        match self
+            .packed_member_layouts
+            .iter()
+            .find(|member| member.offset.checked_add(member.len).is_none())
+        {
+            Some(member) => bad(format!("{} ends beyond its block", member.layer)),
+            None => Ok(()),
+        }
+    }
+}
+
+fn packed_members(reader: &mut MsgpackReader<'_>) -> Result<Vec<PackedMember>> {
+    let count = reader.map(NixlAgentMetadata::MAX_REGIONS)?;
+    let mut members = Vec::with_capacity(count);
+    for _ in 0..count {
+        let layer = reader.owned_text()?;
+        let (offset, len) = reader.pair(MsgpackReader::unsigned, MsgpackReader::unsigned)?;
+        members.push(PackedMember { layer, offset, len });
+    }
+    Ok(members)
+}
+
+/// The first dialect whose workers write a key; `None`: vLLM's never do.
+fn since(key: &str) -> Option<Dialect> {
+    Some(match key {
+        "ssm_sizes" | "attn_backend_name" => Dialect::V0_20,
+        KERNEL_PER_LOGICAL => Dialect::V0_21,
+        "block_strides" | "dcp_size" | "pcp_size" => Dialect::V0_29,
+        "region_num_blocks" | "region_group_ids" | "region_names" | "region_mem_types" => {
+            Dialect::V0_30
+        }
+        "region_members" | "packed_member_layouts" => Dialect::V0_31,
+        "ple_block_len" => Dialect::V0_32,
+        KVX_METADATA => return None,
+        _ => Dialect::V0_16,
+    })
+}
+
+/// The keys that workers of this dialect write, in their order.
+fn written(dialect: Dialect) -> impl Iterator<Item = &'static str> {
+    let keys = NixlAgentMetadata::KEYS.iter().copied();
+    keys.filter(move |key| since(key).is_some_and(|first| dialect >= first))
+}
+
+impl Record for NixlAgentMetadata {
+    const KEYS: &'static [&'static str] = &[
+        "engine_id",
+        "agent_metadata",
+        "kv_caches_base_addr",
+        "device_id",
+        "num_blocks",
+        "block_lens",
+        "block_strides",
+        "kv_cache_layout",
+        "block_size",
+        "ssm_sizes",
+        "attn_backend_name",
+        KERNEL_PER_LOGICAL,
+        "region_num_blocks",
+        "region_group_ids",
+        "region_names",
+        "region_mem_types",
+        "dcp_size",
+        "pcp_size",
+        "ple_block_len",
+        "region_members",
+        "packed_member_layouts",
+        KVX_METADATA,
+    ];
+
+    fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    fn is_default(&self, key: &str) -> bool {
+        match key {
+            "block_strides" => self.block_strides == self.block_lens,
+            "ssm_sizes" => self.ssm_sizes == (0, 0),
+            "attn_backend_name" => self.attn_backend_name.is_empty(),
+            KERNEL_PER_LOGICAL => self.physical_blocks_per_logical_kv_block == 1,
+            "region_num_blocks" => self.region_num_blocks.is_none(),
+            "region_group_ids" => self.region_group_ids.is_none(),
+            "region_names" => self.region_names.is_none(),
+            "region_mem_types" => self.region_mem_types.is_none(),
+            "dcp_size" => self.dcp_size == 1,
+            "pcp_size" => self.pcp_size == 1,
+            "ple_block_len" => self.ple_block_len.is_none(),
+            "region_members" => self.region_members.is_empty(),
+            "packed_member_layouts" => self.packed_member_layouts.is_empty(),
+            KVX_METADATA => self.kvx_metadata.is_none(),
+            _ => false,
+        }
+    }
+
+    fn write(&self, key: &str, writer: &mut MsgpackWriter) {
+        fn numbers(writer: &mut MsgpackWriter, numbers: &[u64]) {
+            writer.list(numbers, |writer, number| writer.unsigned(*number));
+        }
+        fn texts(writer: &mut MsgpackWriter, texts: &[String]) {
+            writer.list(texts, |writer, text| writer.text(text));
+        }
+        match key {
+            "engine_id" => writer.text(&self.engine_id),
+            "agent_metadata" => writer.binary(&self.agent_metadata),
+            "kv_caches_base_addr" => numbers(writer, &self.kv_caches_base_addr),
+            "device_id" => writer.unsigned(self.device_id),
+            "num_blocks" => writer.unsigned(self.num_blocks),
+            "block_lens" => numbers(writer, &self.block_lens),
+            "block_strides" => numbers(writer, &self.block_strides),
+            "kv_cache_layout" => writer.text(&self.kv_cache_layout),
+            "block_size" => writer.unsigned(self.block_size),
+            "ssm_sizes" => numbers(writer, &[self.ssm_sizes.0, self.ssm_sizes.1]),
+            "attn_backend_name" => writer.text(&self.attn_backend_name),
+            KERNEL_PER_LOGICAL => {
+                writer.unsigned(self.physical_blocks_per_logical_kv_block.into());
+            }
+            "region_num_blocks" => writer.optional(self.region_num_blocks.as_deref(), numbers),
+            "region_group_ids" => {
+                writer.optional(self.region_group_ids.as_deref(), |writer, ids| {
+                    writer.list(ids, |writer, id| writer.signed(*id));
+                })
+            }
+            "region_names" => writer.optional(self.region_names.as_deref(), texts),
+            "region_mem_types" => writer.optional(self.region_mem_types.as_deref(), texts),
+            "dcp_size" => writer.unsigned(self.dcp_size.into()),
+            "pcp_size" => writer.unsigned(self.pcp_size.into()),
+            "ple_block_len" => {
+                writer.optional(self.ple_block_len.as_ref(), |writer, len| writer.unsigned(*len))
+            }
+            "region_members" => {
+                writer.list(&self.region_members, |writer, names| texts(writer, names))
+            }
+            "packed_member_layouts" => {
+                writer.map(self.packed_member_layouts.len());
+                for member in &self.packed_member_layouts {
+                    writer.text(&member.layer);
+                    numbers(writer, &[member.offset, member.len]);
+                }
+            }
+            KVX_METADATA => writer.optional(self.kvx_metadata.as_deref(), MsgpackWriter::binary),
+            other => unreachable!("{other} is no key of {WHAT}"),
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! The question of a handshake: the metadata of one worker.
+
+use kvx_core::{Error, ErrorKind, Result};
+
+use crate::Dialect;
+use crate::engine::WorkerRank;
+use crate::wire::msgpack::{MsgpackReader, MsgpackWriter};
+
+const TAG: &[u8] = b"get_meta_msg";
+
+/// What a decode worker asks a side channel: the metadata of one worker of the engine.
+///
+/// ```
+/// use kvx_vllm::Dialect;
+/// use kvx_vllm::engine::WorkerRank;
+/// use kvx_vllm::wire::HandshakeRequest;
+/// let request = HandshakeRequest::new(WorkerRank { pp: 0, tp: 1 }, Dialect::V0_33)?;
+/// assert_eq!(request.encode(), *b"\x93\xc4\x0cget_meta_msg\x00\x01");
+/// assert_eq!(HandshakeRequest::decode(&request.encode())?, request);
+/// # Ok::<(), kvx_core::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HandshakeRequest {
+    rank: WorkerRank,
+    pipeline_aware: bool,
+}
+
+impl HandshakeRequest {
+    /// The longest request that is read: the longest that is written has 29 bytes.
+    pub const MAX_LEN: usize = 64;
+
+    /// The question for `rank`, in the form that a listener of `dialect` understands.
+    ///
+    /// # Errors
+    ///
+    /// A pipeline rank other than 0 for a dialect that cannot ask for one.
+    pub fn new(rank: WorkerRank, dialect: Dialect) -> Result<Self> {
+        let pipeline_aware = dialect.asks_for_pipeline_rank();
+        if rank.pp != 0 && !pipeline_aware {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!(
+                    "{dialect} cannot be asked for pipeline rank {}: it shakes hands with stage 0 only",
+                    rank.pp
+                ),
+            ));
+        }
+        Ok(HandshakeRequest { rank, pipeline_aware })
+    }
+
+    /// The question for `rank` in either form.
+    pub(super) fn of(rank: WorkerRank, pipeline_aware: bool) -> Self {
+        HandshakeRequest { rank, pipeline_aware }
+    }
+
+    /// The worker that is asked for.
+    pub fn rank(&self) -> WorkerRank {
+        self.rank
+    }
+
+    /// Whether the question names a pipeline rank, as since vLLM 0.26: then the answer carries the listener's clock.
+    pub fn pipeline_aware(&self) -> bool {
+        self.pipeline_aware
+    }
+
+    /// The request as bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut writer = MsgpackWriter::default();
+        writer.array(if self.pipeline_aware { 3 } else { 2 });
+        writer.binary(TAG);
+        if self.pipeline_aware {
+            writer.unsigned(self.rank.pp.into());
+        }
+        writer.unsigned(self.rank.tp.into());
+        writer.into_bytes()
+    }
+
+    /// Reads a request of either form. The tag may be bytes or a string.
+    ///
+    /// # Errors
+    ///
+    /// Anything else, in words for the peer.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        if bytes == TAG {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "a vLLM up to 0.11.0 asks, which knows no ranks; kvx speaks with vLLM 0.16 and later: upgrade it",
+            ));
+        }
+        let mut reader = MsgpackReader::new("handshake request", bytes, Self::MAX_LEN)?;
+        let fields = reader.array(3)?;
+        if fields < 2 {
+            return Err(reader.malformed(format_args!("{fields} items, 2 or 3 wanted")));
+        }
+        let tag = reader.binary_or_text()?;
+        if tag != TAG {
+            return Err(reader.malformed(format_args!(
+                "{:?} is asked for, get_meta_msg wanted",
+                tag.escape_ascii().to_string()
+            )));
+        }
+        let pipeline_aware = fields == 3;
+        let pp = if pipeline_aware { reader.unsigned_32()? } else { 0 };
+        let tp = reader.unsigned_32()?;
+        reader.end()?;
+        Ok(HandshakeRequest { rank: WorkerRank { pp, tp }, pipeline_aware })
+    }
+}

@@ -1,0 +1,325 @@
+//! What the decode side asks for, and where its memory is.
+
+use std::collections::BTreeMap;
+
+use kvx_core::Result;
+
+use crate::wire::PushGrant;
+use crate::wire::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
+
+const WHAT: &str = "pull request";
+
+/// A request whose blocks are asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PulledRequest {
+    /// The decode side's id of the request: answers name it.
+    pub request_id: String,
+    /// What both sides know the request by.
+    pub transfer_id: String,
+    /// The decode side's blocks, per KV cache group. Without any, the prefill side lets go of its own.
+    pub block_ids: Vec<Vec<u32>>,
+}
+
+/// `MooncakeXferMetadata`: a decode worker asks a prefill worker to write blocks into its memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PullRequest {
+    /// Where the decode worker's Mooncake engine listens.
+    pub remote_hostname: String,
+    /// Where the decode worker's Mooncake engine listens.
+    pub remote_port: u16,
+    /// The decode side's tensor parallel size.
+    pub remote_tp_size: u32,
+    /// The decode worker's tensor rank.
+    pub remote_tp_rank: u32,
+    /// What is asked for.
+    pub req_blocks: Vec<PulledRequest>,
+    /// Where each region starts. This list and the next nine are the layout: empty once the other side has it.
+    pub kv_caches_base_addr: Vec<u64>,
+    /// Bytes from block to block, per region.
+    pub block_lens: Vec<u64>,
+    /// Bytes of a block, per region.
+    pub kv_block_lens: Vec<u64>,
+    /// The layer of each region.
+    pub registered_layer_names: Vec<String>,
+    /// Which occurrence of its name each layer is.
+    pub registered_layer_indices: Vec<i64>,
+    /// The KV cache group of each region.
+    pub registered_group_indices: Vec<i64>,
+    /// The groups that share each region.
+    pub registered_shared_group_ids: Vec<Vec<i64>>,
+    /// Bytes from the start of its row to each region's view; -1 if not known.
+    pub registered_row_offsets: Vec<i64>,
+    /// The decode side's pipeline parallel size.
+    pub remote_pp_size: u32,
+    /// The name of the layout; 0: it comes with every request.
+    pub layout_id: u64,
+    /// How kvx reaches the asking worker's memory, as its agent tells it. Part of the layout; only kvx says so.
+    pub kvx_metadata: Option<Vec<u8>>,
+    /// Tokens of a logical block of the asking worker. Part of the layout; only kvx says so.
+    pub kvx_block_size: Option<u32>,
+    /// The engine that is asked. Only kvx says so, and looks: another engine at the address of a former one refuses at
+    /// once.
+    pub kvx_engine_id: Option<String>,
+    /// What to write by, for each request of `req_blocks`: regions of the asking worker, as kvx's agents tell them.
+    /// Their end is the end of all writes for that request. Only kvx says so.
+    pub kvx_grants: BTreeMap<String, Vec<Vec<u8>>>,
+    shape: Shape,
+}
+
+impl PullRequest {
+    /// The longest that is read.
+    pub const MAX_LEN: usize = 16 << 20;
+    /// The most regions, requests, or KV cache groups that are read.
+    pub const MAX_ITEMS: usize = 1 << 16;
+    /// The most blocks of a group that are read.
+    pub const MAX_BLOCKS: usize = 1 << 20;
+
+    /// A request from this worker, for nothing yet.
+    pub fn new(
+        remote_hostname: impl Into<String>,
+        remote_port: u16,
+        remote_tp_size: u32,
+        remote_tp_rank: u32,
+    ) -> Self {
+        PullRequest {
+            remote_hostname: remote_hostname.into(),
+            remote_port,
+            remote_tp_size,
+            remote_tp_rank,
+            req_blocks: Vec::new(),
+            kv_caches_base_addr: Vec::new(),
+            block_lens: Vec::new(),
+            kv_block_lens: Vec::new(),
+            registered_layer_names: Vec::new(),
+            registered_layer_indices: Vec::new(),
+            registered_group_indices: Vec::new(),
+            registered_shared_group_ids: Vec::new(),
+            registered_row_offsets: Vec::new(),
+            remote_pp_size: 1,
+            layout_id: 0,
+            kvx_metadata: None,
+            kvx_block_size: None,
+            kvx_engine_id: None,
+            kvx_grants: BTreeMap::new(),
+            shape: Shape::default(),
+        }
+    }
+
+    /// Keys that are not known here, with their values as msgpack.
+    pub fn unknown(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        self.shape.unknown()
+    }
+
+    /// Leaves the layout out: the other side has it under its name.
+    #[doc(hidden)]
+    pub fn forget_layout(&mut self) {
+        for addresses in
+            [&mut self.kv_caches_base_addr, &mut self.block_lens, &mut self.kv_block_lens]
+        {
+            addresses.clear();
+        }
+        for indices in [
+            &mut self.registered_layer_indices,
+            &mut self.registered_group_indices,
+            &mut self.registered_row_offsets,
+        ] {
+            indices.clear();
+        }
+        self.registered_layer_names.clear();
+        self.registered_shared_group_ids.clear();
+        self.kvx_metadata = None;
+        self.kvx_block_size = None;
+    }
+
+    /// What it tells of the asking worker and its layout, and nothing else.
+    pub(crate) fn of_worker(&self) -> Self {
+        PullRequest {
+            req_blocks: Vec::new(),
+            layout_id: 0,
+            kvx_engine_id: None,
+            kvx_grants: BTreeMap::new(),
+            shape: Shape::default(),
+            ..self.clone()
+        }
+    }
+
+    /// The message as bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        self.encode_map()
+    }
+
+    /// Reads a message. Whether its lists fit each other is not looked at.
+    ///
+    /// # Errors
+    ///
+    /// Malformed bytes; a missing key is named.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
+        let addresses =
+            |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_ITEMS, MsgpackReader::unsigned);
+        let indices =
+            |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_ITEMS, MsgpackReader::signed);
+        let names = |reader: &mut MsgpackReader<'_>| {
+            reader.list(Self::MAX_ITEMS, MsgpackReader::owned_text)
+        };
+        let shared = |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_ITEMS, indices);
+        Ok(PullRequest {
+            remote_hostname: fields.required("remote_hostname", MsgpackReader::owned_text)?,
+            remote_port: fields.required("remote_port", MsgpackReader::port)?,
+            remote_tp_size: fields.required("remote_tp_size", MsgpackReader::size)?,
+            remote_tp_rank: fields.required("remote_tp_rank", MsgpackReader::unsigned_32)?,
+            req_blocks: fields.required("req_blocks", pulled)?,
+            kv_caches_base_addr: fields.required("kv_caches_base_addr", addresses)?,
+            block_lens: fields.required("block_lens", addresses)?,
+            kv_block_lens: fields.required("kv_block_lens", addresses)?,
+            registered_layer_names: fields
+                .optional("registered_layer_names", names)?
+                .unwrap_or_default(),
+            registered_layer_indices: fields
+                .optional("registered_layer_indices", indices)?
+                .unwrap_or_default(),
+            registered_group_indices: fields
+                .optional("registered_group_indices", indices)?
+                .unwrap_or_default(),
+            registered_shared_group_ids: fields
+                .optional("registered_shared_group_ids", shared)?
+                .unwrap_or_default(),
+            registered_row_offsets: fields
+                .optional("registered_row_offsets", indices)?
+                .unwrap_or_default(),
+            remote_pp_size: fields.optional("remote_pp_size", MsgpackReader::size)?.unwrap_or(1),
+            layout_id: fields.optional("layout_id", MsgpackReader::unsigned)?.unwrap_or(0),
+            kvx_metadata: fields
+                .nullable("kvx_metadata", |reader| Ok(reader.binary()?.to_vec()))?,
+            kvx_block_size: fields.nullable("kvx_block_size", MsgpackReader::size)?,
+            kvx_engine_id: fields.nullable("kvx_engine_id", MsgpackReader::owned_text)?,
+            kvx_grants: fields.optional("kvx_grants", grants)?.unwrap_or_default(),
+            shape: fields.shape(),
+        })
+    }
+}
+
+fn pulled(reader: &mut MsgpackReader<'_>) -> Result<Vec<PulledRequest>> {
+    let count = reader.map(PullRequest::MAX_ITEMS)?;
+    let mut requests = Vec::with_capacity(count);
+    for _ in 0..count {
+        let request_id = reader.owned_text()?;
+        let (transfer_id, block_ids) = reader.pair(MsgpackReader::owned_text, |reader| {
+            reader.list(PullRequest::MAX_ITEMS, |reader| {
+                reader.list(PullRequest::MAX_BLOCKS, MsgpackReader::unsigned_32)
+            })
+        })?;
+        requests.push(PulledRequest { request_id, transfer_id, block_ids });
+    }
+    Ok(requests)
+}
+
+fn grants(reader: &mut MsgpackReader<'_>) -> Result<BTreeMap<String, Vec<Vec<u8>>>> {
+    let regions = |reader: &mut MsgpackReader<'_>| {
+        reader.list(PushGrant::MAX_REGIONS, |reader| Ok(reader.binary()?.to_vec()))
+    };
+    let count = reader.map(PullRequest::MAX_ITEMS)?;
+    (0..count).map(|_| Ok((reader.owned_text()?, regions(reader)?))).collect()
+}
+
+impl Record for PullRequest {
+    const KEYS: &'static [&'static str] = &[
+        "remote_hostname",
+        "remote_port",
+        "remote_tp_size",
+        "remote_tp_rank",
+        "req_blocks",
+        "kv_caches_base_addr",
+        "block_lens",
+        "kv_block_lens",
+        "registered_layer_names",
+        "registered_layer_indices",
+        "registered_group_indices",
+        "registered_shared_group_ids",
+        "registered_row_offsets",
+        "remote_pp_size",
+        "layout_id",
+        "kvx_metadata",
+        "kvx_block_size",
+        "kvx_engine_id",
+        "kvx_grants",
+    ];
+
+    fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    fn is_default(&self, key: &str) -> bool {
+        match key {
+            "registered_layer_names" => self.registered_layer_names.is_empty(),
+            "registered_layer_indices" => self.registered_layer_indices.is_empty(),
+            "registered_group_indices" => self.registered_group_indices.is_empty(),
+            "registered_shared_group_ids" => self.registered_shared_group_ids.is_empty(),
+            "registered_row_offsets" => self.registered_row_offsets.is_empty(),
+            "remote_pp_size" => self.remote_pp_size == 1,
+            "layout_id" => self.layout_id == 0,
+            "kvx_metadata" => self.kvx_metadata.is_none(),
+            "kvx_block_size" => self.kvx_block_size.is_none(),
+            "kvx_engine_id" => self.kvx_engine_id.is_none(),
+            "kvx_grants" => self.kvx_grants.is_empty(),
+            _ => false,
+        }
+    }
+
+    fn write(&self, key: &str, writer: &mut MsgpackWriter) {
+        fn addresses(writer: &mut MsgpackWriter, addresses: &[u64]) {
+            writer.list(addresses, |writer, address| writer.unsigned(*address));
+        }
+        fn indices(writer: &mut MsgpackWriter, indices: &[i64]) {
+            writer.list(indices, |writer, index| writer.signed(*index));
+        }
+        match key {
+            "remote_hostname" => writer.text(&self.remote_hostname),
+            "remote_port" => writer.unsigned(self.remote_port.into()),
+            "remote_tp_size" => writer.unsigned(self.remote_tp_size.into()),
+            "remote_tp_rank" => writer.unsigned(self.remote_tp_rank.into()),
+            "req_blocks" => {
+                writer.map(self.req_blocks.len());
+                for request in &self.req_blocks {
+                    writer.text(&request.request_id);
+                    writer.array(2);
+                    writer.text(&request.transfer_id);
+                    writer.list(&request.block_ids, |writer, group| {
+                        writer.list(group, |writer, id| writer.unsigned((*id).into()));
+                    });
+                }
+            }
+            "kv_caches_base_addr" => addresses(writer, &self.kv_caches_base_addr),
+            "block_lens" => addresses(writer, &self.block_lens),
+            "kv_block_lens" => addresses(writer, &self.kv_block_lens),
+            "registered_layer_names" => {
+                writer.list(&self.registered_layer_names, |writer, name| writer.text(name))
+            }
+            "registered_layer_indices" => indices(writer, &self.registered_layer_indices),
+            "registered_group_indices" => indices(writer, &self.registered_group_indices),
+            "registered_shared_group_ids" => {
+                writer.list(&self.registered_shared_group_ids, |writer, groups| {
+                    indices(writer, groups)
+                });
+            }
+            "registered_row_offsets" => indices(writer, &self.registered_row_offsets),
+            "remote_pp_size" => writer.unsigned(self.remote_pp_size.into()),
+            "layout_id" => writer.unsigned(self.layout_id),
+            "kvx_metadata" => writer.optional(self.kvx_metadata.as_deref(), MsgpackWriter::binary),
+            "kvx_block_size" => {
+                writer.optional(self.kvx_block_size.as_ref(), |writer, size| {
+                    writer.unsigned((*size).into())
+                });
+            }
+            "kvx_engine_id" => writer.optional(self.kvx_engine_id.as_deref(), MsgpackWriter::text),
+            "kvx_grants" => {
+                writer.map(self.kvx_grants.len());
+                for (request, regions) in &self.kvx_grants {
+                    writer.text(request);
+                    writer.list(regions, |writer, region| writer.binary(region));
+                }
+            }
+            other => unreachable!("{other} is no key of a {WHAT}"),
+        }
+    }
+}

@@ -1,0 +1,342 @@
+//! Blocks that wait for a peer: how long, for whom, and what renews them.
+
+use std::time::Duration;
+
+use kvx_testkit::test;
+use kvx_vllm::config::{BlockRelease, LeaseTime};
+use kvx_vllm::engine::{ConsumerRule, Kept, Outcome, Settings, Status};
+use kvx_vllm::params::{Dialect, TransferParams};
+
+use super::rig::{Rig, at, beats, plan, prefilled, settings};
+
+fn freed(request: &str) -> Outcome {
+    Outcome::Free { request: request.into(), kept: Kept::Request }
+}
+
+fn leased(seconds: u64) -> Settings {
+    Settings {
+        release: BlockRelease::Lease(LeaseTime { duration: Duration::from_secs(seconds) }),
+        ..settings("p")
+    }
+}
+
+#[test]
+fn blocks_of_a_prefill_stay_until_they_are_fetched() {
+    let mut prefill = Rig::new(settings("p"));
+    prefill.prefill(0.0, "p-r", 40);
+    assert!(prefill.scheduler.has_pending_block_frees());
+    assert!(!prefill.ends(1.0, "p-r", Status::Aborted, 40).delay_free, "it has ended already");
+    assert_eq!(prefill.outcomes(1.0), [], "an abort does not free what is being fetched");
+    prefill.notified(2.0, "d/0", b"p-r:1");
+    assert_eq!(prefill.outcomes(2.0), [freed("p-r")]);
+    assert_eq!(prefill.outcomes(3.0), []);
+    assert!(prefill.scheduler.is_empty() && prefill.worker.is_empty());
+}
+
+#[test]
+fn blocks_that_are_taken_back_are_nobodys_and_who_has_fetched_them_is_too_late() {
+    let mut prefill = Rig::new(settings("p"));
+    prefill.prefill(0.0, "p-r", 40);
+    assert!(prefill.scheduler.withdraw(&"p-r".into()));
+    assert!(!prefill.scheduler.withdraw(&"p-r".into()), "once");
+    prefill.step(1.0);
+    assert!(prefill.scheduler.is_empty() && prefill.worker.is_empty());
+    prefill.notified(2.0, "d/0", b"p-r:1");
+    assert_eq!(prefill.outcomes(2.0), []);
+    assert_eq!(prefill.metric("vllm:nixl_num_notifications_after_expiry"), 1.0);
+}
+
+#[test]
+fn a_name_whose_blocks_were_taken_back_may_be_given_again_before_the_next_step() {
+    let mut prefill = Rig::new(settings("p"));
+    prefill.prefill(0.0, "r", 40);
+    assert!(prefill.scheduler.withdraw(&"r".into()));
+    prefill.arrive(1.0, "r", 40, &TransferParams::ask_prefill());
+    prefill.allocate(1.0, "r", 100, 0);
+    assert!(prefill.ends(1.0, "r", Status::LengthCapped, 40).delay_free);
+    prefill.step(1.0);
+    prefill.notified(2.0, "d/0", b"r:1");
+    assert_eq!(prefill.outcomes(2.0), [freed("r")]);
+    // And one that was taken back before the worker has heard of it leaves nothing there.
+    prefill.arrive(3.0, "s", 40, &TransferParams::ask_prefill());
+    prefill.allocate(3.0, "s", 100, 0);
+    prefill.ends(3.0, "s", Status::LengthCapped, 40);
+    assert!(prefill.scheduler.withdraw(&"s".into()));
+    prefill.step(3.0);
+    assert!(prefill.worker.is_empty());
+}
+
+#[test]
+fn what_fills_no_block_needs_no_step() {
+    let mut decode = Rig::new(settings("d"));
+    let (loads, ends) = ("loads".into(), "ends".into());
+    decode.arrive(0.0, "ends", 40, &prefilled("p", "p-ends", 40));
+    decode.load(0.0, "loads", 40, &prefilled("p", "p-loads", 40));
+    decode.ends(0.0, "ends", Status::Aborted, 0);
+    let ready = decode.scheduler.take_ready(at(0.0), None);
+    let told: Vec<_> =
+        ready.receive.iter().map(|order| (&order.request, order.local.len())).collect();
+    assert_eq!(told, [(&ends, 0)], "the word that its blocks are not wanted");
+    assert_eq!(ready.heartbeats[0].requests, ["p-loads".into()]);
+    assert!(decode.scheduler.take_ready(at(0.0), None).is_empty());
+    let ready = decode.scheduler.take_ready(at(0.0), Some(&loads));
+    assert_eq!((ready.receive.len(), &ready.receive[0].request), (1, &loads));
+    assert!(decode.scheduler.build_connector_meta(at(0.0)).is_empty(), "nothing is said twice");
+}
+
+#[test]
+fn a_prefill_of_less_than_a_block_keeps_one() {
+    let mut prefill = Rig::new(settings("p"));
+    assert_eq!(prefill.prefill(0.0, "p-r", 3).remote_block_ids, Some(vec![vec![100]]));
+    prefill.notified(1.0, "d/0", b"p-r:1");
+    assert_eq!(prefill.outcomes(1.0), [freed("p-r")]);
+}
+
+#[test]
+fn only_normal_ends_publish() {
+    for (status, publishes) in [
+        (Status::LengthCapped, true),
+        (Status::Stopped, true),
+        (Status::Aborted, false),
+        (Status::Failed, false),
+    ] {
+        let mut prefill = Rig::new(settings("p"));
+        prefill.arrive(0.0, "p-r", 40, &TransferParams::ask_prefill());
+        let finished = prefill.ends(0.0, "p-r", status, 40);
+        assert_eq!(
+            (finished.delay_free, finished.params.is_some()),
+            (publishes, publishes),
+            "{status:?}"
+        );
+    }
+}
+
+#[test]
+fn blocks_that_nobody_fetches_are_free_when_the_lease_ends() {
+    let mut prefill = Rig::new(leased(6));
+    prefill.prefill(0.0, "p-r", 40);
+    assert_eq!(prefill.outcomes(5.99), []);
+    assert_eq!(prefill.outcomes(6.0), [freed("p-r")], "the moment itself is too late");
+    assert_eq!(prefill.metric("vllm:nixl_num_kv_expired_reqs"), 1.0);
+    let [line] = &prefill.log[..] else { panic!("{:?}", prefill.log) };
+    assert!(line.contains("request p-r") && line.contains("kv_lease_duration"), "{line}");
+    assert_eq!(prefill.metric("vllm:nixl_num_failed_transfers"), 0.0, "nothing has failed");
+    assert_eq!(prefill.outcomes(60.0), []);
+    assert_eq!(prefill.worker.next_deadline(), None);
+}
+
+#[test]
+fn a_deadline_is_moved_to_the_workers_clock() {
+    let mut prefill = Rig::new(leased(30));
+    prefill.arrive(1000.0, "p-r", 40, &TransferParams::ask_prefill());
+    prefill.ends(1000.0, "p-r", Status::LengthCapped, 40);
+    // One second passes until the message is built; the worker's clock shows 5 s then.
+    let meta = prefill.scheduler.build_connector_meta(at(1001.0));
+    prefill.worker.start_load_kv(at(5.0), meta);
+    assert_eq!(prefill.worker.next_deadline(), Some(at(34.0)));
+}
+
+#[test]
+fn a_heartbeat_extends_by_two_thirds_and_never_shortens() {
+    let mut prefill = Rig::new(leased(30));
+    prefill.prefill(0.0, "p-r", 40);
+    prefill.notified(2.0, "d/0", b"HB:p-r");
+    assert_eq!(prefill.worker.next_deadline(), Some(at(30.0)), "2 + 20 is earlier");
+    prefill.notified(25.0, "d/0", b"HB:unknown,p-r");
+    assert_eq!(prefill.worker.next_deadline(), Some(at(45.0)));
+    assert_eq!(prefill.outcomes(44.0), []);
+    assert_eq!(prefill.outcomes(45.0), [freed("p-r")]);
+}
+
+#[test]
+fn the_reaper_looks_past_a_renewed_request() {
+    let mut prefill = Rig::new(leased(30));
+    prefill.prefill(0.0, "first", 40);
+    prefill.prefill(1.0, "second", 40);
+    prefill.notified(20.0, "d/0", b"HB:first");
+    assert_eq!(prefill.outcomes(31.0), [freed("second")]);
+    assert_eq!(prefill.outcomes(40.0), [freed("first")]);
+}
+
+#[test]
+fn heartbeats_begin_with_the_request_and_go_to_its_engine_every_sixth_of_a_lease() {
+    let mut decode = Rig::new(settings("d"));
+    decode.arrive(0.0, "a", 40, &prefilled("p", "p-a", 40));
+    decode.arrive(0.0, "b", 40, &prefilled("p", "p-b", 40));
+    decode.arrive(0.0, "c", 40, &prefilled("q", "q-c", 40));
+    let meta = decode.scheduler.build_connector_meta(at(0.0));
+    let by_engine: Vec<_> = meta
+        .heartbeats
+        .iter()
+        .map(|beat| {
+            (
+                beat.peer.engine.as_str(),
+                beat.requests.iter().map(|id| id.as_str()).collect::<Vec<_>>(),
+            )
+        })
+        .collect();
+    assert_eq!(by_engine, [("p", vec!["p-a", "p-b"]), ("q", vec!["q-c"])]);
+    assert!(decode.scheduler.build_connector_meta(at(4.9)).heartbeats.is_empty());
+    assert_eq!(decode.scheduler.build_connector_meta(at(5.0)).heartbeats.len(), 2);
+    // One of two ends, then the other.
+    decode.ends(6.0, "a", Status::Aborted, 0);
+    assert_eq!(
+        decode.scheduler.build_connector_meta(at(10.0)).heartbeats[0].requests,
+        ["p-b".into()]
+    );
+    decode.ends(11.0, "b", Status::Aborted, 0);
+    let meta = decode.scheduler.build_connector_meta(at(15.0));
+    assert_eq!(
+        meta.heartbeats.iter().map(|beat| beat.peer.engine.as_str()).collect::<Vec<_>>(),
+        ["q"]
+    );
+}
+
+#[test]
+fn heartbeats_end_with_the_load() {
+    let mut decode = Rig::new(settings("d"));
+    let read = decode.load_to_read(0.0, "r", 40, &prefilled("p", "p-r", 40));
+    assert_eq!(
+        decode.scheduler.build_connector_meta(at(5.0)).heartbeats.len(),
+        1,
+        "while it loads"
+    );
+    decode.read_done(6.0, &read);
+    decode.outcomes(6.0);
+    assert!(decode.scheduler.build_connector_meta(at(20.0)).heartbeats.is_empty());
+    assert_eq!(decode.scheduler.next_deadline(at(20.0)), None);
+}
+
+#[test]
+fn one_heartbeat_of_a_vllm_renews_five_thousand_leases() {
+    let mut prefill = Rig::new(leased(30));
+    let name = |number: u32| format!("cmpl-7f9c2ba4-5d1e-4a3b-9c8d-{number:012}-0-0000abcd");
+    for number in 0..5_000 {
+        let id = name(number);
+        prefill.arrive(0.0, &id, 16, &TransferParams::ask_prefill());
+        prefill.allocate(0.0, &id, 100, 0);
+        assert!(prefill.ends(0.0, &id, Status::LengthCapped, 16).delay_free);
+    }
+    prefill.step(0.0);
+    let names: Vec<_> = (0..5_000).map(name).collect();
+    let beat = format!("HB:{}", names.join(","));
+    assert!(beat.len() > 4 * (64 << 10), "longer than a notification between kvx agents");
+    prefill.notified(25.0, "d/0", beat.as_bytes());
+    assert_eq!(prefill.outcomes(44.0), []);
+    assert_eq!(prefill.outcomes(45.0).len(), 5_000);
+}
+
+#[test]
+fn a_prefill_leg_sends_no_heartbeat() {
+    let mut prefill = Rig::new(settings("p"));
+    prefill.arrive(0.0, "p-r", 40, &TransferParams::ask_prefill());
+    assert!(prefill.scheduler.build_connector_meta(at(0.0)).heartbeats.is_empty());
+}
+
+#[test]
+fn the_first_heartbeat_connects_and_is_sent_when_connected() {
+    let mut decode = Rig::new(settings("d"));
+    decode.arrive(0.0, "a", 40, &prefilled("p", "p-a", 40));
+    decode.arrive(0.0, "b", 40, &prefilled("p", "p,b", 40));
+    let connection = decode.step_to_handshake(0.0);
+    let mut latent = plan();
+    latent.told = vec![(kvx_vllm::engine::WorkerRank { pp: 0, tp: 1 }, 1)];
+    let told = beats(&decode.connected(1.0, connection, latent));
+    // A name with a comma would be read as two.
+    assert_eq!(told, [(0, "HB:p-a".to_owned()), (1, "HB:p-a".to_owned())]);
+    assert_eq!(beats(&decode.step(5.0)).len(), 2, "later ones go at once");
+}
+
+#[test]
+fn an_engine_of_the_old_kind_keeps_blocks_a_fixed_time_and_sends_no_heartbeats() {
+    let fixed = BlockRelease::After(Duration::from_secs(480));
+    let mut prefill = Rig::new(Settings { release: fixed, ..settings("p") });
+    prefill.prefill(0.0, "p-r", 40);
+    prefill.notified(470.0, "d/0", b"HB:p-r");
+    assert_eq!(prefill.outcomes(479.0), []);
+    assert_eq!(prefill.outcomes(480.0), [freed("p-r")]);
+    let mut decode = Rig::new(Settings { heartbeat: None, ..settings("d") });
+    decode.arrive(0.0, "r", 40, &prefilled("p", "p-r", 40));
+    assert!(decode.scheduler.build_connector_meta(at(0.0)).heartbeats.is_empty());
+    assert_eq!(kvx_vllm::engine::release_of(Dialect::V0_21), fixed);
+    assert!(matches!(kvx_vllm::engine::release_of(Dialect::V0_22), BlockRelease::Lease(_)));
+}
+
+#[test]
+fn a_prefill_rank_waits_for_as_many_consumers_as_are_written() {
+    let mut prefill = Rig::new(settings("p"));
+    prefill.prefill(0.0, "p-r", 40);
+    prefill.notified(1.0, "d/0", b"p-r:2");
+    prefill.notified(1.0, "d/0", b"p-r:2");
+    assert_eq!(prefill.outcomes(1.0), [], "the same consumer twice is one");
+    prefill.notified(2.0, "d/1", b"p-r:2");
+    assert_eq!(prefill.outcomes(2.0), [freed("p-r")]);
+}
+
+#[test]
+fn the_older_count_is_the_decodes_ranks() {
+    assert_eq!(ConsumerRule::of(Dialect::V0_28), ConsumerRule::DecodeRanks);
+    assert_eq!(ConsumerRule::of(Dialect::V0_29), ConsumerRule::Readers);
+    // (decode ranks, prefill ranks, readers of one prefill rank)
+    for (d, p, readers) in [(1, 1, 1), (4, 2, 2), (2, 4, 1), (8, 1, 8)] {
+        let old = ConsumerRule::DecodeRanks;
+        assert_eq!(old.written(readers, d), d);
+        assert_eq!(old.expected(d, p), readers);
+        assert_eq!(
+            ConsumerRule::Readers.expected(ConsumerRule::Readers.written(readers, d), p),
+            readers
+        );
+    }
+    let mut prefill =
+        Rig::new(Settings { consumers: ConsumerRule::DecodeRanks, tp_size: 2, ..settings("p") });
+    prefill.prefill(0.0, "p-r", 40);
+    prefill.notified(1.0, "d/0", b"p-r:4");
+    assert_eq!(prefill.outcomes(1.0), []);
+    prefill.notified(1.0, "d/1", b"p-r:4");
+    assert_eq!(prefill.outcomes(1.0), [freed("p-r")]);
+}
+
+#[test]
+fn a_completion_may_overtake_the_word_that_blocks_are_ready() {
+    let mut prefill = Rig::new(settings("p"));
+    prefill.arrive(0.0, "p-r", 40, &TransferParams::ask_prefill());
+    prefill.allocate(0.0, "p-r", 100, 0);
+    prefill.step(0.0);
+    prefill.ends(1.0, "p-r", Status::LengthCapped, 40);
+    prefill.notified(1.0, "d/0", b"p-r:1");
+    assert_eq!(prefill.outcomes(1.0), []);
+    prefill.step(1.5);
+    assert_eq!(prefill.outcomes(1.5), [freed("p-r")]);
+}
+
+#[test]
+fn a_completion_after_the_lease_is_counted() {
+    let mut prefill = Rig::new(leased(6));
+    prefill.prefill(0.0, "p-r", 40);
+    prefill.outcomes(6.0);
+    prefill.notified(7.0, "d/0", b"p-r:1");
+    assert_eq!(prefill.outcomes(7.0), []);
+    assert_eq!(prefill.metric("vllm:nixl_num_notifications_after_expiry"), 1.0);
+}
+
+#[test]
+fn what_is_no_notification_changes_nothing() {
+    let mut prefill = Rig::new(settings("p"));
+    prefill.prefill(0.0, "p-r", 40);
+    for wrong in [
+        &b""[..],
+        b"p-r",
+        b"p-r:",
+        b"p-r:0",
+        b"p-r:-1",
+        b"HB:",
+        b"PUSH_REG:",
+        b"PUSH_REG:\x80",
+        b"\xff:1",
+    ] {
+        assert!(prefill.worker.notified(at(1.0), "d/0", wrong).is_err(), "{wrong:?}");
+    }
+    assert_eq!(prefill.outcomes(1.0), []);
+    prefill.notified(2.0, "d/0", b"p-r:1");
+    assert_eq!(prefill.outcomes(2.0), [freed("p-r")]);
+}

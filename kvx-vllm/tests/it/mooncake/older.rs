@@ -1,0 +1,331 @@
+//! The protocol before vLLM 0.16: who is asked where, one answer to a question, and names that both sides share.
+
+use kvx_core::{ErrorKind, Result};
+use kvx_testkit::test;
+use kvx_vllm::config::Role;
+use kvx_vllm::engine::mooncake::{
+    AskId, Bootstrap, Mooncake, MooncakeAction, MooncakeWorker, PullId,
+};
+use kvx_vllm::engine::{
+    Address, Arrival, Kept, LoadFailure, Move, Outcome, RequestId, Settings, Status, WorkerRank,
+};
+use kvx_vllm::params::{OlderMooncakeParams, TransferParams};
+use kvx_vllm::wire::mooncake::PullStatus::Finish;
+use kvx_vllm::wire::mooncake::{OlderAnswer, OlderPullRequest, PullRequest};
+use serde_json::{Value, json};
+
+use super::rig::{Asked, Rig, answer, asked, at, fences, loaded, pairs, question, told, writes};
+
+/// As a decode worker before vLLM 0.16 sends it, by the rules of msgspec.
+const GOLDEN: &[u8] = b"\x85\xafremote_hostname\xa810.0.0.1\xabremote_port\xcd\x04\xd2\
+    \xabrequest_ids\x91\xa2r1\xb3kv_caches_base_addr\x91\x01\xa9block_ids\x91\x92\x03\x04";
+
+fn settings(engine: &str, role: Role) -> Settings {
+    let mooncake = Mooncake { bootstrap: Bootstrap::Without, ..Mooncake::new(role) };
+    let address = Address { host: format!("{engine}.host").into(), port: 9000 };
+    Settings::new(engine, address).with_mooncake(mooncake)
+}
+
+fn rig(role: Role) -> Rig {
+    Rig::new(settings(if role == Role::Producer { "p" } else { "d" }, role), 0, 7)
+}
+
+fn arrives(rig: &mut Rig, request: &str, params: &TransferParams) {
+    let params = OlderMooncakeParams::from_params(params).unwrap();
+    let request = RequestId::from(request);
+    let arrival =
+        Arrival { request: &request, prompt_tokens: 40, params: None, deadline: Some(at(1000.0)) };
+    rig.scheduler.on_new_older_transfer(arrival, &params).unwrap();
+}
+
+/// A prefill leg that is computed, three blocks from `first` on: what it answers.
+fn prefilled(prefill: &mut Rig, request: &str, first: u32) -> TransferParams {
+    arrives(prefill, request, &TransferParams::ask_prefill());
+    prefill.step(0.0);
+    let finished = prefill.ends(0.0, request, Status::LengthCapped, &[first, first + 1, first + 2]);
+    assert!(finished.delay_free);
+    prefill.step(0.0);
+    finished.params.unwrap()
+}
+
+/// What a prefill of vLLM answers.
+fn vllms_answer() -> TransferParams {
+    let answer = json!({"do_remote_prefill": true, "do_remote_decode": false, "remote_host": "p.host",
+        "remote_port": 9000});
+    TransferParams::from_value(&answer).unwrap()
+}
+
+/// A decode leg gets blocks from 100 on, and asks: the question with where it goes, and whether to a kvx.
+fn asks(decode: &mut Rig, request: &str, params: &TransferParams) -> (Asked, bool) {
+    arrives(decode, request, params);
+    decode.allocate(0.0, request, 100, 0);
+    let actions = decode.step(0.0);
+    let [MooncakeAction::Ask { is_kvx, .. }] = &actions[..] else {
+        panic!("not one question: {actions:?}")
+    };
+    (asked(&actions).remove(0), *is_kvx)
+}
+
+fn answered(decode: &mut Rig, now: f64, pull: PullId, bytes: &[u8]) -> Vec<MooncakeAction> {
+    decode.worker.older_answered_with(at(now), pull, OlderAnswer::decode(bytes));
+    decode.actions()
+}
+
+/// A plain agent's question.
+fn plain(asked: &[(&str, &[u32])]) -> OlderPullRequest {
+    let asked: Vec<_> =
+        asked.iter().map(|(request, blocks)| (*request, *request, *blocks)).collect();
+    OlderPullRequest::plain(&question((0, 1), &asked)).unwrap()
+}
+
+fn is_asked(
+    prefill: &mut Rig,
+    ask: u64,
+    question: OlderPullRequest,
+) -> (Result<()>, Vec<MooncakeAction>) {
+    let question = OlderPullRequest::decode(&question.encode());
+    let taken = prefill.worker.older_asked_for(at(0.1), AskId(ask), question);
+    (taken, prefill.actions())
+}
+
+fn begins(prefill: &mut Rig, ask: u64, question: OlderPullRequest) -> Vec<Move> {
+    let (taken, actions) = is_asked(prefill, ask, question);
+    taken.unwrap();
+    prefill.connected(0.1, &actions)
+}
+
+/// The only answer there is.
+fn said(actions: &[MooncakeAction]) -> Option<(u64, &[u8])> {
+    let answers: Vec<_> = actions
+        .iter()
+        .filter_map(|action| match action {
+            MooncakeAction::Answer { ask, bytes } => Some((ask.0, &bytes[..])),
+            _ => None,
+        })
+        .collect();
+    assert!(answers.len() <= 1, "a REQ socket hears one answer: {answers:?}");
+    answers.first().copied()
+}
+
+#[test]
+fn messages_are_those_of_vllm() {
+    let mut asked = told((0, 1), 7);
+    (asked.remote_hostname, asked.remote_port) = ("10.0.0.1".into(), 1234);
+    asked.kv_caches_base_addr = vec![1];
+    asked.req_blocks = question((0, 1), &[("d-1", "r1", &[3, 4])]).req_blocks;
+    let older = OlderPullRequest::plain(&asked).unwrap();
+    assert_eq!(older.encode(), GOLDEN);
+    assert_eq!(OlderPullRequest::decode(GOLDEN).unwrap(), older);
+    assert_eq!(OlderAnswer::decode(b"trans_done").unwrap(), OlderAnswer::Done);
+    assert_eq!(OlderAnswer::decode(b"trans_error").unwrap(), OlderAnswer::Failed);
+    assert_eq!(OlderAnswer::decode(b"trans_done ").unwrap_err().kind(), ErrorKind::Malformed);
+    for cut in 0..GOLDEN.len() {
+        assert_eq!(
+            OlderPullRequest::decode(&GOLDEN[..cut]).unwrap_err().kind(),
+            ErrorKind::Malformed,
+            "{cut}"
+        );
+    }
+    // What a vLLM that listens at the address of a kvx gets of it names no block: it refuses that.
+    let kvx = OlderPullRequest::decode(&OlderPullRequest::to_kvx(&asked).encode()).unwrap();
+    assert_eq!((kvx.request_ids.len(), kvx.block_ids.len()), (1, 0));
+    assert_eq!(PullRequest::decode(&kvx.kvx_question.unwrap()).unwrap(), asked);
+}
+
+#[test]
+fn a_prefill_answers_where_it_listens_and_vllm_finds_its_keys() {
+    let params = prefilled(&mut rig(Role::Producer), "cmpl-x-0-0123abcd", 10);
+    let mut told = params.to_value(Default::default()).unwrap();
+    let vllms = vllms_answer().to_value(Default::default()).unwrap();
+    for (key, value) in vllms.as_object().unwrap() {
+        assert_eq!(told.as_object_mut().unwrap().remove(key).as_ref(), Some(value), "{key}");
+    }
+    let own: Value = json!({"kvx_engine_id": "p", "kvx_request_id": "cmpl-x-0-0123abcd", "remote_num_tokens": 48});
+    assert_eq!(told, own);
+}
+
+#[test]
+fn a_plain_prefill_is_asked_by_the_shared_name_at_the_port_of_the_own_rank() {
+    for tp in [0, 3] {
+        let settings = Settings { tp_size: 4, ..settings("d", Role::Consumer) };
+        let mut decode = Rig::new(settings, tp, 7);
+        let (asked, is_kvx) = asks(&mut decode, "cmpl-x-0-0123abcd", &vllms_answer());
+        assert_eq!((asked.address, is_kvx), (format!("tcp://p.host:{}", 9000 + tp), false));
+        let older = OlderPullRequest::plain(&asked.request).unwrap();
+        assert_eq!(
+            (older.request_ids, older.block_ids),
+            (vec!["cmpl-x-0".into()], vec![vec![100, 101, 102]])
+        );
+        assert_eq!(older.kv_caches_base_addr, [1 << 20]);
+        answered(&mut decode, 0.1, asked.pull, b"trans_done");
+        assert_eq!(decode.outcomes(0.1), [loaded("cmpl-x-0-0123abcd")]);
+        assert!(decode.worker.is_empty(), "{:?}", decode.worker);
+    }
+}
+
+#[test]
+fn what_a_plain_prefill_says_in_vain_is_fenced_and_fails_in_words() {
+    for bytes in [&b"trans_error"[..], b"nonsense"] {
+        let mut decode = rig(Role::Consumer);
+        let (asked, _) = asks(&mut decode, "d-1", &vllms_answer());
+        let actions = answered(&mut decode, 0.1, asked.pull, bytes);
+        assert_eq!(fences(&actions), 1, "it may write on");
+        assert!(decode.outcomes(0.2).is_empty(), "the blocks are not its own yet");
+        decode.worker.fenced(at(0.3), &"d-1".into());
+        let outcomes = decode.outcomes(0.3);
+        let [Outcome::Failed { failure: LoadFailure::Transfer(why), .. }] = &outcomes[..] else {
+            panic!("{outcomes:?}")
+        };
+        assert!(why.contains("trans_error"), "{why}");
+    }
+    // One that says nothing costs the load its time, and then the fence.
+    let mut decode = rig(Role::Consumer);
+    asks(&mut decode, "d-1", &vllms_answer());
+    let late = decode.worker.next_deadline().unwrap();
+    let output = decode.worker.get_finished(late);
+    assert!(output.finished_recving.is_empty());
+    assert_eq!(fences(&decode.actions()), 1);
+}
+
+#[test]
+fn each_request_is_asked_for_by_itself_and_one_that_fails_takes_no_other_with_it() {
+    let mut decode = rig(Role::Consumer);
+    for (request, first) in [("d-1", 100), ("d-2", 200)] {
+        arrives(&mut decode, request, &vllms_answer());
+        decode.allocate(0.0, request, first, 0);
+    }
+    let asked = asked(&decode.step(0.0));
+    assert_eq!(asked.len(), 2);
+    answered(&mut decode, 0.1, asked[0].pull, b"trans_error");
+    answered(&mut decode, 0.1, asked[1].pull, b"trans_done");
+    assert_eq!(decode.outcomes(0.1), [loaded("d-2")]);
+}
+
+#[test]
+fn a_plain_decode_is_written_and_hears_one_answer_for_all() {
+    let mut prefill = rig(Role::Producer);
+    prefilled(&mut prefill, "r1-0123abcd", 10);
+    prefilled(&mut prefill, "r2-0123abcd", 20);
+    let moves = begins(&mut prefill, 1, plain(&[("r1", &[100, 101]), ("r2", &[200])]));
+    let written: Vec<_> = moves.iter().map(pairs).collect();
+    assert_eq!(
+        written,
+        [vec![(11, 100), (12, 101)], vec![(22, 200)]],
+        "a cached prefix is not wanted"
+    );
+    assert_eq!(said(&prefill.written(0.2, moves[0].id)), None);
+    assert_eq!(said(&prefill.written(0.2, moves[1].id)), Some((1, &b"trans_done"[..])));
+    let free = |request: &str| Outcome::Free { request: request.into(), kept: Kept::Request };
+    assert_eq!(prefill.outcomes(0.3), [free("r1-0123abcd"), free("r2-0123abcd")]);
+    // Without blocks it lets go.
+    prefilled(&mut prefill, "r3-0123abcd", 30);
+    let (taken, actions) = is_asked(&mut prefill, 2, plain(&[("r3", &[])]));
+    taken.unwrap();
+    assert_eq!(said(&actions), Some((2, &b"trans_done"[..])));
+    assert_eq!(prefill.outcomes(0.3), [free("r3-0123abcd")]);
+    // And hears so of what is over.
+    let (_, actions) = is_asked(&mut prefill, 3, plain(&[("r3", &[100])]));
+    assert_eq!(said(&actions), Some((3, &b"trans_error"[..])));
+    assert_eq!(prefill.worker.len(), 1, "the way to the decode: {:?}", prefill.worker);
+}
+
+#[test]
+fn who_asks_before_the_prefill_waits_and_an_abort_wakes_it() {
+    let mut prefill = rig(Role::Producer);
+    for (ask, blocks) in [(1, &[100, 101, 102][..]), (2, &[200, 201, 202])] {
+        let request = format!("r{ask}");
+        let (taken, actions) = is_asked(&mut prefill, ask, plain(&[(&request, blocks)]));
+        assert!(taken.is_ok() && actions.is_empty(), "it waits");
+    }
+    arrives(&mut prefill, "r1-0123abcd", &TransferParams::ask_prefill());
+    arrives(&mut prefill, "r2-0123abcd", &TransferParams::ask_prefill());
+    prefill.step(0.2);
+    prefill.ends(0.2, "r1-0123abcd", Status::LengthCapped, &[10, 11, 12]);
+    prefill.ends(0.2, "r2-0123abcd", Status::Aborted, &[]);
+    let actions = prefill.step(0.2);
+    assert_eq!(said(&actions), Some((2, &b"trans_error"[..])));
+    let moves = prefill.connected(0.2, &actions);
+    assert_eq!(pairs(&moves[0]), [(10, 100), (11, 101), (12, 102)]);
+    assert_eq!(said(&prefill.written(0.3, moves[0].id)), Some((1, &b"trans_done"[..])));
+    // Nobody prefills this one: it hears so at the time limit.
+    is_asked(&mut prefill, 3, plain(&[("r3", &[100])])).0.unwrap();
+    prefill.worker.get_finished(at(0.1 + 480.0));
+    assert_eq!(said(&prefill.actions()), Some((3, &b"trans_error"[..])));
+}
+
+#[test]
+fn questions_that_cannot_be_right_are_answered_by_an_error_and_written_nowhere() {
+    let wrong: [(ErrorKind, &dyn Fn(&mut OlderPullRequest)); 5] = [
+        (ErrorKind::Malformed, &|asked| asked.block_ids.clear()),
+        (ErrorKind::Malformed, &|asked| asked.request_ids.push("r2".into())),
+        (ErrorKind::Malformed, &|asked| {
+            asked.request_ids.push("r1".into());
+            asked.block_ids.push(vec![101]);
+        }),
+        (ErrorKind::Incompatible, &|asked| asked.kv_caches_base_addr.push(1 << 30)),
+        (ErrorKind::Incompatible, &|asked| asked.kv_caches_base_addr.clear()),
+    ];
+    let mut prefill = rig(Role::Producer);
+    prefilled(&mut prefill, "r1-0123abcd", 10);
+    for (ask, (kind, change)) in wrong.into_iter().enumerate() {
+        let mut question = plain(&[("r1", &[100])]);
+        change(&mut question);
+        let (taken, actions) = is_asked(&mut prefill, ask as u64, question);
+        assert_eq!(taken.unwrap_err().kind(), kind, "{ask}");
+        assert_eq!(said(&actions), Some((ask as u64, &b"trans_error"[..])));
+        assert!(writes(&actions).is_empty());
+    }
+    let nonsense = OlderPullRequest::decode(b"\xc0");
+    assert!(prefill.worker.older_asked_for(at(0.1), AskId(9), nonsense).is_err());
+    assert_eq!(said(&prefill.actions()), Some((9, &b"trans_error"[..])));
+    // More blocks than the request has, after all of them a question that is right.
+    let moves = begins(&mut prefill, 10, plain(&[("r1", &[100, 101, 102, 103])]));
+    assert!(moves.is_empty());
+    assert_eq!(begins(&mut prefill, 11, plain(&[("r1", &[100])])).len(), 1);
+}
+
+#[test]
+fn a_name_that_is_used_again_means_the_latest_and_kvx_its_own() {
+    let mut prefill = rig(Role::Producer);
+    let first = prefilled(&mut prefill, "r-00000001", 10);
+    prefilled(&mut prefill, "r-00000002", 20);
+    let moves = begins(&mut prefill, 1, plain(&[("r", &[100])]));
+    assert_eq!(pairs(&moves[0]), [(22, 100)]);
+    let mut decode = rig(Role::Consumer);
+    let (asked, is_kvx) = asks(&mut decode, "r-00000009", &first);
+    assert!(is_kvx);
+    assert_eq!(asked.wants(), [("r-00000009", "r-00000001", vec![100, 101, 102])]);
+    let moves = begins(&mut prefill, 2, OlderPullRequest::to_kvx(&asked.request));
+    assert_eq!(pairs(&moves[0]), [(10, 100), (11, 101), (12, 102)]);
+    // Among themselves they answer as today.
+    let actions = prefill.written(0.2, moves[0].id);
+    assert_eq!(answer(&actions), (2, Finish, vec!["r-00000009".into()], vec![]));
+    let [MooncakeAction::Answer { bytes, .. }] = &actions[..] else { panic!("{actions:?}") };
+    decode.worker.answered(at(0.2), asked.pull, bytes);
+    assert_eq!(decode.outcomes(0.2), [loaded("r-00000009")]);
+}
+
+#[test]
+fn what_the_older_messages_cannot_say_is_refused_when_it_is_built() {
+    let several = Settings { groups: vec![None, None], ..settings("p", Role::Both) };
+    let stages = Settings { pp_size: 2, ..settings("p", Role::Both) };
+    for settings in [several, stages] {
+        let error =
+            MooncakeWorker::new(settings, WorkerRank::default(), told((0, 1), 7)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.to_string().contains("0.16 or later"), "{error}");
+    }
+    // A port beyond all ports fails the load, and nobody is asked.
+    let mut decode = Rig::new(Settings { tp_size: 2, ..settings("d", Role::Consumer) }, 1, 7);
+    let mut params = vllms_answer();
+    params.remote_port = Some(65535);
+    arrives(&mut decode, "d-1", &params);
+    decode.allocate(0.0, "d-1", 100, 0);
+    let actions = decode.step(0.0);
+    assert!(asked(&actions).is_empty());
+    let outcomes = decode.outcomes(0.0);
+    let [Outcome::Failed { failure: LoadFailure::Handshake(why), .. }] = &outcomes[..] else {
+        panic!("{outcomes:?}")
+    };
+    assert!(why.contains("VLLM_MOONCAKE_BOOTSTRAP_PORT"), "{why}");
+}

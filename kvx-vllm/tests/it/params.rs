@@ -1,0 +1,285 @@
+//! `kv_transfer_params`: every version reads, what would stop an engine is never written, errors name the key.
+
+mod recipes;
+
+use kvx_testkit::test;
+use kvx_vllm::Dialect;
+use kvx_vllm::params::{
+    MooncakeLeg, MooncakeParams, MooncakeTransferId, RemoteBlocks, TransferMode, TransferParams,
+    XRequestId,
+};
+use serde_json::{Value, json};
+
+fn remote() -> RemoteBlocks {
+    RemoteBlocks::new("prefill-0", "cmpl-u-0-bbb18847", "10.0.0.1", 5600, vec![vec![28, 29, 30]])
+}
+
+fn written(params: &TransferParams, dialect: Dialect) -> Value {
+    params.to_value(dialect).unwrap()
+}
+
+/// The keys of vLLM 0.16 and 0.20, with ids in the form of the first.
+fn of_0_16() -> Value {
+    json!({
+        "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [28, 29, 30],
+        "remote_engine_id": "prefill-0", "remote_request_id": "cmpl-u-0-bbb18847",
+        "remote_host": "10.0.0.1", "remote_port": 5600, "tp_size": 1,
+    })
+}
+
+#[test]
+fn each_version_writes_its_own_keys() {
+    let write = |dialect| written(&TransferParams::prefilled(remote(), dialect), dialect);
+    let mut expected = of_0_16();
+    assert_eq!(write(Dialect::V0_16), expected);
+    expected["remote_block_ids"] = json!([[28, 29, 30]]);
+    assert_eq!(write(Dialect::V0_20), expected);
+    for (key, value) in [
+        ("dcp_size", json!(1)),
+        ("pp_size", json!(1)),
+        ("remote_num_tokens", json!(0)),
+        ("remote_blocks_expiry_time", Value::Null),
+        ("transfer_mode", json!("pull")),
+    ] {
+        expected[key] = value;
+    }
+    assert_eq!(write(Dialect::V0_32), expected);
+    expected["remote_registration_generation"] = json!(0);
+    assert_eq!(write(Dialect::V0_33), expected);
+}
+
+#[test]
+fn every_version_reads_back_as_what_was_meant() {
+    let mut meant = remote();
+    (meant.tp_size, meant.num_tokens, meant.registration_generation) = (4, Some(331), 3);
+    meant.block_reference = Some("000000000000feed000000000000000c".to_owned());
+    for dialect in Dialect::ALL {
+        let value = written(&TransferParams::prefilled(meant.clone(), dialect), dialect);
+        let read = TransferParams::from_value(&value).unwrap();
+        assert!(read.do_remote_prefill && !read.do_remote_decode);
+        let mut expected = meant.clone();
+        if dialect < Dialect::V0_21 {
+            expected.num_tokens = None;
+        }
+        if dialect < Dialect::V0_33 {
+            expected.registration_generation = 0;
+        }
+        assert_eq!(read.remote_blocks().unwrap(), expected, "{dialect}");
+        assert_eq!(written(&read, dialect), value, "{dialect}");
+    }
+}
+
+#[test]
+fn flat_block_ids_are_one_group() {
+    let flat = TransferParams::from_value(&of_0_16()).unwrap();
+    assert_eq!(flat.remote_block_ids, Some(vec![vec![28, 29, 30]]));
+    assert_eq!(written(&flat, Dialect::V0_16), of_0_16(), "an older engine gets them flat again");
+    assert_eq!(
+        written(&flat, Dialect::V0_33)["remote_block_ids"],
+        json!([[28, 29, 30]]),
+        "a newer one never does"
+    );
+    let mut two = flat;
+    two.remote_block_ids = Some(vec![vec![1], vec![2]]);
+    assert_eq!(two.to_value(Dialect::V0_16).unwrap_err().key(), "remote_block_ids");
+    let mut empty = of_0_16();
+    for none in [json!([]), json!([[]]), json!([[], []])] {
+        empty["remote_block_ids"] = none;
+        assert_eq!(
+            TransferParams::from_value(&empty).unwrap().remote_blocks().unwrap().block_count(),
+            0
+        );
+    }
+}
+
+#[test]
+fn a_bidirectional_answer_carries_when_the_blocks_go() {
+    let mut held = remote();
+    held.expiry_time = Some(4920.25);
+    let value = written(&TransferParams::decoded(held, Dialect::V0_33), Dialect::V0_33);
+    assert_eq!(
+        (&value["do_remote_decode"], &value["do_remote_prefill"]),
+        (&json!(true), &json!(false))
+    );
+    assert_eq!(value["remote_blocks_expiry_time"], json!(4920.25));
+    let read = TransferParams::from_value(&value).unwrap();
+    assert_eq!(read.remote_blocks().unwrap().expiry_time, Some(4920.25));
+}
+
+#[test]
+fn the_question_to_a_prefill_instance_is_vllms() {
+    let asked = TransferParams::ask_prefill();
+    assert!(!asked.names_remote());
+    for dialect in Dialect::ALL {
+        assert_eq!(
+            written(&asked, dialect),
+            json!({"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
+                   "remote_block_ids": null, "remote_host": null, "remote_port": null})
+        );
+    }
+    assert_eq!(TransferParams::from_value(&written(&asked, Dialect::V0_33)).unwrap(), asked);
+}
+
+#[test]
+fn unknown_keys_and_nulls_come_out_as_they_went_in() {
+    let mut value = of_0_16();
+    value["remote_block_ids"] = json!([[28]]);
+    value["new_in_0.40"] = json!({"a": [1, null]});
+    value["dcp_size"] = Value::Null;
+    let read = TransferParams::from_value(&value).unwrap();
+    assert_eq!(read.dcp_size, None);
+    assert_eq!(written(&read, Dialect::V0_33), value);
+    let mut set = read;
+    set.dcp_size = Some(2);
+    assert_eq!(
+        written(&set, Dialect::V0_33)["dcp_size"],
+        json!(2),
+        "a field that is set is written"
+    );
+    set.rest.insert("tp_size".to_owned(), json!(8));
+    assert_eq!(
+        set.to_value(Dialect::V0_33).unwrap_err().key(),
+        "rest",
+        "a known key has one place"
+    );
+}
+
+#[test]
+fn a_value_of_the_wrong_kind_is_named_with_what_it_takes() {
+    for (key, value, takes) in [
+        ("do_remote_prefill", json!("yes"), "true or false"),
+        ("remote_block_ids", json!("1,2"), "a list of block ids for each KV cache group"),
+        ("remote_block_ids", json!([[1], 2]), "a list of block ids"),
+        ("remote_block_ids", json!([1, [2]]), "a list of block ids"),
+        ("remote_block_ids", json!([[-1]]), "a list of block ids"),
+        ("remote_block_ids", json!([[4_294_967_296_u64]]), "a list of block ids"),
+        ("remote_engine_id", json!(""), "a string that is not empty"),
+        ("remote_request_id", json!(7), "a string that is not empty"),
+        ("remote_port", json!("5600"), "a port number"),
+        ("remote_port", json!(0), "a port number"),
+        ("remote_port", json!(65_536), "a port number"),
+        ("tp_size", json!(0), "a whole number from 1"),
+        ("pp_size", json!(1.5), "a whole number from 1"),
+        ("remote_num_tokens", json!(-1), "a whole number, not negative"),
+        ("remote_blocks_expiry_time", json!("soon"), "seconds"),
+        ("transfer_mode", json!("drag"), "\"pull\" or \"push\""),
+        ("kvx_block_reference", json!([]), "a string"),
+    ] {
+        let error = TransferParams::from_value(&json!({key: value})).unwrap_err();
+        assert_eq!(error.key(), key);
+        assert!(
+            error.to_string().starts_with(&format!("{key} is {value}; it takes {takes}")),
+            "{error}"
+        );
+    }
+    let long = json!({"remote_port": "x".repeat(10_000)});
+    assert!(
+        TransferParams::from_value(&long).unwrap_err().to_string().len() < 200,
+        "a long value is cut"
+    );
+    assert_eq!(TransferParams::from_value(&json!([])).unwrap_err().key(), "kv_transfer_params");
+}
+
+/// Each of these ends the engine of a vLLM decode instance that reads it.
+#[test]
+fn what_stops_an_engine_is_never_written() {
+    let good = TransferParams::prefilled(remote(), Dialect::V0_33);
+    let changes: [(&str, fn(&mut TransferParams)); 9] = [
+        ("remote_block_ids", |params| params.remote_block_ids = None),
+        ("remote_block_ids", |params| params.remote_block_ids = Some(vec![vec![], vec![]])),
+        ("remote_engine_id", |params| params.remote_engine_id = None),
+        ("remote_request_id", |params| params.remote_request_id = None),
+        ("remote_request_id", |params| params.remote_request_id = Some(String::new())),
+        ("remote_host", |params| params.remote_host = None),
+        ("remote_port", |params| params.remote_port = None),
+        ("tp_size", |params| params.tp_size = Some(0)),
+        ("remote_blocks_expiry_time", |params| params.remote_blocks_expiry_time = Some(f64::NAN)),
+    ];
+    for (key, change) in changes {
+        let mut params = good.clone();
+        change(&mut params);
+        assert_eq!(params.to_value(Dialect::V0_33).unwrap_err().key(), key);
+    }
+    let mut alone = TransferParams::default();
+    alone.do_remote_prefill = true;
+    assert_eq!(
+        alone.to_value(Dialect::V0_33).unwrap_err().key(),
+        "remote_block_ids",
+        "a decode leg without a remote"
+    );
+    let mut both = good.clone();
+    both.do_remote_decode = true;
+    assert_eq!(both.to_value(Dialect::V0_33).unwrap_err().key(), "do_remote_decode");
+    let mut half = TransferParams::ask_prefill();
+    half.remote_host = Some("h".to_owned());
+    assert_eq!(
+        half.to_value(Dialect::V0_33).unwrap_err().key(),
+        "remote_block_ids",
+        "half a remote is none"
+    );
+}
+
+#[test]
+fn push_needs_the_size_in_place_of_the_blocks() {
+    let mut pushed = remote();
+    (pushed.mode, pushed.block_ids) = (TransferMode::Push, Vec::new());
+    let mut params = TransferParams::prefilled(pushed, Dialect::V0_33);
+    params.remote_block_ids = None;
+    params.to_value(Dialect::V0_33).unwrap();
+    params.tp_size = None;
+    assert_eq!(params.to_value(Dialect::V0_33).unwrap_err().key(), "tp_size");
+
+    // A router of push connectors names no mode: the engine knows its own.
+    let unnamed = json!({"do_remote_prefill": true, "remote_engine_id": "e", "remote_host": "h", "remote_port": 1,
+                         "remote_request_id": "r", "tp_size": 2, "pp_size": 1});
+    let params = TransferParams::from_value(&unnamed).unwrap();
+    assert_eq!(params.remote_blocks().unwrap_err().key(), "remote_block_ids");
+    assert_eq!(params.remote_blocks_for(TransferMode::Push).unwrap().tp_size, 2);
+    let pull = TransferParams::prefilled(remote(), Dialect::V0_33);
+    assert_eq!(pull.remote_blocks_for(TransferMode::Push).unwrap_err().key(), "transfer_mode");
+}
+
+#[test]
+fn mooncake_params_name_the_key_that_is_missing() {
+    let value = json!({"do_remote_decode": false, "do_remote_prefill": true, "remote_bootstrap_addr": "http://h:8998",
+                       "remote_engine_id": "e", "transfer_id": "xfer-1", "later": [1]});
+    let read = MooncakeParams::from_value(&value).unwrap();
+    let leg = MooncakeLeg::Decode {
+        remote_engine_id: "e".to_owned(),
+        remote_bootstrap_addr: "http://h:8998".to_owned(),
+    };
+    assert_eq!((&read.transfer_id, &read.leg), (&MooncakeTransferId::new("xfer-1").unwrap(), &leg));
+    assert_eq!(read.to_value().unwrap(), value);
+    for key in ["transfer_id", "remote_engine_id", "remote_bootstrap_addr"] {
+        let mut without = value.clone();
+        without.as_object_mut().unwrap().remove(key);
+        assert_eq!(MooncakeParams::from_value(&without).unwrap_err().key(), key);
+    }
+    for flags in [(false, false), (true, true)] {
+        let mut neither = value.clone();
+        (neither["do_remote_decode"], neither["do_remote_prefill"]) =
+            (flags.0.into(), flags.1.into());
+        assert_eq!(MooncakeParams::from_value(&neither).unwrap_err().key(), "do_remote_decode");
+    }
+    let empty = MooncakeLeg::Decode {
+        remote_engine_id: String::new(),
+        remote_bootstrap_addr: "a".to_owned(),
+    };
+    let params = MooncakeParams::new(MooncakeTransferId::new("x").unwrap(), empty);
+    assert_eq!(params.to_value().unwrap_err().key(), "remote_engine_id");
+    assert_eq!(MooncakeTransferId::new("").unwrap_err().key(), "transfer_id");
+}
+
+#[test]
+fn a_request_id_is_one_that_headers_and_heartbeats_can_carry() {
+    for good in ["4b6933e4-6190-4199-b423-3127bbe00204", "a:b", "x"] {
+        assert_eq!(XRequestId::new(good).unwrap().as_str(), good);
+    }
+    let long = "x".repeat(XRequestId::MAX_LEN + 1);
+    for bad in ["", "a,b", "a b", "a\nb", "ä", long.as_str()] {
+        assert_eq!(XRequestId::new(bad).unwrap_err().key(), "X-Request-Id", "{bad}");
+    }
+    let made = XRequestId::from_random([0xff; 16]);
+    assert_eq!(made.as_str(), "ffffffff-ffff-4fff-bfff-ffffffffffff");
+    assert_eq!(XRequestId::new(made.as_str()).unwrap(), made);
+}

@@ -1,0 +1,192 @@
+//! Prefill and decode engines, a network and clients in virtual time: what one seed does, it does again.
+//!
+//! Blocks are real: a pool with owners, and contents that say whose tokens they are and which writing of the block
+//! they come from. A read takes time and copies what is there while it runs. Engines restart, the network is cut,
+//! notifications get lost and repeat, clients go away at any moment. Whatever happens:
+//!
+//! - no block is leaked, and none is freed or given to another request while a transfer may touch it;
+//! - no block with other contents than the request's own is taken for loaded;
+//! - every client has an answer by its deadline.
+//!
+//! Engines speak one dialect, or each one of its own.
+//!
+//! `KVX_SIM_SEED=n` runs one seed, with `KVX_SIM_TRACE=1` and `--nocapture` event by event; `KVX_SIM_RUNS=n` runs
+//! that many.
+
+mod engine;
+mod memory;
+mod mooncake;
+mod random;
+mod world;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use kvx_testkit::harness::LIMIT;
+use kvx_testkit::{Tier, test, trial_within};
+use kvx_vllm::Dialect;
+use libtest_mimic::Trial;
+
+use self::world::{Scenario, Summary, World};
+
+/// Seeds that find everything that the assertions ask for.
+const RUNS: u64 = 800;
+/// What the whole run goes through.
+const MANY: u64 = 10_000;
+/// The longest that a seed may take on average, without optimisation on a busy machine.
+const EACH: Duration = Duration::from_millis(120);
+
+/// Tests that run all seeds.
+const ALL_SEEDS: &[(&str, fn())] = &[
+    ("every_request_ends_and_no_block_is_leaked_reused_early_or_stale", engines_of_one_dialect),
+    ("every_transfer_ends_and_no_block_is_leaked_reused_early_or_written_late", mooncake_engines),
+    ("the_same_holds_between_engines_of_unequal_dialects", engines_of_unequal_dialects),
+];
+
+/// The tests that run all seeds, which may take as long as their number asks for.
+pub(crate) fn trials() -> Vec<Trial> {
+    if !Tier::Usual.runs() {
+        return Vec::new();
+    }
+    let runs = runs(Tier::Whole.runs());
+    let limit = LIMIT + EACH * u32::try_from(runs).unwrap();
+    let trial =
+        |(name, run): &(&str, fn())| trial_within(limit, format!("simulation::{name}"), *run);
+    ALL_SEEDS.iter().map(trial).collect()
+}
+
+/// Returns the number of seeds to run.
+fn runs(whole: bool) -> u64 {
+    number("KVX_SIM_RUNS").unwrap_or(if whole { MANY } else { RUNS })
+}
+
+fn run(seed: u64, generations: bool, among: &[Dialect]) -> Result<Summary, String> {
+    let (scenario, random) = Scenario::drawn(seed, generations, among);
+    caught(|| World::new(scenario, random).run())
+}
+
+fn run_mooncake(seed: u64) -> Result<Summary, String> {
+    caught(|| mooncake::World::drawn(seed).run())
+}
+
+fn caught(run: impl FnOnce() -> Result<Summary, String>) -> Result<Summary, String> {
+    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
+        let why = panic.downcast_ref::<String>().cloned();
+        let why = why.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
+        Err(format!("panic: {}", why.unwrap_or_default()))
+    })
+}
+
+fn number(variable: &str) -> Option<u64> {
+    let text = std::env::var(variable).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{variable} is {text:?}; it takes a number")))
+}
+
+/// Runs seeds on all cores; stops at the first that ends badly.
+fn all(
+    seeds: std::ops::Range<u64>,
+    run: impl Fn(u64) -> Result<Summary, String> + Sync,
+) -> Result<Summary, (u64, String)> {
+    let run = &run;
+    let threads = std::thread::available_parallelism().map_or(1, usize::from) as u64;
+    let parts = std::thread::scope(|scope| {
+        let parts: Vec<_> = (0..threads)
+            .map(|thread| {
+                let seeds = seeds.clone().skip(thread as usize).step_by(threads as usize);
+                scope.spawn(move || {
+                    let mut whole = Summary::default();
+                    for seed in seeds {
+                        whole.add(&run(seed).map_err(|why| (seed, why))?);
+                    }
+                    Ok(whole)
+                })
+            })
+            .collect();
+        parts
+            .into_iter()
+            .map(|part| part.join().expect("runs catch their panics"))
+            .collect::<Vec<_>>()
+    });
+    let mut whole = Summary::default();
+    for part in parts {
+        whole.add(&part?);
+    }
+    Ok(whole)
+}
+
+fn engines_of_one_dialect() {
+    hold_among(&[Dialect::default()]);
+}
+
+fn mooncake_engines() {
+    hold(run_mooncake, |summary, count| {
+        let Summary { loaded, recomputed, errors, aborted, lost, restarts, older, .. } = *summary;
+        let least = [loaded, recomputed, errors, aborted, restarts, older].into_iter().min();
+        least.map(u64::from) > Some(count / 10) && u64::from(lost) > count / 200
+    });
+}
+
+fn engines_of_unequal_dialects() {
+    let summary = hold_among(&Dialect::ALL);
+    assert!(
+        summary.is_none_or(|summary| summary.unequal > 8 * summary.runs / 10),
+        "most pairs are unequal"
+    );
+}
+
+/// Runs all seeds among engines of these dialects; gives what came of it, if that many ran.
+fn hold_among(among: &[Dialect]) -> Option<Summary> {
+    hold(
+        |seed| run(seed, true, among),
+        |summary, count| {
+            let Summary { loaded, recomputed, errors, aborted, stale, lost, restarts, .. } =
+                *summary;
+            let least = [loaded, recomputed, errors, aborted, restarts].into_iter().min();
+            least.map(u64::from) > Some(count / 10)
+                && u64::from(stale) > count / 200
+                && u64::from(lost) > count / 200
+        },
+    )
+}
+
+/// Runs all seeds; so much must have happened as `enough` says.
+fn hold(
+    run: impl Fn(u64) -> Result<Summary, String> + Sync,
+    enough: impl Fn(&Summary, u64) -> bool,
+) -> Option<Summary> {
+    let seeds = match number("KVX_SIM_SEED") {
+        Some(seed) => seed..seed + 1,
+        None => {
+            let whole = Tier::Whole.runs_or_says(&format!("{MANY} simulations instead of {RUNS}"));
+            0..runs(whole)
+        }
+    };
+    let count = seeds.end - seeds.start;
+    match all(seeds, run) {
+        Err((seed, why)) => panic!("seed {seed}: {why}\nto see it again: KVX_SIM_SEED={seed}"),
+        Ok(summary) => {
+            println!("{summary:?}");
+            // A simulation in which nothing happens would hold everything.
+            assert!(count < RUNS || enough(&summary, count), "{summary:?}");
+            (count >= RUNS).then_some(summary)
+        }
+    }
+}
+
+#[test]
+fn without_generations_the_same_simulation_finds_a_stale_block_that_is_accepted() {
+    let found = (0..RUNS)
+        .find_map(|seed| run(seed, false, &[Dialect::default()]).err().map(|why| (seed, why)));
+    let (seed, why) = found.expect("a read that observed another request's contents");
+    println!("seed {seed}: {why}");
+    assert!(why.contains("STALE"), "seed {seed}: {why}");
+    assert!(run(seed, true, &[Dialect::default()]).is_ok(), "seed {seed} is safe with generations");
+}
+
+#[test]
+fn a_seed_does_the_same_thing_again() {
+    for seed in 0..20 {
+        let both = || format!("{:?} {:?}", run(seed, true, &Dialect::ALL), run_mooncake(seed));
+        assert_eq!(both(), both(), "seed {seed}");
+    }
+}

@@ -1,0 +1,224 @@
+//! Questions to bootstrap servers and to workers, and what comes back: in order, late, or not at all.
+
+use kvx_vllm::engine::mooncake::{AskId, PullId, QueryId, Unanswered};
+use kvx_vllm::engine::{Time, WorkerRank};
+use kvx_vllm::wire::mooncake::{
+    Directory, ListedEngine, OlderAnswer, OlderPullRequest, PullRequest, PullResponse,
+};
+
+use super::{At, Event, MILLISECOND, SECOND, World};
+
+/// The way between a decode's worker that asks and a prefill's that answers.
+pub(super) struct Wire {
+    from: At,
+    pull: PullId,
+    to: At,
+    ask: Option<AskId>,
+    /// A plain REQ socket before vLLM 0.16, which hears one answer.
+    plain: bool,
+    answers: u32,
+    /// It has heard of a failure from a vLLM, which does not wait for what still writes.
+    told_at_once: bool,
+    /// Nothing arrives before what was sent before it.
+    arrives: (u64, u64),
+}
+
+impl World {
+    pub(super) fn port(&self, at: At) -> u16 {
+        let life = if self.scenario.same_ports { 0 } else { at.life };
+        4000 + 10 * life as u16 + at.worker as u16
+    }
+
+    /// The bootstrap server of a prefill answers for who lives there now; some workers register late.
+    pub(super) fn query(&mut self, at: At, query: QueryId, host: &str) {
+        let engine: usize =
+            host.strip_prefix("host-").and_then(|engine| engine.parse().ok()).expect("a host");
+        let lost =
+            self.cut(at.engine, engine).is_some() || self.random.percent(self.scenario.trouble / 5);
+        let result = if lost {
+            Err("no answer".to_owned())
+        } else {
+            let there = &self.engines[engine];
+            let mut listed =
+                ListedEngine { engine_id: there.id.clone(), ..ListedEngine::default() };
+            for worker in 0..there.workers.len() {
+                let port = self.port(At { engine, life: there.life, worker });
+                listed.workers.insert(
+                    WorkerRank { pp: 0, tp: worker as u32 },
+                    format!("tcp://host-{engine}:{port}"),
+                );
+            }
+            if self.random.percent(self.scenario.trouble / 8) {
+                listed.workers.pop_first();
+            }
+            Directory::decode(&Directory { engines: [(0, listed)].into() }.encode())
+                .map_err(|error| error.to_string())
+        };
+        self.with(at, |worker, time| worker.queried(time, query, result));
+    }
+
+    pub(super) fn ask(
+        &mut self,
+        from: At,
+        pull: PullId,
+        address: &str,
+        bytes: Vec<u8>,
+        (plain, deadline): (bool, Time),
+    ) {
+        let (host, port) =
+            address.strip_prefix("tcp://host-").and_then(|at| at.split_once(':')).expect("ours");
+        let (engine, port): (usize, u16) =
+            (host.parse().expect("an engine"), port.parse().expect("a port"));
+        let wire = match self.by_pull.get(&(from, pull)) {
+            Some(wire) => *wire,
+            None => {
+                let life = self.engines[engine].life;
+                let workers = (0..self.engines[engine].workers.len()).map(|worker| At {
+                    engine,
+                    life,
+                    worker,
+                });
+                let to = workers.into_iter().find(|at| self.port(*at) == port);
+                self.sequence += 1;
+                let wire = self.sequence;
+                self.by_pull.insert((from, pull), wire);
+                // Nobody is there: that is known to have been nobody.
+                let to_nobody = At { engine, life: u32::MAX, worker: 0 };
+                let arrives = (self.now, self.now);
+                let there = to.unwrap_or(to_nobody);
+                let known = Wire {
+                    from,
+                    pull,
+                    to: there,
+                    ask: None,
+                    plain,
+                    answers: 0,
+                    told_at_once: false,
+                    arrives,
+                };
+                self.wires.insert(wire, known);
+                if to.is_none() {
+                    self.after(MILLISECOND, Event::Breaks(wire, false));
+                    return;
+                }
+                let until = self.engines[from.engine].clocks[from.worker].when(deadline, self.now);
+                self.after(until - self.now, Event::Breaks(wire, true));
+                wire
+            }
+        };
+        let trouble = self.scenario.trouble;
+        if self.random.percent(trouble / 4) {
+            let delay = self.random.skewed(MILLISECOND..5 * SECOND);
+            // Whether it had arrived is not known.
+            if self.random.percent(50) {
+                return self.after(delay, Event::Breaks(wire, true));
+            }
+            self.after(delay, Event::Breaks(wire, true));
+        }
+        let cut = self.cut(from.engine, engine).map_or(0, |until| until - self.now);
+        let delay = cut + self.random.skewed(50..2 * SECOND);
+        let Some(known) = self.wires.get_mut(&wire) else { return };
+        let arrives = (self.now + delay).max(known.arrives.0);
+        known.arrives.0 = arrives;
+        self.after(arrives - self.now, Event::Question(wire, bytes));
+    }
+
+    pub(super) fn question(&mut self, wire: u64, bytes: &[u8]) {
+        // A message on its way arrives though its sender has hung up: sometimes.
+        let Some(known) = self.wires.get_mut(&wire) else { return };
+        let to = known.to;
+        self.sequence += 1;
+        let ask = AskId(self.sequence);
+        known.ask = Some(ask);
+        self.by_ask.insert(ask, wire);
+        if self.scenario.older {
+            let question = OlderPullRequest::decode(bytes);
+            return self.with(to, |worker, time| {
+                // It may be of another size, or another engine.
+                let _ = worker.older_asked_for(time, ask, question);
+            });
+        }
+        let bytes = match self.scenario.foreign {
+            false => bytes.to_vec(),
+            true => {
+                let mut request = PullRequest::decode(bytes).expect("a question");
+                request.kvx_engine_id = None;
+                request.encode()
+            }
+        };
+        self.with(to, |worker, time| {
+            // Another engine may listen there by now: it says so.
+            let _ = worker.asked(time, ask, &bytes);
+        });
+    }
+
+    pub(super) fn send_answer(&mut self, ask: AskId, bytes: Vec<u8>) {
+        let Some(wire) = self.by_ask.get(&ask).copied() else { return };
+        let Some(&Wire { from, to, told_at_once, .. }) = self.wires.get(&wire) else { return };
+        if told_at_once {
+            return;
+        }
+        let cut = self.cut(from.engine, to.engine).map_or(0, |until| until - self.now);
+        let delay = cut + self.random.skewed(50..2 * SECOND);
+        let Some(known) = self.wires.get_mut(&wire) else { return };
+        known.answers += 1;
+        assert!(!known.plain || known.answers == 1, "a REQ socket hears a second answer");
+        let arrives = (self.now + delay).max(known.arrives.1);
+        known.arrives.1 = arrives;
+        self.after(arrives - self.now, Event::Answer(wire, bytes));
+    }
+
+    /// A write to a plain agent has failed, and may go on: a vLLM says so and is done.
+    pub(super) fn says_at_once(&mut self, from: At, to: At) {
+        let asked = |wire: &&mut Wire| {
+            wire.plain && (wire.from, wire.to) == (from, to) && wire.answers == 0
+        };
+        // Whichever it is: any of them may fail.
+        let Some(known) = self.wires.values_mut().find(asked) else { return };
+        let Some(ask) = known.ask else { return };
+        self.send_answer(ask, OlderAnswer::Failed.encode().to_vec());
+        if let Some(known) = self.by_ask.get(&ask).and_then(|wire| self.wires.get_mut(wire)) {
+            known.told_at_once = true;
+        }
+    }
+
+    pub(super) fn answer(&mut self, wire: u64, bytes: &[u8]) {
+        let Some(&Wire { from, pull, plain, .. }) = self.wires.get(&wire) else { return };
+        if plain {
+            let answer = OlderAnswer::decode(bytes);
+            return self.with(from, |worker, time| worker.older_answered_with(time, pull, answer));
+        }
+        let bytes = match self.scenario.foreign && !self.scenario.older {
+            false => bytes.to_vec(),
+            true => {
+                let mut response = PullResponse::decode(bytes).expect("an answer");
+                response.kvx_settled = false;
+                response.encode()
+            }
+        };
+        self.with(from, |worker, time| worker.answered(time, pull, &bytes));
+    }
+
+    pub(super) fn breaks(&mut self, wire: u64, delivered: bool) {
+        let Some(Wire { from, pull, .. }) = self.wires.remove(&wire) else { return };
+        self.by_pull.remove(&(from, pull));
+        let how = Unanswered { delivered, error: "the connection broke".into() };
+        self.with(from, |worker, time| worker.unanswered(time, pull, how));
+    }
+
+    /// The wires of an engine that has died: the other ends notice, by and by.
+    pub(super) fn cut_wires(&mut self, engine: usize) {
+        self.wires.retain(|_, wire| wire.from.engine != engine);
+        self.by_pull.retain(|(at, _), _| at.engine != engine);
+        let dead: Vec<_> = self
+            .wires
+            .iter()
+            .filter(|(_, wire)| wire.to.engine == engine)
+            .map(|(wire, _)| *wire)
+            .collect();
+        for wire in dead {
+            let delay = self.random.skewed(MILLISECOND..10 * SECOND);
+            self.after(delay, Event::Breaks(wire, true));
+        }
+    }
+}

@@ -170,8 +170,8 @@ impl CopySide {
     }
 }
 
-// SAFETY: each method is the driver's call of that meaning; an event that the driver says is reached has
-// all before it on its stream behind it.
+// SAFETY: each method is the driver's call of that meaning; an event that the driver says is
+// reached has all before it on its stream behind it.
 unsafe impl VendorCalls for CudaCalls {
     fn initialize(&self) -> Status {
         // SAFETY: the one argument must be 0.
@@ -181,8 +181,8 @@ unsafe impl VendorCalls for CudaCalls {
     fn describe(&self, status: Status) -> [*const c_char; 2] {
         [self.error_name, self.error_text].map(|function| {
             let mut text = std::ptr::null();
-            // SAFETY: a place for one pointer, which the driver fills with a string of its own, or with
-            // null.
+            // SAFETY: a place for one pointer, which the driver fills with a string of its own, or
+            // with null.
             let known = unsafe { function(status, &raw mut text) } == status::SUCCESS;
             if known { text } else { std::ptr::null() }
         })
@@ -246,7 +246,8 @@ unsafe impl VendorCalls for CudaCalls {
 
     fn dma_buf(&self, device: DeviceNumber, range: Range<u64>) -> CallResult<(OwnedFd, u64)> {
         const DMA_BUF: i32 = 1;
-        /// Addresses as the bus has them, where the CPU and the device are joined otherwise (GB200).
+        /// Addresses as the bus has them, where the CPU and the device are joined otherwise
+        /// (GB200).
         const OVER_PCIE: u64 = 1;
         if self.attribute(attribute::DMA_BUF, device) == 0 {
             return Err(Failure::Missing(
@@ -305,7 +306,8 @@ unsafe impl VendorCalls for CudaCalls {
             width,
             height: count,
         };
-        // SAFETY: the caller promises valid sides; the driver reads the description before it returns.
+        // SAFETY: the caller promises valid sides; the driver reads the description before it
+        // returns.
         let status = unsafe { (self.copy_rows)(&raw const copy, stream) };
         Failure::check(c"cuMemcpy2DAsync", status)
     }
@@ -323,8 +325,8 @@ unsafe impl VendorCalls for CudaCalls {
         let (mut first, mut failed, count) = (0, 0, lines.len());
         let (to, from, lens) = (to.as_mut_ptr(), from.as_mut_ptr(), lens.as_mut_ptr());
         let (attributes, first) = (&raw mut attributes, &raw mut first);
-        // SAFETY: lists of as many entries as is said, one set of attributes for all, which the driver
-        // reads before it returns; the caller promises valid sides.
+        // SAFETY: lists of as many entries as is said, one set of attributes for all, which the
+        // driver reads before it returns; the caller promises valid sides.
         let status = unsafe {
             match (self.batch, self.first_batch) {
                 (Some(batch), _) => batch(to, from, lens, count, attributes, first, 1, stream),

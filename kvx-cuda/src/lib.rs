@@ -16,14 +16,15 @@ pub use kvx_gpu::{
 
 static DEVICES: Devices = Devices::new(&vendor::NVIDIA);
 
-/// Returns the NVIDIA devices that this process sees, in the driver's order; each time the same ones.
+/// Returns the NVIDIA devices that this process sees, in the driver's order; each time the same
+/// ones.
 ///
 /// Nothing is started on a device before it is used. `CUDA_VISIBLE_DEVICES`, as of the first call,
 /// chooses what the process sees.
 ///
 /// # Errors
-/// The reason why there are none: no driver, one that is too old or does not start, or no device; with
-/// what to do. The next call tries again.
+/// The reason why there are none: no driver, one that is too old or does not start, or no device;
+/// with what to do. The next call tries again.
 pub fn devices() -> Result<Vec<Arc<Device>>, Unavailable> {
     DEVICES.list()
 }

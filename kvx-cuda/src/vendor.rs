@@ -86,8 +86,8 @@ pub(crate) static NVIDIA: Vendor = Vendor {
         714..=719, // illegal instructions, addresses and launches
         810..=810, // MPS client terminated
     ],
-    // Text that the driver compiles; it refuses that in a container without its compiler, and if it is
-    // older than CUDA 12.0.
+    // Text that the driver compiles; it refuses that in a container without its compiler, and if it
+    // is older than CUDA 12.0.
     kernels: Some(PTX),
     compiler: CompilerLibrary {
         name: "NVRTC",

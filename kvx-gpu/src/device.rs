@@ -19,9 +19,11 @@ use kvx_core::memory::{DeviceAccess, DeviceId, Direction, DmaBuf, Hop, IpcHandle
 use kvx_core::sync::Mutex;
 use kvx_core::{Error, ErrorKind, Memory, MemoryKind, Result, Ticket};
 
-/// A GPU, and kvx's machine for it. Give it to an agent with [`Builder::device`](kvx_core::Builder::device).
+/// A GPU, and kvx's machine for it. Give it to an agent with
+/// [`Builder::device`](kvx_core::Builder::device).
 ///
-/// Nothing happens on the device before it is used; the first use makes its context, which takes time and memory.
+/// Nothing happens on the device before it is used; the first use makes its context, which takes
+/// time and memory.
 pub struct Device {
     driver: Arc<Driver>,
     pinned: Arc<Pinned>,
@@ -32,7 +34,8 @@ pub struct Device {
 }
 
 impl Device {
-    /// The machine for the device of a driver. One for each device and process: memory belongs to the one that made it.
+    /// The machine for the device of a driver. One for each device and process: memory belongs to
+    /// the one that made it.
     pub(crate) fn new(driver: Driver) -> Arc<Self> {
         let driver = Arc::new(driver);
         Arc::new(Device {
@@ -50,20 +53,21 @@ impl Device {
         self.driver.info()
     }
 
-    /// A pool for KV cache on this device: other processes can open it and other cards reach it, as far as the device
-    /// has such. `build` makes it.
+    /// A pool for KV cache on this device: other processes can open it and other cards reach it, as
+    /// far as the device has such. `build` makes it.
     pub fn pool(self: &Arc<Self>, len: usize) -> DevicePoolBuilder {
         DevicePoolBuilder::new(self, len)
     }
 
     /// Adopts memory that the program, or a framework in it, has allocated on this device.
     ///
-    /// Errors: `Invalid` for addresses of the host or of other devices; `Unsupported` for managed memory and for memory
-    /// from the driver's own pools, which other processes and cards cannot be given: the sentence says what to do.
+    /// Errors: `Invalid` for addresses of the host or of other devices; `Unsupported` for managed
+    /// memory and for memory from the driver's own pools, which other processes and cards cannot be
+    /// given: the sentence says what to do.
     ///
     /// # Safety
-    /// The memory stays valid until `owner` is dropped, which kvx does when nobody can touch it any more; which may be
-    /// never (quarantine).
+    /// The memory stays valid until `owner` is dropped, which kvx does when nobody can touch it any
+    /// more; which may be never (quarantine).
     pub unsafe fn adopt(
         self: &Arc<Self>,
         address: DevicePtr,
@@ -74,8 +78,8 @@ impl Device {
         unsafe { adopt(self, address, len, owner) }
     }
 
-    /// Settles `done` when all has ended that the program has put on a stream of its own so far: kvx's copies do not
-    /// wait for that.
+    /// Settles `done` when all has ended that the program has put on a stream of its own so far:
+    /// kvx's copies do not wait for that.
     ///
     /// # Safety
     /// The stream is one of this device's, and lives until `done` has settled.
@@ -84,8 +88,8 @@ impl Device {
         unsafe { self.ask(Work::Behind(stream), std::iter::empty(), done) };
     }
 
-    /// Collects blocks into the packed bytes at `packed`: of each grid those that the indices choose. All lie on this
-    /// device, or are reached by it.
+    /// Collects blocks into the packed bytes at `packed`: of each grid those that the indices
+    /// choose. All lie on this device, or are reached by it.
     ///
     /// # Safety
     /// All blocks and the packed bytes are valid memory until `done` has settled.
@@ -115,11 +119,12 @@ impl Device {
         unsafe { self.grids(false, packed, grids, indices, done) };
     }
 
-    /// Copies blocks while two of their dimensions change places; not in place. Settles with `Unsupported` if the
-    /// device has no kernels, with `Invalid` for sides of different counts.
+    /// Copies blocks while two of their dimensions change places; not in place. Settles with
+    /// `Unsupported` if the device has no kernels, with `Invalid` for sides of different counts.
     ///
     /// # Safety
-    /// All blocks are valid memory until `done` has settled, and those that are written do not overlap others.
+    /// All blocks are valid memory until `done` has settled, and those that are written do not
+    /// overlap others.
     pub unsafe fn permute(
         &self,
         to: &StridedBlocks,
@@ -167,7 +172,8 @@ impl Device {
         &self.exported
     }
 
-    /// Hands work to the device's thread. `addresses`: one in each allocation that may be another process's.
+    /// Hands work to the device's thread. `addresses`: one in each allocation that may be another
+    /// process's.
     ///
     /// # Safety
     /// All memory that the work names is valid until `done` has settled.
@@ -215,7 +221,8 @@ impl Device {
     }
 }
 
-// SAFETY: only the device's thread copies, and it settles a ticket when an event behind its copies is reached.
+// SAFETY: only the device's thread copies, and it settles a ticket when an event behind its copies
+// is reached.
 unsafe impl DeviceAccess for Device {
     fn kind(&self) -> MemoryKind {
         self.info().kind
@@ -364,7 +371,8 @@ unsafe impl DeviceAccess for Device {
         let page = rustix::param::page_size() as u64;
         let start = address - address % page;
         let end = (address + len as u64).next_multiple_of(page);
-        // Memory of several mappings in a row ends elsewhere than its first one: the driver knows whether that works.
+        // Memory of several mappings in a row ends elsewhere than its first one: the driver knows
+        // whether that works.
         if start < allocation.start || (whole && end > allocation.end) {
             return Err(Error::new(
                 ErrorKind::Unsupported,

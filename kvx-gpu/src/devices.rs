@@ -26,8 +26,8 @@ impl Devices {
     /// driver, and nothing is started on a device before it is used.
     ///
     /// # Errors
-    /// The reason why there are none: no library, one that is too old or does not start, or no device;
-    /// with what to do. The next call tries again.
+    /// The reason why there are none: no library, one that is too old or does not start, or no
+    /// device; with what to do. The next call tries again.
     pub fn list(&'static self) -> Result<Vec<Arc<Device>>, Unavailable> {
         let library = self.library.open(|| Library::load(self.vendor))?;
         let mut devices = self.devices.lock();

@@ -10,7 +10,8 @@ use kvx_backend::process::ProcessWatch;
 use kvx_core::sync::catch_panic;
 use kvx_core::{Error, ErrorKind, Result, Ticket};
 
-/// How long a driver may answer with errors that say nothing of the work before that work counts as lost.
+/// How long a driver may answer with errors that say nothing of the work before that work counts as
+/// lost.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// Work that a stream was given.
@@ -28,7 +29,8 @@ impl Flight {
     fn settle(self, ended: Result<()>, tables: &mut Tables) {
         tables.give(self.tables);
         let result = ended.and(self.started).and_then(|()| {
-            // Looked at after the bytes have come: memory of a process that has ended may have been anything by then.
+            // Looked at after the bytes have come: memory of a process that has ended may have been
+            // anything by then.
             match self.owners.iter().any(|owner| owner.is_exiting()) {
                 false => Ok(()),
                 true => Err(Error::new(
@@ -115,7 +117,8 @@ impl StreamFlights {
                     flight.settle(Ok(()), tables);
                 }
                 Some(error) => {
-                    // Its ticket is dropped, and so its memory quarantined; the event and the tables may be in use.
+                    // Its ticket is dropped, and so its memory quarantined; the event and the
+                    // tables may be in use.
                     tracing::error!(%error, "a driver does not tell whether its copies have ended");
                     catch_panic(|| drop(flight));
                 }

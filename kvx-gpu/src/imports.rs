@@ -81,7 +81,8 @@ impl Handle {
 /// The allocations of other processes that a device has opened.
 pub(super) struct Imports {
     driver: Arc<Driver>,
-    /// Held over calls of the driver, alone: an allocation that is being closed must not be opened at the same time.
+    /// Held over calls of the driver, alone: an allocation that is being closed must not be opened
+    /// at the same time.
     one: Mutex<()>,
     table: Mutex<ImportTable>,
     forks: u64,
@@ -108,8 +109,8 @@ impl Imports {
         Arc::new(Imports { driver: Arc::clone(driver), one, table, forks: fork::count() })
     }
 
-    /// Opens an allocation, or counts one more use of it. Says where it is, and how long. Errors: `PeerLost` for an
-    /// owner that is gone; `Unsupported`; `Exhausted`.
+    /// Opens an allocation, or counts one more use of it. Says where it is, and how long. Errors:
+    /// `PeerLost` for an owner that is gone; `Unsupported`; `Exhausted`.
     pub(super) fn open(self: &Arc<Self>, key: &[u8], handle: &Handle) -> Result<(u64, u64, Use)> {
         let _one = self.one.lock();
         if let Some(opened) = self.table.lock().by_handle.get_mut(key) {

@@ -52,7 +52,8 @@ impl Tables {
 }
 
 impl KernelTable {
-    /// Puts `bytes`, at most [`TABLE`], where kernels read them once the stream has come to it, and says where that is.
+    /// Puts `bytes`, at most [`TABLE`], where kernels read them once the stream has come to it, and
+    /// says where that is.
     pub(super) fn fill(
         &mut self,
         driver: &Driver,
@@ -60,10 +61,12 @@ impl KernelTable {
         stream: StreamHandle,
     ) -> Result<u64> {
         assert!(bytes.len() <= TABLE, "whoever makes rows counts them");
-        // SAFETY: the table has that many bytes of its own, and no copy of an earlier flight reads them any more.
+        // SAFETY: the table has that many bytes of its own, and no copy of an earlier flight reads
+        // them any more.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.host, bytes.len()) };
         let line = Hop { from: self.host as u64, to: self.device, len: bytes.len() };
-        // SAFETY: both sides belong to this table, which its flight keeps until an event behind the copy is reached.
+        // SAFETY: both sides belong to this table, which its flight keeps until an event behind the
+        // copy is reached.
         unsafe { driver.copy(CopyDirection::ToDevice, line, stream) }?;
         Ok(self.device)
     }

@@ -12,8 +12,8 @@ use crate::driver::{MappedMemory, PointerPlace};
 use kvx_core::sync::Mutex;
 use kvx_core::{Completion, Deadline, DeviceAccess, Error, ErrorKind, Memory, Result, fork};
 
-/// Pools are as long as a multiple of this, and so begin at one: drivers give out smaller memory in parts of such a
-/// page, and of a part no other card can be given a descriptor.
+/// Pools are as long as a multiple of this, and so begin at one: drivers give out smaller memory in
+/// parts of such a page, and of a part no other card can be given a descriptor.
 const PAGE: usize = 2 << 20;
 
 /// Builds a pool on a device. See [`Device::pool`].
@@ -30,17 +30,17 @@ impl DevicePoolBuilder {
         DevicePoolBuilder { device: Arc::clone(device), len, virtual_memory: false }
     }
 
-    /// Makes it of the driver's virtual memory management, not of a plain allocation: for programs that map the same
-    /// memory elsewhere. Other processes open it through a descriptor, which the kernel must let them take (ptrace
-    /// scope).
+    /// Makes it of the driver's virtual memory management, not of a plain allocation: for programs
+    /// that map the same memory elsewhere. Other processes open it through a descriptor, which the
+    /// kernel must let them take (ptrace scope).
     pub fn virtual_memory(mut self) -> Self {
         self.virtual_memory = true;
         self
     }
 
-    /// Makes the pool, filled with zeros: new memory may hold what another part of the process has freed. Errors:
-    /// `Invalid` for zero bytes, `Exhausted` when the device has not enough memory, `Unsupported` for virtual memory
-    /// that it does not have.
+    /// Makes the pool, filled with zeros: new memory may hold what another part of the process has
+    /// freed. Errors: `Invalid` for zero bytes, `Exhausted` when the device has not enough memory,
+    /// `Unsupported` for virtual memory that it does not have.
     pub fn build(self) -> Result<Memory> {
         let DevicePoolBuilder { device, len, virtual_memory } = self;
         let whole =
@@ -67,7 +67,8 @@ impl DevicePoolBuilder {
         };
         let address = allocation.address();
         let (filled, ticket) = Completion::with_ticket();
-        // SAFETY: the allocation is held until the completion ends, and if nobody knows whether it has, for ever.
+        // SAFETY: the allocation is held until the completion ends, and if nobody knows whether it
+        // has, for ever.
         unsafe { device.ask(Work::Zero { address, len: whole }, std::iter::empty(), ticket) };
         if let Err(error) = filled.wait(Deadline::default_for_transfers()) {
             if matches!(error.kind(), ErrorKind::Forgotten | ErrorKind::TimedOut) {

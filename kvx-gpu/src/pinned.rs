@@ -62,7 +62,8 @@ pub(super) fn pin(driver: &Arc<Driver>, pinned: &Arc<Pinned>, len: usize) -> Res
     let inside = driver.enter()?;
     let base = driver.pin(len)?;
     drop(inside);
-    // SAFETY: new memory of that length, which nobody else has seen. It may hold what another process left.
+    // SAFETY: new memory of that length, which nobody else has seen. It may hold what another
+    // process left.
     unsafe { base.write_bytes(0, len) };
     pinned.0.lock().insert(base as u64, len);
     let owner = PinnedBuffer {

@@ -140,9 +140,11 @@ impl Drop for DeviceThread {
     }
 }
 
-/// How long it looks without a pause after the last thing that happened: as long as a small copy takes.
+/// How long it looks without a pause after the last thing that happened: as long as a small copy
+/// takes.
 const EAGER: Duration = Duration::from_micros(30);
-/// Its shortest and its longest pause. In between it pauses for a part of the time that nothing has happened for.
+/// Its shortest and its longest pause. In between it pauses for a part of the time that nothing has
+/// happened for.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_micros(200));
 
 impl Shared {
@@ -163,7 +165,8 @@ impl Shared {
         }
     }
 
-    /// Takes the jobs there are; sleeps first if there are none, as long as is fit. Says whether to stop.
+    /// Takes the jobs there are; sleeps first if there are none, as long as is fit. Says whether to
+    /// stop.
     fn wait(
         &self,
         jobs: &mut VecDeque<DeviceJob>,
@@ -255,8 +258,8 @@ impl<'a> Streams<'a> {
         let started = match work {
             Work::Lines { lines, .. } => self.lines(way, &lines, stream, &mut tables),
             Work::Zero { address, len } => {
-                // SAFETY: whoever asked keeps the memory until the ticket settles (`DeviceThread::ask`), here and
-                // below.
+                // SAFETY: whoever asked keeps the memory until the ticket settles
+                // (`DeviceThread::ask`), here and below.
                 unsafe { self.driver.zero(address, len, stream) }
             }
             Work::Grids { gather, packed, grids, indices } => {
@@ -330,7 +333,8 @@ impl<'a> Streams<'a> {
     ) -> Result<()> {
         let few = if way == CopyDirection::Within { FEW_CALLS_WITHIN } else { FEW_CALLS };
         let calls = steps(lines).take(few + 1).count();
-        // Copy engines leave the processors to the model; within a device small copies are too slow for them.
+        // Copy engines leave the processors to the model; within a device small copies are too slow
+        // for them.
         let batches = self.driver.has_batches();
         if calls > few && batches && way != CopyDirection::Within {
             return self.batches(lines, stream);

@@ -25,7 +25,8 @@ const HSA: LibraryFile = LibraryFile {
     cure: "install ROCm 5.6 or newer, and Linux 6.2 or newer or the module amdgpu-dkms",
 };
 
-/// A `hipPointerAttribute_t`, the same in all releases; the meaning of the numbers of `kind` is not.
+/// A `hipPointerAttribute_t`, the same in all releases; the meaning of the numbers of `kind` is
+/// not.
 #[repr(C)]
 struct PointerAttributes {
     kind: c_int,
@@ -70,8 +71,8 @@ impl HipCalls {
         library: &NativeLibrary,
         version: c_int,
     ) -> Result<Box<dyn VendorCalls>, Unavailable> {
-        // SAFETY: the signatures are those of HIP's interface, the same in all releases, and the caller
-        // promises that this is HIP.
+        // SAFETY: the signatures are those of HIP's interface, the same in all releases, and the
+        // caller promises that this is HIP.
         Ok(Box::new(unsafe {
             HipCalls {
                 version,
@@ -125,13 +126,14 @@ fn dma_buf_by_hsa(range: &Range<u64>) -> CallResult<(OwnedFd, u64)> {
     type Export = unsafe extern "C" fn(Address, usize, *mut c_int, *mut u64) -> c_int;
     let found = loader::with_signals_kept(|| {
         let library = HSA.open()?;
-        // SAFETY: the signature is that of its header, the same in all releases that have the function.
+        // SAFETY: the signature is that of its header, the same in all releases that have the
+        // function.
         unsafe { library.symbol::<Export>(c"hsa_amd_portable_export_dmabuf") }
     });
     let export = found.map_err(|why| Failure::Missing(format!("no dma-buf descriptors: {why}")))?;
     let (mut file, mut offset, len) = (-1, 0, (range.end - range.start) as usize);
-    // SAFETY: a place for each of the two; what the range is the runtime looks at. HIP has initialised
-    // it.
+    // SAFETY: a place for each of the two; what the range is the runtime looks at. HIP has
+    // initialised it.
     let status = unsafe { export(range.start, len, &raw mut file, &raw mut offset) };
     if status != 0 {
         let sentence = "the ROCm runtime gives no dma-buf descriptor: it needs Linux 6.2 or newer, or amdgpu-dkms";
@@ -163,8 +165,8 @@ fn copy_kind(way: CopyDirection) -> c_int {
     }
 }
 
-// SAFETY: each method is the runtime's call of that meaning; an event that the runtime says is reached
-// has all before it on its stream behind it.
+// SAFETY: each method is the runtime's call of that meaning; an event that the runtime says is
+// reached has all before it on its stream behind it.
 unsafe impl VendorCalls for HipCalls {
     fn describe(&self, status: Status) -> [*const c_char; 2] {
         // SAFETY: the runtime answers with a string of its own.

@@ -18,12 +18,12 @@ static DEVICES: Devices = Devices::new(&vendor::AMD);
 
 /// Returns the AMD devices that this process sees, in the runtime's order; each time the same ones.
 ///
-/// Nothing is started on a device before it is used. `ROCR_VISIBLE_DEVICES` and `HIP_VISIBLE_DEVICES`,
-/// as of the first call, choose what the process sees.
+/// Nothing is started on a device before it is used. `ROCR_VISIBLE_DEVICES` and
+/// `HIP_VISIBLE_DEVICES`, as of the first call, choose what the process sees.
 ///
 /// # Errors
-/// The reason why there are none: no runtime, one that is too old, or no device; with what to do. The
-/// next call tries again.
+/// The reason why there are none: no runtime, one that is too old, or no device; with what to do.
+/// The next call tries again.
 pub fn devices() -> Result<Vec<Arc<Device>>, Unavailable> {
     DEVICES.list()
 }

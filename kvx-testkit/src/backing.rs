@@ -22,7 +22,8 @@ pub enum Backing {
 }
 
 impl Backing {
-    /// `len` bytes of it with content `seed`, else zeros; `device` gives the device's. Fails when there is none.
+    /// `len` bytes of it with content `seed`, else zeros; `device` gives the device's. Fails when
+    /// there is none.
     pub(crate) fn memory(
         self,
         len: usize,

@@ -10,9 +10,10 @@ const LOOKS: usize = 12;
 /// Looks that are the first ones, and as many the last ones.
 const QUARTER: usize = LOOKS / 4;
 
-/// Has `work` done again and again for `time`, and has `look` say twelve times meanwhile what two processes hold; it is
-/// told the time that has passed. Fails if each of the last looks finds more of anything than any of the first, by more
-/// than the ups and downs of work: what killed peers have left has `patience` after the end to go.
+/// Has `work` done again and again for `time`, and has `look` say twelve times meanwhile what two
+/// processes hold; it is told the time that has passed. Fails if each of the last looks finds more
+/// of anything than any of the first, by more than the ups and downs of work: what killed peers
+/// have left has `patience` after the end to go.
 ///
 /// # Errors
 /// What has grown, or an error of `work` or `look`.

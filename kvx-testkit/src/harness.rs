@@ -1,14 +1,16 @@
 //! The harness of kvx's integration tests: one program per crate, with modules inside.
 //!
-//! A program has `harness = false`, imports [`macro@crate::test`] wherever it has tests, and ends its `main` with
-//! [`harness_main`]. It may add trials that it makes at run time, such as the clauses of a conformance suite. What
-//! sets it apart from Rust's own harness:
+//! A program has `harness = false`, imports [`macro@crate::test`] wherever it has tests, and ends
+//! its `main` with [`harness_main`]. It may add trials that it makes at run time, such as the
+//! clauses of a conformance suite. What sets it apart from Rust's own harness:
 //!
 //! - a test that skips itself ([`crate::skip`]) is reported as ignored, with its reason;
 //! - a test that hangs fails by its name after [`LIMIT`], and the others run on;
 //! - a test that needs a process of its own gets one (`#[test(own_process)]`);
-//! - the fast tier leaves registered tests out: a program that has a part in that tier adds trials for it;
-//! - `main` runs first, so the program can play the other process of a test before there are any tests.
+//! - the fast tier leaves registered tests out: a program that has a part in that tier adds trials
+//!   for it;
+//! - `main` runs first, so the program can play the other process of a test before there are any
+//!   tests.
 
 use std::any::Any;
 use std::error::Error;
@@ -136,7 +138,8 @@ pub fn trial_within<T: Outcome>(
     })
 }
 
-/// Runs a function on a thread of this name, so that a panic says where it happened and a hang ends only this test.
+/// Runs a function on a thread of this name, so that a panic says where it happened and a hang ends
+/// only this test.
 pub(crate) fn within<T: Send + 'static>(
     limit: Duration,
     name: &str,

@@ -13,7 +13,8 @@ pub(crate) const UNSHARE: [&str; 3] = ["unshare", "--net", "--mount"];
 /// What helps where that is refused.
 pub(crate) const CURE: &str = "run the tests as root, with util-linux and iproute2";
 
-/// In the process that runs a test on a host of its own: the ways to the far end's host and to the switch.
+/// In the process that runs a test on a host of its own: the ways to the far end's host and to the
+/// switch.
 const WAYS: [&str; 2] = ["KVX_TESTKIT_WAY", "KVX_TESTKIT_SWITCH"];
 
 /// One of [`Hosts`]. Programs that run there outlive it.
@@ -57,7 +58,8 @@ impl Host {
 
     fn is_up(&self) -> bool {
         let network = |process: &str| std::fs::read_link(format!("/proc/{process}/ns/net")).ok();
-        // The keeper begins in our network, where `lo` is up as well: what entered too early would work on ours.
+        // The keeper begins in our network, where `lo` is up as well: what entered too early would
+        // work on ours.
         network(&self.keeper.id().to_string()) != network("self")
             && output_if_started(self.command("ip").args(["addr", "show", "lo"]), CUT_OFF)
                 .is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("LOOPBACK,UP"))
@@ -112,15 +114,16 @@ pub fn refused_behind(words: &[&str], test: &[&str]) -> Option<String> {
     Some(format!("{}: {why}", words.join(" ")))
 }
 
-/// Begins the error of [`run_one_test`] for a process that died after its test had passed, as some libraries make
-/// theirs do.
+/// Begins the error of [`run_one_test`] for a process that died after its test had passed, as some
+/// libraries make theirs do.
 pub const DIED_AFTER_PASSING: &str = "the test passed, then its process died";
 
-/// Runs a command that is the test of this title in another process of this program. Returns what it printed. If it
-/// was skipped there, this one is skipped with it.
+/// Runs a command that is the test of this title in another process of this program. Returns what
+/// it printed. If it was skipped there, this one is skipped with it.
 ///
 /// # Errors
-/// What it printed, if it failed or ran nothing; [`DIED_AFTER_PASSING`] leads if the test itself passed.
+/// What it printed, if it failed or ran nothing; [`DIED_AFTER_PASSING`] leads if the test itself
+/// passed.
 pub fn run_one_test(title: &str, test: &mut Command, limit: Duration) -> Result<String, Failure> {
     let done = output_if_started(test, limit)?;
     let printed = String::from_utf8_lossy(&done.stdout).into_owned();
@@ -148,8 +151,8 @@ pub fn run_one_test(title: &str, test: &mut Command, limit: Duration) -> Result<
     Ok(printed)
 }
 
-/// Returns the output of a test program without the lines of its harness: a runner that reads them as part of this
-/// process's output would count a failed test twice.
+/// Returns the output of a test program without the lines of its harness: a runner that reads them
+/// as part of this process's output would count a failed test twice.
 fn without_verdicts(printed: &str) -> String {
     let of_harness = ["running ", "test ", "failures:", "---- "];
     let lines =
@@ -171,7 +174,8 @@ impl Drop for Host {
 }
 
 impl Hosts {
-    /// So many, for the test of this title; none, and it is skipped in words, where there are none: they need root.
+    /// So many, for the test of this title; none, and it is skipped in words, where there are none:
+    /// they need root.
     ///
     /// # Errors
     /// What it says that cannot be done.
@@ -203,8 +207,8 @@ impl Hosts {
         Ok(hosts)
     }
 
-    /// Runs one test of this program in a process on one of two hosts, whose far ends are on the other. Gives what it
-    /// said.
+    /// Runs one test of this program in a process on one of two hosts, whose far ends are on the
+    /// other. Gives what it said.
     ///
     /// # Errors
     /// What cannot be done, and what the test said if it failed.
@@ -228,8 +232,8 @@ impl Hosts {
         Some(std::env::var(name).ok()?.split_whitespace().map(str::to_owned).collect())
     }
 
-    /// In such a process: has the switch let nothing through to the far end's host and from it, or let it through
-    /// again. Neither end is told.
+    /// In such a process: has the switch let nothing through to the far end's host and from it, or
+    /// let it through again. Neither end is told.
     pub fn cut_off_far(cut: bool) -> Check {
         let switch = Self::way_named(WAYS[1]).unwrap_or_default();
         run_there(

@@ -1,5 +1,5 @@
-//! A bounded, seeded mutation fuzz: the same cases in every run. `cargo xtask fuzz` runs the same functions without
-//! bounds.
+//! A bounded, seeded mutation fuzz: the same cases in every run. `cargo xtask fuzz` runs the same
+//! functions without bounds.
 
 use crate::random::Random;
 
@@ -44,8 +44,8 @@ fn mutated(
     bytes
 }
 
-/// Calls `check` with each seed, and with `cases` mutations of them. `pieces` are what its grammar is made of, and its
-/// limits.
+/// Calls `check` with each seed, and with `cases` mutations of them. `pieces` are what its grammar
+/// is made of, and its limits.
 ///
 /// # Panics
 ///

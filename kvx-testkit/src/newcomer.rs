@@ -6,8 +6,8 @@ use kvx_core::{Agent, Grid, Memory, Plan, Result};
 
 use crate::check::CUT_OFF;
 
-/// Has `reader` connect to the owner of this metadata, read a block of its region `kv` of 64 KiB, and go. Says how long
-/// it waited for the block.
+/// Has `reader` connect to the owner of this metadata, read a block of its region `kv` of 64 KiB,
+/// and go. Says how long it waited for the block.
 ///
 /// # Errors
 /// Those of the agent.
@@ -27,8 +27,8 @@ pub fn newcomer(reader: &Agent, owner: &[u8]) -> Result<Duration> {
 /// Newcomers one after another while something goes on. Gives what it came to.
 ///
 /// # Panics
-/// When one is not served in time, or most of them wait longer than a second: tests beside this one may keep some
-/// waiting.
+/// When one is not served in time, or most of them wait longer than a second: tests beside this one
+/// may keep some waiting.
 #[expect(clippy::expect_used, reason = "a test that cannot go on must fail")]
 pub fn newcomers_amid<T: Send>(
     reader: impl Fn() -> Agent,

@@ -15,7 +15,8 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::check::{CUT_OFF, Failure};
 
-/// Has a child killed that has not ended after `limit`: whoever waits for it, or reads what it says, comes back then.
+/// Has a child killed that has not ended after `limit`: whoever waits for it, or reads what it
+/// says, comes back then.
 ///
 /// # Panics
 /// When it cannot be watched, as it has been waited for already.
@@ -62,15 +63,17 @@ pub(crate) fn output_if_started(command: &mut Command, limit: Duration) -> std::
     output.recv_timeout(limit + CUT_OFF).expect("nothing else holds its output")
 }
 
-/// In a [`Child`], before it loads any library: where to write its answers. Libraries log on standard output, where
-/// they would be taken for answers: what is written there from now on goes to standard error.
+/// In a [`Child`], before it loads any library: where to write its answers. Libraries log on
+/// standard output, where they would be taken for answers: what is written there from now on goes
+/// to standard error.
 pub fn answers_apart() -> std::io::Result<File> {
     let answers = rustix::io::fcntl_dupfd_cloexec(std::io::stdout(), 3)?;
     rustix::stdio::dup2_stdout(std::io::stderr())?;
     Ok(answers.into())
 }
 
-/// A child process that is asked in lines and answers in lines. Killed when dropped, and when its parent dies.
+/// A child process that is asked in lines and answers in lines. Killed when dropped, and when its
+/// parent dies.
 pub struct Child {
     process: std::process::Child,
     stdin: ChildStdin,
@@ -275,7 +278,8 @@ fn until_stopped(pid: Pid) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether no thread of it runs: its first one may have stopped while another is still within a system call.
+/// Whether no thread of it runs: its first one may have stopped while another is still within a
+/// system call.
 fn has_stopped(pid: Pid) -> Result<bool, Failure> {
     for thread in std::fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero()))? {
         // One that has ended meanwhile has no state any more.

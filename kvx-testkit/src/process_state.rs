@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 /// Signals, environment and threads of a process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessState {
-    /// What each signal from 1 to 64 does: handler, flags, restorer and mask, as the kernel has them.
+    /// What each signal from 1 to 64 does: handler, flags, restorer and mask, as the kernel has
+    /// them.
     pub signals: Vec<Vec<u64>>,
     /// The environment.
     pub variables: Vec<(Vec<u8>, Vec<u8>)>,
@@ -22,8 +23,8 @@ impl ProcessState {
     /// The same without the threads that somebody else started.
     pub(crate) fn of_this_process_beside(others: &[Tid]) -> Self {
         use std::os::unix::ffi::OsStringExt as _;
-        // The C library takes a signal for itself when a process starts its first thread: that is not kvx's doing. Nor
-        // is that thread, which may be in the list for a moment after its end.
+        // The C library takes a signal for itself when a process starts its first thread: that is
+        // not kvx's doing. Nor is that thread, which may be in the list for a moment after its end.
         let first = std::thread::spawn(|| rustix::thread::gettid().as_raw_nonzero().to_string())
             .join()
             .ok();
@@ -43,7 +44,8 @@ impl ProcessState {
     }
 }
 
-/// A thread's number, as the kernel writes it. Names do not tell threads apart: a thread gets its own once it runs.
+/// A thread's number, as the kernel writes it. Names do not tell threads apart: a thread gets its
+/// own once it runs.
 pub(crate) type Tid = String;
 
 /// A signal's disposition by the system call itself: the C library hides the signals that it uses.
@@ -51,8 +53,8 @@ fn disposition(signal: i32) -> Vec<u64> {
     // The kernel's `struct sigaction`: four words on some architectures, three on others.
     let mut action = [0_u64; 8];
     let none = std::ptr::null::<u64>();
-    // SAFETY: without a new action the kernel only writes the old one, which is smaller than `action`; 8 is the size
-    // of its set of 64 signals.
+    // SAFETY: without a new action the kernel only writes the old one, which is smaller than
+    // `action`; 8 is the size of its set of 64 signals.
     let rc = unsafe {
         libc::syscall(libc::SYS_rt_sigaction, signal, none, action.as_mut_ptr(), 8_usize)
     };
@@ -129,7 +131,8 @@ impl ResourceUsage {
         }
     }
 
-    /// Says what there is more of than `earlier`, where that is more than the ups and downs of work.
+    /// Says what there is more of than `earlier`, where that is more than the ups and downs of
+    /// work.
     pub fn beyond(self, earlier: Self) -> Option<String> {
         let allowed = [
             ("descriptors", self.descriptors, earlier.descriptors + 8),

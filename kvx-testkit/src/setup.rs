@@ -50,7 +50,8 @@ pub struct Setup {
     pub far: Backing,
     /// The device of both ends: the far end finds it by the suite's label.
     pub device: Option<(&'static str, DeviceSource)>,
-    /// A program and its words, behind which the far end's process is started; empty: it is started as it is.
+    /// A program and its words, behind which the far end's process is started; empty: it is started
+    /// as it is.
     pub through: Vec<String>,
     /// Shorter measurements (idle for 2 s instead of 10).
     pub quick: bool,
@@ -133,7 +134,8 @@ impl Setup {
         self.registry().wrapped(|factory| Arc::new(Chaos::gated(factory, gate)))
     }
 
-    /// A pair whose agent here has a gate: with it a clause decides when transfers and revocations settle.
+    /// A pair whose agent here has a gate: with it a clause decides when transfers and revocations
+    /// settle.
     pub fn gated_pair(&self) -> Result<(AgentPair, Gate), Failure> {
         let gate = Gate::new();
         let near = self.builder(&unique("near"))?.build(&self.gated_registry(&gate))?;

@@ -1,4 +1,5 @@
-//! Tests that cannot run say so where the runner counts them, and at the end of a plain `cargo test` program.
+//! Tests that cannot run say so where the runner counts them, and at the end of a plain
+//! `cargo test` program.
 
 use std::io::Write as _;
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
@@ -26,8 +27,8 @@ pub fn skip(test: &str, reason: &str, cure: &str) {
     record(NoteKind::Skip, test, &format!("{reason}; cure: {cure}"));
 }
 
-/// Records that a backend failed a test as a list of known gaps says: `GAP <test>: <reason>` in the same file. The test
-/// counts as neither passed nor skipped.
+/// Records that a backend failed a test as a list of known gaps says: `GAP <test>: <reason>` in the
+/// same file. The test counts as neither passed nor skipped.
 pub fn gap_held(test: &str, reason: &str) {
     record(NoteKind::Gap, test, reason);
 }

@@ -112,8 +112,9 @@ struct World<'a> {
     notes: u64,
 }
 
-/// Works over the setup's backend as `spec` says, and tells what this process and the oldest other one hold as it goes
-/// on. Fails at the first wrong byte, answer or notification, and if either [holds more](stays_flat) in the end.
+/// Works over the setup's backend as `spec` says, and tells what this process and the oldest other
+/// one hold as it goes on. Fails at the first wrong byte, answer or notification, and if either
+/// [holds more](stays_flat) in the end.
 ///
 /// # Errors
 /// What was wrong.
@@ -212,8 +213,8 @@ impl World<'_> {
         }
     }
 
-    /// Posts transfers with as many agents, gives some of them up, and looks at what has come of each. `killed`: a
-    /// process that is killed meanwhile.
+    /// Posts transfers with as many agents, gives some of them up, and looks at what has come of
+    /// each. `killed`: a process that is killed meanwhile.
     fn transfers(&mut self, killed: Option<usize>) -> Check {
         let mut posted: Vec<Posted> = Vec::new();
         for _ in 0..AT_ONCE {
@@ -239,7 +240,8 @@ impl World<'_> {
             order.swap(last, self.random.below(last + 1));
         }
         let given_up = self.random.below(16);
-        // What is given up may be told later nevertheless, as the data was there: nobody could wait for it.
+        // What is given up may be told later nevertheless, as the data was there: nobody could wait
+        // for it.
         let note = (given_up > 1 && self.random.below(4) == 0).then(|| {
             self.notes += 1;
             format!("note {}", self.notes).into_bytes()
@@ -358,7 +360,8 @@ impl World<'_> {
         Ok(())
     }
 
-    /// Takes a region back there, sees that it cannot be read any more, and connects to another one.
+    /// Takes a region back there, sees that it cannot be read any more, and connects to another
+    /// one.
     fn revoke(&mut self, at: (usize, usize)) -> Check {
         let seed = self.random.word();
         let FarProcess { far, agents } = &mut self.processes[at.0];

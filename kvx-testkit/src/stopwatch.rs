@@ -1,15 +1,17 @@
 //! Time as a clause measures it: what passed, and what of it the machine kept for itself.
 //!
-//! A clause asks that something ends within a tenth of a second. Where more threads want to run than there are
-//! processors, or a processor stands still for a moment, an answer is later than that by no fault of kvx. So threads of
-//! the suite's own beat beside what is measured: each sleeps a millisecond at a time, and what it sleeps longer than
-//! that it was kept from running. One may run anywhere, as kvx's may: it tells how busy the machine is. The others are
-//! bound to one processor each, and tell when that one stands still, perhaps with the one thread of kvx that was to
-//! answer. Time in which several were late counts once. On a quiet machine that is nothing, and the bound is the
-//! promise itself.
+//! A clause asks that something ends within a tenth of a second. Where more threads want to run
+//! than there are processors, or a processor stands still for a moment, an answer is later than
+//! that by no fault of kvx. So threads of the suite's own beat beside what is measured: each sleeps
+//! a millisecond at a time, and what it sleeps longer than that it was kept from running. One may
+//! run anywhere, as kvx's may: it tells how busy the machine is. The others are bound to one
+//! processor each, and tell when that one stands still, perhaps with the one thread of kvx that was
+//! to answer. Time in which several were late counts once. On a quiet machine that is nothing, and
+//! the bound is the promise itself.
 //!
-//! The threads are the process's, and sleep while nobody measures. Threads that come and go with each measurement kept
-//! the kernel busy for seconds where another clause was reading the list of threads.
+//! The threads are the process's, and sleep while nobody measures. Threads that come and go with
+//! each measurement kept the kernel busy for seconds where another clause was reading the list of
+//! threads.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -23,7 +25,8 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 const BEAT: Duration = Duration::from_millis(1);
 /// What a sleep may be late on a machine that has nothing else to do: that is no stall.
 const USUAL: Duration = Duration::from_millis(1);
-/// The same where the thread is bound: others have their turns on its processor, which kvx's threads need not wait for.
+/// The same where the thread is bound: others have their turns on its processor, which kvx's
+/// threads need not wait for.
 const TURNS: Duration = Duration::from_millis(20);
 
 /// The most processors that have a beat of their own.
@@ -95,8 +98,8 @@ impl Beats {
         }
     }
 
-    /// How long one was late, or several, between two moments, of which the later is now: in beats that are not over
-    /// yet as well.
+    /// How long one was late, or several, between two moments, of which the later is now: in beats
+    /// that are not over yet as well.
     fn stalled(&self, since: Instant, now: Instant) -> Duration {
         let mut stalls = self.stalls.clone();
         self.running
@@ -119,7 +122,8 @@ fn beat(thread: usize, processor: Option<usize>) {
     if let Some(processor) = processor {
         let mut one = CpuSet::new();
         one.set(processor);
-        // An error, as of a processor that was taken away, leaves it with all others: it sees less, and excuses less.
+        // An error, as of a processor that was taken away, leaves it with all others: it sees less,
+        // and excuses less.
         sched_setaffinity(None, &one).ok();
     }
     loop {
@@ -220,7 +224,8 @@ mod tests {
         Beats { running, ..Beats::none() }
     }
 
-    /// What is measured of beats that end at these milliseconds, on these of two threads, which may be 1 ms late.
+    /// What is measured of beats that end at these milliseconds, on these of two threads, which may
+    /// be 1 ms late.
     fn stalled(beats: &[(usize, u64)], now: u64) -> Duration {
         let begun = Instant::now();
         let mut of_both = beats_of(begun, &[ms(1); 2]);
@@ -254,7 +259,8 @@ mod tests {
 
     #[test]
     fn what_several_threads_are_late_counts_once() {
-        // From 1 to 21 on one; from 1 to 31 on the other; from 22 to 41 on the first, which is not over.
+        // From 1 to 21 on one; from 1 to 31 on the other; from 22 to 41 on the first, which is not
+        // over.
         assert_eq!(stalled(&[(0, 21)], 21), ms(20));
         assert_eq!(stalled(&[(0, 21), (1, 31)], 31), ms(30));
         assert_eq!(stalled(&[(0, 21), (1, 31)], 41), ms(40));

@@ -34,7 +34,8 @@ pub struct Gap {
 pub enum GapRate {
     /// In most runs: the suite fails when the clause holds in five runs in a row.
     Mostly,
-    /// By chance, in `broken` of `runs` when it was measured. The whole tier runs the clause until it breaks.
+    /// By chance, in `broken` of `runs` when it was measured. The whole tier runs the clause until
+    /// it breaks.
     Sometimes {
         /// The number of runs that broke the clause.
         broken: u32,
@@ -49,8 +50,8 @@ const LOOKS: u32 = 5;
 /// How unlikely it must be that a gap which shows at its measured rate is missed in the whole tier.
 const MISSED: f64 = 1e-3;
 
-/// Clauses that no backend may list as a gap, besides those of security (S1, S2, …): memory that is touched or freed
-/// too early, and notifications that arrive twice.
+/// Clauses that no backend may list as a gap, besides those of security (S1, S2, …): memory that is
+/// touched or freed too early, and notifications that arrive twice.
 const NEVER_A_GAP: &[&str] = &["O2", "O3", "O4", "O5", "O6", "O7", "O8", "N3"];
 
 impl Gap {
@@ -90,8 +91,8 @@ pub struct Suite {
     pub near: Backing,
     /// What the regions of the far end lie on.
     pub far: Backing,
-    /// The device of both ends, for [`Backing::Device`]. When it cannot be had, or the backend does not reach its
-    /// memory here, the suite is skipped with the reason.
+    /// The device of both ends, for [`Backing::Device`]. When it cannot be had, or the backend does
+    /// not reach its memory here, the suite is skipped with the reason.
     pub device: Option<DeviceSource>,
     /// Where the far end's process is, in clauses that have one.
     pub separation: Separation,
@@ -138,13 +139,14 @@ impl Suite {
         }
     }
 
-    /// The clauses that depend on seeing the far end's process end, with that process in another namespace of processes
-    /// as in another container: its number says nothing there.
+    /// The clauses that depend on seeing the far end's process end, with that process in another
+    /// namespace of processes as in another container: its number says nothing there.
     pub const fn in_another_namespace(self) -> Self {
         self.separated(Separation::Behind(&["unshare", "--pid", "--fork", "--kill-child"]))
     }
 
-    /// The same clauses, with the far end as a user without privileges, who may lock little memory and open few files.
+    /// The same clauses, with the far end as a user without privileges, who may lock little memory
+    /// and open few files.
     pub const fn as_another_user(self) -> Self {
         const USER: [&str; 9] = [
             // Libraries look there for settings.
@@ -184,8 +186,8 @@ impl Suite {
     }
 }
 
-/// Serves as a far end and ends the process, if that is what this process was started for. Call it first in `main`. A
-/// far end with a device is served by [`conformance_main`].
+/// Serves as a far end and ends the process, if that is what this process was started for. Call it
+/// first in `main`. A far end with a device is served by [`conformance_main`].
 pub fn serve_if_asked(registry: fn(&str) -> Registry) {
     if std::env::var(far::SUITE).is_err() {
         serve(registry, None);
@@ -206,8 +208,8 @@ pub fn conformance_main(registry: fn(&str) -> Registry, suites: &[Suite]) -> Exi
     harness_main(conformance_trials(registry, suites))
 }
 
-/// Returns the trials of a conformance test: every clause, in one process and in two. Serves as a far end and ends the
-/// process, if that is what this process was started for.
+/// Returns the trials of a conformance test: every clause, in one process and in two. Serves as a
+/// far end and ends the process, if that is what this process was started for.
 ///
 /// # Panics
 /// When a suite lists a clause as a gap that no backend may break.

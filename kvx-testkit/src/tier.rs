@@ -5,7 +5,8 @@ use crate::skip::tell_runner;
 /// What a part of the tests belongs to. Each tier runs what those before it run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Tier {
-    /// What a developer waits for after each edit: in one process, over what needs nothing installed.
+    /// What a developer waits for after each edit: in one process, over what needs nothing
+    /// installed.
     Fast,
     /// Everything once, on one version of each library.
     Usual,
@@ -17,8 +18,8 @@ pub enum Tier {
 const WITH_VALUE: [&str; 5] = ["--test-threads", "--skip", "--format", "--color", "--logfile"];
 
 impl Tier {
-    /// The tier of this run: `KVX_TEST_TIER`, or the usual one. A program that is told which tests to run, by parts of
-    /// their names, has all of them to choose from.
+    /// The tier of this run: `KVX_TEST_TIER`, or the usual one. A program that is told which tests
+    /// to run, by parts of their names, has all of them to choose from.
     ///
     /// # Panics
     /// When the variable holds another word than `fast`, `usual` and `whole`.
@@ -39,7 +40,8 @@ impl Tier {
         self <= Tier::of_this_run()
     }
 
-    /// The same; what only the whole run adds is told, as `what`, where `cargo xtask test` lists it.
+    /// The same; what only the whole run adds is told, as `what`, where `cargo xtask test` lists
+    /// it.
     pub fn runs_or_says(self, what: &str) -> bool {
         let run = Tier::of_this_run();
         if self == Tier::Whole && run == Tier::Usual {
@@ -49,7 +51,8 @@ impl Tier {
     }
 }
 
-/// Whether this variable is set, which adds to what any tier runs; if not, a line says what it would add.
+/// Whether this variable is set, which adds to what any tier runs; if not, a line says what it
+/// would add.
 pub fn is_asked_for(variable: &str, what: &str) -> bool {
     let is_set = std::env::var_os(variable).is_some();
     if !is_set {

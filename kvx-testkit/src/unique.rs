@@ -6,15 +6,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::check::Failure;
 
-/// Returns a name for an agent that no other agent of this host has. Two agents of one name are taken for one that was
-/// restarted, and tests run side by side.
+/// Returns a name for an agent that no other agent of this host has. Two agents of one name are
+/// taken for one that was restarted, and tests run side by side.
 pub fn unique(name: &str) -> String {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     format!("{name}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
-/// A port that nobody listens on, nor on so many neighbours above it, and that nobody gets who does not ask for it: who
-/// comes back to it finds it free.
+/// A port that nobody listens on, nor on so many neighbours above it, and that nobody gets who does
+/// not ask for it: who comes back to it finds it free.
 pub fn free_port(neighbours: u16) -> Result<u16, Failure> {
     /// Below those that the system gives away, and above those from which Mooncake draws its own.
     const PORTS: Range<u16> = 18_000..32_000;

@@ -1,5 +1,5 @@
-//! Kernels where the driver takes no PTX of kvx's: NVIDIA's own compiler, which needs no device, makes a binary of the
-//! source.
+//! Kernels where the driver takes no PTX of kvx's: NVIDIA's own compiler, which needs no device,
+//! makes a binary of the source.
 
 use std::path::PathBuf;
 

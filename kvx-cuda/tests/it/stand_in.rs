@@ -1,4 +1,5 @@
-//! NVIDIA's names for what the tests count and make fail, and the tests that only NVIDIA's devices have.
+//! NVIDIA's names for what the tests count and make fail, and the tests that only NVIDIA's devices
+//! have.
 
 use std::sync::OnceLock;
 
@@ -36,7 +37,8 @@ fn copy_on_a_stream(from: u64, to: u64, len: usize) -> StreamHandle {
     use cudarc::driver::result::{self, stream::StreamKind};
     static STREAM: OnceLock<usize> = OnceLock::new();
     let device = result::device::get(0).unwrap();
-    // SAFETY: cudarc's context is the device's primary one, of which this test holds one use; all of it lives on.
+    // SAFETY: cudarc's context is the device's primary one, of which this test holds one use; all
+    // of it lives on.
     unsafe {
         result::ctx::set_current(result::primary_ctx::retain(device).unwrap()).unwrap();
         let made = || result::stream::create(StreamKind::NonBlocking).unwrap() as usize;
@@ -77,8 +79,8 @@ fn cudarc_has_the_same_library(bench: &Bench<'_>) {
 
 fn pool_memory_is_refused(bench: &Bench<'_>) {
     let device = cudarc::driver::result::device::get(0).unwrap();
-    // SAFETY: cudarc's context is the device's primary one, of which this test holds one use; the stream is the null
-    // stream, and the memory is freed by nobody before the process ends.
+    // SAFETY: cudarc's context is the device's primary one, of which this test holds one use; the
+    // stream is the null stream, and the memory is freed by nobody before the process ends.
     let address = unsafe {
         let context = cudarc::driver::result::primary_ctx::retain(device).unwrap();
         cudarc::driver::result::ctx::set_current(context).unwrap();

@@ -112,8 +112,8 @@ impl Driver {
         Ok(CurrentDevice { driver: self, previous })
     }
 
-    /// Allocates memory that other processes can open and other cards can reach, where the device has
-    /// such.
+    /// Allocates memory that other processes can open and other cards can reach, where the device
+    /// has such.
     pub(crate) fn allocate(&self, len: usize) -> Result<u64> {
         let mut address = 0;
         // SAFETY: a place for one address.
@@ -140,7 +140,8 @@ impl Driver {
         }
     }
 
-    /// Maps virtual memory with physical memory behind it, which [`export`](Driver::export) can share.
+    /// Maps virtual memory with physical memory behind it, which [`export`](Driver::export) can
+    /// share.
     pub(crate) fn map(&self, len: usize) -> Result<MappedMemory> {
         self.check(self.virtual_memory()?.map(len))
     }
@@ -165,8 +166,8 @@ impl Driver {
         self.check(self.virtual_memory()?.import(file, len, by_pointer))
     }
 
-    /// Allocates pinned host memory, which kernels reach at the same address, and which the CPU reads
-    /// as fast as any other.
+    /// Allocates pinned host memory, which kernels reach at the same address, and which the CPU
+    /// reads as fast as any other.
     pub(crate) fn pin(&self, len: usize) -> Result<*mut u8> {
         const PORTABLE: u32 = 1; // for all devices; not write-combined, which the CPU reads slowly
         let mut base = std::ptr::null_mut();
@@ -199,8 +200,8 @@ impl Driver {
         Ok(base..base.saturating_add(len as u64))
     }
 
-    /// Returns whether this device reaches the memory of another; `None` if this process does not see
-    /// the other one, so that only a try can tell.
+    /// Returns whether this device reaches the memory of another; `None` if this process does not
+    /// see the other one, so that only a try can tell.
     pub(crate) fn reaches(&self, other: DeviceId) -> Result<Option<bool>> {
         let Some((_, other)) = self.all.iter().find(|(id, _)| *id == other) else {
             return Ok(None);
@@ -245,8 +246,9 @@ impl Driver {
         self.check(unsafe { self.library.functions.close(address) })
     }
 
-    /// Exports a range as a descriptor for cards of other vendors, and returns where in it the range
-    /// begins. Both ends of the range are multiples of the host's page. Errors: `Unsupported`.
+    /// Exports a range as a descriptor for cards of other vendors, and returns where in it the
+    /// range begins. Both ends of the range are multiples of the host's page. Errors:
+    /// `Unsupported`.
     pub(crate) fn dma_buf(&self, range: Range<u64>) -> Result<(OwnedFd, u64)> {
         let exported = self.check(self.library.calls.dma_buf(self.number, range));
         exported.map_err(|error| error.with_kind(ErrorKind::Unsupported))
@@ -360,8 +362,8 @@ impl Driver {
         self.check(unsafe { self.library.functions.fill(address, 0, len, stream) })
     }
 
-    /// Loads the [kernels](crate::kernels), in the order of their [`ENTRIES`]: their text if the driver
-    /// compiles it, else what the run-time compiler makes of their source.
+    /// Loads the [kernels](crate::kernels), in the order of their [`ENTRIES`]: their text if the
+    /// driver compiles it, else what the run-time compiler makes of their source.
     pub(crate) fn load_kernels(&self) -> Result<Vec<FunctionHandle>> {
         let compiled = || self.load_module(&self.library.compile_kernels(self.number)?);
         let module = match self.library.vendor.kernels {
@@ -396,8 +398,8 @@ impl Driver {
     /// Starts a kernel.
     ///
     /// # Safety
-    /// The parameters are what the kernel takes, and name memory that is valid until an event behind
-    /// it is reached.
+    /// The parameters are what the kernel takes, and name memory that is valid until an event
+    /// behind it is reached.
     pub(crate) unsafe fn launch(
         &self,
         function: FunctionHandle,

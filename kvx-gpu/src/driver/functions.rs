@@ -42,8 +42,8 @@ impl From<Error> for Failure {
     }
 }
 
-/// Declares the names of functions, and the table of them once they are found. Calling a function of
-/// the table checks its status.
+/// Declares the names of functions, and the table of them once they are found. Calling a function
+/// of the table checks its status.
 macro_rules! functions {
     (
         $(#[$about_names:meta])* names $Names:ident

@@ -30,8 +30,9 @@ impl Library {
     pub(crate) fn load(vendor: &'static Vendor) -> Result<Library, Unavailable> {
         loader::with_signals_kept(|| {
             let file = vendor.library.open()?;
-            // SAFETY: the signature is that of the vendor's interface, which all releases share; that
-            // this is the vendor's library is what its name promises, or the user who named it.
+            // SAFETY: the signature is that of the vendor's interface, which all releases share;
+            // that this is the vendor's library is what its name promises, or the user who named
+            // it.
             let get_version: unsafe extern "C" fn(*mut c_int) -> Status =
                 unsafe { file.symbol(vendor.version) }?;
             let mut version = 0;
@@ -100,8 +101,8 @@ impl Library {
         format!("{name}: {text}")
     }
 
-    /// Returns the error for a status: `Exhausted` for memory, else `Native`, with the driver's code
-    /// and text.
+    /// Returns the error for a status: `Exhausted` for memory, else `Native`, with the driver's
+    /// code and text.
     pub(crate) fn error(&self, function: &'static CStr, status: Status) -> Error {
         let Vendor { noun, kernel_log, .. } = self.vendor;
         let (kind, sentence) = match status {

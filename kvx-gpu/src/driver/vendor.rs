@@ -118,8 +118,8 @@ pub unsafe trait VendorCalls: Send + Sync {
     /// Returns what the driver knows of an address.
     fn classify(&self, address: u64) -> CallResult<PointerInfo>;
 
-    /// Exports a range as a descriptor for cards of other vendors, and returns where in it the range
-    /// begins. Both ends are multiples of the host's page.
+    /// Exports a range as a descriptor for cards of other vendors, and returns where in it the
+    /// range begins. Both ends are multiples of the host's page.
     fn dma_buf(&self, device: DeviceNumber, range: Range<u64>) -> CallResult<(OwnedFd, u64)>;
 
     /// Returns whether a device's virtual memory is made for access by other cards; `None` if it

@@ -1,4 +1,5 @@
-//! The arguments with which a driver launches a kernel: its entry, the size of the grid, and numbers.
+//! The arguments with which a driver launches a kernel: its entry, the size of the grid, and
+//! numbers.
 
 use kvx_core::memory::Hop;
 use kvx_core::{Error, ErrorKind, Result};
@@ -17,8 +18,8 @@ const PIECE: u64 = THREADS as u64 * 4 * 16;
 /// The most that drivers take in the second and third dimension of a grid.
 const MOST: u64 = 65_535;
 
-/// One grid of a grid set on a device: its blocks lie at `base + index * stride`, and one after the other from `at` on
-/// in the packed bytes.
+/// One grid of a grid set on a device: its blocks lie at `base + index * stride`, and one after the
+/// other from `at` on in the packed bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceGrid {
     /// Where block 0 begins; an address, or for the [reference](super::reference) an offset.
@@ -42,20 +43,23 @@ pub struct BlocksIn {
     pub indices: u64,
 }
 
-/// A launch: [`THREADS`] threads in blocks of one dimension, no shared memory, and parameters of 64 bits each.
+/// A launch: [`THREADS`] threads in blocks of one dimension, no shared memory, and parameters of 64
+/// bits each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
     /// The kernel, one of [`ENTRIES`].
     pub entry: &'static str,
-    /// Blocks of threads in each dimension. A smaller grid does the same work with fewer processors.
+    /// Blocks of threads in each dimension. A smaller grid does the same work with fewer
+    /// processors.
     pub grid: [u32; 3],
     /// The kernel's parameters, in order.
     pub parameters: Vec<u64>,
 }
 
 impl Launch {
-    /// Collects blocks into packed bytes: of each grid of `table` the blocks that `count` indices choose. `grids` is
-    /// the address of the [encoded](encode_grids) table, `indices` that of the `u32`s.
+    /// Collects blocks into packed bytes: of each grid of `table` the blocks that `count` indices
+    /// choose. `grids` is the address of the [encoded](encode_grids) table, `indices` that of the
+    /// `u32`s.
     pub fn gather(
         packed: u64,
         grids: u64,
@@ -94,7 +98,8 @@ impl Launch {
         }
     }
 
-    /// Copies that have nothing in common: `hops` is the address of the [encoded](encode_hops) table.
+    /// Copies that have nothing in common: `hops` is the address of the [encoded](encode_hops)
+    /// table.
     pub fn hops(hops: u64, table: &[Hop]) -> Self {
         let longest = table.iter().map(|hop| hop.len as u64).max().unwrap_or(0);
         let count = table.len() as u64;
@@ -105,8 +110,8 @@ impl Launch {
         }
     }
 
-    /// Reorders the dimensions of `count` blocks, from one place to another. Errors: `Invalid` for blocks of 4 GiB or
-    /// more.
+    /// Reorders the dimensions of `count` blocks, from one place to another. Errors: `Invalid` for
+    /// blocks of 4 GiB or more.
     pub fn permute(to: BlocksIn, from: BlocksIn, count: usize, swap: Swap) -> Result<Self> {
         let length = swap.length().filter(|length| *length <= u64::from(u32::MAX));
         let length = length.ok_or_else(|| {
@@ -119,7 +124,8 @@ impl Launch {
         let count = count as u64;
         Ok(Launch {
             entry: "kvx_permute",
-            // One unit a thread at a time: finding where it comes from takes longer than to move it.
+            // One unit a thread at a time: finding where it comes from takes longer than to move
+            // it.
             grid: [blocks(count), pieces(length, PIECE / 4), 1],
             parameters: vec![
                 to.base,

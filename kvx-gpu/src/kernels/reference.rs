@@ -1,7 +1,8 @@
-//! The kernels in plain Rust on byte slices: for hosts, and as the measure that tests hold the kernels to.
+//! The kernels in plain Rust on byte slices: for hosts, and as the measure that tests hold the
+//! kernels to.
 //!
-//! Bases are offsets in the slices. Bounds are checked block by block: after an error, blocks before it have been
-//! moved.
+//! Bases are offsets in the slices. Bounds are checked block by block: after an error, blocks
+//! before it have been moved.
 
 use std::ops::Range;
 
@@ -93,7 +94,8 @@ pub fn permute(
     Ok(())
 }
 
-/// Reorders the dimensions of one block. Errors: `OutOfBounds` if a slice has another length than the block.
+/// Reorders the dimensions of one block. Errors: `OutOfBounds` if a slice has another length than
+/// the block.
 pub fn permute_block(from: &[u8], to: &mut [u8], swap: Swap) -> Result<()> {
     if swap.length() != Some(from.len() as u64) || from.len() != to.len() {
         return Err(out_of_bounds(0, swap.length().unwrap_or(u64::MAX), from.len().min(to.len())));

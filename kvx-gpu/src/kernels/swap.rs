@@ -2,8 +2,9 @@
 
 use kvx_core::{Error, ErrorKind, Result};
 
-/// A block of the shape `[outer, rows, columns, run]` becomes one of `[outer, columns, rows, run]`. This is all that KV
-/// caches need: a head's content of a token stays together, and what is around it changes places.
+/// A block of the shape `[outer, rows, columns, run]` becomes one of `[outer, columns, rows, run]`.
+/// This is all that KV caches need: a head's content of a token stays together, and what is around
+/// it changes places.
 ///
 /// ```
 /// use kvx_gpu::kernels::{Swap, reference};
@@ -27,8 +28,8 @@ pub struct Swap {
 }
 
 impl Swap {
-    /// From heads before tokens (HND) to tokens before heads (NHD); `content` is the bytes of one head's content of one
-    /// token.
+    /// From heads before tokens (HND) to tokens before heads (NHD); `content` is the bytes of one
+    /// head's content of one token.
     pub const fn heads_to_tokens(heads: u64, tokens: u64, content: u64) -> Self {
         Swap { outer: 1, rows: heads, columns: tokens, run: content }
     }
@@ -38,9 +39,9 @@ impl Swap {
         Swap { outer: 1, rows: tokens, columns: heads, run: content }
     }
 
-    /// From `ratio` blocks with heads before tokens, one after the other, to one block of the same layout, which has
-    /// `tokens` tokens. Blocks with tokens first need none of this. Errors: `Invalid` if `ratio` does not divide
-    /// `tokens`.
+    /// From `ratio` blocks with heads before tokens, one after the other, to one block of the same
+    /// layout, which has `tokens` tokens. Blocks with tokens first need none of this. Errors:
+    /// `Invalid` if `ratio` does not divide `tokens`.
     pub fn merge(ratio: u64, heads: u64, tokens: u64, content: u64) -> Result<Self> {
         Ok(Swap { outer: 1, rows: ratio, columns: heads, run: run(ratio, tokens, content)? })
     }
@@ -51,8 +52,8 @@ impl Swap {
         Ok(Swap { outer: 1, rows: heads, columns: ratio, run: run(ratio, tokens, content)? })
     }
 
-    /// From `ratio` blocks with heads before tokens, one after the other, to one block with tokens before heads, which
-    /// has `tokens` tokens. Errors as [`merge`](Swap::merge).
+    /// From `ratio` blocks with heads before tokens, one after the other, to one block with tokens
+    /// before heads, which has `tokens` tokens. Errors as [`merge`](Swap::merge).
     pub fn merge_to_tokens(ratio: u64, heads: u64, tokens: u64, content: u64) -> Result<Self> {
         run(ratio, tokens, content)?;
         Ok(Swap { outer: ratio, rows: heads, columns: tokens / ratio, run: content })

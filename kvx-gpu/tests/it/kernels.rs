@@ -218,7 +218,8 @@ fn the_reference_refuses_what_is_out_of_bounds() {
     }
 }
 
-/// A gather and a scatter of the source, beside the reference. `beyond`: how far addresses are from a multiple of 16.
+/// A gather and a scatter of the source, beside the reference. `beyond`: how far addresses are from
+/// a multiple of 16.
 fn compare_over_grids(
     on_host: &OnHost,
     grids: &[DeviceGrid],
@@ -366,7 +367,8 @@ fn permutations_do_what_the_reference_does() {
     }
 }
 
-/// Grids of a grid set that do not touch each other, with their packed places; and the bytes of the region.
+/// Grids of a grid set that do not touch each other, with their packed places; and the bytes of the
+/// region.
 fn grid_sets() -> impl Strategy<Value = (Vec<DeviceGrid>, Vec<u32>, usize)> {
     let grids = prop::collection::vec((1_u64..40, 0_u64..20), 1..4);
     let indices = Just((0_u32..6).collect::<Vec<_>>()).prop_shuffle().prop_flat_map(|all| {

@@ -10,7 +10,8 @@ fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
     device::first(kvx_rocm::devices, |device, len| device.pool(len).build())
 }
 
-/// Both makers' devices are driven by the same code: the usual tier runs the suites over CUDA's alone.
+/// Both makers' devices are driven by the same code: the usual tier runs the suites over CUDA's
+/// alone.
 pub(crate) fn suites() -> Vec<Suite> {
     native::suites(first_device, Tier::Whole)
 }

@@ -41,7 +41,8 @@ fn copy_on_a_stream(from: u64, to: u64, len: usize) -> StreamHandle {
     type Copy = unsafe extern "C" fn(u64, u64, usize, c_int, usize) -> c_int;
     const WITHIN: c_int = 3;
     static STREAM: OnceLock<usize> = OnceLock::new();
-    // SAFETY: these are the functions' types in HIP's header; the stream is never ended, and the memory is the test's.
+    // SAFETY: these are the functions' types in HIP's header; the stream is never ended, and the
+    // memory is the test's.
     unsafe {
         let make = std::mem::transmute::<*mut c_void, Make>(symbol(c"hipStreamCreateWithFlags"));
         let copy = std::mem::transmute::<*mut c_void, Copy>(symbol(c"hipMemcpyAsync"));

@@ -1,13 +1,15 @@
-//! The attribute `#[kvx_testkit::test]`. It reads a function without a parser of Rust: only its attributes and its
-//! name matter.
+//! The attribute `#[kvx_testkit::test]`. It reads a function without a parser of Rust: only its
+//! attributes and its name matter.
 
 use proc_macro::{Delimiter, TokenStream, TokenTree};
 
-/// Registers a function as a test of a program that ends its `main` with `kvx_testkit::harness_main`.
+/// Registers a function as a test of a program that ends its `main` with
+/// `kvx_testkit::harness_main`.
 ///
-/// The function takes nothing and returns `()` or a `Result` whose error can be shown. With `own_process`
-/// (`#[kvx_testkit::test(own_process)]`) the harness runs it in a process of its own, for tests that count what a
-/// process holds, change its environment, or load a library that stays loaded.
+/// The function takes nothing and returns `()` or a `Result` whose error can be shown. With
+/// `own_process` (`#[kvx_testkit::test(own_process)]`) the harness runs it in a process of its own,
+/// for tests that count what a process holds, change its environment, or load a library that stays
+/// loaded.
 #[proc_macro_attribute]
 pub fn test(options: TokenStream, function: TokenStream) -> TokenStream {
     let own_process = match options.to_string().as_str() {

@@ -1,4 +1,5 @@
-//! Faults in the destination of a read. They hold its memory, so that it is there whenever they write.
+//! Faults in the destination of a read. They hold its memory, so that it is there whenever they
+//! write.
 
 use std::sync::Arc;
 

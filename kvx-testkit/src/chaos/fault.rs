@@ -3,7 +3,8 @@
 /// Lists the faults: what each does, its name in code, its name in a variant of a registry.
 macro_rules! faults {
     ($($(#[$doc:meta])* $fault:ident $name:literal,)*) => {
-        /// What a chaos transport does wrong. Both ends of a pair do it, each where it applies to them.
+        /// What a chaos transport does wrong. Both ends of a pair do it, each where it applies to
+        /// them.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Fault {
             $($(#[$doc])* $fault,)*
@@ -27,7 +28,8 @@ faults! {
     // What happens to a transfer.
     /// Tickets settle 20 ms late. Breaks nothing: every clause must hold under it.
     Delay "delay",
-    /// Tickets settle in another order than they were given. Breaks nothing: every clause must hold under it.
+    /// Tickets settle in another order than they were given. Breaks nothing: every clause must hold
+    /// under it.
     Reorder "reorder",
     /// A read changes one byte of its destination once more before it settles.
     WrongBytes "wrong bytes",
@@ -80,7 +82,8 @@ faults! {
     TruncateAtNul "truncate at NUL",
     /// Nothing is delivered again once the queue was full.
     DropOnFull "drop on full",
-    /// Arrives before the data that it follows: a transfer settles at once, and moves its data 100 ms later.
+    /// Arrives before the data that it follows: a transfer settles at once, and moves its data 100
+    /// ms later.
     NotifyEarly "notify early",
 
     // What happens to a link.

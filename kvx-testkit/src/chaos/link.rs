@@ -59,7 +59,8 @@ impl ChaosLink {
         self.fault == Some(fault)
     }
 
-    /// The plan as the inner link knows it: made once and kept, so that what the inner link prepares is kept as well.
+    /// The plan as the inner link knows it: made once and kept, so that what the inner link
+    /// prepares is kept as well.
     fn unwrapped(plan: &Bound) -> Result<Arc<Bound>> {
         let ours = plan.native(|| {
             let (local, remote) =

@@ -1,8 +1,9 @@
 //! The chaos transport: wraps any transport and breaks one promise of it, on purpose.
 //!
-//! Each fault acts in the module of the call that it breaks: posts in `link`, registration and links in `transport`,
-//! incoming notifications and states in `events`. What faults do to bytes is in `bytes`. A [`Gate`] is no fault: it lets
-//! a clause decide when a transport settles its tickets.
+//! Each fault acts in the module of the call that it breaks: posts in `link`, registration and
+//! links in `transport`, incoming notifications and states in `events`. What faults do to bytes is
+//! in `bytes`. A [`Gate`] is no fault: it lets a clause decide when a transport settles its
+//! tickets.
 
 mod bytes;
 mod events;
@@ -20,7 +21,8 @@ use kvx_core::{Options, Placement, Registry, Result, Unavailable};
 pub use fault::Fault;
 pub use gate::Gate;
 
-/// A factory inside another one, which breaks a promise of the inner one's transports or holds their tickets back.
+/// A factory inside another one, which breaks a promise of the inner one's transports or holds
+/// their tickets back.
 pub struct Chaos {
     inner: Arc<dyn Factory>,
     fault: Option<Fault>,

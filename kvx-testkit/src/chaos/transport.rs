@@ -58,7 +58,8 @@ fn spin(alive: Weak<()>) {
 extern "C" fn do_nothing(_: libc::c_int) {}
 
 fn take_signal() {
-    // SAFETY: the handler does nothing, which is allowed in a handler; the signal is ignored by default.
+    // SAFETY: the handler does nothing, which is allowed in a handler; the signal is ignored by
+    // default.
     unsafe {
         libc::signal(libc::SIGURG, do_nothing as extern "C" fn(libc::c_int) as libc::sighandler_t)
     };
@@ -75,8 +76,8 @@ impl ChaosTransport {
     }
 }
 
-// SAFETY: memory is touched by the inner transport, which keeps the contract, and by faults only while they hold the
-// memory itself: what they break is the promise, never the program.
+// SAFETY: memory is touched by the inner transport, which keeps the contract, and by faults only
+// while they hold the memory itself: what they break is the promise, never the program.
 unsafe impl Transport for ChaosTransport {
     fn capabilities(&self) -> &Capabilities {
         self.inner.capabilities()

@@ -167,11 +167,12 @@ pub async fn idle_costs_what_is_declared(setup: &Setup) -> Check {
 /// Runs `what` in a fork of this process and gives what it says. A fork that hangs is killed.
 fn in_a_fork(what: impl FnOnce() -> String) -> Result<String, Failure> {
     let (mut reader, mut writer) = std::io::pipe()?;
-    // SAFETY: the child has one thread, runs only `what`, and ends without running anything else of this program; the
-    // C library's allocator works in it.
+    // SAFETY: the child has one thread, runs only `what`, and ends without running anything else of
+    // this program; the C library's allocator works in it.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
-        // SAFETY: takes a number, gives a number. The signal's disposition is the default one: it ends the child.
+        // SAFETY: takes a number, gives a number. The signal's disposition is the default one: it
+        // ends the child.
         unsafe { libc::alarm(8) };
         let said = std::panic::catch_unwind(std::panic::AssertUnwindSafe(what));
         let said = said.unwrap_or_else(|_| "a call panicked".to_owned());
@@ -299,7 +300,8 @@ pub async fn a_forked_child_is_told_so(setup: &Setup) -> Check {
         registry,
     });
     let wrong = in_a_fork(|| {
-        // SAFETY: the fork's copy, which it uses up and never drops otherwise: it ends without returning.
+        // SAFETY: the fork's copy, which it uses up and never drops otherwise: it ends without
+        // returning.
         unsafe { std::ptr::read(&*inherited) }.call_everything()
     });
     let Inherited { mut pair, flying, dropped, waited, settled, .. } =

@@ -187,7 +187,8 @@ pub async fn a_list_of_backends_restricts(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// B2: without a list the first in the order that serves carries it; what opens only when named stays closed.
+/// B2: without a list the first in the order that serves carries it; what opens only when named
+/// stays closed.
 pub async fn without_a_list_the_order_decides(setup: &Setup) -> Check {
     let mut target = target(setup)?;
     let mut choice = Choice::new(setup)?;
@@ -236,7 +237,8 @@ pub async fn without_a_list_the_order_decides(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// B3: unknown, not compiled in, not available: three kinds, three sentences, each with the next step.
+/// B3: unknown, not compiled in, not available: three kinds, three sentences, each with the next
+/// step.
 pub async fn missing_backends_are_three_errors(setup: &Setup) -> Check {
     let mut choice = Choice::new(setup)?;
     choice.registry.add(Absent)?;

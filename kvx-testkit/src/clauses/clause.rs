@@ -57,7 +57,8 @@ pub struct Clause {
     pub test: fn(&Setup) -> Pin<Box<dyn Future<Output = Check> + Send + '_>>,
 }
 
-/// Lists the clauses of a module: `id name, execution, [breakers]`; the function has the clause's name.
+/// Lists the clauses of a module: `id name, execution, [breakers]`; the function has the clause's
+/// name.
 macro_rules! clauses {
     ($($id:ident $name:ident, $runs:ident, [$($breaker:expr),* $(,)?];)*) => {
         &[$(Clause {

@@ -29,7 +29,8 @@ const SERVED: Duration = Duration::from_secs(1);
 /// How often a link may be lost before one stays.
 const AGAIN: usize = 10;
 
-/// How long a shutdown whose deadline has come still waits for its transports, and they for their peers.
+/// How long a shutdown whose deadline has come still waits for its transports, and they for their
+/// peers.
 const LAST_PATIENCE: Duration = Duration::from_millis(500);
 
 /// Connects once more; the loss of a link that was held up may show only then.
@@ -44,7 +45,8 @@ async fn connect_anew(pair: &mut AgentPair, traffic: &Traffic) -> Result<Peer, F
     Err(Failure::new("the link is lost again and again"))
 }
 
-/// P12: a page that does not come holds up no more than is declared, on either side; when it comes, work goes on.
+/// P12: a page that does not come holds up no more than is declared, on either side; when it comes,
+/// work goes on.
 pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) -> Check {
     if let Some(why) = HungPage::refused() {
         skip(
@@ -57,7 +59,8 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
     // Of a pool both ends have pages of their own.
     let setup = &Setup { near: Backing::Owned, far: Backing::Owned, ..setup.clone() };
     let mut pair = setup.pair()?;
-    // What a write that timed out does to the peer's region, and when, is not said: each time it is another.
+    // What a write that timed out does to the peer's region, and when, is not said: each time it is
+    // another.
     let mut regions = Vec::new();
     for name in ["read there", "write there", "read here", "write here"] {
         regions.push(Traffic::new(&mut pair, name, LEN)?);
@@ -73,7 +76,8 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
         return Ok(());
     }
     let promised = promised_by(&peer)?.hung_page;
-    // A third process, which the near agent reaches, and a third agent here, which reaches the far one.
+    // A third process, which the near agent reaches, and a third agent here, which reaches the far
+    // one.
     let mut far = setup.far()?;
     setup.far_agent(&mut far, &unique("third"))?;
     let mut to_third = AgentPair { near: pair.near.clone(), far, setup: setup.clone() };

@@ -25,7 +25,8 @@ pub(super) const CLAUSES: &[Clause] = clauses!(
     P11 a_kill_amid_much_leaves_the_survivor_well, TwoProcesses, [Breaker::Chaos(Fault::DropPeerLoss)];
 );
 
-/// How soon the loss of a killed peer is promised, for transfers of this deadline; and whether `TimedOut` may say it.
+/// How soon the loss of a killed peer is promised, for transfers of this deadline; and whether
+/// `TimedOut` may say it.
 fn promised(capabilities: &Capabilities, deadline: Duration) -> (Duration, bool) {
     let within = capabilities.peer_loss_within;
     (within.map_or(deadline, |within| within.min(deadline)) + GRACE, within.is_none())
@@ -80,7 +81,8 @@ pub async fn a_peer_killed_before_a_post_is_reported(setup: &Setup) -> Check {
 /// P4: a kill in mid transfer is reported promptly, and success means right bytes.
 pub async fn a_peer_killed_in_mid_transfer_is_reported(setup: &Setup) -> Check {
     for first_arrives in [false, true] {
-        // Where all reads have arrived before the kill, as the machine was fast or the kill late, more are posted.
+        // Where all reads have arrived before the kill, as the machine was fast or the kill late,
+        // more are posted.
         let mut some = false;
         for reads in [12, 24, 48, 96] {
             some = some || killed_in_mid_transfer(setup, reads, first_arrives).await?;
@@ -226,7 +228,8 @@ pub async fn a_forked_child_hides_no_death(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// P11: whoever survives a kill amid much work has its memory back, sleeps, and serves others as before.
+/// P11: whoever survives a kill amid much work has its memory back, sleeps, and serves others as
+/// before.
 pub async fn a_kill_amid_much_leaves_the_survivor_well(setup: &Setup) -> Check {
     for owner_survives in [true, false] {
         killed_amid_much(setup, owner_survives).await?;
@@ -238,8 +241,8 @@ pub async fn a_kill_amid_much_leaves_the_survivor_well(setup: &Setup) -> Check {
 async fn killed_amid_much(setup: &Setup, owner_survives: bool) -> Check {
     const BLOCK: u64 = 64 << 10;
     const COUNT: u32 = 8192; // 512 MiB
-    /// More than arrives before the kill: a process dies for up to a tenth of a second, and what a reader's device has
-    /// been told to copy out of shared memory arrives though its owner is dead.
+    /// More than arrives before the kill: a process dies for up to a tenth of a second, and what a
+    /// reader's device has been told to copy out of shared memory arrives though its owner is dead.
     const TIMES: u32 = 50;
     const AFTER: Duration = Duration::from_millis(30);
     const DEADLINE: Duration = Duration::from_secs(10);

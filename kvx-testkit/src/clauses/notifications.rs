@@ -71,7 +71,8 @@ async fn all(completions: impl IntoIterator<Item = Completion<()>>) -> kvx_core:
     Ok(())
 }
 
-/// N1: who has the notification can read the data; nobody polls for it, and the transfer resolves when it has arrived.
+/// N1: who has the notification can read the data; nobody polls for it, and the transfer resolves
+/// when it has arrived.
 pub async fn notifications_arrive_after_their_data(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let blocks = Traffic::new(&mut pair, "kv", 4 << 20)?;
@@ -189,7 +190,8 @@ pub async fn notifications_arrive_once(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// N4: many senders, to whom the receiver has never connected, are told apart by name and incarnation.
+/// N4: many senders, to whom the receiver has never connected, are told apart by name and
+/// incarnation.
 pub async fn notifications_name_their_sender(setup: &Setup) -> Check {
     const EACH: u32 = 20;
     let mut pair = setup.pair()?;
@@ -292,7 +294,8 @@ pub async fn a_full_queue_holds_senders_back(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// N6: the notification of a transfer that failed, was cancelled or timed out before its data arrived never comes.
+/// N6: the notification of a transfer that failed, was cancelled or timed out before its data
+/// arrived never comes.
 pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
     let capabilities = setup.capabilities()?;
     let mut pair = setup.pair()?;
@@ -353,7 +356,8 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
             ensure_kind!(result, TimedOut);
         }
     }
-    // Timed out or cancelled when the data was there, and the stopped peer had not taken the notification.
+    // Timed out or cancelled when the data was there, and the stopped peer had not taken the
+    // notification.
     let promised = promised_by(&peer)?;
     let reads_alone =
         !promised.target_cpu.of(Op::Read) && promised.settles_without_peer.of(Op::Read);
@@ -538,7 +542,8 @@ pub async fn expect_takes_what_it_counts(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// N9: what a peer does not take waits up to 64 MiB; more is refused, and what waits arrives when the peer takes it.
+/// N9: what a peer does not take waits up to 64 MiB; more is refused, and what waits arrives when
+/// the peer takes it.
 pub async fn waiting_notifications_are_bounded(setup: &Setup) -> Check {
     const LEN: usize = 64 << 10;
     const MOST: usize = 64 << 20;
@@ -579,7 +584,8 @@ pub async fn waiting_notifications_are_bounded(setup: &Setup) -> Check {
     each_once(&counts, counts.keys().copied())
 }
 
-/// N10: one that waits for room is not overtaken by a later one of the same sender that would have room.
+/// N10: one that waits for room is not overtaken by a later one of the same sender that would have
+/// room.
 pub async fn a_waiting_notification_is_not_overtaken(setup: &Setup) -> Check {
     const LARGE: usize = 40 << 10;
     let narrow = Setup { inbox: (100, 64 << 10), ..setup.clone() };

@@ -28,7 +28,8 @@ pub(super) const CLAUSES: &[Clause] = clauses!(
     O8 a_dropped_region_never_blocks, Both, [Breaker::Core("drop-frees"), Breaker::Chaos(Fault::BlockInRevoke)];
 );
 
-/// O1: settling consumes the ticket: the compiler holds that, here is what is left to see at run time.
+/// O1: settling consumes the ticket: the compiler holds that, here is what is left to see at run
+/// time.
 pub async fn a_ticket_settles_only_once(_: &Setup) -> Check {
     let calls = Arc::new(AtomicUsize::new(0));
     let count = || {
@@ -111,7 +112,8 @@ async fn dropped_while_stopped(setup: &Setup, pair: &mut AgentPair) -> Check {
         let peer = pair.connect().await?;
         let alone = promised_by(&peer)?.settles_without_peer.of(op);
         let memory = Arc::downgrade(traffic.near.memory());
-        // Once before, so that the next one reaches the peer: one that still waits for a region may end at once.
+        // Once before, so that the next one reaches the peer: one that still waits for a region may
+        // end at once.
         traffic.post(op, &peer, CUT_OFF)?.await?;
         pair.far.process()?.stop()?;
         let transfer = traffic.post(op, &peer, Duration::from_secs(30))?;
@@ -124,7 +126,8 @@ async fn dropped_while_stopped(setup: &Setup, pair: &mut AgentPair) -> Check {
                 until("its memory is freed", CUT_OFF, || Ok(!is_kept(&memory)))?;
             }
         } else if stays("the memory is kept", GRACE, || Ok(is_kept(&memory))).is_err() {
-            // A link may do without the peer and not promise it. O5 sees whether the peer writes afterwards.
+            // A link may do without the peer and not promise it. O5 sees whether the peer writes
+            // afterwards.
             let what = format!(
                 "a dropped {op} whose memory is freed while the peer is stopped has settled"
             );
@@ -201,7 +204,8 @@ pub async fn nothing_is_written_after_settle(setup: &Setup) -> Check {
             pair.far.process()?.go_on()?;
             settled.await?;
         }
-        // Also one that has settled unasked while the peer is stopped leaves the memory alone when it goes on.
+        // Also one that has settled unasked while the peer is stopped leaves the memory alone when
+        // it goes on.
         let mine = traffic.fill_near()?;
         pair.far.process()?.go_on()?;
         stays("the memory holds what the program wrote", Duration::from_millis(500), || {
@@ -213,8 +217,8 @@ pub async fn nothing_is_written_after_settle(setup: &Setup) -> Check {
     traffic.works(&mut pair.far, &peer, "after reads that were given up").await
 }
 
-/// How many reads and writes of 2 MiB O6 posts so that some are in flight at a revoke: where those were too few, as the
-/// machine was fast or the revoke late, the next number.
+/// How many reads and writes of 2 MiB O6 posts so that some are in flight at a revoke: where those
+/// were too few, as the machine was fast or the revoke late, the next number.
 const ENOUGH: [usize; 4] = [16, 64, 256, 1024];
 
 /// Posts so many reads and so many writes, and returns while they are in flight.

@@ -25,9 +25,11 @@ pub(super) const CLAUSES: &[Clause] = clauses!(
 
 /// Bytes of the regions: enough that a link's small and large ways are both taken.
 pub(super) const LEN: usize = 512 << 10;
-/// `peer_timeout` where a clause waits for it: longer than a busy machine keeps a process that lives from answering.
+/// `peer_timeout` where a clause waits for it: longer than a busy machine keeps a process that
+/// lives from answering.
 const SILENCE: Duration = Duration::from_secs(1);
-/// When a silent peer is lost at the latest: a link looks for silence in steps of a part of the time.
+/// When a silent peer is lost at the latest: a link looks for silence in steps of a part of the
+/// time.
 const LOST_BY: Duration = SILENCE.saturating_mul(2).saturating_add(GRACE);
 /// How long a lost handle may think about its answer.
 pub(super) const AT_ONCE: Duration = Duration::from_millis(500);
@@ -38,7 +40,8 @@ pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
     const DEADLINE: Duration = Duration::from_millis(300);
     let mut pair = setup.pair()?;
     let blocks = Traffic::new(&mut pair, "kv", LEN)?;
-    // What a write that timed out does to the peer's region, and when, is not said: these blocks are others.
+    // What a write that timed out does to the peer's region, and when, is not said: these blocks
+    // are others.
     let others = Traffic::new(&mut pair, "others", LEN)?;
     let peer = pair.connect().await?;
     let needs = promised_by(&peer)?.target_cpu;
@@ -88,7 +91,8 @@ pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// P2: silence with work in flight loses the peer after `peer_timeout`, silence without work does not.
+/// P2: silence with work in flight loses the peer after `peer_timeout`, silence without work does
+/// not.
 pub async fn a_silent_peer_is_lost_after_peer_timeout(setup: &Setup) -> Check {
     let setup = &Setup { peer_timeout: SILENCE, ..setup.clone() };
     let mut pair = setup.pair()?;
@@ -205,7 +209,8 @@ pub async fn a_restarted_peer_is_recognised(setup: &Setup) -> Check {
         "it has the same incarnation after its restart"
     );
 
-    // What is in flight when the loss is noticed says `PeerLost`: the handle has had time to notice it before these.
+    // What is in flight when the loss is noticed says `PeerLost`: the handle has had time to notice
+    // it before these.
     if let Some(within) = setup.capabilities()?.peer_loss_within {
         until("the old handle has noticed the loss", within + CUT_OFF, || {
             Ok(peer.lost().is_some())
@@ -243,7 +248,8 @@ pub async fn a_stopped_peer_keeps_no_other_waiting(setup: &Setup) -> Check {
     const MUCH: usize = 12 << 20;
     const ROUNDS: usize = 16;
     const DEADLINE: Duration = Duration::from_secs(3);
-    /// For what waits until the peer goes on, behind all rounds: it neither ends by itself, nor is the peer lost.
+    /// For what waits until the peer goes on, behind all rounds: it neither ends by itself, nor is
+    /// the peer lost.
     const HELD: Duration = Duration::from_secs(60);
     let setup = &Setup { peer_timeout: HELD, ..setup.clone() };
     let mut pair = setup.pair()?;
@@ -265,8 +271,8 @@ pub async fn a_stopped_peer_keeps_no_other_waiting(setup: &Setup) -> Check {
     let mut reading = read.post(Op::Read, &peer, HELD)?;
     let writing = write.post(Op::Write, &peer, HELD)?;
     let notices: Vec<_> = (0..100).map(|_| peer.notify(b"later", HELD)).collect();
-    // The more rounds, the more of the others' turns: in the last ones all that has room is under way to the stopped
-    // peer.
+    // The more rounds, the more of the others' turns: in the last ones all that has room is under
+    // way to the stopped peer.
     for round in 0..ROUNDS {
         for op in OPS {
             let result = blocks.run(op, &other_peer, DEADLINE).await;
@@ -325,7 +331,8 @@ pub async fn what_was_short_is_tried_again(setup: &Setup) -> Check {
     pair.far.open_files(true)?;
     let peer = far_succeeds(&mut pair.far, &metadata, peer, &post(&near, false, CUT_OFF))?;
     holds(&mut pair.far, 1)?;
-    // What a link makes of a region that it has not seen: the reader of it, and the target of a write from it.
+    // What a link makes of a region that it has not seen: the reader of it, and the target of a
+    // write from it.
     let mut back = pair.connect().await?;
     pair.far.open_files(false)?;
     pair.far.post(peer, post(&more, false, SOON))?.ok();
@@ -372,7 +379,8 @@ fn far_succeeds(
     Ok(peer)
 }
 
-/// Fails for what is no loss. A handle knows of its loss a moment after its transfers, and is shared until then.
+/// Fails for what is no loss. A handle knows of its loss a moment after its transfers, and is
+/// shared until then.
 fn lost_lately(error: &Error, begun: &Stopwatch) -> Check {
     let lost = error.kind() == ErrorKind::PeerLost && begun.read().within(CUT_OFF);
     ensure!(lost, "with descriptors again: {error:?}");

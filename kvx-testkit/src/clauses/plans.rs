@@ -55,7 +55,8 @@ pub async fn a_hundred_thousand_blocks_are_one_transfer(setup: &Setup) -> Check 
     pair.far_region("kv", COUNT as usize * LENGTH, 2)?;
     let peer = pair.connect().await?;
     let grid = Grid::packed(LENGTH as u64, COUNT);
-    // Both numbers are odd and no multiples of five: they permute the blocks, and no two neighbours stay together.
+    // Both numbers are odd and no multiples of five: they permute the blocks, and no two neighbours
+    // stay together.
     let scattered = |by: u32| -> Vec<u32> {
         (0..COUNT).map(|at| (u64::from(at) * u64::from(by) % 100_000) as u32).collect()
     };

@@ -184,7 +184,8 @@ pub async fn cancel_ends_a_transfer_early(setup: &Setup) -> Check {
                     "a write that was cancelled too late",
                 )?,
                 Err(error) if error.kind() == ErrorKind::Cancelled && op == Op::Read => {}
-                // Bytes of a write that was cancelled may land at the owner until something else was moved.
+                // Bytes of a write that was cancelled may land at the owner until something else
+                // was moved.
                 Err(error) if error.kind() == ErrorKind::Cancelled => {
                     traffic.run(Op::Read, &peer, CUT_OFF).await?
                 }
@@ -276,7 +277,8 @@ pub async fn a_full_budget_says_busy(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// T15: the report's counts are exact, its times are those of the transfer, and it names the backend.
+/// T15: the report's counts are exact, its times are those of the transfer, and it names the
+/// backend.
 pub async fn reports_say_what_moved(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let near = pair.near_region("near", 1 << 20, 1)?;

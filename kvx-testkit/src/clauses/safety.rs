@@ -164,7 +164,8 @@ pub async fn an_unregistered_region_is_refused(setup: &Setup) -> Check {
     untouched.works(&mut pair.far, &peer, "after strangers with wrong numbers").await
 }
 
-/// S4: who claims more than a region has gets an error, and the bytes beside the region stay untouched and untold.
+/// S4: who claims more than a region has gets an error, and the bytes beside the region stay
+/// untouched and untold.
 pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
     // Of a cooperative backend nothing is asserted: the declaration is the warning.
     let isolation = setup.capabilities()?.isolation;
@@ -178,7 +179,8 @@ pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
     let longer = altered_region(&metadata, "short", |region| region.len = 2 * LEN as u64)?;
     let endless = altered_region(&metadata, "short", |region| region.len = u64::MAX)?;
     let all = Grid::packed(4096, 2 * COUNT);
-    // Within what is claimed: the last real block and the first that is none; only ones beyond; far beyond any mapping.
+    // Within what is claimed: the last real block and the first that is none; only ones beyond; far
+    // beyond any mapping.
     let attacks = [
         (
             "the block after the region",

@@ -1,4 +1,5 @@
-//! Transfers between one region at each end, checked byte by byte: how a clause sees that a link works.
+//! Transfers between one region at each end, checked byte by byte: how a clause sees that a link
+//! works.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -199,7 +200,8 @@ pub(crate) fn now<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
     }
 }
 
-/// Waits until `condition` holds, for what no future tells. What the machine stalls meanwhile does not count.
+/// Waits until `condition` holds, for what no future tells. What the machine stalls meanwhile does
+/// not count.
 pub(crate) fn until(
     what: &str,
     patience: Duration,
@@ -214,7 +216,8 @@ pub(crate) fn until(
     Ok(())
 }
 
-/// Looks for a while whether `condition` stays true: there is no other way to see that something does not happen.
+/// Looks for a while whether `condition` stays true: there is no other way to see that something
+/// does not happen.
 pub(crate) fn stays(
     what: &str,
     time: Duration,

@@ -11,8 +11,8 @@ use rustix::fs::{MemfdFlags, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// What is added to the host address of device memory. No program has memory there, so code that takes a device
-/// address for a pointer faults at once, and a system call given one says `EFAULT`.
+/// What is added to the host address of device memory. No program has memory there, so code that
+/// takes a device address for a pointer faults at once, and a system call given one says `EFAULT`.
 pub(super) const FAR: u64 = 1 << 52;
 
 /// A memory file, mapped.
@@ -43,7 +43,8 @@ impl Allocation {
 
     fn map(file: OwnedFd, len: usize) -> Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the program.
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the
+        // program.
         let base = unsafe {
             rustix::mm::mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &file, 0)
         }
@@ -67,7 +68,8 @@ impl Allocation {
         Ok(IpcHandle { bytes, offset })
     }
 
-    /// What another process shared. Errors: `Malformed`, `PeerLost` when its owner is gone, `Exhausted`.
+    /// What another process shared. Errors: `Malformed`, `PeerLost` when its owner is gone,
+    /// `Exhausted`.
     pub(super) fn open(handle: &IpcHandle) -> Result<Self> {
         let mut reader = Reader::new("handle of the test device", &handle.bytes);
         let (process, fd, inode) = (reader.u32()?, reader.u32()?, reader.u64()?);
@@ -97,8 +99,8 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        // SAFETY: our own mapping; the device copies only from and to allocations that it knows, and forgets this one
-        // first.
+        // SAFETY: our own mapping; the device copies only from and to allocations that it knows,
+        // and forgets this one first.
         unsafe { rustix::mm::munmap(self.base.as_ptr(), self.mapped) }.ok();
     }
 }

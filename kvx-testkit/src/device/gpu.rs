@@ -8,9 +8,9 @@ use kvx_core::{Completion, DeviceAccess, Error, ErrorKind, Memory, Result, Unava
 
 use super::access::Device;
 
-/// The first of a maker's devices, the same one at each call: what [`Suite::device`](crate::Suite) is, with a name. A
-/// process asks for those of one maker: `devices` is `kvx_cuda::devices` or `kvx_rocm::devices`, `allocate` makes a
-/// pool on one.
+/// The first of a maker's devices, the same one at each call: what [`Suite::device`](crate::Suite)
+/// is, with a name. A process asks for those of one maker: `devices` is `kvx_cuda::devices` or
+/// `kvx_rocm::devices`, `allocate` makes a pool on one.
 ///
 /// # Errors
 /// `Unavailable`: why there is none.
@@ -28,7 +28,8 @@ struct Gpu<D> {
 }
 
 impl<D: DeviceAccess> Gpu<D> {
-    /// It has copied each way already: its threads, and its driver's, are none that a transport left behind.
+    /// It has copied each way already: its threads, and its driver's, are none that a transport
+    /// left behind.
     fn first(
         devices: fn() -> Result<Vec<Arc<D>>, Unavailable>,
         allocate: fn(&Arc<D>, usize) -> Result<Memory>,

@@ -1,4 +1,5 @@
-//! A device for tests: host memory behind addresses that the host cannot reach, copied by a thread of its own.
+//! A device for tests: host memory behind addresses that the host cannot reach, copied by a thread
+//! of its own.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -12,9 +13,10 @@ use kvx_core::{DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, Res
 use super::access::Device;
 use super::allocation::{Allocation, FAR};
 
-/// A device made of host memory. It stands where a GPU would: its addresses are no pointers, its copies are
-/// asynchronous, other processes open what it shares, and it does what a test asks of the next copies. Devices of one
-/// kind are the same one in all processes, unless they are [`numbered`](TestDevice::numbered).
+/// A device made of host memory. It stands where a GPU would: its addresses are no pointers, its
+/// copies are asynchronous, other processes open what it shares, and it does what a test asks of
+/// the next copies. Devices of one kind are the same one in all processes, unless they are
+/// [`numbered`](TestDevice::numbered).
 ///
 /// ```
 /// use kvx_testkit::TestDevice;
@@ -83,7 +85,8 @@ pub struct CopyCounters {
     pub hops: u64,
     /// The most that waited at one time.
     pub most_waiting: usize,
-    /// Copies that named memory which was never allocated or is freed: a bug of whoever asked for them.
+    /// Copies that named memory which was never allocated or is freed: a bug of whoever asked for
+    /// them.
     pub faults: u64,
 }
 
@@ -155,7 +158,8 @@ impl TestDevice {
         let base = allocation.address();
         self.shared.lock().allocations.insert(base, allocation);
         let owner = AllocationGuard { base, device: Arc::downgrade(&self.shared) };
-        // SAFETY: the device copies at these addresses until the owner is dropped, and nobody else knows the bytes.
+        // SAFETY: the device copies at these addresses until the owner is dropped, and nobody else
+        // knows the bytes.
         unsafe {
             Memory::adopt_device(
                 address,
@@ -182,7 +186,8 @@ impl TestDevice {
         self.shared.lock().allocations.len()
     }
 
-    /// Says what becomes of the next copies that are asked for, in order; those after them are done.
+    /// Says what becomes of the next copies that are asked for, in order; those after them are
+    /// done.
     pub fn next(&self, outcomes: impl IntoIterator<Item = CopyOutcome>) {
         self.shared.lock().next.extend(outcomes);
     }
@@ -214,7 +219,8 @@ impl TestDevice {
     }
 }
 
-// SAFETY: pieces are touched only by `PendingCopy::perform`, before the copy's ticket settles or is dropped.
+// SAFETY: pieces are touched only by `PendingCopy::perform`, before the copy's ticket settles or is
+// dropped.
 unsafe impl DeviceAccess for TestDevice {
     fn kind(&self) -> MemoryKind {
         self.kind
@@ -401,9 +407,10 @@ impl PendingCopy {
                         Direction::ToDevice => (piece.host.cast_const(), device),
                         Direction::ToHost => (device.cast_const(), piece.host),
                     };
-                    // SAFETY: the device side lies in an allocation, which cannot be freed under the lock that the
-                    // caller holds; the host side is valid until the ticket settles, by the contract of
-                    // `DeviceAccess::copy`; the two are different allocations.
+                    // SAFETY: the device side lies in an allocation, which cannot be freed under
+                    // the lock that the caller holds; the host side is valid until the ticket
+                    // settles, by the contract of `DeviceAccess::copy`; the two are different
+                    // allocations.
                     unsafe { std::ptr::copy_nonoverlapping(from, to, piece.len) };
                 }
             }
@@ -414,8 +421,8 @@ impl PendingCopy {
                 }
                 for hop in hops {
                     let (from, to) = ((hop.from - FAR) as *const u8, (hop.to - FAR) as *mut u8);
-                    // SAFETY: both sides lie in allocations, which cannot be freed under the lock that the caller
-                    // holds; they may overlap.
+                    // SAFETY: both sides lie in allocations, which cannot be freed under the lock
+                    // that the caller holds; they may overlap.
                     unsafe { std::ptr::copy(from, to, hop.len) };
                 }
             }

@@ -13,8 +13,9 @@ const BLOCK: u64 = 4096;
 const BLOCKS: u32 = 64;
 const LEN: usize = (BLOCKS as usize) * (BLOCK as usize);
 
-/// Holds a backend to what it says of the kinds of device memory that it does not reach: alone it refuses them at
-/// `register`, with the reason; beside `other`, which does reach them, that one moves them, and the backend the rest.
+/// Holds a backend to what it says of the kinds of device memory that it does not reach: alone it
+/// refuses them at `register`, with the reason; beside `other`, which does reach them, that one
+/// moves them, and the backend the rest.
 ///
 /// # Errors
 /// What is otherwise; also that the backend reaches every kind.

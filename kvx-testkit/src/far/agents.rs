@@ -94,7 +94,8 @@ impl FarAgents {
                 });
                 for (at, name) in names.iter().enumerate() {
                     let (base, kept) = (both.address() + (at * len) as u64, Arc::clone(&both));
-                    // SAFETY: the half lies within `both`, which the new memory keeps alive and which lends no slices.
+                    // SAFETY: the half lies within `both`, which the new memory keeps alive and
+                    // which lends no slices.
                     let half = unsafe {
                         match both.device_access().cloned() {
                             Some(access) => {
@@ -198,8 +199,8 @@ impl FarAgents {
             }
             Command::Fork { ends_after } => {
                 let seconds = libc::c_uint::try_from(ends_after.as_secs()).unwrap_or(1);
-                // SAFETY: the child makes system calls only: it lets go of what it would answer with, and waits for the
-                // signal that ends it.
+                // SAFETY: the child makes system calls only: it lets go of what it would answer
+                // with, and waits for the signal that ends it.
                 let child = unsafe { libc::fork() };
                 if child == 0 {
                     // SAFETY: numbers in, numbers out; the child ends by the alarm.

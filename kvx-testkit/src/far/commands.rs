@@ -1,4 +1,5 @@
-//! The commands to a far end and its answers: lines of JSON between processes, plain values within one.
+//! The commands to a far end and its answers: lines of JSON between processes, plain values within
+//! one.
 
 use std::time::Duration;
 
@@ -50,7 +51,8 @@ pub(crate) struct AgentSpec {
     pub(crate) inbox: (usize, usize),
 }
 
-/// A transfer that the far end is asked to post: `op` between its region and the peer's, by index lists.
+/// A transfer that the far end is asked to post: `op` between its region and the peer's, by index
+/// lists.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct PostSpec {
     /// Whether to write; else it reads.

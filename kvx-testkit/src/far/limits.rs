@@ -85,7 +85,8 @@ pub struct HungPage {
     _memory: Arc<Memory>,
 }
 
-/// As `struct uffdio_api`, `uffdio_register`, `uffd_msg` and their numbers in `linux/userfaultfd.h`.
+/// As `struct uffdio_api`, `uffdio_register`, `uffd_msg` and their numbers in
+/// `linux/userfaultfd.h`.
 const API: u64 = 0xaa;
 const REQUEST_API: libc::Ioctl = 0xc018_aa3f_u32 as libc::Ioctl;
 const REQUEST_REGISTER: libc::Ioctl = 0xc020_aa00_u32 as libc::Ioctl;
@@ -97,17 +98,18 @@ const USERS_ONLY: u32 = 1;
 const MESSAGE: usize = 32;
 
 impl HungPage {
-    /// One in the middle of this memory of the program's own, which loses what was there. Errors: `Unavailable`, as for
-    /// who is not root.
+    /// One in the middle of this memory of the program's own, which loses what was there. Errors:
+    /// `Unavailable`, as for who is not root.
     pub fn of(memory: &Arc<Memory>) -> Result<Self> {
         let page = HungPage::at(memory, memory.len() / 2, MISSING)?;
         page.take_away()?;
         Ok(page)
     }
 
-    /// The one that holds this byte of a pool of kvx's, or of an adopted memory file, which keeps what is there. It
-    /// comes until it is [taken away](HungPage::take_away). Only threads that are not within the kernel should touch
-    /// it then: system calls fail there. Errors: `Unavailable`, as before Linux 5.14.
+    /// The one that holds this byte of a pool of kvx's, or of an adopted memory file, which keeps
+    /// what is there. It comes until it is [taken away](HungPage::take_away). Only threads that are
+    /// not within the kernel should touch it then: system calls fail there. Errors: `Unavailable`,
+    /// as before Linux 5.14.
     pub fn of_file(memory: &Arc<Memory>, offset: usize) -> Result<Self> {
         // It is mapped before it is asked for: else it would not come from now on.
         memory.copy_out(offset, &mut [0])?;
@@ -148,8 +150,8 @@ impl HungPage {
 
     /// From now on it does not come.
     pub fn take_away(&self) -> Result<()> {
-        // SAFETY: the page lies within memory that lives, and is either the program's own, whose content nobody relies
-        // on, or of a file, which keeps it.
+        // SAFETY: the page lies within memory that lives, and is either the program's own, whose
+        // content nobody relies on, or of a file, which keeps it.
         unsafe {
             madvise(self.address as *mut _, rustix::param::page_size(), Advice::LinuxDontNeed)
         }

@@ -26,7 +26,8 @@ pub use self::limits::{HungPage, Limit};
 
 /// How long a far end may take to answer a command, beyond the command's own deadline.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// The variable by which a program learns that it is a far end, and of which variant of its registry.
+/// The variable by which a program learns that it is a far end, and of which variant of its
+/// registry.
 pub(crate) const VARIABLE: &str = "KVX_TESTKIT_FAR";
 
 /// The suite by whose label it finds its device, if it has one.
@@ -59,7 +60,8 @@ impl FarEnd {
         FarEnd { process: FarProcess::SameProcess(FarAgents::new(registry, device)) }
     }
 
-    /// `suite`: whose device it has; `through`: the program and its words, behind which its process is start.
+    /// `suite`: whose device it has; `through`: the program and its words, behind which its process
+    /// is start.
     pub(crate) fn there(
         variant: &str,
         suite: Option<&str>,
@@ -188,8 +190,8 @@ impl FarEnd {
         self.number(Command::Register { agent, name: name.into(), len, backing, seed: None })
     }
 
-    /// Registers two regions of `len` bytes each of which the second begins where the first ends. Gives the number of
-    /// the first; the second has the next.
+    /// Registers two regions of `len` bytes each of which the second begins where the first ends.
+    /// Gives the number of the first; the second has the next.
     pub fn register_neighbours(
         &mut self,
         names: [&str; 2],
@@ -278,8 +280,8 @@ impl FarEnd {
         number_in(self.call(Command::Post { peer, post, times: 1 }, within)?)
     }
 
-    /// Has its process post a transfer so often, each after the one before, until one fails; and waits for nothing:
-    /// [`posted`](FarEnd::posted) hears what came of the last.
+    /// Has its process post a transfer so often, each after the one before, until one fails; and
+    /// waits for nothing: [`posted`](FarEnd::posted) hears what came of the last.
     pub fn begin_posts(&mut self, peer: usize, post: PostSpec, times: u32) -> Result<(), Failure> {
         self.tell(&Command::Post { peer, post, times })
     }
@@ -360,7 +362,8 @@ impl FarEnd {
         Ok(self.done(Command::Limit { what, more }, Duration::ZERO)??)
     }
 
-    /// Has a page of a region of the program's own memory not come, whoever touches it, until it is said of none.
+    /// Has a page of a region of the program's own memory not come, whoever touches it, until it is
+    /// said of none.
     pub fn hang_page(&mut self, region: Option<usize>) -> Result<(), Failure> {
         Ok(self.done(Command::HangPage { region }, Duration::ZERO)??)
     }

@@ -1,5 +1,5 @@
-//! What becomes of work when something fails beside it: which error and when, whether a byte is wrong, when its memory
-//! is free again, and whether the next transfer works.
+//! What becomes of work when something fails beside it: which error and when, whether a byte is
+//! wrong, when its memory is free again, and whether the next transfer works.
 
 mod scene;
 mod trouble;
@@ -22,8 +22,8 @@ pub struct FaultReport {
     pub results: String,
     /// When the last of them had ended, after the trouble began.
     pub after: Duration,
-    /// When nothing touched this side's memory any more, after that. `None`: not while the trouble lasted, which only
-    /// a backend may say whose transfers do not settle without the peer.
+    /// When nothing touched this side's memory any more, after that. `None`: not while the trouble
+    /// lasted, which only a backend may say whose transfers do not settle without the peer.
     pub settled: Option<Duration>,
     /// Whether it was still so when the trouble was over: the memory stays in quarantine.
     pub held: bool,
@@ -33,9 +33,11 @@ pub struct FaultReport {
 
 /// So much after its deadline an end is late.
 const GRACE: Duration = Duration::from_secs(1);
-/// How often work is tried again when the trouble is over: a link that it has broken may be noticed by the first.
+/// How often work is tried again when the trouble is over: a link that it has broken may be noticed
+/// by the first.
 const TRIES: usize = 3;
-/// Bytes and number of a slot's blocks; transfers that are under way at once, each with a slot of its own here.
+/// Bytes and number of a slot's blocks; transfers that are under way at once, each with a slot of
+/// its own here.
 const GRID: Grid = Grid::packed(4096, 512);
 const SLOT: usize = 4096 * 512;
 const SLOTS: usize = 24;
@@ -52,12 +54,12 @@ const LIFE_OF_A_CHILD: Duration = Duration::from_secs(6);
 /// What the peer's region for reads holds.
 const SOURCE: u64 = 2;
 
-/// Has this trouble at this moment, over the setup's backend, and tells what became of the work, whose transfers have
-/// this `deadline`.
+/// Has this trouble at this moment, over the setup's backend, and tells what became of the work,
+/// whose transfers have this `deadline`.
 ///
 /// # Errors
-/// A transfer that ended too late or in a way that the contract does not have, a wrong byte, memory that does not
-/// come back, or a next transfer that does not work.
+/// A transfer that ended too late or in a way that the contract does not have, a wrong byte, memory
+/// that does not come back, or a next transfer that does not work.
 pub fn fault(
     setup: &Setup,
     trouble: Trouble,
@@ -90,7 +92,8 @@ pub fn fault(
     };
     let mut refused = None;
     if posted.is_empty() {
-        // A post may say at once what an answer would say later: a lost peer, files that cannot be opened.
+        // A post may say at once what an answer would say later: a lost peer, files that cannot be
+        // opened.
         match scene.post(op, &peer) {
             Ok(transfers) => posted = transfers,
             Err(error) => refused = Some(Err(error)),

@@ -143,7 +143,8 @@ impl Scene {
             Trouble::Restarted => self.start_again(),
             Trouble::Stopped | Trouble::StoppedThenKilled => self.far.process()?.stop(),
             Trouble::ShutDown => {
-                // What others still hold of it is its own business: a shutdown may say `StillShared`.
+                // What others still hold of it is its own business: a shutdown may say
+                // `StillShared`.
                 self.far.shutdown(self.agent, CUT_OFF)?.ok();
                 Ok(())
             }
@@ -170,8 +171,8 @@ impl Scene {
         }
     }
 
-    /// Why the far end gets no further agent or, without mappings, no further pool: then the standard library ends a
-    /// process that starts a thread.
+    /// Why the far end gets no further agent or, without mappings, no further pool: then the
+    /// standard library ends a process that starts a thread.
     fn more_there(&mut self, what: Limit) -> Result<kvx_core::Result<()>, Failure> {
         Ok(match what {
             Limit::Mappings => {
@@ -243,7 +244,8 @@ impl Scene {
     ) -> Result<Option<Duration>, Failure> {
         let begun = Instant::now();
         let alone = self.capabilities.settles_without_peer;
-        // A thread that waits for a page waits in the kernel, which has both sides' memory meanwhile.
+        // A thread that waits for a page waits in the kernel, which has both sides' memory
+        // meanwhile.
         let must =
             trouble != Trouble::HungPage && if op == Op::Read { alone.read } else { alone.write };
         let limit =
@@ -308,8 +310,9 @@ impl Scene {
         Ok(())
     }
 
-    /// Third peers of the two agents do not wait either, unless that is declared: one that this side's agent reads from
-    /// and one that reads from the far one, over memory of their programs' own.
+    /// Third peers of the two agents do not wait either, unless that is declared: one that this
+    /// side's agent reads from and one that reads from the far one, over memory of their programs'
+    /// own.
     pub(super) fn third_peers_go_on(&mut self) -> Check {
         let mut far = self.setup.far()?;
         let third = self.setup.far_agent(&mut far, &unique("third"))?;

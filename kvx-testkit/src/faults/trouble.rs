@@ -13,7 +13,8 @@ pub enum Trouble {
     Killed,
     /// The same, and a child that it has forked holds all that it had open.
     KilledBesideAChild,
-    /// The same, and another takes its place: of the same name, and at its port where the backend has one.
+    /// The same, and another takes its place: of the same name, and at its port where the backend
+    /// has one.
     Restarted,
     /// The peer's process stands still, and goes on when the work has ended.
     Stopped,
@@ -27,9 +28,11 @@ pub enum Trouble {
     Lacks(Limit),
     /// This process can have no more of something, until the work has ended.
     LacksHere(Limit),
-    /// The peer is cut off from this side, until the work has ended: for tests on hosts of their own.
+    /// The peer is cut off from this side, until the work has ended: for tests on hosts of their
+    /// own.
     CutOff,
-    /// A page of the peer's region, which is memory of its program's own, does not come until the work has ended.
+    /// A page of the peer's region, which is memory of its program's own, does not come until the
+    /// work has ended.
     HungPage,
     /// This side gives 10,000 transfers up as soon as they are posted.
     Cancelled,
@@ -72,7 +75,8 @@ impl Trouble {
             Trouble::Restarted => {
                 &[ErrorKind::PeerLost, ErrorKind::PeerRestarted, ErrorKind::TimedOut]
             }
-            // Nobody answers a stranger. Who is linked hears of it, and its regions are taken back first.
+            // Nobody answers a stranger. Who is linked hears of it, and its regions are taken back
+            // first.
             Trouble::ShutDown if moment == Moment::Unlinked => {
                 &[ErrorKind::PeerLost, ErrorKind::TimedOut]
             }

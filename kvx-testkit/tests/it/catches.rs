@@ -1,5 +1,6 @@
-//! Every clause of the suite must be seen to fail: broken on purpose, by each of its breakers, it must not hold; and
-//! unbroken, on the same ground, it must. It must also hold under the faults that break no promise.
+//! Every clause of the suite must be seen to fail: broken on purpose, by each of its breakers, it
+//! must not hold; and unbroken, on the same ground, it must. It must also hold under the faults
+//! that break no promise.
 //!
 //! Each run is a process of its own, so that a hang, a panic or a crash ends that run alone.
 
@@ -20,11 +21,13 @@ use libtest_mimic::Trial;
 
 /// Tells a process which run it is: clause, backend, mode, variant.
 const VARIABLE: &str = "KVX_TESTKIT_CATCH";
-/// A broken clause that takes longer hangs, and so is caught: if unbroken it takes a quarter of that at most.
+/// A broken clause that takes longer hangs, and so is caught: if unbroken it takes a quarter of
+/// that at most.
 const BROKEN: Duration = Duration::from_secs(24);
 /// An unbroken one that takes longer fails.
 const UNBROKEN: Duration = Duration::from_secs(60);
-/// A test that takes longer hangs: it runs a clause broken on up to four grounds, and unbroken on one.
+/// A test that takes longer hangs: it runs a clause broken on up to four grounds, and unbroken on
+/// one.
 const LIMIT: Duration = Duration::from_secs(4 * 60);
 
 /// Backends to break, the cheapest to break first.
@@ -53,7 +56,8 @@ pub(crate) fn registry(variant: &str) -> Registry {
     }
 }
 
-/// Runs the clause that this process was started for, and ends the process, if it was started for one.
+/// Runs the clause that this process was started for, and ends the process, if it was started for
+/// one.
 pub(crate) fn run_if_asked() {
     if let Ok(asked) = std::env::var(VARIABLE) {
         answer(&asked);
@@ -168,7 +172,8 @@ impl Job {
         }
     }
 
-    /// Requires that the clause fails when it is broken, and holds on the same ground when it is not.
+    /// Requires that the clause fails when it is broken, and holds on the same ground when it is
+    /// not.
     fn fails(&self, variant: &str, done: &Done) -> Result<(), String> {
         for ground in self.grounds() {
             let outcome = Outcome::of(self.clause, ground, variant, BROKEN);

@@ -1,4 +1,5 @@
-//! CONTRACT.md and the suite's table say the same: every clause has a test, and every test is a clause.
+//! CONTRACT.md and the suite's table say the same: every clause has a test, and every test is a
+//! clause.
 
 use kvx_core::fault_injection::BREAKS;
 use kvx_testkit::{Breaker, CLAUSES, Execution, Fault, test};

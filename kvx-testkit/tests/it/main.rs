@@ -1,4 +1,5 @@
-//! The integration tests of the conformance suite: it says what the contract says, and catches what breaks it.
+//! The integration tests of the conformance suite: it says what the contract says, and catches what
+//! breaks it.
 
 mod catches;
 mod contract;

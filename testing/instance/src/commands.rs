@@ -9,7 +9,8 @@ use crate::state::{State, say};
 /// The variable that makes a process an instance.
 pub(crate) const VARIABLE: &str = "KVX_INSTANCE";
 
-/// Becomes an instance, for good, if this process was started as one. A test program's `main` begins with it.
+/// Becomes an instance, for good, if this process was started as one. A test program's `main`
+/// begins with it.
 ///
 /// # Panics
 ///

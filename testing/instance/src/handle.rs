@@ -110,13 +110,15 @@ impl Instance {
         self.process.id()
     }
 
-    /// What of vLLM's rules has been broken toward it, also toward those in whose place it was started.
+    /// What of vLLM's rules has been broken toward it, also toward those in whose place it was
+    /// started.
     pub fn violations(&mut self) -> Vec<String> {
         self.hear_all();
         self.heard.violations.lock().expect("nothing panics with it").clone()
     }
 
-    /// The completions that it has begun with, and those in whose place it was started, if its settings let it tell.
+    /// The completions that it has begun with, and those in whose place it was started, if its
+    /// settings let it tell.
     pub fn begun(&mut self) -> Vec<Begun> {
         self.hear_all();
         self.heard.begun.lock().expect("nothing panics with it").clone()

@@ -1,13 +1,16 @@
-//! An instance of a prefill/decode fleet without a model, as a process of its own, for tests of routers.
+//! An instance of a prefill/decode fleet without a model, as a process of its own, for tests of
+//! routers.
 //!
-//! It speaks OpenAI's API and vLLM's `kv_transfer_params` (NixlConnector pull and push, MooncakeConnector with its
-//! bootstrap server, bidirectional). What stops the engine of a vLLM 0.33 stops it too, and is a *violation*, which
-//! the test asks for. A decode instance really fetches the blocks from the prefill instance that its parameters name,
-//! and its answer comes from what it has fetched: wrong blocks are a wrong answer. A prefill instance counts the
-//! blocks that nobody read. It reads the parameters with code of its own, so that a router is not checked by the
-//! parser that it uses itself.
+//! It speaks OpenAI's API and vLLM's `kv_transfer_params` (NixlConnector pull and push,
+//! MooncakeConnector with its bootstrap server, bidirectional). What stops the engine of a vLLM
+//! 0.33 stops it too, and is a *violation*, which the test asks for. A decode instance really
+//! fetches the blocks from the prefill instance that its parameters name, and its answer comes from
+//! what it has fetched: wrong blocks are a wrong answer. A prefill instance counts the blocks that
+//! nobody read. It reads the parameters with code of its own, so that a router is not checked by
+//! the parser that it uses itself.
 //!
-//! The process is the test program again: its `main` begins with [`run_if_asked`]. [`Instance::start`] starts one.
+//! The process is the test program again: its `main` begins with [`run_if_asked`].
+//! [`Instance::start`] starts one.
 
 mod blocks;
 mod call;

@@ -93,8 +93,9 @@ impl Asked {
         })
     }
 
-    /// The body of an answer that is not streamed. `caches`: what each choice comes from; `computed`: whether the
-    /// prompt was computed here, so that there are probabilities of its tokens.
+    /// The body of an answer that is not streamed. `caches`: what each choice comes from;
+    /// `computed`: whether the prompt was computed here, so that there are probabilities of its
+    /// tokens.
     pub(crate) fn whole(&self, id: &str, caches: &[u64], computed: bool, params: &Value) -> Value {
         let choices: Vec<_> = caches
             .iter()

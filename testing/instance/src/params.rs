@@ -1,4 +1,5 @@
-//! Reads `kv_transfer_params` as strictly as vLLM 0.33 turns out to: what stops its engine is an error here.
+//! Reads `kv_transfer_params` as strictly as vLLM 0.33 turns out to: what stops its engine is an
+//! error here.
 
 use serde_json::{Map, Value};
 
@@ -46,8 +47,8 @@ fn odd(sentence: impl Into<String>) -> Broken {
     Broken { sentence: sentence.into(), stops: false }
 }
 
-/// Reads them for a request of so many prompt tokens; `own_name` is what the request is called here, without the suffix
-/// of the engine.
+/// Reads them for a request of so many prompt tokens; `own_name` is what the request is called
+/// here, without the suffix of the engine.
 pub(crate) fn read(
     params: &Value,
     connector: Connector,

@@ -34,13 +34,15 @@ pub struct Settings {
     pub dp_size: u32,
     /// How long blocks wait for their reader, in milliseconds: `kv_lease_duration`.
     pub lease_ms: u64,
-    /// How long a decode leg asks another side again that does not let it in, before it gives up; vLLM's is 5 s.
+    /// How long a decode leg asks another side again that does not let it in, before it gives up;
+    /// vLLM's is 5 s.
     pub handshake_ms: u64,
     /// The key that clients must send.
     pub api_key: Option<String>,
     /// How fast it is.
     pub delays: Delays,
-    /// Whether a decode leg fetches blocks at all. Without, the answer comes from the prompt: for measurements.
+    /// Whether a decode leg fetches blocks at all. Without, the answer comes from the prompt: for
+    /// measurements.
     pub fetches: bool,
     /// How many requests it keeps for [`InstanceReport::seen`].
     pub keeps: usize,
@@ -103,7 +105,8 @@ pub enum Fault {
     CloseAfter(u32),
     /// A stream that says `error` after so many tokens, as vLLM does, and ends well.
     ErrorAfter(u32),
-    /// After so many tokens, a token's bytes come in two pieces with the cut within a character; then it goes on.
+    /// After so many tokens, a token's bytes come in two pieces with the cut within a character;
+    /// then it goes on.
     SplitCharacter(u32),
     /// The same, and then it hangs.
     HangInCharacter(u32),

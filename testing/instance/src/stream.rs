@@ -207,7 +207,8 @@ impl Work {
         }
     }
 
-    /// Writes a token's chunk; in two pieces, with the cut within a character, where the script says so.
+    /// Writes a token's chunk; in two pieces, with the cut within a character, where the script
+    /// says so.
     async fn write_token(
         &self,
         writer: &BodyWriter,

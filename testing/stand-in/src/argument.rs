@@ -5,8 +5,8 @@ use std::ffi::{CStr, c_char};
 use crate::code::{Answer, Code};
 use crate::settings;
 
-/// Where a caller wants a value. Only callers through the C interface make one, and its contract is theirs: null, or
-/// room for a value.
+/// Where a caller wants a value. Only callers through the C interface make one, and its contract is
+/// theirs: null, or room for a value.
 #[repr(transparent)]
 pub(crate) struct Out<T>(*mut T);
 
@@ -16,7 +16,8 @@ impl<T> Out<T> {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: it is not null, so by the contract of every function that takes one it has room for a value.
+        // SAFETY: it is not null, so by the contract of every function that takes one it has room
+        // for a value.
         unsafe { self.0.write_unaligned(value) };
         Ok(())
     }
@@ -49,7 +50,8 @@ impl Out<u8> {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: it is not null, so by the contract it has room for what the functions that use this say they write.
+        // SAFETY: it is not null, so by the contract it has room for what the functions that use
+        // this say they write.
         unsafe { self.0.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         Ok(())
     }
@@ -71,8 +73,8 @@ impl<T: Copy> In<T> {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: it is not null, and by the contract of the functions that take one there are as many values as they
-        // are told by another argument, which the place is below.
+        // SAFETY: it is not null, and by the contract of the functions that take one there are as
+        // many values as they are told by another argument, which the place is below.
         Ok(unsafe { self.0.add(at).read_unaligned() })
     }
 }
@@ -110,7 +112,8 @@ impl Text {
     }
 }
 
-/// Does the work of an exported function: counts the call, fails it if a test wants that, and lets no panic out.
+/// Does the work of an exported function: counts the call, fails it if a test wants that, and lets
+/// no panic out.
 pub(crate) fn answer(function: &'static str, work: impl FnOnce() -> Answer) -> i32 {
     if let Some(Code(wanted)) = settings::called(function) {
         return wanted;

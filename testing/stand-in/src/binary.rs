@@ -1,4 +1,5 @@
-//! Binaries for devices, which are ELF files: how long one is, and which of kvx's kernels are in it.
+//! Binaries for devices, which are ELF files: how long one is, and which of kvx's kernels are in
+//! it.
 
 use kvx_gpu::kernels::ENTRIES;
 

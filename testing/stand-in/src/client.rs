@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command as Process;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The library, for `KVX_CUDA_LIB` and `KVX_HIP_LIB`. Cargo puts it beside the programs that depend on this crate.
+/// The library, for `KVX_CUDA_LIB` and `KVX_HIP_LIB`. Cargo puts it beside the programs that depend
+/// on this crate.
 ///
 /// # Panics
 /// Where it is not there: cargo has not built this program.
@@ -21,9 +22,9 @@ pub fn library() -> PathBuf {
     found.unwrap_or_else(|| panic!("no {} near {}", name.display(), program.display()))
 }
 
-/// Puts the library in the place of a maker's in a process that is to be started: each of `variables` names it, and in
-/// `folder`, which is made if need be and goes before those of `LD_LIBRARY_PATH`, it has the names by which others than
-/// kvx ask for NVIDIA's driver.
+/// Puts the library in the place of a maker's in a process that is to be started: each of
+/// `variables` names it, and in `folder`, which is made if need be and goes before those of
+/// `LD_LIBRARY_PATH`, it has the names by which others than kvx ask for NVIDIA's driver.
 ///
 /// # Panics
 /// Where the folder cannot be written.
@@ -45,8 +46,9 @@ pub fn stand_in(process: &mut Process, variables: &[&str], folder: &Path) {
         .envs(variables.iter().map(|variable| (variable, &library)));
 }
 
-/// Starts this program again with the library in the place of a maker's. Comes back at once where the first of
-/// `variables` is set: what it names is to be tested. `folder`: the test's own, `CARGO_TARGET_TMPDIR`.
+/// Starts this program again with the library in the place of a maker's. Comes back at once where
+/// the first of `variables` is set: what it names is to be tested. `folder`: the test's own,
+/// `CARGO_TARGET_TMPDIR`.
 ///
 /// # Panics
 /// Where the folder cannot be written, or the program not be started.
@@ -66,9 +68,9 @@ pub fn start_again(variables: &[&str], folder: &str) {
 
 /// The library's commands, in this process. The crate's front page lists them.
 ///
-/// There is one at a time: what one test makes slow or broken, another would meet. Tests of a process that use the
-/// library hold one each, and wait for each other. When it is dropped, everything is as it was in the beginning, but
-/// for memory.
+/// There is one at a time: what one test makes slow or broken, another would meet. Tests of a
+/// process that use the library hold one each, and wait for each other. When it is dropped,
+/// everything is as it was in the beginning, but for memory.
 pub struct Control {
     command: Command,
     _alone: MutexGuard<'static, ()>,
@@ -87,7 +89,8 @@ impl Control {
         let library = library();
         let path =
             CString::new(library.as_os_str().as_encoded_bytes()).expect("a path has no zero byte");
-        // SAFETY: the path is a C string, and the library runs nothing when it is opened. It stays open.
+        // SAFETY: the path is a C string, and the library runs nothing when it is opened. It stays
+        // open.
         let opened = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         assert!(!opened.is_null(), "{} opens", library.display());
         // SAFETY: the library is open and the name a C string.

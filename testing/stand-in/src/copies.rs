@@ -87,15 +87,17 @@ impl Rows {
         let memory = memory();
         for row in 0..self.height {
             let (to, from) = self.row(row, &memory).map_err(|_| Code::ILLEGAL_ADDRESS)?;
-            // SAFETY: device and pinned memory was just found to be alive, and the lock keeps it so; plain host memory
-            // is valid until the copy is done, which every driver asks of its callers.
+            // SAFETY: device and pinned memory was just found to be alive, and the lock keeps it
+            // so; plain host memory is valid until the copy is done, which every driver asks of its
+            // callers.
             unsafe { std::ptr::copy(from, to, self.width) };
         }
         Ok(())
     }
 }
 
-/// Gives copies to a stream. Errors: `INVALID_VALUE` for memory that does not live or rows that overlap.
+/// Gives copies to a stream. Errors: `INVALID_VALUE` for memory that does not live or rows that
+/// overlap.
 pub(crate) fn copy(stream: &Arc<Stream>, rows: Rows) -> Answer {
     let overlap = rows.height > 1 && (rows.width > rows.to_pitch || rows.width > rows.from_pitch);
     let last = rows.height.saturating_sub(1);

@@ -1,5 +1,5 @@
-//! The handles that callers hold: numbers for streams, events, modules and the rest, so that one who uses a dead one is
-//! told.
+//! The handles that callers hold: numbers for streams, events, modules and the rest, so that one
+//! who uses a dead one is told.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};

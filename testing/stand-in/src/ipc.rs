@@ -1,4 +1,5 @@
-//! Memory of other processes: a handle says whose file it is, and the file is opened through that process.
+//! Memory of other processes: a handle says whose file it is, and the file is opened through that
+//! process.
 
 use std::os::fd::{AsFd, AsRawFd};
 
@@ -51,7 +52,8 @@ impl Parts {
 }
 
 impl Memory {
-    /// A handle to an allocation. Errors: `INVALID_VALUE` unless one of the plain allocator begins at this address.
+    /// A handle to an allocation. Errors: `INVALID_VALUE` unless one of the plain allocator begins
+    /// at this address.
     pub(crate) fn share(&self, address: u64) -> Answer<MemHandle> {
         let found = self
             .around(address)
@@ -68,8 +70,9 @@ impl Memory {
         Ok(parts.encode())
     }
 
-    /// Opens what another process shared. Errors: `INVALID_CONTEXT` for memory of this process, `ALREADY_MAPPED` for
-    /// what is open, `INVALID_VALUE` for what is no handle, is freed, or whose owner is gone.
+    /// Opens what another process shared. Errors: `INVALID_CONTEXT` for memory of this process,
+    /// `ALREADY_MAPPED` for what is open, `INVALID_VALUE` for what is no handle, is freed, or whose
+    /// owner is gone.
     pub(crate) fn open(&mut self, handle: &MemHandle) -> Answer<u64> {
         let Parts { process, descriptor, number, len, device } = Parts::decode(handle)?;
         if process == u64::from(std::process::id()) {

@@ -75,8 +75,8 @@ pub(crate) fn parameters_of(entry: &str, list: &In<In<u64>>) -> Answer<Vec<u64>>
     (0..count).map(|at| list.at(at)?.get()).collect()
 }
 
-/// Gives a launch to a stream. Errors: `INVALID_VALUE` for grids that no device takes, and for other numbers of threads
-/// than the kernels are made for.
+/// Gives a launch to a stream. Errors: `INVALID_VALUE` for grids that no device takes, and for
+/// other numbers of threads than the kernels are made for.
 pub(crate) fn launch(
     stream: &Arc<Stream>,
     entry: &'static str,
@@ -166,8 +166,8 @@ fn run(entry: &str, parameters: &[u64]) -> Option<()> {
 fn gathered(memory: &Memory, grid: DeviceGrid, indices: &[u32]) -> Option<Vec<u8>> {
     let mut packed = vec![0; usize::try_from(grid.length).ok()?.checked_mul(indices.len())?];
     let region = region(memory, grid, indices)?;
-    // SAFETY: the memory was just found to be alive and the lock keeps it so. That nobody writes to it meanwhile is
-    // what a program must see to on a device as well.
+    // SAFETY: the memory was just found to be alive and the lock keeps it so. That nobody writes to
+    // it meanwhile is what a program must see to on a device as well.
     let region = unsafe { std::slice::from_raw_parts(region.0, region.1) };
     reference::gather(region, &[DeviceGrid { base: 0, ..grid }], indices, &mut packed).ok()?;
     Some(packed)

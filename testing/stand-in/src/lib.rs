@@ -1,16 +1,19 @@
-//! A library that stands where a GPU's driver would: it exports what kvx calls of `libcuda`, `libamdhip64` and hipRTC,
-//! and does it with host memory. Tests open it through the real loaders, so that everything above the driver runs
-//! without a GPU: [`library`] says where it lies, [`Control`] makes it slow, broken or strict.
+//! A library that stands where a GPU's driver would: it exports what kvx calls of `libcuda`,
+//! `libamdhip64` and hipRTC, and does it with host memory. Tests open it through the real loaders,
+//! so that everything above the driver runs without a GPU: [`library`] says where it lies,
+//! [`Control`] makes it slow, broken or strict.
 //!
-//! Device memory is host memory at addresses that the host cannot reach. Streams are threads. Memory of another process
-//! is opened by its descriptor, and is gone when that process is. Launches run the kernels' reference in plain Rust.
+//! Device memory is host memory at addresses that the host cannot reach. Streams are threads.
+//! Memory of another process is opened by its descriptor, and is gone when that process is.
+//! Launches run the kernels' reference in plain Rust.
 //!
-//! It is strict where drivers are lenient or undefined: calls without a context, unknown handles, ranges that are out
-//! of bounds or freed are errors, and [`Control::faults`] counts those that a real device would not have survived.
+//! It is strict where drivers are lenient or undefined: calls without a context, unknown handles,
+//! ranges that are out of bounds or freed are errors, and [`Control::faults`] counts those that a
+//! real device would not have survived.
 //!
 //! # Commands
-//! [`Control::command`] takes them one at a time, and the variable `KVX_STAND_IN` as a list with `;` between them, read
-//! at the first call:
+//! [`Control::command`] takes them one at a time, and the variable `KVX_STAND_IN` as a list with
+//! `;` between them, read at the first call:
 //!
 //! | command | what it does |
 //! |---|---|

@@ -8,8 +8,8 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::code::{Answer, Code};
 
-/// What is added to a host address to make a device address. No program has memory there, so code that takes a device
-/// address for a pointer faults at once.
+/// What is added to a host address to make a device address. No program has memory there, so code
+/// that takes a device address for a pointer faults at once.
 const FAR: u64 = 1 << 52;
 
 /// Bytes of a page.
@@ -42,7 +42,8 @@ pub(crate) struct Mapping {
     len: usize,
 }
 
-// SAFETY: it is pages, which belong to no thread; who accesses them is the program's matter, as on a device.
+// SAFETY: it is pages, which belong to no thread; who accesses them is the program's matter, as on
+// a device.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -121,8 +122,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: they were mapped by this struct; the table of memory drops it only when no stream copies, because
-        // copies hold the table's lock.
+        // SAFETY: they were mapped by this struct; the table of memory drops it only when no stream
+        // copies, because copies hold the table's lock.
         _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
     }
 }

@@ -35,7 +35,8 @@ pub(crate) struct Allocation {
     _pages: Option<Mapping>,
 }
 
-/// All memory of this process. Work on it holds the lock for reading: nothing is unmapped meanwhile.
+/// All memory of this process. Work on it holds the lock for reading: nothing is unmapped
+/// meanwhile.
 #[derive(Default)]
 pub(crate) struct Memory {
     device: BTreeMap<u64, Allocation>,
@@ -99,7 +100,8 @@ impl Memory {
         Ok(address)
     }
 
-    /// Gives memory back. Errors: `INVALID_VALUE` for an address where none of these begins: a fault.
+    /// Gives memory back. Errors: `INVALID_VALUE` for an address where none of these begins: a
+    /// fault.
     pub(crate) fn free(&mut self, address: u64, ends: fn(Origin) -> bool) -> Answer {
         if self.device.get(&address).is_none_or(|allocation| !ends(allocation.origin)) {
             note_fault();
@@ -140,8 +142,8 @@ impl Memory {
         self.device.values().map(|allocation| allocation.origin)
     }
 
-    /// The host's pointer to a range of device memory, all of it alive and accessible. Adjacent pieces of virtual
-    /// memory are one range. Errors: `INVALID_VALUE`.
+    /// The host's pointer to a range of device memory, all of it alive and accessible. Adjacent
+    /// pieces of virtual memory are one range. Errors: `INVALID_VALUE`.
     pub(crate) fn range(&self, address: u64, len: usize) -> Answer<*mut u8> {
         let end = address.checked_add(len as u64).ok_or(Code::INVALID_VALUE)?;
         let mut at = address;
@@ -186,8 +188,8 @@ impl Memory {
         (address - base < pages.len() as u64).then_some((*base, pages.len()))
     }
 
-    /// The host's pointer to what a kernel may touch: device memory, and pinned memory at its own address. Errors:
-    /// `INVALID_VALUE`.
+    /// The host's pointer to what a kernel may touch: device memory, and pinned memory at its own
+    /// address. Errors: `INVALID_VALUE`.
     pub(crate) fn reachable(&self, address: u64, len: usize) -> Answer<*mut u8> {
         if mapping::is_of_device(address) {
             return self.range(address, len);

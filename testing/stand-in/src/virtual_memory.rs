@@ -32,7 +32,8 @@ impl Physical {
         Ok(Arc::new(Physical { device, len, file: mapping::file(len)?, shareable }))
     }
 
-    /// A descriptor of it, which the caller owns. Errors: `INVALID_VALUE` if it was not made to be shared.
+    /// A descriptor of it, which the caller owns. Errors: `INVALID_VALUE` if it was not made to be
+    /// shared.
     pub(crate) fn export(&self) -> Answer<RawFd> {
         if !self.shareable {
             return Err(Code::INVALID_VALUE);
@@ -56,7 +57,8 @@ impl Physical {
 }
 
 impl Memory {
-    /// Addresses for virtual memory. Errors: `INVALID_VALUE` for lengths that are no multiples of the granularity.
+    /// Addresses for virtual memory. Errors: `INVALID_VALUE` for lengths that are no multiples of
+    /// the granularity.
     pub(crate) fn reserve(&mut self, len: usize) -> Answer<u64> {
         if len == 0 || !len.is_multiple_of(GRANULARITY) {
             return Err(Code::INVALID_VALUE);
@@ -67,7 +69,8 @@ impl Memory {
         Ok(address)
     }
 
-    /// Gives addresses back. Errors: `INVALID_VALUE` unless they are all of a reservation and nothing is mapped there.
+    /// Gives addresses back. Errors: `INVALID_VALUE` unless they are all of a reservation and
+    /// nothing is mapped there.
     pub(crate) fn unreserve(&mut self, address: u64, len: usize) -> Answer {
         let whole = self.reserved.get(&address).is_some_and(|pages| pages.len() == len);
         if !whole || self.within(address, len).next().is_some() {
@@ -126,8 +129,9 @@ impl Memory {
         if covered == len { Ok(()) } else { Err(Code::INVALID_VALUE) }
     }
 
-    /// A descriptor of a range, whose position is where the range begins in it; the caller owns it. Errors:
-    /// `INVALID_VALUE` for ranges of several allocations or none, `NOT_SUPPORTED` for memory of a pool.
+    /// A descriptor of a range, whose position is where the range begins in it; the caller owns it.
+    /// Errors: `INVALID_VALUE` for ranges of several allocations or none, `NOT_SUPPORTED` for
+    /// memory of a pool.
     pub(crate) fn descriptor(&self, address: u64, len: usize) -> Answer<RawFd> {
         let (base, allocation) = self.around(address).ok_or(Code::INVALID_VALUE)?;
         let whole = allocation.len.next_multiple_of(mapping::page()) as u64;

@@ -53,7 +53,8 @@ fn pieces(memory: &Memory, host: &Memory, blocks: &[(u64, usize)]) -> Vec<Piece>
     blocks.iter().map(piece).collect()
 }
 
-/// Copies blocks out and, changed, back in; says how often each function was called for the first of these.
+/// Copies blocks out and, changed, back in; says how often each function was called for the first
+/// of these.
 fn out_and_in(
     bench: &Bench<'_>,
     host: &Memory,

@@ -50,7 +50,8 @@ fn refused_in_the_middle(bench: &Bench<'_>) {
     let error = settled(|done| unsafe { bench.device.copy(Direction::ToDevice, &pieces, done) })
         .unwrap_err();
     assert_eq!(error.native().map(|native| native.code), Some(999));
-    // It has settled, so the three that were started have ended: this is what no copy changes any more.
+    // It has settled, so the three that were started have ended: this is what no copy changes any
+    // more.
     let now = all_of(&pool);
     for at in 0..3 {
         assert!(now[at * 9000..][..500].iter().all(|byte| *byte == 0), "piece {at} was started");
@@ -121,7 +122,8 @@ fn unavailable(_: &Bench<'_>) {
     }
 }
 
-/// For [`super::roles`]: nobody can tell whether the copy has ended, so its ticket is dropped; what comes later works.
+/// For [`super::roles`]: nobody can tell whether the copy has ended, so its ticket is dropped; what
+/// comes later works.
 pub(crate) fn say_nothing(bench: &Bench<'_>) {
     let pool = bench.device.pool(4096).build().unwrap();
     bench.control.command(&format!("fail {} 999 always", bench.maker.names.query));
@@ -166,7 +168,8 @@ pub(crate) fn break_the_device(bench: &Bench<'_>) {
     std::mem::forget((pool, host));
 }
 
-/// For [`super::roles`]: a kernel reads where there is no memory, which ends all work on the device.
+/// For [`super::roles`]: a kernel reads where there is no memory, which ends all work on the
+/// device.
 pub(crate) fn reach_where_nothing_is(bench: &Bench<'_>) {
     let pool = bench.device.pool(1 << 20).build().unwrap();
     let nowhere = 1 << 44;
@@ -177,7 +180,8 @@ pub(crate) fn reach_where_nothing_is(bench: &Bench<'_>) {
         len: 1000 + at as usize * 16,
     };
     let hops: Vec<_> = (0..8).map(hop).collect();
-    // SAFETY: no memory of this program's own is read, and the pool is never freed: the process ends first.
+    // SAFETY: no memory of this program's own is read, and the pool is never freed: the process
+    // ends first.
     let error = settled(|done| unsafe { bench.device.hop(&hops, done) }).unwrap_err();
     assert!(error.to_string().contains("start the process again"), "{error}");
     let error = pool.copy_in(0, &[1]).unwrap_err();

@@ -84,7 +84,8 @@ fn permute(bench: &Bench<'_>) {
         let at = |base: u64, selection| StridedBlocks { base: DevicePtr(base), stride, selection };
         let source = at(from.address(), BlockSelection::Indices(Arc::clone(&indices)));
         let target = at(to.address(), BlockSelection::First(4));
-        // SAFETY: all blocks lie in pools that outlive the wait, and those that are written are apart.
+        // SAFETY: all blocks lie in pools that outlive the wait, and those that are written are
+        // apart.
         settled(|done| unsafe { bench.device.permute(&target, &source, swap, done) }).unwrap();
         let mut expected = vec![0; bytes.len()];
         let place = |indices| reference::PlacedBlocks { base: 0, stride, indices };
@@ -107,7 +108,8 @@ fn different_counts(bench: &Bench<'_>) {
     assert_eq!(error.kind(), ErrorKind::Invalid);
 }
 
-/// For [`super::roles`]: the driver takes no kernels of kvx's, but those that a compiler of the machine's makes.
+/// For [`super::roles`]: the driver takes no kernels of kvx's, but those that a compiler of the
+/// machine's makes.
 pub(crate) fn compiled_on_this_machine(bench: &Bench<'_>) {
     let load = bench.maker.names.load;
     bench.control.fail(load, 222, 1);

@@ -1,5 +1,6 @@
-//! kvx's promises for the devices of any maker, shown with the stand-in: the tests of `kvx-cuda` and of `kvx-rocm`.
-//! Where a variable names another library, that one is tested, as far as it needs no command of the stand-in's.
+//! kvx's promises for the devices of any maker, shown with the stand-in: the tests of `kvx-cuda`
+//! and of `kvx-rocm`. Where a variable names another library, that one is tested, as far as it
+//! needs no command of the stand-in's.
 
 mod copies;
 mod errors;
@@ -96,7 +97,8 @@ pub(crate) fn play_if_asked(maker: &'static Maker) {
     }
 }
 
-/// Returns the tests of a maker, and those that it has `more`: with the stand-in only, and with any library.
+/// Returns the tests of a maker, and those that it has `more`: with the stand-in only, and with any
+/// library.
 pub(crate) fn trials(
     maker: &'static Maker,
     more: &[(&'static str, Test)],

@@ -145,7 +145,8 @@ fn without_kernels(bench: &Bench<'_>) {
     say("copied, not permuted");
 }
 
-/// As in a program that is built with `panic=abort`: any panic ends the process before it can say anything.
+/// As in a program that is built with `panic=abort`: any panic ends the process before it can say
+/// anything.
 fn unavailable(maker: &'static Maker, why: &str) {
     std::panic::set_hook(Box::new(|_| std::process::abort()));
     match why {

@@ -60,13 +60,14 @@ fn a_fork(_: &Bench<'_>) {
     assert_eq!(child.hear(LONG).expect("it says how it went"), "the fork was told so");
 }
 
-/// For [`super::roles`]: every call of a fork says `Forked`, and what it drops is the parent's still.
+/// For [`super::roles`]: every call of a fork says `Forked`, and what it drops is the parent's
+/// still.
 pub(crate) fn fork(bench: &Bench<'_>) {
     let bytes = pattern(43, 1 << 20);
     let (pool, pinned) = (filled(&bench.device, &bytes), bench.device.pinned(4096).unwrap());
     let mut inherited = Some((pool, pinned));
-    // SAFETY: the fork calls nothing but what a fork may call of kvx, and ends without running anything of this
-    // program's.
+    // SAFETY: the fork calls nothing but what a fork may call of kvx, and ends without running
+    // anything of this program's.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
         let wrong = calls_of_a_fork(bench, inherited.take().expect("it is taken once"));

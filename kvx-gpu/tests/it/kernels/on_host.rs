@@ -13,7 +13,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 type Run = unsafe extern "C" fn(kernel: u32, grid: *const u32, parameters: *const u64);
 
-/// The kernels on the host; `None` where there is no C++ compiler, which is noted as a skip of `test`.
+/// The kernels on the host; `None` where there is no C++ compiler, which is noted as a skip of
+/// `test`.
 pub(crate) fn compiled(test: &str) -> Option<&'static OnHost> {
     static COMPILED: OnceLock<Option<OnHost>> = OnceLock::new();
     let compiled = COMPILED.get_or_init(compile).as_ref();
@@ -36,8 +37,8 @@ impl OnHost {
         // SAFETY: `on_host.cpp` defines it so.
         let run: Symbol<'_, Run> =
             unsafe { self.0.get(b"kvx_launch_on_host") }.expect("it is there");
-        // SAFETY: the caller answers for the addresses; there are as many parameters as the kernel takes, which
-        // `the_compiled_kernels_take_what_is_launched` compares.
+        // SAFETY: the caller answers for the addresses; there are as many parameters as the kernel
+        // takes, which `the_compiled_kernels_take_what_is_launched` compares.
         unsafe { run(kernel as u32, launch.grid.as_ptr(), launch.parameters.as_ptr()) };
     }
 }
@@ -55,7 +56,8 @@ fn compile() -> Option<OnHost> {
         "-fno-strict-aliasing",
         "-Wno-unknown-pragmas",
     ]);
-    // A unit wider than an address is aligned to, which this processor would let pass, ends the test.
+    // A unit wider than an address is aligned to, which this processor would let pass, ends the
+    // test.
     compile.args(["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]);
     compile.arg("-I").arg(root.join("src/kernels")).arg(root.join("tests/it/kernels/on_host.cpp"));
     let mut compiler = compile.arg("-o").arg(&library).spawn().ok()?;

@@ -6,8 +6,9 @@ mod memory;
 mod order;
 mod virtual_memory;
 
-/// Exports each function under its name in CUDA and under its name in HIP. `|current|` gives the device of the calling
-/// thread, as that maker's driver knows it; `|current, maker|` says whose driver that is, too.
+/// Exports each function under its name in CUDA and under its name in HIP. `|current|` gives the
+/// device of the calling thread, as that maker's driver knows it; `|current, maker|` says whose
+/// driver that is, too.
 macro_rules! both {
     ($(
         $cuda:ident, $hip:ident ($($argument:ident: $type:ty),* $(,)?)

@@ -26,7 +26,8 @@ impl Location {
     }
 }
 
-/// `CUmemAllocationProp` and `hipMemAllocationProp`: pinned memory is 1, a descriptor among the handles too.
+/// `CUmemAllocationProp` and `hipMemAllocationProp`: pinned memory is 1, a descriptor among the
+/// handles too.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Properties {

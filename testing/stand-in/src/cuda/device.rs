@@ -49,7 +49,8 @@ extern "C" fn cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, ordinal:
             76 => 0,
             // Multiprocessors.
             16 => 4,
-            // Unified addresses, virtual memory, its descriptors, RDMA to it, pools, dma-buf descriptors.
+            // Unified addresses, virtual memory, its descriptors, RDMA to it, pools, dma-buf
+            // descriptors.
             41 | 102 | 103 | 110 | 115 | 124 => 1,
             attribute if attribute > 0 => 0,
             _ => return Err(Code::INVALID_VALUE),

@@ -76,7 +76,8 @@ fn put<T>(to: *mut c_void, value: T) -> Answer {
     if to.is_null() {
         return Err(Code::INVALID_VALUE);
     }
-    // SAFETY: it is not null, so by the contract of the driver's function it has room for the attribute's type.
+    // SAFETY: it is not null, so by the contract of the driver's function it has room for the
+    // attribute's type.
     unsafe { to.cast::<T>().write_unaligned(value) };
     Ok(())
 }

@@ -32,7 +32,8 @@ extern "C" fn hipMemGetHandleForAddressRange(
     })
 }
 
-/// Of `libhsa-runtime64`, by which HIP before 7.0 does it: the descriptor is of the whole allocation.
+/// Of `libhsa-runtime64`, by which HIP before 7.0 does it: the descriptor is of the whole
+/// allocation.
 #[unsafe(no_mangle)]
 extern "C" fn hsa_amd_portable_export_dmabuf(
     address: u64,

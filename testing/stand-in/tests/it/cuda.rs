@@ -254,7 +254,8 @@ fn launches_do_what_the_reference_does() {
     expected[150..].copy_from_slice(&content[..50]);
     assert_eq!(cuda.download(back, 200), expected);
 
-    // Two heads of three tokens of two bytes; blocks 4 and 0 of the region into the first two of the other.
+    // Two heads of three tokens of two bytes; blocks 4 and 0 of the region into the first two of
+    // the other.
     let swap = Swap::heads_to_tokens(2, 3, 2);
     let to = BlocksIn { base: back, stride: 12, indices: 0 };
     let from = BlocksIn { base: region, stride: 12, indices: list };

@@ -1,4 +1,5 @@
-//! Memory of other processes, and which devices a process sees. The other process is this program again.
+//! Memory of other processes, and which devices a process sees. The other process is this program
+//! again.
 
 use std::io::Write as _;
 use std::time::Duration;

@@ -34,11 +34,12 @@ impl Opened {
     }
 }
 
-/// Calls a function of a library with arguments of these types: `call!(library, cuInit(0: u32))`; its number.
+/// Calls a function of a library with arguments of these types: `call!(library, cuInit(0: u32))`;
+/// its number.
 macro_rules! call {
     ($library:expr, $function:ident($($value:expr => $kind:ty),* $(,)?)) => {{
-        // SAFETY: the types are those of the driver's documentation, and what the values point to is a local of the
-        // test's that lives until the call is over, or a stream is waited for.
+        // SAFETY: the types are those of the driver's documentation, and what the values point to
+        // is a local of the test's that lives until the call is over, or a stream is waited for.
         unsafe {
             let function: unsafe extern "C" fn($($kind),*) -> i32 = $library.function(stringify!($function));
             function($($value),*)

@@ -10,7 +10,7 @@ const FEWEST_ROWS: usize = 4;
 const LONGEST_PITCH: u64 = i32::MAX as u64;
 
 /// Puts pieces together that continue each other on both sides, and drops empty ones.
-pub(super) fn merged(pieces: impl Iterator<Item = Hop>) -> Vec<Hop> {
+pub(super) fn merge(pieces: impl Iterator<Item = Hop>) -> Vec<Hop> {
     let mut lines: Vec<Hop> = Vec::with_capacity(pieces.size_hint().0);
     for piece in pieces.filter(|piece| piece.len > 0) {
         match lines.last_mut() {
@@ -31,23 +31,23 @@ fn ends_at(begin: u64, line: &Hop) -> u64 {
 
 /// One call of the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum CopyCall {
     Line(Hop),
     Rows(Rows),
 }
 
 /// The calls that copy `lines`, in their order: runs of equal ones at equal distances become rows.
-pub(super) fn steps(mut lines: &[Hop]) -> impl Iterator<Item = Step> {
+pub(super) fn copy_calls(mut lines: &[Hop]) -> impl Iterator<Item = CopyCall> {
     std::iter::from_fn(move || {
         let first = lines.first()?;
         let (count, from_pitch, to_pitch) = run(lines);
         if count < FEWEST_ROWS {
             lines = &lines[1..];
-            return Some(Step::Line(*first));
+            return Some(CopyCall::Line(*first));
         }
         lines = &lines[count..];
         let Hop { from, to, len: width } = *first;
-        Some(Step::Rows(Rows { from, from_pitch, to, to_pitch, width, count }))
+        Some(CopyCall::Rows(Rows { from, from_pitch, to, to_pitch, width, count }))
     })
 }
 
@@ -84,7 +84,7 @@ mod tests {
     fn what_continues_on_both_sides_is_one_line() {
         let pieces =
             [hop(0, 100, 10), hop(10, 110, 5), hop(15, 200, 5), hop(20, 205, 0), hop(20, 205, 1)];
-        assert_eq!(merged(pieces.into_iter()), [hop(0, 100, 15), hop(15, 200, 6)]);
+        assert_eq!(merge(pieces.into_iter()), [hop(0, 100, 15), hop(15, 200, 6)]);
     }
 
     #[test]
@@ -93,8 +93,11 @@ mod tests {
         let all: Vec<_> =
             [hop(5, 5, 3)].into_iter().chain(grid(8)).chain([hop(9, 9, 16)]).collect();
         let rows = Rows { from: 1000, from_pitch: 64, to: 0, to_pitch: 16, width: 16, count: 8 };
-        let steps: Vec<_> = steps(&all).collect();
-        assert_eq!(steps, [Step::Line(hop(5, 5, 3)), Step::Rows(rows), Step::Line(hop(9, 9, 16))]);
+        let copy_calls: Vec<_> = copy_calls(&all).collect();
+        assert_eq!(
+            copy_calls,
+            [CopyCall::Line(hop(5, 5, 3)), CopyCall::Rows(rows), CopyCall::Line(hop(9, 9, 16))]
+        );
     }
 
     #[test]
@@ -105,8 +108,8 @@ mod tests {
         let far: Vec<_> = (0..8).map(|at| hop(at << 40, at * 16, 16)).collect();
         let odd: Vec<_> = (0..8).map(|at| hop(at * 64, at * 16, 16 - at as usize)).collect();
         for lines in [few, backwards, overlapping, far, odd] {
-            let expected: Vec<_> = lines.iter().map(|line| Step::Line(*line)).collect();
-            assert_eq!(steps(&lines).collect::<Vec<_>>(), expected);
+            let expected: Vec<_> = lines.iter().map(|line| CopyCall::Line(*line)).collect();
+            assert_eq!(copy_calls(&lines).collect::<Vec<_>>(), expected);
         }
     }
 
@@ -119,10 +122,10 @@ mod tests {
             lines.extend((0..count).map(|at| hop(base + at * (32 + count), base + at * 40, 32)));
         }
         let mut copied = Vec::new();
-        for step in steps(&lines) {
+        for step in copy_calls(&lines) {
             match step {
-                Step::Line(line) => copied.push(line),
-                Step::Rows(rows) => copied.extend((0..rows.count).map(|at| {
+                CopyCall::Line(line) => copied.push(line),
+                CopyCall::Rows(rows) => copied.extend((0..rows.count).map(|at| {
                     let from = rows.from + (at * rows.from_pitch) as u64;
                     hop(from, rows.to + (at * rows.to_pitch) as u64, rows.width)
                 })),

@@ -6,13 +6,13 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, OnceLock};
 
-use super::copies::merged;
-use super::imports::{Handle, Imports, Name};
+use super::copies::merge;
+use super::imports::{AllocationName, Imports, SharedHandle};
 use super::kernels::{DeviceGrid, Swap};
-use super::memory::{DevicePoolBuilder, Exported, adopt, in_a_pool};
-use super::pinned::{Pinned, pin};
+use super::memory::{DevicePoolBuilder, ExportedFiles, adopt, pool_error};
+use super::pinned::{PinnedRanges, pin};
 use super::strided::{DevicePtr, StridedBlocks};
-use super::thread::{DeviceJob, DeviceThread, Work};
+use super::thread::{DeviceJob, DeviceThread, DeviceWork};
 use crate::driver::{CopyDirection, DeviceInfo, Driver, StreamHandle};
 use kvx_backend::process::ProcessId;
 use kvx_core::memory::{DeviceAccess, DeviceId, Direction, DmaBuf, Hop, IpcHandle, Piece};
@@ -26,8 +26,8 @@ use kvx_core::{Error, ErrorKind, Memory, MemoryKind, Result, Ticket};
 /// time and memory.
 pub struct Device {
     driver: Arc<Driver>,
-    pinned: Arc<Pinned>,
-    exported: Exported,
+    pinned: Arc<PinnedRanges>,
+    exported: ExportedFiles,
     imports: Arc<Imports>,
     thread: OnceLock<DeviceThread>,
     starting: Mutex<()>,
@@ -42,13 +42,13 @@ impl Device {
             imports: Imports::new(&driver),
             driver,
             pinned: Arc::default(),
-            exported: Exported::default(),
+            exported: ExportedFiles::default(),
             thread: OnceLock::new(),
             starting: Mutex::default(),
         })
     }
 
-    /// What is known of it.
+    /// Returns its description.
     pub fn info(&self) -> &DeviceInfo {
         self.driver.info()
     }
@@ -85,7 +85,7 @@ impl Device {
     /// The stream is one of this device's, and lives until `done` has settled.
     pub unsafe fn after(&self, stream: StreamHandle, done: Ticket) {
         // SAFETY: the caller's promise.
-        unsafe { self.ask(Work::Behind(stream), std::iter::empty(), done) };
+        unsafe { self.ask(DeviceWork::Behind(stream), std::iter::empty(), done) };
     }
 
     /// Collects blocks into the packed bytes at `packed`: of each grid those that the indices
@@ -142,7 +142,7 @@ impl Device {
                 ),
             )));
         }
-        let work = Work::Permute { to: to.clone(), from: from.clone(), swap };
+        let work = DeviceWork::Permute { to: to.clone(), from: from.clone(), swap };
         // SAFETY: the caller's promise.
         unsafe { self.ask(work, [to.base.0, from.base.0].into_iter(), done) };
     }
@@ -157,8 +157,12 @@ impl Device {
         indices: &Arc<[u32]>,
         done: Ticket,
     ) {
-        let work =
-            Work::Grids { gather, packed, grids: grids.to_vec(), indices: Arc::clone(indices) };
+        let work = DeviceWork::Grids {
+            gather,
+            packed,
+            grids: grids.to_vec(),
+            indices: Arc::clone(indices),
+        };
         let addresses = grids.iter().map(|grid| grid.base).chain([packed]);
         // SAFETY: the caller's promise.
         unsafe { self.ask(work, addresses, done) };
@@ -168,7 +172,7 @@ impl Device {
         &self.driver
     }
 
-    pub(super) fn exported(&self) -> &Exported {
+    pub(super) fn exported(&self) -> &ExportedFiles {
         &self.exported
     }
 
@@ -179,7 +183,7 @@ impl Device {
     /// All memory that the work names is valid until `done` has settled.
     pub(super) unsafe fn ask(
         &self,
-        work: Work,
+        work: DeviceWork,
         addresses: impl Iterator<Item = u64>,
         done: Ticket,
     ) {
@@ -249,7 +253,7 @@ unsafe impl DeviceAccess for Device {
                     to: piece.device,
                     len: piece.len,
                 };
-                (CopyDirection::ToDevice, merged(pieces.iter().map(hop)))
+                (CopyDirection::ToDevice, merge(pieces.iter().map(hop)))
             }
             Direction::ToHost => {
                 let hop = |piece: &Piece| Hop {
@@ -257,7 +261,7 @@ unsafe impl DeviceAccess for Device {
                     to: piece.host as u64,
                     len: piece.len,
                 };
-                (CopyDirection::ToHost, merged(pieces.iter().map(hop)))
+                (CopyDirection::ToHost, merge(pieces.iter().map(hop)))
             }
         };
         if lines.is_empty() {
@@ -265,17 +269,19 @@ unsafe impl DeviceAccess for Device {
         }
         let addresses = pieces.iter().map(|piece| piece.device);
         // SAFETY: the caller's promise.
-        unsafe { self.ask(Work::Lines { way, lines }, addresses, done) };
+        unsafe { self.ask(DeviceWork::Lines { way, lines }, addresses, done) };
     }
 
     unsafe fn hop(&self, hops: &[Hop], done: Ticket) {
-        let lines = merged(hops.iter().copied());
+        let lines = merge(hops.iter().copied());
         if lines.is_empty() {
             return done.settle(Ok(()));
         }
         let addresses = hops.iter().flat_map(|hop| [hop.from, hop.to]);
         // SAFETY: the caller's promise.
-        unsafe { self.ask(Work::Lines { way: CopyDirection::Within, lines }, addresses, done) };
+        unsafe {
+            self.ask(DeviceWork::Lines { way: CopyDirection::Within, lines }, addresses, done)
+        };
     }
 
     fn share(&self, address: u64, len: usize) -> Result<IpcHandle> {
@@ -293,18 +299,19 @@ unsafe impl DeviceAccess for Device {
             ));
         }
         let exported = self.exported.lock().get(&allocation.start).map(AsRawFd::as_raw_fd);
-        let name = match exported {
-            Some(file) => Name::Descriptor(file),
-            None => Name::Driver(self.driver.share(allocation.start).map_err(|error| {
-                match self.driver.classify(address) {
-                    Ok(pointer) if pointer.is_pooled => {
-                        in_a_pool(address, self.info().driver).with_source(error)
-                    }
-                    _ => error.with_kind(ErrorKind::Unsupported),
-                }
-            })?),
-        };
-        let handle = Handle {
+        let name =
+            match exported {
+                Some(file) => AllocationName::Descriptor(file),
+                None => AllocationName::Driver(self.driver.share(allocation.start).map_err(
+                    |error| match self.driver.classify(address) {
+                        Ok(pointer) if pointer.is_pooled => {
+                            pool_error(address, self.info().driver).with_source(error)
+                        }
+                        _ => error.with_kind(ErrorKind::Unsupported),
+                    },
+                )?),
+            };
+        let handle = SharedHandle {
             owner: ProcessId::current(),
             base: allocation.start,
             len: allocation.end - allocation.start,
@@ -314,7 +321,7 @@ unsafe impl DeviceAccess for Device {
     }
 
     fn open(self: Arc<Self>, owner: DeviceId, handle: &IpcHandle, len: usize) -> Result<Memory> {
-        let named = Handle::decode(&handle.bytes)?;
+        let named = SharedHandle::decode(&handle.bytes)?;
         let within = |all: u64| {
             handle.offset.checked_add(len as u64).is_some_and(|end| len > 0 && end <= all)
         };

@@ -46,11 +46,11 @@ impl Flight {
 /// A stream and its flights.
 pub(super) struct StreamFlights {
     pub(super) stream: StreamHandle,
-    flights: VecDeque<(Flight, Mark)>,
+    flights: VecDeque<(Flight, FlightEvent)>,
 }
 
 /// The event behind a flight.
-struct Mark {
+struct FlightEvent {
     event: Option<EventHandle>,
     recorded: bool,
     /// Since when the driver gives no answer.
@@ -75,7 +75,7 @@ impl StreamFlights {
 
     /// Takes in what was just put on the stream.
     pub(super) fn push(&mut self, flight: Flight, driver: &Driver, events: &mut SpareEvents) {
-        let mut mark = Mark { event: None, recorded: false, silent: None };
+        let mut mark = FlightEvent { event: None, recorded: false, silent: None };
         // An error is met again, and dealt with, by the next look.
         mark.record(self.stream, driver, events).ok();
         self.flights.push_back((flight, mark));
@@ -135,7 +135,7 @@ impl StreamFlights {
     }
 }
 
-impl Mark {
+impl FlightEvent {
     /// The event, recorded: at the latest now, behind all that is on the stream.
     fn record(
         &mut self,

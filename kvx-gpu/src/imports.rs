@@ -18,34 +18,34 @@ const FORM: u8 = 1;
 
 /// The name of an allocation among processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Handle {
+pub(super) struct SharedHandle {
     pub(super) owner: ProcessId,
     /// Where its owner has it.
     pub(super) base: u64,
     pub(super) len: u64,
-    pub(super) name: Name,
+    pub(super) name: AllocationName,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Name {
+pub(super) enum AllocationName {
     /// The driver's.
     Driver(Vec<u8>),
     /// A descriptor that its owner has open.
     Descriptor(RawFd),
 }
 
-impl Handle {
+impl SharedHandle {
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut out = vec![FORM];
         self.owner.encode(&mut out);
         out.put_u64(self.base);
         out.put_u64(self.len);
         match &self.name {
-            Name::Driver(bytes) => {
+            AllocationName::Driver(bytes) => {
                 out.put_u8(0);
                 out.put(bytes);
             }
-            Name::Descriptor(file) => {
+            AllocationName::Descriptor(file) => {
                 out.put_u8(1);
                 out.put_u32(file.cast_unsigned());
             }
@@ -69,12 +69,12 @@ impl Handle {
         let owner = ProcessId::decode(&mut reader)?;
         let (base, len) = (reader.u64()?, reader.u64()?);
         let name = match reader.u8()? {
-            0 => Name::Driver(reader.bytes(reader.left())?.to_vec()),
-            1 => Name::Descriptor(reader.u32()?.cast_signed()),
+            0 => AllocationName::Driver(reader.bytes(reader.left())?.to_vec()),
+            1 => AllocationName::Descriptor(reader.u32()?.cast_signed()),
             other => return Err(reader.malformed(format_args!("form {other} of a name"))),
         };
         reader.end()?;
-        Ok(Handle { owner, base, len, name })
+        Ok(SharedHandle { owner, base, len, name })
     }
 }
 
@@ -90,11 +90,11 @@ pub(super) struct Imports {
 
 #[derive(Default)]
 struct ImportTable {
-    by_handle: HashMap<Vec<u8>, Opened>,
+    by_handle: HashMap<Vec<u8>, ImportedAllocation>,
     by_address: BTreeMap<u64, (u64, Arc<ProcessWatch>)>,
 }
 
-struct Opened {
+struct ImportedAllocation {
     uses: usize,
     address: u64,
     len: u64,
@@ -111,11 +111,15 @@ impl Imports {
 
     /// Opens an allocation, or counts one more use of it. Says where it is, and how long. Errors:
     /// `PeerLost` for an owner that is gone; `Unsupported`; `Exhausted`.
-    pub(super) fn open(self: &Arc<Self>, key: &[u8], handle: &Handle) -> Result<(u64, u64, Use)> {
+    pub(super) fn open(
+        self: &Arc<Self>,
+        key: &[u8],
+        handle: &SharedHandle,
+    ) -> Result<(u64, u64, ImportGuard)> {
         let _one = self.one.lock();
         if let Some(opened) = self.table.lock().by_handle.get_mut(key) {
             if opened.owner.is_exiting() {
-                return Err(gone());
+                return Err(owner_ended());
             }
             opened.uses += 1;
             return Ok((opened.address, opened.len, self.used(key)));
@@ -126,23 +130,25 @@ impl Imports {
             let opened = self.map(handle, &owner);
             drop(inside);
             // A driver's error says little of an owner that has ended meanwhile.
-            if owner.is_exiting() { Err(gone()) } else { opened }?
+            if owner.is_exiting() { Err(owner_ended()) } else { opened }?
         };
         let mut table = self.table.lock();
         table.by_address.insert(address, (len, Arc::clone(&owner)));
-        table.by_handle.insert(key.to_vec(), Opened { uses: 1, address, len, mapped, owner });
+        table
+            .by_handle
+            .insert(key.to_vec(), ImportedAllocation { uses: 1, address, len, mapped, owner });
         drop(table);
         Ok((address, len, self.used(key)))
     }
 
-    fn used(self: &Arc<Self>, key: &[u8]) -> Use {
-        Use { imports: Arc::clone(self), key: key.to_vec() }
+    fn used(self: &Arc<Self>, key: &[u8]) -> ImportGuard {
+        ImportGuard { imports: Arc::clone(self), key: key.to_vec() }
     }
 
     fn watch(&self, owner: &ProcessId) -> Result<ProcessWatch> {
         owner.watch()?.ok_or_else(|| {
             if owner.is_local() {
-                return gone();
+                return owner_ended();
             }
             Error::new(
                 ErrorKind::Unsupported,
@@ -153,11 +159,11 @@ impl Imports {
 
     fn map(
         &self,
-        handle: &Handle,
+        handle: &SharedHandle,
         owner: &ProcessWatch,
     ) -> Result<(u64, u64, Option<MappedMemory>)> {
         match &handle.name {
-            Name::Driver(name) => {
+            AllocationName::Driver(name) => {
                 let address = self.driver.open(name)?;
                 match self.driver.allocation(address) {
                     Ok(range) => Ok((address, range.end.saturating_sub(address), None)),
@@ -168,8 +174,8 @@ impl Imports {
                     }
                 }
             }
-            Name::Descriptor(number) => {
-                let file = taken_from(owner, *number)?;
+            AllocationName::Descriptor(number) => {
+                let file = take_descriptor(owner, *number)?;
                 let len = usize::try_from(handle.len).unwrap_or(usize::MAX);
                 let mapped = self.driver.import(file.as_fd(), len)?;
                 Ok((mapped.address, mapped.len as u64, Some(mapped)))
@@ -201,12 +207,12 @@ impl Imports {
     }
 }
 
-fn gone() -> Error {
+fn owner_ended() -> Error {
     Error::new(ErrorKind::PeerLost, "the process that shared this device memory has ended")
 }
 
 /// A copy of another process's descriptor.
-fn taken_from(owner: &ProcessWatch, number: RawFd) -> Result<OwnedFd> {
+fn take_descriptor(owner: &ProcessWatch, number: RawFd) -> Result<OwnedFd> {
     pidfd_getfd(owner.fd(), number, PidfdGetfdFlags::empty()).map_err(|error| {
         Error::os(
             "the kernel does not let this process take the descriptor of a peer's device memory: run both as one \
@@ -219,12 +225,12 @@ fn taken_from(owner: &ProcessWatch, number: RawFd) -> Result<OwnedFd> {
 }
 
 /// One use of an opened allocation, which is closed with the last.
-pub(super) struct Use {
+pub(super) struct ImportGuard {
     imports: Arc<Imports>,
     key: Vec<u8>,
 }
 
-impl Drop for Use {
+impl Drop for ImportGuard {
     fn drop(&mut self) {
         let Imports { driver, one, table, forks } = &*self.imports;
         if fork::count() != *forks {
@@ -261,17 +267,18 @@ mod tests {
 
     #[test]
     fn handles_travel_and_wrong_ones_are_refused() {
-        for name in [Name::Driver(vec![7; 64]), Name::Descriptor(19)] {
-            let handle = Handle { owner: ProcessId::current(), base: 1 << 40, len: 1 << 30, name };
+        for name in [AllocationName::Driver(vec![7; 64]), AllocationName::Descriptor(19)] {
+            let handle =
+                SharedHandle { owner: ProcessId::current(), base: 1 << 40, len: 1 << 30, name };
             let bytes = handle.encode();
             assert!(bytes.len() <= IpcHandle::LONGEST);
-            assert_eq!(Handle::decode(&bytes).unwrap(), handle);
+            assert_eq!(SharedHandle::decode(&bytes).unwrap(), handle);
             for len in 0..54 {
                 // All but the name, whose length the driver judges.
-                Handle::decode(&bytes[..len]).unwrap_err();
+                SharedHandle::decode(&bytes[..len]).unwrap_err();
             }
         }
-        assert_eq!(Handle::decode(&[9; 60]).unwrap_err().kind(), ErrorKind::Incompatible);
-        assert_eq!(Handle::decode(&[1; 300]).unwrap_err().kind(), ErrorKind::Malformed);
+        assert_eq!(SharedHandle::decode(&[9; 60]).unwrap_err().kind(), ErrorKind::Incompatible);
+        assert_eq!(SharedHandle::decode(&[1; 300]).unwrap_err().kind(), ErrorKind::Malformed);
     }
 }

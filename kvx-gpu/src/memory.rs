@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::device::Device;
 use super::strided::DevicePtr;
-use super::thread::Work;
+use super::thread::DeviceWork;
 use crate::driver::{MappedMemory, PointerPlace};
 use kvx_core::sync::Mutex;
 use kvx_core::{Completion, Deadline, DeviceAccess, Error, ErrorKind, Memory, Result, fork};
@@ -55,12 +55,12 @@ impl DevicePoolBuilder {
             let inside = driver.enter()?;
             let held = if virtual_memory {
                 let mapped = driver.map(whole)?;
-                let allocation = Allocation::new(&device, Held::Mapped(mapped));
+                let allocation = Allocation::new(&device, AllocationKind::Mapped(mapped));
                 let file = driver.export(mapped)?;
                 device.exported().lock().insert(mapped.address, file);
                 allocation
             } else {
-                Allocation::new(&device, Held::Allocated(driver.allocate(whole)?))
+                Allocation::new(&device, AllocationKind::Allocated(driver.allocate(whole)?))
             };
             drop(inside);
             held
@@ -69,7 +69,7 @@ impl DevicePoolBuilder {
         let (filled, ticket) = Completion::with_ticket();
         // SAFETY: the allocation is held until the completion ends, and if nobody knows whether it
         // has, for ever.
-        unsafe { device.ask(Work::Zero { address, len: whole }, std::iter::empty(), ticket) };
+        unsafe { device.ask(DeviceWork::Zero { address, len: whole }, std::iter::empty(), ticket) };
         if let Err(error) = filled.wait(Deadline::default_for_transfers()) {
             if matches!(error.kind(), ErrorKind::Forgotten | ErrorKind::TimedOut) {
                 std::mem::forget(allocation);
@@ -87,24 +87,24 @@ impl DevicePoolBuilder {
 /// A device's memory; gives it back when dropped.
 struct Allocation {
     device: Arc<Device>,
-    held: Held,
+    held: AllocationKind,
     forks: u64,
 }
 
-enum Held {
+enum AllocationKind {
     Allocated(u64),
     Mapped(MappedMemory),
 }
 
 impl Allocation {
-    fn new(device: &Arc<Device>, held: Held) -> Self {
+    fn new(device: &Arc<Device>, held: AllocationKind) -> Self {
         Allocation { device: Arc::clone(device), held, forks: fork::count() }
     }
 
     fn address(&self) -> u64 {
         match &self.held {
-            Held::Allocated(address) => *address,
-            Held::Mapped(mapped) => mapped.address,
+            AllocationKind::Allocated(address) => *address,
+            AllocationKind::Mapped(mapped) => mapped.address,
         }
     }
 }
@@ -117,8 +117,8 @@ impl Drop for Allocation {
         let driver = self.device.driver();
         let freed = driver.enter().and_then(|_inside| match &self.held {
             // SAFETY: it came from `allocate`, and `Memory` is gone, so nobody uses it any more.
-            Held::Allocated(address) => unsafe { driver.free(*address) },
-            Held::Mapped(mapped) => {
+            AllocationKind::Allocated(address) => unsafe { driver.free(*address) },
+            AllocationKind::Mapped(mapped) => {
                 self.device.exported().lock().remove(&mapped.address);
                 // SAFETY: it came from `map`; as above.
                 unsafe { driver.unmap(*mapped) }
@@ -131,7 +131,7 @@ impl Drop for Allocation {
 }
 
 /// Descriptors of virtual memory that other processes may take, by its address.
-pub(super) type Exported = Mutex<BTreeMap<u64, OwnedFd>>;
+pub(super) type ExportedFiles = Mutex<BTreeMap<u64, OwnedFd>>;
 
 /// Looks at a pointer of the program's, and makes it memory of the device.
 ///
@@ -185,7 +185,7 @@ pub(super) unsafe fn adopt(
             ));
         }
         if pointer.is_pooled {
-            return Err(in_a_pool(address, info.driver));
+            return Err(pool_error(address, info.driver));
         }
     }
     drop(inside);
@@ -195,7 +195,7 @@ pub(super) unsafe fn adopt(
 }
 
 /// Memory of a driver's pool.
-pub(super) fn in_a_pool(address: u64, driver: &str) -> Error {
+pub(super) fn pool_error(address: u64, driver: &str) -> Error {
     Error::new(
         ErrorKind::Unsupported,
         format!(

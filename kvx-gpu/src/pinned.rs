@@ -9,10 +9,10 @@ use kvx_core::{Error, ErrorKind, Memory, Result, fork};
 
 /// The host memory that a device has pinned for kvx.
 #[derive(Default)]
-pub(super) struct Pinned(Mutex<BTreeMap<u64, usize>>);
+pub(super) struct PinnedRanges(Mutex<BTreeMap<u64, usize>>);
 
-impl Pinned {
-    /// Whether all of these ranges lie in it.
+impl PinnedRanges {
+    /// Returns whether all of these ranges lie in it.
     pub(super) fn has_all(&self, mut ranges: impl Iterator<Item = (u64, usize)>) -> bool {
         let pinned = self.0.lock();
         let mut last = 0..0;
@@ -31,7 +31,7 @@ impl Pinned {
 struct PinnedBuffer {
     base: u64,
     driver: Arc<Driver>,
-    pinned: Arc<Pinned>,
+    pinned: Arc<PinnedRanges>,
     forks: u64,
 }
 
@@ -52,7 +52,7 @@ impl Drop for PinnedBuffer {
 }
 
 /// Host memory, pinned and zeroed.
-pub(super) fn pin(driver: &Arc<Driver>, pinned: &Arc<Pinned>, len: usize) -> Result<Memory> {
+pub(super) fn pin(driver: &Arc<Driver>, pinned: &Arc<PinnedRanges>, len: usize) -> Result<Memory> {
     if len == 0 {
         return Err(Error::new(
             ErrorKind::Invalid,

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::copies::{Step, merged, steps};
+use super::copies::{CopyCall, copy_calls, merge};
 use super::flights::{Flight, SpareEvents, StreamFlights, code};
 use super::kernel_tables::{KernelTable, TABLE, Tables};
-use super::kernels::{self, BlocksIn, DeviceGrid, ENTRIES, Launch, Swap, THREADS};
-use super::pinned::Pinned;
+use super::kernels::{self, DeviceGrid, ENTRIES, Launch, LaunchBlocks, Swap, THREADS};
+use super::pinned::PinnedRanges;
 use super::strided::{BlockSelection, DevicePtr, StridedBlocks};
 use crate::driver::{CopyDirection, Driver, FunctionHandle, StreamHandle};
 use kvx_backend::process::ProcessWatch;
@@ -17,8 +17,8 @@ use kvx_core::memory::Hop;
 use kvx_core::sync::{Condvar, Mutex, catch_panic, pause_between_looks};
 use kvx_core::{Error, ErrorKind, Result, Ticket};
 
-/// What the thread is asked for.
-pub(super) enum Work {
+/// A piece of work for the thread.
+pub(super) enum DeviceWork {
     /// Copies that are merged already.
     Lines { way: CopyDirection, lines: Vec<Hop> },
     /// Zeros.
@@ -33,7 +33,7 @@ pub(super) enum Work {
 
 /// Work, and whom it concerns.
 pub(super) struct DeviceJob {
-    pub(super) work: Work,
+    pub(super) work: DeviceWork,
     /// Processes whose memory it reads or writes.
     pub(super) owners: Vec<Arc<ProcessWatch>>,
     pub(super) done: Ticket,
@@ -41,11 +41,11 @@ pub(super) struct DeviceJob {
 
 /// A running thread. Dropped, it does what it was asked for, and ends.
 pub(super) struct DeviceThread {
-    shared: Arc<Shared>,
+    shared: Arc<ThreadState>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-struct Shared {
+struct ThreadState {
     queue: Mutex<JobQueue>,
     changed: Condvar,
 }
@@ -59,21 +59,21 @@ struct JobQueue {
 }
 
 /// When the thread ends, and be it by a panic, nobody waits for it in vain.
-struct Ended<'a>(&'a Shared);
+struct EndGuard<'a>(&'a ThreadState);
 
-impl Drop for Ended<'_> {
+impl Drop for EndGuard<'_> {
     fn drop(&mut self) {
         let mut queue = self.0.queue.lock();
         queue.ended = true;
         let never_started = std::mem::take(&mut queue.jobs);
         drop(queue);
         for job in never_started {
-            catch_panic(|| job.done.settle(Err(ended())));
+            catch_panic(|| job.done.settle(Err(end_error())));
         }
     }
 }
 
-fn ended() -> Error {
+fn end_error() -> Error {
     Error::new(
         ErrorKind::Native,
         "the thread of the device has ended: report this as a bug, and start the process again",
@@ -82,13 +82,13 @@ fn ended() -> Error {
 
 impl DeviceThread {
     /// Starts it. Errors: what the driver says to the first calls on a device.
-    pub(super) fn start(driver: Arc<Driver>, pinned: Arc<Pinned>) -> Result<Self> {
-        let shared = Arc::new(Shared { queue: Mutex::default(), changed: Condvar::new() });
+    pub(super) fn start(driver: Arc<Driver>, pinned: Arc<PinnedRanges>) -> Result<Self> {
+        let shared = Arc::new(ThreadState { queue: Mutex::default(), changed: Condvar::new() });
         let (told, ready) = std::sync::mpsc::sync_channel(1);
         let ours = Arc::clone(&shared);
         let name = format!("kvx-gpu {} {}", driver.info().driver, driver.info().ordinal);
         let run = move || {
-            let _ended = Ended(&ours);
+            let _ended = EndGuard(&ours);
             let begun =
                 driver.enter().and_then(|inside| Ok((inside, Streams::new(&driver, &pinned)?)));
             match begun {
@@ -104,7 +104,7 @@ impl DeviceThread {
                 .with_kind(ErrorKind::Exhausted)
         })?;
         // The sender ends with the thread.
-        let begun = ready.recv().unwrap_or_else(|_| Err(ended()));
+        let begun = ready.recv().unwrap_or_else(|_| Err(end_error()));
         begun.map(|()| DeviceThread { shared, thread: Mutex::new(Some(thread)) })
     }
 
@@ -116,7 +116,7 @@ impl DeviceThread {
         let mut queue = self.shared.queue.lock();
         if queue.ended {
             drop(queue);
-            return job.done.settle(Err(ended()));
+            return job.done.settle(Err(end_error()));
         }
         queue.jobs.push_back(job);
         drop(queue);
@@ -147,7 +147,7 @@ const EAGER: Duration = Duration::from_micros(30);
 /// happened for.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_micros(200));
 
-impl Shared {
+impl ThreadState {
     fn run(&self, streams: &mut Streams<'_>) {
         let (mut since, mut looks) = (Instant::now(), 0);
         let mut jobs = VecDeque::new();
@@ -206,7 +206,7 @@ const HOP: usize = 24;
 /// The streams of a device and what is on them. Lives on its thread.
 struct Streams<'a> {
     driver: &'a Driver,
-    pinned: &'a Pinned,
+    pinned: &'a PinnedRanges,
     /// One for each way, in the order of [`CopyDirection`]; then streams of the program's.
     lanes: Vec<StreamFlights>,
     events: SpareEvents,
@@ -219,7 +219,7 @@ struct Streams<'a> {
 const OWN: usize = 3;
 
 impl<'a> Streams<'a> {
-    fn new(driver: &'a Driver, pinned: &'a Pinned) -> Result<Self> {
+    fn new(driver: &'a Driver, pinned: &'a PinnedRanges) -> Result<Self> {
         let mut lanes = Vec::with_capacity(OWN);
         for _ in 0..OWN {
             lanes.push(StreamFlights::new(driver.create_stream()?));
@@ -244,29 +244,33 @@ impl<'a> Streams<'a> {
             return catch_panic(|| done.settle(Err(error)));
         }
         let way = match &work {
-            Work::Lines { way, .. } => *way,
-            Work::Behind(stream) => {
+            DeviceWork::Lines { way, .. } => *way,
+            DeviceWork::Behind(stream) => {
                 self.lanes.push(StreamFlights::new(*stream));
                 let flight = Flight { done, started: Ok(()), owners, tables: Vec::new() };
                 let lane = self.lanes.last_mut().expect("one was pushed just now");
                 return lane.push(flight, self.driver, &mut self.events);
             }
-            Work::Zero { .. } | Work::Grids { .. } | Work::Permute { .. } => CopyDirection::Within,
+            DeviceWork::Zero { .. } | DeviceWork::Grids { .. } | DeviceWork::Permute { .. } => {
+                CopyDirection::Within
+            }
         };
         let stream = self.lanes[way as usize].stream;
         let mut tables = Vec::new();
         let started = match work {
-            Work::Lines { lines, .. } => self.lines(way, &lines, stream, &mut tables),
-            Work::Zero { address, len } => {
+            DeviceWork::Lines { lines, .. } => self.lines(way, &lines, stream, &mut tables),
+            DeviceWork::Zero { address, len } => {
                 // SAFETY: whoever asked keeps the memory until the ticket settles
                 // (`DeviceThread::ask`), here and below.
                 unsafe { self.driver.zero(address, len, stream) }
             }
-            Work::Grids { gather, packed, grids, indices } => {
+            DeviceWork::Grids { gather, packed, grids, indices } => {
                 self.grids(gather, packed, &grids, &indices, stream, &mut tables)
             }
-            Work::Permute { to, from, swap } => self.permute(&to, &from, swap, stream, &mut tables),
-            Work::Behind(_) => Ok(()),
+            DeviceWork::Permute { to, from, swap } => {
+                self.permute(&to, &from, swap, stream, &mut tables)
+            }
+            DeviceWork::Behind(_) => Ok(()),
         };
         let flight = Flight { done, started, owners, tables };
         self.lanes[way as usize].push(flight, self.driver, &mut self.events);
@@ -332,7 +336,7 @@ impl<'a> Streams<'a> {
         tables: &mut Vec<KernelTable>,
     ) -> Result<()> {
         let few = if way == CopyDirection::Within { FEW_CALLS_WITHIN } else { FEW_CALLS };
-        let calls = steps(lines).take(few + 1).count();
+        let calls = copy_calls(lines).take(few + 1).count();
         // Copy engines leave the processors to the model; within a device small copies are too slow
         // for them.
         let batches = self.driver.has_batches();
@@ -345,12 +349,12 @@ impl<'a> Streams<'a> {
         if calls > few && batches {
             return self.batches(lines, stream);
         }
-        for step in steps(lines) {
+        for step in copy_calls(lines) {
             // SAFETY: as in `start`: each step is made of lines of the work.
             unsafe {
                 match step {
-                    Step::Line(line) => self.driver.copy(way, line, stream),
-                    Step::Rows(rows) => self.driver.copy_rows(way, rows, stream),
+                    CopyCall::Line(line) => self.driver.copy(way, line, stream),
+                    CopyCall::Rows(rows) => self.driver.copy_rows(way, rows, stream),
                 }
             }?;
         }
@@ -364,7 +368,7 @@ impl<'a> Streams<'a> {
         })
     }
 
-    /// Whether kernels reach both sides: the host's must be pinned.
+    /// Returns whether kernels reach both sides: the host's must be pinned.
     fn reached_by_kernels(&self, way: CopyDirection, lines: &[Hop]) -> bool {
         match way {
             CopyDirection::Within => true,
@@ -401,8 +405,8 @@ impl<'a> Streams<'a> {
         tables: &mut Vec<KernelTable>,
     ) -> Result<()> {
         if self.kernels.is_err() {
-            let blocks = grids.iter().flat_map(|grid| one_by_one(gather, packed, grid, indices));
-            return self.lines(CopyDirection::Within, &merged(blocks), stream, tables);
+            let blocks = grids.iter().flat_map(|grid| block_copies(gather, packed, grid, indices));
+            return self.lines(CopyDirection::Within, &merge(blocks), stream, tables);
         }
         for (part, chosen) in indices.chunks(TABLE / 4).enumerate() {
             let done = (part * (TABLE / 4)) as u64;
@@ -430,15 +434,15 @@ impl<'a> Streams<'a> {
         let (most, count) = (TABLE / 4, to.count());
         for first in (0..count).step_by(most) {
             let count = most.min(count - first);
-            let mut place = |blocks: &StridedBlocks| -> Result<BlocksIn> {
+            let mut place = |blocks: &StridedBlocks| -> Result<LaunchBlocks> {
                 let StridedBlocks { base: DevicePtr(base), stride, .. } = *blocks;
                 Ok(match &blocks.selection {
                     BlockSelection::First(_) => {
-                        BlocksIn { base: base + first as u64 * stride, stride, indices: 0 }
+                        LaunchBlocks { base: base + first as u64 * stride, stride, indices: 0 }
                     }
                     BlockSelection::Indices(indices) => {
                         let bytes = encode_indices(&indices[first..first + count]);
-                        BlocksIn { base, stride, indices: self.table(&bytes, stream, tables)? }
+                        LaunchBlocks { base, stride, indices: self.table(&bytes, stream, tables)? }
                     }
                 })
             };
@@ -472,7 +476,7 @@ impl<'a> Streams<'a> {
 }
 
 /// The blocks of a grid that the indices choose, as copies to the packed bytes or from them.
-fn one_by_one(
+fn block_copies(
     gather: bool,
     packed: u64,
     grid: &DeviceGrid,

@@ -9,7 +9,7 @@ pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
 /// The answer of a clause: it holds, or why not.
 pub type Check = Result<(), Failure>;
 
-/// Why a clause does not hold.
+/// The reason why a clause does not hold.
 #[derive(Clone, Debug)]
 pub struct Failure(String);
 

@@ -1,4 +1,4 @@
-//! What fuzzing keeps: files of the repository's `fuzz/corpus`, a folder for each target.
+//! Replays what fuzzing found: files of the repository's `fuzz/corpus`, a folder for each target.
 
 use std::path::Path;
 use std::time::{Duration, Instant};

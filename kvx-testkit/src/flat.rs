@@ -1,11 +1,11 @@
-//! Whether processes hold no more as work goes on.
+//! Checks that processes use no more resources as work continues.
 
 use std::time::{Duration, Instant};
 
 use crate::check::{Check, Failure};
 use crate::process_state::ResourceUsage;
 
-/// How often they are looked at.
+/// The number of looks at them.
 const LOOKS: usize = 12;
 /// Looks that are the first ones, and as many the last ones.
 const QUARTER: usize = LOOKS / 4;
@@ -16,7 +16,7 @@ const QUARTER: usize = LOOKS / 4;
 /// have left has `patience` after the end to go.
 ///
 /// # Errors
-/// What has grown, or an error of `work` or `look`.
+/// The resource that has grown, or an error of `work` or `look`.
 pub fn stays_flat<State>(
     state: &mut State,
     time: Duration,
@@ -44,7 +44,7 @@ pub fn stays_flat<State>(
     }
 }
 
-/// What each of the last looks found more of than any of the first.
+/// Returns the resource of which each of the last looks found more than any of the first.
 fn grown(looks: &[[ResourceUsage; 2]]) -> Option<String> {
     [0, 1].into_iter().find_map(|process| {
         let of = |looks: &[[ResourceUsage; 2]]| {

@@ -28,7 +28,7 @@ use crate::hosts::run_one_test;
 use crate::skip::{KNOWN_GAP, NoteKind, noted};
 use crate::tier::Tier;
 
-/// How long a test may take before it counts as hung.
+/// The time that a test may take before it counts as hung.
 pub const LIMIT: Duration = Duration::from_secs(150);
 
 /// Set in the process that a test has for itself.
@@ -172,7 +172,7 @@ pub fn is_own_process() -> bool {
 /// Runs the test of this name in a process of its own, which `prepare` may give an environment.
 ///
 /// # Errors
-/// What the process printed, if the test failed there.
+/// The output of the process, if the test failed there.
 pub fn run_in_own_process(title: &str, prepare: impl FnOnce(&mut Command)) -> Result<(), Failure> {
     let mut again = Command::new(std::env::current_exe()?);
     again.args(["--exact", title, "--test-threads=1"]).env(OWN_PROCESS, "1");

@@ -10,7 +10,7 @@ use crate::skip::{note_ignored, skip};
 
 /// A program and its words, behind which another one has namespaces of its own.
 pub(crate) const UNSHARE: [&str; 3] = ["unshare", "--net", "--mount"];
-/// What helps where that is refused.
+/// The cure where that is refused.
 pub(crate) const CURE: &str = "run the tests as root, with util-linux and iproute2";
 
 /// In the process that runs a test on a host of its own: the ways to the far end's host and to the
@@ -100,7 +100,7 @@ fn run_there(way: &[String], program: &str, arguments: &str) -> Check {
     )))
 }
 
-/// Why nothing can be started behind these words, if it cannot.
+/// Returns why nothing can be started behind these words, if it cannot.
 pub fn refused_behind(words: &[&str], test: &[&str]) -> Option<String> {
     let (program, more) = words.split_first()?;
     let why = match output_if_started(Command::new(program).args(more).args(test), CUT_OFF) {
@@ -178,7 +178,7 @@ impl Hosts {
     /// they need root.
     ///
     /// # Errors
-    /// What it says that cannot be done.
+    /// The step that failed.
     pub fn for_test(title: &str, count: usize) -> Result<Option<Self>, Failure> {
         if let Some(why) = refused_behind(&UNSHARE, &["true"]) {
             skip(title, &why, CURE);
@@ -187,7 +187,7 @@ impl Hosts {
         Hosts::new(count).map(Some)
     }
 
-    /// So many, each with an interface `eth0`.
+    /// Makes so many hosts, each with an interface `eth0`.
     pub(crate) fn new(count: usize) -> Result<Self, Failure> {
         let mut hosts = Hosts { each: Vec::new(), switch: Host::new()? };
         let switch = &hosts.switch;
@@ -211,7 +211,7 @@ impl Hosts {
     /// other. Gives what it said.
     ///
     /// # Errors
-    /// What cannot be done, and what the test said if it failed.
+    /// The step that failed, and the test's output if it failed.
     pub fn run_test(title: &str, limit: Duration) -> Result<String, Failure> {
         let hosts = Hosts::new(2)?;
         let [near, far] = &hosts.each[..] else { unreachable!("two hosts") };

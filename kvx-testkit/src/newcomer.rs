@@ -10,7 +10,7 @@ use crate::check::CUT_OFF;
 /// and go. Says how long it waited for the block.
 ///
 /// # Errors
-/// Those of the agent.
+/// The errors of the agent.
 pub fn newcomer(reader: &Agent, owner: &[u8]) -> Result<Duration> {
     let here = reader.register("kv", Memory::pool(64 << 10).build()?)?;
     let begun = Instant::now();

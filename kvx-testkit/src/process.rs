@@ -52,7 +52,7 @@ pub fn output(command: &mut Command, limit: Duration) -> Output {
     output_if_started(command, limit).expect("the program starts, and its output can be read")
 }
 
-/// The same, where the program may not be there.
+/// Does the same where the program may be missing.
 #[expect(clippy::expect_used, reason = "a test that cannot end its program is at its end")]
 pub(crate) fn output_if_started(command: &mut Command, limit: Duration) -> std::io::Result<Output> {
     let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -88,12 +88,12 @@ impl Child {
         Child::start_self_with(&[(variable, value.to_owned())])
     }
 
-    /// The same with several variables.
+    /// Starts this program again with several variables.
     pub fn start_self_with(variables: &[(&str, String)]) -> Result<Self, Failure> {
         Child::start_self_through(&[], variables)
     }
 
-    /// The same behind a program and its words, if there are any.
+    /// Starts this program again behind a program and its arguments, if there are any.
     pub(crate) fn start_self_through(
         through: &[String],
         variables: &[(&str, String)],
@@ -175,7 +175,7 @@ impl Child {
         until_stopped(self.its_pid()?)
     }
 
-    /// Whether each of its threads has stopped, as after a SIGSTOP of its own.
+    /// Returns whether each of its threads has stopped, as after a SIGSTOP of its own.
     pub fn is_stopped(&self) -> Result<bool, Failure> {
         has_stopped(self.its_pid()?)
     }

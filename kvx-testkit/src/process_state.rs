@@ -15,12 +15,12 @@ pub struct ProcessState {
 }
 
 impl ProcessState {
-    /// Those of this process.
+    /// Returns the state of this process.
     pub fn of_this_process() -> Self {
         Self::of_this_process_beside(&[])
     }
 
-    /// The same without the threads that somebody else started.
+    /// Returns the state of this process without these threads, which somebody else started.
     pub(crate) fn of_this_process_beside(others: &[Tid]) -> Self {
         use std::os::unix::ffi::OsStringExt as _;
         // The C library takes a signal for itself when a process starts its first thread: that is
@@ -79,7 +79,7 @@ pub(crate) fn threads() -> Vec<(Tid, String)> {
         .collect()
 }
 
-/// What a process holds that could run out.
+/// The resources that a process uses and that could run out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResourceUsage {
     /// Open files.
@@ -95,7 +95,7 @@ pub struct ResourceUsage {
 }
 
 impl ResourceUsage {
-    /// Those of this process. Errors: there is no `/proc`.
+    /// Returns the usage of this process. Errors: there is no `/proc`.
     pub fn of_this_process() -> std::io::Result<Self> {
         let status = std::fs::read_to_string("/proc/self/status")?;
         let number = |name: &str| {

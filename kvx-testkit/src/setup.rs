@@ -16,21 +16,21 @@ use crate::unique::unique;
 
 /// In options: the address of the host that their agent is on.
 const ADDRESS: &str = "{address}";
-/// Where the far end lives.
+/// The place of the far end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// In this process.
+    /// The far end is in this process.
     OneProcess,
-    /// In a process of its own.
+    /// The far end is in a process of its own.
     TwoProcesses,
 }
 
-/// What a clause runs on: a backend of a registry.
+/// The setup that a clause runs on: a backend of a registry, and the way to make agents.
 #[derive(Clone)]
 pub struct Setup {
     /// Builds the registry; the far end calls it in its own process with the same variant.
     pub registry: fn(&str) -> Registry,
-    /// Which variant of the registry; what it means is the test program's business.
+    /// The variant of the registry; the test program gives it a meaning.
     pub variant: String,
     /// Backends that the agents are restricted to.
     pub backends: Vec<String>,
@@ -38,13 +38,13 @@ pub struct Setup {
     pub options: String,
     /// The shared secret of both agents.
     pub secret: Option<[u8; 32]>,
-    /// Where the far end lives.
+    /// The place of the far end.
     pub mode: Mode,
     /// `peer_timeout` of both agents.
     pub peer_timeout: Duration,
     /// Bounds of both agents' queues of notifications: number and bytes.
     pub inbox: (usize, usize),
-    /// What the regions of this process lie on, and those of the far end.
+    /// The memory of regions in this process; `far`: at the far end.
     pub near: Backing,
     /// See `near`.
     pub far: Backing,
@@ -77,33 +77,33 @@ impl Setup {
         }
     }
 
-    /// The registry of this process.
+    /// Returns the registry of this process.
     pub fn registry(&self) -> Registry {
         (self.registry)(&self.variant)
     }
 
-    /// What the backend promises on whatever link. Fails when it is not available.
+    /// Returns the backend's promises for every link. Fails when it is not available.
     pub fn capabilities(&self) -> Result<Capabilities, Failure> {
         let registry = self.registry();
         Ok(registry.require(&self.backends[0], &self.options_here()?)?.1.capabilities)
     }
 
-    /// Those of agents in this process.
+    /// Returns the options of agents in this process.
     pub(crate) fn options_here(&self) -> kvx_core::Result<Options> {
         Options::parse(&self.options_at(1))
     }
 
-    /// Those of the end that is on the host of this number.
+    /// Returns the options of the end that is on the host of this number.
     fn options_at(&self, number: usize) -> String {
         self.options.replace(ADDRESS, &Hosts::address(number))
     }
 
-    /// An agent of this setup in this process.
+    /// Builds an agent of this setup in this process.
     pub fn agent(&self, name: &str) -> Result<Agent, Failure> {
         Ok(self.builder(name)?.build(&self.registry())?)
     }
 
-    /// The same, to be changed before it is built.
+    /// Returns the builder of such an agent.
     pub fn builder(&self, name: &str) -> Result<kvx_core::Builder, Failure> {
         let builder = Agent::builder(name)
             .backends(self.backends.clone())
@@ -124,7 +124,7 @@ impl Setup {
         Ok(self.device.map(|(_, source)| source()).transpose()?)
     }
 
-    /// Memory as this setup wants it at this end, filled with content `seed`.
+    /// Allocates memory as this setup wants it at this end, filled with content `seed`.
     pub fn memory(&self, len: usize, seed: u64) -> Result<Memory, Failure> {
         Ok(self.near.memory(len, Some(seed), self.device()?.as_deref())?)
     }
@@ -153,14 +153,14 @@ impl Setup {
         }
     }
 
-    /// The same setup with one more option.
+    /// Returns this setup with one more option.
     pub(crate) fn with_option(&self, table: &str, key: &str, value: u16) -> Result<Setup, Failure> {
         let mut options = self.json()?;
         options[table][key] = value.into();
         Ok(Setup { options: options.to_string(), ..self.clone() })
     }
 
-    /// The same setup with a secret, also where the library does not ask for it.
+    /// Returns this setup with a secret, also where the library does not ask for it.
     pub(crate) fn with_secret(&self, secret: [u8; 32]) -> Result<Setup, Failure> {
         let mut options = self.json()?;
         options["unauthenticated"] = self.backends.clone().into();
@@ -173,12 +173,12 @@ impl Setup {
         serde_json::from_str(&self.options).map_err(wrong)
     }
 
-    /// What its backend says of who is heard.
+    /// Returns the admission class of its backend.
     pub(crate) fn admission(&self) -> Result<Admission, Failure> {
         Ok(self.registry().require(&self.backends[0], &self.options_here()?)?.0.admission())
     }
 
-    /// A far end without agents.
+    /// Makes a far end without agents.
     pub fn far(&self) -> Result<FarEnd, Failure> {
         match self.mode {
             Mode::OneProcess => Ok(FarEnd::in_this_process(self.registry(), self.device()?)),
@@ -193,7 +193,7 @@ impl Setup {
         Ok(self.try_far_agent(far, name)??)
     }
 
-    /// The same where it may be refused; the inner result is kvx's.
+    /// Builds a further agent where that may be refused; the inner result is kvx's.
     pub(crate) fn try_far_agent(
         &self,
         far: &mut FarEnd,
@@ -216,7 +216,7 @@ pub struct AgentPair {
     pub near: Agent,
     /// The other end: the target of most clauses.
     pub far: FarEnd,
-    /// What they were made from.
+    /// The setup that they were made from.
     pub setup: Setup,
 }
 

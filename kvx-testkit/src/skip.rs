@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 pub(crate) struct Note {
     /// The test's name, or its last part.
     pub(crate) test: String,
-    /// Why, with the cure.
+    /// The reason, with the cure.
     pub(crate) reason: String,
     pub(crate) kind: NoteKind,
 }

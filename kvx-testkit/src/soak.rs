@@ -21,7 +21,7 @@ const LEN: usize = 16 * 4096;
 /// Transfers that are under way at once.
 const AT_ONCE: usize = 8;
 
-/// How long to work, and with whom.
+/// The length of a soak and the processes that take part.
 #[derive(Clone, Copy, Debug)]
 pub struct Soak {
     /// When it ends.
@@ -30,11 +30,11 @@ pub struct Soak {
     pub processes: usize,
     /// Agents in each.
     pub agents: usize,
-    /// What it does follows from this.
+    /// The seed of what it does.
     pub seed: u64,
 }
 
-/// What was done.
+/// Counters of what a soak did.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SoakCounts {
     /// Transfers that arrived, and their bytes were right.
@@ -117,7 +117,7 @@ struct World<'a> {
 /// [holds more](stays_flat) in the end.
 ///
 /// # Errors
-/// What was wrong.
+/// The first thing that was wrong.
 pub fn soak(
     setup: &Setup,
     spec: Soak,
@@ -407,7 +407,7 @@ impl World<'_> {
         Ok(())
     }
 
-    /// What this process and the oldest other one hold when all links are up.
+    /// Returns the usage of this process and the oldest other one when all links are up.
     fn holdings(&mut self) -> Result<[ResourceUsage; 2], Failure> {
         for FarProcess { far, agents } in &mut self.processes {
             for remote in agents {

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-/// How long a beat sleeps.
+/// The sleep of a beat.
 const BEAT: Duration = Duration::from_millis(1);
 /// What a sleep may be late on a machine that has nothing else to do: that is no stall.
 const USUAL: Duration = Duration::from_millis(1);
@@ -31,7 +31,7 @@ const TURNS: Duration = Duration::from_millis(20);
 
 /// The most processors that have a beat of their own.
 const MOST_BOUND: usize = 8;
-/// How long stalls are remembered: longer than any clause may take.
+/// The time for which stalls are remembered: longer than any clause may take.
 const KEPT: Duration = Duration::from_secs(120);
 
 /// Runs from its start until it is dropped.
@@ -47,13 +47,13 @@ static BEATS: Mutex<Beats> = Mutex::new(Beats::none());
 /// Somebody measures again.
 static MEASURED: Condvar = Condvar::new();
 
-/// What the beats have shown so far.
+/// The results of the beats so far.
 struct Beats {
     /// Of each thread; none before the first watch.
     running: Vec<Beat>,
     /// When one was late, or several: in their order, none touching the next.
     stalls: VecDeque<Stall>,
-    /// How many watches run.
+    /// The number of watches that run.
     watches: usize,
 }
 
@@ -61,12 +61,12 @@ struct Beats {
 #[derive(Clone, Copy)]
 struct Beat {
     begun: Instant,
-    /// How late it may be.
+    /// The lateness that is allowed.
     usual: Duration,
 }
 
 impl Beat {
-    /// What the machine stalled of it until `now`.
+    /// Returns the stall of the machine until `now`.
     fn stall(self, now: Instant) -> Option<Stall> {
         let due = self.begun + BEAT;
         (now.saturating_duration_since(due) > self.usual).then_some((due, now))
@@ -171,7 +171,7 @@ impl Stopwatch {
         Ok(Stopwatch { begun })
     }
 
-    /// What has passed since the start.
+    /// Returns the time since the start.
     pub(crate) fn read(&self) -> Took {
         let beats = beats();
         let now = Instant::now();
@@ -193,12 +193,12 @@ pub(crate) struct Took {
 }
 
 impl Took {
-    /// Whether it is no shorter than that.
+    /// Returns whether it is no shorter than that.
     pub(crate) fn reaches(self, least: Duration) -> bool {
         self.time >= least
     }
 
-    /// Whether it is what was promised, or more by no more than the machine stalled.
+    /// Returns whether it is what was promised, or more by no more than the machine stalled.
     pub(crate) fn within(self, promised: Duration) -> bool {
         self.time <= promised + self.stalled
     }

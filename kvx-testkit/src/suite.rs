@@ -25,11 +25,11 @@ pub struct Gap {
     pub clause: &'static str,
     /// The measured reason.
     pub reason: &'static str,
-    /// How often the backend breaks the clause.
+    /// The rate at which the backend breaks the clause.
     pub rate: GapRate,
 }
 
-/// How often a backend breaks a clause that it lists as a [`Gap`].
+/// The rate at which a backend breaks a clause that it lists as a [`Gap`].
 #[derive(Clone, Copy, Debug)]
 pub enum GapRate {
     /// In most runs: the suite fails when the clause holds in five runs in a row.
@@ -47,7 +47,7 @@ pub enum GapRate {
 /// The number of runs that show that a backend keeps a clause which it lists as a gap.
 const LOOKS: u32 = 5;
 
-/// How unlikely it must be that a gap which shows at its measured rate is missed in the whole tier.
+/// The accepted probability that the whole tier misses a gap which shows at its measured rate.
 const MISSED: f64 = 1e-3;
 
 /// Clauses that no backend may list as a gap, besides those of security (S1, S2, …): memory that is
@@ -87,9 +87,9 @@ pub struct Suite {
     pub variant: &'static str,
     /// Options of both agents, as JSON, with `{address}` for that of the host of either.
     pub options: &'static str,
-    /// What the regions of the process that runs the clauses lie on.
+    /// The memory of regions in the process that runs the clauses.
     pub near: Backing,
-    /// What the regions of the far end lie on.
+    /// The memory of regions at the far end.
     pub far: Backing,
     /// The device of both ends, for [`Backing::Device`]. When it cannot be had, or the backend does
     /// not reach its memory here, the suite is skipped with the reason.
@@ -98,7 +98,7 @@ pub struct Suite {
     pub separation: Separation,
     /// The ids of the clauses that run; none: all of them.
     pub only: &'static [&'static str],
-    /// What the backend cannot keep.
+    /// The clauses that the backend cannot keep.
     pub gaps: &'static [Gap],
     /// The least tier that runs it; the fast one runs what needs one process.
     pub tier: Tier,
@@ -115,10 +115,10 @@ pub enum Separation {
     OnHosts,
 }
 
-/// How long a clause may take.
+/// The time limit of a clause.
 const LIMIT: Duration = Duration::from_secs(90);
 
-/// How long all runs of a clause may take.
+/// The time limit of all runs of a clause.
 const WHOLE_LIMIT: Duration = Duration::from_secs(900);
 
 impl Suite {
@@ -277,13 +277,13 @@ fn tier_of(mode: Mode) -> Tier {
     if mode == Mode::OneProcess { Tier::Fast } else { Tier::Usual }
 }
 
-/// Why the backend of a suite cannot be used here.
+/// Returns why the backend of a suite cannot be used here.
 fn unavailable(suite: &Suite, registry: fn(&str) -> Registry) -> Option<String> {
     let options = Options::parse(suite.options).ok()?;
     registry(suite.variant).require(suite.backend, &options).err().map(|error| error.to_string())
 }
 
-/// Why the device of a suite cannot be had, or is of no use to its backend.
+/// Returns why the device of a suite is not there, or not reached by its backend.
 fn without_its_device(suite: &Suite, registry: fn(&str) -> Registry) -> Option<String> {
     let kind = match suite.device?() {
         Ok(device) => device.access().kind(),
@@ -297,7 +297,7 @@ fn without_its_device(suite: &Suite, registry: fn(&str) -> Registry) -> Option<S
     (!reached).then(|| format!("{} does not reach {kind} memory here", suite.backend))
 }
 
-/// Why this program cannot be started as the suite wants.
+/// Returns why this program cannot be started as the suite wants.
 fn does_not_go_through(suite: &Suite) -> Option<String> {
     let words = match &suite.separation {
         Separation::None => return None,

@@ -1,8 +1,8 @@
-//! How much of the tests runs: the tiers of `cargo xtask test`.
+//! The tiers of `cargo xtask test`, which choose the tests that run.
 
 use crate::skip::tell_runner;
 
-/// What a part of the tests belongs to. Each tier runs what those before it run.
+/// A tier of tests. Each tier runs what those before it run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Tier {
     /// What a developer waits for after each edit: in one process, over what needs nothing
@@ -35,7 +35,7 @@ impl Tier {
         }
     }
 
-    /// Whether what belongs to this tier runs.
+    /// Returns whether tests of this tier run.
     pub fn runs(self) -> bool {
         self <= Tier::of_this_run()
     }
@@ -61,7 +61,7 @@ pub fn is_asked_for(variable: &str, what: &str) -> bool {
     is_set
 }
 
-/// Whether one of a test program's arguments is a part of tests' names.
+/// Returns whether one of a test program's arguments is a part of tests' names.
 fn names_tests(arguments: impl Iterator<Item = String>) -> bool {
     let mut is_value = false;
     for argument in arguments {

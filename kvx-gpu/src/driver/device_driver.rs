@@ -431,8 +431,9 @@ fn device_info(
 ) -> Result<(DeviceNumber, DeviceInfo), Unavailable> {
     let functions = &library.functions;
     let (mut number, mut uuid) = (0, [0; 16]);
-    // SAFETY: a place for one number; then for one UUID of a device that the driver has named.
+    // SAFETY: a place for one number.
     let named = unsafe { functions.device(&raw mut number, ordinal) };
+    // SAFETY: `text` gives a place for as many bytes as it says.
     let bus = text(|text, len| unsafe { functions.device_bus(text, len, number) });
     let id = named.and_then(|()| {
         // SAFETY: a place for one UUID of a device that the driver has named.

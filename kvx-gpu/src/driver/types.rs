@@ -31,7 +31,7 @@ pub mod status {
     pub const NOT_SUPPORTED: Status = 801;
 }
 
-/// What is known of a device before it is used.
+/// The description of a device, which is known before it is used.
 #[derive(Clone, Debug)]
 pub struct DeviceInfo {
     /// The kind of its memory.
@@ -70,7 +70,7 @@ pub struct ModuleHandle(pub usize);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FunctionHandle(pub usize);
 
-/// What makes a device current on a thread: a `CUcontext`, or the device's number in HIP.
+/// A device's context, made current on a thread: a `CUcontext`, or the device's number in HIP.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Context(pub usize);

@@ -34,7 +34,7 @@ pub struct DeviceGrid {
 
 /// Where the blocks of a permutation are: at `base + index * stride`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BlocksIn {
+pub struct LaunchBlocks {
     /// Address of block 0.
     pub base: u64,
     /// From block to block.
@@ -112,7 +112,7 @@ impl Launch {
 
     /// Reorders the dimensions of `count` blocks, from one place to another. Errors: `Invalid` for
     /// blocks of 4 GiB or more.
-    pub fn permute(to: BlocksIn, from: BlocksIn, count: usize, swap: Swap) -> Result<Self> {
+    pub fn permute(to: LaunchBlocks, from: LaunchBlocks, count: usize, swap: Swap) -> Result<Self> {
         let length = swap.length().filter(|length| *length <= u64::from(u32::MAX));
         let length = length.ok_or_else(|| {
             Error::new(

@@ -13,7 +13,7 @@ mod launch;
 pub mod reference;
 mod swap;
 
-pub use launch::{BlocksIn, DeviceGrid, ENTRIES, Launch, THREADS, encode_grids, encode_hops};
+pub use launch::{DeviceGrid, ENTRIES, Launch, LaunchBlocks, THREADS, encode_grids, encode_hops};
 pub use swap::Swap;
 
 /// The source, for NVRTC and hipRTC alike.

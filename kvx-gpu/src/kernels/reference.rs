@@ -57,7 +57,7 @@ pub fn hops(from: &[u8], to: &mut [u8], hops: &[Hop]) -> Result<()> {
 
 /// Where the blocks of a permutation are in a slice: at `base + index * stride`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PlacedBlocks<'a> {
+pub struct BlockLayout<'a> {
     /// Where block 0 begins.
     pub base: u64,
     /// From block to block.
@@ -66,7 +66,7 @@ pub struct PlacedBlocks<'a> {
     pub indices: Option<&'a [u32]>,
 }
 
-impl PlacedBlocks<'_> {
+impl BlockLayout<'_> {
     fn block(&self, at: usize, length: u64, within: usize) -> Result<Range<usize>> {
         let index = match self.indices {
             None => at as u64,
@@ -80,8 +80,8 @@ impl PlacedBlocks<'_> {
 
 /// Reorders the dimensions of `count` blocks. Errors: `OutOfBounds`, also for too few indices.
 pub fn permute(
-    (from, from_place): (&[u8], PlacedBlocks<'_>),
-    (to, to_place): (&mut [u8], PlacedBlocks<'_>),
+    (from, from_place): (&[u8], BlockLayout<'_>),
+    (to, to_place): (&mut [u8], BlockLayout<'_>),
     count: usize,
     swap: Swap,
 ) -> Result<()> {

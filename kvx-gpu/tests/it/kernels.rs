@@ -4,9 +4,9 @@ mod on_host;
 
 use kvx_core::ErrorKind;
 use kvx_core::memory::Hop;
-use kvx_gpu::kernels::reference::{self, PlacedBlocks};
+use kvx_gpu::kernels::reference::{self, BlockLayout};
 use kvx_gpu::kernels::{
-    BlocksIn, DeviceGrid, ENTRIES, Launch, PTX, SOURCE, Swap, encode_grids, encode_hops,
+    DeviceGrid, ENTRIES, Launch, LaunchBlocks, PTX, SOURCE, Swap, encode_grids, encode_hops,
 };
 use kvx_testkit::test;
 use proptest::prelude::*;
@@ -61,7 +61,7 @@ fn with_grids(launch: Launch) -> Vec<Launch> {
 
 #[test]
 fn the_compiled_kernels_take_what_is_launched() {
-    let place = BlocksIn { base: 0, stride: 0, indices: 0 };
+    let place = LaunchBlocks { base: 0, stride: 0, indices: 0 };
     let swap = Swap::heads_to_tokens(2, 3, 4);
     let launches = [
         Launch::gather(0, 0, &[], 0, 0),
@@ -83,7 +83,7 @@ fn the_compiled_kernels_take_what_is_launched() {
 
 #[test]
 fn blocks_of_four_gigabytes_are_not_permuted() {
-    let place = BlocksIn { base: 0, stride: 0, indices: 0 };
+    let place = LaunchBlocks { base: 0, stride: 0, indices: 0 };
     for swap in
         [Swap::heads_to_tokens(1 << 16, 1 << 16, 1), Swap::heads_to_tokens(1 << 32, 1 << 32, 2)]
     {
@@ -204,13 +204,13 @@ fn the_reference_refuses_what_is_out_of_bounds() {
         let error = reference::hops(&region, &mut packed, &[hop]).expect_err("beyond");
         assert_eq!(error.kind(), ErrorKind::OutOfBounds);
     }
-    let place = PlacedBlocks { base: 0, stride: 8, indices: None };
+    let place = BlockLayout { base: 0, stride: 8, indices: None };
     let swap = Swap::heads_to_tokens(2, 2, 2);
     assert!(reference::permute((&region, place), (&mut packed, place), 2, swap).is_ok());
     for (count, from, to) in [
         (3, place, place),
-        (2, PlacedBlocks { indices: Some(&[1]), ..place }, place),
-        (1, place, PlacedBlocks { indices: Some(&[2]), ..place }),
+        (2, BlockLayout { indices: Some(&[1]), ..place }, place),
+        (1, place, BlockLayout { indices: Some(&[2]), ..place }),
     ] {
         let error = reference::permute((&region, from), (&mut packed, to), count, swap)
             .expect_err("beyond");
@@ -341,7 +341,7 @@ fn permutations_do_what_the_reference_does() {
         let region = 3 * stride as usize;
         for beyond in [0, 1, 2, 4, 8] {
             let content = pattern(region, 6);
-            let place = |indices| PlacedBlocks { base: 0, stride, indices };
+            let place = |indices| BlockLayout { base: 0, stride, indices };
             let mut expected = vec![0; region];
             reference::permute(
                 (&content, place(from_list)),
@@ -353,8 +353,8 @@ fn permutations_do_what_the_reference_does() {
             let [mut from, mut to] =
                 [Aligned::new(&content, beyond), Aligned::new(&vec![0; region], beyond)];
             let list = |list: Option<&[u32]>| list.map_or(0, |list| list.as_ptr() as u64);
-            let source = BlocksIn { base: from.address(), stride, indices: list(from_list) };
-            let target = BlocksIn { base: to.address(), stride, indices: list(to_list) };
+            let source = LaunchBlocks { base: from.address(), stride, indices: list(from_list) };
+            let target = LaunchBlocks { base: to.address(), stride, indices: list(to_list) };
             for launch in
                 with_grids(Launch::permute(target, source, 2, swap).expect("a small block"))
             {

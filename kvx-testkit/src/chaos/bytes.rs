@@ -15,7 +15,7 @@ struct SegmentPart {
     bytes: Vec<u8>,
 }
 
-/// What a fault does to the destination once the data has arrived.
+/// The damage that a fault does to the destination once the data has arrived.
 pub(super) struct Damage {
     restore: Vec<SegmentPart>,
     then: Option<fn(&Arc<Bound>) -> Result<()>>,
@@ -125,7 +125,7 @@ fn last_grid(plan: &Arc<Bound>) -> Result<Vec<SegmentPart>> {
     Ok(pieces)
 }
 
-/// What lies behind the first block of each merged segment.
+/// Returns the bytes behind the first block of each merged segment.
 fn merged_tails(plan: &Arc<Bound>) -> Result<Vec<SegmentPart>> {
     let Some(block) = plan.pairs().first().map(|pair| pair.local[0].grid.length) else {
         return Ok(Vec::new());

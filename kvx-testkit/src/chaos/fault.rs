@@ -104,7 +104,7 @@ faults! {
 }
 
 impl Fault {
-    /// Those that break nothing: every clause must hold under them.
+    /// Faults that break nothing: every clause must hold under them.
     pub const HARMLESS: &[Fault] = &[Fault::Delay, Fault::Reorder];
 
     /// The fault of this name.

@@ -59,7 +59,8 @@ impl Gate {
         self.state().revocations.shut = true;
     }
 
-    /// How many tickets wait: transfers and revocations that the transport has finished with.
+    /// Returns the number of tickets that wait: transfers and revocations that the transport has
+    /// finished with.
     pub fn held(&self) -> usize {
         let state = self.state();
         state.transfers.held.len() + state.revocations.held.len()

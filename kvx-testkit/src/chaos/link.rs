@@ -70,7 +70,7 @@ impl ChaosLink {
         Ok(Arc::clone(&ours.0))
     }
 
-    /// Whether this transfer shall be lost, and what its ticket then says.
+    /// Returns the result of a transfer that is chosen to be lost.
     fn skips(&self, plan: &Arc<Bound>) -> Option<Result<()>> {
         let turn = self.state.posts.fetch_add(1, Ordering::Relaxed) + 1;
         let failed =
@@ -89,7 +89,7 @@ impl ChaosLink {
         }
     }
 
-    /// What happens when the inner link settles a transfer.
+    /// Handles the end of a transfer on the inner link.
     fn settle(
         fault: Option<Fault>,
         state: &SharedState,

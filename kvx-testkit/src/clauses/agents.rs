@@ -194,7 +194,7 @@ fn in_a_fork(what: impl FnOnce() -> String) -> Result<String, Failure> {
     Ok(said)
 }
 
-/// What a fork inherits.
+/// The resources that a fork inherits.
 struct Inherited {
     pair: AgentPair,
     region: Region,

@@ -21,12 +21,12 @@ pub(super) const CLAUSES: &[Clause] = clauses!(
 
 /// Bytes of the regions: more than what is copied on the thread that posts.
 const LEN: usize = 512 << 10;
-/// Of what waits for the page.
+/// The deadline of work that waits for the page.
 const DEADLINE: Duration = Duration::from_millis(500);
-/// How soon others are served meanwhile.
+/// The time limit for serving others meanwhile.
 const SERVED: Duration = Duration::from_secs(1);
 
-/// How often a link may be lost before one stays.
+/// The number of links that may be lost before one stays.
 const AGAIN: usize = 10;
 
 /// How long a shutdown whose deadline has come still waits for its transports, and they for their

@@ -32,7 +32,7 @@ fn promised(capabilities: &Capabilities, deadline: Duration) -> (Duration, bool)
     (within.map_or(deadline, |within| within.min(deadline)) + GRACE, within.is_none())
 }
 
-/// Whether this may be said of what a killed peer was to do.
+/// Returns whether this is a permitted error for work that a killed peer was to do.
 fn is_loss(error: &Error, late_allowed: bool) -> bool {
     error.kind() == ErrorKind::PeerLost || late_allowed && error.kind() == ErrorKind::TimedOut
 }

@@ -72,7 +72,7 @@ pub async fn older_metadata_changes_nothing(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// Whether a result is the refusal of malformed metadata, in words.
+/// Returns whether a result is the rejection of malformed metadata.
 fn refused<T>(result: &kvx_core::Result<T>, what: &str) -> Result<bool, Failure> {
     match result {
         Err(error) if !matches!(error.kind(), ErrorKind::Malformed | ErrorKind::Incompatible) => {

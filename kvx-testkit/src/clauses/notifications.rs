@@ -30,7 +30,7 @@ pub(super) const CLAUSES: &[Clause] = clauses!(
     N10 a_waiting_notification_is_not_overtaken, Both, [Breaker::Core("inbox"), Breaker::Chaos(Fault::DropOnFull)];
 );
 
-/// How long a clause looks whether something arrives that must not.
+/// The time for which a clause looks whether something arrives that must not.
 const LOOK: Duration = Duration::from_millis(150);
 
 /// A number as a notification.

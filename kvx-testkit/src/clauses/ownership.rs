@@ -143,7 +143,7 @@ async fn dropped_while_stopped(setup: &Setup, pair: &mut AgentPair) -> Check {
 
 /// O4: a forgotten ticket fails its transfer, and the memory is kept for ever.
 pub async fn a_forgotten_ticket_quarantines(setup: &Setup) -> Check {
-    /// What this clause has put into quarantine in this process: it stays there.
+    /// The bytes that this clause has put into quarantine in this process: they stay there.
     static FORGOTTEN: AtomicU64 = AtomicU64::new(0);
     let forgetful =
         setup.registry().wrapped(|factory| Arc::new(Chaos::over(factory, Fault::ForgetTicket)));

@@ -31,12 +31,12 @@ const SILENCE: Duration = Duration::from_secs(1);
 /// When a silent peer is lost at the latest: a link looks for silence in steps of a part of the
 /// time.
 const LOST_BY: Duration = SILENCE.saturating_mul(2).saturating_add(GRACE);
-/// How long a lost handle may think about its answer.
+/// The time that a lost handle may take to answer.
 pub(super) const AT_ONCE: Duration = Duration::from_millis(500);
 
 /// P1: while the peer is stopped a transfer ends by its deadline, and afterwards the handle works.
 pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
-    /// Of what can only time out.
+    /// The deadline of work that can only time out.
     const DEADLINE: Duration = Duration::from_millis(300);
     let mut pair = setup.pair()?;
     let blocks = Traffic::new(&mut pair, "kv", LEN)?;

@@ -381,7 +381,7 @@ fn with_invitation(metadata: &[u8], invited: Option<Invited>) -> Result<Vec<u8>,
     Ok(Metadata { invited, ..Metadata::decode(metadata)? }.encode()?)
 }
 
-/// Whether a route's words about who may harm this process are those of the backend's admission.
+/// Returns whether a route describes the backend's admission class.
 fn says_whom_it_trusts(route: &str, admission: Admission) -> bool {
     match admission {
         Admission::Proven => !route.contains("is trusted with"),

@@ -20,7 +20,7 @@ use crate::stopwatch::Stopwatch;
 
 /// Both operations.
 pub(crate) const OPS: [Op; 2] = [Op::Read, Op::Write];
-/// How late an answer may be that is promised for a point in time.
+/// The lateness that is allowed for an answer that is promised for a point in time.
 pub(crate) const GRACE: Duration = Duration::from_millis(100);
 /// Bytes of a block.
 const BLOCK: u64 = 4096;
@@ -167,13 +167,13 @@ pub(crate) async fn exchange(near: &Region, far: &Region, peer: &Peer, when: &st
     Ok(())
 }
 
-/// What the link to a peer promises, which may be more than its backend does.
+/// Returns the promises of the link to a peer, which may be more than its backend's.
 pub(crate) fn promised_by(peer: &Peer) -> Result<Arc<Capabilities>, Failure> {
     peer.capabilities()
         .ok_or_else(|| Failure::new("the link is up, but nobody knows what it promises"))
 }
 
-/// Whether memory is still there.
+/// Returns whether memory is still there.
 pub(crate) fn is_kept(memory: &Weak<Memory>) -> bool {
     memory.strong_count() > 0
 }

@@ -28,7 +28,7 @@ impl Model {
         Model(bytes(seed, 0, len))
     }
 
-    /// What a transfer of these blocks does to the destination.
+    /// Returns the effect of a transfer of these blocks on the destination.
     pub(crate) fn apply(
         &mut self,
         to: Grid,

@@ -7,7 +7,7 @@ use kvx_core::{DeviceAccess, Memory, Result};
 /// A device of some process, for the suite: whose memory it is, and how to get some. See
 /// [`Suite::device`](crate::Suite).
 pub trait Device: Send + Sync {
-    /// What agents copy it with.
+    /// Returns the access that agents copy it with.
     fn access(&self) -> Arc<dyn DeviceAccess>;
 
     /// Memory on it.

@@ -58,7 +58,7 @@ impl Allocation {
         self.base.as_ptr() as u64 + FAR
     }
 
-    /// What another process opens: the file, as this process has it, and which file that is.
+    /// Returns what another process opens: the descriptor in this process, and the file's number.
     pub(super) fn share(&self, offset: u64) -> Result<IpcHandle> {
         let stat = rustix::fs::fstat(self.file.as_fd()).map_err(no_room)?;
         let mut bytes = Vec::new();

@@ -37,13 +37,13 @@ pub struct TestDevice {
 /// CopyWork becomes of a copy or a hop; see [`TestDevice::next`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopyOutcome {
-    /// It is done.
+    /// The copy is done.
     Copy,
-    /// It is done after this time; later copies wait.
+    /// The copy is done after this time; later copies wait.
     CopyAfter(Duration),
     /// Nothing is copied, and the ticket settles with an error.
     Fail,
-    /// It is done, and the ticket is dropped without being settled.
+    /// The copy is done, and the ticket is dropped without being settled.
     Forget,
 }
 
@@ -71,7 +71,7 @@ struct DeviceState {
     order: CopyOrder,
     held: bool,
     ended: bool,
-    /// Why nothing is shared, and why nothing is opened.
+    /// The reasons why nothing is shared, and why nothing is opened.
     refusal: [Option<&'static str>; 2],
     counters: CopyCounters,
 }
@@ -181,7 +181,7 @@ impl TestDevice {
         self.shared.lock().refusal[1] = Some(why);
     }
 
-    /// How many allocations it has, those among them that it opened.
+    /// Returns the number of its allocations, including those that it opened.
     pub fn allocations(&self) -> usize {
         self.shared.lock().allocations.len()
     }
@@ -208,7 +208,7 @@ impl TestDevice {
         self.shared.changed.notify_all();
     }
 
-    /// How many copies wait.
+    /// Returns the number of copies that wait.
     pub fn waiting(&self) -> usize {
         self.shared.lock().waiting.len()
     }

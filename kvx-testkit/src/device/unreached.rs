@@ -18,7 +18,7 @@ const LEN: usize = (BLOCKS as usize) * (BLOCK as usize);
 /// moves them, and the backend the rest.
 ///
 /// # Errors
-/// What is otherwise; also that the backend reaches every kind.
+/// The first thing that is otherwise; also that the backend reaches every kind.
 pub fn goes_elsewhere(registry: &Registry, backend: &str, other: &str, options: &str) -> Check {
     let options = Options::parse(options)?;
     let reached = registry.require(backend, &options)?.1.capabilities.local;

@@ -55,7 +55,7 @@ pub(crate) struct AgentSpec {
 /// lists.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct PostSpec {
-    /// Whether to write; else it reads.
+    /// Writes if true; reads otherwise.
     pub write: bool,
     /// Number of the far end's region.
     pub region: usize,
@@ -69,7 +69,7 @@ pub struct PostSpec {
     pub remote: Vec<u32>,
     /// The transfer's deadline.
     pub within: Duration,
-    /// What to send after the data.
+    /// The notification to send after the data.
     pub notify: Option<Vec<u8>>,
 }
 

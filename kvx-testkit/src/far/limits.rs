@@ -1,4 +1,4 @@
-//! What a process may have no more of, and a page of its memory that does not come.
+//! Limits of a process, and pages whose faults stay unresolved.
 
 use std::fmt;
 use std::os::fd::{AsRawFd as _, OwnedFd};
@@ -9,7 +9,7 @@ use rustix::mm::{Advice, UserfaultfdFlags, madvise, userfaultfd};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
 
-/// What there is no more of.
+/// A resource of which there is no more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Limit {
     /// Open files.
@@ -59,7 +59,7 @@ pub(crate) fn limit(what: Limit, more: bool) -> std::io::Result<()> {
 
 /// So much the heap holds in reserve: a program cannot go on whose `Box::new` fails.
 const RESERVE: usize = 32 << 20;
-/// What it is asked for at a time: less than what gets a mapping of its own.
+/// The size of one request to it: less than what gets a mapping of its own.
 const PIECE: usize = 64 << 10;
 
 /// Has the heap keep a reserve: what is small does not need a mapping then.
@@ -77,9 +77,9 @@ fn mapped() -> std::io::Result<u64> {
     Ok(pages * rustix::param::page_size() as u64)
 }
 
-/// A page that does not come: whoever touches it waits, until this is dropped.
+/// A page whose faults stay unresolved: threads that touch it wait until this is dropped.
 pub struct HungPage {
-    /// Who asks for the page is kept waiting for as long as this is open.
+    /// Faults of the page stay unresolved for as long as this is open.
     keeper: OwnedFd,
     address: usize,
     _memory: Arc<Memory>,
@@ -142,7 +142,7 @@ impl HungPage {
         Ok(HungPage { keeper, address, _memory: Arc::clone(memory) })
     }
 
-    /// Why pages cannot be kept from coming here, if they cannot.
+    /// Returns why page faults cannot be left unresolved here, if they cannot.
     pub fn refused() -> Option<String> {
         let memory = Arc::new(Memory::owned(vec![0; 4 * rustix::param::page_size()]));
         HungPage::of(&memory).err().map(|why| why.to_string())
@@ -158,7 +158,7 @@ impl HungPage {
         .map_err(|cause| refused(cause.into()))
     }
 
-    /// Whether a thread has begun to wait for it since this was asked last.
+    /// Returns whether a thread has begun to wait for it since the last call.
     pub fn is_touched(&self) -> bool {
         let mut message = [0_u8; MESSAGE];
         rustix::io::read(&self.keeper, &mut message).is_ok_and(|read| read == MESSAGE)

@@ -24,7 +24,7 @@ pub use self::commands::{PostSpec, ReceivedNotification};
 pub(crate) use self::limits::limit;
 pub use self::limits::{HungPage, Limit};
 
-/// How long a far end may take to answer a command, beyond the command's own deadline.
+/// The time that a far end may take to answer a command beyond the command's own deadline.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// The variable by which a program learns that it is a far end, and of which variant of its
 /// registry.
@@ -38,7 +38,7 @@ enum FarProcess {
     OtherProcess { child: Child, start: StartCommand },
 }
 
-/// How its process is start.
+/// The way to start its process.
 struct StartCommand {
     variables: Vec<(&'static str, String)>,
     through: Vec<String>,
@@ -286,7 +286,7 @@ impl FarEnd {
         self.tell(&Command::Post { peer, post, times })
     }
 
-    /// What came of the transfers that [`begin_posts`](FarEnd::begin_posts) has begun.
+    /// Returns the result of the transfers that [`begin_posts`](FarEnd::begin_posts) has begun.
     pub fn posted(&mut self, within: Duration) -> Result<kvx_core::Result<u64>, Failure> {
         number_in(self.answer(within).and_then(said_by_kvx)?)
     }
@@ -352,12 +352,12 @@ impl FarEnd {
         })
     }
 
-    /// Whether its process may open files beside those that it has open.
+    /// Sets whether its process may open more files.
     pub fn open_files(&mut self, more: bool) -> Result<(), Failure> {
         self.limit(Limit::Files, more)
     }
 
-    /// Whether its process may have more of something than it has.
+    /// Sets whether its process may have more of something than it has.
     pub fn limit(&mut self, what: Limit, more: bool) -> Result<(), Failure> {
         Ok(self.done(Command::Limit { what, more }, Duration::ZERO)??)
     }
@@ -378,7 +378,7 @@ impl FarEnd {
         Ok(Duration::from_micros(self.number(Command::Cpu)??))
     }
 
-    /// What its process holds.
+    /// Returns the resource usage of its process.
     pub fn holdings(&mut self) -> Result<ResourceUsage, Failure> {
         match self.call(Command::ResourceUsage, Duration::ZERO)?? {
             Reply::ResourceUsage(holdings) => Ok(holdings),
@@ -386,7 +386,7 @@ impl FarEnd {
         }
     }
 
-    /// What a library must leave alone in its process.
+    /// Returns the state of its process that a library must leave alone.
     pub fn surroundings(&mut self) -> Result<ProcessState, Failure> {
         match self.call(Command::ProcessState, Duration::ZERO)?? {
             Reply::ProcessState(surroundings) => Ok(surroundings),
@@ -409,7 +409,7 @@ impl FarEnd {
     }
 }
 
-/// What kvx said at the far end, as the inner result.
+/// Returns kvx's answer at the far end as the inner result.
 fn said_by_kvx(reply: Reply) -> Result<kvx_core::Result<Reply>, Failure> {
     match reply {
         Reply::Failed { kind, sentence } => {

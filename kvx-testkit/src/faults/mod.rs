@@ -15,19 +15,19 @@ use crate::executor::run;
 use crate::setup::Setup;
 use crate::stopwatch::Stopwatch;
 
-/// What became of the work.
+/// The outcome of work during a failure.
 #[derive(Clone, Debug)]
 pub struct FaultReport {
-    /// How many transfers arrived, and how the others ended.
+    /// The number of transfers that arrived, and the errors of the others.
     pub results: String,
     /// When the last of them had ended, after the trouble began.
     pub after: Duration,
     /// When nothing touched this side's memory any more, after that. `None`: not while the trouble
     /// lasted, which only a backend may say whose transfers do not settle without the peer.
     pub settled: Option<Duration>,
-    /// Whether it was still so when the trouble was over: the memory stays in quarantine.
+    /// The memory was still touched when the trouble was over: it stays in quarantine.
     pub held: bool,
-    /// How long it took, from the end of the trouble, until bytes had been moved both ways again.
+    /// The time from the end of the trouble until bytes had been moved both ways again.
     pub works: Duration,
 }
 
@@ -45,13 +45,13 @@ const SLOTS: usize = 24;
 const CANCELLED: u32 = 10_000;
 /// More than there is room for in what a process has mapped already.
 const LARGE: usize = 64 << 20;
-/// How long bytes that come too late are waited for.
+/// The time to wait for bytes that arrive too late.
 const LATE: Duration = Duration::from_millis(200);
-/// How soon third peers are served that nothing holds up.
+/// The time limit for serving third peers, which nothing holds up.
 const SERVED: Duration = Duration::from_secs(1);
-/// How long a forked child holds what it has inherited.
+/// The lifetime of a forked child, which holds what it has inherited.
 const LIFE_OF_A_CHILD: Duration = Duration::from_secs(6);
-/// What the peer's region for reads holds.
+/// The content of the peer's region for reads.
 const SOURCE: u64 = 2;
 
 /// Has this trouble at this moment, over the setup's backend, and tells what became of the work,

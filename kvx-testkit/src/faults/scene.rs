@@ -24,7 +24,7 @@ use crate::unique::{free_port, unique};
 pub(super) struct Scene {
     setup: Setup,
     deadline: Duration,
-    /// What the backend promises on whatever link.
+    /// The backend's promises for every link.
     capabilities: Capabilities,
     /// With a port of its own where it has to come back to it.
     far_setup: Setup,

@@ -1,4 +1,4 @@
-//! What fails, when, and how work may end beside it.
+//! Kinds of failures, their moments, and the errors that work may end with meanwhile.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use kvx_core::{Capabilities, ErrorKind};
 
 use crate::far::Limit;
 
-/// What fails.
+/// A kind of failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trouble {
     /// The peer's process is killed.
@@ -59,7 +59,7 @@ impl Trouble {
         Trouble::Cancelled,
     ];
 
-    /// How work may end beside it, other than well. A deadline is what every backend keeps.
+    /// Returns the errors that work may end with meanwhile. Every backend keeps deadlines.
     pub(super) fn kinds(self, moment: Moment, capabilities: &Capabilities) -> &'static [ErrorKind] {
         let is_told = capabilities.peer_loss_within.is_some();
         match self {
@@ -127,7 +127,7 @@ impl Moment {
     /// All of them.
     pub const ALL: [Moment; 4] = [Moment::Unlinked, Moment::Idle, Moment::Reading, Moment::Writing];
 
-    /// Whether that can fail then.
+    /// Returns whether this failure can happen at this moment.
     pub fn has(self, trouble: Trouble) -> bool {
         trouble != Trouble::Cancelled || matches!(self, Moment::Reading | Moment::Writing)
     }

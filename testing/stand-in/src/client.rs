@@ -118,12 +118,13 @@ impl Control {
         self.command(&format!("fail {function} {code} {times}"));
     }
 
-    /// How often a function was called.
+    /// Returns how often a function was called.
     pub fn calls(&self, function: &str) -> u64 {
         self.command(&format!("calls {function}")) as u64
     }
 
-    /// How often memory was misused: used after it was freed, freed twice, or used out of bounds.
+    /// Returns how often memory was misused: used after it was freed, freed twice, or used out of
+    /// bounds.
     pub fn faults(&self) -> u64 {
         self.command("faults") as u64
     }

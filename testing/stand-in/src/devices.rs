@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use crate::code::{Answer, Code};
 use crate::settings::{note_fault, settings};
 
-/// Whose driver this is to the caller.
+/// The vendor whose driver the caller uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Maker {
     Cuda,

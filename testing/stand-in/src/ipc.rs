@@ -10,7 +10,7 @@ use crate::devices::Device;
 use crate::mapping::{self, Mapping};
 use crate::memory::{Allocation, Memory, Origin};
 
-/// What a process gives another to open its memory.
+/// The handle by which another process opens memory.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct MemHandle([u8; 64]);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvx_core::memory::Hop;
-use kvx_gpu::kernels::reference::{self, PlacedBlocks};
+use kvx_gpu::kernels::reference::{self, BlockLayout};
 use kvx_gpu::kernels::{DeviceGrid, ENTRIES, Swap, THREADS};
 
 use crate::argument::In;
@@ -151,7 +151,7 @@ fn run(entry: &str, parameters: &[u64]) -> Option<()> {
             let grid = DeviceGrid { base: from, stride: from_stride, length, at: 0 };
             let source = gathered(&memory, grid, &from_indices)?;
             let mut target = vec![0; source.len()];
-            let packed = PlacedBlocks { base: 0, stride: length, indices: None };
+            let packed = BlockLayout { base: 0, stride: length, indices: None };
             reference::permute((&source, packed), (&mut target, packed), from_indices.len(), swap)
                 .ok()?;
             let grid = DeviceGrid { base: to, stride: to_stride, length, at: 0 };

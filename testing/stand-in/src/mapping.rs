@@ -128,7 +128,7 @@ impl Drop for Mapping {
     }
 }
 
-/// Whether an address is one that a device has.
+/// Returns whether an address is one that a device has.
 pub(crate) fn is_of_device(address: u64) -> bool {
     address >= FAR
 }

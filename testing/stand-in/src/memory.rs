@@ -9,7 +9,7 @@ use crate::devices::Device;
 use crate::mapping::{self, Mapping};
 use crate::settings::{note_fault, settings};
 
-/// How memory came to be: drivers share and free each in its own way.
+/// The origin of memory: drivers share and free each in its own way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// From the plain allocator.

@@ -11,7 +11,7 @@ use crate::handles::Handles;
 use crate::mapping::{self, Mapping};
 use crate::memory::{Allocation, Memory, Origin};
 
-/// What lengths are multiples of.
+/// The number that lengths are multiples of.
 pub(crate) const GRANULARITY: usize = 2 << 20;
 
 /// Memory without an address.

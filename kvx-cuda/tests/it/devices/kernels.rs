@@ -88,7 +88,7 @@ fn permute(bench: &Bench<'_>) {
         // apart.
         settled(|done| unsafe { bench.device.permute(&target, &source, swap, done) }).unwrap();
         let mut expected = vec![0; bytes.len()];
-        let place = |indices| reference::PlacedBlocks { base: 0, stride, indices };
+        let place = |indices| reference::BlockLayout { base: 0, stride, indices };
         let (from, to_place) = ((&bytes[..], place(Some(&indices[..]))), place(None));
         reference::permute(from, (&mut expected, to_place), 4, swap).unwrap();
         assert!(all_of(&to) == expected, "{swap:?}");

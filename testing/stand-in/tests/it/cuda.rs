@@ -2,7 +2,7 @@
 
 use kvx_core::memory::Hop;
 use kvx_gpu::kernels::{
-    BlocksIn, DeviceGrid, Launch, PTX, Swap, THREADS, encode_grids, encode_hops, reference,
+    DeviceGrid, Launch, LaunchBlocks, PTX, Swap, THREADS, encode_grids, encode_hops, reference,
 };
 use kvx_stand_in::Control;
 use kvx_testkit::test;
@@ -257,8 +257,8 @@ fn launches_do_what_the_reference_does() {
     // Two heads of three tokens of two bytes; blocks 4 and 0 of the region into the first two of
     // the other.
     let swap = Swap::heads_to_tokens(2, 3, 2);
-    let to = BlocksIn { base: back, stride: 12, indices: 0 };
-    let from = BlocksIn { base: region, stride: 12, indices: list };
+    let to = LaunchBlocks { base: back, stride: 12, indices: 0 };
+    let from = LaunchBlocks { base: region, stride: 12, indices: list };
     let permute = Launch::permute(to, from, 2, swap).expect("a small block");
     assert_eq!(cuda.launch(cuda.function("kvx_permute"), &permute), 0);
     for (to, from) in [(0, 48), (12, 0)] {

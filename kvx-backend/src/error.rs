@@ -1,6 +1,7 @@
 //! Errors that every transport reports in the same sentence.
 
-use kvx_core::{Error, ErrorKind};
+use kvx_core::transport::MAX_NOTIFICATION;
+use kvx_core::{Error, ErrorKind, Identity, Result};
 
 /// The error of work on a transport that has been shut down.
 pub fn closed() -> Error {
@@ -10,4 +11,22 @@ pub fn closed() -> Error {
 /// The error of work on a link that is lost.
 pub fn link_lost() -> Error {
     Error::new(ErrorKind::PeerLost, "the link to the peer is gone: connect again")
+}
+
+/// The error of metadata that names another agent than the `linked` one, or another incarnation.
+pub fn other_peer(linked: &Identity, named: &Identity) -> Error {
+    Error::new(ErrorKind::PeerRestarted, format!("this link leads to {linked:?}, not {named:?}"))
+}
+
+/// Checks the length of a notification.
+///
+/// # Errors
+/// `Invalid` for more than [`MAX_NOTIFICATION`] bytes.
+pub fn check_notification(bytes: &[u8]) -> Result<()> {
+    let len = bytes.len();
+    if len <= MAX_NOTIFICATION {
+        return Ok(());
+    }
+    let why = format!("a notification of {len} bytes, at most {MAX_NOTIFICATION} are allowed");
+    Err(Error::new(ErrorKind::Invalid, why))
 }

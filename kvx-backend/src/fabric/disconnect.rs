@@ -8,7 +8,7 @@ use rustix::io::Errno;
 
 use crate::reactor::Outbox;
 use kvx_core::transport::LinkState;
-use kvx_core::{Error, ErrorKind, RegionId};
+use kvx_core::{Error, RegionId};
 
 use super::library::{EndpointId, Fabric};
 use super::machine::{Machine, look_by};
@@ -16,6 +16,7 @@ use super::session::{LostPeer, Phase};
 use super::shared_link::SharedLink;
 use crate::control::errors::{closed, no_handshake, peer_died, peer_silent, still_shared};
 use crate::control::{ControlMessage, SilenceStatus};
+use crate::error;
 use crate::process::{ProcessId, ProcessWatch};
 
 /// How often peers are looked after while they owe an answer: their processes, if they can be seen,
@@ -302,7 +303,7 @@ impl<F: Fabric> Machine<F> {
 
     /// Ends every link, gives peers a moment to let go, and then the library.
     pub(super) fn end_all(&mut self, out: &mut Outbox) {
-        let why = self.error(ErrorKind::Closed, "the transport has been shut down");
+        let why = error::closed().with_backend(self.name);
         let all: Vec<u64> = self.sessions.keys().copied().collect();
         for number in all {
             let target = self.sessions.get(&number).is_some_and(|session| session.link.is_none());

@@ -4,8 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvx_core::transport::{
-    ForeignRange, INLINE_BYTES, INLINE_SEGMENTS, Link, MAX_NOTIFICATION, PeerSection, RemoteRegion,
-    RemoteSpec, Turn,
+    ForeignRange, INLINE_BYTES, INLINE_SEGMENTS, Link, PeerSection, RemoteRegion, RemoteSpec, Turn,
 };
 use kvx_core::{Bound, Capabilities, Error, ErrorKind, MemoryKind, Result, Ticket, TransferId};
 
@@ -14,6 +13,7 @@ use super::library::Fabric;
 use super::machine::Machine;
 use super::progress::Command;
 use super::shared_link::{Import, RemoteMemory, SharedLink};
+use crate::error::{check_notification, other_peer};
 use crate::reactor::{Reactor, SLICE};
 
 /// The lanes of a transport.
@@ -71,11 +71,7 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
 
     fn update(&self, peer: PeerSection<'_>) -> Result<()> {
         if *peer.identity != self.shared.peer {
-            return Err(Error::new(
-                ErrorKind::PeerRestarted,
-                format!("this link leads to {:?}, not {:?}", self.shared.peer, peer.identity),
-            )
-            .with_backend(self.name));
+            return Err(other_peer(&self.shared.peer, peer.identity).with_backend(self.name));
         }
         let addresses =
             lanes::decode(peer.address).map_err(|error| error.with_backend(self.name))?;
@@ -126,11 +122,8 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
     }
 
     fn notify(&self, bytes: &[u8], done: Ticket) {
-        if bytes.len() > MAX_NOTIFICATION {
-            let len = bytes.len();
-            let why =
-                format!("a notification of {len} bytes, at most {MAX_NOTIFICATION} are allowed");
-            return done.settle(Err(Error::new(ErrorKind::Invalid, why).with_backend(self.name)));
+        if let Err(why) = check_notification(bytes) {
+            return done.settle(Err(why.with_backend(self.name)));
         }
         let link = Arc::clone(&self.shared);
         self.lanes[0].submit(Command::Notify { link, bytes: bytes.into(), done });

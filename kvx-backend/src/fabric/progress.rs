@@ -4,7 +4,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Bound, Error, ErrorKind, Result, Ticket, TransferId};
+use kvx_core::{Bound, Result, Ticket, TransferId};
 
 use super::job::PendingTransfer;
 use super::lanes::{Stripe, Thread};
@@ -14,6 +14,7 @@ use super::regions::RegionRecord;
 use super::session::Session;
 use super::shared_link::{Import, SharedLink};
 use crate::control::errors::still_shared;
+use crate::error::closed;
 use crate::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
 
 /// The most jobs that have a turn before others of the machine's duties.
@@ -217,7 +218,6 @@ impl<F: Fabric> Progress for Machine<F> {
     }
 
     fn late(command: Self::Command) {
-        let closed = || Error::new(ErrorKind::Closed, "the transport has been shut down");
         match command {
             Command::Post { plan, done, .. } => {
                 drop(plan);

@@ -16,6 +16,7 @@ use super::progress::Command;
 use super::regions::{RegionHandle, RegionRecord, Regions};
 use super::shared_link::SharedLink;
 use crate::control::proof::Keys;
+use crate::error::closed;
 use crate::reactor::Reactor;
 
 /// The parts of a transport.
@@ -114,7 +115,7 @@ impl<F: Fabric> FabricTransport<F> {
 
     fn check_open(&self) -> Result<()> {
         if self.closed.load(Ordering::Acquire) {
-            return Err(self.error(ErrorKind::Closed, "the transport has been shut down"));
+            return Err(closed().with_backend(self.name));
         }
         Ok(())
     }

@@ -4,14 +4,14 @@ use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvx_backend::error::{check_notification, other_peer};
 use kvx_core::transport::{
-    INLINE_BYTES, INLINE_SEGMENTS, Link, MAX_NOTIFICATION, PeerSection, RemoteRegion, RemoteSpec,
-    Turn,
+    INLINE_BYTES, INLINE_SEGMENTS, Link, PeerSection, RemoteRegion, RemoteSpec, Turn,
 };
-use kvx_core::{Bound, Capabilities, ErrorKind, Op, Result, Ticket, TransferId};
+use kvx_core::{Bound, Capabilities, Op, Result, Ticket, TransferId};
 
 use super::endpoint::Endpoint;
-use super::error::error;
+use super::error::NAME;
 use super::inline::read_inline;
 use super::memory::{Reach, openers};
 use super::progress::Command;
@@ -89,10 +89,7 @@ unsafe impl Link for ShmLink {
         if *peer.identity == self.shared.peer {
             return Ok(()); // where the peer listens never changes within an incarnation
         }
-        Err(error(
-            ErrorKind::PeerRestarted,
-            format!("this link leads to {:?}, not {:?}", self.shared.peer, peer.identity),
-        ))
+        Err(other_peer(&self.shared.peer, peer.identity).with_backend(NAME))
     }
 
     fn import(&self, region: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {
@@ -146,12 +143,8 @@ unsafe impl Link for ShmLink {
     }
 
     fn notify(&self, bytes: &[u8], done: Ticket) {
-        if bytes.len() > MAX_NOTIFICATION {
-            let len = bytes.len();
-            return done.settle(Err(error(
-                ErrorKind::Invalid,
-                format!("a notification of {len} bytes, at most {MAX_NOTIFICATION} are allowed"),
-            )));
+        if let Err(why) = check_notification(bytes) {
+            return done.settle(Err(why.with_backend(NAME)));
         }
         let link = Arc::clone(&self.shared);
         self.endpoint.reactor.submit(Command::Notify { link, bytes: bytes.into(), done });

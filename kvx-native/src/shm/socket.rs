@@ -7,7 +7,8 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use kvx_core::fork::Private;
-
+pub(crate) use rustix::event::epoll::EventFlags as Ready;
+use rustix::event::epoll::{self, EventData};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
@@ -201,14 +202,12 @@ pub(crate) struct Poller {
     crowded: Cell<bool>,
 }
 
-pub(crate) use rustix::event::epoll::EventFlags as Ready;
-
 impl Poller {
     /// The most events taken in one turn.
     const BATCH: usize = 64;
 
     pub(crate) fn new() -> Result<Self, Errno> {
-        let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC)?;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         Ok(Poller { epoll, ready: Vec::with_capacity(Self::BATCH), crowded: Cell::new(false) })
     }
 
@@ -217,12 +216,7 @@ impl Poller {
     }
 
     pub(crate) fn add(&self, fd: BorrowedFd<'_>, token: u64, wanted: Ready) -> Result<(), Errno> {
-        rustix::event::epoll::add(
-            &self.epoll,
-            fd,
-            rustix::event::epoll::EventData::new_u64(token),
-            wanted,
-        )
+        epoll::add(&self.epoll, fd, EventData::new_u64(token), wanted)
     }
 
     pub(crate) fn change(
@@ -231,16 +225,11 @@ impl Poller {
         token: u64,
         wanted: Ready,
     ) -> Result<(), Errno> {
-        rustix::event::epoll::modify(
-            &self.epoll,
-            fd,
-            rustix::event::epoll::EventData::new_u64(token),
-            wanted,
-        )
+        epoll::modify(&self.epoll, fd, EventData::new_u64(token), wanted)
     }
 
     pub(crate) fn remove(&self, fd: BorrowedFd<'_>) {
-        rustix::event::epoll::delete(&self.epoll, fd).ok(); // closing it would remove it as well
+        epoll::delete(&self.epoll, fd).ok(); // closing it would remove it as well
     }
 
     /// The kernel takes no more files of this user's now: what waits for that is to be tried again
@@ -263,7 +252,7 @@ impl Poller {
         let mut events = [const { MaybeUninit::uninit() }; Self::BATCH];
         #[cfg(test)]
         let Ok(()) = cut::call(Call::Events, || Ok(())) else { return ready };
-        match rustix::event::epoll::wait(&self.epoll, &mut events, Some(&now)) {
+        match epoll::wait(&self.epoll, &mut events, Some(&now)) {
             Ok((events, _)) => {
                 ready.extend(events.iter().map(|event| (event.data.u64(), event.flags)))
             }

@@ -5,21 +5,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvx_backend::control::proof::Keys;
+use kvx_backend::error::closed;
 use kvx_backend::reactor::Reactor;
 use kvx_core::transport::{
     Admission, Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec,
     Transport,
 };
 use kvx_core::{
-    AutoOpen, Capabilities, ErrorKind, HungPageScope, Idle, Isolation, LinkId, MemoryKinds,
-    Options, PerOp, Placement, RegionId, Result, Revocation, Secret, Ticket, Unavailable,
+    AutoOpen, Capabilities, HungPageScope, Idle, Isolation, LinkId, MemoryKinds, Options, PerOp,
+    Placement, RegionId, Result, Revocation, Secret, Ticket, Unavailable,
 };
 
 use super::address::Address;
 use super::config::Config;
 use super::copy::readable_by_others;
 use super::endpoint::Endpoint;
-use super::error::{NAME, error};
+use super::error::NAME;
 use super::host::Host;
 use super::link::ShmLink;
 use super::machine::Machine;
@@ -114,7 +115,7 @@ struct ShmTransport {
 impl ShmTransport {
     fn check_open(&self) -> Result<()> {
         if self.closed.load(Ordering::Acquire) {
-            return Err(error(ErrorKind::Closed, "the transport has been shut down"));
+            return Err(closed().with_backend(NAME));
         }
         Ok(())
     }

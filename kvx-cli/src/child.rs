@@ -87,7 +87,7 @@ impl Child {
     }
 
     /// Sends a line.
-    pub(crate) fn say(&mut self, line: &str) -> Result<()> {
+    pub(crate) fn send_line(&mut self, line: &str) -> Result<()> {
         let Some(asked) = &mut self.asked else {
             return Err(format!("{} takes no lines", self.name).into());
         };
@@ -97,7 +97,7 @@ impl Child {
     }
 
     /// The next line it writes.
-    pub(crate) fn hear(&mut self, patience: Duration) -> Result<String> {
+    pub(crate) fn receive_line(&mut self, patience: Duration) -> Result<String> {
         match self.answers.recv_timeout(patience) {
             Ok(line) => Ok(line),
             Err(RecvTimeoutError::Timeout) => {
@@ -106,7 +106,7 @@ impl Child {
             Err(RecvTimeoutError::Disconnected) => {
                 self.asked = None;
                 let status = self
-                    .ended(Duration::from_secs(2))
+                    .wait_for_exit(Duration::from_secs(2))
                     .map_or_else(String::new, |status| format!(": {status}"));
                 Err(format!("{} ended{status}", self.name).into())
             }
@@ -127,7 +127,7 @@ impl Child {
     pub(crate) fn kill(&mut self) -> Result<()> {
         self.process.kill()?;
         let within = Duration::from_secs(10);
-        self.ended(within).map(drop).ok_or_else(|| {
+        self.wait_for_exit(within).map(drop).ok_or_else(|| {
             format!("{} did not end within {within:?} of being killed", self.name).into()
         })
     }
@@ -135,10 +135,10 @@ impl Child {
     /// Says that there will be no more lines, and gives it a moment to end by itself.
     pub(crate) fn end(mut self) {
         self.asked = None;
-        self.ended(Duration::from_secs(5));
+        self.wait_for_exit(Duration::from_secs(5));
     }
 
-    fn ended(&mut self, within: Duration) -> Option<std::process::ExitStatus> {
+    fn wait_for_exit(&mut self, within: Duration) -> Option<std::process::ExitStatus> {
         let until = Instant::now() + within;
         loop {
             match self.process.try_wait() {

@@ -17,17 +17,17 @@ pub(crate) struct CorruptingMover {
 }
 
 impl Mover for CorruptingMover {
-    fn arrived(&mut self, request: &str, prompt_tokens: usize, params: Option<&TransferParams>) {
-        self.mover.arrived(request, prompt_tokens, params);
+    fn on_request(&mut self, request: &str, prompt_tokens: usize, params: Option<&TransferParams>) {
+        self.mover.on_request(request, prompt_tokens, params);
     }
 
-    fn offers(&self, request: &str, computed: usize) -> usize {
-        self.mover.offers(request, computed)
+    fn matched_tokens(&self, request: &str, computed: usize) -> usize {
+        self.mover.matched_tokens(request, computed)
     }
 
-    fn allocated(&mut self, request: &str, fill: &[u32], computed: usize, external: usize) {
+    fn on_allocated(&mut self, request: &str, fill: &[u32], computed: usize, external: usize) {
         self.fill.extend(fill.first().map(|block| (request.to_owned(), *block)));
-        self.mover.allocated(request, fill, computed, external);
+        self.mover.on_allocated(request, fill, computed, external);
     }
 
     fn step(&mut self) -> Vec<Outcome> {
@@ -46,7 +46,7 @@ impl Mover for CorruptingMover {
         outcomes
     }
 
-    fn ended(&mut self, ending: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
-        self.mover.ended(ending)
+    fn on_finished(&mut self, ending: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
+        self.mover.on_finished(ending)
     }
 }

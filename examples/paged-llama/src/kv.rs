@@ -104,18 +104,18 @@ impl Kv {
 }
 
 impl Mover for Kv {
-    fn arrived(&mut self, request: &str, prompt_tokens: usize, params: Option<&TransferParams>) {
+    fn on_request(&mut self, request: &str, prompt_tokens: usize, params: Option<&TransferParams>) {
         let (request, prompt_tokens) = (&RequestId::from(request), prompt_tokens as u32);
         let arrival = Arrival { request, prompt_tokens, params, deadline: None };
         let noted = self.connector.on_new_request(arrival);
         noted.unwrap_or_else(|why| tracing::warn!(%request, "{why}"));
     }
 
-    fn offers(&self, request: &str, computed: usize) -> usize {
+    fn matched_tokens(&self, request: &str, computed: usize) -> usize {
         self.connector.get_num_new_matched_tokens(&request.into(), computed as u32).tokens as usize
     }
 
-    fn allocated(&mut self, request: &str, fill: &[u32], computed: usize, external: usize) {
+    fn on_allocated(&mut self, request: &str, fill: &[u32], computed: usize, external: usize) {
         let fill = BlockLists::single(fill);
         let allocation = Allocation { fill, computed: computed as u32, external: external as u32 };
         let noted = self.connector.update_state_after_alloc(&request.into(), allocation);
@@ -130,7 +130,7 @@ impl Mover for Kv {
         outcomes
     }
 
-    fn ended(&mut self, finished: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
+    fn on_finished(&mut self, finished: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
         let FinishedRequest { request, status, .. } = finished;
         let (blocks, cached) = (BlockLists::single(finished.blocks), Some(finished.cached as u32));
         let computed = finished.computed as u32;

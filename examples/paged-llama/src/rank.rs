@@ -126,7 +126,7 @@ impl AllRanks {
         all_have: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         for process in &mut self.processes {
-            process.say(&folder.socket())?;
+            process.write_line(&folder.socket())?;
             process.head = None;
         }
         let joined = all_have();
@@ -182,7 +182,7 @@ impl RankProcess {
         let end = pidfd_open(Pid::from_child(&child), PidfdFlags::empty());
         let end = end.map_err(|error| failed(error.into()))?;
         let mut process = RankProcess { rank, child, end, head: Some(head) };
-        process.say(setup)?;
+        process.write_line(setup)?;
         Ok(process)
     }
 
@@ -192,12 +192,12 @@ impl RankProcess {
             debug_assert!(false, "a rank is waited for once, before it joins");
             return Ok(());
         };
-        let said: std::io::Result<std::result::Result<(), String>> = hear(&head);
+        let said: std::io::Result<std::result::Result<(), String>> = read_line_json(&head);
         self.head = joins.then_some(head);
         match said {
             Ok(Ok(())) => Ok(()),
             Ok(Err(why)) => Err(ModelError::new(format!("rank {}: {why}", self.rank))),
-            Err(error) => Err(self.silent(&error)),
+            Err(error) => Err(self.not_ready(&error)),
         }
     }
 
@@ -216,13 +216,13 @@ impl RankProcess {
         thread.spawn(watch).map(drop).map_err(ModelError::of)
     }
 
-    fn say(&mut self, line: &impl Serialize) -> Result<()> {
-        let said = self.head.as_ref().map_or_else(|| Ok(()), |head| say(head, line));
-        said.map_err(|error| self.silent(&error))
+    fn write_line(&mut self, line: &impl Serialize) -> Result<()> {
+        let said = self.head.as_ref().map_or_else(|| Ok(()), |head| write_line(head, line));
+        said.map_err(|error| self.not_ready(&error))
     }
 
-    fn silent(&mut self, error: &std::io::Error) -> ModelError {
-        let ended = self.ended(Duration::from_millis(100));
+    fn not_ready(&mut self, error: &std::io::Error) -> ModelError {
+        let ended = self.wait_for_exit(Duration::from_millis(100));
         let ended = ended.map_or_else(String::new, |status| format!(", {status}"));
         let (rank, pid) = (self.rank, self.child.id());
         ModelError::new(format!(
@@ -231,7 +231,7 @@ impl RankProcess {
     }
 
     /// How it has ended, if it does in time.
-    fn ended(&mut self, within: Duration) -> Option<ExitStatus> {
+    fn wait_for_exit(&mut self, within: Duration) -> Option<ExitStatus> {
         let until = Instant::now() + within;
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -255,7 +255,7 @@ impl Drop for RankProcess {
     fn drop(&mut self) {
         self.head = None;
         let (rank, pid) = (self.rank, self.child.id());
-        match self.ended(ENDING) {
+        match self.wait_for_exit(ENDING) {
             Some(status) if status.success() => {}
             Some(status) => tracing::warn!("rank {rank} (process {pid}) has ended: {status}"),
             None => {
@@ -276,7 +276,7 @@ impl Drop for RankProcess {
 pub fn run() -> Result<()> {
     let stdin = std::io::stdin().as_fd().try_clone_to_owned().map_err(ModelError::of)?;
     let socket = UnixStream::from(stdin);
-    let setup: RankSetup = hear(&socket).map_err(|error| {
+    let setup: RankSetup = read_line_json(&socket).map_err(|error| {
         ModelError::new(format!(
             "no server has started this as a rank of its model: {error}; see kvx serve"
         ))
@@ -284,12 +284,12 @@ pub fn run() -> Result<()> {
     let opened = socket.try_clone().map_err(ModelError::of).and_then(|steps| setup.open(steps));
     let ready = opened.as_ref().map(drop).map_err(ToString::to_string);
     // A server that has gone meanwhile needs no rank.
-    if say(&socket, &ready).is_err() {
+    if write_line(&socket, &ready).is_err() {
         return Ok(());
     }
     let (model, mut pool, memory) = opened?;
     // Like the first step, it comes when rank 0 is so far, or has ended.
-    let joined = match setup.joins.then(|| hear::<PathBuf>(&socket)) {
+    let joined = match setup.joins.then(|| read_line_json::<PathBuf>(&socket)) {
         Some(Ok(path)) => Some(kv::join(&path, &setup, memory).map_err(ModelError::of)?),
         Some(Err(_)) => return Ok(()),
         None => None,
@@ -302,14 +302,14 @@ pub fn run() -> Result<()> {
     })
 }
 
-fn say(mut socket: &UnixStream, line: &impl Serialize) -> std::io::Result<()> {
+fn write_line(mut socket: &UnixStream, line: &impl Serialize) -> std::io::Result<()> {
     let mut line = serde_json::to_vec(line)?;
     line.push(b'\n');
     socket.write_all(&line)
 }
 
 /// The next line: nothing is sent behind it before it was answered.
-fn hear<T: DeserializeOwned>(socket: &UnixStream) -> std::io::Result<T> {
+fn read_line_json<T: DeserializeOwned>(socket: &UnixStream) -> std::io::Result<T> {
     let mut line = String::new();
     BufReader::new(socket.take(LINE)).read_line(&mut line)?;
     if line.is_empty() {

@@ -37,8 +37,8 @@ impl Companion {
 
     /// Announces a point.
     pub(crate) fn announce(&mut self, point: &Point) -> Result<PointAnswer> {
-        self.child.say(&announcement(point))?;
-        let answer = self.child.hear(DEADLINE)?;
+        self.child.send_line(&announcement(point))?;
+        let answer = self.child.receive_line(DEADLINE)?;
         match answer.split_once(' ').unwrap_or((&answer, "")) {
             ("ready", name) if !name.trim().is_empty() => {
                 Ok(PointAnswer::Ready(name.trim().to_owned()))
@@ -54,8 +54,8 @@ impl Companion {
     /// One round of the announced point.
     pub(crate) fn round(&mut self, bytes: u64, budget: Duration) -> Result<Round> {
         let start = Instant::now();
-        self.child.say(&format!("go {:.6}", budget.as_secs_f64()))?;
-        let answer = self.child.hear(ANSWER_DEADLINE + budget)?;
+        self.child.send_line(&format!("go {:.6}", budget.as_secs_f64()))?;
+        let answer = self.child.receive_line(ANSWER_DEADLINE + budget)?;
         let round = result(&answer, bytes).ok_or_else(|| {
             format!("the companion program answered {answer:?} to a round: `moved TIMES SECONDS` or `gbps RATE`")
         })?;

@@ -118,7 +118,7 @@ impl AnnouncedPoint {
         let sizes = points::memory(&[point]);
         let mut session =
             Session::start(&[backend], registry, &arguments.options, sizes, DEADLINE)?;
-        measure::prepare(&mut session, &point)?;
+        measure::fill_source(&mut session, &point)?;
         let plans = session.initiator(backend)?.plans(op, ours, memory)?;
         Ok(AnnouncedPoint { session, point, plans })
     }

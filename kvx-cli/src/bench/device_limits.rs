@@ -32,7 +32,7 @@ impl DeviceLimit {
     /// What the first device does with the bytes of a point on their way. The flag: whether that
     /// bounds the point, or only stands beside it.
     pub(crate) fn all(point: &Point) -> Result<Vec<(Self, bool)>> {
-        let (from, to) = point.memory.way(point.op);
+        let (from, to) = point.memory.source_and_destination(point.op);
         if ![from, to].contains(&PoolKind::Device) {
             return Ok(Vec::new());
         }

@@ -55,8 +55,8 @@ impl Initiator {
 
     /// The plans of a point, one for each list.
     pub(crate) fn plans(&self, op: BenchOp, shape: Shape, memory: Backing) -> Result<Plans> {
-        let ours = self.region(memory.ours())?.grid(shape.grid())?;
-        let theirs = self.peer.region(memory.theirs().name())?.grid(shape.grid())?;
+        let ours = self.region(memory.local())?.grid(shape.grid())?;
+        let theirs = self.peer.region(memory.remote().name())?.grid(shape.grid())?;
         let (from, to) = (shape.from(), shape.to());
         let mut plans = Plans { plans: Vec::new(), took: Vec::new(), next: 0 };
         for transfer in 0..u64::from(shape.lists) {

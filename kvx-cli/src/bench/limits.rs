@@ -75,11 +75,11 @@ impl Limit {
         data: DataLanes,
     ) -> Result<Option<Self>> {
         let Point { op, shape, memory, .. } = *point;
-        let (ours, theirs) = (memory.ours(), memory.theirs());
+        let (ours, theirs) = (memory.local(), memory.remote());
         let copy = if ours == PoolKind::Kvx { "memcpy" } else { "process_vm_readv" };
         let (name, way) = match (point.backend, op) {
             ("SHM", BenchOp::Read) => {
-                let from = target.place(theirs)?;
+                let from = target.location(theirs)?;
                 if let (Some(file), None) = (from.file, &mapped) {
                     *mapped = Some(map(from.process, file, from.len)?);
                 }
@@ -88,7 +88,7 @@ impl Limit {
                 (copy, LimitMethod::Fetch { mapped, from, to, blocks: ShapeBlocks::of(shape) })
             }
             ("SHM", BenchOp::Write) => {
-                (copy, LimitMethod::Pull { memory: theirs, shape, from: pools.place(ours)? })
+                (copy, LimitMethod::Pull { memory: theirs, shape, from: pools.location(ours)? })
             }
             ("TCP", _) => {
                 let lanes = connect(point, pools.get(ours)?.address(), target, data)?;
@@ -174,6 +174,6 @@ pub(crate) fn connect(
         share(TcpStream::connect(target.address())?, (base, sealed), shape, &blocks, (lane, lanes))
     });
     let ours = ours.collect::<std::io::Result<Vec<_>>>()?;
-    target.ask(Ask::Lanes { op, memory: memory.theirs(), shape, lanes, sealed })?;
+    target.ask(Ask::Lanes { op, memory: memory.remote(), shape, lanes, sealed })?;
     Ok(ours)
 }

@@ -31,8 +31,8 @@ pub(crate) fn point(
     let mut measured = Measurements { verified: true, ..Measurements::default() };
     let mut plans = session.initiator(point.backend)?.plans(op, shape, memory)?;
     measured.plans.clone_from(&plans.took);
-    prepare(session, point)?;
-    measured.verified &= moves_right(session, point, &mut plans)?;
+    fill_source(session, point)?;
+    measured.verified &= verify(session, point, &mut plans)?;
 
     let Session { target, pools, mapped, data, .. } = session;
     let limits = Limit::all(point, pools, target, mapped, *data);
@@ -41,7 +41,7 @@ pub(crate) fn point(
         Vec::new()
     });
     for limit in &mut limits {
-        limit_moves_right(session, point, limit)
+        verify_limit(session, point, limit)
             .map_err(|why| format!("{} beside {point} moved the wrong bytes: {why}", limit.name))?;
     }
     let beside_name = match beside.as_mut().map(|beside| beside.announce(point)).transpose()? {
@@ -90,16 +90,21 @@ pub(crate) fn point(
     }
     measured.cpu_seconds = cpu_seconds;
 
-    measured.verified &= moves_right(session, point, &mut plans)?;
+    measured.verified &= verify(session, point, &mut plans)?;
     Figures::of(point, &measured)
 }
 
 /// Moves the first lists once over, and compares what arrived.
-fn moves_right(session: &mut Session, point: &Point, plans: &mut Plans) -> Result<bool> {
-    wipe(session, point)?;
+fn verify(session: &mut Session, point: &Point, plans: &mut Plans) -> Result<bool> {
+    wipe_destination(session, point)?;
     plans.rewind();
-    session.initiator(point.backend)?.round(plans, point.wait, Duration::ZERO, verified(point))?;
-    let held = arrived(session, point);
+    session.initiator(point.backend)?.round(
+        plans,
+        point.wait,
+        Duration::ZERO,
+        verified_lists(point),
+    )?;
+    let held = compare_destination(session, point);
     if let Err(why) = &held {
         eprintln!("WRONG BYTES: {point}: {why}");
     }
@@ -107,23 +112,24 @@ fn moves_right(session: &mut Session, point: &Point, plans: &mut Plans) -> Resul
 }
 
 /// Has a limit move the first lists, and compares what arrived.
-fn limit_moves_right(session: &mut Session, point: &Point, limit: &mut Limit) -> Result<()> {
-    let lists = verified(point);
+fn verify_limit(session: &mut Session, point: &Point, limit: &mut Limit) -> Result<()> {
+    let lists = verified_lists(point);
     let Some(moves) = limit.moves else { return limit.verify(lists) };
-    prepare(session, &moves)?;
-    wipe(session, &moves)?;
+    fill_source(session, &moves)?;
+    wipe_destination(session, &moves)?;
     limit.round(&mut session.target, Duration::ZERO, lists)?;
-    arrived(session, &moves)
+    compare_destination(session, &moves)
 }
 
 /// How many lists are compared.
-fn verified(point: &Point) -> u64 {
+fn verified_lists(point: &Point) -> u64 {
     (VERIFIED / point.shape.bytes()).clamp(1, point.shape.lists.into())
 }
 
 /// Fills the source.
-pub(crate) fn prepare(session: &mut Session, point: &Point) -> Result<()> {
-    let ((memory, _), bytes) = (point.memory.way(point.op), point.shape.memory());
+pub(crate) fn fill_source(session: &mut Session, point: &Point) -> Result<()> {
+    let ((memory, _), bytes) =
+        (point.memory.source_and_destination(point.op), point.shape.memory());
     match point.op {
         BenchOp::Read => session.target.ask(Ask::Fill { memory, bytes }).map(drop)?,
         BenchOp::Write => content::fill(session.pools.get(memory)?, bytes)?,
@@ -132,8 +138,9 @@ pub(crate) fn prepare(session: &mut Session, point: &Point) -> Result<()> {
 }
 
 /// Empties the destination.
-fn wipe(session: &mut Session, point: &Point) -> Result<()> {
-    let ((_, memory), bytes) = (point.memory.way(point.op), point.shape.memory());
+fn wipe_destination(session: &mut Session, point: &Point) -> Result<()> {
+    let ((_, memory), bytes) =
+        (point.memory.source_and_destination(point.op), point.shape.memory());
     match point.op {
         BenchOp::Read => content::wipe(session.pools.get(memory)?, bytes)?,
         BenchOp::Write => session.target.ask(Ask::Wipe { memory, bytes }).map(drop)?,
@@ -142,9 +149,9 @@ fn wipe(session: &mut Session, point: &Point) -> Result<()> {
 }
 
 /// Compares the destination with the source.
-fn arrived(session: &mut Session, point: &Point) -> Result<()> {
+fn compare_destination(session: &mut Session, point: &Point) -> Result<()> {
     let Point { op, memory, shape, .. } = *point;
-    let ((_, memory), lists) = (memory.way(op), verified(point) as u32);
+    let ((_, memory), lists) = (memory.source_and_destination(op), verified_lists(point) as u32);
     match op {
         BenchOp::Read => content::check(session.pools.get(memory)?, shape, lists),
         BenchOp::Write => session.target.ask(Ask::Check { memory, shape, lists }).map(drop),

@@ -50,7 +50,7 @@ pub(crate) enum Backing {
 
 impl Backing {
     /// What this side has.
-    pub(crate) fn ours(self) -> PoolKind {
+    pub(crate) fn local(self) -> PoolKind {
         match self {
             Backing::Kvx | Backing::HostDevice => PoolKind::Kvx,
             Backing::Foreign => PoolKind::Foreign,
@@ -59,7 +59,7 @@ impl Backing {
     }
 
     /// What the target has.
-    pub(crate) fn theirs(self) -> PoolKind {
+    pub(crate) fn remote(self) -> PoolKind {
         match self {
             Backing::Kvx | Backing::DeviceHost => PoolKind::Kvx,
             Backing::Foreign => PoolKind::Foreign,
@@ -68,10 +68,10 @@ impl Backing {
     }
 
     /// What the side has that the bytes come from, and then the one that they go to.
-    pub(crate) fn way(self, op: BenchOp) -> (PoolKind, PoolKind) {
+    pub(crate) fn source_and_destination(self, op: BenchOp) -> (PoolKind, PoolKind) {
         match op {
-            BenchOp::Read => (self.theirs(), self.ours()),
-            BenchOp::Write => (self.ours(), self.theirs()),
+            BenchOp::Read => (self.remote(), self.local()),
+            BenchOp::Write => (self.local(), self.remote()),
         }
     }
 }
@@ -171,7 +171,7 @@ pub(crate) struct Point {
 impl Point {
     /// For device memory that passes through the hosts' sockets: what these have to do.
     pub(crate) fn between_hosts(&self) -> Option<Point> {
-        let on_device = [self.memory.ours(), self.memory.theirs()].contains(&PoolKind::Device);
+        let on_device = [self.memory.local(), self.memory.remote()].contains(&PoolKind::Device);
         (on_device && self.backend == "TCP").then_some(Point { memory: Backing::Kvx, ..*self })
     }
 }
@@ -190,8 +190,8 @@ pub(crate) fn memory(points: &[Point]) -> (Sizes, Sizes) {
     let (mut ours, mut theirs) = (Sizes::default(), Sizes::default());
     let needed = points.iter().flat_map(|point| [Some(*point), point.between_hosts()]);
     for point in needed.flatten() {
-        ours.need(point.memory.ours(), point.shape.memory());
-        theirs.need(point.memory.theirs(), point.shape.memory());
+        ours.need(point.memory.local(), point.shape.memory());
+        theirs.need(point.memory.remote(), point.shape.memory());
     }
     (ours, theirs)
 }

@@ -142,7 +142,7 @@ impl Pools {
             .filter_map(|pool| Some((pool, self.get(pool).ok()?)))
     }
 
-    pub(crate) fn place(&self, pool: PoolKind) -> Result<PoolLocation> {
+    pub(crate) fn location(&self, pool: PoolKind) -> Result<PoolLocation> {
         let memory = self.get(pool)?;
         let file = memory.shared_file().map(|file| file.as_raw_fd());
         Ok(PoolLocation {

@@ -85,7 +85,8 @@ pub(crate) fn serve(
         metadata.insert(backend.clone(), agent.metadata()?);
         agents.push((agent, regions));
     }
-    let (kvx, foreign) = (pools.place(PoolKind::Kvx).ok(), pools.place(PoolKind::Foreign).ok());
+    let (kvx, foreign) =
+        (pools.location(PoolKind::Kvx).ok(), pools.location(PoolKind::Foreign).ok());
     let greeting = TargetIntroduction { metadata, address: listener.local_addr()?, kvx, foreign };
     writeln!(out, "{}", serde_json::to_string(&greeting)?)?;
     out.flush()?;
@@ -194,7 +195,7 @@ impl TargetProcess {
         command.args(sizes.arguments());
         command.args(["--life", &life.as_secs().to_string()]);
         let mut child = Child::start("the target", command)?;
-        let greeting = serde_json::from_str(&child.hear(deadline)?)?;
+        let greeting = serde_json::from_str(&child.receive_line(deadline)?)?;
         Ok(TargetProcess { child, greeting })
     }
 
@@ -219,7 +220,7 @@ impl TargetProcess {
     }
 
     /// Where its memory of the host lies.
-    pub(crate) fn place(&self, pool: PoolKind) -> Result<PoolLocation> {
+    pub(crate) fn location(&self, pool: PoolKind) -> Result<PoolLocation> {
         let place = match pool {
             PoolKind::Kvx => self.greeting.kvx,
             PoolKind::Foreign => self.greeting.foreign,
@@ -230,9 +231,9 @@ impl TargetProcess {
 
     /// Asks, and waits for the answer.
     pub(crate) fn ask(&mut self, ask: Ask) -> Result<f64> {
-        self.child.say(&serde_json::to_string(&ask)?)?;
+        self.child.send_line(&serde_json::to_string(&ask)?)?;
         let answer: std::result::Result<f64, String> =
-            serde_json::from_str(&self.child.hear(ANSWER_DEADLINE)?)?;
+            serde_json::from_str(&self.child.receive_line(ANSWER_DEADLINE)?)?;
         Ok(answer.map_err(|why| format!("the target: {why}"))?)
     }
 

@@ -123,7 +123,7 @@ impl Model {
             shards: 1,
             like: None,
         };
-        let mut ours = ours();
+        let mut ours = model_folder();
         let folder = ours.insert(folder_of_ours()?).clone();
         if let Err(why) = make_model(&folder, &made) {
             remove(&mut ours);
@@ -135,13 +135,13 @@ impl Model {
 
 impl Drop for Model {
     fn drop(&mut self) {
-        remove(&mut ours());
+        remove(&mut model_folder());
     }
 }
 
 /// The folder that was made, which nobody needs when this process ends. Whoever makes it holds it
 /// until it is whole.
-fn ours() -> MutexGuard<'static, Option<PathBuf>> {
+fn model_folder() -> MutexGuard<'static, Option<PathBuf>> {
     static OURS: Mutex<Option<PathBuf>> = Mutex::new(None);
     OURS.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -169,7 +169,7 @@ fn end_when_interrupted() -> Result<()> {
             }
         });
         // It stays locked, so that none is made behind this.
-        let mut ours = ours();
+        let mut ours = model_folder();
         remove(&mut ours);
         std::process::exit(status)
     };
@@ -272,7 +272,7 @@ impl StartingServer {
         let until = Instant::now() + START;
         let mut last = String::new();
         loop {
-            let line = self.0.hear(until.saturating_duration_since(Instant::now()));
+            let line = self.0.receive_line(until.saturating_duration_since(Instant::now()));
             last = line.map_err(|error| format!("{error}; it last said: {last}"))?;
             let said = last.split_once("listening on http://127.0.0.1:");
             if let Some(port) = said.and_then(|(_, port)| port.trim().parse().ok()) {

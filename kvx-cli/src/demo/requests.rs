@@ -40,8 +40,8 @@ pub(super) fn show(
     let (mut different, mut first) = (0, None);
     for (name, prompt) in prompts() {
         let before = TransferTotals::by(&fleet.decodes)?;
-        let alone = aloud("alone", fleet.single.port, &prompt, out)?;
-        let apart = aloud("apart", fleet.proxy.port, &prompt, out)?;
+        let alone = stream_aloud("alone", fleet.single.port, &prompt, out)?;
+        let apart = stream_aloud("apart", fleet.proxy.port, &prompt, out)?;
         first.get_or_insert_with(|| begun.elapsed());
         let moved = TransferTotals::by(&fleet.decodes)?.since(before);
         let equal = alone.tokens == apart.tokens && apart.tokens.len() == TOKENS;
@@ -145,7 +145,12 @@ fn kill(mut prefill: Server, decode: &Server, single: &Server, out: &mut dyn Wri
 }
 
 /// Streams an answer, and shows its text as it comes.
-fn aloud(who: &str, port: u16, prompt: &Value, out: &mut dyn Write) -> Result<StreamedAnswer> {
+fn stream_aloud(
+    who: &str,
+    port: u16,
+    prompt: &Value,
+    out: &mut dyn Write,
+) -> Result<StreamedAnswer> {
     write!(out, "  {who}: ")?;
     out.flush()?;
     let streamed = stream(port, prompt, TOKENS, |text| {

@@ -194,7 +194,7 @@ impl AnswerBody {
             record.core().blame_for(&held.live, instance, reason, &format!("decode leg: {why}"));
         }
         record.ended(outcome, self.status);
-        record.because(message.clone());
+        record.set_error(message.clone());
         drop((record, held));
         match &self.events {
             Some(events) => {

@@ -110,7 +110,7 @@ impl TurnText {
     }
 
     /// Whether this body begins with what was said, and what was answered.
-    fn goes_on(&self, text: &str, body: &Value) -> bool {
+    fn continues(&self, text: &str, body: &Value) -> bool {
         match self {
             TurnText::Messages(count, hash) => {
                 let Some(messages) = body.get("messages").and_then(Value::as_array) else {
@@ -151,7 +151,7 @@ impl Conversations {
         let turn = kept.turns.get(key)?;
         let goes_on = turn.until > now
             && turn.rest == hash_of_rest(body)
-            && turn.said.goes_on(&turn.text, body);
+            && turn.said.continues(&turn.text, body);
         let turn = goes_on.then(|| kept.turns.remove(key))??;
         Some((turn.answer, turn.decode))
     }

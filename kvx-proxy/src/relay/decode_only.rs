@@ -61,14 +61,14 @@ fn choose(
     let fleet = &job.live.fleet;
     let model = to.model.map(|model| fleet.names.named(model));
     if let Some(name) = to.stored_by {
-        return fleet.take_decode(name, &job.wanted(to.tokens, 0, None, &[]));
+        return fleet.take_decode(name, &job.requirements(to.tokens, 0, None, &[]));
     }
-    let chosen = fleet.choose_alone(&job.wanted(to.tokens, to.prefix, model, avoid));
+    let chosen = fleet.choose_alone(&job.requirements(to.tokens, to.prefix, model, avoid));
     // Nobody serves this model: let an instance say so in its own words.
     let unknown =
         model.is_some_and(|model| !fleet.decode.iter().any(|one| one.state.models.serve(model)));
     match chosen {
-        None if unknown => fleet.choose_alone(&job.wanted(to.tokens, to.prefix, None, avoid)),
+        None if unknown => fleet.choose_alone(&job.requirements(to.tokens, to.prefix, None, avoid)),
         chosen => chosen,
     }
 }
@@ -89,7 +89,7 @@ async fn run(
         let opened = job.answer(&decode, sent.clone(), kind, job.first_byte()).await;
         let fault = match opened {
             Ok(opened) if opened.is_error && may_repeat => {
-                if !job.again("decode") {
+                if !job.may_retry("decode") {
                     return Ok(job.pass(opened, decode, None, None));
                 }
                 let fault = Fault::Broken("its stream begins with an error".to_owned());
@@ -110,8 +110,8 @@ async fn run(
         avoid.push(std::sync::Arc::clone(&decode.instance));
         let name = decode.instance.name().to_owned();
         drop(decode);
-        let may_repeat = may_repeat && !job.has_had_its_time(&fault);
-        if !(fault.not_accepted() || may_repeat) || !job.again("decode") {
+        let may_repeat = may_repeat && !job.is_out_of_time(&fault);
+        if !(fault.not_accepted() || may_repeat) || !job.may_retry("decode") {
             return job.fail(&name, fault);
         }
         last = Some((name, fault));

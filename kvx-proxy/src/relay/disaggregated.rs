@@ -76,7 +76,7 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
     let mut body = asked.body.clone();
     let mut turn = ConversationTurn::of(&job, &asked, &mut body);
     'attempts: loop {
-        let wanted = job.wanted(asked.prompt_tokens, prefix, model, &avoid_prefill);
+        let wanted = job.requirements(asked.prompt_tokens, prefix, model, &avoid_prefill);
         let Some(prefill) = fleet.choose_prefill(&wanted) else {
             let words =
                 "no prefill instance and decode instance for this model are up: try again later";
@@ -93,15 +93,15 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
             // Decode instances one after the other, as long as none has accepted.
             loop {
                 let tokens = asked.prompt_tokens + asked.new_tokens;
-                let wanted = job.wanted(tokens, prefix, model, &avoid_decode);
-                let Some(decode) = turn.partner(&job, &prefill_instance, &wanted) else {
+                let wanted = job.requirements(tokens, prefix, model, &avoid_decode);
+                let Some(decode) = turn.choose_decode(&job, &prefill_instance, &wanted) else {
                     return job.give_up(last, "no decode instance is up: try again later");
                 };
                 let fault = match race(&job, &decode, sent.clone(), &mut beside).await {
                     // Nothing of an answer has come: as if it had failed before its first byte.
                     RaceWinner::Answer(opened) if opened.is_error => {
                         prefill_instance.state.forget_ranks();
-                        if !job.again("decode") {
+                        if !job.may_retry("decode") {
                             return Ok(job.pass(
                                 opened,
                                 decode,
@@ -121,7 +121,7 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
                         if !fault.not_accepted() {
                             prefill_instance.state.forget_ranks();
                         }
-                        if job.has_had_its_time(&fault) || !job.again("decode") {
+                        if job.is_out_of_time(&fault) || !job.may_retry("decode") {
                             return job.fail(decode.instance.name(), fault);
                         }
                         fault
@@ -151,7 +151,7 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
                 return decode_only::completion(job, &asked, "prefill stopped").await;
             }
             HandoverError::Failed(fault) => {
-                if !job.again("prefill") {
+                if !job.may_retry("prefill") {
                     return job.fail(prefill_instance.name(), fault);
                 }
                 last = Some((prefill_instance.name().to_owned(), fault));
@@ -187,22 +187,28 @@ async fn hand_over(
             let target = &targets[instance.state.next_rank(targets.len())];
             let id = MooncakeTransferId::from_random(random_id());
             let mut legs = concurrent::mooncake_legs(body, &id, target)?;
-            never_stops(&mut legs.prefill);
-            Ok(both(job, prefill, legs, Some(target.dp_rank as usize), ExpectedSource::Rank))
+            ignore_stops(&mut legs.prefill);
+            Ok(concurrent_handover(
+                job,
+                prefill,
+                legs,
+                Some(target.dp_rank as usize),
+                ExpectedSource::Rank,
+            ))
         }
         PrefillKind::Push(targets) => match targets.get(rank.unwrap_or(0)).cloned().flatten() {
             Some(target) => push(job, prefill, body, rank, target),
-            None => sequentially(job, prefill, body, turn, rank, connector).await,
+            None => sequential_handover(job, prefill, body, turn, rank, connector).await,
         },
         PrefillKind::Nixl | PrefillKind::Unknown => {
-            sequentially(job, prefill, body, turn, rank, connector).await
+            sequential_handover(job, prefill, body, turn, rank, connector).await
         }
     }
 }
 
 /// Mooncake's prefill side keeps blocks only for requests that end by their length, and the decode
 /// side would wait for minutes for those that do not.
-fn never_stops(prefill: &mut Value) {
+fn ignore_stops(prefill: &mut Value) {
     if let Value::Object(body) = prefill {
         body.remove("stop");
         body.remove("stop_token_ids");
@@ -221,7 +227,7 @@ fn push(
     let value = id.as_str().parse().expect("an id fits a header");
     job.headers.insert(crate::request::headers::REQUEST_ID, value);
     let legs = concurrent::push_legs(body, &id, &target)?;
-    Ok(both(job, prefill, legs, rank, ExpectedSource::Engine(target.engine_id)))
+    Ok(concurrent_handover(job, prefill, legs, rank, ExpectedSource::Engine(target.engine_id)))
 }
 
 /// The sides find each other by the id: what is left of an attempt, or of a client's request of the
@@ -233,7 +239,7 @@ fn own_id(id: &XRequestId) -> XRequestId {
         .unwrap_or_else(|_| XRequestId::from_random(random_id()))
 }
 
-fn both(
+fn concurrent_handover(
     job: &Job,
     prefill: InFlight,
     legs: Legs,
@@ -248,7 +254,7 @@ fn both(
     }
 }
 
-async fn sequentially(
+async fn sequential_handover(
     job: &mut Job,
     prefill: InFlight,
     body: &Value,
@@ -263,7 +269,7 @@ async fn sequentially(
     };
     let sent = LegRequest::json(&job.path, &job.headers, &leg).for_rank(rank);
     let ended = legs::prefill(&job.core, &job.live, &prefill, sent, job.until).await;
-    let prefilled = ended.map_err(missed)?;
+    let prefilled = ended.map_err(handover_error)?;
     job.record.prefill(prefill.instance.name(), Some(prefilled.time));
     if let (Some(params), true) = (&prefilled.answer.params, connector != PoolConnector::NixlPull) {
         let setup = &prefill.instance.setup;
@@ -284,7 +290,7 @@ async fn sequentially(
     Ok(Handover { sent: LegRequest::json(&job.path, &job.headers, &leg.body), beside: None })
 }
 
-fn missed(end: PrefillEnd) -> HandoverError {
+fn handover_error(end: PrefillEnd) -> HandoverError {
     match end {
         PrefillEnd::Rejected(response) => HandoverError::Rejected(response),
         PrefillEnd::Failed(fault) => HandoverError::Failed(fault),
@@ -320,7 +326,7 @@ async fn race(
         tokio::select! {
             opened = &mut answer => return opened.map_or_else(RaceWinner::Decode, RaceWinner::Answer),
             ended = task.ended() => if let Err(missed) =
-                ended.map_err(missed).and_then(|prefilled| told.is_so(&prefilled.answer))
+                ended.map_err(handover_error).and_then(|prefilled| told.check(&prefilled.answer))
             {
                 return RaceWinner::Prefill(missed);
             }
@@ -331,7 +337,7 @@ async fn race(
 
 impl ExpectedSource {
     /// Whether the decode instance waits for what really comes.
-    fn is_so(&self, answer: &Answer) -> Result<(), HandoverError> {
+    fn check(&self, answer: &Answer) -> Result<(), HandoverError> {
         match self {
             ExpectedSource::Rank if answer.finish_reason.as_deref() == Some("length") => Ok(()),
             ExpectedSource::Rank => Err(HandoverError::Stopped),
@@ -389,7 +395,7 @@ impl ConversationTurn {
     }
 
     /// The decode instance of the turn before, which has its prompt in its cache, or any.
-    fn partner(
+    fn choose_decode(
         &mut self,
         job: &Job,
         prefill: &Instance,
@@ -414,10 +420,10 @@ mod tests {
     #[test]
     fn a_mooncake_prefill_ends_by_its_length() {
         let mut body = serde_json::json!({"prompt": "a", "stop": ["b"], "stop_token_ids": [1], "max_tokens": 1});
-        never_stops(&mut body);
+        ignore_stops(&mut body);
         assert_eq!(body, serde_json::json!({"prompt": "a", "max_tokens": 1, "ignore_eos": true}));
         let stopped = Answer { finish_reason: Some("stop".to_owned()), ..Answer::default() };
-        assert!(matches!(ExpectedSource::Rank.is_so(&stopped), Err(HandoverError::Stopped)));
+        assert!(matches!(ExpectedSource::Rank.check(&stopped), Err(HandoverError::Stopped)));
     }
 
     #[test]
@@ -434,9 +440,9 @@ mod tests {
         let params = serde_json::json!({"remote_engine_id": "new"});
         let params = kvx_vllm::params::TransferParams::from_value(&params).unwrap();
         let answer = Answer { params: Some(params), finish_reason: None };
-        assert!(ExpectedSource::Engine("new".to_owned()).is_so(&answer).is_ok());
+        assert!(ExpectedSource::Engine("new".to_owned()).check(&answer).is_ok());
         let Err(HandoverError::Failed(fault)) =
-            ExpectedSource::Engine("old".to_owned()).is_so(&answer)
+            ExpectedSource::Engine("old".to_owned()).check(&answer)
         else {
             panic!()
         };

@@ -41,7 +41,7 @@ pub(crate) struct Job {
     pub(crate) until: Instant,
     /// Whether its answer is to be streamed. Any other comes whole at its end, whenever that is.
     pub(crate) streamed: bool,
-    tries: Attempts,
+    attempts: Attempts,
     place: Option<OwnedSemaphorePermit>,
 }
 
@@ -104,7 +104,7 @@ impl Job {
         Ok(Job {
             until: Instant::now() + live.setup.timeouts.request,
             streamed: false,
-            tries: Attempts::new(live.setup.retries.attempts),
+            attempts: Attempts::new(live.setup.retries.attempts),
             core: Arc::clone(core),
             live,
             record,
@@ -154,7 +154,7 @@ impl Job {
     }
 
     /// Returns what this request requires of an instance.
-    pub(crate) fn wanted<'a>(
+    pub(crate) fn requirements<'a>(
         &self,
         tokens: u64,
         prefix: u64,
@@ -165,11 +165,11 @@ impl Job {
     }
 
     /// Returns true if a leg may be retried, and counts the retry.
-    pub(crate) fn again(&mut self, leg: &'static str) -> bool {
-        match self.tries.again(&self.core.budget) {
+    pub(crate) fn may_retry(&mut self, leg: &'static str) -> bool {
+        match self.attempts.decide(&self.core.budget) {
             RetryDecision::Yes => {
                 self.core.metrics.retry(leg);
-                self.record.attempts(self.tries.made);
+                self.record.attempts(self.attempts.made);
                 true
             }
             RetryDecision::OutOfAttempts => false,
@@ -197,7 +197,7 @@ impl Job {
             // What is only passed on may be unknown to every instance.
             let is_answer =
                 kind == AnswerKind::Any && matches!(fault, Fault::Busy(_) | Fault::Status(_));
-            if !is_answer && !self.has_had_its_time(fault) {
+            if !is_answer && !self.is_out_of_time(fault) {
                 self.core.blame(&self.live, &instance.instance, fault);
             }
         }
@@ -214,7 +214,7 @@ impl Job {
 
     /// Whether nothing but the time of the request was too short: no instance's fault, and nothing
     /// to try again.
-    pub(crate) fn has_had_its_time(&self, fault: &Fault) -> bool {
+    pub(crate) fn is_out_of_time(&self, fault: &Fault) -> bool {
         !self.streamed && matches!(fault, Fault::Late(_))
     }
 
@@ -263,7 +263,7 @@ impl Job {
 
     /// Ends with the last failure: in the instance's own words if it had any.
     pub(crate) fn fail(mut self, instance: &str, fault: Fault) -> JobResult {
-        self.record.because(format!("instance {instance} {fault}"));
+        self.record.set_error(format!("instance {instance} {fault}"));
         match fault {
             Fault::Busy(response) | Fault::Status(response) => Ok(self.pass_whole(*response)),
             fault => Err(self.refused(ApiError::upstream(instance, &fault))),

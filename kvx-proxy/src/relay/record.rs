@@ -161,7 +161,7 @@ impl Record {
         self.model = model.map(|model| cut(model).to_owned());
     }
 
-    pub(crate) fn because(&mut self, why: impl Into<String>) {
+    pub(crate) fn set_error(&mut self, why: impl Into<String>) {
         self.why = Some(why.into());
     }
 

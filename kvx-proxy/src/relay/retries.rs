@@ -57,7 +57,7 @@ impl Attempts {
         Attempts { made: 1, most: attempts }
     }
 
-    pub(crate) fn again(&mut self, budget: &RetryBudget) -> RetryDecision {
+    pub(crate) fn decide(&mut self, budget: &RetryBudget) -> RetryDecision {
         if self.made >= self.most {
             return RetryDecision::OutOfAttempts;
         }
@@ -77,8 +77,8 @@ mod tests {
     fn a_request_has_its_attempts() {
         let budget = RetryBudget::default();
         let mut tries = Attempts::new(3);
-        assert_eq!([tries.again(&budget), tries.again(&budget)], [RetryDecision::Yes; 2]);
-        assert_eq!(tries.again(&budget), RetryDecision::OutOfAttempts);
+        assert_eq!([tries.decide(&budget), tries.decide(&budget)], [RetryDecision::Yes; 2]);
+        assert_eq!(tries.decide(&budget), RetryDecision::OutOfAttempts);
     }
 
     #[test]
@@ -88,7 +88,7 @@ mod tests {
             (0..count)
                 .filter(|_| {
                     budget.deposit(0.2);
-                    Attempts::new(9).again(&budget) == RetryDecision::Yes
+                    Attempts::new(9).decide(&budget) == RetryDecision::Yes
                 })
                 .count()
         };

@@ -175,7 +175,7 @@ impl Proxy {
     }
 
     /// Asks every instance once how it is: after this, requests find those that are up.
-    pub async fn look(&self) {
+    pub async fn check_instances(&self) {
         watch::round(&self.core, &self.core.live(), watch::WatchScope::Everything).await;
     }
 
@@ -400,7 +400,7 @@ pub async fn serve(
     let proxy = Proxy::bind_with_output(setup, output).await?;
     let handle = proxy.handle();
     let address = proxy.local_addr();
-    proxy.look().await;
+    proxy.check_instances().await;
     started(address);
     let running = proxy.run();
     tokio::pin!(running);

@@ -60,7 +60,8 @@ pub(super) async fn realtime(job: Job, client: OnUpgrade) -> JobResult {
     }
     let mut avoid = Vec::new();
     loop {
-        let Some(decode) = fleet.choose_alone_that(&job.wanted(TOKENS, 0, model, &avoid), opens)
+        let Some(decode) =
+            fleet.choose_alone_that(&job.requirements(TOKENS, 0, model, &avoid), opens)
         else {
             return Err(
                 job.refused(ApiError::unavailable("no decode instance is up: try again later"))
@@ -74,7 +75,7 @@ pub(super) async fn realtime(job: Job, client: OnUpgrade) -> JobResult {
             Ok(opened) => return Ok(job.pass(opened, decode, None, None)),
             Err(fault) => fault,
         };
-        if !fault.not_accepted() || !job.again("decode") {
+        if !fault.not_accepted() || !job.may_retry("decode") {
             return job.fail(decode.instance.name(), fault);
         }
         avoid.push(Arc::clone(&decode.instance));

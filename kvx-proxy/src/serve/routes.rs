@@ -72,7 +72,7 @@ fn respond(ended: JobResult) -> Response<Body> {
         Err(ended) => {
             let (mut record, refusal) = *ended;
             record.ended(refusal.outcome, refusal.status.as_u16());
-            record.because(refusal.message.clone());
+            record.set_error(refusal.message.clone());
             let mut response = refusal.response();
             if let Ok(id) = HeaderValue::from_str(&record.id) {
                 response.headers_mut().insert(crate::request::headers::REQUEST_ID, id);

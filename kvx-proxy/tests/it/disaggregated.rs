@@ -22,7 +22,7 @@ async fn router(blocks: &Value) -> (std::net::SocketAddr, Upstream, Upstream) {
         prefill.address, decode.address
     );
     let proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
-    proxy.look().await;
+    proxy.check_instances().await;
     let address = proxy.local_addr();
     tokio::spawn(proxy.run());
     (address, prefill, decode)

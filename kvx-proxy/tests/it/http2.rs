@@ -27,7 +27,7 @@ async fn router(instance: &Upstream) -> (SocketAddr, Handle) {
         instance.address
     );
     let proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
-    proxy.look().await;
+    proxy.check_instances().await;
     let (address, handle) = (proxy.local_addr(), proxy.handle());
     tokio::spawn(proxy.run());
     (address, handle)

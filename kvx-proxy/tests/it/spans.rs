@@ -98,7 +98,7 @@ async fn a_request_is_a_span_with_both_legs_a_line_and_one_trace() {
     let proxy = Proxy::bind_with_output(Setup::from_toml(&setup).unwrap(), Box::new(log.clone()))
         .await
         .unwrap();
-    proxy.look().await;
+    proxy.check_instances().await;
     let (address, handle) = (proxy.local_addr(), proxy.handle());
     let running = tokio::spawn(proxy.run());
 

@@ -11,14 +11,14 @@ pub type Wake = Arc<dyn Fn() + Send + Sync>;
 /// Moves blocks from and to peers. Every method returns at once.
 pub trait Mover: Send {
     /// A request has arrived.
-    fn arrived(&mut self, request: &str, prompt_tokens: usize, params: Option<&TransferParams>);
+    fn on_request(&mut self, request: &str, prompt_tokens: usize, params: Option<&TransferParams>);
 
     /// Tokens beyond the first `computed` ones that a peer has.
-    fn offers(&self, request: &str, computed: usize) -> usize;
+    fn matched_tokens(&self, request: &str, computed: usize) -> usize;
 
     /// The request has its blocks: of the first `computed` tokens nothing is to be loaded, of the
     /// `external` next ones all, into `fill`. Called once more for a request that loads nothing.
-    fn allocated(&mut self, request: &str, fill: &[u32], computed: usize, external: usize);
+    fn on_allocated(&mut self, request: &str, fill: &[u32], computed: usize, external: usize);
 
     /// Orders go out; what has come of earlier ones comes back.
     fn step(&mut self) -> Vec<Outcome>;
@@ -31,7 +31,7 @@ pub trait Mover: Send {
 
     /// A request has ended, with its blocks and so many tokens in them. True: the engine keeps the
     /// blocks until an outcome names the request.
-    fn ended(&mut self, ending: FinishedRequest<'_>) -> (bool, Option<TransferParams>);
+    fn on_finished(&mut self, ending: FinishedRequest<'_>) -> (bool, Option<TransferParams>);
 }
 
 /// A finished request.
@@ -54,19 +54,19 @@ pub struct FinishedRequest<'a> {
 pub struct NoMover;
 
 impl Mover for NoMover {
-    fn arrived(&mut self, _: &str, _: usize, _: Option<&TransferParams>) {}
+    fn on_request(&mut self, _: &str, _: usize, _: Option<&TransferParams>) {}
 
-    fn offers(&self, _: &str, _: usize) -> usize {
+    fn matched_tokens(&self, _: &str, _: usize) -> usize {
         0
     }
 
-    fn allocated(&mut self, _: &str, _: &[u32], _: usize, _: usize) {}
+    fn on_allocated(&mut self, _: &str, _: &[u32], _: usize, _: usize) {}
 
     fn step(&mut self) -> Vec<Outcome> {
         Vec::new()
     }
 
-    fn ended(&mut self, _: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
+    fn on_finished(&mut self, _: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
         (false, None)
     }
 }

@@ -110,7 +110,7 @@ impl EngineLoop {
             return sequence.fail("the server is shutting down");
         }
         let request = &sequence.request;
-        self.mover.arrived(&request.name, request.prompt.len(), request.transfer.as_ref());
+        self.mover.on_request(&request.name, request.prompt.len(), request.transfer.as_ref());
         self.waiting.push_back(sequence);
     }
 
@@ -140,7 +140,7 @@ impl EngineLoop {
         kept: Kept,
     ) -> Option<crate::kv::TransferParams> {
         let needed = sequence.computed.div_ceil(self.limits.block_size).min(sequence.blocks.len());
-        let (keep, params) = self.mover.ended(FinishedRequest {
+        let (keep, params) = self.mover.on_finished(FinishedRequest {
             request: sequence.name(),
             blocks: &sequence.blocks[..needed],
             computed: sequence.computed,
@@ -282,14 +282,14 @@ impl EngineLoop {
         self.counts.prefix_hits.increment(computed as u64);
         let external = match sequence.wants_prompt_logits() {
             true => 0,
-            false => self.mover.offers(sequence.name(), computed).min(prompt - computed),
+            false => self.mover.matched_tokens(sequence.name(), computed).min(prompt - computed),
         };
         sequence.filled = match external {
             0 => 0..0,
             _ => computed / block_size..(computed + external).div_ceil(block_size),
         };
         let fill = &sequence.blocks[sequence.filled.clone()];
-        self.mover.allocated(sequence.name(), fill, computed, external);
+        self.mover.on_allocated(sequence.name(), fill, computed, external);
         if external > 0 {
             self.counts.external_queries.increment((prompt - computed) as u64);
             self.loading.insert(sequence.name().to_owned(), sequence);

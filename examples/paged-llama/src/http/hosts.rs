@@ -68,7 +68,7 @@ pub(crate) struct SharedConfig {
 
 impl SharedConfig {
     /// What a host has that is not as here, if anything is.
-    fn different(&self, host: &SharedConfig) -> Option<String> {
+    fn difference(&self, host: &SharedConfig) -> Option<String> {
         let (here, host) = (json!(self), json!(host));
         let fields =
             here.as_object()?.iter().filter(|(name, value)| host[name.as_str()] != **value);
@@ -143,7 +143,7 @@ impl Hosts {
                     let task = tokio::spawn(async move {
                         match timeout(WORD, hosts.admit(stream, &known)).await {
                             Ok(Ok(ranks)) => {
-                                tracing::info!("{} have joined from {from}", named(&ranks))
+                                tracing::info!("{} have joined from {from}", rank_names(&ranks))
                             }
                             Ok(Err(why)) => {
                                 tracing::warn!("a host at {from} has not joined: {why}")
@@ -170,10 +170,10 @@ impl Hosts {
     async fn admit(&self, stream: TcpStream, known: &AtomicBool) -> Result<Range<usize>> {
         let mut stream = noise::accept(stream, self.secret.as_ref()).await?;
         known.store(self.secret.is_some(), Ordering::Relaxed);
-        let joining: JoinRequest = hear(&mut stream).await?;
+        let joining: JoinRequest = read_message(&mut stream).await?;
         known.store(true, Ordering::Relaxed);
         let refused = self.refusal(&joining);
-        say(&mut stream, &refused).await?;
+        write_message(&mut stream, &refused).await?;
         if let Some(words) = refused {
             return Err(ModelError::new(words));
         }
@@ -190,7 +190,7 @@ impl Hosts {
             let mut joined = self.joined();
             // Two may have come at once: the second one finds its connection closed, and asks
             // again.
-            if let Some(taken) = taken(&joined, &ranks) {
+            if let Some(taken) = overlap(&joined, &ranks) {
                 return Err(ModelError::new(taken));
             }
             joined.push(JoinedHost { ranks: ranks.clone(), asking });
@@ -200,7 +200,7 @@ impl Hosts {
             let why = connection.await.err().map_or_else(String::new, |why| format!(": {why}"));
             tracing::error!(
                 "{} have gone{why}; start them again and they join again",
-                named(&gone)
+                rank_names(&gone)
             );
         });
         self.news.notify_one();
@@ -210,7 +210,7 @@ impl Hosts {
     /// Why a host cannot join.
     fn refusal(&self, joining: &JoinRequest) -> Option<String> {
         let JoinRequest { ranks, config } = joining;
-        if let Some(different) = self.config.different(config) {
+        if let Some(different) = self.config.difference(config) {
             return Some(format!("{different}: start both with the same"));
         }
         if ranks.is_empty() || ranks.start < self.elsewhere.start || ranks.end > self.elsewhere.end
@@ -218,11 +218,11 @@ impl Hosts {
             return Some(format!(
                 "{} cannot join: {} are on other hosts than the head; see --data-parallel-start-rank and \
                  --data-parallel-size-local",
-                named(ranks),
-                named(&self.elsewhere)
+                rank_names(ranks),
+                rank_names(&self.elsewhere)
             ));
         }
-        taken(&self.joined(), ranks)
+        overlap(&self.joined(), ranks)
     }
 
     /// Ready when all ranks have joined.
@@ -282,8 +282,11 @@ impl Hosts {
     /// What this server counts, and the engines on other hosts; those that do not tell are left
     /// out.
     pub(crate) async fn metrics(&self, here: String) -> String {
-        let asked: Vec<_> =
-            self.joined().iter().map(|host| tokio::spawn(told(host.asking.clone()))).collect();
+        let asked: Vec<_> = self
+            .joined()
+            .iter()
+            .map(|host| tokio::spawn(fetch_metrics(host.asking.clone())))
+            .collect();
         let mut texts = vec![here];
         for each in asked {
             texts.extend(each.await.ok().flatten());
@@ -320,21 +323,21 @@ impl PendingConnections {
     }
 }
 
-fn named(ranks: &Range<usize>) -> String {
+fn rank_names(ranks: &Range<usize>) -> String {
     format!("ranks {} to {}", ranks.start, ranks.end.saturating_sub(1))
 }
 
-fn taken(joined: &[JoinedHost], ranks: &Range<usize>) -> Option<String> {
+fn overlap(joined: &[JoinedHost], ranks: &Range<usize>) -> Option<String> {
     let taken =
         joined.iter().find(|host| host.ranks.start < ranks.end && ranks.start < host.ranks.end)?;
     Some(format!(
         "{} cannot join: {} are there; end that host first",
-        named(ranks),
-        named(&taken.ranks)
+        rank_names(ranks),
+        rank_names(&taken.ranks)
     ))
 }
 
-async fn told(mut asking: SendRequest<Body>) -> Option<String> {
+async fn fetch_metrics(mut asking: SendRequest<Body>) -> Option<String> {
     let request = Request::get("http://rank/metrics").body(Body::empty()).ok()?;
     let text = async {
         asking.ready().await.ok()?;
@@ -462,8 +465,8 @@ async fn join(
     };
     let (stream, refused): (_, Option<String>) = timeout(WORD, async {
         let mut stream = noise::connect(stream, secret).await?;
-        let refused = match say(&mut stream, joining).await {
-            Ok(()) => hear(&mut stream).await,
+        let refused = match write_message(&mut stream, joining).await {
+            Ok(()) => read_message(&mut stream).await,
             Err(why) => Err(why),
         };
         Ok((stream, refused.map_err(|why| unlike(&format!(" ({why})")))?))
@@ -476,13 +479,13 @@ async fn join(
     }
 }
 
-async fn say(stream: &mut impl Connection, word: &impl Serialize) -> Result<()> {
+async fn write_message(stream: &mut impl Connection, word: &impl Serialize) -> Result<()> {
     let word = serde_json::to_vec(word).map_err(ModelError::of)?;
     let framed = [&(word.len() as u32).to_be_bytes()[..], &word].concat();
     stream.write_all(&framed).await.map_err(ModelError::of)
 }
 
-async fn hear<T: DeserializeOwned>(stream: &mut impl Connection) -> Result<T> {
+async fn read_message<T: DeserializeOwned>(stream: &mut impl Connection) -> Result<T> {
     let len = stream.read_u32().await.map_err(ModelError::of)?;
     if len > LONGEST_WORD {
         return Err(ModelError::new(format!(

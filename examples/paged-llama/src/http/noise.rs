@@ -36,8 +36,8 @@ pub(super) async fn connect(
     let Some(secret) = secret else { return Ok(Box::new(stream)) };
     let mut handshake =
         NoiseHandshake::initiator(&derive_key(secret, LABEL), LABEL).map_err(ModelError::of)?;
-    say(&mut stream, &mut handshake).await?;
-    if hear(&mut stream, &mut handshake).await {
+    write_message(&mut stream, &mut handshake).await?;
+    if read_message(&mut stream, &mut handshake).await {
         return Ok(Box::new(seal(stream, handshake.seals())));
     }
     Err(ModelError::new(
@@ -55,24 +55,24 @@ pub(super) async fn accept(
     let Some(secret) = secret else { return Ok(Box::new(stream)) };
     let mut handshake =
         NoiseHandshake::responder(&derive_key(secret, LABEL), LABEL).map_err(ModelError::of)?;
-    if !hear(&mut stream, &mut handshake).await {
+    if !read_message(&mut stream, &mut handshake).await {
         return Err(ModelError::new(
             "it has not proven to have this fleet's secret: a host of this server needs the same KVX_SECRET_FILE as \
              its head",
         ));
     }
-    say(&mut stream, &mut handshake).await?;
+    write_message(&mut stream, &mut handshake).await?;
     Ok(Box::new(seal(stream, handshake.seals())))
 }
 
-async fn say(stream: &mut TcpStream, handshake: &mut NoiseHandshake) -> Result<()> {
+async fn write_message(stream: &mut TcpStream, handshake: &mut NoiseHandshake) -> Result<()> {
     let mut message = Vec::new();
     handshake.write(&[], &mut message).map_err(ModelError::of)?;
     stream.write_all(&message).await.map_err(ModelError::of)
 }
 
 /// Returns true if the other end has proven to have the secret.
-async fn hear(stream: &mut TcpStream, handshake: &mut NoiseHandshake) -> bool {
+async fn read_message(stream: &mut TcpStream, handshake: &mut NoiseHandshake) -> bool {
     let mut message = [0; MESSAGE];
     stream.read_exact(&mut message).await.is_ok() && handshake.read(&message).is_some()
 }

@@ -40,7 +40,7 @@ pub trait Ranks: Send + Sync {
     ///
     /// # Errors
     /// As [`Ranks::sum`].
-    fn tell(&self, _step: &[Chunk<'_>]) -> Result<()> {
+    fn announce_step(&self, _step: &[Chunk<'_>]) -> Result<()> {
         Ok(())
     }
 

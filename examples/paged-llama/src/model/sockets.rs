@@ -65,7 +65,7 @@ impl Model {
 }
 
 impl Ranks for Head {
-    fn tell(&self, chunks: &[Chunk<'_>]) -> Result<()> {
+    fn announce_step(&self, chunks: &[Chunk<'_>]) -> Result<()> {
         let words = words_of(chunks);
         for (index, socket) in lock(&self.others).iter_mut().enumerate() {
             send(socket, &words).map_err(|error| gone(index + 1, &error))?;

@@ -57,7 +57,7 @@ impl Model {
     pub fn forward(&self, pool: &mut Pool, chunks: &[Chunk<'_>]) -> Result<Logits> {
         self.check(pool, chunks)?;
         if self.shard.rank == 0 {
-            self.shard.ranks.tell(chunks)?;
+            self.shard.ranks.announce_step(chunks)?;
         }
         let Config { hidden: width, intermediate, head_dim, vocab, .. } = self.config;
         let places: Vec<(usize, usize)> = (chunks.iter().enumerate())

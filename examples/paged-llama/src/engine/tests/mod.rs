@@ -295,19 +295,19 @@ struct SlowMover {
 }
 
 impl Mover for SlowMover {
-    fn arrived(&mut self, _: &str, _: usize, _: Option<&TransferParams>) {}
+    fn on_request(&mut self, _: &str, _: usize, _: Option<&TransferParams>) {}
 
-    fn offers(&self, _: &str, _: usize) -> usize {
+    fn matched_tokens(&self, _: &str, _: usize) -> usize {
         0
     }
 
-    fn allocated(&mut self, _: &str, _: &[u32], _: usize, _: usize) {}
+    fn on_allocated(&mut self, _: &str, _: &[u32], _: usize, _: usize) {}
 
     fn step(&mut self) -> Vec<Outcome> {
         Vec::new()
     }
 
-    fn ended(&mut self, _: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
+    fn on_finished(&mut self, _: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
         (false, None)
     }
 }

@@ -54,13 +54,13 @@ impl Peer {
 }
 
 impl Mover for Peer {
-    fn arrived(&mut self, _: &str, _: usize, _: Option<&TransferParams>) {}
+    fn on_request(&mut self, _: &str, _: usize, _: Option<&TransferParams>) {}
 
-    fn offers(&self, _: &str, computed: usize) -> usize {
+    fn matched_tokens(&self, _: &str, computed: usize) -> usize {
         self.0.lock().unwrap().offers.saturating_sub(computed)
     }
 
-    fn allocated(&mut self, request: &str, fill: &[u32], computed: usize, external: usize) {
+    fn on_allocated(&mut self, request: &str, fill: &[u32], computed: usize, external: usize) {
         self.0.lock().unwrap().allocated.push((
             request.to_owned(),
             fill.to_vec(),
@@ -73,7 +73,7 @@ impl Mover for Peer {
         self.0.lock().unwrap().outcomes.drain(..).collect()
     }
 
-    fn ended(&mut self, ending: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
+    fn on_finished(&mut self, ending: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
         let mut script = self.0.lock().unwrap();
         let ended =
             (ending.request.to_owned(), ending.blocks.to_vec(), ending.computed, ending.status);

@@ -83,11 +83,8 @@ impl<'a> SharedOutput<'a> {
     pub(super) fn from(self, from: usize) -> SharedOutput<'a> {
         assert!(from <= self.len, "beyond the places");
         // SAFETY: inside, as was just checked.
-        SharedOutput {
-            begin: unsafe { self.begin.add(from) },
-            len: self.len - from,
-            life: self.life,
-        }
+        let begin = unsafe { self.begin.add(from) };
+        SharedOutput { begin, len: self.len - from, life: self.life }
     }
 
     /// Part of them.

@@ -265,11 +265,8 @@ mod tests {
                     };
                     let at = (blocks + 2) * 2 * heads * tokens * dims + within;
                     // SAFETY: within the pool, which nobody else has.
-                    assert_eq!(
-                        unsafe { pool.memory.cast::<f32>().add(at).read() },
-                        *value,
-                        "{layout:?}"
-                    );
+                    let number = unsafe { pool.memory.cast::<f32>().add(at).read() };
+                    assert_eq!(number, *value, "{layout:?}");
                 }
                 let mut back = vec![0.0; dims];
                 pool.take(shape.strip(1, 2, keys, head), token, &mut back);

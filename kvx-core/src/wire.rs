@@ -105,6 +105,41 @@ impl<'a> Reader<'a> {
         self.u64().map(Generation)
     }
 
+    /// Takes `word`, which must come next.
+    pub fn word(&mut self, word: &[u8]) -> Result<()> {
+        if self.left() < word.len() || self.bytes(word.len())? != word {
+            let word = String::from_utf8_lossy(word);
+            return Err(self.malformed(format_args!("{word:?} was expected")));
+        }
+        Ok(())
+    }
+
+    /// A field with a tag: the tag, a length of 64 bits, as many bytes, and `|`.
+    pub fn tagged(&mut self, tag: &str) -> Result<&'a [u8]> {
+        self.word(tag.as_bytes())?;
+        let len = self.u64()?;
+        let Some(len) = usize::try_from(len).ok().filter(|len| *len < self.left()) else {
+            return Err(self.malformed(format!("the field {tag:?} is longer than the message")));
+        };
+        let data = self.bytes(len)?;
+        self.word(b"|")?;
+        Ok(data)
+    }
+
+    /// A field with a tag that holds `N` bytes.
+    pub fn tagged_array<const N: usize>(&mut self, tag: &str) -> Result<[u8; N]> {
+        let data = self.tagged(tag)?;
+        data.try_into()
+            .map_err(|_| self.malformed(format_args!("the field {tag:?} holds no number")))
+    }
+
+    /// A field with a tag that counts things, of which each takes at least `least` bytes.
+    pub fn tagged_count(&mut self, tag: &str, least: usize) -> Result<usize> {
+        let count = u64::from_le_bytes(self.tagged_array(tag)?);
+        let fits = usize::try_from(count).ok().filter(|count| *count <= self.left() / least);
+        fits.ok_or_else(|| self.malformed(format!("the field {tag:?} counts more than there is")))
+    }
+
     /// Nothing may be left.
     pub fn end(&self) -> Result<()> {
         if self.left.is_empty() {
@@ -134,6 +169,8 @@ pub trait Writer {
     fn put_identity(&mut self, identity: &Identity);
     /// A region's number and key.
     fn put_region(&mut self, id: RegionId, key: &RegionKey);
+    /// A field with a tag, as [`Reader::tagged`] reads it.
+    fn put_tagged(&mut self, tag: &str, data: &[u8]);
 }
 
 impl Writer for Vec<u8> {
@@ -167,6 +204,13 @@ impl Writer for Vec<u8> {
     fn put_region(&mut self, id: RegionId, key: &RegionKey) {
         self.put_u64(id.0);
         self.put(&key.0);
+    }
+
+    fn put_tagged(&mut self, tag: &str, data: &[u8]) {
+        self.put(tag.as_bytes());
+        self.put_u64(data.len() as u64);
+        self.put(data);
+        self.put_u8(b'|');
     }
 }
 

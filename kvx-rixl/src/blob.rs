@@ -6,7 +6,7 @@
 
 use std::ffi::CStr;
 
-use kvx_core::wire::Reader;
+use kvx_core::wire::{Reader, Writer as _};
 use kvx_core::{Error, MAX_NAME, Result};
 
 use crate::ffi::{MemorySegment, Range};
@@ -52,120 +52,70 @@ impl BlobMemory<'_> {
     }
 }
 
-struct Fields<'a>(Reader<'a>);
-
-impl<'a> Fields<'a> {
-    fn word(&mut self, word: &[u8]) -> Result<()> {
-        if self.0.left() < word.len() || self.0.bytes(word.len())? != word {
-            let word = String::from_utf8_lossy(word).into_owned();
-            return Err(self.0.malformed(format_args!("{word:?} was expected")));
-        }
-        Ok(())
-    }
-
-    fn field(&mut self, tag: &str) -> Result<&'a [u8]> {
-        self.word(tag.as_bytes())?;
-        let len = u64::from_le_bytes(self.0.array()?);
-        let len = usize::try_from(len).ok().filter(|len| *len < self.0.left());
-        let Some(len) = len else {
-            return Err(self
-                .0
-                .malformed(format_args!("the field {tag:?} is longer than the blob")));
-        };
-        let data = self.0.bytes(len)?;
-        self.word(b"|")?;
-        Ok(data)
-    }
-
-    fn text(&mut self, tag: &str) -> Result<&'a str> {
-        let data = self.field(tag)?;
-        let fits =
-            |text: &&str| !text.is_empty() && text.len() <= MAX_AGENT_NAME && !text.contains('\0');
-        std::str::from_utf8(data)
-            .ok()
-            .filter(fits)
-            .ok_or_else(|| self.0.malformed(format_args!("the field {tag:?} holds no name")))
-    }
-
-    fn number<const N: usize>(&mut self, tag: &str) -> Result<[u8; N]> {
-        let data = self.field(tag)?;
-        data.try_into()
-            .map_err(|_| self.0.malformed(format_args!("the field {tag:?} holds no number")))
-    }
-
-    /// A count of things that take at least `least` bytes each.
-    fn count(&mut self, tag: &str, least: usize) -> Result<usize> {
-        let count = u64::from_le_bytes(self.number(tag)?);
-        let fits = usize::try_from(count).ok().filter(|count| *count <= self.0.left() / least);
-        fits.ok_or_else(|| {
-            self.0.malformed(format_args!("the field {tag:?} counts more than there is"))
-        })
-    }
+/// Takes a field that holds a name.
+fn name<'a>(fields: &mut Reader<'a>, tag: &str) -> Result<&'a str> {
+    let data = fields.tagged(tag)?;
+    let fits =
+        |text: &&str| !text.is_empty() && text.len() <= MAX_AGENT_NAME && !text.contains('\0');
+    let name = std::str::from_utf8(data).ok().filter(fits);
+    name.ok_or_else(|| fields.malformed(format_args!("the field {tag:?} holds no name")))
 }
 
 impl<'a> Blob<'a> {
     /// Looks through a blob. Errors: `Malformed`.
     pub(crate) fn read(bytes: &'a [u8]) -> Result<Self> {
-        let mut fields = Fields(Reader::new("NIXL blob", bytes));
+        let mut fields = Reader::new("NIXL blob", bytes);
         if bytes.len() > MAX_BLOB {
             return Err(fields
-                .0
                 .malformed(format_args!("{} bytes, at most {MAX_BLOB} are read", bytes.len())));
         }
         fields.word(MAGIC)?;
-        let agent = fields.text("Agent")?;
+        let agent = name(&mut fields, "Agent")?;
         let mut blob = Blob { agent, connections: Vec::new(), memory: Vec::new() };
-        for _ in 0..fields.count("Conns", 20)? {
-            let plugin = fields.text("t")?;
-            blob.connections.push((plugin, fields.field("c")?));
+        for _ in 0..fields.tagged_count("Conns", 20)? {
+            let plugin = name(&mut fields, "t")?;
+            blob.connections.push((plugin, fields.tagged("c")?));
         }
-        if fields.field("")? != b"MemSection" {
-            return Err(fields.0.malformed("no section of memory"));
+        if fields.tagged("")? != b"MemSection" {
+            return Err(fields.malformed("no section of memory"));
         }
-        for _ in 0..fields.count("nixlSecElms", 20)? {
-            fields.text("bknd")?;
-            if fields.field("nixlDList")? != b"nixlSDList" {
-                return Err(fields.0.malformed("a list of a form that kvx does not know"));
+        for _ in 0..fields.tagged_count("nixlSecElms", 20)? {
+            name(&mut fields, "bknd")?;
+            if fields.tagged("nixlDList")? != b"nixlSDList" {
+                return Err(fields.malformed("a list of a form that kvx does not know"));
             }
-            let kind = i32::from_le_bytes(fields.number("t")?);
+            let kind = i32::from_le_bytes(fields.tagged_array("t")?);
             if !KINDS.contains(&kind) {
-                return Err(fields.0.malformed(format_args!("no memory is of kind {kind}")));
+                return Err(fields.malformed(format_args!("no memory is of kind {kind}")));
             }
-            for _ in 0..fields.count("n", 9 + DESCRIPTOR)? {
+            for _ in 0..fields.tagged_count("n", 9 + DESCRIPTOR)? {
                 blob.memory.push(
-                    Self::descriptor(kind, fields.field("")?)
-                        .map_err(|()| fields.0.malformed("a descriptor is too short"))?,
+                    Self::descriptor(kind, fields.tagged("")?)
+                        .map_err(|()| fields.malformed("a descriptor is too short"))?,
                 );
             }
         }
-        fields.0.end()?;
+        fields.end()?;
         Ok(blob)
     }
 
     fn descriptor(kind: i32, data: &'a [u8]) -> Result<BlobMemory<'a>, ()> {
         let (head, key) = data.split_at_checked(DESCRIPTOR).ok_or(())?;
-        let word = |at: usize| {
+        let number = |at: usize| {
             let bytes: Result<[u8; 8], _> = head[at..at + 8].try_into();
             bytes.map(u64::from_le_bytes).map_err(|_| ())
         };
-        Ok(BlobMemory { kind, address: word(0)?, len: word(8)?, device: word(16)?, key })
+        Ok(BlobMemory { kind, address: number(0)?, len: number(8)?, device: number(16)?, key })
     }
-}
-
-fn put(out: &mut Vec<u8>, tag: &str, data: &[u8]) {
-    out.extend(tag.bytes());
-    out.extend((data.len() as u64).to_le_bytes());
-    out.extend(data);
-    out.push(b'|');
 }
 
 /// The blob of an agent of which it tells the name alone: no way to it, and no memory.
 pub(crate) fn of_name(agent: &CStr) -> Vec<u8> {
     let mut out = MAGIC.to_vec();
-    put(&mut out, "Agent", agent.to_bytes());
-    put(&mut out, "Conns", &0_u64.to_le_bytes());
-    put(&mut out, "", b"MemSection");
-    put(&mut out, "nixlSecElms", &0_u64.to_le_bytes());
+    out.put_tagged("Agent", agent.to_bytes());
+    out.put_tagged("Conns", &0_u64.to_le_bytes());
+    out.put_tagged("", b"MemSection");
+    out.put_tagged("nixlSecElms", &0_u64.to_le_bytes());
     out
 }
 
@@ -180,23 +130,23 @@ mod tests {
 
     fn blob() -> Vec<u8> {
         let mut out = MAGIC.to_vec();
-        put(&mut out, "Agent", b"prefill");
-        put(&mut out, "Conns", &1_u64.to_le_bytes());
-        put(&mut out, "t", b"UCX");
-        put(&mut out, "c", b"|address\0|");
-        put(&mut out, "", b"MemSection");
-        put(&mut out, "nixlSecElms", &1_u64.to_le_bytes());
-        put(&mut out, "bknd", b"UCX");
-        put(&mut out, "nixlDList", b"nixlSDList");
-        put(&mut out, "t", &0_i32.to_le_bytes());
-        put(&mut out, "n", &2_u64.to_le_bytes());
+        out.put_tagged("Agent", b"prefill");
+        out.put_tagged("Conns", &1_u64.to_le_bytes());
+        out.put_tagged("t", b"UCX");
+        out.put_tagged("c", b"|address\0|");
+        out.put_tagged("", b"MemSection");
+        out.put_tagged("nixlSecElms", &1_u64.to_le_bytes());
+        out.put_tagged("bknd", b"UCX");
+        out.put_tagged("nixlDList", b"nixlSDList");
+        out.put_tagged("t", &0_i32.to_le_bytes());
+        out.put_tagged("n", &2_u64.to_le_bytes());
         for at in [1_u64, 2] {
             let mut descriptor = Vec::new();
             descriptor.extend((at << 20).to_le_bytes());
             descriptor.extend(4096_u64.to_le_bytes());
             descriptor.extend(at.to_le_bytes());
             descriptor.extend(b"key");
-            put(&mut out, "", &descriptor);
+            out.put_tagged("", &descriptor);
         }
         out
     }

@@ -76,86 +76,35 @@ impl NixlMemory {
     ];
 }
 
-struct BlobFields<'a>(Reader<'a>);
+/// Takes a field that holds a name.
+fn name(fields: &mut Reader<'_>, tag: &str) -> Result<String> {
+    let name = std::str::from_utf8(fields.tagged(tag)?).ok().filter(|name| is_name(name));
+    let name = name.map(str::to_owned);
+    name.ok_or_else(|| fields.malformed(format_args!("the field {tag:?} holds no name")))
+}
 
-impl<'a> BlobFields<'a> {
-    fn word(&mut self, word: &[u8]) -> Result<()> {
-        if self.0.left() < word.len() || self.0.bytes(word.len())? != word {
-            return Err(self
-                .0
-                .malformed(format_args!("{:?} was expected", String::from_utf8_lossy(word))));
-        }
-        Ok(())
+fn section(fields: &mut Reader<'_>) -> Result<NixlSection> {
+    let backend = name(fields, "bknd")?;
+    if fields.tagged("nixlDList")? != b"nixlSDList" {
+        return Err(fields.malformed("a list of a form that kvx does not know"));
     }
+    let number = i32::from_le_bytes(fields.tagged_array("t")?);
+    let kind = NixlMemory::ALL.into_iter().find(|kind| *kind as i32 == number);
+    let kind =
+        kind.ok_or_else(|| fields.malformed(format_args!("no memory is of kind {number}")))?;
+    let count = fields.tagged_count("n", FIELD + DESCRIPTOR)?;
+    let memory = (0..count).map(|_| descriptor(fields)).collect::<Result<_>>()?;
+    Ok(NixlSection { backend, kind, memory })
+}
 
-    fn field(&mut self, tag: &str) -> Result<&'a [u8]> {
-        self.word(tag.as_bytes())?;
-        let len = self.0.u64()?;
-        match usize::try_from(len).ok().filter(|len| *len < self.0.left()) {
-            Some(len) => {
-                let data = self.0.bytes(len)?;
-                self.word(b"|")?;
-                Ok(data)
-            }
-            None => {
-                Err(self.0.malformed(format_args!("the field {tag:?} is longer than the blob")))
-            }
-        }
-    }
-
-    fn name(&mut self, tag: &str) -> Result<String> {
-        let data = self.field(tag)?;
-        let name = std::str::from_utf8(data).ok().filter(|name| is_name(name));
-        let name =
-            name.ok_or_else(|| self.0.malformed(format_args!("the field {tag:?} holds no name")))?;
-        Ok(name.to_owned())
-    }
-
-    fn number<const N: usize>(&mut self, tag: &str) -> Result<[u8; N]> {
-        let data = self.field(tag)?;
-        data.try_into()
-            .map_err(|_| self.0.malformed(format_args!("the field {tag:?} holds no number")))
-    }
-
-    /// A count of things that take at least `least` bytes each.
-    fn count(&mut self, tag: &str, least: usize) -> Result<usize> {
-        let count = u64::from_le_bytes(self.number(tag)?);
-        let fits = usize::try_from(count).ok().filter(|count| *count <= self.0.left() / least);
-        fits.ok_or_else(|| {
-            self.0.malformed(format_args!("the field {tag:?} counts more than there is"))
-        })
-    }
-
-    fn section(&mut self) -> Result<NixlSection> {
-        let backend = self.name("bknd")?;
-        if self.field("nixlDList")? != b"nixlSDList" {
-            return Err(self.0.malformed("a list of a form that kvx does not know"));
-        }
-        let number = i32::from_le_bytes(self.number("t")?);
-        let kind = NixlMemory::ALL.into_iter().find(|kind| *kind as i32 == number);
-        let kind =
-            kind.ok_or_else(|| self.0.malformed(format_args!("no memory is of kind {number}")))?;
-        let count = self.count("n", FIELD + DESCRIPTOR)?;
-        let memory = (0..count).map(|_| self.descriptor()).collect::<Result<_>>()?;
-        Ok(NixlSection { backend, kind, memory })
-    }
-
-    fn descriptor(&mut self) -> Result<NixlDescriptor> {
-        let mut data = Reader::new("NIXL descriptor", self.field("")?);
-        let (address, len, device) = (data.u64()?, data.u64()?, data.u64()?);
-        Ok(NixlDescriptor { device, address, len, key: data.bytes(data.left())?.to_vec() })
-    }
+fn descriptor(fields: &mut Reader<'_>) -> Result<NixlDescriptor> {
+    let mut data = Reader::new("NIXL descriptor", fields.tagged("")?);
+    let (address, len, device) = (data.u64()?, data.u64()?, data.u64()?);
+    Ok(NixlDescriptor { device, address, len, key: data.bytes(data.left())?.to_vec() })
 }
 
 fn is_name(name: &str) -> bool {
     !name.is_empty() && name.len() <= MAX_NAME && !name.contains('\0')
-}
-
-fn put(out: &mut Vec<u8>, tag: &str, data: &[u8]) {
-    out.put(tag.as_bytes());
-    out.put_u64(data.len() as u64);
-    out.put(data);
-    out.put_u8(b'|');
 }
 
 impl NixlBlob {
@@ -164,23 +113,23 @@ impl NixlBlob {
     /// # Errors
     /// `Malformed`.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let mut fields = BlobFields(Reader::new("NIXL metadata", bytes));
+        let mut fields = Reader::new("NIXL metadata", bytes);
         if bytes.len() > MAX_BLOB {
             let why = format!("{} bytes, at most {MAX_BLOB} are read", bytes.len());
-            return Err(fields.0.malformed(why));
+            return Err(fields.malformed(why));
         }
         fields.word(MAGIC)?;
-        let agent = fields.name("Agent")?;
-        let connections = fields.count("Conns", 2 * FIELD + 2)?;
+        let agent = name(&mut fields, "Agent")?;
+        let connections = fields.tagged_count("Conns", 2 * FIELD + 2)?;
         let connections = (0..connections)
-            .map(|_| Ok((fields.name("t")?, fields.field("c")?.to_vec())))
+            .map(|_| Ok((name(&mut fields, "t")?, fields.tagged("c")?.to_vec())))
             .collect::<Result<_>>()?;
-        if fields.field("")? != b"MemSection" {
-            return Err(fields.0.malformed("no section of memory"));
+        if fields.tagged("")? != b"MemSection" {
+            return Err(fields.malformed("no section of memory"));
         }
-        let sections = fields.count("nixlSecElms", 4 * FIELD)?;
-        let sections = (0..sections).map(|_| fields.section()).collect::<Result<_>>()?;
-        fields.0.end()?;
+        let sections = fields.tagged_count("nixlSecElms", 4 * FIELD)?;
+        let sections = (0..sections).map(|_| section(&mut fields)).collect::<Result<_>>()?;
+        fields.end()?;
         Ok(NixlBlob { agent, connections, sections })
     }
 
@@ -198,23 +147,23 @@ impl NixlBlob {
             ));
         }
         let mut out = MAGIC.to_vec();
-        put(&mut out, "Agent", self.agent.as_bytes());
-        put(&mut out, "Conns", &(self.connections.len() as u64).to_le_bytes());
+        out.put_tagged("Agent", self.agent.as_bytes());
+        out.put_tagged("Conns", &(self.connections.len() as u64).to_le_bytes());
         for (backend, address) in &self.connections {
-            put(&mut out, "t", backend.as_bytes());
-            put(&mut out, "c", address);
+            out.put_tagged("t", backend.as_bytes());
+            out.put_tagged("c", address);
         }
-        put(&mut out, "", b"MemSection");
-        put(&mut out, "nixlSecElms", &(self.sections.len() as u64).to_le_bytes());
+        out.put_tagged("", b"MemSection");
+        out.put_tagged("nixlSecElms", &(self.sections.len() as u64).to_le_bytes());
         for section in &self.sections {
-            put(&mut out, "bknd", section.backend.as_bytes());
-            put(&mut out, "nixlDList", b"nixlSDList");
-            put(&mut out, "t", &(section.kind as i32).to_le_bytes());
-            put(&mut out, "n", &(section.memory.len() as u64).to_le_bytes());
+            out.put_tagged("bknd", section.backend.as_bytes());
+            out.put_tagged("nixlDList", b"nixlSDList");
+            out.put_tagged("t", &(section.kind as i32).to_le_bytes());
+            out.put_tagged("n", &(section.memory.len() as u64).to_le_bytes());
             for NixlDescriptor { device, address, len, key } in &section.memory {
                 let head =
                     [address.to_le_bytes(), len.to_le_bytes(), device.to_le_bytes()].concat();
-                put(&mut out, "", &[&head[..], key].concat());
+                out.put_tagged("", &[&head[..], key].concat());
             }
         }
         if out.len() > MAX_BLOB {

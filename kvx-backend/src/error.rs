@@ -1,7 +1,7 @@
 //! Errors that every transport reports in the same sentence.
 
 use kvx_core::transport::MAX_NOTIFICATION;
-use kvx_core::{Error, ErrorKind, Identity, Result};
+use kvx_core::{Error, ErrorKind, Identity, Result, Unavailable};
 
 /// The error of work on a transport that has been shut down.
 pub fn closed() -> Error {
@@ -29,4 +29,9 @@ pub fn check_notification(bytes: &[u8]) -> Result<()> {
     }
     let why = format!("a notification of {len} bytes, at most {MAX_NOTIFICATION} are allowed");
     Err(Error::new(ErrorKind::Invalid, why))
+}
+
+/// The error of opening a transport whose library is not there.
+pub fn unavailable(backend: &'static str, why: Unavailable) -> Error {
+    Error::new(ErrorKind::Unavailable, why.to_string()).with_backend(backend)
 }

@@ -3,6 +3,7 @@
 
 #[cfg(feature = "baseline")]
 pub mod baseline;
+pub mod capabilities;
 pub mod checksum;
 pub mod control;
 pub mod devices;

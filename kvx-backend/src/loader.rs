@@ -265,6 +265,40 @@ impl<F, V: Copy> BoundLibrary<F, V> {
     }
 }
 
+/// The library of a process: the first that was opened is the only one.
+pub struct ProcessLibrary<F, V> {
+    opened: OpenOnce<BoundLibrary<F, V>>,
+    load: fn() -> Result<BoundLibrary<F, V>, Unavailable>,
+}
+
+impl<F, V: Copy> ProcessLibrary<F, V> {
+    /// Returns one that `load` will open.
+    pub const fn new(load: fn() -> Result<BoundLibrary<F, V>, Unavailable>) -> Self {
+        ProcessLibrary { opened: OpenOnce::new(), load }
+    }
+
+    /// Returns the library, opened if it was not yet.
+    ///
+    /// # Errors
+    /// What was tried and the cure; tried again at the next call.
+    pub fn open(&self) -> Result<&BoundLibrary<F, V>, Unavailable> {
+        self.opened.open(self.load)
+    }
+
+    /// Returns the library, if it has been opened.
+    pub fn opened(&self) -> Option<&BoundLibrary<F, V>> {
+        self.opened.opened()
+    }
+
+    /// Returns the functions of the open library, for the holder of one of its handles.
+    ///
+    /// # Panics
+    /// It has not been opened, so that there can be no handle.
+    pub fn functions(&self) -> &F {
+        self.opened().expect("a handle exists, so its library is open").functions()
+    }
+}
+
 impl NativeLibrary {
     /// The file that was really loaded. It may be another than the first of its name: the process
     /// may have loaded it before.

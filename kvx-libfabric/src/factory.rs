@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use kvx_backend::error::unavailable;
 use kvx_backend::fabric::Parts;
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
@@ -39,7 +40,7 @@ impl Factory for Libfabric {
     }
 
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
-        let library = ffi::open_library()?;
+        let library = ffi::LIBRARY.open()?;
         let because =
             |why: Error| Unavailable::because(why.to_string(), "correct the setting, or remove it");
         let config = Config::read(options).map_err(because)?;
@@ -80,8 +81,7 @@ impl Factory for Libfabric {
 /// The endpoints of an agent, and all that belongs to them. Errors: `Unavailable`, `Invalid`,
 /// libfabric's.
 pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
-    let library = ffi::open_library()
-        .map_err(|why| Error::new(ErrorKind::Unavailable, why.reason()).with_backend(NAME))?;
+    let library = ffi::LIBRARY.open().map_err(|why| unavailable(NAME, why))?;
     let config = Config::read(&agent.options)?;
     let devices: Vec<MemoryKind> = agent.devices.iter().map(|access| access.kind()).collect();
     let chosen = providers::choose(library, &config, !devices.is_empty())?;

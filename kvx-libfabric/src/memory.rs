@@ -111,7 +111,7 @@ impl OpenRails {
                 return Err(Error::new(ErrorKind::Unsupported, why).with_backend(NAME));
             }
             described.device = Some((interface, c_int::try_from(access.ordinal()).unwrap_or(0)));
-            if ffi::opened_library().is_some_and(|library| library.version() >= WITH_FILES)
+            if ffi::LIBRARY.opened().is_some_and(|library| library.version() >= WITH_FILES)
                 && let Ok(file) = access.dma_buf(memory.address(), memory.len())
             {
                 let with_file =

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
+use kvx_backend::capabilities::of_library;
 use kvx_backend::devices::rdma_devices;
 use kvx_core::{
-    Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation, MemoryKind, MemoryKinds, PerOp,
-    Result, Revocation,
+    Capabilities, Error, ErrorKind, Idle, Isolation, MemoryKind, MemoryKinds, PerOp, Result,
 };
 
 use crate::config::{Config, MAX_RAILS};
@@ -159,13 +159,9 @@ pub(crate) fn capabilities(provider: &str, idle: Idle, memory: MemoryKinds) -> C
         isolation: PerOp::same(isolation),
         idle,
         target_cpu: PerOp::same(target_cpu),
-        revocation: Revocation::Confirmed,
         peer_loss_within: Some(LOSS),
         settles_without_peer: PerOp::same(settles),
-        hung_page: HungPageScope::Agent,
-        ordered: false,
-        local: memory,
-        remote: memory,
+        ..of_library(memory)
     }
 }
 

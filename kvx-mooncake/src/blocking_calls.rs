@@ -263,12 +263,7 @@ impl BlockingCalls {
         while busy(&state)
             && let Some(left) = until.checked_duration_since(Instant::now())
         {
-            state = self
-                .shared
-                .done
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            state = self.shared.wait_for_done(state, left);
         }
         state.closed = true;
         state.ready.clear();
@@ -284,12 +279,7 @@ impl BlockingCalls {
             && let Some(left) = until.checked_duration_since(Instant::now())
         {
             let left = left.min(Duration::from_millis(20));
-            state = self
-                .shared
-                .done
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            state = self.shared.wait_for_done(state, left);
         }
     }
 }
@@ -297,6 +287,15 @@ impl BlockingCalls {
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Queues> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until a thread has done something, or for so long.
+    fn wait_for_done<'a>(
+        &self,
+        state: MutexGuard<'a, Queues>,
+        longest: Duration,
+    ) -> MutexGuard<'a, Queues> {
+        self.done.wait_timeout(state, longest).unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Sees to it that a thread takes what is ready.

@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
-use kvx_core::{
-    Capabilities, HungPageScope, Idle, Isolation, MemoryKind, MemoryKinds, PerOp, Revocation,
-};
+use kvx_backend::capabilities::of_library;
+use kvx_core::{Capabilities, MemoryKind, MemoryKinds, PerOp};
 
 /// Returns what Mooncake promises over one of its transports.
 pub(crate) fn capabilities(protocol: &str) -> Capabilities {
@@ -15,15 +14,8 @@ pub(crate) fn capabilities(protocol: &str) -> Capabilities {
         MemoryKinds::of(&[MemoryKind::Host, MemoryKind::Pinned, MemoryKind::Cuda])
     };
     Capabilities {
-        isolation: PerOp::same(Isolation::Cooperative),
-        idle: Idle::Polls,
         target_cpu: if tcp { PerOp::BOTH } else { PerOp::NEITHER },
-        revocation: Revocation::Confirmed,
         peer_loss_within: Some(Duration::from_secs(1)),
-        settles_without_peer: PerOp::NEITHER,
-        hung_page: HungPageScope::Agent,
-        ordered: false,
-        local: memory,
-        remote: memory,
+        ..of_library(memory)
     }
 }

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvx_backend::devices::rdma_devices;
+use kvx_backend::error::unavailable;
 use kvx_backend::fabric::{self, Parts};
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
-use kvx_core::{AutoOpen, Error, ErrorKind, Options, Placement, Result, Unavailable};
+use kvx_core::{AutoOpen, Options, Placement, Result, Unavailable};
 
 use crate::adapter;
 use crate::blocking_calls::BlockingCalls;
@@ -93,9 +94,7 @@ impl Factory for Mooncake {
 
     fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {
         let config = Config::read(&context.options).map_err(|error| error.with_backend(NAME))?;
-        let library = self.library(&config).map_err(|why| {
-            Error::new(ErrorKind::Unavailable, why.to_string()).with_backend(NAME)
-        })?;
+        let library = self.library(&config).map_err(|why| unavailable(NAME, why))?;
         open(library, config, context)
     }
 }

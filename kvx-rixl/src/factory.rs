@@ -7,12 +7,14 @@ use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
+use kvx_backend::capabilities::of_library;
+use kvx_backend::error::unavailable;
 use kvx_backend::fabric::{self, Parts};
 use kvx_backend::{loader, threads};
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
-    AutoOpen, Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation, MemoryKind,
-    MemoryKinds, Options, PerOp, Placement, Result, Revocation, Unavailable,
+    AutoOpen, Capabilities, Error, ErrorKind, MemoryKind, MemoryKinds, Options, Placement, Result,
+    Unavailable,
 };
 
 use crate::address::{Address, name_of};
@@ -47,23 +49,7 @@ fn capabilities() -> Capabilities {
     if Path::new("/dev/kfd").exists() {
         kinds.push(MemoryKind::Rocm);
     }
-    let kinds = MemoryKinds::of(&kinds);
-    Capabilities {
-        isolation: PerOp::same(Isolation::Cooperative),
-        idle: Idle::Polls,
-        target_cpu: PerOp::BOTH,
-        revocation: Revocation::Confirmed,
-        peer_loss_within: None,
-        settles_without_peer: PerOp::NEITHER,
-        hung_page: HungPageScope::Agent,
-        ordered: false,
-        local: kinds,
-        remote: kinds,
-    }
-}
-
-fn unavailable(why: Unavailable) -> Error {
-    Error::new(ErrorKind::Unavailable, why.to_string()).with_backend(NAME)
+    of_library(MemoryKinds::of(&kinds))
 }
 
 fn described(library: &Library, plugin: &str) -> String {
@@ -108,8 +94,9 @@ impl Factory for Rixl {
 
     fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {
         let config = Config::read(&context.options)?;
-        let library = ffi::open_library(config.any_version).map_err(unavailable)?;
-        Plugin::check(library, &config.plugin).map_err(unavailable)?;
+        let library =
+            ffi::open_library(config.any_version).map_err(|why| unavailable(NAME, why))?;
+        Plugin::check(library, &config.plugin).map_err(|why| unavailable(NAME, why))?;
         let name = name_of(&context.agent);
         let me = CString::new(name.as_str()).map_err(|_| {
             Error::new(ErrorKind::Invalid, "the agent's name has a NUL byte").with_backend(NAME)

@@ -3,13 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvx_backend::capabilities::of_library;
 use kvx_backend::devices::rdma_devices;
+use kvx_backend::error::unavailable;
 use kvx_backend::fabric::{LaneParts, Parts};
 use kvx_backend::threads;
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
-    AutoOpen, Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation, MemoryKinds, Options,
-    PerOp, Placement, Result, Revocation, Unavailable,
+    AutoOpen, Capabilities, ErrorKind, Idle, MemoryKinds, Options, Placement, Result,
+    Unavailable,
 };
 
 use crate::address::Address;
@@ -33,7 +35,8 @@ const RDMA: &[&str] = &["rc", "dc", "ud", "srd", "gga"];
 /// of this machine reaches.
 ///
 /// Every worker of UCX serves messages that read and write whatever address they name, whether or
-/// not it was registered: peers are trusted ([`Isolation::Cooperative`]).
+/// not it was registered: peers are trusted
+/// ([`Isolation::Cooperative`](kvx_core::Isolation::Cooperative)).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ucx;
 
@@ -44,18 +47,7 @@ impl Ucx {
 
 /// The promises that hold for whatever lanes UCX chooses; a link knows better.
 fn capabilities(memory: MemoryKinds) -> Capabilities {
-    Capabilities {
-        isolation: PerOp::same(Isolation::Cooperative),
-        idle: Idle::Asleep,
-        target_cpu: PerOp::BOTH,
-        revocation: Revocation::Confirmed,
-        peer_loss_within: Some(LOSS),
-        settles_without_peer: PerOp::NEITHER,
-        hung_page: HungPageScope::Agent,
-        ordered: false,
-        local: memory,
-        remote: memory,
-    }
+    Capabilities { idle: Idle::Asleep, peer_loss_within: Some(LOSS), ..of_library(memory) }
 }
 
 /// Runs `start`, which may start UCX's own thread, and names that after kvx.
@@ -105,7 +97,7 @@ impl Factory for Ucx {
     }
 
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
-        let library = ffi::open_library()?;
+        let library = ffi::LIBRARY.open()?;
         let context = named(|| context(library, options)).map_err(|why| {
             Unavailable::because(why.to_string(), "correct the setting, or remove it")
         })?;
@@ -148,10 +140,7 @@ impl Factory for Ucx {
 
 /// The workers of an agent, and all that belongs to them. Errors: `Unavailable`, `Invalid`, UCX's.
 pub(crate) fn parts(agent: &Context) -> Result<(Parts<UcxFabric>, Vec<LaneParts<UcxFabric>>)> {
-    let library = ffi::open_library().map_err(|why| {
-        let error = Error::new(ErrorKind::Unavailable, why.reason());
-        error.with_backend(NAME)
-    })?;
+    let library = ffi::LIBRARY.open().map_err(|why| unavailable(NAME, why))?;
     let config = Config::read(&agent.options)?;
     let (ucx, workers) = named(|| -> Result<_> {
         let ucx = context(library, &agent.options)?;

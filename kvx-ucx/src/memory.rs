@@ -175,7 +175,7 @@ impl RemoteKeys {
         }
         let packed = reader.bytes(reader.left())?;
         // UCX takes the kind for an index, and looks nowhere whether it is one.
-        let is_known = ffi::opened_library().is_some_and(|library| library.version() <= KIND_KNOWN);
+        let is_known = ffi::LIBRARY.opened().is_some_and(|library| library.version() <= KIND_KNOWN);
         if is_known
             && packed.get(KIND_AT).map(|kind| u32::from(*kind)) != Some(memory_type(region.kind))
         {
@@ -243,7 +243,7 @@ mod tests {
     /// Calls `body` with what a region of [`PAGE`] bytes exports, and with what becomes of an
     /// export that is unpacked for a region of so many bytes and of this kind.
     fn exported(body: impl FnOnce(&[u8], &mut dyn FnMut(&[u8], u64, MemoryKind) -> Result<()>)) {
-        let library = ffi::open_library().expect("the parent has found it");
+        let library = ffi::LIBRARY.open().expect("the parent has found it");
         let settings = Config::read(&Options::new()).unwrap().settings(library.path());
         let context = UcxContext::new(library, &settings).expect("a context");
         let (near, far) = (Worker::new(&context).unwrap(), Worker::new(&context).unwrap());

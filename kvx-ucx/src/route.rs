@@ -32,7 +32,7 @@ pub(crate) unsafe fn describe(
 ) -> (String, Capabilities) {
     // SAFETY: the caller's promise.
     let printed = unsafe { endpoint.printed() };
-    let ours = ffi::opened_library().map_or(peer, Library::version);
+    let ours = ffi::LIBRARY.opened().map_or(peer, Library::version);
     let lanes: Vec<UcxLane<'_>> = printed.lines().filter_map(UcxLane::read).collect();
     let mut sentence = sentence(ours, peer, &lanes);
     let chosen = protocols::chosen(&printed, worker);
@@ -49,7 +49,7 @@ pub(crate) unsafe fn describe(
 pub(crate) unsafe fn is_over_tcp(endpoint: &Endpoint) -> bool {
     // SAFETY: the caller's promise.
     let printed = unsafe { endpoint.printed() };
-    let ours = ffi::opened_library().map_or(BANDWIDTH_LANES, Library::version);
+    let ours = ffi::LIBRARY.opened().map_or(BANDWIDTH_LANES, Library::version);
     over_tcp(ours, &printed.lines().filter_map(UcxLane::read).collect::<Vec<_>>())
 }
 

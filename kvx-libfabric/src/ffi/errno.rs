@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_int};
 use std::fmt;
 
-use super::library;
+use super::library::LIBRARY;
 
 /// Why a call failed: a positive number.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -22,7 +22,7 @@ impl Errno {
 
     /// libfabric's own words.
     pub(crate) fn text(self) -> String {
-        let Some(library) = library::opened() else { return format!("libfabric error {}", self.0) };
+        let Some(library) = LIBRARY.opened() else { return format!("libfabric error {}", self.0) };
         // SAFETY: any number may be asked; the answer is a string constant, or a buffer of the
         // calling thread.
         let text = unsafe { (library.functions().fi_strerror)(self.0) };

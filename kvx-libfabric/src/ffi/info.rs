@@ -8,7 +8,7 @@ use kvx_backend::loader;
 
 use super::bindings_1_17::*;
 use super::errno::Errno;
-use super::library::{self, INTERFACE, Library, Version};
+use super::library::{INTERFACE, LIBRARY, Library, Version};
 
 /// The capabilities that an endpoint of ours needs of whatever provider.
 const CAPS: u64 = (FI_MSG | FI_RMA) as u64;
@@ -104,7 +104,7 @@ impl Drop for Infos {
     fn drop(&mut self) {
         if !self.0.is_null() {
             // SAFETY: it is ours, and nobody uses it any more.
-            unsafe { (library::functions().fi_freeinfo)(self.0) };
+            unsafe { (LIBRARY.functions().fi_freeinfo)(self.0) };
         }
     }
 }
@@ -145,7 +145,7 @@ impl Info {
     /// A copy of its own.
     pub(crate) fn copy(&self) -> Result<Infos, Errno> {
         // SAFETY: it is whole, and the copy is a list of one.
-        let copy = unsafe { (library::functions().fi_dupinfo)(self.raw()) };
+        let copy = unsafe { (LIBRARY.functions().fi_dupinfo)(self.raw()) };
         if copy.is_null() { Err(Errno(libc::ENOMEM)) } else { Ok(Infos(copy)) }
     }
 

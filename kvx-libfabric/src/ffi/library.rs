@@ -4,7 +4,7 @@ use std::ffi::CStr;
 use std::fmt;
 use std::path::PathBuf;
 
-use kvx_backend::loader::{self, BoundLibrary, OpenOnce, Search};
+use kvx_backend::loader::{self, BoundLibrary, ProcessLibrary, Search};
 use kvx_core::Unavailable;
 
 use super::bindings_1_17::{FI_MAJOR_VERSION, FI_MINOR_VERSION, Functions};
@@ -61,26 +61,8 @@ pub fn symbol_version(name: &CStr) -> &'static CStr {
 /// An open libfabric, with the functions of 1.17 that are symbols.
 pub(crate) type Library = BoundLibrary<Functions, Version>;
 
-/// The library of this process: the first that was asked for is the only one.
-static OPENED: OpenOnce<Library> = OpenOnce::new();
-
-/// Opens the library that `KVX_LIBFABRIC_LIB` names, else `libfabric.so.1`.
-///
-/// # Errors
-/// What was tried and the cure; tried again at the next call.
-pub(crate) fn open() -> Result<&'static Library, Unavailable> {
-    OPENED.open(load)
-}
-
-/// Returns the library, if it has been opened.
-pub(crate) fn opened() -> Option<&'static Library> {
-    OPENED.opened()
-}
-
-/// Returns the functions of the library that is open, for the holder of one of its objects.
-pub(super) fn functions() -> &'static Functions {
-    opened().expect("an object of libfabric exists, so the library is open").functions()
-}
+/// The library that `KVX_LIBFABRIC_LIB` names, else `libfabric.so.1`.
+pub(crate) static LIBRARY: ProcessLibrary<Functions, Version> = ProcessLibrary::new(load);
 
 fn load() -> Result<Library, Unavailable> {
     loader::with_signals_kept(|| {

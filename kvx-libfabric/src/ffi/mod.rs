@@ -28,4 +28,4 @@ pub(crate) use errno::Errno;
 pub(crate) use info::{Info, Infos, PciAddress, ProviderQuery};
 #[cfg(feature = "raw")]
 pub use library::symbol_version;
-pub(crate) use library::{Library, Version, open as open_library, opened as opened_library};
+pub(crate) use library::{LIBRARY, Library, Version};

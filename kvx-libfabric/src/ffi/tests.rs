@@ -14,7 +14,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// An endpoint of a provider with 64 bytes for each operation; `None` where libfabric is not
 /// installed, which is said.
 fn endpoint(provider: &str, test: &str) -> Option<Endpoint> {
-    let library = match library::open() {
+    let library = match LIBRARY.open() {
         Ok(library) => library,
         Err(why) => {
             kvx_testkit::skip(test, &why.to_string(), "cargo xtask test --install on Debian 12");

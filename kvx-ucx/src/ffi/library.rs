@@ -3,7 +3,7 @@
 use std::ffi::CStr;
 use std::path::Path;
 
-use kvx_backend::loader::{self, BoundLibrary, OpenOnce, Search};
+use kvx_backend::loader::{self, BoundLibrary, ProcessLibrary, Search};
 use kvx_backend::version::Version;
 use kvx_core::Unavailable;
 
@@ -22,26 +22,8 @@ const OLDEST: Version = Version::new(1, 13, 0);
 /// An open libucp, with the functions of 1.13.
 pub(crate) type Library = BoundLibrary<Functions, Version>;
 
-/// The library of this process: the first that was asked for is the only one.
-static OPENED: OpenOnce<Library> = OpenOnce::new();
-
-/// Opens the library that `KVX_UCX_LIB` names, else `libucp.so.0`.
-///
-/// # Errors
-/// What was tried and the cure; tried again at the next call.
-pub(crate) fn open() -> Result<&'static Library, Unavailable> {
-    OPENED.open(load)
-}
-
-/// Returns the library, if it has been opened.
-pub(crate) fn opened() -> Option<&'static Library> {
-    OPENED.opened()
-}
-
-/// Returns the functions of the library that is open, for the holder of one of its handles.
-pub(super) fn functions() -> &'static Functions {
-    opened().expect("a handle of UCX exists, so the library is open").functions()
-}
+/// The library that `KVX_UCX_LIB` names, else `libucp.so.0`.
+pub(crate) static LIBRARY: ProcessLibrary<Functions, Version> = ProcessLibrary::new(load);
 
 fn load() -> Result<Library, Unavailable> {
     if let Some(wanted) = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) {

@@ -7,7 +7,7 @@ use std::ptr::{self, NonNull};
 
 use super::bindings_1_13::*;
 use super::bindings_1_22 as sgl;
-use super::library::{self, Library};
+use super::library::{LIBRARY, Library};
 use super::request::{CompletionHandler, PostOutcome, with_callback};
 use super::{Endpoint, RemoteKey, Version};
 
@@ -91,7 +91,7 @@ impl Sgl {
             remote_count: count,
             ..sgl::ucp_request_param_t::default()
         };
-        let put = library::functions().ucp_put_nbx;
+        let put = LIBRARY.functions().ucp_put_nbx;
         let (list, param) = ((&raw const local).cast(), (&raw const param).cast());
         // SAFETY: the caller's promise. Both descriptors are copied by the call, the arrays are the
         // list's. The parameters begin with those of 1.13; a library that has the datatype reads

@@ -32,7 +32,7 @@ mod worker;
 pub(crate) use context::{MapParams, MappedMemory, UcxContext};
 pub(crate) use endpoint::{Endpoint, RemoteKey};
 pub(crate) use kvx_backend::version::Version;
-pub(crate) use library::{Library, open as open_library, opened as opened_library};
+pub(crate) use library::{LIBRARY, Library};
 pub(crate) use pad::pad;
 pub(crate) use request::{CompletionHandler, PostOutcome};
 pub(crate) use status::Status;

@@ -7,7 +7,7 @@ use super::bindings_1_13::{
     UCP_OP_ATTR_FIELD_CALLBACK, UCP_OP_ATTR_FIELD_USER_DATA, ucp_request_param_t, ucs_status_ptr_t,
     ucs_status_t,
 };
-use super::library;
+use super::library::LIBRARY;
 use super::status::Status;
 
 /// The answer to an operation that was posted.
@@ -62,7 +62,7 @@ unsafe extern "C" fn on_completion<T: CompletionHandler>(
     target: *mut c_void,
 ) {
     // SAFETY: UCX calls this once, at the end of the request, which nobody else frees.
-    unsafe { (library::functions().ucp_request_free)(request) };
+    unsafe { (LIBRARY.functions().ucp_request_free)(request) };
     let Some(target) = NonNull::new(target.cast::<T>()) else {
         return debug_assert!(false, "UCX passes the user data that it was given");
     };

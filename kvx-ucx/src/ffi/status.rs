@@ -4,7 +4,7 @@ use std::ffi::CStr;
 use std::fmt;
 
 use super::bindings_1_13::{UCS_ERR_LAST, UCS_OK, ucs_status_t};
-use super::library;
+use super::library::LIBRARY;
 
 /// UCX's answer to a call, other than success.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -18,7 +18,7 @@ impl Status {
 
     /// UCX's own words.
     pub(crate) fn text(self) -> String {
-        let Some(library) = library::opened() else { return format!("UCX status {}", self.0) };
+        let Some(library) = LIBRARY.opened() else { return format!("UCX status {}", self.0) };
         // SAFETY: any value may be asked; the answer is a string constant, or a buffer of the
         // calling thread.
         let text = unsafe { CStr::from_ptr((library.functions().ucs_status_string)(self.0)) };

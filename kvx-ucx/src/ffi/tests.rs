@@ -19,7 +19,7 @@ use crate::versions;
 /// Runs `test`, the full name of a test, on every version: in a process each, which calls `body`.
 fn on_every_version(test: &str, body: fn(&'static Library)) {
     versions::on_each(test, |version| {
-        let library = open_library().expect("the parent has found it");
+        let library = LIBRARY.open().expect("the parent has found it");
         let Version { major, minor, .. } = library.version();
         assert_eq!((major, minor), version.number, "{}", library.path().display());
         body(library);

@@ -83,7 +83,7 @@ impl Address {
         Ok(Address { provider, protocol, rails, host })
     }
 
-    /// Returns whether endpoints of ours can be led to it. Errors: `Incompatible`, `Malformed`.
+    /// Checks that local endpoints can reach it. Errors: `Incompatible`, `Malformed`.
     pub(crate) fn check(&self, ours: &Address, texts: bool) -> Result<()> {
         if (&self.provider, self.protocol) != (&ours.provider, ours.protocol) {
             let why = format!(

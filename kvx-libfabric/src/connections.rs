@@ -22,8 +22,8 @@ const DEPTH: usize = 3;
 pub(crate) struct Connections(Vec<OwnedFd>);
 
 impl Connections {
-    /// Those that a queue waits for, itself or through others; none in a forked child, whose they
-    /// are not to end.
+    /// Finds the sockets that a queue waits for, itself or through others. Finds none in a forked
+    /// child, which must not end them.
     pub(crate) fn of(queue: RawFd) -> Self {
         let mut found = Connections::default();
         if fork::count() == 0 {
@@ -64,8 +64,8 @@ impl Connections {
         }
     }
 
-    /// Ends them, for whoever has them open: what was sent arrives, and their other ends hear of
-    /// it.
+    /// Shuts the connections down in every process that has them open. Sent bytes arrive, and peers
+    /// are notified.
     pub(crate) fn end(self) {
         for socket in self.0 {
             // One that its peer has ended has nothing to end.

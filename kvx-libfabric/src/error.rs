@@ -56,7 +56,8 @@ fn row(errno: i32) -> (ErrorKind, &'static str) {
     }
 }
 
-/// The error for libfabric's answer to `what`, with what to do next, its number and its words.
+/// Returns the error for an error number that `what` ended with: what to do next, the number and
+/// its text.
 pub(crate) fn native(what: impl Display, errno: Errno) -> Error {
     let (kind, cure) = row(errno.0);
     Error::new(kind, format!("{what}: {cure}"))
@@ -64,7 +65,7 @@ pub(crate) fn native(what: impl Display, errno: Errno) -> Error {
         .with_native(i64::from(errno.0), errno.text())
 }
 
-/// Returns why an operation has failed.
+/// Returns the error of an operation that has failed.
 pub(crate) fn operation_error(what: &str, failed: FailedOperation) -> Error {
     let FailedOperation { errno, provider, .. } = failed;
     let (kind, cure) = row(errno.0);

@@ -1,4 +1,4 @@
-//! libfabric as the shared machine drives it.
+//! libfabric as a fabric of kvx-backend.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ const PATIENCE: (Duration, Duration) = (Duration::from_micros(50), Duration::fro
 /// The same over shared memory. Each look takes a lock that peers spin on, forever if this process
 /// is killed or stopped then; so they wake each other instead.
 const PATIENCE_WITH_SOCKET: Duration = Duration::from_micros(5);
-/// Where there was no room: after how long it is tried again, the first time and at most.
+/// Delays before a post that found no capacity is tried again: the first, and the longest.
 const RETRIES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
 /// How long the end waits for messages that are being sent.
 const FAREWELL: Duration = Duration::from_millis(40);
@@ -47,18 +47,18 @@ pub(crate) struct LibfabricFabric {
     ours: Arc<Address>,
     /// The most pieces that are posted in a turn.
     turn: u32,
-    /// Whether endpoints' addresses are texts.
+    /// Endpoints' addresses are texts.
     texts: bool,
     pub(crate) peers: Peers,
-    /// Peers wake us by it, over a provider that has nothing to sleep on and reaches this host
-    /// only.
+    /// Peers of this host wake this agent by it, where the provider has nothing to sleep on.
     wake_socket: Option<WakeSocket>,
     /// For neighbours over shared memory in this process.
     neighbour: Option<Neighbour>,
     fds: Vec<RawFd>,
     /// Links that broke outside of progress.
     broken: Vec<Event>,
-    /// Something found no room, and nothing tells when there is some: tried again then.
+    /// The endpoint of a post that found no capacity, and when it is tried again: no event reports
+    /// capacity.
     retry: Option<(EndpointId, Instant)>,
     pause: Duration,
     /// The provider has served a peer, of which it reports nothing.
@@ -177,7 +177,7 @@ impl LibfabricFabric {
         done
     }
 
-    /// Something has found no room. Returns whether that is new.
+    /// Schedules another try for a post that found no capacity. Returns whether none was scheduled.
     fn schedule_retry(&mut self, endpoint: EndpointId) -> bool {
         let new = self.retry.is_none();
         if new {
@@ -242,7 +242,7 @@ fn patience_after(before: Duration, slept: Duration) -> Duration {
     if slept < PATIENCE.1 { (before * 2).min(PATIENCE.1) } else { PATIENCE.0 }
 }
 
-/// Tells of pieces that have ended, together with those before if they were of the same job.
+/// Reports pieces that have ended, in one event with those before if they belong to the same job.
 #[inline]
 fn note(events: &mut Vec<Event>, job: JobId, count: u32, result: Result<()>) {
     if let (Ok(()), Some(Event::Completed { job: last, pieces, result: Ok(()) })) =

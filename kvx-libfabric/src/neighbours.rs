@@ -1,4 +1,4 @@
-//! Endpoints over shared memory that live in one process.
+//! Endpoints of this process over shared memory.
 //!
 //! libfabric (seen with 1.17) maps an endpoint's shared memory once in a process: its neighbours
 //! there use the very same mapping, and run into nothing when the endpoint is closed. So an

@@ -34,11 +34,11 @@ pub(crate) struct Bundle {
     bytes: u64,
 }
 
-/// The fate of pieces that were handed to be posted.
+/// The outcome of posting pieces.
 pub(crate) enum PieceOutcome {
-    /// Their end will be reported.
+    /// They are in flight, and their end will be reported.
     PostOutcome,
-    /// They have ended.
+    /// They were copied, and have ended.
     Copied,
     /// There was no room.
     NoRoom,

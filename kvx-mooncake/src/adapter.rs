@@ -1,7 +1,7 @@
 //! The adapter over a wheel's engine, as source: the wheel exports C++, of which only a compiler
 //! knows the calls.
 
-/// What the adapter is made of, in the order of inclusion.
+/// The adapter's source files, in the order of inclusion.
 const ADAPTER: [(&str, &str); 3] = [
     ("transfer_engine.h", include_str!("../adapter/transfer_engine.h")),
     ("adapter.h", include_str!("../adapter/adapter.h")),

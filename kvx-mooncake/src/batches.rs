@@ -1,5 +1,5 @@
-//! Batches under way: how far each is, piece by piece where the engine does not say it of the
-//! whole.
+//! Batches in flight: the progress of each, piece by piece where the engine does not tell that of
+//! the whole batch.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::ffi::{Batch, Engine, State};
 /// moving: an engine does not count some ends.
 const DOUBTS: Duration = Duration::from_secs(1);
 
-/// Pieces that the engine moves.
+/// A batch that the engine moves.
 pub(crate) struct Moving {
     pub(crate) batch: Batch,
     pub(crate) job: JobId,
@@ -80,7 +80,7 @@ impl Moving {
     }
 }
 
-/// All that are under way.
+/// All batches in flight.
 #[derive(Default)]
 pub(crate) struct Batches(VecDeque<Moving>);
 
@@ -108,7 +108,7 @@ impl Batches {
     }
 }
 
-/// Why pieces failed.
+/// The reason for which pieces failed.
 #[derive(Clone, Debug)]
 pub(crate) struct BatchFailure {
     count: usize,
@@ -117,8 +117,7 @@ pub(crate) struct BatchFailure {
 }
 
 impl BatchFailure {
-    /// As an error. `lives`: whether the peer does, if that could be told; `log`: what the engine
-    /// last said.
+    /// Returns the error. `lives`: the peer is known to; `log`: the engine's last lines.
     pub(crate) fn error(&self, lives: bool, log: &Option<String>) -> Error {
         let BatchFailure { count, why, code } = self;
         let said =

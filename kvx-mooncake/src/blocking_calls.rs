@@ -33,7 +33,7 @@ const IDLE: Duration = Duration::from_secs(10);
 /// The most threads: each may be held up by another stopped peer.
 const MAX_THREADS: usize = 1024;
 const STACK: usize = 256 << 10;
-/// How often it is looked whether what comes in has ended.
+/// Delays between two checks whether connections of ended processes are drained.
 const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
 /// The destination of calls that lead to no peer: unregistering memory. No peer has an address like
 /// that.
@@ -95,14 +95,14 @@ struct Shared {
     reports: Mailbox<CallReport>,
     /// Calls wait and there are enough threads, which may all be held up: to be looked at again.
     short: AtomicBool,
-    /// How many threads there should be that are not held up.
+    /// The number of threads to have beside those that a peer holds up.
     wanted: usize,
 }
 
 #[derive(Default)]
 struct Queues {
     destinations: HashMap<Arc<str>, Destination>,
-    /// Those with calls and without a thread.
+    /// Destinations with calls that no thread makes.
     ready: VecDeque<Arc<str>>,
     threads: usize,
     idle: usize,
@@ -151,7 +151,7 @@ impl BlockingCalls {
         sent.map(|_| ())
     }
 
-    /// Sends a frame of a link. Returns whether there was room for it.
+    /// Sends a frame of a link. Returns false where its queue is full.
     pub(crate) fn frame(
         &self,
         engine: &Arc<Engine>,
@@ -174,7 +174,7 @@ impl BlockingCalls {
         self.enqueue(engine, to, Call::Foreign(from, name, text), len)
     }
 
-    /// Unregisters a region, and waits until nobody who has died reaches it any more.
+    /// Unregisters a region, and waits until no bytes from ended processes can reach it.
     pub(crate) fn let_go(
         &self,
         engine: &Arc<Engine>,
@@ -298,7 +298,7 @@ impl Shared {
         self.done.wait_timeout(state, longest).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Sees to it that a thread takes what is ready.
+    /// Wakes a thread for a ready destination, or starts one.
     fn wake_or_start_a_thread(
         self: &Arc<Self>,
         mut state: MutexGuard<'_, Queues>,
@@ -451,7 +451,7 @@ impl Shared {
             let dead = match engine.connections_of_ended_processes() {
                 Ok(None) => None,
                 Ok(Some(found)) => {
-                    // Those that were not there at the first look have come since, and are refused.
+                    // Connections that appeared after the first check cannot reach the region.
                     let left = waited_for
                         .take()
                         .map_or_else(|| found.clone(), |earlier| &earlier & &found);

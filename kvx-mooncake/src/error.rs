@@ -1,4 +1,4 @@
-//! The engine's numbers as errors with text.
+//! The engine's numbers as kvx's errors.
 
 use kvx_core::{Error, ErrorKind};
 
@@ -57,7 +57,7 @@ pub(crate) fn of_state(state: i32) -> (i64, &'static str) {
     (i64::from(state), text)
 }
 
-/// Nobody is there.
+/// Returns the error of a peer at whose address no process listens.
 pub(crate) fn lost(to: &str) -> Error {
     Error::new(
         ErrorKind::PeerLost,

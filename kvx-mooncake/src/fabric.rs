@@ -1,4 +1,4 @@
-//! The engine as the shared machine drives it: what is posted, what has ended, and what came of
+//! Mooncake's engine as a fabric of kvx-backend: posts batches, and reports their ends and those of
 //! blocking calls.
 
 use std::collections::HashMap;
@@ -74,7 +74,7 @@ pub(crate) struct MooncakeFabric {
     last_event: Instant,
     /// When the engine is asked for notifications again.
     listens: Instant,
-    /// Pieces of which nobody knows whether they are under way.
+    /// Pieces may be in flight that the engine neither accepted nor rejected.
     untracked: bool,
 }
 
@@ -139,7 +139,7 @@ impl MooncakeFabric {
         }
     }
 
-    /// Finds out whether a failure means that the peer is gone, before it is told.
+    /// Finds out whether the peer is gone, before the failure of a batch is reported.
     fn suspect(&mut self, engine: &Arc<Engine>, suspect: FailedBatch, events: &mut Vec<Event>) {
         let broken = self
             .links
@@ -186,7 +186,7 @@ impl MooncakeFabric {
         }
     }
 
-    /// That nobody is met any more is no proof that the peer has ended.
+    /// Breaks a link. A peer that cannot be reached may still be running.
     fn break_off(&mut self, id: EndpointId, why: Error, events: &mut Vec<Event>) {
         if let Some(endpoint) = self.links.endpoints.get_mut(&id)
             && endpoint.phase != Phase::Broken

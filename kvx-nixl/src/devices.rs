@@ -36,7 +36,7 @@ impl Devices {
         }))
     }
 
-    /// Returns what is offered, for a line of the log.
+    /// Describes the devices, for a line of the log.
     pub(crate) fn describe(&self) -> String {
         match &self.0 {
             Err(why) => format!("memory of GPUs is not offered: {why}"),

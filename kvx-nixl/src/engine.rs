@@ -1,4 +1,4 @@
-//! What stands behind a NIXL backend: one agent of kvx, and what NIXL's user holds of it.
+//! The kvx agent behind a NIXL backend, and the handles that NIXL holds of it.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -56,7 +56,7 @@ pub(crate) struct Engine {
 struct IntroducedPeer {
     introduction: Box<[u8]>,
     peer: Peer,
-    /// Its route was told.
+    /// Its route was logged.
     told: bool,
 }
 
@@ -137,7 +137,7 @@ impl Engine {
         Ok(self.memory.add(Range { base, len, owner: RangeOwner::Ours(region) }))
     }
 
-    /// Blocks until nobody can touch the memory any more, by the deadline.
+    /// Blocks until no peer can access the memory, at most until the deadline.
     pub(crate) fn deregister(&self, handle: NixlHandle) -> NixlResult {
         let range = self.memory.get(handle).ok_or(NixlStatus::NotFound)?;
         let RangeOwner::Ours(region) = &range.owner else { return Err(NixlStatus::InvalidParam) };
@@ -420,7 +420,7 @@ impl Engine {
         })
     }
 
-    /// Sends it, while nobody polls; a failure is told at a later call.
+    /// Sends a notification, without being polled. A later call reports its failure.
     pub(crate) fn notify(&self, agent: &str, note: &[u8]) -> NixlResult {
         let peer = self.peer(agent)?;
         for note in self.notes(Some(note))? {
@@ -438,13 +438,14 @@ impl Engine {
         }
     }
 
-    /// Returns what has come since the last call.
+    /// Returns the notifications that have arrived since the last call.
     pub(crate) fn notifications(&self) -> Vec<(String, Box<[u8]>)> {
         prune(&mut self.sent.lock());
         let mut assembly = self.assembly.lock();
         let mut got = Vec::new();
         let mut bytes = 0;
-        // What comes while this looks is for the next call: senders must not keep a caller forever.
+        // Notifications that arrive meanwhile are for the next call, so that senders cannot block a
+        // caller.
         while got.len() < MOST_AT_ONCE.0
             && bytes < MOST_AT_ONCE.1
             && let Some(next) = self.agent.try_notification()

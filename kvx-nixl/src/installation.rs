@@ -1,4 +1,5 @@
-//! The NIXL that has loaded this library: its folder, its version, and whether its border is known.
+//! The NIXL that has loaded this library: its folder, its version, and whether its interface is
+//! known.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -9,7 +10,7 @@ use crate::log::warn;
 use crate::version::{self, ANY};
 use crate::vtable::{self, SlotOrder, TableRefusal};
 
-/// A NIXL whose border is known.
+/// A NIXL whose interface is known.
 pub(crate) struct Installation {
     pub(crate) order: SlotOrder,
     /// Its name for people.

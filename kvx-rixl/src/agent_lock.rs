@@ -14,15 +14,15 @@ use crate::ffi::NixlAgent;
 
 /// The agent behind a lock of kvx's own. NIXL's locks are held for a third of a second while a
 /// peer's address is loaded; the reactor asks for this one first, does something else while another
-/// thread has it, and is woken when that has let go.
+/// thread holds it, and is woken when that thread releases it.
 pub(crate) struct AgentLock {
     agent: Mutex<Option<NixlAgent>>,
     /// Threads that wait: the reactor, which comes often and briefly, lets them go first.
     waiting: AtomicUsize,
-    /// Wakes the reactor when another thread has let go: that one may have read what would have
-    /// woken it.
+    /// Wakes the reactor when another thread has released the agent, which may have read what would
+    /// have woken the reactor.
     released: Mailbox<()>,
-    /// Whether requests are in progress: then it cannot be destroyed.
+    /// Requests are in progress, so that the agent cannot be destroyed.
     in_progress: AtomicBool,
 }
 
@@ -83,7 +83,7 @@ impl AgentLock {
         })
     }
 
-    /// Readable once another thread has let go.
+    /// Readable once another thread has released the agent.
     pub(crate) fn released_fd(&self) -> RawFd {
         self.released.fd()
     }

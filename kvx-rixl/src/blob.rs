@@ -1,7 +1,6 @@
-//! A NIXL agent's metadata as bytes: looked through before NIXL, which trusts what it is given,
-//! reads it.
+//! A NIXL agent's metadata as bytes, validated before NIXL, which trusts its input, reads it.
 //!
-//! After the word `nixlSerDes|` come fields: a tag, the length of the data in 8 bytes, the data,
+//! Fields follow the word `nixlSerDes|`: a tag, the length of the data in 8 bytes, the data,
 //! `|`. The order of the tags is fixed, lengths and numbers are little-endian.
 
 use std::ffi::CStr;
@@ -16,12 +15,12 @@ pub(crate) const MAX_BLOB: usize = 16 << 20;
 /// The longest name: kvx's own are a name, `@` and 32 digits.
 const MAX_AGENT_NAME: usize = MAX_NAME + 33;
 const MAGIC: &[u8] = b"nixlSerDes|";
-/// What a descriptor begins with: address, length, device.
+/// The length of a descriptor's beginning: address, length, device.
 const DESCRIPTOR: usize = 24;
 /// Its kinds of memory: it crashes on others.
 const KINDS: std::ops::RangeInclusive<i32> = 0..=4;
 
-/// What a blob says.
+/// The content of a blob.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Blob<'a> {
     /// The agent's name.

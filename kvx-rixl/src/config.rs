@@ -18,7 +18,7 @@ pub(crate) const SPEAKS_FOR: &[&str] = &["UCX", "LIBFABRIC", "NIXL"];
 /// read what has come before kvx sees why it was woken; others, such as `LIBFABRIC`, move nothing
 /// without it.
 const WITHOUT_THREAD: &str = UCX;
-/// Those that are plugins.
+/// Backends of kvx that are plugins.
 const PLUGINS: &[&str] = &[UCX, "LIBFABRIC"];
 
 /// The parsed options.

@@ -2,7 +2,7 @@
 //! does not tell.
 //!
 //! UCX gives a connection up over the first error on it, whether the peer has ended or memory that
-//! it named is gone, and refuses all that comes after; NIXL goes on knowing the peer. A read of no
+//! it named is gone, and refuses all that comes after; NIXL still knows the peer. A read of no
 //! bytes touches no memory and waits for no answer of the peer's, but it is refused all the same.
 //! Other plugins may refuse it for reasons of their own: they are not asked.
 
@@ -15,9 +15,9 @@ use crate::ffi::{MemorySegment, NixlAgent, Range, Request, State};
 
 /// The state of a connection, as far as it is known.
 pub(crate) enum ConnectionState {
-    /// Nothing goes over it any more.
+    /// NIXL rejects every request to the peer.
     Broken,
-    /// It carries what it is given, or nobody knows.
+    /// It carries requests, or its state cannot be known.
     Works,
     /// As before, and the read of no bytes waits for what else is in progress.
     Pending(Request),

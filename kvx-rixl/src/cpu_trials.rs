@@ -1,4 +1,4 @@
-//! Tries out whether a peer's memory is reached without the peer's CPU, which NIXL does not tell.
+//! Measures whether a peer's memory is reached without the peer's CPU, which NIXL does not tell.
 //!
 //! Over the kernel's cross-memory attach a post has moved its bytes when it returns, and takes
 //! hardly longer than the kernel itself. Over TCP, UCX asks the peer's process to read and write
@@ -28,8 +28,7 @@ const LEN: u64 = 64 << 10;
 /// How often each operation is tried, after the first time, which waits until both ends have found
 /// each other.
 const TIMES: usize = 16;
-/// How many of them may take their time all the same: what else goes over the link may be in their
-/// way.
+/// The most of them that may be late, because of other traffic on the link.
 const MOST_LATE: usize = 4;
 /// The fastest of the others takes at most so many times as long as the kernel takes for the same
 /// bytes.

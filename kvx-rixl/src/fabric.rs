@@ -1,4 +1,4 @@
-//! NIXL as `kvx_backend::fabric` drives it.
+//! NIXL as a fabric of kvx-backend.
 
 use std::collections::VecDeque;
 use std::ffi::CStr;

@@ -50,10 +50,10 @@ impl MessageHeader {
     }
 }
 
-/// What a worker's last message says: nothing. No message of kvx's is so short.
+/// The content of a worker's last message: no bytes. All other messages of kvx are longer.
 pub(crate) const FAREWELL: &[u8] = &[];
 
-/// A message that has arrived.
+/// A message that has arrived, with its header.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct IncomingMessage {
     pub(crate) from: MessageHeader,
@@ -81,7 +81,7 @@ pub(crate) struct CallbackNotes {
 pub(crate) struct EndpointHandle(pub(crate) usize);
 
 impl CallbackNotes {
-    /// Returns whether there is something to be taken.
+    /// Returns whether there is nothing to take.
     pub(crate) fn is_empty(&self) -> bool {
         self.has_only_ended() && self.ended.borrow().is_empty()
     }
@@ -98,7 +98,7 @@ impl CallbackNotes {
         self.pieces.get()
     }
 
-    /// Returns whether UCX has nothing of ours.
+    /// Returns whether no operation is in flight.
     pub(crate) fn is_quiet(&self) -> bool {
         self.pieces.get() == 0 && self.others.get() == 0
     }
@@ -108,7 +108,7 @@ impl CallbackNotes {
         self.failed.take()
     }
 
-    /// Nobody wants to know any more that this endpoint has failed.
+    /// Drops the failure of an endpoint, which was closed.
     pub(crate) fn forget_failure(&self, endpoint: EndpointHandle) {
         self.failed.borrow_mut().retain(|(failed, _)| *failed != endpoint);
     }
@@ -118,7 +118,7 @@ impl CallbackNotes {
         self.messages.take()
     }
 
-    /// Takes what has ended. `counters`: by the numbers of their jobs.
+    /// Takes the operations that have ended. `counters` has those of jobs by their numbers.
     pub(crate) fn take_ended(&self, counters: &[Rc<PieceCounter>], into: &mut Vec<Event>) {
         into.append(&mut self.flushed.borrow_mut());
         for job in self.ended.borrow_mut().drain(..) {
@@ -175,7 +175,7 @@ pub(crate) struct PieceCounter {
     /// Pieces that have ended since the machine took the notes.
     ended: Cell<u32>,
     failed: Cell<Option<Status>>,
-    /// Whether it is on the inbox's list.
+    /// The job is on the list of those with ended pieces.
     noted: Cell<bool>,
 }
 
@@ -268,7 +268,7 @@ pub(crate) enum CallbackEvent {
     Sent { frame: Vec<u8>, waiting: Rc<Cell<usize>> },
     /// The flush of a job.
     Flushed(JobId),
-    /// Nothing beside that it has ended.
+    /// An operation without an event of its own.
     Ended,
 }
 

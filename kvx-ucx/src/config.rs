@@ -23,7 +23,8 @@ use std::path::{Path, PathBuf};
 
 use kvx_core::{Error, ErrorKind, Options, Result, Table};
 
-/// What kvx sets unless the user did. The last column: further variables that say the same.
+/// Settings of kvx for those that the user does not set. The last column has further variables of
+/// the same meaning.
 const DEFAULTS: &[(&str, &str, &[&str])] = &[
     ("RNDV_THRESH", "inf", &[]),
     ("MM_ERROR_HANDLING", "y", &["POSIX_ERROR_HANDLING", "SYSV_ERROR_HANDLING"]),
@@ -51,8 +52,8 @@ pub(crate) struct Setting {
     /// The variable's name without `UCX_`.
     pub(crate) name: String,
     pub(crate) value: String,
-    /// Whether the user asked for it: it is an error then if UCX refuses it, and of no consequence
-    /// otherwise (a version may not know it).
+    /// The user set it, so that it is an error if UCX rejects it. A default may be unknown to a
+    /// version.
     pub(crate) required: bool,
 }
 

@@ -51,10 +51,10 @@ const ROWS: &[(RangeInclusive<ucs_status_t>, ErrorKind, &str)] = &[
     (ucs_status_t::MIN..=ucs_status_t::MAX, ErrorKind::Native, UNKNOWN),
 ];
 
-/// What tells more.
+/// The way to learn more.
 const SAYS_WHICH: &str = "UCX_LOG_LEVEL=info says which";
 
-/// The error for UCX's answer to `what`, with what to do next, UCX's code and its words.
+/// Returns the error for a status that `what` ended with: what to do next, UCX's code and its text.
 pub(crate) fn native(what: impl Display, status: Status) -> Error {
     let row = ROWS.iter().find(|(statuses, ..)| statuses.contains(&status.0));
     let (_, kind, cure) = row.expect("the last row holds every status");

@@ -1,4 +1,4 @@
-//! UCX as the shared machine drives it.
+//! UCX as a fabric of kvx-backend.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
@@ -33,7 +33,7 @@ const TURN: u32 = 64;
 const SMALL: u64 = INLINE_BYTES;
 /// The most messages to one peer that UCX has not sent.
 const UNSENT: usize = 256;
-/// Rounds of progress between two looks at the clock, and how long progress goes on.
+/// Rounds of progress between two readings of the clock, and how long a turn makes progress.
 const ROUNDS: (u32, Duration) = (4, Duration::from_micros(50));
 /// Some descriptors of UCX fail to wake: the longest sleep while something is awaited.
 const SAFETY: Duration = Duration::from_millis(20);
@@ -59,7 +59,7 @@ pub(crate) struct UcxFabric {
     events: Vec<Event>,
     registrar: Arc<MemoryRegistrar>,
     capabilities: Capabilities,
-    /// The user has named tcp, and so knows what its links do to a target.
+    /// The user has named tcp, and accepts what its links do to a target.
     tcp: bool,
 }
 
@@ -96,7 +96,7 @@ impl UcxFabric {
         })
     }
 
-    /// Breaks the links to a peer, whose endpoint is closed.
+    /// Breaks the links to a peer and closes its endpoint.
     fn break_links(&mut self, at: usize, but: Option<EndpointId>, why: &Error) {
         if self.worker.is_none() {
             return;
@@ -111,7 +111,8 @@ impl UcxFabric {
         }));
     }
 
-    /// The same of one that has ended, if there is one, before anything else is told.
+    /// Breaks the links to a peer that has ended, if there is one, before other events are
+    /// reported.
     fn break_lost_links(&mut self, at: Option<usize>, why: &'static str, events: &mut Vec<Event>) {
         let Some(at) = at else { return }; // the message breaks nothing, as nearly all do
         self.break_links(at, None, &Error::new(ErrorKind::PeerLost, why).with_backend(NAME));
@@ -154,7 +155,7 @@ impl UcxFabric {
         self.notes.pieces() == 0 && steps == pieces
     }
 
-    /// Endpoints that have failed, and everything else that was noted.
+    /// Reports the endpoints that have failed, and everything else that callbacks noted.
     fn take_notes(&mut self, events: &mut Vec<Event>) {
         for (handle, status) in self.notes.take_failed() {
             if let Some(at) = self.peers.of_handle(handle) {
@@ -184,7 +185,7 @@ impl UcxFabric {
         self.notes.take_ended(&self.counters, events);
     }
 
-    /// Sends what is being sent, ends what is in flight, and releases everything.
+    /// Sends the messages that wait, ends the operations in flight, and releases everything.
     fn end(&mut self) {
         let Some(worker) = self.worker.take() else { return }; // stopped before it is dropped
         let wait = |longest: Duration| {

@@ -10,8 +10,7 @@ use kvx_backend::fabric::{LaneParts, Parts};
 use kvx_backend::threads;
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
-    AutoOpen, Capabilities, ErrorKind, Idle, MemoryKinds, Options, Placement, Result,
-    Unavailable,
+    AutoOpen, Capabilities, ErrorKind, Idle, MemoryKinds, Options, Placement, Result, Unavailable,
 };
 
 use crate::address::Address;

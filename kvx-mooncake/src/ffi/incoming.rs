@@ -1,4 +1,4 @@
-//! Finds connections over which something still comes in from processes that have ended.
+//! Finds connections over which bytes from ended processes may still arrive.
 //!
 //! What a process had sent when it was killed goes on to arrive: the kernel keeps it, here until
 //! the engine has read it into memory, and at the other end, which has no owner any more, until

@@ -1,4 +1,4 @@
-//! Sockets of the engine that children of this process do not inherit.
+//! Keeps children of this process from inheriting the engine's sockets.
 //!
 //! The engine makes its sockets without `SOCK_CLOEXEC`. A child process that the program starts has
 //! copies of those that are open at that moment, and what the engine closes later stays open there:

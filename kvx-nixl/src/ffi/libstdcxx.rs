@@ -1,4 +1,5 @@
-//! Objects of libstdc++ that cross the border, by hand (Itanium ABI, the layout of GCC since 5).
+//! Objects of libstdc++ that NIXL passes, laid out by hand (Itanium ABI, the layout of GCC since
+//! 5).
 
 use std::ffi::{CStr, c_void};
 use std::ptr::{addr_of, addr_of_mut, null_mut};
@@ -58,7 +59,7 @@ unsafe fn allocate<T>(bytes: usize) -> *mut T {
     unsafe { (heap().new)(bytes) }.cast()
 }
 
-/// Returns back what came from `operator new`.
+/// Frees memory from `operator new`.
 unsafe fn free<T>(at: *mut T) {
     // SAFETY: the caller's promise.
     unsafe { (heap().delete)(at.cast()) }

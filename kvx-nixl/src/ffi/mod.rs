@@ -1,4 +1,4 @@
-//! The border to NIXL: its C++ objects laid out by hand, the table of virtual functions, and the
+//! NIXL's C++ interface: its objects laid out by hand, the table of virtual functions, and the
 //! functions in it.
 //!
 //! Each function is entered by NIXL with pointers that are good for the call, on any thread, and no

@@ -1,4 +1,4 @@
-//! Which UCX this process has loaded already: two of one name cannot live side by side.
+//! Rejects a second UCX: a process cannot load two libraries of one name.
 //!
 //! The dynamic linker serves a library's dependencies by name. A second `libucp.so.0` from another
 //! folder would therefore run on the `libucs.so.0` that is there already, of another version, and

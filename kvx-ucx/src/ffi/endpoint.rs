@@ -1,4 +1,4 @@
-//! An endpoint: a connection of one worker to another, and what is posted on it.
+//! An endpoint: a connection of one worker to another, and the operations on it.
 
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};

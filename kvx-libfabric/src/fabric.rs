@@ -141,9 +141,9 @@ impl LibfabricFabric {
                 match ended {
                     RailEvent::Pieces { job, peer, count, failed } => {
                         let result = failed.map_or(Ok(()), |failed| {
-                            Err(of_peer("a piece", peer, failed, &mut lost))
+                            Err(peer_error("a piece", peer, failed, &mut lost))
                         });
-                        note(events, job, count, result);
+                        report_pieces(events, job, count, result);
                     }
                     RailEvent::Send { peer, failed } => {
                         sent.push(peer);
@@ -244,7 +244,7 @@ fn patience_after(before: Duration, slept: Duration) -> Duration {
 
 /// Reports pieces that have ended, in one event with those before if they belong to the same job.
 #[inline]
-fn note(events: &mut Vec<Event>, job: JobId, count: u32, result: Result<()>) {
+fn report_pieces(events: &mut Vec<Event>, job: JobId, count: u32, result: Result<()>) {
     if let (Ok(()), Some(Event::Completed { job: last, pieces, result: Ok(()) })) =
         (&result, events.last_mut())
         && *last == job
@@ -256,7 +256,7 @@ fn note(events: &mut Vec<Event>, job: JobId, count: u32, result: Result<()>) {
 }
 
 /// Returns why an operation has failed; a peer that is lost is noted.
-fn of_peer(
+fn peer_error(
     what: &str,
     peer: usize,
     failed: FailedOperation,

@@ -9,14 +9,14 @@ use kvx_backend::fabric::{EndpointId, Event, JobId};
 use kvx_core::{Error, ErrorKind};
 
 use crate::error;
-use crate::ffi::{Batch, Engine, State};
+use crate::ffi::{Batch, Engine, TransferState};
 
 /// How often the pieces of a batch are looked at one by one though the batch says that it is
 /// moving: an engine does not count some ends.
 const DOUBTS: Duration = Duration::from_secs(1);
 
 /// A batch that the engine moves.
-pub(crate) struct Moving {
+pub(crate) struct InFlightBatch {
     pub(crate) batch: Batch,
     pub(crate) job: JobId,
     pub(crate) endpoint: EndpointId,
@@ -33,7 +33,7 @@ pub(crate) struct Moving {
     doubted: Instant,
 }
 
-impl Moving {
+impl InFlightBatch {
     pub(crate) fn new(
         batch: Batch,
         job: JobId,
@@ -42,32 +42,32 @@ impl Moving {
         lens: Box<[u64]>,
     ) -> Self {
         let (bytes, doubted) = (lens.iter().sum(), Instant::now() + DOUBTS);
-        Moving { batch, job, endpoint, to, lens, bytes, failed: None, ended: 0, doubted }
+        InFlightBatch { batch, job, endpoint, to, lens, bytes, failed: None, ended: 0, doubted }
     }
 
     /// Looks how far it is. Returns whether all of it has ended.
     fn look(&mut self, engine: &Engine, now: Instant) -> bool {
         if self.ended == 0 && self.failed.is_none() {
-            match engine.whole(&self.batch) {
-                Some(State::Completed(bytes)) if bytes == self.bytes => {
+            match engine.batch_state(&self.batch) {
+                Some(TransferState::Completed(bytes)) if bytes == self.bytes => {
                     self.ended = self.lens.len();
                     return true;
                 }
-                Some(State::Moving) if now < self.doubted => return false,
+                Some(TransferState::InProgress) if now < self.doubted => return false,
                 _ => self.doubted = now + DOUBTS,
             }
         }
         while let Some(len) = self.lens.get(self.ended) {
-            let (why, code) = match engine.task(&self.batch, self.ended) {
-                Ok(State::Moving) | Err(_) => return false,
-                Ok(State::Completed(bytes)) if bytes == *len => {
+            let (why, code) = match engine.piece_state(&self.batch, self.ended) {
+                Ok(TransferState::InProgress) | Err(_) => return false,
+                Ok(TransferState::Completed(bytes)) if bytes == *len => {
                     self.ended += 1;
                     continue;
                 }
-                Ok(State::Completed(bytes)) => {
+                Ok(TransferState::Completed(bytes)) => {
                     (format!("completed with {bytes} of {len} bytes"), 4)
                 }
-                Ok(State::Failed(state)) => {
+                Ok(TransferState::Failed(state)) => {
                     let (code, text) = error::of_state(state);
                     (text.to_owned(), code)
                 }
@@ -82,10 +82,10 @@ impl Moving {
 
 /// All batches in flight.
 #[derive(Default)]
-pub(crate) struct Batches(VecDeque<Moving>);
+pub(crate) struct Batches(VecDeque<InFlightBatch>);
 
 impl Batches {
-    pub(crate) fn push(&mut self, moving: Moving) {
+    pub(crate) fn push(&mut self, moving: InFlightBatch) {
         self.0.push_back(moving);
     }
 
@@ -98,7 +98,7 @@ impl Batches {
     }
 
     /// Looks at the next batch, in turn, and returns it if it has ended.
-    pub(crate) fn poll_next(&mut self, engine: &Engine, now: Instant) -> Option<Moving> {
+    pub(crate) fn poll_next(&mut self, engine: &Engine, now: Instant) -> Option<InFlightBatch> {
         let mut moving = self.0.pop_front()?;
         if moving.look(engine, now) {
             return Some(moving);

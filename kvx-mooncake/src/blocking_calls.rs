@@ -84,11 +84,11 @@ pub(crate) enum CallReport {
 }
 
 pub(crate) struct BlockingCalls {
-    shared: Arc<Shared>,
+    shared: Arc<CallPool>,
     own: Arc<str>,
 }
 
-struct Shared {
+struct CallPool {
     state: Mutex<Queues>,
     work: Condvar,
     done: Condvar,
@@ -124,7 +124,7 @@ impl BlockingCalls {
     /// Errors: `Exhausted` without a descriptor to wake the machine by.
     pub(crate) fn new(wanted: usize) -> Result<Self> {
         Ok(BlockingCalls {
-            shared: Arc::new(Shared {
+            shared: Arc::new(CallPool {
                 state: Mutex::default(),
                 work: Condvar::new(),
                 done: Condvar::new(),
@@ -175,7 +175,7 @@ impl BlockingCalls {
     }
 
     /// Unregisters a region, and waits until no bytes from ended processes can reach it.
-    pub(crate) fn let_go(
+    pub(crate) fn unregister(
         &self,
         engine: &Arc<Engine>,
         ranges: &Arc<RegisteredRanges>,
@@ -284,7 +284,7 @@ impl BlockingCalls {
     }
 }
 
-impl Shared {
+impl CallPool {
     fn lock(&self) -> MutexGuard<'_, Queues> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -406,7 +406,10 @@ impl Shared {
                     self.reports.put(CallReport::Probed { to, alive });
                 }
                 first @ Call::Unregister(..) => {
-                    self.let_go(engine, std::iter::once(first).chain(calls.by_ref()).collect());
+                    self.unregister_all(
+                        engine,
+                        std::iter::once(first).chain(calls.by_ref()).collect(),
+                    );
                 }
                 Call::Frame(endpoint, frame) => {
                     let (mut text, mut senders) = (Vec::new(), HashSet::from([endpoint]));
@@ -435,7 +438,7 @@ impl Shared {
 
     /// Unregisters regions, and waits until what the dead had sent for them was read to its end.
     /// Others that come meanwhile are unregistered at once.
-    fn let_go(&self, engine: &Engine, mut calls: VecDeque<Call>) {
+    fn unregister_all(&self, engine: &Engine, mut calls: VecDeque<Call>) {
         let (mut leaving, mut waited_for) = (Vec::new(), None::<BTreeSet<u64>>);
         let mut pause = LOOKS.0;
         loop {

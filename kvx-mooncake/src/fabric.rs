@@ -12,7 +12,7 @@ use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{ForeignRange, RemoteSpec};
 use kvx_core::{Capabilities, Error, ErrorKind, Identity, RegionId, Result};
 
-use crate::batches::{Batches, FailedBatch, Moving};
+use crate::batches::{Batches, FailedBatch, InFlightBatch};
 use crate::blocking_calls::{BlockingCalls, CallReport, TAG};
 use crate::capabilities::capabilities;
 use crate::error;
@@ -62,7 +62,7 @@ pub(crate) struct MooncakeFabric {
     /// The name by which foreign agents know us.
     own_name: std::ffi::CString,
     links: Links,
-    moving: Batches,
+    in_flight: Batches,
     suspects: Vec<FailedBatch>,
     /// Regions that are being unregistered, and how that has ended.
     leaving: HashMap<RegionId, Option<Result<()>>>,
@@ -95,7 +95,7 @@ impl MooncakeFabric {
             protocol,
             own_name: std::ffi::CString::new(name).unwrap_or_default(),
             links: Links::default(),
-            moving: Batches::default(),
+            in_flight: Batches::default(),
             suspects: Vec::new(),
             leaving: HashMap::new(),
             any_lost: false,
@@ -118,9 +118,9 @@ impl MooncakeFabric {
     }
 
     fn poll_batches(&mut self, engine: &Arc<Engine>, now: Instant, events: &mut Vec<Event>) {
-        for _ in 0..self.moving.len().min(LOOKED_AT) {
-            let Some(ended) = self.moving.poll_next(engine, now) else { continue };
-            let Moving { batch, job, endpoint, to, lens, bytes, failed, .. } = ended;
+        for _ in 0..self.in_flight.len().min(LOOKED_AT) {
+            let Some(ended) = self.in_flight.poll_next(engine, now) else { continue };
+            let InFlightBatch { batch, job, endpoint, to, lens, bytes, failed, .. } = ended;
             engine.free(batch);
             let pieces = lens.len() as u32;
             if let Some(peer) = self.links.peers.get_mut(&to) {
@@ -369,11 +369,11 @@ unsafe impl Fabric for MooncakeFabric {
                 peer.pieces += count;
                 peer.bytes += bytes;
                 let lens = self.pieces.iter().map(|piece| piece.len).collect();
-                self.moving.push(Moving::new(batch, job.id(), id, to, lens));
+                self.in_flight.push(InFlightBatch::new(batch, job.id(), id, to, lens));
                 Ok(bytes)
             }
             Err(refused) => {
-                if !refused.whole {
+                if !refused.unstarted {
                     // Never reported: the ticket is not settled, and the memory stays in
                     // quarantine.
                     job.add_in_flight(count as u32);
@@ -424,7 +424,7 @@ unsafe impl Fabric for MooncakeFabric {
         }
         // Looking costs more than sleeping when nothing has happened for long: there is no end of
         // it.
-        let (look_for, look_until) = match self.moving.is_empty() {
+        let (look_for, look_until) = match self.in_flight.is_empty() {
             false => (Duration::from_micros(100), None),
             true => (Duration::from_micros(20), Some(self.last_event + BUSY)),
         };
@@ -446,7 +446,7 @@ unsafe impl Fabric for MooncakeFabric {
         let quiet = self.last_event.elapsed();
         Ok(Armed::Sleep(Some(match () {
             () if quiet < BUSY => SHORTEST,
-            () if waiting || !self.moving.is_empty() => AWAITING,
+            () if waiting || !self.in_flight.is_empty() => AWAITING,
             () if short => SHORT_OF_THREADS,
             () => (quiet / PART).clamp(SHORT_OF_THREADS, LONGEST),
         })))
@@ -466,7 +466,7 @@ unsafe impl Fabric for MooncakeFabric {
         match self.leaving.remove(&local.region) {
             Some(Some(ended)) => return ended.map(|()| Unregister::Now),
             Some(None) => {}
-            None => self.calls.let_go(&self.engine()?, &self.ranges, local)?,
+            None => self.calls.unregister(&self.engine()?, &self.ranges, local)?,
         }
         self.leaving.insert(local.region, None); // reports are taken on this thread
         Ok(Unregister::Later)
@@ -475,7 +475,7 @@ unsafe impl Fabric for MooncakeFabric {
     fn stop(&mut self) -> bool {
         self.calls.close();
         let Some(engine) = self.engine.take() else { return true };
-        if !self.moving.is_empty() || self.untracked {
+        if !self.in_flight.is_empty() || self.untracked {
             // It writes to memory that is quarantined, for as long as it likes.
             std::mem::forget((engine, Arc::clone(&self.ranges)));
             return false;

@@ -162,7 +162,7 @@ fn requests(agent: &NixlAgent, peer: &CStr, page: &Range) -> Result<[Arc<Request
 pub(crate) struct CpuTrials {
     by_peer: BTreeMap<Name, CpuTrial>,
     /// Endpoints that wait no more.
-    over: Vec<EndpointId>,
+    finished: Vec<EndpointId>,
 }
 
 impl CpuTrials {
@@ -185,13 +185,13 @@ impl CpuTrials {
     }
 
     /// Returns whether an endpoint waits.
-    pub(crate) fn hold_back(&self, endpoint: EndpointId) -> bool {
+    pub(crate) fn is_waiting(&self, endpoint: EndpointId) -> bool {
         self.by_peer.values().any(|trial| trial.endpoints.contains(&endpoint))
     }
 
     /// Endpoints that need not wait any more since the last call.
-    pub(crate) fn take_over(&mut self) -> impl Iterator<Item = EndpointId> {
-        std::mem::take(&mut self.over).into_iter()
+    pub(crate) fn take_finished(&mut self) -> impl Iterator<Item = EndpointId> {
+        std::mem::take(&mut self.finished).into_iter()
     }
 
     /// An endpoint does not want to know any more.
@@ -204,9 +204,9 @@ impl CpuTrials {
 
     /// A request of a trial has ended. After one that failed nothing is known, and the link has
     /// troubles of its own.
-    pub(crate) fn landed(&mut self, peers: &mut Peers, name: &Name, failed: bool) {
+    pub(crate) fn note_ended(&mut self, peers: &mut Peers, name: &Name, failed: bool) {
         if failed {
-            self.over(peers, name, PerOp::BOTH);
+            self.finish(peers, name, PerOp::BOTH);
         } else if let Some(trial) = self.by_peer.get_mut(name) {
             trial.flies = false;
         }
@@ -220,10 +220,10 @@ impl CpuTrials {
         }
     }
 
-    fn over(&mut self, peers: &mut Peers, name: &Name, reach: PerOp) {
+    fn finish(&mut self, peers: &mut Peers, name: &Name, reach: PerOp) {
         if let Some(trial) = self.by_peer.remove(name) {
             trial.endpoints.iter().for_each(|endpoint| peers.set_reach(*endpoint, reach));
-            self.over.extend(trial.endpoints);
+            self.finished.extend(trial.endpoints);
         }
     }
 
@@ -261,7 +261,7 @@ impl CpuTrials {
             }
         }
         for (name, reach) in over {
-            self.over(peers, &name, reach);
+            self.finish(peers, &name, reach);
         }
         flying
     }
@@ -274,15 +274,15 @@ pub(crate) fn tell(
     endpoint: EndpointId,
     region: &Arc<NixlRegion>,
 ) -> Result<bool> {
-    if peers.untold(endpoint, region).is_none() {
+    if peers.unloaded_blob(endpoint, region).is_none() {
         return Ok(true);
     }
-    if !peers.may_tell(endpoint, region) {
+    if !peers.may_load_region(endpoint, region) {
         return Ok(false);
     }
-    if let Some(blob) = peers.untold(endpoint, region) {
+    if let Some(blob) = peers.unloaded_blob(endpoint, region) {
         agent.load(blob)?;
-        peers.told(endpoint, region);
+        peers.note_loaded_region(endpoint, region);
     }
     Ok(true)
 }

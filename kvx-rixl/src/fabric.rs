@@ -154,7 +154,7 @@ impl NixlFabric {
         let endpoint = job.endpoint();
         for region in 0..job.plan().remotes().len() as u32 {
             let export = &job.remote(region).0;
-            if !export.is_told(load) && !cpu_trials::tell(agent, peers, endpoint, export)? {
+            if !export.is_loaded_for(load) && !cpu_trials::tell(agent, peers, endpoint, export)? {
                 return Ok(false);
             }
         }
@@ -224,7 +224,7 @@ unsafe impl Fabric for NixlFabric {
     }
 
     fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<SendStatus> {
-        if self.trials.hold_back(endpoint) {
+        if self.trials.is_waiting(endpoint) {
             return Ok(SendStatus::Later);
         }
         let framed = [MAGIC, message].concat();
@@ -268,7 +268,7 @@ unsafe impl Fabric for NixlFabric {
         };
         if !job.state().told {
             if !Self::tell(&mut self.peers, agent, job, load)
-                .map_err(|why| self.blame(agent, &name, why))?
+                .map_err(|why| self.attribute_error(agent, &name, why))?
             {
                 return Ok(0);
             }
@@ -290,7 +290,7 @@ unsafe impl Fabric for NixlFabric {
             }
             None => {
                 let made = Self::make(&mut self.lists, agent, &name, job, most);
-                let made = made.map_err(|why| self.blame(agent, &name, why))?;
+                let made = made.map_err(|why| self.attribute_error(agent, &name, why))?;
                 let Some((slice, last)) = made else { return Ok(0) };
                 if let Some(lease) = &mut job.state().lease {
                     lease.keep(&slice);
@@ -308,11 +308,11 @@ unsafe impl Fabric for NixlFabric {
         match state {
             State::Done => {}
             State::InProgress => {
-                self.fly(FlightPurpose::Job(job.id()), slice.request, &name);
+                self.track(FlightPurpose::Job(job.id()), slice.request, &name);
                 job.add_in_flight(1);
             }
             State::Failed(status) => {
-                let why = self.blame(agent, &name, status.error("a transfer"));
+                let why = self.attribute_error(agent, &name, status.error("a transfer"));
                 if Self::may_continue(status, &why) {
                     tracing::warn!(peer = ?name, %why, "pieces of a post that failed may be under way: their memory is kept");
                     self.give_up(slice.request);
@@ -357,11 +357,11 @@ unsafe impl Fabric for NixlFabric {
                     self.poll_flights(agent);
                     self.note_in_progress();
                 }
-                self.try_out(agent);
+                self.advance_trials(agent);
                 // What ended is told first: whoever waits for it drives this turn.
                 if self.events.is_empty() {
                     let before = events.len();
-                    agent.notifications(|from, bytes| events.push(sorted(from, bytes)));
+                    agent.notifications(|from, bytes| events.push(parse_notification(from, bytes)));
                     told = events.len() - before;
                 }
             }
@@ -436,7 +436,7 @@ unsafe impl Fabric for NixlFabric {
         if self.peers.connect(endpoint, blob, true)? {
             self.events.push_back(Event::Ready(endpoint));
         }
-        for earlier in self.peers.superseded(endpoint) {
+        for earlier in self.peers.earlier_endpoints(endpoint) {
             let why = Error::new(
                 ErrorKind::PeerLost,
                 "another life, or a newer description, of this agent was connected",
@@ -459,7 +459,7 @@ unsafe impl Fabric for NixlFabric {
 }
 
 /// A notification of kvx's own, or of somebody else.
-fn sorted(from: &CStr, bytes: &[u8]) -> Event {
+fn parse_notification(from: &CStr, bytes: &[u8]) -> Event {
     match bytes.strip_prefix(MAGIC) {
         Some(message) => Event::Message(message.to_vec()),
         None => Event::Notification { from: from.to_string_lossy().into(), bytes: bytes.to_vec() },

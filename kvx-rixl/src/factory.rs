@@ -52,7 +52,7 @@ fn capabilities() -> Capabilities {
     of_library(MemoryKinds::of(&kinds))
 }
 
-fn described(library: &Library, plugin: &str) -> String {
+fn describe(library: &Library, plugin: &str) -> String {
     match library.version() {
         Some(version) => format!("NIXL {version}, plugin {plugin}"),
         None => format!("NIXL, plugin {plugin}"),
@@ -101,7 +101,7 @@ impl Factory for Rixl {
         let me = CString::new(name.as_str()).map_err(|_| {
             Error::new(ErrorKind::Invalid, "the agent's name has a NUL byte").with_backend(NAME)
         })?;
-        let opened = opened(library, &config, &name, &context.agent.name);
+        let opened = open_agent(library, &config, &name, &context.agent.name);
         let (agent, watchers) = opened.map_err(|why| why.with_backend(NAME))?;
         let blob = agent.connection().map_err(|why| why.with_backend(NAME))?;
         agent.register(&cpu_trials::page()).map_err(|why| why.with_backend(NAME))?;
@@ -119,7 +119,7 @@ impl Factory for Rixl {
         let wakes = WakeSet::new(&[loads.fd(), agent_lock.released_fd()], &watchers)
             .map_err(|why| why.with_backend(NAME))?;
         let peers = Peers::new(me, loads);
-        let description = described(library, &config.plugin);
+        let description = describe(library, &config.plugin);
         let fabric = NixlFabric::new(
             agent_lock,
             Arc::clone(&ranges),
@@ -143,14 +143,14 @@ impl Factory for Rixl {
 
 /// Makes the agent on a thread of kvx's name, which NIXL's own threads inherit; and says which
 /// descriptors it made.
-fn opened(
+fn open_agent(
     library: &'static Library,
     config: &Config,
     name: &str,
     agent: &str,
 ) -> Result<(NixlAgent, Vec<RawFd>)> {
     let (config, name) = (config.clone(), name.to_owned());
-    within(OPENS_WITHIN, format!("kvx-rixl. {agent}"), move || {
+    run_within(OPENS_WITHIN, format!("kvx-rixl. {agent}"), move || {
         let settings = Settings {
             name: &name,
             plugin: &config.plugin,
@@ -172,7 +172,7 @@ fn opened(
 /// Runs `open` on a thread of this name, which is left to itself after `limit`.
 ///
 /// Errors: its own; `TimedOut`.
-fn within<T: Send + 'static>(
+fn run_within<T: Send + 'static>(
     limit: Duration,
     name: String,
     open: impl FnOnce() -> Result<T> + Send + 'static,
@@ -207,16 +207,20 @@ mod tests {
     #[test]
     fn nobody_waits_for_ever_until_nixl_has_opened() {
         let name = || "opens".to_owned();
-        let opened =
-            within(Duration::MAX, name(), || Ok(std::thread::current().name().map(str::to_owned)));
+        let opened = run_within(Duration::MAX, name(), || {
+            Ok(std::thread::current().name().map(str::to_owned))
+        });
         assert_eq!(opened.unwrap(), Some(name()));
         let refused = || Err::<(), _>(Error::new(ErrorKind::Invalid, "refused"));
-        assert_eq!(within(Duration::MAX, name(), refused).unwrap_err().kind(), ErrorKind::Invalid);
-        let panicked = within(Duration::MAX, name(), || -> Result<()> { panic!("NIXL's own") });
+        assert_eq!(
+            run_within(Duration::MAX, name(), refused).unwrap_err().kind(),
+            ErrorKind::Invalid
+        );
+        let panicked = run_within(Duration::MAX, name(), || -> Result<()> { panic!("NIXL's own") });
         assert_eq!(panicked.unwrap_err().kind(), ErrorKind::Native);
         let (_never, opens) = channel::<()>();
         let open = move || Ok(opens.recv_timeout(Duration::from_secs(10)).is_ok());
-        let late = within(Duration::from_millis(1), name(), open);
+        let late = run_within(Duration::from_millis(1), name(), open);
         assert_eq!(late.unwrap_err().kind(), ErrorKind::TimedOut);
     }
 }

@@ -27,7 +27,7 @@ impl NixlRegion {
     }
 
     /// Returns whether it was told for this load.
-    pub(crate) fn is_told(&self, load: u64) -> bool {
+    pub(crate) fn is_loaded_for(&self, load: u64) -> bool {
         self.told.load(Ordering::Relaxed) == load
     }
 }
@@ -61,7 +61,7 @@ struct PeerAgent {
     /// Requests in progress.
     flights: usize,
     /// The same when it was lost, or NIXL last told of it after that.
-    flights_when_told: usize,
+    in_flight_at_load: usize,
     /// Which operations need its CPU, once that is known.
     reach: Option<PerOp>,
     /// Another life of the same name, or a new connection after this one was lost; begins when this
@@ -223,7 +223,7 @@ impl Peers {
     }
 
     /// Endpoints of an earlier life of a name, whose successor waits: they are lost.
-    pub(crate) fn superseded(&self, endpoint: EndpointId) -> Vec<EndpointId> {
+    pub(crate) fn earlier_endpoints(&self, endpoint: EndpointId) -> Vec<EndpointId> {
         let name = self.endpoints.get(&endpoint).and_then(|endpoint| endpoint.peer.as_ref());
         let Some(peer) = name.and_then(|name| self.by_name.get(name)) else { return Vec::new() };
         match &peer.next {
@@ -250,7 +250,7 @@ impl Peers {
             endpoints,
             exports: Vec::new(),
             flights: 0,
-            flights_when_told: 0,
+            in_flight_at_load: 0,
             reach: None,
             next: None,
         };
@@ -285,21 +285,25 @@ impl Peers {
     }
 
     /// The blob of a region that NIXL is still to be told of before the endpoint can use it.
-    pub(crate) fn untold<'a>(
+    pub(crate) fn unloaded_blob<'a>(
         &self,
         endpoint: EndpointId,
         export: &'a NixlRegion,
     ) -> Option<&'a [u8]> {
         let name = self.endpoints.get(&endpoint)?.peer.as_ref()?;
         let peer = self.by_name.get(name)?;
-        let is_told = export.blob.is_empty() || export.is_told(peer.load);
-        (!is_told).then_some(&export.blob[..])
+        let is_loaded_for = export.blob.is_empty() || export.is_loaded_for(peer.load);
+        (!is_loaded_for).then_some(&export.blob[..])
     }
 
     /// A region is about to be told: whether that may be. NIXL cannot be told that a range has
     /// become something else; it drops the whole peer instead. So the peer is loaded again when
     /// nothing is in progress.
-    pub(crate) fn may_tell(&mut self, endpoint: EndpointId, export: &Arc<NixlRegion>) -> bool {
+    pub(crate) fn may_load_region(
+        &mut self,
+        endpoint: EndpointId,
+        export: &Arc<NixlRegion>,
+    ) -> bool {
         let Some(peer) = self.peer_of(endpoint) else { return false };
         let same =
             |other: &&Arc<NixlRegion>| other.range == export.range && other.blob == export.blob;
@@ -316,7 +320,7 @@ impl Peers {
     }
 
     /// A region was told.
-    pub(crate) fn told(&mut self, endpoint: EndpointId, export: &Arc<NixlRegion>) {
+    pub(crate) fn note_loaded_region(&mut self, endpoint: EndpointId, export: &Arc<NixlRegion>) {
         if let Some(peer) = self.peer_of(endpoint) {
             export.told.store(peer.load, Ordering::Relaxed);
             peer.exports.push(Arc::clone(export));
@@ -351,13 +355,13 @@ impl Peers {
     }
 
     /// A request to this peer is in progress, or no longer.
-    pub(crate) fn flies(&mut self, peer: &CStr) {
+    pub(crate) fn note_posted(&mut self, peer: &CStr) {
         if let Some(peer) = self.by_name.get_mut(peer) {
             peer.flights += 1;
         }
     }
 
-    pub(crate) fn landed(&mut self, name: &CStr) {
+    pub(crate) fn note_ended(&mut self, name: &CStr) {
         if let Some(peer) = self.by_name.get_mut(name) {
             peer.flights = peer.flights.saturating_sub(1);
             if peer.flights == 0 && peer.state == PeerState::Stale {
@@ -377,13 +381,13 @@ impl Peers {
 
     /// NIXL was asked about a request to a peer that it has dropped since. Returns whether that
     /// peer is known here: then the request may be in progress still.
-    pub(crate) fn dropped(&mut self, name: &CStr, events: &mut Vec<Event>) -> bool {
+    pub(crate) fn note_dropped(&mut self, name: &CStr, events: &mut Vec<Event>) -> bool {
         let Some(peer) = self.by_name.get_mut(name) else { return false };
         match peer.state {
             // NIXL was told of the peer once more and has dropped it again. Before 1.5 it does so
             // over each request whose failure it finds out; where none has ended since, it never
             // answers.
-            PeerState::Lost { watched: true } if peer.flights < peer.flights_when_told => {
+            PeerState::Lost { watched: true } if peer.flights < peer.in_flight_at_load => {
                 self.watch(name)
             }
             PeerState::Lost { watched: true } => {
@@ -402,7 +406,7 @@ impl Peers {
             return debug_assert!(false, "the peer was found a moment ago");
         };
         peer.state = PeerState::Lost { watched: peer.flights == 0 };
-        peer.flights_when_told = peer.flights;
+        peer.in_flight_at_load = peer.flights;
         if peer.flights > 0 {
             self.next_load += 1;
             peer.load = self.next_load;
@@ -433,7 +437,7 @@ impl Peers {
         }
         if known {
             peer.state = PeerState::Lost { watched: true };
-            peer.flights_when_told = peer.flights;
+            peer.in_flight_at_load = peer.flights;
         } else {
             self.watch(name);
         }

@@ -52,8 +52,8 @@ pub(crate) struct EnginePiece {
 
 /// Where a task or a batch stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum State {
-    Moving,
+pub(crate) enum TransferState {
+    InProgress,
     /// With so many bytes.
     Completed(u64),
     /// It ended otherwise, with the engine's number for that.
@@ -65,7 +65,7 @@ pub(crate) enum State {
 pub(crate) struct SubmitError {
     pub(crate) why: Error,
     /// Nothing of it was started. Otherwise nobody knows.
-    pub(crate) whole: bool,
+    pub(crate) unstarted: bool,
 }
 
 /// A transfer engine. Dropping it ends its threads; it must not be dropped while a batch is under
@@ -337,8 +337,8 @@ impl Engine {
     /// Starts to move pieces.
     ///
     /// # Safety
-    /// The local memory stays until [`task`](Engine::task) has said of each piece that it has
-    /// ended.
+    /// The local memory stays until [`piece_state`](Engine::piece_state) has said of each piece
+    /// that it has ended.
     pub(crate) unsafe fn submit(&self, pieces: &[EnginePiece]) -> Result<Batch, SubmitError> {
         let functions = self.library.functions();
         // SAFETY: a number only.
@@ -346,7 +346,7 @@ impl Engine {
         if batch == u64::MAX {
             let why =
                 Error::new(ErrorKind::Exhausted, "Mooncake's engine has no room for another batch");
-            return Err(SubmitError { why, whole: true });
+            return Err(SubmitError { why, unstarted: true });
         }
         let mut requests: Vec<transfer_request> = pieces.iter().map(request).collect();
         // SAFETY: as many requests as it says, which the engine copies; their memory is the
@@ -358,17 +358,17 @@ impl Engine {
             return Ok(Batch(batch));
         }
         // Before it hands anything to a transport it says these.
-        let whole = error::is_before_start(code);
-        if whole {
+        let unstarted = error::is_before_start(code);
+        if unstarted {
             // SAFETY: nothing was started, and nobody has the number.
             unsafe { (functions.freeBatchID)(self.raw(), batch) };
         }
-        Err(SubmitError { why: self.error("submitting a batch", code), whole })
+        Err(SubmitError { why: self.error("submitting a batch", code), unstarted })
     }
 
     /// Returns where a whole batch stands, if that can be told without asking for each piece:
     /// failed as soon as one is.
-    pub(crate) fn whole(&self, batch: &Batch) -> Option<State> {
+    pub(crate) fn batch_state(&self, batch: &Batch) -> Option<TransferState> {
         let ask = self.library.adapter()?.kvx_mooncake_batch_status;
         let mut status = transfer_status::default();
         // SAFETY: the batch lives, because `free` takes it.
@@ -378,16 +378,16 @@ impl Engine {
 
     /// Returns where one piece stands. Errors: the engine does not know; the piece may be under
     /// way.
-    pub(crate) fn task(&self, batch: &Batch, piece: usize) -> Result<State> {
+    pub(crate) fn piece_state(&self, batch: &Batch, piece: usize) -> Result<TransferState> {
         match self.query_piece(batch, piece)? {
             // The engine looks at the bytes before the end: of a piece that ended in between it
             // says too few, once.
-            State::Completed(_) => self.query_piece(batch, piece),
+            TransferState::Completed(_) => self.query_piece(batch, piece),
             state => Ok(state),
         }
     }
 
-    fn query_piece(&self, batch: &Batch, piece: usize) -> Result<State> {
+    fn query_piece(&self, batch: &Batch, piece: usize) -> Result<TransferState> {
         let mut status = transfer_status::default();
         // SAFETY: as above.
         let code = unsafe {
@@ -529,11 +529,11 @@ fn request(piece: &EnginePiece) -> transfer_request {
     }
 }
 
-fn state(status: &transfer_status) -> State {
+fn state(status: &transfer_status) -> TransferState {
     match status.status {
-        4 => State::Completed(status.transferred_bytes),
-        failed @ (2 | 3 | 5 | 6) => State::Failed(failed),
-        _ => State::Moving, // for all that is known of it
+        4 => TransferState::Completed(status.transferred_bytes),
+        failed @ (2 | 3 | 5 | 6) => TransferState::Failed(failed),
+        _ => TransferState::InProgress, // for all that is known of it
     }
 }
 
@@ -569,12 +569,12 @@ mod tests {
     #[test]
     fn only_what_the_engine_is_known_to_end_with_is_an_end() {
         let state = |status| state(&transfer_status { status, transferred_bytes: 7 });
-        assert_eq!(state(4), State::Completed(7));
+        assert_eq!(state(4), TransferState::Completed(7));
         for failed in [2, 3, 5, 6] {
-            assert_eq!(state(failed), State::Failed(failed));
+            assert_eq!(state(failed), TransferState::Failed(failed));
         }
         for other in [0, 1, 7, -1] {
-            assert_eq!(state(other), State::Moving, "{other}");
+            assert_eq!(state(other), TransferState::InProgress, "{other}");
         }
     }
 }

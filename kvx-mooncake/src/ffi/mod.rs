@@ -21,5 +21,5 @@ mod sockets;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use engine::{Batch, Engine, EngineOptions, EnginePiece, SegmentId, State};
+pub(crate) use engine::{Batch, Engine, EngineOptions, EnginePiece, SegmentId, TransferState};
 pub(crate) use library::{Library, LoadOptions, block_sigpipe};

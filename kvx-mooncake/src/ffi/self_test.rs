@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use kvx_core::{Error, Op};
 
-use super::engine::{Batch, Engine, EngineOptions, EnginePiece, PEER_TO_PEER, SegmentId, State};
+use super::engine::{
+    Batch, Engine, EngineOptions, EnginePiece, PEER_TO_PEER, SegmentId, TransferState,
+};
 use super::library::Library;
 
 /// How long pieces may take, and a notification on its way. The engine's calls that open a segment
@@ -77,35 +79,35 @@ impl Trial<'_> {
         // SAFETY: as above.
         named("registering", unsafe { self.theirs.register(far, LEN, "*") })?;
         let segment = named("opening a segment", self.ours.open_segment(self.theirs.name()))?;
-        self.reads(segment, near, far)?;
-        self.writes(segment, near, far)?;
-        self.is_refused(segment, near, far)?;
-        self.notifies(segment)?;
+        self.test_read(segment, near, far)?;
+        self.test_write(segment, near, far)?;
+        self.test_bounds(segment, near, far)?;
+        self.test_notification(segment)?;
         named("unregistering", self.ours.unregister(near))
     }
 
-    fn transfer(&self, pieces: &[EnginePiece]) -> Step<Vec<State>> {
+    fn transfer(&self, pieces: &[EnginePiece]) -> Step<Vec<TransferState>> {
         // SAFETY: as `run` says.
         let batch = unsafe { self.ours.submit(pieces) }
             .map_err(|refused| ("submitting", refused.why.to_string()))?;
-        let states = self.ended(&batch, pieces.len())?;
-        self.sums_up(&batch, &states)?;
-        self.explains(&batch, pieces.len())?;
+        let states = self.wait_for_pieces(&batch, pieces.len())?;
+        self.test_batch_state(&batch, &states)?;
+        self.test_error(&batch, pieces.len())?;
         self.ours.free(batch);
         Ok(states)
     }
 
     /// Checks that the state of the whole batch is what its pieces add up to.
-    fn sums_up(&self, batch: &Batch, pieces: &[State]) -> Step {
+    fn test_batch_state(&self, batch: &Batch, pieces: &[TransferState]) -> Step {
         let bytes = pieces.iter().map(|piece| match piece {
-            State::Completed(bytes) => Some(*bytes),
+            TransferState::Completed(bytes) => Some(*bytes),
             _ => None,
         });
         let bytes: Option<u64> = bytes.sum();
-        match (self.ours.whole(batch), bytes) {
+        match (self.ours.batch_state(batch), bytes) {
             (None, _) => Ok(()), // nobody trusts what is not there
-            (Some(State::Completed(said)), Some(bytes)) if said == bytes => Ok(()),
-            (Some(State::Failed(_)), None) => Ok(()),
+            (Some(TransferState::Completed(said)), Some(bytes)) if said == bytes => Ok(()),
+            (Some(TransferState::Failed(_)), None) => Ok(()),
             (whole, _) => {
                 Err(("asking for a batch's state", format!("it is {whole:?}, of {pieces:?}")))
             }
@@ -114,10 +116,10 @@ impl Trial<'_> {
 
     /// A mistake has a number, and text where the engine has any. The mistake is a piece that the
     /// batch has not.
-    fn explains(&self, batch: &Batch, beyond: usize) -> Step {
+    fn test_error(&self, batch: &Batch, beyond: usize) -> Step {
         const INVALID: i64 = 1;
         const STEP: &str = "asking for a piece that is not there";
-        let why = match self.ours.task(batch, beyond) {
+        let why = match self.ours.piece_state(batch, beyond) {
             Ok(state) => return Err((STEP, format!("it is {state:?}, and should be an error"))),
             Err(why) => why,
         };
@@ -133,14 +135,18 @@ impl Trial<'_> {
         Ok(())
     }
 
-    fn ended(&self, batch: &Batch, count: usize) -> Step<Vec<State>> {
+    fn wait_for_pieces(&self, batch: &Batch, count: usize) -> Step<Vec<TransferState>> {
         let until = Instant::now() + PATIENCE;
         (0..count)
             .map(|piece| {
                 loop {
-                    match named("asking for a state", self.ours.task(batch, piece))? {
-                        State::Moving if Instant::now() < until => std::thread::yield_now(),
-                        State::Moving => return Err(("waiting", "a piece did not end".to_owned())),
+                    match named("asking for a state", self.ours.piece_state(batch, piece))? {
+                        TransferState::InProgress if Instant::now() < until => {
+                            std::thread::yield_now()
+                        }
+                        TransferState::InProgress => {
+                            return Err(("waiting", "a piece did not end".to_owned()));
+                        }
                         ended => return Ok(ended),
                     }
                 }
@@ -150,7 +156,7 @@ impl Trial<'_> {
 
     /// Three pieces of different lengths: with a wrong layout of requests the second is not what
     /// was asked.
-    fn reads(&self, segment: SegmentId, near: u64, far: u64) -> Step {
+    fn test_read(&self, segment: SegmentId, near: u64, far: u64) -> Step {
         const SHAPE: [(usize, usize, usize); 3] =
             [(1, 3, 7), (5000, 70_001, 4109), (100_000, 200_001, 300_001)];
         let pieces = SHAPE.map(|(local, remote, len)| EnginePiece {
@@ -161,7 +167,7 @@ impl Trial<'_> {
             len: len as u64,
         });
         let states = self.transfer(&pieces)?;
-        let wanted = SHAPE.map(|(_, _, len)| State::Completed(len as u64));
+        let wanted = SHAPE.map(|(_, _, len)| TransferState::Completed(len as u64));
         if states != wanted {
             return Err(("reading", format!("three pieces ended as {states:?}, not {wanted:?}")));
         }
@@ -178,7 +184,7 @@ impl Trial<'_> {
     }
 
     /// Some of what was read goes back to another place.
-    fn writes(&self, segment: SegmentId, near: u64, far: u64) -> Step {
+    fn test_write(&self, segment: SegmentId, near: u64, far: u64) -> Step {
         const LEN: usize = 65_537;
         const LOCAL: usize = 100_000;
         const READ_FROM: usize = 200_001;
@@ -191,7 +197,7 @@ impl Trial<'_> {
             remote,
             len: LEN as u64,
         }])?;
-        if states != [State::Completed(LEN as u64)] {
+        if states != [TransferState::Completed(LEN as u64)] {
             return Err(("writing", format!("it ended as {states:?}")));
         }
         // SAFETY: the piece has ended, and nobody else has the buffer.
@@ -207,7 +213,7 @@ impl Trial<'_> {
     }
 
     /// Checks that a read outside of registered memory fails.
-    fn is_refused(&self, segment: SegmentId, near: u64, far: u64) -> Step {
+    fn test_bounds(&self, segment: SegmentId, near: u64, far: u64) -> Step {
         let states = self.transfer(&[EnginePiece {
             op: Op::Read,
             local: near,
@@ -216,7 +222,7 @@ impl Trial<'_> {
             len: 16,
         }])?;
         match states[..] {
-            [State::Failed(_)] => Ok(()),
+            [TransferState::Failed(_)] => Ok(()),
             _ => Err((
                 "reading unregistered memory",
                 format!("it ended as {states:?}, and should have failed"),
@@ -224,7 +230,7 @@ impl Trial<'_> {
         }
     }
 
-    fn notifies(&self, segment: SegmentId) -> Step {
+    fn test_notification(&self, segment: SegmentId) -> Step {
         let (name, text) = (CString::from(c"kvx self-test"), CString::from(c"hello"));
         named("notifying", self.ours.notify(segment, &name, &text))?;
         let until = Instant::now() + self.heard_within;

@@ -30,7 +30,7 @@ pub(super) struct InFlightRequest {
 impl NixlFabric {
     /// Finds out whether an error at a peer means that it is lost: `PeerLost`, if NIXL has dropped
     /// the peer over it, or does not reach it any more.
-    pub(super) fn blame(&mut self, agent: &NixlAgent, name: &Name, why: Error) -> Error {
+    pub(super) fn attribute_error(&mut self, agent: &NixlAgent, name: &Name, why: Error) -> Error {
         if **name == *self.peers.own_name() {
             return why;
         }
@@ -40,7 +40,7 @@ impl NixlFabric {
                 ConnectionState::Broken => {}
                 ConnectionState::Works => return why,
                 ConnectionState::Pending(request) => {
-                    self.fly(FlightPurpose::Look, Arc::new(request), name);
+                    self.track(FlightPurpose::Look, Arc::new(request), name);
                     return why;
                 }
             }
@@ -81,8 +81,8 @@ impl NixlFabric {
     }
 
     /// A request is in progress.
-    pub(super) fn fly(&mut self, purpose: FlightPurpose, request: Arc<Request>, peer: &Name) {
-        self.peers.flies(peer);
+    pub(super) fn track(&mut self, purpose: FlightPurpose, request: Arc<Request>, peer: &Name) {
+        self.peers.note_posted(peer);
         self.flights.push(InFlightRequest { purpose, request, peer: Arc::clone(peer) });
         self.note_in_progress();
     }
@@ -107,7 +107,7 @@ impl NixlFabric {
                 // It was not asked after: NIXL does not know the peer any more.
                 State::Failed(status)
                     if (!known || status.is_not_found())
-                        && self.peers.dropped(peer, &mut events) =>
+                        && self.peers.note_dropped(peer, &mut events) =>
                 {
                     at += 1;
                     continue;
@@ -116,13 +116,15 @@ impl NixlFabric {
             };
             let (purpose, peer) = (*purpose, Arc::clone(peer));
             self.flights.swap_remove(at);
-            let result = result.map_err(|why| self.blame(agent, &peer, why));
-            self.peers.landed(&peer);
+            let result = result.map_err(|why| self.attribute_error(agent, &peer, why));
+            self.peers.note_ended(&peer);
             match purpose {
                 FlightPurpose::Job(job) => {
                     self.events.push_back(Event::Completed { job, pieces: 1, result })
                 }
-                FlightPurpose::Trial => self.trials.landed(&mut self.peers, &peer, result.is_err()),
+                FlightPurpose::Trial => {
+                    self.trials.note_ended(&mut self.peers, &peer, result.is_err())
+                }
                 FlightPurpose::Look => {}
             }
         }
@@ -130,10 +132,10 @@ impl NixlFabric {
     }
 
     /// Goes on with finding out what peers can do.
-    pub(super) fn try_out(&mut self, agent: &NixlAgent) {
+    pub(super) fn advance_trials(&mut self, agent: &NixlAgent) {
         for (peer, request) in self.trials.advance(agent, &mut self.peers) {
-            self.fly(FlightPurpose::Trial, request, &peer);
+            self.track(FlightPurpose::Trial, request, &peer);
         }
-        self.events.extend(self.trials.take_over().map(Event::Ready));
+        self.events.extend(self.trials.take_finished().map(Event::Ready));
     }
 }

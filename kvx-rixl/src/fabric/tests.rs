@@ -87,7 +87,7 @@ fn linked(near: &mut NixlFabric, far: &mut NixlAgent, theirs: &[u8]) -> Name {
 
 /// Has a request in progress, which ends when the far agent works. `ours` outlives the process's
 /// use of NIXL.
-fn flies(
+fn note_posted(
     op: Op,
     near: &mut NixlFabric,
     agent: &NixlAgent,
@@ -104,7 +104,7 @@ fn flies(
     let request = agent.request(op, &list(ours), &list(theirs), name).expect("a request");
     // SAFETY: the caller's promise.
     assert_eq!(unsafe { agent.post(&request) }, State::InProgress);
-    near.fly(FlightPurpose::Job(JobId::from_number(0)), Arc::new(request), name);
+    near.track(FlightPurpose::Job(JobId::from_number(0)), Arc::new(request), name);
 }
 
 fn moved(events: &[Event]) -> bool {
@@ -126,7 +126,7 @@ fn dropped_while_in_progress() {
     let locked = agent_lock.lock();
     let agent = locked.as_ref().expect("it is open");
     agent.load(&region).expect("the far region");
-    flies(Op::Read, &mut near, agent, &name, &ours, &theirs);
+    note_posted(Op::Read, &mut near, agent, &name, &ours, &theirs);
     let key = region.len() - 2; // a bar ends the field, and the blob
     region[key] ^= 0x55;
     assert!(agent.load(&region).is_err() && !agent.knows(&name));
@@ -216,28 +216,36 @@ fn found_out() {
     let failed = |near: &mut NixlFabric| {
         let locked = agent_lock.lock();
         let agent = locked.as_ref().expect("it is open");
-        near.blame(agent, &name, Error::new(ErrorKind::Native, "a transfer failed")).kind()
+        near.attribute_error(agent, &name, Error::new(ErrorKind::Native, "a transfer failed"))
+            .kind()
     };
-    let mut landed = |near: &mut NixlFabric| {
+    let mut note_ended = |near: &mut NixlFabric| {
         until(near, |near, _| {
             far.notifications(|_, _| {});
             near.flights.is_empty()
         })
     };
     assert_eq!(failed(&mut near), ErrorKind::Native);
-    assert!(landed(&mut near).is_empty());
+    assert!(note_ended(&mut near).is_empty());
     assert_eq!((failed(&mut near), near.flights.len()), (ErrorKind::Native, 0), "it works");
 
     {
         let locked = agent_lock.lock();
-        flies(Op::Write, &mut near, locked.as_ref().expect("it is open"), &name, &ours, &theirs);
+        note_posted(
+            Op::Write,
+            &mut near,
+            locked.as_ref().expect("it is open"),
+            &name,
+            &ours,
+            &theirs,
+        );
     }
     assert_eq!(
         (failed(&mut near), near.flights.len()),
         (ErrorKind::Native, 2),
         "it is answered after the write"
     );
-    let events = landed(&mut near);
+    let events = note_ended(&mut near);
     assert!(matches!(events[..], [Event::Completed { result: Ok(()), .. }]), "{events:?}");
     assert!(matches!(near.peers.access(EndpointId::from_number(1)), Ok(PeerAccess::Open(_, _, 0))));
 
@@ -275,7 +283,7 @@ fn asked_after_the_blame(dropped: bool) -> bool {
     let agent_lock = Arc::clone(&near.agent_lock);
     let locked = agent_lock.lock();
     let agent = locked.as_ref().expect("it is open");
-    flies(Op::Read, &mut near, agent, &name, &ours, &theirs);
+    note_posted(Op::Read, &mut near, agent, &name, &ours, &theirs);
     if dropped {
         let mut region = far.export(&range(&theirs)).expect("a blob");
         let key = region.len() - 2; // a bar ends the field, and the blob
@@ -285,7 +293,9 @@ fn asked_after_the_blame(dropped: bool) -> bool {
         drop(far);
     }
     let end = Instant::now() + PATIENCE;
-    while near.blame(agent, &name, Error::new(ErrorKind::Native, "a transfer failed")).kind()
+    while near
+        .attribute_error(agent, &name, Error::new(ErrorKind::Native, "a transfer failed"))
+        .kind()
         != ErrorKind::PeerLost
     {
         assert!(Instant::now() < end, "it is lost");
@@ -317,7 +327,7 @@ fn ended_with_the_peer() {
         let locked = agent_lock.lock();
         let agent = locked.as_ref().expect("it is open");
         for (op, ours) in [Op::Read, Op::Write, Op::Read].into_iter().zip(&ours) {
-            flies(op, &mut near, agent, &name, ours, &theirs);
+            note_posted(op, &mut near, agent, &name, ours, &theirs);
         }
     }
     drop(far);
@@ -381,9 +391,10 @@ fn unasked() {
     let agent_lock = Arc::clone(&near.agent_lock);
     let locked = agent_lock.lock();
     let agent = locked.as_ref().expect("it is open");
-    flies(Op::Write, &mut near, agent, &name, &ours, &theirs);
+    note_posted(Op::Write, &mut near, agent, &name, &ours, &theirs);
     assert_eq!(
-        near.blame(agent, &name, Error::new(ErrorKind::Native, "a transfer failed")).kind(),
+        near.attribute_error(agent, &name, Error::new(ErrorKind::Native, "a transfer failed"))
+            .kind(),
         ErrorKind::Native
     );
     assert_eq!(near.flights.len(), 1, "no read waits for the write");

@@ -15,12 +15,12 @@ fn a_dropped_peer_is_loaded_once_more_and_not_for_ever() {
     let name = Name::from(c"far");
     peers.begin(name.clone(), Vec::new(), Vec::new(), vec![EndpointId::from_number(1)]);
     peers.by_name.get_mut(&name).unwrap().state = PeerState::Ready;
-    peers.flies(&name);
-    assert!(peers.can_be_asked(&name) && peers.dropped(&name, &mut events));
+    peers.note_posted(&name);
+    assert!(peers.can_be_asked(&name) && peers.note_dropped(&name, &mut events));
     assert!(matches!(events[..], [Event::Broken { .. }]) && peers.next_load == 2);
     assert!(!peers.can_be_asked(&name), "not before it is loaded");
     peers.by_name.get_mut(&name).unwrap().state = PeerState::Lost { watched: true };
-    assert!(peers.can_be_asked(&name) && peers.dropped(&name, &mut events));
+    assert!(peers.can_be_asked(&name) && peers.note_dropped(&name, &mut events));
     assert!(!peers.can_be_asked(&name) && peers.next_load == 2 && events.len() == 1);
 }
 
@@ -32,13 +32,13 @@ fn a_peer_is_loaded_again_as_long_as_its_requests_end() {
         let name = Name::from(c"far");
         peers.begin(name.clone(), Vec::new(), Vec::new(), vec![EndpointId::from_number(1)]);
         peers.by_name.get_mut(&name).unwrap().state = PeerState::Ready;
-        (0..3).for_each(|_| peers.flies(&name));
+        (0..3).for_each(|_| peers.note_posted(&name));
         peers.lose(&name, known, &mut events);
         for _ in 0..2 {
             peers.by_name.get_mut(&name).unwrap().state = PeerState::Lost { watched: true };
-            peers.landed(&name);
+            peers.note_ended(&name);
             let loads = peers.next_load;
-            assert!(peers.dropped(&name, &mut events));
+            assert!(peers.note_dropped(&name, &mut events));
             assert!(
                 !peers.can_be_asked(&name) && peers.next_load == loads + 1,
                 "the others are asked after again"
@@ -46,7 +46,7 @@ fn a_peer_is_loaded_again_as_long_as_its_requests_end() {
         }
         peers.by_name.get_mut(&name).unwrap().state = PeerState::Lost { watched: true };
         let loads = peers.next_load;
-        assert!(peers.dropped(&name, &mut events) && !peers.can_be_asked(&name));
+        assert!(peers.note_dropped(&name, &mut events) && !peers.can_be_asked(&name));
         assert_eq!(peers.next_load, loads, "none has ended: not for ever");
     }
 }
@@ -102,9 +102,9 @@ fn a_peer_that_nixl_still_knows_is_lost_without_being_loaded_again() {
     assert_eq!(peers.any_memory(&name), None, "nothing of its memory is known");
     let range =
         Range { segment: crate::ffi::MemorySegment::Host, address: 4096, len: 64, device: 0 };
-    peers.told(endpoint, &Arc::new(NixlRegion::new(range, Box::default())));
+    peers.note_loaded_region(endpoint, &Arc::new(NixlRegion::new(range, Box::default())));
     assert_eq!(peers.any_memory(&name), Some(range));
-    peers.flies(&name);
+    peers.note_posted(&name);
     for _ in 0..2 {
         peers.lose(&name, true, &mut events);
         assert!(matches!(events[..], [Event::Broken { .. }]) && peers.access(endpoint).is_err());

@@ -15,11 +15,11 @@ use kvx_core::{
 
 use super::super::adapter_bindings;
 use super::super::bindings::{Functions, transfer_request, transfer_status};
-use super::super::engine::{EnginePiece, State};
+use super::super::engine::{EnginePiece, TransferState};
 use super::super::library::Library;
 use super::real_engine::{adapter, engine, real, real_functions};
 use crate::Mooncake;
-use crate::batches::{Batches, Moving};
+use crate::batches::{Batches, InFlightBatch};
 use crate::config::Config;
 
 const CUT_OFF: Duration = Duration::from_secs(10);
@@ -100,10 +100,16 @@ fn a_batch_that_has_failed_is_not_over_while_one_of_its_pieces_moves() {
         SECOND_MOVES.store(true, Ordering::SeqCst);
         // SAFETY: the memory stays forever.
         let batch = unsafe { ours.submit(&[piece(0), piece(4096)]) }.expect("it is taken");
-        assert_eq!(ours.task(&batch, 0).expect("it is there"), State::Failed(6));
+        assert_eq!(ours.piece_state(&batch, 0).expect("it is there"), TransferState::Failed(6));
         let mut batches = Batches::default();
         let (job, endpoint) = (JobId::from_number(1), EndpointId::from_number(1));
-        batches.push(Moving::new(batch, job, endpoint, theirs.name().into(), [4096; 2].into()));
+        batches.push(InFlightBatch::new(
+            batch,
+            job,
+            endpoint,
+            theirs.name().into(),
+            [4096; 2].into(),
+        ));
         let now = Instant::now();
         for later in 0..5 {
             let now = now + later * Duration::from_secs(1);

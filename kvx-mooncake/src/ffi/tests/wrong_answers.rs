@@ -12,11 +12,11 @@ use kvx_core::{DeviceAccess as _, ErrorKind, Memory, MemoryKind, Op, RegionId};
 use kvx_testkit::TestDevice;
 
 use super::super::bindings::{Functions, notify_msg, transfer_request, transfer_status};
-use super::super::engine::{EnginePiece, State};
+use super::super::engine::{EnginePiece, TransferState};
 use super::super::library::Library;
 use super::super::{adapter_bindings, self_test};
 use super::real_engine::{engine, real, real_adapter_functions, real_functions};
-use crate::batches::{Batches, Moving};
+use crate::batches::{Batches, InFlightBatch};
 use crate::memory::{MemoryRegistrar, RegisteredRanges};
 
 /// How long a notification that never comes is waited for.
@@ -317,9 +317,9 @@ fn a_batch_is_asked_for_as_a_whole_where_that_can_be_and_else_piece_by_piece() {
             // SAFETY: the memory stays forever.
             let batch = unsafe { ours.submit(&pieces) }.expect("it is taken");
             let until = begun + self_test::PATIENCE;
-            while (0..COUNT)
-                .any(|piece| ours.task(&batch, piece).expect("it is there") == State::Moving)
-            {
+            while (0..COUNT).any(|piece| {
+                ours.piece_state(&batch, piece).expect("it is there") == TransferState::InProgress
+            }) {
                 assert!(Instant::now() < until, "the pieces do not end");
                 std::thread::yield_now();
             }
@@ -327,7 +327,7 @@ fn a_batch_is_asked_for_as_a_whole_where_that_can_be_and_else_piece_by_piece() {
             counts.iter().for_each(|count| count.store(0, Ordering::Relaxed));
             let mut batches = Batches::default();
             let (job, endpoint) = (JobId::from_number(1), EndpointId::from_number(1));
-            batches.push(Moving::new(
+            batches.push(InFlightBatch::new(
                 batch,
                 job,
                 endpoint,

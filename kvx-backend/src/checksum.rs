@@ -39,6 +39,22 @@ pub fn check_form(backend: &'static str, what: &str, found: u8, known: u8) -> Re
     Err(Error::new(ErrorKind::Incompatible, why).with_backend(backend))
 }
 
+/// Has `decode` read 10,000 messages of random bytes. It must reject them without a checksum, and
+/// survive them with one.
+#[cfg(feature = "stranger-for-tests")]
+pub fn check_decoder<T>(decode: impl Fn(&[u8]) -> Result<T>) {
+    let mut seed = 1_u64;
+    let mut random = move || {
+        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (seed >> 33) as usize
+    };
+    for _ in 0..10_000 {
+        let bytes: Vec<u8> = (0..random() % 64).map(|_| random() as u8).collect();
+        assert!(decode(&bytes).is_err(), "{bytes:?} has no checksum");
+        decode(&append(bytes)).ok(); // some are addresses
+    }
+}
+
 /// Returns the 64-bit FNV-1a hash.
 pub fn fnv1a(bytes: &[u8]) -> u64 {
     let step = |sum: u64, byte: &u8| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);

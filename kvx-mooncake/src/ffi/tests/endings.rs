@@ -17,7 +17,7 @@ use super::super::adapter_bindings;
 use super::super::bindings::{Functions, transfer_request, transfer_status};
 use super::super::engine::{EnginePiece, TransferState};
 use super::super::library::Library;
-use super::real_engine::{adapter, engine, real, real_functions};
+use super::real_engine::{PieceAnswer, adapter, answer_as, engine, real, real_functions};
 use crate::Mooncake;
 use crate::batches::{Batches, InFlightBatch};
 use crate::config::Config;
@@ -44,18 +44,12 @@ unsafe extern "C" fn freeing_counted(engine: *mut c_void, batch: u64) -> c_int {
 }
 
 /// The first piece has failed, and the second is still under way for as long as the test says.
-unsafe extern "C" fn first_failed(
-    engine: *mut c_void,
-    batch: u64,
-    task: usize,
-    status: *mut transfer_status,
-) -> c_int {
-    // SAFETY: the caller's arguments, and the place that it gave for the answer.
-    unsafe {
-        let code = (real_functions().getTransferStatus)(engine, batch, task, status);
-        match task {
+struct FirstFailed;
+impl PieceAnswer for FirstFailed {
+    fn change(piece: usize, code: c_int, status: &mut transfer_status) -> c_int {
+        match piece {
             0 => *status = transfer_status { status: 6, transferred_bytes: 0 },
-            1 if SECOND_MOVES.load(Ordering::SeqCst) => (*status).status = 1,
+            1 if SECOND_MOVES.load(Ordering::SeqCst) => status.status = 1,
             _ => {}
         }
         code
@@ -76,7 +70,7 @@ fn a_batch_that_has_failed_is_not_over_while_one_of_its_pieces_moves() {
     let asked = Functions {
         allocateBatchID: allocation_counted,
         freeBatchID: freeing_counted,
-        getTransferStatus: first_failed,
+        getTransferStatus: answer_as::<FirstFailed>,
         ..functions
     };
     let whole = adapter_bindings::Functions { kvx_mooncake_batch_status: all_failed, ..of_adapter };

@@ -1,10 +1,11 @@
 //! The real engine, for tests that put a function of their own in the place of one of its.
 
+use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use super::super::adapter_bindings;
-use super::super::bindings::Functions;
+use super::super::bindings::{Functions, transfer_status};
 use super::super::engine::{Engine, EngineOptions, PEER_TO_PEER};
 use super::super::library::{Library, LoadOptions};
 
@@ -17,6 +18,26 @@ pub(super) fn real_functions() -> &'static Functions {
 
 pub(super) fn real_adapter_functions() -> &'static adapter_bindings::Functions {
     &REAL.get().expect("set before anybody asks").1
+}
+
+/// An answer to the question for a piece's state, made of the real one.
+pub(super) trait PieceAnswer {
+    /// Changes the state in place. Returns the code of the answer.
+    fn change(piece: usize, code: c_int, status: &mut transfer_status) -> c_int;
+}
+
+/// Answers as `A` does.
+pub(super) unsafe extern "C" fn answer_as<A: PieceAnswer>(
+    engine: *mut c_void,
+    batch: u64,
+    piece: usize,
+    status: *mut transfer_status,
+) -> c_int {
+    // SAFETY: the caller's arguments, and the place that it gave for the answer.
+    unsafe {
+        let code = (real_functions().getTransferStatus)(engine, batch, piece, status);
+        A::change(piece, code, &mut *status)
+    }
 }
 
 /// The adapter as `cargo xtask peers mooncake` builds it.

@@ -15,7 +15,9 @@ use super::super::bindings::{Functions, notify_msg, transfer_request, transfer_s
 use super::super::engine::{EnginePiece, TransferState};
 use super::super::library::Library;
 use super::super::{adapter_bindings, self_test};
-use super::real_engine::{engine, real, real_adapter_functions, real_functions};
+use super::real_engine::{
+    PieceAnswer, answer_as, engine, real, real_adapter_functions, real_functions,
+};
 use crate::batches::{Batches, InFlightBatch};
 use crate::memory::{MemoryRegistrar, RegisteredRanges};
 
@@ -24,56 +26,36 @@ const MUTE: Duration = Duration::from_millis(100);
 
 type Ask = unsafe extern "C" fn(*mut c_void, u64, usize, *mut transfer_status) -> c_int;
 
-unsafe extern "C" fn a_byte_less(
-    engine: *mut c_void,
-    batch: u64,
-    task: usize,
-    status: *mut transfer_status,
-) -> c_int {
-    // SAFETY: the caller's arguments, and the place that it gave for the answer.
-    unsafe {
-        let code = (real_functions().getTransferStatus)(engine, batch, task, status);
-        (*status).transferred_bytes = (*status).transferred_bytes.saturating_sub(1);
+struct AByteLess;
+impl PieceAnswer for AByteLess {
+    fn change(_: usize, code: c_int, status: &mut transfer_status) -> c_int {
+        status.transferred_bytes = status.transferred_bytes.saturating_sub(1);
         code
     }
 }
 
-unsafe extern "C" fn failed_is_completed(
-    engine: *mut c_void,
-    batch: u64,
-    task: usize,
-    status: *mut transfer_status,
-) -> c_int {
-    // SAFETY: as above.
-    unsafe {
-        let code = (real_functions().getTransferStatus)(engine, batch, task, status);
-        if (*status).status == 6 {
+struct FailedIsCompleted;
+impl PieceAnswer for FailedIsCompleted {
+    fn change(_: usize, code: c_int, status: &mut transfer_status) -> c_int {
+        if status.status == 6 {
             *status = transfer_status { status: 4, transferred_bytes: 16 };
         }
         code
     }
 }
 
-unsafe extern "C" fn no_task_is_wrong(
-    engine: *mut c_void,
-    batch: u64,
-    task: usize,
-    status: *mut transfer_status,
-) -> c_int {
-    // SAFETY: as above.
-    unsafe { (real_functions().getTransferStatus)(engine, batch, task, status) };
-    0
+struct NoPieceIsWrong;
+impl PieceAnswer for NoPieceIsWrong {
+    fn change(_: usize, _: c_int, _: &mut transfer_status) -> c_int {
+        0
+    }
 }
 
-unsafe extern "C" fn another_error(
-    engine: *mut c_void,
-    batch: u64,
-    task: usize,
-    status: *mut transfer_status,
-) -> c_int {
-    // SAFETY: as above.
-    let code = unsafe { (real_functions().getTransferStatus)(engine, batch, task, status) };
-    if code == 0 { 0 } else { 302 }
+struct AnotherError;
+impl PieceAnswer for AnotherError {
+    fn change(_: usize, code: c_int, _: &mut transfer_status) -> c_int {
+        if code == 0 { 0 } else { 302 }
+    }
 }
 
 unsafe extern "C" fn all_is_completed(
@@ -156,15 +138,12 @@ unsafe extern "C" fn no_transport(
 static PIECES_ASKED: AtomicUsize = AtomicUsize::new(0);
 static BATCHES_ASKED: AtomicUsize = AtomicUsize::new(0);
 
-unsafe extern "C" fn piece_counted(
-    engine: *mut c_void,
-    batch: u64,
-    task: usize,
-    status: *mut transfer_status,
-) -> c_int {
-    PIECES_ASKED.fetch_add(1, Ordering::Relaxed);
-    // SAFETY: the caller's arguments.
-    unsafe { (real_functions().getTransferStatus)(engine, batch, task, status) }
+struct CountedPieces;
+impl PieceAnswer for CountedPieces {
+    fn change(_: usize, code: c_int, _: &mut transfer_status) -> c_int {
+        PIECES_ASKED.fetch_add(1, Ordering::Relaxed);
+        code
+    }
 }
 
 unsafe extern "C" fn batch_counted(
@@ -231,10 +210,10 @@ fn an_engine_that_answers_wrongly_is_refused_with_the_reason() {
     let ask = |ask: Ask, said: &[&str]| {
         refused(Functions { getTransferStatus: ask, ..functions }, of_adapter, said);
     };
-    ask(a_byte_less, &["state", "Completed(300000)"]);
-    ask(failed_is_completed, &["state", "Completed(16)"]);
-    ask(no_task_is_wrong, &["not there", "should be an error"]);
-    ask(another_error, &["not there", "out of memory"]);
+    ask(answer_as::<AByteLess>, &["state", "Completed(300000)"]);
+    ask(answer_as::<FailedIsCompleted>, &["state", "Completed(16)"]);
+    ask(answer_as::<NoPieceIsWrong>, &["not there", "should be an error"]);
+    ask(answer_as::<AnotherError>, &["not there", "out of memory"]);
     let whole =
         adapter_bindings::Functions { kvx_mooncake_batch_status: all_is_completed, ..of_adapter };
     refused(functions, whole, &["batch's state", "Completed(16)"]);
@@ -271,9 +250,9 @@ fn an_engine_without_the_adapters_functions_is_tried_all_the_same() {
     };
     let ask =
         |ask: Ask, said: &[&str]| refused(Functions { getTransferStatus: ask, ..functions }, said);
-    ask(a_byte_less, &["reading", "Completed(300000)"]);
-    ask(failed_is_completed, &["reading unregistered memory", "Completed(16)"]);
-    ask(no_task_is_wrong, &["not there", "should be an error"]);
+    ask(answer_as::<AByteLess>, &["reading", "Completed(300000)"]);
+    ask(answer_as::<FailedIsCompleted>, &["reading unregistered memory", "Completed(16)"]);
+    ask(answer_as::<NoPieceIsWrong>, &["not there", "should be an error"]);
     let unopened = Functions { openSegmentNoCache: no_segment, ..functions };
     refused(unopened, &["segment", "the peer's metadata cannot be had"]);
     let devices = engine(real.with(functions, None), &["mlx5_0"]).err().expect("it takes none");
@@ -287,7 +266,7 @@ fn a_batch_is_asked_for_as_a_whole_where_that_can_be_and_else_piece_by_piece() {
     const COUNT: usize = 8;
     const LEN: u64 = 512;
     let Some((real, functions, of_adapter)) = real(TEST) else { return };
-    let counted = Functions { getTransferStatus: piece_counted, ..functions };
+    let counted = Functions { getTransferStatus: answer_as::<CountedPieces>, ..functions };
     let whole =
         adapter_bindings::Functions { kvx_mooncake_batch_status: batch_counted, ..of_adapter };
     // For the life of the process: a batch that went wrong may still be under way.

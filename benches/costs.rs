@@ -15,11 +15,8 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use criterion::{BatchSize, Criterion, Throughput};
-use kvx::{
-    Agent, Completion, Grid, GridSet, Memory, Metadata, Options, Peer, PeerRegion, Plan, Region,
-    Ticket,
-};
-use kvx_core::Bound;
+use kvx::{Agent, Completion, Grid, GridSet, Memory, Options, Peer, PeerRegion, Plan, Region};
+use kvx_core::backend::{BoundPlan, Metadata, Ticket};
 
 use still::{Still, last_posted};
 
@@ -74,7 +71,11 @@ impl Ends {
         let mut registry = kvx::registry();
         registry.add(Still).expect("nobody else is called that");
         let build = |name: &str| {
-            Agent::builder(name).backends(["STILL"]).build(&registry).expect("it always opens")
+            Agent::builder(name)
+                .backends(["STILL"])
+                .registry(registry.clone())
+                .build()
+                .expect("it always opens")
         };
         let (agent, owner) = (build("costs"), build("costs-owner"));
         let grid = Grid::packed(LENGTH, BLOCKS);
@@ -92,13 +93,17 @@ impl Ends {
         Plan::read(self.local.blocks(to), self.remote.blocks(from)).expect("a right plan")
     }
 
-    fn bound(&self, plan: &Plan) -> Arc<Bound> {
+    fn bound(&self, plan: &Plan) -> Arc<BoundPlan> {
         self.post(plan);
         last_posted()
     }
 
     fn post(&self, plan: &Plan) {
-        self.peer.post(plan).expect("it may post").wait(PATIENCE).expect("it settles at once");
+        self.peer
+            .post(plan)
+            .expect("it may post")
+            .wait_blocking(PATIENCE)
+            .expect("it settles at once");
     }
 
     fn end(self) {
@@ -130,7 +135,7 @@ fn in_runs(count: u32, seed: u64) -> Arc<[u32]> {
 }
 
 /// Walks all segments of a plan; gives how many there are.
-fn walk(bound: &Arc<Bound>) -> u64 {
+fn walk(bound: &Arc<BoundPlan>) -> u64 {
     let mut count = 0;
     for segment in bound.segments(1 << 20) {
         black_box(segment);
@@ -154,7 +159,8 @@ fn with_regions() -> Agent {
     let names: Vec<_> = available.map(|factory| factory.name()).collect();
     let agent = Agent::builder("costs-metadata")
         .backends(names)
-        .build(&registry)
+        .registry(registry.clone())
+        .build()
         .expect("they are available");
     for layer in 0..REGIONS {
         let region =
@@ -262,7 +268,7 @@ fn bars() {
     let (plan, runs) = (ends.plan((&to, &from)), ends.plan((&to_runs, &from_runs)));
     let (bound, bound_runs) = (ends.bound(&plan), ends.bound(&runs));
     let per_block =
-        |bound: &Arc<Bound>| nanoseconds(101, || assert!(walk(bound) > 0)) / f64::from(BLOCKS);
+        |bound: &Arc<BoundPlan>| nanoseconds(101, || assert!(walk(bound) > 0)) / f64::from(BLOCKS);
     say("expansion_ns", per_block(&bound));
     say("merging_ns", per_block(&bound_runs));
     let before = ALLOCATIONS.load(Ordering::Relaxed);

@@ -138,7 +138,7 @@ impl Engine {
     fn new(name: &str, backend: &str, blocks: u32, split: Split) -> Self {
         let (connector, pools) = connector(name, backend, blocks, split);
         let beside = |memory| {
-            let agent = Agent::builder(name).backends([backend]).build(&kvx::registry());
+            let agent = Agent::builder(name).backends([backend]).registry(kvx::registry()).build();
             let agent = agent.expect("it is available");
             let pool = agent.register("pool", memory).expect("host memory");
             (agent, pool)
@@ -174,7 +174,10 @@ fn prefill(backend: &str) {
     for line in std::io::stdin().lock().lines() {
         let blocks: u32 = line.expect("text").parse().expect("a number of blocks");
         engine.agents.iter().for_each(|(agent, _)| while agent.try_notification().is_some() {});
-        leases = leases.into_iter().filter_map(|lease| lease.wait(Duration::ZERO).err()).collect();
+        leases = leases
+            .into_iter()
+            .filter_map(|lease| lease.wait_blocking(Duration::ZERO).err())
+            .collect();
         published += 1;
         let (list, tokens) = (scattered(0, blocks, of), blocks * TOKENS);
         let lists = BlockLists::single(list);
@@ -208,7 +211,7 @@ fn params(text: &str) -> TransferParams {
 fn fetch(connector: &Connector, request: &str, params: &TransferParams, fill: Vec<u32>) {
     let fetch =
         Decode::new(connector).fetch(request, params, 0, BlockLists::single(fill), PATIENCE);
-    fetch.wait(PATIENCE).expect("by its deadline").expect("it loads");
+    fetch.wait_blocking(PATIENCE).expect("by its deadline").expect("it loads");
 }
 
 /// A prefill in another process.
@@ -267,7 +270,7 @@ impl Both {
         let engine = Engine::new("decode", backend, blocks, split);
         let connect = |metadata: Vec<u8>| {
             let peer = engine.agents[0].0.connect(&metadata).expect("metadata of this release");
-            peer.ready(PATIENCE).wait(PATIENCE).expect("a link");
+            peer.ready(PATIENCE).wait_blocking(PATIENCE).expect("a link");
             peer
         };
         let peers = prefill.metadata().into_iter().map(connect).collect();
@@ -301,7 +304,7 @@ impl Both {
         });
         let fetches: Vec<_> = fetches.collect();
         for fetch in fetches {
-            fetch.wait(PATIENCE).expect("by its deadline").expect("it loads");
+            fetch.wait_blocking(PATIENCE).expect("by its deadline").expect("it loads");
         }
         begun.elapsed()
     }
@@ -339,7 +342,7 @@ impl Both {
         });
         let transfers: Vec<_> = transfers.collect();
         for transfer in transfers {
-            transfer.wait(PATIENCE).expect("it moves");
+            transfer.wait_blocking(PATIENCE).expect("it moves");
         }
         begun.elapsed()
     }
@@ -412,13 +415,13 @@ fn idle(backend: &str) {
     let mut prefills: Vec<_> = (0..16).map(|_| Apart::start(backend, FEW, 1)).collect();
     let metadata: Vec<_> = prefills.iter().flat_map(Apart::metadata).collect();
     {
-        let agent = Agent::builder("bare").backends([backend]).build(&kvx::registry());
+        let agent = Agent::builder("bare").backends([backend]).registry(kvx::registry()).build();
         let agent = agent.expect("it is available");
         let connect =
             |metadata: &Vec<u8>| agent.connect(metadata).expect("metadata of this release");
         let peers: Vec<_> = metadata.iter().map(connect).collect();
         for peer in &peers {
-            peer.ready(PATIENCE).wait(PATIENCE).expect("a link");
+            peer.ready(PATIENCE).wait_blocking(PATIENCE).expect("a link");
         }
         measure("bare_idle");
     }

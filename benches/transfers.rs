@@ -24,10 +24,7 @@ fn own(backend: &str) {
         std::thread::sleep(LIFE);
         std::process::exit(1);
     });
-    let agent = Agent::builder("bench-owner")
-        .backends([backend])
-        .build(&kvx::registry())
-        .expect("it is available");
+    let agent = kvx::agent("bench-owner").backends([backend]).build().expect("it is available");
     let pool = Memory::pool(POOL as usize).build().expect("64 MiB");
     let _pool = agent.register("pool", pool).expect("host memory");
     let metadata: String =
@@ -53,10 +50,7 @@ impl Reader {
         let metadata: Vec<u8> = (0..text.len() / 2)
             .map(|at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).expect("hexadecimal"))
             .collect();
-        let agent = Agent::builder("bench")
-            .backends([backend])
-            .build(&kvx::registry())
-            .expect("it is available");
+        let agent = kvx::agent("bench").backends([backend]).build().expect("it is available");
         let pool = agent
             .register("pool", Memory::pool(POOL as usize).build().expect("64 MiB"))
             .expect("host memory");
@@ -111,7 +105,7 @@ fn main() {
                     |bencher| {
                         bencher.iter(|| {
                             let transfer = reader.peer.post(&plan).expect("the budget has room");
-                            transfer.wait(PATIENCE).expect("the owner lives")
+                            transfer.wait_blocking(PATIENCE).expect("the owner lives")
                         });
                     },
                 );

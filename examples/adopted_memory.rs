@@ -75,8 +75,7 @@ fn theirs(region: &PeerRegion) -> Result<GridSet<PeerRegion>> {
 
 fn main() -> Result<()> {
     let freed = Arc::new(AtomicBool::new(false));
-    let [prefill, decode] =
-        ["prefill-0", "decode-0"].map(|name| Agent::builder(name).build(&kvx::registry()));
+    let [prefill, decode] = ["prefill-0", "decode-0"].map(|name| kvx::agent(name).build());
     let (prefill, decode) = (prefill?, decode?);
     let cache = register(&prefill, EngineCache::new(&freed))?;
     let copy = register(&decode, EngineCache::new(&Arc::default()))?;
@@ -87,7 +86,7 @@ fn main() -> Result<()> {
     let peer = decode.connect(&prefill.metadata()?)?;
     let plan =
         Plan::read(ours(&copy)?.blocks([40, 41]), theirs(&peer.region("kv")?)?.blocks([11, 12]))?;
-    let report = peer.post(&plan)?.wait(SOON)?;
+    let report = peer.post(&plan)?.wait_blocking(SOON)?;
     println!("{} blocks as {} segments over {}", report.blocks, report.segments, report.backend);
     assert_eq!(
         (report.blocks, report.segments),

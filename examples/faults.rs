@@ -8,7 +8,7 @@ use std::io::{Read as _, Write as _};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use kvx::{Agent, Error, ErrorKind, Grid, Memory, Peer, Plan, Region};
+use kvx::{Error, ErrorKind, Grid, Memory, Peer, Plan, Region};
 
 type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -98,7 +98,7 @@ impl Drop for Prefill {
 
 /// The other process: it serves until its standard input ends.
 fn serve() -> Result {
-    let agent = Agent::builder("prefill-0").backends(["TCP"]).build(&kvx::registry())?;
+    let agent = kvx::agent("prefill-0").backends(["TCP"]).build()?;
     let _pool = agent.register("kv", Memory::pool(POOL).build()?)?;
     let metadata = agent.metadata()?;
     let mut answers = std::io::stdout().lock();
@@ -116,11 +116,11 @@ fn fetch(peer: &Peer, cache: &Region, deadline: Duration) -> std::result::Result
         Plan::read(cache.grid(BLOCKS)?.blocks([0]), peer.region("kv")?.grid(BLOCKS)?.blocks([5]))?;
     let transfer = peer.transfer(&plan).deadline(deadline).post()?;
     let settled = transfer.settled();
-    match transfer.wait(deadline + SOON) {
+    match transfer.wait_blocking(deadline + SOON) {
         Ok(report) => Ok(report.bytes),
         Err(error) => {
             // The block may be given to another request only when this says so. Not known in time: leave it out.
-            if settled.wait(Duration::from_secs(1)).is_err() {
+            if settled.wait_blocking(Duration::from_secs(1)).is_err() {
                 println!("block 0 is not used until kvx knows more");
             }
             Err(error)
@@ -132,10 +132,10 @@ fn main() -> Result {
     if std::env::args().nth(1).as_deref() == Some("prefill") {
         return serve();
     }
-    let decode = Agent::builder("decode-0")
+    let decode = kvx::agent("decode-0")
         .backends(["TCP"])
         .peer_timeout(Duration::from_secs(5)) // silence with work in flight means that a peer is lost
-        .build(&kvx::registry())?;
+        .build()?;
     let cache = decode.register("cache", Memory::pool(POOL).build()?)?;
     let prefill = Prefill::start()?;
     let peer = decode.connect(&prefill.metadata)?;

@@ -99,7 +99,7 @@ fn load(
     let params = TransferParams::from_value(params)?;
     let blocks = BlockLists::single(blocks);
     let fetch = Decode::new(connector).fetch(request, &params, cached, blocks, SOON);
-    match fetch.wait_blocking() {
+    match fetch.join() {
         Ok(_) => Ok(None),
         Err(error) => {
             eprintln!("{request}: {error}");
@@ -200,7 +200,7 @@ fn serve(role: &str, device: &str) -> Result {
             engine.computed = 0;
             let (params, tokens) = (&order["params"], cached as u32 * TOKENS);
             if let Some(held) = load(&connector, request, params, tokens, &blocks[cached..])? {
-                match held.wait(SOON) {
+                match held.wait_blocking(SOON) {
                     Ok(released) if released.is_free() => {}
                     // Something may write to them for ever: a larger engine would take others and leave these out.
                     _ => {
@@ -214,7 +214,7 @@ fn serve(role: &str, device: &str) -> Result {
         };
         println!("{answer}");
         for (lease, blocks) in std::mem::take(&mut leases) {
-            match lease.wait(Duration::ZERO) {
+            match lease.wait_blocking(Duration::ZERO) {
                 Ok(released) if released.is_free() => engine.free.extend(blocks),
                 Ok(_) => {} // nobody gets them again
                 Err(lease) => leases.push((lease, blocks)),

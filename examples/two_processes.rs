@@ -6,7 +6,7 @@
 use std::process::Stdio;
 use std::time::Duration;
 
-use kvx::{Agent, Grid, Memory, Plan};
+use kvx::{Grid, Memory, Plan};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -26,7 +26,7 @@ async fn main() -> Result {
 }
 
 async fn prefill() -> Result {
-    let agent = Agent::builder("prefill-0").build(&kvx::registry())?;
+    let agent = kvx::agent("prefill-0").build()?;
     let pool = agent.register("kv", Memory::pool(POOL).build()?)?;
     for block in [200, 17_usize] {
         pool.copy_in(block * (64 << 10), format!("keys and values of block {block}").as_bytes())?;
@@ -53,7 +53,7 @@ async fn decode() -> Result {
     let mut metadata = Vec::new();
     tokio::time::timeout(SOON, tokio::io::stdin().read_to_end(&mut metadata)).await??;
 
-    let agent = Agent::builder("decode-0").build(&kvx::registry())?;
+    let agent = kvx::agent("decode-0").build()?;
     let cache = agent.register("cache", Memory::pool(POOL).build()?)?;
     let prefill = agent.connect(&metadata)?;
     let (ours, theirs) = (cache.grid(BLOCKS)?, prefill.region("kv")?.grid(BLOCKS)?);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvx::config::{KvTransferConfig, Surroundings};
-use kvx::{Agent, BuilderExt as _, ErrorKind, Memory, Result};
+use kvx::{Agent, ErrorKind, Memory, Result};
 
 const SOON: Duration = Duration::from_secs(10);
 
@@ -11,10 +11,8 @@ const SOON: Duration = Duration::from_secs(10);
 fn agent(json: &str) -> Result<Agent> {
     let config = KvTransferConfig::from_json(json, &Surroundings::of_process())?;
     config.log_warnings_once(); // what is doubtful is told by `tracing`
-    Agent::builder(config.engine_id())
-        // Its `backends` restricts to the names in it, in order of preference; each backend has a table of options.
-        .config(&config)
-        .build(&kvx::registry())
+    // Its `backends` restricts to the names in it, in order of preference; each backend has a table of options.
+    config.apply(kvx::agent(config.engine_id())).build()
 }
 
 fn main() -> Result<()> {

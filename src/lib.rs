@@ -1,26 +1,22 @@
 #![doc = include_str!("../README.md")]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-// The words are core's: a program needs no second crate. A backend of one's own is written against kvx-core itself.
+use kvx_core::backend::BackendName;
+
+// A program needs no second crate. A backend of your own is written against kvx_core::backend.
 #[cfg(feature = "connector")]
 pub use kvx_connector as connector;
-pub use kvx_core::transport::{Availability, Factory};
 pub use kvx_core::{
-    Agent, AutoOpen, BackendName, BackendStatus, Blocks, Builder, Canceller, Capabilities,
-    Completion, Considered, Deadline, DeviceAccess, DeviceId, Error, ErrorKind, Generation, Grid,
-    GridSet, HungPageScope, Identity, Idle, Incarnation, Indices, Isolation, Limits, MAX_NAME,
-    Memory, MemoryKind, MemoryKinds, Metadata, Native, NextNotification, Notification, Op, Options,
-    Peer, PeerRegion, PerOp, Place, Placement, Plan, Posting, Region, RegionId, RegionInfo,
-    Registry, Report, Result, Revocation, Route, Secret, Sender, Size, Span, Table, Ticket,
-    Transfer, TransferId, Unavailable, Verdict, describe_metrics, memory, nearest,
+    Agent, AgentBuilder, BackendStatus, Canceller, Capabilities, Completion, Deadline, DeviceId,
+    Error, ErrorKind, Grid, GridSet, HugePages, Identity, Indices, Limits, Memory, MemoryKind,
+    NextNotification, Notification, Op, Options, Peer, PeerRegion, Place, Plan, Region, Registry,
+    Report, Result, Route, Secret, Span, Transfer, TransferBuilder, describe_metrics,
     quarantined_bytes,
 };
 #[cfg(all(target_os = "linux", feature = "cuda"))]
 pub use kvx_cuda as cuda;
-#[cfg(all(target_os = "linux", any(feature = "cuda", feature = "rocm")))]
-pub use kvx_gpu as gpu;
 #[cfg(all(target_os = "linux", feature = "libfabric"))]
-pub use kvx_libfabric::{Libfabric, bound_kept_messages};
+pub use kvx_libfabric::Libfabric;
 #[cfg(all(target_os = "linux", feature = "mooncake"))]
 pub use kvx_mooncake::Mooncake;
 #[cfg(all(target_os = "linux", feature = "shm"))]
@@ -37,10 +33,8 @@ pub use kvx_rocm as rocm;
 pub use kvx_ucx::Ucx;
 pub use kvx_vllm::config;
 
-/// Every backend's name that a user may write, and the feature of this crate that compiles it in.
-///
-/// A backend without a feature is not in this release. For a registry of your own: `Registry::new().with_names(kvx::KNOWN)`.
-pub const KNOWN: &[BackendName] = &[
+/// The names of all backends, and the feature that compiles each in.
+const NAMES: &[BackendName] = &[
     BackendName { name: "UCX", aliases: &[], feature: Some("ucx") },
     BackendName { name: "LIBFABRIC", aliases: &[], feature: Some("libfabric") },
     BackendName { name: "MOONCAKE", aliases: &[], feature: Some("mooncake") },
@@ -49,7 +43,18 @@ pub const KNOWN: &[BackendName] = &[
     BackendName { name: "TCP", aliases: &[], feature: Some("tcp") },
 ];
 
-/// The backends that are compiled in, and all [`KNOWN`] names. Add transports of your own to it.
+/// Begins an agent of this name over the backends that are compiled in: 1 to 255 bytes, the same after a restart.
+///
+/// ```no_run
+/// let agent = kvx::agent("prefill-0").build()?;
+/// let region = agent.register("kv", kvx::Memory::pool(1 << 30).build()?)?;
+/// # Ok::<(), kvx::Error>(())
+/// ```
+pub fn agent(name: impl Into<String>) -> AgentBuilder {
+    Agent::builder(name).registry(registry())
+}
+
+/// Returns the backends that are compiled in, and the names of those that are not. Add transports of your own to it.
 ///
 /// ```
 /// let registry = kvx::registry();
@@ -74,7 +79,7 @@ pub fn registry() -> Registry {
         )),
         allow(unused_mut)
     )]
-    let mut registry = Registry::new().with_names(KNOWN);
+    let mut registry = Registry::new().with_names(NAMES);
     #[cfg(all(target_os = "linux", feature = "shm"))]
     registry.add(Shm).expect("SHM is added once");
     #[cfg(all(target_os = "linux", feature = "tcp"))]
@@ -88,19 +93,6 @@ pub fn registry() -> Registry {
     #[cfg(all(target_os = "linux", feature = "rixl"))]
     registry.add(Rixl).expect("RIXL is added once");
     registry
-}
-
-/// What a vLLM configuration says of an agent.
-pub trait BuilderExt {
-    /// Takes the options of `config`, and whether device memory goes through the host (`kv_buffer_device`).
-    fn config(self, config: &config::KvTransferConfig) -> Self;
-}
-
-impl BuilderExt for Builder {
-    fn config(self, config: &config::KvTransferConfig) -> Self {
-        let staged = config.buffer_device() == config::BufferDevice::Cpu;
-        self.options(Options::from_json(config.extra().clone())).stage_device_memory(staged)
-    }
 }
 
 // The guide's code is compiled like that of every example.

@@ -3,20 +3,21 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use kvx_core::transport::{
-    Availability, Context, Events, Factory, Link, LinkState, LocalRegion, PeerSection, RegionSpec,
-    RemoteRegion, RemoteSpec, Transport,
+use kvx_core::backend::{
+    AutoOpen, Availability, BoundPlan, Context, Events, Factory, Link, LinkId, LinkState,
+    LocalRegion, PeerSection, Placement, RegionSpec, RemoteRegion, RemoteSpec, Ticket, Transport,
+    Unavailable,
 };
 use kvx_core::{
-    AutoOpen, Bound, Capabilities, HungPageScope, Idle, Isolation, LinkId, MemoryKinds, Options,
-    PerOp, Placement, Result, Revocation, Ticket, TransferId, Unavailable,
+    Capabilities, HungPageScope, Idle, Isolation, MemoryKinds, Options, PerOp, Result, Revocation,
+    TransferId,
 };
 
 /// What was posted last.
-static LAST: Mutex<Option<Arc<Bound>>> = Mutex::new(None);
+static LAST: Mutex<Option<Arc<BoundPlan>>> = Mutex::new(None);
 
 /// The plan that was posted last, as transports see it.
-pub(crate) fn last_posted() -> Arc<Bound> {
+pub(crate) fn last_posted() -> Arc<BoundPlan> {
     let last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
     Arc::clone(last.as_ref().expect("a plan was posted"))
 }
@@ -45,7 +46,7 @@ impl Factory for Still {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 0, without_a_list: AutoOpen::Skip, speaks_for: &[] }
+        Placement { order: 0, auto_open: AutoOpen::Skip, speaks_for: &[] }
     }
 
     fn available(&self, _: &Options) -> Result<Availability, Unavailable> {
@@ -125,7 +126,7 @@ unsafe impl Link for Nothing {
         Ok(Arc::new(Nothing))
     }
 
-    fn post(&self, plan: Arc<Bound>, _: TransferId, done: Ticket) {
+    fn post(&self, plan: Arc<BoundPlan>, _: TransferId, done: Ticket) {
         *LAST.lock().unwrap_or_else(PoisonError::into_inner) = Some(plan);
         done.settle(Ok(()));
     }

@@ -15,12 +15,13 @@ use kvx_backend::fabric::{
     EndpointId, Event, Fabric, Job, JobId, Parts, Registrar, SendStatus, Unregister,
 };
 use kvx_backend::reactor::{Armed, Turn};
-use kvx_core::transport::{Availability, Context, Factory, RemoteSpec, Transport};
-use kvx_core::wire::{Reader, Writer};
+use kvx_core::backend::wire::{Reader, Writer};
+use kvx_core::backend::{
+    AutoOpen, Availability, Context, Factory, Placement, RemoteSpec, Transport, Unavailable,
+};
 use kvx_core::{
-    AutoOpen, Capabilities, Error, ErrorKind, HungPageScope, Identity, Idle, Isolation, Memory,
-    MemoryKinds, Op, Options, PerOp, Placement, RegionId, Registry, Result, Revocation,
-    Unavailable,
+    Capabilities, Error, ErrorKind, HungPageScope, Identity, Idle, Isolation, Memory, MemoryKinds,
+    Op, Options, PerOp, RegionId, Registry, Result, Revocation,
 };
 use kvx_testkit::{Suite, Tier, conformance_main};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
@@ -70,7 +71,7 @@ impl Factory for Shuffled {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 1000, without_a_list: AutoOpen::Skip, speaks_for: &[] }
+        Placement { order: 1000, auto_open: AutoOpen::Skip, speaks_for: &[] }
     }
 
     fn available(&self, _: &Options) -> Result<Availability, Unavailable> {

@@ -4,7 +4,7 @@
 //! process. The checksum detects accidental changes. It does not prove who wrote the bytes: against
 //! a hostile peer only the library's isolation helps ([`Isolation`](kvx_core::Isolation)).
 
-use kvx_core::wire::{Reader, Writer};
+use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result};
 
 /// Appends the checksum.

@@ -1,7 +1,7 @@
 //! Errors that every transport reports in the same sentence.
 
-use kvx_core::transport::MAX_NOTIFICATION;
-use kvx_core::{Error, ErrorKind, Identity, Result, Unavailable};
+use kvx_core::backend::{MAX_NOTIFICATION, Unavailable};
+use kvx_core::{Error, ErrorKind, Identity, Result};
 
 /// The error of work on a transport that has been shut down.
 pub fn closed() -> Error {

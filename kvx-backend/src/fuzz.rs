@@ -1,8 +1,8 @@
 //! Fuzz targets: no bytes may cause a panic, accepted messages encode to bytes with the same
 //! meaning, and no peer is admitted without the proof.
 
-use kvx_core::transport::{Events, Full, LinkState};
-use kvx_core::{Identity, Incarnation, Invitation, LinkId, Secret, Sender};
+use kvx_core::backend::{Events, Invitation, LinkId, LinkState, QueueFull};
+use kvx_core::{Identity, Incarnation, Secret, Sender};
 
 use crate::control::proof::{Keys, PROOF};
 use crate::control::{ControlMessage, Greeting, VERSIONS, verify_hello};
@@ -101,7 +101,7 @@ pub fn alter(changes: &[u8], (number, count): (u8, u8), message: &[u8]) -> Vec<u
 pub fn deliver(outbox: &mut Outbox) {
     struct Nobody;
     impl Events for Nobody {
-        fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), Full> {
+        fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), QueueFull> {
             Ok(())
         }
 

@@ -14,7 +14,7 @@
 //!     // SAFETY: the library's header declares `int example_init(void)`.
 //!     let init: unsafe extern "C" fn() -> i32 = unsafe { library.symbol(c"example_init") }?;
 //!     // SAFETY: as the header says, it may be called once and needs nothing.
-//!     Ok::<_, kvx_core::Unavailable>((unsafe { init() }, library))
+//!     Ok::<_, kvx_core::backend::Unavailable>((unsafe { init() }, library))
 //! });
 //! let why = opened.err().expect("there is no such library").to_string();
 //! assert!(why.starts_with("libkvx-example.so.1 not found (KVX_EXAMPLE_LIB unset; tried"), "{why}");
@@ -33,8 +33,8 @@ use std::sync::{Arc, OnceLock};
 
 use libloading::os::unix as native;
 
-use kvx_core::sync::Mutex;
-use kvx_core::{Unavailable, fork};
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::{Unavailable, fork};
 
 /// Looks for a library in this order: the file that the variable names, and nothing else if it is
 /// set; the names, which the dynamic linker finds; the further files.

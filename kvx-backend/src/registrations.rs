@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Weak};
 
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 
 /// The handles of a library that keep one region registered. They are dropped once: when the region
 /// is revoked, or when the agent ends.

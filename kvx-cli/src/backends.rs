@@ -74,7 +74,7 @@ struct BackendRow {
 impl BackendRow {
     fn of(name: &'static str, registry: &Registry, options: &Options) -> Result<Self> {
         let mut row = BackendRow { name, compiled: true, ..BackendRow::default() };
-        match registry.standing(name, options)?.1 {
+        match registry.status(name, options)?.1 {
             BackendStatus::Available(found) => {
                 row.available = true;
                 row.version = Some(found.version);
@@ -213,11 +213,11 @@ mod tests {
     use std::path::PathBuf;
     use std::sync::Arc;
 
-    use kvx::{
-        AutoOpen, BackendName, Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation,
-        MemoryKinds, PerOp, Placement, Revocation, Unavailable,
+    use kvx::{Capabilities, Error, ErrorKind};
+    use kvx_core::backend::{
+        AutoOpen, Availability, BackendName, Context, Factory, Placement, Transport, Unavailable,
     };
-    use kvx_core::transport::{Availability, Context, Factory, Transport};
+    use kvx_core::{HungPageScope, Idle, Isolation, MemoryKinds, PerOp, Revocation};
 
     use serde_json::json;
 
@@ -239,7 +239,7 @@ mod tests {
         }
 
         fn placement(&self) -> Placement {
-            Placement { order: 1, without_a_list: AutoOpen::Skip, speaks_for: &[] }
+            Placement { order: 1, auto_open: AutoOpen::Skip, speaks_for: &[] }
         }
 
         fn available(&self, _options: &Options) -> std::result::Result<Availability, Unavailable> {

@@ -4,10 +4,10 @@ use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
-use kvx::Factory;
 use kvx::config::{ConfigReport, ConnectorKind, KvTransferConfig, Opening, Surroundings};
 use kvx::connector::nixl::BACKEND;
-use kvx::{AutoOpen, BackendStatus, Options, Registry, Result, Secret};
+use kvx::{BackendStatus, Options, Registry, Result, Secret};
+use kvx_core::backend::{AutoOpen, Factory};
 
 const USAGE: &str = "\
 Says what vLLM's KV transfer arguments mean to kvx, in this environment and on this machine.
@@ -96,7 +96,7 @@ fn openings(config: &KvTransferConfig, registry: &Registry) -> Result<Vec<Openin
     }
     let unnamed = |factory: &dyn Factory| {
         let available = factory.available(&options).ok()?;
-        let opens = match factory.placement().without_a_list {
+        let opens = match factory.placement().auto_open {
             AutoOpen::Open => true,
             AutoOpen::OpenWithRdma => available.rdma,
             AutoOpen::Skip => false,
@@ -116,7 +116,7 @@ fn named(
         let note = "kvx in the NIXL of vLLM peers: they load from here over the other ones named, or kvx's own order";
         return Opening { name: BACKEND.to_owned(), note: note.to_owned() };
     }
-    let (name, standing) = match registry.standing(written, options) {
+    let (name, standing) = match registry.status(written, options) {
         Ok(found) => found,
         Err(error) => return Opening { name: written.to_owned(), note: error.to_string() },
     };
@@ -141,7 +141,7 @@ fn named(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvx::BackendName;
+    use kvx_core::backend::BackendName;
 
     fn lines(args: &[&str]) -> Result<String> {
         let known = |name, aliases, feature| BackendName { name, aliases, feature };

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::sync::Arc;
 
 use clap::Args;
-use kvx::gpu::Device;
+use kvx_gpu::Device;
 use serde_json::{Value, json};
 
 use crate::Result;

@@ -121,7 +121,7 @@ fn main() -> ExitCode {
     #[cfg(feature = "libfabric")]
     if !matches!(command, Command::Backends(_)) {
         // SAFETY: nothing has started a thread. (`backends` says what other programs get.)
-        unsafe { kvx::bound_kept_messages() };
+        unsafe { kvx::Libfabric::bound_kept_messages() };
     }
     let out = &mut match output_apart() {
         Ok(output) => LineWriter::new(output),

@@ -3,7 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use kvx::{Agent, Grid, Memory, Peer, Plan, Registry, Verdict};
+use kvx::{Agent, Grid, Memory, Peer, Plan, Registry};
+use kvx_core::Verdict;
 
 use crate::Result;
 use crate::bench::pools::{PoolKind, Sizes};
@@ -23,7 +24,7 @@ const BLOCK: u64 = 256;
 /// What the backend says of a link to a second process of this program. Errors: why there is none,
 /// or what did not move.
 pub(crate) fn of(backend: &'static str, registry: &Registry) -> Result<String> {
-    let agent = Agent::builder("routes").backends([backend]).build(registry)?;
+    let agent = Agent::builder("routes").backends([backend]).registry(registry.clone()).build()?;
     let sizes = Sizes::kvx(1 << 20);
     let target = TargetProcess::start(&[backend], "{}", sizes, LIFE, PATIENCE)?;
     let route = through(&agent, target.metadata(backend)?);
@@ -43,7 +44,7 @@ fn through(agent: &Agent, metadata: &[u8]) -> Result<String> {
         Plan::read(ours.blocks([0]), theirs.blocks([0]))?,
         Plan::write(ours.blocks([0]), theirs.blocks([0]))?,
     ] {
-        peer.transfer(&plan).deadline(PATIENCE).post()?.wait(PATIENCE)?;
+        peer.transfer(&plan).deadline(PATIENCE).post()?.wait_blocking(PATIENCE)?;
     }
     settled(&peer)
 }
@@ -53,7 +54,7 @@ fn settled(peer: &Peer) -> Result<String> {
     let until = Instant::now() + CHOICE;
     loop {
         let route = peer.route();
-        let up = route.considered.iter().find_map(|considered| match &considered.verdict {
+        let up = route.candidates.iter().find_map(|considered| match &considered.verdict {
             Verdict::Up(how) => Some((considered.backend, how)),
             _ => None,
         });

@@ -71,9 +71,9 @@ fn both([prefill, decode]: &[(Connector, Arc<Memory>); 2], round: usize) -> [f64
     let publishing = began.elapsed();
     let began = Instant::now();
     let fetch = Decode::new(&decode.0).fetch(format!("d{round}"), &params, 0, lists(), PATIENCE);
-    fetch.wait(PATIENCE).expect("by its deadline").expect("it loads");
+    fetch.wait_blocking(PATIENCE).expect("by its deadline").expect("it loads");
     let fetching = began.elapsed();
-    drop(lease.wait(PATIENCE));
+    drop(lease.wait_blocking(PATIENCE));
     [publishing, fetching].map(|took| took.as_secs_f64())
 }
 

@@ -63,7 +63,7 @@ fn step(
     let took = began.elapsed();
     let mut open = LOADS as usize;
     while open > 0 {
-        assert!(connector.wait(LIMIT), "a load has no outcome");
+        assert!(connector.outcomes_ready_blocking(LIMIT), "a load has no outcome");
         open -= connector.outcomes().len();
     }
     took
@@ -86,7 +86,7 @@ impl Joined {
         let whole = connector.group(&path, LIMIT);
         let start = |rank: u32| Child::start_self(VARIABLE, &format!("{} {rank}", path.display()));
         let processes = (0..tp).map(start).collect::<Result<_, _>>().unwrap();
-        whole.wait(LIMIT).unwrap();
+        whole.wait_blocking(LIMIT).unwrap();
         let ranks = (0..tp).map(|tp| connector.rank(WorkerRank { pp: 0, tp }).unwrap()).collect();
         Joined { connector, ranks, params: params(), number: 0, _processes: processes }
     }
@@ -96,7 +96,7 @@ impl Joined {
     }
 
     fn end(self) {
-        self.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+        self.connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
     }
 }
 
@@ -132,7 +132,7 @@ fn serve(spec: &str) {
     let joined = Rank::join(path, rank, rig::registry(), LIMIT).unwrap();
     let pool = rig::pool(rig::HEADS);
     joined.register(rig::caches(&pool, rig::HEADS), [Arc::clone(&pool)]).unwrap();
-    joined.wait(Duration::from_secs(600));
+    joined.ended_blocking(Duration::from_secs(600));
 }
 
 criterion_group!(benches, steps);

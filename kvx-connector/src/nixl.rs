@@ -13,7 +13,7 @@
 //! let peer = NixlPeer::connect(&agent, theirs)?; // theirs: agent.get_agent_metadata()
 //! // 4 KiB from an address of the NIXL agent's into the first block here.
 //! let plan = peer.plan(kvx_core::Op::Read, &cache, [(0, 0x7f00_0000_1000, 4096)])?;
-//! peer.peer().transfer(&plan).notify(*b"request-7:1").post()?.wait(std::time::Duration::from_secs(5))?;
+//! peer.peer().transfer(&plan).notify(*b"request-7:1").post()?.wait_blocking(std::time::Duration::from_secs(5))?;
 //! # Ok(())
 //! # }
 //! ```
@@ -21,10 +21,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use kvx_core::{
-    Agent, Error, ErrorKind, Generation, Metadata, Op, Peer, PeerRegion, Place, Plan, Region,
-    Result, Span,
-};
+use kvx_core::backend::{Generation, Metadata};
+use kvx_core::{Agent, Error, ErrorKind, Op, Peer, PeerRegion, Place, Plan, Region, Result, Span};
 
 use kvx_vllm::wire::nixl::{NixlBlob, NixlDescriptor, NixlMemory, NixlSection};
 

@@ -5,15 +5,16 @@ use std::fmt;
 use std::sync::{Arc, OnceLock, Weak};
 
 use crate::grid::{Grid, Indices};
+use crate::identity::{LinkId, RegionKey};
 use crate::operation::{Op, Size};
 use crate::sync::Mutex;
 use crate::transport::{LocalRegion, RemoteRegion};
-use crate::{LinkId, Memory, RegionId, RegionKey, Result};
+use crate::{Memory, RegionId, Result};
 
 /// One side's grid, and which of the plan's regions it divides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Placed {
-    /// Position in [`Bound::local`] or [`Bound::remote`].
+pub struct PlacedGrid {
+    /// Position in [`BoundPlan::local`] or [`BoundPlan::remote`].
     pub region: u32,
     /// The grid.
     pub grid: Grid,
@@ -23,9 +24,9 @@ pub struct Placed {
 #[derive(Clone, Debug)]
 pub struct Pair {
     /// The local grids, in order.
-    pub local: Arc<[Placed]>,
+    pub local: Arc<[PlacedGrid]>,
     /// The remote grids: grid `i` pairs with local grid `i`, of the same block length.
-    pub remote: Arc<[Placed]>,
+    pub remote: Arc<[PlacedGrid]>,
     /// The local blocks.
     pub local_indices: Indices,
     /// The remote blocks: entry `i` pairs with local entry `i`.
@@ -33,7 +34,7 @@ pub struct Pair {
 }
 
 /// A plan on the link that its route chose: what a transport works from.
-pub struct Bound {
+pub struct BoundPlan {
     // First, so that it is dropped before the regions whose keys it may hold.
     native: OnceLock<Arc<dyn Any + Send + Sync>>,
     making: Mutex<()>,
@@ -69,7 +70,7 @@ pub struct RemoteSide {
     pub region: Arc<dyn RemoteRegion>,
 }
 
-impl Bound {
+impl BoundPlan {
     pub(crate) fn new(
         op: Op,
         size: Size,
@@ -78,7 +79,7 @@ impl Bound {
         locals: Vec<LocalSide>,
         remotes: Vec<RemoteSide>,
     ) -> Self {
-        Bound {
+        BoundPlan {
             op,
             link,
             pairs,
@@ -110,12 +111,12 @@ impl Bound {
         self.size
     }
 
-    /// The local region that a [`Placed`] or a segment speaks of.
+    /// The local region that a [`PlacedGrid`] or a segment speaks of.
     pub fn local(&self, region: u32) -> &LocalSide {
         &self.locals[region as usize]
     }
 
-    /// The remote region that a [`Placed`] or a segment speaks of.
+    /// The remote region that a [`PlacedGrid`] or a segment speaks of.
     pub fn remote(&self, region: u32) -> &RemoteSide {
         &self.remotes[region as usize]
     }
@@ -131,19 +132,19 @@ impl Bound {
     }
 
     /// The same plan with other handles of its regions. A transport that wraps another one gives it back the regions
-    /// that it made itself; [`native`](Bound::native) keeps the result.
+    /// that it made itself; [`native`](BoundPlan::native) keeps the result.
     pub fn with_regions(
         &self,
         local: impl Fn(&Arc<dyn LocalRegion>) -> Arc<dyn LocalRegion>,
         remote: impl Fn(&Arc<dyn RemoteRegion>) -> Arc<dyn RemoteRegion>,
-    ) -> Bound {
+    ) -> BoundPlan {
         let ours = |side: &LocalSide| LocalSide {
             memory: Arc::clone(&side.memory),
             region: local(&side.region),
             ..*side
         };
         let theirs = |side: &RemoteSide| RemoteSide { region: remote(&side.region), ..*side };
-        Bound {
+        BoundPlan {
             pairs: Arc::clone(&self.pairs),
             locals: self.locals.iter().map(ours).collect(),
             remotes: self.remotes.iter().map(theirs).collect(),
@@ -176,7 +177,7 @@ impl Bound {
     }
 }
 
-impl fmt::Debug for Bound {
+impl fmt::Debug for BoundPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Bound({} {} blocks, {} bytes)", self.op, self.size.blocks, self.size.bytes)
     }
@@ -185,7 +186,7 @@ impl fmt::Debug for Bound {
 /// A plan keeps what it is bound to, so that posting it again need not bind it again.
 pub(crate) trait KeepsBound: Send + Sync {
     /// The link that carried it last, and the plan on that link.
-    fn kept(&self) -> &Mutex<Option<(LinkId, Arc<Bound>)>>;
+    fn kept(&self) -> &Mutex<Option<(LinkId, Arc<BoundPlan>)>>;
 }
 
 /// Plans that are bound to a link, or name a region, so that its end can drop their bindings.
@@ -222,6 +223,6 @@ impl Bindings {
 
 /// A binding that a closed link has let go.
 pub(crate) struct Released {
-    _bound: Option<(LinkId, Arc<Bound>)>,
+    _bound: Option<(LinkId, Arc<BoundPlan>)>,
     _plan: Arc<dyn KeepsBound>,
 }

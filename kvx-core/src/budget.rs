@@ -7,7 +7,7 @@ use crate::fault_injection::injected;
 use crate::sync::{Condvar, Mutex};
 use crate::{Deadline, Error, ErrorKind, Result};
 
-/// Limits on what one agent has in flight; see [`Builder::budget`](crate::Builder::budget). By default 65,536 transfers
+/// Limits on what one agent has in flight; see [`AgentBuilder::budget`](crate::AgentBuilder::budget). By default 65,536 transfers
 /// and 256 MiB of descriptions.
 ///
 /// ```

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use crate::deadline::{Clock, Expire, Reason, Watch};
 use crate::sync::{Condvar, Mutex};
-use crate::ticket::Settle;
-use crate::{Deadline, Error, ErrorKind, Result, Ticket};
+use crate::ticket::{Settle, Ticket};
+use crate::{Deadline, Error, ErrorKind, Result};
 
 /// The clock ends an operation at its deadline; a thread that is not told looks for itself a little later.
 const GRACE: Duration = Duration::from_secs(1);
@@ -131,12 +131,12 @@ impl<T> Completion<T> {
 
     /// Blocks until the operation ends: by the deadline that it was given. One that has none (what
     /// [`Transfer::settled`](crate::Transfer::settled) gives) is waited for as long as a transfer that sets none, 30
-    /// seconds; [`wait`](Completion::wait) takes another time.
+    /// seconds; [`wait_blocking`](Completion::wait_blocking) takes another time.
     ///
     /// ```no_run
     /// # use kvx_core as kvx;
     /// # fn main() -> kvx::Result<()> {
-    /// # let agent = kvx::Agent::builder("decode-0").build(&kvx::Registry::new())?;
+    /// # let agent = kvx::Agent::builder("decode-0").registry(kvx::Registry::new()).build()?;
     /// use std::time::Duration;
     /// agent.shutdown(Duration::from_secs(5)).join()?;
     /// # Ok(()) }
@@ -149,11 +149,11 @@ impl<T> Completion<T> {
             .lock()
             .until
             .map(|until| Deadline::from(until.checked_add(GRACE).unwrap_or(until)));
-        self.wait(until.unwrap_or_else(Deadline::default_for_transfers))
+        self.wait_blocking(until.unwrap_or_else(Deadline::default_for_transfers))
     }
 
     /// Blocks until the operation ends, or until `deadline` passes before (`TimedOut`; the operation goes on).
-    pub fn wait(self, deadline: impl Into<Deadline>) -> Result<T> {
+    pub fn wait_blocking(self, deadline: impl Into<Deadline>) -> Result<T> {
         crate::fork::check()?;
         let until = deadline.into().instant();
         let mut state = self.0.state.lock();
@@ -234,13 +234,14 @@ mod tests {
         let promise = Promise::new();
         assert!(promise.finish(Ok(1)).is_none());
         assert!(matches!(promise.finish(Ok(2)), Some(Ok(2))));
-        assert_eq!(Completion::of(promise).wait(Duration::ZERO).unwrap(), 1);
+        assert_eq!(Completion::of(promise).wait_blocking(Duration::ZERO).unwrap(), 1);
     }
 
     #[test]
     fn a_wait_ends_at_its_deadline() {
-        let error =
-            Completion::<()>::of(Promise::new()).wait(Duration::from_millis(10)).unwrap_err();
+        let error = Completion::<()>::of(Promise::new())
+            .wait_blocking(Duration::from_millis(10))
+            .unwrap_err();
         assert_eq!(error.kind(), ErrorKind::TimedOut);
     }
 
@@ -267,7 +268,7 @@ mod tests {
         let (completion, ticket) = Completion::with_ticket();
         drop(ticket);
         assert_eq!(
-            completion.wait(Duration::from_secs(10)).unwrap_err().kind(),
+            completion.wait_blocking(Duration::from_secs(10)).unwrap_err().kind(),
             ErrorKind::Forgotten
         );
     }

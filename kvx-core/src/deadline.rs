@@ -36,6 +36,11 @@ impl Deadline {
         self.0
     }
 
+    /// The earlier of two.
+    pub(crate) fn earlier(self, other: Deadline) -> Self {
+        Deadline(self.0.into_iter().chain(other.0).min())
+    }
+
     /// The time that is left; zero once it has passed.
     pub fn left(self) -> Duration {
         self.0.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()))

@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use crate::metadata::{decode_region, encode_region};
-use crate::{
-    Bound, Identity, LinkId, LocalSide, Metadata, Op, Pair, RemoteSide, Result, Secret, Size,
-};
+use crate::bound::{BoundPlan, LocalSide, Pair, RemoteSide};
+use crate::identity::LinkId;
+use crate::metadata::{Metadata, decode_region, encode_region};
+use crate::{Identity, Op, Result, Secret, Size};
 
 /// The targets, by the names of their corpora.
 pub const TARGETS: &[(&str, fn(&[u8]))] = &[("core_metadata", metadata), ("core_secret", secret)];
@@ -49,12 +49,12 @@ pub fn secret(bytes: &[u8]) {
 }
 
 /// A plan of one pair as a link gets it, for the fuzz targets of transports.
-pub fn bound(op: Op, link: LinkId, pair: Pair, local: LocalSide, remote: RemoteSide) -> Bound {
+pub fn bound(op: Op, link: LinkId, pair: Pair, local: LocalSide, remote: RemoteSide) -> BoundPlan {
     let blocks = pair.local.len() as u64 * pair.local_indices.len() as u64;
     let bytes =
         pair.local.iter().map(|placed| placed.grid.length * pair.local_indices.len() as u64).sum();
     let size = Size { bytes, blocks, segments: blocks, description: 0 };
-    Bound::new(op, size, Arc::from([pair]), link, vec![local], vec![remote])
+    BoundPlan::new(op, size, Arc::from([pair]), link, vec![local], vec![remote])
 }
 
 #[cfg(test)]

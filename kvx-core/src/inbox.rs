@@ -9,7 +9,7 @@ use crate::completion::Promise;
 use crate::fault_injection::injected;
 use crate::identity::{Identity, Incarnation, Sender};
 use crate::sync::{Condvar, Mutex};
-use crate::transport::Full;
+use crate::transport::QueueFull;
 
 /// Bytes from a peer, that arrived after the data they speak of.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,7 +45,7 @@ pub(crate) struct Inbox {
 struct InboxState {
     queue: VecDeque<Notification>,
     bytes: usize,
-    /// Somebody was told `Full` since the queue last had room.
+    /// Somebody was told `QueueFull` since the queue last had room.
     refused: bool,
     /// Nobody shall wait any more.
     closed: bool,
@@ -101,8 +101,8 @@ impl Inbox {
         }
     }
 
-    /// Takes a notification in. [`Full`]: the sender's transport keeps it and stops reading.
-    pub(crate) fn deliver(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), Full> {
+    /// Takes a notification in. [`QueueFull`]: the sender's transport keeps it and stops reading.
+    pub(crate) fn deliver(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), QueueFull> {
         let incarnation = if injected("sender") { Incarnation([0; 16]) } else { from.incarnation };
         let from = Identity { name: from.name.into(), incarnation };
         let mut state = self.state.lock();
@@ -129,7 +129,7 @@ impl Inbox {
         let full = state.queue.len() >= self.limits.count || !fits;
         if full && !injected("inbox") {
             state.refused = true;
-            return Err(Full);
+            return Err(QueueFull);
         }
         let notification = Notification { from, bytes: bytes.into() };
         state.bytes += bytes.len();
@@ -159,7 +159,7 @@ impl Inbox {
         *self.keeps_core_until.lock() = after + 16 * (after - now);
     }
 
-    /// The oldest notification. The flag says that the queue has room again after a `Full`.
+    /// The oldest notification. The flag says that the queue has room again after a `QueueFull`.
     pub(crate) fn take(&self) -> (Option<Notification>, bool) {
         self.take_or_wake(None)
     }
@@ -271,7 +271,7 @@ mod tests {
         for _ in 0..4 {
             inbox.deliver(SENDERS[0], b"x").unwrap();
         }
-        assert_eq!(inbox.deliver(SENDERS[0], b"x"), Err(Full));
+        assert_eq!(inbox.deliver(SENDERS[0], b"x"), Err(QueueFull));
         let resumes: Vec<bool> = (0..4).map(|_| inbox.take().1).collect();
         assert_eq!(resumes, [false, true, false, false]);
     }
@@ -280,10 +280,10 @@ mod tests {
     fn one_that_is_larger_than_the_room_is_taken_alone() {
         let inbox = Inbox::new(InboxLimits { count: 4, bytes: 10 });
         inbox.deliver(SENDERS[0], b"first").unwrap();
-        assert_eq!(inbox.deliver(SENDERS[0], &[7; 1000]), Err(Full));
+        assert_eq!(inbox.deliver(SENDERS[0], &[7; 1000]), Err(QueueFull));
         inbox.take();
         inbox.deliver(SENDERS[0], &[7; 1000]).unwrap();
-        assert_eq!(inbox.deliver(SENDERS[0], b"x"), Err(Full));
+        assert_eq!(inbox.deliver(SENDERS[0], b"x"), Err(QueueFull));
         assert!(inbox.take().0.is_some_and(|large| large.bytes.len() == 1000));
         inbox.deliver(SENDERS[0], b"x").unwrap();
     }
@@ -294,7 +294,7 @@ mod tests {
         inbox.deliver(SENDERS[0], b"x").unwrap();
         let (large, begun) = (vec![7; 64 << 20], Instant::now());
         for _ in 0..1000 {
-            assert_eq!(inbox.deliver(SENDERS[0], &large), Err(Full));
+            assert_eq!(inbox.deliver(SENDERS[0], &large), Err(QueueFull));
         }
         assert!(
             begun.elapsed() < std::time::Duration::from_secs(1),

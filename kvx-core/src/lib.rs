@@ -3,6 +3,9 @@
 // From the top down: each group uses itself and those below it, but the last two use each other. No modules use each
 // other in a circle but those of `memory`. A test in `xtask/src/circles.rs` holds both.
 
+// What backends are made with. It only names what is below.
+pub mod backend;
+
 // What fuzzing calls, here and in the crates above. The facade does not show it.
 #[doc(hidden)]
 pub mod fuzz;
@@ -20,8 +23,8 @@ mod region;
 mod spans;
 mod transfer;
 
-pub use agent::{Agent, Builder, NextNotification};
-pub use peer::{Peer, Posting};
+pub use agent::{Agent, AgentBuilder, NextNotification};
+pub use peer::{Peer, TransferBuilder};
 pub use plan::Plan;
 pub use region::{PeerRegion, Region};
 pub use spans::Span;
@@ -42,17 +45,16 @@ mod bound;
 mod capabilities;
 mod registry;
 mod segments;
-pub mod transport;
+mod transport;
 
 pub use capabilities::{
     Capabilities, HungPageScope, Idle, Isolation, MemoryKinds, PerOp, Revocation,
 };
-pub use registry::{BackendName, BackendStatus, Registry};
-pub use transport::{AutoOpen, Placement, Unavailable};
+pub use registry::{BackendStatus, Registry};
 
 // Words: memory and its blocks, metadata, options, routes.
 mod grid;
-pub mod memory;
+mod memory;
 mod metadata;
 mod operation;
 mod options;
@@ -61,10 +63,11 @@ mod secret;
 
 pub use grid::{Blocks, Grid, GridSet, Indices, Place};
 pub use memory::{DeviceAccess, DeviceId, Memory, MemoryKind};
-pub use metadata::{Invited, Metadata, RegionInfo};
+#[cfg(all(target_os = "linux", not(kvx_portable)))]
+pub use memory::{HugePages, PageSize, PoolBuilder, PoolProperties};
 pub use operation::{Op, Size};
 pub use options::{Options, Table};
-pub use route::{Considered, Route, Verdict};
+pub use route::{Route, RouteCandidate, Verdict};
 pub use secret::Secret;
 
 // Time: deadlines, and futures that end by them.
@@ -74,7 +77,6 @@ mod ticket;
 
 pub use completion::Completion;
 pub use deadline::Deadline;
-pub use ticket::Ticket;
 
 // Errors, names and numbers; how much memory nobody may free.
 mod error;
@@ -84,24 +86,14 @@ mod names;
 mod report;
 
 pub use error::{Error, ErrorKind, Native, Result};
-pub use identity::{
-    Generation, Identity, Incarnation, Invitation, LinkId, MAX_NAME, RegionId, RegionKey, Sender,
-    TransferId,
-};
+pub use identity::{Identity, Incarnation, RegionId, Sender, TransferId};
 pub use kept::quarantined_bytes;
-pub use names::nearest;
 pub use report::Report;
 
-// For authors of backends only, and not shown by the facade: locks that no panic poisons, bounded parsing of what peers
-// send, forks, a plan as a backend gets it, memory that is never freed. By `fault_injection`, tests break core on purpose.
+// Locks that no panic poisons, bounded parsing of what peers send, forks. By `fault_injection`, tests break core on
+// purpose.
 #[doc(hidden)]
 pub mod fault_injection;
-pub mod fork;
-pub mod sync;
-pub mod wire;
-
-pub use bound::{Bound, LocalSide, Pair, Placed, RemoteSide};
-pub use identity::{random_key, random_number};
-pub use quarantine::quarantine_for_ever;
-pub use segments::{Extent, Extents, Segment, Segments};
-pub use ticket::Settle;
+mod fork;
+mod sync;
+mod wire;

@@ -43,7 +43,7 @@ pub struct Metadata {
     /// The number of its changes in this incarnation.
     pub generation: Generation,
     /// What it invites by. `None`: a release of kvx wrote it that had none yet.
-    pub invited: Option<Invited>,
+    pub invited: Option<AdmissionTerms>,
     /// Its open backends and their addresses.
     pub backends: Vec<(Arc<str>, Vec<u8>)>,
     /// Its regions.
@@ -52,7 +52,7 @@ pub struct Metadata {
 
 /// What a peer needs to be let in.
 #[derive(Clone, Copy, Debug)]
-pub struct Invited {
+pub struct AdmissionTerms {
     /// The key that it proves to have.
     pub by: Invitation,
     /// It must prove to have the fleet's secret, too.
@@ -194,7 +194,7 @@ impl Metadata {
                 }
                 INVITATION if invited.is_none() => {
                     let by = Invitation::from_bytes(value.array()?);
-                    invited = Some(Invited { by, with_secret: value.u8()? & 1 != 0 });
+                    invited = Some(AdmissionTerms { by, with_secret: value.u8()? & 1 != 0 });
                 }
                 IDENTITY | BACKEND | REGION | INVITATION => {
                     return Err(value.malformed("more sections of a kind than allowed"));
@@ -230,7 +230,7 @@ impl Metadata {
     }
 
     /// What it invites by. Errors: `Incompatible` for metadata without.
-    pub(crate) fn invited(&self) -> Result<Invited> {
+    pub(crate) fn invited(&self) -> Result<AdmissionTerms> {
         self.invited.ok_or_else(|| {
             let why = "the peer's metadata holds no invitation, by which its agent would let this one in: a release of \
                        kvx wrote it that had none; upgrade the peer";
@@ -455,7 +455,7 @@ mod tests {
         assert_eq!(error.kind(), ErrorKind::Incompatible);
         assert!(error.to_string().contains("upgrade the peer"), "{error}");
         for with_secret in [false, true] {
-            let invited = Some(Invited { by: Invitation::from_bytes([5; 32]), with_secret });
+            let invited = Some(AdmissionTerms { by: Invitation::from_bytes([5; 32]), with_secret });
             let bytes = Metadata { invited, ..sample(1) }.encode().unwrap();
             let back = Metadata::decode(&bytes).unwrap().invited().unwrap();
             assert_eq!((back.by.bytes(), back.with_secret), (&[5; 32], with_secret));

@@ -6,10 +6,11 @@ use std::time::Duration;
 use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread;
 
+use crate::ErrorKind;
 use crate::completion::{Completion, Promise};
 use crate::region::core_of;
+use crate::ticket::Ticket;
 use crate::transport::LocalRegion;
-use crate::{ErrorKind, Ticket};
 
 /// Never reached: a model has no time, and a wait that nobody ends is a deadlock, which fails it.
 const LONG: Duration = Duration::from_secs(3600);

@@ -3,9 +3,8 @@
 /// The candidate that takes the fewest edits from `name`, letter case aside, if that is at most about half its letters.
 ///
 /// ```
-/// # use kvx_core as kvx;
-/// assert_eq!(kvx::nearest("UXC", ["UCX", "TCP"]), Some("UCX"));
-/// assert_eq!(kvx::nearest("banana", ["UCX", "TCP"]), None);
+/// assert_eq!(kvx_core::backend::nearest("UXC", ["UCX", "TCP"]), Some("UCX"));
+/// assert_eq!(kvx_core::backend::nearest("banana", ["UCX", "TCP"]), None);
 /// ```
 pub fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let name = name.to_lowercase();

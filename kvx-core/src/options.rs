@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use serde_json::{Map, Value};
 
-use crate::{Error, ErrorKind, Result, nearest};
+use crate::names::nearest;
+use crate::{Error, ErrorKind, Result};
 
 /// The object `kv_connector_extra_config`. Each backend reads the table of its own name.
 ///

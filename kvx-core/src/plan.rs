@@ -3,16 +3,16 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::bound::{Bound, KeepsBound, Pair, Placed};
+use crate::bound::{BoundPlan, KeepsBound, Pair, PlacedGrid};
 use crate::fault_injection::injected;
 use crate::grid::{Blocks, Grid, Place};
-use crate::identity::Identity;
+use crate::identity::{Identity, LinkId};
 use crate::memory::read_only;
 use crate::operation::{Op, Size};
 use crate::overlap::{self, Destination};
 use crate::region::{PeerRegion, Region};
 use crate::sync::Mutex;
-use crate::{Error, ErrorKind, LinkId, MemoryKind, Result, fork};
+use crate::{Error, ErrorKind, MemoryKind, Result, fork};
 
 /// Pairs of local and remote blocks, checked once and immutable; cheap to clone, and can be posted again and again.
 ///
@@ -29,11 +29,11 @@ pub(crate) struct PlanInner {
     pub(crate) remotes: Vec<PeerRegion>,
     pub(crate) size: Size,
     /// The binding to the link that carried it last. The plan holds it, and the link drops it when it closes.
-    pub(crate) bound: Mutex<Option<(LinkId, Arc<Bound>)>>,
+    pub(crate) bound: Mutex<Option<(LinkId, Arc<BoundPlan>)>>,
 }
 
 impl KeepsBound for PlanInner {
-    fn kept(&self) -> &Mutex<Option<(LinkId, Arc<Bound>)>> {
+    fn kept(&self) -> &Mutex<Option<(LinkId, Arc<BoundPlan>)>> {
         &self.bound
     }
 }
@@ -220,8 +220,9 @@ impl Build {
             self.size.blocks += blocks;
             self.size.segments += if a.is_packed() && b.is_packed() { runs } else { blocks };
         }
-        self.size.description +=
-            local.indices.bytes() + remote.indices.bytes() + 2 * size_of::<Placed>() * ours.len();
+        self.size.description += local.indices.bytes()
+            + remote.indices.bytes()
+            + 2 * size_of::<PlacedGrid>() * ours.len();
         let place_local =
             ours.iter().map(|(region, grid)| place(&mut self.locals, region, *grid)).collect();
         let place_remote =
@@ -257,11 +258,11 @@ impl Build {
     }
 }
 
-fn place<R: Place + Clone>(regions: &mut Vec<R>, region: &R, grid: Grid) -> Placed {
+fn place<R: Place + Clone>(regions: &mut Vec<R>, region: &R, grid: Grid) -> PlacedGrid {
     let known = regions.iter().position(|other| other.is(region));
     let region = known.unwrap_or_else(|| {
         regions.push(region.clone());
         regions.len() - 1
     });
-    Placed { region: region as u32, grid }
+    PlacedGrid { region: region as u32, grid }
 }

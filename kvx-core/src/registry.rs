@@ -4,8 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::fault_injection::injected;
+use crate::names::nearest;
 use crate::transport::{Availability, Factory, Unavailable};
-use crate::{Error, ErrorKind, Options, Result, nearest};
+use crate::{Error, ErrorKind, Options, Result};
 
 /// A name that users may write, whether or not its backend is in this build.
 #[derive(Clone, Copy, Debug)]
@@ -52,6 +53,11 @@ impl Registry {
     pub fn with_names(mut self, known: &[BackendName]) -> Self {
         self.known.extend_from_slice(known);
         self
+    }
+
+    /// Returns the names that users may write, with those of backends that are not compiled in.
+    pub fn known_names(&self) -> &[BackendName] {
+        &self.known
     }
 
     /// Adds a backend, also one that no table knows. Errors: `Invalid` when its name is taken.
@@ -124,7 +130,7 @@ impl Registry {
     }
 
     /// Looks up `written`. Errors: `UnknownBackend`.
-    pub fn standing(
+    pub fn status(
         &self,
         written: &str,
         options: &Options,
@@ -154,7 +160,7 @@ impl Registry {
         written: &str,
         options: &Options,
     ) -> Result<(&Arc<dyn Factory>, Availability)> {
-        let (name, standing) = self.standing(written, options)?;
+        let (name, standing) = self.status(written, options)?;
         match (standing, self.factory(name)) {
             (BackendStatus::Available(availability), Some(factory)) => Ok((factory, availability)),
             (standing, _) => Err(standing.error(name)),

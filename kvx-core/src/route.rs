@@ -8,12 +8,12 @@ use crate::Error;
 #[derive(Clone, Debug)]
 pub struct Route {
     /// The backends and what became of them.
-    pub considered: Vec<Considered>,
+    pub candidates: Vec<RouteCandidate>,
 }
 
 /// One backend of a route.
 #[derive(Clone, Debug)]
-pub struct Considered {
+pub struct RouteCandidate {
     /// Its name.
     pub backend: &'static str,
     /// Its state.
@@ -37,17 +37,17 @@ pub enum Verdict {
 impl Route {
     /// The backend that serves what it can: the first that is connected.
     pub fn chosen(&self) -> Option<&'static str> {
-        self.considered
+        self.candidates
             .iter()
-            .find(|considered| matches!(considered.verdict, Verdict::Up(_)))
-            .map(|considered| considered.backend)
+            .find(|candidates| matches!(candidates.verdict, Verdict::Up(_)))
+            .map(|candidates| candidates.backend)
     }
 }
 
 impl fmt::Display for Route {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let chosen = self.chosen();
-        for (at, Considered { backend, verdict }) in self.considered.iter().enumerate() {
+        for (at, RouteCandidate { backend, verdict }) in self.candidates.iter().enumerate() {
             f.write_str(if at == 0 { "" } else { "; " })?;
             match verdict {
                 Verdict::Up(how) if chosen == Some(backend) => {

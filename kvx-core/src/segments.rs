@@ -2,15 +2,15 @@
 
 use std::sync::Arc;
 
-use crate::bound::{Bound, Placed};
+use crate::bound::{BoundPlan, PlacedGrid};
 use crate::grid::Indices;
 
 /// A piece that is contiguous on both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Position in [`Bound::locals`].
+    /// Position in [`BoundPlan::locals`].
     pub local_region: u32,
-    /// Position in [`Bound::remotes`].
+    /// Position in [`BoundPlan::remotes`].
     pub remote_region: u32,
     /// Offset in the local region.
     pub local_offset: u64,
@@ -20,22 +20,22 @@ pub struct Segment {
     pub len: u64,
 }
 
-impl Bound {
+impl BoundPlan {
     /// The contiguous pieces, of at most `max_len` bytes each: lazy, merged where both sides are adjacent, resumable.
     pub fn segments(self: &Arc<Self>, max_len: u64) -> Segments {
         Segments::new(Arc::clone(self), max_len)
     }
 }
 
-/// The segments of a bound plan; see [`Bound::segments`]. Owns the plan, so it can be kept between turns.
+/// The segments of a bound plan; see [`BoundPlan::segments`]. Owns the plan, so it can be kept between turns.
 pub struct Segments {
-    bound: Arc<Bound>,
+    bound: Arc<BoundPlan>,
     max: u64,
     /// The pair and the grid that come next.
     pair: usize,
     grid: usize,
     /// The grids that are walked now, and the block that comes next.
-    now: Option<(Placed, Placed)>,
+    now: Option<(PlacedGrid, PlacedGrid)>,
     /// That block on either side.
     next: (u32, u32),
     /// True if neighbours in the lists are neighbours in memory.
@@ -47,7 +47,7 @@ pub struct Segments {
 
 impl Segments {
     /// The merged segments of `bound`, none longer than `max` bytes.
-    pub fn new(bound: Arc<Bound>, max: u64) -> Self {
+    pub fn new(bound: Arc<BoundPlan>, max: u64) -> Self {
         let max = max.max(1);
         Segments {
             bound,
@@ -64,7 +64,7 @@ impl Segments {
     }
 
     /// The plan they come from.
-    pub fn bound(&self) -> &Arc<Bound> {
+    pub fn bound(&self) -> &Arc<BoundPlan> {
         &self.bound
     }
 
@@ -154,7 +154,7 @@ impl Iterator for Segments {
 /// A piece that is contiguous on one side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Which region, as [`Placed`] says.
+    /// Which region, as [`PlacedGrid`] says.
     pub region: u32,
     /// Offset in it.
     pub offset: u64,
@@ -166,7 +166,7 @@ pub struct Extent {
 /// own side (sockets) use it; both ends agree on the order, not on where the pieces end.
 #[derive(Clone, Debug)]
 pub struct Extents {
-    grids: Arc<[Placed]>,
+    grids: Arc<[PlacedGrid]>,
     indices: Indices,
     grid: usize,
     at: usize,
@@ -176,7 +176,7 @@ pub struct Extents {
 
 impl Extents {
     /// The stream of these blocks. The indices lie within the grids.
-    pub fn new(grids: Arc<[Placed]>, indices: Indices) -> Self {
+    pub fn new(grids: Arc<[PlacedGrid]>, indices: Indices) -> Self {
         let left = grids.iter().map(|placed| placed.grid.length * indices.len() as u64).sum();
         Extents { grids, indices, grid: 0, at: 0, rest: None, left }
     }
@@ -235,7 +235,7 @@ mod tests {
 
     fn extents(grids: &[Grid], indices: impl Into<Indices>) -> Extents {
         Extents::new(
-            grids.iter().map(|grid| Placed { region: 0, grid: *grid }).collect(),
+            grids.iter().map(|grid| PlacedGrid { region: 0, grid: *grid }).collect(),
             indices.into(),
         )
     }

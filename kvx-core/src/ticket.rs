@@ -16,8 +16,8 @@ pub trait Settle: Send + Sync {
 /// cannot be reported twice:
 ///
 /// ```compile_fail,E0382
-/// # use kvx_core as kvx;
-/// let ticket = kvx::Ticket::new(|_| ());
+/// # use kvx_core::backend::Ticket;
+/// let ticket = Ticket::new(|_| ());
 /// ticket.settle(Ok(()));
 /// ticket.settle(Ok(()));
 /// ```

@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::os::fd::{FromRawFd, OwnedFd};
 
 use kvx_backend::loader::NativeLibrary;
-use kvx_core::memory::Hop;
-use kvx_core::{DeviceId, Unavailable};
+use kvx_core::DeviceId;
+use kvx_core::backend::{Hop, Unavailable};
 use kvx_gpu::driver::{
     Address, CallResult, Context, CopyDirection, DeviceNumber, Failure, Location, PointerInfo,
     PointerPlace, Rows, Status, StreamHandle, VendorCalls, status,

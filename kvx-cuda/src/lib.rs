@@ -7,7 +7,7 @@ mod vendor;
 
 use std::sync::Arc;
 
-use kvx_core::Unavailable;
+use kvx_core::backend::Unavailable;
 use kvx_gpu::Devices;
 
 pub use kvx_gpu::{

@@ -1,7 +1,7 @@
 //! Grids recognised in lists of copies: fewer and larger calls for the driver.
 
 use crate::driver::Rows;
-use kvx_core::memory::Hop;
+use kvx_core::backend::Hop;
 
 /// Fewer rows than this are copied one by one.
 const FEWEST_ROWS: usize = 4;

@@ -15,12 +15,12 @@ use super::strided::{DevicePtr, StridedBlocks};
 use super::thread::{DeviceJob, DeviceThread, DeviceWork};
 use crate::driver::{CopyDirection, DeviceInfo, Driver, StreamHandle};
 use kvx_backend::process::ProcessId;
-use kvx_core::memory::{DeviceAccess, DeviceId, Direction, DmaBuf, Hop, IpcHandle, Piece};
-use kvx_core::sync::Mutex;
-use kvx_core::{Error, ErrorKind, Memory, MemoryKind, Result, Ticket};
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::{Direction, DmaBuf, Hop, IpcHandle, Piece, Ticket};
+use kvx_core::{DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, Result};
 
 /// A GPU, and kvx's machine for it. Give it to an agent with
-/// [`Builder::device`](kvx_core::Builder::device).
+/// [`AgentBuilder::device`](kvx_core::AgentBuilder::device).
 ///
 /// Nothing happens on the device before it is used; the first use makes its context, which takes
 /// time and memory.
@@ -199,7 +199,7 @@ impl Device {
 
     /// The thread, started on first use.
     fn thread(&self) -> Result<&DeviceThread> {
-        kvx_core::fork::check()?;
+        kvx_core::backend::fork::check()?;
         if let Some(thread) = self.thread.get() {
             return Ok(thread);
         }

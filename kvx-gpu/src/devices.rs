@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use kvx_backend::loader::OpenOnce;
-use kvx_core::Unavailable;
-use kvx_core::sync::Mutex;
+use kvx_core::backend::Unavailable;
+use kvx_core::backend::sync::Mutex;
 
 use super::device::Device;
 use crate::driver::{Driver, Library, Vendor};

@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 use super::kernel_tables::{KernelTable, Tables};
 use crate::driver::{Driver, EventHandle, StreamHandle};
 use kvx_backend::process::ProcessWatch;
-use kvx_core::sync::catch_panic;
-use kvx_core::{Error, ErrorKind, Result, Ticket};
+use kvx_core::backend::Ticket;
+use kvx_core::backend::sync::catch_panic;
+use kvx_core::{Error, ErrorKind, Result};
 
 /// How long a driver may answer with errors that say nothing of the work before that work counts as
 /// lost.

@@ -8,10 +8,10 @@ use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
 use crate::driver::{Driver, MappedMemory};
 use kvx_backend::process::{ProcessId, ProcessWatch};
-use kvx_core::memory::IpcHandle;
-use kvx_core::sync::Mutex;
-use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, ErrorKind, Result, fork};
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::wire::{Reader, Writer};
+use kvx_core::backend::{IpcHandle, fork};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// The form of the handles of this release.
 const FORM: u8 = 1;

@@ -2,7 +2,7 @@
 
 use crate::driver::{CopyDirection, Driver, StreamHandle};
 use kvx_core::Result;
-use kvx_core::memory::Hop;
+use kvx_core::backend::Hop;
 
 /// Bytes of a table: about as many rows as one launch is worth.
 pub(super) const TABLE: usize = 64 << 10;

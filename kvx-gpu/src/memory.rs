@@ -9,8 +9,9 @@ use super::device::Device;
 use super::strided::DevicePtr;
 use super::thread::DeviceWork;
 use crate::driver::{MappedMemory, PointerPlace};
-use kvx_core::sync::Mutex;
-use kvx_core::{Completion, Deadline, DeviceAccess, Error, ErrorKind, Memory, Result, fork};
+use kvx_core::backend::fork;
+use kvx_core::backend::sync::Mutex;
+use kvx_core::{Completion, Deadline, DeviceAccess, Error, ErrorKind, Memory, Result};
 
 /// Pools are as long as a multiple of this, and so begin at one: drivers give out smaller memory in
 /// parts of such a page, and of a part no other card can be given a descriptor.
@@ -70,7 +71,7 @@ impl DevicePoolBuilder {
         // SAFETY: the allocation is held until the completion ends, and if nobody knows whether it
         // has, for ever.
         unsafe { device.ask(DeviceWork::Zero { address, len: whole }, std::iter::empty(), ticket) };
-        if let Err(error) = filled.wait(Deadline::default_for_transfers()) {
+        if let Err(error) = filled.wait_blocking(Deadline::default_for_transfers()) {
             if matches!(error.kind(), ErrorKind::Forgotten | ErrorKind::TimedOut) {
                 std::mem::forget(allocation);
             }

@@ -13,8 +13,9 @@ use crate::driver::{
     DeviceInfo, Driver, Failure, FunctionNames, Functions, Library, LibraryFile, PointerInfo, Rows,
     Status, StreamHandle, Vendor, VendorCalls, VirtualMemoryFunctions, VirtualMemoryNames,
 };
-use kvx_core::memory::{DeviceAccess as _, Hop};
-use kvx_core::sync::Mutex;
+use kvx_core::DeviceAccess as _;
+use kvx_core::backend::Hop;
+use kvx_core::backend::sync::Mutex;
 use kvx_core::{Completion, DeviceId, ErrorKind, MemoryKind};
 
 const LONG: Duration = Duration::from_secs(8);
@@ -38,7 +39,7 @@ static VENDOR: Vendor = Vendor {
     fatal: &[],
     kernels: None,
     compiler: CompilerLibrary { name: "", library: NO_FILE, functions: CompilerNames::UNUSED },
-    calls: |_, _| Err(kvx_core::Unavailable::because("a test", "")),
+    calls: |_, _| Err(kvx_core::backend::Unavailable::because("a test", "")),
 };
 
 /// Panics at its first copy, once it is told to.
@@ -119,13 +120,13 @@ fn a_driver_that_panics_leaves_no_ticket_behind() {
     let (first, second) = (ask(&device), ask(&device));
     go.send(()).unwrap();
     // The driver may have begun the first: its memory is quarantined.
-    assert_eq!(first.wait(LONG).unwrap_err().kind(), ErrorKind::Forgotten);
-    second.wait(LONG).unwrap_err();
-    let error = ask(&device).wait(LONG).unwrap_err();
+    assert_eq!(first.wait_blocking(LONG).unwrap_err().kind(), ErrorKind::Forgotten);
+    second.wait_blocking(LONG).unwrap_err();
+    let error = ask(&device).wait_blocking(LONG).unwrap_err();
     assert!(error.sentence().contains("the thread of the device has ended"), "{error}");
     let (completion, ticket) = Completion::with_ticket();
     // SAFETY: as above.
     unsafe { device.gather(DevicePtr(0), &[], &[0].into(), ticket) };
-    completion.wait(LONG).unwrap_err();
+    completion.wait_blocking(LONG).unwrap_err();
     drop(device);
 }

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::driver::Driver;
-use kvx_core::sync::Mutex;
-use kvx_core::{Error, ErrorKind, Memory, Result, fork};
+use kvx_core::backend::fork;
+use kvx_core::backend::sync::Mutex;
+use kvx_core::{Error, ErrorKind, Memory, Result};
 
 /// The host memory that a device has pinned for kvx.
 #[derive(Default)]

@@ -13,9 +13,9 @@ use super::pinned::PinnedRanges;
 use super::strided::{BlockSelection, DevicePtr, StridedBlocks};
 use crate::driver::{CopyDirection, Driver, FunctionHandle, StreamHandle};
 use kvx_backend::process::ProcessWatch;
-use kvx_core::memory::Hop;
-use kvx_core::sync::{Condvar, Mutex, catch_panic, pause_between_looks};
-use kvx_core::{Error, ErrorKind, Result, Ticket};
+use kvx_core::backend::sync::{Condvar, Mutex, catch_panic, pause_between_looks};
+use kvx_core::backend::{Hop, Ticket};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// A piece of work for the thread.
 pub(super) enum DeviceWork {
@@ -126,7 +126,7 @@ impl DeviceThread {
 
 impl Drop for DeviceThread {
     fn drop(&mut self) {
-        if kvx_core::fork::check().is_err() {
+        if kvx_core::backend::fork::check().is_err() {
             return; // the thread is the parent's
         }
         self.shared.queue.lock().stop = true;

@@ -1,7 +1,7 @@
 //! An agent's address: its section of the metadata.
 
 use kvx_backend::checksum;
-use kvx_core::wire::{Reader, Writer};
+use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result};
 
 use crate::config::MAX_RAILS;

@@ -10,7 +10,7 @@
 use std::fs;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
-use kvx_core::fork;
+use kvx_core::backend::fork;
 use rustix::net::{AddressFamily, Shutdown};
 
 /// How deep queues wait for queues: an endpoint's waits for one of connections and one of messages.

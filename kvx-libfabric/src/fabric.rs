@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::fabric::{EndpointId, Event, Fabric, Job, JobId, SendStatus, Unregister};
 use kvx_backend::reactor::{Armed, SLICE, Turn};
-use kvx_core::transport::RemoteSpec;
+use kvx_core::backend::RemoteSpec;
 use kvx_core::{Capabilities, Error, ErrorKind, Identity, Result};
 
 use crate::address::Address;

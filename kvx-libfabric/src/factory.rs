@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use kvx_backend::error::unavailable;
 use kvx_backend::fabric::Parts;
-use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
-use kvx_core::{
-    AutoOpen, Error, ErrorKind, Idle, MemoryKind, Options, Placement, Result, Unavailable,
+use kvx_core::backend::{
+    Admission, AutoOpen, Availability, Context, Factory, Placement, Transport, Unavailable,
 };
+use kvx_core::{Error, ErrorKind, Idle, MemoryKind, Options, Result};
 
 use crate::address::{Address, HostProcess};
 use crate::config::Config;
@@ -26,13 +26,26 @@ use crate::wake_socket::WakeSocket;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Libfabric;
 
+impl Libfabric {
+    /// Has libfabric keep no more of what strangers send over sockets than this process handles: sets
+    /// `FI_OFI_RXM_BUFFER_SIZE` and `FI_OFI_RXM_EAGER_LIMIT` for it and for what it starts. Where one of the two is set it
+    /// leaves them alone, and beside a card for RDMA, with which this was never tried. See SECURITY.md.
+    ///
+    /// # Safety
+    /// No other thread uses the environment meanwhile: call it first in `main`, before anything starts threads.
+    pub unsafe fn bound_kept_messages() {
+        // SAFETY: the caller guarantees that no other thread uses the environment.
+        unsafe { providers::bound_kept_messages() }
+    }
+}
+
 impl Factory for Libfabric {
     fn name(&self) -> &'static str {
         NAME
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 40, without_a_list: AutoOpen::OpenWithRdma, speaks_for: &[] }
+        Placement { order: 40, auto_open: AutoOpen::OpenWithRdma, speaks_for: &[] }
     }
 
     fn admission(&self) -> Admission {

@@ -22,7 +22,6 @@ mod topology;
 mod wake_socket;
 
 pub use factory::Libfabric;
-pub use providers::bound_kept_messages;
 
 /// The generated bindings to libfabric, for programs that drive it themselves: no part of kvx, and
 /// without its promises.

@@ -8,9 +8,9 @@ use kvx_backend::checksum;
 use kvx_backend::error::closed;
 use kvx_backend::fabric::Registrar;
 use kvx_backend::registrations::{Registration, Registrations};
-use kvx_core::sync::Mutex;
-use kvx_core::transport::RemoteSpec;
-use kvx_core::wire::{Reader, Writer};
+use kvx_core::backend::RemoteSpec;
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
 
 use crate::config::MAX_RAILS;
@@ -215,7 +215,7 @@ impl Remote {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvx_core::RegionKey;
+    use kvx_core::backend::RegionKey;
 
     fn decode(export: &[u8], len: u64) -> Result<Remote> {
         let key = RegionKey([0; 16]);

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 
 use crate::ffi::Endpoint;
 

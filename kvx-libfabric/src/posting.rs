@@ -4,7 +4,8 @@
 use std::ffi::c_void;
 
 use kvx_backend::fabric::Job;
-use kvx_core::{Result, Segment};
+use kvx_core::Result;
+use kvx_core::backend::Segment;
 
 use crate::error;
 use crate::fabric::LibfabricFabric;

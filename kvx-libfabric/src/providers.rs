@@ -132,15 +132,11 @@ pub(crate) fn caution(provider: &str) -> Option<&'static str> {
 /// The values that bound it, which the cautions name.
 const BOUNDED: [(&str, &str); 2] = [(SIZE, "4352"), (LIMIT, "16384")];
 
-/// Has libfabric keep no more of what strangers send over sockets than this process handles: sets
-/// `FI_OFI_RXM_BUFFER_SIZE` and `FI_OFI_RXM_EAGER_LIMIT` for it and for what it starts. Where one
-/// of the two is set it leaves them alone, and beside a card for RDMA, with which this was never
-/// tried. See SECURITY.md.
+/// See [`Libfabric::bound_kept_messages`](crate::Libfabric::bound_kept_messages).
 ///
 /// # Safety
-/// No other thread uses the environment meanwhile: call it first in `main`, before anything starts
-/// threads.
-pub unsafe fn bound_kept_messages() {
+/// No other thread uses the environment meanwhile.
+pub(crate) unsafe fn bound_kept_messages() {
     if !rdma_devices().is_empty()
         || BOUNDED.iter().any(|(variable, _)| std::env::var_os(variable).is_some())
     {

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use kvx_backend::fabric::attacker;
-use kvx_core::{Agent, Memory, Metadata, Options, Registry, Secret};
+use kvx_core::backend::Metadata;
+use kvx_core::{Agent, Memory, Options, Registry, Secret};
 use kvx_testkit::{newcomer, newcomers_amid};
 
 use crate::error::NAME;
@@ -24,7 +25,7 @@ fn an_address_that_is_not_proven_reaches_no_parser(test: &str, provider: &str) {
     let [secret, wrong] = [3, 4].map(|byte| Secret::from_bytes([byte; 32]));
     let agent = |name| {
         let builder = Agent::builder(name).backends([NAME]).options(options.clone());
-        builder.secret(secret.clone()).build(&registry).unwrap()
+        builder.secret(secret.clone()).registry(registry.clone()).build().unwrap()
     };
     let owner = agent("owner");
     let _region = owner.register("kv", Memory::pool(64 << 10).build().unwrap()).unwrap();

@@ -7,7 +7,7 @@
 
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 
-use kvx_core::fork::Private;
+use kvx_core::backend::fork::Private;
 use kvx_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};

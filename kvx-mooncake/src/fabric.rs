@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use kvx_backend::error::{closed, link_lost};
 use kvx_backend::fabric::{EndpointId, Event, Fabric, Job, SendStatus, Unregister};
 use kvx_backend::reactor::{Armed, Turn};
-use kvx_core::transport::{ForeignRange, RemoteSpec};
+use kvx_core::backend::{ForeignRange, RemoteSpec};
 use kvx_core::{Capabilities, Error, ErrorKind, Identity, RegionId, Result};
 
 use crate::batches::{Batches, FailedBatch, InFlightBatch};

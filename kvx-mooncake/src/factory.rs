@@ -6,8 +6,10 @@ use std::sync::Arc;
 use kvx_backend::devices::rdma_devices;
 use kvx_backend::error::unavailable;
 use kvx_backend::fabric::{self, Parts};
-use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
-use kvx_core::{AutoOpen, Options, Placement, Result, Unavailable};
+use kvx_core::backend::{
+    Admission, AutoOpen, Availability, Context, Factory, Placement, Transport, Unavailable,
+};
+use kvx_core::{Options, Result};
 
 use crate::adapter;
 use crate::blocking_calls::BlockingCalls;
@@ -63,7 +65,7 @@ impl Factory for Mooncake {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 95, without_a_list: AutoOpen::Skip, speaks_for: &[] }
+        Placement { order: 95, auto_open: AutoOpen::Skip, speaks_for: &[] }
     }
 
     fn admission(&self) -> Admission {

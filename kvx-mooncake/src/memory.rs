@@ -5,8 +5,8 @@ use std::sync::{Arc, Weak};
 
 use kvx_backend::error::closed;
 use kvx_backend::fabric::Registrar;
-use kvx_core::sync::Mutex;
-use kvx_core::wire::Writer;
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::wire::Writer;
 use kvx_core::{Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
 
 use crate::ffi::Engine;

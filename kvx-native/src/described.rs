@@ -3,8 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Bound, Error, ErrorKind, Grid, Indices, Pair, Placed, RegionId, RegionKey, Result};
+use kvx_core::backend::wire::{Reader, Writer};
+use kvx_core::backend::{BoundPlan, Pair, PlacedGrid, RegionKey};
+use kvx_core::{Error, ErrorKind, Grid, Indices, RegionId, Result};
 
 /// The most grids in one request.
 pub(crate) const MAX_GRIDS: usize = 1024;
@@ -70,7 +71,7 @@ pub(crate) struct Described {
     /// Regions and the keys that the sender shows for them.
     pub(crate) regions: Vec<(RegionId, RegionKey)>,
     /// Grids on those regions: `region` counts within `regions`.
-    pub(crate) grids: Arc<[Placed]>,
+    pub(crate) grids: Arc<[PlacedGrid]>,
     /// Blocks, below the count of every grid.
     pub(crate) indices: Indices,
 }
@@ -78,7 +79,7 @@ pub(crate) struct Described {
 impl Described {
     /// One side of a part of a bound plan. Local regions carry no key of their own here: `key` says what to show.
     pub(crate) fn of(
-        bound: &Bound,
+        bound: &BoundPlan,
         part: &Part,
         side: Side,
         key: impl Fn(u32) -> (RegionId, RegionKey),
@@ -97,7 +98,7 @@ impl Described {
                     order.push(placed.region);
                     order.len() - 1
                 });
-                Placed { region: region as u32, grid: placed.grid }
+                PlacedGrid { region: region as u32, grid: placed.grid }
             })
             .collect();
         Described {
@@ -185,9 +186,9 @@ impl Described {
                 grid.check(u64::MAX).map_err(|error| reader.malformed(error))?;
                 smallest = smallest.min(grid.count);
                 total = total.saturating_add(grid.length);
-                Ok(Placed { region, grid })
+                Ok(PlacedGrid { region, grid })
             })
-            .collect::<Result<Arc<[Placed]>>>()?;
+            .collect::<Result<Arc<[PlacedGrid]>>>()?;
         let indices: Indices = match reader.u8()? {
             0 => {
                 let (start, len) = (reader.u32()?, reader.u32()?);
@@ -253,8 +254,11 @@ mod tests {
         Described {
             regions: vec![(RegionId(7), RegionKey([1; 16])), (RegionId(9), RegionKey([2; 16]))],
             grids: [
-                Placed { region: 0, grid: Grid::packed(64, 100) },
-                Placed { region: 1, grid: Grid { base: 8, stride: 128, length: 64, count: 100 } },
+                PlacedGrid { region: 0, grid: Grid::packed(64, 100) },
+                PlacedGrid {
+                    region: 1,
+                    grid: Grid { base: 8, stride: 128, length: 64, count: 100 },
+                },
             ]
             .into(),
             indices: indices.into(),
@@ -310,8 +314,8 @@ mod tests {
 
     #[test]
     fn parts_cover_every_block_once() {
-        let grids: Arc<[Placed]> =
-            vec![Placed { region: 0, grid: Grid::packed(4096, 1000) }; 3].into();
+        let grids: Arc<[PlacedGrid]> =
+            vec![PlacedGrid { region: 0, grid: Grid::packed(4096, 1000) }; 3].into();
         let indices = Indices::from(0..1000);
         let pair = Pair {
             local: Arc::clone(&grids),

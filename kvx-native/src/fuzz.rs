@@ -8,7 +8,7 @@ use crate::tcp;
 #[cfg(feature = "tcp")]
 pub use crate::tcp::fuzz::by_hand;
 
-use kvx_core::wire::Reader;
+use kvx_core::backend::wire::Reader;
 
 use crate::described::{Described, MAX_GRIDS, MAX_INDICES};
 

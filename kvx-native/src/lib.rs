@@ -19,4 +19,4 @@ pub use tcp::Tcp;
 
 /// A ticket and what to settle it with.
 #[cfg(any(feature = "shm", feature = "tcp"))]
-type Settlement = (kvx_core::Ticket, kvx_core::Result<()>);
+type Settlement = (kvx_core::backend::Ticket, kvx_core::Result<()>);

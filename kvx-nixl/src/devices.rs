@@ -3,8 +3,9 @@
 
 use std::sync::Arc;
 
-use kvx::gpu::Device;
-use kvx::{DeviceAccess as _, MemoryKind};
+use kvx::MemoryKind;
+use kvx_core::DeviceAccess as _;
+use kvx_gpu::Device;
 
 /// The GPUs of this process, which are some; or why none are offered.
 pub(crate) struct Devices(Result<Vec<Arc<Device>>, String>);
@@ -14,8 +15,9 @@ impl Devices {
     /// driver, and nothing on a device.
     pub(crate) fn find() -> Devices {
         let found = kvx::cuda::devices().or_else(|cuda| {
-            let rocm =
-                |rocm: kvx::Unavailable| format!("NVIDIA: {}; AMD: {}", cuda.missing, rocm.missing);
+            let rocm = |rocm: kvx_core::backend::Unavailable| {
+                format!("NVIDIA: {}; AMD: {}", cuda.missing, rocm.missing)
+            };
             kvx::rocm::devices().map_err(rocm)
         });
         Devices(found)

@@ -8,7 +8,7 @@ use std::time::Duration;
 use kvx::connector::nixl;
 use kvx::connector::wire::nixl::{Assembly, Got, MAX_NOTE, notes};
 use kvx::{Agent, Completion, ErrorKind, Memory, Op, Peer, PeerRegion, Plan, Region, Secret, Span};
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 
 use crate::devices::Devices;
 use crate::handles::{Handles, NixlHandle};
@@ -90,7 +90,7 @@ impl Engine {
         for device in devices.all() {
             builder = builder.device(Arc::clone(device) as _);
         }
-        let agent = builder.build(&kvx::registry())?;
+        let agent = builder.registry(kvx::registry()).build()?;
         let open = agent.backends();
         let devices = devices.only_if(|kind| agent.reaches(kind), &open.join(", "));
         info(format_args!(

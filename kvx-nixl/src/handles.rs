@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 
 /// What an opaque pointer of NIXL's stands for. Never zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -6,7 +6,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use kvx::{Completion, Peer, Plan, Report, Transfer};
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 
 use crate::log::warn;
 use crate::status::{NixlResult, NixlStatus};
@@ -166,7 +166,7 @@ impl Request {
             let last = flight.status != NixlStatus::InProgress;
             (settled, std::mem::replace(&mut flight.released, true) || last)
         };
-        match settled.wait(if again { deadline } else { PATIENCE }) {
+        match settled.wait_blocking(if again { deadline } else { PATIENCE }) {
             Ok(()) => {
                 self.flight.lock().transfer = None;
                 ReleaseOutcome::Gone

@@ -5,7 +5,8 @@ use std::fmt;
 use std::net::{IpAddr, TcpListener};
 use std::time::Duration;
 
-use kvx::{Error, ErrorKind, Options, Result, nearest};
+use kvx::{Error, ErrorKind, Options, Result};
+use kvx_core::backend::nearest;
 
 /// Parameters and their variables.
 const KNOWN: [(&str, &str); 7] = [

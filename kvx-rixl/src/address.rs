@@ -1,8 +1,9 @@
 //! An agent's address: its section of the metadata.
 
 use kvx_backend::checksum;
-use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Identity, MAX_NAME, Result};
+use kvx_core::backend::MAX_NAME;
+use kvx_core::backend::wire::{Reader, Writer};
+use kvx_core::{Identity, Result};
 
 use crate::blob::Blob;
 use crate::error::NAME;

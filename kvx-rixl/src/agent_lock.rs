@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::reactor::Mailbox;
 use kvx_core::Result;
-use kvx_core::sync::{Mutex, MutexGuard};
+use kvx_core::backend::sync::{Mutex, MutexGuard};
 
 use crate::ffi::NixlAgent;
 

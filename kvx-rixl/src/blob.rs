@@ -5,8 +5,9 @@
 
 use std::ffi::CStr;
 
-use kvx_core::wire::{Reader, Writer as _};
-use kvx_core::{Error, MAX_NAME, Result};
+use kvx_core::backend::MAX_NAME;
+use kvx_core::backend::wire::{Reader, Writer as _};
+use kvx_core::{Error, Result};
 
 use crate::ffi::{MemorySegment, Range};
 

@@ -10,7 +10,7 @@ use kvx_backend::devices::rdma_devices;
 use kvx_backend::error::closed;
 use kvx_backend::fabric::{EndpointId, Event, Fabric, Job, SendStatus, Unregister};
 use kvx_backend::reactor::{Armed, Turn};
-use kvx_core::transport::{ForeignRange, MAX_NOTIFICATION, RemoteSpec};
+use kvx_core::backend::{ForeignRange, MAX_NOTIFICATION, RemoteSpec};
 use kvx_core::{Capabilities, Error, ErrorKind, Identity, PerOp, Result, Revocation};
 
 use crate::address::Address;

@@ -11,11 +11,10 @@ use kvx_backend::capabilities::of_library;
 use kvx_backend::error::unavailable;
 use kvx_backend::fabric::{self, Parts};
 use kvx_backend::{loader, threads};
-use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
-use kvx_core::{
-    AutoOpen, Capabilities, Error, ErrorKind, MemoryKind, MemoryKinds, Options, Placement, Result,
-    Unavailable,
+use kvx_core::backend::{
+    Admission, AutoOpen, Availability, Context, Factory, Placement, Transport, Unavailable,
 };
+use kvx_core::{Capabilities, Error, ErrorKind, MemoryKind, MemoryKinds, Options, Result};
 
 use crate::address::{Address, name_of};
 use crate::agent_lock::AgentLock;
@@ -65,7 +64,7 @@ impl Factory for Rixl {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 100, without_a_list: AutoOpen::Skip, speaks_for: SPEAKS_FOR }
+        Placement { order: 100, auto_open: AutoOpen::Skip, speaks_for: SPEAKS_FOR }
     }
 
     fn admission(&self) -> Admission {

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvx_backend::checksum;
 use kvx_backend::error::closed;
 use kvx_backend::fabric::{Registrar, Unregister};
-use kvx_core::sync::Mutex;
-use kvx_core::wire::{Reader, Writer};
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Memory, RegionId, Result};
 
 use crate::agent_lock::AgentLock;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvx_backend::fabric::{EndpointId, Event};
-use kvx_core::wire::Writer as _;
+use kvx_core::backend::wire::Writer as _;
 use kvx_core::{Error, ErrorKind, PerOp, Result};
 
 use crate::blob::{Blob, BlobMemory, malformed};

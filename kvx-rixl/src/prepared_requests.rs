@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 
 use crate::ffi::Request;
 

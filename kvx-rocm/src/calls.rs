@@ -7,8 +7,8 @@ use std::ops::Range;
 use std::os::fd::{FromRawFd, OwnedFd};
 
 use kvx_backend::loader::{self, NativeLibrary};
-use kvx_core::memory::Hop;
-use kvx_core::{DeviceId, Error, ErrorKind, Unavailable};
+use kvx_core::backend::{Hop, Unavailable};
+use kvx_core::{DeviceId, Error, ErrorKind};
 use kvx_gpu::driver::{
     Address, CallResult, Context, CopyDirection, DeviceNumber, Failure, LibraryFile, PointerInfo,
     PointerPlace, Rows, Status, StreamHandle, VendorCalls, status,

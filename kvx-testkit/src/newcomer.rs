@@ -15,12 +15,12 @@ pub fn newcomer(reader: &Agent, owner: &[u8]) -> Result<Duration> {
     let here = reader.register("kv", Memory::pool(64 << 10).build()?)?;
     let begun = Instant::now();
     let peer = reader.connect(owner)?;
-    peer.ready(CUT_OFF).wait(CUT_OFF)?;
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF)?;
     let grid = Grid::packed(4096, 16);
     let there = peer.region("kv")?.grid(grid)?.blocks(vec![3]);
-    peer.post(&Plan::read(here.grid(grid)?.blocks(vec![5]), there)?)?.wait(CUT_OFF)?;
+    peer.post(&Plan::read(here.grid(grid)?.blocks(vec![5]), there)?)?.wait_blocking(CUT_OFF)?;
     let waited = begun.elapsed();
-    reader.shutdown(CUT_OFF).wait(CUT_OFF)?;
+    reader.shutdown(CUT_OFF).wait_blocking(CUT_OFF)?;
     Ok(waited)
 }
 

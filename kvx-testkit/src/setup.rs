@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::transport::Admission;
+use kvx_core::backend::Admission;
 use kvx_core::{Agent, Capabilities, Memory, Options, Peer, Region, Registry, Secret};
 
 use crate::backing::{Backing, DeviceSource};
@@ -100,11 +100,11 @@ impl Setup {
 
     /// Builds an agent of this setup in this process.
     pub fn agent(&self, name: &str) -> Result<Agent, Failure> {
-        Ok(self.builder(name)?.build(&self.registry())?)
+        Ok(self.builder(name)?.registry(self.registry()).build()?)
     }
 
     /// Returns the builder of such an agent.
-    pub fn builder(&self, name: &str) -> Result<kvx_core::Builder, Failure> {
+    pub fn builder(&self, name: &str) -> Result<kvx_core::AgentBuilder, Failure> {
         let builder = Agent::builder(name)
             .backends(self.backends.clone())
             .options(self.options_here()?)
@@ -138,7 +138,7 @@ impl Setup {
     /// settle.
     pub fn gated_pair(&self) -> Result<(AgentPair, Gate), Failure> {
         let gate = Gate::new();
-        let near = self.builder(&unique("near"))?.build(&self.gated_registry(&gate))?;
+        let near = self.builder(&unique("near"))?.registry(self.gated_registry(&gate)).build()?;
         Ok((AgentPair { near, ..self.pair()? }, gate))
     }
 

@@ -271,7 +271,7 @@ impl World<'_> {
         let Posted { at, op, order, seed, note, mut transfer } = posted;
         let result = run(&mut transfer);
         if !transfer.is_settled() {
-            let settled = transfer.settled().wait(self.setup.peer_timeout + CUT_OFF);
+            let settled = transfer.settled().wait_blocking(self.setup.peer_timeout + CUT_OFF);
             ensure!(
                 settled.is_ok(),
                 "a {op} that ended with {result:?} did not settle: {settled:?}"

@@ -2,7 +2,7 @@
 
 use kvx_backend::checksum;
 use kvx_core::Result;
-use kvx_core::wire::{Reader, Writer};
+use kvx_core::backend::wire::{Reader, Writer};
 
 use crate::error::NAME;
 use crate::ffi::Version;

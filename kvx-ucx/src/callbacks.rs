@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use std::rc::Rc;
 
 use kvx_backend::fabric::{Event, JobId};
-use kvx_core::wire::{Reader, Writer};
+use kvx_core::backend::wire::{Reader, Writer};
 
 use crate::error;
 use crate::ffi::bindings_1_13::{ucp_ep_h, ucs_status_t};

@@ -9,7 +9,7 @@ use kvx_backend::fabric::{
     EndpointId, Event, Fabric, FlushCompletion, Job, JobId, SendStatus, Unregister,
 };
 use kvx_backend::reactor::{self, SLICE};
-use kvx_core::transport::{INLINE_BYTES, RemoteSpec};
+use kvx_core::backend::{INLINE_BYTES, RemoteSpec};
 use kvx_core::{Capabilities, Error, ErrorKind, Identity, Result};
 
 use crate::address::Address;

@@ -8,10 +8,10 @@ use kvx_backend::devices::rdma_devices;
 use kvx_backend::error::unavailable;
 use kvx_backend::fabric::{LaneParts, Parts};
 use kvx_backend::threads;
-use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
-use kvx_core::{
-    AutoOpen, Capabilities, ErrorKind, Idle, MemoryKinds, Options, Placement, Result, Unavailable,
+use kvx_core::backend::{
+    Admission, AutoOpen, Availability, Context, Factory, Placement, Transport, Unavailable,
 };
+use kvx_core::{Capabilities, ErrorKind, Idle, MemoryKinds, Options, Result};
 
 use crate::address::Address;
 use crate::config::{self, Config};
@@ -88,7 +88,7 @@ impl Factory for Ucx {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 30, without_a_list: AutoOpen::OpenWithRdma, speaks_for: &[] }
+        Placement { order: 30, auto_open: AutoOpen::OpenWithRdma, speaks_for: &[] }
     }
 
     fn admission(&self) -> Admission {

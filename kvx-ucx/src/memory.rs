@@ -6,9 +6,9 @@ use kvx_backend::checksum;
 use kvx_backend::error::closed;
 use kvx_backend::fabric::Registrar;
 use kvx_backend::registrations::{Registration, Registrations};
-use kvx_core::sync::Mutex;
-use kvx_core::transport::RemoteSpec;
-use kvx_core::wire::{Reader, Writer};
+use kvx_core::backend::RemoteSpec;
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::{ErrorKind, Memory, MemoryKind, MemoryKinds, RegionId, Result};
 use slab::Slab;
 
@@ -205,7 +205,8 @@ impl RemoteKeys {
 
 #[cfg(test)]
 mod tests {
-    use kvx_core::{Options, RegionKey};
+    use kvx_core::Options;
+    use kvx_core::backend::RegionKey;
     use kvx_testkit::TestDevice;
 
     use super::*;

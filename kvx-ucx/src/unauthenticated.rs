@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use kvx_backend::fabric::attacker;
-use kvx_core::{Agent, Memory, Metadata, Options, Registry, Secret};
+use kvx_core::backend::Metadata;
+use kvx_core::{Agent, Memory, Options, Registry, Secret};
 use kvx_testkit::{newcomer, newcomers_amid};
 
 use crate::error::NAME;
@@ -19,7 +20,12 @@ fn an_address_that_is_not_proven_reaches_no_parser_and_keeps_nobody_waiting() {
         let mut registry = Registry::new();
         registry.add(Ucx).unwrap();
         let agent = |name| {
-            Agent::builder(name).backends([NAME]).secret(secret.clone()).build(&registry).unwrap()
+            Agent::builder(name)
+                .backends([NAME])
+                .secret(secret.clone())
+                .registry(registry.clone())
+                .build()
+                .unwrap()
         };
         let owner = agent("owner");
         let _region = owner.register("kv", Memory::pool(64 << 10).build().unwrap()).unwrap();

@@ -1,7 +1,7 @@
 //! A vLLM configuration given to an agent's builder.
 
+use kvx::ErrorKind;
 use kvx::config::{KvTransferConfig, Surroundings};
-use kvx::{Agent, BuilderExt as _, ErrorKind};
 use kvx_testkit::test;
 
 #[test]
@@ -10,12 +10,12 @@ fn backends_of_the_configuration_are_those_of_the_agent() {
     let text = r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both",
                    "kv_connector_extra_config": {"backends": ["shm"]}}"#;
     let config = KvTransferConfig::from_json(text, &Surroundings::default()).unwrap();
-    let agent = |name| Agent::builder(name).config(&config).build(&kvx::registry()).unwrap();
+    let agent = |name| config.apply(kvx::agent(name)).build().unwrap();
     let (prefill, decode) = (agent("prefill"), agent("decode"));
     prefill.register("kv", kvx::Memory::pool(4096).build().unwrap()).unwrap();
     let peer = decode.connect(prefill.metadata().unwrap()).unwrap();
     let considered: Vec<_> =
-        peer.route().considered.iter().map(|considered| considered.backend).collect();
+        peer.route().candidates.iter().map(|considered| considered.backend).collect();
     assert_eq!(considered, ["SHM"], "a list restricts");
 }
 
@@ -24,6 +24,6 @@ fn a_backend_that_is_none_is_named() {
     let text = r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both",
                    "kv_connector_extra_config": {"backends": ["UXC"]}}"#;
     let config = KvTransferConfig::from_json(text, &Surroundings::default()).unwrap();
-    let error = Agent::builder("a").config(&config).build(&kvx::registry()).unwrap_err();
+    let error = config.apply(kvx::agent("a")).build().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::UnknownBackend);
 }

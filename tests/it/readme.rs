@@ -28,7 +28,7 @@ fn ci_runs_the_second_command_and_requires_all_of_it() {
 #[test]
 fn the_table_of_backends_names_each_with_its_feature() {
     let rows: Vec<_> = README.lines().filter(|line| line.starts_with("| `")).collect();
-    for known in kvx::KNOWN {
+    for known in kvx::registry().known_names() {
         let name = format!("`{}`", known.name);
         let row =
             rows.iter().find(|row| row.split('|').nth(1).is_some_and(|cell| cell.contains(&name)));

@@ -1,13 +1,14 @@
 //! The facade's registry: what is compiled in, and what is only known.
 
-use kvx::{BackendStatus, Options, Unavailable};
+use kvx::{BackendStatus, Options};
+use kvx_core::backend::Unavailable;
 use kvx_testkit::test;
 
 #[test(own_process)]
 fn every_known_name_has_a_standing_and_its_features_decide_which() {
     let registry = kvx::registry();
-    for known in kvx::KNOWN {
-        let (name, standing) = registry.standing(known.name, &Options::new()).unwrap();
+    for known in registry.known_names() {
+        let (name, standing) = registry.status(known.name, &Options::new()).unwrap();
         assert_eq!(name, known.name);
         let compiled = match known.feature {
             Some("shm") => cfg!(feature = "shm"),

@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use kvx::{Agent, Grid, Memory, Plan, Result};
+use kvx::{Grid, Memory, Plan, Result};
 use kvx_testkit::test;
 
 const WAIT: Duration = Duration::from_secs(10);
 
 async fn two_agents() -> Result<()> {
-    let agent = |name| Agent::builder(name).build(&kvx::registry());
+    let agent = |name| kvx::agent(name).build();
     let (prefill, decode) = (agent("tokio-prefill")?, agent("tokio-decode")?);
     let pool = prefill.register("kv", Memory::pool(1 << 20).build()?)?;
     let cache = decode.register("kv", Memory::pool(1 << 20).build()?)?;

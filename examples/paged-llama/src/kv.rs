@@ -89,12 +89,17 @@ impl Kv {
         if memories.len() < setup.size {
             let folder = PrivateFolder::new()?;
             let joined = connector.group(folder.socket(), PATIENCE);
-            all.join_at(folder, || joined.wait(2 * PATIENCE).map_err(Error::of))?;
+            all.join_at(folder, || joined.wait_blocking(2 * PATIENCE).map_err(Error::of))?;
         }
         let (taken, again) = mpsc::sync_channel(1);
         let (second, waiting) = (Duration::from_secs(1), connector.clone());
         let waker = move || {
-            let news = || waiting.wait(second).then(|| wake()).map_or(Duration::ZERO, |()| second);
+            let news = || {
+                waiting
+                    .outcomes_ready_blocking(second)
+                    .then(|| wake())
+                    .map_or(Duration::ZERO, |()| second)
+            };
             // It ends with the engine, which drops its end of the channel.
             while again.recv_timeout(news()) != Err(mpsc::RecvTimeoutError::Disconnected) {}
         };
@@ -142,7 +147,8 @@ impl Mover for Kv {
 
 impl Drop for Kv {
     fn drop(&mut self) {
-        let stopped = self.connector.shutdown(Duration::from_secs(5)).wait(Duration::from_secs(6));
+        let stopped =
+            self.connector.shutdown(Duration::from_secs(5)).wait_blocking(Duration::from_secs(6));
         stopped.map_or_else(|why| tracing::warn!("{why}"), drop);
     }
 }

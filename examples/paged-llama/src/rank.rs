@@ -298,7 +298,7 @@ pub fn run() -> Result<()> {
     model.follow(&mut pool)?;
     // The engine ends its connection behind its model; one that was killed is missed at once.
     joined.map_or(Ok(()), |joined| {
-        joined.wait(ENDING).map_or(Ok(()), |ended| ended.map_err(ModelError::of))
+        joined.ended_blocking(ENDING).map_or(Ok(()), |ended| ended.map_err(ModelError::of))
     })
 }
 

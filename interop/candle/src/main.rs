@@ -20,8 +20,8 @@ const VALUES: usize = 16 * 4 * 64;
 const BLOCK_BYTES: u64 = (VALUES * size_of::<f32>()) as u64;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let prefill = Agent::builder("prefill-0").build(&kvx::registry())?;
-    let decode = Agent::builder("decode-0").build(&kvx::registry())?;
+    let prefill = kvx::agent("prefill-0").build()?;
+    let decode = kvx::agent("decode-0").build()?;
     // Block 20 of layer 1 is full of 1020.
     let values: Vec<f32> = (0..LAYERS * BLOCKS)
         .map(|at| (at / BLOCKS * 1000 + at % BLOCKS) as f32)
@@ -39,7 +39,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let remote = layers().map(|layer| remote.grid(layer)).collect::<kvx::Result<Vec<_>>>()?;
     let (local, remote) = (GridSet::join(local)?, GridSet::join(remote)?);
     let plan = Plan::read(local.blocks([3, 9]), remote.blocks([20, 17]))?;
-    let report = peer.post(&plan)?.wait(SOON)?;
+    let report = peer.post(&plan)?.wait_blocking(SOON)?;
     println!("{} bytes over {} in {:?}", report.bytes, report.backend, report.transfer_time);
 
     // candle sees them, and the blocks beside them as they were.

@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::hash::Hash;
 
-use kvx_core::{Error, ErrorKind, RegionId, RegionKey, Result};
+use kvx_core::backend::RegionKey;
+use kvx_core::{Error, ErrorKind, RegionId, Result};
 
 use super::errors::{malformed, revoked};
 

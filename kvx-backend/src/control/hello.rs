@@ -7,8 +7,9 @@
 //! itself over the target's nonce. An unauthenticated peer gets no information: on a socket it
 //! receives one constant answer, and where an answer would need its address, none.
 
-use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, ErrorKind, Identity, Result, random_key};
+use kvx_core::backend::random_key;
+use kvx_core::backend::wire::{Reader, Writer};
+use kvx_core::{Error, ErrorKind, Identity, Result};
 
 use super::errors::malformed;
 use super::proof::{Claim, Keys, PROOF, Proof, secret_mismatch, unauthenticated};
@@ -228,7 +229,8 @@ impl Rejection<'_> {
 
 #[cfg(test)]
 mod tests {
-    use kvx_core::{Incarnation, Invitation, Secret};
+    use kvx_core::backend::Invitation;
+    use kvx_core::{Incarnation, Secret};
 
     use super::*;
 

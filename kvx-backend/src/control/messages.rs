@@ -1,9 +1,9 @@
 //! The messages that all links share, as bytes. A byte names the message; its fields follow,
 //! little-endian.
 
-use kvx_core::transport::MAX_NOTIFICATION;
-use kvx_core::wire::{Reader, Writer};
-use kvx_core::{RegionId, RegionKey, Result};
+use kvx_core::backend::wire::{Reader, Writer};
+use kvx_core::backend::{MAX_NOTIFICATION, RegionKey};
+use kvx_core::{RegionId, Result};
 
 use super::Refusal;
 use super::proof::{PROOF, Proof};

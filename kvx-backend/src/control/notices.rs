@@ -3,8 +3,8 @@
 
 use std::collections::VecDeque;
 
-use kvx_core::transport::Full;
-use kvx_core::{Error, ErrorKind, Result, Ticket};
+use kvx_core::backend::{QueueFull, Ticket};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::ENTRY_OVERHEAD;
 use super::errors::malformed;
@@ -130,7 +130,7 @@ impl NoticesFromPeer {
         &mut self,
         notice: u64,
         bytes: &[u8],
-        deliver: impl FnOnce(&[u8]) -> Result<(), Full>,
+        deliver: impl FnOnce(&[u8]) -> Result<(), QueueFull>,
     ) -> Result<bool> {
         if self.parked.is_empty() && deliver(bytes).is_ok() {
             return Ok(true);
@@ -145,7 +145,10 @@ impl NoticesFromPeer {
 
     /// Offers the oldest to `deliver` again. Returns its number, to be acknowledged, if `deliver`
     /// took it.
-    pub fn deliver_next(&mut self, deliver: impl FnOnce(&[u8]) -> Result<(), Full>) -> Option<u64> {
+    pub fn deliver_next(
+        &mut self,
+        deliver: impl FnOnce(&[u8]) -> Result<(), QueueFull>,
+    ) -> Option<u64> {
         deliver(&self.parked.front()?.1).ok()?;
         let (notice, bytes) = self.parked.pop_front()?;
         self.bytes -= bytes.len();
@@ -234,7 +237,7 @@ mod tests {
     #[test]
     fn a_new_notification_does_not_overtake_parked_ones() {
         let mut from_peer = NoticesFromPeer::default();
-        let full = |_: &[u8]| Err(Full);
+        let full = |_: &[u8]| Err(QueueFull);
         let room = |_: &[u8]| Ok(());
         assert!(from_peer.take(0, b"a", room).unwrap());
         assert!(!from_peer.take(1, b"large", full).unwrap());
@@ -260,11 +263,11 @@ mod tests {
             (0..2 * WINDOW).for_each(|_| add(&mut to_peer, len).unwrap());
             let mut last = 0;
             while let Some((notice, bytes)) = to_peer.next_to_send() {
-                let acknowledged = from_peer.take(notice, &bytes, |_| Err(Full));
+                let acknowledged = from_peer.take(notice, &bytes, |_| Err(QueueFull));
                 assert!(!acknowledged.expect("all of a window is kept"));
                 last = notice;
             }
-            let more = from_peer.take(last + 1, &vec![0; len], |_| Err(Full));
+            let more = from_peer.take(last + 1, &vec![0; len], |_| Err(QueueFull));
             assert_eq!(more.unwrap_err().kind(), ErrorKind::Malformed);
             settle(to_peer.end());
         }

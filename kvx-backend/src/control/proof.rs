@@ -7,7 +7,8 @@
 //! unauthenticated one.
 
 use hmac::{Hmac, KeyInit, Mac as _};
-use kvx_core::{Error, ErrorKind, Invitation, Secret};
+use kvx_core::backend::Invitation;
+use kvx_core::{Error, ErrorKind, Secret};
 use sha2::Sha256;
 
 /// Bytes of a proof.

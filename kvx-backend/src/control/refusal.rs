@@ -1,6 +1,6 @@
 //! The reason of a refusal, as it is sent.
 
-use kvx_core::wire::{Reader, Writer};
+use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result};
 
 /// The kinds that are sent; the position plus one is the number on the wire, for every transport.

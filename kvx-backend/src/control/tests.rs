@@ -3,10 +3,8 @@
 use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
-use kvx_core::transport::Full;
-use kvx_core::{
-    Completion, Error, ErrorKind, Identity, Incarnation, Invitation, RegionId, RegionKey, Result,
-};
+use kvx_core::backend::{Invitation, QueueFull, RegionKey};
+use kvx_core::{Completion, Error, ErrorKind, Identity, Incarnation, RegionId, Result};
 
 use super::errors::{malformed, revoked};
 use super::proof::{Claim, Keys, unauthenticated};
@@ -99,7 +97,7 @@ impl Link {
         }
         let (taken, room) = (&mut self.taken, &mut self.room);
         let deliver = |bytes: &[u8]| {
-            *room = room.checked_sub(1).ok_or(Full)?;
+            *room = room.checked_sub(1).ok_or(QueueFull)?;
             taken.push(bytes.to_vec());
             Ok(())
         };
@@ -207,7 +205,7 @@ impl Link {
     fn resume(&mut self, room: usize) {
         self.room = room;
         while let Some(notice) = self.from_peer.deliver_next(|bytes| {
-            self.room = self.room.checked_sub(1).ok_or(Full)?;
+            self.room = self.room.checked_sub(1).ok_or(QueueFull)?;
             self.taken.push(bytes.to_vec());
             Ok(())
         }) {
@@ -270,7 +268,7 @@ fn notifications_arrive_once_and_in_order_through_a_queue_of_any_size() {
             .map(|bytes| u32::from_le_bytes(bytes[..].try_into().unwrap()))
             .collect();
         assert_eq!(numbers, (0..500).collect::<Vec<_>>());
-        assert!(ends.into_iter().all(|end| end.wait(Duration::ZERO).is_ok()));
+        assert!(ends.into_iter().all(|end| end.wait_blocking(Duration::ZERO).is_ok()));
     }
 }
 
@@ -327,5 +325,5 @@ fn an_owner_that_lives_is_never_lost_and_one_that_is_stopped_is() {
     }
     assert!(link.now >= stopped + TIMEOUT);
     link.to_peer.end().for_each(|done| done.settle(Err(errors::peer_silent(TIMEOUT))));
-    assert_eq!(end.wait(Duration::ZERO).unwrap_err().kind(), ErrorKind::PeerLost);
+    assert_eq!(end.wait_blocking(Duration::ZERO).unwrap_err().kind(), ErrorKind::PeerLost);
 }

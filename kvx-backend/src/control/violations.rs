@@ -2,7 +2,8 @@
 //! socket, that each ends a link; the tests of each backend check that the backend uses this module
 //! and continues with other peers.
 
-use kvx_core::{ErrorKind, Identity, Incarnation, Invitation, RegionId, RegionKey, Result, Secret};
+use kvx_core::backend::{Invitation, RegionKey};
+use kvx_core::{ErrorKind, Identity, Incarnation, RegionId, Result, Secret};
 
 use super::proof::{Keys, PROOF};
 use super::{ControlMessage, Greeting, VERSIONS, WINDOW};

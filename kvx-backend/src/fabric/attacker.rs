@@ -4,11 +4,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::transport::{Context, Events, Full, LinkState};
-use kvx_core::{
-    Error, ErrorKind, Identity, Incarnation, Invitation, LinkId, Metadata, Options, Result, Secret,
-    Sender,
-};
+use kvx_core::backend::{Context, Events, Invitation, LinkId, LinkState, Metadata, QueueFull};
+use kvx_core::{Error, ErrorKind, Identity, Incarnation, Options, Result, Secret, Sender};
 
 use super::handshake::hello_rest;
 use super::lanes;
@@ -132,8 +129,8 @@ fn hello(invitation: &Invitation, secret: &Secret, address: &[u8]) -> Result<Vec
 struct NoEvents;
 
 impl Events for NoEvents {
-    fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), Full> {
-        Err(Full)
+    fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), QueueFull> {
+        Err(QueueFull)
     }
     fn link(&self, _: LinkId, _: LinkState) {}
 }

@@ -7,7 +7,7 @@ use rustix::event::epoll;
 use rustix::io::Errno;
 
 use crate::reactor::Outbox;
-use kvx_core::transport::LinkState;
+use kvx_core::backend::LinkState;
 use kvx_core::{Error, RegionId};
 
 use super::library::{EndpointId, Fabric};

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use kvx_core::transport::{Full, MAX_FOREIGN_NOTIFICATION};
+use kvx_core::backend::{MAX_FOREIGN_NOTIFICATION, QueueFull};
 
 /// The most notifications of foreign agents that wait for room, and their bytes.
 const MAX_HELD: (usize, usize) = (16 << 10, 64 << 20);
@@ -39,7 +39,10 @@ impl ForeignNotices {
     }
 
     /// Hands over as many as `deliver` takes.
-    pub(super) fn deliver(&mut self, mut deliver: impl FnMut(&str, &[u8]) -> Result<(), Full>) {
+    pub(super) fn deliver(
+        &mut self,
+        mut deliver: impl FnMut(&str, &[u8]) -> Result<(), QueueFull>,
+    ) {
         while let Some((from, bytes)) = self.queue.front()
             && deliver(from, bytes).is_ok()
         {
@@ -67,7 +70,7 @@ mod tests {
         held.deliver(|name, bytes| {
             assert_eq!((name, bytes.len()), ("python", MAX_FOREIGN_NOTIFICATION));
             room -= 1;
-            if room < 0 { Err(Full) } else { Ok(()) }
+            if room < 0 { Err(QueueFull) } else { Ok(()) }
         });
         assert_eq!(fit(&mut held, MAX_FOREIGN_NOTIFICATION), 3);
         held.deliver(|_, _| Ok(()));

@@ -4,8 +4,8 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use crate::reactor::Outbox;
-use kvx_core::transport::RemoteSpec;
-use kvx_core::{RegionId, Result, Ticket};
+use kvx_core::backend::{RemoteSpec, Ticket};
+use kvx_core::{RegionId, Result};
 
 use super::library::{EndpointId, Fabric, Unregister};
 use super::machine::Machine;
@@ -182,9 +182,8 @@ mod tests {
     use super::super::hostile::{Quiet, machine};
     use super::*;
     use crate::reactor::{Armed, Progress as _, Queued};
-    use kvx_core::transport::RegionSpec;
-    use kvx_core::{Completion, ErrorKind};
-    use kvx_core::{Memory, RegionKey};
+    use kvx_core::backend::{RegionKey, RegionSpec};
+    use kvx_core::{Completion, ErrorKind, Memory};
 
     /// A machine with a region that the library does not let go of yet; the region's memory, and
     /// the recall's end.
@@ -211,7 +210,7 @@ mod tests {
         end: Completion<()>,
     ) -> (usize, Result<(), ErrorKind>) {
         out.deliver(&*machine.events);
-        (kept.strong_count(), end.wait(Duration::ZERO).map_err(|why| why.kind()))
+        (kept.strong_count(), end.wait_blocking(Duration::ZERO).map_err(|why| why.kind()))
     }
 
     #[test]

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::reactor::Outbox;
-use kvx_core::transport::LinkState;
-use kvx_core::wire::{Reader, Writer};
+use kvx_core::backend::LinkState;
+use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Identity, Incarnation, Result};
 
 use super::library::{EndpointId, Fabric};
@@ -35,7 +35,7 @@ impl<F: Fabric> Machine<F> {
     /// A number for a session that nobody can guess.
     fn random_session_number(&self) -> Result<u64> {
         loop {
-            let number = kvx_core::random_number()?;
+            let number = kvx_core::backend::random_number()?;
             if number != 0 && !self.sessions.contains_key(&number) {
                 return Ok(number);
             }

@@ -18,13 +18,14 @@ use crate::control::violations::{
 use crate::control::{ControlMessage, HeldBytes, Silence};
 use crate::process::ProcessId;
 use crate::reactor::{Armed, Outbox, Progress, Queued, Turn};
-use kvx_core::Sender;
-use kvx_core::sync::Mutex;
-use kvx_core::transport::{Context, Events, Full, LinkState, RegionSpec, RemoteSpec};
-use kvx_core::wire::Reader;
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::wire::Reader;
+use kvx_core::backend::{
+    Context, Events, Invitation, LinkId, LinkState, QueueFull, RegionKey, RegionSpec, RemoteSpec,
+};
 use kvx_core::{
-    Capabilities, Error, ErrorKind, Identity, Incarnation, Invitation, LinkId, Memory, Options,
-    RegionId, RegionKey, Result,
+    Capabilities, Error, ErrorKind, Identity, Incarnation, Memory, Options, RegionId, Result,
+    Sender,
 };
 use kvx_testkit::Random;
 
@@ -104,8 +105,8 @@ unsafe impl Fabric for Quiet {
 struct Nobody;
 
 impl Events for Nobody {
-    fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), Full> {
-        Err(Full)
+    fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), QueueFull> {
+        Err(QueueFull)
     }
     fn link(&self, _: LinkId, _: LinkState) {}
 }

@@ -3,7 +3,8 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use kvx_core::{Bound, Error, ErrorKind, Op, Result, Segment, Segments, Ticket, TransferId};
+use kvx_core::backend::{BoundPlan, Segment, Segments, Ticket};
+use kvx_core::{Error, ErrorKind, Op, Result, TransferId};
 
 use super::lanes::Stripe;
 use super::library::{EndpointId, Fabric, JobId};
@@ -31,8 +32,8 @@ impl<F: Fabric> Job<'_, F> {
         self.running.plan().op()
     }
 
-    /// Returns the whole plan; [`Bound::native`] keeps what a library prepares for it.
-    pub fn plan(&self) -> &Arc<Bound> {
+    /// Returns the whole plan; [`BoundPlan::native`] keeps what a library prepares for it.
+    pub fn plan(&self) -> &Arc<BoundPlan> {
         self.running.plan()
     }
 
@@ -109,7 +110,7 @@ impl<F: Fabric> Job<'_, F> {
 
 /// A transfer whose regions are not all granted yet.
 pub(super) struct PendingTransfer {
-    pub(super) plan: Arc<Bound>,
+    pub(super) plan: Arc<BoundPlan>,
     pub(super) stripe: Stripe,
     pub(super) id: TransferId,
     pub(super) done: Ticket,
@@ -190,7 +191,7 @@ impl<F: Fabric> JobState<F> {
         }))
     }
 
-    fn plan(&self) -> &Arc<Bound> {
+    fn plan(&self) -> &Arc<BoundPlan> {
         self.segments.bound()
     }
 

@@ -6,10 +6,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvx_core::Settle;
-use kvx_core::sync::Mutex;
-use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, ErrorKind, Result, Ticket};
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::wire::{Reader, Writer};
+use kvx_core::backend::{Settle, Ticket};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// The most lanes of a transport; more are not taken from a peer.
 pub(super) const MAX_LANES: usize = 64;
@@ -155,7 +155,7 @@ mod tests {
                 None => drop(ticket),
             }
         }
-        end.wait(Duration::ZERO)
+        end.wait_blocking(Duration::ZERO)
     }
 
     #[test]
@@ -182,7 +182,7 @@ mod tests {
         let mut both = tickets(done, 2);
         both.remove(0).settle(Ok(()));
         assert_eq!(
-            end.wait(Duration::ZERO).unwrap_err().kind(),
+            end.wait_blocking(Duration::ZERO).unwrap_err().kind(),
             ErrorKind::TimedOut,
             "one of two has ended"
         );

@@ -5,7 +5,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::transport::{ForeignRange, RemoteSpec};
+use kvx_core::backend::{ForeignRange, RemoteSpec};
 use kvx_core::{Capabilities, Error, ErrorKind, Identity, Memory, RegionId, Result};
 
 use super::job::Job;

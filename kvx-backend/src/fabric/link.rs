@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvx_core::transport::{
-    ForeignRange, INLINE_BYTES, INLINE_SEGMENTS, Link, PeerSection, RemoteRegion, RemoteSpec, Turn,
+use kvx_core::backend::{
+    BoundPlan, ForeignRange, INLINE_BYTES, INLINE_SEGMENTS, Link, PeerSection, RemoteRegion,
+    RemoteSpec, Ticket, Turn,
 };
-use kvx_core::{Bound, Capabilities, Error, ErrorKind, MemoryKind, Result, Ticket, TransferId};
+use kvx_core::{Capabilities, Error, ErrorKind, MemoryKind, Result, TransferId};
 
 use super::lanes::{self, Stripe, Thread};
 use super::library::Fabric;
@@ -99,7 +100,7 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
         self.import_as(range.kind, RemoteMemory::Foreign(range))
     }
 
-    fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {
+    fn post(&self, plan: Arc<BoundPlan>, id: TransferId, done: Ticket) {
         let size = plan.size();
         let lanes = self.lanes();
         if size.bytes > SLICE && lanes.len() > 1 {

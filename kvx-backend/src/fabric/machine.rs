@@ -5,8 +5,8 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::transport::{Context, Events};
-use kvx_core::{Error, ErrorKind, Identity, LinkId, Result, Ticket};
+use kvx_core::backend::{Context, Events, LinkId, Ticket};
+use kvx_core::{Error, ErrorKind, Identity, Result};
 use rustix::event::epoll;
 use slab::Slab;
 

@@ -5,7 +5,7 @@
 //! incarnations, grants and revocation of regions, notifications that arrive once and after their
 //! data, detection of silent peers, and tickets that settle when nothing touches their memory. A
 //! backend writes a [`Fabric`] and a [`Registrar`]; [`open`] makes a
-//! [`Transport`](kvx_core::transport::Transport) of them.
+//! [`Transport`](kvx_core::backend::Transport) of them.
 //!
 //! Threads:
 //! - Every method of [`Fabric`] is called by one thread at a time, under the lock of the

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use crate::reactor::Outbox;
-use kvx_core::{Incarnation, Result, Sender, Ticket};
+use kvx_core::backend::Ticket;
+use kvx_core::{Incarnation, Result, Sender};
 
 use super::library::Fabric;
 use super::machine::Machine;

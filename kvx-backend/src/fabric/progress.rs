@@ -4,7 +4,8 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Bound, Result, Ticket, TransferId};
+use kvx_core::backend::{BoundPlan, Ticket};
+use kvx_core::{Result, TransferId};
 
 use super::job::PendingTransfer;
 use super::lanes::{Stripe, Thread};
@@ -48,7 +49,7 @@ pub(super) enum Command<L> {
     /// `inline_on`: on this thread a small transfer may be posted at once.
     Post {
         link: Arc<SharedLink>,
-        plan: Arc<Bound>,
+        plan: Arc<BoundPlan>,
         stripe: Stripe,
         id: TransferId,
         done: Ticket,

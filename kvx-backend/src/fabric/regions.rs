@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvx_core::sync::Mutex;
-use kvx_core::transport::{LocalRegion, RegionSpec};
-use kvx_core::{Memory, RegionId, RegionKey, Result, Ticket};
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::{LocalRegion, RegionKey, RegionSpec, Ticket};
+use kvx_core::{Memory, RegionId, Result};
 
 use crate::control::RegionTable;
 use crate::control::errors::still_shared;

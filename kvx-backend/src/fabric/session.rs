@@ -4,8 +4,9 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::sync::Mutex;
-use kvx_core::{Error, ErrorKind, Identity, RegionId, Result, Ticket};
+use kvx_core::backend::Ticket;
+use kvx_core::backend::sync::Mutex;
+use kvx_core::{Error, ErrorKind, Identity, RegionId, Result};
 
 use super::job::PendingTransfer;
 use super::library::{EndpointId, Fabric, SendStatus};
@@ -290,7 +291,8 @@ impl<F: Fabric> Session<F> {
 
 #[cfg(test)]
 mod tests {
-    use kvx_core::{MemoryKind, RegionKey};
+    use kvx_core::MemoryKind;
+    use kvx_core::backend::RegionKey;
 
     use super::super::hostile::{Quiet, identity};
     use super::super::shared_link::RemoteMemory;

@@ -5,9 +5,9 @@ use std::any::Any;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use kvx_core::sync::Mutex;
-use kvx_core::transport::{ForeignRange, RemoteRegion};
-use kvx_core::{Capabilities, Error, ErrorKind, Identity, LinkId, MemoryKind, RegionId, RegionKey};
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::{ForeignRange, LinkId, RegionKey, RemoteRegion};
+use kvx_core::{Capabilities, Error, ErrorKind, Identity, MemoryKind, RegionId};
 
 use crate::control::proof::Keys;
 

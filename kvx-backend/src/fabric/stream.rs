@@ -7,8 +7,9 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, ErrorKind, MAX_NAME, Result};
+use kvx_core::backend::MAX_NAME;
+use kvx_core::backend::wire::{Reader, Writer};
+use kvx_core::{Error, ErrorKind, Result};
 
 use crate::control::{ENTRY_OVERHEAD, MAX_MESSAGE};
 

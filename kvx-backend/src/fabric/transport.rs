@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use kvx_core::transport::{Context, Link, LocalRegion, PeerSection, RegionSpec, Transport};
-use kvx_core::{
-    Capabilities, Error, ErrorKind, Identity, Incarnation, LinkId, Result, Secret, Ticket,
+use kvx_core::backend::{
+    Context, Link, LinkId, LocalRegion, PeerSection, RegionSpec, Ticket, Transport,
 };
+use kvx_core::{Capabilities, Error, ErrorKind, Identity, Incarnation, Result, Secret};
 
 use super::lanes;
 use super::library::{Fabric, Registrar};
@@ -23,7 +23,7 @@ use crate::reactor::Reactor;
 pub struct Parts<F: Fabric> {
     /// The backend's name.
     pub name: &'static str,
-    /// The transport's promises, as the [`Factory`](kvx_core::transport::Factory) declares them.
+    /// The transport's promises, as the [`Factory`](kvx_core::backend::Factory) declares them.
     pub capabilities: Capabilities,
     /// Returns the address that peers reach the library by: its section of the metadata. Called for
     /// each generation, on the program's threads.

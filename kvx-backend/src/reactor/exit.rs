@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::{Progress, ReactorShared};
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 
 /// The time that the end of the process waits for machines that are in the midst of something.
 const LONGEST: Duration = Duration::from_secs(1);
@@ -50,7 +50,7 @@ fn ask() {
 }
 
 extern "C" fn halt_all() {
-    if kvx_core::fork::count() > 0 {
+    if kvx_core::backend::fork::count() > 0 {
         return; // a child has none of the threads, and their locks may be held for ever
     }
     let until = Instant::now() + LONGEST;

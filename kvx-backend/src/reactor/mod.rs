@@ -22,12 +22,12 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use kvx_core::sync::catch_panic;
-use kvx_core::transport::{Events, LinkState};
-use kvx_core::{Error, ErrorKind, LinkId, Result, Ticket};
+use kvx_core::backend::sync::catch_panic;
+use kvx_core::backend::{Events, LinkId, LinkState, Ticket};
+use kvx_core::{Error, ErrorKind, Result};
 
 pub(crate) use exit::halt_before_destructors;
-pub use kvx_core::transport::Turn;
+pub use kvx_core::backend::Turn;
 pub use mailbox::Mailbox;
 pub use work_queue::WorkQueue;
 
@@ -361,7 +361,7 @@ impl<P: Progress> Reactor<P> {
 
 impl<P: Progress> Drop for Reactor<P> {
     fn drop(&mut self) {
-        if kvx_core::fork::count() == 0 {
+        if kvx_core::backend::fork::count() == 0 {
             self.shared.stop();
         }
     }

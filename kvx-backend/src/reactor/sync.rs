@@ -10,7 +10,7 @@ use rustix::io::Errno;
 mod atomic;
 
 #[cfg(not(all(test, kvx_loom)))]
-pub(super) use kvx_core::sync::{Mutex, MutexGuard};
+pub(super) use kvx_core::backend::sync::{Mutex, MutexGuard};
 #[cfg(not(all(test, kvx_loom)))]
 pub(super) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 

@@ -6,14 +6,13 @@ use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::time::Instant;
 
 use super::*;
-use kvx_core::Completion;
-use kvx_core::Sender;
-use kvx_core::transport::Full;
+use kvx_core::backend::QueueFull;
+use kvx_core::{Completion, Sender};
 
 pub(super) struct Nobody;
 
 impl Events for Nobody {
-    fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), Full> {
+    fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), QueueFull> {
         Ok(())
     }
     fn link(&self, _: LinkId, _: LinkState) {}
@@ -71,7 +70,7 @@ fn commands_from_many_threads_are_all_done() {
                     } else {
                         reactor.submit_and_turn(ticket)
                     }
-                    done.wait(Duration::from_secs(10)).unwrap();
+                    done.wait_blocking(Duration::from_secs(10)).unwrap();
                 }
             });
         }
@@ -85,7 +84,7 @@ fn a_sleeping_reactor_wakes_for_a_command() {
     until(|| reactor.shared.room().sleep.is_asleep());
     let (done, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
-    done.wait(Duration::from_secs(10)).unwrap();
+    done.wait_blocking(Duration::from_secs(10)).unwrap();
 }
 
 /// What cannot be slept on until it is free, and does nothing until then; counts how often it is looked at.
@@ -144,7 +143,7 @@ fn a_machine_that_cannot_be_slept_on_and_does_nothing_leaves_the_core_to_others(
     let (done, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     free.store(true, Ordering::SeqCst);
-    done.wait(Duration::from_secs(10)).unwrap();
+    done.wait_blocking(Duration::from_secs(10)).unwrap();
     until(|| reactor.shared.room().sleep.wakes_at.load(Ordering::SeqCst) == u64::MAX);
     reactor.stop();
 }
@@ -158,7 +157,7 @@ fn what_is_submitted_behind_a_thread_that_drove_is_done() {
         }
         let (done, ticket) = Completion::with_ticket();
         reactor.submit(ticket);
-        done.wait(Duration::from_secs(10)).unwrap();
+        done.wait_blocking(Duration::from_secs(10)).unwrap();
     }
     reactor.stop();
 }
@@ -202,7 +201,7 @@ fn a_machine_that_wants_its_own_thread_only_has_no_other() {
         done
     };
     reactor.drive();
-    ask(Reactor::submit).wait(Duration::from_secs(10)).unwrap();
+    ask(Reactor::submit).wait_blocking(Duration::from_secs(10)).unwrap();
     drop(reactor.shared.room().machine.lock()); // its turn has ended
     let seen = || {
         (
@@ -214,7 +213,7 @@ fn a_machine_that_wants_its_own_thread_only_has_no_other() {
     for _ in 0..50 {
         let done = ask(Reactor::submit_and_turn);
         assert_eq!(reactor.drive().done, 0);
-        done.wait(Duration::from_secs(10)).unwrap();
+        done.wait_blocking(Duration::from_secs(10)).unwrap();
     }
     assert_eq!(seen(), before, "nor does its thread wait for any");
     reactor.stop();
@@ -257,7 +256,7 @@ fn a_turn_sees_that_a_command_waits() {
     until(|| !reactor.shared.queued.any());
     let (_second, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
-    first.wait(Duration::from_secs(10)).unwrap();
+    first.wait_blocking(Duration::from_secs(10)).unwrap();
     reactor.ask_to_stop();
     let (_last, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
@@ -270,7 +269,7 @@ fn a_thread_that_lost_its_core_in_a_drive_holds_nobody_up() {
     reactor.shared.room().sleep.drivers.fetch_add(1, Ordering::Relaxed); // and it never comes back
     let (done, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
-    done.wait(Duration::from_secs(10)).unwrap();
+    done.wait_blocking(Duration::from_secs(10)).unwrap();
     reactor.stop();
 }
 
@@ -310,7 +309,10 @@ fn a_machine_that_panics_hangs_nobody() {
     for _ in 0..2 {
         let (done, ticket) = Completion::with_ticket();
         reactor.submit(ticket);
-        assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::Forgotten);
+        assert_eq!(
+            done.wait_blocking(Duration::from_secs(10)).unwrap_err().kind(),
+            ErrorKind::Forgotten
+        );
     }
     reactor.stop();
 }
@@ -339,7 +341,10 @@ fn what_the_end_of_a_lost_command_submits_is_answered_too() {
     let reactor = Reactor::start("refilled".into(), machine, Arc::new(Nobody)).unwrap();
     let reactor = place.get_or_init(|| reactor);
     reactor.submit(Ticket::new(drop));
-    assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::Forgotten);
+    assert_eq!(
+        done.wait_blocking(Duration::from_secs(10)).unwrap_err().kind(),
+        ErrorKind::Forgotten
+    );
     reactor.stop();
 }
 
@@ -347,7 +352,7 @@ fn what_the_end_of_a_lost_command_submits_is_answered_too() {
 fn a_machine_that_panics_in_a_callers_turn_hangs_nobody_and_stays_out_of_use() {
     /// Panics at the turn after its first command, on a thread that is not its own.
     fn treacherous() -> Does {
-        let held = Arc::new(kvx_core::sync::Mutex::new(Vec::new()));
+        let held = Arc::new(kvx_core::backend::sync::Mutex::new(Vec::new()));
         let holds = Arc::clone(&held);
         let turn = move || {
             let own = std::thread::current().name() == Some("treacherous");
@@ -373,13 +378,19 @@ fn a_machine_that_panics_in_a_callers_turn_hangs_nobody_and_stays_out_of_use() {
             until(|| reactor.shared.room().machine.try_lock().is_some());
             reactor.submit_and_turn(ticket);
         }
-        assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::Forgotten);
+        assert_eq!(
+            done.wait_blocking(Duration::from_secs(10)).unwrap_err().kind(),
+            ErrorKind::Forgotten
+        );
         assert_eq!(reactor.shared.room().sleep.drivers.load(Ordering::SeqCst), 0);
         // Its thread has ended, and does not wake for ever.
         until(|| reactor.thread.lock().as_ref().is_some_and(JoinHandle::is_finished));
         let (done, ticket) = Completion::with_ticket();
         reactor.submit_and_turn(ticket);
-        assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::Forgotten);
+        assert_eq!(
+            done.wait_blocking(Duration::from_secs(10)).unwrap_err().kind(),
+            ErrorKind::Forgotten
+        );
         reactor.stop();
     }
 }
@@ -391,7 +402,10 @@ fn what_is_submitted_after_the_stop_is_forgotten_not_lost_silently() {
     let (done, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     drop(reactor);
-    assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::Forgotten);
+    assert_eq!(
+        done.wait_blocking(Duration::from_secs(10)).unwrap_err().kind(),
+        ErrorKind::Forgotten
+    );
 }
 
 /// Settles its tickets, once those that hang its turns let them go on.
@@ -456,16 +470,16 @@ fn another_machine_goes_on_while_a_turn_hangs() {
         let (before, ticket) = Completion::with_ticket();
         reactor.submit(ticket);
         reactor.go_on_with(machine()).unwrap();
-        before.wait(Duration::from_secs(10)).unwrap();
+        before.wait_blocking(Duration::from_secs(10)).unwrap();
         for submit in [Reactor::<Hangs>::submit, Reactor::<Hangs>::submit_and_turn] {
             until(|| reactor.shared.room().sleep.is_asleep());
             let (after, ticket) = Completion::with_ticket();
             submit(&reactor, ticket);
-            after.wait(Duration::from_secs(10)).unwrap();
+            after.wait_blocking(Duration::from_secs(10)).unwrap();
         }
         assert!(reactor.shared.first.machine.try_lock().is_none(), "its turn hangs");
         end.send(()).unwrap();
-        first.wait(Duration::from_secs(10)).unwrap();
+        first.wait_blocking(Duration::from_secs(10)).unwrap();
         until(|| reactor.shared.first.machine.lock().is_none());
         until(|| Arc::strong_count(&reactor.shared) == 2); // the thread that hung, and the one before it, have ended
         reactor.stop();
@@ -480,7 +494,7 @@ fn a_machine_that_hangs_when_it_is_to_stop_is_stopped_by_the_one_that_goes_on() 
     let (left, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     reactor.go_on_with(machine()).unwrap();
-    assert_eq!(left.wait(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::Closed);
+    assert_eq!(left.wait_blocking(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::Closed);
     reactor.stop(); // does not wait for who hangs
     end.send(()).unwrap();
 }

@@ -5,7 +5,7 @@ use std::panic::AssertUnwindSafe;
 use std::time::{Duration, Instant};
 
 use super::{Armed, Driven, MachineSlot, Outbox, Progress, ReactorShared, Turn, exit};
-use kvx_core::sync::pause_between_looks;
+use kvx_core::backend::sync::pause_between_looks;
 
 /// A machine that was busy for this long, and got nothing done, is not looked at without a pause any more: whom it
 /// waits for may need the core. UCX's shared memory is so while a peer's queue is full.

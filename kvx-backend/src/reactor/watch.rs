@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvx_core::sync::{Condvar, Mutex};
+use kvx_core::backend::sync::{Condvar, Mutex};
 use kvx_core::{Error, ErrorKind, Result};
 
 /// The time between two looks.
@@ -159,7 +159,7 @@ impl TurnWatch {
 
 impl Drop for TurnWatch {
     fn drop(&mut self) {
-        if kvx_core::fork::count() == 0 {
+        if kvx_core::backend::fork::count() == 0 {
             self.turns.stop_watching();
         }
     }

@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use kvx_backend::loader::{self, NativeLibrary, Search};
-use kvx_core::Unavailable;
+use kvx_core::backend::Unavailable;
 
 /// The compiler is killed after it.
 const LIMIT: Duration = Duration::from_secs(60);

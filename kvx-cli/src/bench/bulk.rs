@@ -154,7 +154,7 @@ fn reads_beside(
     }
     let settled = running.settled();
     drop(running);
-    settled.wait(DEADLINE)?;
+    settled.wait_blocking(DEADLINE)?;
     Ok(ended)
 }
 

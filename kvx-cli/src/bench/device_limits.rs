@@ -4,9 +4,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx::gpu::Device;
-use kvx::memory::DeviceAccess;
 use kvx::{Memory, MemoryKind};
+use kvx_core::DeviceAccess;
+use kvx_gpu::Device;
 
 use super::content::{self, ShapeBlocks};
 use super::driver::{BareCopyDirection, BareDriver};

@@ -38,7 +38,7 @@ impl Initiator {
         target: &TargetProcess,
     ) -> Result<Self> {
         let builder = pools.agent(label).backends([backend]).options(Options::parse(options)?);
-        let agent = builder.build(registry)?;
+        let agent = builder.registry(registry.clone()).build()?;
         let regions = pools
             .all()
             .map(|(pool, memory)| Ok((pool, agent.register(pool.name(), memory.clone())?)));
@@ -101,7 +101,7 @@ impl Initiator {
                 round.posts.push(now.elapsed().as_secs_f64());
             }
             match wait {
-                Wait::Block => transfer.wait(until)?,
+                Wait::Block => transfer.wait_blocking(until)?,
                 Wait::Async => block_on(transfer)?,
             };
             let done = Instant::now();

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use kvx::gpu::DevicePtr;
-use kvx::gpu::kernels::DeviceGrid;
-use kvx::{Completion, Memory, Ticket};
+use kvx::{Completion, Memory};
+use kvx_core::backend::Ticket;
+use kvx_gpu::DevicePtr;
+use kvx_gpu::kernels::DeviceGrid;
 use serde::Serialize;
 
 use super::arguments::Arguments;
@@ -82,7 +83,7 @@ fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<KernelRe
     let once = || -> kvx::Result<()> {
         let (moved, ticket) = Completion::with_ticket();
         act(ticket);
-        moved.wait(DEADLINE)
+        moved.wait_blocking(DEADLINE)
     };
 
     let (source, destination): (&Memory, &Memory) =

@@ -84,7 +84,8 @@ pub(crate) fn run(
             .agent(&format!("bench-{label}-{backend}"))
             .backends([backend])
             .options(options)
-            .build(registry)?)
+            .registry(registry.clone())
+            .build()?)
     };
     let (speaker, hearer) = (agent(&ours, "speaks")?, agent(&theirs, "hears")?);
     let name = PoolKind::Kvx.name();
@@ -97,7 +98,7 @@ pub(crate) fn run(
         local.grid(grid)?.blocks(shuffled(blocks, arguments.seed)),
         peer.region(name)?.grid(grid)?.blocks(shuffled(blocks, arguments.seed + 1)),
     )?;
-    peer.transfer(&plan).deadline(DEADLINE).post()?.wait(DEADLINE)?;
+    peer.transfer(&plan).deadline(DEADLINE).post()?.wait_blocking(DEADLINE)?;
 
     let quiet = delays(&peer, &hearer, alone, QUIET)?;
     for &wait in &arguments.wait {
@@ -139,7 +140,7 @@ fn delays(peer: &Peer, hearer: &Agent, count: usize, gap: Duration) -> Result<Ve
             let sent = Instant::now();
             let acknowledged = peer.notify(SAID, DEADLINE);
             each.push((arrivals.recv()?? - sent).as_secs_f64());
-            acknowledged.wait(DEADLINE)?;
+            acknowledged.wait_blocking(DEADLINE)?;
         }
         Ok(each)
     })
@@ -160,7 +161,7 @@ fn beside_transfers(
             while !enough.load(Ordering::Relaxed) {
                 let transfer = peer.transfer(plan).deadline(DEADLINE).post()?;
                 match wait {
-                    Wait::Block => transfer.wait(DEADLINE)?,
+                    Wait::Block => transfer.wait_blocking(DEADLINE)?,
                     Wait::Async => block_on(transfer)?,
                 };
                 ended += 1;

@@ -4,8 +4,8 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
 use clap::Args;
-use kvx::gpu::Device;
 use kvx::{Agent, Memory};
+use kvx_gpu::Device;
 use serde::{Deserialize, Serialize};
 
 use crate::{Result, devices};
@@ -127,7 +127,7 @@ impl Pools {
     }
 
     /// An agent that can move all of it.
-    pub(crate) fn agent(&self, name: &str) -> kvx::Builder {
+    pub(crate) fn agent(&self, name: &str) -> kvx::AgentBuilder {
         let builder = Agent::builder(name);
         match self.device() {
             Some(device) => builder.device(Arc::clone(device) as _),

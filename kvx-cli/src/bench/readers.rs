@@ -105,7 +105,7 @@ fn read_all(initiators: &[Initiator], window: Duration) -> Result<(Vec<u64>, Dur
         let mut plans = initiator.plans(BenchOp::Read, SHAPE, Backing::Kvx)?;
         let plan = plans.next().clone();
         // Once before it counts, so that no reader pays for its first time.
-        initiator.post(&plan)?.wait(DEADLINE)?;
+        initiator.post(&plan)?.wait_blocking(DEADLINE)?;
         let waker = Waker::from(Arc::new(ReaderWaker { at, woken: woken.clone() }));
         readers.push((plan, waker));
     }
@@ -130,7 +130,7 @@ fn read_all(initiators: &[Initiator], window: Duration) -> Result<(Vec<u64>, Dur
     }
     let took = start.elapsed();
     for transfer in transfers {
-        match transfer.wait(DEADLINE) {
+        match transfer.wait_blocking(DEADLINE) {
             Err(error) if error.kind() != ErrorKind::Cancelled => return Err(error.into()),
             _ => {}
         }

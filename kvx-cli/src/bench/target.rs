@@ -79,7 +79,7 @@ pub(crate) fn serve(
         let options = Options::parse(&arguments.options)?;
         let builder =
             pools.agent(&format!("bench-target-{backend}")).backends([backend]).options(options);
-        let agent = builder.build(registry)?;
+        let agent = builder.registry(registry.clone()).build()?;
         let regions = pools.all().map(|(pool, memory)| agent.register(pool.name(), memory.clone()));
         let regions = regions.collect::<kvx::Result<Vec<_>>>()?;
         metadata.insert(backend.clone(), agent.metadata()?);

@@ -122,8 +122,10 @@ impl DemoReader {
         metadata: &[u8],
         blocks: &DemoBlocks,
     ) -> Result<Self> {
-        let agent =
-            Agent::builder(format!("demo-reader-{backend}")).backends([backend]).build(registry)?;
+        let agent = Agent::builder(format!("demo-reader-{backend}"))
+            .backends([backend])
+            .registry(registry.clone())
+            .build()?;
         let region = agent.register("room", blocks.empty_room()?)?;
         let peer = agent.connect(metadata)?;
         peer.ready(PATIENCE).join()?;
@@ -137,7 +139,7 @@ impl DemoReader {
     /// Reads all blocks once, and says how long that took.
     fn read(&self) -> kvx::Result<Duration> {
         let start = Instant::now();
-        self.peer.transfer(&self.plan).deadline(PATIENCE).post()?.wait(PATIENCE)?;
+        self.peer.transfer(&self.plan).deadline(PATIENCE).post()?.wait_blocking(PATIENCE)?;
         Ok(start.elapsed())
     }
 

@@ -1,7 +1,7 @@
 //! The flags of `vllm serve`, as clap parses them once [`normalized`].
 
 use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, error, parser};
-use kvx::nearest;
+use kvx_core::backend::nearest;
 
 /// Serves a model as `vllm serve` does: OpenAI's HTTP API, and KV cache from and to other servers.
 ///

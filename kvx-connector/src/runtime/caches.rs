@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Weak};
 
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 use kvx_core::{Agent, Deadline, Error, ErrorKind, GridSet, Memory, MemoryKind, Region, Result};
 
 use super::digests::{Digests, PeerDigests, Rows};

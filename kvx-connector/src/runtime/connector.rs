@@ -154,7 +154,7 @@ impl Connector {
 
     /// Blocks as [`outcomes_ready`](Self::outcomes_ready), without a runtime. False: not by the
     /// deadline.
-    pub fn wait(&self, deadline: impl Into<Deadline>) -> bool {
+    pub fn outcomes_ready_blocking(&self, deadline: impl Into<Deadline>) -> bool {
         let (shared, until) = (self.shared(), until(deadline.into()));
         let mut state = shared.state.lock();
         while !state.has_news() {

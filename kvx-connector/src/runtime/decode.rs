@@ -226,7 +226,7 @@ fn ended(
     }
 }
 
-/// A load that is under way: a future, or [`wait_blocking`](Self::wait_blocking) without a runtime.
+/// A load that is under way: a future, or [`join`](Self::join) without a runtime.
 ///
 /// Dropping it before its end aborts it and notifies the prefill. The engine then gets one outcome
 /// of its blocks from [`outcomes`](Connector::outcomes), `Free` or `Lost`; [`cancel`](Self::cancel)
@@ -251,10 +251,10 @@ impl Fetch {
     }
 
     /// Blocks until it has ended, which it does by its own deadline.
-    pub fn wait_blocking(self) -> Result<Loaded, LoadError> {
+    pub fn join(self) -> Result<Loaded, LoadError> {
         let mut fetch = self;
         loop {
-            match fetch.wait(Duration::MAX) {
+            match fetch.wait_blocking(Duration::MAX) {
                 Ok(end) => return end,
                 Err(again) => fetch = again,
             }
@@ -262,8 +262,8 @@ impl Fetch {
     }
 
     /// Blocks until it has ended. `Err`: not by this deadline; it continues. With the fetch's own
-    /// deadline either may be first: [`wait_blocking`](Self::wait_blocking) waits for that.
-    pub fn wait(
+    /// deadline either may be first: [`join`](Self::join) waits for that.
+    pub fn wait_blocking(
         mut self,
         deadline: impl Into<Deadline>,
     ) -> Result<Result<Loaded, LoadError>, Fetch> {
@@ -397,7 +397,7 @@ impl HeldBlocks {
     }
 
     /// As [`released`](Self::released), without a runtime. `Err`: not by the deadline.
-    pub fn wait(mut self, deadline: impl Into<Deadline>) -> Result<Released, HeldBlocks> {
+    pub fn wait_blocking(mut self, deadline: impl Into<Deadline>) -> Result<Released, HeldBlocks> {
         let Some(held) = &self.0 else { return Ok(Released::Free) };
         match held.slot.wait(deadline.into()) {
             Some(released) => {

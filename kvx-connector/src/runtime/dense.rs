@@ -7,7 +7,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 use kvx_core::{Deadline, Error, ErrorKind, Memory, Result};
 
 use super::decode::{Decode, Fetch, HeldBlocks, LoadError, Loaded};
@@ -161,7 +161,7 @@ impl DensePool {
     fn sweep(&self) {
         let held = std::mem::take(&mut *self.0.held.lock());
         for (held, mut blocks) in held {
-            match held.wait(Duration::ZERO) {
+            match held.wait_blocking(Duration::ZERO) {
                 Ok(Released::Lost) => {}
                 Ok(_) => self.0.free.lock().append(&mut blocks),
                 Err(held) => self.0.held.lock().push((held, blocks)),
@@ -357,10 +357,10 @@ impl DenseLease {
         released
     }
 
-    /// As [`Lease::wait`].
-    pub fn wait(self, deadline: impl Into<Deadline>) -> Result<Released, DenseLease> {
+    /// As [`Lease::wait_blocking`].
+    pub fn wait_blocking(self, deadline: impl Into<Deadline>) -> Result<Released, DenseLease> {
         let DenseLease { lease, blocks } = self;
-        match lease.wait(deadline) {
+        match lease.wait_blocking(deadline) {
             Ok(Released::Lost) => {
                 blocks.keep();
                 Ok(Released::Lost)

@@ -7,7 +7,8 @@ use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvx_core::{Error, Memory, Result, random_number};
+use kvx_core::backend::random_number;
+use kvx_core::{Error, Memory, Result};
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};

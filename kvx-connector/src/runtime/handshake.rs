@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Completion, Error, ErrorKind, Metadata, Op, Peer, Result};
+use kvx_core::backend::Metadata;
+use kvx_core::{Completion, Error, ErrorKind, Op, Peer, Result};
 
 use super::caches::RegisteredCaches;
 use super::digests::PeerDigests;

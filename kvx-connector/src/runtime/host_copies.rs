@@ -10,8 +10,8 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use kvx_core::memory::Direction;
-use kvx_core::sync::Mutex;
+use kvx_core::backend::Direction;
+use kvx_core::backend::sync::Mutex;
 use kvx_core::{Deadline, Error, ErrorKind, Memory, Result};
 
 use kvx_vllm::engine::{BlockLists, Unsaved};

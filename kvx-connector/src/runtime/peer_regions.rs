@@ -1,9 +1,8 @@
 //! Regions of peers: by the addresses that their handshake names, and those that a decode grants to
 //! a write.
 
-use kvx_core::{
-    Error, ErrorKind, GridSet, MemoryKind, Metadata, Peer, PeerRegion, Place as _, Result,
-};
+use kvx_core::backend::Metadata;
+use kvx_core::{Error, ErrorKind, GridSet, MemoryKind, Peer, PeerRegion, Place as _, Result};
 
 use super::digests::DIGESTS;
 use super::generations::WORDS;

@@ -137,7 +137,7 @@ fn decode_leg(
 }
 
 fn random() -> kvx_core::Result<[u8; 16]> {
-    let [half, other] = [kvx_core::random_number()?, kvx_core::random_number()?];
+    let [half, other] = [kvx_core::backend::random_number()?, kvx_core::backend::random_number()?];
     Ok((u128::from(half) << 64 | u128::from(other)).to_be_bytes())
 }
 
@@ -171,7 +171,7 @@ impl Lease {
 
     /// As [`released`](Self::released), without a runtime. `Err`: not by the deadline; the lease
     /// continues.
-    pub fn wait(mut self, deadline: impl Into<Deadline>) -> Result<Released, Lease> {
+    pub fn wait_blocking(mut self, deadline: impl Into<Deadline>) -> Result<Released, Lease> {
         match self.slot.wait(deadline.into()) {
             Some(released) => {
                 self.over = true;

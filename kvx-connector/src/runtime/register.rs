@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use kvx_core::{
-    Agent, Completion, Deadline, DeviceAccess, Error, ErrorKind, Memory, Result, Ticket,
-};
+use kvx_core::backend::Ticket;
+use kvx_core::{Agent, Completion, Deadline, DeviceAccess, Error, ErrorKind, Memory, Result};
 use kvx_vllm::config::BufferDevice;
 
 use super::caches::RegisteredCaches;

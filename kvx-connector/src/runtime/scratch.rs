@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 use kvx_core::{Agent, Error, ErrorKind, Grid, Memory, Region, Result};
 
 use super::generations::WORD;

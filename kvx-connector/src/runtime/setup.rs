@@ -62,7 +62,7 @@ impl Setup {
         devices: &[Arc<dyn DeviceAccess>],
     ) -> Result<Agent> {
         let mut name = format!("{}-pp{}-tp{}", self.settings.engine, rank.pp, rank.tp);
-        while name.len() > kvx_core::MAX_NAME {
+        while name.len() > kvx_core::backend::MAX_NAME {
             name.pop();
         }
         let staged = self.config.buffer_device() == BufferDevice::Cpu;
@@ -74,7 +74,7 @@ impl Setup {
         if let Some(backends) = &self.backends {
             builder = builder.backends(backends.iter().map(String::as_str));
         }
-        let agent = builder.build(&self.registry)?;
+        let agent = builder.registry(self.registry.clone()).build()?;
         let (worker, backends) = (format!("pp {} tp {}", rank.pp, rank.tp), agent.backends());
         if self.settings.mooncake.is_some() {
             let vllm = backends.contains(&MOONCAKE);

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::task::Waker;
 
-use kvx_core::sync::{Condvar, Mutex};
-use kvx_core::{Deadline, Error, ErrorKind, Result, Secret, Ticket};
+use kvx_core::backend::Ticket;
+use kvx_core::backend::sync::{Condvar, Mutex};
+use kvx_core::{Deadline, Error, ErrorKind, Result, Secret};
 use tokio::sync::Notify;
 use tokio::sync::mpsc::UnboundedSender;
 

@@ -5,7 +5,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
 use kvx_core::Deadline;
-use kvx_core::sync::{Condvar, Mutex};
+use kvx_core::backend::sync::{Condvar, Mutex};
 
 /// Set once, taken once. Needs no runtime.
 #[derive(Debug)]

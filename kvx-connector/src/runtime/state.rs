@@ -4,7 +4,8 @@
 use std::collections::BTreeSet;
 use std::task::Waker;
 
-use kvx_core::{Agent, Deadline, Error, ErrorKind, Result, Ticket};
+use kvx_core::backend::Ticket;
+use kvx_core::{Agent, Deadline, Error, ErrorKind, Result};
 use tracing::Span;
 
 use super::grants::Grants;

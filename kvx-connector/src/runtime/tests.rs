@@ -97,7 +97,7 @@ fn workers_that_register_at_once_share_the_generations() {
             registered.words.memory().address()
         };
         assert_eq!(words(0), words(1));
-        connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+        connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
     }
 }
 
@@ -108,15 +108,21 @@ fn caches_are_given_back_once_nothing_of_them_is_being_finished() {
     let rank = register(&connector, 0).unwrap();
     let registered = connector.shared().registered(at).unwrap();
     let finishing = registered.finishing.blocking_read();
-    assert_eq!(rank.give_back(SHORT).wait(LIMIT).unwrap_err().kind(), ErrorKind::StillShared);
+    assert_eq!(
+        rank.give_back(SHORT).wait_blocking(LIMIT).unwrap_err().kind(),
+        ErrorKind::StillShared
+    );
     drop(finishing);
     register(&connector, 0).unwrap();
-    rank.give_back(LIMIT).wait(LIMIT).unwrap();
+    rank.give_back(LIMIT).wait_blocking(LIMIT).unwrap();
 
     register(&connector, 0).unwrap();
     let registered = connector.shared().registered(at).unwrap();
     let finishing = registered.finishing.blocking_read();
-    assert_eq!(connector.shutdown(SHORT).wait(LIMIT).unwrap_err().kind(), ErrorKind::StillShared);
+    assert_eq!(
+        connector.shutdown(SHORT).wait_blocking(LIMIT).unwrap_err().kind(),
+        ErrorKind::StillShared
+    );
     drop(finishing);
     assert_eq!(register(&connector, 0).unwrap_err().kind(), ErrorKind::Closed);
 }
@@ -140,7 +146,7 @@ fn who_finds_no_place_for_a_peers_generations_is_told_so_in_time() {
         places.pop();
         scratch.take(SHORT).await.unwrap();
     });
-    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
 /// Someone who takes connections and says nothing, and what names a block there.
@@ -175,7 +181,7 @@ fn heard(connector: &Connector) -> Vec<Outcome> {
     let (mut heard, until) = (Vec::new(), std::time::Instant::now() + LIMIT);
     while heard.is_empty() || !connector.is_idle() {
         assert!(std::time::Instant::now() < until, "{heard:?}");
-        connector.wait(SHORT);
+        connector.outcomes_ready_blocking(SHORT);
         heard.extend(connector.outcomes());
     }
     heard
@@ -200,9 +206,9 @@ fn what_was_granted_is_given_back_with_the_caches() {
     ordered(&connector, &request, &params);
     let granted = push::grant(connector.shared(), &request).unwrap();
     granted.metadata().unwrap();
-    rank.give_back(LIMIT).wait(LIMIT).unwrap();
+    rank.give_back(LIMIT).wait_blocking(LIMIT).unwrap();
     assert_eq!(granted.metadata().unwrap_err().kind(), ErrorKind::Revoked);
-    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
 #[test]
@@ -216,9 +222,9 @@ fn a_load_that_ends_is_heard_before_it_can_be_given_up() {
     assert_eq!(late(&connector), (1, 0), "nobody is asleep who would have to be woken");
     let held = fetch.cancel();
     assert!(!held.is_empty(), "a worker still has its block");
-    assert_eq!(held.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(held.wait_blocking(LIMIT).unwrap(), Released::Free);
     assert_eq!(connector.outcomes(), []);
-    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
 #[test]
@@ -237,7 +243,7 @@ fn loads_that_are_given_up_as_they_end_free_their_blocks_once() {
         drop(fetch);
         assert_eq!(heard(&connector), [freed(&request)], "round {round}");
     }
-    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
 #[test]
@@ -251,24 +257,26 @@ fn an_end_that_is_not_proven_loses_what_was_lent_and_stays_so() {
     let cancelled = Decode::new(&connector).fetch("cancelled", &params, 0, one(2), LIMIT);
     let finishing = registered.finishing.blocking_read();
     let not_proven = |done: kvx_core::Completion<()>| {
-        assert_eq!(done.wait(LIMIT).unwrap_err().kind(), ErrorKind::StillShared);
+        assert_eq!(done.wait_blocking(LIMIT).unwrap_err().kind(), ErrorKind::StillShared);
     };
     not_proven(connector.shutdown(SHORT));
     drop(finishing);
-    let error = fetch.wait(LIMIT).unwrap().unwrap_err();
+    let error = fetch.wait_blocking(LIMIT).unwrap().unwrap_err();
     if error.failure == LoadFailure::Transfer("the connector was shut down".into()) {
         assert_eq!((error.held.blocks(), error.invalid), (one(1), vec![1]));
-        assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Lost);
+        assert_eq!(error.held.wait_blocking(LIMIT).unwrap(), Released::Lost);
     }
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Lost);
-    assert_eq!(cancelled.cancel().wait(LIMIT).unwrap(), Released::Lost);
+    assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Lost);
+    assert_eq!(cancelled.cancel().wait_blocking(LIMIT).unwrap(), Released::Lost);
     // And whoever comes later.
     not_proven(connector.shutdown(LIMIT));
     not_proven(rank.give_back(LIMIT));
     let error = Prefill::new(&connector).publish("late", one(3), TOKENS).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
-    let late =
-        Decode::new(&connector).fetch("late", &params, 0, one(3), LIMIT).wait(LIMIT).unwrap();
+    let late = Decode::new(&connector)
+        .fetch("late", &params, 0, one(3), LIMIT)
+        .wait_blocking(LIMIT)
+        .unwrap();
     assert!(matches!(late.unwrap_err().failure, LoadFailure::Refused(_)));
     assert!(connector.is_idle());
 }
@@ -282,9 +290,9 @@ fn a_shutdown_waits_for_caches_that_are_being_given_back() {
     let given_back = rank.give_back(LIMIT);
     let over = connector.shutdown(LIMIT);
     drop(finishing);
-    given_back.wait(LIMIT).unwrap();
-    over.wait(LIMIT).unwrap();
-    rank.give_back(LIMIT).wait(LIMIT).unwrap();
+    given_back.wait_blocking(LIMIT).unwrap();
+    over.wait_blocking(LIMIT).unwrap();
+    rank.give_back(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
 /// The connector's thread does nothing until this is dropped.
@@ -307,7 +315,11 @@ fn a_read_is_cancelled_in_the_turn_in_which_it_begins() {
     register(&decode, 0).unwrap();
     let publish = |name: &str| Prefill::new(&prefill).publish(name, one(0), TOKENS).unwrap();
     let (_first, params) = publish("first");
-    Decode::new(&decode).fetch("first", &params, 0, one(1), LIMIT).wait(LIMIT).unwrap().unwrap();
+    Decode::new(&decode)
+        .fetch("first", &params, 0, one(1), LIMIT)
+        .wait_blocking(LIMIT)
+        .unwrap()
+        .unwrap();
     let (_second, params) = publish("second");
     // The connector's thread stands still meanwhile, and its turn is made here.
     let (go_on, shared) = (stand_still(&decode), decode.shared());
@@ -326,7 +338,7 @@ fn a_read_is_cancelled_in_the_turn_in_which_it_begins() {
     drop(held);
     drop(go_on);
     for connector in [prefill, decode] {
-        connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+        connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
     }
 }
 
@@ -341,7 +353,7 @@ fn an_order_that_no_worker_has_started_is_taken_out_when_it_is_cancelled() {
     assert_eq!(heard(&connector), [freed(&request)], "though the engine starts nothing");
     rank.start_load_kv();
     assert!(connector.is_idle());
-    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
 #[test]
@@ -355,7 +367,7 @@ fn a_request_that_ends_before_the_engine_has_heard_of_its_held_blocks_keeps_them
     assert_eq!(late(&connector).0, 1);
     assert!(connector.request_finished(&request, Ending::aborted()).delay_free);
     assert_eq!(heard(&connector), [freed(&request)]);
-    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
 /// Publishes a block of these bytes.
@@ -409,10 +421,10 @@ fn a_write_that_comes_after_the_decode_has_given_up_changes_no_byte() {
         let (lease, params) = publish(&prefill, &from, "first", 0xaa);
         Decode::new(&decode)
             .fetch("first", &params, 0, one(1), LIMIT)
-            .wait(LIMIT)
+            .wait_blocking(LIMIT)
             .unwrap()
             .unwrap();
-        assert_eq!((block(), lease.wait(LIMIT).unwrap()), ([0xaa; _], Released::Fetched));
+        assert_eq!((block(), lease.wait_blocking(LIMIT).unwrap()), ([0xaa; _], Released::Fetched));
 
         let (_lease, params) = publish(&prefill, &from, "second", 0xbb);
         let go_on = stand_still(&prefill);
@@ -434,7 +446,7 @@ fn a_write_that_comes_after_the_decode_has_given_up_changes_no_byte() {
         if late {
             let held = fetch.cancel();
             assert_eq!(
-                held.wait(LIMIT).unwrap(),
+                held.wait_blocking(LIMIT).unwrap(),
                 Released::Free,
                 "{backend}: though the prefill stands still"
             );
@@ -446,19 +458,19 @@ fn a_write_that_comes_after_the_decode_has_given_up_changes_no_byte() {
         } else {
             drop(go_on);
             waits.block_on(write(order)).unwrap();
-            fetch.wait(LIMIT).unwrap().unwrap();
+            fetch.wait_blocking(LIMIT).unwrap().unwrap();
             assert_eq!(block(), [0xbb; _], "{backend}");
         }
         // And both go on.
         let (_lease, params) = publish(&prefill, &from, "third", 0xdd);
         Decode::new(&decode)
             .fetch("third", &params, 0, one(1), LIMIT)
-            .wait(LIMIT)
+            .wait_blocking(LIMIT)
             .unwrap()
             .unwrap();
         assert_eq!(block(), [0xdd; _]);
         for connector in [prefill, decode] {
-            connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+            connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
         }
     }
 }

@@ -10,7 +10,7 @@ use crate::fault_injection::injected;
 use crate::identity::{Identity, Incarnation, Invitation, checked_name};
 use crate::inbox::{self, Inbox};
 use crate::memory::DeviceAccess;
-use crate::metadata::Invited;
+use crate::metadata::AdmissionTerms;
 use crate::registry::Registry;
 use crate::sync::Mutex;
 use crate::telemetry::Meters;
@@ -19,15 +19,18 @@ use crate::{Error, ErrorKind, Options, Result, Secret, fork};
 
 impl Agent {
     /// Begins an agent of this name: 1 to 255 bytes, the same after a restart.
-    pub fn builder(name: impl Into<String>) -> Builder {
-        Builder::new(name.into())
+    ///
+    /// It needs a [registry](AgentBuilder::registry); the facade's `kvx::agent` has set one.
+    pub fn builder(name: impl Into<String>) -> AgentBuilder {
+        AgentBuilder::new(name.into())
     }
 }
 
-/// Says how an agent shall be; [`build`](Builder::build) makes it.
+/// Configures an agent; [`build`](AgentBuilder::build) makes it.
 #[must_use]
-pub struct Builder {
+pub struct AgentBuilder {
     name: String,
+    registry: Option<Registry>,
     options: Options,
     backends: Option<Vec<String>>,
     secret: Option<Secret>,
@@ -38,10 +41,11 @@ pub struct Builder {
     staged: bool,
 }
 
-impl Builder {
+impl AgentBuilder {
     pub(super) fn new(name: String) -> Self {
-        Builder {
+        AgentBuilder {
             name,
+            registry: None,
             options: Options::new(),
             backends: None,
             secret: None,
@@ -53,13 +57,19 @@ impl Builder {
         }
     }
 
+    /// Sets the backends that the agent may open. Without one, [`build`](AgentBuilder::build) fails.
+    pub fn registry(mut self, registry: Registry) -> Self {
+        self.registry = Some(registry);
+        self
+    }
+
     /// Names backends in order of preference, any letter case. A list restricts: nothing else is used.
     pub fn backends<S: Into<String>>(mut self, names: impl IntoIterator<Item = S>) -> Self {
         self.backends = Some(names.into_iter().map(Into::into).collect());
         self
     }
 
-    /// Options: the object `kv_connector_extra_config`. Its `backends` counts unless [`backends`](Builder::backends)
+    /// Options: the object `kv_connector_extra_config`. Its `backends` counts unless [`backends`](AgentBuilder::backends)
     /// is called.
     pub fn options(mut self, options: Options) -> Self {
         self.options = options;
@@ -112,9 +122,14 @@ impl Builder {
     ///
     /// # Errors
     /// `UnknownBackend` for a name that is none; when no backend can be opened, the error of the only one asked for,
-    /// or `NoRoute` with the reason of each; `Invalid` for a name or an option; `Forked`.
-    pub fn build(self, registry: &Registry) -> Result<Agent> {
+    /// or `NoRoute` with the reason of each; `Invalid` for a name or an option, and without a registry; `Forked`.
+    pub fn build(self) -> Result<Agent> {
         fork::check()?;
+        let registry = self.registry.ok_or_else(|| {
+            let why = "an agent needs a registry of backends: begin with kvx::agent(name), which sets those that are \
+                       compiled in, or call AgentBuilder::registry";
+            Error::new(ErrorKind::Invalid, why)
+        })?;
         let identity = Identity {
             name: checked_name("agent", &self.name)?,
             incarnation: Incarnation::random()?,
@@ -136,8 +151,9 @@ impl Builder {
             Some(names) => Some(names),
             None => self.options.backends()?,
         };
-        let invited = Invited { by: context.invitation, with_secret: context.secret.is_some() };
-        let opened = open(registry, named.as_deref(), &context)?;
+        let invited =
+            AdmissionTerms { by: context.invitation, with_secret: context.secret.is_some() };
+        let opened = open(&registry, named.as_deref(), &context)?;
         let (budget, inbox) = (Budget::new(self.budget), Inbox::new(self.inbox));
         let agent =
             Arc::new(AgentInner::new((identity, invited), opened, self.staged, budget, inbox)?);
@@ -176,7 +192,7 @@ fn open(
         }
         _ => {
             for factory in registry.factories() {
-                let wanted = match factory.placement().without_a_list {
+                let wanted = match factory.placement().auto_open {
                     AutoOpen::Open => true,
                     AutoOpen::Skip => injected("order"),
                     AutoOpen::OpenWithRdma => {

@@ -9,17 +9,17 @@ use crate::deadline::Clock;
 use crate::fault_injection::injected;
 use crate::identity::{Identity, LinkId, RegionId, TransferId};
 use crate::inbox::Inbox;
-use crate::metadata::{Invited, RegionInfo};
+use crate::metadata::{AdmissionTerms, RegionInfo};
 use crate::region::core::RegionCore;
 use crate::sync::Mutex;
 use crate::telemetry::Meters;
-use crate::transport::{Admission, Events, Full, LinkState, Transport};
+use crate::transport::{Admission, Events, LinkState, QueueFull, Transport};
 use crate::{Error, ErrorKind, MemoryKind, Result, Sender, fork};
 
 pub(crate) struct AgentInner {
     pub(crate) identity: Identity,
     /// What peers need to be let in.
-    pub(crate) invited: Invited,
+    pub(crate) invited: AdmissionTerms,
     pub(crate) transports: Vec<Open>,
     /// Backends that were asked for and could not be opened.
     pub(crate) not_open: Vec<(&'static str, Error)>,
@@ -77,7 +77,7 @@ pub(crate) trait OwnsLinks: Send + Sync {
 pub(super) struct Sink(pub(super) Mutex<Weak<AgentInner>>);
 
 impl Events for Sink {
-    fn notification(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), Full> {
+    fn notification(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), QueueFull> {
         let agent = self.0.lock().upgrade();
         agent.map_or(Ok(()), |agent| agent.inbox.deliver(from, bytes))
     }
@@ -94,7 +94,7 @@ impl Events for Sink {
 
 impl AgentInner {
     pub(super) fn new(
-        (identity, invited): (Identity, Invited),
+        (identity, invited): (Identity, AdmissionTerms),
         (transports, not_open): (Vec<Open>, Vec<(&'static str, Error)>),
         staged: bool,
         budget: Budget,
@@ -140,7 +140,7 @@ impl AgentInner {
     }
 
     /// Errors: `Denied` where only one end has a secret; whether two are the same shows in the handshake.
-    pub(crate) fn check_secret(&self, peer: Invited) -> Result<()> {
+    pub(crate) fn check_secret(&self, peer: AdmissionTerms) -> Result<()> {
         let why = match (self.invited.with_secret, peer.with_secret) {
             (false, true) => {
                 "the peer has a shared secret and this agent has none: give it the same by KVX_SECRET_FILE"

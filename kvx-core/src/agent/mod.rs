@@ -24,7 +24,7 @@ use crate::sync::Mutex;
 use crate::transport::RegionSpec;
 use crate::{Deadline, Error, ErrorKind, Memory, MemoryKind, Result, fork};
 
-pub use builder::Builder;
+pub use builder::AgentBuilder;
 pub use next::NextNotification;
 
 /// One end of transfers: its transports, its regions, its peers. Cheap to clone.
@@ -34,7 +34,7 @@ pub use next::NextNotification;
 /// # fn main() -> kvx::Result<()> {
 /// # let registry = kvx::Registry::new(); let bytes_from_the_peer = [];
 /// use kvx::{Agent, Memory};
-/// let agent = Agent::builder("decode-0").build(&registry)?;
+/// let agent = Agent::builder("decode-0").registry(registry.clone()).build()?;
 /// let region = agent.register("kv", Memory::owned(vec![0; 1 << 20]))?;
 /// let peer = agent.connect(&bytes_from_the_peer)?;
 /// # Ok(()) }
@@ -94,7 +94,7 @@ impl AgentHandle {
         let revoked: Vec<_> = regions.iter().map(|region| region.revoke_at_shutdown()).collect();
         let mut shared = 0;
         for (region, revocation) in regions.iter().zip(revoked) {
-            if revocation.wait(deadline).is_err() {
+            if revocation.wait_blocking(deadline).is_err() {
                 region.quarantine("its agent was shut down before its revocation had ended");
                 shared += 1;
             }
@@ -122,7 +122,7 @@ impl AgentHandle {
         let mut stuck = Vec::new();
         for (name, done) in closing {
             let ended = match done {
-                Ok(ends) => ends.into_iter().try_for_each(|end| end.wait(patience)),
+                Ok(ends) => ends.into_iter().try_for_each(|end| end.wait_blocking(patience)),
                 Err(error) => Err(Error::os("no thread to close it on", error)),
             };
             stuck.extend(ended.err().map(|error| format!("{name}: {error}")));
@@ -165,7 +165,7 @@ impl Agent {
     }
 
     /// Whether no open backend needs more than small buffers of the host to move memory of devices, as
-    /// [`Builder::stage_device_memory`] has it.
+    /// [`AgentBuilder::stage_device_memory`] has it.
     pub fn stages_devices(&self) -> bool {
         self.0.inner.transports.iter().all(|open| open.transport.stages_devices())
     }

@@ -55,6 +55,9 @@ impl NextNotification {
     }
 
     /// Blocks until there is one, or until the deadline that it was given.
+    ///
+    /// # Errors
+    /// As [`Agent::notification`](super::Agent::notification).
     pub fn join(self) -> Result<Notification> {
         loop {
             if let Some(result) = self.ready(self.agent.inbox.take()) {
@@ -62,6 +65,15 @@ impl NextNotification {
             }
             self.agent.inbox.wait_until(self.deadline.instant());
         }
+    }
+
+    /// Blocks until there is one, or until the earlier of `deadline` and the one that it was given.
+    ///
+    /// # Errors
+    /// As [`Agent::notification`](super::Agent::notification).
+    pub fn wait_blocking(mut self, deadline: impl Into<Deadline>) -> Result<Notification> {
+        self.deadline = self.deadline.earlier(deadline.into());
+        self.join()
     }
 }
 

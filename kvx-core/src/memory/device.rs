@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::completion::Completion;
-use crate::{Error, ErrorKind, Memory, MemoryKind, Result, Ticket, kept};
+use crate::ticket::Ticket;
+use crate::{Error, ErrorKind, Memory, MemoryKind, Result, kept};
 
 /// A device, by the UUID or PCI address that its crate gives it: ordinals differ from process to process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -205,7 +206,7 @@ impl OnDevice {
         let (completion, ticket) = Completion::with_ticket();
         // SAFETY: the caller's promise; both sides are kept for ever if the device does not say that it is done.
         unsafe { self.access.copy(direction, pieces, ticket) };
-        let ended = completion.wait(longest);
+        let ended = completion.wait_blocking(longest);
         let bytes = pieces.iter().map(|piece| piece.len).sum();
         ended.map_err(|error| self.kept(&error, bytes, longest, Arc::clone(host)).unwrap_or(error))
     }
@@ -246,7 +247,7 @@ impl OnDevice {
         // SAFETY: the caller's promise for the device's side; the host's is a buffer that is freed below, once the
         // ticket has settled, and else never.
         unsafe { self.access.copy(direction, &[Piece { device, host: host.cast(), len }], ticket) };
-        if let Err(error) = completion.wait(longest) {
+        if let Err(error) = completion.wait_blocking(longest) {
             // A buffer that is left to the device is a pointer, and so never freed.
             if let Some(late) = self.kept(&error, len, longest, ()) {
                 return Err(late);

@@ -18,7 +18,7 @@ pub use bytes::copy_shared;
 pub use device::DmaBuf;
 pub use device::{DeviceAccess, DeviceId, Direction, Hop, IpcHandle, Piece};
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
-pub use pool::{Granted, HugePages, PageSize, PoolBuilder};
+pub use pool::{HugePages, PageSize, PoolBuilder, PoolProperties};
 
 use crate::fault_injection::injected;
 use crate::{Error, ErrorKind, Result, fork};
@@ -256,9 +256,9 @@ impl Memory {
 
     /// The properties that the builder was granted; `None` for memory that is no pool.
     #[cfg(all(target_os = "linux", not(kvx_portable)))]
-    pub fn granted(&self) -> Option<&Granted> {
+    pub fn pool_properties(&self) -> Option<&PoolProperties> {
         match &self.backing {
-            Backing::Pool(pool) => Some(pool.granted()),
+            Backing::Pool(pool) => Some(pool.pool_properties()),
             _ => None,
         }
     }

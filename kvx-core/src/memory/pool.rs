@@ -47,7 +47,7 @@ pub enum PageSize {
 
 /// The properties that a pool was given, and the reasons for those that it was not.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Granted {
+pub struct PoolProperties {
     /// Pages.
     pub pages: PageSize,
     /// The reason why reserved huge pages were not given, if they were preferred.
@@ -66,7 +66,7 @@ pub struct Granted {
 /// # use kvx_core as kvx;
 /// let pool = kvx::Memory::pool(1 << 20).build()?;
 /// assert_eq!(pool.len(), 1 << 20);
-/// assert!(pool.granted().is_some_and(|granted| granted.touched));
+/// assert!(pool.pool_properties().is_some_and(|granted| granted.touched));
 /// # Ok::<(), kvx::Error>(())
 /// ```
 #[derive(Clone, Debug)]
@@ -138,7 +138,7 @@ impl PoolBuilder {
             pool.lock()?;
         }
         pool.seal()?;
-        pool.granted = Granted {
+        pool.granted = PoolProperties {
             pages: pool.pages(),
             huge_refused,
             numa_node: self.numa_node,
@@ -155,7 +155,7 @@ pub(super) struct PoolMapping {
     base: NonNull<c_void>,
     mapped: usize,
     huge: bool,
-    granted: Granted,
+    granted: PoolProperties,
     forks: u64,
 }
 
@@ -212,7 +212,7 @@ impl PoolMapping {
             )
         }?;
         let base = NonNull::new(base).ok_or(rustix::io::Errno::FAULT)?;
-        let granted = Granted {
+        let granted = PoolProperties {
             pages: PageSize::Base { transparent_huge: 0 },
             huge_refused: None,
             numa_node: None,
@@ -246,7 +246,8 @@ impl PoolMapping {
 
     /// Notes what a file of the program's own was found to be, every page of which is there now.
     pub(super) fn note_found(&mut self) {
-        self.granted = Granted { pages: self.pages(), touched: true, ..self.granted.clone() };
+        self.granted =
+            PoolProperties { pages: self.pages(), touched: true, ..self.granted.clone() };
     }
 
     fn advise(&self, advice: Advice) -> Result<(), rustix::io::Errno> {
@@ -365,7 +366,7 @@ impl PoolMapping {
             .map_or(0, |kib| kib * 1024)
     }
 
-    pub(super) fn granted(&self) -> &Granted {
+    pub(super) fn pool_properties(&self) -> &PoolProperties {
         &self.granted
     }
 
@@ -393,7 +394,7 @@ mod tests {
     #[test]
     fn a_pool_says_what_it_got() {
         let memory = Memory::pool(4 << 20).huge_pages(HugePages::Prefer).build().unwrap();
-        let granted = memory.granted().unwrap();
+        let granted = memory.pool_properties().unwrap();
         assert!(granted.touched && !granted.locked);
         match granted.pages {
             PageSize::Huge2M => assert_eq!(granted.huge_refused, None),
@@ -436,7 +437,7 @@ mod tests {
     #[test]
     fn a_numa_node_that_exists_is_granted() {
         match Memory::pool(4096).numa_node(0).build() {
-            Ok(memory) => assert_eq!(memory.granted().unwrap().numa_node, Some(0)),
+            Ok(memory) => assert_eq!(memory.pool_properties().unwrap().numa_node, Some(0)),
             // A kernel without NUMA support says so, and the sentence names the node.
             Err(error) => assert!(error.to_string().contains("NUMA node 0"), "{error}"),
         }

@@ -4,12 +4,13 @@ use std::sync::{Arc, Weak};
 
 use super::candidates::Imported;
 use super::links::{About, PeerInner};
-use crate::bound::{Bound, KeepsBound, LocalSide, RemoteSide};
+use crate::bound::{BoundPlan, KeepsBound, LocalSide, RemoteSide};
 use crate::grid::Place;
+use crate::identity::LinkId;
 use crate::plan::Plan;
 use crate::region::{PeerRegion, What};
 use crate::transport::{Link, RemoteRegion, RemoteSpec};
-use crate::{Error, ErrorKind, LinkId, Result};
+use crate::{Error, ErrorKind, Result};
 
 impl PeerInner {
     /// The plan on this link: kept from the last time, or made now.
@@ -19,7 +20,7 @@ impl PeerInner {
         at: usize,
         id: LinkId,
         link: &Arc<dyn Link>,
-    ) -> Result<Arc<Bound>> {
+    ) -> Result<Arc<BoundPlan>> {
         if let Some((on, bound)) = &*plan.0.bound.lock()
             && *on == id
         {
@@ -68,7 +69,7 @@ impl PeerInner {
             })
             .collect::<Result<Vec<_>>>()?;
         let (op, size, pairs) = (plan.op(), plan.size(), Arc::clone(&plan.0.pairs));
-        let bound = Arc::new(Bound::new(op, size, pairs, id, locals, remotes));
+        let bound = Arc::new(BoundPlan::new(op, size, pairs, id, locals, remotes));
         *plan.0.bound.lock() = Some((id, Arc::clone(&bound)));
         let keeps = || Arc::downgrade(&plan.0) as Weak<dyn KeepsBound>;
         self.state.lock().candidates[at].bindings.add(keeps());

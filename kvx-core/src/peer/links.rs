@@ -11,10 +11,11 @@ use crate::completion::Promise;
 use crate::fault_injection::injected;
 use crate::identity::{Generation, Identity, LinkId, PeerId, RegionId};
 use crate::metadata::Metadata;
-use crate::route::{Considered, Route, Verdict};
+use crate::route::{Route, RouteCandidate, Verdict};
 use crate::sync::Mutex;
+use crate::ticket::Ticket;
 use crate::transport::{Admission, Link, LinkState, PeerSection};
-use crate::{Capabilities, Error, ErrorKind, HungPageScope, Isolation, Result, Ticket};
+use crate::{Capabilities, Error, ErrorKind, HungPageScope, Isolation, Result};
 
 pub(crate) struct PeerInner {
     pub(crate) id: PeerId,
@@ -138,7 +139,7 @@ impl PeerInner {
         let ours = self.agent.has_read_only_regions();
         let state = self.state.lock();
         let theirs = matches!(&state.about, About::Kvx(about) if about.regions.iter().any(|region| region.read_only));
-        let tried = state.candidates.iter().map(|candidate| Considered {
+        let tried = state.candidates.iter().map(|candidate| RouteCandidate {
             backend: candidate.backend,
             verdict: match &candidate.stage {
                 LinkStage::Untried => Verdict::Standby,
@@ -157,11 +158,11 @@ impl PeerInner {
                 LinkStage::Refused(error) => Verdict::Refused(error.clone()),
             },
         });
-        let excluded = state.excluded.iter().map(|(backend, error)| Considered {
+        let excluded = state.excluded.iter().map(|(backend, error)| RouteCandidate {
             backend,
             verdict: Verdict::Refused(error.clone()),
         });
-        Route { considered: tried.chain(excluded).collect() }
+        Route { candidates: tried.chain(excluded).collect() }
     }
 
     /// The promises of the first link that is up.

@@ -17,12 +17,13 @@ use crate::metadata::{Metadata, decode_region};
 use crate::plan::Plan;
 use crate::region::{PeerRegion, What};
 use crate::route::Route;
+use crate::ticket::Ticket;
 use crate::transfer::Transfer;
 use crate::transport::ForeignRange;
-use crate::{Capabilities, Deadline, Error, ErrorKind, MemoryKind, Result, Ticket};
+use crate::{Capabilities, Deadline, Error, ErrorKind, MemoryKind, Result};
 
 pub(crate) use links::{About, PeerInner};
-pub use posting::Posting;
+pub use posting::TransferBuilder;
 use posting::check_notification;
 pub(crate) use requests::{LinkRequest, NeedsLink};
 
@@ -145,8 +146,13 @@ impl Peer {
     }
 
     /// A transfer with a deadline of its own, or with a notification that follows its data.
-    pub fn transfer(&self, plan: &Plan) -> Posting {
-        Posting { peer: Arc::clone(&self.0), plan: plan.clone(), deadline: None, notify: None }
+    pub fn transfer(&self, plan: &Plan) -> TransferBuilder {
+        TransferBuilder {
+            peer: Arc::clone(&self.0),
+            plan: plan.clone(),
+            deadline: None,
+            notify: None,
+        }
     }
 
     /// Sends a notification. The completion ends when the peer's agent has it. Errors: `Invalid` above 64 KiB.

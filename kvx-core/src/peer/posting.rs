@@ -12,14 +12,14 @@ use crate::{Deadline, Error, ErrorKind, Result};
 
 /// A transfer about to be posted; see [`Peer::transfer`](crate::Peer::transfer).
 #[must_use = "call post or post_wait"]
-pub struct Posting {
+pub struct TransferBuilder {
     pub(super) peer: Arc<PeerInner>,
     pub(super) plan: Plan,
     pub(super) deadline: Option<Deadline>,
     pub(super) notify: Option<Box<[u8]>>,
 }
 
-impl Posting {
+impl TransferBuilder {
     /// Sets when the transfer gives up; 30 seconds from the post if not set.
     pub fn deadline(mut self, deadline: impl Into<Deadline>) -> Self {
         self.deadline = Some(deadline.into());
@@ -101,7 +101,7 @@ impl Posting {
     /// Starts what was reserved.
     #[inline(always)]
     fn begin(self) -> Transfer {
-        let Posting { peer, plan, deadline, notify } = self;
+        let TransferBuilder { peer, plan, deadline, notify } = self;
         let empty = plan.size().bytes == 0 && notify.is_none();
         let transfer = TransferInner::new(plan, peer, deadline, notify);
         if empty && !injected("zero") {

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use crate::bound::Bound;
+use crate::Error;
+use crate::bound::BoundPlan;
 use crate::plan::Plan;
+use crate::ticket::Ticket;
 use crate::transport::Link;
-use crate::{Error, Ticket};
 
 /// A transfer that is to be handed a link.
 pub(crate) trait NeedsLink: Send + Sync {
@@ -18,7 +19,7 @@ pub(crate) trait NeedsLink: Send + Sync {
     fn has_ended(&self) -> bool;
 
     /// This link serves it.
-    fn start(self: Arc<Self>, link: &Arc<dyn Link>, backend: &'static str, bound: Arc<Bound>);
+    fn start(self: Arc<Self>, link: &Arc<dyn Link>, backend: &'static str, bound: Arc<BoundPlan>);
 
     /// No link does.
     fn fail(self: Arc<Self>, error: Error);

@@ -11,9 +11,9 @@ use crate::identity::{RegionId, RegionKey};
 use crate::quarantine::{self, Quarantined};
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use crate::ticket::Settle;
+use crate::ticket::{Settle, Ticket};
 use crate::transport::LocalRegion;
-use crate::{Error, ErrorKind, Memory, Result, Ticket};
+use crate::{Error, ErrorKind, Memory, Result};
 
 /// The part of a region that outlives its handles while transports still hold on to it.
 pub(crate) struct RegionCore {

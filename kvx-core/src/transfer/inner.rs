@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use crate::bound::Bound;
+use crate::bound::BoundPlan;
 use crate::completion::Promise;
 use crate::deadline::{Expire, Reason, Watch};
 use crate::fault_injection::injected;
@@ -14,9 +14,9 @@ use crate::peer::{LinkRequest, NeedsLink, PeerInner};
 use crate::plan::Plan;
 use crate::report::Report;
 use crate::sync::{Condvar, Mutex, MutexGuard};
-use crate::ticket::Settle;
+use crate::ticket::{Settle, Ticket};
 use crate::transport::Link;
-use crate::{Deadline, Error, ErrorKind, Result, Ticket, TransferId, quarantine, telemetry};
+use crate::{Deadline, Error, ErrorKind, Result, TransferId, quarantine, telemetry};
 
 pub(crate) struct TransferInner {
     pub(crate) id: TransferId,
@@ -330,7 +330,7 @@ impl NeedsLink for TransferInner {
     }
 
     /// Unless it has ended while it was parked.
-    fn start(self: Arc<Self>, link: &Arc<dyn Link>, backend: &'static str, bound: Arc<Bound>) {
+    fn start(self: Arc<Self>, link: &Arc<dyn Link>, backend: &'static str, bound: Arc<BoundPlan>) {
         let early = {
             let mut state = self.state.lock();
             if state.stage != TicketStage::Parked {

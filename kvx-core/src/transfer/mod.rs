@@ -19,7 +19,7 @@ use inner::TicketStage;
 pub(crate) use inner::TransferInner;
 use looks::Looks;
 
-/// A posted plan. A future under any runtime; [`wait`](Transfer::wait) without one.
+/// A posted plan. A future under any runtime; [`wait_blocking`](Transfer::wait_blocking) without one.
 ///
 /// Resolves once: when it settles, or at its deadline with `TimedOut`. The plan's memory stays pinned until it has
 /// [settled](Transfer::settled), which may be later. Dropping it cancels what can be cancelled and frees nothing early.
@@ -37,7 +37,7 @@ impl Transfer {
 
     /// Blocks until it resolves, making progress on this thread where the link can. Past `deadline` it says
     /// `TimedOut` and is dropped, and so cancelled; its own deadline holds as well.
-    pub fn wait(self, deadline: impl Into<Deadline>) -> Result<Report> {
+    pub fn wait_blocking(self, deadline: impl Into<Deadline>) -> Result<Report> {
         crate::fork::check()?;
         let link = {
             let mut state = self.0.state.lock();
@@ -113,7 +113,7 @@ impl Transfer {
     /// transfer, so that who drops that, under `select!` for example, takes this first.
     ///
     /// Awaited, it has no deadline: it ends with the proof, however late that comes, or never if there will be none
-    /// (quarantine). [`Completion::join`] waits for 30 seconds at most, [`Completion::wait`] for as long as it is told.
+    /// (quarantine). [`Completion::join`] waits for 30 seconds at most, [`Completion::wait_blocking`] for as long as it is told.
     pub fn settled(&self) -> Completion<()> {
         if let Err(error) = crate::fork::check() {
             return Completion::ready(Err(error));
@@ -150,7 +150,7 @@ impl Transfer {
     /// # fn look(transfer: kvx::Transfer) -> kvx::Result<()> {
     /// let canceller = transfer.canceller();
     /// let aborted = std::thread::spawn(move || canceller.cancel()); // when the client goes away
-    /// let result = transfer.wait(std::time::Duration::from_secs(2)); // `Cancelled`, or what came first
+    /// let result = transfer.wait_blocking(std::time::Duration::from_secs(2)); // `Cancelled`, or what came first
     /// # aborted.join().ok(); result.map(drop) }
     /// ```
     pub fn canceller(&self) -> Canceller {

@@ -1,14 +1,14 @@
 //! Reports of a transport to its agent.
 
-use crate::identity::Sender;
-use crate::{Error, LinkId};
+use crate::Error;
+use crate::identity::{LinkId, Sender};
 
 /// Receives the reports of a transport. Called without locks of the transport but the one that makes it the only one
 /// to make progress; may call wakers.
 pub trait Events: Send + Sync {
-    /// A peer sent `bytes`. [`Full`]: keep them, acknowledge nothing and let a bounded number follow; try again at
+    /// A peer sent `bytes`. [`QueueFull`]: keep them, acknowledge nothing and let a bounded number follow; try again at
     /// [`Transport::resume`](super::Transport::resume). May let go of the core for whoever waits for them.
-    fn notification(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), Full>;
+    fn notification(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), QueueFull>;
 
     /// A link changed.
     fn link(&self, id: LinkId, state: LinkState);
@@ -16,7 +16,7 @@ pub trait Events: Send + Sync {
 
 /// The queue of notifications has no room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Full;
+pub struct QueueFull;
 
 /// A change of a link.
 #[derive(Clone, Debug)]

@@ -71,7 +71,7 @@ pub struct Placement {
     /// Lower is preferred.
     pub order: u32,
     /// The condition under which it is opened without being named.
-    pub without_a_list: AutoOpen,
+    pub auto_open: AutoOpen,
     /// Further names whose backends it speaks for toward foreign agents of its kind.
     pub speaks_for: &'static [&'static str],
 }

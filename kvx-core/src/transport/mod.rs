@@ -11,14 +11,15 @@ mod turn;
 
 use std::sync::Arc;
 
-pub use events::{Events, Full, LinkState};
+pub use events::{Events, LinkState, QueueFull};
 pub use factory::{Admission, AutoOpen, Availability, Context, Factory, Placement, Unavailable};
 pub use regions::{ForeignRange, LocalRegion, RegionSpec, RemoteRegion, RemoteSpec};
 pub use turn::Turn;
 
-use crate::bound::Bound;
-use crate::identity::{Generation, Identity, Invitation};
-use crate::{Capabilities, Error, ErrorKind, LinkId, Result, Ticket, TransferId};
+use crate::bound::BoundPlan;
+use crate::identity::{Generation, Identity, Invitation, LinkId};
+use crate::ticket::Ticket;
+use crate::{Capabilities, Error, ErrorKind, Result, TransferId};
 
 /// One backend, opened for one agent. Dropping the last handle ends its threads without waiting for them.
 ///
@@ -36,7 +37,7 @@ pub unsafe trait Transport: Send + Sync {
     fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>>;
 
     /// True if it moves memory of devices through buffers of the host, as `kv_buffer_device: "cpu"` asks
-    /// ([`Builder::stage_device_memory`](crate::Builder::stage_device_memory)). Others are then not asked to register
+    /// ([`AgentBuilder::stage_device_memory`](crate::AgentBuilder::stage_device_memory)). Others are then not asked to register
     /// such memory.
     fn stages_devices(&self) -> bool {
         false
@@ -65,7 +66,7 @@ pub unsafe trait Transport: Send + Sync {
         ))
     }
 
-    /// The queue of notifications has room again after a [`Full`].
+    /// The queue of notifications has room again after a [`QueueFull`].
     fn resume(&self) {}
 
     /// Ends everything: fails what is in flight, closes links, joins threads, then settles `done`. May block; called on
@@ -113,7 +114,7 @@ pub unsafe trait Link: Send + Sync {
     /// Starts a transfer. Never blocks; may do a little at once ([`INLINE_BYTES`] and [`INLINE_SEGMENTS`] in all).
     /// `Ok` of a write says that the data is visible at the target: core sends notifications after it. `Unsupported`
     /// says that nothing was moved: core tries the next backend. Let go of `plan` before settling.
-    fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket);
+    fn post(&self, plan: Arc<BoundPlan>, id: TransferId, done: Ticket);
 
     /// Sends a notification; `done` settles when the peer's agent has it (a foreign agent's: when the library has taken
     /// it). Never blocks.

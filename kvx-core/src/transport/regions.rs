@@ -3,7 +3,9 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use crate::{Memory, MemoryKind, RegionId, RegionKey, Ticket};
+use crate::identity::RegionKey;
+use crate::ticket::Ticket;
+use crate::{Memory, MemoryKind, RegionId};
 
 /// A region to be registered.
 #[derive(Clone, Debug)]

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 /// so that a further wish of a backend needs a field here and its one reader.
 ///
 /// ```
-/// use kvx_core::transport::Turn;
+/// use kvx_core::backend::Turn;
 /// let turn = Turn { own_thread_only: true, ..Turn::did(3) };
 /// assert_eq!((turn.done, turn.ends_unannounced), (3, false));
 /// ```

@@ -35,7 +35,7 @@ fn both_mappings_of_an_adopted_file_show_the_same_bytes() {
     }
     memory.copy_out(9_000, &mut byte).unwrap();
     assert_eq!(byte, [8]);
-    assert!(memory.granted().unwrap().touched);
+    assert!(memory.pool_properties().unwrap().touched);
     assert_eq!(memory.copy_out(9_499, &mut [0; 2]).unwrap_err().kind(), ErrorKind::OutOfBounds);
     let seals = fcntl_get_seals(memory.shared_file().unwrap()).unwrap();
     assert!(seals.contains(SealFlags::SHRINK | SealFlags::FUTURE_WRITE), "peers map it: {seals:?}");

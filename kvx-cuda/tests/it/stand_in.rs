@@ -3,7 +3,7 @@
 
 use std::sync::OnceLock;
 
-use kvx_core::memory::DeviceAccess as _;
+use kvx_core::DeviceAccess as _;
 use kvx_core::{ErrorKind, MemoryKind};
 use kvx_gpu::{DevicePtr, StreamHandle};
 use libtest_mimic::Trial;

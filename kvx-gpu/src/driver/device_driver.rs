@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, OnceLock};
 
-use kvx_core::memory::Hop;
-use kvx_core::{DeviceId, Error, ErrorKind, Result, Unavailable};
+use kvx_core::backend::{Hop, Unavailable};
+use kvx_core::{DeviceId, Error, ErrorKind, Result};
 
 use super::functions::{CallResult, Failure};
 use super::library::Library;
@@ -99,7 +99,7 @@ impl Driver {
     /// Makes the device current on this thread. The first call makes its context, which takes time
     /// and memory.
     pub(crate) fn enter(&self) -> Result<CurrentDevice<'_>> {
-        kvx_core::fork::check()?;
+        kvx_core::backend::fork::check()?;
         let calls = &self.library.calls;
         let context = match self.context.get() {
             Some(context) => *context,

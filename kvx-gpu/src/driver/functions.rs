@@ -4,7 +4,8 @@
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use kvx_backend::loader::NativeLibrary;
-use kvx_core::{Error, Unavailable};
+use kvx_core::Error;
+use kvx_core::backend::Unavailable;
 
 use super::types::{
     Access, Address, DeviceNumber, EventHandle, FunctionHandle, IpcMemoryHandle, ModuleHandle,

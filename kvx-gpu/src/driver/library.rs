@@ -4,7 +4,8 @@ use std::ffi::{CStr, c_int};
 use std::path::PathBuf;
 
 use kvx_backend::loader;
-use kvx_core::{Error, ErrorKind, Result, Unavailable};
+use kvx_core::backend::Unavailable;
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::compiler;
 use super::functions::{CompilerFunctions, Failure, Functions, VirtualMemoryFunctions};

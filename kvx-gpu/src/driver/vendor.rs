@@ -6,8 +6,8 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use kvx_backend::loader::{NativeLibrary, Search};
-use kvx_core::memory::Hop;
-use kvx_core::{DeviceId, MemoryKind, Unavailable};
+use kvx_core::backend::{Hop, Unavailable};
+use kvx_core::{DeviceId, MemoryKind};
 
 use super::functions::{CallResult, CompilerNames, Failure, FunctionNames, VirtualMemoryNames};
 use super::types::{

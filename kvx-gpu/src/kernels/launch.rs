@@ -1,7 +1,7 @@
 //! The arguments with which a driver launches a kernel: its entry, the size of the grid, and
 //! numbers.
 
-use kvx_core::memory::Hop;
+use kvx_core::backend::Hop;
 use kvx_core::{Error, ErrorKind, Result};
 
 use super::Swap;

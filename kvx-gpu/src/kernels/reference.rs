@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use kvx_core::memory::Hop;
+use kvx_core::backend::Hop;
 use kvx_core::{Error, ErrorKind, Result};
 
 use super::{DeviceGrid, Swap};

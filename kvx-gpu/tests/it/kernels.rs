@@ -3,7 +3,7 @@
 mod on_host;
 
 use kvx_core::ErrorKind;
-use kvx_core::memory::Hop;
+use kvx_core::backend::Hop;
 use kvx_gpu::kernels::reference::{self, BlockLayout};
 use kvx_gpu::kernels::{
     DeviceGrid, ENTRIES, Launch, LaunchBlocks, PTX, SOURCE, Swap, encode_grids, encode_hops,

@@ -8,11 +8,10 @@ use std::time::Duration;
 
 use kvx_backend::fabric::{EndpointId, Event, Fabric, Job, Parts, SendStatus, Unregister};
 use kvx_backend::reactor::{Armed, Turn};
-use kvx_core::transport::{Admission, Availability, Context, Factory, RemoteSpec, Transport};
-use kvx_core::{
-    Agent, Capabilities, Grid, Identity, Memory, Options, Placement, Plan, Registry, Result,
-    Unavailable,
+use kvx_core::backend::{
+    Admission, Availability, Context, Factory, Placement, RemoteSpec, Transport, Unavailable,
 };
+use kvx_core::{Agent, Capabilities, Grid, Identity, Memory, Options, Plan, Registry, Result};
 
 use crate::fabric::LibfabricFabric;
 use crate::factory::{self, Libfabric};
@@ -208,7 +207,7 @@ fn notifications_wait(test: &str, options: &str) {
     }
     let agent = |name: &str| {
         let builder = Agent::builder(name).backends(["LIBFABRIC"]).options(options.clone());
-        let agent = builder.build(&registry).unwrap();
+        let agent = builder.registry(registry.clone()).build().unwrap();
         let region = agent
             .register("kv", Memory::owned(vec![0; (BLOCK * u64::from(BLOCKS)) as usize]))
             .unwrap();
@@ -216,7 +215,7 @@ fn notifications_wait(test: &str, options: &str) {
     };
     let ((near, ours), (far, theirs)) = (agent("near"), agent("far"));
     let peer = near.connect(far.metadata().unwrap()).unwrap();
-    peer.ready(PATIENCE).wait(PATIENCE).unwrap();
+    peer.ready(PATIENCE).wait_blocking(PATIENCE).unwrap();
     let grid = || Grid::packed(BLOCK, BLOCKS);
     let (local, remote) =
         (ours.grid(grid()).unwrap(), peer.region("kv").unwrap().grid(grid()).unwrap());
@@ -228,12 +227,12 @@ fn notifications_wait(test: &str, options: &str) {
         let sent = vec![round; (BLOCK * u64::from(BLOCKS)) as usize];
         ours.copy_in(0, &sent).unwrap();
         let transfer = peer.transfer(&plan).notify(vec![round]).post().unwrap();
-        far.wait_for_senders([round], 1, PATIENCE).wait(PATIENCE).unwrap();
+        far.wait_for_senders([round], 1, PATIENCE).wait_blocking(PATIENCE).unwrap();
         let mut came = vec![0; sent.len()];
         theirs.copy_out(0, &mut came).unwrap();
         let missing = came.iter().filter(|byte| **byte != round).count();
         assert_eq!(missing, 0, "bytes were missing when the notification of round {round} came");
-        transfer.wait(PATIENCE).unwrap();
+        transfer.wait_blocking(PATIENCE).unwrap();
     }
 }
 

@@ -35,7 +35,7 @@ fn is_installed(test: &str) -> bool {
 /// An agent with a region of which block `n` holds `content + n`.
 fn agent(name: &str, options: &str, content: u8) -> Outcome<(Agent, Region)> {
     let builder = Agent::builder(name).backends(["LIBFABRIC"]).options(Options::parse(options)?);
-    let agent = builder.build(&registry(""))?;
+    let agent = builder.registry(registry("")).build()?;
     let block = |number: u32| vec![content.wrapping_add(number as u8); BLOCK as usize];
     let bytes: Vec<u8> = (0..BLOCKS).flat_map(block).collect();
     let region = agent.register("kv", Memory::owned(bytes))?;
@@ -45,15 +45,15 @@ fn agent(name: &str, options: &str, content: u8) -> Outcome<(Agent, Region)> {
 /// Reads the first half of the peer's region into ours, last block first, and writes our second
 /// half to the peer's.
 fn both_ways(near: &Region, peer: &Peer) -> Outcome {
-    peer.ready(PATIENCE).wait(PATIENCE)?;
+    peer.ready(PATIENCE).wait_blocking(PATIENCE)?;
     let grid = || Grid::packed(BLOCK, BLOCKS);
     let (ours, theirs) = (near.grid(grid())?, peer.region("kv")?.grid(grid())?);
     let (first, second) = (0..BLOCKS / 2, BLOCKS / 2..BLOCKS);
     let backwards: Vec<u32> = first.clone().rev().collect();
     let read = Plan::read(ours.blocks(backwards), theirs.blocks(first))?;
-    peer.post(&read)?.wait(PATIENCE)?;
+    peer.post(&read)?.wait_blocking(PATIENCE)?;
     let write = Plan::write(ours.blocks(second.clone()), theirs.blocks(second))?;
-    peer.post(&write)?.wait(PATIENCE)?;
+    peer.post(&write)?.wait_blocking(PATIENCE)?;
     Ok(())
 }
 
@@ -103,7 +103,7 @@ fn two_providers_do_not_meet_and_say_what_to_do() {
     let ((near, _), (far, _)) = (agent("near", ONE, 1).unwrap(), agent("far", SHARED, 2).unwrap());
     let why = near
         .connect(far.metadata().unwrap())
-        .and_then(|peer| peer.ready(PATIENCE).wait(PATIENCE))
+        .and_then(|peer| peer.ready(PATIENCE).wait_blocking(PATIENCE))
         .unwrap_err()
         .to_string();
     assert!(why.contains("shm") && why.contains("\"libfabric.provider\""), "{why}");
@@ -114,7 +114,7 @@ fn what_there_is_and_what_it_can_do_is_listed() {
     if !is_installed("what_there_is_and_what_it_can_do_is_listed") {
         return;
     }
-    let (_, standing) = registry("").standing("LIBFABRIC", &Options::parse(ONE).unwrap()).unwrap();
+    let (_, standing) = registry("").status("LIBFABRIC", &Options::parse(ONE).unwrap()).unwrap();
     let BackendStatus::Available(available) = standing else { panic!("it was available just now") };
     let line = |name: &str| available.devices.iter().find(|line| line.starts_with(name)).cloned();
     let tcp = line("tcp;ofi_rxm/lo (").unwrap();

@@ -24,7 +24,7 @@ pub(crate) fn tell_if_asked() {
     let Ok(tells) = std::env::var(TELLS) else { return };
     if tells == BOUNDS {
         // SAFETY: nothing has started a thread.
-        unsafe { kvx_libfabric::bound_kept_messages() };
+        unsafe { kvx_libfabric::Libfabric::bound_kept_messages() };
     }
     tell().expect("it was available just now");
     std::process::exit(0);
@@ -43,12 +43,15 @@ fn tell() -> Check {
     let mut registry = Registry::new();
     registry.add(kvx_libfabric::Libfabric)?;
     let options = Options::parse(&processes::options(PROVIDER))?;
-    let (_, standing) = registry.standing("LIBFABRIC", &options)?;
+    let (_, standing) = registry.status("LIBFABRIC", &options)?;
     let BackendStatus::Available(available) = standing else { panic!("it was available just now") };
-    let agent =
-        Agent::builder("tells").backends(["LIBFABRIC"]).options(options).build(&registry)?;
+    let agent = Agent::builder("tells")
+        .backends(["LIBFABRIC"])
+        .options(options)
+        .registry(registry.clone())
+        .build()?;
     let peer = agent.connect(agent.metadata()?)?;
-    peer.ready(PATIENCE).wait(PATIENCE)?;
+    peer.ready(PATIENCE).wait_blocking(PATIENCE)?;
     print!("{}\n{}", available.cautions.join("; "), peer.route());
     Ok(())
 }

@@ -37,8 +37,11 @@ fn options() -> Options {
 }
 
 fn agent(name: &str) -> Outcome<(Agent, Region)> {
-    let agent =
-        Agent::builder(name).backends(["LIBFABRIC"]).options(options()).build(&registry(""))?;
+    let agent = Agent::builder(name)
+        .backends(["LIBFABRIC"])
+        .options(options())
+        .registry(registry(""))
+        .build()?;
     let region =
         agent.register("kv", Memory::pool(GRID.length as usize * GRID.count as usize).build()?)?;
     Ok((agent, region))
@@ -48,13 +51,13 @@ fn agent(name: &str) -> Outcome<(Agent, Region)> {
 fn meet(one: &(Agent, Region), other: &(Agent, Region)) -> Outcome {
     for ((agent, region), (owner, _)) in [(one, other), (other, one)] {
         let peer = agent.connect(owner.metadata()?)?;
-        peer.ready(PATIENCE).wait(PATIENCE)?;
+        peer.ready(PATIENCE).wait_blocking(PATIENCE)?;
         let all = 0..GRID.count;
         let plan = Plan::read(
             region.grid(GRID)?.blocks(all.clone()),
             peer.region("kv")?.grid(GRID)?.blocks(all),
         )?;
-        peer.post(&plan)?.wait(PATIENCE)?;
+        peer.post(&plan)?.wait_blocking(PATIENCE)?;
     }
     Ok(())
 }
@@ -91,7 +94,7 @@ fn what_an_agent_holds_does_not_depend_on_how_many_peers_have_come_and_gone() {
         let new = agent("new").unwrap();
         old.iter().for_each(|old| meet(old, &new).unwrap());
         programs.push(Program::start().unwrap());
-        new.0.shutdown(PATIENCE).wait(PATIENCE).unwrap();
+        new.0.shutdown(PATIENCE).wait_blocking(PATIENCE).unwrap();
         drop(new);
         shrink_to(before);
     }

@@ -4,8 +4,8 @@ use std::ffi::{CStr, c_char, c_int};
 use std::path::{Path, PathBuf};
 
 use kvx_backend::loader::{self, OpenOnce, Search};
-use kvx_core::Unavailable;
-use kvx_core::sync::Mutex;
+use kvx_core::backend::Unavailable;
+use kvx_core::backend::sync::Mutex;
 
 use super::{adapter_bindings, bindings, self_test, sockets};
 

@@ -58,7 +58,7 @@ fn each_agent_says_in_the_log_that_the_engine_lets_everybody_in() {
     let agents = ["decode", "prefill"].map(|name| {
         let options = Options::parse(r#"{"mooncake_protocol": "tcp"}"#).unwrap();
         let builder = Agent::builder(name).backends(["MOONCAKE"]).options(options);
-        (name, builder.build(&adapter::registry("")).unwrap())
+        (name, builder.registry(adapter::registry("")).build().unwrap())
     });
     for (name, agent) in &agents {
         let address = String::from_utf8(agent.foreign_metadata("MOONCAKE").unwrap()).unwrap();
@@ -71,6 +71,6 @@ fn each_agent_says_in_the_log_that_the_engine_lets_everybody_in() {
         }
     }
     for (_, agent) in &agents {
-        agent.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+        agent.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     }
 }

@@ -20,18 +20,18 @@ fn children_inherit_no_socket_of_the_engine() {
     let agent = |name: &str| {
         let options = Options::parse(r#"{"mooncake_protocol": "tcp"}"#).unwrap();
         let builder = Agent::builder(name).backends(["MOONCAKE"]).options(options);
-        builder.build(&adapter::registry("")).unwrap()
+        builder.registry(adapter::registry("")).build().unwrap()
     };
     let inherited = sockets_of_a_child();
     let (decode, prefill) = (agent("decode"), agent("prefill"));
     let _theirs = prefill.register("kv", Arc::new(Memory::owned(vec![7; 8192]))).unwrap();
     let ours = decode.register("kv", Arc::new(Memory::owned(vec![0; 8192]))).unwrap();
     let peer = decode.connect(prefill.metadata().unwrap()).unwrap();
-    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     let grid = Grid::packed(4096, 2);
     let remote = peer.region("kv").unwrap().grid(grid).unwrap().blocks([1]);
     let plan = Plan::read(ours.grid(grid).unwrap().blocks([0]), remote).unwrap();
-    peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait(CUT_OFF).unwrap();
+    peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait_blocking(CUT_OFF).unwrap();
     // Both engines listen now, and the connection that moved the block stays open.
     let own = std::fs::read_dir("/proc/self/fd")
         .unwrap()
@@ -39,8 +39,8 @@ fn children_inherit_no_socket_of_the_engine() {
     let own = own.filter(|target| target.to_string_lossy().starts_with("socket:")).count();
     assert!(own >= 6, "four listeners and both ends of a connection, and there are {own} sockets");
     assert_eq!(sockets_of_a_child(), inherited, "a child has what the engines have open");
-    decode.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
-    prefill.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    decode.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+    prefill.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }
 
 /// Sockets that a process has which is started now: this one may have been given some.

@@ -20,7 +20,7 @@ pub(crate) fn by_way_of(server: &str, meanwhile: impl FnOnce()) {
         );
         let builder =
             Agent::builder(format!("{name}-{}", std::process::id())).backends(["MOONCAKE"]);
-        builder.options(options).build(&adapter::registry("")).unwrap()
+        builder.options(options).registry(adapter::registry("")).build().unwrap()
     };
     let (decode, prefill) = (agent("decode"), agent("prefill"));
     meanwhile();
@@ -28,11 +28,11 @@ pub(crate) fn by_way_of(server: &str, meanwhile: impl FnOnce()) {
     let theirs = prefill.register("kv", Arc::new(Memory::owned(vec![7; 65536]))).unwrap();
     let ours = decode.register("kv", Arc::new(Memory::owned(vec![0; 65536]))).unwrap();
     let peer = decode.connect(prefill.metadata().unwrap()).unwrap();
-    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     let remote = peer.region("kv").unwrap().grid(grid).unwrap();
     let plan = Plan::read(ours.grid(grid).unwrap().blocks([3, 1]), remote.blocks([2, 9])).unwrap();
     let transfer = peer.transfer(&plan).deadline(CUT_OFF).notify(*b"read").post().unwrap();
-    assert_eq!(transfer.wait(CUT_OFF).unwrap().bytes, 8192);
+    assert_eq!(transfer.wait_blocking(CUT_OFF).unwrap().bytes, 8192);
     assert_eq!(&*prefill.notification(CUT_OFF).join().unwrap().bytes, b"read");
     let mut bytes = vec![0; 65536];
     ours.copy_out(0, &mut bytes).unwrap();
@@ -43,6 +43,6 @@ pub(crate) fn by_way_of(server: &str, meanwhile: impl FnOnce()) {
             .all(|(at, byte)| *byte == if matches!(at / 4096, 1 | 3) { 7 } else { 0 })
     );
     drop(theirs);
-    decode.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
-    prefill.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    decode.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+    prefill.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }

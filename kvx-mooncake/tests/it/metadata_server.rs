@@ -98,16 +98,16 @@ fn a_python_that_was_started_again_under_its_name_is_reached_again() {
     let mut options = Options::new();
     options.set("mooncake", "metadata", url.clone()).set("mooncake", "mooncake_protocol", "tcp");
     let agent = Agent::builder(format!("loyal-{}", std::process::id())).backends(["MOONCAKE"]);
-    let agent = agent.options(options).build(&adapter::registry("")).unwrap();
+    let agent = agent.options(options).registry(adapter::registry("")).build().unwrap();
     let ours = agent.register("kv", Arc::new(Memory::owned(vec![0; LEN]))).unwrap();
     let peer = agent.connect_foreign("MOONCAKE", NAME.as_bytes()).unwrap();
-    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     let grid = Grid::packed(BLOCK as u64, 16);
     let read = |address: u64, block: u32| {
         let theirs = peer.foreign(address, LEN as u64, MemoryKind::Host, 0).unwrap();
         let local = ours.grid(grid).unwrap().blocks([block]);
         let plan = Plan::read(local, theirs.grid(grid).unwrap().blocks([block + 1])).unwrap();
-        peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait(CUT_OFF)
+        peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait_blocking(CUT_OFF)
     };
     let block = |block: usize| {
         let mut bytes = vec![0; BLOCK];
@@ -134,7 +134,7 @@ fn a_python_that_was_started_again_under_its_name_is_reached_again() {
     }
     read(python.address, 4).unwrap();
     assert_eq!(block(4), content_of(5));
-    peer.notify(b"welcome back", CUT_OFF).wait(CUT_OFF).unwrap();
+    peer.notify(b"welcome back", CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     assert!(python.ask("heard").ends_with("=welcome back"));
-    agent.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    agent.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }

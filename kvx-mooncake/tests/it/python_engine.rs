@@ -27,7 +27,8 @@ fn agent_with(name: &str, options: &str) -> Agent {
     Agent::builder(format!("{name}-{}", std::process::id()))
         .backends(["MOONCAKE"])
         .options(Options::parse(options).unwrap())
-        .build(&adapter::registry(""))
+        .registry(adapter::registry(""))
+        .build()
         .unwrap()
 }
 
@@ -47,7 +48,7 @@ fn pair_of(agent: Agent, adapter: &Path, len: usize) -> Pair {
     let python = Python::start(adapter, len);
     let region = agent.register("kv", Arc::new(Memory::owned(vec![0; len]))).unwrap();
     let peer = agent.connect_foreign("MOONCAKE", python.name.as_bytes()).unwrap();
-    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     Pair { agent, region, python, peer }
 }
 
@@ -68,7 +69,7 @@ impl Pair {
 
     fn run(&self, plan: &Plan, deadline: Duration) -> kvx_core::Result<u64> {
         let transfer = self.peer.transfer(plan).deadline(deadline).post()?;
-        transfer.wait(deadline + CUT_OFF).map(|report| report.bytes)
+        transfer.wait_blocking(deadline + CUT_OFF).map(|report| report.bytes)
     }
 
     fn block(&self, block: u32) -> Vec<u8> {
@@ -126,7 +127,7 @@ fn the_python_engine_reads_from_and_writes_to_kvx() {
         "beyond the region"
     );
     // Whoever was told of it may have begun something: its memory is not released.
-    let revoked = region.revoke(CUT_OFF).wait(CUT_OFF);
+    let revoked = region.revoke(CUT_OFF).wait_blocking(CUT_OFF);
     assert_eq!(revoked.unwrap_err().kind(), ErrorKind::StillShared);
     assert_ne!(python.ask(&format!("read {name} {address} 0 16")), "0", "but nothing new begins");
 }
@@ -138,10 +139,10 @@ fn notifications_go_both_ways_and_text_only_toward_python() {
         return;
     };
     let mut pair = pair("herald", &adapter, LEN);
-    pair.peer.notify("grüße".as_bytes(), CUT_OFF).wait(CUT_OFF).unwrap();
+    pair.peer.notify("grüße".as_bytes(), CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     assert_eq!(pair.python.ask("heard"), format!("{}=grüße", pair.agent.identity().name));
     for bad in [&b"a\0b"[..], &[0xff]] {
-        let refused = pair.peer.notify(bad, CUT_OFF).wait(CUT_OFF);
+        let refused = pair.peer.notify(bad, CUT_OFF).wait_blocking(CUT_OFF);
         assert_eq!(refused.unwrap_err().kind(), ErrorKind::Unsupported);
     }
     // With its data, and not before it.
@@ -153,7 +154,7 @@ fn notifications_go_both_ways_and_text_only_toward_python() {
         .notify(*b"written")
         .post()
         .unwrap()
-        .wait(CUT_OFF)
+        .wait_blocking(CUT_OFF)
         .unwrap();
     assert!(pair.python.ask("heard").ends_with("=written"));
     assert_eq!(pair.python.get(3 * BLOCK, BLOCK), [7; BLOCK]);
@@ -244,7 +245,10 @@ fn a_killed_python_is_lost_at_once() {
         std::thread::sleep(Duration::from_millis(1));
     }
     let stranger = pair.agent.connect_foreign("MOONCAKE", pair.python.name.as_bytes()).unwrap();
-    assert_eq!(stranger.ready(CUT_OFF).wait(CUT_OFF).unwrap_err().kind(), ErrorKind::PeerLost);
+    assert_eq!(
+        stranger.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap_err().kind(),
+        ErrorKind::PeerLost
+    );
 }
 
 #[test(own_process)]
@@ -260,16 +264,16 @@ fn a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on() {
     let begun = Instant::now();
     let transfer = pair.peer.transfer(&plan).deadline(DEADLINE).post().unwrap();
     let settled = transfer.settled();
-    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
+    assert_eq!(transfer.wait_blocking(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
     assert!(begun.elapsed() < CUT_OFF / 2, "it took {:?}", begun.elapsed());
-    let revoked = pair.region.revoke(DEADLINE).wait(CUT_OFF);
+    let revoked = pair.region.revoke(DEADLINE).wait_blocking(CUT_OFF);
     assert_eq!(
         revoked.unwrap_err().kind(),
         ErrorKind::StillShared,
         "the engine may write to it still"
     );
     pair.python.go_on();
-    settled.wait(CUT_OFF).unwrap();
+    settled.wait_blocking(CUT_OFF).unwrap();
     let again = pair.agent.register("again", Arc::new(Memory::owned(vec![0; LEN]))).unwrap();
     let pair = Pair { region: again, ..pair };
     pair.run(&pair.plan(false, &[1], &[2]), CUT_OFF).unwrap();
@@ -292,10 +296,10 @@ fn what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined() {
     pair.python.stop();
     let transfer = pair.peer.transfer(&plan).deadline(DEADLINE).post().unwrap();
     let settled = transfer.settled();
-    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
+    assert_eq!(transfer.wait_blocking(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
     let Pair { agent, region, python, peer } = pair;
-    agent.shutdown(DEADLINE).wait(CUT_OFF).ok(); // the peer was told of the region: it says so
-    assert_eq!(settled.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::Forgotten);
+    agent.shutdown(DEADLINE).wait_blocking(CUT_OFF).ok(); // the peer was told of the region: it says so
+    assert_eq!(settled.wait_blocking(CUT_OFF).unwrap_err().kind(), ErrorKind::Forgotten);
     drop((region, peer, plan, agent));
     let memory = memory.upgrade().expect("the engine may write to it");
     assert!(TcpStream::connect(name).is_ok(), "the engine ended while pieces were under way");
@@ -323,11 +327,11 @@ fn a_stopped_python_keeps_no_other_waiting() {
     pair.python.stop();
     let held_up = pair.peer.notify(b"are you there?", CUT_OFF);
     let peer = pair.agent.connect_foreign("MOONCAKE", other.name.as_bytes()).unwrap();
-    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
-    peer.notify(b"and you?", CUT_OFF).wait(CUT_OFF).unwrap();
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+    peer.notify(b"and you?", CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     assert!(other.ask("heard").ends_with("=and you?"));
     pair.python.go_on();
-    held_up.wait(CUT_OFF).unwrap();
+    held_up.wait_blocking(CUT_OFF).unwrap();
 }
 
 /// The engine's calls cannot be broken off: one that a stopped peer holds keeps the engine. What is
@@ -345,9 +349,9 @@ fn a_stopped_python_keeps_the_engine_for_a_while_and_none_of_its_memory() {
     let held = peer.notify(b"are you there?", CUT_OFF);
     // There should be one thread, so another one comes only because the first is held up.
     let next = agent.connect_foreign("MOONCAKE", other.name.as_bytes()).unwrap();
-    next.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    next.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     let begun = Instant::now();
-    agent.shutdown(CUT_OFF).wait(CUT_OFF).ok(); // other agents were told of the region: it says so
+    agent.shutdown(CUT_OFF).wait_blocking(CUT_OFF).ok(); // other agents were told of the region: it says so
     assert!(begun.elapsed() < CUT_OFF / 2, "it took {:?}", begun.elapsed());
     drop((region, peer, next, held, agent));
     let listens = || TcpStream::connect(&name).is_ok();

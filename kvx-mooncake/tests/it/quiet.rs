@@ -79,13 +79,17 @@ fn errors_of_the_engine_are_seen() {
 
 fn meet_an_error() {
     let agent = |name: &str| {
-        Agent::builder(name).backends(["MOONCAKE"]).options(tcp()).build(&adapter::registry(""))
+        Agent::builder(name)
+            .backends(["MOONCAKE"])
+            .options(tcp())
+            .registry(adapter::registry(""))
+            .build()
     };
     let (decode, prefill) = (agent("decode").unwrap(), agent("prefill").unwrap());
     let ours = decode.register("kv", Arc::new(Memory::owned(vec![0; BLOCK]))).unwrap();
     let peer =
         decode.connect_foreign("MOONCAKE", prefill.foreign_metadata("MOONCAKE").unwrap()).unwrap();
-    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     let (grid, unregistered) = (Grid::packed(BLOCK as u64, 1), vec![0; BLOCK]);
     let there = peer
         .foreign(unregistered.as_ptr() as u64, BLOCK as u64, MemoryKind::Host, 0)
@@ -93,9 +97,10 @@ fn meet_an_error() {
         .grid(grid);
     let plan =
         Plan::read(ours.grid(grid).unwrap().blocks([0]), there.unwrap().blocks([0])).unwrap();
-    let error = peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait(CUT_OFF).unwrap_err();
+    let error =
+        peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait_blocking(CUT_OFF).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Native, "{error}");
     for agent in [decode, prefill] {
-        agent.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+        agent.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     }
 }

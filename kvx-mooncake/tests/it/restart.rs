@@ -77,7 +77,7 @@ fn moves(write: bool, peer: &Peer, python: &Python, region: &Region) -> kvx_core
         peer.foreign(python.address, LEN as u64, MemoryKind::Host, 0)?.grid(grid)?.blocks([3]);
     let ours = region.grid(grid)?.blocks([0]);
     let plan = if write { Plan::write(ours, theirs) } else { Plan::read(ours, theirs) }?;
-    peer.transfer(&plan).deadline(CUT_OFF).post()?.wait(CUT_OFF).map(drop)
+    peer.transfer(&plan).deadline(CUT_OFF).post()?.wait_blocking(CUT_OFF).map(drop)
 }
 
 fn reads(peer: &Peer, python: &Python, region: &Region) {
@@ -91,12 +91,12 @@ fn reads(peer: &Peer, python: &Python, region: &Region) {
 fn reached_again(adapter: &Path) {
     let options = Options::parse(r#"{"mooncake_protocol": "tcp"}"#).unwrap();
     let builder = Agent::builder("decode").backends(["MOONCAKE"]).options(options);
-    let agent = builder.build(&adapter::registry("")).unwrap();
+    let agent = builder.registry(adapter::registry("")).build().unwrap();
     let region = agent.register("kv", Arc::new(Memory::owned(vec![0; LEN]))).unwrap();
     let mut first = Python::start(adapter, LEN);
     let name = Name::of(&first);
     let peer = agent.connect_foreign("MOONCAKE", name.text.as_bytes()).unwrap();
-    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     reads(&peer, &first, &region);
 
     let mut second = Python::start(adapter, LEN); // while the other has its ports
@@ -112,7 +112,7 @@ fn reached_again(adapter: &Path) {
     region.copy_in(0, &[0xC3; BLOCK]).unwrap();
     moves(true, &peer, &second, &region).unwrap();
     assert_eq!(second.get(3 * BLOCK, BLOCK), [0xC3; BLOCK]);
-    agent.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    agent.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }
 
 #[test(own_process)]

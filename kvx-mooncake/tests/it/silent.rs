@@ -58,13 +58,13 @@ impl Pair {
         self.python.stop();
         let transfer = self.peer.transfer(&plan).deadline(PATIENCE).post().unwrap();
         let settled = transfer.settled();
-        let why = transfer.wait(PATIENCE).unwrap_err();
+        let why = transfer.wait_blocking(PATIENCE).unwrap_err();
         assert_eq!(
             why.kind(),
             ErrorKind::Native,
             "the engine gave up before anybody else did: {why}"
         );
-        settled.wait(PATIENCE).unwrap();
+        settled.wait_blocking(PATIENCE).unwrap();
         self.region.copy_in(0, &vec![OVER; LEN]).unwrap();
         self.python.go_on();
         let until = Instant::now() + LOOKS;
@@ -81,7 +81,7 @@ impl Pair {
         let (plan, until) = (self.plan(false, SMALL, OTHERS), Instant::now() + PATIENCE);
         loop {
             let transfer = self.peer.transfer(&plan).deadline(PATIENCE).post().unwrap();
-            match transfer.wait(PATIENCE) {
+            match transfer.wait_blocking(PATIENCE) {
                 Err(why) if why.kind() == ErrorKind::Native && Instant::now() < until => {}
                 result => {
                     result.unwrap();
@@ -112,16 +112,16 @@ fn what_has_failed_for_a_stopped_peer_stays_as_it_is_when_the_peer_goes_on() -> 
     let python = Python::start(&adapter, LEN);
     let agent = Agent::builder(format!("patient-{}", std::process::id())).backends(["MOONCAKE"]);
     let agent = agent.options(Options::parse(r#"{"mooncake_protocol": "tcp"}"#).unwrap());
-    let agent = agent.build(&adapter::registry("")).unwrap();
+    let agent = agent.registry(adapter::registry("")).build().unwrap();
     let region = agent.register("kv", Arc::new(Memory::owned(vec![0; LEN]))).unwrap();
     let peer = agent.connect_foreign("MOONCAKE", python.name.as_bytes()).unwrap();
-    peer.ready(PATIENCE).wait(PATIENCE).unwrap();
+    peer.ready(PATIENCE).wait_blocking(PATIENCE).unwrap();
     let mut pair = Pair { agent, region, python, peer };
     pair.works();
     for (write, block) in [(false, SMALL), (true, LARGE)] {
         pair.fails(write, block);
         pair.works();
     }
-    pair.agent.shutdown(PATIENCE).wait(PATIENCE).unwrap();
+    pair.agent.shutdown(PATIENCE).wait_blocking(PATIENCE).unwrap();
     Ok(())
 }

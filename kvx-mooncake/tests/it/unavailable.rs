@@ -50,7 +50,10 @@ fn a_transport_that_is_not_there_is_an_error() {
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().contains("no RDMA device"), "{error}");
     let agent = kvx_core::Agent::builder("asks-for-rdma").backends(["MOONCAKE"]).options(options);
-    assert_eq!(agent.build(&adapter::registry("")).err().unwrap().kind(), ErrorKind::Unavailable);
+    assert_eq!(
+        agent.registry(adapter::registry("")).build().err().unwrap().kind(),
+        ErrorKind::Unavailable
+    );
     let tcp = Options::parse(r#"{"mooncake_protocol": "tcp"}"#).unwrap();
     let caution = adapter::registry("").require("MOONCAKE", &tcp).unwrap().1.cautions.concat();
     assert!(

@@ -1,7 +1,7 @@
 //! Where an agent is reached, as its metadata says it.
 
 use kvx_backend::checksum;
-use kvx_core::wire::{Reader, Writer};
+use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::{ErrorKind, Result};
 
 use super::error::error;
@@ -52,7 +52,7 @@ impl Address {
 
 /// A name for a socket that nobody can guess.
 pub(super) fn random_socket_name() -> Result<Vec<u8>> {
-    let [high, low] = [kvx_core::random_number()?, kvx_core::random_number()?];
+    let [high, low] = [kvx_core::backend::random_number()?, kvx_core::backend::random_number()?];
     Ok(format!("kvx-shm-{high:016x}{low:016x}").into_bytes())
 }
 

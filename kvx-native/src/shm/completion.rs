@@ -3,7 +3,7 @@
 use std::sync::{Arc, OnceLock, Weak};
 
 use kvx_core::Result;
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 
 use super::copy::CopyError;
 

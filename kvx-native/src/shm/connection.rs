@@ -10,10 +10,9 @@ use kvx_backend::control::{
     ENTRY_OVERHEAD, GrantedRegions, Greeting, HeldBytes, ImportedRegions, NoticesFromPeer,
     NoticesToPeer, Silence,
 };
-use kvx_core::fork::Private;
-use kvx_core::{
-    Bound, Error, ErrorKind, Identity, Memory, RegionId, RegionKey, Result, Ticket, TransferId,
-};
+use kvx_core::backend::fork::Private;
+use kvx_core::backend::{BoundPlan, RegionKey, Ticket};
+use kvx_core::{Error, ErrorKind, Identity, Memory, RegionId, Result, TransferId};
 use rustix::io::Errno;
 
 use super::error::error;
@@ -86,7 +85,7 @@ impl Packet {
 
 /// A transfer whose regions are not all granted yet.
 pub(crate) struct PendingTransfer {
-    pub(crate) plan: Arc<Bound>,
+    pub(crate) plan: Arc<BoundPlan>,
     pub(crate) id: TransferId,
     pub(crate) done: Ticket,
 }
@@ -396,7 +395,7 @@ impl Connection {
         poller: &Poller,
         regions: &Regions,
         id: TransferId,
-        plan: Arc<Bound>,
+        plan: Arc<BoundPlan>,
         done: Ticket,
     ) {
         for local in plan.locals() {

@@ -1,8 +1,8 @@
 //! The copying engine: plain copies out of mappings, and batched `process_vm_readv` out of other
 //! processes.
 
-use kvx_core::memory::{Hop, copy_shared};
-use kvx_core::{Error, Extents, Segments};
+use kvx_core::Error;
+use kvx_core::backend::{Extents, Hop, Segments, copy_shared};
 use rustix::io::Errno;
 
 use super::error::{error, readv_refused};
@@ -360,8 +360,8 @@ pub(crate) struct PullPieces {
     from: Extents,
     into: Extents,
     /// What is left of the last extent of each side: one of them is always empty.
-    from_rest: Option<kvx_core::Extent>,
-    into_rest: Option<kvx_core::Extent>,
+    from_rest: Option<kvx_core::backend::Extent>,
+    into_rest: Option<kvx_core::backend::Extent>,
 }
 
 impl PullPieces {
@@ -403,7 +403,8 @@ mod tests {
     use std::os::fd::AsFd;
     use std::os::unix::net::UnixStream;
 
-    use kvx_core::{Grid, Placed};
+    use kvx_core::Grid;
+    use kvx_core::backend::PlacedGrid;
 
     use super::*;
 
@@ -412,7 +413,7 @@ mod tests {
             grids
                 .iter()
                 .enumerate()
-                .map(|(at, grid)| Placed { region: at as u32, grid: *grid })
+                .map(|(at, grid)| PlacedGrid { region: at as u32, grid: *grid })
                 .collect(),
             indices.into(),
         )

@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvx_backend::reactor::WorkQueue;
-use kvx_core::memory::Hop;
-use kvx_core::sync::{Condvar, Mutex, MutexGuard, pause_between_looks};
+use kvx_core::backend::Hop;
+use kvx_core::backend::sync::{Condvar, Mutex, MutexGuard, pause_between_looks};
 use kvx_core::{Error, ErrorKind, Identity, Memory, Result};
 
 use super::completion::BatchCompletion;

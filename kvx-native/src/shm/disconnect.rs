@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use kvx_backend::control::errors::{closed, no_handshake, peer_closed, peer_died, peer_silent};
 use kvx_backend::control::{ControlMessage, SilenceStatus};
 use kvx_backend::reactor::Outbox;
-use kvx_core::transport::LinkState;
-use kvx_core::{Error, LinkId};
+use kvx_core::Error;
+use kvx_core::backend::{LinkId, LinkState};
 
 use super::connection::{End, Phase};
 use super::error::{NAME, error};

@@ -11,11 +11,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use kvx_backend::control::HeldBytes;
-use kvx_core::memory::{Direction, Hop, Piece as Line};
-use kvx_core::sync::Mutex;
-use kvx_core::{
-    DeviceAccess, Error, ErrorKind, Identity, Memory, RegionId, Result, Ticket, TransferId,
-};
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::{Direction, Hop, Piece as Line, Ticket};
+use kvx_core::{DeviceAccess, Error, ErrorKind, Identity, Memory, RegionId, Result, TransferId};
 
 use super::completion::{BatchCompletion, BatchEnds, ReactorHandle};
 use super::connection::HeldBytesOwner;

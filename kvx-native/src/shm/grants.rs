@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use kvx_backend::control::errors::{closed, malformed, revoked, still_shared};
 use kvx_backend::control::{ControlMessage, Refusal};
 use kvx_backend::reactor::Outbox;
-use kvx_core::{RegionId, RegionKey, Result, Ticket};
+use kvx_core::backend::{RegionKey, Ticket};
+use kvx_core::{RegionId, Result};
 
 use super::connection::End;
 use super::error::NAME;

@@ -8,8 +8,8 @@ use kvx_backend::control::errors::malformed;
 use kvx_backend::control::proof::unauthenticated;
 use kvx_backend::control::{ControlMessage, Greeting, Refusal, VERSIONS, verify_hello};
 use kvx_backend::reactor::Outbox;
-use kvx_core::fork::Private;
-use kvx_core::transport::LinkState;
+use kvx_core::backend::LinkState;
+use kvx_core::backend::fork::Private;
 use kvx_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 

@@ -7,12 +7,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::fork::Private;
-use kvx_core::memory::IpcHandle;
-use kvx_core::{
-    Agent, DeviceId, ErrorKind, Grid, Invitation, Memory, Metadata, Placed, Plan, Region, RegionId,
-    RegionKey, Registry,
-};
+use kvx_core::backend::fork::Private;
+use kvx_core::backend::{Invitation, IpcHandle, Metadata, PlacedGrid, RegionKey};
+use kvx_core::{Agent, DeviceId, ErrorKind, Grid, Memory, Plan, Region, RegionId, Registry};
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{MemfdFlags, SealFlags};
 
@@ -33,7 +30,7 @@ const LEN: usize = 64 << 10;
 fn agent(name: &str) -> Agent {
     let mut registry = Registry::new();
     registry.add(super::Shm).unwrap();
-    Agent::builder(name).notifications(1, 64 << 10).build(&registry).unwrap()
+    Agent::builder(name).notifications(1, 64 << 10).registry(registry.clone()).build().unwrap()
 }
 
 /// The name of an agent's socket, out of its metadata.
@@ -45,7 +42,7 @@ fn socket_of(metadata: &[u8]) -> std::ops::Range<usize> {
 fn region_key(metadata: &[u8], region: &Region) -> RegionKey {
     // A region's section begins with number and key, as they travel everywhere.
     let id = region.id().0.to_le_bytes();
-    let known = kvx_core::Metadata::decode(metadata).unwrap();
+    let known = kvx_core::backend::Metadata::decode(metadata).unwrap();
     known.regions.iter().find(|info| info.id.0.to_le_bytes() == id).unwrap().key
 }
 
@@ -154,7 +151,7 @@ fn invitation(agent: &Agent) -> Invitation {
 fn block(id: RegionId, key: RegionKey, grid: Grid) -> Described {
     Described {
         regions: vec![(id, key)],
-        grids: [Placed { region: 0, grid }].into(),
+        grids: [PlacedGrid { region: 0, grid }].into(),
         indices: (0..1).into(),
     }
 }
@@ -182,12 +179,12 @@ fn a_good_client_works(target: &Agent, region: &Region) {
     let plan =
         Plan::read(local.grid(grid).unwrap().blocks([0]), theirs.grid(grid).unwrap().blocks([0]))
             .unwrap();
-    peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait(CUT_OFF).unwrap();
+    peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait_blocking(CUT_OFF).unwrap();
     let (mut ours, mut original) = (vec![0; LEN], vec![0; LEN]);
     local.copy_out(0, &mut ours).unwrap();
     region.copy_out(0, &mut original).unwrap();
     assert!(ours == original);
-    reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    reader.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }
 
 fn target() -> (Agent, Region) {
@@ -260,7 +257,7 @@ fn what_breaks_the_protocol_is_cut_off_and_others_are_served() {
     a_good_client_works(&target, &region);
     drop(silent);
     a_good_client_works(&target, &region);
-    target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    target.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }
 
 #[test]
@@ -270,16 +267,16 @@ fn who_finds_no_room_is_told_so_and_comes_in_later() {
     assert!(inside.iter().all(Raw::is_served));
     let late = agent("late");
     let peer = late.connect(target.metadata().unwrap()).unwrap();
-    let why = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
+    let why = peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap_err();
     assert!(why.to_string().contains("serves 64 others"), "{why}");
     drop(inside);
     let until = Instant::now() + CUT_OFF;
-    while let Err(why) = peer.ready(CUT_OFF).wait(CUT_OFF) {
+    while let Err(why) = peer.ready(CUT_OFF).wait_blocking(CUT_OFF) {
         assert!(Instant::now() < until, "the same handle finds no room later: {why}");
     }
     a_good_client_works(&target, &region);
-    late.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
-    target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    late.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+    target.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }
 
 #[test]
@@ -353,8 +350,8 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
     region.copy_out(0, &mut bytes).unwrap();
     assert!(bytes.iter().all(|byte| *byte == 0));
     drop(raw);
-    region.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
-    target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    region.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+    target.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }
 
 /// An owner that hands out files which would kill a reader that trusted them. Which files those are
@@ -416,14 +413,14 @@ fn an_owner_that_passes_unfit_files_is_refused() {
         let wanted = raw.next().unwrap();
         let Ok(Shared::Want { import, .. }) = Shared::decode(&wanted) else { panic!("{wanted:?}") };
         raw.send(Shared::Grant { import, rest: &access.grant_rest() }, file.as_ref());
-        assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), expected);
+        assert_eq!(transfer.wait_blocking(CUT_OFF).unwrap_err().kind(), expected);
         assert!(raw.is_served(), "the link is up all the same");
     }
     let mut bytes = vec![1; LEN];
     local.copy_out(0, &mut bytes).unwrap();
     assert!(bytes.iter().all(|byte| *byte == 0));
-    reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
-    owner.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    reader.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+    owner.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }
 
 /// Seeded garbage on live connections, on both ends at once: no panic, and good clients work on.
@@ -458,7 +455,7 @@ fn mutated_messages_on_live_connections_harm_nobody() {
     while target.try_notification().is_some() {}
     a_good_client_works(&target, &region);
     let kept = Arc::clone(region.memory());
-    region.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+    region.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     drop(kept);
-    target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    target.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }

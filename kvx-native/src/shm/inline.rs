@@ -5,9 +5,7 @@ use std::any::Any;
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 
-use kvx_core::Bound;
-use kvx_core::memory::copy_shared;
-use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
+use kvx_core::backend::{BoundPlan, INLINE_BYTES, INLINE_SEGMENTS, copy_shared};
 
 use super::copy;
 use super::shared_link::Import;
@@ -19,7 +17,7 @@ const MAX_PIECES: usize = INLINE_SEGMENTS as usize;
 
 /// Does a small read now, if its regions are open. False: nothing is settled, the machine has to do
 /// it. A page that does not come keeps the calling thread, and nobody else.
-pub(crate) fn read_inline(plan: &Arc<Bound>) -> bool {
+pub(crate) fn read_inline(plan: &Arc<BoundPlan>) -> bool {
     let mut windows = [const { None }; MAX_REGIONS];
     // One kind of memory a side: the first speaks for all.
     let on_host = plan.locals().first().is_none_or(|local| local.memory.kind().is_host());

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvx_backend::error::{check_notification, other_peer};
-use kvx_core::transport::{
-    INLINE_BYTES, INLINE_SEGMENTS, Link, PeerSection, RemoteRegion, RemoteSpec, Turn,
+use kvx_core::backend::{
+    BoundPlan, INLINE_BYTES, INLINE_SEGMENTS, Link, PeerSection, RemoteRegion, RemoteSpec, Ticket,
+    Turn,
 };
-use kvx_core::{Bound, Capabilities, Op, Result, Ticket, TransferId};
+use kvx_core::{Capabilities, Op, Result, TransferId};
 
 use super::endpoint::Endpoint;
 use super::error::NAME;
@@ -35,7 +36,7 @@ impl ShmLink {
 
     /// Returns whether who copies can read the memory that the bytes come from: we for a read, the
     /// peer for a write.
-    fn check_reachability(&self, plan: &Bound) -> Result<()> {
+    fn check_reachability(&self, plan: &BoundPlan) -> Result<()> {
         let foreign = match plan.op() {
             Op::Read => plan.remotes().iter().any(|remote| {
                 let any: &dyn Any = &*remote.region;
@@ -112,7 +113,7 @@ unsafe impl Link for ShmLink {
         Ok(import)
     }
 
-    fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {
+    fn post(&self, plan: Arc<BoundPlan>, id: TransferId, done: Ticket) {
         if let Err(reason) = self.check_reachability(&plan) {
             drop(plan);
             return done.settle(Err(reason));

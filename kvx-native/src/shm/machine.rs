@@ -9,9 +9,9 @@ use kvx_backend::control::proof::Keys;
 use kvx_backend::control::{HeldBytes, Recalls, Silence};
 use kvx_backend::rate_limit::RateLimited;
 use kvx_backend::reactor::{Outbox, WorkQueue, no_poller};
-use kvx_core::fork::Private;
-use kvx_core::transport::{Context, Events};
-use kvx_core::{DeviceAccess, Identity, LinkId, Result, Ticket};
+use kvx_core::backend::fork::Private;
+use kvx_core::backend::{Context, Events, LinkId, Ticket};
+use kvx_core::{DeviceAccess, Identity, Result};
 use slab::Slab;
 
 use super::address::{name_socket_name, random_socket_name};
@@ -79,7 +79,7 @@ impl Machine {
                 poller.add(listener.as_fd(), token as u64, Ready::IN).map_err(no_poller)?;
             }
         }
-        let probe_bytes = Box::new(kvx_core::random_key()?);
+        let probe_bytes = Box::new(kvx_core::backend::random_key()?);
         let copying = CopyThreads::of(&context.agent.name);
         Ok(Machine {
             keys: Keys::new(&context.invitation, context.secret.as_ref()),

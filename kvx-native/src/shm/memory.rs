@@ -8,13 +8,9 @@ use std::sync::Arc;
 
 use kvx_backend::control::RegionTable;
 use kvx_backend::control::errors::still_shared;
-use kvx_core::memory::IpcHandle;
-use kvx_core::sync::Mutex;
-use kvx_core::transport::RegionSpec;
-use kvx_core::{
-    DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, RegionId, RegionKey, Result,
-    Ticket,
-};
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::{IpcHandle, RegionKey, RegionSpec, Ticket};
+use kvx_core::{DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
 use rustix::fs::SealFlags;
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};

@@ -25,9 +25,8 @@
 //!   settle and revocations count as confirmed.
 
 use kvx_backend::control::{self, FIRST_TRANSPORT_NUMBER, Refusal};
-use kvx_core::memory::IpcHandle;
-use kvx_core::transport::MAX_NOTIFICATION;
-use kvx_core::wire::{Reader, Writer};
+use kvx_core::backend::wire::{Reader, Writer};
+use kvx_core::backend::{IpcHandle, MAX_NOTIFICATION};
 use kvx_core::{DeviceId, RegionId, Result};
 
 use crate::described::Described;
@@ -289,14 +288,15 @@ fn result(reader: &mut Reader<'_>) -> Result<Result<(), Refusal>> {
 
 #[cfg(test)]
 mod tests {
-    use kvx_core::{Error, ErrorKind, Grid, Placed, RegionKey};
+    use kvx_core::backend::{PlacedGrid, RegionKey};
+    use kvx_core::{Error, ErrorKind, Grid};
 
     use super::*;
 
     fn described(count: u32) -> Described {
         Described {
             regions: vec![(RegionId(3), RegionKey([5; 16]))],
-            grids: [Placed { region: 0, grid: Grid::packed(64, 100) }].into(),
+            grids: [PlacedGrid { region: 0, grid: Grid::packed(64, 100) }].into(),
             indices: (0..count).map(|at| at * 7 % 100).collect::<Vec<_>>().into(),
         }
     }
@@ -350,8 +350,8 @@ mod tests {
 
     #[test]
     fn the_longest_messages_fit_into_a_packet() {
-        let grids: std::sync::Arc<[Placed]> = (0..MAX_GRIDS as u32)
-            .map(|region| Placed { region, grid: Grid::packed(64, 100) })
+        let grids: std::sync::Arc<[PlacedGrid]> = (0..MAX_GRIDS as u32)
+            .map(|region| PlacedGrid { region, grid: Grid::packed(64, 100) })
             .collect();
         let described = Described {
             regions: vec![(RegionId(3), RegionKey([5; 16])); MAX_GRIDS],

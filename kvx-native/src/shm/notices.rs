@@ -5,7 +5,8 @@ use std::sync::Arc;
 use kvx_backend::control::ControlMessage;
 use kvx_backend::control::errors::malformed;
 use kvx_backend::reactor::Outbox;
-use kvx_core::{Result, Ticket};
+use kvx_core::Result;
+use kvx_core::backend::Ticket;
 
 use super::connection::Connection;
 use super::error::NAME;

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use kvx_backend::control::ControlMessage as Shared;
 use kvx_backend::control::errors::{cancelled, closed, malformed, peer_closed, peer_died};
 use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
-use kvx_core::transport::LinkState;
-use kvx_core::{Bound, Error, ErrorKind, Result, Ticket, TransferId};
+use kvx_core::backend::{BoundPlan, LinkState, Ticket};
+use kvx_core::{Error, ErrorKind, Result, TransferId};
 
 use super::connection::{Connection, End, HeldBytesOwner, PendingTransfer};
 use super::error::{NAME, error, refused};
@@ -44,7 +44,7 @@ pub(crate) enum Command {
     /// `inline_on`: on this thread a small read may be done at once.
     Post {
         link: Arc<SharedLink>,
-        plan: Arc<Bound>,
+        plan: Arc<BoundPlan>,
         id: TransferId,
         done: Ticket,
         inline_on: Option<ThreadId>,

@@ -3,7 +3,8 @@
 
 use kvx_backend::control::Refusal;
 use kvx_backend::reactor::SLICE;
-use kvx_core::{Error, ErrorKind, Extents, Result};
+use kvx_core::backend::Extents;
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::copy::PullPieces;
 use super::error::error;

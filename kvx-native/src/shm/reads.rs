@@ -7,8 +7,8 @@ use std::thread::ThreadId;
 use kvx_backend::control::errors::{cancelled, closed};
 use kvx_backend::control::{ControlMessage as Shared, ImportState};
 use kvx_backend::reactor::{Outbox, SLICE};
-use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
-use kvx_core::{Bound, ErrorKind, Op, Result, TransferId};
+use kvx_core::backend::{BoundPlan, INLINE_BYTES, INLINE_SEGMENTS};
+use kvx_core::{ErrorKind, Op, Result, TransferId};
 
 use super::connection::{Connection, PendingTransfer};
 use super::copy::{MAX_BATCH, ReadPieces};
@@ -27,7 +27,7 @@ enum Grants {
     Missing,
 }
 
-fn grants(connection: &Connection, plan: &Bound) -> Result<Grants> {
+fn grants(connection: &Connection, plan: &BoundPlan) -> Result<Grants> {
     let mut places = Vec::with_capacity(plan.remotes().len());
     for remote in plan.remotes() {
         let any: &dyn std::any::Any = &*remote.region;
@@ -89,7 +89,7 @@ impl Machine {
     }
 
     /// Asks once more for what this process had no room for: there may be some now.
-    fn ask_again(&mut self, link: &Arc<SharedLink>, at: usize, plan: &Bound) {
+    fn ask_again(&mut self, link: &Arc<SharedLink>, at: usize, plan: &BoundPlan) {
         for remote in plan.remotes() {
             let any: Arc<dyn std::any::Any + Send + Sync> = Arc::clone(&remote.region) as _;
             let Ok(import) = any.downcast::<Import>() else {

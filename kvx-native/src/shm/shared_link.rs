@@ -3,8 +3,8 @@
 use std::sync::OnceLock;
 
 use kvx_backend::control::proof::Keys;
-use kvx_core::transport::RemoteRegion;
-use kvx_core::{Error, ErrorKind, Identity, LinkId, RegionId, RegionKey, Result};
+use kvx_core::backend::{LinkId, RegionKey, RemoteRegion};
+use kvx_core::{Error, ErrorKind, Identity, RegionId, Result};
 
 use super::error::error;
 use super::memory::Reach;

@@ -6,7 +6,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use kvx_core::fork::Private;
+use kvx_core::backend::fork::Private;
 pub(crate) use rustix::event::epoll::EventFlags as Ready;
 use rustix::event::epoll::{self, EventData};
 use rustix::io::Errno;
@@ -282,7 +282,7 @@ mod tests {
     use super::*;
 
     fn pair() -> (Private, Private) {
-        let name = [b"kvx-test-".as_slice(), &kvx_core::random_key().unwrap()].concat();
+        let name = [b"kvx-test-".as_slice(), &kvx_core::backend::random_key().unwrap()].concat();
         let listener = listen(&name).unwrap();
         let client = connect(&name).unwrap();
         let server = accept(listener.as_fd()).unwrap().unwrap();

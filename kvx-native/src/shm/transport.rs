@@ -7,13 +7,13 @@ use std::time::Duration;
 use kvx_backend::control::proof::Keys;
 use kvx_backend::error::closed;
 use kvx_backend::reactor::Reactor;
-use kvx_core::transport::{
-    Admission, Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec,
-    Transport,
+use kvx_core::backend::{
+    Admission, AutoOpen, Availability, Context, Factory, Link, LinkId, LocalRegion, PeerSection,
+    Placement, RegionSpec, Ticket, Transport, Unavailable,
 };
 use kvx_core::{
-    AutoOpen, Capabilities, HungPageScope, Idle, Isolation, LinkId, MemoryKinds, Options, PerOp,
-    Placement, RegionId, Result, Revocation, Secret, Ticket, Unavailable,
+    Capabilities, HungPageScope, Idle, Isolation, MemoryKinds, Options, PerOp, RegionId, Result,
+    Revocation, Secret,
 };
 
 use super::address::Address;
@@ -60,7 +60,7 @@ impl Factory for Shm {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 10, without_a_list: AutoOpen::Open, speaks_for: &[] }
+        Placement { order: 10, auto_open: AutoOpen::Open, speaks_for: &[] }
     }
 
     fn admission(&self) -> Admission {

@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, TryLockError};
 
-use kvx_core::fork::Private;
-use kvx_core::sync::pause_between_looks;
+use kvx_core::backend::fork::Private;
+use kvx_core::backend::sync::pause_between_looks;
 
 use super::host::PeerProcess;
 use super::memory::CopySource;

@@ -4,7 +4,8 @@
 use std::sync::Arc;
 
 use kvx_backend::reactor::Outbox;
-use kvx_core::{Error, Memory, RegionId, Ticket, TransferId};
+use kvx_core::backend::Ticket;
+use kvx_core::{Error, Memory, RegionId, TransferId};
 
 use super::copy::{PullPieces, ReadPieces};
 use super::copy_threads::Sides;

@@ -5,7 +5,8 @@ use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvx_core::{Bound, Error, ErrorKind, Pair, Result, Ticket, TransferId};
+use kvx_core::backend::{BoundPlan, Pair, Ticket};
+use kvx_core::{Error, ErrorKind, Result, TransferId};
 
 use super::error::error;
 use super::messages::{MAX_GRIDS, MAX_INDICES};
@@ -28,7 +29,7 @@ pub(crate) struct Writes {
 }
 
 struct Write {
-    plan: Arc<Bound>,
+    plan: Arc<BoundPlan>,
     parts: PartCutter,
     unanswered: usize,
     queued: bool,
@@ -44,7 +45,7 @@ impl Writes {
         self.open.is_empty()
     }
 
-    pub(crate) fn start(&mut self, id: TransferId, plan: Arc<Bound>, done: Ticket) {
+    pub(crate) fn start(&mut self, id: TransferId, plan: Arc<BoundPlan>, done: Ticket) {
         let parts = PartCutter::default();
         self.open.insert(
             id.0,
@@ -159,7 +160,7 @@ impl Writes {
 }
 
 pub(crate) enum WriteStep {
-    Part(u64, Arc<Bound>, Part),
+    Part(u64, Arc<BoundPlan>, Part),
     Settled(Settlement),
 }
 
@@ -198,13 +199,14 @@ impl PartCutter {
 mod tests {
     use std::collections::HashSet;
 
-    use kvx_core::{Grid, Indices, Placed};
+    use kvx_core::backend::PlacedGrid;
+    use kvx_core::{Grid, Indices};
 
     use super::*;
 
     fn pair(grids: usize, local: Indices, remote: Indices) -> Pair {
-        let grids: Arc<[Placed]> =
-            vec![Placed { region: 0, grid: Grid::packed(64, 1 << 20) }; grids].into();
+        let grids: Arc<[PlacedGrid]> =
+            vec![PlacedGrid { region: 0, grid: Grid::packed(64, 1 << 20) }; grids].into();
         Pair {
             local: Arc::clone(&grids),
             remote: grids,

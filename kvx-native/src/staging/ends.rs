@@ -6,8 +6,8 @@ use std::fmt;
 use super::Copies;
 use super::pool::BounceBuffer;
 use super::stream::{Stream, StreamCopy};
-use kvx_core::memory::Direction;
-use kvx_core::{Extent, Result};
+use kvx_core::Result;
+use kvx_core::backend::{Direction, Extent};
 
 /// Blocks on their way from a device: a stream of bytes to be sent. See the [module](super).
 pub(crate) struct Fetch {

@@ -54,8 +54,9 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
-use kvx_core::sync::Mutex;
-use kvx_core::{DeviceAccess, Error, ErrorKind, Extents, Memory, Result};
+use kvx_core::backend::Extents;
+use kvx_core::backend::sync::Mutex;
+use kvx_core::{DeviceAccess, Error, ErrorKind, Memory, Result};
 
 pub(crate) use ends::{Fetch, Store};
 use pool::Pool;

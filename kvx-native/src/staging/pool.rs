@@ -5,8 +5,9 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use super::stream::SharedStream;
-use kvx_core::sync::Mutex;
-use kvx_core::{DeviceAccess, Error, ErrorKind, Memory, Result, quarantine_for_ever};
+use kvx_core::backend::quarantine_for_ever;
+use kvx_core::backend::sync::Mutex;
+use kvx_core::{DeviceAccess, Error, ErrorKind, Memory, Result};
 
 /// The bounce buffers of one direction.
 pub(super) struct Pool {

@@ -5,10 +5,9 @@ use std::sync::Arc;
 
 use super::Copies;
 use super::pool::{BounceBuffer, Pool};
-use kvx_core::Settle;
-use kvx_core::memory::{Direction, Piece};
-use kvx_core::sync::Mutex;
-use kvx_core::{DeviceAccess, Error, ErrorKind, Extent, Extents, Memory, Result, Ticket};
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::{Direction, Extent, Extents, Piece, Settle, Ticket};
+use kvx_core::{DeviceAccess, Error, ErrorKind, Memory, Result};
 
 /// The most pieces of one copy: a stream of very small blocks uses its buffers in part.
 const MAX_PIECES: usize = 4096;

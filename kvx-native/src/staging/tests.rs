@@ -5,7 +5,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::{Buffers, Copies, Fetch, Stager, Store};
-use kvx_core::{ErrorKind, Extents, Grid, Indices, Memory, MemoryKind, Placed, quarantined_bytes};
+use kvx_core::backend::{Extents, PlacedGrid};
+use kvx_core::{ErrorKind, Grid, Indices, Memory, MemoryKind, quarantined_bytes};
 use kvx_testkit::TestDevice;
 use kvx_testkit::device::{CopyOrder, CopyOutcome};
 
@@ -118,7 +119,7 @@ impl Blocks {
     }
 
     fn extents(&self) -> Extents {
-        let placed = self.0.iter().map(|grid| Placed { region: 0, grid: *grid }).collect();
+        let placed = self.0.iter().map(|grid| PlacedGrid { region: 0, grid: *grid }).collect();
         Extents::new(placed, Indices::from(self.1.clone()))
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvx_backend::control::proof::Keys;
 use kvx_backend::reactor::watch::Turns;
-use kvx_core::transport::Events;
+use kvx_core::backend::Events;
 use kvx_core::{Identity, Secret};
 
 use crate::tcp::config::Config;

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::transport::{
-    INLINE_BYTES, INLINE_SEGMENTS, Link, PeerSection, RemoteRegion, RemoteSpec, Turn,
+use kvx_core::backend::{
+    BoundPlan, INLINE_BYTES, INLINE_SEGMENTS, Link, LinkId, PeerSection, RemoteRegion, RemoteSpec,
+    Ticket, Turn,
 };
 use kvx_core::{
-    Bound, Capabilities, HungPageScope, Idle, Isolation, LinkId, MemoryKinds, PerOp, Result,
-    Revocation, Ticket, TransferId,
+    Capabilities, HungPageScope, Idle, Isolation, MemoryKinds, PerOp, Result, Revocation,
+    TransferId,
 };
 
 use crate::tcp::address;
@@ -61,7 +62,7 @@ unsafe impl Link for TcpLink {
         Ok(Arc::new(TcpRemote { stage: import(region.export)? }))
     }
 
-    fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {
+    fn post(&self, plan: Arc<BoundPlan>, id: TransferId, done: Ticket) {
         let size = plan.size();
         let command = Command::Post { link: self.id, plan, id, done };
         if size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS {

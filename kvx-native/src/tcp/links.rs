@@ -19,9 +19,9 @@ use crate::tcp::socket;
 use kvx_backend::control::proof::Keys;
 use kvx_backend::control::{NoticesToPeer, Silence, SilenceStatus};
 use kvx_backend::reactor::Outbox;
-use kvx_core::sync::Mutex;
-use kvx_core::transport::LinkState;
-use kvx_core::{Bound, Error, Identity, LinkId, Pair, Result, Ticket, TransferId};
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::{BoundPlan, LinkId, LinkState, Pair, Ticket};
+use kvx_core::{Error, Identity, Result, TransferId};
 
 /// Transfers of at most so many bytes go over the small lane.
 const SMALL: u64 = 64 << 10;
@@ -46,7 +46,7 @@ impl LinkStanding {
 
 /// A transfer that has not settled.
 struct UnsettledTransfer {
-    plan: Arc<Bound>,
+    plan: Arc<BoundPlan>,
     done: Ticket,
     parts: Vec<Part>,
     /// The next part to be requested.
@@ -135,7 +135,7 @@ impl OpenedLink {
     /// Takes a transfer; `issue` follows. Says whether it is a small one.
     pub(crate) fn post(
         &mut self,
-        plan: Arc<Bound>,
+        plan: Arc<BoundPlan>,
         id: TransferId,
         done: Ticket,
         out: &mut Outbox,
@@ -389,8 +389,9 @@ fn issue_next(
 mod tests {
     use std::os::fd::OwnedFd;
 
-    use kvx_core::fork::Private;
-    use kvx_core::{Incarnation, Invitation};
+    use kvx_core::Incarnation;
+    use kvx_core::backend::Invitation;
+    use kvx_core::backend::fork::Private;
 
     use super::*;
 

@@ -3,8 +3,8 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use kvx_core::transport::{LocalRegion, RegionSpec};
-use kvx_core::{Bound, Error, ErrorKind, Placed, RegionId, Result, Ticket};
+use kvx_core::backend::{BoundPlan, LocalRegion, PlacedGrid, RegionSpec, Ticket};
+use kvx_core::{Error, ErrorKind, RegionId, Result};
 
 use crate::tcp::context::AgentContext;
 use crate::tcp::memory::deferred::Concern;
@@ -37,7 +37,10 @@ impl TcpRegion {
 
     /// The regions that these grids of a plan lie on, and the grids on them. Errors: `Invalid` for regions of another
     /// transport.
-    pub(crate) fn of(plan: &Bound, grids: &[Placed]) -> Result<(Vec<Arc<Served>>, Arc<[Placed]>)> {
+    pub(crate) fn of(
+        plan: &BoundPlan,
+        grids: &[PlacedGrid],
+    ) -> Result<(Vec<Arc<Served>>, Arc<[PlacedGrid]>)> {
         let mut order: Vec<u32> = Vec::new();
         let grids = grids.iter().map(|placed| {
             let known = order.iter().position(|region| *region == placed.region);
@@ -45,7 +48,7 @@ impl TcpRegion {
                 order.push(placed.region);
                 order.len() - 1
             });
-            Placed { region: region as u32, grid: placed.grid }
+            PlacedGrid { region: region as u32, grid: placed.grid }
         });
         let grids = grids.collect();
         let served = |region: u32| {

@@ -6,13 +6,11 @@ use std::time::Instant;
 use kvx_backend::control::proof::Keys;
 use kvx_backend::reactor::Reactor;
 use kvx_backend::reactor::watch::TurnWatch;
-use kvx_core::transport::{
-    Admission, Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec,
-    Transport,
+use kvx_core::backend::{
+    Admission, AutoOpen, Availability, Context, Factory, Link, LinkId, LocalRegion, PeerSection,
+    Placement, RegionSpec, Ticket, Transport, Unavailable,
 };
-use kvx_core::{
-    AutoOpen, Capabilities, Incarnation, LinkId, Options, Placement, Result, Ticket, Unavailable,
-};
+use kvx_core::{Capabilities, Incarnation, Options, Result};
 
 use crate::tcp::address;
 use crate::tcp::config::Config;
@@ -40,7 +38,7 @@ impl Factory for Tcp {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 90, without_a_list: AutoOpen::Open, speaks_for: &[] }
+        Placement { order: 90, auto_open: AutoOpen::Open, speaks_for: &[] }
     }
 
     fn admission(&self) -> Admission {

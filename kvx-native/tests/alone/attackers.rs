@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use crate::tcp_pair;
 use crate::tcp_pair::CUT_OFF;
-use kvx_core::{Agent, Invitation, Memory, Registry, Secret};
+use kvx_core::backend::Invitation;
+use kvx_core::{Agent, Memory, Registry, Secret};
 use kvx_testkit::{Child, newcomer, skip, test};
 
 const SECONDS: u64 = 4;
@@ -17,7 +18,7 @@ fn agent(name: &str, backend: &str, secret: Option<u8>) -> Agent {
     let builder = secret
         .into_iter()
         .fold(builder, |builder, secret| builder.secret(Secret::from_bytes([secret; 32])));
-    builder.build(&registry).unwrap()
+    builder.registry(registry.clone()).build().unwrap()
 }
 
 fn pool(agent: &Agent) -> kvx_core::Region {
@@ -77,7 +78,7 @@ fn another_user_keeps_nobody_waiting_and_learns_nothing() {
             }
         }
         for (_, owner) in owners {
-            owner.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+            owner.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
         }
     }
 }

@@ -28,7 +28,10 @@ fn connected_agents_without_work_sleep() {
     let (before, threads) = spent("kvx-tcp");
     assert_eq!(threads, 4, "one of each that has its turns, and one that watches over these");
     let quiet = pair.owner.wait_for_senders(b"never sent", 1, Duration::from_secs(3));
-    assert_eq!(quiet.wait(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::TimedOut);
+    assert_eq!(
+        quiet.wait_blocking(Duration::from_secs(10)).unwrap_err().kind(),
+        ErrorKind::TimedOut
+    );
     let (after, _) = spent("kvx-tcp");
     assert!(after - before <= Duration::from_millis(10), "{:?} in 3 s", after - before);
     pair.still_works();

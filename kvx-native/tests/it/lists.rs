@@ -15,7 +15,7 @@ const LEN: usize = 4 << 20;
 fn agent(name: &str, backend: &str) -> Agent {
     let mut registry = Registry::new();
     registry.add(kvx_native::Shm).unwrap().add(kvx_native::Tcp).unwrap();
-    Agent::builder(name).backends([backend]).build(&registry).unwrap()
+    Agent::builder(name).backends([backend]).registry(registry.clone()).build().unwrap()
 }
 
 /// What byte `at` of the owner's region is.
@@ -168,7 +168,7 @@ fn a_region_of_another_life_or_of_nobody_is_refused() {
     let plan = Plan::of_spans(Op::Read, [(small.clone(), remote.clone(), span)]).unwrap();
     driven(peer.post(&plan).unwrap()).unwrap();
     assert!(holds(&small, 0, 16, |offset| content(100 + offset)));
-    theirs.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+    theirs.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     assert_eq!(theirs.metadata().unwrap_err().kind(), ErrorKind::Revoked);
     assert!(driven(peer.post(&plan).unwrap()).is_err(), "its owner has taken it back");
 }
@@ -182,7 +182,7 @@ fn a_transfer_that_nobody_drives_any_more_arrives_all_the_same() {
     let mut transfer = peer.post(&plan).unwrap();
     let first = transfer.drive();
     if first.is_none() {
-        transfer.settled().wait(CUT_OFF).unwrap();
+        transfer.settled().wait_blocking(CUT_OFF).unwrap();
         transfer.drive().expect("it has settled").unwrap();
     }
     assert!(transfer.drive().expect("taken").is_err(), "the result is given once");
@@ -218,6 +218,6 @@ fn regions_cost_the_same_each_however_many_there_are() {
         let reader = agent("reader", backend);
         let peer = reader.connect(&metadata).unwrap();
         assert_eq!(peer.region("kv.9999").unwrap().len(), 4096);
-        peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+        peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     }
 }

@@ -85,7 +85,7 @@ fn an_agent_links_to_itself() {
         assert_eq!([0, 1, 2].map(|at| filled_with(&a, at)), [63, 5, 62].map(|at| pattern(2, at)));
         run(&peer, &write(&a, &there, &[10, 11], &[7, 0])).unwrap();
         assert_eq!([7, 0].map(|at| filled_with(&b, at)), [10, 11].map(|at| pattern(1, at)));
-        peer.notify(b"to myself", CUT_OFF).wait(CUT_OFF).unwrap();
+        peer.notify(b"to myself", CUT_OFF).wait_blocking(CUT_OFF).unwrap();
         let notification = own.notification(CUT_OFF).join().unwrap();
         assert_eq!(
             (&*notification.bytes, &*notification.from.name),
@@ -98,8 +98,11 @@ fn an_agent_links_to_itself() {
 #[test]
 fn notifications_of_any_length_arrive_once_also_through_a_full_queue() {
     let decode = agent("decode");
-    let prefill =
-        kvx_core::Agent::builder("prefill").notifications(3, 64 << 10).build(&registry()).unwrap();
+    let prefill = kvx_core::Agent::builder("prefill")
+        .notifications(3, 64 << 10)
+        .registry(registry())
+        .build()
+        .unwrap();
     let peer = connect(&decode, &prefill);
     let sent: Vec<_> = (0..200u32)
         .map(|at| {
@@ -115,7 +118,7 @@ fn notifications_of_any_length_arrive_once_also_through_a_full_queue() {
         got.push((notification.bytes.len(), notification.bytes.first().copied()));
     }
     for done in sent {
-        done.wait(CUT_OFF).unwrap();
+        done.wait_blocking(CUT_OFF).unwrap();
     }
     assert!(prefill.try_notification().is_none());
     let mut expected: Vec<_> = (0..200u32)
@@ -142,14 +145,14 @@ fn a_revoked_region_is_refused_and_its_memory_is_given_back() {
         let writing = write(&local, &there, &[0], &[1]);
         run(&peer, &reading).unwrap();
         run(&peer, &writing).unwrap();
-        remote.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+        remote.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
         for plan in [&reading, &writing] {
             assert_eq!(run(&peer, plan).unwrap_err().kind(), ErrorKind::Revoked, "{plan:?} {on:?}");
         }
         // The local region was lent for the write: it comes back as well.
         drop(reading);
         drop(writing);
-        local.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+        local.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     }
     shut_down(&[&decode, &prefill]);
 }
@@ -187,7 +190,7 @@ fn a_region_is_revoked_under_transfers_in_flight() {
                         let oldest =
                             if transfers.len() < 16 { None } else { transfers.pop_front() };
                         let result = match oldest {
-                            Some(oldest) => oldest.wait(CUT_OFF).map(drop),
+                            Some(oldest) => oldest.wait_blocking(CUT_OFF).map(drop),
                             None => peer.post(&plan).map(|transfer| transfers.push_back(transfer)),
                         };
                         if let Err(refused) = result {
@@ -200,12 +203,14 @@ fn a_region_is_revoked_under_transfers_in_flight() {
                     assert!(begun.elapsed() < CUT_OFF);
                     watched.copy_out(0, &mut first).unwrap();
                 }
-                let memory = remote.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+                let memory = remote.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
                 // From here on nobody else touches it. No block was ever filled with an even byte.
                 memory.copy_in(0, &vec![0x5a; memory.len()]).unwrap();
                 let (refused, others) = until_refused.join().unwrap();
                 assert_eq!(refused.kind(), ErrorKind::Revoked, "{refused}");
-                for error in others.into_iter().filter_map(|other| other.wait(CUT_OFF).err()) {
+                for error in
+                    others.into_iter().filter_map(|other| other.wait_blocking(CUT_OFF).err())
+                {
                     assert_eq!(error.kind(), ErrorKind::Revoked, "{error}");
                 }
                 memory
@@ -236,10 +241,10 @@ fn a_cancelled_transfer_settles_and_the_link_works_on() {
         let settled: Vec<_> = transfers.iter().map(|transfer| transfer.settled()).collect();
         transfers.iter().for_each(|transfer| transfer.cancel());
         for settled in settled {
-            settled.wait(CUT_OFF).unwrap();
+            settled.wait_blocking(CUT_OFF).unwrap();
         }
         for transfer in transfers {
-            match transfer.wait(CUT_OFF) {
+            match transfer.wait_blocking(CUT_OFF) {
                 Ok(_) => {}
                 Err(error) => assert_eq!(error.kind(), ErrorKind::Cancelled),
             }
@@ -265,9 +270,12 @@ fn a_peer_that_shuts_down_is_lost_and_a_new_life_under_its_name_is_told() {
     assert_eq!(run(&peer, &plan).unwrap_err().kind(), ErrorKind::PeerLost);
     let again = agent("prefill of a_peer_that_shuts_down");
     let stale = decode.connect(&old).unwrap();
-    assert_eq!(stale.ready(CUT_OFF).wait(CUT_OFF).unwrap_err().kind(), ErrorKind::PeerRestarted);
+    assert_eq!(
+        stale.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap_err().kind(),
+        ErrorKind::PeerRestarted
+    );
     assert_eq!(run(&peer, &plan).unwrap_err().kind(), ErrorKind::PeerRestarted);
-    connect(&decode, &again).ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    connect(&decode, &again).ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     shut_down(&[&decode, &again]);
 }
 
@@ -313,7 +321,7 @@ fn sixteen_threads_share_a_link() {
                     assert_eq!(filled_with(&local, round % 64), pattern(2, from));
                     run(peer, &write(&local, sink, &[round % 64], &[thread])).unwrap();
                     let bytes = format!("{thread} {round}");
-                    peer.notify(bytes.as_bytes(), CUT_OFF).wait(CUT_OFF).unwrap();
+                    peer.notify(bytes.as_bytes(), CUT_OFF).wait_blocking(CUT_OFF).unwrap();
                     if round % 8 == 0 {
                         peer.post(&read(&local, there, &[0], &[1])).unwrap().cancel();
                     }
@@ -351,7 +359,7 @@ fn regions_added_later_and_many_of_them_work() {
         })
         .collect();
     for transfer in transfers {
-        transfer.wait(CUT_OFF).unwrap();
+        transfer.wait_blocking(CUT_OFF).unwrap();
     }
     for at in 0..300 {
         assert_eq!(filled_with(&local, at), pattern(at as u8, 1));
@@ -371,16 +379,19 @@ fn a_shutdown_with_work_in_flight_ends_everything() {
     let all = shuffled(BLOCKS);
     let plans = [read(&local, &there, &all, &all), write(&local, &there, &all, &all)];
     let transfers: Vec<_> = (0..8).map(|at| peer.post(&plans[at % 2]).unwrap()).collect();
-    decode.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    decode.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     for transfer in transfers {
-        match transfer.wait(CUT_OFF) {
+        match transfer.wait_blocking(CUT_OFF) {
             Ok(_) => {}
             Err(error) => assert_eq!(error.kind(), ErrorKind::Closed, "{error}"),
         }
     }
-    assert_eq!(peer.notify(b"late", CUT_OFF).wait(CUT_OFF).unwrap_err().kind(), ErrorKind::Closed);
+    assert_eq!(
+        peer.notify(b"late", CUT_OFF).wait_blocking(CUT_OFF).unwrap_err().kind(),
+        ErrorKind::Closed
+    );
     // The other end works on, and its memory is its own again.
-    remote.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+    remote.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     shut_down(&[&prefill]);
 }
 
@@ -398,7 +409,7 @@ fn metadata_of_another_host_is_refused_with_the_reason() {
     let mut elsewhere = metadata.clone();
     elsewhere[at] ^= 1;
     if let Ok(peer) = decode.connect(&elsewhere) {
-        let error = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
+        let error = peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap_err();
         assert!(error.to_string().contains("another host"), "{error}");
     }
     shut_down(&[&decode, &prefill]);
@@ -406,8 +417,8 @@ fn metadata_of_another_host_is_refused_with_the_reason() {
 
 #[test]
 fn device_memory_is_refused_at_register() {
-    use kvx_core::memory::{Direction, Piece};
-    use kvx_core::{DeviceAccess, DeviceId, Memory, Result, Ticket};
+    use kvx_core::backend::{Direction, Piece, Ticket};
+    use kvx_core::{DeviceAccess, DeviceId, Memory, Result};
     struct Gpu;
     // SAFETY: it never copies anything.
     unsafe impl DeviceAccess for Gpu {
@@ -434,5 +445,5 @@ fn device_memory_is_refused_at_register() {
     };
     let refused = own.register("gpu", memory).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unsupported, "{refused}");
-    own.shutdown(Duration::from_secs(5)).wait(CUT_OFF).unwrap();
+    own.shutdown(Duration::from_secs(5)).wait_blocking(CUT_OFF).unwrap();
 }

@@ -105,7 +105,7 @@ fn scene(name: &str, on: On) -> Scene {
     let local = region(&own, "local", on, BLOCKS, 1);
     let mut other = start(name);
     let peer = own.connect(other.hear()).unwrap();
-    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     Scene { own, local, other, peer }
 }
 
@@ -148,13 +148,13 @@ fn a_peer_killed_in_mid_transfer_is_lost_and_what_succeeded_is_right() {
         let killed = Instant::now();
         let settled: Vec<_> = transfers.iter().map(|transfer| transfer.settled()).collect();
         for transfer in transfers {
-            if let Err(error) = transfer.wait(CUT_OFF) {
+            if let Err(error) = transfer.wait_blocking(CUT_OFF) {
                 assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
                 assert!(!error.to_string().contains("shut down"), "it was killed: {error}");
             }
         }
         for settled in settled {
-            settled.wait(CUT_OFF).unwrap();
+            settled.wait_blocking(CUT_OFF).unwrap();
         }
         assert!(killed.elapsed() < CUT_OFF);
         assert_eq!(run(&peer, &reading).unwrap_err().kind(), ErrorKind::PeerLost);
@@ -171,7 +171,8 @@ fn a_stopped_peer_is_still_read_and_its_writes_wait() {
     for on in BOTH {
         let own = Agent::builder("patient")
             .peer_timeout(Duration::from_secs(30))
-            .build(&registry())
+            .registry(registry())
+            .build()
             .unwrap();
         let local = region(&own, "local", on, BLOCKS, 1);
         let mut other = start("stopped");
@@ -187,9 +188,9 @@ fn a_stopped_peer_is_still_read_and_its_writes_wait() {
         assert_eq!(filled_with(&local, 0), pattern(2, 7));
         let late = peer.transfer(&writing).deadline(Duration::from_millis(100)).post().unwrap();
         let settled = late.settled();
-        assert_eq!(late.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
+        assert_eq!(late.wait_blocking(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
         other.go_on();
-        settled.wait(CUT_OFF).unwrap();
+        settled.wait_blocking(CUT_OFF).unwrap();
         run(&peer, &writing).unwrap();
         other.ask("quit");
         shut_down(&[&own]);
@@ -205,13 +206,13 @@ fn a_silent_peer_is_lost_but_its_writes_settle_only_when_it_lets_go() {
     other.stop();
     let transfer = peer.transfer(&writing).deadline(CUT_OFF).post().unwrap();
     let settled = transfer.settled();
-    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::PeerLost);
+    assert_eq!(transfer.wait_blocking(CUT_OFF).unwrap_err().kind(), ErrorKind::PeerLost);
     // The peer is stopped, not dead: it could still read what the write was to carry.
-    let revoked = local.revoke(Duration::from_millis(100)).wait(CUT_OFF);
+    let revoked = local.revoke(Duration::from_millis(100)).wait_blocking(CUT_OFF);
     assert_eq!(revoked.unwrap_err().kind(), ErrorKind::StillShared);
     other.go_on();
-    settled.wait(CUT_OFF).unwrap();
-    local.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+    settled.wait_blocking(CUT_OFF).unwrap();
+    local.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     shut_down(&[&own]);
 }
 
@@ -246,14 +247,15 @@ fn a_stopped_reader_holds_a_region_until_it_lets_go_or_dies() {
             assert_eq!(other.hear(), b"connected");
             assert_eq!(other.ask("read lent 1"), "ok");
             other.stop();
-            let refused = lent.revoke(Duration::from_millis(100)).wait(CUT_OFF).unwrap_err();
+            let refused =
+                lent.revoke(Duration::from_millis(100)).wait_blocking(CUT_OFF).unwrap_err();
             assert_eq!(refused.kind(), ErrorKind::StillShared);
             if dies {
                 other.kill()
             } else {
                 other.go_on()
             }
-            lent.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+            lent.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
             if !dies {
                 let answer = other.ask("read lent 1");
                 assert!(answer.starts_with("Revoked"), "{answer}");
@@ -319,7 +321,7 @@ fn a_process_of_another_user_is_turned_away() {
     let mut other = start("stranger nobody");
     let metadata = other.hear();
     let peer = own.connect(&metadata).unwrap();
-    let refused = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
+    let refused = peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Denied, "{refused}");
     other.say(b"connect");
     other.say(&own.metadata().unwrap());
@@ -339,7 +341,7 @@ fn be_crowded(line: &mut child::Line) {
     let own = agent("crowded");
     let regions: Vec<Region> =
         (0..40).map(|number| region(&own, &format!("pool {number}"), On::Pool, 1, 2)).collect();
-    let metadata = kvx_core::Metadata::decode(&own.metadata().unwrap()).unwrap();
+    let metadata = kvx_core::backend::Metadata::decode(&own.metadata().unwrap()).unwrap();
     let readers: Vec<_> = (0..6).map(|_| raw::Reader::greeted(&metadata)).collect();
     for reader in &readers {
         for (import, region) in (0..).zip(&metadata.regions) {
@@ -389,7 +391,8 @@ mod raw {
 
     use kvx_backend::control::proof::Keys;
     use kvx_backend::control::{ControlMessage, Greeting, VERSIONS};
-    use kvx_core::{Identity, Incarnation, Metadata};
+    use kvx_core::backend::Metadata;
+    use kvx_core::{Identity, Incarnation};
     use rustix::net::{
         AddressFamily, RecvAncillaryBuffer, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags,
         SocketType,

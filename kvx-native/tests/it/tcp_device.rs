@@ -33,7 +33,7 @@ fn peers_that_do_not_read_keep_no_bounce_buffers_from_others() {
     let grid = Grid::packed(LEN as u64, 1);
     let remote = peer.region("kv").unwrap().grid(grid).unwrap();
     let plan = Plan::read(ours.grid(grid).unwrap().blocks([0]), remote.blocks([0])).unwrap();
-    peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait(CUT_OFF).unwrap();
+    peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait_blocking(CUT_OFF).unwrap();
     assert!(Pair::all(&ours) == bytes);
 
     // Who reads after all gets what it asked for.

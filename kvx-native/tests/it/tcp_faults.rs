@@ -35,7 +35,7 @@ fn everything(pair: &Pair, read: bool) -> Plan {
 
 /// Shorter than a peer may be silent.
 fn impatient(name: &str, timeout: Duration) -> Agent {
-    Agent::builder(name).peer_timeout(timeout).build(&registry()).unwrap()
+    Agent::builder(name).peer_timeout(timeout).registry(registry()).build().unwrap()
 }
 
 /// Gives up a transfer in the middle of its payload: it settles at once.
@@ -44,8 +44,8 @@ fn cancel_in_the_middle(relay: &Relay, pair: &Pair, read: bool) {
     let settled = transfer.settled();
     relay.wait_until_stuck();
     transfer.cancel();
-    settled.wait(CUT_OFF).unwrap();
-    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::Cancelled);
+    settled.wait_blocking(CUT_OFF).unwrap();
+    assert_eq!(transfer.wait_blocking(CUT_OFF).unwrap_err().kind(), ErrorKind::Cancelled);
 }
 
 /// Whatever was on its way has passed when later work on the same lanes has.
@@ -53,7 +53,7 @@ fn let_late_bytes_pass(relay: &Relay, pair: &Pair) {
     relay.go_on();
     let grid = Grid::packed(1 << 20, 32);
     for _ in 0..20 {
-        pair.peer.post(&pair.read(grid, vec![0], vec![0])).unwrap().wait(CUT_OFF).unwrap();
+        pair.peer.post(&pair.read(grid, vec![0], vec![0])).unwrap().wait_blocking(CUT_OFF).unwrap();
     }
 }
 
@@ -98,13 +98,17 @@ fn a_transfer_whose_peer_is_silent_is_lost_after_the_peer_timeout() {
         relay.stall_requests(1_000_000);
         let transfer = pair.peer.post(&everything(&pair, read)).unwrap();
         let settled = transfer.settled();
-        let error = transfer.wait(CUT_OFF).unwrap_err();
+        let error = transfer.wait_blocking(CUT_OFF).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
-        settled.wait(CUT_OFF).unwrap();
+        settled.wait_blocking(CUT_OFF).unwrap();
         // The owner's side lives on.
         let late = agent("late");
         relay.go_on();
-        late.connect(pair.owner.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF).unwrap();
+        late.connect(pair.owner.metadata().unwrap())
+            .unwrap()
+            .ready(CUT_OFF)
+            .wait_blocking(CUT_OFF)
+            .unwrap();
     }
 }
 
@@ -113,28 +117,29 @@ fn a_transfer_to_a_lost_peer_whose_address_is_silent_says_that_it_is_lost() {
     let relay = Relay::new();
     let pair = relayed(&relay);
     relay.cut();
-    pair.peer.loss(CUT_OFF).wait(CUT_OFF).unwrap();
+    pair.peer.loss(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     // Who answers there now is asked, and nobody says.
     relay.stall_answers(0);
     let posted =
         pair.peer.transfer(&everything(&pair, true)).deadline(Duration::from_millis(300)).post();
-    let error = posted.and_then(|transfer| transfer.wait(CUT_OFF)).unwrap_err();
+    let error = posted.and_then(|transfer| transfer.wait_blocking(CUT_OFF)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
 }
 
 #[test]
 fn a_peer_that_is_busy_but_alive_is_not_lost() {
     // The owner's agent takes no notifications, for several times the peer timeout.
-    let owner = Agent::builder("owner").notifications(1, 64 << 10).build(&registry()).unwrap();
+    let owner =
+        Agent::builder("owner").notifications(1, 64 << 10).registry(registry()).build().unwrap();
     let pair = Pair::of(owner, impatient("reader", Duration::from_millis(1500)), 4096);
     let waiting: Vec<_> = (0..5u8).map(|number| pair.peer.notify([number], CUT_OFF * 3)).collect();
     let quiet = pair.owner.wait_for_senders(b"never sent", 1, Duration::from_secs(5));
-    assert_eq!(quiet.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
+    assert_eq!(quiet.wait_blocking(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
     for _ in 0..5 {
         pair.owner.notification(CUT_OFF).join().unwrap();
     }
     for acknowledged in waiting {
-        acknowledged.wait(CUT_OFF).unwrap();
+        acknowledged.wait_blocking(CUT_OFF).unwrap();
     }
     pair.still_works();
 }
@@ -155,12 +160,16 @@ fn a_cut_connection_fails_what_is_in_flight_at_once() {
         relay.cut();
         for transfer in transfers {
             let settled = transfer.settled();
-            let error = transfer.wait(CUT_OFF).unwrap_err();
+            let error = transfer.wait_blocking(CUT_OFF).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
-            settled.wait(CUT_OFF).unwrap();
+            settled.wait_blocking(CUT_OFF).unwrap();
         }
         let late = agent("late");
-        late.connect(pair.owner.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF).unwrap();
+        late.connect(pair.owner.metadata().unwrap())
+            .unwrap()
+            .ready(CUT_OFF)
+            .wait_blocking(CUT_OFF)
+            .unwrap();
     }
 }
 
@@ -177,10 +186,10 @@ fn a_revoked_region_is_let_go_at_once_though_its_readers_and_writers_stall() {
         }
         let transfer = pair.peer.post(&everything(&pair, read)).unwrap();
         relay.wait_until_stuck();
-        let memory = pair.theirs.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+        let memory = pair.theirs.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
         memory.copy_in(0, &vec![0x5a; BIG]).unwrap();
         relay.go_on();
-        let error = transfer.wait(CUT_OFF).unwrap_err();
+        let error = transfer.wait_blocking(CUT_OFF).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Revoked, "{error}");
         let mut theirs = vec![0; BIG];
         memory.copy_out(0, &mut theirs).unwrap();
@@ -200,7 +209,7 @@ fn a_revoked_region_is_let_go_at_once_though_its_readers_and_writers_stall() {
         let remote = pair.peer.region("other").unwrap().grid(grid).unwrap();
         let plan =
             Plan::read(pair.ours.grid(grid).unwrap().blocks([0]), remote.blocks([0])).unwrap();
-        pair.peer.post(&plan).unwrap().wait(CUT_OFF).unwrap();
+        pair.peer.post(&plan).unwrap().wait_blocking(CUT_OFF).unwrap();
         assert_eq!(Pair::all(&pair.ours)[..4096], Pair::all(&other));
     }
 }
@@ -210,14 +219,15 @@ fn an_owner_that_is_shut_down_is_a_lost_peer() {
     let pair = Pair::new(BIG);
     let transfers: Vec<_> =
         (0..4).map(|_| pair.peer.post(&everything(&pair, true)).unwrap()).collect();
-    pair.owner.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    pair.owner.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     for transfer in transfers {
-        if let Err(error) = transfer.wait(CUT_OFF) {
+        if let Err(error) = transfer.wait_blocking(CUT_OFF) {
             assert!(matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Revoked), "{error}");
         }
     }
     let plan = everything(&pair, true);
-    let error = pair.peer.post(&plan).and_then(|transfer| transfer.wait(CUT_OFF)).unwrap_err();
+    let error =
+        pair.peer.post(&plan).and_then(|transfer| transfer.wait_blocking(CUT_OFF)).unwrap_err();
     assert!(matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Revoked), "{error}");
 }
 
@@ -227,11 +237,12 @@ fn nobody_who_answers_the_handshake_is_a_lost_peer_within_the_peer_timeout() {
     let options = format!(r#"{{"tcp": {{"advertise": "{}"}}}}"#, silent.local_addr().unwrap());
     let owner = Agent::builder("owner")
         .options(Options::parse(&options).unwrap())
-        .build(&registry())
+        .registry(registry())
+        .build()
         .unwrap();
     let reader = impatient("reader", Duration::from_millis(300));
     let peer = reader.connect(owner.metadata().unwrap()).unwrap();
-    let error = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
+    let error = peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap_err();
     assert!(error.to_string().contains("no answer from"), "{error}");
 }
 
@@ -274,8 +285,8 @@ fn random_work_with_random_cancels_moves_what_it_says() {
                         (0..draw(2000)).for_each(|_| std::hint::spin_loop());
                         transfer.cancel();
                     }
-                    let result = transfer.wait(CUT_OFF);
-                    settled.wait(CUT_OFF).unwrap();
+                    let result = transfer.wait_blocking(CUT_OFF);
+                    settled.wait_blocking(CUT_OFF).unwrap();
                     if let Err(error) = &result {
                         assert!(cancelled && error.kind() == ErrorKind::Cancelled, "{error}");
                         // What was on its way to the owner is over when the next transfer has begun there.
@@ -283,7 +294,7 @@ fn random_work_with_random_cancels_moves_what_it_says() {
                         pair.peer
                             .post(&pair.read(grid, vec![0], vec![0]))
                             .unwrap()
-                            .wait(CUT_OFF)
+                            .wait_blocking(CUT_OFF)
                             .unwrap();
                         continue;
                     }
@@ -315,7 +326,7 @@ fn a_peer_that_was_full_is_tried_again_on_the_same_handle() {
     until_ready(&taken);
     let late = agent_with("late", room_for_one, None);
     let peer = late.connect(owner.metadata().unwrap()).unwrap();
-    let full = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
+    let full = peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap_err();
     assert_eq!(full.kind(), ErrorKind::Exhausted, "{full}");
     assert!(full.to_string().contains("try later"), "{full}");
     drop(taken);
@@ -326,7 +337,7 @@ fn a_peer_that_was_full_is_tried_again_on_the_same_handle() {
 /// Asks until a link is up: an owner notices the end of a connection a moment later.
 fn until_ready(peer: &kvx_core::Peer) {
     let until = std::time::Instant::now() + CUT_OFF;
-    while let Err(error) = peer.ready(CUT_OFF).wait(CUT_OFF) {
+    while let Err(error) = peer.ready(CUT_OFF).wait_blocking(CUT_OFF) {
         assert_eq!(error.kind(), ErrorKind::Exhausted, "{error}");
         assert!(std::time::Instant::now() < until, "{error}");
         std::thread::yield_now();

@@ -7,8 +7,9 @@ use std::sync::mpsc::channel;
 use crate::tcp_pair;
 use crate::tcp_pair::raw::*;
 use crate::tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
-use kvx_core::wire::Writer;
-use kvx_core::{Agent, ErrorKind, Grid, Invitation, RegionKey};
+use kvx_core::backend::wire::Writer;
+use kvx_core::backend::{Invitation, RegionKey};
+use kvx_core::{Agent, ErrorKind, Grid};
 use kvx_testkit::test;
 
 /// As END carries them.
@@ -22,7 +23,7 @@ fn bare(name: &str) -> Agent {
     agent_with(name, BARE, None)
 }
 
-fn bare_builder(name: &str) -> kvx_core::Builder {
+fn bare_builder(name: &str) -> kvx_core::AgentBuilder {
     Agent::builder(name).options(kvx_core::Options::parse(BARE).unwrap())
 }
 
@@ -104,7 +105,7 @@ fn half_open_connections_are_bounded_and_keep_nobody_out() {
     Pair::of(agent("another owner"), agent("another reader"), 4096).still_works();
     let late = agent("late");
     let peer = late.connect(pair.owner.metadata().unwrap()).unwrap();
-    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }
 
 #[test]
@@ -141,7 +142,7 @@ fn connections_beyond_the_limit_are_refused_with_the_setting() {
     let pair = Pair::of(owner, agent("reader"), 4096);
     let late = agent("late");
     let peer = late.connect(pair.owner.metadata().unwrap()).unwrap();
-    let error = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
+    let error = peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap_err();
     assert!(error.to_string().contains("tcp.max_connections"), "{error}");
     pair.still_works();
 }
@@ -207,7 +208,7 @@ fn a_recorded_session_cannot_be_played_again() {
         let pair = Pair::of(owner, agent_with("reader", BARE, secret), 4096);
         pair.ours.copy_in(0, &[0xaa; 4096]).unwrap();
         let plan = pair.write(Grid::packed(4096, 1), vec![0], vec![0]);
-        pair.peer.post(&plan).unwrap().wait(CUT_OFF).unwrap();
+        pair.peer.post(&plan).unwrap().wait_blocking(CUT_OFF).unwrap();
         assert!(Pair::all(&pair.theirs).iter().all(|byte| *byte == 0xaa));
         pair.theirs.copy_in(0, &[0; 4096]).unwrap();
         for recorded in relay.recorded() {
@@ -419,10 +420,13 @@ fn a_flood_of_connections_that_prove_nothing_keeps_nobody_waiting() {
         while begun.elapsed() < std::time::Duration::from_secs(3) {
             let at = std::time::Instant::now();
             let late = agent("late");
-            let ready =
-                late.connect(pair.owner.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF);
+            let ready = late
+                .connect(pair.owner.metadata().unwrap())
+                .unwrap()
+                .ready(CUT_OFF)
+                .wait_blocking(CUT_OFF);
             longest = longest.max(at.elapsed());
-            late.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+            late.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
             if ready.is_err() {
                 flooding.store(false, std::sync::atomic::Ordering::Relaxed);
             }
@@ -487,8 +491,11 @@ fn a_lane_that_comes_twice_costs_the_second_connection() {
 
 #[test]
 fn too_many_notifications_at_once_cost_a_connection() {
-    let owner =
-        bare_builder("owner").notifications(1, 64 << 10).build(&tcp_pair::registry()).unwrap();
+    let owner = bare_builder("owner")
+        .notifications(1, 64 << 10)
+        .registry(tcp_pair::registry())
+        .build()
+        .unwrap();
     let pair = Pair::of(owner, agent("reader"), 4096);
     let mut raw = Raw::lane(&pair.owner);
     for id in 0..1000 {
@@ -501,8 +508,11 @@ fn too_many_notifications_at_once_cost_a_connection() {
 #[test]
 fn notifications_that_wait_for_room_count_into_the_memory_of_their_peer() {
     const LANES: usize = 80;
-    let owner =
-        bare_builder("owner").notifications(1, 64 << 10).build(&tcp_pair::registry()).unwrap();
+    let owner = bare_builder("owner")
+        .notifications(1, 64 << 10)
+        .registry(tcp_pair::registry())
+        .build()
+        .unwrap();
     let pair = Pair::of(owner, agent("reader"), 4096);
     // Each lane parks as much as its window allows: 1 MiB.
     let notice = vec![7; 64 << 10];
@@ -559,7 +569,10 @@ fn with_owner<T>(owner: impl FnOnce(Vec<Raw>) + Send, reader: impl FnOnce(&Pair)
 }
 
 fn read_one(pair: &Pair) -> kvx_core::Result<kvx_core::Report> {
-    pair.peer.post(&pair.read(Grid::packed(1024, 4), vec![0], vec![2])).unwrap().wait(CUT_OFF)
+    pair.peer
+        .post(&pair.read(Grid::packed(1024, 4), vec![0], vec![2]))
+        .unwrap()
+        .wait_blocking(CUT_OFF)
 }
 
 #[test]
@@ -590,7 +603,7 @@ fn an_owner_that_answers_wrongly_is_dropped_and_writes_nowhere_else() {
                 .connect(good.metadata().unwrap())
                 .unwrap()
                 .ready(CUT_OFF)
-                .wait(CUT_OFF)
+                .wait_blocking(CUT_OFF)
                 .unwrap();
         });
     }
@@ -610,7 +623,7 @@ fn a_refusal_reaches_the_initiator_with_its_kind_and_the_link_lives_on() {
         assert_eq!((error.kind(), error.sentence()), (ErrorKind::Revoked, "taken back"));
         assert_eq!((error.backend(), error.peer()), (Some("TCP"), Some("owner")));
         read_one(pair).unwrap();
-        pair.reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+        pair.reader.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     });
 }
 
@@ -652,10 +665,10 @@ fn nothing_begins_while_a_cancelled_write_may_be_on_its_way() {
         let settled = write.settled();
         wait_until_seen.recv_timeout(CUT_OFF).unwrap();
         write.cancel();
-        settled.wait(CUT_OFF).unwrap();
+        settled.wait_blocking(CUT_OFF).unwrap();
         let read = pair.peer.post(&pair.read(Grid::packed(1024, 4), vec![0], vec![2])).unwrap();
         posted.send(()).unwrap();
-        read.wait(CUT_OFF).unwrap();
-        pair.reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+        read.wait_blocking(CUT_OFF).unwrap();
+        pair.reader.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     });
 }

@@ -39,21 +39,24 @@ fn an_owners_page_holds_up_its_region_and_no_other() {
     let other = agent("other");
     let into = other.register("into", Memory::owned(vec![0; LEN])).unwrap();
     let to_owner = other.connect(pair.owner.metadata().unwrap()).unwrap();
-    to_owner.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    to_owner.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 
     let page = HungPage::of(pair.theirs.memory()).unwrap();
     let held_up = read(&pair.peer, "kv", &pair.ours, DEADLINE);
     for _ in 0..20 {
-        read(&to_owner, "well", &into, CUT_OFF).wait(CUT_OFF).unwrap();
+        read(&to_owner, "well", &into, CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     }
     assert_eq!(Pair::all(&into), bytes);
     assert!(matches!(
-        held_up.wait(CUT_OFF).unwrap_err().kind(),
+        held_up.wait_blocking(CUT_OFF).unwrap_err().kind(),
         ErrorKind::TimedOut | ErrorKind::PeerLost
     ));
     // Nobody is in this one, and whoever is in the other may go on to touch it.
-    well.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
-    assert_eq!(pair.theirs.revoke(STAYS).wait(CUT_OFF).unwrap_err().kind(), ErrorKind::StillShared);
+    well.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+    assert_eq!(
+        pair.theirs.revoke(STAYS).wait_blocking(CUT_OFF).unwrap_err().kind(),
+        ErrorKind::StillShared
+    );
     assert_eq!(kvx_core::quarantined_bytes(), LEN as u64);
     drop(page);
     let until = Instant::now() + CUT_OFF;
@@ -64,7 +67,7 @@ fn an_owners_page_holds_up_its_region_and_no_other() {
     // The reader connects again and goes on.
     let again = pair.owner.register("again", Memory::owned(pair.bytes.clone())).unwrap();
     let peer = pair.reader.connect(pair.owner.metadata().unwrap()).unwrap();
-    read(&peer, "again", &pair.ours, CUT_OFF).wait(CUT_OFF).unwrap();
+    read(&peer, "again", &pair.ours, CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     assert_eq!(Pair::all(&pair.ours), pair.bytes);
     drop(again);
 }
@@ -74,7 +77,7 @@ fn connected(name: &str, owner: &Agent) -> (Agent, Region, Peer) {
     let agent = agent_with(name, r#"{"tcp": {"connections": 1}}"#, None);
     let into = agent.register("into", Memory::owned(vec![2; LEN])).unwrap();
     let peer = agent.connect(owner.metadata().unwrap()).unwrap();
-    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     (agent, into, peer)
 }
 
@@ -99,9 +102,9 @@ fn a_lane_that_hangs_keeps_no_bounce_buffers_from_others() {
         held_up.push(greedy.transfer(&plan).deadline(DEADLINE).post().unwrap());
     }
     for transfer in held_up {
-        transfer.wait(CUT_OFF).ok(); // some may have been served before
+        transfer.wait_blocking(CUT_OFF).ok(); // some may have been served before
     }
-    read(&other, "device", &others, CUT_OFF / 4).wait(CUT_OFF).unwrap();
+    read(&other, "device", &others, CUT_OFF / 4).wait_blocking(CUT_OFF).unwrap();
     drop(page);
 }
 
@@ -118,7 +121,7 @@ fn nobody_writes_where_a_write_that_hangs_may_still_land() {
     let write = |peer: &Peer, from: &Region, blocks: &[u32], deadline| {
         let to = peer.region("kv").unwrap().grid(grid).unwrap().blocks(blocks.to_vec());
         let plan = Plan::write(from.grid(grid).unwrap().blocks(blocks.to_vec()), to).unwrap();
-        peer.transfer(&plan).deadline(deadline).post().unwrap().wait(CUT_OFF)
+        peer.transfer(&plan).deadline(deadline).post().unwrap().wait_blocking(CUT_OFF)
     };
     let (writer, from, peer) = connected("writer", &owner);
     let page = HungPage::of(theirs.memory()).unwrap();

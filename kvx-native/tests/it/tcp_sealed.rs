@@ -48,16 +48,17 @@ impl Owner {
         let (to, from) =
             (reader.register("to", to).unwrap(), reader.register("from", from).unwrap());
         let peer = reader.connect(self.agent.metadata().unwrap()).unwrap();
-        peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+        peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
         ready();
         let grid = Grid::packed(LEN as u64, 1);
         let whole = |region: &Region| region.grid(grid).unwrap().blocks([0]);
         let theirs = |name| peer.region(name).unwrap().grid(grid).unwrap().blocks([0]);
-        let done =
-            |plan: Plan| peer.post(&plan).and_then(|transfer| transfer.wait(CUT_OFF)).is_ok();
+        let done = |plan: Plan| {
+            peer.post(&plan).and_then(|transfer| transfer.wait_blocking(CUT_OFF)).is_ok()
+        };
         let read = done(Plan::read(whole(&to), theirs("source")).unwrap());
         let wrote = done(Plan::write(whole(&from), theirs("target")).unwrap());
-        let notified = peer.notify(WORD, CUT_OFF).wait(CUT_OFF).is_ok();
+        let notified = peer.notify(WORD, CUT_OFF).wait_blocking(CUT_OFF).is_ok();
         assert!(!read || !payload || Pair::all(&to) == self.bytes, "a read is well and wrong");
         assert!(
             !wrote || !payload || Pair::all(&self.target) == written,
@@ -152,7 +153,7 @@ fn much_in_many_pieces_goes_both_ways_however_it_is_sealed() {
             pair.peer
                 .post(&pair.read(grid, from.clone(), to.clone()))
                 .unwrap()
-                .wait(CUT_OFF)
+                .wait_blocking(CUT_OFF)
                 .unwrap();
             let got = Pair::all(&pair.ours);
             let part = |bytes: &[u8], index: u32| bytes[index as usize * block..][..block].to_vec();
@@ -160,7 +161,7 @@ fn much_in_many_pieces_goes_both_ways_however_it_is_sealed() {
                 from.iter().zip(&to).all(|(from, to)| part(&got, *to) == part(&pair.bytes, *from))
             );
             pair.theirs.copy_in(0, &vec![0; ALL]).unwrap();
-            pair.peer.post(&pair.write(grid, to, from)).unwrap().wait(CUT_OFF).unwrap();
+            pair.peer.post(&pair.write(grid, to, from)).unwrap().wait_blocking(CUT_OFF).unwrap();
             let back = Pair::all(&pair.theirs);
             let whole = count as usize * block;
             assert!(back[..whole] == pair.bytes[..whole], "{seal}, blocks of {block} bytes");

@@ -29,8 +29,12 @@ pub(crate) fn play_if_asked() {
 fn play(role: &str, mut line: Line) {
     let options = if role == "connects" { BARE } else { "{}" }; // to an owner that is played by hand
     let options = Options::parse(options).unwrap();
-    let own =
-        Agent::builder(role).options(options).peer_timeout(PATIENCE).build(&registry()).unwrap();
+    let own = Agent::builder(role)
+        .options(options)
+        .peer_timeout(PATIENCE)
+        .registry(registry())
+        .build()
+        .unwrap();
     if role == "owns" {
         let _pool = own.register("kv", Memory::owned(vec![0; 4096])).unwrap();
         line.say(&own.metadata().unwrap());
@@ -38,7 +42,7 @@ fn play(role: &str, mut line: Line) {
         return;
     }
     let peer = own.connect(line.hear().unwrap()).unwrap();
-    let ready = peer.ready(HELD).wait(HELD);
+    let ready = peer.ready(HELD).wait_blocking(HELD);
     if role == "waits" {
         ready.unwrap();
         waits(&peer, &mut line);
@@ -51,9 +55,9 @@ fn play(role: &str, mut line: Line) {
 /// Waits for the parent to take notifications: all but one of them are acknowledged when it does.
 fn waits(peer: &Peer, line: &mut Line) {
     let mut sent: Vec<_> = (0..5u8).map(|number| peer.notify([number], HELD)).collect();
-    sent.remove(0).wait(HELD).unwrap();
+    sent.remove(0).wait_blocking(HELD).unwrap();
     line.say(b"waiting");
-    let all = sent.into_iter().try_for_each(|acknowledged| acknowledged.wait(HELD));
+    let all = sent.into_iter().try_for_each(|acknowledged| acknowledged.wait_blocking(HELD));
     line.say(told(all).as_bytes());
 }
 
@@ -64,14 +68,15 @@ fn told(result: Result<()>) -> String {
 /// Time passes, of which nothing happens for `owner`.
 fn pass(owner: &Agent, time: Duration) {
     assert_eq!(
-        owner.wait_for_senders(b"never sent", 1, time).wait(CUT_OFF).unwrap_err().kind(),
+        owner.wait_for_senders(b"never sent", 1, time).wait_blocking(CUT_OFF).unwrap_err().kind(),
         ErrorKind::TimedOut
     );
 }
 
 #[test]
 fn a_peer_is_not_lost_by_who_was_stopped_himself() {
-    let owner = Agent::builder("owner").notifications(1, 64 << 10).build(&registry()).unwrap();
+    let owner =
+        Agent::builder("owner").notifications(1, 64 << 10).registry(registry()).build().unwrap();
     let mut other = Other::start(ROLE, "waits");
     other.say(&owner.metadata().unwrap());
     assert_eq!(other.hear(), b"waiting");
@@ -89,14 +94,16 @@ fn a_peer_is_not_lost_by_who_was_stopped_himself() {
 #[test]
 fn a_stopped_peer_is_lost_also_by_who_gives_one_write_after_the_other_up() {
     let timeout = Duration::from_millis(800);
-    let reader = Agent::builder("reader").peer_timeout(timeout).build(&registry()).unwrap();
+    let reader =
+        Agent::builder("reader").peer_timeout(timeout).registry(registry()).build().unwrap();
     let ours = reader.register("ours", Memory::owned(vec![1; 4096])).unwrap();
     let mut other = Other::start(ROLE, "owns");
     let peer = reader.connect(other.hear()).unwrap();
     let grid = Grid::packed(64, 4);
     let theirs = peer.region("kv").unwrap().grid(grid).unwrap();
     let plan = Plan::write(ours.grid(grid).unwrap().blocks([0]), theirs.blocks([1])).unwrap();
-    let write = |deadline: Duration| peer.transfer(&plan).deadline(deadline).post()?.wait(CUT_OFF);
+    let write =
+        |deadline: Duration| peer.transfer(&plan).deadline(deadline).post()?.wait_blocking(CUT_OFF);
     write(CUT_OFF).unwrap();
     other.stop();
     // Each deadline is shorter than the peer may be silent, and nothing is in flight between two writes.

@@ -10,8 +10,12 @@ fn scattered_blocks_arrive_where_the_plan_says() {
     let pair = Pair::new(8 << 20);
     let grid = Grid::packed(4096, 2048);
     let (from, to) = (shuffled(2048, 1), shuffled(2048, 2));
-    let report =
-        pair.peer.post(&pair.read(grid, from.clone(), to.clone())).unwrap().wait(CUT_OFF).unwrap();
+    let report = pair
+        .peer
+        .post(&pair.read(grid, from.clone(), to.clone()))
+        .unwrap()
+        .wait_blocking(CUT_OFF)
+        .unwrap();
     assert_eq!((report.bytes, report.blocks), (8 << 20, 2048));
     let got = Pair::all(&pair.ours);
     for (from, to) in from.iter().zip(&to) {
@@ -26,7 +30,7 @@ fn written_blocks_arrive_and_others_stay() {
     pair.ours.copy_in(0, &vec![9; 4 << 20]).unwrap();
     let grid = Grid { base: 512, stride: 2048, length: 1024, count: 2000 };
     let (from, to) = (shuffled(1000, 3), (1000..2000).collect::<Vec<u32>>());
-    pair.peer.post(&pair.write(grid, from, to)).unwrap().wait(CUT_OFF).unwrap();
+    pair.peer.post(&pair.write(grid, from, to)).unwrap().wait_blocking(CUT_OFF).unwrap();
     let got = Pair::all(&pair.theirs);
     for (at, (got, was)) in got.iter().zip(&pair.bytes).enumerate() {
         let (block, offset) = (at.wrapping_sub(512) / 2048, at.wrapping_sub(512) % 2048);
@@ -43,7 +47,7 @@ fn large_transfers_of_few_and_of_many_blocks() {
         pair.ours.copy_in(0, &vec![0; 64 << 20]).unwrap();
         let list = shuffled(count, length);
         let plan = pair.read(Grid::packed(length, count), list.clone(), list);
-        pair.peer.post(&plan).unwrap().wait(CUT_OFF).unwrap();
+        pair.peer.post(&plan).unwrap().wait_blocking(CUT_OFF).unwrap();
         assert!(Pair::all(&pair.ours) == pair.bytes, "blocks of {length}");
     }
     pair.ours.copy_in(0, &vec![5; 64 << 20]).unwrap();
@@ -51,7 +55,7 @@ fn large_transfers_of_few_and_of_many_blocks() {
     pair.peer
         .post(&pair.write(Grid::packed(64 << 10, 1024), list.clone(), list))
         .unwrap()
-        .wait(CUT_OFF)
+        .wait_blocking(CUT_OFF)
         .unwrap();
     assert!(Pair::all(&pair.theirs).iter().all(|byte| *byte == 5));
 }
@@ -73,9 +77,9 @@ fn many_transfers_at_once_from_many_threads() {
                     .collect();
                 let together = pair.peer.post(&pair.read(grid, blocks.clone(), blocks)).unwrap();
                 for transfer in single {
-                    transfer.wait(CUT_OFF).unwrap();
+                    transfer.wait_blocking(CUT_OFF).unwrap();
                 }
-                together.wait(CUT_OFF).unwrap();
+                together.wait_blocking(CUT_OFF).unwrap();
             });
         }
     });
@@ -94,10 +98,10 @@ fn small_transfers_beside_large_ones_leave_every_byte_where_it_belongs() {
             pair.peer
                 .post(&pair.read(small, vec![block], vec![block]))
                 .unwrap()
-                .wait(CUT_OFF)
+                .wait_blocking(CUT_OFF)
                 .unwrap();
         }
-        running.wait(CUT_OFF).unwrap();
+        running.wait_blocking(CUT_OFF).unwrap();
     };
     together(pair.read(large, list.clone(), list.clone()));
     assert!(Pair::all(&pair.ours) == pair.bytes);
@@ -116,7 +120,7 @@ fn the_two_sides_may_be_cut_differently() {
     let remote = pair.peer.region("kv").unwrap().grid(theirs).unwrap();
     let plan =
         Plan::read(pair.ours.grid(ours).unwrap().blocks(0..900), remote.blocks(50..950)).unwrap();
-    pair.peer.post(&plan).unwrap().wait(CUT_OFF).unwrap();
+    pair.peer.post(&plan).unwrap().wait_blocking(CUT_OFF).unwrap();
     let got = Pair::all(&pair.ours);
     for block in 0..900 {
         let (to, from) = (3 + block * 1111, 100 + (50 + block) * 1000);
@@ -132,13 +136,13 @@ fn an_agent_may_be_linked_to_itself_and_to_another_of_its_process() {
     let one = agent.register("kv", Memory::owned(vec![3; 4096])).unwrap();
     let two = agent.register("other", Memory::owned(vec![0; 4096])).unwrap();
     let myself = agent.connect(agent.metadata().unwrap()).unwrap();
-    myself.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    myself.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     let remote = myself.region("kv").unwrap().grid(Grid::packed(4096, 1)).unwrap();
     let plan = Plan::read(two.grid(Grid::packed(4096, 1)).unwrap().blocks([0]), remote.blocks([0]))
         .unwrap();
-    myself.post(&plan).unwrap().wait(CUT_OFF).unwrap();
+    myself.post(&plan).unwrap().wait_blocking(CUT_OFF).unwrap();
     assert_eq!(Pair::all(&two), Pair::all(&one));
-    myself.notify(b"to myself", CUT_OFF).wait(CUT_OFF).unwrap();
+    myself.notify(b"to myself", CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     assert_eq!(&*agent.notification(CUT_OFF).join().unwrap().bytes, b"to myself");
 }
 
@@ -149,7 +153,7 @@ fn the_same_plan_is_posted_again_and_again() {
     let list = shuffled(4096, 9);
     let plan = pair.read(grid, list.clone(), list);
     for _ in 0..50 {
-        pair.peer.post(&plan).unwrap().wait(CUT_OFF).unwrap();
+        pair.peer.post(&plan).unwrap().wait_blocking(CUT_OFF).unwrap();
     }
     assert!(Pair::all(&pair.ours) == pair.bytes);
 }
@@ -158,7 +162,8 @@ fn the_same_plan_is_posted_again_and_again() {
 fn notifications_are_binary_up_to_64_kib_and_held_back_not_lost() {
     let owner = kvx_core::Agent::builder("owner")
         .notifications(4, 64 << 10)
-        .build(&tcp_pair::registry())
+        .registry(tcp_pair::registry())
+        .build()
         .unwrap();
     let pair = Pair::of(owner, agent("reader"), 4096);
     let sent: Vec<Vec<u8>> = (0..300u32)
@@ -182,7 +187,7 @@ fn notifications_are_binary_up_to_64_kib_and_held_back_not_lost() {
     got.sort_by_key(|bytes| u32::from_le_bytes(bytes[..4].try_into().unwrap()));
     assert!(got == sent);
     for acknowledged in waiting {
-        acknowledged.wait(CUT_OFF).unwrap();
+        acknowledged.wait_blocking(CUT_OFF).unwrap();
     }
     assert!(pair.owner.try_notification().is_none());
 }
@@ -212,10 +217,12 @@ fn an_address_that_does_not_answer_gives_way_to_the_next() {
 fn nobody_at_the_address_is_a_lost_peer() {
     let owner = agent("owner");
     let metadata = owner.metadata().unwrap();
-    owner.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    owner.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     let reader = agent("reader");
-    let error =
-        reader.connect(&metadata).and_then(|peer| peer.ready(CUT_OFF).wait(CUT_OFF)).unwrap_err();
+    let error = reader
+        .connect(&metadata)
+        .and_then(|peer| peer.ready(CUT_OFF).wait_blocking(CUT_OFF))
+        .unwrap_err();
     assert!(error.to_string().contains("nobody listens there"), "{error}");
 }
 
@@ -225,11 +232,13 @@ fn a_restarted_agent_on_the_same_port_says_so() {
     let options = format!(r#"{{"tcp": {{"ports": {port}}}}}"#);
     let first = agent_with("owner", &options, None);
     let metadata = first.metadata().unwrap();
-    first.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    first.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     let _second = agent_with("owner", &options, None);
     let reader = agent("reader");
-    let error =
-        reader.connect(&metadata).and_then(|peer| peer.ready(CUT_OFF).wait(CUT_OFF)).unwrap_err();
+    let error = reader
+        .connect(&metadata)
+        .and_then(|peer| peer.ready(CUT_OFF).wait_blocking(CUT_OFF))
+        .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::PeerRestarted, "{error}");
 }
 
@@ -241,7 +250,7 @@ fn secrets_must_match_on_both_ends() {
         let owner = agent_with("owner", "{}", theirs);
         let reader = agent_with("reader", "{}", ours);
         let peer = reader.connect(owner.metadata().unwrap()).unwrap();
-        let error = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
+        let error = peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
     }
 }
@@ -252,13 +261,13 @@ fn shutdown_ends_what_is_in_flight() {
     let list = shuffled(16 << 10, 4);
     let plan = pair.read(Grid::packed(4096, 16 << 10), list.clone(), list);
     let transfers: Vec<_> = (0..8).map(|_| pair.peer.post(&plan).unwrap()).collect();
-    pair.reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    pair.reader.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     for transfer in transfers {
         let settled = transfer.settled();
-        match transfer.wait(CUT_OFF) {
+        match transfer.wait_blocking(CUT_OFF) {
             Ok(_) => {}
             Err(error) => assert_eq!(error.kind(), ErrorKind::Closed, "{error}"),
         }
-        settled.wait(CUT_OFF).unwrap();
+        settled.wait_blocking(CUT_OFF).unwrap();
     }
 }

@@ -94,7 +94,7 @@ fn a_recorder_is_told_of_transfers_and_failures() {
     kvx_core::describe_metrics();
     let mut registry = Registry::new();
     registry.add(Tcp).unwrap();
-    let agent = |name| Agent::builder(name).build(&registry).unwrap();
+    let agent = |name| Agent::builder(name).registry(registry.clone()).build().unwrap();
     let (owner, reader) = (agent("owner"), agent("reader"));
     let region = owner.register("kv", Memory::owned(vec![7; 64 << 10])).unwrap();
     let local = reader.register("kv", Memory::owned(vec![0; 64 << 10])).unwrap();
@@ -107,10 +107,13 @@ fn a_recorder_is_told_of_transfers_and_failures() {
     .unwrap();
     let wait = Duration::from_secs(10);
     for _ in 0..2 {
-        peer.post(&plan).unwrap().wait(wait).unwrap();
+        peer.post(&plan).unwrap().wait_blocking(wait).unwrap();
     }
-    region.revoke(wait).wait(wait).unwrap();
-    assert_eq!(peer.post(&plan).unwrap().wait(wait).unwrap_err().kind(), ErrorKind::Revoked);
+    region.revoke(wait).wait_blocking(wait).unwrap();
+    assert_eq!(
+        peer.post(&plan).unwrap().wait_blocking(wait).unwrap_err().kind(),
+        ErrorKind::Revoked
+    );
 
     told.becomes("kvx_transfers_total backend=TCP op=read", 2.0);
     told.becomes("kvx_bytes_total backend=TCP op=read", 4.0 * 4096.0);

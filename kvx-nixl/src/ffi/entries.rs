@@ -46,7 +46,7 @@ pub(super) fn address_of(function: Function) -> *const c_void {
 /// `this` is an object that `create` made and nobody has destroyed.
 unsafe fn on(this: *const Object, body: impl FnOnce(&Engine) -> NixlResult<NixlStatus>) -> c_int {
     let whole = guarded(|| {
-        if let Err(error) = kvx_core::fork::check() {
+        if let Err(error) = kvx_core::backend::fork::check() {
             warn(error);
             return Err(NixlStatus::Backend);
         }

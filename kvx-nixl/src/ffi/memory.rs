@@ -3,7 +3,7 @@
 use std::ffi::c_int;
 
 use kvx::Memory;
-use kvx::gpu::DevicePtr;
+use kvx_gpu::DevicePtr;
 
 use super::Blob;
 use crate::devices::Devices;

@@ -104,7 +104,7 @@ const _: () = assert!(
 
 const NAME: &std::ffi::CStr = c"KVX";
 /// A kvx agent's name has at most so many bytes.
-const LONGEST_NAME: usize = kvx::MAX_NAME;
+const LONGEST_NAME: usize = kvx_core::backend::MAX_NAME;
 
 /// The table of all engines, for the life of the process, and the NIXL that it is for.
 struct EngineTable {
@@ -226,7 +226,7 @@ unsafe fn make(setup: *const InitParams) -> Option<*mut Object> {
 
 /// Ends an engine and gives its memory back.
 unsafe extern "C" fn destroy(object: *mut Object) {
-    if object.is_null() || kvx_core::fork::check().is_err() {
+    if object.is_null() || kvx_core::backend::fork::check().is_err() {
         return; // in a fork nothing of a transport is dropped
     }
     // SAFETY: NIXL destroys what `create` gave it once, when no call is under way.

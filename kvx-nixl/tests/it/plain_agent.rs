@@ -140,7 +140,7 @@ fn pieces(count: u64) -> Vec<(u64, u64, u64)> {
 }
 
 fn agent(setting: &Setting) -> kvx::Result<Agent> {
-    Agent::builder("kvx").backends([setting.route]).build(&kvx::registry())
+    kvx::agent("kvx").backends([setting.route]).build()
 }
 
 /// A region of kvx's own memory and one of adopted memory.
@@ -160,7 +160,7 @@ fn kvx_reads_and_writes_memory_of_nixl(setting: &Setting) -> Result<(), Failed> 
         let pieces = pieces(300);
         region.copy_in(0, &content(seed, 4 * MIB))?;
         let write = peer.plan(Op::Write, region, pieces.iter().copied().map(at_base))?;
-        peer.peer().post(&write)?.wait(LIMIT)?;
+        peer.peer().post(&write)?.wait_blocking(LIMIT)?;
         let theirs = nixl.bytes(json!(["peek", 0, 4 * MIB]))?;
         for &(local, remote, len) in &pieces {
             let mut ours = vec![0; len as usize];
@@ -178,7 +178,7 @@ fn kvx_reads_and_writes_memory_of_nixl(setting: &Setting) -> Result<(), Failed> 
             region,
             [(5, base + 77, 500_000), (600_000, base, 70), (0, base + 9, 1)],
         )?;
-        peer.peer().post(&read)?.wait(LIMIT)?;
+        peer.peer().post(&read)?.wait_blocking(LIMIT)?;
         for (local, remote, len) in [(5, 77, 500_000), (600_000, 0, 70), (0, 9, 1)] {
             let mut got = vec![0; len];
             region.copy_out(local, &mut got)?;
@@ -231,7 +231,7 @@ fn nixl_reads_and_writes_memory_of_kvx(setting: &Setting) -> Result<(), Failed> 
     // What was revoked is an error there, and both live on.
     let [own, foreign] = regions;
     let address = own.memory().address();
-    own.revoke(LIMIT).wait(LIMIT)?;
+    own.revoke(LIMIT).wait_blocking(LIMIT)?;
     assert!(nixl.moved("READ", address, &[(0, 0, 4096)], b"").is_err());
     nixl.moved("READ", foreign.memory().address(), &[(0, 0, 4096)], b"")
 }
@@ -263,7 +263,7 @@ fn notifications_of_all_lengths_go_both_ways(setting: &Setting) -> Result<(), Fa
     let mut assembly = Assembly::default();
     for (number, note) in all.iter().enumerate() {
         for part in notes(number as u64, note).ok_or("short enough")? {
-            peer.peer().notify(&part, LIMIT).wait(LIMIT)?;
+            peer.peer().notify(&part, LIMIT).wait_blocking(LIMIT)?;
         }
         let heard = nixl.call(json!(["hear", 1]))?;
         assert_eq!(heard[0][0], "kvx");
@@ -280,7 +280,7 @@ fn memory_of_gpus_goes_both_ways(setting: &Setting) -> Result<(), Failed> {
     let mut nixl = Nixl::new(setting, MIB)?;
     let device = kvx::cuda::devices().map_err(|why| why.to_string())?.remove(0);
     let agent = Agent::builder("kvx").backends([setting.route]).device(device.clone());
-    let agent = agent.build(&kvx::registry())?;
+    let agent = agent.registry(kvx::registry()).build()?;
     let ours = agent.register("ours", device.pool(MIB).build()?)?;
     let more = nixl.call(json!(["more", MIB, 0, 1]))?;
     let theirs = more[1].as_u64().ok_or("an address")?;
@@ -289,14 +289,16 @@ fn memory_of_gpus_goes_both_ways(setting: &Setting) -> Result<(), Failed> {
 
     let (there, here) = (content(3, 20_000), content(5, 20_000));
     nixl.call(json!(["poke", 100, hex(&there), 1]))?;
-    peer.peer().post(&peer.plan(Op::Read, &ours, [(7, theirs + 100, 20_000)])?)?.wait(LIMIT)?;
+    peer.peer()
+        .post(&peer.plan(Op::Read, &ours, [(7, theirs + 100, 20_000)])?)?
+        .wait_blocking(LIMIT)?;
     let mut got = vec![0; 20_000];
     ours.copy_out(7, &mut got)?;
     assert!(got == there, "what kvx has read");
     ours.copy_in(50_000, &here)?;
     peer.peer()
         .post(&peer.plan(Op::Write, &ours, [(50_000, theirs + 50_000, 20_000)])?)?
-        .wait(LIMIT)?;
+        .wait_blocking(LIMIT)?;
     assert!(nixl.bytes(json!(["peek", 50_000, 20_000, 1]))? == here, "what kvx has written");
 
     let address = ours.memory().address();
@@ -324,7 +326,7 @@ fn memory_that_is_registered_later_is_learnt(setting: &Setting) -> Result<(), Fa
     nixl.call(json!(["poke", 0, hex(b"later"), 1]))?;
     let ours = regions_one(&agent)?;
     let plan = peer.plan(Op::Read, &ours, [(7, later, 5)])?;
-    peer.peer().post(&plan)?.wait(LIMIT)?;
+    peer.peer().post(&plan)?.wait_blocking(LIMIT)?;
     let mut got = [0; 5];
     ours.copy_out(7, &mut got)?;
     assert_eq!(&got, b"later");
@@ -346,10 +348,11 @@ fn a_killed_and_restarted_nixl_is_told_apart(setting: &Setting) -> Result<(), Fa
     let base = nixl.call(json!(["at"]))?.as_u64().ok_or("an address")?;
     let ours = regions_one(&agent)?;
     let plan = peer.plan(Op::Read, &ours, [(0, base, 4096)])?;
-    peer.peer().post(&plan)?.wait(LIMIT)?;
+    peer.peer().post(&plan)?.wait_blocking(LIMIT)?;
     drop(nixl);
     let started = Instant::now();
-    let error = peer.peer().post(&plan).map(|transfer| transfer.wait(LIMIT)).and_then(|done| done);
+    let error =
+        peer.peer().post(&plan).map(|transfer| transfer.wait_blocking(LIMIT)).and_then(|done| done);
     let kind = error.map(|_| ()).unwrap_err().kind();
     assert!(matches!(kind, ErrorKind::PeerLost | ErrorKind::PeerRestarted), "{kind:?}");
     assert!(started.elapsed() < Duration::from_secs(5), "promptly");
@@ -359,7 +362,7 @@ fn a_killed_and_restarted_nixl_is_told_apart(setting: &Setting) -> Result<(), Fa
     assert_eq!(peer.update(&blob).unwrap_err().kind(), ErrorKind::PeerRestarted);
     let peer = NixlPeer::connect(&agent, &blob)?;
     let base = nixl.call(json!(["at"]))?.as_u64().ok_or("an address")?;
-    peer.peer().post(&peer.plan(Op::Read, &ours, [(0, base, 4096)])?)?.wait(LIMIT)?;
+    peer.peer().post(&peer.plan(Op::Read, &ours, [(0, base, 4096)])?)?.wait_blocking(LIMIT)?;
     Ok(())
 }
 

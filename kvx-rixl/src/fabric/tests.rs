@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use kvx_backend::fabric::{JobId, Registrar as _};
-use kvx_core::transport::Factory as _;
+use kvx_core::backend::Factory as _;
 use kvx_core::{Incarnation, Memory, Op, Options, RegionId};
 
 use super::*;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use kvx_backend::loader::{self, BoundLibrary, OpenOnce, Search};
 use kvx_backend::version::Version;
-use kvx_core::Unavailable;
+use kvx_core::backend::Unavailable;
 
 use super::bindings::Functions;
 

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use kvx_backend::{elf, loader};
-use kvx_core::Unavailable;
+use kvx_core::backend::Unavailable;
 
 use super::library::{CURE, Library};
 

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Agent, ErrorKind, Grid, Memory, Metadata, Options, Peer, Plan, Region, Transfer};
+use kvx_core::backend::Metadata;
+use kvx_core::{Agent, ErrorKind, Grid, Memory, Options, Peer, Plan, Region, Transfer};
 use kvx_testkit::Child;
 use libtest_mimic::{Failed, Trial};
 
@@ -24,7 +25,7 @@ const LIST: &[u8] = b"nixlSDList|t\x04\0\0\0\0\0\0\0";
 fn agent(name: &str) -> kvx_core::Result<Agent> {
     let options =
         Options::parse(r#"{"rixl": {"params": {"engine_config": "NET_DEVICES=lo,TLS=tcp"}}}"#)?;
-    Agent::builder(name).backends(["RIXL"]).options(options).build(&registry(""))
+    Agent::builder(name).backends(["RIXL"]).options(options).registry(registry("")).build()
 }
 
 fn read(ours: &Region, peer: &Peer) -> kvx_core::Result<Transfer> {
@@ -86,8 +87,8 @@ fn nobody_speaks_for_another_agent() -> Outcome {
     let ours = near.register("kv", Memory::owned(vec![0; LEN]))?;
     let _theirs = hostile.register("kv", Memory::owned(vec![9; LEN]))?;
     let victim = near.connect(&victims)?;
-    victim.ready(CUT_OFF).wait(CUT_OFF)?;
-    read(&ours, &victim)?.wait(CUT_OFF)?;
+    victim.ready(CUT_OFF).wait_blocking(CUT_OFF)?;
+    read(&ours, &victim)?.wait_blocking(CUT_OFF)?;
     let described = Metadata::decode(&victims)?.regions[0].exports[0].1.clone();
     let altered = with_description(&hostile.metadata()?, |own| {
         *own = described;
@@ -95,15 +96,15 @@ fn nobody_speaks_for_another_agent() -> Outcome {
         own[key] ^= 0x55;
     })?;
     let hostile = near.connect(&altered)?;
-    hostile.ready(CUT_OFF).wait(CUT_OFF)?;
+    hostile.ready(CUT_OFF).wait_blocking(CUT_OFF)?;
 
     victim_process.stop()?;
     ours.copy_in(0, &[0; LEN])?;
     let flying = read(&ours, &victim)?;
-    let refused = read(&ours, &hostile).and_then(|read| read.wait(CUT_OFF));
+    let refused = read(&ours, &hostile).and_then(|read| read.wait_blocking(CUT_OFF));
     assert_eq!(refused.map_err(|why| why.kind()).map(drop), Err(ErrorKind::Malformed));
     victim_process.go_on()?;
-    let report = flying.wait(CUT_OFF)?;
+    let report = flying.wait_blocking(CUT_OFF)?;
     assert_eq!(report.bytes, LEN as u64);
     let mut got = vec![0; LEN];
     ours.copy_out(0, &mut got)?;
@@ -127,8 +128,8 @@ fn memory_of_no_kind_is_refused() -> Outcome {
     for kind in [-1, 6, 77] {
         let metadata = with_description(&far.metadata()?, |own| with_kind(own, kind))?;
         let peer = near.connect(&metadata)?;
-        peer.ready(CUT_OFF).wait(CUT_OFF)?;
-        let refused = read(&ours, &peer).and_then(|read| read.wait(CUT_OFF));
+        peer.ready(CUT_OFF).wait_blocking(CUT_OFF)?;
+        let refused = read(&ours, &peer).and_then(|read| read.wait_blocking(CUT_OFF));
         assert_eq!(
             refused.map_err(|why| why.kind()).map(drop),
             Err(ErrorKind::Malformed),
@@ -139,12 +140,12 @@ fn memory_of_no_kind_is_refused() -> Outcome {
         with_kind(&mut foreign, kind);
         let refused = near
             .connect_foreign("RIXL", &foreign)
-            .and_then(|peer| peer.ready(CUT_OFF).wait(CUT_OFF));
+            .and_then(|peer| peer.ready(CUT_OFF).wait_blocking(CUT_OFF));
         assert_eq!(refused.map_err(|why| why.kind()), Err(ErrorKind::Malformed), "kind {kind}");
     }
     let peer = near.connect(&far.metadata()?)?;
-    peer.ready(CUT_OFF).wait(CUT_OFF)?;
-    read(&ours, &peer)?.wait(CUT_OFF)?;
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF)?;
+    read(&ours, &peer)?.wait_blocking(CUT_OFF)?;
     Ok(())
 }
 

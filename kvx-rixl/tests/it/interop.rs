@@ -31,7 +31,8 @@ fn agent_over(tls: &str, name: &str) -> Agent {
     Agent::builder(name)
         .backends(["RIXL"])
         .options(options)
-        .build(&registry(""))
+        .registry(registry(""))
+        .build()
         .expect("NIXL is there")
 }
 
@@ -60,7 +61,7 @@ fn shuffled(count: u32, mut seed: u64) -> Vec<u32> {
 
 fn connect(agent: &Agent, python: &Python) -> Result<Peer, Failed> {
     let peer = agent.connect_foreign("RIXL", &python.metadata)?;
-    peer.ready(CUT_OFF).wait(CUT_OFF)?;
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF)?;
     Ok(peer)
 }
 
@@ -157,7 +158,7 @@ fn python_serves(interpreter: PathBuf) -> Outcome {
     let refused = run(peer.transfer(&plan).deadline(CUT_OFF).post()?);
     assert_eq!(refused.map(drop).map_err(|why| why.kind()), Err(ErrorKind::Native));
     moved(Op::Read, &peer, (&ours[0], one, &[0]), (&remote, one, &[0]), None)?;
-    agent.shutdown(CUT_OFF).wait(CUT_OFF)?;
+    agent.shutdown(CUT_OFF).wait_blocking(CUT_OFF)?;
     Ok(())
 }
 
@@ -240,7 +241,7 @@ fn kvx_serves(interpreter: PathBuf) -> Outcome {
     // Python was told of the memory, and nobody can make it forget: it is not released.
     let [told, _] = ours;
     assert_eq!(
-        told.revoke(CUT_OFF).wait(CUT_OFF).map(drop).map_err(|why| why.kind()),
+        told.revoke(CUT_OFF).wait_blocking(CUT_OFF).map(drop).map_err(|why| why.kind()),
         Err(ErrorKind::StillShared)
     );
     Ok(())
@@ -283,7 +284,7 @@ fn notifications_are_bytes_both_ways(interpreter: PathBuf) -> Outcome {
     let peer = connect(&agent, &python)?;
     let messages: [&[u8]; 5] = [b"", b"\0", b"a\0b", &[0xff; 300], &[7; 60_000]];
     for message in messages {
-        peer.notify(message, CUT_OFF).wait(CUT_OFF)?;
+        peer.notify(message, CUT_OFF).wait_blocking(CUT_OFF)?;
         let heard = python.ask(json!({"do": "hear", "count": 1}));
         assert_eq!(heard["heard"][0][1].as_str().map(from_hex).as_deref(), Some(message));
         assert_eq!(heard["heard"][0][0], name["name"]);
@@ -382,7 +383,7 @@ fn what_flies_when_python_is_killed_fails(interpreter: PathBuf) -> Outcome {
     let kinds: Vec<_> =
         flying.into_iter().map(|flying| run(flying).map(drop).map_err(|why| why.kind())).collect();
     assert_eq!(kinds, vec![Err(ErrorKind::PeerLost); 8]);
-    settled.into_iter().try_for_each(|settled| settled.wait(CUT_OFF))?;
+    settled.into_iter().try_for_each(|settled| settled.wait_blocking(CUT_OFF))?;
     let late = post(&write).and_then(run);
     assert_eq!(late.map(drop).map_err(|why| why.kind()), Err(ErrorKind::PeerLost), "it stays lost");
     Ok(())
@@ -398,7 +399,7 @@ fn callers_work_on_while_python_streams(interpreter: PathBuf) -> Outcome {
     let near = agent.register("near", Memory::owned(vec![0; 4 * BLOCK as usize]))?;
     let _far = other.register("far", filled(4 * BLOCK as usize, 3))?;
     let peer = agent.connect(&other.metadata()?)?;
-    peer.ready(CUT_OFF).wait(CUT_OFF)?;
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF)?;
     let (grid, remote) = (Grid::packed(BLOCK, 4), peer.region("far")?);
     let plan = Plan::read(near.grid(grid)?.blocks(&[1][..]), remote.grid(grid)?.blocks(&[2][..]))?;
     let mut python = Python::start(&interpreter, "python-streams", &[LARGE]);
@@ -413,15 +414,18 @@ fn callers_work_on_while_python_streams(interpreter: PathBuf) -> Outcome {
         let end = loop {
             assert!(Instant::now() < until, "{op}: Python does not come to an end");
             near.copy_in(0, &[0; 4 * BLOCK as usize])?;
-            peer.transfer(&plan).deadline(CUT_OFF).post()?.wait(CUT_OFF)?;
+            peer.transfer(&plan).deadline(CUT_OFF).post()?.wait_blocking(CUT_OFF)?;
             let mut got = vec![0; BLOCK as usize];
             near.copy_out(BLOCK as usize, &mut got)?;
             assert!(got == bytes(3, 2 * BLOCK, BLOCK), "the block is there");
             let cancelled = peer.transfer(&plan).deadline(CUT_OFF).post()?;
             cancelled.cancel();
-            let end = cancelled.wait(CUT_OFF).map(drop).map_err(|why| why.kind());
+            let end = cancelled.wait_blocking(CUT_OFF).map(drop).map_err(|why| why.kind());
             assert!(matches!(end, Ok(()) | Err(ErrorKind::Cancelled)), "{end:?}");
-            agent.register("more", Memory::owned(vec![0; 64]))?.revoke(CUT_OFF).wait(CUT_OFF)?;
+            agent
+                .register("more", Memory::owned(vec![0; 64]))?
+                .revoke(CUT_OFF)
+                .wait_blocking(CUT_OFF)?;
             if let Some(end) = python.heard() {
                 break end;
             }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use kvx_core::transport::Factory as _;
+use kvx_core::backend::Factory as _;
 use kvx_core::{Agent, Options};
 use libtest_mimic::{Failed, Trial};
 
@@ -40,7 +40,8 @@ fn tell(options: &str) -> String {
         Ok(available) => format!("NIXL {}", available.version),
         Err(why) => why.to_string(),
     };
-    let agent = Agent::builder("teller").backends(["RIXL"]).options(options).build(&registry(""));
+    let agent =
+        Agent::builder("teller").backends(["RIXL"]).options(options).registry(registry("")).build();
     let agent = agent.map_or_else(|why| format!("no agent: {why}"), |_| "an agent".to_owned());
     format!("{available}\n{agent}")
 }

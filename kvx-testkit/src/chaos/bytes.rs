@@ -3,8 +3,8 @@
 
 use std::sync::Arc;
 
-use kvx_core::transport::INLINE_BYTES;
-use kvx_core::{Bound, Memory, Op, Result};
+use kvx_core::backend::{BoundPlan, INLINE_BYTES};
+use kvx_core::{Memory, Op, Result};
 
 use super::fault::Fault;
 
@@ -18,16 +18,16 @@ struct SegmentPart {
 /// The damage that a fault does to the destination once the data has arrived.
 pub(super) struct Damage {
     restore: Vec<SegmentPart>,
-    then: Option<fn(&Arc<Bound>) -> Result<()>>,
+    then: Option<fn(&Arc<BoundPlan>) -> Result<()>>,
 }
 
 impl Damage {
     /// Notes, before the post, what `fault` needs to know of the destination of `plan`.
-    pub(super) fn before(fault: Option<Fault>, plan: &Arc<Bound>) -> Option<Self> {
+    pub(super) fn before(fault: Option<Fault>, plan: &Arc<BoundPlan>) -> Option<Self> {
         if plan.op() != Op::Read {
             return None;
         }
-        let (restore, then): (_, Option<fn(&Arc<Bound>) -> Result<()>>) = match fault? {
+        let (restore, then): (_, Option<fn(&Arc<BoundPlan>) -> Result<()>>) = match fault? {
             Fault::WrongBytes => (Vec::new(), Some(flip)),
             Fault::SwapBlocks => (Vec::new(), Some(swap)),
             Fault::Smear => (Vec::new(), Some(smear)),
@@ -39,7 +39,7 @@ impl Damage {
     }
 
     /// Does it.
-    pub(super) fn done(self, plan: &Arc<Bound>) -> Result<()> {
+    pub(super) fn done(self, plan: &Arc<BoundPlan>) -> Result<()> {
         for piece in &self.restore {
             piece.memory.copy_in(piece.offset, &piece.bytes)?;
         }
@@ -51,7 +51,7 @@ impl Damage {
 pub(super) struct Rewrite(SegmentPart);
 
 impl Rewrite {
-    pub(super) fn of(plan: &Arc<Bound>) -> Option<Self> {
+    pub(super) fn of(plan: &Arc<BoundPlan>) -> Option<Self> {
         let segment = plan.segments(INLINE_BYTES).next().filter(|_| plan.op() == Op::Read)?;
         let memory = &plan.local(segment.local_region).memory;
         copy(memory, segment.local_offset, segment.len).ok().map(Rewrite)
@@ -69,7 +69,7 @@ fn copy(memory: &Arc<Memory>, offset: u64, len: u64) -> Result<SegmentPart> {
 }
 
 /// Changes the first byte.
-fn flip(plan: &Arc<Bound>) -> Result<()> {
+fn flip(plan: &Arc<BoundPlan>) -> Result<()> {
     let Some(segment) = plan.segments(u64::MAX).next() else { return Ok(()) };
     let mut piece = copy(&plan.local(segment.local_region).memory, segment.local_offset, 1)?;
     piece.bytes[0] ^= 1;
@@ -77,7 +77,7 @@ fn flip(plan: &Arc<Bound>) -> Result<()> {
 }
 
 /// Exchanges the first two blocks of the first pair that has two.
-fn swap(plan: &Arc<Bound>) -> Result<()> {
+fn swap(plan: &Arc<BoundPlan>) -> Result<()> {
     let Some(pair) = plan.pairs().iter().find(|pair| pair.local_indices.len() > 1) else {
         return Ok(());
     };
@@ -91,7 +91,7 @@ fn swap(plan: &Arc<Bound>) -> Result<()> {
 }
 
 /// Changes the byte after each block whose grid has room between blocks.
-fn smear(plan: &Arc<Bound>) -> Result<()> {
+fn smear(plan: &Arc<BoundPlan>) -> Result<()> {
     for pair in plan.pairs() {
         for placed in pair.local.iter().filter(|placed| placed.grid.stride > placed.grid.length) {
             let memory = &plan.local(placed.region).memory;
@@ -109,7 +109,7 @@ fn smear(plan: &Arc<Bound>) -> Result<()> {
 }
 
 /// The destination of the last grid of each pair that has more than one.
-fn last_grid(plan: &Arc<Bound>) -> Result<Vec<SegmentPart>> {
+fn last_grid(plan: &Arc<BoundPlan>) -> Result<Vec<SegmentPart>> {
     let mut pieces = Vec::new();
     for pair in plan.pairs().iter().filter(|pair| pair.local.len() > 1) {
         let placed = pair.local[pair.local.len() - 1];
@@ -126,7 +126,7 @@ fn last_grid(plan: &Arc<Bound>) -> Result<Vec<SegmentPart>> {
 }
 
 /// Returns the bytes behind the first block of each merged segment.
-fn merged_tails(plan: &Arc<Bound>) -> Result<Vec<SegmentPart>> {
+fn merged_tails(plan: &Arc<BoundPlan>) -> Result<Vec<SegmentPart>> {
     let Some(block) = plan.pairs().first().map(|pair| pair.local[0].grid.length) else {
         return Ok(Vec::new());
     };

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use kvx_core::transport::{Events, Full, LinkState};
-use kvx_core::{LinkId, Sender};
+use kvx_core::Sender;
+use kvx_core::backend::{Events, LinkId, LinkState, QueueFull};
 
 use super::fault::Fault;
 
@@ -22,7 +22,7 @@ impl ChaosEvents {
 }
 
 impl Events for ChaosEvents {
-    fn notification(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), Full> {
+    fn notification(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), QueueFull> {
         if self.fault != Some(Fault::DropOnFull) {
             return self.inner.notification(from, bytes);
         }

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use kvx_core::sync::{Mutex, MutexGuard};
-use kvx_core::{Result, Ticket};
+use kvx_core::Result;
+use kvx_core::backend::Ticket;
+use kvx_core::backend::sync::{Mutex, MutexGuard};
 
 /// Holds tickets back that a transport has settled, until it is opened. Open at first.
 ///

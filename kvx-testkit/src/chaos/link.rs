@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvx_core::sync::Mutex;
-use kvx_core::transport::{
-    ForeignRange, Link, LocalRegion, PeerSection, RemoteRegion, RemoteSpec, Turn,
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::{
+    BoundPlan, ForeignRange, Link, LocalRegion, PeerSection, RemoteRegion, RemoteSpec, Ticket, Turn,
 };
-use kvx_core::{Bound, Capabilities, Error, ErrorKind, Result, Ticket, TransferId};
+use kvx_core::{Capabilities, Error, ErrorKind, Result, TransferId};
 
 use super::bytes::{Damage, Rewrite};
 use super::fault::Fault;
@@ -43,7 +43,7 @@ pub(super) struct ChaosLink {
 }
 
 /// A bound plan with the regions of the inner transport.
-struct InnerPlan(Arc<Bound>);
+struct InnerPlan(Arc<BoundPlan>);
 
 impl ChaosLink {
     pub(super) fn new(
@@ -61,7 +61,7 @@ impl ChaosLink {
 
     /// The plan as the inner link knows it: made once and kept, so that what the inner link
     /// prepares is kept as well.
-    fn unwrapped(plan: &Bound) -> Result<Arc<Bound>> {
+    fn unwrapped(plan: &BoundPlan) -> Result<Arc<BoundPlan>> {
         let ours = plan.native(|| {
             let (local, remote) =
                 (<dyn LocalRegion as Unwrap>::inner, <dyn RemoteRegion as Unwrap>::inner);
@@ -71,7 +71,7 @@ impl ChaosLink {
     }
 
     /// Returns the result of a transfer that is chosen to be lost.
-    fn skips(&self, plan: &Arc<Bound>) -> Option<Result<()>> {
+    fn skips(&self, plan: &Arc<BoundPlan>) -> Option<Result<()>> {
         let turn = self.state.posts.fetch_add(1, Ordering::Relaxed) + 1;
         let failed =
             || Err(Error::new(ErrorKind::Exhausted, "chaos: this transfer was chosen to fail"));
@@ -93,7 +93,7 @@ impl ChaosLink {
     fn settle(
         fault: Option<Fault>,
         state: &SharedState,
-        plan: &Arc<Bound>,
+        plan: &Arc<BoundPlan>,
         ticket: Ticket,
         result: Result<()>,
     ) {
@@ -192,7 +192,7 @@ unsafe impl Link for ChaosLink {
         Ok(Arc::new(ChaosRemote { inner: self.inner.import_foreign(range)? }))
     }
 
-    fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {
+    fn post(&self, plan: Arc<BoundPlan>, id: TransferId, done: Ticket) {
         if let Some(result) = self.skips(&plan) {
             return done.settle(result);
         }

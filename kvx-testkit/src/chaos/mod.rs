@@ -15,8 +15,10 @@ mod transport;
 
 use std::sync::Arc;
 
-use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
-use kvx_core::{Options, Placement, Registry, Result, Unavailable};
+use kvx_core::backend::{
+    Admission, Availability, Context, Factory, Placement, Transport, Unavailable,
+};
+use kvx_core::{Options, Registry, Result};
 
 pub use fault::Fault;
 pub use gate::Gate;

@@ -3,8 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::Ticket;
-use kvx_core::transport::{LocalRegion, RemoteRegion};
+use kvx_core::backend::{LocalRegion, RemoteRegion, Ticket};
 
 use super::fault::Fault;
 use super::gate::{Gate, TicketKind};

@@ -2,11 +2,11 @@
 
 use std::sync::{Arc, Weak};
 
-use kvx_core::sync::Mutex;
-use kvx_core::transport::{
-    Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::{
+    Context, Factory, Link, LinkId, LocalRegion, PeerSection, RegionSpec, Ticket, Transport,
 };
-use kvx_core::{Capabilities, Error, ErrorKind, Identity, LinkId, Result, Ticket};
+use kvx_core::{Capabilities, Error, ErrorKind, Identity, Result};
 
 use super::events::ChaosEvents;
 use super::fault::Fault;

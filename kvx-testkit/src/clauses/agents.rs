@@ -236,7 +236,7 @@ impl Inherited {
             Err(error) if error.kind() == ErrorKind::Forked => {}
             other => wrong.push_str(&format!("{call} said {other:?}; ")),
         };
-        hear("build", Agent::builder("forked").build(&registry).map(drop));
+        hear("build", Agent::builder("forked").registry(registry.clone()).build().map(drop));
         hear("register", agent.register("more", Memory::owned(vec![0; 64])).map(drop));
         hear("connect", agent.connect(&metadata).map(drop));
         hear("connect_foreign", agent.connect_foreign("RIXL", b"").map(drop));
@@ -245,15 +245,15 @@ impl Inherited {
             "awaiting a notification",
             crate::executor::run(agent.notification(SOON)).map(drop::<Notification>),
         );
-        hear("expect", agent.wait_for_senders(b"x", 1, SOON).wait(SOON).map(drop));
+        hear("expect", agent.wait_for_senders(b"x", 1, SOON).wait_blocking(SOON).map(drop));
         hear("copy_in", region.copy_in(0, b"x"));
         hear("copy_out", region.copy_out(0, &mut [0]));
         hear("a local grid", region.grid(grid).map(drop));
-        hear("revoke", region.revoke(SOON).wait(SOON).map(drop));
+        hear("revoke", region.revoke(SOON).wait_blocking(SOON).map(drop));
         hear("a peer's region", peer.region("kv").map(drop));
         hear("update", peer.update(&metadata).map(drop));
-        hear("ready", peer.ready(SOON).wait(SOON));
-        hear("notify", peer.notify(b"from the fork", SOON).wait(SOON));
+        hear("ready", peer.ready(SOON).wait_blocking(SOON));
+        hear("notify", peer.notify(b"from the fork", SOON).wait_blocking(SOON));
         hear("post", peer.post(&plan).map(drop));
         hear(
             "post with a notification",
@@ -263,11 +263,11 @@ impl Inherited {
             "post_wait",
             crate::executor::run(peer.transfer(&plan).deadline(SOON).post_wait()).map(drop),
         );
-        hear("waiting for a transfer", waited.wait(SOON).map(drop));
-        hear("settled", dropped.settled().wait(SOON));
-        hear("waiting for what was asked before the fork", settled.wait(SOON));
+        hear("waiting for a transfer", waited.wait_blocking(SOON).map(drop));
+        hear("settled", dropped.settled().wait_blocking(SOON));
+        hear("waiting for what was asked before the fork", settled.wait_blocking(SOON));
         hear("awaiting a transfer", crate::executor::run(flying).map(drop));
-        hear("shutdown", agent.shutdown(SOON).wait(SOON));
+        hear("shutdown", agent.shutdown(SOON).wait_blocking(SOON));
         drop((dropped, plan, peer, region));
         drop(pair);
         wrong

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
-use kvx_core::{
-    Agent, AutoOpen, BackendName, Error, ErrorKind, Grid, Options, Peer, Placement, Plan, Region,
-    Registry, Unavailable, Verdict,
+use kvx_core::backend::{
+    Admission, AutoOpen, Availability, BackendName, Context, Factory, Placement, Transport,
+    Unavailable,
 };
+use kvx_core::{Agent, Error, ErrorKind, Grid, Options, Peer, Plan, Region, Registry, Verdict};
 
 use super::clause::{Breaker, Clause, Execution, clauses};
 use crate::chaos::Fault;
@@ -64,7 +64,7 @@ impl Factory for Absent {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 0, without_a_list: AutoOpen::Open, speaks_for: &[] }
+        Placement { order: 0, auto_open: AutoOpen::Open, speaks_for: &[] }
     }
 
     fn available(&self, _: &Options) -> Result<Availability, Unavailable> {
@@ -98,12 +98,12 @@ impl Choice {
         &mut self,
         name: &'static str,
         before: bool,
-        without_a_list: AutoOpen,
+        auto_open: AutoOpen,
     ) -> Result<Arc<AtomicUsize>, Failure> {
         let own = self.inner.placement().order;
         let order = if before { own.saturating_sub(1) } else { own + 1 };
         let opened = Arc::new(AtomicUsize::new(0));
-        let placement = Placement { order, without_a_list, speaks_for: &[] };
+        let placement = Placement { order, auto_open, speaks_for: &[] };
         self.registry.add(Twin {
             name,
             inner: Arc::clone(&self.inner),
@@ -120,8 +120,10 @@ impl Choice {
             builder = builder.device(source()?.access());
         }
         match backends {
-            Some(names) => builder.backends(names.iter().copied()).build(&self.registry),
-            None => builder.build(&self.registry),
+            Some(names) => {
+                builder.backends(names.iter().copied()).registry(self.registry.clone()).build()
+            }
+            None => builder.registry(self.registry.clone()).build(),
         }
     }
 }
@@ -201,7 +203,7 @@ pub async fn without_a_list_the_order_decides(setup: &Setup) -> Check {
         named_only.load(Ordering::SeqCst) == 0,
         "a backend that opens only when it is named was opened"
     );
-    let own = choice.inner.placement().without_a_list;
+    let own = choice.inner.placement().auto_open;
     let (peer, near) = connect(&agent, setup, &target.far.metadata()?)?;
     if own == AutoOpen::Open {
         ensure!(
@@ -308,7 +310,7 @@ pub async fn the_route_explains_itself(setup: &Setup) -> Check {
     );
     ensure!(used == choice.backend, "the route says {route}, the transfer's result says {used}");
     let verdict = |backend: &str| {
-        let found = route.considered.iter().find(|considered| considered.backend == backend);
+        let found = route.candidates.iter().find(|considered| considered.backend == backend);
         found.map(|considered| &considered.verdict)
     };
     let Some(Verdict::Refused(why)) = verdict("ABSENT") else {

@@ -146,7 +146,7 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
             pair.far.hang_page(None)?;
         }
         for settled in settled {
-            settled.wait(CUT_OFF)?;
+            settled.wait_blocking(CUT_OFF)?;
         }
     }
     let (peer, third) = (connect_anew(&mut pair, &well).await?, to_third.connect().await?);

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Agent, ErrorKind, Grid, Memory, Metadata, Op, Peer, Place as _, Plan};
+use kvx_core::backend::Metadata;
+use kvx_core::{Agent, ErrorKind, Grid, Memory, Op, Peer, Place as _, Plan};
 
 use super::clause::{Breaker, Clause, Execution, clauses};
 use super::traffic::{Traffic, altered_region};

@@ -371,7 +371,7 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
             let deadline = if cancel { CUT_OFF } else { LOOK };
             let transfer = peer.transfer(&plan).deadline(deadline).notify(numbered(this)).post()?;
             let result = if cancel {
-                transfer.settled().wait(CUT_OFF)?;
+                transfer.settled().wait_blocking(CUT_OFF)?;
                 let asked = Stopwatch::start()?;
                 transfer.cancel();
                 let result = transfer.await;
@@ -459,7 +459,7 @@ pub async fn expect_counts_different_senders(setup: &Setup) -> Check {
     for sender in [1, 2] {
         pair.far.notify(from[sender], b"go", CUT_OFF)??;
     }
-    let met = pair.near.wait_for_senders(b"go", 3, CUT_OFF).wait(GRACE)?;
+    let met = pair.near.wait_for_senders(b"go", 3, CUT_OFF).wait_blocking(GRACE)?;
     ensure!(
         met.iter().collect::<std::collections::HashSet<_>>().len() == 3,
         "it counted {met:?} as three"

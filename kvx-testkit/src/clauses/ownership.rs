@@ -4,9 +4,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use kvx_core::{
-    ErrorKind, Memory, Op, Peer, Region, Revocation, Ticket, Transfer, quarantined_bytes,
-};
+use kvx_core::backend::Ticket;
+use kvx_core::{ErrorKind, Memory, Op, Peer, Region, Revocation, Transfer, quarantined_bytes};
 
 use super::clause::{Breaker, Clause, Execution, clauses};
 use super::traffic::{GRACE, OPS, Traffic, is_kept, now, promised_by, stays, until};
@@ -147,7 +146,7 @@ pub async fn a_forgotten_ticket_quarantines(setup: &Setup) -> Check {
     static FORGOTTEN: AtomicU64 = AtomicU64::new(0);
     let forgetful =
         setup.registry().wrapped(|factory| Arc::new(Chaos::over(factory, Fault::ForgetTicket)));
-    let near = setup.builder(&unique("near"))?.build(&forgetful)?;
+    let near = setup.builder(&unique("near"))?.registry(forgetful.clone()).build()?;
     let mut pair = AgentPair { near, ..setup.pair()? };
     let traffic = Traffic::new(&mut pair, "kv", 1 << 20)?;
     let peer = pair.connect().await?;

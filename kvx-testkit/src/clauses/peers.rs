@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_core::{Error, ErrorKind, Grid, Metadata, Op, Peer, Plan, Region, Transfer};
+use kvx_core::backend::Metadata;
+use kvx_core::{Error, ErrorKind, Grid, Op, Peer, Plan, Region, Transfer};
 
 use super::clause::{Breaker, Clause, Execution, clauses};
 use super::traffic::{GRACE, OPS, Traffic, now, promised_by, stays, until};

@@ -236,8 +236,11 @@ pub async fn a_full_budget_says_busy(setup: &Setup) -> Check {
     pair.far_region("kv", 1 << 20, 2)?;
     let gate = Gate::new();
     let limits = Limits { transfers: 4, description_bytes: 4096 };
-    let agent =
-        setup.builder(&unique("frugal"))?.budget(limits).build(&setup.gated_registry(&gate))?;
+    let agent = setup
+        .builder(&unique("frugal"))?
+        .budget(limits)
+        .registry(setup.gated_registry(&gate))
+        .build()?;
     let near = agent.register("near", setup.memory(1 << 20, 1)?)?;
     let peer = agent.connect(&pair.far.metadata()?)?;
     peer.ready(CUT_OFF).await?;
@@ -340,7 +343,7 @@ impl Wake for Calls {
     }
 }
 
-/// T16: a transfer calls its waker, and `wait` needs no executor.
+/// T16: a transfer calls its waker, and `wait_blocking` needs no executor.
 pub async fn waiting_needs_no_runtime(setup: &Setup) -> Check {
     let (mut pair, gate) = setup.gated_pair()?;
     let near = pair.near_region("near", 1 << 16, 1)?;
@@ -387,10 +390,10 @@ pub async fn waiting_needs_no_runtime(setup: &Setup) -> Check {
     std::thread::scope(|scope| {
         scope
             .spawn(|| {
-                post()?.wait(CUT_OFF)?;
+                post()?.wait_blocking(CUT_OFF)?;
                 gate.hold_transfers();
                 let clock = Stopwatch::start()?;
-                let waited = post()?.wait(Duration::from_millis(100));
+                let waited = post()?.wait_blocking(Duration::from_millis(100));
                 let took = clock.read();
                 ensure_kind!(waited, TimedOut);
                 ensure!(
@@ -433,8 +436,8 @@ pub async fn many_threads_share_one_link(setup: &Setup) -> Check {
                     let transfer = posting.post()?;
                     let settled = transfer.settled();
                     transfer.cancel();
-                    let result = transfer.wait(CUT_OFF);
-                    settled.wait(CUT_OFF)?;
+                    let result = transfer.wait_blocking(CUT_OFF);
+                    settled.wait_blocking(CUT_OFF)?;
                     if let Err(error) = result {
                         ensure!(
                             error.kind() == ErrorKind::Cancelled,
@@ -444,14 +447,14 @@ pub async fn many_threads_share_one_link(setup: &Setup) -> Check {
                     }
                 }
                 1 => {
-                    posting.notify(thread.to_le_bytes()).post()?.wait(CUT_OFF)?;
+                    posting.notify(thread.to_le_bytes()).post()?.wait_blocking(CUT_OFF)?;
                     sent.fetch_add(1, Ordering::SeqCst);
                 }
                 2 => {
                     run(posting.post()?)?;
                 }
                 _ => {
-                    posting.post()?.wait(CUT_OFF)?;
+                    posting.post()?.wait_blocking(CUT_OFF)?;
                 }
             }
             for (our_block, their_block) in mine.iter().zip(&theirs) {

@@ -1,9 +1,7 @@
 //! S: safety against mistakes and against hostile peers.
 
-use kvx_core::transport::Admission;
-use kvx_core::{
-    ErrorKind, Grid, Invited, Isolation, Metadata, Op, Peer, Place as _, Plan, RegionId,
-};
+use kvx_core::backend::{Admission, AdmissionTerms, Metadata};
+use kvx_core::{ErrorKind, Grid, Isolation, Op, Peer, Place as _, Plan, RegionId};
 
 use super::clause::{Breaker, Clause, Execution, clauses};
 use super::traffic::{GRACE, OPS, Traffic, altered_region, promised_by};
@@ -319,7 +317,7 @@ pub async fn a_stranger_gets_no_link(setup: &Setup) -> Check {
         if secret.is_some() {
             let hidden = Metadata::decode(&metadata)?.invited;
             let hidden =
-                invited_by(hidden.map(|invited| Invited { with_secret: false, ..invited }))?;
+                invited_by(hidden.map(|invited| AdmissionTerms { with_secret: false, ..invited }))?;
             let (another, none) =
                 (setup.with_secret([4; 32])?, Setup { secret: None, ..setup.clone() });
             strangers.push(("another secret", another, metadata.clone(), ErrorKind::Denied));
@@ -377,7 +375,7 @@ pub async fn a_stranger_gets_no_link(setup: &Setup) -> Check {
     Ok(())
 }
 
-fn with_invitation(metadata: &[u8], invited: Option<Invited>) -> Result<Vec<u8>, Failure> {
+fn with_invitation(metadata: &[u8], invited: Option<AdmissionTerms>) -> Result<Vec<u8>, Failure> {
     Ok(Metadata { invited, ..Metadata::decode(metadata)? }.encode()?)
 }
 

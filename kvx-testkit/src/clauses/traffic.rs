@@ -8,9 +8,8 @@ use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use kvx_core::{
-    Capabilities, Grid, Memory, Metadata, Op, Peer, Place as _, Plan, Region, RegionInfo, Transfer,
-};
+use kvx_core::backend::{Metadata, RegionInfo};
+use kvx_core::{Capabilities, Grid, Memory, Op, Peer, Place as _, Plan, Region, Transfer};
 
 use crate::check::{CUT_OFF, Check, Failure, ensure};
 use crate::far::FarEnd;

@@ -4,8 +4,8 @@ use std::ffi::c_void;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 
-use kvx_core::memory::IpcHandle;
-use kvx_core::wire::{Reader, Writer};
+use kvx_core::backend::IpcHandle;
+use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result};
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 use rustix::io::Errno;

@@ -3,8 +3,8 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use kvx_core::memory::Hop;
-use kvx_core::{Completion, DeviceAccess, Error, ErrorKind, Memory, Result, Unavailable};
+use kvx_core::backend::{Hop, Unavailable};
+use kvx_core::{Completion, DeviceAccess, Error, ErrorKind, Memory, Result};
 
 use super::access::Device;
 
@@ -45,7 +45,7 @@ impl<D: DeviceAccess> Gpu<D> {
         unsafe {
             device.hop(&[Hop { from: pool.address(), to: pool.address() + 1, len: 1 }], ticket)
         };
-        moved.wait(Duration::from_secs(10))?;
+        moved.wait_blocking(Duration::from_secs(10))?;
         pool.copy_out(1, &mut [0])?;
         Ok(Gpu { device, allocate })
     }

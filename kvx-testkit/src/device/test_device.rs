@@ -6,9 +6,9 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use kvx_core::memory::{Direction, Hop, IpcHandle, Piece};
-use kvx_core::sync::{Condvar, Mutex, MutexGuard};
-use kvx_core::{DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, Result, Ticket};
+use kvx_core::backend::sync::{Condvar, Mutex, MutexGuard};
+use kvx_core::backend::{Direction, Hop, IpcHandle, Piece, Ticket};
+use kvx_core::{DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, Result};
 
 use super::access::Device;
 use super::allocation::{Allocation, FAR};
@@ -475,7 +475,10 @@ mod tests {
         let (done, ticket) = kvx_core::Completion::with_ticket();
         // SAFETY: `byte` outlives the wait below; the device side is refused.
         unsafe { device.copy(Direction::ToHost, &[piece], ticket) };
-        assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::OutOfBounds);
+        assert_eq!(
+            done.wait_blocking(Duration::from_secs(10)).unwrap_err().kind(),
+            ErrorKind::OutOfBounds
+        );
         assert_eq!(device.counters().faults, 1);
     }
 
@@ -492,7 +495,7 @@ mod tests {
         let hop = Hop { from: opened.address(), to: local.address(), len: 6 };
         // SAFETY: both sides outlive the wait below.
         unsafe { theirs.hop(&[hop], ticket) };
-        done.wait(Duration::from_secs(10)).unwrap();
+        done.wait_blocking(Duration::from_secs(10)).unwrap();
         let mut seen = [0; 6];
         local.copy_out(0, &mut seen).unwrap();
         assert_eq!((&seen, theirs.allocations()), (b"shared", 2));

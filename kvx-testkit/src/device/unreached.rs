@@ -33,7 +33,8 @@ pub fn goes_elsewhere(registry: &Registry, backend: &str, other: &str, options: 
             builder
                 .backends(backends.iter().copied())
                 .device(Arc::clone(&device) as _)
-                .build(registry)
+                .registry(registry.clone())
+                .build()
         };
         refused_alone(&agent(&[backend])?, &device, backend)?;
         let (near, far) = (agent(&[backend, other])?, agent(&[backend, other])?);
@@ -57,8 +58,8 @@ pub fn goes_elsewhere(registry: &Registry, backend: &str, other: &str, options: 
                 );
             }
         }
-        near.shutdown(CUT_OFF).wait(CUT_OFF)?;
-        far.shutdown(CUT_OFF).wait(CUT_OFF)?;
+        near.shutdown(CUT_OFF).wait_blocking(CUT_OFF)?;
+        far.shutdown(CUT_OFF).wait_blocking(CUT_OFF)?;
         let faults = device.counters().faults;
         ensure!(faults == 0, "{faults} copies named memory that is not there");
     }
@@ -79,7 +80,7 @@ fn refused_alone(agent: &Agent, device: &Arc<TestDevice>, backend: &str) -> Chec
     ensure!(told, "{backend} and {kind} memory: the reason is {why:?}");
     ensure!(device.allocations() == 0, "memory that was refused is kept");
     agent.register("kv", Memory::owned(vec![0; LEN]))?; // nothing is left of it
-    agent.shutdown(CUT_OFF).wait(CUT_OFF)?;
+    agent.shutdown(CUT_OFF).wait_blocking(CUT_OFF)?;
     Ok(())
 }
 
@@ -92,7 +93,8 @@ fn moved(op: Op, near: (&Agent, Memory), far: (&Agent, Memory)) -> Result<&'stat
     let (grid, backwards) = (Grid::packed(BLOCK, BLOCKS), (0..BLOCKS).rev().collect::<Vec<_>>());
     let sides =
         (ours.grid(grid)?.blocks(backwards), peer.region("kv")?.grid(grid)?.blocks(0..BLOCKS));
-    let report = peer.transfer(&Plan::of(op, [sides])?).deadline(CUT_OFF).post()?.wait(CUT_OFF)?;
+    let report =
+        peer.transfer(&Plan::of(op, [sides])?).deadline(CUT_OFF).post()?.wait_blocking(CUT_OFF)?;
     let (seed, target) = if op == Op::Read { (2, &ours) } else { (1, &theirs) };
     let bytes = all(target)?;
     for (at, block) in bytes.chunks(BLOCK as usize).enumerate() {
@@ -104,7 +106,7 @@ fn moved(op: Op, near: (&Agent, Memory), far: (&Agent, Memory)) -> Result<&'stat
         );
     }
     for region in [ours, theirs] {
-        region.revoke(CUT_OFF).wait(CUT_OFF)?;
+        region.revoke(CUT_OFF).wait_blocking(CUT_OFF)?;
     }
     Ok(report.backend)
 }

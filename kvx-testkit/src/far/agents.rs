@@ -76,7 +76,7 @@ impl FarAgents {
                 if let Some(secret) = secret {
                     builder = builder.secret(Secret::from_bytes(secret));
                 }
-                self.agents.push(builder.build(&self.registry)?);
+                self.agents.push(builder.registry(self.registry.clone()).build()?);
                 Reply::Number(self.agents.len() as u64 - 1)
             }
             Command::Metadata { agent } => Reply::Bytes(self.agents[agent].metadata()?),
@@ -128,7 +128,9 @@ impl FarAgents {
                 Reply::Number(pattern::checksum(&bytes))
             }
             Command::Revoke { region, within } => {
-                self.region(region)?.revoke(within).wait(within + Duration::from_secs(5))?;
+                self.region(region)?
+                    .revoke(within)
+                    .wait_blocking(within + Duration::from_secs(5))?;
                 Reply::Done
             }
             Command::DropRegion { region } => {
@@ -140,7 +142,9 @@ impl FarAgents {
                 Reply::Number(self.peers.len() as u64 - 1)
             }
             Command::Notify { peer, bytes, within } => {
-                self.peer(peer)?.notify(&bytes, within).wait(within + Duration::from_secs(5))?;
+                self.peer(peer)?
+                    .notify(&bytes, within)
+                    .wait_blocking(within + Duration::from_secs(5))?;
                 Reply::Done
             }
             Command::Post { peer, post, times } => {
@@ -157,7 +161,8 @@ impl FarAgents {
                     if let Some(bytes) = &post.notify {
                         posting = posting.notify(bytes);
                     }
-                    moved = posting.post()?.wait(post.within + Duration::from_secs(5))?.bytes;
+                    moved =
+                        posting.post()?.wait_blocking(post.within + Duration::from_secs(5))?.bytes;
                 }
                 Reply::Number(moved)
             }
@@ -179,7 +184,7 @@ impl FarAgents {
             Command::Expect { agent, bytes, senders, within } => {
                 let met = self.agents[agent]
                     .wait_for_senders(&bytes, senders, within)
-                    .wait(within + Duration::from_secs(5))?;
+                    .wait_blocking(within + Duration::from_secs(5))?;
                 Reply::Senders(
                     met.into_iter()
                         .map(|from| (from.name.to_string(), from.incarnation.0))
@@ -221,7 +226,7 @@ impl FarAgents {
                 Reply::ProcessState(ProcessState::of_this_process_beside(&self.threads))
             }
             Command::Ready { peer, within } => {
-                self.peer(peer)?.ready(within).wait(within + Duration::from_secs(5))?;
+                self.peer(peer)?.ready(within).wait_blocking(within + Duration::from_secs(5))?;
                 Reply::Done
             }
             Command::DropPeer { peer } => {
@@ -235,7 +240,9 @@ impl FarAgents {
             Command::Cpu => Reply::Number(cpu_time().as_micros() as u64),
             Command::Quarantined => Reply::Number(quarantined_bytes()),
             Command::Shutdown { agent, within } => {
-                self.agents[agent].shutdown(within).wait(within + Duration::from_secs(5))?;
+                self.agents[agent]
+                    .shutdown(within)
+                    .wait_blocking(within + Duration::from_secs(5))?;
                 Reply::Done
             }
         })

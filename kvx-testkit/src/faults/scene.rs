@@ -186,7 +186,12 @@ impl Scene {
     fn more_here(&self, what: Limit) -> Result<kvx_core::Result<()>, Failure> {
         Ok(match what {
             Limit::Mappings => Memory::pool(LARGE).build().map(drop),
-            _ => self.setup.builder(&unique("more"))?.build(&self.setup.registry()).map(drop),
+            _ => self
+                .setup
+                .builder(&unique("more"))?
+                .registry(self.setup.registry())
+                .build()
+                .map(drop),
         })
     }
 
@@ -251,7 +256,7 @@ impl Scene {
         let limit =
             if must { self.setup.peer_timeout + CUT_OFF } else { self.setup.peer_timeout + GRACE };
         for transfer in posted {
-            match transfer.settled().wait(limit.saturating_sub(begun.elapsed())) {
+            match transfer.settled().wait_blocking(limit.saturating_sub(begun.elapsed())) {
                 Ok(()) => {}
                 Err(_) if !must => return Ok(None),
                 Err(error) => {

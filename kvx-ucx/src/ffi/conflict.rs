@@ -8,7 +8,7 @@ use std::ffi::{CStr, OsStr, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use kvx_core::Unavailable;
+use kvx_core::backend::Unavailable;
 
 /// The parts that are shared by name.
 const PARTS: &[&str] = &["libucp.so.0", "libucs.so.0", "libuct.so.0", "libucm.so.0"];

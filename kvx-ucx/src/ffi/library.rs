@@ -5,7 +5,7 @@ use std::path::Path;
 
 use kvx_backend::loader::{self, BoundLibrary, ProcessLibrary, Search};
 use kvx_backend::version::Version;
-use kvx_core::Unavailable;
+use kvx_core::backend::Unavailable;
 
 use super::bindings_1_13::Functions;
 use super::conflict;

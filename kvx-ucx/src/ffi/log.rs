@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use kvx_backend::loader;
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 
 use super::context::UcpConfig;
 use super::library::Library;

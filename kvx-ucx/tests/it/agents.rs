@@ -23,7 +23,7 @@ fn agent(name: &str, content: u8) -> Outcome<(Agent, Region)> {
 
 fn agent_with(name: &str, options: &str, memory: Vec<u8>) -> Outcome<(Agent, Region)> {
     let builder = Agent::builder(name).backends(["UCX"]).options(Options::parse(options)?);
-    let agent = builder.build(&registry(""))?;
+    let agent = builder.registry(registry("")).build()?;
     let region = agent.register("kv", Memory::owned(memory))?;
     Ok((agent, region))
 }
@@ -35,13 +35,13 @@ fn both_ways(near: &Region, peer: &Peer) -> kvx_core::Result<()> {
 }
 
 fn half_each_way(near: &Region, peer: &Peer, grid: Grid) -> kvx_core::Result<()> {
-    peer.ready(PATIENCE).wait(PATIENCE)?;
+    peer.ready(PATIENCE).wait_blocking(PATIENCE)?;
     let (ours, theirs) = (near.grid(grid)?, peer.region("kv")?.grid(grid)?);
     let (first, second) = (0..BLOCKS / 2, BLOCKS / 2..BLOCKS);
     let read = Plan::read(ours.blocks(first.clone()), theirs.blocks(first))?;
-    peer.post(&read)?.wait(PATIENCE)?;
+    peer.post(&read)?.wait_blocking(PATIENCE)?;
     let write = Plan::write(ours.blocks(second.clone()), theirs.blocks(second))?;
-    peer.post(&write)?.wait(PATIENCE)?;
+    peer.post(&write)?.wait_blocking(PATIENCE)?;
     Ok(())
 }
 
@@ -57,7 +57,7 @@ fn the_route_tells_which_protocols_ucx_has_chosen() {
     versions::on_each("agents::the_route_tells_which_protocols_ucx_has_chosen", |version| {
         let ((near, ours), (far, theirs)) = (agent("near", 1).unwrap(), agent("far", 2).unwrap());
         let peer = near.connect(far.metadata().unwrap()).unwrap();
-        peer.ready(PATIENCE).wait(PATIENCE).unwrap();
+        peer.ready(PATIENCE).wait_blocking(PATIENCE).unwrap();
         assert!(peer.route().to_string().contains("lanes "), "{}", peer.route());
         both_ways(&ours, &peer).unwrap();
         assert_eq!((ends(&ours).unwrap(), ends(&theirs).unwrap()), ((2, 1), (2, 1)));
@@ -76,8 +76,8 @@ fn the_route_tells_which_protocols_ucx_has_chosen() {
             assert!(Instant::now() < until, "{route}");
             std::thread::sleep(Duration::from_millis(1));
         }
-        near.shutdown(PATIENCE).wait(PATIENCE).unwrap();
-        far.shutdown(PATIENCE).wait(PATIENCE).unwrap();
+        near.shutdown(PATIENCE).wait_blocking(PATIENCE).unwrap();
+        far.shutdown(PATIENCE).wait_blocking(PATIENCE).unwrap();
     });
 }
 
@@ -95,9 +95,9 @@ fn peers_that_were_shut_down_leave_nothing_behind() {
             let (goes, ours) = agent(&format!("goes-{number}"), 2).unwrap();
             let to = stays.connect(goes.metadata().unwrap()).unwrap();
             let from = goes.connect(stays.metadata().unwrap()).unwrap();
-            to.ready(PATIENCE).wait(PATIENCE).unwrap();
+            to.ready(PATIENCE).wait_blocking(PATIENCE).unwrap();
             both_ways(&ours, &from).unwrap();
-            goes.shutdown(PATIENCE).wait(PATIENCE).unwrap();
+            goes.shutdown(PATIENCE).wait_blocking(PATIENCE).unwrap();
             drop((goes, ours, from));
             // Over this link as well it is heard of without a word of this side's.
             let until = Instant::now() + PATIENCE;
@@ -149,8 +149,8 @@ fn as_many_threads_make_progress_as_were_asked_for_whatever_the_peer_has() {
                     "{ours} to {theirs}: block {number}"
                 );
             }
-            near.shutdown(PATIENCE).wait(PATIENCE).unwrap();
-            far.shutdown(PATIENCE).wait(PATIENCE).unwrap();
+            near.shutdown(PATIENCE).wait_blocking(PATIENCE).unwrap();
+            far.shutdown(PATIENCE).wait_blocking(PATIENCE).unwrap();
         }
     });
 }
@@ -211,7 +211,7 @@ fn own(version: &Version) -> Outcome {
     println!("metadata {metadata}");
     std::io::stdin().read_to_end(&mut Vec::new())?;
     assert_eq!(ends(&region)?, if version.number > (1, 13) { (2, 1) } else { (2, 2) });
-    agent.shutdown(PATIENCE).wait(PATIENCE)?;
+    agent.shutdown(PATIENCE).wait_blocking(PATIENCE)?;
     Ok(())
 }
 
@@ -230,6 +230,6 @@ fn reach(version: &Version, metadata: &str) -> Outcome {
         reached?;
         assert_eq!(ends(&region)?, (2, 1));
     }
-    agent.shutdown(PATIENCE).wait(PATIENCE)?;
+    agent.shutdown(PATIENCE).wait_blocking(PATIENCE)?;
     Ok(())
 }

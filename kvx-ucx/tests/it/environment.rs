@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_core::transport::{Factory as _, MAX_NOTIFICATION};
+use kvx_core::backend::{Factory as _, MAX_NOTIFICATION};
 use kvx_core::{Agent, Grid, Memory, Options, Peer, Plan, Region};
 use kvx_testkit::test;
 
@@ -47,8 +47,11 @@ pub(crate) fn tell_if_asked() {
 }
 
 fn agent(name: &str, options: &Options) -> Outcome<(Agent, Region)> {
-    let agent =
-        Agent::builder(name).backends(["UCX"]).options(options.clone()).build(&registry(""))?;
+    let agent = Agent::builder(name)
+        .backends(["UCX"])
+        .options(options.clone())
+        .registry(registry(""))
+        .build()?;
     let content = name.len() as u8;
     let region =
         agent.register("kv", Memory::owned(vec![content; BLOCK as usize * BLOCKS as usize]))?;
@@ -58,15 +61,15 @@ fn agent(name: &str, options: &Options) -> Outcome<(Agent, Region)> {
 fn route(options: &Options, version: &Version) -> Outcome<String> {
     let ((near, ours), (distant, theirs)) = (agent("near", options)?, agent("distant", options)?);
     let peer: Peer = near.connect(&distant.metadata()?)?;
-    peer.ready(PATIENCE).wait(PATIENCE)?;
+    peer.ready(PATIENCE).wait_blocking(PATIENCE)?;
     let grid = Grid::packed(BLOCK, BLOCKS);
     let half = |range| {
         Ok::<_, kvx_core::Error>((ours.grid(grid)?.blocks(range), peer.region("kv")?.grid(grid)?))
     };
     let (local, remote) = half(0..BLOCKS / 2)?;
-    peer.post(&Plan::read(local, remote.blocks(0..BLOCKS / 2))?)?.wait(PATIENCE)?;
+    peer.post(&Plan::read(local, remote.blocks(0..BLOCKS / 2))?)?.wait_blocking(PATIENCE)?;
     let (local, remote) = half(BLOCKS / 2..BLOCKS)?;
-    peer.post(&Plan::write(local, remote.blocks(BLOCKS / 2..BLOCKS))?)?.wait(PATIENCE)?;
+    peer.post(&Plan::write(local, remote.blocks(BLOCKS / 2..BLOCKS))?)?.wait_blocking(PATIENCE)?;
     let ends = |region: &Region| -> Outcome<(u8, u8)> {
         let mut bytes = vec![0; BLOCK as usize * BLOCKS as usize];
         region.copy_out(0, &mut bytes)?;
@@ -75,7 +78,7 @@ fn route(options: &Options, version: &Version) -> Outcome<String> {
     assert_eq!((ends(&ours)?, ends(&theirs)?), ((7, 4), (7, 4)), "the bytes are there");
     // kvx's messages are sent eagerly, whatever the user sets: their receivers refuse others.
     let long = vec![7; MAX_NOTIFICATION];
-    peer.notify(&long, PATIENCE).wait(PATIENCE)?;
+    peer.notify(&long, PATIENCE).wait_blocking(PATIENCE)?;
     assert!(*distant.notification(PATIENCE).join()?.bytes == *long, "it came");
     let until = Instant::now() + PATIENCE;
     // 1.13 has no tables of what it chose.
@@ -86,8 +89,8 @@ fn route(options: &Options, version: &Version) -> Outcome<String> {
         std::thread::sleep(Duration::from_millis(1));
     }
     let route = peer.route().to_string();
-    near.shutdown(PATIENCE).wait(PATIENCE)?;
-    distant.shutdown(PATIENCE).wait(PATIENCE)?;
+    near.shutdown(PATIENCE).wait_blocking(PATIENCE)?;
+    distant.shutdown(PATIENCE).wait_blocking(PATIENCE)?;
     Ok(route)
 }
 

@@ -3,7 +3,8 @@
 use serde_json::{Map, Value};
 
 use super::surroundings::Surroundings;
-use kvx_core::{Error, ErrorKind, Result, nearest};
+use kvx_core::backend::nearest;
+use kvx_core::{Error, ErrorKind, Result};
 
 /// What `kv_connector` names.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -2,7 +2,8 @@
 
 use serde_json::Value;
 
-use kvx_core::{Error, ErrorKind, Result, nearest};
+use kvx_core::backend::nearest;
+use kvx_core::{Error, ErrorKind, Result};
 
 /// One field of `KVTransferConfig`.
 #[derive(Clone, Copy, Debug)]

@@ -7,7 +7,8 @@ use serde_json::{Map, Value};
 use super::compat::Compat;
 use super::fields;
 use super::warning::{Concern, Warning};
-use kvx_core::{Error, ErrorKind, Result, nearest};
+use kvx_core::backend::nearest;
+use kvx_core::{Error, ErrorKind, Result};
 
 /// One of kvx's own tables in `kv_connector_extra_config`: a backend's options, under the backend's name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

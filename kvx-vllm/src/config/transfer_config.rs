@@ -12,7 +12,8 @@ use super::given::Given;
 use super::surroundings::{self, Environment, Surroundings};
 use super::tables::{self, MooncakeSettings, NixlSettings};
 use super::warning::{self, Concern, Warning};
-use kvx_core::{Error, ErrorKind, Result, nearest};
+use kvx_core::backend::nearest;
+use kvx_core::{AgentBuilder, Error, ErrorKind, Options, Result};
 
 /// vLLM's `KVTransferConfig`, checked as vLLM checks it, with what kvx adds under `kv_connector_extra_config`.
 ///
@@ -361,6 +362,22 @@ impl KvTransferConfig {
             .get("kv_connector_extra_config")
             .and_then(Value::as_object)
             .unwrap_or(&EMPTY)
+    }
+
+    /// Sets what this configuration says of an agent: its options, and whether device memory goes through the host
+    /// (`kv_buffer_device`).
+    ///
+    /// ```no_run
+    /// # let registry = kvx_core::Registry::new();
+    /// use kvx_vllm::config::{KvTransferConfig, Surroundings};
+    /// let json = r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both"}"#;
+    /// let config = KvTransferConfig::from_json(json, &Surroundings::of_process())?;
+    /// let agent = config.apply(kvx_core::Agent::builder("decode-0").registry(registry)).build()?;
+    /// # Ok::<(), kvx_core::Error>(())
+    /// ```
+    pub fn apply(&self, builder: AgentBuilder) -> AgentBuilder {
+        let staged = self.buffer_device == BufferDevice::Cpu;
+        builder.options(Options::from_json(self.extra().clone())).stage_device_memory(staged)
     }
 
     /// One key of `kv_connector_extra_config`, or `default`.

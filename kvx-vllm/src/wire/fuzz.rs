@@ -3,7 +3,7 @@
 
 use std::fmt::Debug;
 
-use kvx_core::transport::MAX_NOTIFICATION;
+use kvx_core::backend::MAX_NOTIFICATION;
 use kvx_core::{Incarnation, Result};
 
 use super::group::{ToHead, ToRank};

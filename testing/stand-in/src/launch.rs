@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::memory::Hop;
+use kvx_core::backend::Hop;
 use kvx_gpu::kernels::reference::{self, BlockLayout};
 use kvx_gpu::kernels::{DeviceGrid, ENTRIES, Swap, THREADS};
 

@@ -71,7 +71,7 @@ pub(crate) fn start(
         checks.get_or_insert(Checks::Apart(ours));
         memories.push(memory);
     }
-    let joined = joined.wait(2 * CUT_OFF);
+    let joined = joined.wait_blocking(2 * CUT_OFF);
     let checks = checks.ok_or_else(|| refused("an engine without ranks"))?;
     joined.map(|()| (memories, processes, checks))
 }
@@ -95,7 +95,7 @@ pub(crate) fn run(setup: &str) -> ! {
         let memory = Arc::new(RankMemory::adopt(&shape, rank, file)?);
         checking::serve(Arc::clone(&memory), answers);
         joined.register(memory.caches()?, [memory.memory.clone()])?;
-        joined.wait(LIFE).unwrap_or_else(|| {
+        joined.ended_blocking(LIFE).unwrap_or_else(|| {
             Err(Error::new(ErrorKind::TimedOut, "the engine lives longer than a test"))
         })
     };

@@ -269,10 +269,10 @@ impl Engine {
     }
 
     fn sweep(&mut self) {
-        swept(&mut self.leases, &mut self.free, |lease| lease.wait(Duration::ZERO));
+        swept(&mut self.leases, &mut self.free, |lease| lease.wait_blocking(Duration::ZERO));
         let (queue, connector) = (&mut self.queue, &self.connector);
         swept(&mut self.held, &mut self.free, |holder| match holder {
-            Holder::Fetch(held) => held.wait(Duration::ZERO).map_err(Holder::Fetch),
+            Holder::Fetch(held) => held.wait_blocking(Duration::ZERO).map_err(Holder::Fetch),
             Holder::Queued(request) => {
                 queue.released(connector, &request).ok_or(Holder::Queued(request))
             }
@@ -474,7 +474,7 @@ impl Engine {
         let Load { fetch, begun, prompt, blocks, cached, tokens } =
             load.ok_or_else(|| Error::new(ErrorKind::Invalid, format!("no load {request}")))?;
         let ended = match fetch {
-            Some(fetch) => fetch.wait(patience).ok().map(|end| end.map_err(Failed::from)),
+            Some(fetch) => fetch.wait_blocking(patience).ok().map(|end| end.map_err(Failed::from)),
             None => self.queue.end(&self.connector, &request.into(), patience),
         };
         let took = begun.elapsed();

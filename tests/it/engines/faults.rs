@@ -248,12 +248,12 @@ impl Two {
 
     /// Whether reads come to an end though the other side stands still.
     fn reads_end_alone(&self) -> Result<bool, Failure> {
-        Ok(self.standing()?.reads_settle_alone)
+        Ok(self.status()?.reads_settle_alone)
     }
 
     /// That of the backend of both.
-    fn standing(&self) -> Result<Standing, Failure> {
-        libraries::standing(&self.decode.spec.backends[0]).map_err(Failure::new)
+    fn status(&self) -> Result<Standing, Failure> {
+        libraries::status(&self.decode.spec.backends[0]).map_err(Failure::new)
     }
 
     fn all_free(&mut self) -> Check {
@@ -321,7 +321,7 @@ fn that_outlive_kills(backend: &str) -> Result<Vec<(String, String)>, (String, &
     if backend != "UCX" {
         return Ok(Vec::new());
     }
-    let found = libraries::standing(backend).map_err(|why| (why, "see the reason"))?;
+    let found = libraries::status(backend).map_err(|why| (why, "see the reason"))?;
     let mut numbers = found.version.split('.').map(|number| number.parse().unwrap_or_default());
     let version = (numbers.next().unwrap_or_default(), numbers.next().unwrap_or_default());
     if version >= OUTLIVES_KILLS {

@@ -9,7 +9,8 @@ use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use kvx::{Capabilities, Revocation};
+use kvx::Capabilities;
+use kvx_core::Revocation;
 use kvx_testkit::Child;
 use serde::{Deserialize, Serialize};
 
@@ -60,7 +61,7 @@ pub(crate) fn has_packages(environment: &Path, packages: [&str; 3]) -> bool {
 ///
 /// # Errors
 /// Why it cannot be used.
-pub(crate) fn standing(backend: &str) -> Result<Standing, String> {
+pub(crate) fn status(backend: &str) -> Result<Standing, String> {
     static KNOWN: Mutex<Option<HashMap<String, Result<Standing, String>>>> = Mutex::new(None);
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     let known = known.get_or_insert_default();

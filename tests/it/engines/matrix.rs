@@ -366,7 +366,7 @@ fn conversation(backend: &str) -> Check {
 }
 
 fn has_rixl() -> Result<(), Missing> {
-    libraries::standing("RIXL").map(drop).map_err(|why| (why, "see the reason"))
+    libraries::status("RIXL").map(drop).map_err(|why| (why, "see the reason"))
 }
 
 fn side_by_side(backend: &str) -> Check {

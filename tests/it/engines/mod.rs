@@ -68,7 +68,7 @@ impl Case {
         let title = format!("engines::{backend}::{name}");
         let test = move || -> Check {
             let missing =
-                libraries::standing(backend).map(drop).map_err(|why| (why, "see the reason"));
+                libraries::status(backend).map(drop).map_err(|why| (why, "see the reason"));
             match missing.and_then(|()| needs()) {
                 Ok(()) => run(backend),
                 Err((reason, cure)) => {

@@ -72,7 +72,7 @@ impl Queue {
                 finish(connector, request);
                 return Some(end);
             }
-            if !connector.wait(until.saturating_duration_since(Instant::now())) {
+            if !connector.outcomes_ready_blocking(until.saturating_duration_since(Instant::now())) {
                 return None;
             }
         }

@@ -66,7 +66,7 @@ fn round(setup: &Setup, op: Op) -> Result<(Vec<bool>, Duration), Failure> {
     let done = transfers(setup, op, &near, &far);
     for agent in [near, far] {
         let begun = Instant::now();
-        agent.shutdown(SHUTDOWN).wait(CUT_OFF).ok(); // what a lost machine held is in quarantine
+        agent.shutdown(SHUTDOWN).wait_blocking(CUT_OFF).ok(); // what a lost machine held is in quarantine
         if begun.elapsed() > SHUTDOWN + 2 * GRACE {
             return Err(Failure::new(format!("a shutdown took {:?}", begun.elapsed())));
         }

@@ -97,7 +97,7 @@ impl Run {
     fn unpark(&mut self) {
         let Link { from_peer, taken, room, to_initiator, .. } = &mut self.link;
         while let Some(notice) = from_peer.deliver_next(|bytes| {
-            *room = room.checked_sub(1).ok_or(Full)?;
+            *room = room.checked_sub(1).ok_or(QueueFull)?;
             taken.push(bytes.to_vec());
             Ok(())
         }) {
@@ -186,7 +186,10 @@ impl Run {
                 assert_eq!(self.confirmed.len() as u64, REGIONS);
                 assert!(!self.link.to_peer.awaits_answer() && !self.link.imports.awaits_answer());
                 assert_eq!(self.link.taken.len(), self.ends.len());
-                return self.ends.into_iter().for_each(|end| end.wait(Duration::ZERO).unwrap());
+                return self
+                    .ends
+                    .into_iter()
+                    .for_each(|end| end.wait_blocking(Duration::ZERO).unwrap());
             }
             End::OwnerKilled => while self.initiator_hears() {},
             End::InitiatorKilled => while self.owner_hears() {},
@@ -216,7 +219,7 @@ impl Run {
         assert!(!link.to_peer.awaits_answer() && link.to_peer.next_to_send().is_none());
         assert!(link.from_peer.deliver_next(|_| Ok(())).is_none());
         for (number, end) in self.ends.into_iter().enumerate() {
-            match end.wait(Duration::ZERO) {
+            match end.wait_blocking(Duration::ZERO) {
                 Ok(()) => assert!(number < link.taken.len(), "{number} has not arrived"),
                 Err(why) => assert_eq!(why.kind(), ErrorKind::PeerLost, "{number}"),
             }

@@ -3,7 +3,8 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use kvx_core::{Error, Result, Ticket};
+use kvx_core::backend::Ticket;
+use kvx_core::{Error, Result};
 
 /// Where ranks join their engine.
 #[derive(Clone, Debug)]

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 use kvx_core::{Completion, Deadline, Error, ErrorKind, Memory, Registry, Result, Secret};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -209,8 +209,8 @@ impl JoinedRank {
     }
 
     /// As [`ended`](Self::ended), without a runtime. `None`: not by the deadline.
-    pub fn wait(&self, deadline: impl Into<Deadline>) -> Option<Result<()>> {
-        self.connector.wait(deadline).then(|| self.end())
+    pub fn ended_blocking(&self, deadline: impl Into<Deadline>) -> Option<Result<()>> {
+        self.connector.outcomes_ready_blocking(deadline).then(|| self.end())
     }
 
     fn end(&self) -> Result<()> {

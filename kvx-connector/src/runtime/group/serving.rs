@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 use kvx_core::{Error, ErrorKind, Result, Secret};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};

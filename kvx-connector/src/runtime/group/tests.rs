@@ -90,7 +90,7 @@ fn what_a_rank_says_out_of_turn_is_refused() {
     assert_eq!(hears(one, ToHead::GivesBack).unwrap_err().kind(), ErrorKind::Closed);
     assert_eq!(hears(one, pool(7)).unwrap_err().kind(), ErrorKind::Closed);
     members::lose(shared, other, "a test", true);
-    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
 #[test]
@@ -112,5 +112,5 @@ fn a_rank_that_is_started_again_has_to_restart_its_engine() {
     assert_eq!(error.kind(), ErrorKind::Closed);
     let words = "rank pp 0 tp 1 (process 1): its process has ended; it does not come back: restart the engine";
     assert!(error.to_string().contains(words), "{error}");
-    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }

@@ -110,7 +110,7 @@ pub(in super::super) fn own_request(
     own: &RegisteredCaches,
 ) -> Result<PullRequest> {
     let settings = &shared.setup.settings;
-    let mut metadata = kvx_core::Metadata::decode(&own.agent.metadata()?)?;
+    let mut metadata = kvx_core::backend::Metadata::decode(&own.agent.metadata()?)?;
     // No name of an engine: this is told to kvx, which reaches the agent by what follows.
     let mut told = PullRequest::new(
         format!("kvx-{}", metadata.identity.incarnation),
@@ -121,7 +121,7 @@ pub(in super::super) fn own_request(
     told.remote_pp_size = settings.pp_size;
     tell_layout(&own.caches, &mut told)?;
     // Odd, as vLLM's are.
-    told.layout_id = (kvx_core::random_number()? >> 1) | 1;
+    told.layout_id = (kvx_core::backend::random_number()? >> 1) | 1;
     told.kvx_block_size = Some(settings.block_size);
     // What is written to is granted for each request.
     metadata.regions.clear();

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 use tokio::sync::mpsc;
 
 use kvx_vllm::engine::WorkerRank;

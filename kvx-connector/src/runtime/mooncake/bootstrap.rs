@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 use kvx_core::{Error, ErrorKind, Result, Secret};
 use serde_json::json;
 use tokio::net::{TcpListener, TcpStream};
@@ -189,7 +189,7 @@ impl BootstrapState {
     fn registered(&self, request: &HttpMessage, nonce: Option<String>) -> Result<Option<String>> {
         if let Some(secret) = &self.secret {
             let Some(proof) = request.header(&proof::PROOF.to_ascii_lowercase()) else {
-                let fresh = kvx_core::random_key()?;
+                let fresh = kvx_core::backend::random_key()?;
                 return Ok(Some(fresh.iter().map(|byte| format!("{byte:02x}")).collect()));
             };
             proof::check(secret, nonce.as_deref(), &request.body, proof)?;

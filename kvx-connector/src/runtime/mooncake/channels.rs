@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 use kvx_core::{Error, ErrorKind, Result};
 use kvx_vllm::config::RankNumbers;
 use tokio::net::TcpListener;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 
 use super::super::zmtp::Client;
 

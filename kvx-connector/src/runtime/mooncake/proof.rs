@@ -63,7 +63,7 @@ pub(super) fn check(secret: &Secret, nonce: Option<&str>, body: &[u8], proof: &s
 
 /// The frame beside a question, and what its answers are bound to.
 pub(super) fn seal_question(secret: &Secret, question: &[u8]) -> Result<(Nonce, Vec<u8>)> {
-    let nonce = kvx_core::random_key()?;
+    let nonce = kvx_core::backend::random_key()?;
     let proof = mac(secret, ASKS, &nonce, question).finalize().into_bytes();
     Ok((nonce, [&nonce[..], &proof].concat()))
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 use tokio::task::AbortHandle;
 
 use super::super::zmtp::Budget;

@@ -294,8 +294,8 @@ fn fetches(prefill: &Connector, decode: &Connector) {
     let blocks = |at: u32| BlockLists::single(&[at][..]);
     let (lease, params) = Prefill::new(prefill).publish("r", blocks(1), 16).unwrap();
     let fetch = Decode::new(decode).fetch("r", &params, 0, blocks(2), LIMIT);
-    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..16 });
-    lease.wait(LIMIT).unwrap();
+    assert_eq!(fetch.wait_blocking(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..16 });
+    lease.wait_blocking(LIMIT).unwrap();
 }
 
 #[test]
@@ -346,8 +346,8 @@ fn layouts_and_grants_that_lie_are_written_nowhere() {
     }
     let fetch =
         Decode::new(&decode).fetch("d-1", &params, 0, BlockLists::single(&[3, 2][..]), LIMIT);
-    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..32 });
-    lease.wait(LIMIT).unwrap();
+    assert_eq!(fetch.wait_blocking(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..32 });
+    lease.wait_blocking(LIMIT).unwrap();
     fetches(&prefill, &decode);
 }
 
@@ -371,7 +371,7 @@ fn a_connection_is_kept_for_the_next_question_until_its_other_end_leaves() {
         idle.keep(at.as_str().into(), kept);
     });
     fetches(&prefill, &decode);
-    prefill.shutdown(LIMIT).wait(LIMIT).unwrap();
+    prefill.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
     run(async {
         let idle = &decode.shared().mooncake.idle;
         let kept = idle.only().expect("it has answered again");

@@ -193,7 +193,7 @@ impl SideClient {
         request: HandshakeRequest,
     ) -> Result<Message> {
         let secret = self.secret.as_ref();
-        let request = KvxRequest { request, nonce: kvx_core::random_key()?, proof: None };
+        let request = KvxRequest { request, nonce: kvx_core::backend::random_key()?, proof: None };
         let request = proof::prove_question(secret, &challenge, request);
         let answer = client.ask(&request.encode(), self.limit).await?;
         let Some(secret) = secret else { return Ok(answer) };

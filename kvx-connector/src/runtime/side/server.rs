@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 use kvx_core::{Error, ErrorKind, Result, Secret};
 use tokio::net::TcpListener;
 
@@ -221,7 +221,7 @@ impl Handler for SideHandler {
 
 impl SideHandler {
     fn answer_anybody(&self, session: &mut Session, message: &[Vec<u8>]) -> Result<Vec<Arc<[u8]>>> {
-        let nonce = kvx_core::random_key()?;
+        let nonce = kvx_core::backend::random_key()?;
         let told = self.told.lock();
         let reply = told.anybody.answer(message, self.clock.now())?;
         if let Some(refusal) = reply.refusal() {

@@ -135,7 +135,7 @@ fn on_devices_shm_alone_reads_none_into_the_host(backend: &str) {
         (fleet(on_device("prefill", 1)), fleet(in_host_memory("decode", 1)));
     prefill.compute(1, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
-    let error = decode.fetch("d", &params, &[1], LIMIT).wait_blocking().unwrap_err();
+    let error = decode.fetch("d", &params, &[1], LIMIT).join().unwrap_err();
     assert!(error.to_string().contains("use TCP"), "{error}");
     prefill.end();
     decode.end();
@@ -149,9 +149,9 @@ fn calls_of_a_load(extra: &str, buffer: &str) -> [u64; 2] {
     for round in 1..=2 {
         prefill.compute(round, &[5, 6, 8], 3 * BLOCK);
         let (lease, params) = prefill.publish(&format!("p{round}"), &[5, 6, 8], 3 * BLOCK).unwrap();
-        decode.fetch(&format!("d{round}"), &params, &[1, 2, 3], LIMIT).wait_blocking().unwrap();
+        decode.fetch(&format!("d{round}"), &params, &[1, 2, 3], LIMIT).join().unwrap();
         assert_eq!(decode.wrong(round, &[1, 2, 3], 0..3 * BLOCK), 0, "{buffer}");
-        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+        assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
     }
     let mut called = |function| {
         let counts =
@@ -217,7 +217,7 @@ fn on_devices_chunks_are_copied_before_the_end(_: &str) {
     let status = Status::LengthCapped;
     let ending = Ending { status, blocks, computed: tokens, cached: None, reference: None };
     let params = prefill.connector.request_finished(&request, ending).params.unwrap();
-    decode.fetch("d", &params, &there, LIMIT).wait_blocking().unwrap();
+    decode.fetch("d", &params, &there, LIMIT).join().unwrap();
     assert_eq!(decode.wrong(1, &there, 0..tokens), 0);
     prefill.end();
     decode.end();

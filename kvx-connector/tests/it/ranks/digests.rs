@@ -27,7 +27,7 @@ fn digesting(engine: &str, backend: &str, tp: u32) -> Fleet {
 }
 
 fn load(decode: &Fleet, request: &str, params: &TransferParams) -> Result<(), LoadError> {
-    decode.fetch(request, params, &[1, 2, 3], LIMIT).wait_blocking().map(drop)
+    decode.fetch(request, params, &[1, 2, 3], LIMIT).join().map(drop)
 }
 
 fn blocks_are_published_with_their_digests(backend: &str) {
@@ -41,7 +41,7 @@ fn blocks_are_published_with_their_digests(backend: &str) {
                 prefill.publish(&format!("p{round}"), &[5, 6, 8], 3 * BLOCK).unwrap();
             load(&decode, &format!("d{round}"), &params).unwrap();
             assert_eq!(decode.wrong(round, &[1, 2, 3], 0..3 * BLOCK), 0, "{from} to {to}");
-            assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+            assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
         }
         prefill.end();
         decode.end();

@@ -96,7 +96,7 @@ fn free(request: &str) -> Vec<Outcome> {
 
 fn blocks_are_free_when_all_words_are_raised(backend: &str) {
     taken_back_blocks_are_noticed(backend, |prefill| {
-        assert!(prefill.wait(LIMIT));
+        assert!(prefill.outcomes_ready_blocking(LIMIT));
         assert_eq!(prefill.outcomes(), free("p"));
     });
 }
@@ -108,12 +108,16 @@ fn a_stopped_rank_holds_blocks(backend: &str) {
     prefill.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));
     // The other request still has the block, so nothing is raised.
     drop(kept);
-    assert!(prefill.connector.wait(LIMIT));
+    assert!(prefill.connector.outcomes_ready_blocking(LIMIT));
     assert_eq!(prefill.connector.outcomes(), free("q"));
     drop(lease);
-    assert!(!prefill.connector.wait(Duration::from_secs(2)), "{:?}", prefill.connector.outcomes());
+    assert!(
+        !prefill.connector.outcomes_ready_blocking(Duration::from_secs(2)),
+        "{:?}",
+        prefill.connector.outcomes()
+    );
     prefill.ranks[1].go_on().unwrap_or_else(|why| panic!("{why}"));
-    assert!(prefill.connector.wait(LIMIT));
+    assert!(prefill.connector.outcomes_ready_blocking(LIMIT));
     assert_eq!(prefill.connector.outcomes(), free("p"));
     prefill.end();
 }
@@ -125,7 +129,7 @@ fn what_a_killed_rank_had_published_is_lost(backend: &str) {
     let (lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     let (taken_back, _) = prefill.publish("q", &[6], BLOCK).unwrap();
     prefill.ranks[1].kill().unwrap_or_else(|why| panic!("{why}"));
-    let error = decode.fetch("d", &params, &[1], LIMIT).wait_blocking().unwrap_err();
+    let error = decode.fetch("d", &params, &[1], LIMIT).join().unwrap_err();
     assert!(
         !matches!(error.failure, LoadFailure::Rank(_)),
         "the other engine's rank is lost: {error}"
@@ -137,18 +141,19 @@ fn what_a_killed_rank_had_published_is_lost(backend: &str) {
     );
     // A killed process cannot be told from one that is cut off, and serves what it had: nobody says `Free` of that.
     drop(taken_back);
-    assert!(prefill.connector.wait(LIMIT));
+    assert!(prefill.connector.outcomes_ready_blocking(LIMIT));
     let is_lost = Outcome::Lost { request: "q".into(), kept: Kept::Request };
     assert_eq!(prefill.connector.outcomes(), [is_lost]);
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Lost);
-    let error = prefill.connector.shutdown(Duration::from_secs(2)).wait(LIMIT).unwrap_err();
+    assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Lost);
+    let error =
+        prefill.connector.shutdown(Duration::from_secs(2)).wait_blocking(LIMIT).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::StillShared, "{error}");
     decode.end();
 }
 
 fn what_a_killed_rank_was_filling_is_lost(backend: &str) {
     let (prefill, _decode, error) = killed_in_mid_load(backend, 1);
-    assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Lost);
+    assert_eq!(error.held.wait_blocking(LIMIT).unwrap(), Released::Lost);
     prefill.end();
 }
 
@@ -165,7 +170,7 @@ fn a_rank_that_is_cut_off_is_missed(backend: &str) {
     let why = lost(&decode, &params, MISSED);
     assert!(why.contains("rank pp 0 tp 1"), "{why}");
     drop(lease);
-    assert!(prefill.connector.wait(MISSED));
+    assert!(prefill.connector.outcomes_ready_blocking(MISSED));
     let is_lost = Outcome::Lost { request: "q".into(), kept: Kept::Request };
     assert!(prefill.connector.outcomes().contains(&is_lost), "the rank may still have served it");
     assert!(began.elapsed() < 2 * MISSED, "{:?}", began.elapsed());
@@ -206,7 +211,7 @@ fn who_has_another_secret_or_none_is_not_let_in(backend: &str) {
     std::fs::remove_file(theirs).unwrap();
     // The engine is as it was.
     assert_eq!(heard(&rank(&decode.path, 0, 1)), "ready");
-    whole.wait(LIMIT).unwrap();
+    whole.wait_blocking(LIMIT).unwrap();
 }
 
 fn a_crowd_of_strangers_keeps_no_rank_out(backend: &str) {
@@ -228,20 +233,24 @@ fn a_crowd_of_strangers_keeps_no_rank_out(backend: &str) {
     let began = Instant::now();
     let come = rank(&decode.path, 0, 1);
     assert_eq!(heard(&come), "ready");
-    whole.wait(LIMIT).unwrap();
+    whole.wait_blocking(LIMIT).unwrap();
     assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
 }
 
 fn a_port_has_to_be_named(backend: &str) {
     let connector = builder("engine", &extra(backend)).build_blocking().unwrap();
-    let error =
-        connector.group_over_tcp(([127, 0, 0, 1], 0).into(), LIMIT).wait(LIMIT).unwrap_err();
+    let error = connector
+        .group_over_tcp(([127, 0, 0, 1], 0).into(), LIMIT)
+        .wait_blocking(LIMIT)
+        .unwrap_err();
     assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains("port"), "{error}");
 }
 
 fn without_a_secret() {
     let connector = builder("engine", &extra("TCP")).build_blocking().unwrap();
-    let error =
-        connector.group_over_tcp(([127, 0, 0, 1], 4711).into(), LIMIT).wait(LIMIT).unwrap_err();
+    let error = connector
+        .group_over_tcp(([127, 0, 0, 1], 4711).into(), LIMIT)
+        .wait_blocking(LIMIT)
+        .unwrap_err();
     assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains(VARIABLE), "{error}");
 }

@@ -57,8 +57,7 @@ pub(crate) fn lost(
 ) -> String {
     let until = Instant::now() + within;
     for number in 0.. {
-        let error =
-            decode.fetch(&format!("look{number}"), params, &[9], LIMIT).wait_blocking().err();
+        let error = decode.fetch(&format!("look{number}"), params, &[9], LIMIT).join().err();
         match error.map(|error| error.failure) {
             Some(LoadFailure::Rank(why) | LoadFailure::Refused(why)) => return why,
             other => assert!(Instant::now() < until, "no rank is lost: {other:?}"),
@@ -69,7 +68,7 @@ pub(crate) fn lost(
 }
 
 fn ended(whole: Completion<()>) -> Error {
-    whole.wait(LIMIT).unwrap_err()
+    whole.wait_blocking(LIMIT).unwrap_err()
 }
 
 fn a_killed_rank_ends_the_loads_of_its_engine(backend: &str) {
@@ -89,10 +88,10 @@ fn a_killed_rank_ends_the_loads_of_its_engine(backend: &str) {
         "{said}"
     );
     // The blocks of the prefill come back with their lease at the latest.
-    assert!(lease.wait(LIMIT).unwrap().is_free());
+    assert!(lease.wait_blocking(LIMIT).unwrap().is_free());
     prefill.end();
     // What the killed process had is gone with it: nothing touches a block any more.
-    decode.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    decode.connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
 /// A prefill and a decode, of which this rank was killed in the middle of a load; and how that has failed.
@@ -104,9 +103,9 @@ pub(crate) fn killed_in_mid_load(backend: &str, rank: usize) -> (Fleet, Fleet, L
     // It stands still, so the load is open when it is killed.
     decode.ranks[rank].stop().unwrap_or_else(|why| panic!("{why}"));
     let fetch = decode.fetch("d", &params, &[1], LIMIT);
-    let fetch = fetch.wait(Duration::from_millis(200)).expect_err("a rank stands still");
+    let fetch = fetch.wait_blocking(Duration::from_millis(200)).expect_err("a rank stands still");
     decode.ranks[rank].kill().unwrap_or_else(|why| panic!("{why}"));
-    let error = fetch.wait_blocking().unwrap_err();
+    let error = fetch.join().unwrap_err();
     let LoadFailure::Rank(why) = &error.failure else { panic!("{error:?}") };
     assert!(why.contains(&format!("rank pp 0 tp {rank}")), "{why}");
     assert_eq!(error.invalid, [1]);
@@ -117,7 +116,7 @@ fn a_rank_that_is_killed_in_mid_load_fails_it(backend: &str) {
     let (prefill, decode, error) = killed_in_mid_load(backend, 0);
     assert!(error.held.is_empty(), "the killed process touches nothing any more");
     prefill.end();
-    decode.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    decode.connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
 fn a_stopped_rank_costs_its_deadline_and_blocks(backend: &str) {
@@ -127,16 +126,15 @@ fn a_stopped_rank_costs_its_deadline_and_blocks(backend: &str) {
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     decode.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));
     let began = Instant::now();
-    let error =
-        decode.fetch("d", &params, &[1], Duration::from_secs(1)).wait_blocking().unwrap_err();
+    let error = decode.fetch("d", &params, &[1], Duration::from_secs(1)).join().unwrap_err();
     assert_eq!(error.failure, LoadFailure::Deadline);
     assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
     assert!(!error.held.is_empty(), "the rank may still write to the block");
     // Nobody can say what it does when it goes on.
-    assert_eq!(error.held.wait(Duration::from_secs(15)).unwrap(), Released::Lost);
+    assert_eq!(error.held.wait_blocking(Duration::from_secs(15)).unwrap(), Released::Lost);
     let why = lost(&decode, &params, LIMIT);
     assert!(why.contains("rank pp 0 tp 1") && why.contains("nothing was heard"), "{why}");
-    let error = decode.connector.shutdown(Duration::from_secs(1)).wait(LIMIT).unwrap_err();
+    let error = decode.connector.shutdown(Duration::from_secs(1)).wait_blocking(LIMIT).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::StillShared, "{error}");
     // It ends when it goes on.
     decode.ranks[1].go_on().unwrap_or_else(|why| panic!("{why}"));
@@ -153,11 +151,11 @@ fn a_rank_that_stands_still_a_while_costs_no_more(backend: &str) {
     let (lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     decode.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));
     let fetch = decode.fetch("d", &params, &[1], LIMIT);
-    let fetch = fetch.wait(Duration::from_secs(2)).expect_err("a rank stands still");
+    let fetch = fetch.wait_blocking(Duration::from_secs(2)).expect_err("a rank stands still");
     decode.ranks[1].go_on().unwrap_or_else(|why| panic!("{why}"));
-    fetch.wait_blocking().unwrap();
+    fetch.join().unwrap();
     assert_eq!(decode.wrong(1, &[1], 0..BLOCK), 0);
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+    assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
     prefill.end();
     decode.end();
 }
@@ -169,14 +167,13 @@ fn a_stopped_prefill_rank_costs_loads_their_deadline(backend: &str) {
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     prefill.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));
     let began = Instant::now();
-    let error =
-        decode.fetch("d", &params, &[1], Duration::from_secs(1)).wait_blocking().unwrap_err();
+    let error = decode.fetch("d", &params, &[1], Duration::from_secs(1)).join().unwrap_err();
     assert!(began.elapsed() < Duration::from_secs(2), "{:?}: {error}", began.elapsed());
     prefill.ranks[1].go_on().unwrap_or_else(|why| panic!("{why}"));
-    assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(error.held.wait_blocking(LIMIT).unwrap(), Released::Free);
     prefill.compute(2, &[6], BLOCK);
     let (_lease, params) = prefill.publish("q", &[6], BLOCK).unwrap();
-    decode.fetch("e", &params, &[1], LIMIT).wait_blocking().unwrap();
+    decode.fetch("e", &params, &[1], LIMIT).join().unwrap();
     assert_eq!(decode.wrong(2, &[1], 0..BLOCK), 0);
     prefill.end();
     decode.end();
@@ -187,13 +184,12 @@ fn a_reader_notices_reuse_while_a_rank_is_stopped(backend: &str) {
         (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 1));
     prefill.compute(1, &[5], BLOCK);
     let (_first, params) = prefill.publish("p1", &[4], BLOCK).unwrap();
-    decode.fetch("d1", &params, &[1], LIMIT).wait_blocking().unwrap();
+    decode.fetch("d1", &params, &[1], LIMIT).join().unwrap();
     let (lease, params) = prefill.publish("p2", &[5], BLOCK).unwrap();
     prefill.ranks[0].stop().unwrap_or_else(|why| panic!("{why}"));
     // The engine takes the block back, and needs no word of the rank for it.
     drop(lease);
-    let error =
-        decode.fetch("d2", &params, &[2], Duration::from_secs(3)).wait_blocking().unwrap_err();
+    let error = decode.fetch("d2", &params, &[2], Duration::from_secs(3)).join().unwrap_err();
     assert_eq!(error.failure, LoadFailure::Stale);
     prefill.ranks[0].go_on().unwrap_or_else(|why| panic!("{why}"));
     prefill.end();
@@ -207,17 +203,17 @@ fn a_killed_prefill_rank_withholds_what_it_had(backend: &str) {
     let (lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     prefill.ranks[0].kill().unwrap_or_else(|why| panic!("{why}"));
     let began = Instant::now();
-    let error = decode.fetch("d", &params, &[1], LIMIT).wait_blocking().unwrap_err();
+    let error = decode.fetch("d", &params, &[1], LIMIT).join().unwrap_err();
     assert!(began.elapsed() < LIMIT + Duration::from_secs(1));
     assert!(
         !matches!(error.failure, LoadFailure::Rank(_)),
         "the other engine's rank is lost: {error}"
     );
     // The other rank keeps them for its lease.
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Expired);
+    assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Expired);
     let error = prefill.publish("q", &[6], BLOCK).map(|_| ()).unwrap_err();
     assert!(error.to_string().contains("a rank of this engine is not there"), "{error}");
-    prefill.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    prefill.connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
     decode.end();
 }
 
@@ -251,7 +247,7 @@ fn a_rank_that_does_not_exist_is_refused(backend: &str) {
 fn a_shutdown_before_all_have_come_says_so(backend: &str) {
     let (decode, whole) = Fleet::awaiting("decode", backend, 2, Duration::from_secs(60));
     // There was no process that could touch anything.
-    decode.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    decode.connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
     let error = ended(whole);
     assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
     assert!(!decode.path.exists(), "the socket goes with the connector");
@@ -265,7 +261,7 @@ fn a_rank_that_never_comes_is_named_in_time(backend: &str) {
     decode.ranks.push(rank(&decode.path, 0, 2));
     assert_eq!(heard(&decode.ranks[0]), "ready");
     // Until then nothing is loaded, and that is said.
-    let early = decode.fetch("early", &params, &[1], LIMIT).wait_blocking().unwrap_err();
+    let early = decode.fetch("early", &params, &[1], LIMIT).join().unwrap_err();
     assert!(early.to_string().contains("rank pp 0 tp 1 has not joined"), "{early}");
     let error = ended(whole);
     assert_eq!(error.kind(), ErrorKind::TimedOut);
@@ -313,7 +309,7 @@ fn a_rank_that_leaves_is_missed(backend: &str) {
     assert_eq!(heard(&decode.ranks[0]), "Ok(())");
     let why = lost(&decode, &params, LIMIT);
     assert!(why.contains("rank pp 0 tp 0") && why.contains("it has left the engine"), "{why}");
-    decode.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    decode.connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
     prefill.end();
 }
 
@@ -407,5 +403,5 @@ fn nonsense_at_the_socket_ends_nothing(backend: &str) {
     }
     let rank = rank(&decode.path, 0, 1);
     assert_eq!(heard(&rank), "ready");
-    whole.wait(LIMIT).unwrap();
+    whole.wait_blocking(LIMIT).unwrap();
 }

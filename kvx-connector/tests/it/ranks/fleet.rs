@@ -105,7 +105,7 @@ impl Fleet {
     ) -> Self {
         let (mut fleet, whole) = Fleet::awaited(builder, engine, tp, LIMIT);
         fleet.ranks = (0..tp).map(|at| start(&fleet.path, at, tp)).collect();
-        whole.wait(LIMIT).unwrap();
+        whole.wait_blocking(LIMIT).unwrap();
         for rank in &fleet.ranks {
             assert_eq!(heard(rank), "ready");
         }
@@ -203,7 +203,7 @@ impl Fleet {
 
     /// Ends it: its ranks say that nothing touches their memory any more.
     pub(crate) fn end(mut self) {
-        self.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+        self.connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
         let ended = self.ask("ended");
         assert!(ended.iter().all(|answer| answer == "ended"), "{ended:?}");
         assert!(!self.path.exists(), "the socket is left behind");

@@ -60,8 +60,7 @@ fn arrives(prefill: &mut Fleet, decode: &mut Fleet, request: u16, block: u32) {
     prefill.compute(request, &[block], BLOCK);
     let (lease, params) = prefill.publish(&format!("p{request}"), &[block], BLOCK).unwrap();
     let until = Instant::now() + Duration::from_secs(4);
-    let fetch =
-        |at: u32| decode.fetch(&format!("d{request}-{at}"), &params, &[1], LIMIT).wait_blocking();
+    let fetch = |at: u32| decode.fetch(&format!("d{request}-{at}"), &params, &[1], LIMIT).join();
     for at in 0.. {
         match fetch(at) {
             Ok(_) => break,
@@ -73,7 +72,7 @@ fn arrives(prefill: &mut Fleet, decode: &mut Fleet, request: u16, block: u32) {
         }
     }
     assert_eq!(decode.wrong(request, &[1], 0..BLOCK), 0);
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+    assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
 }
 
 /// Nothing is published.
@@ -111,19 +110,18 @@ fn a_rank_alone_registers_anew_under_a_lease(backend: &str) {
     prefill.compute(2, &[5], BLOCK);
     let (lease, params) = prefill.publish("kept", &[5], BLOCK).unwrap();
     give_back(&mut prefill, 0);
-    let error =
-        decode.fetch("early", &params, &[1], Duration::from_secs(3)).wait_blocking().unwrap_err();
+    let error = decode.fetch("early", &params, &[1], Duration::from_secs(3)).join().unwrap_err();
     assert_eq!(error.invalid, [1], "{error}");
     register(&mut prefill, 0, BLOCKS);
     // What was published holds something else on that rank now.
-    decode.fetch("late", &params, &[1], Duration::from_secs(3)).wait_blocking().unwrap_err();
+    decode.fetch("late", &params, &[1], Duration::from_secs(3)).join().unwrap_err();
     arrives(&mut prefill, &mut decode, 3, 6);
-    assert!(lease.wait(LIMIT).unwrap().is_free());
+    assert!(lease.wait_blocking(LIMIT).unwrap().is_free());
     // The words are those of both ranks still: what is taken back is noticed.
     prefill.compute(4, &[7], BLOCK);
     let (lease, params) = prefill.publish("taken back", &[7], BLOCK).unwrap();
     drop(lease);
-    decode.fetch("stale", &params, &[1], LIMIT).wait_blocking().unwrap_err();
+    decode.fetch("stale", &params, &[1], LIMIT).join().unwrap_err();
     prefill.end();
     decode.end();
 }
@@ -135,7 +133,7 @@ fn a_decode_rank_registers_anew(backend: &str) {
     prefill.compute(2, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     give_back(&mut decode, 1);
-    let error = decode.fetch("refused", &params, &[1], LIMIT).wait_blocking().unwrap_err();
+    let error = decode.fetch("refused", &params, &[1], LIMIT).join().unwrap_err();
     for words in ["rank pp 0 tp 1 (", ") has given its caches back"] {
         assert!(error.to_string().contains(words), "{error}");
     }
@@ -155,12 +153,12 @@ fn nothing_is_pushed_of_caches_that_were_given_back(backend: &str) {
     let (lease, params) = publish(&mut prefill, "early", 1);
     give_back(&mut prefill, 0);
     register(&mut prefill, 0, BLOCKS);
-    decode.fetch("early", &params, &[1], Duration::from_secs(2)).wait_blocking().unwrap_err();
-    assert!(lease.wait(LIMIT).unwrap().is_free());
+    decode.fetch("early", &params, &[1], Duration::from_secs(2)).join().unwrap_err();
+    assert!(lease.wait_blocking(LIMIT).unwrap().is_free());
     let (lease, params) = publish(&mut prefill, "late", 2);
-    decode.fetch("late", &params, &[1], LIMIT).wait_blocking().unwrap();
+    decode.fetch("late", &params, &[1], LIMIT).join().unwrap();
     assert_eq!(decode.wrong(2, &[1], 0..BLOCK), 0);
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+    assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
     prefill.end();
     decode.end();
 }
@@ -174,7 +172,7 @@ fn caches_that_are_read_are_given_back_later(backend: &str) {
     let (lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     decode.ranks[0].stop().unwrap_or_else(|why| panic!("{why}"));
     let fetch = decode.fetch("d", &params, &[1], LIMIT);
-    let fetch = fetch.wait(Duration::from_millis(200)).expect_err("its rank stands still");
+    let fetch = fetch.wait_blocking(Duration::from_millis(200)).expect_err("its rank stands still");
     let began = Instant::now();
     let said = prefill.ask_one(0, "give_back 500");
     assert!(began.elapsed() < Duration::from_secs(3), "{:?}", began.elapsed());
@@ -187,10 +185,10 @@ fn caches_that_are_read_are_given_back_later(backend: &str) {
     decode.ranks[0].go_on().unwrap_or_else(|why| panic!("{why}"));
     give_back(&mut prefill, 0);
     // What of it was read has come whole, or the load has failed.
-    if fetch.wait_blocking().is_ok() {
+    if fetch.join().is_ok() {
         assert_eq!(decode.wrong(2, &[1], 0..BLOCK), 0);
     }
-    assert!(lease.wait(LIMIT).unwrap().is_free());
+    assert!(lease.wait_blocking(LIMIT).unwrap().is_free());
     register(&mut prefill, 0, BLOCKS);
     arrives(&mut prefill, &mut decode, 3, 6);
     prefill.end();
@@ -203,7 +201,7 @@ fn a_rank_that_has_no_caches_gives_none_back(backend: &str) {
     assert_eq!(heard(&prefill.ranks[0]), "joined");
     give_back(&mut prefill, 0);
     register(&mut prefill, 0, BLOCKS);
-    whole.wait(LIMIT).unwrap();
+    whole.wait_blocking(LIMIT).unwrap();
     let mut decode = Fleet::new("decode", backend, 1);
     arrives(&mut prefill, &mut decode, 1, 5);
     let said = prefill.ask_one(0, "register 64");
@@ -245,7 +243,7 @@ fn a_rank_that_is_killed_as_it_gives_back_is_lost(backend: &str) {
     prefill.ranks[0].kill().unwrap_or_else(|why| panic!("{why}"));
     not_there(&prefill, LIMIT);
     decode.ranks[0].go_on().unwrap_or_else(|why| panic!("{why}"));
-    prefill.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    prefill.connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
     decode.end();
 }
 
@@ -258,7 +256,8 @@ fn a_rank_that_is_stopped_as_it_gives_back_is_lost(backend: &str) {
     register(&mut prefill, 1, BLOCKS * 2);
     not_there(&prefill, Duration::from_secs(15));
     let began = Instant::now();
-    let error = prefill.connector.shutdown(Duration::from_secs(1)).wait(LIMIT).unwrap_err();
+    let error =
+        prefill.connector.shutdown(Duration::from_secs(1)).wait_blocking(LIMIT).unwrap_err();
     assert_eq!(error.kind(), kvx_core::ErrorKind::StillShared, "{error}");
     assert!(began.elapsed() < Duration::from_secs(3), "{:?}", began.elapsed());
     decode.end();
@@ -292,7 +291,7 @@ fn the_deadline_of_the_group_is_not_of_later_caches(backend: &str) {
     let built = builder("prefill", &extra(backend));
     let (mut prefill, whole) = Fleet::awaited(built, "prefill", 1, Duration::from_secs(3));
     prefill.ranks.push(rank(&prefill.path, 0, 1));
-    whole.wait(LIMIT).unwrap();
+    whole.wait_blocking(LIMIT).unwrap();
     assert_eq!(heard(&prefill.ranks[0]), "ready");
     give_back(&mut prefill, 0);
     std::thread::sleep(

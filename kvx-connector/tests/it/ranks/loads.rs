@@ -30,11 +30,11 @@ pub(crate) fn prompts_arrive(mut prefill: Fleet, mut decode: Fleet) {
         // A push finds its load by the request's name.
         let request = format!("r{number}");
         let (lease, params) = prefill.publish(&request, &here, tokens).unwrap();
-        let loaded = decode.fetch(&request, &params, &there, LIMIT).wait_blocking().unwrap();
+        let loaded = decode.fetch(&request, &params, &there, LIMIT).join().unwrap();
         assert_eq!(loaded.tokens, 0..tokens);
         let wrong = decode.wrong(number, &there, 0..tokens);
         assert_eq!(wrong, 0, "{} to {}, {tokens} tokens", prefill.tp, decode.tp);
-        assert!(lease.wait(LIMIT).unwrap().is_free());
+        assert!(lease.wait_blocking(LIMIT).unwrap().is_free());
     }
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
     prefill.end();
@@ -71,18 +71,18 @@ pub(crate) fn a_prompt_arrives_beside_the_engine(mut prefill: Fleet, decode: Con
     let path = path("decode");
     let whole = group(&connector, &path, LIMIT);
     let mut other = rank(&path, 1, 2);
-    whole.wait(LIMIT).unwrap();
+    whole.wait_blocking(LIMIT).unwrap();
     assert_eq!(heard(&other), "ready");
 
     let (tokens, here, there) = (3 * BLOCK, [1, 2, 3], [6, 5, 4]);
     prefill.compute(9, &here, tokens);
     let (_lease, params) = prefill.publish("r", &here, tokens).unwrap();
-    Decode::new(&connector).fetch("r", &params, 0, lists(&there), LIMIT).wait_blocking().unwrap();
+    Decode::new(&connector).fetch("r", &params, 0, lists(&there), LIMIT).join().unwrap();
     let part = Part { pool: &own, tp: 2, rank: 0, blocks: BLOCKS };
     assert_eq!(part.wrong(9, &there, 0..tokens), 0);
     other.say(&format!("wrong 9 6,5,4 0 {tokens}")).unwrap_or_else(|why| panic!("{why}"));
     assert_eq!(heard(&other), "0");
-    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
     prefill.end();
 }
 
@@ -126,8 +126,8 @@ pub(crate) fn taken_back_blocks_are_noticed(backend: &str, wait: fn(&Connector))
     let (_shared, theirs) = prefill.publish("q", &[5], BLOCK).unwrap();
     drop(lease);
     wait(&prefill.connector);
-    decode.fetch("d1", &theirs, &[1], LIMIT).wait_blocking().unwrap();
-    let error = decode.fetch("d2", &params, &[1, 2], LIMIT).wait_blocking().unwrap_err();
+    decode.fetch("d1", &theirs, &[1], LIMIT).join().unwrap();
+    let error = decode.fetch("d2", &params, &[1, 2], LIMIT).join().unwrap_err();
     // The completion of `d1` has released the other one meanwhile, or not yet.
     assert_eq!(error.failure, LoadFailure::Stale);
     assert!(error.invalid.contains(&2), "{:?}", error.invalid);

@@ -62,15 +62,18 @@ fn no_rank_is_written_to_before_all_have_started(backend: &str) {
     decode.connector.update_state_after_alloc(&request, allocation).unwrap();
     decode.connector.step();
     decode.connector.rank(WorkerRank { pp: 0, tp: 0 }).unwrap().start_load_kv();
-    assert!(!decode.connector.wait(Duration::from_millis(300)), "one rank has not been told");
+    assert!(
+        !decode.connector.outcomes_ready_blocking(Duration::from_millis(300)),
+        "one rank has not been told"
+    );
     // Each rank has four heads' halves of three layers of these tokens.
     let untouched = decode.wrong(3, &there, 0..tokens);
     assert_eq!(untouched, 3 * 4 * tokens as usize, "something was written early");
     decode.connector.rank(WorkerRank { pp: 0, tp: 1 }).unwrap().start_load_kv();
-    assert!(decode.connector.wait(LIMIT));
+    assert!(decode.connector.outcomes_ready_blocking(LIMIT));
     assert_eq!(decode.connector.outcomes(), [Outcome::Loaded { request, computed: tokens }]);
     assert_eq!(decode.wrong(3, &there, 0..tokens), 0);
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+    assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
     prefill.end();
     decode.end();
 }
@@ -83,14 +86,13 @@ fn after_a_stopped_writer(backend: &str, then: fn(&mut Fleet)) {
     // The link stands.
     prefill.compute(4, &[8], BLOCK);
     let (_first, first) = prefill.publish("first", &[8], BLOCK).unwrap();
-    decode.fetch("first", &first, &[9], LIMIT).wait_blocking().unwrap();
+    decode.fetch("first", &first, &[9], LIMIT).join().unwrap();
     prefill.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));
     let began = Instant::now();
-    let error =
-        decode.fetch("r", &params, &[1, 2], Duration::from_secs(1)).wait_blocking().unwrap_err();
+    let error = decode.fetch("r", &params, &[1, 2], Duration::from_secs(1)).join().unwrap_err();
     assert!(began.elapsed() < Duration::from_secs(2), "{:?}: {error}", began.elapsed());
     assert!(matches!(error.failure, LoadFailure::NotPushed | LoadFailure::Deadline), "{error}");
-    assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(error.held.wait_blocking(LIMIT).unwrap(), Released::Free);
     decode.compute(6, &[1, 2], 2 * BLOCK);
     then(&mut prefill);
     std::thread::sleep(Duration::from_millis(500));
@@ -119,7 +121,7 @@ fn a_dropped_lease_comes_back_by_an_outcome(backend: &str) {
     prefill.compute(1, &[5], BLOCK);
     let (lease, _) = prefill.publish("r", &[5], BLOCK).unwrap();
     drop(lease);
-    assert!(prefill.connector.wait(LIMIT));
+    assert!(prefill.connector.outcomes_ready_blocking(LIMIT));
     assert_eq!(
         prefill.connector.outcomes(),
         [Outcome::Free { request: "r".into(), kept: Kept::Request }]

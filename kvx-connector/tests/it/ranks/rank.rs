@@ -59,7 +59,7 @@ pub(crate) fn serve(spec: &str) {
             ["calls", function] => {
                 answer(&stand_in.get_or_insert_with(Control::open).calls(function).to_string());
             }
-            ["ended"] => answer(&match joined.wait(Duration::from_secs(5)) {
+            ["ended"] => answer(&match joined.ended_blocking(Duration::from_secs(5)) {
                 None => "it goes on".to_owned(),
                 Some(Ok(())) => "ended".to_owned(),
                 Some(Err(error)) => error.to_string(),
@@ -75,13 +75,13 @@ pub(crate) fn serve(spec: &str) {
             }
             ["give_back", millis] => {
                 let limit = Duration::from_millis(millis.parse().unwrap());
-                let given = joined.give_back(limit).wait(LIMIT);
+                let given = joined.give_back(limit).wait_blocking(LIMIT);
                 answer(&given.map_or_else(
                     |error| format!("{:?}: {error}", error.kind()),
                     |()| "given back".into(),
                 ));
             }
-            ["leave"] => answer(&format!("{:?}", joined.leave(LIMIT).wait(LIMIT))),
+            ["leave"] => answer(&format!("{:?}", joined.leave(LIMIT).wait_blocking(LIMIT))),
             _ => panic!("{line}"),
         }
     }
@@ -95,7 +95,7 @@ fn answer(line: &str) {
 /// An engine of one rank that is to join at this path. It lives until it is killed.
 fn lead(path: &str) {
     let connector = builder("engine", "{}").build_blocking().unwrap();
-    connector.group(path, LIMIT).wait(LIMIT).unwrap();
+    connector.group(path, LIMIT).wait_blocking(LIMIT).unwrap();
     answer("whole");
     std::io::stdin().lines().for_each(drop);
 }

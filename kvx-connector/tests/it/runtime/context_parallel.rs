@@ -75,7 +75,7 @@ fn each_rank_gets_its_part(start: fn(&str, &str) -> ConnectorBuilder) {
         Prefill::new(&prefill.connector).publish("r", lists(&here), tokens).unwrap();
     assert_eq!((params.tp_size, params.dcp_size), (Some(2), Some(2)));
     let fetch = Decode::new(&decode.connector).fetch("r", &params, 0, lists(&there), LIMIT);
-    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..tokens });
+    assert_eq!(fetch.wait_blocking(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..tokens });
     for (rank, pool) in decode.pools.iter().enumerate() {
         for (layer, at, place) in blocks(there) {
             let mut bytes = [0; LEN];
@@ -83,7 +83,7 @@ fn each_rank_gets_its_part(start: fn(&str, &str) -> ConnectorBuilder) {
             assert_eq!(bytes, content(rank, layer, at), "rank {rank}, layer {layer}, block {at}");
         }
     }
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+    assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
     end([decode, prefill]);
 }
 
@@ -125,12 +125,12 @@ fn a_peer_whose_handshake_says_another_size_is_refused_in_words() {
 
 fn end(engines: [Engine; 2]) {
     for engine in engines {
-        engine.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+        engine.connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
     }
 }
 
 /// Why a load of one block fails.
 fn refused(decode: &Engine, params: &TransferParams) -> String {
     let fetch = Decode::new(&decode.connector).fetch("d", params, 0, lists(&[2]), LIMIT);
-    fetch.wait(LIMIT).unwrap().unwrap_err().to_string()
+    fetch.wait_blocking(LIMIT).unwrap().unwrap_err().to_string()
 }

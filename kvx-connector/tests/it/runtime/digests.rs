@@ -30,7 +30,7 @@ fn loaded_after(
     let (_lease, params) = publish.unwrap();
     spoil(prefill);
     let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1, 2, 3]), LIMIT);
-    fetch.wait(LIMIT).unwrap().map(drop)
+    fetch.wait_blocking(LIMIT).unwrap().map(drop)
 }
 
 #[test]
@@ -72,7 +72,7 @@ fn a_block_that_was_spoilt_is_not_made_right_by_publishing_it_again() {
         let again = Prefill::new(&prefill.connector).publish("s", lists(&[5, 6]), 2 * BLOCK);
         let (_lease, params) = again.unwrap();
         let fetch = Decode::new(&decode.connector).fetch("e", &params, 0, lists(&[11, 12]), LIMIT);
-        assert_eq!(fetch.wait(LIMIT).unwrap().unwrap_err().invalid, [12]);
+        assert_eq!(fetch.wait_blocking(LIMIT).unwrap().unwrap_err().invalid, [12]);
     };
     let error = loaded_after(&prefill, &decode, spoil).unwrap_err();
     assert_eq!((error.failure, error.invalid), (LoadFailure::Corrupt, vec![2]));

@@ -10,7 +10,7 @@ use super::rig::{BLOCK, Engine, LIMIT, lists};
 
 /// Waits until the connector has said what becomes of blocks.
 fn outcome(connector: &Connector) -> Outcome {
-    assert!(connector.wait(LIMIT), "no outcome in time");
+    assert!(connector.outcomes_ready_blocking(LIMIT), "no outcome in time");
     let mut outcomes = connector.outcomes();
     assert_eq!(outcomes.len(), 1, "{outcomes:?}");
     outcomes.remove(0)
@@ -35,10 +35,10 @@ fn who_comes_after_a_lease_was_dropped_is_refused() {
         Prefill::new(&prefill.connector).publish("s", lists(&[5]), BLOCK).unwrap();
     drop(lease);
     let fetch = Decode::new(&decode.connector).fetch("d1", &theirs, 0, lists(&[1]), LIMIT);
-    fetch.wait(LIMIT).unwrap().unwrap();
-    assert_eq!(shared.wait(LIMIT).unwrap(), Released::Fetched);
+    fetch.wait_blocking(LIMIT).unwrap().unwrap();
+    assert_eq!(shared.wait_blocking(LIMIT).unwrap(), Released::Fetched);
     let fetch = Decode::new(&decode.connector).fetch("d2", &params, 0, lists(&[2]), LIMIT);
-    let error = fetch.wait(LIMIT).unwrap().unwrap_err();
+    let error = fetch.wait_blocking(LIMIT).unwrap().unwrap_err();
     assert_eq!(
         (error.failure, error.then, error.invalid),
         (LoadFailure::Stale, Then::Fail, vec![2])
@@ -54,12 +54,12 @@ fn a_dropped_fetch_releases_both_sides() {
         Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     drop(Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1]), LIMIT));
     assert_eq!(outcome(&decode.connector), Outcome::Free { request: "d".into(), kept: Kept::Load });
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+    assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("r2", lists(&[5]), BLOCK).unwrap();
     let held = Decode::new(&decode.connector).fetch("d2", &params, 0, lists(&[1]), LIMIT).cancel();
-    assert_eq!(held.wait(LIMIT).unwrap(), Released::Free);
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+    assert_eq!(held.wait_blocking(LIMIT).unwrap(), Released::Free);
+    assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
     assert!(is_idle_soon(&prefill.connector) && is_idle_soon(&decode.connector));
     assert_eq!(decode.connector.outcomes(), []);
 }
@@ -74,9 +74,9 @@ fn a_name_that_is_in_use_changes_nothing_for_whose_it_is() {
     assert!(error.to_string().contains("has not ended yet"), "{error}");
     let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1]), LIMIT);
     drop(Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[2]), LIMIT));
-    fetch.wait(LIMIT).unwrap().unwrap();
+    fetch.wait_blocking(LIMIT).unwrap().unwrap();
     assert_eq!(
-        (decode.wrong(1, &[1], 0..BLOCK), lease.wait(LIMIT).unwrap()),
+        (decode.wrong(1, &[1], 0..BLOCK), lease.wait_blocking(LIMIT).unwrap()),
         (0, Released::Fetched)
     );
     assert_eq!(decode.connector.outcomes(), [], "the blocks of the one with the name are not free");
@@ -120,13 +120,13 @@ fn blocks_come_back_when_nobody_comes_and_stay_while_somebody_waits() {
         deadline: None,
     };
     decode.connector.on_new_request(arrival).unwrap();
-    assert_eq!(lost.wait(LIMIT).unwrap(), Released::Expired);
+    assert_eq!(lost.wait_blocking(LIMIT).unwrap(), Released::Expired);
     assert!((1..4).contains(&begun.elapsed().as_secs()), "{:?}", begun.elapsed());
-    let wanted = wanted.wait(Duration::from_secs(3)).expect_err("its lease is renewed");
+    let wanted = wanted.wait_blocking(Duration::from_secs(3)).expect_err("its lease is renewed");
     let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[3]), LIMIT);
-    fetch.wait(LIMIT).unwrap().unwrap();
+    fetch.wait_blocking(LIMIT).unwrap().unwrap();
     assert_eq!(
-        (decode.wrong(2, &[3], 0..BLOCK), wanted.wait(LIMIT).unwrap()),
+        (decode.wrong(2, &[3], 0..BLOCK), wanted.wait_blocking(LIMIT).unwrap()),
         (0, Released::Fetched)
     );
 }
@@ -138,9 +138,13 @@ fn a_load_without_a_peer_fails_in_time_and_the_next_one_works() {
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     prefill.end();
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free, "a shutdown that was proven frees all");
+    assert_eq!(
+        lease.wait_blocking(LIMIT).unwrap(),
+        Released::Free,
+        "a shutdown that was proven frees all"
+    );
     let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1]), LIMIT);
-    let error = fetch.wait(LIMIT).unwrap().unwrap_err();
+    let error = fetch.wait_blocking(LIMIT).unwrap().unwrap_err();
     assert!(
         matches!(&error.failure, LoadFailure::Handshake(why) if why.contains("VLLM_NIXL_SIDE_CHANNEL")),
         "{error}"
@@ -150,7 +154,7 @@ fn a_load_without_a_peer_fails_in_time_and_the_next_one_works() {
     again.compute(3, &[5], BLOCK);
     let (_lease, params) = Prefill::new(&again.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1]), LIMIT);
-    fetch.wait(LIMIT).unwrap().unwrap();
+    fetch.wait_blocking(LIMIT).unwrap().unwrap();
     assert_eq!(decode.wrong(3, &[1], 0..BLOCK), 0);
 }
 
@@ -169,11 +173,11 @@ fn an_engine_that_comes_back_under_its_name_is_asked_anew() {
                 Prefill::new(&prefill.connector).publish(&*name, lists(&[5]), BLOCK).unwrap();
             match Decode::new(&decode.connector)
                 .fetch(&*name, &params, 0, lists(&[1]), LIMIT)
-                .wait(LIMIT)
+                .wait_blocking(LIMIT)
                 .unwrap()
             {
                 Ok(_) => {
-                    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+                    assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
                     break;
                 }
                 Err(error) => assert!(Instant::now() < until, "life {life}: {error}"),
@@ -190,17 +194,17 @@ fn caches_are_given_back_and_registered_anew() {
     let (lease, before) =
         Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     let fetch = Decode::new(&decode.connector).fetch("d", &before, 0, lists(&[1]), LIMIT);
-    fetch.wait(LIMIT).unwrap().unwrap();
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+    fetch.wait_blocking(LIMIT).unwrap().unwrap();
+    assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
     prefill.register_anew();
     prefill.compute(4, &[5], BLOCK);
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     assert!(params.remote_registration_generation > before.remote_registration_generation);
     let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1]), LIMIT);
-    fetch.wait(LIMIT).unwrap().unwrap();
+    fetch.wait_blocking(LIMIT).unwrap().unwrap();
     assert_eq!(
-        (decode.wrong(4, &[1], 0..BLOCK), lease.wait(LIMIT).unwrap()),
+        (decode.wrong(4, &[1], 0..BLOCK), lease.wait_blocking(LIMIT).unwrap()),
         (0, Released::Fetched)
     );
 }
@@ -213,7 +217,7 @@ fn the_policy_says_what_becomes_of_a_request_whose_load_failed() {
         Prefill::new(&prefill.connector).publish("r", lists(&[5, 6]), 2 * BLOCK).unwrap();
     drop(lease);
     let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1, 2]), LIMIT);
-    let error = fetch.wait(LIMIT).unwrap().unwrap_err();
+    let error = fetch.wait_blocking(LIMIT).unwrap().unwrap_err();
     assert_eq!((error.failure, error.then), (LoadFailure::Stale, Then::Recompute { computed: 0 }));
 }
 
@@ -233,6 +237,6 @@ fn what_was_published_before_caches_were_given_back_is_not_loaded() {
             lists(&[1]),
             Duration::from_secs(3),
         );
-        fetch.wait(LIMIT).unwrap().unwrap_err();
+        fetch.wait_blocking(LIMIT).unwrap().unwrap_err();
     }
 }

@@ -31,7 +31,7 @@ fn a_lease_that_has_ended_takes_nothing_back_from_the_next_of_its_name() {
     let fetch = |name: &str, params: &TransferParams| {
         Decode::new(&decode.connector)
             .fetch(name, params, 0, lists(&[7, 1, 30]), LIMIT)
-            .wait_blocking()
+            .join()
             .unwrap()
     };
     let (first, params) = publish();
@@ -46,7 +46,7 @@ fn a_lease_that_has_ended_takes_nothing_back_from_the_next_of_its_name() {
     drop(first);
     assert_eq!(fetch("e", &params), Loaded { tokens: 0..tokens });
     assert_eq!(decode.wrong(1, &[7, 1, 30], 0..tokens), 0);
-    assert_eq!(second.wait(LIMIT).unwrap(), Released::Fetched);
+    assert_eq!(second.wait_blocking(LIMIT).unwrap(), Released::Fetched);
     decode.end();
     prefill.end();
 }
@@ -70,10 +70,13 @@ fn what_the_engine_has_already_is_not_loaded() {
             lists(there),
             LIMIT,
         );
-        assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: computed..tokens });
+        assert_eq!(
+            fetch.wait_blocking(LIMIT).unwrap().unwrap(),
+            Loaded { tokens: computed..tokens }
+        );
         let blocks: Vec<u32> = (0..cached).map(|_| 63).chain(there.iter().copied()).collect();
         assert_eq!(decode.wrong(1, &blocks, computed..tokens), 0, "{there:?}");
-        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched, "{there:?}");
+        assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched, "{there:?}");
     }
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
 }
@@ -88,9 +91,7 @@ fn blocks_that_do_not_match_the_tokens_at_hand_are_refused() {
         let (lease, params) =
             Prefill::new(&prefill.connector).publish("r", lists(&here), tokens).unwrap();
         let fetch = |computed, there: &[u32]| {
-            Decode::new(&decode.connector)
-                .fetch("r", &params, computed, lists(there), LIMIT)
-                .wait_blocking()
+            Decode::new(&decode.connector).fetch("r", &params, computed, lists(there), LIMIT).join()
         };
         for (computed, there, word) in [
             (0, &[7, 1][..], "need 3"),
@@ -109,7 +110,7 @@ fn blocks_that_do_not_match_the_tokens_at_hand_are_refused() {
         // Nothing was taken from the prefill's lease.
         assert_eq!(fetch(0, &[7, 1, 30]).unwrap(), Loaded { tokens: 0..tokens });
         assert_eq!(decode.wrong(1, &[7, 1, 30], 0..tokens), 0);
-        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+        assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
     }
 }
 
@@ -120,11 +121,11 @@ fn what_cannot_be_fetched_or_published_is_said_in_the_words_of_the_caller() {
     nobody.do_remote_prefill = true;
     let why = Decode::new(&decode.connector)
         .fetch("d", &nobody, 0, lists(&[1]), LIMIT)
-        .wait(LIMIT)
+        .wait_blocking(LIMIT)
         .unwrap();
     let why = why.unwrap_err().to_string();
     assert!(why.contains("remote_") && !why.contains("blocks to fill"), "{why}");
-    prefill.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    prefill.connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
     let why =
         Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap_err().to_string();
     assert!(why.contains("was shut down") && !why.contains("computed here"), "{why}");
@@ -152,11 +153,11 @@ fn sixty_prompts_at_once_are_each_their_own() {
     };
     let fetched: Vec<_> = published.iter().enumerate().map(fetch).collect();
     for (at, fetch) in fetched.into_iter().enumerate() {
-        fetch.wait(LIMIT).unwrap().unwrap();
+        fetch.wait_blocking(LIMIT).unwrap().unwrap();
         assert_eq!(decode.wrong(at as u16, &[at as u32], 0..BLOCK), 0);
     }
     for (lease, _) in published {
-        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+        assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
     }
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
 }

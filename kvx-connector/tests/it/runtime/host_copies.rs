@@ -65,7 +65,7 @@ fn wait_until(what: &str, is: impl Fn() -> bool) {
 
 fn fetched(decode: &Engine, name: &str, params: &TransferParams, blocks: &[u32], tokens: u32) {
     let fetch = Decode::new(&decode.connector).fetch(name, params, 0, lists(blocks), LIMIT);
-    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..tokens });
+    assert_eq!(fetch.wait_blocking(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..tokens });
 }
 
 #[test]
@@ -213,9 +213,9 @@ fn no_older_copy_gets_into_loaded_blocks() {
     std::thread::sleep(Duration::from_millis(300));
     assert_eq!(there.waiting(), 1);
     there.release();
-    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..2 * BLOCK });
+    assert_eq!(fetch.wait_blocking(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..2 * BLOCK });
     assert_eq!(decode.wrong(1, &[1, 2], 0..2 * BLOCK), 0);
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+    assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
 }
 
 #[test]
@@ -242,32 +242,39 @@ fn a_load_that_does_not_get_to_the_device_has_failed() {
             Prefill::new(&prefill.connector).publish(name, lists(&[5]), BLOCK).unwrap();
         there.next([act]);
         let fetch = Decode::new(&decode.connector).fetch(name, &params, 0, lists(&[1]), LIMIT);
-        fetch.wait(LIMIT).unwrap().unwrap_err()
+        fetch.wait_blocking(LIMIT).unwrap().unwrap_err()
     };
     let failed = fetch("r", CopyOutcome::Fail);
     assert!(matches!(failed.failure, LoadFailure::Transfer(_)), "{failed}");
-    assert_eq!((&failed.invalid[..], failed.held.wait(LIMIT).unwrap()), (&[1][..], Released::Free));
+    assert_eq!(
+        (&failed.invalid[..], failed.held.wait_blocking(LIMIT).unwrap()),
+        (&[1][..], Released::Free)
+    );
     // Nobody knows whether the device still writes to the block.
     let lost = fetch("s", CopyOutcome::Forget);
-    assert_eq!((&lost.invalid[..], lost.held.wait(LIMIT).unwrap()), (&[1][..], Released::Lost));
+    assert_eq!(
+        (&lost.invalid[..], lost.held.wait_blocking(LIMIT).unwrap()),
+        (&[1][..], Released::Lost)
+    );
     // So nothing is copied any more, and what is not begun is over.
     let none = fetch("t", CopyOutcome::Copy);
     assert!(
         none.to_string().contains("nothing is copied between the host and the device any more"),
         "{none}"
     );
-    assert_eq!(none.held.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(none.held.wait_blocking(LIMIT).unwrap(), Released::Free);
     assert!(decode.connector.is_idle());
-    let kept = decode.ranks[0].give_back(LIMIT).wait(LIMIT).unwrap_err();
+    let kept = decode.ranks[0].give_back(LIMIT).wait_blocking(LIMIT).unwrap_err();
     assert_eq!(kept.kind(), ErrorKind::StillShared, "{kept}");
 }
 
 /// Caches that a device still copies are not the engine's.
 fn are_given_back_when_released(engine: &Engine, device: &TestDevice) {
-    let early = engine.ranks[0].give_back(Duration::from_millis(100)).wait(LIMIT).unwrap_err();
+    let early =
+        engine.ranks[0].give_back(Duration::from_millis(100)).wait_blocking(LIMIT).unwrap_err();
     assert_eq!(early.kind(), ErrorKind::StillShared, "{early}");
     device.release();
-    engine.ranks[0].give_back(LIMIT).wait(LIMIT).unwrap();
+    engine.ranks[0].give_back(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
 #[test]
@@ -292,7 +299,7 @@ fn caches_are_given_back_after_a_load_that_is_being_copied() {
     let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1]), LIMIT);
     wait_until("nothing is copied to the device", || there.waiting() == 1);
     are_given_back_when_released(&decode, &there);
-    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..BLOCK });
+    assert_eq!(fetch.wait_blocking(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..BLOCK });
     assert_eq!(decode.wrong(1, &[1], 0..BLOCK), 0);
 }
 
@@ -305,7 +312,7 @@ fn digests_are_of_the_copies() {
         Prefill::new(&prefill.connector).publish("r", lists(&[5, 6]), 2 * BLOCK).unwrap();
     fetched(&decode, "d", &params, &[1, 2], 2 * BLOCK);
     assert_eq!(decode.wrong(1, &[1, 2], 0..2 * BLOCK), 0);
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+    assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
 }
 
 /// An engine with a step loop hears of a load when its blocks are on the device, and of none before.
@@ -333,6 +340,6 @@ fn a_step_loop_hears_of_blocks_on_the_device() {
     std::thread::sleep(Duration::from_millis(100));
     assert_eq!(decode.connector.outcomes(), []);
     there.release();
-    assert!(decode.connector.wait(LIMIT));
+    assert!(decode.connector.outcomes_ready_blocking(LIMIT));
     assert_eq!(decode.connector.outcomes(), [Outcome::Free { request, kept: Kept::Load }]);
 }

@@ -37,9 +37,9 @@ fn a_decode_with_a_cached_prefix_is_written_the_rest() {
         Prefill::new(&prefill.connector).publish("r", lists(&[1, 2, 3]), tokens).unwrap();
     decode.compute(5, &[8], BLOCK);
     let fetch = Decode::new(&decode.connector).fetch("r", &params, BLOCK, lists(&[20, 10]), LIMIT);
-    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: BLOCK..tokens });
+    assert_eq!(fetch.wait_blocking(LIMIT).unwrap().unwrap(), Loaded { tokens: BLOCK..tokens });
     assert_eq!(
-        (decode.wrong(5, &[8, 20, 10], 0..tokens), lease.wait(LIMIT).unwrap()),
+        (decode.wrong(5, &[8, 20, 10], 0..tokens), lease.wait_blocking(LIMIT).unwrap()),
         (0, Released::Fetched)
     );
 }
@@ -55,15 +55,15 @@ fn given_up(prefill: &Engine, decode: &Engine) {
         Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
     drop(lease);
     let fetch = Decode::new(&decode.connector).fetch("r", &params, 0, lists(&[1]), LIMIT);
-    let error = fetch.wait(LIMIT).unwrap().unwrap_err();
+    let error = fetch.wait_blocking(LIMIT).unwrap().unwrap_err();
     assert!(error.to_string().contains("without the blocks of that transfer"), "{error}");
-    assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(error.held.wait_blocking(LIMIT).unwrap(), Released::Free);
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("s", lists(&[1]), BLOCK).unwrap();
     let held = Decode::new(&decode.connector).fetch("s", &params, 0, lists(&[1]), LIMIT).cancel();
-    assert_eq!(held.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(held.wait_blocking(LIMIT).unwrap(), Released::Free);
     assert_eq!(
-        lease.wait(Duration::from_secs(5)).unwrap(),
+        lease.wait_blocking(Duration::from_secs(5)).unwrap(),
         Released::Fetched,
         "the decode has let go"
     );
@@ -79,11 +79,10 @@ fn free_port() -> u16 {
 fn load(prefill: &Engine, decode: &Engine, request: &str) -> Result<Loaded, LoadError> {
     let (lease, params) =
         Prefill::new(&prefill.connector).publish(request, lists(&[1]), BLOCK).unwrap();
-    let loaded = Decode::new(&decode.connector)
-        .fetch(request, &params, 0, lists(&[2]), LIMIT)
-        .wait_blocking();
+    let loaded =
+        Decode::new(&decode.connector).fetch(request, &params, 0, lists(&[2]), LIMIT).join();
     if loaded.is_ok() {
-        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+        assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
     }
     loaded
 }
@@ -116,7 +115,7 @@ fn a_bootstrap_server_that_is_down_or_restarted_costs_what_asks_it_then_and_noth
     };
     let first = server();
     assert_eq!(loads_in_time(&decode, "up"), Some(Loaded { tokens: 0..BLOCK }));
-    first.shutdown(LIMIT).wait(LIMIT).unwrap();
+    first.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
     // Who has asked before needs it no more.
     assert_eq!(load(&prefill, &decode, "known").unwrap(), Loaded { tokens: 0..BLOCK });
     load(&prefill, &other, "unknown").unwrap_err();
@@ -126,7 +125,7 @@ fn a_bootstrap_server_that_is_down_or_restarted_costs_what_asks_it_then_and_noth
         Some(Loaded { tokens: 0..BLOCK }),
         "the workers have registered anew"
     );
-    again.shutdown(LIMIT).wait(LIMIT).unwrap();
+    again.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
 #[test]
@@ -147,7 +146,7 @@ fn a_port_that_is_taken_and_legs_of_the_other_role_are_refused_in_words() {
         Prefill::new(&producer.connector).publish("r", lists(&[1]), BLOCK).unwrap();
     let error = Decode::new(&producer.connector)
         .fetch("own", &params, 0, lists(&[2]), LIMIT)
-        .wait_blocking()
+        .join()
         .unwrap_err();
     assert!(error.to_string().contains("kv_role is kv_producer"), "{error}");
     let error = Prefill::new(&consumer.connector).publish("r", lists(&[1]), BLOCK).unwrap_err();
@@ -159,10 +158,10 @@ fn a_port_that_is_taken_and_legs_of_the_other_role_are_refused_in_words() {
         lists(&[2]),
         LIMIT,
     );
-    assert!(error.wait_blocking().is_err());
+    assert!(error.join().is_err());
     let fetch = Decode::new(&consumer.connector).fetch("r", &params, 0, lists(&[2]), LIMIT);
-    assert_eq!(fetch.wait_blocking().unwrap(), Loaded { tokens: 0..BLOCK });
-    lease.wait(LIMIT).unwrap();
+    assert_eq!(fetch.join().unwrap(), Loaded { tokens: 0..BLOCK });
+    lease.wait_blocking(LIMIT).unwrap();
 }
 
 #[test]
@@ -209,7 +208,7 @@ fn parameters_are_those_that_routers_write_and_a_step_loop_takes_them_in_either_
         if decode_first {
             ask();
             assert!(
-                !decode.connector.wait(Duration::from_millis(100)),
+                !decode.connector.outcomes_ready_blocking(Duration::from_millis(100)),
                 "it waits, and holds nothing up"
             );
             publish();
@@ -217,13 +216,13 @@ fn parameters_are_those_that_routers_write_and_a_step_loop_takes_them_in_either_
             publish();
             ask();
         }
-        assert!(decode.connector.wait(LIMIT));
+        assert!(decode.connector.outcomes_ready_blocking(LIMIT));
         let loaded = Outcome::Loaded { request: given.clone(), computed: tokens };
         assert_eq!(decode.connector.outcomes(), [loaded]);
         assert_eq!(decode.wrong(3, &[6, 5], 0..tokens), 0);
         decode.compute(9, &[6, 5], tokens);
         decode.connector.request_finished(&given, Ending::aborted());
-        assert!(prefill.connector.wait(LIMIT));
+        assert!(prefill.connector.outcomes_ready_blocking(LIMIT));
         let free = Outcome::Free { request: asked.clone(), kept: Kept::Request };
         assert_eq!(prefill.connector.outcomes(), [free]);
     }
@@ -282,13 +281,13 @@ fn before_0_16_other_sizes_are_refused_in_words_and_both_sides_are_free() {
         let (lease, params) =
             Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
         let fetch = Decode::new(&decode.connector).fetch("r", &params, 0, lists(&[2]), LIMIT);
-        let error = fetch.wait_blocking().unwrap_err();
+        let error = fetch.join().unwrap_err();
         let words = error.to_string();
         assert!(
             words.contains("tensor-parallel size") || words.contains("nobody listens"),
             "{words}"
         );
-        assert!(error.held.is_empty() || error.held.wait(LIMIT).is_ok());
+        assert!(error.held.is_empty() || error.held.wait_blocking(LIMIT).is_ok());
         drop(lease);
         decode.end();
         prefill.end();

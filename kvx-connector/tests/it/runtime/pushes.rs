@@ -42,9 +42,9 @@ fn a_registration_longer_than_a_notification_travels_in_parts() {
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&here), tokens).unwrap();
     let fetch = Decode::new(&decode.connector).fetch("r", &params, 0, lists(&there), LIMIT);
-    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..tokens });
+    assert_eq!(fetch.wait_blocking(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..tokens });
     assert_eq!(
-        (decode.wrong(8, &ours, 0..BLOCK), lease.wait(LIMIT).unwrap()),
+        (decode.wrong(8, &ours, 0..BLOCK), lease.wait_blocking(LIMIT).unwrap()),
         (0, Released::Fetched)
     );
 }
@@ -61,9 +61,9 @@ fn a_decode_that_registers_anew_is_written_to() {
         let (lease, params) =
             Prefill::new(&prefill.connector).publish(&*name, lists(&[3, 9]), 2 * BLOCK).unwrap();
         let fetch = Decode::new(&decode.connector).fetch(&*name, &params, 0, lists(&[7, 1]), LIMIT);
-        assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..2 * BLOCK });
+        assert_eq!(fetch.wait_blocking(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..2 * BLOCK });
         assert_eq!(decode.wrong(round, &[7, 1], 0..2 * BLOCK), 0);
-        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+        assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
         decode.register_anew();
     }
 }
@@ -124,17 +124,20 @@ fn a_step_loop_pushes_whichever_side_is_first_and_no_worker_is_written_to_before
             publish();
             load();
         }
-        assert!(!decode.connector.wait(Duration::from_millis(300)), "one worker has not been told");
+        assert!(
+            !decode.connector.outcomes_ready_blocking(Duration::from_millis(300)),
+            "one worker has not been told"
+        );
         assert!(decode.wrong(3, &[6, 5], 0..tokens) > 0);
         decode.ranks[1].start_load_kv();
-        assert!(decode.connector.wait(LIMIT));
+        assert!(decode.connector.outcomes_ready_blocking(LIMIT));
         let loaded = Outcome::Loaded { request: given.clone(), computed: tokens };
         assert_eq!(decode.connector.outcomes(), [loaded]);
         assert_eq!(decode.wrong(3, &[6, 5], 0..tokens), 0);
         decode.compute(9, &[6, 5], tokens);
         let ending = Ending { status: Status::Aborted, ..Ending::aborted() };
         decode.connector.request_finished(&given, ending);
-        assert!(prefill.connector.wait(LIMIT));
+        assert!(prefill.connector.outcomes_ready_blocking(LIMIT));
         let free = Outcome::Free { request: asked.clone(), kept: Kept::Request };
         assert_eq!(prefill.connector.outcomes(), [free]);
     }
@@ -155,16 +158,16 @@ fn a_load_that_nobody_pushes_fails_in_time_and_the_next_one_works() {
         lists(&[1]),
         Duration::from_millis(300),
     );
-    let error = fetch.wait(LIMIT).unwrap().unwrap_err();
+    let error = fetch.wait_blocking(LIMIT).unwrap().unwrap_err();
     assert!(matches!(error.failure, LoadFailure::NotPushed | LoadFailure::Deadline), "{error}");
-    assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(error.held.wait_blocking(LIMIT).unwrap(), Released::Free);
     let held = Decode::new(&decode.connector).fetch("s", &params, 0, lists(&[1]), LIMIT).cancel();
-    assert_eq!(held.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(held.wait_blocking(LIMIT).unwrap(), Released::Free);
     prefill.compute(2, &[5], BLOCK);
     let fetch = Decode::new(&decode.connector).fetch("other", &params, 0, lists(&[1]), LIMIT);
-    fetch.wait(LIMIT).unwrap().unwrap();
+    fetch.wait_blocking(LIMIT).unwrap().unwrap();
     assert_eq!(
-        (decode.wrong(2, &[1], 0..BLOCK), lease.wait(LIMIT).unwrap()),
+        (decode.wrong(2, &[1], 0..BLOCK), lease.wait_blocking(LIMIT).unwrap()),
         (0, Released::Fetched)
     );
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
@@ -175,7 +178,7 @@ fn blocks_of_a_dropped_lease_come_back_by_an_outcome() {
     let prefill = Engine::pushing("prefill", "{}", 1);
     let (lease, _) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     drop(lease);
-    assert!(prefill.connector.wait(LIMIT));
+    assert!(prefill.connector.outcomes_ready_blocking(LIMIT));
     let free = Outcome::Free { request: "r".into(), kept: Kept::Request };
     assert_eq!(prefill.connector.outcomes(), [free]);
     assert!(prefill.connector.is_idle());

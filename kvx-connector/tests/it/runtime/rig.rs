@@ -215,7 +215,7 @@ impl Engine {
     /// The same of one worker.
     pub(crate) fn register_one_anew(&mut self, at: usize) {
         let (rank, held) = (&self.ranks[at], &mut self.pools[at]);
-        rank.give_back(LIMIT).wait(LIMIT).unwrap();
+        rank.give_back(LIMIT).wait_blocking(LIMIT).unwrap();
         *held = pool(self.tp);
         rank.clone().register(caches(held, self.tp), [Arc::clone(held)]).unwrap();
     }
@@ -247,7 +247,7 @@ impl Engine {
     }
 
     pub(crate) fn end(self) {
-        self.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+        self.connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
     }
 }
 
@@ -354,7 +354,7 @@ fn prompts_arrive(prefill: Engine, decode: Engine, called: &str, what: &str) -> 
         let loaded = loaded.unwrap_or_else(|error| panic!("{what}: {error}"));
         assert_eq!(loaded, Loaded { tokens: 0..tokens });
         assert_eq!(decode.wrong(round, &there, 0..tokens), 0, "{what}");
-        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+        assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
         params
     };
     let params = [0, 1, 2].map(round).into_iter().next_back().unwrap();

@@ -66,7 +66,7 @@ fn blocks_that_are_none_of_the_caches_are_refused_and_nothing_is_ordered() {
         Prefill::new(&prefill.connector).publish("s", lists(&[1]), BLOCK).unwrap();
     let fetch = |blocks: &[u32]| {
         let fetch = Decode::new(&decode.connector).fetch("other", &params, 0, lists(blocks), LIMIT);
-        fetch.wait(LIMIT).unwrap()
+        fetch.wait_blocking(LIMIT).unwrap()
     };
     for blocks in [&[1, 2][..], &[BLOCKS]] {
         let error = fetch(blocks).unwrap_err();
@@ -74,7 +74,7 @@ fn blocks_that_are_none_of_the_caches_are_refused_and_nothing_is_ordered() {
     }
     let (_next, params) = publish(&[2]).unwrap();
     let fetch = Decode::new(&decode.connector).fetch("next", &params, 0, lists(&[3]), LIMIT);
-    fetch.wait(LIMIT).unwrap().expect("all else goes on");
+    fetch.wait_blocking(LIMIT).unwrap().expect("all else goes on");
 }
 
 #[test]
@@ -89,7 +89,7 @@ fn parameters_of_peers_are_no_better_than_their_words() {
         change(&mut params);
         Decode::new(&decode.connector)
             .fetch(&*name, &params, 0, lists(&[3]), LIMIT)
-            .wait(LIMIT)
+            .wait_blocking(LIMIT)
             .unwrap()
     };
     let with = |change: &dyn Fn(&mut TransferParams)| fetch_with(change).unwrap_err().failure;
@@ -118,7 +118,7 @@ fn nothing_is_loaded_from_parameters_without_blocks() {
     (params.remote_block_ids, params.remote_num_tokens) = (Some(vec![vec![]]), Some(100));
     let fetch =
         Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1, 2, 3, 4, 5, 6, 7]), LIMIT);
-    let error = fetch.wait(LIMIT).unwrap().unwrap_err();
+    let error = fetch.wait_blocking(LIMIT).unwrap().unwrap_err();
     assert!(
         matches!(&error.failure, LoadFailure::Refused(why) if why.contains("no blocks")),
         "{error}"
@@ -136,7 +136,7 @@ fn a_load_into_windows_alone_reads_them() {
     let (_lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1]), LIMIT);
-    fetch.wait(LIMIT).unwrap().unwrap();
+    fetch.wait_blocking(LIMIT).unwrap().unwrap();
     assert_eq!(decode.wrong(7, &[1], 0..BLOCK), 0);
 }
 
@@ -154,7 +154,7 @@ fn only_hosts_that_are_allowed_are_asked() {
     assert!(refused.to_string().contains("allowed_hosts"), "{refused}");
     let decode = Engine::new("decode", r#"{"allowed_hosts": ["10.1.2.3", "127.0.0.1"]}"#, 1);
     let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[3]), LIMIT);
-    fetch.wait(LIMIT).unwrap().unwrap();
+    fetch.wait_blocking(LIMIT).unwrap().unwrap();
 }
 
 #[test]
@@ -166,13 +166,13 @@ fn with_kvx_named_anybody_is_told_what_a_nixl_with_that_backend_loads() {
         probe(engine.connector.address(), rank, Dialect::default(), None, LIMIT).unwrap()
     };
     let metadata = told(&prefill).metadata.unwrap();
-    let agent = Agent::builder("reader").build(&registry()).unwrap();
+    let agent = Agent::builder("reader").registry(registry()).build().unwrap();
     let peer = NixlPeer::connect(&agent, &metadata.agent_metadata).unwrap();
     let (len, stride) = (metadata.block_lens[1], metadata.block_strides[1]);
     let cache = agent.register("kv", Memory::pool(len as usize).build().unwrap()).unwrap();
     let block = metadata.kv_caches_base_addr[1] + 5 * stride;
     let plan = peer.plan(Op::Read, &cache, [(0, block, len)]).unwrap();
-    peer.peer().post(&plan).unwrap().wait(LIMIT).unwrap();
+    peer.peer().post(&plan).unwrap().wait_blocking(LIMIT).unwrap();
     let mut got = [0; 4];
     cache.copy_out(0, &mut got).unwrap();
     assert_eq!(got, [7, 0, 1, 0], "request, layer, head");

@@ -37,17 +37,17 @@ fn a_load_has_one_span_with_its_phases_and_a_failure_a_line() {
         Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
     Decode::new(&decode.connector)
         .fetch("traced", &params, 0, lists(&[2]), LIMIT)
-        .wait(LIMIT)
+        .wait_blocking(LIMIT)
         .unwrap()
         .unwrap();
     // As long as the first request has the block, too, it stays right.
-    lease.wait(LIMIT).unwrap();
+    lease.wait_blocking(LIMIT).unwrap();
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("late", lists(&[1]), BLOCK).unwrap();
     drop(lease);
     let late = Decode::new(&decode.connector)
         .fetch("late", &params, 0, lists(&[2]), LIMIT)
-        .wait(LIMIT)
+        .wait_blocking(LIMIT)
         .unwrap();
     late.expect_err("its lease was dropped");
     let until = Instant::now() + LIMIT;

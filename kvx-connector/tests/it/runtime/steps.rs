@@ -49,7 +49,7 @@ fn a_step_loop_prefills_and_loads() {
     assert_eq!(decode.wrong(9, &[63, 6, 5], BLOCK..tokens), 0);
     decode.connector.request_finished(&given, ending(&[63, 6, 5], tokens));
     // The engine of the prefill sleeps: no step is needed for it.
-    assert!(prefill.connector.wait(LIMIT));
+    assert!(prefill.connector.outcomes_ready_blocking(LIMIT));
     assert_eq!(
         prefill.connector.outcomes(),
         [Outcome::Free { request: asked, kept: Kept::Request }]

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Agent, AutoOpen, ErrorKind, Placement, Registry, Result, Ticket};
+use kvx_core::backend::{AutoOpen, Placement, Ticket};
+use kvx_core::{Agent, ErrorKind, Registry, Result};
 use kvx_testkit::test;
 
 use super::still::Still;
@@ -15,13 +16,16 @@ fn speaker(backends: &[&str], kind: &str) -> Result<String> {
     {
         let foreign_metadata = speaks_for.map(|_| name);
         let speaks_for = speaks_for.unwrap_or_default();
-        let placement = Placement { order: 0, without_a_list: AutoOpen::Skip, speaks_for };
+        let placement = Placement { order: 0, auto_open: AutoOpen::Skip, speaks_for };
         let shutdown = Arc::new(|done: Ticket| done.settle(Ok(())));
         let backend = Still { name, placement, foreign_metadata, shutdown };
         registry.add(backend).expect("another name");
     }
-    let agent =
-        Agent::builder("a").backends(backends.iter().copied()).build(&registry).expect("all open");
+    let agent = Agent::builder("a")
+        .backends(backends.iter().copied())
+        .registry(registry.clone())
+        .build()
+        .expect("all open");
     agent.foreign_metadata(kind).map(|name| String::from_utf8(name).expect("a name"))
 }
 

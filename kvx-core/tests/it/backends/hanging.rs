@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
-use kvx_core::{Agent, AutoOpen, ErrorKind, Placement, Registry, Ticket};
+use kvx_core::backend::{AutoOpen, Placement, Ticket};
+use kvx_core::{Agent, ErrorKind, Registry};
 use kvx_testkit::test;
 
 use super::still::Still;
@@ -15,7 +16,7 @@ fn closing_by(
     order: u32,
     shutdown: impl Fn(Ticket) + Send + Sync + 'static,
 ) -> Still {
-    let placement = Placement { order, without_a_list: AutoOpen::Open, speaks_for: &[] };
+    let placement = Placement { order, auto_open: AutoOpen::Open, speaks_for: &[] };
     Still { name, placement, foreign_metadata: None, shutdown: Arc::new(shutdown) }
 }
 
@@ -35,7 +36,7 @@ fn a_transport_that_does_not_close_keeps_neither_the_shutdown_nor_the_other_ones
         done.settle(Ok(()));
     };
     registry.add(closing_by("STUCK", 0, stuck)).unwrap().add(closing_by("FINE", 1, fine)).unwrap();
-    let agent = Agent::builder("a").build(&registry).unwrap();
+    let agent = Agent::builder("a").registry(registry.clone()).build().unwrap();
 
     let begun = Instant::now();
     let error = agent.shutdown(Duration::from_millis(300)).join().unwrap_err();
@@ -57,6 +58,12 @@ fn a_shutdown_waits_for_threads_that_end_after_the_last_word() {
         counts.fetch_add(1, Ordering::SeqCst);
     };
     registry.add(closing_by("SLOW", 0, slow)).unwrap();
-    Agent::builder("a").build(&registry).unwrap().shutdown(Duration::from_secs(10)).join().unwrap();
+    Agent::builder("a")
+        .registry(registry.clone())
+        .build()
+        .unwrap()
+        .shutdown(Duration::from_secs(10))
+        .join()
+        .unwrap();
     assert_eq!(ended.load(Ordering::SeqCst), 1);
 }

@@ -3,11 +3,11 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
-use kvx_core::{
-    Agent, AutoOpen, BackendName, BackendStatus, Error, ErrorKind, Options, Placement, Registry,
-    Result, Secret, Unavailable,
+use kvx_core::backend::{
+    Admission, AutoOpen, Availability, BackendName, Context, Factory, Placement, Transport,
+    Unavailable,
 };
+use kvx_core::{Agent, BackendStatus, Error, ErrorKind, Options, Registry, Result, Secret};
 use kvx_testkit::test;
 
 use super::still::availability;
@@ -49,7 +49,7 @@ impl Factory for Stub {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: self.order, without_a_list: AutoOpen::Skip, speaks_for: &[] }
+        Placement { order: self.order, auto_open: AutoOpen::Skip, speaks_for: &[] }
     }
 
     fn available(&self, _options: &Options) -> Result<Availability, Unavailable> {
@@ -164,7 +164,7 @@ fn a_backend_that_no_table_knows_is_added_at_run_time() {
     assert_eq!(registry.names(), ["UCX", "LIBFABRIC", "RIXL", "WIRE", "HOMEMADE"]);
     let order: Vec<_> = registry.factories().iter().map(|factory| factory.name()).collect();
     assert_eq!(order, ["HOMEMADE", "WIRE"], "by the order that they ask for");
-    let (_, standing) = registry.standing("homemade", &Options::new()).unwrap();
+    let (_, standing) = registry.status("homemade", &Options::new()).unwrap();
     assert!(matches!(standing, BackendStatus::Available(_)));
     let taken = registry.add(Stub::working("WIRE", 3)).unwrap_err();
     assert_eq!(taken.kind(), ErrorKind::Invalid);
@@ -175,8 +175,11 @@ fn an_agent_that_is_built_says_the_same_sentences() {
     let mut registry = Registry::new().with_names(KNOWN);
     registry.add(Stub::without_its_library()).unwrap().add(Stub::working("WIRE", 1)).unwrap();
     let refused = |names: &[&str]| {
-        let error =
-            Agent::builder("a").backends(names.iter().copied()).build(&registry).unwrap_err();
+        let error = Agent::builder("a")
+            .backends(names.iter().copied())
+            .registry(registry.clone())
+            .build()
+            .unwrap_err();
         (error.kind(), error.to_string())
     };
     for name in ["UXC", "LIBFABRIC", "NIXL", "ucx"] {
@@ -233,7 +236,7 @@ fn with_a_secret_a_library_that_asks_for_none_is_opened_in_words_only() {
             Some(secret) => builder.secret(secret),
             None => builder,
         };
-        let error = builder.build(&registry).expect_err("stubs open nothing");
+        let error = builder.registry(registry.clone()).build().expect_err("stubs open nothing");
         (error.kind(), error.to_string())
     };
     let opened = ErrorKind::Unsupported;

@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
-use kvx_core::transport::{
-    Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
+use kvx_core::backend::{
+    Availability, Context, Factory, Link, LinkId, LocalRegion, PeerSection, Placement, RegionSpec,
+    Ticket, Transport, Unavailable,
 };
 use kvx_core::{
-    Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation, LinkId, MemoryKinds, Options,
-    PerOp, Placement, Result, Revocation, Ticket, Unavailable,
+    Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation, MemoryKinds, Options, PerOp,
+    Result, Revocation,
 };
 
 const CAPABILITIES: Capabilities = Capabilities {

@@ -1,6 +1,7 @@
 //! Copies: right bytes, few calls, tickets that settle when they should.
 
-use kvx_core::memory::{DeviceAccess as _, Direction, Hop, Piece};
+use kvx_core::DeviceAccess as _;
+use kvx_core::backend::{Direction, Hop, Piece};
 use kvx_core::{Completion, Memory};
 
 use super::{Bench, Test, all_of, filled, pattern, settled, until, watched};
@@ -205,7 +206,7 @@ fn a_late_event_is_waited_for(bench: &Bench<'_>) {
     let piece = Piece { device: pool.address(), host: host.as_ptr(), len: 4096 };
     // SAFETY: the memory outlives the wait.
     unsafe { bench.device.copy(Direction::ToDevice, &[piece], ticket) };
-    completion.wait(super::LONG).unwrap();
+    completion.wait_blocking(super::LONG).unwrap();
     assert!(begun.elapsed().as_micros() >= 30_000, "it settled before its event");
 }
 

@@ -1,7 +1,8 @@
 //! A driver's errors reach the caller with their reason, and tickets settle.
 
+use kvx_core::DeviceAccess as _;
 use kvx_core::ErrorKind;
-use kvx_core::memory::{DeviceAccess as _, Direction, Hop, Piece};
+use kvx_core::backend::{Direction, Hop, Piece};
 use kvx_testkit::Child;
 
 use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern, settled};

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::memory::DeviceAccess as _;
+use kvx_core::DeviceAccess as _;
 use kvx_core::{ErrorKind, MemoryKind};
 use kvx_gpu::DevicePtr;
 use kvx_testkit::Child;

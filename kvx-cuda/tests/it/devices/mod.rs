@@ -14,7 +14,8 @@ use std::ops::Deref;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use kvx_core::{Completion, Memory, MemoryKind, Result, Ticket, Unavailable};
+use kvx_core::backend::{Ticket, Unavailable};
+use kvx_core::{Completion, Memory, MemoryKind, Result};
 use kvx_gpu::{Device, StreamHandle};
 use kvx_stand_in::Control;
 use kvx_testkit::{Check, Failure, is_own_process, run_in_own_process, trial};
@@ -165,7 +166,7 @@ pub(crate) fn filled(device: &Arc<Device>, bytes: &[u8]) -> Memory {
 pub(crate) fn settled(give: impl FnOnce(Ticket)) -> Result<()> {
     let (completion, ticket) = Completion::with_ticket();
     give(ticket);
-    completion.wait(LONG)
+    completion.wait_blocking(LONG)
 }
 
 /// A ticket, and what it settled with so far.

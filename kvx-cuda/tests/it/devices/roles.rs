@@ -6,7 +6,8 @@ use super::sharing::{SHARED, hex, map_anothers, owned, read, sum, unhex};
 use super::{
     Bench, Maker, all_of, errors, filled, kernels, memory, settled, tickets, with_a_device,
 };
-use kvx_core::memory::{DeviceAccess as _, IpcHandle};
+use kvx_core::DeviceAccess as _;
+use kvx_core::backend::IpcHandle;
 use kvx_core::{DeviceId, ErrorKind};
 use kvx_gpu::kernels::Swap;
 use kvx_gpu::{BlockSelection, DevicePtr, StridedBlocks};
@@ -118,7 +119,7 @@ fn without_kernels(bench: &Bench<'_>) {
     let bytes = super::pattern(11, 1 << 20);
     let (from, to) = (filled(&bench.device, &bytes), bench.device.pool(1 << 20).build().unwrap());
     let hops: Vec<_> = (0..100u64)
-        .map(|at| kvx_core::memory::Hop {
+        .map(|at| kvx_core::backend::Hop {
             from: from.address() + at * 5000,
             to: to.address() + at * 5000 + at % 7,
             len: 1000,

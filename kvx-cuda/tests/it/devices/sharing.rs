@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use kvx_core::memory::{DeviceAccess as _, Hop, IpcHandle};
+use kvx_core::DeviceAccess as _;
+use kvx_core::backend::{Hop, IpcHandle};
 use kvx_core::{DeviceId, ErrorKind};
 use kvx_testkit::Child;
 

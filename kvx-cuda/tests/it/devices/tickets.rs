@@ -2,8 +2,9 @@
 
 use std::time::Instant;
 
-use kvx_core::memory::{DeviceAccess as _, Direction, Hop, Piece};
-use kvx_core::{ErrorKind, Memory, Result, Ticket};
+use kvx_core::DeviceAccess as _;
+use kvx_core::backend::{Direction, Hop, Piece, Ticket};
+use kvx_core::{ErrorKind, Memory, Result};
 use kvx_gpu::DevicePtr;
 use kvx_testkit::Child;
 

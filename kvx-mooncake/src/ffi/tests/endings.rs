@@ -8,10 +8,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kvx_backend::fabric::{EndpointId, JobId};
-use kvx_core::transport::{Availability, Context, Factory, Transport};
-use kvx_core::{
-    Agent, ErrorKind, Grid, Memory, Op, Options, Placement, Plan, Registry, Unavailable,
-};
+use kvx_core::backend::{Availability, Context, Factory, Placement, Transport, Unavailable};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, Op, Options, Plan, Registry};
 
 use super::super::adapter_bindings;
 use super::super::bindings::{Functions, transfer_request, transfer_status};
@@ -166,7 +164,12 @@ fn agent(name: &str, factory: Arc<dyn Factory>) -> Agent {
     let options = Options::parse(r#"{"mooncake_protocol": "tcp"}"#).expect("JSON");
     let mut registry = Registry::new();
     registry.add_shared(factory).expect("one name");
-    Agent::builder(name).backends(["MOONCAKE"]).options(options).build(&registry).expect("an agent")
+    Agent::builder(name)
+        .backends(["MOONCAKE"])
+        .options(options)
+        .registry(registry.clone())
+        .build()
+        .expect("an agent")
 }
 
 #[test]
@@ -182,25 +185,26 @@ fn what_may_have_been_started_is_forgotten_and_its_memory_kept() {
     let ours = decode.register("kv", memory).expect("it is free");
     let theirs = prefill.register("kv", Arc::new(Memory::owned(vec![7; LEN]))).expect("it is free");
     let peer = decode.connect(prefill.metadata().expect("it has some")).expect("metadata");
-    peer.ready(CUT_OFF).wait(CUT_OFF).expect("it is there");
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF).expect("it is there");
     let grid = Grid::packed(4096, 2);
     let sender = peer.region("kv").expect("it was told").grid(grid).expect("it fits");
     let receiver = ours.grid(grid).expect("it fits");
     let plan = Plan::read(receiver.blocks([0]), sender.blocks([1])).expect("they fit");
     let transfer = peer.transfer(&plan).deadline(CUT_OFF).post().expect("there is room");
     let settled = transfer.settled();
-    let why = transfer.wait(CUT_OFF).expect_err("it was denied");
+    let why = transfer.wait_blocking(CUT_OFF).expect_err("it was denied");
     assert_eq!(why.kind(), ErrorKind::PeerLost, "{why}");
     assert_eq!(DENIED.load(Ordering::SeqCst), 1, "it is not tried again");
     drop((ours, peer));
-    let kept_back = decode.shutdown(SHORT).wait(CUT_OFF).expect_err("a transfer has not settled");
+    let kept_back =
+        decode.shutdown(SHORT).wait_blocking(CUT_OFF).expect_err("a transfer has not settled");
     assert_eq!(kept_back.kind(), ErrorKind::StillShared, "{kept_back}");
-    let why = settled.wait(CUT_OFF).expect_err("nobody knows whether it is under way");
+    let why = settled.wait_blocking(CUT_OFF).expect_err("nobody knows whether it is under way");
     assert_eq!(why.kind(), ErrorKind::Forgotten, "{why}");
     drop((plan, decode));
     assert!(kept.strong_count() > 0, "the engine may write to it for ever");
     drop(theirs);
-    prefill.shutdown(SHORT).wait(CUT_OFF).ok(); // nobody has let go of its region
+    prefill.shutdown(SHORT).wait_blocking(CUT_OFF).ok(); // nobody has let go of its region
 }
 
 /// Listens as the engine's data port does: it is taken for one.
@@ -232,13 +236,15 @@ fn memory_is_given_back_when_what_the_dead_had_sent_was_read_to_its_end() {
     let receiver = listener.accept().expect("somebody has connected").0;
     region("of the living")
         .revoke(CUT_OFF)
-        .wait(CUT_OFF)
+        .wait_blocking(CUT_OFF)
         .expect("whoever lives is asked otherwise");
     drop(sender);
-    let why =
-        region("of the dead").revoke(SHORT).wait(CUT_OFF).expect_err("it was not read to its end");
+    let why = region("of the dead")
+        .revoke(SHORT)
+        .wait_blocking(CUT_OFF)
+        .expect_err("it was not read to its end");
     assert_eq!(why.kind(), ErrorKind::StillShared, "{why}");
     drop(receiver);
-    region("of nobody").revoke(CUT_OFF).wait(CUT_OFF).expect("all is read");
-    owner.shutdown(CUT_OFF).wait(CUT_OFF).expect("nothing is under way");
+    region("of nobody").revoke(CUT_OFF).wait_blocking(CUT_OFF).expect("all is read");
+    owner.shutdown(CUT_OFF).wait_blocking(CUT_OFF).expect("nothing is under way");
 }

@@ -7,11 +7,10 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::control::{ControlMessage as Shared, HeldBytes};
 use kvx_backend::reactor::{Outbox, Progress as _, Queued};
-use kvx_core::transport::{self, Context, Events, LinkState, RegionSpec};
-use kvx_core::{
-    Grid, Identity, Incarnation, Invitation, LinkId, Memory, Options, Placed, RegionId, RegionKey,
-    Sender,
+use kvx_core::backend::{
+    Context, Events, Invitation, LinkId, LinkState, PlacedGrid, QueueFull, RegionKey, RegionSpec,
 };
+use kvx_core::{Grid, Identity, Incarnation, Memory, Options, RegionId, Sender};
 use kvx_testkit::newcomers_amid;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -97,15 +96,15 @@ fn a_process_has_one_budget_for_all_its_connections_and_newcomers_are_served() {
     while target.try_notification().is_some() {}
     first.send(Shared::Ping, None);
     while !matches!(Shared::decode(&first.next().expect("it is another's")), Ok(Shared::Alive)) {}
-    target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    target.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }
 
 /// It has no room.
 struct Full;
 
 impl Events for Full {
-    fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), transport::Full> {
-        Err(transport::Full)
+    fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), QueueFull> {
+        Err(QueueFull)
     }
     fn link(&self, _: LinkId, _: LinkState) {}
 }
@@ -226,7 +225,7 @@ fn what_a_peer_does_not_take_counts_until_it_is_taken() {
 
 /// Some 48 KiB of blocks, of memory that is lent as number 1.
 fn part(write: u64) -> Vec<u8> {
-    let grids = [Placed { region: 0, grid: Grid::packed(1, BLOCKS) }];
+    let grids = [PlacedGrid { region: 0, grid: Grid::packed(1, BLOCKS) }];
     let side = || Described {
         regions: vec![(RegionId(1), KEY)],
         grids: grids.into(),

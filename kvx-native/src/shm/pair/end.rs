@@ -7,8 +7,10 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::control::proof::Keys;
 use kvx_backend::reactor::{Armed, Outbox, Progress as _, Queued};
-use kvx_core::transport::{Context, Events, Full, LinkState, LocalRegion, RegionSpec};
-use kvx_core::{Identity, Incarnation, Invitation, LinkId, Options, Result, Sender, Ticket};
+use kvx_core::backend::{
+    Context, Events, Invitation, LinkId, LinkState, LocalRegion, QueueFull, RegionSpec, Ticket,
+};
+use kvx_core::{Identity, Incarnation, Options, Result, Sender};
 use kvx_testkit::run_one_test;
 use rustix::event::{PollFd, PollFlags};
 
@@ -47,9 +49,9 @@ impl Inbox {
 }
 
 impl Events for Inbox {
-    fn notification(&self, _: Sender<'_>, bytes: &[u8]) -> Result<(), Full> {
+    fn notification(&self, _: Sender<'_>, bytes: &[u8]) -> Result<(), QueueFull> {
         if self.is_full.load(Ordering::Relaxed) {
-            return Err(Full);
+            return Err(QueueFull);
         }
         let (number, rest) = bytes.split_first_chunk().expect("it begins with its number");
         let number = u64::from_le_bytes(*number);

@@ -15,11 +15,10 @@ mod step_by_step;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
-use kvx_core::{
-    Bound, ErrorKind, Grid, Indices, LinkId, LocalSide, Memory, Op, Placed, RegionId, RegionKey,
-    RemoteSide, TransferId,
+use kvx_core::backend::{
+    BoundPlan, INLINE_BYTES, INLINE_SEGMENTS, LinkId, LocalSide, PlacedGrid, RegionKey, RemoteSide,
 };
+use kvx_core::{ErrorKind, Grid, Indices, Memory, Op, RegionId, TransferId};
 use kvx_testkit::Random;
 
 use super::inline::read_inline;
@@ -523,11 +522,11 @@ fn plan(
     is_list: bool,
     local: &Place,
     import: Arc<Import>,
-) -> Bound {
+) -> BoundPlan {
     let grid = Grid::packed(shape.block as u64, shape.count);
-    let grids = || -> Arc<[Placed]> { Arc::from([Placed { region: 0, grid }]) };
+    let grids = || -> Arc<[PlacedGrid]> { Arc::from([PlacedGrid { region: 0, grid }]) };
     let [ours, theirs] = ORDERS.map(|by| indices(shape, is_list, by));
-    let pair = kvx_core::Pair {
+    let pair = kvx_core::backend::Pair {
         local: grids(),
         remote: grids(),
         local_indices: ours,

@@ -4,8 +4,9 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use kvx_backend::control::HeldBytes;
-use kvx_core::fork::Private;
-use kvx_core::{Error, ErrorKind, Identity, LinkId, Result};
+use kvx_core::backend::LinkId;
+use kvx_core::backend::fork::Private;
+use kvx_core::{Error, ErrorKind, Identity, Result};
 use kvx_noise::Seals;
 
 use crate::tcp::connections::lane::{Effect, LaneEnd, Scope};

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Error, LinkId, Result, TransferId};
+use kvx_core::backend::LinkId;
+use kvx_core::{Error, Result, TransferId};
 
 use crate::tcp::context::AgentContext;
 use crate::tcp::error;

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use kvx_backend::reactor::WorkQueue;
-use kvx_core::{Bound, Error, ErrorKind, Extents, LinkId, Op, Result, TransferId};
+use kvx_core::backend::{BoundPlan, Extents, LinkId};
+use kvx_core::{Error, ErrorKind, Op, Result, TransferId};
 use slab::Slab;
 
 use crate::described::{Described, Part, Side};
@@ -137,7 +138,7 @@ impl RequestLane {
     /// Sends out a part of a transfer.
     pub(crate) fn request(
         &mut self,
-        plan: &Arc<Bound>,
+        plan: &Arc<BoundPlan>,
         part: &Part,
         transfer: TransferId,
         output: &mut Output,
@@ -180,7 +181,7 @@ impl RequestLane {
 
     fn local(
         &self,
-        plan: &Arc<Bound>,
+        plan: &Arc<BoundPlan>,
         part: &Part,
         transfer: TransferId,
         deferred: &DeferredCompletions,

@@ -10,7 +10,7 @@
 
 use kvx_backend::control::Refusal;
 use kvx_backend::control::proof::{Keys, secret_mismatch, unauthenticated};
-use kvx_core::wire::{Reader, Writer};
+use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Identity, Result};
 use kvx_noise::{KEY, NoiseHandshake, Seals, TAG};
 
@@ -317,7 +317,8 @@ fn confirm(body: &[u8], (seal, mut seals): Agreed, out: &mut Vec<u8>) -> Result<
 
 #[cfg(test)]
 mod tests {
-    use kvx_core::{Incarnation, Invitation, Secret};
+    use kvx_core::backend::Invitation;
+    use kvx_core::{Incarnation, Secret};
 
     use super::*;
     use crate::tcp::frames::HEADER;

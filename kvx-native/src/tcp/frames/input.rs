@@ -2,7 +2,7 @@
 //! where it belongs, unless it is sealed.
 
 use kvx_core::Result;
-use kvx_core::fork::Private;
+use kvx_core::backend::fork::Private;
 use kvx_noise::{Opener, RECORD, TAG};
 
 use crate::tcp::frames::{HEADER, Header};

@@ -44,8 +44,8 @@ pub(crate) mod input;
 pub(crate) mod output;
 
 use kvx_backend::control::Refusal;
-use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, ErrorKind, Result, transport};
+use kvx_core::backend::wire::{Reader, Writer};
+use kvx_core::{Error, ErrorKind, Result, backend};
 
 use crate::described;
 
@@ -110,7 +110,7 @@ impl Frame {
             Frame::Read | Frame::Write => described::MAX_BYTES,
             Frame::Data => MAX_DATA,
             Frame::End => Refusal::MAX_BYTES,
-            Frame::Notify => transport::MAX_NOTIFICATION,
+            Frame::Notify => backend::MAX_NOTIFICATION,
             Frame::Cancel => 1,
             Frame::Stop | Frame::Ack | Frame::Ping | Frame::Alive => 0,
             _ => MAX_GREETING,

@@ -2,7 +2,7 @@
 //! sealed, and what has come up meanwhile.
 
 use kvx_core::Result;
-use kvx_core::fork::Private;
+use kvx_core::backend::fork::Private;
 use kvx_noise::{RECORD, Sealer, TAG};
 
 use crate::tcp::frames::{HEADER, Header, MAX_DATA};

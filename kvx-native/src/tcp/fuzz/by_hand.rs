@@ -1,7 +1,8 @@
 //! The two ends of a handshake in the hands of a test, which then says frames as they are: nothing is sealed.
 
 use kvx_backend::control::proof::Keys;
-use kvx_core::{Identity, Invitation, Result, Secret};
+use kvx_core::backend::Invitation;
+use kvx_core::{Identity, Result, Secret};
 
 use crate::tcp::frames::auth::{
     Agreed, InitiatorHandshake, InitiatorVerdict, OwnerHandshake, Step,

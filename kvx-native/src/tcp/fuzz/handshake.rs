@@ -1,7 +1,8 @@
 //! The handshake of a lane, and the first words after it, between whose ends somebody alters what is said.
 
 use kvx_backend::control::proof::Keys;
-use kvx_core::{Invitation, Result, Secret};
+use kvx_core::backend::Invitation;
+use kvx_core::{Result, Secret};
 use kvx_noise::Seals;
 
 use super::who;

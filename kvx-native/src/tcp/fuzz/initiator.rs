@@ -6,12 +6,12 @@ use std::time::Instant;
 
 use kvx_backend::control::proof::Keys;
 use kvx_backend::reactor::Outbox;
-use kvx_core::transport::LocalRegion;
-use kvx_core::wire::Reader;
-use kvx_core::{
-    Bound, Error, ErrorKind, Grid, Indices, Invitation, LinkId, LocalSide, Op, Pair, Placed,
-    RegionId, RegionKey, RemoteSide, Ticket, TransferId,
+use kvx_core::backend::wire::Reader;
+use kvx_core::backend::{
+    BoundPlan, Invitation, LinkId, LocalRegion, LocalSide, Pair, PlacedGrid, RegionKey, RemoteSide,
+    Ticket,
 };
+use kvx_core::{Error, ErrorKind, Grid, Indices, Op, RegionId, TransferId};
 
 use super::{FuzzStep, LANES, Lanes, WatchedMemory, next, who};
 use crate::tcp::connections::connection::Role;
@@ -150,8 +150,8 @@ pub(super) fn post(
     out: &mut Outbox,
 ) {
     let op = op_of(how);
-    let grids = || -> Arc<[Placed]> {
-        Arc::from([Placed { region: 0, grid: Grid::packed(SLOTS[at], BLOCKS) }])
+    let grids = || -> Arc<[PlacedGrid]> {
+        Arc::from([PlacedGrid { region: 0, grid: Grid::packed(SLOTS[at], BLOCKS) }])
     };
     let pair = Pair {
         local: grids(),
@@ -165,7 +165,7 @@ pub(super) fn post(
     let local = LocalSide { id: id_of_region, key, memory, region: Arc::new(LocalByPlan) };
     let remote =
         RemoteSide { id: id_of_region, key, len, region: Arc::new(TcpRemote { stage: 0 }) };
-    let plan: Bound = kvx_core::fuzz::bound(op, LINK, pair, local, remote);
+    let plan: BoundPlan = kvx_core::fuzz::bound(op, LINK, pair, local, remote);
     let standing = Arc::new(AtomicU8::new(OPEN));
     let done = Ticket::new({
         let standing = Arc::clone(&standing);

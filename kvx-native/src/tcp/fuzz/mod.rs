@@ -21,10 +21,10 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::control::HeldBytes;
 use kvx_backend::control::proof::Keys;
-use kvx_core::fork::Private;
-use kvx_core::transport::{Events, Full, LinkState};
-use kvx_core::wire::Reader;
-use kvx_core::{Identity, Incarnation, Invitation, LinkId, Memory, Options, Result, Sender};
+use kvx_core::backend::fork::Private;
+use kvx_core::backend::wire::Reader;
+use kvx_core::backend::{Events, Invitation, LinkId, LinkState, QueueFull};
+use kvx_core::{Identity, Incarnation, Memory, Options, Result, Sender};
 use kvx_noise::{NoiseHandshake, RECORD, Seals, TAG};
 
 use crate::tcp::config::Config;
@@ -51,8 +51,8 @@ const FILLER: u8 = 0x5a;
 struct Inbox(AtomicBool);
 
 impl Events for Inbox {
-    fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), Full> {
-        if self.0.load(Ordering::Relaxed) { Err(Full) } else { Ok(()) }
+    fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), QueueFull> {
+        if self.0.load(Ordering::Relaxed) { Err(QueueFull) } else { Ok(()) }
     }
 
     fn link(&self, _: LinkId, _: LinkState) {}

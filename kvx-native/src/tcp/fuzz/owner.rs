@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use kvx_core::transport::RegionSpec;
-use kvx_core::wire::Reader;
-use kvx_core::{RegionId, RegionKey};
+use kvx_core::RegionId;
+use kvx_core::backend::wire::Reader;
+use kvx_core::backend::{RegionKey, RegionSpec};
 
 use super::{FuzzStep, LANES, Lanes, WatchedMemory, next, who};
 use crate::tcp::connections::connection::{Conn, Role};

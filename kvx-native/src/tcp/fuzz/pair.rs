@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use kvx_backend::reactor::Outbox;
-use kvx_core::transport::RegionSpec;
-use kvx_core::{Error, ErrorKind, Memory, Op, RegionId, RegionKey, Ticket, TransferId};
+use kvx_core::backend::{RegionKey, RegionSpec, Ticket};
+use kvx_core::{Error, ErrorKind, Memory, Op, RegionId, TransferId};
 use kvx_testkit::Random;
 
 use super::initiator::{self, BLOCKS, DONE, OPEN, ORDERS, SLOTS, Slot};

@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use kvx_backend::reactor::Outbox;
-use kvx_core::transport::LinkState;
-use kvx_core::{Error, LinkId, Result, TransferId};
+use kvx_core::backend::{LinkId, LinkState};
+use kvx_core::{Error, Result, TransferId};
 
 use crate::tcp::connections::connection::{Conn, Role};
 use crate::tcp::error;

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::control::HeldBytes;
 use kvx_backend::reactor::{Armed, Outbox, SLICE, Turn};
-use kvx_core::transport::{INLINE_BYTES, LinkState};
-use kvx_core::{Bound, Error, ErrorKind, Identity, LinkId, RegionId, Result, Ticket, TransferId};
+use kvx_core::backend::{BoundPlan, INLINE_BYTES, LinkId, LinkState, Ticket};
+use kvx_core::{Error, ErrorKind, Identity, RegionId, Result, TransferId};
 
 use crate::tcp::connections::connection::{Conn, Role};
 use crate::tcp::connections::lane::{Effect, Scope};
@@ -47,7 +47,7 @@ const SMALL_TURNS: usize = 32;
 /// What other threads ask of the machine; `Staged`: look after the stream of this token, a device has copied for it.
 pub(crate) enum Command {
     Connect(Box<OpenedLink>),
-    Post { link: LinkId, plan: Arc<Bound>, id: TransferId, done: Ticket },
+    Post { link: LinkId, plan: Arc<BoundPlan>, id: TransferId, done: Ticket },
     Notify { link: LinkId, bytes: Box<[u8]>, done: Ticket },
     Cancel { link: LinkId, id: TransferId },
     Close { link: LinkId },

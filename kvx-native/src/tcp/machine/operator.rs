@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, Turn};
 use kvx_core::Result;
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 
 use crate::tcp::error;
 use crate::tcp::machine::turns::let_go;

@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use kvx_backend::reactor::Outbox;
-use kvx_core::fork::Private;
+use kvx_core::backend::fork::Private;
 use kvx_core::{Error, ErrorKind, RegionId};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvx_backend::reactor::Outbox;
-use kvx_core::{Error, ErrorKind, Identity, LinkId, Result};
+use kvx_core::backend::LinkId;
+use kvx_core::{Error, ErrorKind, Identity, Result};
 
 use crate::tcp::connections::connection::{Conn, Role};
 use crate::tcp::connections::lane::Scope;

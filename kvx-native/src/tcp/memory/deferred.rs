@@ -10,8 +10,9 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use crate::Settlement;
 use crate::staging::{Copies, Fetch, Store};
-use kvx_core::sync::{Mutex, MutexGuard};
-use kvx_core::{Error, ErrorKind, LinkId, RegionId, Result, Ticket, TransferId};
+use kvx_core::backend::sync::{Mutex, MutexGuard};
+use kvx_core::backend::{LinkId, Ticket};
+use kvx_core::{Error, ErrorKind, RegionId, Result, TransferId};
 
 use crate::tcp::memory::regions::{Served, ServedRegions};
 

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use crate::staging::{Fetch, Store};
-use kvx_core::{Bound, Error, ErrorKind, Extents, Memory, RegionId, Result};
+use kvx_core::backend::{BoundPlan, Extents};
+use kvx_core::{Error, ErrorKind, Memory, RegionId, Result};
 
 use crate::tcp::memory::deferred::{Concern, DeferredCompletions, LateAnswer, Streaming};
 use crate::tcp::memory::regions::{Served, ServedRegions};
@@ -221,14 +222,14 @@ pub(crate) struct HostBlocks {
 /// What keeps the blocks' memory alive.
 enum BlockMemory {
     /// The initiator's: the plan.
-    Plan(Arc<Bound>),
+    Plan(Arc<BoundPlan>),
     /// The owner's.
     Served(ServedRegions),
 }
 
 impl HostBlocks {
     /// The local side of a part of a plan.
-    pub(crate) fn local(plan: Arc<Bound>, cursor: Extents) -> Self {
+    pub(crate) fn local(plan: Arc<BoundPlan>, cursor: Extents) -> Self {
         HostBlocks { memory: BlockMemory::Plan(plan), cursor }
     }
 

@@ -4,9 +4,9 @@ use std::any::Any;
 use std::sync::Arc;
 
 use kvx_backend::control::RegionTable;
-use kvx_core::sync::{Mutex, MutexGuard};
-use kvx_core::transport::{RegionSpec, RemoteRegion};
-use kvx_core::{Bound, Error, ErrorKind, Memory, Pair, RegionId, RegionKey, Result};
+use kvx_core::backend::sync::{Mutex, MutexGuard};
+use kvx_core::backend::{BoundPlan, Pair, RegionKey, RegionSpec, RemoteRegion};
+use kvx_core::{Error, ErrorKind, Memory, RegionId, Result};
 
 use crate::tcp::memory::stages::DeviceStage;
 
@@ -75,20 +75,20 @@ pub(crate) struct TcpRemote {
 
 impl RemoteRegion for TcpRemote {}
 
-fn remote_stage(plan: &Bound, region: u32) -> u32 {
+fn remote_stage(plan: &BoundPlan, region: u32) -> u32 {
     let any: &dyn Any = &*plan.remote(region).region;
     any.downcast_ref::<TcpRemote>().map_or(0, |remote| remote.stage)
 }
 
 /// Returns true if a plan has device memory on either side.
-pub(crate) fn is_staged(plan: &Bound) -> bool {
+pub(crate) fn is_staged(plan: &BoundPlan) -> bool {
     // One kind of memory a side: the first speaks for all.
     let local = plan.locals().first().is_some_and(|local| local.memory.device_access().is_some());
     local || !plan.remotes().is_empty() && remote_stage(plan, 0) != 0
 }
 
 /// Returns true if a grid of a plan lies on the same stages as the one before it, so that one request may name both.
-pub(crate) fn share_stages(plan: &Bound, pair: &Pair, grid: usize) -> bool {
+pub(crate) fn share_stages(plan: &BoundPlan, pair: &Pair, grid: usize) -> bool {
     // A stage of this end is one device's.
     let device =
         |grid: usize| plan.local(pair.local[grid].region).memory.device_access().map(Arc::as_ptr);

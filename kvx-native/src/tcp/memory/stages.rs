@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::staging::{Buffers, Stager};
-use kvx_core::sync::Mutex;
+use kvx_core::backend::sync::Mutex;
 use kvx_core::{DeviceAccess, Memory, Result};
 
 /// Small transfers have buffers of their own: bulk ones never keep them waiting.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvx_core::Memory;
-use kvx_core::memory::copy_shared;
+use kvx_core::backend::copy_shared;
 
 /// The most pieces of one system call, with room for what goes before and after the payload.
 pub(crate) const MAX_PIECES: usize = 1000;

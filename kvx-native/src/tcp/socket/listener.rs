@@ -3,7 +3,7 @@
 use std::ffi::CStr;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use kvx_core::fork::Private;
+use kvx_core::backend::fork::Private;
 use kvx_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 

@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
-use kvx_core::fork::Private;
+use kvx_core::backend::fork::Private;
 use kvx_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};

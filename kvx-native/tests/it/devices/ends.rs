@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_core::{
-    Agent, Builder, Grid, Memory, MemoryKind, Op, Peer, Plan, Region, Registry, Report, Result,
-    Transfer,
+    Agent, AgentBuilder, Grid, Memory, MemoryKind, Op, Peer, Plan, Region, Registry, Report,
+    Result, Transfer,
 };
 use kvx_testkit::TestDevice;
 
@@ -29,10 +29,10 @@ pub(crate) fn registry() -> Registry {
 }
 
 pub(crate) fn agent(name: &str, backends: &[&str], device: Option<&Arc<TestDevice>>) -> Agent {
-    builder(name, backends, device).build(&registry()).unwrap()
+    builder(name, backends, device).registry(registry()).build().unwrap()
 }
 
-fn builder(name: &str, backends: &[&str], device: Option<&Arc<TestDevice>>) -> Builder {
+fn builder(name: &str, backends: &[&str], device: Option<&Arc<TestDevice>>) -> AgentBuilder {
     let builder = Agent::builder(name).backends(backends.iter().copied());
     match device {
         Some(device) => builder.device(Arc::clone(device) as _),
@@ -71,7 +71,8 @@ impl Ends {
             [("reader", &devices[0]), ("owner", &devices[1])].map(|(name, device)| {
                 builder(name, &[backend], Some(device))
                     .peer_timeout(timeout)
-                    .build(&registry())
+                    .registry(registry())
+                    .build()
                     .unwrap()
             });
         let len = blocks as usize * BLOCK as usize;
@@ -143,7 +144,7 @@ impl Ends {
 
     pub(crate) fn run(&self, op: Op, ours: &[u32], theirs: &[u32]) -> Result<Report> {
         let plan = self.plan(op, ours, theirs)?;
-        self.peer.transfer(&plan).deadline(CUT_OFF).post()?.wait(CUT_OFF)
+        self.peer.transfer(&plan).deadline(CUT_OFF).post()?.wait_blocking(CUT_OFF)
     }
 
     /// All blocks, to their own places.

@@ -64,8 +64,8 @@ fn a_cancelled_transfer_settles_when_its_device_has_let_go() {
             transfer.cancel();
             assert!(!ends_now(&mut settled), "{backend} {op}: settled while a copy is in flight");
             ends.device(busy).release();
-            settled.wait(CUT_OFF).unwrap();
-            assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::Cancelled);
+            settled.wait_blocking(CUT_OFF).unwrap();
+            assert_eq!(transfer.wait_blocking(CUT_OFF).unwrap_err().kind(), ErrorKind::Cancelled);
             ends.works();
         }
     }
@@ -81,10 +81,10 @@ fn nothing_is_written_after_a_late_transfer_has_settled() {
         let transfer = ends.post_within(Op::Read, Duration::from_secs(3));
         ends.until_waiting(Busy::Ours);
         let mut settled = transfer.settled();
-        assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
+        assert_eq!(transfer.wait_blocking(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
         assert!(!ends_now(&mut settled), "{backend}: settled while a copy is in flight");
         ends.device(Busy::Ours).release();
-        settled.wait(CUT_OFF).unwrap();
+        settled.wait_blocking(CUT_OFF).unwrap();
         let copies = ends.device(Busy::Ours).counters().copies;
         ends.fill(&ends.ours, 9);
         for block in 0..64 {
@@ -110,10 +110,10 @@ fn a_device_that_takes_its_time_loses_no_peer() {
     let transfers: Vec<_> = (0..64).map(post).collect();
     ends.until_waiting(Busy::Ours);
     let quiet = ends.owner.wait_for_senders(b"never sent", 1, PATIENCE * 2);
-    assert_eq!(quiet.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
+    assert_eq!(quiet.wait_blocking(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
     ends.device(Busy::Ours).release();
     for transfer in transfers {
-        transfer.wait(CUT_OFF).unwrap();
+        transfer.wait_blocking(CUT_OFF).unwrap();
     }
 }
 
@@ -132,9 +132,9 @@ fn a_revocation_waits_for_copies_from_and_to_the_region() {
             let mut revoked = ends.theirs.revoke(CUT_OFF);
             assert!(!ends_now(&mut revoked), "{backend} {op}: revoked while a copy is in flight");
             ends.device(busy).release();
-            revoked.wait(CUT_OFF).unwrap();
+            revoked.wait_blocking(CUT_OFF).unwrap();
             assert_eq!(
-                transfer.wait(CUT_OFF).unwrap_err().kind(),
+                transfer.wait_blocking(CUT_OFF).unwrap_err().kind(),
                 ErrorKind::Revoked,
                 "{backend} {op}"
             );
@@ -154,9 +154,9 @@ fn a_revocation_waits_for_copies_of_a_connection_that_is_gone() {
         let mut revoked = ends.theirs.revoke(CUT_OFF);
         assert!(!ends_now(&mut revoked), "{backend}: revoked while a copy is in flight");
         ends.device(Busy::Theirs).release();
-        revoked.wait(CUT_OFF).unwrap();
-        shut_down.wait(CUT_OFF).ok();
-        transfer.wait(CUT_OFF).unwrap_err();
+        revoked.wait_blocking(CUT_OFF).unwrap();
+        shut_down.wait_blocking(CUT_OFF).ok();
+        transfer.wait_blocking(CUT_OFF).unwrap_err();
     }
 }
 
@@ -170,7 +170,7 @@ fn what_a_device_refuses_fails_its_transfer_alone() {
                     continue; // that device has nothing to do
                 }
                 ends.device(busy).next([CopyOutcome::Fail]);
-                let failed = ends.post(op).wait(CUT_OFF).unwrap_err();
+                let failed = ends.post(op).wait_blocking(CUT_OFF).unwrap_err();
                 assert_eq!(failed.kind(), ErrorKind::Native, "{backend} {op} {busy:?}: {failed}");
                 assert!(failed.sentence().contains("the test device fails this copy"), "{failed}");
                 ends.works();
@@ -186,15 +186,23 @@ fn a_lost_copy_quarantines_what_it_may_touch() {
         let ends = Ends::new(backend, true, true, 64);
         ends.device(Busy::Ours).next([CopyOutcome::Forget]);
         let transfer = ends.post(Op::Read);
-        assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::Forgotten, "{backend}");
-        let revoked =
-            ends.ours.revoke(Duration::from_millis(100)).wait(CUT_OFF).map(drop).unwrap_err();
+        assert_eq!(
+            transfer.wait_blocking(CUT_OFF).unwrap_err().kind(),
+            ErrorKind::Forgotten,
+            "{backend}"
+        );
+        let revoked = ends
+            .ours
+            .revoke(Duration::from_millis(100))
+            .wait_blocking(CUT_OFF)
+            .map(drop)
+            .unwrap_err();
         assert_eq!(revoked.kind(), ErrorKind::StillShared, "{backend}: {revoked}");
 
         let ends = Ends::new(backend, true, true, 64);
         ends.device(Busy::Theirs).next([CopyOutcome::Forget]);
-        ends.post_within(Op::Write, Duration::from_secs(1)).wait(CUT_OFF).unwrap_err();
-        let revoked = ends.theirs.revoke(CUT_OFF).wait(CUT_OFF).map(drop).unwrap_err();
+        ends.post_within(Op::Write, Duration::from_secs(1)).wait_blocking(CUT_OFF).unwrap_err();
+        let revoked = ends.theirs.revoke(CUT_OFF).wait_blocking(CUT_OFF).map(drop).unwrap_err();
         assert_eq!(revoked.kind(), ErrorKind::StillShared, "{backend}: {revoked}");
     }
 }
@@ -210,8 +218,8 @@ fn an_agent_that_ends_waits_for_its_devices() {
         let shut_down = ends.reader.shutdown(CUT_OFF);
         assert!(!ends_now(&mut settled), "{backend}: settled while a copy is in flight");
         ends.device(Busy::Ours).release();
-        settled.wait(CUT_OFF).unwrap();
-        shut_down.wait(CUT_OFF).unwrap();
+        settled.wait_blocking(CUT_OFF).unwrap();
+        shut_down.wait_blocking(CUT_OFF).unwrap();
     }
 }
 
@@ -232,7 +240,7 @@ fn many_transfers_share_few_buffers() {
                 }
             }
             for transfer in transfers {
-                transfer.wait(CUT_OFF).unwrap();
+                transfer.wait_blocking(CUT_OFF).unwrap();
             }
             let (seed, target) = if op == Op::Read { (2, &ends.ours) } else { (1, &ends.theirs) };
             for at in (0..16 << 10).filter(|at| at % 1024 < 1010).step_by(101) {

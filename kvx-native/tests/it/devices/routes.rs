@@ -19,7 +19,7 @@ fn run(op: Op, agent: &Agent, ours: &Region, owner: &Agent) -> Result<Report> {
         op,
         [(ours.grid(grid)?.blocks(0..16), peer.region("kv")?.grid(grid)?.blocks(0..16))],
     )?;
-    peer.transfer(&plan).deadline(CUT_OFF).post()?.wait(CUT_OFF)
+    peer.transfer(&plan).deadline(CUT_OFF).post()?.wait_blocking(CUT_OFF)
 }
 
 /// Both operations go over TCP if it is there; if not, the error says why SHM does not serve.
@@ -109,7 +109,7 @@ fn staged_device_memory_goes_through_the_host_where_shm_would_reach_it() {
             let builder = Agent::builder(name)
                 .backends(backends.iter().copied())
                 .device(Arc::clone(&device) as _);
-            builder.stage_device_memory(staged).build(&registry()).unwrap()
+            builder.stage_device_memory(staged).registry(registry()).build().unwrap()
         };
         let (reader, owner) = (agent("reader", &["SHM", "TCP"]), agent("owner", &["SHM", "TCP"]));
         let ours = reader.register("kv", device.allocate(LEN)).unwrap();
@@ -155,7 +155,7 @@ fn two_devices_share_a_plan_over_tcp() {
     let remote = (0..3).map(|at| peer.region(&name(at)).unwrap().grid(grid).unwrap());
     let remote = GridSet::join(remote).unwrap();
     let plan = Plan::read(local.blocks(0..16), remote.blocks(0..16)).unwrap();
-    peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait(CUT_OFF).unwrap();
+    peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait_blocking(CUT_OFF).unwrap();
     for (at, region) in ours.iter().enumerate() {
         let mut bytes = vec![0; LEN];
         region.copy_out(0, &mut bytes).unwrap();
@@ -168,12 +168,12 @@ fn what_was_opened_is_closed_when_it_is_taken_back_and_when_the_link_ends() {
     let ends = Ends::new("SHM", true, true, 8);
     let device = ends.device(super::ends::Busy::Ours);
     assert_eq!(device.allocations(), 2, "our own, and the peer's");
-    ends.theirs.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+    ends.theirs.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     assert_eq!(device.allocations(), 1);
 
     let ends = Ends::new("SHM", true, true, 8);
     let device = Arc::clone(ends.device(super::ends::Busy::Ours));
-    ends.owner.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    ends.owner.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     let until = std::time::Instant::now() + CUT_OFF;
     while device.allocations() > 1 {
         assert!(std::time::Instant::now() < until, "the peer's memory is still open");

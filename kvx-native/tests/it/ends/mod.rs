@@ -22,11 +22,19 @@ pub(crate) fn registry() -> Registry {
 
 /// An agent that speaks SHM and notices a silent peer within 800 ms.
 pub(crate) fn agent(name: &str) -> Agent {
-    Agent::builder(name).peer_timeout(Duration::from_millis(800)).build(&registry()).unwrap()
+    Agent::builder(name)
+        .peer_timeout(Duration::from_millis(800))
+        .registry(registry())
+        .build()
+        .unwrap()
 }
 
 pub(crate) fn agent_with(name: &str, options: &str) -> Agent {
-    Agent::builder(name).options(Options::parse(options).unwrap()).build(&registry()).unwrap()
+    Agent::builder(name)
+        .options(Options::parse(options).unwrap())
+        .registry(registry())
+        .build()
+        .unwrap()
 }
 
 /// Which memory a region lies on.
@@ -104,7 +112,7 @@ pub(crate) fn connect(from: &Agent, to: &Agent) -> Peer {
 }
 
 pub(crate) fn run(peer: &Peer, plan: &Plan) -> Result<Report> {
-    peer.transfer(plan).deadline(CUT_OFF).post()?.wait(CUT_OFF)
+    peer.transfer(plan).deadline(CUT_OFF).post()?.wait_blocking(CUT_OFF)
 }
 
 /// The end of a peer is told by events: waits until it has been.
@@ -118,6 +126,6 @@ pub(crate) fn until_lost(peer: &Peer) {
 
 pub(crate) fn shut_down(agents: &[&Agent]) {
     for agent in agents {
-        agent.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+        agent.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     }
 }

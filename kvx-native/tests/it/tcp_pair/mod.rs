@@ -19,7 +19,7 @@ pub(crate) fn registry() -> Registry {
 }
 
 pub(crate) fn agent(name: &str) -> Agent {
-    Agent::builder(name).build(&registry()).unwrap()
+    Agent::builder(name).registry(registry()).build().unwrap()
 }
 
 pub(crate) fn agent_with(name: &str, options: &str, secret: Option<u8>) -> Agent {
@@ -27,7 +27,7 @@ pub(crate) fn agent_with(name: &str, options: &str, secret: Option<u8>) -> Agent
     if let Some(secret) = secret {
         builder = builder.secret(Secret::from_bytes([secret; 32]));
     }
-    builder.build(&registry()).unwrap()
+    builder.registry(registry()).build().unwrap()
 }
 
 /// Bytes that differ from place to place.
@@ -73,7 +73,7 @@ impl Pair {
         let theirs = owner.register("kv", Memory::owned(bytes.clone())).unwrap();
         let ours = reader.register("kv", Memory::owned(vec![0; len])).unwrap();
         let peer = reader.connect(owner.metadata().unwrap()).unwrap();
-        peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+        peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
         Pair { owner, theirs, reader, ours, peer, bytes }
     }
 
@@ -96,6 +96,6 @@ impl Pair {
     /// One small read through everything.
     pub(crate) fn still_works(&self) {
         let plan = self.read(Grid::packed(64, 4), vec![3], vec![1]);
-        self.peer.post(&plan).unwrap().wait(CUT_OFF).unwrap();
+        self.peer.post(&plan).unwrap().wait_blocking(CUT_OFF).unwrap();
     }
 }

@@ -4,8 +4,9 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Agent, Identity, Incarnation, Invitation, Metadata, RegionId, RegionKey};
+use kvx_core::backend::wire::{Reader, Writer};
+use kvx_core::backend::{Invitation, Metadata, RegionKey};
+use kvx_core::{Agent, Identity, Incarnation, RegionId};
 use kvx_native::fuzz::by_hand::{InitiatorByHand, OwnerByHand};
 
 use super::CUT_OFF;

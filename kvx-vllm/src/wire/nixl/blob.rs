@@ -3,7 +3,7 @@
 //! After the word `nixlSerDes|` come fields: a tag, the length of the data in 8 bytes, the data, `|`. The order of the
 //! tags is fixed, lengths and numbers are little-endian.
 
-use kvx_core::wire::{Reader, Writer};
+use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result};
 
 const MAGIC: &[u8] = b"nixlSerDes|";

@@ -6,8 +6,8 @@
 use std::collections::VecDeque;
 
 use kvx_core::Incarnation;
-use kvx_core::transport::MAX_NOTIFICATION;
-use kvx_core::wire::{Reader, Writer};
+use kvx_core::backend::MAX_NOTIFICATION;
+use kvx_core::backend::wire::{Reader, Writer};
 
 /// The longest notification that is sent, or put together.
 pub const MAX_NOTE: usize = 16 << 20;

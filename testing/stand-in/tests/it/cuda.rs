@@ -1,6 +1,6 @@
 //! The exports of `libcuda`.
 
-use kvx_core::memory::Hop;
+use kvx_core::backend::Hop;
 use kvx_gpu::kernels::{
     DeviceGrid, Launch, LaunchBlocks, PTX, Swap, THREADS, encode_grids, encode_hops, reference,
 };

@@ -1,6 +1,6 @@
 //! The exports of `libamdhip64`, and hipRTC.
 
-use kvx_core::memory::Hop;
+use kvx_core::backend::Hop;
 use kvx_gpu::kernels::{Launch, SOURCE, THREADS, encode_hops};
 use kvx_stand_in::Control;
 use kvx_testkit::test;

@@ -352,7 +352,7 @@ impl Run {
         let began = Instant::now();
         let back = self.two.decode.all_free(BLOCKS_BACK);
         let took = began.elapsed();
-        let needs_prefill = !self.two.standing()?.owner_revokes;
+        let needs_prefill = !self.two.status()?.owner_revokes;
         let stands_still = matches!(self.cell.trouble, Stopped | StoppedAWhile);
         let kept = match back {
             Err(_) if needs_prefill && stands_still => {
@@ -378,7 +378,7 @@ impl Run {
     fn blocks_come_back(&mut self, used: Duration) -> Result<String, Failure> {
         let (subject, trouble) = (self.cell.subject, self.cell.trouble);
         let gone = matches!(trouble, Killed | Stopped);
-        let alone = self.two.standing()?;
+        let alone = self.two.status()?;
         let began = Instant::now();
         if !(subject == PrefillEngine && gone) {
             let is_missed = subject == PrefillRank && trouble == Stopped;

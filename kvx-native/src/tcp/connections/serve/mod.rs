@@ -7,8 +7,9 @@ use std::sync::Arc;
 
 use kvx_backend::control::NoticesFromPeer;
 use kvx_backend::reactor::WorkQueue;
-use kvx_core::wire::Reader;
-use kvx_core::{Error, ErrorKind, Extents, Identity, RegionId, Result};
+use kvx_core::backend::Extents;
+use kvx_core::backend::wire::Reader;
+use kvx_core::{Error, ErrorKind, Identity, RegionId, Result};
 
 use self::writes::ServedWrite;
 use crate::described::Described;

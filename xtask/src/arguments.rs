@@ -30,6 +30,8 @@ pub(crate) enum Request {
     Package,
     /// Run kvx together with other inference engines; downloads and builds a lot
     Interop(Interop),
+    /// List the public names of kvx, kvx-connector and kvx-core; needs a nightly toolchain
+    Api(CheckOption),
     /// Generate the bindings to native libraries from the installed headers
     Bindings(CheckOption),
     /// Compile the GPU kernels: the committed PTX, and once for AMD devices

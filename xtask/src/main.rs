@@ -2,6 +2,7 @@
 //!
 //! It depends on no kvx crate, so that it works even when they do not build.
 
+mod api;
 mod arguments;
 mod bars;
 mod bindings;
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
         Request::Features => features::check(true, test::steps::LIMIT).map(all_held),
         Request::Package => package::run(),
         Request::Interop(options) => interop::run(&options),
+        Request::Api(options) => api::run(options.check),
         Request::Bindings(options) => bindings::run(options.check),
         Request::Kernels(options) => kernels::run(options.check),
         Request::Peers { names } => peers::command(&names),

@@ -10,7 +10,7 @@
 //! Modules, lowest layer to highest; each imports only what stands before it, and the tasks read or
 //! change the state through `shared`:
 //!
-//! 1. values: `clock`, `slot`, `outcomes`, `metrics`, `trace`
+//! 1. values: `clock`, `slot`, `refusal_log`, `outcomes`, `metrics`, `trace`
 //! 2. sockets: `zmtp`, `side`, `mooncake` (`http`, `proof`, `client`, `bootstrap`), `group`
 //!    (`stream`)
 //! 3. memory: `generations`, `scratch`, `digests`, `host_copies`, `grants`, `peer_regions`,
@@ -77,6 +77,7 @@ mod publication;
 mod push;
 mod rank;
 mod ranks;
+mod refusal_log;
 mod register;
 mod requests;
 mod saves;

@@ -1,10 +1,11 @@
 //! Notifications from peers to the workers of this process.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvx_core::{Agent, Error, ErrorKind, Result};
 
+use super::refusal_log::RefusalLog;
 use super::shared::Shared;
 use kvx_vllm::engine::WorkerRank;
 use kvx_vllm::wire::EngineNotification;
@@ -12,8 +13,6 @@ use kvx_vllm::wire::nixl::{Assembly, Got};
 
 /// No notification is waited for longer than this; then the task looks again.
 const LONG: Duration = Duration::from_secs(3600);
-/// Useless notifications are logged no more often than this.
-const QUIET: Duration = Duration::from_secs(1);
 
 /// Reports to a worker what a peer has sent: read before the lock, as it may be long.
 fn report(shared: &Shared, rank: WorkerRank, from: &str, bytes: &[u8]) -> Result<()> {
@@ -25,8 +24,7 @@ fn report(shared: &Shared, rank: WorkerRank, from: &str, bytes: &[u8]) -> Result
 
 /// Receives what peers send to a worker, until its agent ends.
 pub(super) async fn receive(shared: Arc<Shared>, rank: WorkerRank, agent: Agent) {
-    let mut warned: Option<Instant> = None;
-    let mut unsaid = 0_u64;
+    let log = RefusalLog::default();
     let mut parts = Assembly::default();
     loop {
         // A peer that sends without end lets everything else on this thread have its turn.
@@ -46,12 +44,9 @@ pub(super) async fn receive(shared: Arc<Shared>, rank: WorkerRank, agent: Agent)
                     )),
                 };
                 let Err(error) = heard else { continue };
-                if warned.is_some_and(|last| last.elapsed() < QUIET) {
-                    unsaid += 1;
-                    continue;
+                if let Some(unsaid) = log.count() {
+                    tracing::warn!(%from, %error, unsaid, "a notification that is of no use here");
                 }
-                tracing::warn!(%from, %error, unsaid, "a notification that is of no use here");
-                (warned, unsaid) = (Some(Instant::now()), 0);
             }
             Err(error) if error.kind() == ErrorKind::TimedOut => {}
             Err(_) => return,

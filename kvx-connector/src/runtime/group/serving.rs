@@ -9,7 +9,7 @@ use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixListener as StdUnixListener;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvx_core::backend::sync::Mutex;
 use kvx_core::{Error, ErrorKind, Result, Secret};
@@ -20,6 +20,7 @@ use tokio::sync::Semaphore;
 use tokio::sync::mpsc::Receiver;
 use tokio::time::{sleep, timeout};
 
+use super::super::refusal_log::RefusalLog;
 use super::super::shared::Shared;
 use super::gathering::JoinAddress;
 use super::limits::{IMPATIENCE, LAST_WORD, PATIENCE, SILENT};
@@ -36,8 +37,6 @@ use kvx_vllm::wire::group::{ToHead, ToRank};
 const UNKNOWN: usize = 64;
 /// The same of one address; more hear nothing.
 const OF_ONE_ADDRESS: usize = 48;
-/// Those that are refused are warned of no more often.
-const QUIET: Duration = Duration::from_secs(1);
 /// A socket that cannot be accepted is tried again after this.
 const AGAIN: Duration = Duration::from_millis(10);
 
@@ -178,7 +177,7 @@ pub(super) async fn gather(shared: Arc<Shared>, listener: RankListener) {
         tokio::spawn(async move {
             let mut admitted = match prove(process).await {
                 Ok(admitted) => admitted,
-                Err(error) => return warned.of(&error),
+                Err(error) => return log_refusal(&warned, &error),
             };
             match welcome(&shared, &mut admitted).await {
                 Ok((rank, down)) => {
@@ -186,7 +185,7 @@ pub(super) async fn gather(shared: Arc<Shared>, listener: RankListener) {
                     serve(&shared, admitted, rank, down).await;
                 }
                 Err(error) => {
-                    warned.of(&error);
+                    log_refusal(&warned, &error);
                     refuse(&mut admitted.outgoing, error.sentence()).await;
                 }
             }
@@ -194,17 +193,9 @@ pub(super) async fn gather(shared: Arc<Shared>, listener: RankListener) {
     }
 }
 
-/// Warnings of those that were refused: strangers may come without end.
-#[derive(Default)]
-struct RefusalLog(Mutex<Option<Instant>>);
-
-impl RefusalLog {
-    fn of(&self, error: &Error) {
-        let mut last = self.0.lock();
-        if last.is_none_or(|last| last.elapsed() >= QUIET) {
-            *last = Some(Instant::now());
-            tracing::warn!(%error, "a process that would join was refused");
-        }
+fn log_refusal(log: &RefusalLog, error: &Error) {
+    if let Some(unsaid) = log.count() {
+        tracing::warn!(%error, unsaid, "a process that would join was refused");
     }
 }
 

@@ -17,6 +17,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::timeout;
 
 use super::super::clock::Clock;
+use super::super::refusal_log::RefusalLog;
 use super::http::{Exchange, HttpMessage};
 use super::proof;
 use kvx_vllm::engine::WorkerRank;
@@ -41,6 +42,7 @@ struct BootstrapState {
     clock: Clock,
     secret: Option<Secret>,
     register: Mutex<BootstrapRegister>,
+    refusals: RefusalLog,
 }
 
 /// What is answered: the status with its reason, further headers, the body.
@@ -53,7 +55,8 @@ struct HttpAnswer {
 impl BootstrapServer {
     /// Serves whoever connects, on tasks of the runtime that it is called in.
     pub(super) fn serve(listener: TcpListener, clock: Clock, secret: Option<Secret>) -> Self {
-        let state = Arc::new(BootstrapState { clock, secret, register: Mutex::default() });
+        let (register, refusals) = (Mutex::default(), RefusalLog::default());
+        let state = Arc::new(BootstrapState { clock, secret, register, refusals });
         let accepting = tokio::spawn(accept(listener, Arc::clone(&state))).abort_handle();
         BootstrapServer { state, accepting }
     }
@@ -176,7 +179,9 @@ impl BootstrapState {
                     )
                 },
                 Err(error) => {
-                    tracing::warn!(%error, "a registration was refused by the bootstrap server");
+                    if let Some(unsaid) = self.refusals.count() {
+                        tracing::warn!(%error, unsaid, "the bootstrap server refused a registration");
+                    }
                     refusal(&error)
                 }
             },

@@ -10,6 +10,7 @@ use kvx_core::{Error, ErrorKind, Result, Secret};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 
+use super::super::refusal_log::RefusalLog;
 use super::super::setup::MOONCAKE;
 use super::super::shared::Shared;
 use super::super::zmtp::{
@@ -40,6 +41,7 @@ struct DecodeChannel {
     shared: Weak<Shared>,
     rank: WorkerRank,
     last: AtomicU32,
+    refusals: RefusalLog,
 }
 
 /// Starts to answer peers.
@@ -60,8 +62,10 @@ pub(in super::super) fn serve(listeners: Listeners, shared: &Arc<Shared>) -> Res
 
 /// Serves a worker's side channel until it is dropped.
 fn serve_rank(listener: TcpListener, shared: &Arc<Shared>, rank: WorkerRank) -> Result<Router> {
-    let talker = DecodeChannel { shared: Arc::downgrade(shared), rank, last: AtomicU32::new(0) };
-    Router::serve_by(listener, LIMITS, Arc::new(talker))
+    let (shared, last, refusals) =
+        (Arc::downgrade(shared), AtomicU32::new(0), RefusalLog::default());
+    let channel = DecodeChannel { shared, rank, last, refusals };
+    Router::serve_by(listener, LIMITS, Arc::new(channel))
 }
 
 /// The frames of an answer. A REQ socket, which asks before vLLM 0.16, begins by an empty one and
@@ -70,9 +74,13 @@ fn answer(older: bool, frames: impl IntoIterator<Item = Vec<u8>>) -> Vec<Vec<u8>
     older.then(Vec::new).into_iter().chain(frames).collect()
 }
 
-fn log_refusal(taken: Result<()>) {
-    if let Err(error) = taken {
-        tracing::warn!(%error, "a decode's question was refused");
+impl DecodeChannel {
+    fn log_refusal(&self, taken: Result<()>) {
+        if let Err(error) = taken
+            && let Some(unsaid) = self.refusals.count()
+        {
+            tracing::warn!(%error, unsaid, "a decode's question was refused");
+        }
     }
 }
 
@@ -170,23 +178,25 @@ impl ConnectionHandler for DecodeChannel {
                     match admits(&shared, self.rank, question, frame(2)) {
                         Ok(by) => seal = by,
                         Err(error) => {
-                            log_refusal(Err(error.clone()));
+                            self.log_refusal(Err(error.clone()));
                             peer.send(&answer(older, [refusal(older, question, &error)])).await?;
                             continue;
                         }
                     }
                     // Read before the lock, as it may be long.
+                    let mut taken = Ok(());
                     if older {
                         let question = OlderPullRequest::decode(question);
                         shared.report_mooncake(self.rank, |worker, now| {
-                            log_refusal(worker.older_asked_for(now, ask, question));
+                            taken = worker.older_asked_for(now, ask, question);
                         });
                     } else {
                         let question = PullRequest::decode(question);
                         shared.report_mooncake(self.rank, |worker, now| {
-                            log_refusal(worker.asked_for(now, ask, question));
+                            taken = worker.asked_for(now, ask, question);
                         });
                     }
+                    self.log_refusal(taken);
                 }
             }
         }

@@ -9,6 +9,7 @@ use kvx_core::{Error, ErrorKind, Result, Secret};
 use tokio::net::TcpListener;
 
 use super::super::clock::Clock;
+use super::super::refusal_log::RefusalLog;
 use super::super::zmtp::{Handler, MessageLimits, Router, RouterLimits, resolve};
 use super::{SideSettings, proof};
 use kvx_vllm::engine::{Address, WorkerRank};
@@ -43,6 +44,7 @@ struct SideHandler {
     clock: Clock,
     secret: Option<Secret>,
     told: Mutex<SideListeners>,
+    refusals: RefusalLog,
 }
 
 #[derive(Debug)]
@@ -73,6 +75,7 @@ impl SideServer {
             clock,
             secret: settings.secret.clone(),
             told: Mutex::new(told),
+            refusals: RefusalLog::default(),
         });
         let mut routers = Vec::new();
         for port in &settings.ports {
@@ -247,7 +250,9 @@ impl SideHandler {
         let request = match asked {
             Ok(request) => request,
             Err(refusal) => {
-                tracing::warn!(%refusal, "a kvx decode was refused at the side channel");
+                if let Some(unsaid) = self.refusals.count() {
+                    tracing::warn!(%refusal, unsaid, "the side channel refused a kvx decode");
+                }
                 let reply = told.invited.answer_with(message, self.clock.now(), Err(refusal))?;
                 return Ok(reply.frames().map(Arc::from).collect());
             }

@@ -1,0 +1,41 @@
+//! Log lines about what peers send: a peer that sends without end must not fill the log.
+
+use std::time::{Duration, Instant};
+
+use kvx_core::backend::sync::Mutex;
+
+/// Lines are written no more often than this.
+const QUIET: Duration = Duration::from_secs(1);
+
+/// A rate limit of log lines, which counts those in between.
+#[derive(Debug, Default)]
+pub(super) struct RefusalLog(Mutex<(Option<Instant>, u64)>);
+
+impl RefusalLog {
+    /// Counts a refusal. `Some`: a line may be written now, and says how many were left out since
+    /// the last one.
+    pub(super) fn count(&self) -> Option<u64> {
+        let mut guard = self.0.lock();
+        let (last, left_out) = &mut *guard;
+        if last.is_some_and(|last| last.elapsed() < QUIET) {
+            *left_out += 1;
+            return None;
+        }
+        *last = Some(Instant::now());
+        Some(std::mem::take(left_out))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_line_a_second_says_how_many_were_left_out() {
+        let log = RefusalLog::default();
+        assert_eq!(log.count(), Some(0));
+        assert_eq!((log.count(), log.count()), (None, None));
+        log.0.lock().0 = Instant::now().checked_sub(QUIET);
+        assert_eq!((log.count(), log.count()), (Some(2), None));
+    }
+}

@@ -114,8 +114,8 @@ impl End {
     /// Registers memory in place of the last. Returns the two numbers by which the other process
     /// reaches it.
     fn allocate(&mut self, length: usize) -> [u64; 2] {
-        // SAFETY: nothing is in flight between points.
         if let Some(Memory { registration, .. }) = self.memory.take() {
+            // SAFETY: nothing is in flight between points.
             unsafe { call!(registration.cast::<fid>(), ops.close()) };
         }
         let bytes = HugeMemory::new(length, true);

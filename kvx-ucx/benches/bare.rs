@@ -222,9 +222,11 @@ impl Initiator {
             };
             ucp.posted(posted, window - 1);
         }
-        // SAFETY: the endpoint is open.
-        let flushed =
-            if read { null_mut() } else { unsafe { ucp_ep_flush_nbx(self.endpoint, &param) } };
+        let flushed = match read {
+            true => null_mut(),
+            // SAFETY: the endpoint is open.
+            false => unsafe { ucp_ep_flush_nbx(self.endpoint, &param) },
+        };
         ucp.posted(flushed, 0);
     }
 }

@@ -13,12 +13,10 @@ use std::time::{Duration, Instant};
 
 use criterion::{Criterion, SamplingMode, Throughput};
 use kvx::config::{KvTransferConfig, Surroundings};
-use kvx::connector::Dialect;
-use kvx::connector::engine::{Arrival, BlockLists, RequestId, WorkerRank};
-use kvx::connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
-use kvx::connector::params::TransferParams;
-use kvx::connector::runtime::{Connector, Decode, Lease, Prefill};
-use kvx::connector::wire::CompatibilityFactors;
+use kvx::connector::{
+    Arrival, BlockLists, Caches, CompatibilityFactors, Connector, Decode, Dialect, Heads, KvLayout,
+    KvTensors, LayerCache, Lease, MemoryType, Prefill, RequestId, TransferParams, WorkerRank,
+};
 use kvx::{Agent, Grid, GridSet, Memory, Op, Options, Peer, Plan, Region};
 use kvx_testkit::{Child, cpu_time};
 

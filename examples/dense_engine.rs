@@ -4,12 +4,10 @@
 //! `cargo run --features connector --example dense_engine` has both in one process.
 
 use kvx::config::{KvTransferConfig, Surroundings};
-use kvx::connector::engine::WorkerRank;
-use kvx::connector::mapping::{DenseShape, KvLayout};
-use kvx::connector::runtime::{
-    Connector, Decode, DenseModel, DensePool, DenseView, DenseViewMut, Prefill,
+use kvx::connector::{
+    CompatibilityFactors, Connector, Decode, DenseModel, DensePool, DenseShape, DenseView,
+    DenseViewMut, KvLayout, Prefill, WorkerRank,
 };
-use kvx::connector::wire::CompatibilityFactors;
 use serde_json::json;
 use std::time::Duration;
 

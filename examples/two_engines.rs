@@ -27,11 +27,10 @@ const BLOCKS: u32 = 64;
 // ---- kvx ----
 use kvx::Memory;
 use kvx::config::{KvTransferConfig, Surroundings};
-use kvx::connector::engine::{BlockLists, WorkerRank};
-use kvx::connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
-use kvx::connector::params::TransferParams;
-use kvx::connector::runtime::{Connector, Decode, HeldBlocks, Lease, Prefill};
-use kvx::connector::wire::CompatibilityFactors;
+use kvx::connector::{
+    BlockLists, Caches, CompatibilityFactors, Connector, Decode, Heads, HeldBlocks, KvLayout,
+    KvTensors, LayerCache, Lease, MemoryType, Prefill, TransferParams, WorkerRank,
+};
 
 /// The memory of an engine's KV cache: of this host, or of its first device.
 fn pool(device: &str, len: usize) -> Result<Memory> {

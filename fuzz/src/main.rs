@@ -13,7 +13,7 @@ const TARGETS: &[&[(&str, fn(&[u8]))]] = &[
     kvx_native::fuzz::TARGETS,
     kvx_vllm::config::fuzz::TARGETS,
     kvx_vllm::wire::fuzz::TARGETS,
-    kvx_connector::runtime::fuzz::TARGETS,
+    kvx_connector::fuzz::TARGETS,
     kvx_proxy::fuzz::TARGETS,
 ];
 

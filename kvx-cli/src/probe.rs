@@ -8,10 +8,10 @@ use std::time::Duration;
 use clap::Args;
 use kvx::Secret;
 use kvx::config::{KvTransferConfig, Surroundings};
-use kvx::connector::Dialect;
-use kvx::connector::engine::{Address, WorkerRank};
-use kvx::connector::runtime::{Probe, probe};
-use kvx::connector::wire::{CompatibilityFactors, NixlAgentMetadata, explain};
+use kvx::connector::{
+    Address, CompatibilityFactors, Dialect, NixlAgentMetadata, Probe, WorkerRank, probe,
+};
+use kvx_vllm::wire::explain;
 use serde_json::{Value, json};
 
 use super::Result;

@@ -5,7 +5,7 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_connector::runtime::{Connector, Decode, Prefill};
+use kvx_connector::{Connector, Decode, Prefill};
 use kvx_core::{Memory, Registry};
 use kvx_vllm::Dialect;
 use kvx_vllm::config::{KvTransferConfig, Surroundings};

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, criterion_group};
-use kvx_connector::runtime::{Connector, Rank};
+use kvx_connector::{Connector, Rank};
 use kvx_testkit::Child;
 use kvx_vllm::engine::{Allocation, Arrival, RequestId, WorkerRank};
 use kvx_vllm::params::TransferParams;

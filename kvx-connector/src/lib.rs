@@ -2,6 +2,27 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod nixl;
-pub mod runtime;
+mod runtime;
 
-pub use kvx_vllm::{Dialect, engine, mapping, params, wire};
+#[doc(hidden)]
+pub use runtime::fuzz;
+
+// What an engine runs.
+pub use runtime::{
+    Connector, ConnectorBuilder, Decode, DenseBlocks, DenseLease, DenseModel, DensePool, DenseView,
+    DenseViewMut, Fetch, Group, HeldBlocks, JoinedRank, Lease, LoadError, Loaded, Prefill, Probe,
+    Rank, Released, describe_metrics, probe,
+};
+
+// The values that it passes and gets, as kvx-vllm defines them.
+pub use kvx_vllm::Dialect;
+pub use kvx_vllm::engine::{
+    Address, Allocation, Arrival, BlockLists, BlockReference, Ending, EngineId, Finished, Kept,
+    LoadFailure, METRICS, MOONCAKE_METRICS, Matched, NotLoaded, Outcome, ParamsTrust, RequestId,
+    Settings, Status, Then, Time, WorkerRank,
+};
+pub use kvx_vllm::mapping::{
+    Caches, DenseShape, Heads, KvLayout, KvTensors, LayerCache, MemoryType,
+};
+pub use kvx_vllm::params::{ParamsError, TransferParams};
+pub use kvx_vllm::wire::{CompatibilityFactors, CompatibilityHash, NixlAgentMetadata};

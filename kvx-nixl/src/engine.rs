@@ -6,9 +6,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use kvx::connector::nixl;
-use kvx::connector::wire::nixl::{Assembly, Got, MAX_NOTE, notes};
 use kvx::{Agent, Completion, ErrorKind, Memory, Op, Peer, PeerRegion, Plan, Region, Secret, Span};
 use kvx_core::backend::sync::Mutex;
+use kvx_vllm::wire::nixl::{Assembly, Got, MAX_NOTE, notes};
 
 use crate::devices::Devices;
 use crate::handles::{Handles, NixlHandle};

@@ -4,16 +4,15 @@ use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use kvx::connector::engine::{self, Allocation, Arrival, RequestId, WorkerRank};
-pub use kvx::connector::engine::{BlockLists, Kept, LoadFailure, Outcome};
-pub(crate) use kvx::connector::engine::{METRICS, MOONCAKE_METRICS};
-pub use kvx::connector::engine::{ParamsTrust, Status, Then};
-use kvx::connector::mapping::{Caches, Heads, KvLayout, LayerCache};
-pub use kvx::connector::params::TransferParams;
-pub(crate) use kvx::connector::runtime::describe_metrics as describe_connector_metrics;
-use kvx::connector::runtime::{Connector, JoinedRank};
-use kvx::connector::wire::CompatibilityFactors;
-pub(crate) use kvx::connector::{Dialect, runtime::Rank};
+pub use kvx::connector::TransferParams;
+pub(crate) use kvx::connector::describe_metrics as describe_connector_metrics;
+use kvx::connector::{Allocation, Arrival, RequestId, WorkerRank};
+pub use kvx::connector::{BlockLists, Kept, LoadFailure, Outcome};
+use kvx::connector::{Caches, Heads, KvLayout, LayerCache};
+use kvx::connector::{CompatibilityFactors, Connector, JoinedRank};
+pub(crate) use kvx::connector::{Dialect, Rank};
+pub(crate) use kvx::connector::{METRICS, MOONCAKE_METRICS};
+pub use kvx::connector::{ParamsTrust, Status, Then};
 pub(crate) use kvx::describe_metrics;
 pub use kvx::{Memory, Secret, config::KvTransferConfig};
 
@@ -139,7 +138,7 @@ impl Mover for Kv {
         let FinishedRequest { request, status, .. } = finished;
         let (blocks, cached) = (BlockLists::single(finished.blocks), Some(finished.cached as u32));
         let computed = finished.computed as u32;
-        let ending = engine::Ending { status, blocks, computed, cached, reference: None };
+        let ending = kvx::connector::Ending { status, blocks, computed, cached, reference: None };
         let finished = self.connector.request_finished(&request.into(), ending);
         (finished.delay_free, finished.params)
     }

@@ -9,11 +9,10 @@ use std::time::Duration;
 
 use kvx::Memory;
 use kvx::config::{KvTransferConfig, Surroundings};
-use kvx::connector::Dialect;
-use kvx::connector::engine::WorkerRank;
-use kvx::connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
-use kvx::connector::runtime::{Connector, Rank};
-use kvx::connector::wire::CompatibilityFactors;
+use kvx::connector::{
+    Caches, CompatibilityFactors, Connector, Dialect, Heads, KvLayout, KvTensors, LayerCache,
+    MemoryType, Rank, WorkerRank,
+};
 use kvx_testkit::test;
 use serde_json::Value;
 

@@ -59,7 +59,7 @@ pub struct DenseViewMut<'a> {
 ///
 /// ```
 /// use kvx_vllm::mapping::{DenseShape, KvLayout};
-/// use kvx_connector::runtime::{DenseModel, DensePool, DenseView, DenseViewMut};
+/// use kvx_connector::{DenseModel, DensePool, DenseView, DenseViewMut};
 ///
 /// let layout = KvLayout::Lbhnc;
 /// let layers = vec!["layers.0.attn".into()];

@@ -23,12 +23,12 @@
 //! 8. what an engine calls: `connector`, `builder`, `rank`, `prefill`, `decode`, `dense`, `probe`
 //!
 //! ```no_run
-//! # use kvx_connector::{engine::*, mapping::Caches, params::TransferParams, wire::CompatibilityFactors};
+//! # use kvx_connector::{BlockLists, Caches, CompatibilityFactors, TransferParams, WorkerRank};
 //! # use std::{sync::Arc, time::Duration};
 //! # async fn engine(config: kvx_vllm::config::KvTransferConfig, registry: kvx_core::Registry, factors: CompatibilityFactors,
 //! #     caches: Caches, memory: Arc<kvx_core::Memory>, blocks: BlockLists, answer: TransferParams,
 //! # ) -> Result<(), Box<dyn std::error::Error>> {
-//! use kvx_connector::runtime::{Connector, Decode, Prefill};
+//! use kvx_connector::{Connector, Decode, Prefill};
 //! let connector = Connector::builder(&config, registry, factors).build().await?;
 //! connector.rank(WorkerRank::default())?.register(caches, [memory])?;
 //!

@@ -1,7 +1,7 @@
 //! A bounded, seeded mutation fuzz over what a socket receives. `cargo xtask fuzz` runs the same functions without
 //! bounds, and what that found is tried again.
 
-use kvx_connector::runtime::fuzz;
+use kvx_connector::fuzz;
 use kvx_testkit::test;
 
 const CASES: u64 = 20_000;

@@ -8,9 +8,9 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use kvx::connector::nixl::{self, NixlPeer};
-use kvx::connector::wire::nixl::{Assembly, Got, NixlBlob, notes};
 use kvx::{Agent, ErrorKind, Memory, Op, Region};
 use kvx_testkit::{run_in_own_process, trial};
+use kvx_vllm::wire::nixl::{Assembly, Got, NixlBlob, notes};
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 

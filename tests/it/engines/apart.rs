@@ -9,8 +9,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx::connector::engine::WorkerRank;
-use kvx::connector::runtime::{Connector, Rank};
+use kvx::connector::{Connector, Rank, WorkerRank};
 use kvx::{Error, ErrorKind, Result};
 use kvx_testkit::{Child, Failure};
 use serde::{Deserialize, Serialize};

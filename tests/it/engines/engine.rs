@@ -6,12 +6,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx::config::{KvTransferConfig, Surroundings};
-use kvx::connector::engine::{BlockLists, RequestId, Then};
-use kvx::connector::params::TransferParams;
-use kvx::connector::runtime::{
-    Connector, Decode, Fetch, HeldBlocks, Lease, LoadError, Prefill, Released,
+use kvx::connector::{
+    BlockLists, CompatibilityFactors, Connector, Decode, Fetch, HeldBlocks, Lease, LoadError,
+    Prefill, Released, RequestId, Then, TransferParams,
 };
-use kvx::connector::wire::CompatibilityFactors;
 use kvx::{Error, ErrorKind, MemoryKind, Result};
 use kvx_testkit::{HungPage, ResourceUsage, TestDevice};
 use serde::{Deserialize, Serialize};

@@ -5,8 +5,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use kvx::connector::engine::WorkerRank;
-use kvx::connector::mapping::{Caches, Heads, KvLayout, LayerCache, MemoryType};
+use kvx::connector::{Caches, Heads, KvLayout, LayerCache, MemoryType, WorkerRank};
 use kvx::{Memory, Result};
 use kvx_testkit::TestDevice;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};

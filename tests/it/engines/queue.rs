@@ -4,11 +4,10 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use kvx::Result;
-use kvx::connector::engine::{
-    Allocation, Arrival, BlockLists, Ending, Kept, Outcome, RequestId, WorkerRank,
+use kvx::connector::{
+    Allocation, Arrival, BlockLists, Connector, Ending, Kept, Loaded, Outcome, Released, RequestId,
+    TransferParams, WorkerRank,
 };
-use kvx::connector::params::TransferParams;
-use kvx::connector::runtime::{Connector, Loaded, Released};
 
 use crate::engines::engine::{Failed, Holder, refused};
 

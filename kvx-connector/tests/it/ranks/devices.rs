@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::time::Instant;
 
-use kvx_connector::runtime::{ConnectorBuilder, Released};
+use kvx_connector::{ConnectorBuilder, Released};
 use kvx_testkit::Child;
 use kvx_vllm::config::{KvTransferConfig, Surroundings};
 use kvx_vllm::engine::{Arrival, Ending, Status};

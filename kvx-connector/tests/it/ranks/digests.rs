@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_connector::runtime::{LoadError, Released};
+use kvx_connector::{LoadError, Released};
 use kvx_vllm::engine::LoadFailure;
 use kvx_vllm::params::TransferParams;
 

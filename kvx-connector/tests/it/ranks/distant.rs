@@ -7,7 +7,7 @@ use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use kvx_connector::runtime::Released;
+use kvx_connector::Released;
 use kvx_core::{ErrorKind, Secret};
 use kvx_testkit::{Check, Hosts, Tier};
 use kvx_vllm::engine::{Kept, LoadFailure, Outcome};

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_connector::runtime::{LoadError, Released};
+use kvx_connector::{LoadError, Released};
 use kvx_core::{Completion, Error, ErrorKind};
 use kvx_testkit::{Child, skip};
 use kvx_vllm::engine::LoadFailure;

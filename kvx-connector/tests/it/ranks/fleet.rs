@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use kvx_connector::runtime::{Connector, ConnectorBuilder, Decode, Fetch, Lease, Prefill};
+use kvx_connector::{Connector, ConnectorBuilder, Decode, Fetch, Lease, Prefill};
 use kvx_core::{Completion, Result};
 use kvx_testkit::{Child, Hosts, free_port};
 use kvx_vllm::params::TransferParams;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_connector::runtime::Released;
+use kvx_connector::Released;
 use kvx_testkit::Child;
 use kvx_vllm::engine::LoadFailure;
 

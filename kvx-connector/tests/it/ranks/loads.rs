@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_connector::runtime::{Connector, ConnectorBuilder, Decode};
+use kvx_connector::{Connector, ConnectorBuilder, Decode};
 use kvx_vllm::engine::{Allocation, Arrival, LoadFailure, Outcome, RequestId, WorkerRank};
 
 use super::fleet::{Fleet, extra, group, heard, path, rank};

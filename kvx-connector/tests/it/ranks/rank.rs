@@ -4,7 +4,7 @@ use std::io::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_connector::runtime::Rank;
+use kvx_connector::Rank;
 use kvx_stand_in::Control;
 use kvx_vllm::engine::WorkerRank;
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_connector::runtime::{Connector, ConnectorBuilder, Decode, Loaded, Prefill, Released};
+use kvx_connector::{Connector, ConnectorBuilder, Decode, Loaded, Prefill, Released};
 use kvx_core::Memory;
 use kvx_testkit::test;
 use kvx_vllm::engine::WorkerRank;

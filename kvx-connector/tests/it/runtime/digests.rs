@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use kvx_connector::runtime::{Decode, LoadError, Prefill};
+use kvx_connector::{Decode, LoadError, Prefill};
 use kvx_core::MemoryKind;
 use kvx_testkit::{TestDevice, test};
 use kvx_vllm::config::{KvTransferConfig, Surroundings};

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_connector::runtime::{Connector, Decode, Prefill, Released};
+use kvx_connector::{Connector, Decode, Prefill, Released};
 use kvx_testkit::test;
 use kvx_vllm::engine::{Kept, LoadFailure, Outcome, Then};
 

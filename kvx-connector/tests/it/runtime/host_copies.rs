@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_connector::runtime::{Decode, Loaded, Prefill, Released};
+use kvx_connector::{Decode, Loaded, Prefill, Released};
 use kvx_core::{ErrorKind, MemoryKind};
 use kvx_testkit::device::CopyOutcome;
 use kvx_testkit::{TestDevice, test};

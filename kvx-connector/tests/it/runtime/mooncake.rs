@@ -3,7 +3,7 @@
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
-use kvx_connector::runtime::{Decode, LoadError, Loaded, Prefill, Released};
+use kvx_connector::{Decode, LoadError, Loaded, Prefill, Released};
 use kvx_core::ErrorKind;
 use kvx_testkit::test;
 use kvx_vllm::engine::{

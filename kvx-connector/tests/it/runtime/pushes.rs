@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_connector::runtime::{Decode, Loaded, Prefill, Released};
+use kvx_connector::{Decode, Loaded, Prefill, Released};
 use kvx_testkit::test;
 use kvx_vllm::engine::{
     Allocation, Arrival, Ending, Kept, LoadFailure, Outcome, RequestId, Status,

@@ -3,9 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_connector::runtime::{
-    Connector, ConnectorBuilder, Decode, Loaded, Prefill, Rank, Released,
-};
+use kvx_connector::{Connector, ConnectorBuilder, Decode, Loaded, Prefill, Rank, Released};
 use kvx_core::{Memory, Registry};
 use kvx_testkit::{Hosts, TestDevice};
 use kvx_vllm::Dialect;

@@ -1,7 +1,7 @@
 //! What cannot be, and the setting that its error names.
 
 use kvx_connector::nixl::NixlPeer;
-use kvx_connector::runtime::{Connector, Decode, Group, Prefill, probe};
+use kvx_connector::{Connector, Decode, Group, Prefill, probe};
 use kvx_core::{Agent, Error, ErrorKind, Memory, Op};
 use kvx_testkit::test;
 use kvx_vllm::Dialect;

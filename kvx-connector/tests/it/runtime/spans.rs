@@ -4,7 +4,7 @@ use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use kvx_connector::runtime::{Decode, Prefill};
+use kvx_connector::{Decode, Prefill};
 use kvx_testkit::test;
 use tracing_subscriber::fmt::format::FmtSpan;
 

@@ -45,7 +45,7 @@ struct Descriptor(*mut c_void);
 
 // SAFETY: a number that is only carried.
 unsafe impl Send for Descriptor {}
-// SAFETY: as above.
+// SAFETY: a number that is only carried.
 unsafe impl Sync for Descriptor {}
 
 impl Local {
@@ -124,7 +124,7 @@ impl OpenRails {
                 }
             }
         }
-        // SAFETY: as above, core keeps the memory that long.
+        // SAFETY: core keeps the memory until the region is released, after `unmap`.
         unsafe { keys::register(domain, described) }
     }
 }

@@ -25,7 +25,7 @@ pub(crate) struct OperationContext(UnsafeCell<[u8; 64]>);
 
 // SAFETY: nobody here reads or writes what is inside.
 unsafe impl Send for OperationContext {}
-// SAFETY: as above.
+// SAFETY: nobody here reads or writes what is inside.
 unsafe impl Sync for OperationContext {}
 
 /// The operations of one endpoint, which keeps their contexts.

@@ -139,7 +139,7 @@ impl LibfabricFabric {
             return unsafe { process_copy::copy(host.process, post.op, pieces) }
                 .map(|()| PieceOutcome::Copied);
         }
-        // SAFETY: as above.
+        // SAFETY: the caller's promise.
         match unsafe { self.rails[rail].post(post, pieces) } {
             Ok(PostOutcome::Posted) => Ok(PieceOutcome::PostOutcome),
             Ok(PostOutcome::Later) => Ok(PieceOutcome::NoRoom),

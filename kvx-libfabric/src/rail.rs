@@ -354,7 +354,7 @@ struct Buffer(UnsafeCell<[u8; MAX_MESSAGE]>);
 
 // SAFETY: touched by raw copies alone, by whoever has the rail or by the provider.
 unsafe impl Send for Buffer {}
-// SAFETY: as above.
+// SAFETY: touched by raw copies alone, by whoever has the rail or by the provider.
 unsafe impl Sync for Buffer {}
 
 /// Buffers for messages.

@@ -320,8 +320,8 @@ impl CompletionHandler for OneShotOperation {
             let result = outcome.map_err(error::piece_error);
             once.notes.flushed.borrow_mut().push(Event::Flushed { job, result });
         }
-        // SAFETY: as above. That a message could not be sent is told by the failure of its
-        // endpoint.
+        // SAFETY: handed over to this operation, whose only callback this is. That a message could
+        // not be sent is told by the failure of its endpoint.
         unsafe { OneShotOperation::take_back(this) };
     }
 }
@@ -361,7 +361,7 @@ mod tests {
             PieceCounter::on_completion(target, Err(Status(UCS_ERR_CANCELED)));
         }
         assert_eq!((to_peer.get(), moved(&notes, &counters)), (3, vec![(1, 2, false)]));
-        // SAFETY: as above.
+        // SAFETY: three callbacks are due, and the tally is alive.
         unsafe { PieceCounter::on_completion(target, Ok(())) };
         assert_eq!(moved(&notes, &counters), [(1, 1, true)]);
         assert!(notes.is_quiet() && notes.is_empty() && to_peer.get() == 0);

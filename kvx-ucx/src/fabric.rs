@@ -211,7 +211,7 @@ impl UcxFabric {
             }
         }
         wait(LAST_WAITS.0);
-        // SAFETY: as above.
+        // SAFETY: this thread has the machine, and the worker is alive.
         unsafe { self.peers.close_all(&self.notes) };
         wait(LAST_WAITS.1);
         self.keys.clear();
@@ -243,7 +243,7 @@ unsafe fn post(
         // SAFETY: no callback will come.
         PostOutcome::Done => unsafe { OneShotOperation::take_back(once) },
         PostOutcome::Failed(status) => {
-            // SAFETY: as above.
+            // SAFETY: no callback will come.
             unsafe { OneShotOperation::take_back(once) };
             return Err(error::native("UCX does not send a message to the peer", status)
                 .with_kind(ErrorKind::PeerLost));
@@ -355,7 +355,7 @@ unsafe impl Fabric for UcxFabric {
             // SAFETY: no callback will come.
             PostOutcome::Done => unsafe { OneShotOperation::take_back(once) },
             PostOutcome::Failed(status) => {
-                // SAFETY: as above.
+                // SAFETY: no callback will come.
                 unsafe { OneShotOperation::take_back(once) };
                 return Err(error::piece_error(status));
             }

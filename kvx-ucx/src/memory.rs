@@ -57,7 +57,7 @@ struct Handle(ucp_mem_h);
 
 // SAFETY: a number that is only carried; the context behind it is locked by UCX.
 unsafe impl Send for Handle {}
-// SAFETY: as above.
+// SAFETY: a number that is only carried; the context behind it is locked by UCX.
 unsafe impl Sync for Handle {}
 
 impl Local {

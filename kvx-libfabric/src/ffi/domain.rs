@@ -44,7 +44,8 @@ pub(crate) struct Domain {
 // SAFETY: libfabric serialises what several threads do with a domain and its registrations; see
 // above.
 unsafe impl Send for Domain {}
-// SAFETY: as above.
+// SAFETY: libfabric serialises what several threads do with a domain and its registrations; see
+// above.
 unsafe impl Sync for Domain {}
 
 impl Domain {
@@ -204,7 +205,7 @@ pub(crate) struct Registration {
 
 // SAFETY: as the domain that it belongs to.
 unsafe impl Send for Registration {}
-// SAFETY: as above.
+// SAFETY: as the domain that it belongs to.
 unsafe impl Sync for Registration {}
 
 impl Registration {
@@ -216,7 +217,7 @@ impl Registration {
 
     /// For operations of peers.
     pub(crate) fn key(&self) -> u64 {
-        // SAFETY: as above.
+        // SAFETY: it is open.
         unsafe { (*self.raw.as_ptr()).key }
     }
 

@@ -161,7 +161,7 @@ impl Endpoint {
         let queue = Opened(NonNull::new(queue).ok_or(Errno(libc::ENOMEM))?, "completion queue");
         let mut attributes = fi_av_attr { type_: FI_AV_UNSPEC, ..fi_av_attr::default() };
         let mut table = ptr::null_mut();
-        // SAFETY: as above.
+        // SAFETY: the domain is open.
         let answer = unsafe {
             function!(raw_domain, ops, av_open)(
                 raw_domain,

@@ -40,7 +40,7 @@ pub(crate) struct Infos(*mut fi_info);
 
 // SAFETY: the list is plain memory that nobody changes.
 unsafe impl Send for Infos {}
-// SAFETY: as above.
+// SAFETY: the list is plain memory that nobody changes.
 unsafe impl Sync for Infos {}
 
 impl Infos {
@@ -155,17 +155,17 @@ impl Info {
     }
 
     fn attributes(&self) -> &fi_domain_attr {
-        // SAFETY: as above.
+        // SAFETY: every entry of a list has all parts.
         unsafe { &*self.0.domain_attr }
     }
 
     fn transmits(&self) -> &fi_tx_attr {
-        // SAFETY: as above.
+        // SAFETY: every entry of a list has all parts.
         unsafe { &*self.0.tx_attr }
     }
 
     fn endpoint(&self) -> &fi_ep_attr {
-        // SAFETY: as above.
+        // SAFETY: every entry of a list has all parts.
         unsafe { &*self.0.ep_attr }
     }
 

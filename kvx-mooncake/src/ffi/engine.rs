@@ -86,7 +86,8 @@ pub(crate) struct Engine {
 // SAFETY: the engine's methods lock by themselves, and upstream shares engines between threads; one
 // thread at a time uses a batch, because its number is neither cloned nor shared.
 unsafe impl Send for Engine {}
-// SAFETY: as above.
+// SAFETY: the engine's methods lock by themselves, and upstream shares engines between threads; one
+// thread at a time uses a batch, because its number is neither cloned nor shared.
 unsafe impl Sync for Engine {}
 
 /// The most addresses of a name that are asked for a listener.
@@ -173,7 +174,7 @@ impl Engine {
                     discovers,
                 )
             },
-            // SAFETY: as above; `devices` holds as many texts as it says.
+            // SAFETY: all texts outlive the call; `devices` holds as many texts as it says.
             (Some(adapter), devices) => unsafe {
                 (adapter.kvx_mooncake_create)(
                     metadata.as_ptr(),
@@ -389,7 +390,7 @@ impl Engine {
 
     fn query_piece(&self, batch: &Batch, piece: usize) -> Result<TransferState> {
         let mut status = transfer_status::default();
-        // SAFETY: as above.
+        // SAFETY: the batch lives, because `free` takes it.
         let code = unsafe {
             (self.library.functions().getTransferStatus)(
                 self.raw(),

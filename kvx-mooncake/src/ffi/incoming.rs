@@ -112,7 +112,7 @@ fn name(fd: RawFd, ask: Name) -> Option<SocketAddr> {
             Some((remote.sin_addr.s_addr.to_ne_bytes(), u16::from_be(remote.sin_port)).into())
         }
         libc::AF_INET6 => {
-            // SAFETY: as above.
+            // SAFETY: an address of this family is one of these.
             let remote = unsafe { &*(&raw const address).cast::<libc::sockaddr_in6>() };
             Some((remote.sin6_addr.s6_addr, u16::from_be(remote.sin6_port)).into())
         }

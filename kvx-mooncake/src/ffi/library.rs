@@ -97,7 +97,8 @@ impl Library {
         // SAFETY: these names are Mooncake's C interface, or the adapter's, whose headers the
         // bindings are made of.
         let functions = unsafe { bindings::Functions::find(find) }?;
-        // SAFETY: as above; nobody else has names like these.
+        // SAFETY: these names are Mooncake's C interface, or the adapter's, whose headers the
+        // bindings are made of; nobody else has names like these.
         let adapter = unsafe { adapter_bindings::Functions::find(find) }.ok();
         let mut version = "of unknown version".to_owned();
         if let Some(adapter) = &adapter {
@@ -190,7 +191,7 @@ impl Library {
 
     /// Returns what the engine last logged as errors.
     pub(crate) fn log(&self) -> Option<String> {
-        // SAFETY: as above.
+        // SAFETY: the text stays until this thread's next call.
         unsafe { text((self.adapter?.kvx_mooncake_log)()) }.filter(|text| !text.is_empty())
     }
 }

@@ -76,7 +76,7 @@ impl Trial<'_> {
         let (near, far) = (self.near as *mut u8 as u64, self.far as *mut u8 as u64);
         // SAFETY: both buffers stay until everything has ended, or forever.
         named("registering", unsafe { self.ours.register(near, LEN, "*") })?;
-        // SAFETY: as above.
+        // SAFETY: both buffers stay until everything has ended, or forever.
         named("registering", unsafe { self.theirs.register(far, LEN, "*") })?;
         let segment = named("opening a segment", self.ours.open_segment(self.theirs.name()))?;
         self.test_read(segment, near, far)?;

@@ -118,7 +118,8 @@ pub(super) fn files() -> Vec<File> {
         if info.dlpi_name.is_null() {
             return 0;
         }
-        // SAFETY: as above.
+        // SAFETY: the C library lends the description for the length of this call, and `found` is
+        // the list below.
         let name = unsafe { CStr::from_ptr(info.dlpi_name) };
         let (base, page) = (info.dlpi_addr as usize, page());
         // SAFETY: as many headers as it says.

@@ -122,7 +122,7 @@ unsafe extern "C" fn register(
     kind: *const c_int,
     out: *mut NixlHandle,
 ) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
     unsafe {
         on(this, |engine| {
             let memory = adopt(&*blob, *kind, engine.devices())?;
@@ -132,7 +132,7 @@ unsafe extern "C" fn register(
 }
 
 unsafe extern "C" fn deregister(this: *mut Object, memory: NixlHandle) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
     unsafe { on(this, |engine| done(engine.deregister(memory))) }
 }
 
@@ -142,7 +142,7 @@ unsafe extern "C" fn connect(_: *mut Object, _: *const Str) -> c_int {
 }
 
 unsafe extern "C" fn disconnect(this: *mut Object, agent: *const Str) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
     unsafe {
         on(this, |engine| {
             engine.forget_peer(&Str::text(agent));
@@ -152,7 +152,7 @@ unsafe extern "C" fn disconnect(this: *mut Object, agent: *const Str) -> c_int {
 }
 
 unsafe extern "C" fn unload(this: *mut Object, memory: NixlHandle) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
     unsafe {
         on(this, |engine| {
             engine.unload(memory);
@@ -170,7 +170,7 @@ unsafe extern "C" fn prepare(
     out: *mut NixlHandle,
     _: *const BackendArgs,
 ) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
     unsafe {
         on(this, |engine| {
             let op = if *op == 0 { Op::Read } else { Op::Write };
@@ -190,7 +190,7 @@ unsafe extern "C" fn post(
     request: *const NixlHandle,
     extra: *const BackendArgs,
 ) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
     unsafe {
         on(this, |engine| {
             let has_note = !extra.is_null() && (*extra).has_note;
@@ -201,17 +201,17 @@ unsafe extern "C" fn post(
 }
 
 unsafe extern "C" fn check(this: *const Object, request: NixlHandle) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
     unsafe { on(this, |engine| engine.check(request)) }
 }
 
 unsafe extern "C" fn release(this: *const Object, request: NixlHandle) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
     unsafe { on(this, |engine| done(engine.release(request))) }
 }
 
 unsafe extern "C" fn public_data(this: *const Object, memory: NixlHandle, out: *mut Str) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
     unsafe {
         on(this, |engine| {
             Str::set(out, &engine.public_data(memory)?);
@@ -221,7 +221,7 @@ unsafe extern "C" fn public_data(this: *const Object, memory: NixlHandle, out: *
 }
 
 unsafe extern "C" fn introduction(this: *const Object, out: *mut Str) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
     unsafe {
         on(this, |engine| {
             Str::set(out, engine.introduction());
@@ -235,7 +235,7 @@ unsafe extern "C" fn load_peer(
     agent: *const Str,
     introduction: *const Str,
 ) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
     unsafe {
         on(this, |engine| done(engine.load_peer(&Str::text(agent), Str::bytes(introduction))))
     }
@@ -248,7 +248,7 @@ unsafe extern "C" fn load_remote(
     agent: *const Str,
     out: *mut NixlHandle,
 ) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
     unsafe {
         on(this, |engine| {
             let (address, len, data) =
@@ -263,12 +263,13 @@ unsafe extern "C" fn load_local(
     memory: NixlHandle,
     out: *mut NixlHandle,
 ) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
     unsafe { on(this, |engine| give(engine.load_local(memory), out)) }
 }
 
 unsafe extern "C" fn notifications(this: *mut Object, out: *mut Vector<[Str; 2]>) -> c_int {
-    // SAFETY: as above; NIXL hands over an empty list, and each of its strings is made.
+    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed; NIXL hands
+    // over an empty list, and each of its strings is made.
     unsafe {
         on(this, |engine| {
             if !Vector::slice(out).is_empty() {
@@ -289,6 +290,6 @@ unsafe extern "C" fn notifications(this: *mut Object, out: *mut Vector<[Str; 2]>
 }
 
 unsafe extern "C" fn notify(this: *const Object, agent: *const Str, note: *const Str) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
     unsafe { on(this, |engine| done(engine.notify(&Str::text(agent), Str::bytes(note)))) }
 }

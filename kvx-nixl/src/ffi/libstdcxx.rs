@@ -35,7 +35,7 @@ pub(super) fn find_heap() -> Result<(), String> {
     let (Ok(new), Ok(delete)) = (new, delete) else {
         return Err("this process has no operator new".into());
     };
-    // SAFETY: as above.
+    // SAFETY: what has this mangled name has this signature.
     let heap = unsafe {
         Heap {
             new: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(usize) -> *mut c_void>(

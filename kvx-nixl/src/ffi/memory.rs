@@ -34,7 +34,7 @@ pub(super) unsafe fn adopt(blob: &Blob, kind: c_int, devices: &Devices) -> NixlR
                 ));
                 NixlStatus::InvalidParam
             })?;
-            // SAFETY: as above.
+            // SAFETY: the caller's promise.
             let adopted = unsafe { device.adopt(DevicePtr(address), len, ()) };
             adopted.map_err(|error| report("memory is not registered", &error))
         }

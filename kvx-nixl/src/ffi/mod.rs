@@ -113,7 +113,7 @@ struct EngineTable {
 }
 // SAFETY: addresses of functions.
 unsafe impl Send for EngineTable {}
-// SAFETY: as above; never changed.
+// SAFETY: addresses of functions; never changed.
 unsafe impl Sync for EngineTable {}
 
 static TABLE: OnceLock<EngineTable> = OnceLock::new();

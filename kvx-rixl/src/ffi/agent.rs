@@ -153,7 +153,7 @@ impl NixlAgent {
         }
         // SAFETY: the caller's promise.
         let bytes = unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len) }.to_vec();
-        // SAFETY: as above; nobody refers to it any more.
+        // SAFETY: the caller's promise; nobody refers to it any more.
         unsafe { libc::free(data) };
         bytes
     }
@@ -370,8 +370,8 @@ impl NixlAgent {
         }
         for at in 0..agents {
             let (mut name, mut count) = (ptr::null(), 0);
-            // SAFETY: as above; the name lives until the map is cleared. A name with a NUL byte is
-            // not found again.
+            // SAFETY: live handles and places for numbers; the name lives until the map is cleared.
+            // A name with a NUL byte is not found again.
             unsafe {
                 if (functions.nixl_capi_notif_map_get_agent_at)(map, at, &mut name)
                     != NIXL_CAPI_SUCCESS
@@ -383,8 +383,8 @@ impl NixlAgent {
             }
             for index in 0..count {
                 let (mut data, mut len) = (ptr::null(), 0);
-                // SAFETY: as above; the bytes live until the map is cleared, and `each` keeps none
-                // of them.
+                // SAFETY: live handles and places for numbers; the bytes live until the map is
+                // cleared, and `each` keeps none of them.
                 unsafe {
                     let status = (functions.nixl_capi_notif_map_get_notif)(
                         map, name, index, &mut data, &mut len,

@@ -118,7 +118,7 @@ impl TransferList {
     }
 
     pub(crate) fn clear(&mut self) {
-        // SAFETY: as above.
+        // SAFETY: the list lives. It cannot fail but for want of memory.
         unsafe { (self.functions.nixl_capi_xfer_dlist_clear)(self.raw) };
     }
 }

@@ -13,7 +13,7 @@ pub(crate) struct Request {
 
 // SAFETY: a handle; every use of it goes through its agent, which is behind a lock.
 unsafe impl Send for Request {}
-// SAFETY: as above.
+// SAFETY: a handle; every use of it goes through its agent, which is behind a lock.
 unsafe impl Sync for Request {}
 
 impl Request {

@@ -27,7 +27,8 @@ pub(crate) struct UcxContext {
 // SAFETY: it was created with `mt_workers_shared`, so UCX serialises what several threads do with
 // it.
 unsafe impl Send for UcxContext {}
-// SAFETY: as above.
+// SAFETY: it was created with `mt_workers_shared`, so UCX serialises what several threads do with
+// it.
 unsafe impl Sync for UcxContext {}
 
 impl UcxContext {
@@ -234,7 +235,7 @@ pub(crate) struct MappedMemory {
 
 // SAFETY: it belongs to the context, which UCX locks.
 unsafe impl Send for MappedMemory {}
-// SAFETY: as above; it is only read.
+// SAFETY: it belongs to the context, which UCX locks; it is only read.
 unsafe impl Sync for MappedMemory {}
 
 impl MappedMemory {

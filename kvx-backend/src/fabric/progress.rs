@@ -16,7 +16,7 @@ use super::session::Session;
 use super::shared_link::{Import, SharedLink};
 use crate::control::errors::still_shared;
 use crate::error::closed;
-use crate::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
+use crate::reactor::{Armed, NoWork, Outbox, Progress, Queued, SLICE, Turn};
 
 /// The most jobs that have a turn before others of the machine's duties.
 const WORKS: usize = 32;
@@ -127,6 +127,7 @@ impl<F: Fabric> Machine<F> {
 
 impl<F: Fabric> Progress for Machine<F> {
     type Command = Command<F::Local>;
+    type Work = NoWork;
 
     #[inline(always)]
     fn command(&mut self, command: Self::Command, out: &mut Outbox) {

@@ -1,7 +1,8 @@
 //! The end of the process: machines halt before the libraries that they drive are taken down.
 //!
-//! `exit` runs the destructors of libraries while threads go on. One that is in a library then, perhaps because its
-//! agent was dropped just before, crashes a program that has done everything well.
+//! `exit` runs the destructors of libraries while threads go on. One that is in a library then,
+//! perhaps because its agent was dropped just before, crashes a program that has done everything
+//! well.
 
 use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,8 +16,8 @@ const LONGEST: Duration = Duration::from_secs(1);
 
 /// A machine that can be kept from doing anything any more.
 pub(super) trait Halt: Send + Sync {
-    /// Returns when nobody is in it, but for turns that others went on without, or at `until`. From then on nobody
-    /// comes in.
+    /// Returns when nobody is in it, but for turns that others went on without, or at `until`. From
+    /// then on nobody comes in.
     fn halt(&self, until: Instant);
 }
 
@@ -43,9 +44,11 @@ pub(crate) fn halt_before_destructors() {
     }
 }
 
-/// Exit handlers run last to first: those that a library registers later, while it works, run before this one.
+/// Exit handlers run last to first: those that a library registers later, while it works, run
+/// before this one.
 fn ask() {
-    // SAFETY: a function of this program without arguments. A full table leaves things as they are without it.
+    // SAFETY: a function of this program without arguments. A full table leaves things as they are
+    // without it.
     unsafe { libc::atexit(halt_all) };
 }
 
@@ -64,8 +67,14 @@ extern "C" fn halt_all() {
 impl<P: Progress> Halt for ReactorShared<P> {
     fn halt(&self, until: Instant) {
         self.halted.store(true, Ordering::Relaxed);
-        // Who has the lock may have looked before that; who gets it afterwards sees it.
-        while self.room().machine.try_lock().is_none() && Instant::now() < until {
+        // Who has the lock, or detached work, may have looked before that; who gets it afterwards
+        // sees it.
+        let is_free = || {
+            let machine = self.machine.try_lock();
+            machine
+                .is_some_and(|machine| machine.as_ref().is_none_or(|driven| driven.detached == 0))
+        };
+        while !is_free() && Instant::now() < until {
             std::thread::sleep(Duration::from_micros(50));
         }
     }
@@ -77,8 +86,8 @@ impl<P: Progress> ReactorShared<P> {
     }
 }
 
-/// The thread of a machine that was halted waits for the end of the process, so that nothing of the library's ends
-/// with the thread; not for ever, as somebody may be waiting for the thread.
+/// The thread of a machine that was halted waits for the end of the process, so that nothing of the
+/// library's ends with the thread; not for ever, as somebody may be waiting for the thread.
 pub(super) fn wait() {
     std::thread::sleep(2 * LONGEST);
 }
@@ -90,7 +99,7 @@ mod tests {
     use std::sync::atomic::AtomicU64;
 
     use super::super::tests::Nobody;
-    use super::super::{Armed, Outbox, Queued, Reactor, Turn};
+    use super::super::{Armed, NoWork, Outbox, Queued, Reactor, Turn};
     use super::*;
     use kvx_core::Result;
 
@@ -100,6 +109,7 @@ mod tests {
 
     impl Progress for Slow {
         type Command = ();
+        type Work = NoWork;
         fn command(&mut self, (): (), _: &mut Outbox) {}
         fn progress(&mut self, _: &Queued, _: &mut Outbox) -> Turn {
             self.0[0].fetch_add(1, Ordering::SeqCst);

@@ -34,8 +34,8 @@ impl<T> Mailbox<T> {
         let mut messages = self.messages.lock();
         messages.push(message);
         self.is_full.store(true, Ordering::Release);
-        // Still under the lock: a descriptor that became readable after the message was taken would stay so, and the
-        // machine would never sleep again.
+        // Still under the lock: a descriptor that became readable after the message was taken would
+        // stay so, and the machine would never sleep again.
         self.wake.ring();
     }
 
@@ -79,14 +79,16 @@ mod tests {
                 == Ok(1)
         };
         std::thread::scope(|scope| {
-            // Who waits for the other sleeps at last: it would be in its way where there is one processor.
+            // Who waits for the other sleeps at last: it would be in its way where there is one
+            // processor.
             let (ask, asked) = mpsc::channel();
             let (tell, told) = mpsc::channel();
             scope.spawn(move || {
                 let next =
                     || (0..SPINS).find_map(|_| asked.try_recv().ok()).or_else(|| asked.recv().ok());
                 while let Some(round) = next() {
-                    (0..round % 128).for_each(|_| std::hint::spin_loop()); // now earlier than a look, now later
+                    // now earlier than a look, now later
+                    (0..round % 128).for_each(|_| std::hint::spin_loop());
                     mailbox.put(round);
                     tell.send(()).unwrap();
                 }
@@ -94,7 +96,8 @@ mod tests {
             let begun = Instant::now();
             for round in 1..=5_000 {
                 ask.send(round).unwrap();
-                // In the very moment in which it is put in, if the other thread runs beside this one.
+                // In the very moment in which it is put in, if the other thread runs beside this
+                // one.
                 let mut messages =
                     (0..SPINS).map(|_| mailbox.take()).find(|messages| !messages.is_empty());
                 if messages.is_none() && readable(10) {

@@ -1,10 +1,13 @@
-//! The one thread from which every transport is built: a submission queue, an eventfd, an idle policy.
+//! The one thread from which every transport is built: a submission queue, an eventfd, an idle
+//! policy.
 //!
-//! A transport writes a [`Progress`]: a plain state machine that owns its sockets or its native library. The reactor
-//! owns the machine, feeds it commands, lets it work in bounded turns, and sleeps when it says that it may. Any other
-//! thread may lend a hand ([`Reactor::drive`]) or hand over a command and do its first turn at once
-//! ([`Reactor::submit_and_turn`]) if the machine is free; nobody ever waits for it.
+//! A transport writes a [`Progress`]: a plain state machine that owns its sockets or its native
+//! library. The reactor owns the machine, feeds it commands, lets it work in bounded turns, and
+//! sleeps when it says that it may. Any other thread may lend a hand ([`Reactor::drive`]) or hand
+//! over a command and do its first turn at once ([`Reactor::submit_and_turn`]) if the machine is
+//! free; nobody ever waits for it.
 
+pub mod detached;
 mod exit;
 mod mailbox;
 #[cfg(feature = "panic-for-tests")]
@@ -12,13 +15,13 @@ pub mod panics;
 mod sleep;
 mod sync;
 mod thread;
-pub mod watch;
+mod watch;
 mod work_queue;
 
 use std::os::fd::RawFd;
 use std::panic::AssertUnwindSafe;
-use std::sync::atomic::{AtomicBool, Ordering, fence};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -26,37 +29,60 @@ use kvx_core::backend::sync::catch_panic;
 use kvx_core::backend::{Events, LinkId, LinkState, Ticket};
 use kvx_core::{Error, ErrorKind, Result};
 
+pub use detached::{DetachedWork, NoWork};
 pub(crate) use exit::halt_before_destructors;
 pub use kvx_core::backend::Turn;
 pub use mailbox::Mailbox;
 pub use work_queue::WorkQueue;
 
+use detached::TurnThread;
 use sleep::Sleep;
-use sync::{Mutex, MutexGuard};
+use sync::{Condvar, Mutex, MutexGuard};
+use watch::WatchedTurns;
 
 /// The state machine that a reactor drives.
-pub trait Progress: Send + 'static {
+pub trait Progress: Send + Sized + 'static {
     /// A request from another thread.
     type Command: Send + 'static;
 
-    /// Takes a command. Does not work on it beyond noting it; [`progress`](Progress::progress) follows.
+    /// Work of its turns that may hang on an unresolved page fault. [`NoWork`] for a machine that
+    /// touches no memory of programs, or only on other threads.
+    type Work: DetachedWork<Self>;
+
+    /// Takes a command. Does not work on it beyond noting it; [`progress`](Progress::progress)
+    /// follows.
     fn command(&mut self, command: Self::Command, out: &mut Outbox);
 
-    /// One turn: at most about [`SLICE`] bytes or a few dozen operations. One that has done much may end early where
-    /// commands are `queued` behind it.
+    /// The next piece of a turn that may hang; the reactor runs it without the machine's lock, as
+    /// [`DetachedWork`] says. [`progress`](Progress::progress), which ends the turn, follows when
+    /// there is none.
+    fn next_work(&mut self, out: &mut Outbox) -> Option<Self::Work> {
+        let _ = out;
+        None
+    }
+
+    /// Gives up the last piece of work, which hangs: it does not rejoin. What waits for its memory
+    /// waits for its [`DetachedWork::release`].
+    fn abandon(&mut self, out: &mut Outbox) {
+        let _ = out;
+    }
+
+    /// One turn: at most about [`SLICE`] bytes or a few dozen operations. One that has done much
+    /// may end early where commands are `queued` behind it.
     fn progress(&mut self, queued: &Queued, out: &mut Outbox) -> Turn;
 
     /// Before sleeping: whether that is allowed, and for how long at most.
     fn arm(&mut self) -> Result<Armed>;
 
-    /// The descriptors that wake it beside commands: always the same, watched for reading. A machine with sockets of
-    /// its own shows one epoll descriptor.
+    /// The descriptors that wake it beside commands: always the same, watched for reading. A
+    /// machine with sockets of its own shows one epoll descriptor.
     fn fds(&self) -> &[RawFd];
 
     /// The last call: fail what is left.
     fn stop(&mut self, out: &mut Outbox);
 
-    /// A command that came after the machine had stopped: settle its tickets. Dropped, it forgets them.
+    /// A command that came after the machine had stopped: settle its tickets. Dropped, it forgets
+    /// them.
     fn late(command: Self::Command) {
         drop(command);
     }
@@ -75,8 +101,8 @@ pub const SLICE: u64 = 1 << 20;
 pub enum Armed {
     /// Work came in meanwhile.
     Again,
-    /// A library cannot be slept on: it has work, or waits for what it does not tell, as for room at a peer. As long as
-    /// nothing gets done it is looked at less and less often.
+    /// A library cannot be slept on: it has work, or waits for what it does not tell, as for room
+    /// at a peer. As long as nothing gets done it is looked at less and less often.
     Busy,
     /// Sleep until an fd or a command wakes; at most this long, if given.
     Sleep(Option<Duration>),
@@ -97,7 +123,8 @@ impl Queued {
     }
 }
 
-/// Collects the results of a turn, which are delivered after the machine is released: tickets run other people's code.
+/// Collects the results of a turn, which are delivered after the machine is released: tickets run
+/// other people's code.
 #[derive(Default)]
 pub struct Outbox {
     /// The first of the tickets, and the others: most turns that count settle one.
@@ -121,7 +148,7 @@ impl Outbox {
     }
 
     /// Takes what another was to tell.
-    pub fn append(&mut self, other: &mut Outbox) {
+    fn append(&mut self, other: &mut Outbox) {
         if self.is_empty() {
             return std::mem::swap(self, other);
         }
@@ -149,62 +176,54 @@ impl Outbox {
     }
 }
 
-/// A handle to a running reactor. Dropping the last one asks it to stop; [`stop`](Reactor::stop) also waits.
+/// A handle to a running reactor. Dropping the last one asks it to stop; [`stop`](Reactor::stop)
+/// also waits.
 pub struct Reactor<P: Progress> {
-    name: String,
     shared: Arc<ReactorShared<P>>,
-    /// The last that was started.
-    thread: Mutex<Option<JoinHandle<()>>>,
+    /// The thread that watches over detached work, if the machine has such work.
+    watch: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// The part that one thread at a time works on.
 struct Driven<P: Progress> {
     machine: P,
-    /// Empty between turns: the room for the commands of one.
+    /// Empty between turns: the capacity for the commands of one.
     taken: Vec<P::Command>,
-    /// Some turn since the machine was last asked how long to sleep has left something that its sleeping thread may
-    /// not know of.
+    /// Some turn since the machine was last asked how long to sleep has left something that its
+    /// sleeping thread may not know of.
     left_something: bool,
+    /// The number of the turn whose work is detached, and whose thread that is on; 0: none is.
+    detached: u64,
+    thread: TurnThread,
+    /// A log line said that this turn hangs and no thread can continue.
+    warned: bool,
+    /// Results of a turn from before its work was detached.
+    untold: Outbox,
 }
 
 /// Commands of one turn for which there is always space.
 const SPACE: usize = 64;
-/// How often who waits for a machine's thread to end looks whether it has.
+/// The time between two looks whether a machine's thread has ended.
 const LOOKS_WHETHER_STOPPED: Duration = Duration::from_micros(100);
-/// The most machines that take another's place, one after the other: each keeps a descriptor until the end.
-const MAX_ROOMS: usize = 64;
-
-/// A machine, and how its thread sleeps.
-struct MachineSlot<P: Progress> {
-    machine: Mutex<Option<Driven<P>>>,
-    sleep: Sleep,
-    /// Where work goes on since a turn in this one hangs.
-    next: OnceLock<Box<MachineSlot<P>>>,
-}
-
-impl<P: Progress> MachineSlot<P> {
-    fn around(machine: P) -> Result<Self> {
-        let sleep = Sleep::new().map_err(|error| {
-            Error::os("no eventfd for a reactor: raise the limit of open files", error)
-        })?;
-        let driven = Driven { machine, taken: Vec::new(), left_something: true };
-        Ok(MachineSlot { machine: Mutex::new(Some(driven)), sleep, next: OnceLock::new() })
-    }
-
-    /// Whether work goes on elsewhere.
-    #[inline(always)]
-    fn is_left(&self) -> bool {
-        self.next.get().is_some()
-    }
-}
 
 struct ReactorShared<P: Progress> {
-    first: MachineSlot<P>,
+    name: String,
+    machine: Mutex<Option<Driven<P>>>,
+    /// A turn of a caller has ended, or was abandoned: for the reactor's own thread, which waits
+    /// for a detached one.
+    returned: Condvar,
+    sleep: Sleep,
+    /// The reactor's own thread, and its number. Threads before it hang, or have hung.
+    thread: Mutex<Option<JoinHandle<()>>>,
+    own_thread: AtomicU64,
+    /// The number of threads before it that hang now.
+    hung_threads: AtomicUsize,
+    watched: WatchedTurns,
     stopping: AtomicBool,
     /// `None` when the machine takes no more.
     queue: Mutex<Option<Vec<P::Command>>>,
-    /// True if the queue is not empty: looking into an empty one costs next to nothing. Before it sleeps, the reactor
-    /// looks into the queue itself: this alone could be seen too late.
+    /// True if the queue is not empty: looking into an empty one costs next to nothing. Before it
+    /// sleeps, the reactor looks into the queue itself: this alone could be seen too late.
     queued: Queued,
     /// Of the last turn: only the reactor's own thread may have the next.
     own_thread_only: AtomicBool,
@@ -215,123 +234,141 @@ struct ReactorShared<P: Progress> {
     events: Arc<dyn Events>,
 }
 
+/// The access of a turn to the machine: the lock, or the number of its detached work.
+struct TurnGuard<'a, P: Progress> {
+    machine: Option<MutexGuard<'a, Option<Driven<P>>>>,
+    detached: u64,
+}
+
+impl<'a, P: Progress> TurnGuard<'a, P> {
+    fn of(machine: Option<MutexGuard<'a, Option<Driven<P>>>>) -> Self {
+        TurnGuard { machine, detached: 0 }
+    }
+
+    /// The machine, if this turn has the lock and the machine has not ended.
+    #[inline(always)]
+    fn driven(&mut self) -> Option<&mut Driven<P>> {
+        self.machine.as_mut()?.as_mut()
+    }
+
+    /// Returns true if there is a machine and no turn of it is detached.
+    #[inline(always)]
+    fn is_free(&mut self) -> bool {
+        self.driven().is_some_and(|driven| driven.detached == 0)
+    }
+}
+
+/// The result of a caller's attempt to have a turn.
+enum TurnTaken {
+    /// Another thread has one.
+    Busy,
+    Had(Turn),
+    /// Its work hung: the turn was abandoned.
+    Abandoned,
+}
+
 impl<P: Progress> Reactor<P> {
     /// Starts the thread `name` around `machine`.
     pub fn start(name: String, machine: P, events: Arc<dyn Events>) -> Result<Self> {
-        let shared = Arc::new(ReactorShared::around(machine, events)?);
+        let shared = Arc::new(ReactorShared::around(name, machine, events)?);
         exit::watch(Arc::downgrade(&shared) as Weak<dyn exit::Halt>);
-        let thread = shared.start_thread(&name, 0)?;
-        Ok(Reactor { name, shared, thread: Mutex::new(Some(thread)) })
-    }
-
-    /// While a turn hangs: from here on `machine`, which shares with that one what both work on, has all turns, and
-    /// another thread. The thread that hangs has no further turn. Errors: `Exhausted`, and all is as before.
-    pub fn go_on_with(&self, machine: P) -> Result<()> {
-        let mut thread = self.thread.lock();
-        let (number, last) =
-            self.shared.rooms().enumerate().last().unwrap_or((0, &self.shared.first));
-        if number >= MAX_ROOMS {
-            let why = format!("{MAX_ROOMS} turns of this agent have hung: start its process anew");
-            return Err(Error::new(ErrorKind::Exhausted, why));
+        *shared.thread.lock() = Some(shared.start_thread(0)?);
+        let reactor = Reactor { shared, watch: Mutex::default() };
+        if P::Work::MAY_HANG {
+            *reactor.watch.lock() = Some(reactor.shared.start_watch()?);
         }
-        let next = Box::new(MachineSlot::around(machine)?);
-        let queue = self.shared.queue.lock();
-        if queue.is_none() {
-            return Err(Error::new(ErrorKind::Closed, "the machine has ended"));
-        }
-        // It waits for its room, whose number only this thread gives.
-        let started = self.shared.start_thread(&self.name, number + 1)?;
-        last.next.set(next).ok(); // it was the last
-        drop(queue);
-        *thread = Some(started);
-        last.sleep.wake(); // its thread, if another one hangs, ends
-        fence(Ordering::SeqCst);
-        if self.shared.is_stopping() {
-            self.shared.room().sleep.wake(); // who stops may have seen the last room
-        }
-        Ok(())
+        Ok(reactor)
     }
 
     /// Hands over a command. After the stop it goes to [`Progress::late`].
     pub fn submit(&self, command: P::Command) {
         self.shared.push(command);
-        self.shared.room().sleep.wake_if_asleep();
+        self.shared.sleep.wake_if_asleep();
     }
 
-    /// Hands over a command and, if the machine is free, does one turn on this thread: for small work whose latency
-    /// counts.
+    /// Hands over a command and, if the machine is free, does one turn on this thread: for small
+    /// work whose latency counts.
     pub fn submit_and_turn(&self, command: P::Command) {
         let mut command = Some(command);
-        if self.try_turn(&mut command).is_none() {
+        if let TurnTaken::Busy = self.try_turn(&mut command, TurnThread::Caller) {
             command.into_iter().for_each(|command| self.shared.push(command));
-            self.shared.room().sleep.wake_if_asleep();
+            self.shared.sleep.wake_if_asleep();
         }
     }
 
-    /// One turn on this thread, if the machine is free. For callers that call it until what they wait for has happened:
-    /// meanwhile the reactor's own thread stays out of their way.
+    /// One turn on this thread, if the machine is free. For callers that call it until what they
+    /// wait for has happened: meanwhile the reactor's own thread stays out of their way.
     pub fn drive(&self) -> Turn {
         let shared = &*self.shared;
-        let mut turn = None;
+        let mut taken = TurnTaken::Busy;
         if !shared.own_thread_only.load(Ordering::Relaxed) {
-            turn = shared.room().sleep.driving(|| self.try_turn(&mut None));
+            shared.sleep.begin_driving();
+            taken = self.try_turn(&mut None, TurnThread::Driver);
+            if !matches!(taken, TurnTaken::Abandoned) {
+                shared.sleep.end_driving(); // else `abandon_turn` has done so
+            }
         }
-        turn.unwrap_or_else(|| {
-            let ends_unannounced = shared.ends_unannounced.load(Ordering::Relaxed);
-            Turn { ends_unannounced, ..Turn::did(0) }
-        })
+        match taken {
+            TurnTaken::Had(turn) => turn,
+            TurnTaken::Abandoned => Turn::did(1),
+            TurnTaken::Busy => {
+                let ends_unannounced = shared.ends_unannounced.load(Ordering::Relaxed);
+                Turn { ends_unannounced, ..Turn::did(0) }
+            }
+        }
     }
 
-    /// After the last [`drive`](Reactor::drive) of a thread that goes to sleep: the reactor's own thread is back at
-    /// once.
+    /// After the last [`drive`](Reactor::drive) of a thread that goes to sleep: the reactor's own
+    /// thread is back at once.
     pub fn stop_driving(&self) {
-        self.shared.room().sleep.stop_driving();
+        self.shared.sleep.stop_driving();
     }
 
     /// Has a turn with the command, which is taken, if the machine is free.
     ///
-    /// Inlined, and so is everything between it and the library for a small transfer: a system call leaves the
-    /// processor without the addresses to return to, so that each call around one costs some 12 ns.
+    /// Inlined, and so is everything between it and the library for a small transfer: a system call
+    /// leaves the processor without the addresses to return to, so that each call around one costs
+    /// some 12 ns.
     #[inline(always)]
-    fn try_turn(&self, command: &mut Option<P::Command>) -> Option<Turn> {
-        let closed = || self.shared.own_thread_only.load(Ordering::Relaxed);
+    fn try_turn(&self, command: &mut Option<P::Command>, thread: TurnThread) -> TurnTaken {
+        let shared = &*self.shared;
+        let closed = || shared.own_thread_only.load(Ordering::Relaxed);
         if closed() {
-            return None;
+            return TurnTaken::Busy;
         }
-        let room = self.shared.room();
-        let mut machine = room.machine.try_lock()?;
-        let driven = machine
-            .as_mut()
-            .filter(|_| !self.shared.is_halted() && !closed() && !room.is_left())?;
+        let mut turn = TurnGuard::of(shared.machine.try_lock());
+        if !turn.is_free() || shared.is_halted() || closed() {
+            return TurnTaken::Busy;
+        }
         let mut out = Outbox::default();
         let last = command.take();
         // Not with the caller: what it waits for must end, and others use the machine.
         let turned = std::panic::catch_unwind(AssertUnwindSafe(|| {
-            let turn = self.shared.turn(driven, last, &mut out);
-            // The thread sleeps by what the machine said before this turn: wake it if there is more to do than one
-            // turn, or something to do earlier than it knows.
-            let must_wake = turn.done > 0
-                && room.sleep.is_as_announced()
-                && !room.is_left()
+            let had = shared.turn(&mut turn, last, thread, &mut out)?;
+            let driven = turn.driven()?;
+            // The thread sleeps by what the machine said before this turn: wake it if there is more
+            // to do than one turn, or something to do earlier than it knows.
+            let must_wake = had.done > 0
+                && shared.sleep.is_as_announced()
                 && std::mem::take(&mut driven.left_something)
                 && match driven.machine.arm() {
-                    Ok(Armed::Sleep(longest)) => room.sleep.is_longer_than(longest),
+                    Ok(Armed::Sleep(longest)) => shared.sleep.is_longer_than(longest),
                     Ok(Armed::Again | Armed::Busy) | Err(_) => true,
                 };
-            (turn, must_wake)
+            Some((had, must_wake))
         }));
-        let Ok((turn, must_wake)) = turned else {
-            self.shared.panicked(room, machine, out);
-            return Some(Turn::did(0));
+        let Ok(turned) = turned else {
+            let was_its = shared.panicked(turn, out);
+            return if was_its { TurnTaken::Had(Turn::did(0)) } else { TurnTaken::Abandoned };
         };
-        let gone = if room.is_left() { machine.take() } else { None };
-        drop(machine);
-        drop(gone);
-        out.deliver(&*self.shared.events);
+        let Some((had, must_wake)) = turned else { return TurnTaken::Abandoned };
+        drop(turn);
+        shared.returned.notify_all();
+        out.deliver(&*shared.events);
         if must_wake {
-            room.sleep.wake();
+            shared.sleep.wake();
         }
-        Some(turn)
+        TurnTaken::Had(had)
     }
 
     /// Has the machine stop, without waiting for it.
@@ -339,21 +376,24 @@ impl<P: Progress> Reactor<P> {
         self.shared.stop();
     }
 
-    /// Stops the machine and waits for its thread, unless that is the calling one: if that hangs, until another machine
-    /// has taken its place.
+    /// Stops the machine and waits for its thread, unless that is the calling one: if that hangs,
+    /// until another has taken its place.
     pub fn stop(&self) {
         self.ask_to_stop();
         loop {
-            let thread = { self.thread.lock().take() }; // without the lock: the thread may take it too
+            // without the lock: the thread may take it too
+            let thread = { self.shared.thread.lock().take() };
             let Some(thread) = thread else { return };
             if thread.thread().id() == std::thread::current().id() || self.shared.is_halted() {
                 return;
             }
-            while !thread.is_finished() && self.thread.lock().is_none() {
+            while !thread.is_finished() && self.shared.thread.lock().is_none() {
                 std::thread::sleep(LOOKS_WHETHER_STOPPED);
             }
             if thread.is_finished() {
                 thread.join().ok(); // a panic there has been reported by the panic hook
+                let watch = { self.watch.lock().take() };
+                watch.into_iter().for_each(|watch| drop(watch.join())); // it ends with the machine
             }
         }
     }
@@ -368,9 +408,28 @@ impl<P: Progress> Drop for Reactor<P> {
 }
 
 impl<P: Progress> ReactorShared<P> {
-    fn around(machine: P, events: Arc<dyn Events>) -> Result<Self> {
+    fn around(name: String, machine: P, events: Arc<dyn Events>) -> Result<Self> {
+        let sleep = Sleep::new().map_err(|error| {
+            Error::os("no eventfd for a reactor: raise the limit of open files", error)
+        })?;
+        let driven = Driven {
+            machine,
+            taken: Vec::new(),
+            left_something: true,
+            detached: 0,
+            thread: TurnThread::Own,
+            warned: false,
+            untold: Outbox::default(),
+        };
         Ok(ReactorShared {
-            first: MachineSlot::around(machine)?,
+            name,
+            machine: Mutex::new(Some(driven)),
+            returned: Condvar::new(),
+            sleep,
+            thread: Mutex::new(None),
+            own_thread: AtomicU64::new(0),
+            hung_threads: AtomicUsize::new(0),
+            watched: WatchedTurns::default(),
             stopping: AtomicBool::new(false),
             queue: Mutex::new(Some(Vec::new())),
             queued: Queued::default(),
@@ -381,33 +440,20 @@ impl<P: Progress> ReactorShared<P> {
         })
     }
 
-    fn start_thread(self: &Arc<Self>, name: &str, room: usize) -> Result<JoinHandle<()>> {
-        let ours = Arc::clone(self);
-        let thread = std::thread::Builder::new().name(name.to_owned());
-        thread.spawn(move || ours.serve(room)).map_err(|error| {
+    /// Starts the reactor's own thread of this number.
+    fn start_thread(self: &Arc<Self>, number: u64) -> Result<JoinHandle<()>> {
+        let shared = Arc::clone(self);
+        let thread = std::thread::Builder::new().name(self.name.clone());
+        thread.spawn(move || shared.serve(number)).map_err(|error| {
             Error::os("a reactor thread could not be started", error)
                 .with_kind(ErrorKind::Exhausted)
         })
     }
 
-    fn rooms(&self) -> impl Iterator<Item = &MachineSlot<P>> {
-        std::iter::successors(Some(&self.first), |room| room.next.get().map(|next| &**next))
-    }
-
-    /// Where work goes on.
-    #[inline(always)]
-    fn room(&self) -> &MachineSlot<P> {
-        let mut room = &self.first;
-        while let Some(next) = room.next.get() {
-            room = next;
-        }
-        room
-    }
-
     fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
-        self.room().sleep.wake();
+        self.sleep.wake();
     }
 
     #[inline]
@@ -429,43 +475,49 @@ impl<P: Progress> ReactorShared<P> {
         }
     }
 
-    /// A machine that panics, on whichever thread, is dropped: its tickets are forgotten, which quarantines their
-    /// memory, and what is submitted later is answered by [`Progress::late`]. The reactor's thread ends.
+    /// A machine that panics, on whichever thread, is dropped: its tickets are forgotten, which
+    /// quarantines their memory, and what is submitted later is answered by [`Progress::late`]. The
+    /// reactor's thread ends. Returns false for abandoned work: the machine continues.
     #[cold]
-    fn panicked(
-        &self,
-        room: &MachineSlot<P>,
-        mut machine: MutexGuard<'_, Option<Driven<P>>>,
-        out: Outbox,
-    ) {
+    fn panicked(&self, turn: TurnGuard<'_, P>, out: Outbox) -> bool {
+        let TurnGuard { machine, detached } = turn;
+        let mut machine = machine.unwrap_or_else(|| self.machine.lock());
+        if detached != 0 && machine.as_ref().is_none_or(|driven| driven.detached != detached) {
+            tracing::error!("abandoned work panicked: report this as a bug");
+            return false;
+        }
         tracing::error!(
             "a transport panicked: its links are gone and its memory is quarantined; report this as a bug"
         );
         let gone = machine.take();
         drop(machine);
+        self.returned.notify_all();
+        self.watched.stop_watching();
         catch_panic(|| drop((gone, out)));
-        let mut queue = self.queue.lock();
-        if room.is_left() {
-            return; // others go on
-        }
-        let left = queue.take().unwrap_or_default();
-        drop(queue); // what a command's end wakes may submit another
-        for command in left {
+        let left = { self.queue.lock().take() }; // what a command's end wakes may submit another
+        for command in left.unwrap_or_default() {
             catch_panic(|| P::late(command));
         }
-        room.sleep.wake();
+        self.sleep.wake();
+        true
     }
 
-    /// Takes what was submitted, and the last command if there is one, and does one turn.
+    /// Takes what was submitted, and the last command if there is one, and does one turn. Returns
+    /// `None` if the turn was abandoned.
     #[inline(always)]
-    fn turn(
-        &self,
-        Driven { machine, taken, left_something }: &mut Driven<P>,
+    fn turn<'a>(
+        &'a self,
+        turn: &mut TurnGuard<'a, P>,
         last: Option<P::Command>,
+        thread: TurnThread,
         out: &mut Outbox,
-    ) -> Turn {
+    ) -> Option<Turn> {
         #[cfg(feature = "panic-for-tests")]
         panics::take_turn();
+        let Driven { machine, taken, untold, .. } = turn.driven()?;
+        if !untold.is_empty() {
+            out.append(untold); // of a turn that hangs
+        }
         let mut count = usize::from(last.is_some());
         if self.queued.any() {
             if let Some(commands) = self.queue.lock().as_mut() {
@@ -479,12 +531,18 @@ impl<P: Progress> ReactorShared<P> {
         if let Some(command) = last {
             machine.command(command, out);
         }
-        let mut turn = machine.progress(&self.queued, out);
-        turn.done += count;
-        *left_something |= !turn.left_nothing;
-        keep(&self.own_thread_only, turn.own_thread_only);
-        keep(&self.ends_unannounced, turn.ends_unannounced);
-        turn
+        while let Some(work) = turn.driven()?.machine.next_work(out) {
+            if !self.run_detached(turn, work, thread, out) {
+                return None;
+            }
+        }
+        let driven = turn.driven()?;
+        let mut had = driven.machine.progress(&self.queued, out);
+        had.done += count;
+        driven.left_something |= !had.left_nothing;
+        keep(&self.own_thread_only, had.own_thread_only);
+        keep(&self.ends_unannounced, had.ends_unannounced);
+        Some(had)
     }
 }
 

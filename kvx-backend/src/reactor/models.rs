@@ -1,5 +1,5 @@
-//! Models of the reactor's own loop and of what other threads do to it, in every order: `cargo xtask loom`. No time
-//! passes in them, so whoever is not woken waits for ever, which fails them.
+//! Models of the reactor's own loop and of what other threads do to it, in every order: `cargo
+//! xtask loom`. No time passes in them, so whoever is not woken waits for ever, which fails them.
 
 use loom::sync::{Condvar, Mutex as Locked};
 use loom::thread;
@@ -37,6 +37,7 @@ struct Works {
 impl Progress for Works {
     /// Has so many parts.
     type Command = usize;
+    type Work = NoWork;
     fn command(&mut self, parts: usize, _: &mut Outbox) {
         self.left += parts;
     }
@@ -55,21 +56,32 @@ impl Progress for Works {
     fn stop(&mut self, _: &mut Outbox) {}
 }
 
-/// Has `act` done beside a reactor's loop, which then has to end. `preemptions` is the most in one order, where all
-/// orders are too many.
+/// Has `act` done beside a reactor's loop, which then has to end. `preemptions` is the most in one
+/// order, where all orders are too many.
 fn beside_a_reactor(
     preemptions: Option<usize>,
     act: impl Fn(&Arc<Reactor<Works>>, &Tally) + Send + Sync + 'static,
+) {
+    beside(preemptions, |done| Works { left: 0, done }, act);
+}
+
+fn beside<P: Progress>(
+    preemptions: Option<usize>,
+    machine: fn(Arc<Tally>) -> P,
+    act: impl Fn(&Arc<Reactor<P>>, &Tally) + Send + Sync + 'static,
 ) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = preemptions;
     model.check(move || {
         let done = Arc::new(Tally::default());
-        let machine = Works { left: 0, done: Arc::clone(&done) };
-        let shared = Arc::new(ReactorShared::around(machine, Arc::new(Nobody)).unwrap());
+        let machine = machine(Arc::clone(&done));
+        let shared =
+            Arc::new(ReactorShared::around(String::new(), machine, Arc::new(Nobody)).unwrap());
         let ours = Arc::clone(&shared);
-        let runs = thread::spawn(move || ours.run(ours.room(), &mut Outbox::default()));
-        let reactor = Arc::new(Reactor { name: String::new(), shared, thread: Mutex::new(None) });
+        let runs = thread::spawn(move || {
+            ours.run(0, &mut TurnGuard::of(None), &mut Outbox::default());
+        });
+        let reactor = Arc::new(Reactor { shared, watch: Mutex::new(None) });
         act(&reactor, &done);
         reactor.ask_to_stop();
         runs.join().unwrap();
@@ -111,4 +123,58 @@ fn a_reactor_that_stays_away_stops() {
     beside_a_reactor(None, |reactor, _| {
         reactor.drive();
     });
+}
+
+/// As [`Works`], in detached work.
+struct Detaches(Works);
+
+struct OnePart(Arc<Tally>);
+
+impl DetachedWork<Detaches> for OnePart {
+    const MAY_HANG: bool = false;
+
+    fn run(&mut self) {
+        self.0.add();
+    }
+    fn rejoin(self, machine: &mut Detaches, _: &mut Outbox) {
+        machine.0.left -= 1;
+    }
+    fn rejoin_late(&mut self, _: &mut Detaches) {}
+    fn release(self) {}
+}
+
+impl Progress for Detaches {
+    type Command = usize;
+    type Work = OnePart;
+    fn command(&mut self, parts: usize, out: &mut Outbox) {
+        self.0.command(parts, out);
+    }
+    fn next_work(&mut self, _: &mut Outbox) -> Option<OnePart> {
+        (self.0.left > 0).then(|| OnePart(Arc::clone(&self.0.done)))
+    }
+    fn progress(&mut self, _: &Queued, _: &mut Outbox) -> Turn {
+        Turn { look_for: Duration::ZERO, ..Turn::did(0) }
+    }
+    fn arm(&mut self) -> Result<Armed> {
+        self.0.arm()
+    }
+    fn fds(&self) -> &[RawFd] {
+        &[]
+    }
+    fn stop(&mut self, _: &mut Outbox) {}
+}
+
+#[test]
+fn a_callers_detached_turn_holds_up_no_command_and_no_stop() {
+    beside(
+        Some(3),
+        |done| Detaches(Works { left: 0, done }),
+        |reactor, done| {
+            let posts = Arc::clone(reactor);
+            let caller = thread::spawn(move || posts.submit_and_turn(1));
+            reactor.submit(1);
+            done.wait_for(2);
+            caller.join().unwrap();
+        },
+    );
 }

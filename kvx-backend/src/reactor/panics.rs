@@ -7,8 +7,8 @@ static LEFT: AtomicU64 = AtomicU64::new(0);
 /// What it says.
 pub const SAYS: &str = "a turn panics on purpose";
 
-/// Has the turn panic that is the `number`th from now on. With 0 none does. Says whether the one before is still to
-/// come.
+/// Has the turn panic that is the `number`th from now on. With 0 none does. Says whether the one
+/// before is still to come.
 pub fn panic_in(number: u64) -> bool {
     LEFT.swap(number, Ordering::Relaxed) > 0
 }

@@ -1,7 +1,7 @@
 //! When the reactor's thread sleeps, and who wakes it.
 //!
-//! It says that it sleeps, and looks for work once more; who brings work does so first, and then looks whether it
-//! sleeps. So one of the two sees the other.
+//! It says that it sleeps, and looks for work once more; who brings work does so first, and then
+//! looks whether it sleeps. So one of the two sees the other.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, RawFd};
 use std::time::{Duration, Instant};
@@ -11,8 +11,8 @@ use rustix::io::Errno;
 
 use super::sync::{AtomicBool, AtomicU64, Ordering, Wake};
 
-/// The time that a reactor stays away from a machine that another thread drives: the most that other work of the
-/// machine is kept waiting when that thread has gone.
+/// The time that a reactor stays away from a machine that another thread drives: the most that
+/// other work of the machine is kept waiting when that thread has gone.
 const STAYS_AWAY: Duration = Duration::from_micros(400);
 /// The next turn of another thread is expected this soon after its last one.
 const DRIVEN: Duration = Duration::from_micros(50);
@@ -25,7 +25,8 @@ pub(super) struct Sleep {
     stays_away: AtomicBool,
     /// The moment at which a sleeping reactor wakes by itself, in nanoseconds since `started`.
     pub(super) wakes_at: AtomicU64,
-    /// Threads that have a turn of [`driving`](Self::driving), which may take longer than [`STAYS_AWAY`], or try to.
+    /// Threads between [`begin_driving`](Self::begin_driving) and its end: their turn may take
+    /// longer than [`STAYS_AWAY`].
     pub(super) drivers: AtomicU64,
     /// The moment of the last turn of another thread, likewise.
     pub(super) driven_at: AtomicU64,
@@ -48,15 +49,15 @@ impl Sleep {
         })
     }
 
-    /// Says that it is going to sleep, for so long at most. Under the machine's lock: the next turn of another thread
-    /// sees it.
+    /// Says that it is going to sleep, for so long at most. Under the machine's lock: the next turn
+    /// of another thread sees it.
     pub(super) fn announce(&self, longest: Option<Duration>) {
         self.wakes_at.store(self.at(longest), Ordering::SeqCst);
         self.asleep.store(true, Ordering::SeqCst);
     }
 
-    /// Sleeps, as it was announced, until it is woken or one of `fds` is readable. If there is work by now, it does
-    /// not. Returns whether it did.
+    /// Sleeps, as it was announced, until it is woken or one of `fds` is readable. If there is work
+    /// by now, it does not. Returns whether it did.
     pub(super) fn sleep_unless(
         &self,
         has_work: impl FnOnce() -> bool,
@@ -71,8 +72,8 @@ impl Sleep {
         sleeps
     }
 
-    /// A thread that drives sees to what comes by itself: stays out of its way, and off its core, while it does.
-    /// Returns whether some thread has ended a turn meanwhile.
+    /// A thread that drives sees to what comes by itself: stays out of its way, and off its core,
+    /// while it does. Returns whether some thread has ended a turn meanwhile.
     pub(super) fn stay_away(&self, is_over: impl FnOnce() -> bool) -> bool {
         let seen = self.driven_at.load(Ordering::Relaxed);
         self.stays_away.store(true, Ordering::SeqCst);
@@ -113,8 +114,9 @@ impl Sleep {
 
 /// What other threads do.
 impl Sleep {
-    /// After a command was put into the queue. A reactor that stays away is left alone while the thread that drives is
-    /// likely to come again: it takes the command, and would be preempted by the wake-up.
+    /// After a command was put into the queue. A reactor that stays away is left alone while the
+    /// thread that drives is likely to come again: it takes the command, and would be preempted by
+    /// the wake-up.
     #[inline]
     pub(super) fn wake_if_asleep(&self) {
         if self.is_asleep() && !(self.stays_away.load(Ordering::SeqCst) && self.is_driven()) {
@@ -134,14 +136,23 @@ impl Sleep {
         self.at(longest) < self.wakes_at.load(Ordering::SeqCst)
     }
 
-    /// Has a turn for which, and a while after it, the reactor stays away.
+    /// A turn begins for which, and a while after it, the reactor stays away.
     #[inline]
-    pub(super) fn driving<T>(&self, turn: impl FnOnce() -> T) -> T {
+    pub(super) fn begin_driving(&self) {
         self.drivers.fetch_add(1, Ordering::Relaxed);
-        let turn = turn();
+    }
+
+    /// It has ended.
+    #[inline]
+    pub(super) fn end_driving(&self) {
         self.driven_at.store(self.at(Some(Duration::ZERO)), Ordering::Relaxed);
         self.drivers.fetch_sub(1, Ordering::Relaxed);
-        turn
+    }
+
+    /// It hangs: the reactor is back at once.
+    pub(super) fn driver_hangs(&self) {
+        self.drivers.fetch_sub(1, Ordering::Relaxed);
+        self.driven_at.store(0, Ordering::SeqCst);
     }
 
     /// After the last turn of a thread that goes to sleep: the reactor is back at once.
@@ -181,7 +192,8 @@ impl Sleep {
         })
     }
 
-    /// In a model, time stands still just after the start: who has driven is expected again until he says otherwise.
+    /// In a model, time stands still just after the start: who has driven is expected again until
+    /// he says otherwise.
     #[inline]
     fn now(&self) -> Duration {
         if cfg!(all(test, kvx_loom)) { Duration::from_nanos(1) } else { self.started.elapsed() }

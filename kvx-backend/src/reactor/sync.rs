@@ -1,4 +1,5 @@
-//! What the reactor and its mailboxes are made of; in models (`cargo xtask loom`), what tries every order.
+//! What the reactor and its mailboxes are made of; in models (`cargo xtask loom`), what tries every
+//! order.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
@@ -10,7 +11,7 @@ use rustix::io::Errno;
 mod atomic;
 
 #[cfg(not(all(test, kvx_loom)))]
-pub(super) use kvx_core::backend::sync::{Mutex, MutexGuard};
+pub(super) use kvx_core::backend::sync::{Condvar, Mutex, MutexGuard};
 #[cfg(not(all(test, kvx_loom)))]
 pub(super) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -38,10 +39,34 @@ impl<T> Mutex<T> {
     }
 }
 
+#[cfg(all(test, kvx_loom))]
+#[derive(Default)]
+pub(super) struct Condvar(loom::sync::Condvar);
+
+#[cfg(all(test, kvx_loom))]
+impl Condvar {
+    pub(super) fn new() -> Self {
+        Self::default()
+    }
+
+    pub(super) fn notify_all(&self) {
+        self.0.notify_all();
+    }
+
+    pub(super) fn wait_until<'a, T>(
+        &self,
+        guard: MutexGuard<'a, T>,
+        _: Option<std::time::Instant>,
+    ) -> MutexGuard<'a, T> {
+        self.0.wait(guard).unwrap()
+    }
+}
+
 /// A descriptor that is readable from a ring until the next drain.
 pub(super) struct Wake {
     fd: OwnedFd,
-    /// A model changes threads where it knows of what they do: it knows by this whether the descriptor is readable.
+    /// A model changes threads where it knows of what they do: it knows by this whether the
+    /// descriptor is readable.
     #[cfg(all(test, kvx_loom))]
     rung: (loom::sync::Mutex<bool>, loom::sync::Condvar),
 }
@@ -77,7 +102,8 @@ impl Wake {
         }
     }
 
-    /// Sleeps until one of these is readable, the first of which is this one, or for so long. Returns whether it is.
+    /// Sleeps until one of these is readable, the first of which is this one, or for so long.
+    /// Returns whether it is.
     #[cfg(not(all(test, kvx_loom)))]
     pub(super) fn poll(
         &self,

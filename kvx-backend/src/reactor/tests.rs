@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::time::Instant;
 
 use super::*;
+use kvx_core::Completion;
+use kvx_core::Sender;
 use kvx_core::backend::QueueFull;
-use kvx_core::{Completion, Sender};
 
 pub(super) struct Nobody;
 
@@ -24,6 +25,7 @@ struct Echo(Vec<Ticket>);
 
 impl Progress for Echo {
     type Command = Ticket;
+    type Work = NoWork;
     fn command(&mut self, ticket: Ticket, _: &mut Outbox) {
         self.0.push(ticket);
     }
@@ -81,13 +83,14 @@ fn commands_from_many_threads_are_all_done() {
 #[test]
 fn a_sleeping_reactor_wakes_for_a_command() {
     let reactor = echo();
-    until(|| reactor.shared.room().sleep.is_asleep());
+    until(|| reactor.shared.sleep.is_asleep());
     let (done, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     done.wait_blocking(Duration::from_secs(10)).unwrap();
 }
 
-/// What cannot be slept on until it is free, and does nothing until then; counts how often it is looked at.
+/// What cannot be slept on until it is free, and does nothing until then; counts how often it is
+/// looked at.
 struct Stuck {
     echo: Echo,
     free: Arc<AtomicBool>,
@@ -98,6 +101,7 @@ struct Stuck {
 
 impl Progress for Stuck {
     type Command = Ticket;
+    type Work = NoWork;
     fn command(&mut self, ticket: Ticket, out: &mut Outbox) {
         self.echo.command(ticket, out);
     }
@@ -144,7 +148,7 @@ fn a_machine_that_cannot_be_slept_on_and_does_nothing_leaves_the_core_to_others(
     reactor.submit(ticket);
     free.store(true, Ordering::SeqCst);
     done.wait_blocking(Duration::from_secs(10)).unwrap();
-    until(|| reactor.shared.room().sleep.wakes_at.load(Ordering::SeqCst) == u64::MAX);
+    until(|| reactor.shared.sleep.wakes_at.load(Ordering::SeqCst) == u64::MAX);
     reactor.stop();
 }
 
@@ -162,8 +166,8 @@ fn what_is_submitted_behind_a_thread_that_drove_is_done() {
     reactor.stop();
 }
 
-/// Settles what it is given, and counts the turns of threads that are not its own. Lets none have a turn from its first
-/// ticket on.
+/// Settles what it is given, and counts the turns of threads that are not its own. Lets none have a
+/// turn from its first ticket on.
 struct Alone {
     echo: Echo,
     others: Arc<AtomicU64>,
@@ -172,6 +176,7 @@ struct Alone {
 
 impl Progress for Alone {
     type Command = Ticket;
+    type Work = NoWork;
     fn command(&mut self, ticket: Ticket, out: &mut Outbox) {
         self.met = true;
         self.echo.command(ticket, out);
@@ -202,13 +207,9 @@ fn a_machine_that_wants_its_own_thread_only_has_no_other() {
     };
     reactor.drive();
     ask(Reactor::submit).wait_blocking(Duration::from_secs(10)).unwrap();
-    drop(reactor.shared.room().machine.lock()); // its turn has ended
-    let seen = || {
-        (
-            others.load(Ordering::Relaxed),
-            reactor.shared.room().sleep.driven_at.load(Ordering::Relaxed),
-        )
-    };
+    drop(reactor.shared.machine.lock()); // its turn has ended
+    let seen =
+        || (others.load(Ordering::Relaxed), reactor.shared.sleep.driven_at.load(Ordering::Relaxed));
     let before = seen();
     for _ in 0..50 {
         let done = ask(Reactor::submit_and_turn);
@@ -225,6 +226,7 @@ struct Attentive(Echo);
 
 impl Progress for Attentive {
     type Command = Ticket;
+    type Work = NoWork;
     fn command(&mut self, ticket: Ticket, out: &mut Outbox) {
         self.0.command(ticket, out);
     }
@@ -266,7 +268,7 @@ fn a_turn_sees_that_a_command_waits() {
 #[test]
 fn a_thread_that_lost_its_core_in_a_drive_holds_nobody_up() {
     let reactor = echo();
-    reactor.shared.room().sleep.drivers.fetch_add(1, Ordering::Relaxed); // and it never comes back
+    reactor.shared.sleep.drivers.fetch_add(1, Ordering::Relaxed); // and it never comes back
     let (done, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     done.wait_blocking(Duration::from_secs(10)).unwrap();
@@ -281,6 +283,7 @@ struct Does {
 
 impl Progress for Does {
     type Command = Ticket;
+    type Work = NoWork;
     fn command(&mut self, ticket: Ticket, _: &mut Outbox) {
         (self.command)(ticket);
     }
@@ -319,7 +322,8 @@ fn a_machine_that_panics_hangs_nobody() {
 
 #[test]
 fn what_the_end_of_a_lost_command_submits_is_answered_too() {
-    /// Submits a command when it is dropped, as what waits for a ticket may do when that is forgotten.
+    /// Submits a command when it is dropped, as what waits for a ticket may do when that is
+    /// forgotten.
     struct Submits(Arc<OnceLock<Reactor<Does>>>, Option<Ticket>);
 
     impl Drop for Submits {
@@ -364,27 +368,27 @@ fn a_machine_that_panics_in_a_callers_turn_hangs_nobody_and_stays_out_of_use() {
     for by_drive in [false, true] {
         let reactor =
             Reactor::start("treacherous".into(), treacherous(), Arc::new(Nobody)).unwrap();
-        until(|| reactor.shared.room().sleep.is_asleep());
+        until(|| reactor.shared.sleep.is_asleep());
         let (done, ticket) = Completion::with_ticket();
         if by_drive {
             reactor.submit(ticket);
-            until(|| reactor.shared.room().sleep.is_asleep());
+            until(|| reactor.shared.sleep.is_asleep());
             let until = Instant::now() + Duration::from_secs(10);
-            while reactor.shared.room().machine.lock().is_some() {
+            while reactor.shared.machine.lock().is_some() {
                 assert!(Instant::now() < until, "it has not panicked");
                 reactor.drive();
             }
         } else {
-            until(|| reactor.shared.room().machine.try_lock().is_some());
+            until(|| reactor.shared.machine.try_lock().is_some());
             reactor.submit_and_turn(ticket);
         }
         assert_eq!(
             done.wait_blocking(Duration::from_secs(10)).unwrap_err().kind(),
             ErrorKind::Forgotten
         );
-        assert_eq!(reactor.shared.room().sleep.drivers.load(Ordering::SeqCst), 0);
+        assert_eq!(reactor.shared.sleep.drivers.load(Ordering::SeqCst), 0);
         // Its thread has ended, and does not wake for ever.
-        until(|| reactor.thread.lock().as_ref().is_some_and(JoinHandle::is_finished));
+        until(|| reactor.shared.thread.lock().as_ref().is_some_and(JoinHandle::is_finished));
         let (done, ticket) = Completion::with_ticket();
         reactor.submit_and_turn(ticket);
         assert_eq!(
@@ -408,28 +412,53 @@ fn what_is_submitted_after_the_stop_is_forgotten_not_lost_silently() {
     );
 }
 
-/// Settles its tickets, once those that hang its turns let them go on.
+/// Settles its tickets; the work for one of them hangs.
 struct Hangs {
-    hangs: Arc<Mutex<Option<std::sync::mpsc::Receiver<()>>>>,
-    /// Some turn waits for that.
+    hangs: Option<std::sync::mpsc::Receiver<()>>,
+    /// That work waits for its end.
     hung: Arc<AtomicBool>,
     echo: Echo,
+    abandoned: Arc<AtomicUsize>,
+}
+
+struct HangingWork {
+    ticket: Ticket,
+    end: std::sync::mpsc::Receiver<()>,
+    hung: Arc<AtomicBool>,
+}
+
+impl DetachedWork<Hangs> for HangingWork {
+    fn run(&mut self) {
+        self.hung.store(true, Ordering::SeqCst);
+        self.end.recv_timeout(Duration::from_secs(10)).ok();
+    }
+    fn rejoin(self, machine: &mut Hangs, _: &mut Outbox) {
+        machine.echo.0.push(self.ticket);
+    }
+    fn rejoin_late(&mut self, machine: &mut Hangs) {
+        machine.abandoned.fetch_sub(1, Ordering::SeqCst);
+    }
+    fn release(self) {
+        self.ticket.settle(Ok(()));
+    }
 }
 
 impl Progress for Hangs {
     type Command = Ticket;
+    type Work = HangingWork;
     fn command(&mut self, ticket: Ticket, out: &mut Outbox) {
         self.echo.command(ticket, out);
     }
+    fn next_work(&mut self, _: &mut Outbox) -> Option<HangingWork> {
+        self.hangs.as_ref()?;
+        let ticket = self.echo.0.pop()?;
+        Some(HangingWork { ticket, end: self.hangs.take()?, hung: Arc::clone(&self.hung) })
+    }
+    fn abandon(&mut self, _: &mut Outbox) {
+        self.abandoned.fetch_add(1, Ordering::SeqCst);
+    }
     fn progress(&mut self, queued: &Queued, out: &mut Outbox) -> Turn {
-        let turn = self.echo.progress(queued, out);
-        if turn.done > 0
-            && let Some(hangs) = { self.hangs.lock().take() }
-        {
-            self.hung.store(true, Ordering::SeqCst);
-            hangs.recv_timeout(Duration::from_secs(10)).ok();
-        }
-        turn
+        self.echo.progress(queued, out)
     }
     fn arm(&mut self) -> Result<Armed> {
         self.echo.arm()
@@ -442,71 +471,148 @@ impl Progress for Hangs {
     }
 }
 
-/// A reactor with a turn that hangs, on its own thread or on that of who submits; what ends that; and what the turn
-/// was for.
-fn hung(
-    submit: fn(&Reactor<Hangs>, Ticket),
-) -> (Arc<Reactor<Hangs>>, impl Fn() -> Hangs, std::sync::mpsc::Sender<()>, Completion<()>) {
-    let (end, hangs) = std::sync::mpsc::channel();
-    let (hangs, hung) = (Arc::new(Mutex::new(Some(hangs))), Arc::new(AtomicBool::new(false)));
-    let of_machine = (Arc::clone(&hangs), Arc::clone(&hung));
-    let machine = move || Hangs {
-        hangs: Arc::clone(&of_machine.0),
-        hung: Arc::clone(&of_machine.1),
-        echo: Echo::default(),
-    };
-    let reactor = Arc::new(Reactor::start("hangs".into(), machine(), Arc::new(Nobody)).unwrap());
-    let (done, ticket) = Completion::with_ticket();
-    let submits = Arc::clone(&reactor);
-    std::thread::spawn(move || submit(&submits, ticket));
-    until(|| hung.load(Ordering::SeqCst));
-    (reactor, machine, end, done)
+/// A reactor with a turn that hangs, on its own thread or on another; what ends that; and what the
+/// turn was for.
+struct HungReactor {
+    reactor: Arc<Reactor<Hangs>>,
+    abandoned: Arc<AtomicUsize>,
+    end: std::sync::mpsc::Sender<()>,
+    first: Completion<()>,
+}
+
+impl HungReactor {
+    fn new(submit: fn(&Reactor<Hangs>, Ticket)) -> Self {
+        let (end, hangs) = std::sync::mpsc::channel();
+        let (hung, abandoned) = (Arc::<AtomicBool>::default(), Arc::<AtomicUsize>::default());
+        let machine = Hangs {
+            hangs: Some(hangs),
+            hung: Arc::clone(&hung),
+            echo: Echo::default(),
+            abandoned: Arc::clone(&abandoned),
+        };
+        let reactor = Arc::new(Reactor::start("hangs".into(), machine, Arc::new(Nobody)).unwrap());
+        let (first, ticket) = Completion::with_ticket();
+        let submits = Arc::clone(&reactor);
+        std::thread::spawn(move || submit(&submits, ticket));
+        until(|| hung.load(Ordering::SeqCst));
+        HungReactor { reactor, abandoned, end, first }
+    }
+}
+
+/// Has the turn on a thread that drives.
+fn submit_and_drive(reactor: &Reactor<Hangs>, ticket: Ticket) {
+    until(|| reactor.shared.sleep.is_asleep());
+    reactor.shared.push(ticket);
+    reactor.drive();
 }
 
 #[test]
-fn another_machine_goes_on_while_a_turn_hangs() {
-    for submit in [Reactor::<Hangs>::submit, Reactor::<Hangs>::submit_and_turn] {
-        let (reactor, machine, end, first) = hung(submit);
+fn a_machine_goes_on_without_a_turn_that_hangs() {
+    for submit in [Reactor::<Hangs>::submit, Reactor::<Hangs>::submit_and_turn, submit_and_drive] {
+        let HungReactor { reactor, abandoned, end, first } = HungReactor::new(submit);
         let (before, ticket) = Completion::with_ticket();
         reactor.submit(ticket);
-        reactor.go_on_with(machine()).unwrap();
         before.wait_blocking(Duration::from_secs(10)).unwrap();
+        assert_eq!(abandoned.load(Ordering::SeqCst), 1);
         for submit in [Reactor::<Hangs>::submit, Reactor::<Hangs>::submit_and_turn] {
-            until(|| reactor.shared.room().sleep.is_asleep());
+            until(|| reactor.shared.sleep.is_asleep());
             let (after, ticket) = Completion::with_ticket();
             submit(&reactor, ticket);
             after.wait_blocking(Duration::from_secs(10)).unwrap();
         }
-        assert!(reactor.shared.first.machine.try_lock().is_none(), "its turn hangs");
+        assert_eq!(reactor.shared.sleep.drivers.load(Ordering::SeqCst), 0);
         end.send(()).unwrap();
         first.wait_blocking(Duration::from_secs(10)).unwrap();
-        until(|| reactor.shared.first.machine.lock().is_none());
-        until(|| Arc::strong_count(&reactor.shared) == 2); // the thread that hung, and the one before it, have ended
+        assert_eq!(abandoned.load(Ordering::SeqCst), 0);
+        until(|| Arc::strong_count(&reactor.shared) == 3); // its thread and the watch
+        assert_eq!(reactor.shared.sleep.drivers.load(Ordering::SeqCst), 0);
+        assert_eq!(reactor.shared.hung_threads.load(Ordering::SeqCst), 0);
         reactor.stop();
-        assert!(reactor.shared.room().machine.lock().is_none());
+        assert!(reactor.shared.machine.lock().is_none());
     }
 }
 
 #[test]
-fn a_machine_that_hangs_when_it_is_to_stop_is_stopped_by_the_one_that_goes_on() {
-    let (reactor, machine, end, _) = hung(Reactor::<Hangs>::submit);
-    reactor.ask_to_stop();
-    let (left, ticket) = Completion::with_ticket();
-    reactor.submit(ticket);
-    reactor.go_on_with(machine()).unwrap();
-    assert_eq!(left.wait_blocking(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::Closed);
-    reactor.stop(); // does not wait for who hangs
+fn a_turn_that_only_takes_its_time_goes_on() {
+    let HungReactor { reactor, abandoned, end, first } = HungReactor::new(Reactor::submit_and_turn);
     end.send(()).unwrap();
+    first.wait_blocking(Duration::from_secs(10)).unwrap();
+    assert_eq!(abandoned.load(Ordering::SeqCst), 0);
+    reactor.stop();
+}
+
+#[test]
+fn a_machine_that_hangs_when_it_is_to_stop_is_stopped_by_the_one_that_goes_on() {
+    for submit in [Reactor::<Hangs>::submit, Reactor::<Hangs>::submit_and_turn] {
+        let HungReactor { reactor, end, .. } = HungReactor::new(submit);
+        reactor.ask_to_stop();
+        let (left, ticket) = Completion::with_ticket();
+        reactor.submit(ticket);
+        assert_eq!(
+            left.wait_blocking(Duration::from_secs(10)).unwrap_err().kind(),
+            ErrorKind::Closed
+        );
+        reactor.stop(); // does not wait for who hangs
+        end.send(()).unwrap();
+    }
 }
 
 #[test]
 fn who_stops_a_machine_that_hangs_waits_for_no_longer_than_until_another_goes_on() {
-    let (reactor, machine, end, _) = hung(Reactor::<Hangs>::submit);
+    let HungReactor { reactor, end, .. } = HungReactor::new(Reactor::submit);
     let stops = Arc::clone(&reactor);
     let stopped = std::thread::spawn(move || stops.stop());
-    until(|| reactor.shared.is_stopping());
-    std::thread::sleep(Duration::from_millis(20)); // it waits for the thread that hangs, most likely
-    reactor.go_on_with(machine()).unwrap();
     until(|| stopped.is_finished());
     end.send(()).unwrap();
+}
+
+#[test]
+fn work_that_panics_ends_its_machine() {
+    /// Panics in its work.
+    struct Breaks(Option<Ticket>);
+    struct BreakingWork(Option<Ticket>);
+
+    impl DetachedWork<Breaks> for BreakingWork {
+        fn run(&mut self) {
+            let _ticket = self.0.take();
+            panic!("on purpose");
+        }
+        fn rejoin(self, _: &mut Breaks, _: &mut Outbox) {}
+        fn rejoin_late(&mut self, _: &mut Breaks) {}
+        fn release(self) {}
+    }
+
+    impl Progress for Breaks {
+        type Command = Ticket;
+        type Work = BreakingWork;
+        fn command(&mut self, ticket: Ticket, _: &mut Outbox) {
+            self.0 = Some(ticket);
+        }
+        fn next_work(&mut self, _: &mut Outbox) -> Option<BreakingWork> {
+            self.0.take().map(|ticket| BreakingWork(Some(ticket)))
+        }
+        fn progress(&mut self, _: &Queued, _: &mut Outbox) -> Turn {
+            Turn::did(0)
+        }
+        fn arm(&mut self) -> Result<Armed> {
+            Ok(Armed::Sleep(None))
+        }
+        fn fds(&self) -> &[RawFd] {
+            &[]
+        }
+        fn stop(&mut self, _: &mut Outbox) {}
+    }
+
+    for submit in [Reactor::<Breaks>::submit, Reactor::<Breaks>::submit_and_turn] {
+        let reactor = Reactor::start("breaks".into(), Breaks(None), Arc::new(Nobody)).unwrap();
+        for _ in 0..2 {
+            let (done, ticket) = Completion::with_ticket();
+            submit(&reactor, ticket);
+            assert_eq!(
+                done.wait_blocking(Duration::from_secs(10)).unwrap_err().kind(),
+                ErrorKind::Forgotten
+            );
+        }
+        reactor.stop();
+    }
 }

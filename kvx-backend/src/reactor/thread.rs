@@ -2,13 +2,17 @@
 
 use std::os::fd::RawFd;
 use std::panic::AssertUnwindSafe;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{Armed, Driven, MachineSlot, Outbox, Progress, ReactorShared, Turn, exit};
+use super::detached::TurnThread;
+use super::sync::MutexGuard;
+use super::{Armed, Driven, Outbox, Progress, ReactorShared, Turn, TurnGuard, exit};
 use kvx_core::backend::sync::pause_between_looks;
 
-/// A machine that was busy for this long, and got nothing done, is not looked at without a pause any more: whom it
-/// waits for may need the core. UCX's shared memory is so while a peer's queue is full.
+/// A machine that was busy for this long, and got nothing done, is not looked at without a pause
+/// any more: whom it waits for may need the core. UCX's shared memory is so while a peer's queue is
+/// full.
 const STUCK: Duration = Duration::from_micros(200);
 /// The longest of these pauses, which are an eighth of the time that it has been so.
 const LONGEST_PAUSE: Duration = Duration::from_millis(10);
@@ -21,54 +25,68 @@ fn has_looked_enough(turn: &Turn, idle_since: Instant) -> bool {
 }
 
 impl<P: Progress> ReactorShared<P> {
-    /// The thread of the room with this number, which is there at once.
-    pub(super) fn serve(&self, number: usize) {
-        let room = loop {
-            match self.rooms().nth(number) {
-                Some(room) => break room,
-                None => std::thread::yield_now(),
-            }
-        };
-        let mut out = Outbox::default();
-        if std::panic::catch_unwind(AssertUnwindSafe(|| self.run(room, &mut out))).is_err() {
-            self.panicked(room, room.machine.lock(), out);
+    /// The reactor's own thread of this number.
+    pub(super) fn serve(&self, number: u64) {
+        let (mut turn, mut out) = (TurnGuard::of(None), Outbox::default());
+        let run = AssertUnwindSafe(|| self.run(number, &mut turn, &mut out));
+        if std::panic::catch_unwind(run).is_err() {
+            self.panicked(turn, out);
+        }
+        if self.is_replaced(number) {
+            self.hung_threads.fetch_sub(1, Ordering::Relaxed);
         }
     }
 
-    pub(super) fn run(&self, room: &MachineSlot<P>, out: &mut Outbox) {
+    /// Another thread has its place: its last turn hung.
+    fn is_replaced(&self, number: u64) -> bool {
+        self.own_thread.load(Ordering::SeqCst) > number
+    }
+
+    /// Waits for the machine, also while a turn of another thread is detached.
+    fn wait_for_machine(&self) -> MutexGuard<'_, Option<Driven<P>>> {
+        let mut machine = self.machine.lock();
+        while machine.as_ref().is_some_and(|driven| driven.detached != 0) {
+            machine = self.returned.wait_until(machine, None);
+        }
+        machine
+    }
+
+    pub(super) fn run<'a>(&'a self, number: u64, turn: &mut TurnGuard<'a, P>, out: &mut Outbox) {
         let (mut idle_since, mut stuck_since): (Option<Instant>, Option<Instant>) = (None, None);
         let mut looks = 0;
         let mut fds: Vec<RawFd> = Vec::new();
-        while !self.is_stopping() && !room.is_left() {
-            let mut guard = if room.sleep.is_driven() {
+        while !self.is_stopping() {
+            if self.sleep.is_driven() {
                 idle_since = None;
-                if room.sleep.stay_away(|| self.is_stopping() || room.is_left()) {
+                if self.sleep.stay_away(|| self.is_stopping()) {
                     continue;
                 }
                 // It is in a long turn, or has gone or lost its core.
-                let Some(guard) = room.machine.try_lock() else { continue };
-                guard
+                let Some(machine) = self.machine.try_lock() else { continue };
+                if machine.as_ref().is_some_and(|driven| driven.detached != 0) {
+                    continue;
+                }
+                turn.machine = Some(machine);
             } else {
-                room.machine.lock()
-            };
+                turn.machine = Some(self.wait_for_machine());
+            }
             if self.is_halted() {
-                drop(guard);
+                turn.machine = None;
                 return exit::wait();
             }
-            if room.is_left() {
-                break; // it had to wait for a turn that hung
+            if turn.driven().is_none() {
+                break;
             }
-            let Some(driven) = guard.as_mut() else { break };
             let (mut sleep, mut pauses, mut looking, mut yields) = (None, false, false, false);
-            let turn = self.turn(driven, None, out);
-            if room.is_left() {
-                break; // it was this turn that hung
-            }
-            let machine = &mut driven.machine;
-            if turn.done > 0 || !out.is_empty() {
+            let Some(had) = self.turn(turn, None, TurnThread::Own, out) else {
+                debug_assert!(self.is_replaced(number));
+                return;
+            };
+            let Some(Driven { machine, .. }) = turn.driven() else { break };
+            if had.done > 0 || !out.is_empty() {
                 (idle_since, stuck_since) = (None, None);
-                yields = turn.yields;
-            } else if has_looked_enough(&turn, *idle_since.get_or_insert_with(Instant::now)) {
+                yields = had.yields;
+            } else if has_looked_enough(&had, *idle_since.get_or_insert_with(Instant::now)) {
                 match machine.arm() {
                     Ok(Armed::Again) => {}
                     Ok(Armed::Busy) => {
@@ -83,7 +101,7 @@ impl<P: Progress> ReactorShared<P> {
                     }
                 }
                 if let Some(longest) = sleep {
-                    room.sleep.announce(longest);
+                    self.sleep.announce(longest);
                     fds.clear();
                     if !pauses {
                         fds.extend_from_slice(machine.fds()); // else they may be ready all along
@@ -92,7 +110,7 @@ impl<P: Progress> ReactorShared<P> {
             } else {
                 looking = true;
             }
-            drop(guard);
+            turn.machine = None;
             out.deliver(&*self.events);
             looks = if looking { looks + 1 } else { 0 };
             if looking {
@@ -102,33 +120,32 @@ impl<P: Progress> ReactorShared<P> {
             }
             let is_queued =
                 || self.queue.lock().as_ref().is_some_and(|commands| !commands.is_empty());
-            let has_work = || is_queued() || self.is_stopping() || room.is_left();
+            let has_work = || is_queued() || self.is_stopping();
             if let Some(longest) = sleep
-                && room.sleep.sleep_unless(has_work, &fds, longest)
+                && self.sleep.sleep_unless(has_work, &fds, longest)
                 && !pauses
             {
                 (idle_since, stuck_since) = (None, None);
             }
         }
-        let mut guard = room.machine.lock();
+        turn.machine = None; // it may have been seen that there is none
+        turn.machine = Some(self.wait_for_machine());
         if self.is_halted() {
-            drop(guard);
+            turn.machine = None;
             return exit::wait();
         }
-        let driven = guard.take();
-        if room.is_left() {
-            drop(guard);
-            drop(driven);
-            out.deliver(&*self.events);
-        } else if let Some(Driven { mut machine, .. }) = driven {
-            let left = self.queue.lock().take().unwrap_or_default(); // and let go of the lock
+        let driven = turn.machine.as_mut().and_then(|machine| machine.take());
+        if let Some(Driven { mut machine, mut untold, .. }) = driven {
+            out.append(&mut untold);
+            let left = self.queue.lock().take().unwrap_or_default(); // without the lock
             for command in left {
                 machine.command(command, out);
             }
             machine.stop(out);
             drop(machine); // still under the lock, for which the end of the process waits
-            drop(guard);
-            out.deliver(&*self.events);
         }
+        turn.machine = None;
+        self.watched.stop_watching();
+        out.deliver(&*self.events);
     }
 }

@@ -1,30 +1,26 @@
-//! Notices that a turn hangs: in a page of registered memory that does not come, which no system call on a socket can
-//! do without. Another thread goes on with all other connections then.
+//! The watch over detached work: notices that its thread hangs on an unresolved page fault.
 //!
-//! A turn hangs if its thread is asleep whenever one looks, and no page came to it from one look to the next. One that
-//! waits for a core is not asleep, nor is one of a process that is stopped.
+//! A thread hangs if it is asleep at several looks in a row and no page came to it between them. A
+//! thread that waits for a core is not asleep, nor is one of a stopped process.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvx_core::backend::sync::{Condvar, Mutex};
-use kvx_core::{Error, ErrorKind, Result};
 
 /// The time between two looks.
 const LOOK: Duration = Duration::from_millis(50);
 /// A thread that is seen asleep in one turn so often in a row hangs.
 const LOOKS: u32 = 4;
 
-/// What is known of the machine's turns of connections; one at a time, but for those that were left behind.
+/// The detached work of a machine: one piece at a time, but for abandoned ones.
 #[derive(Debug, Default)]
-pub struct Turns {
+pub(super) struct WatchedTurns {
     count: AtomicU64,
-    /// The number of the one that is under way, and its thread; 0: none.
+    /// The number of the piece that runs, and its thread; 0: none.
     under_way: AtomicU64,
     thread: AtomicI32,
-    /// Whoever watches sleeps until a turn begins.
+    /// True if the watch sleeps until a piece begins.
     asleep: AtomicBool,
     ended: Mutex<bool>,
     changed: Condvar,
@@ -34,9 +30,9 @@ thread_local! {
     static THREAD: i32 = rustix::thread::gettid().as_raw_nonzero().get();
 }
 
-impl Turns {
-    /// A turn begins on this thread, which has the machine's lock. Its number.
-    pub fn begin(&self) -> u64 {
+impl WatchedTurns {
+    /// Notes that a piece begins on this thread, which has the machine's lock. Returns its number.
+    pub(super) fn begin(&self) -> u64 {
         let number = self.count.load(Ordering::Relaxed) + 1;
         self.count.store(number, Ordering::Relaxed);
         self.thread.store(THREAD.with(|thread| *thread), Ordering::Relaxed);
@@ -48,9 +44,14 @@ impl Turns {
         number
     }
 
-    /// It has ended, under the machine's lock.
-    pub fn end(&self) {
-        self.under_way.store(0, Ordering::Relaxed);
+    /// Notes that the piece of this number has ended, unless it was abandoned and another runs.
+    pub(super) fn end(&self, number: u64) {
+        self.under_way.compare_exchange(number, 0, Ordering::Relaxed, Ordering::Relaxed).ok();
+    }
+
+    /// Returns true if the piece of this number runs.
+    pub(super) fn is_under_way(&self, number: u64) -> bool {
+        self.under_way.load(Ordering::Relaxed) == number
     }
 
     #[cold]
@@ -60,13 +61,13 @@ impl Turns {
         self.changed.notify_all();
     }
 
-    /// Nobody needs to watch any more.
-    pub fn stop_watching(&self) {
+    /// Ends the watch.
+    pub(super) fn stop_watching(&self) {
         *self.ended.lock() = true;
         self.changed.notify_all();
     }
 
-    /// Until the next look; without work, until there is some. False: there is no next.
+    /// Waits for the next look; without work, until there is some. Returns false at the end.
     fn rest(&self, is_idle: bool) -> bool {
         let mut ended = self.ended.lock();
         if is_idle {
@@ -86,8 +87,9 @@ impl Turns {
         !*ended
     }
 
-    /// Calls `hangs` with the number of each turn that does, as long as it does.
-    fn watch(&self, mut hangs: impl FnMut(u64)) {
+    /// Calls `hangs` with the number of each turn that does, as long as it does, until that says
+    /// that there is no machine any more.
+    pub(super) fn watch(&self, mut hangs: impl FnMut(u64) -> bool) {
         let (mut before, mut asleep, mut pages) = (0, 0, None);
         let mut last = None;
         while self.rest(last == Some((self.count.load(Ordering::Relaxed), 0))) {
@@ -102,14 +104,17 @@ impl Turns {
                 if now.is_some() && (now == pages || pages.is_none()) { asleep + 1 } else { 0 };
             pages = now;
             if asleep >= LOOKS && self.under_way.load(Ordering::Relaxed) == before {
-                hangs(before);
+                if !hangs(before) {
+                    return;
+                }
                 asleep = 0;
             }
         }
     }
 }
 
-/// How many pages a thread of this process had to wait for so far, if it is asleep within the kernel.
+/// How many pages a thread of this process had to wait for so far, if it is asleep within the
+/// kernel.
 fn pages_while_asleep(thread: i32) -> Option<(u64, u64)> {
     let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).ok()?;
     let (_, after_name) = stat.rsplit_once(") ")?;
@@ -120,62 +125,17 @@ fn pages_while_asleep(thread: i32) -> Option<(u64, u64)> {
     is_asleep.then_some((minor, major))
 }
 
-/// The thread that looks.
-pub struct TurnWatch {
-    turns: Arc<Turns>,
-    thread: Mutex<Option<JoinHandle<()>>>,
-}
-
-impl TurnWatch {
-    /// Watches over `turns`, and calls `hangs` with the number of each that hangs, as long as it does.
-    ///
-    /// # Errors
-    /// `Exhausted` without a thread.
-    pub fn start(
-        name: String,
-        turns: Arc<Turns>,
-        hangs: impl FnMut(u64) + Send + 'static,
-    ) -> Result<Self> {
-        let watched = Arc::clone(&turns);
-        let thread = std::thread::Builder::new().name(name);
-        let thread = thread.spawn(move || watched.watch(hangs)).map_err(|error| {
-            Error::os("no thread to watch over turns: raise ulimit -u", error)
-                .with_kind(ErrorKind::Exhausted)
-        })?;
-        Ok(TurnWatch { turns, thread: Mutex::new(Some(thread)) })
-    }
-
-    /// Ends it, and waits for that.
-    pub fn end(&self) {
-        self.turns.stop_watching();
-        let thread = self.thread.lock().take(); // without the lock
-        if let Some(thread) = thread
-            && thread.thread().id() != std::thread::current().id()
-        {
-            thread.join().ok(); // a panic there has been reported by the panic hook
-        }
-    }
-}
-
-impl Drop for TurnWatch {
-    fn drop(&mut self) {
-        if kvx_core::backend::fork::count() == 0 {
-            self.turns.stop_watching();
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
+    use std::sync::{Arc, mpsc};
 
     use super::*;
 
     /// Watches turns that `turn` has; the numbers of those that hang.
-    fn watched(turn: impl FnOnce(&Turns)) -> Vec<u64> {
-        let (turns, (tells, told)) = (Arc::new(Turns::default()), mpsc::channel());
+    fn watched(turn: impl FnOnce(&WatchedTurns)) -> Vec<u64> {
+        let (turns, (tells, told)) = (Arc::new(WatchedTurns::default()), mpsc::channel());
         let watches = Arc::clone(&turns);
-        let watch = std::thread::spawn(move || watches.watch(|number| tells.send(number).unwrap()));
+        let watch = std::thread::spawn(move || watches.watch(|number| tells.send(number).is_ok()));
         turn(&turns);
         turns.stop_watching();
         watch.join().unwrap();
@@ -185,11 +145,10 @@ mod tests {
     #[test]
     fn a_turn_whose_thread_sleeps_hangs() {
         let hung = watched(|turns| {
-            turns.begin();
-            turns.end();
-            turns.begin();
+            turns.end(turns.begin());
+            let second = turns.begin();
             std::thread::sleep(20 * LOOK);
-            turns.end();
+            turns.end(second);
         });
         assert!(hung.iter().all(|number| *number == 2) && !hung.is_empty(), "{hung:?}");
     }
@@ -197,17 +156,17 @@ mod tests {
     #[test]
     fn a_turn_that_works_or_has_ended_does_not_hang() {
         let hung = watched(|turns| {
-            turns.begin();
+            let first = turns.begin();
             let until = Instant::now() + 8 * LOOK;
             while Instant::now() < until {
                 std::hint::spin_loop();
             }
-            turns.end();
+            turns.end(first);
             std::thread::sleep(8 * LOOK);
             for _ in 0..10 {
-                turns.begin();
+                let piece = turns.begin();
                 std::thread::sleep(LOOK);
-                turns.end();
+                turns.end(piece);
             }
         });
         assert!(hung.is_empty(), "{hung:?}");

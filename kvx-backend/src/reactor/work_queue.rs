@@ -1,7 +1,7 @@
 //! Work that takes turns.
 
-/// Gives out turns: small work first, bulk work round robin, and every eighth turn to bulk work so that a stream of
-/// small requests cannot starve it.
+/// Gives out turns: small work first, bulk work round robin, and every eighth turn to bulk work so
+/// that a stream of small requests cannot starve it.
 #[derive(Debug)]
 pub struct WorkQueue<W> {
     small: std::collections::VecDeque<W>,

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::control::ControlMessage as Shared;
 use kvx_backend::control::errors::{cancelled, closed, malformed, peer_closed, peer_died};
-use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
+use kvx_backend::reactor::{Armed, NoWork, Outbox, Progress, Queued, SLICE, Turn};
 use kvx_core::backend::{BoundPlan, LinkState, Ticket};
 use kvx_core::{Error, ErrorKind, Result, TransferId};
 
@@ -283,6 +283,7 @@ impl Machine {
 
 impl Progress for Machine {
     type Command = Command;
+    type Work = NoWork;
 
     fn command(&mut self, command: Command, out: &mut Outbox) {
         match command {

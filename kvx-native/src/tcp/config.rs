@@ -82,9 +82,10 @@ impl Config {
         })
     }
 
-    /// What is sealed at least on a connection with `peer`. Without the option: all of it beyond this host if the fleet
-    /// has a secret, else what is not payload. Without a secret who has the metadata is let in, and it often travels by
-    /// the same network: sealed payload would be slower, and seldom safer.
+    /// What is sealed at least on a connection with `peer`. Without the option: all of it beyond
+    /// this host if the fleet has a secret, else what is not payload. Without a secret who has the
+    /// metadata is let in, and it often travels by the same network: sealed payload would be
+    /// slower, and seldom safer.
     pub(crate) fn wish_toward(&self, peer: IpAddr, have_secret: bool) -> Seal {
         let is_near = peer.to_canonical().is_loopback();
         self.seal.unwrap_or(if have_secret && !is_near { Seal::All } else { Seal::Control })

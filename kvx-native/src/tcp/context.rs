@@ -1,11 +1,10 @@
-//! What an agent's machine, links and regions have in common.
+//! The context of an agent: what its machine, links and regions share.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_backend::control::proof::Keys;
-use kvx_backend::reactor::watch::Turns;
 use kvx_core::backend::Events;
 use kvx_core::{Identity, Secret};
 
@@ -15,11 +14,11 @@ use crate::tcp::memory::regions::Regions;
 use crate::tcp::memory::stages::DeviceStages;
 use crate::tcp::seal::Seal;
 
-/// See the module.
+/// The configuration, keys and tables of an agent.
 pub(crate) struct AgentContext {
     pub(crate) config: Config,
     pub(crate) agent: Identity,
-    /// What peers prove to this agent by.
+    /// The keys that peers prove themselves by.
     pub(crate) keys: Keys,
     pub(crate) secret: Option<Secret>,
     pub(crate) events: Arc<dyn Events>,
@@ -29,17 +28,17 @@ pub(crate) struct AgentContext {
     pub(crate) regions: Regions,
     pub(crate) stages: DeviceStages,
     pub(crate) deferred: Arc<DeferredCompletions>,
-    pub(crate) turns: Arc<Turns>,
 }
 
 impl AgentContext {
-    /// What this end wants sealed at least on a connection with a peer at this address.
+    /// The least sealing that this end wants on a connection with a peer at this address.
     pub(crate) fn wish_toward(&self, peer: SocketAddr) -> Seal {
         self.config.wish_toward(peer.ip(), self.secret.is_some())
     }
 
-    /// Returns true in the process that opened the transport: only there does the machine run, not in a forked child.
-    pub(crate) fn is_at_home(&self) -> bool {
+    /// Returns true in the process that opened the transport: only there does the machine run, not
+    /// in a forked child.
+    pub(crate) fn is_owner_process(&self) -> bool {
         std::process::id() == self.process
     }
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvx_backend::reactor::Reactor;
 use kvx_core::backend::{
     BoundPlan, INLINE_BYTES, INLINE_SEGMENTS, Link, LinkId, PeerSection, RemoteRegion, RemoteSpec,
     Ticket, Turn,
@@ -13,12 +14,12 @@ use kvx_core::{
 };
 
 use crate::tcp::address;
+use crate::tcp::context::AgentContext;
 use crate::tcp::links::LinkStanding;
-use crate::tcp::machine::Command;
-use crate::tcp::machine::handle::Handle;
+use crate::tcp::machine::{Command, Machine};
 use crate::tcp::memory::regions::{TcpRemote, import};
 
-/// What TCP promises.
+/// The capabilities of TCP.
 pub(crate) fn capabilities() -> Capabilities {
     Capabilities {
         isolation: PerOp::same(Isolation::Owner),
@@ -38,13 +39,15 @@ pub(crate) fn capabilities() -> Capabilities {
 /// The handle of a link.
 pub(crate) struct TcpLink {
     pub(crate) id: LinkId,
-    pub(crate) handle: Arc<Handle>,
+    pub(crate) context: Arc<AgentContext>,
+    pub(crate) reactor: Arc<Reactor<Machine>>,
     pub(crate) standing: Arc<LinkStanding>,
 }
 
-// SAFETY: a plan's local memory is touched only in turns of the machine's connections, of which there is one at a time,
-// while the plan's requests hold its blocks; they let go of them before its ticket settles, and what a device still
-// copies, and a turn that others went on without, hold that up (`DeferredCompletions`).
+// SAFETY: a plan's local memory is touched only in turns of the machine's connections, of which
+// there is one at a time, while the plan's requests hold its blocks; they let go of them before its
+// ticket settles, and what a device still copies, and a turn that others went on without, hold that
+// up (`DeferredCompletions`).
 unsafe impl Link for TcpLink {
     fn capabilities(&self) -> Arc<Capabilities> {
         Arc::new(capabilities())
@@ -67,40 +70,36 @@ unsafe impl Link for TcpLink {
         let command = Command::Post { link: self.id, plan, id, done };
         if size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS {
             // It is sent off on the calling thread.
-            self.handle.reactor.submit_and_turn(command);
+            self.reactor.submit_and_turn(command);
         } else {
-            self.handle.reactor.submit(command);
+            self.reactor.submit(command);
         }
     }
 
     fn notify(&self, bytes: &[u8], done: Ticket) {
-        self.handle.reactor.submit_and_turn(Command::Notify {
-            link: self.id,
-            bytes: bytes.into(),
-            done,
-        });
+        self.reactor.submit_and_turn(Command::Notify { link: self.id, bytes: bytes.into(), done });
     }
 
     fn cancel(&self, id: TransferId) {
-        self.handle.reactor.submit(Command::Cancel { link: self.id, id });
+        self.reactor.submit(Command::Cancel { link: self.id, id });
     }
 
     fn drive(&self) -> Turn {
-        self.handle.reactor.drive()
+        self.reactor.drive()
     }
 
     fn stop_driving(&self) {
-        self.handle.reactor.stop_driving();
+        self.reactor.stop_driving();
     }
 
     fn close(&self) {
-        self.handle.reactor.submit(Command::Close { link: self.id });
+        self.reactor.submit(Command::Close { link: self.id });
     }
 }
 
 impl Drop for TcpLink {
     fn drop(&mut self) {
-        if self.handle.context.is_at_home() {
+        if self.context.is_owner_process() {
             self.close();
         }
     }

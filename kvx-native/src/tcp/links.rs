@@ -1,4 +1,5 @@
-//! A link as the machine sees it: its lanes, the transfers and notifications on it, and whether its peer lives.
+//! Links that this end opened: their lanes, the transfers and notifications on them, and the
+//! silence of their peers.
 
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
@@ -12,16 +13,15 @@ use crate::tcp::connections::table::Conns;
 use crate::tcp::context::AgentContext;
 use crate::tcp::error;
 use crate::tcp::frames::auth::InitiatorHandshake;
-use crate::tcp::frames::{Frame, put_bare, put_cancel, put_frame};
-use crate::tcp::memory::deferred::DeferredCompletions;
+use crate::tcp::frames::{Frame, put_bare, put_frame};
 use crate::tcp::memory::regions::{is_staged, share_stages};
 use crate::tcp::socket;
 use kvx_backend::control::proof::Keys;
 use kvx_backend::control::{NoticesToPeer, Silence, SilenceStatus};
 use kvx_backend::reactor::Outbox;
 use kvx_core::backend::sync::Mutex;
-use kvx_core::backend::{BoundPlan, LinkId, LinkState, Pair, Ticket};
-use kvx_core::{Error, Identity, Result, TransferId};
+use kvx_core::backend::{BoundPlan, LinkId, Pair, Ticket};
+use kvx_core::{Identity, Result, TransferId};
 
 /// Transfers of at most so many bytes go over the small lane.
 const SMALL: u64 = 64 << 10;
@@ -30,7 +30,7 @@ const SMALL_BLOCKS: u64 = 4096;
 /// Data of one request of a bulk transfer, about.
 const PART: u64 = 4 << 20;
 
-/// What the machine lets a link say of itself.
+/// The description of a link's state that users read.
 #[derive(Debug, Default)]
 pub(crate) struct LinkStanding(Mutex<Option<String>>);
 
@@ -45,24 +45,24 @@ impl LinkStanding {
 }
 
 /// A transfer that has not settled.
-struct UnsettledTransfer {
-    plan: Arc<BoundPlan>,
-    done: Ticket,
-    parts: Vec<Part>,
+pub(crate) struct UnsettledTransfer {
+    pub(crate) plan: Arc<BoundPlan>,
+    pub(crate) done: Ticket,
+    pub(crate) parts: Vec<Part>,
     /// The next part to be requested.
-    next: usize,
+    pub(crate) next: usize,
     /// Parts that are out.
-    out: usize,
+    pub(crate) out: usize,
 }
 
-/// A link of ours.
+/// A link that this end opened.
 pub(crate) struct OpenedLink {
     pub(crate) id: LinkId,
     pub(crate) who: Identity,
-    /// What its lanes have in common.
+    /// The number that all its lanes show.
     pub(crate) nonce: [u8; 16],
-    pub(crate) greeted_again: u8,
-    /// What we prove ourselves to the peer by.
+    pub(crate) greeting_retries: u8,
+    /// The keys that prove this end to the peer.
     pub(crate) keys: Keys,
     pub(crate) addresses: Vec<SocketAddr>,
     /// The address that is tried, or that answered.
@@ -70,13 +70,13 @@ pub(crate) struct OpenedLink {
     /// Connections, by lane; the small one first.
     pub(crate) lanes: Vec<Option<usize>>,
     pub(crate) lanes_up: usize,
-    /// When it must be up.
+    /// The time by which it must be up.
     up_by: Instant,
     pub(crate) standing: Arc<LinkStanding>,
-    transfers: HashMap<TransferId, UnsettledTransfer>,
-    small: VecDeque<TransferId>,
-    bulk: VecDeque<TransferId>,
-    notices: NoticesToPeer,
+    pub(crate) transfers: HashMap<TransferId, UnsettledTransfer>,
+    pub(crate) small: VecDeque<TransferId>,
+    pub(crate) bulk: VecDeque<TransferId>,
+    pub(crate) notices: NoticesToPeer,
     silence: Silence,
 }
 
@@ -94,7 +94,7 @@ impl OpenedLink {
             who,
             keys,
             nonce,
-            greeted_again: 0,
+            greeting_retries: 0,
             addresses,
             address: 0,
             lanes: vec![None; bulk_lanes + 1],
@@ -109,7 +109,7 @@ impl OpenedLink {
         }
     }
 
-    /// A connect of a lane has ended: says hello, or why it failed.
+    /// Sends the hello of a lane whose connect has ended, or returns why that failed.
     pub(crate) fn greet(&self, conn: &mut Conn, lane: u8, context: &AgentContext) -> Result<()> {
         socket::connected(conn.socket()).map_err(|errno| error::unreachable(conn.peer, errno))?;
         let (own, which, wish) =
@@ -124,15 +124,16 @@ impl OpenedLink {
         self.lanes_up == self.lanes.len()
     }
 
-    /// When a connection that is begun now must be up. The small lane leaves time for the addresses that follow.
-    pub(crate) fn lane_by(&self, lane: u8, longest: Duration, now: Instant) -> Instant {
+    /// The time by which a connection that is begun now must be up. The small lane leaves time for
+    /// further addresses.
+    pub(crate) fn lane_deadline(&self, lane: u8, longest: Duration, now: Instant) -> Instant {
         let left = self.up_by.saturating_duration_since(now);
         let addresses = self.addresses.len() - self.address;
         let share = if lane == 0 { left / addresses as u32 } else { left };
         now + share.min(longest)
     }
 
-    /// Takes a transfer; `issue` follows. Says whether it is a small one.
+    /// Takes a transfer; `issue` follows. Returns whether it is a small one.
     pub(crate) fn post(
         &mut self,
         plan: Arc<BoundPlan>,
@@ -165,7 +166,8 @@ impl OpenedLink {
         }
     }
 
-    /// Sends out what the lanes have room for. Calls `touched` with the connections that now have output.
+    /// Sends out what the lanes have room for. Calls `touched` with the connections that now have
+    /// output.
     pub(crate) fn issue(
         &mut self,
         conns: &mut Conns,
@@ -176,7 +178,9 @@ impl OpenedLink {
             return;
         }
         let mut lanes = self.lanes.iter().flatten().copied();
-        let Some(small) = lanes.next() else { return };
+        let Some(small) = lanes.next() else {
+            return debug_assert!(false, "a link that is up has lanes");
+        };
         if self.issue_notices(&mut conns[small]) {
             touched(small);
         }
@@ -209,113 +213,13 @@ impl OpenedLink {
         sent
     }
 
-    /// The peer's agent has a notification.
-    pub(crate) fn acknowledged(&mut self, id: u64, out: &mut Outbox) -> Result<()> {
-        out.settle(self.notices.acknowledge(id)?, Ok(()));
-        Ok(())
-    }
-
-    /// A request of a transfer has ended. Says whether the transfer failed by that: give it up.
-    pub(crate) fn ended(&mut self, id: TransferId, result: &Result<()>, out: &mut Outbox) -> bool {
-        let Some(transfer) = self.transfers.get_mut(&id) else { return false };
-        transfer.out -= 1;
-        if result.is_err() {
-            return true;
-        }
-        if transfer.out == 0
-            && transfer.next == transfer.parts.len()
-            && let Some(transfer) = self.transfers.remove(&id)
-        {
-            out.settle(transfer.done, Ok(()));
-        }
-        false
-    }
-
-    /// Ends a transfer at once: from here on, its memory is not touched, but for copies that a device has begun: it
-    /// settles after them. Calls `touched` as `issue` does.
-    pub(crate) fn give_up(
-        &mut self,
-        id: TransferId,
-        why: Error,
-        conns: &mut Conns,
-        scope: &mut Scope,
-        out: &mut Outbox,
-        mut touched: impl FnMut(usize),
-    ) {
-        let Some(transfer) = self.transfers.remove(&id) else { return };
-        for queue in [&mut self.small, &mut self.bulk] {
-            if queue.len() > 2 * self.transfers.len() + 64 {
-                queue.retain(|id| self.transfers.contains_key(id));
-            }
-        }
-        if transfer.out > 0 {
-            let mut cancelled = Vec::new();
-            for key in self.lanes.iter().flatten().copied() {
-                let Conn { role, input, output, .. } = &mut conns[key];
-                if let Role::Requests(lane) = role {
-                    let number = lane.number;
-                    lane.give_up(id, input, output, scope, |id| cancelled.push((id, number)));
-                    touched(key);
-                }
-            }
-            if let Some(key) = self.lanes[0] {
-                cancelled
-                    .iter()
-                    .for_each(|(id, lane)| put_cancel(&mut conns[key].output.control, *id, *lane));
-                touched(key);
-            }
-        }
-        drop((transfer.plan, transfer.parts));
-        self.settle(
-            id,
-            transfer.done,
-            error::of_peer(why, &self.who),
-            &scope.context.deferred,
-            out,
-        );
-    }
-
-    /// Fails a transfer when nobody touches its memory any more.
-    fn settle(
-        &self,
-        id: TransferId,
-        done: Ticket,
-        why: Error,
-        deferred: &DeferredCompletions,
-        out: &mut Outbox,
-    ) {
-        if let Some((done, result)) =
-            deferred.hold(|concern| concern.is_of(self.id, id), done, Err(why))
-        {
-            out.settle(done, result);
-        }
-    }
-
-    /// Fails everything; its connections are gone.
-    pub(crate) fn fail(&mut self, why: &Error, deferred: &DeferredCompletions, out: &mut Outbox) {
-        for (id, UnsettledTransfer { plan, done, .. }) in std::mem::take(&mut self.transfers) {
-            drop(plan);
-            self.settle(id, done, why.clone(), deferred, out);
-        }
-        for done in self.notices.end() {
-            out.settle(done, Err(why.clone()));
-        }
-    }
-
-    /// The link is gone: fails everything and says so.
-    pub(crate) fn lost(mut self, why: Error, deferred: &DeferredCompletions, out: &mut Outbox) {
-        let why = error::of_peer(why, &self.who);
-        self.fail(&why, deferred, out);
-        out.link(self.id, LinkState::Lost(why));
-    }
-
-    /// Something came from the peer.
+    /// Notes that the peer has sent something.
     pub(crate) fn note_activity(&mut self, now: Instant) {
         self.silence.note_activity(now);
     }
 
-    /// Notes whether something is in flight, also what was given up and has not ended. `Some`: it has just begun, look
-    /// at the silence then.
+    /// Notes whether something is in flight, also what was given up and has not ended. Returns when
+    /// to look at the silence, if that has just begun.
     pub(crate) fn note_busy(
         &mut self,
         now: Instant,
@@ -328,8 +232,8 @@ impl OpenedLink {
         Some(begun + Silence::step(timeout))
     }
 
-    /// Looks whether the peer is silent with work in flight. The first look that finds it so asks it for a sign of
-    /// life.
+    /// Looks whether the peer is silent with work in flight. The first look that finds it so pings
+    /// it.
     pub(crate) fn look(
         &mut self,
         now: Instant,
@@ -338,7 +242,8 @@ impl OpenedLink {
         mut touched: impl FnMut(usize),
     ) -> SilenceStatus {
         if self.lanes.iter().flatten().any(|key| conns[*key].may_have_unread()) {
-            self.note_activity(now); // it is this end that is slow: others have their turn, or a device
+            // it is this end that is slow: others have their turn, or a device
+            self.note_activity(now);
         }
         let look = self.silence.look(now, timeout);
         if let (SilenceStatus::Ask(_), Some(key)) = (look, self.lanes[0]) {
@@ -365,7 +270,7 @@ fn load(conn: &Conn) -> u64 {
     if let Role::Requests(lane) = &conn.role { lane.load() } else { u64::MAX }
 }
 
-/// Requests the next part of the next transfer of a queue. Says whether there was one.
+/// Requests the next part of the next transfer of a queue. Returns whether there was one.
 fn issue_next(
     transfers: &mut HashMap<TransferId, UnsettledTransfer>,
     queue: &mut VecDeque<TransferId>,
@@ -373,9 +278,16 @@ fn issue_next(
     scope: &mut Scope,
 ) -> bool {
     let Some(id) = queue.pop_front() else { return false };
+    // given up while it was queued
     let Some(transfer) = transfers.get_mut(&id) else { return false };
-    let Conn { role: Role::Requests(lane), output, .. } = conn else { return false };
-    let Some(part) = transfer.parts.get(transfer.next) else { return false };
+    let Conn { role: Role::Requests(lane), output, .. } = conn else {
+        debug_assert!(false, "only a lane that is up has room");
+        return false;
+    };
+    let Some(part) = transfer.parts.get(transfer.next) else {
+        debug_assert!(false, "a transfer is queued while it has parts to be requested");
+        return false;
+    };
     lane.request(&transfer.plan, part, id, output, scope);
     transfer.next += 1;
     transfer.out += 1;
@@ -397,7 +309,8 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(4);
 
-    /// A link that is up and waits for an acknowledgement since `now`, seen on a clock that the test moves.
+    /// A link that is up and waits for an acknowledgement since `now`, seen on a clock that the
+    /// test moves.
     struct SilentPeer {
         peer: OpenedLink,
         conns: Conns,
@@ -432,7 +345,7 @@ mod tests {
             self.peer.look(self.now, TIMEOUT, &mut self.conns, |_| {})
         }
 
-        /// How often the peer was asked.
+        /// The number of pings.
         fn asked(&self) -> usize {
             let ping = Frame::Ping as u8;
             self.conns

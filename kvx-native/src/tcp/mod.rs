@@ -1,12 +1,15 @@
 //! TCP: between hosts, and between anything that shares no memory.
 //!
-//! The modules form layers. Each imports from its own layer and from those above it in this list, never from one below:
+//! The modules form layers. Each imports from its own layer and from those above it in this list,
+//! never from one below:
 //!
 //! 1. `error`, `address`, `seal`, `config`: values without state.
-//! 2. [`socket`]: system calls, the listener, readiness, and the pieces of memory that one call moves.
-//! 3. [`frames`]: the wire format, the handshake, and the buffers that frames are read from and written to.
-//! 4. [`memory`]: registered regions, blocks as sources and sinks of payload, and completions that wait for memory which
-//!    somebody may still touch; `context` and `region` above it.
+//! 2. [`socket`]: system calls, the listener, readiness, and the pieces of memory that one call
+//!    moves.
+//! 3. [`frames`]: the wire format, the handshake, and the buffers that frames are read from and
+//!    written to.
+//! 4. [`memory`]: registered regions, blocks as sources and sinks of payload, and completions that
+//!    wait until nothing touches their memory any more; `context` and `region` above it.
 //! 5. [`connections`]: one socket with its frames, as a lane of either end.
 //! 6. [`links`]: the lanes to one peer, and the transfers and notifications on them.
 //! 7. [`machine`]: all links and connections of an agent, worked on in bounded turns.

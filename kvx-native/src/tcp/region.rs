@@ -8,14 +8,14 @@ use kvx_core::{Error, ErrorKind, RegionId, Result};
 
 use crate::tcp::context::AgentContext;
 use crate::tcp::memory::deferred::Concern;
-use crate::tcp::memory::regions::{Served, export};
+use crate::tcp::memory::regions::{ServedRegion, export};
 
 /// Has the machine end all access to a region, and settle the ticket then.
 type Revoke = Box<dyn Fn(RegionId, Ticket) + Send + Sync>;
 
 /// A registered region.
 pub(crate) struct TcpRegion {
-    pub(crate) served: Arc<Served>,
+    pub(crate) served: Arc<ServedRegion>,
     context: Arc<AgentContext>,
     revoke: Revoke,
     export: Vec<u8>,
@@ -35,12 +35,12 @@ impl TcpRegion {
         Ok(TcpRegion { served, context, revoke: Box::new(revoke), export })
     }
 
-    /// The regions that these grids of a plan lie on, and the grids on them. Errors: `Invalid` for regions of another
-    /// transport.
+    /// The regions that these grids of a plan lie on, and the grids on them. Errors: `Invalid` for
+    /// regions of another transport.
     pub(crate) fn of(
         plan: &BoundPlan,
         grids: &[PlacedGrid],
-    ) -> Result<(Vec<Arc<Served>>, Arc<[PlacedGrid]>)> {
+    ) -> Result<(Vec<Arc<ServedRegion>>, Arc<[PlacedGrid]>)> {
         let mut order: Vec<u32> = Vec::new();
         let grids = grids.iter().map(|placed| {
             let known = order.iter().position(|region| *region == placed.region);
@@ -74,7 +74,8 @@ impl LocalRegion for TcpRegion {
         self.context.regions.remove(&self.served);
         let region = self.served.id;
         let deferred = Arc::clone(&self.context.deferred);
-        // Nothing new reaches it then; copies that a device has begun, and a turn that hangs, may still do.
+        // Nothing new reaches it then; copies that a device has begun, and a turn that hangs, may
+        // still do.
         let done = Ticket::new(move |result| {
             let concerns = |concern: &Concern| concern.touches(region);
             if let Some((done, result)) = deferred.hold(concerns, done, result) {
@@ -88,7 +89,7 @@ impl LocalRegion for TcpRegion {
 impl Drop for TcpRegion {
     fn drop(&mut self) {
         // A forked child may have inherited the lock as somebody else's.
-        if self.context.is_at_home() {
+        if self.context.is_owner_process() {
             self.context.regions.remove(&self.served);
         }
     }

@@ -1,13 +1,14 @@
 //! What is sealed on a lane whose handshake is done: frames, and payload too if the ends want that.
 //!
-//! A header is sealed on its own. What follows it is a stretch: records of [`RECORD`](kvx_noise::RECORD) bytes, the
-//! last one shorter, each with its tag.
+//! A header is sealed on its own. What follows it is a stretch: records of
+//! [`RECORD`](kvx_noise::RECORD) bytes, the last one shorter, each with its tag.
 
 use std::fmt;
 
 use kvx_core::{Error, ErrorKind, Result};
 
-/// How much of what follows a handshake is sealed: `tcp.seal`. The stricter of both ends' wishes counts.
+/// How much of what follows a handshake is sealed: `tcp.seal`. The stricter of both ends' wishes
+/// counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Seal {
     None,

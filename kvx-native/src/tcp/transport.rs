@@ -5,7 +5,6 @@ use std::time::Instant;
 
 use kvx_backend::control::proof::Keys;
 use kvx_backend::reactor::Reactor;
-use kvx_backend::reactor::watch::TurnWatch;
 use kvx_core::backend::{
     Admission, AutoOpen, Availability, Context, Factory, Link, LinkId, LocalRegion, PeerSection,
     Placement, RegionSpec, Ticket, Transport, Unavailable,
@@ -18,8 +17,6 @@ use crate::tcp::context::AgentContext;
 use crate::tcp::error::NAME;
 use crate::tcp::link::{TcpLink, capabilities};
 use crate::tcp::links::{LinkStanding, OpenedLink};
-use crate::tcp::machine::handle::Handle;
-use crate::tcp::machine::operator::Operator;
 use crate::tcp::machine::{Command, Machine};
 use crate::tcp::memory::regions::Regions;
 use crate::tcp::memory::stages::DeviceStages;
@@ -28,7 +25,8 @@ use crate::tcp::socket::listener::{Listener, host_addresses};
 
 /// TCP: the embedded transport between hosts, with nothing to install.
 ///
-/// Binds to loopback unless its options say otherwise; see the table of options in this crate's front page.
+/// Binds to loopback unless its options say otherwise; see the table of options in this crate's
+/// front page.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tcp;
 
@@ -76,8 +74,8 @@ impl Factory for Tcp {
 }
 
 struct TcpTransport {
-    handle: Arc<Handle>,
-    watch: TurnWatch,
+    context: Arc<AgentContext>,
+    reactor: Arc<Reactor<Machine>>,
     capabilities: Capabilities,
     address: Vec<u8>,
 }
@@ -99,29 +97,22 @@ fn open(context: Context) -> Result<TcpTransport> {
         regions: Regions::default(),
         stages: DeviceStages::default(),
         deferred: Arc::default(),
-        turns: Arc::default(),
     });
-    let watch_name = format!("kvx-tcp-watch {}", context.agent.name);
-    let operator = Operator::of(Machine::new(Arc::clone(&context), listener)?);
-    let machine = Arc::downgrade(operator.owned());
-    let reactor = Reactor::start(name, operator, events)?;
-    let handle = Arc::new(Handle { context, reactor, machine });
-    let to_machine = Arc::downgrade(&handle);
-    handle.context.deferred.wake_with(move |token| {
-        if let Some(handle) = to_machine.upgrade() {
-            handle.reactor.submit(Command::Staged { token });
+    let machine = Machine::new(Arc::clone(&context), listener)?;
+    let reactor = Arc::new(Reactor::start(name, machine, events)?);
+    let to_machine = Arc::downgrade(&reactor);
+    context.deferred.wake_with(move |token| {
+        if let Some(reactor) = to_machine.upgrade() {
+            reactor.submit(Command::Staged { token });
         }
     });
-    let watched = Arc::downgrade(&handle);
-    let hangs =
-        move |turn| watched.upgrade().into_iter().for_each(|handle| handle.go_on_without(turn));
-    let watch = TurnWatch::start(watch_name, Arc::clone(&handle.context.turns), hangs)?;
-    Ok(TcpTransport { handle, watch, capabilities: capabilities(), address })
+    Ok(TcpTransport { context, reactor, capabilities: capabilities(), address })
 }
 
-// SAFETY: the machine touches a plan's memory as `TcpLink` says. A region's memory is touched for requests that hold
-// it, and a revocation takes it out of the table and then from each of them, before it settles; what a device still
-// copies for one of them, and a turn that hangs in it, hold the revocation up (`DeferredCompletions`).
+// SAFETY: the machine touches a plan's memory as `TcpLink` says. A region's memory is touched for
+// requests that hold it, and a revocation takes it out of the table and then from each of them,
+// before it settles; what a device still copies for one of them, and a turn that hangs in it, hold
+// the revocation up (`DeferredCompletions`).
 unsafe impl Transport for TcpTransport {
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
@@ -132,9 +123,9 @@ unsafe impl Transport for TcpTransport {
     }
 
     fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
-        let handle = Arc::clone(&self.handle);
-        let revoke = move |region, done| handle.reactor.submit(Command::Revoke { region, done });
-        TcpRegion::register(region, Arc::clone(&self.handle.context), revoke)
+        let reactor = Arc::clone(&self.reactor);
+        let revoke = move |region, done| reactor.submit(Command::Revoke { region, done });
+        TcpRegion::register(region, Arc::clone(&self.context), revoke)
             .map(|region| Arc::new(region) as _)
             .map_err(|error| error.with_backend(NAME))
     }
@@ -148,23 +139,23 @@ unsafe impl Transport for TcpTransport {
         let addresses = address::decode(peer.address)
             .map_err(|error| error.with_backend(NAME).with_peer(Arc::clone(name)))?;
         let standing = Arc::new(LinkStanding::default());
-        let AgentContext { config, peer_timeout, secret, .. } = &*self.handle.context;
+        let AgentContext { config, peer_timeout, secret, .. } = &*self.context;
         let keys = Keys::new(&peer.invitation, secret.as_ref());
         let up_by = Instant::now() + *peer_timeout;
         let who = (peer.identity.clone(), keys, Incarnation::random()?.0);
         let peer =
             OpenedLink::new(id, who, addresses, config.connections, Arc::clone(&standing), up_by);
-        self.handle.reactor.submit(Command::Connect(Box::new(peer)));
-        Ok(Arc::new(TcpLink { id, handle: Arc::clone(&self.handle), standing }))
+        self.reactor.submit(Command::Connect(Box::new(peer)));
+        let (context, reactor) = (Arc::clone(&self.context), Arc::clone(&self.reactor));
+        Ok(Arc::new(TcpLink { id, context, reactor, standing }))
     }
 
     fn resume(&self) {
-        self.handle.reactor.submit(Command::Resume);
+        self.reactor.submit(Command::Resume);
     }
 
     fn shutdown(&self, done: Ticket) {
-        self.handle.reactor.stop();
-        self.watch.end();
+        self.reactor.stop();
         done.settle(Ok(()));
     }
 }

@@ -1,6 +1,8 @@
-//! One connection: bytes in, frames out, and the other way round. What frames mean is up to its role.
+//! One connection: bytes in, frames out, and the other way round. What frames mean is up to its
+//! role.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_backend::control::HeldBytes;
@@ -18,22 +20,22 @@ use crate::tcp::frames::output::Output;
 use crate::tcp::frames::{Frame, Header};
 use crate::tcp::seal::Seal;
 
-/// What a connection is.
+/// The role of a connection.
 pub(crate) enum Role {
-    /// Ours, not connected yet.
+    /// Opened by this end, not connected yet.
     Connecting { link: LinkId, lane: u8 },
-    /// Ours, in the handshake.
+    /// Opened by this end, in the handshake.
     Greeting { link: LinkId, lane: u8, handshake: Box<InitiatorHandshake> },
-    /// Ours, up.
+    /// Opened by this end, up.
     Requests(Box<RequestLane>),
-    /// A peer's, in the handshake.
+    /// Opened by a peer, in the handshake.
     Greeted(Box<OwnerHandshake>),
-    /// A peer's, up.
+    /// Opened by a peer, up.
     Served(Box<ServedLane>),
 }
 
 impl Role {
-    /// The link that it belongs to, if it is ours, and which lane of it.
+    /// The link and the lane that it belongs to, if this end opened it.
     pub(crate) fn lane(&self) -> Option<(LinkId, u8)> {
         match self {
             Role::Connecting { link, lane } | Role::Greeting { link, lane, .. } => {
@@ -44,7 +46,7 @@ impl Role {
         }
     }
 
-    /// Whether the ends do not know each other yet.
+    /// Returns true in the handshake.
     pub(crate) fn is_greeting(&self) -> bool {
         self.up().is_none()
     }
@@ -94,7 +96,7 @@ impl Role {
         }
     }
 
-    /// The handshake is done: what its frames mean and what it sends.
+    /// The end of the lane, once the handshake is done.
     fn up(&self) -> Option<&dyn LaneEnd> {
         match self {
             Role::Requests(lane) => Some(&**lane),
@@ -103,7 +105,7 @@ impl Role {
         }
     }
 
-    /// The same, to do something.
+    /// The same, mutable.
     pub(crate) fn up_mut(&mut self) -> Option<&mut dyn LaneEnd> {
         match self {
             Role::Requests(lane) => Some(&mut **lane),
@@ -113,7 +115,7 @@ impl Role {
     }
 }
 
-/// What a frame makes of its connection.
+/// The effect of a frame on its connection.
 enum Change {
     Stay,
     /// The handshake is done.
@@ -135,11 +137,11 @@ fn out_of_turn(header: Header) -> Error {
 
 /// A connection.
 pub(crate) struct Conn {
-    socket: Private,
+    socket: Arc<Private>,
     pub(crate) peer: SocketAddr,
     /// Goes before bulk connections.
     pub(crate) small: bool,
-    /// Whether it waits in a queue of the machine.
+    /// True if it waits in a queue of the machine.
     pub(crate) queued: bool,
     /// When its handshake must be done.
     pub(crate) deadline: Option<Instant>,
@@ -147,24 +149,25 @@ pub(crate) struct Conn {
     pub(crate) closing: bool,
     readable: bool,
     writable: bool,
-    /// Whether the other end has closed: a short read does not mean that nothing more comes.
+    /// True if the other end has closed: a short read does not mean that nothing more comes.
     hung_up: bool,
-    /// Since when its socket takes nothing, as far as that matters to others.
+    /// The time since when its socket takes nothing, as far as that matters to others.
     full_since: Option<Instant>,
-    /// What is counted as held for its peer.
+    /// Bytes counted as held for its peer.
     held: usize,
     pub(crate) input: Input,
     pub(crate) output: Output,
     pub(crate) role: Role,
 }
 
-/// A socket that takes nothing for so long may do so for ever: its streams keep no bounce buffers from others.
+/// A socket that takes nothing for this long may do so for ever: its streams release their bounce
+/// buffers.
 const STUCK: Duration = Duration::from_millis(100);
 
 impl Conn {
     pub(crate) fn new(socket: Private, peer: SocketAddr, role: Role, deadline: Instant) -> Self {
         Conn {
-            socket,
+            socket: Arc::new(socket),
             peer,
             small: true,
             queued: false,
@@ -181,17 +184,19 @@ impl Conn {
         }
     }
 
-    /// Counts what a peer that is served has us hold now. Errors: `Exhausted` for one that goes too far.
+    /// Counts the bytes that are held for a peer that is served. Errors: `Exhausted` above its
+    /// limit.
     pub(crate) fn note_held(&mut self, held: &mut HeldBytes<Identity>) -> Result<()> {
         let Role::Served(lane) = &self.role else { return Ok(()) };
         let bytes = self.input.held() + lane.held() + self.output.held();
         held.note(&lane.who, &mut self.held, bytes)
     }
 
-    /// It goes, and all that was held for it.
-    pub(crate) fn let_go_of_held(&mut self, held: &mut HeldBytes<Identity>) {
+    /// Counts nothing for its peer any more.
+    pub(crate) fn release_held(&mut self, held: &mut HeldBytes<Identity>) {
         if let Role::Served(lane) = &self.role {
-            held.note(&lane.who, &mut self.held, 0).ok(); // too much for the others of this peer is seen in their turn
+            // too much for the others of this peer is seen in their turn
+            held.note(&lane.who, &mut self.held, 0).ok();
         }
     }
 
@@ -200,11 +205,11 @@ impl Conn {
         if let Role::Served(lane) = &self.role { lane.described() } else { 0 }
     }
 
-    pub(crate) fn socket(&self) -> &Private {
+    pub(crate) fn socket(&self) -> &Arc<Private> {
         &self.socket
     }
 
-    /// What the kernel says of it now.
+    /// Notes the readiness that the kernel reports.
     pub(crate) fn event(&mut self, readable: bool, writable: bool, hung_up: bool) {
         self.readable |= readable || hung_up;
         self.writable |= writable || hung_up;
@@ -214,8 +219,9 @@ impl Conn {
         }
     }
 
-    /// Notes whether its socket takes nothing while it has streams. When to look again, if that has just begun.
-    pub(crate) fn note_full(&mut self, now: Instant) -> Option<Instant> {
+    /// Notes whether its socket takes nothing while it has streams. Returns when to look again, if
+    /// that has just begun.
+    pub(crate) fn note_if_full(&mut self, now: Instant) -> Option<Instant> {
         if self.writable
             || self.full_since.is_some()
             || !self.role.up().is_some_and(|lane| lane.has_streams())
@@ -226,7 +232,8 @@ impl Conn {
         Some(now + STUCK)
     }
 
-    /// Whether its socket has taken nothing for long; then its streams make way. Else when to look again, if ever.
+    /// Frees the bounce buffers of its streams if its socket has taken nothing for long. Returns
+    /// when to look again, if ever.
     pub(crate) fn look_if_stuck(&mut self, now: Instant) -> Option<Instant> {
         let stuck_at = self.full_since? + STUCK;
         if stuck_at > now {
@@ -238,7 +245,7 @@ impl Conn {
         None // a token tells when others come
     }
 
-    /// Whether there is something to do now.
+    /// Returns true if there is something to do now.
     pub(crate) fn is_ready(&self, described: usize) -> bool {
         match &self.role {
             Role::Connecting { .. } => self.readable || self.writable,
@@ -250,12 +257,12 @@ impl Conn {
         }
     }
 
-    /// Whether something may lie in its socket that was not read.
+    /// Returns true if its socket may have bytes that were not read.
     pub(crate) fn may_have_unread(&self) -> bool {
         self.readable
     }
 
-    /// Whether something waits to be sent.
+    /// Returns true if something waits to be sent.
     pub(crate) fn has_output(&self) -> bool {
         !self.output.at_boundary()
             || !self.output.control.is_empty()
@@ -266,7 +273,7 @@ impl Conn {
         self.closing || self.role.up().is_some_and(|lane| lane.is_paused(&self.output, described))
     }
 
-    /// Its turn: takes in what is there, and sends what there is, about `share` bytes of each. Says how many.
+    /// Has its turn: receives and sends about `share` bytes each. Returns how many.
     pub(crate) fn serve(
         &mut self,
         share: usize,
@@ -284,7 +291,7 @@ impl Conn {
         }
     }
 
-    /// Takes in what is there: about `budget` bytes. Says how many.
+    /// Receives about `budget` bytes. Returns how many.
     fn receive(&mut self, budget: usize, key: usize, scope: &mut Scope) -> Result<usize> {
         let mut moved = 0;
         loop {
@@ -295,15 +302,15 @@ impl Conn {
                 || self.input.stalled
                 || self.is_paused(scope.described)
             {
-                self.let_go_if_dry(scope.described);
+                self.release_idle_buffer(scope.described);
                 return Ok(moved);
             }
             moved += self.read(scope)?;
         }
     }
 
-    /// Nothing is read now: others may have the bounce buffer that waits for more.
-    fn let_go_if_dry(&mut self, described: usize) {
+    /// Releases the bounce buffer that waits for payload if nothing is read now.
+    fn release_idle_buffer(&mut self, described: usize) {
         let waits = matches!(self.input.state, ReadState::Data { .. }) && !self.input.stalled;
         if waits
             && (!self.readable || self.is_paused(described))
@@ -313,16 +320,16 @@ impl Conn {
         }
     }
 
-    /// A device has copied for one of its streams.
+    /// Continues a stream for which a device has copied.
     pub(crate) fn woken(&mut self, token: u64, now: Instant, scope: &mut Scope) {
         if let Some(lane) = self.role.up_mut() {
             lane.woken(token, &mut self.input, &mut self.output, scope);
         }
-        self.let_go_if_dry(scope.described);
+        self.release_idle_buffer(scope.described);
         self.look_if_stuck(now);
     }
 
-    /// A short read means that the socket is empty: the next bytes make an event.
+    /// Reads from the socket. A short read means that it is empty: the next bytes make an event.
     fn read(&mut self, scope: &mut Scope) -> Result<usize> {
         let (got, want) = self.input.read(&self.socket, self.small, &mut scope.pieces)?;
         if got.is_none_or(|got| got < want && !self.hung_up) {
@@ -331,7 +338,7 @@ impl Conn {
         Ok(got.unwrap_or(0))
     }
 
-    /// Works on all whole frames, and on payload as far as it has come.
+    /// Handles all whole frames, and the payload that has been received.
     fn parse(&mut self, key: usize, scope: &mut Scope) -> Result<()> {
         loop {
             scope.go_on()?;
@@ -376,7 +383,10 @@ impl Conn {
                     if input.chunk.left() == 0 {
                         input.chunk.clear();
                         let max = left.min(scope.piece);
-                        let Some(lane) = self.role.up_mut() else { return Ok(()) };
+                        let Some(lane) = self.role.up_mut() else {
+                            debug_assert!(false, "only a lane that is up receives payload");
+                            return Ok(());
+                        };
                         input.stalled = !lane.fill(&mut input.chunk, max, &mut self.output, scope);
                         if input.stalled {
                             return Ok(());
@@ -404,7 +414,7 @@ impl Conn {
         }
     }
 
-    /// Sends what there is: about `budget` bytes. Says how many.
+    /// Sends about `budget` bytes. Returns how many.
     fn send(&mut self, budget: usize, scope: &mut Scope) -> Result<usize> {
         let mut moved = 0;
         while self.writable && moved < budget {

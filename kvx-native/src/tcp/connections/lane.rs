@@ -14,11 +14,11 @@ use crate::tcp::memory::deferred::{AbandonedTurn, DeferredCompletions};
 use crate::tcp::seal::Seal;
 use crate::tcp::socket::chunk::{Bin, Chunk, MAX_PIECES};
 
-/// What the connections of a machine share, each in its turn.
+/// State that all connections of a machine share, each in its turn.
 pub(crate) struct Scope {
     pub(crate) context: Arc<AgentContext>,
-    /// Whether others went on without the turn that has this.
-    pub(crate) left_behind: Arc<AbandonedTurn>,
+    /// The state of the turn that has this.
+    pub(crate) turn: Arc<AbandonedTurn>,
     pub(crate) bin: Bin,
     /// Scratch for one system call.
     pub(crate) pieces: Vec<libc::iovec>,
@@ -38,7 +38,7 @@ impl Scope {
     pub(crate) fn new(context: Arc<AgentContext>, bin: Bin) -> Self {
         Scope {
             context,
-            left_behind: Arc::default(),
+            turn: Arc::default(),
             bin,
             pieces: Vec::with_capacity(MAX_PIECES + 2),
             effects: Vec::new(),
@@ -48,34 +48,35 @@ impl Scope {
         }
     }
 
-    /// Errors: the turn is one that others went on without.
+    /// Returns an error if the turn was abandoned.
     pub(crate) fn go_on(&self) -> Result<()> {
-        if self.left_behind.is_so() { Err(error::closed("the connection")) } else { Ok(()) }
+        if self.turn.is_abandoned() { Err(error::closed("the connection")) } else { Ok(()) }
     }
 }
 
-/// What a connection tells the machine.
+/// A report of a connection to the machine.
 #[derive(Debug)]
 pub(crate) enum Effect {
     /// A lane is up.
     Welcome { link: LinkId, lane: u8, seal: Seal },
     /// Another incarnation answered.
     Restarted { link: LinkId },
-    /// A request has ended: one of a transfer's, or one that was given up. There is room for another.
+    /// A request has ended: one of a transfer's, or one that was given up. Another may follow.
     Ended { link: LinkId, transfer: Option<TransferId>, result: Result<()> },
     /// A transfer's local memory cannot be read or written.
     Failed { link: LinkId, transfer: TransferId, why: Error },
     /// A notification has arrived.
     Acked { link: LinkId, id: u64 },
-    /// A peer got in.
+    /// A peer was admitted.
     Entered { key: usize },
-    /// A peer takes back a request of another of its lanes.
+    /// A peer cancels a request of another of its lanes.
     Cancelled { link: [u8; 16], lane: u8, id: u64 },
 }
 
-/// One end of a lane whose handshake is done: an initiator's requests, or the owner that serves them.
+/// One end of a lane whose handshake is done: an initiator's requests, or the owner that serves
+/// them.
 pub(crate) trait LaneEnd {
-    /// A frame that is no payload. Errors end the connection.
+    /// Handles a frame that is no payload. Errors end the connection.
     fn frame(
         &mut self,
         header: Header,
@@ -84,10 +85,10 @@ pub(crate) trait LaneEnd {
         scope: &mut Scope,
     ) -> Result<()>;
 
-    /// Payload begins. Errors end the connection.
+    /// Begins payload. Errors end the connection.
     fn data(&mut self, header: Header) -> Result<()>;
 
-    /// Where the next of it goes. False: there is no place now.
+    /// Adds the places of the next payload to `chunk`. Returns false if there is none now.
     fn fill(
         &mut self,
         chunk: &mut Chunk,
@@ -96,34 +97,34 @@ pub(crate) trait LaneEnd {
         scope: &mut Scope,
     ) -> bool;
 
-    /// So many bytes went where `fill` said.
+    /// Notes that so many bytes were received where `fill` said.
     fn took(&mut self, count: usize);
 
-    /// Nothing comes now. Says whether what `fill` said holds no longer.
+    /// Notes that no payload is received now. Returns whether the places of `fill` hold no longer.
     fn pause(&mut self) -> bool;
 
-    /// Payload has ended.
+    /// Ends payload.
     fn data_end(&mut self, output: &mut Output, scope: &mut Scope);
 
     /// Puts the next frame with payload into the output, if there is one.
     fn next_frame(&mut self, output: &mut Output, scope: &mut Scope);
 
-    /// Whether there is one.
+    /// Returns true if there is one.
     fn has_frames(&self) -> bool;
 
-    /// Whether it has blocks of a device to send.
+    /// Returns true if it has blocks of a device to send.
     fn has_streams(&self) -> bool;
 
-    /// Its peer does not read: nobody waits for what it keeps.
+    /// Frees what others wait for, as its peer does not read.
     fn make_way(&mut self, output: &mut Output);
 
-    /// A device has copied for one of its streams.
+    /// Continues a stream for which a device has copied.
     fn woken(&mut self, token: u64, input: &mut Input, output: &mut Output, scope: &mut Scope);
 
-    /// Nothing comes and goes any more: lets go of all memory.
+    /// Releases all memory: nothing is received or sent any more.
     fn release(&mut self, deferred: &DeferredCompletions);
 
-    /// Whether nothing more is read before some of what waits has gone out.
+    /// Returns true if nothing is read until some of what waits is sent.
     fn is_paused(&self, _output: &Output, _described_in_all: usize) -> bool {
         false
     }

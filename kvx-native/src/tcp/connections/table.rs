@@ -1,51 +1,66 @@
-//! The connections of a machine, one of which may be away for its turn.
+//! The connections of a machine, one of which may be out for its turn.
 
 use std::ops::{Index, IndexMut};
+use std::sync::Arc;
 
+use kvx_core::backend::fork::Private;
 use slab::Slab;
 
 use crate::tcp::connections::connection::Conn;
 
-/// See the module. Who looks at all of them does not see the one that is away.
+/// All connections by key. Iterators skip the one that has its turn.
 #[derive(Default)]
-pub(crate) struct Conns(Slab<Option<Box<Conn>>>);
+pub(crate) struct Conns(Slab<Place>);
+
+struct Place {
+    /// Shared with the connection, so that its descriptor names no other file while that has its
+    /// turn.
+    socket: Arc<Private>,
+    /// `None` while it has its turn.
+    conn: Option<Box<Conn>>,
+}
 
 impl Conns {
     pub(crate) fn insert(&mut self, conn: Conn) -> usize {
-        self.0.insert(Some(Box::new(conn)))
+        self.0.insert(Place { socket: Arc::clone(conn.socket()), conn: Some(Box::new(conn)) })
     }
 
     pub(crate) fn get(&self, key: usize) -> Option<&Conn> {
-        self.0.get(key)?.as_deref()
+        self.0.get(key)?.conn.as_deref()
     }
 
     pub(crate) fn get_mut(&mut self, key: usize) -> Option<&mut Conn> {
-        self.0.get_mut(key)?.as_deref_mut()
+        self.0.get_mut(key)?.conn.as_deref_mut()
     }
 
-    /// Takes one out for good, also one that is away: that does not come back to its place.
+    /// Takes one out for good.
     pub(crate) fn remove(&mut self, key: usize) -> Option<Box<Conn>> {
-        self.0.try_remove(key)?
+        self.0.try_remove(key)?.conn
     }
 
     /// Takes one out for its turn.
-    pub(crate) fn send_away(&mut self, key: usize) -> Option<Box<Conn>> {
-        self.0.get_mut(key)?.take()
+    pub(crate) fn take(&mut self, key: usize) -> Option<Box<Conn>> {
+        self.0.get_mut(key)?.conn.take()
     }
 
-    /// It is back.
+    /// Puts one back after its turn.
     pub(crate) fn put_back(&mut self, key: usize, conn: Box<Conn>) {
         if let Some(place) = self.0.get_mut(key) {
-            *place = Some(conn);
+            place.conn = Some(conn);
         }
     }
 
+    /// Gives up the place of one that does not come back from its turn. Returns its socket.
+    pub(crate) fn abandon(&mut self, key: usize) -> Option<Arc<Private>> {
+        self.0.try_remove(key).map(|place| place.socket)
+    }
+
     pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, &Conn)> {
-        self.0.iter().filter_map(|(key, conn)| Some((key, conn.as_deref()?)))
+        self.0.iter().filter_map(|(key, place)| Some((key, place.conn.as_deref()?)))
     }
 
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (usize, &mut Conn)> {
-        self.0.iter_mut().filter_map(|(key, conn)| Some((key, conn.as_deref_mut()?)))
+        self.0.iter_mut().filter_map(|(key, place)| Some((key, place.conn.as_deref_mut()?)))
     }
 }
 

@@ -1,12 +1,13 @@
 //! The handshake of a lane: who may come, who comes, and what is sealed. Pure: bytes in, bytes out.
 //!
-//! It is Noise (kvx-noise says which) by a key of 256 bits that both ends make of the owner's invitation and of the
-//! secret, if there is one. The initiator's first message proves that its sender had the key; before that an owner
-//! computes no Diffie-Hellman, and tells one answer that is always the same, or which versions it speaks. The owner's
-//! message proves the same, and that it is not a recorded one; then the initiator's, by fresh keys, tells who it is. An
-//! initiator with a secret says hello a second time in its first message, by the secret alone: an owner that finds only
-//! this one right is not whom the metadata invited to, proves that it has the secret all the same, and the initiator
-//! knows that it has restarted.
+//! It is Noise (kvx-noise says which) by a key of 256 bits that both ends make of the owner's
+//! invitation and of the secret, if there is one. The initiator's first message proves that its
+//! sender had the key; before that an owner computes no Diffie-Hellman, and tells one answer that
+//! is always the same, or which versions it speaks. The owner's message proves the same, and that
+//! it is not a recorded one; then the initiator's, by fresh keys, tells who it is. An initiator
+//! with a secret says hello a second time in its first message, by the secret alone: an owner that
+//! finds only this one right is not whom the metadata invited to, proves that it has the secret all
+//! the same, and the initiator knows that it has restarted.
 
 use kvx_backend::control::Refusal;
 use kvx_backend::control::proof::{Keys, secret_mismatch, unauthenticated};
@@ -27,7 +28,7 @@ const COME_IN: u8 = 0;
 const NO_ROOM: u8 = 1;
 
 /// What is agreed and by what it is sealed, when a handshake is done.
-pub(crate) type Agreed = (Seal, Box<Seals>);
+pub(crate) type Agreement = (Seal, Box<Seals>);
 
 fn unexpected(header: Header) -> Error {
     Error::new(ErrorKind::Malformed, format!("malformed handshake: {:?} out of turn", header.frame))
@@ -73,7 +74,7 @@ fn before_mistaken(head: &[u8], invited: &[u8]) -> Vec<u8> {
 
 /// What the initiator learns at the end.
 pub(crate) enum InitiatorVerdict {
-    Welcome(Agreed),
+    Welcome(Agreement),
     /// Whoever answers is not whom the metadata invited to.
     Restarted,
 }
@@ -83,7 +84,7 @@ enum Asked {
     /// It has said hello, by the secret alone too if it has one.
     ToEnter { invited: Box<NoiseHandshake>, mistaken: Option<Box<NoiseHandshake>> },
     /// It has said who it is.
-    Confirmed(Option<Agreed>),
+    Confirmed(Option<Agreement>),
 }
 
 /// The initiator's side of a handshake.
@@ -157,7 +158,8 @@ impl InitiatorHandshake {
     }
 }
 
-/// A refusal proves nothing. It says whether the owner has a secret; with one, only who has it is told of a restart.
+/// A refusal proves nothing. It says whether the owner has a secret; with one, only who has it is
+/// told of a restart.
 fn refused(body: &[u8], have_secret: bool) -> Result<InitiatorVerdict> {
     let error = read_refuse(body);
     match (error.kind(), have_secret) {
@@ -193,7 +195,7 @@ pub(crate) enum Step {
     /// It goes on.
     More,
     /// The initiator is who it says, and this is the `lane`-th lane of its `link`.
-    Entered { who: Identity, link: [u8; 16], lane: u8, seals: Agreed },
+    Entered { who: Identity, link: [u8; 16], lane: u8, seals: Agreement },
     /// Answered that it wants somebody else: close when that is sent.
     Mistaken,
 }
@@ -204,7 +206,7 @@ pub(crate) struct OwnerHandshake {
     /// What it wants sealed at least.
     wish: Seal,
     /// It has welcomed an initiator that has the key.
-    welcomed: Option<Agreed>,
+    welcomed: Option<Agreement>,
     /// Why nobody may come in, if that is so: told to who may.
     full: Option<Error>,
 }
@@ -214,7 +216,7 @@ impl OwnerHandshake {
         OwnerHandshake { keys, wish, welcomed: None, full }
     }
 
-    /// Whether the initiator has said hello, by the key.
+    /// Returns true if the initiator has said hello, by the key.
     pub(crate) fn has_said_hello(&self) -> bool {
         self.welcomed.is_some()
     }
@@ -304,7 +306,7 @@ impl OwnerHandshake {
 }
 
 /// The initiator's last word: no recorded one can say it.
-fn confirm(body: &[u8], (seal, mut seals): Agreed, out: &mut Vec<u8>) -> Result<Step> {
+fn confirm(body: &[u8], (seal, mut seals): Agreement, out: &mut Vec<u8>) -> Result<Step> {
     let mut said = body.to_vec();
     seals.opener.open(&mut said).map_err(|_| unauthenticated())?;
     said.truncate(body.len() - TAG);

@@ -1,5 +1,5 @@
-//! What comes in on a connection: headers and small frames by way of a buffer, payload straight from the socket to
-//! where it belongs, unless it is sealed.
+//! What comes in on a connection: headers and small frames by way of a buffer, payload straight
+//! from the socket to where it belongs, unless it is sealed.
 
 use kvx_core::Result;
 use kvx_core::backend::fork::Private;
@@ -14,7 +14,8 @@ use crate::tcp::socket::chunk::{Bin, Chunk};
 const BUFFER: usize = RECORD + TAG;
 /// The same while sealed payload comes.
 const BUFFER_OF_RECORDS: usize = 4 * BUFFER;
-/// Bytes read behind a bulk payload: an END and the next header, sealed, and no more, because they are copied.
+/// Bytes read behind a bulk payload: an END and the next header, sealed, and no more, because they
+/// are copied.
 const BEHIND_BULK: usize = 2 * (HEADER + TAG);
 /// The most that grows at a time while the body of a frame comes in.
 const GROWTH: usize = 64 << 10;
@@ -67,7 +68,8 @@ impl Input {
         self.opens_payload = seal == Seal::All;
     }
 
-    /// Reads what is there, as far as there is a place for it. Says how many bytes came, and how many were wanted.
+    /// Reads what is there, as far as there is a place for it. Returns how many bytes came, and how
+    /// many were wanted.
     pub(crate) fn read(
         &mut self,
         socket: &Private,
@@ -109,8 +111,8 @@ impl Input {
         if behind > 0 {
             pieces.push(libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: behind });
         }
-        // SAFETY: the first pieces are the chunk's, whose owner keeps their memory and lets it be written; the last is
-        // the free part of the buffer.
+        // SAFETY: the first pieces are the chunk's, whose owner keeps their memory and lets it be
+        // written; the last is the free part of the buffer.
         let got = unsafe { socket::receive(socket, pieces) }?;
         let count = got.unwrap_or(0);
         let payload = count.min(want);
@@ -122,7 +124,8 @@ impl Input {
         Ok((got, want + behind))
     }
 
-    /// How much is read at a time on a lane whose payload is sealed. The buffer grows when much payload comes.
+    /// How much is read at a time on a lane whose payload is sealed. The buffer grows when much
+    /// payload comes.
     fn room_for_records(&mut self) -> usize {
         let much = matches!(self.state, ReadState::Data { left } if left > BUFFER);
         if much && self.buffer.len() < BUFFER_OF_RECORDS {
@@ -133,8 +136,8 @@ impl Input {
         self.buffer.len()
     }
 
-    /// Puts buffered bytes into the chunk, as many as fit. Says whether there were any. Errors: a record that is not
-    /// what was sealed.
+    /// Puts buffered bytes into the chunk, as many as fit. Returns whether there were any. Errors:
+    /// a record that is not what was sealed.
     pub(crate) fn drain_into_chunk(&mut self, left: usize) -> Result<bool> {
         if self.opens_payload && self.opened == 0 && !self.open_record(left)? {
             return Ok(false);
@@ -153,7 +156,8 @@ impl Input {
         Ok(true)
     }
 
-    /// Opens the next record of the payload, of which `left` bytes are in no record that was opened, if it is there.
+    /// Opens the next record of the payload, of which `left` bytes are in no record that was
+    /// opened, if it is there.
     fn open_record(&mut self, left: usize) -> Result<bool> {
         let len = left.min(RECORD);
         let is_there = self.buffered() >= len + TAG;
@@ -184,7 +188,7 @@ impl Input {
         HEADER + if self.opener.is_some() { TAG } else { 0 }
     }
 
-    /// Whether payload is coming in.
+    /// Returns true if payload is coming in.
     pub(crate) fn in_payload(&self) -> bool {
         matches!(self.state, ReadState::Data { .. })
     }
@@ -211,8 +215,8 @@ impl Input {
         Ok(Some(header))
     }
 
-    /// The body of a frame, when it is there as a whole: in the buffer if it fits in there, else gathered. Errors: one
-    /// that is not what was sealed.
+    /// The body of a frame, when it is there as a whole: in the buffer if it fits in there, else
+    /// gathered. Errors: one that is not what was sealed.
     pub(crate) fn body(&mut self, len: usize) -> Result<Option<&[u8]>> {
         let Some(opener) = &mut self.opener else { return Ok(self.bare_body(len)) };
         if len == 0 {

@@ -1,7 +1,8 @@
 //! The wire format.
 //!
-//! A link is one small lane and some bulk lanes: TCP connections that the initiator opens. A lane carries frames in
-//! both directions, each a header of 16 bytes and `len` bytes after it, all numbers little-endian:
+//! A link is one small lane and some bulk lanes: TCP connections that the initiator opens. A lane
+//! carries frames in both directions, each a header of 16 bytes and `len` bytes after it, all
+//! numbers little-endian:
 //!
 //! ```text
 //! kind: u8 | zero: u8 | zero: u16 | len: u32 | id: u64
@@ -26,18 +27,20 @@
 //!                                        <-   ALIVE
 //! ```
 //!
-//! HELLO, WELCOME and MISTAKEN carry messages of Noise (`auth`), CONFIRM and ENTERED the first that are sealed by its
-//! keys. What follows may be sealed, too, and is longer then (`seal`). REFUSE proves nothing.
+//! HELLO, WELCOME and MISTAKEN carry messages of Noise (`auth`), CONFIRM and ENTERED the first that
+//! are sealed by its keys. What follows may be sealed, too, and is longer then (`seal`). REFUSE
+//! proves nothing.
 //!
-//! `described blocks` is [`Described`](crate::described::Described): regions with keys, grids, an index list. The
-//! payload of a DATA frame is bytes of those blocks and nothing else; each end knows from the description where they
-//! come from or go to. The ids of a lane's requests increase, and each request is answered by one END. A sender that
-//! must stop in the middle of a DATA frame fills it with zeros, or, if payload is sealed, with what it had sealed
-//! before: what follows (STOP or END) says that it does not count.
+//! `described blocks` is [`Described`](crate::described::Described): regions with keys, grids, an
+//! index list. The payload of a DATA frame is bytes of those blocks and nothing else; each end
+//! knows from the description where they come from or go to. The ids of a lane's requests increase,
+//! and each request is answered by one END. A sender that must stop in the middle of a DATA frame
+//! fills it with zeros, or, if payload is sealed, with what it had sealed before: what follows
+//! (STOP or END) says that it does not count.
 //!
-//! CANCEL overtakes the DATA of its write, and may overtake the request: what the owner has not done by then, it does
-//! not do any more. An initiator that has cancelled a write begins nothing else on the link before its END, so that a
-//! late piece of it never lands on a later write.
+//! CANCEL overtakes the DATA of its write, and may overtake the request: what the owner has not
+//! done by then, it does not do any more. An initiator that has cancelled a write begins nothing
+//! else on the link before its END, so that a late piece of it never lands on a later write.
 
 pub(crate) mod auth;
 pub(crate) mod input;
@@ -99,7 +102,7 @@ impl Frame {
         Frame::Stop,
     ];
 
-    /// Whether it belongs to the handshake.
+    /// Returns true if it belongs to the handshake.
     pub(crate) fn is_greeting(self) -> bool {
         (self as u8) < Frame::Read as u8
     }

@@ -1,5 +1,5 @@
-//! What goes out on a connection: a frame's first bytes and its payload, straight from where it lies unless it is
-//! sealed, and what has come up meanwhile.
+//! What goes out on a connection: a frame's first bytes and its payload, straight from where it
+//! lies unless it is sealed, and what has come up meanwhile.
 
 use kvx_core::Result;
 use kvx_core::backend::fork::Private;
@@ -13,7 +13,8 @@ use crate::tcp::socket::chunk::Chunk;
 /// A buffer that has grown beyond this is not kept.
 const KEPT: usize = 64 << 10;
 
-/// What goes out: a frame's first bytes, its payload, and what follows it; then what has come up meanwhile.
+/// What goes out: a frame's first bytes, its payload, and what follows it; then what has come up
+/// meanwhile.
 #[derive(Default)]
 pub(crate) struct Output {
     head: Vec<u8>,
@@ -26,14 +27,16 @@ pub(crate) struct Output {
     tail_at: usize,
     /// Whole frames without payload; they go before the next payload.
     pub(crate) control: Vec<u8>,
-    /// Seals all of it, and whether that is payload, too. Then `chunk` is sealed payload in `spilled`.
+    /// Seals all of it, and whether that is payload, too. Then `chunk` is sealed payload in
+    /// `spilled`.
     sealer: Option<Sealer>,
     seals_payload: bool,
     /// Frames that are about to be sealed.
     bare: Vec<u8>,
 }
 
-/// The most payload of a frame that is sealed with it: it is copied, and stays in the cache until it is sent.
+/// The most payload of a frame that is sealed with it: it is copied, and stays in the cache until
+/// it is sent.
 const MAX_SEALED: usize = 16 * RECORD;
 
 impl Output {
@@ -73,13 +76,13 @@ impl Output {
         &mut self.tail
     }
 
-    /// Whether the payload that is going out has not gone out as a whole.
+    /// Returns true if the payload that is going out has not gone out as a whole.
     pub(crate) fn in_payload(&self) -> bool {
         self.chunk.left() > 0
     }
 
-    /// Zeros in place of the rest of the payload (as it was sealed, if it was: that is a copy), and nothing behind it:
-    /// another frame says why.
+    /// Zeros in place of the rest of the payload (as it was sealed, if it was: that is a copy), and
+    /// nothing behind it: another frame says why.
     pub(crate) fn abort(&mut self) {
         if !self.in_payload() {
             return; // a tail that may have left stays: its number is used
@@ -90,7 +93,8 @@ impl Output {
         if !self.tail.is_empty()
             && let Some(sealer) = &mut self.sealer
         {
-            // It goes behind the payload, of which some is left; and an END without a body is one message.
+            // It goes behind the payload, of which some is left; and an END without a body is one
+            // message.
             debug_assert_eq!(self.tail.len(), HEADER + TAG);
             sealer.take_back();
         }
@@ -148,7 +152,8 @@ impl Output {
         pieces: &mut Vec<libc::iovec>,
     ) -> Result<usize> {
         self.pieces(pieces);
-        // SAFETY: the pieces are buffers of this output, and the chunk's, whose owner keeps their memory.
+        // SAFETY: the pieces are buffers of this output, and the chunk's, whose owner keeps their
+        // memory.
         let sent = unsafe { socket::send(socket, pieces) }?.unwrap_or(0);
         self.advance(sent);
         Ok(sent)

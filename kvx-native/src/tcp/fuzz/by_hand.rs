@@ -1,11 +1,12 @@
-//! The two ends of a handshake in the hands of a test, which then says frames as they are: nothing is sealed.
+//! The two ends of a handshake in the hands of a test, which then says frames as they are: nothing
+//! is sealed.
 
 use kvx_backend::control::proof::Keys;
 use kvx_core::backend::Invitation;
 use kvx_core::{Identity, Result, Secret};
 
 use crate::tcp::frames::auth::{
-    Agreed, InitiatorHandshake, InitiatorVerdict, OwnerHandshake, Step,
+    Agreement, InitiatorHandshake, InitiatorVerdict, OwnerHandshake, Step,
 };
 use crate::tcp::frames::{HEADER, Header};
 use crate::tcp::seal::Seal;
@@ -77,6 +78,6 @@ fn parts(frame: &[u8]) -> Result<(Header, &[u8])> {
     Ok((Header::decode(head)?, body))
 }
 
-fn check((seal, _): &Agreed) {
+fn check((seal, _): &Agreement) {
     assert_eq!(*seal, Seal::None, "set \"tcp.seal\" to \"none\" at the agent");
 }

@@ -1,4 +1,5 @@
-//! The handshake of a lane, and the first words after it, between whose ends somebody alters what is said.
+//! The handshake of a lane, and the first words after it, between whose ends somebody alters what
+//! is said.
 
 use kvx_backend::control::proof::Keys;
 use kvx_core::backend::Invitation;

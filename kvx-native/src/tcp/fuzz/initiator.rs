@@ -23,7 +23,8 @@ use crate::tcp::memory::regions::TcpRemote;
 use crate::tcp::seal::Seal;
 
 pub(super) const LINK: LinkId = LinkId(1);
-/// Transfers at a time, each with memory of its own: three of the small lane, and one that is more than it takes.
+/// Transfers at a time, each with memory of its own: three of the small lane, and one that is more
+/// than it takes.
 pub(super) const SLOTS: [u64; 4] = [64, 64, 128, 2100];
 /// Blocks of each, of which some are moved.
 pub(super) const BLOCKS: u32 = 32;
@@ -198,7 +199,7 @@ fn go_on(lanes: &mut Lanes, peer: &mut OpenedLink, slots: &mut [Slot; 4]) -> Res
             moves |= lanes.turn(key, |header| says(header.frame)).map_err(drop)?;
             let mut out = Outbox::default();
             for effect in std::mem::take(&mut lanes.scope.effects) {
-                take_effect(effect, lanes, peer, &mut out)?;
+                apply_effects(effect, lanes, peer, &mut out)?;
             }
             settle(slots, out);
         }
@@ -207,7 +208,7 @@ fn go_on(lanes: &mut Lanes, peer: &mut OpenedLink, slots: &mut [Slot; 4]) -> Res
 }
 
 /// What the machine makes of it.
-pub(super) fn take_effect(
+pub(super) fn apply_effects(
     effect: Effect,
     lanes: &mut Lanes,
     peer: &mut OpenedLink,

@@ -1,7 +1,8 @@
 //! What the fuzz targets of TCP call.
 //!
-//! The two ends of a lane are tried as the machine drives them, over socket pairs: a script says what the peer sends,
-//! in how large pieces, and what else happens meanwhile. Each script is run for each way to seal.
+//! The two ends of a lane are tried as the machine drives them, over socket pairs: a script says
+//! what the peer sends, in how large pieces, and what else happens meanwhile. Each script is run
+//! for each way to seal.
 
 pub mod by_hand;
 pub(crate) mod frames;
@@ -73,8 +74,8 @@ struct Lanes {
 struct Far {
     socket: UnixStream,
     unsent: Vec<u8>,
-    /// What has come from the lane and makes no whole header or record yet, the bytes that are left of its frame, and
-    /// whether they are sealed.
+    /// What has come from the lane and makes no whole header or record yet, the bytes that are left
+    /// of its frame, and whether they are sealed.
     begun: Vec<u8>,
     left: usize,
     is_sealed: bool,
@@ -124,7 +125,6 @@ impl Lanes {
             regions: Regions::default(),
             stages: DeviceStages::default(),
             deferred: Arc::new(DeferredCompletions::default()),
-            turns: Default::default(),
             process: std::process::id(),
         };
         let scope = Scope::new(Arc::new(context), Bin::new());
@@ -153,8 +153,8 @@ impl Lanes {
         }
     }
 
-    /// A turn of one lane. Says whether anything moved; calls `heard` with each header that its peer gets. Errors end
-    /// the link.
+    /// A turn of one lane. Returns whether anything moved; calls `heard` with each header that its
+    /// peer gets. Errors end the link.
     fn turn(&mut self, key: usize, mut heard: impl FnMut(Header)) -> Result<bool> {
         let wrote = self.fars[key].write(self.piece);
         let moved = self.turn_here(key)?;
@@ -178,7 +178,7 @@ impl Lanes {
             if let Role::Served(lane) = &conn.role {
                 self.scope.described -= lane.described();
             }
-            conn.let_go_of_held(&mut self.held);
+            conn.release_held(&mut self.held);
             if let Some(lane) = conn.role.up_mut() {
                 lane.release(&self.scope.context.deferred);
             }
@@ -277,7 +277,7 @@ impl Far {
     }
 }
 
-/// Whether what follows a header is sealed.
+/// Returns true if what follows a header is sealed.
 fn seals_body(seal: Seal, kind: u8) -> bool {
     seal == Seal::All || kind != Frame::Data as u8
 }

@@ -13,7 +13,7 @@ use crate::tcp::connections::connection::{Conn, Role};
 use crate::tcp::connections::lane::Effect;
 use crate::tcp::connections::serve::ServedLane;
 use crate::tcp::frames::{Frame, Header};
-use crate::tcp::memory::regions::Served;
+use crate::tcp::memory::regions::ServedRegion;
 use crate::tcp::seal::Seal;
 
 /// Of the link whose lanes they are.
@@ -31,7 +31,7 @@ fn run(bytes: &[u8], seal: Seal) {
     let mut lanes = Lanes::new(seal, |key, lane| {
         Role::Served(Box::new(ServedLane::new(key, who(3), LINK, lane)))
     });
-    let mut regions: Vec<(Arc<Served>, WatchedMemory)> = (1..=REGIONS)
+    let mut regions: Vec<(Arc<ServedRegion>, WatchedMemory)> = (1..=REGIONS)
         .map(|number| {
             let watched = WatchedMemory::new(number as usize * LEN);
             let (id, key) = (RegionId(number), RegionKey([number as u8; 16]));
@@ -93,7 +93,7 @@ pub(super) fn take_effects(lanes: &mut Lanes) -> Result<(), ()> {
 }
 
 /// Takes a region back, and asks its lanes to let go of it.
-pub(super) fn revoke(lanes: &mut Lanes, served: &Served) {
+pub(super) fn revoke(lanes: &mut Lanes, served: &ServedRegion) {
     lanes.scope.context.regions.remove(served);
     for (_, conn) in lanes.conns.iter_mut() {
         let Conn { role: Role::Served(lane), input, output, .. } = conn else { continue };

@@ -1,5 +1,6 @@
-//! Both ends of a link over socket pairs with little room: calls move less than there is or nothing at all, transfers
-//! are cancelled and regions taken back, and one end may be killed at any time. Every choice comes from a seed.
+//! Both ends of a link over socket pairs with little room: calls move less than there is or nothing
+//! at all, transfers are cancelled and regions taken back, and one end may be killed at any time.
+//! Every choice comes from a seed.
 
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
@@ -17,7 +18,7 @@ use crate::tcp::connections::connection::Role;
 use crate::tcp::connections::requests::RequestLane;
 use crate::tcp::connections::serve::ServedLane;
 use crate::tcp::links::OpenedLink;
-use crate::tcp::memory::regions::Served;
+use crate::tcp::memory::regions::ServedRegion;
 use crate::tcp::seal::Seal;
 use crate::tcp::socket::cut;
 
@@ -48,10 +49,11 @@ struct Pair {
     peer: Option<OpenedLink>,
     slots: [Slot; 4],
     wanted: [Option<Wanted>; 4],
-    /// Slots one of whose writes was given up: what it has sent may still arrive, later than the next one's.
+    /// Slots one of whose writes was given up: what it has sent may still arrive, later than the
+    /// next one's.
     unsure: [bool; 4],
     owner: Lanes,
-    regions: Vec<(Arc<Served>, WatchedMemory)>,
+    regions: Vec<(Arc<ServedRegion>, WatchedMemory)>,
     /// Notifications that were sent, and those that were acknowledged.
     told: usize,
     acknowledged: Arc<std::sync::atomic::AtomicUsize>,
@@ -182,7 +184,7 @@ impl Pair {
             peer.issue(&mut initiator.conns, &mut initiator.scope, |_| {});
             turned = turned.and_then(|()| initiator.turn_here(key).map(drop).map_err(drop));
             for effect in std::mem::take(&mut initiator.scope.effects) {
-                turned = turned.and(initiator::take_effect(effect, initiator, peer, &mut out));
+                turned = turned.and(initiator::apply_effects(effect, initiator, peer, &mut out));
             }
         }
         self.settle(out);

@@ -1,22 +1,65 @@
-//! Connections that are of no use any more, and how the machine finds those that time or greed makes so.
+//! Connections that fail: by errors, deadlines and silence, by holding too much, and by turns that
+//! hang.
 
 use std::net::SocketAddr;
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Instant;
 
 use kvx_backend::control::SilenceStatus;
 use kvx_backend::control::errors::peer_silent;
 use kvx_backend::reactor::Outbox;
+use kvx_core::backend::LinkId;
 use kvx_core::{Error, ErrorKind, Identity};
 
 use crate::tcp::connections::connection::{Conn, Role};
+use crate::tcp::connections::lane::Scope;
 use crate::tcp::error;
 use crate::tcp::machine::Machine;
+use crate::tcp::memory::deferred::{AbandonedTurn, ActiveRegions, Concern};
 
-/// How long no further closed connection makes a warning of its own.
-const WARNING_PAUSE: Duration = Duration::from_secs(1);
+/// What the machine knows of a connection that has its turn.
+pub(crate) struct TurnRecord {
+    key: usize,
+    role: TurnRole,
+    peer: SocketAddr,
+    turn: Arc<AbandonedTurn>,
+}
+
+/// The role of a connection as its turn begins.
+enum TurnRole {
+    /// A lane that this end opened.
+    Ours(LinkId),
+    /// A peer's, in the handshake.
+    Greeted,
+    /// A peer's.
+    Served { who: Identity, link: [u8; 16], lane: u8, touched: Arc<ActiveRegions> },
+}
+
+impl TurnRecord {
+    pub(crate) fn new(key: usize, conn: &Conn, scope: &Scope) -> Self {
+        let (role, turn) = (TurnRole::of(&conn.role), Arc::clone(&scope.turn));
+        TurnRecord { key, role, peer: conn.peer, turn }
+    }
+}
+
+impl TurnRole {
+    fn of(role: &Role) -> Self {
+        match role {
+            Role::Greeted(_) => TurnRole::Greeted,
+            Role::Served(lane) => TurnRole::Served {
+                who: lane.who.clone(),
+                link: lane.link,
+                lane: lane.lane,
+                touched: Arc::clone(&lane.touched),
+            },
+            Role::Connecting { link, .. } | Role::Greeting { link, .. } => TurnRole::Ours(*link),
+            Role::Requests(lane) => TurnRole::Ours(lane.link),
+        }
+    }
+}
 
 impl Machine {
-    /// All peers together hold too much: the one that holds most loses its connections.
+    /// Closes the connections of the peer that holds most, if all peers together hold too much.
     pub(crate) fn drop_greediest(&mut self, now: Instant, out: &mut Outbox) {
         let is_here = |who: &Identity| {
             self.conns
@@ -33,9 +76,9 @@ impl Machine {
         }
     }
 
-    /// A connection is of no use any more.
+    /// Closes a connection that has failed, and loses its link or tries again.
     pub(crate) fn failed(&mut self, key: usize, error: Error, now: Instant, out: &mut Outbox) {
-        let Some(conn) = self.remove(key) else { return };
+        let Some(conn) = self.remove(key) else { return }; // closed with the rest of its link
         let from = conn.peer;
         match conn.role.lane() {
             None if matches!(
@@ -46,12 +89,12 @@ impl Machine {
                     | ErrorKind::Exhausted
             ) =>
             {
-                self.warn(from, &error, now);
+                self.warn(from, &error);
             }
             None => tracing::debug!(%from, %error, "a TCP connection ended"),
             Some((link, lane)) => {
                 if error.kind() == ErrorKind::Malformed {
-                    self.warn(from, &error, now);
+                    self.warn(from, &error);
                 }
                 let in_greeting = matches!(conn.role, Role::Greeting { .. });
                 if in_greeting
@@ -73,19 +116,13 @@ impl Machine {
         }
     }
 
-    /// Says why a connection was closed, but not a thousand times a second.
-    fn warn(&mut self, from: SocketAddr, error: &Error, now: Instant) {
-        if self.warned.is_some_and(|at| now.saturating_duration_since(at) < WARNING_PAUSE) {
-            self.unsaid += 1;
-            tracing::debug!(%from, %error, "closed a TCP connection");
-            return;
-        }
-        let unsaid = std::mem::take(&mut self.unsaid);
-        self.warned = Some(now);
-        tracing::warn!(%from, %error, unsaid, "closed a TCP connection");
+    /// Logs why a connection was closed, as a warning now and then.
+    fn warn(&mut self, from: SocketAddr, error: &Error) {
+        tracing::debug!(%from, %error, "closed a TCP connection");
+        self.closed.log(|| tracing::warn!(%from, %error, "closed a TCP connection"));
     }
 
-    /// Looks at everything that has a time.
+    /// Checks all deadlines.
     pub(crate) fn tick(&mut self, now: Instant, out: &mut Outbox) {
         self.ticked = false;
         let mut next: Option<Instant> = None;
@@ -123,9 +160,68 @@ impl Machine {
         for link in lost {
             self.lose(link, peer_silent(self.scope.context.peer_timeout), out);
         }
-        touched.into_iter().for_each(|key| self.touch(key));
+        touched.into_iter().for_each(|key| self.queue_if_ready(key));
         if let Some(next) = next {
             self.by(next, now);
         }
     }
+
+    /// Loses the connection whose turn hangs, with its link, before any other turn: much still
+    /// refers to it. What waits for its memory waits for its thread.
+    pub(crate) fn abandon_turn(&mut self, out: &mut Outbox) {
+        let Some(TurnRecord { key, role, peer: from, turn }) = self.away.take() else {
+            return debug_assert!(false, "a connection is away when its turn hangs");
+        };
+        let context = Arc::clone(&self.scope.context);
+        let token = context.deferred.token(key);
+        turn.abandon(token); // first: then it touches nothing that is not known of
+        let has_stages = context.stages.do_without_some();
+        let (touches, receives) = match &role {
+            TurnRole::Ours(link) => (Concern::Link(*link), Concern::Regions(Vec::new())),
+            TurnRole::Served { touched, .. } => match touched.concerns() {
+                // a device may be at some as well
+                (_, receives) if has_stages => (Concern::AllRegions, receives),
+                concerns => concerns,
+            },
+            TurnRole::Greeted => (Concern::AllRegions, Concern::AllRegions),
+        };
+        context.deferred.add_turn(token, turn, touches, receives);
+        if let Some(socket) = self.conns.abandon(key) {
+            self.poller.unwatch(&*socket);
+        }
+        self.scope.described = self.conns.iter().map(|(_, conn)| conn.described()).sum();
+        let peer = match &role {
+            TurnRole::Ours(link) => self.peers.get(link).map(|peer| &peer.who),
+            TurnRole::Served { who, .. } => Some(who),
+            TurnRole::Greeted => None,
+        };
+        tracing::warn!(
+            ?peer, %from,
+            "TCP: unresolved page fault in memory that is sent to this peer or received from it (userfaultfd, a file \
+             whose server hangs): the link to it is lost, and whoever waits for that memory waits on"
+        );
+        match role {
+            TurnRole::Ours(link) => self.lose(link, hangs(), out),
+            TurnRole::Greeted => self.handshakes -= 1,
+            TurnRole::Served { link, lane, .. } => {
+                self.served -= 1;
+                if self.lanes.get(&(link, lane)) == Some(&key) {
+                    self.lanes.remove(&(link, lane));
+                }
+                // Its peer sees by the others that the link is gone.
+                let others = self.lanes.iter().filter(|((of, _), _)| *of == link);
+                for key in others.map(|(_, key)| *key).collect::<Vec<_>>() {
+                    self.failed(key, hangs(), Instant::now(), out);
+                }
+            }
+        }
+    }
+}
+
+fn hangs() -> Error {
+    Error::new(
+        ErrorKind::PeerLost,
+        "unresolved page fault in memory that takes part in a transfer: look after what backs it (userfaultfd, a file \
+         whose server hangs), then connect again",
+    )
 }

@@ -1,4 +1,5 @@
-//! The machine's side as an owner: who comes in, what they take back, and what is taken back from them.
+//! The machine as an owner: connections that peers open, requests that they cancel, and regions
+//! that are revoked.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -23,7 +24,7 @@ use crate::tcp::socket;
 const MAX_HANDSHAKES: usize = 512;
 /// Connections accepted in one turn.
 const ACCEPTS: usize = 32;
-/// How long nothing is accepted when the system is out of descriptors or memory.
+/// The pause of accepting when the system is out of descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
 impl Machine {
@@ -76,7 +77,8 @@ impl Machine {
 
     fn admit(&mut self, conn: Conn, now: Instant) {
         if self.handshakes >= MAX_HANDSHAKES {
-            // Whoever has said nothing goes first, of the address that has most of them; then the oldest.
+            // Whoever has said nothing goes first, of the address that has most of them; then the
+            // oldest.
             let waiting = || {
                 self.conns.iter().filter_map(|(key, conn)| match &conn.role {
                     Role::Greeted(handshake) => Some((key, conn, handshake.has_said_hello())),
@@ -98,11 +100,16 @@ impl Machine {
         }
     }
 
-    /// A peer's lane is up.
+    /// Notes that a peer's lane is up.
     pub(crate) fn entered(&mut self, key: usize, now: Instant, out: &mut Outbox) {
         self.handshakes -= 1;
         self.served += 1;
-        let Some(Conn { role: Role::Served(lane), peer, .. }) = self.conns.get(key) else { return };
+        let Some(Conn { role: Role::Served(lane), peer, .. }) = self.conns.get(key) else {
+            return debug_assert!(
+                false,
+                "whose turn it was is back when what it reports is applied"
+            );
+        };
         tracing::debug!(peer = ?lane.who, from = %peer, lane = lane.lane, "a peer connected over TCP");
         match self.lanes.entry((lane.link, lane.lane)) {
             Entry::Vacant(vacant) => {
@@ -118,7 +125,7 @@ impl Machine {
         }
     }
 
-    /// A peer takes back a request, which it sent on another of its lanes.
+    /// Cancels a request for a peer, which sent it on another of its lanes.
     pub(crate) fn cancelled(
         &mut self,
         link: [u8; 16],
@@ -127,23 +134,32 @@ impl Machine {
         now: Instant,
         out: &mut Outbox,
     ) {
-        let Some(key) = self.lanes.get(&(link, lane)).copied() else { return };
-        let Some(Conn { role: Role::Served(lane), input, output, .. }) = self.conns.get_mut(key)
-        else {
+        let key = self.lanes.get(&(link, lane)).copied();
+        let conn = key.and_then(|key| Some((key, self.conns.get_mut(key)?)));
+        let Some((key, Conn { role: Role::Served(lane), input, output, .. })) = conn else {
+            // The lane has just been lost, or the peer invents one.
+            self.strays.log(|| {
+                tracing::warn!(
+                    lane,
+                    id,
+                    "TCP: a peer cancels a request of a lane that it does not have"
+                );
+            });
             return;
         };
         match lane.cancel(id, input, output, &mut self.scope) {
-            Ok(()) => self.touch(key),
+            Ok(()) => self.queue_if_ready(key),
             Err(error) => self.failed(key, error, now, out),
         }
     }
 
-    /// What went into a peer's request has ended: tells it why.
+    /// Sends a refusal that has waited until nothing of the request can land any more.
     pub(crate) fn answer(&mut self, answer: &LateAnswer) {
+        // The peer may have gone while a device copied.
         let Some(key) = self.lanes.get(&(answer.link, answer.lane)).copied() else { return };
         if let Some(conn) = self.conns.get_mut(key) {
             put_end(&mut conn.output.control, answer.id, Err(&answer.why));
-            self.touch(key);
+            self.queue_if_ready(key);
         }
     }
 
@@ -154,7 +170,7 @@ impl Machine {
             lane.revoke(region, input, output, &mut self.scope);
             touched.push(key);
         }
-        touched.into_iter().for_each(|key| self.touch(key));
+        touched.into_iter().for_each(|key| self.queue_if_ready(key));
     }
 
     pub(crate) fn resume(&mut self) {
@@ -165,6 +181,6 @@ impl Machine {
                 touched.push(key);
             }
         }
-        touched.into_iter().for_each(|key| self.touch(key));
+        touched.into_iter().for_each(|key| self.queue_if_ready(key));
     }
 }

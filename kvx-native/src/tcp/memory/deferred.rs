@@ -1,7 +1,9 @@
-//! What waits for others: tickets and answers that concern memory which somebody may still touch.
+//! Deferred completions: tickets and answers that wait because a device or an abandoned turn may
+//! still touch memory.
 //!
-//! A stream that was given up lives on in here until the device has ended its last copy; a turn that hangs, until its
-//! thread is out of it. The machine looks after them as long as it runs; after that whoever wakes them does.
+//! A stream that was given up stays in here until the device has ended its last copy, an abandoned
+//! turn until its thread returns. The machine settles what has waited for them as long as it runs;
+//! after that the thread does that wakes them.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -14,18 +16,18 @@ use kvx_core::backend::sync::{Mutex, MutexGuard};
 use kvx_core::backend::{LinkId, Ticket};
 use kvx_core::{Error, ErrorKind, RegionId, Result, TransferId};
 
-use crate::tcp::memory::regions::{Served, ServedRegions};
+use crate::tcp::memory::regions::{ServedRegion, ServedRegions};
 
-/// Whose memory a stream touches.
+/// The memory that a stream or a turn touches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Concern {
-    /// The local side of a transfer of ours.
+    /// The local side of a transfer.
     Transfer(LinkId, TransferId),
-    /// The local sides of all transfers over a link of ours.
+    /// The local sides of all transfers over a link that this end opened.
     Link(LinkId),
-    /// Regions of ours that a peer reaches.
+    /// Local regions that a peer reaches.
     Regions(Vec<RegionId>),
-    /// Any regions of ours.
+    /// Any local regions.
     AllRegions,
 }
 
@@ -43,41 +45,41 @@ impl Concern {
     }
 }
 
-/// A refusal that a peer gets when nothing of its request lands any more.
+/// A refusal that is sent to a peer once nothing of its request can land any more.
 #[derive(Clone, Debug)]
 pub(crate) struct LateAnswer {
-    /// Which of its links, and which lane of that.
+    /// The peer's link, and the lane of it.
     pub(crate) link: [u8; 16],
     pub(crate) lane: u8,
     pub(crate) id: u64,
     pub(crate) why: Error,
 }
 
-/// Whether others went on without a turn, and whether its thread is out of it.
+/// The state of a turn that may have been abandoned.
 #[derive(Debug, Default)]
 pub(crate) struct AbandonedTurn {
-    /// What it is known by since then.
+    /// Its token, set when it is abandoned.
     token: OnceLock<u64>,
     is_over: AtomicBool,
 }
 
 impl AbandonedTurn {
-    /// Others go on.
-    pub(crate) fn leave(&self, token: u64) {
+    /// Marks it as abandoned.
+    pub(crate) fn abandon(&self, token: u64) {
         self.token.set(token).ok(); // once
     }
 
-    pub(crate) fn is_so(&self) -> bool {
+    pub(crate) fn is_abandoned(&self) -> bool {
         self.token.get().is_some()
     }
 }
 
-/// The regions that an owner's end of a lane may touch in a turn: those that it sends from, and receives into. They
-/// are kept by what does so, not by this.
+/// The regions that an owner's end of a lane may touch in a turn: those that it sends from, and
+/// receives into. They are kept alive by its requests, not by this.
 #[derive(Debug, Default)]
-pub(crate) struct Touched(Mutex<[Option<Weak<[Arc<Served>]>>; 2]>);
+pub(crate) struct ActiveRegions(Mutex<[Option<Weak<[Arc<ServedRegion>]>>; 2]>);
 
-impl Touched {
+impl ActiveRegions {
     fn set(&self, which: usize, regions: Option<&ServedRegions>) {
         self.0.lock()[which] = regions.map(Arc::downgrade);
     }
@@ -90,7 +92,7 @@ impl Touched {
         self.set(1, regions);
     }
 
-    /// What it touches, and what of that it receives into.
+    /// The regions that it touches, and those that it receives into.
     pub(crate) fn concerns(&self) -> (Concern, Concern) {
         let [sends, receives] = {
             let touched = self.0.lock();
@@ -105,37 +107,40 @@ impl Touched {
     }
 }
 
-/// A stream of either kind, or a turn that others went on without.
-pub(crate) enum Streaming {
+/// A stream of either kind that was given up, or an abandoned turn.
+pub(crate) enum PendingAccess {
     Fetch(Fetch),
     Store(Store),
     Turn {
-        left: Arc<AbandonedTurn>,
-        /// What it receives into.
+        turn: Arc<AbandonedTurn>,
+        /// The regions that it receives into.
         receives: Concern,
     },
 }
 
-impl Streaming {
+impl PendingAccess {
     fn stop(&mut self) {
         match self {
-            Streaming::Fetch(fetch) => fetch.stop(),
-            Streaming::Store(store) => store.stop(),
-            Streaming::Turn { .. } => {}
+            PendingAccess::Fetch(fetch) => fetch.stop(),
+            PendingAccess::Store(store) => store.stop(),
+            PendingAccess::Turn { .. } => {}
         }
     }
 
     fn copies(&self) -> Copies {
         match self {
-            Streaming::Fetch(fetch) => fetch.copies(),
-            Streaming::Store(store) => store.copies(),
-            Streaming::Turn { left, .. } if left.is_over.load(Ordering::Acquire) => Copies::Settled,
-            Streaming::Turn { .. } => Copies::InFlight,
+            PendingAccess::Fetch(fetch) => fetch.copies(),
+            PendingAccess::Store(store) => store.copies(),
+            PendingAccess::Turn { turn, .. } if turn.is_over.load(Ordering::Acquire) => {
+                Copies::Settled
+            }
+            PendingAccess::Turn { .. } => Copies::InFlight,
         }
     }
 }
 
-/// What is held for several streams: settled with the last of them, forgotten with the first that is lost.
+/// A ticket that waits for several streams: settled with the last of them, forgotten with the first
+/// that is lost.
 struct Hold(Mutex<Option<Settlement>>);
 
 impl Hold {
@@ -144,9 +149,9 @@ impl Hold {
     }
 }
 
-/// A stream that was given up.
+/// A stream that was given up, or an abandoned turn, and what waits for it.
 struct Ended {
-    stream: Streaming,
+    stream: PendingAccess,
     concern: Concern,
     answer: Option<LateAnswer>,
     holds: Vec<Arc<Hold>>,
@@ -158,21 +163,21 @@ pub(crate) struct DeferredCompletions {
     /// Has the machine look after a stream.
     wake: OnceLock<Box<dyn Fn(u64) + Send + Sync>>,
     tokens: AtomicU32,
-    table: Mutex<GivenUpStreams>,
+    table: Mutex<PendingTable>,
 }
 
 #[derive(Default)]
-struct GivenUpStreams {
+struct PendingTable {
     /// By token. Those that have lost a copy stay for ever.
     streams: HashMap<u64, Ended>,
-    /// Turns among them whose threads are not out of them.
+    /// The number of turns among them whose threads have not returned.
     turns: usize,
-    /// No machine looks after them any more.
+    /// The machine has ended.
     closed: bool,
 }
 
 impl DeferredCompletions {
-    fn table(&self) -> MutexGuard<'_, GivenUpStreams> {
+    fn table(&self) -> MutexGuard<'_, PendingTable> {
         self.table.lock()
     }
 
@@ -191,7 +196,8 @@ impl DeferredCompletions {
         (token >> 32) as usize
     }
 
-    /// A stream can go on, or a copy of one that was given up has ended. On any thread.
+    /// Notes that a stream can continue, or that a copy of one that was given up has ended. On any
+    /// thread.
     pub(crate) fn wake(&self, token: u64) {
         if let Some(wake) = self.wake.get() {
             wake(token);
@@ -202,11 +208,11 @@ impl DeferredCompletions {
         }
     }
 
-    /// Takes a stream that is given up. The answer comes back if it may go out now.
+    /// Takes a stream that is given up. Returns the answer if it may be sent now.
     pub(crate) fn add(
         &self,
         token: u64,
-        mut stream: Streaming,
+        mut stream: PendingAccess,
         concern: Concern,
         answer: Option<LateAnswer>,
     ) -> Option<LateAnswer> {
@@ -218,33 +224,33 @@ impl DeferredCompletions {
         self.look(token).1 // the copies may have ended when nobody knew the stream
     }
 
-    /// A turn hangs that touches this; `receives` of it may still be written to.
-    pub(crate) fn leave(
+    /// Takes an abandoned turn that touches this; `receives` of it may still be written to.
+    pub(crate) fn add_turn(
         &self,
         token: u64,
-        left: Arc<AbandonedTurn>,
+        turn: Arc<AbandonedTurn>,
         touches: Concern,
         receives: Concern,
     ) {
         self.table().turns += 1;
-        self.add(token, Streaming::Turn { left, receives }, touches, None);
+        self.add(token, PendingAccess::Turn { turn, receives }, touches, None);
     }
 
-    /// Errors: `Exhausted` if a turn that hangs may still write there, over what is written now.
-    pub(crate) fn check_writable(&self, regions: &[Arc<Served>]) -> Result<()> {
+    /// Returns `Exhausted` if an abandoned turn may still write there, over what is written now.
+    pub(crate) fn check_writable(&self, regions: &[Arc<ServedRegion>]) -> Result<()> {
         let table = self.table();
         let writes = |region: RegionId| {
             table.streams.values().any(|ended| match &ended.stream {
-                Streaming::Turn { receives, .. } => receives.touches(region),
-                Streaming::Fetch(_) | Streaming::Store(_) => false,
+                PendingAccess::Turn { receives, .. } => receives.touches(region),
+                PendingAccess::Fetch(_) | PendingAccess::Store(_) => false,
             })
         };
         match regions.iter().find(|served| table.turns > 0 && writes(served.id)) {
             None => Ok(()),
             Some(served) => {
                 let why = format!(
-                    "an earlier write to region {} waits for a page that does not come, and may still land: look after \
-                     what backs it, or have the owner register other memory",
+                    "an earlier write to region {} hangs on an unresolved page fault and may still land: look after what \
+                     backs that memory, or have the owner register other memory",
                     served.id
                 );
                 Err(Error::new(ErrorKind::Exhausted, why))
@@ -252,10 +258,12 @@ impl DeferredCompletions {
         }
     }
 
-    /// The thread is out of a turn that was left behind, and has given up the streams of its connection: what waits for
-    /// the turn waits for them now.
-    pub(crate) fn is_out(&self, turn: &AbandonedTurn) {
-        let Some(token) = turn.token.get().copied() else { return };
+    /// Ends an abandoned turn whose thread has returned and given up the streams of its connection:
+    /// what waits for the turn waits for them now.
+    pub(crate) fn end_turn(&self, turn: &AbandonedTurn) {
+        let Some(token) = turn.token.get().copied() else {
+            return debug_assert!(false, "only a turn that was abandoned ends here");
+        };
         let mut table = self.table();
         let waits = table.streams.get_mut(&token).map(|ended| std::mem::take(&mut ended.holds));
         let waits = waits.unwrap_or_default();
@@ -282,7 +290,7 @@ impl DeferredCompletions {
         self.wake(token);
     }
 
-    /// What can be told now that copies of this stream have ended.
+    /// Returns what can be settled and answered now that copies of this stream have ended.
     pub(crate) fn look(&self, token: u64) -> (Vec<Settlement>, Option<LateAnswer>) {
         let mut table = self.table();
         let Entry::Occupied(mut entry) = table.streams.entry(token) else {
@@ -309,7 +317,8 @@ impl DeferredCompletions {
         }
     }
 
-    /// Settles a ticket when no copy touches what it concerns: it comes back if that is now.
+    /// Settles a ticket once no stream and no turn touches what it concerns. Returns it if that is
+    /// so now.
     pub(crate) fn hold(
         &self,
         concerns: impl Fn(&Concern) -> bool,
@@ -333,7 +342,8 @@ impl DeferredCompletions {
         Arc::into_inner(hold)?.take()
     }
 
-    /// The machine has ended: hands out what can be settled now, and sees to the rest by itself.
+    /// Notes that the machine has ended. Returns what can be settled now; the rest settles when it
+    /// is woken.
     pub(crate) fn close(&self) -> Vec<Settlement> {
         let tokens: Vec<u64> = {
             let mut table = self.table();

@@ -1,4 +1,5 @@
-//! The memory that connections move: whose it is, how much of it a request names, and when nobody touches it any more.
+//! The memory that connections move: registered regions, blocks of requests, and completions that
+//! wait for memory.
 
 pub(crate) mod deferred;
 pub(crate) mod payload;

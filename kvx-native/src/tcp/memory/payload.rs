@@ -1,4 +1,4 @@
-//! Where the bytes of DATA frames come from and go to: the blocks of one side of a request.
+//! Sources and sinks of DATA frames: the blocks of one side of a request.
 
 use std::sync::Arc;
 
@@ -6,8 +6,8 @@ use crate::staging::{Fetch, Store};
 use kvx_core::backend::{BoundPlan, Extents};
 use kvx_core::{Error, ErrorKind, Memory, RegionId, Result};
 
-use crate::tcp::memory::deferred::{Concern, DeferredCompletions, LateAnswer, Streaming};
-use crate::tcp::memory::regions::{Served, ServedRegions};
+use crate::tcp::memory::deferred::{Concern, DeferredCompletions, LateAnswer, PendingAccess};
+use crate::tcp::memory::regions::{ServedRegion, ServedRegions};
 use crate::tcp::memory::stages::DeviceStage;
 use crate::tcp::socket::chunk::Chunk;
 
@@ -16,11 +16,11 @@ pub(crate) enum Source {
     /// In host memory: the kernel takes them from there.
     Host(HostBlocks),
     /// On a device: they come through bounce buffers.
-    Device(Box<Fetching>),
+    Device(Box<DeviceSource>),
 }
 
 /// A fetch, and how much of it is in the frame that is going out.
-pub(crate) struct Fetching {
+pub(crate) struct DeviceSource {
     token: u64,
     fetch: Fetch,
     out: usize,
@@ -31,7 +31,7 @@ impl Source {
     /// Blocks on a device; the copies begin now.
     pub(crate) fn fetch(token: u64, mut fetch: Fetch, concern: Concern) -> Self {
         fetch.resume().ok(); // what went wrong is said again when the first frame is made
-        Source::Device(Box::new(Fetching { token, fetch, out: 0, concern }))
+        Source::Device(Box::new(DeviceSource { token, fetch, out: 0, concern }))
     }
 
     /// Bytes that are in no frame yet.
@@ -42,7 +42,7 @@ impl Source {
         }
     }
 
-    /// Whether it touches a region of the owner's.
+    /// Returns true if it touches a region of the owner's.
     pub(crate) fn touches(&self, region: RegionId) -> bool {
         match self {
             Source::Host(blocks) => blocks.touches(region),
@@ -50,12 +50,12 @@ impl Source {
         }
     }
 
-    /// The owner's regions in host memory that it goes to.
+    /// The owner's regions in host memory that it touches.
     pub(crate) fn regions(&self) -> Option<&ServedRegions> {
         if let Source::Host(blocks) = self { blocks.regions() } else { None }
     }
 
-    /// What wakes it when it waits for a device.
+    /// The token that wakes it when it waits for a device.
     pub(crate) fn token(&self) -> Option<u64> {
         match self {
             Source::Host(_) => None,
@@ -63,13 +63,13 @@ impl Source {
         }
     }
 
-    /// The frame before has gone out. Says whether there is something for the next one now; if not, and some is left,
-    /// its token comes when there is. Errors: the device's.
+    /// The frame before has gone out. Returns whether there is something for the next one now; if
+    /// not, and some is left, its token comes when there is. Errors: the device's.
     pub(crate) fn resume(&mut self) -> Result<bool> {
         match self {
             Source::Host(blocks) => Ok(blocks.left() > 0),
             Source::Device(fetching) => {
-                let Fetching { fetch, out, .. } = &mut **fetching;
+                let DeviceSource { fetch, out, .. } = &mut **fetching;
                 fetch.sent(std::mem::take(out));
                 fetch.resume()?;
                 Ok(!fetch.bytes().is_empty())
@@ -77,8 +77,8 @@ impl Source {
         }
     }
 
-    /// Moves the next pieces into `chunk`: at most `max` bytes and as many pieces as one call takes. They stay in place
-    /// until the next [`resume`](Source::resume).
+    /// Moves the next pieces into `chunk`: at most `max` bytes and as many pieces as one call
+    /// takes. They stay in place until the next [`resume`](Source::resume).
     pub(crate) fn gather(&mut self, chunk: &mut Chunk, max: usize) {
         match self {
             Source::Host(blocks) => blocks.gather(chunk, max),
@@ -97,11 +97,12 @@ impl Source {
         }
     }
 
-    /// Its peer does not read: gives its bounce buffers back if others wait for one, after `spill` has put the bytes of
-    /// the frame that is going out elsewhere. If they come later, its token does too.
+    /// Its peer does not read: gives its bounce buffers back if others wait for one, after `spill`
+    /// has put the bytes of the frame that is going out elsewhere. If they come later, its token
+    /// does too.
     pub(crate) fn make_way(&mut self, spill: impl FnOnce()) {
         let Source::Device(fetching) = self else { return };
-        let Fetching { fetch, out, .. } = &mut **fetching;
+        let DeviceSource { fetch, out, .. } = &mut **fetching;
         if fetch.is_in_the_way() {
             if *out > 0 {
                 spill();
@@ -111,25 +112,25 @@ impl Source {
         }
     }
 
-    /// Nothing of it is read any more, but for copies that a device has begun.
+    /// Stops reading it, but for copies that a device has begun.
     pub(crate) fn stop(self, deferred: &DeferredCompletions) {
         if let Source::Device(fetching) = self {
-            let Fetching { token, fetch, concern, .. } = *fetching;
-            deferred.add(token, Streaming::Fetch(fetch), concern, None);
+            let DeviceSource { token, fetch, concern, .. } = *fetching;
+            deferred.add(token, PendingAccess::Fetch(fetch), concern, None);
         }
     }
 }
 
-/// Where bytes belong that are received.
+/// The place of bytes that are received.
 pub(crate) enum Sink {
     /// In host memory: the kernel puts them there.
     Host(HostBlocks),
     /// On a device: they go through bounce buffers.
-    Device(Box<Storing>),
+    Device(Box<DeviceSink>),
 }
 
 /// A store.
-pub(crate) struct Storing {
+pub(crate) struct DeviceSink {
     token: u64,
     store: Store,
     concern: Concern,
@@ -138,10 +139,10 @@ pub(crate) struct Storing {
 impl Sink {
     /// Blocks on a device.
     pub(crate) fn store(token: u64, store: Store, concern: Concern) -> Self {
-        Sink::Device(Box::new(Storing { token, store, concern }))
+        Sink::Device(Box::new(DeviceSink { token, store, concern }))
     }
 
-    /// Whether it touches a region of the owner's.
+    /// Returns true if it touches a region of the owner's.
     pub(crate) fn touches(&self, region: RegionId) -> bool {
         match self {
             Sink::Host(blocks) => blocks.touches(region),
@@ -149,12 +150,12 @@ impl Sink {
         }
     }
 
-    /// The owner's regions in host memory that it goes to.
+    /// The owner's regions in host memory that it touches.
     pub(crate) fn regions(&self) -> Option<&ServedRegions> {
         if let Sink::Host(blocks) = self { blocks.regions() } else { None }
     }
 
-    /// What wakes it when it waits for a device.
+    /// The token that wakes it when it waits for a device.
     pub(crate) fn token(&self) -> Option<u64> {
         match self {
             Sink::Host(_) => None,
@@ -162,8 +163,8 @@ impl Sink {
         }
     }
 
-    /// Moves the places of the next bytes into `chunk`, for at most `max` bytes. False: there is no place now, and its
-    /// token comes when there may be. Errors: the device's.
+    /// Moves the places of the next bytes into `chunk`, for at most `max` bytes. False: there is no
+    /// place now, and its token comes when there may be. Errors: the device's.
     pub(crate) fn fill(&mut self, chunk: &mut Chunk, max: usize) -> Result<bool> {
         match self {
             Sink::Host(blocks) => blocks.gather(chunk, max),
@@ -175,29 +176,31 @@ impl Sink {
         Ok(true)
     }
 
-    /// So many bytes came to where [`fill`](Sink::fill) said.
+    /// Notes that so many bytes were received where [`fill`](Sink::fill) said.
     pub(crate) fn took(&mut self, count: usize) {
         if let Sink::Device(storing) = self {
             storing.store.received(count);
         }
     }
 
-    /// Nothing comes for it now. Says whether the chunk that it filled names places that are another's by now.
+    /// Notes that nothing is received for it now. Returns whether the places that it gave may be
+    /// another's by now.
     pub(crate) fn pause(&mut self) -> bool {
         let Sink::Device(storing) = self else { return false };
         storing.store.pause();
         true
     }
 
-    /// Whether all that was received is where it belongs. If not, its token comes. Errors: the device's.
+    /// Returns true if all that was received is where it belongs. If not, its token comes. Errors:
+    /// the device's.
     pub(crate) fn has_landed(&mut self) -> Result<bool> {
         let Sink::Device(storing) = self else { return Ok(true) };
         storing.store.room()?; // takes in the copies that have ended
         Ok(storing.store.left() == 0)
     }
 
-    /// Nothing more goes into it, but for copies that a device has begun: `answer` goes out when they have ended. It
-    /// comes back when it may go out now.
+    /// Nothing more goes into it, but for copies that a device has begun: `answer` goes out when
+    /// they have ended. It comes back when it may go out now.
     pub(crate) fn stop(
         self,
         deferred: &DeferredCompletions,
@@ -206,8 +209,8 @@ impl Sink {
         match self {
             Sink::Host(_) => answer,
             Sink::Device(storing) => {
-                let Storing { token, store, concern } = *storing;
-                deferred.add(token, Streaming::Store(store), concern, answer)
+                let DeviceSink { token, store, concern } = *storing;
+                deferred.add(token, PendingAccess::Store(store), concern, answer)
             }
         }
     }
@@ -219,7 +222,7 @@ pub(crate) struct HostBlocks {
     cursor: Extents,
 }
 
-/// What keeps the blocks' memory alive.
+/// The owner of the blocks' memory, which keeps it alive.
 enum BlockMemory {
     /// The initiator's: the plan.
     Plan(Arc<BoundPlan>),
@@ -234,7 +237,7 @@ impl HostBlocks {
     }
 
     /// Blocks that a peer asked for; the cursor's grids have been checked against the regions.
-    pub(crate) fn served(regions: Vec<Arc<Served>>, cursor: Extents) -> Self {
+    pub(crate) fn served(regions: Vec<Arc<ServedRegion>>, cursor: Extents) -> Self {
         HostBlocks { memory: BlockMemory::Served(regions.into()), cursor }
     }
 
@@ -272,18 +275,21 @@ impl HostBlocks {
 }
 
 /// Blocks on one device, to become a stream.
-pub(crate) struct Staged {
+pub(crate) struct StagedBlocks {
     stage: Arc<DeviceStage>,
     memories: Vec<Arc<Memory>>,
     extents: Extents,
 }
 
-impl Staged {
+impl StagedBlocks {
     /// The blocks of `extents` in these regions; `Err(extents)`: they are host memory.
     ///
     /// # Errors
     /// `Unsupported` for regions that do not lie on one stage.
-    pub(crate) fn of(regions: &[Arc<Served>], extents: Extents) -> Result<Result<Self, Extents>> {
+    pub(crate) fn of(
+        regions: &[Arc<ServedRegion>],
+        extents: Extents,
+    ) -> Result<Result<Self, Extents>> {
         let mut numbers =
             regions.iter().map(|served| served.stage.as_ref().map(|stage| stage.number));
         let first = numbers.next().flatten();
@@ -297,7 +303,7 @@ impl Staged {
             return Ok(Err(extents));
         };
         let memories = regions.iter().map(|served| Arc::clone(&served.memory)).collect();
-        Ok(Ok(Staged { stage, memories, extents }))
+        Ok(Ok(StagedBlocks { stage, memories, extents }))
     }
 
     /// To be sent on this lane.

@@ -12,50 +12,56 @@ use crate::tcp::memory::stages::DeviceStage;
 
 /// A region that peers may reach.
 #[derive(Debug)]
-pub(crate) struct Served {
+pub(crate) struct ServedRegion {
     pub(crate) id: RegionId,
     pub(crate) memory: Arc<Memory>,
-    /// Where it bounces, if it lies on a device.
+    /// Its bounce buffers, if it lies on a device.
     pub(crate) stage: Option<Arc<DeviceStage>>,
 }
 
 /// Regions of the owner's, in the order of a request.
-pub(crate) type ServedRegions = Arc<[Arc<Served>]>;
+pub(crate) type ServedRegions = Arc<[Arc<ServedRegion>]>;
 
 /// All regions of one agent that TCP serves.
 #[derive(Debug, Default)]
-pub(crate) struct Regions(Mutex<RegionTable<Arc<Served>>>);
+pub(crate) struct Regions(Mutex<RegionTable<Arc<ServedRegion>>>);
 
 impl Regions {
-    fn table(&self) -> MutexGuard<'_, RegionTable<Arc<Served>>> {
+    fn table(&self) -> MutexGuard<'_, RegionTable<Arc<ServedRegion>>> {
         self.0.lock()
     }
 
-    pub(crate) fn add(&self, spec: RegionSpec, stage: Option<Arc<DeviceStage>>) -> Arc<Served> {
+    pub(crate) fn add(
+        &self,
+        spec: RegionSpec,
+        stage: Option<Arc<DeviceStage>>,
+    ) -> Arc<ServedRegion> {
         let RegionSpec { id, key, memory } = spec;
-        let served = Arc::new(Served { id, memory, stage });
+        let served = Arc::new(ServedRegion { id, memory, stage });
         self.table().open(id, key, Arc::clone(&served));
         served
     }
 
-    pub(crate) fn remove(&self, served: &Served) {
+    pub(crate) fn remove(&self, served: &ServedRegion) {
         let revoked = self.table().revoke(served.id);
         drop(revoked); // without the lock: it may be the last to hold the memory
     }
 
-    /// The regions that a request names, if it shows their keys. Errors: `Unregistered`, `Revoked`, `WrongKey`.
-    pub(crate) fn open(&self, shown: &[(RegionId, RegionKey)]) -> Result<Vec<Arc<Served>>> {
+    /// The regions that a request names, if it shows their keys. Errors: `Unregistered`, `Revoked`,
+    /// `WrongKey`.
+    pub(crate) fn open(&self, shown: &[(RegionId, RegionKey)]) -> Result<Vec<Arc<ServedRegion>>> {
         let table = self.table();
         shown.iter().map(|(id, key)| table.check(*id, key).cloned()).collect()
     }
 }
 
-/// What peers are told: the number of its stage; nothing of host memory.
+/// The export for peers: the number of its stage, and nothing for host memory.
 pub(crate) fn export(stage: Option<&DeviceStage>) -> Vec<u8> {
     stage.map_or_else(Vec::new, |stage| stage.number.to_le_bytes().to_vec())
 }
 
-/// The number of a peer's stage; 0 for host memory. Later versions may say more. Errors: `Malformed`.
+/// The number of a peer's stage; 0 for host memory. Later versions may say more. Errors:
+/// `Malformed`.
 pub(crate) fn import(export: &[u8]) -> Result<u32> {
     match (export, export.first_chunk()) {
         ([], _) => Ok(0),
@@ -87,7 +93,8 @@ pub(crate) fn is_staged(plan: &BoundPlan) -> bool {
     local || !plan.remotes().is_empty() && remote_stage(plan, 0) != 0
 }
 
-/// Returns true if a grid of a plan lies on the same stages as the one before it, so that one request may name both.
+/// Returns true if a grid of a plan lies on the same stages as the one before it, so that one
+/// request may name both.
 pub(crate) fn share_stages(plan: &BoundPlan, pair: &Pair, grid: usize) -> bool {
     // A stage of this end is one device's.
     let device =

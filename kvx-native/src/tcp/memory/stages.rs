@@ -30,7 +30,8 @@ impl DeviceStage {
 pub(crate) struct DeviceStages(Mutex<Vec<Arc<DeviceStage>>>);
 
 impl DeviceStages {
-    /// The stage for this memory; `None` for host memory. Its buffers are made now: may block. Errors: the device's.
+    /// The stage for this memory; `None` for host memory. Its buffers are made now: may block.
+    /// Errors: the device's.
     pub(crate) fn of(
         &self,
         memory: &Memory,
@@ -43,7 +44,7 @@ impl DeviceStages {
         Ok(Some(stage))
     }
 
-    /// A turn hangs, whose lane may keep buffers of each. Says whether there are any stages.
+    /// A turn hangs, whose lane may keep buffers of each. Returns whether there are any stages.
     pub(crate) fn do_without_some(&self) -> bool {
         let stages = self.0.lock().clone();
         for stage in &stages {

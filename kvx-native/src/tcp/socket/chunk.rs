@@ -22,8 +22,8 @@ pub(crate) struct Chunk {
     moved: usize,
 }
 
-// SAFETY: a chunk is addresses and lengths; who touches them when is up to the machine that owns it, which keeps the
-// memory's owner beside it and redirects the chunk before it lets go of that.
+// SAFETY: a chunk is addresses and lengths; who touches them when is up to the machine that owns
+// it, which keeps the memory's owner beside it and redirects the chunk before it lets go of that.
 unsafe impl Send for Chunk {}
 
 impl Chunk {
@@ -38,7 +38,7 @@ impl Chunk {
         (self.at, self.left, self.moved) = (0, 0, 0);
     }
 
-    /// Whether one call takes no more pieces.
+    /// Returns true if one call takes no more pieces.
     pub(crate) fn is_full(&self) -> bool {
         self.pieces.len() >= MAX_PIECES
     }
@@ -84,8 +84,8 @@ impl Chunk {
         while !left.is_empty() {
             let piece = self.pieces[self.at];
             let (now, later) = left.split_at(left.len().min(piece.iov_len));
-            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive and may write; `now`
-            // is a buffer of the connection, which no region overlaps.
+            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive
+            // and may write; `now` is a buffer of the connection, which no region overlaps.
             unsafe { copy_shared(now.as_ptr(), piece.iov_base.cast(), now.len()) };
             self.advance(now.len());
             left = later;
@@ -100,9 +100,10 @@ impl Chunk {
         while copy.len() < end {
             let piece = self.pieces[self.at];
             let now = piece.iov_len.min(end - copy.len());
-            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive and lets be read,
-            // and that others may write to; `copy` is a vector of the connection's, which no region overlaps, with
-            // room for `now` bytes more, and they are there when its length says so.
+            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive
+            // and lets be read, and that others may write to; `copy` is a vector of the
+            // connection's, which no region overlaps, with room for `now` bytes more, and they are
+            // there when its length says so.
             unsafe {
                 let to = copy.as_mut_ptr().add(copy.len());
                 copy_shared(piece.iov_base.cast_const().cast(), to, now);

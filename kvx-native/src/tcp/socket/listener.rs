@@ -24,8 +24,9 @@ impl Listener {
     /// Binds as the configuration says.
     ///
     /// # Errors
-    /// A busy port names the port, the setting and a free one. A wildcard address without `tcp.advertise` lists the
-    /// addresses of this host. What else the system refuses comes with its code.
+    /// A busy port names the port, the setting and a free one. A wildcard address without
+    /// `tcp.advertise` lists the addresses of this host. What else the system refuses comes with
+    /// its code.
     pub(crate) fn open(config: &Config) -> Result<Self> {
         if config.bind.is_unspecified() && config.advertise.is_empty() {
             return Err(unspecified(config.bind));

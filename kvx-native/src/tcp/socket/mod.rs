@@ -53,7 +53,7 @@ pub(crate) fn tune(socket: &Private, peer_timeout: Duration) -> Result<(), Errno
     sockopt::set_tcp_user_timeout(socket, u32::try_from(unacknowledged).unwrap_or(u32::MAX))
 }
 
-/// Whether a connect that was started has succeeded.
+/// Returns true if a connect that was started has succeeded.
 pub(crate) fn connected(socket: &Private) -> Result<(), Errno> {
     sockopt::socket_error(socket)??;
     rustix::net::getpeername(socket)?.map(|_| ()).ok_or(Errno::NOTCONN)
@@ -71,7 +71,8 @@ pub(crate) unsafe fn send(socket: &Private, pieces: &mut [libc::iovec]) -> Resul
     message.msg_iov = pieces.as_mut_ptr();
     message.msg_iovlen = pieces.len();
     let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
-    // SAFETY: the header names `pieces`, which outlive the call; the caller vouches for what they name.
+    // SAFETY: the header names `pieces`, which outlive the call; the caller vouches for what they
+    // name.
     let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &message, flags) };
     outcome(sent)
 }

@@ -1,7 +1,7 @@
 //! What wakes the machine: one epoll of all its sockets, and a timer in it.
 //!
-//! The timer is a descriptor, not a longest sleep, because a turn on another thread (a post, a drive) may be the one
-//! that needs it while the machine's own thread sleeps already.
+//! The timer is a descriptor, not a longest sleep, because a turn on another thread (a post, a
+//! drive) may be the one that needs it while the machine's own thread sleeps already.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
@@ -29,6 +29,7 @@ pub(crate) enum Event {
 
 pub(crate) struct Poller {
     epoll: OwnedFd,
+    fds: [RawFd; 1],
     timer: OwnedFd,
     armed: Option<Instant>,
     events: Vec<epoll::Event>,
@@ -56,13 +57,20 @@ impl Poller {
                 EventData::new_u64(LISTENER),
                 EventFlags::IN | EventFlags::ET,
             )?;
-            Ok(Poller { epoll, timer, armed: None, events: Vec::with_capacity(EVENTS) })
+            Ok(Poller {
+                fds: [epoll.as_raw_fd()],
+                epoll,
+                timer,
+                armed: None,
+                events: Vec::with_capacity(EVENTS),
+            })
         };
         make().map_err(refused)
     }
 
-    pub(crate) fn fds(&self) -> [RawFd; 1] {
-        [self.epoll.as_raw_fd()]
+    /// The descriptor that is readable when something has happened.
+    pub(crate) fn fds(&self) -> &[RawFd; 1] {
+        &self.fds
     }
 
     /// Watches a connection: each change is told once. Closing the socket ends it.
@@ -90,7 +98,8 @@ impl Poller {
             tell(match data.u64() {
                 LISTENER => Event::Connecting,
                 TIMER => {
-                    rustix::io::read(&self.timer, &mut [0; 8]).ok(); // empty if it was set again meanwhile
+                    // empty if it was set again meanwhile
+                    rustix::io::read(&self.timer, &mut [0; 8]).ok();
                     self.armed = None;
                     Event::Timer
                 }

@@ -18,12 +18,13 @@ use crate::tcp::context::AgentContext;
 use crate::tcp::frames::input::Input;
 use crate::tcp::frames::output::Output;
 use crate::tcp::frames::{Frame, Header, put_bare, put_end};
-use crate::tcp::memory::deferred::{Concern, DeferredCompletions, Touched};
-use crate::tcp::memory::payload::{HostBlocks, Sink, Source, Staged};
-use crate::tcp::memory::regions::Served;
+use crate::tcp::memory::deferred::{ActiveRegions, Concern, DeferredCompletions};
+use crate::tcp::memory::payload::{HostBlocks, Sink, Source, StagedBlocks};
+use crate::tcp::memory::regions::ServedRegion;
 use crate::tcp::socket::chunk::Chunk;
 
-/// Reads that wait on one lane before it is not read any further, and requests that may be cancelled in advance.
+/// Reads that wait on one lane before it is not read any further, and requests that may be
+/// cancelled in advance.
 const MAX_READS: usize = 1024;
 /// Bytes of descriptions that wait on one lane before it is not read any further.
 const MAX_DESCRIBED: usize = 4 << 20;
@@ -40,8 +41,8 @@ struct ServedRead {
 }
 
 /// Blocks that a request names, checked.
-struct Named {
-    regions: Vec<Arc<Served>>,
+struct RequestedBlocks {
+    regions: Vec<Arc<ServedRegion>>,
     extents: Extents,
 }
 
@@ -71,7 +72,7 @@ pub(crate) struct ServedLane {
     writes_described: usize,
     notices: NoticesFromPeer,
     /// For whoever goes on without it, should its turn hang.
-    pub(crate) touched: Arc<Touched>,
+    pub(crate) touched: Arc<ActiveRegions>,
 }
 
 fn malformed(why: impl std::fmt::Display) -> Error {
@@ -83,7 +84,7 @@ fn cancelled() -> Error {
 }
 
 /// What streams over these regions work for.
-fn concern(regions: &[Arc<Served>]) -> Concern {
+fn concern(regions: &[Arc<ServedRegion>]) -> Concern {
     Concern::Regions(regions.iter().map(|served| served.id).collect())
 }
 
@@ -108,7 +109,8 @@ impl ServedLane {
         }
     }
 
-    /// Bytes that it holds for its peer: descriptions, and notifications that the agent has no room for.
+    /// Bytes that it holds for its peer: descriptions, and notifications that the agent has no room
+    /// for.
     pub(crate) fn held(&self) -> usize {
         self.described() + self.notices.held()
     }
@@ -118,8 +120,14 @@ impl ServedLane {
         self.reads_described + self.writes_described
     }
 
-    /// Decodes and checks a request. The outer error ends the connection, the inner one refuses the request.
-    fn request(&mut self, id: u64, body: &[u8], scope: &mut Scope) -> Result<(u64, Result<Named>)> {
+    /// Decodes and checks a request. The outer error ends the connection, the inner one refuses the
+    /// request.
+    fn request(
+        &mut self,
+        id: u64,
+        body: &[u8],
+        scope: &mut Scope,
+    ) -> Result<(u64, Result<RequestedBlocks>)> {
         scope.small_came |= self.lane == 0;
         if self.last_id.is_some_and(|last| last >= id) {
             return Err(malformed(format_args!("request {id} after {:?}", self.last_id)));
@@ -139,13 +147,16 @@ impl ServedLane {
             let lengths: Vec<u64> =
                 regions.iter().map(|served| served.memory.len() as u64).collect();
             described.check(&lengths)?;
-            Ok(Named { regions, extents: Extents::new(described.grids, described.indices) })
+            Ok(RequestedBlocks {
+                regions,
+                extents: Extents::new(described.grids, described.indices),
+            })
         });
         Ok((bytes, named))
     }
 
-    fn source(&self, named: Named, deferred: &DeferredCompletions) -> Result<Source> {
-        match Staged::of(&named.regions, named.extents)? {
+    fn source(&self, named: RequestedBlocks, deferred: &DeferredCompletions) -> Result<Source> {
+        match StagedBlocks::of(&named.regions, named.extents)? {
             Ok(staged) => {
                 staged.source(self.lane, deferred.token(self.key), concern(&named.regions))
             }
@@ -153,10 +164,10 @@ impl ServedLane {
         }
     }
 
-    fn sink(&self, named: Named, deferred: &DeferredCompletions) -> Result<Sink> {
+    fn sink(&self, named: RequestedBlocks, deferred: &DeferredCompletions) -> Result<Sink> {
         named.regions.iter().try_for_each(|served| served.memory.check_writable())?;
         deferred.check_writable(&named.regions)?;
-        match Staged::of(&named.regions, named.extents)? {
+        match StagedBlocks::of(&named.regions, named.extents)? {
             Ok(staged) => staged.sink(self.lane, deferred.token(self.key), concern(&named.regions)),
             Err(extents) => Ok(Sink::Host(HostBlocks::served(named.regions, extents))),
         }
@@ -235,6 +246,7 @@ impl ServedLane {
             put_end(&mut output.control, reading.id, Err(why));
             self.forget_read(reading, scope);
         }
+        // none of these
         let Some(reading) = self.sending.take_if(|reading| which(reading)) else { return };
         let unfinished = output.in_payload() || reading.source.left() > 0;
         if output.in_payload() {
@@ -268,7 +280,7 @@ impl ServedLane {
         Ok(())
     }
 
-    /// The agent has room again. Says whether something was taken.
+    /// The agent has room again. Returns whether something was taken.
     pub(crate) fn resume(&mut self, output: &mut Output, context: &AgentContext) -> bool {
         let mut some = false;
         let deliver = |bytes: &[u8]| context.events.notification(self.who.as_sender(), bytes);
@@ -324,7 +336,7 @@ impl LaneEnd for ServedLane {
         let max = output.most_payload(scope.piece);
         output.chunk.clear();
         self.touched.sends(reading.source.regions());
-        if scope.left_behind.is_so() {
+        if scope.turn.is_abandoned() {
             self.sending = Some(reading); // nobody may know of its regions
             return;
         }
@@ -421,7 +433,7 @@ impl LaneEnd for ServedLane {
         scope: &mut Scope,
     ) -> bool {
         if let Some((id, sink)) = self.receiving() {
-            if scope.left_behind.is_so() {
+            if scope.turn.is_abandoned() {
                 return false; // nobody may know of its regions
             }
             match sink.fill(chunk, max) {
@@ -444,8 +456,12 @@ impl LaneEnd for ServedLane {
     }
 
     fn data_end(&mut self, output: &mut Output, scope: &mut Scope) {
-        let Some((id, len)) = self.receiving.take() else { return };
-        let Some(writing) = self.writes.get_mut(&id) else { return };
+        let Some((id, len)) = self.receiving.take() else {
+            return debug_assert!(false, "payload began before it ends");
+        };
+        let Some(writing) = self.writes.get_mut(&id) else {
+            return debug_assert!(false, "a write whose payload is coming in is not forgotten");
+        };
         writing.left -= len as u64;
         match &mut writing.sink {
             None if writing.left == 0 => self.forget_write(id, scope),

@@ -61,6 +61,7 @@ impl ServedLane {
 
     /// All payload of a write has come: ends it, if it is where it belongs.
     pub(crate) fn end_if_landed(&mut self, id: u64, output: &mut Output, scope: &mut Scope) {
+        // It may have been refused meanwhile.
         let Some(ServedWrite { sink: Some(sink), .. }) = self.writes.get_mut(&id) else { return };
         match sink.has_landed() {
             Ok(false) => {} // its token comes
@@ -105,8 +106,8 @@ impl ServedLane {
         }
     }
 
-    /// The same for one; its end is told when nothing goes into its memory any more, so that what its initiator writes
-    /// next stays.
+    /// The same for one; its end is told when nothing goes into its memory any more, so that what
+    /// its initiator writes next stays.
     pub(crate) fn refuse_write(
         &mut self,
         id: u64,
@@ -114,8 +115,9 @@ impl ServedLane {
         output: &mut Output,
         scope: &mut Scope,
     ) {
+        // Its initiator may stop or cancel a write whose end is on its way.
         let Some(writing) = self.writes.get_mut(&id) else { return };
-        let Some(sink) = writing.sink.take() else { return };
+        let Some(sink) = writing.sink.take() else { return }; // refused before
         let answer = LateAnswer { link: self.link, lane: self.lane, id, why: why.clone() };
         if let Some(answer) = sink.stop(&scope.context.deferred, Some(answer)) {
             put_end(&mut output.control, id, Err(&answer.why));

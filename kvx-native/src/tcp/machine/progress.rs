@@ -1,0 +1,366 @@
+//! The machine's turns: commands, then connections, one after the other, then what depends on time.
+//!
+//! A connection's turn is work that the reactor runs without the machine's lock: memory that it
+//! touches may have an unresolved page fault.
+
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_backend::reactor::{Armed, DetachedWork, Outbox, Progress, Queued, SLICE, Turn};
+use kvx_core::backend::{INLINE_BYTES, LinkId};
+use kvx_core::{Error, ErrorKind, Result};
+
+use crate::tcp::connections::connection::{Conn, Role};
+use crate::tcp::connections::lane::Scope;
+use crate::tcp::error;
+use crate::tcp::frames::MAX_DATA;
+use crate::tcp::machine::failures::TurnRecord;
+use crate::tcp::machine::{Command, Machine};
+
+/// Bytes that one connection moves before another has its turn.
+pub(crate) const SHARE: usize = 256 << 10;
+/// Bytes of bulk work in a turn, and in a frame, while small work comes by: that waits for so much
+/// on either side.
+const BESIDE_SMALL: usize = 64 << 10;
+/// How long after a small transfer the next is expected. Not long: bulk work is half as fast
+/// meanwhile.
+const LATELY: Duration = Duration::from_millis(1);
+/// The least cost of a connection's turn, in bytes.
+const TURN: usize = 4096;
+/// A turn that moves more bytes is part of a stream.
+const BURST: usize = 64 << 10;
+/// Small connections that have their turn before a bulk one has.
+const SMALL_TURNS: usize = 32;
+
+impl Progress for Machine {
+    type Command = Command;
+    type Work = InFlightTurn;
+
+    fn command(&mut self, command: Command, out: &mut Outbox) {
+        match command {
+            Command::Connect(peer) => {
+                let link = peer.id;
+                self.peers.insert(link, *peer);
+                self.open_link(link, None, Instant::now(), out);
+            }
+            Command::Post { link, plan, id, done } => match self.peers.get_mut(&link) {
+                Some(peer) => {
+                    self.brief = true;
+                    self.scope.small_came |= peer.post(plan, id, done, out);
+                    self.links_with_output.push(link);
+                }
+                None => out.settle(done, Err(error::gone())),
+            },
+            Command::Notify { link, bytes, done } => match self.peers.get_mut(&link) {
+                Some(peer) => {
+                    self.brief = true;
+                    peer.notify(bytes, done, out);
+                    self.links_with_output.push(link);
+                }
+                None => out.settle(done, Err(error::gone())),
+            },
+            Command::Cancel { link, id } => {
+                let why = Error::new(ErrorKind::Cancelled, "the transfer was cancelled");
+                self.give_up(link, id, why, out);
+                self.links_with_output.push(link);
+            }
+            Command::Close { link } => {
+                if let Some(mut peer) = self.disband(link) {
+                    let why = error::of_peer(error::closed("the link"), &peer.who);
+                    peer.fail(&why, &self.scope.context.deferred, out);
+                }
+            }
+            Command::Revoke { region, done } => {
+                self.revoke(region);
+                out.settle(done, Ok(()));
+            }
+            Command::Staged { token } => self.woken.push(token),
+            Command::Resume => self.resume(),
+        }
+    }
+
+    fn next_work(&mut self, out: &mut Outbox) -> Option<InFlightTurn> {
+        if self.turn.is_none() {
+            self.turn = Some(self.begin(Instant::now(), out));
+        }
+        let now = self.turn_began();
+        while let Some(key) = self.next() {
+            let turn = self.begin_turn(key, now, out);
+            if turn.is_some() {
+                return turn;
+            }
+        }
+        None
+    }
+
+    fn abandon(&mut self, out: &mut Outbox) {
+        self.turn = None;
+        self.abandon_turn(out);
+    }
+
+    fn progress(&mut self, _: &Queued, out: &mut Outbox) -> Turn {
+        match self.turn.take() {
+            Some(turn) => self.end(&turn, out),
+            None => Turn::did(0),
+        }
+    }
+
+    fn arm(&mut self) -> Result<Armed> {
+        self.bursting = false;
+        let work =
+            !self.small.is_empty() || !self.bulk.is_empty() || !self.links_with_output.is_empty();
+        let is_idle = !work && !self.accepting && !self.ticked;
+        Ok(if is_idle { Armed::Sleep(None) } else { Armed::Again })
+    }
+
+    fn fds(&self) -> &[RawFd] {
+        self.poller.fds()
+    }
+
+    fn stop(&mut self, out: &mut Outbox) {
+        let why = error::closed("the agent");
+        for key in self.conns.iter().map(|(key, _)| key).collect::<Vec<_>>() {
+            self.remove(key);
+        }
+        let deferred = &self.scope.context.deferred;
+        for (_, mut peer) in self.peers.drain() {
+            peer.fail(&why, deferred, out);
+        }
+        deferred.close().into_iter().for_each(|(ticket, result)| out.settle(ticket, result));
+    }
+
+    fn late(command: Command) {
+        match command {
+            Command::Post { done, .. } | Command::Notify { done, .. } => {
+                done.settle(Err(error::closed("the agent")));
+            }
+            // Nothing reaches the region: all connections are closed, and none is accepted. Of
+            // copies that a device has begun the ticket knows by itself.
+            Command::Revoke { done, .. } => done.settle(Ok(())),
+            Command::Connect(_)
+            | Command::Cancel { .. }
+            | Command::Close { .. }
+            | Command::Staged { .. }
+            | Command::Resume => {}
+        }
+    }
+}
+
+/// A connection that has its turn, with all that it works on.
+pub(crate) struct InFlightTurn {
+    key: usize,
+    /// Its link, if this end opened it.
+    link: Option<LinkId>,
+    conn: Box<Conn>,
+    scope: Box<Scope>,
+    share: usize,
+    /// Bytes that it received and sent.
+    moved: Result<(usize, usize)>,
+}
+
+impl DetachedWork<Machine> for InFlightTurn {
+    fn run(&mut self) {
+        self.moved = self.conn.serve(self.share, self.key, &mut self.scope);
+    }
+
+    fn rejoin(self, machine: &mut Machine, out: &mut Outbox) {
+        machine.take_back(self, out);
+    }
+
+    fn rejoin_late(&mut self, machine: &mut Machine) {
+        self.conn.release_held(&mut machine.held);
+    }
+
+    fn release(self) {
+        let InFlightTurn { mut conn, scope, .. } = self;
+        if let Some(lane) = conn.role.up_mut() {
+            lane.release(&scope.context.deferred);
+        }
+        drop(conn);
+        scope.context.deferred.end_turn(&scope.turn);
+    }
+}
+
+/// The budget of a turn of the machine, and what it has done.
+pub(crate) struct Budget {
+    /// When it began.
+    now: Instant,
+    brief: bool,
+    beside_small: bool,
+    /// Small connections that may have their turn.
+    small: usize,
+    /// Bytes that are left for them.
+    left: usize,
+    /// Bytes that are left for bulk connections, once it is their turn.
+    bulk: Option<usize>,
+    done: usize,
+}
+
+impl Machine {
+    /// Sends out what links have, as far as their lanes may take more.
+    fn issue(&mut self, now: Instant) {
+        let mut touched = Vec::new();
+        let mut links_with_output = std::mem::take(&mut self.links_with_output);
+        for link in links_with_output.drain(..) {
+            let Some(peer) = self.peers.get_mut(&link) else { continue }; // lost meanwhile
+            peer.issue(&mut self.conns, &mut self.scope, |key| touched.push(key));
+            if let Some(at) = peer.note_busy(now, self.scope.context.peer_timeout, &self.conns) {
+                self.by(at, now);
+            }
+        }
+        self.links_with_output = links_with_output;
+        touched.into_iter().for_each(|key| self.queue_if_ready(key));
+    }
+
+    /// The first part of a turn, before connections have theirs.
+    fn begin(&mut self, now: Instant, out: &mut Outbox) -> Budget {
+        let brief = std::mem::take(&mut self.brief);
+        let mut done = if self.woken.is_empty() { 0 } else { self.wake_streams(now, out) };
+        self.issue(now);
+        if !self.scope.effects.is_empty() {
+            self.apply_effects(now, out); // before what they stand in is away with one connection
+        }
+        done += self.poll();
+        if self.accepting {
+            done += self.accept(now);
+        }
+        if std::mem::take(&mut self.scope.small_came) {
+            self.small_at = Some(now);
+        }
+        let beside_small =
+            self.small_at.is_some_and(|at| now.saturating_duration_since(at) < LATELY);
+        self.scope.piece = if beside_small { BESIDE_SMALL } else { MAX_DATA };
+        let left = if brief { INLINE_BYTES as usize } else { self.scope.piece.min(SLICE as usize) };
+        Budget {
+            now,
+            brief,
+            beside_small,
+            small: self.small.len().min(SMALL_TURNS),
+            left,
+            bulk: None,
+            done,
+        }
+    }
+
+    /// Returns the connection whose turn it is.
+    fn next(&mut self) -> Option<usize> {
+        let budget = self.turn.as_mut()?;
+        if budget.bulk.is_none() {
+            if budget.small > 0
+                && budget.left > 0
+                && let Some(key) = self.small.pop_front()
+            {
+                budget.small -= 1;
+                return Some(key);
+            }
+            // Bulk work has its turn whatever small work there is, but not on the thread of
+            // somebody who posts.
+            budget.bulk = Some(if budget.brief { 0 } else { budget.left.max(1) });
+        }
+        if budget.bulk > Some(0) { self.bulk.pop_front() } else { None }
+    }
+
+    /// The time at which the turn began that is under way.
+    pub(crate) fn turn_began(&self) -> Instant {
+        self.turn.as_ref().map_or_else(Instant::now, |turn| turn.now)
+    }
+
+    /// Counts bytes that a connection has moved.
+    pub(crate) fn spend(&mut self, moved: usize) {
+        let Some(turn) = &mut self.turn else { return debug_assert!(false, "a turn is under way") };
+        match &mut turn.bulk {
+            None => turn.left = turn.left.saturating_sub(moved),
+            Some(bulk) => *bulk = bulk.saturating_sub(moved.max(TURN)),
+        }
+        turn.done += moved;
+    }
+
+    /// The last part of a turn.
+    fn end(&mut self, turn: &Budget, out: &mut Outbox) -> Turn {
+        let now = turn.now;
+        if self.ticked {
+            // after what has come was read: this end may have been stopped for long
+            self.tick(now, out);
+        }
+        self.issue(now);
+        if !self.scope.effects.is_empty() {
+            self.apply_effects(now, out); // of requests that could not even begin
+        }
+        self.bursting |= turn.done > BURST;
+        // The gap between two bursts of a stream is longer than a wake-up is worth.
+        let look_for = Duration::from_micros(if self.bursting { 250 } else { 20 });
+        Turn { look_for, yields: turn.beside_small, ..Turn::did(turn.done) }
+    }
+
+    /// Takes a connection out for its turn, if there is something to do.
+    pub(crate) fn begin_turn(
+        &mut self,
+        key: usize,
+        now: Instant,
+        out: &mut Outbox,
+    ) -> Option<InFlightTurn> {
+        let conn = self.conns.get_mut(key)?;
+        conn.queued = false;
+        if !conn.is_ready(self.scope.described) {
+            return None;
+        }
+        let link = conn.role.lane().map(|(link, _)| link);
+        if let (Role::Connecting { lane, .. }, Some(peer)) =
+            (&conn.role, link.and_then(|link| self.peers.get(&link)))
+        {
+            let lane = *lane;
+            if let Err(error) = peer.greet(conn, lane, &self.scope.context) {
+                self.failed(key, error, now, out);
+                return None;
+            }
+        }
+        let conn = self.conns.take(key)?;
+        let spare = self.spare.take().unwrap_or_else(|| self.new_scope());
+        let scope = std::mem::replace(&mut self.scope, spare);
+        self.away = Some(TurnRecord::new(key, &conn, &scope));
+        let share = SHARE.min(scope.piece);
+        Some(InFlightTurn { key, link, conn, scope, share, moved: Ok((0, 0)) })
+    }
+
+    fn new_scope(&self) -> Box<Scope> {
+        Box::new(Scope::new(Arc::clone(&self.scope.context), self.scope.bin.clone()))
+    }
+
+    /// Takes a connection back after its turn, and applies what it reports.
+    fn take_back(&mut self, turn: InFlightTurn, out: &mut Outbox) {
+        let InFlightTurn { key, link, mut conn, scope, moved, .. } = turn;
+        let now = self.turn_began();
+        self.away = None;
+        self.spare = Some(std::mem::replace(&mut self.scope, scope));
+        let moved = moved.and_then(|moved| conn.note_held(&mut self.held).map(|()| moved));
+        let finished = conn.closing && !conn.has_output();
+        let full = conn.note_if_full(now);
+        self.conns.put_back(key, conn);
+        if let (Ok((received, _)), Some(peer)) =
+            (&moved, link.and_then(|link| self.peers.get_mut(&link)))
+            && *received > 0
+        {
+            peer.note_activity(now);
+        }
+        if let Some(at) = full {
+            self.by(at, now);
+        }
+        self.apply_effects(now, out);
+        self.drop_greediest(now, out);
+        match moved {
+            Ok((received, sent)) => {
+                if finished {
+                    self.remove(key);
+                } else {
+                    self.queue_if_ready(key);
+                }
+                self.spend(received + sent);
+            }
+            Err(error) => {
+                self.failed(key, error, now, out);
+                self.spend(1);
+            }
+        }
+    }
+}

@@ -14,8 +14,9 @@ use std::time::{Duration, Instant};
 use criterion::{Criterion, SamplingMode, Throughput};
 use kvx::config::{KvTransferConfig, Surroundings};
 use kvx::connector::{
-    Arrival, BlockLists, Caches, CompatibilityFactors, Connector, Decode, Dialect, Heads, KvLayout,
-    KvTensors, LayerCache, Lease, MemoryType, Prefill, RequestId, TransferParams, WorkerRank,
+    Arrival, BlockLists, Caches, CompatibilityFactors, Connector, Decode, Heads, KvLayout,
+    KvTensors, LayerCache, Lease, MemoryType, Prefill, RequestId, TransferParams, Version,
+    WorkerRank,
 };
 use kvx::{Agent, Grid, GridSet, Memory, Op, Options, Peer, Plan, Region};
 use kvx_testkit::{Child, cpu_time};
@@ -96,7 +97,7 @@ fn connector(
     );
     let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
     let config = KvTransferConfig::from_json(&json, &surroundings).expect("a right configuration");
-    let mut factors = CompatibilityFactors::new(Dialect::default(), "a model");
+    let mut factors = CompatibilityFactors::new(Version::default(), "a model");
     (factors.num_kv_heads, factors.num_hidden_layers) = (split.heads, LAYERS as u32);
     let builder =
         Connector::builder(&config, kvx::registry(), factors).block_size(TOKENS).any_port();
@@ -182,7 +183,7 @@ fn prefill(backend: &str) {
         let one = Prefill::new(&engine.connector).publish(format!("r{published}"), lists, tokens);
         let (lease, params) = one.expect("right blocks");
         leases.push(lease);
-        say(params.to_value(Dialect::default()).expect("right parameters").to_string());
+        say(params.to_value(Version::default()).expect("right parameters").to_string());
     }
 }
 

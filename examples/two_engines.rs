@@ -83,7 +83,7 @@ fn publish(
 ) -> Result<(Lease, Value)> {
     let (lease, params) =
         Prefill::new(connector).publish(request, BlockLists::single(blocks), tokens)?;
-    Ok((lease, params.to_value(connector.settings().dialect)?))
+    Ok((lease, params.to_value(connector.settings().version)?))
 }
 
 /// Decode: fills `blocks`, which hold the prompt from token `cached` on. If that fails, the engine computes them as soon

@@ -13,6 +13,8 @@ const TARGETS: &[&[(&str, fn(&[u8]))]] = &[
     kvx_native::fuzz::TARGETS,
     kvx_vllm::config::fuzz::TARGETS,
     kvx_vllm::wire::fuzz::TARGETS,
+    kvx_vllm::zmtp::fuzz::TARGETS,
+    kvx_vllm::group::fuzz::TARGETS,
     kvx_connector::fuzz::TARGETS,
     kvx_proxy::fuzz::TARGETS,
 ];

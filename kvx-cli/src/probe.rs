@@ -9,7 +9,7 @@ use clap::Args;
 use kvx::Secret;
 use kvx::config::{KvTransferConfig, Surroundings};
 use kvx::connector::{
-    Address, CompatibilityFactors, Dialect, NixlAgentMetadata, Probe, WorkerRank, probe,
+    Address, CompatibilityFactors, NixlAgentMetadata, Probe, Version, WorkerRank, probe,
 };
 use kvx_vllm::wire::explain;
 use serde_json::{Value, json};
@@ -43,7 +43,7 @@ pub(crate) fn run(arguments: &Arguments, out: &mut dyn Write) -> Result<ExitCode
     let address = address(&arguments.address)?;
     let secret = Secret::from_environment()?;
     let rank = WorkerRank { pp: 0, tp: 0 };
-    let looked = match probe(&address, rank, engine.dialect, secret, Duration::from_secs(5)) {
+    let looked = match probe(&address, rank, engine.version, secret, Duration::from_secs(5)) {
         Ok(looked) => looked,
         Err(error) => {
             if arguments.json {
@@ -74,7 +74,7 @@ fn address(text: &str) -> Result<Address> {
 
 /// The engine that is to decode, as far as its arguments tell.
 struct Engine {
-    dialect: Dialect,
+    version: Version,
     /// `None`: no arguments were given.
     config: Option<KvTransferConfig>,
     factors: CompatibilityFactors,
@@ -145,7 +145,7 @@ impl Engine {
             None
         };
         let config = (!serve.is_empty()).then_some(config);
-        Ok(Engine { dialect: factors.dialect, config, factors, unknown, is_float32, block_size })
+        Ok(Engine { version: factors.version, config, factors, unknown, is_float32, block_size })
     }
 }
 
@@ -201,9 +201,9 @@ impl ProbeVerdict {
         let metadata = match &looked.metadata {
             Ok(metadata) => metadata,
             Err(error) => {
-                let dialect = engine.dialect;
+                let version = engine.version;
                 verdict.misfits.push(format!(
-                    "its memory is not told as {dialect} does ({}): say its version by kv_compat in \
+                    "its memory is not told as {version} does ({}): say its version by kv_compat in \
                     --kv-transfer-config",
                     error.sentence()
                 ));

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use kvx_connector::{Connector, Decode, Prefill};
 use kvx_core::{Memory, Registry};
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::config::{KvTransferConfig, Surroundings};
 use kvx_vllm::engine::{BlockLists, WorkerRank};
 use kvx_vllm::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
@@ -29,7 +29,7 @@ fn engine(name: &str, digests: bool) -> (Connector, Arc<Memory>) {
     );
     let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
     let config = KvTransferConfig::from_json(&json, &surroundings).expect("a right configuration");
-    let mut factors = CompatibilityFactors::new(Dialect::default(), "a model");
+    let mut factors = CompatibilityFactors::new(Version::default(), "a model");
     (factors.num_kv_heads, factors.num_hidden_layers) = (1, LAYERS as u32);
     let mut registry = Registry::new();
     registry.add(kvx_native::Shm).expect("a name of its own");

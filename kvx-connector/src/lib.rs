@@ -15,7 +15,7 @@ pub use runtime::{
 };
 
 // The values that it passes and gets, as kvx-vllm defines them.
-pub use kvx_vllm::Dialect;
+pub use kvx_vllm::Version;
 pub use kvx_vllm::engine::{
     Address, Allocation, Arrival, BlockLists, BlockReference, Ending, EngineId, Finished, Kept,
     LoadFailure, METRICS, MOONCAKE_METRICS, Matched, NotLoaded, Outcome, ParamsTrust, RequestId,

@@ -11,15 +11,15 @@ use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput};
 use kvx_core::{Indices, Op};
+use kvx_vllm::Version;
 use kvx_vllm::engine::{
     Action, Address, Allocation, Arrival, BlockLists, Ending, Outcome, OutputAggregator, PeerPlan,
     RequestId, Scheduler, Settings, Status, Time, Transferred, Worker, WorkerRank,
 };
 use kvx_vllm::mapping::{
-    Caches, Heads, KvLayout, KvTensors, LayerCache, MappingOptions, MemoryType, PeerMap, Remote,
-    RemoteRank, Tp,
+    Caches, Heads, KvLayout, KvTensors, LayerCache, MappingOptions, MemoryType, PeerMap, Remote, Tp,
 };
-use kvx_vllm::params::{Dialect, TransferParams};
+use kvx_vllm::params::TransferParams;
 
 /// Requests at once.
 const REQUESTS: u32 = 1000;
@@ -98,7 +98,7 @@ struct Both {
 impl Both {
     fn new() -> Self {
         let caches = caches();
-        let ranks = [(RemoteRank { pp: 0, tp: 0 }, caches.geometry().clone())];
+        let ranks = [(WorkerRank { pp: 0, tp: 0 }, caches.geometry().clone())];
         let remote = Remote { tp_size: 1, pp_size: 1, dcp_size: 1, ranks: &ranks };
         let tp = Tp::new(0, 1).expect("one rank");
         let map = PeerMap::new(Op::Read, &caches, tp, &remote, &MappingOptions::default())
@@ -246,7 +246,7 @@ impl Engine {
 
 /// Parameters of one request as text, and back.
 fn as_json(params: &TransferParams) -> TransferParams {
-    let text = params.to_value(Dialect::default()).expect("right parameters").to_string();
+    let text = params.to_value(Version::default()).expect("right parameters").to_string();
     TransferParams::from_value(&serde_json::from_str(&text).expect("JSON"))
         .expect("right parameters")
 }

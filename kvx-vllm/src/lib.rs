@@ -3,18 +3,51 @@
     not(feature = "protocol"),
     doc = "What vLLM says about KV transfers, without I/O: the parts that the chosen features compile in."
 )]
+//!
+//! # Layers
+//!
+//! Each module imports only those before it:
+//!
+//! 1. [`Version`], [`ids`] and [`time`]
+//! 2. `params`: `kv_transfer_params`, and the recipes of proxies; without kvx-core
+//! 3. `msgpack` and `zmtp`: the encodings of vLLM's sockets; without kvx-core (feature `events`)
+//! 4. `config`: `KVTransferConfig`
+//! 5. `wire`: messages between engines
+//! 6. `mapping`: which bytes of which rank go where
+//! 7. `engine`: scheduler and worker as state machines
+//! 8. `group`: messages between a kvx engine and its ranks in processes of their own
 #![cfg_attr(docsrs, feature(doc_cfg))]
+
+#[cfg(feature = "events")]
+mod decode_error;
+pub mod ids;
+pub mod time;
+mod version;
+
+#[cfg(feature = "params")]
+pub mod params;
+
+#[cfg(feature = "events")]
+pub mod msgpack;
+#[cfg(feature = "events")]
+pub mod zmtp;
 
 #[cfg(feature = "config")]
 pub mod config;
-#[cfg(feature = "protocol")]
-pub mod engine;
-#[cfg(feature = "protocol")]
-pub mod mapping;
-#[cfg(feature = "params")]
-pub mod params;
+
 #[cfg(feature = "protocol")]
 pub mod wire;
 
-#[cfg(feature = "params")]
-pub use params::Dialect;
+#[cfg(feature = "protocol")]
+pub mod mapping;
+
+#[cfg(feature = "protocol")]
+pub mod engine;
+
+#[cfg(feature = "protocol")]
+#[doc(hidden)]
+pub mod group;
+
+#[cfg(feature = "events")]
+pub use decode_error::{DecodeError, DecodeErrorKind};
+pub use version::Version;

@@ -10,9 +10,9 @@ use kvx::connector::{Allocation, Arrival, RequestId, WorkerRank};
 pub use kvx::connector::{BlockLists, Kept, LoadFailure, Outcome};
 use kvx::connector::{Caches, Heads, KvLayout, LayerCache};
 use kvx::connector::{CompatibilityFactors, Connector, JoinedRank};
-pub(crate) use kvx::connector::{Dialect, Rank};
 pub(crate) use kvx::connector::{METRICS, MOONCAKE_METRICS};
 pub use kvx::connector::{ParamsTrust, Status, Then};
+pub(crate) use kvx::connector::{Rank, Version};
 pub(crate) use kvx::describe_metrics;
 pub use kvx::{Memory, Secret, config::KvTransferConfig};
 

@@ -10,8 +10,8 @@ use std::time::Duration;
 use kvx::Memory;
 use kvx::config::{KvTransferConfig, Surroundings};
 use kvx::connector::{
-    Caches, CompatibilityFactors, Connector, Dialect, Heads, KvLayout, KvTensors, LayerCache,
-    MemoryType, Rank, WorkerRank,
+    Caches, CompatibilityFactors, Connector, Heads, KvLayout, KvTensors, LayerCache, MemoryType,
+    Rank, Version, WorkerRank,
 };
 use kvx_testkit::test;
 use serde_json::Value;
@@ -40,7 +40,7 @@ pub(crate) fn prefill_of(model: &str, dtype: &str) -> Prefill {
                    "kv_connector_extra_config": {"backends": ["TCP"]}}"#;
     let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
     let config = KvTransferConfig::from_json(json, &surroundings).unwrap();
-    let mut factors = CompatibilityFactors::new(Dialect::default(), model);
+    let mut factors = CompatibilityFactors::new(Version::default(), model);
     factors.dtype = dtype.to_owned();
     (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (2, 4, 1);
     let built = Connector::builder(&config, kvx::registry(), factors).block_size(16).any_port();

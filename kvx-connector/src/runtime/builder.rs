@@ -166,7 +166,7 @@ impl ConnectorBuilder {
     pub(super) fn setup(self) -> Result<(Setup, SideSettings)> {
         let invalid = |sentence: &str| Err(Error::new(ErrorKind::Invalid, sentence.to_owned()));
         let (tp_size, pp_size, dcp_size) = self.sizes;
-        let most = kvx_vllm::mapping::MAX_RANKS;
+        let most = kvx_vllm::ids::MAX_RANKS;
         if tp_size == 0 || pp_size == 0 || dcp_size == 0 || tp_size.saturating_mul(pp_size) > most {
             return invalid("an engine has 1 to 1024 workers: see ConnectorBuilder::workers");
         }

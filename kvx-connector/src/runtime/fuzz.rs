@@ -1,50 +1,9 @@
 //! What the fuzz target and the bounded fuzz test call: what a socket receives, from anybody.
 
 use super::mooncake::{MAX_HTTP_HEAD, http_head_len};
-use super::zmtp::Budget;
-use super::zmtp::codec::{self, Command, Decoder, Input, MessageLimits};
 
 /// The targets, by the names of their corpora.
-pub const TARGETS: &[(&str, fn(&[u8]))] = &[("connector_zmtp", zmtp), ("connector_http", http)];
-
-const LIMITS: MessageLimits = MessageLimits { frames: 4, bytes: 600 };
-
-/// The same bytes as a greeting, and as frames, whole and in pieces: the same comes of them, within
-/// the limits.
-pub fn zmtp(bytes: &[u8]) {
-    if let Some(greeting) = bytes.first_chunk() {
-        let _ = codec::check_greeting(greeting);
-    }
-    let whole = decoded(bytes, bytes.len().max(1));
-    for piece in [1, 7] {
-        assert_eq!(decoded(bytes, piece), whole, "in pieces of {piece}");
-    }
-    for input in &whole.0 {
-        match input {
-            Ok(frames) => {
-                assert!(frames.len() <= LIMITS.frames);
-                assert!(frames.iter().map(Vec::len).sum::<usize>() <= LIMITS.bytes);
-                let mut written = Vec::new();
-                for (index, frame) in frames.iter().enumerate() {
-                    codec::put_head(&mut written, frame.len(), index + 1 < frames.len());
-                    written.extend(frame);
-                }
-                assert_eq!(decoded(&written, 5), (vec![Ok(frames.clone())], true));
-            }
-            Err(command) => {
-                let mut written = Vec::new();
-                command.put(&mut written);
-                let (again, ok) = decoded(&written, 3);
-                assert!(ok, "{command:?}");
-                // What was too long for the wire is cut.
-                assert!(
-                    matches!(command, Command::Error(_)) || again == [Err(command.clone())],
-                    "{command:?}"
-                );
-            }
-        }
-    }
-}
+pub const TARGETS: &[(&str, fn(&[u8]))] = &[("connector_http", http)];
 
 /// The same bytes as the head of an HTTP message: as long as it is, and no longer, it is read
 /// alike.
@@ -54,21 +13,4 @@ pub fn http(bytes: &[u8]) {
         assert_eq!(http_head_len(&bytes[..len]), Some(Some(len)));
         assert_eq!(http_head_len(&bytes[..len - 1]), Some(None));
     }
-}
-
-/// The messages, and the commands among them, up to the first mistake.
-fn decoded(bytes: &[u8], piece: usize) -> (Vec<Result<Vec<Vec<u8>>, Command>>, bool) {
-    let mut decoder = Decoder::new(LIMITS, &Budget::new(1 << 20));
-    let mut all = Vec::new();
-    for mut piece in bytes.chunks(piece) {
-        loop {
-            match decoder.next(&mut piece) {
-                Ok(None) => break,
-                Ok(Some(Input::Message(message))) => all.push(Ok(message.frames().to_vec())),
-                Ok(Some(Input::Command(command))) => all.push(Err(command)),
-                Err(_) => return (all, false),
-            }
-        }
-    }
-    (all, true)
 }

@@ -14,7 +14,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use kvx_vllm::engine::{BlockLists, BlockReference, Fresh, Generations, RequestId, WorkerRank};
-use kvx_vllm::wire::group::OwnWords;
+use kvx_vllm::group::OwnWords;
 
 /// The name of the region that holds the words: the pool's first, then one for each logical block.
 pub(super) const WORDS: &str = "generations";

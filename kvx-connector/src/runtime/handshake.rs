@@ -17,7 +17,7 @@ use super::shared::Shared;
 use super::side::handshake_failure;
 use crate::nixl::NixlPeer;
 use kvx_vllm::engine::{Connection, HandshakeFailure, PeerPlan, RemoteEngine, WorkerRank};
-use kvx_vllm::mapping::{Geometry, PeerMap, Remote, RemoteRank, Source, Tp};
+use kvx_vllm::mapping::{Geometry, PeerMap, Remote, Source, Tp};
 use kvx_vllm::params::TransferMode;
 use kvx_vllm::wire::{Expectation, HandshakenPeer, NixlAgentMetadata};
 
@@ -96,7 +96,7 @@ async fn connect(
                 ),
             ));
         }
-        geometries.push((RemoteRank { pp: rank.pp, tp: rank.tp }, Geometry::advertised(metadata)?));
+        geometries.push((WorkerRank { pp: rank.pp, tp: rank.tp }, Geometry::advertised(metadata)?));
     }
     let tp = Tp::new(rank.tp, settings.tp_size)?.with_dcp(settings.dcp_size)?;
     let remote = Remote {
@@ -250,7 +250,7 @@ async fn ask(
         enforce_handshake_compat: shared.setup.config.nixl().enforce_handshake_compat,
         dcp_size: settings.dcp_size,
         factors: Some(shared.setup.factors.clone()),
-        ..Expectation::new(settings.dialect, peer.engine.as_str(), shared.setup.hash.clone())
+        ..Expectation::new(settings.version, peer.engine.as_str(), shared.setup.hash.clone())
     };
     let began = std::time::Instant::now();
     let asked = shared.side_client.ask(peer, &ranks, expectation).await;

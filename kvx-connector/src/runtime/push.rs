@@ -20,7 +20,7 @@ use super::notify;
 use super::shared::Shared;
 use super::state::{State, closed};
 use kvx_vllm::engine::{Connection, RequestId, WorkerRank};
-use kvx_vllm::wire::group::ToHead;
+use kvx_vllm::group::ToHead;
 use kvx_vllm::wire::{EngineNotification, PushGrant, PushRegistration};
 
 /// How long blocks are held that a plain Mooncake agent may still write to: then they are lost.

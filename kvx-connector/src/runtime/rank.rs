@@ -50,7 +50,7 @@ impl Rank {
     /// # Errors
     /// `Invalid`: caches are registered already; memory that lacks a region; blocks of another size
     /// than the builder was given, or another number of them than the engine's other workers have.
-    /// The errors of the agent for the memory, and of the dialect for the caches.
+    /// The errors of the agent for the memory, and of the version for the caches.
     pub fn register<M: Into<Arc<Memory>>>(
         self,
         caches: Caches,

@@ -18,8 +18,8 @@ use super::scratch::Scratch;
 use super::shared::Shared;
 use super::state::{State, closed};
 use kvx_vllm::engine::{PoolBlocks, WorkerRank};
+use kvx_vllm::group::ToHead;
 use kvx_vllm::mapping::Caches;
-use kvx_vllm::wire::group::ToHead;
 use kvx_vllm::wire::mooncake::PullRequest;
 
 /// The receiver of news that caches are in use.

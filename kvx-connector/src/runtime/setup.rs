@@ -112,9 +112,9 @@ impl Setup {
 
     /// The side channel's answer for a worker.
     pub(super) fn metadata(&self, registered: &RegisteredCaches) -> Result<NixlAgentMetadata> {
-        let dialect = self.settings.dialect;
-        let mut metadata = NixlAgentMetadata::new(self.settings.engine.as_str(), dialect);
-        registered.caches.advertise(&mut metadata, dialect)?;
+        let version = self.settings.version;
+        let mut metadata = NixlAgentMetadata::new(self.settings.engine.as_str(), version);
+        registered.caches.advertise(&mut metadata, version)?;
         metadata.attn_backend_name.clone_from(&self.factors.attn_backend_name);
         metadata.dcp_size = self.settings.dcp_size;
         if registered.agent.backends().contains(&RIXL) {

@@ -22,7 +22,7 @@ use super::side::SideClient;
 use super::state::{State, closed};
 use kvx_vllm::engine::mooncake::{Mooncake, MooncakeWorker};
 use kvx_vllm::engine::{Connection, MoveId, Outcome, Time, Worker, WorkerRank};
-use kvx_vllm::wire::group::ToHead;
+use kvx_vllm::group::ToHead;
 
 /// One connector, as its handles, its thread and its tasks see it.
 pub(super) struct Shared {

@@ -22,8 +22,8 @@ use kvx_vllm::engine::{
     BlockLists, ConnectorMeta, FailureKind, Kept, Outcome, OutputAggregator, RequestId, Scheduler,
     Time, WorkerRank,
 };
+use kvx_vllm::group::ToHead;
 use kvx_vllm::params::TransferParams;
-use kvx_vllm::wire::group::ToHead;
 
 /// The end of a connector.
 #[derive(Default)]

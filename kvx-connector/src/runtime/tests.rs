@@ -8,7 +8,7 @@ use kvx_vllm::config::{KvTransferConfig, Surroundings};
 
 use super::ranks::WorkerAction;
 use super::{Connector, Decode, Prefill, Released, dispatch, push, transfer};
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::engine::{
     Action, Allocation, Arrival, BlockLists, Ending, Kept, LoadFailure, Outcome, RequestId,
     WorkerRank,
@@ -46,7 +46,7 @@ fn built_of(connector: &str, engine: &str, extra: &str, workers: u32) -> Connect
     let mut registry = Registry::new();
     registry.add(kvx_native::Tcp).unwrap();
     registry.add(kvx_native::Shm).unwrap();
-    let factors = CompatibilityFactors::new(Dialect::default(), "a model");
+    let factors = CompatibilityFactors::new(Version::default(), "a model");
     let builder = Connector::builder(&config, registry, factors).block_size(16).any_port();
     builder.workers(workers, 1).build_blocking().unwrap()
 }
@@ -155,7 +155,7 @@ fn silent() -> (std::net::TcpListener, TransferParams) {
     let port = listener.local_addr().unwrap().port();
     let mut remote = RemoteBlocks::new("silent", "p-r", "127.0.0.1", port, vec![vec![0]]);
     remote.num_tokens = Some(TOKENS.into());
-    (listener, TransferParams::prefilled(remote, Dialect::default()))
+    (listener, TransferParams::prefilled(remote, Version::default()))
 }
 
 fn one(block: u32) -> BlockLists {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::params::recipe::concurrent::{self, Legs, PushTarget};
 use kvx_vllm::params::recipe::{Answer, sequential};
 use kvx_vllm::params::{MooncakeTransferId, ParamsError, XRequestId};
@@ -264,7 +264,7 @@ async fn sequential_handover(
 ) -> Result<Handover, HandoverError> {
     let bidirectional = job.live.fleet.pools[prefill.instance.pool].bidirectional;
     let leg = match turn.earlier.take().filter(|_| bidirectional) {
-        Some((earlier, dialect)) => sequential::prefill_leg_of_later_turn(body, &earlier, dialect)?,
+        Some((earlier, version)) => sequential::prefill_leg_of_later_turn(body, &earlier, version)?,
         None => sequential::prefill_leg(body)?,
     };
     let sent = LegRequest::json(&job.path, &job.headers, &leg).for_rank(rank);
@@ -275,7 +275,7 @@ async fn sequential_handover(
         let setup = &prefill.instance.setup;
         prefill.instance.state.learn_push(params, rank.unwrap_or(0), setup.ranks as usize);
     }
-    let leg = match sequential::decode_leg(body, &prefilled.answer, prefilled.dialect) {
+    let leg = match sequential::decode_leg(body, &prefilled.answer, prefilled.version) {
         Ok(leg) => leg,
         Err(error) => {
             let fault = Fault::Broken(error.to_string());
@@ -286,7 +286,7 @@ async fn sequential_handover(
     if !leg.transfers {
         job.core.metrics.without_transfer.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     }
-    turn.dialect = prefilled.dialect;
+    turn.version = prefilled.version;
     Ok(Handover { sent: LegRequest::json(&job.path, &job.headers, &leg.body), beside: None })
 }
 
@@ -362,10 +362,10 @@ impl ExpectedSource {
 struct ConversationTurn {
     key: Option<Key>,
     /// What the decode instance of the turn before holds; it serves one prefill.
-    earlier: Option<(Answer, Dialect)>,
+    earlier: Option<(Answer, Version)>,
     /// Who that was.
     decode: Option<String>,
-    dialect: Dialect,
+    version: Version,
 }
 
 impl ConversationTurn {
@@ -374,7 +374,7 @@ impl ConversationTurn {
             key: None,
             earlier: None,
             decode: None,
-            dialect: Dialect::default(),
+            version: Version::default(),
         };
         let Some(id) = &asked.conversation else { return turn };
         if !job.live.fleet.pools.iter().any(|pool| pool.bidirectional) {
@@ -387,7 +387,7 @@ impl ConversationTurn {
         if let Some((answer, decode)) =
             job.core.conversations.take(&key, body, std::time::Instant::now())
         {
-            turn.earlier = Some((answer, Dialect::default()));
+            turn.earlier = Some((answer, Version::default()));
             turn.decode = Some(decode);
         }
         turn.key = Some(key);

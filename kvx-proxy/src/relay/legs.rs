@@ -7,7 +7,7 @@ use bytes::Bytes;
 use hyper::header::{HeaderMap, HeaderName, HeaderValue};
 use hyper::http::uri::PathAndQuery;
 use hyper::{Method, Response};
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::params::recipe::Answer;
 use serde_json::Value;
 use tokio::task::JoinHandle;
@@ -50,7 +50,7 @@ impl Drop for LegTimer<'_> {
 pub(crate) struct PrefillResult {
     pub(crate) answer: Answer,
     /// What the decode leg must be written in: block ids in one flat list are vLLM 0.16's.
-    pub(crate) dialect: Dialect,
+    pub(crate) version: Version,
     pub(crate) time: Duration,
 }
 
@@ -104,9 +104,9 @@ pub(crate) async fn prefill(
     let span = tracing::info_span!("prefill", instance = instance.name());
     let ended = prefill_answer(live, instance, sent, until).instrument(span).await;
     match ended {
-        Ok((answer, dialect)) => {
+        Ok((answer, version)) => {
             instance.state.succeeded();
-            Ok(PrefillResult { answer, dialect, time: timed.ended("ok") })
+            Ok(PrefillResult { answer, version, time: timed.ended("ok") })
         }
         Err(PrefillEnd::Rejected(response)) => {
             instance.state.succeeded();
@@ -126,7 +126,7 @@ async fn prefill_answer(
     instance: &Instance,
     sent: LegRequest,
     until: Instant,
-) -> Result<(Answer, Dialect), PrefillEnd> {
+) -> Result<(Answer, Version), PrefillEnd> {
     let until = until.min(Instant::now() + live.setup.timeouts.prefill);
     let failed = PrefillEnd::Failed;
     let response = live
@@ -145,7 +145,7 @@ async fn prefill_answer(
         Answer::from_body(&value).map_err(|error| failed(Fault::Broken(error.to_string())))?;
     let flat =
         value.pointer("/kv_transfer_params/remote_block_ids/0").is_some_and(Value::is_number);
-    Ok((answer, if flat { Dialect::V0_16 } else { Dialect::default() }))
+    Ok((answer, if flat { Version::V0_16 } else { Version::default() }))
 }
 
 /// A prefill leg beside a decode leg. Dropped, it ends: the instance sees that nobody waits any

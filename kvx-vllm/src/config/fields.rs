@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use crate::Version;
 use kvx_core::backend::nearest;
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -13,6 +14,16 @@ pub(super) struct Field {
     pub removed: bool,
     /// vLLM 0.9 did not have it yet.
     pub added: bool,
+}
+
+impl Field {
+    /// Returns whether this version of vLLM has it.
+    pub(super) fn is_in(&self, version: Version) -> bool {
+        match version {
+            Version::V0_9 => !self.added,
+            version => !self.removed || version < Version::V0_32,
+        }
+    }
 }
 
 const fn field(name: &'static str) -> Field {

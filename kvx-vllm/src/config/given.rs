@@ -6,10 +6,10 @@ use std::fmt;
 use serde_json::{Map, Value};
 
 use super::arguments::{self, ArgumentPiece};
-use super::compat::Compat;
 use super::human;
 use super::tables;
 use super::warning::{Concern, Warning};
+use crate::Version;
 use kvx_core::{Error, ErrorKind, Result};
 
 /// Where a value came from.
@@ -23,9 +23,9 @@ pub enum ValueSource {
     /// An environment variable.
     Environment(String),
     /// Not written: the default of that version.
-    Default(Compat),
+    Default(Version),
     /// Not written: kvx's own default. That version has this one.
-    Own(Compat, &'static str),
+    Own(Version, &'static str),
     /// Not written: drawn at random.
     Random,
 }
@@ -36,8 +36,10 @@ impl fmt::Display for ValueSource {
             ValueSource::Json => f.write_str("the JSON object"),
             ValueSource::Argument(written) => f.write_str(written),
             ValueSource::Environment(name) => write!(f, "environment {name}"),
-            ValueSource::Default(compat) => write!(f, "default of {compat}"),
-            ValueSource::Own(compat, other) => write!(f, "kvx's own default; {compat} has {other}"),
+            ValueSource::Default(version) => write!(f, "default of {version}"),
+            ValueSource::Own(version, other) => {
+                write!(f, "kvx's own default; {version} has {other}")
+            }
             ValueSource::Random => f.write_str("drawn at random"),
         }
     }

@@ -1,15 +1,15 @@
 //! Configuration as vLLM writes it: `KVTransferConfig` from JSON, dotted arguments and the environment.
 //!
 //! The fields, their defaults and their errors are those of vLLM 0.33; the key `kv_compat` of
-//! `kv_connector_extra_config` selects older ones ([`Compat`]). Where vLLM's own parser is wrong, kvx gives an error or
+//! `kv_connector_extra_config` selects older ones ([`Version`](crate::Version)). Where vLLM's own parser is wrong, kvx gives an error or
 //! does what vLLM documents, and a [`Warning`] says so.
 //!
 //! [`Given`] is what was written, [`Surroundings`] what it is read within; [`KvTransferConfig`] is what both mean, and
 //! [`ConfigReport`] tells a person.
 
 mod arguments;
-mod compat;
 mod connectors;
+mod defaults;
 mod engine_id;
 mod fields;
 #[doc(hidden)]
@@ -24,7 +24,6 @@ mod transfer_config;
 mod warning;
 
 pub use arguments::dotted_arguments;
-pub use compat::Compat;
 pub use connectors::ConnectorKind;
 pub use fields::{BufferDevice, KvCacheLayout, LoadFailurePolicy, Role};
 pub use given::{Given, ValueSource};

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::compat::{Compat, PortRule};
+use super::defaults::PortRule;
 use super::transfer_config::KvTransferConfig;
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -63,14 +63,14 @@ impl KvTransferConfig {
     /// Errors: `Invalid` when the rank is none of its group, or the port is above 65535.
     pub fn side_channel_port(&self, rank: RankNumbers) -> Result<u16> {
         let base = self.environment().side_channel_port;
-        port(base, rank, self.compat().defaults().ports, "VLLM_NIXL_SIDE_CHANNEL_PORT")
+        port(base, rank, self.version().defaults().ports, "VLLM_NIXL_SIDE_CHANNEL_PORT")
     }
 
     /// The port of MooncakeConnector's bootstrap server, one for all ranks; before vLLM 0.16 the port of this rank's
     /// side channel, base + dp rank × tp size + tp rank. Errors: as [`side_channel_port`](Self::side_channel_port).
     pub fn mooncake_port(&self, rank: RankNumbers) -> Result<u16> {
         let base = self.environment().mooncake_bootstrap_port;
-        if self.compat() >= Compat::V0_16 {
+        if self.version().has_bootstrap_server() {
             return port(
                 base,
                 RankNumbers { dp: 0, ..rank },
@@ -83,7 +83,7 @@ impl KvTransferConfig {
 
     /// When blocks are given back that nobody came for. `VLLM_NIXL_ABORT_REQUEST_TIMEOUT` wins when it is set.
     pub fn block_release(&self) -> BlockRelease {
-        match self.environment().abort_request_timeout.or(self.compat().defaults().abort_after) {
+        match self.environment().abort_request_timeout.or(self.version().defaults().abort_after) {
             Some(after) => BlockRelease::After(after),
             None => BlockRelease::Lease(LeaseTime { duration: self.nixl().kv_lease_duration }),
         }

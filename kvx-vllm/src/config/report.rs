@@ -4,14 +4,15 @@ use std::fmt;
 
 use serde_json::{Map, Value, json};
 
-use super::compat::{Compat, PortRule};
 use super::connectors::ConnectorKind;
+use super::defaults::PortRule;
 use super::given::ValueSource;
 use super::ranks::{BlockRelease, RankNumbers};
 use super::surroundings::PORT;
-use super::tables::{DEFAULTS_OF_VLLM, MooncakeSettings, NixlSettings};
+use super::tables::{self, DEFAULTS_OF_VLLM, MooncakeSettings, NixlSettings};
 use super::transfer_config::KvTransferConfig;
 use super::warning::Warning;
+use crate::Version;
 
 /// The report that `kvx config` prints; `Display` is its text.
 ///
@@ -27,7 +28,7 @@ use super::warning::Warning;
 /// ```
 #[derive(Clone, Debug)]
 pub struct ConfigReport {
-    compat: Compat,
+    version: Version,
     merged: Map<String, Value>,
     values: Vec<Line>,
     openings: Vec<Opening>,
@@ -59,7 +60,7 @@ impl ConfigReport {
         let (sizes, ignored) = Sizes::read(rest);
         let as_written = |name| Opening { name, note: String::new() };
         ConfigReport {
-            compat: config.compat(),
+            version: config.version(),
             merged: config.given().object().clone(),
             values: values(config),
             openings: config
@@ -100,7 +101,7 @@ impl ConfigReport {
         let opening = |opening: &Opening| json!({"name": opening.name, "note": opening.note});
         let warning = |warning: &Warning| json!({"concern": warning.concern().as_str(), "text": warning.sentence()});
         json!({
-            "kv_compat": self.compat.as_str(),
+            "kv_compat": self.version.as_str(),
             "merged": self.merged,
             "values": self.values.iter().map(line).collect::<Vec<_>>(),
             "backends": self.openings.iter().map(opening).collect::<Vec<_>>(),
@@ -113,7 +114,7 @@ impl ConfigReport {
 
 impl fmt::Display for ConfigReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "KV transfer configuration, with the defaults of {}", self.compat)?;
+        writeln!(f, "KV transfer configuration, with the defaults of {}", self.version)?;
         writeln!(f, "\nmerged JSON\n{:#}", Value::Object(self.merged.clone()))?;
         writeln!(f, "\nvalues, and where each came from")?;
         let width = |text: fn(&Line) -> &str| {
@@ -166,7 +167,7 @@ impl fmt::Display for ConfigReport {
 
 fn values(config: &KvTransferConfig) -> Vec<Line> {
     const EXTRA: &str = "kv_connector_extra_config";
-    let compat = config.compat();
+    let version = config.version();
     let written =
         |first: &'static str| config.given().sources().filter(move |(keys, _)| keys[0] == first);
     let mut lines = Vec::new();
@@ -188,7 +189,7 @@ fn values(config: &KvTransferConfig) -> Vec<Line> {
         if !found {
             let (value, source) = match field {
                 "engine_id" => ("(a UUID, new at each start)".to_owned(), ValueSource::Random),
-                _ => (config.field_value(field).to_string(), ValueSource::Default(compat)),
+                _ => (config.field_value(field).to_string(), ValueSource::Default(version)),
             };
             lines.push(Line { name: field.to_owned(), value, sources: vec![source] });
         }
@@ -196,14 +197,14 @@ fn values(config: &KvTransferConfig) -> Vec<Line> {
             if !config.extra().contains_key(key) {
                 let name = format!("{EXTRA}.{key}");
                 let other = DEFAULTS_OF_VLLM.iter().find(|(other, _)| *other == key);
-                let source = other.map_or(ValueSource::Default(compat), |(_, value)| {
-                    ValueSource::Own(compat, value)
+                let source = other.map_or(ValueSource::Default(version), |(_, value)| {
+                    ValueSource::Own(version, value)
                 });
                 lines.push(Line { name, value: value.to_string(), sources: vec![source] });
             }
         }
     }
-    for (name, value, source) in config.environment().lines(&config.surroundings, compat) {
+    for (name, value, source) in config.environment().lines(&config.surroundings, version) {
         let relevant = match config.connector() {
             Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush) => !name.contains("MOONCAKE"),
             Some(ConnectorKind::Mooncake) => !name.contains("NIXL"),
@@ -221,29 +222,30 @@ fn values(config: &KvTransferConfig) -> Vec<Line> {
 fn settings(config: &KvTransferConfig) -> Vec<(&'static str, Value)> {
     match config.connector() {
         Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush) => {
-            nixl(config.nixl(), config.compat())
+            nixl(config.nixl(), config.version())
         }
-        Some(ConnectorKind::Mooncake) => mooncake(config.mooncake(), config.compat()),
+        Some(ConnectorKind::Mooncake) => mooncake(config.mooncake(), config.version()),
         _ => Vec::new(),
     }
 }
 
-fn nixl(settings: &NixlSettings, compat: Compat) -> Vec<(&'static str, Value)> {
+fn nixl(settings: &NixlSettings, version: Version) -> Vec<(&'static str, Value)> {
     let seconds = |time: std::time::Duration| json!(time.as_secs_f64());
+    let reads = |key| tables::is_read(key, version);
     let mut out = vec![("num_threads", json!(settings.num_threads))];
-    if compat >= Compat::V0_16 {
+    if reads("enforce_handshake_compat") {
         out.push(("enforce_handshake_compat", json!(settings.enforce_handshake_compat)));
     }
-    if (Compat::V0_16..=Compat::V0_28).contains(&compat) {
+    if reads("enable_cross_layers_blocks") {
         out.push(("enable_cross_layers_blocks", json!(settings.enable_cross_layers_blocks)));
     }
-    if compat >= Compat::V0_22 {
+    if reads("kv_lease_duration") {
         out.push(("kv_lease_duration", seconds(settings.kv_lease_duration)));
         out.push(("decoder_kv_blocks_ttl", seconds(settings.decoder_kv_blocks_ttl)));
         out.push(("push_registration_timeout", seconds(settings.push_registration_timeout)));
         out.push(("engine_ttl", settings.engine_ttl.map_or(json!(0), seconds)));
     }
-    if compat >= Compat::V0_21 {
+    if reads("bidirectional_kv_xfer") {
         out.push(("bidirectional_kv_xfer", json!(settings.bidirectional_kv_xfer)));
         out.push(("kv_recompute_threshold", json!(settings.kv_recompute_threshold)));
     }
@@ -252,13 +254,13 @@ fn nixl(settings: &NixlSettings, compat: Compat) -> Vec<(&'static str, Value)> {
     out
 }
 
-fn mooncake(settings: &MooncakeSettings, compat: Compat) -> Vec<(&'static str, Value)> {
+fn mooncake(settings: &MooncakeSettings, version: Version) -> Vec<(&'static str, Value)> {
     let mut out = vec![
         ("num_workers", json!(settings.num_workers)),
         ("mooncake_protocol", json!(settings.mooncake_protocol)),
         ("device_name", json!(settings.device_name)),
     ];
-    if compat >= Compat::V0_16 {
+    if version.has_bootstrap_server() {
         out.push(("bootstrap_server_address", json!(settings.bootstrap_server_address)));
     }
     out
@@ -304,8 +306,11 @@ fn derived(config: &KvTransferConfig, sizes: Sizes) -> Vec<(&'static str, String
             Some(address) => format!("at {address}"),
             None => ports(sizes, |rank| config.mooncake_port(rank)),
         };
-        let name =
-            if config.compat() >= Compat::V0_16 { "bootstrap server" } else { "side channel" };
+        let name = if config.version().has_bootstrap_server() {
+            "bootstrap server"
+        } else {
+            "side channel"
+        };
         out.push((name, text));
     }
     if connector.is_some() {
@@ -323,7 +328,7 @@ fn derived(config: &KvTransferConfig, sizes: Sizes) -> Vec<(&'static str, String
 /// How a rank's port follows, and where the base comes from.
 fn port_rule(config: &KvTransferConfig) -> String {
     let base = config.environment().side_channel_port;
-    let offset = match config.compat().defaults().ports {
+    let offset = match config.version().defaults().ports {
         PortRule::PerEngine => "dp rank",
         PortRule::PerWorker => "dp rank x tp size + tp rank",
     };

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::compat::Compat;
 use super::fields::{self, KvCacheLayout};
 use super::given::ValueSource;
 use super::warning::{Concern, Warning};
+use crate::Version;
 use kvx_core::{Error, ErrorKind, Result};
 
 const HOST: &str = "VLLM_NIXL_SIDE_CHANNEL_HOST";
@@ -106,14 +106,14 @@ pub struct Environment {
 }
 
 impl Environment {
-    pub(super) fn read(surroundings: &Surroundings, compat: Compat) -> Result<Self> {
+    pub(super) fn read(surroundings: &Surroundings, version: Version) -> Result<Self> {
         let variables = Variables(&surroundings.variables);
         let layout = variables.read(LAYOUT, |key, text| {
             let layout = KvCacheLayout::read(key, &Value::String(text.to_owned()))?;
             let new_name = !matches!(layout, KvCacheLayout::Nhd | KvCacheLayout::Hnd);
-            if new_name && compat < Compat::V0_29 {
+            if new_name && !version.reads_layout_names() {
                 return Err(invalid(format!(
-                    "{key} is {layout}; {compat} knows NHD and HND: write one of them"
+                    "{key} is {layout}; {version} knows NHD and HND: write one of them"
                 )));
             }
             Ok(layout)
@@ -124,7 +124,7 @@ impl Environment {
                 .unwrap_or("localhost".into()),
             side_channel_port: variables
                 .read(PORT, port_or_any)?
-                .unwrap_or(compat.defaults().side_channel_port),
+                .unwrap_or(version.defaults().side_channel_port),
             abort_request_timeout: variables.read(ABORT, whole_seconds)?,
             host_ip: variables.read(HOST_IP, |_, text| Ok(text.to_owned()))?,
             mooncake_bootstrap_port: variables.read(BOOTSTRAP_PORT, port)?.unwrap_or(8998),
@@ -141,10 +141,11 @@ impl Environment {
     }
 
     /// The abort timeout wins over leases, and the version that has leases no longer knows it.
-    pub(super) fn abort_warning(&self, compat: Compat) -> Option<Warning> {
-        let timeout = self.abort_request_timeout.filter(|_| compat >= Compat::V0_22)?;
+    pub(super) fn abort_warning(&self, version: Version) -> Option<Warning> {
+        let timeout =
+            self.abort_request_timeout.filter(|_| version.defaults().abort_after.is_none())?;
         let sentence = format!(
-            "{ABORT} is set: blocks are kept for {} s and not leased; {compat} has no such variable, so unset it \
+            "{ABORT} is set: blocks are kept for {} s and not leased; {version} has no such variable, so unset it \
              and use \
              kv_connector_extra_config.kv_lease_duration",
             timeout.as_secs()
@@ -156,7 +157,7 @@ impl Environment {
     pub(super) fn lines(
         &self,
         surroundings: &Surroundings,
-        compat: Compat,
+        version: Version,
     ) -> Vec<(&'static str, String, ValueSource)> {
         let seconds = |time: Duration| format!("{} s", time.as_secs_f64());
         let values = [
@@ -172,7 +173,7 @@ impl Environment {
         let line = |(name, value): (&'static str, Option<String>)| {
             let source = match surroundings.variables.get(name) {
                 Some(_) => ValueSource::Environment(name.into()),
-                None => ValueSource::Default(compat),
+                None => ValueSource::Default(version),
             };
             value.map(|value| (name, value, source))
         };

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use serde_json::{Map, Value};
 
-use super::compat::Compat;
 use super::fields;
 use super::warning::{Concern, Warning};
+use crate::Version;
 use kvx_core::backend::nearest;
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -66,16 +66,22 @@ enum Shape {
 struct KnownKey {
     name: &'static str,
     shape: Shape,
-    since: Compat,
-    until: Compat,
+    since: Version,
+    until: Version,
+}
+
+impl KnownKey {
+    fn is_read(&self, version: Version) -> bool {
+        (self.since..=self.until).contains(&version)
+    }
 }
 
 const fn known(name: &'static str, shape: Shape) -> KnownKey {
-    KnownKey { name, shape, since: Compat::V0_9, until: Compat::V0_33 }
+    KnownKey { name, shape, since: Version::V0_9, until: Version::V0_33 }
 }
 
 const fn recent(name: &'static str, shape: Shape) -> KnownKey {
-    KnownKey { since: Compat::V0_22, ..known(name, shape) }
+    KnownKey { since: Version::V0_22, ..known(name, shape) }
 }
 
 /// What vLLM's connectors and kvx read at the top of `kv_connector_extra_config`.
@@ -92,23 +98,28 @@ const KNOWN_KEYS: &[KnownKey] = &[
     known("allow_unsigned_params", Shape::Texts),
     recent("kv_lease_duration", Shape::Seconds),
     recent("decoder_kv_blocks_ttl", Shape::Seconds),
-    KnownKey { since: Compat::V0_21, ..known("kv_recompute_threshold", Shape::Whole) },
-    KnownKey { since: Compat::V0_21, ..known("bidirectional_kv_xfer", Shape::Flag) },
+    KnownKey { since: Version::V0_21, ..known("kv_recompute_threshold", Shape::Whole) },
+    KnownKey { since: Version::V0_21, ..known("bidirectional_kv_xfer", Shape::Flag) },
     recent("push_registration_timeout", Shape::Seconds),
     recent("engine_ttl", Shape::Number),
-    KnownKey { since: Compat::V0_16, ..known("enforce_handshake_compat", Shape::Flag) },
+    KnownKey { since: Version::V0_16, ..known("enforce_handshake_compat", Shape::Flag) },
     KnownKey {
-        since: Compat::V0_16,
-        until: Compat::V0_28,
+        since: Version::V0_16,
+        until: Version::V0_28,
         ..known("enable_cross_layers_blocks", Shape::Flag)
     },
     known("num_workers", Shape::Whole),
     known("mooncake_protocol", Shape::Text),
     known("device_name", Shape::Text),
-    KnownKey { since: Compat::V0_16, ..known("bootstrap_server_address", Shape::Text) },
-    KnownKey { since: Compat::V0_20, ..known("prefill_side_swa_replay", Shape::Flag) },
+    KnownKey { since: Version::V0_16, ..known("bootstrap_server_address", Shape::Text) },
+    KnownKey { since: Version::V0_20, ..known("prefill_side_swa_replay", Shape::Flag) },
     known("connectors", Shape::Any),
 ];
+
+/// Returns whether `version` reads this key of vLLM's.
+pub(super) fn is_read(key: &str, version: Version) -> bool {
+    KNOWN_KEYS.iter().any(|known| known.name == key && known.is_read(version))
+}
 
 fn extra(key: &str) -> String {
     format!("kv_connector_extra_config.{key}")
@@ -129,7 +140,7 @@ fn check_shape(key: &str, value: &Value, shape: Shape) -> Result<()> {
 }
 
 /// Checks the whole of `kv_connector_extra_config`; what is only odd comes back as warnings.
-pub(super) fn check(object: &Map<String, Value>, compat: Compat) -> Result<Vec<Warning>> {
+pub(super) fn check(object: &Map<String, Value>, version: Version) -> Result<Vec<Warning>> {
     let mut warnings = Vec::new();
     for (key, value) in object {
         if let Some(table) = OPTION_TABLES.iter().find(|table| table.name == key) {
@@ -139,9 +150,9 @@ pub(super) fn check(object: &Map<String, Value>, compat: Compat) -> Result<Vec<W
             if let (Shape::Factors, Value::Object(factors)) = (known.shape, value) {
                 warnings.extend(unknown_factors(factors));
             }
-            if compat < known.since || compat > known.until {
+            if !known.is_read(version) {
                 let sentence =
-                    format!("{} is not read by {compat}; kvx ignores it: remove it", extra(key));
+                    format!("{} is not read by {version}; kvx ignores it: remove it", extra(key));
                 warnings.push(Warning::new(Concern::Version, sentence));
             }
         } else {
@@ -358,7 +369,7 @@ pub struct MooncakeSettings {
 /// Reads known keys; those that the chosen version does not read are as if absent.
 struct KeyReader<'a> {
     object: &'a Map<String, Value>,
-    compat: Compat,
+    version: Version,
 }
 
 impl KeyReader<'_> {
@@ -368,7 +379,8 @@ impl KeyReader<'_> {
         read: impl FnOnce(&str, &Value) -> Result<T>,
     ) -> Result<Option<T>> {
         let known = KNOWN_KEYS.iter().find(|known| known.name == key);
-        let applies = known.is_some_and(|known| (known.since..=known.until).contains(&self.compat));
+        let applies =
+            known.is_some_and(|known| (known.since..=known.until).contains(&self.version));
         self.object.get(key).filter(|_| applies).map(|value| read(&extra(key), value)).transpose()
     }
 
@@ -386,8 +398,8 @@ impl KeyReader<'_> {
     }
 }
 
-pub(super) fn nixl(object: &Map<String, Value>, compat: Compat) -> Result<NixlSettings> {
-    let reader = KeyReader { object, compat };
+pub(super) fn nixl(object: &Map<String, Value>, version: Version) -> Result<NixlSettings> {
+    let reader = KeyReader { object, version };
     let decoder_kv_blocks_ttl =
         reader.seconds("decoder_kv_blocks_ttl", Duration::from_secs(480))?;
     let engine_ttl = match reader.read("engine_ttl", fields::number)?.unwrap_or(3600.0) {
@@ -418,8 +430,8 @@ pub(super) fn nixl(object: &Map<String, Value>, compat: Compat) -> Result<NixlSe
     })
 }
 
-pub(super) fn mooncake(object: &Map<String, Value>, compat: Compat) -> Result<MooncakeSettings> {
-    let reader = KeyReader { object, compat };
+pub(super) fn mooncake(object: &Map<String, Value>, version: Version) -> Result<MooncakeSettings> {
+    let reader = KeyReader { object, version };
     Ok(MooncakeSettings {
         num_workers: reader.whole("num_workers", 10)?,
         mooncake_protocol: reader

@@ -4,7 +4,6 @@ use std::sync::LazyLock;
 
 use serde_json::{Map, Value, json};
 
-use super::compat::Compat;
 use super::connectors::{self, ConnectorKind};
 use super::engine_id::random_uuid;
 use super::fields::{self, BufferDevice, FIELDS, LoadFailurePolicy, Role};
@@ -12,6 +11,7 @@ use super::given::Given;
 use super::surroundings::{self, Environment, Surroundings};
 use super::tables::{self, MooncakeSettings, NixlSettings};
 use super::warning::{self, Concern, Warning};
+use crate::Version;
 use kvx_core::backend::nearest;
 use kvx_core::{AgentBuilder, Error, ErrorKind, Options, Result};
 
@@ -34,7 +34,7 @@ use kvx_core::{AgentBuilder, Error, ErrorKind, Options, Result};
 pub struct KvTransferConfig {
     pub(super) given: Given,
     pub(super) surroundings: Surroundings,
-    compat: Compat,
+    version: Version,
     kv_connector: Option<String>,
     connector: Option<ConnectorKind>,
     engine_id: String,
@@ -98,7 +98,7 @@ impl KvTransferConfig {
     fn resolve_within(
         given: Given,
         surroundings: &Surroundings,
-        parent: Option<Compat>,
+        parent: Option<Version>,
     ) -> Result<Self> {
         let object = given.object();
         check_names(object)?;
@@ -113,11 +113,11 @@ impl KvTransferConfig {
                 return Err(fields::wrong("kv_connector_extra_config", other, "an object, {…}"));
             }
         };
-        let compat = match extra.get("kv_compat") {
-            Some(value) => Compat::from_value(value)?,
+        let version = match extra.get("kv_compat") {
+            Some(value) => Version::from_value(value)?,
             None => parent.unwrap_or_default(),
         };
-        let defaults = compat.defaults();
+        let defaults = version.defaults();
 
         let text = |key: &str| filled(key).map(|value| fields::text(key, value)).transpose();
         let kv_connector = text("kv_connector")?;
@@ -161,7 +161,7 @@ impl KvTransferConfig {
         };
 
         let mut config = KvTransferConfig {
-            compat,
+            version,
             connector,
             engine_id,
             kv_buffer_device,
@@ -185,9 +185,9 @@ impl KvTransferConfig {
             kv_ip: get("kv_ip")
                 .map_or(Ok("127.0.0.1".into()), |value| fields::text("kv_ip", value))?,
             backends: tables::backends(extra)?,
-            nixl: tables::nixl(extra, compat)?,
-            mooncake: tables::mooncake(extra, compat)?,
-            environment: Environment::read(surroundings, compat)?,
+            nixl: tables::nixl(extra, version)?,
+            mooncake: tables::mooncake(extra, version)?,
+            environment: Environment::read(surroundings, version)?,
             first_rank_host: None,
             children: Vec::new(),
             warnings: Vec::new(),
@@ -198,9 +198,9 @@ impl KvTransferConfig {
         };
         config.warnings.extend(given.warnings().iter().cloned());
         config.warnings.extend(config.field_warnings(object));
-        config.warnings.extend(tables::check(extra, compat)?);
+        config.warnings.extend(tables::check(extra, version)?);
         if parent.is_none() {
-            config.warnings.extend(config.environment.abort_warning(compat));
+            config.warnings.extend(config.environment.abort_warning(version));
             let connector = config.kv_connector.as_deref();
             config
                 .warnings
@@ -221,7 +221,7 @@ impl KvTransferConfig {
         let child = Self::resolve_within(
             Given::from_object(child.clone()),
             &surroundings,
-            Some(self.compat),
+            Some(self.version),
         )
         .map_err(|error| Error::new(error.kind(), format!("{prefix}: {}", error.sentence())))?;
         self.warnings.extend(child.warnings.iter().cloned().map(|warning| warning.within(&prefix)));
@@ -230,49 +230,49 @@ impl KvTransferConfig {
     }
 
     fn field_warnings(&self, object: &Map<String, Value>) -> Vec<Warning> {
-        let compat = self.compat;
+        let version = self.version;
         let mut warnings = Vec::new();
         let mut warn = |concern, sentence: String| warnings.push(Warning::new(concern, sentence));
-        let written = |wanted: fn(&fields::Field) -> bool| -> Vec<&str> {
+        let written = |wanted: &dyn Fn(&fields::Field) -> bool| -> Vec<&str> {
             let names = FIELDS.iter().filter(|field| wanted(field)).map(|field| field.name);
             names.filter(|name| object.contains_key(*name)).collect()
         };
-        let removed = written(|field| field.removed);
-        if compat >= Compat::V0_32 && !removed.is_empty() {
+        let removed = written(&|field| field.removed && !field.is_in(version));
+        if !removed.is_empty() {
             warn(
                 Concern::Version,
                 format!(
-                    "{}: not in {compat} any more, and not used by kvx; remove what is written, or set kv_compat \
+                    "{}: not in {version} any more, and not used by kvx; remove what is written, or set kv_compat \
                      to \"0.31\"",
                     removed.join(", ")
                 ),
             );
         }
-        let added = written(|field| field.added);
-        if compat <= Compat::V0_9 && !added.is_empty() {
+        let added = written(&|field| field.added && !field.is_in(version));
+        if !added.is_empty() {
             warn(
                 Concern::Version,
-                format!("{}: {compat} has no such field yet; kvx reads it", added.join(", ")),
+                format!("{}: {version} has no such field yet; kvx reads it", added.join(", ")),
             );
         }
         let nixl =
             matches!(self.connector, Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush));
-        if nixl && compat <= Compat::V0_11 {
+        if nixl && version.has_port_per_worker() {
             warn(
                 Concern::Version,
                 format!(
-                    "kv_compat {}: kvx takes the defaults and ports of {compat}, for peers that are kvx too; it \
+                    "kv_compat {}: kvx takes the defaults and ports of {version}, for peers that are kvx too; it \
                      does not \
                      speak with a vLLM before 0.16",
-                    compat.as_str()
+                    version.as_str()
                 ),
             );
         }
-        if self.kv_role == Some(Role::Both) && nixl && compat >= Compat::V0_32 {
+        if self.kv_role == Some(Role::Both) && nixl && version.deprecates_kv_both() {
             warn(
                 Concern::Version,
                 format!(
-                    "kv_role kv_both is deprecated in {compat}; write kv_producer or kv_consumer: to NixlConnector all \
+                    "kv_role kv_both is deprecated in {version}; write kv_producer or kv_consumer: to NixlConnector all \
                      roles are the same, the request decides"
                 ),
             );
@@ -308,8 +308,8 @@ impl KvTransferConfig {
     }
 
     /// The version whose defaults count: `kv_compat`, or the newest.
-    pub fn compat(&self) -> Compat {
-        self.compat
+    pub fn version(&self) -> Version {
+        self.version
     }
 
     /// `kv_connector`, as written.
@@ -510,12 +510,11 @@ impl KvTransferConfig {
 
     /// The fields that the chosen version has, and those written besides.
     pub(super) fn fields_of_version(&self) -> impl Iterator<Item = &'static str> + '_ {
-        let has = |field: &fields::Field| match self.compat {
-            Compat::V0_9 => !field.added,
-            compat => !field.removed || compat < Compat::V0_32,
-        };
         let written = |field: &fields::Field| self.given.object().contains_key(field.name);
-        FIELDS.iter().filter(move |field| has(field) || written(field)).map(|field| field.name)
+        FIELDS
+            .iter()
+            .filter(move |field| field.is_in(self.version) || written(field))
+            .map(|field| field.name)
     }
 
     pub(super) fn field_value(&self, field: &str) -> Value {

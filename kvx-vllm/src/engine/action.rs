@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use kvx_core::Indices;
 
-use super::identity::{BlockLists, RequestId, WorkerRank};
-use super::step::RemoteEngine;
-use super::time::Time;
-use crate::mapping::{MemoryType, Tokens};
+use super::remote::RemoteEngine;
+use crate::ids::{BlockLists, RequestId, WorkerRank};
+use crate::mapping::{Part, Tokens};
+use crate::time::Time;
 use crate::wire::{PushGrant, PushRegistration};
 
 /// One handshake with a peer, and what was set up by it: descriptors, links. Never used twice.
@@ -17,15 +17,6 @@ pub struct Connection(pub(crate) u64);
 /// One read or write. Never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MoveId(pub(crate) u64);
-
-/// What of a peer one move is with: [`PeerMap::part`](crate::mapping::PeerMap::part) finds the grids for it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Part {
-    /// Which worker there.
-    pub rank: WorkerRank,
-    /// Where the blocks lie, here and there.
-    pub memory: (MemoryType, MemoryType),
-}
 
 /// The blocks of one KV cache group that a move carries: pair by pair, in all layers of the group. The lists are
 /// shared by all layers, ranks and parts.

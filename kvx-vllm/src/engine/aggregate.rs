@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::failure::{LoadFailure, TransferFailure};
-use super::identity::{EngineId, RequestId};
-use super::scheduler::Kept;
 use super::stats::TransferStats;
+use super::step::Kept;
 use super::step::{FailedLoad, WorkerOutput};
-use super::time::{ClockOffset, Time};
+use crate::ids::{EngineId, RequestId};
+use crate::time::{ClockOffset, Time};
 
 /// What all workers together have to tell the scheduler half.
 #[derive(Clone, Debug, Default)]

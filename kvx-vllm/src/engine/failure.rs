@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde_json::{Map, Value};
 
-use super::identity::{Address, EngineId, RequestId, WorkerRank};
+use crate::ids::{Address, EngineId, RequestId, WorkerRank};
 
 /// Why the blocks of a request did not come.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -224,4 +224,27 @@ impl fmt::Display for TransferFailure {
             Value::Object(self.context())
         )
     }
+}
+
+/// A handshake that brought no plan.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HandshakeFailure {
+    /// The peer answered, but it and this engine do not fit together. Else it did not answer, or not in words.
+    pub setup: bool,
+    /// Why, in a sentence.
+    pub error: String,
+}
+
+/// A move that did not succeed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MoveFailure {
+    /// Which step.
+    pub kind: FailureKind,
+    /// Nothing touches its memory any more. Else [`Worker::move_settled`](super::Worker::move_settled) says so later, or
+    /// [`Worker::move_forgotten`](super::Worker::move_forgotten) that nobody ever will.
+    pub settled: bool,
+    /// What the handshake described is no longer there: the peer has restarted, or is gone. It is asked anew, later.
+    pub peer_is_gone: bool,
+    /// Why, in a sentence.
+    pub error: String,
 }

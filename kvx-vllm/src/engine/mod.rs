@@ -33,42 +33,41 @@
 
 mod action;
 mod aggregate;
+mod deadlines;
 mod failure;
 mod generations;
-mod identity;
 pub mod mooncake;
 mod peers;
 mod plan;
 mod recovery;
+mod remote;
 mod scheduler;
 mod settings;
 mod stats;
 mod step;
-mod time;
 mod trust;
 mod worker;
 
-pub use action::{Action, Connection, GroupMove, Move, MoveId, MoveLists, Part, ReadBlocks};
+pub use crate::ids::{Address, BlockLists, EngineId, RequestId, WorkerRank};
+pub use crate::mapping::Part;
+pub use crate::time::{ClockOffset, Time};
+pub use action::{Action, Connection, GroupMove, Move, MoveId, MoveLists, ReadBlocks};
 pub use aggregate::{EngineOutput, OutputAggregator};
-pub use failure::{FailureKind, LoadFailure, TransferFailure};
+pub use failure::{FailureKind, HandshakeFailure, LoadFailure, MoveFailure, TransferFailure};
 pub use generations::{BlockReference, Generations, NoReference};
 #[doc(hidden)]
 pub use generations::{Fresh, Unsaved};
-pub use identity::{Address, BlockLists, EngineId, RequestId, WorkerRank};
-#[doc(hidden)]
-pub use identity::{bare, is_loopback};
 pub use plan::{PeerLane, PeerPlan, PoolBlocks};
 pub use recovery::{Affected, Holding, Recovery};
+pub use remote::RemoteEngine;
 pub use scheduler::{
-    Allocation, Arrival, Ending, Finished, Kept, Matched, NotLoaded, Outcome, Scheduler, Status,
-    Then,
+    Allocation, Arrival, Ending, Finished, Matched, NotLoaded, Outcome, Scheduler, Status, Then,
 };
 pub use settings::{ConsumerRule, Settings, SideChannels, release_of};
 pub use stats::{METRICS, MOONCAKE_METRICS, Metric, Summary, TransferStats, Transferred};
 pub use step::{
-    ConnectorMeta, FailedLoad, Heartbeat, ReceiveOrder, RemoteEngine, RemoteRequest, SendOrder,
+    ConnectorMeta, FailedLoad, Heartbeat, Kept, ReceiveOrder, RemoteRequest, SendOrder,
     WorkerOutput,
 };
-pub use time::{ClockOffset, Time};
 pub use trust::{ParamsTrust, Untrusted};
-pub use worker::{HandshakeFailure, MoveFailure, Worker};
+pub use worker::Worker;

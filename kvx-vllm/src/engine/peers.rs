@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::action::{Action, Connection};
-use super::identity::{EngineId, WorkerRank};
 use super::plan::PeerPlan;
-use super::step::RemoteEngine;
-use super::time::Time;
+use super::remote::RemoteEngine;
+use crate::ids::{EngineId, WorkerRank};
+use crate::time::Time;
 
 /// The least time between two new handshakes with an engine; doubled each time, until a transfer succeeds.
 const FIRST_WAIT: Duration = Duration::from_secs(1);

@@ -1,17 +1,18 @@
 //! What a handshake has shown: between which workers and in which units blocks move.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use kvx_core::{Indices, Op};
 
-use super::action::{GroupMove, Part};
-use super::identity::{BlockLists, WorkerRank};
+use super::action::GroupMove;
 use super::step::ReceiveOrder;
-use super::time::ClockOffset;
+use crate::ids::{BlockLists, WorkerRank};
 use crate::mapping::{
-    Aligned, Clip, Finishing, Geometry, MemoryType, PeerMap, RegionGroup, SendMap, Source, Tokens,
-    Units,
+    Aligned, Clip, Finishing, Geometry, MemoryType, Part, PeerMap, RegionGroup, SendMap, Source,
+    Tokens, Units,
 };
+use crate::time::ClockOffset;
 
 /// One worker of a peer that blocks move from or to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,6 +31,16 @@ impl PeerLane {
     /// All blocks of a worker, in one move between memories of one kind.
     pub fn whole(rank: WorkerRank, readers: u32) -> Self {
         PeerLane { rank, memory: vec![(MemoryType::Vram, MemoryType::Vram)], groups: None, readers }
+    }
+
+    /// What it moves of `groups`: all, shared with other lanes, or some.
+    pub(super) fn select(&self, groups: &Arc<[GroupMove]>) -> Arc<[GroupMove]> {
+        match &self.groups {
+            None => Arc::clone(groups),
+            Some(own) => {
+                groups.iter().filter(|group| own.contains(&group.group)).cloned().collect()
+            }
+        }
     }
 
     /// What each of its moves is with.

@@ -5,7 +5,7 @@ use std::fmt;
 
 use crate::config::LoadFailurePolicy;
 
-use super::identity::RequestId;
+use crate::ids::RequestId;
 
 /// A request as the engine holds it when a load has failed. Blocks may be shared: each request that uses an invalid
 /// one is affected.

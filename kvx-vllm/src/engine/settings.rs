@@ -2,15 +2,14 @@
 
 use std::time::Duration;
 
-use crate::config::{
-    BlockRelease, Compat, ConnectorKind, KvTransferConfig, LeaseTime, LoadFailurePolicy,
-};
+use crate::config::{BlockRelease, ConnectorKind, KvTransferConfig, LeaseTime, LoadFailurePolicy};
 use kvx_core::{Error, ErrorKind};
 
-use super::identity::{Address, EngineId, WorkerRank};
 use super::mooncake::Mooncake;
 use super::trust::ParamsTrust;
-use crate::params::{Dialect, TransferMode};
+use crate::Version;
+use crate::ids::{Address, EngineId, WorkerRank};
+use crate::params::TransferMode;
 
 /// How the number in a completion notification is meant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -23,8 +22,8 @@ pub enum ConsumerRule {
 
 impl ConsumerRule {
     /// The rule of a version.
-    pub fn of(dialect: Dialect) -> Self {
-        if dialect.counts_readers() { ConsumerRule::Readers } else { ConsumerRule::DecodeRanks }
+    pub fn of(version: Version) -> Self {
+        if version.counts_readers() { ConsumerRule::Readers } else { ConsumerRule::DecodeRanks }
     }
 
     /// What a decode rank of `own_tp` ranks writes when `readers` of them read from the rank it tells.
@@ -46,16 +45,16 @@ impl ConsumerRule {
 
 /// The release of a version's blocks where nothing else is configured: leases of 30 s, or 480 s once and for all up
 /// to 0.21.
-pub fn release_of(dialect: Dialect) -> BlockRelease {
-    match dialect.leases() {
+pub fn release_of(version: Version) -> BlockRelease {
+    match version.leases() {
         true => BlockRelease::Lease(LeaseTime { duration: Duration::from_secs(30) }),
         false => BlockRelease::After(Duration::from_secs(480)),
     }
 }
 
-/// How often an engine of this dialect renews the leases of its peers, where leases last so long.
-fn heartbeat_of(dialect: Dialect, lease: Duration) -> Option<Duration> {
-    dialect.leases().then(|| LeaseTime { duration: lease }.heartbeat())
+/// How often an engine of this version renews the leases of its peers, where leases last so long.
+fn heartbeat_of(version: Version, lease: Duration) -> Option<Duration> {
+    version.leases().then(|| LeaseTime { duration: lease }.heartbeat())
 }
 
 /// What the two halves must know of their engine and of the protocol. Plain data: set what differs from the defaults.
@@ -66,7 +65,7 @@ pub struct Settings {
     /// Where its side channel listens, as peers reach it.
     pub address: Address,
     /// Whose forms are written.
-    pub dialect: Dialect,
+    pub version: Version,
     /// Who moves the data.
     pub mode: TransferMode,
     /// Tensor-parallel size.
@@ -81,7 +80,7 @@ pub struct Settings {
     pub groups: Vec<Option<u32>>,
     /// When blocks of this engine are freed that nobody came for.
     pub release: BlockRelease,
-    /// How often peers are told that their blocks are still wanted; `None`: the dialect's engines do not read that.
+    /// How often peers are told that their blocks are still wanted; `None`: the version's engines do not read that.
     pub heartbeat: Option<Duration>,
     /// Where the side channels of an engine's workers are.
     pub ports: SideChannels,
@@ -161,21 +160,21 @@ impl Settings {
     /// The defaults of the newest version for one rank of everything and one group of full attention, blocks of 16
     /// tokens.
     pub fn new(engine: impl Into<EngineId>, address: Address) -> Self {
-        let dialect = Dialect::default();
+        let version = Version::default();
         Settings {
             engine: engine.into(),
             address,
-            dialect,
+            version,
             mode: TransferMode::Pull,
             tp_size: 1,
             pp_size: 1,
             dcp_size: 1,
             block_size: 16,
             groups: vec![None],
-            release: release_of(dialect),
-            heartbeat: heartbeat_of(dialect, Duration::from_secs(30)),
+            release: release_of(version),
+            heartbeat: heartbeat_of(version, Duration::from_secs(30)),
             ports: SideChannels::OfEngine,
-            consumers: ConsumerRule::of(dialect),
+            consumers: ConsumerRule::of(version),
             bidirectional: false,
             decoder_ttl: Duration::from_secs(480),
             recompute_threshold: 64,
@@ -202,16 +201,16 @@ impl Settings {
         dp: u32,
         address: Address,
     ) -> kvx_core::Result<Self> {
-        let dialect = Dialect::from(config.compat());
+        let version = config.version().spoken();
         let nixl = config.nixl();
         let mode = match config.connector() {
             None | Some(ConnectorKind::NixlPull) => TransferMode::Pull,
-            Some(ConnectorKind::NixlPush) if dialect.leases() => TransferMode::Push,
+            Some(ConnectorKind::NixlPush) if version.leases() => TransferMode::Push,
             Some(ConnectorKind::NixlPush) => {
                 return Err(Error::new(
                     ErrorKind::Unsupported,
                     format!(
-                        "{dialect} has no NixlPushConnector; take NixlConnector, or another kv_compat"
+                        "{version} has no NixlPushConnector; take NixlConnector, or another kv_compat"
                     ),
                 ));
             }
@@ -236,15 +235,15 @@ impl Settings {
             }
         };
         Ok(Settings {
-            dialect,
+            version,
             mode,
             release: config.block_release(),
-            heartbeat: heartbeat_of(dialect, nixl.kv_lease_duration),
-            ports: match config.compat() <= Compat::V0_11 {
+            heartbeat: heartbeat_of(version, nixl.kv_lease_duration),
+            ports: match config.version().has_port_per_worker() {
                 true => SideChannels::OfWorkers,
                 false => SideChannels::OfEngine,
             },
-            consumers: ConsumerRule::of(dialect),
+            consumers: ConsumerRule::of(version),
             bidirectional: nixl.bidirectional_kv_xfer,
             decoder_ttl: nixl.decoder_kv_blocks_ttl,
             recompute_threshold: nixl.kv_recompute_threshold,

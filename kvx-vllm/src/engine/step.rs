@@ -5,28 +5,11 @@ use std::sync::Arc;
 use super::action::MoveLists;
 use super::failure::{LoadFailure, TransferFailure};
 use super::generations::BlockReference;
-use super::identity::{Address, BlockLists, EngineId, RequestId};
-use super::scheduler::Kept;
+use super::remote::RemoteEngine;
 use super::stats::TransferStats;
-use super::time::{ClockOffset, Time};
+use crate::ids::{BlockLists, EngineId, RequestId};
 use crate::mapping::Tokens;
-
-/// A peer as a request's parameters name it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RemoteEngine {
-    /// Which engine is expected at the address.
-    pub engine: EngineId,
-    /// Where its side channel listens.
-    pub address: Address,
-    /// Its tensor-parallel size.
-    pub tp_size: u32,
-    /// Its pipeline-parallel size.
-    pub pp_size: u32,
-    /// Its decode-context-parallel size.
-    pub dcp_size: u32,
-    /// How often it had registered its memory anew.
-    pub registration: u64,
-}
+use crate::time::{ClockOffset, Time};
 
 /// A request's blocks at the peer.
 #[derive(Clone, Debug, PartialEq)]
@@ -134,6 +117,15 @@ impl ConnectorMeta {
             && self.cancel.is_empty()
             && self.heartbeats.is_empty()
     }
+}
+
+/// Blocks that an engine keeps for the connector.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kept {
+    /// Those of a load that was aborted or has failed at its deadline.
+    Load,
+    /// All of a request that has ended, for a peer.
+    Request,
 }
 
 /// A load that did not bring everything.

@@ -7,7 +7,7 @@ use kvx_core::{Error, ErrorKind, Result};
 use super::caches::Caches;
 use super::geometry::{Geometry, KvRegion, MemoryType, RegionGroup, malformed, shown};
 use super::layout::KvLayout;
-use crate::params::Dialect;
+use crate::Version;
 use crate::wire::NixlAgentMetadata;
 
 /// The attention backend whose K has dimensions before tokens.
@@ -75,17 +75,17 @@ impl Geometry {
 }
 
 impl Caches {
-    /// Writes this rank's regions into the metadata of its handshake, in the words of `dialect`: names of layouts and
+    /// Writes this rank's regions into the metadata of its handshake, in the words of `version`: names of layouts and
     /// regions, groups and kinds of memory changed with versions.
     ///
     /// # Errors
     /// `Incompatible` for a layout, padding, groups or counts that the version has no words for.
-    pub fn advertise(&self, metadata: &mut NixlAgentMetadata, dialect: Dialect) -> Result<()> {
+    pub fn advertise(&self, metadata: &mut NixlAgentMetadata, version: Version) -> Result<()> {
         let geometry = self.geometry();
         let regions = geometry.regions();
         let of = |field: fn(&KvRegion) -> u64| regions.iter().map(field).collect::<Vec<u64>>();
         let counts = of(|region| region.blocks.into());
-        check_words(geometry, dialect)?;
+        check_words(geometry, version)?;
         metadata.kv_caches_base_addr = of(|region| region.base);
         metadata.block_lens = of(|region| region.block_len);
         metadata.block_strides = of(|region| region.block_stride);
@@ -94,12 +94,12 @@ impl Caches {
         metadata.block_size = geometry.block_tokens().into();
         metadata.physical_blocks_per_logical_kv_block = geometry.kernel_per_logical();
         let layout = geometry.layout();
-        let old_name = layout.old_name().filter(|_| dialect < Dialect::V0_29);
+        let old_name = layout.old_name().filter(|_| !version.names_layouts_by_axes());
         metadata.kv_cache_layout = old_name.unwrap_or(layout.as_str()).to_owned();
         let names = |region: &KvRegion| {
             region.layers.iter().map(|layer| layer.to_string()).collect::<Vec<_>>()
         };
-        if dialect >= Dialect::V0_30 {
+        if version.describes_regions() {
             metadata.region_num_blocks = Some(counts);
             metadata.region_group_ids =
                 Some(regions.iter().map(|region| region.group.to_wire()).collect());
@@ -112,7 +112,7 @@ impl Caches {
             metadata.region_mem_types =
                 Some(regions.iter().map(|region| region.memory.as_str().to_owned()).collect());
         }
-        if dialect >= Dialect::V0_31 {
+        if version.lists_region_members() {
             let shared = regions.iter().any(|region| region.layers.len() > 1);
             metadata.region_members =
                 if shared { regions.iter().map(names).collect() } else { Vec::new() };
@@ -122,25 +122,25 @@ impl Caches {
 }
 
 /// That the version has words for what this geometry is.
-fn check_words(geometry: &Geometry, dialect: Dialect) -> Result<()> {
+fn check_words(geometry: &Geometry, version: Version) -> Result<()> {
     let regions = geometry.regions();
     let padded = regions.iter().any(|region| region.block_stride != region.block_len);
     let uneven = regions.iter().any(|region| region.blocks != regions[0].blocks);
     let needs = [
         (
             geometry.kernel_per_logical() != 1,
-            Dialect::V0_21,
+            Version::V0_21,
             "several kernel blocks per logical block",
         ),
-        (geometry.layout().old_name().is_none(), Dialect::V0_29, "this layout"),
-        (padded, Dialect::V0_29, "padded blocks"),
-        (uneven, Dialect::V0_30, "regions of different numbers of blocks"),
+        (geometry.layout().old_name().is_none(), Version::V0_29, "this layout"),
+        (padded, Version::V0_29, "padded blocks"),
+        (uneven, Version::V0_30, "regions of different numbers of blocks"),
     ];
-    match needs.into_iter().find(|(needed, since, _)| *needed && dialect < *since) {
+    match needs.into_iter().find(|(needed, since, _)| *needed && !version.speaks(*since)) {
         None => Ok(()),
         Some((_, since, what)) => Err(Error::new(
             ErrorKind::Incompatible,
-            format!("the metadata of {dialect} has no words for {what}; {since} has"),
+            format!("the metadata of {version} has no words for {what}; {since} has"),
         )),
     }
 }

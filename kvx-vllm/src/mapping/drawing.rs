@@ -9,9 +9,10 @@ use super::caches::Caches;
 use super::geometry::{Geometry, RegionGroup};
 use super::lanes::{Lane, RegionGrid, SetKey, Source};
 use super::pairing::{Match, pair_regions};
-use super::peer::{MappingOptions, Remote, RemoteRank, incompatible, invalid};
+use super::peer::{MappingOptions, Remote, incompatible, invalid};
 use super::ranks::{Heads, Mapping, Tp};
 use super::slices::{RegionPair, Slice};
+use crate::ids::WorkerRank;
 
 /// What all lanes of a map are drawn from.
 pub(super) struct Drawing<'a> {
@@ -97,7 +98,7 @@ impl Drawing<'_> {
             }
         }
         for (pp, (stage, geometry)) in drawn.into_iter().zip(stages).enumerate() {
-            let rank = RemoteRank { pp: pp as u32, tp: rank };
+            let rank = WorkerRank { pp: pp as u32, tp: rank };
             sources.push(Source::new(rank, geometry, stage.lanes, stage.sets));
         }
         Ok(())

@@ -6,7 +6,7 @@ use kvx_core::Grid;
 
 use super::descriptors::Row;
 use super::geometry::{Geometry, MemoryType};
-use super::peer::RemoteRank;
+use crate::ids::WorkerRank;
 
 /// A grid of a region of a [`Geometry`]; its base counts from the region's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,7 +88,7 @@ impl LaneSet {
 /// One rank of the peer, and what moves between it and this rank.
 #[derive(Clone, Debug)]
 pub struct Source {
-    rank: RemoteRank,
+    rank: WorkerRank,
     device: u64,
     bases: Vec<u64>,
     pub(super) lanes: Vec<Lane>,
@@ -97,7 +97,7 @@ pub struct Source {
 
 impl Source {
     pub(super) fn new(
-        rank: RemoteRank,
+        rank: WorkerRank,
         geometry: &Geometry,
         lanes: Vec<Lane>,
         sets: Vec<(SetKey, Vec<u32>)>,
@@ -115,7 +115,7 @@ impl Source {
     }
 
     /// The rank.
-    pub fn rank(&self) -> RemoteRank {
+    pub fn rank(&self) -> WorkerRank {
         self.rank
     }
 

@@ -35,7 +35,7 @@
 //! // Rank 3 of a decode side of four reads from a prefill side of two: the second half of what rank 1 has.
 //! let (own, tp) = (caches(4)?, Tp::new(3, 4)?);
 //! assert_eq!(handshake_ranks(tp, 2, 1)?, [1]);
-//! let ranks = [(RemoteRank { pp: 0, tp: 1 }, caches(2)?.geometry().clone())];
+//! let ranks = [(WorkerRank { pp: 0, tp: 1 }, caches(2)?.geometry().clone())];
 //! let remote = Remote { tp_size: 2, pp_size: 1, dcp_size: 1, ranks: &ranks };
 //! let map = PeerMap::new(Op::Read, &own, tp, &remote, &MappingOptions::default())?;
 //! let half = map.sources()[0].lanes()[0];
@@ -82,8 +82,8 @@ pub use mooncake::{SenderPair, SenderPlan};
 pub use mooncake_map::{SendLane, SendMap, tell_layout};
 pub use moves::{BlockPairs, Covered, Moves, Pairing, RankMoves};
 pub use names::natural_order;
-pub use peer::{MappingOptions, PeerMap, Remote, RemoteRank};
+pub use peer::{MappingOptions, Part, PeerMap, Remote};
 pub use permute::{
     BlockShape, Finishing, merge_sub_blocks, permute_axes, to_heads_outermost, to_tokens_outermost,
 };
-pub use ranks::{GroupKind, Heads, MAX_RANKS, Mapping, Tp, handshake_ranks};
+pub use ranks::{GroupKind, Heads, Mapping, Tp, handshake_ranks};

@@ -8,20 +8,20 @@ use super::align::{Clip, Units};
 use super::caches::Caches;
 use super::descriptors::Row;
 use super::drawing::Drawing;
-use super::geometry::{Geometry, KvRegion};
+use super::geometry::{Geometry, KvRegion, MemoryType};
 use super::lanes::{Source, row};
 use super::layout::LayoutMatch;
 use super::permute::{BlockShape, Finishing};
-use super::ranks::{GroupKind, Heads, MAX_RANKS, Mapping, Tp, handshake_ranks, reader_ranks};
-use crate::engine::{Part, WorkerRank};
+use super::ranks::{GroupKind, Heads, Mapping, Tp, handshake_ranks, reader_ranks};
+use crate::ids::{MAX_RANKS, WorkerRank};
 
-/// A rank of a peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct RemoteRank {
-    /// Pipeline stage.
-    pub pp: u32,
-    /// Tensor-parallel rank.
-    pub tp: u32,
+/// What of a peer one move is with: [`PeerMap::part`] finds the grids for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Part {
+    /// Which worker there.
+    pub rank: WorkerRank,
+    /// Where the blocks lie, here and there.
+    pub memory: (MemoryType, MemoryType),
 }
 
 /// What a peer said of itself.
@@ -34,7 +34,7 @@ pub struct Remote<'a> {
     /// Its decode-context-parallel size.
     pub dcp_size: u32,
     /// Its ranks: all stages of all ranks that [`handshake_ranks`] names.
-    pub ranks: &'a [(RemoteRank, Geometry)],
+    pub ranks: &'a [(WorkerRank, Geometry)],
 }
 
 /// What this engine is set to.
@@ -185,8 +185,7 @@ impl PeerMap {
     /// What a [`Move`](crate::engine::Move) is with: its source, and the positions in [`Source::sets`] of what it
     /// moves. `None`: nothing moves between these.
     pub fn part(&self, part: Part) -> Option<(&Source, Vec<usize>)> {
-        let WorkerRank { pp, tp } = part.rank;
-        let source = self.sources.iter().find(|source| source.rank() == RemoteRank { pp, tp })?;
+        let source = self.sources.iter().find(|source| source.rank() == part.rank)?;
         let sets = source.sets().iter().enumerate();
         let sets: Vec<_> = sets
             .filter(|(_, set)| set.memory() == part.memory)
@@ -241,7 +240,7 @@ fn stages_of<'a>(ranks: &[u32], remote: &Remote<'a>) -> Result<Vec<Vec<&'a Geome
             remote.pp_size
         )));
     }
-    let mut given: HashMap<RemoteRank, &Geometry> = HashMap::new();
+    let mut given: HashMap<WorkerRank, &Geometry> = HashMap::new();
     for (rank, geometry) in remote.ranks {
         if rank.pp >= remote.pp_size
             || !ranks.contains(&rank.tp)
@@ -253,7 +252,7 @@ fn stages_of<'a>(ranks: &[u32], remote: &Remote<'a>) -> Result<Vec<Vec<&'a Geome
             )));
         }
     }
-    let stage = |tp: u32, pp: u32| match given.get(&RemoteRank { pp, tp }) {
+    let stage = |tp: u32, pp: u32| match given.get(&WorkerRank { pp, tp }) {
         Some(geometry) => Ok(*geometry),
         None => Err(invalid(format!("rank (pp {pp}, tp {tp}) of the peer is missing"))),
     };

@@ -2,10 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::ids::MAX_RANKS;
 use kvx_core::{Error, ErrorKind, Result};
-
-/// The largest tensor-parallel size that is accepted; a peer's word is checked against it before anything is allocated.
-pub const MAX_RANKS: u32 = 1024;
 
 /// One rank's place in the tensor parallelism of its engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -3,7 +3,6 @@
 //! A router carries these parameters from one instance to another; an engine reads and writes them. Nothing here knows
 //! of HTTP clients or runtimes: bodies are [`serde_json::Value`]s, recipes are functions.
 
-mod dialect;
 mod error;
 mod fields;
 mod mooncake;
@@ -14,7 +13,6 @@ mod request_id;
 mod transfer;
 mod uuid;
 
-pub use dialect::Dialect;
 pub use error::ParamsError;
 pub use mooncake::{MooncakeLeg, MooncakeParams, MooncakeTransferId};
 pub use mooncake_older::{KvxPrefill, OlderMooncakeLeg, OlderMooncakeParams};

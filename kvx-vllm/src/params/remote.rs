@@ -2,7 +2,8 @@
 
 use serde_json::Value;
 
-use super::{Dialect, TransferParams};
+use super::TransferParams;
+use crate::Version;
 
 /// Who moves the data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -101,7 +102,7 @@ impl RemoteBlocks {
     }
 
     /// The keys that an engine of this version writes.
-    pub(super) fn into_params(self, dialect: Dialect) -> TransferParams {
+    pub(super) fn into_params(self, version: Version) -> TransferParams {
         let mut params = TransferParams {
             remote_block_ids: Some(self.block_ids),
             remote_engine_id: Some(self.engine_id),
@@ -114,9 +115,9 @@ impl RemoteBlocks {
             ..TransferParams::default()
         };
         let pull = self.mode == TransferMode::Pull;
-        let since = |first: Dialect| dialect >= first;
-        params.remote_num_tokens = since(Dialect::V0_21).then_some(self.num_tokens.unwrap_or(0));
-        if pull && since(Dialect::V0_26) {
+        let since = |first| version.speaks(first);
+        params.remote_num_tokens = since(Version::V0_21).then_some(self.num_tokens.unwrap_or(0));
+        if pull && since(Version::V0_26) {
             params.remote_blocks_expiry_time = self.expiry_time;
             if self.expiry_time.is_none() {
                 params.rest.insert("remote_blocks_expiry_time".to_owned(), Value::Null);
@@ -124,14 +125,14 @@ impl RemoteBlocks {
         }
         // Push knew of pipeline stages before pull did.
         params.pp_size =
-            since(if pull { Dialect::V0_29 } else { Dialect::V0_26 }).then_some(self.pp_size);
-        params.transfer_mode = since(Dialect::V0_28).then_some(self.mode);
+            since(if pull { Version::V0_29 } else { Version::V0_26 }).then_some(self.pp_size);
+        params.transfer_mode = since(Version::V0_28).then_some(self.mode);
         params.dcp_size =
-            since(if pull { Dialect::V0_29 } else { Dialect::V0_30 }).then_some(self.dcp_size);
+            since(if pull { Version::V0_29 } else { Version::V0_30 }).then_some(self.dcp_size);
         params.remote_prefill_cached_tokens =
-            self.prefill_cached_tokens.filter(|_| since(Dialect::V0_32));
+            self.prefill_cached_tokens.filter(|_| since(Version::V0_32));
         params.remote_registration_generation =
-            (pull && since(Dialect::V0_33)).then_some(self.registration_generation);
+            (pull && since(Version::V0_33)).then_some(self.registration_generation);
         params
     }
 }

@@ -2,19 +2,20 @@
 
 use serde_json::{Map, Value};
 
+use super::ParamsError;
 use super::fields::{self, Fields};
 use super::mooncake::{MooncakeLeg, MooncakeParams};
 use super::remote::{RemoteBlocks, TransferMode};
-use super::{Dialect, ParamsError};
+use crate::Version;
 
 /// `kv_transfer_params` of the NixlConnector: what travels in the bodies of requests and answers.
 ///
 /// One type for all of them: the question to a prefill instance, its answer, and what a decode instance is given.
 /// Reading takes what vLLM 0.16 and later write, flat and nested block ids alike; writing is in the form of one
-/// [`Dialect`], and refuses what would stop the instance that reads it. Keys that this version does not know are kept.
+/// [`Version`], and refuses what would stop the instance that reads it. Keys that this version does not know are kept.
 ///
 /// ```
-/// use kvx_vllm::Dialect;
+/// use kvx_vllm::Version;
 /// use kvx_vllm::params::TransferParams;
 /// # fn main() -> Result<(), kvx_vllm::params::ParamsError> {
 /// let answer = serde_json::json!({
@@ -24,7 +25,7 @@ use super::{Dialect, ParamsError};
 /// });
 /// let params = TransferParams::from_value(&answer)?;
 /// assert_eq!(params.remote_blocks()?.block_ids, [[28, 29, 30]]);
-/// assert_eq!(params.to_value(Dialect::V0_33)?, answer);
+/// assert_eq!(params.to_value(Version::V0_33)?, answer);
 /// # Ok(())
 /// # }
 /// ```
@@ -86,13 +87,13 @@ impl TransferParams {
     }
 
     /// What a prefill instance answers: these blocks are for a decode instance to load.
-    pub fn prefilled(remote: RemoteBlocks, dialect: Dialect) -> Self {
-        Self { do_remote_prefill: true, ..remote.into_params(dialect) }
+    pub fn prefilled(remote: RemoteBlocks, version: Version) -> Self {
+        Self { do_remote_prefill: true, ..remote.into_params(version) }
     }
 
     /// What a decode instance answers in bidirectional transfer: the prefill of the next turn may load these blocks.
-    pub fn decoded(remote: RemoteBlocks, dialect: Dialect) -> Self {
-        Self { do_remote_decode: true, ..remote.into_params(dialect) }
+    pub fn decoded(remote: RemoteBlocks, version: Version) -> Self {
+        Self { do_remote_decode: true, ..remote.into_params(version) }
     }
 
     /// Reads the value of a `kv_transfer_params` key.
@@ -246,7 +247,7 @@ impl TransferParams {
             || self.remote_port.is_some()
     }
 
-    /// Writes them for an instance that speaks `dialect`.
+    /// Writes them for an instance that speaks `version`.
     ///
     /// # Errors
     ///
@@ -254,7 +255,7 @@ impl TransferParams {
     /// complete or has no block to load, a size of zero, several groups for vLLM 0.16, an expiry time that is no
     /// number, a known key with another value in [`rest`](Self::rest). vLLM's own engine also stops when there are
     /// fewer remote blocks than its prompt needs: only who knows the block size can tell.
-    pub fn to_object(&self, dialect: Dialect) -> Result<Map<String, Value>, ParamsError> {
+    pub fn to_object(&self, version: Version) -> Result<Map<String, Value>, ParamsError> {
         if self.do_remote_prefill && self.do_remote_decode {
             return Err(ParamsError::new(
                 "do_remote_decode",
@@ -300,7 +301,7 @@ impl TransferParams {
         let ids = self
             .remote_block_ids
             .as_ref()
-            .map(|groups| written_ids(groups, dialect))
+            .map(|groups| written_ids(groups, version))
             .transpose()?;
         put("remote_block_ids", ids);
         put("remote_engine_id", self.remote_engine_id.clone().map(Value::from));
@@ -341,8 +342,8 @@ impl TransferParams {
     /// # Errors
     ///
     /// As [`to_object`](Self::to_object).
-    pub fn to_value(&self, dialect: Dialect) -> Result<Value, ParamsError> {
-        self.to_object(dialect).map(Value::Object)
+    pub fn to_value(&self, version: Version) -> Result<Value, ParamsError> {
+        self.to_object(version).map(Value::Object)
     }
 }
 
@@ -397,8 +398,8 @@ fn groups(value: &Value) -> Option<Vec<Vec<u32>>> {
     list.iter().map(|group| group.as_array()?.iter().map(block_id).collect()).collect()
 }
 
-fn written_ids(groups: &[Vec<u32>], dialect: Dialect) -> Result<Value, ParamsError> {
-    if dialect.blocks_per_group() {
+fn written_ids(groups: &[Vec<u32>], version: Version) -> Result<Value, ParamsError> {
+    if version.blocks_per_group() {
         return Ok(groups.to_vec().into());
     }
     match groups {
@@ -407,7 +408,7 @@ fn written_ids(groups: &[Vec<u32>], dialect: Dialect) -> Result<Value, ParamsErr
         several => Err(ParamsError::new(
             "remote_block_ids",
             format!(
-                "{dialect} takes one flat list of block ids, and there are {} KV cache groups",
+                "{version} takes one flat list of block ids, and there are {} KV cache groups",
                 several.len()
             ),
         )),

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
 use super::python_json;
-use crate::Dialect;
+use crate::Version;
 use crate::params::TransferMode;
 
 /// A compatibility hash: 64 hexadecimal digits, if it comes from a vLLM or a kvx.
@@ -37,9 +37,9 @@ impl fmt::Display for CompatibilityHash {
 /// values do that are the same on both sides; set all that decides what the bytes mean, for nothing else compares it.
 ///
 /// ```
-/// use kvx_vllm::Dialect;
+/// use kvx_vllm::Version;
 /// use kvx_vllm::wire::CompatibilityFactors;
-/// let mut factors = CompatibilityFactors::new(Dialect::V0_33, "Qwen/Qwen3-0.6B");
+/// let mut factors = CompatibilityFactors::new(Version::V0_33, "Qwen/Qwen3-0.6B");
 /// factors.num_kv_heads = 8;
 /// factors.head_size = 128;
 /// factors.num_hidden_layers = 28;
@@ -50,7 +50,7 @@ impl fmt::Display for CompatibilityHash {
 #[non_exhaustive]
 pub struct CompatibilityFactors {
     /// Decides which factors there are.
-    pub dialect: Dialect,
+    pub version: Version,
     /// The peer's `vllm.__version__`: any build has its own hash.
     pub vllm_version: String,
     /// The peer's `NIXL_CONNECTOR_VERSION`.
@@ -101,13 +101,13 @@ pub struct SpeculativeFactors {
 }
 
 impl CompatibilityFactors {
-    /// The factors of a plain model under `dialect`: bfloat16, `FLASH_ATTN`, cache type `auto`, hybrid cache manager
+    /// The factors of a plain model under `version`: bfloat16, `FLASH_ATTN`, cache type `auto`, hybrid cache manager
     /// on, pull; no heads and no layers. Set the fields that differ.
-    pub fn new(dialect: Dialect, model: impl Into<String>) -> Self {
+    pub fn new(version: Version, model: impl Into<String>) -> Self {
         CompatibilityFactors {
-            dialect,
-            vllm_version: dialect.vllm_version().to_owned(),
-            connector_version: dialect.connector_version(),
+            version,
+            vllm_version: version.vllm_version().to_owned(),
+            connector_version: version.connector_version(),
             model: model.into(),
             dtype: "torch.bfloat16".to_owned(),
             num_kv_heads: 0,
@@ -134,7 +134,7 @@ impl CompatibilityFactors {
                 _ => TransferMode::Pull,
             },
             further: config.nixl().factors.clone(),
-            ..CompatibilityFactors::new(config.compat().into(), model)
+            ..CompatibilityFactors::new(config.version().spoken(), model)
         }
     }
 
@@ -166,13 +166,13 @@ impl CompatibilityFactors {
         put("num_hidden_layers", self.num_hidden_layers.into());
         put("attn_backend_name", self.attn_backend_name.as_str().into());
         put("cache_dtype", self.cache_dtype.as_str().into());
-        if self.dialect < Dialect::V0_29 {
+        if self.version.hashes_cross_layers() {
             put("cross_layers_blocks", self.cross_layers_blocks.into());
         }
-        if self.dialect >= Dialect::V0_20 {
+        if self.version.hashes_cache_manager() {
             put("is_hma_enabled", self.is_hma_enabled.into());
         }
-        if self.dialect >= Dialect::V0_28 {
+        if self.version.hashes_transfer_mode() {
             let speculative =
                 self.speculative.as_ref().map(|factors| factors.value(&self.cache_dtype));
             put("speculative_config", speculative.unwrap_or_default());

@@ -10,7 +10,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::python_json;
 use super::{CompatibilityFactors, CompatibilityHash};
-use crate::Dialect;
+use crate::Version;
 use crate::params::TransferMode;
 
 /// One factor in which two engines differ.
@@ -86,9 +86,9 @@ const BUILDS: &[&str] = &["", "+cpu", "+cu126", "+cu128", "+cu129", "+cu130", "+
 /// As [`CompatibilityFactors::json`].
 ///
 /// ```
-/// use kvx_vllm::Dialect;
+/// use kvx_vllm::Version;
 /// use kvx_vllm::wire::{CompatibilityFactors, explain};
-/// let here = CompatibilityFactors::new(Dialect::V0_33, "m");
+/// let here = CompatibilityFactors::new(Version::V0_33, "m");
 /// let mut there = here.clone();
 /// there.dtype = "torch.float16".to_owned();
 /// let found = explain(&here, &there.hash()?)?.unwrap();
@@ -256,10 +256,10 @@ fn candidates(here: &CompatibilityFactors) -> Result<Vec<Candidate>> {
 /// Releases of vLLM and their builds, each with the factors that it hashes.
 fn versions(here: &CompatibilityFactors) -> Result<Vec<Candidate>> {
     let mut all = Vec::new();
-    for (index, dialect) in Dialect::ALL.into_iter().enumerate() {
-        let next = Dialect::ALL.get(index + 1).map_or(minor(dialect) + 1, |next| minor(*next));
-        for minor in minor(dialect)..next {
-            add_version(&mut all, here, dialect, dialect.connector_version(), (minor, 0..3))?;
+    for (index, version) in Version::SPOKEN.into_iter().enumerate() {
+        let next = Version::SPOKEN.get(index + 1).map_or(minor(version) + 1, |next| minor(*next));
+        for minor in minor(version)..next {
+            add_version(&mut all, here, version, version.connector_version(), (minor, 0..3))?;
         }
     }
     Ok(all)
@@ -268,10 +268,10 @@ fn versions(here: &CompatibilityFactors) -> Result<Vec<Candidate>> {
 /// Releases that were not out when this was written: further patches, and what may follow the newest.
 fn unknown_versions(here: &CompatibilityFactors) -> Result<Vec<Candidate>> {
     let mut all = Vec::new();
-    for dialect in Dialect::ALL {
-        add_version(&mut all, here, dialect, dialect.connector_version(), (minor(dialect), 3..6))?;
+    for version in Version::SPOKEN {
+        add_version(&mut all, here, version, version.connector_version(), (minor(version), 3..6))?;
     }
-    let Some(newest) = Dialect::ALL.last().copied() else { return Ok(all) };
+    let Some(newest) = Version::SPOKEN.last().copied() else { return Ok(all) };
     for minor in minor(newest)..=minor(newest) + LATER {
         for further in 0..=LATER {
             add_version(
@@ -289,15 +289,15 @@ fn unknown_versions(here: &CompatibilityFactors) -> Result<Vec<Candidate>> {
 /// How many minor releases, and versions of the connector, may follow the newest known ones.
 const LATER: u32 = 6;
 
-fn minor(dialect: Dialect) -> u32 {
-    dialect.vllm_version().split('.').nth(1).and_then(|minor| minor.parse().ok()).unwrap_or(0)
+fn minor(version: Version) -> u32 {
+    version.vllm_version().split('.').nth(1).and_then(|minor| minor.parse().ok()).unwrap_or(0)
 }
 
 /// All builds of these patches of a minor release.
 fn add_version(
     all: &mut Vec<Candidate>,
     here: &CompatibilityFactors,
-    dialect: Dialect,
+    version: Version,
     connector_version: u32,
     (minor, patches): (u32, Range<u32>),
 ) -> Result<()> {
@@ -306,7 +306,7 @@ fn add_version(
     for key in FACTORS_OF_VERSIONS {
         factors.further.remove(key);
     }
-    (factors.dialect, factors.connector_version) = (dialect, connector_version);
+    (factors.version, factors.connector_version) = (version, connector_version);
     for (patch, build) in patches.flat_map(|patch| BUILDS.iter().map(move |build| (patch, build))) {
         factors.vllm_version = format!("0.{minor}.{patch}{build}");
         let values = written(&factors)?;
@@ -346,7 +346,7 @@ mod tests {
     use super::*;
 
     fn here() -> CompatibilityFactors {
-        let mut factors = CompatibilityFactors::new(Dialect::V0_33, "models/Qwen3-0.6B");
+        let mut factors = CompatibilityFactors::new(Version::V0_33, "models/Qwen3-0.6B");
         (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (8, 128, 28);
         factors
     }
@@ -387,14 +387,14 @@ mod tests {
 
     #[test]
     fn another_release_brings_its_own_factors() {
-        for dialect in Dialect::ALL.into_iter().filter(|dialect| *dialect != Dialect::V0_33) {
+        for version in Version::SPOKEN.into_iter().filter(|version| *version != Version::V0_33) {
             let there = CompatibilityFactors {
-                dialect,
-                vllm_version: dialect.vllm_version().to_owned(),
-                connector_version: dialect.connector_version(),
+                version,
+                vllm_version: version.vllm_version().to_owned(),
+                connector_version: version.connector_version(),
                 ..here()
             };
-            assert_eq!(found(&there), Some(vec!["vllm_version"]), "{dialect}");
+            assert_eq!(found(&there), Some(vec!["vllm_version"]), "{version}");
         }
     }
 }

@@ -6,17 +6,17 @@ use std::fmt::Debug;
 use kvx_core::backend::MAX_NOTIFICATION;
 use kvx_core::{Incarnation, Result};
 
-use super::group::{ToHead, ToRank};
 use super::mooncake::{Directory, OlderPullRequest, PullRequest, PullResponse, WorkerRegistration};
 use super::nixl::{Assembly, Got, MAX_NOTE, NixlBlob, notes};
 use super::{
     CompatibilityHash, EngineNotification, Expectation, Handshake, HandshakePayload,
     HandshakeRequest, KvxChallenge, KvxRequest, Listener, NixlAgentMetadata,
 };
-use crate::Dialect;
-use crate::engine::{Time, WorkerRank};
+use crate::Version;
+use crate::ids::WorkerRank;
 use crate::params::recipe::{Answer, AnswerStream};
 use crate::params::{MooncakeParams, TransferParams};
+use crate::time::Time;
 
 /// The targets, by the names of their corpora.
 pub const TARGETS: &[(&str, fn(&[u8]))] = &[
@@ -29,7 +29,6 @@ pub const TARGETS: &[(&str, fn(&[u8]))] = &[
     ("connector_nixl_blob", nixl_blob),
     ("connector_nixl_notes", nixl_notes),
     ("connector_params", params),
-    ("connector_group", group),
 ];
 
 /// Reads, writes, and reads again: the two must be equal, and the second writing must give the bytes of the first.
@@ -55,7 +54,7 @@ pub fn handshake_request(bytes: &[u8]) {
     stable(bytes, KvxRequest::decode, KvxRequest::encode);
     stable(bytes, KvxChallenge::decode, KvxChallenge::encode);
     let mut listener = Listener::new(CompatibilityHash::foreign("h"));
-    listener.publish(WorkerRank { pp: 0, tp: 0 }, &NixlAgentMetadata::new("e", Dialect::V0_33));
+    listener.publish(WorkerRank { pp: 0, tp: 0 }, &NixlAgentMetadata::new("e", Version::V0_33));
     let pieces: Vec<&[u8]> = bytes.split(|byte| *byte == 0xfe).collect();
     for frames in [vec![b"id", &b""[..], bytes], vec![b"id", bytes], pieces] {
         let Ok(answer) = listener.answer(&frames, Time::default()) else { continue };
@@ -73,7 +72,7 @@ pub fn handshake_payload(bytes: &[u8]) {
     let hash = CompatibilityHash::foreign("h");
     let expectation = Expectation {
         enforce_handshake_compat: false,
-        ..Expectation::new(Dialect::V0_33, "e1", hash)
+        ..Expectation::new(Version::V0_33, "e1", hash)
     };
     let rank = WorkerRank { pp: 0, tp: 0 };
     let mut handshake = Handshake::new(expectation, [rank], (1, 1)).expect("the worker exists");
@@ -84,11 +83,11 @@ pub fn handshake_payload(bytes: &[u8]) {
     assert_eq!(handshake.finish().is_ok(), taken);
 }
 
-/// Agent metadata, in every dialect.
+/// Agent metadata, in every version.
 pub fn agent_metadata(bytes: &[u8]) {
-    for dialect in Dialect::ALL {
-        stable(bytes, |bytes| NixlAgentMetadata::decode(bytes, dialect), NixlAgentMetadata::encode);
-        if let Ok(metadata) = NixlAgentMetadata::decode(bytes, dialect)
+    for version in Version::SPOKEN {
+        stable(bytes, |bytes| NixlAgentMetadata::decode(bytes, version), NixlAgentMetadata::encode);
+        if let Ok(metadata) = NixlAgentMetadata::decode(bytes, version)
             && metadata.check_regions().is_ok()
         {
             for region in 0..metadata.regions() {
@@ -105,13 +104,6 @@ pub fn agent_metadata(bytes: &[u8]) {
 /// A notification.
 pub fn notification(bytes: &[u8]) {
     stable(bytes, EngineNotification::decode, EngineNotification::encode);
-}
-
-/// What an engine and a rank in a process of its own say to each other.
-pub fn group(bytes: &[u8]) {
-    let encoded = "what was read is short enough to be written";
-    stable(bytes, ToRank::decode, |message| message.encode().expect(encoded));
-    stable(bytes, ToHead::decode, |message| message.encode().expect(encoded));
 }
 
 /// The MooncakeConnector's two messages, and the older question, which becomes one of today's.
@@ -182,8 +174,8 @@ pub fn params(bytes: &[u8]) {
         assert_eq!(MooncakeParams::from_value(&written).as_ref(), Ok(&params));
     }
     let Ok(params) = TransferParams::from_value(&value) else { return };
-    for dialect in Dialect::ALL {
-        if let Ok(written) = params.to_value(dialect) {
+    for version in Version::SPOKEN {
+        if let Ok(written) = params.to_value(version) {
             assert_eq!(TransferParams::from_value(&written).as_ref(), Ok(&params));
         }
     }

@@ -4,8 +4,6 @@
 //!   [`Handshake`] asks, both without a socket.
 //! - [`CompatibilityFactors`] give the [`CompatibilityHash`] that both ends compare first.
 //! - [`EngineNotification`]s accompany the data.
-//! - [`ConnectorMeta`](crate::engine::ConnectorMeta) and [`WorkerOutput`](crate::engine::WorkerOutput) travel between
-//!   an engine and its ranks that run in processes of their own: the only messages here that no vLLM knows.
 //! - [`mooncake`]: the MooncakeConnector's own two messages.
 //! - [`nixl`]: the metadata of NIXL's agents, and long notifications of those with the backend KVX.
 //!
@@ -16,16 +14,13 @@ mod compatibility;
 mod explain;
 #[doc(hidden)]
 pub mod fuzz;
-#[doc(hidden)]
-pub mod group;
 mod handshake;
 pub mod mooncake;
-mod msgpack;
 pub mod nixl;
 mod notification;
 mod push;
 mod python_json;
-mod step;
+mod record;
 
 pub use compatibility::{CompatibilityFactors, CompatibilityHash, SpeculativeFactors};
 pub use explain::{Difference, explain, explain_by_one};

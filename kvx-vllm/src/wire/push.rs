@@ -2,7 +2,8 @@
 
 use kvx_core::Result;
 
-use super::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
+use crate::msgpack::{self, MsgpackReader, MsgpackWriter};
+use crate::wire::record::{Record, RecordFields, Shape};
 
 const WHAT: &str = "push registration";
 
@@ -54,11 +55,11 @@ pub struct PushGrant {
 
 impl PushGrant {
     /// The most of them that are read: one for each worker.
-    pub const MAX: usize = crate::mapping::MAX_RANKS as usize;
+    pub const MAX: usize = crate::ids::MAX_RANKS as usize;
     /// The most regions of a worker that are read.
     pub const MAX_REGIONS: usize = 1024;
 
-    pub(super) fn read(reader: &mut MsgpackReader<'_>) -> Result<Self> {
+    pub(crate) fn read(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Self> {
         if reader.array(3)? != 3 {
             return Err(reader.malformed("a grant has three parts"));
         }
@@ -67,18 +68,18 @@ impl PushGrant {
         Ok(PushGrant { pp, tp, regions })
     }
 
-    pub(super) fn write(&self, writer: &mut MsgpackWriter) {
+    pub(crate) fn write(&self, writer: &mut MsgpackWriter) {
         writer.array(3);
         writer.unsigned(self.pp.into());
         writer.unsigned(self.tp.into());
         Self::write_regions(writer, &self.regions);
     }
 
-    pub(super) fn read_regions(reader: &mut MsgpackReader<'_>) -> Result<Vec<Vec<u8>>> {
+    pub(crate) fn read_regions(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Vec<Vec<u8>>> {
         reader.list(Self::MAX_REGIONS, |reader| Ok(reader.binary()?.to_vec()))
     }
 
-    pub(super) fn write_regions(writer: &mut MsgpackWriter, regions: &[Vec<u8>]) {
+    pub(crate) fn write_regions(writer: &mut MsgpackWriter, regions: &[Vec<u8>]) {
         writer.list(regions, |writer, region| writer.binary(region));
     }
 }

@@ -3,7 +3,7 @@
 mod recipes;
 
 use kvx_testkit::test;
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::params::{
     MooncakeLeg, MooncakeParams, MooncakeTransferId, RemoteBlocks, TransferMode, TransferParams,
     XRequestId,
@@ -14,8 +14,8 @@ fn remote() -> RemoteBlocks {
     RemoteBlocks::new("prefill-0", "cmpl-u-0-bbb18847", "10.0.0.1", 5600, vec![vec![28, 29, 30]])
 }
 
-fn written(params: &TransferParams, dialect: Dialect) -> Value {
-    params.to_value(dialect).unwrap()
+fn written(params: &TransferParams, version: Version) -> Value {
+    params.to_value(version).unwrap()
 }
 
 /// The keys of vLLM 0.16 and 0.20, with ids in the form of the first.
@@ -29,11 +29,11 @@ fn of_0_16() -> Value {
 
 #[test]
 fn each_version_writes_its_own_keys() {
-    let write = |dialect| written(&TransferParams::prefilled(remote(), dialect), dialect);
+    let write = |version| written(&TransferParams::prefilled(remote(), version), version);
     let mut expected = of_0_16();
-    assert_eq!(write(Dialect::V0_16), expected);
+    assert_eq!(write(Version::V0_16), expected);
     expected["remote_block_ids"] = json!([[28, 29, 30]]);
-    assert_eq!(write(Dialect::V0_20), expected);
+    assert_eq!(write(Version::V0_20), expected);
     for (key, value) in [
         ("dcp_size", json!(1)),
         ("pp_size", json!(1)),
@@ -43,9 +43,9 @@ fn each_version_writes_its_own_keys() {
     ] {
         expected[key] = value;
     }
-    assert_eq!(write(Dialect::V0_32), expected);
+    assert_eq!(write(Version::V0_32), expected);
     expected["remote_registration_generation"] = json!(0);
-    assert_eq!(write(Dialect::V0_33), expected);
+    assert_eq!(write(Version::V0_33), expected);
 }
 
 #[test]
@@ -53,19 +53,19 @@ fn every_version_reads_back_as_what_was_meant() {
     let mut meant = remote();
     (meant.tp_size, meant.num_tokens, meant.registration_generation) = (4, Some(331), 3);
     meant.block_reference = Some("000000000000feed000000000000000c".to_owned());
-    for dialect in Dialect::ALL {
-        let value = written(&TransferParams::prefilled(meant.clone(), dialect), dialect);
+    for version in Version::SPOKEN {
+        let value = written(&TransferParams::prefilled(meant.clone(), version), version);
         let read = TransferParams::from_value(&value).unwrap();
         assert!(read.do_remote_prefill && !read.do_remote_decode);
         let mut expected = meant.clone();
-        if dialect < Dialect::V0_21 {
+        if version < Version::V0_21 {
             expected.num_tokens = None;
         }
-        if dialect < Dialect::V0_33 {
+        if version < Version::V0_33 {
             expected.registration_generation = 0;
         }
-        assert_eq!(read.remote_blocks().unwrap(), expected, "{dialect}");
-        assert_eq!(written(&read, dialect), value, "{dialect}");
+        assert_eq!(read.remote_blocks().unwrap(), expected, "{version}");
+        assert_eq!(written(&read, version), value, "{version}");
     }
 }
 
@@ -73,15 +73,15 @@ fn every_version_reads_back_as_what_was_meant() {
 fn flat_block_ids_are_one_group() {
     let flat = TransferParams::from_value(&of_0_16()).unwrap();
     assert_eq!(flat.remote_block_ids, Some(vec![vec![28, 29, 30]]));
-    assert_eq!(written(&flat, Dialect::V0_16), of_0_16(), "an older engine gets them flat again");
+    assert_eq!(written(&flat, Version::V0_16), of_0_16(), "an older engine gets them flat again");
     assert_eq!(
-        written(&flat, Dialect::V0_33)["remote_block_ids"],
+        written(&flat, Version::V0_33)["remote_block_ids"],
         json!([[28, 29, 30]]),
         "a newer one never does"
     );
     let mut two = flat;
     two.remote_block_ids = Some(vec![vec![1], vec![2]]);
-    assert_eq!(two.to_value(Dialect::V0_16).unwrap_err().key(), "remote_block_ids");
+    assert_eq!(two.to_value(Version::V0_16).unwrap_err().key(), "remote_block_ids");
     let mut empty = of_0_16();
     for none in [json!([]), json!([[]]), json!([[], []])] {
         empty["remote_block_ids"] = none;
@@ -96,7 +96,7 @@ fn flat_block_ids_are_one_group() {
 fn a_bidirectional_answer_carries_when_the_blocks_go() {
     let mut held = remote();
     held.expiry_time = Some(4920.25);
-    let value = written(&TransferParams::decoded(held, Dialect::V0_33), Dialect::V0_33);
+    let value = written(&TransferParams::decoded(held, Version::V0_33), Version::V0_33);
     assert_eq!(
         (&value["do_remote_decode"], &value["do_remote_prefill"]),
         (&json!(true), &json!(false))
@@ -110,14 +110,14 @@ fn a_bidirectional_answer_carries_when_the_blocks_go() {
 fn the_question_to_a_prefill_instance_is_vllms() {
     let asked = TransferParams::ask_prefill();
     assert!(!asked.names_remote());
-    for dialect in Dialect::ALL {
+    for version in Version::SPOKEN {
         assert_eq!(
-            written(&asked, dialect),
+            written(&asked, version),
             json!({"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
                    "remote_block_ids": null, "remote_host": null, "remote_port": null})
         );
     }
-    assert_eq!(TransferParams::from_value(&written(&asked, Dialect::V0_33)).unwrap(), asked);
+    assert_eq!(TransferParams::from_value(&written(&asked, Version::V0_33)).unwrap(), asked);
 }
 
 #[test]
@@ -128,17 +128,17 @@ fn unknown_keys_and_nulls_come_out_as_they_went_in() {
     value["dcp_size"] = Value::Null;
     let read = TransferParams::from_value(&value).unwrap();
     assert_eq!(read.dcp_size, None);
-    assert_eq!(written(&read, Dialect::V0_33), value);
+    assert_eq!(written(&read, Version::V0_33), value);
     let mut set = read;
     set.dcp_size = Some(2);
     assert_eq!(
-        written(&set, Dialect::V0_33)["dcp_size"],
+        written(&set, Version::V0_33)["dcp_size"],
         json!(2),
         "a field that is set is written"
     );
     set.rest.insert("tp_size".to_owned(), json!(8));
     assert_eq!(
-        set.to_value(Dialect::V0_33).unwrap_err().key(),
+        set.to_value(Version::V0_33).unwrap_err().key(),
         "rest",
         "a known key has one place"
     );
@@ -183,7 +183,7 @@ fn a_value_of_the_wrong_kind_is_named_with_what_it_takes() {
 /// Each of these ends the engine of a vLLM decode instance that reads it.
 #[test]
 fn what_stops_an_engine_is_never_written() {
-    let good = TransferParams::prefilled(remote(), Dialect::V0_33);
+    let good = TransferParams::prefilled(remote(), Version::V0_33);
     let changes: [(&str, fn(&mut TransferParams)); 9] = [
         ("remote_block_ids", |params| params.remote_block_ids = None),
         ("remote_block_ids", |params| params.remote_block_ids = Some(vec![vec![], vec![]])),
@@ -198,22 +198,22 @@ fn what_stops_an_engine_is_never_written() {
     for (key, change) in changes {
         let mut params = good.clone();
         change(&mut params);
-        assert_eq!(params.to_value(Dialect::V0_33).unwrap_err().key(), key);
+        assert_eq!(params.to_value(Version::V0_33).unwrap_err().key(), key);
     }
     let mut alone = TransferParams::default();
     alone.do_remote_prefill = true;
     assert_eq!(
-        alone.to_value(Dialect::V0_33).unwrap_err().key(),
+        alone.to_value(Version::V0_33).unwrap_err().key(),
         "remote_block_ids",
         "a decode leg without a remote"
     );
     let mut both = good.clone();
     both.do_remote_decode = true;
-    assert_eq!(both.to_value(Dialect::V0_33).unwrap_err().key(), "do_remote_decode");
+    assert_eq!(both.to_value(Version::V0_33).unwrap_err().key(), "do_remote_decode");
     let mut half = TransferParams::ask_prefill();
     half.remote_host = Some("h".to_owned());
     assert_eq!(
-        half.to_value(Dialect::V0_33).unwrap_err().key(),
+        half.to_value(Version::V0_33).unwrap_err().key(),
         "remote_block_ids",
         "half a remote is none"
     );
@@ -223,11 +223,11 @@ fn what_stops_an_engine_is_never_written() {
 fn push_needs_the_size_in_place_of_the_blocks() {
     let mut pushed = remote();
     (pushed.mode, pushed.block_ids) = (TransferMode::Push, Vec::new());
-    let mut params = TransferParams::prefilled(pushed, Dialect::V0_33);
+    let mut params = TransferParams::prefilled(pushed, Version::V0_33);
     params.remote_block_ids = None;
-    params.to_value(Dialect::V0_33).unwrap();
+    params.to_value(Version::V0_33).unwrap();
     params.tp_size = None;
-    assert_eq!(params.to_value(Dialect::V0_33).unwrap_err().key(), "tp_size");
+    assert_eq!(params.to_value(Version::V0_33).unwrap_err().key(), "tp_size");
 
     // A router of push connectors names no mode: the engine knows its own.
     let unnamed = json!({"do_remote_prefill": true, "remote_engine_id": "e", "remote_host": "h", "remote_port": 1,
@@ -235,7 +235,7 @@ fn push_needs_the_size_in_place_of_the_blocks() {
     let params = TransferParams::from_value(&unnamed).unwrap();
     assert_eq!(params.remote_blocks().unwrap_err().key(), "remote_block_ids");
     assert_eq!(params.remote_blocks_for(TransferMode::Push).unwrap().tp_size, 2);
-    let pull = TransferParams::prefilled(remote(), Dialect::V0_33);
+    let pull = TransferParams::prefilled(remote(), Version::V0_33);
     assert_eq!(pull.remote_blocks_for(TransferMode::Push).unwrap_err().key(), "transfer_mode");
 }
 

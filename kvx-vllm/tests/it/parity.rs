@@ -31,9 +31,10 @@ fn rows(page: &str) -> Vec<(u32, String, String)> {
 
 /// Whether a file has a test function of that name.
 fn has_test(source: &str, function: &str) -> bool {
-    // A test program of its own lists its trials by name.
-    if source.contains(&format!("(\"{function}\", "))
-        || source.contains(&format!("name: \"{function}\", "))
+    // A test program of its own lists its trials by name, on one line or on several.
+    let flat: String = source.split_whitespace().collect();
+    if flat.contains(&format!("(\"{function}\","))
+        || flat.contains(&format!("name:\"{function}\","))
     {
         return true;
     }

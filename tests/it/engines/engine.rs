@@ -301,7 +301,7 @@ impl Engine {
                 match Prefill::new(&self.connector).publish(&*request, lists, tokens) {
                     Ok((lease, params)) => {
                         self.leases.push((lease, blocks));
-                        let params = params.to_value(self.connector.settings().dialect);
+                        let params = params.to_value(self.connector.settings().version);
                         Ok(Answer::Params(params.map_err(refused)?))
                     }
                     Err(error) => {

@@ -5,7 +5,7 @@ use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-use kvx_vllm::wire::group::ToHead;
+use kvx_vllm::group::ToHead;
 
 /// Where the engine is told what happens here.
 pub(in crate::runtime) struct HeadHandle {

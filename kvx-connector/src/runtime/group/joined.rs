@@ -31,8 +31,8 @@ use super::stream::{
     MessageReader, MessageWriter, no_secret, prove_as_rank, same_user, within_a_host,
 };
 use kvx_vllm::engine::{Fresh, PoolBlocks, RequestId, WorkerRank};
+use kvx_vllm::group::{ToHead, ToRank};
 use kvx_vllm::mapping::Caches;
-use kvx_vllm::wire::group::{ToHead, ToRank};
 
 /// An engine that does not listen yet is looked for again after this.
 const AGAIN: Duration = Duration::from_millis(20);

@@ -14,7 +14,7 @@ use super::gathering::Gathering;
 use super::registration::{self, settle_gathering};
 use super::remote_rank::{RankMessage, RankProcess, RemoteRank, out_of_turn, rank_name};
 use kvx_vllm::engine::WorkerRank;
-use kvx_vllm::wire::group::{ToHead, ToRank};
+use kvx_vllm::group::{ToHead, ToRank};
 
 /// Why a rank is lost that was killed.
 pub(super) const ENDED: &str = "its process has ended";

@@ -10,8 +10,8 @@ use super::super::state::{State, closed};
 use super::gathering::GatheringEnd;
 use super::remote_rank::{RemoteRank, out_of_turn, rank_name};
 use kvx_vllm::engine::{BlockReference, PoolBlocks, WorkerRank};
+use kvx_vllm::group::{OwnWords, ToRank};
 use kvx_vllm::wire::NixlAgentMetadata;
-use kvx_vllm::wire::group::{OwnWords, ToRank};
 
 /// Gives a rank the words that it registers beside its caches: a file that is shared with it, or
 /// what they are at first. The first rank with caches says of how many blocks.
@@ -74,7 +74,7 @@ pub(super) fn take_registration(
     metadata: &[u8],
     host_copies: bool,
 ) -> Result<()> {
-    let metadata = NixlAgentMetadata::decode(metadata, shared.setup.settings.dialect)?;
+    let metadata = NixlAgentMetadata::decode(metadata, shared.setup.settings.version)?;
     let listening = shared.listening.lock();
     let mut guard = shared.state.lock();
     let state = &mut *guard;

@@ -19,8 +19,8 @@ use kvx_vllm::engine::{
     BlockLists, ConnectorMeta, FailedLoad, Fresh, Kept, LoadFailure, RequestId, Unsaved,
     WorkerOutput, WorkerRank,
 };
+use kvx_vllm::group::{MAX_ASKED, MAX_RAISED, ToRank};
 use kvx_vllm::wire::NixlAgentMetadata;
-use kvx_vllm::wire::group::{MAX_ASKED, MAX_RAISED, ToRank};
 
 /// A rank that has not read so many messages is lost. What they hold is shared with the scheduler's
 /// half.

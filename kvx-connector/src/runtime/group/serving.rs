@@ -31,7 +31,7 @@ use super::stream::{
     MessageReader, MessageWriter, no_secret, prove_as_engine, same_user, within_a_host,
 };
 use kvx_vllm::engine::WorkerRank;
-use kvx_vllm::wire::group::{ToHead, ToRank};
+use kvx_vllm::group::{ToHead, ToRank};
 
 /// Processes that have connected and not said yet who they are; others wait.
 const UNKNOWN: usize = 64;

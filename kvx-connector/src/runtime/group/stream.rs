@@ -21,7 +21,7 @@ use tokio::io::Interest;
 use tokio::net::{TcpStream, UnixStream};
 
 use super::limits::SILENT;
-use kvx_vllm::wire::group::MAX_MESSAGE;
+use kvx_vllm::group::MAX_MESSAGE;
 
 /// Bytes that are asked for at once.
 const CHUNK: usize = 16 << 10;

@@ -9,9 +9,9 @@ use super::super::connector::Connector;
 use super::members;
 use super::process::ProcessHandle;
 use super::remote_rank::RankProcess;
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::engine::{BlockLists, PoolBlocks, WorkerRank};
-use kvx_vllm::wire::group::ToHead;
+use kvx_vllm::group::ToHead;
 use kvx_vllm::wire::{CompatibilityFactors, NixlAgentMetadata};
 
 const LIMIT: Duration = Duration::from_secs(10);
@@ -21,7 +21,7 @@ fn engine(path: &std::path::Path) -> Connector {
     let json = r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": "e"}"#;
     let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
     let config = KvTransferConfig::from_json(json, &surroundings).unwrap();
-    let mut factors = CompatibilityFactors::new(Dialect::default(), "a model");
+    let mut factors = CompatibilityFactors::new(Version::default(), "a model");
     (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (1, 4, 1);
     let builder =
         Connector::builder(&config, Registry::new(), factors).block_size(16).workers(2, 1);
@@ -35,7 +35,7 @@ fn pool(blocks: u32) -> ToHead {
 }
 
 fn metadata() -> ToHead {
-    let metadata = NixlAgentMetadata::new("e", Dialect::default()).encode();
+    let metadata = NixlAgentMetadata::new("e", Version::default()).encode();
     ToHead::Registered { metadata, host_copies: false }
 }
 

@@ -14,7 +14,8 @@ use super::super::setup::Setup;
 use super::super::zmtp::{Router, resolve};
 use super::bootstrap::BootstrapServer;
 use kvx_vllm::engine::mooncake::Bootstrap;
-use kvx_vllm::engine::{Address, EngineId, WorkerRank, bare, is_loopback};
+use kvx_vllm::engine::{Address, EngineId, WorkerRank};
+use kvx_vllm::ids::{bare, is_loopback};
 
 /// How long the name of this host may take to resolve.
 const TO_RESOLVE: std::time::Duration = std::time::Duration::from_secs(5);

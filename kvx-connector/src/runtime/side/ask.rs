@@ -8,10 +8,9 @@ use kvx_core::{Error, ErrorKind, Result, Secret};
 use super::super::clock::Clock;
 use super::super::zmtp::{Budget, Client, Message, MessageLimits, SocketType, resolve};
 use super::proof;
-use kvx_vllm::Dialect;
-use kvx_vllm::engine::{
-    Address, HandshakeFailure, RemoteEngine, SideChannels, WorkerRank, is_loopback,
-};
+use kvx_vllm::Version;
+use kvx_vllm::engine::{Address, HandshakeFailure, RemoteEngine, SideChannels, WorkerRank};
+use kvx_vllm::ids::is_loopback;
 use kvx_vllm::wire::{
     Expectation, Handshake, HandshakePayload, HandshakeRequest, HandshakenPeer, KvxChallenge,
     KvxRequest,
@@ -86,7 +85,7 @@ impl SideClient {
         expectation: Expectation,
     ) -> Result<HandshakeOutcome> {
         let engine = expectation.engine_id.clone();
-        let dialect = expectation.dialect;
+        let version = expectation.version;
         let sizes = (peer.pp_size, peer.tp_size);
         // Both questions to a kvx peer, each with its own limit, are one to the state machine.
         let handshake = Handshake::new(expectation, ranks.iter().copied(), sizes)?;
@@ -123,7 +122,7 @@ impl SideClient {
             if let Some(challenge) = challenge
                 && (this == PeerKind::Proven || refused(&answer).is_some())
             {
-                let request = HandshakeRequest::new(*rank, dialect)?;
+                let request = HandshakeRequest::new(*rank, version)?;
                 answer = self.ask_as_kvx(client, challenge, request).await.map_err(in_context)?;
             }
             handshake.received(answer.frames(), self.clock.now())?;
@@ -145,10 +144,10 @@ impl SideClient {
         &self,
         address: &Address,
         rank: WorkerRank,
-        dialect: Dialect,
+        version: Version,
     ) -> Result<ProbeAnswer> {
         let mut client = self.connect(address).await?;
-        let request = HandshakeRequest::new(rank, dialect)?;
+        let request = HandshakeRequest::new(rank, version)?;
         let began = Instant::now();
         let mut answer = client.ask(&request.encode(), self.limit).await?;
         let round_trip = began.elapsed();

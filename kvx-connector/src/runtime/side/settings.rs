@@ -7,7 +7,7 @@ use kvx_vllm::config::{KvTransferConfig, RankNumbers};
 
 use super::hosts;
 use kvx_vllm::engine::SideChannels;
-use kvx_vllm::engine::{bare, is_loopback};
+use kvx_vllm::ids::{bare, is_loopback};
 
 /// What a side channel is made of.
 #[derive(Clone, Debug)]

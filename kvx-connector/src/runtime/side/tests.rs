@@ -10,7 +10,7 @@ use kvx_core::{ErrorKind, Result, Secret};
 
 use super::*;
 use crate::runtime::clock::Clock;
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::engine::{Address, RemoteEngine, SideChannels, WorkerRank};
 use kvx_vllm::wire::{CompatibilityHash, Expectation, NixlAgentMetadata};
 
@@ -46,7 +46,7 @@ pub(super) fn settings(host: &str, secret: Option<Secret>) -> SideSettings {
 
 /// What a worker tells: with NIXL's blob, so that a vLLM could read from it, or without.
 pub(super) fn metadata(nixl: bool) -> NixlAgentMetadata {
-    let mut metadata = NixlAgentMetadata::new("prefill-0", Dialect::V0_33);
+    let mut metadata = NixlAgentMetadata::new("prefill-0", Version::V0_33);
     metadata.block_size = 16;
     metadata.kv_caches_base_addr = vec![0x7f00_0000_0000];
     (metadata.block_lens, metadata.block_strides, metadata.num_blocks) =
@@ -79,7 +79,7 @@ pub(super) fn asker(secret: Option<Secret>) -> SideClient {
 }
 
 pub(super) fn expectation() -> Expectation {
-    Expectation::new(Dialect::V0_33, "prefill-0", hash())
+    Expectation::new(Version::V0_33, "prefill-0", hash())
 }
 
 async fn ask(server: &SideServer, secret: Option<Secret>) -> Result<HandshakeOutcome> {
@@ -129,13 +129,13 @@ fn a_question_that_was_recorded_opens_nothing() {
         let limits = MessageLimits { frames: 4, bytes: 1 << 16 };
         let budget = Budget::new(1 << 20);
         let connect = || Client::connect(SocketType::Req, &addresses, limits, &budget, SHORT);
-        let plain = HandshakeRequest::new(RANK, Dialect::V0_33).unwrap();
+        let plain = HandshakeRequest::new(RANK, Version::V0_33).unwrap();
         async fn payload(client: &mut Client, question: &[u8]) -> HandshakePayload {
             let answer = client.ask(question, SHORT).await.unwrap();
             HandshakePayload::decode(&answer.frames()[0]).unwrap()
         }
         let inner = |payload: &HandshakePayload| {
-            NixlAgentMetadata::decode(&payload.agent_metadata_bytes, Dialect::V0_33).unwrap()
+            NixlAgentMetadata::decode(&payload.agent_metadata_bytes, Version::V0_33).unwrap()
         };
 
         let mut client = connect().await.unwrap();
@@ -175,12 +175,12 @@ fn what_does_not_fit_is_named_with_the_setting_to_change() {
             async move { asker.ask(&peer, &[RANK], expectation).await.unwrap_err() }
         };
         let other_hash = CompatibilityHash::foreign("cd".repeat(32));
-        let error = one(Expectation::new(Dialect::V0_33, "prefill-0", other_hash)).await;
+        let error = one(Expectation::new(Version::V0_33, "prefill-0", other_hash)).await;
         assert!(
             error.kind() == ErrorKind::Incompatible
                 && error.sentence().contains("enforce_handshake_compat")
         );
-        let error = one(Expectation::new(Dialect::V0_33, "prefill-1", hash())).await;
+        let error = one(Expectation::new(Version::V0_33, "prefill-1", hash())).await;
         assert!(
             error.kind() == ErrorKind::PeerRestarted
                 && error.sentence().contains("VLLM_NIXL_SIDE_CHANNEL_HOST")
@@ -206,7 +206,7 @@ fn a_version_older_than_clocks_is_asked_in_its_own_form() {
     run(async {
         let server = server(secret(3), false).await;
         let peer = at("127.0.0.1", server.address().port);
-        let expectation = Expectation::new(Dialect::V0_22, "prefill-0", hash());
+        let expectation = Expectation::new(Version::V0_22, "prefill-0", hash());
         let asked = asker(secret(3)).ask(&peer, &[RANK], expectation).await.unwrap();
         assert_eq!((asked.standing, asked.peer.clock), (PeerKind::Proven, None));
     });
@@ -322,7 +322,7 @@ fn workers_of_which_some_are_kvx_and_some_not_are_refused() {
             let router = Router::serve(listener, limits, Arc::new(Mixed(kvx_first))).unwrap();
             let peer = RemoteEngine { tp_size: 2, ..at("127.0.0.1", router.local().port()) };
             let ranks = [RANK, WorkerRank { pp: 0, tp: 1 }];
-            let expectation = Expectation::new(Dialect::V0_22, "prefill-0", hash());
+            let expectation = Expectation::new(Version::V0_22, "prefill-0", hash());
             let error = asker(None).ask(&peer, &ranks, expectation).await.unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
             assert!(error.sentence().contains("some of its workers are kvx's"), "{error}");
@@ -386,7 +386,7 @@ fn a_thousand_half_open_and_hostile_connections_cost_little_and_stop_nobody() {
     let ask = || run(asker(secret(3)).ask(&peer, &[RANK], expectation()));
     ask().unwrap();
     let before = resident();
-    let greeting = crate::runtime::zmtp::codec::greeting();
+    let greeting = kvx_vllm::zmtp::greeting();
     let ready = b"\x04\x1a\x05READY\x0bSocket-Type\0\0\0\x06DEALER";
     let begun = b"\x02\0\0\0\0\0\0\x0f\xff"; // a message of 4,095 bytes, whose last one never comes
     let says: [Vec<u8>; 4] = [

@@ -10,7 +10,7 @@ use tokio::time::timeout;
 
 use super::connection::SocketConnection;
 use super::{Budget, Message, MessageLimits, SocketType};
-use kvx_vllm::engine::bare;
+use kvx_vllm::ids::bare;
 
 /// A socket that asks. After an error it is of no use: drop it.
 #[derive(Debug)]

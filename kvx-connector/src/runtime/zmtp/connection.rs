@@ -10,10 +10,8 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::codec::{self, Command, Decoder, Input};
-use super::{Budget, MessageLimits, SocketType};
-
-pub(crate) use super::codec::Message;
+use super::{Budget, Message, MessageLimits, SocketType};
+use kvx_vllm::zmtp::{self, Command, Decoder, Input};
 
 /// Frames up to this size are sent together.
 const SMALL: usize = 16 << 10;
@@ -95,18 +93,18 @@ impl SocketConnection {
 
     async fn greet(&mut self, kind: SocketType) -> Result<()> {
         self.stream.set_nodelay(true).map_err(broken)?;
-        let mut out = codec::greeting().to_vec();
+        let mut out = zmtp::greeting().to_vec();
         Command::Ready { kind: Some(kind), identity: Vec::new() }.put(&mut out);
         // Greeting and READY may go together: with NULL nothing in READY depends on the other
         // greeting.
         self.stream.write_all(&out).await.map_err(broken)?;
-        let mut theirs = [0; codec::GREETING];
+        let mut theirs = [0; zmtp::GREETING];
         let (signature, rest) =
             theirs.split_first_chunk_mut().expect("a greeting begins with its signature");
         self.exact(signature).await?;
-        codec::check_signature(signature)?;
+        zmtp::check_signature(signature)?;
         self.exact(rest).await?;
-        codec::check_greeting(&theirs)?;
+        zmtp::check_greeting(&theirs)?;
         match self.input().await? {
             Some(Input::Command(Command::Ready { kind: Some(theirs), identity }))
                 if kind.speaks_with(theirs) =>
@@ -242,7 +240,7 @@ impl SocketConnection {
         let mut out = Vec::new();
         for (index, frame) in frames.iter().enumerate() {
             let frame = frame.as_ref();
-            codec::put_head(&mut out, frame.len(), index + 1 < frames.len());
+            zmtp::put_head(&mut out, frame.len(), index + 1 < frames.len());
             if frame.len() <= SMALL {
                 out.extend_from_slice(frame);
             } else {

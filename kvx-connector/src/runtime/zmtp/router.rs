@@ -61,7 +61,7 @@ impl RouterConnection {
     /// Sends frames, without one that names the peer. Errors: `TimedOut`: it does not read;
     /// `Exhausted`.
     pub(crate) async fn send<F: AsRef<[u8]>>(&mut self, frames: &[F]) -> Result<()> {
-        let mut unread = self.answers.held();
+        let mut unread = self.answers.share();
         unread.take(frames.iter().map(|frame| frame.as_ref().len()).sum())?;
         self.connection.send(frames, self.patience).await
     }

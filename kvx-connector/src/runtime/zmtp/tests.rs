@@ -9,8 +9,8 @@ use kvx_core::ErrorKind;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 
-use super::codec::{self, Command};
 use super::*;
+use kvx_vllm::zmtp::{self, Command};
 
 const LIMIT: Duration = Duration::from_secs(5);
 const SHORT: Duration = Duration::from_millis(200);
@@ -73,10 +73,10 @@ async fn client(kind: SocketType, address: SocketAddr) -> kvx_core::Result<Clien
 /// One that has greeted, and may say anything.
 async fn raw(address: SocketAddr) -> TcpStream {
     let mut stream = TcpStream::connect(address).await.unwrap();
-    let mut out = codec::greeting().to_vec();
+    let mut out = zmtp::greeting().to_vec();
     Command::Ready { kind: Some(SocketType::Dealer), identity: b"me".to_vec() }.put(&mut out);
     stream.write_all(&out).await.unwrap();
-    let mut greeting = [0; codec::GREETING];
+    let mut greeting = [0; zmtp::GREETING];
     stream.read_exact(&mut greeting).await.unwrap();
     let mut head = [0; 2];
     stream.read_exact(&mut head).await.unwrap();
@@ -277,7 +277,7 @@ fn dead_peers_cost_their_time_and_no_more() {
         }
     }
     async fn greets(stream: &mut TcpStream, kind: SocketType) {
-        let mut out = codec::greeting().to_vec();
+        let mut out = zmtp::greeting().to_vec();
         Command::Ready { kind: Some(kind), identity: Vec::new() }.put(&mut out);
         stream.write_all(&out).await.unwrap();
     }

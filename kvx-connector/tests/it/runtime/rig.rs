@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvx_connector::{Connector, ConnectorBuilder, Decode, Loaded, Prefill, Rank, Released};
 use kvx_core::{Memory, Registry};
 use kvx_testkit::{Hosts, TestDevice};
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::config::{KvTransferConfig, Surroundings};
 use kvx_vllm::engine::{BlockLists, WorkerRank};
 use kvx_vllm::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
@@ -76,7 +76,7 @@ pub(crate) fn built(config: &KvTransferConfig) -> ConnectorBuilder {
 }
 
 fn built_at(config: &KvTransferConfig) -> ConnectorBuilder {
-    let mut factors = CompatibilityFactors::new(Dialect::default(), "a model");
+    let mut factors = CompatibilityFactors::new(Version::default(), "a model");
     (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) =
         (HEADS, 4, LAYERS as u32);
     Connector::builder(config, registry(), factors).block_size(BLOCK)

@@ -4,7 +4,7 @@ use kvx_connector::nixl::NixlPeer;
 use kvx_connector::{Connector, Decode, Group, Prefill, probe};
 use kvx_core::{Agent, Error, ErrorKind, Memory, Op};
 use kvx_testkit::test;
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::engine::{Allocation, Arrival, LoadFailure, NotLoaded, RequestId, WorkerRank};
 use kvx_vllm::params::TransferParams;
 use kvx_vllm::wire::CompatibilityFactors;
@@ -163,7 +163,7 @@ fn with_kvx_named_anybody_is_told_what_a_nixl_with_that_backend_loads() {
     prefill.compute(7, &[5], BLOCK);
     let told = |engine: &Engine| {
         let rank = WorkerRank { pp: 0, tp: 0 };
-        probe(engine.connector.address(), rank, Dialect::default(), None, LIMIT).unwrap()
+        probe(engine.connector.address(), rank, Version::default(), None, LIMIT).unwrap()
     };
     let metadata = told(&prefill).metadata.unwrap();
     let agent = Agent::builder("reader").registry(registry()).build().unwrap();

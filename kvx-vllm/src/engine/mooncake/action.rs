@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::super::action::{Action, Connection, Move};
-use super::super::identity::{Address, RequestId};
-use super::super::time::Time;
 use super::layouts::Target;
+use crate::ids::{Address, RequestId};
+use crate::time::Time;
 use crate::wire::mooncake::PullRequest;
 
 /// One question to a bootstrap server. Never used twice.

@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::super::identity::{EngineId, RequestId, WorkerRank};
-use super::super::step::RemoteEngine;
-use super::super::time::Time;
+use super::super::remote::RemoteEngine;
 use super::action::QueryId;
+use crate::ids::{EngineId, RequestId, WorkerRank};
+use crate::time::Time;
 use crate::wire::mooncake::Directory;
 
 /// A prefill, as its bootstrap server lists it.

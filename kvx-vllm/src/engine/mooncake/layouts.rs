@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 
-use super::super::identity::{Address, EngineId, WorkerRank};
-use super::super::step::RemoteEngine;
+use super::super::remote::RemoteEngine;
+use crate::ids::{Address, EngineId, WorkerRank};
 use crate::wire::mooncake::PullRequest;
 
 /// Layouts that are kept under a name, as vLLM does.

@@ -24,6 +24,7 @@
 
 mod action;
 mod answers;
+mod ask;
 mod directory;
 mod layouts;
 mod older;

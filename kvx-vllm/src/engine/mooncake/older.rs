@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use kvx_core::{Error, ErrorKind, Result};
 
-use super::super::identity::{Address, EngineId, RequestId, WorkerRank};
-use super::super::step::RemoteEngine;
-use super::super::time::Time;
+use super::super::remote::RemoteEngine;
 use super::action::{AskId, PullId};
-use super::answers::AnswerForm;
+use super::ask::AnswerForm;
 use super::directory::Listed;
 use super::worker::MooncakeWorker;
+use crate::ids::{Address, EngineId, RequestId, WorkerRank};
+use crate::time::Time;
 use crate::wire::mooncake::{OlderAnswer, OlderPullRequest, PullRequest, PullResponse, PullStatus};
 
 /// The name of a prefill that tells none, as only kvx does: its address.

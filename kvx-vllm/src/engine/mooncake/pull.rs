@@ -5,13 +5,14 @@ use std::sync::Arc;
 
 use super::super::action::Action;
 use super::super::failure::{FailureKind, LoadFailure, TransferFailure};
-use super::super::identity::{BlockLists, EngineId, RequestId};
-use super::super::scheduler::Kept;
-use super::super::step::{FailedLoad, ReceiveOrder, RemoteEngine};
-use super::super::time::Time;
+use super::super::remote::RemoteEngine;
+use super::super::step::Kept;
+use super::super::step::{FailedLoad, ReceiveOrder};
 use super::super::worker::ranks_to_ask;
 use super::action::{MooncakeAction, PullId, QueryId, Unanswered};
 use super::worker::MooncakeWorker;
+use crate::ids::{BlockLists, EngineId, RequestId};
+use crate::time::Time;
 use crate::wire::mooncake::{Directory, PullRequest, PullResponse, PullStatus, PulledRequest};
 
 /// One load.

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use kvx_core::{Error, ErrorKind, Result};
 
-use super::super::identity::WorkerRank;
-use super::super::time::Time;
+use crate::ids::WorkerRank;
+use crate::time::Time;
 use crate::wire::mooncake::{Directory, WorkerRegistration};
 
 /// The longest that a worker may promise to be alive.

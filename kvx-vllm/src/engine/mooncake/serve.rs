@@ -6,19 +6,18 @@ use std::time::Duration;
 use kvx_core::{Error, ErrorKind, Result};
 
 use super::super::action::{Action, Connection, Move, MoveId, MoveLists};
-use super::super::failure::{FailureKind, TransferFailure};
-use super::super::identity::{BlockLists, EngineId, RequestId};
+use super::super::failure::{FailureKind, MoveFailure, TransferFailure};
 use super::super::peers::Reach;
 use super::super::plan::{PeerPlan, pair_push};
-use super::super::scheduler::Kept;
 use super::super::stats::Transferred;
-use super::super::time::Time;
-use super::super::worker::{MoveFailure, lane_groups};
+use super::super::step::Kept;
 use super::action::{AskId, MooncakeAction};
-use super::answers::{AnswerForm, Ask};
+use super::ask::{AnswerForm, Ask};
 use super::layouts::{DecodeWorker, Found, Target};
 use super::worker::MooncakeWorker;
+use crate::ids::{BlockLists, EngineId, RequestId};
 use crate::mapping::{Tp, handshake_ranks};
+use crate::time::Time;
 use crate::wire::PushGrant;
 use crate::wire::mooncake::{PullRequest, PullResponse, PullStatus, PulledRequest};
 
@@ -249,7 +248,7 @@ impl MooncakeWorker {
         let own = Tp::new(self.rank.tp, self.settings.tp_size)?;
         let readers = handshake_ranks(own, request.remote_tp_size, 1)?;
         if !readers.contains(&request.remote_tp_rank)
-            || request.remote_pp_size > crate::mapping::MAX_RANKS
+            || request.remote_pp_size > crate::ids::MAX_RANKS
         {
             return Err(Error::new(
                 ErrorKind::Invalid,
@@ -400,7 +399,7 @@ impl MooncakeWorker {
             _ => [].into(),
         };
         for lane in &plan.lanes {
-            let groups = lane_groups(lane, &groups);
+            let groups = lane.select(&groups);
             for part in lane.parts() {
                 self.last_move += 1;
                 let move_id = MoveId(self.last_move);

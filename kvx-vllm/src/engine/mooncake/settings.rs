@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use crate::config::{BlockRelease, Compat, ConnectorKind, KvTransferConfig, RankNumbers, Role};
+use crate::config::{BlockRelease, ConnectorKind, KvTransferConfig, RankNumbers, Role};
 use kvx_core::{Error, ErrorKind, Result};
 
-use super::super::identity::{Address, WorkerRank, bare, is_loopback};
 use super::super::settings::{Settings, multi};
+use crate::ids::{Address, WorkerRank, bare, is_loopback};
 
 /// How much longer than a prefill keeps blocks and waiting pulls a decode waits for an answer.
 const ANSWER_MARGIN: Duration = Duration::from_secs(60);
@@ -101,7 +101,7 @@ impl Settings {
             ));
         }
         let (given, environment) = (config.mooncake(), config.environment());
-        let older = config.compat() < Compat::V0_16;
+        let older = !config.version().has_bootstrap_server();
         let port = config.mooncake_port(RankNumbers::default())?;
         // A loopback address is this host, whose own the first rank's is then.
         let first_rank_host = config.first_rank_host().filter(|host| dp > 0 && !is_loopback(host));

@@ -3,9 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use super::super::identity::{BlockLists, RequestId};
-use super::super::time::{Deadlines, Time};
 use super::layouts::DecodeWorker;
+use crate::engine::deadlines::Deadlines;
+use crate::ids::{BlockLists, RequestId};
+use crate::time::Time;
 
 /// Names of transfers that are over and are remembered, so that who asks late hears why.
 const MAX_OVER: usize = 65_536;

@@ -1,9 +1,9 @@
 //! A question that has reached nobody: the prefill may have restarted under its name, and listen elsewhere.
 
-use super::super::time::Time;
 use super::action::PullId;
 use super::pull::{PullStage, Said};
 use super::worker::MooncakeWorker;
+use crate::time::Time;
 
 impl MooncakeWorker {
     /// Nobody has heard a question. Its loads fail, unless they were asked for where the prefill listened before, and

@@ -4,22 +4,22 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use super::super::action::{Action, Connection, MoveId};
-use super::super::failure::{FailureKind, TransferFailure};
-use super::super::identity::{EngineId, RequestId, WorkerRank};
+use super::super::failure::{FailureKind, HandshakeFailure, TransferFailure};
 use super::super::peers::{Peers, Reach};
 use super::super::plan::PeerPlan;
 use super::super::settings::Settings;
 use super::super::step::{ConnectorMeta, WorkerOutput};
-use super::super::time::{Deadlines, Time};
-use super::super::worker::HandshakeFailure;
 use super::action::{AskId, MooncakeAction, PullId};
-use super::answers::Ask;
+use super::ask::Ask;
 use super::directory::Listings;
 use super::layouts::{Layouts, Target};
 use super::pull::{MooncakeLoad, Pull};
 use super::serve::{Serve, ServeId, Write};
 use super::settings::Mooncake;
 use super::transfers::Transfers;
+use crate::engine::deadlines::Deadlines;
+use crate::ids::{EngineId, RequestId, WorkerRank};
+use crate::time::Time;
 use crate::wire::mooncake::PullRequest;
 
 /// The worker's half of a connector that speaks the MooncakeConnector's protocol.

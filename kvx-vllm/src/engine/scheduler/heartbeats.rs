@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::super::identity::{EngineId, RequestId};
-use super::super::step::{Heartbeat, RemoteEngine};
-use super::super::time::Time;
+use super::super::remote::RemoteEngine;
+use super::super::step::Heartbeat;
+use crate::ids::{EngineId, RequestId};
+use crate::time::Time;
 
 /// The requests of one peer, each with how many of ours want it.
 #[derive(Debug)]

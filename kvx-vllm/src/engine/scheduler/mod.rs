@@ -11,14 +11,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::heartbeats::Heartbeats;
-pub use self::outcome::{Kept, Outcome, Then};
+pub use self::outcome::{Outcome, Then};
 pub use self::publish::{Ending, Finished, Status};
-use super::identity::{Address, BlockLists, EngineId, RequestId};
+use super::remote::RemoteEngine;
 use super::settings::Settings;
-use super::step::{ConnectorMeta, ReceiveOrder, RemoteEngine, RemoteRequest};
-use super::time::{ClockOffset, Deadlines, Time};
+use super::step::{ConnectorMeta, ReceiveOrder, RemoteRequest};
 use super::trust::Untrusted;
+use crate::engine::deadlines::Deadlines;
+use crate::ids::{Address, BlockLists, EngineId, RequestId};
 use crate::params::{ParamsError, TransferMode, TransferParams};
+use crate::time::{ClockOffset, Time};
 
 /// A load from a decode is not begun when its blocks live no longer than this.
 pub(super) const EXPIRY_MARGIN: Duration = Duration::from_secs(5);

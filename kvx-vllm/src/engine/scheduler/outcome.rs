@@ -6,11 +6,11 @@ use crate::config::LoadFailurePolicy;
 
 use super::super::aggregate::EngineOutput;
 use super::super::failure::LoadFailure;
-use super::super::identity::{BlockLists, RequestId};
 use super::super::recovery::valid_prefix;
-use super::super::step::FailedLoad;
-use super::super::time::{ClockOffset, Time};
+use super::super::step::{FailedLoad, Kept};
 use super::{Allocation, LoadSource, LoadStage, Scheduler};
+use crate::ids::{BlockLists, RequestId};
+use crate::time::{ClockOffset, Time};
 
 /// What the engine does next with a request whose load has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,15 +78,6 @@ impl Outcome {
             }
         }
     }
-}
-
-/// Blocks that an engine keeps for the connector.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Kept {
-    /// Those of a load that was aborted or has failed at its deadline.
-    Load,
-    /// All of a request that has ended, for a peer.
-    Request,
 }
 
 impl Scheduler {

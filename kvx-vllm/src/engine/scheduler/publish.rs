@@ -3,11 +3,11 @@
 use crate::config::BlockRelease;
 
 use super::super::generations::BlockReference;
-use super::super::identity::{BlockLists, RequestId};
 use super::super::step::SendOrder;
-use super::super::time::Time;
 use super::{LoadStage, Publishes, Scheduler};
+use crate::ids::{BlockLists, RequestId};
 use crate::params::{RemoteBlocks, TransferMode, TransferParams};
+use crate::time::Time;
 
 /// How a request has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -224,9 +224,9 @@ impl Scheduler {
         remote.prefill_cached_tokens = ending.cached.map(u64::from);
         remote.block_reference = ending.reference.map(|reference| reference.to_string());
         let mut params = if for_next_turn {
-            TransferParams::decoded(remote, settings.dialect)
+            TransferParams::decoded(remote, settings.version)
         } else {
-            TransferParams::prefilled(remote, settings.dialect)
+            TransferParams::prefilled(remote, settings.version)
         };
         // The signature covers the parameters as a reader gets them: not every version writes every field.
         params.kvx_signature =

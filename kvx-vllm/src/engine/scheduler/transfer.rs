@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use super::super::identity::{Address, BlockLists, EngineId, RequestId};
 use super::super::mooncake::{Mooncake, older_prefill};
-use super::super::step::{RemoteEngine, RemoteRequest};
+use super::super::remote::RemoteEngine;
+use super::super::step::RemoteRequest;
 use super::{Arrival, Load, LoadSource, LoadStage, NotLoaded, Publishes, Scheduler};
+use crate::ids::{Address, BlockLists, EngineId, RequestId};
 use crate::params::{
     KvxPrefill, MooncakeLeg, MooncakeParams, OlderMooncakeLeg, OlderMooncakeParams, ParamsError,
     TransferParams,
@@ -58,7 +59,7 @@ impl Scheduler {
         let leg = match &params.leg {
             OlderMooncakeLeg::Prefill => Leg::Prefill { name: arrival.request.clone() },
             OlderMooncakeLeg::Decode { remote_host, remote_port, kvx } => {
-                let host = super::super::identity::bare(remote_host).into();
+                let host = crate::ids::bare(remote_host).into();
                 let address = Address { host, port: *remote_port };
                 let theirs = kvx.as_ref().and_then(|kvx| kvx.request_id.as_deref());
                 Leg::Decode {

@@ -2,12 +2,12 @@
 
 use super::super::action::Action;
 use super::super::failure::LoadFailure;
-use super::super::identity::RequestId;
 use super::super::step::FailedLoad;
-use super::super::time::Time;
 use super::Worker;
-use super::receive::{Invalid, ReceiveStage};
+use super::load::{Invalid, ReceiveStage};
+use crate::ids::RequestId;
 use crate::params::TransferMode;
+use crate::time::Time;
 
 impl Worker {
     pub(super) fn fail_receive(

@@ -5,41 +5,20 @@ use std::sync::Arc;
 use crate::config::BlockRelease;
 
 use super::super::action::{Action, Connection, MoveId};
-use super::super::failure::{FailureKind, LoadFailure, TransferFailure};
-use super::super::identity::{RequestId, WorkerRank};
+use super::super::failure::{
+    FailureKind, HandshakeFailure, LoadFailure, MoveFailure, TransferFailure,
+};
 use super::super::plan::PeerPlan;
-use super::super::scheduler::Kept;
 use super::super::stats::Transferred;
 use super::super::step::Heartbeat;
-use super::super::time::Time;
-use super::receive::{MovePhase, MoveState, Receive, ReceiveStage};
+use super::super::step::Kept;
+use super::load::{MovePhase, MoveState, Receive, ReceiveStage};
 use super::send::Counted;
 use super::{Waiting, Worker};
+use crate::ids::{RequestId, WorkerRank};
 use crate::params::TransferMode;
+use crate::time::Time;
 use crate::wire::EngineNotification;
-
-/// A handshake that brought no plan.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HandshakeFailure {
-    /// The peer answered, but it and this engine do not fit together. Else it did not answer, or not in words.
-    pub setup: bool,
-    /// Why, in a sentence.
-    pub error: String,
-}
-
-/// A move that did not succeed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MoveFailure {
-    /// Which step.
-    pub kind: FailureKind,
-    /// Nothing touches its memory any more. Else [`Worker::move_settled`] says so later, or
-    /// [`Worker::move_forgotten`] that nobody ever will.
-    pub settled: bool,
-    /// What the handshake described is no longer there: the peer has restarted, or is gone. It is asked anew, later.
-    pub peer_is_gone: bool,
-    /// Why, in a sentence.
-    pub error: String,
-}
 
 impl Worker {
     /// A handshake has ended.

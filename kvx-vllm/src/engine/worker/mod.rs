@@ -2,6 +2,7 @@
 
 mod ending;
 mod events;
+mod load;
 mod push;
 mod receive;
 mod send;
@@ -9,21 +10,20 @@ mod send;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
+use self::load::{MoveState, Receive};
 use self::push::Pushes;
-use self::receive::{MoveState, Receive};
 use self::send::Sends;
 use super::action::{Action, Connection, MoveId};
 use super::failure::{FailureKind, TransferFailure};
-use super::identity::{EngineId, RequestId, WorkerRank};
 use super::peers::{Peers, Reach};
+use super::remote::RemoteEngine;
 use super::settings::Settings;
-use super::step::{ConnectorMeta, Heartbeat, RemoteEngine, WorkerOutput};
-use super::time::{Deadlines, Time};
-use crate::mapping::{MAX_RANKS, Tp, handshake_ranks};
+use super::step::{ConnectorMeta, Heartbeat, WorkerOutput};
+use crate::engine::deadlines::Deadlines;
+use crate::ids::{EngineId, MAX_RANKS, RequestId, WorkerRank};
+use crate::mapping::{Tp, handshake_ranks};
 use crate::params::TransferMode;
-
-pub use self::events::{HandshakeFailure, MoveFailure};
-pub(super) use self::receive::lane_groups;
+use crate::time::Time;
 
 /// The worker's half of a connector.
 ///

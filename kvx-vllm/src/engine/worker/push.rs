@@ -8,14 +8,15 @@ use kvx_core::{Error, ErrorKind};
 
 use super::super::action::{Action, Connection, Move, MoveId, MoveLists};
 use super::super::failure::{FailureKind, TransferFailure};
-use super::super::identity::{Address, BlockLists, EngineId, RequestId, WorkerRank};
 use super::super::peers::Reach;
 use super::super::plan::{PeerPlan, pair_push};
-use super::super::step::RemoteEngine;
-use super::super::time::{Deadlines, Time};
-use super::receive::{MoveState, ReceiveStage, lane_groups};
+use super::super::remote::RemoteEngine;
+use super::load::{MoveState, ReceiveStage};
 use super::{Waiting, Worker};
+use crate::engine::deadlines::Deadlines;
+use crate::ids::{Address, BlockLists, EngineId, RequestId, WorkerRank};
 use crate::params::TransferMode;
+use crate::time::Time;
 use crate::wire::{EngineNotification, PushGrant, PushRegistration};
 
 /// Registrations that wait for a prefill, and that were served: a peer cannot make this engine remember more.
@@ -412,7 +413,7 @@ impl Worker {
         let grants = Arc::clone(&push.registration.grants);
         let lists = MoveLists { local, remote, tokens: None };
         for (at, lane) in plan.lanes.iter().enumerate() {
-            let groups = lane_groups(lane, &groups);
+            let groups = lane.select(&groups);
             let rides = lane.memory.len() == 1;
             push.untold.extend((!rides).then_some(lane.rank));
             for part in lane.parts() {

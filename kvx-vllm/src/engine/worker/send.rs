@@ -5,9 +5,10 @@ use std::ops::Bound;
 
 use crate::config::LeaseTime;
 
-use super::super::identity::RequestId;
 use super::super::settings::ConsumerRule;
-use super::super::time::{Deadlines, Time};
+use crate::engine::deadlines::Deadlines;
+use crate::ids::RequestId;
+use crate::time::Time;
 
 /// What a completion has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -19,7 +19,7 @@
 use serde_json::Value;
 
 use super::bodies;
-use crate::Dialect;
+use crate::Version;
 use crate::params::{
     MooncakeLeg, MooncakeParams, MooncakeTransferId, ParamsError, RemoteBlocks, TransferMode,
     TransferParams,
@@ -146,13 +146,13 @@ pub fn push_legs(
             Vec::new(),
         )
     };
-    let mut params = TransferParams::prefilled(remote, Dialect::V0_33);
+    let mut params = TransferParams::prefilled(remote, Version::V0_33);
     // The decode side gets blocks of its own and tells the prefill side; how many tokens come is the prompt's length.
     params.remote_block_ids = None;
     params.remote_num_tokens = None;
     Ok(Legs {
-        prefill: bodies::prefill(request, TransferParams::ask_prefill().to_value(Dialect::V0_33)?)?,
+        prefill: bodies::prefill(request, TransferParams::ask_prefill().to_value(Version::V0_33)?)?,
         prefill_headers: Vec::new(),
-        decode: bodies::decode(request, Some(params.to_value(Dialect::V0_33)?))?,
+        decode: bodies::decode(request, Some(params.to_value(Version::V0_33)?))?,
     })
 }

@@ -1,7 +1,7 @@
 //! NixlConnector: prefill, then decode with what the prefill instance answered.
 //!
 //! ```
-//! use kvx_vllm::Dialect;
+//! use kvx_vllm::Version;
 //! use kvx_vllm::params::recipe::{Answer, sequential};
 //! # fn main() -> Result<(), kvx_vllm::params::ParamsError> {
 //! let request = serde_json::json!({"model": "m", "prompt": "Once", "max_tokens": 24, "stream": true});
@@ -14,7 +14,7 @@
 //! // let response = …: POST it to a prefill instance.
 //! let answer = Answer::from_body(&response)?;
 //!
-//! let decode = sequential::decode_leg(&request, &answer, Dialect::V0_33)?;
+//! let decode = sequential::decode_leg(&request, &answer, Version::V0_33)?;
 //! assert!(decode.transfers);
 //! assert_eq!(decode.body["max_tokens"], 24);
 //! assert_eq!(decode.body["kv_transfer_params"], response["kv_transfer_params"]);
@@ -25,7 +25,7 @@
 use serde_json::Value;
 
 use super::{Answer, bodies};
-use crate::Dialect;
+use crate::Version;
 use crate::params::{ParamsError, TransferParams};
 
 /// The body of the prefill leg.
@@ -34,8 +34,8 @@ use crate::params::{ParamsError, TransferParams};
 ///
 /// A request that is no object, or one that an engine would make several of (`n`, `best_of`, `use_beam_search`).
 pub fn prefill_leg(request: &Value) -> Result<Value, ParamsError> {
-    // What is asked for is the same in every dialect.
-    bodies::prefill(request, TransferParams::ask_prefill().to_value(Dialect::default())?)
+    // What is asked for is the same in every version.
+    bodies::prefill(request, TransferParams::ask_prefill().to_value(Version::default())?)
 }
 
 /// The body of the prefill leg of a later turn, for instances with `bidirectional_kv_xfer`: the prefill instance may
@@ -47,7 +47,7 @@ pub fn prefill_leg(request: &Value) -> Result<Value, ParamsError> {
 pub fn prefill_leg_of_later_turn(
     request: &Value,
     earlier: &Answer,
-    dialect: Dialect,
+    version: Version,
 ) -> Result<Value, ParamsError> {
     let Some(params) = &earlier.params else {
         return prefill_leg(request);
@@ -59,7 +59,7 @@ pub fn prefill_leg_of_later_turn(
              bidirectional_kv_xfer",
         ));
     }
-    bodies::prefill(request, params.to_value(dialect)?)
+    bodies::prefill(request, params.to_value(version)?)
 }
 
 /// The body of a decode leg.
@@ -72,7 +72,7 @@ pub struct DecodeLeg {
     pub transfers: bool,
 }
 
-/// The body of the decode leg: the client's own, with what the prefill instance answered. `dialect` is what the decode
+/// The body of the decode leg: the client's own, with what the prefill instance answered. `version` is what the decode
 /// instance speaks.
 ///
 /// # Errors
@@ -82,7 +82,7 @@ pub struct DecodeLeg {
 pub fn decode_leg(
     request: &Value,
     answer: &Answer,
-    dialect: Dialect,
+    version: Version,
 ) -> Result<DecodeLeg, ParamsError> {
     let params = match &answer.params {
         Some(params) if params.do_remote_decode => {
@@ -91,9 +91,9 @@ pub fn decode_leg(
                 "the answer asks for a remote decode: it is not from a prefill leg",
             ));
         }
-        Some(params) if params.is_of_older_mooncake() => Some(params.to_value(dialect)?),
+        Some(params) if params.is_of_older_mooncake() => Some(params.to_value(version)?),
         Some(params) if params.do_remote_prefill => (params.remote_blocks()?.block_count() > 0)
-            .then(|| params.to_value(dialect))
+            .then(|| params.to_value(version))
             .transpose()?,
         _ => None,
     };

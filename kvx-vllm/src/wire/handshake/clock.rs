@@ -2,8 +2,8 @@
 
 use kvx_core::Result;
 
-use crate::engine::Time;
-use crate::wire::msgpack::{MsgpackReader, MsgpackWriter};
+use crate::msgpack::{MsgpackReader, MsgpackWriter};
+use crate::time::Time;
 
 /// A listener's monotonic clock in seconds, as it travels beside the payload.
 ///
@@ -37,7 +37,7 @@ impl ClockReading {
         let seconds = reader.float()?;
         reader.end()?;
         if !seconds.is_finite() {
-            return Err(reader.malformed("it is not a number of seconds"));
+            return Err(reader.malformed("it is not a number of seconds").into());
         }
         Ok(ClockReading(seconds))
     }

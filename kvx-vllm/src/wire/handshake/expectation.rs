@@ -3,14 +3,14 @@
 use kvx_core::{Error, ErrorKind, Result};
 
 use super::{HandshakePayload, NixlAgentMetadata};
-use crate::Dialect;
+use crate::Version;
 use crate::wire::{CompatibilityFactors, CompatibilityHash, explain_by_one};
 
 /// What an engine is, and which engine it expects at the other end of a handshake.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Expectation {
     /// What the peer speaks.
-    pub dialect: Dialect,
+    pub version: Version,
     /// The engine that the parameters name.
     pub engine_id: String,
     /// This engine's own hash.
@@ -28,12 +28,12 @@ pub struct Expectation {
 impl Expectation {
     /// Hashes are compared, no context parallelism.
     pub fn new(
-        dialect: Dialect,
+        version: Version,
         engine_id: impl Into<String>,
         compatibility_hash: CompatibilityHash,
     ) -> Self {
         Expectation {
-            dialect,
+            version,
             engine_id: engine_id.into(),
             compatibility_hash,
             factors: None,
@@ -73,7 +73,7 @@ impl Expectation {
                 ErrorKind::Malformed,
                 format!(
                     "{error}; the peer may speak another version than {}: set kv_compat to its version",
-                    self.dialect
+                    self.version
                 ),
             ),
         })?;
@@ -94,11 +94,11 @@ impl Expectation {
                 ),
             ));
         }
-        let metadata = NixlAgentMetadata::decode(&payload.agent_metadata_bytes, self.dialect)
+        let metadata = NixlAgentMetadata::decode(&payload.agent_metadata_bytes, self.version)
             .map_err(|error| {
                 Error::new(
                     ErrorKind::Malformed,
-                    format!("{error}; the peer does not write what {} does", self.dialect),
+                    format!("{error}; the peer does not write what {} does", self.version),
                 )
             })?;
         self.check_context_parallel(&metadata)?;

@@ -3,8 +3,8 @@
 use kvx_core::{Error, ErrorKind, Result};
 
 use super::HandshakeRequest;
-use crate::engine::WorkerRank;
-use crate::wire::msgpack::{MsgpackReader, MsgpackWriter};
+use crate::ids::WorkerRank;
+use crate::msgpack::{MsgpackReader, MsgpackWriter};
 
 const TAG: &[u8] = b"kvx_meta_msg";
 const NONCE: usize = 32;
@@ -98,7 +98,7 @@ impl KvxRequest {
         let mut reader = MsgpackReader::new("kvx handshake request", bytes, Self::MAX_LEN)?;
         let fields = reader.array(3)?;
         if fields < 2 {
-            return Err(reader.malformed(format_args!("{fields} items, 2 or 3 wanted")));
+            return Err(reader.malformed(format_args!("{fields} items, 2 or 3 wanted")).into());
         }
         let words = reader.binary_or_text()?;
         let parts = words.strip_prefix(TAG).and_then(|words| words.split_first_chunk::<NONCE>());
@@ -108,7 +108,7 @@ impl KvxRequest {
             None => None,
         };
         let (Some((nonce, _)), Some(proof)) = (parts, proof) else {
-            return Err(reader.malformed("its first item is not of kvx's form"));
+            return Err(reader.malformed("its first item is not of kvx's form").into());
         };
         let pipeline_aware = fields == 3;
         let pp = if pipeline_aware { reader.unsigned_32()? } else { 0 };
@@ -122,12 +122,12 @@ impl KvxRequest {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Dialect;
+    use crate::Version;
 
     #[test]
     fn a_request_is_read_as_it_was_written_in_both_forms() {
-        for (dialect, proof) in [(Dialect::V0_33, Some([7; 32])), (Dialect::V0_20, None)] {
-            let request = HandshakeRequest::new(WorkerRank { pp: 0, tp: 3 }, dialect).unwrap();
+        for (version, proof) in [(Version::V0_33, Some([7; 32])), (Version::V0_20, None)] {
+            let request = HandshakeRequest::new(WorkerRank { pp: 0, tp: 3 }, version).unwrap();
             let asked = KvxRequest { request, nonce: [9; 32], proof };
             let bytes = asked.encode();
             assert!(KvxRequest::is_one(&bytes) && !KvxRequest::is_one(&request.encode()));

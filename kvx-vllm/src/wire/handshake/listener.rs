@@ -6,7 +6,8 @@ use std::sync::Arc;
 use kvx_core::{Error, ErrorKind, Result};
 
 use super::{ClockReading, HandshakePayload, HandshakeRequest, NixlAgentMetadata};
-use crate::engine::{Time, WorkerRank};
+use crate::ids::WorkerRank;
+use crate::time::Time;
 use crate::wire::CompatibilityHash;
 
 /// Frames before a request that are given back unread: the identity, and what brokers on the way add.
@@ -21,11 +22,11 @@ const MAX_IDENTITY: usize = 255;
 /// ([`HandshakePayload::refused`]), which a vLLM peer reports and survives. Nothing is remembered of peers.
 ///
 /// ```
-/// use kvx_vllm::Dialect;
+/// use kvx_vllm::Version;
 /// use kvx_vllm::engine::{Time, WorkerRank};
 /// use kvx_vllm::wire::{CompatibilityHash, Listener, NixlAgentMetadata};
 /// let mut listener = Listener::new(CompatibilityHash::foreign("ab".repeat(32)));
-/// listener.publish(WorkerRank { pp: 0, tp: 0 }, &NixlAgentMetadata::new("prefill-0", Dialect::V0_33));
+/// listener.publish(WorkerRank { pp: 0, tp: 0 }, &NixlAgentMetadata::new("prefill-0", Version::V0_33));
 ///
 /// let received: [&[u8]; 3] = [b"identity", b"", b"\x93\xc4\x0cget_meta_msg\x00\x00"];
 /// let answer = listener.answer(&received, Time::default())?;

@@ -2,8 +2,9 @@
 
 use kvx_core::{Error, ErrorKind, Result};
 
-use crate::Dialect;
-use crate::wire::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
+use crate::Version;
+use crate::msgpack::{self, MsgpackReader, MsgpackWriter};
+use crate::wire::record::{Record, RecordFields, Shape};
 
 const WHAT: &str = "agent metadata";
 /// Where kvx tells other kvx agents about itself; vLLM ignores the key.
@@ -24,19 +25,19 @@ pub struct PackedMember {
 /// What one worker tells its peers of its memory: `NixlAgentMetadata` of vLLM 0.16 to 0.33.
 ///
 /// A message that was read is written again with the bytes it was read from: order of keys, keys that were left out and
-/// keys that are not known here survive. A new one has the keys of its dialect.
+/// keys that are not known here survive. A new one has the keys of its version.
 ///
 /// ```
-/// use kvx_vllm::Dialect;
+/// use kvx_vllm::Version;
 /// use kvx_vllm::wire::NixlAgentMetadata;
-/// let mut metadata = NixlAgentMetadata::new("prefill-0", Dialect::V0_33);
+/// let mut metadata = NixlAgentMetadata::new("prefill-0", Version::V0_33);
 /// metadata.kv_caches_base_addr = vec![0x7f00_0000_0000];
 /// metadata.block_lens = vec![4096];
 /// metadata.block_strides = vec![4096];
 /// metadata.num_blocks = 4;
 /// metadata.kvx_metadata = Some(b"what kvx_core::Agent::metadata gives".to_vec());
 /// let bytes = metadata.encode();
-/// assert_eq!(NixlAgentMetadata::decode(&bytes, Dialect::V0_33)?, metadata);
+/// assert_eq!(NixlAgentMetadata::decode(&bytes, Version::V0_33)?, metadata);
 /// # Ok::<(), kvx_core::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -94,8 +95,8 @@ impl NixlAgentMetadata {
     /// The most regions that are read.
     pub const MAX_REGIONS: usize = 1 << 16;
 
-    /// Metadata without regions, all else at its default, with the keys of `dialect`.
-    pub fn new(engine_id: impl Into<String>, dialect: Dialect) -> Self {
+    /// Metadata without regions, all else at its default, with the keys of `version`.
+    pub fn new(engine_id: impl Into<String>, version: Version) -> Self {
         NixlAgentMetadata {
             engine_id: engine_id.into(),
             agent_metadata: Vec::new(),
@@ -119,7 +120,7 @@ impl NixlAgentMetadata {
             region_members: Vec::new(),
             packed_member_layouts: Vec::new(),
             kvx_metadata: None,
-            shape: Shape::of(written(dialect)),
+            shape: Shape::of(written(version)),
         }
     }
 
@@ -133,13 +134,13 @@ impl NixlAgentMetadata {
         self.encode_map()
     }
 
-    /// Reads what a worker of a `dialect` engine wrote.
+    /// Reads what a worker of a `version` engine wrote.
     ///
     /// # Errors
     ///
-    /// Malformed bytes, more regions than [`MAX_REGIONS`](Self::MAX_REGIONS), or a key absent that this dialect always
+    /// Malformed bytes, more regions than [`MAX_REGIONS`](Self::MAX_REGIONS), or a key absent that this version always
     /// writes: the error names it.
-    pub fn decode(bytes: &[u8], dialect: Dialect) -> Result<Self> {
+    pub fn decode(bytes: &[u8], version: Version) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         let addresses = |reader: &mut MsgpackReader<'_>| {
             reader.list(Self::MAX_REGIONS, MsgpackReader::unsigned)
@@ -147,7 +148,7 @@ impl NixlAgentMetadata {
         let names = |reader: &mut MsgpackReader<'_>| {
             reader.list(Self::MAX_REGIONS, MsgpackReader::owned_text)
         };
-        let always = |key: &str| since(key).is_some_and(|first| dialect >= first);
+        let always = |key: &str| since(key).is_some_and(|first| version.speaks(first));
         let block_lens = fields.required("block_lens", addresses)?;
         Ok(NixlAgentMetadata {
             engine_id: fields.required("engine_id", MsgpackReader::owned_text)?,
@@ -269,7 +270,7 @@ impl NixlAgentMetadata {
     }
 }
 
-fn packed_members(reader: &mut MsgpackReader<'_>) -> Result<Vec<PackedMember>> {
+fn packed_members(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Vec<PackedMember>> {
     let count = reader.map(NixlAgentMetadata::MAX_REGIONS)?;
     let mut members = Vec::with_capacity(count);
     for _ in 0..count {
@@ -280,26 +281,26 @@ fn packed_members(reader: &mut MsgpackReader<'_>) -> Result<Vec<PackedMember>> {
     Ok(members)
 }
 
-/// The first dialect whose workers write a key; `None`: vLLM's never do.
-fn since(key: &str) -> Option<Dialect> {
+/// The first version whose workers write a key; `None`: vLLM's never do.
+fn since(key: &str) -> Option<Version> {
     Some(match key {
-        "ssm_sizes" | "attn_backend_name" => Dialect::V0_20,
-        KERNEL_PER_LOGICAL => Dialect::V0_21,
-        "block_strides" | "dcp_size" | "pcp_size" => Dialect::V0_29,
+        "ssm_sizes" | "attn_backend_name" => Version::V0_20,
+        KERNEL_PER_LOGICAL => Version::V0_21,
+        "block_strides" | "dcp_size" | "pcp_size" => Version::V0_29,
         "region_num_blocks" | "region_group_ids" | "region_names" | "region_mem_types" => {
-            Dialect::V0_30
+            Version::V0_30
         }
-        "region_members" | "packed_member_layouts" => Dialect::V0_31,
-        "ple_block_len" => Dialect::V0_32,
+        "region_members" | "packed_member_layouts" => Version::V0_31,
+        "ple_block_len" => Version::V0_32,
         KVX_METADATA => return None,
-        _ => Dialect::V0_16,
+        _ => Version::V0_16,
     })
 }
 
-/// The keys that workers of this dialect write, in their order.
-fn written(dialect: Dialect) -> impl Iterator<Item = &'static str> {
+/// The keys that workers of this version write, in their order.
+fn written(version: Version) -> impl Iterator<Item = &'static str> {
     let keys = NixlAgentMetadata::KEYS.iter().copied();
-    keys.filter(move |key| since(key).is_some_and(|first| dialect >= first))
+    keys.filter(move |key| since(key).is_some_and(|first| version.speaks(first)))
 }
 
 impl Record for NixlAgentMetadata {

@@ -2,8 +2,9 @@
 
 use kvx_core::{Error, ErrorKind, Result};
 
+use crate::msgpack::{MsgpackReader, MsgpackWriter};
 use crate::wire::CompatibilityHash;
-use crate::wire::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
+use crate::wire::record::{Record, RecordFields, Shape};
 
 const WHAT: &str = "handshake payload";
 

@@ -2,19 +2,19 @@
 
 use kvx_core::{Error, ErrorKind, Result};
 
-use crate::Dialect;
-use crate::engine::WorkerRank;
-use crate::wire::msgpack::{MsgpackReader, MsgpackWriter};
+use crate::Version;
+use crate::ids::WorkerRank;
+use crate::msgpack::{MsgpackReader, MsgpackWriter};
 
 const TAG: &[u8] = b"get_meta_msg";
 
 /// What a decode worker asks a side channel: the metadata of one worker of the engine.
 ///
 /// ```
-/// use kvx_vllm::Dialect;
+/// use kvx_vllm::Version;
 /// use kvx_vllm::engine::WorkerRank;
 /// use kvx_vllm::wire::HandshakeRequest;
-/// let request = HandshakeRequest::new(WorkerRank { pp: 0, tp: 1 }, Dialect::V0_33)?;
+/// let request = HandshakeRequest::new(WorkerRank { pp: 0, tp: 1 }, Version::V0_33)?;
 /// assert_eq!(request.encode(), *b"\x93\xc4\x0cget_meta_msg\x00\x01");
 /// assert_eq!(HandshakeRequest::decode(&request.encode())?, request);
 /// # Ok::<(), kvx_core::Error>(())
@@ -29,18 +29,18 @@ impl HandshakeRequest {
     /// The longest request that is read: the longest that is written has 29 bytes.
     pub const MAX_LEN: usize = 64;
 
-    /// The question for `rank`, in the form that a listener of `dialect` understands.
+    /// The question for `rank`, in the form that a listener of `version` understands.
     ///
     /// # Errors
     ///
-    /// A pipeline rank other than 0 for a dialect that cannot ask for one.
-    pub fn new(rank: WorkerRank, dialect: Dialect) -> Result<Self> {
-        let pipeline_aware = dialect.asks_for_pipeline_rank();
+    /// A pipeline rank other than 0 for a version that cannot ask for one.
+    pub fn new(rank: WorkerRank, version: Version) -> Result<Self> {
+        let pipeline_aware = version.asks_for_pipeline_rank();
         if rank.pp != 0 && !pipeline_aware {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "{dialect} cannot be asked for pipeline rank {}: it shakes hands with stage 0 only",
+                    "{version} cannot be asked for pipeline rank {}: it shakes hands with stage 0 only",
                     rank.pp
                 ),
             ));
@@ -90,14 +90,16 @@ impl HandshakeRequest {
         let mut reader = MsgpackReader::new("handshake request", bytes, Self::MAX_LEN)?;
         let fields = reader.array(3)?;
         if fields < 2 {
-            return Err(reader.malformed(format_args!("{fields} items, 2 or 3 wanted")));
+            return Err(reader.malformed(format_args!("{fields} items, 2 or 3 wanted")).into());
         }
         let tag = reader.binary_or_text()?;
         if tag != TAG {
-            return Err(reader.malformed(format_args!(
-                "{:?} is asked for, get_meta_msg wanted",
-                tag.escape_ascii().to_string()
-            )));
+            return Err(reader
+                .malformed(format_args!(
+                    "{:?} is asked for, get_meta_msg wanted",
+                    tag.escape_ascii().to_string()
+                ))
+                .into());
         }
         let pipeline_aware = fields == 3;
         let pp = if pipeline_aware { reader.unsigned_32()? } else { 0 };

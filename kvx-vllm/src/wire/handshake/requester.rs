@@ -6,32 +6,33 @@ use std::time::Duration;
 use kvx_core::{Error, ErrorKind, Result};
 
 use super::{ClockReading, Expectation, HandshakePayload, HandshakeRequest, NixlAgentMetadata};
-use crate::engine::{ClockOffset, Time, WorkerRank};
+use crate::ids::WorkerRank;
+use crate::time::{ClockOffset, Time};
 
 /// One handshake with an engine: a question for each of its workers that this one needs, one after the other, each
 /// over the same REQ socket and with a time limit of its own.
 ///
 /// The caller sends what [`request`](Self::request) gives, passes the answer to [`received`](Self::received), and
 /// calls [`tick`](Self::tick) when [`answer_by`](Self::answer_by) has come. After an error the handshake is over:
-/// close the socket. The workers must exist, as `tp_size` and `pp_size` in the parameters say, and the dialect must
+/// close the socket. The workers must exist, as `tp_size` and `pp_size` in the parameters say, and the version must
 /// be the peer's: vLLM's listener does not survive a question for a worker that it does not have, or one of another
 /// form.
 ///
 /// ```
 /// use std::time::Duration;
-/// use kvx_vllm::Dialect;
+/// use kvx_vllm::Version;
 /// use kvx_vllm::engine::{Time, WorkerRank};
 /// use kvx_vllm::wire::{CompatibilityHash, Expectation, Handshake, Listener, NixlAgentMetadata};
 /// # fn main() -> Result<(), kvx_core::Error> {
 /// let hash = CompatibilityHash::foreign("ab".repeat(32));
 /// let rank = WorkerRank { pp: 0, tp: 0 };
-/// let mut metadata = NixlAgentMetadata::new("prefill-0", Dialect::V0_33);
+/// let mut metadata = NixlAgentMetadata::new("prefill-0", Version::V0_33);
 /// metadata.block_size = 16;
 /// let mut listener = Listener::new(hash.clone());
 /// listener.publish(rank, &metadata);
 ///
 /// let at = |milliseconds| Time::from_origin(Duration::from_millis(milliseconds));
-/// let expectation = Expectation::new(Dialect::V0_33, "prefill-0", hash);
+/// let expectation = Expectation::new(Version::V0_33, "prefill-0", hash);
 /// let mut handshake = Handshake::new(expectation, [rank], (1, 1))?;
 /// while let Some(request) = handshake.request(at(10)) {
 ///     let message = [&b"me"[..], b"", &request];
@@ -74,7 +75,7 @@ impl Handshake {
     ///
     /// # Errors
     ///
-    /// No worker, or one that the engine does not have; a pipeline stage that the dialect cannot name.
+    /// No worker, or one that the engine does not have; a pipeline stage that the version cannot name.
     pub fn new(
         expectation: Expectation,
         workers: impl IntoIterator<Item = WorkerRank>,
@@ -92,7 +93,7 @@ impl Handshake {
                     ),
                 ));
             }
-            left.push(HandshakeRequest::new(rank, expectation.dialect)?);
+            left.push(HandshakeRequest::new(rank, expectation.version)?);
         }
         if left.is_empty() {
             return Err(Error::new(
@@ -161,7 +162,7 @@ impl Handshake {
     ///
     /// # Errors
     ///
-    /// An answer to no question, one that comes too late, one that is not of the form of the dialect, and those of
+    /// An answer to no question, one that comes too late, one that is not of the form of the version, and those of
     /// [`Expectation::check`].
     pub fn received<F: AsRef<[u8]>>(&mut self, frames: &[F], now: Time) -> Result<()> {
         self.tick(now)?;
@@ -213,7 +214,7 @@ impl Handshake {
         asked: Time,
         now: Time,
     ) -> Result<(NixlAgentMetadata, Option<ClockOffset>)> {
-        let wanted = if self.expectation.dialect.asks_for_pipeline_rank() { 2 } else { 1 };
+        let wanted = if self.expectation.version.asks_for_pipeline_rank() { 2 } else { 1 };
         let [payload, clock @ ..] = frames else {
             return Err(Error::new(ErrorKind::Malformed, "malformed handshake answer: no frames"));
         };
@@ -228,7 +229,7 @@ impl Handshake {
                      than {}: set \
                      kv_compat to its version",
                     frames.len(),
-                    self.expectation.dialect
+                    self.expectation.version
                 ),
             ));
         }

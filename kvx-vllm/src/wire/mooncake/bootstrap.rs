@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use kvx_core::{Error, ErrorKind, Result};
 use serde_json::{Map, Value, json};
 
-use crate::engine::WorkerRank;
-use crate::mapping::MAX_RANKS;
+use crate::ids::MAX_RANKS;
+use crate::ids::WorkerRank;
 
 /// `POST /register`: a prefill worker says where it listens.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -8,7 +8,8 @@ use std::collections::BTreeSet;
 use kvx_core::{Error, ErrorKind, Result};
 
 use super::{PullRequest, PulledRequest};
-use crate::wire::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
+use crate::msgpack::{MsgpackReader, MsgpackWriter};
+use crate::wire::record::{Record, RecordFields, Shape};
 
 const WHAT: &str = "pull request of vLLM before 0.16";
 

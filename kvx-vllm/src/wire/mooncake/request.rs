@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 
 use kvx_core::Result;
 
+use crate::msgpack::{self, MsgpackReader, MsgpackWriter};
 use crate::wire::PushGrant;
-use crate::wire::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
+use crate::wire::record::{Record, RecordFields, Shape};
 
 const WHAT: &str = "pull request";
 
@@ -199,7 +200,7 @@ impl PullRequest {
     }
 }
 
-fn pulled(reader: &mut MsgpackReader<'_>) -> Result<Vec<PulledRequest>> {
+fn pulled(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Vec<PulledRequest>> {
     let count = reader.map(PullRequest::MAX_ITEMS)?;
     let mut requests = Vec::with_capacity(count);
     for _ in 0..count {
@@ -214,7 +215,7 @@ fn pulled(reader: &mut MsgpackReader<'_>) -> Result<Vec<PulledRequest>> {
     Ok(requests)
 }
 
-fn grants(reader: &mut MsgpackReader<'_>) -> Result<BTreeMap<String, Vec<Vec<u8>>>> {
+fn grants(reader: &mut MsgpackReader<'_>) -> msgpack::Result<BTreeMap<String, Vec<Vec<u8>>>> {
     let regions = |reader: &mut MsgpackReader<'_>| {
         reader.list(PushGrant::MAX_REGIONS, |reader| Ok(reader.binary()?.to_vec()))
     };

@@ -2,7 +2,8 @@
 
 use kvx_core::Result;
 
-use crate::wire::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
+use crate::msgpack::{MsgpackReader, MsgpackWriter};
+use crate::wire::record::{Record, RecordFields, Shape};
 
 const WHAT: &str = "pull response";
 

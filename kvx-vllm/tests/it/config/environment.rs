@@ -11,23 +11,23 @@ use kvx_vllm::config::{
 const COMPATS: [&str; 5] = ["0.9", "0.11", "0.16", "0.20", "0.33"];
 
 fn try_config(
-    compat: &str,
+    version: &str,
     connector: &str,
     surroundings: &Surroundings,
 ) -> kvx_core::Result<KvTransferConfig> {
     let text = format!(
         r#"{{"kv_connector": "{connector}", "kv_role": "kv_producer", "kv_buffer_device": "cpu",
-             "kv_load_failure_policy": "fail", "kv_connector_extra_config": {{"kv_compat": "{compat}"}}}}"#
+             "kv_load_failure_policy": "fail", "kv_connector_extra_config": {{"kv_compat": "{version}"}}}}"#
     );
     KvTransferConfig::from_json(&text, surroundings)
 }
 
-fn config(compat: &str, connector: &str, variables: &[(&str, &str)]) -> KvTransferConfig {
+fn config(version: &str, connector: &str, variables: &[(&str, &str)]) -> KvTransferConfig {
     let surroundings =
         variables.iter().fold(Surroundings::default(), |surroundings, (name, value)| {
             surroundings.variable(*name, *value)
         });
-    try_config(compat, connector, &surroundings).expect("a valid configuration")
+    try_config(version, connector, &surroundings).expect("a valid configuration")
 }
 
 #[test]
@@ -99,31 +99,31 @@ fn a_variable_that_cannot_be_read_is_named_with_what_to_write() {
 #[test]
 fn side_channel_ports_follow_the_rule_of_each_version() {
     let worker = |dp, tp| RankNumbers { dp, tp, tp_size: 4 };
-    for compat in COMPATS {
-        let config = config(compat, "NixlConnector", &[("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")]);
+    for version in COMPATS {
+        let config = config(version, "NixlConnector", &[("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")]);
         let port = |dp, tp| config.side_channel_port(worker(dp, tp)).unwrap();
-        let per_worker = matches!(compat, "0.9" | "0.11");
+        let per_worker = matches!(version, "0.9" | "0.11");
         // base + dp × tp size + tp rank, or base + dp.
         let expected = if per_worker { [5600, 5603, 5604, 5611] } else { [5600, 5600, 5601, 5602] };
-        assert_eq!([port(0, 0), port(0, 3), port(1, 0), port(2, 3)], expected, "{compat}");
-        let unset = self::config(compat, "NixlConnector", &[]);
+        assert_eq!([port(0, 0), port(0, 3), port(1, 0), port(2, 3)], expected, "{version}");
+        let unset = self::config(version, "NixlConnector", &[]);
         let default = if per_worker { 5557 } else { 5600 };
-        assert_eq!(unset.side_channel_port(RankNumbers::default()).unwrap(), default, "{compat}");
+        assert_eq!(unset.side_channel_port(RankNumbers::default()).unwrap(), default, "{version}");
     }
 }
 
 #[test]
 fn mooncake_has_one_bootstrap_port_and_before_a_port_for_each_worker() {
-    let port = |compat, dp, tp| {
-        config(compat, "MooncakeConnector", &[])
+    let port = |version, dp, tp| {
+        config(version, "MooncakeConnector", &[])
             .mooncake_port(RankNumbers { dp, tp, tp_size: 2 })
             .unwrap()
     };
-    for compat in ["0.16", "0.20", "0.33"] {
+    for version in ["0.16", "0.20", "0.33"] {
         assert_eq!(
-            [port(compat, 0, 0), port(compat, 0, 1), port(compat, 3, 1)],
+            [port(version, 0, 0), port(version, 0, 1), port(version, 3, 1)],
             [8998; 3],
-            "{compat}"
+            "{version}"
         );
     }
     assert_eq!([port("0.11", 0, 0), port("0.11", 0, 1), port("0.11", 3, 1)], [8998, 8999, 9005]);
@@ -149,7 +149,7 @@ fn impossible_ranks_and_ports_are_errors() {
 #[test]
 fn blocks_are_released_by_timeout_until_0_21_and_by_lease_from_0_22() {
     let seconds = Duration::from_secs;
-    for (compat, expected) in [
+    for (version, expected) in [
         ("0.9", BlockRelease::After(seconds(120))),
         ("0.11", BlockRelease::After(seconds(120))),
         ("0.16", BlockRelease::After(seconds(480))),
@@ -159,7 +159,7 @@ fn blocks_are_released_by_timeout_until_0_21_and_by_lease_from_0_22() {
         ("0.31", BlockRelease::Lease(LeaseTime { duration: seconds(30) })),
         ("0.33", BlockRelease::Lease(LeaseTime { duration: seconds(30) })),
     ] {
-        assert_eq!(config(compat, "NixlConnector", &[]).block_release(), expected, "{compat}");
+        assert_eq!(config(version, "NixlConnector", &[]).block_release(), expected, "{version}");
     }
     let lease = LeaseTime { duration: seconds(30) };
     assert_eq!((lease.heartbeat(), lease.extension()), (seconds(5), seconds(20)));
@@ -169,18 +169,18 @@ fn blocks_are_released_by_timeout_until_0_21_and_by_lease_from_0_22() {
 
 #[test]
 fn the_abort_timeout_wins_when_set_and_warns_under_0_33() {
-    for compat in COMPATS {
-        let config = config(compat, "NixlConnector", &[("VLLM_NIXL_ABORT_REQUEST_TIMEOUT", "77")]);
+    for version in COMPATS {
+        let config = config(version, "NixlConnector", &[("VLLM_NIXL_ABORT_REQUEST_TIMEOUT", "77")]);
         assert_eq!(
             config.block_release(),
             BlockRelease::After(Duration::from_secs(77)),
-            "{compat}"
+            "{version}"
         );
         let warned = config.warnings().iter().any(|warning| {
             warning.concern() == Concern::Version
                 && warning.sentence().starts_with("VLLM_NIXL_ABORT_REQUEST_TIMEOUT is set")
         });
-        assert_eq!(warned, compat == "0.33", "{compat}");
+        assert_eq!(warned, version == "0.33", "{version}");
     }
 }
 

@@ -2,9 +2,10 @@
 
 use kvx_core::ErrorKind;
 use kvx_testkit::test;
+use kvx_vllm::Version;
 use kvx_vllm::config::{
-    BufferDevice, Compat, Concern, ConnectorKind, KvTransferConfig, LoadFailurePolicy, NUM_THREADS,
-    Role, Surroundings,
+    BufferDevice, Concern, ConnectorKind, KvTransferConfig, LoadFailurePolicy, NUM_THREADS, Role,
+    Surroundings,
 };
 use serde_json::json;
 
@@ -42,7 +43,7 @@ fn nixl(fields: &str) -> String {
 #[test]
 fn nothing_written_gives_every_default_of_vllm_0_33() {
     let config = within("{}", &Surroundings::default().gpu(true));
-    assert_eq!(config.compat(), Compat::V0_33);
+    assert_eq!(config.version(), Version::V0_33);
     assert_eq!(config.kv_connector(), None);
     assert_eq!(config.kv_buffer_device(), BufferDevice::Cuda);
     assert_eq!(config.kv_role(), None);
@@ -63,7 +64,7 @@ fn nothing_written_gives_every_default_of_vllm_0_33() {
 
 #[test]
 fn the_old_versions_have_the_old_fields_and_defaults() {
-    for (compat, policy, device) in [
+    for (version, policy, device) in [
         ("0.9", LoadFailurePolicy::Recompute, BufferDevice::Cuda),
         ("0.11", LoadFailurePolicy::Recompute, BufferDevice::Cuda),
         ("0.16", LoadFailurePolicy::Recompute, BufferDevice::Cpu),
@@ -72,11 +73,11 @@ fn the_old_versions_have_the_old_fields_and_defaults() {
         ("0.33", LoadFailurePolicy::Fail, BufferDevice::Cpu),
     ] {
         let config = config(&nixl(&format!(
-            r#", "kv_connector_extra_config": {{"kv_compat": "{compat}"}}"#
+            r#", "kv_connector_extra_config": {{"kv_compat": "{version}"}}"#
         )));
-        assert_eq!(config.compat().as_str(), compat);
-        assert_eq!(config.kv_load_failure_policy(), policy, "{compat}");
-        assert_eq!(config.kv_buffer_device(), device, "{compat}");
+        assert_eq!(config.version().as_str(), version);
+        assert_eq!(config.kv_load_failure_policy(), policy, "{version}");
+        assert_eq!(config.kv_buffer_device(), device, "{version}");
         assert_eq!(config.kv_buffer_size(), 1e9);
         assert_eq!(
             (config.kv_rank(), config.kv_parallel_size(), config.kv_ip()),
@@ -84,10 +85,10 @@ fn the_old_versions_have_the_old_fields_and_defaults() {
         );
         let fields = config.to_json();
         for removed in ["kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip"] {
-            assert_eq!(fields.contains_key(removed), compat != "0.33", "{compat} {removed}");
+            assert_eq!(fields.contains_key(removed), version != "0.33", "{version} {removed}");
         }
         for added in ["enable_permute_local_kv", "kv_load_failure_policy"] {
-            assert_eq!(fields.contains_key(added), compat != "0.9", "{compat} {added}");
+            assert_eq!(fields.contains_key(added), version != "0.9", "{version} {added}");
         }
         assert_eq!(
             concerns(&config).contains(&Concern::Recompute),
@@ -118,14 +119,14 @@ fn the_four_removed_fields_are_accepted_with_one_warning() {
 #[test]
 fn kv_compat_is_one_of_a_list_and_a_number_will_do() {
     for (written, meant) in [
-        ("\"0.20\"", Compat::V0_20),
-        ("0.20", Compat::V0_20),
-        ("0.9", Compat::V0_9),
-        ("0.11", Compat::V0_11),
+        ("\"0.20\"", Version::V0_20),
+        ("0.20", Version::V0_20),
+        ("0.9", Version::V0_9),
+        ("0.11", Version::V0_11),
     ] {
         let config =
             config(&format!(r#"{{"kv_connector_extra_config": {{"kv_compat": {written}}}}}"#));
-        assert_eq!(config.compat(), meant);
+        assert_eq!(config.version(), meant);
     }
     let error = refused(r#"{"kv_connector_extra_config": {"kv_compat": "0.25.1"}}"#);
     assert_eq!(
@@ -158,10 +159,10 @@ fn a_version_is_said_to_stand_for_others_only_where_it_does() {
 
 #[test]
 fn who_writes_a_version_before_0_16_hears_what_stands_for_its_mooncake_connector() {
-    let mooncake = |compat: &str| {
+    let mooncake = |version: &str| {
         format!(
             r#"{{"kv_connector": "MooncakeConnector", "kv_role": "kv_both",
-                "kv_connector_extra_config": {{"kv_compat": {compat}}}}}"#
+                "kv_connector_extra_config": {{"kv_compat": {version}}}}}"#
         )
     };
     for written in
@@ -176,7 +177,7 @@ fn who_writes_a_version_before_0_16_hears_what_stands_for_its_mooncake_connector
     }
     assert!(refused(&mooncake("0.13")).contains("write \"0.11\""), "a number will do");
     for written in ["\"0.11\"", "\"0.9\""] {
-        assert!(config(&mooncake(written)).compat() < Compat::V0_16);
+        assert!(config(&mooncake(written)).version() < Version::V0_16);
     }
 }
 
@@ -440,7 +441,7 @@ fn multi_connector_looks_into_its_children() {
     assert!(!config.has_connector("NixlPushConnector"));
     assert_eq!(config.children().len(), 2);
     for child in config.children() {
-        assert_eq!((child.engine_id(), child.compat()), ("e", Compat::V0_20));
+        assert_eq!((child.engine_id(), child.version()), ("e", Version::V0_20));
     }
     assert_eq!(concerns(&config), [Concern::Recompute]);
     let sentence = config.warnings()[0].sentence();

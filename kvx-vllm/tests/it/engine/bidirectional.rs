@@ -1,11 +1,12 @@
 //! A conversation's second turn: the prefill fetches back what the decode still has.
 
 use kvx_testkit::test;
+use kvx_vllm::Version;
 use kvx_vllm::engine::{
     BlockLists, ClockOffset, Ending, Finished, LoadFailure, Outcome, PeerPlan, Settings, Status,
     Then, WorkerRank,
 };
-use kvx_vllm::params::{Dialect, TransferParams};
+use kvx_vllm::params::TransferParams;
 use kvx_vllm::wire::{CompatibilityHash, Expectation, Handshake, Listener, NixlAgentMetadata};
 
 use super::rig::{
@@ -21,7 +22,7 @@ fn both(engine: &str) -> Settings {
 fn decoded(request: &str, tokens: u32, expires: f64) -> TransferParams {
     let mut from = remote("d", request, blocks(500, tokens), tokens);
     from.expiry_time = Some(expires);
-    TransferParams::decoded(from, Dialect::default())
+    TransferParams::decoded(from, Version::default())
 }
 
 /// A plan of a peer whose clock is 1000 s ahead.
@@ -169,11 +170,11 @@ fn an_expiry_is_on_the_clock_that_the_listener_shows() {
     assert_eq!(params.remote_blocks_expiry_time, Some(5480.0));
     let hash = CompatibilityHash::foreign("h");
     let (mut listener, rank) = (Listener::new(hash.clone()), WorkerRank::default());
-    let mut metadata = NixlAgentMetadata::new("d", Dialect::default());
+    let mut metadata = NixlAgentMetadata::new("d", Version::default());
     metadata.block_size = 16;
     listener.publish(rank, &metadata);
     // 470 s later the prefill shakes hands: 10 s are left, and 4 s when it looks.
-    let expectation = Expectation::new(Dialect::default(), "d", hash);
+    let expectation = Expectation::new(Version::default(), "d", hash);
     let mut handshake = Handshake::new(expectation, [rank], (1, 1)).unwrap();
     let request = handshake.request(at(40.0)).unwrap();
     let message = [&b"p"[..], b"", &request];
@@ -214,7 +215,7 @@ fn a_decode_that_does_not_say_how_many_tokens_it_has_is_not_read_from() {
     let mut prefill = Rig::new(both("p"));
     let mut from = remote("d", "d-r", blocks(500, 150), 150);
     from.num_tokens = None;
-    prefill.arrive(0.0, "r", 200, &TransferParams::decoded(from, Dialect::V0_20));
+    prefill.arrive(0.0, "r", 200, &TransferParams::decoded(from, Version::V0_20));
     assert_eq!(prefill.matched(0.0, "r", 0), 0);
 }
 

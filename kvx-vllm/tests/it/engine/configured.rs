@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kvx_core::ErrorKind;
 use kvx_testkit::test;
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::config::{BlockRelease, KvTransferConfig, Surroundings};
 use kvx_vllm::engine::{Address, Settings, SideChannels, WorkerRank};
 use kvx_vllm::params::TransferMode;
@@ -82,16 +82,16 @@ fn timeouts_come_from_the_configuration() {
 
 #[test]
 fn every_kv_compat_has_a_dialect_and_the_oldest_the_ports_of_their_time() {
-    for (compat, dialect, ports) in [
-        ("0.9", Dialect::V0_33, SideChannels::OfWorkers),
-        ("0.11", Dialect::V0_33, SideChannels::OfWorkers),
-        ("0.16", Dialect::V0_16, SideChannels::OfEngine),
-        ("0.22", Dialect::V0_22, SideChannels::OfEngine),
-        ("0.28", Dialect::V0_28, SideChannels::OfEngine),
-        ("0.33", Dialect::V0_33, SideChannels::OfEngine),
+    for (compat, version, ports) in [
+        ("0.9", Version::V0_33, SideChannels::OfWorkers),
+        ("0.11", Version::V0_33, SideChannels::OfWorkers),
+        ("0.16", Version::V0_16, SideChannels::OfEngine),
+        ("0.22", Version::V0_22, SideChannels::OfEngine),
+        ("0.28", Version::V0_28, SideChannels::OfEngine),
+        ("0.33", Version::V0_33, SideChannels::OfEngine),
     ] {
         let settings = settings("NixlConnector", &format!(r#""kv_compat": "{compat}""#)).unwrap();
-        assert_eq!((settings.dialect, settings.ports), (dialect, ports), "{compat}");
+        assert_eq!((settings.version, settings.ports), (version, ports), "{compat}");
     }
     let base = Address { host: "h".into(), port: 5557 };
     let third = WorkerRank { pp: 0, tp: 2 };

@@ -1,12 +1,12 @@
 //! Loads that fail: who is told what, which blocks are wrong, and what the engine does about it.
 
 use kvx_testkit::test;
+use kvx_vllm::Version;
 use kvx_vllm::config::LoadFailurePolicy;
 use kvx_vllm::engine::{
     Action, Arrival, FailureKind, HandshakeFailure, Kept, LoadFailure, Move, MoveFailure,
     NotLoaded, Outcome, PeerLane, Settings, Status, Then, WorkerRank,
 };
-use kvx_vllm::params::Dialect;
 use kvx_vllm::params::TransferParams;
 
 use super::rig::{
@@ -38,7 +38,7 @@ fn failed(outcomes: &[Outcome]) -> (&LoadFailure, Then, &[u32]) {
 fn two_reads(decode: &mut Rig, id: &str) -> Vec<Move> {
     let mut from = remote("p", "p-r", blocks(500, 40), 40);
     from.tp_size = 2;
-    decode.load(0.0, id, 40, &TransferParams::prefilled(from, Dialect::default()));
+    decode.load(0.0, id, 40, &TransferParams::prefilled(from, Version::default()));
     let connection = decode.step_to_handshake(0.0);
     let mut two = plan();
     two.lanes.push(PeerLane { rank: WorkerRank { pp: 0, tp: 1 }, ..two.lanes[0].clone() });
@@ -298,7 +298,7 @@ fn a_failure_is_logged_with_what_is_known() {
             let mut decode = Rig::new(Settings { groups: vec![None; groups], ..settings("d") });
             let mut from = remote("p", "p-r", blocks(500, 40), 40);
             from.block_ids = vec![blocks(500, 40); groups];
-            decode.arrive(0.0, "r", 40, &TransferParams::prefilled(from, Dialect::default()));
+            decode.arrive(0.0, "r", 40, &TransferParams::prefilled(from, Version::default()));
             let fill = kvx_vllm::engine::BlockLists::new(vec![blocks(100, 40); groups]);
             let allocation = kvx_vllm::engine::Allocation { fill, computed: 0, external: 40 };
             decode.scheduler.update_state_after_alloc(at(0.0), &"r".into(), allocation);
@@ -364,7 +364,7 @@ fn with_several_groups_a_failed_load_counts_as_a_whole() {
     let mut from = remote("p", "p-r", blocks(500, 64), 64);
     from.block_ids = vec![blocks(500, 64), blocks(600, 64)];
     from.block_reference = Some(kvx_vllm::engine::BlockReference { pool: 7, stamp: 9 }.to_string());
-    decode.arrive(0.0, "r", 64, &TransferParams::prefilled(from, Dialect::default()));
+    decode.arrive(0.0, "r", 64, &TransferParams::prefilled(from, Version::default()));
     let fill = kvx_vllm::engine::BlockLists::new([blocks(100, 64), blocks(200, 64)]);
     let allocation = kvx_vllm::engine::Allocation { fill, computed: 0, external: 64 };
     decode.scheduler.update_state_after_alloc(at(0.0), &"r".into(), allocation);

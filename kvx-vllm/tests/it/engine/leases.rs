@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use kvx_testkit::test;
+use kvx_vllm::Version;
 use kvx_vllm::config::{BlockRelease, LeaseTime};
 use kvx_vllm::engine::{ConsumerRule, Kept, Outcome, Settings, Status};
-use kvx_vllm::params::{Dialect, TransferParams};
+use kvx_vllm::params::TransferParams;
 
 use super::rig::{Rig, at, beats, plan, prefilled, settings};
 
@@ -258,8 +259,8 @@ fn an_engine_of_the_old_kind_keeps_blocks_a_fixed_time_and_sends_no_heartbeats()
     let mut decode = Rig::new(Settings { heartbeat: None, ..settings("d") });
     decode.arrive(0.0, "r", 40, &prefilled("p", "p-r", 40));
     assert!(decode.scheduler.build_connector_meta(at(0.0)).heartbeats.is_empty());
-    assert_eq!(kvx_vllm::engine::release_of(Dialect::V0_21), fixed);
-    assert!(matches!(kvx_vllm::engine::release_of(Dialect::V0_22), BlockRelease::Lease(_)));
+    assert_eq!(kvx_vllm::engine::release_of(Version::V0_21), fixed);
+    assert!(matches!(kvx_vllm::engine::release_of(Version::V0_22), BlockRelease::Lease(_)));
 }
 
 #[test]
@@ -275,8 +276,8 @@ fn a_prefill_rank_waits_for_as_many_consumers_as_are_written() {
 
 #[test]
 fn the_older_count_is_the_decodes_ranks() {
-    assert_eq!(ConsumerRule::of(Dialect::V0_28), ConsumerRule::DecodeRanks);
-    assert_eq!(ConsumerRule::of(Dialect::V0_29), ConsumerRule::Readers);
+    assert_eq!(ConsumerRule::of(Version::V0_28), ConsumerRule::DecodeRanks);
+    assert_eq!(ConsumerRule::of(Version::V0_29), ConsumerRule::Readers);
     // (decode ranks, prefill ranks, readers of one prefill rank)
     for (d, p, readers) in [(1, 1, 1), (4, 2, 2), (2, 4, 1), (8, 1, 8)] {
         let old = ConsumerRule::DecodeRanks;

@@ -1,12 +1,13 @@
 //! Loads that go well: what is read, who is told, what is reported.
 
 use kvx_testkit::test;
+use kvx_vllm::Version;
 use kvx_vllm::engine::{
     Action, Allocation, Arrival, BlockLists, BlockReference, LoadFailure, NotLoaded, Outcome,
     PeerLane, Status, Time, WorkerRank,
 };
 use kvx_vllm::mapping::{MemoryType, Units};
-use kvx_vllm::params::{Dialect, TransferParams};
+use kvx_vllm::params::TransferParams;
 
 use super::rig::{
     BLOCK, Rig, at, blocks, loaded, note_of, notes, pairs, plan, prefilled, reads, remote, settings,
@@ -63,7 +64,7 @@ fn a_request_that_ends_before_it_has_blocks_releases_the_prefill() {
 fn a_prefill_publishes_exactly_the_blocks_of_its_tokens() {
     let mut prefill = Rig::new(settings("p"));
     let params = prefill.prefill(0.0, "p-r", 40);
-    let value = params.to_value(Dialect::default()).unwrap();
+    let value = params.to_value(Version::default()).unwrap();
     assert_eq!(
         value["remote_block_ids"],
         serde_json::json!([[100, 101, 102]]),
@@ -79,7 +80,7 @@ fn a_prefill_publishes_exactly_the_blocks_of_its_tokens() {
 fn a_prefill_says_how_it_is_spread_and_who_moves_the_data() {
     let mut of_ranks = settings("p");
     (of_ranks.tp_size, of_ranks.dcp_size) = (4, 4);
-    let value = Rig::new(of_ranks).prefill(0.0, "p-r", 40).to_value(Dialect::default()).unwrap();
+    let value = Rig::new(of_ranks).prefill(0.0, "p-r", 40).to_value(Version::default()).unwrap();
     assert_eq!(
         (&value["tp_size"], &value["dcp_size"], &value["pp_size"]),
         (&4.into(), &4.into(), &1.into())
@@ -166,7 +167,7 @@ fn parameters_that_cannot_be_used_are_computed_here() {
 fn larger_blocks_of_a_prefill_are_counted_when_its_handshake_says_how_large() {
     // 40 tokens: three blocks here, one of 64 tokens there.
     let mut decode = Rig::new(settings("d"));
-    let one = TransferParams::prefilled(remote("p", "p-r", vec![500], 40), Dialect::default());
+    let one = TransferParams::prefilled(remote("p", "p-r", vec![500], 40), Version::default());
     decode.load(0.0, "r", 40, &one);
     let connection = decode.step_to_handshake(0.0);
     let mut larger = plan();
@@ -203,7 +204,7 @@ fn fewer_tokens_with_a_sliding_window_are_refused() {
     let mut decode =
         Rig::new(kvx_vllm::engine::Settings { groups: vec![Some(2)], ..settings("d") });
     let window =
-        TransferParams::prefilled(remote("p", "p-r", vec![502, 503], 64), Dialect::default());
+        TransferParams::prefilled(remote("p", "p-r", vec![502, 503], 64), Version::default());
     decode.arrive(0.0, "r", 64, &window);
     assert_eq!(decode.matched(0.0, "r", 0), 64);
     let allocation = Allocation { fill: BlockLists::single([100, 101]), computed: 0, external: 48 };
@@ -296,7 +297,7 @@ fn a_step_never_waits_for_the_handshake() {
                 Rig::ranked(kvx_vllm::engine::Settings { tp_size: d, ..settings("d") }, rank);
             let mut from = remote("p", "p-r", blocks(500, 40), 40);
             from.tp_size = p;
-            decode.load(0.0, "r", 40, &TransferParams::prefilled(from, Dialect::default()));
+            decode.load(0.0, "r", 40, &TransferParams::prefilled(from, Version::default()));
             let actions = decode.step(0.0);
             let [Action::Handshake { connection, ranks, .. }] = &actions[..] else {
                 panic!("{actions:?}")
@@ -326,7 +327,7 @@ fn a_decode_with_fewer_ranks_reads_every_source_rank_once() {
     let mut decode = Rig::new(settings("d"));
     let mut from = remote("p", "p-r", blocks(500, 40), 40);
     from.tp_size = 2;
-    decode.load(0.0, "r", 40, &TransferParams::prefilled(from, Dialect::default()));
+    decode.load(0.0, "r", 40, &TransferParams::prefilled(from, Version::default()));
     let actions = decode.step(0.0);
     let [Action::Handshake { connection, ranks, .. }] = &actions[..] else { panic!("{actions:?}") };
     assert_eq!(ranks.iter().map(|rank| rank.tp).collect::<Vec<_>>(), [0, 1]);
@@ -429,7 +430,7 @@ fn generations_are_read_after_the_data_and_the_prefill_is_told_last() {
     let mut decode = Rig::new(settings("d"));
     let mut from = remote("p", "p-r", blocks(500, 40), 40);
     from.block_reference = Some(BlockReference { pool: 7, stamp: 9 }.to_string());
-    decode.load(0.0, "r", 40, &TransferParams::prefilled(from, Dialect::default()));
+    decode.load(0.0, "r", 40, &TransferParams::prefilled(from, Version::default()));
     let connection = decode.step_to_handshake(0.0);
     let mut checked = plan();
     checked.generations = true;
@@ -451,7 +452,7 @@ fn generations_are_read_after_the_data_and_the_prefill_is_told_last() {
 fn a_stale_reference_is_refused_with_exactly_the_stale_blocks() {
     let mut from = remote("p", "p-r", blocks(500, 64), 64);
     from.block_reference = Some(BlockReference { pool: 7, stamp: 9 }.to_string());
-    let params = TransferParams::prefilled(from, Dialect::default());
+    let params = TransferParams::prefilled(from, Version::default());
     let recompute = kvx_vllm::config::LoadFailurePolicy::Recompute;
     let mut decode = Rig::new(kvx_vllm::engine::Settings { policy: recompute, ..settings("d") });
     decode.load(0.0, "r", 64, &params);
@@ -473,7 +474,7 @@ fn a_stale_reference_is_refused_with_exactly_the_stale_blocks() {
 fn blocks_are_held_against_digests_last_and_the_wrong_ones_alone_are_refused() {
     let mut from = remote("p", "p-r", blocks(500, 40), 40);
     from.block_reference = Some(BlockReference { pool: 7, stamp: 9 }.to_string());
-    let params = TransferParams::prefilled(from, Dialect::default());
+    let params = TransferParams::prefilled(from, Version::default());
     for wrong in [vec![], vec![101]] {
         let mut decode = Rig::new(settings("d"));
         decode.load(0.0, "r", 40, &params);

@@ -3,11 +3,12 @@
 use std::time::Duration;
 
 use kvx_testkit::test;
+use kvx_vllm::Version;
 use kvx_vllm::engine::{
     Connection, FailureKind, HandshakeFailure, LoadFailure, Move, MoveFailure, Outcome, Settings,
     WorkerRank,
 };
-use kvx_vllm::params::{Dialect, TransferParams};
+use kvx_vllm::params::TransferParams;
 use kvx_vllm::wire::{CompatibilityHash, Listener, NixlAgentMetadata};
 
 use super::rig::{
@@ -18,13 +19,13 @@ use super::rig::{
 fn at_address_of(address: &str, engine: &str, request: &str) -> TransferParams {
     let mut from = remote(engine, request, blocks(500, 40), 40);
     from.host = format!("{address}.host");
-    TransferParams::prefilled(from, Dialect::default())
+    TransferParams::prefilled(from, Version::default())
 }
 
 fn registered(generation: u64) -> TransferParams {
     let mut from = remote("p", "p-r", blocks(500, 40), 40);
     from.registration_generation = generation;
-    TransferParams::prefilled(from, Dialect::default())
+    TransferParams::prefilled(from, Version::default())
 }
 
 /// Loads a request to its end; gives the connection, and what was asked for on the way.
@@ -292,7 +293,7 @@ fn an_engine_that_registers_anew_says_so() {
     assert_eq!(prefill.prefill(0.0, "a", 40).remote_registration_generation, Some(0));
     let (mut listener, rank) =
         (Listener::new(CompatibilityHash::foreign("h")), WorkerRank::default());
-    let mut metadata = NixlAgentMetadata::new("p", Dialect::default());
+    let mut metadata = NixlAgentMetadata::new("p", Version::default());
     listener.publish(rank, &metadata);
     listener.publish(WorkerRank { tp: 1, ..rank }, &metadata);
     assert_eq!(listener.registration_generation(), 0, "nothing has changed yet");

@@ -2,12 +2,13 @@
 
 use kvx_core::Op;
 use kvx_testkit::test;
+use kvx_vllm::Version;
 use kvx_vllm::engine::{Allocation, BlockLists, Part, PeerPlan, PoolBlocks, Settings, WorkerRank};
 use kvx_vllm::mapping::{
     Caches, Heads, KvLayout, KvTensors, LayerCache, MappingOptions, MemoryType, PeerMap, Remote,
-    RemoteRank, Tp, handshake_ranks,
+    Tp, handshake_ranks,
 };
-use kvx_vllm::params::{Dialect, TransferParams};
+use kvx_vllm::params::TransferParams;
 
 use super::rig::{BLOCK, BLOCKS, Rig, at, note_of, pairs, prefilled, reads, settings};
 
@@ -37,7 +38,7 @@ fn plan(heads: Heads, (d, rank): (u32, u32), p: u32, kernel_per_logical: u32) ->
     let ranks: Vec<_> = handshake_ranks(tp, p, 1)
         .unwrap()
         .into_iter()
-        .map(|tp| (RemoteRank { pp: 0, tp }, theirs.geometry().clone()))
+        .map(|tp| (WorkerRank { pp: 0, tp }, theirs.geometry().clone()))
         .collect();
     let remote = Remote { tp_size: p, pp_size: 1, dcp_size: 1, ranks: &ranks };
     let map = PeerMap::new(Op::Read, &own, tp, &remote, &MappingOptions::default()).unwrap();
@@ -88,7 +89,7 @@ fn each_kv_cache_group_is_bounded_by_its_own_regions() {
     let mut decode = Rig::new(Settings { groups: vec![None, None], ..settings("d") });
     let mut from = super::rig::remote("p", "p-r", vec![900], 16);
     from.block_ids = vec![vec![900], vec![39]];
-    decode.arrive(0.0, "r", 16, &TransferParams::prefilled(from, Dialect::default()));
+    decode.arrive(0.0, "r", 16, &TransferParams::prefilled(from, Version::default()));
     let fill = BlockLists::new([[800], [38]]);
     let allocation = Allocation { fill, computed: 0, external: 16 };
     decode.scheduler.update_state_after_alloc(at(0.0), &"r".into(), allocation);
@@ -100,7 +101,7 @@ fn each_kv_cache_group_is_bounded_by_its_own_regions() {
 #[test]
 fn a_move_leads_to_its_source_and_to_what_it_moves_there() {
     let (own, theirs) = (caches(Heads::Sharded(8), 1, 1), caches(Heads::Sharded(8), 2, 1));
-    let ranks = [0, 1].map(|tp| (RemoteRank { pp: 0, tp }, theirs.geometry().clone()));
+    let ranks = [0, 1].map(|tp| (WorkerRank { pp: 0, tp }, theirs.geometry().clone()));
     let remote = Remote { tp_size: 2, pp_size: 1, dcp_size: 1, ranks: &ranks };
     let map =
         PeerMap::new(Op::Read, &own, Tp::new(0, 1).unwrap(), &remote, &MappingOptions::default())

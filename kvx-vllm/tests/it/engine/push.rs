@@ -3,12 +3,13 @@
 use std::time::Duration;
 
 use kvx_testkit::test;
+use kvx_vllm::Version;
 use kvx_vllm::engine::{
     Action, FailureKind, HandshakeFailure, Kept, LoadFailure, Move, MoveFailure, Outcome, PeerLane,
     Settings, Status, WorkerRank,
 };
 use kvx_vllm::mapping::MemoryType;
-use kvx_vllm::params::{Dialect, TransferMode, TransferParams};
+use kvx_vllm::params::{TransferMode, TransferParams};
 use kvx_vllm::wire::{EngineNotification, PushGrant, PushRegistration};
 
 use super::rig::{
@@ -21,7 +22,7 @@ fn told(request: &str, tokens: u32) -> TransferParams {
     let mut from = remote("p", request, Vec::new(), tokens);
     from.block_ids = Vec::new();
     from.mode = TransferMode::Push;
-    TransferParams::prefilled(from, Dialect::default())
+    TransferParams::prefilled(from, Version::default())
 }
 
 fn decode() -> Rig {
@@ -467,7 +468,7 @@ fn the_loss_of_the_prefill_ends_the_wait() {
 
 #[test]
 fn a_push_says_so_and_leaves_out_what_only_pull_has() {
-    let value = prefill().prefill(0.0, "r", 40).to_value(Dialect::default()).unwrap();
+    let value = prefill().prefill(0.0, "r", 40).to_value(Version::default()).unwrap();
     assert_eq!(value["transfer_mode"], "push");
     assert!(value.get("remote_blocks_expiry_time").is_none());
     assert!(value.get("remote_registration_generation").is_none());

@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
+use kvx_vllm::Version;
 use kvx_vllm::engine::{
     Action, Address, Allocation, Arrival, BlockLists, Connection, Ending, Finished, Move, Outcome,
     OutputAggregator, PeerPlan, RequestId, Scheduler, Settings, Status, Time, TransferStats,
     Transferred, Worker, WorkerOutput, WorkerRank,
 };
-use kvx_vllm::params::{Dialect, RemoteBlocks, TransferMode, TransferParams};
+use kvx_vllm::params::{RemoteBlocks, TransferMode, TransferParams};
 use kvx_vllm::wire::EngineNotification;
 
 /// Tokens of a block.
@@ -48,7 +49,7 @@ pub(crate) fn remote(
 pub(crate) fn prefilled(engine: &str, request: &str, tokens: u32) -> TransferParams {
     TransferParams::prefilled(
         remote(engine, request, blocks(500, tokens), tokens),
-        Dialect::default(),
+        Version::default(),
     )
 }
 

@@ -1,7 +1,7 @@
 //! Compatibility hashes: computed from their factors, and those that a live vLLM has sent.
 
 use kvx_testkit::test;
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::params::TransferMode;
 use kvx_vllm::wire::{CompatibilityFactors, HandshakePayload, SpeculativeFactors};
 use serde_json::Value;
@@ -16,22 +16,22 @@ fn number(value: &Value) -> u32 {
     value.as_u64().and_then(|number| number.try_into().ok()).expect("a number")
 }
 
-/// The dialect whose factors these are.
-fn dialect(factors: &Value) -> Dialect {
+/// The version whose factors these are.
+fn version(factors: &Value) -> Version {
     match (
         factors.get("transfer_mode"),
         factors.get("is_hma_enabled"),
         number(&factors["nixl_connector_version"]),
     ) {
-        (Some(_), _, 15..) => Dialect::V0_33,
-        (Some(_), _, _) => Dialect::V0_32,
-        (None, Some(_), _) => Dialect::V0_20,
-        (None, None, _) => Dialect::V0_16,
+        (Some(_), _, 15..) => Version::V0_33,
+        (Some(_), _, _) => Version::V0_32,
+        (None, Some(_), _) => Version::V0_20,
+        (None, None, _) => Version::V0_16,
     }
 }
 
 fn factors(value: &Value) -> CompatibilityFactors {
-    let mut factors = CompatibilityFactors::new(dialect(value), text(&value["model"]));
+    let mut factors = CompatibilityFactors::new(version(value), text(&value["model"]));
     factors.vllm_version = text(&value["vllm_version"]);
     factors.connector_version = number(&value["nixl_connector_version"]);
     factors.dtype = text(&value["dtype"]);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvx_testkit::test;
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::engine::{Time, WorkerRank};
 use kvx_vllm::wire::{
     ClockReading, Expectation, Handshake, HandshakePayload, HandshakeRequest, Listener,
@@ -54,7 +54,7 @@ fn golden_requests_decode_and_encode_to_the_same_bytes() {
         assert!(request.pipeline_aware(), "{}", capture.name);
         assert_eq!(request.encode(), capture.request, "{}", capture.name);
         assert_eq!(
-            HandshakeRequest::new(request.rank(), Dialect::V0_32).unwrap(),
+            HandshakeRequest::new(request.rank(), Version::V0_32).unwrap(),
             request,
             "{}",
             capture.name
@@ -75,8 +75,8 @@ fn golden_replies_decode_and_encode_to_the_same_bytes() {
             capture.name
         );
 
-        for dialect in [Dialect::V0_32, Dialect::V0_33] {
-            let metadata = NixlAgentMetadata::decode(&capture.agent_metadata, dialect).unwrap();
+        for version in [Version::V0_32, Version::V0_33] {
+            let metadata = NixlAgentMetadata::decode(&capture.agent_metadata, version).unwrap();
             assert_eq!(metadata.agent_metadata, capture.nixl_blob, "{}", capture.name);
             assert_eq!(metadata.encode(), capture.agent_metadata, "{}", capture.name);
             assert_eq!(metadata.unknown().count(), 0, "{}", capture.name);
@@ -90,8 +90,8 @@ fn golden_replies_decode_and_encode_to_the_same_bytes() {
 #[test]
 fn golden_metadata_is_written_anew_as_it_was_captured() {
     for capture in captured() {
-        let read = NixlAgentMetadata::decode(&capture.agent_metadata, Dialect::V0_32).unwrap();
-        let mut new = NixlAgentMetadata::new(read.engine_id.clone(), Dialect::V0_32);
+        let read = NixlAgentMetadata::decode(&capture.agent_metadata, Version::V0_32).unwrap();
+        let mut new = NixlAgentMetadata::new(read.engine_id.clone(), Version::V0_32);
         new.agent_metadata = read.agent_metadata;
         new.kv_caches_base_addr = read.kv_caches_base_addr;
         new.device_id = read.device_id;
@@ -120,7 +120,7 @@ fn golden_metadata_is_written_anew_as_it_was_captured() {
 fn golden_exchange_between_our_two_ends() {
     for capture in captured() {
         let payload = HandshakePayload::decode(&capture.payload).unwrap();
-        let metadata = NixlAgentMetadata::decode(&capture.agent_metadata, Dialect::V0_32).unwrap();
+        let metadata = NixlAgentMetadata::decode(&capture.agent_metadata, Version::V0_32).unwrap();
         let rank: WorkerRank = HandshakeRequest::decode(&capture.request).unwrap().rank();
 
         // Our listener, given what vLLM's worker published, answers vLLM's request with vLLM's bytes.
@@ -135,7 +135,7 @@ fn golden_exchange_between_our_two_ends() {
 
         // Our asking side sends vLLM's request and takes vLLM's answer.
         let expectation = Expectation::new(
-            Dialect::V0_32,
+            Version::V0_32,
             metadata.engine_id.clone(),
             payload.compatibility_hash,
         );

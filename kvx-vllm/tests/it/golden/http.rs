@@ -1,7 +1,7 @@
 //! Both legs of requests captured from live vLLM instances: the recipe makes the bodies that were sent.
 
 use kvx_testkit::test;
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::params::recipe::{Answer, AnswerStream, sequential};
 use kvx_vllm::params::{TransferParams, XRequestId};
 use serde_json::{Value, json};
@@ -51,7 +51,7 @@ fn golden_decode_legs() {
     for (name, capture) in captures() {
         let answer = Answer::from_body(&capture["prefill"]["response"]).unwrap();
         assert!(answer.finish_reason.is_some(), "{name}");
-        let leg = sequential::decode_leg(&client(&capture), &answer, Dialect::V0_32).unwrap();
+        let leg = sequential::decode_leg(&client(&capture), &answer, Version::V0_32).unwrap();
         assert!(leg.transfers, "{name}");
         assert_eq!(leg.body, capture["decode"]["request"], "{name}");
         Answer::from_body(&capture["decode"]["response"]).unwrap();
@@ -74,7 +74,7 @@ fn golden_params_read_and_write_back() {
     all.push(("kv_blocks/request.json", &blocks["kv_transfer_params"]));
     for (name, value) in all {
         let params = TransferParams::from_value(value).unwrap();
-        assert_eq!(&params.to_value(Dialect::V0_32).unwrap(), value, "{name}");
+        assert_eq!(&params.to_value(Version::V0_32).unwrap(), value, "{name}");
         let unknown: Vec<_> = params.rest.iter().filter(|(_, value)| !value.is_null()).collect();
         assert!(unknown.is_empty() || !golden::own(), "{name}: {unknown:?} have no type");
     }
@@ -85,14 +85,14 @@ fn golden_params_read_and_write_back() {
 fn golden_params_are_written_anew_as_they_were_captured() {
     for (name, capture) in captures() {
         let value = &capture["prefill"]["response"]["kv_transfer_params"];
-        let dialect = match (value.get("remote_registration_generation"), value.get("dcp_size")) {
-            (Some(_), _) => Dialect::V0_33,
-            (None, Some(_)) => Dialect::V0_32,
-            (None, None) => Dialect::V0_20,
+        let version = match (value.get("remote_registration_generation"), value.get("dcp_size")) {
+            (Some(_), _) => Version::V0_33,
+            (None, Some(_)) => Version::V0_32,
+            (None, None) => Version::V0_20,
         };
         let remote = TransferParams::from_value(value).unwrap().remote_blocks().unwrap();
-        let new = TransferParams::prefilled(remote, dialect);
-        assert_eq!(&new.to_value(dialect).unwrap(), value, "{name}");
+        let new = TransferParams::prefilled(remote, version);
+        assert_eq!(&new.to_value(version).unwrap(), value, "{name}");
     }
 }
 
@@ -162,20 +162,20 @@ fn golden_fail_modes() {
         let params = TransferParams::from_value(&without(&optional)).unwrap();
         let remote = params.remote_blocks().unwrap();
         assert_eq!((remote.tp_size, remote.dcp_size, remote.pp_size), (1, 1, 1));
-        params.to_value(Dialect::V0_32).unwrap();
+        params.to_value(Version::V0_32).unwrap();
     }
     let needed =
         ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"];
     for key in needed {
         let params = TransferParams::from_value(&without(&[key])).unwrap();
         assert_eq!(params.remote_blocks().unwrap_err().key(), key);
-        assert_eq!(params.to_value(Dialect::V0_32).unwrap_err().key(), key);
+        assert_eq!(params.to_value(Version::V0_32).unwrap_err().key(), key);
         let answer = Answer { params: Some(params), finish_reason: None };
-        assert!(sequential::decode_leg(&client(&capture), &answer, Dialect::V0_32).is_err());
+        assert!(sequential::decode_leg(&client(&capture), &answer, Version::V0_32).is_err());
     }
     let mut flat = good.clone();
     let [group] = &good["remote_block_ids"].as_array().unwrap()[..] else { return };
     flat["remote_block_ids"] = group.clone();
-    let written = TransferParams::from_value(&flat).unwrap().to_value(Dialect::V0_32).unwrap();
+    let written = TransferParams::from_value(&flat).unwrap().to_value(Version::V0_32).unwrap();
     assert_eq!(&written, good, "flat ids reach a newer engine as one group");
 }

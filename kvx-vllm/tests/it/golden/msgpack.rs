@@ -1,7 +1,7 @@
 //! Every case of `msgpack_cases.json`: values are written as exactly these bytes, bytes read as these values.
 
 use kvx_testkit::test;
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::engine::WorkerRank;
 use kvx_vllm::wire::mooncake::{PullRequest, PullResponse, PullStatus, PulledRequest};
 use kvx_vllm::wire::{
@@ -82,7 +82,7 @@ fn optional<T>(value: &Value, read: impl Fn(&Value) -> T) -> Option<T> {
 }
 
 fn metadata(value: &Value) -> NixlAgentMetadata {
-    let mut metadata = NixlAgentMetadata::new(text(&value["engine_id"]), Dialect::V0_33);
+    let mut metadata = NixlAgentMetadata::new(text(&value["engine_id"]), Version::V0_33);
     metadata.agent_metadata =
         golden::hex(value["agent_metadata"].as_str().unwrap().strip_prefix("bin:").unwrap());
     metadata.kv_caches_base_addr = numbers(&value["kv_caches_base_addr"]);
@@ -134,14 +134,14 @@ fn golden_handshake_requests() {
             .then(|| numbers::<u32>(&case.value.as_array().unwrap()[1..].to_vec().into()))
     };
     each(&cases, pick, |case, ranks| {
-        let (rank, dialects) = match ranks[..] {
-            [tp] => (WorkerRank { pp: 0, tp }, [Dialect::V0_16, Dialect::V0_20]),
-            [pp, tp] => (WorkerRank { pp, tp }, [Dialect::V0_32, Dialect::V0_33]),
+        let (rank, versions) = match ranks[..] {
+            [tp] => (WorkerRank { pp: 0, tp }, [Version::V0_16, Version::V0_20]),
+            [pp, tp] => (WorkerRank { pp, tp }, [Version::V0_32, Version::V0_33]),
             _ => panic!("{}: {ranks:?}", case.name),
         };
-        for dialect in dialects {
+        for version in versions {
             assert_eq!(
-                HandshakeRequest::new(rank, dialect).unwrap().encode(),
+                HandshakeRequest::new(rank, version).unwrap().encode(),
                 case.bytes,
                 "{}",
                 case.name
@@ -176,7 +176,7 @@ fn golden_agent_metadata() {
         |case, value| {
             let typed = metadata(value);
             assert_eq!(typed.encode(), case.bytes, "{}", case.name);
-            let read = NixlAgentMetadata::decode(&case.bytes, Dialect::V0_33).unwrap();
+            let read = NixlAgentMetadata::decode(&case.bytes, Version::V0_33).unwrap();
             assert_eq!(read, typed, "{}", case.name);
             assert_eq!(read.encode(), case.bytes, "{}", case.name);
         },
@@ -190,7 +190,7 @@ fn golden_agent_metadata_with_unknown_and_absent_keys() {
         &cases,
         |case| variant(case, &cases),
         |case, (base, further)| {
-            let read = NixlAgentMetadata::decode(&case.bytes, Dialect::V0_33);
+            let read = NixlAgentMetadata::decode(&case.bytes, Version::V0_33);
             let base = metadata(&base.value);
             if let Some(absent) = further.strip_prefix("without ") {
                 let error = read.unwrap_err();

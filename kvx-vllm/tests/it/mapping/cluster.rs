@@ -2,9 +2,10 @@
 //! copies. What a mapping gets wrong, an element shows.
 
 use kvx_core::{Indices, Op, Result};
+use kvx_vllm::ids::WorkerRank;
 use kvx_vllm::mapping::{
     BlockPairs, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvTensors, LayerCache,
-    MappingOptions, MemoryType, Moves, PeerMap, RegionGrid, Remote, RemoteRank, Row, Tokens, Tp,
+    MappingOptions, MemoryType, Moves, PeerMap, RegionGrid, Remote, Row, Tokens, Tp,
 };
 
 /// splitmix64: the same numbers from the same seed on every machine.
@@ -346,7 +347,7 @@ pub(crate) fn carry_out(
     map: &PeerMap,
     moves: &Moves,
     own: &mut Rank,
-    others: &mut [(RemoteRank, Rank)],
+    others: &mut [(WorkerRank, Rank)],
 ) {
     let mut bytes = 0;
     for rank in &moves.ranks {
@@ -418,7 +419,7 @@ impl Request {
 pub(crate) fn remote<'a>(
     engine: &Engine,
     stages: u32,
-    ranks: &'a [(RemoteRank, Geometry)],
+    ranks: &'a [(WorkerRank, Geometry)],
 ) -> Remote<'a> {
     Remote { tp_size: engine.tp, pp_size: stages, dcp_size: 1, ranks }
 }

@@ -2,11 +2,12 @@
 
 use kvx_core::Op;
 use kvx_testkit::test;
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
+use kvx_vllm::ids::WorkerRank;
 use kvx_vllm::mapping::{
     BlockPairs, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvRegion, KvTensors,
-    LayerCache, MappingOptions, MemoryType, PeerMap, RegionGrid, RegionGroup, Remote, RemoteRank,
-    Tokens, Tp, handshake_ranks,
+    LayerCache, MappingOptions, MemoryType, PeerMap, RegionGrid, RegionGroup, Remote, Tokens, Tp,
+    handshake_ranks,
 };
 use kvx_vllm::wire::{NixlAgentMetadata, PackedMember};
 
@@ -136,7 +137,7 @@ fn no_geometry_leads_outside_of_a_region() {
                 let mut same = Random(made.0 + u64::from(pp));
                 let chosen = if random.below(8) == 0 { &mut *random } else { &mut same };
                 if let Ok(geometry) = peer(chosen, &local, pp_size) {
-                    ranks.push((RemoteRank { pp, tp }, geometry));
+                    ranks.push((WorkerRank { pp, tp }, geometry));
                 }
             }
         }
@@ -231,7 +232,7 @@ fn no_metadata_makes_an_impossible_geometry() {
     for seed in 0..20_000 {
         let mut random = Random(seed);
         let random = &mut random;
-        let mut metadata = NixlAgentMetadata::new("peer", Dialect::V0_33);
+        let mut metadata = NixlAgentMetadata::new("peer", Version::V0_33);
         let regions = random.below(4);
         let numbers = |random: &mut Random| {
             let count = if random.below(12) == 0 { random.below(5) } else { regions };

@@ -2,7 +2,8 @@
 
 use kvx_core::{ErrorKind, Op};
 use kvx_testkit::test;
-use kvx_vllm::mapping::{Geometry, Heads, KvLayout, PeerMap, RemoteRank, handshake_ranks};
+use kvx_vllm::ids::WorkerRank;
+use kvx_vllm::mapping::{Geometry, Heads, KvLayout, PeerMap, handshake_ranks};
 
 use super::cluster::{Engine, Model, Random, Rank, Request, Style, carry_out, options, remote};
 
@@ -21,7 +22,7 @@ fn producer(
     model: &Model,
     stages: u32,
     request: &Request,
-) -> Vec<(RemoteRank, Rank)> {
+) -> Vec<(WorkerRank, Rank)> {
     let mut ranks = Vec::new();
     for tp in 0..engine.tp {
         for pp in 0..stages {
@@ -32,7 +33,7 @@ fn producer(
                 &request.producer_lists,
                 request.tokens,
             );
-            ranks.push((RemoteRank { pp, tp }, rank));
+            ranks.push((WorkerRank { pp, tp }, rank));
         }
     }
     ranks
@@ -45,11 +46,11 @@ fn reading(
     producer: &Engine,
     model: &Model,
     stages: u32,
-    ranks: &[(RemoteRank, Rank)],
+    ranks: &[(WorkerRank, Rank)],
     permute: bool,
 ) -> kvx_core::Result<PeerMap> {
     let known = handshake_ranks(own.tp, producer.tp, 1)?;
-    let told: Vec<(RemoteRank, Geometry)> = ranks
+    let told: Vec<(WorkerRank, Geometry)> = ranks
         .iter()
         .filter(|(rank, _)| known.contains(&rank.tp))
         .map(|(rank, there)| (*rank, there.geometry().clone()))
@@ -122,13 +123,13 @@ fn push(
     stages: u32,
     request: &Request,
 ) -> kvx_core::Result<()> {
-    let mut consumers: Vec<(RemoteRank, Rank)> = (0..consumer.tp)
-        .map(|tp| (RemoteRank { pp: 0, tp }, consumer.rank(model, tp, 0, 1).unwrap()))
+    let mut consumers: Vec<(WorkerRank, Rank)> = (0..consumer.tp)
+        .map(|tp| (WorkerRank { pp: 0, tp }, consumer.rank(model, tp, 0, 1).unwrap()))
         .collect();
     let mut told = vec![0; consumers.len()];
     for (_, mut own) in producer(producer_engine, model, stages, request) {
         let known = handshake_ranks(own.tp, consumer.tp, 1)?;
-        let told_to: Vec<(RemoteRank, Geometry)> = consumers
+        let told_to: Vec<(WorkerRank, Geometry)> = consumers
             .iter()
             .filter(|(rank, _)| known.contains(&rank.tp))
             .map(|(rank, there)| (*rank, there.geometry().clone()))

@@ -2,10 +2,10 @@
 
 use kvx_core::{Error, ErrorKind, Indices, Op, Result};
 use kvx_testkit::test;
+use kvx_vllm::ids::WorkerRank;
 use kvx_vllm::mapping::{
     BlockPairs, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvTensors, LayerCache,
-    MappingOptions, MemoryType, Moves, Pairing, PeerMap, Remote, RemoteRank, Tokens, Tp,
-    handshake_ranks,
+    MappingOptions, MemoryType, Moves, Pairing, PeerMap, Remote, Tokens, Tp, handshake_ranks,
 };
 
 /// One engine: `heads` for all layers but the draft's.
@@ -79,9 +79,9 @@ impl Side {
         options: &MappingOptions,
     ) -> Result<PeerMap> {
         let tp = Tp::new(rank, self.tp)?.with_dcp(self.dcp)?;
-        let ranks: Vec<(RemoteRank, Geometry)> = handshake_ranks(tp, peer.tp, peer.dcp)?
+        let ranks: Vec<(WorkerRank, Geometry)> = handshake_ranks(tp, peer.tp, peer.dcp)?
             .into_iter()
-            .map(|tp| (RemoteRank { pp: 0, tp }, theirs.clone()))
+            .map(|tp| (WorkerRank { pp: 0, tp }, theirs.clone()))
             .collect();
         let remote = Remote { tp_size: peer.tp, pp_size: 1, dcp_size: peer.dcp, ranks: &ranks };
         PeerMap::new(Op::Read, &self.caches(), tp, &remote, options)
@@ -239,7 +239,7 @@ fn block_sizes_that_do_not_divide_are_declined() {
     let latent = Side { heads: Heads::Replicated, ..SIDE };
     assert!(latent.reads(0, Side { tp: 2, tokens: 4, ..latent }, &groups(1)).is_ok());
     // A producer that writes cannot finish the consumer's blocks.
-    let peer = [(RemoteRank { pp: 0, tp: 0 }, SIDE.caches().geometry().clone())];
+    let peer = [(WorkerRank { pp: 0, tp: 0 }, SIDE.caches().geometry().clone())];
     let remote = Remote { tp_size: 1, pp_size: 1, dcp_size: 1, ranks: &peer };
     let written =
         PeerMap::new(Op::Write, &small.caches(), Tp::new(0, 1).unwrap(), &remote, &groups(1));
@@ -303,7 +303,7 @@ fn index_lists_are_shared_by_all_layers_and_ranks() {
 fn units_that_were_paired_elsewhere_go_the_same_way() {
     let small = Side { tokens: 4, ..SIDE };
     let padded = SIDE.caches_with(|layer| layer.block_stride += 64);
-    let ranks = [(RemoteRank { pp: 0, tp: 0 }, small.caches().geometry().clone())];
+    let ranks = [(WorkerRank { pp: 0, tp: 0 }, small.caches().geometry().clone())];
     let remote = Remote { tp_size: 1, pp_size: 1, dcp_size: 1, ranks: &ranks };
     for (caches, sets) in [(SIDE.caches(), 1), (padded, 4)] {
         let map =
@@ -368,7 +368,7 @@ fn groups_have_lists_of_their_own() {
         side.caches_with(|layer| layer.group = if &*layer.name == "layers.0" { 0 } else { 1 })
     };
     let caches = two_groups(SIDE);
-    let ranks = [(RemoteRank { pp: 0, tp: 0 }, caches.geometry().clone())];
+    let ranks = [(WorkerRank { pp: 0, tp: 0 }, caches.geometry().clone())];
     let remote = Remote { tp_size: 1, pp_size: 1, dcp_size: 1, ranks: &ranks };
     // The second group has a sliding window of 32 tokens: three blocks of 16 are sent.
     let options = MappingOptions {
@@ -413,7 +413,7 @@ fn a_map_needs_every_rank_it_reads_and_no_other() {
     let geometry = two.caches().geometry().clone();
     let draw = |tps: &[u32], pp_size| {
         let ranks: Vec<_> =
-            tps.iter().map(|tp| (RemoteRank { pp: 0, tp: *tp }, geometry.clone())).collect();
+            tps.iter().map(|tp| (WorkerRank { pp: 0, tp: *tp }, geometry.clone())).collect();
         let remote = Remote { tp_size: 2, pp_size, dcp_size: 1, ranks: &ranks };
         PeerMap::new(Op::Read, &one.caches(), Tp::new(0, 1).unwrap(), &remote, &groups(1))
     };
@@ -425,7 +425,7 @@ fn a_map_needs_every_rank_it_reads_and_no_other() {
     refused(draw(&[0, 1], 0), ErrorKind::Invalid, "pipeline stages");
     let other = Side { tokens: 8, ..two }.caches().geometry().clone();
     let ranks =
-        [(RemoteRank { pp: 0, tp: 0 }, geometry.clone()), (RemoteRank { pp: 0, tp: 1 }, other)];
+        [(WorkerRank { pp: 0, tp: 0 }, geometry.clone()), (WorkerRank { pp: 0, tp: 1 }, other)];
     let remote = Remote { tp_size: 2, pp_size: 1, dcp_size: 1, ranks: &ranks };
     let uneven = PeerMap::new(Op::Read, &one.caches(), Tp::new(0, 1).unwrap(), &remote, &groups(1));
     refused(uneven, ErrorKind::Incompatible, "another layout or block size");

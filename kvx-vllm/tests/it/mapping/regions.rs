@@ -2,10 +2,11 @@
 
 use kvx_core::{ErrorKind, Indices, Op, Result};
 use kvx_testkit::test;
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
+use kvx_vllm::ids::WorkerRank;
 use kvx_vllm::mapping::{
     BlockPairs, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvRegion, KvTensors,
-    LayerCache, MappingOptions, MemoryType, PeerMap, RegionGroup, Remote, RemoteRank, Tp,
+    LayerCache, MappingOptions, MemoryType, PeerMap, RegionGroup, Remote, Tp,
 };
 use kvx_vllm::wire::{NixlAgentMetadata, PackedMember};
 
@@ -32,10 +33,10 @@ fn caches(layers: Vec<LayerCache>) -> Result<Caches> {
 
 /// The map of a rank alone with its likeness.
 fn map(local: &Caches, stages: &[Geometry], groups: usize) -> Result<PeerMap> {
-    let ranks: Vec<(RemoteRank, Geometry)> = stages
+    let ranks: Vec<(WorkerRank, Geometry)> = stages
         .iter()
         .enumerate()
-        .map(|(pp, stage)| (RemoteRank { pp: pp as u32, tp: 0 }, stage.clone()))
+        .map(|(pp, stage)| (WorkerRank { pp: pp as u32, tp: 0 }, stage.clone()))
         .collect();
     let remote = Remote { tp_size: 1, pp_size: stages.len() as u32, dcp_size: 1, ranks: &ranks };
     let options = MappingOptions {
@@ -157,7 +158,7 @@ fn whole_rows_are_registered_and_their_padding_is_not_moved() {
 
 /// A peer that registers rows as one region, and tells where the layers lie in them.
 fn one_row(names: &[&str], lens: &[u64]) -> NixlAgentMetadata {
-    let mut metadata = NixlAgentMetadata::new("prefill", Dialect::V0_33);
+    let mut metadata = NixlAgentMetadata::new("prefill", Version::V0_33);
     metadata.kv_caches_base_addr = vec![0x70_0000];
     metadata.block_lens = vec![4 * 4096];
     metadata.block_strides = vec![4 * 4096 + 512];
@@ -245,7 +246,7 @@ fn stages_of_a_pipeline_are_paired_by_layer_names() {
     let map = map(&local, &stages, 1).unwrap();
     let lanes: Vec<usize> = map.sources().iter().map(|source| source.lanes().len()).collect();
     assert_eq!(lanes, [2, 3]);
-    assert_eq!(map.sources()[1].rank(), RemoteRank { pp: 1, tp: 0 });
+    assert_eq!(map.sources()[1].rank(), WorkerRank { pp: 1, tp: 0 });
     assert_eq!(map.sources()[1].lanes()[0].local.region, 2);
     assert_eq!(map.sources()[1].lanes()[0].remote.region, 0);
 
@@ -300,31 +301,31 @@ fn what_is_advertised_is_what_a_peer_understands() {
             ..layer("layers.2", 0x300000, 1)
         },
     ]);
-    for (caches, dialects) in [
-        (two_groups.unwrap(), &[Dialect::V0_31, Dialect::V0_32, Dialect::V0_33][..]),
+    for (caches, versions) in [
+        (two_groups.unwrap(), &[Version::V0_31, Version::V0_32, Version::V0_33][..]),
         (
             caches(vec![layer("layers.0", 0x100000, 0), layer("layers.1", 0x200000, 0)]).unwrap(),
-            &Dialect::ALL[..],
+            &Version::SPOKEN[..],
         ),
     ] {
-        for dialect in dialects {
-            let mut metadata = NixlAgentMetadata::new("decode", *dialect);
-            caches.advertise(&mut metadata, *dialect).unwrap();
-            let told = NixlAgentMetadata::decode(&metadata.encode(), *dialect).unwrap();
+        for version in versions {
+            let mut metadata = NixlAgentMetadata::new("decode", *version);
+            caches.advertise(&mut metadata, *version).unwrap();
+            let told = NixlAgentMetadata::decode(&metadata.encode(), *version).unwrap();
             let geometry = Geometry::advertised(&told).unwrap();
-            if *dialect >= Dialect::V0_30 {
-                assert_eq!(geometry, *caches.geometry(), "{dialect}");
+            if *version >= Version::V0_30 {
+                assert_eq!(geometry, *caches.geometry(), "{version}");
             } else {
-                let layout = if *dialect < Dialect::V0_29 { "HND" } else { "LBHNC" };
-                assert_eq!(told.kv_cache_layout, layout, "{dialect}");
+                let layout = if *version < Version::V0_29 { "HND" } else { "LBHNC" };
+                assert_eq!(told.kv_cache_layout, layout, "{version}");
                 assert!(geometry.regions().iter().all(|region| region.layers.is_empty()));
             }
             let groups = if caches.geometry().regions()[0].layers.len() > 1 { 2 } else { 1 };
-            assert!(map(&caches, &[geometry], groups).is_ok(), "{dialect}");
+            assert!(map(&caches, &[geometry], groups).is_ok(), "{version}");
         }
-        if dialects.len() < 4 {
-            let mut metadata = NixlAgentMetadata::new("decode", Dialect::V0_20);
-            let error = caches.advertise(&mut metadata, Dialect::V0_20).unwrap_err();
+        if versions.len() < 4 {
+            let mut metadata = NixlAgentMetadata::new("decode", Version::V0_20);
+            let error = caches.advertise(&mut metadata, Version::V0_20).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Incompatible);
         }
     }
@@ -349,7 +350,7 @@ fn what_is_not_moved_is_refused_in_words() {
 fn golden_captured_metadata_is_a_geometry() {
     let read = |side: &str| {
         let bytes = golden::bytes(&format!("handshake/{side}.agent_metadata.bin"));
-        let metadata = NixlAgentMetadata::decode(&bytes, Dialect::V0_32).unwrap();
+        let metadata = NixlAgentMetadata::decode(&bytes, Version::V0_32).unwrap();
         (Geometry::advertised(&metadata).unwrap(), metadata)
     };
     let ((decode, metadata), (prefill, _)) = (read("decode"), read("prefill"));
@@ -380,6 +381,6 @@ fn golden_captured_metadata_is_a_geometry() {
     let rows = map.sources()[0].remote_rows();
     assert!(rows.iter().zip(prefill.regions()).all(|(row, region)| row.address == region.base));
     let mut again = metadata.clone();
-    own.advertise(&mut again, Dialect::V0_32).unwrap();
+    own.advertise(&mut again, Version::V0_32).unwrap();
     assert_eq!(again, metadata);
 }

@@ -1,7 +1,7 @@
 //! Recipes of proxies: what each leg is sent, and what is never sent.
 
 use kvx_testkit::test;
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::params::recipe::concurrent::{self, MooncakeTarget, PushTarget};
 use kvx_vllm::params::recipe::{Answer, AnswerStream, sequential};
 use kvx_vllm::params::{MooncakeTransferId, RemoteBlocks, TransferParams, XRequestId};
@@ -17,7 +17,7 @@ fn request() -> Value {
 fn handed_over() -> Value {
     let remote =
         RemoteBlocks::new("prefill-0", "cmpl-u-0-bbb18847", "10.0.0.1", 5600, vec![vec![28]]);
-    TransferParams::prefilled(remote, Dialect::V0_33).to_value(Dialect::V0_33).unwrap()
+    TransferParams::prefilled(remote, Version::V0_33).to_value(Version::V0_33).unwrap()
 }
 
 fn response(params: Value) -> Value {
@@ -38,7 +38,7 @@ fn a_prefill_leg_makes_one_token_and_does_not_stream() {
         leg,
         json!({
             "model": "m", "prompt": "Once", "max_tokens": 1, "max_completion_tokens": 1, "stream": false, "seed": 7,
-            "kv_transfer_params": TransferParams::ask_prefill().to_value(Dialect::V0_33).unwrap(),
+            "kv_transfer_params": TransferParams::ask_prefill().to_value(Version::V0_33).unwrap(),
         })
     );
     assert!(sequential::prefill_leg(&request()).unwrap().get("max_completion_tokens").is_none());
@@ -46,7 +46,7 @@ fn a_prefill_leg_makes_one_token_and_does_not_stream() {
 
 #[test]
 fn a_decode_leg_is_the_clients_request_with_the_answers_parameters() {
-    let leg = sequential::decode_leg(&request(), &answer(handed_over()), Dialect::V0_33).unwrap();
+    let leg = sequential::decode_leg(&request(), &answer(handed_over()), Version::V0_33).unwrap();
     let mut expected = request();
     expected["kv_transfer_params"] = handed_over();
     assert_eq!((leg.body, leg.transfers), (expected, true));
@@ -57,7 +57,7 @@ fn without_blocks_the_decode_instance_computes_the_prompt_itself() {
     let mut empty = handed_over();
     empty["remote_block_ids"] = json!([[]]);
     for nothing in [Value::Null, json!({"do_remote_prefill": false}), empty] {
-        let leg = sequential::decode_leg(&request(), &answer(nothing), Dialect::V0_33).unwrap();
+        let leg = sequential::decode_leg(&request(), &answer(nothing), Version::V0_33).unwrap();
         assert_eq!((leg.body, leg.transfers), (request(), false));
     }
     assert_eq!(Answer::from_body(&json!({})).unwrap(), Answer::default());
@@ -68,14 +68,14 @@ fn without_blocks_the_decode_instance_computes_the_prompt_itself() {
 fn an_address_alone_is_of_a_mooncake_connector_before_0_16_and_is_passed_on() {
     let told = json!({"do_remote_prefill": true, "do_remote_decode": false, "remote_host": "10.0.0.1",
         "remote_port": 8998, "kvx_engine_id": "p"});
-    let leg = sequential::decode_leg(&request(), &answer(told.clone()), Dialect::V0_33).unwrap();
+    let leg = sequential::decode_leg(&request(), &answer(told.clone()), Version::V0_33).unwrap();
     assert!(leg.transfers);
     assert_eq!(leg.body["kv_transfer_params"], told);
     for (key, value) in [("remote_engine_id", json!("e")), ("remote_request_id", json!("r"))] {
         let mut other = told.clone();
         other[key] = value;
         assert!(
-            sequential::decode_leg(&request(), &answer(other), Dialect::V0_33).is_err(),
+            sequential::decode_leg(&request(), &answer(other), Version::V0_33).is_err(),
             "{key}: its blocks are missing"
         );
     }
@@ -87,7 +87,7 @@ fn parameters_of_a_client_are_never_passed_on() {
     hostile["kv_transfer_params"] =
         json!({"do_remote_prefill": true, "remote_host": "169.254.169.254"});
     let prefill = sequential::prefill_leg(&hostile).unwrap();
-    let decode = sequential::decode_leg(&hostile, &Answer::default(), Dialect::V0_33).unwrap().body;
+    let decode = sequential::decode_leg(&hostile, &Answer::default(), Version::V0_33).unwrap().body;
     let target = MooncakeTarget {
         dp_rank: 0,
         engine_id: "e".to_owned(),
@@ -112,7 +112,7 @@ fn a_request_for_several_answers_has_no_transfer() {
         several[key] = value;
         assert_eq!(sequential::prefill_leg(&several).unwrap_err().key(), key);
         let error =
-            sequential::decode_leg(&several, &answer(handed_over()), Dialect::V0_33).unwrap_err();
+            sequential::decode_leg(&several, &answer(handed_over()), Version::V0_33).unwrap_err();
         assert_eq!(error.key(), key);
     }
     let mut one = request();
@@ -138,23 +138,23 @@ fn answers_of_the_wrong_leg_are_told_apart() {
     let mut from_decode = handed_over();
     (from_decode["do_remote_decode"], from_decode["do_remote_prefill"]) =
         (json!(true), json!(false));
-    let error = sequential::decode_leg(&request(), &answer(from_decode.clone()), Dialect::V0_33)
+    let error = sequential::decode_leg(&request(), &answer(from_decode.clone()), Version::V0_33)
         .unwrap_err();
     assert_eq!(error.key(), "do_remote_prefill");
     let error =
-        sequential::prefill_leg_of_later_turn(&request(), &answer(handed_over()), Dialect::V0_33)
+        sequential::prefill_leg_of_later_turn(&request(), &answer(handed_over()), Version::V0_33)
             .unwrap_err();
     assert_eq!(error.key(), "do_remote_decode");
 
     let leg = sequential::prefill_leg_of_later_turn(
         &request(),
         &answer(from_decode.clone()),
-        Dialect::V0_33,
+        Version::V0_33,
     )
     .unwrap();
     assert_eq!((&leg["kv_transfer_params"], &leg["max_tokens"]), (&from_decode, &json!(1)));
     let first =
-        sequential::prefill_leg_of_later_turn(&request(), &Answer::default(), Dialect::V0_33)
+        sequential::prefill_leg_of_later_turn(&request(), &Answer::default(), Version::V0_33)
             .unwrap();
     assert_eq!(
         first,

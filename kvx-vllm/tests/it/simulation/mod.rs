@@ -8,7 +8,7 @@
 //! - no block with other contents than the request's own is taken for loaded;
 //! - every client has an answer by its deadline.
 //!
-//! Engines speak one dialect, or each one of its own.
+//! Engines speak one version, or each one of its own.
 //!
 //! `KVX_SIM_SEED=n` runs one seed, with `KVX_SIM_TRACE=1` and `--nocapture` event by event; `KVX_SIM_RUNS=n` runs
 //! that many.
@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use kvx_testkit::harness::LIMIT;
 use kvx_testkit::{Tier, test, trial_within};
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use libtest_mimic::Trial;
 
 use self::world::{Scenario, Summary, World};
@@ -60,7 +60,7 @@ fn runs(whole: bool) -> u64 {
     number("KVX_SIM_RUNS").unwrap_or(if whole { MANY } else { RUNS })
 }
 
-fn run(seed: u64, generations: bool, among: &[Dialect]) -> Result<Summary, String> {
+fn run(seed: u64, generations: bool, among: &[Version]) -> Result<Summary, String> {
     let (scenario, random) = Scenario::drawn(seed, generations, among);
     caught(|| World::new(scenario, random).run())
 }
@@ -115,7 +115,7 @@ fn all(
 }
 
 fn engines_of_one_dialect() {
-    hold_among(&[Dialect::default()]);
+    hold_among(&[Version::default()]);
 }
 
 fn mooncake_engines() {
@@ -127,15 +127,15 @@ fn mooncake_engines() {
 }
 
 fn engines_of_unequal_dialects() {
-    let summary = hold_among(&Dialect::ALL);
+    let summary = hold_among(&Version::SPOKEN);
     assert!(
         summary.is_none_or(|summary| summary.unequal > 8 * summary.runs / 10),
         "most pairs are unequal"
     );
 }
 
-/// Runs all seeds among engines of these dialects; gives what came of it, if that many ran.
-fn hold_among(among: &[Dialect]) -> Option<Summary> {
+/// Runs all seeds among engines of these versions; gives what came of it, if that many ran.
+fn hold_among(among: &[Version]) -> Option<Summary> {
     hold(
         |seed| run(seed, true, among),
         |summary, count| {
@@ -176,17 +176,17 @@ fn hold(
 #[test]
 fn without_generations_the_same_simulation_finds_a_stale_block_that_is_accepted() {
     let found = (0..RUNS)
-        .find_map(|seed| run(seed, false, &[Dialect::default()]).err().map(|why| (seed, why)));
+        .find_map(|seed| run(seed, false, &[Version::default()]).err().map(|why| (seed, why)));
     let (seed, why) = found.expect("a read that observed another request's contents");
     println!("seed {seed}: {why}");
     assert!(why.contains("STALE"), "seed {seed}: {why}");
-    assert!(run(seed, true, &[Dialect::default()]).is_ok(), "seed {seed} is safe with generations");
+    assert!(run(seed, true, &[Version::default()]).is_ok(), "seed {seed} is safe with generations");
 }
 
 #[test]
 fn a_seed_does_the_same_thing_again() {
     for seed in 0..20 {
-        let both = || format!("{:?} {:?}", run(seed, true, &Dialect::ALL), run_mooncake(seed));
+        let both = || format!("{:?} {:?}", run(seed, true, &Version::SPOKEN), run_mooncake(seed));
         assert_eq!(both(), both(), "seed {seed}");
     }
 }

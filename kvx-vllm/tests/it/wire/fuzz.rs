@@ -7,6 +7,7 @@ use kvx_vllm::engine::{
     BlockLists, ConnectorMeta, FailedLoad, LoadFailure, SendOrder, Time, WorkerOutput,
 };
 use kvx_vllm::wire::fuzz;
+use kvx_vllm::{group, zmtp};
 
 use crate::golden;
 
@@ -98,7 +99,7 @@ fn messages_of_ranks() {
         b"\x05\xc0".to_vec(),
         b"\x05\xcd\x10\x00".to_vec(),
     ];
-    run("group", &seeds, fuzz::group);
+    run("group", &seeds, group::fuzz::group);
 }
 
 #[test]
@@ -173,6 +174,20 @@ fn params_and_streams() {
 }
 
 #[test]
+fn frames_of_zeromq() {
+    let request = b"\x01\x00\x00\x10\x93\xc4\x0cget_meta_msg\x00\x01".to_vec();
+    let ready = b"\x04\x26\x05READY\x0bSocket-Type\0\0\0\x03REQ\x08Identity\0\0\0\0".to_vec();
+    let long = [&b"\x02\0\0\0\0\0\0\x02\0"[..], &[0x55; 512]].concat();
+    let greeting = [&b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01NULL"[..], &[0; 48]].concat();
+    let others = [b"\x04\x0a\x04PING\0\x05ctx".to_vec(), b"\x04\x09\x05ERROR\x02no".to_vec()];
+    let all = [ready.clone(), request.clone()].concat();
+    let seeds = [&[request, ready, long, greeting, all][..], &others].concat();
+    run("zmtp", &seeds, zmtp::fuzz::zmtp);
+}
+
+#[test]
 fn what_fuzzing_found_is_held() {
-    kvx_testkit::replay(fuzz::TARGETS);
+    for targets in [fuzz::TARGETS, group::fuzz::TARGETS, zmtp::fuzz::TARGETS] {
+        kvx_testkit::replay(targets);
+    }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kvx_core::{Error, ErrorKind, Result};
 use kvx_testkit::test;
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::engine::{Time, WorkerRank};
 use kvx_vllm::params::{RemoteBlocks, TransferMode, TransferParams};
 use kvx_vllm::wire::{
@@ -22,7 +22,7 @@ fn at(milliseconds: u64) -> Time {
 }
 
 fn factors() -> CompatibilityFactors {
-    let mut factors = CompatibilityFactors::new(Dialect::V0_33, "m");
+    let mut factors = CompatibilityFactors::new(Version::V0_33, "m");
     factors.num_kv_heads = 8;
     factors.head_size = 128;
     factors.num_hidden_layers = 28;
@@ -34,7 +34,7 @@ fn hash() -> CompatibilityHash {
 }
 
 fn metadata(engine: &str) -> NixlAgentMetadata {
-    let mut metadata = NixlAgentMetadata::new(engine, Dialect::V0_33);
+    let mut metadata = NixlAgentMetadata::new(engine, Version::V0_33);
     metadata.agent_metadata = b"the agent's own bytes".to_vec();
     metadata.kv_caches_base_addr = vec![0x1000, 0x9000];
     metadata.block_lens = vec![64, 64];
@@ -51,7 +51,7 @@ fn payload(metadata: &NixlAgentMetadata) -> Vec<u8> {
 }
 
 fn expectation() -> Expectation {
-    Expectation::new(Dialect::V0_33, "prefill", hash())
+    Expectation::new(Version::V0_33, "prefill", hash())
 }
 
 /// A whole handshake between our two ends.
@@ -94,12 +94,12 @@ fn metadata_is_kept_by_pipeline_and_tensor_rank() {
 
 #[test]
 fn a_legacy_dialect_cannot_ask_for_a_pipeline_stage() {
-    for dialect in [Dialect::V0_16, Dialect::V0_20] {
-        let expectation = Expectation { dialect, ..expectation() };
+    for version in [Version::V0_16, Version::V0_20] {
+        let expectation = Expectation { version, ..expectation() };
         let error = Handshake::new(expectation, [rank(0, 0), rank(1, 0)], (2, 1)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert_eq!(
-            HandshakeRequest::new(rank(0, 3), dialect).unwrap().encode(),
+            HandshakeRequest::new(rank(0, 3), version).unwrap().encode(),
             *b"\x92\xc4\x0cget_meta_msg\x03"
         );
     }
@@ -197,17 +197,17 @@ fn a_draft_models_attention_backend_is_no_factor() {
 
 #[test]
 fn older_dialects_have_the_factors_that_they_had() {
-    let keys = |dialect| {
-        let text = CompatibilityFactors::new(dialect, "m").json().unwrap();
+    let keys = |version| {
+        let text = CompatibilityFactors::new(version, "m").json().unwrap();
         ["cross_layers_blocks", "is_hma_enabled", "speculative_config", "transfer_mode"]
             .map(|key| text.contains(key))
     };
-    assert_eq!(keys(Dialect::V0_16), [true, false, false, false]);
-    assert_eq!(keys(Dialect::V0_20), [true, true, false, false]);
-    assert_eq!(keys(Dialect::V0_26), [true, true, false, false]);
-    assert_eq!(keys(Dialect::V0_28), [true, true, true, true]);
-    assert_eq!(keys(Dialect::V0_29), [false, true, true, true]);
-    assert_eq!(keys(Dialect::V0_33), [false, true, true, true]);
+    assert_eq!(keys(Version::V0_16), [true, false, false, false]);
+    assert_eq!(keys(Version::V0_20), [true, true, false, false]);
+    assert_eq!(keys(Version::V0_26), [true, true, false, false]);
+    assert_eq!(keys(Version::V0_28), [true, true, true, true]);
+    assert_eq!(keys(Version::V0_29), [false, true, true, true]);
+    assert_eq!(keys(Version::V0_33), [false, true, true, true]);
 }
 
 #[test]
@@ -215,7 +215,7 @@ fn parameters_tell_the_topology_and_the_mode() {
     let mut remote = RemoteBlocks::new("prefill", "r", "h", 5600, vec![vec![1]]);
     (remote.tp_size, remote.dcp_size, remote.pp_size, remote.mode) = (4, 2, 1, TransferMode::Push);
     let written =
-        TransferParams::prefilled(remote, Dialect::V0_33).to_value(Dialect::V0_33).unwrap();
+        TransferParams::prefilled(remote, Version::V0_33).to_value(Version::V0_33).unwrap();
     assert_eq!(
         (&written["tp_size"], &written["dcp_size"], &written["pp_size"]),
         (&4.into(), &2.into(), &1.into())
@@ -357,29 +357,29 @@ fn metadata_whose_addresses_cannot_be_is_refused() {
 
 #[test]
 fn metadata_of_older_dialects_reads_with_the_defaults_of_its_time() {
-    for dialect in [Dialect::V0_16, Dialect::V0_20] {
-        let mut old = NixlAgentMetadata::new("prefill", dialect);
+    for version in [Version::V0_16, Version::V0_20] {
+        let mut old = NixlAgentMetadata::new("prefill", version);
         old.kv_caches_base_addr = vec![0x1000];
         old.block_lens = vec![64];
         old.block_strides = vec![64];
         old.block_size = 16;
         let bytes = old.encode();
-        let keys = if dialect == Dialect::V0_16 { 8 } else { 10 };
-        assert_eq!(bytes[0], 0x80 | keys, "{dialect} writes {keys} keys");
-        let read = NixlAgentMetadata::decode(&bytes, dialect).unwrap();
+        let keys = if version == Version::V0_16 { 8 } else { 10 };
+        assert_eq!(bytes[0], 0x80 | keys, "{version} writes {keys} keys");
+        let read = NixlAgentMetadata::decode(&bytes, version).unwrap();
         assert_eq!((&read, read.block_strides[0]), (&old, 64));
-        let error = NixlAgentMetadata::decode(&bytes, Dialect::V0_33).unwrap_err();
+        let error = NixlAgentMetadata::decode(&bytes, Version::V0_33).unwrap_err();
         assert!(error.to_string().contains("absent"), "{error}");
     }
 }
 
 #[test]
 fn what_a_dialect_does_not_have_is_written_once_it_says_something() {
-    let mut old = NixlAgentMetadata::new("prefill", Dialect::V0_20);
+    let mut old = NixlAgentMetadata::new("prefill", Version::V0_20);
     old.block_lens = vec![64];
     old.block_strides = vec![128];
     old.kvx_metadata = Some(vec![1, 2, 3]);
-    let read = NixlAgentMetadata::decode(&old.encode(), Dialect::V0_20).unwrap();
+    let read = NixlAgentMetadata::decode(&old.encode(), Version::V0_20).unwrap();
     assert_eq!((read.block_strides, read.kvx_metadata), (vec![128], Some(vec![1, 2, 3])));
 }
 
@@ -387,8 +387,8 @@ fn what_a_dialect_does_not_have_is_written_once_it_says_something() {
 fn the_answer_carries_the_clock_for_who_can_read_it() {
     let mut listener = Listener::new(hash());
     listener.publish(rank(0, 0), &metadata("prefill"));
-    let newer = HandshakeRequest::new(rank(0, 0), Dialect::V0_33).unwrap().encode();
-    let older = HandshakeRequest::new(rank(0, 0), Dialect::V0_20).unwrap().encode();
+    let newer = HandshakeRequest::new(rank(0, 0), Version::V0_33).unwrap().encode();
+    let older = HandshakeRequest::new(rank(0, 0), Version::V0_20).unwrap().encode();
     let envelope = [&b"d"[..], b""];
     let frames = |request: &[u8]| -> Vec<Vec<u8>> {
         let message = [envelope[0], envelope[1], request];
@@ -495,7 +495,7 @@ fn refusal(listener: &Listener, frames: &[&[u8]]) -> Result<(String, String, usi
 #[test]
 fn an_unknown_rank_is_answered_in_words() {
     let mut listener = Listener::new(hash());
-    let request = HandshakeRequest::new(rank(0, 5), Dialect::V0_33).unwrap().encode();
+    let request = HandshakeRequest::new(rank(0, 5), Version::V0_33).unwrap().encode();
     let frames: [&[u8]; 3] = [b"d", b"", &request];
     assert!(
         refusal(&listener, &frames).unwrap().0.contains("no worker has registered its memory yet")
@@ -519,7 +519,7 @@ fn an_unknown_rank_is_answered_in_words() {
         let error = handshake.received(&frames, at(1)).unwrap_err();
         assert!(error.to_string().contains("there is no worker pp 0 tp 5"), "{error}");
     }
-    assert!(NixlAgentMetadata::decode(b"", Dialect::V0_33).is_err());
+    assert!(NixlAgentMetadata::decode(b"", Version::V0_33).is_err());
 }
 
 #[test]
@@ -548,7 +548,7 @@ fn a_listener_survives_every_malformed_request() {
         assert!(words.contains("handshake request"), "{words}");
         assert_eq!(frames, 4, "a newer peer takes two frames");
     }
-    let good = HandshakeRequest::new(rank(0, 0), Dialect::V0_33).unwrap().encode();
+    let good = HandshakeRequest::new(rank(0, 0), Version::V0_33).unwrap().encode();
     let (words, ..) = refusal(&listener, &[b"d", b"", &good, &good]).unwrap();
     assert!(words.contains("2 frames, 1 wanted"), "{words}");
     assert!(refusal(&listener, &[b"d", b""]).unwrap().0.contains("0 frames, 1 wanted"));
@@ -568,7 +568,7 @@ fn a_listener_survives_every_malformed_request() {
 fn any_envelope_that_zmq_makes_is_given_back() {
     let mut listener = Listener::new(hash());
     listener.publish(rank(0, 0), &metadata("prefill"));
-    let request = HandshakeRequest::new(rank(0, 0), Dialect::V0_33).unwrap().encode();
+    let request = HandshakeRequest::new(rank(0, 0), Version::V0_33).unwrap().encode();
     for envelope in
         [vec![&b"d"[..], b""], vec![b"d"], vec![b"broker", b"d", b""], vec![&[255; 255][..], b""]]
     {
@@ -595,7 +595,7 @@ fn an_engine_with_stages_refuses_a_peer_that_cannot_name_them() {
     let mut listener = Listener::new(hash());
     listener.publish(rank(0, 0), &metadata("prefill"));
     listener.publish(rank(1, 0), &metadata("prefill"));
-    let older = HandshakeRequest::new(rank(0, 0), Dialect::V0_20).unwrap().encode();
+    let older = HandshakeRequest::new(rank(0, 0), Version::V0_20).unwrap().encode();
     let (words, _, frames) = refusal(&listener, &[b"d", b"", &older]).unwrap();
     assert!(words.contains("pipeline stages"), "{words}");
     assert_eq!(frames, 3, "an older peer takes one frame");

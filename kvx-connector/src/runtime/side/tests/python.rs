@@ -73,8 +73,8 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn question(rank: WorkerRank, dialect: Dialect) -> String {
-    hex(&HandshakeRequest::new(rank, dialect).unwrap().encode())
+fn question(rank: WorkerRank, version: Version) -> String {
+    hex(&HandshakeRequest::new(rank, version).unwrap().encode())
 }
 
 #[test]
@@ -84,9 +84,9 @@ fn decodes_of_pyzmq_are_answered_over_req_and_dealer_while_pinging() {
     run(async {
         let server = server(None, true).await;
         let (known, unknown) =
-            (question(RANK, Dialect::V0_33), question(WorkerRank { pp: 0, tp: 7 }, Dialect::V0_33));
+            (question(RANK, Version::V0_33), question(WorkerRank { pp: 0, tp: 7 }, Version::V0_33));
         for (kind, identity) in [("REQ", None), ("DEALER", None), ("DEALER", Some("a-decode"))] {
-            let requests = json!([known, unknown, "c1", question(RANK, Dialect::V0_22), known]);
+            let requests = json!([known, unknown, "c1", question(RANK, Version::V0_22), known]);
             let order = json!({"do": "ask", "port": server.address().port, "requests": requests, "kind": kind,
                 "identity": identity});
             let heard = python.ask_beside(order).await;
@@ -120,7 +120,7 @@ fn a_decode_of_vllm_is_told_what_to_set_and_never_kvx_metadata_of_a_secret_fleet
     let test = "a_decode_of_vllm_is_told_what_to_set_and_never_kvx_metadata_of_a_secret_fleet";
     let Some(mut python) = Python::start(test) else { return };
     run(async {
-        let requests = [question(RANK, Dialect::V0_33)];
+        let requests = [question(RANK, Version::V0_33)];
         for (secret, nixl) in [(secret(3), true), (None, false)] {
             let server = server(secret, nixl).await;
             let order = json!({"do": "ask", "port": server.address().port, "requests": requests});
@@ -141,19 +141,19 @@ fn a_listener_of_pyzmq_gets_vllms_exact_request_and_nothing_else() {
     let mut theirs = metadata(true);
     theirs.kvx_metadata = None;
     let payload = hex(&HandshakePayload::new(hash(), theirs.encode()).encode());
-    for (dialect, form) in [
-        (Dialect::V0_33, "93c40c6765745f6d6574615f6d73670000"),
-        (Dialect::V0_22, "92c40c6765745f6d6574615f6d736700"),
+    for (version, form) in [
+        (Version::V0_33, "93c40c6765745f6d6574615f6d73670000"),
+        (Version::V0_22, "92c40c6765745f6d6574615f6d736700"),
     ] {
         let test = "a_listener_of_pyzmq_gets_vllms_exact_request_and_nothing_else";
         let Some(mut python) = Python::start(test) else { return };
-        let old_form = dialect == Dialect::V0_22;
+        let old_form = version == Version::V0_22;
         let served = python.ask(
             json!({"do": "serve", "payload": payload, "ranks": [[0, 0]], "old_form": old_form}),
         );
         let peer = at("127.0.0.1", served["port"].as_u64().unwrap() as u16);
         for secret in [None, secret(3)] {
-            let expectation = Expectation::new(dialect, "prefill-0", hash());
+            let expectation = Expectation::new(version, "prefill-0", hash());
             let asked = run(asker(secret).ask(&peer, &[RANK], expectation)).unwrap();
             assert_eq!((asked.standing, &asked.peer.workers[&RANK]), (PeerKind::Foreign, &theirs));
             assert_eq!(asked.peer.clock.is_some(), !old_form);

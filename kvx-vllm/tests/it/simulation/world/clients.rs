@@ -1,7 +1,8 @@
 //! Clients and the proxy in front of the engines: each request's two legs, and its one end.
 
+use kvx_vllm::Version;
 use kvx_vllm::engine::RequestId;
-use kvx_vllm::params::{Dialect, RemoteBlocks, TransferMode, TransferParams};
+use kvx_vllm::params::{RemoteBlocks, TransferMode, TransferParams};
 
 use super::{Event, MILLISECOND, SECOND, World};
 use crate::simulation::engine::{Asked, End};
@@ -87,7 +88,7 @@ impl World {
         self.wake(prefill, self.now);
         if self.scenario.mode == TransferMode::Push {
             let engine = &self.engines[prefill];
-            let dialect = engine.settings.dialect;
+            let version = engine.settings.version;
             let shared = format!("cmpl-{number}-0");
             let at = &engine.settings.address;
             let mut remote =
@@ -96,7 +97,7 @@ impl World {
             remote.mode = TransferMode::Push;
             remote.num_tokens = Some(self.clients[number].prompt.into());
             // A router names the mode, whatever the engines write.
-            let params = TransferParams::prefilled(remote, dialect.max(Dialect::V0_28));
+            let params = TransferParams::prefilled(remote, version.max(Version::V0_28));
             let delay = self.random.skewed(0..2 * SECOND);
             self.after(delay, Event::ToDecode(number, Some(Box::new(params))));
         }
@@ -120,9 +121,9 @@ impl World {
         let request = (number, client.conversation, client.prompt, client.output);
         let deadline = client.deadline;
         // What travels is JSON, as the prefill writes it.
-        let dialect = self.engines[prefill].settings.dialect;
+        let version = self.engines[prefill].settings.version;
         let params = params.map(|params| {
-            let text = params.to_value(dialect).expect("right parameters").to_string();
+            let text = params.to_value(version).expect("right parameters").to_string();
             TransferParams::from_value(&serde_json::from_str(&text).expect("JSON"))
                 .expect("right parameters")
         });
@@ -178,7 +179,7 @@ impl World {
                     never_stops_vllm(
                         &params,
                         client.prompt,
-                        self.engines[engine].settings.dialect,
+                        self.engines[engine].settings.version,
                     )?;
                     // Some are long on their way, and some bring nothing.
                     let delay = if self.random.percent(10) { 40 * SECOND } else { SECOND };
@@ -219,11 +220,11 @@ impl World {
 }
 
 /// What stops vLLM's decode engine is never in an answer.
-fn never_stops_vllm(params: &TransferParams, prompt: u32, dialect: Dialect) -> Result<(), String> {
-    if !dialect.blocks_per_group() {
+fn never_stops_vllm(params: &TransferParams, prompt: u32, version: Version) -> Result<(), String> {
+    if !version.blocks_per_group() {
         return Ok(());
     }
-    let value = params.to_value(dialect).map_err(|error| error.to_string())?;
+    let value = params.to_value(version).map_err(|error| error.to_string())?;
     let blocks = value["remote_block_ids"].as_array().ok_or("no block ids")?;
     let nested = blocks.iter().all(serde_json::Value::is_array);
     let enough = blocks

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_vllm::Dialect;
+use kvx_vllm::Version;
 use kvx_vllm::config::{BlockRelease, LeaseTime, LoadFailurePolicy};
 use kvx_vllm::engine::{
     Action, Connection, ConsumerRule, MoveId, RemoteEngine, RequestId, Settings, Worker, WorkerRank,
@@ -32,7 +32,7 @@ pub(crate) const MAX_EVENTS: u32 = 400_000;
 pub(crate) struct Scenario {
     mode: TransferMode,
     /// Of prefills and of decodes.
-    dialects: [Dialect; 2],
+    versions: [Version; 2],
     /// What was read has to be reordered.
     finishes: bool,
     /// Heartbeats name 5,000 requests more, as of a vLLM with a long queue.
@@ -45,7 +45,7 @@ pub(crate) struct Scenario {
     generations: bool,
     bidirectional: bool,
     lease: Duration,
-    /// Blocks are kept a fixed time, whatever the dialect: the variable of old is set.
+    /// Blocks are kept a fixed time, whatever the version: the variable of old is set.
     fixed: bool,
     policy: LoadFailurePolicy,
     load_timeout: u64,
@@ -56,15 +56,15 @@ pub(crate) struct Scenario {
 }
 
 impl Scenario {
-    pub(crate) fn drawn(seed: u64, generations: bool, among: &[Dialect]) -> (Self, Random) {
+    pub(crate) fn drawn(seed: u64, generations: bool, among: &[Version]) -> (Self, Random) {
         let mut random = Random::new(seed);
         let push = random.percent(25);
         let spoken: Vec<_> =
-            among.iter().copied().filter(|dialect| !push || dialect.leases()).collect();
-        let dialects = [random.one_of(&spoken), random.one_of(&spoken)];
+            among.iter().copied().filter(|version| !push || version.leases()).collect();
+        let versions = [random.one_of(&spoken), random.one_of(&spoken)];
         let scenario = Scenario {
             mode: if push { TransferMode::Push } else { TransferMode::Pull },
-            dialects,
+            versions,
             finishes: !push && random.percent(20),
             crowded: random.percent(2),
             prefills: random.within(1..3) as usize,
@@ -247,13 +247,13 @@ impl World {
         settings.tp_size = tp;
         settings.block_size = 4;
         let lease = LeaseTime { duration: scenario.lease };
-        settings.dialect = scenario.dialects[usize::from(!prefill)];
-        settings.release = match settings.dialect.leases() && !scenario.fixed {
+        settings.version = scenario.versions[usize::from(!prefill)];
+        settings.release = match settings.version.leases() && !scenario.fixed {
             true => BlockRelease::Lease(lease),
             false => BlockRelease::After(lease.duration * 2),
         };
-        settings.heartbeat = settings.dialect.leases().then(|| lease.heartbeat());
-        settings.consumers = ConsumerRule::of(settings.dialect);
+        settings.heartbeat = settings.version.leases().then(|| lease.heartbeat());
+        settings.consumers = ConsumerRule::of(settings.version);
         settings.bidirectional = scenario.bidirectional;
         settings.decoder_ttl = Duration::from_secs(20);
         settings.recompute_threshold = 5;
@@ -306,7 +306,7 @@ impl World {
             }
         }
         self.summary.runs = 1;
-        self.summary.unequal += u32::from(self.scenario.dialects[0] != self.scenario.dialects[1]);
+        self.summary.unequal += u32::from(self.scenario.versions[0] != self.scenario.versions[1]);
         for engine in 0..self.engines.len() {
             self.engines[engine].check_quiet(self.now).map_err(|why| self.said(why))?;
             self.count_engine(engine);

@@ -58,7 +58,7 @@ impl World {
         plan.finishes = self.scenario.finishes;
         let clock = self.engines[at.engine].clocks[at.worker];
         let theirs_now = self.engines[engine].clock.at((sent + self.now) / 2).seconds();
-        let told = self.engines[at.engine].settings.dialect.asks_for_pipeline_rank();
+        let told = self.engines[at.engine].settings.version.asks_for_pipeline_rank();
         plan.clock =
             ClockOffset::sampled(clock.at(sent), clock.at(self.now), theirs_now).filter(|_| told);
         plan.completions = (theirs / own).max(1);

@@ -3,34 +3,40 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvx_core::{Error, ErrorKind, Result};
+use crate::{DecodeError, DecodeErrorKind};
 
 /// Bytes that are left.
 #[derive(Debug)]
-pub(crate) struct Budget {
+pub struct Budget {
     left: AtomicUsize,
 }
 
-/// What one message has taken of a budget; given back when dropped.
+/// What one message takes of a budget; dropping it returns the bytes.
 #[derive(Debug)]
-pub(super) struct BudgetShare {
+pub struct BudgetShare {
     budget: Arc<Budget>,
     bytes: usize,
 }
 
 impl Budget {
-    pub(crate) fn new(bytes: usize) -> Arc<Self> {
+    /// A budget of so many bytes.
+    pub fn new(bytes: usize) -> Arc<Self> {
         Arc::new(Budget { left: AtomicUsize::new(bytes) })
     }
 
-    pub(super) fn held(self: &Arc<Self>) -> BudgetShare {
+    /// A share that has taken nothing yet.
+    pub fn share(self: &Arc<Self>) -> BudgetShare {
         BudgetShare { budget: Arc::clone(self), bytes: 0 }
     }
 }
 
 impl BudgetShare {
-    /// Takes more. Errors: `Exhausted`.
-    pub(super) fn take(&mut self, bytes: usize) -> Result<()> {
+    /// Takes more.
+    ///
+    /// # Errors
+    ///
+    /// `Exhausted`.
+    pub fn take(&mut self, bytes: usize) -> Result<(), DecodeError> {
         let left = &self.budget.left;
         let taken =
             left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(bytes));
@@ -39,8 +45,8 @@ impl BudgetShare {
                 self.bytes += bytes;
                 Ok(())
             }
-            Err(_) => Err(Error::new(
-                ErrorKind::Exhausted,
+            Err(_) => Err(DecodeError::new(
+                DecodeErrorKind::Exhausted,
                 "too many bytes of handshakes are in memory at once; this one is given up: ask again",
             )),
         }

@@ -1,9 +1,12 @@
-//! Who is who: requests, engines and their ranks; and the blocks of a request.
+//! Names: of requests, engines, their ranks and addresses, and of the blocks of a request.
 
 use std::borrow::Borrow;
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
+
+/// The largest tensor-parallel size that is accepted; a peer's word is checked against it before anything is allocated.
+pub const MAX_RANKS: u32 = 1024;
 
 /// A request as one engine names it. The two engines of a request name it differently.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -1,13 +1,14 @@
 //! Takes values off a message.
 
-use kvx_core::{Error, ErrorKind, Result};
+use super::Result;
+use crate::{DecodeError, DecodeErrorKind};
 
 /// How deep values may be nested: the deepest known message has four levels.
 const MAX_DEPTH: usize = 16;
 
 /// Takes values off a message, each checked against what is left of it.
 #[derive(Clone, Debug)]
-pub(in crate::wire) struct MsgpackReader<'a> {
+pub struct MsgpackReader<'a> {
     what: &'static str,
     field: Option<&'static str>,
     left: &'a [u8],
@@ -43,7 +44,7 @@ impl Head<'_> {
 
 impl<'a> MsgpackReader<'a> {
     /// Reads a message of at most `max` bytes; `what` names it in errors.
-    pub(in crate::wire) fn new(what: &'static str, bytes: &'a [u8], max: usize) -> Result<Self> {
+    pub fn new(what: &'static str, bytes: &'a [u8], max: usize) -> Result<Self> {
         let reader = MsgpackReader { what, field: None, left: bytes };
         if bytes.len() > max {
             return Err(
@@ -54,21 +55,21 @@ impl<'a> MsgpackReader<'a> {
     }
 
     /// Reads a value that was skipped before, as the field of this name.
-    pub(super) fn field(what: &'static str, field: &'static str, bytes: &'a [u8]) -> Self {
+    pub fn field(what: &'static str, field: &'static str, bytes: &'a [u8]) -> Self {
         MsgpackReader { what, field: Some(field), left: bytes }
     }
 
     /// An error of this message.
-    pub(in crate::wire) fn malformed(&self, why: impl std::fmt::Display) -> Error {
+    pub fn malformed(&self, why: impl std::fmt::Display) -> DecodeError {
         let sentence = match self.field {
             None => format!("malformed {}: {why}", self.what),
             Some(field) => format!("malformed {}: {field}: {why}", self.what),
         };
-        Error::new(ErrorKind::Malformed, sentence)
+        DecodeError::new(DecodeErrorKind::Malformed, sentence)
     }
 
     /// Nothing may be left.
-    pub(in crate::wire) fn end(&self) -> Result<()> {
+    pub fn end(&self) -> Result<()> {
         if self.left.is_empty() {
             return Ok(());
         }
@@ -150,7 +151,7 @@ impl<'a> MsgpackReader<'a> {
     }
 
     /// An integer that is not negative.
-    pub(in crate::wire) fn unsigned(&mut self) -> Result<u64> {
+    pub fn unsigned(&mut self) -> Result<u64> {
         match self.head()? {
             Head::Unsigned(number) => Ok(number),
             Head::Negative(number) => Err(self.malformed(format_args!("{number} is negative"))),
@@ -159,13 +160,13 @@ impl<'a> MsgpackReader<'a> {
     }
 
     /// An integer of at most 32 bits that is not negative.
-    pub(in crate::wire) fn unsigned_32(&mut self) -> Result<u32> {
+    pub fn unsigned_32(&mut self) -> Result<u32> {
         let number = self.unsigned()?;
         u32::try_from(number).map_err(|_| self.malformed(format_args!("{number} is too large")))
     }
 
     /// An integer of at most 32 bits that is not zero.
-    pub(in crate::wire) fn size(&mut self) -> Result<u32> {
+    pub fn size(&mut self) -> Result<u32> {
         match self.unsigned_32()? {
             0 => Err(self.malformed("it is 0, and must be at least 1")),
             size => Ok(size),
@@ -173,13 +174,13 @@ impl<'a> MsgpackReader<'a> {
     }
 
     /// A port number.
-    pub(in crate::wire) fn port(&mut self) -> Result<u16> {
+    pub fn port(&mut self) -> Result<u16> {
         let number = self.unsigned()?;
         u16::try_from(number).map_err(|_| self.malformed(format_args!("{number} is no port")))
     }
 
     /// An integer.
-    pub(in crate::wire) fn signed(&mut self) -> Result<i64> {
+    pub fn signed(&mut self) -> Result<i64> {
         match self.head()? {
             Head::Unsigned(number) => i64::try_from(number)
                 .map_err(|_| self.malformed(format_args!("{number} is too large"))),
@@ -189,7 +190,7 @@ impl<'a> MsgpackReader<'a> {
     }
 
     /// A number with a fraction; integers are taken too.
-    pub(in crate::wire) fn float(&mut self) -> Result<f64> {
+    pub fn float(&mut self) -> Result<f64> {
         match self.head()? {
             Head::Float(number) => Ok(number),
             Head::Unsigned(number) => Ok(number as f64),
@@ -199,7 +200,7 @@ impl<'a> MsgpackReader<'a> {
     }
 
     /// A string.
-    pub(in crate::wire) fn text(&mut self) -> Result<&'a str> {
+    pub fn text(&mut self) -> Result<&'a str> {
         match self.head()? {
             Head::Text(bytes) => {
                 std::str::from_utf8(bytes).map_err(|_| self.malformed("a string that is not UTF-8"))
@@ -209,12 +210,12 @@ impl<'a> MsgpackReader<'a> {
     }
 
     /// A string, owned.
-    pub(in crate::wire) fn owned_text(&mut self) -> Result<String> {
+    pub fn owned_text(&mut self) -> Result<String> {
         self.text().map(str::to_owned)
     }
 
     /// Bytes.
-    pub(in crate::wire) fn binary(&mut self) -> Result<&'a [u8]> {
+    pub fn binary(&mut self) -> Result<&'a [u8]> {
         match self.head()? {
             Head::Binary(bytes) => Ok(bytes),
             other => self.wrong("bytes", &other),
@@ -222,7 +223,7 @@ impl<'a> MsgpackReader<'a> {
     }
 
     /// Bytes, or the bytes of a string.
-    pub(in crate::wire) fn binary_or_text(&mut self) -> Result<&'a [u8]> {
+    pub fn binary_or_text(&mut self) -> Result<&'a [u8]> {
         match self.head()? {
             Head::Binary(bytes) | Head::Text(bytes) => Ok(bytes),
             other => self.wrong("bytes", &other),
@@ -230,7 +231,7 @@ impl<'a> MsgpackReader<'a> {
     }
 
     /// The number of items of an array, at most `max`; the items follow.
-    pub(in crate::wire) fn array(&mut self, max: usize) -> Result<usize> {
+    pub fn array(&mut self, max: usize) -> Result<usize> {
         match self.head()? {
             Head::Array(len) if len <= max => Ok(len),
             Head::Array(len) => {
@@ -241,7 +242,7 @@ impl<'a> MsgpackReader<'a> {
     }
 
     /// The number of entries of a map, at most `max`; keys and values follow.
-    pub(in crate::wire) fn map(&mut self, max: usize) -> Result<usize> {
+    pub fn map(&mut self, max: usize) -> Result<usize> {
         match self.head()? {
             Head::Map(len) if len <= max => Ok(len),
             Head::Map(len) => {
@@ -252,7 +253,7 @@ impl<'a> MsgpackReader<'a> {
     }
 
     /// An array of at most `max` items, each read by `item`.
-    pub(in crate::wire) fn list<T>(
+    pub fn list<T>(
         &mut self,
         max: usize,
         mut item: impl FnMut(&mut Self) -> Result<T>,
@@ -266,7 +267,7 @@ impl<'a> MsgpackReader<'a> {
     }
 
     /// An array of exactly two items.
-    pub(in crate::wire) fn pair<A, B>(
+    pub fn pair<A, B>(
         &mut self,
         first: impl FnOnce(&mut Self) -> Result<A>,
         second: impl FnOnce(&mut Self) -> Result<B>,
@@ -278,10 +279,7 @@ impl<'a> MsgpackReader<'a> {
     }
 
     /// A value, or nil.
-    pub(in crate::wire) fn optional<T>(
-        &mut self,
-        value: impl FnOnce(&mut Self) -> Result<T>,
-    ) -> Result<Option<T>> {
+    pub fn optional<T>(&mut self, value: impl FnOnce(&mut Self) -> Result<T>) -> Result<Option<T>> {
         if let Some((0xc0, left)) = self.left.split_first() {
             self.left = left;
             return Ok(None);
@@ -290,7 +288,7 @@ impl<'a> MsgpackReader<'a> {
     }
 
     /// Any value, as its bytes. They are well formed, but strings in them may not be UTF-8.
-    pub(in crate::wire) fn skip(&mut self) -> Result<&'a [u8]> {
+    pub fn skip(&mut self) -> Result<&'a [u8]> {
         let all = self.left;
         let mut open: [usize; MAX_DEPTH] = [0; MAX_DEPTH];
         let mut depth = 0;
@@ -364,7 +362,11 @@ mod tests {
             &[0xcf, 1],
             &[],
         ] {
-            assert_eq!(reader(bytes).skip().unwrap_err().kind(), ErrorKind::Malformed, "{bytes:?}");
+            assert_eq!(
+                reader(bytes).skip().unwrap_err().kind(),
+                DecodeErrorKind::Malformed,
+                "{bytes:?}"
+            );
         }
     }
 

@@ -5,9 +5,10 @@
 //! limited, and extension types are refused.
 
 mod reader;
-mod record;
 mod writer;
 
-pub(super) use reader::MsgpackReader;
-pub(super) use record::{Record, RecordFields, Shape};
-pub(super) use writer::MsgpackWriter;
+/// What a reader returns.
+pub type Result<T> = std::result::Result<T, crate::DecodeError>;
+
+pub use reader::MsgpackReader;
+pub use writer::MsgpackWriter;

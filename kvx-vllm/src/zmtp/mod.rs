@@ -1,15 +1,25 @@
-//! ZMTP 3 as bytes, without a socket: greetings, frames, commands.
+//! The part of ZMTP 3 that vLLM's sockets speak, as bytes: greetings, frames, commands. Versions 3.0 and 3.1, NULL
+//! mechanism.
+//!
+//! What a peer sends is bounded before memory is taken for it: frames of a message, bytes of a message
+//! ([`MessageLimits`]), bytes of all messages of a socket ([`Budget`]).
+
+mod budget;
+#[doc(hidden)]
+pub mod fuzz;
 
 use std::sync::Arc;
 
-use kvx_core::{Error, ErrorKind, Result};
+use crate::{DecodeError, DecodeErrorKind};
 
-use super::budget::{Budget, BudgetShare};
+pub use self::budget::{Budget, BudgetShare};
+
+type Result<T> = std::result::Result<T, DecodeError>;
 
 /// Bytes of a greeting.
-pub(crate) const GREETING: usize = 64;
+pub const GREETING: usize = 64;
 /// Bytes of a greeting that tell ZMTP from anything else.
-pub(crate) const SIGNATURE: usize = 10;
+pub const SIGNATURE: usize = 10;
 /// The longest command that is read: READY with an identity of 255 bytes takes less than 400.
 const MAX_COMMAND: usize = 1024;
 /// The longest identity of a socket.
@@ -23,14 +33,18 @@ const COMMAND: u8 = 4;
 
 /// The kind of a socket, as it calls itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SocketType {
+pub enum SocketType {
+    /// Asks, and waits for the answer.
     Req,
+    /// Asks without waiting.
     Dealer,
+    /// Answers both.
     Router,
 }
 
 impl SocketType {
-    pub(crate) fn as_str(self) -> &'static str {
+    /// Returns its name on the wire.
+    pub fn as_str(self) -> &'static str {
         match self {
             SocketType::Req => "REQ",
             SocketType::Dealer => "DEALER",
@@ -38,21 +52,21 @@ impl SocketType {
         }
     }
 
-    /// Those of other sockets are none.
-    pub(crate) fn parse(name: &[u8]) -> Option<Self> {
+    /// Reads a name. Those of other sockets are none.
+    pub fn parse(name: &[u8]) -> Option<Self> {
         [SocketType::Req, SocketType::Dealer, SocketType::Router]
             .into_iter()
             .find(|kind| kind.as_str().as_bytes() == name)
     }
 
     /// Returns whether the two may be connected here.
-    pub(crate) fn speaks_with(self, other: SocketType) -> bool {
+    pub fn speaks_with(self, other: SocketType) -> bool {
         (self == SocketType::Router) != (other == SocketType::Router)
     }
 }
 
 /// What each end says first: ZMTP 3.1, no security.
-pub(crate) fn greeting() -> [u8; GREETING] {
+pub fn greeting() -> [u8; GREETING] {
     let mut bytes = [0; GREETING];
     (bytes[0], bytes[9]) = (0xff, 0x7f);
     (bytes[10], bytes[11]) = (3, 1);
@@ -60,14 +74,16 @@ pub(crate) fn greeting() -> [u8; GREETING] {
     bytes
 }
 
-fn malformed(why: impl std::fmt::Display) -> Error {
-    Error::new(ErrorKind::Malformed, format!("malformed ZMTP: {why}"))
+fn malformed(why: impl std::fmt::Display) -> DecodeError {
+    DecodeError::new(DecodeErrorKind::Malformed, format!("malformed ZMTP: {why}"))
 }
 
 /// Checks the first bytes of a greeting.
 ///
-/// Errors: `Malformed`: somebody else speaks.
-pub(crate) fn check_signature(bytes: &[u8; SIGNATURE]) -> Result<()> {
+/// # Errors
+///
+/// `Malformed`: the other end is no ZeroMQ socket.
+pub fn check_signature(bytes: &[u8; SIGNATURE]) -> Result<()> {
     match (bytes[0], bytes[9]) {
         (0xff, 0x7f) => Ok(()),
         _ => Err(malformed(
@@ -78,12 +94,14 @@ pub(crate) fn check_signature(bytes: &[u8; SIGNATURE]) -> Result<()> {
 
 /// Checks a greeting.
 ///
-/// Errors: `Malformed`; `Incompatible`: an older protocol; `Unsupported`: another mechanism.
-pub(crate) fn check_greeting(bytes: &[u8; GREETING]) -> Result<()> {
+/// # Errors
+///
+/// `Malformed`; `Incompatible`: an older protocol; `Unsupported`: another mechanism.
+pub fn check_greeting(bytes: &[u8; GREETING]) -> Result<()> {
     check_signature(bytes.first_chunk().expect("a greeting is longer than its signature"))?;
     if bytes[10] < 3 {
-        return Err(Error::new(
-            ErrorKind::Incompatible,
+        return Err(DecodeError::new(
+            DecodeErrorKind::Incompatible,
             format!(
                 "the peer's ZeroMQ speaks version {} of its protocol; 3 is needed: upgrade it to 4.0",
                 bytes[10]
@@ -92,8 +110,8 @@ pub(crate) fn check_greeting(bytes: &[u8; GREETING]) -> Result<()> {
     }
     let mechanism = bytes[12..32].split(|byte| *byte == 0).next().unwrap_or_default();
     if mechanism != b"NULL" {
-        return Err(Error::new(
-            ErrorKind::Unsupported,
+        return Err(DecodeError::new(
+            DecodeErrorKind::Unsupported,
             format!(
                 "the peer's ZeroMQ socket wants security {:?}; vLLM's side channel has none (NULL)",
                 mechanism.escape_ascii().to_string()
@@ -104,7 +122,7 @@ pub(crate) fn check_greeting(bytes: &[u8; GREETING]) -> Result<()> {
 }
 
 /// Appends the head of a frame of `len` bytes.
-pub(crate) fn put_head(out: &mut Vec<u8>, len: usize, more: bool) {
+pub fn put_head(out: &mut Vec<u8>, len: usize, more: bool) {
     let more = if more { MORE } else { 0 };
     match u8::try_from(len) {
         Ok(len) => out.extend([more, len]),
@@ -117,19 +135,24 @@ pub(crate) fn put_head(out: &mut Vec<u8>, len: usize, more: bool) {
 
 /// What keeps a connection going beside its messages.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Command {
+pub enum Command {
     /// The peer's socket, and the identity that it wants to have.
     Ready {
+        /// The kind of the socket, if it is one of these.
         kind: Option<SocketType>,
+        /// The identity; empty: none.
         identity: Vec<u8>,
     },
     /// Why the peer will not talk.
     Error(String),
     /// To be answered with a [`Pong`](Command::Pong) of the same context.
     Ping {
+        /// What the answer repeats.
         context: Vec<u8>,
     },
+    /// The answer to a [`Ping`](Command::Ping).
     Pong {
+        /// That of the ping.
         context: Vec<u8>,
     },
     /// Something of a later version.
@@ -138,7 +161,7 @@ pub(crate) enum Command {
 
 impl Command {
     /// Appends the command with its frame.
-    pub(crate) fn put(&self, out: &mut Vec<u8>) {
+    pub fn put(&self, out: &mut Vec<u8>) {
         let mut body = Vec::new();
         let mut name = |name: &[u8]| {
             body.push(name.len() as u8);
@@ -231,46 +254,49 @@ fn counted<'a>(left: &mut &'a [u8], width: usize) -> Result<&'a [u8]> {
 
 /// What is taken of one message.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct MessageLimits {
+pub struct MessageLimits {
     /// Frames.
-    pub(crate) frames: usize,
+    pub frames: usize,
     /// Bytes of all frames.
-    pub(crate) bytes: usize,
+    pub bytes: usize,
 }
 
 /// What a peer has sent.
 #[derive(Debug)]
-pub(crate) enum Input {
+pub enum Input {
+    /// A message.
     Message(Message),
+    /// A command.
     Command(Command),
 }
 
 /// The frames of a message. What it takes of the budget is given back when it is dropped.
 #[derive(Debug)]
-pub(crate) struct Message {
+pub struct Message {
     frames: Vec<Vec<u8>>,
     _held: BudgetShare,
 }
 
 impl Message {
-    pub(crate) fn frames(&self) -> &[Vec<u8>] {
+    /// Returns the frames.
+    pub fn frames(&self) -> &[Vec<u8>] {
         &self.frames
     }
 
     /// Puts a frame in front: the identity that a ROUTER knows its peer by.
-    pub(super) fn put_first(&mut self, frame: Vec<u8>) {
+    pub fn put_first(&mut self, frame: Vec<u8>) {
         self.frames.insert(0, frame);
     }
 
     /// Takes the first frame away.
-    pub(super) fn take_first(&mut self) -> Option<Vec<u8>> {
+    pub fn take_first(&mut self) -> Option<Vec<u8>> {
         (!self.frames.is_empty()).then(|| self.frames.remove(0))
     }
 }
 
 /// Makes messages and commands of what comes after the greeting, in pieces of any size.
 #[derive(Debug)]
-pub(crate) struct Decoder {
+pub struct Decoder {
     limits: MessageLimits,
     /// Of the message that is being read.
     frames: Vec<Vec<u8>>,
@@ -290,11 +316,11 @@ struct Body {
 
 impl Decoder {
     /// Takes messages within these limits; their bytes come out of the budget.
-    pub(crate) fn new(limits: MessageLimits, budget: &Arc<Budget>) -> Self {
+    pub fn new(limits: MessageLimits, budget: &Arc<Budget>) -> Self {
         Decoder {
             limits,
             frames: Vec::new(),
-            held: budget.held(),
+            held: budget.share(),
             taken: 0,
             head: Vec::new(),
             body: None,
@@ -302,14 +328,16 @@ impl Decoder {
     }
 
     /// Returns whether nothing has come of the next message or command.
-    pub(crate) fn is_between(&self) -> bool {
+    pub fn is_between(&self) -> bool {
         self.frames.is_empty() && self.head.is_empty() && self.body.is_none()
     }
 
     /// Takes bytes off the front of `bytes` until something is complete. `None`: more is needed.
     ///
-    /// Errors: `Malformed`; `Exhausted`: the budget has no more bytes.
-    pub(crate) fn next(&mut self, bytes: &mut &[u8]) -> Result<Option<Input>> {
+    /// # Errors
+    ///
+    /// `Malformed`; `Exhausted`: the budget has no more bytes.
+    pub fn next(&mut self, bytes: &mut &[u8]) -> Result<Option<Input>> {
         loop {
             let Some(body) = &mut self.body else {
                 let Some((first, rest)) = bytes.split_first() else { return Ok(None) };

@@ -1,6 +1,5 @@
 //! Time as a number that the caller passes in: each process has its own monotonic clock.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Add;
 use std::time::Duration;
 
@@ -84,57 +83,6 @@ impl ClockOffset {
     }
 }
 
-/// Deadlines by key, each key with at most one: the earliest comes first, wherever it was set.
-#[derive(Debug)]
-pub(crate) struct Deadlines<K> {
-    by_key: BTreeMap<K, Time>,
-    by_time: BTreeSet<(Time, K)>,
-}
-
-impl<K> Default for Deadlines<K> {
-    fn default() -> Self {
-        Deadlines { by_key: BTreeMap::new(), by_time: BTreeSet::new() }
-    }
-}
-
-impl<K: Ord + Clone> Deadlines<K> {
-    /// Sets or moves a deadline.
-    pub(crate) fn set(&mut self, key: K, at: Time) {
-        if let Some(old) = self.by_key.insert(key.clone(), at) {
-            self.by_time.remove(&(old, key.clone()));
-        }
-        self.by_time.insert((at, key));
-    }
-
-    /// Takes a deadline away, if there is one.
-    pub(crate) fn clear(&mut self, key: &K) {
-        if let Some(at) = self.by_key.remove(key) {
-            self.by_time.remove(&(at, key.clone()));
-        }
-    }
-
-    /// The next deadline.
-    pub(crate) fn next(&self) -> Option<Time> {
-        self.by_time.first().map(|(at, _)| *at)
-    }
-
-    /// Takes the next one away, though it has not come.
-    pub(crate) fn take_next(&mut self) -> Option<K> {
-        let (_, key) = self.by_time.pop_first()?;
-        self.by_key.remove(&key);
-        Some(key)
-    }
-
-    /// Takes one that has come.
-    pub(crate) fn take_reached(&mut self, now: Time) -> Option<K> {
-        let (at, _) = self.by_time.first()?;
-        if !now.has_reached(*at) {
-            return None;
-        }
-        self.take_next()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -160,18 +108,5 @@ mod tests {
         let quick = ClockOffset { seconds: 1.0, round_trip: Duration::from_millis(1) };
         assert_eq!(offset.better(quick), quick);
         assert_eq!(quick.better(offset), quick);
-    }
-
-    #[test]
-    fn the_earliest_deadline_comes_first_also_after_it_was_moved() {
-        let mut deadlines = Deadlines::default();
-        deadlines.set("a", at(5));
-        deadlines.set("b", at(6));
-        deadlines.set("a", at(9));
-        assert_eq!(deadlines.next(), Some(at(6)));
-        assert_eq!(deadlines.take_reached(at(5)), None);
-        assert_eq!(deadlines.take_reached(at(6)), Some("b"), "the moment itself is too late");
-        deadlines.clear(&"a");
-        assert_eq!((deadlines.next(), deadlines.take_reached(at(100))), (None, None));
     }
 }

@@ -5,8 +5,6 @@ use std::time::Duration;
 
 use kvx_core::{Error, ErrorKind, Result};
 
-use super::msgpack::{MsgpackReader, MsgpackWriter};
-use super::push::PushGrant;
 use super::step::{
     MAX_GROUPS, MAX_STEP, duration, read_duration, read_flag, read_rank, read_reason, read_request,
     reason, record,
@@ -14,6 +12,8 @@ use super::step::{
 use crate::engine::{
     ConnectorMeta, Fresh, PoolBlocks, RequestId, Unsaved, WorkerOutput, WorkerRank,
 };
+use crate::msgpack::{self, MsgpackReader, MsgpackWriter};
+use crate::wire::PushGrant;
 
 /// The longest message of either side.
 pub const MAX_MESSAGE: usize = MAX_STEP + 1;
@@ -199,7 +199,7 @@ impl ToRank {
                 let early = read_flag(&mut reader)?;
                 ToRank::Save { number, of, early, blocks: reader.list(MAX_ASKED, read_unsaved)? }
             }
-            other => return Err(reader.malformed(format_args!("{other} names no message"))),
+            other => return Err(reader.malformed(format_args!("{other} names no message")).into()),
         };
         reader.end()?;
         Ok(message)
@@ -296,7 +296,7 @@ impl ToHead {
             8 => ToHead::GrantsOfAll(read_request(&mut reader)?),
             9 => ToHead::GivesBack,
             10 => ToHead::Raised(reader.unsigned()?),
-            other => return Err(reader.malformed(format_args!("{other} names no message"))),
+            other => return Err(reader.malformed(format_args!("{other} names no message")).into()),
         };
         reader.end()?;
         Ok(message)
@@ -318,22 +318,22 @@ fn result<T>(
 
 fn read_result<T>(
     reader: &mut MsgpackReader<'_>,
-    value: impl FnOnce(&mut MsgpackReader<'_>) -> Result<T>,
-) -> Result<Result<T, String>> {
+    value: impl FnOnce(&mut MsgpackReader<'_>) -> msgpack::Result<T>,
+) -> msgpack::Result<Result<T, String>> {
     match read_flag(reader)? {
         true => value(reader).map(Ok),
         false => read_reason(reader).map(Err),
     }
 }
 
-fn check_blocks(reader: &MsgpackReader<'_>, blocks: u32) -> Result<()> {
+fn check_blocks(reader: &MsgpackReader<'_>, blocks: u32) -> msgpack::Result<()> {
     match blocks > MAX_BLOCKS {
         true => Err(reader.malformed(format_args!("{blocks} blocks, of at most {MAX_BLOCKS}"))),
         false => Ok(()),
     }
 }
 
-fn read_own_words(reader: &mut MsgpackReader<'_>) -> Result<OwnWords> {
+fn read_own_words(reader: &mut MsgpackReader<'_>) -> msgpack::Result<OwnWords> {
     record(reader, 3)?;
     let own = OwnWords {
         pool: reader.unsigned()?,
@@ -344,7 +344,7 @@ fn read_own_words(reader: &mut MsgpackReader<'_>) -> Result<OwnWords> {
     Ok(own)
 }
 
-fn read_fresh(reader: &mut MsgpackReader<'_>) -> Result<Fresh> {
+fn read_fresh(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Fresh> {
     record(reader, 4)?;
     Ok(Fresh {
         group: reader.unsigned_32()?,
@@ -354,7 +354,7 @@ fn read_fresh(reader: &mut MsgpackReader<'_>) -> Result<Fresh> {
     })
 }
 
-fn read_unsaved(reader: &mut MsgpackReader<'_>) -> Result<Unsaved> {
+fn read_unsaved(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Unsaved> {
     record(reader, 3)?;
     Ok(Unsaved {
         group: reader.unsigned_32()?,

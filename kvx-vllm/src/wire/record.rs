@@ -1,8 +1,6 @@
 //! Messages that are maps with known keys: order, absence and unknown keys survive reading and writing.
 
-use kvx_core::Result;
-
-use super::{MsgpackReader, MsgpackWriter};
+use crate::msgpack::{MsgpackReader, MsgpackWriter, Result};
 
 /// How many keys a map with known keys may have.
 const MAX_KEYS: usize = 256;

@@ -2,25 +2,28 @@
 
 /// Puts values into a message, each in the form that msgspec gives it.
 #[derive(Debug, Default)]
-pub(in crate::wire) struct MsgpackWriter {
+pub struct MsgpackWriter {
     bytes: Vec<u8>,
 }
 
 impl MsgpackWriter {
-    pub(in crate::wire) fn into_bytes(self) -> Vec<u8> {
+    /// Returns the message.
+    pub fn into_bytes(self) -> Vec<u8> {
         self.bytes
     }
 
     /// A value that is encoded already.
-    pub(in crate::wire) fn raw(&mut self, bytes: &[u8]) {
+    pub fn raw(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
     }
 
-    pub(in crate::wire) fn nil(&mut self) {
+    /// A nil.
+    pub fn nil(&mut self) {
         self.bytes.push(0xc0);
     }
 
-    pub(in crate::wire) fn unsigned(&mut self, number: u64) {
+    /// An integer that is not negative.
+    pub fn unsigned(&mut self, number: u64) {
         match number {
             0..=0x7f => self.bytes.push(number as u8),
             0x80..=0xff => self.raw(&[0xcc, number as u8]),
@@ -30,7 +33,8 @@ impl MsgpackWriter {
         }
     }
 
-    pub(in crate::wire) fn signed(&mut self, number: i64) {
+    /// An integer.
+    pub fn signed(&mut self, number: i64) {
         match number {
             0.. => self.unsigned(number as u64),
             -0x20..0 => self.bytes.push(number as u8),
@@ -41,11 +45,13 @@ impl MsgpackWriter {
         }
     }
 
-    pub(in crate::wire) fn float(&mut self, number: f64) {
+    /// A number with a fraction, of 64 bits.
+    pub fn float(&mut self, number: f64) {
         self.marked(0xcb, &number.to_be_bytes());
     }
 
-    pub(in crate::wire) fn text(&mut self, text: &str) {
+    /// A string.
+    pub fn text(&mut self, text: &str) {
         match text.len() {
             len @ 0..=0x1f => self.bytes.push(0xa0 | len as u8),
             len => self.length(len, Some(0xd9), 0xda, 0xdb),
@@ -53,13 +59,14 @@ impl MsgpackWriter {
         self.raw(text.as_bytes());
     }
 
-    pub(in crate::wire) fn binary(&mut self, bytes: &[u8]) {
+    /// Bytes.
+    pub fn binary(&mut self, bytes: &[u8]) {
         self.length(bytes.len(), Some(0xc4), 0xc5, 0xc6);
         self.raw(bytes);
     }
 
     /// The head of an array; as many items must follow.
-    pub(in crate::wire) fn array(&mut self, len: usize) {
+    pub fn array(&mut self, len: usize) {
         match len {
             0..=0x0f => self.bytes.push(0x90 | len as u8),
             _ => self.length(len, None, 0xdc, 0xdd),
@@ -67,7 +74,7 @@ impl MsgpackWriter {
     }
 
     /// The head of a map; as many keys and values must follow.
-    pub(in crate::wire) fn map(&mut self, len: usize) {
+    pub fn map(&mut self, len: usize) {
         match len {
             0..=0x0f => self.bytes.push(0x80 | len as u8),
             _ => self.length(len, None, 0xde, 0xdf),
@@ -75,7 +82,7 @@ impl MsgpackWriter {
     }
 
     /// An array of all items, each written by `item`.
-    pub(in crate::wire) fn list<T>(&mut self, items: &[T], mut item: impl FnMut(&mut Self, &T)) {
+    pub fn list<T>(&mut self, items: &[T], mut item: impl FnMut(&mut Self, &T)) {
         self.array(items.len());
         for each in items {
             item(self, each);
@@ -83,11 +90,7 @@ impl MsgpackWriter {
     }
 
     /// A value, or nil.
-    pub(in crate::wire) fn optional<T: ?Sized>(
-        &mut self,
-        value: Option<&T>,
-        write: impl FnOnce(&mut Self, &T),
-    ) {
+    pub fn optional<T: ?Sized>(&mut self, value: Option<&T>, write: impl FnOnce(&mut Self, &T)) {
         match value {
             Some(value) => write(self, value),
             None => self.nil(),
@@ -115,8 +118,8 @@ impl MsgpackWriter {
 
 #[cfg(test)]
 mod tests {
-    use super::super::MsgpackReader;
     use super::*;
+    use crate::msgpack::MsgpackReader;
 
     #[test]
     fn integers_take_the_shortest_form_and_read_back() {

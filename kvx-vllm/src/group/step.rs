@@ -1,4 +1,4 @@
-//! The messages between an engine's two halves, for a worker in a process of its own.
+//! The messages between scheduler and worker, for a worker in a process of its own.
 //!
 //! Both ends are the same build of kvx (their first message says so), so records are arrays without names.
 
@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use kvx_core::{Error, ErrorKind, Result};
 
-use super::msgpack::{MsgpackReader, MsgpackWriter};
 use crate::engine::{
     Address, BlockLists, BlockReference, ClockOffset, ConnectorMeta, EngineId, FailedLoad,
     FailureKind, Heartbeat, Kept, LoadFailure, ReceiveOrder, RemoteEngine, RemoteRequest,
     RequestId, SendOrder, Time, TransferFailure, TransferStats, Transferred, WorkerOutput,
     WorkerRank,
 };
+use crate::msgpack::{self, MsgpackReader, MsgpackWriter};
 
 /// The longest message.
 pub(crate) const MAX_STEP: usize = 32 << 20;
@@ -193,7 +193,7 @@ fn bounded(what: &str, writer: MsgpackWriter) -> Result<Vec<u8>> {
 }
 
 /// The head of a record: an array of exactly so many items.
-pub(super) fn record(reader: &mut MsgpackReader<'_>, items: usize) -> Result<()> {
+pub(super) fn record(reader: &mut MsgpackReader<'_>, items: usize) -> msgpack::Result<()> {
     match reader.array(items)? {
         len if len == items => Ok(()),
         len => Err(reader.malformed(format_args!("{len} items, {items} wanted"))),
@@ -204,7 +204,7 @@ pub(super) fn duration(writer: &mut MsgpackWriter, duration: Duration) {
     writer.unsigned(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX));
 }
 
-pub(super) fn read_duration(reader: &mut MsgpackReader<'_>) -> Result<Duration> {
+pub(super) fn read_duration(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Duration> {
     reader.unsigned().map(Duration::from_nanos)
 }
 
@@ -212,11 +212,11 @@ fn time(writer: &mut MsgpackWriter, time: Time) {
     duration(writer, time.since(Time::default()));
 }
 
-fn read_time(reader: &mut MsgpackReader<'_>) -> Result<Time> {
+fn read_time(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Time> {
     read_duration(reader).map(Time::from_origin)
 }
 
-fn finite(reader: &mut MsgpackReader<'_>) -> Result<f64> {
+fn finite(reader: &mut MsgpackReader<'_>) -> msgpack::Result<f64> {
     match reader.float()? {
         number if number.is_finite() => Ok(number),
         number => Err(reader.malformed(format_args!("{number} is no number of seconds"))),
@@ -232,7 +232,7 @@ pub(super) fn reason(writer: &mut MsgpackWriter, text: &str) {
 }
 
 /// Errors: `Malformed` for one that is longer than what is written.
-pub(super) fn read_reason(reader: &mut MsgpackReader<'_>) -> Result<String> {
+pub(super) fn read_reason(reader: &mut MsgpackReader<'_>) -> msgpack::Result<String> {
     match reader.text()? {
         text if text.len() <= MAX_REASON => Ok(text.to_owned()),
         text => Err(reader.malformed(format_args!("a reason of {} bytes", text.len()))),
@@ -243,11 +243,11 @@ fn requests(writer: &mut MsgpackWriter, names: &[RequestId]) {
     writer.list(names, |writer, name| writer.text(name.as_str()));
 }
 
-pub(super) fn read_request(reader: &mut MsgpackReader<'_>) -> Result<RequestId> {
+pub(super) fn read_request(reader: &mut MsgpackReader<'_>) -> msgpack::Result<RequestId> {
     reader.text().map(RequestId::from)
 }
 
-fn read_requests(reader: &mut MsgpackReader<'_>) -> Result<Vec<RequestId>> {
+fn read_requests(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Vec<RequestId>> {
     reader.list(MAX_NAMES, read_request)
 }
 
@@ -257,13 +257,13 @@ fn lists(writer: &mut MsgpackWriter, blocks: &BlockLists) {
     });
 }
 
-fn read_lists(reader: &mut MsgpackReader<'_>) -> Result<BlockLists> {
+fn read_lists(reader: &mut MsgpackReader<'_>) -> msgpack::Result<BlockLists> {
     let groups =
         reader.list(MAX_GROUPS, |reader| reader.list(MAX_STEP, MsgpackReader::unsigned_32))?;
     Ok(BlockLists::new(groups))
 }
 
-fn read_kept(reader: &mut MsgpackReader<'_>) -> Result<Kept> {
+fn read_kept(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Kept> {
     match reader.unsigned()? {
         0 => Ok(Kept::Load),
         1 => Ok(Kept::Request),
@@ -277,7 +277,7 @@ fn address(writer: &mut MsgpackWriter, address: &Address) {
     writer.unsigned(address.port.into());
 }
 
-fn read_address(reader: &mut MsgpackReader<'_>) -> Result<Address> {
+fn read_address(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Address> {
     let (host, port) = reader.pair(MsgpackReader::text, MsgpackReader::port)?;
     Ok(Address { host: host.into(), port })
 }
@@ -292,7 +292,7 @@ fn remote_engine(writer: &mut MsgpackWriter, peer: &Arc<RemoteEngine>) {
     writer.unsigned(peer.registration);
 }
 
-fn read_remote_engine(reader: &mut MsgpackReader<'_>) -> Result<RemoteEngine> {
+fn read_remote_engine(reader: &mut MsgpackReader<'_>) -> msgpack::Result<RemoteEngine> {
     record(reader, 6)?;
     Ok(RemoteEngine {
         engine: reader.text()?.into(),
@@ -325,7 +325,7 @@ fn receive_order(writer: &mut MsgpackWriter, order: &ReceiveOrder) {
     time(writer, order.deadline);
 }
 
-fn read_receive_order(reader: &mut MsgpackReader<'_>) -> Result<ReceiveOrder> {
+fn read_receive_order(reader: &mut MsgpackReader<'_>) -> msgpack::Result<ReceiveOrder> {
     record(reader, 12)?;
     Ok(ReceiveOrder {
         request: read_request(reader)?,
@@ -349,7 +349,7 @@ fn read_receive_order(reader: &mut MsgpackReader<'_>) -> Result<ReceiveOrder> {
     })
 }
 
-pub(super) fn read_flag(reader: &mut MsgpackReader<'_>) -> Result<bool> {
+pub(super) fn read_flag(reader: &mut MsgpackReader<'_>) -> msgpack::Result<bool> {
     match reader.unsigned()? {
         0 => Ok(false),
         1 => Ok(true),
@@ -374,7 +374,7 @@ fn load_failure(writer: &mut MsgpackWriter, failure: &LoadFailure) {
     reason(writer, why);
 }
 
-fn read_load_failure(reader: &mut MsgpackReader<'_>) -> Result<LoadFailure> {
+fn read_load_failure(reader: &mut MsgpackReader<'_>) -> msgpack::Result<LoadFailure> {
     let (number, why) = reader.pair(MsgpackReader::unsigned, read_reason)?;
     Ok(match number {
         0 => LoadFailure::Handshake(why),
@@ -405,7 +405,7 @@ fn transfer_failure(writer: &mut MsgpackWriter, failure: &TransferFailure) {
     reason(writer, &failure.error);
 }
 
-fn read_transfer_failure(reader: &mut MsgpackReader<'_>) -> Result<TransferFailure> {
+fn read_transfer_failure(reader: &mut MsgpackReader<'_>) -> msgpack::Result<TransferFailure> {
     record(reader, 8)?;
     let number = usize::try_from(reader.unsigned()?).unwrap_or(usize::MAX);
     let Some(kind) = FailureKind::ALL.get(number) else {
@@ -429,7 +429,7 @@ pub(super) fn rank(writer: &mut MsgpackWriter, rank: &WorkerRank) {
     writer.unsigned(rank.tp.into());
 }
 
-pub(super) fn read_rank(reader: &mut MsgpackReader<'_>) -> Result<WorkerRank> {
+pub(super) fn read_rank(reader: &mut MsgpackReader<'_>) -> msgpack::Result<WorkerRank> {
     let (pp, tp) = reader.pair(MsgpackReader::unsigned_32, MsgpackReader::unsigned_32)?;
     Ok(WorkerRank { pp, tp })
 }
@@ -456,7 +456,7 @@ fn stats(writer: &mut MsgpackWriter, stats: &TransferStats) {
     }
 }
 
-fn read_stats(reader: &mut MsgpackReader<'_>) -> Result<TransferStats> {
+fn read_stats(reader: &mut MsgpackReader<'_>) -> msgpack::Result<TransferStats> {
     record(reader, 6)?;
     Ok(TransferStats {
         transfers: reader.list(MAX_NAMES, |reader| {
@@ -477,6 +477,6 @@ fn read_stats(reader: &mut MsgpackReader<'_>) -> Result<TransferStats> {
 }
 
 /// A number that others are added to.
-fn count(reader: &mut MsgpackReader<'_>) -> Result<u64> {
+fn count(reader: &mut MsgpackReader<'_>) -> msgpack::Result<u64> {
     reader.unsigned_32().map(u64::from)
 }

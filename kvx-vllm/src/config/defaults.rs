@@ -1,0 +1,121 @@
+//! `kv_compat`: whose defaults count, and what they are.
+
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::fields::{BufferDevice, LoadFailurePolicy};
+use crate::Version;
+use kvx_core::{Error, ErrorKind, Result};
+
+/// The defaults of a version of vLLM.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Defaults {
+    pub load_failure_policy: LoadFailurePolicy,
+    /// `None`: the platform's own device.
+    pub buffer_device: Option<BufferDevice>,
+    /// `None`: leases.
+    pub abort_after: Option<Duration>,
+    pub side_channel_port: u16,
+    pub ports: PortRule,
+}
+
+/// How the port of a rank follows from the base port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PortRule {
+    /// base + dp rank × tp size + tp rank.
+    PerWorker,
+    /// base + dp rank.
+    PerEngine,
+}
+
+impl Version {
+    /// Returns the last minor version that it stands for. What lies between two of them differs from both.
+    fn last_minor(self) -> u32 {
+        match self {
+            Version::V0_9 => 10,
+            Version::V0_16 => 17,
+            Version::V0_22 => 25,
+            Version::V0_26 => 27,
+            other => other.minor(),
+        }
+    }
+
+    fn minor(self) -> u32 {
+        minor(self.as_str()).expect("names of versions have a minor version")
+    }
+
+    pub(super) fn defaults(self) -> Defaults {
+        let old = self.has_port_per_worker();
+        Defaults {
+            load_failure_policy: if self <= Version::V0_16 {
+                LoadFailurePolicy::Recompute
+            } else {
+                LoadFailurePolicy::Fail
+            },
+            buffer_device: old.then_some(BufferDevice::Cuda),
+            abort_after: match self {
+                Version::V0_9 | Version::V0_11 => Some(Duration::from_secs(120)),
+                Version::V0_16 | Version::V0_20 | Version::V0_21 => Some(Duration::from_secs(480)),
+                _ => None,
+            },
+            side_channel_port: if old { 5557 } else { 5600 },
+            ports: if old { PortRule::PerWorker } else { PortRule::PerEngine },
+        }
+    }
+
+    /// Returns the end of the error for a version that is not in the list: `"0.17.2"` is covered by 0.16, 0.18 by none,
+    /// and 0.13 in the MooncakeConnector alone.
+    fn hint(value: &Value) -> String {
+        let written = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        let Some(wanted) = minor(&written) else { return String::new() };
+        // 0.11.1 had the ports of 0.16, and a handshake of its own.
+        let between = matches!(written.trim(), "0.11.1" | "0.11.2");
+        let stands = |version: &Version| {
+            !between && (version.minor()..=version.last_minor()).contains(&wanted)
+        };
+        match Version::ALL.into_iter().find(stands) {
+            Some(version) => format!("; \"{}\" stands for that one", version.as_str()),
+            None if wanted > Version::default().minor() => {
+                "; kvx does not know a later one".to_owned()
+            }
+            None if (Version::V0_11.minor()..Version::V0_16.minor()).contains(&wanted) => {
+                let (version, older, newer) =
+                    (written.trim(), Version::V0_11.as_str(), Version::V0_16.as_str());
+                format!(
+                    "; none of them stands for vLLM {version}, with whose NixlConnector kvx does not speak; for the \
+                     MooncakeConnector before vLLM {newer} write \"{older}\" (its protocol was read in vLLM 0.13)"
+                )
+            }
+            None => {
+                format!(
+                    "; none of them stands for vLLM {}, with which kvx does not speak",
+                    written.trim()
+                )
+            }
+        }
+    }
+
+    /// Reads `kv_compat`. A dotted argument makes a number of `0.20`: numbers are understood too.
+    pub(super) fn from_value(value: &Value) -> Result<Self> {
+        let found = Version::ALL.into_iter().find(|version| match value {
+            Value::String(text) => text.trim() == version.as_str(),
+            Value::Number(number) => number.as_f64() == version.as_str().parse().ok(),
+            _ => false,
+        });
+        found.ok_or_else(|| {
+            let names = Version::ALL.map(Version::as_str);
+            let hint = Version::hint(value);
+            let known = names.map(|name| format!("\"{name}\"")).join(", ");
+            Error::new(
+                ErrorKind::Invalid,
+                format!("kv_compat is {value}; write the vLLM whose defaults kvx shall take: {known}{hint}"),
+            )
+        })
+    }
+}
+
+/// Returns the minor version of `0.x` or `0.x.y`.
+fn minor(text: &str) -> Option<u32> {
+    text.trim().strip_prefix("0.")?.split('.').next()?.parse().ok()
+}

@@ -1,0 +1,56 @@
+//! The error of bytes that cannot be decoded.
+
+use std::fmt;
+
+/// Why bytes were not decoded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DecodeError {
+    kind: DecodeErrorKind,
+    message: String,
+}
+
+/// What a program can tell apart of a [`DecodeError`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DecodeErrorKind {
+    /// The bytes are no message of this form, or exceed a limit.
+    Malformed,
+    /// They are of an older protocol.
+    Incompatible,
+    /// They ask for something that is not implemented.
+    Unsupported,
+    /// The budget for messages in memory is used up.
+    Exhausted,
+}
+
+impl DecodeError {
+    pub(crate) fn new(kind: DecodeErrorKind, message: impl Into<String>) -> Self {
+        DecodeError { kind, message: message.into() }
+    }
+
+    /// Returns what kind of error it is.
+    pub fn kind(&self) -> DecodeErrorKind {
+        self.kind
+    }
+}
+
+impl fmt::Display for DecodeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for DecodeError {}
+
+#[cfg(feature = "config")]
+impl From<DecodeError> for kvx_core::Error {
+    fn from(error: DecodeError) -> Self {
+        use kvx_core::ErrorKind;
+        let kind = match error.kind {
+            DecodeErrorKind::Malformed => ErrorKind::Malformed,
+            DecodeErrorKind::Incompatible => ErrorKind::Incompatible,
+            DecodeErrorKind::Unsupported => ErrorKind::Unsupported,
+            DecodeErrorKind::Exhausted => ErrorKind::Exhausted,
+        };
+        kvx_core::Error::new(kind, error.message)
+    }
+}

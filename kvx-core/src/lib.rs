@@ -1,7 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 // From the top down: each group uses itself and those below it, but the last two use each other. No modules use each
-// other in a circle but those of `memory`. A test in `xtask/src/circles.rs` holds both.
+// other in a circle but those of `memory`. A test in `tests/it/structure.rs` holds both.
 
 // What backends are made with. It only names what is below.
 pub mod backend;

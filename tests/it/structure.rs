@@ -1,4 +1,4 @@
-//! Tests of kvx-core's structure: modules that use each other in a circle can only be understood together.
+//! Tests of the crates' structure: modules that use each other in a circle can only be understood together.
 //!
 //! They read `use` declarations and paths in the text, so macros and globs are not seen. A module that re-exports what
 //! its own child defines (`pub use child::Name`) does not use the child.
@@ -171,6 +171,41 @@ fn resolve(path: &[String], texts: &Texts, exports: &Exports<'_>) -> Option<Modu
         }
     }
     None
+}
+
+/// The circles of more than three modules that are left: the crate, and the number of modules in
+/// its largest one. They may only shrink.
+const LARGER: &[(&str, usize)] = &[];
+
+/// Returns the source folders of all crates of the workspace.
+fn crates() -> Vec<PathBuf> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let manifest = std::fs::read_to_string(root.join("Cargo.toml")).unwrap();
+    let members = manifest.split_once("members = [").unwrap().1.split_once(']').unwrap().0;
+    let members = members.split(',').map(|name| name.trim().trim_matches('"')).chain(["."]);
+    members.map(|name| root.join(name).join("src")).collect()
+}
+
+#[test]
+fn circles_have_at_most_three_modules() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut read = 0;
+    for sources in crates() {
+        let uses = uses(&sources).unwrap();
+        read += uses.len();
+        let name = sources.strip_prefix(root).unwrap().parent().unwrap().display().to_string();
+        let allowed = LARGER.iter().find(|(of, _)| *of == name).map_or(3, |(_, modules)| *modules);
+        if let Some(largest) = circles(&uses).first() {
+            assert!(
+                largest.len() <= allowed,
+                "{name} has a circle of {} modules, where {allowed} are allowed: {}. Move what they share one layer \
+                 down, or split a module",
+                largest.len(),
+                largest.join(", ")
+            );
+        }
+    }
+    assert!(read > 500, "{read} modules: the sources were not read");
 }
 
 /// Device memory names the trait that copies it, and who copies makes such memory.

@@ -38,12 +38,17 @@ pub enum ErrorKind {
     /// [`Peer::ready`](crate::Peer::ready) tells these apart. A restart shows as this too, where nobody listens at the
     /// old address.
     PeerLost,
+    /// Nobody answers at the address, or the name of its host does not resolve.
+    Unreachable,
     /// Another incarnation answers under the peer's name: connect with its new metadata.
     PeerRestarted,
     /// The two ends have no common version of a protocol.
     Incompatible,
     /// Authentication failed, or one end has a shared secret and the other has none.
-    Denied,
+    Authentication,
+    /// The operation is not permitted: memory that may only be read, a file that is not safe to
+    /// map, a host that is not allowed.
+    PermissionDenied,
     /// None of the backends that may serve this peer and memory can; the sentence says why for each.
     NoRoute,
     /// No backend has this name.
@@ -58,6 +63,12 @@ pub enum ErrorKind {
     Exhausted,
     /// Bytes from a peer are malformed, truncated or too large.
     Malformed,
+    /// The lease of the blocks has expired: their owner has given them to others.
+    LeaseExpired,
+    /// The blocks were reused before they were read: what was read is refused.
+    Stale,
+    /// Data does not have the digest that its owner published: what was read is refused.
+    Corrupt,
     /// The agent has been shut down.
     Closed,
     /// Called in a child process after `fork`.
@@ -82,9 +93,11 @@ impl ErrorKind {
         ErrorKind::Cancelled,
         ErrorKind::Busy,
         ErrorKind::PeerLost,
+        ErrorKind::Unreachable,
         ErrorKind::PeerRestarted,
         ErrorKind::Incompatible,
-        ErrorKind::Denied,
+        ErrorKind::Authentication,
+        ErrorKind::PermissionDenied,
         ErrorKind::NoRoute,
         ErrorKind::UnknownBackend,
         ErrorKind::NotCompiled,
@@ -92,6 +105,9 @@ impl ErrorKind {
         ErrorKind::Unsupported,
         ErrorKind::Exhausted,
         ErrorKind::Malformed,
+        ErrorKind::LeaseExpired,
+        ErrorKind::Stale,
+        ErrorKind::Corrupt,
         ErrorKind::Closed,
         ErrorKind::Forked,
         ErrorKind::Forgotten,
@@ -112,9 +128,11 @@ impl ErrorKind {
             ErrorKind::Cancelled => "cancelled",
             ErrorKind::Busy => "busy",
             ErrorKind::PeerLost => "peer_lost",
+            ErrorKind::Unreachable => "unreachable",
             ErrorKind::PeerRestarted => "peer_restarted",
             ErrorKind::Incompatible => "incompatible",
-            ErrorKind::Denied => "denied",
+            ErrorKind::Authentication => "denied", // as metrics have always counted it
+            ErrorKind::PermissionDenied => "permission_denied",
             ErrorKind::NoRoute => "no_route",
             ErrorKind::UnknownBackend => "unknown_backend",
             ErrorKind::NotCompiled => "not_compiled",
@@ -122,6 +140,9 @@ impl ErrorKind {
             ErrorKind::Unsupported => "unsupported",
             ErrorKind::Exhausted => "exhausted",
             ErrorKind::Malformed => "malformed",
+            ErrorKind::LeaseExpired => "lease_expired",
+            ErrorKind::Stale => "stale",
+            ErrorKind::Corrupt => "corrupt",
             ErrorKind::Closed => "closed",
             ErrorKind::Forked => "forked",
             ErrorKind::Forgotten => "forgotten",
@@ -255,6 +276,26 @@ impl Error {
     /// Its kind, to branch on.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
+    }
+
+    /// Returns true if the same operation may succeed later: a limit was reached, a deadline passed,
+    /// or the peer does not answer now. After `PeerLost` connect to the peer again first.
+    ///
+    /// ```
+    /// # use kvx_core as kvx;
+    /// use kvx::{Error, ErrorKind};
+    /// assert!(Error::new(ErrorKind::Busy, "too many transfers in flight").is_retryable());
+    /// assert!(!Error::new(ErrorKind::Stale, "the blocks were reused").is_retryable());
+    /// ```
+    pub fn is_retryable(&self) -> bool {
+        matches!(
+            self.0.kind,
+            ErrorKind::TimedOut
+                | ErrorKind::Busy
+                | ErrorKind::Exhausted
+                | ErrorKind::PeerLost
+                | ErrorKind::Unreachable
+        )
     }
 
     /// The sentence alone, without the names that `Display` adds.

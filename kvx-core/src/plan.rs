@@ -52,7 +52,7 @@ impl Plan {
     /// # Errors
     /// `Invalid` when the two sides differ in grids, block length or number of indices, or an agent, peer or memory
     /// kind differs within a side; `OutOfBounds` for an index beyond its grid; `Overlap` when two destinations overlap;
-    /// `Denied` for a destination that may only be read.
+    /// `PermissionDenied` for a destination that may only be read.
     pub fn read(local: Blocks<Region>, remote: Blocks<PeerRegion>) -> Result<Plan> {
         Plan::of(Op::Read, [(local, remote)])
     }
@@ -150,7 +150,7 @@ fn one_kind(side: &str, mut kinds: impl Iterator<Item = MemoryKind>) -> Result<(
     }
 }
 
-/// What is written to may be. Errors: `Denied`.
+/// What is written to may be. Errors: `PermissionDenied`.
 fn writable(side: &str, written: &[impl Place]) -> Result<()> {
     match written.iter().any(Place::is_read_only) && !injected("read-only") {
         true => Err(read_only(&format!("a {side} region of the plan"))),

@@ -274,7 +274,7 @@ mod tests {
         for invitation in [1, 2] {
             for (ours, theirs) in [(A, B), (A, None)] {
                 let error = meet(keys(invitation, ours), &keys(1, theirs)).unwrap_err();
-                assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
+                assert_eq!(error.kind(), ErrorKind::Authentication, "{error}");
             }
         }
     }

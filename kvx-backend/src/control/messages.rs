@@ -351,7 +351,7 @@ mod tests {
                 && ControlMessage::decode(&notify(&long[1..])).is_ok()
         );
         assert!(notify(&long).len() <= MAX_MESSAGE);
-        let why = Refusal::from(&Error::new(ErrorKind::Denied, "\x1b[2Jno\n"));
+        let why = Refusal::from(&Error::new(ErrorKind::Authentication, "\x1b[2Jno\n"));
         let refused = [
             ControlMessage::Deny { import: 3, why: why.clone() }.encode(),
             ControlMessage::Refuse { why, proof: b"" }.encode(),

@@ -81,7 +81,7 @@ fn keyed(key: &[u8]) -> Hmac<Sha256> {
 /// Returns the answer to every unauthenticated peer.
 pub fn unauthenticated() -> Error {
     Error::new(
-        ErrorKind::Denied,
+        ErrorKind::Authentication,
         "not proven: connect with this agent's newest metadata, and with the fleet's secret",
     )
 }
@@ -89,7 +89,7 @@ pub fn unauthenticated() -> Error {
 /// Returns the error of two ends with different secrets.
 pub fn secret_mismatch() -> Error {
     let why = "the shared secrets of the two agents differ: give both the same by KVX_SECRET_FILE";
-    Error::new(ErrorKind::Denied, why)
+    Error::new(ErrorKind::Authentication, why)
 }
 
 #[cfg(test)]

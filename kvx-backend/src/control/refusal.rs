@@ -14,7 +14,7 @@ const KINDS: [ErrorKind; 13] = [
     ErrorKind::Cancelled,
     ErrorKind::Malformed,
     ErrorKind::Exhausted,
-    ErrorKind::Denied,
+    ErrorKind::Authentication,
     ErrorKind::Incompatible,
     ErrorKind::PeerRestarted,
     ErrorKind::Closed,
@@ -53,7 +53,12 @@ impl Refusal {
 
     /// Appends the encoded refusal.
     pub fn encode(&self, out: &mut Vec<u8>) {
-        out.put_u8(KINDS.iter().position(|known| *known == self.kind).map_or(0, |at| at as u8 + 1));
+        let kind = match self.kind {
+            // One number serves both: initiators refuse what is not permitted before they ask.
+            ErrorKind::PermissionDenied => ErrorKind::Authentication,
+            kind => kind,
+        };
+        out.put_u8(KINDS.iter().position(|known| *known == kind).map_or(0, |at| at as u8 + 1));
         out.put_block(self.text.as_bytes());
     }
 
@@ -112,8 +117,10 @@ mod tests {
 
     #[test]
     fn a_peers_text_is_cleaned_and_bounded() {
-        let cleaned =
-            travelled(&Refusal { kind: ErrorKind::Denied, text: "\x1b[2Jno\nkey\u{9b}".into() });
+        let cleaned = travelled(&Refusal {
+            kind: ErrorKind::Authentication,
+            text: "\x1b[2Jno\nkey\u{9b}".into(),
+        });
         assert_eq!(cleaned.text, " [2Jno key ");
         let long = Error::new(ErrorKind::Native, "é".repeat(MAX_TEXT));
         let cut = Refusal::from(&long);

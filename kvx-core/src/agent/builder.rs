@@ -256,5 +256,5 @@ fn asks_for_no_secret(name: &'static str) -> Error {
         "this agent has a shared secret, and {name}'s library speaks to whoever reaches it: leave {name} out, or write \
          \"unauthenticated\": [\"{name}\"] beside \"backends\" if only your peers reach it (vLLM's need that)"
     );
-    Error::new(ErrorKind::Denied, why).with_backend(name)
+    Error::new(ErrorKind::Authentication, why).with_backend(name)
 }

@@ -139,7 +139,7 @@ impl AgentInner {
         })
     }
 
-    /// Errors: `Denied` where only one end has a secret; whether two are the same shows in the handshake.
+    /// Errors: `Authentication` where only one end has a secret; whether two are the same shows in the handshake.
     pub(crate) fn check_secret(&self, peer: AdmissionTerms) -> Result<()> {
         let why = match (self.invited.with_secret, peer.with_secret) {
             (false, true) => {
@@ -150,7 +150,7 @@ impl AgentInner {
             }
             _ => return Ok(()),
         };
-        Err(Error::new(ErrorKind::Denied, why))
+        Err(Error::new(ErrorKind::Authentication, why))
     }
 
     pub(crate) fn check_open(&self) -> Result<()> {

@@ -26,7 +26,7 @@ use crate::{Error, ErrorKind, Result, fork};
 /// The refusal of a write to `what`.
 pub(crate) fn read_only(what: &str) -> Error {
     Error::new(
-        ErrorKind::Denied,
+        ErrorKind::PermissionDenied,
         format!("{what} may only be read: its owner registered it by Memory::adopt_shared"),
     )
 }
@@ -164,7 +164,7 @@ impl Memory {
 
     /// Adopts host memory that peers may only read: its owner keeps references into it and reads it meanwhile.
     ///
-    /// Whoever would write to it is refused with `Denied`: [`copy_in`](Memory::copy_in), a plan that reads into it, and
+    /// Whoever would write to it is refused with `PermissionDenied`: [`copy_in`](Memory::copy_in), a plan that reads into it, and
     /// each peer's plan that writes to it. A backend whose writes have the isolation `Owner` or `Nic` also refuses
     /// a peer that writes all the same; [`Peer::route`](crate::Peer::route) says of which that does not hold.
     ///
@@ -227,7 +227,7 @@ impl Memory {
         self.read_only
     }
 
-    /// For whoever would write to it. Errors: `Denied`.
+    /// For whoever would write to it. Errors: `PermissionDenied`.
     pub fn check_writable(&self) -> Result<()> {
         if self.read_only && !injected("read-only") {
             Err(read_only("this memory"))
@@ -284,7 +284,7 @@ impl Memory {
     }
 
     /// Copies `bytes` to `offset`. Blocks for device memory, for 30 seconds at most (64 MiB at a time): a device that
-    /// hangs then is `TimedOut`, and the memory is never freed. Other errors: `OutOfBounds`, `Denied` for memory that
+    /// hangs then is `TimedOut`, and the memory is never freed. Other errors: `OutOfBounds`, `PermissionDenied` for memory that
     /// may only be read, or what the device says.
     pub fn copy_in(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         self.check(offset, bytes.len())?;
@@ -314,7 +314,7 @@ impl Memory {
 
     /// Copies ranges of this memory, which lies on a device, from or to the same ranges of `host`, which the device
     /// reaches at full speed if its [`DeviceAccess::pinned`] made it. Waits for at most `longest`: a device that hangs
-    /// then is `TimedOut`, and neither memory is ever freed. Other errors: `OutOfBounds`, `Denied` for memory that may
+    /// then is `TimedOut`, and neither memory is ever freed. Other errors: `OutOfBounds`, `PermissionDenied` for memory that may
     /// only be read, `Unsupported` unless this is memory of a device and that is of the host, what the device says.
     pub fn exchange(
         &self,
@@ -407,7 +407,7 @@ mod tests {
         // SAFETY: the Arc keeps the bytes, and nobody writes to them.
         let memory =
             unsafe { Memory::adopt_shared(owner.as_ptr(), owner.len(), Arc::clone(&owner)) };
-        assert_eq!(memory.copy_in(0, b"W").unwrap_err().kind(), ErrorKind::Denied);
+        assert_eq!(memory.copy_in(0, b"W").unwrap_err().kind(), ErrorKind::PermissionDenied);
         let mut back = [0; 7];
         memory.copy_out(0, &mut back).unwrap();
         assert_eq!((&back, &*owner), (b"weights", &b"weights"[..]));

@@ -52,7 +52,7 @@ pub(super) fn no_route(
             kind,
             ErrorKind::PeerLost
                 | ErrorKind::PeerRestarted
-                | ErrorKind::Denied
+                | ErrorKind::Authentication
                 | ErrorKind::Incompatible
         )
     };

@@ -327,7 +327,7 @@ fn check_user(process: &PeerProcess) -> Result<()> {
         return Ok(());
     }
     Err(error(
-        ErrorKind::Denied,
+        ErrorKind::Authentication,
         format!(
             "SHM trusts processes of the same user, and user {} meets user {}: use TCP",
             process.uid,

@@ -331,7 +331,7 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
         (block(id, key, beyond), block(foreign, none, whole), ErrorKind::OutOfBounds),
         (block(id, key, whole), block(foreign, none, beyond), ErrorKind::OutOfBounds),
         (block(id, key, whole), block(RegionId(77), none, whole), ErrorKind::Unregistered),
-        (block(id, key, whole), block(open, none, whole), ErrorKind::Denied),
+        (block(id, key, whole), block(open, none, whole), ErrorKind::Authentication),
         (block(id, key, whole), block(RegionId(5), none, whole), ErrorKind::Exhausted),
         (block(id, key, whole), block(RegionId(6), none, whole), ErrorKind::Native),
     ] {
@@ -366,7 +366,7 @@ fn an_owner_that_passes_unfit_files_is_refused() {
     let handle = IpcHandle { bytes: vec![7; 64], offset: 0 };
     let device = Location::Device { device: DeviceId([1; 16]), handle };
     let cases: [(RegionAccess, Option<OwnedFd>, ErrorKind); 4] = [
-        (good(), Some(memory_file(len, SealFlags::empty())), ErrorKind::Denied),
+        (good(), Some(memory_file(len, SealFlags::empty())), ErrorKind::PermissionDenied),
         (good(), None, ErrorKind::Exhausted),
         (RegionAccess { len, at: device }, None, ErrorKind::Unsupported),
         (

@@ -167,12 +167,12 @@ const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlag
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 
 impl Mapping {
-    /// Maps the first `len` bytes of a file that a peer passed. Errors: `Denied` for a file that is
+    /// Maps the first `len` bytes of a file that a peer passed. Errors: `PermissionDenied` for a file that is
     /// not sealed or too short, `Exhausted` when this process has no room for the mapping.
     pub(crate) fn of(file: &OwnedFd, len: u64) -> Result<Self> {
         let unfit = |why: String| {
             error(
-                ErrorKind::Denied,
+                ErrorKind::PermissionDenied,
                 format!("the file that the peer passed for a region {why}: it is no kvx pool"),
             )
         };
@@ -293,7 +293,7 @@ pub(crate) enum CopyMethod {
 }
 
 impl PeerRegion {
-    /// From what the owner said, and the file that came with it. Errors: `Denied`, `Exhausted`,
+    /// From what the owner said, and the file that came with it. Errors: `PermissionDenied`, `Exhausted`,
     /// `Malformed`; what a device says that does not open it, `Unsupported` mostly.
     pub(crate) fn of(
         id: RegionId,
@@ -407,12 +407,18 @@ mod tests {
     fn files_that_are_not_sealed_or_too_short_are_never_mapped() {
         for missing in [SealFlags::SHRINK, SealFlags::GROW, SealFlags::FUTURE_WRITE] {
             let refused = Mapping::of(&file(8192, SEALS.difference(missing)), 4096).unwrap_err();
-            assert_eq!(refused.kind(), ErrorKind::Denied, "{refused}");
+            assert_eq!(refused.kind(), ErrorKind::PermissionDenied, "{refused}");
         }
-        assert_eq!(Mapping::of(&file(4096, SEALS), 4097).unwrap_err().kind(), ErrorKind::Denied);
-        assert_eq!(Mapping::of(&file(4096, SEALS), 0).unwrap_err().kind(), ErrorKind::Denied);
+        assert_eq!(
+            Mapping::of(&file(4096, SEALS), 4097).unwrap_err().kind(),
+            ErrorKind::PermissionDenied
+        );
+        assert_eq!(
+            Mapping::of(&file(4096, SEALS), 0).unwrap_err().kind(),
+            ErrorKind::PermissionDenied
+        );
         let (pipe, _other) = rustix::pipe::pipe().unwrap();
-        assert_eq!(Mapping::of(&pipe, 1).unwrap_err().kind(), ErrorKind::Denied);
+        assert_eq!(Mapping::of(&pipe, 1).unwrap_err().kind(), ErrorKind::PermissionDenied);
         Mapping::of(&file(4096, SEALS), 4096).unwrap();
     }
 

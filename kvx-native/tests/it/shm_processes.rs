@@ -322,12 +322,12 @@ fn a_process_of_another_user_is_turned_away() {
     let metadata = other.hear();
     let peer = own.connect(&metadata).unwrap();
     let refused = peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::Denied, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Authentication, "{refused}");
     other.say(b"connect");
     other.say(&own.metadata().unwrap());
     assert_eq!(other.hear(), b"connected");
     let answer = other.ask("read kv 0");
-    assert!(answer.starts_with("Denied"), "{answer}");
+    assert!(answer.starts_with("Authentication"), "{answer}");
     other.ask("quit");
     shut_down(&[&own]);
 }

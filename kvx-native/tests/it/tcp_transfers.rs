@@ -251,7 +251,7 @@ fn secrets_must_match_on_both_ends() {
         let reader = agent_with("reader", "{}", ours);
         let peer = reader.connect(owner.metadata().unwrap()).unwrap();
         let error = peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Authentication, "{error}");
     }
 }
 

@@ -251,13 +251,13 @@ pub async fn memory_that_peers_may_only_read_is_not_written(setup: &Setup) -> Ch
     shared.run(Op::Read, &peer, CUT_OFF).await?;
     shared.check_near(SHARED, "a read of shared memory")?;
     shared.fill_near()?;
-    ensure_kind!(shared.plan(Op::Write, &peer), Denied);
+    ensure_kind!(shared.plan(Op::Write, &peer), PermissionDenied);
 
     let ours = pair.near.register("ours", Backing::Shared.memory(LEN, Some(3), None)?)?;
-    ensure_kind!(ours.copy_in(0, b"new"), Denied);
+    ensure_kind!(ours.copy_in(0, b"new"), PermissionDenied);
     let grid = Grid::packed(4096, COUNT);
     let theirs = peer.region("open")?.grid(grid)?;
-    ensure_kind!(Plan::read(ours.grid(grid)?.blocks([0]), theirs.blocks([0])), Denied);
+    ensure_kind!(Plan::read(ours.grid(grid)?.blocks([0]), theirs.blocks([0])), PermissionDenied);
     let plan = Plan::write(ours.grid(grid)?.blocks(0..COUNT), theirs.blocks(0..COUNT))?;
     peer.transfer(&plan).deadline(CUT_OFF).post()?.await?;
     open.check_far(&mut pair.far, 3, "a write from shared memory")?;
@@ -320,13 +320,23 @@ pub async fn a_stranger_gets_no_link(setup: &Setup) -> Check {
                 invited_by(hidden.map(|invited| AdmissionTerms { with_secret: false, ..invited }))?;
             let (another, none) =
                 (setup.with_secret([4; 32])?, Setup { secret: None, ..setup.clone() });
-            strangers.push(("another secret", another, metadata.clone(), ErrorKind::Denied));
-            strangers.push(("no secret", none.clone(), metadata.clone(), ErrorKind::Denied));
+            strangers.push((
+                "another secret",
+                another,
+                metadata.clone(),
+                ErrorKind::Authentication,
+            ));
+            strangers.push((
+                "no secret",
+                none.clone(),
+                metadata.clone(),
+                ErrorKind::Authentication,
+            ));
             strangers.push((
                 "no secret, and metadata that asks for none",
                 none,
                 hidden,
-                ErrorKind::Denied,
+                ErrorKind::Authentication,
             ));
         }
         let (ours, theirs) = (blocks.fill_near()?, blocks.fill_far(&mut pair.far)?);

@@ -76,7 +76,7 @@ impl Rank {
     /// # Errors
     /// `TimedOut`: no engine let it in by the deadline. What the engine refuses it for: the rank is
     /// taken, or not of this engine; another kvx; the engine had lost it, and has to be restarted
-    /// with all its ranks. `Denied`: the engine is of another user.
+    /// with all its ranks. `Authentication`: the engine is of another user.
     pub fn join(
         path: impl AsRef<Path>,
         rank: WorkerRank,
@@ -93,7 +93,7 @@ impl Rank {
     /// otherwise.
     ///
     /// # Errors
-    /// As [`join`](Self::join); `Invalid`: this process has no secret; `Denied`: it is not the
+    /// As [`join`](Self::join); `Invalid`: this process has no secret; `Authentication`: it is not the
     /// engine's.
     pub fn join_over_tcp(
         address: &str,
@@ -329,9 +329,10 @@ async fn enter(
     outgoing.send(&hello.encode()?, None).await.ok(); // why it was refused stands in the answer
     match incoming.next().await?.map(|bytes| ToRank::decode(&bytes)).transpose()? {
         Some(ToRank::Welcome(told)) => Ok((outgoing, incoming, told)),
-        Some(ToRank::Refused(why)) => {
-            Err(Error::new(ErrorKind::Denied, format!("the engine lets this rank not in: {why}")))
-        }
+        Some(ToRank::Refused(why)) => Err(Error::new(
+            ErrorKind::PermissionDenied,
+            format!("the engine lets this rank not in: {why}"),
+        )),
         Some(_) => {
             Err(Error::new(ErrorKind::Malformed, "the engine's first message is no welcome"))
         }

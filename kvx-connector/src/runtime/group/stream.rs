@@ -73,7 +73,7 @@ pub(super) fn same_user(socket: &UnixStream) -> Result<i32> {
     let own = rustix::process::geteuid().as_raw();
     if other.uid() != own {
         return Err(Error::new(
-            ErrorKind::Denied,
+            ErrorKind::Authentication,
             format!(
                 "the process at the other end of the socket runs as user {}, this one as user {own}: an engine and its \
                  ranks are of one user",
@@ -104,7 +104,7 @@ fn ends(socket: Arc<Socket>) -> (MessageWriter, MessageReader) {
 /// A rank's end of a connection to an engine on another host, when both have proven to have the
 /// secret.
 ///
-/// Errors: `Denied`, `PeerLost`, what the system says.
+/// Errors: `Authentication`, `PeerLost`, what the system says.
 pub(super) async fn prove_as_rank(
     socket: TcpStream,
     secret: &Secret,
@@ -118,7 +118,7 @@ pub(super) async fn prove_as_rank(
     if answer.and_then(|answer| handshake.read(&answer)).is_none() {
         let why = "whoever answers has not proven to have this fleet's secret: give the engine and its ranks the same \
                    KVX_SECRET_FILE";
-        return Err(Error::new(ErrorKind::Denied, why));
+        return Err(Error::new(ErrorKind::Authentication, why));
     }
     Ok(sealed(outgoing, incoming, handshake.seals()))
 }
@@ -132,7 +132,10 @@ pub(super) async fn prove_as_engine(
     let mut handshake = NoiseHandshake::responder(&derive_key(secret, LABEL), LABEL)?;
     let first = incoming.proof().await?;
     if first.and_then(|first| handshake.read(&first)).is_none() {
-        return Err(Error::new(ErrorKind::Denied, "it has not proven to have this fleet's secret"));
+        return Err(Error::new(
+            ErrorKind::Authentication,
+            "it has not proven to have this fleet's secret",
+        ));
     }
     let mut answer = Vec::new();
     handshake.write(&[], &mut answer)?;
@@ -465,7 +468,7 @@ mod tests {
                 panic!("byte {at} of {bytes} was altered, and nobody noticed")
             };
             assert!(
-                matches!(error.kind(), ErrorKind::Denied | ErrorKind::Malformed),
+                matches!(error.kind(), ErrorKind::Authentication | ErrorKind::Malformed),
                 "byte {at}: {error}"
             );
             assert!(
@@ -478,7 +481,7 @@ mod tests {
     #[test]
     fn another_secret_is_no_way_in() {
         let (messages, end, bytes) = heard(None, [1, 2]);
-        assert_eq!(end.unwrap_err().kind(), ErrorKind::Denied);
+        assert_eq!(end.unwrap_err().kind(), ErrorKind::Authentication);
         assert!(messages.is_empty() && bytes == MESSAGE, "{bytes}");
     }
 }

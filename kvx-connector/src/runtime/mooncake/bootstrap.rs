@@ -143,7 +143,7 @@ fn refusal(error: &Error) -> HttpAnswer {
     let status = match error.kind() {
         ErrorKind::Exhausted => "413 Content Too Large",
         ErrorKind::Unsupported => "411 Length Required",
-        ErrorKind::Denied => "401 Unauthorized",
+        ErrorKind::Authentication => "401 Unauthorized",
         ErrorKind::Busy => "503 Service Unavailable",
         _ => "400 Bad Request",
     };

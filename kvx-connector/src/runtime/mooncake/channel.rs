@@ -110,7 +110,7 @@ impl Drop for ForgetAskerOnDrop<'_> {
     }
 }
 
-/// By what answers to a question are sealed. Errors: `Denied`: who asks has no secret, or another,
+/// By what answers to a question are sealed. Errors: `Authentication`: who asks has no secret, or another,
 /// or this prefill has none. A plain Mooncake agent cannot prove anything: it is heard where
 /// `MOONCAKE` is open, which says so.
 fn admits(
@@ -119,7 +119,7 @@ fn admits(
     question: &[u8],
     seal: Option<&[u8]>,
 ) -> Result<Option<(Secret, Nonce)>> {
-    let denied = |why: &str| Err(Error::new(ErrorKind::Denied, why.to_owned()));
+    let denied = |why: &str| Err(Error::new(ErrorKind::Authentication, why.to_owned()));
     match (&shared.secret, seal) {
         (None, None) => Ok(None),
         (Some(secret), Some(seal)) => {

@@ -49,7 +49,7 @@ pub(super) async fn query(address: &Address, limit: Duration) -> Result<Director
 
 /// Registers a worker, within `limit`.
 ///
-/// Errors: `PeerLost`, `TimedOut`: nobody answers; `Denied`: the server wants a proof that this
+/// Errors: `PeerLost`, `TimedOut`: nobody answers; `Authentication`: the server wants a proof that this
 /// engine cannot give; `Invalid`: the server's own words.
 pub(super) async fn register(
     address: &Address,
@@ -67,7 +67,7 @@ pub(super) async fn register(
         let Some(nonce) = nonce else { return body_of(&answer).map(drop) };
         let secret = secret.ok_or_else(|| {
             Error::new(
-                ErrorKind::Denied,
+                ErrorKind::Authentication,
                 "its fleet has a shared secret and this engine has none: give it the same by KVX_SECRET_FILE",
             )
         })?;

@@ -38,7 +38,7 @@ const ANSWERS: &str = "kvx MooncakeConnector 1: a prefill answers";
 
 fn differ(who: &str) -> Error {
     Error::new(
-        ErrorKind::Denied,
+        ErrorKind::Authentication,
         format!("the shared secrets of {who} differ: give both the same by KVX_SECRET_FILE"),
     )
 }
@@ -48,7 +48,7 @@ pub(super) fn prove(secret: &Secret, nonce: &str, body: &[u8]) -> String {
     proof.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Errors: `Denied`: whoever registers does not have the secret.
+/// Errors: `Authentication`: whoever registers does not have the secret.
 pub(super) fn check(secret: &Secret, nonce: Option<&str>, body: &[u8], proof: &str) -> Result<()> {
     let differ = || differ("this worker and the bootstrap server");
     let byte =
@@ -68,7 +68,7 @@ pub(super) fn seal_question(secret: &Secret, question: &[u8]) -> Result<(Nonce, 
     Ok((nonce, [&nonce[..], &proof].concat()))
 }
 
-/// What answers to a question are bound to. Errors: `Denied`: whoever asks does not have the
+/// What answers to a question are bound to. Errors: `Authentication`: whoever asks does not have the
 /// secret.
 pub(super) fn open_question(secret: &Secret, question: &[u8], seal: &[u8]) -> Result<Nonce> {
     let differ = || differ("the decode and this prefill");
@@ -82,7 +82,7 @@ pub(super) fn seal_answer(secret: &Secret, nonce: &Nonce, answer: &[u8]) -> Vec<
     mac(secret, ANSWERS, nonce, answer).finalize().into_bytes().to_vec()
 }
 
-/// Errors: `Denied`: whoever answers does not have the secret.
+/// Errors: `Authentication`: whoever answers does not have the secret.
 pub(super) fn check_answer(
     secret: &Secret,
     nonce: &Nonce,
@@ -112,7 +112,7 @@ mod tests {
             check(&secrets[0], Some("n"), b"body", "ä%"),
         ];
         for refused in refused {
-            assert_eq!(refused.unwrap_err().kind(), ErrorKind::Denied);
+            assert_eq!(refused.unwrap_err().kind(), ErrorKind::Authentication);
         }
     }
 
@@ -136,7 +136,7 @@ mod tests {
             check_answer(&secrets[0], &nonce, b"question", &seal[32..]),
         ];
         for refused in refused {
-            assert_eq!(refused.unwrap_err().kind(), ErrorKind::Denied);
+            assert_eq!(refused.unwrap_err().kind(), ErrorKind::Authentication);
         }
     }
 }

@@ -148,7 +148,8 @@ fn with_a_secret_only_those_register_who_prove_it() {
         let (e, f) = (registration("e", 1), registration("f", 2));
         let refused = client::register(&address, &f, None, LIMIT).await.unwrap_err();
         assert!(
-            refused.kind() == ErrorKind::Denied && refused.to_string().contains("KVX_SECRET_FILE"),
+            refused.kind() == ErrorKind::Authentication
+                && refused.to_string().contains("KVX_SECRET_FILE"),
             "{refused}"
         );
         let refused = client::register(&address, &f, Some(&other), LIMIT).await.unwrap_err();

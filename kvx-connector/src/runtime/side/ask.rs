@@ -75,7 +75,7 @@ impl SideClient {
     /// One handshake: asks these workers of the peer, one after the other.
     ///
     /// Errors, each with the setting to change. `TimedOut`, `PeerLost`: nobody answers at the
-    /// address. `Denied`: one end has another secret, or none. And those of [`Handshake::new`] and
+    /// address. `Authentication`: one end has another secret, or none. And those of [`Handshake::new`] and
     /// [`Expectation::check`]: another engine id, hash, version; a worker that is not there;
     /// malformed answers.
     pub(crate) async fn ask(
@@ -201,7 +201,7 @@ impl SideClient {
         match payload.refusal.as_ref().filter(|_| payload.kvx_proof.is_none()) {
             // Whoever has the secret proves its refusals, too: this one says that ours is another.
             Some(why) => Err(Error::new(
-                ErrorKind::Denied,
+                ErrorKind::Authentication,
                 format!("the prefill refuses this engine: {why}"),
             )),
             None => proof::check_answer(secret, &challenge, &request, &payload).map(|()| answer),

@@ -64,7 +64,7 @@ pub(super) fn prove_question(
     request
 }
 
-/// Errors: `Denied`: this decode is a stranger.
+/// Errors: `Authentication`: this decode is a stranger.
 pub(super) fn check_question(
     secret: Option<&Secret>,
     challenge: Option<[u8; 32]>,
@@ -103,7 +103,7 @@ pub(super) fn prove_answer(
     of_prefill(secret, challenge, request, answer).finalize().into_bytes().to_vec()
 }
 
-/// Errors: `Denied`: whoever answers does not have the secret.
+/// Errors: `Authentication`: whoever answers does not have the secret.
 pub(super) fn check_answer(
     secret: &Secret,
     challenge: &KvxChallenge,
@@ -115,7 +115,7 @@ pub(super) fn check_answer(
 }
 
 pub(super) fn denied(why: &str) -> Error {
-    Error::new(ErrorKind::Denied, why.to_owned())
+    Error::new(ErrorKind::Authentication, why.to_owned())
 }
 
 fn differ() -> Error {

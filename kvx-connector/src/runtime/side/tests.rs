@@ -111,7 +111,7 @@ fn another_secret_or_none_is_denied_on_both_sides() {
         for (theirs, ours) in [(a.clone(), b.clone()), (a.clone(), None), (None, b)] {
             let server = server(theirs, true).await;
             let error = ask(&server, ours).await.unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
+            assert_eq!(error.kind(), ErrorKind::Authentication, "{error}");
             assert!(error.sentence().contains("KVX_SECRET_FILE"), "{error}");
         }
     });

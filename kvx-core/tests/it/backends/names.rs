@@ -244,7 +244,7 @@ fn with_a_secret_a_library_that_asks_for_none_is_opened_in_words_only() {
     for name in ["RIXL", "SILENT"] {
         assert_eq!(opens(name, None, "{}").0, opened);
         let (kind, sentence) = opens(name, Some(secret()), "{}");
-        assert_eq!(kind, ErrorKind::Denied, "{sentence}");
+        assert_eq!(kind, ErrorKind::Authentication, "{sentence}");
         for words in [&format!("\"unauthenticated\": [\"{name}\"]"), "vLLM's need that"] {
             assert!(sentence.contains(words), "{sentence}");
         }

@@ -37,7 +37,7 @@ fn unexpected(header: Header) -> Error {
 /// Only one end has a secret.
 fn one_sided(who: &str) -> Error {
     Error::new(
-        ErrorKind::Denied,
+        ErrorKind::Authentication,
         format!(
             "{who} has a shared secret and the other agent has none: give both the same, or neither"
         ),
@@ -165,8 +165,8 @@ fn refused(body: &[u8], have_secret: bool) -> Result<InitiatorVerdict> {
     match (error.kind(), have_secret) {
         (ErrorKind::PeerRestarted, false) => Ok(InitiatorVerdict::Restarted),
         (ErrorKind::PeerRestarted, true) => Err(one_sided("this agent")),
-        (ErrorKind::Denied, false) => Err(one_sided("the peer")),
-        (ErrorKind::Denied, true) => Err(secret_mismatch()),
+        (ErrorKind::Authentication, false) => Err(one_sided("the peer")),
+        (ErrorKind::Authentication, true) => Err(secret_mismatch()),
         (ErrorKind::Incompatible, _) => Err(error),
         // No owner says anything else to a stranger.
         _ => Err(not_the_peer()),
@@ -239,8 +239,11 @@ impl OwnerHandshake {
             return Err(error);
         }
         // What a stranger is told says no more of its words than that they were those of one.
-        let kind =
-            if self.keys.have_secret() { ErrorKind::Denied } else { ErrorKind::PeerRestarted };
+        let kind = if self.keys.have_secret() {
+            ErrorKind::Authentication
+        } else {
+            ErrorKind::PeerRestarted
+        };
         let refuse = |out: &mut Vec<u8>| {
             put_refuse(out, &Error::new(kind, unauthenticated().sentence().to_owned()))
         };
@@ -458,7 +461,7 @@ mod tests {
                 let done = converse(ours.clone(), theirs.clone(), expected);
                 assert_eq!(
                     (kind(&done.initiator), kind(&done.owner)),
-                    (Some(ErrorKind::Denied), Some(ErrorKind::Denied))
+                    (Some(ErrorKind::Authentication), Some(ErrorKind::Authentication))
                 );
                 assert!(!tells_a_name(&done));
             }
@@ -478,7 +481,10 @@ mod tests {
         put_refuse(&mut restarted, &Error::new(ErrorKind::PeerRestarted, "restarted"));
         let (mut initiator, _) = greets(&keys(2, secret(3)), Seal::None);
         let (header, body) = frame(&restarted);
-        assert_eq!(kind(&initiator.frame(header, body, &mut Vec::new())), Some(ErrorKind::Denied));
+        assert_eq!(
+            kind(&initiator.frame(header, body, &mut Vec::new())),
+            Some(ErrorKind::Authentication)
+        );
         let (mut initiator, _) = greets(&keys(2, secret(3)), Seal::None);
         let header = Header { frame: Frame::Mistaken, len: 48, id: 0 };
         assert_eq!(
@@ -522,7 +528,7 @@ mod tests {
         assert_ne!(welcome, recorded.frames[1], "what it is answered it cannot read");
         let (header, body) = frame(&recorded.frames[2]);
         let mut reply = Vec::new();
-        assert_eq!(kind(&owning.frame(header, body, &mut reply)), Some(ErrorKind::Denied));
+        assert_eq!(kind(&owning.frame(header, body, &mut reply)), Some(ErrorKind::Authentication));
         assert!(reply.is_empty());
     }
 
@@ -533,7 +539,10 @@ mod tests {
             let mut imposter = OwnerHandshake::new(keys(2, self::secret(7)), Seal::None, None);
             let (header, body) = frame(&hello);
             let mut reply = Vec::new();
-            assert_eq!(kind(&imposter.frame(header, body, &mut reply)), Some(ErrorKind::Denied));
+            assert_eq!(
+                kind(&imposter.frame(header, body, &mut reply)),
+                Some(ErrorKind::Authentication)
+            );
             let welcome = Header { frame: Frame::Welcome, len: 52, id: 0 };
             let mut out = Vec::new();
             assert_eq!(

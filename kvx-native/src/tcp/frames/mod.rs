@@ -294,9 +294,10 @@ pub(crate) fn put_refuse(out: &mut Vec<u8>, error: &Error) {
 pub(crate) fn read_refuse(body: &[u8]) -> Error {
     match read_end(body) {
         Ok(Err(error)) => error,
-        Ok(Ok(())) => {
-            Error::new(ErrorKind::Denied, "the peer refused the connection without a reason")
-        }
+        Ok(Ok(())) => Error::new(
+            ErrorKind::Authentication,
+            "the peer refused the connection without a reason",
+        ),
         Err(error) => error,
     }
 }

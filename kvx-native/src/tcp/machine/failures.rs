@@ -84,7 +84,7 @@ impl Machine {
             None if matches!(
                 error.kind(),
                 ErrorKind::Malformed
-                    | ErrorKind::Denied
+                    | ErrorKind::Authentication
                     | ErrorKind::Incompatible
                     | ErrorKind::Exhausted
             ) =>
@@ -105,7 +105,7 @@ impl Machine {
                 }
                 let said = matches!(
                     error.kind(),
-                    ErrorKind::Denied | ErrorKind::Incompatible | ErrorKind::Exhausted
+                    ErrorKind::Authentication | ErrorKind::Incompatible | ErrorKind::Exhausted
                 );
                 if lane == 0 && conn.role.is_greeting() && !said {
                     self.open_link(link, Some(error), now, out);

@@ -315,7 +315,7 @@ impl Worker {
             .is_some_and(|allowed| !allowed.iter().any(|one| **one == **host))
         {
             return Err(Error::new(
-                ErrorKind::Denied,
+                ErrorKind::PermissionDenied,
                 format!(
                     "a push registration names the host {host:?}, which is none of \
                      kv_connector_extra_config.allowed_hosts: add it there if it is a decode of yours"

@@ -44,7 +44,7 @@ pub trait Ranks: Send + Sync {
         Ok(())
     }
 
-    /// The other end of [`Ranks::tell`]: waits for a step; nothing when rank 0 has ended.
+    /// The other end of [`Ranks::announce_step`]: waits for a step; nothing when rank 0 has ended.
     ///
     /// # Errors
     /// As [`Ranks::sum`].

@@ -306,7 +306,7 @@ impl Worker {
         if self.withdrawn(now, request) {
             return;
         }
-        match self.sends.completed(request, count, from) {
+        match self.sends.completed(now, request, count, from) {
             Counted::Last => {
                 if let Some(request) = self.pushes.give_up(request).or_else(|| Some(request.into()))
                 {

@@ -116,7 +116,7 @@ impl Worker {
             }
         }
         for request in meta.prefilling {
-            self.sends.prefilling(request);
+            self.sends.prefilling(now, request);
         }
         for request in meta.dropped {
             self.sends.dropped(&request);
@@ -129,7 +129,7 @@ impl Worker {
                 self.output.finished_sending.push(request);
                 continue;
             }
-            if self.sends.keep(request.clone(), ours(order.expires)) {
+            if self.sends.keep(now, request.clone(), ours(order.expires)) {
                 self.output.finished_sending.push(request);
             } else if let Some(blocks) = order.push {
                 self.push_ready(now, request, blocks);

@@ -1,7 +1,8 @@
 //! Blocks that wait for a peer: until it has fetched them, or does not want them any more.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Bound;
+use std::time::Duration;
 
 use crate::config::LeaseTime;
 
@@ -36,6 +37,19 @@ impl Completions {
     }
 }
 
+/// Completions of a request that this worker has not been told of.
+#[derive(Debug)]
+struct EarlyCompletions {
+    request: Box<str>,
+    since: Time,
+    completions: Completions,
+}
+
+/// How long early completions are remembered, and of how many requests: a peer that names requests
+/// which do not exist takes no more memory than this.
+const EARLY_FOR: Duration = Duration::from_secs(2);
+const MAX_EARLY: usize = 64;
+
 #[derive(Debug)]
 struct KeptRequest {
     expires: Time,
@@ -51,6 +65,9 @@ pub(super) struct Sends {
     deadlines: Deadlines<RequestId>,
     /// Requests in prefill, with completions that have overtaken the word that their blocks are ready.
     prefilling: BTreeMap<RequestId, Completions>,
+    /// The oldest first. A rank in a process of its own is told of a publication by its engine,
+    /// and a peer may read the blocks and say so before that message arrives.
+    early: VecDeque<EarlyCompletions>,
 }
 
 impl Sends {
@@ -62,12 +79,14 @@ impl Sends {
             kept: BTreeMap::new(),
             deadlines: Deadlines::default(),
             prefilling: BTreeMap::new(),
+            early: VecDeque::new(),
         }
     }
 
-    pub(super) fn prefilling(&mut self, request: RequestId) {
+    pub(super) fn prefilling(&mut self, now: Time, request: RequestId) {
         if !self.kept.contains_key(&request) {
-            self.prefilling.entry(request).or_default();
+            let early = self.take_early(now, request.as_str());
+            self.prefilling.entry(request).or_insert_with(|| early.unwrap_or_default());
         }
     }
 
@@ -76,8 +95,10 @@ impl Sends {
     }
 
     /// The blocks are ready. True: all peers have had them already.
-    pub(super) fn keep(&mut self, request: RequestId, expires: Time) -> bool {
-        let completions = self.prefilling.remove(&request).unwrap_or_default();
+    pub(super) fn keep(&mut self, now: Time, request: RequestId, expires: Time) -> bool {
+        let prefilling = self.prefilling.remove(&request);
+        let completions =
+            prefilling.or_else(|| self.take_early(now, request.as_str())).unwrap_or_default();
         if completions.expected > 0 && completions.from.len() >= completions.expected {
             return true;
         }
@@ -87,18 +108,58 @@ impl Sends {
     }
 
     /// A peer has what it wanted.
-    pub(super) fn completed(&mut self, request: &str, written: u32, from: &str) -> Counted {
+    pub(super) fn completed(
+        &mut self,
+        now: Time,
+        request: &str,
+        written: u32,
+        from: &str,
+    ) -> Counted {
         let expected = self.rule.expected(written, self.tp_size);
         if let Some(completions) = self.prefilling.get_mut(request) {
             completions.add(from, expected);
             return Counted::OneOfSeveral;
         }
-        let Some(kept) = self.kept.get_mut(request) else { return Counted::Unknown };
+        let Some(kept) = self.kept.get_mut(request) else {
+            self.add_early(now, request, expected, from);
+            return Counted::Unknown;
+        };
         if !kept.completions.add(from, expected) {
             return Counted::OneOfSeveral;
         }
         self.remove(request);
         Counted::Last
+    }
+
+    /// Remembers a completion of an unknown request for a while.
+    fn add_early(&mut self, now: Time, request: &str, expected: u32, from: &str) {
+        self.early.retain(|early| now < early.since + EARLY_FOR);
+        let known = self.early.iter_mut().find(|early| *early.request == *request);
+        let early = match known {
+            Some(early) => early,
+            None => {
+                if self.early.len() == MAX_EARLY {
+                    self.early.pop_front();
+                }
+                let completions = Completions::default();
+                self.early.push_back(EarlyCompletions {
+                    request: request.into(),
+                    since: now,
+                    completions,
+                });
+                self.early.back_mut().expect("one was added")
+            }
+        };
+        if early.completions.from.len() < MAX_EARLY {
+            early.completions.add(from, expected);
+        }
+    }
+
+    /// Takes the completions that arrived before the request did.
+    fn take_early(&mut self, now: Time, request: &str) -> Option<Completions> {
+        let at = self.early.iter().position(|early| *early.request == *request)?;
+        let early = self.early.remove(at)?;
+        (now < early.since + EARLY_FOR).then_some(early.completions)
     }
 
     /// Forgets a request whose blocks go.

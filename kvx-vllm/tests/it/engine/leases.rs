@@ -310,6 +310,25 @@ fn a_completion_may_overtake_the_word_that_blocks_are_ready() {
     assert_eq!(prefill.outcomes(1.5), [freed("p-r")]);
 }
 
+/// A rank in a process of its own learns of a publication by a message, which a peer's completion may overtake.
+#[test]
+fn a_completion_may_overtake_the_publication_itself() {
+    let mut prefill = Rig::new(settings("p"));
+    prefill.notified(0.5, "d/0", b"p-r:1");
+    assert_eq!(prefill.outcomes(0.5), []);
+    prefill.prefill(1.0, "p-r", 40);
+    assert_eq!(prefill.outcomes(1.0), [freed("p-r")]);
+}
+
+/// An older request may have had the same name.
+#[test]
+fn a_completion_that_is_seconds_early_counts_for_nothing() {
+    let mut prefill = Rig::new(settings("p"));
+    prefill.notified(0.0, "d/0", b"p-r:1");
+    prefill.prefill(2.5, "p-r", 40);
+    assert_eq!(prefill.outcomes(2.5), []);
+}
+
 #[test]
 fn a_completion_after_the_lease_is_counted() {
     let mut prefill = Rig::new(leased(6));

@@ -26,10 +26,10 @@ const BLOCKS: u32 = 64;
 
 // ---- kvx ----
 use kvx::Memory;
-use kvx::config::{KvTransferConfig, Surroundings};
+use kvx::config::{KvTransferConfig, LoadFailurePolicy, Role};
 use kvx::connector::{
     BlockLists, Caches, CompatibilityFactors, Connector, Decode, Heads, HeldBlocks, KvLayout,
-    KvTensors, LayerCache, Lease, MemoryType, Prefill, TransferParams, WorkerRank,
+    LayerCache, Lease, MemoryType, Prefill, TransferParams, WorkerRank,
 };
 
 /// The memory of an engine's KV cache: of this host, or of its first device.
@@ -40,72 +40,47 @@ fn pool(device: &str, len: usize) -> Result<Memory> {
         "cuda" => kvx::cuda::devices().map_err(|why| why.to_string())?[0].pool(len).build()?,
         #[cfg(feature = "rocm")]
         "hip" => kvx::rocm::devices().map_err(|why| why.to_string())?[0].pool(len).build()?,
-        other => {
-            return Err(
-                format!("--device {other}: cuda needs feature cuda, hip feature rocm").into()
-            );
-        }
+        other => return Err(format!("--device {other} needs feature cuda or rocm").into()),
     })
 }
 
 /// The connector of an engine whose KV cache is `pool`.
 fn connector(name: &str, pool: &Arc<Memory>) -> Result<Connector> {
-    let config = json!({"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": name,
-        "kv_load_failure_policy": "recompute"});
-    let surroundings = Surroundings::of_process().gpu(!pool.kind().is_host());
-    let config = KvTransferConfig::from_json(&config.to_string(), &surroundings)?;
+    let config = KvTransferConfig::builder("NixlConnector").role(Role::Both).engine_id(name);
+    let config = config.load_failure_policy(LoadFailurePolicy::Recompute);
+    let config = config.gpu(!pool.kind().is_host()).build()?;
     let mut factors = CompatibilityFactors::from_config(&config, "toy");
     (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (1, ROW as u32, 1);
     let builder = Connector::builder(&config, kvx::registry(), factors).block_size(TOKENS);
     let connector = builder.any_port().build_blocking()?;
-    let block_len = u64::from(TOKENS) * ROW as u64;
-    let layer = LayerCache {
-        name: "layers.0".into(),
-        tensors: KvTensors::Together(pool.address()),
-        blocks: BLOCKS,
-        block_len,
-        block_stride: block_len,
-        group: 0,
-        heads: Heads::Sharded(1),
-        memory: if pool.kind().is_host() { MemoryType::Dram } else { MemoryType::Vram },
-    };
+    let (block_len, heads) = (u64::from(TOKENS) * ROW as u64, Heads::Sharded(1));
+    let mut layer = LayerCache::packed("layers.0", pool.address(), BLOCKS, block_len, heads);
+    layer.memory = if pool.kind().is_host() { MemoryType::Dram } else { MemoryType::Vram };
     let caches = Caches::of_layers(vec![layer], KvLayout::Lbhnc, TOKENS, 1, 0)?;
     connector.rank(WorkerRank::default())?.register(caches, [Arc::clone(pool)])?;
     Ok(connector)
 }
 
 /// Prefill: blocks that a decode may come for, and what the router sends it.
-fn publish(
-    connector: &Connector,
-    request: &str,
-    blocks: &[u32],
-    tokens: u32,
-) -> Result<(Lease, Value)> {
-    let (lease, params) =
-        Prefill::new(connector).publish(request, BlockLists::single(blocks), tokens)?;
-    Ok((lease, params.to_value(connector.settings().version)?))
+fn publish(kv: &Connector, request: &str, blocks: &[u32], tokens: u32) -> Result<(Lease, Value)> {
+    let (lease, params) = Prefill::new(kv).publish(request, BlockLists::single(blocks), tokens)?;
+    Ok((lease, params.to_value(kv.settings().version)?))
 }
 
-/// Decode: fills `blocks`, which hold the prompt from token `cached` on. If that fails, the engine computes them as soon
-/// as nothing touches them any more.
-fn load(
-    connector: &Connector,
-    request: &str,
-    params: &Value,
-    cached: u32,
-    blocks: &[u32],
-) -> Result<Option<HeldBlocks>> {
-    let params = TransferParams::from_value(params)?;
-    let blocks = BlockLists::single(blocks);
-    let fetch = Decode::new(connector).fetch(request, &params, cached, blocks, SOON);
-    match fetch.join() {
-        Ok(_) => Ok(None),
-        Err(error) => {
-            eprintln!("{request}: {error}");
-            Ok(Some(error.held))
-        }
-    }
+/// Decode: fills `blocks`, which hold the prompt from token `cached` on. If that fails, the engine
+/// computes them once nothing touches them any more.
+fn load(kv: &Connector, request: &str, params: &Value, cached: u32, blocks: &[u32]) -> Loading {
+    let (params, blocks) = (TransferParams::from_value(params)?, BlockLists::single(blocks));
+    let fetch = Decode::new(kv).fetch(request, &params, cached, blocks, SOON);
+    let failed = fetch.join().err();
+    Ok(failed.map(|error| {
+        eprintln!("{request}: {error}");
+        error.held
+    }))
 }
+
+/// The blocks of a load that failed: the engine may write to them once nothing touches them.
+type Loading = Result<Option<HeldBlocks>>;
 // ---- engine ----
 
 /// The toy: the KV of a token says which tokens came before it, and a block is known by the tokens up to its end.

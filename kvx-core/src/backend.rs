@@ -27,7 +27,9 @@ pub use crate::transport::{
 
 /// Detection of `fork`: a child's calls return `Forked`, and descriptors are private to their process.
 pub mod fork {
-    pub use crate::fork::{Private, check, count};
+    #[cfg(all(target_os = "linux", not(kvx_portable)))]
+    pub use crate::fork::Private;
+    pub use crate::fork::{check, count};
 }
 
 /// Locks that no panic poisons, and pauses of threads that poll.

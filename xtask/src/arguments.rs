@@ -204,6 +204,7 @@ mod tests {
             std::fs::read_dir(crate::root().join("docs")).unwrap().map(|file| file.unwrap().path());
         let pages =
             docs.chain(["README.md", "CONTRIBUTING.md"].map(|name| crate::root().join(name)));
+        let pages = pages.filter(|page| page.is_file());
         let text: String = pages.map(|page| std::fs::read_to_string(page).unwrap()).collect();
         let commands: Vec<_> =
             text.lines().filter_map(|line| line.strip_prefix("cargo xtask ")).collect();

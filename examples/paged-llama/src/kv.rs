@@ -4,15 +4,12 @@ use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-pub use kvx::connector::TransferParams;
 pub(crate) use kvx::connector::describe_metrics as describe_connector_metrics;
-use kvx::connector::{Allocation, Arrival, RequestId, WorkerRank};
-pub use kvx::connector::{BlockLists, Kept, LoadFailure, Outcome};
-use kvx::connector::{Caches, Heads, KvLayout, LayerCache};
-use kvx::connector::{CompatibilityFactors, Connector, JoinedRank};
-pub(crate) use kvx::connector::{METRICS, MOONCAKE_METRICS};
+use kvx::connector::{Allocation, Arrival, Caches, Heads, KvLayout, LayerCache, RequestId};
+pub use kvx::connector::{BlockLists, Kept, LoadFailure, Outcome, TransferParams};
+use kvx::connector::{CompatibilityFactors, Connector, JoinedRank, WorkerRank};
+pub(crate) use kvx::connector::{METRICS, MOONCAKE_METRICS, Rank, Version};
 pub use kvx::connector::{ParamsTrust, Status, Then};
-pub(crate) use kvx::connector::{Rank, Version};
 pub(crate) use kvx::describe_metrics;
 pub use kvx::{Memory, Secret, config::KvTransferConfig};
 

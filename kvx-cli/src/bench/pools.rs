@@ -128,7 +128,7 @@ impl Pools {
 
     /// An agent that can move all of it.
     pub(crate) fn agent(&self, name: &str) -> kvx::AgentBuilder {
-        let builder = Agent::builder(name);
+        let builder = Agent::builder(format!("{name}-{}", std::process::id()));
         match self.device() {
             Some(device) => builder.device(Arc::clone(device) as _),
             None => builder,

@@ -50,6 +50,7 @@ pub(crate) const INTERFACE: Version = Version::of(FI_MAJOR_VERSION, FI_MINOR_VER
 
 /// Returns the version of a symbol whose structures are those of the bindings; newer libraries have
 /// others by default.
+#[cfg_attr(not(feature = "raw"), expect(unreachable_pub, reason = "public with the feature raw"))]
 pub fn symbol_version(name: &CStr) -> &'static CStr {
     match name.to_bytes() {
         b"fi_getinfo" | b"fi_freeinfo" | b"fi_dupinfo" => c"FABRIC_1.3",

@@ -8,6 +8,7 @@
 //! [`ConfigReport`] tells a person.
 
 mod arguments;
+mod builder;
 mod connectors;
 mod defaults;
 mod engine_id;
@@ -24,6 +25,7 @@ mod transfer_config;
 mod warning;
 
 pub use arguments::dotted_arguments;
+pub use builder::KvTransferConfigBuilder;
 pub use connectors::ConnectorKind;
 pub use fields::{BufferDevice, KvCacheLayout, LoadFailurePolicy, Role};
 pub use given::{Given, ValueSource};

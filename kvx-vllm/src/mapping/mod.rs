@@ -15,6 +15,7 @@
 //! Beside it, [`rows_into_block`] and [`rows_from_block`] are for engines that keep a dense tensor for each sequence.
 //!
 //! ```
+//! use kvx_vllm::ids::WorkerRank;
 //! use kvx_vllm::mapping::*;
 //! use kvx_core::{Indices, Op};
 //! // Eight KV heads of 256 bytes a token; blocks of 16 tokens.

@@ -117,8 +117,8 @@ impl<P: Progress> ReactorShared<P> {
         let mut machine = self.machine.lock();
         if machine.as_ref().is_some_and(|driven| driven.detached == turn.detached) {
             *turn = TurnGuard::of(Some(machine));
-            if let Some(Driven { machine, detached, untold, .. }) = turn.driven() {
-                *detached = 0;
+            if let Some(Driven { machine, detached, untold, warned, .. }) = turn.driven() {
+                (*detached, *warned) = (0, false);
                 out.append(untold);
                 work.rejoin(machine, out);
             }

@@ -177,12 +177,16 @@ pub(super) fn take_up(
         }
     };
     let (agent, scratch) = (registered.agent.clone(), Arc::clone(&registered.scratch));
+    let has_own_process = state.head.is_some();
     if let Some(held) = state.ranks.get_mut(rank) {
         if let (WorkerKind::Mooncake(worker), Some(own)) = (&mut held.worker, own) {
             worker.describe(*own);
         }
         if let WorkerKind::Nixl(worker) = &mut held.worker {
             worker.caches_taken_up();
+            if has_own_process {
+                worker.accept_early_completions();
+            }
         }
         held.registered = Some(Arc::new(registered));
         if held.agent.replace((agent.clone(), scratch)).is_none() {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_connector::{Connector, ConnectorBuilder, Decode};
+use kvx_connector::{Connector, ConnectorBuilder, Decode, Released};
 use kvx_vllm::engine::{Allocation, Arrival, LoadFailure, Outcome, RequestId, WorkerRank};
 
 use super::fleet::{Fleet, extra, group, heard, path, rank};
@@ -34,7 +34,7 @@ pub(crate) fn prompts_arrive(mut prefill: Fleet, mut decode: Fleet) {
         assert_eq!(loaded.tokens, 0..tokens);
         let wrong = decode.wrong(number, &there, 0..tokens);
         assert_eq!(wrong, 0, "{} to {}, {tokens} tokens", prefill.tp, decode.tp);
-        assert!(lease.wait_blocking(LIMIT).unwrap().is_free());
+        assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
     }
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
     prefill.end();

@@ -565,8 +565,7 @@ impl MooncakeWorker {
             }
         }
         if had {
-            let over = self.transfers.has(now, &serve.name, reader, readers);
-            self.output.finished_sending.extend(over);
+            self.transfers.add_reader_that_has(&serve.name, reader, readers);
         }
         self.settle(now, &serve.name);
     }

@@ -126,19 +126,17 @@ impl Transfers {
         self.names.get(request)
     }
 
-    /// A reader of `readers` has what it wanted. Gives the request if it was the last one, and nothing reads its
-    /// blocks.
-    pub(super) fn has(
+    /// Notes that a reader of `readers` has what it wanted. [`settle`](Self::settle) comes next.
+    pub(super) fn add_reader_that_has(
         &mut self,
-        now: Time,
         name: &RequestId,
         reader: DecodeWorker,
         readers: usize,
-    ) -> Option<RequestId> {
-        let transfer = self.by_name.get_mut(name)?;
-        transfer.readers = transfer.readers.max(readers);
-        transfer.had.insert(reader);
-        self.settle(now, name)
+    ) {
+        if let Some(transfer) = self.by_name.get_mut(name) {
+            transfer.readers = transfer.readers.max(readers);
+            transfer.had.insert(reader);
+        }
     }
 
     /// Whether a transfer was kept as long as it is, and not all its readers have had its blocks.

@@ -313,7 +313,7 @@ impl Worker {
                     self.output.finished_sending.push(request);
                 }
             }
-            Counted::OneOfSeveral => {}
+            Counted::OneOfSeveral | Counted::Early => {}
             Counted::Unknown => self.output.stats.record_after_expiry(),
         }
     }

@@ -102,6 +102,12 @@ impl Worker {
         self.receives.get(request).is_some_and(wanted)
     }
 
+    /// Lets completions arrive before the requests that they are for: this worker runs in another
+    /// process than its engine.
+    pub fn accept_early_completions(&mut self) {
+        self.sends.accept_early();
+    }
+
     /// Takes the message of a step. Never waits for a peer.
     pub fn start_load_kv(&mut self, now: Time, meta: ConnectorMeta) {
         let built_at = meta.built_at;

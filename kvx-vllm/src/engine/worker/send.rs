@@ -18,6 +18,8 @@ pub(super) enum Counted {
     Last,
     /// Others are waited for.
     OneOfSeveral,
+    /// The request is not known yet; the completion counts if it becomes known soon.
+    Early,
     /// Nobody knows that request; its blocks may belong to another one by now.
     Unknown,
 }
@@ -45,10 +47,11 @@ struct EarlyCompletions {
     completions: Completions,
 }
 
-/// How long early completions are remembered, and of how many requests: a peer that names requests
-/// which do not exist takes no more memory than this.
+/// How long early completions count, for how many requests they are remembered, and how long the
+/// names of these may be. What peers can have this worker hold is bounded by the last two.
 const EARLY_FOR: Duration = Duration::from_secs(2);
 const MAX_EARLY: usize = 64;
+const MAX_EARLY_NAME: usize = 256;
 
 #[derive(Debug)]
 struct KeptRequest {
@@ -65,9 +68,12 @@ pub(super) struct Sends {
     deadlines: Deadlines<RequestId>,
     /// Requests in prefill, with completions that have overtaken the word that their blocks are ready.
     prefilling: BTreeMap<RequestId, Completions>,
-    /// The oldest first. A rank in a process of its own is told of a publication by its engine,
-    /// and a peer may read the blocks and say so before that message arrives.
-    early: VecDeque<EarlyCompletions>,
+    /// The oldest first; `None` where no completion can be early. A rank in a process of its own is
+    /// told of a publication by its engine, and a peer may read the blocks and say so before that
+    /// message arrives.
+    early: Option<VecDeque<EarlyCompletions>>,
+    /// The last requests that were kept. A completion for one of them is late, not early.
+    ended: VecDeque<RequestId>,
 }
 
 impl Sends {
@@ -79,7 +85,8 @@ impl Sends {
             kept: BTreeMap::new(),
             deadlines: Deadlines::default(),
             prefilling: BTreeMap::new(),
-            early: VecDeque::new(),
+            early: None,
+            ended: VecDeque::new(),
         }
     }
 
@@ -121,8 +128,7 @@ impl Sends {
             return Counted::OneOfSeveral;
         }
         let Some(kept) = self.kept.get_mut(request) else {
-            self.add_early(now, request, expected, from);
-            return Counted::Unknown;
+            return self.add_early(now, request, expected, from);
         };
         if !kept.completions.add(from, expected) {
             return Counted::OneOfSeveral;
@@ -131,34 +137,39 @@ impl Sends {
         Counted::Last
     }
 
-    /// Remembers a completion of an unknown request for a while.
-    fn add_early(&mut self, now: Time, request: &str, expected: u32, from: &str) {
-        self.early.retain(|early| now < early.since + EARLY_FOR);
-        let known = self.early.iter_mut().find(|early| *early.request == *request);
-        let early = match known {
-            Some(early) => early,
-            None => {
-                if self.early.len() == MAX_EARLY {
-                    self.early.pop_front();
-                }
-                let completions = Completions::default();
-                self.early.push_back(EarlyCompletions {
-                    request: request.into(),
-                    since: now,
-                    completions,
-                });
-                self.early.back_mut().expect("one was added")
-            }
-        };
-        if early.completions.from.len() < MAX_EARLY {
-            early.completions.add(from, expected);
+    /// From now on a completion may arrive before the request that it is for.
+    pub(super) fn accept_early(&mut self) {
+        self.early.get_or_insert_default();
+    }
+
+    /// Remembers a completion of a request that is not known yet.
+    fn add_early(&mut self, now: Time, request: &str, expected: u32, from: &str) -> Counted {
+        let is_late = self.ended.iter().any(|ended| ended.as_str() == request);
+        let Some(all) = self.early.as_mut().filter(|_| !is_late) else { return Counted::Unknown };
+        if request.len() > MAX_EARLY_NAME || from.len() > MAX_EARLY_NAME {
+            return Counted::Unknown;
         }
+        all.retain(|early| now < early.since + EARLY_FOR);
+        let at = all.iter().position(|early| *early.request == *request).unwrap_or_else(|| {
+            if all.len() == MAX_EARLY {
+                all.pop_front();
+            }
+            let completions = Completions::default();
+            all.push_back(EarlyCompletions { request: request.into(), since: now, completions });
+            all.len() - 1
+        });
+        let completions = &mut all[at].completions;
+        if completions.from.len() < MAX_EARLY {
+            completions.add(from, expected);
+        }
+        Counted::Early
     }
 
     /// Takes the completions that arrived before the request did.
     fn take_early(&mut self, now: Time, request: &str) -> Option<Completions> {
-        let at = self.early.iter().position(|early| *early.request == *request)?;
-        let early = self.early.remove(at)?;
+        let all = self.early.as_mut()?;
+        let at = all.iter().position(|early| *early.request == *request)?;
+        let early = all.remove(at)?;
         (now < early.since + EARLY_FOR).then_some(early.completions)
     }
 
@@ -166,6 +177,17 @@ impl Sends {
     pub(super) fn remove(&mut self, request: &str) {
         if let Some((request, _)) = self.kept.remove_entry(request) {
             self.deadlines.clear(&request);
+            self.note_ended(request);
+        }
+    }
+
+    /// Notes that a request is kept no more.
+    fn note_ended(&mut self, request: RequestId) {
+        if self.early.is_some() {
+            if self.ended.len() == MAX_EARLY {
+                self.ended.pop_front();
+            }
+            self.ended.push_back(request);
         }
     }
 
@@ -208,6 +230,7 @@ impl Sends {
     pub(super) fn take_expired(&mut self, now: Time) -> Option<RequestId> {
         let request = self.deadlines.take_reached(now)?;
         self.kept.remove(&request);
+        self.note_ended(request.clone());
         Some(request)
     }
 

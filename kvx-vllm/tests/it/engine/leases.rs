@@ -314,16 +314,58 @@ fn a_completion_may_overtake_the_word_that_blocks_are_ready() {
 #[test]
 fn a_completion_may_overtake_the_publication_itself() {
     let mut prefill = Rig::new(settings("p"));
+    prefill.worker.accept_early_completions();
     prefill.notified(0.5, "d/0", b"p-r:1");
     assert_eq!(prefill.outcomes(0.5), []);
     prefill.prefill(1.0, "p-r", 40);
     assert_eq!(prefill.outcomes(1.0), [freed("p-r")]);
+    assert_eq!(prefill.metric("vllm:nixl_num_notifications_after_expiry"), 0.0);
+}
+
+/// Only a worker in another process than its engine is told of a publication after peers may have read it.
+#[test]
+fn a_completion_overtakes_no_publication_in_the_engines_own_process() {
+    let mut prefill = Rig::new(settings("p"));
+    prefill.notified(0.5, "d/0", b"p-r:1");
+    prefill.prefill(1.0, "p-r", 40);
+    assert_eq!(prefill.outcomes(1.0), []);
+    assert_eq!(prefill.metric("vllm:nixl_num_notifications_after_expiry"), 1.0);
+}
+
+#[test]
+fn a_late_completion_ends_no_later_lease_of_the_same_name() {
+    let mut prefill = Rig::new(leased(6));
+    prefill.worker.accept_early_completions();
+    prefill.prefill(0.0, "p-r", 40);
+    assert_eq!(prefill.outcomes(6.0), [freed("p-r")]);
+    prefill.notified(6.5, "d/0", b"p-r:1");
+    prefill.prefill(7.0, "p-r", 40);
+    assert_eq!(prefill.outcomes(7.0), []);
+}
+
+/// The names of requests that do not exist take little memory, however long and many they are.
+#[test]
+fn early_completions_of_long_names_are_not_remembered() {
+    let mut prefill = Rig::new(settings("p"));
+    prefill.worker.accept_early_completions();
+    let long = "r".repeat(257);
+    prefill.notified(0.5, "d/0", format!("{long}:1").as_bytes());
+    prefill.prefill(1.0, &long, 40);
+    assert_eq!(prefill.outcomes(1.0), []);
+    for number in 0..65 {
+        prefill.notified(2.0, "d/0", format!("p-{number}:1").as_bytes());
+    }
+    prefill.prefill(2.1, "p-0", 40);
+    assert_eq!(prefill.outcomes(2.1), [], "65 others came after it");
+    prefill.prefill(2.1, "p-64", 40);
+    assert_eq!(prefill.outcomes(2.1), [freed("p-64")]);
 }
 
 /// An older request may have had the same name.
 #[test]
 fn a_completion_that_is_seconds_early_counts_for_nothing() {
     let mut prefill = Rig::new(settings("p"));
+    prefill.worker.accept_early_completions();
     prefill.notified(0.0, "d/0", b"p-r:1");
     prefill.prefill(2.5, "p-r", 40);
     assert_eq!(prefill.outcomes(2.5), []);

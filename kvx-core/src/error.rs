@@ -38,8 +38,6 @@ pub enum ErrorKind {
     /// [`Peer::ready`](crate::Peer::ready) tells these apart. A restart shows as this too, where nobody listens at the
     /// old address.
     PeerLost,
-    /// Nobody answers at the address, or the name of its host does not resolve.
-    Unreachable,
     /// Another incarnation answers under the peer's name: connect with its new metadata.
     PeerRestarted,
     /// The two ends have no common version of a protocol.
@@ -63,12 +61,6 @@ pub enum ErrorKind {
     Exhausted,
     /// Bytes from a peer are malformed, truncated or too large.
     Malformed,
-    /// The lease of the blocks has expired: their owner has given them to others.
-    LeaseExpired,
-    /// The blocks were reused before they were read: what was read is refused.
-    Stale,
-    /// Data does not have the digest that its owner published: what was read is refused.
-    Corrupt,
     /// The agent has been shut down.
     Closed,
     /// Called in a child process after `fork`.
@@ -93,7 +85,6 @@ impl ErrorKind {
         ErrorKind::Cancelled,
         ErrorKind::Busy,
         ErrorKind::PeerLost,
-        ErrorKind::Unreachable,
         ErrorKind::PeerRestarted,
         ErrorKind::Incompatible,
         ErrorKind::Authentication,
@@ -105,9 +96,6 @@ impl ErrorKind {
         ErrorKind::Unsupported,
         ErrorKind::Exhausted,
         ErrorKind::Malformed,
-        ErrorKind::LeaseExpired,
-        ErrorKind::Stale,
-        ErrorKind::Corrupt,
         ErrorKind::Closed,
         ErrorKind::Forked,
         ErrorKind::Forgotten,
@@ -128,7 +116,6 @@ impl ErrorKind {
             ErrorKind::Cancelled => "cancelled",
             ErrorKind::Busy => "busy",
             ErrorKind::PeerLost => "peer_lost",
-            ErrorKind::Unreachable => "unreachable",
             ErrorKind::PeerRestarted => "peer_restarted",
             ErrorKind::Incompatible => "incompatible",
             ErrorKind::Authentication => "denied", // as metrics have always counted it
@@ -140,9 +127,6 @@ impl ErrorKind {
             ErrorKind::Unsupported => "unsupported",
             ErrorKind::Exhausted => "exhausted",
             ErrorKind::Malformed => "malformed",
-            ErrorKind::LeaseExpired => "lease_expired",
-            ErrorKind::Stale => "stale",
-            ErrorKind::Corrupt => "corrupt",
             ErrorKind::Closed => "closed",
             ErrorKind::Forked => "forked",
             ErrorKind::Forgotten => "forgotten",
@@ -285,16 +269,12 @@ impl Error {
     /// # use kvx_core as kvx;
     /// use kvx::{Error, ErrorKind};
     /// assert!(Error::new(ErrorKind::Busy, "too many transfers in flight").is_retryable());
-    /// assert!(!Error::new(ErrorKind::Stale, "the blocks were reused").is_retryable());
+    /// assert!(!Error::new(ErrorKind::WrongKey, "the region was registered anew").is_retryable());
     /// ```
     pub fn is_retryable(&self) -> bool {
         matches!(
             self.0.kind,
-            ErrorKind::TimedOut
-                | ErrorKind::Busy
-                | ErrorKind::Exhausted
-                | ErrorKind::PeerLost
-                | ErrorKind::Unreachable
+            ErrorKind::TimedOut | ErrorKind::Busy | ErrorKind::Exhausted | ErrorKind::PeerLost
         )
     }
 

@@ -102,7 +102,9 @@ impl ErrorKind {
         ErrorKind::Native,
     ];
 
-    /// The kind as a short word: the label of metrics and of JSON output.
+    /// Returns the kind as a short word, a different one for each kind. Metrics count by it, and
+    /// count [`Authentication`](Self::Authentication) and
+    /// [`PermissionDenied`](Self::PermissionDenied) both as `denied`.
     pub fn as_str(self) -> &'static str {
         match self {
             ErrorKind::Invalid => "invalid",
@@ -118,7 +120,7 @@ impl ErrorKind {
             ErrorKind::PeerLost => "peer_lost",
             ErrorKind::PeerRestarted => "peer_restarted",
             ErrorKind::Incompatible => "incompatible",
-            ErrorKind::Authentication => "denied", // as metrics have always counted it
+            ErrorKind::Authentication => "authentication",
             ErrorKind::PermissionDenied => "permission_denied",
             ErrorKind::NoRoute => "no_route",
             ErrorKind::UnknownBackend => "unknown_backend",

@@ -8,7 +8,7 @@ pub(crate) use kvx::connector::describe_metrics as describe_connector_metrics;
 use kvx::connector::{Allocation, Arrival, Caches, Heads, KvLayout, LayerCache, RequestId};
 pub use kvx::connector::{BlockLists, Kept, LoadFailure, Outcome, TransferParams};
 use kvx::connector::{CompatibilityFactors, Connector, JoinedRank, WorkerRank};
-pub(crate) use kvx::connector::{METRICS, MOONCAKE_METRICS, Rank, Version};
+pub(crate) use kvx::connector::{METRICS, MOONCAKE_METRICS, Rank};
 pub use kvx::connector::{ParamsTrust, Status, Then};
 pub(crate) use kvx::describe_metrics;
 pub use kvx::{Memory, Secret, config::KvTransferConfig};

@@ -32,8 +32,8 @@ impl<'a> Prefill<'a> {
     }
 
     /// Publishes a prefilled request: `blocks` hold the KV of `tokens` tokens. The parameters go to
-    /// the decode, unchanged (`to_value` writes them in the version of [`Connector::settings`],
-    /// `from_value` reads them), and the blocks stay as they are until the lease says otherwise.
+    /// the decode, unchanged (serde writes and reads them), and the blocks stay as they are until
+    /// the lease says otherwise.
     /// Blocks beyond those that the tokens need are left out of it. Waits as
     /// [`request_finished`](Connector::request_finished) does.
     ///

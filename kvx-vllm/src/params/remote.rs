@@ -3,6 +3,7 @@
 use serde_json::Value;
 
 use super::TransferParams;
+use super::transfer::BlockIdForm;
 use crate::Version;
 
 /// Who moves the data.
@@ -105,6 +106,7 @@ impl RemoteBlocks {
     pub(super) fn into_params(self, version: Version) -> TransferParams {
         let mut params = TransferParams {
             remote_block_ids: Some(self.block_ids),
+            block_id_form: BlockIdForm::of(version),
             remote_engine_id: Some(self.engine_id),
             remote_request_id: Some(self.request_id),
             remote_host: Some(self.host),

@@ -1,5 +1,6 @@
 //! `kv_transfer_params` of the NixlConnector, of every version, typed.
 
+use serde_core::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
 use serde_json::{Map, Value};
 
 use super::ParamsError;
@@ -11,8 +12,11 @@ use crate::Version;
 /// `kv_transfer_params` of the NixlConnector: what travels in the bodies of requests and answers.
 ///
 /// One type for all of them: the question to a prefill instance, its answer, and what a decode instance is given.
-/// Reading takes what vLLM 0.16 and later write, flat and nested block ids alike; writing is in the form of one
-/// [`Version`], and refuses what would stop the instance that reads it. Keys that this version does not know are kept.
+/// Reading takes what vLLM 0.16 and later write, flat and nested block ids alike; writing refuses what would stop the
+/// instance that reads it. Keys that this version does not know are kept.
+///
+/// Engines write their parameters by serde, in the form of the version that they were made for or read in. Routers
+/// choose the [`Version`] of the instance that reads them ([`to_value`](Self::to_value)).
 ///
 /// ```
 /// use kvx_vllm::Version;
@@ -26,6 +30,7 @@ use crate::Version;
 /// let params = TransferParams::from_value(&answer)?;
 /// assert_eq!(params.remote_blocks()?.block_ids, [[28, 29, 30]]);
 /// assert_eq!(params.to_value(Version::V0_33)?, answer);
+/// assert_eq!(serde_json::json!(params), answer);
 /// # Ok(())
 /// # }
 /// ```
@@ -40,6 +45,8 @@ pub struct TransferParams {
     /// The blocks on the other side, logical ids, a list per KV cache group. A flat list (vLLM 0.16) is read as one
     /// group.
     pub remote_block_ids: Option<Vec<Vec<u32>>>,
+    /// The form of the block ids that serde writes.
+    pub(super) block_id_form: BlockIdForm,
     /// The engine that holds them.
     pub remote_engine_id: Option<String>,
     /// The request's id in that engine: what its notifications must name.
@@ -71,6 +78,29 @@ pub struct TransferParams {
     pub kvx_signature: Option<String>,
     /// Keys that this version does not know, and known ones that were null: written again as they came.
     pub rest: Map<String, Value>,
+}
+
+/// The form of block ids in JSON. Parameters that differ in it alone are equal: they name the same blocks.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) enum BlockIdForm {
+    /// One flat list, of vLLM 0.16.
+    Flat,
+    /// A list for each KV cache group.
+    #[default]
+    PerGroup,
+}
+
+impl BlockIdForm {
+    /// Returns the form that engines of this version write.
+    pub(super) fn of(version: Version) -> Self {
+        if version.blocks_per_group() { BlockIdForm::PerGroup } else { BlockIdForm::Flat }
+    }
+}
+
+impl PartialEq for BlockIdForm {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
 }
 
 const ASKED_AS_NULL: [&str; 4] =
@@ -112,8 +142,10 @@ impl TransferParams {
     ///
     /// As [`from_value`](Self::from_value).
     pub fn from_object(object: Map<String, Value>) -> Result<Self, ParamsError> {
+        let flat = object.get("remote_block_ids").is_some_and(is_flat);
         let mut fields = Fields::new(object);
         let mut params = TransferParams {
+            block_id_form: if flat { BlockIdForm::Flat } else { BlockIdForm::PerGroup },
             do_remote_prefill: fields.flag("do_remote_prefill")?,
             do_remote_decode: fields.flag("do_remote_decode")?,
             remote_block_ids: fields.take("remote_block_ids", BLOCK_IDS, groups)?,
@@ -347,6 +379,24 @@ impl TransferParams {
     }
 }
 
+/// As [`to_object`](TransferParams::to_object), in the version that the parameters were made for or read in.
+impl Serialize for TransferParams {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let version = match self.block_id_form {
+            BlockIdForm::Flat => Version::V0_16,
+            BlockIdForm::PerGroup => Version::default(),
+        };
+        self.to_object(version).map_err(ser::Error::custom)?.serialize(serializer)
+    }
+}
+
+/// As [`from_object`](TransferParams::from_object).
+impl<'de> Deserialize<'de> for TransferParams {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Self::from_object(Map::deserialize(deserializer)?).map_err(de::Error::custom)
+    }
+}
+
 impl From<MooncakeParams> for TransferParams {
     fn from(params: MooncakeParams) -> Self {
         let mut read = TransferParams { rest: params.rest, ..TransferParams::default() };
@@ -389,10 +439,16 @@ fn block_id(value: &Value) -> Option<u32> {
     value.as_u64().and_then(|id| u32::try_from(id).ok())
 }
 
+/// Returns whether block ids are one flat list, as vLLM 0.16 writes them.
+fn is_flat(value: &Value) -> bool {
+    let first = value.as_array().and_then(|list| list.first());
+    first.is_some_and(|first| !first.is_array())
+}
+
 /// A list of lists, or a flat list as one group. An empty list is no group.
 fn groups(value: &Value) -> Option<Vec<Vec<u32>>> {
     let list = value.as_array()?;
-    if list.first().is_some_and(|first| !first.is_array()) {
+    if is_flat(value) {
         return Some(vec![list.iter().map(block_id).collect::<Option<_>>()?]);
     }
     list.iter().map(|group| group.as_array()?.iter().map(block_id).collect()).collect()

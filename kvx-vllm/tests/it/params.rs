@@ -70,6 +70,22 @@ fn every_version_reads_back_as_what_was_meant() {
 }
 
 #[test]
+fn serde_reads_and_writes_the_form_of_the_engine() {
+    for version in Version::SPOKEN {
+        let written = json!(TransferParams::prefilled(remote(), version));
+        let expected = TransferParams::prefilled(remote(), version).to_value(version).unwrap();
+        assert_eq!(written, expected, "{version}");
+        let read: TransferParams = serde_json::from_value(written).unwrap();
+        assert_eq!(read, TransferParams::prefilled(remote(), version), "{version}");
+    }
+    let wrong = serde_json::from_str::<TransferParams>(r#"{"remote_port": "5600"}"#).unwrap_err();
+    assert!(wrong.to_string().contains("remote_port"), "{wrong}");
+    let mut both = TransferParams::ask_prefill();
+    both.do_remote_prefill = true;
+    assert!(serde_json::to_value(both).unwrap_err().to_string().contains("do_remote_decode"));
+}
+
+#[test]
 fn flat_block_ids_are_one_group() {
     let flat = TransferParams::from_value(&of_0_16()).unwrap();
     assert_eq!(flat.remote_block_ids, Some(vec![vec![28, 29, 30]]));
@@ -79,6 +95,8 @@ fn flat_block_ids_are_one_group() {
         json!([[28, 29, 30]]),
         "a newer one never does"
     );
+    assert_eq!(json!(flat), of_0_16(), "serde writes the form that was read");
+
     let mut two = flat;
     two.remote_block_ids = Some(vec![vec![1], vec![2]]);
     assert_eq!(two.to_value(Version::V0_16).unwrap_err().key(), "remote_block_ids");

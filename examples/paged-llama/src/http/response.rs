@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 use super::request::CompletionRequest;
 use super::service::Service;
 use crate::engine::{Finish, FinishReason, Logprob, Piece};
-use crate::kv::{TransferParams, Version};
+use crate::kv::TransferParams;
 use crate::tokenizer::Tokenizer;
 
 /// The part of an answer that exists so far.
@@ -44,7 +44,7 @@ impl PartialAnswer {
 }
 
 fn value_of(params: &TransferParams) -> Value {
-    params.to_value(Version::default()).unwrap_or_default()
+    serde_json::to_value(params).unwrap_or_default()
 }
 
 impl CompletionRequest {

@@ -41,7 +41,7 @@ pub fn check_form(backend: &'static str, what: &str, found: u8, known: u8) -> Re
 
 /// Has `decode` read 10,000 messages of random bytes. It must reject them without a checksum, and
 /// survive them with one.
-#[cfg(feature = "stranger-for-tests")]
+#[cfg(feature = "attacker-for-tests")]
 pub fn check_decoder<T>(decode: impl Fn(&[u8]) -> Result<T>) {
     let mut seed = 1_u64;
     let mut random = move || {

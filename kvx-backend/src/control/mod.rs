@@ -45,7 +45,7 @@ mod refusal;
 mod silence;
 #[cfg(test)]
 mod tests;
-#[cfg(any(test, feature = "stranger-for-tests"))]
+#[cfg(any(test, feature = "attacker-for-tests"))]
 pub mod violations;
 
 pub use grants::{GrantedRegions, ImportState, ImportedRegions, Recalls, RegionTable};

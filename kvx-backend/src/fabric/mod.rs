@@ -14,7 +14,7 @@
 //!   machine through a descriptor of [`Fabric::fds`].
 //! - [`Registrar`] is called on the program's threads, and may block.
 
-#[cfg(feature = "stranger-for-tests")]
+#[cfg(feature = "attacker-for-tests")]
 pub mod attacker;
 mod disconnect;
 mod foreign_notices;

@@ -11,7 +11,7 @@
 //!             next_work                run returns: rejoin
 //!   attached ───────────► detached(n) ─────────────────────► attached … progress ► over
 //!                             │
-//!                             │ the watch finds that the thread sleeps: abandon
+//!                             │ the watch finds that the thread hangs: abandon
 //!                             ▼
 //!                         abandoned ──► run returns: rejoin_late, release
 //! ```

@@ -1,7 +1,12 @@
 //! The watch over detached work: notices that its thread hangs on an unresolved page fault.
 //!
-//! A thread hangs if it is asleep at several looks in a row and no page came to it between them. A
-//! thread that waits for a core is not asleep, nor is one of a stopped process.
+//! A thread hangs if it sleeps at [`LOOKS`] looks in a row, and had neither a page nor CPU time
+//! between them. These do not hang:
+//! - A thread that waits for a core, and one of a stopped process: neither sleeps.
+//! - A thread that sleeps often, but works in between: its CPU time increases.
+//! - A thread that waits for a lock or a condition variable, which sleeps in `futex`. The lock's
+//!   owner may wait for a core. After [`LOOKS_IN_FUTEX`] looks it hangs like any other: the owner
+//!   may hang itself, in a driver for example.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -10,8 +15,10 @@ use kvx_core::backend::sync::{Condvar, Mutex};
 
 /// The time between two looks.
 const LOOK: Duration = Duration::from_millis(50);
-/// A thread that is seen asleep in one turn so often in a row hangs.
+/// The number of looks in a row at which a thread that hangs is asleep.
 const LOOKS: u32 = 4;
+/// The same for a thread that sleeps in `futex`: 5 s, half of the default `peer_timeout`.
+const LOOKS_IN_FUTEX: u32 = 100;
 
 /// The detached work of a machine: one piece at a time, but for abandoned ones.
 #[derive(Debug, Default)]
@@ -87,23 +94,25 @@ impl WatchedTurns {
         !*ended
     }
 
-    /// Calls `hangs` with the number of each turn that does, as long as it does, until that says
-    /// that there is no machine any more.
+    /// Calls `hangs` with the number of each turn that hangs, again as long as it hangs. Returns
+    /// when `hangs` returns false: the machine has ended.
     pub(super) fn watch(&self, mut hangs: impl FnMut(u64) -> bool) {
-        let (mut before, mut asleep, mut pages) = (0, 0, None);
+        let (mut before, mut asleep, mut sample) = (0, 0, None);
         let mut last = None;
         while self.rest(last == Some((self.count.load(Ordering::Relaxed), 0))) {
             let under_way = self.under_way.load(Ordering::Acquire);
             last = Some((self.count.load(Ordering::Relaxed), under_way));
             if under_way == 0 || under_way != before {
-                (before, asleep, pages) = (under_way, 0, None);
+                (before, asleep, sample) = (under_way, 0, None);
                 continue;
             }
-            let now = pages_while_asleep(self.thread.load(Ordering::Relaxed));
+            let now = SleepSample::of(self.thread.load(Ordering::Relaxed));
             asleep =
-                if now.is_some() && (now == pages || pages.is_none()) { asleep + 1 } else { 0 };
-            pages = now;
-            if asleep >= LOOKS && self.under_way.load(Ordering::Relaxed) == before {
+                if now.is_some() && (now == sample || sample.is_none()) { asleep + 1 } else { 0 };
+            sample = now;
+            if now.is_some_and(|now| asleep >= now.looks_until_hung())
+                && self.under_way.load(Ordering::Relaxed) == before
+            {
                 if !hangs(before) {
                     return;
                 }
@@ -113,16 +122,51 @@ impl WatchedTurns {
     }
 }
 
-/// How many pages a thread of this process had to wait for so far, if it is asleep within the
-/// kernel.
-fn pages_while_asleep(thread: i32) -> Option<(u64, u64)> {
-    let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).ok()?;
-    let (_, after_name) = stat.rsplit_once(") ")?;
-    let mut fields = after_name.split(' ');
-    let is_asleep = matches!(fields.next()?, "S" | "D");
-    let minor = fields.nth(6)?.parse().ok()?;
-    let major = fields.nth(1)?.parse().ok()?;
-    is_asleep.then_some((minor, major))
+/// A look at a sleeping thread. It stays equal while the thread hangs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct SleepSample {
+    minor_faults: u64,
+    major_faults: u64,
+    /// In clock ticks: a signal handler that runs meanwhile hardly counts.
+    cpu_time: u64,
+    in_futex: bool,
+}
+
+impl SleepSample {
+    /// Looks at a thread of this process. Returns `None` if it does not sleep in the kernel.
+    fn of(thread: i32) -> Option<Self> {
+        let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).ok()?;
+        let sample = Self::parse(&stat)?;
+        Some(SleepSample { in_futex: is_in_futex(thread), ..sample })
+    }
+
+    /// Reads the content of a `stat` file.
+    fn parse(stat: &str) -> Option<Self> {
+        let (_, after_name) = stat.rsplit_once(") ")?;
+        let mut fields = after_name.split(' ');
+        let is_asleep = matches!(fields.next()?, "S" | "D");
+        let minor_faults = fields.nth(6)?.parse().ok()?;
+        let major_faults = fields.nth(1)?.parse().ok()?;
+        let user_time: u64 = fields.nth(1)?.parse().ok()?;
+        let system_time: u64 = fields.next()?.parse().ok()?;
+        let cpu_time = user_time + system_time;
+        is_asleep.then_some(SleepSample { minor_faults, major_faults, cpu_time, in_futex: false })
+    }
+
+    fn looks_until_hung(&self) -> u32 {
+        if self.in_futex { LOOKS_IN_FUTEX } else { LOOKS }
+    }
+}
+
+/// Returns true if a sleeping thread of this process is in the system call `futex`. Returns false
+/// where `/proc` does not say: in a process that is not dumpable, and in some sandboxes.
+fn is_in_futex(thread: i32) -> bool {
+    let syscall = std::fs::read_to_string(format!("/proc/self/task/{thread}/syscall"));
+    syscall.is_ok_and(|syscall| {
+        // The number, or "-1" outside of a system call, or "running".
+        let number = syscall.split_whitespace().next();
+        number.and_then(|number| number.parse().ok()) == Some(libc::SYS_futex)
+    })
 }
 
 #[cfg(test)]
@@ -170,5 +214,77 @@ mod tests {
             }
         });
         assert!(hung.is_empty(), "{hung:?}");
+    }
+
+    /// Waits for a lock in a turn, and releases the lock once `release` returns.
+    fn wait_for_lock(turns: &WatchedTurns, release: impl FnOnce()) {
+        let lock = std::sync::Mutex::new(());
+        std::thread::scope(|scope| {
+            let held = lock.lock().unwrap();
+            let waits = scope.spawn(|| {
+                let piece = turns.begin();
+                drop(lock.lock().unwrap());
+                turns.end(piece);
+            });
+            release();
+            assert!(!waits.is_finished());
+            drop(held);
+        });
+    }
+
+    #[test]
+    fn a_turn_that_waits_for_a_lock_does_not_hang() {
+        let hung = watched(|turns| wait_for_lock(turns, || std::thread::sleep(20 * LOOK)));
+        assert!(hung.is_empty(), "{hung:?}");
+    }
+
+    #[test]
+    fn a_turn_that_waits_for_a_lock_for_seconds_hangs() {
+        let turns = Arc::new(WatchedTurns::default());
+        let (hangs, hung) = mpsc::channel();
+        let watches = Arc::clone(&turns);
+        let watch = std::thread::spawn(move || watches.watch(|number| hangs.send(number).is_ok()));
+        wait_for_lock(&turns, || {
+            let begun = Instant::now();
+            assert_eq!(hung.recv_timeout(Duration::from_secs(60)), Ok(1));
+            assert!(begun.elapsed() >= (LOOKS_IN_FUTEX - 1) * LOOK, "{:?}", begun.elapsed());
+        });
+        turns.stop_watching();
+        watch.join().unwrap();
+    }
+
+    #[test]
+    fn a_turn_that_works_between_sleeps_does_not_hang() {
+        /// Longer than a tick of `/proc`, so that each look sees that the thread had worked.
+        const WORK: Duration = Duration::from_millis(15);
+        fn cpu_time() -> Duration {
+            let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+            Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+        }
+        let hung = watched(|turns| {
+            let piece = turns.begin();
+            let until = Instant::now() + 20 * LOOK;
+            while Instant::now() < until {
+                std::thread::sleep(LOOK - WORK);
+                let worked = cpu_time() + WORK;
+                while cpu_time() < worked {
+                    std::hint::spin_loop();
+                }
+            }
+            turns.end(piece);
+        });
+        assert!(hung.is_empty(), "{hung:?}");
+    }
+
+    #[test]
+    fn a_thread_with_any_name_is_sampled_if_it_sleeps() {
+        let stat = |state| format!("7 (a) S 1) {state} 1 2 3 4 -1 6 11 8 13 10 5 6 13 14");
+        let sample =
+            SleepSample { minor_faults: 11, major_faults: 13, cpu_time: 11, in_futex: false };
+        for (state, expected) in
+            [('S', Some(sample)), ('D', Some(sample)), ('R', None), ('T', None), ('t', None)]
+        {
+            assert_eq!(SleepSample::parse(&stat(state)), expected, "{state}");
+        }
     }
 }

@@ -1,11 +1,15 @@
 //! Turns that hang, and work that panics.
 
+use std::io::Read as _;
+use std::os::unix::net::UnixStream;
+
 use super::*;
 
 /// Settles its tickets; the work for one of them hangs.
 struct Hangs {
-    hangs: Option<std::sync::mpsc::Receiver<()>>,
-    /// That work waits for its end.
+    /// Ends that work when the other end is closed.
+    hangs: Option<UnixStream>,
+    /// True once that work hangs.
     hung: Arc<AtomicBool>,
     echo: Echo,
     abandoned: Arc<AtomicUsize>,
@@ -13,14 +17,16 @@ struct Hangs {
 
 struct HangingWork {
     ticket: Ticket,
-    end: std::sync::mpsc::Receiver<()>,
+    end: UnixStream,
     hung: Arc<AtomicBool>,
 }
 
 impl DetachedWork<Hangs> for HangingWork {
     fn run(&mut self) {
         self.hung.store(true, Ordering::SeqCst);
-        self.end.recv_timeout(Duration::from_secs(10)).ok();
+        // As a page fault does, it sleeps in the kernel, and not in `futex`.
+        self.end.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        self.end.read_exact(&mut [0]).ok();
     }
     fn rejoin(self, machine: &mut Hangs, _: &mut Outbox) {
         machine.echo.0.push(self.ticket);
@@ -66,13 +72,13 @@ impl Progress for Hangs {
 struct HungReactor {
     reactor: Arc<Reactor<Hangs>>,
     abandoned: Arc<AtomicUsize>,
-    end: std::sync::mpsc::Sender<()>,
+    end: UnixStream,
     first: Completion<()>,
 }
 
 impl HungReactor {
     fn new(submit: fn(&Reactor<Hangs>, Ticket)) -> Self {
-        let (end, hangs) = std::sync::mpsc::channel();
+        let (end, hangs) = UnixStream::pair().unwrap();
         let (hung, abandoned) = (Arc::<AtomicBool>::default(), Arc::<AtomicUsize>::default());
         let machine = Hangs {
             hangs: Some(hangs),
@@ -111,7 +117,7 @@ fn a_machine_goes_on_without_a_turn_that_hangs() {
             after.wait_blocking(Duration::from_secs(10)).unwrap();
         }
         assert_eq!(reactor.shared.sleep.drivers.load(Ordering::SeqCst), 0);
-        end.send(()).unwrap();
+        drop(end);
         first.wait_blocking(Duration::from_secs(10)).unwrap();
         assert_eq!(abandoned.load(Ordering::SeqCst), 0);
         until(|| Arc::strong_count(&reactor.shared) == 3); // its thread and the watch
@@ -125,7 +131,7 @@ fn a_machine_goes_on_without_a_turn_that_hangs() {
 #[test]
 fn a_turn_that_only_takes_its_time_goes_on() {
     let HungReactor { reactor, abandoned, end, first } = HungReactor::new(Reactor::submit_and_turn);
-    end.send(()).unwrap();
+    drop(end);
     first.wait_blocking(Duration::from_secs(10)).unwrap();
     assert_eq!(abandoned.load(Ordering::SeqCst), 0);
     reactor.stop();
@@ -143,7 +149,7 @@ fn a_machine_that_hangs_when_it_is_to_stop_is_stopped_by_the_one_that_goes_on() 
             ErrorKind::Closed
         );
         reactor.stop(); // does not wait for who hangs
-        end.send(()).unwrap();
+        drop(end);
     }
 }
 
@@ -153,7 +159,7 @@ fn who_stops_a_machine_that_hangs_waits_for_no_longer_than_until_another_goes_on
     let stops = Arc::clone(&reactor);
     let stopped = std::thread::spawn(move || stops.stop());
     until(|| stopped.is_finished());
-    end.send(()).unwrap();
+    drop(end);
 }
 
 #[test]

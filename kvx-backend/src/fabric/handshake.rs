@@ -388,19 +388,25 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// A handshake is done.
+    /// Brings a link up whose handshake is done.
     pub(super) fn come_up(&mut self, number: u64, out: &mut Outbox) {
+        // Expected: the proof could not be sent, and the session ended.
+        let Some(session) = self
+            .sessions
+            .get_mut(&number)
+            .filter(|session| matches!(session.phase, Phase::Greeting(_)))
+        else {
+            return;
+        };
+        let Some(link) = session.link.clone() else {
+            debug_assert!(false, "session {number} comes up, and a peer began it");
+            return;
+        };
         if let Some(why) = self.fabric.rejection(EndpointId(number)) {
             let why = why.with_backend(self.name);
             return self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Closing, out);
         }
         let (text, capabilities) = self.fabric.describe(EndpointId(number));
-        // Expected: the proof could not be sent, and the session ended.
-        let Some(session) = self.sessions.get_mut(&number) else { return };
-        let Some(link) = session.link.clone() else {
-            debug_assert!(false, "session {number} comes up, and a peer began it");
-            return;
-        };
         *link.known.lock() = Some((text, Arc::new(capabilities)));
         session.phase = Phase::Up;
         if self.links.contains_key(&link.id) {

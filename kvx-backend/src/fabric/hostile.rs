@@ -11,11 +11,13 @@ use super::library::{EndpointId, Event, Fabric, SendStatus, Unregister};
 use super::machine::Machine;
 use super::regions::{RegionRecord, Regions};
 use super::session::LONG_SILENCE;
+use super::shared_link::SharedLink;
 use super::stream::FrameHeader;
+use crate::control::proof::Keys;
 use crate::control::violations::{
     HandshakeStage, Violation, greet, greet_as, prove, random_message, violations,
 };
-use crate::control::{ControlMessage, HeldBytes, Silence};
+use crate::control::{ControlMessage, HeldBytes, Silence, verify_hello};
 use crate::process::ProcessId;
 use crate::reactor::{Armed, Outbox, Progress, Queued, Turn};
 use kvx_core::backend::sync::Mutex;
@@ -38,6 +40,8 @@ pub(super) struct Quiet {
     foreign: Vec<Event>,
     /// It has no room for messages.
     pub(super) full: bool,
+    /// It cannot reach any endpoint.
+    unreachable: bool,
     /// It lets go of no region now.
     pub(super) busy: bool,
     /// It does not say that it has ended.
@@ -61,6 +65,9 @@ unsafe impl Fabric for Quiet {
     }
     fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<SendStatus> {
         assert!(self.endpoints.contains(&endpoint));
+        if self.unreachable {
+            return Err(Error::new(ErrorKind::PeerLost, "no route"));
+        }
         if self.full {
             return Ok(SendStatus::Later);
         }
@@ -492,6 +499,28 @@ fn initiators_that_died_unseen_are_asked_and_leave_room_and_who_answers_stays() 
     age(&mut machine);
     machine.progress(&Queued::default(), &mut Outbox::default());
     assert!(machine.next_look.is_some_and(|at| at < Instant::now() + LONG_SILENCE / 2));
+}
+
+#[test]
+fn a_link_whose_proof_cannot_be_sent_does_not_come_up() {
+    let mut machine = machine();
+    let keys = Keys::new(&INVITATION, None);
+    let link = SharedLink::new(LinkId(1), identity("target"), Some(keys.clone()), 1);
+    let link = Arc::new(link);
+    machine.connect(Arc::clone(&link), b"somewhere", &mut Outbox::default());
+    let (header, hello) = sent(&mut machine);
+    let Ok(ControlMessage::Hello { versions, body }) = ControlMessage::decode(&hello) else {
+        panic!("{hello:?}")
+    };
+    let Ok(verified) = verify_hello(&keys, versions, body) else { panic!("it was invited") };
+    let mut process = Vec::new();
+    ProcessId::current().encode(&mut process);
+    let (version, body, _) = verified.welcome(&keys, &process).unwrap();
+    let welcome = ControlMessage::Welcome { version, body: &body }.encode();
+    machine.fabric.unreachable = true;
+    take(&mut machine, frame(header.from, 77, 0, &welcome));
+    assert!(machine.sessions.is_empty() && machine.fabric.endpoints.is_empty());
+    assert_eq!(link.gone().kind(), ErrorKind::PeerLost);
 }
 
 #[test]

@@ -1,0 +1,278 @@
+//! Libraries that are open: their symbols, and the one of a process.
+
+use std::borrow::Cow;
+use std::ffi::{CStr, c_void};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+use std::sync::{Arc, OnceLock};
+
+use kvx_core::backend::Unavailable;
+
+/// A native library that is open for the life of the process. Cheap to clone.
+#[derive(Clone)]
+pub struct NativeLibrary(Arc<OpenLibrary>);
+
+pub(super) struct OpenLibrary {
+    /// The dynamic linker's handle, never closed.
+    pub(super) handle: *mut c_void,
+    pub(super) path: PathBuf,
+    pub(super) origin: Origin,
+    pub(super) cure: Cow<'static, str>,
+}
+
+// SAFETY: the handle belongs to the process, not to the thread that opened it; the other fields are
+// `Send`.
+unsafe impl Send for OpenLibrary {}
+// SAFETY: the handle is only passed to `dlsym` and `dlvsym`, which any threads may call at a time;
+// the other fields are `Sync`.
+unsafe impl Sync for OpenLibrary {}
+
+/// The variable that named a library, or could have.
+pub(super) struct Origin {
+    pub(super) variable: &'static str,
+    pub(super) value: Option<String>,
+}
+
+/// What a process knows of a library that it opens once: the first that was asked for is the only
+/// one.
+pub struct OpenOnce<T>(OnceLock<T>);
+
+impl<T> OpenOnce<T> {
+    /// Not opened yet.
+    #[expect(clippy::new_without_default, reason = "it is made for statics, which need a constant")]
+    pub const fn new() -> Self {
+        OpenOnce(OnceLock::new())
+    }
+
+    /// The library, if it has been opened.
+    pub fn opened(&self) -> Option<&T> {
+        self.0.get()
+    }
+
+    /// The library, which `load` opens unless it is open already.
+    ///
+    /// # Errors
+    /// Those of `load`, which is tried again at the next call.
+    pub fn open(&self, load: impl FnOnce() -> Result<T, Unavailable>) -> Result<&T, Unavailable> {
+        match self.0.get() {
+            Some(library) => Ok(library),
+            None => {
+                let library = load()?;
+                Ok(self.0.get_or_init(|| library))
+            }
+        }
+    }
+}
+
+/// A native library with the functions that kvx calls, and its version.
+#[derive(Debug)]
+pub struct BoundLibrary<F, V> {
+    native: NativeLibrary,
+    functions: F,
+    version: V,
+}
+
+impl<F, V: Copy> BoundLibrary<F, V> {
+    /// Returns the library as its backend knows it.
+    pub fn new(native: NativeLibrary, functions: F, version: V) -> Self {
+        BoundLibrary { native, functions, version }
+    }
+
+    /// Returns the library itself, for symbols that only some versions have.
+    pub fn native(&self) -> &NativeLibrary {
+        &self.native
+    }
+
+    /// Returns its functions.
+    pub fn functions(&self) -> &F {
+        &self.functions
+    }
+
+    /// Returns its version.
+    pub fn version(&self) -> V {
+        self.version
+    }
+
+    /// Returns the file that was loaded.
+    pub fn path(&self) -> &Path {
+        self.native.path()
+    }
+}
+
+/// The library of a process: the first that was opened is the only one.
+pub struct ProcessLibrary<F, V> {
+    opened: OpenOnce<BoundLibrary<F, V>>,
+    load: fn() -> Result<BoundLibrary<F, V>, Unavailable>,
+}
+
+impl<F, V: Copy> ProcessLibrary<F, V> {
+    /// Returns one that `load` will open.
+    pub const fn new(load: fn() -> Result<BoundLibrary<F, V>, Unavailable>) -> Self {
+        ProcessLibrary { opened: OpenOnce::new(), load }
+    }
+
+    /// Returns the library, opened if it was not yet.
+    ///
+    /// # Errors
+    /// What was tried and the cure; tried again at the next call.
+    pub fn open(&self) -> Result<&BoundLibrary<F, V>, Unavailable> {
+        self.opened.open(self.load)
+    }
+
+    /// Returns the library, if it has been opened.
+    pub fn opened(&self) -> Option<&BoundLibrary<F, V>> {
+        self.opened.opened()
+    }
+
+    /// Returns the functions of the open library, for the holder of one of its handles.
+    ///
+    /// # Panics
+    /// It has not been opened, so that there can be no handle.
+    pub fn functions(&self) -> &F {
+        self.opened().expect("a handle exists, so its library is open").functions()
+    }
+}
+
+impl NativeLibrary {
+    pub(super) fn new(open: OpenLibrary) -> Self {
+        NativeLibrary(Arc::new(open))
+    }
+
+    /// The file that was really loaded. It may be another than the first of its name: the process
+    /// may have loaded it before.
+    pub fn path(&self) -> &Path {
+        &self.0.path
+    }
+
+    /// The symbol `name`.
+    ///
+    /// # Safety
+    /// `T` is the type that the library gives the symbol: a pointer, or a function pointer with its
+    /// signature.
+    ///
+    /// # Errors
+    /// Names the symbol and the file.
+    pub unsafe fn symbol<T: Copy>(&self, name: &CStr) -> Result<T, Unavailable> {
+        // SAFETY: the caller's promise.
+        unsafe { self.optional_symbol(name) }.ok_or_else(|| self.lacks(name, ""))
+    }
+
+    /// The address of the symbol `name`, for tables of functions that are filled by name.
+    ///
+    /// # Errors
+    /// Names the symbol and the file.
+    pub fn address(&self, name: &CStr) -> Result<NonNull<c_void>, Unavailable> {
+        // SAFETY: `T` is an address, which every symbol has; null ones count as missing.
+        unsafe { self.symbol(name) }
+    }
+
+    /// As [`address`](NativeLibrary::address), of the symbol as of `version`.
+    ///
+    /// # Errors
+    /// Names the symbol, the version and the file.
+    pub fn versioned_address(
+        &self,
+        name: &CStr,
+        version: &CStr,
+    ) -> Result<NonNull<c_void>, Unavailable> {
+        // SAFETY: `T` is a non-null address here, which every symbol has.
+        unsafe { self.versioned_symbol(name, version) }
+    }
+
+    /// The symbol `name`, for what only some versions of a library have.
+    ///
+    /// # Safety
+    /// As [`symbol`](NativeLibrary::symbol).
+    pub unsafe fn optional_symbol<T: Copy>(&self, name: &CStr) -> Option<T> {
+        // SAFETY: the handle is open for ever, and the name ends in NUL.
+        let address = unsafe { libc::dlsym(self.0.handle, name.as_ptr()) };
+        // SAFETY: the caller's promise.
+        unsafe { typed(address) }
+    }
+
+    /// The symbol `name` as of `version` (`FABRIC_1.3`): what a program gets that was linked
+    /// against that version, also when a newer library has a newer default.
+    ///
+    /// # Safety
+    /// As [`symbol`](NativeLibrary::symbol), for the symbol as of that version.
+    ///
+    /// # Errors
+    /// Names the symbol, the version and the file.
+    pub unsafe fn versioned_symbol<T: Copy>(
+        &self,
+        name: &CStr,
+        version: &CStr,
+    ) -> Result<T, Unavailable> {
+        // SAFETY: the caller's promise.
+        unsafe { self.optional_versioned_symbol(name, version) }
+            .ok_or_else(|| self.lacks(name, &format!(" of version {}", version.to_string_lossy())))
+    }
+
+    /// As [`versioned_symbol`](NativeLibrary::versioned_symbol), for what only some libraries have.
+    ///
+    /// # Safety
+    /// As [`versioned_symbol`](NativeLibrary::versioned_symbol).
+    pub unsafe fn optional_versioned_symbol<T: Copy>(
+        &self,
+        name: &CStr,
+        version: &CStr,
+    ) -> Option<T> {
+        #[cfg(target_env = "gnu")]
+        {
+            // SAFETY: the handle is open for ever, and both names end in NUL.
+            let address = unsafe { libc::dlvsym(self.0.handle, name.as_ptr(), version.as_ptr()) };
+            // SAFETY: the caller's promise.
+            unsafe { typed(address) }
+        }
+        #[cfg(not(target_env = "gnu"))]
+        {
+            // This C library ignores versions, and so does the linker that runs the program.
+            let _ = version;
+            // SAFETY: the caller's promise.
+            unsafe { self.optional_symbol(name) }
+        }
+    }
+
+    fn lacks(&self, name: &CStr, version: &str) -> Unavailable {
+        let Origin { variable, value } = &self.0.origin;
+        let (path, cure) = (self.0.path.display(), &self.0.cure);
+        Unavailable {
+            missing: format!("{path} has no symbol {}{version}", name.to_string_lossy()),
+            variable: Some(variable),
+            value: value.clone(),
+            tried: Vec::new(),
+            cure: format!("it is another library than kvx expects, or too old: {cure}"),
+        }
+    }
+}
+
+impl fmt::Debug for NativeLibrary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NativeLibrary({})", self.0.path.display())
+    }
+}
+
+/// # Safety
+/// `address` is null or points to a `T`.
+unsafe fn typed<T: Copy>(address: *mut c_void) -> Option<T> {
+    const { assert!(size_of::<T>() == size_of::<*mut c_void>(), "a symbol is an address") };
+    if address.is_null() {
+        return None; // a symbol may be defined as null; nothing that kvx calls is
+    }
+    // SAFETY: of one size, and the caller says that this address is a `T`.
+    Some(unsafe { std::mem::transmute_copy(&address) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_is_opened_once_and_tried_again_until_then() {
+        let once = OpenOnce::new();
+        assert!(once.open(|| Err(Unavailable::because("not there", "install it"))).is_err());
+        assert_eq!((once.opened(), once.open(|| Ok(1))), (None, Ok(&1)));
+        assert_eq!((once.open(|| Ok(2)), once.opened()), (Ok(&1), Some(&1)));
+    }
+}

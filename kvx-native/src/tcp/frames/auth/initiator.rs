@@ -1,0 +1,146 @@
+//! The initiator's side of a handshake.
+
+use kvx_backend::control::Refusal;
+use kvx_backend::control::proof::{Keys, secret_mismatch};
+use kvx_core::backend::wire::{Reader, Writer};
+use kvx_core::{Error, ErrorKind, Identity, Result};
+use kvx_noise::NoiseHandshake;
+
+use super::{
+    Agreement, NO_ROOM, before_mistaken, invited_key, mistaken_key, no_version, unexpected,
+};
+use crate::tcp::frames::{Frame, Header, Hello, VERSIONS, Versions, put_frame, read_refuse};
+use crate::tcp::seal::Seal;
+
+/// Only one end has a secret.
+fn one_sided(who: &str) -> Error {
+    Error::new(
+        ErrorKind::Authentication,
+        format!(
+            "{who} has a shared secret and the other agent has none: give both the same, or neither"
+        ),
+    )
+}
+
+fn not_the_peer() -> Error {
+    let why = "whoever answers has not proven to be the peer, or its answer was altered: find out who is between";
+    Error::new(ErrorKind::Malformed, why)
+}
+
+/// What the initiator learns at the end.
+pub(crate) enum InitiatorVerdict {
+    Welcome(Agreement),
+    /// Whoever answers is not whom the metadata invited to.
+    Restarted,
+}
+
+/// How an initiator's handshake stands.
+enum Asked {
+    /// It has said hello, by the secret alone too if it has one.
+    ToEnter { invited: Box<NoiseHandshake>, mistaken: Option<Box<NoiseHandshake>> },
+    /// It has said who it is.
+    Confirmed(Option<Agreement>),
+}
+
+/// The initiator's side of a handshake.
+pub(crate) struct InitiatorHandshake {
+    own: Identity,
+    link: [u8; 16],
+    lane: u8,
+    /// What it wants sealed at least.
+    wish: Seal,
+    asked: Asked,
+}
+
+impl InitiatorHandshake {
+    /// Says hello.
+    pub(crate) fn start(
+        keys: &Keys,
+        own: Identity,
+        (link, lane): ([u8; 16], u8),
+        wish: Seal,
+        out: &mut Vec<u8>,
+    ) -> Result<Self> {
+        let head = Hello::head(VERSIONS);
+        let (mut by_both, mut by_secret) = (Vec::new(), Vec::new());
+        let mut invited = NoiseHandshake::initiator(&invited_key(keys), &head)?;
+        invited.write(&[wish.number()], &mut by_both)?;
+        let mut mistaken = None;
+        if let Some(key) = mistaken_key(keys) {
+            let mut noise = NoiseHandshake::initiator(&key, &before_mistaken(&head, &by_both))?;
+            noise.write(&[], &mut by_secret)?;
+            mistaken = Some(Box::new(noise));
+        }
+        let hello = Hello { versions: VERSIONS, invited: &by_both, mistaken: &by_secret };
+        put_frame(out, Frame::Hello, 0, |out| out.put(&hello.encode()));
+        let asked = Asked::ToEnter { invited: Box::new(invited), mistaken };
+        Ok(InitiatorHandshake { own, link, lane, wish, asked })
+    }
+
+    /// Takes a frame of the owner's. `Some`: the end. An error ends the connection.
+    pub(crate) fn frame(
+        &mut self,
+        header: Header,
+        body: &[u8],
+        out: &mut Vec<u8>,
+    ) -> Result<Option<InitiatorVerdict>> {
+        match (header.frame, &mut self.asked) {
+            (Frame::Refuse, Asked::ToEnter { mistaken, .. }) => {
+                refused(body, mistaken.is_some()).map(Some)
+            }
+            (Frame::Mistaken, Asked::ToEnter { mistaken: Some(noise), .. }) => {
+                noise.read(body).ok_or_else(not_the_peer)?;
+                Ok(Some(InitiatorVerdict::Restarted))
+            }
+            (Frame::Welcome, Asked::ToEnter { invited, .. }) => {
+                let said = invited.read(body).ok_or_else(not_the_peer)?;
+                let seal = read_welcome(&said, self.wish)?;
+                let mut seals = invited.seals();
+                let mut confirm = self.link.to_vec();
+                confirm.put_u8(self.lane);
+                confirm.put_identity(&self.own);
+                put_frame(out, Frame::Confirm, 0, |out| seals.sealer.seal(&confirm, out));
+                self.asked = Asked::Confirmed(Some((seal, Box::new(seals))));
+                Ok(None)
+            }
+            (Frame::Entered, Asked::Confirmed(sealed)) => {
+                let (seal, mut seals) = sealed.take().ok_or_else(|| unexpected(header))?;
+                seals.opener.open(&mut body.to_vec())?;
+                Ok(Some(InitiatorVerdict::Welcome((seal, seals))))
+            }
+            _ => Err(unexpected(header)),
+        }
+    }
+}
+
+/// A refusal proves nothing. It says whether the owner has a secret; with one, only who has it is
+/// told of a restart.
+fn refused(body: &[u8], have_secret: bool) -> Result<InitiatorVerdict> {
+    let error = read_refuse(body);
+    match (error.kind(), have_secret) {
+        (ErrorKind::PeerRestarted, false) => Ok(InitiatorVerdict::Restarted),
+        (ErrorKind::PeerRestarted, true) => Err(one_sided("this agent")),
+        (ErrorKind::Authentication, false) => Err(one_sided("the peer")),
+        (ErrorKind::Authentication, true) => Err(secret_mismatch()),
+        (ErrorKind::Incompatible, _) => Err(error),
+        // No owner says anything else to a stranger.
+        _ => Err(not_the_peer()),
+    }
+}
+
+/// What is sealed, if there is room.
+pub(super) fn read_welcome(said: &[u8], wish: Seal) -> Result<Seal> {
+    let mut reader = Reader::new("Welcome", said);
+    if reader.u8()? == NO_ROOM {
+        return Err(Refusal::decode(&mut reader)?.into_error());
+    }
+    let (version, seal) = (reader.u16()?, Seal::of_number(reader.u8()?)?);
+    reader.end()?;
+    if !(VERSIONS.min..=VERSIONS.max).contains(&version) {
+        return Err(no_version(Versions { min: version, max: version }, VERSIONS));
+    }
+    if seal < wish {
+        return Err(reader.malformed("less is sealed than was asked for"));
+    }
+    Ok(seal)
+}

@@ -1,0 +1,143 @@
+//! The owner's side of a handshake.
+
+use kvx_backend::control::Refusal;
+use kvx_backend::control::proof::{Keys, unauthenticated};
+use kvx_core::backend::wire::{Reader, Writer};
+use kvx_core::{Error, ErrorKind, Identity, Result};
+use kvx_noise::{NoiseHandshake, TAG};
+
+use super::{
+    Agreement, COME_IN, NO_ROOM, before_mistaken, invited_key, mistaken_key, no_version, unexpected,
+};
+use crate::tcp::frames::{Frame, Header, Hello, VERSIONS, Versions, put_frame, put_refuse};
+use crate::tcp::seal::Seal;
+
+/// How a handshake stands, on the owner's side.
+pub(crate) enum Step {
+    /// It goes on.
+    More,
+    /// The initiator is who it says, and this is the `lane`-th lane of its `link`.
+    Entered { who: Identity, link: [u8; 16], lane: u8, seals: Agreement },
+    /// Answered that it wants somebody else: close when that is sent.
+    Mistaken,
+}
+
+/// The owner's side of a handshake.
+pub(crate) struct OwnerHandshake {
+    keys: Keys,
+    /// What it wants sealed at least.
+    wish: Seal,
+    /// It has welcomed an initiator that has the key.
+    welcomed: Option<Agreement>,
+    /// Why nobody may come in, if that is so: told to who may.
+    full: Option<Error>,
+}
+
+impl OwnerHandshake {
+    pub(crate) fn new(keys: Keys, wish: Seal, full: Option<Error>) -> Self {
+        OwnerHandshake { keys, wish, welcomed: None, full }
+    }
+
+    /// Returns true if the initiator has said hello, by the key.
+    pub(crate) fn has_said_hello(&self) -> bool {
+        self.welcomed.is_some()
+    }
+
+    /// Takes a frame of the initiator's. An error ends the connection; `out` holds a last word.
+    pub(crate) fn frame(&mut self, header: Header, body: &[u8], out: &mut Vec<u8>) -> Result<Step> {
+        match (header.frame, self.welcomed.take()) {
+            (Frame::Hello, None) => self.hello(body, out),
+            (Frame::Confirm, Some(sealed)) => confirm(body, sealed, out),
+            _ => Err(unexpected(header)),
+        }
+    }
+
+    fn hello(&mut self, body: &[u8], out: &mut Vec<u8>) -> Result<Step> {
+        if let Ok((theirs, _)) = Hello::versions(body)
+            && VERSIONS.common(theirs).is_none()
+        {
+            let error = no_version(VERSIONS, theirs);
+            put_refuse(out, &error);
+            return Err(error);
+        }
+        // What a stranger is told says no more of its words than that they were those of one.
+        let kind = if self.keys.have_secret() {
+            ErrorKind::Authentication
+        } else {
+            ErrorKind::PeerRestarted
+        };
+        let refuse = |out: &mut Vec<u8>| {
+            put_refuse(out, &Error::new(kind, unauthenticated().sentence().to_owned()))
+        };
+        let hello = Hello::decode(body).inspect_err(|_| refuse(out))?;
+        let head = Hello::head(hello.versions);
+        let by_secret = match mistaken_key(&self.keys) {
+            None => hello.mistaken.is_empty().then_some(None),
+            Some(key) => {
+                let mut noise =
+                    NoiseHandshake::responder(&key, &before_mistaken(&head, hello.invited))?;
+                noise.read(hello.mistaken).map(|_| Some(noise))
+            }
+        };
+        if let Some(by_secret) = by_secret {
+            let mut noise = NoiseHandshake::responder(&invited_key(&self.keys), &head)?;
+            if let Some(said) = noise.read(hello.invited) {
+                return self.welcome(noise, hello.versions, &said, out);
+            }
+            if let Some(mut noise) = by_secret {
+                let mut answer = Vec::new();
+                noise.write(&[], &mut answer)?;
+                put_frame(out, Frame::Mistaken, 0, |out| out.put(&answer));
+                return Ok(Step::Mistaken);
+            }
+        }
+        refuse(out);
+        Err(unauthenticated())
+    }
+
+    fn welcome(
+        &mut self,
+        mut noise: NoiseHandshake,
+        theirs: Versions,
+        said: &[u8],
+        out: &mut Vec<u8>,
+    ) -> Result<Step> {
+        let mut reader = Reader::new("Hello", said);
+        let seal = Seal::of_number(reader.u8()?)?.max(self.wish);
+        reader.end()?;
+        let mut says = Vec::new();
+        match &self.full {
+            Some(full) => {
+                says.put_u8(NO_ROOM);
+                Refusal::from(full).encode(&mut says);
+            }
+            None => {
+                says.put_u8(COME_IN);
+                says.put_u16(VERSIONS.common(theirs).unwrap_or(VERSIONS.max));
+                says.put_u8(seal.number());
+            }
+        }
+        let mut message = Vec::new();
+        noise.write(&says, &mut message)?;
+        put_frame(out, Frame::Welcome, 0, |out| out.put(&message));
+        match self.full.take() {
+            Some(full) => Err(full),
+            None => {
+                self.welcomed = Some((seal, Box::new(noise.seals())));
+                Ok(Step::More)
+            }
+        }
+    }
+}
+
+/// The initiator's last word: no recorded one can say it.
+fn confirm(body: &[u8], (seal, mut seals): Agreement, out: &mut Vec<u8>) -> Result<Step> {
+    let mut said = body.to_vec();
+    seals.opener.open(&mut said).map_err(|_| unauthenticated())?;
+    said.truncate(body.len() - TAG);
+    let mut reader = Reader::new("Confirm", &said);
+    let (link, lane, who) = (reader.array()?, reader.u8()?, reader.identity()?);
+    reader.end()?;
+    put_frame(out, Frame::Entered, 0, |out| seals.sealer.seal_end(0, out));
+    Ok(Step::Entered { who, link, lane, seals: (seal, seals) })
+}

@@ -50,7 +50,7 @@ impl<'a> Elf<'a> {
 }
 
 /// Returns the libraries that `file` needs and the dynamic linker does not find for it, which names
-/// only the first itself. Empty when that cannot be told.
+/// only the first. Empty if the file cannot be read.
 pub fn missing_libraries(file: &Path) -> Vec<String> {
     let Some(dynamic) = std::fs::read(file).ok().and_then(|bytes| Dynamic::read(&bytes)) else {
         return Vec::new();
@@ -69,7 +69,7 @@ pub fn missing_libraries(file: &Path) -> Vec<String> {
     dynamic.needed.into_iter().filter(|name| !is_there(name)).collect()
 }
 
-/// What a library says of its needs.
+/// The dependencies that a library declares.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Dynamic {
     needed: Vec<String>,

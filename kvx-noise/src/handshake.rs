@@ -73,8 +73,8 @@ impl NoiseHandshake {
         Some(payload)
     }
 
-    /// What is sealed from now on, each direction by its own key: both messages have been written
-    /// and read.
+    /// Returns the seals for all later messages, with one key for each direction. Both messages of
+    /// the handshake must have been written and read.
     pub fn seals(&mut self) -> Seals {
         debug_assert!(self.0.is_handshake_finished(), "its keys are not made by both ends yet");
         let (to_responder, to_initiator) = self.0.dangerously_get_raw_split();
@@ -242,8 +242,8 @@ impl AesGcm {
         sealed.expect("it is shorter than 64 GiB").into()
     }
 
-    /// Decrypts the message of this number. False, and the message is worthless, if that is not
-    /// what was sealed.
+    /// Decrypts the message of this number in place. Returns false, and leaves garbage, if the
+    /// message was altered.
     pub(crate) fn open(
         &self,
         number: u64,

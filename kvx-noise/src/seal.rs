@@ -1,5 +1,4 @@
-//! What is sealed when a handshake is done: the messages of each direction, by numbers that do not
-//! travel.
+//! Sealed messages after a handshake, numbered in each direction. The numbers are not sent.
 
 use std::fmt;
 

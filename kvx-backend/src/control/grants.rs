@@ -16,7 +16,7 @@ const REMEMBERED: usize = 4096;
 pub struct RegionTable<R> {
     open: HashMap<RegionId, (RegionKey, R)>,
     revoked: HashSet<RegionId>,
-    /// The same numbers, the oldest first.
+    /// Their numbers, the oldest first.
     order: VecDeque<RegionId>,
 }
 

@@ -41,7 +41,7 @@ impl<P> HeldBytes<P> {
         bytes / STEP * STEP
     }
 
-    /// Returns whether nothing is held.
+    /// Returns true if no bytes are held.
     pub fn is_empty(&self) -> bool {
         self.all == 0 && self.by_peer.is_empty()
     }

@@ -54,7 +54,7 @@ impl Refusal {
     /// Appends the encoded refusal.
     pub fn encode(&self, out: &mut Vec<u8>) {
         let kind = match self.kind {
-            // One number serves both: initiators refuse what is not permitted before they ask.
+            // One number serves both: initiators check permissions before they ask.
             ErrorKind::PermissionDenied => ErrorKind::Authentication,
             kind => kind,
         };

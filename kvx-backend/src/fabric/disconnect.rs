@@ -158,8 +158,8 @@ impl<F: Fabric> Machine<F> {
             && matches!(was, Phase::Greeting(_))
             && session.greeting.is_some()
         {
-            // The target may know us already: it is told when it answers, or this end forgets it
-            // then.
+            // The target may have the hello already: this end closes the session when the answer
+            // arrives, or when the handshake times out.
             session.phase = was;
         }
         self.fail_jobs(|running| running.session == number, &why, out);

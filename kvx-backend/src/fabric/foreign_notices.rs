@@ -1,15 +1,14 @@
-//! Notifications of foreign agents that wait for room.
+//! Notifications of foreign agents that wait for capacity in the agent's queue.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use kvx_core::backend::{MAX_FOREIGN_NOTIFICATION, QueueFull};
 
-/// The most notifications of foreign agents that wait for room, and their bytes.
+/// The most notifications of foreign agents that wait, and their bytes.
 const MAX_HELD: (usize, usize) = (16 << 10, 64 << 20);
 
-/// Notifications of foreign agents that wait for room, the oldest first. Nothing holds such agents
-/// back.
+/// Notifications of foreign agents that wait, the oldest first. Such agents have no flow control.
 #[derive(Default)]
 pub(super) struct ForeignNotices {
     queue: VecDeque<(Arc<str>, Vec<u8>)>,

@@ -185,8 +185,8 @@ mod tests {
     use kvx_core::backend::{RegionKey, RegionSpec};
     use kvx_core::{Completion, ErrorKind, Memory};
 
-    /// A machine with a region that the library does not let go of yet; the region's memory, and
-    /// the recall's end.
+    /// Returns a machine with a region that the library does not unregister yet; the region's
+    /// memory, and the recall's completion.
     fn busy() -> (Machine<Quiet>, Weak<Memory>, Completion<()>) {
         let mut machine = machine();
         let memory = Arc::new(Memory::owned(vec![0; 64]));

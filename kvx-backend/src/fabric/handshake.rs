@@ -24,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const MAX_GREETINGS: usize = 64;
 /// The most sessions that peers began. Few in tests, which fill them.
 const MAX_ACCEPTED: usize = if cfg!(test) { 64 } else { 4096 };
-/// The most peers beside them who are being told that there is no room.
+/// The most further sessions, whose peers receive the error that the limit is reached.
 const MAX_TURNED_AWAY: usize = 256;
 
 impl<F: Fabric> Machine<F> {
@@ -32,7 +32,7 @@ impl<F: Fabric> Machine<F> {
         PATIENCE.min(self.peer_timeout)
     }
 
-    /// A number for a session that nobody can guess.
+    /// Returns an unguessable number for a session.
     fn random_session_number(&self) -> Result<u64> {
         loop {
             let number = kvx_core::backend::random_number()?;
@@ -81,7 +81,7 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// Takes a frame from whomever.
+    /// Takes a frame, which any peer may have sent.
     pub(super) fn take_frame(&mut self, frame: &[u8], out: &mut Outbox) {
         let (header, part) = match FrameHeader::read(frame) {
             Ok(read) => read,
@@ -140,7 +140,7 @@ impl<F: Fabric> Machine<F> {
         if !self.unfinished_hellos.contains_key(&header.from)
             && self.unfinished_hellos.len() >= MAX_GREETINGS
         {
-            // The oldest makes room.
+            // The newest replaces the oldest.
             if let Some(oldest) = self
                 .unfinished_hellos
                 .iter()
@@ -183,8 +183,8 @@ impl<F: Fabric> Machine<F> {
             .log(|| tracing::warn!(backend = self.name, %why, "a peer's first message is ignored"));
     }
 
-    /// Of one that is not proven nothing is read, and its address reaches no library: it gets no
-    /// answer.
+    /// Answers a hello, if the initiator has proven that it was invited or has the secret. Of any
+    /// other hello neither the content is read nor the address passed to the library.
     fn take_hello(
         &mut self,
         other: u64,
@@ -199,7 +199,7 @@ impl<F: Fabric> Machine<F> {
             Err(away) => match away.rest {
                 Some(rest) => rest,
                 None => return self.strangers.log(
-                    || tracing::warn!(backend = self.name, why = %away.why, "a stranger's hello is ignored"),
+                    || tracing::warn!(backend = self.name, why = %away.why, "the hello of an unauthenticated peer is ignored"),
                 ),
             },
         };
@@ -208,7 +208,7 @@ impl<F: Fabric> Machine<F> {
             return self.strangers.log(|| {
                 tracing::warn!(
                     backend = self.name,
-                    "no peer is answered: {accepted} are connected"
+                    "a hello is ignored: {accepted} peers are connected, which is the most"
                 );
             });
         }
@@ -255,8 +255,8 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// How many sessions peers began. If there are as many as there may be, the oldest that is not
-    /// confirmed makes room: each recorded hello begins one.
+    /// Returns the number of sessions that peers began. At the limit it first ends the oldest that
+    /// is not confirmed: a replayed hello begins a session too.
     fn make_room_and_count(&mut self, out: &mut Outbox) -> usize {
         let begun = |session: &&Session<F>| session.link.is_none();
         if self.sessions.values().filter(begun).count() >= MAX_ACCEPTED {
@@ -299,7 +299,7 @@ impl<F: Fabric> Machine<F> {
             return Err(malformed("out of place"));
         }
         match message {
-            // It comes to no session: only a stranger says it.
+            // A hello begins a session, and is never sent on one.
             ControlMessage::Hello { .. } => return Err(malformed("out of place")),
             ControlMessage::Welcome { version, body } => {
                 let Some(greeting) = session.greeting.take() else {
@@ -365,7 +365,7 @@ impl<F: Fabric> Machine<F> {
         Ok(())
     }
 
-    /// The peer holds nothing of ours any more, and says no more.
+    /// Takes the peer's last message: it has released all local regions.
     fn take_bye(&mut self, number: u64, out: &mut Outbox) {
         let Some(session) = self.sessions.get_mut(&number) else {
             debug_assert!(false, "a farewell is taken for session {number}, which has ended");
@@ -378,7 +378,7 @@ impl<F: Fabric> Machine<F> {
         self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Lost, out);
     }
 
-    /// A foreign endpoint can be used.
+    /// Brings a link to a foreign endpoint up, which can be used now.
     pub(super) fn ready(&mut self, endpoint: EndpointId, out: &mut Outbox) {
         if let Some(session) = self.sessions.get(&endpoint.0)
             && session.foreign
@@ -414,18 +414,18 @@ impl<F: Fabric> Machine<F> {
                 out.link(link.id, LinkState::Up);
             }
         } else {
-            // It was closed before it was up: the target is told.
+            // It was closed before it was up: the target receives a `Bye`.
             let why = closed().with_backend(self.name);
             self.end(number, why, None, Phase::Closing, out);
         }
     }
 
-    /// The library says something else of an endpoint than before.
+    /// Reports that the library describes an endpoint otherwise than before.
     pub(super) fn take_change(&mut self, endpoint: EndpointId, out: &mut Outbox) {
         let Some(link) = self.sessions.get(&endpoint.0).filter(|session| session.is_up()) else {
             return; // expected: the endpoint changed before its handshake was done, or after its end
         };
-        let Some(link) = link.link.clone() else { return }; // a peer began it: nobody asks for its route
+        let Some(link) = link.link.clone() else { return }; // a peer began it: it has no route here
         let (text, capabilities) = self.fabric.describe(endpoint);
         *link.known.lock() = Some((text, Arc::new(capabilities)));
         if self.links.contains_key(&link.id) {
@@ -433,7 +433,7 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// The target turns us away.
+    /// Ends a link that the target refused.
     fn take_refuse(
         &mut self,
         number: u64,
@@ -454,12 +454,12 @@ impl<F: Fabric> Machine<F> {
     }
 }
 
-/// An initiator that is only told that it is mistaken.
+/// Returns the identity of an initiator that only receives the error that its metadata is old.
 fn nobody() -> Identity {
     Identity { name: "a peer with old metadata".into(), incarnation: Incarnation([0; 16]) }
 }
 
-/// What a hello says beside who greets whom: the initiator's process, and where to answer.
+/// Encodes this transport's part of a hello: the initiator's process, and the address to answer.
 pub(super) fn hello_rest(process: ProcessId, address: &[u8]) -> Vec<u8> {
     let mut rest = Vec::new();
     process.encode(&mut rest);

@@ -42,7 +42,7 @@ impl<F: Fabric> Job<'_, F> {
     pub fn next_piece(&mut self) -> Option<Segment> {
         let running = &mut *self.running;
         let next = running.put_back.pop().or_else(|| {
-            // Of a stripe, those between are other lanes'.
+            // The pieces between those of this stripe belong to other lanes.
             let skipped = std::mem::replace(&mut running.skip, running.stripe.of - 1);
             running.segments.nth(skipped)
         });
@@ -128,7 +128,7 @@ pub(super) enum Flush {
 pub(super) struct JobState<F: Fabric> {
     pub(super) session: u64,
     pub(super) transfer: TransferId,
-    /// What is left of the plan, which they own.
+    /// The segments that are left of the plan, which they own.
     pub(super) segments: Segments,
     pub(super) stripe: Stripe,
     /// Segments to be passed over before the next one.

@@ -70,7 +70,7 @@ pub unsafe trait Fabric: Send + 'static {
     fn connect(&mut self, endpoint: EndpointId, peer: &Identity, address: &[u8]) -> Result<()>;
 
     /// Like [`connect`](Fabric::connect), for a link that the peer initiated: the endpoint carries
-    /// only messages, and nothing is posted to it.
+    /// only messages and no transfers.
     ///
     /// # Errors
     /// As [`connect`](Fabric::connect).
@@ -114,8 +114,8 @@ pub unsafe trait Fabric: Send + 'static {
     }
 
     /// Posts some pieces of a job: at most about [`SLICE`](crate::reactor::SLICE) bytes or a few
-    /// dozen pieces, fewer if the library has no capacity. Returns the number of bytes posted. After
-    /// 0 with pieces left, it is called again once something has completed.
+    /// dozen pieces, fewer if the library has no capacity. Returns the number of bytes posted.
+    /// After 0 with pieces left, it is called again once something has completed.
     ///
     /// # Errors
     /// Fail the job, after the pieces that were posted have ended.
@@ -137,11 +137,11 @@ pub unsafe trait Fabric: Send + 'static {
     /// are to end as soon as possible.
     fn sever(&mut self, endpoint: EndpointId);
 
-    /// Destroys an endpoint on which nothing is posted any more.
+    /// Destroys an endpoint that has no more transfers.
     fn disconnect(&mut self, endpoint: EndpointId);
 
-    /// Drives the library and appends its events. Returns how much it did, and how the machine is to
-    /// be scheduled.
+    /// Drives the library and appends its events. Returns how much it did, and how the machine is
+    /// to be scheduled.
     fn poll(&mut self, events: &mut Vec<Event>) -> Turn;
 
     /// Prepares to sleep; `waiting`: something is in flight. Like
@@ -227,8 +227,8 @@ pub unsafe trait Registrar<L>: Send + Sync + 'static {
     /// `Unsupported`, with the reason, for memory that the library cannot serve.
     fn register(&self, id: RegionId, memory: &Arc<Memory>) -> Result<(L, Vec<u8>)>;
 
-    /// Returns the bytes by which an agent that is not kvx reaches this one and the regions that are
-    /// registered now, in its own protocol's format. They cannot be revoked. May block.
+    /// Returns the bytes by which an agent that is not kvx reaches this one and the regions that
+    /// are registered now, in its own protocol's format. They cannot be revoked. May block.
     ///
     /// # Errors
     /// `Unsupported` where the library has no such format.
@@ -240,7 +240,7 @@ pub unsafe trait Registrar<L>: Send + Sync + 'static {
     }
 }
 
-/// Whether the library took a message.
+/// The result of [`Fabric::send`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendStatus {
     /// The library took it.
@@ -250,7 +250,7 @@ pub enum SendStatus {
     Later,
 }
 
-/// Whether the library has unregistered a region.
+/// The result of [`Fabric::unregister`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unregister {
     /// No peer reaches the region any more.
@@ -283,7 +283,7 @@ pub enum Event {
         endpoint: EndpointId,
         /// The reason, of kind `PeerLost` if the peer is lost.
         why: Error,
-        /// It is certain that the peer reaches no local memory any more.
+        /// True if it is certain that the peer reaches no local memory any more.
         gone: bool,
     },
     /// Pieces of a job have ended: none of them touches memory any more.
@@ -301,7 +301,7 @@ pub enum Event {
     Flushed {
         /// The job.
         job: JobId,
-        /// Whether all of it is visible at the target.
+        /// `Ok` if all of it is visible at the target.
         result: Result<()>,
     },
     /// A foreign agent sent a notification.

@@ -152,7 +152,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     pub(super) fn push_out(&mut self, number: u64, out: &mut Outbox) -> usize {
-        // Expected: the session ended while its frames waited for room.
+        // Expected: the session ended while its frames waited to be sent.
         let Some(session) = self.sessions.get_mut(&number) else { return 0 };
         match session.push_out(&mut self.fabric) {
             Ok(taken) => {

@@ -38,7 +38,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     pub(super) fn notify_foreign(&mut self, number: u64, out: &mut Outbox) -> usize {
-        // Expected: the session ended while its notifications waited for room.
+        // Expected: the session ended while its notifications waited to be sent.
         let Some(session) = self.sessions.get_mut(&number) else { return 0 };
         let mut settled = Vec::new();
         session.notify_foreign(&mut self.fabric, &mut settled);

@@ -32,7 +32,7 @@ fn goes_on(moved: u64, works: usize, time: Duration, queued: bool) -> bool {
     moved < SLICE && works < WORKS && time < TURN && !(queued && moved >= MUCH)
 }
 
-/// What other threads ask of the machine.
+/// A request of another thread to the machine.
 pub(super) enum Command<L> {
     Connect {
         link: Arc<SharedLink>,

@@ -26,8 +26,8 @@ const MAX_QUEUED: usize = 64 << 10;
 /// for so long.
 pub(super) const LONG_SILENCE: Duration = Duration::from_secs(60);
 
-/// Whose memory a session counts as: of what it says it is; `None`: it has not confirmed its hello,
-/// and all such count as one.
+/// The peer that the memory of a session counts for: the one that its hello names, or `None` until
+/// that is confirmed. All unconfirmed sessions count as one.
 pub(super) type HeldBytesOwner = Option<Identity>;
 /// What peers have all lanes of a transport hold.
 pub(super) type SharedHeldBytes = Mutex<HeldBytes<HeldBytesOwner>>;
@@ -52,7 +52,7 @@ pub(super) struct UnfinishedHello {
     pub(super) until: Instant,
 }
 
-/// What a lost peer may still hold.
+/// A lost peer, which may still have access to regions.
 pub(super) struct LostPeer {
     pub(super) granted: GrantedRegions,
     pub(super) process: Option<ProcessWatch>,
@@ -214,8 +214,8 @@ impl<F: Fabric> Session<F> {
         self.outgoing.clear();
     }
 
-    /// Notes whether an answer is awaited, after what is in flight changed. Says when, if that
-    /// began just now.
+    /// Notes whether an answer is awaited, after the work in flight has changed. Returns the time,
+    /// if the wait begins now.
     pub(super) fn note_awaiting(&mut self) -> Option<Instant> {
         // A region that was asked for is work when a transfer waits for it: of several lanes, those
         // that the transfers do not take may be answered later than those end.

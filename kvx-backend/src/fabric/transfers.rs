@@ -194,7 +194,7 @@ impl<F: Fabric> Machine<F> {
         self.finish_job(job.0, out);
     }
 
-    /// What had no room tries again.
+    /// Queues again the jobs for which the library had no capacity.
     pub(super) fn retry_stalled(&mut self) {
         for key in self.stalled.drain(..) {
             if let Some(running) = self.jobs.get(key) {
@@ -225,8 +225,8 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// What failed, when the peer's process is ending: some libraries only say that something did,
-    /// and before the end of the process can be seen.
+    /// Returns the error of a lost peer in place of `Native` if the peer's process is exiting: some
+    /// libraries report only that an operation failed, before the process has ended.
     fn refine_error(&self, number: u64, why: Error) -> Error {
         let process = self.sessions.get(&number).and_then(|session| session.process.as_ref());
         if why.kind() == ErrorKind::Native && process.is_some_and(ProcessWatch::is_exiting) {
@@ -260,7 +260,7 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// Nobody knows whether the library touches their memory: it is quarantined.
+    /// Forgets all jobs. The library may still touch their memory, which is quarantined.
     pub(super) fn forget_all(&mut self) {
         for (_, running) in std::mem::take(&mut self.jobs) {
             let JobState { remotes, locals, state, done, .. } = *running;

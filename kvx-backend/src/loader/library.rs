@@ -34,8 +34,7 @@ pub(super) struct Origin {
     pub(super) value: Option<String>,
 }
 
-/// What a process knows of a library that it opens once: the first that was asked for is the only
-/// one.
+/// A library that a process opens once: the first request decides which one.
 pub struct OpenOnce<T>(OnceLock<T>);
 
 impl<T> OpenOnce<T> {
@@ -115,7 +114,7 @@ impl<F, V: Copy> ProcessLibrary<F, V> {
     /// Returns the library, opened if it was not yet.
     ///
     /// # Errors
-    /// What was tried and the cure; tried again at the next call.
+    /// The places that were tried, and the cure. The next call tries again.
     pub fn open(&self) -> Result<&BoundLibrary<F, V>, Unavailable> {
         self.opened.open(self.load)
     }

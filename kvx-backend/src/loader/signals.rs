@@ -12,11 +12,10 @@ thread_local! {
 }
 
 /// Runs `load`, which opens and initialises a library, and puts back every signal handler that it
-/// changed. Whoever else opens a library by this module waits meanwhile; nested calls do not.
+/// changed. Other threads that open a library by this module wait meanwhile; nested calls do not.
 ///
-/// All 64 signals are compared; what was changed is told by `tracing` at debug level. Handlers that
-/// other threads of the program install during the call are put back too: install them before, or
-/// after.
+/// All 64 signals are compared, and changes are logged at debug level. Handlers that other threads
+/// of the program install during the call are put back too: install them before, or after.
 ///
 /// The two signals that the C library keeps to itself (32 and 33) are left alone if it had no
 /// handler there before: it installs one on first need, for good, and would end the process

@@ -16,8 +16,8 @@ const LONGEST: Duration = Duration::from_secs(1);
 
 /// A machine that can be kept from doing anything any more.
 pub(super) trait Halt: Send + Sync {
-    /// Returns when nobody is in it, but for turns that others went on without, or at `until`. From
-    /// then on nobody comes in.
+    /// Returns when no thread works on it, apart from abandoned turns, or at `until`. From then on
+    /// no turn begins.
     fn halt(&self, until: Instant);
 }
 
@@ -47,8 +47,8 @@ pub(crate) fn halt_before_destructors() {
 /// Exit handlers run last to first: those that a library registers later, while it works, run
 /// before this one.
 fn ask() {
-    // SAFETY: a function of this program without arguments. A full table leaves things as they are
-    // without it.
+    // SAFETY: the handler takes no arguments, unwinds into no C code and stays loaded as long as
+    // this crate. If the table is full, no handler is registered.
     unsafe { libc::atexit(halt_all) };
 }
 
@@ -67,8 +67,8 @@ extern "C" fn halt_all() {
 impl<P: Progress> Halt for ReactorShared<P> {
     fn halt(&self, until: Instant) {
         self.halted.store(true, Ordering::Relaxed);
-        // Who has the lock, or detached work, may have looked before that; who gets it afterwards
-        // sees it.
+        // A thread that has the lock, or detached work, may have looked before that. One that takes
+        // the lock afterwards sees it.
         let is_free = || {
             let machine = self.machine.try_lock();
             machine

@@ -79,8 +79,8 @@ mod tests {
                 == Ok(1)
         };
         std::thread::scope(|scope| {
-            // Who waits for the other sleeps at last: it would be in its way where there is one
-            // processor.
+            // A thread that waits for the other looks for a while and then sleeps: on one processor
+            // it would be in the other's way.
             let (ask, asked) = mpsc::channel();
             let (tell, told) = mpsc::channel();
             scope.spawn(move || {

@@ -101,8 +101,9 @@ pub const SLICE: u64 = 1 << 20;
 pub enum Armed {
     /// Work came in meanwhile.
     Again,
-    /// A library cannot be slept on: it has work, or waits for what it does not tell, as for room
-    /// at a peer. As long as nothing gets done it is looked at less and less often.
+    /// The library does not allow to sleep: it has work, or waits for an event that it does not
+    /// report, such as capacity at a peer. The reactor polls it less and less often while it makes
+    /// no progress.
     Busy,
     /// Sleep until an fd or a command wakes; at most this long, if given.
     Sleep(Option<Duration>),
@@ -476,7 +477,7 @@ impl<P: Progress> ReactorShared<P> {
     }
 
     /// A machine that panics, on whichever thread, is dropped: its tickets are forgotten, which
-    /// quarantines their memory, and what is submitted later is answered by [`Progress::late`]. The
+    /// quarantines their memory, and later commands go to [`Progress::late`]. The
     /// reactor's thread ends. Returns false for abandoned work: the machine continues.
     #[cold]
     fn panicked(&self, turn: TurnGuard<'_, P>, out: Outbox) -> bool {
@@ -502,8 +503,8 @@ impl<P: Progress> ReactorShared<P> {
         true
     }
 
-    /// Takes what was submitted, and the last command if there is one, and does one turn. Returns
-    /// `None` if the turn was abandoned.
+    /// Takes the submitted commands, and `last` if there is one, and does one turn. Returns `None`
+    /// if the turn was abandoned.
     #[inline(always)]
     fn turn<'a>(
         &'a self,

@@ -1,5 +1,6 @@
 //! Models of the reactor's own loop and of what other threads do to it, in every order: `cargo
-//! xtask loom`. No time passes in them, so whoever is not woken waits for ever, which fails them.
+//! xtask loom`. No time passes in them, so a thread that is not woken waits for ever, which fails
+//! the model.
 
 use loom::sync::{Condvar, Mutex as Locked};
 use loom::thread;

@@ -1,7 +1,7 @@
-//! When the reactor's thread sleeps, and who wakes it.
+//! How the reactor's thread sleeps, and how others wake it.
 //!
-//! It says that it sleeps, and looks for work once more; who brings work does so first, and then
-//! looks whether it sleeps. So one of the two sees the other.
+//! The thread sets a flag that it sleeps, and then looks for work once more. Another thread first
+//! submits its work, and then looks at the flag. So one of the two sees the other.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, RawFd};
 use std::time::{Duration, Instant};
@@ -17,11 +17,11 @@ const STAYS_AWAY: Duration = Duration::from_micros(400);
 /// The next turn of another thread is expected this soon after its last one.
 const DRIVEN: Duration = Duration::from_micros(50);
 
-/// What the reactor's thread and the others know of each other.
+/// The state by which the reactor's thread and other threads find each other.
 pub(super) struct Sleep {
     /// True from before the last look for work until the reactor is awake again.
     asleep: AtomicBool,
-    /// Asleep only for [`STAYS_AWAY`], because somebody else drives the machine.
+    /// True if it sleeps only for [`STAYS_AWAY`], because another thread drives the machine.
     stays_away: AtomicBool,
     /// The moment at which a sleeping reactor wakes by itself, in nanoseconds since `started`.
     pub(super) wakes_at: AtomicU64,
@@ -34,9 +34,9 @@ pub(super) struct Sleep {
     wake: Wake,
 }
 
-/// What the reactor's thread does.
+/// For the reactor's thread.
 impl Sleep {
-    /// Nobody sleeps yet.
+    /// Returns the state of a thread that is awake.
     pub(super) fn new() -> Result<Self, Errno> {
         Ok(Sleep {
             asleep: AtomicBool::new(false),
@@ -49,15 +49,15 @@ impl Sleep {
         })
     }
 
-    /// Says that it is going to sleep, for so long at most. Under the machine's lock: the next turn
-    /// of another thread sees it.
+    /// Announces that the thread is going to sleep, for at most `longest`. Called under the
+    /// machine's lock, so that the next turn of another thread sees it.
     pub(super) fn announce(&self, longest: Option<Duration>) {
         self.wakes_at.store(self.at(longest), Ordering::SeqCst);
         self.asleep.store(true, Ordering::SeqCst);
     }
 
-    /// Sleeps, as it was announced, until it is woken or one of `fds` is readable. If there is work
-    /// by now, it does not. Returns whether it did.
+    /// Sleeps, as announced, until it is woken or one of `fds` is readable, unless there is work by
+    /// now. Returns whether it slept.
     pub(super) fn sleep_unless(
         &self,
         has_work: impl FnOnce() -> bool,
@@ -72,8 +72,8 @@ impl Sleep {
         sleeps
     }
 
-    /// A thread that drives sees to what comes by itself: stays out of its way, and off its core,
-    /// while it does. Returns whether some thread has ended a turn meanwhile.
+    /// Stays away from the machine, and off its core, while another thread drives it. Returns
+    /// whether a thread has ended a turn meanwhile.
     pub(super) fn stay_away(&self, is_over: impl FnOnce() -> bool) -> bool {
         let seen = self.driven_at.load(Ordering::Relaxed);
         self.stays_away.store(true, Ordering::SeqCst);
@@ -90,9 +90,9 @@ impl Sleep {
         let mut polled = Vec::with_capacity(fds.len() + 1);
         polled.push(PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN));
         polled.extend(fds.iter().map(|fd| {
-            // SAFETY: the machine owns these descriptors and is not dropped before this thread ends.
-            // One that it closes meanwhile, on another thread's turn, is at worst another open file,
-            // which causes a spurious wake-up.
+            // SAFETY: the machine owns these descriptors and is not dropped before this thread
+            // ends. One that it closes meanwhile, on another thread's turn, is at worst another
+            // open file, which causes a spurious wake-up.
             let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
             PollFd::from_borrowed_fd(fd, PollFlags::IN)
         }));
@@ -112,7 +112,7 @@ impl Sleep {
     }
 }
 
-/// What other threads do.
+/// For other threads.
 impl Sleep {
     /// After a command was put into the queue. A reactor that stays away is left alone while the
     /// thread that drives is likely to come again: it takes the command, and would be preempted by
@@ -192,8 +192,8 @@ impl Sleep {
         })
     }
 
-    /// In a model, time stands still just after the start: who has driven is expected again until
-    /// he says otherwise.
+    /// Returns the time since the start. In a model, time stands still just after the start: a
+    /// thread that has driven is expected again until it calls `stop_driving`.
     #[inline]
     fn now(&self) -> Duration {
         if cfg!(all(test, kvx_loom)) { Duration::from_nanos(1) } else { self.started.elapsed() }

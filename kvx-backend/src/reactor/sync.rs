@@ -1,5 +1,5 @@
-//! What the reactor and its mailboxes are made of; in models (`cargo xtask loom`), what tries every
-//! order.
+//! The primitives of the reactor and its mailboxes; in models (`cargo xtask loom`), those of loom,
+//! which tries every order.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 

@@ -91,8 +91,8 @@ fn a_sleeping_reactor_wakes_for_a_command() {
     done.wait_blocking(Duration::from_secs(10)).unwrap();
 }
 
-/// What cannot be slept on until it is free, and does nothing until then; counts how often it is
-/// looked at.
+/// A machine that cannot be slept on until it is free, and does nothing until then. Counts how
+/// often it is polled.
 struct Stuck {
     echo: Echo,
     free: Arc<AtomicBool>,

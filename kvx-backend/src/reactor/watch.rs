@@ -43,7 +43,7 @@ impl WatchedTurns {
         let number = self.count.load(Ordering::Relaxed) + 1;
         self.count.store(number, Ordering::Relaxed);
         self.thread.store(THREAD.with(|thread| *thread), Ordering::Relaxed);
-        // It is seen by who is about to sleep, or sees that he is.
+        // Either the watch sees it before it sleeps, or this thread sees that the watch sleeps.
         self.under_way.store(number, Ordering::SeqCst);
         if self.asleep.load(Ordering::SeqCst) {
             self.wake();

@@ -87,7 +87,7 @@ impl<F: Fabric> Machine<F> {
             Ok(read) => read,
             Err(why) => {
                 return self
-                    .strangers
+                    .unauthenticated
                     .log(|| tracing::warn!(backend = self.name, %why, "a frame is ignored"));
             }
         };
@@ -104,7 +104,7 @@ impl<F: Fabric> Machine<F> {
             return; // expected: it was sent before the peer noticed that the link has ended
         }
         if session.other != 0 && session.other != header.from {
-            return self.strangers.log(|| {
+            return self.unauthenticated.log(|| {
                 tracing::warn!(
                     backend = self.name,
                     "a frame is ignored that names another sender than its link's peer"
@@ -130,7 +130,7 @@ impl<F: Fabric> Machine<F> {
 
     fn take_greeting(&mut self, header: &FrameHeader, part: &[u8], out: &mut Outbox) {
         if header.from == 0 {
-            return self.strangers.log(|| {
+            return self.unauthenticated.log(|| {
                 tracing::warn!(backend = self.name, "a hello is ignored that names no sender");
             });
         }
@@ -179,7 +179,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     fn ignore_hello(&mut self, why: &Error) {
-        self.strangers
+        self.unauthenticated
             .log(|| tracing::warn!(backend = self.name, %why, "a peer's first message is ignored"));
     }
 
@@ -198,14 +198,14 @@ impl<F: Fabric> Machine<F> {
             Ok(greeted) => greeted.rest,
             Err(away) => match away.rest {
                 Some(rest) => rest,
-                None => return self.strangers.log(
+                None => return self.unauthenticated.log(
                     || tracing::warn!(backend = self.name, why = %away.why, "the hello of an unauthenticated peer is ignored"),
                 ),
             },
         };
         let accepted = self.make_room_and_count(out);
         if accepted >= MAX_ACCEPTED + MAX_TURNED_AWAY {
-            return self.strangers.log(|| {
+            return self.unauthenticated.log(|| {
                 tracing::warn!(
                     backend = self.name,
                     "a hello is ignored: {accepted} peers are connected, which is the most"

@@ -29,7 +29,7 @@ pub(super) struct Machine<F: Fabric> {
     pub(super) me: Identity,
     /// What peers prove to us by.
     pub(super) keys: Keys,
-    pub(super) strangers: RateLimited,
+    pub(super) unauthenticated: RateLimited,
     pub(super) fabric: F,
     pub(super) events: Arc<dyn Events>,
     pub(super) peer_timeout: Duration,
@@ -93,7 +93,7 @@ impl<F: Fabric> Machine<F> {
         Ok(Machine {
             name,
             keys: Keys::new(&context.invitation, context.secret.as_ref()),
-            strangers: RateLimited::default(),
+            unauthenticated: RateLimited::default(),
             me: context.agent,
             events: context.events,
             peer_timeout: context.peer_timeout,

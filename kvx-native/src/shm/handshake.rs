@@ -160,7 +160,7 @@ impl Machine {
             let refuse = ControlMessage::Refuse { why: Refusal::from(&reason), proof: &[] };
             socket::send(socket.as_fd(), &refuse.encode(), None).ok(); // it is turned away in any case
             let (pid, uid) = (process.pid, process.uid);
-            return self.strangers.log(|| {
+            return self.unauthenticated.log(|| {
                 tracing::warn!(pid, uid, "SHM: a client of another user is turned away");
             });
         }

@@ -30,7 +30,7 @@ pub(crate) struct Machine {
     pub(crate) me: Identity,
     /// What peers prove to us by.
     pub(crate) keys: Keys,
-    pub(crate) strangers: RateLimited,
+    pub(crate) unauthenticated: RateLimited,
     pub(crate) config: Config,
     pub(crate) events: Arc<dyn Events>,
     pub(crate) peer_timeout: Duration,
@@ -83,7 +83,7 @@ impl Machine {
         let copying = CopyThreads::of(&context.agent.name);
         Ok(Machine {
             keys: Keys::new(&context.invitation, context.secret.as_ref()),
-            strangers: RateLimited::default(),
+            unauthenticated: RateLimited::default(),
             me: context.agent,
             config,
             events: context.events,

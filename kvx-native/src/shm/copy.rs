@@ -112,7 +112,7 @@ impl Copier {
             // SAFETY: the caller's promise.
             unsafe { self.gather(hop.from as *const u8, hop.to as *mut u8, hop.len) };
         }
-        // SAFETY: as above.
+        // SAFETY: only the hops above were gathered, and the caller vouches for them.
         unsafe { self.copy() };
     }
 
@@ -183,7 +183,7 @@ impl Vectors {
             self.theirs.push(libc::iovec { iov_base: *from as *mut libc::c_void, iov_len: *len });
             self.bytes += *len as u64;
         }
-        // SAFETY: as above.
+        // SAFETY: the vectors name only the local sides of `hops`, which the caller vouches for.
         unsafe { self.flush(process) }
     }
 

@@ -265,7 +265,8 @@ impl CopyQueue {
                 unsafe { copier.copy_hops(&hops) };
                 Ok(())
             } else {
-                // SAFETY: as above.
+                // SAFETY: the local side of each hop lies in memory that `sides` keeps, and that the
+                // giver of the batch lets this thread write.
                 unsafe { vectors.read_hops(&process, &hops) }
             };
             drop((hops, sides));

@@ -260,7 +260,9 @@ impl Flight {
                     }
                 };
                 let lines: Vec<Line> = hops.iter().map(line).collect();
-                // SAFETY: as above; what is mapped here is only read.
+                // SAFETY: the pieces are checked as for a hop, and the flight keeps both sides until
+                // the batch has landed. The host side is this agent's memory, or a mapping, which
+                // is only read.
                 unsafe { access.copy(direction, &lines, done(completion)) };
             }
         }

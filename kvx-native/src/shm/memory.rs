@@ -154,9 +154,9 @@ pub(crate) struct Mapping {
     filled: bool,
 }
 
-// SAFETY: plain shared memory, read only by raw copies.
+// SAFETY: a mapping belongs to the process, and any thread may unmap it.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: methods of a shared `Mapping` return the address, or touch pages by raw reads.
 unsafe impl Sync for Mapping {}
 
 /// What a file must have sealed before it is mapped: its size for ever (a read beyond a shrunk file

@@ -33,7 +33,7 @@ fn play(role: &str, mut line: child::Line) {
             "without-ptrace" => drop_ptrace(),
             // SAFETY: no pointers are passed.
             "undumpable" => assert_eq!(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0) }, 0),
-            // SAFETY: as above.
+            // SAFETY: `setresuid` takes numbers only.
             "nobody" => assert_eq!(unsafe { libc::setresuid(65534, 65534, 65534) }, 0),
             "crowded" => return be_crowded(&mut line),
             other => panic!("no such word: {other}"),

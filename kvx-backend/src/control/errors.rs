@@ -32,7 +32,7 @@ pub fn peer_silent(timeout: Duration) -> Error {
 
 /// The handshake took too long.
 pub fn no_handshake() -> Error {
-    let why = "the peer has not answered the handshake: it is stopped, hangs or is gone, or it answers no stranger, \
+    let why = "the peer has not answered the handshake: it is stopped, hangs or is gone, or it answers no unauthenticated peer, \
                because it was restarted or has another secret";
     Error::new(ErrorKind::PeerLost, why)
 }

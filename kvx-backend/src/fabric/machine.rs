@@ -27,7 +27,7 @@ const BETWEEN_LANES: Duration = Duration::from_millis(100);
 pub(super) struct Machine<F: Fabric> {
     pub(super) name: &'static str,
     pub(super) me: Identity,
-    /// What peers prove to us by.
+    /// The keys by which peers are authenticated.
     pub(super) keys: Keys,
     pub(super) unauthenticated: RateLimited,
     pub(super) fabric: F,

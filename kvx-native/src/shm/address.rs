@@ -56,8 +56,7 @@ pub(super) fn random_socket_name() -> Result<Vec<u8>> {
     Ok(format!("kvx-shm-{high:016x}{low:016x}").into_bytes())
 }
 
-/// The name under which an agent answers that it is another incarnation now, to who knows an
-/// earlier one.
+/// Returns the name under which an agent answers peers that know an earlier incarnation of it.
 pub(super) fn name_socket_name(agent: &str) -> Vec<u8> {
     let hash = checksum::fnv1a(agent.as_bytes());
     format!("kvx-shm-{}-{hash:016x}", host::our_uid()).into_bytes()

@@ -36,9 +36,9 @@ impl ReactorHandle {
 /// Batches of a flight that have ended, until the machine takes note of them.
 #[derive(Default)]
 pub(crate) struct BatchEnds {
-    /// How many bytes they have, and how they ended.
+    /// The bytes of each, and its result.
     pub(crate) landed: Vec<(u64, Result<(), CopyError>)>,
-    /// Whether the completion of one was dropped: it may go on for ever.
+    /// True if the completion of one was dropped: that batch may never end.
     pub(crate) lost: bool,
 }
 
@@ -64,13 +64,14 @@ impl BatchCompletion {
         self.reactor.batch_ended(self.number, false);
     }
 
-    /// From a thread of ours, which takes the machine's turn.
+    /// Reports the end from a copying thread, which then has a turn of the machine.
     pub(crate) fn report_and_turn(mut self, result: Result<(), CopyError>) {
         self.put(result);
         self.reactor.batch_ended(self.number, true);
     }
 
-    /// Another batch of the flight follows at once: the machine is told of both with that one.
+    /// Records the end without waking the machine: the report of the flight's next batch, which
+    /// follows at once, covers both.
     pub(crate) fn record(mut self, result: Result<(), CopyError>) {
         self.put(result);
     }

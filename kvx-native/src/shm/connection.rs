@@ -318,7 +318,7 @@ impl Connection {
         }
     }
 
-    /// Returns whether it can be ended to make room: it belongs to this peer, and has something.
+    /// Returns true if ending it frees memory that counts for this peer.
     pub(crate) fn is_counted_for(&self, owner: &HeldBytesOwner) -> bool {
         self.counted > 0 && !self.is_leaving() && self.held_bytes_owner().as_ref() == Some(owner)
     }
@@ -364,8 +364,8 @@ impl Connection {
                     break;
                 }
                 Err(Errno::PIPE | Errno::CONNRESET) => {
-                    // What the peer sent before it went is still to be read: the reading side ends
-                    // the connection.
+                    // Messages that the peer sent before it closed are still to be read: the
+                    // reading side ends the connection.
                     self.deaf = true;
                     self.clear_queue();
                 }
@@ -419,8 +419,8 @@ impl Connection {
                         let remote = plan.remote(region);
                         (remote.id, remote.key)
                     });
-                    // What was lent is known to the target by its number, on this connection only:
-                    // no key is shown.
+                    // The target knows lent regions by number, on this connection only: no key is
+                    // sent.
                     let from = Described::of(&plan, &part, Side::Local, |region| {
                         (plan.local(region).id, RegionKey([0; 16]))
                     });

@@ -130,8 +130,8 @@ impl Copier {
         }
     }
 
-    /// Makes the copies that were gathered. Not one by one as they come: what is computed between
-    /// two copies waits for the stores of the first, and the beginning of the next block, which no
+    /// Makes the gathered copies. Copying each at once would be slower: computation between two
+    /// copies waits for the stores of the first, and the beginning of the next block, which no
     /// prefetcher foresees, for memory.
     ///
     /// # Safety

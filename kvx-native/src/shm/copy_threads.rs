@@ -1,11 +1,11 @@
 //! Threads that copy memory which is no pool of kvx's: a page of it may be long in coming, or never
 //! come.
 //!
-//! The machine gives them batches and goes on. Mostly there is one thread. Where it has been in one
-//! batch for [`STUCK`], another takes its place, and what goes on with the same peer, over
-//! whichever link, waits behind the batch, so that a peer costs one thread at most. A thread that
-//! is stuck for ever is left behind with the memory of both sides, which its batch keeps; its
-//! transfer never settles.
+//! The machine gives them batches and does not wait. Mostly there is one thread. Once it has been
+//! in one batch for [`STUCK`], another takes its place. Further batches with the same peer, over
+//! any link, wait behind the stuck one, so that a peer costs one thread at most. A thread that is
+//! stuck for ever is abandoned with the memory of both sides, which its batch keeps; its transfer
+//! never settles.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -265,8 +265,8 @@ impl CopyQueue {
                 unsafe { copier.copy_hops(&hops) };
                 Ok(())
             } else {
-                // SAFETY: the local side of each hop lies in memory that `sides` keeps, and that the
-                // giver of the batch lets this thread write.
+                // SAFETY: the local side of each hop lies in memory that `sides` keeps, and that
+                // the giver of the batch lets this thread write.
                 unsafe { vectors.read_hops(&process, &hops) }
             };
             drop((hops, sides));

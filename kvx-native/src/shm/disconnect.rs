@@ -23,8 +23,8 @@ const LAST_PATIENCE: Duration = Duration::from_millis(150);
 const LAST_LOOK: Duration = Duration::from_millis(1);
 
 impl Machine {
-    /// Ends a connection: fails what is in flight and lets go of all that is the peer's. The rest,
-    /// what the peer may still read, ends when that is known.
+    /// Ends a connection: fails all operations in flight and releases the peer's regions. Regions
+    /// that the peer may still read are released when it is known that it does not.
     pub(crate) fn end(
         &mut self,
         at: usize,
@@ -192,8 +192,8 @@ impl Machine {
         1
     }
 
-    /// The machine's last breath: ends every connection, gives peers a moment to let go, and never
-    /// frees what they have not let go of.
+    /// Ends every connection when the machine ends: gives peers a moment to release regions, and
+    /// never frees those that they have not released.
     pub(crate) fn end_all(&mut self, out: &mut Outbox) {
         let closed = closed().with_backend(NAME);
         let all: Vec<usize> = self.connections.iter().map(|(at, _)| at).collect();

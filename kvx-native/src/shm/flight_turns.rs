@@ -98,8 +98,8 @@ impl Machine {
             && flight.failed.is_none()
             && (gone || !self.connections[at].peer_lives())
         {
-            // What was copied last does not count: it ends with the connection, and for the same
-            // reason.
+            // The last batch does not count: the flight ends with the connection, and with its
+            // error.
             self.take_peer_end(at, out);
         }
         self.queue_flight(number);
@@ -158,8 +158,8 @@ impl Machine {
                         ?peer,
                         ?theirs,
                         ?ours,
-                        "SHM: a copy waits for a page that does not come (userfaultfd, a file whose server hangs): \
-                         its regions, and what goes on with this peer, wait with it"
+                        "SHM: a copy waits for an unresolved page fault (userfaultfd, a file whose server hangs): \
+                         its regions, and further copies with this peer, wait with it"
                     );
                 }
             });

@@ -1,11 +1,11 @@
 //! Copies that the machine does not make itself: reads and pulls with memory on either side that is
 //! a device's, or that is no pool of kvx's, for which there are [threads](super::copy_threads).
 //!
-//! A flight is such a read or pull, moved in batches: its turns start them, and each that has
-//! landed makes room for the next. While one is under way the device or the thread may touch the
-//! memory of both sides, so whatever ends a flight early only stops it: what waits for its memory
-//! (a ticket, an answer, a region that is taken back) waits until the last batch has landed. A
-//! batch whose ticket the device loses never lands.
+//! A flight is such a read or pull, moved in batches: its turns start them, and the end of each
+//! starts the next. While one is under way the device or the thread may touch the memory of both
+//! sides, so ending a flight early only stops it: a ticket, an answer or a revocation that waits
+//! for its memory waits until the last batch has landed. A batch whose ticket the device loses
+//! never lands.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -25,10 +25,10 @@ use super::memory::{CopyMethod, CopySource};
 
 /// Bytes of a batch between a device and the host, about: what other transfers wait for.
 const COPY_BATCH: u64 = 4 << 20;
-/// The same within devices, which are some thirty times as fast: a batch takes longer than it takes
-/// to ask for one.
+/// Bytes of a batch within devices, which are some thirty times as fast: a batch takes longer than
+/// its request.
 const HOP_BATCH: u64 = 64 << 20;
-/// The same of a thread: so long the small copies of other transfers wait.
+/// Bytes of a batch of a thread, for which the small copies of other transfers wait.
 const THREAD_BATCH: u64 = 1 << 20;
 /// The most pieces of a batch.
 const MAX_PIECES: usize = 8192;
@@ -62,8 +62,8 @@ pub(crate) struct Load {
 }
 
 impl Load {
-    /// Who has to move it; `None`: the machine, as all of it is there. One kind of memory a side:
-    /// the first tells whether a device has it.
+    /// Returns the device or thread that has to move it; `None` for the machine, which reaches all
+    /// of it. Each side has one kind of memory: the first place tells which.
     pub(crate) fn mover<'a>(
         places: &[CopySource],
         mut targets: impl Iterator<Item = &'a Arc<Memory>> + Clone,
@@ -260,9 +260,9 @@ impl Flight {
                     }
                 };
                 let lines: Vec<Line> = hops.iter().map(line).collect();
-                // SAFETY: the pieces are checked as for a hop, and the flight keeps both sides until
-                // the batch has landed. The host side is this agent's memory, or a mapping, which
-                // is only read.
+                // SAFETY: the pieces are checked as for a hop, and the flight keeps both sides
+                // until the batch has landed. The host side is this agent's memory, or a mapping,
+                // which is only read.
                 unsafe { access.copy(direction, &lines, done(completion)) };
             }
         }
@@ -326,8 +326,7 @@ impl Flights {
         self.open.values().any(|flight| flight.lost && flight.ours().contains(&id))
     }
 
-    /// Those of which the machine has not heard what became of their batches: it ends, and waits
-    /// for them.
+    /// Returns the flights with batches whose end is not known, for which an ending machine waits.
     pub(crate) fn under_way(&self) -> Vec<u64> {
         self.of(|flight| !flight.lost)
     }
@@ -336,8 +335,7 @@ impl Flights {
         self.open.iter().filter(|(_, flight)| which(flight)).map(|(number, _)| *number).collect()
     }
 
-    /// What devices may touch for ever, as far as anybody will know: it is never freed. Our regions
-    /// among it.
+    /// Leaks the memory that devices may touch for ever. Returns the local regions in it.
     pub(crate) fn keep_for_ever(&mut self) -> Vec<RegionId> {
         let mut kept = Vec::new();
         for (_, mut flight) in self.open.drain() {

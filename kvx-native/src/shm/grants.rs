@@ -47,9 +47,9 @@ impl Machine {
         }
     }
 
-    /// A peer lends us a region to pull its writes from. One that cannot be taken is let go of at
-    /// once: the peer lends it anew for its next write. Errors: `Malformed` for one that is held
-    /// already.
+    /// Takes a region that a peer lends for pulling its writes. One that cannot be opened is
+    /// released at once: the peer lends it anew for its next write. Errors: `Malformed` for one
+    /// that is held already.
     pub(crate) fn take_lend(
         &mut self,
         at: usize,
@@ -90,8 +90,8 @@ impl Machine {
         1
     }
 
-    /// Our region is revoked: nobody is granted it any more, and everyone who was is asked to let
-    /// go.
+    /// Revokes a local region: it is not granted any more, and all peers with a grant are asked to
+    /// release it.
     pub(crate) fn revoke(&mut self, region: RevokedRegion, done: Ticket, out: &mut Outbox) {
         let id = region.id;
         let why = revoked(id).with_backend(NAME);
@@ -161,8 +161,8 @@ impl Machine {
         self.post_waiting(at, out);
     }
 
-    /// Says of regions that the owner takes back that we have let go, when nobody here reads them
-    /// any more; and ends a connection that has waited for that.
+    /// Reports the release of regions that their owner recalls, once they are not read here any
+    /// more. Ends a connection that has waited for that.
     pub(crate) fn release_unused(&mut self, at: usize, out: &mut Outbox) {
         // Expected: the flight that ended outlived the connection, or ended with it.
         let Some(connection) = self.connections.get_mut(at) else { return };

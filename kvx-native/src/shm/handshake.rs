@@ -59,8 +59,8 @@ impl Machine {
         let link = Arc::clone(&connecting.link);
         let mut found = socket::connect(&connecting.socket);
         if matches!(found, Err(Errno::CONNREFUSED)) {
-            // Nobody has that name any more. If the agent was restarted here, its next life says so
-            // under its name.
+            // That incarnation has ended. If the agent was restarted on this host, its next
+            // incarnation answers under the agent's name.
             found = socket::connect(&name_socket_name(&link.peer.name));
         }
         let begun = match found {

@@ -201,8 +201,8 @@ fn untouched(region: &Region) {
     assert!(bytes.iter().all(|byte| *byte == 0x77));
 }
 
-/// That it asks [`control`](kvx_backend::control), which decides why most of these end a link; the
-/// last ones are SHM's.
+/// Checks that SHM uses [`control`](kvx_backend::control), which decides why most of these end a
+/// link; the last ones are SHM's.
 #[test]
 fn what_breaks_the_protocol_is_cut_off_and_others_are_served() {
     let (target, region) = target();
@@ -218,7 +218,7 @@ fn what_breaks_the_protocol_is_cut_off_and_others_are_served() {
             "the answer to a write, from who writes",
             vec![Message::Done { write: 1, result: Ok(()) }.encode()],
         ),
-        (HandshakeStage::Up, "a word in place of the socket's end", vec![Shared::Bye.encode()]),
+        (HandshakeStage::Up, "a message in place of the socket's end", vec![Shared::Bye.encode()]),
         (HandshakeStage::Up, "a region that is lent twice", vec![lend.encode(), lend.encode()]),
     ];
     let own = own.map(|(after, what, says)| Violation {

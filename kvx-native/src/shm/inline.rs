@@ -15,8 +15,8 @@ use super::window::View;
 const MAX_REGIONS: usize = 4;
 const MAX_PIECES: usize = INLINE_SEGMENTS as usize;
 
-/// Does a small read now, if its regions are open. False: nothing is settled, the machine has to do
-/// it. A page that does not come keeps the calling thread, and nobody else.
+/// Does a small read now, if its regions are open. Returns false, with the ticket unsettled, if the
+/// machine has to do it. An unresolved page fault blocks only the calling thread.
 pub(crate) fn read_inline(plan: &Arc<BoundPlan>) -> bool {
     let mut windows = [const { None }; MAX_REGIONS];
     // One kind of memory a side: the first speaks for all.

@@ -28,7 +28,7 @@ use super::work::{Populate, Work};
 
 pub(crate) struct Machine {
     pub(crate) me: Identity,
-    /// What peers prove to us by.
+    /// The keys by which peers are authenticated.
     pub(crate) keys: Keys,
     pub(crate) unauthenticated: RateLimited,
     pub(crate) config: Config,
@@ -37,7 +37,7 @@ pub(crate) struct Machine {
     pub(crate) regions: Arc<Regions>,
     pub(crate) devices: Vec<Arc<dyn DeviceAccess>>,
     pub(crate) flights: Flights,
-    /// What peers read to find out whether they may.
+    /// The bytes that peers read to find out whether they may read this process's memory.
     pub(crate) probe_bytes: Box<[u8; 32]>,
     pub(crate) socket_name: Vec<u8>,
     pub(crate) listeners: [Option<Private>; LISTENERS],
@@ -45,7 +45,7 @@ pub(crate) struct Machine {
     pub(crate) poller: Poller,
     pub(crate) fds: [RawFd; 1],
     pub(crate) connections: Slab<Connection>,
-    /// What peers have us hold.
+    /// The bytes that are held for peers.
     pub(crate) held: HeldBytes<HeldBytesOwner>,
     pub(crate) links: HashMap<LinkId, usize>,
     pub(crate) connecting: Vec<Connecting>,
@@ -56,7 +56,7 @@ pub(crate) struct Machine {
     pub(crate) populates: VecDeque<Populate>,
     pub(crate) copier: Copier,
     pub(crate) copying: CopyThreads,
-    /// Of copies that wait for a page.
+    /// For warnings of copies that wait for a page fault.
     pub(crate) hung: RateLimited,
     pub(crate) buffer: Vec<u8>,
     /// When to look at the clock; `None`: nothing depends on it.
@@ -130,15 +130,15 @@ impl Machine {
         self.next_look = Some(self.next_look.map_or(at, |next| next.min(at)));
     }
 
-    /// After what is in flight on a connection changed: the clock watches it while an answer is
-    /// awaited.
+    /// Notes whether a connection awaits an answer, after its operations in flight have changed:
+    /// the clock watches it meanwhile.
     pub(crate) fn note_awaiting(&mut self, at: usize) {
         if let Some(now) = self.connections[at].note_awaiting() {
             self.look_by(now + Silence::step(self.peer_timeout));
         }
     }
 
-    /// Sends the parts of writes that there is room for, and settles the writes that are done.
+    /// Sends the parts of writes that fit into their windows, and settles the writes that are done.
     pub(crate) fn pump(&mut self, at: usize, out: &mut Outbox) {
         let mut settled = Vec::new();
         self.connections[at].pump(&self.poller, &mut settled);

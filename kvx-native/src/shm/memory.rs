@@ -102,8 +102,8 @@ impl Regions {
         RegionAccess { len: memory.len() as u64, at }
     }
 
-    /// Refuses it from now on, and hands out what must be kept until peers have let go of it.
-    /// Errors: `StillShared` when the transport ended without knowing that.
+    /// Refuses it from now on, and returns the memory, to be kept until peers have released it.
+    /// Errors: `StillShared` if the transport ended before they had.
     pub(crate) fn revoke(&self, id: RegionId) -> Result<RevokedRegion> {
         let mut table = self.0.lock();
         if table.unproven.contains(&id) {
@@ -118,8 +118,8 @@ impl Regions {
         self.0.lock().regions.check(id, key).map(|region| Arc::clone(&region.memory))
     }
 
-    /// The transport ends: lets go of all memory but that which peers may still read, which is
-    /// never freed.
+    /// Releases all memory when the transport ends, apart from regions that peers may still read,
+    /// which are never freed.
     pub(crate) fn close(&self, unproven: impl IntoIterator<Item = RegionId>) {
         let mut table = self.0.lock();
         for id in unproven {
@@ -159,16 +159,17 @@ unsafe impl Send for Mapping {}
 // SAFETY: methods of a shared `Mapping` return the address, or touch pages by raw reads.
 unsafe impl Sync for Mapping {}
 
-/// What a file must have sealed before it is mapped: its size for ever (a read beyond a shrunk file
-/// would kill this process), and no new writers, which also keeps anybody from punching holes into
+/// The seals that a file must have before it is mapped: a fixed size (a read beyond a shrunk file
+/// would kill this process), and no new writers, which also prevents holes from being punched into
 /// it.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE);
 
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 
 impl Mapping {
-    /// Maps the first `len` bytes of a file that a peer passed. Errors: `PermissionDenied` for a file that is
-    /// not sealed or too short, `Exhausted` when this process has no room for the mapping.
+    /// Maps the first `len` bytes of a file that a peer passed. Errors: `PermissionDenied` for a
+    /// file that is not sealed or too short, `Exhausted` if this process has no address space for
+    /// the mapping.
     pub(crate) fn of(file: &OwnedFd, len: u64) -> Result<Self> {
         let unfit = |why: String| {
             error(
@@ -257,8 +258,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: our own mapping; copies out of it hold an `Arc` of this, so nobody reads it any
-        // more.
+        // SAFETY: this value owns the mapping; copies out of it hold an `Arc` of this, so none is
+        // under way.
         if let Err(cause) = unsafe { rustix::mm::munmap(self.base.as_ptr(), self.mapped) } {
             tracing::warn!(error = %cause, bytes = self.mapped, "SHM: a peer's pool could not be unmapped");
         }
@@ -293,8 +294,8 @@ pub(crate) enum CopyMethod {
 }
 
 impl PeerRegion {
-    /// From what the owner said, and the file that came with it. Errors: `PermissionDenied`, `Exhausted`,
-    /// `Malformed`; what a device says that does not open it, `Unsupported` mostly.
+    /// From what the owner said, and the file that came with it. Errors: `PermissionDenied`,
+    /// `Exhausted`, `Malformed`; what a device says that does not open it, `Unsupported` mostly.
     pub(crate) fn of(
         id: RegionId,
         access: RegionAccess,
@@ -326,8 +327,8 @@ impl PeerRegion {
     }
 }
 
-/// The devices of ours that may open memory of a peer's device: the same one, or else any that may
-/// reach it. Errors: `Unsupported` when there is none.
+/// Returns the local devices that may open memory of a peer's device: the same one, or else any
+/// that may reach it. Errors: `Unsupported` if there is none.
 pub(crate) fn openers(
     devices: &[Arc<dyn DeviceAccess>],
     kind: Option<MemoryKind>,

@@ -9,20 +9,20 @@
 //! * **Regions.** With a grant comes where the region is: a sealed file (with the packet) for a kvx
 //!   pool, a handle of the driver's for memory of a device, an address for other memory. The
 //!   initiator of writes [`Lend`](Message::Lend)s its own regions to the target the same way,
-//!   unasked: what is lent serves that connection's writes only; what the target cannot take it
-//!   releases at once, and is lent it anew for a later write. Either end recalls what the other
-//!   holds.
+//!   unasked. Lent regions serve that connection's writes only. The target releases one that it
+//!   cannot open at once, and the initiator lends it anew for a later write. Either end recalls its
+//!   regions from the other.
 //! * **Reads** need no message: the initiator copies from the mapping, or by `process_vm_readv`, or
 //!   its device does.
 //! * **Writes** are pulled: [`Write`](Message::Write) describes up to some thousand blocks on both
 //!   sides, the target checks keys and bounds, copies into its own region, and answers each with
-//!   one [`Done`](Message::Done). [`Cancel`](Message::Cancel) drops what has not been pulled; each
-//!   part is still answered. When all parts are answered, the target does not touch the initiator's
-//!   memory again. At most 64 parts are unanswered.
-//! * **End.** Who wants to end drops all it holds of the other, then shuts down its sending side.
-//!   The other end drops all as well and closes. Either sight (end of stream, or the process's end)
-//!   proves that the other end holds nothing any more: only then do tickets of half-done writes
-//!   settle and revocations count as confirmed.
+//!   one [`Done`](Message::Done). [`Cancel`](Message::Cancel) drops parts that are not pulled yet;
+//!   each part is still answered. When all parts are answered, the target does not touch the
+//!   initiator's memory again. At most 64 parts are unanswered.
+//! * **End.** The end that closes a connection releases all memory of the other, then shuts down
+//!   its sending side. The other end releases all as well and closes. The end of the stream, or of
+//!   the process, proves that the other end holds no memory any more: only then do tickets of
+//!   half-done writes settle and revocations count as confirmed.
 
 use kvx_backend::control::{self, FIRST_TRANSPORT_NUMBER, Refusal};
 use kvx_core::backend::wire::{Reader, Writer};
@@ -193,8 +193,8 @@ impl Probe {
         Ok(probe)
     }
 
-    /// What a welcome says beside who answers: also whether the target could read the initiator's
-    /// probe.
+    /// Encodes SHM's part of a welcome, with the result of the target's attempt to read the
+    /// initiator's probe.
     pub(crate) fn welcome_rest(&self, reads_us: &Result<(), Refusal>) -> Vec<u8> {
         let mut rest = self.hello_rest();
         put_result(&mut rest, reads_us);

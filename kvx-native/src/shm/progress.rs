@@ -31,7 +31,7 @@ const WORKS: usize = 32;
 /// How long files wait that the kernel does not take now.
 const CROWDED: Duration = Duration::from_millis(20);
 
-/// What other threads ask of the machine.
+/// A request of another thread to the machine.
 pub(crate) enum Command {
     Connect {
         link: Arc<SharedLink>,
@@ -341,8 +341,8 @@ impl Progress for Machine {
             Command::Post { link, done, .. } | Command::Notify { link, done, .. } => {
                 done.settle(Err(link.gone()))
             }
-            // Peers that had not let go of their regions when the machine ended are known to the
-            // table of regions.
+            // The table of regions knows which regions peers had not released when the machine
+            // ended.
             Command::Revoke { done, .. } | Command::Shutdown { done } => done.settle(Ok(())),
             Command::Connect { .. }
             | Command::Import { .. }

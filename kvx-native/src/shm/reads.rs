@@ -45,8 +45,8 @@ fn grants(connection: &Connection, plan: &BoundPlan) -> Result<Grants> {
 
 impl Machine {
     /// Starts a transfer. `inline_on`: it was posted by this thread, on which a small read may be
-    /// done at once. `again`: ask once more for regions that were refused, which a transfer does not
-    /// that has waited for them.
+    /// done at once. `again`: ask once more for regions that were refused, which a transfer does
+    /// not that has waited for them.
     pub(crate) fn post(
         &mut self,
         link: &Arc<SharedLink>,
@@ -81,7 +81,7 @@ impl Machine {
 
     /// Posts again what waited for regions of this connection.
     pub(crate) fn post_waiting(&mut self, at: usize, out: &mut Outbox) {
-        // Expected: on the target's side, where nothing is posted.
+        // Expected: on the target's side, which posts no transfers.
         let Some(link) = self.connections[at].link.clone() else { return };
         for transfer in std::mem::take(&mut self.connections[at].waiting) {
             self.post(&link, transfer, None, false, out);

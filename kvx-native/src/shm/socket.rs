@@ -23,7 +23,7 @@ const BACKLOG: i32 = 1024;
 /// Room for outgoing messages in the kernel; it grants what `net.core.wmem_max` allows.
 const SEND_BUFFER: usize = 4 << 20;
 
-/// How many sockets a transport listens on.
+/// The number of sockets that a transport listens on.
 pub(crate) const LISTENERS: usize = 2;
 /// Which descriptor an event speaks of.
 pub(crate) mod token {
@@ -71,8 +71,7 @@ pub(crate) fn listen(name: &[u8]) -> Result<Private, Errno> {
     Ok(socket)
 }
 
-/// Opens the listeners: under a name that nobody can guess, and, if it is free, under the agent's
-/// own name.
+/// Opens the listeners: under an unguessable name, and under the agent's name if that is free.
 pub(crate) fn listen_twice(
     random: &[u8],
     name: &[u8],
@@ -144,8 +143,8 @@ pub(crate) enum RecvOutcome {
 
 /// Takes the next message.
 pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<RecvOutcome, Errno> {
-    // Room for a few more files than are allowed, so that a wrong number is seen and they are
-    // closed.
+    // Capacity for a few more files than are allowed, so that a wrong number is noticed and they
+    // are closed.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;

@@ -31,10 +31,10 @@ use super::shared_link::SharedLink;
 /// Makes SHM transports: between processes of one user on one host.
 ///
 /// SHM trusts the processes of the same user, and refuses all others by the credentials that the
-/// kernel gives. Among its own it relies on each reader to read only what it was granted, and to
-/// let go of it when the region is revoked: reads are [`Isolation::Cooperative`]. Nobody writes
-/// into memory that it does not own, whatever a peer says: the target's own thread checks key and
-/// bounds of each write, [`Isolation::Owner`].
+/// kernel gives. Within one user it relies on each reader to read only granted regions, and to
+/// release them when they are revoked: reads are [`Isolation::Cooperative`]. No agent writes into
+/// memory of another, whatever a peer sends: the target's thread checks key and bounds of each
+/// write, [`Isolation::Owner`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Shm;
 
@@ -122,8 +122,8 @@ impl ShmTransport {
 }
 
 // SAFETY: see `ShmLink` for plans. A region's memory is kept by the table of regions until it is
-// revoked, and after that by the machine until every peer that was granted it has let go of it or
-// is dead.
+// revoked, and after that by the machine until every peer with a grant has released it or is
+// dead.
 unsafe impl Transport for ShmTransport {
     fn capabilities(&self) -> &Capabilities {
         &self.endpoint.capabilities

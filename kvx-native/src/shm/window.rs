@@ -20,13 +20,13 @@ pub(crate) struct PeerWatch {
 #[derive(Debug)]
 pub(crate) struct Window {
     pub(crate) place: CopySource,
-    /// Whose memory it is, if it is not mapped here.
+    /// The process that owns the memory, if it is not mapped here.
     pub(crate) owner: Option<Arc<PeerWatch>>,
 }
 
-/// Open while the region may be read. The machine shuts it before it lets go of the region: nobody
-/// begins a copy after that, and the region is let go of when none is under way: at most 64 KiB
-/// each, but a page may be long in coming.
+/// Open while the region may be read. The machine shuts it before it releases the region: no copy
+/// begins after that, and the machine releases the region when none is under way. Each copies at
+/// most 64 KiB, but may wait long for a page.
 #[derive(Debug, Default)]
 pub(crate) struct Shutter {
     window: RwLock<Option<Window>>,
@@ -38,12 +38,11 @@ const LOOKS: u32 = 200;
 
 impl Shutter {
     pub(crate) fn open(&self, window: Window) {
-        // Nobody holds it for more than a look before it is open.
+        // Before it is open, readers hold the lock only to look.
         *self.window.write().unwrap_or_else(PoisonError::into_inner) = Some(window);
     }
 
-    /// Says whether no copy is under way any more; if not, it is to be asked
-    /// [again](Self::is_free).
+    /// Shuts it. Returns true if no copy is under way; else the caller asks [again](Self::is_free).
     pub(crate) fn shut(&self) -> bool {
         self.shut.store(true, Ordering::SeqCst);
         for looks in 0..LOOKS {
@@ -55,7 +54,7 @@ impl Shutter {
         false
     }
 
-    /// The same, asked again: whether no copy is under way now.
+    /// Returns true if no copy is under way, after [`shut`](Self::shut).
     pub(crate) fn is_free(&self) -> bool {
         match self.window.try_write() {
             Ok(mut window) => drop(window.take()),

@@ -1,4 +1,4 @@
-//! What the machine does in turns: reads, pulls of writes, batches of flights, and mappings to be
+//! The work of the machine's turns: reads, pulls of writes, batches of flights, and mappings to be
 //! made present.
 
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Writes on the initiator's side: the target is told which blocks to pull, part by part, and
-//! answers each part.
+//! Writes on the initiator's side, which sends the target lists of blocks to pull, part by part.
+//! The target answers each part.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -22,8 +22,8 @@ const PER_WRITE: usize = 4;
 #[derive(Default)]
 pub(crate) struct Writes {
     open: HashMap<u64, Write>,
-    /// Whose part goes next. Each open write with parts left and room in its window is in here
-    /// once.
+    /// The writes whose parts are sent next. Each open write with parts left and space in its
+    /// window is in here once.
     turns: VecDeque<u64>,
     unanswered: usize,
 }
@@ -135,8 +135,8 @@ impl Writes {
         self.open.contains_key(&id)
     }
 
-    /// Fails all of them, and hands out those of which nothing is under way; all, if `proven`: the
-    /// peer holds nothing.
+    /// Fails all of them, and returns those without parts under way. Returns all if `proven`: the
+    /// peer holds no memory any more.
     pub(crate) fn fail_all(&mut self, error: &Error, proven: bool) -> Vec<Settlement> {
         let ids: Vec<u64> = self.open.keys().copied().collect();
         for id in &ids {

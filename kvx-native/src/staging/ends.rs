@@ -91,7 +91,7 @@ impl Fetch {
         self.stream.pool.is_scarce(&self.stream.shared)
     }
 
-    /// Gives its buffers back: what is not sent is copied again, from the next
+    /// Releases its buffers. Bytes that are not sent are copied again from the next
     /// [`resume`](Fetch::resume) on.
     pub(crate) fn rewind(&mut self) {
         let mut sent = std::mem::take(&mut self.at) as u64;
@@ -174,8 +174,8 @@ impl Store {
             .map(|filling| &mut filling.bounce.bytes_mut()[filling.at..filling.len]))
     }
 
-    /// `count` bytes came into the [`room`](Store::room): not more than it has. A buffer that is
-    /// full is copied.
+    /// Notes that `count` bytes were received in the [`room`](Store::room), which must have had as
+    /// many. Copies a full buffer.
     pub(crate) fn received(&mut self, count: usize) {
         let Some(filling) = &mut self.filling else { return debug_assert_eq!(count, 0) };
         filling.at += count;
@@ -202,8 +202,8 @@ impl Store {
         }
     }
 
-    /// Bytes that are not on the device yet; of those that have come, as [`room`](Store::room) last
-    /// saw it.
+    /// Returns the number of bytes that are not on the device yet, as [`room`](Store::room) last
+    /// saw it for received ones.
     pub(crate) fn left(&self) -> u64 {
         self.stream.left()
     }

@@ -258,8 +258,8 @@ impl Stream {
         self.pieces.clear();
     }
 
-    /// Gives up all copies, and gives back what has landed and what was granted: `copied` and they
-    /// are to be planned again, first of all.
+    /// Gives up all copies, and releases the landed and the granted buffers. Their pieces and
+    /// `copied` are planned again, before all others.
     pub(super) fn rewind(&mut self, copied: impl Iterator<Item = Vec<Extent>>) {
         let (granted, landed) = {
             let mut events = self.shared.events.lock();

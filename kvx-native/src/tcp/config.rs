@@ -82,10 +82,10 @@ impl Config {
         })
     }
 
-    /// What is sealed at least on a connection with `peer`. Without the option: all of it beyond
-    /// this host if the fleet has a secret, else what is not payload. Without a secret who has the
-    /// metadata is let in, and it often travels by the same network: sealed payload would be
-    /// slower, and seldom safer.
+    /// Returns the least that is sealed on a connection with `peer`. Without the option: everything
+    /// beyond this host if the fleet has a secret, else all but payload. Without a secret every
+    /// holder of the metadata is authenticated, and the metadata often travels by the same network:
+    /// sealed payload would be slower, and seldom safer.
     pub(crate) fn wish_toward(&self, peer: IpAddr, have_secret: bool) -> Seal {
         let is_near = peer.to_canonical().is_loopback();
         self.seal.unwrap_or(if have_secret && !is_near { Seal::All } else { Seal::Control })

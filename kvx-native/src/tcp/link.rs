@@ -45,9 +45,9 @@ pub(crate) struct TcpLink {
 }
 
 // SAFETY: a plan's local memory is touched only in turns of the machine's connections, of which
-// there is one at a time, while the plan's requests hold its blocks; they let go of them before its
-// ticket settles, and what a device still copies, and a turn that others went on without, hold that
-// up (`DeferredCompletions`).
+// there is one at a time, while the plan's requests hold its blocks; they release them before its
+// ticket settles. Copies of a device that are under way, and an abandoned turn, delay that
+// (`DeferredCompletions`).
 unsafe impl Link for TcpLink {
     fn capabilities(&self) -> Arc<Capabilities> {
         Arc::new(capabilities())

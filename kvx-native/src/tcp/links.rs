@@ -166,8 +166,8 @@ impl OpenedLink {
         }
     }
 
-    /// Sends out what the lanes have room for. Calls `touched` with the connections that now have
-    /// output.
+    /// Sends as many requests as the lanes have capacity for. Calls `touched` with the connections
+    /// that now have output.
     pub(crate) fn issue(
         &mut self,
         conns: &mut Conns,
@@ -218,8 +218,8 @@ impl OpenedLink {
         self.silence.note_activity(now);
     }
 
-    /// Notes whether something is in flight, also what was given up and has not ended. Returns when
-    /// to look at the silence, if that has just begun.
+    /// Notes whether an operation is in flight, counting those that were given up and have not
+    /// ended. Returns when to look at the silence, if that has just begun.
     pub(crate) fn note_busy(
         &mut self,
         now: Instant,
@@ -281,7 +281,7 @@ fn issue_next(
     // given up while it was queued
     let Some(transfer) = transfers.get_mut(&id) else { return false };
     let Conn { role: Role::Requests(lane), output, .. } = conn else {
-        debug_assert!(false, "only a lane that is up has room");
+        debug_assert!(false, "only a lane that is up has capacity");
         return false;
     };
     let Some(part) = transfer.parts.get(transfer.next) else {

@@ -74,8 +74,8 @@ impl LocalRegion for TcpRegion {
         self.context.regions.remove(&self.served);
         let region = self.served.id;
         let deferred = Arc::clone(&self.context.deferred);
-        // Nothing new reaches it then; copies that a device has begun, and a turn that hangs, may
-        // still do.
+        // No new access begins then; copies that a device has begun, and a turn that hangs, may
+        // still touch it.
         let done = Ticket::new(move |result| {
             let concerns = |concern: &Concern| concern.touches(region);
             if let Some((done, result)) = deferred.hold(concerns, done, result) {

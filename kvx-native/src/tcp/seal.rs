@@ -7,8 +7,8 @@ use std::fmt;
 
 use kvx_core::{Error, ErrorKind, Result};
 
-/// How much of what follows a handshake is sealed: `tcp.seal`. The stricter of both ends' wishes
-/// counts.
+/// The part of a connection that is sealed after the handshake: `tcp.seal`. The stricter of both
+/// ends' settings counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Seal {
     None,

@@ -175,7 +175,7 @@ fn a_region_is_revoked_under_transfers_in_flight() {
                 read(&local, &there, &all, &all)
             };
             run(&peer, &plan).unwrap();
-            // Something has moved, and far from all: what is watched is written first and was
+            // Some bytes have moved, and far from all: the watched block is written first and was
             // zeroed before.
             let watched = if writes { &remote } else { &local };
             watched.copy_in(0, &[0; BLOCK as usize]).unwrap();

@@ -1,4 +1,5 @@
-//! A page that does not come: what waits for it, and what does not. Clause P12 has more, with processes.
+//! Unresolved page faults: what waits for them, and what does not. Clause P12 has more, with
+//! processes.
 
 use std::time::{Duration, Instant};
 

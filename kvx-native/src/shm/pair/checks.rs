@@ -10,7 +10,7 @@ use crate::shm::progress::Command;
 use crate::shm::shared_link::SharedLink;
 
 impl Pair {
-    /// Returns whether nothing is under way.
+    /// Returns true if no operation is under way.
     pub(super) fn is_idle(&self) -> bool {
         let is_open = |place: &Place| place.revoked.is_none();
         self.told.is_empty()
@@ -118,7 +118,7 @@ impl Pair {
         if !posted.orphan && !is_garbage {
             assert!(
                 !now.contains(&POISON),
-                "a {:?} brought what nobody may read any more",
+                "a {:?} brought bytes that must not be read any more",
                 posted.op
             );
         }
@@ -140,8 +140,8 @@ impl Pair {
         let slot = &mut self.slots[at];
         let mut old = std::mem::replace(which.of(slot), new);
         if let Some(posted) = &mut slot.posted {
-            // Who does not have a loan any more, or could not take its file, will refuse the rest
-            // of the write.
+            // A target that does not hold a lent region any more, or could not take its file,
+            // refuses the rest of the write.
             let is_refused =
                 cut::lost_files() > 0 || posted.ends_by.contains(&ErrorKind::Unregistered);
             assert!(

@@ -2,9 +2,9 @@
 //! short: calls that say "later" or are interrupted, files that come late or never, an end that is
 //! killed at any packet.
 //!
-//! A test says what happens next; what every transfer, notification and revocation has to come to
-//! is checked here. Whoever is killed vanishes with all that it held, as the kernel lets a process
-//! vanish, and a new life takes its place.
+//! A test chooses the next event; this module checks the result of every transfer, notification and
+//! revocation. A killed end vanishes with all that it held, as a killed process does, and a new
+//! incarnation takes its place.
 
 mod by_seed;
 mod checks;
@@ -131,7 +131,7 @@ impl Place {
     fn check(&self, whose: &str) {
         assert!(
             self.look() == self.content,
-            "{whose}: memory was written to that nobody may touch"
+            "{whose}: memory was written to that must not be touched"
         );
     }
 }
@@ -437,8 +437,8 @@ impl Pair {
         }
     }
 
-    /// Both ends have a turn, in which a packet goes if packets are counted. What has settled is
-    /// checked. Says whether anything was done.
+    /// Gives both ends a turn, in which one packet is sent if packets are counted, and checks the
+    /// settled operations. Returns whether anything was done.
     fn turn(&mut self) -> bool {
         let mut done = false;
         for who in [Role::Initiator, Role::Owner] {

@@ -105,7 +105,7 @@ impl Role {
         }
     }
 
-    /// The same, mutable.
+    /// Like [`up`](Self::up), mutable.
     pub(crate) fn up_mut(&mut self) -> Option<&mut dyn LaneEnd> {
         match self {
             Role::Requests(lane) => Some(&mut **lane),
@@ -309,7 +309,7 @@ impl Conn {
         }
     }
 
-    /// Releases the bounce buffer that waits for payload if nothing is read now.
+    /// Releases the bounce buffer that waits for payload unless payload is read now.
     fn release_idle_buffer(&mut self, described: usize) {
         let waits = matches!(self.input.state, ReadState::Data { .. }) && !self.input.stalled;
         if waits

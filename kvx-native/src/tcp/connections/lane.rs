@@ -121,10 +121,10 @@ pub(crate) trait LaneEnd {
     /// Continues a stream for which a device has copied.
     fn woken(&mut self, token: u64, input: &mut Input, output: &mut Output, scope: &mut Scope);
 
-    /// Releases all memory: nothing is received or sent any more.
+    /// Releases all memory: the lane receives and sends no more.
     fn release(&mut self, deferred: &DeferredCompletions);
 
-    /// Returns true if nothing is read until some of what waits is sent.
+    /// Returns true if reading stops until some of the waiting output is sent.
     fn is_paused(&self, _output: &Output, _described_in_all: usize) -> bool {
         false
     }

@@ -50,7 +50,7 @@ impl Conns {
         }
     }
 
-    /// Gives up the place of one that does not come back from its turn. Returns its socket.
+    /// Removes one whose turn was abandoned. Returns its socket.
     pub(crate) fn abandon(&mut self, key: usize) -> Option<Arc<Private>> {
         self.0.try_remove(key).map(|place| place.socket)
     }
@@ -68,14 +68,12 @@ impl Index<usize> for Conns {
     type Output = Conn;
 
     fn index(&self, key: usize) -> &Conn {
-        self.get(key)
-            .expect("whoever has a key of a connection loses it before the connection goes")
+        self.get(key).expect("all keys of a connection are removed before the connection is")
     }
 }
 
 impl IndexMut<usize> for Conns {
     fn index_mut(&mut self, key: usize) -> &mut Conn {
-        self.get_mut(key)
-            .expect("whoever has a key of a connection loses it before the connection goes")
+        self.get_mut(key).expect("all keys of a connection are removed before the connection is")
     }
 }

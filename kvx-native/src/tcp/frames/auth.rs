@@ -1,13 +1,14 @@
-//! The handshake of a lane: who may come, who comes, and what is sealed. Pure: bytes in, bytes out.
+//! The handshake of a lane: authenticates both ends, and agrees on what is sealed. Pure: bytes in,
+//! bytes out.
 //!
 //! It is Noise (kvx-noise says which) by a key of 256 bits that both ends make of the owner's
 //! invitation and of the secret, if there is one. The initiator's first message proves that its
-//! sender had the key; before that an owner computes no Diffie-Hellman, and tells one answer that
-//! is always the same, or which versions it speaks. The owner's message proves the same, and that
-//! it is not a recorded one; then the initiator's, by fresh keys, tells who it is. An initiator
-//! with a secret says hello a second time in its first message, by the secret alone: an owner that
-//! finds only this one right is not whom the metadata invited to, proves that it has the secret all
-//! the same, and the initiator knows that it has restarted.
+//! sender had the key. Without that proof an owner computes no Diffie-Hellman, and sends one answer
+//! that is always the same, or its versions. The owner's message proves the same, and that it is
+//! not a replay; then the initiator's next message, by fresh keys, names the initiator. The first
+//! message of an initiator with a secret contains a second hello, by the secret alone. An owner
+//! that can verify only this one is not the agent that the metadata names: it proves that it has
+//! the secret, and the initiator reports that the peer has restarted.
 
 mod initiator;
 mod owner;
@@ -31,7 +32,7 @@ const MISTAKEN: &str = "kvx tcp 3: the key by the secret alone";
 const COME_IN: u8 = 0;
 const NO_ROOM: u8 = 1;
 
-/// What is agreed and by what it is sealed, when a handshake is done.
+/// The agreed seal and its keys, when a handshake is done.
 pub(crate) type Agreement = (Seal, Box<Seals>);
 
 fn unexpected(header: Header) -> Error {
@@ -56,7 +57,7 @@ fn mistaken_key(keys: &Keys) -> Option<[u8; KEY]> {
     Some(keys.secret(MISTAKEN, &[])?.proof())
 }
 
-/// What the hello by the secret alone is bound to: all that was said before it.
+/// Returns the prologue of the hello by the secret alone: all bytes before it.
 fn before_mistaken(head: &[u8], invited: &[u8]) -> Vec<u8> {
     [head, invited].concat()
 }

@@ -1,5 +1,5 @@
-//! What comes in on a connection: headers and small frames by way of a buffer, payload straight
-//! from the socket to where it belongs, unless it is sealed.
+//! The input of a connection: headers and small frames by way of a buffer, payload straight from
+//! the socket to its place, unless it is sealed.
 
 use kvx_core::Result;
 use kvx_core::backend::fork::Private;
@@ -68,8 +68,8 @@ impl Input {
         self.opens_payload = seal == Seal::All;
     }
 
-    /// Reads what is there, as far as there is a place for it. Returns how many bytes came, and how
-    /// many were wanted.
+    /// Reads as many bytes as the socket and the places for them allow. Returns how many it read,
+    /// and how many it asked for.
     pub(crate) fn read(
         &mut self,
         socket: &Private,
@@ -124,8 +124,8 @@ impl Input {
         Ok((got, want + behind))
     }
 
-    /// How much is read at a time on a lane whose payload is sealed. The buffer grows when much
-    /// payload comes.
+    /// Returns the number of bytes to read at a time on a lane whose payload is sealed. The buffer
+    /// grows when much payload arrives.
     fn room_for_records(&mut self) -> usize {
         let much = matches!(self.state, ReadState::Data { left } if left > BUFFER);
         if much && self.buffer.len() < BUFFER_OF_RECORDS {
@@ -137,7 +137,7 @@ impl Input {
     }
 
     /// Puts buffered bytes into the chunk, as many as fit. Returns whether there were any. Errors:
-    /// a record that is not what was sealed.
+    /// a record that was altered.
     pub(crate) fn drain_into_chunk(&mut self, left: usize) -> Result<bool> {
         if self.opens_payload && self.opened == 0 && !self.open_record(left)? {
             return Ok(false);
@@ -216,7 +216,7 @@ impl Input {
     }
 
     /// The body of a frame, when it is there as a whole: in the buffer if it fits in there, else
-    /// gathered. Errors: one that is not what was sealed.
+    /// gathered. Errors: a record that was altered.
     pub(crate) fn body(&mut self, len: usize) -> Result<Option<&[u8]>> {
         let Some(opener) = &mut self.opener else { return Ok(self.bare_body(len)) };
         if len == 0 {

@@ -1,5 +1,5 @@
-//! What goes out on a connection: a frame's first bytes and its payload, straight from where it
-//! lies unless it is sealed, and what has come up meanwhile.
+//! The output of a connection: a frame's first bytes and its payload, straight from its place
+//! unless it is sealed, and the control frames that were queued meanwhile.
 
 use kvx_core::Result;
 use kvx_core::backend::fork::Private;
@@ -13,15 +13,15 @@ use crate::tcp::socket::chunk::Chunk;
 /// A buffer that has grown beyond this is not kept.
 const KEPT: usize = 64 << 10;
 
-/// What goes out: a frame's first bytes, its payload, and what follows it; then what has come up
-/// meanwhile.
+/// The output: a frame's first bytes, its payload, and its tail; then the control frames that were
+/// queued meanwhile.
 #[derive(Default)]
 pub(crate) struct Output {
     head: Vec<u8>,
     head_at: usize,
     /// The payload of the frame that is going out.
     pub(crate) chunk: Chunk,
-    /// What the payload was copied to, when its source could not wait.
+    /// A copy of the payload, if its source could not wait.
     spilled: Vec<u8>,
     tail: Vec<u8>,
     tail_at: usize,
@@ -40,9 +40,9 @@ pub(crate) struct Output {
 const MAX_SEALED: usize = 16 * RECORD;
 
 impl Output {
-    /// What was said so far goes out as it is; what comes is sealed.
+    /// Seals all later frames. Those that are queued are sent as they are.
     pub(crate) fn seal_from_here(&mut self, sealer: Sealer, seal: Seal) {
-        debug_assert!(self.at_boundary(), "the other end has answered what was said before");
+        debug_assert!(self.at_boundary(), "the other end has answered all earlier frames");
         self.begin();
         self.sealer = (seal > Seal::None).then_some(sealer);
         self.seals_payload = seal == Seal::All;
@@ -109,7 +109,7 @@ impl Output {
         }
     }
 
-    /// All has gone out: what has come up meanwhile goes next.
+    /// Begins with the control frames that were queued while the last frame was sent.
     pub(crate) fn begin(&mut self) {
         self.head.clear();
         self.tail.clear();
@@ -120,7 +120,7 @@ impl Output {
         std::mem::swap(&mut self.head, &mut self.control);
     }
 
-    /// Seals what goes next, in the order in which it goes, if this connection seals.
+    /// Seals the frames that are sent next, in their order, if this connection seals.
     pub(crate) fn seal(&mut self) {
         if let Some(sealer) = &mut self.sealer {
             seal_frames(sealer, &mut self.head, &mut self.bare);

@@ -74,8 +74,8 @@ struct Lanes {
 struct Far {
     socket: UnixStream,
     unsent: Vec<u8>,
-    /// What has come from the lane and makes no whole header or record yet, the bytes that are left
-    /// of its frame, and whether they are sealed.
+    /// The received bytes that make no whole header or record yet, the bytes that are left of their
+    /// frame, and whether they are sealed.
     begun: Vec<u8>,
     left: usize,
     is_sealed: bool,
@@ -392,7 +392,7 @@ impl WatchedMemory {
         if let Some(kept) = &self.kept {
             assert!(
                 *kept == self.content(),
-                "memory was written to that nobody may touch any more"
+                "memory was written to that must not be touched any more"
             );
         }
     }

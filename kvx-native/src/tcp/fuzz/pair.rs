@@ -1,5 +1,5 @@
-//! Both ends of a link over socket pairs with little room: calls move less than there is or nothing
-//! at all, transfers are cancelled and regions taken back, and one end may be killed at any time.
+//! Both ends of a link over socket pairs with small buffers: calls move fewer bytes than there are
+//! or none, transfers are cancelled and regions revoked, and one end may be killed at any time.
 //! Every choice comes from a seed.
 
 use std::os::fd::AsFd as _;

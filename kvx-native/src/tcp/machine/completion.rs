@@ -28,7 +28,7 @@ impl Machine {
                     let why = Error::new(
                         ErrorKind::PeerRestarted,
                         format!(
-                            "whoever answers for agent {} does not know its metadata: connect with its new metadata",
+                            "agent {} does not recognise this metadata: it was restarted; connect with its new metadata",
                             peer.who.name
                         ),
                     );
@@ -68,8 +68,8 @@ impl Machine {
         self.scope.effects = effects;
     }
 
-    /// Looks after streams whose device has copied, and settles what has waited for that. Returns
-    /// how many there were.
+    /// Continues streams whose device has copied, and settles the tickets that waited for that.
+    /// Returns the number of streams.
     pub(crate) fn wake_streams(&mut self, now: Instant, out: &mut Outbox) -> usize {
         let mut woken = std::mem::take(&mut self.woken);
         let count = woken.len();

@@ -17,7 +17,7 @@ use crate::tcp::error;
 use crate::tcp::machine::Machine;
 use crate::tcp::memory::deferred::{AbandonedTurn, ActiveRegions, Concern};
 
-/// What the machine knows of a connection that has its turn.
+/// The machine's record of a connection that has its turn.
 pub(crate) struct TurnRecord {
     key: usize,
     role: TurnRole,
@@ -198,7 +198,8 @@ impl Machine {
         tracing::warn!(
             ?peer, %from,
             "TCP: unresolved page fault in memory that is sent to this peer or received from it (userfaultfd, a file \
-             whose server hangs): the link to it is lost, and whoever waits for that memory waits on"
+             whose server hangs): the link to it is lost; revocations and transfers of that memory wait until the \
+             fault is resolved"
         );
         match role {
             TurnRole::Ours(link) => self.lose(link, hangs(), out),

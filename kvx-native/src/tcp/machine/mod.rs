@@ -77,8 +77,9 @@ pub(crate) struct Machine {
     pub(crate) served: usize,
     /// Connections that are served by link and lane.
     pub(crate) lanes: HashMap<([u8; 16], u8), usize>,
-    /// Warnings of closed connections, and of messages that name what is not there.
+    /// Warnings of closed connections.
     pub(crate) closed: RateLimited,
+    /// Warnings of cancelled requests on lanes that do not exist.
     pub(crate) strays: RateLimited,
 }
 

@@ -77,8 +77,8 @@ impl Machine {
 
     fn admit(&mut self, conn: Conn, now: Instant) {
         if self.handshakes >= MAX_HANDSHAKES {
-            // Whoever has said nothing goes first, of the address that has most of them; then the
-            // oldest.
+            // Drops a connection of the address that has most of them: first one that has not sent
+            // a valid hello, then the oldest.
             let waiting = || {
                 self.conns.iter().filter_map(|(key, conn)| match &conn.role {
                     Role::Greeted(handshake) => Some((key, conn, handshake.has_said_hello())),
@@ -105,10 +105,7 @@ impl Machine {
         self.handshakes -= 1;
         self.served += 1;
         let Some(Conn { role: Role::Served(lane), peer, .. }) = self.conns.get(key) else {
-            return debug_assert!(
-                false,
-                "whose turn it was is back when what it reports is applied"
-            );
+            return debug_assert!(false, "a connection has rejoined when its effects are applied");
         };
         tracing::debug!(peer = ?lane.who, from = %peer, lane = lane.lane, "a peer connected over TCP");
         match self.lanes.entry((lane.link, lane.lane)) {

@@ -135,8 +135,8 @@ impl Progress for Machine {
             Command::Post { done, .. } | Command::Notify { done, .. } => {
                 done.settle(Err(error::closed("the agent")));
             }
-            // Nothing reaches the region: all connections are closed, and none is accepted. Of
-            // copies that a device has begun the ticket knows by itself.
+            // No peer reaches the region: all connections are closed, and none is accepted. The
+            // ticket itself waits for copies that a device has begun.
             Command::Revoke { done, .. } => done.settle(Ok(())),
             Command::Connect(_)
             | Command::Cancel { .. }
@@ -219,7 +219,7 @@ impl Machine {
         let mut done = if self.woken.is_empty() { 0 } else { self.wake_streams(now, out) };
         self.issue(now);
         if !self.scope.effects.is_empty() {
-            self.apply_effects(now, out); // before what they stand in is away with one connection
+            self.apply_effects(now, out); // before a turn takes the scope that they are in
         }
         done += self.poll();
         if self.accepting {
@@ -280,7 +280,7 @@ impl Machine {
     fn end(&mut self, turn: &Budget, out: &mut Outbox) -> Turn {
         let now = turn.now;
         if self.ticked {
-            // after what has come was read: this end may have been stopped for long
+            // after received bytes were read: this end may have been stopped for long
             self.tick(now, out);
         }
         self.issue(now);

@@ -2,8 +2,8 @@
 //! still touch memory.
 //!
 //! A stream that was given up stays in here until the device has ended its last copy, an abandoned
-//! turn until its thread returns. The machine settles what has waited for them as long as it runs;
-//! after that the thread does that wakes them.
+//! turn until its thread returns. Then the machine settles what waits for them; after the machine
+//! has ended, the thread that calls `wake` does.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -181,7 +181,7 @@ impl DeferredCompletions {
         self.table.lock()
     }
 
-    /// Sets what has the machine look after the stream of a token.
+    /// Sets the function that has the machine look after the stream of a token.
     pub(crate) fn wake_with(&self, wake: impl Fn(u64) + Send + Sync + 'static) {
         self.wake.set(Box::new(wake)).ok(); // once, when the transport opens
     }
@@ -236,7 +236,7 @@ impl DeferredCompletions {
         self.add(token, PendingAccess::Turn { turn, receives }, touches, None);
     }
 
-    /// Returns `Exhausted` if an abandoned turn may still write there, over what is written now.
+    /// Returns `Exhausted` if an abandoned turn may still write there, and overwrite a new write.
     pub(crate) fn check_writable(&self, regions: &[Arc<ServedRegion>]) -> Result<()> {
         let table = self.table();
         let writes = |region: RegionId| {

@@ -183,8 +183,8 @@ impl Sink {
         }
     }
 
-    /// Notes that nothing is received for it now. Returns whether the places that it gave may be
-    /// another's by now.
+    /// Notes that no payload is received for it now. Returns true if the places that it gave are
+    /// not its own any more.
     pub(crate) fn pause(&mut self) -> bool {
         let Sink::Device(storing) = self else { return false };
         storing.store.pause();
@@ -199,8 +199,8 @@ impl Sink {
         Ok(storing.store.left() == 0)
     }
 
-    /// Nothing more goes into it, but for copies that a device has begun: `answer` goes out when
-    /// they have ended. It comes back when it may go out now.
+    /// Stops all writes into it, apart from copies that a device has begun: `answer` is sent when
+    /// they have ended. Returns the answer if it may be sent now.
     pub(crate) fn stop(
         self,
         deferred: &DeferredCompletions,

@@ -1,4 +1,4 @@
-//! Pieces of memory on their way to or from the kernel, and the bytes that nobody wants.
+//! Pieces of memory on their way to or from the kernel, and the memory for discarded bytes.
 
 use std::sync::Arc;
 
@@ -22,8 +22,9 @@ pub(crate) struct Chunk {
     moved: usize,
 }
 
-// SAFETY: a chunk is addresses and lengths; who touches them when is up to the machine that owns
-// it, which keeps the memory's owner beside it and redirects the chunk before it lets go of that.
+// SAFETY: a chunk is addresses and lengths. The machine that owns it decides when they are
+// accessed: it keeps the memory's owner beside the chunk and redirects the chunk before it releases
+// that.
 unsafe impl Send for Chunk {}
 
 impl Chunk {
@@ -102,8 +103,8 @@ impl Chunk {
             let now = piece.iov_len.min(end - copy.len());
             // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive
             // and lets be read, and that others may write to; `copy` is a vector of the
-            // connection's, which no region overlaps, with room for `now` bytes more, and they are
-            // there when its length says so.
+            // connection's, which no region overlaps, with capacity for `now` bytes more, which
+            // are initialized before its length includes them.
             unsafe {
                 let to = copy.as_mut_ptr().add(copy.len());
                 copy_shared(piece.iov_base.cast_const().cast(), to, now);

@@ -71,7 +71,7 @@ pub(crate) struct ServedLane {
     /// The same of `writes`.
     writes_described: usize,
     notices: NoticesFromPeer,
-    /// For whoever goes on without it, should its turn hang.
+    /// The regions that its turn touches, for the machine if the turn hangs.
     pub(crate) touched: Arc<ActiveRegions>,
 }
 
@@ -109,8 +109,8 @@ impl ServedLane {
         }
     }
 
-    /// Bytes that it holds for its peer: descriptions, and notifications that the agent has no room
-    /// for.
+    /// Returns the number of bytes that it holds for its peer: descriptions, and notifications that
+    /// do not fit into the agent's queue.
     pub(crate) fn held(&self) -> usize {
         self.described() + self.notices.held()
     }
@@ -280,7 +280,8 @@ impl ServedLane {
         Ok(())
     }
 
-    /// The agent has room again. Returns whether something was taken.
+    /// Delivers waiting notifications when the agent's queue has capacity again. Returns whether
+    /// any was delivered.
     pub(crate) fn resume(&mut self, output: &mut Output, context: &AgentContext) -> bool {
         let mut some = false;
         let deliver = |bytes: &[u8]| context.events.notification(self.who.as_sender(), bytes);

@@ -106,8 +106,8 @@ impl ServedLane {
         }
     }
 
-    /// The same for one; its end is told when nothing goes into its memory any more, so that what
-    /// its initiator writes next stays.
+    /// Ends one write at once. Its initiator receives the end when no copy into its memory is under
+    /// way any more, so that the next write is not overwritten.
     pub(crate) fn refuse_write(
         &mut self,
         id: u64,

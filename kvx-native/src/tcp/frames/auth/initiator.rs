@@ -23,22 +23,23 @@ fn one_sided(who: &str) -> Error {
 }
 
 fn not_the_peer() -> Error {
-    let why = "whoever answers has not proven to be the peer, or its answer was altered: find out who is between";
+    let why = "the answer was altered, or does not prove that it is from the peer: look for a proxy or an attacker \
+               in between";
     Error::new(ErrorKind::Malformed, why)
 }
 
-/// What the initiator learns at the end.
+/// The result of the initiator's handshake.
 pub(crate) enum InitiatorVerdict {
     Welcome(Agreement),
-    /// Whoever answers is not whom the metadata invited to.
+    /// The agent that answers is not the one that the metadata names.
     Restarted,
 }
 
-/// How an initiator's handshake stands.
+/// The state of an initiator's handshake.
 enum Asked {
-    /// It has said hello, by the secret alone too if it has one.
+    /// It has sent its hello, by the secret alone too if it has one.
     ToEnter { invited: Box<NoiseHandshake>, mistaken: Option<Box<NoiseHandshake>> },
-    /// It has said who it is.
+    /// It has sent its identity.
     Confirmed(Option<Agreement>),
 }
 
@@ -47,13 +48,13 @@ pub(crate) struct InitiatorHandshake {
     own: Identity,
     link: [u8; 16],
     lane: u8,
-    /// What it wants sealed at least.
+    /// The weakest seal that it accepts.
     wish: Seal,
     asked: Asked,
 }
 
 impl InitiatorHandshake {
-    /// Says hello.
+    /// Puts the hello into `out`.
     pub(crate) fn start(
         keys: &Keys,
         own: Identity,
@@ -113,8 +114,8 @@ impl InitiatorHandshake {
     }
 }
 
-/// A refusal proves nothing. It says whether the owner has a secret; with one, only who has it is
-/// told of a restart.
+/// Interprets a refusal, which is not authenticated. Its kind says whether the owner has a secret.
+/// An owner with a secret reports a restart only to peers that have the secret too.
 fn refused(body: &[u8], have_secret: bool) -> Result<InitiatorVerdict> {
     let error = read_refuse(body);
     match (error.kind(), have_secret) {
@@ -123,12 +124,12 @@ fn refused(body: &[u8], have_secret: bool) -> Result<InitiatorVerdict> {
         (ErrorKind::Authentication, false) => Err(one_sided("the peer")),
         (ErrorKind::Authentication, true) => Err(secret_mismatch()),
         (ErrorKind::Incompatible, _) => Err(error),
-        // No owner says anything else to a stranger.
+        // An owner sends no other kind to an unauthenticated peer.
         _ => Err(not_the_peer()),
     }
 }
 
-/// What is sealed, if there is room.
+/// Returns the agreed seal. Errors: the owner serves too many connections, or none in common.
 pub(super) fn read_welcome(said: &[u8], wish: Seal) -> Result<Seal> {
     let mut reader = Reader::new("Welcome", said);
     if reader.u8()? == NO_ROOM {

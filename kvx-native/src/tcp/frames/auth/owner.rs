@@ -12,24 +12,24 @@ use super::{
 use crate::tcp::frames::{Frame, Header, Hello, VERSIONS, Versions, put_frame, put_refuse};
 use crate::tcp::seal::Seal;
 
-/// How a handshake stands, on the owner's side.
+/// The state of a handshake on the owner's side, after a frame.
 pub(crate) enum Step {
-    /// It goes on.
+    /// Another frame follows.
     More,
     /// The initiator is who it says, and this is the `lane`-th lane of its `link`.
     Entered { who: Identity, link: [u8; 16], lane: u8, seals: Agreement },
-    /// Answered that it wants somebody else: close when that is sent.
+    /// The initiator wants another agent, and the answer says so: close when that is sent.
     Mistaken,
 }
 
 /// The owner's side of a handshake.
 pub(crate) struct OwnerHandshake {
     keys: Keys,
-    /// What it wants sealed at least.
+    /// The weakest seal that it accepts.
     wish: Seal,
     /// It has welcomed an initiator that has the key.
     welcomed: Option<Agreement>,
-    /// Why nobody may come in, if that is so: told to who may.
+    /// The error for authenticated peers if no more connections are served.
     full: Option<Error>,
 }
 
@@ -43,7 +43,7 @@ impl OwnerHandshake {
         self.welcomed.is_some()
     }
 
-    /// Takes a frame of the initiator's. An error ends the connection; `out` holds a last word.
+    /// Takes a frame of the initiator's. An error ends the connection; `out` has a last answer.
     pub(crate) fn frame(&mut self, header: Header, body: &[u8], out: &mut Vec<u8>) -> Result<Step> {
         match (header.frame, self.welcomed.take()) {
             (Frame::Hello, None) => self.hello(body, out),
@@ -60,7 +60,7 @@ impl OwnerHandshake {
             put_refuse(out, &error);
             return Err(error);
         }
-        // What a stranger is told says no more of its words than that they were those of one.
+        // All unauthenticated peers get the same answer, whatever they sent.
         let kind = if self.keys.have_secret() {
             ErrorKind::Authentication
         } else {
@@ -130,7 +130,7 @@ impl OwnerHandshake {
     }
 }
 
-/// The initiator's last word: no recorded one can say it.
+/// Verifies the initiator's last message, which cannot be a replay.
 fn confirm(body: &[u8], (seal, mut seals): Agreement, out: &mut Vec<u8>) -> Result<Step> {
     let mut said = body.to_vec();
     seals.opener.open(&mut said).map_err(|_| unauthenticated())?;

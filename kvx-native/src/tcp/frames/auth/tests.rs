@@ -37,7 +37,7 @@ fn greets(keys: &Keys, wish: Seal) -> (InitiatorHandshake, Vec<u8>) {
 
 struct Conversation {
     initiator: Result<InitiatorVerdict>,
-    /// What its last step was.
+    /// The result of its last step.
     owner: Result<Step>,
     /// Every frame, the initiator's first.
     frames: Vec<Vec<u8>>,

@@ -208,7 +208,7 @@ unsafe impl Fabric for ShuffledFabric {
             Ok(_) => Ok(SendStatus::Taken),
             Err(rustix::io::Errno::AGAIN) => Ok(SendStatus::Later),
             Err(cause) => {
-                Err(Error::os("nobody listens any more", cause).with_kind(ErrorKind::PeerLost))
+                Err(Error::os("the peer's socket is closed", cause).with_kind(ErrorKind::PeerLost))
             }
         }
     }

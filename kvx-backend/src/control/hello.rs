@@ -70,7 +70,7 @@ impl Greeting {
         let proof: Proof = reader.array()?;
         reader.end()?;
         if !self.keys.both(WELCOMES, &[&self.said, said]).holds(&proof) {
-            return Err(malformed("whoever answers has not proven to be the peer"));
+            return Err(malformed("the answer does not prove that it is from the peer"));
         }
         let mut reader = Reader::new("welcome", said);
         let _its_nonce = reader.array::<32>()?;
@@ -89,8 +89,7 @@ impl Greeting {
             Some(claim) if !claim.holds(proof) => secret_mismatch(),
             _ => Error::new(
                 ErrorKind::PeerRestarted,
-                "whoever answers for the peer does not know its metadata: it was restarted; connect with its \
-                 new metadata",
+                "the peer does not recognise this metadata: it was restarted; connect with its new metadata",
             ),
         }
     }
@@ -164,7 +163,7 @@ pub fn verify_hello<'a>(
     Err(away)
 }
 
-/// Encodes versions for the proofs, so that nobody in between can choose an older one.
+/// Encodes versions for the proofs, so that an attacker in between cannot choose an older one.
 fn encoded((from, to): (u16, u16)) -> [u8; 4] {
     let mut bytes = [0; 4];
     bytes[..2].copy_from_slice(&from.to_le_bytes());

@@ -212,7 +212,9 @@ impl<F: Fabric> Machine<F> {
                 );
             });
         }
-        let from = heard.as_ref().map_or_else(|_| nobody(), |greeted| greeted.from.clone());
+        let from = heard
+            .as_ref()
+            .map_or_else(|_| identity_with_old_metadata(), |greeted| greeted.from.clone());
         let begun = read_hello_rest(rest).and_then(|(process, address)| {
             let number = self.random_session_number()?;
             self.fabric.accept(EndpointId(number), &from, address)?;
@@ -455,7 +457,7 @@ impl<F: Fabric> Machine<F> {
 }
 
 /// Returns the identity of an initiator that only receives the error that its metadata is old.
-fn nobody() -> Identity {
+fn identity_with_old_metadata() -> Identity {
     Identity { name: "a peer with old metadata".into(), incarnation: Incarnation([0; 16]) }
 }
 

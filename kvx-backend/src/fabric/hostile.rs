@@ -99,7 +99,7 @@ unsafe impl Fabric for Quiet {
         &[]
     }
     fn describe(&mut self, _: EndpointId) -> (String, Capabilities) {
-        unreachable!("nobody links from here")
+        unreachable!("no link from here comes up")
     }
     fn unregister(&mut self, (): &()) -> Result<Unregister> {
         Ok(if self.busy { Unregister::Later } else { Unregister::Now })

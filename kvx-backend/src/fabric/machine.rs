@@ -1,4 +1,4 @@
-//! The machine of one lane: its state, and what it sends.
+//! The machine of one lane: its state, and the sending of messages.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -45,24 +45,24 @@ pub(super) struct Machine<F: Fabric> {
     /// In boxes, which are moved instead of them.
     pub(super) jobs: Slab<Box<JobState<F>>>,
     pub(super) turns: WorkQueue<usize>,
-    /// Jobs that wait for room in the library.
+    /// Jobs that wait for capacity in the library.
     pub(super) stalled: Vec<usize>,
     /// Sessions with something to be sent.
     pub(super) sending: Vec<u64>,
     /// By the numbers of the sessions whose peers hold the region.
     pub(super) recalls: Recalls<u64, (Arc<RegionRecord<F::Local>>, Ticket)>,
-    /// Regions that every peer has let go of, and the library has not.
+    /// Regions that every peer has released, and the library has not unregistered.
     pub(super) released: Vec<(Arc<RegionRecord<F::Local>>, Ticket)>,
     /// By the number of the session that was lost.
     pub(super) lost_peers: HashMap<u64, LostPeer>,
-    /// Notifications of foreign agents that found no room.
+    /// Notifications of foreign agents that did not fit into the agent's queue.
     pub(super) foreign_notices: ForeignNotices,
     pub(super) fabric_events: Vec<Event>,
     /// Wakes for the library's descriptors, and for the end of peers' processes.
     pub(super) poller: OwnedFd,
     pub(super) fds: [RawFd; 1],
     pub(super) next_look: Option<Instant>,
-    /// Numbers of peers whose processes have ended, seen when there was nobody to tell.
+    /// Sessions whose peers' processes have ended, noted outside of a turn.
     pub(super) ended: Vec<u64>,
     /// This turn was lent by a thread that posted something small, which is done: nothing more is
     /// done on it.

@@ -1,4 +1,4 @@
-//! Regions of ours, from their registration to the proof that nobody reaches them any more.
+//! Local regions, from their registration to the proof that no peer reaches them any more.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,14 +10,14 @@ use kvx_core::{Memory, RegionId, Result};
 use crate::control::RegionTable;
 use crate::control::errors::still_shared;
 
-/// A region of ours.
+/// A local region.
 pub(super) struct RegionRecord<L> {
     pub(super) id: RegionId,
     pub(super) key: RegionKey,
     pub(super) local: L,
-    /// Lanes that have not let go of it.
+    /// Lanes that have not released it.
     holders: AtomicUsize,
-    /// Until it is given back.
+    /// Until it is freed.
     memory: Mutex<Option<Arc<Memory>>>,
 }
 
@@ -27,25 +27,27 @@ impl<L> RegionRecord<L> {
         RegionRecord { id: spec.id, key: spec.key, local, holders, memory }
     }
 
-    /// Nobody reaches it over one lane any more. Says whether that was the last.
+    /// Notes that no peer reaches it over one lane any more. Returns whether that was the last
+    /// lane.
     pub(super) fn release(&self) -> bool {
         self.holders.fetch_sub(1, Ordering::AcqRel) == 1
     }
 
-    /// Nobody reaches it any more.
+    /// Releases its memory, which no peer reaches any more.
     pub(super) fn free(&self) {
         let memory = self.memory.lock().take();
         drop(memory);
     }
 
-    /// Somebody may reach it for ever: neither its memory nor what the library made of it is freed.
-    /// Not after [`let_go`](RegionRecord::release) of the same lane, so that there is no last one.
+    /// Leaks it, with its memory and the library's registration: a peer may reach it for ever. Must
+    /// not follow [`release`](RegionRecord::release) for the same lane, so that there is no last
+    /// lane.
     pub(super) fn quarantine(self: Arc<Self>) {
         std::mem::forget(self);
     }
 }
 
-/// What peers may ask for, over any lane.
+/// The regions that peers may ask for, over any lane.
 pub(super) struct Regions<L>(Mutex<RegionTables<L>>);
 
 struct RegionTables<L> {
@@ -63,12 +65,12 @@ impl<L> Regions<L> {
         self.0.lock().table.open(region.id, region.key, region);
     }
 
-    /// Nobody is granted it from now on. `None`: it was revoked before.
+    /// Refuses it to all peers from now on. Returns `None` if it was revoked before.
     pub(super) fn revoke(&self, id: RegionId) -> Option<Arc<RegionRecord<L>>> {
         self.0.lock().table.revoke(id)
     }
 
-    /// Returns whether who shows this key may use the region. Errors: `Unregistered`, `WrongKey`,
+    /// Checks that a peer with this key may use the region. Errors: `Unregistered`, `WrongKey`,
     /// `Revoked`.
     pub(super) fn check(&self, id: RegionId, key: &RegionKey) -> Result<()> {
         self.0.lock().table.check(id, key).map(|_| ())

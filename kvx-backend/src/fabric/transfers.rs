@@ -206,7 +206,7 @@ impl<F: Fabric> Machine<F> {
     /// Settles a transfer when nothing of it is in flight any more.
     fn finish_job(&mut self, key: usize, out: &mut Outbox) {
         if self.jobs.get(key).is_some_and(|running| running.is_failed_on_its_way()) {
-            self.flush(key); // the target may be told next that nobody writes to its region any more
+            self.flush(key); // the next message may tell the target that its region is not written to any more
         }
         if !self.jobs.get(key).is_some_and(|running| running.is_done()) {
             return;

@@ -3,9 +3,9 @@
 //!
 //! A transport writes a [`Progress`]: a plain state machine that owns its sockets or its native
 //! library. The reactor owns the machine, feeds it commands, lets it work in bounded turns, and
-//! sleeps when it says that it may. Any other thread may lend a hand ([`Reactor::drive`]) or hand
-//! over a command and do its first turn at once ([`Reactor::submit_and_turn`]) if the machine is
-//! free; nobody ever waits for it.
+//! sleeps when it says that it may. Any other thread may have a turn ([`Reactor::drive`]), or
+//! submit a command and have its first turn at once ([`Reactor::submit_and_turn`]), if the machine
+//! is free. It never waits for the machine.
 
 pub mod detached;
 mod exit;
@@ -230,7 +230,7 @@ struct ReactorShared<P: Progress> {
     own_thread_only: AtomicBool,
     /// Of the last turn, likewise.
     ends_unannounced: AtomicBool,
-    /// The process ends: nobody goes into the machine any more.
+    /// True when the process ends: no more turns begin.
     halted: AtomicBool,
     events: Arc<dyn Events>,
 }

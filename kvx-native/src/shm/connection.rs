@@ -137,7 +137,7 @@ pub(crate) struct Connection {
     pub(crate) lent: HashMap<RegionId, Result<PeerRegion>>,
     /// Parts of the peer's writes that are not done.
     pub(crate) pulls: usize,
-    /// The memory that they take, including those whose answer nobody awaits any more.
+    /// The memory that they take, including those whose answer is not awaited any more.
     pub(crate) pulls_bytes: usize,
     pub(crate) from_peer: NoticesFromPeer,
     /// The amount counted as held for its peer.

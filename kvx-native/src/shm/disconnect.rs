@@ -16,10 +16,10 @@ use super::machine::Machine;
 use super::socket;
 use super::work::Work;
 
-/// How long a machine that ends waits for peers to let go.
+/// How long a machine that ends waits for peers to release regions.
 const LAST_PATIENCE: Duration = Duration::from_millis(150);
 
-/// How often it looks meanwhile at copies of devices, which wake nobody any more.
+/// How often it looks meanwhile at copies of devices, which do not wake it any more.
 const LAST_LOOK: Duration = Duration::from_millis(1);
 
 impl Machine {
@@ -88,7 +88,7 @@ impl Machine {
         }
         for flight in self.flights.iter_mut().filter(|flight| flight.at == Some(at)) {
             if let FlightPurpose::Pull { write, .. } = &mut flight.purpose {
-                *write = None; // nobody there waits for an answer
+                *write = None; // its peer does not wait for an answer any more
             }
         }
         self.stop_flights(|flight| flight.at == Some(at), reason, out);

@@ -285,8 +285,8 @@ impl Flights {
         self.open.values_mut()
     }
 
-    /// Flights of which something has landed that the machine has not heard of: nobody tells one
-    /// without a reactor.
+    /// Returns the flights with ended batches that the machine has not taken: without a reactor it
+    /// gets no report.
     #[cfg(test)]
     pub(crate) fn with_batch_ends(&self) -> Vec<u64> {
         let has_landed = |flight: &Flight| {

@@ -111,7 +111,7 @@ impl Machine {
         self.settle_recalls(out);
     }
 
-    /// Settles the revocations that nobody holds up any more.
+    /// Settles the revocations that do not wait for a peer or a flight any more.
     pub(crate) fn settle_recalls(&mut self, out: &mut Outbox) {
         for (region, done) in self.recalls.take_done(|id| self.flights.any_writes(id)) {
             drop(region);

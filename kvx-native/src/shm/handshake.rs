@@ -318,7 +318,7 @@ fn check_reachability(
 fn nobody_listens() -> Error {
     error(
         ErrorKind::PeerLost,
-        "nobody listens at the peer's address any more: its agent has ended; connect with new metadata",
+        "the peer's socket is closed: its agent has ended; connect with new metadata",
     )
 }
 

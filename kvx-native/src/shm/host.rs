@@ -80,7 +80,7 @@ enum Life {
     Watched(OwnedFd),
     /// It had ended before it could be watched.
     Ended,
-    /// Nobody can tell: the socket's end must do.
+    /// It cannot be watched: the socket's end must do.
     Unknown,
 }
 

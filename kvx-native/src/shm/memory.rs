@@ -81,7 +81,7 @@ pub(crate) struct Regions(Mutex<RegionTables>);
 #[derive(Debug, Default)]
 struct RegionTables {
     regions: RegionTable<RegionRecord>,
-    /// Granted to peers of which nobody knows whether they have let go, when the transport ended.
+    /// Granted to peers that had not confirmed their release when the transport ended.
     unproven: HashSet<RegionId>,
 }
 

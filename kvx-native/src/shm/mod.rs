@@ -1,7 +1,7 @@
 //! Shared memory between processes of one host and one user.
 //!
-//! Nobody writes into memory that it does not own: the initiator of a read copies from the owner's
-//! memory into its own, and a write is pulled by the target's own thread. [`messages`] describes
+//! No process writes into memory of another: the initiator of a read copies from the owner's memory
+//! into its own, and the target's thread pulls a write. [`messages`] describes
 //! the protocol.
 //!
 //! The modules form layers, from the lowest to the highest; a module imports what stands before it:

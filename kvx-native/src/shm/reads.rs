@@ -205,7 +205,7 @@ impl Machine {
         self.note_awaiting(at);
     }
 
-    /// The owner answered an import. Errors: `Malformed` when nobody had asked.
+    /// Takes the owner's answer to an import. Errors: `Malformed` if the import was not requested.
     pub(crate) fn take_grant(
         &mut self,
         at: usize,

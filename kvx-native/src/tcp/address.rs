@@ -59,7 +59,7 @@ pub(crate) fn decode(section: &[u8]) -> Result<Vec<SocketAddr>> {
     {
         return Err(Error::new(
             ErrorKind::Malformed,
-            format!("malformed TCP address: nobody can connect to {bad}"),
+            format!("malformed TCP address: {bad} is no address to connect to"),
         ));
     }
     if version == VERSION {

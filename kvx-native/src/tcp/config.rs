@@ -61,7 +61,7 @@ impl Config {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "option \"tcp.advertise\" is {}: nobody can connect to that; write an address",
+                    "option \"tcp.advertise\" is {}: peers cannot connect to that; write an address",
                     bad.ip()
                 ),
             ));

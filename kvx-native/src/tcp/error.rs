@@ -25,7 +25,7 @@ pub(crate) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
     if matches!(errno, Errno::NOMEM | Errno::NOBUFS | Errno::AGAIN) {
         let error = Error::os(
             format!(
-                "this machine has no room for a connection to {address} now: free memory, then post or connect again"
+                "this machine has no memory for a connection to {address} now: free memory, then post or connect again"
             ),
             errno,
         );
@@ -33,7 +33,7 @@ pub(crate) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
     }
     let hint = match errno {
         Errno::CONNREFUSED => {
-            "nobody listens there: check that the peer runs and that its metadata is current"
+            "no socket listens there: check that the peer runs and that its metadata is current"
         }
         _ => "check the route and \"tcp.advertise\" of the peer",
     };

@@ -52,7 +52,7 @@ fn an_owners_page_holds_up_its_region_and_no_other() {
         held_up.wait_blocking(CUT_OFF).unwrap_err().kind(),
         ErrorKind::TimedOut | ErrorKind::PeerLost
     ));
-    // Nobody is in this one, and whoever is in the other may go on to touch it.
+    // No turn touches this region, and a hung turn may still touch the other.
     well.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     assert_eq!(
         pair.theirs.revoke(STAYS).wait_blocking(CUT_OFF).unwrap_err().kind(),

@@ -62,7 +62,8 @@ impl Told {
         self.0.lock().expect("no test panics with it").get(name).copied().unwrap_or_default()
     }
 
-    /// Fails unless the value becomes `wanted`: whoever waits for a transfer is woken before the recorder is told.
+    /// Fails unless the value becomes `wanted`: a thread that waits for a transfer is woken before
+    /// the recorder is notified.
     fn becomes(&self, name: &str, wanted: f64) {
         let end = Instant::now() + Duration::from_secs(10);
         while self.value(name) != wanted && Instant::now() < end {

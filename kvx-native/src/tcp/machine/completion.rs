@@ -190,7 +190,7 @@ impl OpenedLink {
         );
     }
 
-    /// Fails a transfer when nobody touches its memory any more.
+    /// Fails a transfer when no device or turn touches its memory any more.
     fn settle(
         &self,
         id: TransferId,

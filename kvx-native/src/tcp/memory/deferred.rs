@@ -221,7 +221,7 @@ impl DeferredCompletions {
             return answer;
         }
         self.table().streams.insert(token, Ended { stream, concern, answer, holds: Vec::new() });
-        self.look(token).1 // the copies may have ended when nobody knew the stream
+        self.look(token).1 // the copies may have ended before the stream was in the table
     }
 
     /// Takes an abandoned turn that touches this; `receives` of it may still be written to.

@@ -155,7 +155,7 @@ impl Chunk {
     }
 }
 
-/// Where bytes go that nobody wants: from several threads at once, if need be.
+/// Memory for discarded bytes, which several threads may write at once.
 #[derive(Clone)]
 pub(crate) struct Bin(Arc<Memory>);
 

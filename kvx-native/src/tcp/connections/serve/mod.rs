@@ -338,7 +338,7 @@ impl LaneEnd for ServedLane {
         output.chunk.clear();
         self.touched.sends(reading.source.regions());
         if scope.turn.is_abandoned() {
-            self.sending = Some(reading); // nobody may know of its regions
+            self.sending = Some(reading); // `abandon` may not have seen its regions
             return;
         }
         reading.source.gather(&mut output.chunk, max);
@@ -435,7 +435,7 @@ impl LaneEnd for ServedLane {
     ) -> bool {
         if let Some((id, sink)) = self.receiving() {
             if scope.turn.is_abandoned() {
-                return false; // nobody may know of its regions
+                return false; // `abandon` may not have seen its regions
             }
             match sink.fill(chunk, max) {
                 Ok(is_there) => return is_there,

@@ -37,10 +37,10 @@ struct Handover {
 
 /// Why a prefill produced no handover.
 enum HandoverError {
-    /// The client's mistake, in an instance's words.
+    /// The client's mistake, with the instance's own answer.
     Rejected(Box<hyper::Response<bytes::Bytes>>),
-    /// In ours.
-    Refused(ParamsError),
+    /// The proxy's own error: no other instance does better.
+    Refused(ApiError),
     /// Another instance may do better.
     Failed(Fault),
     /// Its first token ended the text: there is nothing to hand over, and nobody may wait for it.
@@ -49,6 +49,12 @@ enum HandoverError {
 
 impl From<ParamsError> for HandoverError {
     fn from(error: ParamsError) -> Self {
+        HandoverError::Refused(ApiError::bad_request(error.to_string()))
+    }
+}
+
+impl From<ApiError> for HandoverError {
+    fn from(error: ApiError) -> Self {
         HandoverError::Refused(error)
     }
 }
@@ -144,9 +150,7 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
         };
         match error {
             HandoverError::Rejected(response) => return Ok(job.pass_whole(*response)),
-            HandoverError::Refused(error) => {
-                return Err(job.refused(ApiError::bad_request(error.to_string())));
-            }
+            HandoverError::Refused(error) => return Err(job.refused(error)),
             HandoverError::Stopped => {
                 return decode_only::completion(job, &asked, "prefill stopped").await;
             }
@@ -185,7 +189,7 @@ async fn hand_over(
     match kind {
         PrefillKind::Mooncake(targets) => {
             let target = &targets[instance.state.next_rank(targets.len())];
-            let id = MooncakeTransferId::from_random(random_id());
+            let id = MooncakeTransferId::from_random(random_id()?);
             let mut legs = concurrent::mooncake_legs(body, &id, target)?;
             ignore_stops(&mut legs.prefill);
             Ok(concurrent_handover(
@@ -223,7 +227,7 @@ fn push(
     rank: Option<usize>,
     target: PushTarget,
 ) -> Result<Handover, HandoverError> {
-    let id = own_id(&job.id);
+    let id = own_id(&job.id)?;
     let value = id.as_str().parse().expect("an id fits a header");
     job.headers.insert(crate::request::headers::REQUEST_ID, value);
     let legs = concurrent::push_legs(body, &id, &target)?;
@@ -233,10 +237,11 @@ fn push(
 /// The sides find each other by the id: what is left of an attempt, or of a client's request of the
 /// same id, must not be taken for this one. vLLM strips an end of eight hexadecimal digits; this
 /// has eleven characters.
-fn own_id(id: &XRequestId) -> XRequestId {
-    let random: String = random_id()[..5].iter().map(|byte| format!("{byte:02x}")).collect();
-    XRequestId::new(format!("{id}-k{random}"))
-        .unwrap_or_else(|_| XRequestId::from_random(random_id()))
+fn own_id(id: &XRequestId) -> Result<XRequestId, ApiError> {
+    let bytes = random_id()?;
+    let random: String = bytes[..5].iter().map(|byte| format!("{byte:02x}")).collect();
+    Ok(XRequestId::new(format!("{id}-k{random}"))
+        .unwrap_or_else(|_| XRequestId::from_random(bytes)))
 }
 
 fn concurrent_handover(
@@ -429,7 +434,7 @@ mod tests {
     #[test]
     fn a_repeated_id_is_another_one_for_the_instances() {
         let asked = XRequestId::new("again").unwrap();
-        let (one, other) = (own_id(&asked), own_id(&asked));
+        let (one, other) = (own_id(&asked).unwrap(), own_id(&asked).unwrap());
         assert_ne!(one, other);
         assert!(one.as_str().starts_with("again-k"), "{one}");
         assert_ne!(one.as_str().rsplit('-').next().unwrap().len(), 8, "vLLM would strip it");

@@ -49,11 +49,19 @@ pub(crate) struct Job {
 pub(crate) type JobResult = Result<Response<Body>, Box<(Record, ApiError)>>;
 
 /// Returns random bytes for ids and traces.
-pub(super) fn random_id() -> [u8; 16] {
+///
+/// # Errors
+///
+/// The kernel returned none: ids that are not random could name another request's blocks.
+pub(super) fn random_id() -> Result<[u8; 16], ApiError> {
     let mut bytes = [0; 16];
-    let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
-    debug_assert_eq!(filled, Ok(16), "16 bytes never come in parts");
-    bytes
+    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
+        // The kernel never returns 16 bytes in parts.
+        Ok(16) => Ok(bytes),
+        other => Err(ApiError::unavailable(format!(
+            "getrandom returned no random bytes for this request's ids: {other:?}"
+        ))),
+    }
 }
 
 impl Job {
@@ -67,24 +75,27 @@ impl Job {
             live.key_for_instances.as_ref(),
             live.keys.is_some(),
         );
-        // No two requests at work have the same id: instances tell them apart by it.
-        let id = asked_id.filter(|id| core.take_id(id.as_str()));
-        let id = id.unwrap_or_else(|| {
-            let id = XRequestId::from_random(random_id());
-            core.take_id(id.as_str());
-            id
-        });
         let trace = match headers::trace_id(&sent) {
             Some(trace) => trace.to_owned(),
             None => {
                 let hex = |bytes: &[u8]| {
                     bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>()
                 };
-                let trace = hex(&random_id());
-                let value = format!("00-{trace}-{}-00", hex(&random_id()[..8]));
+                let trace = hex(&random_id()?);
+                let value = format!("00-{trace}-{}-00", hex(&random_id()?[..8]));
                 sent.insert(headers::TRACEPARENT, value.parse().expect("hexadecimal digits"));
                 sent.remove("tracestate");
                 trace
+            }
+        };
+        // Requests in progress have distinct ids: instances tell them apart by them. From here on
+        // nothing fails, so that the record releases the id.
+        let id = match asked_id.filter(|id| core.take_id(id.as_str())) {
+            Some(id) => id,
+            None => {
+                let id = XRequestId::from_random(random_id()?);
+                core.take_id(id.as_str());
+                id
             }
         };
         sent.insert(headers::REQUEST_ID, id.as_str().parse().expect("an id fits a header"));

@@ -81,8 +81,13 @@ impl<S: Sync> FromRequestParts<S> for Client {
     }
 }
 
-/// Errors: the parameters name another engine, are not signed by it, and do not come from this
-/// machine.
+/// Checks that a client may use these parameters.
+///
+/// # Errors
+///
+/// - 403 if they name another engine's blocks, and neither that engine's signature nor, without a
+///   secret, the client's place allows it.
+/// - 400 if they name blocks and are incomplete, so that no signature can be checked.
 pub(super) fn check_params(
     trust: &ParamsTrust,
     client: Client,
@@ -93,11 +98,12 @@ pub(super) fn check_params(
         ..ApiError::new(StatusCode::FORBIDDEN, words)
     };
     if trust.has_secret() {
-        // Others name no blocks: those of a router, and those by which no engine loads.
-        let remote = params.remote_blocks().ok();
-        return remote
-            .map_or(Ok(()), |remote| trust.check(&remote))
-            .map_err(|why| refused(why.to_string()));
+        return match params.remote_blocks() {
+            Ok(remote) => trust.check(&remote).map_err(|why| refused(why.to_string())),
+            // A router's, and those of connectors whose prefill chooses the blocks.
+            Err(_) if params.remote_block_ids.is_none() => Ok(()),
+            Err(why) => Err(ApiError::of("kv_transfer_params", why.to_string())),
+        };
     }
     let loads = params.do_remote_prefill || params.names_remote();
     let host = engine_host(params);
@@ -183,6 +189,31 @@ mod tests {
                 let refusal = check_params(&trust, client, wrong).unwrap_err();
                 assert_eq!(refusal.status, StatusCode::FORBIDDEN);
             }
+        }
+    }
+
+    #[test]
+    fn with_a_secret_incomplete_parameters_that_name_blocks_are_refused() {
+        let trust = ParamsTrust::new(Some(&Secret::from_bytes([1; Secret::LEN])), ["10.0.0.1"]);
+        for (key, value) in [
+            ("remote_request_id", Value::Null),
+            ("remote_engine_id", "".into()),
+            ("remote_host", Value::Null),
+            ("remote_port", Value::Null),
+            ("transfer_mode", "push".into()), // without tp_size
+        ] {
+            let incomplete = params(&json!({ key: value }));
+            let refusal = check_params(&trust, Client::ThisMachine, &incomplete).unwrap_err();
+            assert_eq!(refusal.status, StatusCode::BAD_REQUEST, "{key}");
+        }
+        let no_blocks = [
+            json!({"do_remote_decode": true, "remote_block_ids": null}),
+            json!({"do_remote_prefill": true, "transfer_id": "t", "remote_engine_id": "e",
+                   "remote_bootstrap_addr": "10.0.0.3:1"}),
+            json!({"do_remote_prefill": true, "remote_host": "10.0.0.3", "remote_port": 1}),
+        ];
+        for params in no_blocks.map(|value| TransferParams::from_value(&value).unwrap()) {
+            assert_eq!(check_params(&trust, Client::Elsewhere, &params), Ok(()), "{params:?}");
         }
     }
 

@@ -15,7 +15,7 @@ use tokio::net::TcpListener;
 
 use crate::corruption::CorruptingMover;
 use crate::engine::{Engine, Forward, Limits, Mover, NoMover, Running};
-use crate::http::{self, Hosts, JoinRequest, MEETING, Recorder, Service, SharedConfig};
+use crate::http::{self, Hosts, JOIN_TIMEOUT, JoinRequest, Recorder, Service, SharedConfig};
 use crate::kv::{self, Kv, KvTransferConfig, ParamsTrust, Secret};
 use crate::model::{Chunk, Config, Dtype, Model, ModelError, Pool, PoolLayout, Result};
 use crate::rank::{self, AllRanks, RankProcess, RankSetup, RankSockets};
@@ -60,9 +60,9 @@ pub struct Options {
     pub requests: usize,
     /// Tokens of a step.
     pub step_tokens: usize,
-    /// Blocks of the pool, or its bytes.
+    /// The number of blocks in the pool.
     pub blocks: Option<usize>,
-    /// As above.
+    /// The bytes of the pool, where `blocks` is not given.
     pub pool_bytes: Option<usize>,
     /// What keys and values are kept in: what the weights are, unless it is said.
     pub dtype: Option<Dtype>,
@@ -307,7 +307,7 @@ impl Options {
     }
 }
 
-/// Serves until `stop` is ready and answers have ended. `started` is told when it listens, or has
+/// Serves until `stop` is ready and answers have ended. Calls `started` when it listens, or has
 /// joined its head.
 ///
 /// # Errors
@@ -398,7 +398,7 @@ pub async fn serve(
             )?;
             tokio::spawn(hosts.clone().accept(joins));
             tokio::select! {
-                all = hosts.all(MEETING) => all?,
+                all = hosts.all(JOIN_TIMEOUT) => all?,
                 () = &mut stop => return Ok(()),
             }
         }

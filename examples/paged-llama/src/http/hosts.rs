@@ -1,100 +1,52 @@
-//! Ranks of data parallelism on other hosts, behind the one server that clients know: the head. A
-//! host joins it by one connection and is asked over it by HTTP/2, so that it needs no port of its
-//! own, and its loss shows at once. Beyond loopback both ends have to have the fleet's secret.
+//! Data-parallel ranks on other hosts, behind the one server that clients know: the head.
+//!
+//! A host joins by one connection, over which the head sends it requests by HTTP/2. So it needs no
+//! port of its own, and the head notices its loss at once. Beyond loopback both ends must prove
+//! that they have the fleet's secret.
 
-use std::collections::BTreeMap;
-use std::future::Future;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::ops::Range;
-use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
-use axum::middleware;
 use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use hyper_util::service::TowerToHyperService;
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{sleep, timeout};
 
-use super::client::{self, CLIENT, Client};
+use super::client::{CLIENT, Client};
 use super::error::ApiError;
-use super::noise::{self, Connection};
+use super::handshake::{
+    ANSWER_TIMEOUT, JoinRequest, KEEP_ALIVE, RETRY_INTERVAL, SharedConfig, read_message,
+    write_message,
+};
+use super::metrics::merge;
+use super::noise;
 use crate::kv::Secret;
 use crate::model::{ModelError, Result};
 
 /// The header by which a router chooses a rank of data parallelism.
 pub(crate) const RANK: &str = "x-data-parallel-rank";
-/// How long a host may take to say who it is, or to answer for its metrics.
-const WORD: Duration = Duration::from_secs(5);
-/// A connection that is silent for as long is asked whether it lives, and has as long to say so.
-const SILENT: Duration = Duration::from_secs(5);
-/// How long a head waits for its hosts, and a host for its head.
-pub(crate) const MEETING: Duration = Duration::from_secs(300);
-/// Between two tries to reach the head.
-const AGAIN: Duration = Duration::from_millis(200);
-/// Bytes of what a host says of itself, and of the answer.
-const LONGEST_WORD: u32 = 64 << 10;
-/// Bytes of a host's metrics.
+/// The most bytes of a host's metrics.
 const LONGEST_METRICS: usize = 16 << 20;
-/// Connections that have not proven yet who they are.
+/// The most connections that are not authenticated yet.
 const MOST_PENDING: usize = 16;
-/// Requests that a host is asked at once.
-const REQUESTS: u32 = 4096;
 /// The headers of a client that a host gets. Credentials, such as `Authorization`, are for the head
 /// alone.
 const FORWARDED: [HeaderName; 2] = [CONTENT_TYPE, HeaderName::from_static("x-request-id")];
-
-/// The configuration that all ranks must share.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct SharedConfig {
-    pub(crate) model: String,
-    pub(crate) data_parallel_size: usize,
-    pub(crate) model_len: usize,
-    pub(crate) block_size: usize,
-}
-
-impl SharedConfig {
-    /// What a host has that is not as here, if anything is.
-    fn difference(&self, host: &SharedConfig) -> Option<String> {
-        let (here, host) = (json!(self), json!(host));
-        let fields =
-            here.as_object()?.iter().filter(|(name, value)| host[name.as_str()] != **value);
-        let told = |(name, value): (&String, &Value)| {
-            format!("{name} is {value} at the head and {} at this host", host[name.as_str()])
-        };
-        let told: Vec<_> = fields.map(told).collect();
-        (!told.is_empty()).then(|| told.join(", "))
-    }
-}
-
-/// A host's request to join the head.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct JoinRequest {
-    pub(crate) ranks: Range<usize>,
-    #[serde(rename = "alike")]
-    pub(crate) config: SharedConfig,
-}
 
 /// The ranks that are on other hosts.
 #[derive(Debug)]
 pub(crate) struct Hosts {
     config: SharedConfig,
     secret: Option<Secret>,
-    /// Which they are; those before them are here.
+    /// The ranks on other hosts; those before them are here.
     elsewhere: Range<usize>,
     joined: Mutex<Vec<JoinedHost>>,
     news: Notify,
@@ -107,7 +59,7 @@ struct JoinedHost {
 }
 
 impl Hosts {
-    /// These ranks are on other hosts, and those before them here; none has joined yet.
+    /// Returns the hosts of these ranks, of which none has joined yet. The ranks before are here.
     pub(crate) fn new(
         config: SharedConfig,
         elsewhere: Range<usize>,
@@ -116,7 +68,7 @@ impl Hosts {
         Hosts { config, secret, elsewhere, joined: Mutex::default(), news: Notify::new() }
     }
 
-    /// All ranks, here and on other hosts.
+    /// Returns the number of all ranks, here and on other hosts.
     pub(crate) fn size(&self) -> usize {
         self.elsewhere.end
     }
@@ -127,12 +79,12 @@ impl Hosts {
         joined
     }
 
-    /// Whether requests for this rank can be answered.
+    /// Returns true if requests for this rank can be answered.
     pub(crate) fn has(&self, rank: usize) -> bool {
         rank < self.elsewhere.start || self.joined().iter().any(|host| host.ranks.contains(&rank))
     }
 
-    /// Lets hosts join, for ever.
+    /// Accepts hosts, without end.
     pub(crate) async fn accept(self: Arc<Self>, listener: TcpListener) {
         let mut unknown = PendingConnections::default();
         loop {
@@ -141,14 +93,16 @@ impl Hosts {
                     let (hosts, is_known) = (self.clone(), Arc::new(AtomicBool::new(false)));
                     let known = is_known.clone();
                     let task = tokio::spawn(async move {
-                        match timeout(WORD, hosts.admit(stream, &known)).await {
+                        match timeout(ANSWER_TIMEOUT, hosts.admit(stream, &known)).await {
                             Ok(Ok(ranks)) => {
                                 tracing::info!("{} have joined from {from}", rank_names(&ranks))
                             }
                             Ok(Err(why)) => {
                                 tracing::warn!("a host at {from} has not joined: {why}")
                             }
-                            Err(_) => tracing::warn!("a host at {from} said nothing for {WORD:?}"),
+                            Err(_) => tracing::warn!(
+                                "a host at {from} said nothing for {ANSWER_TIMEOUT:?}"
+                            ),
                         }
                     });
                     unknown.add(PendingConnection {
@@ -159,14 +113,14 @@ impl Hosts {
                 }
                 Err(why) => {
                     tracing::warn!("hosts cannot join: {why}");
-                    sleep(AGAIN).await;
+                    sleep(RETRY_INTERVAL).await;
                 }
             }
         }
     }
 
-    /// Sets `known` as soon as the other end is a host: it has proven the secret, or said what one
-    /// says.
+    /// Lets a host join. Sets `known` once the peer has proven the secret or, without one, sent a
+    /// request to join.
     async fn admit(&self, stream: TcpStream, known: &AtomicBool) -> Result<Range<usize>> {
         let mut stream = noise::accept(stream, self.secret.as_ref()).await?;
         known.store(self.secret.is_some(), Ordering::Relaxed);
@@ -180,16 +134,15 @@ impl Hosts {
         let ranks = joining.ranks;
         let (asking, connection) = Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
-            .keep_alive_interval(SILENT)
-            .keep_alive_timeout(SILENT)
+            .keep_alive_interval(KEEP_ALIVE)
+            .keep_alive_timeout(KEEP_ALIVE)
             .keep_alive_while_idle(true)
             .handshake(TokioIo::new(stream))
             .await
             .map_err(ModelError::of)?;
         {
             let mut joined = self.joined();
-            // Two may have come at once: the second one finds its connection closed, and asks
-            // again.
+            // Of two concurrent hosts the second finds its connection closed, and tries again.
             if let Some(taken) = overlap(&joined, &ranks) {
                 return Err(ModelError::new(taken));
             }
@@ -207,7 +160,7 @@ impl Hosts {
         Ok(ranks)
     }
 
-    /// Why a host cannot join.
+    /// Returns why a host cannot join, if it cannot.
     fn refusal(&self, joining: &JoinRequest) -> Option<String> {
         let JoinRequest { ranks, config } = joining;
         if let Some(different) = self.config.difference(config) {
@@ -225,11 +178,11 @@ impl Hosts {
         overlap(&self.joined(), ranks)
     }
 
-    /// Ready when all ranks have joined.
+    /// Waits until all ranks have joined.
     ///
     /// # Errors
     ///
-    /// Some have not, for as long; the words say which.
+    /// Some have not joined in time; the message names them.
     pub(crate) async fn all(&self, within: Duration) -> Result<()> {
         let missing = || self.elsewhere.clone().filter(|rank| !self.has(*rank)).collect::<Vec<_>>();
         let all = async {
@@ -246,9 +199,8 @@ impl Hosts {
         })
     }
 
-    /// Asks the host of a rank, which answers as this server would. An answer takes as long as it
-    /// takes; that of a host that is lost ends when its connection does, twice [`SILENT`] later at
-    /// most.
+    /// Sends a request to the host of a rank, which answers as this server would. An answer has no
+    /// deadline; that of a lost host ends with its connection, at most twice [`KEEP_ALIVE`] later.
     pub(crate) async fn ask(
         &self,
         rank: usize,
@@ -279,8 +231,8 @@ impl Hosts {
         Ok(answer.map(Body::new))
     }
 
-    /// What this server counts, and the engines on other hosts; those that do not tell are left
-    /// out.
+    /// Returns the metrics of this server and of the engines on other hosts, without those of hosts
+    /// that do not answer.
     pub(crate) async fn metrics(&self, here: String) -> String {
         let asked: Vec<_> = self
             .joined()
@@ -291,7 +243,7 @@ impl Hosts {
         for each in asked {
             texts.extend(each.await.ok().flatten());
         }
-        if texts.len() == 1 { texts.swap_remove(0) } else { merged(&texts) }
+        if texts.len() == 1 { texts.swap_remove(0) } else { merge(&texts) }
     }
 }
 
@@ -307,8 +259,8 @@ struct PendingConnection {
 struct PendingConnections(Vec<PendingConnection>);
 
 impl PendingConnections {
-    /// Beyond [`MOST_PENDING`] the oldest connection of the address with most of them ends: silent ones
-    /// keep no host out.
+    /// Adds a connection. Beyond [`MOST_PENDING`] it ends the oldest connection of the address that
+    /// has most of them, so that silent peers keep no host out.
     fn add(&mut self, connection: PendingConnection) {
         let all = &mut self.0;
         all.push(connection);
@@ -346,161 +298,19 @@ async fn fetch_metrics(mut asking: SendRequest<Body>) -> Option<String> {
             axum::body::to_bytes(Body::new(answer.into_body()), LONGEST_METRICS).await.ok()?;
         String::from_utf8(body.to_vec()).ok()
     };
-    timeout(WORD, text).await.ok().flatten()
-}
-
-/// One text of several of Prometheus's. Of all but the first there is what an engine has counted:
-/// the rest has no label that would tell it apart.
-fn merged(texts: &[String]) -> String {
-    let mut families: BTreeMap<&str, (Vec<&str>, Vec<&str>)> = BTreeMap::new();
-    for (at, text) in texts.iter().enumerate() {
-        let mut name = "";
-        for line in text.lines() {
-            let Some(head) = line.strip_prefix("# ") else {
-                if at == 0 || line.contains("engine=\"") {
-                    families.entry(name).or_default().1.push(line);
-                }
-                continue;
-            };
-            name = head.split(' ').nth(1).unwrap_or_default();
-            let heads = &mut families.entry(name).or_default().0;
-            if !heads.contains(&line) {
-                heads.push(line);
-            }
-        }
-    }
-    let lines = families.into_values().filter(|(_, lines)| !lines.is_empty());
-    lines
-        .flat_map(|(heads, lines)| heads.into_iter().chain(lines))
-        .flat_map(|line| [line, "\n"])
-        .collect()
-}
-
-/// Errors: `address` is beyond loopback, and there is no secret to prove there.
-pub(crate) fn check_reach(address: SocketAddr, secret: Option<&Secret>) -> Result<()> {
-    if address.ip().to_canonical().is_loopback() || secret.is_some() {
-        return Ok(());
-    }
-    Err(ModelError::new(format!(
-        "a server and its further hosts meet at {address}, beyond this machine, where both prove to have the fleet's \
-         secret, and there is none here: `kvx secret FILE` makes one, KVX_SECRET_FILE names it, at all of them the same"
-    )))
-}
-
-/// Answers the head's requests until `stop` is ready and answers have ended, at most `drain` later.
-/// A head that is lost is looked for again. `joined` is told the first time.
-///
-/// # Errors
-///
-/// The head refuses, or is not to be reached; the words say what to do.
-pub(crate) async fn follow(
-    head: &(String, u16),
-    joining: &JoinRequest,
-    secret: Option<&Secret>,
-    router: Router,
-    joined: impl FnOnce(),
-    mut stop: Pin<&mut (impl Future<Output = ()> + Send)>,
-    drain: Duration,
-) -> Result<()> {
-    let mut joined = Some(joined);
-    loop {
-        let stream = tokio::select! {
-            stream = join(head, joining, secret) => stream?,
-            () = &mut stop => return Ok(()),
-        };
-        if let Some(joined) = joined.take() {
-            joined();
-        }
-        let mut serving = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
-        serving.timer(TokioTimer::new()).keep_alive_interval(SILENT).keep_alive_timeout(SILENT);
-        serving.max_concurrent_streams(REQUESTS);
-        let router = router.clone().layer(middleware::from_fn(client::set_by_head));
-        let service = TowerToHyperService::new(router);
-        let mut connection = pin!(serving.serve_connection(TokioIo::new(stream), service));
-        tokio::select! {
-            ended = &mut connection => {
-                let why = ended.err().map_or_else(String::new, |why| format!(": {why}"));
-                tracing::warn!("the head at {}:{} has gone{why}; looking for it", head.0, head.1);
-            }
-            () = &mut stop => {
-                connection.as_mut().graceful_shutdown();
-                // It has ended, or its answers have taken too long.
-                let _ = timeout(drain, connection).await;
-                return Ok(());
-            }
-        }
-    }
-}
-
-/// A connection to the head, which has let this host in.
-async fn join(
-    (host, port): &(String, u16),
-    joining: &JoinRequest,
-    secret: Option<&Secret>,
-) -> Result<Box<dyn Connection>> {
-    let until = Instant::now() + MEETING;
-    let stream = loop {
-        let why = match timeout(WORD, TcpStream::connect((host.as_str(), *port))).await {
-            Ok(Ok(stream)) => break stream,
-            Ok(Err(why)) => why.to_string(),
-            Err(_) => "no answer".to_owned(),
-        };
-        if Instant::now() > until {
-            return Err(ModelError::new(format!(
-                "no head at {host}:{port} for {MEETING:?}: {why}; --data-parallel-address and --data-parallel-rpc-port are \
-                 those that the head was started with"
-            )));
-        }
-        sleep(AGAIN).await;
-    };
-    check_reach(stream.peer_addr().map_err(ModelError::of)?, secret)?;
-    let unlike = |why: &str| {
-        let secret = match secret {
-            Some(_) => "",
-            None => ", or has it a secret, which is to be in KVX_SECRET_FILE here too",
-        };
-        ModelError::new(format!(
-            "{host}:{port} does not answer as a head does{why}: is it one{secret}?"
-        ))
-    };
-    let (stream, refused): (_, Option<String>) = timeout(WORD, async {
-        let mut stream = noise::connect(stream, secret).await?;
-        let refused = match write_message(&mut stream, joining).await {
-            Ok(()) => read_message(&mut stream).await,
-            Err(why) => Err(why),
-        };
-        Ok((stream, refused.map_err(|why| unlike(&format!(" ({why})")))?))
-    })
-    .await
-    .unwrap_or_else(|_| Err(unlike("")))?;
-    match refused {
-        Some(words) => Err(ModelError::new(words)),
-        None => Ok(stream),
-    }
-}
-
-async fn write_message(stream: &mut impl Connection, word: &impl Serialize) -> Result<()> {
-    let word = serde_json::to_vec(word).map_err(ModelError::of)?;
-    let framed = [&(word.len() as u32).to_be_bytes()[..], &word].concat();
-    stream.write_all(&framed).await.map_err(ModelError::of)
-}
-
-async fn read_message<T: DeserializeOwned>(stream: &mut impl Connection) -> Result<T> {
-    let len = stream.read_u32().await.map_err(ModelError::of)?;
-    if len > LONGEST_WORD {
-        return Err(ModelError::new(format!(
-            "a word of {len} bytes is none of a host's: another program's port?"
-        )));
-    }
-    let mut word = vec![0; len as usize];
-    stream.read_exact(&mut word).await.map_err(ModelError::of)?;
-    serde_json::from_slice(&word).map_err(ModelError::of)
+    timeout(ANSWER_TIMEOUT, text).await.ok().flatten()
 }
 
 #[cfg(test)]
 mod tests {
-    use axum::http::StatusCode;
+    use std::pin::pin;
 
+    use axum::Router;
+    use axum::http::StatusCode;
+    use tokio::io::AsyncWriteExt as _;
+    use tokio::time::Instant;
+
+    use super::super::head::{follow, join};
     use super::*;
 
     fn config() -> SharedConfig {
@@ -523,30 +333,6 @@ mod tests {
         assert!(refusal(2..4, other).is_some_and(|words| words.contains("\"other\"")));
     }
 
-    #[test]
-    fn metrics_of_all_engines_are_one_text() {
-        let here = "# TYPE a counter\na{engine=\"0\"} 1\n# TYPE b gauge\nb 2\n".to_owned();
-        let there = "# TYPE a counter\na{engine=\"1\"} 3\n# TYPE b gauge\nb 4\n".to_owned();
-        let one = "# TYPE a counter\na{engine=\"0\"} 1\na{engine=\"1\"} 3\n# TYPE b gauge\nb 2\n";
-        assert_eq!(merged(&[here, there]), one);
-    }
-
-    #[test]
-    fn without_a_secret_hosts_meet_on_this_machine_only() {
-        let secret = Secret::from_bytes([1; Secret::LEN]);
-        for (address, is_near) in [
-            ("127.0.0.1:1", true),
-            ("[::1]:1", true),
-            ("[::ffff:127.0.0.1]:1", true),
-            ("10.0.0.1:1", false),
-            ("0.0.0.0:1", false),
-        ] {
-            let address = address.parse().unwrap();
-            assert_eq!(check_reach(address, None).is_ok(), is_near, "{address}");
-            assert!(check_reach(address, Some(&secret)).is_ok());
-        }
-    }
-
     #[tokio::test]
     async fn the_oldest_connection_of_the_largest_crowd_makes_room() {
         let mut unknown = PendingConnections::default();
@@ -561,7 +347,7 @@ mod tests {
         let known = add(2, true);
         let crowd: Vec<_> = (0..3 * MOST_PENDING).map(|_| add(2, false)).collect();
         for (at, task) in crowd.into_iter().enumerate() {
-            let ended = timeout(AGAIN, task).await.is_ok();
+            let ended = timeout(RETRY_INTERVAL, task).await.is_ok();
             assert_eq!(ended, at < 2 * MOST_PENDING + 1, "{at}");
         }
         assert!(!alone.is_finished() && !known.is_finished());
@@ -622,9 +408,9 @@ mod tests {
             let stopped = pin!(async {
                 let _ = stopped.await;
             });
-            follow(&at, &joining, proven.as_ref(), there, || {}, stopped, WORD).await
+            follow(&at, &joining, proven.as_ref(), there, || {}, stopped, ANSWER_TIMEOUT).await
         });
-        hosts.all(WORD).await.unwrap();
+        hosts.all(ANSWER_TIMEOUT).await.unwrap();
         assert!(hosts.has(0) && hosts.has(3));
         assert!(join(&head, &ours, secret).await.err().unwrap().to_string().contains("are there"));
         let other = Secret::from_bytes([2; Secret::LEN]);
@@ -647,10 +433,10 @@ mod tests {
         );
         assert_eq!(hosts.metrics(String::new()).await, "x{engine=\"2\"} 1\n");
         stop.send(()).unwrap();
-        timeout(WORD, following).await.unwrap().unwrap().unwrap();
-        let until = Instant::now() + WORD;
+        timeout(ANSWER_TIMEOUT, following).await.unwrap().unwrap().unwrap();
+        let until = Instant::now() + ANSWER_TIMEOUT;
         while hosts.has(3) && Instant::now() < until {
-            sleep(AGAIN).await;
+            sleep(RETRY_INTERVAL).await;
         }
         let refusal = hosts
             .ask(3, "/", Client::ThisMachine, &HeaderMap::new(), Bytes::new())

@@ -1,5 +1,5 @@
-//! What `/metrics` shows: a recorder for the `metrics` facade, and Prometheus's text of what it
-//! has.
+//! The metrics that `/metrics` returns: a recorder for the `metrics` facade, and its content in
+//! Prometheus's text format.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -230,6 +230,33 @@ impl HistogramFn for HistogramData {
     }
 }
 
+/// Merges the metrics of several processes, in Prometheus's text format. Keeps all of the first
+/// text, and of the others the samples with a label `engine`: no label tells the rest apart.
+pub(super) fn merge(texts: &[String]) -> String {
+    let mut families: BTreeMap<&str, (Vec<&str>, Vec<&str>)> = BTreeMap::new();
+    for (at, text) in texts.iter().enumerate() {
+        let mut name = "";
+        for line in text.lines() {
+            let Some(head) = line.strip_prefix("# ") else {
+                if at == 0 || line.contains("engine=\"") {
+                    families.entry(name).or_default().1.push(line);
+                }
+                continue;
+            };
+            name = head.split(' ').nth(1).unwrap_or_default();
+            let heads = &mut families.entry(name).or_default().0;
+            if !heads.contains(&line) {
+                heads.push(line);
+            }
+        }
+    }
+    let lines = families.into_values().filter(|(_, lines)| !lines.is_empty());
+    lines
+        .flat_map(|(heads, lines)| heads.into_iter().chain(lines))
+        .flat_map(|line| [line, "\n"])
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -262,5 +289,13 @@ mod tests {
         ] {
             assert!(text.lines().any(|shown| shown == line), "{line}\n{text}");
         }
+    }
+
+    #[test]
+    fn metrics_of_all_engines_are_one_text() {
+        let here = "# TYPE a counter\na{engine=\"0\"} 1\n# TYPE b gauge\nb 2\n".to_owned();
+        let there = "# TYPE a counter\na{engine=\"1\"} 3\n# TYPE b gauge\nb 4\n".to_owned();
+        let one = "# TYPE a counter\na{engine=\"0\"} 1\na{engine=\"1\"} 3\n# TYPE b gauge\nb 2\n";
+        assert_eq!(merge(&[here, there]), one);
     }
 }

@@ -1,12 +1,14 @@
 //! OpenAI's HTTP API as vLLM serves it.
 //!
 //! Layers, each of which imports only from those before it: `error`, `fields`, `metrics`, `noise`;
-//! `client`; `hosts`; `service`; `prompt`; `request`; `response`; `stream` and `tokenize`; and
-//! this module, which routes and serves.
+//! `client` and `handshake`; `head` and `hosts`; `service`; `prompt`; `request`; `response`;
+//! `stream` and `tokenize`; and this module, which routes and serves.
 
 mod client;
 mod error;
 mod fields;
+mod handshake;
+mod head;
 mod hosts;
 mod metrics;
 mod noise;
@@ -34,7 +36,9 @@ use tokio::net::TcpListener;
 use self::client::{Client, Clients};
 use self::error::{ApiError, Result, answer};
 use self::fields::parse_json;
-pub(crate) use self::hosts::{Hosts, JoinRequest, MEETING, SharedConfig, check_reach, follow};
+pub(crate) use self::handshake::{JOIN_TIMEOUT, JoinRequest, SharedConfig, check_reach};
+pub(crate) use self::head::follow;
+pub(crate) use self::hosts::Hosts;
 pub use self::metrics::Recorder;
 use self::request::CompletionRequest;
 use self::response::PartialAnswer;

@@ -32,9 +32,17 @@ pub(crate) unsafe fn fetch(
     }
 }
 
-/// Maps a memory file of another process to be read, every page present, and keeps it mapped. Gives
-/// its address.
-pub(crate) fn map(process: u32, file: i32, len: usize) -> Result<u64> {
+/// Returns where the memory file of another process's pool is mapped for reading, every page
+/// present; `None` for a pool without a file. Maps it the first time, and keeps it mapped.
+pub(crate) fn map(from: PoolLocation, mapped: &mut Option<u64>) -> Result<Option<u64>> {
+    let Some(file) = from.file else { return Ok(None) };
+    if mapped.is_none() {
+        *mapped = Some(map_file(from.process, file, from.len)?);
+    }
+    Ok(*mapped)
+}
+
+fn map_file(process: u32, file: i32, len: usize) -> Result<u64> {
     let file = std::fs::File::open(format!("/proc/{process}/fd/{file}"))?;
     let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
     // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.

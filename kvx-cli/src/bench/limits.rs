@@ -80,10 +80,7 @@ impl Limit {
         let (name, way) = match (point.backend, op) {
             ("SHM", BenchOp::Read) => {
                 let from = target.location(theirs)?;
-                if let (Some(file), None) = (from.file, &mapped) {
-                    *mapped = Some(map(from.process, file, from.len)?);
-                }
-                let mapped = from.file.and(*mapped);
+                let mapped = map(from, mapped)?;
                 let to = pools.get(ours)?.address();
                 (copy, LimitMethod::Fetch { mapped, from, to, blocks: ShapeBlocks::of(shape) })
             }

@@ -159,12 +159,7 @@ impl TargetServer {
     ) -> Result<f64> {
         let memory = self.pools.get(memory)?;
         let blocks = ShapeBlocks::of(shape);
-        let mapped = match (from.file, self.mapped) {
-            (Some(file), None) => Some(map(from.process, file, from.len)?),
-            (Some(_), mapped) => mapped,
-            (None, _) => None,
-        };
-        self.mapped = self.mapped.or(mapped);
+        let mapped = map(from, &mut self.mapped)?;
         let start = Instant::now();
         for transfer in transfers {
             // SAFETY: both sides' memory has all blocks of the shape, and none of this process is

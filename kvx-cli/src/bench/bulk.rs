@@ -18,7 +18,7 @@ use super::initiator::{Initiator, Plans, block_on};
 use super::limits::{DataLanes, connect};
 use super::points::{Backing, BenchOp, Pattern, Point, Shape, Wait, shuffled};
 use super::pools::{PoolKind, Sizes};
-use super::rounds::{quantile, timed};
+use super::rounds::{quantile, round, timed};
 use super::session::Session;
 use crate::{Result, bytes};
 
@@ -59,10 +59,10 @@ impl LatencyPair {
     fn of(alone: &[f64], beside: &[f64]) -> Result<Self> {
         let us = |values: &[f64], part| {
             let seconds = quantile(values.iter().copied(), part).ok_or("no small read ended");
-            seconds.map(|seconds| (seconds * 1e8).round() / 100.0)
+            seconds.map(|seconds| round(seconds * 1e6, 2))
         };
         let (alone_p99_us, beside_p99_us) = (us(alone, 0.99)?, us(beside, 0.99)?);
-        let times = (beside_p99_us / alone_p99_us * 100.0).round() / 100.0;
+        let times = round(beside_p99_us / alone_p99_us, 2);
         let (alone_p50_us, beside_p50_us) = (us(alone, 0.5)?, us(beside, 0.5)?);
         Ok(LatencyPair { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times })
     }

@@ -5,7 +5,7 @@ use std::io::Write;
 use serde::Serialize;
 
 use super::points::{Backing, BenchOp, Pattern, Point, Wait, name};
-use super::rounds::{Ratio, Round, median, quantile};
+use super::rounds::{Ratio, Round, median, quantile, round};
 use crate::{Result, bytes};
 
 /// The fewest rounds whose median is a figure by itself; of fewer, the number is shown beside it.
@@ -202,11 +202,6 @@ impl Figures {
             self.cpu_s_per_gb
         )
     }
-}
-
-fn round(value: f64, digits: i32) -> f64 {
-    let scale = 10f64.powi(digits);
-    (value * scale).round() / scale
 }
 
 /// Where figures go.

@@ -10,6 +10,7 @@ use super::cpu;
 use super::figures::Output;
 use super::points::{Backing, BenchOp, Pattern, Shape, Wait};
 use super::pools::Sizes;
+use super::rounds::round;
 use super::session::Session;
 use crate::Result;
 
@@ -56,8 +57,7 @@ pub(crate) fn run(
     let before = both();
     std::thread::sleep(Duration::from_secs(seconds));
     let after = both();
-    let ms =
-        |after: Duration, before| (after.saturating_sub(before).as_secs_f64() * 1e6).round() / 1e3;
+    let ms = |after: Duration, before| round(after.saturating_sub(before).as_secs_f64() * 1e3, 3);
     let (cpu_ms, target_cpu_ms) = (ms(after.0, before.0), ms(after.1, before.1));
     session.end()?;
     let record = IdleRecord { mode: "idle", backend, seconds, cpu_ms, target_cpu_ms };

@@ -14,7 +14,7 @@ use super::deadlines::DEADLINE;
 use super::device_limits::DeviceLimit;
 use super::figures::Output;
 use super::points::{Pattern, Shape};
-use super::rounds::{Party, Ratio, Round, interleave, median, timed};
+use super::rounds::{Party, Ratio, Round, interleave, median, round, timed};
 use crate::{Result, bytes, devices};
 
 /// What is printed.
@@ -111,7 +111,7 @@ fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<KernelRe
     let rate = |rounds: &[Round]| {
         median(rounds.iter().map(|round| shape.bytes() as f64 / round.seconds_each() / 1e9))
     };
-    let three = |value: f64| (value * 1e3).round() / 1e3;
+    let three = |value| round(value, 3);
     let ratio = Ratio::of(ours, limit).ok_or("no round was measured")?;
     Ok(KernelRecord {
         mode: "kernels",

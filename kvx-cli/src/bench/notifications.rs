@@ -15,7 +15,7 @@ use super::figures::Output;
 use super::initiator::block_on;
 use super::points::{Wait, shuffled};
 use super::pools::{PoolKind, Pools, Sizes};
-use super::rounds::quantile;
+use super::rounds::{quantile, round};
 use crate::{Result, bytes};
 
 /// What a notification says.
@@ -54,7 +54,7 @@ impl Delay {
     fn of(each: &[f64]) -> Result<Self> {
         let us = |part| {
             let seconds = quantile(each.iter().copied(), part).ok_or("no notification arrived")?;
-            Result::Ok((seconds * 1e7).round() / 10.0)
+            Result::Ok(round(seconds * 1e6, 1))
         };
         Ok(Delay { count: each.len(), p50_us: us(0.5)?, p90_us: us(0.9)?, p99_us: us(0.99)? })
     }

@@ -16,6 +16,7 @@ use super::figures::Output;
 use super::initiator::Initiator;
 use super::points::{Backing, BenchOp, Pattern, Shape};
 use super::pools::{Pools, Sizes};
+use super::rounds::round;
 use super::target::TargetProcess;
 use crate::{Result, bytes};
 
@@ -76,8 +77,8 @@ pub(crate) fn run(
     let mean = total as f64 / counts.len() as f64;
     let (least, most) =
         (counts.iter().min().copied().unwrap_or(0), counts.iter().max().copied().unwrap_or(0));
-    let part = |count: u64| (count as f64 / mean * 1000.0).round() / 1000.0;
-    let gbps = (total as f64 * SHAPE.bytes() as f64 / took.as_secs_f64() / 1e6).round() / 1e3;
+    let part = |count: u64| round(count as f64 / mean, 3);
+    let gbps = round(total as f64 * SHAPE.bytes() as f64 / took.as_secs_f64() / 1e9, 3);
     let (least_of_mean, most_of_mean) = (part(least), part(most));
     let seconds = took.as_secs_f64();
     let record = ReadersRecord {

@@ -67,6 +67,12 @@ pub(crate) fn timed(
     Ok(round)
 }
 
+/// Rounds a figure to so many digits after the point.
+pub(crate) fn round(value: f64, digits: i32) -> f64 {
+    let scale = 10f64.powi(digits);
+    (value * scale).round() / scale
+}
+
 /// The value below which this part of the values lies; none of none.
 pub(crate) fn quantile(values: impl IntoIterator<Item = f64>, part: f64) -> Option<f64> {
     let mut values: Vec<f64> = values.into_iter().collect();

@@ -175,6 +175,16 @@ pub(crate) fn words(error: &(dyn std::error::Error + 'static)) -> String {
     text
 }
 
+/// Pieces below this are copied out of the buffer that they were read into.
+const SMALL_PIECE: usize = 4 << 10;
+
+/// Returns a piece of a body that keeps at most about twice its length allocated. hyper reads into
+/// buffers of at least 8 KiB, and a small piece, mostly one event, would keep all of its buffer until
+/// the client has read it: a slow client has up to 16 of them.
+pub(crate) fn compact(piece: Bytes) -> Bytes {
+    if piece.len() < SMALL_PIECE { Bytes::copy_from_slice(&piece) } else { piece }
+}
+
 /// Reads a whole body of at most `limit` bytes.
 pub(crate) async fn whole(
     mut body: Incoming,
@@ -224,4 +234,20 @@ pub(crate) async fn accepted(
 pub(crate) fn json_headers(headers: &mut HeaderMap, length: usize) {
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     headers.insert(CONTENT_LENGTH, HeaderValue::from(length));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_piece_does_not_keep_the_buffer_that_it_was_read_into() {
+        let mut buffer = BytesMut::zeroed(8 << 10);
+        let piece = compact(buffer.split_to(300).freeze());
+        assert_eq!(piece.len(), 300);
+        buffer.clear();
+        assert!(buffer.try_reclaim(8 << 10), "nothing else refers to the buffer");
+        let large = Bytes::from(vec![0; SMALL_PIECE]);
+        assert_eq!(compact(large.clone()).as_ptr(), large.as_ptr(), "without a copy");
+    }
 }

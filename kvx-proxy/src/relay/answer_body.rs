@@ -21,7 +21,7 @@ use crate::fleet::instance::{InFlight, Reason};
 use crate::metrics::RequestOutcome;
 use crate::request::{headers, without_transfer_params};
 use crate::sse::{self, WholeEvents};
-use crate::upstream::words;
+use crate::upstream::{compact, words};
 
 /// The resources that an answer holds until it ends.
 pub(crate) struct AnswerResources {
@@ -263,7 +263,7 @@ impl hyper::body::Body for AnswerBody {
                         Some(Reason::Errors),
                     );
                 }
-                Poll::Ready(Some(Ok(frame))) => frame.into_data().unwrap_or_default(),
+                Poll::Ready(Some(Ok(frame))) => compact(frame.into_data().unwrap_or_default()),
             };
             this.last = now;
             let ready = match &mut this.events {

@@ -67,10 +67,10 @@ impl RequestAdmission {
         place.map_err(|_| AdmissionError::TimedOut)?.map_err(|_| AdmissionError::Full)
     }
 
-    /// Has a body take so many bytes in all; whether there was room. Nobody waits: each would hold
-    /// what the others need.
-    pub(crate) fn widen(&self, room: &mut BodyPermit, bytes: usize) -> bool {
-        let have = room.0.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
+    /// Extends a body's permit to so many bytes in all, and returns true if there was enough
+    /// memory. Does not wait: waiting bodies would hold what the others need.
+    pub(crate) fn widen(&self, permit: &mut BodyPermit, bytes: usize) -> bool {
+        let have = permit.0.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
         let Ok(more) = u32::try_from(bytes.div_ceil(1024).saturating_sub(have)) else {
             return false;
         };
@@ -78,7 +78,7 @@ impl RequestAdmission {
             return true;
         }
         let Ok(taken) = Arc::clone(&self.bodies).try_acquire_many_owned(more) else { return false };
-        match &mut room.0 {
+        match &mut permit.0 {
             Some(held) => held.merge(taken),
             none => *none = Some(taken),
         }
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn bodies_share_a_room_and_give_it_back() {
+    fn bodies_share_memory_and_return_it() {
         let limits = ClientLimits { bodies: 4096, ..ClientLimits::default() };
         let admission = RequestAdmission::new(&limits);
         let (mut one, mut other) = (BodyPermit::default(), BodyPermit::default());

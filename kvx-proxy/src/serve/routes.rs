@@ -82,7 +82,7 @@ fn respond(ended: JobResult) -> Response<Body> {
     }
 }
 
-fn no_room() -> ApiError {
+fn out_of_memory() -> ApiError {
     ApiError::unavailable("too many long requests are at work: try again later")
 }
 
@@ -110,7 +110,7 @@ async fn body_of(
         return Err(too_long());
     }
     let read = async {
-        let (mut body, mut read, mut room) =
+        let (mut body, mut read, mut permit) =
             (Limited::new(body, limits.body), BytesMut::new(), BodyPermit::default());
         while let Some(frame) = body.frame().await {
             let data = match frame {
@@ -120,12 +120,12 @@ async fn body_of(
                 }
                 Err(_) => return Err(ApiError::bad_request("the body broke off")),
             };
-            if !admission.widen(&mut room, read.len() + data.len()) {
-                return Err(no_room());
+            if !admission.widen(&mut permit, read.len() + data.len()) {
+                return Err(out_of_memory());
             }
             read.extend_from_slice(&data);
         }
-        Ok((read.freeze(), room))
+        Ok((read.freeze(), permit))
     };
     match tokio::time::timeout(limits.body_time, read).await {
         Ok(read) => read,
@@ -164,7 +164,7 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
             let words = "the body's Content-Type is not application/json";
             return Err(job.refused(ApiError::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, words)));
         }
-        let (body, mut room) = match body_of(&job.live, &parts.headers, body).await {
+        let (body, mut permit) = match body_of(&job.live, &parts.headers, body).await {
             Ok(body) => body,
             Err(refusal) => return Err(job.refused(refusal)),
         };
@@ -178,8 +178,8 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
             let words = "the body takes more memory than limits.bodies of this proxy has for all";
             return Err(job.refused(ApiError::client(StatusCode::PAYLOAD_TOO_LARGE, words)));
         }
-        if !job.live.admission.widen(&mut room, held) {
-            return Err(job.refused(no_room()));
+        if !job.live.admission.widen(&mut permit, held) {
+            return Err(job.refused(out_of_memory()));
         }
         let mut job = job.admit().await?;
         job.record.model(asked.model.as_deref());
@@ -232,7 +232,7 @@ async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
     let span = job.record.span.clone();
     let websocket = realtime::asked(&mut parts);
     let work = async {
-        let (body, _room) = match body_of(&job.live, &parts.headers, body).await {
+        let (body, _permit) = match body_of(&job.live, &parts.headers, body).await {
             Ok(body) => body,
             Err(refusal) => return Err(job.refused(refusal)),
         };

@@ -41,7 +41,8 @@ impl Child {
         let die_with_us = move || {
             // SAFETY: plain system calls, which may be made between fork and exec.
             let watched = unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) == 0 };
-            // SAFETY: as above. A parent that has died meanwhile is not watched any more.
+            // SAFETY: getppid may be called between fork and exec, and never fails. The kernel
+            // sends no signal for a parent that had died before the prctl.
             if watched && unsafe { libc::getppid() } == us {
                 Ok(())
             } else {

@@ -53,7 +53,8 @@ pub(crate) unsafe fn read(process: u32, from: u64, to: u64, list: List<'_>) -> R
             vectors.extend(blocks.iter().map(|block| vector(base, *block, list.length, 0)));
         }
         let n = ours.len() as libc::c_ulong;
-        // SAFETY: the lists live through the call; what is written to is the caller's promise.
+        // SAFETY: the lists live through the call; the caller promises that the destination is
+        // valid and that no references to it exist.
         let moved = unsafe {
             libc::process_vm_readv(process as i32, ours.as_ptr(), n, theirs.as_ptr(), n, 0)
         };
@@ -110,7 +111,8 @@ impl BareConnection {
                 // SAFETY: the vectors live through the call, and lie in memory that outlives the
                 // lane.
                 true => unsafe { libc::sendmsg(socket, &message, 0) },
-                // SAFETY: as above, and nobody holds references into that memory.
+                // SAFETY: the vectors live through the call, and no references exist to the memory
+                // that is written.
                 false => unsafe { libc::readv(socket, vectors.as_ptr(), n as i32) },
             };
             match moved {

@@ -113,7 +113,7 @@ mod tests {
             bare::copy(source.address(), destination.address(), ShapeBlocks::of(shape).list(0))
         };
         assert!(check(&destination, shape, 1).is_ok() && check(&destination, shape, 2).is_err());
-        // SAFETY: as above.
+        // SAFETY: list 3 is within the same two memories, which this test owns.
         unsafe {
             bare::copy(source.address(), destination.address(), ShapeBlocks::of(shape).list(3))
         };

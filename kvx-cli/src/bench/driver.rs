@@ -77,7 +77,7 @@ impl BareDriver {
     /// That of AMD's first device, which becomes this thread's.
     pub(crate) fn hip() -> Result<Self> {
         let library = open("KVX_HIP_LIB", "libamdhip64.so")?;
-        // SAFETY: as above, for HIP.
+        // SAFETY: the signatures are those of HIP's interface, which keeps them for a name.
         unsafe {
             let enter: unsafe extern "C" fn(c_int) -> DriverStatus =
                 symbol(library, c"hipSetDevice")?;

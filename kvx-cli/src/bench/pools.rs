@@ -180,8 +180,8 @@ struct ForeignMapping {
 
 impl Drop for ForeignMapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping made by `anonymous`, unmapped once, when nobody can touch it any
-        // more.
+        // SAFETY: `anonymous` made the mapping, and it is unmapped once, when its memory is dropped
+        // and no one can access it.
         unsafe { libc::munmap(self.base as *mut libc::c_void, self.len) };
     }
 }

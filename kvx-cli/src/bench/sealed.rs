@@ -25,9 +25,9 @@ pub(crate) fn mover(base: u64, length: usize) -> Mover {
     Box::new(move |socket, blocks, send| {
         let cursor = Cursor { base, length, blocks, within: 0 };
         match send {
-            // SAFETY: whoever made the connection says so of its memory.
+            // SAFETY: the memory of a bare connection outlives it.
             true => unsafe { sealing.send(socket, cursor) }.map(|()| true),
-            // SAFETY: as above.
+            // SAFETY: no references exist to the memory of a bare connection.
             false => unsafe { sealing.receive(socket, cursor) },
         }
     })

@@ -28,7 +28,8 @@ macro_rules! compiled {
                 match level {
                     // SAFETY: a level is chosen only where `SimdLevel::is_here`.
                     SimdLevel::Avx512 => return unsafe { avx512($($arg),*) },
-                    // SAFETY: as above.
+                    // SAFETY: `SimdLevel::is_here` has found AVX2 and FMA, or this level is not
+                    // chosen.
                     SimdLevel::Avx2 => return unsafe { avx2($($arg),*) },
                     SimdLevel::Portable => {}
                 }
@@ -65,9 +66,10 @@ pub(super) struct SharedOutput<'a> {
     life: std::marker::PhantomData<&'a mut [f32]>,
 }
 
-// SAFETY: whoever writes promises to be alone there.
+// SAFETY: any thread may write the numbers; callers of the unsafe methods promise that no other
+// thread uses the same part.
 unsafe impl Send for SharedOutput<'_> {}
-// SAFETY: as above.
+// SAFETY: threads that share it write disjoint parts, as callers of the unsafe methods promise.
 unsafe impl Sync for SharedOutput<'_> {}
 
 impl<'a> SharedOutput<'a> {
@@ -198,7 +200,7 @@ fn products<L: Lanes, E: Element, const O: usize, const R: usize>(
             x[j] = L::load(unsafe { &*values[j].as_ptr().add(at).cast() });
         }
         for i in 0..O {
-            // SAFETY: as above.
+            // SAFETY: the weights of a row are `width` long too.
             let w = E::lanes::<L>(unsafe { &*weights[i].as_ptr().add(at).cast() });
             for j in 0..R {
                 sums[i][j] = sums[i][j].add_product(w, x[j]);

@@ -94,9 +94,10 @@ pub struct Pool {
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: the memory belongs to nobody's thread; `Pool::over` says who may write what when.
+// SAFETY: the memory belongs to no thread, and its owner is `Send`.
 unsafe impl Send for Pool {}
-// SAFETY: as above; writing takes the pool for itself.
+// SAFETY: a shared pool is only read; a write needs `&mut Pool`, and `Pool::over` has its caller
+// promise that no one else writes what is read meanwhile.
 unsafe impl Sync for Pool {}
 
 impl Pool {

@@ -165,9 +165,9 @@ struct MappedFile {
     len: usize,
 }
 
-// SAFETY: the bytes are only read.
+// SAFETY: the mapping belongs to no thread; any thread may unmap it.
 unsafe impl Send for MappedFile {}
-// SAFETY: as above.
+// SAFETY: a shared reference only reads the bytes.
 unsafe impl Sync for MappedFile {}
 
 impl MappedFile {

@@ -67,12 +67,11 @@ fn output(
 fn secret() -> String {
     match Secret::from_environment() {
         Ok(Some(_)) => {
-            "KVX_SECRET_FILE names one: SHM, TCP, UCX and LIBFABRIC refuse whoever does not have it"
-                .into()
+            "KVX_SECRET_FILE names one: SHM, TCP, UCX and LIBFABRIC refuse peers without it".into()
         }
         Ok(None) => {
-            "none: whoever has this engine's metadata is served; `kvx secret FILE` makes one, and \
-                     KVX_SECRET_FILE names it"
+            "none: every peer with this engine's metadata is served; `kvx secret FILE` makes one, \
+             and KVX_SECRET_FILE names it"
                 .into()
         }
         Err(error) => error.to_string(),

@@ -122,7 +122,7 @@ fn kill(mut prefill: Server, decode: &Server, single: &Server, out: &mut dyn Wri
     match status {
         500 => writeln!(
             out,
-            "The client is told HTTP 500 after {seconds:.1} s: {}",
+            "The client receives HTTP 500 after {seconds:.1} s: {}",
             answer["error"]["message"]
         )?,
         // Shared memory is read without its owner.

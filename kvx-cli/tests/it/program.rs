@@ -333,7 +333,8 @@ fn a_secret_is_made_for_its_owner_alone_and_never_over_another() {
     };
     assert!(config("KVX_SECRET_FILE", file).contains("KVX_SECRET_FILE names one"));
     assert!(
-        config("KVX_NOTHING", "").contains("none: whoever has this engine's metadata is served")
+        config("KVX_NOTHING", "")
+            .contains("none: every peer with this engine's metadata is served")
     );
     assert!(config("KVX_SECRET_FILE", "/nowhere").contains("/nowhere"));
     assert!(config("KVX_SECRET", "word").contains("unset KVX_SECRET"));

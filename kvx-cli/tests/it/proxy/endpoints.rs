@@ -117,7 +117,7 @@ pub(crate) async fn metrics_count_requests_and_legs() {
     assert_eq!(
         metric("kvx_proxy_queue_seconds_count", "").await,
         4.0,
-        "whoever got a place, wrong or not"
+        "every admitted request, right or wrong"
     );
     assert!(metric("kvx_proxy_queue_seconds_sum", "").await < 1.0, "there was room");
     assert_eq!(

@@ -43,7 +43,7 @@ fn answers_on_moved_blocks_are_those_of_one_server_and_a_killed_prefill_is_told(
     assert_eq!(text.matches(" was killed while its blocks were moved. ").count(), 2, "{text}");
     // Over TCP a prefill that is dead sends nothing; shared memory outlives it.
     let (_, over_tcp) = text.split_once("\nTCP: ").unwrap();
-    assert!(over_tcp.contains("The client is told HTTP 500 "), "{text}");
+    assert!(over_tcp.contains("The client receives HTTP 500 "), "{text}");
     assert_eq!(text.matches("The next request is served.").count(), 2, "{text}");
     let rows: Vec<&str> = text.lines().filter(|line| line.ends_with("  equal")).collect();
     let with = |rows: &[&str], word: &str| {

@@ -1,5 +1,5 @@
-//! What `kvx proxy` costs a request, beside a bare program that makes the same two calls, and what
-//! it costs when idle.
+//! The cost of `kvx proxy` per request, next to a bare program that makes the same two calls, and
+//! its cost when idle.
 //!
 //! 200 streams of 128 tokens at once, as fast as instances without a model give them, through one
 //! and then the other, in turn: latency and requests a second are those of a saturated machine.

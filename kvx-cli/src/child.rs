@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use crate::Result;
 
-/// Lines that wait to be heard. Whoever answers waits when there are more; of lines of standard
-/// error more are dropped.
+/// The most lines of a child that wait to be read. A child that answers more waits; more lines of
+/// standard error are dropped.
 const UNHEARD: usize = 1024;
 
 /// Such a process. It is killed when this is dropped, and by the kernel when this process dies.

@@ -55,7 +55,7 @@ enum Command {
         args: Vec<String>,
     },
     /// Show that answers made on moved KV cache are those of one server, what moving costs, and
-    /// what a client is told whose prefill is killed.
+    /// the error of a client whose prefill is killed.
     Demo(demo::Arguments),
     /// Measure the cost of moving blocks, next to a limit that moves the same blocks without kvx.
     Bench(Box<bench::Arguments>),
@@ -95,14 +95,13 @@ enum Command {
     ServeRank,
 }
 
-/// Standard output, which from now on is kvx's alone. Libraries log there, UCX unless it is told
-/// otherwise: their lines would be taken for figures and for answers. What they write goes to
-/// standard error, line by line.
+/// Returns standard output for kvx alone, and redirects descriptor 1 to standard error. Libraries
+/// such as UCX log to standard output: their lines would be taken for figures and answers.
 fn output_apart() -> std::io::Result<File> {
     // SAFETY: as <stdio.h> declares it.
     unsafe extern "C" {
-        /// C's, where libraries print: it would keep what goes to a file or pipe until this process
-        /// ends.
+        /// C's standard output, where libraries print. Unless its buffering changes, it keeps the
+        /// output to a file or pipe until this process ends.
         static stdout: *mut libc::FILE;
     }
     // SAFETY: nothing has been printed by it, and it makes a buffer of its own.

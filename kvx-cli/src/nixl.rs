@@ -146,8 +146,8 @@ fn plugin() -> Result<PathBuf> {
     Ok(found.canonicalize()?)
 }
 
-/// The folders of plug-ins that somebody means: those of the NIXLs that lie there, which are told,
-/// or any other.
+/// Returns the folders of plug-ins at a place: those of the NIXLs there, each with its library, or
+/// the place itself.
 fn folders_at(place: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
     let library = |folder: &Path| Some(folder.join("libnixl.so")).filter(|file| file.exists());
     let above =
@@ -163,8 +163,8 @@ fn folders_at(place: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
         .collect()
 }
 
-/// Whether a link is one that this program made: it leads to a plug-in of this name, by its whole
-/// path.
+/// Returns true for a link that this program made: its target is an absolute path of a plug-in of
+/// this name.
 fn is_ours(link: &Path) -> bool {
     std::fs::read_link(link).is_ok_and(|target| {
         target.is_absolute() && target.file_name().is_some_and(|name| name == PLUGIN)

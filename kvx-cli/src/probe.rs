@@ -19,8 +19,8 @@ use super::Result;
 /// Nobody answered.
 const NO_ANSWER: u8 = 2;
 
-/// Exit status: 0 if what was asked for fits, 1 if it does not, 2 if nobody answers (or the
-/// arguments are not valid).
+/// Exit status: 0 if the peer fits, 1 if it does not, 2 if there is no answer or the arguments are
+/// invalid.
 #[derive(Args)]
 pub(crate) struct Arguments {
     /// Where the side channel listens: VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT

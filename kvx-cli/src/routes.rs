@@ -21,8 +21,11 @@ const CHOICE: Duration = Duration::from_secs(2);
 /// One block is read and written.
 const BLOCK: u64 = 256;
 
-/// What the backend says of a link to a second process of this program. Errors: why there is none,
-/// or what did not move.
+/// Returns the backend's description of a link to a second process of this program.
+///
+/// # Errors
+///
+/// There is no link, or a transfer over it failed.
 pub(crate) fn of(backend: &'static str, registry: &Registry) -> Result<String> {
     let agent = Agent::builder("routes").backends([backend]).registry(registry.clone()).build()?;
     let sizes = Sizes::kvx(1 << 20);

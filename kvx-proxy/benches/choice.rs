@@ -1,5 +1,5 @@
-//! What a choice costs in a set-up of 256 instances: a prefill instance, and a decode instance that
-//! goes with it.
+//! The cost of a choice among 256 instances: a prefill instance, and a decode instance that pairs
+//! with it.
 //!
 //! `cargo bench -p kvx-proxy --bench choice -- --bars` prints a JSON object a line.
 

@@ -14,8 +14,8 @@ use crate::error::{Error, Result};
 use crate::metrics::Metrics;
 use crate::setup::AccessLog;
 
-/// Writes a line per request on a thread of its own: whoever reads the log too slowly loses lines,
-/// not requests.
+/// Writes a line per request on a separate thread: a slow reader of the log loses lines, and delays
+/// no request.
 #[derive(Clone, Debug)]
 pub(crate) struct AccessLogger(Option<(SyncSender<LogMessage>, Arc<AtomicUsize>)>);
 

@@ -6,8 +6,8 @@ use bytes::{Bytes, BytesMut};
 /// More than this without the end of an event is passed on as it is.
 const LONGEST_HELD: usize = 4 << 20;
 
-/// Passes on whole events. An event mostly comes as one piece: then nothing is copied and nothing
-/// waits.
+/// Passes on complete events. Most events arrive as one piece, which is passed on at once without a
+/// copy.
 #[derive(Debug, Default)]
 pub(crate) struct WholeEvents {
     held: BytesMut,
@@ -42,8 +42,8 @@ impl WholeEvents {
         ready
     }
 
-    /// What is left when the stream has ended as it should: an event without the empty line behind
-    /// it.
+    /// Returns the rest of a stream that has ended in good order: an event without the empty line
+    /// behind it.
     pub(crate) fn finish(&mut self) -> Bytes {
         let left = self.held.split().freeze();
         self.look(&left);
@@ -115,8 +115,8 @@ fn error_code(data: &[u8]) -> Option<u16> {
     Some(code.and_then(|code| u16::try_from(code).ok()).unwrap_or(500))
 }
 
-/// Whether the first thing that a stream says is an error that is not the client's: nothing of an
-/// answer has been passed on yet.
+/// Returns true if a stream begins with an error that is not the client's: no part of an answer has
+/// been passed on yet.
 pub(crate) fn opens_with_failure(bytes: &[u8]) -> bool {
     let first = bytes.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"data:"));
     first.and_then(|data| error_code(data.trim_ascii())).is_some_and(|code| code >= 500)
@@ -151,8 +151,7 @@ pub(crate) fn error_event(message: &str, kind: &str, code: u16) -> Bytes {
     format!("event: error\ndata: {error}\n\n").into()
 }
 
-/// What the fuzz target calls: bytes come out as they went in, in order, cut at ends of events
-/// only.
+/// Checks for the fuzz target: bytes leave as they arrived, in order, cut at ends of events only.
 pub(crate) fn fuzz(bytes: &[u8]) {
     let Some((step, stream)) = bytes.split_first() else { return };
     let mut events = WholeEvents::default();

@@ -145,8 +145,8 @@ pub(crate) fn catch_interrupts() {
 }
 
 /// Runs `command` in its own process group, without standard input, until it exits or `limit` is
-/// over, and kills what is left of the group. A process that left the group survives, but cannot
-/// delay the call.
+/// over, and kills the rest of the group. A process that left the group survives, but cannot delay
+/// the call.
 ///
 /// An error means that the child could not be started or watched. An interrupt ends xtask.
 pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Result<Finished> {

@@ -1,9 +1,9 @@
 //! The further ranks of an engine's model: processes, each with its share of the weights and a pool
 //! of its own.
 //!
-//! A rank has a socket to rank 0 as its standard input. Over it it is told its place, says that it
-//! is ready, is told where to join the engine's connection with its peers, all of it in lines, and
-//! then takes steps.
+//! A rank has a socket to rank 0 as its standard input. Over it, in lines, it receives its place,
+//! reports that it is ready, and receives where to join the engine's connection with its peers;
+//! then it takes steps.
 
 use std::fs::DirBuilder;
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
@@ -174,8 +174,7 @@ impl RankProcess {
     ) -> Result<Self> {
         let RankSockets { rank, member, head } = sockets;
         let failed = |error| ModelError::new(format!("rank {rank} could not be started: {error}"));
-        // What interrupts a terminal's processes is the server's to follow, and its ranks are
-        // needed to the end.
+        // A terminal's interrupt must reach the server alone, which needs its ranks to the end.
         let child =
             command.stdin(OwnedFd::from(member)).process_group(0).spawn().map_err(failed)?;
         // It is not waited for yet, so the number is its own.

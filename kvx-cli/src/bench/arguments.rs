@@ -23,7 +23,7 @@ pub(crate) struct Arguments {
     /// Blocks per transfer.
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "1,64,1024,8192")]
     pub(crate) count: Vec<u32>,
-    /// Whether the blocks of a transfer are shuffled on both sides, or adjacent.
+    /// The order of a transfer's blocks: shuffled on both sides, or adjacent.
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "scattered")]
     pub(crate) pattern: Vec<Pattern>,
     /// Pools that kvx allocates, memory of the program, or memory of the first GPU: on both sides, or
@@ -131,7 +131,7 @@ impl Arguments {
         let parties = if self.beside.is_some() { 3.0 } else { 2.0 };
         let once = |point: &Point| point.shape.bytes() as f64 / 2e9;
         let seconds = points.iter().map(|point| {
-            // Filling and wiping pass over the memory four times; what is compared is less.
+            // Filling and wiping pass over the memory four times; the comparison reads less.
             let around = 4.0 * point.shape.memory() as f64 / 2e9;
             self.seconds.max(parties * self.rounds as f64 * once(point))
                 + around

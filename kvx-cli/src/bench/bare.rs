@@ -1,7 +1,6 @@
 //! Bare moves on this host: the same list of blocks between the same memory, with no protocol.
 //!
-//! Nothing of what is measured is used here, so that it can neither slow the limit down nor speed
-//! it up.
+//! This module uses no code of kvx, which could slow the limit down or speed it up.
 
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::TcpStream;

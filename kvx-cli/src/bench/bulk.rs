@@ -166,8 +166,8 @@ fn finished(transfer: &mut Transfer) -> Option<kvx::Result<kvx::Report>> {
     }
 }
 
-/// The same without kvx: a request and its answer on a connection of their own, beside a stream on
-/// others.
+/// Measures the same without kvx: a request and its answer on one connection, concurrently with a
+/// stream on others.
 fn bare_sockets(session: &mut Session, blocks: u32, budget: Duration) -> Result<LatencyPair> {
     let base = session.pools.get(PoolKind::Kvx)?.address();
     let point = |block, count| {

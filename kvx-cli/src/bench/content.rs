@@ -9,8 +9,8 @@ use crate::Result;
 /// Bytes that are written or compared at a time.
 const PIECE: usize = 256 << 10;
 
-/// The word at `offset`, a multiple of 8, of a source; never zero within a memory that a machine
-/// has.
+/// Returns the 8 bytes at `offset`, a multiple of 8, of a source: never zero at an offset that a
+/// machine's memory has.
 fn word(offset: u64) -> u64 {
     (offset / 8 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }

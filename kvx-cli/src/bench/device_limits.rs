@@ -29,8 +29,8 @@ pub(crate) struct DeviceLimit {
 }
 
 impl DeviceLimit {
-    /// What the first device does with the bytes of a point on their way. The flag: whether that
-    /// bounds the point, or only stands beside it.
+    /// Returns the limits of a point on the first device, each with a flag: true if it bounds the
+    /// point, false if it is only shown next to it.
     pub(crate) fn all(point: &Point) -> Result<Vec<(Self, bool)>> {
         let (from, to) = point.memory.source_and_destination(point.op);
         if ![from, to].contains(&PoolKind::Device) {
@@ -56,8 +56,8 @@ impl DeviceLimit {
         DeviceLimit::new(device, BareCopyDirection::Within, shape)
     }
 
-    /// The same list as the point's by a copy for each block, which is what a program without
-    /// kernels does. In the same memory: they take turns.
+    /// Returns the limit of a program without kernels, which copies the point's list block by
+    /// block. It uses the same memory: the two take turns.
     fn one_by_one(&self, device: &Arc<Device>, shape: Shape) -> Result<Self> {
         Ok(DeviceLimit {
             name: "a call a block",

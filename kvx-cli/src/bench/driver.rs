@@ -1,7 +1,6 @@
 //! The limit of a GPU: bare copies by its driver, with nothing around them.
 //!
-//! Nothing of what is measured is used here, so that it can neither slow the limit down nor speed
-//! it up.
+//! This module uses no code of kvx, which could slow the limit down or speed it up.
 
 use std::ffi::{CStr, CString, c_int, c_uint, c_void};
 use std::io::{Error, Result};
@@ -94,8 +93,8 @@ impl BareDriver {
     /// Starts a copy.
     ///
     /// # Safety
-    /// Both sides are valid memory of the kind that the way says until [`wait`](Driver::wait) has
-    /// come back, and nobody holds references into the destination.
+    /// Both sides are valid memory of the kind that `way` says until [`wait`](BareDriver::wait) has
+    /// returned, and no references into the destination exist.
     pub(crate) unsafe fn copy(
         &self,
         way: BareCopyDirection,

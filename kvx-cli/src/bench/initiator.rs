@@ -16,8 +16,8 @@ use super::rounds::Round;
 use super::target::TargetProcess;
 use crate::Result;
 
-/// So many posts of a round are timed, and then one in so many: a prime, so that it is each list's
-/// turn.
+/// The number of first posts of a round that are timed, and then one post in so many: a prime, so
+/// that every list has its turn.
 const TIMED_POSTS: u64 = 17;
 
 /// One backend's agent, connected with the target's.
@@ -81,9 +81,9 @@ impl Initiator {
 
     /// Moves list after list until `budget` has passed, and at least `least`.
     ///
-    /// What is counted is kvx's work and one reading of the clock a transfer, as in the loops
-    /// beside: where one ends, the next begins. Of the posts a part is timed by a second one, which
-    /// costs a hundredth of a small read.
+    /// The time of a transfer has kvx's work and one reading of the clock, as in the loops of the
+    /// limits: where one ends, the next begins. A second reading times some of the posts, and costs
+    /// a hundredth of a small read.
     pub(crate) fn round(
         &self,
         plans: &mut Plans,

@@ -16,10 +16,10 @@ use crate::Result;
 /// A way to move the same blocks between the same pools without kvx.
 pub(crate) struct Limit {
     pub(crate) name: &'static str,
-    /// Whether kvx cannot be faster; else it only stands beside.
+    /// True if kvx cannot be faster; else the limit is only shown next to kvx's figure.
     pub(crate) bounds: bool,
     way: LimitMethod,
-    /// What it moves between both sides' pools; none: between memory of its own.
+    /// The point that it moves between both sides' pools; `None` if it has separate memory.
     pub(crate) moves: Option<Point>,
     /// The number of its next transfer.
     next: u64,
@@ -39,8 +39,8 @@ enum LimitMethod {
 }
 
 impl Limit {
-    /// Those of a point: what each part of the way does at best. None for a backend that has none.
-    /// `data`: how kvx's data goes over TCP.
+    /// Returns the limits of a point: one for each part of the path, none for a backend without a
+    /// limit. `data` describes kvx's data connections over TCP.
     pub(crate) fn all(
         point: &Point,
         pools: &Pools,
@@ -66,7 +66,7 @@ impl Limit {
         Limit { name, bounds: true, way, moves, next: 0, seconds_each: f64::MAX }
     }
 
-    /// That of a point between memory of the hosts.
+    /// Returns the limit of a point between memory of the hosts.
     fn of(
         point: &Point,
         pools: &Pools,
@@ -135,7 +135,7 @@ impl Limit {
         Ok(round)
     }
 
-    /// Of a limit between memory of its own: moves the first lists, and compares what arrived.
+    /// Moves the first lists of a limit with separate memory, and compares what arrived.
     pub(crate) fn verify(&mut self, lists: u64) -> Result<()> {
         if let LimitMethod::Driver(limit) = &self.way {
             (self.next, self.seconds_each) = (lists, limit.verify(lists)?);
@@ -149,7 +149,7 @@ impl Limit {
 pub(crate) struct DataLanes {
     /// Over how many connections.
     pub(crate) count: usize,
-    /// Whether payload is sealed.
+    /// True if payload is sealed.
     pub(crate) sealed: bool,
 }
 

@@ -1,9 +1,9 @@
 //! `kvx bench`: what moving blocks costs, beside a limit that moves the same blocks without kvx.
 //!
 //! A target process of its own owns the other side's memory. Every point moves one list of blocks
-//! again and again, in rounds: kvx, the limit, and the program beside if there is one, in turn.
-//! What is printed is the median of the rounds, and the median of the ratios of each round; what
-//! arrived is compared byte by byte.
+//! again and again, in rounds: kvx, the limit, and the companion program if there is one, in turn.
+//! The bench prints the median of the rounds, and the median of the ratios of each round, and
+//! compares what arrived byte by byte.
 //!
 //! Layers, each of which imports only from those before it:
 //! 1. `points`, `pools`, `rounds`, `cpu`, `deadlines`, `progress`: what is measured, where, when;

@@ -22,8 +22,8 @@ use crate::{Result, bytes};
 const SAID: &[u8] = b"moved";
 /// How long nothing happens before a notification that is alone.
 const QUIET: Duration = Duration::from_millis(200);
-/// How long after one the next is sent beside transfers: longer than a thread goes on looking for
-/// more before it sleeps.
+/// The pause between two notifications during transfers: longer than a thread polls for more before
+/// it sleeps.
 const GAP: Duration = Duration::from_millis(3);
 /// The least of either kind: fewer have no middle worth telling.
 const LEAST: usize = 11;

@@ -139,8 +139,8 @@ impl Drop for Model {
     }
 }
 
-/// The folder that was made, which nobody needs when this process ends. Whoever makes it holds it
-/// until it is whole.
+/// The model's folder, which is removed when this process ends. Its maker holds the lock until the
+/// model is complete.
 fn model_folder() -> MutexGuard<'static, Option<PathBuf>> {
     static OURS: Mutex<Option<PathBuf>> = Mutex::new(None);
     OURS.lock().unwrap_or_else(PoisonError::into_inner)

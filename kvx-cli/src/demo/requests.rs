@@ -78,8 +78,8 @@ pub(super) fn show(
     kill(killed, &fleet.decodes[0], &fleet.single, out)
 }
 
-/// How many tokens of the prompt the decode server computed: the last one always, for what comes
-/// behind it.
+/// Returns how many tokens of the prompt the decode server computed: at least the last one, which
+/// the next token needs.
 fn computed(apart: &StreamedAnswer) -> u64 {
     apart.prompt_tokens.saturating_sub(apart.not_computed).max(1)
 }

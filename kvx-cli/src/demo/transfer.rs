@@ -1,5 +1,5 @@
-//! `kvx demo --transfer`: scattered blocks between two processes, what that costs, and what is told
-//! when one of them is killed.
+//! `kvx demo --transfer`: moves scattered blocks between two processes, and shows the cost and the
+//! error when one of them is killed.
 
 use std::io::Write;
 use std::time::{Duration, Instant};

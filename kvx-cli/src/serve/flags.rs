@@ -178,7 +178,7 @@ impl Flags {
         Ok(flags)
     }
 
-    /// Whether blocks are laid out as by vLLM's attention on the CPU.
+    /// Returns true if blocks have the layout of vLLM's attention on the CPU.
     pub(super) fn cpu_attention(&self) -> bool {
         self.attention_backend.as_deref() == Some(CPU_ATTENTION)
     }
@@ -222,7 +222,7 @@ fn normalized(argument: String) -> String {
     }
 }
 
-/// What is wrong with a command line, without clap's usage lines.
+/// Returns clap's error message without its usage lines.
 fn message(error: &clap::Error) -> String {
     let unknown = (error.kind() == error::ErrorKind::UnknownArgument)
         .then(|| error.get(error::ContextKind::InvalidArg))

@@ -364,9 +364,9 @@ impl Instance {
         (ranks > 1).then(|| self.state.next_rank(ranks))
     }
 
-    /// Whether these two may serve a request together: they are of one pool and compatible, as far
-    /// as the set-up says what is, and have a model in common, as far as they have said what they
-    /// serve.
+    /// Returns true if these two may serve a request together: they are of one pool, compatible as
+    /// far as the set-up names compatibility, and have a model in common as far as theirs are
+    /// known.
     pub(crate) fn pairs_with(&self, other: &Instance) -> bool {
         self.pool == other.pool
             && self.state.models.share_one(&other.state.models)

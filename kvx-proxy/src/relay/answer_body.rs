@@ -179,8 +179,8 @@ impl AnswerBody {
         }
     }
 
-    /// Nothing more comes that could be passed on: the client is told, by an event or by a
-    /// connection that breaks.
+    /// Ends an answer that the instance does not finish: by an error event, or by an error that
+    /// breaks the client's connection.
     fn break_off(
         &mut self,
         outcome: RequestOutcome,

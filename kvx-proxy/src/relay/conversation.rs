@@ -45,8 +45,8 @@ struct PastTurn {
     until: Instant,
 }
 
-/// What a turn was asked, so far as the next must repeat it. Instances compare nothing: blocks of
-/// another text would be taken for this one's.
+/// The part of a turn's request that the next turn must repeat. Instances do not compare it: they
+/// would take blocks of another text for this one's.
 #[derive(Clone, Debug, PartialEq)]
 enum TurnText {
     Messages(usize, Hash),
@@ -143,8 +143,8 @@ struct TurnStore {
 }
 
 impl Conversations {
-    /// The answer of the turn before this one, and who holds it: if this body goes on with it, and
-    /// in time.
+    /// Takes the answer of the turn before this one, with the name of the instance that holds it,
+    /// if this body continues it in time.
     pub(crate) fn take(&self, key: &Key, body: &Value, now: Instant) -> Option<(Answer, String)> {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         // Whoever only has its name does not end it.

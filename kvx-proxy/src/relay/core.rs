@@ -21,8 +21,8 @@ use crate::serve::keys::Keys;
 use crate::setup::Setup;
 use crate::upstream::{Fault, Upstream};
 
-/// What a set-up has become: replaced as a whole, while requests go on with the one that they began
-/// with.
+/// The state made from a set-up. A new set-up replaces it as a whole; requests in progress keep the
+/// one that they began with.
 #[derive(Debug)]
 pub(crate) struct LiveSetup {
     pub(crate) setup: Arc<Setup>,

@@ -234,9 +234,9 @@ fn push(
     Ok(concurrent_handover(job, prefill, legs, rank, ExpectedSource::Engine(target.engine_id)))
 }
 
-/// The sides find each other by the id: what is left of an attempt, or of a client's request of the
-/// same id, must not be taken for this one. vLLM strips an end of eight hexadecimal digits; this
-/// has eleven characters.
+/// Returns a unique id for a push. The sides find each other by it, so that they must not confuse
+/// this attempt with an earlier one, or with a client's request of the same id. vLLM strips a
+/// suffix of eight hexadecimal digits, which this suffix is not.
 fn own_id(id: &XRequestId) -> Result<XRequestId, ApiError> {
     let bytes = random_id()?;
     let random: String = bytes[..5].iter().map(|byte| format!("{byte:02x}")).collect();

@@ -215,7 +215,7 @@ impl Job {
         answered
     }
 
-    /// When an answer must have begun that is asked for now.
+    /// Returns when the answer to a leg that is sent now must have begun.
     pub(crate) fn first_byte(&self) -> Instant {
         match self.streamed {
             true => self.until.min(Instant::now() + self.live.setup.timeouts.first_byte),
@@ -223,8 +223,8 @@ impl Job {
         }
     }
 
-    /// Whether nothing but the time of the request was too short: no instance's fault, and nothing
-    /// to try again.
+    /// Returns true if the request only ran out of time: no instance's fault, and no reason to
+    /// retry.
     pub(crate) fn is_out_of_time(&self, fault: &Fault) -> bool {
         !self.streamed && matches!(fault, Fault::Late(_))
     }

@@ -148,8 +148,8 @@ async fn prefill_answer(
     Ok((answer, if flat { Version::V0_16 } else { Version::default() }))
 }
 
-/// A prefill leg beside a decode leg. Dropped, it ends: the instance sees that nobody waits any
-/// more.
+/// A prefill leg that runs concurrently with a decode leg. Dropping it ends the leg, and its
+/// connection shows that to the instance.
 #[derive(Debug)]
 pub(crate) struct PrefillTask(Option<JoinHandle<Result<PrefillResult, PrefillEnd>>>);
 

@@ -106,7 +106,7 @@ impl Record {
 
     /// Sets the headers that tell the client its request's id and route.
     pub(crate) fn stamp(&self, into: &mut HeaderMap) {
-        // The client's own id: what an instance says may have an end of ours.
+        // The client's id: an instance may answer with the suffix that the proxy added.
         if let Ok(id) = HeaderValue::from_str(&self.id) {
             into.insert(headers::REQUEST_ID, id);
         }

@@ -65,8 +65,8 @@ impl CompletionRequest {
         choice::hash(&beginning)
     }
 
-    /// How much memory it takes until it has an answer, at most: of token ids, many times what
-    /// came. A leg's body is there beside it, as values and as bytes.
+    /// Returns the most memory that it takes until it has an answer: for token ids, many times the
+    /// bytes that arrived. A leg's body exists as well, as values and as bytes.
     pub(crate) fn held(&self) -> usize {
         fn of(value: &Value) -> usize {
             size_of::<Value>()
@@ -323,8 +323,8 @@ impl<'a> Prompt<'a> {
     }
 }
 
-/// What the fuzz target calls: no panic; nothing that a client may not say is left, and whatever
-/// goes through two legs is fit for the recipes.
+/// Checks for the fuzz target: no panic, no parameter is left that clients may not send, and the
+/// recipes accept every request that takes two legs.
 pub(crate) fn fuzz(bytes: &[u8]) {
     let sent =
         PassthroughRequest::new(Bytes::copy_from_slice(bytes), false).unwrap_or_default().body;
@@ -340,7 +340,7 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     let Ok(asked) = CompletionRequest::new(bytes) else { return };
     clean(&asked.body);
     asked.prefix(16);
-    let again = CompletionRequest::new(&asked.bytes()).expect("what was read is written as JSON");
+    let again = CompletionRequest::new(&asked.bytes()).expect("a parsed request is valid JSON");
     assert_eq!((again.alone, again.prompt_tokens), (asked.alone, asked.prompt_tokens));
     if asked.alone.is_none() {
         use kvx_vllm::params::recipe::sequential;

@@ -380,8 +380,8 @@ async fn until_closing<C: Future>(
     connection.await
 }
 
-/// Serves a set-up until SIGTERM or SIGINT, and rereads it on SIGHUP. `started` is told the address
-/// once instances have been asked for the first time.
+/// Serves a set-up until SIGTERM or SIGINT, and rereads it on SIGHUP. Calls `started` with the
+/// address after the first check of the instances.
 ///
 /// # Errors
 ///

@@ -23,8 +23,8 @@ use crate::relay::legs::LegRequest;
 use crate::request::headers;
 use crate::upstream::Fault;
 
-/// The only path of a WebSocket: what is said there names no hosts. Messages elsewhere might, and
-/// nobody could take that out.
+/// The only path of a WebSocket: its messages name no hosts. Messages of other paths might, and the
+/// proxy could not remove them.
 const PATH: &str = "/v1/realtime";
 /// What a session is taken for when instances are chosen.
 const TOKENS: u64 = 1024;

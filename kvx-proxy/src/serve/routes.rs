@@ -188,8 +188,8 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
     until_the_end(&core, span, work).await
 }
 
-/// What an OpenAI server has besides, as vLLM has it. What would change one instance of several is
-/// not among them.
+/// Returns true for vLLM's other paths that are passed on: none of those that change the state of
+/// an instance.
 fn is_passed(path: &str) -> bool {
     const VLLM: [&str; 12] = [
         "/tokenize",

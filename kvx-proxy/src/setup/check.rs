@@ -1,5 +1,4 @@
-//! What a set-up means, and what of it would not work, as far as can be said without asking
-//! anybody.
+//! Describes a set-up, and finds what would not work in it, without a request to any instance.
 
 use super::{InstanceSetup, PoolConnector, Setup};
 use crate::log::AccessLogger;
@@ -21,8 +20,8 @@ fn is_local(instance: &InstanceSetup) -> bool {
 }
 
 impl Setup {
-    /// What this set-up means, and what would not work. Asks no instance: see
-    /// [`check`](crate::check).
+    /// Returns what this set-up means, and what would not work. Sends no request to an instance,
+    /// which [`check`](crate::check) does.
     pub fn findings(&self) -> Vec<Finding> {
         use Finding::{Beware, Fails, Means};
         let mut found = Vec::new();

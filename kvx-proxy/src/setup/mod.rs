@@ -20,7 +20,7 @@ pub(crate) use instance::InstanceTable;
 
 use crate::error::{Error, Result};
 
-/// Everything the proxy is told. The README lists the keys of the file, which are the names of
+/// The configuration of the proxy. The README lists the keys of the file, which are the names of
 /// these fields.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -62,8 +62,8 @@ pub struct Setup {
     /// The fleet.
     #[serde(rename = "pool")]
     pub pools: Vec<Pool>,
-    /// What goes to instances as a bearer token where a client sent no `Authorization`; from the
-    /// environment only.
+    /// The bearer token for instances where a client sent no `Authorization`; from the environment
+    /// only.
     #[serde(skip)]
     pub openai_api_key: Option<ApiKey>,
     /// What opens `/instances`; from the environment only.

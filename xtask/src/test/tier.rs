@@ -6,8 +6,8 @@ use serde::Deserialize;
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, PartialOrd, Ord)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Tier {
-    /// What a developer waits for after each edit: format, lints, unit tests, and the contract on
-    /// the transports that need nothing installed, in one process.
+    /// The checks after each edit: format, lints, unit tests, and the contract on the transports
+    /// that need no installation, in one process.
     Fast,
     /// Everything once, on one version of each library.
     #[default]

@@ -31,8 +31,8 @@ use crate::tokenizer::Tokenizer;
 
 /// A model with its pool.
 pub trait Forward: Send {
-    /// Computes a step: keys and values go into the blocks, and of each chunk the logits that are
-    /// wanted come back, a row for each token.
+    /// Computes a step: writes keys and values into the blocks, and returns the requested logits of
+    /// each chunk, a row for each token.
     ///
     /// # Errors
     ///
@@ -247,8 +247,8 @@ impl Running {
         &self.engine
     }
 
-    /// Ends it. What runs is over unless `drain`; then nothing new is taken and what runs goes on
-    /// to its end.
+    /// Ends the engine. Aborts running requests, or with `drain` finishes them and accepts no new
+    /// ones.
     ///
     /// # Errors
     ///

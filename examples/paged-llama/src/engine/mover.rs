@@ -16,8 +16,8 @@ pub trait Mover: Send {
     /// Tokens beyond the first `computed` ones that a peer has.
     fn matched_tokens(&self, request: &str, computed: usize) -> usize;
 
-    /// The request has its blocks: of the first `computed` tokens nothing is to be loaded, of the
-    /// `external` next ones all, into `fill`. Called once more for a request that loads nothing.
+    /// Records that a request has its blocks: the first `computed` tokens are not loaded, the next
+    /// `external` ones are, into `fill`. Called once more for a request that loads nothing.
     fn on_allocated(&mut self, request: &str, fill: &[u32], computed: usize, external: usize);
 
     /// Orders go out; what has come of earlier ones comes back.

@@ -260,8 +260,8 @@ impl EngineLoop {
         any
     }
 
-    /// So many blocks; if there are too few, those that requests have which wait: they are computed
-    /// again.
+    /// Takes `count` blocks. If there are too few, takes those of waiting requests too, which are
+    /// computed again.
     fn take(&mut self, count: usize) -> Option<Vec<u32>> {
         loop {
             if let Some(taken) = self.blocks.take(count) {

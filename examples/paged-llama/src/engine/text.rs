@@ -16,8 +16,8 @@ impl Text {
         Text { detokenizer, kept: String::new(), stops, include_stop }
     }
 
-    /// A further token: what is certain now, and the stop that it completes. Before `may_stop`
-    /// nothing is a stop.
+    /// Adds a token. Returns the text that is certain now, and the stop that the token completes;
+    /// without `may_stop` it completes none.
     pub(super) fn push(
         &mut self,
         tokenizer: &Tokenizer,

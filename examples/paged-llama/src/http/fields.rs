@@ -1,5 +1,5 @@
-//! The fields of a request's body, read strictly: a wrong type is told, and so is what this server
-//! does not do.
+//! The fields of a request's body, read strictly: a wrong type is an error, and so is a feature
+//! that this server does not have.
 
 use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderMap, StatusCode};

@@ -193,8 +193,8 @@ impl CompletionRequest {
             return Err(ApiError::of("kv_transfer_params", words));
         }
         let longest = service.limits().model_len;
-        // Each probability that is told is held until the answer is whole: of the prompt, too,
-        // where it is echoed.
+        // Each reported probability is kept until the answer is complete, those of an echoed prompt
+        // too.
         let new = self.max_tokens.unwrap_or(longest).min(longest);
         let echoed = |prompt: &Prompt| if self.echo { prompt.tokens.len() } else { 0 };
         let tokens =

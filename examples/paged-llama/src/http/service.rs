@@ -22,13 +22,13 @@ const READERS: usize = 4;
 
 /// The state that all requests share.
 pub struct Service {
-    /// What computes the answers: at least one.
+    /// The engines that compute the answers: at least one.
     pub engines: Vec<Engine>,
-    /// Of the model.
+    /// The model's tokenizer.
     pub tokenizer: Arc<Tokenizer>,
     /// The names that the model goes by; the first one is its own.
     pub models: Vec<String>,
-    /// What the model was started as: a folder, or a name.
+    /// The folder or name that the server was started with.
     pub root: String,
     /// Tokens that the model knows.
     pub vocabulary: usize,
@@ -36,9 +36,9 @@ pub struct Service {
     pub prompt_details: bool,
     /// Probabilities that a request may have of each token.
     pub most_logprobs: usize,
-    /// What `/metrics` shows.
+    /// The metrics of `/metrics`.
     pub recorder: Recorder,
-    /// Whoever reads a request has one of these.
+    /// The permits to read a request.
     pub readers: Readers,
     /// Counts the requests that ranks answer in turn.
     pub turn: AtomicUsize,
@@ -48,7 +48,7 @@ pub struct Service {
     pub(crate) trust: Option<ParamsTrust>,
 }
 
-/// How many requests are read at once: a long text takes seconds.
+/// Permits that limit how many requests are read at once: a long text takes seconds.
 #[derive(Clone, Debug)]
 pub struct Readers(Arc<Semaphore>);
 
@@ -61,7 +61,7 @@ impl Default for Readers {
 pub(super) type Shared = State<Arc<Service>>;
 
 impl Service {
-    /// What every engine was made with.
+    /// Returns the limits that all engines share.
     pub(super) fn limits(&self) -> &Limits {
         self.engines[0].limits()
     }

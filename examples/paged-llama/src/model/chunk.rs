@@ -5,7 +5,7 @@
 pub enum LogitsScope {
     /// None: more of the prompt follows.
     None,
-    /// Of the last token: what comes next.
+    /// The logits of the last token.
     Last,
     /// Of every token.
     All,

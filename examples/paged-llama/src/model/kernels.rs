@@ -7,7 +7,7 @@ use super::simd::{Element, Lanes, Portable, SimdLevel};
 
 /// Makes of one body a function for each level, and one that chooses. The body is inlined into
 /// each, and with it what it calls: the compiler then uses the level's instructions. It may not
-/// fuse or reorder what is not written so.
+/// fuse or reorder operations.
 macro_rules! compiled {
     ($(#[$doc:meta])* fn $name:ident $(<$e:ident>)? ($($arg:ident: $type:ty),* $(,)?) = $body:ident) => {
         $(#[$doc])*
@@ -266,7 +266,7 @@ fn gate_body<L: Lanes>(gate: &mut [f32], up: &[f32]) {
 }
 
 compiled! {
-    /// Makes weights of scores: exponentials of what is `scale` times as much, divided by their
+    /// Turns scores into weights: the exponentials of `scale` times each score, divided by their
     /// sum.
     fn softmax(scores: &mut [f32], scale: f32) = softmax_body
 }

@@ -127,8 +127,8 @@ impl Pool {
     /// Memory that is too short, or begins at an odd address.
     ///
     /// # Safety
-    /// The bytes are readable and writable while `owner` lives. While a step runs nobody else
-    /// writes into the blocks that it names, and nobody reads those that it writes.
+    /// The bytes are readable and writable while `owner` lives. While a step runs, no one else
+    /// writes the blocks that it names, or reads those that it writes.
     pub unsafe fn over(
         shape: PoolShape,
         memory: *mut u8,

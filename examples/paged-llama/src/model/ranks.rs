@@ -5,8 +5,8 @@ use std::sync::Arc;
 use super::chunk::Chunk;
 use super::error::Result;
 
-/// Sums of this many equal parts are made in one tree, whoever makes the parts: 1, 2, 4 and 8 ranks
-/// get the same bits.
+/// The number of equal parts of a sum. They are added in one tree, whichever rank computes a part,
+/// so that 1, 2, 4 and 8 ranks get the same bits.
 pub const PARTS: usize = 8;
 
 /// A rank's place among those that share one model.

@@ -95,8 +95,8 @@ impl Model {
     }
 }
 
-/// So many threads that sleep until there is work; none where the caller's own is enough, or the
-/// system gives no more.
+/// Returns a pool of threads that sleep until there is work; `None` where the caller's thread is
+/// enough, or the system starts no more.
 fn several(threads: usize) -> Option<rayon::ThreadPool> {
     if threads <= 1 {
         return None;

@@ -9,7 +9,7 @@ const UNFINISHED: usize = 3;
 /// Turns the tokens of one answer into text, piece by piece.
 ///
 /// A tokenizer may say a token differently at the beginning of a text, so new tokens are decoded
-/// behind some that were told already, and only the difference is told.
+/// behind some that were returned already, and only the difference is returned.
 #[derive(Debug, Default)]
 pub(crate) struct Detokenizer {
     tokens: Vec<u32>,

@@ -10,8 +10,8 @@ use serde_json::{Map, Value};
 
 use crate::model::{ModelError as Error, Result};
 
-/// What a template may do for one prompt: so many instructions, or 64 bytes for each of them. A
-/// long conversation takes some hundred thousand.
+/// The most instructions that a template may execute for one prompt, with 64 bytes for each. A long
+/// conversation takes some hundred thousand.
 const MOST_WORK: u64 = 4 << 20;
 
 /// A template that was parsed.

@@ -1,5 +1,5 @@
-//! Logits have the same bits whatever a step holds, however a prompt is cut, and whoever computes
-//! it.
+//! Logits have the same bits whatever a step holds, however a prompt is cut, and whichever rank
+//! computes it.
 
 use std::os::unix::net::UnixStream;
 use std::time::Duration;

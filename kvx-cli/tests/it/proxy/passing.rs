@@ -1,5 +1,5 @@
-//! What passes through the router, where the toys are wrong: statuses, streams, headers, clients
-//! that go away.
+//! Answers that pass through the router, where vLLM's toy proxies are wrong: statuses, streams,
+//! headers, clients that disconnect.
 
 use std::time::{Duration, Instant};
 

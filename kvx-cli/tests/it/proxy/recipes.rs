@@ -1,5 +1,5 @@
-//! Each connector's recipe: what both legs are told, and that the client gets what one server would
-//! answer.
+//! Each connector's recipe: the parameters of both legs, and that the client gets the answer of a
+//! single server.
 
 use hyper::Method;
 use kvx_instance::{Connector, Instance, Leg, Seen, Settings, answer_to};

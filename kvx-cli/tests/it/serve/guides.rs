@@ -148,7 +148,7 @@ pub(crate) fn trials() -> impl Iterator<Item = Trial> {
 
 /// A prefill of one command and a decode of another, each on a host of its own as the guide's rule
 /// for hosts has it, and the proxy on a third: the tokens of one server, moved by this backend if
-/// one is named. Both servers are told `more`, and the decode has these variables.
+/// one is named. Both servers get the arguments `more`, and the decode has these variables.
 fn pair(
     name: &str,
     [prefill, decode]: [&str; 2],
@@ -218,8 +218,8 @@ fn the_guides_permuting_decode_works_as_it_is() {
     pair("nixl.permute", ["nixl.same-host.prefill", "nixl.permute"], &layout, &[], "");
 }
 
-/// Mooncake's commands, each on a host of its own; both servers are told `more`. The guide names no
-/// address: a host's own is beside its command, as on several hosts of any guide.
+/// Mooncake's commands, each on a separate host; both servers get the arguments `more`. The guide
+/// names no address: each command gets its host's, as on several hosts of any guide.
 fn mooncakes_commands(name: &str, more: &[&str]) {
     let Some(mut hosts) = Hosts::for_this_test(3) else { return };
     let cache = cache(name);
@@ -268,7 +268,8 @@ fn mooncakes_commands_work_by_the_protocol_before_0_16_too() {
     mooncakes_commands("mooncake-older", &older);
 }
 
-/// Whether a file of the repository has this test, by its place from kvx-vllm.
+/// Returns true if a file of the repository has this test: `FILE::NAME`, the file's path relative
+/// to kvx-vllm.
 fn exists(test: &str) -> bool {
     let Some((file, function)) = test.rsplit_once("::") else { return false };
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kvx-vllm").join(file);

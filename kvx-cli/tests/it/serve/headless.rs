@@ -48,8 +48,8 @@ struct Fleet {
 }
 
 impl Fleet {
-    /// `prefill`: how the proxy is told of the head. Fails unless it answers as the single server
-    /// does, and both ranks have prefilled for it.
+    /// Starts the fleet; `prefill` is the proxy's argument for the head. Fails unless the proxy
+    /// answers as the single server does, and both ranks have prefilled for it.
     fn start(kv_connector: &str, prefill: &str) -> Option<Fleet> {
         let transfer = json!({"kv_connector": kv_connector, "kv_role": "kv_both", "kv_load_failure_policy": "fail",
                               "kv_connector_extra_config": {"backends": ["TCP"]}});

@@ -1,6 +1,8 @@
-//! `cargo xtask api`: lists the names that programs can reach, from rustdoc's JSON, which takes a nightly toolchain.
+//! `cargo xtask api`: lists the names that programs can reach, from rustdoc's JSON, which needs a
+//! nightly toolchain.
 //!
-//! The lists are committed in `docs/api`, so that a pull request shows the names that it adds and removes.
+//! The lists are committed in `docs/api`, so that a pull request shows the names that it adds and
+//! removes.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -31,14 +33,15 @@ const CRATES: [Listed; 3] = [
     Listed { package: "kvx-core", library: "kvx_core", apart: Some("backend") },
 ];
 
-/// A name that a program can reach.
+/// A name that a program can reach, with what it names.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Name {
     path: Vec<String>,
     kind: String,
 }
 
-/// The names of a crate. A module of another crate is one name: its own are on that crate's list.
+/// The names of a crate. A module of another crate counts as one name: that crate's list has the
+/// rest.
 #[derive(Default)]
 struct Surface {
     shown: BTreeSet<Name>,
@@ -66,7 +69,7 @@ pub(crate) fn run(check: bool) -> Result<bool> {
     Ok(same)
 }
 
-/// Has rustdoc describe a package with all its features.
+/// Runs rustdoc on a package with all its features.
 fn document(package: &str, folder: &Path) -> Result<()> {
     let mut cargo = Command::new("rustup");
     cargo.current_dir(root()).env("CARGO_TARGET_DIR", folder);
@@ -78,8 +81,8 @@ fn document(package: &str, folder: &Path) -> Result<()> {
         return Ok(());
     }
     Err(format!(
-        "{package} could not be described ({}): this takes a nightly toolchain, which `rustup toolchain install \
-         nightly` installs",
+        "rustdoc failed on {package} ({}): it needs a nightly toolchain, which `rustup toolchain \
+         install nightly` installs",
         finished.end
     )
     .into())
@@ -119,7 +122,7 @@ impl Surface {
             let name = if used.is_null() { &found["name"] } else { &used["name"] };
             let path = [path, &[name.as_str().unwrap_or_default().to_owned()]].concat();
             let kind = match kind(target) {
-                // Of another crate: rustdoc knows its kind only.
+                // The item is of another crate, of which rustdoc knows only the kind.
                 "" => document["paths"][id.to_string()]["kind"].as_str().unwrap_or("name"),
                 kind => kind,
             };
@@ -172,7 +175,7 @@ fn item<'a>(document: &'a Value, id: &Value) -> &'a Value {
     &document["index"][id.to_string()]
 }
 
-/// Returns the kind of an item, or nothing for one that the document does not describe.
+/// Returns the kind of an item; empty for one that the document does not describe.
 fn kind(item: &Value) -> &str {
     item["inner"].as_object().and_then(|inner| inner.keys().next()).map_or("", String::as_str)
 }

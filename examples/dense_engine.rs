@@ -1,14 +1,13 @@
-//! Two engines that keep a dense tensor for each sequence, as mistral.rs and llama.cpp do: one prefills, the other goes
-//! on. They have no blocks; the connector has a pool of them, and copies.
+//! Two engines that keep a dense tensor for each sequence, as mistral.rs and llama.cpp do: one prefills, the other
+//! decodes. They have no blocks: the connector copies between the tensors and a pool of blocks.
 //!
-//! `cargo run --features connector --example dense_engine` has both in one process.
+//! `cargo run --features connector --example dense_engine` runs both in one process.
 
-use kvx::config::{KvTransferConfig, Surroundings};
+use kvx::config::{KvTransferConfig, Role};
 use kvx::connector::{
     CompatibilityFactors, Connector, Decode, DenseModel, DensePool, DenseShape, DenseView,
     DenseViewMut, KvLayout, Prefill, WorkerRank,
 };
-use serde_json::json;
 use std::time::Duration;
 
 type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -20,10 +19,10 @@ const HEADS: usize = 2;
 /// Bytes of a head's K of one token: 64 elements of two bytes.
 const ROW: usize = 128;
 
-/// A connector, and the pool beside the engine's tensors.
+/// The connector of an engine, and its pool of blocks.
 fn engine(name: &str) -> Result<(Connector, DensePool)> {
-    let config = json!({"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": name});
-    let config = KvTransferConfig::from_json(&config.to_string(), &Surroundings::of_process())?;
+    let config = KvTransferConfig::builder("NixlConnector").role(Role::Both).engine_id(name);
+    let config = config.build()?;
     let mut factors = CompatibilityFactors::from_config(&config, "toy");
     (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) =
         (HEADS as u32, 64, LAYERS as u32);
@@ -42,7 +41,7 @@ fn engine(name: &str) -> Result<(Connector, DensePool)> {
     Ok((connector, pool))
 }
 
-/// The K (0) or V (1) of a layer: what a forward pass would leave there.
+/// A byte of the K (0) or V (1) of a layer, in place of a forward pass.
 fn element(layer: usize, kv: usize, head: usize, token: usize, at: usize) -> u8 {
     (layer * 89 + kv * 53 + head * 31 + token * 7 + at) as u8
 }
@@ -53,7 +52,7 @@ async fn main() -> Result {
     let (prefill, prefill_pool) = engine("prefill")?;
     let (decode, decode_pool) = engine("decode")?;
 
-    // The prefill's tensors are [head][token][dim], with room for 64 tokens.
+    // The prefill's tensors are [head][token][dim], with a capacity of 64 tokens.
     let theirs = DenseShape::heads_outermost(HEADS, 64, ROW);
     let tensor = |layer: usize, kv: usize| -> Vec<u8> {
         let row = |head, token| (0..ROW).map(move |at| element(layer, kv, head, token, at));
@@ -67,7 +66,7 @@ async fn main() -> Result {
         .collect();
     let (lease, params) = Prefill::new(&prefill).save("request", &prefill_pool, tokens, &views)?;
 
-    // The decode's are [token][head][dim], with room for 48.
+    // The decode's are [token][head][dim], with a capacity of 48.
     let ours = DenseShape::tokens_outermost(HEADS, 48, ROW);
     let mut loaded = vec![[vec![0; 48 * HEADS * ROW], vec![0; 48 * HEADS * ROW]]; LAYERS];
     let mut views: Vec<_> = loaded
@@ -77,7 +76,10 @@ async fn main() -> Result {
     let done = Decode::new(&decode)
         .load("request", &params, &decode_pool, tokens, &mut views, SOON)
         .await?;
-    println!("tokens {:?} are there; the last one of a prompt is computed again", done.tokens);
+    println!(
+        "tokens {:?} have arrived; the engine computes the last one of a prompt again",
+        done.tokens
+    );
 
     for (layer, kv) in loaded.iter().enumerate() {
         for (which, bytes) in kv.iter().enumerate() {

@@ -1,8 +1,8 @@
 //! A prefill server and a decode server, with a prefix cache and a failure policy, around a toy engine.
 //!
-//! `cargo run --features connector --example two_engines` starts both as processes of its own and plays their router:
-//! it sends a prompt to the prefill, and what that answers to the decode. What an engine needs of kvx stands between
-//! the marks `kvx` and `engine`; everything else is the toy.
+//! `cargo run --features connector --example two_engines` starts a process for each and acts as their router: it
+//! sends a prompt to the prefill, and the prefill's answer to the decode. The calls of kvx stand between the marks
+//! `kvx` and `engine`; everything else is the toy.
 //!
 //! With `--device cuda` (feature `cuda`) or `--device hip` (feature `rocm`) the pools are on the first device:
 //! `cargo run --features connector,cuda --example two_engines -- --device cuda`.
@@ -61,14 +61,14 @@ fn connector(name: &str, pool: &Arc<Memory>) -> Result<Connector> {
     Ok(connector)
 }
 
-/// Prefill: blocks that a decode may come for, and what the router sends it.
+/// Prefill: publishes blocks for a decode. The router carries the parameters to it, as JSON.
 fn publish(kv: &Connector, request: &str, blocks: &[u32], tokens: u32) -> Result<(Lease, Value)> {
     let (lease, params) = Prefill::new(kv).publish(request, BlockLists::single(blocks), tokens)?;
-    Ok((lease, params.to_value(kv.settings().version)?))
+    Ok((lease, serde_json::to_value(params)?))
 }
 
 /// Decode: fills `blocks`, which hold the prompt from token `cached` on. If that fails, the engine
-/// computes them once nothing touches them any more.
+/// computes them once no transfer touches them any more.
 fn load(kv: &Connector, request: &str, params: &Value, cached: u32, blocks: &[u32]) -> Loading {
     let (params, blocks) = (TransferParams::from_value(params)?, BlockLists::single(blocks));
     let fetch = Decode::new(kv).fetch(request, &params, cached, blocks, SOON);
@@ -79,11 +79,11 @@ fn load(kv: &Connector, request: &str, params: &Value, cached: u32, blocks: &[u3
     }))
 }
 
-/// The blocks of a load that failed: the engine may write to them once nothing touches them.
+/// The blocks of a load that failed: the engine may write to them once no transfer touches them.
 type Loading = Result<Option<HeldBlocks>>;
 // ---- engine ----
 
-/// The toy: the KV of a token says which tokens came before it, and a block is known by the tokens up to its end.
+/// The toy: the KV of a token is a hash of the tokens up to it, and a block is found by the tokens up to its end.
 struct Engine {
     pool: Arc<Memory>,
     free: Vec<u32>,
@@ -91,7 +91,7 @@ struct Engine {
     computed: usize,
 }
 
-/// What stands for the last of these tokens.
+/// The KV of the last of these tokens.
 fn kv(tokens: &[u32]) -> [u8; ROW] {
     let mix = |state: u64, token: &u32| {
         (state ^ u64::from(*token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23)
@@ -137,7 +137,7 @@ impl Engine {
         }
     }
 
-    /// The text: what the KV of the whole prompt comes to.
+    /// The generated text: a checksum of the KV of the whole prompt.
     fn answer(&self, prompt: &[u32], blocks: &[u32]) -> Result<u64> {
         let mut sum = 0_u64;
         for at in 0..prompt.len() {
@@ -176,10 +176,8 @@ fn serve(role: &str, device: &str) -> Result {
             if let Some(held) = load(&connector, request, params, tokens, &blocks[cached..])? {
                 match held.wait_blocking(SOON) {
                     Ok(released) if released.is_free() => {}
-                    // Something may write to them for ever: a larger engine would take others and leave these out.
-                    _ => {
-                        return Err("a transfer has not let go of its blocks".into());
-                    }
+                    // A transfer may still write to them: a larger engine would take other blocks.
+                    _ => return Err("a transfer has not released its blocks".into()),
                 }
                 engine.compute(&prompt, &blocks, cached)?;
             }
@@ -190,7 +188,7 @@ fn serve(role: &str, device: &str) -> Result {
         for (lease, blocks) in std::mem::take(&mut leases) {
             match lease.wait_blocking(Duration::ZERO) {
                 Ok(released) if released.is_free() => engine.free.extend(blocks),
-                Ok(_) => {} // nobody gets them again
+                Ok(_) => {} // a peer may still read them: never used again
                 Err(lease) => leases.push((lease, blocks)),
             }
         }
@@ -227,7 +225,7 @@ impl Drop for Server {
     }
 }
 
-/// What the program is told to do.
+/// The router, or one of its two servers.
 fn main() -> Result {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
     let device = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
@@ -242,9 +240,8 @@ fn main() -> Result {
     let first: Vec<u32> = (0..50).collect();
     let longer: Vec<u32> = (0..80).collect();
     let other: Vec<u32> = (100..140).collect();
-    // Loaded whole; then all but the three blocks that are cached; then the prefill dies before its blocks are
-    // fetched, and the decode computes them (if the kernel has not told it so yet, it finds them in the memory that
-    // both share).
+    // The decode loads the whole prompt; then all but three cached blocks; then the prefill dies before the decode
+    // fetches, and the decode computes the prompt (or still reads it from shared memory, if it has not noticed yet).
     for (request, prompt, dies, cached) in
         [("one", &first, false, 0), ("two", &longer, false, 3), ("three", &other, true, 0)]
     {

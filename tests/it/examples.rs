@@ -54,7 +54,7 @@ pub(crate) const ALL: &[Example] = &[
     Example {
         name: "dense_engine",
         is_built: cfg!(all(feature = "connector", feature = "shm", feature = "tcp")),
-        says: &["tokens 0..37 are there", "the prefill's blocks are Fetched"],
+        says: &["tokens 0..37 have arrived", "the prefill's blocks are Fetched"],
     },
 ];
 

@@ -159,7 +159,7 @@ impl Kv {
         let views: Vec<_> = both.map(|both| both.map(|bytes| DenseView { bytes, shape })).collect();
         let (lease, params) = Prefill::new(&self.connector).save(request, &self.pool, prompt, &views)?;
         tokio::spawn(lease.released());
-        Ok(params.to_value(self.connector.settings().version)?)
+        Ok(serde_json::to_value(params)?)
     }
 
     /// Gives everything back.

@@ -301,8 +301,7 @@ impl Engine {
                 match Prefill::new(&self.connector).publish(&*request, lists, tokens) {
                     Ok((lease, params)) => {
                         self.leases.push((lease, blocks));
-                        let params = params.to_value(self.connector.settings().version);
-                        Ok(Answer::Params(params.map_err(refused)?))
+                        Ok(Answer::Params(serde_json::to_value(params).map_err(refused)?))
                     }
                     Err(error) => {
                         self.free.extend(blocks);

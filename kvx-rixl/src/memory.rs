@@ -103,10 +103,12 @@ impl RegisteredRanges {
                 "a foreign agent was told of this memory, and NIXL has no way to take that back",
             ));
         }
-        uses.regions -= 1;
+        uses.regions = uses.regions.saturating_sub(1);
         if uses.regions == 0 {
-            registered.remove(range);
+            // On an error the range stays in the table, because NIXL still has it: the end of the
+            // next region there tries again.
             locked.as_ref().ok_or_else(closed)?.deregister(range)?;
+            registered.remove(range);
         }
         Ok(Unregister::Now)
     }
@@ -237,6 +239,20 @@ mod tests {
             1,
             "what came to nothing has not counted"
         );
+    }
+
+    #[test]
+    fn a_range_that_nixl_keeps_is_never_reported_as_unregistered() {
+        // Without an agent, deregistering fails.
+        let ranges = RegisteredRanges::new(Arc::new(AgentLock::around(None).unwrap()));
+        let range = Range { segment: MemorySegment::Host, address: 4096, len: 64, device: 0 };
+        ranges.registered.lock().insert(range, RangeUse { regions: 1, told: false });
+        for _ in 0..3 {
+            assert_eq!(ranges.remove(&range).unwrap_err().kind(), ErrorKind::Closed);
+        }
+        let overlapping = Range { address: 4000, len: 128, ..range };
+        let registered = ranges.registered.lock();
+        assert!(registered.keys().any(|kept| kept.overlaps(&overlapping)));
     }
 
     #[test]

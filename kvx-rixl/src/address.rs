@@ -51,7 +51,7 @@ impl Address {
         if said.agent != name || said.connections.is_empty() || !said.memory.is_empty() {
             return Err(reader.malformed("its parts contradict each other"));
         }
-        page.is_of(name)?;
+        page.check(name)?;
         Ok(Address { name: name.to_owned(), blob, page })
     }
 }

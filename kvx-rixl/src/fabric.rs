@@ -238,7 +238,7 @@ unsafe impl Fabric for NixlFabric {
     fn unpack(&mut self, endpoint: EndpointId, region: &RemoteSpec<'_>) -> Result<Remote> {
         let export = memory::Export::decode(region.export)?;
         if let Some(agent) = self.peers.name(endpoint) {
-            export.is_of(&agent.to_string_lossy())?;
+            export.check(&agent.to_string_lossy())?;
         }
         let memory::Export { range, blob } = export;
         if range.len < region.len {
@@ -371,7 +371,8 @@ unsafe impl Fabric for NixlFabric {
         let (look_for, look_until) = self.sleeps.looks();
         // UCX works for as long as it finds something to do, and what peers move over TCP is that:
         // up to a second.
-        let own_thread_only = !self.has_rdma && (self.peers.needs_cpu || self.ranges.any_told());
+        let own_thread_only =
+            !self.has_rdma && (self.peers.needs_cpu || self.ranges.any_published());
         Turn { look_for, look_until, own_thread_only, ..Turn::did(events.len()) }
     }
 
@@ -429,7 +430,7 @@ unsafe impl Fabric for NixlFabric {
         }
         drop(gone);
         // A foreign agent that was told of memory may reach it for as long as this process lives.
-        !self.ranges.any_told()
+        !self.ranges.any_published()
     }
 
     fn connect_foreign(&mut self, endpoint: EndpointId, blob: &[u8]) -> Result<()> {

@@ -16,21 +16,22 @@ use crate::blob::{Blob, BlobMemory, malformed};
 use crate::error::NAME;
 use crate::ffi::{MemorySegment, Range};
 
-/// Local memory as NIXL knows it. It finds registrations by address: two regions of one range share
-/// one, and ranges that overlap otherwise are refused, because it could not tell them apart.
+/// The local memory that is registered with NIXL. NIXL finds registrations by address: two regions
+/// of one range share a registration, and ranges that overlap otherwise are rejected, because NIXL
+/// could not tell them apart.
 pub(crate) struct RegisteredRanges {
     agent_lock: Arc<AgentLock>,
-    /// Locked by those alone who have the agent's lock, so that nobody waits for it.
+    /// Locked only while the agent's lock is held, so no thread waits for it.
     registered: Mutex<HashMap<Range, RangeUse>>,
-    /// Foreign agents may know some of it, forever.
-    any_told: AtomicBool,
+    /// Foreign agents may know some of it, for as long as they run.
+    any_published: AtomicBool,
 }
 
 #[derive(Clone, Copy, Default)]
 struct RangeUse {
     regions: usize,
-    /// Foreign agents may have been told of it: nobody can take that back.
-    told: bool,
+    /// Foreign agents may know the range; NIXL cannot revoke their access.
+    is_published: bool,
 }
 
 /// A local region.
@@ -38,9 +39,9 @@ pub(crate) struct Local {
     pub(crate) range: Range,
 }
 
-/// The range of some memory, as NIXL understands it: a device by the number that its driver gives
-/// it in this process, host memory by 0. Peers name the memory by the same number, which stands in
-/// what they are told.
+/// Returns the range of some memory in NIXL's terms: a device has the number that its driver gives
+/// it in this process, and host memory has 0. Peers use the same number, which is in the exported
+/// metadata.
 pub(crate) fn range_of(memory: &Memory) -> Range {
     let device = memory.device_access().map_or(0, |device| u64::from(device.ordinal()));
     let segment = if memory.kind().is_host() { MemorySegment::Host } else { MemorySegment::Device };
@@ -52,7 +53,7 @@ impl RegisteredRanges {
         RegisteredRanges {
             agent_lock,
             registered: Mutex::default(),
-            any_told: AtomicBool::new(false),
+            any_published: AtomicBool::new(false),
         }
     }
 
@@ -82,7 +83,7 @@ impl RegisteredRanges {
         }
         let blob = agent.export(&range).inspect_err(|_| {
             if is_new && let Err(why) = agent.deregister(&range) {
-                tracing::warn!(%why, "NIXL keeps what it knows of memory that came to no region: so does kvx");
+                tracing::warn!(%why, "NIXL does not deregister memory of a region that failed to register: the memory is quarantined");
                 registered.insert(range, RangeUse::default());
                 std::mem::forget(Arc::clone(memory));
             }
@@ -91,16 +92,17 @@ impl RegisteredRanges {
         Ok((range, blob))
     }
 
-    /// A region ends, unless another thread has NIXL: then the reactor is woken when that has let
-    /// go. Errors: `StillShared`, if foreign agents may know it; what NIXL answers.
+    /// Ends one region's use of a range, and deregisters the range with its last region. Returns
+    /// `Later` while another thread holds the agent, which wakes the reactor when it is released.
+    /// Errors: `StillShared`, if foreign agents may know the range; NIXL's own.
     pub(crate) fn remove(&self, range: &Range) -> Result<Unregister> {
         let Some(locked) = self.agent_lock.try_lock() else { return Ok(Unregister::Later) };
         let mut registered = self.registered.lock();
         let Some(uses) = registered.get_mut(range) else { return Ok(Unregister::Now) };
-        if uses.told {
+        if uses.is_published {
             return Err(Error::new(
                 ErrorKind::StillShared,
-                "a foreign agent was told of this memory, and NIXL has no way to take that back",
+                "a foreign agent has the metadata of this memory, and NIXL cannot revoke its access",
             ));
         }
         uses.regions = uses.regions.saturating_sub(1);
@@ -113,14 +115,14 @@ impl RegisteredRanges {
         Ok(Unregister::Now)
     }
 
-    /// Returns whether foreign agents may know some of it.
-    pub(crate) fn any_told(&self) -> bool {
-        self.any_told.load(Ordering::Acquire)
+    /// Returns whether foreign agents may know some range.
+    pub(crate) fn any_published(&self) -> bool {
+        self.any_published.load(Ordering::Acquire)
     }
 }
 
-// SAFETY: NIXL keeps what it needs of a registration until `remove`, which the fabric calls when no
-// peer reaches it.
+// SAFETY: NIXL uses a registration until `remove`, which the fabric calls when no peer reaches it
+// any more; on an error of `remove` the fabric quarantines the memory.
 unsafe impl Registrar<Local> for RegisteredRanges {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let (range, blob) = self.add(memory)?;
@@ -131,13 +133,13 @@ unsafe impl Registrar<Local> for RegisteredRanges {
         let locked = self.agent_lock.lock();
         let mut registered = self.registered.lock();
         let blob = locked.as_ref().ok_or_else(closed)?.whole()?;
-        registered.values_mut().for_each(|uses| uses.told = true);
-        self.any_told.fetch_or(!registered.is_empty(), Ordering::AcqRel);
+        registered.values_mut().for_each(|uses| uses.is_published = true);
+        self.any_published.fetch_or(!registered.is_empty(), Ordering::AcqRel);
         Ok(blob)
     }
 }
 
-/// A peer's region, as its metadata tells it.
+/// A peer's region, from its metadata.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Export {
     pub(crate) range: Range,
@@ -176,15 +178,15 @@ impl Export {
         Ok(Export { range, blob })
     }
 
-    /// Returns whether NIXL may be shown it: it speaks of this range of this agent's memory, and of
-    /// nothing else. What contradicts what NIXL knows of an agent makes it drop that agent, whoever
-    /// said so. Errors: `Malformed`.
-    pub(crate) fn is_of(&self, agent: &str) -> Result<()> {
+    /// Checks that the blob describes this range of this agent's memory, and nothing else. NIXL
+    /// drops an agent when any blob contradicts what it knows of it, whichever peer sent the blob.
+    /// Errors: `Malformed`.
+    pub(crate) fn check(&self, agent: &str) -> Result<()> {
         let said = Blob::read(&self.blob)?;
         let is_it = |there: &BlobMemory<'_>| there.range() == Some(self.range);
         match &said.memory[..] {
             [one] if said.agent == agent && said.connections.is_empty() && is_it(one) => Ok(()),
-            _ => Err(malformed("it speaks of something else than the region")),
+            _ => Err(malformed("it describes something else than the region")),
         }
     }
 }
@@ -223,21 +225,21 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_kept_waiting_by_the_end_of_a_region() {
+    fn the_end_of_a_region_waits_for_no_other_thread() {
         let agent_lock = Arc::new(AgentLock::around(None).unwrap());
         let ranges = RegisteredRanges::new(Arc::clone(&agent_lock));
         let range = Range { segment: MemorySegment::Host, address: 4096, len: 64, device: 0 };
-        ranges.registered.lock().insert(range, RangeUse { regions: 2, told: false });
+        ranges.registered.lock().insert(range, RangeUse { regions: 2, is_published: false });
         let locked = agent_lock.lock();
         for _ in 0..3 {
-            assert_eq!(ranges.remove(&range).unwrap(), Unregister::Later, "somebody else has NIXL");
+            assert_eq!(ranges.remove(&range).unwrap(), Unregister::Later, "the agent is in use");
         }
         drop(locked);
         assert_eq!(ranges.remove(&range).unwrap(), Unregister::Now);
         assert_eq!(
             ranges.registered.lock()[&range].regions,
             1,
-            "what came to nothing has not counted"
+            "a postponed request has not counted"
         );
     }
 
@@ -246,7 +248,7 @@ mod tests {
         // Without an agent, deregistering fails.
         let ranges = RegisteredRanges::new(Arc::new(AgentLock::around(None).unwrap()));
         let range = Range { segment: MemorySegment::Host, address: 4096, len: 64, device: 0 };
-        ranges.registered.lock().insert(range, RangeUse { regions: 1, told: false });
+        ranges.registered.lock().insert(range, RangeUse { regions: 1, is_published: false });
         for _ in 0..3 {
             assert_eq!(ranges.remove(&range).unwrap_err().kind(), ErrorKind::Closed);
         }

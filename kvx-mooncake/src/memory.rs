@@ -95,15 +95,20 @@ impl RegisteredRanges {
         unregister: impl FnOnce(u64) -> Result<()>,
     ) -> Result<EndingRegion> {
         let _turn = self.turn.lock();
-        if self.known.lock().ranges.get(&local.range).is_some_and(|range| range.regions == 1) {
-            unregister(local.range)?;
+        if self.known.lock().ranges.get(&local.range).is_some_and(|range| range.regions <= 1) {
+            unregister(local.range).inspect_err(|_| {
+                // The engine still has the range, so the end of the next region in it tries again.
+                if let Some(range) = self.known.lock().ranges.get_mut(&local.range) {
+                    range.regions = 0;
+                }
+            })?;
         }
         let mut known = self.known.lock();
         known.leaving += 1;
         let mut leaving = EndingRegion { ranges: Arc::clone(self), told: false, memory: None };
         if let btree_map::Entry::Occupied(mut range) = known.ranges.entry(local.range) {
             leaving.told = range.get().told;
-            range.get_mut().regions -= 1;
+            range.get_mut().regions = range.get().regions.saturating_sub(1);
             if range.get().regions == 0 {
                 leaving.memory = Some(range.remove().memory);
             }
@@ -293,6 +298,21 @@ mod tests {
         assert!(kept.strong_count() == 1 && !ranges.is_empty(), "somebody may not be done with it");
         leaving.end().expect("nobody was told");
         assert!(kept.strong_count() == 0 && ranges.is_empty());
+    }
+
+    #[test]
+    fn a_range_that_the_engine_keeps_is_never_reported_as_unregistered() {
+        let (ranges, within, _kept) = outlived();
+        let refuse = |_| Err(Error::new(ErrorKind::Native, "no"));
+        ranges.remove(&within, refuse).expect_err("the engine keeps the range");
+        let page = Arc::new(Memory::owned(vec![0; 4096]));
+        // SAFETY: never used; only the address counts.
+        let same = Arc::new(unsafe { Memory::adopt(within.range as *mut u8, 64, page) });
+        let next =
+            ranges.add(RegionId(3), &same, || panic!("it is registered")).expect("it lies in it");
+        ranges.remove(&next, refuse).expect_err("the engine still keeps the range");
+        ranges.remove(&next, |_| Ok(())).expect("unregistered").end().expect("not published");
+        assert!(ranges.is_empty());
     }
 
     #[test]

@@ -126,11 +126,16 @@ impl Imports {
         }
         let owner = Arc::new(self.watch(&handle.owner)?);
         let (address, len, mapped) = {
-            let inside = self.driver.enter()?;
-            let opened = self.map(handle, &owner);
-            drop(inside);
-            // A driver's error says little of an owner that has ended meanwhile.
-            if owner.is_exiting() { Err(owner_ended()) } else { opened }?
+            let _current = self.driver.enter()?;
+            match self.map(handle, &owner) {
+                Ok((address, _, mapped)) if owner.is_exiting() => {
+                    // SAFETY: opened above, and nobody has the address yet.
+                    unsafe { self.close(address, mapped) };
+                    Err(owner_ended())
+                }
+                Err(cause) if owner.is_exiting() => Err(owner_ended().with_source(cause)),
+                mapped => mapped,
+            }?
         };
         let mut table = self.table.lock();
         table.by_address.insert(address, (len, Arc::clone(&owner)));
@@ -168,8 +173,8 @@ impl Imports {
                 match self.driver.allocation(address) {
                     Ok(range) => Ok((address, range.end.saturating_sub(address), None)),
                     Err(error) => {
-                        // SAFETY: opened above, and used by nobody.
-                        unsafe { self.driver.close(address) }.ok(); // the error that led here is the one to tell
+                        // SAFETY: opened above, and nobody has the address yet.
+                        unsafe { self.close(address, None) };
                         Err(error)
                     }
                 }
@@ -180,6 +185,23 @@ impl Imports {
                 let mapped = self.driver.import(file.as_fd(), len)?;
                 Ok((mapped.address, mapped.len as u64, Some(mapped)))
             }
+        }
+    }
+
+    /// Closes an allocation; logs the driver's error. The device is current on the thread.
+    ///
+    /// # Safety
+    /// `map` returned both, and nobody uses the memory any more.
+    unsafe fn close(&self, address: u64, mapped: Option<MappedMemory>) {
+        let closed = match mapped {
+            // SAFETY: the driver opened the address in `map`, and the caller promises that nobody
+            // uses it.
+            None => unsafe { self.driver.close(address) },
+            // SAFETY: the driver imported it in `map`, and the caller promises that nobody uses it.
+            Some(mapped) => unsafe { self.driver.unmap(mapped) },
+        };
+        if let Err(error) = closed {
+            tracing::warn!(%error, "a peer's device memory was not closed");
         }
     }
 
@@ -249,14 +271,10 @@ impl Drop for ImportGuard {
             table.by_handle.remove(&self.key)
         };
         let Some(opened) = closed else { return };
-        let closed = driver.enter().and_then(|_inside| match opened.mapped {
+        match driver.enter() {
             // SAFETY: opened once, and this was its last use.
-            None => unsafe { driver.close(opened.address) },
-            // SAFETY: as above.
-            Some(mapped) => unsafe { driver.unmap(mapped) },
-        });
-        if let Err(error) = closed {
-            tracing::warn!(%error, "a peer's device memory was not closed");
+            Ok(_current) => unsafe { self.imports.close(opened.address, opened.mapped) },
+            Err(error) => tracing::warn!(%error, "a peer's device memory was not closed"),
         }
     }
 }
@@ -264,6 +282,43 @@ impl Drop for ImportGuard {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Returns the identity that a child of this process would state of itself.
+    fn identity_of(child: u32) -> ProcessId {
+        let stat = std::fs::read_to_string(format!("/proc/{child}/stat")).unwrap();
+        let (_, fields) = stat.rsplit_once(')').unwrap();
+        let started: u64 = fields.split_ascii_whitespace().nth(19).unwrap().parse().unwrap();
+        let mut bytes = Vec::new();
+        ProcessId::current().encode(&mut bytes);
+        bytes.truncate(24); // the host and the namespace, which are the same
+        bytes.put_u32(child);
+        bytes.put_u64(started);
+        ProcessId::decode(&mut Reader::new("an identity", &bytes)).unwrap()
+    }
+
+    #[test]
+    fn the_error_for_an_owner_that_ended_keeps_the_drivers() {
+        let mut owner = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let id = identity_of(owner.id());
+        owner.kill().unwrap();
+        // Not waited for, so that the process can still be watched.
+        while !id.watch().unwrap().unwrap().has_ended() {
+            std::thread::yield_now();
+        }
+        let handle = SharedHandle {
+            owner: id,
+            base: 1 << 40,
+            len: 4096,
+            name: AllocationName::Driver(vec![7; 3]),
+        };
+        let (_, never) = std::sync::mpsc::channel();
+        let imports = Imports::new(&Arc::new(crate::panics::driver(never)));
+        let error = imports.open(&handle.encode(), &handle).map(drop).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PeerLost);
+        let cause = std::error::Error::source(&error).expect("the driver's error").to_string();
+        assert!(cause.contains("64 bytes"), "{cause}");
+        owner.wait().unwrap();
+    }
 
     #[test]
     fn handles_travel_and_wrong_ones_are_refused() {

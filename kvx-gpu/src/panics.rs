@@ -86,6 +86,11 @@ unsafe impl VendorCalls for PanickingCalls {
 }
 
 fn device(go: Receiver<()>) -> Arc<Device> {
+    Device::new(driver(go))
+}
+
+/// Returns a driver whose other functions succeed and do nothing.
+pub(crate) fn driver(go: Receiver<()>) -> Driver {
     let info = DeviceInfo {
         kind: MemoryKind::Cuda,
         driver: "TEST",
@@ -104,7 +109,7 @@ fn device(go: Receiver<()>) -> Arc<Device> {
         version: 0,
         path: "test".into(),
     }));
-    Device::new(Driver::new(library, 0, info, Arc::new([])))
+    Driver::new(library, 0, info, Arc::new([]))
 }
 
 #[test]

@@ -360,13 +360,13 @@ unsafe impl Fabric for LibfabricFabric {
         let (mut bytes, mut gone, mut posted, mut result) = (0, 0, 0, Ok(()));
         while bytes < SLICE && gone < self.turn {
             match self.post_some(at, job, SLICE - bytes) {
-                Ok(Some((PieceOutcome::NoRoom, ..))) => {
+                Ok(Some((PieceOutcome::NoCapacity, ..))) => {
                     self.schedule_retry(job.endpoint());
                     break;
                 }
                 Ok(Some((how, count, len))) => {
                     match how {
-                        PieceOutcome::PostOutcome => posted += count,
+                        PieceOutcome::Posted => posted += count,
                         _ => job.note_contact(),
                     }
                     gone += count;

@@ -1,5 +1,5 @@
-//! Posts pieces of a transfer: chooses the rail, bundles them, and puts back those that find no
-//! room.
+//! Posts pieces of a transfer: chooses the rail, bundles them, and puts them back while the
+//! provider has no capacity.
 
 use std::ffi::c_void;
 
@@ -37,12 +37,12 @@ pub(crate) struct Bundle {
 
 /// The outcome of posting pieces.
 pub(crate) enum PieceOutcome {
-    /// They are in flight, and their end will be reported.
-    PostOutcome,
-    /// They were copied, and have ended.
+    /// The pieces are in flight, and the provider will report their end.
+    Posted,
+    /// The pieces were copied, and have ended.
     Copied,
-    /// There was no room.
-    NoRoom,
+    /// The provider has no capacity now.
+    NoCapacity,
 }
 
 impl LibfabricFabric {
@@ -111,13 +111,13 @@ impl LibfabricFabric {
         let (count, bytes) = (bundle.ranges.len() as u32, bundle.bytes);
         let post = Post { op: job.op(), job: job.id(), peer: at };
         let gone = match count {
-            0 => Ok(PieceOutcome::NoRoom),
+            0 => Ok(PieceOutcome::NoCapacity),
             // SAFETY: core checked that each piece lies within its region, which the job keeps
             // until it is reported.
             _ => unsafe { self.post(post, bundle.rail, &bundle.ranges) },
         };
         match gone {
-            Ok(PieceOutcome::NoRoom) => {
+            Ok(PieceOutcome::NoCapacity) => {
                 bundle.segments.iter().rev().for_each(|piece| job.put_back(*piece))
             }
             _ => job.state().0 += 1,
@@ -141,8 +141,8 @@ impl LibfabricFabric {
         }
         // SAFETY: the caller's promise.
         match unsafe { self.rails[rail].post(post, pieces) } {
-            Ok(PostOutcome::Posted) => Ok(PieceOutcome::PostOutcome),
-            Ok(PostOutcome::Later) => Ok(PieceOutcome::NoRoom),
+            Ok(PostOutcome::Posted) => Ok(PieceOutcome::Posted),
+            Ok(PostOutcome::Later) => Ok(PieceOutcome::NoCapacity),
             Err(errno) => {
                 Err(error::native("libfabric could not post a piece of the transfer", errno))
             }

@@ -61,7 +61,7 @@ pub(crate) struct Rail {
     pieces: InFlightPieces,
 }
 
-/// InFlightPieces in flight.
+/// The numbers of pieces in flight.
 struct InFlightPieces {
     all: usize,
     most: usize,

@@ -85,7 +85,7 @@ pub(crate) struct FailedOperation {
 /// The answer of [`Endpoint::read`].
 pub(crate) enum Read {
     Nothing,
-    RailEvent,
+    Completed,
     Failed(FailedOperation),
 }
 
@@ -418,7 +418,7 @@ impl Endpoint {
                     let entry = unsafe { entry.assume_init_ref() };
                     each(CompletedOperation { context: entry.op_context, len: entry.len });
                 }
-                Ok(if count == 0 { Read::Nothing } else { Read::RailEvent })
+                Ok(if count == 0 { Read::Nothing } else { Read::Completed })
             }
             Err(Errno(libc::EAGAIN)) => Ok(Read::Nothing),
             Err(Errno(errno)) if errno == FI_EAVAIL.cast_signed() => self.read_failed(),

@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_ends_is_no_stranger_any_more() {
+    fn a_worker_that_ends_is_removed_from_the_unconnected_ones() {
         let mut peers = side(3, 5);
         let farewell = |worker| MessageHeader { worker, endpoint: 6, answers: 3 };
         peers.note_message(MessageHeader { worker: 8, endpoint: 1, answers: 0 });
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_are_remembered_unless_they_answer_what_is_closed_and_are_bounded() {
+    fn unconnected_workers_are_bounded_and_none_answers_a_closed_endpoint() {
         let mut peers = Peers::new(1);
         assert_eq!(peers.note_message(MessageHeader { worker: 7, endpoint: 6, answers: 2 }), None);
         assert!(peers.unconnected.is_empty());

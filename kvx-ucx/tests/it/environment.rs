@@ -15,29 +15,29 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const LIMIT: Duration = Duration::from_secs(60);
 const BLOCK: u64 = 64 << 10;
 const BLOCKS: u32 = 16;
-/// In a child: the options.
-const TELLS: &str = "KVX_UCX_TEST_TELLS";
+/// A process with this variable is a child that reports; its value is the options.
+const REPORT_OPTIONS: &str = "KVX_UCX_TEST_OPTIONS";
 
 type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
 
-/// What a child has told.
+/// The lines that a child prints.
 #[derive(Debug)]
-struct Told {
+struct ChildReport {
     /// `transport/device`, as `kvx backends` shows them.
     devices: Vec<String>,
     /// The route of a peer in the same process that was read and written, or why there is none.
     route: String,
 }
 
-impl Told {
+impl ChildReport {
     fn has(&self, transport: &str) -> bool {
         self.devices.iter().any(|device| device.split('/').next() == Some(transport))
     }
 }
 
-/// Plays a child that tells, if this process was started for that.
-pub(crate) fn tell_if_asked() {
-    let Ok(options) = std::env::var(TELLS) else { return };
+/// Prints the report of a child and exits, if this process was started for that.
+pub(crate) fn report_if_asked() {
+    let Ok(options) = std::env::var(REPORT_OPTIONS) else { return };
     let options = Options::parse(&options).unwrap();
     let devices = kvx_ucx::Ucx.available(&options).map(|there| there.devices.join(" "));
     println!("devices {}", devices.unwrap_or_else(|why| why.to_string()));
@@ -94,10 +94,14 @@ fn route(options: &Options, version: &Version) -> Outcome<String> {
     Ok(route)
 }
 
-/// Returns what a child with these variables and options tells, and all that it printed.
-fn told(version: &Version, variables: &[(&str, &str)], options: &str) -> (Told, String) {
+/// Runs a child with these variables and options. Returns its report and all of its output.
+fn run_child(
+    version: &Version,
+    variables: &[(&str, &str)],
+    options: &str,
+) -> (ChildReport, String) {
     let mut child = version.command().expect("it is there");
-    child.env(TELLS, options).envs(variables.iter().copied());
+    child.env(REPORT_OPTIONS, options).envs(variables.iter().copied());
     let output = kvx_testkit::output(&mut child, LIMIT);
     let streams =
         [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
@@ -108,29 +112,32 @@ fn told(version: &Version, variables: &[(&str, &str)], options: &str) -> (Told, 
         line.unwrap_or_else(|| panic!("{variables:?} {options}: {said}")).to_owned()
     };
     let devices = line("devices ").split(' ').map(str::to_owned).collect();
-    (Told { devices, route: line("route ") }, said)
+    (ChildReport { devices, route: line("route ") }, said)
 }
 
-/// Calls `body` for each version with what asks a child of that version.
-fn on_each(test: &str, body: impl Fn(&Version, &dyn Fn(&[(&str, &str)], &str) -> Told)) {
+/// Calls `body` for each version, with a function that runs a child with that version.
+fn on_each(test: &str, body: impl Fn(&Version, &dyn Fn(&[(&str, &str)], &str) -> ChildReport)) {
     versions::with_each_installed(test, |version| {
-        body(version, &|variables, options| told(version, variables, options).0);
+        body(version, &|variables, options| run_child(version, variables, options).0);
     });
 }
 
 #[test]
 fn transports_are_those_that_ucx_tls_names() {
-    on_each("transports_are_those_that_ucx_tls_names", |version, told| {
+    on_each("transports_are_those_that_ucx_tls_names", |version, run| {
         for all in [&[][..], &[("UCX_TLS", "all")], &[("UCX_TLS", "^cuda_ipc")]] {
-            let told = told(all, "{}");
-            assert!(told.has("tcp") && told.has("cma") && told.has("sysv"), "{all:?}: {told:?}");
+            let report = run(all, "{}");
             assert!(
-                told.route.contains("lanes sysv/memory"),
-                "{}, {all:?}: {told:?}",
+                report.has("tcp") && report.has("cma") && report.has("sysv"),
+                "{all:?}: {report:?}"
+            );
+            assert!(
+                report.route.contains("lanes sysv/memory"),
+                "{}, {all:?}: {report:?}",
                 version.label
             );
         }
-        let listed = told(&[("UCX_TLS", "tcp,self")], "{}");
+        let listed = run(&[("UCX_TLS", "tcp,self")], "{}");
         assert!(
             listed
                 .devices
@@ -141,17 +148,17 @@ fn transports_are_those_that_ucx_tls_names() {
             listed.route.contains("lanes tcp/") && !listed.route.contains("memory"),
             "{listed:?}"
         );
-        let others = told(&[("UCX_TLS", "^tcp")], "{}");
+        let others = run(&[("UCX_TLS", "^tcp")], "{}");
         assert!(!others.has("tcp") && others.has("cma"), "{others:?}");
     });
 }
 
 #[test]
 fn network_devices_are_those_that_ucx_net_devices_names() {
-    on_each("network_devices_are_those_that_ucx_net_devices_names", |_, told| {
-        let told = told(&[("UCX_TLS", "tcp"), ("UCX_NET_DEVICES", "lo")], "{}");
-        assert_eq!(told.devices, ["tcp/lo"]);
-        assert!(told.route.contains("lanes tcp/lo ("), "{told:?}");
+    on_each("network_devices_are_those_that_ucx_net_devices_names", |_, run| {
+        let report = run(&[("UCX_TLS", "tcp"), ("UCX_NET_DEVICES", "lo")], "{}");
+        assert_eq!(report.devices, ["tcp/lo"]);
+        assert!(report.route.contains("lanes tcp/lo ("), "{report:?}");
     });
 }
 
@@ -160,12 +167,12 @@ fn network_devices_are_those_that_ucx_net_devices_names() {
 /// of failures.
 #[test]
 fn what_the_user_sets_wins_over_the_defaults_of_kvx() {
-    on_each("what_the_user_sets_wins_over_the_defaults_of_kvx", |version, told| {
+    on_each("what_the_user_sets_wins_over_the_defaults_of_kvx", |version, run| {
         let has_tables = version.number >= (1, 22);
-        let rendezvous = told(&[("UCX_RNDV_THRESH", "8k")], "{}");
+        let rendezvous = run(&[("UCX_RNDV_THRESH", "8k")], "{}");
         let emulates = rendezvous.route.contains("gets: 0..inf software emulation sysv/memory");
         assert_eq!(emulates, has_tables, "{rendezvous:?}");
-        let unguarded = told(&[("UCX_MM_ERROR_HANDLING", "n")], "{}");
+        let unguarded = run(&[("UCX_MM_ERROR_HANDLING", "n")], "{}");
         assert!(
             !unguarded.route.contains("sysv") && !unguarded.route.contains("posix"),
             "{unguarded:?}"
@@ -187,11 +194,11 @@ fn what_the_user_sets_wins_over_the_defaults_of_kvx() {
 
 #[test]
 fn an_option_wins_over_the_variable() {
-    on_each("an_option_wins_over_the_variable", |version, told| {
-        let shared = told(&[("UCX_TLS", "tcp")], r#"{"ucx": {"tls": "sm"}}"#);
+    on_each("an_option_wins_over_the_variable", |version, run| {
+        let shared = run(&[("UCX_TLS", "tcp")], r#"{"ucx": {"tls": "sm"}}"#);
         assert!(!shared.has("tcp") && shared.has("sysv"), "{shared:?}");
         assert!(shared.route.contains("lanes sysv/memory"), "{shared:?}");
-        let set = told(&[("UCX_RNDV_THRESH", "8k")], r#"{"ucx": {"set": "RNDV_THRESH=inf"}}"#);
+        let set = run(&[("UCX_RNDV_THRESH", "8k")], r#"{"ucx": {"set": "RNDV_THRESH=inf"}}"#);
         let direct = set.route.contains("gets: 0..inf zero-copy cma/memory");
         assert_eq!(direct, version.number >= (1, 22), "{set:?}");
     });
@@ -202,11 +209,11 @@ fn an_option_wins_over_the_variable() {
 #[test]
 fn a_setting_that_ucx_does_not_know_is_told() {
     versions::with_each_installed("a_setting_that_ucx_does_not_know_is_told", |version| {
-        let (told, said) = told(version, &[], r#"{"ucx": {"set": "NO_SUCH_SETTING=1"}}"#);
+        let (report, said) = run_child(version, &[], r#"{"ucx": {"set": "NO_SUCH_SETTING=1"}}"#);
         if version.number >= (1, 22) {
             assert!(
-                told.route.contains("UCX refuses the setting UCX_NO_SUCH_SETTING=1"),
-                "{told:?}"
+                report.route.contains("UCX refuses the setting UCX_NO_SUCH_SETTING=1"),
+                "{report:?}"
             );
         } else {
             let warning = said
@@ -224,8 +231,9 @@ fn settings_bear_the_names_of_their_variables_on_every_version() {
         "settings_bear_the_names_of_their_variables_on_every_version",
         |version| {
             let set = r#""TCP_TX_SEG_SIZE=64k", "TCP_RX_SEG_SIZE=64k", "KEEPALIVE_INTERVAL=2s", "MM_ERROR_HANDLING=y", "RNDV_THRESH=inf""#;
-            let (told, said) = told(version, &[], &format!(r#"{{"ucx": {{"set": [{set}]}}}}"#));
-            assert!(told.route.contains("lanes sysv/memory"), "{told:?}");
+            let (report, said) =
+                run_child(version, &[], &format!(r#"{{"ucx": {{"set": [{set}]}}}}"#));
+            assert!(report.route.contains("lanes sysv/memory"), "{report:?}");
             assert!(!said.contains("WARN"), "{}: {said}", version.label);
         },
     );

@@ -21,7 +21,7 @@ fn registry(_: &str) -> Registry {
 fn main() -> ExitCode {
     serve_if_asked(registry);
     agents::play_if_asked();
-    environment::tell_if_asked();
+    environment::report_if_asked();
     if let Some(code) = conformance::run_suites_if_asked() {
         return code;
     }

@@ -3,17 +3,49 @@
 use std::sync::{Arc, Weak};
 
 use kvx_core::backend::sync::Mutex;
+use kvx_core::{Error, Result};
 
-/// The handles of a library that keep one region registered. They are dropped once: when the region
+/// A library's handle that keeps memory registered.
+pub trait RegistrationHandle {
+    /// Ends the registration. No operation uses the memory any more.
+    ///
+    /// # Errors
+    /// The library keeps the memory registered.
+    fn close(self) -> Result<()>;
+}
+
+/// The handles of a library that keep one region registered. They are closed once: when the region
 /// is revoked, or when the agent ends.
 #[derive(Debug)]
-pub struct Registration<T>(Mutex<Option<T>>);
+pub struct Registration<T>(Mutex<State<T>>);
 
-impl<T> Registration<T> {
+#[derive(Debug)]
+enum State<T> {
+    Open(Vec<T>),
+    Ended,
+    /// The library did not close them all.
+    Kept(Error),
+}
+
+impl<T: RegistrationHandle> Registration<T> {
     /// Ends the registration. The caller vouches for it that operations on the memory have ended.
-    pub fn end(&self) {
-        let handles = self.0.lock().take();
-        drop(handles); // a call into the library, without the lock
+    ///
+    /// # Errors
+    /// The library keeps the memory registered, now or since an earlier call: it must not be freed.
+    pub fn end(&self) -> Result<()> {
+        // Held over the calls into the library: another caller must not return before them.
+        let mut state = self.0.lock();
+        let State::Open(handles) = &mut *state else {
+            return match &*state {
+                State::Kept(why) => Err(why.clone()),
+                _ => Ok(()),
+            };
+        };
+        // Each is closed, whether or not another was.
+        let close = |result: Result<()>, handle: T| result.and(handle.close());
+        let result = handles.drain(..).fold(Ok(()), close);
+        *state = result.clone().map_or_else(State::Kept, |()| State::Ended);
+        result
     }
 }
 
@@ -30,10 +62,10 @@ impl<T> Default for Registrations<T> {
     }
 }
 
-impl<T> Registrations<T> {
+impl<T: RegistrationHandle> Registrations<T> {
     /// Adds a registration, which ends at once if the agent has ended meanwhile.
-    pub fn add(&self, handles: T) -> Arc<Registration<T>> {
-        let registration = Arc::new(Registration(Mutex::new(Some(handles))));
+    pub fn add(&self, handles: Vec<T>) -> Arc<Registration<T>> {
+        let registration = Arc::new(Registration(Mutex::new(State::Open(handles))));
         let mut open = self.open.lock();
         match open.as_mut() {
             Some(all) => {
@@ -44,7 +76,7 @@ impl<T> Registrations<T> {
             }
             None => {
                 drop(open);
-                registration.end();
+                end_with_agent(&registration);
             }
         }
         registration
@@ -54,29 +86,67 @@ impl<T> Registrations<T> {
     /// operations have ended.
     pub fn close(&self) {
         let all = self.open.lock().take().unwrap_or_default();
-        all.iter().filter_map(Weak::upgrade).for_each(|registration| registration.end());
+        all.iter().filter_map(Weak::upgrade).for_each(|registration| end_with_agent(&registration));
+    }
+}
+
+/// Ends a registration whose agent has ended, so that no peer reaches it any more.
+fn end_with_agent<T: RegistrationHandle>(registration: &Registration<T>) {
+    if let Err(why) = registration.end() {
+        tracing::warn!(%why, "a registration outlives its agent");
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use kvx_core::ErrorKind;
+
     use super::*;
+
+    /// Counts the open handles; one that is `stuck` is not closed.
+    struct Handle {
+        open: Arc<()>,
+        stuck: bool,
+    }
+
+    impl RegistrationHandle for Handle {
+        fn close(self) -> Result<()> {
+            if self.stuck {
+                std::mem::forget(self.open);
+                return Err(Error::new(ErrorKind::Native, "busy"));
+            }
+            Ok(())
+        }
+    }
 
     #[test]
     fn each_registration_ends_once_and_none_outlives_its_agent() {
-        let (registrations, handle) = (Registrations::default(), Arc::new(()));
-        let held = || Arc::strong_count(&handle) - 1;
-        let [revoked, open] = [0, 1].map(|_| registrations.add(Arc::clone(&handle)));
-        drop(registrations.add(Arc::clone(&handle)));
+        let (registrations, open) = (Registrations::default(), Arc::new(()));
+        let held = || Arc::strong_count(&open) - 1;
+        let add = || registrations.add(vec![Handle { open: Arc::clone(&open), stuck: false }]);
+        let [revoked, last] = [add(), add()];
+        drop(add());
         assert_eq!(held(), 2);
-        revoked.end();
-        revoked.end();
+        revoked.end().unwrap();
+        revoked.end().unwrap();
         assert_eq!(held(), 1);
         registrations.close();
         assert_eq!(held(), 0, "the agent has ended");
-        let late = registrations.add(Arc::clone(&handle));
+        let late = add();
         assert_eq!(held(), 0, "it was being made while the agent ended");
         registrations.close();
-        drop((open, late));
+        drop((last, late));
+    }
+
+    #[test]
+    fn a_handle_that_the_library_keeps_is_reported_at_each_end() {
+        let (registrations, open) = (Registrations::default(), Arc::new(()));
+        let handle = |stuck| Handle { open: Arc::clone(&open), stuck };
+        let kept = registrations.add(vec![handle(true), handle(false)]);
+        for _ in 0..2 {
+            assert_eq!(kept.end().unwrap_err().kind(), ErrorKind::Native);
+        }
+        assert_eq!(Arc::strong_count(&open) - 1, 1, "the other one is closed");
+        registrations.close();
     }
 }

@@ -459,8 +459,7 @@ unsafe impl Fabric for LibfabricFabric {
     }
 
     fn unregister(&mut self, local: &Local) -> Result<Unregister> {
-        local.unmap();
-        Ok(Unregister::Now)
+        local.unmap().map(|()| Unregister::Now)
     }
 
     fn stop(&mut self) -> bool {

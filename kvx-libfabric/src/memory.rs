@@ -7,7 +7,7 @@ use std::sync::Arc;
 use kvx_backend::checksum;
 use kvx_backend::error::closed;
 use kvx_backend::fabric::Registrar;
-use kvx_backend::registrations::{Registration, Registrations};
+use kvx_backend::registrations::{Registration, RegistrationHandle, Registrations};
 use kvx_core::backend::RemoteSpec;
 use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::wire::{Reader, Writer};
@@ -36,7 +36,7 @@ fn interface(kind: MemoryKind) -> Option<fi_hmem_iface> {
 pub(crate) struct Local {
     /// Where it is registered: the local rail, and what operations on it are given.
     rails: Box<[(usize, Descriptor)]>,
-    registrations: Arc<Registration<Vec<ffi::Registration>>>,
+    registrations: Arc<Registration<ffi::Registration>>,
 }
 
 /// Valid until the region is unmapped, before which operations on it have ended.
@@ -56,9 +56,17 @@ impl Local {
         (rail, descriptor.0)
     }
 
-    /// Ends the registrations. Operations on it have ended: the machine upholds that.
-    pub(crate) fn unmap(&self) {
-        self.registrations.end();
+    /// Ends the registrations. Operations on it have ended: the machine upholds that. Errors: the
+    /// provider keeps one, so that peers may still reach the memory.
+    pub(crate) fn unmap(&self) -> Result<()> {
+        self.registrations.end()
+    }
+}
+
+impl RegistrationHandle for ffi::Registration {
+    fn close(self) -> Result<()> {
+        ffi::Registration::close(self)
+            .map_err(|errno| error::native("the provider does not end a registration", errno))
     }
 }
 
@@ -72,7 +80,7 @@ pub(crate) struct RailPlace {
 pub(crate) struct MemoryRegistrar {
     /// `None` after the end.
     rails: Mutex<Option<Arc<OpenRails>>>,
-    registrations: Registrations<Vec<ffi::Registration>>,
+    registrations: Registrations<ffi::Registration>,
 }
 
 struct OpenRails {

@@ -425,8 +425,7 @@ unsafe impl Fabric for UcxFabric {
     }
 
     fn unregister(&mut self, local: &Local) -> Result<Unregister> {
-        local.unmap();
-        Ok(Unregister::Now)
+        local.unmap().map(|()| Unregister::Now)
     }
 
     fn stop(&mut self) -> bool {

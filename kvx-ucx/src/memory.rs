@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvx_backend::checksum;
 use kvx_backend::error::closed;
 use kvx_backend::fabric::Registrar;
-use kvx_backend::registrations::{Registration, Registrations};
+use kvx_backend::registrations::{Registration, RegistrationHandle, Registrations};
 use kvx_core::backend::RemoteSpec;
 use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::wire::{Reader, Writer};
@@ -65,9 +65,16 @@ impl Local {
         self.handle.0
     }
 
-    /// Ends the registration. Operations on it have ended: the machine upholds that.
-    pub(crate) fn unmap(&self) {
-        self.registration.end();
+    /// Ends the registration. Operations on it have ended: the machine upholds that. Errors: UCX
+    /// keeps it, so that peers may still reach the memory.
+    pub(crate) fn unmap(&self) -> Result<()> {
+        self.registration.end()
+    }
+}
+
+impl RegistrationHandle for MappedMemory {
+    fn close(self) -> Result<()> {
+        self.unmap().map_err(|status| error::native("UCX does not end a registration", status))
     }
 }
 
@@ -125,7 +132,7 @@ unsafe impl Registrar<Local> for MemoryRegistrar {
         export.put_u64(memory.address());
         export.put(&key.0);
         let handle = Handle(mapped.raw());
-        let registration = self.registrations.add(mapped);
+        let registration = self.registrations.add(vec![mapped]);
         Ok((Local { handle, registration }, checksum::append(export)))
     }
 }

@@ -21,15 +21,23 @@ macro_rules! function {
 }
 pub(super) use function;
 
-/// Ends an object. Errors: it is still used by another.
+/// Closes an object. Errors: another object still uses it.
+///
+/// # Safety
+/// It is one that libfabric made, and is not used afterwards.
+unsafe fn try_close(object: *mut fid) -> Result<(), Errno> {
+    // SAFETY: every object begins with its `fid`.
+    Errno::check(unsafe { function!(object, ops, close)(object) }).map(|_| ())
+}
+
+/// Closes an object, and logs the error.
 ///
 /// # Safety
 /// It is one that libfabric made, and is not used afterwards.
 pub(super) unsafe fn close(object: *mut fid, what: &'static str) {
-    // SAFETY: every object begins with its `fid`.
-    let answer = unsafe { function!(object, ops, close)(object) };
-    if let Err(errno) = Errno::check(answer) {
-        tracing::warn!(what, ?errno, "libfabric did not give an object back");
+    // SAFETY: the caller's promise.
+    if let Err(errno) = unsafe { try_close(object) } {
+        tracing::warn!(what, ?errno, "libfabric did not close an object");
     }
 }
 
@@ -149,7 +157,7 @@ impl Domain {
         };
         Errno::check(answer)?;
         let raw = NonNull::new(raw).ok_or(Errno(libc::ENOMEM))?;
-        Ok(Registration { raw, _domain: Arc::clone(self) })
+        Ok(Registration { raw, is_closed: false, _domain: Arc::clone(self) })
     }
 }
 
@@ -200,6 +208,7 @@ pub(crate) struct MemoryDescription<'a> {
 /// Registered memory.
 pub(crate) struct Registration {
     raw: NonNull<fid_mr>,
+    is_closed: bool,
     _domain: Arc<Domain>,
 }
 
@@ -219,6 +228,14 @@ impl Registration {
     pub(crate) fn key(&self) -> u64 {
         // SAFETY: it is open.
         unsafe { (*self.raw.as_ptr()).key }
+    }
+
+    /// Ends it. Operations on the memory have ended. Errors: libfabric's, which keeps the memory
+    /// registered.
+    pub(crate) fn close(mut self) -> Result<(), Errno> {
+        self.is_closed = true;
+        // SAFETY: it is open, and not used afterwards: `Drop` does not close it again.
+        unsafe { try_close(&raw mut (*self.raw.as_ptr()).fid) }
     }
 
     /// Lets it be reached through an endpoint: what `FI_MR_ENDPOINT` asks for.
@@ -245,7 +262,9 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // SAFETY: operations on it have ended: the transport keeps it until then.
-        unsafe { close(&raw mut (*self.raw.as_ptr()).fid, "registration") };
+        if !self.is_closed {
+            // SAFETY: operations on it have ended: the transport keeps it until then.
+            unsafe { close(&raw mut (*self.raw.as_ptr()).fid, "registration") };
+        }
     }
 }

@@ -140,7 +140,7 @@ impl UcxContext {
             unsafe { (self.library.functions().ucp_mem_map)(self.raw(), params, &mut raw) };
         Status::check(status)?;
         let raw = NonNull::new(raw).ok_or(Status(UCS_ERR_NO_MEMORY))?;
-        Ok(MappedMemory { raw, context: Arc::clone(self) })
+        Ok(MappedMemory { raw, is_unmapped: false, context: Arc::clone(self) })
     }
 }
 
@@ -230,6 +230,7 @@ impl MapParams {
 /// Registered memory.
 pub(crate) struct MappedMemory {
     raw: NonNull<ucp_mem>,
+    is_unmapped: bool,
     context: Arc<UcxContext>,
 }
 
@@ -262,16 +263,30 @@ impl MappedMemory {
         unsafe { (functions.ucp_rkey_buffer_release)(buffer) };
         Ok(PackedKey(key))
     }
+
+    /// Ends the registration.
+    ///
+    /// # Errors
+    /// UCX's status: it keeps the memory registered.
+    pub(crate) fn unmap(mut self) -> Result<(), Status> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Result<(), Status> {
+        self.is_unmapped = true;
+        let functions = self.context.library.functions();
+        // SAFETY: it is alive, as both callers consume it, and operations on it have ended: the
+        // transport keeps it until then.
+        Status::check(unsafe { (functions.ucp_mem_unmap)(self.context.raw(), self.raw()) })
+    }
 }
 
 impl Drop for MappedMemory {
     fn drop(&mut self) {
-        // SAFETY: it is alive, and operations on it have ended: the transport keeps it until then.
-        let status = unsafe {
-            (self.context.library.functions().ucp_mem_unmap)(self.context.raw(), self.raw())
-        };
-        if let Err(status) = Status::check(status) {
-            tracing::warn!(?status, "UCX did not give a registration back");
+        if !self.is_unmapped
+            && let Err(status) = self.end()
+        {
+            tracing::warn!(?status, "UCX did not unmap memory");
         }
     }
 }

@@ -1,8 +1,9 @@
 //! Libraries that are open: their symbols, and the one of a process.
 
 use std::borrow::Cow;
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, OsStr, c_int, c_void};
 use std::fmt;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
@@ -261,6 +262,31 @@ unsafe fn typed<T: Copy>(address: *mut c_void) -> Option<T> {
     }
     // SAFETY: of one size, and the caller says that this address is a `T`.
     Some(unsafe { std::mem::transmute_copy(&address) })
+}
+
+/// Returns the files of the libraries that this process has loaded, as the dynamic linker names
+/// them.
+pub fn loaded_files() -> Vec<PathBuf> {
+    unsafe extern "C" fn note(
+        info: *mut libc::dl_phdr_info,
+        _: usize,
+        found: *mut c_void,
+    ) -> c_int {
+        // SAFETY: the linker passes an entry whose name is a C string, and the list that is passed
+        // below.
+        let (name, found) =
+            unsafe { (CStr::from_ptr((*info).dlpi_name), &mut *found.cast::<Vec<PathBuf>>()) };
+        // The program itself has no name.
+        if !name.is_empty() {
+            found.push(OsStr::from_bytes(name.to_bytes()).into());
+        }
+        0
+    }
+    let mut found: Vec<PathBuf> = Vec::new();
+    // SAFETY: `note` takes the pointer for a list of paths, which it is and which lives as long as
+    // the call.
+    unsafe { libc::dl_iterate_phdr(Some(note), (&raw mut found).cast()) };
+    found
 }
 
 #[cfg(test)]

@@ -25,6 +25,6 @@ mod library;
 mod search;
 mod signals;
 
-pub use library::{BoundLibrary, NativeLibrary, OpenOnce, ProcessLibrary};
+pub use library::{BoundLibrary, NativeLibrary, OpenOnce, ProcessLibrary, loaded_files};
 pub use search::{Search, preload};
 pub use signals::with_signals_kept;

@@ -12,6 +12,8 @@ use kvx_gpu::driver::{
     PointerPlace, Rows, Status, StreamHandle, VendorCalls, status,
 };
 
+use crate::conflict;
+
 type Batch = unsafe extern "C" fn(
     *mut Address,
     *mut Address,
@@ -60,12 +62,16 @@ pub(crate) struct CudaCalls {
 }
 
 impl CudaCalls {
+    /// Finds the functions of the process's only driver. Errors: a function is missing, or the
+    /// process has loaded another driver.
+    ///
     /// # Safety
     /// The library is CUDA's driver.
     pub(crate) unsafe fn find(
         library: &NativeLibrary,
         version: c_int,
     ) -> Result<Box<dyn VendorCalls>, Unavailable> {
+        conflict::check(library)?;
         // SAFETY: the driver keeps the functions of a name and number as they are, and the caller
         // promises that this is the driver.
         Ok(Box::new(unsafe {

@@ -3,6 +3,7 @@
 #![deny(missing_docs)]
 
 mod calls;
+mod conflict;
 mod vendor;
 
 use std::sync::Arc;

@@ -6,9 +6,10 @@ use std::sync::OnceLock;
 use kvx_core::DeviceAccess as _;
 use kvx_core::{ErrorKind, MemoryKind};
 use kvx_gpu::{DevicePtr, StreamHandle};
+use kvx_testkit::Child;
 use libtest_mimic::Trial;
 
-use crate::devices::{self, Bench, Maker, Names};
+use crate::devices::{self, Bench, LONG, Maker, Names, ROLE};
 use crate::nvrtc;
 
 pub(crate) static MAKER: Maker = Maker {
@@ -54,10 +55,19 @@ pub(crate) fn trials() -> Vec<Trial> {
         &MAKER,
         &[
             ("cudarc_has_the_same_library", cudarc_has_the_same_library),
+            ("a_second_driver_in_the_process_is_refused", second_driver_is_refused),
             (nvrtc::NAME, nvrtc::compiles_the_kernels),
         ],
         &[("memory_of_the_drivers_own_pool_is_refused", pool_memory_is_refused)],
     )
+}
+
+/// In a process of its own, which loads the other driver before kvx does.
+fn second_driver_is_refused(_: &Bench<'_>) {
+    let child = Child::start_self(ROLE, "unavailable second-driver").expect("a process starts");
+    let answer = child.hear(LONG).expect("it says why");
+    assert!(answer.contains("beside") && answer.contains("libcuda.so.1, which"), "{answer}");
+    assert!(answer.contains("one driver serves a process"), "{answer}");
 }
 
 /// Another user of cudarc in the process meets the library that kvx has opened.

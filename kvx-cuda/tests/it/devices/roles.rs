@@ -154,6 +154,15 @@ fn unavailable(maker: &'static Maker, why: &str) {
         "nowhere" => maker.variables.iter().for_each(|variable| set(variable, "/nowhere/lib.so.1")),
         "no-device" => set("KVX_STAND_IN", "devices 0"),
         "too-old" => set("KVX_STAND_IN", maker.too_old),
+        "second-driver" => {
+            // For the dynamic linker, another file is another library.
+            let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("second-driver");
+            let copy = folder.join("libcuda.so.1");
+            std::fs::create_dir_all(&folder).expect("a folder for the copy");
+            std::fs::remove_file(&copy).ok(); // of an earlier run
+            std::fs::copy(kvx_stand_in::library(), &copy).expect("a copy of the stand-in");
+            kvx_backend::loader::preload(&copy).expect("the copy loads");
+        }
         "other-library" => set(maker.variables[0], "libc.so.6"),
         _ => {}
     }

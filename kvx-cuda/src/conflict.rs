@@ -1,0 +1,31 @@
+//! Rejects a second driver: one process must not use two copies of libcuda.
+//!
+//! Streams and addresses that a framework gets from one copy mean nothing to the other. A library
+//! that opens `libcuda.so.1` after kvx gets kvx's copy, because the dynamic linker serves that name
+//! with the loaded file. A framework that opened another file before kvx keeps it, though.
+
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use kvx_backend::loader::{self, NativeLibrary};
+use kvx_core::backend::Unavailable;
+
+const CURE: &str = "one driver serves a process: unset KVX_CUDA_LIB, or set it to the file that the process has \
+                    loaded; and take folders of stubs out of LD_LIBRARY_PATH";
+
+/// Checks that the process has loaded no other driver than `opened`. Errors: the other file.
+pub(crate) fn check(opened: &NativeLibrary) -> Result<(), Unavailable> {
+    // Known by its name alone: the dynamic linker has then found the loaded file.
+    let Ok(opened) = opened.path().canonicalize() else { return Ok(()) };
+    let loaded = loader::loaded_files().into_iter().filter(|file| is_driver(file));
+    let mut loaded = loaded.filter_map(|file| file.canonicalize().ok());
+    let Some(other) = loaded.find(|other| *other != opened) else { return Ok(()) };
+    let (opened, other) = (opened.display(), other.display());
+    let why = format!("{opened} cannot be used beside {other}, which this process has loaded");
+    Err(Unavailable::because(why, CURE))
+}
+
+/// Returns whether `file` has the name of a driver, with any version.
+fn is_driver(file: &Path) -> bool {
+    file.file_name().is_some_and(|name| name.as_bytes().starts_with(b"libcuda.so"))
+}

@@ -144,10 +144,7 @@ impl Rail {
         let until = Instant::now() + LAST_USE;
         let certain = loop {
             match Arc::try_unwrap(endpoint) {
-                Ok(endpoint) => {
-                    drop(endpoint);
-                    break true;
-                }
+                Ok(endpoint) => break endpoint.close().is_ok(),
                 Err(shared) if Instant::now() < until => {
                     endpoint = shared;
                     std::thread::sleep(Duration::from_micros(100));

@@ -25,7 +25,7 @@ pub(super) use function;
 ///
 /// # Safety
 /// It is one that libfabric made, and is not used afterwards.
-unsafe fn try_close(object: *mut fid) -> Result<(), Errno> {
+pub(super) unsafe fn try_close(object: *mut fid) -> Result<(), Errno> {
     // SAFETY: every object begins with its `fid`.
     Errno::check(unsafe { function!(object, ops, close)(object) }).map(|_| ())
 }
@@ -230,12 +230,17 @@ impl Registration {
         unsafe { (*self.raw.as_ptr()).key }
     }
 
+    pub(super) fn fid(&self) -> *mut fid {
+        // SAFETY: it is open, and begins with its `fid`.
+        unsafe { &raw mut (*self.raw.as_ptr()).fid }
+    }
+
     /// Ends it. Operations on the memory have ended. Errors: libfabric's, which keeps the memory
     /// registered.
     pub(crate) fn close(mut self) -> Result<(), Errno> {
         self.is_closed = true;
         // SAFETY: it is open, and not used afterwards: `Drop` does not close it again.
-        unsafe { try_close(&raw mut (*self.raw.as_ptr()).fid) }
+        unsafe { try_close(self.fid()) }
     }
 
     /// Lets it be reached through an endpoint: what `FI_MR_ENDPOINT` asks for.
@@ -246,9 +251,9 @@ impl Registration {
     /// # Errors
     /// libfabric's.
     pub(super) unsafe fn enable(&self, endpoint: *mut fid) -> Result<(), Errno> {
+        let own = self.fid();
         // SAFETY: both are open.
         unsafe {
-            let own = &raw mut (*self.raw.as_ptr()).fid;
             Errno::check(function!(own, ops, bind)(own, endpoint, 0))?;
             Errno::check(function!(own, ops, control)(
                 own,
@@ -264,7 +269,7 @@ impl Drop for Registration {
     fn drop(&mut self) {
         if !self.is_closed {
             // SAFETY: operations on it have ended: the transport keeps it until then.
-            unsafe { close(&raw mut (*self.raw.as_ptr()).fid, "registration") };
+            unsafe { close(self.fid(), "registration") };
         }
     }
 }

@@ -10,7 +10,7 @@ use kvx_backend::loader;
 use kvx_core::Op;
 
 use super::bindings_1_17::*;
-use super::domain::{Domain, Registration, close, function};
+use super::domain::{Domain, Registration, close, function, try_close};
 use super::errno::Errno;
 
 /// The longest address that is looked at.
@@ -98,8 +98,9 @@ pub(crate) struct Endpoint {
     /// See [`Info::flags`](super::Info::flags).
     flags: u64,
     domain: Arc<Domain>,
+    is_closed: bool,
     /// What the provider is given: freed after the endpoint is closed.
-    _given: Arc<dyn Any + Send + Sync>,
+    given: Arc<dyn Any + Send + Sync>,
 }
 
 // SAFETY: libfabric keeps nothing that belongs to a thread.
@@ -213,8 +214,33 @@ impl Endpoint {
             wait_method,
             flags,
             domain: Arc::clone(domain),
-            _given: given,
+            is_closed: false,
+            given,
         })
+    }
+
+    /// Closes it. Errors: the provider keeps it, and may still touch the memory of its operations
+    /// and what it was given, which is never freed then.
+    pub(crate) fn close(mut self) -> Result<(), Errno> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Result<(), Errno> {
+        if std::mem::replace(&mut self.is_closed, true) {
+            return Ok(());
+        }
+        // SAFETY: it is open, and not used afterwards: both callers consume it.
+        unsafe { try_close(self.fid()) }.inspect_err(|errno| {
+            tracing::error!(?errno, "libfabric did not close an endpoint");
+            std::mem::forget(Arc::clone(&self.given));
+        })?;
+        // SAFETY: they are open, and not used afterwards; the endpoint that was bound to them is
+        // closed.
+        unsafe {
+            close(self.queue.as_ptr().cast(), "completion queue");
+            close(self.table.as_ptr().cast(), "address table");
+        }
+        Ok(())
     }
 
     /// The domain.
@@ -227,7 +253,7 @@ impl Endpoint {
         self.wait_method
     }
 
-    fn fid(&self) -> *mut fid {
+    pub(super) fn fid(&self) -> *mut fid {
         self.raw.as_ptr().cast()
     }
 
@@ -454,13 +480,7 @@ impl Endpoint {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        // SAFETY: they are open, and not used afterwards; the endpoint goes before what it is bound
-        // to.
-        unsafe {
-            close(self.fid(), "endpoint");
-            close(self.queue.as_ptr().cast(), "completion queue");
-            close(self.table.as_ptr().cast(), "address table");
-        }
+        self.end().ok(); // logged, and what the provider may touch is kept
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvx_core::Op;
 
-use super::bindings_1_17::{FI_ENOKEY, FI_MR_VIRT_ADDR};
+use super::bindings_1_17::{FI_ENOKEY, FI_MR_VIRT_ADDR, fi_ops, fid};
 use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -113,6 +113,41 @@ fn bytes_go_both_ways(provider: &str, test: &str) {
     // SAFETY: the memory is there, and nothing is in flight on it any more.
     let came = |at: usize| unsafe { theirs.as_ptr().wrapping_add(at).read_volatile() };
     assert_eq!([came(0), came(4095), came(4096)], [1, 1, 2]);
+}
+
+/// Has libfabric answer that an object is in use when it is closed; it stays open.
+///
+/// # Safety
+/// The object is open.
+unsafe fn refuse_to_close(object: *mut fid) {
+    unsafe extern "C" fn refuse(_: *mut fid) -> std::ffi::c_int {
+        -libc::EBUSY
+    }
+    // SAFETY: an open object has a table of functions, of which only `close` is called from now on.
+    unsafe {
+        let functions = fi_ops { close: Some(refuse), ..*(*object).ops };
+        (*object).ops = Box::leak(Box::new(functions));
+    }
+}
+
+#[test]
+fn an_object_that_the_provider_keeps_is_reported() {
+    const NAME: &str = "an_object_that_the_provider_keeps_is_reported";
+    let Some(end) = endpoint("tcp;ofi_rxm", NAME) else { return };
+    let memory = vec![0_u8; 8192].leak();
+    let given: Arc<()> = Arc::default();
+    let other = Endpoint::open(end.domain(), false, Arc::clone(&given) as _).unwrap();
+    // SAFETY: the memory is never freed; both objects are open.
+    let registration = unsafe {
+        let registration = end.domain().register(described(memory), 7).unwrap();
+        refuse_to_close(registration.fid());
+        refuse_to_close(other.fid());
+        registration
+    };
+    assert_eq!(registration.close(), Err(Errno(libc::EBUSY)));
+    assert_eq!(other.close(), Err(Errno(libc::EBUSY)));
+    assert_eq!(Arc::strong_count(&given), 2, "the provider may still use what it was given");
+    end.close().unwrap();
 }
 
 #[test]

@@ -20,7 +20,7 @@ static DEVICES: Devices = Devices::new(&vendor::NVIDIA);
 /// Returns the NVIDIA devices that this process sees, in the driver's order; each time the same
 /// ones.
 ///
-/// Nothing is started on a device before it is used. `CUDA_VISIBLE_DEVICES`, as of the first call,
+/// The call starts no device; its first use does. `CUDA_VISIBLE_DEVICES`, as of the first call,
 /// chooses what the process sees.
 ///
 /// # Errors

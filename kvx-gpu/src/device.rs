@@ -66,8 +66,8 @@ impl Device {
     /// given: the sentence says what to do.
     ///
     /// # Safety
-    /// The memory stays valid until `owner` is dropped, which kvx does when nobody can touch it any
-    /// more; which may be never (quarantine).
+    /// The memory stays valid until `owner` is dropped. kvx drops it once no copy and no peer can
+    /// touch the memory, or never (quarantine).
     pub unsafe fn adopt(
         self: &Arc<Self>,
         address: DevicePtr,

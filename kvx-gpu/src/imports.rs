@@ -129,7 +129,7 @@ impl Imports {
             let _current = self.driver.enter()?;
             match self.map(handle, &owner) {
                 Ok((address, _, mapped)) if owner.is_exiting() => {
-                    // SAFETY: opened above, and nobody has the address yet.
+                    // SAFETY: opened above, and no caller has the address yet.
                     unsafe { self.close(address, mapped) };
                     Err(owner_ended())
                 }
@@ -173,7 +173,7 @@ impl Imports {
                 match self.driver.allocation(address) {
                     Ok(range) => Ok((address, range.end.saturating_sub(address), None)),
                     Err(error) => {
-                        // SAFETY: opened above, and nobody has the address yet.
+                        // SAFETY: opened above, and no caller has the address yet.
                         unsafe { self.close(address, None) };
                         Err(error)
                     }

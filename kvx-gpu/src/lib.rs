@@ -9,9 +9,9 @@
 //! settles tickets when events are reached, shares memory between processes and launches the
 //! [`kernels`].
 //!
-//! A device has one thread, and only that talks to the device's streams: posting a copy is a push
-//! on a queue, the contexts of the program's own threads stay as they are, and a driver that blocks
-//! blocks nobody else. It is asleep while nothing is in flight.
+//! A device has one thread, and only that thread uses the device's streams: posting a copy pushes
+//! it on a queue, the contexts of the program's own threads stay as they are, and a driver that
+//! blocks blocks no other thread. It sleeps while nothing is in flight.
 //!
 //! Copies of different calls run in the order of their calls in each direction, and in none between
 //! directions. They do not wait for what the program has put on streams of its own: wait for that

@@ -68,8 +68,8 @@ impl DevicePoolBuilder {
         };
         let address = allocation.address();
         let (filled, ticket) = Completion::with_ticket();
-        // SAFETY: the allocation is held until the completion ends, and if nobody knows whether it
-        // has, for ever.
+        // SAFETY: the allocation is held until the completion ends, and forever if its end is not
+        // known.
         unsafe { device.ask(DeviceWork::Zero { address, len: whole }, std::iter::empty(), ticket) };
         if let Err(error) = filled.wait_blocking(Deadline::default_for_transfers()) {
             if matches!(error.kind(), ErrorKind::Forgotten | ErrorKind::TimedOut) {

@@ -42,7 +42,7 @@ static VENDOR: Vendor = Vendor {
     calls: |_, _| Err(kvx_core::backend::Unavailable::because("a test", "")),
 };
 
-/// Panics at its first copy, once it is told to.
+/// Panics at its first copy, once the test sends to it.
 struct PanickingCalls(Mutex<Receiver<()>>);
 
 // SAFETY: it has no memory and copies nothing.

@@ -84,7 +84,7 @@ impl DeviceThread {
     /// Starts it. Errors: what the driver says to the first calls on a device.
     pub(super) fn start(driver: Arc<Driver>, pinned: Arc<PinnedRanges>) -> Result<Self> {
         let shared = Arc::new(ThreadState { queue: Mutex::default(), changed: Condvar::new() });
-        let (told, ready) = std::sync::mpsc::sync_channel(1);
+        let (started, ready) = std::sync::mpsc::sync_channel(1);
         let ours = Arc::clone(&shared);
         let name = format!("kvx-gpu {} {}", driver.info().driver, driver.info().ordinal);
         let run = move || {
@@ -93,10 +93,10 @@ impl DeviceThread {
                 driver.enter().and_then(|inside| Ok((inside, Streams::new(&driver, &pinned)?)));
             match begun {
                 Ok((_inside, mut streams)) => {
-                    told.send(Ok(())).ok(); // whoever starts it waits
+                    started.send(Ok(())).ok(); // the starter waits for it
                     ours.run(&mut streams);
                 }
-                Err(error) => _ = told.send(Err(error)),
+                Err(error) => _ = started.send(Err(error)),
             }
         };
         let thread = std::thread::Builder::new().name(name).spawn(run).map_err(|error| {
@@ -260,8 +260,8 @@ impl<'a> Streams<'a> {
         let started = match work {
             DeviceWork::Lines { lines, .. } => self.lines(way, &lines, stream, &mut tables),
             DeviceWork::Zero { address, len } => {
-                // SAFETY: whoever asked keeps the memory until the ticket settles
-                // (`DeviceThread::ask`), here and below.
+                // SAFETY: the caller of `DeviceThread::ask` keeps the memory until the ticket
+                // settles, here and below.
                 unsafe { self.driver.zero(address, len, stream) }
             }
             DeviceWork::Grids { gather, packed, grids, indices } => {
@@ -305,16 +305,16 @@ impl<'a> Streams<'a> {
         let device = &self.driver.info().name;
         tracing::error!(%error, device, "the driver has given up the device for this process");
         let native = error.native().cloned();
-        let mut told = Error::new(
+        let mut reported = Error::new(
             ErrorKind::Native,
             format!("the driver has given up {device} for this process: start the process again"),
         );
         if let Some(native) = native {
-            told = told.with_native(native.code, native.text);
+            reported = reported.with_native(native.code, native.text);
         }
-        let told = told.with_source(error);
-        self.broken = Some(told.clone());
-        told
+        let reported = reported.with_source(error);
+        self.broken = Some(reported.clone());
+        reported
     }
 
     fn end(&mut self) {

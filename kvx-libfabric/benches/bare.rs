@@ -173,8 +173,8 @@ impl End {
                 bytes.as_ptr().wrapping_add(local_block * block).cast(),
                 base + (remote_block * block) as u64,
             );
-            // SAFETY: both memories have room for every block of the point, and live until the next
-            // point.
+            // SAFETY: both memories are large enough for every block of the point, and live until
+            // the next point.
             #[rustfmt::skip]
             self.post(511, || unsafe {
                 let desc = (**mr).mem_desc;

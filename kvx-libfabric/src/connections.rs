@@ -2,8 +2,8 @@
 //!
 //! libfabric (1.17 over `tcp`) lets a program that is started while an agent is open inherit its
 //! sockets, and at the end closes descriptors only. The connections would live on with that
-//! program: peers would keep theirs, one for each such end, and a stranger to the address would
-//! wait for an answer.
+//! program: peers would keep theirs, one for each such end, and an agent that is new at the address
+//! would wait for an answer.
 //!
 //! What belongs to an endpoint is what its queue waits for, as the kernel tells it of an epoll.
 

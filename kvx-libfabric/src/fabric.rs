@@ -32,8 +32,8 @@ const SAFETY: Duration = Duration::from_millis(20);
 const LOOKS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
 /// How long to look for more before sleeping, at first and at most: see [`patience_after`].
 const PATIENCE: (Duration, Duration) = (Duration::from_micros(50), Duration::from_micros(400));
-/// The same over shared memory. Each look takes a lock that peers spin on, forever if this process
-/// is killed or stopped then; so they wake each other instead.
+/// How long to look for more over shared memory. Each look takes a lock that peers spin on, forever
+/// if this process is killed or stopped then; so agents wake each other instead.
 const PATIENCE_WITH_SOCKET: Duration = Duration::from_micros(5);
 /// Delays before a post that found no capacity is tried again: the first, and the longest.
 const RETRIES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
@@ -68,7 +68,7 @@ pub(crate) struct LibfabricFabric {
     sleeps: Option<Instant>,
     /// How many pieces may be posted together.
     pub(crate) together: usize,
-    /// Room for them.
+    /// The buffer for them.
     pub(crate) bundle: Bundle,
     registrar: Arc<MemoryRegistrar>,
     capabilities: Capabilities,
@@ -195,8 +195,8 @@ impl LibfabricFabric {
         }
     }
 
-    /// Sends what is being sent, and releases everything. Returns whether it is certain that the
-    /// provider touches nothing of ours any more.
+    /// Finishes sending messages, and releases everything. Returns whether it is certain that the
+    /// provider touches no local memory any more.
     fn end(&mut self) -> bool {
         let until = Instant::now() + FAREWELL;
         while !self.rails.iter().all(Rail::is_quiet) && Instant::now() < until {
@@ -208,15 +208,15 @@ impl LibfabricFabric {
         self.peers.clear(&self.rails);
         self.registrar.close();
         if self.wake_socket.is_some() && self.peers.unanswered {
-            // A peer that takes our name, which is before it still, and finds no shared memory
-            // under it crashes (seen with libfabric 1.17): this one stays.
+            // A peer that has yet to read this endpoint's name crashes if it finds no shared memory
+            // under it (seen with libfabric 1.17): the endpoint stays open.
             std::mem::forget(
                 self.rails.iter().map(|rail| Arc::clone(rail.endpoint())).collect::<Vec<_>>(),
             );
         }
         if let Some(neighbour) = self.neighbour.take() {
-            // Over shared memory nothing but calls of ours touches anything, so others may close it
-            // later.
+            // Over shared memory only calls by this process touch memory, so another owner of the
+            // endpoint may close it later.
             self.rails.drain(..).for_each(Rail::leave);
             drop(neighbour);
         }
@@ -311,7 +311,7 @@ unsafe impl Fabric for LibfabricFabric {
                 .map_err(|why| why.with_kind(ErrorKind::PeerLost))?;
         }
         let to = self.peers.peer_number(at, 0, 0, rail)?;
-        // Those to a stopped peer stay with the provider: others find room all the same.
+        // Messages to a stopped peer stay with the provider: others still find buffers.
         let most = UNSENT.min(self.rails[0].sends());
         if self.peers.peer(at).is_some_and(|peer| peer.unsent >= most) {
             return Ok(SendStatus::Later);
@@ -332,7 +332,7 @@ unsafe impl Fabric for LibfabricFabric {
                 peer.probe.as_mut().map_or(Ok(()), PeerProbe::check)?;
             }
         }
-        // Where there was no room, the peer has to make some, or to take our name.
+        // Without capacity, the peer must make some, or take this endpoint's name.
         if posted == PostOutcome::Posted || self.schedule_retry(endpoint) {
             self.wake_peer(at)?;
         }
@@ -387,7 +387,7 @@ unsafe impl Fabric for LibfabricFabric {
     }
 
     fn sever(&mut self, endpoint: EndpointId) {
-        // libfabric ends what was posted to one peer only when its connection breaks, or with the
+        // libfabric ends the operations to one peer only when its connection breaks, or with the
         // endpoint.
         self.peers.sever(endpoint);
     }
@@ -402,8 +402,8 @@ unsafe impl Fabric for LibfabricFabric {
         }
         events.append(&mut self.broken);
         let done: usize = (0..self.rails.len()).map(|at| self.read(at, events)).sum();
-        // Whoever serves goes on looking for requests for a while: to ask whether it may sleep
-        // costs more than to look.
+        // A target continues to look for requests for a while: to ask whether it may sleep costs
+        // more than to look.
         let done = done + usize::from(std::mem::take(&mut self.serves));
         if !self.broken.is_empty() {
             // Links break first, so that what fails with them fails for that reason.
@@ -412,8 +412,8 @@ unsafe impl Fabric for LibfabricFabric {
         if !events.is_empty() {
             (self.retry, self.pause) = (None, RETRIES.0);
         } else if let Some((endpoint, _)) = self.retry.take_if(|(_, at)| *at <= Instant::now()) {
-            // There may be room: whatever happens makes the machine try again, and this means
-            // nothing to a link of ours.
+            // There may be capacity. Any event makes the machine try again, and this one has no
+            // other effect on the link.
             events.push(Event::Ready(endpoint));
         }
         let look_for =

@@ -27,12 +27,14 @@ use crate::wake_socket::WakeSocket;
 pub struct Libfabric;
 
 impl Libfabric {
-    /// Has libfabric keep no more of what strangers send over sockets than this process handles: sets
+    /// Bounds what libfabric keeps of messages from unauthenticated senders over sockets: sets
     /// `FI_OFI_RXM_BUFFER_SIZE` and `FI_OFI_RXM_EAGER_LIMIT` for it and for what it starts. Where one of the two is set it
-    /// leaves them alone, and beside a card for RDMA, with which this was never tried. See SECURITY.md.
+    /// leaves them alone, and beside a card for RDMA, with which this was never tried. See
+    /// SECURITY.md.
     ///
     /// # Safety
-    /// No other thread uses the environment meanwhile: call it first in `main`, before anything starts threads.
+    /// No other thread uses the environment meanwhile: call it first in `main`, before anything
+    /// starts threads.
     pub unsafe fn bound_kept_messages() {
         // SAFETY: the caller guarantees that no other thread uses the environment.
         unsafe { providers::bound_kept_messages() }

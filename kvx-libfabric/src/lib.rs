@@ -26,9 +26,9 @@ pub use factory::Libfabric;
 /// The generated bindings to libfabric, for programs that drive it themselves: no part of kvx, and
 /// without its promises.
 ///
-/// [`Functions`](raw::Functions) is filled by whoever opened the library; everything else is called
-/// through the tables of functions that libfabric's objects carry. Types and constants are those of
-/// 1.17.
+/// [`Functions`](raw::Functions) is filled by the program that opened the library; everything else
+/// is called through the tables of functions that libfabric's objects carry. Types and constants
+/// are those of 1.17.
 #[cfg(feature = "raw")]
 pub mod raw {
     pub use crate::ffi::bindings_1_17::*;

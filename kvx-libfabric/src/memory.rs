@@ -96,7 +96,7 @@ impl MemoryRegistrar {
         MemoryRegistrar { rails: Mutex::new(Some(rails)), registrations: Registrations::default() }
     }
 
-    /// Ends all registrations, and releases the endpoints: nothing is in flight any more.
+    /// Ends all registrations, and releases the endpoints. No operation is in flight any more.
     pub(crate) fn close(&self) {
         drop(self.rails.lock().take());
         self.registrations.close();

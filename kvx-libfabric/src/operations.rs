@@ -23,9 +23,9 @@ pub(crate) enum Operation {
 #[repr(C, align(64))]
 pub(crate) struct OperationContext(UnsafeCell<[u8; 64]>);
 
-// SAFETY: nobody here reads or writes what is inside.
+// SAFETY: only the provider reads or writes its bytes.
 unsafe impl Send for OperationContext {}
-// SAFETY: nobody here reads or writes what is inside.
+// SAFETY: only the provider reads or writes its bytes.
 unsafe impl Sync for OperationContext {}
 
 /// The operations of one endpoint, which keeps their contexts.

@@ -1,8 +1,8 @@
-//! Asks whether anybody listens at a peer's socket.
+//! Checks whether a process listens at a peer's socket.
 //!
-//! libfabric's endpoints without connections connect by themselves, and try again forever when
-//! nobody is there (seen with `tcp;ofi_rxm` of 1.17). So when a peer has made no room for a while,
-//! it is asked by a socket of its own.
+//! libfabric's connectionless endpoints connect on their own, and try again forever when no process
+//! listens (seen with `tcp;ofi_rxm` of 1.17). So when a peer has accepted no message for a while,
+//! kvx connects to it by a separate socket.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::OwnedFd;
@@ -14,11 +14,11 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use crate::error::NAME;
 
-/// How long a peer may take to make room before it is asked; then twice as long until it is asked
-/// anew, and so on: who listened may have ended since.
+/// How long a peer may accept no message before it is probed; the pause doubles after each probe,
+/// because a peer that listened may have ended since.
 const PATIENCE: Duration = Duration::from_millis(20);
 
-/// Asks a peer that has made no room yet.
+/// Probes a peer that has accepted no message yet.
 pub(crate) struct PeerProbe {
     at: SocketAddr,
     next: Instant,
@@ -33,7 +33,7 @@ impl PeerProbe {
         Some(PeerProbe { at, next, pause: PATIENCE, socket: None })
     }
 
-    /// Asks, if it is time, and looks at the answer. Errors: `PeerLost` when nobody is there.
+    /// Probes, if it is time, and checks the answer. Errors: `PeerLost` when no process listens.
     pub(crate) fn check(&mut self) -> Result<()> {
         let now = Instant::now();
         let answer = match &self.socket {
@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_is_found_after_a_while_and_whoever_listens_is_let_alone() {
+    fn an_absent_peer_is_found_after_a_while_and_a_listening_one_is_left_alone() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port().to_be_bytes();
         let family = (libc::AF_INET as u16).to_ne_bytes();

@@ -1,7 +1,7 @@
 //! Copies between processes of this host by the kernel, as libfabric's shared memory makes them.
 //!
 //! kvx makes them itself. The provider of 1.17 holds a lock in the target's part of shared memory
-//! while the kernel copies, and whoever else comes to it spins: a process that was killed in the
+//! while the kernel copies, and every other user of it spins: a process that was killed in the
 //! middle of a copy left its target, and all of the target's other peers, spinning forever.
 
 use std::io;

@@ -26,8 +26,8 @@ struct KnownProvider {
     settles: bool,
 }
 
-/// In the order of preference. Of EFA and verbs older than 1.21 nothing is known to work: NIXL,
-/// which is run over both, asks for that version, and 1.17 has neither `FI_MR_DMABUF` nor EFA's
+/// In the order of preference. EFA and verbs are not known to work before 1.21: NIXL, which is run
+/// over both, asks for that version, and 1.17 has neither `FI_MR_DMABUF` nor EFA's
 /// writes by the card.
 const KNOWN: &[KnownProvider] = &[
     // Cards of the first generations emulate writes with the target's CPU, and no attribute tells

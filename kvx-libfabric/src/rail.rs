@@ -1,5 +1,5 @@
-//! One endpoint on one domain, with what is posted on it: pieces of transfers, and on the first
-//! rail messages.
+//! One endpoint on one domain, with the operations that are posted on it: pieces of transfers, and
+//! messages on the first rail.
 
 use std::cell::UnsafeCell;
 use std::ffi::c_void;
@@ -30,7 +30,7 @@ const WINDOW: (usize, usize) = (2048, 512);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PostOutcome {
     Posted,
-    /// Too much is in flight, the peer has no room now, or there is no connection yet.
+    /// Too much is in flight, the peer has no capacity now, or there is no connection yet.
     Later,
 }
 
@@ -70,9 +70,9 @@ struct InFlightPieces {
 }
 
 impl InFlightPieces {
-    /// Returns whether so many more fit. Those of a stopped peer stay, and the provider's queue is
-    /// one for all peers: so none has more than are left for others, half of a small queue at most,
-    /// and some ten peers that stop leave room.
+    /// Returns whether so many more fit. Those of a stopped peer stay in the provider's queue,
+    /// which all peers share. So no peer has more than are left for others, at most half of a small
+    /// queue, and some ten stopped peers leave capacity.
     #[inline]
     fn fit(&self, peer: usize, count: usize) -> bool {
         let peers = self.of.get(peer).copied().unwrap_or_default();
@@ -149,7 +149,7 @@ impl Rail {
                     endpoint = shared;
                     std::thread::sleep(Duration::from_micros(100));
                 }
-                Err(_) => break false, // who has it last closes it, at a time that nobody knows
+                Err(_) => break false, // its last owner closes it, at an unknown time
             }
         };
         connections.end();
@@ -161,7 +161,7 @@ impl Rail {
         self.messages.as_ref().map_or(0, |messages| messages.free.len())
     }
 
-    /// Returns whether nothing of ours is with the provider but buffers for messages.
+    /// Returns whether the provider has no piece and no message to send.
     pub(crate) fn is_quiet(&self) -> bool {
         self.pieces.all == 0
             && self.messages.as_ref().is_none_or(|messages| messages.free.len() == SENDS)
@@ -193,8 +193,8 @@ impl Rail {
             return Ok(PostOutcome::Later);
         };
         let endpoint = open(&self.endpoint);
-        // SAFETY: the caller's promise; the context is the provider's until it comes back, and
-        // outlives the endpoint.
+        // SAFETY: the caller's promise; the context is the provider's until the provider returns
+        // it, and outlives the endpoint.
         let answer = unsafe {
             match pieces {
                 [range] => endpoint.transfer(op, *range, context),
@@ -228,8 +228,8 @@ impl Rail {
         };
         let bytes = messages.shared.buffers[RECEIVES + buffer].0.get().cast::<u8>();
         let len = message.len().min(MAX_MESSAGE);
-        // SAFETY: a free buffer is nobody else's, and as long as that; the provider has it until
-        // the context comes back.
+        // SAFETY: a free buffer has no other user, and is as long as that; the provider has it
+        // until it returns the context.
         let answer = unsafe {
             bytes.copy_from_nonoverlapping(message.as_ptr(), len);
             open(&self.endpoint).send(bytes, len, messages.descriptor(), to, context)
@@ -244,15 +244,15 @@ impl Rail {
         }
     }
 
-    /// Lets the provider work, and tells what has ended. Returns whether anything had. Errors: the
-    /// endpoint is of no use any more.
-    pub(crate) fn read(&mut self, mut tell: impl FnMut(RailEvent)) -> Result<bool, Errno> {
+    /// Lets the provider work, and reports the operations that have ended. Returns whether any had.
+    /// Errors: the endpoint cannot be used any more.
+    pub(crate) fn read(&mut self, mut report: impl FnMut(RailEvent)) -> Result<bool, Errno> {
         let (operations, messages, pieces) =
             (&mut self.operations, &mut self.messages, &mut self.pieces);
         let read = open(&self.endpoint).read(|CompletedOperation { context, len }| {
             if let Some(operation) = operations.take(context) {
                 if let Some(ended) = ended(operation, len, None, messages, pieces) {
-                    tell(ended);
+                    report(ended);
                 }
             } else if !context.is_null() {
                 tracing::error!(
@@ -263,9 +263,9 @@ impl Rail {
         if let Read::Failed(failed) = read {
             match self.operations.take(failed.context) {
                 Some(operation) => {
-                    let told =
+                    let event =
                         ended(operation, 0, Some(failed), &mut self.messages, &mut self.pieces);
-                    told.into_iter().for_each(&mut tell);
+                    event.into_iter().for_each(&mut report);
                 }
                 None => tracing::warn!(
                     ?failed,
@@ -286,8 +286,8 @@ impl Rail {
                 return Ok(());
             };
             let bytes = messages.shared.buffers[buffer].0.get().cast();
-            // SAFETY: a buffer that is not posted is nobody's; the provider has it until the
-            // context comes back.
+            // SAFETY: a buffer that is not posted has no user; the provider has it until it returns
+            // the context.
             let answer = unsafe {
                 open(&self.endpoint).receive(bytes, MAX_MESSAGE, messages.descriptor(), context)
             };
@@ -349,9 +349,9 @@ fn ended(
 #[repr(C, align(64))]
 struct Buffer(UnsafeCell<[u8; MAX_MESSAGE]>);
 
-// SAFETY: touched by raw copies alone, by whoever has the rail or by the provider.
+// SAFETY: only raw copies touch it, by the owner of the rail or by the provider.
 unsafe impl Send for Buffer {}
-// SAFETY: touched by raw copies alone, by whoever has the rail or by the provider.
+// SAFETY: only raw copies touch it, by the owner of the rail or by the provider.
 unsafe impl Sync for Buffer {}
 
 /// Buffers for messages.
@@ -411,7 +411,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn peers_that_have_stopped_leave_room_for_others() {
+    fn peers_that_have_stopped_leave_capacity_for_others() {
         let mut pieces = InFlightPieces { all: 0, most: 2048, of: Vec::new() };
         let mut fill = |peer| {
             while pieces.fit(peer, 4) {

@@ -124,8 +124,8 @@ impl Topology {
     }
 }
 
-/// The rails that are nearest to a place, at most so many; the first ones if nothing is known of
-/// it.
+/// Returns the rails that are nearest to a place, at most so many; the first ones for an unknown
+/// place.
 pub(crate) fn nearest(
     to: Option<&BusPlace>,
     rails: &[Option<&BusPlace>],

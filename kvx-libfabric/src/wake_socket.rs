@@ -1,9 +1,9 @@
 //! Wakes a peer of this host whose provider has nothing to sleep on.
 //!
-//! Shared memory tells nobody that something was put there, and polling costs either CPU or time.
-//! So each agent over such a provider has a socket in the kernel's own namespace, and whoever has
-//! put something before a peer sends an empty datagram to it. One that is lost because the socket
-//! is full is no loss: the peer is about to wake.
+//! A write to shared memory wakes no process, and polling costs either CPU or time. So each agent
+//! over such a provider has a socket in the kernel's abstract namespace, and an agent that has left
+//! data for a peer sends an empty datagram to it. A datagram that a full socket drops is not
+//! missed: the peer is about to wake.
 
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 
@@ -71,7 +71,7 @@ impl WakeSocket {
         match rustix::net::sendto(self.socket.as_fd(), &[], SendFlags::DONTWAIT, at) {
             Ok(_) | Err(Errno::AGAIN | Errno::NOBUFS | Errno::INTR) => Ok(()),
             Err(cause) => {
-                let why = "nobody is at the peer's end: its agent has ended, or runs in another network namespace";
+                let why = "no socket is at the peer's end: its agent has ended, or runs in another network namespace";
                 Err(Error::os(why, cause).with_kind(ErrorKind::PeerLost).with_backend(NAME))
             }
         }

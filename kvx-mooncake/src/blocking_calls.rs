@@ -74,8 +74,8 @@ pub(crate) enum CallReport {
         endpoint: EndpointId,
         result: Result<()>,
     },
-    /// A region was unregistered. `dead`: an error, if it could not be told whether dead processes
-    /// are done with it.
+    /// A region was unregistered. `dead`: an error, if it is unknown whether bytes of ended
+    /// processes can still reach it.
     Unregister {
         region: RegionId,
         left: Result<EndingRegion>,

@@ -175,8 +175,8 @@ impl MooncakeFabric {
             }
             return;
         }
-        // What it had to say of itself may be another now. A peer that does not answer is not
-        // asked: that takes a minute.
+        // The peer's segment may have changed. A peer that does not answer is not asked, because
+        // that takes a minute.
         if let Some(engine) = &self.engine
             && (alive == Some(true) || engine.asks_a_server())
             && let Some(peer) = self.links.peers.get_mut(to)
@@ -268,8 +268,8 @@ impl MooncakeFabric {
 }
 
 // SAFETY: local memory is handed to the engine in `advance` only, with each piece counted, and a
-// piece is reported when the engine has said of it that it has ended: measured, nothing is written
-// after that. `stop` says true only when no piece is under way.
+// piece is reported when the engine reports its end, after which it writes nothing (measured).
+// `stop` says true only when no piece is under way.
 unsafe impl Fabric for MooncakeFabric {
     type Local = Local;
     type Remote = Remote;
@@ -440,9 +440,9 @@ unsafe impl Fabric for MooncakeFabric {
             Some(engine) => self.calls.start_a_thread_if_short(engine)?,
             None => false,
         };
-        // The engine wakes nobody: the more is expected, the sooner it is asked. While things
-        // happen the time is the same whether pieces are under way or not: whoever posts the next
-        // need not wake this thread to sleep for less.
+        // The engine wakes no thread, so it is polled, and sooner when more is expected. During
+        // activity the interval does not depend on pieces in flight, so that a post need not wake
+        // this thread to shorten its sleep.
         let quiet = self.last_event.elapsed();
         Ok(Armed::Sleep(Some(match () {
             () if quiet < BUSY => SHORTEST,
@@ -480,8 +480,8 @@ unsafe impl Fabric for MooncakeFabric {
             std::mem::forget((engine, Arc::clone(&self.ranges)));
             return false;
         }
-        // A thread that a stopped peer holds up keeps the engine, which serves whoever asks until
-        // the peer lets go.
+        // A thread that waits for a stopped peer keeps the engine, which serves peers until that
+        // thread returns.
         let ended = Arc::into_inner(engine).is_some() || self.ranges.is_empty();
         if !ended {
             std::mem::forget(Arc::clone(&self.ranges));

@@ -57,7 +57,7 @@ impl Mooncake {
 }
 
 const CAUTION: &str = "Mooncake's engine listens on all interfaces whatever it is told, and lets everybody who reaches \
-                       its ports read and write registered memory, without authentication: keep strangers off the network";
+                       its ports read and write registered memory, without authentication: keep untrusted hosts off the network";
 
 impl Factory for Mooncake {
     fn name(&self) -> &'static str {

@@ -1,4 +1,4 @@
-//! Regions: what the engine knows of them, and what peers are told.
+//! Regions: their registration with the engine, and their export to peers.
 
 use std::collections::{BTreeMap, btree_map};
 use std::sync::{Arc, Weak};
@@ -21,8 +21,8 @@ pub(crate) struct Local {
 /// Local memory as the engine knows it. It takes no byte twice, and kvx's regions may share memory.
 #[derive(Debug, Default)]
 pub(crate) struct RegisteredRanges {
-    /// For who has the engine take a range or give it up, which may ask a server: another region of
-    /// the same memory must not come between.
+    /// Held while the engine registers or unregisters a range, which may ask a server: another
+    /// region of the same memory must wait.
     turn: Mutex<()>,
     /// Held for a moment only.
     known: Mutex<RangeTable>,
@@ -32,16 +32,16 @@ pub(crate) struct RegisteredRanges {
 struct RangeTable {
     /// By address.
     ranges: BTreeMap<u64, Range>,
-    /// Regions that nobody is let into any more, but who was there before may not be done.
-    leaving: usize,
+    /// Regions that are unregistered, but that earlier operations may still reach.
+    ending: usize,
 }
 
 #[derive(Debug)]
 struct Range {
     end: u64,
     regions: usize,
-    /// Agents that are not kvx may have been told of it.
-    told: bool,
+    /// Agents that are not kvx may have its metadata.
+    is_published: bool,
     /// Of the region that it was registered for, which may end before others that lie in it.
     memory: Arc<Memory>,
 }
@@ -71,20 +71,20 @@ impl RegisteredRanges {
         }
         drop(known);
         register()?;
-        let range = Range { end, regions: 1, told: false, memory: Arc::clone(memory) };
+        let range = Range { end, regions: 1, is_published: false, memory: Arc::clone(memory) };
         self.known.lock().ranges.insert(address, range);
         Ok(Local { region, range: address })
     }
 
-    /// Agents that are not kvx may reach what is registered now.
-    fn tell(&self) {
-        self.known.lock().ranges.values_mut().for_each(|range| range.told = true);
+    /// Notes that agents that are not kvx get the metadata of all registered ranges.
+    fn publish(&self) {
+        self.known.lock().ranges.values_mut().for_each(|range| range.is_published = true);
     }
 
-    /// Returns whether nobody reaches any memory through the engine.
+    /// Returns whether no memory can be reached through the engine.
     pub(crate) fn is_empty(&self) -> bool {
         let known = self.known.lock();
-        known.ranges.is_empty() && known.leaving == 0
+        known.ranges.is_empty() && known.ending == 0
     }
 
     /// A region ends: unregisters its range when no other lies in it. A range that the engine keeps
@@ -104,45 +104,46 @@ impl RegisteredRanges {
             })?;
         }
         let mut known = self.known.lock();
-        known.leaving += 1;
-        let mut leaving = EndingRegion { ranges: Arc::clone(self), told: false, memory: None };
+        known.ending += 1;
+        let mut ending =
+            EndingRegion { ranges: Arc::clone(self), is_published: false, memory: None };
         if let btree_map::Entry::Occupied(mut range) = known.ranges.entry(local.range) {
-            leaving.told = range.get().told;
+            ending.is_published = range.get().is_published;
             range.get_mut().regions = range.get().regions.saturating_sub(1);
             if range.get().regions == 0 {
-                leaving.memory = Some(range.remove().memory);
+                ending.memory = Some(range.remove().memory);
             }
         }
-        Ok(leaving)
+        Ok(ending)
     }
 }
 
-/// A region that nobody is let into any more. Dropped when who was there before is done; until then
+/// A region that admits no new operation. Dropped once earlier operations have ended; until then
 /// the engine may touch its memory.
 #[derive(Debug)]
 pub(crate) struct EndingRegion {
     ranges: Arc<RegisteredRanges>,
-    told: bool,
+    is_published: bool,
     memory: Option<Arc<Memory>>,
 }
 
 impl EndingRegion {
-    /// Its end. Errors: `StillShared` when agents that are not kvx may have begun something that
-    /// reaches it.
+    /// Ends it. Errors: `StillShared` when agents that are not kvx may have an operation in flight
+    /// that reaches it.
     pub(crate) fn end(mut self) -> Result<()> {
-        if !self.told {
+        if !self.is_published {
             return Ok(());
         }
         std::mem::forget(self.memory.take()); // of a region that may have ended before
-        let why = "an agent that is not kvx was told of this region, and cannot be asked whether it has let go: its memory \
-                   is kept";
+        let why = "an agent that is not kvx has the metadata of this region, and cannot confirm that it has released \
+                   it: its memory is kept";
         Err(Error::new(ErrorKind::StillShared, why))
     }
 }
 
 impl Drop for EndingRegion {
     fn drop(&mut self) {
-        self.ranges.known.lock().leaving -= 1;
+        self.ranges.known.lock().ending -= 1;
         drop(self.memory.take());
     }
 }
@@ -177,9 +178,8 @@ pub(crate) struct MemoryRegistrar {
     pub(crate) node: Option<String>,
 }
 
-// SAFETY: what is registered is reached by address; its memory is kept by its range, and of each
-// region that lies in it by core, until `Fabric::unregister` has said that nobody reaches it any
-// more.
+// SAFETY: peers reach registered memory by address; its range keeps it, and core keeps that of each
+// region in it, until `Fabric::unregister` has reported that no peer reaches it any more.
 unsafe impl Registrar<Local> for MemoryRegistrar {
     fn register(&self, region: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let engine = self.engine.upgrade().ok_or_else(closed)?;
@@ -196,13 +196,13 @@ unsafe impl Registrar<Local> for MemoryRegistrar {
 
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
         let engine = self.engine.upgrade().ok_or_else(closed)?;
-        self.ranges.tell();
+        self.ranges.publish();
         Ok(engine.name().as_bytes().to_vec())
     }
 }
 
-/// The location of memory, in the engine's words: on the device of this number in this process; on
-/// the node that the operator names; or wherever the engine finds it.
+/// Returns the location of memory in the engine's notation: the device of this number in this
+/// process; the node that the operator names; or any place, which the engine finds out.
 fn location(memory: &Memory, node: Option<&str>) -> String {
     match memory.device_access() {
         Some(device) if memory.kind() == MemoryKind::Cuda => format!("cuda:{}", device.ordinal()),
@@ -250,16 +250,16 @@ mod tests {
         }
         let left =
             ranges.remove(&whole, |_| panic!("another region lies in it")).expect("one is left");
-        left.end().expect("nobody was told");
+        left.end().expect("not published");
         let mut unregistered = None;
         let removed = ranges.remove(&inner, |address| {
             unregistered = Some(address);
             Ok(())
         });
-        removed.expect("the last").end().expect("nobody was told");
+        removed.expect("the last").end().expect("not published");
         assert_eq!(unregistered, Some(page.address() + 1000));
         let known = add(1050, 10).expect("free again");
-        ranges.tell();
+        ranges.publish();
         let mut unregistered = false;
         let removed = ranges.remove(&known, |_| {
             unregistered = true;
@@ -269,7 +269,7 @@ mod tests {
             removed.expect("the engine gave it up").end().unwrap_err().kind(),
             ErrorKind::StillShared
         );
-        assert!(unregistered, "nothing new is let in");
+        assert!(unregistered, "nothing new is admitted");
         let refused = ranges
             .add(RegionId(3), &part(&page, 3000, 1), || Err(Error::new(ErrorKind::Native, "no")));
         assert!(refused.is_err());
@@ -284,19 +284,19 @@ mod tests {
         let (outer, inner) = (part(&page, 0, 4096), part(&page, 1024, 64));
         let whole = ranges.add(RegionId(1), &outer, || Ok(())).expect("free");
         let within = ranges.add(RegionId(2), &inner, || Ok(())).expect("it lies in the first");
-        ranges.remove(&whole, |_| Ok(())).expect("it ends").end().expect("nobody was told");
+        ranges.remove(&whole, |_| Ok(())).expect("it ends").end().expect("not published");
         (ranges, within, Arc::downgrade(&outer))
     }
 
     #[test]
-    fn memory_stays_as_long_as_the_engine_knows_it_or_somebody_is_not_done_with_it() {
+    fn memory_stays_while_the_engine_has_it_or_an_operation_may_be_in_flight() {
         let (ranges, within, kept) = outlived();
         assert_eq!(kept.strong_count(), 1, "the engine knows all of it, for the region within");
         let kept_by_engine = ranges.remove(&within, |_| Err(Error::new(ErrorKind::Native, "no")));
         assert!(kept_by_engine.is_err() && kept.strong_count() == 1 && !ranges.is_empty());
-        let leaving = ranges.remove(&within, |_| Ok(())).expect("now it does");
-        assert!(kept.strong_count() == 1 && !ranges.is_empty(), "somebody may not be done with it");
-        leaving.end().expect("nobody was told");
+        let ending = ranges.remove(&within, |_| Ok(())).expect("now it does");
+        assert!(kept.strong_count() == 1 && !ranges.is_empty(), "an operation may be in flight");
+        ending.end().expect("not published");
         assert!(kept.strong_count() == 0 && ranges.is_empty());
     }
 
@@ -316,11 +316,11 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_somebody_was_told_of_for_a_region_within_it_is_kept_for_ever() {
+    fn memory_that_was_published_for_a_region_within_it_is_kept_forever() {
         let (ranges, within, kept) = outlived();
-        ranges.tell();
-        let told = ranges.remove(&within, |_| Ok(())).expect("it ends").end().unwrap_err();
-        assert_eq!((told.kind(), kept.strong_count()), (ErrorKind::StillShared, 1));
+        ranges.publish();
+        let why = ranges.remove(&within, |_| Ok(())).expect("it ends").end().unwrap_err();
+        assert_eq!((why.kind(), kept.strong_count()), (ErrorKind::StillShared, 1));
     }
 
     #[test]

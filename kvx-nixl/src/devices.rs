@@ -11,8 +11,8 @@ use kvx_gpu::Device;
 pub(crate) struct Devices(Result<Vec<Arc<Device>>, String>);
 
 impl Devices {
-    /// Those of NVIDIA's driver, else those of AMD's: a NIXL is built for one maker. Starts the
-    /// driver, and nothing on a device.
+    /// Returns the devices of NVIDIA's driver, or else those of AMD's: a NIXL is built for one
+    /// maker. Starts the driver, but nothing on a device.
     pub(crate) fn find() -> Devices {
         let found = kvx::cuda::devices().or_else(|cuda| {
             let rocm = |rocm: kvx_core::backend::Unavailable| {

@@ -38,8 +38,8 @@ pub(crate) fn warn(line: impl Display) {
     }
 }
 
-/// Something that must be known, as nothing else tells it. A line that cannot be written is lost:
-/// nobody reads there.
+/// Logs an event that is reported in no other way. A line that cannot be written is lost: standard
+/// error has no reader then.
 pub(crate) fn always(line: impl Display) {
     // At once: other processes write there, too.
     let _ = std::io::stderr().write_all(format!("KVX: {line}\n").as_bytes());

@@ -33,7 +33,7 @@ struct Flight {
 }
 
 impl Flight {
-    /// Returns what has come of it, found by `look`.
+    /// Returns its status, which `look` finds out.
     fn ask(
         &mut self,
         look: impl FnOnce(&mut Transfer) -> Option<kvx::Result<Report>>,
@@ -148,13 +148,13 @@ impl Request {
         }
     }
 
-    /// Returns what has come of it; lends the link a hand.
+    /// Returns its status; drives the link meanwhile.
     pub(crate) fn check(&self, cure: &str) -> NixlStatus {
         self.flight.lock().ask(Transfer::drive, &self.peer, cure)
     }
 
-    /// Cancels what is in flight and returns whether that has ended. The second time, and once its
-    /// result was told, it waits by the deadline.
+    /// Cancels the transfer and returns whether it has ended. Waits until the deadline at the
+    /// second call, and if the result was reported.
     pub(crate) fn release(&self, deadline: Duration) -> ReleaseOutcome {
         let (settled, again) = {
             let mut flight = self.flight.lock();

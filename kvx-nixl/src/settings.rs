@@ -1,5 +1,5 @@
-//! What an operator sets: NIXL's parameters, `KVX_…` variables, and where vLLM's side channel
-//! listens.
+//! The settings of the operator: NIXL's parameters, `KVX_…` variables, and the address of vLLM's
+//! side channel.
 
 use std::fmt;
 use std::net::{IpAddr, TcpListener};

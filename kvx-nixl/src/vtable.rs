@@ -105,7 +105,7 @@ fn refuse<T>(why: impl Into<String>) -> Result<T, TableRefusal> {
 /// The slots of the destructors, the first ones.
 pub const DESTRUCTORS: usize = 2;
 
-/// How many functions for GPUs the releases have had between `releaseReqH` and `getPublicData`:
+/// The number of functions for GPUs between `releaseReqH` and `getPublicData` in the releases:
 /// since 1.0, until 0.9, and in 0.10.
 const GPU_SLOTS: [usize; 3] = [3, 4, 7];
 
@@ -128,11 +128,11 @@ impl SlotOrder {
         self.0[..ours] == other.0[..theirs]
     }
 
-    /// Returns whether the functions come in the order that all tried releases have, with strangers
-    /// only where they had them: the destructors, as many as they had between `releaseReqH` and
+    /// Returns whether the functions are in the order of all tried releases, with unknown functions
+    /// only where those have some: the destructors, as many as theirs between `releaseReqH` and
     /// `getPublicData`, and any at the end.
     fn is_known(&self) -> bool {
-        let is_stranger = |at: usize| self.0[at].is_none();
+        let is_unknown = |at: usize| self.0[at].is_none();
         let all: Vec<_> = self.0.iter().flatten().copied().collect();
         let place =
             |function| self.0.iter().position(|slot| *slot == Some(function)).unwrap_or(usize::MAX);
@@ -141,7 +141,7 @@ impl SlotOrder {
         all.is_sorted()
             && between.is_some_and(|between| GPU_SLOTS.contains(&between))
             && (0..self.0.len())
-                .filter(|at| is_stranger(*at))
+                .filter(|at| is_unknown(*at))
                 .all(|at| at < DESTRUCTORS || (release..public).contains(&at) || at > last)
     }
 }
@@ -168,8 +168,8 @@ pub fn order_in(folder: &Path, any: bool) -> Result<SlotOrder, TableRefusal> {
         match (order, &found) {
             (Err(why), _) => reasons.push(format!("{name}: {why}")),
             (Ok(order), None) => found = Some((name, order)),
-            // A plug-in may have functions of its own behind NIXL's: room for all of them does no
-            // harm.
+            // A plug-in may have further functions behind NIXL's: slots for all of them are
+            // harmless.
             (Ok(order), Some((_, first))) if order.agrees(first) => {
                 if order.0.len() > first.0.len() {
                     found = Some((name, order));

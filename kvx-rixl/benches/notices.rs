@@ -65,8 +65,8 @@ pub(crate) fn serve(channel: &Channel, polls: bool) {
     while now() - heard < PATIENCE {
         if !polls {
             let mut event = libc::epoll_event { events: 0, u64: 0 };
-            // SAFETY: room for one event. The clock is for what came before the descriptors were
-            // looked at.
+            // SAFETY: a place for one event. The time-out covers events from before the descriptors
+            // were added.
             unsafe { libc::epoll_wait(set, &mut event, 1, 20) };
         }
         agent.look();

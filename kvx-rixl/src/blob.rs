@@ -1,6 +1,6 @@
 //! A NIXL agent's metadata as bytes, validated before NIXL, which trusts its input, reads it.
 //!
-//! Fields follow the word `nixlSerDes|`: a tag, the length of the data in 8 bytes, the data,
+//! Fields follow the prefix `nixlSerDes|`: a tag, the length of the data in 8 bytes, the data,
 //! `|`. The order of the tags is fixed, lengths and numbers are little-endian.
 
 use std::ffi::CStr;

@@ -14,9 +14,9 @@ use crate::ffi::UCX;
 const KEYS: &[&str] = &["any_version", "params", "plugin", "progress_thread"];
 /// Backends of kvx that are plugins of NIXL as well, and NIXL's own name.
 pub(crate) const SPEAKS_FOR: &[&str] = &["UCX", "LIBFABRIC", "NIXL"];
-/// The plugin that needs no thread of NIXL's: the sockets that it has wake kvx's own. NIXL's would
-/// read what has come before kvx sees why it was woken; others, such as `LIBFABRIC`, move nothing
-/// without it.
+/// The plugin that needs no thread of NIXL's, because its sockets wake kvx's thread. NIXL's thread
+/// would read the data before kvx sees why it was woken; other plugins, such as `LIBFABRIC`, move
+/// nothing without it.
 const WITHOUT_THREAD: &str = UCX;
 /// Backends of kvx that are plugins.
 const PLUGINS: &[&str] = &[UCX, "LIBFABRIC"];

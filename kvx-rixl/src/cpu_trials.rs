@@ -33,12 +33,11 @@ const MOST_LATE: usize = 4;
 /// The fastest of the others takes at most so many times as long as the kernel takes for the same
 /// bytes.
 const MOST_TIMES_THE_KERNEL: u32 = 3;
-/// Bytes of the page: what peers read, what they write, and the same for what is moved on this
-/// side.
+/// The size of the page: one part that peers read, one that they write, and two for this side.
 const PAGE: u64 = 4 * LEN;
 
 /// The page of this process that peers may read, and write to, when they try out what a link can
-/// do. Never freed: nobody knows when the last of them does.
+/// do. Never freed, because the last such access is unknown.
 pub(crate) fn page() -> Range {
     static ADDRESS: OnceLock<u64> = OnceLock::new();
     let address = *ADDRESS
@@ -54,8 +53,8 @@ fn kernel_takes() -> Option<Duration> {
     let to = libc::iovec { iov_base: (own + PAGE / 2) as *mut libc::c_void, iov_len: LEN as usize };
     let once = || {
         let begun = Instant::now();
-        // SAFETY: both lie within the page, which is never freed and to whose bytes nobody has a
-        // reference.
+        // SAFETY: both lie within the page, which is never freed and to whose bytes no reference
+        // exists.
         let moved = unsafe { libc::process_vm_readv(libc::getpid(), &to, 1, &from, 1, 0) };
         (moved == LEN as isize).then(|| begun.elapsed())
     };
@@ -202,8 +201,8 @@ impl CpuTrials {
         });
     }
 
-    /// A request of a trial has ended. After one that failed nothing is known, and the link has
-    /// troubles of its own.
+    /// Notes that a request of a trial has ended. A failed one says nothing about the CPU; the link
+    /// reports the failure.
     pub(crate) fn note_ended(&mut self, peers: &mut Peers, name: &Name, failed: bool) {
         if failed {
             self.finish(peers, name, PerOp::BOTH);
@@ -227,7 +226,7 @@ impl CpuTrials {
         }
     }
 
-    /// Goes on with those that can. Returns requests that are in progress then.
+    /// Continues the trials that can. Returns the requests that are in progress then.
     pub(crate) fn advance(
         &mut self,
         agent: &NixlAgent,
@@ -246,7 +245,7 @@ impl CpuTrials {
                     continue;
                 }
             }
-            match tell(agent, peers, endpoint, &trial.page)
+            match load_region(agent, peers, endpoint, &trial.page)
                 .and_then(|told| told.then(|| trial.step(agent, name)).transpose())
             {
                 Ok(None) => {}
@@ -267,8 +266,8 @@ impl CpuTrials {
     }
 }
 
-/// Tells NIXL of a region of a peer's, unless it knows. Returns whether it knows now.
-pub(crate) fn tell(
+/// Has NIXL load a region of a peer, unless it has. Returns whether the region is loaded now.
+pub(crate) fn load_region(
     agent: &NixlAgent,
     peers: &mut Peers,
     endpoint: EndpointId,

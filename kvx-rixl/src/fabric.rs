@@ -46,8 +46,8 @@ const DEPTH: usize = 32;
 #[derive(Default)]
 pub(crate) struct TransferState {
     lease: Option<SliceLease>,
-    /// Regions of the peer that NIXL was told of, for this transfer.
-    told: bool,
+    /// NIXL has loaded the peer's regions for this transfer.
+    regions_loaded: bool,
 }
 
 /// A region of a peer.
@@ -148,13 +148,20 @@ impl NixlFabric {
         }
     }
 
-    /// Tells NIXL of the peer's regions that a transfer names. Returns whether all of them are
-    /// known now.
-    fn tell(peers: &mut Peers, agent: &NixlAgent, job: &Job<'_, Self>, load: u64) -> Result<bool> {
+    /// Loads the peer's regions that a transfer names into NIXL. Returns whether all of them are
+    /// loaded now.
+    fn load_regions(
+        peers: &mut Peers,
+        agent: &NixlAgent,
+        job: &Job<'_, Self>,
+        load: u64,
+    ) -> Result<bool> {
         let endpoint = job.endpoint();
         for region in 0..job.plan().remotes().len() as u32 {
             let export = &job.remote(region).0;
-            if !export.is_loaded_for(load) && !cpu_trials::tell(agent, peers, endpoint, export)? {
+            if !export.is_loaded_for(load)
+                && !cpu_trials::load_region(agent, peers, endpoint, export)?
+            {
                 return Ok(false);
             }
         }
@@ -266,13 +273,13 @@ unsafe impl Fabric for NixlFabric {
             PeerAccess::Open(name, load, flights) if flights < DEPTH => (Arc::clone(name), load),
             PeerAccess::Open(..) | PeerAccess::Later => return Ok(0),
         };
-        if !job.state().told {
-            if !Self::tell(&mut self.peers, agent, job, load)
+        if !job.state().regions_loaded {
+            if !Self::load_regions(&mut self.peers, agent, job, load)
                 .map_err(|why| self.attribute_error(agent, &name, why))?
             {
                 return Ok(0);
             }
-            job.state().told = true;
+            job.state().regions_loaded = true;
         }
         if job.state().lease.is_none() {
             let prepared = job.plan().native(|| Ok(PreparedRequests::default()))?;
@@ -337,16 +344,16 @@ unsafe impl Fabric for NixlFabric {
     }
 
     fn poll(&mut self, events: &mut Vec<Event>) -> Turn {
-        // Asked first: once the plugin has read what came, nothing tells any more that it has
-        // woken.
+        // Asked first: once the plugin has read the data, the descriptors no longer show that it
+        // has woken this thread.
         let woken = self.sleeps.is_asleep() && self.wakes.take();
         self.peers.take_loaded(events);
         let agent_lock = Arc::clone(&self.agent_lock);
         agent_lock.clear_released();
-        let mut told = 0;
+        let mut messages = 0;
         if let Some(mut locked) = agent_lock.try_lock() {
             if let Some(endpoint) = self.waits_for_lock.take() {
-                // So that core tries again what found another thread at NIXL.
+                // So that core repeats the call that found the agent in use.
                 events.push(Event::Ready(endpoint));
             }
             if let Some(agent) = locked.as_mut() {
@@ -358,16 +365,16 @@ unsafe impl Fabric for NixlFabric {
                     self.note_in_progress();
                 }
                 self.advance_trials(agent);
-                // What ended is told first: whoever waits for it drives this turn.
+                // Ended transfers are reported before messages: their waiter drives this turn.
                 if self.events.is_empty() {
                     let before = events.len();
                     agent.notifications(|from, bytes| events.push(parse_notification(from, bytes)));
-                    told = events.len() - before;
+                    messages = events.len() - before;
                 }
             }
         }
         events.extend(self.events.drain(..));
-        self.sleeps.looked(woken, told > 0, !events.is_empty());
+        self.sleeps.looked(woken, messages > 0, !events.is_empty());
         let (look_for, look_until) = self.sleeps.looks();
         // UCX works for as long as it finds something to do, and what peers move over TCP is that:
         // up to a second.
@@ -416,8 +423,8 @@ unsafe impl Fabric for NixlFabric {
 
     fn stop(&mut self) -> bool {
         let in_flight = self.gave_up || !self.flights.is_empty();
-        // What is in progress is never released, nor its agent destroyed: that would be a use after
-        // free.
+        // Requests in progress are never released, nor their agent destroyed: that would be a use
+        // after free.
         std::mem::forget(std::mem::take(&mut self.flights));
         let gone = self.agent_lock.lock().take();
         self.lists = Lists::default();
@@ -429,7 +436,7 @@ unsafe impl Fabric for NixlFabric {
             return false;
         }
         drop(gone);
-        // A foreign agent that was told of memory may reach it for as long as this process lives.
+        // A foreign agent with the metadata of memory may reach it as long as this process lives.
         !self.ranges.any_published()
     }
 

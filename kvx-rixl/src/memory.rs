@@ -83,7 +83,7 @@ impl RegisteredRanges {
         }
         let blob = agent.export(&range).inspect_err(|_| {
             if is_new && let Err(why) = agent.deregister(&range) {
-                tracing::warn!(%why, "NIXL does not deregister memory of a region that failed to register: the memory is quarantined");
+                tracing::warn!(%why, "NIXL keeps memory of a region that failed to register: quarantined");
                 registered.insert(range, RangeUse::default());
                 std::mem::forget(Arc::clone(memory));
             }

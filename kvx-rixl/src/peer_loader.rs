@@ -68,7 +68,7 @@ impl PeerLoader {
         }
     }
 
-    /// Returns what has ended.
+    /// Returns the results of the loads that have ended.
     pub(crate) fn take(&self) -> Vec<LoadResult> {
         self.answers.take()
     }

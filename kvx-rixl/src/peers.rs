@@ -17,32 +17,32 @@ use crate::peer_loader::{LoadResult, LoadTask, Name, PeerLoader};
 pub(crate) struct NixlRegion {
     pub(crate) range: Range,
     pub(crate) blob: Box<[u8]>,
-    /// The load of the peer's address that it was told for; 0: none.
-    told: AtomicU64,
+    /// The load of the peer's address that the region was loaded for; 0: none.
+    loaded_for: AtomicU64,
 }
 
 impl NixlRegion {
     pub(crate) fn new(range: Range, blob: Box<[u8]>) -> Self {
-        NixlRegion { range, blob, told: AtomicU64::new(0) }
+        NixlRegion { range, blob, loaded_for: AtomicU64::new(0) }
     }
 
-    /// Returns whether it was told for this load.
+    /// Returns whether NIXL has loaded it for this load of the peer's address.
     pub(crate) fn is_loaded_for(&self, load: u64) -> bool {
-        self.told.load(Ordering::Relaxed) == load
+        self.loaded_for.load(Ordering::Relaxed) == load
     }
 }
 
 /// How NIXL stands to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PeerState {
-    /// NIXL is being told of it.
+    /// NIXL loads it just now.
     Loading,
     Ready,
     /// It must be forgotten and loaded again, because it uses an address of memory for something
     /// else now.
     Stale,
-    /// It is lost. `watched`: NIXL was told of it once more, so that the end of requests can be
-    /// seen.
+    /// The peer is lost. `watched`: NIXL has loaded it once more, so that the end of requests can
+    /// be seen.
     Lost {
         watched: bool,
     },
@@ -56,7 +56,7 @@ struct PeerAgent {
     load: u64,
     state: PeerState,
     endpoints: Vec<EndpointId>,
-    /// The regions that NIXL was told of, whether or not somebody still uses them.
+    /// The regions that NIXL has loaded, whether or not they are still used.
     exports: Vec<Arc<NixlRegion>>,
     /// Requests in progress.
     flights: usize,
@@ -91,8 +91,8 @@ pub(crate) struct Peers {
     own_name: Name,
     /// As for a peer: this agent itself.
     my_reach: Option<PerOp>,
-    /// Some of them need a CPU for what they move, as over TCP, or may need this one's: nobody has
-    /// found out.
+    /// Some of them need a CPU to move data, as over TCP, or may need this process's: not yet found
+    /// out.
     pub(crate) needs_cpu: bool,
     loads: PeerLoader,
     next_load: u64,
@@ -284,7 +284,7 @@ impl Peers {
         self.endpoints.get(&endpoint).is_some_and(|endpoint| endpoint.foreign)
     }
 
-    /// The blob of a region that NIXL is still to be told of before the endpoint can use it.
+    /// Returns the blob of a region that NIXL must load before the endpoint can use it.
     pub(crate) fn unloaded_blob<'a>(
         &self,
         endpoint: EndpointId,
@@ -296,9 +296,8 @@ impl Peers {
         (!is_loaded_for).then_some(&export.blob[..])
     }
 
-    /// A region is about to be told: whether that may be. NIXL cannot be told that a range has
-    /// become something else; it drops the whole peer instead. So the peer is loaded again when
-    /// nothing is in progress.
+    /// Returns whether NIXL may load a region now. NIXL has no way to replace a range; it drops the
+    /// whole peer instead. So the peer is loaded again when nothing is in progress.
     pub(crate) fn may_load_region(
         &mut self,
         endpoint: EndpointId,
@@ -308,7 +307,7 @@ impl Peers {
         let same =
             |other: &&Arc<NixlRegion>| other.range == export.range && other.blob == export.blob;
         if peer.exports.iter().any(|other| same(&other)) {
-            export.told.store(peer.load, Ordering::Relaxed);
+            export.loaded_for.store(peer.load, Ordering::Relaxed);
             return true;
         }
         if peer.exports.iter().any(|other| other.range.overlaps(&export.range)) {
@@ -319,10 +318,10 @@ impl Peers {
         true
     }
 
-    /// A region was told.
+    /// Notes that NIXL has loaded a region.
     pub(crate) fn note_loaded_region(&mut self, endpoint: EndpointId, export: &Arc<NixlRegion>) {
         if let Some(peer) = self.peer_of(endpoint) {
-            export.told.store(peer.load, Ordering::Relaxed);
+            export.loaded_for.store(peer.load, Ordering::Relaxed);
             peer.exports.push(Arc::clone(export));
         }
     }
@@ -384,9 +383,8 @@ impl Peers {
     pub(crate) fn note_dropped(&mut self, name: &CStr, events: &mut Vec<Event>) -> bool {
         let Some(peer) = self.by_name.get_mut(name) else { return false };
         match peer.state {
-            // NIXL was told of the peer once more and has dropped it again. Before 1.5 it does so
-            // over each request whose failure it finds out; where none has ended since, it never
-            // answers.
+            // NIXL had loaded the peer once more and has dropped it again. Before 1.5 it does so
+            // for each request whose failure it notices; if none has ended since, it never answers.
             PeerState::Lost { watched: true } if peer.flights < peer.in_flight_at_load => {
                 self.watch(name)
             }
@@ -399,8 +397,8 @@ impl Peers {
         true
     }
 
-    /// Has NIXL told of a lost peer once more: it answers no question about what is in progress to
-    /// an agent that it does not know.
+    /// Has NIXL load a lost peer once more: it does not answer about requests to an agent that it
+    /// does not know.
     fn watch(&mut self, name: &CStr) {
         let Some(peer) = self.by_name.get_mut(name) else {
             return debug_assert!(false, "the peer was found a moment ago");
@@ -414,8 +412,7 @@ impl Peers {
         }
     }
 
-    /// Returns whether a peer was lost, and is remembered for the sake of what is in progress to
-    /// it.
+    /// Returns whether a peer is lost, and is kept for the requests that are in progress to it.
     pub(crate) fn is_lost(&self, name: &CStr) -> bool {
         self.by_name.get(name).is_some_and(|peer| matches!(peer.state, PeerState::Lost { .. }))
     }
@@ -423,8 +420,8 @@ impl Peers {
     /// Some memory of a peer's that NIXL knows.
     pub(crate) fn any_memory(&self, name: &CStr) -> Option<Range> {
         let peer = self.by_name.get(name)?;
-        let told = peer.exports.first().map(|export| export.range);
-        told.or_else(|| Blob::read(&peer.blob).ok()?.memory.iter().find_map(BlobMemory::range))
+        let loaded = peer.exports.first().map(|export| export.range);
+        loaded.or_else(|| Blob::read(&peer.blob).ok()?.memory.iter().find_map(BlobMemory::range))
     }
 
     /// NIXL has dropped a peer, or knows it (`known`) and does not reach it: it is lost, with all

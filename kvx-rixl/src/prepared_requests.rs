@@ -60,8 +60,8 @@ pub(crate) struct SliceLease {
 }
 
 impl SliceLease {
-    /// Takes what the plan keeps, if nobody has it. `load`: the peer's address that requests must
-    /// be of.
+    /// Takes the requests that the plan keeps, unless another transfer has them. `load`: the load
+    /// of the peer's address that they must belong to.
     pub(crate) fn take(
         prepared: &Arc<PreparedRequests>,
         load: u64,

@@ -22,7 +22,7 @@ struct SleepLimits {
 /// The plugin's descriptors wake the thread; the clock is for wakes that are lost.
 const WOKEN: SleepLimits =
     SleepLimits { waiting: Duration::from_millis(1), idle: Duration::from_millis(50) };
-/// Nothing wakes it, or nobody knows yet whether something does: messages over RDMA do not. A look
+/// No descriptor wakes it, or that is not known yet: messages over RDMA wake none. A look
 /// costs up to 70 microseconds of a core that has slept, and an idle agent may take a hundredth of
 /// one.
 const BY_THE_CLOCK: SleepLimits =
@@ -55,16 +55,16 @@ impl SleepTimer {
         self.asleep = true;
     }
 
-    /// Returns whether nobody has looked since the last sleep.
+    /// Returns whether no look followed the last sleep.
     pub(crate) fn is_asleep(&self) -> bool {
         self.asleep
     }
 
-    /// Somebody has looked. `woken`: the plugin had woken the sleeper. `told`: messages have come.
-    /// `came`: they have, or something else.
-    pub(crate) fn looked(&mut self, woken: bool, told: bool, came: bool) {
+    /// Notes a look. `woken`: the plugin had woken the sleeper. `messages`: some have arrived.
+    /// `came`: they have, or something else has.
+    pub(crate) fn looked(&mut self, woken: bool, messages: bool, came: bool) {
         let slept = std::mem::take(&mut self.asleep);
-        if told && slept {
+        if messages && slept {
             match (woken, std::mem::replace(&mut self.missed, !woken)) {
                 (true, _) => self.longest = &WOKEN,
                 (false, true) => self.longest = &BY_THE_CLOCK,

@@ -4,9 +4,9 @@
 //! NIXL wakes nobody: its interface has no descriptor. But UCX watches its sockets by descriptors
 //! of its own, and looking for those that were not there before the plugin was opened finds them.
 //! They are watched and never read; one that belongs to somebody else wakes the reactor in vain.
-//! Where none is found, or what comes does not come by a socket, NIXL is asked by the clock. So it
-//! is with a thread of NIXL's own, too: where that has read the message before the kernel looks
-//! whether this one is to be woken, nothing is there any more.
+//! Where none is found, or data does not arrive by a socket, kvx polls NIXL at intervals. The same
+//! holds for a plugin with a NIXL thread: if that reads the message before the kernel looks whether
+//! to wake this thread, the descriptor is no longer readable.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
@@ -56,8 +56,8 @@ impl WakeSet {
             }
             for fd in plugins {
                 // SAFETY: only asked of the kernel, which refuses a descriptor that is closed by
-                // now; it is removed from the set when it is closed later. What is new is told
-                // once, for its owner reads it.
+                // now; it is removed from the set when it is closed later. New data is reported
+                // once, because its owner reads it.
                 let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
                 let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
                 epoll::add(&set, fd, epoll::EventData::new_u64(PLUGIN), flags).ok();

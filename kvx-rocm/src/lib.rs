@@ -18,7 +18,7 @@ static DEVICES: Devices = Devices::new(&vendor::AMD);
 
 /// Returns the AMD devices that this process sees, in the runtime's order; each time the same ones.
 ///
-/// Nothing is started on a device before it is used. `ROCR_VISIBLE_DEVICES` and
+/// The call starts no device; its first use does. `ROCR_VISIBLE_DEVICES` and
 /// `HIP_VISIBLE_DEVICES`, as of the first call, choose what the process sees.
 ///
 /// # Errors

@@ -213,8 +213,8 @@ impl Initiator {
             let (local_block, remote_block) = run[0];
             let local = memory.bytes.as_ptr().wrapping_add(local_block * block).cast();
             let (remote, length) = ((self.remote + remote_block * block) as u64, run.len() * block);
-            // SAFETY: both memories have room for every block of the point, and live until the next
-            // point.
+            // SAFETY: both memories are large enough for every block of the point, and live until
+            // the next point.
             #[rustfmt::skip]
             let posted = unsafe {
                 if read { get(self.endpoint, local, length, remote, self.key, &param) }

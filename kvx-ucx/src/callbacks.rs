@@ -320,8 +320,8 @@ impl CompletionHandler for OneShotOperation {
             let result = outcome.map_err(error::piece_error);
             once.notes.flushed.borrow_mut().push(Event::Flushed { job, result });
         }
-        // SAFETY: handed over to this operation, whose only callback this is. That a message could
-        // not be sent is told by the failure of its endpoint.
+        // SAFETY: handed over to this operation, whose only callback this is. The failure of its
+        // endpoint reports that a message could not be sent.
         unsafe { OneShotOperation::take_back(this) };
     }
 }

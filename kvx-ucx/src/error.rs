@@ -110,7 +110,7 @@ mod tests {
         assert_eq!(
             native("", Status(-3)).kind(),
             ErrorKind::PeerLost,
-            "else nothing is told apart here"
+            "no other kinds are told apart here"
         );
     }
 

@@ -259,7 +259,7 @@ impl Drop for UcxFabric {
 }
 
 // SAFETY: UCX touches the memory of a piece until it returns `PostOutcome::Done` or calls back, and
-// both are what is reported as `Moved`. After `end` there is no worker.
+// only then is the piece reported as `Moved`. After `end` there is no worker.
 unsafe impl Fabric for UcxFabric {
     type Local = Local;
     type Remote = Remote;

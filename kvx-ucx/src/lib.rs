@@ -18,8 +18,9 @@ pub use factory::Ucx;
 /// The generated bindings to libucp, for programs that drive UCX themselves: no part of kvx, and
 /// without its promises.
 ///
-/// [`Functions`](raw::Functions) is filled by whoever opened the library. Types and constants are
-/// those of UCX 1.13; [`sgl`](raw::sgl) is what the scatter-gather datatype of 1.22 adds.
+/// [`Functions`](raw::Functions) is filled by the program that opened the library. Types and
+/// constants are those of UCX 1.13; [`sgl`](raw::sgl) is what the scatter-gather datatype of 1.22
+/// adds.
 #[cfg(feature = "raw")]
 pub mod raw {
     pub use crate::ffi::bindings_1_13::*;

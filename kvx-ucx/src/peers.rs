@@ -8,10 +8,10 @@
 //! bytes: UCX's own look at a peer asks after its process, and an endpoint to a worker that is gone
 //! would stay as long as that.
 //!
-//! A side that has given up its endpoint and made another may be heard of over the new one before
-//! the other side has noticed the end of the old one, and then nothing may be answered over that.
-//! So each message tells which endpoint it was sent by, and which endpoint of the receiver's it
-//! answers, if it has heard of one: see [`Peers::note_message`].
+//! A side that has replaced its endpoint may send over the new one before the other side has
+//! noticed the end of the old one, which must not be used for answers then. So each message names
+//! the endpoint that sent it and the receiver's endpoint that it answers, if known: see
+//! [`Peers::note_message`].
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -37,7 +37,7 @@ pub(crate) struct PeerWorker {
     /// The mark of messages to it: the number of this endpoint, and that of the peer's own, once it
     /// is known.
     pub(crate) header: MessageHeader,
-    /// `None`: closed, and only its links are still to be told.
+    /// `None`: closed, and only its links have not been notified yet.
     endpoint: Option<Endpoint>,
     links: Vec<EndpointId>,
     /// Messages that UCX has not sent yet.
@@ -72,8 +72,8 @@ pub(crate) struct Peers {
     peers: Slab<PeerWorker>,
     /// By the worker's number.
     by_worker: HashMap<u64, usize>,
-    /// Endpoints of workers to which no endpoint of ours leads yet: by worker, the last that a
-    /// message came from.
+    /// By the worker's number, the endpoint of the last message from workers to which no local
+    /// endpoint leads yet.
     unconnected: HashMap<u64, u64>,
     by_handle: HashMap<EndpointHandle, usize>,
     by_link: BTreeMap<EndpointId, usize>,
@@ -207,8 +207,8 @@ impl Peers {
         self.by_link.get(&link).copied()
     }
 
-    /// Closes a peer's endpoint at once; what is in flight on it ends. Returns the links that were
-    /// led over it.
+    /// Closes a peer's endpoint at once; its operations in flight end. Returns the links that used
+    /// it.
     ///
     /// # Safety
     /// This thread is the one that uses the worker, which is alive.
@@ -319,7 +319,7 @@ mod tests {
         assert_eq!(
             heard(side(3, 4), 5, 3),
             (false, 5),
-            "it gave up one that it found stale because of ours"
+            "it replaced one that was stale because of the local one"
         );
     }
 

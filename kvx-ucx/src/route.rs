@@ -15,7 +15,7 @@ const DIRECT: &[&str] = &["cma", "cuda_ipc", "dc", "gdr_copy", "knem", "rc", "ro
 const BANDWIDTH_LANES: Version = Version::new(1, 20, 0);
 /// UCX's queues of messages in shared memory.
 pub(crate) const SHARED_QUEUES: &[&str] = &["posix", "sysv", "xpmem"];
-/// What becomes of them: a message that its sender was killed in stays in the queue unfinished.
+/// The risk of these queues: the message of a sender that was killed stays in the queue unfinished.
 /// Seen with 1.13.1, whose data goes there as well, and with 1.22.0.
 pub(crate) const KILLED_AMID: &str = "a process that is killed amid a message through shared memory can leave the other's UCX deaf to all peers (rare since 1.20; before, data goes so too); SHM serves peers of this host without that";
 

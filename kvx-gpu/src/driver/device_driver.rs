@@ -290,7 +290,7 @@ impl Driver {
         self.check(unsafe { self.library.functions.destroy_event(event) })
     }
 
-    /// Puts an event behind what is on the stream.
+    /// Records an event behind the work that is on the stream.
     ///
     /// # Safety
     /// Both live.

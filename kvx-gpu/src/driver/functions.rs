@@ -57,7 +57,7 @@ macro_rules! functions {
 
         #[cfg(test)]
         impl $Names {
-            /// The names of functions that nobody looks up.
+            /// Placeholders for a table that is not filled by name.
             pub(crate) const UNUSED: Self = $Names { $($name: c"",)* };
         }
 

@@ -27,7 +27,7 @@ pub(crate) struct Library {
 }
 
 impl Library {
-    /// Opens the library and initialises it. Errors: what was tried, and the cure.
+    /// Opens the library and initialises it. Errors: the candidates that were tried, and the cure.
     pub(crate) fn load(vendor: &'static Vendor) -> Result<Library, Unavailable> {
         loader::with_signals_kept(|| {
             let file = vendor.library.open()?;

@@ -32,7 +32,8 @@ pub struct Vendor {
     pub oldest: c_int,
     /// Writes a version as people do.
     pub format_version: fn(c_int) -> String,
-    /// Says why no device can be used after `status`, beginning with `; ` or empty, and what to do.
+    /// Returns why no device can be used after `status`, beginning with `; ` or empty, and what to
+    /// do.
     pub advice: fn(Status) -> (String, &'static str),
     /// The function that gets its version.
     pub version: &'static CStr,
@@ -43,8 +44,8 @@ pub struct Vendor {
     /// The first version whose import of virtual memory takes a descriptor, where older ones take a
     /// pointer to it.
     pub imports_descriptors: c_int,
-    /// The statuses after which it does no more work for the process: what was on its streams has
-    /// ended.
+    /// The statuses after which the driver does no more work for the process: all work on its
+    /// streams has ended.
     pub fatal: &'static [RangeInclusive<i64>],
     /// The kernels as text that it compiles itself, if it does.
     pub kernels: Option<&'static str>,
@@ -109,7 +110,7 @@ pub unsafe trait VendorCalls: Send + Sync {
     /// Makes the context of a device. It lives as long as the process.
     fn context(&self, device: DeviceNumber) -> CallResult<Context>;
 
-    /// Makes a device current on this thread, and returns what was current before.
+    /// Makes a device current on this thread, and returns the context that was current before.
     fn enter(&self, context: Context) -> CallResult<Context>;
 
     /// Makes current again what [`enter`](VendorCalls::enter) returned.

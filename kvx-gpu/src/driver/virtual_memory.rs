@@ -55,7 +55,7 @@ impl VirtualMemory<'_> {
         let access = Access { location: self.location(), flags: 3 };
         let mut address = 0;
         // SAFETY: the handle is one that the caller got for `len` bytes. Each step undoes those
-        // before it if it fails, and nobody has seen the address then.
+        // before it if it fails, when no caller has the address yet.
         let placed = unsafe {
             functions.reserve(&raw mut address, len, 0, 0, 0).and_then(|()| {
                 let mapped = functions.map(address, len, 0, handle, 0).and_then(|()| {

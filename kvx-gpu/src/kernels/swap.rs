@@ -3,8 +3,8 @@
 use kvx_core::{Error, ErrorKind, Result};
 
 /// A block of the shape `[outer, rows, columns, run]` becomes one of `[outer, columns, rows, run]`.
-/// This is all that KV caches need: a head's content of a token stays together, and what is around
-/// it changes places.
+/// KV caches need no more: the content of one head and token stays together, and the dimensions
+/// around it change places.
 ///
 /// ```
 /// use kvx_gpu::kernels::{Swap, reference};

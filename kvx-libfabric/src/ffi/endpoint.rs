@@ -105,8 +105,8 @@ pub(crate) struct Endpoint {
 
 // SAFETY: libfabric keeps nothing that belongs to a thread.
 unsafe impl Send for Endpoint {}
-// SAFETY: whoever has its rail is the one that posts, reads and looks addresses up, which the
-// transport's machine upholds. Others enable memory, which libfabric serialises; and have an
+// SAFETY: only the owner of its rail posts, reads and looks addresses up, which the transport's
+// machine upholds. Others enable memory, which libfabric serialises; and have an
 // endpoint over shared memory forget a neighbour, where the provider locks its table whatever was
 // asked for.
 unsafe impl Sync for Endpoint {}
@@ -319,8 +319,8 @@ impl Endpoint {
     /// Posts a receive.
     ///
     /// # Safety
-    /// The buffer is `len` bytes, covered by `descriptor` if the provider wants one, and nobody
-    /// touches it until `context` comes back, which is an address of 64 bytes that are the
+    /// The buffer is `len` bytes, covered by `descriptor` if the provider wants one, and not
+    /// touched until the provider returns `context`, which is an address of 64 bytes that are the
     /// provider's until then.
     #[inline]
     pub(crate) unsafe fn receive(
@@ -387,8 +387,9 @@ impl Endpoint {
         Errno::check_count(answer).map(|_| ())
     }
 
-    /// Posts a read of ranges of the peer's memory into as many of ours, or a write the other way,
-    /// as one operation: at most [`MAX_RANGES`] and as many as the provider takes, to one peer.
+    /// Posts a read of ranges of the peer's memory into as many local ones, or a write the other
+    /// way, as one operation: at most [`MAX_RANGES`] and as many as the provider takes, to one
+    /// peer.
     ///
     /// # Safety
     /// As [`transfer`](Endpoint::transfer), for each range.

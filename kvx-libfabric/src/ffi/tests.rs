@@ -70,7 +70,7 @@ fn described(memory: &[u8]) -> MemoryDescription<'static> {
     MemoryDescription { address, len: memory.len(), read_only: false, device: None, file: None }
 }
 
-/// Returns where an operation on the `offset`th byte of what is registered goes.
+/// Returns the remote range that begins at byte `offset` of a registration.
 fn remote(
     peer: PeerNumber,
     memory: &[u8],

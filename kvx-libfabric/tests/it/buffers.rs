@@ -1,5 +1,5 @@
-//! A process with small buffers of ofi_rxm's and one with the usual ones reach each other, and are
-//! told what they risk.
+//! A process with small buffers of ofi_rxm's and one with the usual ones reach each other, and
+//! report what they risk.
 
 use std::process::Command;
 
@@ -14,37 +14,37 @@ const PROVIDER: &str = "tcp;ofi_rxm";
 /// What SECURITY.md tells operators to set, and its values.
 const SIZE: (&str, &str) = ("FI_OFI_RXM_BUFFER_SIZE", "4352");
 const LIMIT: (&str, &str) = ("FI_OFI_RXM_EAGER_LIMIT", "16384");
-/// A process that has this variable says what operators are told, and ends. With this value it
-/// bounds its buffers.
-const TELLS: &str = "KVX_LIBFABRIC_TELLS";
+/// A process that has this variable prints its cautions and its route, and exits. With this value
+/// it bounds its buffers.
+const REPORT: &str = "KVX_LIBFABRIC_REPORT";
 const BOUNDS: &str = "bounds";
 
 /// Plays the process that prints cautions and route, if this one was started for that.
-pub(crate) fn tell_if_asked() {
-    let Ok(tells) = std::env::var(TELLS) else { return };
-    if tells == BOUNDS {
+pub(crate) fn report_if_asked() {
+    let Ok(kind) = std::env::var(REPORT) else { return };
+    if kind == BOUNDS {
         // SAFETY: nothing has started a thread.
         unsafe { kvx_libfabric::Libfabric::bound_kept_messages() };
     }
-    tell().expect("it was available just now");
+    report().expect("it was available just now");
     std::process::exit(0);
 }
 
 #[test]
-fn what_operators_are_told_about_buffers_is_so() -> Check {
-    processes::check("what_operators_are_told_about_buffers_is_so", PROVIDER, async |setup| {
-        operators_are_told_what_is_not_set()?;
+fn cautions_about_buffers_are_right() -> Check {
+    processes::check("cautions_about_buffers_are_right", PROVIDER, async |setup| {
+        cautions_name_what_is_not_set()?;
         small_buffers_and_the_usual_ones_reach_each_other(setup).await
     })
 }
 
 /// Prints the cautions and the route.
-fn tell() -> Check {
+fn report() -> Check {
     let mut registry = Registry::new();
     registry.add(kvx_libfabric::Libfabric)?;
     let options = Options::parse(&processes::options(PROVIDER))?;
-    let (_, standing) = registry.status("LIBFABRIC", &options)?;
-    let BackendStatus::Available(available) = standing else { panic!("it was available just now") };
+    let (_, status) = registry.status("LIBFABRIC", &options)?;
+    let BackendStatus::Available(available) = status else { panic!("it was available just now") };
     let agent = Agent::builder("tells")
         .backends(["LIBFABRIC"])
         .options(options)
@@ -56,8 +56,8 @@ fn tell() -> Check {
     Ok(())
 }
 
-fn operators_are_told_what_is_not_set() -> Check {
-    for (set, tells, told) in [
+fn cautions_name_what_is_not_set() -> Check {
+    for (set, kind, caution) in [
         (&[][..], "", Some("without a bound")),
         (&[SIZE], "", Some("refuses peers")),
         (&[SIZE, LIMIT], "", None),
@@ -65,15 +65,15 @@ fn operators_are_told_what_is_not_set() -> Check {
         (&[SIZE], BOUNDS, Some("refuses peers")), // somebody has chosen
     ] {
         let mut process = Command::new(std::env::current_exe()?);
-        process.env_remove(SIZE.0).env_remove(LIMIT.0).envs(set.iter().copied()).env(TELLS, tells);
+        process.env_remove(SIZE.0).env_remove(LIMIT.0).envs(set.iter().copied()).env(REPORT, kind);
         let output = output(&mut process, PATIENCE);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let text = String::from_utf8_lossy(&output.stdout);
         let (cautions, route) = text.split_once('\n').expect("two lines");
         for words in ["without a bound", "refuses peers"] {
-            let is_told = told == Some(words);
+            let expected = caution == Some(words);
             assert!(
-                cautions.contains(words) == is_told && route.contains(words) == is_told,
+                cautions.contains(words) == expected && route.contains(words) == expected,
                 "{set:?}: {text}"
             );
         }

@@ -74,7 +74,7 @@ fn kill_at_the_first_byte(process: u32, region: &Region) {
     while first[0] == before && Instant::now() < until {
         region.copy_out(0, &mut first).expect("it is registered");
     }
-    // SAFETY: takes numbers. The process is a child that nobody has waited for: its number is still
-    // its own.
+    // SAFETY: takes numbers. The process is a child that was not waited for, so its number is not
+    // reused.
     unsafe { libc::kill(process.cast_signed(), libc::SIGKILL) };
 }

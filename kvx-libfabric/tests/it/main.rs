@@ -22,6 +22,6 @@ fn registry(_: &str) -> Registry {
 }
 
 fn main() -> ExitCode {
-    buffers::tell_if_asked();
+    buffers::report_if_asked();
     harness_main(conformance_trials(registry, &conformance::suites()))
 }

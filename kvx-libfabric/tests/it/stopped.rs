@@ -1,5 +1,5 @@
-//! A stopped process is reached over shared memory, however much is moved past it: more than any
-//! queue of it has room for.
+//! A stopped process is reached over shared memory, however much is moved past it: more than any of
+//! its queues can hold.
 
 use crate::processes::{self, PATIENCE};
 use kvx_core::{Grid, Memory, Op, Plan};

@@ -144,8 +144,8 @@ impl Engine {
         let _one_at_a_time = MAKING.lock();
         let metadata = c_string("the metadata server", &engine_options.metadata)?;
         let host = c_string("the host", &engine_options.host)?;
-        // Engines that ask each other take a free port by themselves, and are named after it.
-        // Others are told.
+        // Engines in peer-to-peer mode choose a free port and are named after it. Others get one
+        // here.
         let peer_to_peer = engine_options.metadata == PEER_TO_PEER;
         let port = if peer_to_peer { 0 } else { free_port()? };
         let name = if peer_to_peer {
@@ -222,8 +222,8 @@ impl Engine {
         let listens_at = engine.own_name();
         engine.port = listens_at.as_ref().ok().and_then(|at| at.rsplit_once(':')?.1.parse().ok());
         if engine_options.protocol == "tcp" {
-            // What else begins to listen meanwhile is taken for the engine's: its peers are waited
-            // for too.
+            // Another listener that starts meanwhile counts as the engine's, too: the end of a
+            // region then waits for its peers as well.
             let new = listening_ports
                 .and_then(|before| Ok(&incoming::listening_ports()? - &before))
                 .unwrap_or_default();
@@ -291,13 +291,13 @@ impl Engine {
         if code == 0 { Ok(()) } else { Err(self.error("unregistering memory", code)) }
     }
 
-    /// The connections over which something may come in for memory that is not registered now, from
-    /// a process of this host that has ended. `None`: it cannot be told now. Errors: nor later.
+    /// Returns the connections over which bytes of an ended process of this host may still arrive
+    /// for memory that is not registered now. `None`: not known yet. Errors: it will not be known.
     pub(crate) fn connections_of_ended_processes(&self) -> Result<Option<BTreeSet<u64>>> {
         // A network device ends what it is at when memory is unregistered, and takes nothing more
         // from the device's other side, which the kernel has reset by then.
         let Some(ports) = &self.data_ports else { return Ok(Some(BTreeSet::new())) };
-        let why = "whether something still comes in from a process that has ended cannot be told: its memory is kept";
+        let why = "whether bytes of an ended process can still arrive is unknown: the region's memory is kept";
         if ports.is_empty() {
             return Err(Error::new(ErrorKind::StillShared, why));
         }
@@ -309,8 +309,7 @@ impl Engine {
         }
     }
 
-    /// Asks the peer of this name for what is needed to reach it. Blocks: a minute, if the peer is
-    /// stopped.
+    /// Fetches the segment of the peer of this name. Blocks for a minute if the peer is stopped.
     pub(crate) fn open_segment(&self, name: &str) -> Result<SegmentId> {
         let text = c_string("the peer's address", name)?;
         // SAFETY: the text outlives the call.
@@ -329,8 +328,8 @@ impl Engine {
         !self.peer_to_peer
     }
 
-    /// Returns whether anybody listens where the peer of this name is asked for its segment.
-    /// `None`: it cannot be told. Blocks for seconds at most, unless a name server does.
+    /// Returns whether a process listens at the address that serves the peer's segment. `None`:
+    /// unknown. Blocks for seconds at most, unless a name server does.
     pub(crate) fn probe(&self, name: &str) -> Option<bool> {
         if self.asks_a_server() { None } else { probe(name) }
     }
@@ -345,8 +344,10 @@ impl Engine {
         // SAFETY: a number only.
         let batch = unsafe { (functions.allocateBatchID)(self.raw(), pieces.len()) };
         if batch == u64::MAX {
-            let why =
-                Error::new(ErrorKind::Exhausted, "Mooncake's engine has no room for another batch");
+            let why = Error::new(
+                ErrorKind::Exhausted,
+                "Mooncake's engine has no free slot for another batch",
+            );
             return Err(SubmitError { why, unstarted: true });
         }
         let mut requests: Vec<transfer_request> = pieces.iter().map(request).collect();
@@ -367,8 +368,7 @@ impl Engine {
         Err(SubmitError { why: self.error("submitting a batch", code), unstarted })
     }
 
-    /// Returns where a whole batch stands, if that can be told without asking for each piece:
-    /// failed as soon as one is.
+    /// Returns the state of a whole batch, if the engine has one: failed as soon as one piece is.
     pub(crate) fn batch_state(&self, batch: &Batch) -> Option<TransferState> {
         let ask = self.library.adapter()?.kvx_mooncake_batch_status;
         let mut status = transfer_status::default();
@@ -478,7 +478,7 @@ impl Drop for Engine {
     }
 }
 
-/// Returns whether somebody listens at `name`. `None`: it cannot be told.
+/// Returns whether a process listens at `name`. `None`: unknown.
 fn probe(name: &str) -> Option<bool> {
     probe_at(&name.to_socket_addrs().ok()?.collect::<Vec<_>>())
 }

@@ -1,11 +1,11 @@
 //! Finds connections over which bytes from ended processes may still arrive.
 //!
-//! What a process had sent when it was killed goes on to arrive: the kernel keeps it, here until
-//! the engine has read it into memory, and at the other end, which has no owner any more, until
-//! there is room here. So a connection to the engine is known to be at its end only when the engine
-//! has closed it; and one that looks open is known to bring nothing of the kind only when its other
-//! end, of which the kernel tells, has an owner. That the process's own end comes before is the
-//! kernel's order: its sockets are closed before anybody sees that it has ended.
+//! The bytes that a process had sent before it was killed still arrive: the kernel keeps them, here
+//! until the engine has read them into memory, and at the other end, which has no owner any more,
+//! until there is space here. So a connection to the engine is known to be at its end only when the
+//! engine has closed it; and one that looks open is known to bring nothing of the kind only when
+//! its other end, of which the kernel tells, has an owner. That the process's own end comes before
+//! is the kernel's order: its sockets are closed before anybody sees that it has ended.
 //!
 //! Other ends on other hosts, or in another network's namespace, the kernel does not tell of. Nor
 //! does kvx see processes end on other hosts: it gives nothing back because of them. What it cannot
@@ -29,9 +29,9 @@ pub(super) fn listening_ports() -> Result<BTreeSet<u16>> {
     Ok(local.map(|local| local.port()).collect())
 }
 
-/// The connections to these ports over which something may come in that was sent by a process of
-/// this host which has ended, by their numbers as files. `None`: it cannot be told now, as some
-/// wait to be accepted. Errors: the kernel does not tell.
+/// Returns the inode numbers of the connections to these ports over which bytes of an ended process
+/// of this host may still arrive. `None`: not known yet, as some connections wait to be accepted.
+/// Errors: the kernel does not say.
 pub(super) fn from_ended_processes(ports: &BTreeSet<u16>) -> Result<Option<BTreeSet<u64>>> {
     let (mut found, mut kernel) = (BTreeSet::new(), None);
     for fd in open_files()? {
@@ -100,8 +100,8 @@ fn name(fd: RawFd, ask: Name) -> Option<SocketAddr> {
     // SAFETY: all zeros are an address of no family.
     let mut address: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
     let mut len = size_of_val(&address) as libc::socklen_t;
-    // SAFETY: room for any address, and how much that is. Whatever has this number, it is only
-    // asked.
+    // SAFETY: the buffer holds any address, and `len` is its size. The call only queries the
+    // descriptor, whatever it is.
     if unsafe { ask(fd, (&raw mut address).cast(), &raw mut len) } != 0 {
         return None;
     }
@@ -124,7 +124,7 @@ fn name(fd: RawFd, ask: Name) -> Option<SocketAddr> {
 fn file(fd: RawFd) -> Option<u64> {
     // SAFETY: all zeros are such a description.
     let mut told: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: room for what is told. Whatever has this descriptor, it is only asked.
+    // SAFETY: the buffer holds the result. The call only queries the descriptor, whatever it is.
     (unsafe { libc::fstat(fd, &raw mut told) } == 0).then_some(told.st_ino)
 }
 
@@ -133,8 +133,8 @@ fn waiting(fd: RawFd) -> Option<u32> {
     // SAFETY: all zeros are such a description.
     let mut told: libc::tcp_info = unsafe { std::mem::zeroed() };
     let mut len = size_of_val(&told) as libc::socklen_t;
-    // SAFETY: room for what is told, and how much that is. Whatever has this descriptor, it is only
-    // asked.
+    // SAFETY: the buffer holds the result, and `len` is its size. The call only queries the
+    // descriptor, whatever it is.
     let code = unsafe {
         libc::getsockopt(
             fd,
@@ -150,8 +150,8 @@ fn waiting(fd: RawFd) -> Option<u32> {
 /// The state of a connection over TCP, if this is one.
 fn state(fd: RawFd) -> Option<u8> {
     let (mut state, mut len) = (0_u8, 1);
-    // SAFETY: room for the first byte of what is told, which is the state. Whatever has this
-    // number, it is only asked.
+    // SAFETY: the buffer holds the first byte of the result, which is the state. The call only
+    // queries the descriptor, whatever it is.
     let told = unsafe {
         libc::getsockopt(
             fd,

@@ -48,8 +48,8 @@ pub(crate) struct Library {
 }
 
 static OPENED: OpenOnce<Library> = OpenOnce::new();
-/// One opens it at a time. With the libraries that failed their self-test, and why: what they are
-/// at is not known, and two engines of theirs stay forever, so they are not tried again.
+/// Held while a library is opened. Lists the libraries that failed their self-test, and why: their
+/// state is unknown, and their two engines stay forever, so they are not tried again.
 static OPENING: Mutex<Vec<(PathBuf, Unavailable)>> = Mutex::new(Vec::new());
 
 impl Library {
@@ -58,8 +58,8 @@ impl Library {
     /// refused.
     ///
     /// # Errors
-    /// What was tried, and the cure: tried again at the next call. Or how the engine failed its
-    /// self-test.
+    /// The candidates that were tried, and the cure; the next call tries again. Or how the engine
+    /// failed its self-test.
     pub(crate) fn open(wanted: &LoadOptions) -> Result<&'static Library, Unavailable> {
         let refused = &mut *OPENING.lock();
         if let Some(library) = OPENED.opened() {
@@ -178,12 +178,12 @@ impl Library {
         &self.path
     }
 
-    /// Returns what is known of its version.
+    /// Returns its version, as far as it is known.
     pub(crate) fn version(&self) -> &str {
         &self.version
     }
 
-    /// Returns what went wrong in this thread's last call, where the engine says so.
+    /// Returns the error text of this thread's last call, if the engine has one.
     pub(super) fn last_error(&self) -> Option<String> {
         // SAFETY: the text stays until this thread's next call.
         unsafe { text((self.adapter?.kvx_mooncake_error)()) }.filter(|text| !text.is_empty())
@@ -227,7 +227,7 @@ fn not_loaded(adapter: &Path, why: &str) -> Unavailable {
 fn unknown_wheel(version: &str) -> Unavailable {
     let known = KNOWN_WHEELS.join(", ");
     let missing = match version {
-        "" => "the wheel's version cannot be told: KVX_MOONCAKE_ENGINE names no mooncake/engine.so"
+        "" => "the wheel's version is unknown: KVX_MOONCAKE_ENGINE names no mooncake/engine.so"
             .to_owned(),
         version => {
             format!("the wheel is of version {version}, and the adapter was tried with {known}")

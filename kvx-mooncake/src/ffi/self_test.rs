@@ -12,7 +12,7 @@ use super::engine::{
 use super::library::Library;
 
 /// How long pieces may take, and a notification on its way. The engine's calls that open a segment
-/// and send a notification have bounds of their own: nobody can break them off.
+/// and send a notification have their own time limits, and cannot be interrupted.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 const LEN: usize = 512 << 10;
 /// What lies around the pieces and must stay.
@@ -23,8 +23,8 @@ const UNTOUCHED: u8 = 0xA5;
 /// two engines and 1 MiB.
 pub(super) fn run(library: &Library, heard_within: Duration) -> Result<(), String> {
     // SAFETY: only the engines below keep the reference. When this returns they have been dropped,
-    // or are forgotten: then nobody calls them any more, and the native engine, which goes on,
-    // knows nothing of the reference.
+    // or are forgotten: then no call uses them any more, and the native engine, which continues,
+    // does not have the reference.
     let library: &'static Library = unsafe { &*std::ptr::from_ref(library) };
     let engine_options = EngineOptions {
         metadata: PEER_TO_PEER.into(),

@@ -2,11 +2,11 @@
 //!
 //! The engine makes its sockets without `SOCK_CLOEXEC`. A child process that the program starts has
 //! copies of those that are open at that moment, and what the engine closes later stays open there:
-//! the listener of the engine at the other end waits 5 s for the end of each connection, and hears
-//! nobody meanwhile; the port of an engine that is gone still answers. So the engine's files call
-//! `socket` and `accept` of ours, which say it: their entries in the tables through which a file
-//! calls other libraries are written anew. Nobody else's calls change, but those of a file that
-//! another thread happens to load in the same milliseconds.
+//! the listener of the engine at the other end waits 5 s for the end of each connection, and
+//! accepts no other meanwhile; the port of an engine that is gone still answers. So the engine's
+//! files call kvx's `socket` and `accept`, which set the flag: their entries in the tables through
+//! which a file calls other libraries are replaced. No other calls change, except those of a file
+//! that another thread happens to load in the same milliseconds.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ops::Range;
@@ -25,7 +25,8 @@ pub(super) struct File {
 }
 
 impl File {
-    /// Has it stay, whoever closes it, and waits until it is linked. Returns whether it is there.
+    /// Pins the file, even if it is closed elsewhere, and waits until it is linked. Returns whether
+    /// it is loaded.
     fn keep(&self) -> bool {
         let how = libc::RTLD_NOW | libc::RTLD_NOLOAD | libc::RTLD_NODELETE;
         // SAFETY: nothing is loaded, so that nothing of the file's runs.

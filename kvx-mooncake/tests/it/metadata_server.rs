@@ -83,9 +83,8 @@ fn agents_find_each_other_by_a_metadata_server() {
     });
 }
 
-/// An engine keeps what a peer once said of itself, the port for its data among it, and asks again
-/// only when it is told to. By a metadata server the peer's name stays, whatever ports it gets when
-/// it is started again.
+/// An engine caches a peer's segment, with the port for its data, and fetches it again only on
+/// request. With a metadata server the peer keeps its name after a restart, whatever ports it gets.
 #[test(own_process)]
 fn a_python_that_was_started_again_under_its_name_is_reached_again() {
     const TEST: &str = "a_python_that_was_started_again_under_its_name_is_reached_again";

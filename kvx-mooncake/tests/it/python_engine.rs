@@ -126,7 +126,7 @@ fn the_python_engine_reads_from_and_writes_to_kvx() {
         "0",
         "beyond the region"
     );
-    // Whoever was told of it may have begun something: its memory is not released.
+    // An agent with its metadata may have begun an operation: the memory is not released.
     let revoked = region.revoke(CUT_OFF).wait_blocking(CUT_OFF);
     assert_eq!(revoked.unwrap_err().kind(), ErrorKind::StillShared);
     assert_ne!(python.ask(&format!("read {name} {address} 0 16")), "0", "but nothing new begins");
@@ -244,9 +244,9 @@ fn a_killed_python_is_lost_at_once() {
         assert!(begun.elapsed() < CUT_OFF, "the loss is not noticed");
         std::thread::sleep(Duration::from_millis(1));
     }
-    let stranger = pair.agent.connect_foreign("MOONCAKE", pair.python.name.as_bytes()).unwrap();
+    let foreign = pair.agent.connect_foreign("MOONCAKE", pair.python.name.as_bytes()).unwrap();
     assert_eq!(
-        stranger.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap_err().kind(),
+        foreign.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap_err().kind(),
         ErrorKind::PeerLost
     );
 }

@@ -106,7 +106,7 @@ fn reached_again(adapter: &Path) {
     assert_eq!(
         why.kind(),
         ErrorKind::Native,
-        "what is under way fails, and somebody is there: {why}"
+        "a transfer in flight fails, and the peer is there: {why}"
     );
     reads(&peer, &second, &region);
     region.copy_in(0, &[0xC3; BLOCK]).unwrap();

@@ -1,6 +1,6 @@
-//! A peer that is stopped for longer than the engine waits: what was under way has failed then, and
-//! nothing of it moves any more when the peer goes on. The engine waits 30 s, or as long as its
-//! variables say: hence a process with others.
+//! A peer that is stopped for longer than the engine waits: transfers in flight have failed then,
+//! and nothing of them moves any more when the peer continues. The engine waits 30 s, or as long as
+//! its variables say: hence a separate process with other values.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ const BLOCKS: [u32; 4] = [0, 2, 4, 6];
 /// Small ones between large ones.
 const OTHERS: [u32; 4] = [256, 258, 260, 262];
 
-/// What the memory is filled with when all has ended.
+/// The byte that fills the memory after the end.
 const OVER: u8 = 0xBB;
 
 struct Pair {
@@ -50,8 +50,8 @@ impl Pair {
         bytes
     }
 
-    /// Moves blocks while Python is stopped, until that has failed. Then what it was to read or
-    /// write is overwritten here, and Python goes on.
+    /// Moves blocks while Python is stopped, until that has failed. Then overwrites the local
+    /// blocks and lets Python continue.
     fn fails(&mut self, write: bool, block: usize) {
         let plan = self.plan(write, block, BLOCKS);
         self.region.copy_in(0, &vec![0xAA; LEN]).unwrap();

@@ -43,7 +43,7 @@ pub(super) fn address_of(function: Function) -> *const c_void {
 /// Runs the body of a function on the engine: what it answers, in NIXL's numbers.
 ///
 /// # Safety
-/// `this` is an object that `create` made and nobody has destroyed.
+/// `this` is an object that `create` made and `destroy` has not freed.
 unsafe fn on(this: *const Object, body: impl FnOnce(&Engine) -> NixlResult<NixlStatus>) -> c_int {
     let whole = guarded(|| {
         if let Err(error) = kvx_core::backend::fork::check() {
@@ -89,8 +89,8 @@ fn listed(kinds: &[c_int]) -> Vector<c_int> {
     list
 }
 
-/// What KVX can serve. NIXL asks this of every plug-in, also of those that nobody uses: no driver
-/// is started for it.
+/// Returns the kinds of memory that KVX can serve. NIXL calls this of every plug-in, also of unused
+/// ones, so it starts no driver.
 pub(super) extern "C" fn kinds() -> Vector<c_int> {
     guarded(|| listed(&[HOST, DEVICE])).unwrap_or(Vector::EMPTY)
 }
@@ -98,7 +98,7 @@ pub(super) extern "C" fn kinds() -> Vector<c_int> {
 /// What this agent serves: memory of GPUs where there are some. NIXL registers no other with it.
 unsafe extern "C" fn kinds_of(this: *const Object) -> Vector<c_int> {
     let kinds = guarded(|| {
-        // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
+        // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
         let engine = unsafe { &*addr_of!((*this).ours) };
         listed(if engine.devices().all().is_empty() { &[HOST] } else { &[HOST, DEVICE] })
     });
@@ -122,7 +122,7 @@ unsafe extern "C" fn register(
     kind: *const c_int,
     out: *mut NixlHandle,
 ) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
+    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
     unsafe {
         on(this, |engine| {
             let memory = adopt(&*blob, *kind, engine.devices())?;
@@ -132,7 +132,7 @@ unsafe extern "C" fn register(
 }
 
 unsafe extern "C" fn deregister(this: *mut Object, memory: NixlHandle) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
+    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
     unsafe { on(this, |engine| done(engine.deregister(memory))) }
 }
 
@@ -142,7 +142,7 @@ unsafe extern "C" fn connect(_: *mut Object, _: *const Str) -> c_int {
 }
 
 unsafe extern "C" fn disconnect(this: *mut Object, agent: *const Str) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
+    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
     unsafe {
         on(this, |engine| {
             engine.forget_peer(&Str::text(agent));
@@ -152,7 +152,7 @@ unsafe extern "C" fn disconnect(this: *mut Object, agent: *const Str) -> c_int {
 }
 
 unsafe extern "C" fn unload(this: *mut Object, memory: NixlHandle) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
+    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
     unsafe {
         on(this, |engine| {
             engine.unload(memory);
@@ -170,7 +170,7 @@ unsafe extern "C" fn prepare(
     out: *mut NixlHandle,
     _: *const BackendArgs,
 ) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
+    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
     unsafe {
         on(this, |engine| {
             let op = if *op == 0 { Op::Read } else { Op::Write };
@@ -190,7 +190,7 @@ unsafe extern "C" fn post(
     request: *const NixlHandle,
     extra: *const BackendArgs,
 ) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
+    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
     unsafe {
         on(this, |engine| {
             let has_note = !extra.is_null() && (*extra).has_note;
@@ -201,17 +201,17 @@ unsafe extern "C" fn post(
 }
 
 unsafe extern "C" fn check(this: *const Object, request: NixlHandle) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
+    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
     unsafe { on(this, |engine| engine.check(request)) }
 }
 
 unsafe extern "C" fn release(this: *const Object, request: NixlHandle) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
+    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
     unsafe { on(this, |engine| done(engine.release(request))) }
 }
 
 unsafe extern "C" fn public_data(this: *const Object, memory: NixlHandle, out: *mut Str) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
+    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
     unsafe {
         on(this, |engine| {
             Str::set(out, &engine.public_data(memory)?);
@@ -221,7 +221,7 @@ unsafe extern "C" fn public_data(this: *const Object, memory: NixlHandle, out: *
 }
 
 unsafe extern "C" fn introduction(this: *const Object, out: *mut Str) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
+    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
     unsafe {
         on(this, |engine| {
             Str::set(out, engine.introduction());
@@ -235,7 +235,7 @@ unsafe extern "C" fn load_peer(
     agent: *const Str,
     introduction: *const Str,
 ) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
+    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
     unsafe {
         on(this, |engine| done(engine.load_peer(&Str::text(agent), Str::bytes(introduction))))
     }
@@ -248,7 +248,7 @@ unsafe extern "C" fn load_remote(
     agent: *const Str,
     out: *mut NixlHandle,
 ) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
+    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
     unsafe {
         on(this, |engine| {
             let (address, len, data) =
@@ -263,13 +263,13 @@ unsafe extern "C" fn load_local(
     memory: NixlHandle,
     out: *mut NixlHandle,
 ) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
+    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
     unsafe { on(this, |engine| give(engine.load_local(memory), out)) }
 }
 
 unsafe extern "C" fn notifications(this: *mut Object, out: *mut Vector<[Str; 2]>) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed; NIXL hands
-    // over an empty list, and each of its strings is made.
+    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed; NIXL
+    // hands over an empty list, and each of its strings is made.
     unsafe {
         on(this, |engine| {
             if !Vector::slice(out).is_empty() {
@@ -290,6 +290,6 @@ unsafe extern "C" fn notifications(this: *mut Object, out: *mut Vector<[Str; 2]>
 }
 
 unsafe extern "C" fn notify(this: *const Object, agent: *const Str, note: *const Str) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and nobody has destroyed.
+    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
     unsafe { on(this, |engine| done(engine.notify(&Str::text(agent), Str::bytes(note)))) }
 }

@@ -26,7 +26,7 @@ pub(super) fn find_heap() -> Result<(), String> {
     // SAFETY: libstdc++ is in this process already: NIXL is written in C++.
     let library = unsafe { Library::open(Some("libstdc++.so.6"), RTLD_LAZY | RTLD_LOCAL) };
     let library = library.map_err(|error| error.to_string())?;
-    // SAFETY: what has this mangled name has this signature.
+    // SAFETY: the mangled name encodes this signature.
     let find = |name: &CStr| unsafe {
         let symbol = program.get::<*mut c_void>(name.to_bytes_with_nul());
         symbol.or_else(|_| library.get(name.to_bytes_with_nul())).map(|symbol| symbol.into_raw())
@@ -35,7 +35,7 @@ pub(super) fn find_heap() -> Result<(), String> {
     let (Ok(new), Ok(delete)) = (new, delete) else {
         return Err("this process has no operator new".into());
     };
-    // SAFETY: what has this mangled name has this signature.
+    // SAFETY: the mangled name encodes this signature.
     let heap = unsafe {
         Heap {
             new: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(usize) -> *mut c_void>(
@@ -112,8 +112,8 @@ impl Str {
     /// # Safety
     /// `this` has room for it, and stays where it is.
     pub(super) unsafe fn make(this: *mut Str, bytes: &[u8]) {
-        // SAFETY: the caller's promise; the room is one byte longer than what is written before the
-        // zero.
+        // SAFETY: the caller's promise; the buffer is one byte longer than the bytes that are
+        // written before the zero.
         unsafe {
             let small = addr_of_mut!((*this).small).cast::<u8>();
             let at = if bytes.len() <= Str::SMALL {
@@ -189,7 +189,7 @@ impl<T> Vector<T> {
     /// # Safety
     /// `this` is a live, empty vector.
     pub(super) unsafe fn grow(this: *mut Vector<T>, count: usize) -> *mut T {
-        // SAFETY: the caller's promise; its old room is released.
+        // SAFETY: the caller's promise; the old buffer is released.
         unsafe {
             if !(*this).begin.is_null() {
                 free((*this).begin);

@@ -6,14 +6,14 @@ use super::*;
 
 const TABLE: u64 = 0x8000;
 
-/// The names of a whole table as NIXL 1.x has it: destructors, three strangers in the middle, and
-/// one function of its own at the end.
+/// The names of a whole table as NIXL 1.x has it: destructors, three unknown functions in the
+/// middle, and one more at the end.
 fn whole() -> Vec<String> {
     let mangled = |name: &str| format!("_ZN10nixlMyImpl{}", name.replace('$', STRING));
     let mut names = vec!["_ZN10nixlMyImplD1Ev".to_owned(), "_ZN10nixlMyImplD0Ev".to_owned()];
     for (function, name) in NAMES {
         if function == PublicData {
-            names.extend((0..3).map(|number| format!("_ZN17nixlBackendEngine{number}stranger")));
+            names.extend((0..3).map(|number| format!("_ZN17nixlBackendEngine{number}unknown")));
         }
         names.push(mangled(name));
     }
@@ -137,20 +137,20 @@ fn swapped_functions_are_refused_unless_any_order_is_asked_for() {
         order_in(&folder.0, true).unwrap().slots()[13..15],
         [Some(ReleaseReq), Some(CheckXfer)]
     );
-    // A stranger where none has been moves all that follow.
+    // An unknown function where no release has one moves all that follow.
     let mut names = whole();
-    names.insert(5, "_ZN17nixlBackendEngine8strangerEv".to_owned());
-    assert!(refusal("stranger", &[("UCX", file(&names))]).contains("no tried release"));
+    names.insert(5, "_ZN17nixlBackendEngine8unknownEv".to_owned());
+    assert!(refusal("unknown", &[("UCX", file(&names))]).contains("no tried release"));
 }
 
 #[test]
-fn as_many_strangers_as_some_release_had_are_taken() {
+fn as_many_unknown_functions_as_in_some_release_are_accepted() {
     for count in 0..10 {
         let mut names: Vec<_> =
-            whole().into_iter().filter(|name| !name.ends_with("stranger")).collect();
+            whole().into_iter().filter(|name| !name.ends_with("unknown")).collect();
         let public = names.iter().position(|name| name.contains("getPublicData")).unwrap();
-        let strangers = (0..count).map(|number| format!("_ZN17nixlBackendEngine{number}stranger"));
-        names.splice(public..public, strangers);
+        let unknown = (0..count).map(|number| format!("_ZN17nixlBackendEngine{number}unknown"));
+        names.splice(public..public, unknown);
         assert_eq!(order(&file(&names)).unwrap().is_known(), [3, 4, 7].contains(&count), "{count}");
     }
 }

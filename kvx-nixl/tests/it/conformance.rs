@@ -184,8 +184,8 @@ fn on_a_heap(
     told(kvx_testkit::output(&mut script, CUT_OFF), "")
 }
 
-/// Does the same under valgrind: no report has a frame of the library's. What is alive at the end
-/// is none.
+/// Runs the same under valgrind: no report has a frame of the library. Memory that is alive at the
+/// end is no error.
 fn under_valgrind(wheel: &Wheel, plugins: &Path, test: &str) -> Outcome {
     let reports = Folder::new(&format!("valgrind-{test}"))?;
     let file = reports.0.join("reports.xml"); // there, frames name their libraries
@@ -211,8 +211,8 @@ fn under_valgrind(wheel: &Wheel, plugins: &Path, test: &str) -> Outcome {
         "valgrind has looked"
     );
     let is_one = |report: &&str| {
-        // As XML it tells what is alive at the end in any case; and the kernel looks at no size of
-        // a mask that is null.
+        // With XML output valgrind always lists memory that is alive at the end; and the kernel
+        // ignores the size of a mask that is null.
         let is_leak = report.contains("<kind>Leak_");
         let is_null = report.contains("Syscall param epoll_pwait(sigsetsize)");
         report.contains("libplugin_KVX.so</obj>") && !is_leak && !is_null
@@ -246,7 +246,7 @@ impl Doctored {
         for part in ["nixl_cu12.libs", "numpy", "numpy.libs"] {
             symlink(wheel.packages.join(part), packages.join(part))?;
         }
-        // Python and the linker follow links to where the real ones lie: what is looked at is
+        // Python and the linker resolve links to the real files, so the files that they inspect are
         // copied.
         for part in ["nixl_cu12", ".nixl_cu12.mesonpy.libs", ".nixl_cu12.mesonpy.libs/plugins"] {
             std::fs::create_dir_all(packages.join(part))?;

@@ -89,7 +89,7 @@ impl Wheel {
     }
 
     /// A script of tests/python, with these plug-ins and these packages before the wheel's own.
-    /// Nothing is set of KVX's variables but the backends, and [`ROUNDS`] if it is set.
+    /// Of KVX's variables only the backends are set, and [`ROUNDS`] if this process has it.
     pub(crate) fn script(
         &self,
         name: &str,

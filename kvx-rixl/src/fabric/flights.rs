@@ -67,8 +67,8 @@ impl NixlFabric {
         self.note_in_progress();
     }
 
-    /// A peer's last endpoint has gone. NIXL answers nothing more of what is in progress to try the
-    /// link out or to look after it, which reads and writes pages that are never freed.
+    /// Drops a peer's trials after its last endpoint. NIXL reports nothing more about their
+    /// requests, which read and write pages that are never freed.
     pub(super) fn abandon(&mut self, peer: &Name) {
         let gone: Vec<_> = self.flights.extract_if(.., |flight| flight.peer == *peer).collect();
         gone.into_iter().for_each(|flight| self.give_up(flight.request));

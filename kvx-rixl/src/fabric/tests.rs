@@ -55,7 +55,7 @@ fn range(memory: &[u8]) -> Range {
     }
 }
 
-/// Lets kvx's end work until `done` says that it has, on its own and what has happened so far.
+/// Drives kvx's end until `done` returns true for it and the events so far.
 fn until(
     near: &mut NixlFabric,
     mut done: impl FnMut(&mut NixlFabric, &[Event]) -> bool,
@@ -112,8 +112,8 @@ fn moved(events: &[Event]) -> bool {
 }
 
 /// NIXL drops an agent over metadata that contradicts what it knows, and answers "not found" then
-/// when it is asked after a request that still goes on with that agent: the request is not told to
-/// have ended before its last byte has arrived.
+/// when it is asked about a request that is still in progress with that agent: kvx does not report
+/// the end of the request before its last byte has arrived.
 fn dropped_while_in_progress() {
     let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
@@ -274,8 +274,8 @@ fn a_peer_whose_connection_is_broken_is_lost() {
     wheel::alone("fabric::tests::a_peer_whose_connection_is_broken_is_lost", found_out);
 }
 
-/// Returns whether NIXL can still be asked about what is in progress to a peer that it was blamed
-/// on: it has dropped the peer, or reaches it no more and knows it.
+/// Returns whether NIXL still answers about requests in progress to a peer that failed: it has
+/// dropped the peer, or has noticed that it no longer reaches it.
 fn asked_after_the_blame(dropped: bool) -> bool {
     let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
@@ -308,12 +308,12 @@ fn asked_after_the_blame(dropped: bool) -> bool {
 }
 
 #[test]
-fn of_a_lost_peer_that_it_has_dropped_nixl_is_told_once_more() {
+fn a_lost_peer_that_nixl_has_dropped_is_loaded_once_more() {
     let body = || {
-        assert!(!asked_after_the_blame(true), "not before it is told");
+        assert!(!asked_after_the_blame(true), "not before it is loaded again");
         assert!(asked_after_the_blame(false), "it knows the peer");
     };
-    wheel::alone("fabric::tests::of_a_lost_peer_that_it_has_dropped_nixl_is_told_once_more", body);
+    wheel::alone("fabric::tests::a_lost_peer_that_nixl_has_dropped_is_loaded_once_more", body);
 }
 
 /// All that is in progress to a peer ends with it, also where NIXL drops the peer over the first
@@ -358,7 +358,7 @@ impl Plugins {
     fn beside(library: &Path) -> std::io::Result<Self> {
         let plugins =
             Plugins(std::env::temp_dir().join(format!("kvx-rixl-plugins-{}", std::process::id())));
-        // Of a process with the same number that was killed.
+        // Left by a process with the same number that was killed.
         std::fs::remove_dir_all(&plugins.0).ok();
         std::fs::create_dir_all(plugins.folder())?;
         let wheel = library.parent().expect("a folder");
@@ -382,8 +382,8 @@ impl Drop for Plugins {
     }
 }
 
-/// UCX under another name: how a plugin of which it is not known what a refused read of no bytes
-/// means is told from UCX.
+/// Uses UCX under another name, as a plugin whose answer to a read of no bytes has no known
+/// meaning.
 fn unasked() {
     let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near_over(OTHER), opened_over(OTHER, "far"));
@@ -421,11 +421,11 @@ fn callers_stay_out() {
     assert!(only(&mut near));
     near.peers.needs_cpu = false;
     near.ranges.foreign_metadata().expect("a blob");
-    assert!(!only(&mut near), "nothing was told of");
+    assert!(!only(&mut near), "nothing was published");
     let memory = Arc::new(Memory::owned(vec![0; 64]));
     near.ranges.register(RegionId(1), &memory).expect("registered");
     near.ranges.foreign_metadata().expect("a blob");
-    assert!(only(&mut near), "whoever was told of memory may use it");
+    assert!(only(&mut near), "a foreign agent may use published memory");
     near.has_rdma = true;
     assert!(!only(&mut near));
 }

@@ -96,7 +96,7 @@ impl NixlAgent {
             names_refusals: false,
         };
         // SAFETY: strings that end in NUL, a configuration as the header has it, and places for
-        // handles; what was made is destroyed by `Drop`, whatever fails.
+        // handles; `Drop` destroys the objects that exist, whichever call fails.
         unsafe {
             let made = (functions.nixl_capi_create_configured_agent)(
                 name.as_ptr(),

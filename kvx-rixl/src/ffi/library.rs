@@ -57,7 +57,7 @@ static OPENED: OpenOnce<Library> = OpenOnce::new();
 /// Opens the library that `KVX_RIXL_LIB` names, else `libnixl_capi.so`, else that of a known image.
 ///
 /// # Errors
-/// What was tried and the cure; tried again at the next call.
+/// The candidates that were tried, and the cure. The next call tries again.
 pub(crate) fn open(any_version: bool) -> Result<&'static Library, Unavailable> {
     let library = OPENED.open(|| load(Path::new("/")))?;
     match library.version() {

@@ -91,8 +91,7 @@ pub(crate) struct TransferList {
     functions: &'static Functions,
 }
 
-// SAFETY: a list is plain data of the library, which knows nothing of threads; whoever owns it is
-// alone with it.
+// SAFETY: a list is plain data of the library, bound to no thread, and has one owner.
 unsafe impl Send for TransferList {}
 
 impl TransferList {

@@ -1,4 +1,4 @@
-//! Hostile metadata is refused before NIXL, which trusts it, is told.
+//! Hostile metadata is rejected before NIXL, which trusts its input, loads it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -60,8 +60,8 @@ fn serve(name: &str) -> kvx_core::Result<()> {
     Ok(())
 }
 
-/// `metadata` with another description of its region by NIXL. Whoever alters it writes its checksum
-/// anew.
+/// Returns `metadata` with another NIXL description of its region, and with a new checksum, as an
+/// attacker would write it.
 fn with_description(
     metadata: &[u8],
     alter: impl FnOnce(&mut Vec<u8>),

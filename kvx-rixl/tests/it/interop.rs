@@ -238,10 +238,10 @@ fn kvx_serves(interpreter: PathBuf) -> Outcome {
         assert!(got == bytes(12, u64::from(*from) * BLOCK, BLOCK), "block {to} was written");
     }
     strided_lists_move_slices(&mut python, &name["name"], &ours)?;
-    // Python was told of the memory, and nobody can make it forget: it is not released.
-    let [told, _] = ours;
+    // Python has the metadata of the memory, which cannot be revoked: the memory is not released.
+    let [published, _] = ours;
     assert_eq!(
-        told.revoke(CUT_OFF).wait_blocking(CUT_OFF).map(drop).map_err(|why| why.kind()),
+        published.revoke(CUT_OFF).wait_blocking(CUT_OFF).map(drop).map_err(|why| why.kind()),
         Err(ErrorKind::StillShared)
     );
     Ok(())
@@ -435,8 +435,8 @@ fn callers_work_on_while_python_streams(interpreter: PathBuf) -> Outcome {
     Ok(())
 }
 
-/// NIXL knows one agent of a name. Who comes later under it, or with a newer description, takes the
-/// place of who was there, whose handles live on and say that it is lost.
+/// NIXL knows one agent of a name. A later agent of the same name, or a newer description, replaces
+/// the earlier one, whose handles stay valid and report that it is lost.
 fn the_latest_of_a_name_takes_its_place(interpreter: PathBuf) -> Outcome {
     const SMALL: usize = 1 << 20;
     let agent = agent("kvx-follows");
@@ -477,8 +477,8 @@ fn the_latest_of_a_name_takes_its_place(interpreter: PathBuf) -> Outcome {
     lost(&old, &first)
 }
 
-/// kvx is killed while a transfer of Python's flies, which over TCP ends only with kvx's help, and
-/// kvx gives none: it is stopped. Python is told, and works with a kvx of the same name.
+/// kvx is stopped and killed during a transfer of Python's, which over TCP ends only with kvx's
+/// help. Python gets an error, and works with a new kvx of the same name.
 fn kvx_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
     let mut python = Python::start(&interpreter, "python-survives", &[SERVED]);
     for (life, flying) in ["READ", "WRITE"].into_iter().enumerate() {

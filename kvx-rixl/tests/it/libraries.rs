@@ -13,7 +13,7 @@ use crate::{Outcome, registry, with_nixl};
 
 const CUT_OFF: Duration = Duration::from_secs(10);
 /// Set in a process that says what it thinks of its library: the options.
-const TELLS: &str = "KVX_RIXL_TEST_TELLS";
+const REPORT: &str = "KVX_RIXL_TEST_REPORT";
 
 /// A folder that goes when it is dropped.
 struct Folder(PathBuf);
@@ -34,7 +34,7 @@ impl Drop for Folder {
 
 /// Returns what `kvx backends` would say of the library that the environment names, and what comes
 /// of an agent over it.
-fn tell(options: &str) -> String {
+fn report(options: &str) -> String {
     let options = Options::parse(options).expect("JSON");
     let available = match kvx_rixl::Rixl.available(&options) {
         Ok(available) => format!("NIXL {}", available.version),
@@ -46,10 +46,10 @@ fn tell(options: &str) -> String {
     format!("{available}\n{agent}")
 }
 
-/// Returns what a process of its own, which opens another library, tells.
-fn told(options: &str, variable: &str, value: &Path) -> Result<String, Failed> {
+/// Runs a child that opens another library. Returns its report.
+fn run_child(options: &str, variable: &str, value: &Path) -> Result<String, Failed> {
     let mut again = Command::new(std::env::current_exe()?);
-    let output = kvx_testkit::output(again.env(TELLS, options).env(variable, value), CUT_OFF);
+    let output = kvx_testkit::output(again.env(REPORT, options).env(variable, value), CUT_OFF);
     assert!(output.status.success(), "{output:?}");
     Ok(String::from_utf8(output.stdout)?)
 }
@@ -74,13 +74,13 @@ fn a_version_out_of_range_is_refused_unless_it_is_asked_for() -> Outcome {
     symlink(beside, folder.0.join("nixl_cu12.libs"))?;
     std::fs::create_dir(folder.0.join("nixl_cu12-2.0.0.dist-info"))?;
     let library = copy.join("libnixl_capi.so");
-    let refused = told("{}", "KVX_RIXL_LIB", &library)?;
+    let refused = run_child("{}", "KVX_RIXL_LIB", &library)?;
     let why = format!("{} is NIXL 2.0.0, and kvx speaks to 1.0 and later 1.x", library.display());
     let lines: Vec<_> = refused.lines().collect();
     assert!(lines[0].contains(&why) && lines[0].contains("rixl.any_version"), "{refused}");
     assert!(lines[1].starts_with("no agent: ") && lines[1].contains("NIXL 2.0.0"), "{refused}");
     let any = r#"{"rixl": {"any_version": true, "params": {"engine_config": "NET_DEVICES=lo"}}}"#;
-    assert_eq!(told(any, "KVX_RIXL_LIB", &library)?, "NIXL 2.0.0\nan agent\n");
+    assert_eq!(run_child(any, "KVX_RIXL_LIB", &library)?, "NIXL 2.0.0\nan agent\n");
     Ok(())
 }
 
@@ -95,7 +95,7 @@ fn what_a_plugin_misses_is_named() -> Outcome {
     plugin[at..at + NOWHERE.len()].copy_from_slice(NOWHERE);
     let path = folder.0.join("libplugin_UCX.so");
     std::fs::write(&path, plugin)?;
-    let refused = told("{}", "NIXL_PLUGIN_DIR", &folder.0)?;
+    let refused = run_child("{}", "NIXL_PLUGIN_DIR", &folder.0)?;
     let why = format!("NIXL's plugin {} does not load: it misses ", path.display());
     let (_, missed) = refused.split_once(&why).unwrap_or_else(|| panic!("{refused}"));
     assert!(missed.contains("libno-such.so0") && !missed.contains("libc.so"), "{refused}");
@@ -104,9 +104,9 @@ fn what_a_plugin_misses_is_named() -> Outcome {
 
 /// Plays the process that prints the state of its library and ends, if this one was started for
 /// that.
-pub(crate) fn tell_if_asked() {
-    let Ok(options) = std::env::var(TELLS) else { return };
-    println!("{}", tell(&options));
+pub(crate) fn report_if_asked() {
+    let Ok(options) = std::env::var(REPORT) else { return };
+    println!("{}", report(&options));
     std::process::exit(0);
 }
 

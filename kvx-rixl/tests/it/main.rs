@@ -36,7 +36,7 @@ fn main() -> ExitCode {
     serve_if_asked(registry);
     hostile::serve_if_asked();
     interop::serve_if_asked();
-    libraries::tell_if_asked();
+    libraries::report_if_asked();
     if let Some(code) = conformance::run_suites_if_asked() {
         return code;
     }

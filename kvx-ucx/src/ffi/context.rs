@@ -154,8 +154,8 @@ impl Drop for UcxContext {
 /// The first version that knows the settings of transports by the names of their variables.
 const PREFIXED: Version = Version::new(1, 17, 0);
 
-/// A configuration: the environment's, then what was set. Some settings, the log level among them,
-/// are the process's and hold at once.
+/// A configuration: the environment's, then the explicit settings. Some settings, such as the log
+/// level, apply to the whole process at once.
 pub(super) struct UcpConfig {
     raw: NonNull<ucp_config_t>,
     library: &'static Library,

@@ -13,8 +13,8 @@ use super::status::Status;
 /// An endpoint. Not closed when dropped: [`close`](Endpoint::close) is an operation that takes
 /// time.
 ///
-/// Whoever calls it is the one thread that uses its worker, and the worker is alive: the
-/// transport's machine upholds both, and that no call follows `close`.
+/// All calls come from the one thread that uses its worker, while the worker is alive; none follows
+/// `close`. The transport's machine upholds this.
 pub(crate) struct Endpoint {
     raw: NonNull<ucp_ep>,
     functions: &'static Functions,
@@ -118,8 +118,8 @@ impl Endpoint {
         Ok(RemoteKey { raw, functions: self.functions })
     }
 
-    /// Closes the endpoint at once: what is in flight ends with an error, by its callback, during
-    /// progress.
+    /// Closes the endpoint at once: operations in flight end with an error, by their callbacks,
+    /// during progress.
     ///
     /// # Safety
     /// As [`transfer`](Endpoint::transfer), but for the memory; no key that was unpacked for it is

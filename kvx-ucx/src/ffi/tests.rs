@@ -80,8 +80,7 @@ fn ending(workers: [&Worker; 2], ends: &Ends, posted: PostOutcome) -> Result<(),
         PostOutcome::Done => {}
         PostOutcome::Failed(status) => return Err(status),
         PostOutcome::Pending => {
-            // Memory that others write to is read only after the end, so nothing is assumed of it
-            // here.
+            // Memory that others write to is read only after the end.
             let before = ends.count.get();
             until(workers, || ends.count.get() > before);
         }

@@ -28,8 +28,8 @@ fn agent_with(name: &str, options: &str, memory: Vec<u8>) -> Outcome<(Agent, Reg
     Ok((agent, region))
 }
 
-/// Reads the first half of the peer's region into the first half of ours, and writes our second
-/// half to the peer's.
+/// Reads the first half of the peer's region into the first half of the local one, and writes the
+/// second half to the peer's.
 fn both_ways(near: &Region, peer: &Peer) -> kvx_core::Result<()> {
     half_each_way(near, peer, Grid::packed(BLOCK, BLOCKS))
 }
@@ -185,8 +185,7 @@ fn an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused() {
                 return kvx_testkit::skip(NAME, &reason, cure);
             }
         };
-        // UCX logs on standard output unless it is told otherwise, also into the middle of what the
-        // owner prints.
+        // UCX logs on standard output by default, also into the middle of the owner's lines.
         let owner = owner.env(OWNER, "").env("UCX_LOG_FILE", "stderr");
         let owner = owner.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut owner = owner.spawn().unwrap();

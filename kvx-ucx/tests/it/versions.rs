@@ -22,7 +22,7 @@ pub(crate) struct Version {
     pub(crate) label: &'static str,
     /// What `ucp_get_version` says.
     pub(crate) number: (u32, u32),
-    /// Whether its process dies in exit handlers, after everything was well: the network library
+    /// True if its process dies in exit handlers after a success: the network library
     /// that NIXL's wheel brings for its card modules does that when it is loaded without NIXL.
     pub(crate) ends_badly: bool,
     /// The least tier that tests run on it in.

@@ -86,7 +86,7 @@ fn out_and_in(
     }
     assert!(
         all_of(&pool) == changed,
-        "what went in is where it belongs, and nothing else has changed"
+        "the blocks are at their places, and no other byte has changed"
     );
     counted
 }

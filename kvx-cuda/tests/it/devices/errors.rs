@@ -123,8 +123,8 @@ fn unavailable(_: &Bench<'_>) {
     }
 }
 
-/// For [`super::roles`]: nobody can tell whether the copy has ended, so its ticket is dropped; what
-/// comes later works.
+/// For [`super::roles`]: whether the copy has ended is unknown, so its ticket is dropped; later
+/// copies work.
 pub(crate) fn say_nothing(bench: &Bench<'_>) {
     let pool = bench.device.pool(4096).build().unwrap();
     bench.control.command(&format!("fail {} 999 always", bench.maker.names.query));

@@ -199,7 +199,7 @@ fn what_may_have_been_started_is_forgotten_and_its_memory_kept() {
     let kept_back =
         decode.shutdown(SHORT).wait_blocking(CUT_OFF).expect_err("a transfer has not settled");
     assert_eq!(kept_back.kind(), ErrorKind::StillShared, "{kept_back}");
-    let why = settled.wait_blocking(CUT_OFF).expect_err("nobody knows whether it is under way");
+    let why = settled.wait_blocking(CUT_OFF).expect_err("whether it is in flight is unknown");
     assert_eq!(why.kind(), ErrorKind::Forgotten, "{why}");
     drop((plan, decode));
     assert!(kept.strong_count() > 0, "the engine may write to it for ever");
@@ -237,7 +237,7 @@ fn memory_is_given_back_when_what_the_dead_had_sent_was_read_to_its_end() {
     region("of the living")
         .revoke(CUT_OFF)
         .wait_blocking(CUT_OFF)
-        .expect("whoever lives is asked otherwise");
+        .expect("a live peer is asked otherwise");
     drop(sender);
     let why = region("of the dead")
         .revoke(SHORT)

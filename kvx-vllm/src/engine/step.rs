@@ -179,6 +179,7 @@ impl WorkerOutput {
             && self.finished_recving.is_empty()
             && self.failed_recving.is_empty()
             && self.failing.is_empty()
+            && self.lost.is_empty()
             && self.clocks.is_empty()
             && self.failures.is_empty()
             && self.stats.is_empty()

@@ -175,7 +175,8 @@ impl Rig {
 
     pub(crate) fn outcomes(&mut self, now: f64) -> Vec<Outcome> {
         let output = self.worker.get_finished(at(now));
-        let mut output = self.aggregator.add([(0, output)]);
+        // As engines do: an output that says nothing goes no further.
+        let mut output = self.aggregator.add((!output.is_empty()).then_some((0, output)));
         self.log.extend(output.failures.drain(..).map(|failure| failure.to_string()));
         self.stats.aggregate(output.stats.take());
         let mut outcomes = self.scheduler.update_connector_output(at(now), output);

@@ -316,6 +316,8 @@ fn blocks_that_a_forgotten_write_reads_are_lost() {
     prefill.has_prefilled(0.0, "p-1", "x-1");
     let writes = prefill.asked_and_connected(0.1, 1, &question(D1, &[("d-1", "x-1", &[100])]));
     fails(&mut prefill, 0.2, &writes[0], false);
+    // The step that reports the failure is over when the loss becomes known.
+    prefill.outcomes(0.2);
     prefill.worker.move_forgotten(at(0.3), writes[0].id);
     assert!(
         prefill.actions().iter().all(|action| !matches!(action, MooncakeAction::Answer { .. }))

@@ -18,7 +18,7 @@ struct Wanted {
 
 #[derive(Debug)]
 pub(super) struct Heartbeats {
-    /// `None`: the peers keep blocks a fixed time, and listen to nobody.
+    /// `None`: the peers keep blocks for a fixed time, and ignore heartbeats.
     every: Option<Duration>,
     last: Option<Time>,
     peers: BTreeMap<EngineId, Wanted>,
@@ -43,7 +43,12 @@ impl Heartbeats {
     }
 
     pub(super) fn stop(&mut self, engine: &EngineId, request: &RequestId) {
-        let Some(wanted) = self.peers.get_mut(engine) else { return };
+        if self.every.is_none() {
+            return;
+        }
+        let Some(wanted) = self.peers.get_mut(engine) else {
+            return debug_assert!(false, "heartbeats for a request are started before");
+        };
         if let Some(count) = wanted.requests.get_mut(request) {
             *count -= 1;
             if *count == 0 {

@@ -508,7 +508,7 @@ impl Scheduler {
         self.len() == 0
     }
 
-    /// Nobody waits for the load any more: no heartbeat, no deadline.
+    /// Ends the heartbeats and the deadline of a load, once: another request may load the same blocks.
     fn over(&mut self, request: &RequestId) {
         self.deadlines.clear(request);
         if let Some(load) = self.requests.get(request).and_then(|entry| entry.load.as_ref())

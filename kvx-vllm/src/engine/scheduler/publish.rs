@@ -133,7 +133,10 @@ impl Scheduler {
 
     /// Ends a load, if there is one, and forgets the request. False: workers still have its blocks.
     fn end_load(&mut self, now: Time, request: &RequestId) -> bool {
-        self.over(request);
+        let load = self.requests.get(request).and_then(|entry| entry.load.as_ref());
+        if load.is_some_and(|load| !matches!(load.stage, LoadStage::Over)) {
+            self.over(request);
+        }
         let Some(load) = self.requests.remove(request).and_then(|entry| entry.load) else {
             return true;
         };

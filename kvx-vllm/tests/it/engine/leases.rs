@@ -209,6 +209,20 @@ fn heartbeats_end_with_the_load() {
 }
 
 #[test]
+fn heartbeats_continue_while_another_request_loads_the_same_blocks() {
+    let mut decode = Rig::new(settings("d"));
+    let params = prefilled("p", "p-r", 40);
+    let read = decode.load_to_read(0.0, "first", 40, &params);
+    decode.arrive(0.0, "second", 40, &params);
+    decode.read_done(1.0, &read);
+    decode.outcomes(1.0);
+    decode.ends(2.0, "first", Status::Stopped, 40);
+    let meta = decode.scheduler.build_connector_meta(at(20.0));
+    let beats: Vec<_> = meta.heartbeats.iter().map(|beat| &beat.requests[..]).collect();
+    assert_eq!(beats, [["p-r".into()]]);
+}
+
+#[test]
 fn one_heartbeat_of_a_vllm_renews_five_thousand_leases() {
     let mut prefill = Rig::new(leased(30));
     let name = |number: u32| format!("cmpl-7f9c2ba4-5d1e-4a3b-9c8d-{number:012}-0-0000abcd");

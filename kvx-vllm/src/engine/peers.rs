@@ -217,6 +217,7 @@ impl Peers {
 
     /// What this connection described is no longer so: its engine is asked again.
     pub(super) fn invalidate(&mut self, connection: Connection, actions: &mut VecDeque<Action>) {
+        // Expected race: the connection has ended.
         let Some(link) = self.links.get(&connection) else { return };
         if let Some(engine) = self.engines.get_mut(&link.engine)
             && engine.state == ConnectionState::Ready(connection)
@@ -250,7 +251,9 @@ impl Peers {
         connection: Connection,
         actions: &mut VecDeque<Action>,
     ) {
-        let Some(link) = self.links.get_mut(&connection) else { return };
+        let Some(link) = self.links.get_mut(&connection) else {
+            return debug_assert!(false, "a connection outlives its users");
+        };
         link.uses = link.uses.saturating_sub(1);
         if let Some(engine) = self.engines.get_mut(&link.engine) {
             engine.used = engine.used.max(now);
@@ -262,7 +265,9 @@ impl Peers {
     }
 
     fn retire(&mut self, connection: Connection, actions: &mut VecDeque<Action>) {
-        let Some(link) = self.links.get_mut(&connection) else { return };
+        let Some(link) = self.links.get_mut(&connection) else {
+            return debug_assert!(false, "only open connections are retired");
+        };
         link.retired = true;
         if link.uses == 0 {
             self.links.remove(&connection);

@@ -16,6 +16,7 @@ impl MooncakeWorker {
         settled: bool,
         last: bool,
     ) {
+        // Expected race: it was answered for the last time.
         let Some(open) = self.asks.get_mut(&ask).filter(|open| open.left.contains(theirs)) else {
             return;
         };

@@ -96,6 +96,7 @@ impl MooncakeWorker {
 
     /// A plain Mooncake agent before vLLM 0.16 has answered: for all that was asked.
     pub fn older_answered_with(&mut self, now: Time, pull: PullId, answer: Result<OlderAnswer>) {
+        // Expected race: the question timed out, or none of its loads is left.
         let Some(asked) = self.pulls.get(&pull) else { return };
         let all = Some(asked.waiting.iter().map(|request| request.as_str().to_owned()).collect());
         let answer = answer.map(|answer| {

@@ -147,7 +147,9 @@ impl MooncakeWorker {
 
     /// Asks the bootstrap server where the workers of a load's prefill listen, or waits for its answer with others.
     pub(super) fn query(&mut self, now: Time, request: RequestId) {
-        let Some(load) = self.loads.get(&request) else { return };
+        let Some(load) = self.loads.get(&request) else {
+            return debug_assert!(false, "only loads that exist are asked for");
+        };
         let (peer, deadline) = (Arc::clone(&load.order.remote.peer), load.order.deadline);
         if let Some(query) = self.listings.wait(&peer, request) {
             let deadline = deadline.min(now + self.mooncake.connect_timeout);
@@ -160,7 +162,7 @@ impl MooncakeWorker {
     /// all that it asks.
     fn ask_older(&mut self, now: Time, engine: &EngineId, requests: Vec<RequestId>) {
         let Some(load) = requests.first().and_then(|request| self.loads.get(request)) else {
-            return;
+            return debug_assert!(false, "a prefill is asked for at least one load");
         };
         let peer = Arc::clone(&load.order.remote.peer);
         self.listings.forget_idle(now, self.settings.engine_ttl);
@@ -175,6 +177,7 @@ impl MooncakeWorker {
 
     /// A bootstrap server has answered, or will not.
     pub fn queried(&mut self, now: Time, query: QueryId, result: Result<Directory, String>) {
+        // Expected race: the worker was shut down.
         let Some(query) = self.listings.take(query) else { return };
         let peer = query.peer;
         let ttl = self.settings.engine_ttl;
@@ -211,6 +214,7 @@ impl MooncakeWorker {
         };
         let mut requests = requests;
         requests.retain(|request| self.loads.get(request).is_some_and(waits));
+        // Expected race: the loads ended while they waited for the bootstrap server.
         let Some(first) = requests.first().and_then(|request| self.loads.get(request)) else {
             return;
         };
@@ -229,7 +233,10 @@ impl MooncakeWorker {
                     PrefillWorker { engine: engine.clone(), address: Arc::clone(address), is_kvx };
                 let pull = self.ask(worker.clone(), asked.clone(), latest);
                 for request in requests {
-                    let Some(load) = self.loads.get_mut(request) else { continue };
+                    let Some(load) = self.loads.get_mut(request) else {
+                        debug_assert!(false, "a question is for loads that exist");
+                        continue;
+                    };
                     load.stage = PullStage::Asked;
                     if !load.order.local.is_empty() {
                         load.answers
@@ -314,6 +321,7 @@ impl MooncakeWorker {
         pull: PullId,
         answer: kvx_core::Result<PullResponse>,
     ) {
+        // Expected race: the question timed out, or none of its loads is left.
         let Some(asked) = self.pulls.get(&pull) else { return };
         let response = match answer {
             Ok(response) => response,
@@ -358,7 +366,9 @@ impl MooncakeWorker {
     }
 
     fn ask_again(&mut self, now: Time, pull: PullId) {
-        let Some(asked) = self.pulls.get_mut(&pull) else { return };
+        let Some(asked) = self.pulls.get_mut(&pull) else {
+            return debug_assert!(false, "answered_with looks the question up");
+        };
         let Some(again) = asked.again.take() else {
             return self.all_failed(
                 now,
@@ -374,6 +384,7 @@ impl MooncakeWorker {
 
     /// No answer comes any more.
     pub fn unanswered(&mut self, now: Time, pull: PullId, how: Unanswered) {
+        // Expected race: the question timed out, or none of its loads is left.
         let Some(asked) = self.pulls.get(&pull) else { return };
         // Whoever listens there now, the bootstrap server knows.
         let engine = asked.to.engine.clone();
@@ -386,6 +397,7 @@ impl MooncakeWorker {
 
     /// A question is over; who still waits for its answer has failed.
     fn all_failed(&mut self, now: Time, pull: PullId, why: &str, settled: bool) {
+        // Expected race: none of its loads is left after the last answer.
         let Some(asked) = self.pulls.get(&pull) else { return };
         let said = if settled { Said::Settled } else { Said::Failed };
         for request in asked.waiting.clone() {
@@ -447,6 +459,7 @@ impl MooncakeWorker {
 
     /// Finishes a load once nothing touches its blocks.
     fn advance(&mut self, now: Time, request: &RequestId) {
+        // Expected race: the load ended while it waited for the bootstrap server.
         let Some(load) = self.loads.get(request) else { return };
         let given_up = load.is_given_up();
         match load.stage {
@@ -460,7 +473,9 @@ impl MooncakeWorker {
 
     /// The blocks are wanted back from whoever may write into them.
     fn fence(&mut self, now: Time, request: &RequestId) {
-        let Some(load) = self.loads.get_mut(request) else { return };
+        let Some(load) = self.loads.get_mut(request) else {
+            return debug_assert!(false, "advance fences loads that exist");
+        };
         load.stage = PullStage::Fencing;
         self.actions.push_back(MooncakeAction::Engine(Action::Fence { request: request.clone() }));
         self.let_go(now, request);
@@ -468,7 +483,9 @@ impl MooncakeWorker {
 
     /// Tells the workers that were asked, and have not written, that the blocks are not wanted: they free theirs.
     fn let_go(&mut self, now: Time, request: &RequestId) {
-        let Some(load) = self.loads.get(request) else { return };
+        let Some(load) = self.loads.get(request) else {
+            return debug_assert!(false, "only loads that exist are given up");
+        };
         let asked = PulledRequest { block_ids: Vec::new(), ..load.asks() };
         let unwritten = load.answers.values().filter(|answer| answer.said != Said::Written);
         let workers: Vec<_> = unwritten.map(|answer| answer.of.clone()).collect();
@@ -487,6 +504,7 @@ impl MooncakeWorker {
     /// The fence of a request takes long: a load that has failed says so now, and that its blocks are free when they
     /// are.
     pub fn fence_is_slow(&mut self, request: &RequestId) {
+        // Expected race: the load has ended, or nobody waits for it.
         let Some(load) =
             self.loads.get(request).filter(|load| load.order.awaited && !load.cancelled)
         else {
@@ -515,9 +533,12 @@ impl MooncakeWorker {
         if failed && !told {
             self.let_go(now, request);
         }
-        let Some(load) = self.loads.remove(request) else { return };
+        let Some(load) = self.loads.remove(request) else {
+            return debug_assert!(false, "each load ends once");
+        };
         self.load_deadlines.clear(request);
         for pull in load.answers.keys() {
+            // Expected race: the question has ended before its load.
             let Some(asked) = self.pulls.get_mut(pull) else { continue };
             asked.waiting.remove(request);
             if asked.waiting.is_empty() && !asked.gives_back {
@@ -541,6 +562,7 @@ impl MooncakeWorker {
 
     /// Nobody waits for a load any more; its blocks are wanted back.
     pub(super) fn cancel(&mut self, now: Time, request: &RequestId) {
+        // Expected race: the load ended before the engine cancelled it.
         let Some(load) = self.loads.get_mut(request).filter(|load| !load.cancelled) else { return };
         load.cancelled = true;
         match load.stage {
@@ -551,7 +573,9 @@ impl MooncakeWorker {
 
     /// Reports a load that has touched no block. The prefill is still to be told, once its workers are known.
     fn give_back(&mut self, now: Time, request: &RequestId) {
-        let Some(load) = self.loads.get_mut(request) else { return };
+        let Some(load) = self.loads.get_mut(request) else {
+            return debug_assert!(false, "only loads that exist are given back");
+        };
         let order =
             ReceiveOrder { local: BlockLists::default(), awaited: false, ..load.order.clone() };
         let rest = MooncakeLoad {
@@ -568,7 +592,9 @@ impl MooncakeWorker {
     }
 
     pub(super) fn load_timed_out(&mut self, now: Time, request: &RequestId) {
-        let Some(load) = self.loads.get_mut(request) else { return };
+        let Some(load) = self.loads.get_mut(request) else {
+            return debug_assert!(false, "the deadline of a load ends with it");
+        };
         match load.stage {
             PullStage::Waiting if load.order.awaited => {
                 load.failure.get_or_insert(LoadFailure::Deadline);

@@ -112,6 +112,7 @@ impl MooncakeWorker {
 
     /// A request has ended without blocks for a decode, or its blocks were taken back: who asks for it hears so.
     pub(super) fn dropped(&mut self, now: Time, request: &RequestId) {
+        // Its transfer is over, or never was its own: another request had the name first.
         let Some(name) = self.transfers.name_of(request).cloned() else { return };
         let why = "the prefill has ended without the blocks of that transfer";
         self.transfers.end(now, &name, why);
@@ -338,6 +339,7 @@ impl MooncakeWorker {
 
     /// The blocks are there: writes them, or waits for the description of who gets them.
     pub(super) fn begin(&mut self, now: Time, id: ServeId) {
+        // Expected race: it failed while it waited for the connection, or is written already.
         let Some(serve) =
             self.serves.get(&id).filter(|serve| serve.writing.is_none() && !serve.failed)
         else {
@@ -358,7 +360,9 @@ impl MooncakeWorker {
                 "the same worker has had the blocks of that transfer before",
             );
         }
-        let Some(target) = serve.asker.target.clone() else { return };
+        let Some(target) = serve.asker.target.clone() else {
+            return debug_assert!(false, "a worker that wants blocks has a known layout");
+        };
         match self.reach(now, &target) {
             Reach::Ready(connection, plan) => self.write(now, id, connection, &plan),
             Reach::Wait => {
@@ -372,8 +376,14 @@ impl MooncakeWorker {
     }
 
     fn write(&mut self, now: Time, id: ServeId, connection: Connection, plan: &Arc<PeerPlan>) {
-        let Some(serve) = self.serves.get_mut(&id) else { return };
-        let Some(transfer) = self.transfers.get_mut(&serve.name) else { return };
+        let Some(serve) = self.serves.get_mut(&id) else {
+            return debug_assert!(false, "begin writes requests that exist");
+        };
+        let Some(transfer) = self.transfers.get_mut(&serve.name) else {
+            return debug_assert!(false, "begin looks the transfer up");
+        };
+        // Expected race: the transfer ended while this request waited for the connection, and
+        // another prefill has its name. It is written once that prefill has computed its blocks.
         let Some(blocks) = transfer.ready.clone() else { return };
         if plan.lanes.is_empty() {
             return self.serve_over(now, id, true);
@@ -429,6 +439,7 @@ impl MooncakeWorker {
         id: MoveId,
         result: std::result::Result<Transferred, MoveFailure>,
     ) {
+        // Expected race: its transport has reported the write before.
         let Some(write) = self.writes.get_mut(&id).filter(|write| !write.resolved) else { return };
         let serve = write.serve;
         match result {
@@ -469,8 +480,11 @@ impl MooncakeWorker {
 
     /// Nobody will ever say that nothing touches the memory of a failed write any more.
     pub fn move_forgotten(&mut self, now: Time, id: MoveId) {
+        // Expected race: the write has settled.
         let Some(write) = self.writes.get(&id).filter(|write| write.resolved) else { return };
-        let Some(serve) = self.serves.get_mut(&write.serve) else { return };
+        let Some(serve) = self.serves.get_mut(&write.serve) else {
+            return debug_assert!(false, "a request outlives its writes");
+        };
         // Who asked is never told that it is over: it never may be.
         if let Some(open) = self.asks.get_mut(&serve.asker.ask) {
             open.left.remove(&serve.theirs);
@@ -490,8 +504,12 @@ impl MooncakeWorker {
     }
 
     fn write_settled(&mut self, now: Time, id: MoveId) {
-        let Some(Write { serve: id, .. }) = self.writes.remove(&id) else { return };
-        let Some(serve) = self.serves.get_mut(&id) else { return };
+        let Some(Write { serve: id, .. }) = self.writes.remove(&id) else {
+            return debug_assert!(false, "each write settles once");
+        };
+        let Some(serve) = self.serves.get_mut(&id) else {
+            return debug_assert!(false, "a request outlives its writes");
+        };
         serve.unsettled -= 1;
         if serve.unsettled == 0 {
             let written = !serve.failed;
@@ -501,6 +519,7 @@ impl MooncakeWorker {
 
     /// What is asked for cannot be had. What is being written ends, and is over when it has settled.
     pub(super) fn fail_serve(&mut self, now: Time, id: ServeId, why: &str) {
+        // Expected race: it has failed already, or ended while it waited for the connection.
         let Some(serve) = self.serves.get(&id).filter(|serve| !serve.failed) else { return };
         let running = serve.unsettled > 0;
         self.mark_failed(id, why, running);
@@ -514,6 +533,7 @@ impl MooncakeWorker {
 
     /// Notes a failure; who asked hears of it now, though something may still write, or else at the end.
     fn mark_failed(&mut self, id: ServeId, why: &str, now: bool) {
+        // Expected race: it has failed already, and its decode knows why.
         let Some(serve) = self.serves.get_mut(&id).filter(|serve| !serve.failed) else { return };
         serve.failed = true;
         let (ask, theirs) = (serve.asker.ask, serve.theirs.clone());
@@ -533,7 +553,9 @@ impl MooncakeWorker {
 
     /// Nothing is done for it any more.
     fn serve_over(&mut self, now: Time, id: ServeId, had: bool) {
-        let Some(serve) = self.serves.remove(&id) else { return };
+        let Some(serve) = self.serves.remove(&id) else {
+            return debug_assert!(false, "each request ends once");
+        };
         self.serve_bytes -= serve.bytes();
         self.serve_deadlines.clear(&id);
         if let Some(others) = self.asked_for.get_mut(&serve.name) {

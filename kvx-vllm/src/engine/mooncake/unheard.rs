@@ -9,9 +9,14 @@ impl MooncakeWorker {
     /// Nobody has heard a question. Its loads fail, unless they were asked for where the prefill listened before, and
     /// none of its workers has heard of them: then the bootstrap server is asked where it listens now.
     pub(super) fn unheard(&mut self, now: Time, pull: PullId, why: &str) {
-        let Some(asked) = self.pulls.get(&pull) else { return };
+        let Some(asked) = self.pulls.get(&pull) else {
+            return debug_assert!(false, "unanswered looks the question up");
+        };
         for request in asked.waiting.clone() {
-            let Some(load) = self.loads.get_mut(&request) else { continue };
+            let Some(load) = self.loads.get_mut(&request) else {
+                debug_assert!(false, "a question waits only for loads that exist");
+                continue;
+            };
             let others =
                 load.answers.iter().filter(|(id, _)| **id != pull).map(|(_, answer)| answer.said);
             let may_be_elsewhere = load.stage == PullStage::Asked

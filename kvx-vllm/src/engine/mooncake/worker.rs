@@ -215,6 +215,7 @@ impl MooncakeWorker {
         };
         let peer =
             self.with_peers(|peers, actions| peers.connected(now, connection, result, actions));
+        // Expected race: another connection has taken its place, or the worker was shut down.
         let Some(peer) = peer else { return };
         let waiting = self.connecting.remove(&peer.engine).unwrap_or_default();
         if let Some(error) = &failure {

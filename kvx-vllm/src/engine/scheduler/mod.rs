@@ -394,11 +394,13 @@ impl Scheduler {
         request: &RequestId,
         allocation: Allocation,
     ) {
+        // Requests without parameters are not known.
         let Some(entry) = self.requests.get_mut(request) else { return };
         if entry.publishes != Publishes::Nothing && !entry.announced {
             entry.announced = true;
             self.next.prefilling.push(request.clone());
         }
+        // Expected race: the load ended before its request was given blocks.
         let Some(load) =
             entry.load.as_mut().filter(|load| matches!(load.stage, LoadStage::Arrived))
         else {
@@ -508,7 +510,8 @@ impl Scheduler {
         self.len() == 0
     }
 
-    /// Ends the heartbeats and the deadline of a load, once: another request may load the same blocks.
+    /// Ends the heartbeats and the deadline of a load. Called once for each load, as another
+    /// request may load the same blocks.
     fn over(&mut self, request: &RequestId) {
         self.deadlines.clear(request);
         if let Some(load) = self.requests.get(request).and_then(|entry| entry.load.as_ref())

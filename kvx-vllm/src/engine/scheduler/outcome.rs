@@ -125,12 +125,13 @@ impl Scheduler {
         lost: bool,
     ) -> Option<Outcome> {
         let load = self.requests.get_mut(&request)?.load.as_mut()?;
-        if !matches!(load.stage, LoadStage::Loading(_)) {
-            return None;
-        }
-        let LoadStage::Loading(allocation) = std::mem::replace(&mut load.stage, LoadStage::Over)
-        else {
-            return None;
+        let allocation = match std::mem::replace(&mut load.stage, LoadStage::Over) {
+            LoadStage::Loading(allocation) => allocation,
+            // Expected race: the load ended before the workers' report.
+            other => {
+                load.stage = other;
+                return None;
+            }
         };
         let end = load.end;
         self.over(&request);

@@ -78,6 +78,7 @@ impl Publishes {
 impl Scheduler {
     /// A request has ended, in whatever state it was. An engine with one KV cache group calls the same method.
     pub fn request_finished(&mut self, now: Time, request: &RequestId, ending: Ending) -> Finished {
+        // Requests without parameters are not known.
         let Some(entry) = self.requests.get(request) else { return Finished::default() };
         let (publishes, announced) = (entry.publishes, entry.announced);
         if !self.end_load(now, request) {

@@ -23,6 +23,7 @@ impl Worker {
 
     /// Finishes a load once nothing touches its blocks.
     pub(super) fn advance(&mut self, now: Time, request: &RequestId) {
+        // Expected race: the load ended while it waited for the handshake.
         let Some(receive) = self.receives.get(request) else { return };
         match &receive.stage {
             ReceiveStage::Reading(reading) if reading.unsettled > 0 => {}
@@ -52,8 +53,12 @@ impl Worker {
 
     /// Has the blocks of a load made what the engine reads.
     fn finish_blocks(&mut self, request: &RequestId) {
-        let Some(receive) = self.receives.get_mut(request) else { return };
-        let Some(connection) = receive.connection else { return };
+        let Some(receive) = self.receives.get_mut(request) else {
+            return debug_assert!(false, "advance finishes loads that exist");
+        };
+        let Some(connection) = receive.connection else {
+            return debug_assert!(false, "a load that reads has a connection");
+        };
         receive.stage = ReceiveStage::Finishing;
         let lists = receive.order.lists();
         self.actions.push_back(Action::Finish { request: request.clone(), connection, lists });
@@ -61,7 +66,9 @@ impl Worker {
 
     /// Reports a load, and forgets it.
     pub(super) fn finish(&mut self, now: Time, request: &RequestId) {
-        let Some(receive) = self.receives.remove(request) else { return };
+        let Some(receive) = self.receives.remove(request) else {
+            return debug_assert!(false, "each load ends once");
+        };
         self.deadlines.clear(request);
         if let Some(connection) = receive.connection {
             if let (ReceiveStage::Reading(reading), true, None) =
@@ -96,6 +103,7 @@ impl Worker {
 
     /// Nobody waits for a load any more; its blocks are wanted back.
     pub(super) fn cancel(&mut self, now: Time, request: &RequestId) {
+        // Expected race: the load ended before the engine cancelled it.
         let Some(receive) = self.receives.get_mut(request) else { return };
         if receive.cancelled {
             return;
@@ -114,7 +122,9 @@ impl Worker {
 
     /// Reports a load that has touched no block. The peer is still to be told, once it is connected to.
     fn give_back(&mut self, now: Time, request: &RequestId) {
-        let Some(receive) = self.receives.get_mut(request) else { return };
+        let Some(receive) = self.receives.get_mut(request) else {
+            return debug_assert!(false, "only loads that exist are given back");
+        };
         let local = std::mem::take(&mut receive.order.local);
         self.deadlines.set(request.clone(), now + self.settings.load_timeout);
         if !std::mem::replace(&mut receive.order.awaited, false) {
@@ -140,7 +150,9 @@ impl Worker {
     }
 
     pub(super) fn receive_timed_out(&mut self, now: Time, request: &RequestId) {
-        let Some(receive) = self.receives.get_mut(request) else { return };
+        let Some(receive) = self.receives.get_mut(request) else {
+            return debug_assert!(false, "the deadline of a load ends with it");
+        };
         let failure = match receive.stage {
             ReceiveStage::Awaiting { .. } => LoadFailure::NotPushed,
             _ => LoadFailure::Deadline,

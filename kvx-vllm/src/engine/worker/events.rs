@@ -33,6 +33,7 @@ impl Worker {
             Err(failure) => (Err(()), Some(failure)),
         };
         let clock = result.as_ref().ok().and_then(|plan| plan.clock);
+        // Expected race: another handshake has taken its place, or the worker was shut down.
         let Some(peer) = self.peers.connected(now, connection, result, &mut self.actions) else {
             return;
         };
@@ -93,6 +94,7 @@ impl Worker {
         now: Time,
         id: MoveId,
         result: Result<Transferred, MoveFailure>,
+        // Expected race: its transport has forgotten the move.
     ) {
         let Some(state) = self.moves.get_mut(&id).filter(|state| state.phase == MovePhase::Running)
         else {
@@ -141,6 +143,7 @@ impl Worker {
 
     /// Nothing touches the memory of a failed move any more.
     pub fn move_settled(&mut self, now: Time, id: MoveId) {
+        // Expected race: its transport has forgotten the move.
         let Some(state) = self.moves.get(&id).filter(|state| state.phase == MovePhase::Unsettled)
         else {
             return;
@@ -158,6 +161,7 @@ impl Worker {
                 MoveFailure { kind, settled: false, peer_is_gone: false, error: why.into() };
             self.move_resolved(now, id, Err(failure));
         }
+        // Expected race: the move has settled.
         let Some(state) = self.moves.get(&id).filter(|state| state.phase == MovePhase::Unsettled)
         else {
             return;
@@ -375,10 +379,13 @@ impl Worker {
     }
 
     pub(super) fn fence(&mut self, request: &RequestId) {
-        let Some(receive) = self.receives.get_mut(request) else { return };
+        let Some(receive) = self.receives.get_mut(request) else {
+            return debug_assert!(false, "advance fences loads that exist");
+        };
         let connection = receive.connection;
         receive.stage = ReceiveStage::Fencing;
         self.actions.push_back(Action::Fence { request: request.clone() });
+        // A load that waits for its handshake has not registered anywhere.
         let Some(connection) = connection else { return };
         // A kvx peer forgets the registration; others note that they know no such request.
         if let Some(bytes) =

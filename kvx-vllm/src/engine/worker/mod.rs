@@ -236,7 +236,9 @@ impl Worker {
 
     /// Tells all workers of a peer that it was connected to.
     fn tell_all(&mut self, connection: Connection, request: Option<&RequestId>, bytes: &Arc<[u8]>) {
-        let Some(plan) = self.peers.plan(connection) else { return };
+        let Some(plan) = self.peers.plan(connection) else {
+            return debug_assert!(false, "a connection in use has a plan");
+        };
         for rank in plan.ranks() {
             self.actions.push_back(Action::Notify {
                 connection,

@@ -220,7 +220,9 @@ impl Pushes {
     }
 
     fn unname(&mut self, request: &RequestId, side: fn(&mut Names) -> &mut BTreeSet<RequestId>) {
-        let Some(names) = self.names.get_mut(request.shared()) else { return };
+        let Some(names) = self.names.get_mut(request.shared()) else {
+            return debug_assert!(false, "each ready request and each registration has a name");
+        };
         side(names).remove(request);
         if names.ready.is_empty() && names.registered.is_empty() {
             self.names.remove(request.shared());
@@ -244,7 +246,9 @@ impl Worker {
         connection: Connection,
         plan: &PeerPlan,
     ) {
-        let Some(receive) = self.receives.get_mut(request) else { return };
+        let Some(receive) = self.receives.get_mut(request) else {
+            return debug_assert!(false, "begin registers loads that exist");
+        };
         let remote = &receive.order.remote;
         let blocks = receive.order.local.groups().iter().map(|group| group.to_vec()).collect();
         let mut registration = PushRegistration::new(request.as_str(), blocks);
@@ -371,6 +375,7 @@ impl Worker {
     }
 
     pub(super) fn find_decode(&mut self, now: Time, request: &RequestId) {
+        // Expected race: the push ended while it waited for the handshake.
         let Some(push) = self.pushes.running.get(request) else { return };
         let (peer, until) = (Arc::clone(&push.registration.peer), push.registration.until);
         match self.reach(now, &peer) {
@@ -394,7 +399,9 @@ impl Worker {
         connection: Connection,
         plan: &Arc<PeerPlan>,
     ) {
-        let Some(push) = self.pushes.running.get_mut(request) else { return };
+        let Some(push) = self.pushes.running.get_mut(request) else {
+            return debug_assert!(false, "find_decode writes pushes that exist");
+        };
         let paired =
             pair_push(plan, &push.registration.blocks, &push.blocks, &self.settings.groups);
         let groups = match paired.and_then(|paired| paired.push_moves()) {
@@ -449,7 +456,9 @@ impl Worker {
     }
 
     pub(super) fn write_over(&mut self, now: Time, id: MoveId) {
-        let Some(MoveState { request, .. }) = self.moves.remove(&id) else { return };
+        let Some(MoveState { request, .. }) = self.moves.remove(&id) else {
+            return debug_assert!(false, "each write ends once");
+        };
         if let Some(push) = self.pushes.running.get_mut(&request) {
             push.unsettled -= 1;
             if push.unsettled == 0 {
@@ -460,7 +469,9 @@ impl Worker {
 
     /// Nothing reads the blocks for this push any more. A failed one leaves them until the lease ends.
     fn push_over(&mut self, now: Time, request: &RequestId) {
-        let Some(push) = self.pushes.running.get_mut(request) else { return };
+        let Some(push) = self.pushes.running.get_mut(request) else {
+            return debug_assert!(false, "only pushes that exist end");
+        };
         let connection = push.connection.take();
         let (keeps, expired, lease_is_over) = (push.failed, push.expired, push.lease_is_over);
         let untold = std::mem::take(&mut push.untold).into_iter().filter(|_| !keeps);

@@ -59,6 +59,7 @@ impl Worker {
 
     /// Begins if the peer is known; waits for the handshake if not.
     pub(super) fn find_peer(&mut self, now: Time, request: &RequestId) {
+        // Expected race: the load ended while it waited for the handshake.
         let Some(peer) =
             self.receives.get(request).map(|receive| Arc::clone(&receive.order.remote.peer))
         else {
@@ -88,7 +89,9 @@ impl Worker {
     ) {
         let mode = self.settings.mode;
         let windows = &self.settings.groups;
-        let Some(receive) = self.receives.get_mut(request) else { return };
+        let Some(receive) = self.receives.get_mut(request) else {
+            return debug_assert!(false, "find_peer begins loads that exist");
+        };
         receive.connection = Some(connection);
         self.peers.hold(connection);
         if mode == TransferMode::Push {
@@ -200,12 +203,20 @@ impl Worker {
 
     /// The data of a read is there, and nothing touches its memory any more.
     pub(super) fn read_done(&mut self, now: Time, id: MoveId) {
-        let Some(state) = self.moves.get_mut(&id) else { return };
+        let Some(state) = self.moves.get_mut(&id) else {
+            return debug_assert!(false, "move_resolved ends moves that exist");
+        };
         let (request, lane) = (state.request.clone(), state.lane);
-        let Some(receive) = self.receives.get_mut(&request) else { return };
-        let Some(connection) = receive.connection else { return };
+        let Some(receive) = self.receives.get_mut(&request) else {
+            return debug_assert!(false, "a load outlives its reads");
+        };
+        let Some(connection) = receive.connection else {
+            return debug_assert!(false, "a load that reads has a connection");
+        };
         self.peers.proven(connection);
-        let ReceiveStage::Reading(reading) = &mut receive.stage else { return };
+        let ReceiveStage::Reading(reading) = &mut receive.stage else {
+            return debug_assert!(false, "a load with a read under way is reading");
+        };
         if reading.reference.is_some() && receive.failure.is_none() && !receive.cancelled {
             state.phase = MovePhase::Checking;
             self.actions.push_back(Action::ReadGenerations {
@@ -222,10 +233,16 @@ impl Worker {
 
     /// One part of one lane is right.
     fn part_done(&mut self, now: Time, id: MoveId) {
-        let Some(MoveState { request, lane, .. }) = self.moves.remove(&id) else { return };
-        let Some(receive) = self.receives.get_mut(&request) else { return };
+        let Some(MoveState { request, lane, .. }) = self.moves.remove(&id) else {
+            return debug_assert!(false, "each part ends once");
+        };
+        let Some(receive) = self.receives.get_mut(&request) else {
+            return debug_assert!(false, "a load outlives its reads");
+        };
         let (failed, connection) = (receive.failure.is_some(), receive.connection);
-        let ReceiveStage::Reading(reading) = &mut receive.stage else { return };
+        let ReceiveStage::Reading(reading) = &mut receive.stage else {
+            return debug_assert!(false, "a load with a read under way is reading");
+        };
         reading.unsettled -= 1;
         let lane = &mut reading.lanes[lane];
         lane.parts_left = lane.parts_left.saturating_sub(1);
@@ -242,7 +259,9 @@ impl Worker {
 
     /// One part of one lane is over without the right data.
     pub(super) fn part_failed(&mut self, now: Time, id: MoveId) {
-        let Some(MoveState { request, .. }) = self.moves.remove(&id) else { return };
+        let Some(MoveState { request, .. }) = self.moves.remove(&id) else {
+            return debug_assert!(false, "each part ends once");
+        };
         if let Some(ReceiveStage::Reading(reading)) =
             self.receives.get_mut(&request).map(|receive| &mut receive.stage)
         {
@@ -259,13 +278,16 @@ impl Worker {
         result: Result<(u64, &[u64]), String>,
     ) {
         let checking = |state: &&mut MoveState| state.phase == MovePhase::Checking;
+        // A repeated report of the same read changes nothing.
         let Some(state) = self.moves.get_mut(&id).filter(checking) else { return };
         let (request, lane) = (state.request.clone(), state.lane);
-        let Some(receive) = self.receives.get_mut(&request) else { return };
+        let Some(receive) = self.receives.get_mut(&request) else {
+            return debug_assert!(false, "a load outlives its reads");
+        };
         let ReceiveStage::Reading(Reading { paired, reference: Some(reference), lanes, .. }) =
             &receive.stage
         else {
-            return;
+            return debug_assert!(false, "a read whose generations are checked has a reference");
         };
         let expected: usize = paired.producer_blocks().iter().map(Indices::len).sum();
         let (failure, blocks, error) = match result {
@@ -277,7 +299,9 @@ impl Worker {
                     let Some((part, groups)) = state.reads.take().filter(|_| wanted) else {
                         return self.part_done(now, id);
                     };
-                    let Some(connection) = receive.connection else { return };
+                    let Some(connection) = receive.connection else {
+                        return debug_assert!(false, "a load that reads has a connection");
+                    };
                     state.phase = MovePhase::Hashing;
                     let words = paired.producer_numbers().zip(words.iter().copied()).collect();
                     let blocks = Arc::new(ReadBlocks { part, groups, pool, words });
@@ -312,6 +336,7 @@ impl Worker {
         id: MoveId,
         result: Result<Vec<u32>, String>,
     ) {
+        // A repeated report of the same read changes nothing.
         let Some(state) = self.moves.get(&id).filter(|state| state.phase == MovePhase::Hashing)
         else {
             return;
@@ -337,7 +362,9 @@ impl Worker {
 
     /// Tells all workers of the peer that their blocks are not wanted.
     fn tell_lanes(&mut self, request: &RequestId, connection: Connection, plan: &PeerPlan) {
-        let Some(receive) = self.receives.get(request) else { return };
+        let Some(receive) = self.receives.get(request) else {
+            return debug_assert!(false, "begin tells the peer of a load that exists");
+        };
         let remote = receive.order.remote.request.clone();
         let lanes = plan.lanes.iter().map(|lane| (lane.rank, lane.readers));
         for (rank, readers) in lanes.chain(plan.told.iter().copied()) {

@@ -244,7 +244,7 @@ impl State {
         if let Some(head) = &self.head {
             for (_, output) in outputs {
                 output.finished_recving.iter().for_each(|request| self.grants.end(request));
-                head.send(ToHead::Output(output));
+                head.send(ToHead::Output(Box::new(output)));
             }
             return (false, Vec::new());
         }

@@ -28,6 +28,8 @@ pub struct EngineOutput {
     pub failures: Vec<TransferFailure>,
     /// Of all workers.
     pub stats: TransferStats,
+    /// As in [`WorkerOutput`], of all workers.
+    pub unknown_requests: u64,
 }
 
 /// Which workers have said that a request is over, a bit for each.
@@ -106,6 +108,7 @@ impl OutputAggregator {
             );
             whole.failures.extend(output.failures);
             whole.stats.aggregate(output.stats);
+            whole.unknown_requests += output.unknown_requests;
         }
         let enough = |votes: &Votes| votes.count >= self.world_size;
         let sent = self

@@ -161,6 +161,9 @@ pub struct WorkerOutput {
     pub failures: Vec<TransferFailure>,
     /// What happened since the last output.
     pub stats: TransferStats,
+    /// Heartbeats and answers of peers for requests that this worker does not know. Many of them
+    /// only arrive late.
+    pub unknown_requests: u64,
 }
 
 impl WorkerOutput {
@@ -183,5 +186,6 @@ impl WorkerOutput {
             && self.clocks.is_empty()
             && self.failures.is_empty()
             && self.stats.is_empty()
+            && self.unknown_requests == 0
     }
 }

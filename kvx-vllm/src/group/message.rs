@@ -79,7 +79,7 @@ pub enum ToHead {
     /// They are: the metadata that peers are told, and whether they are told of copies on the host.
     Registered { metadata: Vec<u8>, host_copies: bool },
     /// What has happened.
-    Output(WorkerOutput),
+    Output(Box<WorkerOutput>),
     /// It lives.
     Alive,
     /// It has ended. Without a reason: nothing touches its memory any more.
@@ -256,7 +256,7 @@ impl ToHead {
         const WHAT: &str = "message of a rank to its engine";
         let (kind, body) = parts(WHAT, bytes)?;
         if kind == 3 {
-            return WorkerOutput::decode(body).map(ToHead::Output);
+            return WorkerOutput::decode(body).map(Box::new).map(ToHead::Output);
         }
         let mut reader = MsgpackReader::new(WHAT, body, MAX_STEP)?;
         let message = match kind {

@@ -174,6 +174,8 @@ impl WorkerOutput {
             })?,
             failures: reader.list(MAX_ORDERS, read_transfer_failure)?,
             stats: read_stats(&mut reader)?,
+            // Each process logs those of its own peers.
+            unknown_requests: 0,
         };
         reader.end()?;
         Ok(output)

@@ -115,7 +115,7 @@ pub(super) fn take_message(shared: &Shared, rank: WorkerRank, message: ToHead) -
             send(shared, rank, ToRank::GivenBack, None);
         }
         ToHead::Output(output) => {
-            with_remote(shared, rank, |remote| remote.take_report(output));
+            with_remote(shared, rank, |remote| remote.take_report(*output));
             shared.wake_up.notify_one();
         }
         ToHead::Raised(number) => {

@@ -425,8 +425,16 @@ impl MooncakeWorker {
         said: Said,
         why: &str,
     ) {
-        let Some(load) = self.loads.get_mut(request) else { return };
-        let Some(WorkerAnswer { said: before, .. }) = load.answers.get_mut(&pull) else { return };
+        let Some(load) = self.loads.get_mut(request) else {
+            // The load has ended, or the prefill names a request that does not exist.
+            self.output.unknown_requests += 1;
+            return;
+        };
+        let Some(WorkerAnswer { said: before, .. }) = load.answers.get_mut(&pull) else {
+            // The prefill names a request that it was not asked for in this question.
+            self.output.unknown_requests += 1;
+            return;
+        };
         if matches!(before, Said::Written | Said::Settled) || *before == said {
             return;
         }

@@ -324,12 +324,17 @@ impl Worker {
 
     /// A peer still wants a request. In push it knows only the part of the name that both engines share.
     fn renew(&mut self, now: Time, request: &str) {
-        if self.sends.renew(now, request) || self.settings.mode != TransferMode::Push {
+        if self.sends.renew(now, request) {
             return;
         }
         let name = RequestId::from(request);
-        let ours: Vec<_> = self.sends.of_shared_name(name.shared()).cloned().collect();
-        for request in ours {
+        let kept: Vec<_> = match self.settings.mode {
+            TransferMode::Pull => Vec::new(),
+            TransferMode::Push => self.sends.of_shared_name(name.shared()).cloned().collect(),
+        };
+        // The blocks have been released, or the peer names a request that never existed.
+        self.output.unknown_requests += u64::from(kept.is_empty());
+        for request in kept {
             self.sends.renew(now, request.as_str());
         }
     }

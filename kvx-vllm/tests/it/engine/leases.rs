@@ -146,6 +146,7 @@ fn a_heartbeat_extends_by_two_thirds_and_never_shortens() {
     prefill.notified(25.0, "d/0", b"HB:unknown,p-r");
     assert_eq!(prefill.worker.next_deadline(), Some(at(45.0)));
     assert_eq!(prefill.outcomes(44.0), []);
+    assert_eq!(prefill.last.unknown_requests, 1);
     assert_eq!(prefill.outcomes(45.0), [freed("p-r")]);
 }
 

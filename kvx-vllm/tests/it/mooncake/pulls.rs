@@ -40,6 +40,20 @@ fn one_question_to_the_bootstrap_server_and_one_for_all_requests_of_a_step() {
 }
 
 #[test]
+fn answers_for_requests_that_were_not_asked_for_are_counted_and_change_nothing() {
+    let mut decode = Rig::decode();
+    decode.loads(0.0, "d-1", "x-1", 100);
+    let asked = decode.queries(0.0, &directory("p", 1, 1));
+    decode.loads(0.1, "d-2", "x-2", 200);
+    decode.step(0.1);
+    decode.answered(0.2, asked[0].pull, &response(Continue, &["none"], &["d-2"]));
+    assert_eq!(decode.worker.get_finished(at(0.2)).unknown_requests, 2);
+    decode.answered(0.3, asked[0].pull, &response(Finish, &["d-1"], &[]));
+    assert_eq!(decode.outcomes(0.3), [loaded("d-1")]);
+    assert!(decode.scheduler.is_loading(&"d-2".into()));
+}
+
+#[test]
 fn every_worker_that_holds_a_part_is_asked_and_waited_for() {
     // (own rank, own size, prefill's tensor and pipeline size) and the workers that are asked.
     for (rank, tp, p_tp, p_pp, workers) in [

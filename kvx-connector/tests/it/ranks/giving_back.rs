@@ -116,7 +116,7 @@ fn a_rank_alone_registers_anew_under_a_lease(backend: &str) {
     // What was published holds something else on that rank now.
     decode.fetch("late", &params, &[1], Duration::from_secs(3)).join().unwrap_err();
     arrives(&mut prefill, &mut decode, 3, 6);
-    assert!(lease.wait_blocking(LIMIT).unwrap().is_free());
+    assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Expired);
     // The words are those of both ranks still: what is taken back is noticed.
     prefill.compute(4, &[7], BLOCK);
     let (lease, params) = prefill.publish("taken back", &[7], BLOCK).unwrap();
@@ -154,7 +154,7 @@ fn nothing_is_pushed_of_caches_that_were_given_back(backend: &str) {
     give_back(&mut prefill, 0);
     register(&mut prefill, 0, BLOCKS);
     decode.fetch("early", &params, &[1], Duration::from_secs(2)).join().unwrap_err();
-    assert!(lease.wait_blocking(LIMIT).unwrap().is_free());
+    assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
     let (lease, params) = publish(&mut prefill, "late", 2);
     decode.fetch("late", &params, &[1], LIMIT).join().unwrap();
     assert_eq!(decode.wrong(2, &[1], 0..BLOCK), 0);

@@ -1,5 +1,6 @@
 //! The worker's half: one for each tensor- and pipeline-parallel rank, beside the memory that moves.
 
+mod early;
 mod ending;
 mod events;
 mod load;

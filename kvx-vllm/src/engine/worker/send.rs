@@ -1,12 +1,12 @@
 //! Blocks that wait for a peer: until it has fetched them, or does not want them any more.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
-use std::time::Duration;
 
 use crate::config::LeaseTime;
 
 use super::super::settings::ConsumerRule;
+use super::early::EarlyCompletions;
 use crate::engine::deadlines::Deadlines;
 use crate::ids::RequestId;
 use crate::time::Time;
@@ -24,34 +24,30 @@ pub(super) enum Counted {
     Unknown,
 }
 
+/// The completions of one request.
 #[derive(Debug, Default)]
-struct Completions {
-    /// Who has said so: a repeated notification counts once.
+pub(super) struct Completions {
+    /// The senders: a repeated notification counts once.
     from: BTreeSet<Box<str>>,
+    /// The number of senders that complete the request; 0 before the first.
     expected: usize,
 }
 
 impl Completions {
-    fn add(&mut self, from: &str, expected: u32) -> bool {
+    pub(super) fn add(&mut self, from: &str, expected: u32) {
         self.expected = self.expected.max(expected as usize);
         self.from.insert(from.into());
-        self.from.len() >= self.expected
+    }
+
+    pub(super) fn senders(&self) -> usize {
+        self.from.len()
+    }
+
+    /// Returns whether all senders have completed.
+    fn are_complete(&self) -> bool {
+        self.expected > 0 && self.from.len() >= self.expected
     }
 }
-
-/// Completions of a request that this worker has not been told of.
-#[derive(Debug)]
-struct EarlyCompletions {
-    request: Box<str>,
-    since: Time,
-    completions: Completions,
-}
-
-/// How long early completions count, for how many requests they are remembered, and how long the
-/// names of these may be. What peers can have this worker hold is bounded by the last two.
-const EARLY_FOR: Duration = Duration::from_secs(2);
-const MAX_EARLY: usize = 64;
-const MAX_EARLY_NAME: usize = 256;
 
 #[derive(Debug)]
 struct KeptRequest {
@@ -68,12 +64,8 @@ pub(super) struct Sends {
     deadlines: Deadlines<RequestId>,
     /// Requests in prefill, with completions that have overtaken the word that their blocks are ready.
     prefilling: BTreeMap<RequestId, Completions>,
-    /// The oldest first; `None` where no completion can be early. A rank in a process of its own is
-    /// told of a publication by its engine, and a peer may read the blocks and say so before that
-    /// message arrives.
-    early: Option<VecDeque<EarlyCompletions>>,
-    /// The last requests that were kept. A completion for one of them is late, not early.
-    ended: VecDeque<RequestId>,
+    /// `None` where no completion can be early.
+    early: Option<EarlyCompletions>,
 }
 
 impl Sends {
@@ -86,7 +78,6 @@ impl Sends {
             deadlines: Deadlines::default(),
             prefilling: BTreeMap::new(),
             early: None,
-            ended: VecDeque::new(),
         }
     }
 
@@ -106,7 +97,8 @@ impl Sends {
         let prefilling = self.prefilling.remove(&request);
         let completions =
             prefilling.or_else(|| self.take_early(now, request.as_str())).unwrap_or_default();
-        if completions.expected > 0 && completions.from.len() >= completions.expected {
+        if completions.are_complete() {
+            self.note_end(request);
             return true;
         }
         self.deadlines.set(request.clone(), expires);
@@ -128,9 +120,14 @@ impl Sends {
             return Counted::OneOfSeveral;
         }
         let Some(kept) = self.kept.get_mut(request) else {
-            return self.add_early(now, request, expected, from);
+            let early = self.early.as_mut();
+            return match early.is_some_and(|early| early.add(now, request, expected, from)) {
+                true => Counted::Early,
+                false => Counted::Unknown,
+            };
         };
-        if !kept.completions.add(from, expected) {
+        kept.completions.add(from, expected);
+        if !kept.completions.are_complete() {
             return Counted::OneOfSeveral;
         }
         self.remove(request);
@@ -142,52 +139,21 @@ impl Sends {
         self.early.get_or_insert_default();
     }
 
-    /// Remembers a completion of a request that is not known yet.
-    fn add_early(&mut self, now: Time, request: &str, expected: u32, from: &str) -> Counted {
-        let is_late = self.ended.iter().any(|ended| ended.as_str() == request);
-        let Some(all) = self.early.as_mut().filter(|_| !is_late) else { return Counted::Unknown };
-        if request.len() > MAX_EARLY_NAME || from.len() > MAX_EARLY_NAME {
-            return Counted::Unknown;
-        }
-        all.retain(|early| now < early.since + EARLY_FOR);
-        let at = all.iter().position(|early| *early.request == *request).unwrap_or_else(|| {
-            if all.len() == MAX_EARLY {
-                all.pop_front();
-            }
-            let completions = Completions::default();
-            all.push_back(EarlyCompletions { request: request.into(), since: now, completions });
-            all.len() - 1
-        });
-        let completions = &mut all[at].completions;
-        if completions.from.len() < MAX_EARLY {
-            completions.add(from, expected);
-        }
-        Counted::Early
-    }
-
-    /// Takes the completions that arrived before the request did.
     fn take_early(&mut self, now: Time, request: &str) -> Option<Completions> {
-        let all = self.early.as_mut()?;
-        let at = all.iter().position(|early| *early.request == *request)?;
-        let early = all.remove(at)?;
-        (now < early.since + EARLY_FOR).then_some(early.completions)
+        self.early.as_mut()?.take(now, request)
     }
 
     /// Forgets a request whose blocks go.
     pub(super) fn remove(&mut self, request: &str) {
         if let Some((request, _)) = self.kept.remove_entry(request) {
             self.deadlines.clear(&request);
-            self.note_ended(request);
+            self.note_end(request);
         }
     }
 
-    /// Notes that a request is kept no more.
-    fn note_ended(&mut self, request: RequestId) {
-        if self.early.is_some() {
-            if self.ended.len() == MAX_EARLY {
-                self.ended.pop_front();
-            }
-            self.ended.push_back(request);
+    fn note_end(&mut self, request: RequestId) {
+        if let Some(early) = &mut self.early {
+            early.note_end(request);
         }
     }
 
@@ -230,7 +196,7 @@ impl Sends {
     pub(super) fn take_expired(&mut self, now: Time) -> Option<RequestId> {
         let request = self.deadlines.take_reached(now)?;
         self.kept.remove(&request);
-        self.note_ended(request.clone());
+        self.note_end(request.clone());
         Some(request)
     }
 

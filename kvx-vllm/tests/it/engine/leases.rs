@@ -358,6 +358,18 @@ fn a_late_completion_ends_no_later_lease_of_the_same_name() {
     assert_eq!(prefill.outcomes(7.0), []);
 }
 
+#[test]
+fn a_repeated_completion_of_a_request_that_ended_early_is_late() {
+    let mut prefill = Rig::new(settings("p"));
+    prefill.worker.accept_early_completions();
+    prefill.notified(0.5, "d/0", b"p-r:1");
+    prefill.prefill(1.0, "p-r", 40);
+    assert_eq!(prefill.outcomes(1.0), [freed("p-r")]);
+    prefill.notified(1.5, "d/0", b"p-r:1");
+    prefill.prefill(2.0, "p-r", 40);
+    assert_eq!(prefill.outcomes(2.0), []);
+}
+
 /// The names of requests that do not exist take little memory, however long and many they are.
 #[test]
 fn early_completions_of_long_names_are_not_remembered() {

@@ -220,7 +220,8 @@ pub(super) fn arrive<T>(
     wait: impl FnOnce(&mut Outcomes) -> T,
 ) -> Result<T, NotLoaded> {
     let settings = &shared.setup.settings;
-    shared.with_state(|state, now| {
+    let mut unsigned = None;
+    let arrived = shared.with_state(|state, now| {
         if state.is_closing() {
             return Err(NotLoaded::Closed);
         }
@@ -239,10 +240,17 @@ pub(super) fn arrive<T>(
         if let Some(params) = arrival.params.filter(|params| params.do_remote_prefill) {
             let engine = params.remote_engine_id.as_deref().unwrap_or_default();
             state.traces.arrived(now, request, engine);
-            state.note_unsigned(params, &shared.setup);
+            unsigned = state.note_unsigned(params, &shared.setup);
         }
         Ok(wait(&mut state.outcomes))
-    })
+    });
+    if let Some(host) = unsigned {
+        tracing::warn!(
+            "the engine at {host} does not sign its parameters, and they are taken because \
+             allow_unsigned_params names it: keep this server away from clients that could write their own"
+        );
+    }
+    arrived
 }
 
 impl fmt::Debug for Connector {

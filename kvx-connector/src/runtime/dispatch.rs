@@ -53,7 +53,7 @@ pub(super) fn take_turn(shared: &Shared) -> Turn {
     let mut guard = shared.state.lock();
     let state = &mut *guard;
     state.pass_on_ready(now, None);
-    let (news, wakers) = state.collect(now);
+    let collected = state.collect(now);
     let (mut actions, mut fills) = (Vec::new(), Vec::new());
     for (rank, held) in state.ranks.iter_mut() {
         fills.append(&mut held.take_fills());
@@ -79,9 +79,8 @@ pub(super) fn take_turn(shared: &Shared) -> Turn {
     let actions = state.defer_early(actions);
     let ranks = &state.ranks;
     let wanted = state.grants.take_wanted(|request| ranks.is_pending(request));
-    let line = state.metrics.line(now);
     let deadlines = ranks.iter().filter_map(|(_, held)| held.worker.next_deadline());
-    let next = deadlines.chain(state.scheduler.next_deadline(now)).chain(line).min();
+    let next = deadlines.chain(state.scheduler.next_deadline(now)).min();
     let closing = state.shutdown.begin().map(|deadline| {
         let (mut agents, mut remote) = (Vec::new(), Vec::new());
         for (_, held) in state.ranks.iter_mut() {
@@ -93,19 +92,21 @@ pub(super) fn take_turn(shared: &Shared) -> Turn {
         }
         ShutdownWork { deadline, agents, remote }
     });
-    let turn = Turn {
+    let mut turn = Turn {
         actions,
         new_agents: std::mem::take(&mut state.new_agents),
         spent: state.grants.take_spent(),
         wanted,
         fills,
         closing,
-        next: next.and_then(|next| shared.clock.moment(next)),
+        next: None,
         over: state.shutdown.result().is_some(),
     };
     drop(guard);
-    wakers.into_iter().for_each(Waker::wake);
-    if news {
+    let line = shared.metrics.lock().write(now, &collected.report);
+    turn.next = next.into_iter().chain(line).min().and_then(|next| shared.clock.moment(next));
+    collected.wakers.into_iter().for_each(Waker::wake);
+    if collected.has_news {
         shared.news_blocking.notify_all();
         shared.news.notify_waiters();
     }

@@ -6,12 +6,17 @@ use metrics::{
     Counter, Gauge, Histogram, Unit, describe_counter, describe_gauge, describe_histogram,
 };
 
-use kvx_vllm::engine::{METRICS, MOONCAKE_METRICS, Metric, Settings, Time, TransferStats};
+use super::refusal_log::RefusalLog;
+use kvx_vllm::engine::{
+    METRICS, MOONCAKE_METRICS, Metric, Settings, Time, TransferFailure, TransferStats,
+};
 
 /// Blocks that are neither free nor loaded: something may still write to them.
 const HELD: &str = "kvx_held_blocks";
 /// Blocks that are never free again: nobody can prove that nothing writes to them.
 const QUARANTINED: &str = "kvx_quarantined_blocks";
+/// Heartbeats and answers of peers for requests that no worker knows.
+const UNKNOWN: &str = "kvx_unknown_requests";
 /// What asking the side channel of a peer took: once for each connection, answered or not.
 pub(super) const HANDSHAKE: &str = "kvx_handshake_seconds";
 /// From the first thing to say to the line in the log.
@@ -37,6 +42,11 @@ pub fn describe_metrics() {
         Unit::Seconds,
         "Time until the side channel of a peer had answered"
     );
+    describe_counter!(
+        UNKNOWN,
+        Unit::Count,
+        "Heartbeats and answers of peers for requests that this engine does not know"
+    );
     describe_gauge!(HELD, Unit::Count, "Blocks of failed loads that a transfer may still write to");
     describe_gauge!(
         QUARANTINED,
@@ -45,11 +55,26 @@ pub fn describe_metrics() {
     );
 }
 
+/// What a turn has for the recorder and the log.
+#[derive(Default)]
+pub(super) struct Report {
+    pub(super) failures: Vec<TransferFailure>,
+    pub(super) stats: TransferStats,
+    /// Heartbeats and answers of peers for requests that no worker knows.
+    pub(super) unknown_requests: u64,
+    /// Blocks that something may still write to.
+    pub(super) held: usize,
+    /// Blocks that are never released.
+    pub(super) lost: usize,
+}
+
 /// The metrics of one engine, looked up once, and what its next line in the log says.
 pub(super) struct Metrics {
     meters: Vec<(&'static str, Meter)>,
     held: Gauge,
     quarantined: Gauge,
+    unknown: Counter,
+    unknown_log: RefusalLog,
     /// Under the names of a MooncakeConnector.
     mooncake: bool,
     unsaid: TransferStats,
@@ -77,13 +102,36 @@ impl Metrics {
             meters: named.iter().copied().map(|metric| (metric.name, meter(metric))).collect(),
             held: metrics::gauge!(HELD, &labels),
             quarantined: metrics::gauge!(QUARANTINED, &labels),
+            unknown: metrics::counter!(UNKNOWN, &labels),
+            unknown_log: RefusalLog::default(),
             unsaid: TransferStats::default(),
             due: Time::default(),
         }
     }
 
-    /// Tells the recorder what the workers did since the last time, and keeps it for the log.
-    pub(super) fn tell(&mut self, now: Time, stats: &TransferStats) {
+    /// Writes what a turn has for the recorder and the log. Returns when to call again, if there
+    /// is something left to log.
+    pub(super) fn write(&mut self, now: Time, report: &Report) -> Option<Time> {
+        for failure in &report.failures {
+            tracing::warn!("{failure}");
+        }
+        if report.unknown_requests > 0 {
+            self.unknown.increment(report.unknown_requests);
+            if let Some(unsaid) = self.unknown_log.count() {
+                let count = report.unknown_requests;
+                tracing::debug!(count, unsaid, "peers name requests that are not known here");
+            }
+        }
+        if !report.stats.is_empty() {
+            self.record(now, &report.stats);
+        }
+        self.held.set(report.held as f64);
+        self.quarantined.set(report.lost as f64);
+        self.line(now)
+    }
+
+    /// Records what the workers did since the last time, and keeps it for the log.
+    fn record(&mut self, now: Time, stats: &TransferStats) {
         let observations: Vec<_> = match self.mooncake {
             true => stats.mooncake_observations().collect(),
             false => stats.observations().collect(),
@@ -101,15 +149,9 @@ impl Metrics {
         self.unsaid.aggregate(stats.clone());
     }
 
-    /// Blocks that something may still write to, and those that are never given back.
-    pub(super) fn blocks(&self, held: usize, lost: usize) {
-        self.held.set(held as f64);
-        self.quarantined.set(lost as f64);
-    }
-
-    /// Writes the periodic line if it is due. Says when to call again, if there is something to
-    /// say.
-    pub(super) fn line(&mut self, now: Time) -> Option<Time> {
+    /// Writes the periodic line if it is due. Returns when to call again, if there is something to
+    /// log.
+    fn line(&mut self, now: Time) -> Option<Time> {
         if self.unsaid.is_empty() {
             return None;
         }
@@ -211,6 +253,10 @@ mod tests {
         Settings::new("e", kvx_vllm::engine::Address { host: "h".into(), port: 1 })
     }
 
+    fn at(seconds: u64) -> Time {
+        Time::from_origin(Duration::from_secs(seconds))
+    }
+
     fn stats() -> TransferStats {
         let mut stats = TransferStats::default();
         let (time, post) = (Duration::from_millis(20), Duration::from_millis(1));
@@ -224,7 +270,7 @@ mod tests {
         let told = Told::default();
         metrics::with_local_recorder(&told, || {
             describe_metrics();
-            Metrics::new("m", "e", &settings()).tell(Time::default(), &stats());
+            Metrics::new("m", "e", &settings()).record(Time::default(), &stats());
         });
         let wanted = [
             ("vllm:nixl_bytes_transferred", 4096.0),
@@ -243,19 +289,22 @@ mod tests {
             "{described:?}"
         );
         assert!(
-            [HELD, QUARANTINED, HANDSHAKE]
+            [HELD, QUARANTINED, UNKNOWN, HANDSHAKE]
                 .iter()
                 .all(|metric| described.iter().any(|name| name == metric))
         );
     }
 
     #[test]
-    fn gauges_show_the_last_that_was_said() {
+    fn gauges_show_the_last_value_and_counters_add_up() {
         let told = Told::default();
-        let metrics = metrics::with_local_recorder(&told, || Metrics::new("m", "e", &settings()));
-        metrics.blocks(4, 0);
-        metrics.blocks(1, 3);
+        let mut metrics =
+            metrics::with_local_recorder(&told, || Metrics::new("m", "e", &settings()));
+        let report = |held, lost| Report { held, lost, unknown_requests: 2, ..Report::default() };
+        metrics.write(at(1), &report(4, 0));
+        metrics.write(at(2), &report(1, 3));
         let told = told.take();
+        assert_eq!(told["kvx_unknown_requests model_name=m engine=e"], [2.0, 2.0]);
         assert_eq!(told["kvx_held_blocks model_name=m engine=e"], [4.0, 1.0]);
         assert_eq!(told["kvx_quarantined_blocks model_name=m engine=e"], [0.0, 3.0]);
     }
@@ -263,10 +312,9 @@ mod tests {
     #[test]
     fn the_line_comes_ten_seconds_after_the_first_thing_to_say_and_not_without_one() {
         let mut metrics = Metrics::new("m", "e", &settings());
-        let at = |seconds| Time::from_origin(Duration::from_secs(seconds));
         assert_eq!(metrics.line(at(5)), None);
-        metrics.tell(at(6), &stats());
-        metrics.tell(at(9), &stats());
+        metrics.record(at(6), &stats());
+        metrics.record(at(9), &stats());
         assert_eq!(metrics.line(at(15)), Some(at(16)));
         assert_eq!(metrics.unsaid.reduce().transfers, 2);
         assert_eq!(metrics.line(at(16)), None);

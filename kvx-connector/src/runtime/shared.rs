@@ -14,6 +14,7 @@ use super::clock::Clock;
 use super::group::HeadHandle;
 use super::link::PeerLink;
 use super::listening::PeerSockets;
+use super::metrics::Metrics;
 use super::mooncake::MooncakeState;
 use super::ranks::Ranks;
 use super::ranks::WorkerKind;
@@ -35,6 +36,8 @@ pub(super) struct Shared {
     pub(super) listening: Mutex<Option<PeerSockets>>,
     pub(super) mooncake: MooncakeState,
     pub(super) state: Mutex<State>,
+    /// Locked by the connector's thread alone, so that it may call the program's recorder.
+    pub(super) metrics: Mutex<Metrics>,
     /// Held while something is granted: once for each request.
     pub(super) granting: Mutex<()>,
     /// Held while blocks are published with digests: who finds a block published finds its digest.
@@ -81,6 +84,8 @@ impl Shared {
         runtime: tokio::runtime::Handle,
     ) -> Result<Self> {
         let state = State::new(&setup, Ranks::new(&setup.settings, ranks)?);
+        let engine = setup.data_parallel.to_string();
+        let metrics = Metrics::new(&setup.factors.model, &engine, &setup.settings);
         let side_client = SideClient::new(clock, secret.clone(), setup.settings.ports);
         Ok(Shared {
             clock,
@@ -91,6 +96,7 @@ impl Shared {
             listening: Mutex::default(),
             mooncake: MooncakeState::default(),
             state: Mutex::new(state),
+            metrics: Mutex::new(metrics),
             granting: Mutex::default(),
             digesting: Mutex::default(),
             wake_up: Notify::new(),

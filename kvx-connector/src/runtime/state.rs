@@ -10,7 +10,7 @@ use tracing::Span;
 
 use super::grants::Grants;
 use super::group::{Gathering, HeadHandle, RemoteRank};
-use super::metrics::Metrics;
+use super::metrics::Report;
 use super::outcomes::{Outcomes, Released};
 use super::publication::Publication;
 use super::ranks::Ranks;
@@ -92,7 +92,6 @@ pub(super) struct State {
     deferred: Vec<(WorkerRank, WorkerAction, Span)>,
     /// Agents whose notifications nobody receives yet.
     pub(super) new_agents: Vec<(WorkerRank, Agent)>,
-    pub(super) metrics: Metrics,
     pub(super) traces: Traces,
     /// Hosts of engines that do not sign, which the log has named: no more than
     /// `allow_unsigned_params` lists.
@@ -104,6 +103,15 @@ pub(super) struct ConnectorEnd {
     pub(super) wakers: Vec<Waker>,
     pub(super) tickets: Vec<Ticket>,
     pub(super) gathering: Option<Gathering>,
+}
+
+/// What the workers have reported, for the part of a turn that is done without the lock.
+#[derive(Default)]
+pub(super) struct Collected {
+    /// Whether the engine has new outcomes.
+    pub(super) has_news: bool,
+    pub(super) wakers: Vec<Waker>,
+    pub(super) report: Report,
 }
 
 impl State {
@@ -122,7 +130,6 @@ impl State {
             shutdown: Shutdown::default(),
             deferred: Vec::new(),
             new_agents: Vec::new(),
-            metrics: Metrics::new(&setup.factors.model, &setup.data_parallel.to_string(), settings),
             traces: Traces::default(),
             unsigned: BTreeSet::new(),
         }
@@ -206,20 +213,19 @@ impl State {
         Ok(())
     }
 
-    /// Logs once that a host's parameters are not signed, and are used all the same.
-    pub(super) fn note_unsigned(&mut self, params: &TransferParams, setup: &Setup) {
+    /// Notes that a host's parameters are not signed, and are used all the same. Returns the host
+    /// the first time.
+    pub(super) fn note_unsigned(
+        &mut self,
+        params: &TransferParams,
+        setup: &Setup,
+    ) -> Option<String> {
         let trust = &setup.settings.trust;
         let names_blocks = params.remote_block_ids.is_some();
         let unsigned = trust.has_secret() && names_blocks && params.kvx_signature.is_none();
-        if let Some(host) =
-            params.remote_host.clone().filter(|host| unsigned && trust.allows_unsigned(host))
-            && self.unsigned.insert(host.clone())
-        {
-            tracing::warn!(
-                "the engine at {host} does not sign its parameters, and they are taken because \
-                 allow_unsigned_params names it: keep this server away from clients that could write their own"
-            );
-        }
+        let host = params.remote_host.clone();
+        let host = host.filter(|host| unsigned && trust.allows_unsigned(host))?;
+        self.unsigned.insert(host.clone()).then_some(host)
     }
 
     /// Gives all workers what the scheduler has ready for them, of one request or of all.
@@ -237,47 +243,48 @@ impl State {
         meta.receive.iter().for_each(|order| self.traces.ordered(now, &order.request));
     }
 
-    /// Takes the workers' reports through the scheduler to their receivers. Returns whether the
-    /// engine has new outcomes, and the tasks to wake.
-    pub(super) fn collect(&mut self, now: Time) -> (bool, Vec<Waker>) {
+    /// Takes the workers' reports through the scheduler to their receivers.
+    pub(super) fn collect(&mut self, now: Time) -> Collected {
         let mut outputs = self.ranks.take_outputs(now);
+        let mut collected = Collected::default();
         if let Some(head) = &self.head {
-            for (_, output) in outputs {
+            for (_, mut output) in outputs {
+                collected.report.unknown_requests += std::mem::take(&mut output.unknown_requests);
+                if output.is_empty() {
+                    continue;
+                }
                 output.finished_recving.iter().for_each(|request| self.grants.end(request));
                 head.send(ToHead::Output(Box::new(output)));
             }
-            return (false, Vec::new());
+            return collected;
         }
         for (_, output) in &mut outputs {
             // Expected race: a worker reports blocks that were taken back meanwhile.
             output.finished_sending.retain(|request| self.scheduler.is_sending(request));
         }
         let mut output = self.aggregator.add(outputs);
-        for failure in std::mem::take(&mut output.failures) {
-            if failure.kind == FailureKind::LeaseExpired {
-                // Each worker reports it; expected race: the lease was taken back meanwhile.
-                let is_new =
-                    |request| self.scheduler.is_sending(request) && self.outcomes.expire(request);
-                if !failure.request.as_ref().is_some_and(is_new) {
-                    continue;
-                }
-            }
-            tracing::warn!("{failure}");
-        }
+        let mut failures = std::mem::take(&mut output.failures);
+        failures.retain(|failure| {
+            // Each worker reports it; expected race: the lease was taken back meanwhile.
+            let is_new =
+                |request| self.scheduler.is_sending(request) && self.outcomes.expire(request);
+            failure.kind != FailureKind::LeaseExpired
+                || failure.request.as_ref().is_some_and(is_new)
+        });
         let stats = std::mem::take(&mut output.stats);
-        if !stats.is_empty() {
-            self.metrics.tell(now, &stats);
-        }
+        let unknown_requests = output.unknown_requests;
         let mut outcomes = self.scheduler.update_connector_output(now, output);
         outcomes.extend(self.scheduler.poll(now));
-        self.metrics.blocks(self.scheduler.blocks_held(), self.scheduler.blocks_lost());
+        let (held, lost) = (self.scheduler.blocks_held(), self.scheduler.blocks_lost());
+        collected.report = Report { failures, stats, unknown_requests, held, lost };
         let before = self.outcomes.queued();
-        let mut wakers: Vec<_> =
-            outcomes.into_iter().filter_map(|outcome| self.deliver(outcome)).collect();
+        let wakers = outcomes.into_iter().filter_map(|outcome| self.deliver(outcome));
+        collected.wakers = wakers.collect();
         for outcome in self.publication.take_raised(&self.ranks) {
-            wakers.extend(self.outcomes.deliver(outcome));
+            collected.wakers.extend(self.outcomes.deliver(outcome));
         }
-        (self.outcomes.queued() > before, wakers)
+        collected.has_news = self.outcomes.queued() > before;
+        collected
     }
 
     /// Delivers an outcome, or delays it until ranks on other hosts know of it. Returns the task to

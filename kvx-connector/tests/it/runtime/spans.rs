@@ -80,7 +80,14 @@ fn a_load_has_one_span_with_its_phases_and_a_failure_a_line() {
     ] {
         assert!(closed[0].contains(field), "{field}: {}", closed[0]);
     }
-    let failures = lines("NIXL transfer failure: transfer_failed");
+    // The line of a failure may be written after its outcome has been delivered.
+    let failures = loop {
+        let failures = lines("NIXL transfer failure: transfer_failed");
+        if !failures.is_empty() || Instant::now() > until {
+            break failures;
+        }
+        std::thread::yield_now();
+    };
     assert!(
         failures.iter().any(|line| line.contains("\"remote_request_id\":\"late\"")),
         "{failures:?}"

@@ -296,7 +296,8 @@ impl Agent {
     /// A handle to the agent that `metadata` describes; also to this one itself. Returns at once and connects behind:
     /// see [`Peer::ready`]. A handle to the same incarnation that is not lost is shared and updated; what kept it from
     /// a link and may have passed (a limit of this process, a peer that was full) is tried again, as by each post that
-    /// finds no link.
+    /// finds no link. After a transfer has failed with `PeerLost`, await [`Peer::loss`] first: the old handle is shared
+    /// until then.
     ///
     /// # Errors
     /// `Malformed`, `Incompatible`; `Closed`, `Forked`.

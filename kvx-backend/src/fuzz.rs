@@ -6,7 +6,7 @@ use kvx_core::{Identity, Incarnation, Secret, Sender};
 
 use crate::control::proof::{Keys, PROOF};
 use crate::control::{ControlMessage, Greeting, VERSIONS, verify_hello};
-use crate::reactor::Outbox;
+use crate::reactor::{DetachedWork, Outbox, Progress, Queued, Turn};
 
 /// The targets, by the names of their corpora.
 pub const TARGETS: &[(&str, fn(&[u8]))] =
@@ -69,7 +69,7 @@ pub fn handshake(bytes: &[u8]) {
         }
     };
     let (version, body, claim) =
-        greeted.welcome(&theirs, b"news").expect("the system has random numbers");
+        greeted.welcome.complete(&theirs, b"news").expect("the system has random numbers");
     let (welcome, is_altered) = altered(1, &body);
     match greeting.verify_welcome(version, &welcome) {
         Ok((rest, proof)) => {
@@ -113,6 +113,15 @@ pub fn deliver(outbox: &mut Outbox) {
 /// Like [`deliver`], to these `events`.
 pub fn deliver_to(outbox: &mut Outbox, events: &dyn Events) {
     outbox.deliver(events);
+}
+
+/// Has a machine take a turn, as the reactor has it, on the calling thread.
+pub fn turn<P: Progress>(machine: &mut P, out: &mut Outbox) -> Turn {
+    while let Some(mut work) = machine.next_work(out) {
+        work.run();
+        work.rejoin(machine, out);
+    }
+    machine.progress(&Queued::default(), out)
 }
 
 #[cfg(test)]

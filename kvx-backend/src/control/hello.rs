@@ -101,8 +101,15 @@ pub struct VerifiedHello<'a> {
     pub from: Identity,
     /// The part of the initiator's transport.
     pub rest: &'a [u8],
+    /// The answer, which may be sent later.
+    pub welcome: WelcomeDraft,
+}
+
+/// The answer to a verified hello, without the part of the target's transport.
+#[derive(Debug)]
+pub struct WelcomeDraft {
     version: u16,
-    said: &'a [u8],
+    said: Vec<u8>,
 }
 
 /// A hello that is rejected.
@@ -148,7 +155,8 @@ pub fn verify_hello<'a>(
         || keys.secret(GREETS, &[&offered, said]).is_some_and(|claim| claim.holds(of_secret));
     if keys.both(GREETS, &[&offered, said]).holds(&proof) {
         let (from, rest) = taken_apart(said).map_err(|why| turned_away(why, refusal()))?;
-        return Ok(VerifiedHello { from, rest, version: versions.1.min(VERSIONS.1), said });
+        let welcome = WelcomeDraft { version: versions.1.min(VERSIONS.1), said: said.to_vec() };
+        return Ok(VerifiedHello { from, rest, welcome });
     }
     let mut away = turned_away(unauthenticated(), refusal());
     if knows_secret() {
@@ -203,19 +211,21 @@ impl<'a> VerifiedHello<'a> {
             rest: None,
         }))
     }
+}
 
+impl WelcomeDraft {
     /// Returns the version that both speak, the body of [`ControlMessage::Welcome`], and the claim
     /// that [`ControlMessage::Confirm`] must prove before the link is up.
     ///
     /// # Errors
     /// The operating system gave no random bytes.
-    pub fn welcome(&self, keys: &Keys, rest: &[u8]) -> Result<(u16, Vec<u8>, Claim)> {
+    pub fn complete(self, keys: &Keys, rest: &[u8]) -> Result<(u16, Vec<u8>, Claim)> {
         let mut said = random_key()?.to_vec();
         said.put(rest);
         let mut body = Vec::with_capacity(said.len() + 40);
         body.put_block(&said);
-        body.put(&keys.both(WELCOMES, &[self.said, &said]).proof());
-        Ok((self.version, body, keys.both(CONFIRMS, &[self.said, &said])))
+        body.put(&keys.both(WELCOMES, &[&self.said, &said]).proof());
+        Ok((self.version, body, keys.both(CONFIRMS, &[&self.said, &said])))
     }
 }
 
@@ -251,7 +261,7 @@ mod tests {
         match verify_hello(theirs, VERSIONS, &body) {
             Ok(greeted) => {
                 assert_eq!((&greeted.from, greeted.rest), (&me(), &b"an address"[..]));
-                let (version, body, claim) = greeted.welcome(theirs, b"news").unwrap();
+                let (version, body, claim) = greeted.welcome.complete(theirs, b"news").unwrap();
                 let (rest, proof) = greeting.verify_welcome(version, &body)?;
                 assert_eq!(rest, b"news");
                 assert!(claim.holds(&proof) && !claim.holds(&[0; 32]));
@@ -308,8 +318,12 @@ mod tests {
             altered[bit / 8] ^= 1 << (bit % 8);
             assert!(verify_hello(&target, VERSIONS, &altered).is_err(), "bit {bit}");
         }
-        let (version, body, _) =
-            verify_hello(&target, VERSIONS, &body).ok().unwrap().welcome(&target, b"news").unwrap();
+        let (version, body, _) = verify_hello(&target, VERSIONS, &body)
+            .ok()
+            .unwrap()
+            .welcome
+            .complete(&target, b"news")
+            .unwrap();
         for bit in 0..8 * body.len() {
             let mut altered = body.clone();
             altered[bit / 8] ^= 1 << (bit % 8);
@@ -325,11 +339,19 @@ mod tests {
     fn a_recorded_hello_is_asked_for_a_proof_that_it_does_not_have() {
         let target = keys(1, A);
         let (greeting, hello) = Greeting::new(&me(), keys(1, A), b"").unwrap();
-        let (version, welcome, _) =
-            verify_hello(&target, VERSIONS, &hello).ok().unwrap().welcome(&target, b"").unwrap();
+        let (version, welcome, _) = verify_hello(&target, VERSIONS, &hello)
+            .ok()
+            .unwrap()
+            .welcome
+            .complete(&target, b"")
+            .unwrap();
         let (_, recorded) = greeting.verify_welcome(version, &welcome).unwrap();
-        let (_, _, again) =
-            verify_hello(&target, VERSIONS, &hello).ok().unwrap().welcome(&target, b"").unwrap();
+        let (_, _, again) = verify_hello(&target, VERSIONS, &hello)
+            .ok()
+            .unwrap()
+            .welcome
+            .complete(&target, b"")
+            .unwrap();
         assert!(!again.holds(&recorded));
     }
 
@@ -341,7 +363,10 @@ mod tests {
             assert_eq!(away.refusal.kind, ErrorKind::Incompatible, "{versions:?}");
         }
         let (_, body) = Greeting::offering((0, 9), &me(), keys(1, None), b"").unwrap();
-        assert_eq!(verify_hello(&keys(1, None), (0, 9), &body).ok().unwrap().version, VERSIONS.1);
+        assert_eq!(
+            verify_hello(&keys(1, None), (0, 9), &body).ok().unwrap().welcome.version,
+            VERSIONS.1
+        );
     }
 
     #[test]

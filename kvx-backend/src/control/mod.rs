@@ -50,7 +50,7 @@ pub mod violations;
 
 pub use grants::{GrantedRegions, ImportState, ImportedRegions, Recalls, RegionTable};
 pub use held::{ENTRY_OVERHEAD, HeldBytes};
-pub use hello::{Greeting, Rejection, VERSIONS, VerifiedHello, verify_hello};
+pub use hello::{Greeting, Rejection, VERSIONS, VerifiedHello, WelcomeDraft, verify_hello};
 pub use messages::{ControlMessage, FIRST_TRANSPORT_NUMBER, MAX_MESSAGE};
 pub use notices::{NoticesFromPeer, NoticesToPeer, WINDOW};
 pub use refusal::Refusal;

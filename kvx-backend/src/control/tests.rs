@@ -105,7 +105,8 @@ impl Link {
             ControlMessage::Hello { versions, body } => {
                 let answer = match verify_hello(&keys("owner"), versions, body) {
                     Ok(greeted) => {
-                        let (version, body, claim) = greeted.welcome(&keys("owner"), b"")?;
+                        let (version, body, claim) =
+                            greeted.welcome.complete(&keys("owner"), b"")?;
                         self.confirmed = Some(claim);
                         ControlMessage::Welcome { version, body: &body }.encode()
                     }

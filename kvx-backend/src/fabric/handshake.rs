@@ -233,7 +233,7 @@ impl<F: Fabric> Machine<F> {
         let mut own = Vec::new();
         self.process.encode(&mut own);
         let heard = heard.and_then(|greeted| greeted.admit(accepted, MAX_ACCEPTED));
-        let welcome = heard.map(|greeted| greeted.welcome(&self.keys, &own));
+        let welcome = heard.map(|greeted| greeted.welcome.complete(&self.keys, &own));
         match welcome {
             Ok(Ok((version, body, claim))) => {
                 session.awaited = Some(claim);

@@ -515,7 +515,7 @@ fn a_link_whose_proof_cannot_be_sent_does_not_come_up() {
     let Ok(verified) = verify_hello(&keys, versions, body) else { panic!("it was invited") };
     let mut process = Vec::new();
     ProcessId::current().encode(&mut process);
-    let (version, body, _) = verified.welcome(&keys, &process).unwrap();
+    let (version, body, _) = verified.welcome.complete(&keys, &process).unwrap();
     let welcome = ControlMessage::Welcome { version, body: &body }.encode();
     machine.fabric.unreachable = true;
     take(&mut machine, frame(header.from, 77, 0, &welcome));

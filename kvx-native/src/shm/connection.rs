@@ -5,10 +5,10 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::control::proof::Claim;
+use kvx_backend::control::proof::{Claim, Proof};
 use kvx_backend::control::{
     ENTRY_OVERHEAD, GrantedRegions, Greeting, HeldBytes, ImportedRegions, NoticesFromPeer,
-    NoticesToPeer, Silence,
+    NoticesToPeer, Silence, WelcomeDraft,
 };
 use kvx_core::backend::fork::Private;
 use kvx_core::backend::{BoundPlan, RegionKey, Ticket};
@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use super::error::error;
 use super::host::PeerProcess;
 use super::memory::{CopyMethod, PeerRegion, Regions};
-use super::messages::Message;
+use super::messages::{Message, Probe};
 use super::shared_link::{Import, SharedLink};
 use super::socket::{self, Poller, Ready};
 use super::window::{PeerWatch, Window};
@@ -62,6 +62,20 @@ pub(crate) enum End {
     Ours,
 }
 
+/// A handshake that waits until this end has probed the other end's memory.
+pub(crate) struct Probing {
+    pub(crate) probe: Probe,
+    pub(crate) then: AfterProbe,
+}
+
+/// The continuation of a handshake after the probe.
+pub(crate) enum AfterProbe {
+    /// This end answers the hello of an initiator.
+    Welcome { from: Identity, draft: WelcomeDraft },
+    /// This end confirms the welcome of a target, which has probed this end's memory.
+    Confirm { proof: Proof, theirs: Result<()> },
+}
+
 /// A link that waits for space in the peer's queue of clients.
 pub(crate) struct Connecting {
     pub(crate) link: Arc<SharedLink>,
@@ -96,6 +110,7 @@ pub(crate) struct Connection {
     pub(crate) phase: Phase,
     /// The greeting of this end, until it is answered.
     pub(crate) greeting: Option<Greeting>,
+    pub(crate) probing: Option<Probing>,
     /// The claim that the peer must prove before the connection is up.
     pub(crate) awaited: Option<Claim>,
     /// The link it carries; `None` on the target's side.
@@ -157,6 +172,7 @@ impl Connection {
             process: Arc::new(process),
             phase: Phase::Hello(now + patience),
             greeting: None,
+            probing: None,
             awaited: None,
             link,
             peer: None,

@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use kvx_backend::control::errors::malformed;
 use kvx_backend::control::proof::unauthenticated;
 use kvx_backend::control::{ControlMessage, Greeting, Refusal, VERSIONS, verify_hello};
-use kvx_backend::reactor::Outbox;
+use kvx_backend::reactor::{DetachedWork, Outbox};
 use kvx_core::backend::LinkState;
 use kvx_core::backend::fork::Private;
 use kvx_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 
 use super::address::name_socket_name;
-use super::connection::{Connecting, Connection, End, Phase};
+use super::connection::{AfterProbe, Connecting, Connection, End, Phase, Probing};
 use super::copy;
 use super::error::{NAME, error, foreign_off, no_connection, refused};
 use super::host::{PeerProcess, our_uid};
@@ -209,31 +209,22 @@ impl Machine {
         versions: (u16, u16),
         body: &[u8],
     ) -> Result<()> {
-        if self.connections[at].awaited.is_some() {
+        let connection = &self.connections[at];
+        if connection.awaited.is_some() || connection.probing.is_some() {
             return Err(malformed("a second hello"));
         }
-        let own_probe = self.probe();
         let heard = verify_hello(&self.keys, versions, body);
         let heard = heard.and_then(|greeted| greeted.admit(self.count_served(), MAX_ACCEPTED));
-        let connection = &mut self.connections[at];
         let greeted = match heard {
             Ok(greeted) => greeted,
             Err(away) => {
-                connection.send(&self.poller, away.message());
+                self.connections[at].send(&self.poller, away.message());
                 return Err(away.why);
             }
         };
-        let reachability = check_reachability(
-            self.config.foreign_memory,
-            connection,
-            &Probe::of_hello(greeted.rest)?,
-            "the initiator's memory is no kvx pool, and the target cannot read it",
-        );
-        let rest = own_probe.welcome_rest(&reachability.as_ref().copied().map_err(Refusal::from));
-        let (version, body, claim) = greeted.welcome(&self.keys, &rest)?;
-        connection.peer = Some(greeted.from);
-        connection.awaited = Some(claim);
-        connection.send(&self.poller, ControlMessage::Welcome { version, body: &body });
+        let probe = Probe::of_hello(greeted.rest)?;
+        let then = AfterProbe::Welcome { from: greeted.from, draft: greeted.welcome };
+        self.probe_later(at, Probing { probe, then });
         Ok(())
     }
 
@@ -248,32 +239,95 @@ impl Machine {
     }
 
     /// The target takes us in. Errors: `Malformed` when it is not whom we wanted.
-    pub(crate) fn take_welcome(
-        &mut self,
-        at: usize,
-        version: u16,
-        body: &[u8],
-        out: &mut Outbox,
-    ) -> Result<()> {
-        let connection = &mut self.connections[at];
-        let (Some(link), Some(greeting)) = (connection.link.clone(), connection.greeting.take())
-        else {
+    pub(crate) fn take_welcome(&mut self, at: usize, version: u16, body: &[u8]) -> Result<()> {
+        let Some(greeting) = self.connections[at].greeting.take() else {
             return Err(malformed("a second welcome"));
         };
         let (rest, proof) = greeting.verify_welcome(version, body)?;
-        let (probe, reads_us) = Probe::of_welcome(rest)?;
-        let ours = check_reachability(
-            self.config.foreign_memory,
-            connection,
-            &probe,
-            "the peer's memory is no kvx pool, and cannot be read from here",
+        let (probe, theirs) = Probe::of_welcome(rest)?;
+        let then = AfterProbe::Confirm { proof, theirs: theirs.map_err(refused) };
+        self.probe_later(at, Probing { probe, then });
+        Ok(())
+    }
+
+    fn probe_later(&mut self, at: usize, probing: Probing) {
+        self.connections[at].probing = Some(probing);
+        self.to_probe.push_back(at);
+    }
+
+    /// Begins the next probe.
+    pub(crate) fn next_probe(&mut self) -> Option<ProbeWork> {
+        while let Some(at) = self.to_probe.pop_front() {
+            // Expected: the connection has ended, and another may have its place.
+            let Some(connection) = self.connections.get_mut(at) else { continue };
+            let Some(probing) = connection.probing.take() else { continue };
+            let work = ProbeWork {
+                pid: connection.process.pid,
+                allowed: self.config.foreign_memory,
+                probe: probing.probe,
+                unreadable: match probing.then {
+                    AfterProbe::Welcome { .. } => {
+                        "the initiator's memory is no kvx pool, and the target cannot read it"
+                    }
+                    AfterProbe::Confirm { .. } => {
+                        "the peer's memory is no kvx pool, and cannot be read from here"
+                    }
+                },
+                reachability: Ok(()),
+            };
+            self.probed = Some((at, probing));
+            return Some(work);
+        }
+        None
+    }
+
+    /// Abandons the probe that is under way: it hangs.
+    pub(crate) fn abandon_probe(&mut self, out: &mut Outbox) {
+        let hangs = error(
+            ErrorKind::Unsupported,
+            "unresolved page fault in the memory by which the other end shows that it can be read",
         );
-        let theirs = reads_us.map_err(refused);
-        link.reachability.set(Reachability { ours, theirs }).ok(); // a handshake ends once
-        connection.peer = Some(link.peer.clone());
-        connection.phase = Phase::Up;
-        connection.send(&self.poller, ControlMessage::Confirm { proof });
-        out.link(link.id, LinkState::Up);
+        self.take_probe(Err(hangs), out);
+    }
+
+    /// Continues the handshake whose probe was under way.
+    fn take_probe(&mut self, reachability: Result<()>, out: &mut Outbox) {
+        let Some((at, probing)) = self.probed.take() else {
+            return debug_assert!(false, "a probe is under way");
+        };
+        if let Err(reason) = self.continue_handshake(at, probing.then, reachability, out) {
+            self.cut_off(at, reason, out);
+        }
+    }
+
+    fn continue_handshake(
+        &mut self,
+        at: usize,
+        then: AfterProbe,
+        ours: Result<()>,
+        out: &mut Outbox,
+    ) -> Result<()> {
+        let own_probe = self.probe();
+        let connection = &mut self.connections[at];
+        match then {
+            AfterProbe::Welcome { from, draft } => {
+                let rest = own_probe.welcome_rest(&ours.map_err(|error| Refusal::from(&error)));
+                let (version, body, claim) = draft.complete(&self.keys, &rest)?;
+                connection.peer = Some(from);
+                connection.awaited = Some(claim);
+                connection.send(&self.poller, ControlMessage::Welcome { version, body: &body });
+            }
+            AfterProbe::Confirm { proof, theirs } => {
+                let Some(link) = connection.link.clone() else {
+                    return Err(malformed("a welcome to a target"));
+                };
+                link.reachability.set(Reachability { ours, theirs }).ok(); // a handshake ends once
+                connection.peer = Some(link.peer.clone());
+                connection.phase = Phase::Up;
+                connection.send(&self.poller, ControlMessage::Confirm { proof });
+                out.link(link.id, LinkState::Up);
+            }
+        }
         Ok(())
     }
 
@@ -301,18 +355,35 @@ impl Machine {
     }
 }
 
-/// Returns whether we can read the memory of the process at the other end.
-fn check_reachability(
+/// A check whether this end can read the memory of the process at the other end.
+///
+/// The other end names the address. The page there may never arrive, so the check is detached work.
+pub(crate) struct ProbeWork {
+    pid: i32,
+    /// Whether the options allow memory that is no pool.
     allowed: bool,
-    connection: &Connection,
-    probe: &Probe,
-    whom: &str,
-) -> Result<()> {
-    match (allowed, probe.address) {
-        (false, _) => Err(foreign_off("in this process")),
-        (true, 0) => Err(foreign_off("in the peer's process")),
-        _ => copy::probe(connection.process.pid, probe, whom),
+    probe: Probe,
+    /// The beginning of the error if it cannot be read.
+    unreadable: &'static str,
+    reachability: Result<()>,
+}
+
+impl DetachedWork<Machine> for ProbeWork {
+    fn run(&mut self) {
+        self.reachability = match (self.allowed, self.probe.address) {
+            (false, _) => Err(foreign_off("in this process")),
+            (true, 0) => Err(foreign_off("in the peer's process")),
+            _ => copy::probe(self.pid, &self.probe, self.unreadable),
+        };
     }
+
+    fn rejoin(self, machine: &mut Machine, out: &mut Outbox) {
+        machine.take_probe(self.reachability, out);
+    }
+
+    fn rejoin_late(&mut self, _: &mut Machine) {}
+
+    fn release(self) {}
 }
 
 fn nobody_listens() -> Error {

@@ -18,7 +18,7 @@ use kvx_backend::control::violations::{
     HandshakeStage, Violation, greet, prove, random_message, violations,
 };
 use kvx_backend::control::{ControlMessage as Shared, Refusal, verify_hello};
-use kvx_testkit::Random;
+use kvx_testkit::{HungPage, Random, skip};
 
 use super::messages::{Location, Message, Probe, RegionAccess};
 use super::socket::{self, RecvOutcome};
@@ -68,6 +68,35 @@ impl Raw {
         self.say(&hello).unwrap();
         turn();
         prove(&greeting, &self.next().unwrap()).unwrap()
+    }
+
+    /// Answers the hello of an initiator that connects here, and checks its proof.
+    fn welcome(&self, owner: &Agent, probe: &Probe) {
+        let hello = self.next().unwrap();
+        let Ok(Shared::Hello { versions, body }) = Shared::decode(&hello) else {
+            panic!("{hello:?}")
+        };
+        let keys = Keys::new(&invitation(owner), None);
+        let greeted = verify_hello(&keys, versions, body).ok().unwrap();
+        let (version, body, claim) =
+            greeted.welcome.complete(&keys, &probe.welcome_rest(&Ok(()))).unwrap();
+        self.send(Shared::Welcome { version, body: &body }, None);
+        let confirm = self.next().unwrap();
+        assert!(
+            matches!(Shared::decode(&confirm), Ok(Shared::Confirm { proof }) if claim.holds(&proof))
+        );
+    }
+
+    /// Accepts an initiator.
+    fn accepted(listener: &Private) -> Self {
+        let until = Instant::now() + CUT_OFF;
+        loop {
+            if let Some(socket) = socket::accept(listener.as_fd()).unwrap() {
+                return Raw(socket);
+            }
+            assert!(Instant::now() < until, "nothing connects");
+            std::thread::yield_now();
+        }
     }
 
     fn shaken(agent: &Agent) -> Self {
@@ -146,6 +175,32 @@ const NO_PROBE: Probe = Probe { address: 0, bytes: [0; 32] };
 
 fn invitation(agent: &Agent) -> Invitation {
     Metadata::decode(&agent.metadata().unwrap()).unwrap().invited.unwrap().by
+}
+
+/// Returns the metadata of an agent, but for the socket, which is a new one.
+fn in_place_of(owner: &Agent) -> (Vec<u8>, Private) {
+    let mut metadata = owner.metadata().unwrap();
+    let name = super::address::random_socket_name().unwrap();
+    let listener = socket::listen(&name).unwrap();
+    let place = socket_of(&metadata);
+    metadata[place].copy_from_slice(&name);
+    (metadata, listener)
+}
+
+/// A page of this process whose faults stay unresolved, and a probe that names it. `None` where the
+/// system refuses it, with a note that `test` is skipped.
+fn hung_probe(test: &str) -> Option<(HungPage, Probe)> {
+    let memory = Arc::new(Memory::owned(vec![1; LEN]));
+    match HungPage::of(&memory) {
+        Ok(page) => {
+            let address = (memory.address() + LEN as u64 / 2).next_multiple_of(4096);
+            Some((page, Probe { address, bytes: [1; 32] }))
+        }
+        Err(why) => {
+            skip(test, &why.to_string(), "run the tests as root");
+            None
+        }
+    }
 }
 
 fn block(id: RegionId, key: RegionKey, grid: Grid) -> Described {
@@ -376,12 +431,7 @@ fn an_owner_that_passes_unfit_files_is_refused() {
         ),
     ];
     for (access, file, expected) in cases {
-        // The metadata of an well-behaved agent, but for where it listens.
-        let mut metadata = owner.metadata().unwrap();
-        let name = super::address::random_socket_name().unwrap();
-        let listener = socket::listen(&name).unwrap();
-        let place = socket_of(&metadata);
-        metadata[place].copy_from_slice(&name);
+        let (metadata, listener) = in_place_of(&owner);
         let peer = reader.connect(&metadata).unwrap();
         let theirs = peer.region(region.name()).unwrap();
         let grid = Grid::packed(len, 1);
@@ -391,25 +441,8 @@ fn an_owner_that_passes_unfit_files_is_refused() {
         )
         .unwrap();
         let transfer = peer.transfer(&plan).deadline(CUT_OFF).post().unwrap();
-        let raw = loop {
-            if let Some(socket) = socket::accept(listener.as_fd()).unwrap() {
-                break Raw(socket);
-            }
-            std::thread::yield_now();
-        };
-        let hello = raw.next().unwrap();
-        let Ok(Shared::Hello { versions, body }) = Shared::decode(&hello) else {
-            panic!("{hello:?}")
-        };
-        let keys = Keys::new(&invitation(&owner), None);
-        let greeted = verify_hello(&keys, versions, body).ok().unwrap();
-        let (version, body, claim) =
-            greeted.welcome(&keys, &NO_PROBE.welcome_rest(&Ok(()))).unwrap();
-        raw.send(Shared::Welcome { version, body: &body }, None);
-        let confirm = raw.next().unwrap();
-        assert!(
-            matches!(Shared::decode(&confirm), Ok(Shared::Confirm { proof }) if claim.holds(&proof))
-        );
+        let raw = Raw::accepted(&listener);
+        raw.welcome(&owner, &NO_PROBE);
         let wanted = raw.next().unwrap();
         let Ok(Shared::Want { import, .. }) = Shared::decode(&wanted) else { panic!("{wanted:?}") };
         raw.send(Shared::Grant { import, rest: &access.grant_rest() }, file.as_ref());
@@ -458,4 +491,54 @@ fn mutated_messages_on_live_connections_harm_nobody() {
     region.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     drop(kept);
     target.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+}
+
+/// An initiator names a page of its memory whose fault stays unresolved.
+#[test]
+fn an_initiators_probe_that_hangs_holds_up_nobody_else() {
+    let name = "shm::hostile::an_initiators_probe_that_hangs_holds_up_nobody_else";
+    let Some((page, probe)) = hung_probe(name) else { return };
+    let (target, region) = target();
+    let good = Raw::shaken(&target);
+    let raw = Raw::to(&target);
+    let (greeting, hello) = greet(&invitation(&target), None, &probe.hello_rest()).unwrap();
+    raw.say(&hello).unwrap();
+    assert!(good.is_served());
+    a_good_client_works(&target, &region);
+    // It is a peer like any other whose memory cannot be read.
+    let welcome = raw.next().unwrap();
+    let Ok(Shared::Welcome { version, body }) = Shared::decode(&welcome) else {
+        panic!("{welcome:?}")
+    };
+    let (rest, proof) = greeting.verify_welcome(version, body).unwrap();
+    let (_, reads_us) = Probe::of_welcome(rest).unwrap();
+    assert_eq!(reads_us.unwrap_err().kind, ErrorKind::Unsupported);
+    raw.send(Shared::Confirm { proof }, None);
+    assert!(raw.is_served());
+    drop(page);
+    a_good_client_works(&target, &region);
+    target.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+}
+
+/// A target names such a page.
+#[test]
+fn a_targets_probe_that_hangs_holds_up_nobody_else() {
+    let name = "shm::hostile::a_targets_probe_that_hangs_holds_up_nobody_else";
+    let Some((page, probe)) = hung_probe(name) else { return };
+    let (reader, region) = target();
+    let owner = agent("owner");
+    let (metadata, listener) = in_place_of(&owner);
+    let peer = reader.connect(metadata).unwrap();
+    let raw = Raw::accepted(&listener);
+    std::thread::scope(|scope| {
+        let welcomed = scope.spawn(|| raw.welcome(&owner, &probe));
+        a_good_client_works(&reader, &region);
+        welcomed.join().unwrap();
+    });
+    // Its pools can be mapped all the same.
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+    drop(page);
+    a_good_client_works(&reader, &region);
+    reader.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+    owner.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }

@@ -17,7 +17,7 @@ use slab::Slab;
 use super::address::{name_socket_name, random_socket_name};
 use super::completion::ReactorHandle;
 use super::config::Config;
-use super::connection::{Connecting, Connection, HeldBytesOwner};
+use super::connection::{Connecting, Connection, HeldBytesOwner, Probing};
 use super::copy::Copier;
 use super::copy_threads::CopyThreads;
 use super::flights::Flights;
@@ -48,6 +48,10 @@ pub(crate) struct Machine {
     /// The bytes that are held for peers.
     pub(crate) held: HeldBytes<HeldBytesOwner>,
     pub(crate) links: HashMap<LinkId, usize>,
+    /// Connections whose handshake waits for a probe; some have ended since.
+    pub(crate) to_probe: VecDeque<usize>,
+    /// The connection whose probe is under way.
+    pub(crate) probed: Option<(usize, Probing)>,
     pub(crate) connecting: Vec<Connecting>,
     /// By the connections whose peers hold the region.
     pub(crate) recalls: Recalls<usize, (RevokedRegion, Ticket)>,
@@ -100,6 +104,8 @@ impl Machine {
             connections: Slab::new(),
             held: HeldBytes::default(),
             links: HashMap::new(),
+            to_probe: VecDeque::new(),
+            probed: None,
             connecting: Vec::new(),
             recalls: Recalls::default(),
             turns: WorkQueue::default(),

@@ -7,13 +7,14 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::control::ControlMessage as Shared;
 use kvx_backend::control::errors::{cancelled, closed, malformed, peer_closed, peer_died};
-use kvx_backend::reactor::{Armed, NoWork, Outbox, Progress, Queued, SLICE, Turn};
+use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
 use kvx_core::backend::{BoundPlan, LinkState, Ticket};
 use kvx_core::{Error, ErrorKind, Result, TransferId};
 
 use super::connection::{Connection, End, HeldBytesOwner, PendingTransfer};
 use super::error::{NAME, error, refused};
 use super::flights::{Flight, FlightPurpose};
+use super::handshake::ProbeWork;
 use super::machine::Machine;
 use super::memory::RevokedRegion;
 use super::messages::{MAX_MESSAGE, Message, RegionAccess};
@@ -237,7 +238,7 @@ impl Machine {
     ) -> Result<()> {
         match message {
             Shared::Hello { versions, body } => self.take_hello(at, versions, body)?,
-            Shared::Welcome { version, body } => self.take_welcome(at, version, body, out)?,
+            Shared::Welcome { version, body } => self.take_welcome(at, version, body)?,
             Shared::Confirm { proof } => self.take_confirm(at, &proof)?,
             Shared::Refuse { why, proof } => self.take_refuse(at, why, proof, out)?,
             Shared::Want { import, id, key } => self.take_want(at, import, id, &key),
@@ -283,7 +284,7 @@ impl Machine {
 
 impl Progress for Machine {
     type Command = Command;
-    type Work = NoWork;
+    type Work = ProbeWork;
 
     fn command(&mut self, command: Command, out: &mut Outbox) {
         match command {
@@ -302,6 +303,14 @@ impl Progress for Machine {
         }
     }
 
+    fn next_work(&mut self, _: &mut Outbox) -> Option<ProbeWork> {
+        self.next_probe()
+    }
+
+    fn abandon(&mut self, out: &mut Outbox) {
+        self.abandon_probe(out);
+    }
+
     fn progress(&mut self, _: &Queued, out: &mut Outbox) -> Turn {
         let done = if std::mem::take(&mut self.lent_turn) {
             0
@@ -310,12 +319,13 @@ impl Progress for Machine {
         };
         // A peer that has written much is likely to go on.
         let look_for = Duration::from_micros(if self.bursting { 250 } else { 20 });
-        Turn { look_for, ..Turn::did(done) }
+        // A probe may hang: not on the thread of a caller.
+        Turn { look_for, own_thread_only: !self.to_probe.is_empty(), ..Turn::did(done) }
     }
 
     fn arm(&mut self) -> Result<Armed> {
         self.bursting = false;
-        if !self.turns.is_empty() || !self.populates.is_empty() {
+        if !self.turns.is_empty() || !self.populates.is_empty() || !self.to_probe.is_empty() {
             return Ok(Armed::Again);
         }
         if self.poller.take_crowded() {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_backend::control::{ControlMessage as Shared, HeldBytes};
-use kvx_backend::reactor::{Outbox, Progress as _, Queued};
+use kvx_backend::reactor::Outbox;
 use kvx_core::backend::{
     Context, Events, Invitation, LinkId, LinkState, PlacedGrid, QueueFull, RegionKey, RegionSpec,
 };
@@ -136,7 +136,7 @@ fn machine(one_peer: usize, all_peers: usize) -> Machine {
 
 fn turns(machine: &mut Machine) {
     for _ in 0..3 {
-        machine.progress(&Queued::default(), &mut Outbox::default());
+        kvx_backend::fuzz::turn(machine, &mut Outbox::default());
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use kvx_backend::control::proof::Keys;
-use kvx_backend::reactor::{Armed, Outbox, Progress as _, Queued};
+use kvx_backend::reactor::{Armed, Outbox, Progress as _};
 use kvx_core::backend::{
     Context, Events, Invitation, LinkId, LinkState, LocalRegion, QueueFull, RegionSpec, Ticket,
 };
@@ -142,7 +142,7 @@ impl End {
             self.command(Command::BatchEnded { number: *number });
         }
         let mut out = Outbox::default();
-        let done = self.machine.progress(&Queued::default(), &mut out).done + landed.len();
+        let done = kvx_backend::fuzz::turn(&mut self.machine, &mut out).done + landed.len();
         kvx_backend::fuzz::deliver_to(&mut out, &*self.inbox);
         let again = match self.machine.arm().expect("it can sleep") {
             Armed::Again | Armed::Busy => true,

@@ -1,4 +1,4 @@
-//! What both halves of an engine are told once.
+//! Settings that the scheduler and the workers of an engine share.
 
 use std::time::Duration;
 
@@ -11,22 +11,24 @@ use crate::Version;
 use crate::ids::{Address, EngineId, WorkerRank};
 use crate::params::TransferMode;
 
-/// How the number in a completion notification is meant.
+/// The meaning of the number in a completion notification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ConsumerRule {
-    /// How many decode ranks read from the prefill rank that is told (vLLM from 0.29 on).
+    /// The number of decode ranks that read from the notified prefill rank (vLLM 0.29 and later).
     Readers,
-    /// The tensor-parallel size of the decode side; the prefill rank works out its own readers (vLLM up to 0.28).
+    /// The tensor-parallel size of the decode side. The prefill rank derives the number of its
+    /// readers from it (vLLM up to 0.28).
     DecodeRanks,
 }
 
 impl ConsumerRule {
-    /// The rule of a version.
+    /// Returns the rule of a version.
     pub fn of(version: Version) -> Self {
         if version.counts_readers() { ConsumerRule::Readers } else { ConsumerRule::DecodeRanks }
     }
 
-    /// What a decode rank of `own_tp` ranks writes when `readers` of them read from the rank it tells.
+    /// Returns the number that a decode rank sends to a prefill rank from which `readers` decode
+    /// ranks read. `own_tp` is the decode's tensor-parallel size.
     pub fn written(self, readers: u32, own_tp: u32) -> u32 {
         match self {
             ConsumerRule::Readers => readers,
@@ -34,7 +36,8 @@ impl ConsumerRule {
         }
     }
 
-    /// How many completions a prefill rank of `own_tp` ranks waits for when this number is written.
+    /// Returns how many completions a prefill rank waits for after it receives the number
+    /// `written`. `own_tp` is the prefill's tensor-parallel size.
     pub fn expected(self, written: u32, own_tp: u32) -> u32 {
         match self {
             ConsumerRule::Readers => written.max(1),
@@ -43,7 +46,7 @@ impl ConsumerRule {
     }
 }
 
-/// The release of a version's blocks where nothing else is configured: leases of 30 s, or 480 s once and for all up
+/// Returns a version's default release of blocks: leases of 30 s, or a fixed 480 s for versions up
 /// to 0.21.
 pub fn release_of(version: Version) -> BlockRelease {
     match version.leases() {
@@ -52,21 +55,22 @@ pub fn release_of(version: Version) -> BlockRelease {
     }
 }
 
-/// How often an engine of this version renews the leases of its peers, where leases last so long.
+/// Returns how often an engine of this version renews its leases at peers, if leases last `lease`.
 fn heartbeat_of(version: Version, lease: Duration) -> Option<Duration> {
     version.leases().then(|| LeaseTime { duration: lease }.heartbeat())
 }
 
-/// What the two halves must know of their engine and of the protocol. Plain data: set what differs from the defaults.
+/// The engine's properties and the protocol's settings. Plain data: set the fields that differ from
+/// the defaults.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// This engine, data-parallel suffix included.
+    /// The engine's identifier, including the data-parallel suffix.
     pub engine: EngineId,
-    /// Where its side channel listens, as peers reach it.
+    /// The address at which peers reach the engine's side channel.
     pub address: Address,
-    /// Whose forms are written.
+    /// The version whose message formats the engine writes.
     pub version: Version,
-    /// Who moves the data.
+    /// The transfer mode: decodes read (pull) or prefills write (push).
     pub mode: TransferMode,
     /// Tensor-parallel size.
     pub tp_size: u32,
@@ -74,59 +78,65 @@ pub struct Settings {
     pub pp_size: u32,
     /// Decode-context-parallel size.
     pub dcp_size: u32,
-    /// Tokens of a logical block.
+    /// Tokens per logical block.
     pub block_size: u32,
-    /// For each KV cache group how many blocks of a request's end it keeps; `None`: all (no sliding window).
+    /// For each KV cache group, the number of blocks at a request's end that the group keeps;
+    /// `None`: all blocks (no sliding window).
     pub groups: Vec<Option<u32>>,
-    /// When blocks of this engine are freed that nobody came for.
+    /// When this engine frees published blocks that no peer fetches.
     pub release: BlockRelease,
-    /// How often peers are told that their blocks are still wanted; `None`: the version's engines do not read that.
+    /// The interval at which the engine renews its leases at peers; `None`: this version has no
+    /// heartbeats.
     pub heartbeat: Option<Duration>,
-    /// Where the side channels of an engine's workers are.
+    /// The location of the workers' side channels.
     pub ports: SideChannels,
-    /// The meaning of the count in completions.
+    /// The meaning of the number in completions.
     pub consumers: ConsumerRule,
-    /// Blocks of a decode may be read by the prefill of the next turn, and the other way round.
+    /// Whether blocks move in both directions: a prefill may also read a decode's blocks for the
+    /// next turn of a conversation.
     pub bidirectional: bool,
-    /// How long a decode keeps blocks for that.
+    /// How long a decode keeps blocks for the next turn.
     pub decoder_ttl: Duration,
-    /// Fewer tokens than this are computed rather than read back from a decode.
+    /// The least number of tokens that a prefill reads back from a decode. It computes fewer tokens
+    /// itself.
     pub recompute_threshold: u32,
-    /// How long a decode waits for a push, from the order on.
+    /// How long a decode waits for a push after it ordered the load.
     pub push_timeout: Duration,
-    /// How long an idle peer is remembered; `None`: for ever.
+    /// How long a worker remembers an idle peer; `None`: for ever.
     pub engine_ttl: Option<Duration>,
-    /// What becomes of a request whose load failed.
+    /// What happens to a request whose load failed.
     pub policy: LoadFailurePolicy,
-    /// A load that reads has an outcome so long after its order, where the request has no earlier deadline.
+    /// The time after its order at which a load that reads fails, unless the request has an earlier
+    /// deadline.
     pub load_timeout: Duration,
-    /// Tokens at the end of a prompt that a prefill does not hand over: 1 with state-space layers, or what
-    /// speculation looks ahead, less one.
+    /// The number of tokens at the end of a prompt that a prefill leaves to the decode: 1 with
+    /// state-space layers, or the number of speculative lookahead tokens less one.
     pub prefill_backoff: u32,
     /// The only hosts that parameters and push registrations may name; `None`: any.
     pub allowed_hosts: Option<Vec<String>>,
-    /// The key that signs and checks parameters, and the hosts that need not sign.
+    /// The key that signs and checks parameters, and the hosts whose parameters need no signature.
     pub trust: ParamsTrust,
-    /// What a MooncakeConnector is told beside this; `None`: it is a NixlConnector.
+    /// The settings of a MooncakeConnector; `None`: a NixlConnector.
     pub mooncake: Option<Mooncake>,
 }
 
-/// Where the side channels of an engine's workers are.
+/// The location of the side channels of an engine's workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum SideChannels {
-    /// One listener answers for all workers.
+    /// One listener serves all workers.
     #[default]
     OfEngine,
-    /// Each worker has its own, on the engine's port + its tensor-parallel rank: `kv_compat` 0.9 and 0.11.
+    /// Each worker has its own listener, at the engine's port + its tensor-parallel rank
+    /// (`kv_compat` 0.9 and 0.11).
     OfWorkers,
 }
 
 impl SideChannels {
-    /// The address at which a worker of the engine at `base` is asked.
+    /// Returns the side channel address of worker `rank` of the engine at `base`.
     ///
     /// # Errors
     ///
-    /// `Invalid` for a port above 65535.
+    /// `Invalid` if the port would be above 65535.
     pub fn of(self, base: &Address, rank: WorkerRank) -> kvx_core::Result<Address> {
         let offset = match self {
             SideChannels::OfEngine => 0,
@@ -146,19 +156,20 @@ impl SideChannels {
     }
 }
 
-/// An engine has one connector.
+/// Returns the error for a `MultiConnector`.
 pub(super) fn multi() -> Error {
     Error::new(
         ErrorKind::Unsupported,
-        "MultiConnector is not served: an engine has one connector. Write the child that moves blocks between engines \
-         (NixlConnector, NixlPushConnector or MooncakeConnector) as kv_connector, with its own kv_role and \
-         kv_connector_extra_config; to serve decodes of both kinds, run an instance for each",
+        "MultiConnector is not supported: an engine has one connector. Configure the child that \
+         moves blocks between engines (NixlConnector, NixlPushConnector or MooncakeConnector) \
+         as kv_connector, with its own kv_role and kv_connector_extra_config; to serve decodes \
+         of both kinds, run an instance for each",
     )
 }
 
 impl Settings {
-    /// The defaults of the newest version for one rank of everything and one group of full attention, blocks of 16
-    /// tokens.
+    /// Creates the default settings of the newest version: one rank of each kind, one group of full
+    /// attention, blocks of 16 tokens.
     pub fn new(engine: impl Into<EngineId>, address: Address) -> Self {
         let version = Version::default();
         Settings {
@@ -189,13 +200,14 @@ impl Settings {
         }
     }
 
-    /// What a configuration says, for the engine of data-parallel rank `dp`; sizes and groups are still to be set.
-    /// `address` is that of the engine, or of its tensor-parallel rank 0 where each worker has its own.
+    /// Creates the settings for data-parallel rank `dp` from a configuration. The caller sets the
+    /// sizes and groups. `address` is the engine's address, or that of its tensor-parallel rank 0
+    /// if each worker has its own.
     ///
     /// # Errors
     ///
-    /// `Unsupported` for a connector that does not speak NixlConnector's protocol, and for push under a `kv_compat`
-    /// that had none.
+    /// `Unsupported` if the connector does not speak NixlConnector's protocol, or if `kv_compat`
+    /// names a version without push and the connector pushes.
     pub fn from_config(
         config: &KvTransferConfig,
         dp: u32,
@@ -210,15 +222,15 @@ impl Settings {
                 return Err(Error::new(
                     ErrorKind::Unsupported,
                     format!(
-                        "{version} has no NixlPushConnector; take NixlConnector, or another kv_compat"
+                        "{version} has no NixlPushConnector; use NixlConnector or another kv_compat"
                     ),
                 ));
             }
             Some(ConnectorKind::Mooncake) => {
                 return Err(Error::new(
                     ErrorKind::Unsupported,
-                    "MooncakeConnector does not speak NixlConnector's protocol, which these settings are for; write \
-                     NixlConnector or NixlPushConnector, or take Settings::of_mooncake",
+                    "MooncakeConnector does not speak NixlConnector's protocol; configure \
+                     NixlConnector or NixlPushConnector, or use Settings::of_mooncake",
                 ));
             }
             Some(ConnectorKind::Multi) => {
@@ -228,8 +240,8 @@ impl Settings {
                 return Err(Error::new(
                     ErrorKind::Unsupported,
                     format!(
-                        "{name} is a connector of this program; write NixlConnector, NixlPushConnector or \
-                         MooncakeConnector for one of kvx"
+                        "{name} is not a connector of kvx; configure NixlConnector, \
+                         NixlPushConnector or MooncakeConnector"
                     ),
                 ));
             }
@@ -256,12 +268,12 @@ impl Settings {
         })
     }
 
-    /// Blocks that hold this many tokens.
+    /// Returns the number of blocks that hold this many tokens.
     pub fn blocks_for(&self, tokens: u32) -> u32 {
         tokens.div_ceil(self.block_size.max(1))
     }
 
-    /// The lease on this engine's own blocks, unless they are kept a fixed time.
+    /// Returns the lease on this engine's own blocks, or `None` if it keeps them for a fixed time.
     pub fn lease(&self) -> Option<LeaseTime> {
         match self.release {
             BlockRelease::Lease(lease) => Some(lease),

@@ -1,4 +1,4 @@
-//! What a worker asks of the runtime around it.
+//! Actions that a worker asks its runtime to carry out.
 
 use std::sync::Arc;
 
@@ -10,166 +10,172 @@ use crate::mapping::{Part, Tokens};
 use crate::time::Time;
 use crate::wire::{PushGrant, PushRegistration};
 
-/// One handshake with a peer, and what was set up by it: descriptors, links. Never used twice.
+/// One handshake with a peer and its results, such as descriptors and links. Never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Connection(pub(crate) u64);
 
-/// One read or write. Never used twice.
+/// The identifier of one read or write. Never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MoveId(pub(crate) u64);
 
-/// The blocks of one KV cache group that a move carries: pair by pair, in all layers of the group. The lists are
-/// shared by all layers, ranks and parts.
+/// The blocks of one KV cache group that a move transfers, pair by pair, in all layers of the
+/// group. All layers, ranks and parts share the lists.
 #[derive(Clone, Debug)]
 pub struct GroupMove {
-    /// Which group.
+    /// The KV cache group.
     pub group: usize,
-    /// Blocks here, in the grids that the peer's plan made for them.
+    /// Local blocks, as indices into the grids of the peer's plan.
     pub local: Indices,
-    /// Blocks there.
+    /// Remote blocks.
     pub remote: Indices,
 }
 
-/// The blocks of a move as logical lists: what [`PeerMap::moves`](crate::mapping::PeerMap::moves) takes.
+/// The blocks of a move as logical lists, for [`PeerMap::moves`](crate::mapping::PeerMap::moves).
 #[derive(Clone, Debug)]
 pub struct MoveLists {
-    /// Blocks here.
+    /// Local blocks.
     pub local: BlockLists,
-    /// Blocks there: the peer's word, found to lie within its pool.
+    /// Remote blocks. The peer named them; the worker has checked that they lie within its pool.
     pub remote: BlockLists,
-    /// Where the lists end.
+    /// The number of tokens at which the lists end.
     pub tokens: Option<Tokens>,
 }
 
-/// The blocks that a read has filled, and which generations of the peer's blocks they came from.
+/// Blocks that a read filled, and the generations of the peer's blocks at that time.
 #[derive(Clone, Debug)]
 pub struct ReadBlocks {
-    /// From which worker, and from which memory to which.
+    /// The peer's worker, and the two kinds of memory.
     pub part: Part,
-    /// What, pair by pair.
+    /// The blocks, pair by pair.
     pub groups: Arc<[GroupMove]>,
-    /// The peer's word for its pool.
+    /// The identifier of the peer's pool.
     pub pool: u64,
-    /// Logical blocks there with their words.
+    /// The peer's logical blocks with their generation counters.
     pub words: Vec<(u32, u64)>,
 }
 
-/// One read or write of a request's blocks between this worker and one of the peer's.
+/// A read or write of a request's blocks between this worker and one of the peer's workers.
 #[derive(Clone, Debug)]
 pub struct Move {
-    /// Its name in the answer.
+    /// The identifier that the answer carries.
     pub id: MoveId,
-    /// For which request of ours.
+    /// The local request.
     pub request: RequestId,
-    /// With whom.
+    /// The connection to the peer.
     pub connection: Connection,
-    /// With which of its workers, and from which memory to which.
+    /// The peer's worker, and the two kinds of memory.
     pub part: Part,
-    /// What, pair by pair.
+    /// The blocks, pair by pair.
     pub groups: Arc<[GroupMove]>,
-    /// The same as it was told.
+    /// The same blocks as logical lists.
     pub lists: MoveLists,
-    /// To be sent to the same worker once the data is there, and only then.
+    /// A notification that the runtime sends to the same worker once the data has arrived, and only
+    /// then.
     pub notification: Option<Arc<[u8]>>,
-    /// It has to have an outcome by then; on the worker's clock.
+    /// The time by which the move must have an outcome, on the worker's clock.
     pub deadline: Time,
-    /// What to write by, where a kvx decode has said so: of all its workers.
+    /// Grants of all workers of a kvx decode, which authorize the write. Other decodes send none.
     pub grants: Arc<[PushGrant]>,
 }
 
-/// What a worker asks for. Nothing here waits: answers come as calls of [`Worker`](super::Worker).
+/// An action that a worker asks for. No action blocks: the runtime reports results by calling
+/// [`Worker`](super::Worker).
 #[derive(Clone, Debug)]
 pub enum Action {
-    /// Ask these workers of the peer for their metadata, check it, describe their memory. Answer:
-    /// [`connected`](super::Worker::connected).
+    /// Request the metadata of these workers of the peer, check it, and describe their memory. The
+    /// runtime answers with [`connected`](super::Worker::connected).
     Handshake {
-        /// The name of what comes of it.
+        /// The identifier of the connection.
         connection: Connection,
-        /// Whom.
+        /// The peer.
         peer: Arc<RemoteEngine>,
-        /// Which of its workers.
+        /// The workers of the peer.
         ranks: Vec<WorkerRank>,
     },
-    /// Read the remote blocks into the local ones. Answers: [`move_resolved`](super::Worker::move_resolved), and, if
-    /// that was not the end of it, [`move_settled`](super::Worker::move_settled) or
-    /// [`move_forgotten`](super::Worker::move_forgotten).
+    /// Read the remote blocks into the local ones. The runtime answers with
+    /// [`move_resolved`](super::Worker::move_resolved). If the move has not settled then,
+    /// [`move_settled`](super::Worker::move_settled) or
+    /// [`move_forgotten`](super::Worker::move_forgotten) follows.
     Read(Move),
-    /// Write the local blocks into the remote ones. Answers as for a read.
+    /// Write the local blocks into the remote ones. The answers are those of a read.
     Write(Move),
-    /// Read the generations of these blocks, the pool's word first, after the data. Answer:
-    /// [`generations_read`](super::Worker::generations_read).
+    /// Read the pool's identifier and the generation counters of these blocks, after the data. The
+    /// runtime answers with [`generations_read`](super::Worker::generations_read).
     ReadGenerations {
-        /// The read they belong to.
+        /// The read that these blocks belong to.
         id: MoveId,
-        /// For which request of ours.
+        /// The local request.
         request: RequestId,
-        /// With whom.
+        /// The connection to the peer.
         connection: Connection,
-        /// Which worker there.
+        /// The worker of the peer.
         rank: WorkerRank,
-        /// Logical blocks there, group by group. The words come in this order.
+        /// The peer's logical blocks, group by group. The answer lists their counters in this
+        /// order.
         blocks: Arc<[Indices]>,
     },
-    /// Compare the blocks that a read has filled with the digests that the peer has published for them. Answer:
-    /// [`digests_checked`](super::Worker::digests_checked).
+    /// Compare the blocks that a read filled with the digests that the peer published. The runtime
+    /// answers with [`digests_checked`](super::Worker::digests_checked).
     CheckDigests {
         /// The read.
         id: MoveId,
-        /// For which request of ours.
+        /// The local request.
         request: RequestId,
-        /// With whom.
+        /// The connection to the peer.
         connection: Connection,
-        /// What was read.
+        /// The blocks that the read filled.
         blocks: Arc<ReadBlocks>,
     },
-    /// Send a notification. Answer only when it fails: [`notification_failed`](super::Worker::notification_failed).
+    /// Send a notification. The runtime answers only if that fails, with
+    /// [`notification_failed`](super::Worker::notification_failed).
     Notify {
-        /// To whom.
+        /// The connection to the peer.
         connection: Connection,
-        /// Which worker there.
+        /// The worker of the peer.
         rank: WorkerRank,
-        /// For which request of ours.
+        /// The local request.
         request: Option<RequestId>,
-        /// What.
+        /// The encoded notification.
         bytes: Arc<[u8]>,
     },
-    /// Tell these workers where the blocks of a request are to be written. What the runtime grants for that ends with
-    /// [`Fence`](Action::Fence), and with the load. Answer only when it fails:
-    /// [`notification_failed`](super::Worker::notification_failed).
+    /// Register the blocks of a request with these workers, which then write into them. The
+    /// runtime's grants for that end with [`Fence`](Action::Fence) and with the load. The runtime
+    /// answers only on failure, with [`notification_failed`](super::Worker::notification_failed).
     Register {
-        /// Which request of ours.
+        /// The local request.
         request: RequestId,
-        /// Whom.
+        /// The connection to the peer.
         connection: Connection,
-        /// Which workers there.
+        /// The workers of the peer.
         ranks: Vec<WorkerRank>,
-        /// What to say.
+        /// The registration to send.
         registration: Box<PushRegistration>,
     },
-    /// Reorder and clear the blocks of a load that were read, as
-    /// [`PeerMap::finishing`](crate::mapping::PeerMap::finishing) says. Answer: [`finished`](super::Worker::finished).
+    /// Reorder and clear the blocks that a load has read, as
+    /// [`PeerMap::finishing`](crate::mapping::PeerMap::finishing) specifies. The runtime answers
+    /// with [`finished`](super::Worker::finished).
     Finish {
-        /// Which request.
+        /// The local request.
         request: RequestId,
-        /// With whom.
+        /// The connection to the peer.
         connection: Connection,
-        /// Which blocks: what its moves have carried, all ranks together.
+        /// The blocks that the moves of all ranks transferred.
         lists: MoveLists,
     },
-    /// End a move as soon as may be. It still settles.
+    /// Cancel a move as soon as possible. It still settles.
     Cancel {
-        /// Which.
+        /// The move.
         id: MoveId,
     },
-    /// See to it that no peer writes into the blocks of a request for that request, now or later. Answer:
-    /// [`fenced`](super::Worker::fenced).
+    /// Make sure that no peer writes into the blocks of a request for that request, now or later.
+    /// The runtime answers with [`fenced`](super::Worker::fenced).
     Fence {
-        /// Which request.
+        /// The local request.
         request: RequestId,
     },
-    /// Forget a connection: nothing uses it any more. Its descriptors and mappings go.
+    /// Close a connection that is no longer in use, and release its descriptors and mappings.
     Disconnect {
-        /// Which.
+        /// The connection.
         connection: Connection,
     },
 }

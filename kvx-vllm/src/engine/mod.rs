@@ -1,35 +1,39 @@
-//! The engine's part of the protocol as state machines: what to load, what to keep, what to read, whom to tell.
+//! The engine's part of the protocol, as state machines without I/O.
 //!
-//! [`Scheduler`] is the half beside an engine's scheduler, [`Worker`] the half beside the memory of each rank. Both
-//! are plain values: no socket, no thread, no sleep; time is passed in ([`Time`]), and what is to be done comes out
-//! as values ([`ConnectorMeta`], [`Action`], [`Outcome`]). Their methods have the names of vLLM's
-//! `KVConnectorBase_V1` where they do what those do:
+//! [`Scheduler`] runs next to an engine's scheduler. It decides which blocks to load and which to
+//! keep for peers. One [`Worker`] per rank runs next to that rank's memory. It decides what to
+//! read, write and send. Both are plain values without sockets, threads or sleeps. The caller
+//! passes the time in ([`Time`]) and carries out the values that come out ([`ConnectorMeta`],
+//! [`Action`], [`Outcome`]). A method has the name of the method of vLLM's `KVConnectorBase_V1`
+//! that it corresponds to:
 //!
 //! | vLLM | here |
 //! |---|---|
-//! | `on_new_request`, `get_num_new_matched_tokens`, `update_state_after_alloc`, `build_connector_meta` | the same, [`Scheduler`] |
-//! | `request_finished`, `request_finished_all_groups` | [`Scheduler::request_finished`], for any number of groups |
-//! | `update_connector_output` | [`Scheduler::update_connector_output`], of what [`OutputAggregator`] makes of all workers |
+//! | `on_new_request`, `get_num_new_matched_tokens` | same names, [`Scheduler`] |
+//! | `update_state_after_alloc`, `build_connector_meta` | same names, [`Scheduler`] |
+//! | `request_finished`, `request_finished_all_groups` | [`Scheduler::request_finished`] |
+//! | `update_connector_output` | [`Scheduler::update_connector_output`] |
 //! | `get_finished_count` | [`OutputAggregator::set_world_size`] |
-//! | `has_pending_push_work`, `has_pending_block_frees` | the same, [`Scheduler`] |
-//! | `bind_connector_metadata`, `start_load_kv` | [`Worker::start_load_kv`], which takes the message |
+//! | `has_pending_push_work`, `has_pending_block_frees` | same names, [`Scheduler`] |
+//! | `bind_connector_metadata`, `start_load_kv` | [`Worker::start_load_kv`] |
 //! | `get_finished`, `get_transfer_results` | [`Worker::get_finished`] |
 //! | `get_block_ids_with_load_errors` | [`WorkerOutput::invalid_block_ids`] |
 //! | `get_kv_connector_stats` | [`WorkerOutput::stats`] |
 //! | `shutdown` | [`Worker::shutdown`] |
 //!
-//! An engine with the MooncakeConnector has the same scheduler half and the worker half of [`mooncake`].
+//! An engine with the MooncakeConnector uses the same scheduler and the worker of [`mooncake`].
 //!
 //! A step of an engine:
 //!
-//! 1. Requests that have arrived go to [`Scheduler::on_new_request`]; those that are admitted ask for
-//!    [`Scheduler::get_num_new_matched_tokens`], get blocks, and say so by [`Scheduler::update_state_after_alloc`].
-//! 2. [`Scheduler::build_connector_meta`] goes to every worker's [`Worker::start_load_kv`]; each worker's actions are
-//!    done.
-//! 3. Each worker's [`Worker::get_finished`] goes through the [`OutputAggregator`] to
-//!    [`Scheduler::update_connector_output`]; its [`Outcome`]s and those of [`Scheduler::poll`] are the engine's to
-//!    heed.
-//! 4. Requests that end go to [`Scheduler::request_finished`].
+//! 1. The engine passes each new request to [`Scheduler::on_new_request`]. For each request that it
+//!    admits, it calls [`Scheduler::get_num_new_matched_tokens`], allocates blocks, and calls
+//!    [`Scheduler::update_state_after_alloc`].
+//! 2. It passes the message of [`Scheduler::build_connector_meta`] to [`Worker::start_load_kv`] of
+//!    every worker, and carries out each worker's actions.
+//! 3. It passes the output of each [`Worker::get_finished`] through the [`OutputAggregator`] to
+//!    [`Scheduler::update_connector_output`]. It acts on the [`Outcome`]s of that method and of
+//!    [`Scheduler::poll`].
+//! 4. It passes each request that ends to [`Scheduler::request_finished`].
 
 mod action;
 mod aggregate;

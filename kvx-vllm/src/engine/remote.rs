@@ -2,12 +2,12 @@
 
 use crate::ids::{Address, EngineId};
 
-/// A peer as a request's parameters name it.
+/// A peer, as a request's parameters name it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemoteEngine {
-    /// Which engine is expected at the address.
+    /// The engine that is expected at the address.
     pub engine: EngineId,
-    /// Where its side channel listens.
+    /// The address of its side channel.
     pub address: Address,
     /// Its tensor-parallel size.
     pub tp_size: u32,
@@ -15,6 +15,6 @@ pub struct RemoteEngine {
     pub pp_size: u32,
     /// Its decode-context-parallel size.
     pub dcp_size: u32,
-    /// How often it had registered its memory anew.
+    /// How many times it had registered its memory again.
     pub registration: u64,
 }

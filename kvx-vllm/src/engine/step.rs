@@ -1,4 +1,4 @@
-//! What the scheduler half tells the workers at each step, and what they tell it back.
+//! Messages of one step between the scheduler and the workers.
 
 use std::sync::Arc;
 
@@ -11,102 +11,107 @@ use crate::ids::{BlockLists, EngineId, RequestId};
 use crate::mapping::Tokens;
 use crate::time::{ClockOffset, Time};
 
-/// A request's blocks at the peer.
+/// The blocks of a request at a peer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RemoteRequest {
     /// The peer's name of the request.
     pub request: RequestId,
-    /// Where they are.
+    /// The peer that holds the blocks.
     pub peer: Arc<RemoteEngine>,
-    /// Logical block numbers in the order of the prompt. Empty in push, where the peer knows them.
+    /// Logical block numbers in the order of the prompt. Empty in push mode, where the peer knows
+    /// them.
     pub blocks: BlockLists,
-    /// When the peer frees them whoever reads, on its own clock.
+    /// The time on the peer's clock at which the peer frees the blocks, even if a reader still
+    /// needs them.
     pub expires_at_peer: Option<f64>,
-    /// What the peer's generations must not exceed; only kvx peers say so.
+    /// The generation that the peer's counters must not exceed. Only kvx peers publish one.
     pub reference: Option<BlockReference>,
 }
 
-/// One load for the workers.
+/// The order of one load.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReceiveOrder {
     /// The request.
     pub request: RequestId,
-    /// Blocks to fill. None: nothing is read, the peer is only told that it may free its blocks.
+    /// Local blocks to fill. If empty, the workers read nothing and only notify the peer that it
+    /// may free its blocks.
     pub local: BlockLists,
-    /// Where from.
+    /// The blocks at the peer.
     pub remote: RemoteRequest,
-    /// Tokens that need no load: the first block to fill comes after them.
+    /// Tokens that need no load. The first block to fill holds the token after them.
     pub computed: u32,
-    /// Tokens of the prompt that are there after the load.
+    /// Tokens of the prompt that are available after the load.
     pub end: u32,
     /// Tokens that the peer's blocks hold, at least `end`.
     pub held_there: u32,
     /// Whether the scheduler waits for a report.
     pub awaited: bool,
-    /// On the scheduler's clock.
+    /// The load's deadline, on the scheduler's clock.
     pub deadline: Time,
 }
 
 impl ReceiveOrder {
-    /// Its lists, whatever of them moves.
+    /// Returns the complete lists, including blocks that do not move.
     pub(super) fn lists(&self) -> MoveLists {
         let (local, remote) = (self.local.clone(), self.remote.blocks.clone());
         MoveLists { local, remote, tokens: Some(self.tokens()) }
     }
 
-    /// Where its lists end.
+    /// Returns the numbers of tokens at which the lists end.
     pub(super) fn tokens(&self) -> Tokens {
         Tokens { producer: self.held_there, wanted: self.end }
     }
 }
 
-/// Blocks that a peer may come for.
+/// Blocks that a peer may fetch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SendOrder {
     /// The request.
     pub request: RequestId,
-    /// When they are freed if nobody comes; on the scheduler's clock.
+    /// When the blocks are freed if no peer fetches them, on the scheduler's clock.
     pub expires: Time,
-    /// The blocks, where this engine itself sends them.
+    /// The blocks, if this engine sends them itself.
     pub push: Option<BlockLists>,
 }
 
-/// Which requests of a peer are still wanted.
+/// The requests of a peer that this engine still wants.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Heartbeat {
     /// The peer.
     pub peer: Arc<RemoteEngine>,
-    /// Its names of the requests.
+    /// The peer's names of the requests.
     pub requests: Vec<RequestId>,
 }
 
-/// The message of one step.
+/// The scheduler's message of one step to the workers.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ConnectorMeta {
-    /// The scheduler's clock when it was built: deadlines in it are moved to the worker's.
+    /// The scheduler's clock when it built the message. Workers convert the deadlines in it to
+    /// their own clocks.
     pub built_at: Time,
-    /// How often this engine had registered its memory anew.
+    /// How many times this engine has registered its memory again.
     pub registration: u64,
-    /// Requests that a peer of a MooncakeConnector will ask for, and the transfers that both sides know them by.
+    /// Requests that a peer of a MooncakeConnector will ask for, each with the name of its
+    /// transfer.
     pub named: Vec<(RequestId, RequestId)>,
-    /// Requests whose prefill has begun and that a peer will come for.
+    /// Requests that have started their prefill and whose blocks a peer will fetch.
     pub prefilling: Vec<RequestId>,
-    /// Requests of those that ended without anything for a peer.
+    /// Requests from `prefilling` or `named` that ended without blocks for a peer.
     pub dropped: Vec<RequestId>,
     /// Blocks that are ready for a peer.
     pub send: Vec<SendOrder>,
-    /// Requests whose blocks the engine has taken back from under their peers.
+    /// Requests whose blocks the engine has revoked.
     pub withdrawn: Vec<RequestId>,
-    /// Loads to begin.
+    /// Loads to start.
     pub receive: Vec<ReceiveOrder>,
-    /// Loads that nobody wants any more.
+    /// Loads to cancel.
     pub cancel: Vec<RequestId>,
-    /// Leases to renew.
+    /// Leases to renew at peers.
     pub heartbeats: Vec<Heartbeat>,
 }
 
 impl ConnectorMeta {
-    /// Whether the workers need not see it.
+    /// Returns whether the message contains nothing for the workers.
     pub fn is_empty(&self) -> bool {
         self.named.is_empty()
             && self.prefilling.is_empty()
@@ -122,52 +127,54 @@ impl ConnectorMeta {
 /// Blocks that an engine keeps for the connector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kept {
-    /// Those of a load that was aborted or has failed at its deadline.
+    /// The blocks of a load that was aborted or failed at its deadline.
     Load,
-    /// All of a request that has ended, for a peer.
+    /// All blocks of a finished request, kept for a peer.
     Request,
 }
 
-/// A load that did not bring everything.
+/// A load that did not fill all its blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FailedLoad {
     /// The request.
     pub request: RequestId,
-    /// Why.
+    /// The reason.
     pub failure: LoadFailure,
-    /// Local blocks without the right contents, ascending. With several KV cache groups they say nothing about
-    /// prefixes.
+    /// Local blocks without valid contents, in ascending order. With several KV cache groups they
+    /// do not determine a valid prefix.
     pub invalid: Vec<u32>,
 }
 
-/// What a worker has to tell after a step.
+/// A worker's report after a step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct WorkerOutput {
-    /// The worker's clock.
+    /// The worker's clock at the time of the report.
     pub at: Time,
     /// Requests whose blocks no peer needs any more: fetched, sent or expired.
     pub finished_sending: Vec<RequestId>,
-    /// Loads that are over: nothing touches their blocks any more.
+    /// Loads that have ended: no transfer accesses their blocks any more.
     pub finished_recving: Vec<RequestId>,
-    /// Those of them that failed.
+    /// The loads of `finished_recving` that failed.
     pub failed_recving: Vec<FailedLoad>,
-    /// Loads that have failed while a peer may still write to their blocks: they are over later.
+    /// Failed loads whose blocks a peer may still write to. They end later.
     pub failing: Vec<(RequestId, LoadFailure)>,
-    /// Those of both whose blocks a forgotten transfer may touch for ever.
+    /// Requests of `finished_sending` and `finished_recving` whose blocks a forgotten transfer may
+    /// access until the process exits.
     pub lost: Vec<(RequestId, Kept)>,
     /// Clocks of peers.
     pub clocks: Vec<(EngineId, ClockOffset)>,
-    /// For the log.
+    /// Failures to log.
     pub failures: Vec<TransferFailure>,
-    /// What happened since the last output.
+    /// Transfer statistics since the last output.
     pub stats: TransferStats,
-    /// Heartbeats and answers of peers for requests that this worker does not know. Many of them
-    /// only arrive late.
+    /// The number of heartbeats and answers from peers for requests that this worker does not know.
+    /// Many of them only arrive late.
     pub unknown_requests: u64,
 }
 
 impl WorkerOutput {
-    /// Blocks without the right contents, for engines that ask by block; of models with one KV cache group.
+    /// Returns the blocks without valid contents, for engines that ask by block. Only for models
+    /// with one KV cache group.
     pub fn invalid_block_ids(&self) -> Vec<u32> {
         let mut blocks: Vec<_> =
             self.failed_recving.iter().flat_map(|failed| failed.invalid.iter().copied()).collect();
@@ -176,7 +183,7 @@ impl WorkerOutput {
         blocks
     }
 
-    /// Whether there is nothing to tell.
+    /// Returns whether the report is empty.
     pub fn is_empty(&self) -> bool {
         self.finished_sending.is_empty()
             && self.finished_recving.is_empty()

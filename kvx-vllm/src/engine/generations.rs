@@ -1,23 +1,26 @@
-//! Generations of blocks: how a reader finds out, after the data, that a block was no longer the one it was told of.
+//! Generations of blocks: how a reader detects that the owner reused a block before or during the
+//! read.
 //!
-//! The owner of a pool keeps one word per block beside it, in registered memory, and one word in front that names the
-//! pool's life. Whenever a block is about to get new contents, the next number of the pool goes into its word,
-//! *before* the first byte is written. What an engine publishes carries the number of that moment
-//! ([`BlockReference`]). A reader reads the blocks, then their words: a word above the reference says that the block
-//! was reused in between or before, and another first word that the pool is another one. Either way what was read is
-//! refused.
+//! The owner of a pool keeps one generation counter per block in registered memory, behind the
+//! random identifier of the pool's incarnation. Before it writes the first byte of new contents
+//! into a block, it increments the pool's stamp and stores it in the block's counter. What an
+//! engine publishes carries the stamp of that moment ([`BlockReference`]).
+//!
+//! A reader reads the blocks, then the counters. A counter above the published stamp means that the
+//! owner has reused the block. A different identifier means that the pool is another one. In both
+//! cases the reader discards what it has read.
 
 use std::fmt;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// What the owner of blocks says of the moment it published them. As text 32 hexadecimal digits, of which the first
-/// 16 are the pool.
+/// The pool and its stamp at the moment when the owner published blocks. Its text form is 32
+/// hexadecimal digits, the first 16 of which are the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockReference {
-    /// Which life of the pool: random, never 0.
+    /// The identifier of the pool's incarnation: random, never 0.
     pub pool: u64,
-    /// The pool's number when the blocks were published.
+    /// The pool's stamp when the owner published the blocks.
     pub stamp: u64,
 }
 
@@ -27,38 +30,39 @@ impl fmt::Display for BlockReference {
     }
 }
 
-/// A logical block that nobody could read before: its digest is still to be written.
+/// A logical block that no peer could read before, and whose digest is not written yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fresh {
     /// Its KV cache group.
     pub group: u32,
     /// Its number.
     pub block: u32,
-    /// The owner's word for its pool.
+    /// The identifier of its pool.
     pub pool: u64,
-    /// The word of the block.
+    /// The block's generation counter.
     pub generation: u64,
 }
 
-/// A logical block that is computed on a device, and to be copied to the host.
+/// A logical block that was computed on a device and has to be copied to the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unsaved {
     /// Its KV cache group.
     pub group: u32,
     /// Its number.
     pub block: u32,
-    /// Its place in the request. Two contents of one block differ in this or in the request.
+    /// Its position in the request. Two contents of one block differ in their position or in their
+    /// request.
     pub place: u32,
 }
 
 impl Unsaved {
-    /// Group and number.
+    /// Returns the group and the number.
     pub fn key(self) -> (u32, u32) {
         (self.group, self.block)
     }
 }
 
-/// Not 32 hexadecimal digits.
+/// The error for text that is not 32 hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NoReference;
 
@@ -83,17 +87,19 @@ impl FromStr for BlockReference {
 }
 
 impl BlockReference {
-    /// Which of the blocks are not those that were published, as positions in the list that was read.
+    /// Returns the blocks that are no longer the published ones, as positions in the list that was
+    /// read.
     ///
-    /// `pool` is the pool's first word and `words` those of the blocks, in the order of the list, both read after the
-    /// data.
+    /// `pool` is the pool's identifier, and `words` are the generation counters of the blocks in
+    /// the order of the list. The caller reads both after the data.
     pub fn stale(&self, pool: u64, words: &[u64]) -> Vec<u32> {
         let stale = |word: u64| pool != self.pool || word > self.stamp;
         words.iter().zip(0..).filter(|(word, _)| stale(**word)).map(|(_, at)| at).collect()
     }
 }
 
-/// The owner's side: the words of one pool. `W` is registered memory, one word more than there are blocks.
+/// The owner's side: the pool's identifier and the generation counters of its blocks. `W` is
+/// registered memory for one `u64` more than there are blocks.
 #[derive(Debug)]
 pub struct Generations<W> {
     words: W,
@@ -102,7 +108,7 @@ pub struct Generations<W> {
 }
 
 impl<W: AsRef<[AtomicU64]>> Generations<W> {
-    /// Starts the life of a pool. `random` names it; the words of all blocks become 0.
+    /// Starts an incarnation of a pool with the identifier `random`. Sets all counters to 0.
     pub fn new(words: W, random: u64) -> Self {
         let pool = random.max(1);
         for (at, word) in words.as_ref().iter().enumerate() {
@@ -111,13 +117,14 @@ impl<W: AsRef<[AtomicU64]>> Generations<W> {
         Generations { words, pool, stamp: 0 }
     }
 
-    /// How many blocks have a word.
+    /// Returns the number of blocks that have a counter.
     pub fn blocks(&self) -> u32 {
         u32::try_from(self.words.as_ref().len().saturating_sub(1)).unwrap_or(u32::MAX)
     }
 
-    /// These blocks get new contents from now on; to be called before the first byte is written. Blocks that only
-    /// grow, or are found again in the prefix cache, keep their word. Numbers beyond the pool are ignored.
+    /// Starts a new generation of blocks that are about to get new contents. Call it before the
+    /// first byte is written. Blocks that only grow, or that the engine finds again in the prefix
+    /// cache, keep their generation. Ignores numbers beyond the pool.
     pub fn reuse(&mut self, blocks: impl IntoIterator<Item = u32>) {
         self.stamp += 1;
         for block in blocks {
@@ -125,16 +132,16 @@ impl<W: AsRef<[AtomicU64]>> Generations<W> {
                 word.store(self.stamp, Ordering::Relaxed);
             }
         }
-        // Writes of data that follow must not be seen before the words.
+        // Readers must see the counters before any data that is written after them.
         fence(Ordering::SeqCst);
     }
 
-    /// What to publish with blocks that now hold what they shall.
+    /// Returns the reference to publish with blocks whose contents are complete.
     pub fn reference(&self) -> BlockReference {
         BlockReference { pool: self.pool, stamp: self.stamp }
     }
 
-    /// The registered words, the pool's first.
+    /// Returns the registered memory: the pool's identifier, then the counters.
     pub fn words(&self) -> &[AtomicU64] {
         self.words.as_ref()
     }
@@ -165,25 +172,21 @@ mod tests {
         assert_eq!(reference.stale(life, &words), [1]);
         assert!(
             pool.reference().stale(life, &words).is_empty(),
-            "what is published now names the new contents"
+            "a reference that is published now covers the new contents"
         );
     }
 
     #[test]
-    fn every_block_of_another_life_of_the_pool_is_stale() {
+    fn every_block_of_another_incarnation_of_the_pool_is_stale() {
         let mut old = pool(2, 7);
         old.reuse([0, 1]);
         let (life, words) = read(&pool(2, 8), &[0, 1]);
         assert_eq!(old.reference().stale(life, &words), [0, 1]);
-        assert_eq!(
-            pool(2, 0).reference().pool,
-            1,
-            "0 is what memory holds that nobody has written"
-        );
+        assert_eq!(pool(2, 0).reference().pool, 1, "0 is the value of unwritten memory");
     }
 
     #[test]
-    fn a_reference_is_read_back_from_its_text() {
+    fn a_reference_is_parsed_from_its_text() {
         let reference = BlockReference { pool: 0xfeed, stamp: 12 };
         assert_eq!(reference.to_string(), "000000000000feed000000000000000c");
         assert_eq!(reference.to_string().parse(), Ok(reference));

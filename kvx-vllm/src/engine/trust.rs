@@ -1,9 +1,10 @@
 //! Signatures of parameters.
 //!
-//! `kv_transfer_params` travel through routers, and any client of a decode can write its own: other block numbers in them
-//! would be another request's answer. Where the fleet has a secret, the engine that holds the blocks signs what it says
-//! of them, for as long as it keeps them. Parameters that name no blocks (those of MooncakeConnector and of push) are
-//! written by routers and unsigned: the engines prove the secret to each other when they meet.
+//! `kv_transfer_params` travel through routers, and any client of a decode can write its own. With
+//! other block numbers, the client would get another request's data. If the fleet has a secret, the
+//! engine that holds the blocks signs their parameters for as long as it keeps them. Routers write
+//! the parameters of MooncakeConnector and of push, which name no blocks and are unsigned: there
+//! the engines authenticate each other with the secret when they connect.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,27 +16,28 @@ use sha2::Sha256;
 
 use crate::params::{RemoteBlocks, TransferMode};
 
-/// Sets these signatures apart from other proofs by the same secret.
+/// The label that separates these signatures from other proofs with the same secret.
 const LABEL: &[u8] = b"kvx params 1: an engine says which blocks it holds";
-/// How far the clocks of two hosts may be apart, and how long a router may keep parameters beyond a lease.
+/// The tolerance in seconds for differences between two hosts' clocks, and for the time that a
+/// router keeps parameters beyond a lease.
 const CLOCKS: u64 = 300;
 
-/// The only parameters that an engine loads by. Without a secret, all of them.
+/// The rules by which an engine accepts parameters. Without a secret, it accepts all.
 #[derive(Clone, Debug, Default)]
 pub struct ParamsTrust {
     secret: Option<Secret>,
     unsigned_hosts: Arc<[String]>,
 }
 
-/// Why parameters are not used.
+/// The reason why an engine rejects parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Untrusted {
-    /// They have no signature. The host that they name.
+    /// They have no signature. Contains the host that they name.
     Unsigned(Arc<str>),
-    /// The signature does not fit: they were altered, or the secrets differ.
+    /// The signature is wrong: the parameters were altered, or the secrets differ.
     Altered,
-    /// The blocks are no longer kept: the signature expired so many seconds ago.
+    /// The signature expired this many seconds ago, and the peer no longer keeps the blocks.
     Expired(u64),
 }
 
@@ -44,17 +46,18 @@ impl fmt::Display for Untrusted {
         match self {
             Untrusted::Unsigned(host) => write!(
                 f,
-                "the parameters have no signature of this fleet: give the engine at {host:?} the same KVX_SECRET_FILE, \
-                 or, if it is a vLLM, add {host:?} to kv_connector_extra_config.allow_unsigned_params"
+                "the parameters have no signature of this fleet: give the engine at {host:?} the same \
+                 KVX_SECRET_FILE, or, if it is a vLLM, add {host:?} to \
+                 kv_connector_extra_config.allow_unsigned_params"
             ),
             Untrusted::Altered => f.write_str(
-                "the parameters are not those that an engine of this fleet has signed: forward what the prefill answered \
-                 unchanged, and give both engines the same KVX_SECRET_FILE",
+                "the signature of the parameters is invalid: forward the prefill's answer unchanged, \
+                 and give both engines the same KVX_SECRET_FILE",
             ),
             Untrusted::Expired(seconds) => write!(
                 f,
-                "the parameters have expired {seconds} s ago, and their blocks with them: ask the prefill again; if the \
-                 hosts' clocks differ so much, set them"
+                "the parameters and their blocks expired {seconds} s ago: send the request to the \
+                 prefill again; if the hosts' clocks differ by that much, synchronize them"
             ),
         }
     }
@@ -63,7 +66,8 @@ impl fmt::Display for Untrusted {
 impl std::error::Error for Untrusted {}
 
 impl ParamsTrust {
-    /// With the fleet's secret, if it has one, and the hosts whose engines cannot sign.
+    /// Creates the rules from the fleet's secret, if it has one, and the hosts whose engines cannot
+    /// sign.
     pub fn new<T: Into<String>>(
         secret: Option<&Secret>,
         unsigned_hosts: impl IntoIterator<Item = T>,
@@ -72,17 +76,18 @@ impl ParamsTrust {
         ParamsTrust { secret: secret.cloned(), unsigned_hosts }
     }
 
-    /// True if engines sign.
+    /// Returns whether engines sign parameters.
     pub fn has_secret(&self) -> bool {
         self.secret.is_some()
     }
 
-    /// True for a host whose engine need not sign.
+    /// Returns whether parameters that name this host need no signature.
     pub fn allows_unsigned(&self, host: &str) -> bool {
         self.unsigned_hosts.iter().any(|allowed| allowed == host)
     }
 
-    /// Signs blocks that an engine keeps for so long: the value of [`RemoteBlocks::signature`].
+    /// Signs blocks that an engine keeps for the duration `kept`. Returns the value of
+    /// [`RemoteBlocks::signature`].
     pub fn sign(&self, remote: &RemoteBlocks, kept: Duration) -> Option<String> {
         self.sign_until(remote, now().saturating_add(kept.as_secs()))
     }
@@ -95,11 +100,12 @@ impl ParamsTrust {
         ))
     }
 
-    /// Checks that an engine may load these blocks. In push mode none are named.
+    /// Checks that an engine may load these blocks. Accepts everything in push mode, where
+    /// parameters name no blocks.
     ///
     /// # Errors
     ///
-    /// It may not.
+    /// The reason, if it may not load them.
     pub fn check(&self, remote: &RemoteBlocks) -> Result<(), Untrusted> {
         self.check_at(remote, now())
     }
@@ -116,7 +122,7 @@ impl ParamsTrust {
             };
         };
         let (expires, proof) = parse(written).ok_or(Untrusted::Altered)?;
-        // In a time that does not depend on the proof.
+        // `verify_slice` compares in constant time.
         signature(secret, remote, expires).verify_slice(&proof).map_err(|_| Untrusted::Altered)?;
         if now > expires.saturating_add(CLOCKS) {
             return Err(Untrusted::Expired(now - expires));
@@ -141,7 +147,8 @@ fn parse(written: &str) -> Option<(u64, [u8; 32])> {
     Some((expires.parse().ok()?, bytes))
 }
 
-/// Computes the MAC over the label and every field: numbers of eight bytes, texts and lists behind their lengths, and a byte before what may be absent.
+/// Computes the MAC over the label and every field. Numbers have eight bytes, texts and lists
+/// follow their lengths, and a byte before each optional field says whether it is present.
 fn signature(secret: &Secret, remote: &RemoteBlocks, expires: u64) -> Hmac<Sha256> {
     let RemoteBlocks {
         engine_id,
@@ -201,7 +208,8 @@ mod tests {
     use super::*;
     use crate::params::TransferParams;
 
-    /// Made by another program, from this module's description: see `made_by` in it.
+    /// Golden vectors that another program made from this module's description: see `made_by` in
+    /// the file.
     const GOLDEN: &str = include_str!("../../tests/it/golden/signed_params.json");
 
     fn trust(byte: u8) -> ParamsTrust {
@@ -233,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_altered_is_refused_field_by_field() {
+    fn an_alteration_of_any_field_is_rejected() {
         let mut signed = remote();
         signed.signature = trust(1).sign_until(&signed, 1000);
         assert_eq!(trust(1).check_at(&signed, 900), Ok(()));
@@ -266,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_signature_is_refused() {
+    fn malformed_signatures_are_rejected() {
         let mut signed = remote();
         let good = trust(1).sign_until(&signed, 1000).unwrap();
         for wrong in [
@@ -281,13 +289,13 @@ mod tests {
         ] {
             signed.signature = Some(wrong.to_owned());
             let refused = trust(1).check_at(&signed, 900);
-            // Upper case is the same where it has no letters.
+            // Uppercase text is identical if the signature has no letters.
             assert!(refused == Err(Untrusted::Altered) || wrong == good, "{wrong:?}");
         }
     }
 
     #[test]
-    fn a_signature_ends_with_the_blocks() {
+    fn a_signature_expires_with_the_blocks() {
         let mut signed = remote();
         signed.signature = trust(1).sign_until(&signed, 1000);
         assert_eq!(trust(1).check_at(&signed, 1000 + CLOCKS), Ok(()));
@@ -297,13 +305,13 @@ mod tests {
     }
 
     #[test]
-    fn without_a_signature_the_host_decides_where_there_is_a_secret() {
+    fn with_a_secret_only_allowed_hosts_need_no_signature() {
         let mut unsigned = remote();
         assert_eq!(trust(1).check_at(&unsigned, 0), Err(Untrusted::Unsigned("10.0.0.1".into())));
         assert_eq!(ParamsTrust::default().check_at(&unsigned, 0), Ok(()));
         unsigned.host = "10.0.0.9".into();
         assert_eq!(trust(1).check_at(&unsigned, 0), Ok(()));
-        // Push names no blocks, and a wrong signature is not a missing one.
+        // Push names no blocks. A wrong signature is not a missing one.
         let push = RemoteBlocks { mode: TransferMode::Push, ..remote() };
         assert_eq!(trust(1).check_at(&push, 0), Ok(()));
         unsigned.signature = Some("1:2".into());

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::time::Time;
 
-/// Deadlines by key, each key with at most one: the earliest comes first, wherever it was set.
+/// Deadlines by key, at most one per key, in order of their times.
 #[derive(Debug)]
 pub(crate) struct Deadlines<K> {
     by_key: BTreeMap<K, Time>,
@@ -26,26 +26,26 @@ impl<K: Ord + Clone> Deadlines<K> {
         self.by_time.insert((at, key));
     }
 
-    /// Takes a deadline away, if there is one.
+    /// Removes a deadline, if it exists.
     pub(crate) fn clear(&mut self, key: &K) {
         if let Some(at) = self.by_key.remove(key) {
             self.by_time.remove(&(at, key.clone()));
         }
     }
 
-    /// The next deadline.
+    /// Returns the earliest deadline.
     pub(crate) fn next(&self) -> Option<Time> {
         self.by_time.first().map(|(at, _)| *at)
     }
 
-    /// Takes the next one away, though it has not come.
+    /// Removes the earliest deadline, even if it has not passed, and returns its key.
     pub(crate) fn take_next(&mut self) -> Option<K> {
         let (_, key) = self.by_time.pop_first()?;
         self.by_key.remove(&key);
         Some(key)
     }
 
-    /// Takes one that has come.
+    /// Removes one deadline that has passed, and returns its key.
     pub(crate) fn take_reached(&mut self, now: Time) -> Option<K> {
         let (at, _) = self.by_time.first()?;
         if !now.has_reached(*at) {
@@ -66,14 +66,18 @@ mod tests {
     }
 
     #[test]
-    fn the_earliest_deadline_comes_first_also_after_it_was_moved() {
+    fn deadlines_are_taken_in_order_even_after_they_were_moved() {
         let mut deadlines = Deadlines::default();
         deadlines.set("a", at(5));
         deadlines.set("b", at(6));
         deadlines.set("a", at(9));
         assert_eq!(deadlines.next(), Some(at(6)));
         assert_eq!(deadlines.take_reached(at(5)), None);
-        assert_eq!(deadlines.take_reached(at(6)), Some("b"), "the moment itself is too late");
+        assert_eq!(
+            deadlines.take_reached(at(6)),
+            Some("b"),
+            "a deadline has passed at its own moment"
+        );
         deadlines.clear(&"a");
         assert_eq!((deadlines.next(), deadlines.take_reached(at(100))), (None, None));
     }

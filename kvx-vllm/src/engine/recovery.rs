@@ -1,4 +1,5 @@
-//! What a failed load means for requests: which tokens still count, and what is said of it.
+//! The effect of a failed load on requests: which tokens stay valid, and what the log says about
+//! it.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -7,15 +8,15 @@ use crate::config::LoadFailurePolicy;
 
 use crate::ids::RequestId;
 
-/// A request as the engine holds it when a load has failed. Blocks may be shared: each request that uses an invalid
-/// one is affected.
+/// A request as the engine holds it when a load fails. Requests may share blocks: the failure
+/// affects every request that uses an invalid block.
 #[derive(Clone, Copy, Debug)]
 pub struct Holding<'a> {
     /// The request.
     pub request: &'a RequestId,
-    /// Its blocks from the first token on, of the model's only KV cache group.
+    /// Its blocks from the first token on, in the model's only KV cache group.
     pub blocks: &'a [u32],
-    /// Its tokens that count as computed, loaded ones included.
+    /// The number of its tokens that count as computed, including loaded tokens.
     pub computed: u32,
 }
 
@@ -24,25 +25,26 @@ pub struct Holding<'a> {
 pub struct Affected {
     /// The request.
     pub request: RequestId,
-    /// The tokens before the first invalid block: what counts as computed from now on.
+    /// The number of tokens before the first invalid block. Only these count as computed from now
+    /// on.
     pub valid: u32,
-    /// How many do not count any more.
+    /// The number of tokens that no longer count.
     pub lost: u32,
 }
 
-/// What one step's invalid blocks mean. Its text is the one log line about it.
+/// The effect of one step's invalid blocks. Its `Display` text is the log line about them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Recovery {
-    /// What is done about it.
+    /// The policy for affected requests.
     pub policy: LoadFailurePolicy,
-    /// Who is affected, in the order they were given.
+    /// The affected requests, in the order in which the caller passed them.
     pub affected: Vec<Affected>,
 }
 
 impl Recovery {
-    /// Cuts each request to its longest valid prefix. Requests without an invalid block among their computed ones are
-    /// left out. Blocks stay with their requests: those that are invalid are computed anew, and must not be found in
-    /// the prefix cache before.
+    /// Cuts each request to its longest valid prefix. Leaves out requests without an invalid block
+    /// among their computed ones. Requests keep all their blocks. The engine computes the invalid
+    /// ones again, and must not offer them in the prefix cache before.
     pub fn of<'a>(
         policy: LoadFailurePolicy,
         block_size: u32,
@@ -63,7 +65,7 @@ impl Recovery {
     }
 }
 
-/// Tokens before the first invalid block; `None`: there is none.
+/// Returns the number of tokens before the first invalid block, or `None` if no block is invalid.
 pub(super) fn valid_prefix(
     blocks: &[u32],
     invalid: &BTreeSet<u32>,
@@ -87,7 +89,8 @@ impl fmt::Display for Recovery {
             LoadFailurePolicy::Recompute => {
                 write!(
                     f,
-                    "Recovered from KV load failure: {requests} requests compute {tokens} tokens themselves"
+                    "Recovered from KV load failure: {requests} requests compute {tokens} tokens \
+                     themselves"
                 )
             }
         }
@@ -126,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn an_invalid_block_beyond_the_computed_tokens_is_nobodys_loss() {
+    fn an_invalid_block_beyond_the_computed_tokens_affects_no_request() {
         assert_eq!(recovery(&[8], &[("a", &[3, 7, 8], 32)]), []);
     }
 

@@ -1,16 +1,16 @@
-//! What a worker's transfers took, step by step: recorded, added up over workers, and said.
+//! Statistics of a worker's transfers: recorded per step, aggregated over workers, and exported.
 
 use std::fmt;
 use std::time::Duration;
 
 use super::failure::FailureKind;
 
-/// One metric as vLLM names it.
+/// A metric under the name that vLLM gives it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Metric {
-    /// Its name in Prometheus; labels are the model's name and the engine.
+    /// Its Prometheus name. Labels are the model's name and the engine.
     pub name: &'static str,
-    /// Upper bounds of a histogram's buckets; `None`: a counter.
+    /// Upper bounds of a histogram's buckets; `None` for a counter.
     pub buckets: Option<&'static [f64]>,
 }
 
@@ -55,13 +55,13 @@ const FAILED_TRANSFERS: Metric = Metric { name: "vllm:nixl_num_failed_transfers"
 /// Notifications that failed.
 const FAILED_NOTIFICATIONS: Metric =
     Metric { name: "vllm:nixl_num_failed_notifications", buckets: None };
-/// Requests whose blocks nobody came for.
+/// Requests whose blocks no peer fetched.
 const EXPIRED: Metric = Metric { name: "vllm:nixl_num_kv_expired_reqs", buckets: None };
-/// Completions for blocks that were already free.
+/// Completions for blocks that had been freed.
 const AFTER_EXPIRY: Metric =
     Metric { name: "vllm:nixl_num_notifications_after_expiry", buckets: None };
 
-/// All metrics.
+/// All metrics of a NixlConnector.
 pub const METRICS: [Metric; 8] = [
     XFER_TIME,
     POST_TIME,
@@ -73,10 +73,10 @@ pub const METRICS: [Metric; 8] = [
     AFTER_EXPIRY,
 ];
 
-/// Questions for blocks that failed; only MooncakeConnector counts them apart.
+/// Requests for blocks that failed. Only MooncakeConnector counts them separately.
 const FAILED_RECEIVES: Metric = Metric { name: "vllm:mooncake_num_failed_recvs", buckets: None };
 
-/// The metrics of a MooncakeConnector: of its transfers only the side that writes tells.
+/// The metrics of a MooncakeConnector. Only the writing side reports transfers.
 pub const MOONCAKE_METRICS: [Metric; 6] = [
     Metric { name: "vllm:mooncake_xfer_time_seconds", ..XFER_TIME },
     Metric { name: "vllm:mooncake_bytes_transferred", ..BYTES },
@@ -86,20 +86,20 @@ pub const MOONCAKE_METRICS: [Metric; 6] = [
     Metric { name: "vllm:mooncake_num_kv_expired_reqs", ..EXPIRED },
 ];
 
-/// One transfer that succeeded.
+/// A transfer that succeeded.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Transferred {
-    /// From the post until it was done.
+    /// The time from posting the transfer until its completion.
     pub time: Duration,
-    /// To post it.
+    /// The time to post the transfer.
     pub post: Duration,
     /// Bytes moved.
     pub bytes: u64,
-    /// Pieces of memory, after merging neighbours.
+    /// The number of contiguous pieces of memory, after merging neighbours.
     pub descriptors: u64,
 }
 
-/// What happened since the last time it was taken.
+/// Statistics since the last time they were taken.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TransferStats {
     pub(crate) transfers: Vec<Transferred>,
@@ -111,13 +111,13 @@ pub struct TransferStats {
 }
 
 impl TransferStats {
-    /// A transfer succeeded.
+    /// Records a transfer that succeeded.
     pub fn record(&mut self, transfer: Transferred) {
         self.transfers.push(transfer);
     }
 
-    /// A step failed: all of them are failed transfers, handshakes and notifications too, but for what a decode of a
-    /// MooncakeConnector has asked for in vain.
+    /// Records a failed step. Failed handshakes and notifications count as failed transfers too. A
+    /// MooncakeConnector's failed requests for blocks count separately.
     pub fn record_failure(&mut self, kind: FailureKind) {
         if kind == FailureKind::LeaseExpired {
             return; // counted by `record_expired`
@@ -128,22 +128,22 @@ impl TransferStats {
         self.failed_notifications += u64::from(kind.is_notification());
     }
 
-    /// Nobody came for a request's blocks.
+    /// Records that no peer fetched a request's blocks in time.
     pub fn record_expired(&mut self) {
         self.expired += 1;
     }
 
-    /// Somebody came too late.
+    /// Records a completion that arrived after the blocks were freed.
     pub fn record_after_expiry(&mut self) {
         self.after_expiry += 1;
     }
 
-    /// Whether nothing happened. Failures alone are something.
+    /// Returns whether nothing was recorded. Failures alone make it false.
     pub fn is_empty(&self) -> bool {
         *self == TransferStats::default()
     }
 
-    /// Adds another worker's.
+    /// Adds the statistics of another worker.
     pub fn aggregate(&mut self, other: TransferStats) {
         self.transfers.extend(other.transfers);
         self.failed_transfers += other.failed_transfers;
@@ -153,13 +153,13 @@ impl TransferStats {
         self.after_expiry += other.after_expiry;
     }
 
-    /// Takes what there is, and starts anew.
+    /// Returns the statistics and resets them.
     #[must_use]
     pub fn take(&mut self) -> TransferStats {
         std::mem::take(self)
     }
 
-    /// Every single value, for a program that exports metrics.
+    /// Returns every recorded value, for a program that exports metrics.
     pub fn observations(&self) -> impl Iterator<Item = (Metric, f64)> + '_ {
         let each = self.transfers.iter().flat_map(|transfer| {
             [
@@ -183,7 +183,7 @@ impl TransferStats {
         )
     }
 
-    /// As [`observations`](Self::observations), under the names of a MooncakeConnector.
+    /// Returns every recorded value under the names of a MooncakeConnector.
     pub fn mooncake_observations(&self) -> impl Iterator<Item = (Metric, f64)> + '_ {
         let [time, bytes, descriptors, failed, failed_receives, expired] = MOONCAKE_METRICS;
         let each = self.transfers.iter().flat_map(move |transfer| {
@@ -206,7 +206,7 @@ impl TransferStats {
         )
     }
 
-    /// In a few numbers.
+    /// Summarizes the statistics.
     pub fn reduce(&self) -> Summary {
         let count = self.transfers.len();
         let milliseconds = |time: fn(&Transferred) -> Duration| {
@@ -239,7 +239,7 @@ impl TransferStats {
     }
 }
 
-/// Of sorted values, between the two nearest.
+/// Returns the 90th percentile of sorted values, interpolated between the two nearest ones.
 fn percentile_90(sorted: &[f64]) -> f64 {
     let Some(last) = sorted.len().checked_sub(1) else { return 0.0 };
     let place = 0.9 * last as f64;
@@ -247,31 +247,31 @@ fn percentile_90(sorted: &[f64]) -> f64 {
     sorted[low] + (sorted[high] - sorted[low]) * place.fract()
 }
 
-/// [`TransferStats`] in a few numbers; its text is vLLM's periodic log line. All are 0 when no transfer succeeded,
-/// but what is counted.
+/// A summary of [`TransferStats`]. Its `Display` text is vLLM's periodic log line. If no transfer
+/// succeeded, all values but the counters are 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Summary {
     /// Transfers that succeeded.
     pub transfers: u64,
     /// Mean duration in ms.
     pub time_ms: f64,
-    /// Nine of ten took no longer.
+    /// The 90th percentile of the duration in ms.
     pub time_p90_ms: f64,
     /// Mean time to post in ms.
     pub post_ms: f64,
-    /// Nine of ten took no longer.
+    /// The 90th percentile of the time to post in ms.
     pub post_p90_ms: f64,
-    /// Mean size in units of 2^20 bytes.
+    /// Mean size in MiB (2^20 bytes).
     pub megabytes: f64,
-    /// The same unit, for each second of transfer.
+    /// Throughput in MiB per second of transfer.
     pub throughput: f64,
     /// Mean number of descriptors.
     pub descriptors: f64,
     /// Transfers, handshakes and notifications that failed.
     pub failed_transfers: u64,
-    /// Requests whose blocks nobody came for.
+    /// Requests whose blocks no peer fetched.
     pub expired: u64,
-    /// Completions that came too late.
+    /// Completions that arrived after the blocks were freed.
     pub after_expiry: u64,
 }
 
@@ -361,12 +361,12 @@ mod tests {
         assert_eq!(
             (of(FAILED_TRANSFERS), of(FAILED_NOTIFICATIONS)),
             (Some(11.0), Some(2.0)),
-            "all but the two of a Mooncake decode"
+            "all failures but the two of a Mooncake decode"
         );
     }
 
     #[test]
-    fn a_mooncake_connector_counts_writes_and_what_was_asked_for_in_vain() {
+    fn a_mooncake_connector_counts_writes_and_failed_receives() {
         let (mut writes, mut asks) = (TransferStats::default(), TransferStats::default());
         writes.record(transfer(20));
         writes.record_failure(FailureKind::SendFailed);
@@ -375,10 +375,10 @@ mod tests {
         asks.record_expired();
         assert!(!asks.is_empty());
         writes.aggregate(asks);
-        let said: Vec<_> =
+        let observed: Vec<_> =
             writes.mooncake_observations().map(|(metric, value)| (metric.name, value)).collect();
         assert_eq!(
-            said,
+            observed,
             [
                 ("vllm:mooncake_xfer_time_seconds", 0.02),
                 ("vllm:mooncake_bytes_transferred", 1_048_576.0),
@@ -395,10 +395,10 @@ mod tests {
         let mut stats = TransferStats::default();
         stats.record(transfer(20));
         stats.record_expired();
-        let said: Vec<_> =
+        let observed: Vec<_> =
             stats.observations().map(|(metric, value)| (metric.name, value)).collect();
         assert_eq!(
-            said,
+            observed,
             [
                 ("vllm:nixl_xfer_time_seconds", 0.02),
                 ("vllm:nixl_post_time_seconds", 0.001),

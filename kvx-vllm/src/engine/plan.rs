@@ -1,4 +1,4 @@
-//! What a handshake has shown: between which workers and in which units blocks move.
+//! The result of a handshake: between which workers and in which units blocks move.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -14,26 +14,27 @@ use crate::mapping::{
 };
 use crate::time::ClockOffset;
 
-/// One worker of a peer that blocks move from or to.
+/// A worker of a peer that blocks move from or to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerLane {
-    /// Which worker.
+    /// The peer's worker.
     pub rank: WorkerRank,
-    /// Where the blocks lie, here and there, at least one pair: each takes a move of its own.
+    /// The kinds of memory here and there, at least one pair. Each pair takes a move of its own.
     pub memory: Vec<(MemoryType, MemoryType)>,
-    /// Which KV cache groups move; `None`: all.
+    /// The KV cache groups that move; `None`: all.
     pub groups: Option<Vec<usize>>,
-    /// How many workers on this side move blocks from that one: what it has to wait for.
+    /// The number of workers on this side that transfer blocks from or to that worker. It waits for
+    /// all of them.
     pub readers: u32,
 }
 
 impl PeerLane {
-    /// All blocks of a worker, in one move between memories of one kind.
+    /// Creates a lane that transfers all blocks of a worker in one move between GPU memories.
     pub fn whole(rank: WorkerRank, readers: u32) -> Self {
         PeerLane { rank, memory: vec![(MemoryType::Vram, MemoryType::Vram)], groups: None, readers }
     }
 
-    /// What it moves of `groups`: all, shared with other lanes, or some.
+    /// Returns the groups that this lane moves. Lanes that move all groups share the list.
     pub(super) fn select(&self, groups: &Arc<[GroupMove]>) -> Arc<[GroupMove]> {
         match &self.groups {
             None => Arc::clone(groups),
@@ -43,30 +44,31 @@ impl PeerLane {
         }
     }
 
-    /// What each of its moves is with.
+    /// Returns the part for each of the lane's moves.
     pub(super) fn parts(&self) -> impl ExactSizeIterator<Item = Part> + '_ {
         self.memory.iter().map(|memory| Part { rank: self.rank, memory: *memory })
     }
 }
 
-/// How many logical blocks the KV cache groups of a worker have.
+/// The numbers of logical blocks in a worker's KV cache groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolBlocks {
-    /// Groups by their numbers, as far as they differ.
+    /// The groups whose numbers differ from `others`.
     pub groups: BTreeMap<u32, u32>,
-    /// All other groups.
+    /// The number of blocks of all other groups.
     pub others: u32,
 }
 
 impl From<u32> for PoolBlocks {
-    /// All groups have so many.
+    /// All groups have this many blocks.
     fn from(blocks: u32) -> Self {
         PoolBlocks { groups: BTreeMap::new(), others: blocks }
     }
 }
 
 impl PoolBlocks {
-    /// Each group as many as the smallest of the regions that its blocks lie in.
+    /// Computes the numbers from a worker's memory. Each group has as many blocks as the smallest
+    /// region that holds its blocks.
     pub fn of(geometry: &Geometry) -> Self {
         let each = geometry.kernel_per_logical().max(1);
         let least = |covers: &dyn Fn(RegionGroup) -> bool| {
@@ -83,61 +85,62 @@ impl PoolBlocks {
         let named: BTreeSet<u32> = named.collect();
         let groups =
             named.into_iter().filter_map(|group| Some((group, least(&|of| of.covers(group))?)));
-        // A pipeline stage need not have a layer of each group: then other stages bound its blocks.
+        // A pipeline stage need not have a layer of every group. Other stages then bound the blocks
+        // of such a group.
         let most =
             || geometry.regions().iter().map(|region| region.blocks / each).max().unwrap_or(0);
         let others = least(&|of| of == RegionGroup::Shared).unwrap_or_else(most);
         PoolBlocks { groups: groups.collect(), others }
     }
 
-    /// Those of the largest group.
+    /// Returns the number of blocks of the largest group.
     pub fn most(&self) -> u32 {
         self.groups.values().copied().chain([self.others]).max().unwrap_or(0)
     }
 
-    /// Those of one group.
+    /// Returns the number of blocks of one group.
     pub fn of_group(&self, group: usize) -> u32 {
         let named = u32::try_from(group).ok().and_then(|group| self.groups.get(&group));
         named.copied().unwrap_or(self.others)
     }
 }
 
-/// How one worker of this engine and those of a peer fit together. The grids that go with it stay with whoever posts
-/// the moves.
+/// The way in which one worker of this engine and the workers of a peer transfer blocks. The
+/// component that posts the moves keeps the corresponding grids.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PeerPlan {
-    /// Workers that blocks move from, or to in push.
+    /// The workers that blocks move from, or to in push mode.
     pub lanes: Vec<PeerLane>,
-    /// Workers that are only told, with the readers that each waits for.
+    /// The workers that only receive notifications, each with the number of readers it waits for.
     pub told: Vec<(WorkerRank, u32)>,
-    /// Sizes of blocks. The consumer is who fills blocks, the producer who has them.
+    /// The sizes of blocks. The consumer fills blocks that the producer holds.
     pub units: Units,
-    /// Units of a logical block on the consumer's side.
+    /// Units per logical block on the consumer's side.
     pub consumer_units: u32,
-    /// Units of a logical block on the producer's side.
+    /// Units per logical block on the producer's side.
     pub producer_units: u32,
-    /// Logical blocks here.
+    /// The local logical blocks.
     pub local_blocks: PoolBlocks,
-    /// Logical blocks there.
+    /// The remote logical blocks.
     pub remote_blocks: PoolBlocks,
-    /// Blocks that were read are reordered or cleared before they are used.
+    /// Whether blocks that were read must be reordered or cleared before use.
     pub finishes: bool,
-    /// The peer has a word for the generation of each block.
+    /// Whether the peer has a generation counter for each block.
     pub generations: bool,
-    /// Blocks that were read are compared with digests that the peer has published.
+    /// Whether blocks that were read are compared with digests that the peer published.
     pub digests: bool,
-    /// The peer's clock, where its handshake has told.
+    /// The peer's clock, if its handshake reported it.
     pub clock: Option<ClockOffset>,
-    /// In push, how many completions a request of ours gets from this peer.
+    /// The number of completions that a local request receives from this peer in push mode.
     pub completions: u32,
 }
 
 impl PeerPlan {
-    /// One worker on each side, with equal pools.
+    /// Creates a plan for one worker on each side, with equal pools.
     ///
     /// # Errors
     ///
-    /// A block size of 0.
+    /// Fails if `block_size` is 0.
     pub fn one_to_one(block_size: u32, blocks: u32) -> kvx_core::Result<Self> {
         Ok(PeerPlan {
             lanes: vec![PeerLane::whole(WorkerRank::default(), 1)],
@@ -157,16 +160,16 @@ impl PeerPlan {
 }
 
 impl PeerPlan {
-    /// From the map of a MooncakeConnector's worker to that of a decode, of this rank there. `local` is the memory
-    /// here.
+    /// Creates a plan from a prefill worker of a MooncakeConnector to the decode worker `rank`.
+    /// `local` is the memory of the prefill worker.
     ///
     /// # Errors
     ///
-    /// A geometry with blocks of no tokens.
+    /// Fails if `local` has blocks without tokens.
     pub fn of_sends(map: &SendMap, local: &Geometry, rank: WorkerRank) -> kvx_core::Result<Self> {
         let each = local.kernel_per_logical().max(1);
         let memory = local.regions().iter().map(|region| region.memory).collect::<BTreeSet<_>>();
-        // Where it lies there, nobody tells: as here.
+        // The decode does not report its kind of memory, so assume the local one.
         let memory: Vec<_> = memory.into_iter().map(|memory| (memory, memory)).collect();
         let sends = !map.lanes().is_empty();
         let lane = PeerLane { rank, memory, groups: None, readers: 1 };
@@ -181,14 +184,15 @@ impl PeerPlan {
         })
     }
 
-    /// The workers of the peer.
+    /// Returns the workers of the peer.
     pub(super) fn ranks(&self) -> BTreeSet<WorkerRank> {
         let lanes = self.lanes.iter().map(|lane| lane.rank);
         lanes.chain(self.told.iter().map(|(rank, _)| *rank)).collect()
     }
 
-    /// From the map that a handshake has yielded, and the geometries of this worker and of any of the peer's.
-    /// `generations` and `clock` are what the handshake says beside that.
+    /// Creates a plan from the map of a handshake, and the geometries of this worker and of any
+    /// worker of the peer. The caller sets `generations`, `digests` and `clock` from the rest of
+    /// the handshake.
     pub fn of(map: &PeerMap, local: &Geometry, remote: &Geometry) -> Self {
         let each = |geometry: &Geometry| geometry.kernel_per_logical().max(1);
         let (consumer, producer) = match map.op() {
@@ -225,7 +229,7 @@ impl PeerPlan {
     }
 }
 
-/// The lists of one KV cache group, paired.
+/// The paired lists of one KV cache group.
 #[derive(Debug)]
 struct GroupPair {
     group: usize,
@@ -237,7 +241,8 @@ struct GroupPair {
 }
 
 impl GroupPair {
-    /// The consumer's logical blocks that hold tokens of the producer's logical block at this place of the words.
+    /// Returns the consumer's logical blocks that hold tokens of the producer's logical block at
+    /// position `at` of [`Paired::producer_blocks`].
     fn consumer_blocks(&self, at: u64) -> impl Iterator<Item = u32> + '_ {
         let (own, theirs) = (u64::from(self.consumer_units), u64::from(self.producer_units));
         let first = (self.aligned.producer_skip / theirs + at) * theirs;
@@ -250,13 +255,13 @@ impl GroupPair {
     }
 }
 
-/// The lists of one request, paired.
+/// The paired lists of one request.
 #[derive(Debug)]
 pub(super) struct Paired {
     pairs: Vec<GroupPair>,
 }
 
-/// A load paired with a peer's blocks: the consumer's lists are local.
+/// Pairs a load's local blocks, which are the consumer's, with the peer's blocks.
 pub(super) fn pair_load(
     plan: &PeerPlan,
     order: &ReceiveOrder,
@@ -267,7 +272,7 @@ pub(super) fn pair_load(
     pair(plan, here, there, Some(order.tokens()), windows)
 }
 
-/// A push paired with the blocks that a peer waits for: the producer's lists are local.
+/// Pairs a push's local blocks, which are the producer's, with the blocks that a peer waits for.
 pub(super) fn pair_push(
     plan: &PeerPlan,
     theirs: &BlockLists,
@@ -298,7 +303,7 @@ fn pair(
         for (list, blocks) in [(consumer, consumer_blocks), (producer, producer_blocks)] {
             let blocks = blocks.of_group(group);
             if let Some(beyond) = list.iter().find(|block| **block >= blocks) {
-                return Err(format!("block {beyond} of a pool of {blocks} blocks"));
+                return Err(format!("block {beyond} is outside a pool of {blocks} blocks"));
             }
         }
         let clip = if window.is_some() { Clip::Window } else { Clip::Whole };
@@ -319,17 +324,17 @@ fn pair(
 }
 
 impl Paired {
-    /// Whether nothing moves.
+    /// Returns whether nothing moves.
     pub(super) fn is_empty(&self) -> bool {
         self.pairs.iter().all(|pair| pair.aligned.count == 0)
     }
 
-    /// What moves, in units; the local side is the consumer's in a load.
+    /// Returns the moves of a load, in units. The local side is the consumer's.
     pub(super) fn load_moves(&self) -> Result<Vec<GroupMove>, String> {
         self.moves(|consumer, producer| (consumer, producer))
     }
 
-    /// What moves, in units; the local side is the producer's in a push.
+    /// Returns the moves of a push, in units. The local side is the producer's.
     pub(super) fn push_moves(&self) -> Result<Vec<GroupMove>, String> {
         self.moves(|consumer, producer| (producer, consumer))
     }
@@ -347,20 +352,22 @@ impl Paired {
         moves.collect::<kvx_core::Result<_>>().map_err(|error| error.to_string())
     }
 
-    /// The producer's logical blocks of which something moves: whose generations count.
+    /// Returns the producer's logical blocks that move at least in part. Their generations decide
+    /// whether the data is valid.
     pub(super) fn producer_blocks(&self) -> Vec<Indices> {
         let some = self.pairs.iter().filter(|pair| pair.aligned.count > 0);
         some.map(|pair| pair.producer.slice(pair.producer_places())).collect()
     }
 
-    /// The same blocks, number by number.
+    /// Returns the numbers of the same blocks.
     pub(super) fn producer_numbers(&self) -> impl Iterator<Item = u32> {
         self.producer_blocks()
             .into_iter()
             .flat_map(|list| (0..list.len()).map(move |at| list.at(at)))
     }
 
-    /// The consumer's blocks that came from these places of [`producer_blocks`](Self::producer_blocks).
+    /// Returns the consumer's blocks that came from these positions of
+    /// [`producer_blocks`](Self::producer_blocks).
     pub(super) fn consumers_of(&self, places: &[u32]) -> Vec<u32> {
         let mut blocks = Vec::new();
         let mut start = 0;

@@ -1,5 +1,5 @@
-//! Whom a worker is connected to: one handshake per engine whoever asks, and what becomes of engines that are
-//! replaced, come back, or are not heard of again.
+//! A worker's connections to peers: one handshake per engine for all its requests, and the handling
+//! of engines that are replaced, restart or become idle.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -11,19 +11,21 @@ use super::remote::RemoteEngine;
 use crate::ids::{EngineId, WorkerRank};
 use crate::time::Time;
 
-/// The least time between two new handshakes with an engine; doubled each time, until a transfer succeeds.
+/// The least time between two renewed handshakes with an engine. It doubles each time until a
+/// transfer succeeds.
 const FIRST_WAIT: Duration = Duration::from_secs(1);
-/// The longest.
+/// The upper limit of that time.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
-/// Whether an engine can be reached now.
+/// The answer to whether an engine is reachable now.
 #[derive(Debug)]
 pub(super) enum Reach {
-    /// Yes, by this connection.
+    /// The engine is reachable by this connection.
     Ready(Connection, Arc<PeerPlan>),
-    /// A handshake is under way.
+    /// A handshake is in progress.
     Wait,
-    /// No, and asking again is for later: for this moment, if any is known.
+    /// The engine is not reachable, for this reason. Contains the time of the next try, if it is
+    /// known.
     Refused(String, Option<Time>),
 }
 
@@ -31,7 +33,7 @@ pub(super) enum Reach {
 enum ConnectionState {
     Connecting(Connection),
     Ready(Connection),
-    /// What was known of it is not so any more: the next request asks anew.
+    /// The metadata is no longer valid. The next request repeats the handshake.
     Resting,
 }
 
@@ -41,26 +43,26 @@ struct Engine {
     state: ConnectionState,
     used: Time,
     renewals: Renewals,
-    /// What they were before the handshake that is under way: one that fails is none of them.
+    /// The renewals before the handshake in progress. A failed handshake does not count as one.
     before: Renewals,
 }
 
-/// When an engine may be asked anew, because it has registered anew or its data turned out wrong: at once the first
-/// time.
+/// The times at which an engine's handshake may be repeated after it registered its memory again or
+/// its metadata became invalid. The first repetition may happen at once.
 #[derive(Clone, Copy, Debug, Default)]
 struct Renewals {
     last: Option<Time>,
-    /// How long the next one waits after the last; nothing: the first wait.
+    /// The delay between the last renewal and the next one; `None`: `FIRST_WAIT`.
     wait: Option<Duration>,
 }
 
 impl Renewals {
-    /// When the next one may be.
+    /// Returns the time before which no renewal may happen.
     fn next(self) -> Option<Time> {
         self.last.map(|last| last + self.wait.unwrap_or(FIRST_WAIT))
     }
 
-    /// This one is now.
+    /// Records a renewal.
     fn renewed(self, now: Time) -> Self {
         let doubled = |wait: Duration| (wait * 2).min(LONGEST_WAIT);
         let wait = self.last.map_or(FIRST_WAIT, |_| self.wait.map_or(FIRST_WAIT, doubled));
@@ -68,17 +70,17 @@ impl Renewals {
     }
 }
 
-/// A handshake that succeeded.
+/// An open connection, the result of a successful handshake.
 #[derive(Debug)]
 struct OpenConnection {
     engine: EngineId,
     plan: Arc<PeerPlan>,
     uses: u32,
-    /// Goes with its last use.
+    /// Whether the connection closes with its last use.
     retired: bool,
 }
 
-/// All engines that a worker knows.
+/// The engines that a worker knows.
 #[derive(Debug)]
 pub(super) struct Peers {
     ttl: Option<Duration>,
@@ -92,7 +94,8 @@ impl Peers {
         Peers { ttl, last: 0, engines: BTreeMap::new(), links: BTreeMap::new() }
     }
 
-    /// Finds the way to an engine; starts the one handshake if there is none. `ranks`: whom to ask.
+    /// Finds the connection to an engine, or starts the engine's one handshake. `ranks` returns the
+    /// workers to ask.
     pub(super) fn reach(
         &mut self,
         now: Time,
@@ -105,7 +108,7 @@ impl Peers {
         if let Some(engine) = self.engines.get_mut(&peer.engine) {
             engine.used = now;
             let registration = engine.peer.registration;
-            // A lower one is of an engine that began anew under its old name.
+            // A lower number belongs to an engine that restarted under its old name.
             let same = peer.registration == registration;
             let why = match engine.state {
                 ConnectionState::Connecting(_) if same => return Reach::Wait,
@@ -117,11 +120,12 @@ impl Peers {
                     "has another registration"
                 }
                 ConnectionState::Connecting(_) => "has another registration",
-                ConnectionState::Resting => "answered with data that was wrong",
+                ConnectionState::Resting => "no longer matches its metadata",
             };
             if let Some(next) = engine.renewals.next().filter(|next| !now.has_reached(*next)) {
                 let why = format!(
-                    "engine {} {why} (number {}, and {registration} before); it is asked again in {:.1} s",
+                    "engine {} {why} (registration {}, before {registration}); kvx asks it again \
+                     in {:.1} s",
                     peer.engine,
                     peer.registration,
                     next.since(now).as_secs_f64()
@@ -151,7 +155,8 @@ impl Peers {
         Reach::Wait
     }
 
-    /// A handshake has ended. Gives the engine that was waited for; `None` if a newer handshake has taken its place.
+    /// Records the end of a handshake. Returns the engine, or `None` if a newer handshake has
+    /// replaced this one.
     pub(super) fn connected(
         &mut self,
         now: Time,
@@ -181,7 +186,8 @@ impl Peers {
                 self.links.insert(connection, link);
                 self.forget_others(now, &peer, actions);
             }
-            // Nobody is remembered as unreachable: who restarts can be reached as soon as it listens.
+            // No engine is remembered as unreachable: a restarted engine is reachable as soon as it
+            // listens.
             Err(()) if engine.before.last.is_none() => {
                 self.engines.remove(&peer.engine);
             }
@@ -190,7 +196,8 @@ impl Peers {
         Some(peer)
     }
 
-    /// A confirmed engine takes the place of those that had its address; and engines that nobody has used for long go.
+    /// Removes engines that had the address of the newly confirmed one, and engines that have been
+    /// idle for too long.
     fn forget_others(&mut self, now: Time, new: &RemoteEngine, actions: &mut VecDeque<Action>) {
         let ttl = self.ttl;
         let links = &self.links;
@@ -215,7 +222,7 @@ impl Peers {
         }
     }
 
-    /// What this connection described is no longer so: its engine is asked again.
+    /// Marks a connection's metadata as invalid, so that the next request repeats the handshake.
     pub(super) fn invalidate(&mut self, connection: Connection, actions: &mut VecDeque<Action>) {
         // Expected race: the connection has ended.
         let Some(link) = self.links.get(&connection) else { return };
@@ -227,7 +234,7 @@ impl Peers {
         self.retire(connection, actions);
     }
 
-    /// A transfer has succeeded: the engine's data is right.
+    /// Records that a transfer has succeeded, which proves that the engine's metadata is valid.
     pub(super) fn proven(&mut self, connection: Connection) {
         if let Some(link) = self.links.get(&connection)
             && let Some(engine) = self.engines.get_mut(&link.engine)
@@ -237,14 +244,14 @@ impl Peers {
         }
     }
 
-    /// One more user, who calls [`release`](Self::release) when done.
+    /// Adds a user of the connection, who must call [`release`](Self::release) when done.
     pub(super) fn hold(&mut self, connection: Connection) {
         if let Some(link) = self.links.get_mut(&connection) {
             link.uses += 1;
         }
     }
 
-    /// One user less; a retired connection goes with the last one.
+    /// Removes a user of the connection. A retired connection closes with its last user.
     pub(super) fn release(
         &mut self,
         now: Time,
@@ -275,13 +282,13 @@ impl Peers {
         }
     }
 
-    /// What a connection leads to.
+    /// Returns the plan of a connection.
     pub(super) fn plan(&self, connection: Connection) -> Option<&Arc<PeerPlan>> {
         self.links.get(&connection).map(|link| &link.plan)
     }
 
-    /// Forgets all engines; connections in use go with their last use. Nothing is remembered, so this may be called
-    /// again.
+    /// Forgets all engines. Connections in use close with their last user. May be called
+    /// repeatedly.
     pub(super) fn forget_all(&mut self, actions: &mut VecDeque<Action>) {
         self.engines.clear();
         let connections: Vec<_> = self.links.keys().copied().collect();
@@ -290,7 +297,7 @@ impl Peers {
         }
     }
 
-    /// Connections that are still there, retired ones too.
+    /// Returns the number of open connections, including retired ones.
     pub(super) fn connections(&self) -> usize {
         self.links.len()
     }
@@ -325,13 +332,15 @@ mod tests {
         let Some(Action::Handshake { connection, .. }) = actions.pop_front() else {
             panic!("no handshake")
         };
-        let plan = PeerPlan::one_to_one(16, 10).expect("a right plan");
-        peers.connected(now, connection, Ok(plan), &mut actions).expect("it was waited for");
+        let plan = PeerPlan::one_to_one(16, 10).expect("a valid plan");
+        peers
+            .connected(now, connection, Ok(plan), &mut actions)
+            .expect("the handshake is in progress");
         connection
     }
 
     #[test]
-    fn engines_whose_data_was_wrong_are_forgotten_when_nobody_asks_for_them() {
+    fn unused_engines_with_invalid_metadata_are_forgotten() {
         let mut peers = Peers::new(None);
         for number in 0..100 {
             let connection = connect(&mut peers, at(number), &format!("gone-{number}"));

@@ -65,7 +65,7 @@ fn arrives(prefill: &mut Fleet, decode: &mut Fleet, request: u16, block: u32) {
         match fetch(at) {
             Ok(_) => break,
             Err(error) => {
-                let early = matches!(&error.failure, LoadFailure::Handshake(why) if why.contains("it is asked again"));
+                let early = matches!(&error.failure, LoadFailure::Handshake(why) if why.contains("kvx asks it again"));
                 assert!(early && Instant::now() < until, "{error}");
                 std::thread::sleep(Duration::from_millis(100));
             }

@@ -1,4 +1,4 @@
-//! Reports of several workers made one: a request is over when all of them say so.
+//! Aggregation of workers' reports: a request ends when all workers have reported it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,30 +9,31 @@ use super::step::{FailedLoad, WorkerOutput};
 use crate::ids::{EngineId, RequestId};
 use crate::time::{ClockOffset, Time};
 
-/// What all workers together have to tell the scheduler half.
+/// The combined report of all workers for the scheduler.
 #[derive(Clone, Debug, Default)]
 pub struct EngineOutput {
-    /// As in [`WorkerOutput`], by all workers.
+    /// As in [`WorkerOutput`], reported by all workers.
     pub finished_sending: Vec<RequestId>,
-    /// As in [`WorkerOutput`], by all workers.
+    /// As in [`WorkerOutput`], reported by all workers.
     pub finished_recving: Vec<RequestId>,
-    /// Those of them that failed on at least one worker.
+    /// The loads of `finished_recving` that failed on at least one worker.
     pub failed_recving: Vec<FailedLoad>,
-    /// As in [`WorkerOutput`], by any worker.
+    /// As in [`WorkerOutput`], reported by any worker.
     pub failing: Vec<(RequestId, LoadFailure)>,
-    /// Those of both whose blocks are lost on at least one worker.
+    /// Requests of `finished_sending` and `finished_recving` whose blocks are lost on at least one
+    /// worker.
     pub lost: Vec<(RequestId, Kept)>,
-    /// Clocks of peers with the worker's clock that they were compared to.
+    /// Clocks of peers, each with the time on the clock of the worker that compared them.
     pub clocks: Vec<(Time, EngineId, ClockOffset)>,
-    /// For the log.
+    /// Failures to log.
     pub failures: Vec<TransferFailure>,
-    /// Of all workers.
+    /// Statistics of all workers.
     pub stats: TransferStats,
-    /// As in [`WorkerOutput`], of all workers.
+    /// As in [`WorkerOutput`], summed over all workers.
     pub unknown_requests: u64,
 }
 
-/// Which workers have said that a request is over, a bit for each.
+/// The workers that have reported the end of a request, one bit each.
 #[derive(Debug, Default)]
 struct Votes {
     workers: Vec<u64>,
@@ -40,7 +41,7 @@ struct Votes {
 }
 
 impl Votes {
-    /// Counts a worker, once.
+    /// Counts a worker once.
     fn add(&mut self, worker: usize) {
         let (word, bit) = (worker / 64, 1 << (worker % 64));
         if self.workers.len() <= word {
@@ -51,7 +52,7 @@ impl Votes {
     }
 }
 
-/// Counts the reports of an engine's workers.
+/// An aggregator of the reports of an engine's workers.
 #[derive(Debug)]
 pub struct OutputAggregator {
     world_size: usize,
@@ -61,7 +62,8 @@ pub struct OutputAggregator {
 }
 
 impl OutputAggregator {
-    /// Of an engine with that many workers, all tensor- and pipeline-parallel ranks.
+    /// Creates an aggregator for an engine with `world_size` workers: all tensor- and
+    /// pipeline-parallel ranks.
     pub fn new(world_size: usize) -> Self {
         OutputAggregator {
             world_size: world_size.max(1),
@@ -71,13 +73,14 @@ impl OutputAggregator {
         }
     }
 
-    /// Another number of reports completes a request from now on. What was reported stays counted; requests that have
-    /// enough of it now come with the next output.
+    /// Changes the number of reports that complete a request. Earlier reports still count. The next
+    /// output contains the requests that are complete with the new number.
     pub fn set_world_size(&mut self, world_size: usize) {
         self.world_size = world_size.max(1);
     }
 
-    /// Adds what some workers say, each with its number in the engine; gives what all have said.
+    /// Adds the reports of some workers, each with its number in the engine. Returns what all
+    /// workers have reported.
     pub fn add(
         &mut self,
         outputs: impl IntoIterator<Item = (usize, WorkerOutput)>,
@@ -137,13 +140,13 @@ impl OutputAggregator {
         whole
     }
 
-    /// The engine has taken back the blocks of a request: what workers have said of them counts no longer.
+    /// Forgets the reports about a finished request after the engine has revoked its blocks.
     pub fn forget_sending(&mut self, request: &RequestId) {
         self.sending.remove(request);
         self.lost.remove(&(request.clone(), Kept::Request));
     }
 
-    /// Requests that some workers, but not all, have reported.
+    /// Returns the number of requests that some workers, but not all, have reported.
     pub fn incomplete(&self) -> usize {
         self.sending.len() + self.recving.len()
     }

@@ -1,4 +1,4 @@
-//! What can go wrong with a transfer, and how it is said.
+//! Failures of transfers, and their texts in logs.
 
 use std::fmt;
 
@@ -6,27 +6,28 @@ use serde_json::{Map, Value};
 
 use crate::ids::{Address, EngineId, RequestId, WorkerRank};
 
-/// Why the blocks of a request did not come.
+/// The reason why a load did not fill all its blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LoadFailure {
-    /// The peer could not be reached, or it and this engine do not fit together.
+    /// The peer is unreachable, or incompatible with this engine.
     Handshake(String),
     /// A read, a registration or a notification failed.
     Transfer(String),
-    /// The peer had given the blocks to another request before they were read.
+    /// The peer reused the blocks for another request before they were read.
     Stale,
-    /// Blocks do not have the digests that the peer has published.
+    /// Blocks do not match the digests that the peer published.
     Corrupt,
-    /// What the parameters ask for cannot be: numbers beyond the peer's pool, too few blocks, an old registration.
+    /// The parameters are impossible, such as numbers beyond the peer's pool, too few blocks or an
+    /// old registration.
     Refused(String),
-    /// The peer keeps the blocks too short a time to fetch them.
+    /// The peer frees the blocks too soon to fetch them.
     Expiring,
-    /// The peer that was to send the blocks did not do so in time.
+    /// The peer did not push the blocks in time.
     NotPushed,
-    /// The request's deadline came first.
+    /// The request's deadline passed.
     Deadline,
-    /// A rank of this engine that runs in a process of its own is not there.
+    /// A rank of this engine that runs in its own process is missing.
     Rank(String),
 }
 
@@ -36,35 +37,35 @@ impl fmt::Display for LoadFailure {
             LoadFailure::Handshake(why) => write!(f, "the handshake failed: {why}"),
             LoadFailure::Transfer(why) => write!(f, "the transfer failed: {why}"),
             LoadFailure::Stale => f.write_str(
-                "the peer had taken blocks back, or reused them, before they were read; they are refused",
+                "the peer revoked or reused blocks before they were read; the data is discarded",
             ),
             LoadFailure::Corrupt => f.write_str(
-                "blocks that were read do not have the digests that the peer has published (kvx_digest); they \
-                 are refused",
+                "blocks that were read do not match the digests that the peer published \
+                 (kvx_digest); the data is discarded",
             ),
             LoadFailure::Refused(why) => write!(f, "the load is refused: {why}"),
             LoadFailure::Expiring => f.write_str("the peer is about to free the blocks"),
             LoadFailure::NotPushed => f.write_str("the peer did not send the blocks in time"),
-            LoadFailure::Deadline => f.write_str("the request's deadline has come"),
+            LoadFailure::Deadline => f.write_str("the request's deadline has passed"),
             LoadFailure::Rank(why) => write!(f, "this engine has lost a rank: {why}"),
         }
     }
 }
 
-/// The step that failed, by the name that vLLM's log gives it.
+/// A failed step, under the name that vLLM's log gives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FailureKind {
-    /// The peer's data does not fit this engine.
+    /// The peer's metadata is incompatible with this engine.
     HandshakeSetupFailed,
-    /// The peer's side channel did not answer, or not in words.
+    /// The peer's side channel did not answer, or its answer was malformed.
     HandshakeFailed,
-    /// A transfer could not be described.
+    /// A transfer could not be prepared.
     TransferSetupFailed,
     /// A transfer ended in an error.
     TransferFailed,
-    /// A transfer ended without saying how.
+    /// A transfer ended without a result.
     TransferException,
-    /// A transfer could not be ended: its blocks stay pinned.
+    /// A transfer could not be ended. Its blocks stay pinned.
     TransferReleaseFailed,
     /// A notification was not sent.
     NotificationFailed,
@@ -76,16 +77,16 @@ pub enum FailureKind {
     PushHandshakeFailed,
     /// A bootstrap server did not answer, or does not know the engine.
     QueryFailed,
-    /// A prefill that was asked for blocks did not write them.
+    /// A prefill did not write the blocks that a decode requested.
     PullFailed,
-    /// Blocks that were asked for could not be written.
+    /// A prefill could not write blocks that a decode requested.
     SendFailed,
-    /// No failed step: the lease of blocks ended before all that were to read them had done so.
+    /// No failed step: the lease of blocks ended before all their readers had read them.
     LeaseExpired,
 }
 
 impl FailureKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [FailureKind; 14] = [
         FailureKind::HandshakeSetupFailed,
         FailureKind::HandshakeFailed,
@@ -103,7 +104,7 @@ impl FailureKind {
         FailureKind::LeaseExpired,
     ];
 
-    /// As it stands in the log.
+    /// Returns the kind's name in logs.
     pub fn as_str(self) -> &'static str {
         match self {
             FailureKind::HandshakeSetupFailed => "handshake_setup_failed",
@@ -123,41 +124,43 @@ impl FailureKind {
         }
     }
 
-    /// Whether it is a step of the MooncakeConnector: its log lines begin with that name.
+    /// Returns whether the step belongs to the MooncakeConnector. Its log lines begin with that
+    /// name.
     pub fn is_of_mooncake(self) -> bool {
         matches!(self, FailureKind::QueryFailed | FailureKind::PullFailed | FailureKind::SendFailed)
     }
 
-    /// Whether it counts as a failed notification too, beside the failed transfers that all of them are.
+    /// Returns whether the failure counts as a failed notification in addition to a failed
+    /// transfer.
     pub fn is_notification(self) -> bool {
         matches!(self, FailureKind::NotificationFailed | FailureKind::PushRegNotifFailed)
     }
 }
 
-/// One failed step with what is known about it. Its text is the log line: a prefix to look for, the kind, and an
-/// object.
+/// A failed step and its context. The `Display` text is the log line: a fixed prefix, the kind, and
+/// a JSON object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TransferFailure {
-    /// Which step.
+    /// The failed step.
     pub kind: FailureKind,
-    /// The request, if it was for one.
+    /// The request, if the step belongs to one.
     pub request: Option<RequestId>,
     /// The peer's name of the request.
     pub remote_request: Option<RequestId>,
     /// The peer.
     pub engine: Option<EngineId>,
-    /// Where its side channel is.
+    /// The address of the peer's side channel.
     pub address: Option<Address>,
-    /// Which of its workers.
+    /// The worker of the peer.
     pub rank: Option<WorkerRank>,
-    /// Local blocks of the request, counted for each KV cache group.
+    /// The number of the request's local blocks in each KV cache group.
     pub blocks: Vec<usize>,
-    /// What the transport said.
+    /// The error of the transport.
     pub error: String,
 }
 
 impl TransferFailure {
-    /// A failure of which only the step and the error are known.
+    /// Creates a failure of which only the step and the error are known.
     pub fn new(kind: FailureKind, error: impl Into<String>) -> Self {
         TransferFailure {
             kind,
@@ -171,18 +174,21 @@ impl TransferFailure {
         }
     }
 
-    /// The end of a lease, and the setting by which it would last longer.
+    /// Creates the failure for a lease that ended. `setting` is the setting that would make it
+    /// longer.
     pub(crate) fn lease_expired(request: &RequestId, setting: &str) -> Self {
         TransferFailure {
             request: Some(request.clone()),
             ..TransferFailure::new(
                 FailureKind::LeaseExpired,
-                format!("no decode fetched its blocks in time; they are kept for {setting}"),
+                format!(
+                    "no decode fetched its blocks in time; raise {setting} to keep them longer"
+                ),
             )
         }
     }
 
-    /// What is known, by name.
+    /// Returns the known context by name.
     pub fn context(&self) -> Map<String, Value> {
         let mut context = Map::new();
         let mut add = |key: &str, value: Option<Value>| {
@@ -201,7 +207,7 @@ impl TransferFailure {
             "num_local_blocks",
             (!self.blocks.is_empty()).then(|| self.blocks.iter().sum::<usize>().into()),
         );
-        // One group is the ordinary model; several are told apart.
+        // Most models have one group. Several groups are listed separately.
         add(
             "num_local_blocks_per_group",
             (self.blocks.len() > 1).then(|| self.blocks.clone().into()),
@@ -226,25 +232,28 @@ impl fmt::Display for TransferFailure {
     }
 }
 
-/// A handshake that brought no plan.
+/// A handshake that did not yield a plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HandshakeFailure {
-    /// The peer answered, but it and this engine do not fit together. Else it did not answer, or not in words.
+    /// Whether the peer answered, but is incompatible with this engine. If false, it did not
+    /// answer, or its answer was malformed.
     pub setup: bool,
-    /// Why, in a sentence.
+    /// The reason, in a sentence.
     pub error: String,
 }
 
 /// A move that did not succeed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MoveFailure {
-    /// Which step.
+    /// The failed step.
     pub kind: FailureKind,
-    /// Nothing touches its memory any more. Else [`Worker::move_settled`](super::Worker::move_settled) says so later, or
-    /// [`Worker::move_forgotten`](super::Worker::move_forgotten) that nobody ever will.
+    /// Whether the move no longer accesses its memory. If false,
+    /// [`Worker::move_settled`](super::Worker::move_settled) reports that later, or
+    /// [`Worker::move_forgotten`](super::Worker::move_forgotten) that it will never be known.
     pub settled: bool,
-    /// What the handshake described is no longer there: the peer has restarted, or is gone. It is asked anew, later.
+    /// Whether the peer has restarted or is gone, so that its metadata is no longer valid. The
+    /// worker repeats the handshake later.
     pub peer_is_gone: bool,
-    /// Why, in a sentence.
+    /// The reason, in a sentence.
     pub error: String,
 }

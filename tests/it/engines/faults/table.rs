@@ -430,7 +430,7 @@ fn kind_of(why: &str) -> &str {
     let kinds = [
         ("the handshake failed", "handshake"),
         ("the transfer failed", "transfer"),
-        ("the peer had taken blocks back", "stale"),
+        ("the peer revoked or reused blocks", "stale"),
         ("the request's deadline", "deadline"),
         ("this engine has lost a rank", "rank"),
         // It was known before the load began.

@@ -235,7 +235,7 @@ impl fmt::Display for TransferFailure {
 /// A handshake that did not yield a plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HandshakeFailure {
-    /// Whether the peer answered, but is incompatible with this engine. If false, it did not
+    /// True if the peer answered, but is incompatible with this engine. If false, it did not
     /// answer, or its answer was malformed.
     pub setup: bool,
     /// The reason, in a sentence.
@@ -247,11 +247,11 @@ pub struct HandshakeFailure {
 pub struct MoveFailure {
     /// The failed step.
     pub kind: FailureKind,
-    /// Whether the move no longer accesses its memory. If false,
+    /// True if the move no longer accesses its memory. If false,
     /// [`Worker::move_settled`](super::Worker::move_settled) reports that later, or
     /// [`Worker::move_forgotten`](super::Worker::move_forgotten) that it will never be known.
     pub settled: bool,
-    /// Whether the peer has restarted or is gone, so that its metadata is no longer valid. The
+    /// True if the peer has restarted or is gone, so that its metadata is no longer valid. The
     /// worker repeats the handshake later.
     pub peer_is_gone: bool,
     /// The reason, in a sentence.

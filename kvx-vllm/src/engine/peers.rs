@@ -76,7 +76,7 @@ struct OpenConnection {
     engine: EngineId,
     plan: Arc<PeerPlan>,
     uses: u32,
-    /// Whether the connection closes with its last use.
+    /// True if the connection closes with its last use.
     retired: bool,
 }
 

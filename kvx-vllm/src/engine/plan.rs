@@ -123,11 +123,11 @@ pub struct PeerPlan {
     pub local_blocks: PoolBlocks,
     /// The remote logical blocks.
     pub remote_blocks: PoolBlocks,
-    /// Whether blocks that were read must be reordered or cleared before use.
+    /// True if blocks that were read must be reordered or cleared before use.
     pub finishes: bool,
-    /// Whether the peer has a generation counter for each block.
+    /// True if the peer has a generation counter for each block.
     pub generations: bool,
-    /// Whether blocks that were read are compared with digests that the peer published.
+    /// True if blocks that were read are compared with digests that the peer published.
     pub digests: bool,
     /// The peer's clock, if its handshake reported it.
     pub clock: Option<ClockOffset>,

@@ -92,7 +92,7 @@ pub struct Settings {
     pub ports: SideChannels,
     /// The meaning of the number in completions.
     pub consumers: ConsumerRule,
-    /// Whether blocks move in both directions: a prefill may also read a decode's blocks for the
+    /// True if blocks move in both directions: a prefill may also read a decode's blocks for the
     /// next turn of a conversation.
     pub bidirectional: bool,
     /// How long a decode keeps blocks for the next turn.

@@ -44,7 +44,7 @@ pub struct ReceiveOrder {
     pub end: u32,
     /// Tokens that the peer's blocks hold, at least `end`.
     pub held_there: u32,
-    /// Whether the scheduler waits for a report.
+    /// True if the scheduler waits for a report.
     pub awaited: bool,
     /// The load's deadline, on the scheduler's clock.
     pub deadline: Time,

@@ -15,6 +15,6 @@ pub struct RemoteEngine {
     pub pp_size: u32,
     /// Its decode-context-parallel size.
     pub dcp_size: u32,
-    /// How many times it had registered its memory again.
+    /// The number of times that it had registered its memory again.
     pub registration: u64,
 }

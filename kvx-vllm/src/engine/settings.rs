@@ -83,7 +83,7 @@ pub struct Settings {
     /// For each KV cache group, the number of blocks at a request's end that the group keeps;
     /// `None`: all blocks (no sliding window).
     pub groups: Vec<Option<u32>>,
-    /// When this engine frees published blocks that no peer fetches.
+    /// The time at which this engine frees published blocks that no peer fetches.
     pub release: BlockRelease,
     /// The interval at which the engine renews its leases at peers; `None`: this version has no
     /// heartbeats.
@@ -95,16 +95,16 @@ pub struct Settings {
     /// True if blocks move in both directions: a prefill may also read a decode's blocks for the
     /// next turn of a conversation.
     pub bidirectional: bool,
-    /// How long a decode keeps blocks for the next turn.
+    /// The time for which a decode keeps blocks for the next turn.
     pub decoder_ttl: Duration,
     /// The least number of tokens that a prefill reads back from a decode. It computes fewer tokens
     /// itself.
     pub recompute_threshold: u32,
-    /// How long a decode waits for a push after it ordered the load.
+    /// The time for which a decode waits for a push after it ordered the load.
     pub push_timeout: Duration,
-    /// How long a worker remembers an idle peer; `None`: for ever.
+    /// The time for which a worker remembers an idle peer; `None`: for ever.
     pub engine_ttl: Option<Duration>,
-    /// What happens to a request whose load failed.
+    /// The policy for a request whose load failed.
     pub policy: LoadFailurePolicy,
     /// The time after its order at which a load that reads fails, unless the request has an earlier
     /// deadline.

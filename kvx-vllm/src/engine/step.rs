@@ -68,7 +68,7 @@ impl ReceiveOrder {
 pub struct SendOrder {
     /// The request.
     pub request: RequestId,
-    /// When the blocks are freed if no peer fetches them, on the scheduler's clock.
+    /// The time at which unfetched blocks are freed, on the scheduler's clock.
     pub expires: Time,
     /// The blocks, if this engine sends them itself.
     pub push: Option<BlockLists>,
@@ -89,7 +89,7 @@ pub struct ConnectorMeta {
     /// The scheduler's clock when it built the message. Workers convert the deadlines in it to
     /// their own clocks.
     pub built_at: Time,
-    /// How many times this engine has registered its memory again.
+    /// The number of times that this engine has registered its memory again.
     pub registration: u64,
     /// Requests that a peer of a MooncakeConnector will ask for, each with the name of its
     /// transfer.

@@ -1,4 +1,4 @@
-//! Which peers are told, from time to time, that their blocks are still wanted.
+//! Heartbeats: which peers must renew the leases of blocks that this engine still wants.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use super::super::step::Heartbeat;
 use crate::ids::{EngineId, RequestId};
 use crate::time::Time;
 
-/// The requests of one peer, each with how many of ours want it.
+/// The requests of one peer, each with the number of local requests that want it.
 #[derive(Debug)]
 struct Wanted {
     peer: Arc<RemoteEngine>,
@@ -18,7 +18,7 @@ struct Wanted {
 
 #[derive(Debug)]
 pub(super) struct Heartbeats {
-    /// `None`: the peers keep blocks for a fixed time, and ignore heartbeats.
+    /// The interval; `None`: peers keep blocks for a fixed time and ignore heartbeats.
     every: Option<Duration>,
     last: Option<Time>,
     peers: BTreeMap<EngineId, Wanted>,
@@ -37,7 +37,7 @@ impl Heartbeats {
             .peers
             .entry(peer.engine.clone())
             .or_insert_with(|| Wanted { peer: Arc::clone(peer), requests: BTreeMap::new() });
-        // The latest word counts, also of an engine that began anew with a lower registration.
+        // The latest registration counts, even if an engine restarted with a lower one.
         wanted.peer = Arc::clone(peer);
         *wanted.requests.entry(request.clone()).or_default() += 1;
     }
@@ -60,13 +60,13 @@ impl Heartbeats {
         }
     }
 
-    /// When the next ones are due.
+    /// Returns the time at which the next heartbeats are due.
     pub(super) fn next(&self, now: Time) -> Option<Time> {
         let every = self.every.filter(|_| !self.peers.is_empty())?;
         Some(self.last.map_or(now, |last| last + every))
     }
 
-    /// The ones that are due.
+    /// Returns the heartbeats that are due.
     pub(super) fn take(&mut self, now: Time) -> Vec<Heartbeat> {
         if !self.next(now).is_some_and(|due| now.has_reached(due)) {
             return Vec::new();

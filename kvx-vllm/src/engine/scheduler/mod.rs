@@ -1,4 +1,4 @@
-//! The scheduler's half: which blocks to load, which to keep for a peer, and what became of them.
+//! The scheduler's side: which blocks to load, which to keep for a peer, and the outcomes of both.
 
 mod heartbeats;
 mod outcome;
@@ -22,32 +22,32 @@ use crate::ids::{Address, BlockLists, EngineId, RequestId};
 use crate::params::{ParamsError, TransferMode, TransferParams};
 use crate::time::{ClockOffset, Time};
 
-/// A load from a decode is not begun when its blocks live no longer than this.
+/// A load from a decode starts only if the blocks live longer than this.
 pub(super) const EXPIRY_MARGIN: Duration = Duration::from_secs(5);
 
-/// A request as it arrives.
+/// A request that arrives.
 #[derive(Clone, Copy, Debug)]
 pub struct Arrival<'a> {
-    /// The engine's own name of it, never used twice.
+    /// The engine's name of the request, never used twice.
     pub request: &'a RequestId,
-    /// Tokens of its prompt.
+    /// The number of tokens in its prompt.
     pub prompt_tokens: u32,
     /// `kv_transfer_params`, if it has any.
     pub params: Option<&'a TransferParams>,
-    /// When the request as a whole must have ended.
+    /// The time by which the whole request must have ended.
     pub deadline: Option<Time>,
 }
 
-/// Why a request is computed here, although it has parameters.
+/// The reason why the engine computes a request itself although it has parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NotLoaded {
-    /// The parameters are wrong.
+    /// The parameters are invalid.
     Params(ParamsError),
-    /// They promise tokens and name no blocks for them, or not for each KV cache group.
+    /// They promise tokens, but do not name blocks for them in each KV cache group.
     TooFewBlocks,
-    /// A request of that name has not ended yet, or has blocks that a peer may still touch.
+    /// A request of that name has not ended yet, or has blocks that a peer may still access.
     Known,
-    /// They name a host that is none of [`Settings::allowed_hosts`].
+    /// They name a host that is not in [`Settings::allowed_hosts`].
     HostNotAllowed(Arc<str>),
     /// No engine of this fleet has signed them.
     Untrusted(Untrusted),
@@ -58,16 +58,24 @@ pub enum NotLoaded {
 impl fmt::Display for NotLoaded {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            NotLoaded::Params(error) => write!(f, "Invalid KVTransferParams: {error}; the prompt is computed here"),
+            NotLoaded::Params(error) => {
+                write!(f, "Invalid KVTransferParams: {error}; the prompt is computed here")
+            }
             NotLoaded::TooFewBlocks => f.write_str(
-                "Invalid KVTransferParams: there are fewer remote blocks than the prompt needs; it is computed here",
+                "Invalid KVTransferParams: there are fewer remote blocks than the prompt needs; it \
+                 is computed here",
             ),
-            NotLoaded::Known => f.write_str("a request of that name has not ended yet; nothing changes for it"),
-            NotLoaded::Closed => f.write_str("the connector was shut down; the prompt is computed here"),
+            NotLoaded::Known => f.write_str(
+                "a request with that name has not ended yet; give each request its own name",
+            ),
+            NotLoaded::Closed => {
+                f.write_str("the connector was shut down; the prompt is computed here")
+            }
             NotLoaded::HostNotAllowed(host) => write!(
                 f,
-                "the parameters name the host {host:?}, which is none of kv_connector_extra_config.allowed_hosts: add \
-                 it there if it is a prefill of yours; the prompt is computed here"
+                "the parameters name the host {host:?}, which is not in \
+                 kv_connector_extra_config.allowed_hosts: add it there if it is your prefill; the \
+                 prompt is computed here"
             ),
             NotLoaded::Untrusted(why) => write!(f, "{why}; the prompt is computed here"),
         }
@@ -76,42 +84,44 @@ impl fmt::Display for NotLoaded {
 
 impl std::error::Error for NotLoaded {}
 
-/// How many tokens can be loaded.
+/// The number of tokens that can be loaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Matched {
-    /// Beyond the ones that the engine has.
+    /// The tokens beyond those that the engine has.
     pub tokens: u32,
-    /// They come while other requests run: the request waits for an [`Outcome`].
+    /// True if the tokens arrive while other requests run. The request then waits for an
+    /// [`Outcome`].
     pub asynchronous: bool,
 }
 
 /// Blocks that the engine has given to a request.
 #[derive(Clone, Debug)]
 pub struct Allocation {
-    /// Those that a load shall fill, group by group in the order of the prompt; without those found in the prefix
-    /// cache.
+    /// The blocks that a load fills, group by group in the order of the prompt, without those found
+    /// in the prefix cache.
     pub fill: BlockLists,
-    /// Tokens that the engine has already.
+    /// The number of tokens that the engine already has.
     pub computed: u32,
-    /// Tokens to load: at most what [`get_num_new_matched_tokens`](Scheduler::get_num_new_matched_tokens) has said.
+    /// The number of tokens to load, at most what
+    /// [`get_num_new_matched_tokens`](Scheduler::get_num_new_matched_tokens) returned.
     pub external: u32,
 }
 
-/// What is to be loaded for a request.
+/// The load of a request.
 #[derive(Debug)]
 struct Load {
     source: LoadSource,
     remote: RemoteRequest,
-    /// Tokens of the prompt that the peer's blocks are for.
+    /// The number of prompt tokens for which the peer has blocks.
     end: u32,
-    /// Tokens that the peer's blocks hold.
+    /// The number of tokens that the peer's blocks hold.
     held_there: u32,
-    /// The request's own.
+    /// The request's own deadline.
     deadline: Option<Time>,
     stage: LoadStage,
 }
 
-/// Parameters that are not loaded from, and the blocks that they name, if they do.
+/// Rejected parameters, and the blocks that they name, if any.
 struct Refused {
     why: NotLoaded,
     remote: Option<RemoteRequest>,
@@ -121,35 +131,35 @@ struct Refused {
 enum LoadSource {
     /// A prefill keeps the blocks under a lease, and this engine reads them.
     Prefill,
-    /// A prefill writes them.
+    /// A prefill writes the blocks.
     Push,
     /// A decode keeps the blocks of an earlier turn for a fixed time.
     Decode,
-    /// A prefill of a MooncakeConnector writes them when it is asked to.
+    /// A prefill of a MooncakeConnector writes the blocks when the decode requests them.
     Transfer,
 }
 
 #[derive(Debug)]
 enum LoadStage {
-    /// No blocks to fill yet.
+    /// The request has no blocks to fill yet.
     Arrived,
-    /// The next step's message has it.
+    /// The next step's message contains the order.
     Ordered(Allocation),
-    /// The workers have it.
+    /// The workers have the order.
     Loading(Allocation),
-    /// It is over, or was never begun: nothing is loaded again.
+    /// The load has ended or was never started. It does not start again.
     Over,
 }
 
-/// What a request leaves behind when it ends.
+/// The blocks that a finished request leaves for peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Publishes {
     Nothing,
-    /// Blocks for a decode to fetch, or to be pushed.
+    /// Blocks that a decode fetches, or that are pushed to it.
     ForDecode,
     /// Blocks for the prefill of the next turn.
     ForNextTurn,
-    /// Blocks to be written to who names the transfer.
+    /// Blocks to write to the decode that names the transfer.
     ForTransfer,
 }
 
@@ -161,11 +171,12 @@ struct Entry {
     announced: bool,
 }
 
-/// The scheduler's half of a connector, for an engine with a step loop.
+/// The scheduler's side of a connector, for an engine with a step loop.
 ///
-/// Its methods have the names of vLLM's `KVConnectorBase_V1`. All of them return at once. A request that is loaded
-/// always gets an [`Outcome`], at its deadline at the latest: the loop calls [`poll`](Self::poll) when
-/// [`next_deadline`](Self::next_deadline) has come, and once a step.
+/// Its methods have the names of vLLM's `KVConnectorBase_V1`, and return at once. A request that is
+/// loaded always gets an [`Outcome`], at its deadline at the latest. For that, the loop calls
+/// [`poll`](Self::poll) once per step, and when the time of [`next_deadline`](Self::next_deadline)
+/// has passed.
 #[derive(Debug)]
 pub struct Scheduler {
     settings: Settings,
@@ -173,20 +184,20 @@ pub struct Scheduler {
     next: ConnectorMeta,
     heartbeats: Heartbeats,
     deadlines: Deadlines<RequestId>,
-    /// Requests whose blocks wait for a peer.
+    /// Finished requests whose blocks are kept for a peer.
     sending: BTreeSet<RequestId>,
-    /// Blocks of loads that nobody waits for any more, but that a transfer may still touch.
+    /// Blocks of cancelled or failed loads that a transfer may still access.
     held: BTreeMap<RequestId, BlockLists>,
-    /// Blocks of loads that are never given back.
+    /// The number of blocks of loads that are never released.
     lost: usize,
     /// Clocks of peers, relative to the scheduler's.
     clocks: BTreeMap<EngineId, ClockOffset>,
-    /// How often this engine has registered its memory anew.
+    /// The number of times that this engine has registered its memory again.
     registration: u64,
 }
 
 impl Scheduler {
-    /// The half of one engine.
+    /// Creates the scheduler's side for one engine.
     pub fn new(settings: Settings) -> Self {
         Scheduler {
             requests: BTreeMap::new(),
@@ -202,22 +213,25 @@ impl Scheduler {
         }
     }
 
-    /// What it was made with.
+    /// Returns the settings.
     pub fn settings(&self) -> &Settings {
         &self.settings
     }
 
-    /// The engine has registered its memory anew (after sleep, for example): what is published from now on says so. The
-    /// number is the [`Listener`](crate::wire::Listener)'s, which counts.
+    /// Records that the engine has registered its memory again, for example after sleep. Parameters
+    /// carry the number from now on. The [`Listener`](crate::wire::Listener) counts the
+    /// registrations.
     pub fn registered(&mut self, generation: u64) {
         self.registration = generation;
     }
 
-    /// A request has arrived. From now on a peer that keeps its blocks is told that they are wanted.
+    /// Adds a request that has arrived. From now on, heartbeats renew the lease of its blocks at
+    /// the peer.
     ///
     /// # Errors
     ///
-    /// The parameters cannot be used; the request is computed here, as if it had none.
+    /// Fails if the parameters cannot be used. The engine then computes the request as if it had
+    /// none.
     pub fn on_new_request(&mut self, now: Time, arrival: Arrival<'_>) -> Result<(), NotLoaded> {
         let Arrival { request, params, .. } = arrival;
         let mut entry = self.entry(&arrival)?;
@@ -255,7 +269,7 @@ impl Scheduler {
         result
     }
 
-    /// A new request of which nothing is known yet.
+    /// Creates the entry of a new request.
     fn entry(&self, arrival: &Arrival<'_>) -> Result<Entry, NotLoaded> {
         let Arrival { request, prompt_tokens, .. } = *arrival;
         if self.requests.contains_key(request)
@@ -267,7 +281,7 @@ impl Scheduler {
         Ok(Entry { prompt_tokens, load: None, publishes: Publishes::Nothing, announced: false })
     }
 
-    /// Remembers a request that loads or publishes something.
+    /// Stores a request that loads or publishes blocks.
     fn enter(&mut self, request: &RequestId, entry: Entry) {
         if let Some(load) = &entry.load {
             if load.source != LoadSource::Decode {
@@ -303,7 +317,8 @@ impl Scheduler {
         let reference = remote.block_reference.as_ref().and_then(|text| text.parse().ok());
         let wanted = arrival.prompt_tokens.saturating_sub(self.settings.prefill_backoff);
         let tokens = |tokens: u64| u32::try_from(tokens).unwrap_or(u32::MAX);
-        // A prefill of old does not say: it has prefilled the prompt. A decode has as many as it says.
+        // Old prefills do not report the number: they have prefilled the whole prompt. A decode
+        // always reports it.
         let unsaid = if source == LoadSource::Decode { 0 } else { wanted };
         let held_there = remote.num_tokens.map_or(unsaid, tokens);
         let mut end = wanted.min(held_there);
@@ -330,14 +345,16 @@ impl Scheduler {
             if remote.blocks.is_empty() {
                 end = 0;
             }
-            // How many tokens a block of the peer holds, only its handshake says: the workers count.
+            // Only the peer's handshake tells how many tokens a block of the peer holds, so the
+            // workers check the number of blocks.
             let groups = remote.blocks.groups();
             let whole = groups.iter().zip(&self.settings.groups).filter(|(_, clip)| clip.is_none());
             let none = whole.clone().any(|(blocks, _)| blocks.is_empty());
             if end > 0 && (none || groups.len() != self.settings.groups.len()) {
                 return Err(Refused { why: NotLoaded::TooFewBlocks, remote: Some(remote) });
             }
-            // A window ends where the peer's tokens end: of fewer tokens it has not all blocks.
+            // The peer has the blocks of a window that ends at its last token, not of an earlier
+            // one.
             if end != held_there && self.settings.groups.iter().any(Option::is_some) {
                 end = 0;
             }
@@ -346,8 +363,8 @@ impl Scheduler {
         Ok(Load { source, remote, end, held_there, deadline, stage: LoadStage::Arrived })
     }
 
-    /// Tokens at the end of a prefill leg's prompt that are left to the decode: the engine computes and publishes the
-    /// prompt without them.
+    /// Returns the number of tokens at the end of a prefill leg's prompt that the decode computes.
+    /// The engine computes and publishes the prompt without them.
     pub fn prompt_tokens_to_cut(&self, request: &RequestId) -> u32 {
         match self.requests.get(request) {
             Some(entry) if entry.publishes == Publishes::ForDecode => {
@@ -357,7 +374,8 @@ impl Scheduler {
         }
     }
 
-    /// How many tokens beyond `computed` can be loaded. Changes nothing: it may be asked again.
+    /// Returns how many tokens beyond `computed` can be loaded. Changes no state, so it may be
+    /// called repeatedly.
     pub fn get_num_new_matched_tokens(
         &self,
         now: Time,
@@ -378,7 +396,7 @@ impl Scheduler {
         Matched { tokens, asynchronous: tokens > 0 }
     }
 
-    /// Whether the peer frees the blocks too soon to begin, as far as its clock is known.
+    /// Returns whether the peer is about to free the blocks, as far as its clock is known.
     fn expiring(&self, now: Time, load: &Load) -> bool {
         let Some(expires) = load.remote.expires_at_peer else { return false };
         let offset = self.clocks.get(&load.remote.peer.engine);
@@ -386,15 +404,15 @@ impl Scheduler {
         ours.is_some_and(|ours| (now + EXPIRY_MARGIN).has_reached(ours))
     }
 
-    /// Blocks were given to a request: the load is ordered, for as many tokens as the engine takes of those that were
-    /// offered. A second call for the same load changes nothing.
+    /// Orders the load of a request that has been given blocks, for as many of the offered tokens
+    /// as the engine takes. A second call for the same load changes nothing.
     pub fn update_state_after_alloc(
         &mut self,
         now: Time,
         request: &RequestId,
         allocation: Allocation,
     ) {
-        // Requests without parameters are not known.
+        // Requests without parameters have no entry.
         let Some(entry) = self.requests.get_mut(request) else { return };
         if entry.publishes != Publishes::Nothing && !entry.announced {
             entry.announced = true;
@@ -433,7 +451,7 @@ impl Scheduler {
         load.stage = LoadStage::Ordered(allocation);
     }
 
-    /// The message of this step for the workers; what was gathered for it is reset.
+    /// Returns this step's message for the workers, and starts a new one.
     pub fn build_connector_meta(&mut self, now: Time) -> ConnectorMeta {
         let mut meta = std::mem::take(&mut self.next);
         (meta.built_at, meta.registration) = (now, self.registration);
@@ -451,9 +469,12 @@ impl Scheduler {
         meta
     }
 
-    /// What of the next step's message no step has to be waited for: all but loads that fill blocks. A caller that
-    /// keeps time beside its step loop passes it on when [`next_deadline`](Self::next_deadline) has come, so that
-    /// leases live however long a step takes. `load`: a request whose load may begin too.
+    /// Returns the part of the next step's message that need not wait for a step: all but loads
+    /// that fill blocks. `load` names a request whose load may start too.
+    ///
+    /// A caller with a timer next to its step loop sends this part when the time of
+    /// [`next_deadline`](Self::next_deadline) has passed. That keeps leases alive during long
+    /// steps.
     pub fn take_ready(&mut self, now: Time, load: Option<&RequestId>) -> ConnectorMeta {
         let later = |order: &ReceiveOrder| !order.local.is_empty() && load != Some(&order.request);
         let (wait, ready) = std::mem::take(&mut self.next.receive).into_iter().partition(later);
@@ -463,49 +484,51 @@ impl Scheduler {
         meta
     }
 
-    /// When [`poll`](Self::poll) or the next step is due, though nothing else may happen.
+    /// Returns the next time at which [`poll`](Self::poll) or a step is due, even without other
+    /// events.
     pub fn next_deadline(&self, now: Time) -> Option<Time> {
         self.deadlines.next().into_iter().chain(self.heartbeats.next(now)).min()
     }
 
-    /// Whether requests wait to be pushed: the engine keeps its step loop going.
+    /// Returns whether requests wait to be pushed, so that the engine must continue its step loop.
     pub fn has_pending_push_work(&self) -> bool {
         let writes = self.settings.mode == TransferMode::Push || self.settings.mooncake.is_some();
         writes && !self.sending.is_empty()
     }
 
-    /// Whether blocks will be freed without anybody's doing: the engine waits rather than preempt.
+    /// Returns whether blocks will be freed without a preemption, so that the engine can wait for
+    /// them.
     pub fn has_pending_block_frees(&self) -> bool {
         !self.sending.is_empty() || !self.held.is_empty()
     }
 
-    /// Whether the workers are loading blocks of a request that is still wanted.
+    /// Returns whether the workers are loading blocks of a request that is still wanted.
     pub fn is_loading(&self, request: &RequestId) -> bool {
         let load = self.requests.get(request).and_then(|entry| entry.load.as_ref());
         load.is_some_and(|load| matches!(load.stage, LoadStage::Loading(_)))
     }
 
-    /// Whether the blocks of a request wait for a peer.
+    /// Returns whether the blocks of a request are kept for a peer.
     pub fn is_sending(&self, request: &RequestId) -> bool {
         self.sending.contains(request)
     }
 
-    /// Blocks that nobody waits for, but that a transfer may still touch.
+    /// Returns the number of blocks of cancelled or failed loads that a transfer may still access.
     pub fn blocks_held(&self) -> usize {
         self.held.values().map(BlockLists::len).sum()
     }
 
-    /// Blocks of loads of which it will never be proven that nothing touches them.
+    /// Returns the number of blocks of loads that a transfer may access until the process exits.
     pub fn blocks_lost(&self) -> usize {
         self.lost
     }
 
-    /// Requests that the half still knows of.
+    /// Returns the number of requests that the scheduler's side still knows.
     pub fn len(&self) -> usize {
         self.requests.len() + self.sending.len() + self.held.len()
     }
 
-    /// Whether it knows of no request.
+    /// Returns whether it knows no request.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -523,19 +546,19 @@ impl Scheduler {
 }
 
 impl Load {
-    /// The order to tell the peer that it may free its blocks, until `by`. In push there is nothing to be told: a
-    /// prefill that nobody has registered with waits for its lease to end.
+    /// Returns the order to notify the peer, until `by`, that it may free its blocks. In push mode
+    /// there is no such notification: a prefill without a registration waits for its lease to end.
     fn release(&self, request: &RequestId, by: Time) -> Option<ReceiveOrder> {
         (self.source != LoadSource::Push).then(|| release_order(request, self.remote.clone(), by))
     }
 
-    /// Whether the request itself has no time left.
+    /// Returns whether the deadline of the request itself has passed.
     fn is_too_late(&self, now: Time) -> bool {
         self.deadline.is_some_and(|deadline| now.has_reached(deadline))
     }
 }
 
-/// The order that loads nothing.
+/// Creates an order that loads nothing.
 fn release_order(request: &RequestId, remote: RemoteRequest, by: Time) -> ReceiveOrder {
     ReceiveOrder {
         request: request.clone(),

@@ -1,4 +1,4 @@
-//! What became of loads and of blocks that waited for a peer.
+//! Outcomes of loads, and of blocks that were kept for a peer.
 
 use std::collections::BTreeSet;
 
@@ -12,62 +12,64 @@ use super::{Allocation, LoadSource, LoadStage, Scheduler};
 use crate::ids::{BlockLists, RequestId};
 use crate::time::{ClockOffset, Time};
 
-/// What the engine does next with a request whose load has failed.
+/// The engine's next step for a request whose load has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Then {
-    /// It ends with an error for the client.
+    /// The request ends with an error for the client.
     Fail,
-    /// It goes on here: this many tokens count as computed, the rest is computed.
+    /// The request continues on this engine, which computes all tokens but the first `computed`.
     Recompute {
-        /// Tokens before the first block that is not right; 0 if no blocks had been given to it yet.
+        /// The number of tokens before the first invalid block; 0 if the request had no blocks yet.
         computed: u32,
     },
 }
 
-/// What the engine is told.
+/// A report to the engine.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {
-    /// All blocks of a load are there. The last token of a prompt that was loaded whole is computed again, for its
-    /// output.
+    /// A load has filled all its blocks. If it loaded the whole prompt, the engine computes the
+    /// last token again for its output.
     Loaded {
-        /// Which request.
+        /// The request.
         request: RequestId,
-        /// Tokens that count as computed.
+        /// The number of tokens that count as computed.
         computed: u32,
     },
     /// A load has failed.
     Failed {
-        /// Which request.
+        /// The request.
         request: RequestId,
-        /// Why.
+        /// The reason.
         failure: LoadFailure,
-        /// What is next.
+        /// The next step for the request.
         then: Then,
-        /// Blocks without the right contents: never to be found in a prefix cache.
+        /// Blocks without valid contents. They must never be found in a prefix cache.
         invalid: Vec<u32>,
-        /// Blocks that a transfer may still touch: the engine takes them from the request, gives it others if it goes
-        /// on, and keeps these until [`Outcome::Free`] or [`Outcome::Lost`] names the request.
+        /// Blocks that a transfer may still access. The engine takes them from the request, and
+        /// gives it others if it continues. It keeps these blocks until [`Outcome::Free`] or
+        /// [`Outcome::Lost`] names the request.
         held: BlockLists,
     },
-    /// Blocks may be freed: those of a request that has ended and was kept, or those that a failed load held.
+    /// The engine may free blocks: those kept for a finished request, or those that a failed load
+    /// held.
     Free {
-        /// Which request.
+        /// The request.
         request: RequestId,
-        /// Which of its blocks.
+        /// The blocks of the request.
         kept: Kept,
     },
-    /// In place of [`Free`](Outcome::Free): it will never be proven that nobody touches these blocks. No request gets
-    /// one of them again, as long as the process lives.
+    /// Replaces [`Free`](Outcome::Free) if a transfer may access the blocks until the process
+    /// exits. The engine must not give these blocks to any request while the process lives.
     Lost {
-        /// Which request.
+        /// The request.
         request: RequestId,
-        /// Which of its blocks.
+        /// The blocks of the request.
         kept: Kept,
     },
 }
 
 impl Outcome {
-    /// The request of a load of which nothing is left with this: no worker has its blocks any more.
+    /// Returns the request of a load that has ended completely: no worker has its blocks any more.
     #[doc(hidden)]
     pub fn ends_load(&self) -> Option<&RequestId> {
         match self {
@@ -81,10 +83,10 @@ impl Outcome {
 }
 
 impl Scheduler {
-    /// What the workers have to tell. Reports about requests that nobody knows are nothing new, and ignored.
+    /// Takes the combined report of the workers. Ignores reports about unknown requests.
     pub fn update_connector_output(&mut self, now: Time, output: EngineOutput) -> Vec<Outcome> {
         for (at, engine, offset) in output.clocks {
-            // The offset is from the worker's clock, of which `at` was read just now.
+            // The offset is relative to the worker's clock, which showed `at` just now.
             let seconds = offset.seconds + at.seconds() - now.seconds();
             self.clocks.insert(engine, ClockOffset { seconds, ..offset });
         }
@@ -146,7 +148,8 @@ impl Scheduler {
         Some(Outcome::Failed { request, failure, then, invalid, held })
     }
 
-    /// Tokens that count after a failed load. Blocks tell only with one KV cache group, and if any were named.
+    /// Returns the number of valid tokens after a failed load. Invalid blocks determine it only
+    /// with one KV cache group, and if the failure names any.
     fn valid(&self, allocation: &Allocation, invalid: &[u32]) -> u32 {
         let [fill] = allocation.fill.groups() else { return allocation.computed };
         let invalid: BTreeSet<u32> = invalid.iter().copied().collect();
@@ -161,7 +164,7 @@ impl Scheduler {
     fn then(&self, now: Time, request: &RequestId, failure: &LoadFailure, computed: u32) -> Then {
         let load = self.requests.get(request).and_then(|entry| entry.load.as_ref());
         let ended = load.is_some_and(|load| load.is_too_late(now));
-        // What a decode keeps is an offer: the prompt can be computed as if there had been none.
+        // A decode only offers its blocks. Without them, the engine computes the prompt as usual.
         let offer = load.is_some_and(|load| load.source == LoadSource::Decode)
             || *failure == LoadFailure::Expiring;
         match self.settings.policy {
@@ -171,7 +174,7 @@ impl Scheduler {
         }
     }
 
-    /// Ends loads whose deadline has come.
+    /// Ends loads whose deadline has passed.
     pub fn poll(&mut self, now: Time) -> Vec<Outcome> {
         let mut outcomes = Vec::new();
         while let Some(request) = self.deadlines.take_reached(now) {
@@ -184,7 +187,7 @@ impl Scheduler {
         self.give_up(now, request, LoadFailure::Deadline)
     }
 
-    /// Nobody waits until the last peer has left the blocks of a load that has failed.
+    /// Fails a load at once, although a peer may still access its blocks.
     fn load_failing(
         &mut self,
         now: Time,
@@ -197,7 +200,7 @@ impl Scheduler {
         }
     }
 
-    /// Ends a load before its workers do: its blocks are held until they have.
+    /// Ends a load before its workers do. Its blocks are held until the workers have ended it.
     fn give_up(&mut self, now: Time, request: &RequestId, failure: LoadFailure) -> Option<Outcome> {
         let by = now + self.settings.load_timeout;
         let load = self.requests.get_mut(request)?.load.as_mut()?;
@@ -231,8 +234,8 @@ impl Scheduler {
         })
     }
 
-    /// The engine's workers have ended: whatever is still known of ends with them, and is forgotten. `proven`: nothing
-    /// touches a block any more.
+    /// Ends and forgets all requests after the engine's workers have ended. `proven` means that
+    /// nothing accesses a block any more.
     pub fn end(&mut self, proven: bool) -> Vec<Outcome> {
         let ended = std::mem::replace(self, Scheduler::new(self.settings.clone()));
         self.lost = ended.lost;
@@ -266,7 +269,7 @@ impl Scheduler {
     }
 }
 
-/// What becomes of blocks that were kept.
+/// Returns the outcome for blocks that were kept.
 fn over(request: RequestId, kept: Kept, lost: bool) -> Outcome {
     match lost {
         true => Outcome::Lost { request, kept },

@@ -1,4 +1,5 @@
-//! The end of a request: whether its blocks stay for a peer, and what the peer is told of them.
+//! The end of a request: whether the engine keeps its blocks for a peer, and the parameters that it
+//! publishes.
 
 use crate::config::BlockRelease;
 
@@ -9,37 +10,39 @@ use crate::ids::{BlockLists, RequestId};
 use crate::params::{RemoteBlocks, TransferMode, TransferParams};
 use crate::time::Time;
 
-/// How a request has ended.
+/// The way in which a request has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Status {
-    /// It has as many tokens as it may have. A prefill leg always ends like this, after one token.
+    /// It has reached its maximum number of tokens. A prefill leg always ends like this, after one
+    /// token.
     LengthCapped,
     /// The model has stopped.
     Stopped,
-    /// The client has gone, or it was refused.
+    /// The client has disconnected, or the request was rejected.
     Aborted,
     /// It has failed.
     Failed,
 }
 
-/// A request that ends, with what it has.
+/// A request that ends, and its blocks.
 #[derive(Clone, Debug)]
 pub struct Ending {
-    /// How.
+    /// The way in which it has ended.
     pub status: Status,
-    /// Its blocks from the first token on, group by group; of a group with a sliding window at least those of the
-    /// window.
+    /// Its blocks from the first token on, group by group. A group with a sliding window needs at
+    /// least the blocks of the window.
     pub blocks: BlockLists,
-    /// Tokens whose KV is in the blocks.
+    /// The number of tokens whose KV is in the blocks.
     pub computed: u32,
-    /// Tokens of the prompt that were found in the prefix cache.
+    /// The number of prompt tokens that were found in the prefix cache.
     pub cached: Option<u32>,
-    /// What [`Generations`](crate::engine::Generations) says now, if the pool has them.
+    /// The current reference of the pool's [`Generations`](crate::engine::Generations), if it has
+    /// them.
     pub reference: Option<BlockReference>,
 }
 
 impl Ending {
-    /// Nobody wants the request any more, and nothing of it is kept.
+    /// Creates the ending of an aborted request, whose blocks are not kept.
     pub fn aborted() -> Self {
         Ending {
             status: Status::Aborted,
@@ -51,19 +54,20 @@ impl Ending {
     }
 }
 
-/// What becomes of a request that has ended.
+/// The handling of a request that has ended.
 #[derive(Clone, Debug, Default)]
 pub struct Finished {
-    /// The engine keeps the blocks until [`Outcome::Free`](super::Outcome::Free) names the request.
+    /// True if the engine must keep the blocks until [`Outcome::Free`](super::Outcome::Free) names
+    /// the request.
     pub delay_free: bool,
-    /// What goes into the answer as `kv_transfer_params`.
+    /// The `kv_transfer_params` for the answer.
     pub params: Option<TransferParams>,
-    /// Why there are none although the request asked for them.
+    /// The reason why there are none although the request asked for them.
     pub withheld: Option<&'static str>,
 }
 
 impl Publishes {
-    /// Whether blocks are kept after such an end.
+    /// Returns whether the engine keeps blocks after a request ended like this.
     fn after(self, status: Status) -> bool {
         match self {
             Publishes::Nothing => false,
@@ -76,9 +80,9 @@ impl Publishes {
 }
 
 impl Scheduler {
-    /// A request has ended, in whatever state it was. An engine with one KV cache group calls the same method.
+    /// Ends a request in any state. An engine with one KV cache group calls the same method.
     pub fn request_finished(&mut self, now: Time, request: &RequestId, ending: Ending) -> Finished {
-        // Requests without parameters are not known.
+        // Requests without parameters have no entry.
         let Some(entry) = self.requests.get(request) else { return Finished::default() };
         let (publishes, announced) = (entry.publishes, entry.announced);
         if !self.end_load(now, request) {
@@ -100,22 +104,25 @@ impl Scheduler {
         finished
     }
 
-    /// Whether blocks of a request are kept for a peer if it ends like this.
+    /// Returns whether the engine keeps blocks of a request for a peer if the request ends like
+    /// this.
     #[doc(hidden)]
     pub fn would_publish(&self, request: &RequestId, status: Status) -> bool {
         self.requests.get(request).is_some_and(|entry| entry.publishes.after(status))
     }
 
-    /// Whether blocks of a request are kept for a peer if it ends well.
+    /// Returns whether the engine keeps blocks of a request for a peer if the request succeeds.
     #[doc(hidden)]
     pub fn may_publish(&self, request: &RequestId) -> bool {
         self.would_publish(request, Status::LengthCapped)
     }
 
-    /// The engine takes back blocks that it keeps for a peer, whoever still wants them. True: it frees them itself, and
-    /// hears nothing more of them; what tells a reader that it was too late are the
-    /// [`Generations`](crate::engine::Generations) of the blocks. False: they are not kept, or this engine itself may
-    /// be writing them to a peer: then an outcome says when they are free.
+    /// Revokes blocks that the engine keeps for a peer, even if the peer still wants them.
+    ///
+    /// Returns true if the engine may free them at once. No outcome follows, and readers detect the
+    /// reuse by the [`Generations`](crate::engine::Generations) of the blocks. Returns false if the
+    /// blocks are not kept, or if this engine may be writing them to a peer. In the second case an
+    /// outcome reports when they are free.
     pub fn withdraw(&mut self, request: &RequestId) -> bool {
         if !self.sending.contains(request) {
             return false;
@@ -132,7 +139,8 @@ impl Scheduler {
         at_once
     }
 
-    /// Ends a load, if there is one, and forgets the request. False: workers still have its blocks.
+    /// Ends a load, if there is one, and forgets the request. Returns false if workers still have
+    /// its blocks.
     fn end_load(&mut self, now: Time, request: &RequestId) -> bool {
         let load = self.requests.get(request).and_then(|entry| entry.load.as_ref());
         if load.is_some_and(|load| !matches!(load.stage, LoadStage::Over)) {
@@ -170,25 +178,26 @@ impl Scheduler {
         if ending.computed == 0 {
             return Err("no token was computed");
         }
-        // A peer pairs lists by their ends, so they hold exactly the blocks of the tokens: with fewer, vLLM's engine
-        // dies.
+        // A peer aligns lists at their ends, so they must contain exactly the blocks of the tokens.
+        // With fewer blocks, vLLM's engine crashes.
         let needed = settings.blocks_for(ending.computed) as usize;
         if ending.blocks.groups().len() != settings.groups.len() {
-            return Err("there is not a list of blocks for each KV cache group");
+            return Err("each KV cache group needs its own list of blocks");
         }
         let mut lists = Vec::with_capacity(settings.groups.len());
         for (blocks, clip) in ending.blocks.groups().iter().zip(&settings.groups) {
             let (from, to) = match clip {
                 None => (0, needed),
-                // The list of a window may begin anywhere; it ends with the request.
+                // The list of a window may begin anywhere, but ends with the request.
                 Some(clip) => {
                     (blocks.len().saturating_sub((*clip as usize).min(needed)), blocks.len())
                 }
             };
-            let list =
-                blocks.get(from..to).ok_or("there are fewer blocks than computed tokens need")?;
+            let list = blocks
+                .get(from..to)
+                .ok_or("there are fewer blocks than the computed tokens need")?;
             if list.is_empty() {
-                return Err("there are fewer blocks than computed tokens need");
+                return Err("there are fewer blocks than the computed tokens need");
             }
             lists.push(list.to_vec());
         }
@@ -207,7 +216,7 @@ impl Scheduler {
         let order = SendOrder { request: request.clone(), expires, push };
         self.sending.insert(request.clone());
         if named {
-            // Whoever knows the transfer's name asks for the blocks.
+            // The decode that knows the transfer's name asks for the blocks.
             self.next.send.push(order);
             return Ok(self.transfer_answer(request, ending.computed));
         }
@@ -232,7 +241,7 @@ impl Scheduler {
         } else {
             TransferParams::prefilled(remote, settings.version)
         };
-        // The signature covers the parameters as a reader gets them: not every version writes every field.
+        // Sign the parameters as a reader parses them: not every version writes every field.
         params.kvx_signature =
             params.remote_blocks().ok().and_then(|remote| settings.trust.sign(&remote, kept));
         self.next.send.push(order);

@@ -1,4 +1,4 @@
-//! Requests of a MooncakeConnector: a transfer's name is all that both legs share.
+//! Requests of a MooncakeConnector, whose two legs share only the name of the transfer.
 
 use std::sync::Arc;
 
@@ -12,22 +12,24 @@ use crate::params::{
     TransferParams,
 };
 
-/// A leg, whichever protocol told it.
+/// One leg of a transfer, from either version of the parameters.
 enum Leg {
-    /// Somebody will ask for it by this name.
+    /// A decode will ask for the blocks by this name.
     Prefill { name: RequestId },
-    /// That engine is asked for it by this name.
+    /// This engine asks that prefill for the blocks by this name.
     Decode { name: RequestId, engine: EngineId, address: Address },
 }
 
 impl Scheduler {
-    /// A request of a MooncakeConnector has arrived. As [`on_new_request`](Self::on_new_request) does, for its other
-    /// parameters; those in `arrival` are not looked at. From now on a prefill leg's transfer is known, so that who
-    /// asks for it waits for this request, and hears of its end.
+    /// Adds a request of a MooncakeConnector that has arrived, like
+    /// [`on_new_request`](Self::on_new_request). Ignores the parameters in `arrival`. From now on
+    /// the transfer of a prefill leg is known, so that a decode that asks for it waits for this
+    /// request and learns how it ends.
     ///
     /// # Errors
     ///
-    /// The parameters cannot be used; the request is computed here, as if it had none.
+    /// Fails if the parameters cannot be used. The engine then computes the request as if it had
+    /// none.
     pub fn on_new_transfer(
         &mut self,
         arrival: Arrival<'_>,
@@ -45,8 +47,9 @@ impl Scheduler {
         self.on_new_leg(arrival, leg)
     }
 
-    /// As [`on_new_transfer`](Self::on_new_transfer), for the parameters before vLLM 0.16. They name no transfer: both
-    /// sides know the request by the same id, or kvx says its own.
+    /// Adds a request with the parameters before vLLM 0.16, like
+    /// [`on_new_transfer`](Self::on_new_transfer). These parameters name no transfer: both sides
+    /// know the request by the same id, or a kvx prefill sends its own.
     ///
     /// # Errors
     ///
@@ -81,22 +84,23 @@ impl Scheduler {
         let Some(mooncake) = &self.settings.mooncake else {
             return refused(
                 "transfer_id",
-                "parameters of a MooncakeConnector, and this engine has none: write MooncakeConnector as kv_connector",
+                "the parameters are for a MooncakeConnector, but this engine has another \
+                 connector: set kv_connector to MooncakeConnector",
             );
         };
         match leg {
             Leg::Prefill { .. } if !mooncake.prefills() => {
                 return refused(
                     "do_remote_decode",
-                    "a prefill leg, and this engine's kv_role is kv_consumer: send it to a kv_producer, or write \
-                     kv_both",
+                    "the request is a prefill leg, but this engine's kv_role is kv_consumer: send \
+                     it to a kv_producer, or set kv_role to kv_both",
                 );
             }
             Leg::Decode { .. } if !mooncake.decodes() => {
                 return refused(
                     "do_remote_prefill",
-                    "a decode leg, and this engine's kv_role is kv_producer: send it to a kv_consumer, or write \
-                     kv_both",
+                    "the request is a decode leg, but this engine's kv_role is kv_producer: send \
+                     it to a kv_consumer, or set kv_role to kv_both",
                 );
             }
             Leg::Prefill { name } => {
@@ -114,7 +118,8 @@ impl Scheduler {
                 let peer = RemoteEngine {
                     engine,
                     address,
-                    // Its bootstrap server will tell; before vLLM 0.16 it is as here.
+                    // The bootstrap server reports the sizes. Before vLLM 0.16 they equal the local
+                    // ones.
                     tp_size: 1,
                     pp_size: 1,
                     dcp_size: 1,
@@ -136,7 +141,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// What a prefill of the MooncakeConnector answers: since vLLM 0.16 nothing.
+    /// Returns the answer of a MooncakeConnector's prefill: none since vLLM 0.16.
     pub(super) fn transfer_answer(
         &self,
         request: &RequestId,
@@ -157,14 +162,15 @@ impl Scheduler {
     }
 }
 
-/// `http://host:port`, as routers write it.
+/// Parses `http://host:port`, as routers write it.
 fn bootstrap_address(text: &str) -> Result<Address, ParamsError> {
     let at = text.strip_prefix("http://").unwrap_or(text).trim_end_matches('/');
     Address::parse(at).ok_or_else(|| {
         ParamsError::new(
             "remote_bootstrap_addr",
             format!(
-                "remote_bootstrap_addr is {text:?}; it takes http://host:port of a prefill's bootstrap server"
+                "remote_bootstrap_addr is {text:?}; it must be http://host:port of a prefill's \
+                 bootstrap server"
             ),
         )
     })

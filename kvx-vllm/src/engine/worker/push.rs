@@ -1,4 +1,4 @@
-//! Push: a decode tells where its blocks are, a prefill writes into them. Either may be first.
+//! Push: a decode registers its blocks and a prefill writes into them, in either order.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,25 +19,26 @@ use crate::params::TransferMode;
 use crate::time::Time;
 use crate::wire::{EngineNotification, PushGrant, PushRegistration};
 
-/// Registrations that wait for a prefill, and that were served: a peer cannot make this engine remember more.
+/// The maximum number of registrations that wait for a prefill, and of those remembered as served.
+/// It bounds what peers can make this engine store.
 const MAX_REGISTRATIONS: usize = 65_536;
-/// Bytes of those that wait.
+/// The maximum size in bytes of the registrations that wait.
 const MAX_BYTES: usize = 64 << 20;
 
-/// A decode's blocks for a request.
+/// A decode's registration of blocks for a request.
 #[derive(Debug)]
 struct Registration {
     request: RequestId,
     peer: Arc<RemoteEngine>,
     blocks: BlockLists,
-    /// What to write by.
+    /// The grants that authorize the writes.
     grants: Arc<[PushGrant]>,
-    /// The decode does not wait longer.
+    /// The time until which the decode waits.
     until: Time,
 }
 
 impl Registration {
-    /// About as many bytes as it keeps.
+    /// Returns the approximate size of the registration in bytes.
     fn bytes(&self) -> usize {
         let names = self.request.as_str().len()
             + self.peer.engine.as_str().len()
@@ -50,7 +51,7 @@ impl Registration {
             + grants.map(|region| size_of_val(region) + region.len()).sum::<usize>()
     }
 
-    /// The word that one of `ranks` workers has written.
+    /// Returns the notification that one of `ranks` workers has finished writing.
     fn written(&self, ranks: u32) -> Option<Arc<[u8]>> {
         EngineNotification::done(self.request.as_str(), ranks).ok().map(|done| done.encode().into())
     }
@@ -62,18 +63,18 @@ struct Push {
     registration: Registration,
     blocks: BlockLists,
     connection: Option<Connection>,
-    /// Workers that are told once all is written: a single write carries the word itself.
+    /// Workers to notify after all writes. A single write carries the notification itself.
     untold: Vec<WorkerRank>,
-    /// Writes that may still read the blocks.
+    /// The number of writes that may still read the blocks.
     unsettled: usize,
     failed: bool,
-    /// Nobody keeps the blocks any longer than the writes do.
+    /// True if the blocks are released as soon as the writes end.
     expired: bool,
-    /// It is the end of the lease that took them back, and neither the decode nor this engine.
+    /// True if the lease's end revoked the blocks, not the decode or this engine.
     lease_is_over: bool,
 }
 
-/// Who is waiting under one shared name.
+/// The requests and registrations that wait under one shared name.
 #[derive(Debug, Default)]
 struct Names {
     ready: BTreeSet<RequestId>,
@@ -81,7 +82,8 @@ struct Names {
 }
 
 impl Names {
-    /// A request and its registration: those of the same name, else the only ones. Two of either cannot be told apart.
+    /// Returns a request and its registration: those of the same name, or else the only ones. Two
+    /// of either are ambiguous.
     fn matching(&self) -> Option<(RequestId, RequestId)> {
         if let Some(name) = self.ready.intersection(&self.registered).next() {
             return Some((name.clone(), name.clone()));
@@ -93,23 +95,24 @@ impl Names {
     }
 }
 
-/// The prefill's side of push.
+/// The prefill side of push.
 #[derive(Debug)]
 pub(super) struct Pushes {
     timeout: Duration,
-    /// Finished requests that no decode has registered for.
+    /// Finished requests without a registration.
     ready: BTreeMap<RequestId, BlockLists>,
-    /// Registrations that no request has finished for, by the decode's name.
+    /// Registrations without a finished request, by the decode's name.
     registrations: BTreeMap<RequestId, Registration>,
-    /// Of those.
+    /// The size in bytes of `registrations`.
     bytes: usize,
     watchdog: Deadlines<RequestId>,
-    /// Both, by the part of the name that both engines share.
+    /// Requests and registrations, by the part of the name that both engines share.
     names: BTreeMap<Box<str>, Names>,
     running: BTreeMap<RequestId, Push>,
-    /// Those whose decode may be asked anew then.
+    /// The times at which to repeat handshakes with the decodes of requests.
     pub(super) again: Deadlines<RequestId>,
-    /// Registrations that were served or withdrawn: a repeated one must not find the next request of that name.
+    /// Served or withdrawn registrations. A repeated one must not match the next request of that
+    /// name.
     served: BTreeSet<(EngineId, RequestId)>,
     served_until: Deadlines<(EngineId, RequestId)>,
 }
@@ -154,12 +157,13 @@ impl Pushes {
         self.running.get(request)?.connection
     }
 
-    /// All requests that are being written.
+    /// Returns all requests that are being written.
     pub(super) fn all(&self) -> impl Iterator<Item = &RequestId> {
         self.running.keys()
     }
 
-    /// A lease has ended. True: the blocks may be freed now; else with the last write.
+    /// Handles the end of a lease. Returns true if the blocks can be freed now, or false if the
+    /// last write frees them.
     pub(super) fn expired(&mut self, request: &RequestId) -> bool {
         self.take_ready(request.as_str());
         let Some(push) = self.running.get_mut(request) else { return true };
@@ -171,12 +175,13 @@ impl Pushes {
         true
     }
 
-    /// Whether the decode of a request that is being written has said what may be written into: kvx does.
+    /// Returns whether the decode of a request that is being written has granted access to its
+    /// memory, as kvx decodes do.
     pub(super) fn grants(&self, request: &RequestId) -> bool {
         self.running.get(request).is_some_and(|push| !push.registration.grants.is_empty())
     }
 
-    /// Nobody wants the blocks any more.
+    /// Removes a request whose blocks are no longer wanted.
     pub(super) fn give_up(&mut self, request: &str) -> Option<RequestId> {
         self.take_ready(request).map(|(request, _)| request)
     }
@@ -229,7 +234,7 @@ impl Pushes {
         }
     }
 
-    /// Takes a request and the registration it is for, if both are there.
+    /// Removes and returns a request and its registration, if both exist.
     fn take_matching(&mut self, shared: &str) -> Option<(RequestId, BlockLists, Registration)> {
         let (request, registered) = self.names.get(shared)?.matching()?;
         let registration = self.take_registration(registered.as_str())?;
@@ -239,7 +244,7 @@ impl Pushes {
 }
 
 impl Worker {
-    /// Decode: tells the prefill where the blocks of a request are.
+    /// Decode: registers the blocks of a request with the prefill.
     pub(super) fn register(
         &mut self,
         request: &RequestId,
@@ -271,14 +276,14 @@ impl Worker {
         });
     }
 
-    /// Prefill: a request has finished, its blocks may be pushed.
+    /// Prefill: handles a finished request, whose blocks can be pushed.
     pub(super) fn push_ready(&mut self, now: Time, request: RequestId, blocks: BlockLists) {
         let shared: Box<str> = request.shared().into();
         self.pushes.add_ready(request, blocks);
         self.push_matching(now, &shared);
     }
 
-    /// Prefill: a decode has told where its blocks are.
+    /// Prefill: handles a decode's registration of blocks.
     pub(super) fn registered(
         &mut self,
         now: Time,
@@ -287,13 +292,14 @@ impl Worker {
         if self.settings.mode != TransferMode::Push {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                "a push registration, and this engine's decodes pull: set kv_connector of both engines to the same",
+                "received a push registration, but this engine does not push: set kv_connector of \
+                 both engines to the same connector",
             ));
         }
         let missing = |key: &str| {
             Error::new(
                 ErrorKind::Malformed,
-                format!("malformed push registration: it has no {key}; nothing is pushed"),
+                format!("malformed push registration without {key}: its blocks are not pushed"),
             )
         };
         let peer = RemoteEngine {
@@ -307,7 +313,8 @@ impl Worker {
             },
             tp_size: registration.decode_tp_size.ok_or_else(|| missing("decode_tp_size"))?,
             pp_size: 1,
-            // A registration does not say it. A decode whose handshake says another is refused.
+            // A registration does not contain the size. A decode whose handshake reports another is
+            // rejected.
             dcp_size: self.settings.dcp_size,
             registration: registration.kvx_registration.unwrap_or(0),
         };
@@ -321,8 +328,8 @@ impl Worker {
             return Err(Error::new(
                 ErrorKind::PermissionDenied,
                 format!(
-                    "a push registration names the host {host:?}, which is none of \
-                     kv_connector_extra_config.allowed_hosts: add it there if it is a decode of yours"
+                    "a push registration names the host {host:?}, which is not in \
+                     kv_connector_extra_config.allowed_hosts: add it there if it is your decode"
                 ),
             ));
         }
@@ -347,7 +354,8 @@ impl Worker {
             return Err(Error::new(
                 ErrorKind::Busy,
                 format!(
-                    "{count} push registrations of {bytes} bytes wait for a prefill: request {request} is not pushed"
+                    "request {request} is not pushed: {count} push registrations of {bytes} bytes \
+                     already wait for a prefill; retry later"
                 ),
             ));
         }
@@ -381,7 +389,8 @@ impl Worker {
         match self.reach(now, &peer) {
             Reach::Ready(connection, plan) => self.write(now, request, connection, &plan),
             Reach::Wait => self.wait_for(&peer.engine, Waiting::Push(request.clone())),
-            // The decode cannot be told that it has to come later.
+            // There is no message that asks the decode to retry later, so the prefill retries
+            // itself.
             Reach::Refused(_, Some(next)) if !next.has_reached(until) => {
                 self.pushes.again.set(request.clone(), next);
             }
@@ -467,7 +476,8 @@ impl Worker {
         }
     }
 
-    /// Nothing reads the blocks for this push any more. A failed one leaves them until the lease ends.
+    /// Ends a push whose writes no longer read the blocks. After a failed push, the blocks stay
+    /// until the lease ends.
     fn push_over(&mut self, now: Time, request: &RequestId) {
         let Some(push) = self.pushes.running.get_mut(request) else {
             return debug_assert!(false, "only pushes that exist end");
@@ -502,7 +512,8 @@ impl Worker {
         }
     }
 
-    /// This engine wants its blocks back: they are not pushed, or no longer, and it hears when nothing reads them.
+    /// Revokes the blocks of a request. They are not pushed any more, and an output reports when no
+    /// write reads them.
     pub(super) fn take_back(&mut self, now: Time, request: &RequestId) {
         self.pushes.give_up(request.as_str());
         let Some(push) = self.pushes.running.get_mut(request) else {
@@ -520,8 +531,8 @@ impl Worker {
         }
     }
 
-    /// A decode does not want its blocks written any more; it has named them by its own name of the request. False:
-    /// no such registration.
+    /// Handles a decode that no longer wants its blocks written. `theirs` is the decode's name of
+    /// the request. Returns false if there is no such registration.
     pub(super) fn withdrawn(&mut self, now: Time, theirs: &str) -> bool {
         if self.sends.keeps(theirs) {
             return false;

@@ -124,7 +124,7 @@ fn what_cannot_be_fetched_or_published_is_said_in_the_words_of_the_caller() {
         .wait_blocking(LIMIT)
         .unwrap();
     let why = why.unwrap_err().to_string();
-    assert!(why.contains("remote_") && !why.contains("blocks to fill"), "{why}");
+    assert!(why.contains("remote_") && !why.contains("does not fit tokens"), "{why}");
     prefill.connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
     let why =
         Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap_err().to_string();

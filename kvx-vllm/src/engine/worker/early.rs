@@ -9,11 +9,11 @@ use crate::time::Time;
 
 /// The time for which an early completion counts.
 const VALID_FOR: Duration = Duration::from_secs(2);
-/// The most requests with early completions, the most senders for each, and the most ended requests
-/// that are remembered.
+/// The maximum number of requests with early completions, of senders per request, and of ended
+/// requests to remember.
 const MAX_ENTRIES: usize = 64;
-/// The longest name of a request or of a sender, in bytes. With [`MAX_ENTRIES`] it bounds the memory
-/// that peers can make a worker use.
+/// The maximum length of the name of a request or sender, in bytes. With [`MAX_ENTRIES`] it bounds
+/// the memory that peers can make a worker use.
 const MAX_NAME: usize = 256;
 
 /// The completions of a request that the worker does not know yet.
@@ -24,8 +24,9 @@ struct EarlyRequest {
     completions: Completions,
 }
 
-/// Early completions, for a worker in another process than its engine: it learns of a publication by
-/// a message, and a peer may read the blocks and send its completion before that message arrives.
+/// Early completions, for a worker in another process than its engine. A message informs the worker
+/// of each publication. A peer may read the blocks and send its completion before that message
+/// arrives.
 #[derive(Debug, Default)]
 pub(super) struct EarlyCompletions {
     /// The oldest first.
@@ -35,7 +36,8 @@ pub(super) struct EarlyCompletions {
 }
 
 impl EarlyCompletions {
-    /// Remembers a completion. Returns false if it does not count: it is late, or a name is too long.
+    /// Remembers a completion. Returns false if it does not count, because it is late or a name is
+    /// too long.
     pub(super) fn add(&mut self, now: Time, request: &str, expected: u32, from: &str) -> bool {
         if request.len() > MAX_NAME
             || from.len() > MAX_NAME

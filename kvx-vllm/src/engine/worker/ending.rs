@@ -1,4 +1,4 @@
-//! The end of a load: failed, cancelled, late, or with its blocks as the engine reads them.
+//! The end of a load: failed, cancelled, timed out, or complete.
 
 use super::super::action::Action;
 use super::super::failure::LoadFailure;
@@ -21,7 +21,7 @@ impl Worker {
         }
     }
 
-    /// Finishes a load once nothing touches its blocks.
+    /// Finishes a load if no transfer accesses its blocks any more.
     pub(super) fn advance(&mut self, now: Time, request: &RequestId) {
         // Expected race: the load ended while it waited for the handshake.
         let Some(receive) = self.receives.get(request) else { return };
@@ -42,7 +42,7 @@ impl Worker {
                 self.finish_blocks(request);
             }
             ReceiveStage::Waiting if receive.failure.is_none() && !receive.cancelled => {}
-            // Another worker of this engine may have told the peer of the blocks of all of them.
+            // Another worker of this engine may have registered the blocks of all workers.
             ReceiveStage::Waiting if self.settings.mode == TransferMode::Push => {
                 self.fence(request)
             }
@@ -51,7 +51,7 @@ impl Worker {
         }
     }
 
-    /// Has the blocks of a load made what the engine reads.
+    /// Asks the runtime to reorder and clear the blocks of a load.
     fn finish_blocks(&mut self, request: &RequestId) {
         let Some(receive) = self.receives.get_mut(request) else {
             return debug_assert!(false, "advance finishes loads that exist");
@@ -74,7 +74,7 @@ impl Worker {
             if let (ReceiveStage::Reading(reading), true, None) =
                 (&receive.stage, receive.cancelled, &receive.failure)
             {
-                // Nobody has taken the blocks, and nobody will.
+                // The peer still keeps blocks that no local worker will read.
                 for lane in reading.lanes.iter().filter(|lane| !lane.told || lane.parts_left > 0) {
                     self.complete(
                         request,
@@ -101,7 +101,7 @@ impl Worker {
         self.output.failed_recving.push(FailedLoad { request: request.clone(), failure, invalid });
     }
 
-    /// Nobody waits for a load any more; its blocks are wanted back.
+    /// Cancels a load, whose blocks the engine wants back.
     pub(super) fn cancel(&mut self, now: Time, request: &RequestId) {
         // Expected race: the load ended before the engine cancelled it.
         let Some(receive) = self.receives.get_mut(request) else { return };
@@ -120,10 +120,11 @@ impl Worker {
         }
     }
 
-    /// Reports a load that has touched no block. The peer is still to be told, once it is connected to.
+    /// Reports a load that has accessed no block. The worker still notifies the peer once it is
+    /// connected.
     fn give_back(&mut self, now: Time, request: &RequestId) {
         let Some(receive) = self.receives.get_mut(request) else {
-            return debug_assert!(false, "only loads that exist are given back");
+            return debug_assert!(false, "only loads that exist are returned");
         };
         let local = std::mem::take(&mut receive.order.local);
         self.deadlines.set(request.clone(), now + self.settings.load_timeout);

@@ -1,4 +1,4 @@
-//! What comes back to a worker: handshakes, moves, generations, notifications.
+//! Events for a worker: results of handshakes, moves and reads of generations, and notifications.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use crate::time::Time;
 use crate::wire::EngineNotification;
 
 impl Worker {
-    /// A handshake has ended.
+    /// Handles the end of a handshake.
     pub fn connected(
         &mut self,
         now: Time,
@@ -33,7 +33,7 @@ impl Worker {
             Err(failure) => (Err(()), Some(failure)),
         };
         let clock = result.as_ref().ok().and_then(|plan| plan.clock);
-        // Expected race: another handshake has taken its place, or the worker was shut down.
+        // Expected race: another handshake has replaced this one, or the worker was shut down.
         let Some(peer) = self.peers.connected(now, connection, result, &mut self.actions) else {
             return;
         };
@@ -46,10 +46,9 @@ impl Worker {
             }
             for waiting in waiting {
                 match waiting {
-                    // It has waited for a registration that another one has followed meanwhile.
+                    // It waited for a registration that the engine has since replaced.
                     Waiting::Receive(request) if !self.speaks_of(&request, &peer) => {
-                        let why =
-                            "the engine has registered its memory anew while they waited for it";
+                        let why = "the engine registered its memory again during the handshake";
                         self.refused(now, &request, why.into());
                     }
                     Waiting::Receive(request) => self.find_peer(now, &request),
@@ -58,7 +57,7 @@ impl Worker {
             }
             return;
         };
-        // One failure for the handshake, however many waited for it.
+        // Record one failure per handshake, even if several requests waited for it.
         let mut said = TransferFailure::new(
             self.handshake_failure_kind(&waiting, failure.setup),
             &*failure.error,
@@ -87,15 +86,15 @@ impl Worker {
         }
     }
 
-    /// A move has an outcome. `Ok`: its data is there, what was to be sent with it was sent, and nothing touches its
-    /// memory any more.
+    /// Handles the outcome of a move. `Ok` means that its data has arrived, that its notification
+    /// was sent, and that it no longer accesses its memory.
     pub fn move_resolved(
         &mut self,
         now: Time,
         id: MoveId,
         result: Result<Transferred, MoveFailure>,
-        // Expected race: its transport has forgotten the move.
     ) {
+        // Expected race: the transport has forgotten the move.
         let Some(state) = self.moves.get_mut(&id).filter(|state| state.phase == MovePhase::Running)
         else {
             return;
@@ -116,8 +115,8 @@ impl Worker {
                 let said = self.describe(&request, failure.kind, rank, &failure.error);
                 self.record(said);
                 if !failure.settled {
-                    // The failure is counted already.
-                    let why = "it has an outcome, but may still touch its blocks: they stay pinned";
+                    // The failure is already counted.
+                    let why = "the transfer may still access its blocks: they stay pinned";
                     let said =
                         self.describe(&request, FailureKind::TransferReleaseFailed, rank, why);
                     self.output.failures.push(said);
@@ -141,7 +140,7 @@ impl Worker {
         }
     }
 
-    /// Nothing touches the memory of a failed move any more.
+    /// Handles the report that a failed move no longer accesses its memory.
     pub fn move_settled(&mut self, now: Time, id: MoveId) {
         // Expected race: its transport has forgotten the move.
         let Some(state) = self.moves.get(&id).filter(|state| state.phase == MovePhase::Unsettled)
@@ -151,10 +150,11 @@ impl Worker {
         if state.push { self.write_over(now, id) } else { self.part_failed(now, id) }
     }
 
-    /// Nobody will ever say that a failed move has settled: its transport has forgotten it. What waits for it is
-    /// over, and its blocks are lost.
+    /// Handles the report that the transport has forgotten a failed move, and will never report
+    /// that it has settled. Ends what waits for the move, and marks its blocks as lost.
     pub fn move_forgotten(&mut self, now: Time, id: MoveId) {
-        let why = "it was forgotten: its blocks may be touched as long as the process lives, and are lost";
+        let why = "the transport forgot the transfer: it may access its blocks until the process \
+                   exits, so they are lost";
         if self.moves.get(&id).is_some_and(MoveState::is_running) {
             let kind = FailureKind::TransferException;
             let failure =
@@ -180,7 +180,8 @@ impl Worker {
         self.move_settled(now, id);
     }
 
-    /// Blocks of a load are as [`Action::Finish`] wanted them, or cannot be made so; nothing touches them any more.
+    /// Handles the result of [`Action::Finish`]. In either case, nothing accesses the load's blocks
+    /// any more.
     pub fn finished(&mut self, now: Time, request: &RequestId, result: Result<(), String>) {
         let finishing = |receive: &Receive| matches!(receive.stage, ReceiveStage::Finishing);
         if !self.receives.get(request).is_some_and(finishing) {
@@ -194,7 +195,8 @@ impl Worker {
         self.finish(now, request);
     }
 
-    /// The generations that [`Action::ReadGenerations`] asked for: the pool's word and one for each block, in order.
+    /// Handles the result of [`Action::ReadGenerations`]: the pool's identifier, and one generation
+    /// counter per block in order.
     pub fn generations_read(
         &mut self,
         now: Time,
@@ -204,12 +206,13 @@ impl Worker {
         self.words_read(now, id, result);
     }
 
-    /// What [`Action::CheckDigests`] has found: the local blocks without the right contents.
+    /// Handles the result of [`Action::CheckDigests`]: the local blocks without valid contents.
     pub fn digests_checked(&mut self, now: Time, id: MoveId, result: Result<Vec<u32>, String>) {
         self.digests_compared(now, id, result);
     }
 
-    /// A notification could not be sent. The peer's blocks stay until its lease ends; in push, the load fails.
+    /// Handles a notification that could not be sent. The peer keeps its blocks until its lease
+    /// ends. In push mode, the load fails.
     pub fn notification_failed(
         &mut self,
         now: Time,
@@ -239,7 +242,7 @@ impl Worker {
         }
     }
 
-    /// A peer writes no more into the blocks of a request, whatever it still tries.
+    /// Handles the end of a fence: no peer writes into the blocks of the request any more.
     pub fn fenced(&mut self, now: Time, request: &RequestId) {
         if self
             .receives
@@ -250,8 +253,8 @@ impl Worker {
         }
     }
 
-    /// The peer behind a connection is gone. Moves with it end by themselves; who waited for its writes waits no
-    /// longer.
+    /// Handles the loss of a peer. Moves with the peer end without further action. Loads that
+    /// waited for its writes fail.
     pub fn connection_lost(&mut self, now: Time, connection: Connection) {
         self.peers.invalidate(connection, &mut self.actions);
         let awaiting = self.receives.iter().filter(|(_, receive)| {
@@ -265,19 +268,22 @@ impl Worker {
         }
     }
 
-    /// A notification has come from a worker of a peer, named as its transport names it.
+    /// Handles a notification from a worker of a peer. `from` is the transport's name of that
+    /// worker.
     ///
     /// # Errors
     ///
-    /// It is not one. That changes nothing; it is worth a line in the log.
+    /// Fails if the bytes are not a valid notification. The worker's state does not change; the
+    /// caller should log the error.
     pub fn notified(&mut self, now: Time, from: &str, bytes: &[u8]) -> kvx_core::Result<()> {
         self.heard(now, from, EngineNotification::decode(bytes)?)
     }
 
-    /// As [`notified`](Self::notified), once its bytes are read.
+    /// Handles a decoded notification, as [`notified`](Self::notified) does.
     ///
     /// # Errors
-    /// A registration that cannot be.
+    ///
+    /// Fails if a registration is invalid.
     pub fn heard(
         &mut self,
         now: Time,
@@ -322,7 +328,8 @@ impl Worker {
         }
     }
 
-    /// A peer still wants a request. In push it knows only the part of the name that both engines share.
+    /// Renews the lease of a request that a peer still wants. In push mode, the peer knows only the
+    /// part of the name that both engines share.
     fn renew(&mut self, now: Time, request: &str) {
         if self.sends.renew(now, request) {
             return;
@@ -340,7 +347,8 @@ impl Worker {
     }
 
     pub(super) fn send_heartbeat(&mut self, connection: Connection, heartbeat: &Heartbeat) {
-        // A name with a comma cannot be told from two: its blocks are kept for one lease only.
+        // A name with a comma would be read as two names. The blocks of such a request stay only
+        // for one lease.
         let names =
             heartbeat.requests.iter().map(RequestId::as_str).filter(|name| !name.contains(','));
         match EngineNotification::heartbeats(names) {
@@ -354,8 +362,8 @@ impl Worker {
         }
     }
 
-    /// The word that a peer's worker may free the blocks of a request. `None`: its name cannot be written, and the
-    /// lease has to end.
+    /// Returns the completion that tells a peer's worker to free the blocks of a request. Returns
+    /// `None` if the name cannot be encoded; the lease must then end.
     pub(super) fn completion(&self, remote: &RequestId, readers: u32) -> Option<Arc<[u8]>> {
         let count = self.settings.consumers.written(readers, self.settings.tp_size);
         Some(EngineNotification::done(remote.as_str(), count).ok()?.encode().into())
@@ -368,13 +376,14 @@ impl Worker {
                 self.note_expiry(&request);
                 self.output.finished_sending.push(request);
             } else if self.pushes.grants(&request) {
-                // A decode of kvx renews the lease for as long as it waits, and nothing is written behind its grants.
+                // A kvx decode renews the lease while it waits, and no write may continue after its
+                // grants have ended.
                 self.cancel_moves(&request);
             }
         }
     }
 
-    /// Blocks are released though not all that were to read them have.
+    /// Records that blocks are released before all their readers have read them.
     pub(super) fn note_expiry(&mut self, request: &RequestId) {
         let setting = match self.settings.release {
             BlockRelease::Lease(_) => "kv_lease_duration of kv_connector_extra_config",
@@ -392,7 +401,7 @@ impl Worker {
         self.actions.push_back(Action::Fence { request: request.clone() });
         // A load that waits for its handshake has not registered anywhere.
         let Some(connection) = connection else { return };
-        // A kvx peer forgets the registration; others note that they know no such request.
+        // A kvx peer forgets the registration. Other peers log that they do not know the request.
         if let Some(bytes) =
             EngineNotification::done(request.as_str(), 1).ok().map(|done| done.encode().into())
         {

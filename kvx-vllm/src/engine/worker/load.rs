@@ -17,27 +17,28 @@ pub(super) struct Receive {
     pub(super) order: ReceiveOrder,
     pub(super) connection: Option<Connection>,
     pub(super) stage: ReceiveStage,
-    /// Why it has failed, if it has: the first reason.
+    /// The first reason for which the load has failed.
     pub(super) failure: Option<LoadFailure>,
-    /// Local blocks without the right contents.
+    /// Local blocks without valid contents.
     pub(super) invalid: Invalid,
-    /// Nobody waits for the contents any more.
+    /// True if the contents are no longer wanted.
     pub(super) cancelled: bool,
-    /// Who has said that it has written. What one worker of ours registers may be written for all of them.
+    /// The peer's workers that have reported their writes. They may write what one local worker
+    /// registered for all local workers.
     pub(super) written_by: BTreeSet<Box<str>>,
 }
 
 #[derive(Debug)]
 pub(super) enum ReceiveStage {
-    /// For the handshake.
+    /// The load waits for the handshake.
     Waiting,
-    /// Reads are under way.
+    /// Reads are in progress.
     Reading(Reading),
-    /// The peer writes; so many of its workers say so.
+    /// The peer writes; `expected` of its workers report the end.
     Awaiting { expected: usize },
-    /// What the peer may still write is being ended.
+    /// The runtime ends the writes that the peer may still make.
     Fencing,
-    /// All is read; the blocks are being reordered and cleared.
+    /// All reads have ended; the runtime reorders and clears the blocks.
     Finishing,
 }
 
@@ -46,9 +47,9 @@ pub(super) struct Reading {
     pub(super) paired: Paired,
     pub(super) reference: Option<BlockReference>,
     pub(super) lanes: Vec<LaneState>,
-    /// Moves that may still touch blocks, and words still to be read.
+    /// The number of moves that may still access blocks, and of unfinished reads of generations.
     pub(super) unsettled: usize,
-    /// What is read is not yet what the engine reads.
+    /// True if the data needs reordering or clearing before the engine can use it.
     pub(super) finishes: bool,
 }
 
@@ -66,18 +67,18 @@ pub(super) enum Invalid {
     All,
 }
 
-/// One move in flight.
+/// A move in flight.
 #[derive(Debug)]
 pub(super) struct MoveState {
     pub(super) request: RequestId,
     pub(super) lane: usize,
     pub(super) phase: MovePhase,
     pub(super) push: bool,
-    /// What a read fills, where it is to be compared with digests.
+    /// The blocks that a read fills, if they are to be compared with digests.
     pub(super) reads: Option<(Part, Arc<[GroupMove]>)>,
 }
 
-/// What is looked at when the data of a read is there.
+/// The checks that follow the data of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Checks {
     Nothing,
@@ -87,13 +88,13 @@ pub(super) enum Checks {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum MovePhase {
-    /// The data moves.
+    /// The data is moving.
     Running,
-    /// It has an outcome, but may still touch memory.
+    /// The move has an outcome, but may still access memory.
     Unsettled,
-    /// The data is there; the words are being read.
+    /// The data has arrived; the runtime reads the generation counters.
     Checking,
-    /// The words are right; the data is being compared with digests.
+    /// The generation counters are valid; the runtime compares the data with digests.
     Hashing,
 }
 
@@ -108,12 +109,13 @@ impl MoveState {
 }
 
 impl Receive {
-    /// Nobody waits for the contents: what was cancelled for that is no failure.
+    /// Returns whether the contents are no longer wanted. A move that was cancelled for that reason
+    /// is not a failure.
     pub(super) fn is_cancelled(&self) -> bool {
         self.cancelled
     }
 
-    /// Nothing more is told to the peer after a failure.
+    /// Records a failure. The peer gets no completion after a failure.
     pub(super) fn fail(&mut self, failure: LoadFailure, blocks: Option<Vec<u32>>) {
         match blocks {
             None => self.invalid = Invalid::All,

@@ -1,4 +1,4 @@
-//! The worker's half: one for each tensor- and pipeline-parallel rank, beside the memory that moves.
+//! The worker's side: one per tensor- and pipeline-parallel rank, next to the memory that moves.
 
 mod early;
 mod ending;
@@ -26,10 +26,11 @@ use crate::mapping::{Tp, handshake_ranks};
 use crate::params::TransferMode;
 use crate::time::Time;
 
-/// The worker's half of a connector.
+/// The worker's side of a connector.
 ///
-/// Nothing here waits, sends or reads: what is to be done comes out of [`next_action`](Self::next_action), and what
-/// came of it goes in by the methods that the actions name. Methods of the step loop have the names of vLLM's
+/// Its methods neither block nor perform I/O. The runtime takes actions from
+/// [`next_action`](Self::next_action), carries them out, and reports the results with the methods
+/// that the actions name. The methods for the step loop have the names of vLLM's
 /// `KVConnectorBase_V1`. All times are on the worker's own clock.
 #[derive(Debug)]
 pub struct Worker {
@@ -44,27 +45,27 @@ pub struct Worker {
     deadlines: Deadlines<RequestId>,
     sends: Sends,
     pushes: Pushes,
-    /// Heartbeats for engines that are being connected to.
+    /// Heartbeats that wait for a handshake.
     heartbeats: BTreeMap<EngineId, Heartbeat>,
-    /// Its caches were given back, and it has no others yet.
+    /// True if the caches were released and no others are registered yet.
     gave_back: bool,
-    /// How often the engine had registered its memory anew, by the last step.
+    /// The number of times that the engine had registered its memory again, as of the last step.
     registration: u64,
     actions: VecDeque<Action>,
     output: WorkerOutput,
 }
 
-/// Who waits for a handshake.
+/// A task that waits for a handshake.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Waiting {
-    /// A load, or the word that nothing is loaded.
+    /// A load, or a notification that the blocks are not needed.
     Receive(RequestId),
     /// Blocks to be pushed.
     Push(RequestId),
 }
 
 impl Worker {
-    /// The half of one worker.
+    /// Creates the worker's side for one rank.
     pub fn new(settings: Settings, rank: WorkerRank) -> Self {
         Worker {
             rank,
@@ -85,17 +86,17 @@ impl Worker {
         }
     }
 
-    /// Which worker it is.
+    /// Returns the worker's rank.
     pub fn rank(&self) -> WorkerRank {
         self.rank
     }
 
-    /// The next thing to do, in order.
+    /// Returns the next action, in order.
     pub fn next_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
 
-    /// Whether it fills blocks for a request that are still wanted.
+    /// Returns whether the worker is filling blocks for a request that is still wanted.
     pub fn is_loading(&self, request: &RequestId) -> bool {
         let wanted = |receive: &Receive| {
             receive.order.awaited && !receive.cancelled && receive.failure.is_none()
@@ -103,8 +104,8 @@ impl Worker {
         self.receives.get(request).is_some_and(wanted)
     }
 
-    /// Lets completions arrive before the requests that they are for: this worker runs in another
-    /// process than its engine.
+    /// Accepts completions that arrive before the requests that they are for. For workers that run
+    /// in another process than their engine.
     pub fn accept_early_completions(&mut self) {
         self.sends.accept_early();
     }
@@ -114,7 +115,7 @@ impl Worker {
         let built_at = meta.built_at;
         self.registration = meta.registration;
         let ours = |time: Time| time.rebased(built_at, now);
-        // First of all: the name may have been given to another request since.
+        // Revoke first: the names may since belong to other requests.
         for request in meta.withdrawn {
             self.sends.dropped(&request);
             match self.settings.mode {
@@ -131,7 +132,8 @@ impl Worker {
         for order in meta.send {
             let request = order.request;
             if self.gave_back && order.push.is_some() {
-                // It was published before: whatever is registered next holds something else.
+                // The request was published before the release: newly registered memory holds other
+                // data.
                 self.sends.dropped(&request);
                 self.output.finished_sending.push(request);
                 continue;
@@ -157,7 +159,7 @@ impl Worker {
         }
     }
 
-    /// What there is to tell; also the moment at which deadlines are looked at.
+    /// Handles the deadlines that have passed, and returns the worker's report.
     pub fn get_finished(&mut self, now: Time) -> WorkerOutput {
         while let Some(request) = self.deadlines.take_reached(now) {
             self.receive_timed_out(now, &request);
@@ -171,7 +173,8 @@ impl Worker {
         std::mem::take(&mut self.output)
     }
 
-    /// When [`get_finished`](Self::get_finished) has something to do, though nothing else may happen.
+    /// Returns the next time at which [`get_finished`](Self::get_finished) is due, even without
+    /// other events.
     pub fn next_deadline(&self) -> Option<Time> {
         [self.deadlines.next(), self.sends.next_deadline(), self.pushes.next_deadline()]
             .into_iter()
@@ -179,8 +182,8 @@ impl Worker {
             .min()
     }
 
-    /// Ends what can be ended: handshakes and connections without a transfer are given back at once, the others with
-    /// their last transfer. May be called again.
+    /// Cancels all moves, and closes connections: those without a transfer at once, the others with
+    /// their last transfer. May be called repeatedly.
     pub fn shutdown(&mut self) {
         for (id, state) in &self.moves {
             if state.is_running() {
@@ -192,8 +195,8 @@ impl Worker {
         self.heartbeats.clear();
     }
 
-    /// Its caches are given back: all ends as in [`shutdown`](Self::shutdown), and what it would have written to peers
-    /// is written no more.
+    /// Handles the release of the caches: shuts down as in [`shutdown`](Self::shutdown), and stops
+    /// writing to peers.
     pub fn caches_given_back(&mut self, now: Time) {
         self.shutdown();
         self.gave_back = true;
@@ -203,12 +206,12 @@ impl Worker {
         }
     }
 
-    /// It has caches.
+    /// Records that the worker has caches again.
     pub fn caches_taken_up(&mut self) {
         self.gave_back = false;
     }
 
-    /// Loads, moves, kept blocks and connections that it still knows of.
+    /// Returns the number of loads, moves, kept blocks and connections that the worker still knows.
     pub fn len(&self) -> usize {
         self.receives.len()
             + self.moves.len()
@@ -217,12 +220,12 @@ impl Worker {
             + self.peers.connections()
     }
 
-    /// Whether it knows of nothing.
+    /// Returns whether the worker knows none of these.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The way to a peer, or a place in the queue for it.
+    /// Returns the connection to a peer, or starts a handshake with it.
     fn reach(&mut self, now: Time, peer: &Arc<RemoteEngine>) -> Reach {
         let (settings, rank) = (&self.settings, self.rank);
         self.peers.reach(now, peer, || ranks_to_ask(settings, rank, peer), &mut self.actions)
@@ -235,7 +238,7 @@ impl Worker {
         }
     }
 
-    /// Tells all workers of a peer that it was connected to.
+    /// Sends a notification to all workers of a connected peer.
     fn tell_all(&mut self, connection: Connection, request: Option<&RequestId>, bytes: &Arc<[u8]>) {
         let Some(plan) = self.peers.plan(connection) else {
             return debug_assert!(false, "a connection in use has a plan");
@@ -265,7 +268,7 @@ impl Worker {
         self.output.failures.push(failure);
     }
 
-    /// What fails when a handshake for these does.
+    /// Returns the kind of failure for a failed handshake that these tasks waited for.
     fn handshake_failure_kind(&self, waiting: &[Waiting], setup: bool) -> FailureKind {
         let pushes = waiting.iter().any(|waiting| matches!(waiting, Waiting::Push(_)));
         match self.settings.mode {
@@ -277,7 +280,7 @@ impl Worker {
     }
 }
 
-/// Which workers of a peer one worker shakes hands with.
+/// Returns the workers of a peer that one worker performs a handshake with.
 pub(super) fn ranks_to_ask(
     settings: &Settings,
     rank: WorkerRank,
@@ -287,7 +290,12 @@ pub(super) fn ranks_to_ask(
     let ranks = own.and_then(|own| handshake_ranks(own, peer.tp_size, peer.dcp_size));
     let ranks = ranks.map_err(|error| error.to_string())?;
     if peer.pp_size == 0 || u64::from(peer.pp_size) * ranks.len() as u64 > u64::from(MAX_RANKS) {
-        return Err(format!("{} pipeline ranks of {} workers each", peer.pp_size, ranks.len()));
+        return Err(format!(
+            "the peer has {} pipeline ranks of {} workers each; at least 1 and at most {MAX_RANKS} \
+             workers are supported",
+            peer.pp_size,
+            ranks.len()
+        ));
     }
     Ok((0..peer.pp_size)
         .flat_map(|pp| ranks.iter().map(move |tp| WorkerRank { pp, tp: *tp }))
@@ -321,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_no_engine_has_are_refused_before_anything_is_made_of_them() {
+    fn impossible_sizes_are_rejected_before_anything_is_allocated() {
         for (tp, pp) in [(0, 1), (1, 0), (u32::MAX, 1), (1, u32::MAX), (1024, 1024), (3, 1)] {
             assert!(asked((0, 2), tp, pp).is_err(), "{tp} {pp}");
         }

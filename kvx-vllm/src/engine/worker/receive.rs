@@ -1,4 +1,4 @@
-//! Loads: from the order to the last of their reads.
+//! Loads, from the order to the end of their reads.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -30,14 +30,15 @@ impl Worker {
         }
     }
 
-    /// A load that was cancelled before it began: no block is touched, and the peer is told.
+    /// Handles a load that was cancelled before it started. Accesses no block, and notifies the
+    /// peer.
     pub(super) fn receive_cancelled(&mut self, now: Time, mut order: ReceiveOrder) {
         match self.settings.mode {
             TransferMode::Pull => {
                 order.local = BlockLists::default();
                 self.receive(now, order);
             }
-            // Another worker of this engine may have told the peer of the blocks of all of them.
+            // Another worker of this engine may have registered the blocks of all workers.
             TransferMode::Push => self.add(order),
         }
     }
@@ -57,7 +58,7 @@ impl Worker {
         self.receives.insert(request, receive);
     }
 
-    /// Begins if the peer is known; waits for the handshake if not.
+    /// Starts the load if the peer is connected, or waits for the handshake.
     pub(super) fn find_peer(&mut self, now: Time, request: &RequestId) {
         // Expected race: the load ended while it waited for the handshake.
         let Some(peer) =
@@ -72,7 +73,7 @@ impl Worker {
         }
     }
 
-    /// There is no way to the peer that the parameters speak of.
+    /// Fails a load because its parameters do not lead to a peer.
     pub(super) fn refused(&mut self, now: Time, request: &RequestId, why: String) {
         let failure = self.describe(request, FailureKind::HandshakeSetupFailed, None, &why);
         self.record(failure);
@@ -166,7 +167,7 @@ impl Worker {
         }
     }
 
-    /// Posts what one worker of the peer has of `all`.
+    /// Posts the reads of `all` from one worker of the peer.
     fn read_lane(
         &mut self,
         request: &RequestId,
@@ -176,7 +177,7 @@ impl Worker {
         checks: Checks,
     ) {
         let groups = lane.select(&all.groups);
-        // The word rides on the read where the read alone decides.
+        // The completion travels with the read if nothing else decides whether the load succeeded.
         let rides = checks == Checks::Nothing && lane.memory.len() == 1;
         let notification = if rides { self.completion(remote, lane.readers) } else { None };
         for part in lane.parts() {
@@ -201,7 +202,7 @@ impl Worker {
         }
     }
 
-    /// The data of a read is there, and nothing touches its memory any more.
+    /// Handles a read whose data has arrived and that no longer accesses its memory.
     pub(super) fn read_done(&mut self, now: Time, id: MoveId) {
         let Some(state) = self.moves.get_mut(&id) else {
             return debug_assert!(false, "move_resolved ends moves that exist");
@@ -231,7 +232,7 @@ impl Worker {
         self.part_done(now, id);
     }
 
-    /// One part of one lane is right.
+    /// Ends a part of a lane whose data is valid.
     fn part_done(&mut self, now: Time, id: MoveId) {
         let Some(MoveState { request, lane, .. }) = self.moves.remove(&id) else {
             return debug_assert!(false, "each part ends once");
@@ -257,7 +258,7 @@ impl Worker {
         self.advance(now, &request);
     }
 
-    /// One part of one lane is over without the right data.
+    /// Ends a part of a lane without valid data.
     pub(super) fn part_failed(&mut self, now: Time, id: MoveId) {
         let Some(MoveState { request, .. }) = self.moves.remove(&id) else {
             return debug_assert!(false, "each part ends once");
@@ -270,7 +271,7 @@ impl Worker {
         self.advance(now, &request);
     }
 
-    /// The words of a read's blocks.
+    /// Handles the generation counters of a read's blocks.
     pub(super) fn words_read(
         &mut self,
         now: Time,
@@ -294,7 +295,7 @@ impl Worker {
             Ok((pool, words)) if words.len() == expected => {
                 let stale = reference.stale(pool, words);
                 if stale.is_empty() {
-                    // What nobody wants any more is not hashed.
+                    // Do not hash data that is no longer wanted.
                     let wanted = receive.failure.is_none() && !receive.cancelled;
                     let Some((part, groups)) = state.reads.take().filter(|_| wanted) else {
                         return self.part_done(now, id);
@@ -317,7 +318,7 @@ impl Worker {
                 (LoadFailure::Stale, Some(blocks), LoadFailure::Stale.to_string())
             }
             Ok((_, words)) => {
-                let why = format!("{} generations were read of {expected} blocks", words.len());
+                let why = format!("{} generations were read for {expected} blocks", words.len());
                 (LoadFailure::Transfer(why.clone()), None, why)
             }
             Err(why) => (LoadFailure::Transfer(why.clone()), None, why),
@@ -329,7 +330,8 @@ impl Worker {
         self.part_failed(now, id);
     }
 
-    /// The blocks of ours that were compared with digests and are wrong.
+    /// Handles the result of comparing a read's blocks with digests: the local blocks that do not
+    /// match.
     pub(super) fn digests_compared(
         &mut self,
         now: Time,
@@ -354,13 +356,13 @@ impl Worker {
         self.part_failed(now, id);
     }
 
-    /// Whether a load is for this engine in this registration.
+    /// Returns whether the load expects this registration of the engine.
     pub(super) fn speaks_of(&self, request: &RequestId, peer: &RemoteEngine) -> bool {
         let load = self.receives.get(request);
         load.is_none_or(|receive| receive.order.remote.peer.registration == peer.registration)
     }
 
-    /// Tells all workers of the peer that their blocks are not wanted.
+    /// Notifies all workers of the peer that their blocks are not wanted.
     fn tell_lanes(&mut self, request: &RequestId, connection: Connection, plan: &PeerPlan) {
         let Some(receive) = self.receives.get(request) else {
             return debug_assert!(false, "begin tells the peer of a load that exists");
@@ -390,7 +392,7 @@ impl Worker {
         }
     }
 
-    /// What is known about a failed step of a load.
+    /// Describes a failed step of a load.
     pub(super) fn describe(
         &self,
         request: &RequestId,
@@ -419,7 +421,7 @@ impl Worker {
     }
 }
 
-/// Refuses what cannot be right before anything is posted.
+/// Rejects impossible orders before anything is posted.
 fn checked(
     receive: &Receive,
     plan: &PeerPlan,
@@ -428,16 +430,18 @@ fn checked(
 ) -> Result<(), String> {
     let order = &receive.order;
     if plan.generations && order.remote.reference.is_none() {
-        return Err("the peer has generations of blocks, but the parameters carry no reference to them; forward what it \
-                    answered, unchanged"
-            .into());
+        return Err(
+            "the peer has generations of blocks, but the parameters carry no reference to \
+             them; forward the peer's answer unchanged"
+                .into(),
+        );
     }
     let size = block_size.max(1);
     let (first, end) = (order.computed / size, order.end.div_ceil(size));
     let needed = end.saturating_sub(first) as usize;
     if order.end != order.held_there && windows.iter().any(Option::is_some) {
         return Err(format!(
-            "{} of {} tokens: the peer has not all blocks of a sliding window that ends there",
+            "the peer lacks blocks of the sliding window that ends at token {} of {}",
             order.end, order.held_there
         ));
     }
@@ -445,7 +449,7 @@ fn checked(
     for (blocks, _) in whole {
         if blocks.len() != needed {
             return Err(format!(
-                "{} blocks to fill with tokens {} to {}",
+                "the number of local blocks, {}, does not fit tokens {} to {}",
                 blocks.len(),
                 order.computed,
                 order.end

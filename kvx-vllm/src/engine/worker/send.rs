@@ -1,4 +1,4 @@
-//! Blocks that wait for a peer: until it has fetched them, or does not want them any more.
+//! Blocks that are kept for a peer until it has fetched them or no longer wants them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
@@ -11,23 +11,23 @@ use crate::engine::deadlines::Deadlines;
 use crate::ids::RequestId;
 use crate::time::Time;
 
-/// What a completion has changed.
+/// The effect of a completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Counted {
-    /// It was the last one: the blocks may be freed.
+    /// It was the last one: the engine may free the blocks.
     Last,
-    /// Others are waited for.
+    /// The request needs further completions.
     OneOfSeveral,
     /// The request is not known yet; the completion counts if it becomes known soon.
     Early,
-    /// Nobody knows that request; its blocks may belong to another one by now.
+    /// The request is unknown. Its blocks may belong to another request by now.
     Unknown,
 }
 
 /// The completions of one request.
 #[derive(Debug, Default)]
 pub(super) struct Completions {
-    /// The senders: a repeated notification counts once.
+    /// The senders. A repeated notification counts once.
     from: BTreeSet<Box<str>>,
     /// The number of senders that complete the request; 0 before the first.
     expected: usize,
@@ -62,9 +62,10 @@ pub(super) struct Sends {
     tp_size: u32,
     kept: BTreeMap<RequestId, KeptRequest>,
     deadlines: Deadlines<RequestId>,
-    /// Requests in prefill, with completions that have overtaken the word that their blocks are ready.
+    /// Requests in prefill, with completions that arrived before the report that their blocks are
+    /// ready.
     prefilling: BTreeMap<RequestId, Completions>,
-    /// `None` where no completion can be early.
+    /// `None` if no completion can be early.
     early: Option<EarlyCompletions>,
 }
 
@@ -92,7 +93,8 @@ impl Sends {
         self.prefilling.remove(request);
     }
 
-    /// The blocks are ready. True: all peers have had them already.
+    /// Keeps a request whose blocks are ready. Returns true if all its readers have already
+    /// completed.
     pub(super) fn keep(&mut self, now: Time, request: RequestId, expires: Time) -> bool {
         let prefilling = self.prefilling.remove(&request);
         let completions =
@@ -106,7 +108,7 @@ impl Sends {
         false
     }
 
-    /// A peer has what it wanted.
+    /// Records the completion of a peer.
     pub(super) fn completed(
         &mut self,
         now: Time,
@@ -134,7 +136,7 @@ impl Sends {
         Counted::Last
     }
 
-    /// From now on a completion may arrive before the request that it is for.
+    /// Accepts completions that arrive before the requests that they are for.
     pub(super) fn accept_early(&mut self) {
         self.early.get_or_insert_default();
     }
@@ -143,7 +145,7 @@ impl Sends {
         self.early.as_mut()?.take(now, request)
     }
 
-    /// Forgets a request whose blocks go.
+    /// Forgets a request whose blocks are released.
     pub(super) fn remove(&mut self, request: &str) {
         if let Some((request, _)) = self.kept.remove_entry(request) {
             self.deadlines.clear(&request);
@@ -161,12 +163,13 @@ impl Sends {
         self.kept.contains_key(request)
     }
 
-    /// All requests that are kept.
+    /// Returns all requests that are kept.
     pub(super) fn all(&self) -> impl Iterator<Item = &RequestId> {
         self.kept.keys()
     }
 
-    /// A peer still wants a request. False: it is not kept under that name.
+    /// Renews the lease of a request that a peer still wants. Returns false if no request is kept
+    /// under that name.
     pub(super) fn renew(&mut self, now: Time, request: &str) -> bool {
         let Some(lease) = self.lease else { return true };
         let Some((request, _)) = self.kept.get_key_value(request) else {
@@ -180,7 +183,7 @@ impl Sends {
         true
     }
 
-    /// Requests of which this is the shared name.
+    /// Returns the requests with this shared name.
     pub(super) fn of_shared_name<'a>(
         &'a self,
         shared: &'a str,
@@ -192,7 +195,7 @@ impl Sends {
             .filter(move |request| request.shared() == shared)
     }
 
-    /// Takes a request that nobody came for in time.
+    /// Removes and returns a request whose lease has ended.
     pub(super) fn take_expired(&mut self, now: Time) -> Option<RequestId> {
         let request = self.deadlines.take_reached(now)?;
         self.kept.remove(&request);

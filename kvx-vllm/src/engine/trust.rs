@@ -46,13 +46,13 @@ impl fmt::Display for Untrusted {
         match self {
             Untrusted::Unsigned(host) => write!(
                 f,
-                "the parameters have no signature of this fleet: give the engine at {host:?} the same \
-                 KVX_SECRET_FILE, or, if it is a vLLM, add {host:?} to \
+                "the parameters have no signature of this fleet: give the engine at {host:?} the \
+                 same KVX_SECRET_FILE, or, if it is a vLLM, add {host:?} to \
                  kv_connector_extra_config.allow_unsigned_params"
             ),
             Untrusted::Altered => f.write_str(
-                "the signature of the parameters is invalid: forward the prefill's answer unchanged, \
-                 and give both engines the same KVX_SECRET_FILE",
+                "the signature of the parameters is invalid: forward the prefill's answer \
+                 unchanged, and give both engines the same KVX_SECRET_FILE",
             ),
             Untrusted::Expired(seconds) => write!(
                 f,

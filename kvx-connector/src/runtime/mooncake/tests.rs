@@ -269,9 +269,9 @@ fn questions_that_cannot_be_right_are_answered_in_words_and_all_else_goes_on() {
             (b"nonsense".to_vec(), "malformed"),
             (
                 changed(&|question| question.kvx_engine_id = Some("former".into())),
-                "ask the bootstrap server anew",
+                "query the bootstrap server again",
             ),
-            (changed(&|question| question.remote_tp_rank = 9), "does not ask"),
+            (changed(&|question| question.remote_tp_rank = 9), "must not pull"),
         ] {
             let answer = client.ask(&bytes, LIMIT).await.unwrap();
             let answer = PullResponse::decode(answer.frames().last().unwrap()).unwrap();

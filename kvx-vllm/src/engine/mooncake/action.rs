@@ -1,4 +1,4 @@
-//! What a worker with the MooncakeConnector asks of the runtime around it.
+//! Actions that a worker of a MooncakeConnector asks its runtime to carry out.
 
 use std::sync::Arc;
 
@@ -8,86 +8,91 @@ use crate::ids::{Address, RequestId};
 use crate::time::Time;
 use crate::wire::mooncake::PullRequest;
 
-/// One question to a bootstrap server. Never used twice.
+/// The identifier of a query to a bootstrap server. Never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct QueryId(pub(super) u64);
 
-/// One question to a worker of a prefill, on a connection of its own. Never used twice.
+/// The identifier of a pull sent to a prefill worker, which has its own connection. Never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PullId(pub(super) u64);
 
-/// One question of a decode's worker, as the runtime names it: the way back to who asked. Never used twice.
+/// The runtime's identifier of a pull received from a decode worker, by which it finds the way
+/// back. Never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct AskId(pub u64);
 
-/// No answer comes any more.
+/// The end of a pull that gets no further answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unanswered {
-    /// The question may have arrived. Else nobody writes for it.
+    /// True if the pull may have arrived. If false, no peer writes for it.
     pub delivered: bool,
-    /// Why, in a sentence.
+    /// The reason, in a sentence.
     pub error: String,
 }
 
-/// What a worker asks for. Nothing here waits: answers come as calls of
+/// An action that a worker asks for. No action blocks: the runtime reports results by calling
 /// [`MooncakeWorker`](super::MooncakeWorker).
 #[derive(Clone, Debug)]
 pub enum MooncakeAction {
-    /// `GET /query` of a bootstrap server. Answer: [`queried`](super::MooncakeWorker::queried).
+    /// Send `GET /query` to a bootstrap server. The runtime answers with
+    /// [`queried`](super::MooncakeWorker::queried).
     Query {
-        /// The question.
+        /// The query.
         query: QueryId,
-        /// Of which server.
+        /// The server's address.
         address: Address,
-        /// It has to have an answer by then.
+        /// The time by which the query must have an answer.
         deadline: Time,
     },
-    /// Ask a worker of a prefill; a second time for the same question ends the first one. Answers, any number:
-    /// [`answered`](super::MooncakeWorker::answered); at the deadline or when the way is gone,
+    /// Send a pull to a prefill worker. A second action with the same identifier replaces the first
+    /// one. The runtime reports each answer with [`answered`](super::MooncakeWorker::answered). At
+    /// the deadline, or if the connection is lost, it calls
     /// [`unanswered`](super::MooncakeWorker::unanswered).
     Ask {
-        /// The question.
+        /// The identifier of the pull.
         pull: PullId,
-        /// `tcp://host:port`, as the bootstrap server tells it.
+        /// The worker's address from the bootstrap server, `tcp://host:port`.
         address: Arc<str>,
-        /// The message. What it grants, and where a plain Mooncake agent finds the memory, the runtime writes in.
+        /// The message. The runtime adds the grants, and the memory addresses for a plain Mooncake
+        /// agent.
         question: Box<PullRequest>,
-        /// Whether the worker is one of kvx, as far as the bootstrap server knows.
+        /// True if the bootstrap server lists the worker as one of kvx.
         is_kvx: bool,
-        /// When no answer is waited for any more.
+        /// The time after which no answer is expected.
         deadline: Time,
     },
-    /// Nothing more is wanted to hear of a question.
+    /// Stop waiting for answers to a pull.
     Hangup {
-        /// Which.
+        /// The pull.
         pull: PullId,
     },
-    /// Send a message to who asked. If there is no way back any more, nothing is lost.
+    /// Send an answer to a decode worker. The runtime may drop it if the connection is lost.
     Answer {
-        /// Whom.
+        /// The pull that is answered.
         ask: AskId,
-        /// The message.
+        /// The encoded answer.
         bytes: Vec<u8>,
     },
-    /// Describe the memory of a worker that is to be written to. Answer:
+    /// Describe the memory of a decode worker, to write into it. The runtime answers with
     /// [`connected`](super::MooncakeWorker::connected).
     Connect {
-        /// The name of what comes of it.
+        /// The identifier of the connection.
         connection: Connection,
-        /// Whose.
+        /// The decode worker.
         target: Arc<Target>,
     },
-    /// Write the local blocks into the remote ones. Answers:
-    /// [`move_resolved`](super::MooncakeWorker::move_resolved), and, if that was not the end of it,
+    /// Write the local blocks into the remote ones. The runtime answers with
+    /// [`move_resolved`](super::MooncakeWorker::move_resolved). If the write has not settled then,
     /// [`move_settled`](super::MooncakeWorker::move_settled) or
-    /// [`move_forgotten`](super::MooncakeWorker::move_forgotten).
+    /// [`move_forgotten`](super::MooncakeWorker::move_forgotten) follows.
     Write {
-        /// What.
+        /// The write.
         what: Move,
-        /// For which request of the decode: one that it has fenced off is refused there.
+        /// The decode's name of the request. The decode rejects writes for a request that it has
+        /// fenced.
         theirs: RequestId,
     },
-    /// What any worker may ask for: of these [`Cancel`](Action::Cancel), [`Fence`](Action::Fence) and
-    /// [`Disconnect`](Action::Disconnect).
+    /// An action that every kind of worker may ask for, here one of [`Cancel`](Action::Cancel),
+    /// [`Fence`](Action::Fence) and [`Disconnect`](Action::Disconnect).
     Engine(Action),
 }

@@ -1,4 +1,4 @@
-//! What decodes are answered, and how many times.
+//! Answers to the pulls of decodes.
 
 use super::action::{AskId, MooncakeAction};
 use super::ask::AnswerForm;
@@ -7,7 +7,7 @@ use crate::ids::RequestId;
 use crate::wire::mooncake::{OlderAnswer, PullResponse, PullStatus};
 
 impl MooncakeWorker {
-    /// Answers for one request, if the question is still open for it.
+    /// Answers for one request, if its pull is still open.
     pub(super) fn tell(
         &mut self,
         ask: AskId,
@@ -16,7 +16,7 @@ impl MooncakeWorker {
         settled: bool,
         last: bool,
     ) {
-        // Expected race: it was answered for the last time.
+        // Expected race: it has had its last answer.
         let Some(open) = self.asks.get_mut(&ask).filter(|open| open.left.contains(theirs)) else {
             return;
         };

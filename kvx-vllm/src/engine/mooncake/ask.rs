@@ -1,25 +1,25 @@
-//! The state of what decodes ask.
+//! The state of pulls from decodes.
 
 use std::collections::BTreeSet;
 
 use crate::ids::RequestId;
 
-/// One question of a decode's worker, until all of it is answered.
+/// A pull from a decode worker, until all its requests are answered.
 #[derive(Debug)]
 pub(super) struct Ask {
     pub(super) left: BTreeSet<RequestId>,
-    /// The layout's name, to be said with each answer.
+    /// The layout's name, which each answer repeats.
     pub(super) layout_id: u64,
-    /// It hears of what has failed once nothing writes for it any more, if it has heard before.
+    /// True if the decode expects a second report of a failed request once its writes have ended.
     pub(super) hears_of_the_end: bool,
     pub(super) form: AnswerForm,
 }
 
-/// How a question is answered.
+/// The form of the answers to a pull.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum AnswerForm {
-    /// Request by request.
+    /// One answer per request.
     Each,
-    /// Once, when nothing more is done for any of it, as before vLLM 0.16.
+    /// One answer when all requests have ended, as before vLLM 0.16.
     Older { failed: bool },
 }

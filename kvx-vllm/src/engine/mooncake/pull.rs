@@ -1,4 +1,4 @@
-//! The decode's side: whom to ask for the blocks of a request, and what they say.
+//! The decode's side: pulls of blocks from prefills, and their answers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,29 +15,30 @@ use crate::ids::{BlockLists, EngineId, RequestId};
 use crate::time::Time;
 use crate::wire::mooncake::{Directory, PullRequest, PullResponse, PullStatus, PulledRequest};
 
-/// One load.
+/// A load.
 #[derive(Debug)]
 pub(super) struct MooncakeLoad {
     pub(super) order: ReceiveOrder,
     pub(super) stage: PullStage,
-    /// Why it has failed, if it has: the first reason.
+    /// The reason for the first failure.
     failure: Option<LoadFailure>,
-    /// Nobody waits for the contents any more.
+    /// True if the contents are no longer wanted.
     cancelled: bool,
-    /// Its workers were asked where they listened before: the bootstrap server was not asked for this load.
+    /// True if the load used remembered addresses, without a query of the bootstrap server.
     pub(super) from_memory: bool,
-    /// What each worker that was asked has said.
+    /// The answers of the workers that were asked.
     pub(super) answers: BTreeMap<PullId, WorkerAnswer>,
 }
 
-/// Of one worker.
+/// The answer of one worker.
 #[derive(Debug)]
 pub(super) struct WorkerAnswer {
     pub(super) said: Said,
     of: PrefillWorker,
 }
 
-/// A worker of a prefill as it was listed when it was asked: its listing may be forgotten since.
+/// A prefill worker, as the bootstrap server listed it when the pull was sent. The entry may since
+/// be gone.
 #[derive(Clone, Debug)]
 struct PrefillWorker {
     engine: EngineId,
@@ -47,37 +48,37 @@ struct PrefillWorker {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PullStage {
-    /// For the bootstrap server.
+    /// The load waits for the bootstrap server.
     Waiting,
-    /// The prefill's workers were asked.
+    /// The decode has sent its pulls to the prefill's workers.
     Asked,
-    /// What they may still write is being ended.
+    /// The runtime ends the writes that peers may still make.
     Fencing,
 }
 
-/// What a worker has said of one request.
+/// A worker's answer for one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Said {
     Nothing,
-    /// Nothing, and it has not heard the question.
+    /// No answer, and the worker has not received the pull.
     Unheard,
-    /// It has written all that it has to write.
+    /// The worker has written all its blocks.
     Written,
-    /// It has failed, and may write on.
+    /// The worker has failed, and may still write.
     Failed,
-    /// It has failed, and writes no more.
+    /// The worker has failed, and writes no more.
     Settled,
 }
 
-/// One question to one worker of a prefill.
+/// A pull sent to one prefill worker.
 #[derive(Debug)]
 pub(super) struct Pull {
     to: PrefillWorker,
-    /// Requests that wait for its answer.
+    /// Requests that wait for an answer.
     pub(super) waiting: BTreeSet<RequestId>,
-    /// It also says which blocks are not wanted: it goes on when nobody waits any more.
+    /// True if the pull also releases blocks. It then continues even if no load waits for it.
     gives_back: bool,
-    /// What it asked for, to be asked again with the layout. Of a question that had it, nothing.
+    /// The requests to send again if the worker lacks the layout; `None` if the pull contained it.
     again: Option<Vec<PulledRequest>>,
     deadline: Time,
 }
@@ -87,7 +88,7 @@ impl MooncakeLoad {
         self.failure.is_some() || self.cancelled
     }
 
-    /// Nobody writes into the blocks any more.
+    /// Returns whether no peer writes into the blocks any more.
     fn is_settled(&self) -> bool {
         self.answers.values().all(|answer| !matches!(answer.said, Said::Nothing | Said::Failed))
     }
@@ -106,7 +107,7 @@ impl MooncakeLoad {
 }
 
 impl MooncakeWorker {
-    /// Loads of one step: those from one prefill are asked for together.
+    /// Starts the loads of one step. Each pull contains all loads from one prefill.
     pub(super) fn receive(&mut self, now: Time, orders: Vec<ReceiveOrder>) {
         let mut by_engine: BTreeMap<EngineId, Vec<RequestId>> = BTreeMap::new();
         for order in orders {
@@ -145,7 +146,7 @@ impl MooncakeWorker {
         }
     }
 
-    /// Asks the bootstrap server where the workers of a load's prefill listen, or waits for its answer with others.
+    /// Queries the bootstrap server for a load's prefill, or adds the load to a query in progress.
     pub(super) fn query(&mut self, now: Time, request: RequestId) {
         let Some(load) = self.loads.get(&request) else {
             return debug_assert!(false, "only loads that exist are asked for");
@@ -158,8 +159,8 @@ impl MooncakeWorker {
         }
     }
 
-    /// Nobody has to be asked where the workers listen, and each request has a question of its own: its answer is for
-    /// all that it asks.
+    /// Sends pulls in the protocol before vLLM 0.16, which needs no query. Each request has its own
+    /// pull, because an answer covers the whole pull.
     fn ask_older(&mut self, now: Time, engine: &EngineId, requests: Vec<RequestId>) {
         let Some(load) = requests.first().and_then(|request| self.loads.get(request)) else {
             return debug_assert!(false, "a prefill is asked for at least one load");
@@ -175,7 +176,7 @@ impl MooncakeWorker {
         }
     }
 
-    /// A bootstrap server has answered, or will not.
+    /// Handles a bootstrap server's answer, or its failure.
     pub fn queried(&mut self, now: Time, query: QueryId, result: Result<Directory, String>) {
         // Expected race: the worker was shut down.
         let Some(query) = self.listings.take(query) else { return };
@@ -188,7 +189,7 @@ impl MooncakeWorker {
         }
     }
 
-    /// There is no way to the engine that the parameters speak of.
+    /// Fails loads whose prefill cannot be found.
     fn unreachable(
         &mut self,
         now: Time,
@@ -207,7 +208,7 @@ impl MooncakeWorker {
         }
     }
 
-    /// Asks all workers of a prefill that hold a part of these requests' blocks.
+    /// Sends pulls to all workers of a prefill that hold a part of these requests' blocks.
     fn ask_all(&mut self, now: Time, engine: &EngineId, requests: Vec<RequestId>) {
         let waits = |load: &MooncakeLoad| {
             load.stage == PullStage::Waiting && load.order.remote.peer.engine == *engine
@@ -234,7 +235,7 @@ impl MooncakeWorker {
                 let pull = self.ask(worker.clone(), asked.clone(), latest);
                 for request in requests {
                     let Some(load) = self.loads.get_mut(request) else {
-                        debug_assert!(false, "a question is for loads that exist");
+                        debug_assert!(false, "a pull is for loads that exist");
                         continue;
                     };
                     load.stage = PullStage::Asked;
@@ -254,15 +255,16 @@ impl MooncakeWorker {
     }
 
     fn workers_of(&mut self, now: Time, peer: &RemoteEngine) -> Result<Vec<Arc<str>>, String> {
-        let listed = self.listings.get(now, &peer.engine).ok_or("it is not listed any more")?;
+        let listed =
+            self.listings.get(now, &peer.engine).ok_or("the prefill is no longer listed")?;
         let sized =
             RemoteEngine { tp_size: listed.tp_size, pp_size: listed.pp_size, ..peer.clone() };
         let ranks = ranks_to_ask(&self.settings, self.rank, &sized)?;
         Ok(ranks.iter().filter_map(|rank| listed.workers.get(rank).cloned()).collect())
     }
 
-    /// Asks one worker. Its answer is of use for a while after the last load's deadline: it may say that it writes no
-    /// more.
+    /// Sends a pull to one worker. Accepts answers for a while after the last load's deadline,
+    /// because they may report that the worker writes no more.
     fn ask(&mut self, worker: PrefillWorker, asked: Vec<PulledRequest>, latest: Time) -> PullId {
         let deadline = latest + self.settings.load_timeout;
         self.last_pull += 1;
@@ -309,19 +311,20 @@ impl MooncakeWorker {
         Box::new(question)
     }
 
-    /// A worker of a prefill has said something.
+    /// Handles the answer of a prefill worker.
     pub fn answered(&mut self, now: Time, pull: PullId, bytes: &[u8]) {
         self.answered_with(now, pull, PullResponse::decode(bytes));
     }
 
-    /// The same, by what its bytes were read as: they may be long, and a lock be held for this.
+    /// Handles a decoded answer, as [`answered`](Self::answered) does. Answers may be long, so the
+    /// runtime decodes them before it takes a lock.
     pub fn answered_with(
         &mut self,
         now: Time,
         pull: PullId,
         answer: kvx_core::Result<PullResponse>,
     ) {
-        // Expected race: the question timed out, or none of its loads is left.
+        // Expected race: the pull timed out, or all its loads have ended.
         let Some(asked) = self.pulls.get(&pull) else { return };
         let response = match answer {
             Ok(response) => response,
@@ -336,12 +339,13 @@ impl MooncakeWorker {
         if response.layout_id != 0 && response.layout_id == self.own.layout_id {
             self.listings.knowing.insert(Arc::clone(&asked.to.address));
         }
-        let why = response.err_msg.unwrap_or_else(|| "the prefill does not say why".into());
+        let why = response.err_msg.unwrap_or_else(|| "the prefill gave no reason".into());
         let settled = response.kvx_settled;
         match response.status {
             PullStatus::LayoutMiss => return self.ask_again(now, pull),
             PullStatus::Error => {
-                // Another engine may listen there now: the next request asks the bootstrap server.
+                // Another engine may now have this address, so the next request queries the
+                // bootstrap server.
                 let engine = asked.to.engine.clone();
                 self.listings.forget(&engine);
                 return self.all_failed(now, pull, &why, settled);
@@ -361,19 +365,19 @@ impl MooncakeWorker {
             self.said(now, pull, &request, said, &why);
         }
         if response.status == PullStatus::Finish {
-            self.all_failed(now, pull, "the prefill has ended without a word of it", false);
+            self.all_failed(now, pull, "the prefill did not answer for this request", false);
         }
     }
 
     fn ask_again(&mut self, now: Time, pull: PullId) {
         let Some(asked) = self.pulls.get_mut(&pull) else {
-            return debug_assert!(false, "answered_with looks the question up");
+            return debug_assert!(false, "answered_with looks the pull up");
         };
         let Some(again) = asked.again.take() else {
             return self.all_failed(
                 now,
                 pull,
-                "the prefill asks again for a layout that it was sent",
+                "the prefill asked again for a layout that it had received",
                 false,
             );
         };
@@ -382,11 +386,11 @@ impl MooncakeWorker {
         self.send(pull, &worker, again, true, deadline);
     }
 
-    /// No answer comes any more.
+    /// Handles the end of a pull that gets no further answer.
     pub fn unanswered(&mut self, now: Time, pull: PullId, how: Unanswered) {
-        // Expected race: the question timed out, or none of its loads is left.
+        // Expected race: the pull timed out, or all its loads have ended.
         let Some(asked) = self.pulls.get(&pull) else { return };
-        // Whoever listens there now, the bootstrap server knows.
+        // The next request queries the bootstrap server for the current addresses.
         let engine = asked.to.engine.clone();
         self.listings.forget(&engine);
         match how.delivered {
@@ -395,9 +399,9 @@ impl MooncakeWorker {
         }
     }
 
-    /// A question is over; who still waits for its answer has failed.
+    /// Ends a pull, and fails the loads that still wait for it.
     fn all_failed(&mut self, now: Time, pull: PullId, why: &str, settled: bool) {
-        // Expected race: none of its loads is left after the last answer.
+        // Expected race: all its loads ended with the last answer.
         let Some(asked) = self.pulls.get(&pull) else { return };
         let said = if settled { Said::Settled } else { Said::Failed };
         for request in asked.waiting.clone() {
@@ -431,7 +435,7 @@ impl MooncakeWorker {
             return;
         };
         let Some(WorkerAnswer { said: before, .. }) = load.answers.get_mut(&pull) else {
-            // The prefill names a request that it was not asked for in this question.
+            // The prefill names a request that the pull does not contain.
             self.output.unknown_requests += 1;
             return;
         };
@@ -442,7 +446,7 @@ impl MooncakeWorker {
         *before = said;
         let lacks_one = load.answers.values().any(|answer| answer.said == Said::Unheard);
         let why = match said {
-            Said::Written => "another worker of the prefill cannot be reached",
+            Said::Written => "another worker of the prefill is unreachable",
             _ => why,
         };
         if first && (said != Said::Written || lacks_one) && !load.is_given_up() {
@@ -465,7 +469,7 @@ impl MooncakeWorker {
         }
     }
 
-    /// Finishes a load once nothing touches its blocks.
+    /// Finishes a load if no peer writes into its blocks any more.
     fn advance(&mut self, now: Time, request: &RequestId) {
         // Expected race: the load ended while it waited for the bootstrap server.
         let Some(load) = self.loads.get(request) else { return };
@@ -479,7 +483,7 @@ impl MooncakeWorker {
         }
     }
 
-    /// The blocks are wanted back from whoever may write into them.
+    /// Fences the blocks of a load from all peers that may write into them.
     fn fence(&mut self, now: Time, request: &RequestId) {
         let Some(load) = self.loads.get_mut(request) else {
             return debug_assert!(false, "advance fences loads that exist");
@@ -489,7 +493,7 @@ impl MooncakeWorker {
         self.let_go(now, request);
     }
 
-    /// Tells the workers that were asked, and have not written, that the blocks are not wanted: they free theirs.
+    /// Notifies the asked workers that have not written that they may free their blocks.
     fn let_go(&mut self, now: Time, request: &RequestId) {
         let Some(load) = self.loads.get(request) else {
             return debug_assert!(false, "only loads that exist are given up");
@@ -502,17 +506,17 @@ impl MooncakeWorker {
         }
     }
 
-    /// No peer writes into the blocks of a request any more, whatever it still tries.
+    /// Handles the end of a fence: no peer writes into the blocks of the request any more.
     pub fn fenced(&mut self, now: Time, request: &RequestId) {
         if self.loads.get(request).is_some_and(|load| load.stage == PullStage::Fencing) {
             self.finish(now, request);
         }
     }
 
-    /// The fence of a request takes long: a load that has failed says so now, and that its blocks are free when they
-    /// are.
+    /// Handles a slow fence. A failed load reports its failure now, and the release of its blocks
+    /// later.
     pub fn fence_is_slow(&mut self, request: &RequestId) {
-        // Expected race: the load has ended, or nobody waits for it.
+        // Expected race: the load has ended or is no longer wanted.
         let Some(load) =
             self.loads.get(request).filter(|load| load.order.awaited && !load.cancelled)
         else {
@@ -523,7 +527,8 @@ impl MooncakeWorker {
         }
     }
 
-    /// It will never be proven that no peer writes into the blocks of a request. Whether a load waited for that.
+    /// Handles a fence that will never be proven to be complete. Returns whether a load waited for
+    /// it.
     pub fn fence_forgotten(&mut self, now: Time, request: &RequestId) -> bool {
         let is_fencing =
             self.loads.get(request).is_some_and(|load| load.stage == PullStage::Fencing);
@@ -546,7 +551,7 @@ impl MooncakeWorker {
         };
         self.load_deadlines.clear(request);
         for pull in load.answers.keys() {
-            // Expected race: the question has ended before its load.
+            // Expected race: the pull ended before its load.
             let Some(asked) = self.pulls.get_mut(pull) else { continue };
             asked.waiting.remove(request);
             if asked.waiting.is_empty() && !asked.gives_back {
@@ -568,7 +573,7 @@ impl MooncakeWorker {
         }
     }
 
-    /// Nobody waits for a load any more; its blocks are wanted back.
+    /// Cancels a load, whose blocks the engine wants back.
     pub(super) fn cancel(&mut self, now: Time, request: &RequestId) {
         // Expected race: the load ended before the engine cancelled it.
         let Some(load) = self.loads.get_mut(request).filter(|load| !load.cancelled) else { return };
@@ -579,10 +584,11 @@ impl MooncakeWorker {
         }
     }
 
-    /// Reports a load that has touched no block. The prefill is still to be told, once its workers are known.
+    /// Reports a load that has accessed no block. The worker still notifies the prefill once it
+    /// knows its workers.
     fn give_back(&mut self, now: Time, request: &RequestId) {
         let Some(load) = self.loads.get_mut(request) else {
-            return debug_assert!(false, "only loads that exist are given back");
+            return debug_assert!(false, "only loads that exist are returned");
         };
         let order =
             ReceiveOrder { local: BlockLists::default(), awaited: false, ..load.order.clone() };

@@ -1,4 +1,4 @@
-//! The prefill's side: who asks for which blocks, what waits, and what is written.
+//! The prefill's side: the pulls of decodes, and the writes that serve them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,58 +21,61 @@ use crate::time::Time;
 use crate::wire::PushGrant;
 use crate::wire::mooncake::{PullRequest, PullResponse, PullStatus, PulledRequest};
 
-/// Requests for blocks that wait: a peer cannot make this engine remember more.
+/// The maximum number of waiting requests for blocks. It bounds what peers can make this engine
+/// store.
 const MAX_SERVES: usize = 65_536;
-/// Bytes of them.
+/// The maximum size of the waiting requests in bytes.
 const MAX_BYTES: usize = 64 << 20;
-/// How long a write may go on after the time limit of the blocks that it reads: its decode may stand still.
+/// The maximum time for which a write continues after its blocks have expired. The bound matters if
+/// the decode hangs.
 const LAST_WRITE: Duration = Duration::from_secs(1);
 
-/// One request of one question.
+/// The identifier of one request of a pull.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct ServeId(u64);
 
-/// Who asks, and for whom else.
+/// The decode worker that sent a pull.
 #[derive(Clone, Debug)]
 struct Asker {
     ask: AskId,
     reader: DecodeWorker,
-    /// Readers of this worker, in all.
+    /// The number of decode workers that read from this worker.
     readers: usize,
-    /// Where its memory is; not needed by who only lets go.
+    /// The memory to write into; `None` if the pull only releases blocks.
     target: Option<Arc<Target>>,
 }
 
-/// Blocks that are asked for, or let go.
+/// A request for blocks, or a release of blocks.
 #[derive(Debug)]
 pub(super) struct Serve {
     asker: Asker,
     /// The decode's name of the request.
     theirs: RequestId,
-    /// The transfer's.
+    /// The name of the transfer.
     name: RequestId,
-    /// The decode's blocks; none: it lets go.
+    /// The decode's blocks. Empty if it releases the transfer.
     blocks: BlockLists,
-    /// What to write into them by, where a kvx decode has said so.
+    /// The decode's grant for the writes, if it is a kvx decode.
     grant: Vec<Vec<u8>>,
     connection: Option<Connection>,
-    /// Writes that may still read our blocks, and write theirs.
+    /// Writes that may still read local blocks and write remote ones.
     unsettled: usize,
-    /// Whose blocks of ours are written, once they are: another request may have the transfer's name later.
+    /// The local request whose blocks are being written. Another request may have the transfer's
+    /// name later.
     writing: Option<RequestId>,
-    /// It has failed, and who asked has heard so.
+    /// True if the request has failed and the decode has received the reason.
     failed: bool,
 }
 
 impl Serve {
-    /// Its transfer has another name.
+    /// Changes the name of its transfer.
     pub(super) fn rename(&mut self, name: RequestId, bytes: &mut usize) {
         *bytes -= self.bytes();
         self.name = name;
         *bytes += self.bytes();
     }
 
-    /// About as many bytes as it keeps.
+    /// Returns the approximate size in bytes.
     fn bytes(&self) -> usize {
         let names = self.theirs.as_str().len() + self.name.as_str().len();
         let grant: usize =
@@ -85,7 +88,7 @@ impl Serve {
     }
 }
 
-/// One write in flight.
+/// A write in flight.
 #[derive(Debug)]
 pub(super) struct Write {
     serve: ServeId,
@@ -93,14 +96,14 @@ pub(super) struct Write {
 }
 
 impl MooncakeWorker {
-    /// A request of ours has arrived that a decode will ask for by this name.
+    /// Adds a local request that a decode will ask for by `name`.
     pub(super) fn named(&mut self, request: RequestId, name: RequestId) {
         if self.mooncake.is_older() {
             self.known_as(&name);
         }
         if !self.transfers.add(request.clone(), name.clone()) {
             let why = format!(
-                "two requests have the transfer_id {name}; the second one is sent to nobody"
+                "two requests have the transfer_id {name}; the blocks of the second are not sent"
             );
             let said = TransferFailure {
                 request: Some(request),
@@ -110,9 +113,10 @@ impl MooncakeWorker {
         }
     }
 
-    /// A request has ended without blocks for a decode, or its blocks were taken back: who asks for it hears so.
+    /// Handles a request that ended without blocks for a decode, or whose blocks were revoked.
+    /// Decodes that ask for it receive the reason.
     pub(super) fn dropped(&mut self, now: Time, request: &RequestId) {
-        // Its transfer is over, or never was its own: another request had the name first.
+        // Its transfer has ended, or another request had the name first.
         let Some(name) = self.transfers.name_of(request).cloned() else { return };
         let why = "the prefill has ended without the blocks of that transfer";
         self.transfers.end(now, &name, why);
@@ -121,7 +125,7 @@ impl MooncakeWorker {
         }
     }
 
-    /// The blocks of a request are computed.
+    /// Handles a request whose blocks are computed.
     pub(super) fn ready(&mut self, now: Time, request: RequestId, blocks: BlockLists, until: Time) {
         let Some(name) = self.transfers.ready(&request, blocks, until) else {
             return self.output.finished_sending.push(request);
@@ -147,18 +151,21 @@ impl MooncakeWorker {
         }
     }
 
-    /// A decode's worker asks for blocks, or lets go of them. `ask` is the way back to it.
+    /// Handles a pull from a decode worker, in which it asks for blocks or releases them. The
+    /// runtime answers by `ask`.
     ///
     /// # Errors
     ///
-    /// What it says cannot be used. It hears so; here it is worth a line in the log.
+    /// Fails if the pull is invalid. The decode gets an answer; the caller should log the error.
     pub fn asked(&mut self, now: Time, ask: AskId, bytes: &[u8]) -> Result<()> {
         self.asked_for(now, ask, PullRequest::decode(bytes))
     }
 
-    /// The same, by what its bytes were read as: they may be long, and a lock be held for this.
+    /// Handles a decoded pull, as [`asked`](Self::asked) does. Pulls may be long, so the runtime
+    /// decodes them before it takes a lock.
     ///
     /// # Errors
+    ///
     /// As [`asked`](Self::asked).
     pub fn asked_for(
         &mut self,
@@ -231,7 +238,7 @@ impl MooncakeWorker {
         Ok(())
     }
 
-    /// Refuses what cannot be right; gives how many workers read from this one.
+    /// Rejects invalid pulls. Returns how many workers read from this one.
     fn checked(&self, request: PullRequest) -> Result<(PullRequest, usize)> {
         if let Some(engine) = request
             .kvx_engine_id
@@ -241,7 +248,8 @@ impl MooncakeWorker {
             return Err(Error::new(
                 ErrorKind::PeerRestarted,
                 format!(
-                    "a question for engine {engine}, and this is {}: ask the bootstrap server anew",
+                    "the pull is for engine {engine}, but this is engine {}: query the bootstrap \
+                     server again",
                     self.settings.engine
                 ),
             ));
@@ -254,7 +262,8 @@ impl MooncakeWorker {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "rank {} of {} with {} pipeline stages does not ask rank {} of {}",
+                    "decode rank {} of {} with {} pipeline stages must not pull from prefill rank \
+                     {} of {}",
                     request.remote_tp_rank,
                     request.remote_tp_size,
                     request.remote_pp_size,
@@ -267,7 +276,8 @@ impl MooncakeWorker {
         Ok((request, readers))
     }
 
-    /// A decode's worker has restarted: nothing is written for the one before.
+    /// Fails the requests of a decode worker that has restarted, and ends writes for its
+    /// previous layout.
     fn forget_target(&mut self, now: Time, id: &EngineId) {
         let of = |serve: &&ServeId| {
             let target = self.serves.get(serve).and_then(|serve| serve.asker.target.as_ref());
@@ -275,11 +285,7 @@ impl MooncakeWorker {
         };
         let old: Vec<_> = self.serves.keys().filter(of).copied().collect();
         for serve in old {
-            self.fail_serve(
-                now,
-                serve,
-                "the decode's worker has told another layout of its memory since",
-            );
+            self.fail_serve(now, serve, "the decode's worker has since sent another memory layout");
         }
     }
 
@@ -306,13 +312,13 @@ impl MooncakeWorker {
         let refused = match self.transfers.over(&name) {
             Some(why) if !lets_go => Some(why.to_owned()),
             _ if !lets_go && !same.is_empty() => {
-                Some("the same worker has asked for that transfer before".into())
+                Some("the same worker has already asked for that transfer".into())
             }
             _ if self.serves.len() >= MAX_SERVES
                 || self.serve_bytes + serve.bytes() > MAX_BYTES =>
             {
                 Some(format!(
-                    "{} requests for blocks wait here already, of {} bytes",
+                    "{} requests for blocks with {} bytes already wait here; retry later",
                     self.serves.len(),
                     self.serve_bytes
                 ))
@@ -328,7 +334,7 @@ impl MooncakeWorker {
         }
         if lets_go {
             for other in same {
-                self.fail_serve(now, other, "the decode has let go of that transfer");
+                self.fail_serve(now, other, "the decode has released that transfer");
             }
         }
         let over = self.transfers.over(&name).is_some();
@@ -337,7 +343,8 @@ impl MooncakeWorker {
         }
     }
 
-    /// The blocks are there: writes them, or waits for the description of who gets them.
+    /// Writes the blocks of a request, which are ready, or waits for the description of the
+    /// decode's memory.
     pub(super) fn begin(&mut self, now: Time, id: ServeId) {
         // Expected race: it failed while it waited for the connection, or is written already.
         let Some(serve) =
@@ -351,13 +358,13 @@ impl MooncakeWorker {
         }
         let reader = &serve.asker.reader;
         let Some(transfer) = self.transfers.get(&name).filter(|transfer| !transfer.expired) else {
-            return self.fail_serve(now, id, "the blocks of that transfer are gone");
+            return self.fail_serve(now, id, "the blocks of that transfer were freed");
         };
         if transfer.has_had(reader) {
             return self.fail_serve(
                 now,
                 id,
-                "the same worker has had the blocks of that transfer before",
+                "the same worker has already received the blocks of that transfer",
             );
         }
         let Some(target) = serve.asker.target.clone() else {
@@ -383,7 +390,7 @@ impl MooncakeWorker {
             return debug_assert!(false, "begin looks the transfer up");
         };
         // Expected race: the transfer ended while this request waited for the connection, and
-        // another prefill has its name. It is written once that prefill has computed its blocks.
+        // another prefill has its name. The write starts once that prefill has computed its blocks.
         let Some(blocks) = transfer.ready.clone() else { return };
         if plan.lanes.is_empty() {
             return self.serve_over(now, id, true);
@@ -432,14 +439,15 @@ impl MooncakeWorker {
         }
     }
 
-    /// A write has an outcome. `Ok`: its data is there, and nothing touches its memory any more.
+    /// Handles the outcome of a write. `Ok` means that its data has arrived, and that it no longer
+    /// accesses its memory.
     pub fn move_resolved(
         &mut self,
         now: Time,
         id: MoveId,
         result: std::result::Result<Transferred, MoveFailure>,
     ) {
-        // Expected race: its transport has reported the write before.
+        // Expected race: the transport has already reported the write.
         let Some(write) = self.writes.get_mut(&id).filter(|write| !write.resolved) else { return };
         let serve = write.serve;
         match result {
@@ -471,21 +479,21 @@ impl MooncakeWorker {
         }
     }
 
-    /// Nothing touches the memory of a failed write any more.
+    /// Handles the report that a failed write no longer accesses its memory.
     pub fn move_settled(&mut self, now: Time, id: MoveId) {
         if self.writes.get(&id).is_some_and(|write| write.resolved) {
             self.write_settled(now, id);
         }
     }
 
-    /// Nobody will ever say that nothing touches the memory of a failed write any more.
+    /// Handles the report that a failed write may access its memory until the process exits.
     pub fn move_forgotten(&mut self, now: Time, id: MoveId) {
         // Expected race: the write has settled.
         let Some(write) = self.writes.get(&id).filter(|write| write.resolved) else { return };
         let Some(serve) = self.serves.get_mut(&write.serve) else {
             return debug_assert!(false, "a request outlives its writes");
         };
-        // Who asked is never told that it is over: it never may be.
+        // The decode is never notified that the write has ended, because it may never end.
         if let Some(open) = self.asks.get_mut(&serve.asker.ask) {
             open.left.remove(&serve.theirs);
             if open.left.is_empty() {
@@ -517,9 +525,9 @@ impl MooncakeWorker {
         }
     }
 
-    /// What is asked for cannot be had. What is being written ends, and is over when it has settled.
+    /// Fails a pulled request. Its writes are cancelled, and it ends when they have settled.
     pub(super) fn fail_serve(&mut self, now: Time, id: ServeId, why: &str) {
-        // Expected race: it has failed already, or ended while it waited for the connection.
+        // Expected race: it has already failed, or ended while it waited for the connection.
         let Some(serve) = self.serves.get(&id).filter(|serve| !serve.failed) else { return };
         let running = serve.unsettled > 0;
         self.mark_failed(id, why, running);
@@ -531,9 +539,10 @@ impl MooncakeWorker {
         self.actions.extend(cancels.into_iter().map(MooncakeAction::Engine));
     }
 
-    /// Notes a failure; who asked hears of it now, though something may still write, or else at the end.
+    /// Records a failure and reports it to the decode. With `now`, writes may still be in progress.
+    /// Otherwise this is the final report.
     fn mark_failed(&mut self, id: ServeId, why: &str, now: bool) {
-        // Expected race: it has failed already, and its decode knows why.
+        // Expected race: it has already failed, and its decode knows why.
         let Some(serve) = self.serves.get_mut(&id).filter(|serve| !serve.failed) else { return };
         serve.failed = true;
         let (ask, theirs) = (serve.asker.ask, serve.theirs.clone());
@@ -551,7 +560,8 @@ impl MooncakeWorker {
         }
     }
 
-    /// Nothing is done for it any more.
+    /// Ends a pulled request without writes in progress. `had` means that the decode needs nothing
+    /// more.
     fn serve_over(&mut self, now: Time, id: ServeId, had: bool) {
         let Some(serve) = self.serves.remove(&id) else {
             return debug_assert!(false, "each request ends once");
@@ -567,14 +577,9 @@ impl MooncakeWorker {
         let Asker { ask, reader, readers, .. } = serve.asker;
         match had {
             true => self.tell(ask, &serve.theirs, None, true, true),
-            // Who has heard of the failure, if it still listens, hears that it is over.
-            false => self.tell(
-                ask,
-                &serve.theirs,
-                Some("nothing is written for it any more"),
-                true,
-                true,
-            ),
+            // A decode that received the failure and still listens learns that the request has
+            // ended.
+            false => self.tell(ask, &serve.theirs, Some("its writes have ended"), true, true),
         }
         if let Some(request) = &serve.writing {
             if let Some(transfer) = self.transfers.get_mut(&serve.name)

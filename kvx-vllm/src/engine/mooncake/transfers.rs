@@ -1,4 +1,5 @@
-//! The prefill's requests by the names of their transfers: until all readers have them, or nobody may any more.
+//! The prefill's requests by the names of their transfers, until all readers have the blocks or the
+//! blocks are freed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -8,29 +9,29 @@ use crate::engine::deadlines::Deadlines;
 use crate::ids::{BlockLists, RequestId};
 use crate::time::Time;
 
-/// Names of transfers that are over and are remembered, so that who asks late hears why.
+/// The maximum number of ended transfers to remember, so that late askers learn the reason.
 const MAX_OVER: usize = 65_536;
 
-/// One request of a prefill that a decode asks for.
+/// A request of a prefill that a decode asks for.
 #[derive(Debug)]
 pub(super) struct MooncakeTransfer {
     pub(super) request: RequestId,
     /// Its blocks, once they are computed.
     pub(super) ready: Option<BlockLists>,
-    /// How long the blocks are kept, once they are.
+    /// The time until which the computed blocks are kept.
     pub(super) until: Time,
-    /// Who has them, or does not want them any more.
+    /// Readers that have the blocks or no longer want them.
     had: BTreeSet<DecodeWorker>,
-    /// How many that must be, once one has asked.
+    /// The number of readers that must be in `had`; 0 until one has asked.
     readers: usize,
-    /// Writes that read the blocks, by question.
+    /// The number of pulled requests whose writes read the blocks.
     pub(super) running: usize,
-    /// Nobody gets the blocks any more but who is being written to.
+    /// True if no further reader gets the blocks. Writes in progress continue.
     pub(super) expired: bool,
 }
 
 impl MooncakeTransfer {
-    /// Whether this reader has nothing more to ask for.
+    /// Returns whether this reader has the blocks or no longer wants them.
     pub(super) fn has_had(&self, reader: &DecodeWorker) -> bool {
         self.had.contains(reader)
     }
@@ -41,7 +42,7 @@ pub(super) struct Transfers {
     wait: Duration,
     by_name: BTreeMap<RequestId, MooncakeTransfer>,
     names: BTreeMap<RequestId, RequestId>,
-    /// What others call transfers: the latest of that name.
+    /// Other names of transfers, each for the latest one with that name.
     aliases: BTreeMap<RequestId, RequestId>,
     expiries: Deadlines<RequestId>,
     over: BTreeMap<RequestId, &'static str>,
@@ -61,7 +62,7 @@ impl Transfers {
         }
     }
 
-    /// A request with that name has arrived. False: another one has it.
+    /// Adds a request with the name of its transfer. Returns false if another request has the name.
     pub(super) fn add(&mut self, request: RequestId, name: RequestId) -> bool {
         if self.by_name.contains_key(&name) {
             return false;
@@ -83,19 +84,20 @@ impl Transfers {
         true
     }
 
-    /// Others know a transfer by this name.
+    /// Adds another name for a transfer.
     pub(super) fn alias(&mut self, alias: RequestId, name: RequestId) {
         self.aliases.insert(alias, name);
     }
 
-    /// Makes our name of one that others use.
+    /// Replaces an alias with the transfer's own name.
     pub(super) fn resolve(&self, called: &mut String) {
         if let Some(name) = self.aliases.get(called.as_str()) {
             name.as_str().clone_into(called);
         }
     }
 
-    /// Its blocks are computed. `None`: it has no name.
+    /// Stores the computed blocks of a request. Returns the transfer's name, or `None` if it has
+    /// none.
     pub(super) fn ready(
         &mut self,
         request: &RequestId,
@@ -117,7 +119,7 @@ impl Transfers {
         self.by_name.get_mut(name)
     }
 
-    /// Why nobody gets that transfer any more, if it is over.
+    /// Returns the reason for the end of a transfer, if it has ended.
     pub(super) fn over(&self, name: &RequestId) -> Option<&'static str> {
         self.over.get(name).copied()
     }
@@ -126,7 +128,8 @@ impl Transfers {
         self.names.get(request)
     }
 
-    /// Notes that a reader of `readers` has what it wanted. [`settle`](Self::settle) comes next.
+    /// Records that one of `readers` readers needs nothing more. The caller then calls
+    /// [`settle`](Self::settle).
     pub(super) fn add_reader_that_has(
         &mut self,
         name: &RequestId,
@@ -139,7 +142,7 @@ impl Transfers {
         }
     }
 
-    /// Whether a transfer was kept as long as it is, and not all its readers have had its blocks.
+    /// Returns whether the time of a transfer ended before all its readers had the blocks.
     pub(super) fn is_expired(&self, name: &RequestId) -> bool {
         self.by_name.get(name).is_some_and(|transfer| {
             let all = transfer.readers > 0 && transfer.had.len() >= transfer.readers;
@@ -147,7 +150,8 @@ impl Transfers {
         })
     }
 
-    /// Gives the request if nobody needs its blocks any more, and nothing reads them.
+    /// Ends a transfer if its blocks are needed no longer and no write reads them. Returns the
+    /// request.
     pub(super) fn settle(&mut self, now: Time, name: &RequestId) -> Option<RequestId> {
         let transfer = self.by_name.get(name).filter(|transfer| transfer.ready.is_some())?;
         let all = transfer.readers > 0 && transfer.had.len() >= transfer.readers;
@@ -155,15 +159,15 @@ impl Transfers {
             return None;
         }
         let why = match all {
-            true => "every reader of that transfer has had its blocks",
+            true => "all readers of that transfer have received its blocks",
             false => {
-                "the blocks of that transfer were kept as long as VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, and are gone"
+                "the blocks of that transfer were freed after VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
             }
         };
         self.end(now, name, why)
     }
 
-    /// Forgets a transfer but for why.
+    /// Ends a transfer, and remembers the reason.
     pub(super) fn end(
         &mut self,
         now: Time,
@@ -183,7 +187,7 @@ impl Transfers {
         Some(transfer.request)
     }
 
-    /// Forgets why a transfer is over.
+    /// Forgets the reason for the end of a transfer.
     fn forget(&mut self, name: &RequestId) {
         self.over.remove(name);
         if self.aliases.get(name.shared()) == Some(name) {
@@ -191,7 +195,7 @@ impl Transfers {
         }
     }
 
-    /// Takes one whose blocks nobody came for in time.
+    /// Marks a transfer as expired whose time has passed, and returns its name.
     pub(super) fn take_expired(&mut self, now: Time) -> Option<RequestId> {
         while let Some(name) = self.over_until.take_reached(now) {
             self.forget(&name);

@@ -1,4 +1,5 @@
-//! A question that has reached nobody: the prefill may have restarted under its name, and listen elsewhere.
+//! Pulls that reached no worker. The prefill may have restarted under its name, with another
+//! address.
 
 use super::action::PullId;
 use super::pull::{PullStage, Said};
@@ -6,8 +7,9 @@ use super::worker::MooncakeWorker;
 use crate::time::Time;
 
 impl MooncakeWorker {
-    /// Nobody has heard a question. Its loads fail, unless they were asked for where the prefill listened before, and
-    /// none of its workers has heard of them: then the bootstrap server is asked where it listens now.
+    /// Handles a pull that reached no worker. Its loads fail, with one exception. If a load used
+    /// remembered addresses, and no worker of its prefill has received its pulls, the bootstrap
+    /// server is queried for the current addresses.
     pub(super) fn unheard(&mut self, now: Time, pull: PullId, why: &str) {
         let Some(asked) = self.pulls.get(&pull) else {
             return debug_assert!(false, "unanswered looks the question up");

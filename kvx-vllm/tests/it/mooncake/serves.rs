@@ -403,10 +403,10 @@ fn questions_that_cannot_be_right_are_refused_whole() {
     let mut stages = good.clone();
     stages.remote_pp_size = u32::MAX;
     for (bad, says) in [
-        (question((0, 2), &[("d-1", "x-1", &[100])]), "does not ask"),
+        (question((0, 2), &[("d-1", "x-1", &[100])]), "must not pull"),
         (question((0, 3), &[("d-1", "x-1", &[100])]), "multiple"),
         (question((0, u32::MAX), &[("d-1", "x-1", &[100])]), "1024"),
-        (other, "ask the bootstrap server anew"),
+        (other, "query the bootstrap server again"),
         (stages, "pipeline stages"),
     ] {
         let error = prefill.worker.asked(at(0.0), AskId(1), &bad.encode()).unwrap_err();

@@ -1,4 +1,5 @@
-//! What bootstrap servers have said: where the workers of prefills listen, and which of them know this worker's layout.
+//! Entries from bootstrap servers: the addresses of prefill workers, and which of them have this
+//! worker's layout.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -20,7 +21,7 @@ pub(super) struct Listed {
     pub(super) used: Time,
 }
 
-/// A question under way, and who waits for it.
+/// A query in progress, and the requests that wait for it.
 #[derive(Debug)]
 pub(super) struct Query {
     pub(super) peer: Arc<RemoteEngine>,
@@ -32,24 +33,24 @@ pub(super) struct Listings {
     last: u64,
     engines: BTreeMap<EngineId, Listed>,
     queries: BTreeMap<QueryId, Query>,
-    /// Workers that have this worker's layout.
+    /// Addresses of workers that have this worker's layout.
     pub(super) knowing: BTreeSet<Arc<str>>,
 }
 
 impl Listings {
-    /// The engine, if its server has been asked.
+    /// Returns the engine's entry, if it is known.
     pub(super) fn get(&mut self, now: Time, engine: &EngineId) -> Option<&Listed> {
         let listed = self.engines.get_mut(engine)?;
         listed.used = now;
         Some(listed)
     }
 
-    /// Whether the engine is one of kvx, as far as its server has said.
+    /// Returns whether the engine is one of kvx, according to its server.
     pub(super) fn is_kvx(&self, engine: &EngineId) -> bool {
         self.engines.get(engine).is_some_and(|listed| listed.is_kvx)
     }
 
-    /// Waits for the server's answer; says whether it is to be asked.
+    /// Adds a request to the query for its engine. Returns a new query if the caller must send it.
     pub(super) fn wait(&mut self, peer: &Arc<RemoteEngine>, request: RequestId) -> Option<QueryId> {
         if let Some(query) = self.queries.values_mut().find(|query| query.peer == *peer) {
             query.waiting.push(request);
@@ -61,7 +62,7 @@ impl Listings {
         Some(id)
     }
 
-    /// Knows an engine without a question.
+    /// Adds an engine that needs no query.
     pub(super) fn know(&mut self, engine: &EngineId, listed: Listed) {
         self.engines.insert(engine.clone(), listed);
     }
@@ -70,11 +71,12 @@ impl Listings {
         self.queries.remove(&query)
     }
 
-    /// Remembers what a server says of an engine; engines that nobody asked for long are forgotten.
+    /// Stores a server's entry for an engine, and removes entries that were unused for the time
+    /// `ttl`.
     ///
     /// # Errors
     ///
-    /// The server does not list the engine, or not all its workers.
+    /// Fails if the server does not list the engine, or not all its workers.
     pub(super) fn learn(
         &mut self,
         now: Time,
@@ -83,10 +85,15 @@ impl Listings {
         ttl: Option<Duration>,
     ) -> Result<(), String> {
         let listed = directory.engine(peer.engine.as_str()).ok_or_else(|| {
-            let others: Vec<_> = directory.engines.values().map(|engine| engine.engine_id.as_str()).take(4).collect();
+            let others: Vec<_> = directory
+                .engines
+                .values()
+                .map(|engine| engine.engine_id.as_str())
+                .take(4)
+                .collect();
             format!(
-                "the bootstrap server at {}:{} lists no engine {}, but {others:?}: it has restarted, or the router \
-                 names another one",
+                "the bootstrap server at {}:{} lists no engine {}, but {others:?}: the prefill has \
+                 restarted, or the router names the wrong engine",
                 peer.address.host, peer.address.port, peer.engine
             )
         })?;
@@ -100,7 +107,7 @@ impl Listings {
         Ok(())
     }
 
-    /// Engines that nobody has asked for so long are forgotten.
+    /// Removes entries that were unused for the time `ttl`.
     pub(super) fn forget_idle(&mut self, now: Time, ttl: Option<Duration>) {
         let idle = |listed: &Listed| ttl.is_some_and(|ttl| now.has_reached(listed.used + ttl));
         let idle = self
@@ -113,7 +120,7 @@ impl Listings {
         }
     }
 
-    /// What was known of an engine is not so any more: the next request asks anew.
+    /// Removes an entry that is no longer valid. The next request queries the server again.
     pub(super) fn forget(&mut self, engine: &EngineId) {
         if let Some(listed) = self.engines.remove(engine) {
             for address in listed.workers.values() {

@@ -1,4 +1,5 @@
-//! Where the memory of decode workers is, as they have told: kept under the names that they give it, for a while.
+//! The memory layouts that decode workers have sent, kept for a while under the workers' names for
+//! them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -9,22 +10,22 @@ use super::super::remote::RemoteEngine;
 use crate::ids::{Address, EngineId, WorkerRank};
 use crate::wire::mooncake::PullRequest;
 
-/// Layouts that are kept under a name, as vLLM does.
+/// The maximum number of named layouts, as in vLLM.
 const MAX_LAYOUTS: usize = 1024;
-/// Bytes of them.
+/// The maximum size of the layouts in bytes.
 const MAX_BYTES: usize = 64 << 20;
 
-/// A decode worker that blocks are written to, with one layout of its memory.
+/// A decode worker to write to, with one layout of its memory.
 #[derive(Debug)]
 pub struct Target {
-    /// What it has told of itself, without requests and without the layout's name.
+    /// The worker's pull, without its requests and without the layout's name.
     pub told: PullRequest,
     pub(super) peer: Arc<RemoteEngine>,
-    /// About as many bytes as it keeps.
+    /// The approximate size in bytes.
     bytes: usize,
 }
 
-/// A decode worker, whatever layout it has.
+/// A decode worker, independent of its layout.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct DecodeWorker {
     host: Arc<str>,
@@ -43,7 +44,7 @@ impl DecodeWorker {
 }
 
 impl Target {
-    /// From a question with its layout.
+    /// Creates a target from a pull with a layout.
     fn of(request: &PullRequest) -> Self {
         let told = request.of_worker();
         let bytes = told.encode();
@@ -57,11 +58,11 @@ impl Target {
             dcp_size: 1,
             registration: 0,
         };
-        // Numbers in memory are longer than on the wire.
+        // Numbers take more bytes in memory than on the wire.
         Target { peer: Arc::new(peer), bytes: bytes.len() * 8, told }
     }
 
-    /// Its place in its engine, as far as it tells.
+    /// Returns the worker's rank, as far as its pull contains it.
     pub fn rank(&self) -> WorkerRank {
         WorkerRank { pp: 0, tp: self.told.remote_tp_rank }
     }
@@ -71,28 +72,28 @@ impl Target {
     }
 }
 
-/// What became of the layout of a question.
+/// The result of looking up a pull's layout.
 #[derive(Debug)]
 pub(super) enum Found {
-    /// This one.
+    /// The layout is known.
     Known(Arc<Target>),
-    /// This one, in place of another one of the same worker: that one is no longer.
+    /// The layout is new. It replaces the worker's previous layout, if there was another.
     New(Arc<Target>, Option<Arc<Target>>),
-    /// It is not kept (any more).
+    /// The layout is unknown or no longer stored.
     Missing,
 }
 
-/// The layouts by worker and name, those used longest ago first.
+/// The layouts by worker and name, least recently used first.
 #[derive(Debug, Default)]
 pub(super) struct Layouts {
     kept: VecDeque<((DecodeWorker, u64), Arc<Target>)>,
-    /// Which layout each worker had last.
+    /// The last layout of each worker.
     last: BTreeMap<DecodeWorker, Arc<Target>>,
     bytes: usize,
 }
 
 impl Layouts {
-    /// The layout that a question brings or names.
+    /// Returns the layout that a pull contains or names.
     pub(super) fn find(&mut self, request: &PullRequest) -> Found {
         let brings = !request.kv_caches_base_addr.is_empty();
         let name = (DecodeWorker::of(request), request.layout_id);
@@ -141,13 +142,13 @@ mod tests {
     }
 
     #[test]
-    fn a_layout_is_found_by_its_name_and_only_for_the_worker_that_told_it() {
+    fn a_layout_is_found_by_its_name_and_only_for_the_worker_that_sent_it() {
         let mut layouts = Layouts::default();
         assert!(matches!(layouts.find(&asked(1, 7, &[])), Found::Missing));
         let Found::New(told, None) = layouts.find(&asked(1, 7, &[4096])) else {
-            panic!("it is new")
+            panic!("a new layout")
         };
-        let Found::Known(known) = layouts.find(&asked(1, 7, &[])) else { panic!("it is known") };
+        let Found::Known(known) = layouts.find(&asked(1, 7, &[])) else { panic!("a known layout") };
         assert!(Arc::ptr_eq(&told, &known));
         assert!(matches!(layouts.find(&asked(2, 7, &[])), Found::Missing), "another worker");
         assert!(matches!(layouts.find(&asked(1, 9, &[])), Found::Missing), "another name");
@@ -158,7 +159,7 @@ mod tests {
         let mut layouts = Layouts::default();
         layouts.find(&asked(1, 7, &[4096]));
         let Found::New(_, Some(old)) = layouts.find(&asked(1, 9, &[8192])) else {
-            panic!("it replaces one")
+            panic!("a replaced layout")
         };
         assert_eq!(old.told.kv_caches_base_addr, [4096]);
         assert!(

@@ -1,26 +1,29 @@
-//! The MooncakeConnector's half of a worker: a decode asks for blocks, a prefill writes them.
+//! The worker's side of a MooncakeConnector: a decode asks for blocks, and a prefill writes them.
 //!
-//! Both legs of a request come at once, and a transfer's name is all that they share. The decode worker finds the
-//! prefill's workers by a bootstrap server ([`MooncakeAction::Query`]), and asks each that holds a part of its blocks
-//! ([`MooncakeAction::Ask`]). The prefill worker keeps what it is asked for until the request has been computed, writes
-//! it into the decode's memory ([`MooncakeAction::Write`]), and answers.
+//! Both legs of a request arrive at the same time, and share only the name of the transfer. The
+//! decode worker queries a bootstrap server for the prefill's workers ([`MooncakeAction::Query`]).
+//! It sends a pull to each worker that holds a part of its blocks ([`MooncakeAction::Ask`]). The
+//! prefill worker keeps the pull until it has computed the request. Then it writes the blocks into
+//! the decode's memory ([`MooncakeAction::Write`]) and answers.
 //!
-//! The scheduler's half is the one [`Scheduler`](super::Scheduler), told of requests by
-//! [`on_new_transfer`](super::Scheduler::on_new_transfer); messages, outcomes and the aggregator are the same too.
+//! The scheduler's side is the same [`Scheduler`](super::Scheduler), which receives requests by
+//! [`on_new_transfer`](super::Scheduler::on_new_transfer). Messages, outcomes and the aggregator
+//! are the same too.
 //!
-//! Before vLLM 0.16 ([`Bootstrap::Without`]) a decode comes after its prefill, which has answered where it listens, and
-//! asks its worker of the same rank. Only that and the question differ: [`older_asked_for`], [`older_answered_with`].
+//! Before vLLM 0.16 ([`Bootstrap::Without`]) a decode leg follows its prefill leg, whose answer
+//! contains the prefill's address. The decode asks the prefill's worker of its own rank. Only this
+//! and the pull's form differ: [`older_asked_for`], [`older_answered_with`].
 //!
 //! [`older_asked_for`]: MooncakeWorker::older_asked_for
 //! [`older_answered_with`]: MooncakeWorker::older_answered_with
 //!
-//! What differs from vLLM's own, and why:
+//! Differences from vLLM's own connector, and their reasons:
 //!
-//! - a prefill that ends without its blocks says so at once to who waits for them, and to who asks later;
-//! - what waits is a record, bounded in number and bytes, and holds no worker;
-//! - a decode that gives up takes its blocks back only when nobody writes into them any more: every worker that was
-//!   asked has said so, or they were fenced off;
-//! - a question names the engine that it is for, and a kvx worker of another engine refuses it.
+//! - a prefill that ends without its blocks reports that at once to waiting and to later decodes;
+//! - a waiting pull is a record, bounded in number and bytes, and does not block a worker;
+//! - a decode that gives up frees its blocks only when no peer writes into them any more: every
+//!   worker that it asked has confirmed that, or the blocks were fenced;
+//! - a pull names the engine that it is for, and a kvx worker of another engine rejects it.
 
 mod action;
 mod answers;

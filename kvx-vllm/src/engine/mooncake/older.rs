@@ -1,5 +1,5 @@
-//! What differs before vLLM 0.16: where a prefill's workers listen follows from its parameters, and a plain Mooncake
-//! agent asks otherwise and is answered once.
+//! The protocol before vLLM 0.16. The addresses of a prefill's workers follow from its parameters.
+//! A plain Mooncake agent sends pulls in another form, and gets one answer to each.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::ids::{Address, EngineId, RequestId, WorkerRank};
 use crate::time::Time;
 use crate::wire::mooncake::{OlderAnswer, OlderPullRequest, PullRequest, PullResponse, PullStatus};
 
-/// The name of a prefill that tells none, as only kvx does: its address.
+/// Returns the name for a prefill that sends none: its address. Only kvx prefills send a name.
 pub(in super::super) fn older_prefill(address: &Address) -> EngineId {
     tcp(address, address.port).as_str().into()
 }
@@ -27,11 +27,11 @@ fn tcp(address: &Address, port: u16) -> String {
 }
 
 impl MooncakeWorker {
-    /// The one worker of a prefill that this one asks: that of its own rank.
+    /// Returns the one worker of a prefill that this worker asks, which has the same rank.
     ///
     /// # Errors
     ///
-    /// Its port would be none.
+    /// Fails if the worker's port would be above 65535.
     pub(super) fn older_listed(
         &self,
         now: Time,
@@ -42,7 +42,7 @@ impl MooncakeWorker {
         let port = port.ok_or_else(|| {
             format!(
                 "remote_port {} + tensor rank {tp} is above 65535: lower the prefill's \
-                     VLLM_MOONCAKE_BOOTSTRAP_PORT",
+                 VLLM_MOONCAKE_BOOTSTRAP_PORT",
                 peer.address.port
             )
         })?;
@@ -51,11 +51,11 @@ impl MooncakeWorker {
         Ok(Listed { tp_size, pp_size: 1, is_kvx, workers, used: now })
     }
 
-    /// A decode's worker asks in the form before vLLM 0.16. As [`asked_for`](Self::asked_for).
+    /// Handles a pull in the form before vLLM 0.16, as [`asked_for`](Self::asked_for) does.
     ///
     /// # Errors
     ///
-    /// What it says cannot be used. It hears so; here it is worth a line in the log.
+    /// Fails if the pull is invalid. The decode gets an answer; the caller should log the error.
     pub fn older_asked_for(
         &mut self,
         now: Time,
@@ -79,7 +79,7 @@ impl MooncakeWorker {
         self.asked_in(now, ask, asked, AnswerForm::Older { failed: false })
     }
 
-    /// Refuses a decode of other sizes: it has asked one worker for what several have.
+    /// Rejects a decode of another size, which would ask one worker for the blocks of several.
     fn of_same_sizes(&self, question: PullRequest) -> Result<PullRequest> {
         let (here, there) = (self.settings.tp_size, question.remote_tp_size);
         if here == there {
@@ -88,13 +88,14 @@ impl MooncakeWorker {
         Err(Error::new(
             ErrorKind::Incompatible,
             format!(
-                "tensor-parallel size {there} at the decode and {here} at the prefill: the MooncakeConnector before \
-                 vLLM 0.16 takes the same on both sides; write a kv_compat of 0.16 or later on both"
+                "tensor-parallel size {there} at the decode and {here} at the prefill: before vLLM \
+                 0.16 the MooncakeConnector requires the same size on both sides; set kv_compat to \
+                 0.16 or later on both"
             ),
         ))
     }
 
-    /// A plain Mooncake agent before vLLM 0.16 has answered: for all that was asked.
+    /// Handles the answer of a plain Mooncake agent before vLLM 0.16, which covers the whole pull.
     pub fn older_answered_with(&mut self, now: Time, pull: PullId, answer: Result<OlderAnswer>) {
         // Expected race: the question timed out, or none of its loads is left.
         let Some(asked) = self.pulls.get(&pull) else { return };
@@ -105,8 +106,7 @@ impl MooncakeWorker {
                 OlderAnswer::Done => response.ok_reqs = all,
                 OlderAnswer::Failed => {
                     response.err_reqs = all;
-                    response.err_msg =
-                        Some("the prefill says trans_error; its log says why".into());
+                    response.err_msg = Some("the prefill answered trans_error; see its log".into());
                 }
             }
             response
@@ -114,7 +114,8 @@ impl MooncakeWorker {
         self.answered_with(now, pull, answer);
     }
 
-    /// A request of ours is known by what all engines call it, too: whoever asked by that before means this one.
+    /// Gives a local request the additional name that all engines share. Earlier pulls by that name
+    /// mean this request.
     pub(super) fn known_as(&mut self, request: &RequestId) {
         let shared = RequestId::from(request.shared());
         if shared == *request {

@@ -1,4 +1,5 @@
-//! What a bootstrap server remembers: which worker of a prefill listens where, and for how long that is so.
+//! The register of a bootstrap server: the addresses of prefill workers, and how long they are
+//! valid.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,33 +10,35 @@ use crate::ids::WorkerRank;
 use crate::time::Time;
 use crate::wire::mooncake::{Directory, WorkerRegistration};
 
-/// The longest that a worker may promise to be alive.
+/// The maximum time for which a registration is valid.
 const MAX_TTL: Duration = Duration::from_secs(3600);
 
 #[derive(Debug)]
 struct RegisteredWorker {
     engine_id: String,
     addr: String,
-    /// When it is dead, unless it registers again. A vLLM says nothing of that.
+    /// The time at which the worker counts as dead unless it registers again. A vLLM worker sends
+    /// none.
     until: Option<Time>,
 }
 
 /// The register of one bootstrap server, without its socket.
 ///
-/// A worker may register again as often as it likes, with the same address. Another address or another engine in its
-/// place is refused as long as it is alive: a kvx worker that does not register again within its `kvx_ttl` is dead, one
-/// of vLLM never is.
+/// A worker may register any number of times with the same address. While it is alive, the register
+/// rejects another address or another engine in its place. A kvx worker is dead if it does not
+/// register again within its `kvx_ttl`. A vLLM worker never is.
 #[derive(Debug, Default)]
 pub struct BootstrapRegister {
     workers: BTreeMap<(u32, WorkerRank), RegisteredWorker>,
 }
 
 impl BootstrapRegister {
-    /// A worker says where it listens.
+    /// Registers the address of a worker.
     ///
     /// # Errors
     ///
-    /// `Invalid`: its place is taken. `Busy`: there are too many workers. vLLM answers 400 with the sentence.
+    /// `Invalid` if its place is taken, `Busy` if there are too many workers. vLLM's server answers
+    /// status 400 with the message.
     pub fn register(&mut self, now: Time, registration: WorkerRegistration) -> Result<()> {
         self.forget_dead(now);
         let WorkerRegistration { engine_id, dp_rank, rank, addr, kvx_ttl } = registration;
@@ -46,16 +49,18 @@ impl BootstrapRegister {
         if let Some(((_, place), known)) = other {
             let cure = match known.until {
                 Some(until) => format!(
-                    "it is forgotten in {:.0} s unless it registers again",
+                    "it expires in {:.0} s unless it registers again",
                     until.since(now).as_secs_f64()
                 ),
-                None => "it is of a vLLM and never forgotten: restart this bootstrap server".into(),
+                None => {
+                    "it is a vLLM worker and never expires: restart this bootstrap server".into()
+                }
             };
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "data-parallel rank {dp_rank} is engine {}, whose worker (tensor rank {}, pipeline rank {}) listens \
-                     at {}; {cure}",
+                    "data-parallel rank {dp_rank} belongs to engine {}, whose worker (tensor rank \
+                     {}, pipeline rank {}) listens at {}; {cure}",
                     known.engine_id, place.tp, place.pp, known.addr
                 ),
             ));
@@ -64,7 +69,7 @@ impl BootstrapRegister {
         if self.workers.len() >= Directory::MAX_WORKERS && !self.workers.contains_key(&key) {
             return Err(Error::new(
                 ErrorKind::Busy,
-                format!("{} workers are registered here", self.workers.len()),
+                format!("{} workers are already registered; that is the limit", self.workers.len()),
             ));
         }
         let until = kvx_ttl.map(|ttl| now + Duration::from_secs(ttl.into()).min(MAX_TTL));
@@ -72,7 +77,7 @@ impl BootstrapRegister {
         Ok(())
     }
 
-    /// What is told to who asks.
+    /// Returns the directory for a decode's query.
     pub fn directory(&mut self, now: Time) -> Directory {
         self.forget_dead(now);
         let mut directory = Directory::default();
@@ -85,7 +90,7 @@ impl BootstrapRegister {
         directory
     }
 
-    /// A worker of an engine is no longer there.
+    /// Removes a worker of an engine.
     pub fn forget(&mut self, engine_id: &str, dp_rank: u32, rank: WorkerRank) {
         let key = (dp_rank, rank);
         if self.workers.get(&key).is_some_and(|worker| worker.engine_id == engine_id) {
@@ -135,12 +140,12 @@ mod tests {
             );
         }
         let directory = register.directory(at(1_000_000));
-        assert_eq!(directory.engine("e").unwrap().sizes(), Ok((2, 1)), "a vLLM is never forgotten");
+        assert_eq!(directory.engine("e").unwrap().sizes(), Ok((2, 1)), "a vLLM never expires");
         assert_eq!(directory.engines[&1].workers.len(), 1);
     }
 
     #[test]
-    fn an_engine_that_does_not_say_that_it_lives_makes_room_for_the_next() {
+    fn an_engine_that_stops_registering_frees_its_rank() {
         let mut register = BootstrapRegister::default();
         register.register(at(0), worker("e", 0, 0, 10, Some(30))).unwrap();
         register.register(at(20), worker("e", 0, 0, 10, Some(30))).unwrap();
@@ -154,11 +159,14 @@ mod tests {
         register.forget("gone", 0, WorkerRank::default());
         register.register(at(50), worker("next", 0, 0, 11, Some(u32::MAX))).unwrap();
         assert!(register.directory(at(3649)).engine("next").is_some());
-        assert!(register.directory(at(3650)).engine("next").is_none(), "nobody lives for ever");
+        assert!(
+            register.directory(at(3650)).engine("next").is_none(),
+            "the TTL has an upper limit"
+        );
     }
 
     #[test]
-    fn workers_are_bounded_and_the_known_ones_may_still_say_that_they_live() {
+    fn workers_are_bounded_and_known_ones_may_register_again() {
         let mut register = BootstrapRegister::default();
         let many = (0..Directory::MAX_WORKERS as u32)
             .map(|number| worker("e", number / 512, number % 512, 1, None));

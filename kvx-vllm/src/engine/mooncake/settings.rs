@@ -1,4 +1,4 @@
-//! What an engine with the MooncakeConnector is told beside what every engine is.
+//! The additional settings of an engine with the MooncakeConnector.
 
 use std::time::Duration;
 
@@ -8,36 +8,37 @@ use kvx_core::{Error, ErrorKind, Result};
 use super::super::settings::{Settings, multi};
 use crate::ids::{Address, WorkerRank, bare, is_loopback};
 
-/// How much longer than a prefill keeps blocks and waiting pulls a decode waits for an answer.
+/// The time for which a decode waits for an answer beyond the time for which a prefill keeps blocks
+/// and waiting pulls.
 const ANSWER_MARGIN: Duration = Duration::from_secs(60);
 
-/// What an engine with the MooncakeConnector is told beside [`Settings`]. Plain data.
+/// The settings of a MooncakeConnector in addition to [`Settings`]. Plain data.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Mooncake {
-    /// Which legs it takes.
+    /// The legs that the engine accepts.
     pub role: Role,
-    /// How long a prefill keeps blocks that nobody asks for, and requests for blocks that nobody prefills:
+    /// The time for which a prefill keeps blocks without a pull, and pulls without blocks:
     /// `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`.
     pub wait: Duration,
-    /// How long a bootstrap server may take to answer: `VLLM_MOONCAKE_CONNECTOR_TIMEOUT`.
+    /// The time within which a bootstrap server must answer: `VLLM_MOONCAKE_CONNECTOR_TIMEOUT`.
     pub connect_timeout: Duration,
-    /// Where a prefill's workers register.
+    /// The bootstrap server at which a prefill's workers register.
     pub bootstrap: Bootstrap,
 }
 
 /// A bootstrap server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Bootstrap {
-    /// The prefill instance's own, on this port: its first rank serves it.
+    /// The prefill instance's own server on this port, which its first rank runs.
     Own(u16),
-    /// Another one: `bootstrap_server_address`, or that of the first data-parallel rank's host.
+    /// Another server: `bootstrap_server_address`, or that of the first data-parallel rank's host.
     External(Address),
-    /// None, as before vLLM 0.16: each worker listens on a port of its own, and decodes are told the first one's.
+    /// No server, as before vLLM 0.16: each worker has its own port, and decodes get the first one.
     Without,
 }
 
 impl Mooncake {
-    /// vLLM's defaults, for one role.
+    /// Creates vLLM's default settings for a role.
     pub fn new(role: Role) -> Self {
         Mooncake {
             role,
@@ -47,22 +48,24 @@ impl Mooncake {
         }
     }
 
-    /// Whether it takes prefill legs.
+    /// Returns whether the engine accepts prefill legs.
     pub fn prefills(&self) -> bool {
         self.role != Role::Consumer
     }
 
-    /// Whether it takes decode legs.
+    /// Returns whether the engine accepts decode legs.
     pub fn decodes(&self) -> bool {
         self.role != Role::Producer
     }
 
-    /// Whether it speaks the protocol before vLLM 0.16: no bootstrap server, and one answer to a question.
+    /// Returns whether the engine uses the protocol before vLLM 0.16, with no bootstrap server and
+    /// one answer per pull.
     pub fn is_older(&self) -> bool {
         self.bootstrap == Bootstrap::Without
     }
 
-    /// Whether this worker serves the bootstrap server of its instance: the first rank of a prefill that has no other.
+    /// Returns whether this worker runs the bootstrap server of its instance: it is the first rank
+    /// of a prefill without another server.
     pub fn serves_bootstrap(&self, dp: u32, rank: WorkerRank) -> bool {
         let first = dp == 0 && rank == WorkerRank::default();
         first && self.prefills() && matches!(self.bootstrap, Bootstrap::Own(_))
@@ -70,7 +73,7 @@ impl Mooncake {
 }
 
 impl Settings {
-    /// As [`new`](Self::new), for a MooncakeConnector.
+    /// Changes the settings to those of a MooncakeConnector.
     pub fn with_mooncake(self, mooncake: Mooncake) -> Self {
         Settings {
             release: BlockRelease::After(mooncake.wait),
@@ -81,12 +84,13 @@ impl Settings {
         }
     }
 
-    /// What a configuration of the MooncakeConnector says, for the engine of data-parallel rank `dp`; sizes and groups
-    /// are still to be set. `address` is unused by the protocol: it names the engine in logs.
+    /// Creates the settings for data-parallel rank `dp` from a configuration of the
+    /// MooncakeConnector. The caller sets the sizes and groups. The protocol does not use
+    /// `address`, which names the engine in logs.
     ///
     /// # Errors
     ///
-    /// `Unsupported` for another connector; `Invalid` for a `bootstrap_server_address` that is none.
+    /// `Unsupported` for another connector; `Invalid` for a malformed `bootstrap_server_address`.
     pub fn of_mooncake(config: &KvTransferConfig, dp: u32, address: Address) -> Result<Self> {
         if config.connector() == Some(&ConnectorKind::Multi) {
             return Err(multi());
@@ -95,15 +99,13 @@ impl Settings {
             let name = config.kv_connector().unwrap_or("no connector").to_owned();
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                format!(
-                    "{name} is not the MooncakeConnector, which these settings are for; take Settings::from_config"
-                ),
+                format!("{name} is not MooncakeConnector; use Settings::from_config"),
             ));
         }
         let (given, environment) = (config.mooncake(), config.environment());
         let older = !config.version().has_bootstrap_server();
         let port = config.mooncake_port(RankNumbers::default())?;
-        // A loopback address is this host, whose own the first rank's is then.
+        // A loopback address means that the first rank's host is this host.
         let first_rank_host = config.first_rank_host().filter(|host| dp > 0 && !is_loopback(host));
         let bootstrap = match (&given.bootstrap_server_address, first_rank_host) {
             _ if older => Bootstrap::Without,
@@ -126,7 +128,7 @@ impl Settings {
         Ok(settings.with_mooncake(mooncake))
     }
 
-    /// Whether the protocol before vLLM 0.16, if it is chosen, can say what an engine of these sizes has to say.
+    /// Checks that the protocol before vLLM 0.16, if configured, supports the sizes of this engine.
     pub(super) fn fits_older_mooncake(&self) -> Result<()> {
         if !self.mooncake.as_ref().is_some_and(Mooncake::is_older)
             || (self.groups.len(), self.pp_size) == (1, 1)
@@ -136,8 +138,8 @@ impl Settings {
         Err(Error::new(
             ErrorKind::Unsupported,
             format!(
-                "{} KV cache groups and {} pipeline stages: the MooncakeConnector before vLLM 0.16 moves blocks of one \
-                 group and has no stages; write a kv_compat of 0.16 or later on both sides",
+                "{} KV cache groups and {} pipeline stages: before vLLM 0.16 the MooncakeConnector \
+                 supports one of each; set kv_compat to 0.16 or later on both sides",
                 self.groups.len(),
                 self.pp_size
             ),
@@ -148,7 +150,7 @@ impl Settings {
 fn external(text: &str) -> Result<Address> {
     Address::parse(text).ok_or_else(|| {
         let sentence = format!(
-            "kv_connector_extra_config.bootstrap_server_address is {text:?}; write host:port"
+            "kv_connector_extra_config.bootstrap_server_address is {text:?}; it must be host:port"
         );
         Error::new(ErrorKind::Invalid, sentence)
     })

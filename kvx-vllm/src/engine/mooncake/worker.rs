@@ -1,4 +1,4 @@
-//! The worker as a whole: the step's message, deadlines, what there is to tell.
+//! The worker as a whole: the step's message, deadlines, and reports.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -22,16 +22,17 @@ use crate::ids::{EngineId, RequestId, WorkerRank};
 use crate::time::Time;
 use crate::wire::mooncake::PullRequest;
 
-/// The worker's half of a connector that speaks the MooncakeConnector's protocol.
+/// The worker's side of a MooncakeConnector.
 ///
-/// As [`Worker`](crate::engine::Worker) is: nothing here waits, sends or writes; what is to be done comes out of
-/// [`next_action`](Self::next_action), and what came of it goes in by the methods that the actions name.
+/// Like the methods of [`Worker`](crate::engine::Worker), its methods neither block nor perform
+/// I/O. The runtime takes actions from [`next_action`](Self::next_action), carries them out, and
+/// reports the results with the methods that the actions name.
 #[derive(Debug)]
 pub struct MooncakeWorker {
     pub(super) settings: Settings,
     pub(super) mooncake: Mooncake,
     pub(super) rank: WorkerRank,
-    /// What this worker tells of its memory, without requests.
+    /// The description of this worker and its memory, without requests.
     pub(super) own: PullRequest,
     pub(super) peers: Peers,
     pub(super) actions: VecDeque<MooncakeAction>,
@@ -48,32 +49,32 @@ pub struct MooncakeWorker {
     pub(super) layouts: Layouts,
     pub(super) asks: BTreeMap<AskId, Ask>,
     pub(super) serves: BTreeMap<ServeId, Serve>,
-    /// About as many bytes as they keep.
+    /// The approximate size of `serves` in bytes.
     pub(super) serve_bytes: usize,
     pub(super) last_serve: u64,
-    /// By the name of their transfer.
+    /// Pulled requests by the name of their transfer.
     pub(super) asked_for: BTreeMap<RequestId, Vec<ServeId>>,
     pub(super) serve_deadlines: Deadlines<ServeId>,
-    /// Those that wait for the description of a decode's memory.
+    /// Pulled requests that wait for the description of a decode's memory.
     pub(super) connecting: BTreeMap<EngineId, Vec<ServeId>>,
     pub(super) writes: BTreeMap<MoveId, Write>,
     pub(super) last_move: u64,
 }
 
 impl MooncakeWorker {
-    /// The half of one worker. `own` is what it tells of itself when it asks for blocks: where its Mooncake engine
-    /// listens, its place in its engine, the layout of its memory and the layout's name (0: it has none); what is asked
-    /// for is written in by the worker.
+    /// Creates the worker's side for one rank. `own` describes the worker in its pulls: the address
+    /// of its Mooncake engine, its rank, its memory layout, and the layout's name (0: none). The
+    /// worker adds the requests.
     ///
     /// # Errors
     ///
-    /// `Invalid`: the settings are not those of a MooncakeConnector; `Unsupported`: its protocol before vLLM 0.16
-    /// cannot say what an engine of these sizes has to say.
+    /// `Invalid` if the settings are not those of a MooncakeConnector. `Unsupported` if they choose
+    /// the protocol before vLLM 0.16 and it does not support the engine's sizes.
     pub fn new(settings: Settings, rank: WorkerRank, own: PullRequest) -> kvx_core::Result<Self> {
         let Some(mooncake) = settings.mooncake.clone() else {
             return Err(kvx_core::Error::new(
                 kvx_core::ErrorKind::Invalid,
-                "settings of a NixlConnector; write MooncakeConnector as kv_connector",
+                "the settings are for a NixlConnector; set kv_connector to MooncakeConnector",
             ));
         };
         settings.fits_older_mooncake()?;
@@ -105,18 +106,19 @@ impl MooncakeWorker {
         })
     }
 
-    /// Which worker it is.
+    /// Returns the worker's rank.
     pub fn rank(&self) -> WorkerRank {
         self.rank
     }
 
-    /// What it tells of itself from now on: it has registered other memory. Nobody knows that layout yet.
+    /// Replaces the worker's description after it has registered other memory. No peer knows the
+    /// new layout yet.
     pub fn describe(&mut self, own: PullRequest) {
         self.own = own;
         self.listings.knowing.clear();
     }
 
-    /// The next thing to do, in order.
+    /// Returns the next action, in order.
     pub fn next_action(&mut self) -> Option<MooncakeAction> {
         self.actions.pop_front()
     }
@@ -144,7 +146,7 @@ impl MooncakeWorker {
         }
     }
 
-    /// What there is to tell; also the moment at which deadlines are looked at.
+    /// Handles the deadlines that have passed, and returns the worker's report.
     pub fn get_finished(&mut self, now: Time) -> WorkerOutput {
         while let Some(request) = self.load_deadlines.take_reached(now) {
             self.load_timed_out(now, &request);
@@ -162,7 +164,8 @@ impl MooncakeWorker {
         std::mem::take(&mut self.output)
     }
 
-    /// When [`get_finished`](Self::get_finished) has something to do, though nothing else may happen.
+    /// Returns the next time at which [`get_finished`](Self::get_finished) is due, even without
+    /// other events.
     pub fn next_deadline(&self) -> Option<Time> {
         let each = [
             self.load_deadlines.next(),
@@ -173,10 +176,10 @@ impl MooncakeWorker {
         each.into_iter().flatten().min()
     }
 
-    /// Ends what can be ended. May be called again.
+    /// Fails all pulled requests, and closes pulls and connections. May be called repeatedly.
     pub fn shutdown(&mut self, now: Time) {
         for serve in self.serves.keys().copied().collect::<Vec<_>>() {
-            self.fail_serve(now, serve, "the prefill is shut down");
+            self.fail_serve(now, serve, "the prefill was shut down");
         }
         for pull in std::mem::take(&mut self.pulls).into_keys() {
             self.actions.push_back(MooncakeAction::Hangup { pull });
@@ -186,7 +189,8 @@ impl MooncakeWorker {
         self.with_peers(|peers, actions| peers.forget_all(actions));
     }
 
-    /// Loads, questions, kept blocks, writes and connections that it still knows of.
+    /// Returns the number of loads, pulls, kept blocks, writes and connections that the worker
+    /// still knows.
     pub fn len(&self) -> usize {
         self.loads.len()
             + self.pulls.len()
@@ -197,12 +201,12 @@ impl MooncakeWorker {
             + self.peers.connections()
     }
 
-    /// Whether it knows of nothing.
+    /// Returns whether the worker knows none of these.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The memory of a decode's worker was described, or cannot be.
+    /// Handles the description of a decode worker's memory, or its failure.
     pub fn connected(
         &mut self,
         now: Time,
@@ -215,7 +219,7 @@ impl MooncakeWorker {
         };
         let peer =
             self.with_peers(|peers, actions| peers.connected(now, connection, result, actions));
-        // Expected race: another connection has taken its place, or the worker was shut down.
+        // Expected race: another connection has replaced this one, or the worker was shut down.
         let Some(peer) = peer else { return };
         let waiting = self.connecting.remove(&peer.engine).unwrap_or_default();
         if let Some(error) = &failure {
@@ -231,7 +235,7 @@ impl MooncakeWorker {
         }
     }
 
-    /// The way to a decode's memory, or a place in the queue for it.
+    /// Returns the connection to a decode's memory, or starts to describe the memory.
     pub(super) fn reach(&mut self, now: Time, target: &Arc<Target>) -> Reach {
         let mut asked = VecDeque::new();
         let reach = self.peers.reach(now, &target.peer, || Ok(vec![target.rank()]), &mut asked);

@@ -12,7 +12,7 @@ use crate::wire::mooncake::PullRequest;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct QueryId(pub(super) u64);
 
-/// The identifier of a pull sent to a prefill worker, which has its own connection. Never reused.
+/// The identifier of a pull, which is sent to a prefill worker on its own connection. Never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PullId(pub(super) u64);
 
@@ -56,7 +56,7 @@ pub enum MooncakeAction {
         /// The message. The runtime adds the grants, and the memory addresses for a plain Mooncake
         /// agent.
         question: Box<PullRequest>,
-        /// True if the bootstrap server lists the worker as one of kvx.
+        /// True if the bootstrap server lists the worker as a kvx worker.
         is_kvx: bool,
         /// The time after which no answer is expected.
         deadline: Time,

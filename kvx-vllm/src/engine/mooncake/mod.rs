@@ -17,7 +17,7 @@
 //! [`older_asked_for`]: MooncakeWorker::older_asked_for
 //! [`older_answered_with`]: MooncakeWorker::older_answered_with
 //!
-//! Differences from vLLM's own connector, and their reasons:
+//! Differences from vLLM's own connector:
 //!
 //! - a prefill that ends without its blocks reports that at once to waiting and to later decodes;
 //! - a waiting pull is a record, bounded in number and bytes, and does not block a worker;

@@ -107,7 +107,7 @@ impl MooncakeLoad {
 }
 
 impl MooncakeWorker {
-    /// Starts the loads of one step. Each pull contains all loads from one prefill.
+    /// Starts the loads of one step. Loads from one prefill share their pulls.
     pub(super) fn receive(&mut self, now: Time, orders: Vec<ReceiveOrder>) {
         let mut by_engine: BTreeMap<EngineId, Vec<RequestId>> = BTreeMap::new();
         for order in orders {

@@ -16,7 +16,7 @@ use crate::params::{
 enum Leg {
     /// A decode will ask for the blocks by this name.
     Prefill { name: RequestId },
-    /// This engine asks that prefill for the blocks by this name.
+    /// This engine asks the prefill `engine` for the blocks by this name.
     Decode { name: RequestId, engine: EngineId, address: Address },
 }
 

@@ -13,19 +13,19 @@ use kvx_vllm::mapping::{Clip, GroupKind, window_blocks};
 use kvx_vllm::params::TransferMode;
 use kvx_vllm::wire::CompatibilityFactors;
 
-/// A KV cache group: layers whose blocks are given to requests together.
+/// A KV cache group: layers whose blocks are allocated to requests together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Group {
-    /// All tokens of a request.
+    /// Keeps all tokens of a request.
     Whole,
-    /// The last tokens of a request.
+    /// Keeps the last tokens of a request.
     Window {
-        /// The number of them.
+        /// The number of tokens.
         tokens: u32,
     },
 }
 
-/// Builds a [`Connector`]: [`Connector::builder`] returns it.
+/// A builder of a [`Connector`], made by [`Connector::builder`].
 #[must_use]
 pub struct ConnectorBuilder {
     config: KvTransferConfig,
@@ -41,8 +41,9 @@ pub struct ConnectorBuilder {
 
 impl Connector {
     /// Returns a builder for an engine with this configuration, over the backends of `registry`.
-    /// `model` is what this engine and its peers must have in common: a peer whose handshake says
-    /// otherwise is refused.
+    ///
+    /// `model` is what this engine and its peers must have in common. A peer whose handshake
+    /// differs is refused.
     pub fn builder(
         config: &KvTransferConfig,
         registry: Registry,
@@ -71,73 +72,83 @@ impl ConnectorBuilder {
         }
     }
 
-    /// The KV cache groups, in the order of lists of blocks; one of whole requests if not called.
+    /// Sets the KV cache groups, in the order of lists of blocks. Default: one
+    /// [`Whole`](Group::Whole) group.
     pub fn groups(mut self, groups: impl IntoIterator<Item = Group>) -> Self {
         self.groups = groups.into_iter().collect();
         self
     }
 
-    /// Tokens of a logical block; 16 if not called.
+    /// Sets the number of tokens in a logical block. Default: 16.
     pub fn block_size(mut self, tokens: u32) -> Self {
         self.block_size = tokens;
         self
     }
 
-    /// Workers of the engine: ranks of tensor and of pipeline parallelism. One of each if not
-    /// called.
+    /// Sets the number of tensor-parallel and pipeline-parallel ranks. Default: one of each.
     pub fn workers(mut self, tensor_parallel: u32, pipeline_parallel: u32) -> Self {
         (self.sizes.0, self.sizes.1) = (tensor_parallel, pipeline_parallel);
         self
     }
 
-    /// The size of decode context parallelism; 1 if not called.
+    /// Sets the size of decode context parallelism. Default: 1.
     pub fn decode_context_parallel(mut self, size: u32) -> Self {
         self.sizes.2 = size;
         self
     }
 
-    /// The rank of data parallelism: its name and port follow from it. 0 if not called.
+    /// Sets the data-parallel rank, which determines the name and port of the engine. Default: 0.
     pub fn data_parallel_rank(mut self, rank: u32) -> Self {
         self.data_parallel = rank;
         self
     }
 
-    /// Tokens at the end of a prompt that a prefill leaves to the decode; none if not called.
+    /// Sets how many tokens at the end of a prompt a prefill leaves to the decode. Default: none.
     pub fn prefill_backoff(mut self, tokens: u32) -> Self {
         self.prefill_backoff = tokens;
         self
     }
 
-    /// The side channel listens on a port that is free, whatever `VLLM_NIXL_SIDE_CHANNEL_PORT`
-    /// says; parameters tell peers which. With `kv_compat` 0.9 and 0.11, whose workers have a port
-    /// each, for one worker only.
+    /// Lets the side channel listen on any free port, whatever `VLLM_NIXL_SIDE_CHANNEL_PORT` says.
+    /// Parameters carry the port to peers. With `kv_compat` 0.9 and 0.11 each worker has its own
+    /// port, so this works for one worker only.
     pub fn any_port(mut self) -> Self {
         self.any_port = true;
         self
     }
 
-    /// Begins to listen, on a thread of the connector's own.
+    /// Starts the connector's thread, and returns once the side channel listens.
     ///
     /// # Errors
-    /// `Unsupported` for a connector that is no NixlConnector; `Invalid` for sizes, groups and
-    /// ports that cannot be; what the system says of the side channel's port, with the variable to
-    /// set and a port that is free.
+    /// - `Unsupported`: the configuration names a connector that kvx does not serve, or combines
+    ///   settings that exclude each other.
+    /// - `Invalid`: sizes, groups, ports or the host are impossible, or the secret cannot be used.
+    /// - `Exhausted`: the port of the side channel is taken. The error names the variable to set
+    ///   and a free port.
+    /// - Errors of the operating system for the socket, the thread and the secret's file.
     pub async fn build(self) -> Result<Connector> {
         let (setup, side) = self.setup()?;
         let started = thread::start(setup, side)?;
         std::future::poll_fn(|context| started.poll(context)).await
     }
 
-    /// As [`build`](Self::build), without a runtime.
+    /// Builds the connector as [`build`](Self::build) does, and blocks the thread meanwhile.
+    ///
+    /// # Errors
+    /// Those of [`build`](Self::build), and `TimedOut` if the side channel does not listen within
+    /// 30 s.
     pub fn build_blocking(self) -> Result<Connector> {
         let (setup, side) = self.setup()?;
         let started = thread::start(setup, side)?;
         started.wait(thread::START_LIMIT.into()).unwrap_or_else(|| {
-            Err(Error::new(ErrorKind::TimedOut, "the side channel did not begin to listen in time"))
+            Err(Error::new(
+                ErrorKind::TimedOut,
+                "the side channel did not start to listen within 30 s",
+            ))
         })
     }
 
-    /// Everything that the builder was given, for ranks in processes of their own.
+    /// Returns everything that the builder was given, for ranks in processes of their own.
     fn told(&self) -> Map<String, Value> {
         let groups = self.groups.iter().map(|group| match group {
             Group::Whole => Value::Null,
@@ -146,7 +157,7 @@ impl ConnectorBuilder {
         let (tp, pp, dcp) = self.sizes;
         let told = json!({
             "config": self.config.to_json(),
-            // The rank's process does not know whether there is a GPU.
+            // The rank's process cannot find out whether there is a GPU.
             "gpu": self.config.buffer_device() == BufferDevice::Cuda,
             "model": self.factors.model,
             "attn_backend_name": self.factors.attn_backend_name,
@@ -172,10 +183,10 @@ impl ConnectorBuilder {
         }
         if self.groups.is_empty() || self.block_size == 0 {
             return invalid(
-                "an engine has a KV cache group at least, and blocks of a token at least",
+                "an engine needs at least one KV cache group, and at least one token in a block",
             );
         }
-        // Where it listens is known once it does.
+        // The address is known once the side channel listens.
         let nowhere = Address { host: "".into(), port: 0 };
         let mut settings = match self.config.connector() {
             Some(kvx_vllm::config::ConnectorKind::Mooncake) => {

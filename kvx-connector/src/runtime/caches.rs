@@ -1,4 +1,5 @@
-//! The caches that a worker has registered: their regions at its agent, and what lies beside them.
+//! The caches that a worker has registered: their regions at its agent, and the memory that belongs
+//! to them.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Weak};
@@ -14,7 +15,7 @@ use super::scratch::Scratch;
 use kvx_vllm::engine::Fresh;
 use kvx_vllm::mapping::{Caches, Geometry, Pairing, RegionGrid};
 
-/// The caches of a worker, and what lies beside them.
+/// The caches of a worker, and the memory that belongs to them.
 #[derive(Debug)]
 pub(super) struct RegisteredCaches {
     pub(super) agent: Agent,
@@ -23,11 +24,11 @@ pub(super) struct RegisteredCaches {
     regions: Vec<Region>,
     pub(super) words: Region,
     pub(super) digests: Option<Digests>,
-    /// Where the caches lie on a device and peers see copies of them.
+    /// The host copies that peers see, if the caches lie on a device.
     pub(super) host_copies: Option<HostCopies>,
     /// The grants for requests, to be revoked with the caches.
     granted: Mutex<Vec<Weak<GrantedWrites>>>,
-    /// Read while blocks are finished, hashed or copied: this process itself touches them then.
+    /// Locked for reading while this process finishes, hashes or copies blocks.
     pub(super) finishing: tokio::sync::RwLock<()>,
 }
 
@@ -69,19 +70,20 @@ impl RegisteredCaches {
         self.caches.geometry()
     }
 
-    /// The regions that the caches lie in.
+    /// Returns the regions that hold the caches.
     pub(super) fn pools(&self) -> impl Iterator<Item = &Region> {
         self.regions.iter()
     }
 
-    /// The kind of device memory in a fleet of this engine's kind: a handshake does not name the
-    /// maker.
+    /// Returns the kind of device memory in a fleet with this engine. A handshake does not name the
+    /// vendor.
     pub(super) fn device_kind(&self) -> MemoryKind {
         let amd = self.pools().any(|pool| pool.memory().kind() == MemoryKind::Rocm);
         if amd { MemoryKind::Rocm } else { MemoryKind::Cuda }
     }
 
-    /// The memory that a region of the caches lies in, and where in it.
+    /// Returns the registered memory that holds a region of the caches, and the region's offset in
+    /// it.
     pub(super) fn place(&self, region: u32) -> Result<(&Region, u64)> {
         let held = &self.geometry().regions()[region as usize];
         let end = held.end().expect("checked when the geometry was made");
@@ -95,7 +97,7 @@ impl RegisteredCaches {
                 ErrorKind::Invalid,
                 format!(
                     "region {region} of the caches ({:#x} to {end:#x}, layer {}) lies in none of the {} pieces of \
-                     memory: give Rank::register all memory that the caches are in",
+                     memory: pass Rank::register all memory that holds the caches",
                     held.base,
                     held.layers.first().map_or("without a name", |name| &**name),
                     self.regions.len()
@@ -132,8 +134,8 @@ impl RegisteredCaches {
         }
     }
 
-    /// The peer's kernel blocks whose bytes here are not those that it has published. Blocks: it
-    /// hashes.
+    /// Returns the peer's kernel blocks whose local bytes do not match their digests. Blocks while
+    /// it hashes.
     pub(super) fn wrong(
         &self,
         peer: &PeerDigests,
@@ -143,12 +145,12 @@ impl RegisteredCaches {
         peer.wrong(read, rows, |place, index, bytes| self.read(place, index, bytes))
     }
 
-    /// The copies of these caches on the host.
+    /// Returns the copies of these caches on the host.
     pub(super) fn copies(&self) -> Result<&HostCopies> {
         self.host_copies.as_ref().ok_or_else(caches_are_gone)
     }
 
-    /// The memory once more, to be written into for one request. May block.
+    /// Registers the memory again, for the writes of one request. May block.
     pub(super) fn grant(&self, request: u64) -> Result<Vec<Region>> {
         self.host_copies.iter().for_each(HostCopies::wait_until_idle);
         let grant = |region: &Region| {
@@ -158,14 +160,14 @@ impl RegisteredCaches {
         self.regions.iter().map(grant).collect()
     }
 
-    /// Notes what was granted: it is taken back with everything else.
+    /// Notes a grant, so that it is revoked with the caches.
     pub(super) fn has_granted(&self, granted: &Arc<GrantedWrites>) {
         let mut all = self.granted.lock();
         all.retain(|earlier| earlier.strong_count() > 0);
         all.push(Arc::downgrade(granted));
     }
 
-    /// Takes everything back.
+    /// Revokes everything that is registered.
     pub(super) async fn revoke(&self, deadline: Deadline) -> Result<()> {
         let digests = self.digests.iter().map(|digests| &digests.region);
         let grants: Vec<_> = self.granted.lock().iter().filter_map(Weak::upgrade).collect();
@@ -182,16 +184,16 @@ impl RegisteredCaches {
         result
     }
 
-    /// Waits until no blocks are being finished, hashed or copied. Once the worker has them no
-    /// more, none begins.
+    /// Waits until no block is being finished, hashed or copied. None starts once the worker no
+    /// longer has the caches.
     ///
-    /// Errors: `StillShared`: not by the deadline, or a device may go on for ever.
+    /// Errors: `StillShared` if one has not ended by the deadline, or if a device may never end.
     pub(super) async fn finished(&self, deadline: Deadline) -> Result<()> {
         match tokio::time::timeout(deadline.left(), self.finishing.write()).await {
             Ok(_) => self.host_copies.as_ref().map_or(Ok(()), HostCopies::check),
             Err(_) => Err(Error::new(
                 ErrorKind::StillShared,
-                "blocks were still being finished, hashed or copied at the deadline: give it more time",
+                "blocks were still being finished, hashed or copied at the deadline: allow more time",
             )),
         }
     }

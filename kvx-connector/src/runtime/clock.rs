@@ -1,4 +1,4 @@
-//! The one clock of an engine: its `Scheduler`, its `Worker`s and its side channel read the same.
+//! The clock of an engine, which its `Scheduler`, `Worker`s and side channel share.
 
 use std::time::{Duration, Instant};
 
@@ -11,28 +11,29 @@ pub(crate) struct Clock {
 }
 
 impl Clock {
-    /// Begins a little after its origin: what a peer names may lie before this process, and has to
-    /// be representable.
+    /// The age of a new clock. A peer may name a time before this process started, and the clock
+    /// has to represent it.
     const HEAD_START: Duration = Duration::from_secs(1);
 
-    /// A clock that begins now.
+    /// Starts a clock.
     pub(crate) fn new() -> Self {
         let now = Instant::now();
         Clock { origin: now.checked_sub(Self::HEAD_START).unwrap_or(now) }
     }
 
-    /// What it shows.
+    /// Returns the current time.
     pub(crate) fn now(&self) -> Time {
         self.at(Instant::now())
     }
 
-    /// What it shows at a moment of this process; its origin for moments before that.
+    /// Converts a moment of this process to the clock's time. Moments before the origin become the
+    /// origin.
     pub(crate) fn at(&self, moment: Instant) -> Time {
         Time::from_origin(moment.saturating_duration_since(self.origin))
     }
 
-    /// The moment at which it shows this time, for timers; `None` if that is beyond what the system
-    /// counts.
+    /// Converts a time to a moment, for timers. Returns `None` if the moment is beyond the range of
+    /// the system's clock.
     pub(crate) fn moment(&self, time: Time) -> Option<Instant> {
         self.origin.checked_add(time.since(Time::default()))
     }

@@ -1,4 +1,4 @@
-//! The connector of one engine, by the names of vLLM's `KVConnectorBase_V1`.
+//! The connector of one engine, with the method names of vLLM's `KVConnectorBase_V1`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,27 +16,27 @@ use kvx_vllm::engine::{
 };
 use kvx_vllm::params::OlderMooncakeParams;
 
-/// How long a connector that is dropped without a shutdown takes to end what it has begun.
+/// How long a connector that is dropped without a shutdown has to end its work.
 const AT_DROP: Duration = Duration::from_secs(1);
 
-/// The connector of one engine. Cheap to clone; it ends with [`shutdown`](Self::shutdown), or with
-/// its last clone.
+/// The connector of one engine. Cheap to clone. It ends with [`shutdown`](Self::shutdown), or when
+/// its last clone is dropped.
 ///
-/// The calls of a step loop have the names of vLLM's `KVConnectorBase_V1`, return at once and wait
-/// for nothing, but for [`request_finished`](Self::request_finished) with `kvx_digest`, or where
+/// The calls of a step loop have the names of vLLM's `KVConnectorBase_V1`. They return at once,
+/// except [`request_finished`](Self::request_finished), which may block with `kvx_digest` or where
 /// blocks are copied to the host:
 ///
-/// 1. [`on_new_request`](Self::on_new_request) when a request arrives; when it is admitted
-///    [`get_num_new_matched_tokens`](Self::get_num_new_matched_tokens), blocks for it, and
-///    [`update_state_after_alloc`](Self::update_state_after_alloc).
-/// 2. [`step`](Self::step) once a step, and then
-///    [`Rank::start_load_kv`](super::Rank::start_load_kv) on each worker.
-/// 3. [`outcomes`](Self::outcomes), and what they ask for.
+/// 1. [`on_new_request`](Self::on_new_request) when a request arrives. When it is admitted:
+///    [`get_num_new_matched_tokens`](Self::get_num_new_matched_tokens), the allocation of blocks,
+///    and [`update_state_after_alloc`](Self::update_state_after_alloc).
+/// 2. [`step`](Self::step) once a step, then [`Rank::start_load_kv`](super::Rank::start_load_kv) on
+///    each worker.
+/// 3. [`outcomes`](Self::outcomes), each of which says what the engine does next.
 /// 4. [`request_finished`](Self::request_finished) for requests that end.
 ///
-/// An idle engine sleeps in [`outcomes_ready`](Self::outcomes_ready). Leases, heartbeats, deadlines
-/// and peers that fetch are served on the connector's own thread, however long a step takes. Both
-/// ends check blocks by their generations; the engine does nothing for it.
+/// An idle engine sleeps in [`outcomes_ready`](Self::outcomes_ready). The connector's own thread
+/// serves leases, heartbeats, deadlines and peers that fetch, however long a step takes. Both ends
+/// check blocks by their generations, without any call of the engine.
 #[derive(Clone)]
 pub struct Connector(Arc<Handle>);
 
@@ -59,52 +59,55 @@ impl Connector {
         &self.0.shared
     }
 
-    /// The name under which peers know this engine.
+    /// Returns the name under which peers know this engine.
     pub fn engine_id(&self) -> &EngineId {
         &self.settings().engine
     }
 
-    /// The address of its side channel, as peers know it.
+    /// Returns the address of the side channel, as peers know it.
     pub fn address(&self) -> &Address {
         &self.settings().address
     }
 
-    /// The settings that it was built with.
+    /// Returns the settings that the connector was built with.
     pub fn settings(&self) -> &Settings {
         &self.shared().setup.settings
     }
 
-    /// A moment on the clock that times of requests are on.
+    /// Converts a deadline to the connector's clock, which the times of requests use.
     pub fn time(&self, deadline: impl Into<Deadline>) -> Time {
         let left = deadline.into().left();
         self.shared().clock.now() + left
     }
 
-    /// Announces a request. From now on heartbeats tell the peer that keeps its blocks that they
-    /// are wanted.
+    /// Announces a request. From now on heartbeats renew the lease that a peer holds for its
+    /// blocks.
     ///
     /// # Errors
-    /// The parameters cannot be used; the request is computed here, as if it had none.
+    /// The reason why the parameters cannot be used. The engine computes the prompt itself, as if
+    /// the request had no parameters.
     pub fn on_new_request(&self, arrival: Arrival<'_>) -> Result<(), NotLoaded> {
         arrive(self.shared(), arrival, |_| ())
     }
 
-    /// Returns how many tokens beyond `computed` can be loaded. Changes nothing, and may be called
-    /// again.
+    /// Returns how many tokens beyond `computed` can be loaded. Has no side effects.
     pub fn get_num_new_matched_tokens(&self, request: &RequestId, computed: u32) -> Matched {
         let shared = self.shared();
         let now = shared.clock.now();
         shared.state.lock().scheduler.get_num_new_matched_tokens(now, request, computed)
     }
 
-    /// Orders the load of a request, which has blocks now, for the next [`step`](Self::step). A
-    /// second call for the same load changes nothing.
+    /// Orders the load of a request, which has blocks by now, for the next [`step`](Self::step). A
+    /// second call for the same load has no effect.
     ///
     /// # Errors
-    /// `Invalid` for another number of lists than KV cache groups, and if no caches are registered;
-    /// `OutOfBounds` for blocks beyond them; `PeerLost`: a rank of this engine has not joined, or
-    /// is lost. Then the load is not ordered and has no outcome: compute the prompt here, or fail
-    /// the request.
+    /// The load is then not ordered and has no outcome: compute the prompt here, or fail the
+    /// request.
+    ///
+    /// - `Invalid`: the number of lists differs from that of the KV cache groups, or a worker has
+    ///   no caches registered.
+    /// - `OutOfBounds`: a block lies beyond the registered caches.
+    /// - `PeerLost`: a rank of this engine has not joined, or is lost.
     pub fn update_state_after_alloc(
         &self,
         request: &RequestId,
@@ -120,7 +123,7 @@ impl Connector {
         })
     }
 
-    /// The end of a step: what it has ordered goes to the workers, which begin it at their
+    /// Ends a step. The loads that it ordered go to the workers, which start them in
     /// [`start_load_kv`](super::Rank::start_load_kv).
     pub fn step(&self) {
         self.shared().with_state(|state, now| {
@@ -132,14 +135,14 @@ impl Connector {
         });
     }
 
-    /// Takes the outcomes of loads and of kept blocks since the last call, without those that
-    /// [`Prefill`](super::Prefill) and [`Decode`](super::Decode) wait for.
+    /// Takes the outcomes of loads and of kept blocks since the last call, except those that a
+    /// [`Prefill`](super::Prefill) or [`Decode`](super::Decode) handle waits for.
     pub fn outcomes(&self) -> Vec<Outcome> {
         self.shared().state.lock().outcomes.take()
     }
 
-    /// Ends when there are [`outcomes`](Self::outcomes), or the connector was shut down. Under any
-    /// executor.
+    /// Waits until there are [`outcomes`](Self::outcomes), or the connector was shut down. Runs
+    /// under any executor.
     pub async fn outcomes_ready(&self) {
         loop {
             let rung = self.shared().news.notified();
@@ -152,8 +155,8 @@ impl Connector {
         }
     }
 
-    /// Blocks as [`outcomes_ready`](Self::outcomes_ready), without a runtime. False: not by the
-    /// deadline.
+    /// Blocks the thread as [`outcomes_ready`](Self::outcomes_ready) waits. Returns false if the
+    /// deadline passed first.
     pub fn outcomes_ready_blocking(&self, deadline: impl Into<Deadline>) -> bool {
         let (shared, until) = (self.shared(), until(deadline.into()));
         let mut state = shared.state.lock();
@@ -166,54 +169,55 @@ impl Connector {
         true
     }
 
-    /// Notes that the first `tokens` tokens of a request are computed on all workers: the devices
-    /// have ended that work, and the blocks stay as they are until the request ends or is
-    /// [preempted](Self::preempted). `blocks` are its lists from the first token on, as
+    /// Notes that all workers have computed the first `tokens` tokens of a request.
+    ///
+    /// The devices have ended that work, and the blocks stay unchanged until the request ends or is
+    /// [preempted](Self::preempted). `blocks` are the request's lists from the first token on, as
     /// [`request_finished`](Self::request_finished) takes them.
     ///
-    /// Call it for each chunk of a long prompt: where peers see copies of the caches in host memory
-    /// (`kv_buffer_device: cpu`), its whole blocks are copied while the next chunk is computed, and
-    /// `request_finished` waits for the rest alone. Otherwise, and for requests that keep no blocks
+    /// Call it for each chunk of a long prompt. Where peers see copies of the caches in host memory
+    /// (`kv_buffer_device: cpu`), whole blocks are copied while the next chunk is computed, and
+    /// `request_finished` waits for the rest only. Otherwise, and for requests that keep no blocks
     /// for a peer, it does nothing. Returns at once.
     pub fn computed(&self, request: &RequestId, blocks: &BlockLists, tokens: u32) {
         copies::computed(self.shared(), request, blocks, tokens);
     }
 
-    /// Notes that blocks of a request go to others before it ends, and forgets what was
+    /// Notes that other requests get the blocks of a request before it ends. Forgets what was
     /// [computed](Self::computed).
     pub fn preempted(&self, request: &RequestId) {
         self.shared().state.lock().saves.forget(request);
     }
 
-    /// Ends a request, in whatever state it is. Waits, for at most 30 s, where blocks that are kept
-    /// for a peer are still to be hashed (`kvx_digest`) or copied to the host (`kv_buffer_device:
-    /// cpu`).
+    /// Ends a request, in whatever state it is. Blocks for at most 30 s while blocks that are kept
+    /// for a peer are hashed (`kvx_digest`) or copied to the host (`kv_buffer_device: cpu`).
     pub fn request_finished(&self, request: &RequestId, ending: Ending) -> Finished {
         requests::finish(self.shared(), request, ending)
     }
 
-    /// The number of blocks of failed loads that a transfer may still touch.
+    /// Returns the number of blocks of failed loads that a transfer may still touch.
     pub fn blocks_held(&self) -> usize {
         self.shared().state.lock().scheduler.blocks_held()
     }
 
-    /// Returns whether it knows of no request and keeps no blocks.
+    /// Returns whether the connector has no requests and keeps no blocks.
     pub fn is_idle(&self) -> bool {
         self.shared().state.lock().is_idle()
     }
 
-    /// Ends everything: loads fail, peers are refused, memory is given back, the thread ends. `Ok`:
-    /// nothing touches any block any more.
+    /// Ends the connector. Loads fail, peers are refused, memory is released, and the thread ends.
+    /// After `Ok` nothing touches any block any more.
     ///
     /// # Errors
-    /// `StillShared` or `TimedOut`: that could not be proven by the deadline, and memory stays
+    /// `StillShared` or `TimedOut`: the end could not be proven by the deadline. Memory stays
     /// quarantined.
     pub fn shutdown(&self, deadline: impl Into<Deadline>) -> Completion<()> {
         shutdown::request(self.shared(), deadline.into())
     }
 }
 
-/// A request has arrived. `wait` says who receives its outcome, from its first moment on.
+/// Handles the arrival of a request. `wait` registers the receiver of its outcome before any
+/// outcome can arise.
 pub(super) fn arrive<T>(
     shared: &Shared,
     arrival: Arrival<'_>,

@@ -1,4 +1,4 @@
-//! Work of this process on the blocks in registered caches: finished, hashed, and copied between
+//! Work of this process on the blocks of registered caches: finishing, hashing, and copies between
 //! device and host.
 
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use kvx_vllm::engine::{
 };
 use kvx_vllm::mapping::{BlockPairs, Finishing, PeerMap};
 
-/// Answers [`Action::Finish`](kvx_vllm::engine::Action::Finish). Blocks: it copies.
+/// Answers [`Action::Finish`](kvx_vllm::engine::Action::Finish). Blocks while it copies.
 pub(super) fn finish(
     shared: &Shared,
     rank: WorkerRank,
@@ -42,7 +42,7 @@ fn finish_blocks(
     })
 }
 
-/// Reorders the blocks that were read for these caches, and clears the others.
+/// Reorders the blocks that were read for these caches, and clears the rest of them.
 fn reorder(
     own: &RegisteredCaches,
     map: &PeerMap,
@@ -80,15 +80,15 @@ pub(super) fn publish_digests(
     own: &Arc<RegisteredCaches>,
     fresh: &[Fresh],
 ) {
-    // Expected race: a call that gives the caches back waits for the lock. No peer loads these
-    // blocks.
+    // Expected race: a call that gives the caches back waits for the lock, so no peer will load
+    // these blocks.
     let Ok(_hashing) = own.finishing.try_read() else { return };
     if shared.still_has(rank, own) {
         own.publish_digests(fresh);
     }
 }
 
-/// Copies loaded blocks to the device, and lets the worker report them. Blocks.
+/// Copies loaded blocks to the device, and lets the worker report them. Blocks the thread.
 pub(super) fn fill(shared: &Shared, fill: DeviceFill) {
     let DeviceFill { rank, request, filled: FilledBlocks { own, blocks } } = fill;
     let result = shared.with_caches(rank, &own, |own| own.copies()?.fill(&blocks));
@@ -99,8 +99,8 @@ pub(super) fn fill(shared: &Shared, fill: DeviceFill) {
     });
 }
 
-/// Ends when nothing writes to a worker's copies that was ordered before the loads that it has
-/// begun. Errors: not by the deadline, or perhaps never.
+/// Waits until all copies to the host have ended that were ordered before the loads that the worker
+/// has started. Errors: `TimedOut` at the deadline; `StillShared` if one may never end.
 pub(super) async fn idle(shared: &Shared, rank: WorkerRank, deadline: Deadline) -> Result<()> {
     match shared.registered(rank).as_ref().and_then(|own| own.host_copies.as_ref()) {
         Some(copies) => copies.idle(deadline).await,
@@ -108,7 +108,7 @@ pub(super) async fn idle(shared: &Shared, rank: WorkerRank, deadline: Deadline) 
     }
 }
 
-/// The engine says that these tokens of a request are computed.
+/// Handles the engine's report that tokens of a request are computed.
 pub(super) fn computed(
     shared: &Arc<Shared>,
     request: &RequestId,
@@ -126,7 +126,8 @@ pub(super) fn computed(
     }
     let whole = tokens / settings.block_size.max(1);
     let (of, ordered) = state.saves.number(request, whole);
-    // The list of a window may begin anywhere: its blocks have no place, and are saved at the end.
+    // The list of a window may begin anywhere, so its blocks have no known place. They are saved at
+    // the end.
     let groups =
         (0..).zip(blocks.groups()).zip(&settings.groups).filter(|(_, window)| window.is_none());
     let unsaved: Vec<_> = groups
@@ -135,12 +136,12 @@ pub(super) fn computed(
             new.map(move |(place, block)| Unsaved { group, block: *block, place })
         })
         .collect();
-    // A copy that fails is made again when the request ends.
+    // A copy that fails is repeated when the request ends.
     drop(save(shared, &mut state, of, &unsaved, SavePoint::Early));
 }
 
-/// Has the blocks of a request that ends copied to the host, if they are to be published. Waits.
-/// False: they are not there, and nobody may hear of them.
+/// Copies the remaining blocks of a request that ends to the host, if they are to be published.
+/// Blocks the thread. Returns false if the copies failed: the request must not be published.
 pub(super) fn save_rest(shared: &Arc<Shared>, request: &RequestId, ending: &Ending) -> bool {
     let saving = {
         let mut state = shared.state.lock();
@@ -163,7 +164,7 @@ pub(super) fn save_rest(shared: &Arc<Shared>, request: &RequestId, ending: &Endi
                 place: place(at),
             })
         });
-        // Whole blocks that peers may read already are there.
+        // Whole blocks that peers may read already have been copied.
         let published = state.publication.published.as_ref().filter(|_| windows[..] == [None]);
         let is_new = |unsaved: &Unsaved| published.is_none_or(|all| !all.has_whole(unsaved.block));
         let unsaved: Vec<_> = unsaved.filter(is_new).collect();
@@ -175,15 +176,15 @@ pub(super) fn save_rest(shared: &Arc<Shared>, request: &RequestId, ending: &Endi
         let why = match saved.wait(deadline) {
             Some(Ok(())) => continue,
             Some(Err(why)) => why,
-            None => format!("this was not done within {LIMIT:?}"),
+            None => format!("it took longer than {LIMIT:?}"),
         };
-        tracing::error!(%request, why, "blocks were not copied to the host: nobody hears of them");
+        tracing::error!(%request, why, "blocks could not be copied to the host, so they are not published");
         all = false;
     }
     all
 }
 
-/// Has blocks copied to the host on all workers, wherever they are.
+/// Copies blocks to the host on all workers, in whichever process.
 fn save(
     shared: &Arc<Shared>,
     state: &mut State,
@@ -210,7 +211,7 @@ fn save(
     saving
 }
 
-/// Has blocks copied to the host on a worker of this process, in the order of its steps.
+/// Copies blocks to the host on a worker of this process, in the order of its steps.
 pub(super) fn save_here(
     shared: &Arc<Shared>,
     rank: WorkerRank,

@@ -1,4 +1,4 @@
-//! Fetching the blocks of a prefill, for engines without a step loop.
+//! Fetches the blocks of a prefill, for engines without a step loop.
 
 use std::fmt;
 use std::future::Future;
@@ -26,9 +26,11 @@ pub struct Decode<'a>(&'a Connector);
 /// A load that has filled its blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Loaded {
-    /// The tokens of the prompt that arrived: from the first one that the engine did not have to
-    /// the last one that the prefill had. The range includes the last token of a prompt that was
-    /// loaded whole, which the engine computes again for its output.
+    /// The tokens of the prompt whose KV cache the load has filled in.
+    ///
+    /// The range starts at the `computed` argument of [`Decode::fetch`] and ends with the last
+    /// token that the prefill published. If that is the whole prompt, the engine still computes its
+    /// last token again, because it needs that token's output.
     pub tokens: Range<u32>,
 }
 
@@ -36,15 +38,18 @@ pub struct Loaded {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct LoadError {
-    /// Why.
+    /// The reason.
     pub failure: LoadFailure,
-    /// The next step of the engine with the request, by `kv_load_failure_policy`. `Fail` once its
-    /// deadline is past, whatever the policy, and `Recompute` for one that was refused before it
-    /// began.
+    /// The next step for the request: fail it, or compute the rest of its prompt here.
+    ///
+    /// `kv_load_failure_policy` decides, with these exceptions. It is [`Then::Fail`] after the
+    /// deadline of the request and after a shutdown. It is [`Then::Recompute`] for a load that was
+    /// refused before it started, or that failed with [`LoadFailure::Expiring`].
     pub then: Then,
-    /// Blocks without the right contents: never to be found in a prefix cache.
+    /// Blocks with wrong contents. They must never enter a prefix cache.
     pub invalid: Vec<u32>,
-    /// Blocks that a transfer may still touch, if there are any.
+    /// Blocks that a transfer may still write to. No other request may use them before they are
+    /// released.
     pub held: HeldBlocks,
 }
 
@@ -57,7 +62,7 @@ impl fmt::Display for LoadError {
 impl std::error::Error for LoadError {}
 
 impl LoadError {
-    /// One before anything was begun.
+    /// Builds the error of a load that never started.
     pub(super) fn refused(failure: LoadFailure) -> Self {
         LoadError {
             failure,
@@ -74,23 +79,44 @@ impl<'a> Decode<'a> {
         Decode(connector)
     }
 
-    /// Loads the prompt that `params` name into `blocks`, from token `computed` on: the engine has
-    /// those before it already, whole blocks of them, or the whole prompt. `blocks` are those of
-    /// the tokens that it does not have, all of them and in order. If the engine has the whole
-    /// prompt and gives no blocks, nothing is loaded, and the prefill is notified that it may free
-    /// its own.
+    /// Loads the part of a prompt that this engine does not have into `blocks`.
     ///
-    /// The load starts at once and ends by the deadline, which is that of the request: after it
-    /// nobody waits for the answer, and `then` is `Fail`. `load_timeout` of
-    /// `kv_connector_extra_config` (120 s by default) limits the load alone. A load that is refused
-    /// before it starts, or whose handshake fails, leaves the prefill's blocks to their lease. An
-    /// engine whose requests wait for free blocks longer than a lease lasts uses the calls of a
-    /// step loop, [`Connector::on_new_request`] first: heartbeats then start with the request.
+    /// - `params` come from the prefill ([`Prefill::publish`](super::Prefill::publish)) and name
+    ///   its blocks.
+    /// - `computed` is the number of tokens that this engine has already: a multiple of the block
+    ///   size, or the whole prompt.
+    /// - `blocks` receive the tokens after `computed`, in order: one block for each block of the
+    ///   prefill. If this engine has the whole prompt, give no blocks. Nothing is transferred then,
+    ///   and the prefill is notified that it may free its own.
+    /// - `deadline` is the deadline of the request as a whole. A load that misses it fails with
+    ///   [`Then::Fail`]. `load_timeout` of `kv_connector_extra_config` (120 s by default) limits
+    ///   the load alone.
+    ///
+    /// The load starts at once. A load that is refused before it starts, or whose handshake fails,
+    /// does not notify the prefill: its blocks stay until their lease ends.
+    ///
+    /// Heartbeats renew that lease only while the load runs. If requests wait for free blocks
+    /// longer than a lease lasts, use the calls of a step loop instead:
+    /// [`Connector::on_new_request`] starts the heartbeats when the request arrives.
     ///
     /// # Errors
-    /// [`LoadFailure::Refused`] when `computed` and the number of blocks do not add up to the
-    /// tokens that the prefill has, and for parameters that cannot be used. The other failures are
-    /// those of the transfer.
+    /// The fetch itself ends with a [`LoadError`]. Its `failure` is one of these:
+    ///
+    /// - [`Refused`](LoadFailure::Refused): the load did not start. The parameters cannot be used;
+    ///   `computed` and the number of blocks do not add up to the tokens that the prefill
+    ///   published; a request of this name has not ended; this engine has no caches registered or
+    ///   has lost a rank; or the connector was shut down. After the start it means that the
+    ///   parameters do not fit the peer: block numbers beyond its pool, or an old registration.
+    /// - [`Handshake`](LoadFailure::Handshake): the prefill could not be reached, or is
+    ///   incompatible with this engine.
+    /// - [`Transfer`](LoadFailure::Transfer): a read, a registration or a notification failed, or
+    ///   the connector was shut down.
+    /// - [`Stale`](LoadFailure::Stale), [`Corrupt`](LoadFailure::Corrupt): the prefill had reused
+    ///   the blocks, or their contents do not match its digests.
+    /// - [`Expiring`](LoadFailure::Expiring), [`NotPushed`](LoadFailure::NotPushed): the peer is
+    ///   about to free the blocks, or did not write them in time.
+    /// - [`Deadline`](LoadFailure::Deadline): the deadline or `load_timeout` passed.
+    /// - [`Rank`](LoadFailure::Rank): this engine lost a rank.
     pub fn fetch(
         &self,
         request: impl Into<RequestId>,
@@ -108,21 +134,21 @@ impl<'a> Decode<'a> {
     }
 }
 
-/// The end of a load that never began.
+/// The result of a load that never started.
 struct EarlyEnd {
     end: Result<Loaded, LoadError>,
-    /// The name is in use: outcomes under it belong to another request.
+    /// Whether the name is in use. Outcomes under it then belong to another request.
     known: bool,
 }
 
 /// The part of a prompt that an engine does not have.
 struct MissingPart {
-    /// The first token of it.
+    /// The first token of this part.
     computed: u32,
     blocks: BlockLists,
 }
 
-/// Orders a load. Returns its end if it never began.
+/// Starts a load. Returns its result if it did not start.
 fn begin(
     connector: &Connector,
     request: &RequestId,
@@ -135,13 +161,13 @@ fn begin(
     let refused = |why: String| early(Err(LoadError::refused(LoadFailure::Refused(why))));
     let settings = connector.settings();
     if !params.do_remote_prefill {
-        return refused("they name no remote prefill (do_remote_prefill)".into());
+        return refused("the parameters name no remote prefill (do_remote_prefill)".into());
     }
     let size = settings.block_size;
     let whole = fill.groups().iter().zip(&settings.groups).find(|(_, window)| window.is_none());
     let given = whole.map(|(list, _)| u32::try_from(list.len()).unwrap_or(u32::MAX));
-    // The parameters of a MooncakeConnector name no blocks: the prefill has those that are to be
-    // filled.
+    // The parameters of a MooncakeConnector name no blocks: the prefill has one for each block to
+    // fill.
     let at_hand = || (computed.div_ceil(size)).saturating_add(given.unwrap_or(0));
     let theirs = match &settings.mooncake {
         None => params.remote_blocks_for(settings.mode).map(|remote| {
@@ -166,17 +192,17 @@ fn begin(
     }
     if computed < held && !computed.is_multiple_of(size) {
         return refused(format!(
-            "the engine has {computed} tokens of the prompt, which are no whole blocks of {size}"
+            "the engine has {computed} tokens of the prompt, which is not a multiple of the block size {size}"
         ));
     }
     let nothing = fill.is_empty();
     let needed = held.div_ceil(size) - computed.div_ceil(size);
-    // A window's list says nothing of the tokens before it.
+    // A window's list does not cover the tokens before the window.
     let given = if nothing { 0 } else { given.unwrap_or(needed) };
     if given != needed {
         return refused(format!(
-            "{given} blocks to fill, and tokens {computed} to {held} of the prefill need {needed}: give a block for \
-             each of them, and none for those before"
+            "{given} blocks to fill, and tokens {computed} to {held} of the prefill need {needed}: give one block for \
+             each of them, and none for the tokens before"
         ));
     }
     let prompt_tokens = held.saturating_add(settings.prefill_backoff);
@@ -199,14 +225,14 @@ fn begin(
     }
     match ordered {
         Ok(()) if nothing => early(Ok(Loaded { tokens: computed..held })),
-        Ok(()) => {
-            refused("they name no blocks for what is to be filled: compute the prompt here".into())
-        }
+        Ok(()) => refused(
+            "the parameters name no blocks for the tokens to load: compute the prompt here".into(),
+        ),
         Err(why) => refused(why.to_string()),
     }
 }
 
-/// How a load of a prompt from token `first` on has ended.
+/// Converts the end of a load that started at token `first`.
 fn ended(
     connector: &Connector,
     request: &RequestId,
@@ -226,31 +252,34 @@ fn ended(
     }
 }
 
-/// A load that is under way: a future, or [`join`](Self::join) without a runtime.
+/// A load in progress. Await it, or call [`join`](Self::join) without a runtime.
 ///
-/// Dropping it before its end aborts it and notifies the prefill. The engine then gets one outcome
-/// of its blocks from [`outcomes`](Connector::outcomes), `Free` or `Lost`; [`cancel`](Self::cancel)
-/// returns something to wait for instead. A fetch that was refused because its name is in use has
-/// no outcome.
+/// Dropping it before its end aborts the load and notifies the prefill.
+/// [`outcomes`](Connector::outcomes) then returns one outcome for its blocks, `Free` or `Lost`.
+/// [`cancel`](Self::cancel) aborts the load too, and returns a handle to wait on instead. A fetch
+/// that was refused because its name is in use has no outcome.
 #[must_use = "dropping a fetch aborts it"]
 pub struct Fetch {
     connector: Connector,
     request: RequestId,
-    /// Tokens that the engine had before.
+    /// The tokens that the engine had before.
     computed: u32,
     slot: Arc<Slot<LoadEnd>>,
-    /// Its end, if it never began.
+    /// The result, if the load never started.
     early: Option<Box<EarlyEnd>>,
     over: bool,
 }
 
 impl Fetch {
-    /// The request.
+    /// Returns the name of the request.
     pub fn request(&self) -> &RequestId {
         &self.request
     }
 
-    /// Blocks until it has ended, which it does by its own deadline.
+    /// Blocks the thread until the load has ended, at the latest by its own deadline.
+    ///
+    /// # Errors
+    /// Those of [`Decode::fetch`].
     pub fn join(self) -> Result<Loaded, LoadError> {
         let mut fetch = self;
         loop {
@@ -261,8 +290,13 @@ impl Fetch {
         }
     }
 
-    /// Blocks until it has ended. `Err`: not by this deadline; it continues. With the fetch's own
-    /// deadline either may be first: [`join`](Self::join) waits for that.
+    /// Blocks the thread until the load has ended or this deadline has passed. To wait for the
+    /// load's own deadline, call [`join`](Self::join): here either of two equal deadlines may pass
+    /// first.
+    ///
+    /// # Errors
+    /// The outer `Err` returns the fetch, which continues, if it has not ended by the deadline. The
+    /// inner errors are those of [`Decode::fetch`].
     pub fn wait_blocking(
         mut self,
         deadline: impl Into<Deadline>,
@@ -277,7 +311,8 @@ impl Fetch {
         }
     }
 
-    /// Aborts it. Its blocks are the engine's again once the held ones are free.
+    /// Aborts the load. The engine may reuse the blocks of the load once the returned ones are
+    /// released.
     pub fn cancel(mut self) -> HeldBlocks {
         self.abandon()
     }
@@ -332,7 +367,7 @@ impl Drop for Fetch {
             return;
         }
         let known = self.early.as_ref().is_some_and(|early| early.known);
-        // The outcome of the held blocks goes to the engine.
+        // The engine receives the outcome of the held blocks.
         if self.abandon().is_empty() && !known {
             let request = self.request.clone();
             self.connector.shared().queue(Outcome::Free { request, kept: Kept::Load });
@@ -346,8 +381,9 @@ impl fmt::Debug for Fetch {
     }
 }
 
-/// Blocks that a transfer may still touch. After a drop, [`outcomes`](Connector::outcomes) has
-/// their release.
+/// Blocks that a transfer may still write to.
+///
+/// If it is dropped, [`outcomes`](Connector::outcomes) returns the release of the blocks.
 #[must_use = "no request gets these blocks before they are free"]
 pub struct HeldBlocks(Option<HeldParts>);
 
@@ -377,18 +413,18 @@ impl HeldBlocks {
         }))
     }
 
-    /// Returns whether there are none: then all blocks are the engine's already.
+    /// Returns whether no blocks are held, so that the engine may reuse all blocks of the load.
     pub fn is_empty(&self) -> bool {
         self.0.is_none()
     }
 
-    /// The blocks. After [`Fetch::cancel`] they are all that the load was to fill, and the lists
-    /// are empty.
+    /// Returns the blocks. After [`Fetch::cancel`] the lists are empty, and all blocks of the load
+    /// are held.
     pub fn blocks(&self) -> BlockLists {
         self.0.as_ref().map(|held| held.blocks.clone()).unwrap_or_default()
     }
 
-    /// Ends when nothing touches them any more; at once if there are none.
+    /// Waits until no transfer can touch the blocks any more. Returns at once if none are held.
     pub async fn released(mut self) -> Released {
         let Some(held) = &self.0 else { return Released::Free };
         let released = std::future::poll_fn(|context| held.slot.poll(context)).await;
@@ -396,7 +432,11 @@ impl HeldBlocks {
         released
     }
 
-    /// As [`released`](Self::released), without a runtime. `Err`: not by the deadline.
+    /// Blocks the thread until the blocks are released, as [`released`](Self::released) does
+    /// without blocking.
+    ///
+    /// # Errors
+    /// Returns the held blocks if they are not released by the deadline.
     pub fn wait_blocking(mut self, deadline: impl Into<Deadline>) -> Result<Released, HeldBlocks> {
         let Some(held) = &self.0 else { return Ok(Released::Free) };
         match held.slot.wait(deadline.into()) {
@@ -415,7 +455,7 @@ impl Drop for HeldBlocks {
         let mut state = connector.shared().state.lock();
         state.outcomes.forget_release(&request, Kept::Load, &slot);
         drop(state);
-        // Expected race: they were released just now.
+        // Expected race: the blocks were released in the meantime.
         match slot.take() {
             Some(Released::Lost) => {
                 connector.shared().queue(Outcome::Lost { request, kept: Kept::Load })

@@ -1,4 +1,4 @@
-//! Engines that keep a dense tensor for each sequence: a pool of blocks beside it, which peers read
+//! Support for engines that keep a dense tensor for each sequence: a pool of blocks that peers read
 //! and loads fill.
 
 use std::fmt;
@@ -20,42 +20,42 @@ use kvx_vllm::mapping::{
 };
 use kvx_vllm::params::{TransferMode, TransferParams};
 
-/// What a rank keeps of a model.
+/// The part of a model that a rank keeps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DenseModel {
-    /// Names of its layers, in the order of the views.
+    /// The names of its layers, in the order of the views.
     pub layers: Vec<Arc<str>>,
-    /// KV heads of the whole model, over all ranks.
+    /// The number of KV heads of the whole model, over all ranks.
     pub heads: u32,
-    /// KV heads of this rank.
+    /// The number of KV heads of this rank.
     pub rank_heads: usize,
-    /// Bytes of a head's K of one token; V has as many.
+    /// The size in bytes of one head's K of one token. V has the same size.
     pub row: usize,
-    /// Tokens of a block.
+    /// The number of tokens in a block.
     pub block_tokens: u32,
-    /// LBHNC or LBNHC, as the peers have it.
+    /// The layout of a block, LBHNC or LBNHC. Peers use the same one.
     pub layout: KvLayout,
 }
 
 /// K or V of one layer and one sequence, to be saved.
 #[derive(Clone, Copy, Debug)]
 pub struct DenseView<'a> {
-    /// From its first row on.
+    /// The bytes, from the first row on.
     pub bytes: &'a [u8],
-    /// Its order and distances.
+    /// The order and strides of the rows.
     pub shape: DenseShape,
 }
 
 /// K or V of one layer and one sequence, to be loaded.
 #[derive(Debug)]
 pub struct DenseViewMut<'a> {
-    /// From its first row on.
+    /// The bytes, from the first row on.
     pub bytes: &'a mut [u8],
-    /// Its order and distances.
+    /// The order and strides of the rows.
     pub shape: DenseShape,
 }
 
-/// Blocks of the connector's beside the tensors of an engine without blocks. Cheap to clone.
+/// Blocks of the connector, for an engine whose tensors have no blocks. Cheap to clone.
 ///
 /// ```
 /// use kvx_vllm::mapping::{DenseShape, KvLayout};
@@ -90,11 +90,13 @@ struct Pool {
 }
 
 impl DensePool {
-    /// A pool of so many blocks: those of all requests that are published or loaded at a time.
+    /// Creates a pool with as many blocks as all requests need that are published or loaded at the
+    /// same time.
     ///
     /// # Errors
-    /// `Invalid` for a model without layers, heads or bytes, and other layouts; `Exhausted` when
-    /// memory is short.
+    /// - `Invalid`: the model has no layers, heads or bytes, the number of blocks is 0, or the
+    ///   layout is another one.
+    /// - `Exhausted`: there is not enough memory.
     pub fn new(model: DenseModel, blocks: u32) -> Result<Self> {
         let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
         if !matches!(model.layout, KvLayout::Lbhnc | KvLayout::Lbnhc) {
@@ -124,7 +126,10 @@ impl DensePool {
         Ok(DensePool(Arc::new(Pool { model, rows, block_len, blocks, memory, free, held })))
     }
 
-    /// The caches to register, with [`memory`](Self::memory). Errors: as [`Caches::of_layers`].
+    /// Returns the caches to register, together with [`memory`](Self::memory).
+    ///
+    /// # Errors
+    /// Those of [`Caches::of_layers`].
     pub fn caches(&self) -> Result<Caches> {
         let Pool { model, block_len, blocks, .. } = &*self.0;
         let layer = |(at, name): (usize, &Arc<str>)| LayerCache {
@@ -146,18 +151,18 @@ impl DensePool {
         )
     }
 
-    /// The memory that the blocks lie in.
+    /// Returns the memory that holds the blocks.
     pub fn memory(&self) -> &Arc<Memory> {
         &self.0.memory
     }
 
-    /// Blocks that nobody has.
+    /// Returns the number of free blocks.
     pub fn free(&self) -> usize {
         self.sweep();
         self.0.free.lock().len()
     }
 
-    /// Takes back what failed loads do not hold any more.
+    /// Takes back the blocks that failed loads no longer hold.
     fn sweep(&self) {
         let held = std::mem::take(&mut *self.0.held.lock());
         for (held, mut blocks) in held {
@@ -169,7 +174,10 @@ impl DensePool {
         }
     }
 
-    /// Blocks for so many tokens. Errors: `Busy` when fewer are free.
+    /// Takes blocks for `tokens` tokens.
+    ///
+    /// # Errors
+    /// `Busy`: fewer blocks are free.
     pub fn take(&self, tokens: usize) -> Result<DenseBlocks> {
         self.sweep();
         let count = tokens.div_ceil(self.0.rows.tokens);
@@ -187,10 +195,12 @@ impl DensePool {
         Ok(DenseBlocks { pool: self.clone(), blocks })
     }
 
-    /// Copies the first tokens of a sequence into blocks: for each layer, K and V.
+    /// Copies the first `tokens` tokens of a sequence into blocks. `views` hold K and V of each
+    /// layer.
     ///
     /// # Errors
-    /// `Busy`; `Invalid` for views that lack a layer or a token, or are not of the model.
+    /// - `Busy`: fewer blocks are free.
+    /// - `Invalid`: the views lack a layer or a token, or do not fit the model.
     pub fn save(&self, tokens: usize, views: &[[DenseView<'_>; 2]]) -> Result<DenseBlocks> {
         self.layers(views.len())?;
         let blocks = self.take(tokens)?;
@@ -207,8 +217,11 @@ impl DensePool {
         Ok(blocks)
     }
 
-    /// Copies blocks to the first tokens of a sequence. Errors: `Invalid` as [`save`](Self::save),
-    /// and for blocks of fewer tokens.
+    /// Copies blocks to the first `tokens` tokens of a sequence.
+    ///
+    /// # Errors
+    /// `Invalid`: the blocks hold fewer tokens, or the views lack a layer or a token, or do not fit
+    /// the model.
     pub fn load(
         &self,
         blocks: &DenseBlocks,
@@ -217,7 +230,10 @@ impl DensePool {
     ) -> Result<()> {
         self.layers(views.len())?;
         if blocks.blocks.len() < tokens.div_ceil(self.0.rows.tokens) {
-            return Err(Error::new(ErrorKind::Invalid, format!("{tokens} tokens of {blocks:?}")));
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("{blocks:?} hold fewer than {tokens} tokens"),
+            ));
         }
         let mut scratch = vec![0; self.0.block_len];
         for (part, block) in self.parts(tokens).zip(&blocks.blocks) {
@@ -231,13 +247,13 @@ impl DensePool {
         Ok(())
     }
 
-    /// The tokens of each block.
+    /// Yields the tokens of each block.
     fn parts(&self, tokens: usize) -> impl Iterator<Item = std::ops::Range<usize>> + use<> {
         let step = self.0.rows.tokens;
         (0..tokens).step_by(step).map(move |first| first..tokens.min(first + step))
     }
 
-    /// Where K's rows and V's lie in a block.
+    /// Returns where the rows of K and V lie in a block.
     fn rows(&self) -> [BlockRows; 2] {
         let Pool { model, rows: shape, .. } = &*self.0;
         let heads_before_tokens = model.layout.heads_before_tokens();
@@ -255,7 +271,7 @@ impl DensePool {
         }
         Err(Error::new(
             ErrorKind::Invalid,
-            format!("views of {given} layers, the pool has {wanted}"),
+            format!("there are views of {given} layers, and the pool has {wanted} layers"),
         ))
     }
 }
@@ -272,7 +288,7 @@ impl fmt::Debug for DensePool {
     }
 }
 
-/// Blocks of a dense pool; they are free again when this is dropped. [`Prefill::save`] and
+/// Blocks of a dense pool, which are free again when this is dropped. [`Prefill::save`] and
 /// [`Decode::load`] keep them for as long as a peer or a transfer may touch them.
 pub struct DenseBlocks {
     pool: DensePool,
@@ -280,17 +296,17 @@ pub struct DenseBlocks {
 }
 
 impl DenseBlocks {
-    /// Their numbers, as the connector takes them.
+    /// Returns the numbers of the blocks, as the connector takes them.
     pub fn lists(&self) -> BlockLists {
         BlockLists::single(&self.blocks[..])
     }
 
-    /// They are not given back.
+    /// Keeps the blocks from returning to the pool.
     fn keep(mut self) -> Vec<u32> {
         std::mem::take(&mut self.blocks)
     }
 
-    /// They are given back when nothing touches them any more.
+    /// Returns the blocks to the pool once nothing touches them any more.
     fn hold(self, held: HeldBlocks) {
         let pool = self.pool.clone();
         pool.0.held.lock().push((held, self.keep()));
@@ -310,11 +326,12 @@ impl fmt::Debug for DenseBlocks {
 }
 
 impl Prefill<'_> {
-    /// For an engine with a dense tensor for each sequence: copies the first tokens of a sequence
-    /// to blocks of `pool`, whose caches are registered, and publishes them.
+    /// Copies the first `tokens` tokens of a sequence to blocks of `pool`, and publishes them. For
+    /// engines with a dense tensor for each sequence. The caches of `pool` have to be registered.
     ///
     /// # Errors
-    /// As [`DensePool::save`] and [`publish`](Self::publish); `Unsupported` with NixlPushConnector.
+    /// Those of [`DensePool::save`] and [`publish`](Self::publish), and `Unsupported` with
+    /// NixlPushConnector.
     pub fn save(
         &self,
         request: impl Into<RequestId>,
@@ -329,25 +346,26 @@ impl Prefill<'_> {
             ));
         }
         let blocks = pool.save(tokens, views)?;
-        let tokens = u32::try_from(tokens)
-            .map_err(|_| Error::new(ErrorKind::Invalid, format!("{tokens} tokens")))?;
+        let tokens = u32::try_from(tokens).map_err(|_| {
+            Error::new(ErrorKind::Invalid, format!("{tokens} tokens are too many for one request"))
+        })?;
         let (lease, params) = self.publish(request, blocks.lists(), tokens)?;
         Ok((DenseLease { lease, blocks }, params))
     }
 }
 
-/// A lease and its blocks, which go back to the pool when it ends. Dropped before, it takes them
-/// back, as [`Lease`] does.
+/// A lease and its blocks, which return to the pool when it ends. Dropping it before takes the
+/// blocks back, as dropping a [`Lease`] does.
 #[must_use = "dropping a lease takes the blocks back"]
 #[derive(Debug)]
 pub struct DenseLease {
-    // Dropped in this order: nobody may come for blocks that are free.
+    // Dropped in this order: no peer may read blocks that are free.
     lease: Lease,
     blocks: DenseBlocks,
 }
 
 impl DenseLease {
-    /// As [`Lease::released`].
+    /// Waits for the end of the lease, as [`Lease::released`] does.
     pub async fn released(self) -> Released {
         let DenseLease { lease, blocks } = self;
         let released = lease.await;
@@ -357,7 +375,10 @@ impl DenseLease {
         released
     }
 
-    /// As [`Lease::wait_blocking`].
+    /// Blocks the thread until the lease ends, as [`Lease::wait_blocking`] does.
+    ///
+    /// # Errors
+    /// Returns the lease itself, which continues, if it has not ended by the deadline.
     pub fn wait_blocking(self, deadline: impl Into<Deadline>) -> Result<Released, DenseLease> {
         let DenseLease { lease, blocks } = self;
         match lease.wait_blocking(deadline) {
@@ -372,13 +393,13 @@ impl DenseLease {
 }
 
 impl Decode<'_> {
-    /// For an engine with a dense tensor for each sequence: loads the first tokens of a sequence
-    /// through blocks of `pool`, whose caches are registered.
+    /// Loads the first `tokens` tokens of a sequence through blocks of `pool`. For engines with a
+    /// dense tensor for each sequence. The caches of `pool` have to be registered.
     ///
     /// # Errors
-    /// As [`fetch`](Self::fetch); refused when the pool has too few blocks free, and for views that
-    /// are not of the model. What a view holds then is unspecified, but the failure names no block:
-    /// they are the pool's again.
+    /// Those of [`fetch`](Self::fetch), and [`LoadFailure::Refused`] if too few blocks of the pool
+    /// are free or the views do not fit the model. The contents of the views are then unspecified.
+    /// The error names no blocks, as all of them belong to the pool.
     pub async fn load(
         &self,
         request: impl Into<RequestId>,
@@ -409,10 +430,10 @@ impl Decode<'_> {
     }
 }
 
-/// A load under way and its blocks. Dropped, it is cancelled.
+/// A load in progress and its blocks. Dropping it cancels the load.
 struct PendingLoad(Option<(Fetch, DenseBlocks)>);
 
-const TAKEN: &str = "it is taken once, at its end or by its drop";
+const TAKEN: &str = "the load is taken once, at its end or when it is dropped";
 
 impl PendingLoad {
     fn fetch(&mut self) -> Pin<&mut Fetch> {

@@ -1,10 +1,10 @@
-//! Digests of an engine's blocks in registered memory, and the comparison of loaded blocks with
-//! those of a peer (`kvx_digest`).
+//! Digests of an engine's blocks in registered memory, and the comparison of loaded blocks with a
+//! peer's digests (`kvx_digest`).
 //!
-//! Each kernel block of each region has a digest: XXH3 of its bytes, under a seed that says which
-//! block of which region it is, in which life of the pool and in which generation. The prefill
-//! writes them before anybody hears of the blocks. The decode puts the peer's blocks together again
-//! from where their bytes went, and compares.
+//! Each kernel block of each region has a digest: XXH3 of its bytes. The seed names the block, its
+//! region, the life of the pool and the generation. The prefill writes the digests before any peer
+//! learns of the blocks. The decode reassembles the peer's blocks from the places where their bytes
+//! went, and compares.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -18,20 +18,20 @@ use super::scratch::AT_ONCE;
 use kvx_vllm::engine::Fresh;
 use kvx_vllm::mapping::{Geometry, Pairing, RegionGrid, Source};
 
-/// The name of the region that holds them, with their form: for each kernel block a word of each
-/// region, in order.
+/// The name of the region that holds the digests. It has a 64-bit digest for each kernel block and
+/// region, ordered by block.
 pub(super) const DIGESTS: &str = "digests.xxh3";
 
-/// The identity of a block, which its digest binds beside the bytes.
+/// The identity of a block, which its digest covers in addition to the bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Origin {
-    /// The owner's word for its pool.
+    /// The generation counter of the owner's pool.
     pub(super) pool: u64,
-    /// The word of the logical block.
+    /// The generation counter of the logical block.
     pub(super) generation: u64,
-    /// The kernel block.
+    /// The number of the kernel block.
     pub(super) block: u32,
-    /// The region, by the owner's count.
+    /// The number of the region, in the owner's order.
     pub(super) region: u32,
 }
 
@@ -53,22 +53,23 @@ pub(super) struct Digests {
     pub(super) region: Region,
 }
 
-/// Regions, and kernel blocks of the largest.
+/// Returns the number of regions, and the number of kernel blocks in the largest one.
 fn size(geometry: &Geometry) -> (usize, u32) {
     let blocks = geometry.regions().iter().map(|region| region.blocks).max();
     (geometry.regions().len(), blocks.unwrap_or(0))
 }
 
 impl Digests {
-    /// Errors: `Unsupported` for memory of devices, and for more regions than are read at once.
+    /// Registers memory for the digests. Errors: `Unsupported` for device memory, and for more
+    /// regions than one read can fetch.
     pub(super) fn new(agent: &Agent, geometry: &Geometry, pools: &[Arc<Memory>]) -> Result<Self> {
         if let Some(pool) = pools.iter().find(|pool| !pool.kind().is_host()) {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "kvx_digest is for caches in host memory, and these lie in {} memory: write \
-                     \"kv_buffer_device\": \"cpu\" and name another backend than TCP, or take kvx_digest out of \
-                     kv_connector_extra_config, at peers too",
+                    "kvx_digest needs caches in host memory, and these lie in {} memory: set \
+                     \"kv_buffer_device\": \"cpu\" and a backend other than TCP, or remove kvx_digest from \
+                     kv_connector_extra_config here and at peers",
                     pool.kind()
                 ),
             ));
@@ -78,11 +79,11 @@ impl Digests {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "kvx_digest is for caches of at most {AT_ONCE} regions, and these have {regions}"
+                    "kvx_digest supports caches of at most {AT_ONCE} regions, and these have {regions}"
                 ),
             ));
         }
-        // A worker without regions has a word all the same: there are no empty pools.
+        // A worker without regions has one word too, because a pool cannot be empty.
         let words = (regions * blocks as usize).max(1);
         let memory = Arc::new(Memory::pool(words * WORD as usize).build()?);
         let region = agent.register(DIGESTS, Arc::clone(&memory))?;
@@ -112,7 +113,7 @@ impl Digests {
                         Ok(bytes) => words[block as usize * all + region]
                             .store(origin.digest(bytes), Ordering::Relaxed),
                         Err(error) => {
-                            tracing::error!(%error, block, "a block without a digest: no peer can load it")
+                            tracing::error!(%error, block, "a block could not be hashed, so peers cannot load it")
                         }
                     }
                 }
@@ -123,7 +124,7 @@ impl Digests {
     }
 }
 
-/// The digests of a peer's worker, and where its blocks go here.
+/// The digests of a peer's worker, and the local places of its blocks.
 #[derive(Debug)]
 pub(super) struct PeerDigests {
     region: PeerRegion,
@@ -131,7 +132,8 @@ pub(super) struct PeerDigests {
 }
 
 impl PeerDigests {
-    /// Errors, in words: parts of the peer's blocks are read, or its digests do not fit its blocks.
+    /// Checks that the digests fit the peer's blocks. Errors: `Malformed` if they do not;
+    /// `Incompatible` if this engine reads parts of the blocks.
     pub(super) fn new(region: PeerRegion, source: &Source, geometry: &Geometry) -> Result<Self> {
         let (regions, blocks) = size(geometry);
         let len = (regions as u64).saturating_mul(u64::from(blocks)).saturating_mul(WORD);
@@ -139,7 +141,7 @@ impl PeerDigests {
             return Err(Error::new(
                 ErrorKind::Malformed,
                 format!(
-                    "{} bytes of digests for {blocks} blocks in {regions} regions",
+                    "the peer has {} bytes of digests for {blocks} blocks in {regions} regions",
                     region.len()
                 ),
             ));
@@ -147,18 +149,19 @@ impl PeerDigests {
         Ok(PeerDigests { region, layout: Layout::of(source, geometry)? })
     }
 
-    /// Words of a kernel block; one where there are no regions, of which nobody reads anything.
+    /// Returns the number of digests of a kernel block. It is 1 where there are no regions, and
+    /// then none is read.
     pub(super) fn width(&self) -> usize {
         self.layout.regions.max(1)
     }
 
-    /// Its words, by kernel blocks.
+    /// Returns the peer's region with its digests, as a grid of kernel blocks.
     pub(super) fn grid(&self) -> (&PeerRegion, Grid) {
         (&self.region, Grid::packed(self.width() as u64 * WORD, self.layout.blocks))
     }
 
-    /// The peer's kernel blocks whose bytes here are not those that it has published. Blocks: it
-    /// hashes.
+    /// Returns the peer's kernel blocks whose local bytes do not match their digests. Blocks while
+    /// it hashes.
     pub(super) fn wrong(
         &self,
         read: &[Pairing],
@@ -168,8 +171,8 @@ impl PeerDigests {
         self.layout.wrong(read, rows, read_block)
     }
 
-    /// Returns what the peer has published: digests of kernel blocks, and words of its pool and of
-    /// logical blocks.
+    /// Collects what the peer has published: digests of kernel blocks, and generations of its pool
+    /// and logical blocks.
     pub(super) fn rows(
         &self,
         pool: u64,
@@ -180,21 +183,21 @@ impl PeerDigests {
     }
 }
 
-/// The digests and generations that a peer has published of some blocks.
+/// The digests and generations that a peer has published for some blocks.
 #[derive(Debug)]
 pub(super) struct Rows {
     pool: u64,
-    /// Words of logical blocks.
+    /// The generation counters of logical blocks.
     generations: HashMap<u32, u64>,
-    /// Digests of kernel blocks, region by region.
+    /// The digests of kernel blocks, region by region.
     rows: HashMap<u32, Vec<u64>>,
 }
 
-/// Where the bytes of a peer's blocks go.
+/// The local places of a peer's blocks.
 #[derive(Debug)]
 struct Layout {
-    /// For each set of the source: the regions of the peer that it reads, each with the places
-    /// here, in the order of the bytes there.
+    /// The regions of the peer that each set of the source reads, each with its local places in the
+    /// order of the peer's bytes.
     sets: Vec<Vec<(u32, Vec<RegionGrid>)>>,
     regions: usize,
     blocks: u32,
@@ -219,7 +222,7 @@ impl Layout {
         })
     }
 
-    /// Which of the peer's kernel blocks are not as it has published them.
+    /// Returns the peer's kernel blocks that differ from what it has published.
     fn wrong(
         &self,
         read: &[Pairing],
@@ -252,8 +255,8 @@ impl Layout {
     }
 }
 
-/// What lies at some places, one after the other, in a buffer that is made once: making it anew for
-/// each block takes a tenth to a fifth of the time that hashing takes.
+/// Copies the bytes of some places into one buffer, one after the other. The buffer is reused:
+/// allocating it for each block costs a tenth to a fifth of the time that hashing takes.
 fn together<'a>(
     places: &[RegionGrid],
     buffer: &'a mut Vec<u8>,
@@ -271,7 +274,7 @@ fn together<'a>(
     Ok(&buffer[..end])
 }
 
-/// The places of the lanes of one region of the peer. Errors: `Incompatible` unless they are its
+/// Returns the local places of one region of the peer. Errors: `Incompatible` unless they cover its
 /// whole blocks.
 fn whole(
     lanes: &[(RegionGrid, RegionGrid)],
@@ -290,9 +293,9 @@ fn whole(
         return Err(Error::new(
             ErrorKind::Incompatible,
             format!(
-                "kvx_digest is set, and this engine reads {} bytes of the peer's blocks of {}: digests are of whole \
-                 blocks, so its tensor-parallel size has to be that of the peer or a divisor of it; else take \
-                 kvx_digest out of kv_connector_extra_config",
+                "kvx_digest is set, and this engine reads {} bytes of the peer's blocks of {}: a digest covers a whole \
+                 block, so the tensor-parallel size has to be that of the peer or a divisor of it; else remove \
+                 kvx_digest from kv_connector_extra_config",
                 lanes.iter().map(|(theirs, _)| theirs.grid.length).sum::<u64>(),
                 region.block_len
             ),
@@ -312,7 +315,7 @@ mod tests {
     const LEN: usize = 64;
     const FAULTS: u32 = 1_000_000;
 
-    /// A place here for each block of the peer, by its number; the last region lies in two pieces.
+    /// A place here for each block of the peer, by its number. The last region lies in two pieces.
     fn layout() -> Layout {
         let piece = |region, base, length| RegionGrid {
             region,
@@ -329,14 +332,14 @@ mod tests {
         }
     }
 
-    /// A block of a region: its bytes, and what the peer has published of them.
+    /// A block of a region: its bytes and its published digest.
     type Kept = ([u8; LEN], u64);
 
-    /// What a pool holds in one life and generation.
+    /// Creates the contents of a pool in one life and generation.
     fn contents(random: &mut Random, pool: u64, generation: u64) -> Vec<[Kept; REGIONS]> {
         let block = |block| {
             std::array::from_fn(|region| {
-                // Some have the same bytes.
+                // Some blocks have the same bytes.
                 let same = random.below(4) == 0;
                 let bytes = std::array::from_fn(|_| if same { 7 } else { random.below(256) as u8 });
                 let origin = Origin { pool, generation, block, region: region as u32 };
@@ -346,8 +349,7 @@ mod tests {
         (0..BLOCKS).map(block).collect()
     }
 
-    /// What of two blocks that were asked for has arrived in one region: bytes, and what was read
-    /// of the digests.
+    /// Checks two requested blocks against what arrived for them: bytes and digests.
     fn check(layout: &Layout, asked: [u32; 2], arrived: &[[Kept; REGIONS]; 2]) -> BTreeSet<u32> {
         let place = |asked: u32| asked.wrapping_mul(5) % BLOCKS;
         let read = [Pairing {
@@ -365,7 +367,7 @@ mod tests {
             let at =
                 asked.iter().position(|asked| place(*asked) == index).expect("one of the places");
             let whole = arrived[at][grid.region as usize].0;
-            // The peer's first half lies in the second here, where there are halves.
+            // The peer's first half lies in the second half here, if the region is split.
             let from = if grid.grid.length as usize == LEN {
                 0
             } else {
@@ -396,7 +398,7 @@ mod tests {
                         arrived[0][region].0[random.below(LEN)] ^= 1 << random.below(8);
                     }
                 }
-                // Bytes alone: of the other block, of another region, of another time.
+                // Only the bytes: of the other block, of another region, or of another time.
                 1 => {
                     (arrived[0][region].0, arrived[1][region].0) =
                         (right[1][region].0, right[0][region].0)
@@ -404,7 +406,7 @@ mod tests {
                 2 => arrived[0][region].0 = right[1][region].0,
                 3 => arrived[0][region].0 = right[0][(region + 1) % REGIONS].0,
                 4 => arrived[0][region].0 = before[random.below(2)][one][region].0,
-                // With their digests.
+                // The bytes with their digests.
                 5 => arrived[0][region] = before[random.below(2)][one][region],
                 _ => arrived[0][region] = right[random.below(2)][(region + 1) % REGIONS],
             }

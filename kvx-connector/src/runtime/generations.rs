@@ -16,22 +16,23 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use kvx_vllm::engine::{BlockLists, BlockReference, Fresh, Generations, RequestId, WorkerRank};
 use kvx_vllm::group::OwnWords;
 
-/// The name of the region that holds the words: the pool's first, then one for each logical block.
+/// The name of the region that holds the generation counters: the pool's first, then one for each
+/// logical block.
 pub(super) const WORDS: &str = "generations";
-/// Bytes of a word.
+/// The size of a counter in bytes.
 pub(super) const WORD: u64 = 8;
 
-/// Words in memory that peers read.
+/// Generation counters, or digests, in memory that peers read.
 #[derive(Debug)]
 pub(super) struct GenerationTable(Arc<Memory>);
 
 impl GenerationTable {
-    /// In a pool that nothing else of this process touches.
+    /// Wraps a pool that nothing else of this process touches.
     pub(super) fn of(pool: Arc<Memory>) -> Self {
         GenerationTable(pool)
     }
 
-    /// Of a rank on another host, whose engine says what they are.
+    /// Creates the counters of a rank on another host, with the values that its engine sent.
     pub(super) fn made(OwnWords { pool, stamp, blocks }: OwnWords) -> Result<Self> {
         let words =
             GenerationTable(Arc::new(Memory::pool((blocks as usize + 1) * WORD as usize).build()?));
@@ -41,12 +42,12 @@ impl GenerationTable {
         Ok(words)
     }
 
-    /// The memory that peers read them from.
+    /// Returns the memory that peers read the counters from.
     pub(super) fn memory(&self) -> Arc<Memory> {
         Arc::clone(&self.0)
     }
 
-    /// Peers may not read these blocks any more.
+    /// Raises the counters of blocks that peers must not read any more.
     pub(super) fn raise(&self, blocks: &[u32], stamp: u64) {
         for block in blocks {
             if let Some(word) = self.as_ref().get(*block as usize + 1) {
@@ -59,36 +60,38 @@ impl GenerationTable {
 impl AsRef<[AtomicU64]> for GenerationTable {
     fn as_ref(&self) -> &[AtomicU64] {
         let words = self.0.len() / WORD as usize;
-        // SAFETY: the memory is a pool of whole pages, so aligned, zeroed, of that many words and
-        // alive as long as `self`; this process touches it by these atomics only, and peers only
-        // read it.
+        // SAFETY: the memory is a pool: page-aligned, zeroed, of that many words, and alive as long
+        // as `self`. Callers of [`of`](Self::of) and [`made`](Self::made) hand it over, so this
+        // process touches it through these atomics only. Peers only read it.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast::<AtomicU64>(), words) }
     }
 }
 
-/// The words of an engine, and which blocks are with peers.
+/// The generation counters of an engine, and the blocks that peers may read.
 ///
-/// What is published names the number of that moment. Blocks that no peer may read any more get the
-/// next number, before the engine hears that they are free: so an engine has nothing to do for it.
+/// Published parameters carry the current number. Blocks that no peer may read any more get the
+/// next number before the engine learns that they are free, so the engine has nothing to do for it.
 #[derive(Debug)]
 pub(super) struct GenerationState {
     generations: Generations<GenerationTable>,
     memory: Arc<Memory>,
     requests: HashMap<RequestId, BlockLists>,
-    /// How many requests of those have a block.
+    /// The number of those requests that have a block.
     readers: HashMap<u32, u32>,
-    /// Those of them that were whole: what is computed later is in others.
+    /// Blocks of those requests that were whole when they were published. Later tokens go to other
+    /// blocks.
     whole: HashSet<u32>,
-    /// The same as `readers` for blocks of a group, where they have digests.
+    /// The counterpart of `readers` for the blocks of each group, if they have digests.
     digested: Option<HashMap<(u32, u32), u32>>,
-    /// Blocks whose digests are still to be written.
+    /// Blocks whose digests are not written yet.
     fresh: Vec<Fresh>,
-    /// The same words once more, for ranks in other processes of this host.
+    /// Copies of the counters, for ranks in other processes of this host.
     copies: BTreeMap<WorkerRank, CopiedWords>,
 }
 
 impl GenerationState {
-    /// Words for a pool of so many logical blocks, with `digests` or without.
+    /// Creates the counters of a pool of `blocks` logical blocks. `digests`: whether its blocks
+    /// have digests.
     pub(super) fn new(blocks: u32, digests: bool) -> Result<Self> {
         let memory = Arc::new(Memory::pool((blocks as usize + 1) * WORD as usize).build()?);
         let generations = Generations::new(GenerationTable(Arc::clone(&memory)), random_number()?);
@@ -104,8 +107,8 @@ impl GenerationState {
         })
     }
 
-    /// Words of its own for a rank in a process of its own, which registers their file. They change
-    /// with these.
+    /// Adds a copy of the counters for a rank in a process of its own, which registers the copy's
+    /// file. Later changes go to all copies.
     pub(super) fn share(&mut self, rank: WorkerRank, copy: CopiedWords) {
         for (word, copied) in self.generations.words().iter().zip(copy.words()) {
             copied.store(word.load(Ordering::Relaxed), Ordering::Relaxed);
@@ -113,7 +116,7 @@ impl GenerationState {
         self.copies.insert(rank, copy);
     }
 
-    /// The memory that peers read the generations from.
+    /// Returns the memory that peers read the generations from.
     pub(super) fn memory(&self) -> Arc<Memory> {
         Arc::clone(&self.memory)
     }
@@ -122,14 +125,14 @@ impl GenerationState {
         self.generations.reference()
     }
 
-    /// Peers may read these from now on. So many of each list are whole.
+    /// Lets peers read the blocks of a request. The first `whole` blocks of each list are whole.
     pub(super) fn publish(&mut self, request: RequestId, blocks: BlockLists, whole: usize) {
         for block in blocks.iter() {
             *self.readers.entry(block).or_default() += 1;
         }
         self.whole.extend(blocks.groups().iter().flat_map(|list| list.iter().take(whole)));
-        // A block that peers may read already keeps its digest: what has spoilt it since is
-        // noticed.
+        // A block that peers may read already keeps its digest, so that a reader notices if it was
+        // overwritten since.
         if let Some(digested) = &mut self.digested {
             let pool = self.generations.reference().pool;
             for (group, block) in grouped(&blocks) {
@@ -150,20 +153,21 @@ impl GenerationState {
         self.whole.contains(&block)
     }
 
-    /// The blocks that have been published since the last call and had no digests.
+    /// Takes the blocks that were published since the last call and have no digests yet.
     pub(super) fn take_fresh(&mut self) -> Vec<Fresh> {
         std::mem::take(&mut self.fresh)
     }
 
-    /// Releases all requests: caches of a worker go, and none of what was published is whole any
-    /// more.
+    /// Releases all requests, because caches of a worker are given back and no published block is
+    /// whole any more.
     pub(super) fn release_all(&mut self) -> Vec<StaleBlocks> {
         let requests: Vec<RequestId> = self.requests.keys().cloned().collect();
         requests.iter().filter_map(|request| self.release(request)).collect()
     }
 
-    /// No peer may read the blocks of this request any more; those that are in no other request are
-    /// stale from now on, on this host: ranks on others are still to hear of what is given.
+    /// Releases the blocks of a request. Those that no other request has are stale from now on, for
+    /// readers of this host's ranks. The caller has to raise the returned blocks in ranks on other
+    /// hosts.
     pub(super) fn release(&mut self, request: &RequestId) -> Option<StaleBlocks> {
         let blocks = self.requests.remove(request)?;
         if let Some(digested) = &mut self.digested {
@@ -191,8 +195,8 @@ impl GenerationState {
             last
         });
         let free: Vec<u32> = free.collect();
-        // Before anybody hears that these blocks are free: whatever the ranks' processes do, or do
-        // no more.
+        // Before the engine learns that these blocks are free, and without any help of the ranks'
+        // processes.
         let next = self.generations.reference().stamp + 1;
         for copy in self.copies.values() {
             free.iter().for_each(|block| copy.raise(*block, next));
@@ -202,39 +206,44 @@ impl GenerationState {
     }
 }
 
-/// Blocks that peers may not read any more, and what their words have become.
-#[must_use = "ranks on other hosts are still to hear of it"]
+/// Blocks that peers must not read any more, and the new value of their counters.
+#[must_use = "ranks on other hosts have to raise these blocks too"]
 pub(super) struct StaleBlocks {
     pub(super) blocks: Vec<u32>,
     pub(super) stamp: u64,
 }
 
-/// Words that another process registers. This one has its own mapping of them, made before that one
-/// seals the file against further writers.
+/// Counters that another process registers. This process maps them before the other one seals the
+/// file against further writers.
 #[derive(Debug)]
 pub(super) struct CopiedWords {
     base: NonNull<AtomicU64>,
     count: usize,
 }
 
-// SAFETY: it is shared memory that is touched by atomics only.
+// SAFETY: the mapping is shared memory that `words` lends as atomics only, so threads may share it.
 unsafe impl Send for CopiedWords {}
-// SAFETY: as above.
+// SAFETY: `words` lends the shared memory as atomics only, so any thread may use it.
 unsafe impl Sync for CopiedWords {}
 
 impl CopiedWords {
-    /// For a pool of so many logical blocks; and the file that they are in.
+    /// Creates counters for a pool of `blocks` logical blocks. Returns them with the file that
+    /// holds them.
     pub(super) fn new(blocks: u32) -> Result<(Self, OwnedFd)> {
-        let failed =
-            |error| Error::os("the words of a rank's blocks could not be shared with it", error);
+        let failed = |error| {
+            Error::os(
+                "the generation counters of a rank could not be shared with its process",
+                error,
+            )
+        };
         let count = blocks as usize + 1;
         let len = count * WORD as usize;
         let file = memfd_create("kvx-words", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
             .map_err(failed)?;
         ftruncate(&file, len as u64).map_err(failed)?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW).map_err(failed)?;
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the
-        // program.
+        // SAFETY: this is a new mapping at an address of the kernel's choice, so it changes no
+        // memory of the program.
         let base = unsafe {
             mmap(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0)
         };
@@ -243,9 +252,9 @@ impl CopiedWords {
     }
 
     fn words(&self) -> &[AtomicU64] {
-        // SAFETY: the mapping begins at a page, has that many words and lives as long as `self`;
-        // the file is sealed against getting shorter, and both processes touch it by atomics or by
-        // copies of kvx only.
+        // SAFETY: `new` made the mapping: it begins at a page, has that many words and lives as
+        // long as `self`. The file is sealed against shrinking. Both processes touch it through
+        // atomics or copies of kvx only.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.count) }
     }
 
@@ -258,12 +267,13 @@ impl CopiedWords {
 
 impl Drop for CopiedWords {
     fn drop(&mut self) {
-        // SAFETY: the mapping was made in `new`, and nobody has a reference into it any more.
+        // SAFETY: `new` made the mapping, and references into it borrow from `self`, so none is
+        // left.
         unsafe { munmap(self.base.as_ptr().cast(), self.count * WORD as usize) }.ok();
     }
 }
 
-/// All blocks, with their groups.
+/// Yields all blocks with their groups.
 fn grouped(blocks: &BlockLists) -> impl Iterator<Item = (u32, u32)> {
     let groups = (0..).zip(blocks.groups());
     groups.flat_map(|(group, list)| list.iter().map(move |block| (group, *block)))

@@ -1,4 +1,4 @@
-//! Regions that a decode lets a prefill write into, for one request each, and what becomes of them.
+//! Regions that a decode lets a prefill write into, for one request each, and their revocation.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use tokio::sync::{OnceCell, oneshot};
 use kvx_vllm::engine::{RequestId, WorkerRank};
 use kvx_vllm::wire::PushGrant;
 
-/// A revocation that has not ended is waited for anew after this.
+/// The time after which a revocation that has not ended is waited for again.
 const RETRY: Duration = Duration::from_secs(60);
 
 /// The regions that peers may write into for one request, by worker.
@@ -40,9 +40,10 @@ impl GrantedWrites {
         self.0.values().flatten()
     }
 
-    /// Ends when nobody writes by this grant any more. `Err`: that will never be known.
+    /// Waits until no peer can write through this grant any more. Errors: the revocation failed for
+    /// good.
     pub(super) async fn revoked(&self) -> Result<()> {
-        // All at once; then each is waited for.
+        // Starts all revocations, then waits for each.
         let begun: Vec<_> = self.regions().map(|region| region.revoke(RETRY)).collect();
         drop(begun);
         for region in self.regions() {
@@ -60,15 +61,15 @@ impl GrantedWrites {
     }
 }
 
-/// Whether peers may write for a request.
+/// The permission of peers to write for a request.
 #[derive(Debug)]
 pub(super) enum Grant {
-    /// They may, until it is fenced or over.
+    /// Peers may write until the request is fenced or over.
     Active(Arc<GrantedWrites>),
-    /// They may not any more. Kept until the request is over, as another worker may still be about
-    /// to register it.
+    /// Peers must not write any more. Kept until the request is over, because another worker may
+    /// still be about to register it.
     Fenced(Arc<GrantedWrites>),
-    /// A Mooncake agent that is no kvx knows where the memory is: nothing ends its writes.
+    /// A Mooncake agent that is not a kvx knows where the memory is. Its writes cannot be ended.
     Foreign(Arc<GrantedWrites>),
 }
 
@@ -87,14 +88,14 @@ pub(super) type GrantsOfRanks = Result<Vec<PushGrant>>;
 #[derive(Default)]
 pub(super) struct Grants {
     by_request: HashMap<RequestId, Grant>,
-    /// Of requests that are over: to be revoked.
+    /// Grants of requests that are over, which are to be revoked.
     spent: Vec<Arc<GrantedWrites>>,
     last: u64,
-    /// In the engine's process: what all ranks have granted.
+    /// In the engine's process: the grants that all ranks have given.
     collected: HashMap<RequestId, Arc<OnceCell<GrantsOfRanks>>>,
-    /// There too: requests whose grants ranks have asked for.
+    /// In the engine's process: requests whose grants ranks have asked for.
     wanted: Vec<(WorkerRank, RequestId)>,
-    /// In the process of a rank: what the engine was asked for.
+    /// In the process of a rank: its questions to the engine.
     asked: HashMap<RequestId, oneshot::Sender<GrantsOfRanks>>,
 }
 
@@ -103,7 +104,7 @@ impl Grants {
         self.by_request.get(request)
     }
 
-    /// The number of the next grant.
+    /// Returns the number of the next grant.
     pub(super) fn next_number(&mut self) -> u64 {
         self.last += 1;
         self.last
@@ -113,8 +114,8 @@ impl Grants {
         self.by_request.insert(request.clone(), Grant::Active(Arc::clone(writes)));
     }
 
-    /// A foreign agent is about to learn where the blocks of a request are. False: the request is
-    /// fenced, and the agent must not learn it.
+    /// Notes that a foreign agent is about to learn where the blocks of a request are. Returns
+    /// false if the request is fenced: the agent must not learn it then.
     pub(super) fn open_to_foreign(&mut self, request: &RequestId) -> bool {
         let before = self.by_request.get(request);
         if matches!(before, Some(Grant::Fenced(_))) {
@@ -125,8 +126,7 @@ impl Grants {
         true
     }
 
-    /// No peer is granted anything for this request any more. `Err`: a foreign agent may write for
-    /// ever.
+    /// Ends all grants for this request. Errors: a foreign agent may write at any later time.
     pub(super) fn fence(
         &mut self,
         request: &RequestId,
@@ -139,12 +139,12 @@ impl Grants {
         Ok(writes)
     }
 
-    /// A grant that no peer knows of: to be revoked.
+    /// Notes a grant that no peer knows of, so that it is revoked.
     pub(super) fn discard(&mut self, writes: Arc<GrantedWrites>) {
         self.spent.push(writes);
     }
 
-    /// A load is over: peers write nothing for it any more.
+    /// Ends the grants of a load that is over, so that they are revoked.
     pub(super) fn end(&mut self, request: &RequestId) {
         self.collected.remove(request);
         self.asked.remove(request);
@@ -157,17 +157,17 @@ impl Grants {
         std::mem::take(&mut self.spent)
     }
 
-    /// The place of what all ranks grant for a request, collected once.
+    /// Returns the cell for the grants of all ranks for a request, which are collected once.
     pub(super) fn collected(&mut self, request: &RequestId) -> Arc<OnceCell<GrantsOfRanks>> {
         Arc::clone(self.collected.entry(request.clone()).or_default())
     }
 
-    /// A rank asks what all ranks grant for a request.
+    /// Notes that a rank asks for the grants of all ranks.
     pub(super) fn want(&mut self, rank: WorkerRank, request: RequestId) {
         self.wanted.push((rank, request));
     }
 
-    /// Takes what ranks want to know, but of loads that not all workers have started.
+    /// Takes the questions of ranks, except those about loads that some worker has not started yet.
     pub(super) fn take_wanted(
         &mut self,
         is_pending: impl Fn(&RequestId) -> bool,
@@ -178,27 +178,27 @@ impl Grants {
         due
     }
 
-    /// Notes a question to the engine, and returns where its answer arrives.
+    /// Notes a question to the engine. Returns the receiver of the answer.
     pub(super) fn ask(&mut self, request: &RequestId) -> oneshot::Receiver<GrantsOfRanks> {
         let (sender, answer) = oneshot::channel();
         self.asked.insert(request.clone(), sender);
         answer
     }
 
-    /// The engine has answered.
+    /// Delivers the engine's answer.
     pub(super) fn answer(&mut self, request: &RequestId, grants: GrantsOfRanks) {
         if let Some(asked) = self.asked.remove(request) {
             asked.send(grants).ok(); // the load may be over
         }
     }
 
-    /// The engine of this rank has gone: it answers nothing any more.
+    /// Drops all questions, because the engine of this rank has ended.
     pub(super) fn forget_questions(&mut self) {
         self.asked.clear();
     }
 }
 
-/// The error of a grant for a request that was given up.
+/// Returns the error of a grant for a request that was given up.
 pub(super) fn given_up() -> Error {
-    Error::new(ErrorKind::Revoked, "the request was given up: nothing is to be written for it")
+    Error::new(ErrorKind::Revoked, "the request was given up, so no peer may write for it")
 }

@@ -1,8 +1,8 @@
-//! Copies of caches on devices in memory of the host, which peers read and write in their place
-//! (`kv_buffer_device: cpu`).
+//! Copies of device caches in host memory, which peers read and write instead (`kv_buffer_device:
+//! cpu`).
 //!
-//! Blocks of a request are copied to the host before any peer learns of them: as the engine says
-//! that they are computed, and the rest when the request ends. Loaded blocks are copied to the
+//! Blocks of a request are copied to the host before any peer learns of them: some as soon as the
+//! engine reports them as computed, the rest when the request ends. Loaded blocks are copied to the
 //! device before the engine learns of them.
 
 use std::collections::HashMap;
@@ -17,36 +17,36 @@ use kvx_core::{Deadline, Error, ErrorKind, Memory, Result};
 use kvx_vllm::engine::{BlockLists, Unsaved};
 use kvx_vllm::mapping::Caches;
 
-/// How long copies of a request may take. A device that takes longer hangs.
+/// The time limit for the copies of a request. A device that takes longer hangs.
 pub(super) const LIMIT: Duration = Duration::from_secs(30);
 
 /// The caches of a worker, and their copies in host memory.
 #[derive(Debug)]
 pub(super) struct HostCopies {
-    /// As the engine gave them.
+    /// The caches as the engine registered them.
     caches: Caches,
     pools: Vec<CopiedPool>,
-    /// Blocks whose contents are on the host, or were ordered to be, by group.
+    /// Blocks whose copy to the host is done or ordered, by group.
     saved: Mutex<HashMap<(u32, u32), SavedBlock>>,
-    /// One after the other: what is copied later is newer.
+    /// Serializes copies, so that a later copy is newer.
     copying: tokio::sync::Mutex<()>,
-    /// Set when no copy is made any more: the device may still execute an old one.
+    /// Set when copying has stopped for good, because the device may still execute an old copy.
     broken: OnceLock<String>,
 }
 
-/// Memory on a device, and as much on the host.
+/// Memory on a device, and its copy on the host.
 #[derive(Debug)]
 struct CopiedPool {
     device: Arc<Memory>,
     host: Arc<Memory>,
 }
 
-/// Which contents of a block were ordered.
+/// Identifies the contents of a block that were ordered.
 #[derive(Debug, PartialEq)]
 struct SavedBlock {
-    /// Of which request.
+    /// The number of the request.
     of: u64,
-    /// The place of the block in it.
+    /// The place of the block in the request.
     place: u32,
     done: bool,
 }
@@ -54,15 +54,16 @@ struct SavedBlock {
 /// When blocks of a request are copied to the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SavePoint {
-    /// Before the request ends: not what another request was given meanwhile.
+    /// Before the request ends. Skips blocks that another request was given meanwhile.
     Early,
-    /// As the request ends, which has all of it.
+    /// When the request ends. Copies all its blocks.
     AtEnd,
 }
 
 impl HostCopies {
-    /// Of the part of these caches that lies on devices, with the caches and the memory that peers
-    /// see. `None`: nothing lies on a device. Errors: there is not as much memory of the host.
+    /// Allocates copies for the part of these caches that lies on devices. Returns them with the
+    /// caches and the memory that peers see, or `None` if nothing lies on a device. Errors: the
+    /// host does not have enough memory.
     pub(super) fn new(
         caches: &Caches,
         memory: &[Arc<Memory>],
@@ -77,7 +78,7 @@ impl HostCopies {
                 Error::new(
                     error.kind(),
                     format!(
-                        "kv_buffer_device is cpu, and the host has no {} bytes for a copy of this pool: {}; with \
+                        "kv_buffer_device is cpu, and the host cannot pin {} bytes for a copy of this pool: {}; with \
                          \"backends\": [\"TCP\"] small buffers are enough",
                         device.len(),
                         error.sentence()
@@ -94,7 +95,7 @@ impl HostCopies {
         let bytes: usize = pools.iter().map(|pool| pool.host.len()).sum();
         tracing::info!(
             bytes,
-            "kv_buffer_device is cpu: peers see a copy of the caches in memory of the host"
+            "kv_buffer_device is cpu: peers see a copy of the caches in host memory"
         );
         let on_the_host =
             |base| pools.iter().find_map(|pool| pool.on_the_host(base)).unwrap_or(base);
@@ -119,7 +120,7 @@ impl HostCopies {
         }
     }
 
-    /// Copies blocks that were ordered to the host. Blocks.
+    /// Copies ordered blocks to the host. Blocks the thread.
     pub(super) fn save(&self, of: u64, blocks: &[Unsaved], when: SavePoint) -> Result<()> {
         let _one_at_a_time = self.copying.blocking_lock();
         let is_wanted = {
@@ -129,7 +130,7 @@ impl HostCopies {
                 .map(|block| match saved.get(&block.key()) {
                     Some(known) if (known.of, known.place) == (of, block.place) => !known.done,
                     Some(_) => when == SavePoint::AtEnd,
-                    None => false, // a load has it now: nobody waits for this any more
+                    None => false, // a load fills the block now, so its old contents are not wanted
                 })
                 .collect::<Vec<_>>()
         };
@@ -147,7 +148,7 @@ impl HostCopies {
         Ok(())
     }
 
-    /// Others write these blocks from now on: what was ordered of them is not done any more.
+    /// Forgets ordered copies of these blocks, because others write them from now on.
     pub(super) fn forget(&self, blocks: &BlockLists) {
         let mut saved = self.saved.lock();
         for key in keys(blocks) {
@@ -155,14 +156,13 @@ impl HostCopies {
         }
     }
 
-    /// Waits until nothing writes to the copies that was ordered before [`forget`](Self::forget).
-    /// Blocks.
+    /// Blocks until all copies have ended that were ordered before [`forget`](Self::forget).
     pub(super) fn wait_until_idle(&self) {
         drop(self.copying.blocking_lock());
     }
 
-    /// Ends when no copy is under way that was ordered before. Errors: not by the deadline, or
-    /// perhaps never.
+    /// Waits until all copies have ended that were ordered before. Errors: `TimedOut` at the
+    /// deadline; `StillShared` if one may never end.
     pub(super) async fn idle(&self, deadline: Deadline) -> Result<()> {
         match tokio::time::timeout(deadline.left(), self.copying.lock()).await {
             Ok(_) => self.check(),
@@ -173,16 +173,16 @@ impl HostCopies {
         }
     }
 
-    /// Errors: a copy may go on for ever.
+    /// Errors: `StillShared` if a copy may never end.
     pub(super) fn check(&self) -> Result<()> {
         let why = |why: &String| {
-            let why = format!("nothing is copied between the host and the device any more: {why}");
+            let why = format!("copies between host and device have stopped for good: {why}");
             Err(Error::new(ErrorKind::StillShared, why))
         };
         self.broken.get().map_or(Ok(()), why)
     }
 
-    /// Copies loaded blocks to the device. Blocks.
+    /// Copies loaded blocks to the device. Blocks the thread.
     pub(super) fn fill(&self, blocks: &BlockLists) -> Result<()> {
         self.copy(Direction::ToDevice, keys(blocks))
     }
@@ -211,7 +211,7 @@ impl HostCopies {
             let copied = pool.device.exchange(direction, &pool.host, &merged(ranges), LIMIT);
             copied.inspect_err(|error| {
                 if may_go_on(error) {
-                    self.broken.set(error.sentence().to_owned()).ok(); // the first reason counts
+                    self.broken.set(error.sentence().to_owned()).ok(); // keep the first reason
                 }
             })?;
         }
@@ -219,13 +219,13 @@ impl HostCopies {
     }
 }
 
-/// Returns whether a copy that has failed may still touch its memory.
+/// Returns whether a failed copy may still touch its memory.
 pub(super) fn may_go_on(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::Forgotten)
 }
 
 impl CopiedPool {
-    /// Where the host has what is at this address of the device, if it lies in this pool.
+    /// Returns the host address for a device address, if it lies in this pool.
     fn on_the_host(&self, address: u64) -> Option<u64> {
         let offset = address.checked_sub(self.device.address())?;
         (offset < self.device.len() as u64).then(|| self.host.address() + offset)
@@ -314,7 +314,7 @@ mod tests {
         assert_eq!((on_the_host(&copies, 2), on_the_host(&copies, 3)), ([7; 2], [0; 2]));
     }
 
-    /// What it waits for at its end is its own blocks, whoever else has them too.
+    /// At its end a request waits for its own blocks, even if another request has them too.
     #[test]
     fn a_request_that_ends_has_all_its_blocks_copied_though_another_is_about_to() {
         let (_device, pool, copies) = copies();
@@ -323,13 +323,13 @@ mod tests {
         copies.order(2, &[block(2, 0)]);
         copies.save(1, &[block(2, 0)], SavePoint::AtEnd).unwrap();
         assert_eq!(on_the_host(&copies, 2), [7; 2]);
-        // The other one has not.
+        // The other request's copy is not done.
         compute(&pool, 2, 8);
         copies.save(2, &[block(2, 0)], SavePoint::Early).unwrap();
         assert_eq!(on_the_host(&copies, 2), [8; 2]);
     }
 
-    /// Its request has been given up by then, and a load may be filling the copies.
+    /// The request was abandoned, and a load may be filling the copies.
     #[test]
     fn nothing_is_copied_at_an_end_that_nobody_waits_for_any_more() {
         let (_device, pool, copies) = copies();
@@ -350,7 +350,7 @@ mod tests {
         assert_eq!(forgotten.kind(), ErrorKind::Forgotten, "{forgotten}");
         let before = device.counters().copies;
         for later in [copies.save(1, &[block(3, 1)], SavePoint::AtEnd), copies.fill(&lists(4))] {
-            // These are over: they have not begun.
+            // Both fail before they start.
             let later = later.unwrap_err();
             assert_eq!(later.kind(), ErrorKind::StillShared, "{later}");
             assert!(later.sentence().contains(forgotten.sentence()), "{later}");

@@ -1,4 +1,4 @@
-//! The way to a peer's workers: their agents, and the grids that blocks move between.
+//! Connections to a peer's workers: their agents, and the grids that blocks move between.
 
 use std::sync::Arc;
 
@@ -9,22 +9,22 @@ use super::peer_regions::{ImportedRegions, PeerRegions};
 use kvx_vllm::engine::{GroupMove, Move, Part, WorkerRank};
 use kvx_vllm::mapping::{Geometry, Pairing, PeerMap, Source};
 
-/// A connection to an engine, as one worker of this engine uses it.
+/// A connection of one local worker to an engine.
 #[derive(Debug)]
 pub(super) struct PeerLink {
     pub(super) map: PeerMap,
-    /// In the order of the map's sources.
+    /// The workers, in the order of the map's sources.
     pub(super) workers: Vec<LinkedWorker>,
 }
 
-/// A worker of a peer: its agent, and the grids that blocks move between.
+/// A worker of a peer, with its agent and the grids that blocks move between.
 #[derive(Debug)]
 pub(super) struct LinkedWorker {
     pub(super) rank: WorkerRank,
     pub(super) peer: Peer,
     pub(super) words: Option<PeerRegion>,
     pub(super) digests: Option<Arc<PeerDigests>>,
-    /// Why it is reached as a plain NIXL agent, if it is.
+    /// The reason why the worker is reached as a plain NIXL agent, if it is.
     pub(super) as_nixl: Option<String>,
     pub(super) geometry: Geometry,
     pub(super) sets: Vec<Option<(Grids<Region>, Grids<PeerRegion>)>>,
@@ -40,20 +40,24 @@ impl<R> std::fmt::Debug for Grids<R> {
 }
 
 impl PeerLink {
-    /// A worker of the peer. Errors: none that this connection leads to.
+    /// Returns a worker of the peer. Errors: `Invalid` if this connection does not lead to it.
     pub(super) fn worker(&self, rank: WorkerRank) -> Result<&LinkedWorker> {
-        let unknown =
-            || Error::new(ErrorKind::Invalid, "a worker of the peer that is not connected to");
+        let unknown = || {
+            Error::new(
+                ErrorKind::Invalid,
+                "this connection does not lead to that worker of the peer",
+            )
+        };
         self.workers.iter().find(|worker| worker.rank == rank).ok_or_else(unknown)
     }
 
-    /// The agents that it leads to.
+    /// Returns the agents of the connected workers.
     pub(super) fn peers(&self) -> impl Iterator<Item = &Peer> {
         self.workers.iter().map(|worker| &worker.peer)
     }
 
-    /// The pairs of a plan that moves these units of a group, of one part; by what the peer has
-    /// granted, if it has.
+    /// Returns the pairs of blocks for a plan that moves units of a group in one part. With a
+    /// `grant` they use the regions that the peer granted.
     pub(super) fn pairs(
         &self,
         part: Part,
@@ -72,13 +76,13 @@ impl PeerLink {
         Ok(pairings.into_iter().filter_map(pair).collect())
     }
 
-    /// Which units of which sets that plan moves.
+    /// Returns which units of which sets that plan moves.
     pub(super) fn pairings(
         &self,
         part: Part,
         group: &GroupMove,
     ) -> Result<(&LinkedWorker, Vec<Pairing>)> {
-        let missing = || Error::new(ErrorKind::Invalid, "nothing moves between these workers");
+        let missing = || Error::new(ErrorKind::Invalid, "no blocks move between these workers");
         let at =
             self.workers.iter().position(|worker| worker.rank == part.rank).ok_or_else(missing)?;
         let (_, sets) = self.map.part(part).ok_or_else(missing)?;
@@ -95,7 +99,8 @@ pub(super) struct WriteGrant {
 }
 
 impl WriteGrant {
-    /// For one part of a write. `None`: the decode grants nothing, as one that is no kvx.
+    /// Imports the grants for one part of a write. Returns `None` if the decode grants nothing,
+    /// because it is not a kvx.
     pub(super) fn of(order: &Move, worker: &LinkedWorker, source: &Source) -> Result<Option<Self>> {
         let Some(imported) = ImportedRegions::of(order, &worker.peer)? else { return Ok(None) };
         let regions = PeerRegions::granted(&imported.regions)?;

@@ -1,10 +1,10 @@
-//! The sockets where peers ask, by the protocol of the connector.
+//! The sockets where peers send their questions, by protocol.
 
 use super::mooncake::Channels;
 use super::side::SideServer;
 use kvx_vllm::engine::WorkerRank;
 
-/// The sockets that a connector listens with, until this is dropped.
+/// The sockets of a connector, which listen until this is dropped.
 #[derive(Debug)]
 pub(super) enum PeerSockets {
     Nixl(SideServer),
@@ -12,7 +12,7 @@ pub(super) enum PeerSockets {
 }
 
 impl PeerSockets {
-    /// Peers are not told of a worker any more.
+    /// Stops telling peers about a worker.
     pub(super) fn withdraw(&self, rank: WorkerRank) {
         match self {
             PeerSockets::Nixl(server) => drop(server.withdraw(rank)),

@@ -11,10 +11,11 @@ use kvx_vllm::engine::WorkerRank;
 use kvx_vllm::wire::EngineNotification;
 use kvx_vllm::wire::nixl::{Assembly, Got};
 
-/// No notification is waited for longer than this; then the task looks again.
+/// The longest wait for a notification. The task then waits again.
 const LONG: Duration = Duration::from_secs(3600);
 
-/// Reports to a worker what a peer has sent: read before the lock, as it may be long.
+/// Decodes a peer's notification and reports it to the worker. Decoding comes before the lock,
+/// because a notification may be long.
 fn report(shared: &Shared, rank: WorkerRank, from: &str, bytes: &[u8]) -> Result<()> {
     let notification = EngineNotification::decode(bytes)?;
     let mut taken = Ok(());
@@ -22,12 +23,12 @@ fn report(shared: &Shared, rank: WorkerRank, from: &str, bytes: &[u8]) -> Result
     taken
 }
 
-/// Receives what peers send to a worker, until its agent ends.
+/// Receives the notifications to a worker until its agent ends.
 pub(super) async fn receive(shared: Arc<Shared>, rank: WorkerRank, agent: Agent) {
     let log = RefusalLog::default();
     let mut parts = Assembly::default();
     loop {
-        // A peer that sends without end lets everything else on this thread have its turn.
+        // Yield, so that a peer that sends without end does not starve other tasks of this thread.
         tokio::task::coop::consume_budget().await;
         match agent.notification(LONG).await {
             Ok(notification) => {
@@ -39,13 +40,13 @@ pub(super) async fn receive(shared: Arc<Shared>, rank: WorkerRank, agent: Agent)
                     Got::Instead(bytes) => Err(Error::new(
                         ErrorKind::Exhausted,
                         format!(
-                            "another one, of which {bytes} bytes had come, was dropped to make room"
+                            "an incomplete one, of which {bytes} bytes had arrived, was dropped to make space for this one"
                         ),
                     )),
                 };
                 let Err(error) = heard else { continue };
                 if let Some(unsaid) = log.count() {
-                    tracing::warn!(%from, %error, unsaid, "a notification that is of no use here");
+                    tracing::warn!(%from, %error, unsaid, "a notification was refused");
                 }
             }
             Err(error) if error.kind() == ErrorKind::TimedOut => {}

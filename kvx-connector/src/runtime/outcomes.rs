@@ -1,5 +1,5 @@
-//! Outcomes of loads and leases: each goes to whoever waits for it, or to the queue that the engine
-//! empties.
+//! Outcomes of loads and leases. Each goes to the task that waits for it, or to the queue that the
+//! engine empties.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -9,48 +9,49 @@ use std::task::Waker;
 use super::slot::Slot;
 use kvx_vllm::engine::{Kept, Outcome, RequestId};
 
-/// The end of blocks that were leased to a decode, or held by a load.
+/// How blocks ended that were leased to a decode or held by a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Released {
-    /// The decode has read the leased blocks, or does not want them. They are the engine's again. A
+    /// The decode has read the leased blocks, or does not want them. The engine may reuse them. A
     /// block of several leases (a shared prefix) is free with the last of them: engines count its
     /// users.
     Fetched,
-    /// No decode read the leased blocks in time, or not all ranks of it did. They are the engine's
-    /// again. The log names the lease and the setting that makes it longer.
+    /// No decode read the leased blocks in time, or not all ranks of one did. The engine may reuse
+    /// the blocks. The log names the lease and the setting that makes it longer.
     Expired,
-    /// Blocks of a load are the engine's again; leased ones, as the connector was shut down.
+    /// The engine may reuse the blocks of a load, or leased blocks because the connector was shut
+    /// down.
     Free,
-    /// A peer or a transfer may touch the blocks for ever: no request gets one of them again as
-    /// long as the process lives.
+    /// A peer or a transfer may touch the blocks at any later time. The engine must not use them
+    /// again in the life of this process.
     Lost,
 }
 
 impl Released {
-    /// Returns whether the blocks are the engine's again.
+    /// Returns whether the engine may reuse the blocks.
     pub fn is_free(self) -> bool {
         self != Released::Lost
     }
 }
 
-/// The end of a load that somebody waits for, with the release of the blocks that it still holds.
+/// The end of a load, with the release of the blocks that it still holds, for the task that waits.
 pub(super) struct LoadEnd {
     pub(super) outcome: Outcome,
     pub(super) held: Option<Arc<Slot<Released>>>,
 }
 
-/// Outcomes of one engine, and those who wait for one.
+/// The outcomes of one engine, and the tasks that wait for them.
 #[derive(Default)]
 pub(super) struct Outcomes {
-    /// Those that nobody waits for: the engine asks for them.
+    /// Outcomes that no task waits for. The engine takes them.
     queue: VecDeque<Outcome>,
     loads: HashMap<RequestId, Arc<Slot<LoadEnd>>>,
     releases: HashMap<(RequestId, Kept), Arc<Slot<Released>>>,
-    /// Leases that have expired, until their blocks are released.
+    /// Expired leases whose blocks are not released yet.
     expired: HashSet<RequestId>,
-    /// The connector is being shut down: blocks that are free now were taken back.
+    /// Whether the connector is being shut down. Blocks that become free now were taken back.
     closing: bool,
-    /// What has become of all blocks, once the connector has ended.
+    /// The end of all blocks, once the connector has ended.
     ended: Option<Released>,
 }
 
@@ -78,7 +79,7 @@ impl Outcomes {
         self.loads.remove(request);
     }
 
-    /// Forgets a slot that nobody reads any more. A slot that was filled is not known here, and
+    /// Forgets a slot that has no reader any more. A slot that was filled is not in the map, and
     /// another request may have its name by now.
     pub(super) fn forget_release(
         &mut self,
@@ -93,21 +94,21 @@ impl Outcomes {
         }
     }
 
-    /// Notes that a lease has expired. False: that is known.
+    /// Notes that a lease has expired. Returns false if that is known.
     pub(super) fn expire(&mut self, request: &RequestId) -> bool {
         self.expired.insert(request.clone())
     }
 
-    /// The engine has taken a lease back itself.
+    /// Forgets an expiry, because the engine took the lease back.
     pub(super) fn forget_expiry(&mut self, request: &RequestId) {
         self.expired.remove(request);
     }
 
-    /// Delivers an outcome to whoever waits for it, or queues it for the engine. Returns the task
-    /// to wake.
+    /// Delivers an outcome to the task that waits for it, or queues it for the engine. Returns the
+    /// task to wake.
     ///
-    /// This happens under the lock under which the outcome arose, so that nobody gives up in
-    /// between on what has ended already.
+    /// The caller holds the lock under which the outcome arose, so that no task abandons a load
+    /// between its end and this call.
     pub(super) fn deliver(&mut self, outcome: Outcome) -> Option<Waker> {
         match &outcome {
             Outcome::Loaded { request, .. } | Outcome::Failed { request, .. } => {
@@ -144,12 +145,12 @@ impl Outcomes {
         self.queue.drain(..).collect()
     }
 
-    /// The number of outcomes that the engine has not asked for yet.
+    /// Returns the number of outcomes that the engine has not taken yet.
     pub(super) fn queued(&self) -> usize {
         self.queue.len()
     }
 
-    /// Takes the queued failure of a load that still holds blocks. True: there was one.
+    /// Takes the queued failure of a load that still holds blocks. Returns whether there was one.
     pub(super) fn take_held(&mut self, request: &RequestId) -> bool {
         let holds = |outcome: &Outcome| match outcome {
             Outcome::Failed { request: of, held, .. } => of == request && !held.is_empty(),
@@ -159,12 +160,12 @@ impl Outcomes {
         at.is_some_and(|at| self.queue.remove(at).is_some())
     }
 
-    /// The outcomes that follow are those of a shutdown.
+    /// Notes that the outcomes that follow are those of a shutdown.
     pub(super) fn close(&mut self) {
         self.closing = true;
     }
 
-    /// No outcomes follow. Returns the tasks to wake.
+    /// Ends all releases. No outcomes follow. Returns the tasks to wake.
     pub(super) fn end(&mut self, released: Released) -> Vec<Waker> {
         self.ended = Some(released);
         self.releases.drain().filter_map(|(_, slot)| slot.fill(released)).collect()

@@ -1,5 +1,5 @@
-//! Regions of peers: by the addresses that their handshake names, and those that a decode grants to
-//! a write.
+//! Regions of peers: those that hold the addresses of a handshake, and those that a decode grants
+//! to a write.
 
 use kvx_core::backend::Metadata;
 use kvx_core::{Error, ErrorKind, GridSet, MemoryKind, Peer, PeerRegion, Place as _, Result};
@@ -10,23 +10,24 @@ use crate::nixl::NixlPeer;
 use kvx_vllm::engine::{Move, Part};
 use kvx_vllm::mapping::{Geometry, MemorySpan, MemoryType, RegionGrid};
 
-/// Regions that hold blocks are named by where they begin at their owner, as its handshake tells
-/// addresses.
+/// The prefix of regions that hold blocks. The rest of the name is the region's first address at
+/// its owner, because a handshake names addresses.
 pub(super) const POOL: &str = "kv@";
-/// The same for what one request may be written by: with a number.
+/// The prefix of regions that are granted to one request. A number follows, then `@` and the
+/// address.
 pub(super) const GRANT: &str = "push";
 
-/// The regions of a peer's worker by the addresses that its handshake tells.
+/// The regions of a peer's worker, by the addresses that its handshake names.
 #[derive(Debug)]
 pub(super) struct PeerRegions {
-    /// First address, region.
+    /// First addresses and regions.
     pools: Vec<(u64, PeerRegion)>,
     pub(super) words: Option<PeerRegion>,
     pub(super) digests: Option<PeerRegion>,
 }
 
 impl PeerRegions {
-    /// Of a kvx agent: what it has named.
+    /// Finds the regions of a kvx agent by their names.
     pub(super) fn named(peer: &Peer, metadata: &Metadata) -> Result<Self> {
         let mut regions = PeerRegions { pools: Vec::new(), words: None, digests: None };
         for info in &metadata.regions {
@@ -43,19 +44,22 @@ impl PeerRegions {
         Ok(regions)
     }
 
-    /// Of a NIXL agent with the backend KVX.
+    /// Takes the regions of a NIXL agent with the backend KVX.
     pub(super) fn in_nixl(peer: &NixlPeer) -> Self {
         let pools = peer.regions().map(|(address, region)| (address, region.clone())).collect();
         PeerRegions { pools, words: None, digests: None }
     }
 
-    /// Of a kvx agent, for one request.
+    /// Takes the regions that a kvx agent has granted for one request.
     pub(super) fn granted(learned: &[PeerRegion]) -> Result<Self> {
         let pool = |region: &PeerRegion| {
             let name = region.name().and_then(|name| name.strip_prefix(GRANT)?.split_once('@'));
             let address = name.and_then(|(_, hex)| u64::from_str_radix(hex, 16).ok());
             let malformed = || {
-                Error::new(ErrorKind::Malformed, "a grant of a push is a region without an address")
+                Error::new(
+                    ErrorKind::Malformed,
+                    "the grant of a push names a region without an address",
+                )
             };
             Ok((address.ok_or_else(malformed)?, region.clone()))
         };
@@ -66,8 +70,8 @@ impl PeerRegions {
         })
     }
 
-    /// Of an agent that is not kvx: the ranges that its handshake tells. `device`: what memory of
-    /// its devices is.
+    /// Registers the ranges that the handshake of an agent other than kvx names. `device` is the
+    /// kind of its device memory.
     pub(super) fn foreign(peer: &Peer, geometry: &Geometry, device: MemoryKind) -> Result<Self> {
         let region = |span: MemorySpan| {
             let kind = match span.memory {
@@ -92,7 +96,7 @@ impl PeerRegions {
         GridSet::of(placed.collect::<Result<Vec<_>>>()?)
     }
 
-    /// The region that an address of the peer lies in, and where in it.
+    /// Returns the region that holds an address of the peer, and the offset in it.
     pub(super) fn at(&self, base: u64) -> Result<(&PeerRegion, u64)> {
         let within = |(address, region): &&(u64, PeerRegion)| {
             base >= *address && base - address < region.len()
@@ -102,22 +106,22 @@ impl PeerRegions {
             None => Err(Error::new(
                 ErrorKind::Malformed,
                 format!(
-                    "the peer names blocks at {base:#x}, where its agent has registered nothing"
+                    "the peer names blocks at {base:#x}, where its agent has not registered memory"
                 ),
             )),
         }
     }
 }
 
-/// Regions that a decode has granted to a write, imported until this is dropped.
+/// Regions that a decode has granted to a write. They stay imported until this is dropped.
 pub(super) struct ImportedRegions {
     peer: Peer,
     pub(super) regions: Vec<PeerRegion>,
 }
 
 impl ImportedRegions {
-    /// Of the worker that a write goes to. `None`: the decode grants nothing, as one that is no
-    /// kvx.
+    /// Imports the grants for the worker that a write goes to. Returns `None` if the decode grants
+    /// nothing, because it is not a kvx.
     pub(super) fn of(order: &Move, peer: &Peer) -> Result<Option<Self>> {
         let Part { rank, .. } = order.part;
         let Some(grant) =
@@ -127,7 +131,7 @@ impl ImportedRegions {
                 true => Ok(None),
                 false => Err(Error::new(
                     ErrorKind::Malformed,
-                    "the decode's registration grants nothing of this worker",
+                    "the decode's registration has no grant for this worker",
                 )),
             };
         };

@@ -31,19 +31,24 @@ impl<'a> Prefill<'a> {
         self.0.settings().mode
     }
 
-    /// Publishes a prefilled request: `blocks` hold the KV of `tokens` tokens. The parameters go to
-    /// the decode, unchanged (serde writes and reads them), and the blocks stay as they are until
-    /// the lease says otherwise.
-    /// Blocks beyond those that the tokens need are left out of it. Waits as
+    /// Publishes the blocks of a prefilled request, so that a decode can load them.
+    ///
+    /// `blocks` hold the KV cache of the prompt's first `tokens` tokens, with one list for each KV
+    /// cache group. Blocks beyond those that the tokens need are not published. The engine sends
+    /// the returned parameters to the decode unchanged (they implement serde's traits), and must
+    /// not change the blocks until the [`Lease`] ends. This call blocks in the cases in which
     /// [`request_finished`](Connector::request_finished) does.
     ///
-    /// A request has a name of its own, as in vLLM: a decode's last notification of an earlier one
-    /// of this name may still be on its way, and would end this lease: a decode that loads by it is
-    /// refused then.
+    /// Give every request a name of its own, as vLLM does. The decode of an earlier request with
+    /// the same name may still have a notification in flight. That notification would end the new
+    /// lease, and the new request's decode would then be refused.
     ///
     /// # Errors
-    /// `Invalid` for a name that is in use, for blocks that do not fit the tokens or the registered
-    /// caches, and for those that could not be copied to the host; `Closed`.
+    /// - `Invalid`: a request of this name has not ended; `tokens` is 0; the lists of `blocks` do
+    ///   not match the KV cache groups, hold too few blocks for the tokens, or name a block beyond
+    ///   the registered caches; a rank is lost or has no caches registered; or the blocks could not
+    ///   be copied to the host.
+    /// - `Closed`: the connector was shut down.
     pub fn publish(
         &self,
         request: impl Into<RequestId>,
@@ -62,12 +67,14 @@ impl<'a> Prefill<'a> {
         self.publish_as(request, &asked, blocks, tokens)
     }
 
-    /// As [`publish`](Self::publish), for a request that came with parameters. A
-    /// MooncakeConnector's decode knows it by their `transfer_id`, and may have asked for it
-    /// before.
+    /// Publishes a request that arrived with parameters, as [`publish`](Self::publish) does for one
+    /// without.
+    ///
+    /// A decode with a MooncakeConnector identifies the request by the `transfer_id` in `asked`,
+    /// and may ask for the blocks before this call.
     ///
     /// # Errors
-    /// As [`publish`](Self::publish); `Invalid` for parameters that ask for no prefill.
+    /// Those of [`publish`](Self::publish), and `Invalid` if `asked` does not ask for a prefill.
     pub fn publish_as(
         &self,
         request: impl Into<RequestId>,
@@ -119,7 +126,7 @@ impl<'a> Prefill<'a> {
     }
 }
 
-/// The parameters for a decode with a MooncakeConnector, whose prefill leg answers none.
+/// Builds the decode's parameters for a MooncakeConnector, whose prefill answers with none.
 fn decode_leg(
     connector: &Connector,
     asked: &TransferParams,
@@ -141,14 +148,19 @@ fn random() -> kvx_core::Result<[u8; 16]> {
     Ok((u128::from(half) << 64 | u128::from(other)).to_be_bytes())
 }
 
-/// Blocks that a decode may fetch within `kv_lease_duration` of `kv_connector_extra_config` (30 s
-/// by default), which the heartbeats of a decode that waits for them renew.
+/// Published blocks, reserved for a decode.
 ///
-/// Dropping it before its end takes the blocks back: decodes that still want them are refused, and
-/// the blocks are the engine's at once. A vLLM that reads at that moment cannot notice: with such
-/// peers, wait for the end. With NixlPushConnector this engine may itself be writing the blocks to
-/// a peer, and ranks on other hosts have to acknowledge: in these modes the blocks are the engine's
-/// when [`outcomes`](Connector::outcomes) says `Free`.
+/// The lease lasts for `kv_lease_duration` of `kv_connector_extra_config` (30 s by default).
+/// Heartbeats of a decode that waits for the blocks renew it.
+///
+/// Dropping the lease before its end takes the blocks back. Decodes that still want them are
+/// refused, and the engine may reuse the blocks at once. Two cases are different:
+///
+/// - A vLLM that is reading the blocks cannot notice that they were reused. With such peers, wait
+///   for the end of the lease.
+/// - With NixlPushConnector this engine may be writing the blocks to a peer, and ranks on other
+///   hosts have to acknowledge the release. The engine may then reuse the blocks only after
+///   [`outcomes`](Connector::outcomes) returns `Free` for the request.
 #[must_use = "dropping a lease takes the blocks back"]
 pub struct Lease {
     connector: Connector,
@@ -158,19 +170,22 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// The request.
+    /// Returns the name of the request.
     pub fn request(&self) -> &RequestId {
         &self.request
     }
 
-    /// Ends when the decode has fetched the blocks, or the lease has expired: then they are the
-    /// engine's again.
+    /// Waits until the decode has fetched the blocks or the lease has expired. The engine may then
+    /// reuse the blocks, unless the result is [`Released::Lost`].
     pub fn released(self) -> impl Future<Output = Released> + Send {
         self
     }
 
-    /// As [`released`](Self::released), without a runtime. `Err`: not by the deadline; the lease
-    /// continues.
+    /// Blocks the thread until the lease ends, as [`released`](Self::released) does without
+    /// blocking.
+    ///
+    /// # Errors
+    /// Returns the lease itself, which continues, if it has not ended by the deadline.
     pub fn wait_blocking(mut self, deadline: impl Into<Deadline>) -> Result<Released, Lease> {
         match self.slot.wait(deadline.into()) {
             Some(released) => {

@@ -1,4 +1,4 @@
-//! A look at somebody's side channel.
+//! Asks a side channel for one worker of its engine.
 
 use std::time::Duration;
 
@@ -13,27 +13,29 @@ use kvx_vllm::wire::{CompatibilityHash, HandshakePayload, NixlAgentMetadata};
 /// The answer of a side channel for one worker of its engine.
 #[derive(Clone, Debug)]
 pub struct Probe {
-    /// The hash that both engines must agree on.
+    /// The hash that must be the same on both engines.
     pub hash: CompatibilityHash,
-    /// The worker's memory, as far as it was told. An error: it cannot be read as the version's, or
-    /// nothing was told.
+    /// The worker's memory, as far as the peer discloses it. An error if the answer does not fit
+    /// the version or is empty.
     pub metadata: Result<NixlAgentMetadata>,
-    /// Why a kvx tells nothing.
+    /// The reason for an answer without metadata, from a kvx.
     pub refusal: Option<String>,
-    /// Whether a kvx answers, and has proved to have the same secret if there is one. An error: it
-    /// is a kvx, and only one end has a secret.
+    /// Whether the peer is a kvx that has proved to have the same secret, if there is one. An error
+    /// if only one of the two ends has a secret.
     pub kvx: Result<bool>,
-    /// How long the first answer took.
+    /// The time until the first answer.
     pub round_trip: Duration,
 }
 
-/// Asks the side channel at an address for one worker, in the form of `version`: vLLM's listener
-/// does not survive a question in another version's form, or for a worker that does not exist.
-/// Blocks for at most `limit` for each of connection and answers.
+/// Asks the side channel at an address for one worker, in the form of `version`.
+///
+/// Choose both with care: vLLM's listener ends on a question in another version's form, or for a
+/// worker that does not exist. The call blocks for at most `limit` for the connection and for each
+/// answer.
 ///
 /// # Errors
-///
-/// Nobody answers, or something else than a side channel does.
+/// - `PeerLost`, `TimedOut`: nobody answers, or the peer does not speak ZMTP.
+/// - `Malformed`: the answer is not one of a side channel.
 pub fn probe(
     address: &Address,
     rank: WorkerRank,
@@ -45,7 +47,7 @@ pub fn probe(
     let runtime = runtime.map_err(|error| Error::os("no runtime for the side channel", error))?;
     let asker = SideClient::new(Clock::new(), secret, SideChannels::OfEngine).with_limit(limit);
     let looked = runtime.block_on(asker.look(address, rank, version));
-    // A name that is still being resolved is not waited for.
+    // Do not wait for a name that is still being resolved.
     runtime.shutdown_background();
     let ProbeAnswer { payload, standing, round_trip } = looked?;
     let HandshakePayload { compatibility_hash, agent_metadata_bytes, refusal, .. } = payload;

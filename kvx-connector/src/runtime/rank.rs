@@ -1,4 +1,4 @@
-//! One worker of the engine, as the engine's process sees it.
+//! One worker of the engine, in the engine's process.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,8 +11,10 @@ use kvx_vllm::engine::{Settings, WorkerRank};
 use kvx_vllm::mapping::Caches;
 
 impl Connector {
-    /// A worker of this engine, to register its caches. Errors: `Invalid` for one that it does not
-    /// have.
+    /// Returns a worker of this engine, to register its caches.
+    ///
+    /// # Errors
+    /// `Invalid`: the engine has no such worker.
     pub fn rank(&self, rank: WorkerRank) -> Result<Rank> {
         if self.shared().state.lock().ranks.get(rank).is_some() {
             return Ok(Rank { connector: self.clone(), rank });
@@ -29,8 +31,8 @@ impl Connector {
     }
 }
 
-/// A worker of the engine: [`Connector::rank`] returns it. Cheap to clone; dropping it ends
-/// nothing.
+/// A worker of the engine, returned by [`Connector::rank`]. Cheap to clone. Dropping it has no
+/// effect.
 #[derive(Clone)]
 pub struct Rank {
     connector: Connector,
@@ -38,19 +40,24 @@ pub struct Rank {
 }
 
 impl Rank {
-    /// Its place in the engine.
+    /// Returns the worker's place in the engine.
     pub fn rank(&self) -> WorkerRank {
         self.rank
     }
 
-    /// Registers the caches of this worker: `memory` holds all their regions, each in one piece of
-    /// it. From now on peers may load from them. The first time, and after
-    /// [`give_back`](Self::give_back). May block: registering can pin pages.
+    /// Registers the caches of this worker, so that peers can load from them.
+    ///
+    /// Each region of the caches lies within one piece of `memory`. Call it once, and again after
+    /// each [`give_back`](Self::give_back). It may block, because registering can pin pages.
     ///
     /// # Errors
-    /// `Invalid`: caches are registered already; memory that lacks a region; blocks of another size
-    /// than the builder was given, or another number of them than the engine's other workers have.
-    /// The errors of the agent for the memory, and of the version for the caches.
+    /// - `Invalid`: caches are registered already; this worker is to join from a process of its
+    ///   own; a region lies in no piece of memory; the blocks have another size than the builder
+    ///   was given, or their number differs from that of the engine's other workers.
+    /// - `Closed`: the connector was shut down.
+    /// - Errors of the agent, if it cannot be built
+    ///   ([`AgentBuilder::build`](kvx_core::AgentBuilder::build)) or cannot register the memory
+    ///   ([`Agent::register`](kvx_core::Agent::register)).
     pub fn register<M: Into<Arc<Memory>>>(
         self,
         caches: Caches,
@@ -61,22 +68,26 @@ impl Rank {
         Ok(self)
     }
 
-    /// Gives the caches back, before sleep for example: peers are refused, and loads in flight end.
-    /// When the completion is `Ok`, nobody else touches the memory any more, and caches may be
-    /// [registered](Self::register) anew: peers then need a new handshake.
+    /// Takes the caches out of use, for example before sleep. Peers are refused, and loads in
+    /// flight end.
+    ///
+    /// After `Ok` only this process touches the memory, and caches may be
+    /// [registered](Self::register) again. Peers then need a new handshake.
     ///
     /// # Errors
-    /// `StillShared`: that could not be known by the deadline, and the memory stays quarantined.
+    /// - `StillShared`: it was not proven by the deadline. The memory stays quarantined; call this
+    ///   again to wait again.
+    /// - `Invalid`: this worker has joined from a process of its own.
     pub fn give_back(&self, deadline: impl Into<Deadline>) -> Completion<()> {
         register::give_back(self.connector.shared(), self.rank, deadline.into())
     }
 
-    /// Starts the loads of the engine's steps so far on this worker: from now on their blocks are
-    /// written.
+    /// Starts the loads of the engine's steps so far on this worker. From now on it fills their
+    /// blocks.
     pub fn start_load_kv(&self) {
         self.connector.shared().with_state(|state, now| {
             let Some(held) = state.ranks.get_mut(self.rank) else {
-                debug_assert!(false, "Connector::rank gives ranks that are there");
+                debug_assert!(false, "Connector::rank returns ranks that exist");
                 return;
             };
             let pending = held.take_pending();

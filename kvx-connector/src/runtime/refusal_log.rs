@@ -1,19 +1,19 @@
-//! Log lines about what peers send: a peer that sends without end must not fill the log.
+//! A rate limit for log lines about peers, so that no peer can fill the log.
 
 use std::time::{Duration, Instant};
 
 use kvx_core::backend::sync::Mutex;
 
-/// Lines are written no more often than this.
+/// The minimum time between two log lines.
 const QUIET: Duration = Duration::from_secs(1);
 
-/// A rate limit of log lines, which counts those in between.
+/// A rate limit for log lines, with a count of the lines that it suppressed.
 #[derive(Debug, Default)]
 pub(super) struct RefusalLog(Mutex<(Option<Instant>, u64)>);
 
 impl RefusalLog {
-    /// Counts a refusal. `Some`: a line may be written now, and says how many were left out since
-    /// the last one.
+    /// Counts a refusal. Returns `Some` if a line may be written now, with the number of lines
+    /// suppressed since the last one.
     pub(super) fn count(&self) -> Option<u64> {
         let mut guard = self.0.lock();
         let (last, left_out) = &mut *guard;
@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_line_a_second_says_how_many_were_left_out() {
+    fn one_line_a_second_counts_the_suppressed_ones() {
         let log = RefusalLog::default();
         assert_eq!(log.count(), Some(0));
         assert_eq!((log.count(), log.count()), (None, None));

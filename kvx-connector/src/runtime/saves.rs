@@ -1,11 +1,11 @@
-//! Requests of which blocks are copied to the host before they end.
+//! Requests whose blocks are copied to the host before they end.
 
 use std::collections::HashMap;
 
 use kvx_vllm::engine::RequestId;
 
-/// Requests of which blocks were saved before they end, each under a number that no other ever has,
-/// with how many whole blocks were ordered.
+/// Requests whose blocks are copied to the host before they end. Each has a unique number, and a
+/// count of the whole blocks that were ordered.
 #[derive(Default)]
 pub(super) struct SaveNumbers {
     numbers: HashMap<RequestId, (u64, u32)>,
@@ -13,8 +13,8 @@ pub(super) struct SaveNumbers {
 }
 
 impl SaveNumbers {
-    /// The number of a request, and how many whole blocks were ordered before, of which there are
-    /// so many now.
+    /// Returns the number of a request, and how many whole blocks were ordered before. Updates the
+    /// count to `whole`.
     pub(super) fn number(&mut self, request: &RequestId, whole: u32) -> (u64, u32) {
         if let Some((number, ordered)) = self.numbers.get_mut(request) {
             return (*number, std::mem::replace(ordered, whole.max(*ordered)));
@@ -24,7 +24,7 @@ impl SaveNumbers {
         (self.last, 0)
     }
 
-    /// What was saved of it counts no more.
+    /// Forgets a request and what was saved of it.
     pub(super) fn forget(&mut self, request: &RequestId) {
         self.numbers.remove(request);
     }

@@ -1,4 +1,4 @@
-//! Registered memory that generations and digests of peers are read into.
+//! Registered memory that receives the generations and digests of peers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,12 +8,12 @@ use kvx_core::{Agent, Error, ErrorKind, Grid, Memory, Region, Result};
 
 use super::generations::WORD;
 
-/// Words that are read from a peer at once.
+/// The number of words that one read fetches.
 pub(super) const AT_ONCE: usize = 4096;
-/// Reads of words that are under way at once; others wait.
+/// The number of reads that run at the same time. Others wait.
 const SLOTS: u32 = 32;
 
-/// Registered memory that the words of peers are read into.
+/// Registered memory that receives generation counters and digests of peers.
 #[derive(Debug)]
 pub(super) struct Scratch {
     region: Region,
@@ -31,7 +31,7 @@ impl Scratch {
         })
     }
 
-    /// Waits for a place, but not longer than this. Errors: `Busy`.
+    /// Waits for a free slot, for at most `limit`. Errors: `Busy`.
     pub(super) async fn take(self: &Arc<Self>, limit: Duration) -> Result<ScratchPlace> {
         match tokio::time::timeout(limit, self.places.acquire()).await {
             Ok(permit) => permit.expect("nobody closes it").forget(),
@@ -44,12 +44,12 @@ impl Scratch {
                 ));
             }
         }
-        let slot = self.free.lock().pop().expect("as many places as permits");
+        let slot = self.free.lock().pop().expect("there are as many slots as permits");
         Ok(ScratchPlace { scratch: Arc::clone(self), slot, lost: false })
     }
 }
 
-/// A place for [`AT_ONCE`] words; given back when it is dropped.
+/// A slot for [`AT_ONCE`] words. It is free again when this is dropped.
 #[derive(Debug)]
 pub(super) struct ScratchPlace {
     scratch: Arc<Scratch>,
@@ -66,12 +66,12 @@ impl ScratchPlace {
         u64::from(self.slot) * AT_ONCE as u64 * WORD
     }
 
-    /// The place, by so many words.
+    /// Returns the slot as a grid of units of `words` words.
     pub(super) fn grid(&self, words: usize) -> Grid {
         Grid::packed(words as u64 * WORD, (AT_ONCE / words) as u32).at(self.base())
     }
 
-    /// Its first words.
+    /// Returns the first words of the slot.
     pub(super) fn words(&self, count: usize) -> Result<Vec<u64>> {
         let mut bytes = vec![0; count * WORD as usize];
         self.scratch.region.copy_out(self.base() as usize, &mut bytes)?;
@@ -79,7 +79,7 @@ impl ScratchPlace {
         Ok(bytes.chunks_exact(WORD as usize).map(word).collect())
     }
 
-    /// A transfer may touch it for ever: it is never used again.
+    /// Marks the slot as never usable again, because a transfer may touch it at any later time.
     pub(super) fn lose(mut self) {
         self.lost = true;
     }

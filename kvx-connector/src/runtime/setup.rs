@@ -1,4 +1,4 @@
-//! The setup of a connector, and the agents that follow from it.
+//! The setup of a connector, and the agents that it builds.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -13,9 +13,9 @@ use crate::nixl::{self, BACKEND as KVX};
 use kvx_vllm::engine::{Address, Settings, WorkerRank};
 use kvx_vllm::wire::{CompatibilityFactors, CompatibilityHash, NixlAgentMetadata};
 
-/// The name of the backend that speaks to plain Mooncake agents.
+/// The name of the backend that talks to plain Mooncake agents.
 pub(super) const MOONCAKE: &str = "MOONCAKE";
-/// The name of the backend that speaks to plain NIXL agents.
+/// The name of the backend that talks to plain NIXL agents.
 pub(super) const RIXL: &str = "RIXL";
 
 /// The setup of a connector.
@@ -26,20 +26,20 @@ pub(super) struct Setup {
     pub(super) config: KvTransferConfig,
     pub(super) factors: CompatibilityFactors,
     pub(super) data_parallel: u32,
-    /// All of it for a rank in a process of its own.
+    /// The setup as a rank in a process of its own receives it.
     pub(super) told: Map<String, Value>,
-    /// Any free port, whatever the environment says of it.
+    /// Whether any free port will do, whatever the environment says.
     pub(super) any_port: bool,
     pub(super) registry: Registry,
     pub(super) options: Options,
     pub(super) backends: Option<Vec<String>>,
-    /// `KVX` is among the backends: peers with that backend in their NIXL load what this engine
-    /// tells.
+    /// Whether `KVX` is among the backends, so that peers with that backend in their NIXL can load
+    /// from this engine.
     pub(super) in_nixl: bool,
 }
 
 impl Setup {
-    /// The name or address of this host, as peers know it.
+    /// Returns the name or address of this host, as peers know it.
     pub(super) fn host(&self) -> &str {
         let environment = self.config.environment();
         match self.settings.mooncake {
@@ -48,14 +48,15 @@ impl Setup {
         }
     }
 
-    /// Where TCP is not told what to bind, a host that is an address of this machine is it: peers
-    /// elsewhere reach the side channel and the data, or none.
+    /// Sets the address that TCP binds. Without `tcp.bind` it is this host's own address, if it
+    /// names one of this machine: then peers elsewhere reach both the side channel and the data, or
+    /// neither.
     pub(super) async fn bind_beside_the_side_channel(&mut self) {
         let bind = tcp_bind(&self.config, self.host()).await;
         self.options = options(&self.config, bind);
     }
 
-    /// The agent of a worker whose pools lie on these devices, if on any.
+    /// Builds the agent of a worker. `devices` are those on which its pools lie.
     pub(super) fn agent(
         &self,
         rank: WorkerRank,
@@ -83,26 +84,26 @@ impl Setup {
                 ?backends,
                 "{}",
                 match vllm {
-                    true => "vLLM peers are reached by MOONCAKE, kvx peers by any of these",
-                    false => "kvx peers only: for vLLM's, name MOONCAKE in kv_connector_extra_config.backends",
+                    true => "vLLM peers are reached through MOONCAKE, kvx peers through any of these backends",
+                    false => "only kvx peers are reached: to reach vLLM peers, add MOONCAKE to kv_connector_extra_config.backends",
                 }
             );
         } else if backends.contains(&RIXL) {
-            tracing::info!(%worker, ?backends, "vLLM peers can load from this engine and it from them, by RIXL");
+            tracing::info!(%worker, ?backends, "this engine and vLLM peers can load from each other through RIXL");
         } else if self.in_nixl {
             tracing::info!(%worker, ?backends, "vLLM peers with the backend KVX can load from this engine");
         } else {
             tracing::info!(
                 %worker,
                 ?backends,
-                "kvx peers only: for vLLM's, name RIXL in kv_connector_extra_config.backends, or KVX if their NIXL has it"
+                "only kvx peers are reached: to reach vLLM peers, add RIXL to kv_connector_extra_config.backends, or KVX if their NIXL has it"
             );
         }
         Ok(agent)
     }
 
-    /// The message for a rank in a process of its own: how the engine was built, and where its side
-    /// channel listens.
+    /// Returns the message for a rank in a process of its own: the setup of the engine, and the
+    /// address of its side channel.
     pub(super) fn welcome(&self) -> String {
         let mut told = self.told.clone();
         let Address { host, port } = &self.settings.address;
@@ -110,7 +111,7 @@ impl Setup {
         Value::Object(told).to_string()
     }
 
-    /// The side channel's answer for a worker.
+    /// Returns the side channel's answer for a worker.
     pub(super) fn metadata(&self, registered: &RegisteredCaches) -> Result<NixlAgentMetadata> {
         let version = self.settings.version;
         let mut metadata = NixlAgentMetadata::new(self.settings.engine.as_str(), version);
@@ -127,9 +128,10 @@ impl Setup {
     }
 }
 
-/// The backends that agents open, and whether `KVX` is named, which is none of them: it is kvx in
-/// the NIXL of a peer, and reaches it by any of kvx's own. To plain NIXL agents UCX and LIBFABRIC
-/// mean that plugin of NIXL: where one of them is named, RIXL is opened too if it is here.
+/// Returns the backends that agents open, and whether `KVX` is named. `KVX` is not a backend of its
+/// own: it is kvx in the NIXL of a peer, which any backend of kvx reaches. For plain NIXL agents,
+/// UCX and LIBFABRIC name plugins of NIXL: if one of them is named, RIXL is opened too if it is
+/// available.
 pub(super) fn backends(
     config: &KvTransferConfig,
     registry: &Registry,
@@ -156,8 +158,8 @@ fn is_kvx(name: &str) -> bool {
     name.eq_ignore_ascii_case(KVX)
 }
 
-/// The options of the agents, whose TCP binds here unless it is told otherwise, and whose Mooncake
-/// engine is where `VLLM_HOST_IP` says.
+/// Returns the options of the agents. TCP binds to `bind` if the configuration has no `tcp.bind`,
+/// and the Mooncake engine to `VLLM_HOST_IP`.
 pub(super) fn options(config: &KvTransferConfig, bind: Option<IpAddr>) -> Options {
     let mut extra = config.extra().clone();
     if let Some(Value::Array(named)) = extra.get_mut("backends") {

@@ -1,4 +1,4 @@
-//! A value that the connector's thread sets once, and that an engine awaits or waits for.
+//! A value that the connector's thread sets once, and that an engine awaits or blocks for.
 
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -7,7 +7,7 @@ use std::time::Instant;
 use kvx_core::Deadline;
 use kvx_core::backend::sync::{Condvar, Mutex};
 
-/// Set once, taken once. Needs no runtime.
+/// A slot that is set once and taken once. Needs no runtime.
 #[derive(Debug)]
 pub(super) struct Slot<T> {
     state: Mutex<SlotState<T>>,
@@ -28,14 +28,15 @@ impl<T> Slot<T> {
         })
     }
 
-    /// Sets it and wakes the task that waits.
+    /// Sets the value and wakes the task that waits.
     pub(super) fn set(&self, value: T) {
         if let Some(waker) = self.fill(value) {
             waker.wake();
         }
     }
 
-    /// Sets it. A task that waits is left to be woken: the caller may hold a lock.
+    /// Sets the value. Returns the waker of the task that waits: the caller may hold a lock, and
+    /// wakes it later.
     pub(super) fn fill(&self, value: T) -> Option<Waker> {
         let mut state = self.state.lock();
         state.value = Some(value);
@@ -43,7 +44,7 @@ impl<T> Slot<T> {
         state.waker.take()
     }
 
-    /// The value, if it is there.
+    /// Takes the value, if it is set.
     pub(super) fn take(&self) -> Option<T> {
         self.state.lock().value.take()
     }
@@ -60,7 +61,7 @@ impl<T> Slot<T> {
         Poll::Pending
     }
 
-    /// Blocks until it is set or the deadline has passed.
+    /// Blocks until the value is set or the deadline has passed.
     pub(super) fn wait(&self, deadline: Deadline) -> Option<T> {
         let until = until(deadline);
         let mut state = self.state.lock();
@@ -76,7 +77,7 @@ impl<T> Slot<T> {
     }
 }
 
-/// The moment of a deadline, for calls of the standard library.
+/// Converts a deadline to a moment, for calls of the standard library.
 pub(super) fn until(deadline: Deadline) -> Instant {
     let day = std::time::Duration::from_secs(86_400);
     Instant::now() + deadline.left().min(day)

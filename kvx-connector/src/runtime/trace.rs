@@ -1,5 +1,5 @@
-//! One span for each load, from its arrival to the word that the prefill may free its blocks, with
-//! what each phase took.
+//! One span for each load, with the duration of each phase. It starts when the request arrives, and
+//! ends when the prefill has been notified that it may free its blocks.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -9,26 +9,26 @@ use tracing::field::Empty;
 
 use kvx_vllm::engine::{Action, Outcome, RequestId, Time};
 
-/// A phase of a load, as the span's field is named: microseconds. A load in several parts says
-/// each.
+/// A phase of a load, named as the field of the span, in microseconds. A load in several parts
+/// records each part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// From its arrival until the workers had it.
+    /// From the request's arrival until the workers have the load.
     Queue,
-    /// From then until its first read was posted.
+    /// From then until the load's first read is posted.
     Handshake,
-    /// To post a read.
+    /// The posting of a read.
     Post,
-    /// From the post until the data was there.
+    /// From the post until the data has arrived.
     Transfer,
-    /// To read the generations of its blocks.
+    /// The read of the blocks' generations.
     Check,
-    /// Until the prefill had the word that its blocks are free.
+    /// The notification that the prefill may free the blocks.
     Notify,
 }
 
 impl Phase {
-    /// Notes in the span that this runs in what the phase took.
+    /// Records the duration of this phase in the current span.
     pub(super) fn took(self, time: Duration) {
         self.record(&Span::current(), time);
     }
@@ -46,19 +46,19 @@ impl Phase {
     }
 }
 
-/// A load's span, and when its phase began.
+/// A load's span, and the start of its phase.
 struct Trace {
     span: Span,
     since: Time,
     reads: bool,
 }
 
-/// The spans of loads; none are kept where nobody listens to them.
+/// The spans of loads. Empty if no subscriber is interested in them.
 #[derive(Default)]
 pub(super) struct Traces(HashMap<RequestId, Trace>);
 
 impl Traces {
-    /// A request with something to load has arrived.
+    /// Opens the span of a request with something to load.
     pub(super) fn arrived(&mut self, now: Time, request: &RequestId, engine: &str) {
         let span = tracing::info_span!(
             "kvx_load",
@@ -79,12 +79,12 @@ impl Traces {
         }
     }
 
-    /// The workers have it.
+    /// Records that the workers have the load.
     pub(super) fn ordered(&mut self, now: Time, request: &RequestId) {
         self.next(now, request, Phase::Queue);
     }
 
-    /// The span that an action is done in.
+    /// Returns the span in which an action runs.
     pub(super) fn of(&mut self, now: Time, action: &Action) -> Span {
         let request = match action {
             Action::Read(order) => {
@@ -109,7 +109,7 @@ impl Traces {
         trace.map_or_else(Span::none, |trace| trace.span.clone())
     }
 
-    /// Records its outcome.
+    /// Records the outcome of a load.
     pub(super) fn outcome(&mut self, outcome: &Outcome) {
         let (request, said) = match outcome {
             Outcome::Loaded { request, .. } => (request, "loaded".to_owned()),
@@ -121,7 +121,7 @@ impl Traces {
         }
     }
 
-    /// The engine has ended the request: the span ends with what is still done in it.
+    /// Releases the span of a request that the engine has ended. Work in progress still runs in it.
     pub(super) fn finished(&mut self, request: &RequestId) {
         self.0.remove(request);
     }

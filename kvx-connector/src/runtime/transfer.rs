@@ -111,7 +111,7 @@ async fn post(
     }
     let link = shared.link(rank, order.connection)?;
     let worker = link.worker(order.part.rank)?;
-    let missing = || Error::new(ErrorKind::Invalid, "nothing moves between these workers");
+    let missing = || Error::new(ErrorKind::Invalid, "no blocks move between these workers");
     let grant = match op {
         Op::Read => None,
         Op::Write => {

@@ -315,7 +315,7 @@ fn layouts_and_grants_that_lie_are_written_nowhere() {
     fitting.kvx_grants = [("r".to_owned(), regions)].into();
     let wrong: [(&str, &dyn Fn(&mut PullRequest)); 7] = [
         ("grants nothing", &|question| question.kvx_grants.clear()),
-        ("registered nothing", &|question| question.kv_caches_base_addr[0] = 1 << 40),
+        ("has not registered memory", &|question| question.kv_caches_base_addr[0] = 1 << 40),
         ("bytes", &|question| question.kv_block_lens[0] = 512),
         ("kv_block_lens", &|question| question.kv_block_lens.clear()),
         ("lies beyond a grid", &|question| question.req_blocks[0].block_ids = vec![vec![0, 4]]),

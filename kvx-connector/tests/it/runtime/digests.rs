@@ -120,5 +120,5 @@ fn caches_on_a_device_are_refused_in_words() {
         .unwrap()
         .register(caches, [memory])
         .unwrap_err();
-    assert!(error.to_string().contains("kvx_digest is for caches in host memory"), "{error}");
+    assert!(error.to_string().contains("kvx_digest needs caches in host memory"), "{error}");
 }

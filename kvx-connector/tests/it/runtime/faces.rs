@@ -100,7 +100,7 @@ fn blocks_that_do_not_match_the_tokens_at_hand_are_refused() {
             (BLOCK, &[30], "need 2"),
             (0, &[], "need 3"),
             (tokens, &[30], "need 0"),
-            (BLOCK - 1, &[7, 1, 30], "whole blocks"),
+            (BLOCK - 1, &[7, 1, 30], "multiple of the block size"),
             (tokens + 1, &[], "has 37"),
         ] {
             let error = fetch(computed, there).unwrap_err();

@@ -259,7 +259,7 @@ fn a_load_that_does_not_get_to_the_device_has_failed() {
     // So nothing is copied any more, and what is not begun is over.
     let none = fetch("t", CopyOutcome::Copy);
     assert!(
-        none.to_string().contains("nothing is copied between the host and the device any more"),
+        none.to_string().contains("copies between host and device have stopped for good"),
         "{none}"
     );
     assert_eq!(none.held.wait_blocking(LIMIT).unwrap(), Released::Free);

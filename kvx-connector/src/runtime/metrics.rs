@@ -1,4 +1,4 @@
-//! Metrics of an engine's transfers, for the program's recorder and log, under vLLM's names.
+//! Metrics of an engine's transfers for the program's recorder and log, under vLLM's names.
 
 use std::time::Duration;
 
@@ -8,22 +8,22 @@ use metrics::{
 
 use super::refusal_log::RefusalLog;
 use kvx_vllm::engine::{
-    METRICS, MOONCAKE_METRICS, Metric, Settings, Time, TransferFailure, TransferStats,
+    FailureKind, METRICS, MOONCAKE_METRICS, Metric, Settings, Time, TransferFailure, TransferStats,
 };
 
-/// Blocks that are neither free nor loaded: something may still write to them.
+/// Blocks that are neither free nor loaded, because something may still write to them.
 const HELD: &str = "kvx_held_blocks";
-/// Blocks that are never free again: nobody can prove that nothing writes to them.
+/// Blocks that are never free again, because nothing proves that writes to them have ended.
 const QUARANTINED: &str = "kvx_quarantined_blocks";
 /// Heartbeats and answers of peers for requests that no worker knows.
 const UNKNOWN: &str = "kvx_unknown_requests";
-/// What asking the side channel of a peer took: once for each connection, answered or not.
+/// The time until the side channel of a peer answers or fails, measured once for each connection.
 pub(super) const HANDSHAKE: &str = "kvx_handshake_seconds";
-/// From the first thing to say to the line in the log.
+/// The time from the first observation to the line in the log.
 const EVERY: Duration = Duration::from_secs(10);
 
-/// Describes the connector's metrics to a recorder; call it once after installing one. The
-/// bounds of their buckets, which an exporter is told by its own means, are in [`METRICS`].
+/// Describes the connector's metrics to the installed recorder. Call it once after installing one.
+/// [`METRICS`] has the bucket bounds, which exporters take in their own ways.
 pub fn describe_metrics() {
     for Metric { name, buckets } in METRICS.into_iter().chain(MOONCAKE_METRICS) {
         let unit = match name {
@@ -55,7 +55,7 @@ pub fn describe_metrics() {
     );
 }
 
-/// What a turn has for the recorder and the log.
+/// The part of a turn that goes to the recorder and the log.
 #[derive(Default)]
 pub(super) struct Report {
     pub(super) failures: Vec<TransferFailure>,
@@ -68,17 +68,19 @@ pub(super) struct Report {
     pub(super) lost: usize,
 }
 
-/// The metrics of one engine, looked up once, and what its next line in the log says.
+/// The metrics of one engine, looked up once, and the contents of its next log line.
 pub(super) struct Metrics {
     meters: Vec<(&'static str, Meter)>,
     held: Gauge,
     quarantined: Gauge,
     unknown: Counter,
     unknown_log: RefusalLog,
-    /// Under the names of a MooncakeConnector.
+    /// The last failed handshake in the log, and until when its repetitions are left out.
+    handshake: Option<(Time, TransferFailure)>,
+    /// Whether the metrics have the names of a MooncakeConnector.
     mooncake: bool,
     unsaid: TransferStats,
-    /// When that is due.
+    /// When the next log line is due.
     due: Time,
 }
 
@@ -88,7 +90,7 @@ enum Meter {
 }
 
 impl Metrics {
-    /// Looks up the metrics of the recorder that is installed now.
+    /// Looks up the metrics of the installed recorder.
     pub(super) fn new(model: &str, engine: &str, settings: &Settings) -> Self {
         let labels = [("model_name", model.to_owned()), ("engine", engine.to_owned())];
         let meter = |metric: Metric| match metric.buckets {
@@ -104,22 +106,26 @@ impl Metrics {
             quarantined: metrics::gauge!(QUARANTINED, &labels),
             unknown: metrics::counter!(UNKNOWN, &labels),
             unknown_log: RefusalLog::default(),
+            handshake: None,
             unsaid: TransferStats::default(),
             due: Time::default(),
         }
     }
 
-    /// Writes what a turn has for the recorder and the log. Returns when to call again, if there
-    /// is something left to log.
+    /// Writes a turn's report to the recorder and the log. Returns when to call again, if something
+    /// is left to log.
     pub(super) fn write(&mut self, now: Time, report: &Report) -> Option<Time> {
         for failure in &report.failures {
-            tracing::warn!("{failure}");
+            match self.repeats_handshake(now, failure) {
+                true => tracing::debug!("{failure}"),
+                false => tracing::warn!("{failure}"),
+            }
         }
         if report.unknown_requests > 0 {
             self.unknown.increment(report.unknown_requests);
             if let Some(unsaid) = self.unknown_log.count() {
                 let count = report.unknown_requests;
-                tracing::debug!(count, unsaid, "peers name requests that are not known here");
+                tracing::debug!(count, unsaid, "peers named requests that are not known here");
             }
         }
         if !report.stats.is_empty() {
@@ -130,7 +136,28 @@ impl Metrics {
         self.line(now)
     }
 
-    /// Records what the workers did since the last time, and keeps it for the log.
+    /// Returns whether the log has a failed handshake already: heartbeats and loads of all workers
+    /// try it again, each with the same result.
+    fn repeats_handshake(&mut self, now: Time, failure: &TransferFailure) -> bool {
+        use FailureKind::{
+            HandshakeFailed, HandshakeSetupFailed, PushHandshakeFailed, PushRegHandshakeFailed,
+        };
+        if !matches!(
+            failure.kind,
+            HandshakeSetupFailed | HandshakeFailed | PushHandshakeFailed | PushRegHandshakeFailed
+        ) {
+            return false;
+        }
+        let repeats = self.handshake.as_ref().is_some_and(|(until, known)| {
+            now < *until && (&known.engine, &known.error) == (&failure.engine, &failure.error)
+        });
+        if !repeats {
+            self.handshake = Some((now + EVERY, failure.clone()));
+        }
+        repeats
+    }
+
+    /// Records the workers' statistics, and keeps them for the log.
     fn record(&mut self, now: Time, stats: &TransferStats) {
         let observations: Vec<_> = match self.mooncake {
             true => stats.mooncake_observations().collect(),
@@ -149,7 +176,7 @@ impl Metrics {
         self.unsaid.aggregate(stats.clone());
     }
 
-    /// Writes the periodic line if it is due. Returns when to call again, if there is something to
+    /// Writes the periodic line if it is due. Returns when to call again, if something is left to
     /// log.
     fn line(&mut self, now: Time) -> Option<Time> {
         if self.unsaid.is_empty() {
@@ -158,7 +185,7 @@ impl Metrics {
         if now < self.due {
             return Some(self.due);
         }
-        // Taken whether the line is logged or not.
+        // Taken even if no subscriber logs the line.
         let said = self.unsaid.take().reduce();
         tracing::info!("{said}");
         None
@@ -175,9 +202,9 @@ mod tests {
     };
 
     use super::*;
-    use kvx_vllm::engine::{FailureKind, Transferred};
+    use kvx_vllm::engine::Transferred;
 
-    /// Everything that was told, by name and labels, and the names that were described.
+    /// Everything that was recorded, by name and labels, and the names that were described.
     #[derive(Clone, Default)]
     struct Told(Arc<Mutex<BTreeMap<String, Vec<f64>>>>, Arc<Mutex<Vec<String>>>);
 
@@ -266,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_recorder_is_told_under_vllms_names_and_labels() {
+    fn a_recorder_gets_vllms_names_and_labels() {
         let told = Told::default();
         metrics::with_local_recorder(&told, || {
             describe_metrics();
@@ -310,7 +337,20 @@ mod tests {
     }
 
     #[test]
-    fn the_line_comes_ten_seconds_after_the_first_thing_to_say_and_not_without_one() {
+    fn a_failed_handshake_is_logged_once_in_ten_seconds() {
+        let mut metrics = Metrics::new("m", "e", &settings());
+        let failure = TransferFailure::new(FailureKind::HandshakeSetupFailed, "one");
+        let other = TransferFailure::new(FailureKind::HandshakeSetupFailed, "other");
+        let read = TransferFailure::new(FailureKind::TransferFailed, "one");
+        assert!(!metrics.repeats_handshake(at(1), &failure));
+        assert!(metrics.repeats_handshake(at(2), &failure));
+        assert!(!metrics.repeats_handshake(at(2), &read));
+        assert!(!metrics.repeats_handshake(at(11), &failure));
+        assert!(!metrics.repeats_handshake(at(12), &other));
+    }
+
+    #[test]
+    fn the_line_comes_ten_seconds_after_the_first_observation_and_not_without_one() {
         let mut metrics = Metrics::new("m", "e", &settings());
         assert_eq!(metrics.line(at(5)), None);
         metrics.record(at(6), &stats());

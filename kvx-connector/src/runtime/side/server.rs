@@ -200,6 +200,17 @@ async fn busy(taken: SocketAddr, ports: usize) -> Error {
 #[derive(Debug, Default)]
 pub(crate) struct Session {
     challenge: Option<[u8; 32]>,
+    /// The refusal of a question in vLLM's form. A kvx decode asks again, as a kvx, on the same
+    /// connection.
+    refused: Option<Error>,
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        if let Some(refusal) = &self.refused {
+            tracing::info!(%refusal, "a handshake was refused");
+        }
+    }
 }
 
 impl Handler for SideHandler {
@@ -208,6 +219,7 @@ impl Handler for SideHandler {
     fn answer(&self, session: &mut Session, message: &[Vec<u8>]) -> Option<Vec<Arc<[u8]>>> {
         let answered = match message.last() {
             Some(question) if KvxRequest::is_one(question) => {
+                session.refused = None;
                 self.answer_kvx(session.challenge.take(), message, question)
             }
             _ => self.answer_anybody(session, message),
@@ -227,9 +239,7 @@ impl SideHandler {
         let nonce = kvx_core::backend::random_key()?;
         let told = self.told.lock();
         let reply = told.anybody.answer(message, self.clock.now())?;
-        if let Some(refusal) = reply.refusal() {
-            tracing::info!(%refusal, "a handshake was refused");
-        }
+        session.refused = reply.refusal().cloned();
         let mut payload = HandshakePayload::decode(reply.payload())?;
         payload.kvx_challenge =
             Some(KvxChallenge { secret: self.secret.is_some(), nonce }.encode());
@@ -258,6 +268,9 @@ impl SideHandler {
             }
         };
         let reply = told.invited.answer_with(message, self.clock.now(), Ok(request.request))?;
+        if let Some(refusal) = reply.refusal() {
+            tracing::info!(%refusal, "a handshake was refused");
+        }
         let (Some(secret), Some(challenge)) = (&self.secret, &challenge) else {
             return Ok(reply.frames().map(Arc::from).collect());
         };

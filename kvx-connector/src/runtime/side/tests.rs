@@ -177,8 +177,7 @@ fn what_does_not_fit_is_named_with_the_setting_to_change() {
         let other_hash = CompatibilityHash::foreign("cd".repeat(32));
         let error = one(Expectation::new(Version::V0_33, "prefill-0", other_hash)).await;
         assert!(
-            error.kind() == ErrorKind::Incompatible
-                && error.sentence().contains("enforce_handshake_compat")
+            error.kind() == ErrorKind::Incompatible && error.sentence().contains("`kvx probe`")
         );
         let error = one(Expectation::new(Version::V0_33, "prefill-1", hash())).await;
         assert!(

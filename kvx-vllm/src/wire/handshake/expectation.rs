@@ -88,8 +88,9 @@ impl Expectation {
             return Err(Error::new(
                 ErrorKind::Incompatible,
                 format!(
-                    "compatibility hash mismatch: here {ours}, there {theirs}; {}: give both sides the same, or set \
-                     enforce_handshake_compat to false in kv_connector_extra_config of both",
+                    "compatibility hash mismatch (here {:.8}, there {:.8}): {}; give both engines the same",
+                    ours.as_str(),
+                    theirs.as_str(),
                     self.difference(theirs)
                 ),
             ));

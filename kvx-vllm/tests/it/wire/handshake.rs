@@ -128,7 +128,10 @@ fn a_different_factor_is_a_different_hash_and_is_refused() {
             HandshakePayload::new(other.hash().unwrap(), metadata("prefill").encode()).encode();
         let error = expectation().check(&payload).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Incompatible, "{name}");
-        assert!(error.to_string().contains(other.hash().unwrap().as_str()), "{name}: {error}");
+        assert!(
+            error.to_string().contains(&other.hash().unwrap().as_str()[..8]),
+            "{name}: {error}"
+        );
         let knowing = Expectation { factors: Some(factors()), ..expectation() };
         let error = knowing.check(&payload).unwrap_err().to_string();
         match name {

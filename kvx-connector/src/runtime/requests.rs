@@ -1,4 +1,4 @@
-//! The end of requests: with blocks for a peer, given up, or taken back.
+//! The end of requests: with blocks for a peer, abandoned, or withdrawn.
 
 use std::sync::Arc;
 
@@ -13,13 +13,13 @@ use super::state::State;
 use kvx_vllm::engine::{Ending, Finished, Kept, Outcome, RequestId, Settings, Status, Time};
 use kvx_vllm::params::TransferMode;
 
-/// A request has ended, in whatever state it was. May wait for blocks to be hashed or copied.
+/// Ends a request, in whatever state it is. May block while blocks are hashed or copied.
 pub(super) fn finish(shared: &Arc<Shared>, request: &RequestId, mut ending: Ending) -> Finished {
     let saved = copies::save_rest(shared, request, &ending);
     if !saved {
         ending.status = Status::Failed;
     }
-    // A call that publishes a block which another call is hashing waits for its digest.
+    // If another call is hashing a block, a call that publishes it too waits for its digest.
     let publishes = shared.digests() && !ending.blocks.is_empty();
     let _digesting = publishes.then(|| shared.digesting.lock());
     let (mut finished, ranks, fresh, remote) = shared.with_state(|state, now| {
@@ -33,24 +33,24 @@ pub(super) fn finish(shared: &Arc<Shared>, request: &RequestId, mut ending: Endi
         (finished, ranks, fresh, remote)
     });
     if !saved {
-        finished.withheld = Some("its blocks could not be copied to the host: the log says why");
+        finished.withheld = Some("its blocks could not be copied to the host: see the log");
     }
     ranks.iter().for_each(|(rank, own)| copies::publish_digests(shared, *rank, own, &fresh));
     await_digests(remote);
     finished
 }
 
-/// The state of a load when its fetch is dropped or cancelled.
+/// The state of a load whose fetch is dropped or cancelled.
 pub(super) enum AbandonedLoad {
-    /// It had ended already.
+    /// The load had ended already.
     Ended(LoadEnd),
-    /// Workers still have its blocks: this receives their release.
+    /// Workers still have its blocks. The slot receives their release.
     Held(Arc<Slot<Released>>),
-    /// It had not begun.
+    /// The load had not started.
     NotBegun,
 }
 
-/// Ends a load whose fetch is dropped or cancelled. In one step: its outcome arrived before, or
+/// Ends a load whose fetch is dropped or cancelled, in one step: its outcome has arrived before, or
 /// never will.
 pub(super) fn abandon(shared: &Shared, request: &RequestId, slot: &Slot<LoadEnd>) -> AbandonedLoad {
     shared.with_state(|state, now| {
@@ -67,21 +67,21 @@ pub(super) fn abandon(shared: &Shared, request: &RequestId, slot: &Slot<LoadEnd>
     })
 }
 
-/// Takes a request's blocks back from its peers; nobody waits for their release any more. In push
-/// this engine itself may be reading them, and ranks on other hosts have to raise their
-/// generations: then the engine gets an outcome.
+/// Takes a request's blocks back from its peers. Its lease is gone, so no task waits for their
+/// release. In push this engine itself may be reading them, and ranks on other hosts have to raise
+/// their generations: the engine then gets an outcome.
 pub(super) fn withdraw(shared: &Shared, request: &RequestId, slot: &Arc<Slot<Released>>) {
     let kept = Kept::Request;
     let outcome = shared.with_state(|state, now| {
         let reports = shared.setup.settings.mode == TransferMode::Push || state.ranks.has_distant();
         let released = slot.take();
         state.outcomes.forget_release(request, kept, slot);
-        // Blocks that were released before were taken back then, and the name may be another
-        // request's by now.
+        // If the blocks were released before, they are free already, and another request may have
+        // the name by now.
         let at_once = released.is_none() && state.scheduler.withdraw(request);
         if at_once {
-            // Before the blocks are the engine's: a write that reads them and ends later has
-            // failed.
+            // Comes before the engine reuses the blocks, so that a write fails if it reads them and
+            // ends later.
             state.pass_on_ready(now, None);
             state.aggregator.forget_sending(request);
             state.outcomes.forget_expiry(request);
@@ -111,7 +111,8 @@ fn end(
     state.saves.forget(request);
     let blocks = ending.blocks.clone();
     let whole = (ending.computed / settings.block_size.max(1)) as usize;
-    let wrong = state.check_blocks(&blocks, settings.groups.len()).is_err();
+    let groups = settings.groups.len();
+    let wrong = state.check_blocks(&blocks, groups).is_err();
     if wrong && !blocks.is_empty() {
         ending.status = Status::Failed;
     }
@@ -124,13 +125,16 @@ fn end(
         let given_back = state.ranks.remote().any(|(_, remote)| RemoteRank::has_given_back(remote));
         finished.withheld.get_or_insert(match state.publication.published {
             _ if given_back => {
-                "a rank of this engine has given its caches back: call JoinedRank::register there"
+                "a rank of this engine has given its caches back: call JoinedRank::register in its process"
             }
             _ if state.ranks.missing().is_some() => {
-                "a rank of this engine is not there: Connector::group says which"
+                "a rank of this engine is missing: the result of Connector::group names it"
             }
             None => "no caches are registered: call Rank::register first",
-            Some(_) => "its blocks are not those of the registered caches: a number is beyond them",
+            Some(_) if blocks.groups().len() != groups => {
+                "it has not one list of blocks for each KV cache group: see ConnectorBuilder::groups"
+            }
+            Some(_) => "one of its blocks lies beyond the registered caches",
         });
     }
     if finished.params.is_some()
@@ -138,7 +142,7 @@ fn end(
     {
         published.publish(request.clone(), blocks, whole);
     }
-    // The engine has not learned that some of its blocks are held: it learns it now.
+    // The engine may not know yet that some of its blocks are held. It learns it from this result.
     finished.delay_free |= state.outcomes.take_held(request);
     finished
 }

@@ -97,7 +97,7 @@ fn all_ranks_register_other_blocks_anew(backend: &str) {
         register(&mut prefill, 1, blocks);
         arrives(&mut prefill, &mut decode, 1 + round, blocks - 1);
         let error = prefill.publish("beyond", &[blocks], BLOCK).map(drop).unwrap_err();
-        assert!(error.to_string().contains("beyond them"), "{error}");
+        assert!(error.to_string().contains("beyond the registered caches"), "{error}");
     }
     prefill.end();
     decode.end();
@@ -230,7 +230,7 @@ fn not_there(prefill: &Fleet, within: Duration) {
     let until = Instant::now() + within;
     loop {
         let error = prefill.publish("look", &[5], BLOCK).map(drop).unwrap_err();
-        if error.to_string().contains("a rank of this engine is not there") {
+        if error.to_string().contains("a rank of this engine is missing") {
             return;
         }
         assert!(Instant::now() < until, "{error}");

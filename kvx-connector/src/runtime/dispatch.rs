@@ -1,4 +1,4 @@
-//! A turn of the connector's thread: it starts a task for everything that is due.
+//! One turn of the connector's thread: it starts a task for everything that is due.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -34,12 +34,12 @@ pub(super) async fn drive(shared: &Arc<Shared>) {
     }
 }
 
-/// The work of a turn, and the time of the next one if nothing happens before.
+/// The work of a turn, and the time of the next one if nothing wakes the thread before.
 pub(super) struct Turn {
     pub(super) actions: Vec<(WorkerRank, WorkerAction, Span)>,
     new_agents: Vec<(WorkerRank, Agent)>,
     spent: Vec<Arc<GrantedWrites>>,
-    /// Ranks in processes of their own that want to know what may be written into for a request.
+    /// Ranks in processes of their own that ask for the grants of a request.
     wanted: Vec<(WorkerRank, RequestId)>,
     fills: Vec<DeviceFill>,
     closing: Option<ShutdownWork>,
@@ -113,7 +113,7 @@ pub(super) fn take_turn(shared: &Shared) -> Turn {
     turn
 }
 
-/// Starts a task for each thing of a turn.
+/// Starts a task for each item of a turn.
 fn start(shared: &Arc<Shared>, turn: &mut Turn) {
     for spent in turn.spent.drain(..) {
         tokio::spawn(async move { spent.revoked().await });
@@ -140,7 +140,7 @@ fn spawn(span: &Span, task: impl Future<Output = ()> + Send + 'static) {
     tokio::spawn(task.instrument(span.clone()));
 }
 
-/// Starts what a worker asks for; the task reports to the worker.
+/// Starts the task for a worker's request. The task reports to the worker.
 fn start_action(shared: Arc<Shared>, rank: WorkerRank, action: WorkerAction, span: Span) {
     match action {
         WorkerAction::Engine(action) => match action {
@@ -176,7 +176,9 @@ fn start_action(shared: Arc<Shared>, rank: WorkerRank, action: WorkerAction, spa
                 };
                 tokio::task::spawn_blocking(finish);
             }
-            Action::Cancel { .. } | Action::Disconnect { .. } => unreachable!("done in the turn"),
+            Action::Cancel { .. } | Action::Disconnect { .. } => {
+                unreachable!("take_turn handles these")
+            }
         },
         WorkerAction::Mooncake(action) => match action {
             MooncakeAction::Query { query: id, address, deadline } => {

@@ -1,4 +1,5 @@
-//! The handshake with a peer, and the links that follow from it: drawn up once for each connection.
+//! The handshake with a peer, and the connection that follows from it. Built once for each
+//! connection.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,7 +22,7 @@ use kvx_vllm::mapping::{Geometry, PeerMap, Remote, Source, Tp};
 use kvx_vllm::params::TransferMode;
 use kvx_vllm::wire::{Expectation, HandshakenPeer, NixlAgentMetadata};
 
-/// How long the first link to a worker of a peer may take.
+/// The time limit for the first link to a worker of a peer.
 const LINK_LIMIT: Duration = Duration::from_secs(10);
 
 /// The result of a handshake.
@@ -57,7 +58,7 @@ pub(super) async fn run(
     shared.report_nixl(rank, |worker, now| worker.connected(now, connection, result));
 }
 
-/// Ends with the loss of a peer, or when its connection is given up.
+/// Waits for the loss of a peer, or until its connection is closed.
 async fn watch_loss(
     shared: Arc<Shared>,
     rank: WorkerRank,
@@ -65,7 +66,7 @@ async fn watch_loss(
     lost: Completion<Error>,
 ) {
     if let Ok(why) = lost.await {
-        tracing::info!(%why, "a peer is lost");
+        tracing::info!(%why, "the connection to a peer was lost");
         shared.report_nixl(rank, |worker, now| worker.connection_lost(now, connection));
     }
 }
@@ -90,8 +91,8 @@ async fn connect(
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "the peer's handshake says a decode-context-parallel size of {}, and {} was expected: give \
-                     both engines the same",
+                    "the peer's handshake names a decode-context-parallel size of {}, and {} was expected: set \
+                     the same size on both engines",
                     metadata.dcp_size, peer.dcp_size
                 ),
             ));
@@ -106,8 +107,8 @@ async fn connect(
         ranks: &geometries,
     };
     let map_for = |op| PeerMap::new(op, &own.caches, tp, &remote, &shared.setup.mapping);
-    // In push the producer writes; whether this engine can read from the peer says what it may
-    // expect of it.
+    // In push the producer writes. The read map says how many completions this engine may expect of
+    // the peer.
     let (map, completions) = match (settings.mode, map_for(Op::Read)) {
         (TransferMode::Pull, read) => (read?, 0),
         (TransferMode::Push, read) => {
@@ -130,12 +131,12 @@ async fn connect(
     if settings.mode == TransferMode::Push {
         plan.completions = completions;
         if map.op() == Op::Read {
-            // Nothing can be written there, but this engine can register what is to be written
-            // here.
+            // This engine cannot write to the peer, but can register with it what the peer is to
+            // write here.
             plan.told.extend(plan.lanes.drain(..).map(|lane| (lane.rank, lane.readers)));
         }
     }
-    // Blocks are checked where every worker that they are read from can be asked.
+    // Blocks are checked if every worker that they are read from has generations.
     plan.generations =
         workers.iter().all(|worker| worker.words.is_some() || worker.sets.is_empty())
             && workers.iter().any(|worker| worker.words.is_some());
@@ -147,15 +148,15 @@ async fn connect(
         if !plan.generations {
             return Err(Error::new(
                 ErrorKind::Malformed,
-                "the peer has digests of blocks and no generations",
+                "the peer has digests of its blocks, but no generations",
             ));
         }
     }
     Ok(PeerConnection { plan, link: PeerLink { map, workers } })
 }
 
-/// By kvx's own metadata where a backend of both serves, by kvx within its NIXL, else as a plain
-/// NIXL agent.
+/// Connects to a worker of a peer: through kvx's own metadata if both have a backend for it, else
+/// through kvx in its NIXL, else as a plain NIXL agent.
 async fn link_worker(
     shared: &Shared,
     own: &RegisteredCaches,
@@ -166,15 +167,15 @@ async fn link_worker(
 ) -> Result<LinkedWorker> {
     let rank = WorkerRank { pp: source.rank().pp, tp: source.rank().tp };
     let (peer, why_not) = match &metadata.kvx_metadata {
-        None => (None, "it says nothing of kvx".to_owned()),
+        None => (None, "the answer has no metadata of kvx".to_owned()),
         Some(bytes) => match link(own.agent.connect(bytes)).await {
             Ok(peer) => (Some((peer, Metadata::decode(bytes)?)), String::new()),
-            Err(error) => (None, format!("by kvx's own metadata: {error}")),
+            Err(error) => (None, format!("kvx's own metadata failed: {error}")),
         },
     };
     let no_way = |other: &str| {
         format!(
-            "no way to worker pp {} tp {} of engine {}: {why_not}; {other}",
+            "worker pp {} tp {} of engine {} cannot be reached: {why_not}; {other}",
             rank.pp, rank.tp, engine.engine
         )
     };
@@ -184,14 +185,14 @@ async fn link_worker(
             (peer, regions)
         }
         None if metadata.agent_metadata.is_empty() => {
-            return Err(Error::new(ErrorKind::NoRoute, no_way("and it tells nothing of NIXL")));
+            return Err(Error::new(ErrorKind::NoRoute, no_way("and it has no metadata of NIXL")));
         }
         None if NixlPeer::is_offered(&metadata.agent_metadata) => {
             let known = NixlPeer::connect(&own.agent, &metadata.agent_metadata);
             let peer =
                 link(known.as_ref().map(|known| known.peer().clone()).map_err(Clone::clone)).await;
             let failed = |error: Error| {
-                Error::new(error.kind(), no_way(&format!("by kvx in its NIXL: {error}")))
+                Error::new(error.kind(), no_way(&format!("kvx in its NIXL failed: {error}")))
             };
             let (known, peer) = (known.map_err(failed)?, peer.map_err(failed)?);
             (peer, PeerRegions::in_nixl(&known))
@@ -199,7 +200,10 @@ async fn link_worker(
         None => {
             let peer = link(own.agent.connect_foreign(RIXL, &metadata.agent_metadata)).await;
             let failed = |error: Error| {
-                Error::new(error.kind(), no_way(&format!("as a NIXL agent: {error}")))
+                Error::new(
+                    error.kind(),
+                    no_way(&format!("the connection as a NIXL agent failed: {error}")),
+                )
             };
             let peer = peer.map_err(failed)?;
             let regions = PeerRegions::foreign(&peer, geometry, own.device_kind())?;
@@ -239,7 +243,7 @@ async fn link_worker(
     })
 }
 
-/// Asks the side channel of a peer for these workers of it.
+/// Asks the side channel of a peer for these workers.
 async fn ask(
     shared: &Shared,
     peer: &RemoteEngine,
@@ -260,7 +264,7 @@ async fn ask(
     Ok(asked.peer)
 }
 
-/// Blocks that are to be held against digests, and a peer that has none.
+/// Returns the error of a peer without digests, where blocks are to be compared with them.
 fn no_digests(peer: &RemoteEngine, worker: &LinkedWorker) -> Error {
     let why = worker
         .as_nixl
@@ -270,13 +274,13 @@ fn no_digests(peer: &RemoteEngine, worker: &LinkedWorker) -> Error {
         ErrorKind::Incompatible,
         format!(
             "kvx_digest is set here, and engine {} publishes no digests of its blocks{why}: set kvx_digest in its \
-             kv_connector_extra_config too, if it is one of kvx, or take it out here",
+             kv_connector_extra_config too if it is a kvx, or remove it here",
             peer.engine
         ),
     )
 }
 
-/// A peer whose link is up.
+/// Waits until the link of a peer is up.
 pub(super) async fn link(peer: Result<Peer>) -> Result<Peer> {
     let peer = peer?;
     peer.ready(LINK_LIMIT).await?;

@@ -11,7 +11,7 @@ use super::trace::Phase;
 use kvx_vllm::engine::{Connection, RequestId, WorkerRank};
 use kvx_vllm::wire::nixl::{MAX_NOTE, notes};
 
-/// How long a notification may take.
+/// The time limit for a notification.
 pub(super) const LIMIT: Duration = Duration::from_secs(10);
 
 /// Answers [`Action::Notify`](kvx_vllm::engine::Action::Notify).
@@ -36,7 +36,7 @@ pub(super) async fn run(
     }
 }
 
-/// Sends a notification of any length: in parts, where a transport of kvx carries it.
+/// Sends a notification of any length. Long ones go in parts, if a transport of kvx carries them.
 pub(super) async fn send(peer: &Peer, bytes: &[u8], limit: Duration) -> Result<()> {
     static LAST: AtomicU64 = AtomicU64::new(0);
     let too_long = || {

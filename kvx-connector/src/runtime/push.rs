@@ -1,10 +1,10 @@
-//! Push: what a decode lets a prefill write into, for one request, and the end of that.
+//! Push: the grants by which a decode lets a prefill write for one request, and their end.
 //!
-//! A decode registers its caches once more for each request, under a key of its own, and sends the
-//! prefill that key. So a fence is a revocation: once that has ended, nobody writes for this
-//! request any more, whatever a prefill that was stopped, or a byte on its way, still tries. A
-//! registration names the grants of all ranks: a rank in a process of its own asks its engine,
-//! which asks every rank once for each request, when all of them have started the load.
+//! A decode registers its caches once more for each request, under a separate key, and sends that
+//! key to the prefill. So a fence is a revocation: once it has ended, no peer can write for this
+//! request, even if a stopped prefill resumes or bytes are still on their way. A registration
+//! carries the grants of all ranks. A rank in a process of its own asks its engine for them. The
+//! engine asks every rank once for each request, after all of them have started the load.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,7 +23,8 @@ use kvx_vllm::engine::{Connection, RequestId, WorkerRank};
 use kvx_vllm::group::ToHead;
 use kvx_vllm::wire::{EngineNotification, PushGrant, PushRegistration};
 
-/// How long blocks are held that a plain Mooncake agent may still write to: then they are lost.
+/// How long blocks are held that a plain Mooncake agent may still write to. After that they are
+/// lost.
 const MAY_WRITE_FOR: Duration = Duration::from_secs(60);
 
 /// Answers [`Action::Register`](kvx_vllm::engine::Action::Register).
@@ -35,8 +36,8 @@ pub(super) async fn register(
     mut registration: Box<PushRegistration>,
 ) {
     let sent = async {
-        // Before anything is granted: as long as a plain NIXL agent is there, no grant is known to
-        // have ended.
+        // Comes before the grants: with a plain NIXL agent as the writer, the end of a grant could
+        // not be proven.
         let link = writers(&shared, rank, connection, &ranks)?;
         let granted = grants_of_all(&shared, &request).await;
         registration.kvx_grants =
@@ -50,7 +51,7 @@ pub(super) async fn register(
     }
 }
 
-/// The way to workers of a prefill, all of which write by grants.
+/// Returns the connection to workers of a prefill, all of which write through grants.
 fn writers(
     shared: &Shared,
     rank: WorkerRank,
@@ -101,8 +102,8 @@ pub(super) fn grant(shared: &Shared, request: &RequestId) -> Result<Arc<GrantedW
     };
     let all_there = ranks.iter().all(still_has);
     if !all_there || !state.is_loading(request) || state.grants.get(request).is_some() {
-        // Expected race: the load has ended meanwhile, or its caches were given back. No peer knows
-        // of this grant.
+        // Expected race: the load ended in the meantime, or its caches were given back. No peer
+        // knows of this grant.
         state.grants.discard(granted);
         drop(state);
         shared.wake_up.notify_one();
@@ -113,8 +114,8 @@ pub(super) fn grant(shared: &Shared, request: &RequestId) -> Result<Arc<GrantedW
     Ok(granted)
 }
 
-/// Answers [`Action::Fence`](kvx_vllm::engine::Action::Fence): ends what was granted for a request, of
-/// all workers.
+/// Answers [`Action::Fence`](kvx_vllm::engine::Action::Fence): revokes the grants of all workers
+/// for a request.
 pub(super) async fn fence(shared: Arc<Shared>, rank: WorkerRank, request: RequestId) {
     let fenced = shared.state.lock().grants.fence(&request);
     let granted = match fenced {
@@ -123,15 +124,15 @@ pub(super) async fn fence(shared: Arc<Shared>, rank: WorkerRank, request: Reques
     };
     match granted.revoked().await {
         Ok(()) => shared.report(rank, |worker, now| worker.fenced(now, &request)),
-        // Its blocks stay held; a shutdown says what becomes of them.
+        // The blocks stay held until the shutdown decides what becomes of them.
         Err(error) => {
-            tracing::warn!(%request, %error, "blocks of a push stay held: writes to them cannot be ended")
+            tracing::warn!(%request, %error, "the blocks of a push stay held, because writes to them cannot be ended")
         }
     }
 }
 
-/// The end of a load whose blocks a plain Mooncake agent may write to: it cannot be asked whether
-/// it still does.
+/// Handles the end of a load whose blocks a plain Mooncake agent may write to. That agent cannot
+/// report that it has stopped.
 async fn lose_foreign(
     shared: &Shared,
     rank: WorkerRank,
@@ -140,7 +141,7 @@ async fn lose_foreign(
 ) {
     shared.report_mooncake(rank, |worker, _| worker.fence_is_slow(request));
     tokio::time::sleep(MAY_WRITE_FOR).await;
-    // A later load may have this name.
+    // A later load may have the same name.
     let is_same =
         |grant: &Grant| matches!(grant, Grant::Foreign(granted) if Arc::ptr_eq(granted, writes));
     if !shared.state.lock().grants.get(request).is_some_and(is_same) {
@@ -151,7 +152,7 @@ async fn lose_foreign(
     if lost {
         tracing::warn!(
             %request,
-            "blocks are lost: a Mooncake agent that is no kvx was told of them, and nothing proves that it has done"
+            "the blocks of a load are lost: a Mooncake agent other than kvx may still write to them, and cannot be asked"
         );
     }
 }
@@ -170,7 +171,7 @@ async fn send(
     Ok(())
 }
 
-/// Collects what all workers of this engine grant for a request, in whichever process.
+/// Collects the grants of all workers of this engine for a request, in whichever process.
 async fn grants_of_all(shared: &Arc<Shared>, request: &RequestId) -> GrantsOfRanks {
     let asked = {
         let mut state = shared.state.lock();
@@ -182,13 +183,13 @@ async fn grants_of_all(shared: &Arc<Shared>, request: &RequestId) -> GrantsOfRan
         })
     };
     match asked {
-        // Until the load's deadline: then the question is dropped, and the answer is `given_up`.
+        // The load's end drops the question, and the answer is then `given_up`.
         Some(answer) => answer.await.unwrap_or_else(|_| Err(given_up())),
         None => grants_of_ranks(shared, request).await,
     }
 }
 
-/// Asks all workers, once.
+/// Collects the grants of all workers, once for each request.
 pub(super) async fn grants_of_ranks(shared: &Arc<Shared>, request: &RequestId) -> GrantsOfRanks {
     let cell = {
         let mut state = shared.state.lock();
@@ -213,11 +214,11 @@ async fn collect(shared: &Arc<Shared>, request: &RequestId) -> GrantsOfRanks {
             Ok(Err(_)) => {
                 return Err(Error::new(
                     ErrorKind::PeerLost,
-                    format!("{} is not there", rank_name(rank)),
+                    format!("{} has left", rank_name(rank)),
                 ));
             }
             Err(_) => {
-                let why = format!("{} has granted nothing within {PATIENCE:?}", rank_name(rank));
+                let why = format!("{} has not granted memory within {PATIENCE:?}", rank_name(rank));
                 return Err(Error::new(ErrorKind::TimedOut, why));
             }
         };

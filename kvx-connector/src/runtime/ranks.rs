@@ -20,23 +20,23 @@ use kvx_vllm::engine::{
 };
 use kvx_vllm::wire::mooncake::PullRequest;
 
-/// A worker of any kind, for the calls that all kinds have.
+/// A worker of any kind, with the calls that all kinds have.
 pub(super) enum WorkerKind {
     Nixl(Box<Worker>),
     Mooncake(Box<MooncakeWorker>),
-    /// In a process of its own, where it speaks NixlConnector's protocol.
+    /// In a process of its own, where it runs NixlConnector's protocol.
     Remote(Box<RemoteRank>),
 }
 
 /// A request of a worker to the runtime.
 pub(super) enum WorkerAction {
-    /// By any protocol.
+    /// A request that all protocols have.
     Engine(Action),
-    /// By that of the MooncakeConnector alone.
+    /// A request that only the MooncakeConnector has.
     Mooncake(MooncakeAction),
 }
 
-/// Calls the same method of either kind that is in this process.
+/// Calls the same method on either kind of worker in this process.
 macro_rules! here {
     ($half:expr, $worker:ident => $call:expr, $remote:pat => $otherwise:expr) => {
         match $half {
@@ -48,11 +48,11 @@ macro_rules! here {
 }
 
 impl WorkerKind {
-    /// Of one worker of an engine with these settings.
+    /// Creates a worker of an engine with these settings.
     pub(super) fn new(settings: &Settings, rank: WorkerRank) -> kvx_core::Result<Self> {
         Ok(match &settings.mooncake {
             None => WorkerKind::Nixl(Box::new(Worker::new(settings.clone(), rank))),
-            // It asks for nothing before its caches are registered.
+            // The worker asks for nothing before its caches are registered.
             Some(_) => {
                 let nowhere = PullRequest::new("", 0, settings.tp_size, rank.tp);
                 WorkerKind::Mooncake(Box::new(MooncakeWorker::new(
@@ -72,29 +72,28 @@ impl WorkerKind {
         if let WorkerKind::Remote(remote) = self { Some(remote) } else { None }
     }
 
-    /// Returns whether it fills blocks for a request, in this process and by a NixlConnector's
-    /// protocol.
+    /// Returns whether a worker of this process is loading blocks for a request through
+    /// NixlConnector's protocol.
     pub(super) fn is_loading(&self, request: &RequestId) -> bool {
         matches!(self, WorkerKind::Nixl(worker) if worker.is_loading(request))
     }
 
-    /// Takes the message of a step.
+    /// Hands the message of a step to the worker.
     pub(super) fn start_load_kv(&mut self, now: Time, meta: ConnectorMeta) {
         here!(self, worker => worker.start_load_kv(now, meta), remote => remote.start_load_kv(meta));
     }
 
-    /// Takes its report.
+    /// Takes the worker's report.
     pub(super) fn get_finished(&mut self, now: Time) -> WorkerOutput {
         here!(self, worker => worker.get_finished(now), remote => remote.take_output())
     }
 
-    /// When [`get_finished`](Self::get_finished) has something to do, though nothing else may
-    /// happen.
+    /// Returns when [`get_finished`](Self::get_finished) has to be called at the latest.
     pub(super) fn next_deadline(&self) -> Option<Time> {
         here!(self, worker => worker.next_deadline(), _ => None)
     }
 
-    /// The next thing that a worker of this process asks for.
+    /// Takes the next request of a worker in this process.
     pub(super) fn next_action(&mut self) -> Option<WorkerAction> {
         match self {
             WorkerKind::Nixl(worker) => worker.next_action().map(WorkerAction::Engine),
@@ -106,7 +105,7 @@ impl WorkerKind {
         }
     }
 
-    /// Ends what it has, if it is in this process.
+    /// Shuts down a worker in this process.
     pub(super) fn shutdown(&mut self, now: Time) {
         match self {
             WorkerKind::Nixl(worker) => worker.shutdown(),
@@ -115,7 +114,7 @@ impl WorkerKind {
         }
     }
 
-    /// Its caches are given back.
+    /// Notes that the worker's caches are given back.
     pub(super) fn give_back(&mut self, now: Time) {
         match self {
             WorkerKind::Nixl(worker) => worker.caches_given_back(now),
@@ -148,12 +147,12 @@ impl WorkerKind {
 /// Caches that are being given back to the engine, or whose return cannot be proven.
 pub(super) struct CacheReturn {
     pub(super) registered: Arc<RegisteredCaches>,
-    /// In the process of a rank: whether its engine knows.
+    /// In the process of a rank: the engine's confirmation.
     pub(super) confirmation: Option<ReleaseConfirmation>,
     pub(super) task: tokio::task::JoinHandle<()>,
 }
 
-/// The blocks that a load fills, and the caches that it began with.
+/// The blocks that a load fills, and the caches that were registered when it started.
 pub(super) struct FilledBlocks {
     pub(super) own: Arc<RegisteredCaches>,
     pub(super) blocks: BlockLists,
@@ -169,25 +168,25 @@ pub(super) struct DeviceFill {
 /// Loads of a worker whose peers see copies of its caches on the host.
 #[derive(Default)]
 struct DeviceFills {
-    /// On their way to the host.
+    /// Loads whose blocks are still on their way to the host.
     loads: HashMap<RequestId, FilledBlocks>,
     due: Vec<DeviceFill>,
-    /// Copied to the device, or not.
+    /// Loads whose copy to the device has ended or failed.
     done: Vec<(RequestId, BlockLists, Result<()>)>,
 }
 
 /// One worker of an engine.
 pub(super) struct RankState {
     pub(super) worker: WorkerKind,
-    /// Loads of steps that the engine has not started on this worker yet.
+    /// Steps whose loads the engine has not started on this worker yet.
     pending: Vec<ConnectorMeta>,
-    /// Kept from one registration to the next.
+    /// The agent, kept from one registration to the next.
     pub(super) agent: Option<(Agent, Arc<Scratch>)>,
     pub(super) registered: Option<Arc<RegisteredCaches>>,
     pub(super) links: HashMap<Connection, Arc<PeerLink>>,
-    /// Moves that can be cancelled: notified when they are.
+    /// Moves that can be cancelled, with the signals to cancel them.
     pub(super) moves: HashMap<MoveId, Arc<Notify>>,
-    /// A shutdown waits for them.
+    /// Caches on their way back. A shutdown waits for them.
     pub(super) returns: Vec<CacheReturn>,
     fills: DeviceFills,
 }
@@ -216,8 +215,8 @@ impl RankState {
         std::mem::take(&mut self.pending)
     }
 
-    /// Gives the worker the message of a step. What is cancelled before the engine has started it
-    /// here does not begin.
+    /// Gives the worker the message of a step. A load that is cancelled before the engine has
+    /// started it here does not start.
     fn pass_on(&mut self, now: Time, mut meta: ConnectorMeta) {
         for pending in self.pending.iter_mut().filter(|_| !meta.cancel.is_empty()) {
             let cancelled = |order: &mut ReceiveOrder| meta.cancel.contains(&order.request);
@@ -226,7 +225,7 @@ impl RankState {
         self.begin(now, meta);
     }
 
-    /// Has the worker start the loads of a step.
+    /// Lets the worker start the loads of a step.
     pub(super) fn begin(&mut self, now: Time, meta: ConnectorMeta) {
         if let Some((own, copies)) =
             self.registered.as_ref().and_then(|own| Some((own, own.host_copies.as_ref()?)))
@@ -283,12 +282,12 @@ impl RankState {
         std::mem::take(&mut self.fills.due)
     }
 
-    /// A load was copied to the device, or could not be.
+    /// Notes that a load was copied to the device, or that the copy failed.
     pub(super) fn filled(&mut self, request: RequestId, blocks: BlockLists, result: Result<()>) {
         self.fills.done.push((request, blocks, result));
     }
 
-    /// The next thing that the worker asks for. Moves can be cancelled from now on.
+    /// Takes the next request of the worker. A move in it can be cancelled from now on.
     pub(super) fn next_action(&mut self) -> Option<WorkerAction> {
         let action = self.worker.next_action()?;
         match &action {
@@ -302,11 +301,11 @@ impl RankState {
     }
 }
 
-/// All workers of an engine; of one rank in the process of that.
+/// All workers of an engine. In the process of a rank, that rank only.
 pub(super) struct Ranks(BTreeMap<WorkerRank, RankState>);
 
 impl Ranks {
-    /// These workers, with nothing registered.
+    /// Creates these workers, with nothing registered.
     pub(super) fn new(
         settings: &Settings,
         ranks: impl IntoIterator<Item = WorkerRank>,
@@ -335,12 +334,12 @@ impl Ranks {
         self.0.iter_mut().map(|(rank, held)| (*rank, held))
     }
 
-    /// The caches of a worker of this process.
+    /// Returns the caches of a worker in this process.
     pub(super) fn registered(&self, rank: WorkerRank) -> Option<&Arc<RegisteredCaches>> {
         self.get(rank)?.registered.as_ref()
     }
 
-    /// Ranks in processes of their own.
+    /// Yields the ranks in processes of their own.
     pub(super) fn remote(&self) -> impl Iterator<Item = (WorkerRank, &RemoteRank)> + Clone {
         self.0.iter().filter_map(|(rank, held)| Some((*rank, held.worker.remote()?)))
     }
@@ -349,7 +348,7 @@ impl Ranks {
         self.0.iter_mut().filter_map(|(rank, held)| Some((*rank, held.worker.remote_mut()?)))
     }
 
-    /// A rank in a process of its own.
+    /// Returns a rank in a process of its own.
     pub(super) fn remote_at(&mut self, rank: WorkerRank) -> Option<&mut RemoteRank> {
         self.get_mut(rank)?.worker.remote_mut()
     }
@@ -359,12 +358,12 @@ impl Ranks {
         self.remote().any(|(_, remote)| remote.is_distant())
     }
 
-    /// Why an engine with ranks in processes of their own can load and publish nothing, if so.
+    /// Returns why an engine with ranks in processes of their own cannot load or publish, if so.
     pub(super) fn missing(&self) -> Option<String> {
         self.remote().find_map(|(_, remote)| remote.missing())
     }
 
-    /// Returns whether another rank has caches, or is about to register some: they all have the
+    /// Returns whether another rank has caches or is about to register some. All ranks share the
     /// same generations.
     pub(super) fn others_have_caches(&self, rank: WorkerRank) -> bool {
         let has_caches = |held: &RankState| {
@@ -373,18 +372,18 @@ impl Ranks {
         self.iter().any(|(at, held)| at != rank && has_caches(held))
     }
 
-    /// Returns whether the engine has not started a load on some worker yet.
+    /// Returns whether some worker has not started a load yet.
     pub(super) fn is_pending(&self, request: &RequestId) -> bool {
         let pending = self.0.values().flat_map(|held| &held.pending);
         pending.flat_map(|meta| &meta.receive).any(|order| order.request == *request)
     }
 
-    /// Returns whether a worker of this process fills blocks for a request.
+    /// Returns whether a worker of this process is loading blocks for a request.
     pub(super) fn is_loading(&self, request: &RequestId) -> bool {
         self.0.values().any(|held| held.worker.is_loading(request))
     }
 
-    /// Returns whether peers see copies of the caches of any worker.
+    /// Returns whether peers see host copies of the caches of any worker.
     pub(super) fn have_host_copies(&self) -> bool {
         self.0.values().any(|held| match held.worker.remote() {
             Some(remote) => remote.has_host_copies(),
@@ -397,19 +396,19 @@ impl Ranks {
         self.0.values_mut().for_each(|held| held.pass_on(now, meta.clone()));
     }
 
-    /// Takes what the workers report, each with its number in the engine.
+    /// Takes the workers' reports, each with the worker's number in the engine.
     pub(super) fn take_outputs(&mut self, now: Time) -> Vec<(usize, WorkerOutput)> {
         let outputs = self.0.iter_mut().enumerate();
         let outputs = outputs.map(|(at, (rank, held))| (at, held.take_output(*rank, now)));
         outputs.filter(|(_, output)| !output.is_empty()).collect()
     }
 
-    /// Has ranks on other hosts raise the generations of blocks that no peer may read any more.
+    /// Lets ranks on other hosts raise the generations of blocks that no peer may read any more.
     pub(super) fn raise(&mut self, raised: &StaleBlocks) {
         self.remote_mut().for_each(|(_, remote)| remote.raise(raised));
     }
 
-    /// Has ranks in processes of their own write the digests of blocks that are about to be
+    /// Lets ranks in processes of their own write the digests of blocks that are about to be
     /// published.
     pub(super) fn digest(&mut self, fresh: &[Fresh]) -> Vec<Task> {
         self.remote_mut().flat_map(|(_, remote)| remote.digest(fresh)).collect()

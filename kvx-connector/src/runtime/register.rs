@@ -22,13 +22,13 @@ use kvx_vllm::group::ToHead;
 use kvx_vllm::mapping::Caches;
 use kvx_vllm::wire::mooncake::PullRequest;
 
-/// The receiver of news that caches are in use.
+/// The receiver of the news that caches are in use, and what to send it.
 pub(super) enum RegistrationNotice {
-    /// Peers have, as the engine's registration of that number, where the side channel counts them;
-    /// and what a MooncakeConnector says of them.
+    /// Peers have been notified. Carries the number of the engine's registration, if the side
+    /// channel counts them, and the description for decodes of a MooncakeConnector.
     Peers(Option<u64>, Option<Box<PullRequest>>),
-    /// The engine of this rank, in the same moment; and whether peers are told of copies on the
-    /// host.
+    /// The engine of this rank. Carries the metadata, and whether peers see copies on the host. It
+    /// is sent under the lock under which the caches are taken into use.
     Engine(Vec<u8>, bool),
 }
 
@@ -40,7 +40,7 @@ pub(super) fn register(
 ) -> Result<()> {
     let invalid = |sentence: String| Err(Error::new(ErrorKind::Invalid, sentence));
     check_block_size(shared, &caches)?;
-    // Workers register one after the other: the first one makes what they share.
+    // Workers register one after the other. The first one creates what they share.
     let listening = shared.listening.lock();
     let listening = listening.as_ref().ok_or_else(closed)?;
     let pool = PoolBlocks::of(caches.geometry());
@@ -93,7 +93,7 @@ pub(super) fn register(
         }
         PeerSockets::Mooncake(_) => (None, Some(own_request(shared, rank, &registered)?)),
     };
-    // One count of registrations, for the side channel and the scheduler.
+    // The side channel and the scheduler use the same count of registrations.
     let told = RegistrationNotice::Peers(generation, own.map(Box::new));
     take_up(shared, rank, registered, told).inspect_err(|_| listening.withdraw(rank))?;
     match listening {
@@ -119,7 +119,7 @@ pub(super) fn check_block_size(shared: &Shared, caches: &Caches) -> Result<()> {
     ))
 }
 
-/// Registers caches with an agent. `words`: of their blocks.
+/// Registers caches with an agent. `words` allocates the generation counters of their blocks.
 pub(super) fn open(
     shared: &Shared,
     rank: WorkerRank,
@@ -136,7 +136,7 @@ pub(super) fn open(
             (agent, scratch)
         }
     };
-    // A backend that moves memory of devices through small buffers needs no copy of all of it.
+    // A backend that moves device memory through small buffers needs no copy of all of it.
     let copied =
         shared.setup.config.buffer_device() == BufferDevice::Cpu && !agent.stages_devices();
     let copies = if copied { HostCopies::new(&caches, &memory)? } else { None };
@@ -151,8 +151,7 @@ pub(super) fn open(
     Ok(registered)
 }
 
-/// Takes caches that are registered into use. Errors: `Closed`, and they are given up with their
-/// agent.
+/// Takes registered caches into use. Errors: `Closed`. The caches and a new agent are then dropped.
 pub(super) fn take_up(
     shared: &Shared,
     rank: WorkerRank,
@@ -161,7 +160,7 @@ pub(super) fn take_up(
 ) -> Result<()> {
     let mut state = shared.state.lock();
     if state.is_closing() {
-        // The shutdown has not seen an agent that is new here: it ends with this.
+        // The shutdown has not seen an agent that is new here. Dropping it ends it.
         return Err(closed());
     }
     let own = match told {
@@ -218,7 +217,7 @@ pub(super) fn give_back(
         return done;
     }
     let mut unused = Some(ticket);
-    // Blocks that were published before go to the workers before.
+    // Workers have to learn of all blocks that were published before.
     let now = shared.clock.now();
     state.pass_on_ready(now, None);
     let State { ranks, publication, head, .. } = &mut *state;
@@ -231,11 +230,11 @@ pub(super) fn give_back(
         let given = match held.registered.take() {
             Some(registered) => {
                 held.returns.retain(|earlier| !earlier.task.is_finished());
-                // In the order in which caches come and go: the engine hears of both under this
-                // lock.
+                // The engine learns of registrations and returns in their order, because both are
+                // sent under this lock.
                 Some((registered, head.as_mut().map(HeadHandle::give_back)))
             }
-            // A return that is not proven yet is waited for once more.
+            // Waits once more for a return that is not proven yet.
             None => held
                 .returns
                 .last()
@@ -282,14 +281,14 @@ async fn revoke(
     }
     drop(registered);
     match result {
-        // The agent was shut down meanwhile, and that says whether anything touches the memory.
+        // The agent was shut down in the meantime. The shutdown decides whether anything touches
+        // the memory.
         Err(error) if error.kind() == ErrorKind::Closed => shared.settle_at_end(ticket),
         result => ticket.settle(result),
     }
 }
 
-/// The memory of caches that are known to be given back goes with the engine's last word of it. For
-/// the task that has found so.
+/// Drops the memory of caches whose return is proven. Called by the task that has proved it.
 fn forget_return(shared: &Shared, rank: WorkerRank, registered: &Arc<RegisteredCaches>) {
     let own = tokio::task::id();
     let mut state = shared.state.lock();
@@ -301,11 +300,10 @@ fn forget_return(shared: &Shared, rank: WorkerRank, registered: &Arc<RegisteredC
     let over: Vec<_> =
         held.into_iter().flat_map(|held| held.returns.extract_if(.., over)).collect();
     drop(state);
-    drop(over); // memory may go with it
+    drop(over); // this may free memory
 }
 
-/// Who copies what of these pools lies on devices, each once: a transport opens memory of devices
-/// by them.
+/// Returns the devices of these pools, each once. Transports open device memory through them.
 fn devices_of(memory: &[Arc<Memory>]) -> Vec<Arc<dyn DeviceAccess>> {
     let mut devices: Vec<Arc<dyn DeviceAccess>> = Vec::new();
     for access in memory.iter().filter_map(|memory| memory.device_access()) {

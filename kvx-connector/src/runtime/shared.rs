@@ -25,33 +25,34 @@ use kvx_vllm::engine::mooncake::{Mooncake, MooncakeWorker};
 use kvx_vllm::engine::{Connection, MoveId, Outcome, Time, Worker, WorkerRank};
 use kvx_vllm::group::ToHead;
 
-/// One connector, as its handles, its thread and its tasks see it.
+/// One connector, shared by its handles, its thread and its tasks.
 pub(super) struct Shared {
     pub(super) clock: Clock,
     pub(super) setup: Setup,
     pub(super) secret: Option<Secret>,
-    /// Of the connector's thread.
+    /// The runtime of the connector's thread.
     pub(super) runtime: tokio::runtime::Handle,
     pub(super) side_client: SideClient,
     pub(super) listening: Mutex<Option<PeerSockets>>,
     pub(super) mooncake: MooncakeState,
     pub(super) state: Mutex<State>,
-    /// Locked by the connector's thread alone, so that it may call the program's recorder.
+    /// Locked only by the connector's thread, because it calls the program's recorder meanwhile.
     pub(super) metrics: Mutex<Metrics>,
-    /// Held while something is granted: once for each request.
+    /// Held while memory is granted, so that a request is granted once.
     pub(super) granting: Mutex<()>,
-    /// Held while blocks are published with digests: who finds a block published finds its digest.
+    /// Held while blocks are published with digests, so that a published block always has its
+    /// digest.
     pub(super) digesting: Mutex<()>,
     /// Wakes the connector's thread.
     pub(super) wake_up: Notify,
-    /// Wakes an engine that waits for outcomes.
+    /// Wakes engines that await outcomes.
     pub(super) news: Notify,
-    /// The same, for one that waits without a runtime.
+    /// Wakes engines that wait for outcomes without a runtime.
     pub(super) news_blocking: Condvar,
 }
 
 impl Shared {
-    /// An engine, which has all workers; where it listens is set later.
+    /// Creates the state of an engine with all its workers. The address is set before.
     pub(super) fn of_engine(
         setup: Setup,
         clock: Clock,
@@ -63,7 +64,8 @@ impl Shared {
         Self::new(setup, ranks, clock, secret, runtime)
     }
 
-    /// A rank of an engine that is in another process and receives what the worker reports.
+    /// Creates the state of a rank whose engine is in another process and receives the worker's
+    /// reports.
     pub(super) fn of_rank(
         setup: Setup,
         rank: WorkerRank,
@@ -105,8 +107,7 @@ impl Shared {
         })
     }
 
-    /// Returns whether blocks have digests here, and loaded blocks are compared with those of their
-    /// peer.
+    /// Returns whether blocks have digests here, and loaded blocks are compared with the peer's.
     pub(super) fn digests(&self) -> bool {
         self.setup.config.nixl().kvx_digest
     }
@@ -116,12 +117,12 @@ impl Shared {
         self.setup.settings.mooncake.as_ref().is_some_and(Mooncake::is_older)
     }
 
-    /// The moment that a worker calls by this time.
+    /// Converts a worker's time to a deadline.
     pub(super) fn deadline(&self, time: Time) -> Deadline {
         self.clock.moment(time).map_or_else(Deadline::default_for_transfers, Deadline::from)
     }
 
-    /// Changes the state, and has the thread look at what follows from it.
+    /// Changes the state, and wakes the thread to act on it.
     pub(super) fn with_state<T>(&self, change: impl FnOnce(&mut State, Time) -> T) -> T {
         let now = self.clock.now();
         let changed = change(&mut self.state.lock(), now);
@@ -129,7 +130,7 @@ impl Shared {
         changed
     }
 
-    /// Reports to a worker, on its clock.
+    /// Reports to a worker.
     pub(super) fn report(&self, rank: WorkerRank, report: impl FnOnce(&mut WorkerKind, Time)) {
         self.with_state(|state, now| {
             if let Some(held) = state.ranks.get_mut(rank) {
@@ -167,30 +168,30 @@ impl Shared {
         self.news.notify_waiters();
     }
 
-    /// A connection of a worker. Errors: `Closed`.
+    /// Returns a connection of a worker. Errors: `Closed`.
     pub(super) fn link(&self, rank: WorkerRank, connection: Connection) -> Result<Arc<PeerLink>> {
         let state = self.state.lock();
         let link = state.ranks.get(rank).and_then(|held| held.links.get(&connection).cloned());
         link.ok_or_else(|| {
             Error::new(
                 ErrorKind::Closed,
-                "the connection was given up, as the caches were given back",
+                "the connection was closed because the caches were given back",
             )
         })
     }
 
-    /// The caches that a worker of this process has now.
+    /// Returns the current caches of a worker in this process.
     pub(super) fn registered(&self, rank: WorkerRank) -> Option<Arc<RegisteredCaches>> {
         self.state.lock().ranks.registered(rank).cloned()
     }
 
-    /// Returns whether a worker has not given these caches back.
+    /// Returns whether a worker still has these caches.
     pub(super) fn still_has(&self, rank: WorkerRank, own: &Arc<RegisteredCaches>) -> bool {
         self.registered(rank).is_some_and(|now| Arc::ptr_eq(&now, own))
     }
 
-    /// Works on these caches of a worker if it still has them. Giving them back waits for the work.
-    /// Blocks.
+    /// Works on these caches if the worker still has them. Giving them back waits for the work.
+    /// Blocks the thread.
     pub(super) fn with_caches<T>(
         &self,
         rank: WorkerRank,
@@ -201,25 +202,25 @@ impl Shared {
         if self.still_has(rank, own) { work(own) } else { Err(caches_are_gone()) }
     }
 
-    /// The signal by which a move is cancelled: maybe it was already.
+    /// Returns the signal that cancels a move. It may have been sent already.
     pub(super) fn cancel_signal(&self, rank: WorkerRank, id: MoveId) -> Arc<Notify> {
         let state = self.state.lock();
         state.ranks.get(rank).and_then(|held| held.moves.get(&id).cloned()).unwrap_or_default()
     }
 
-    /// A move has ended.
+    /// Forgets a move that has ended.
     pub(super) fn forget_move(&self, rank: WorkerRank, id: MoveId) {
         if let Some(held) = self.state.lock().ranks.get_mut(rank) {
             held.moves.remove(&id);
         }
     }
 
-    /// Returns whether a shutdown was asked for.
+    /// Returns whether a shutdown was requested.
     pub(super) fn is_closed(&self) -> bool {
         self.state.lock().is_closing()
     }
 
-    /// Settles a ticket with the shutdown that was asked for.
+    /// Settles a ticket with the end of the shutdown that was requested.
     pub(super) fn settle_at_end(&self, ticket: Ticket) {
         let settled = self.state.lock().shutdown.settle_with(ticket);
         if let Err((ticket, result)) = settled {
@@ -227,8 +228,8 @@ impl Shared {
         }
     }
 
-    /// Ends the connector: every open load and lease gets its outcome. `Ok`: nothing touches any
-    /// block any more.
+    /// Ends the connector: every open load and lease gets its outcome. `result` is `Ok` if nothing
+    /// touches any block any more.
     pub(super) fn end(&self, result: Result<()>) {
         let end = self.state.lock().end(&result);
         self.news_blocking.notify_all();

@@ -1,4 +1,4 @@
-//! The end of a connector: of its peers' access, its agents, its loads and leases, and its thread.
+//! Shutdown of a connector: of its peers' access, its agents, its loads and leases, and its thread.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -9,18 +9,18 @@ use kvx_core::{Agent, Completion, Deadline, Error, ErrorKind, Result};
 use super::shared::Shared;
 use super::slot::Slot;
 
-/// A shutdown that begins.
+/// The work of a shutdown that starts.
 pub(super) struct ShutdownWork {
     pub(super) deadline: Deadline,
     pub(super) agents: Vec<Agent>,
-    /// The ends of ranks in processes of their own.
+    /// The results of ranks in processes of their own.
     pub(super) remote: Vec<Arc<Slot<Result<()>>>>,
 }
 
-/// The time that a rank or task which has ended may take to report it.
+/// The time that an ended rank or task may take to report its end.
 const TO_SAY_SO: Duration = Duration::from_millis(100);
 
-/// Asks for the end. The connector's thread begins it.
+/// Requests the shutdown. The connector's thread starts it.
 pub(super) fn request(shared: &Shared, deadline: Deadline) -> Completion<()> {
     let (done, ticket) = Completion::with_ticket();
     shared.with_state(|state, _| state.shutdown.request(deadline));
@@ -33,7 +33,7 @@ pub(super) async fn run(
     shared: Arc<Shared>,
     ShutdownWork { deadline, agents, remote }: ShutdownWork,
 ) {
-    // A registration that is under way has it for as long as it pins memory.
+    // A registration in progress holds the lock for as long as it pins memory.
     let listening = Arc::clone(&shared);
     let stopped = tokio::task::spawn_blocking(move || drop(listening.listening.lock().take()));
     tokio::time::timeout(deadline.left(), stopped).await.ok();
@@ -58,7 +58,7 @@ pub(super) async fn run(
         let ended = tokio::time::timeout(limit, poll_fn(|context| end.poll(context))).await;
         result = result.and(ended.unwrap_or_else(|_| Err(unheard())));
     }
-    // They have ended with their agents.
+    // These tasks have ended with their agents.
     for task in returns {
         tokio::time::timeout(deadline.left().max(TO_SAY_SO), task).await.ok();
     }
@@ -68,6 +68,6 @@ pub(super) async fn run(
 fn unheard() -> Error {
     Error::new(
         ErrorKind::StillShared,
-        "a rank in a process of its own had not said by the deadline that it has ended: give it more time",
+        "a rank in a process of its own did not report its end by the deadline: allow more time",
     )
 }

@@ -1,5 +1,5 @@
-//! The state of one connector: both halves of the protocol and what they have under way, under one
-//! lock. It is held while they decide, and never while anything is waited for.
+//! The state of one connector, under one lock: the scheduler, the workers and their work in
+//! progress. The lock is held for decisions only, and never while anything is waited for.
 
 use std::collections::BTreeSet;
 use std::task::Waker;
@@ -25,35 +25,36 @@ use kvx_vllm::engine::{
 use kvx_vllm::group::ToHead;
 use kvx_vllm::params::TransferParams;
 
-/// The end of a connector.
+/// The progress of a connector's shutdown.
 #[derive(Default)]
 pub(super) struct Shutdown {
     deadline: Option<Deadline>,
     begun: bool,
     tickets: Vec<Ticket>,
-    /// The thread ends: whether nothing touches any block any more.
+    /// The result, once the thread ends. `Ok`: nothing touches any block any more.
     result: Option<Result<()>>,
 }
 
 impl Shutdown {
-    /// Asks for it; the first deadline counts.
+    /// Requests the shutdown. The first deadline counts.
     pub(super) fn request(&mut self, deadline: Deadline) {
         self.deadline.get_or_insert(deadline);
     }
 
-    /// Returns whether it was asked for.
+    /// Returns whether the shutdown was requested.
     pub(super) fn is_requested(&self) -> bool {
         self.deadline.is_some()
     }
 
-    /// Begins it, once. `None`: it was not asked for, or has begun.
+    /// Starts the shutdown, once. Returns `None` if it was not requested or has started.
     pub(super) fn begin(&mut self) -> Option<Deadline> {
         let deadline = self.deadline.filter(|_| !self.begun)?;
         self.begun = true;
         Some(deadline)
     }
 
-    /// Settles a ticket with its end. `Err`: there is nothing to wait for.
+    /// Settles a ticket with the end of the shutdown. Errors: the ticket and its result, if there
+    /// is nothing to wait for.
     pub(super) fn settle_with(&mut self, ticket: Ticket) -> Result<(), (Ticket, Result<()>)> {
         match &self.result {
             None if self.is_requested() => {
@@ -64,7 +65,7 @@ impl Shutdown {
         }
     }
 
-    /// How it has ended, if it has.
+    /// Returns the result of the shutdown, if it has ended.
     pub(super) fn result(&self) -> Option<&Result<()>> {
         self.result.as_ref()
     }
@@ -83,29 +84,29 @@ pub(super) struct State {
     pub(super) outcomes: Outcomes,
     pub(super) grants: Grants,
     pub(super) saves: SaveNumbers,
-    /// Ranks in processes of their own, which join here.
+    /// The gathering at which ranks in processes of their own join.
     pub(super) gathering: Option<Gathering>,
-    /// The engine of this rank, where that is in another process.
+    /// The engine of this rank, if it is in another process.
     pub(super) head: Option<HeadHandle>,
     pub(super) shutdown: Shutdown,
     /// Registrations of loads that some worker has not started yet.
     deferred: Vec<(WorkerRank, WorkerAction, Span)>,
-    /// Agents whose notifications nobody receives yet.
+    /// Agents whose notifications no task receives yet.
     pub(super) new_agents: Vec<(WorkerRank, Agent)>,
     pub(super) traces: Traces,
-    /// Hosts of engines that do not sign, which the log has named: no more than
-    /// `allow_unsigned_params` lists.
+    /// Hosts of engines that do not sign and that the log has named: at most those in
+    /// `allow_unsigned_params`.
     unsigned: BTreeSet<String>,
 }
 
-/// The part of a connector's end that is done without the lock.
+/// The part of a connector's end that runs without the lock.
 pub(super) struct ConnectorEnd {
     pub(super) wakers: Vec<Waker>,
     pub(super) tickets: Vec<Ticket>,
     pub(super) gathering: Option<Gathering>,
 }
 
-/// What the workers have reported, for the part of a turn that is done without the lock.
+/// The workers' reports, for the part of a turn that runs without the lock.
 #[derive(Default)]
 pub(super) struct Collected {
     /// Whether the engine has new outcomes.
@@ -135,12 +136,13 @@ impl State {
         }
     }
 
-    /// Returns whether a shutdown was asked for.
+    /// Returns whether a shutdown was requested.
     pub(super) fn is_closing(&self) -> bool {
         self.shutdown.is_requested()
     }
 
-    /// Returns whether a load is under way that is still wanted; in the process of a rank, on that.
+    /// Returns whether a load is in progress and still wanted. In the process of a rank, on that
+    /// rank.
     pub(super) fn is_loading(&self, request: &RequestId) -> bool {
         match self.head {
             None => self.scheduler.is_loading(request),
@@ -160,13 +162,13 @@ impl State {
             && !self.publication.has_delayed()
     }
 
-    /// Returns whether another rank has caches, or is about to register some: they all have the
+    /// Returns whether another rank has caches or is about to register some. All ranks share the
     /// same generations.
     pub(super) fn others_have_caches(&self, rank: WorkerRank) -> bool {
         self.publication.published.is_some() && self.ranks.others_have_caches(rank)
     }
 
-    /// Errors: blocks that are none of the registered caches.
+    /// Checks that blocks are in the registered caches.
     pub(super) fn check_blocks(&self, blocks: &BlockLists, groups: usize) -> Result<()> {
         let mut remote = self.ranks.remote().map(|(_, remote)| remote);
         if let Some(why) =
@@ -174,7 +176,7 @@ impl State {
         {
             return Err(Error::new(
                 ErrorKind::PeerLost,
-                format!("a rank of this engine is not there: {why}"),
+                format!("a rank of this engine is missing: {why}"),
             ));
         }
         if let Some(why) = remote.find_map(RemoteRank::missing) {
@@ -213,8 +215,8 @@ impl State {
         Ok(())
     }
 
-    /// Notes that a host's parameters are not signed, and are used all the same. Returns the host
-    /// the first time.
+    /// Notes that parameters of a host are used although they are not signed. Returns the host the
+    /// first time.
     pub(super) fn note_unsigned(
         &mut self,
         params: &TransferParams,
@@ -228,7 +230,7 @@ impl State {
         self.unsigned.insert(host.clone()).then_some(host)
     }
 
-    /// Gives all workers what the scheduler has ready for them, of one request or of all.
+    /// Gives all workers what the scheduler has ready for them, for one request or for all.
     pub(super) fn pass_on_ready(&mut self, now: Time, request: Option<&RequestId>) {
         let meta = self.scheduler.take_ready(now, request);
         if meta.is_empty() {
@@ -238,7 +240,7 @@ impl State {
         self.ranks.pass_on(now, &meta);
     }
 
-    /// Notes in the spans of loads that the workers have their orders.
+    /// Records in the spans of loads that the workers have their orders.
     pub(super) fn trace_orders(&mut self, now: Time, meta: &ConnectorMeta) {
         meta.receive.iter().for_each(|order| self.traces.ordered(now, &order.request));
     }
@@ -259,13 +261,13 @@ impl State {
             return collected;
         }
         for (_, output) in &mut outputs {
-            // Expected race: a worker reports blocks that were taken back meanwhile.
+            // Expected race: a worker reports blocks that were taken back in the meantime.
             output.finished_sending.retain(|request| self.scheduler.is_sending(request));
         }
         let mut output = self.aggregator.add(outputs);
         let mut failures = std::mem::take(&mut output.failures);
         failures.retain(|failure| {
-            // Each worker reports it; expected race: the lease was taken back meanwhile.
+            // Each worker reports it. Expected race: the lease was taken back in the meantime.
             let is_new =
                 |request| self.scheduler.is_sending(request) && self.outcomes.expire(request);
             failure.kind != FailureKind::LeaseExpired
@@ -303,8 +305,8 @@ impl State {
         self.outcomes.deliver(outcome)
     }
 
-    /// Adds what workers ask for, and takes what may be done now: writes of a push may go to all
-    /// workers at once, so all of them have to have started the load before it is registered.
+    /// Adds requests of workers, and takes those that are due. A registration is not due before all
+    /// workers have started its load, because a push may write to all of them.
     pub(super) fn defer_early(
         &mut self,
         actions: Vec<(WorkerRank, WorkerAction, Span)>,
@@ -321,7 +323,7 @@ impl State {
         due
     }
 
-    /// Ends everything. `Ok`: nothing touches any block any more.
+    /// Ends everything. `result` is `Ok` if nothing touches any block any more.
     pub(super) fn end(&mut self, result: &Result<()>) -> ConnectorEnd {
         let proven = result.is_ok();
         self.outcomes.close();
@@ -337,7 +339,7 @@ impl State {
     }
 }
 
-/// The error of every call after a shutdown.
+/// Returns the error of every call after a shutdown.
 pub(super) fn closed() -> Error {
-    Error::new(ErrorKind::Closed, "the connector was shut down: build another one")
+    Error::new(ErrorKind::Closed, "the connector was shut down: build a new one")
 }

@@ -1,4 +1,4 @@
-//! The connector's own thread: everything that happens without the engine's calls happens here.
+//! The connector's thread. It does all work that is not part of a call of the engine.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,17 +15,17 @@ use super::shared::Shared;
 use super::side::{SideServer, SideSettings};
 use super::slot::Slot;
 
-/// Its name.
+/// The name of the thread.
 const THREAD: &str = "kvx-connector";
-/// How long a side channel may take to begin to listen: a name has to be resolved for it.
+/// The time limit for the start of a side channel, which may have to resolve a name.
 pub(super) const START_LIMIT: Duration = Duration::from_secs(30);
 
-/// Begins the thread of an engine. The slot gets the connector once its side channel listens.
+/// Starts the thread of an engine. The slot receives the connector once its side channel listens.
 pub(super) fn start(setup: Setup, side: SideSettings) -> Result<Arc<Slot<Result<Connector>>>> {
     on_its_own(|started| run(setup, side, started))
 }
 
-/// Runs on a thread of its own, with a small runtime. What it is for goes to the slot.
+/// Runs a future on a new thread with a small runtime. Its result goes to the slot.
 pub(super) fn on_its_own<T, R>(
     run: impl FnOnce(Arc<Slot<Result<T>>>) -> R + Send + 'static,
 ) -> Result<Arc<Slot<Result<T>>>>
@@ -63,7 +63,7 @@ async fn run(setup: Setup, side: SideSettings, started: Arc<Slot<Result<Connecto
     drive(&shared).await;
 }
 
-/// Begins to listen, and makes the state that everything else works on.
+/// Opens the listening sockets, and creates the state that everything else works on.
 async fn listening(mut setup: Setup, side: SideSettings, clock: Clock) -> Result<Arc<Shared>> {
     let runtime = tokio::runtime::Handle::current();
     let Some(mooncake) = &setup.settings.mooncake else {

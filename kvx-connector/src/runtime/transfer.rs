@@ -24,7 +24,7 @@ use kvx_vllm::engine::{
     WorkerRank,
 };
 
-/// How long a read of a few words may take.
+/// The time limit for a read of generations or digests.
 const LIMIT: Duration = Duration::from_secs(10);
 
 /// Answers [`Action::Read`](kvx_vllm::engine::Action::Read) and
@@ -80,7 +80,7 @@ pub(super) async fn run(
     shared.forget_move(rank, id);
 }
 
-/// Waits for a transfer, and cancels it when the worker wants that.
+/// Waits for a transfer, and cancels it when the worker asks for that.
 async fn until_end(transfer: &mut Transfer, cancel: &Notify) -> Result<Report> {
     let mut cancelled = std::pin::pin!(cancel.notified());
     let mut over = false;
@@ -94,7 +94,7 @@ async fn until_end(transfer: &mut Transfer, cancel: &Notify) -> Result<Report> {
     .await
 }
 
-/// Posts a move. What its peer granted for it is kept until it has ended.
+/// Posts a move. The imported grants of its peer have to be kept until it has ended.
 async fn post(
     shared: &Shared,
     rank: WorkerRank,
@@ -168,7 +168,7 @@ async fn words(
         .ok_or_else(|| Error::new(ErrorKind::Unregistered, "the peer has no words"))?;
     let count = u32::try_from(kvx_core::Place::len(region) / WORD).unwrap_or(u32::MAX);
     let theirs = (region, Grid::packed(WORD, count));
-    // The pool's word, then the blocks'.
+    // The generation of the pool, then those of the blocks.
     let each =
         blocks.iter().flat_map(|list| (0..list.len()).map(|at| list.at(at).saturating_add(1)));
     let wanted: Vec<u32> = std::iter::once(0).chain(each).collect();
@@ -191,7 +191,7 @@ pub(super) async fn check_digests(
     shared.report_nixl(rank, |worker, now| worker.digests_checked(now, id, result));
 }
 
-/// Logical blocks here whose bytes are not those that the peer has published.
+/// Returns the local blocks whose bytes differ from what the peer has published.
 async fn wrong_blocks(
     shared: &Arc<Shared>,
     rank: WorkerRank,
@@ -231,7 +231,7 @@ async fn wrong_blocks(
     Ok(here)
 }
 
-/// Reads blocks of words of a peer, by way of the scratch: all of them within the limit.
+/// Reads 64-bit words of a peer through the scratch memory. The limit covers all of them.
 async fn read_words(
     own: &RegisteredCaches,
     worker: &LinkedWorker,
@@ -249,7 +249,8 @@ async fn read_words(
         let mut transfer = worker.peer.transfer(&plan).deadline(deadline).post_wait().await?;
         if let Err(error) = (&mut transfer).await {
             if !transfer.is_settled() {
-                // The place waits for what may still write to it; nobody else has to.
+                // The task keeps the slot until nothing writes to it any more, and the caller
+                // returns at once.
                 tokio::spawn(async move {
                     if transfer.settled().await.is_err() {
                         place.lose();
@@ -263,13 +264,13 @@ async fn read_words(
     Ok(words)
 }
 
-/// Returns whether the state that a handshake described is gone. A write's grant may end at any
-/// time, alone.
+/// Returns whether the state that a handshake described is gone. The grant of a write may end at
+/// any time, without that.
 fn is_gone(op: Op, error: &Error) -> bool {
     match error.kind() {
         ErrorKind::PeerLost | ErrorKind::PeerRestarted => true,
         ErrorKind::Unregistered | ErrorKind::WrongKey | ErrorKind::Revoked => op == Op::Read,
-        // Its caches lie elsewhere now.
+        // The peer has registered its caches elsewhere by now.
         ErrorKind::Malformed => op == Op::Write,
         _ => false,
     }

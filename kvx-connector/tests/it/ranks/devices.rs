@@ -232,7 +232,7 @@ fn on_devices_nobody_hears_of_what_a_lost_rank_copied(backend: &str) {
     assert!(began.elapsed() < 3 * LIMIT, "{:?}", began.elapsed());
     let said = error.to_string();
     assert!(
-        said.contains("could not be copied to the host") || said.contains("is not there"),
+        said.contains("could not be copied to the host") || said.contains("is missing"),
         "{said}"
     );
     drop(prefill);

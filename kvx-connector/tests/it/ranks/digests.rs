@@ -79,5 +79,5 @@ fn a_rank_that_is_killed_before_its_digests_holds_nobody_up(backend: &str) {
     });
     assert!(took < Duration::from_secs(3) && whole, "{took:?}");
     let error = prefill.publish("q", &[7], BLOCK).map(drop).unwrap_err();
-    assert!(error.to_string().contains("a rank of this engine is not there"), "{error}");
+    assert!(error.to_string().contains("a rank of this engine is missing"), "{error}");
 }

@@ -212,7 +212,7 @@ fn a_killed_prefill_rank_withholds_what_it_had(backend: &str) {
     // The other rank keeps them for its lease.
     assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Expired);
     let error = prefill.publish("q", &[6], BLOCK).map(|_| ()).unwrap_err();
-    assert!(error.to_string().contains("a rank of this engine is not there"), "{error}");
+    assert!(error.to_string().contains("a rank of this engine is missing"), "{error}");
     prefill.connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
     decode.end();
 }

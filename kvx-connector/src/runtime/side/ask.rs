@@ -1,4 +1,4 @@
-//! The asking side: a socket for each handshake.
+//! The client of side channels, which opens a socket for each handshake.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,12 +16,12 @@ use kvx_vllm::wire::{
     KvxRequest,
 };
 
-/// An answer: the payload, the clock, and what a later version may add.
+/// An answer has the payload, the clock, and frames that later versions may add.
 const ANSWER: MessageLimits = MessageLimits { frames: 4, bytes: HandshakePayload::MAX_LEN + 1024 };
-/// Bytes of answers in memory for all handshakes of an engine.
+/// The limit for the answers in memory of all handshakes of an engine.
 const BYTES: usize = 64 << 20;
 
-/// Asks side channels for one engine.
+/// A client that asks side channels for one engine.
 #[derive(Clone, Debug)]
 pub(crate) struct SideClient {
     clock: Clock,
@@ -31,53 +31,53 @@ pub(crate) struct SideClient {
     limit: Duration,
 }
 
-/// What came of a handshake.
+/// The result of a handshake.
 #[derive(Debug)]
 pub(crate) struct HandshakeOutcome {
-    /// The workers' metadata. `kvx_metadata` is there only if it may be used: with a secret, only
-    /// from a [proven](PeerKind::Proven) peer.
+    /// The workers' metadata. It contains `kvx_metadata` only if that may be used: with a secret,
+    /// only from a [proven](PeerKind::Proven) peer.
     pub(crate) peer: HandshakenPeer,
-    /// Who answered.
+    /// The kind of the peer.
     pub(crate) standing: PeerKind,
 }
 
-/// What a side channel says.
+/// The answer of a side channel.
 #[derive(Debug)]
 pub(crate) struct ProbeAnswer {
     pub(crate) payload: HandshakePayload,
-    /// Who answers; an error: a kvx, and only one end has a secret.
+    /// The kind of the peer. An error if it is a kvx and only one end has a secret.
     pub(crate) standing: Result<PeerKind>,
     pub(crate) round_trip: Duration,
 }
 
-/// Who answers at a side channel.
+/// The kind of engine behind a side channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PeerKind {
-    /// No kvx: a vLLM, reached through its NIXL blob.
+    /// Not a kvx: a vLLM, reached through its NIXL blob.
     Foreign,
-    /// A kvx; neither end has a secret.
+    /// A kvx. Neither end has a secret.
     Kvx,
-    /// A kvx, and both ends have proved to have the same secret.
+    /// A kvx. Both ends have proved that they have the same secret.
     Proven,
 }
 
 impl SideClient {
-    /// For an engine with this clock, secret and port rule.
+    /// Creates the client of an engine with this clock, secret and port rule.
     pub(crate) fn new(clock: Clock, secret: Option<Secret>, ports: SideChannels) -> Self {
         SideClient { clock, secret, ports, budget: Budget::new(BYTES), limit: Handshake::LIMIT }
     }
 
-    /// Gives each answer so long to come.
+    /// Sets the time limit of each answer.
     pub(crate) fn with_limit(self, limit: Duration) -> Self {
         SideClient { limit, ..self }
     }
 
-    /// One handshake: asks these workers of the peer, one after the other.
+    /// Performs one handshake: asks for these workers of the peer, one after the other.
     ///
-    /// Errors, each with the setting to change. `TimedOut`, `PeerLost`: nobody answers at the
-    /// address. `Authentication`: one end has another secret, or none. And those of [`Handshake::new`] and
-    /// [`Expectation::check`]: another engine id, hash, version; a worker that is not there;
-    /// malformed answers.
+    /// Each error names the setting to change. `TimedOut`, `PeerLost`: nobody answers at the
+    /// address. `Authentication`: one end has another secret, or none. Further errors are those of
+    /// [`Handshake::new`] and [`Expectation::check`]: another engine id, hash or version; a worker
+    /// that does not exist; malformed answers.
     pub(crate) async fn ask(
         &self,
         peer: &RemoteEngine,
@@ -87,7 +87,7 @@ impl SideClient {
         let engine = expectation.engine_id.clone();
         let version = expectation.version;
         let sizes = (peer.pp_size, peer.tp_size);
-        // Both questions to a kvx peer, each with its own limit, are one to the state machine.
+        // For the state machine, both questions to a kvx peer are one. Each has its own limit.
         let handshake = Handshake::new(expectation, ranks.iter().copied(), sizes)?;
         let mut handshake = handshake.with_limit(self.limit * 2);
         let mut standing = None;
@@ -107,18 +107,18 @@ impl SideClient {
             let this = challenge
                 .as_ref()
                 .map_or(Ok(PeerKind::Foreign), |challenge| self.standing(challenge))?;
-            // One for all: what the first worker tells must not be believed for what the second one
-            // proves.
+            // All workers have to be of one kind: the proof of the second must not vouch for the
+            // metadata of the first.
             if standing.replace(this).is_some_and(|before| before != this) {
                 return Err(Error::new(
                     ErrorKind::Malformed,
                     format!(
                         "malformed handshake answers of engine {engine}: some of its workers are kvx's and some are \
-                         not: give all of them the same connector"
+                         not: use the same connector for all of them"
                     ),
                 ));
             }
-            // Without a secret the first answer said all, unless it was meant for vLLM alone.
+            // Without a secret the first answer is complete, unless it is a refusal meant for vLLM.
             if let Some(challenge) = challenge
                 && (this == PeerKind::Proven || refused(&answer).is_some())
             {
@@ -137,9 +137,9 @@ impl SideClient {
         Ok(HandshakeOutcome { peer, standing })
     }
 
-    /// What the side channel at an address says of one worker, with nothing expected of it.
+    /// Asks the side channel at an address for one worker, and expects nothing of the answer.
     ///
-    /// Errors: nobody answers, or not in words.
+    /// Errors: nobody answers, or the answer is malformed.
     pub(crate) async fn look(
         &self,
         address: &Address,
@@ -199,19 +199,19 @@ impl SideClient {
         let payload =
             HandshakePayload::decode(answer.frames().first().map_or(&[][..], Vec::as_slice))?;
         match payload.refusal.as_ref().filter(|_| payload.kvx_proof.is_none()) {
-            // Whoever has the secret proves its refusals, too: this one says that ours is another.
+            // A peer with the same secret proves its refusals too, so this one has another secret.
             Some(why) => Err(Error::new(
                 ErrorKind::Authentication,
-                format!("the prefill refuses this engine: {why}"),
+                format!("the prefill refused this engine: {why}"),
             )),
             None => proof::check_answer(secret, &challenge, &request, &payload).map(|()| answer),
         }
     }
 }
 
-/// What a kvx listener says of itself, if it is one.
+/// Returns the challenge in an answer, if a kvx has sent it.
 fn challenge(answer: &Message) -> Result<Option<KvxChallenge>> {
-    // What cannot be read is the state machine's to refuse.
+    // The state machine reports answers that cannot be decoded.
     let payload = answer.frames().first().and_then(|frame| HandshakePayload::decode(frame).ok());
     payload
         .and_then(|payload| payload.kvx_challenge)
@@ -223,26 +223,26 @@ fn refused(answer: &Message) -> Option<String> {
     HandshakePayload::decode(answer.frames().first()?).ok()?.refusal
 }
 
-/// Says whom was asked, and what to set where nobody answered.
+/// Adds the address to an error, and what to set if nobody answered.
 fn unanswered(error: Error, address: &Address, engine: &str) -> Error {
     let Address { host, port } = address;
     let there = format!("the side channel of engine {engine} at {host} port {port}");
     let cure = match error.kind() {
         ErrorKind::PeerLost | ErrorKind::TimedOut if is_loopback(host) => {
             "; that is this machine: if the engine is on another one, set VLLM_NIXL_SIDE_CHANNEL_HOST there to an \
-             address that is reached from here (and, unless TCP is to listen there too, \
-             kv_connector_extra_config.tcp.bind)"
+             address that can be reached from here (and kv_connector_extra_config.tcp.bind, unless TCP shall listen \
+             at that address too)"
         }
         ErrorKind::PeerLost | ErrorKind::TimedOut => {
-            "; the instance is down, its listener has ended, or something between drops the packets: restart it, check \
-             VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT there, or ask by `kvx probe`"
+            "; the instance is down, its listener has ended, or a firewall drops the packets: restart it, check \
+             VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT there, or run `kvx probe`"
         }
         _ => "",
     };
     Error::new(error.kind(), format!("{there}: {}{cure}", error.sentence()))
 }
 
-/// As the worker is told of it.
+/// Converts an error to the form that the worker takes.
 pub(crate) fn handshake_failure(error: &Error) -> HandshakeFailure {
     let unanswered = matches!(
         error.kind(),

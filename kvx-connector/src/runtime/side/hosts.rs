@@ -1,4 +1,4 @@
-//! Which hosts are this machine, and what follows for where data is listened for.
+//! Hosts that are this machine, and the addresses for data that follow from them.
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::time::Duration;
@@ -7,10 +7,10 @@ use kvx_vllm::config::KvTransferConfig;
 
 use super::super::zmtp::resolve;
 
-/// How long the system may take to know a name.
+/// The time limit for the resolution of a name.
 const TO_RESOLVE: Duration = Duration::from_secs(5);
 
-/// The address of this machine, and of its network, that a host names.
+/// Returns the address that a host names, if it is one of this machine and its network.
 async fn own_address(host: &str) -> Option<IpAddr> {
     let found = resolve(host, 0, TO_RESOLVE).await.ok()?;
     let reachable = |ip: &IpAddr| !ip.is_loopback() && !ip.is_unspecified();
@@ -22,14 +22,14 @@ async fn own_address(host: &str) -> Option<IpAddr> {
         .find(|ip| TcpListener::bind(SocketAddr::new(*ip, 0)).is_ok())
 }
 
-/// The `tcp.bind` of a configuration, if it has one.
+/// Returns the `tcp.bind` of a configuration, if it has one.
 pub(super) fn written_tcp_bind(config: &KvTransferConfig) -> Option<&str> {
     config.extra().get("tcp")?.get("bind")?.as_str()
 }
 
-/// Where TCP binds, and what it advertises, on an engine of several hosts without `tcp.bind`: at
-/// the host that peers are told, if that is an address of this machine. `None`: TCP's own default
-/// holds.
+/// Returns the address that TCP binds and advertises, on an engine of several hosts without
+/// `tcp.bind`: the host that peers connect to, if it is an address of this machine. `None`: TCP
+/// uses its own default.
 pub(crate) async fn tcp_bind(config: &KvTransferConfig, told: &str) -> Option<IpAddr> {
     match written_tcp_bind(config) {
         Some(_) => None,

@@ -1,7 +1,7 @@
-//! The side channel of NixlConnector: how engines tell each other where their memory is.
+//! The side channel of NixlConnector, on which engines tell each other where their memory is.
 //!
-//! [`SideServer`] answers, [`SideClient`] asks. What is said is decided in [`kvx_vllm::wire`]; here
-//! are the sockets, the ports, and who is let in ([`proof`]).
+//! [`SideServer`] answers and [`SideClient`] asks. [`kvx_vllm::wire`] decides about the contents.
+//! This module has the sockets, the ports and the authentication ([`proof`]).
 
 mod ask;
 mod hosts;

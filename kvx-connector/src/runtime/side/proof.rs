@@ -1,16 +1,15 @@
-//! Who is let in where a fleet has a secret: decode and prefill prove to each other that they have
-//! it.
+//! Mutual authentication of decode and prefill, in a fleet with a shared secret.
 //!
-//! 1. The decode asks as vLLM does. A kvx prefill answers with a challenge beside what it tells
-//!    anybody, which vLLM ignores.
-//! 2. The decode asks once more, on the same connection, by a [`KvxRequest`]: a nonce of its own,
-//!    and HMAC-SHA-256 over both nonces and the worker that it asks for.
+//! 1. The decode asks in vLLM's form. A kvx prefill answers with what anybody may know, and adds a
+//!    challenge, which vLLM ignores.
+//! 2. The decode asks again on the same connection, with a [`KvxRequest`]: its own nonce, and
+//!    HMAC-SHA-256 over both nonces and the worker that it asks for.
 //! 3. The prefill answers with everything, and with HMAC-SHA-256 over the nonces, the worker and
 //!    the answer.
 //!
-//! A challenge is good for one question on its connection, so nothing recorded is of use later.
-//! What is said is not secret: who listens on the way learns where the memory is, and still cannot
-//! prove to have the secret to its owner.
+//! A challenge is good for one question on its connection, so a recorded question is useless later.
+//! The messages are not encrypted: an eavesdropper learns where the memory is, but cannot prove the
+//! secret to the memory's owner.
 
 use hmac::{Hmac, KeyInit, Mac as _};
 use kvx_core::{Error, ErrorKind, Result, Secret};
@@ -53,7 +52,7 @@ fn of_prefill(
     mac
 }
 
-/// The decode's question, with its proof where it has a secret.
+/// Adds the decode's proof to its question, if it has a secret.
 pub(super) fn prove_question(
     secret: Option<&Secret>,
     challenge: &KvxChallenge,
@@ -64,7 +63,8 @@ pub(super) fn prove_question(
     request
 }
 
-/// Errors: `Authentication`: this decode is a stranger.
+/// Checks the decode's proof. Errors: `Authentication`: the decode is not authenticated;
+/// `Malformed`.
 pub(super) fn check_question(
     secret: Option<&Secret>,
     challenge: Option<[u8; 32]>,
@@ -89,11 +89,11 @@ pub(super) fn check_question(
             "malformed kvx handshake request: a proof before a challenge",
         )
     })?;
-    // In a time that does not depend on the proof.
+    // Constant-time comparison.
     of_decode(secret, &challenge, request).verify_slice(proof).map_err(|_| differ())
 }
 
-/// What proves this answer to the decode.
+/// Returns the proof of an answer for the decode.
 pub(super) fn prove_answer(
     secret: &Secret,
     challenge: &[u8; 32],
@@ -103,7 +103,7 @@ pub(super) fn prove_answer(
     of_prefill(secret, challenge, request, answer).finalize().into_bytes().to_vec()
 }
 
-/// Errors: `Authentication`: whoever answers does not have the secret.
+/// Checks the prefill's proof. Errors: `Authentication`: the peer does not have the secret.
 pub(super) fn check_answer(
     secret: &Secret,
     challenge: &KvxChallenge,

@@ -1,4 +1,4 @@
-//! The answering side.
+//! The server of a side channel.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -17,11 +17,11 @@ use kvx_vllm::wire::{
     CompatibilityHash, HandshakePayload, KvxChallenge, KvxRequest, Listener, NixlAgentMetadata,
 };
 
-/// The longest question has some 100 bytes, and an identity of 255 before it.
+/// The longest question has some 100 bytes, after an identity of up to 255.
 const QUESTION: MessageLimits = MessageLimits { frames: 16, bytes: 4 << 10 };
 
-/// What peers may cost: 512 silent ones take less than 1 MiB, 512 with a whole question each 4 MiB,
-/// those that do not read their answers as much as two of the longest.
+/// The limits for peers: 512 silent ones take less than 1 MiB, 512 with a whole question each 4
+/// MiB, and those that do not read their answers as much as two of the longest answers.
 const LIMITS: RouterLimits = RouterLimits {
     connections: 512,
     message: QUESTION,
@@ -38,7 +38,7 @@ pub(crate) struct SideServer {
     routers: Vec<Router>,
 }
 
-/// What the answers come from.
+/// The source of the answers.
 #[derive(Debug)]
 struct SideHandler {
     clock: Clock,
@@ -49,18 +49,17 @@ struct SideHandler {
 
 #[derive(Debug)]
 struct SideListeners {
-    /// To whoever asks as vLLM does.
+    /// The answers to questions in vLLM's form.
     anybody: Listener,
-    /// To kvx decodes, which with a secret have proved themselves.
+    /// The answers to kvx decodes. With a secret, only to those that have proved it.
     invited: Listener,
 }
 
 impl SideServer {
-    /// Listens, on tasks of the runtime that it is called in. `clock` is that of the engine's
-    /// `Scheduler`.
+    /// Listens, on tasks of the current runtime. `clock` is that of the engine's `Scheduler`.
     ///
-    /// Errors: a port that is taken, with the variable and a free one; a host that is not of this
-    /// machine.
+    /// Errors: `Exhausted`: the port is taken, and the error names the variable to set and a free
+    /// port; `Invalid`: the host is not of this machine.
     pub(crate) async fn bind(
         settings: &SideSettings,
         hash: CompatibilityHash,
@@ -92,20 +91,20 @@ impl SideServer {
         Ok(server)
     }
 
-    /// What parameters say of it: the host that peers are told, the port of the engine or of its
-    /// first worker.
+    /// Returns the address for parameters: the host that peers connect to, and the port of the
+    /// engine or of its first worker.
     pub(crate) fn address(&self) -> &Address {
         &self.address
     }
 
-    /// Where it listens.
+    /// Yields the addresses where it listens.
     pub(crate) fn listens_at(&self) -> impl Iterator<Item = SocketAddr> {
         self.routers.iter().map(Router::local)
     }
 
-    /// Sets what is answered for a worker, with the worker's `kvx_metadata` in it. Without
-    /// `agent_metadata`, the blob of a NIXL agent, vLLM's decodes are refused in words. Returns the
-    /// registration generation that the `Scheduler` is to be told.
+    /// Sets the answer for a worker, with the worker's `kvx_metadata` in it. Without
+    /// `agent_metadata`, the blob of a NIXL agent, decodes of vLLM get an error that says why.
+    /// Returns the registration generation, which the `Scheduler` needs.
     pub(crate) fn publish(&self, rank: WorkerRank, metadata: &NixlAgentMetadata) -> u64 {
         let mut told = self.handler.told.lock();
         told.invited.publish(rank, metadata);
@@ -114,9 +113,9 @@ impl SideServer {
                 rank,
                 Error::new(
                     ErrorKind::Unsupported,
-                    "this engine has no NIXL agent for a vLLM to load: name RIXL in \
-                     kv_connector_extra_config.backends of it, and see that `kvx backends` finds NIXL's library; \
-                     or KVX, if vLLM's NIXL has that backend",
+                    "this engine has no NIXL agent that a vLLM could load from: add RIXL to \
+                     its kv_connector_extra_config.backends, and check that `kvx backends` finds NIXL's library; \
+                     or add KVX, if vLLM's NIXL has that backend",
                 ),
             );
         } else if self.handler.secret.is_some() {
@@ -129,7 +128,7 @@ impl SideServer {
         told.invited.registration_generation()
     }
 
-    /// There is nothing to tell of a worker any more. Returns the registration generation.
+    /// Removes the answer for a worker. Returns the registration generation.
     pub(crate) fn withdraw(&self, rank: WorkerRank) -> u64 {
         let mut told = self.handler.told.lock();
         told.anybody.withdraw(rank);
@@ -143,7 +142,7 @@ impl SideServer {
     }
 }
 
-/// The port of a side channel, at the first address of its host: where ZeroMQ binds.
+/// Opens the port of a side channel, at the first address of its host, where ZeroMQ would bind.
 async fn listen(settings: &SideSettings, port: u16) -> Result<TcpListener> {
     let host = &settings.bind;
     let addresses =
@@ -165,9 +164,9 @@ fn foreign_host(host: &str, why: &dyn std::fmt::Display) -> Error {
     Error::new(
         ErrorKind::Invalid,
         format!(
-            "the side channel cannot listen at {host:?}, no address of this machine ({why}): set \
+            "the side channel cannot listen at {host:?}, which is not an address of this machine ({why}): set \
              VLLM_NIXL_SIDE_CHANNEL_HOST to one, or kv_connector_extra_config.side_channel_bind to the one to listen \
-             at and the variable to what peers reach"
+             at and the variable to the one that peers can reach"
         ),
     )
 }
@@ -189,14 +188,14 @@ async fn busy(taken: SocketAddr, ports: usize) -> Error {
         ErrorKind::Exhausted,
         format!(
             "port {} of {} is taken, so the side channel cannot listen there; another engine may have it: set \
-             VLLM_NIXL_SIDE_CHANNEL_PORT to {free} (each data-parallel rank counts on from it)",
+             VLLM_NIXL_SIDE_CHANNEL_PORT to {free} (data-parallel ranks use the ports after it)",
             taken.port(),
             taken.ip()
         ),
     )
 }
 
-/// The challenge of a connection: good for one question.
+/// The state of a connection: a challenge for one question, and a refusal that is not logged yet.
 #[derive(Debug, Default)]
 pub(crate) struct Session {
     challenge: Option<[u8; 32]>,

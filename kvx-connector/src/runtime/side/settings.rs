@@ -1,4 +1,4 @@
-//! Where a side channel listens, and what peers are told of it.
+//! The addresses of a side channel: where it listens, and where peers connect.
 
 use std::sync::Arc;
 
@@ -9,24 +9,24 @@ use super::hosts;
 use kvx_vllm::engine::SideChannels;
 use kvx_vllm::ids::{bare, is_loopback};
 
-/// What a side channel is made of.
+/// The settings of a side channel.
 #[derive(Clone, Debug)]
 pub(crate) struct SideSettings {
-    /// What peers are told: `VLLM_NIXL_SIDE_CHANNEL_HOST`.
+    /// The host that peers connect to: `VLLM_NIXL_SIDE_CHANNEL_HOST`.
     pub(crate) advertise: Arc<str>,
-    /// Where it listens: `kv_connector_extra_config.side_channel_bind`, else what peers are told.
+    /// The host to listen at: `kv_connector_extra_config.side_channel_bind`, or else `advertise`.
     pub(crate) bind: Arc<str>,
-    /// The ports: one, or one for each tensor-parallel rank. 0 is any free one.
+    /// The ports: one, or one for each tensor-parallel rank. 0 is any free port.
     pub(crate) ports: Vec<u16>,
-    /// What decodes have to prove before they are told of kvx's agents.
+    /// The secret that decodes have to prove before they get metadata of kvx's agents.
     pub(crate) secret: Option<Secret>,
-    /// What an operator should know of these settings.
+    /// Warnings for the operator about these settings.
     pub(crate) warnings: Vec<String>,
 }
 
 impl SideSettings {
-    /// As a configuration says, for the engine of data-parallel rank `dp` with `tp_size` workers
-    /// side by side.
+    /// Reads the settings of the engine with data-parallel rank `dp` and `tp_size` workers side by
+    /// side.
     ///
     /// Errors: `Invalid`: a port above 65535.
     pub(crate) fn from_config(

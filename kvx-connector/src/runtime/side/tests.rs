@@ -1,5 +1,5 @@
-//! Both sides of the side channel: against each other, against pyzmq and msgspec, and against what
-//! goes wrong.
+//! Both ends of the side channel: against each other, against pyzmq and msgspec, and against
+//! faults.
 
 mod python;
 
@@ -44,7 +44,7 @@ pub(super) fn settings(host: &str, secret: Option<Secret>) -> SideSettings {
     }
 }
 
-/// What a worker tells: with NIXL's blob, so that a vLLM could read from it, or without.
+/// The metadata of a worker, with NIXL's blob, which a vLLM needs, or without it.
 pub(super) fn metadata(nixl: bool) -> NixlAgentMetadata {
     let mut metadata = NixlAgentMetadata::new("prefill-0", Version::V0_33);
     metadata.block_size = 16;
@@ -140,7 +140,11 @@ fn a_question_that_was_recorded_opens_nothing() {
 
         let mut client = connect().await.unwrap();
         let first = payload(&mut client, &plain.encode()).await;
-        assert_eq!(inner(&first).kvx_metadata, None, "strangers are told of NIXL alone");
+        assert_eq!(
+            inner(&first).kvx_metadata,
+            None,
+            "unauthenticated peers get NIXL's metadata alone"
+        );
         let challenge = KvxChallenge::decode(first.kvx_challenge.as_deref().unwrap()).unwrap();
         let request = KvxRequest { request: plain, nonce: [4; 32], proof: None };
         let request = proof::prove_question(shared.as_ref(), &challenge, request);
@@ -218,7 +222,11 @@ fn registering_anew_is_counted_once_for_scheduler_and_listener() {
         assert_eq!(server.publish(RANK, &metadata(true)), 0, "nothing has changed");
         let mut other = metadata(true);
         other.kvx_metadata = Some(b"another life".to_vec());
-        assert_eq!(server.publish(RANK, &other), 1, "though strangers are told the same");
+        assert_eq!(
+            server.publish(RANK, &other),
+            1,
+            "although the answer to unauthenticated peers is the same"
+        );
         assert_eq!(server.withdraw(RANK), 2);
         let error = ask(&server, secret(3)).await.unwrap_err();
         assert!(error.sentence().contains("no worker has registered its memory"), "{error}");
@@ -246,7 +254,7 @@ fn two_engines_on_one_port_are_told_which_is_free() {
             assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
             assert!(error.sentence().contains("side_channel_bind"), "{error}");
         }
-        assert!(ask(&first, None).await.is_ok(), "all else goes on");
+        assert!(ask(&first, None).await.is_ok(), "the first engine still serves");
     });
 }
 
@@ -365,7 +373,7 @@ fn resident() -> usize {
 fn a_thousand_half_open_and_hostile_connections_cost_little_and_stop_nobody() {
     use std::io::Write as _;
 
-    /// Set in a process that runs this test alone: other tests take memory too.
+    /// Set in a process that runs this test alone, because other tests take memory too.
     const ALONE: &str = "KVX_TEST_ALONE";
     if std::env::var_os(ALONE).is_none() {
         let name = std::thread::current().name().map(str::to_owned).unwrap();
@@ -397,7 +405,7 @@ fn a_thousand_half_open_and_hostile_connections_cost_little_and_stop_nobody() {
     let mut hostile = Vec::new();
     for index in 0..1000 {
         let mut stream = std::net::TcpStream::connect((&*address.host, address.port)).unwrap();
-        // One that was closed already, for a newer one, says nothing.
+        // One that was closed already in favour of a newer one gets nothing.
         stream.write_all(&says[index % says.len()]).ok();
         hostile.push(stream);
         if index % 100 == 99 {
@@ -409,7 +417,7 @@ fn a_thousand_half_open_and_hostile_connections_cost_little_and_stop_nobody() {
     assert!(server.connections() > 100, "they are held: {}", server.connections());
     let until = Instant::now() + Duration::from_secs(10);
     while server.connections() > 0 {
-        assert!(Instant::now() < until, "none is held for longer than it may take to speak");
+        assert!(Instant::now() < until, "a silent connection is closed in time");
         std::thread::sleep(Duration::from_millis(20));
     }
     ask().unwrap();

@@ -1,4 +1,4 @@
-//! REQ and DEALER sockets with one connection: one handshake, one socket.
+//! REQ and DEALER sockets with one connection. Each handshake opens its own socket.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use super::connection::SocketConnection;
 use super::{Budget, Message, MessageLimits, SocketType};
 use kvx_vllm::ids::bare;
 
-/// A socket that asks. After an error it is of no use: drop it.
+/// A socket that asks questions. Drop it after an error: it cannot be used again.
 #[derive(Debug)]
 pub(crate) struct Client {
     kind: SocketType,
@@ -20,9 +20,10 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Connects to the first of these that can be, within `limit`.
+    /// Connects to the first reachable address, within `limit`.
     ///
-    /// Errors: `PeerLost`: nobody listens, or not by ZMTP; `TimedOut`.
+    /// Errors: `PeerLost`: nobody listens, or the peer closes; `Malformed`: it does not speak ZMTP;
+    /// `TimedOut`.
     pub(crate) async fn connect(
         kind: SocketType,
         addresses: &[SocketAddr],
@@ -34,7 +35,7 @@ impl Client {
         let mut last = Error::new(ErrorKind::Invalid, "no address to connect to");
         for (index, address) in addresses.iter().enumerate() {
             let left = until.saturating_duration_since(Instant::now());
-            // One that does not answer leaves time for the others.
+            // An address that does not answer leaves time for the others.
             let share = left / (addresses.len() - index) as u32;
             match timeout(share, TcpStream::connect(address)).await {
                 Ok(Ok(stream)) => {
@@ -60,9 +61,10 @@ impl Client {
         Err(last)
     }
 
-    /// Asks, and waits for the answer.
+    /// Sends a question, and waits for the answer.
     ///
-    /// Errors: `TimedOut`; `PeerLost`: the other end closed; `Malformed`, `Exhausted`.
+    /// Errors: `TimedOut`; `PeerLost`: the other end closed the connection; `Malformed`,
+    /// `Exhausted`.
     pub(crate) async fn ask(&mut self, question: &[u8], limit: Duration) -> Result<Message> {
         match timeout(limit, self.exchange(question, limit)).await {
             Ok(done) => done,
@@ -77,20 +79,23 @@ impl Client {
 
     /// Sends a question. Errors: `TimedOut`: the other end does not read; `PeerLost`.
     pub(crate) async fn send(&mut self, question: &[&[u8]], limit: Duration) -> Result<()> {
-        // What ends the envelope: a REQ socket adds it and takes it off again.
+        // The empty frame that ends the envelope. A REQ socket adds it to a question and removes it
+        // from an answer.
         let envelope: &[&[u8]] = if self.kind == SocketType::Req { &[b""] } else { &[] };
         self.connection.send(&[envelope, question].concat(), limit).await
     }
 
-    /// Returns whether it can be asked again: nothing has come that nobody waited for, and the
-    /// other end has not closed.
+    /// Returns whether the socket can be used again: no unexpected data has arrived, and the other
+    /// end has not closed it.
     pub(crate) fn is_quiet(&self) -> bool {
         self.connection.is_quiet()
     }
 
-    /// Waits for the next answer; once it has begun, the rest of it comes within `limit`.
+    /// Waits for the next answer. The rest of an answer has to arrive within `limit` after its
+    /// first byte.
     ///
-    /// Errors: `TimedOut`; `PeerLost`: the other end closed; `Malformed`, `Exhausted`.
+    /// Errors: `TimedOut`; `PeerLost`: the other end closed the connection; `Malformed`,
+    /// `Exhausted`.
     pub(crate) async fn receive(&mut self, limit: Duration) -> Result<Message> {
         let closed = || {
             Error::new(
@@ -104,16 +109,16 @@ impl Client {
         {
             return Err(Error::new(
                 ErrorKind::Malformed,
-                "malformed ZMTP: an answer that is none to a REQ socket",
+                "malformed ZMTP: an answer to a REQ socket has no empty frame at its start",
             ));
         }
         Ok(message)
     }
 }
 
-/// The addresses of a host, IPv4 first: that is where ZeroMQ binds a name.
+/// Returns the addresses of a host. IPv4 comes first, because ZeroMQ binds a name to it.
 ///
-/// Errors: `PeerLost`: it has none; `TimedOut`.
+/// Errors: `PeerLost`: the host has no address; `TimedOut`.
 pub(crate) async fn resolve(host: &str, port: u16, limit: Duration) -> Result<Vec<SocketAddr>> {
     let bare = bare(host);
     if let Ok(ip) = bare.parse::<IpAddr>() {

@@ -15,19 +15,19 @@ use kvx_vllm::zmtp::{self, Command, Decoder, Input};
 
 /// Frames up to this size are sent together.
 const SMALL: usize = 16 << 10;
-/// Bytes that are read at once: a handshake's answer has some thousands.
+/// The number of bytes read at once. A handshake's answer has some thousands.
 const READ: usize = 4 << 10;
-/// Commands that a peer may send within [`WHILE`] without a message: a living one sends a ping now
-/// and then.
+/// The number of commands that a peer may send within [`WHILE`] without a message. A live peer
+/// sends a ping now and then.
 const COMMANDS: u32 = 64;
 const WHILE: Duration = Duration::from_secs(1);
 
-/// What has come.
+/// The next item of a connection.
 pub(crate) enum Received {
     Message(Message),
-    /// A command, which was obeyed.
+    /// A command, which has been handled.
     Command,
-    /// The other end has closed.
+    /// The other end has closed the connection.
     End,
 }
 
@@ -36,12 +36,12 @@ pub(crate) enum Received {
 pub(super) struct SocketConnection {
     stream: TcpStream,
     decoder: Decoder,
-    /// Read, but not yet decoded.
+    /// Bytes that were read and not decoded yet.
     unread: Vec<u8>,
     at: usize,
-    /// Commands without a message, and since when they are counted.
+    /// The number of commands since the last message, and the time from which they are counted.
     commands: (u32, Instant),
-    /// The identity that the peer wants to have; empty: any.
+    /// The identity that the peer asks for. Empty if it has none.
     pub(super) identity: Vec<u8>,
 }
 
@@ -61,8 +61,8 @@ fn late(limit: Duration, what: &str) -> Error {
 }
 
 impl SocketConnection {
-    /// Greets, and is ready when the other end is. Errors: no ZMTP, sockets that do not go
-    /// together, `TimedOut`.
+    /// Exchanges greetings. Errors: `Malformed`, `Incompatible`, `Unsupported`: the peer does not
+    /// speak this ZMTP, or its socket type does not match; `TimedOut`; `PeerLost`.
     pub(super) async fn open(
         stream: TcpStream,
         kind: SocketType,
@@ -84,7 +84,7 @@ impl SocketConnection {
         }
     }
 
-    /// Returns whether all that has come was taken, and more may come.
+    /// Returns whether all received bytes were taken and the connection is still open.
     pub(super) fn is_quiet(&self) -> bool {
         let look = RecvFlags::PEEK | RecvFlags::DONTWAIT;
         self.at == self.unread.len()
@@ -95,8 +95,8 @@ impl SocketConnection {
         self.stream.set_nodelay(true).map_err(broken)?;
         let mut out = zmtp::greeting().to_vec();
         Command::Ready { kind: Some(kind), identity: Vec::new() }.put(&mut out);
-        // Greeting and READY may go together: with NULL nothing in READY depends on the other
-        // greeting.
+        // Greeting and READY may be sent together: with the NULL mechanism READY does not depend on
+        // the peer's greeting.
         self.stream.write_all(&out).await.map_err(broken)?;
         let mut theirs = [0; zmtp::GREETING];
         let (signature, rest) =
@@ -114,11 +114,13 @@ impl SocketConnection {
             }
             Some(Input::Command(Command::Ready { .. })) => Err(Error::new(
                 ErrorKind::Unsupported,
-                format!("the other end is no socket that a {} speaks with", kind.as_str()),
+                format!("the other end is not a socket that can talk to a {}", kind.as_str()),
             )),
             Some(Input::Command(Command::Error(why))) => Err(refused(&why)),
             None => Err(ended()),
-            Some(_) => Err(Error::new(ErrorKind::Malformed, "malformed ZMTP: READY wanted first")),
+            Some(_) => {
+                Err(Error::new(ErrorKind::Malformed, "malformed ZMTP: READY has to come first"))
+            }
         }
     }
 
@@ -130,7 +132,7 @@ impl SocketConnection {
         }
     }
 
-    /// The next message or command. `None`: the end, between messages.
+    /// Returns the next message or command. `None`: the other end has closed between messages.
     async fn input(&mut self) -> Result<Option<Input>> {
         loop {
             let mut left = &self.unread[self.at..];
@@ -145,13 +147,13 @@ impl SocketConnection {
         }
     }
 
-    /// Reads what there is, once there is something. Takes no memory before that.
+    /// Waits for data, and reads what is available. Allocates no memory before there is any.
     async fn fill(&mut self) -> Result<usize> {
         self.unread = Vec::new();
         self.at = 0;
         loop {
             self.stream.readable().await.map_err(broken)?;
-            // A peer that sends without end lets the others have their turn.
+            // Yield, so that a peer that sends without end does not starve other connections.
             tokio::task::coop::consume_budget().await;
             self.unread.reserve(READ);
             match self.stream.try_read_buf(&mut self.unread) {
@@ -161,8 +163,8 @@ impl SocketConnection {
         }
     }
 
-    /// Ends when there is something to [`receive`](Self::receive), or an end of it. May be given up
-    /// at any moment: nothing of it is lost.
+    /// Waits until there is something to [`receive`](Self::receive), or the connection has ended.
+    /// The future may be dropped at any moment without losing data.
     pub(super) async fn readable(&mut self) -> Result<()> {
         if self.unread.len() == self.at {
             self.fill().await?;
@@ -170,10 +172,10 @@ impl SocketConnection {
         Ok(())
     }
 
-    /// The next message; pings are answered on the way. `None`: the other end has closed.
+    /// Returns the next message. Answers pings in between. `None`: the other end has closed.
     ///
-    /// Once a message has begun, the rest has to come within `limit`; for the first byte of it
-    /// there is no limit here.
+    /// The rest of a message has to arrive within `limit` after its first byte. The wait for the
+    /// first byte has no limit.
     pub(super) async fn receive(&mut self, limit: Duration) -> Result<Option<Message>> {
         loop {
             match self.receive_one(limit).await? {
@@ -184,8 +186,8 @@ impl SocketConnection {
         }
     }
 
-    /// As [`receive`](Self::receive), and ends after a ping, too: who has to say something
-    /// meanwhile can do so.
+    /// Receives as [`receive`](Self::receive) does, but returns after a ping too, so that the
+    /// caller can send something in between.
     pub(super) async fn receive_one(&mut self, limit: Duration) -> Result<Received> {
         let nothing_of_it = self.unread.len() == self.at && self.decoder.is_between();
         if nothing_of_it && self.fill().await? == 0 {
@@ -269,6 +271,6 @@ impl SocketConnection {
 fn refused(why: &str) -> Error {
     Error::new(
         ErrorKind::PeerLost,
-        format!("the other end of the side channel refuses to talk: {why:?}"),
+        format!("the other end of the side channel refused the connection: {why:?}"),
     )
 }

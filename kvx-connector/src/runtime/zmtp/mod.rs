@@ -1,10 +1,11 @@
-//! The part of ZMTP 3 that engines speak to each other: sockets of ZeroMQ without its library.
+//! The part of ZMTP 3 (versions 3.0 and 3.1, NULL mechanism) that engines use: sockets of ZeroMQ
+//! without its library.
 //!
-//! NULL mechanism; [`Router`] answers REQ and DEALER sockets, [`Client`] is one of them. Versions
-//! 3.0 and 3.1. [`kvx_vllm::zmtp`] is the protocol as bytes; everything that a peer sends is bounded there
-//! before memory is taken for it: frames in a message, bytes in a message, bytes of all messages of
-//! a socket ([`Budget`]). Every wait has a deadline, but for the next message of a connection: the
-//! one that is silent longest makes room for new ones.
+//! [`Router`] answers REQ and DEALER sockets, and [`Client`] is one of them. [`kvx_vllm::zmtp`]
+//! encodes and decodes the bytes, and bounds everything that a peer sends before it allocates
+//! memory: frames in a message, bytes in a message, bytes of all messages of a socket ([`Budget`]).
+//! Every wait has a deadline, except for the next message of a connection: the connection that has
+//! been silent for the longest time is closed when a new one needs its place.
 
 mod client;
 mod connection;

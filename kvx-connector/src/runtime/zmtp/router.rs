@@ -1,5 +1,5 @@
-//! A ROUTER socket: what is said on a connection is a [`ConnectionHandler`]'s business; a
-//! [`Handler`] answers message by message.
+//! A ROUTER socket. A [`ConnectionHandler`] handles whole connections, a [`Handler`] single
+//! messages.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -15,9 +15,9 @@ use tokio::task::AbortHandle;
 use super::connection::{Received, SocketConnection};
 use super::{Budget, Message, MessageLimits, SocketType};
 
-/// What a ROUTER does with connections.
+/// The behaviour of a ROUTER, connection by connection.
 pub(crate) trait ConnectionHandler: Send + Sync + 'static {
-    /// Talks with one peer, until either end has enough: then the connection is closed.
+    /// Talks with one peer. When it returns, the connection is closed.
     fn talk(&self, peer: RouterConnection) -> impl Future<Output = Result<()>> + Send;
 }
 
@@ -32,12 +32,12 @@ pub(crate) struct RouterConnection {
 }
 
 impl RouterConnection {
-    /// Ends when there is something to receive. May be given up at any moment.
+    /// Waits until there is something to receive. The future may be dropped at any moment.
     pub(crate) async fn readable(&mut self) -> Result<()> {
         self.connection.readable().await
     }
 
-    /// The next message; it begins with the frame that names the peer. `None`: the peer has closed.
+    /// Returns the next message, whose first frame names the peer. `None`: the peer has closed.
     pub(crate) async fn receive(&mut self) -> Result<Option<Message>> {
         loop {
             match self.receive_one().await? {
@@ -48,7 +48,8 @@ impl RouterConnection {
         }
     }
 
-    /// The same, or a ping that was answered: who asks again and again can send in between.
+    /// Returns the next message, or a ping that was answered, so that the caller can send in
+    /// between.
     pub(crate) async fn receive_one(&mut self) -> Result<Received> {
         let mut received = self.connection.receive_one(self.patience).await?;
         if let Received::Message(message) = &mut received {
@@ -58,7 +59,7 @@ impl RouterConnection {
         Ok(received)
     }
 
-    /// Sends frames, without one that names the peer. Errors: `TimedOut`: it does not read;
+    /// Sends frames, without one that names the peer. Errors: `TimedOut`: the peer does not read;
     /// `Exhausted`.
     pub(crate) async fn send<F: AsRef<[u8]>>(&mut self, frames: &[F]) -> Result<()> {
         let mut unread = self.answers.share();
@@ -82,32 +83,32 @@ impl<H: Handler> ConnectionHandler for MessageHandler<H> {
     }
 }
 
-/// What a ROUTER does with messages.
+/// The behaviour of a ROUTER, message by message.
 pub(crate) trait Handler: Send + Sync + 'static {
-    /// What is remembered of a connection.
+    /// The state that is kept for a connection.
     type Session: Default + Send;
 
-    /// The answer to a message; both begin with the frame that names the peer. `None`: none, and
-    /// the connection ends.
+    /// Returns the answer to a message. Both start with the frame that names the peer. `None`:
+    /// there is no answer, and the connection ends.
     fn answer(&self, session: &mut Self::Session, message: &[Vec<u8>]) -> Option<Vec<Arc<[u8]>>>;
 }
 
-/// What the peers of a ROUTER may cost.
+/// The limits for the peers of a ROUTER.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RouterLimits {
-    /// Connections at a time. For a further one the one that has been silent longest is closed.
+    /// The number of connections. A further one replaces the one that has been silent longest.
     pub(crate) connections: usize,
-    /// What is taken of a message.
+    /// The limits of one message.
     pub(crate) message: MessageLimits,
-    /// Bytes of all messages that are in memory.
+    /// The bytes of all messages in memory.
     pub(crate) bytes: usize,
-    /// Bytes of all answers that are being read.
+    /// The bytes of all answers that peers have not read yet.
     pub(crate) answers: usize,
-    /// How long a greeting, a message that has begun, and the reading of an answer may take.
+    /// The time limit for a greeting, for the rest of a message, and for the reading of an answer.
     pub(crate) patience: Duration,
 }
 
-/// What all connections of a ROUTER have together.
+/// The budgets that all connections of a ROUTER share.
 #[derive(Clone, Debug)]
 struct Budgets {
     messages: Arc<Budget>,
@@ -122,7 +123,7 @@ pub(crate) struct Router {
     connections: Arc<Connections>,
 }
 
-/// Those that are open. Each ends with its task.
+/// The open connections. Each ends with its task.
 #[derive(Debug)]
 struct Connections {
     began: Instant,
@@ -132,15 +133,15 @@ struct Connections {
 
 #[derive(Debug)]
 struct OpenConnection {
-    /// When it last said something, in milliseconds from the beginning.
+    /// The time of its last message, in milliseconds since the start.
     heard: Arc<AtomicU64>,
     task: AbortHandle,
 }
 
 impl Router {
-    /// Answers whoever connects, on tasks of the runtime that it is called in.
+    /// Answers all connections, on tasks of the current runtime.
     ///
-    /// Errors: what the system says of the socket.
+    /// Errors: those of the operating system for the socket.
     pub(crate) fn serve(
         listener: TcpListener,
         limits: RouterLimits,
@@ -149,7 +150,8 @@ impl Router {
         Router::serve_by(listener, limits, Arc::new(MessageHandler(handler)))
     }
 
-    /// As [`serve`](Self::serve), where several answers may come for one message, and at any time.
+    /// Serves as [`serve`](Self::serve) does, for handlers that may send several answers to one
+    /// message, at any time.
     pub(crate) fn serve_by(
         listener: TcpListener,
         limits: RouterLimits,
@@ -167,7 +169,7 @@ impl Router {
         Ok(Router { local, accepting: tokio::spawn(accepting).abort_handle(), connections })
     }
 
-    /// Where it listens.
+    /// Returns the address where the socket listens.
     pub(crate) fn local(&self) -> SocketAddr {
         self.local
     }
@@ -205,8 +207,8 @@ async fn accept(
                 connections.start(stream, from, limits, &handler, &budgets);
             }
             Err(error) => {
-                // No descriptor is left: an old connection's serves a new one. Without a pause this
-                // would spin where none of them are ours.
+                // The process has no file descriptor left. Closing an old connection frees one. The
+                // pause avoids a busy loop if other parts of the process hold them all.
                 tracing::warn!(%error, "a connection to the side channel was not accepted");
                 connections.close_most_silent();
                 tokio::time::sleep(Duration::from_millis(20)).await;
@@ -248,7 +250,8 @@ impl Connections {
             LastMessage { at: Arc::clone(&heard), all: Arc::downgrade(self) },
             Arc::downgrade(self),
         );
-        // The table is locked until the task is in it: its end finds itself there.
+        // The table stays locked until the task is in it, so that the task finds its entry when it
+        // ends.
         let mut open = self.open.lock();
         let task = tokio::spawn(async move {
             let _gone = ForgetConnectionOnDrop { id, all };
@@ -260,7 +263,7 @@ impl Connections {
     }
 }
 
-/// Notes when a connection said something.
+/// Records the time of a connection's last message.
 #[derive(Debug)]
 struct LastMessage {
     at: Arc<AtomicU64>,
@@ -275,7 +278,7 @@ impl LastMessage {
     }
 }
 
-/// Takes a connection off the table when its task ends, however it does.
+/// Removes a connection from the table when its task ends, in whatever way.
 struct ForgetConnectionOnDrop {
     id: u64,
     all: Weak<Connections>,
@@ -306,7 +309,7 @@ async fn converse(
         patience,
     )
     .await?;
-    // As ZeroMQ names peers that have no name: a zero and a number.
+    // ZeroMQ names peers without an identity by a zero and a number.
     let name = match connection.identity.is_empty() {
         true => [&[0], &number.to_be_bytes()[4..]].concat(),
         false => connection.identity.clone(),

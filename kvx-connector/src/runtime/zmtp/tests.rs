@@ -1,5 +1,4 @@
-//! Sockets against hostile, half-open and dead peers; those against ZeroMQ itself are the side
-//! channel's.
+//! Sockets against hostile, half-open and dead peers. The side channel's tests cover ZeroMQ itself.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -15,7 +14,7 @@ use kvx_vllm::zmtp::{self, Command};
 const LIMIT: Duration = Duration::from_secs(5);
 const SHORT: Duration = Duration::from_millis(200);
 
-/// Answers with the question, and counts.
+/// Answers with the question and a count.
 struct Echo;
 
 impl Handler for Echo {
@@ -29,7 +28,7 @@ impl Handler for Echo {
     }
 }
 
-/// Says something after a ping, which is no question.
+/// Sends a message after a ping, which is not a question.
 struct AfterAPing;
 
 impl ConnectionHandler for AfterAPing {
@@ -70,7 +69,7 @@ async fn client(kind: SocketType, address: SocketAddr) -> kvx_core::Result<Clien
     Client::connect(kind, &[address], limits, &Budget::new(2 << 20), LIMIT).await
 }
 
-/// One that has greeted, and may say anything.
+/// Opens a connection that has greeted and may send any bytes.
 async fn raw(address: SocketAddr) -> TcpStream {
     let mut stream = TcpStream::connect(address).await.unwrap();
     let mut out = zmtp::greeting().to_vec();
@@ -85,7 +84,7 @@ async fn raw(address: SocketAddr) -> TcpStream {
     stream
 }
 
-/// Does `other` until `done` is done.
+/// Runs `other` until `done` has ended.
 async fn either<T>(other: impl Future, done: impl Future<Output = T>) -> T {
     let (mut other, mut done) = (std::pin::pin!(other), std::pin::pin!(done));
     let mut goes_on = true;
@@ -96,7 +95,7 @@ async fn either<T>(other: impl Future, done: impl Future<Output = T>) -> T {
     .await
 }
 
-/// Returns whether the other end closes within a time that is not the test's.
+/// Returns whether the other end closes the connection within a generous time.
 async fn is_closed(stream: &mut TcpStream) -> bool {
     let mut sink = [0; 64];
     let ended = async {
@@ -161,8 +160,8 @@ fn whoever_does_not_speak_is_closed_and_whoever_speaks_nonsense_at_once() {
             assert!(is_closed(&mut stream).await, "{nonsense:?}");
         }
         for nonsense in [
-            &b"\x08\x01a"[..],                       // a flag that there is not
-            b"\x05\x06\x05READY",                    // a command with more to come
+            &b"\x08\x01a"[..],                       // a flag that does not exist
+            b"\x05\x06\x05READY",                    // a command with a continuation
             b"\x02\xff\xff\xff\xff\xff\xff\xff\xff", // longer than memory
             b"\x02\x00\x00\x00\x00\x00\x10\x00\x01", // a byte longer than a message may be
             b"\x01\x00\x01\x00\x01\x00\x01\x00\x01", // frames without end
@@ -179,7 +178,7 @@ fn whoever_does_not_speak_is_closed_and_whoever_speaks_nonsense_at_once() {
         tokio::time::sleep(SHORT * 2).await;
         assert!(
             well_behaved.ask(b"q", LIMIT).await.is_ok(),
-            "silence between messages is nobody's fault"
+            "a connection may be silent between messages"
         );
         assert_eq!(router.connections(), 1);
     });
@@ -259,7 +258,7 @@ fn pings_of_a_living_peer_are_answered_however_long_it_says_nothing_else() {
     });
 }
 
-/// A listener that does something to the first who connects.
+/// Listens, and does something to the first connection.
 async fn trap(then: impl AsyncFnOnce(TcpStream) + 'static) -> (SocketAddr, impl Future) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();

@@ -1,4 +1,4 @@
-//! The same against pyzmq and msgspec, in both roles.
+//! The side channel against pyzmq and msgspec, in both roles.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,7 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 struct Python(Child);
 
 impl Python {
-    /// `None`, which is said, if it is not installed.
+    /// Starts the program. Returns `None`, and reports a skip, if it is not installed.
     fn start(test: &str) -> Option<Self> {
         let here = Path::new(env!("CARGO_MANIFEST_DIR"));
         let environment: PathBuf = here.join("../target/peers/nixl/venv");
@@ -55,7 +55,7 @@ impl Python {
         self.hear()
     }
 
-    /// The same while this thread's runtime goes on.
+    /// Asks while the runtime of this thread keeps running.
     async fn ask_beside(&mut self, order: Value) -> Value {
         self.tell(&order);
         let until = Instant::now() + PATIENCE;

@@ -372,10 +372,8 @@ fn side_by_side(backend: &str) -> Check {
     prefill.all_free(GRACE)?;
     decode.all_free(GRACE)?;
     let log = prefill.log()?;
-    let routes: Vec<_> = log
-        .lines()
-        .filter(|line| line.contains("blocks are written to a decode's worker"))
-        .collect();
+    let routes: Vec<_> =
+        log.lines().filter(|line| line.contains("connected to a decode's worker")).collect();
     ensure(
         ["route=TCP", "route=MOONCAKE"]
             .iter()

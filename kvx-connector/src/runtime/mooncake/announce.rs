@@ -1,5 +1,5 @@
-//! Workers of a prefill announce where they listen, again and again: a bootstrap server that was
-//! restarted knows them again, and one that they have left forgets them.
+//! Workers of a prefill announce repeatedly where they listen. So a restarted bootstrap server
+//! learns of them again, and one forgets workers that have left.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -15,15 +15,15 @@ use kvx_vllm::engine::WorkerRank;
 use kvx_vllm::mapping::tell_layout;
 use kvx_vllm::wire::mooncake::{PullRequest, WorkerRegistration};
 
-/// A worker that has not announced itself for this long is dead.
+/// The time after which a worker that has not announced itself counts as dead.
 const TTL: Duration = Duration::from_secs(30);
-/// Workers announce themselves this often.
+/// The interval between announcements of a worker.
 const EVERY: Duration = Duration::from_secs(5);
-/// A registration that failed is tried again after this, and then after longer and longer, up to
+/// The delay after a registration that failed. It doubles with each further failure, up to
 /// [`EVERY`].
 const FIRST_RETRY: Duration = Duration::from_secs(1);
 
-/// A worker has registered its caches: from now on decodes find it.
+/// Announces a worker that has registered its caches, so that decodes find it.
 pub(in super::super) fn announce(
     channels: &Channels,
     shared: &Arc<Shared>,
@@ -31,10 +31,10 @@ pub(in super::super) fn announce(
 ) -> Result<()> {
     let settings = &shared.setup.settings;
     if shared.is_older_mooncake() {
-        return Ok(()); // decodes are told by the answer of each prefill leg
+        return Ok(()); // the answer of each prefill leg tells decodes
     }
     let router = channels.routers.iter().find(|(of, _)| *of == rank).map(|(_, router)| router);
-    let Some(router) = router else { return Ok(()) }; // a decode has none
+    let Some(router) = router else { return Ok(()) }; // a decode has no router
     let host = if channels.host.contains(':') {
         format!("[{}]", channels.host)
     } else {
@@ -48,7 +48,7 @@ pub(in super::super) fn announce(
         kvx_ttl: Some(TTL.as_secs() as u32),
     };
     if let Some(own) = &channels.bootstrap {
-        // At once: whoever was told of this engine may ask now.
+        // At once, because a decode that knows this engine may ask now.
         own.register(registration.clone())?;
     }
     let own = channels.bootstrap.as_ref().map(Arc::downgrade);
@@ -59,7 +59,7 @@ pub(in super::super) fn announce(
     Ok(())
 }
 
-/// Says where a worker listens for as long as it does.
+/// Announces a worker for as long as it listens.
 async fn repeat(
     shared: Arc<Shared>,
     own: Option<Weak<BootstrapServer>>,
@@ -78,7 +78,7 @@ async fn repeat(
             },
             None => {
                 let address = &shared.setup.settings.address;
-                // One that hangs leaves time for others before it is taken for dead.
+                // One attempt that hangs leaves time for another before the worker counts as dead.
                 let limit = mooncake.connect_timeout.min(TTL / 3);
                 client::register(address, &registration, shared.secret.as_ref(), limit).await
             }
@@ -86,14 +86,14 @@ async fn repeat(
         let wait = match said {
             Ok(()) => {
                 if !known {
-                    tracing::info!(?registration.rank, "registered at the bootstrap server again");
+                    tracing::info!(?registration.rank, "registered with the bootstrap server again");
                 }
                 (retry, known) = (FIRST_RETRY, true);
                 EVERY
             }
             Err(error) => {
                 if std::mem::take(&mut known) {
-                    tracing::warn!(%error, "not registered at the bootstrap server; it is tried again and again");
+                    tracing::warn!(%error, "the bootstrap server did not accept the registration; retrying");
                 }
                 let longer = (retry * 2).min(EVERY);
                 std::mem::replace(&mut retry, longer)
@@ -103,7 +103,7 @@ async fn repeat(
     }
 }
 
-/// What a worker with these caches tells of itself when it asks for blocks.
+/// Returns a worker's description of its caches for questions to prefills.
 pub(in super::super) fn own_request(
     shared: &Shared,
     rank: WorkerRank,
@@ -111,7 +111,8 @@ pub(in super::super) fn own_request(
 ) -> Result<PullRequest> {
     let settings = &shared.setup.settings;
     let mut metadata = kvx_core::backend::Metadata::decode(&own.agent.metadata()?)?;
-    // No name of an engine: this is told to kvx, which reaches the agent by what follows.
+    // Contains no name of a Mooncake engine, because kvx prefills connect to the agent in
+    // `kvx_metadata`.
     let mut told = PullRequest::new(
         format!("kvx-{}", metadata.identity.incarnation),
         1,
@@ -120,10 +121,10 @@ pub(in super::super) fn own_request(
     );
     told.remote_pp_size = settings.pp_size;
     tell_layout(&own.caches, &mut told)?;
-    // Odd, as vLLM's are.
+    // The number is odd, like vLLM's.
     told.layout_id = (kvx_core::backend::random_number()? >> 1) | 1;
     told.kvx_block_size = Some(settings.block_size);
-    // What is written to is granted for each request.
+    // The regions are left out, because each request grants its own.
     metadata.regions.clear();
     told.kvx_metadata = Some(metadata.encode()?);
     Ok(told)

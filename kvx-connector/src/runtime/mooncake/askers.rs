@@ -1,4 +1,4 @@
-//! The ways back to decodes that have asked.
+//! The return paths to decodes that have asked.
 
 use std::collections::HashMap;
 
@@ -8,22 +8,23 @@ use tokio::sync::mpsc;
 use kvx_vllm::engine::WorkerRank;
 use kvx_vllm::engine::mooncake::AskId;
 
-/// The ways back to decodes that have asked, by connection.
+/// The return paths to decodes that have asked, by connection.
 #[derive(Debug, Default)]
 pub(super) struct Askers(Mutex<HashMap<(WorkerRank, u32), mpsc::Sender<Vec<u8>>>>);
 
 impl Askers {
-    /// Sends an answer. If there is no way back any more, nothing is lost.
+    /// Sends an answer. Drops it if the connection has ended, because the decode does not wait for
+    /// it then.
     pub(super) fn answer(&self, rank: WorkerRank, ask: AskId, bytes: Vec<u8>) {
         let key = (rank, connection_of(ask));
         let asker = self.0.lock().get(&key).cloned();
         if asker.is_some_and(|asker| asker.try_send(bytes).is_err()) {
-            // With it ends the connection.
+            // Dropping the sender ends the connection.
             self.remove(key);
         }
     }
 
-    /// Notes the way back of a connection.
+    /// Adds the return path of a connection.
     pub(super) fn insert(&self, key: (WorkerRank, u32), way_back: mpsc::Sender<Vec<u8>>) {
         self.0.lock().insert(key, way_back);
     }
@@ -34,7 +35,8 @@ impl Askers {
     }
 }
 
-/// A question's name has its connection's number in it: the way back.
+/// Returns the number of the connection on which a question arrived, which is part of the
+/// question's id.
 fn connection_of(ask: AskId) -> u32 {
     (ask.0 >> 32) as u32
 }

@@ -1,8 +1,9 @@
-//! The bootstrap server of a prefill instance: its workers say where they listen, and whoever wants
-//! their blocks asks.
+//! The bootstrap server of a prefill instance. Its workers register where they listen, and decodes
+//! look them up.
 //!
-//! vLLM's `POST /register` and `GET /query` over HTTP. What is remembered is decided by
-//! [`BootstrapRegister`]; here are the socket, its bounds, and who may register ([`proof`]).
+//! It serves vLLM's `POST /register` and `GET /query` over HTTP. [`BootstrapRegister`] decides what
+//! to remember. This module has the socket, its limits and the authentication of workers
+//! ([`proof`]).
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -24,10 +25,10 @@ use kvx_vllm::engine::WorkerRank;
 use kvx_vllm::engine::mooncake::BootstrapRegister;
 use kvx_vllm::wire::mooncake::WorkerRegistration;
 
-/// Connections at a time. For a further one the oldest is closed.
+/// The number of connections. A further one replaces the oldest.
 pub(super) const CONNECTIONS: usize = 256;
-/// How long a request may take to come, from the connection or the answer before it on, and an
-/// answer to be read.
+/// The time limit for a request, from the start of the connection or the previous answer, and for
+/// the reading of an answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A bootstrap server that listens until it is dropped.
@@ -45,7 +46,7 @@ struct BootstrapState {
     refusals: RefusalLog,
 }
 
-/// What is answered: the status with its reason, further headers, the body.
+/// An answer: the status with its reason, an optional nonce for a header, and the body.
 struct HttpAnswer {
     status: &'static str,
     nonce: Option<String>,
@@ -53,7 +54,7 @@ struct HttpAnswer {
 }
 
 impl BootstrapServer {
-    /// Serves whoever connects, on tasks of the runtime that it is called in.
+    /// Serves all connections, on tasks of the current runtime.
     pub(super) fn serve(listener: TcpListener, clock: Clock, secret: Option<Secret>) -> Self {
         let (register, refusals) = (Mutex::default(), RefusalLog::default());
         let state = Arc::new(BootstrapState { clock, secret, register, refusals });
@@ -61,12 +62,12 @@ impl BootstrapServer {
         BootstrapServer { state, accepting }
     }
 
-    /// A worker of this process says where it listens.
+    /// Registers a worker of this process.
     pub(super) fn register(&self, registration: WorkerRegistration) -> Result<()> {
         self.state.register.lock().register(self.state.clock.now(), registration)
     }
 
-    /// A worker of this process is no longer there.
+    /// Forgets a worker of this process.
     pub(super) fn forget(&self, engine: &str, dp: u32, rank: WorkerRank) {
         self.state.register.lock().forget(engine, dp, rank);
     }
@@ -79,7 +80,7 @@ impl Drop for BootstrapServer {
 }
 
 async fn accept(listener: TcpListener, state: Arc<BootstrapState>) {
-    // Dropped with this task, which ends all of them.
+    // Dropping it ends the tasks of all connections.
     let mut open = JoinSet::new();
     let mut order: VecDeque<AbortHandle> = VecDeque::new();
     loop {
@@ -107,7 +108,7 @@ async fn accept(listener: TcpListener, state: Arc<BootstrapState>) {
 
 async fn converse(stream: TcpStream, from: SocketAddr, state: Arc<BootstrapState>) {
     let mut exchange = Exchange::new(stream);
-    // Good for one registration on this connection.
+    // The nonce of the last answer, good for one registration on this connection.
     let mut nonce: Option<String> = None;
     loop {
         let (answer, goes_on) =
@@ -138,7 +139,7 @@ async fn converse(stream: TcpStream, from: SocketAddr, state: Arc<BootstrapState
     }
 }
 
-/// As vLLM's server words what it refuses.
+/// Builds an answer for an error, in the form of vLLM's server.
 fn refusal(error: &Error) -> HttpAnswer {
     let status = match error.kind() {
         ErrorKind::Exhausted => "413 Content Too Large",
@@ -175,7 +176,7 @@ impl BootstrapState {
                     nonce: Some(nonce),
                     ..detail(
                         "401 Unauthorized",
-                        "workers of this fleet prove its shared secret: set KVX_SECRET_FILE",
+                        "workers of this fleet have to prove its shared secret: set KVX_SECRET_FILE",
                     )
                 },
                 Err(error) => {
@@ -190,7 +191,7 @@ impl BootstrapState {
         }
     }
 
-    /// Takes a registration. `Some`: it has to be proven first, by this nonce.
+    /// Takes a registration. Returns a nonce if the worker has to prove the secret with it first.
     fn registered(&self, request: &HttpMessage, nonce: Option<String>) -> Result<Option<String>> {
         if let Some(secret) = &self.secret {
             let Some(proof) = request.header(&proof::PROOF.to_ascii_lowercase()) else {

@@ -1,5 +1,5 @@
-//! The side channel of a prefill with the MooncakeConnector: a ROUTER for each worker. Decodes ask;
-//! each question is answered when its blocks are written, request by request.
+//! The side channel of a prefill with the MooncakeConnector: a ROUTER for each worker. A decode's
+//! question is answered request by request, each when its blocks are written.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
@@ -25,7 +25,7 @@ use kvx_vllm::wire::mooncake::{
     OlderAnswer, OlderPullRequest, PullRequest, PullResponse, PullStatus,
 };
 
-/// What decodes may cost a worker. Each load that waits has a connection.
+/// The limits for the decodes of a worker. Each waiting load has a connection.
 const LIMITS: RouterLimits = RouterLimits {
     connections: 4096,
     message: MessageLimits { frames: 4, bytes: PullRequest::MAX_LEN },
@@ -33,10 +33,11 @@ const LIMITS: RouterLimits = RouterLimits {
     answers: 64 << 20,
     patience: Duration::from_secs(5),
 };
-/// Answers that wait to be sent on a connection. A decode that does not read them loses it.
+/// The number of answers that may wait to be sent on a connection. A decode that does not read them
+/// loses the connection.
 const ANSWERS: usize = 4096;
 
-/// What is said on the connections of one worker's ROUTER.
+/// The handler of the connections to one worker's ROUTER.
 struct DecodeChannel {
     shared: Weak<Shared>,
     rank: WorkerRank,
@@ -68,8 +69,8 @@ fn serve_rank(listener: TcpListener, shared: &Arc<Shared>, rank: WorkerRank) -> 
     Router::serve_by(listener, LIMITS, Arc::new(channel))
 }
 
-/// The frames of an answer. A REQ socket, which asks before vLLM 0.16, begins by an empty one and
-/// expects it back.
+/// Returns the frames of an answer. A REQ socket, which asks before vLLM 0.16, starts with an empty
+/// frame and expects it back.
 fn answer(older: bool, frames: impl IntoIterator<Item = Vec<u8>>) -> Vec<Vec<u8>> {
     older.then(Vec::new).into_iter().chain(frames).collect()
 }
@@ -84,7 +85,7 @@ impl DecodeChannel {
     }
 }
 
-/// The answer to who is not heard.
+/// Builds the answer to a refused question.
 fn refusal(older: bool, question: &[u8], error: &Error) -> Vec<u8> {
     let is_plain =
         || OlderPullRequest::decode(question).map_or(true, |asked| asked.kvx_question.is_none());
@@ -96,7 +97,7 @@ fn refusal(older: bool, question: &[u8], error: &Error) -> Vec<u8> {
     refusal.encode()
 }
 
-/// Takes the way back away when its connection ends.
+/// Removes the return path when its connection ends.
 struct ForgetAskerOnDrop<'a> {
     talker: &'a DecodeChannel,
     connection: u32,
@@ -110,9 +111,11 @@ impl Drop for ForgetAskerOnDrop<'_> {
     }
 }
 
-/// By what answers to a question are sealed. Errors: `Authentication`: who asks has no secret, or another,
-/// or this prefill has none. A plain Mooncake agent cannot prove anything: it is heard where
-/// `MOONCAKE` is open, which says so.
+/// Authenticates a question. Returns the secret and nonce that seal its answers, if there is a
+/// secret. A plain Mooncake agent cannot prove anything, so its questions are accepted if the
+/// backend `MOONCAKE` is open, which an operator has to allow.
+///
+/// Errors: `Authentication`: the decode has no secret or another one, or this prefill has none.
 fn admits(
     shared: &Shared,
     rank: WorkerRank,
@@ -134,10 +137,10 @@ fn admits(
             Ok(None)
         }
         (Some(_), None) => denied(
-            "this prefill has a shared secret and the decode has none: give it the same by KVX_SECRET_FILE",
+            "this prefill has a shared secret and the decode has none: set KVX_SECRET_FILE there to the same secret",
         ),
         (None, Some(_)) => denied(
-            "this decode has a shared secret and the prefill has none: give both the same, or neither",
+            "this decode has a shared secret and the prefill has none: give both the same secret, or neither",
         ),
     }
 }
@@ -153,7 +156,7 @@ impl ConnectionHandler for DecodeChannel {
         let older = shared.is_older_mooncake();
         drop(shared);
         let mut questions = 0_u32;
-        // What the decode's last question was sealed with: so are answers to it.
+        // The seal of the last question, which also seals the answers to it.
         let mut seal = None;
         loop {
             tokio::select! {
@@ -172,7 +175,7 @@ impl ConnectionHandler for DecodeChannel {
                     let Some(shared) = self.shared.upgrade() else { return Ok(()) };
                     let ask = AskId(u64::from(connection) << 32 | u64::from(questions));
                     questions = questions.wrapping_add(1);
-                    // The first frame is the socket's name; one of vLLM sends one more.
+                    // The first frame is the socket's name. REQ sockets send an empty one after it.
                     let frame = |at: usize| message.frames().get(at + usize::from(older)).map(Vec::as_slice);
                     let question = frame(1).unwrap_or_default();
                     match admits(&shared, self.rank, question, frame(2)) {
@@ -183,7 +186,7 @@ impl ConnectionHandler for DecodeChannel {
                             continue;
                         }
                     }
-                    // Read before the lock, as it may be long.
+                    // Decoded before the lock, because it may be long.
                     let mut taken = Ok(());
                     if older {
                         let question = OlderPullRequest::decode(question);

@@ -1,4 +1,4 @@
-//! The sockets that a MooncakeConnector listens with: a bootstrap server, and one for each worker
+//! The listening sockets of a MooncakeConnector: a bootstrap server, and one socket for each worker
 //! of a prefill.
 
 use std::collections::HashMap;
@@ -17,12 +17,12 @@ use kvx_vllm::engine::mooncake::Bootstrap;
 use kvx_vllm::engine::{Address, EngineId, WorkerRank};
 use kvx_vllm::ids::{bare, is_loopback};
 
-/// How long the name of this host may take to resolve.
+/// The time limit for the resolution of this host's name.
 const TO_RESOLVE: std::time::Duration = std::time::Duration::from_secs(5);
-/// How often free ports in a row are looked for.
+/// The number of attempts to find consecutive free ports.
 const TRIES: u32 = 16;
 
-/// Sockets that listen, before anybody is answered.
+/// Listening sockets that do not answer yet.
 pub(in super::super) struct Listeners {
     pub(super) host: Arc<str>,
     pub(super) bootstrap: Option<TcpListener>,
@@ -43,7 +43,7 @@ pub(in super::super) struct Channels {
 }
 
 impl Channels {
-    /// Nothing can be fetched from a worker any more.
+    /// Stops announcing a worker, so that no decode asks it any more.
     pub(in super::super) fn withdraw(&self, rank: WorkerRank) {
         if let Some(task) = self.announcements.lock().remove(&rank) {
             task.abort();
@@ -55,19 +55,21 @@ impl Channels {
 }
 
 impl Listeners {
-    /// Listens where the configuration says: the bootstrap server on its port, or any free one, and
-    /// each worker of a prefill on a port that is free. Errors: a port that is taken, with the
-    /// variable to set; a host that is not of this machine.
+    /// Opens the sockets of the configuration: the bootstrap server on its port or any free one,
+    /// and each worker of a prefill on a free port.
+    ///
+    /// Errors: `Exhausted`: a port is taken, and the error names the variable to set; `Invalid`: a
+    /// host is not of this machine.
     pub(in super::super) async fn bind(setup: &Setup) -> Result<Self> {
         let settings = &setup.settings;
         let Some(mooncake) = &settings.mooncake else {
-            return Err(Error::new(ErrorKind::Invalid, "settings of a NixlConnector"));
+            return Err(Error::new(ErrorKind::Invalid, "these are settings of a NixlConnector"));
         };
         let host: Arc<str> = bare(setup.host()).into();
         let bind = setup.config.nixl().side_channel_bind.as_deref().map_or(&*host, bare);
         if is_loopback(&host) {
             tracing::info!(
-                "peers of other machines cannot reach this engine: set VLLM_HOST_IP to its own address"
+                "peers on other machines cannot reach this engine: set VLLM_HOST_IP to an address of this machine"
             );
         }
         let mut listeners =
@@ -89,8 +91,8 @@ impl Listeners {
         Ok(listeners)
     }
 
-    /// The bootstrap server, as routers are to tell decodes; without one the first worker, as they
-    /// are told.
+    /// Returns the address of the bootstrap server, which routers pass to decodes. Without one it
+    /// is the address of the first worker.
     pub(in super::super) fn address(&self, bootstrap: &Bootstrap) -> Address {
         match (bootstrap, &self.bootstrap) {
             (Bootstrap::Without, _) => {
@@ -110,8 +112,8 @@ impl Listeners {
     }
 }
 
-/// Listens for the workers of a prefill before vLLM 0.16. Where any port will do, the ones after it
-/// may be taken: then others are tried.
+/// Opens the sockets of a prefill's workers for the protocol before vLLM 0.16. If any port will do
+/// and a following port is taken, tries again elsewhere.
 async fn older_ranks(setup: &Setup, bind: &str) -> Result<Vec<(WorkerRank, TcpListener)>> {
     let mut tries = if setup.any_port { TRIES } else { 1 };
     loop {
@@ -123,7 +125,7 @@ async fn older_ranks(setup: &Setup, bind: &str) -> Result<Vec<(WorkerRank, TcpLi
     }
 }
 
-/// One port after the other.
+/// Opens consecutive ports.
 async fn in_a_row(setup: &Setup, bind: &str) -> Result<Vec<(WorkerRank, TcpListener)>> {
     let tp_size = setup.settings.tp_size;
     let mut ranks: Vec<(WorkerRank, TcpListener)> = Vec::new();
@@ -137,7 +139,7 @@ async fn in_a_row(setup: &Setup, bind: &str) -> Result<Vec<(WorkerRank, TcpListe
             Some(first) => u16::try_from(u32::from(first.port()) + tp).map_err(|_| {
                 Error::new(
                     ErrorKind::Exhausted,
-                    "a free port has too few above it for all workers: start again",
+                    "the free port is too high for consecutive ports of all workers: start again",
                 )
             })?,
         };
@@ -146,13 +148,13 @@ async fn in_a_row(setup: &Setup, bind: &str) -> Result<Vec<(WorkerRank, TcpListe
     Ok(ranks)
 }
 
-/// A port of this host, at the first address of it.
+/// Opens a port at the first address of a host.
 async fn listen(host: &str, port: u16) -> Result<TcpListener> {
     let foreign = |why: &dyn std::fmt::Display| {
         Error::new(
             ErrorKind::Invalid,
             format!(
-                "a MooncakeConnector cannot listen at {host:?}, no address of this machine ({why}): set VLLM_HOST_IP \
+                "a MooncakeConnector cannot listen at {host:?}, which is not an address of this machine ({why}): set VLLM_HOST_IP \
                  to one, or kv_connector_extra_config.side_channel_bind to the one to listen at"
             ),
         )
@@ -164,8 +166,8 @@ async fn listen(host: &str, port: u16) -> Result<TcpListener> {
             ErrorKind::Exhausted,
             format!(
                 "port {} of {} is taken, so a MooncakeConnector cannot listen there; another prefill may have it: set \
-                 VLLM_MOONCAKE_BOOTSTRAP_PORT to one that is free, or, where there is a bootstrap server, \
-                 kv_connector_extra_config.bootstrap_server_address to that of the other",
+                 VLLM_MOONCAKE_BOOTSTRAP_PORT to a free one, or, if it has a bootstrap server, \
+                 kv_connector_extra_config.bootstrap_server_address to its address",
                 address.port(),
                 address.ip()
             ),

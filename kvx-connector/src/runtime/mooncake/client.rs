@@ -1,4 +1,5 @@
-//! Asking bootstrap servers: ours, vLLM's, or any that answers `/register` and `/query`.
+//! A client of bootstrap servers: of kvx, of vLLM, or any other that answers `/register` and
+//! `/query`.
 
 use std::time::{Duration, Instant};
 
@@ -12,9 +13,9 @@ use super::proof;
 use kvx_vllm::engine::Address;
 use kvx_vllm::wire::mooncake::{Directory, WorkerRegistration};
 
-/// Between the attempts of a question, as vLLM waits.
+/// The delay between attempts, as in vLLM.
 const AGAIN: Duration = Duration::from_millis(100);
-/// Attempts of a question.
+/// The number of attempts of a question.
 const ATTEMPTS: u32 = 3;
 /// The longest answer to a registration.
 const MAX_ANSWER: usize = 64 << 10;
@@ -22,14 +23,14 @@ const MAX_ANSWER: usize = 64 << 10;
 const QUERY: &str = "GET /query";
 const REGISTER: &str = "POST /register";
 
-/// What a bootstrap server knows, within `limit`.
+/// Queries what a bootstrap server knows, within `limit`.
 ///
-/// Errors, after three attempts: `PeerLost`, `TimedOut`: nobody answers; what is wrong with the
-/// answer.
+/// Errors, after three attempts: `PeerLost`, `TimedOut`: nobody answers; `Invalid`, `Malformed`,
+/// `Exhausted`: the answer is not usable.
 pub(super) async fn query(address: &Address, limit: Duration) -> Result<Directory> {
     let until = Instant::now() + limit;
     for left in (1..=ATTEMPTS).rev() {
-        // One that hangs leaves time for the others.
+        // An attempt that hangs leaves time for the others.
         let share = until.saturating_duration_since(Instant::now()) / left;
         let answer = async {
             let mut connection = connect(address).await?;
@@ -39,7 +40,9 @@ pub(super) async fn query(address: &Address, limit: Duration) -> Result<Director
             Directory::decode(body_of(&answer)?)
         };
         match within(share, address, answer).await {
-            Err(error) if left > 1 => tracing::debug!(%error, "a bootstrap server is asked again"),
+            Err(error) if left > 1 => {
+                tracing::debug!(%error, "a query of a bootstrap server failed; retrying")
+            }
             answered => return answered,
         }
         tokio::time::sleep(AGAIN).await;
@@ -49,8 +52,8 @@ pub(super) async fn query(address: &Address, limit: Duration) -> Result<Director
 
 /// Registers a worker, within `limit`.
 ///
-/// Errors: `PeerLost`, `TimedOut`: nobody answers; `Authentication`: the server wants a proof that this
-/// engine cannot give; `Invalid`: the server's own words.
+/// Errors: `PeerLost`, `TimedOut`: nobody answers; `Authentication`: the server demands a proof
+/// that this engine cannot give; `Invalid`: the server's error.
 pub(super) async fn register(
     address: &Address,
     registration: &WorkerRegistration,
@@ -68,7 +71,7 @@ pub(super) async fn register(
         let secret = secret.ok_or_else(|| {
             Error::new(
                 ErrorKind::Authentication,
-                "its fleet has a shared secret and this engine has none: give it the same by KVX_SECRET_FILE",
+                "its fleet has a shared secret and this engine has none: set KVX_SECRET_FILE here to the same secret",
             )
         })?;
         let proof = format!("{}: {}", proof::PROOF, proof::prove(secret, nonce, &body));
@@ -125,23 +128,21 @@ async fn ask(
         format!("Host: {host}:{port}")
     };
     let headers: Vec<&str> = [&*host].into_iter().chain(headers.iter().copied()).collect();
-    // To a request of this version nobody answers in chunks.
+    // Servers must not answer a request of HTTP/1.0 in chunks.
     connection.send(&format!("{what} HTTP/1.0"), &headers, body).await?;
     let none = || Error::new(ErrorKind::PeerLost, "it closed the connection without an answer");
     connection.receive(most).await?.ok_or_else(none)
 }
 
-/// The body of an answer that is none of a refusal. Errors: `Invalid`, in the server's words.
+/// Returns the body of an answer that is not an error. Errors: `Invalid`, with the server's text.
 fn body_of(answer: &HttpMessage) -> Result<&[u8]> {
     let status = answer.start[1].as_str();
     if status == "200" {
         return Ok(&answer.body);
     }
     let body: Option<serde_json::Value> = serde_json::from_slice(&answer.body).ok();
-    let detail = body
-        .as_ref()
-        .and_then(|body| body.get("detail")?.as_str())
-        .unwrap_or("it does not say why");
+    let detail =
+        body.as_ref().and_then(|body| body.get("detail")?.as_str()).unwrap_or("it gives no reason");
     let detail: String = detail.chars().take(500).collect();
-    Err(Error::new(ErrorKind::Invalid, format!("it answers {status}: {detail}")))
+    Err(Error::new(ErrorKind::Invalid, format!("it answered {status}: {detail}")))
 }

@@ -1,4 +1,4 @@
-//! The way from a worker of a prefill to one of a decode that has asked.
+//! The connection from a worker of a prefill to one of a decode that has asked.
 
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ async fn draw_up(
     let own = shared.registered(rank).ok_or_else(|| {
         Error::new(
             ErrorKind::Invalid,
-            "the prefill has no caches registered: it calls Rank::register",
+            "the prefill has no caches registered: call Rank::register there",
         )
     })?;
     let here = shared.setup.settings.block_size;
@@ -46,7 +46,7 @@ async fn draw_up(
             ErrorKind::Incompatible,
             format!(
                 "blocks of {there} tokens at the decode and {here} at the prefill: a MooncakeConnector \
-                 tells blocks by number, so give both the same block size"
+                 names blocks by number, so give both the same block size"
             ),
         ));
     }
@@ -69,7 +69,7 @@ async fn draw_up(
         decode = %target.told.remote_hostname,
         tp = target.told.remote_tp_rank,
         route = %peer.route(),
-        "blocks are written to a decode's worker"
+        "connected to a decode's worker"
     );
     Ok((plan, WriteRoute { peer, foreign, lanes: lanes(&own, &map)? }))
 }

@@ -1,38 +1,39 @@
-//! As much of HTTP/1.1 as a bootstrap server and those who ask it need: requests and answers whose
-//! bodies have a length, both bounded before memory is taken for them. Heads are parsed by
-//! `httparse`.
+//! The part of HTTP/1.1 that a bootstrap server and its clients need: requests and answers whose
+//! bodies have a length. Heads and bodies are bounded before memory is allocated for them.
+//! `httparse` parses heads.
 
 use kvx_core::{Error, ErrorKind, Result};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
-/// The longest head that is read.
+/// The maximum length of a head.
 pub(in super::super) const MAX_HEAD: usize = 8 << 10;
-/// The most headers of a head.
+/// The maximum number of headers.
 const MAX_HEADERS: usize = 64;
-/// Bytes that are read at once.
+/// The number of bytes read at once.
 const READ: usize = 4 << 10;
 
 /// A request or an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct HttpMessage {
-    /// Its first line, in three parts: `GET /query HTTP/1.1`, `HTTP/1.1 200 OK`.
+    /// The three parts of the first line: `GET /query HTTP/1.1` or `HTTP/1.1 200 OK`.
     pub(super) start: [String; 3],
-    /// Names in lower case.
+    /// The headers, with names in lower case.
     headers: Vec<(String, String)>,
     pub(super) body: Vec<u8>,
 }
 
-/// The head of a message, and how long its body is.
+/// The head of a message, and the length of its body.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct HttpHead {
     message: HttpMessage,
     body: Option<usize>,
-    /// Its own bytes.
+    /// The length of the head.
     len: usize,
 }
 
-/// How long the head at the front of these bytes is, if it is there whole; `None`: it is none.
+/// Returns the length of the head at the front of these bytes. The inner `None` means that it is
+/// incomplete, the outer one that it is not a head.
 pub(in super::super) fn head_len(bytes: &[u8]) -> Option<Option<usize>> {
     HttpHead::parse(bytes).ok().map(|head| head.map(|head| head.len))
 }
@@ -46,14 +47,14 @@ fn broken(error: std::io::Error) -> Error {
 }
 
 impl HttpHead {
-    /// Reads a head from the front of these bytes. `None`: more of it is still to arrive.
+    /// Parses a head at the front of these bytes. Returns `None` if it is incomplete.
     ///
-    /// Errors: `Malformed`; `Unsupported`: a body in chunks.
+    /// Errors: `Malformed`; `Unsupported`: a chunked body.
     pub(super) fn parse(bytes: &[u8]) -> Result<Option<HttpHead>> {
         const ANSWER: &[u8] = b"HTTP/";
         let head = &bytes[..bytes.len().min(MAX_HEAD)];
         if head.starts_with(b"\r") || head.starts_with(b"\n") {
-            return Err(malformed("an empty first line"));
+            return Err(malformed("the first line is empty"));
         }
         if ANSWER.starts_with(head) {
             return Ok(None); // too short to tell requests from answers
@@ -73,21 +74,21 @@ impl HttpHead {
         };
         let refused = |error| match error {
             httparse::Error::HeaderName | httparse::Error::HeaderValue => {
-                malformed("a header without a colon, or with other bytes than text")
+                malformed("a header has no colon, or is not text")
             }
-            httparse::Error::TooManyHeaders => malformed("a head of too many headers"),
-            _ => malformed("the first line is none of HTTP/1"),
+            httparse::Error::TooManyHeaders => malformed("a head has too many headers"),
+            _ => malformed("the first line is not one of HTTP/1"),
         };
         let len = match status.map_err(refused)? {
             httparse::Status::Complete(len) => len,
             httparse::Status::Partial if bytes.len() < MAX_HEAD => return Ok(None),
             httparse::Status::Partial => {
-                return Err(malformed(&format!("a head of more than {MAX_HEAD} bytes")));
+                return Err(malformed(&format!("a head has more than {MAX_HEAD} bytes")));
             }
         };
         let header = |header: &httparse::Header<'_>| {
-            let value = std::str::from_utf8(header.value)
-                .map_err(|_| malformed("a header that is no text"))?;
+            let value =
+                std::str::from_utf8(header.value).map_err(|_| malformed("a header is not text"))?;
             Ok((header.name.to_ascii_lowercase(), value.trim().to_owned()))
         };
         let named = headers.iter().take_while(|header| !header.name.is_empty());
@@ -103,12 +104,12 @@ fn version(minor: Option<u8>) -> String {
 }
 
 impl HttpMessage {
-    /// The length of the body, if a header names it.
+    /// Returns the length of the body, if a header names it.
     fn body_len(&self) -> Result<Option<usize>> {
         if self.header("transfer-encoding").is_some() {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                "an HTTP body in chunks: send its length",
+                "chunked HTTP bodies are not supported: send the body with its length",
             ));
         }
         let mut lengths = self.headers.iter().filter(|(name, _)| name == "content-length");
@@ -116,20 +117,19 @@ impl HttpMessage {
             |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
         match (lengths.next(), lengths.next()) {
             (None, _) => Ok(None),
-            (Some((_, length)), None) if digits(length) => length
-                .parse()
-                .map(Some)
-                .map_err(|_| malformed("a content-length beyond all numbers")),
-            _ => Err(malformed("content-length is no number, or is there twice")),
+            (Some((_, length)), None) if digits(length) => {
+                length.parse().map(Some).map_err(|_| malformed("content-length is too large"))
+            }
+            _ => Err(malformed("content-length is not a number, or occurs twice")),
         }
     }
 
-    /// A header, by its name in lower case.
+    /// Returns a header, by its name in lower case.
     pub(super) fn header(&self, name: &str) -> Option<&str> {
         self.headers.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
 
-    /// Returns whether the other end goes on with this connection.
+    /// Returns whether the other end keeps the connection open.
     pub(super) fn keeps_alive(&self) -> bool {
         let asked = self.header("connection").unwrap_or_default();
         match self.start.iter().any(|word| word == "HTTP/1.0") {
@@ -139,7 +139,7 @@ impl HttpMessage {
     }
 }
 
-/// A connection that messages come on, one after the other.
+/// A connection that carries messages one after the other.
 #[derive(Debug)]
 pub(super) struct Exchange {
     stream: TcpStream,
@@ -151,10 +151,11 @@ impl Exchange {
         Exchange { stream, unread: Vec::new() }
     }
 
-    /// The next message, with a body of at most `most` bytes. `None`: the other end has closed
-    /// before it. Without a length, an answer ends with the connection, and a request has no body.
+    /// Receives the next message, with a body of at most `most` bytes. `None`: the other end has
+    /// closed the connection before it. Without a length, an answer ends with the connection, and a
+    /// request has no body.
     ///
-    /// Errors: `Exhausted`: a longer body; `Malformed`, `Unsupported`, `PeerLost`.
+    /// Errors: `Exhausted`: the body is longer; `Malformed`, `Unsupported`, `PeerLost`.
     pub(super) async fn receive(&mut self, most: usize) -> Result<Option<HttpMessage>> {
         let head = loop {
             if let Some(head) = HttpHead::parse(&self.unread)? {
@@ -164,14 +165,14 @@ impl Exchange {
                 return if self.unread.is_empty() {
                     Ok(None)
                 } else {
-                    Err(malformed("it ends within a head"))
+                    Err(malformed("the connection ended within a head"))
                 };
             }
         };
         let HttpHead { mut message, body, len } = head;
         self.unread.drain(..len);
         let too_long =
-            || Error::new(ErrorKind::Exhausted, format!("an HTTP body of more than {most} bytes"));
+            || Error::new(ErrorKind::Exhausted, format!("an HTTP body has more than {most} bytes"));
         let is_answer = message.start[0].starts_with("HTTP/");
         match body {
             Some(length) if length > most => return Err(too_long()),
@@ -204,7 +205,7 @@ impl Exchange {
         self.stream.read_buf(&mut self.unread).await.map_err(broken)
     }
 
-    /// Sends a message: `start` is its first line, each of `headers` a line without its end.
+    /// Sends a message. `start` is its first line, and each of `headers` a line without its end.
     pub(super) async fn send(&mut self, start: &str, headers: &[&str], body: &[u8]) -> Result<()> {
         let mut out = format!(
             "{start}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n",

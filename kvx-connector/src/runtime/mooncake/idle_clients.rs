@@ -1,4 +1,4 @@
-//! Connections to workers that have answered: the next question needs no greeting.
+//! Idle connections to workers that have answered, so that the next question needs no greeting.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -8,7 +8,8 @@ use kvx_core::backend::sync::Mutex;
 
 use super::super::zmtp::Client;
 
-/// How long a connection is kept for the next question to the same worker, and how many are.
+/// How long a connection is kept for the next question to the same worker, and how many connections
+/// are kept.
 const KEPT: Duration = Duration::from_secs(30);
 const MOST_KEPT: usize = 256;
 
@@ -33,7 +34,7 @@ impl IdleClients {
 
 #[cfg(test)]
 impl IdleClients {
-    /// The one that is kept.
+    /// Takes the only connection that is kept.
     pub(super) fn only(&self) -> Option<Client> {
         let mut kept = self.0.lock();
         assert!(kept.len() <= 1, "a worker has one");

@@ -1,13 +1,12 @@
-//! The MooncakeConnector's side of the runtime: a bootstrap server, a ROUTER for each worker of a
-//! prefill, questions of a decode, and writes into what it grants.
+//! The MooncakeConnector's part of the runtime: a bootstrap server, a ROUTER for each worker of a
+//! prefill, the questions of a decode, and writes into the memory that it grants.
 //!
-//! Before vLLM 0.16 there is no bootstrap server: a worker's port follows from its rank, and REQ
-//! sockets ask it.
+//! The protocol before vLLM 0.16 has no bootstrap server. A worker's port follows from its rank,
+//! and REQ sockets ask it.
 //!
-//! Toward kvx all of kvx's backends carry the blocks: a decode tells how its agent is reached, and
-//! for each request a region that is written to by a key of its own, whose end is the end of all
-//! writes. Toward a plain Mooncake agent, as vLLM's workers are, `MOONCAKE` carries them, by
-//! address.
+//! Between kvx engines any backend of kvx carries the blocks. The decode sends its agent's metadata
+//! and, for each request, a region with a separate key. Revoking that region ends all writes. To a
+//! plain Mooncake agent, as in vLLM's workers, the backend `MOONCAKE` writes by address.
 //!
 //! Layers, lowest to highest: `http`, `proof`, `client`, `bootstrap`; `askers`, `idle_clients`,
 //! `route`, `channels` and `state`, which the connector holds; `connect`, `pull`, `announce` and

@@ -1,24 +1,24 @@
-//! Who is heard where the fleet has a secret.
+//! Authentication in a fleet with a shared secret.
 //!
-//! **Registrations.** A bootstrap server answers the first one with a nonce; it is repeated on the
-//! same connection with HMAC-SHA-256 over the nonce and the body. A nonce is good for one
-//! registration.
+//! **Registrations.** A bootstrap server answers the first registration with a nonce. The worker
+//! repeats it on the same connection, with HMAC-SHA-256 over the nonce and the body. A nonce is
+//! good for one registration.
 //!
-//! **Questions and answers.** A kvx decode that asks a kvx prefill sends a frame beside its
-//! question: a nonce, and HMAC-SHA-256 over both. Beside each answer comes one over that nonce and
-//! the answer. So nothing recorded passes for an answer; a question that is sent again asks for
-//! what was had already, and what it grants has ended.
+//! **Questions and answers.** A kvx decode that asks a kvx prefill adds a frame to its question: a
+//! nonce, and HMAC-SHA-256 over both. Each answer has a frame with HMAC-SHA-256 over that nonce and
+//! the answer. So a recorded answer fits no other question. A replayed question gains nothing: it
+//! asks for blocks that were written already, and its grants have ended.
 
 use hmac::{Hmac, KeyInit, Mac as _};
 use kvx_core::{Error, ErrorKind, Result, Secret};
 use sha2::Sha256;
 
-/// The header of an answer that asks for a proof.
+/// The header of an answer that demands a proof.
 pub(super) const NONCE: &str = "X-Kvx-Nonce";
-/// The header of a registration that has one.
+/// The header of a registration with a proof.
 pub(super) const PROOF: &str = "X-Kvx-Proof";
 
-/// What answers to one question are bound to.
+/// The nonce of a question, which its answers cover.
 pub(super) type Nonce = [u8; 32];
 
 fn mac(secret: &Secret, label: &str, nonce: &[u8], said: &[u8]) -> Hmac<Sha256> {
@@ -39,7 +39,9 @@ const ANSWERS: &str = "kvx MooncakeConnector 1: a prefill answers";
 fn differ(who: &str) -> Error {
     Error::new(
         ErrorKind::Authentication,
-        format!("the shared secrets of {who} differ: give both the same by KVX_SECRET_FILE"),
+        format!(
+            "the shared secrets of {who} differ: set KVX_SECRET_FILE of both to the same secret"
+        ),
     )
 }
 
@@ -48,7 +50,8 @@ pub(super) fn prove(secret: &Secret, nonce: &str, body: &[u8]) -> String {
     proof.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Errors: `Authentication`: whoever registers does not have the secret.
+/// Checks the proof of a registration. Errors: `Authentication`: the worker does not have the
+/// secret.
 pub(super) fn check(secret: &Secret, nonce: Option<&str>, body: &[u8], proof: &str) -> Result<()> {
     let differ = || differ("this worker and the bootstrap server");
     let byte =
@@ -57,19 +60,19 @@ pub(super) fn check(secret: &Secret, nonce: Option<&str>, body: &[u8], proof: &s
     let bytes: Option<Vec<u8>> =
         (0..64).step_by(2).map(byte).collect::<Option<_>>().filter(|_| is_hex);
     let (Some(nonce), Some(bytes)) = (nonce, bytes) else { return Err(differ()) };
-    // In a time that does not depend on the proof.
+    // Constant-time comparison.
     mac(secret, REGISTERS, nonce.as_bytes(), body).verify_slice(&bytes).map_err(|_| differ())
 }
 
-/// The frame beside a question, and what its answers are bound to.
+/// Returns the extra frame of a question, and the nonce that its answers cover.
 pub(super) fn seal_question(secret: &Secret, question: &[u8]) -> Result<(Nonce, Vec<u8>)> {
     let nonce = kvx_core::backend::random_key()?;
     let proof = mac(secret, ASKS, &nonce, question).finalize().into_bytes();
     Ok((nonce, [&nonce[..], &proof].concat()))
 }
 
-/// What answers to a question are bound to. Errors: `Authentication`: whoever asks does not have the
-/// secret.
+/// Checks a question's frame, and returns the nonce for its answers. Errors: `Authentication`: the
+/// decode does not have the secret.
 pub(super) fn open_question(secret: &Secret, question: &[u8], seal: &[u8]) -> Result<Nonce> {
     let differ = || differ("the decode and this prefill");
     let (nonce, proof) = seal.split_first_chunk().ok_or_else(differ)?;
@@ -77,19 +80,19 @@ pub(super) fn open_question(secret: &Secret, question: &[u8], seal: &[u8]) -> Re
     Ok(*nonce)
 }
 
-/// The frame beside an answer.
+/// Returns the extra frame of an answer.
 pub(super) fn seal_answer(secret: &Secret, nonce: &Nonce, answer: &[u8]) -> Vec<u8> {
     mac(secret, ANSWERS, nonce, answer).finalize().into_bytes().to_vec()
 }
 
-/// Errors: `Authentication`: whoever answers does not have the secret.
+/// Checks an answer's frame. Errors: `Authentication`: the peer does not have the secret.
 pub(super) fn check_answer(
     secret: &Secret,
     nonce: &Nonce,
     answer: &[u8],
     seal: &[u8],
 ) -> Result<()> {
-    let differ = || differ("this decode and the prefill, or whoever answers in its place,");
+    let differ = || differ("this decode and the peer that answered");
     mac(secret, ANSWERS, nonce, answer).verify_slice(seal).map_err(|_| differ())
 }
 

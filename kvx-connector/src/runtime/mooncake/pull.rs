@@ -1,5 +1,5 @@
-//! The decode's side: questions to bootstrap servers and to the workers of a prefill, each on a
-//! connection of its own.
+//! The decode's side: questions to bootstrap servers and to the workers of a prefill, each on its
+//! own connection.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,17 +19,17 @@ use kvx_vllm::wire::mooncake::{
     OlderAnswer, OlderPullRequest, PullRequest, PullResponse, PullStatus, PulledRequest,
 };
 
-/// An answer, and what a later version may add.
+/// The limits of an answer, with frames that later versions may add.
 const ANSWER: MessageLimits = MessageLimits { frames: 4, bytes: PullResponse::MAX_LEN };
-/// How long a worker may take to greet, and to take a question.
+/// The time limit for a worker's greeting, and for sending a question.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// Returns whether a question asks for blocks, and not for the end of a request alone.
+/// Returns whether a question asks for blocks, and does not only end a request.
 fn wants(wanted: &PulledRequest) -> bool {
     wanted.block_ids.iter().any(|blocks| !blocks.is_empty())
 }
 
-/// One question that goes to a worker of a prefill.
+/// A question to a worker of a prefill.
 pub(in super::super) struct Question {
     pub(in super::super) pull: PullId,
     pub(in super::super) address: Arc<str>,
@@ -61,7 +61,7 @@ pub(in super::super) async fn pull(shared: Arc<Shared>, rank: WorkerRank, questi
     }
 }
 
-/// Asks, and hears answers until there are no more to come.
+/// Sends a question, and receives answers until the last one.
 async fn exchange(
     shared: &Arc<Shared>,
     rank: WorkerRank,
@@ -71,10 +71,10 @@ async fn exchange(
     let Question { pull, address, message, is_kvx, deadline } = question;
     let at = address.strip_prefix("tcp://").and_then(Address::parse);
     let at = at.ok_or_else(|| {
-        Error::new(ErrorKind::Malformed, format!("{address} is no tcp://host:port"))
+        Error::new(ErrorKind::Malformed, format!("{address} is not of the form tcp://host:port"))
     })?;
     let older = shared.is_older_mooncake();
-    // The grant of another worker's question may be older than this worker's load.
+    // The grant may stem from another worker's question, before this worker started its load.
     copies::idle(shared, rank, left(shared, deadline).into()).await?;
     let message = with_grants(shared, rank, message, is_kvx).await?;
     let bytes = match (older, is_kvx) {
@@ -121,7 +121,7 @@ async fn exchange(
                 .report_mooncake(rank, |worker, now| worker.older_answered_with(now, pull, answer));
             return Ok(());
         }
-        // Read before the lock, as it may be long.
+        // Decoded before the lock, because it may be long.
         let answer = PullResponse::decode(answer);
         if answer.as_ref().is_ok_and(|answer| answer.status == PullStatus::Continue) {
             shared.report_mooncake(rank, |worker, now| worker.answered_with(now, pull, answer));
@@ -139,8 +139,8 @@ fn left(shared: &Shared, deadline: Time) -> Duration {
     deadline.since(shared.clock.now())
 }
 
-/// The question with what it grants: to a kvx a region for each request, else the name of a
-/// Mooncake agent, which writes wherever it likes.
+/// Adds grants to a question. A kvx prefill gets a region for each request. Any other gets the
+/// address of a Mooncake agent, and can then write anywhere in its registered memory.
 async fn with_grants(
     shared: &Arc<Shared>,
     rank: WorkerRank,
@@ -155,7 +155,7 @@ async fn with_grants(
         let to_grant = Arc::clone(shared);
         // Registering memory may take long.
         let granting = shared.runtime.spawn_blocking(move || grants_of(&to_grant, rank, wanted));
-        let gone = |_| Error::new(ErrorKind::Closed, "the connector ends");
+        let gone = |_| Error::new(ErrorKind::Closed, "the connector is shutting down");
         let grants = granting.await.map_err(gone)??;
         message
             .req_blocks
@@ -167,13 +167,14 @@ async fn with_grants(
     if asked > 0 && message.req_blocks.is_empty() {
         return Err(Error::new(
             ErrorKind::Revoked,
-            "the requests were given up: nothing is to be written for them",
+            "the requests were given up, so the prefill must not write for them",
         ));
     }
     Ok(message)
 }
 
-/// What a worker grants for requests; those that were given up meanwhile are left out. May block.
+/// Returns a worker's grants for requests, except for requests that were given up meanwhile. May
+/// block.
 fn grants_of(
     shared: &Shared,
     rank: WorkerRank,
@@ -190,13 +191,13 @@ fn grants_of(
     Ok(grants)
 }
 
-/// Tells a plain Mooncake agent where to write, for those requests that were not given up.
+/// Sends the addresses to a plain Mooncake agent, for the requests that were not given up.
 fn name_foreign(shared: &Shared, rank: WorkerRank, message: &mut PullRequest) -> Result<()> {
     let own = shared.registered(rank).ok_or_else(caches_are_gone)?;
     let name = own.agent.foreign_metadata(MOONCAKE).map_err(|error| {
         let why = format!(
-            "the prefill does not say that it is a kvx, and this decode has no Mooncake engine for \
-             it to write to: name MOONCAKE in kv_connector_extra_config.backends ({error})"
+            "the prefill is not a kvx, and this decode has no Mooncake engine for \
+             it to write to: add MOONCAKE to kv_connector_extra_config.backends ({error})"
         );
         Error::new(error.kind(), why)
     })?;
@@ -204,7 +205,7 @@ fn name_foreign(shared: &Shared, rank: WorkerRank, message: &mut PullRequest) ->
     let at = Address::parse(&name).ok_or_else(|| {
         Error::new(
             ErrorKind::Unsupported,
-            format!("{name} is no host:port of a Mooncake engine, which a vLLM needs"),
+            format!("{name} is not the host:port of a Mooncake engine, which a vLLM needs"),
         )
     })?;
     (message.remote_hostname, message.remote_port) = (at.host.to_string(), at.port);

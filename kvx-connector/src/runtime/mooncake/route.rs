@@ -1,5 +1,5 @@
-//! The memory of a decode's worker, as one worker of a prefill writes into it: drawn up once for
-//! each layout.
+//! The memory of a decode's worker, as one worker of a prefill writes into it. Built once for each
+//! layout.
 
 use std::collections::BTreeMap;
 
@@ -14,27 +14,28 @@ use super::super::peer_regions::{ImportedRegions, PeerRegions};
 use kvx_vllm::engine::Move;
 use kvx_vllm::mapping::{MemoryType, SendLane, SendMap};
 
-/// The way to a worker of a decode.
+/// The connection to a worker of a decode, with the places to write to.
 #[derive(Debug)]
 pub(in super::super) struct WriteRoute {
     pub(super) peer: Peer,
-    /// A plain Mooncake agent, which is written to by address; else by what is granted for each
-    /// request.
+    /// Whether it is a plain Mooncake agent, which is written to by address. A kvx is written to
+    /// through the grants of each request.
     pub(super) foreign: bool,
-    /// By KV cache group and where its blocks lie here.
+    /// The lanes, by KV cache group and the kind of local memory.
     pub(super) lanes: BTreeMap<(u32, MemoryType), Lanes>,
 }
 
 #[derive(Debug)]
 pub(super) struct Lanes {
     ours: Grids<Region>,
-    /// At addresses of the decode.
+    /// The decode's grids, by address.
     theirs: Vec<Grid>,
-    /// Of the decode's memory. Nobody tells it: as here.
+    /// The kind of the decode's memory. The protocol does not tell it, so it is assumed to be the
+    /// local kind.
     kind: MemoryKind,
 }
 
-/// What one write of a request moves. What was imported for it is forgotten with the last of it.
+/// The blocks that one write of a request moves. Dropping it forgets the imported regions.
 pub(in super::super) struct RoutePairs {
     pub(in super::super) peer: Peer,
     pub(in super::super) pairs: Vec<(Blocks<Region>, Blocks<PeerRegion>)>,
@@ -63,15 +64,15 @@ pub(super) fn lanes(
 }
 
 impl WriteRoute {
-    /// What a write moves. Errors: `Malformed`: the decode names memory that it grants nothing of;
-    /// `Invalid`: it grants nothing at all.
+    /// Returns the blocks that a write moves. Errors: `Malformed` if the decode grants no memory,
+    /// or names memory outside its grants.
     pub(in super::super) fn pairs(&self, order: &Move) -> Result<RoutePairs> {
         let imported = match self.foreign {
             true => None,
             false => Some(ImportedRegions::of(order, &self.peer)?.ok_or_else(|| {
                 Error::new(
                     ErrorKind::Malformed,
-                    "the decode is one of kvx, and grants nothing to write into",
+                    "the decode is a kvx, but grants no memory to write into",
                 )
             })?),
         };
@@ -82,7 +83,7 @@ impl WriteRoute {
         let mut pairs = Vec::new();
         for group in order.groups.iter() {
             let number = u32::try_from(group.group).unwrap_or(u32::MAX);
-            // A group without layers in memory of this kind.
+            // The group has no layers in memory of this kind.
             let Some(lanes) = self.lanes.get(&(number, order.part.memory.0)) else { continue };
             let theirs = match &regions {
                 Some(regions) => lanes.within(regions)?,
@@ -98,7 +99,8 @@ impl WriteRoute {
 }
 
 impl Lanes {
-    /// The decode's grids in regions that it has granted: as many blocks as lie in them.
+    /// Places the decode's grids in the regions that it has granted, limited to the blocks that lie
+    /// in them.
     fn within(&self, regions: &PeerRegions) -> Result<GridSet<PeerRegion>> {
         let mut placed = Vec::with_capacity(self.theirs.len());
         let mut count = u32::MAX;
@@ -112,13 +114,14 @@ impl Lanes {
         GridSet::of(placed.into_iter().map(|(region, grid)| (region, Grid { count, ..grid })))
     }
 
-    /// The decode's grids by address: how many blocks there are, only the decode knows.
+    /// Places the decode's grids by address. Only the decode knows how many blocks there are.
     fn at(&self, peer: &Peer) -> Result<GridSet<PeerRegion>> {
         let count = self.theirs.iter().map(|grid| grid.count).min().unwrap_or(0);
         let placed = self.theirs.iter().map(|there| {
             let grid = Grid { count, ..there.at(0) };
-            let beyond =
-                || Error::new(ErrorKind::Malformed, "blocks of a decode lie beyond all addresses");
+            let beyond = || {
+                Error::new(ErrorKind::Malformed, "blocks of a decode lie beyond the address space")
+            };
             let len = grid.end().ok_or_else(beyond)?;
             Ok((peer.foreign(there.base, len, self.kind, 0)?, grid))
         });

@@ -1,4 +1,4 @@
-//! What the workers of a MooncakeConnector have under way.
+//! The work in progress of a MooncakeConnector's workers.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,10 +13,10 @@ use super::route::WriteRoute;
 use kvx_vllm::engine::mooncake::PullId;
 use kvx_vllm::engine::{Connection, WorkerRank};
 
-/// Bytes of answers in memory for all questions of an engine.
+/// The limit for the answers in memory of all questions of an engine.
 const ANSWERS: usize = 64 << 20;
 
-/// Routes, questions and connections of all workers.
+/// The routes, questions and connections of all workers.
 #[derive(Debug)]
 pub(in super::super) struct MooncakeState {
     /// Routes to the memory of decodes.
@@ -58,14 +58,14 @@ impl MooncakeState {
         self.routes.lock().remove(&(rank, connection));
     }
 
-    /// Notes the task of a question, in place of an earlier one of the same name.
+    /// Registers the task of a question. Aborts an earlier one with the same id.
     pub(in super::super) fn asks(&self, rank: WorkerRank, pull: PullId, task: AbortHandle) {
         if let Some(before) = self.pulls.lock().insert((rank, pull), task) {
             before.abort();
         }
     }
 
-    /// Ends the task of a question.
+    /// Aborts the task of a question.
     pub(in super::super) fn hang_up(&self, rank: WorkerRank, pull: PullId) {
         if let Some(task) = self.pulls.lock().remove(&(rank, pull)) {
             task.abort();

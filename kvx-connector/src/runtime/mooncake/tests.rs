@@ -1,5 +1,5 @@
-//! The bootstrap server and the side channel against strangers, and clients against servers that
-//! are none.
+//! The bootstrap server and the side channel against unauthenticated peers, and clients against
+//! faulty servers.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -50,7 +50,7 @@ fn registration(engine: &str, port: u16) -> WorkerRegistration {
     }
 }
 
-/// What is answered to these bytes until the server closes.
+/// Returns the answer to these bytes until the server closes the connection.
 async fn answered(address: &Address, bytes: &[u8]) -> String {
     let mut stream = TcpStream::connect((&*address.host, address.port)).await.unwrap();
     stream.write_all(bytes).await.unwrap();
@@ -154,7 +154,7 @@ fn with_a_secret_only_those_register_who_prove_it() {
         );
         let refused = client::register(&address, &f, Some(&other), LIMIT).await.unwrap_err();
         assert!(refused.to_string().contains("differ"), "{refused}");
-        // What a vLLM says, and what was proven on another connection.
+        // A registration as vLLM sends it, and a proof from another connection.
         let body = String::from_utf8(f.encode()).unwrap();
         assert!(answered(&address, &post(&body)).await.starts_with("HTTP/1.1 401"));
         let nonce = "0".repeat(64);
@@ -173,8 +173,8 @@ fn with_a_secret_only_those_register_who_prove_it() {
     });
 }
 
-/// A server that answers each connection with the next of these, and then closes; none: it says
-/// nothing.
+/// A server that answers each connection with the next of these, and then closes it. `None`: it
+/// stays silent.
 async fn impostor(answers: Vec<Option<Vec<u8>>>) -> Address {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = Address { host: "127.0.0.1".into(), port: listener.local_addr().unwrap().port() };
@@ -282,7 +282,7 @@ fn questions_that_cannot_be_right_are_answered_in_words_and_all_else_goes_on() {
             client.ask(&changed(&|question| question.forget_layout()), LIMIT).await.unwrap();
         let answer = PullResponse::decode(answer.frames().last().unwrap()).unwrap();
         assert_eq!(answer.status, PullStatus::LayoutMiss);
-        // More than is taken of a message.
+        // A message above the limit.
         let mut flood = dealer(at).await;
         let sent = flood.send(&[&vec![0xc1; PullRequest::MAX_LEN + 1]], LIMIT).await;
         assert!(sent.is_err() || flood.receive(LIMIT).await.is_err());
@@ -290,7 +290,7 @@ fn questions_that_cannot_be_right_are_answered_in_words_and_all_else_goes_on() {
     fetches(&prefill, &decode);
 }
 
-/// A prompt of one block goes from one to the other.
+/// Loads a prompt of one block from `prefill` to `decode`.
 fn fetches(prefill: &Connector, decode: &Connector) {
     let blocks = |at: u32| BlockLists::single(&[at][..]);
     let (lease, params) = Prefill::new(prefill).publish("r", blocks(1), 16).unwrap();
@@ -314,7 +314,7 @@ fn layouts_and_grants_that_lie_are_written_nowhere() {
     let regions = granted.iter().map(|region| region.metadata().unwrap()).collect();
     fitting.kvx_grants = [("r".to_owned(), regions)].into();
     let wrong: [(&str, &dyn Fn(&mut PullRequest)); 7] = [
-        ("grants nothing", &|question| question.kvx_grants.clear()),
+        ("grants no memory", &|question| question.kvx_grants.clear()),
         ("has not registered memory", &|question| question.kv_caches_base_addr[0] = 1 << 40),
         ("bytes", &|question| question.kv_block_lens[0] = 512),
         ("kv_block_lens", &|question| question.kv_block_lens.clear()),
@@ -382,7 +382,7 @@ fn a_connection_is_kept_for_the_next_question_until_its_other_end_leaves() {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         idle.keep("tcp://there:1".into(), kept);
-        assert!(idle.take("tcp://there:1").is_none(), "nobody is there");
+        assert!(idle.take("tcp://there:1").is_none(), "the other end has left");
     });
 }
 
@@ -421,7 +421,7 @@ fn before_0_16_a_req_socket_hears_one_answer_and_all_else_goes_on() {
             answer.kvx_settled && answer.err_msg.unwrap().contains("for engine former"),
             "in words to a kvx"
         );
-        // More than is taken of a message.
+        // A message above the limit.
         let sent = client.send(&[&vec![0xc1; PullRequest::MAX_LEN + 1]], LIMIT).await;
         assert!(sent.is_err() || client.receive(LIMIT).await.is_err());
     });

@@ -176,11 +176,11 @@ impl SideClient {
             (None, false) => Ok(PeerKind::Kvx),
             (Some(_), true) => Ok(PeerKind::Proven),
             (None, true) => Err(proof::denied(
-                "the prefill has a shared secret and this engine has none: give it the same by KVX_SECRET_FILE",
+                "the prefill has a shared secret and this engine has none: set KVX_SECRET_FILE here to the same secret",
             )),
             (Some(_), false) => Err(proof::denied(
-                "this engine has a shared secret and the prefill has none: give both the same by KVX_SECRET_FILE, or \
-                 neither",
+                "this engine has a shared secret and the prefill has none: set KVX_SECRET_FILE of \
+                 both to the same secret, or of neither",
             )),
         }
     }

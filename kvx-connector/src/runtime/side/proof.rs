@@ -74,13 +74,13 @@ pub(super) fn check_question(
         return match request.proof {
             None => Ok(()),
             Some(_) => Err(denied(
-                "this decode has a shared secret and the prefill has none: give both the same, or neither",
+                "this decode has a shared secret and the prefill has none: give both the same secret, or neither",
             )),
         };
     };
     let Some(proof) = &request.proof else {
         return Err(denied(
-            "this prefill has a shared secret and the decode has none: give it the same by KVX_SECRET_FILE",
+            "this prefill has a shared secret and the decode has none: set KVX_SECRET_FILE there to the same secret",
         ));
     };
     let challenge = challenge.ok_or_else(|| {
@@ -119,5 +119,7 @@ pub(super) fn denied(why: &str) -> Error {
 }
 
 fn differ() -> Error {
-    denied("the shared secrets of decode and prefill differ: give both the same by KVX_SECRET_FILE")
+    denied(
+        "the shared secrets of decode and prefill differ: set KVX_SECRET_FILE of both to the same secret",
+    )
 }

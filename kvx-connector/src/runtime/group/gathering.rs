@@ -6,21 +6,21 @@ use std::path::PathBuf;
 use kvx_core::backend::Ticket;
 use kvx_core::{Error, Result};
 
-/// Where ranks join their engine.
+/// The address at which ranks join their engine.
 #[derive(Clone, Debug)]
 pub(in crate::runtime) enum JoinAddress {
-    /// At a Unix socket.
+    /// A Unix socket.
     Path(PathBuf),
-    /// From other hosts too.
+    /// A TCP address, for ranks on other hosts too.
     Tcp(SocketAddr),
 }
 
-/// Ranks that are to join. The socket goes with it.
+/// The ranks that are expected to join. Dropping it removes the socket.
 pub(in crate::runtime) struct Gathering {
     at: JoinAddress,
-    /// Settled when all have come, or one does not.
+    /// Settled when all ranks have joined, or one will not.
     ticket: Option<Ticket>,
-    /// All have come. Caches that a rank gives back afterwards have no deadline.
+    /// Whether all ranks have joined. Caches that a rank gives back afterwards have no deadline.
     whole: bool,
 }
 
@@ -34,13 +34,13 @@ impl Gathering {
         self.whole
     }
 
-    /// All ranks are there, or one will never be.
+    /// Settles the gathering, because all ranks have joined or one never will.
     pub(super) fn settle(&mut self, result: Result<()>) -> GatheringEnd {
         self.whole |= result.is_ok();
         GatheringEnd(self.ticket.take().map(|ticket| (ticket, result)))
     }
 
-    /// Nobody joins any more.
+    /// Ends the gathering, because no rank can join any more.
     pub(in crate::runtime) fn end(mut self, why: Error) {
         if let Some(ticket) = self.ticket.take() {
             ticket.settle(Err(why));
@@ -56,7 +56,8 @@ impl Drop for Gathering {
     }
 }
 
-/// A gathering that has ended, for whoever waits for it.
+/// The result of a gathering, for the caller of
+/// `Connector::group`.
 #[derive(Default)]
 pub(super) struct GatheringEnd(Option<(Ticket, Result<()>)>);
 

@@ -7,12 +7,12 @@ use tokio::time::timeout;
 
 use kvx_vllm::group::ToHead;
 
-/// Where the engine is told what happens here.
+/// The channel from a rank's process to its engine.
 pub(in crate::runtime) struct HeadHandle {
     up: UnboundedSender<ToHead>,
-    /// How often it was told that caches are given back.
+    /// How often this rank has reported that it gives caches back.
     told: u64,
-    /// How often it has said that it knows.
+    /// How often the engine has confirmed that.
     knows: watch::Sender<u64>,
 }
 
@@ -21,30 +21,30 @@ impl HeadHandle {
         HeadHandle { up, told: 0, knows: watch::Sender::new(0) }
     }
 
-    /// Says something. An engine that has gone needs to hear nothing.
+    /// Sends a message. Ignores an engine that has gone.
     pub(in crate::runtime) fn send(&self, what: ToHead) {
         self.up.send(what).ok();
     }
 
-    /// Says that this rank gives its caches back.
+    /// Reports that this rank gives its caches back.
     pub(in crate::runtime) fn give_back(&mut self) -> ReleaseConfirmation {
         self.told += 1;
         self.send(ToHead::GivesBack);
         ReleaseConfirmation { number: self.told, knows: self.knows.subscribe() }
     }
 
-    /// The engine has confirmed caches that were given back.
+    /// Notes the engine's confirmation of caches that were given back.
     pub(super) fn confirm(&self) {
         self.knows.send_modify(|knows| *knows = knows.saturating_add(1));
     }
 
-    /// The engine has gone: nobody waits for it any more.
+    /// Confirms everything, because the engine has gone.
     pub(super) fn confirm_all(&self) {
         self.knows.send_replace(u64::MAX);
     }
 }
 
-/// That the engine knows of caches that are given back, some time.
+/// The pending confirmation of caches that were given back.
 #[derive(Clone, Debug)]
 pub(in crate::runtime) struct ReleaseConfirmation {
     number: u64,
@@ -52,15 +52,15 @@ pub(in crate::runtime) struct ReleaseConfirmation {
 }
 
 impl ReleaseConfirmation {
-    /// Errors: `TimedOut`.
+    /// Waits for the confirmation. Errors: `TimedOut`.
     pub(in crate::runtime) async fn known(mut self, deadline: Deadline) -> Result<()> {
         match timeout(deadline.left(), self.knows.wait_for(|knows| *knows >= self.number)).await {
-            // Who is gone with this process asks nothing.
+            // If the sender is gone with the process, no confirmation is needed.
             Ok(_) => Ok(()),
             Err(_) => Err(Error::new(
                 ErrorKind::TimedOut,
-                "the caches are given back, and the engine had not said by the deadline that it knows: peers are \
-                 refused by this rank alone",
+                "the caches are given back, but the engine did not confirm it by the deadline: only this rank \
+                 refuses peers so far",
             )),
         }
     }

@@ -1,4 +1,4 @@
-//! A rank's end: it joins, registers its memory, and does what the engine orders.
+//! A rank's end of a group: it joins, registers its memory, and carries out the engine's orders.
 
 use std::fmt;
 use std::io;
@@ -34,49 +34,54 @@ use kvx_vllm::engine::{Fresh, PoolBlocks, RequestId, WorkerRank};
 use kvx_vllm::group::{ToHead, ToRank};
 use kvx_vllm::mapping::Caches;
 
-/// An engine that does not listen yet is looked for again after this.
+/// The delay before another attempt to reach an engine that does not listen yet.
 const AGAIN: Duration = Duration::from_millis(20);
-/// How long a connection to an engine may take to come about, before it is tried again.
+/// The time limit for a connection attempt. Another attempt follows.
 const TO_CONNECT: Duration = Duration::from_secs(3);
-/// What an engine that has gone leaves to a rank for its end.
+/// The time that a rank has for its shutdown after its engine has gone.
 const ALONE: Duration = Duration::from_secs(1);
 
-/// A rank of an engine that is in another process: [`Rank::join`] returns it. Dropping it leaves
-/// the engine, which then loads nothing any more.
+/// A rank of an engine in another process, returned by [`Rank::join`]. Dropping it leaves the
+/// engine, which can then load nothing any more.
 pub struct JoinedRank {
     connector: Connector,
     rank: WorkerRank,
     link: Arc<EngineChannel>,
 }
 
-/// Generations for the caches of this rank.
+/// Generation counters for the caches of this rank.
 enum SentGenerations {
-    /// Those of this file, which the engine raises.
+    /// Counters in this file, which the engine raises.
     File(OwnedFd),
-    /// Of this process, which the engine has it raise.
+    /// Counters of this process, which it raises when the engine asks for it.
     Own(Arc<Memory>),
 }
 
-/// What the handle and the thread share beside the worker.
+/// The state that the handle and the thread share, besides the worker.
 struct EngineChannel {
     up: UnboundedSender<ToHead>,
-    /// One question at a time.
+    /// Locked while a question waits for its answer.
     asking: Mutex<()>,
     answer: Arc<Slot<Result<Option<SentGenerations>>>>,
-    /// Why the engine is not there any more, if it has not ended this rank itself.
+    /// Why the engine is gone, unless it has ended this rank itself.
     gone: OnceLock<Error>,
 }
 
 impl Rank {
-    /// Joins the engine that lets its ranks in at `path` ([`Connector::group`]), as this rank. The
-    /// engine tells it everything that it was built with; `registry` and the environment are this
-    /// process's own. Blocks until it has a place, or the deadline has passed: an engine that does
-    /// not listen yet is waited for.
+    /// Joins the engine that listens at `path` ([`Connector::group`]), as this rank.
+    ///
+    /// The engine sends everything that it was built with. Only `registry` and the environment are
+    /// this process's own. The call blocks until the rank has joined or the deadline has passed,
+    /// and waits for an engine that does not listen yet.
     ///
     /// # Errors
-    /// `TimedOut`: no engine let it in by the deadline. What the engine refuses it for: the rank is
-    /// taken, or not of this engine; another kvx; the engine had lost it, and has to be restarted
-    /// with all its ranks. `Authentication`: the engine is of another user.
+    /// - `TimedOut`: no engine accepted the rank by the deadline.
+    /// - `PermissionDenied`: the engine refuses the rank. The rank is taken or does not exist, the
+    ///   engine is of another version of kvx, or it had lost the rank and has to be restarted with
+    ///   all its ranks.
+    /// - `Authentication`: the engine runs as another user.
+    /// - `PeerLost`, `Malformed`: the connection ended, or does not lead to an engine.
+    /// - Errors of the operating system for the socket.
     pub fn join(
         path: impl AsRef<Path>,
         rank: WorkerRank,
@@ -86,15 +91,18 @@ impl Rank {
         join(EngineAddress::Path(path.as_ref().to_owned()), rank, registry, deadline.into())
     }
 
-    /// As [`join`](Self::join), where the engine may be on another host: it lets its ranks in at
-    /// this address ([`Connector::group_over_tcp`]), a host's name or number and a port. Both
-    /// processes have the fleet's secret (`KVX_SECRET_FILE`). TCP listens at the address by which
-    /// this host reaches the engine, if neither `VLLM_NIXL_SIDE_CHANNEL_HOST` nor `tcp.bind` says
-    /// otherwise.
+    /// Joins an engine that may be on another host, as [`join`](Self::join) does for one of this
+    /// host.
+    ///
+    /// `address` is a host's name or IP address and a port, at which the engine listens
+    /// ([`Connector::group_over_tcp`]). Both processes need the fleet's secret (`KVX_SECRET_FILE`).
+    /// The rank's TCP backend binds the address by which this host reaches the engine, unless
+    /// `VLLM_NIXL_SIDE_CHANNEL_HOST` or `tcp.bind` names another.
     ///
     /// # Errors
-    /// As [`join`](Self::join); `Invalid`: this process has no secret; `Authentication`: it is not the
-    /// engine's.
+    /// Those of [`join`](Self::join), and:
+    /// - `Invalid`: this process has no secret.
+    /// - `Authentication`: the engine has another secret.
     pub fn join_over_tcp(
         address: &str,
         rank: WorkerRank,
@@ -117,15 +125,15 @@ fn join(
     started.wait(limit.into()).unwrap_or_else(|| {
         Err(Error::new(
             ErrorKind::TimedOut,
-            "this process had no time for its thread to join by the deadline",
+            "the thread of this rank got no CPU time before the deadline",
         ))
     })
 }
 
-/// Where an engine lets its ranks in.
+/// The address at which an engine accepts its ranks.
 enum EngineAddress {
     Path(PathBuf),
-    /// A host and port, for those who have the secret.
+    /// A host and port, for ranks with this secret.
     Tcp(String, Secret),
 }
 
@@ -139,18 +147,20 @@ impl fmt::Display for EngineAddress {
 }
 
 impl JoinedRank {
-    /// Its place in the engine.
+    /// Returns the rank's place in the engine.
     pub fn rank(&self) -> WorkerRank {
         self.rank
     }
 
-    /// Registers the caches of this rank: `memory` holds all their regions, each in one piece of
-    /// it. The first time, and after [`give_back`](Self::give_back). Peers may load from them when
-    /// all ranks of the engine have caches. May block: registering can pin pages, and the engine is
-    /// asked.
+    /// Registers the caches of this rank. Peers can load from them once all ranks of the engine
+    /// have registered.
+    ///
+    /// Each region of the caches lies within one piece of `memory`. Call it once, and again after
+    /// each [`give_back`](Self::give_back). It may block, because registering can pin pages and the
+    /// engine has to answer.
     ///
     /// # Errors
-    /// As [`Rank::register`]; `TimedOut` and `PeerLost`: the engine does not answer.
+    /// Those of [`Rank::register`], and `TimedOut` or `PeerLost` if the engine does not answer.
     pub fn register<M: Into<Arc<Memory>>>(
         &self,
         caches: Caches,
@@ -179,36 +189,46 @@ impl JoinedRank {
         let agent = shared.state.lock().ranks.get(self.rank).and_then(|held| held.agent.clone());
         let registered = register::open(shared, self.rank, agent, caches, memory, words)?;
         let metadata = shared.setup.metadata(&registered)?;
-        // Said as they are taken up: whoever gives them back at once says so after this.
+        // Sent as the caches are taken into use, so that a later `give_back` is sent after it.
         let told = RegistrationNotice::Engine(metadata.encode(), registered.host_copies.is_some());
         let taken_up = || register::take_up(shared, self.rank, registered, told);
         self.link.answer_to(taken_up).map(drop)
     }
 
-    /// Gives the caches back, before sleep for example: peers are refused, and loads in flight end.
-    /// When the completion is `Ok`, nobody else touches the memory any more, the engine publishes
-    /// and loads nothing, and caches may be [registered](Self::register) anew, of another number of
-    /// blocks too once no rank of the engine has any left. Peers then need a new handshake.
+    /// Takes the caches out of use, for example before sleep. Peers are refused, and loads in
+    /// flight end.
+    ///
+    /// After `Ok` only this process touches the memory, and the engine publishes and loads nothing.
+    /// Caches may then be [registered](Self::register) again, also with another number of blocks if
+    /// no rank of the engine has caches. Peers then need a new handshake.
     ///
     /// # Errors
-    /// As [`Rank::give_back`]; `TimedOut`: nobody touches the memory any more, and the engine had
-    /// not acknowledged it by the deadline. After either it may be called again, and waits again.
+    /// Call this again after an error to wait again.
+    /// - Those of [`Rank::give_back`].
+    /// - `TimedOut`: only this process touches the memory, but the engine did not confirm it by the
+    ///   deadline.
     pub fn give_back(&self, deadline: impl Into<Deadline>) -> Completion<()> {
         register::give_back(self.connector.shared(), self.rank, deadline.into())
     }
 
-    /// Ends when the engine has ended, or has lost this rank. `Ok`: the engine was shut down, and
-    /// nothing touches the memory any more.
+    /// Waits until the engine has ended, or has lost this rank. `Ok` means that the engine was shut
+    /// down and nothing touches the memory any more.
     ///
     /// # Errors
-    /// `PeerLost`: the engine's process is gone, or has given this rank up. As
-    /// [`Connector::shutdown`] otherwise.
+    /// - `PeerLost`: the engine's process is gone, or the engine has given this rank up.
+    /// - `TimedOut`, `Malformed`, `Invalid`: the engine did not answer in time, broke the protocol,
+    ///   or refused a message of this rank.
+    /// - Those of [`Connector::shutdown`].
     pub async fn ended(&self) -> Result<()> {
         self.connector.outcomes_ready().await;
         self.end()
     }
 
-    /// As [`ended`](Self::ended), without a runtime. `None`: not by the deadline.
+    /// Blocks the thread until the engine has ended, as [`ended`](Self::ended) does without
+    /// blocking. Returns `None` if the deadline passed first.
+    ///
+    /// # Errors
+    /// Those of [`ended`](Self::ended).
     pub fn ended_blocking(&self, deadline: impl Into<Deadline>) -> Option<Result<()>> {
         self.connector.outcomes_ready_blocking(deadline).then(|| self.end())
     }
@@ -218,10 +238,10 @@ impl JoinedRank {
         self.link.gone.get().cloned().map_or(Ok(()), Err).and(result)
     }
 
-    /// Leaves the engine. `Ok`: nothing touches the memory any more.
+    /// Leaves the engine. `Ok` means that nothing touches the memory any more.
     ///
     /// # Errors
-    /// As [`Connector::shutdown`].
+    /// Those of [`Connector::shutdown`].
     pub fn leave(&self, deadline: impl Into<Deadline>) -> Completion<()> {
         self.connector.shutdown(deadline)
     }
@@ -234,18 +254,18 @@ impl fmt::Debug for JoinedRank {
 }
 
 impl EngineChannel {
-    /// Asks the engine. One that does not answer in time is lost: a later answer would be taken for
-    /// another question's.
+    /// Asks the engine a question. After a timeout the engine counts as lost, because its answer
+    /// might come later and be taken for that of another question.
     fn ask(&self, question: ToHead) -> Result<Option<SentGenerations>> {
         self.answer_to(|| self.up.send(question).map_err(|_| self.lost()))
     }
 
-    /// The same, where `ask` says it.
+    /// Waits for the answer to a question that `ask` sends.
     fn answer_to(&self, ask: impl FnOnce() -> Result<()>) -> Result<Option<SentGenerations>> {
         if self.gone.get().is_some() {
             return Err(self.lost());
         }
-        drop(self.answer.take()); // of a question that was given up
+        drop(self.answer.take()); // the answer to an abandoned question
         ask()?;
         self.answer.wait(PATIENCE.into()).unwrap_or_else(|| {
             let late = Error::new(
@@ -275,7 +295,7 @@ async fn run(
         Err(_) => Err(Error::new(
             ErrorKind::TimedOut,
             format!(
-                "no engine let this rank in at {engine} in time: see that it runs, and lets its ranks in there \
+                "no engine accepted this rank at {engine} in time: check that the engine runs and listens there \
                  (Connector::group, group_over_tcp)"
             ),
         )),
@@ -288,7 +308,7 @@ async fn run(
         Ok(set_up) => set_up,
         Err(error) => return started.set(Err(error)),
     };
-    // From here on it says that it lives: a name may take long to resolve.
+    // Starts to send signs of life now, because resolving a name may take long.
     let (up, going_up) = unbounded_channel();
     let writing = tokio::spawn(pass_up(outgoing, going_up));
     setup.bind_beside_the_side_channel().await;
@@ -305,12 +325,12 @@ async fn run(
     tokio::spawn(obey(Arc::clone(&shared), rank, Arc::clone(&link), incoming));
     drive(&shared).await;
     let result = result_of(&shared);
-    // An engine that has gone needs to hear nothing.
+    // An engine that has gone needs no report.
     link.up.send(ToHead::Ended(result.err().map(|error| error.to_string()))).ok();
     timeout(LAST_WORD, writing).await.ok();
 }
 
-/// Gets a place, and what the engine was built with.
+/// Joins the engine. Returns the connection and what the engine was built with.
 async fn enter(
     engine: &EngineAddress,
     rank: WorkerRank,
@@ -326,25 +346,26 @@ async fn enter(
         }
     };
     let hello = ToHead::Hello { version: env!("CARGO_PKG_VERSION").to_owned(), rank };
-    outgoing.send(&hello.encode()?, None).await.ok(); // why it was refused stands in the answer
+    outgoing.send(&hello.encode()?, None).await.ok(); // the answer says why it was refused
     match incoming.next().await?.map(|bytes| ToRank::decode(&bytes)).transpose()? {
         Some(ToRank::Welcome(told)) => Ok((outgoing, incoming, told)),
         Some(ToRank::Refused(why)) => Err(Error::new(
             ErrorKind::PermissionDenied,
-            format!("the engine lets this rank not in: {why}"),
+            format!("the engine refused this rank: {why}"),
         )),
         Some(_) => {
-            Err(Error::new(ErrorKind::Malformed, "the engine's first message is no welcome"))
+            Err(Error::new(ErrorKind::Malformed, "the engine's first message is not a welcome"))
         }
         None => Err(Error::new(
             ErrorKind::PeerLost,
-            "the engine closed the connection before it let this rank in",
+            "the engine closed the connection before it accepted this rank",
         )),
     }
 }
 
 impl EngineAddress {
-    /// A connection to it; or why this process is not let in there. Errors: there is none.
+    /// Connects to the engine. The inner error says why this process is refused, the outer one why
+    /// no connection was made.
     async fn connect(&self) -> io::Result<Result<(MessageWriter, MessageReader)>> {
         match self {
             EngineAddress::Path(path) => {
@@ -358,7 +379,7 @@ impl EngineAddress {
                 let late = || {
                     Error::new(
                         ErrorKind::TimedOut,
-                        format!("{address} has proven nothing within {PATIENCE:?}"),
+                        format!("{address} did not authenticate within {PATIENCE:?}"),
                     )
                 };
                 Ok(proven.unwrap_or_else(|_| Err(late())))
@@ -367,7 +388,7 @@ impl EngineAddress {
     }
 }
 
-/// Returns whether the engine may not listen yet, or its host not be there.
+/// Returns whether the engine may not listen yet, or its host may not be up yet.
 fn is_early(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -380,27 +401,27 @@ fn is_early(error: &io::Error) -> bool {
     ) || error.raw_os_error().is_none() && error.kind() != io::ErrorKind::InvalidInput // the name is not known yet
 }
 
-/// Does what the engine says, until one of the two ends.
+/// Carries out the engine's messages until one of the two ends.
 async fn obey(
     shared: Arc<Shared>,
     rank: WorkerRank,
     link: Arc<EngineChannel>,
     mut incoming: MessageReader,
 ) {
-    // Of this process, where the engine cannot raise them itself.
+    // The counters of this process, if the engine cannot raise them itself.
     let mut own_words: Option<GenerationTable> = None;
     let gone = loop {
         let message = match incoming.next().await {
             Ok(Some(bytes)) => ToRank::decode(&bytes),
             Ok(None) => {
-                let why = "the engine's process is gone, or has given this rank up";
+                let why = "the engine's process is gone, or the engine has given this rank up";
                 break Error::new(ErrorKind::PeerLost, why);
             }
             Err(error) => break error,
         };
         match message {
             Ok(ToRank::Step(meta)) => shared.with_state(|state, now| {
-                // The engine has started it there.
+                // The engine has started the load in its process.
                 if let Some(held) = state.ranks.get_mut(rank) {
                     held.begin(now, meta);
                 }
@@ -416,14 +437,14 @@ async fn obey(
             }
             Ok(ToRank::Raise { number, stamp, blocks }) => {
                 own_words.iter().for_each(|words| words.raise(&blocks, stamp));
-                link.up.send(ToHead::Raised(number)).ok(); // an engine that has gone needs to hear nothing
+                link.up.send(ToHead::Raised(number)).ok(); // an engine that has gone needs no report
             }
             Ok(ToRank::Taken) => link.answer.set(Ok(None)),
             Ok(ToRank::GivenBack) => shared.state.lock().head.iter().for_each(HeadHandle::confirm),
             Ok(ToRank::Refused(why)) => {
                 break Error::new(
                     ErrorKind::Invalid,
-                    format!("the engine refuses this rank: {why}"),
+                    format!("the engine refused a message of this rank: {why}"),
                 );
             }
             Ok(ToRank::Digest { number, fresh }) => {
@@ -432,7 +453,7 @@ async fn obey(
             Ok(ToRank::Save { number, of, early, blocks }) => {
                 let up = link.up.clone();
                 let done = move |result: Result<(), String>| {
-                    // An engine that has gone needs to hear nothing.
+                    // An engine that has gone needs no report.
                     up.send(ToHead::Done { number, failed: result.err() }).ok();
                 };
                 let when = if early { SavePoint::Early } else { SavePoint::AtEnd };
@@ -449,13 +470,13 @@ async fn obey(
             }
             Ok(ToRank::End(within)) => drop(shutdown::request(&shared, within.into())),
             Ok(ToRank::Welcome(_)) => {
-                break Error::new(ErrorKind::Malformed, "the engine's welcome came twice");
+                break Error::new(ErrorKind::Malformed, "the engine sent a second welcome");
             }
             Err(error) => break error,
         }
     };
     if !shared.is_closed() {
-        tracing::warn!(%gone, "this rank has no engine any more");
+        tracing::warn!(%gone, "this rank has lost its engine");
         link.gone.set(gone.clone()).ok();
     }
     link.answer.set(Err(gone));
@@ -466,7 +487,7 @@ async fn obey(
     drop(shutdown::request(&shared, ALONE.into()));
 }
 
-/// How the connector has ended.
+/// Returns the result of the connector's shutdown.
 fn result_of(shared: &Shared) -> Result<()> {
     shared.state.lock().shutdown.result().cloned().unwrap_or(Ok(()))
 }
@@ -488,7 +509,7 @@ fn write_digests(
     });
 }
 
-/// Sends the engine what this rank grants for a request.
+/// Sends the engine this rank's grants for a request.
 async fn grant(shared: Arc<Shared>, link: Arc<EngineChannel>, request: RequestId) {
     let grants = push::grants_here(&shared, &request).await;
     let told = grants.map_err(|error| error.sentence().to_owned());
@@ -496,14 +517,14 @@ async fn grant(shared: Arc<Shared>, link: Arc<EngineChannel>, request: RequestId
     link.up.send(ToHead::Granted { request, told }).ok(); // the engine may have gone
 }
 
-/// Writes what goes to the engine, the last word with it; and that this rank lives.
+/// Writes the messages to the engine up to the last one, with signs of life in between.
 async fn pass_up(mut outgoing: MessageWriter, mut going_up: UnboundedReceiver<ToHead>) {
     loop {
         let message = timeout(PULSE, going_up.recv()).await.unwrap_or(Some(ToHead::Alive));
-        let Some(message) = message else { return }; // all who could send have gone
+        let Some(message) = message else { return }; // all senders have gone
         let last = matches!(message, ToHead::Ended(_));
         let sent = match message.encode() {
-            // What was cut short cannot be followed by anything else.
+            // No message can follow one that was cut short.
             Ok(bytes) => {
                 timeout(SILENT, outgoing.send(&bytes, None)).await.is_ok_and(|sent| sent.is_ok())
             }

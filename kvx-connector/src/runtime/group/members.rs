@@ -1,5 +1,5 @@
-//! Ranks in processes of their own, in the engine's process: who takes which place, what they send,
-//! and their loss.
+//! Ranks in processes of their own, as the engine's process sees them: how they join, what they
+//! send, and how they are lost.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -16,17 +16,18 @@ use super::remote_rank::{RankMessage, RankProcess, RemoteRank, out_of_turn, rank
 use kvx_vllm::engine::WorkerRank;
 use kvx_vllm::group::{ToHead, ToRank};
 
-/// Why a rank is lost that was killed.
+/// The reason for the loss of a rank that was killed.
 pub(super) const ENDED: &str = "its process has ended";
 
-/// A process takes the place of a rank.
+/// Assigns a rank to a process.
 pub(super) fn seat(
     shared: &Shared,
     rank: WorkerRank,
     newcomer: &RankProcess,
 ) -> Result<Receiver<RankMessage>> {
     let process = &newcomer.process;
-    // It may have been killed and started again before its connection was seen to end.
+    // The process may have been killed and started again before the end of its connection was
+    // noticed.
     let mut has_ended = false;
     with_remote(shared, rank, |remote| has_ended = remote.has_ended());
     if has_ended {
@@ -40,7 +41,7 @@ pub(super) fn seat(
             Err(error) => error.sentence().to_owned(),
         },
         Some(WorkerKind::Nixl(_) | WorkerKind::Mooncake(_)) => format!(
-            "{process} joined as {}, which the engine's own process is already: start each rank once",
+            "{process} joined as {}, which runs in the engine's own process: start each rank once",
             rank_name(rank)
         ),
         None => format!(
@@ -51,8 +52,8 @@ pub(super) fn seat(
             shared.setup.settings.tp_size
         ),
     };
-    // Two processes for one place: whose blocks it would load is in doubt. All are if there is no
-    // such place.
+    // With two processes for one rank it is unclear whose blocks a load would fill. If there is no
+    // such rank, that holds for all ranks.
     let twice = state.ranks.remote_at(rank).is_some();
     for (at, remote) in state.ranks.remote_mut() {
         if !twice || at == rank {
@@ -66,7 +67,7 @@ pub(super) fn seat(
     Err(Error::new(ErrorKind::Invalid, why))
 }
 
-/// The deadline has come: who is not there now does not come any more.
+/// Ends the gathering at its deadline. Ranks that are missing then are lost.
 pub(super) fn close_gathering(shared: &Shared) {
     let mut state = shared.state.lock();
     if state.gathering.as_ref().is_none_or(Gathering::is_whole) {
@@ -75,7 +76,7 @@ pub(super) fn close_gathering(shared: &Shared) {
     let mut first = None;
     for (_, remote) in state.ranks.remote_mut().filter(|(_, remote)| remote.missing().is_some()) {
         remote.lose(
-            "it had not joined and registered its caches at the deadline of Connector::group",
+            "it had not joined and registered its caches by the deadline of Connector::group",
             false,
         );
         first = first.or_else(|| remote.missing());
@@ -101,7 +102,7 @@ pub(super) fn lose(shared: &Shared, rank: WorkerRank, why: &str, proven: bool) {
     shared.wake_up.notify_one();
 }
 
-/// Takes what a rank says. Errors: what it says is refused. May block where the rank registers or
+/// Handles a message of a rank. Errors: the message is refused. May block if the rank registers or
 /// gives back.
 pub(super) fn take_message(shared: &Shared, rank: WorkerRank, message: ToHead) -> Result<()> {
     match message {
@@ -144,7 +145,7 @@ pub(super) fn send(shared: &Shared, rank: WorkerRank, message: ToRank, file: Opt
     with_remote(shared, rank, |remote| remote.send(message, file));
 }
 
-/// Sends a rank what all ranks grant for a request.
+/// Sends a rank the grants of all ranks for a request.
 pub(in crate::runtime) async fn send_grants(
     shared: Arc<Shared>,
     rank: WorkerRank,
@@ -156,7 +157,7 @@ pub(in crate::runtime) async fn send_grants(
 }
 
 fn with_remote(shared: &Shared, rank: WorkerRank, change: impl FnOnce(&mut RemoteRank)) {
-    // None while a process asks for a place that the engine does not have.
+    // There is none if a process asks for a rank that the engine does not have.
     if let Some(remote) = shared.state.lock().ranks.remote_at(rank) {
         change(remote);
     }

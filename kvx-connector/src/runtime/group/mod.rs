@@ -1,10 +1,10 @@
-//! Ranks in processes of their own: they join the engine over a Unix socket, or over TCP from other
-//! hosts.
+//! Ranks in processes of their own, which join the engine over a Unix socket, or over TCP from
+//! other hosts.
 //!
-//! The engine's process keeps the scheduler's half, the side channel and the generations of all
-//! blocks, which it shares with ranks of its host and sends to the others; a rank's process has the
-//! worker's half, its agent and its memory. Steps go down, outputs come up, and the rest of the
-//! runtime sees them as a [`RemoteRank`].
+//! The engine's process has the scheduler, the side channel and the generations of all blocks,
+//! which it shares with ranks of its host and sends to the others. A rank's process has the worker,
+//! its agent and its memory. Steps go to the rank and outputs to the engine. The rest of the
+//! runtime sees a rank as a [`RemoteRank`].
 //!
 //! Layers, lowest to highest: `limits`, `process`, `stream`; `head`, `gathering`, `remote_rank`,
 //! which the state holds; `registration`, `members`, `serving`, `open` in the engine's process;

@@ -1,4 +1,4 @@
-//! An engine's end of a group: it lets ranks join from processes of their own.
+//! An engine's end of a group: it accepts ranks from processes of their own.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -21,39 +21,47 @@ use super::serving::{RankListener, gather};
 use kvx_vllm::params::TransferMode;
 
 impl Connector {
-    /// Lets the workers that have not registered their caches here run in processes of their own,
-    /// each of which joins at this path, a Unix socket, by [`Rank::join`]. Peers hear of all of
-    /// them when the last has registered its caches: the completion is `Ok` then, and until then
-    /// nothing is published or loaded.
+    /// Lets the workers that have not registered their caches here run in processes of their own.
     ///
-    /// What the engine does stays as it is: [`step`](Self::step) and [`Rank::start_load_kv`] are
-    /// called here, for these ranks too. One that ends, or of which nothing is heard for 10 s, ends
-    /// the loads of the engine: each fails with
-    /// [`LoadFailure::Rank`](kvx_vllm::engine::LoadFailure::Rank), which names it, and no other
-    /// begins. So does one that is not there at the deadline, one that is started twice, and one
-    /// that the engine does not have.
+    /// Each of them joins at this path, a Unix socket, with [`Rank::join`]. The completion is `Ok`
+    /// when the last has registered its caches. Until then peers learn of none of them, and nothing
+    /// is published or loaded.
+    ///
+    /// The engine works as before: it calls [`step`](Self::step) and [`Rank::start_load_kv`] in
+    /// this process, for these ranks too. The engine loses a rank that ends, that is silent for 10
+    /// s, that has not joined by the deadline, or that is started twice. A process that joins as a
+    /// rank that does not exist makes the engine lose all ranks. All loads then fail with
+    /// [`LoadFailure::Rank`](kvx_vllm::engine::LoadFailure::Rank), which names the rank, and no
+    /// other load starts.
     ///
     /// # Errors
-    /// `Unsupported` for a MooncakeConnector; `Invalid` when all workers have their caches, or
-    /// ranks join already; `Exhausted` for a path that is in use; what the system says of it. Later
-    /// `TimedOut`, `PeerLost` and `Invalid`: a rank did not come, has gone, or was started twice.
+    /// At once:
+    /// - `Unsupported`: the connector is a MooncakeConnector.
+    /// - `Invalid`: all workers have registered their caches here, or ranks join already.
+    /// - `Exhausted`: the path is in use.
+    /// - `Closed`: the connector was shut down.
+    /// - Errors of the operating system for the socket.
+    ///
+    /// Later `TimedOut`, `PeerLost` and `Invalid`: a rank did not join in time, has gone, or was
+    /// started twice.
     pub fn group(&self, path: impl AsRef<Path>, deadline: impl Into<Deadline>) -> Completion<()> {
         open(self.shared(), JoinAddress::Path(path.as_ref().to_owned()), deadline.into())
     }
 
-    /// As [`group`](Self::group), for ranks on other hosts too: each joins by
-    /// [`Rank::join_over_tcp`]. Both ends prove to each other that they have the fleet's secret
-    /// (`KVX_SECRET_FILE`), and seal what they say. At `0.0.0.0` ranks come in by any address of
+    /// Lets ranks join over TCP, also from other hosts, as [`group`](Self::group) does for ranks of
     /// this host.
     ///
-    /// Two things are other than with ranks of one host. Blocks whose lease is taken back
-    /// ([`Lease`](crate::runtime::Lease) dropped) are the engine's when
-    /// [`outcomes`](Self::outcomes) says `Free`, after a word to each of these ranks and back. And
-    /// nobody can prove that a rank has died unless it has said so: what it kept or filled is
-    /// `Lost`.
+    /// Each rank joins with [`Rank::join_over_tcp`]. Both ends prove to each other that they have
+    /// the fleet's secret (`KVX_SECRET_FILE`), and encrypt their messages. With `0.0.0.0` ranks can
+    /// join at any address of this host.
+    ///
+    /// Two things differ from ranks of one host. Dropping a [`Lease`](crate::runtime::Lease) does
+    /// not free its blocks at once: the engine may reuse them when [`outcomes`](Self::outcomes)
+    /// returns `Free`, after a round trip to each of these ranks. And only a rank's own report
+    /// proves that it has ended: without it, the blocks that it kept or filled are `Lost`.
     ///
     /// # Errors
-    /// As [`group`](Self::group); `Invalid` without a secret, and for port 0.
+    /// Those of [`group`](Self::group), and `Invalid` without a secret and for port 0.
     pub fn group_over_tcp(
         &self,
         address: SocketAddr,
@@ -64,17 +72,17 @@ impl Connector {
 }
 
 impl Rank {
-    /// Returns whether ranks of an engine with this configuration may be in processes of their own
+    /// Checks that ranks of an engine with this configuration may run in processes of their own
     /// ([`Connector::group`]).
     ///
     /// # Errors
-    /// `Unsupported`: all of them have to be in the engine's process.
+    /// `Unsupported`: all ranks have to run in the engine's process.
     pub fn may_join(config: &KvTransferConfig) -> Result<()> {
         match config.connector() {
             Some(kvx_vllm::config::ConnectorKind::Mooncake) => Err(Error::new(
                 ErrorKind::Unsupported,
-                "ranks in processes of their own are for NixlConnector and NixlPushConnector: with a MooncakeConnector \
-                 register all of them here",
+                "only NixlConnector and NixlPushConnector support ranks in processes of their own: with a MooncakeConnector \
+                 register all ranks in the engine's process",
             )),
             _ => Ok(()),
         }
@@ -111,10 +119,10 @@ fn may_gather(shared: &Shared) -> Result<()> {
     check_state(&shared.state.lock())
 }
 
-/// All workers without caches are to join. Errors: meanwhile nobody may any more; the gathering
-/// comes back.
+/// Turns all workers without caches into ranks that join. Errors: the state no longer allows it.
+/// The gathering is returned.
 fn expect_ranks(shared: &Shared, gathering: Gathering) -> Result<(), (Gathering, Error)> {
-    // A registration that is under way is waited for.
+    // Waits for a registration in progress.
     let _listening = shared.listening.lock();
     let mut state = shared.state.lock();
     if let Err(error) = check_state(&state) {
@@ -122,7 +130,7 @@ fn expect_ranks(shared: &Shared, gathering: Gathering) -> Result<(), (Gathering,
     }
     state.gathering = Some(gathering);
     if state.ranks.iter().all(|(_, held)| held.registered.is_none()) {
-        // Caches that were given back say nothing of those that come.
+        // Caches that were given back do not limit those that follow.
         (state.publication.pool, state.publication.published) = (None, None);
     }
     let pushes = shared.setup.settings.mode == TransferMode::Push;
@@ -141,7 +149,9 @@ fn check_state(state: &State) -> Result<()> {
         return refused("ranks join this connector already: call Connector::group once");
     }
     if state.ranks.iter().all(|(_, held)| held.registered.is_some()) {
-        return refused("all workers have registered their caches here: none is left to join");
+        return refused(
+            "all workers have registered their caches here, so no rank is left to join",
+        );
     }
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! The caches of ranks in processes of their own, in the engine's process: what is registered, and
-//! given back.
+//! The caches of ranks in processes of their own, as the engine's process sees them: registrations
+//! and returns.
 
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -13,21 +13,21 @@ use kvx_vllm::engine::{BlockReference, PoolBlocks, WorkerRank};
 use kvx_vllm::group::{OwnWords, ToRank};
 use kvx_vllm::wire::NixlAgentMetadata;
 
-/// Gives a rank the words that it registers beside its caches: a file that is shared with it, or
-/// what they are at first. The first rank with caches says of how many blocks.
+/// Gives a rank the generation counters that it registers with its caches: a shared file, or their
+/// first values. The first rank with caches determines the number of blocks.
 pub(super) fn give_generations(
     shared: &Shared,
     rank: WorkerRank,
     blocks: PoolBlocks,
 ) -> Result<()> {
-    // Ranks register one after the other: the first one makes what they share.
+    // Ranks register one after the other. The first one creates what they share.
     let _listening = shared.listening.lock();
     let (first, distant) = {
         let state = shared.state.lock();
         let remote = state.ranks.get(rank).and_then(|held| held.worker.remote());
         (!state.others_have_caches(rank), remote.is_some_and(RemoteRank::is_distant))
     };
-    // Made before the lock is held: they may be large.
+    // Allocated before the lock is taken, because they may be large.
     let fresh = first.then(|| GenerationState::new(blocks.most(), shared.digests())).transpose()?;
     let most = blocks.most();
     let copied = (!distant).then(|| CopiedWords::new(most)).transpose()?;
@@ -56,18 +56,18 @@ pub(super) fn give_generations(
             published.share(rank, copy);
             (None, Some(file))
         }
-        // What was published before is stale: none of it lies in these caches.
+        // Blocks that were published before are stale, because none of them lies in these caches.
         None => {
             let BlockReference { pool, stamp } = published.reference();
             (Some(OwnWords { pool, stamp, blocks: most }), None)
         }
     };
-    // In the order in which blocks are raised, which happens under this lock.
+    // Sent under the lock under which blocks are raised, so that the rank receives both in order.
     remote.send(ToRank::Words(own), file);
     Ok(())
 }
 
-/// A rank has registered its caches: with the last, peers hear of all.
+/// Takes the registration of a rank's caches. With the last one, peers learn of all ranks.
 pub(super) fn take_registration(
     shared: &Shared,
     rank: WorkerRank,
@@ -85,7 +85,7 @@ pub(super) fn take_registration(
     remote.registered(metadata, host_copies)?;
     let missing = state.ranks.missing().is_some();
     let Some(PeerSockets::Nixl(side)) = listening.as_ref().filter(|_| !missing) else {
-        return Ok(()); // others are still to register, or the connector is being shut down
+        return Ok(()); // other ranks have not registered yet, or the connector is shutting down
     };
     for (rank, remote) in state.ranks.remote() {
         if let Some(metadata) = remote.metadata() {
@@ -100,26 +100,27 @@ pub(super) fn take_registration(
     Ok(())
 }
 
-/// A rank gives its caches back: peers find it no more, and until it has registered others nothing
-/// is published or loaded. Its words stay until then, as peers may still read them. May block.
+/// Takes back the caches of a rank. Peers cannot find the rank any more, and nothing is published
+/// or loaded until it has registered others. Its counters stay until then, because peers may still
+/// read them. May block.
 pub(super) fn take_back(shared: &Shared, rank: WorkerRank) -> Result<()> {
     let listening = shared.listening.lock();
     shared.with_state(|state, now| {
         state.ranks.remote_at(rank).ok_or_else(out_of_turn)?.release_caches()?;
         state.publication.release_all(&mut state.ranks);
-        // What was published before goes to the ranks before they register others.
+        // Orders for published blocks go to the ranks before they register other caches.
         state.pass_on_ready(now, None);
         Ok::<_, Error>(())
     })?;
     if let Some(PeerSockets::Nixl(side)) = &*listening {
         side.withdraw(rank);
     }
-    tracing::info!(pp = rank.pp, tp = rank.tp, "a rank gives its caches back");
+    tracing::info!(pp = rank.pp, tp = rank.tp, "a rank has given its caches back");
     Ok(())
 }
 
-/// All ranks are there, or one will never be: whoever waits for that is to hear it, without the
-/// lock.
+/// Settles the gathering, because all ranks have joined or one never will. The caller notifies the
+/// waiting task after it has released the lock.
 pub(super) fn settle_gathering(state: &mut State, result: Result<()>) -> GatheringEnd {
     match &mut state.gathering {
         Some(gathering) => gathering.settle(result),

@@ -22,73 +22,73 @@ use kvx_vllm::engine::{
 use kvx_vllm::group::{MAX_ASKED, MAX_RAISED, ToRank};
 use kvx_vllm::wire::NixlAgentMetadata;
 
-/// A rank that has not read so many messages is lost. What they hold is shared with the scheduler's
-/// half.
+/// The number of messages that a rank may leave unread before it is lost. Their contents are shared
+/// with the scheduler.
 const BACKLOG: usize = 1 << 16;
 
-/// A message to a rank, and the file beside it.
+/// A message to a rank, with an optional file.
 pub(in crate::runtime) type RankMessage = (ToRank, Option<OwnedFd>);
 
-/// Hears when a rank has done what it was asked for, or why it does not.
+/// Receives the result of something that a rank was asked for.
 pub(in crate::runtime) type Task = Arc<Slot<Result<(), String>>>;
 
-/// A process that wants to be a rank.
+/// A process that asks to become a rank.
 pub(in crate::runtime) struct RankProcess {
-    /// In words.
+    /// A description of the process.
     pub(in crate::runtime) process: Arc<str>,
-    /// Its pidfd, if it is of this host.
+    /// The process's pidfd, if it runs on this host.
     pub(in crate::runtime) life: Option<Arc<ProcessHandle>>,
-    /// It may be on another host, and shares no memory with the engine.
+    /// Whether it may be on another host, and shares no memory with the engine.
     pub(in crate::runtime) distant: bool,
 }
 
-/// Where a rank is.
+/// The stage of a rank's life.
 enum RankStage {
-    /// Its process has not come yet.
+    /// Its process has not joined yet.
     Awaited,
-    /// It has, and has not registered its caches.
+    /// It has joined, and has not registered its caches.
     Joined { process: Arc<str> },
-    /// Its caches are registered.
+    /// It has registered its caches.
     Registered { process: Arc<str>, metadata: Box<NixlAgentMetadata>, host_copies: bool },
-    /// It has given them back, and has not registered others.
+    /// It has given its caches back, and has not registered others.
     GaveBack { process: Arc<str> },
-    /// It is gone, and does not come back. `proven`: its process touches no memory any more.
+    /// It is gone for good. `proven`: its process touches no memory any more.
     Lost { why: Arc<str>, proven: bool },
 }
 
 /// A rank in a process of its own.
 ///
-/// It remembers what the rank has been given, and so has a report of everything, whatever becomes
-/// of the rank: what was open when it was lost has failed.
+/// It remembers the orders of the rank, and so reports on all of them, whatever happens to the
+/// rank. Orders that were open when the rank was lost have failed.
 pub(in crate::runtime) struct RemoteRank {
     rank: WorkerRank,
-    /// Its prefill writes: it reads its own blocks itself.
+    /// Whether its prefill writes, and so reads its own blocks itself.
     pushes: bool,
     stage: RankStage,
-    /// It is on another host, and raises its words itself: so often it was asked to, and has said
-    /// that it has.
+    /// Whether it is on another host and raises its own counters. `raising` and `raised` count the
+    /// raises that it was asked for and has confirmed.
     distant: bool,
-    /// The pidfd of its process, if that is of this host.
+    /// The pidfd of its process, if that runs on this host.
     life: Option<Arc<ProcessHandle>>,
     raising: u64,
     raised: u64,
-    /// It was given words for the caches that it has, or is about to register.
+    /// Whether it was given counters for the caches that it has, or is about to register.
     has_words: bool,
     to: Option<Sender<RankMessage>>,
     loads: BTreeMap<RequestId, BlockLists>,
     sends: BTreeSet<RequestId>,
     output: WorkerOutput,
-    /// Digests that it writes and blocks that it copies, by the numbers that it was asked by.
+    /// Tasks for digests and host copies, by the number of the request for them.
     tasks: BTreeMap<u64, Task>,
     last_task: u64,
-    /// What it grants, by request, to whoever has asked.
+    /// Receivers of its grants, by request.
     granting: BTreeMap<RequestId, oneshot::Sender<Result<Vec<Vec<u8>>>>>,
-    /// Whoever waits for its end.
+    /// The receiver of its end.
     ending: Option<Arc<Slot<Result<()>>>>,
 }
 
 impl RemoteRank {
-    /// One that has not come yet.
+    /// Creates a rank that has not joined yet.
     pub(in crate::runtime) fn new(rank: WorkerRank, pushes: bool) -> Self {
         RemoteRank {
             rank,
@@ -110,9 +110,9 @@ impl RemoteRank {
         }
     }
 
-    /// A process takes the place. Gives what is sent to it.
+    /// Assigns the rank to a process. Returns the messages for the process.
     ///
-    /// Errors: the place is taken, or was.
+    /// Errors: `Invalid` if the rank is taken, `Closed` if it was lost.
     pub(in crate::runtime) fn join(
         &mut self,
         RankProcess { process, life, distant }: &RankProcess,
@@ -142,12 +142,12 @@ impl RemoteRank {
         Ok(down)
     }
 
-    /// Returns whether its process has ended, though it is not known to be lost.
+    /// Returns whether its process has ended, although the rank does not count as lost yet.
     pub(in crate::runtime) fn has_ended(&self) -> bool {
         self.life.as_deref().is_some_and(|life| life.has_ended(Duration::ZERO))
     }
 
-    /// It has registered its caches.
+    /// Takes the registration of its caches.
     pub(in crate::runtime) fn registered(
         &mut self,
         registered: NixlAgentMetadata,
@@ -166,14 +166,15 @@ impl RemoteRank {
             RankStage::Awaited | RankStage::Registered { .. } => Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "{} has registered its caches already: it gives them back first",
+                    "{} has registered its caches already: it has to give them back first",
                     rank_name(self.rank)
                 ),
             )),
         }
     }
 
-    /// It is given words, for caches that it registers next. Errors: it has some.
+    /// Notes that it gets counters for caches that it registers next. Errors: it has registered
+    /// caches.
     pub(in crate::runtime) fn expect_caches(&mut self) -> Result<()> {
         match &self.stage {
             RankStage::Registered { .. } => return Err(out_of_turn()),
@@ -186,13 +187,12 @@ impl RemoteRank {
         Ok(())
     }
 
-    /// Returns whether it is on another host: then it makes its words itself.
+    /// Returns whether it is on another host, and so has its own counters.
     pub(in crate::runtime) fn is_distant(&self) -> bool {
         self.distant
     }
 
-    /// Has it raise the words of blocks, if those are its own. One that was lost never says that it
-    /// has.
+    /// Asks it to raise the counters of blocks, if it has its own. A lost rank never confirms it.
     pub(in crate::runtime) fn raise(&mut self, StaleBlocks { blocks, stamp }: &StaleBlocks) {
         if !self.distant {
             return;
@@ -204,19 +204,19 @@ impl RemoteRank {
         }
     }
 
-    /// Its words are raised, as it was asked for by this number.
+    /// Notes that it has raised its counters up to this number.
     pub(in crate::runtime) fn has_raised(&mut self, number: u64) {
         self.raised = self.raised.max(number.min(self.raising));
     }
 
-    /// The number of what it was asked to raise last, if it has not said that it has.
+    /// Returns the number of the last raise, if it has not confirmed that.
     pub(in crate::runtime) fn last_unraised(&self) -> Option<u64> {
         (self.raised < self.raising && !matches!(self.stage, RankStage::Lost { proven: true, .. }))
             .then_some(self.raising)
     }
 
-    /// Returns whether peers may still read what it was asked to raise by this number. `None`:
-    /// nobody will ever know.
+    /// Returns whether it has carried out the raise of this number. `None`: that will never be
+    /// known.
     pub(in crate::runtime) fn is_raised(&self, number: u64) -> Option<bool> {
         match &self.stage {
             _ if self.raised >= number => Some(true),
@@ -225,13 +225,13 @@ impl RemoteRank {
         }
     }
 
-    /// Returns whether it has caches, or is about to register some: their words are those of the
-    /// engine's other ranks.
+    /// Returns whether it has caches or is about to register some. All ranks share the same
+    /// generations.
     pub(in crate::runtime) fn has_words(&self) -> bool {
         self.has_words
     }
 
-    /// It gives its caches back. Errors: it has none.
+    /// Notes that it gives its caches back. Errors: it has none.
     pub(in crate::runtime) fn release_caches(&mut self) -> Result<()> {
         match &self.stage {
             RankStage::Registered { process, .. } => {
@@ -246,12 +246,12 @@ impl RemoteRank {
         Ok(())
     }
 
-    /// Returns whether it is there, and has given its caches back.
+    /// Returns whether it has joined and given its caches back.
     pub(in crate::runtime) fn has_given_back(&self) -> bool {
         matches!(self.stage, RankStage::GaveBack { .. })
     }
 
-    /// What peers are told of it.
+    /// Returns the metadata for peers.
     pub(in crate::runtime) fn metadata(&self) -> Option<&NixlAgentMetadata> {
         match &self.stage {
             RankStage::Registered { metadata, .. } => Some(metadata),
@@ -259,12 +259,12 @@ impl RemoteRank {
         }
     }
 
-    /// Returns whether peers are told of copies on the host.
+    /// Returns whether peers see copies on the host.
     pub(in crate::runtime) fn has_host_copies(&self) -> bool {
         matches!(self.stage, RankStage::Registered { host_copies: true, .. })
     }
 
-    /// Why nothing can be loaded or published now, if so.
+    /// Returns why nothing can be loaded or published now, if so.
     pub(in crate::runtime) fn missing(&self) -> Option<String> {
         match &self.stage {
             RankStage::Awaited => Some(format!("{} has not joined", rank_name(self.rank))),
@@ -285,7 +285,7 @@ impl RemoteRank {
 
     /// Takes the message of a step.
     pub(in crate::runtime) fn start_load_kv(&mut self, meta: ConnectorMeta) {
-        // In push the rank says when its writes have let go of them.
+        // In push the rank reports when its writes have ended.
         for request in meta.withdrawn.iter().filter(|_| !self.pushes) {
             self.sends.remove(request);
         }
@@ -293,9 +293,9 @@ impl RemoteRank {
         let awaited = meta.receive.iter().filter(|order| order.awaited);
         self.loads.extend(awaited.map(|order| (order.request.clone(), order.local.clone())));
         match self.stage {
-            // Nothing that is reported is ordered before all have come.
+            // No order that needs a report is given before all ranks have joined.
             RankStage::Awaited | RankStage::Joined { .. } => {}
-            // Loads that were ordered before caches were given back fail there, as all others.
+            // Loads that were ordered before caches were given back fail in the rank.
             RankStage::Registered { .. } | RankStage::GaveBack { .. } => {
                 self.send(ToRank::Step(meta), None)
             }
@@ -303,15 +303,15 @@ impl RemoteRank {
         }
     }
 
-    /// Sends it a message. One that does not read is lost; who reads from it hears when it has
-    /// gone.
+    /// Sends a message. A rank that does not read its messages is lost. One that has gone is
+    /// noticed by the reading task.
     pub(in crate::runtime) fn send(&mut self, message: ToRank, file: Option<OwnedFd>) {
         let full = self
             .to
             .as_ref()
             .is_some_and(|to| matches!(to.try_send((message, file)), Err(TrySendError::Full(_))));
         if full {
-            self.lose(&format!("it has not read {BACKLOG} messages"), false);
+            self.lose(&format!("it left {BACKLOG} messages unread"), false);
         }
     }
 
@@ -320,7 +320,7 @@ impl RemoteRank {
         std::mem::take(&mut self.output)
     }
 
-    /// What the rank has to tell of what it was given: more is nobody's.
+    /// Adds a report of the rank, and ignores what it reports about other requests than its own.
     pub(in crate::runtime) fn take_report(&mut self, mut output: WorkerOutput) {
         let (loads, sends) = (&mut self.loads, &mut self.sends);
         output.failed_recving.retain(|failed| loads.contains_key(&failed.request));
@@ -343,13 +343,14 @@ impl RemoteRank {
         said.stats.aggregate(output.stats);
     }
 
-    /// Has it write the digests of blocks that are about to be published. What is given hears when
-    /// it has, or is lost.
+    /// Asks it for the digests of blocks that are about to be published. The tasks end when it has
+    /// written them or is lost.
     pub(in crate::runtime) fn digest(&mut self, fresh: &[Fresh]) -> Vec<Task> {
         self.ask_for(fresh, |number, fresh| ToRank::Digest { number, fresh })
     }
 
-    /// Has it copy blocks of a request to the host. What is given hears when it has, or is lost.
+    /// Asks it to copy blocks of a request to the host. The tasks end when it has done so or is
+    /// lost.
     pub(in crate::runtime) fn save(
         &mut self,
         of: u64,
@@ -363,7 +364,7 @@ impl RemoteRank {
         self.ask_for(blocks, |number, blocks| ToRank::Save { number, of, early, blocks })
     }
 
-    /// Asks for something to be done with blocks, not too many at once.
+    /// Asks for work on blocks, in messages of limited size.
     fn ask_for<T: Clone>(
         &mut self,
         blocks: &[T],
@@ -372,7 +373,7 @@ impl RemoteRank {
         let mut asked = Vec::new();
         for blocks in blocks.chunks(MAX_ASKED) {
             if self.missing().is_some() {
-                break; // nobody loads from it
+                break; // peers cannot load from it
             }
             self.last_task += 1;
             let (number, done) = (self.last_task, Slot::new());
@@ -383,7 +384,7 @@ impl RemoteRank {
         asked
     }
 
-    /// Asks what peers may write into for a request. The answer fails when it is lost.
+    /// Asks for its grants for a request. The answer fails if it is lost.
     pub(in crate::runtime) fn grant(
         &mut self,
         request: &RequestId,
@@ -396,7 +397,7 @@ impl RemoteRank {
         answer
     }
 
-    /// It has answered that.
+    /// Delivers its grants.
     pub(in crate::runtime) fn granted(
         &mut self,
         request: &RequestId,
@@ -407,14 +408,14 @@ impl RemoteRank {
         }
     }
 
-    /// It has done what it was asked for by that number, or has failed.
+    /// Ends a task, which it has carried out or which has failed.
     pub(in crate::runtime) fn has_done(&mut self, number: u64, failed: Option<String>) {
         if let Some(done) = self.tasks.remove(&number) {
             done.set(failed.map_or(Ok(()), Err));
         }
     }
 
-    /// It is gone. `proven`: its process touches no memory any more. The first reason counts.
+    /// Notes its loss. `proven`: its process touches no memory any more. The first reason counts.
     pub(in crate::runtime) fn lose(&mut self, why: &str, mut proven: bool) {
         let process = match &self.stage {
             RankStage::Lost { .. } => return,
@@ -433,7 +434,7 @@ impl RemoteRank {
         match self.ending {
             Some(_) => tracing::info!(%why, proven, "a rank has ended"),
             None => {
-                tracing::warn!(%why, proven, "a rank is lost; the engine loads nothing any more")
+                tracing::warn!(%why, proven, "a rank is lost, so the engine can load nothing any more")
             }
         }
         for done in std::mem::take(&mut self.tasks).into_values() {
@@ -465,8 +466,9 @@ impl RemoteRank {
                 invalid,
             });
         }
-        // What peers read has the engine's words: who still reads one finds that it is another's.
-        // What it writes itself goes on if it does, and words of its own are as they were.
+        // The engine raises the counters that peers of this rank read, so a late reader notices
+        // that a block was reused. That does not hold for the rank's own writes, nor for counters
+        // of its own.
         let sends = std::mem::take(&mut self.sends);
         if (self.pushes || self.distant) && !proven {
             said.lost.extend(sends.iter().map(|request| (request.clone(), Kept::Request)));
@@ -474,7 +476,7 @@ impl RemoteRank {
         said.finished_sending.extend(sends);
     }
 
-    /// Asks it to end. What is given hears of it.
+    /// Asks it to end. The slot receives the result.
     pub(in crate::runtime) fn shutdown(&mut self, deadline: Deadline) -> Arc<Slot<Result<()>>> {
         let ending = Slot::new();
         match self.stage {
@@ -489,43 +491,41 @@ impl RemoteRank {
         ending
     }
 
-    /// What is known of the memory of one that is not there.
+    /// Returns what is known about the memory of a rank that has gone.
     fn memory_state(&self) -> Result<()> {
         match &self.stage {
             RankStage::Lost { why, proven: false } => Err(Error::new(
                 ErrorKind::StillShared,
-                format!(
-                    "nobody knows whether a rank that was lost still touches its memory: {why}"
-                ),
+                format!("a rank that was lost may still touch its memory: {why}"),
             )),
             _ => Ok(()),
         }
     }
 }
 
-/// What a rank says when it does not come next.
+/// Returns the error of a message that must not come at this point.
 pub(in crate::runtime) fn out_of_turn() -> Error {
-    Error::new(ErrorKind::Malformed, "a message out of turn")
+    Error::new(ErrorKind::Malformed, "the rank sent a message out of turn")
 }
 
-/// A rank in words.
+/// Returns the name of a rank for messages.
 pub(in crate::runtime) fn rank_name(rank: WorkerRank) -> String {
     format!("rank pp {} tp {}", rank.pp, rank.tp)
 }
 
-/// What another process of the same engine refuses.
+/// Returns the error for a refusal by another process of the same engine.
 pub(in crate::runtime) fn refused(why: String) -> Error {
     Error::new(ErrorKind::Invalid, why)
 }
 
-/// Waits until ranks have written digests. One that is lost meanwhile is not waited for. Blocks
-/// without a digest are loaded by nobody.
+/// Waits until ranks have written digests. Does not wait for a rank that is lost meanwhile. Peers
+/// cannot load blocks without a digest.
 pub(in crate::runtime) fn await_digests(tasks: Vec<Task>) {
     let deadline = Deadline::from(SILENT);
     for done in tasks {
         if done.wait(deadline).is_none() {
             tracing::warn!(
-                "a rank has not written the digests of published blocks within {SILENT:?}: their loads fail"
+                "a rank did not write the digests of published blocks within {SILENT:?}, so loads of them will fail"
             );
         }
     }

@@ -1,4 +1,4 @@
-//! The socket that ranks join at: who comes, and what goes to and fro.
+//! The socket at which ranks join, and the connections to them.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -33,28 +33,28 @@ use super::stream::{
 use kvx_vllm::engine::WorkerRank;
 use kvx_vllm::group::{ToHead, ToRank};
 
-/// Processes that have connected and not said yet who they are; others wait.
+/// The number of processes that may be connected without having named their rank. Others wait.
 const UNKNOWN: usize = 64;
-/// The same of one address; more hear nothing.
+/// The number of those from one address. More are dropped.
 const OF_ONE_ADDRESS: usize = 48;
-/// A socket that cannot be accepted is tried again after this.
+/// The delay before another attempt to accept a connection.
 const AGAIN: Duration = Duration::from_millis(10);
 
-/// Where ranks join.
+/// The listening socket for ranks.
 pub(super) enum RankListener {
     Unix(UnixListener),
-    /// Who comes proves to have the secret.
+    /// A socket whose peers have to prove the secret.
     Tcp(TcpListener, Secret),
 }
 
-/// Who has connected, and said nothing yet.
+/// A connection whose peer is still unknown.
 enum UnknownProcess {
     Unix(UnixStream),
     Tcp(TcpStream, SocketAddr, Secret),
 }
 
 impl RankListener {
-    /// Begins to listen. Within a runtime.
+    /// Starts to listen. Needs a runtime.
     pub(super) fn open(at: &JoinAddress, secret: Option<&Secret>) -> Result<Self> {
         match at {
             JoinAddress::Path(path) => {
@@ -66,7 +66,7 @@ impl RankListener {
             JoinAddress::Tcp(address) => {
                 let secret = secret.ok_or_else(no_secret)?;
                 if address.port() == 0 {
-                    let why = "ranks are told the port that they join at: name one";
+                    let why = "ranks have to know the port: name one other than 0";
                     return Err(Error::new(ErrorKind::Invalid, why));
                 }
                 let failed = |error| Error::os(format!("ranks cannot join at {address}"), error);
@@ -91,15 +91,15 @@ impl RankListener {
     }
 }
 
-/// How many of each address have connected and not said yet who they are.
+/// The number of connections from each address whose peer is still unknown.
 #[derive(Clone, Default)]
 struct UnprovenCounts(Arc<Mutex<BTreeMap<IpAddr, usize>>>);
 
-/// One of them, until it is dropped.
+/// One of those connections, counted until it is dropped.
 struct UnprovenConnection(UnprovenCounts, IpAddr);
 
 impl UnprovenCounts {
-    /// `None`: there are [`OF_ONE_ADDRESS`] already.
+    /// Counts a connection. Returns `None` if there are [`OF_ONE_ADDRESS`] already.
     fn one_more(&self, of: IpAddr) -> Option<UnprovenConnection> {
         let mut counts = self.0.lock();
         let count = counts.entry(of).or_default();
@@ -122,7 +122,7 @@ impl Drop for UnprovenConnection {
     }
 }
 
-/// Listens at a path. A socket that nobody listens at any more is replaced.
+/// Listens at a path. Replaces a socket at which no process listens any more.
 fn open(path: &Path) -> Result<StdUnixListener> {
     let failed = |error| Error::os(format!("ranks cannot join at {}", path.display()), error);
     let listener = match StdUnixListener::bind(path) {
@@ -131,7 +131,7 @@ fn open(path: &Path) -> Result<StdUnixListener> {
                 return Err(Error::new(
                     ErrorKind::Exhausted,
                     format!(
-                        "{} is there, and no socket that an engine has left behind: name a path of its own",
+                        "{} exists and is in use, or is not a socket: choose another path",
                         path.display()
                     ),
                 ));
@@ -146,7 +146,7 @@ fn open(path: &Path) -> Result<StdUnixListener> {
     Ok(listener)
 }
 
-/// Returns whether there is a socket at a path, and nobody listens at it.
+/// Returns whether a path is a socket at which no process listens.
 fn is_left_behind(path: &Path) -> io::Result<bool> {
     if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
         return Ok(false);
@@ -156,7 +156,7 @@ fn is_left_behind(path: &Path) -> io::Result<bool> {
     Ok(connect(&socket, &SocketAddrUnix::new(path)?) == Err(Errno::CONNREFUSED))
 }
 
-/// Lets ranks in until the connector ends.
+/// Accepts ranks until the connector ends.
 pub(super) async fn gather(shared: Arc<Shared>, listener: RankListener) {
     let (unknown, unproven) = (Arc::new(Semaphore::new(UNKNOWN)), UnprovenCounts::default());
     let warned = Arc::new(RefusalLog::default());
@@ -169,7 +169,7 @@ pub(super) async fn gather(shared: Arc<Shared>, listener: RankListener) {
             UnknownProcess::Unix(_) => None,
             UnknownProcess::Tcp(_, from, _) => match unproven.one_more(from.ip()) {
                 Some(counted) => Some(counted),
-                None => continue, // it hears nothing
+                None => continue, // drops the connection
             },
         };
         let permit = Arc::clone(&unknown).acquire_owned().await.expect("nobody closes it");
@@ -195,18 +195,18 @@ pub(super) async fn gather(shared: Arc<Shared>, listener: RankListener) {
 
 fn log_refusal(log: &RefusalLog, error: &Error) {
     if let Some(unsaid) = log.count() {
-        tracing::warn!(%error, unsaid, "a process that would join was refused");
+        tracing::warn!(%error, unsaid, "a process that tried to join was refused");
     }
 }
 
-/// A process that may join: of this user, or one that has the secret.
+/// A process that may join: one of this user, or one that has proved the secret.
 struct AdmittedProcess {
     outgoing: MessageWriter,
     incoming: MessageReader,
     newcomer: RankProcess,
 }
 
-/// Finds out whether a process may join. Errors: it may not.
+/// Checks whether a process may join. Errors: it may not.
 async fn prove(process: UnknownProcess) -> Result<AdmittedProcess> {
     match process {
         UnknownProcess::Unix(socket) => {
@@ -228,7 +228,7 @@ async fn prove(process: UnknownProcess) -> Result<AdmittedProcess> {
             let late = || {
                 Error::new(
                     ErrorKind::TimedOut,
-                    format!("it has proven nothing within {IMPATIENCE:?}"),
+                    format!("it did not authenticate within {IMPATIENCE:?}"),
                 )
             };
             let (outgoing, incoming) = proven
@@ -244,7 +244,7 @@ async fn prove(process: UnknownProcess) -> Result<AdmittedProcess> {
     }
 }
 
-/// Hears who it is, and gives it its place.
+/// Asks a process for its rank, and assigns it.
 async fn welcome(
     shared: &Arc<Shared>,
     admitted: &mut AdmittedProcess,
@@ -255,21 +255,18 @@ async fn welcome(
     let hello = hello.map_err(|_| {
         Error::new(
             ErrorKind::TimedOut,
-            format!("{process} has not said within {PATIENCE:?} which rank it is"),
+            format!("{process} did not name its rank within {PATIENCE:?}"),
         )
     })??;
     let hello = hello.map(|bytes| ToHead::decode(&bytes)).transpose()?;
     let Some(ToHead::Hello { version, rank }) = hello else {
-        return Err(Error::new(
-            ErrorKind::Malformed,
-            format!("{process} has not said which rank it is"),
-        ));
+        return Err(Error::new(ErrorKind::Malformed, format!("{process} did not name its rank")));
     };
     if version != env!("CARGO_PKG_VERSION") {
         return Err(Error::new(
             ErrorKind::Incompatible,
             format!(
-                "{} is of kvx {version}, its engine of kvx {}: run both with the same",
+                "{} runs kvx {version}, its engine kvx {}: run both with the same version",
                 rank_name(rank),
                 env!("CARGO_PKG_VERSION")
             ),
@@ -280,8 +277,11 @@ async fn welcome(
     match timeout(PATIENCE, outgoing.send(&setup, None)).await {
         Ok(Ok(())) => Ok((rank, down)),
         _ => {
-            members::lose(shared, rank, "it has not read what the engine was built with", false);
-            Err(Error::new(ErrorKind::PeerLost, format!("{} went as it joined", rank_name(rank))))
+            members::lose(shared, rank, "it has not read the engine's setup", false);
+            Err(Error::new(
+                ErrorKind::PeerLost,
+                format!("{} left while it joined", rank_name(rank)),
+            ))
         }
     }
 }
@@ -293,7 +293,7 @@ async fn refuse(outgoing: &mut MessageWriter, why: &str) {
     outgoing.end();
 }
 
-/// Speaks with a rank until one of the two ends.
+/// Handles a rank's connection until one of the two ends.
 async fn serve(
     shared: &Arc<Shared>,
     admitted: AdmittedProcess,
@@ -306,10 +306,10 @@ async fn serve(
     let writing = tokio::spawn(pass_down(Arc::clone(shared), rank, outgoing, down));
     let (why, proven) = loop {
         let message = match timeout(SILENT, incoming.next()).await {
-            // A child of it may hold the socket open.
+            // A child process may keep the socket open.
             Err(_) => {
                 break (
-                    format!("nothing was heard of it for {SILENT:?}"),
+                    format!("it was silent for {SILENT:?}"),
                     has_ended(life, Duration::ZERO).await,
                 );
             }
@@ -323,7 +323,10 @@ async fn serve(
         let heard = match message {
             Ok(ToHead::Ended(None)) => break ("it has left the engine".to_owned(), true),
             Ok(ToHead::Ended(Some(why))) => {
-                break (format!("it has left the engine, and its memory: {why}"), false);
+                break (
+                    format!("it has left the engine, and its memory may still be in use: {why}"),
+                    false,
+                );
             }
             Ok(message @ (ToHead::Pool(_) | ToHead::Registered { .. } | ToHead::GivesBack)) => {
                 let shared = Arc::clone(shared);
@@ -331,7 +334,9 @@ async fn serve(
                     members::take_message(&shared, rank, message)
                 })
                 .await;
-                heard.unwrap_or_else(|_| Err(Error::new(ErrorKind::Closed, "the engine ends")))
+                heard.unwrap_or_else(|_| {
+                    Err(Error::new(ErrorKind::Closed, "the engine is shutting down"))
+                })
             }
             Ok(message) => members::take_message(shared, rank, message),
             Err(error) => Err(error),
@@ -348,7 +353,7 @@ async fn serve(
     writing.await.ok();
 }
 
-/// Writes what goes to a rank, until nothing does any more.
+/// Writes the messages to a rank until there are no more.
 async fn pass_down(
     shared: Arc<Shared>,
     rank: WorkerRank,
@@ -364,13 +369,13 @@ async fn pass_down(
         };
         match sent {
             Ok(Ok(())) => {}
-            // Who reads from it hears what has become of it.
+            // The reading task finds out what has happened to the rank.
             Ok(Err(error)) if error.kind() == ErrorKind::PeerLost => break,
             Ok(Err(error)) => {
                 members::lose(&shared, rank, error.sentence(), false);
                 break;
             }
-            // What was cut short cannot be followed by anything else.
+            // No message can follow one that was cut short.
             Err(_) => {
                 members::lose(&shared, rank, &format!("it has read nothing for {SILENT:?}"), false);
                 break;
@@ -382,8 +387,8 @@ async fn pass_down(
     }
 }
 
-/// Returns whether a process has ended, or does so within this time: one that was killed closes its
-/// sockets first.
+/// Returns whether a process has ended, or does so within this time. A killed process closes its
+/// sockets before it has ended.
 async fn has_ended(life: Option<Arc<ProcessHandle>>, within: Duration) -> bool {
     let Some(life) = life else { return false };
     tokio::task::spawn_blocking(move || life.has_ended(within)).await.unwrap_or(false)

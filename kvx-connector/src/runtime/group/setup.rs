@@ -1,4 +1,4 @@
-//! The setup of a rank in a process of its own, from what its engine sends as JSON.
+//! The setup of a rank in a process of its own, read from the JSON that its engine sends.
 
 use std::net::IpAddr;
 
@@ -11,15 +11,15 @@ use super::super::setup::Setup;
 use kvx_vllm::engine::Address;
 use kvx_vllm::wire::CompatibilityFactors;
 
-/// Where a side channel listens, and TCP beside it.
+/// The variable for the host of the side channel and of TCP.
 const HOST: &str = "VLLM_NIXL_SIDE_CHANNEL_HOST";
 
 fn unreadable(what: &str) -> Error {
-    Error::new(ErrorKind::Malformed, format!("the engine's word of how it was built lacks {what}"))
+    Error::new(ErrorKind::Malformed, format!("the setup that the engine sent lacks {what}"))
 }
 
-/// The setup of a rank, and the secret of its own process. `own_address`: by which it reaches its
-/// engine, if that may be on another host.
+/// Reads the setup of a rank. Returns it with the secret of this process. `own_address` is the
+/// address by which this host reaches the engine, if the engine may be on another host.
 pub(super) fn from_welcome(
     welcome: &str,
     own_address: Option<IpAddr>,
@@ -38,8 +38,8 @@ pub(super) fn from_welcome(
     let host = host.ok_or_else(|| unreadable("address"))?;
     let gpu = field("gpu")?.as_bool().ok_or_else(|| unreadable("gpu"))?;
     let mut surroundings = Surroundings::of_process().gpu(gpu);
-    // TCP binds where the engine's process has it bind; on another host where this one's says, or
-    // is reached.
+    // On the engine's host, TCP binds the same address as in the engine's process. On another host
+    // it binds the one in this process's environment, or the one by which the engine is reached.
     match own_address {
         None => surroundings = surroundings.variable(HOST, host),
         Some(own) if std::env::var_os(HOST).is_none() => {
@@ -50,7 +50,7 @@ pub(super) fn from_welcome(
     let config = KvTransferConfig::from_json(&field("config")?.to_string(), &surroundings)?;
     let mut factors = CompatibilityFactors::from_config(&config, text("model")?);
     text("attn_backend_name")?.clone_into(&mut factors.attn_backend_name);
-    // All factors by name: they win over those that the fields say.
+    // The named factors override those that the fields set.
     factors.further = field("factors")?.as_object().ok_or_else(|| unreadable("factors"))?.clone();
     let groups = list("groups")?.iter().map(|group| match group {
         Value::Null => Ok(Group::Whole),

@@ -1,6 +1,6 @@
-//! Messages between an engine and a rank, each behind its length: over a Unix socket, where a file
-//! may come beside one, or sealed over TCP, when both ends have proven that they have the fleet's
-//! secret.
+//! Messages between an engine and a rank, each with its length before it. Over a Unix socket a
+//! message may carry a file. Over TCP messages are encrypted, after both ends have proved that they
+//! have the fleet's secret.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -23,17 +23,19 @@ use tokio::net::{TcpStream, UnixStream};
 use super::limits::SILENT;
 use kvx_vllm::group::MAX_MESSAGE;
 
-/// Bytes that are asked for at once.
+/// The number of bytes read at once.
 const CHUNK: usize = 16 << 10;
-/// Bytes of a length.
+/// The size of a length in bytes.
 const LENGTH: usize = 4;
-/// What both ends make their key with, out of the secret; and what they bind their handshake to.
+/// The label with which both ends derive their key from the secret, and to which they bind their
+/// handshake.
 const LABEL: &[u8] = b"kvx group 1: an engine and its ranks";
-/// A host that answers nothing is asked after this, so often, and is gone then: after [`SILENT`].
+/// Keepalive probes start after this time without an answer. With one probe a second the connection
+/// is lost after [`SILENT`].
 const UNANSWERED: Duration = Duration::from_secs(4);
 const QUESTIONS: u32 = 6;
 
-/// One end of a connection.
+/// A connection of either kind.
 #[derive(Debug)]
 pub(super) enum Socket {
     Unix(UnixStream),
@@ -65,18 +67,18 @@ impl Socket {
     }
 }
 
-/// A connection whose other end is a process of the same user: gives its number.
+/// Checks that the other end of a connection is a process of the same user. Returns its process id.
 pub(super) fn same_user(socket: &UnixStream) -> Result<i32> {
     let other = socket
         .peer_cred()
-        .map_err(|error| Error::os("a process at the socket has no name", error))?;
+        .map_err(|error| Error::os("the process at the socket cannot be identified", error))?;
     let own = rustix::process::geteuid().as_raw();
     if other.uid() != own {
         return Err(Error::new(
             ErrorKind::Authentication,
             format!(
                 "the process at the other end of the socket runs as user {}, this one as user {own}: an engine and its \
-                 ranks are of one user",
+                 ranks have to run as one user",
                 other.uid()
             ),
         ));
@@ -84,12 +86,12 @@ pub(super) fn same_user(socket: &UnixStream) -> Result<i32> {
     Ok(other.pid().unwrap_or(0))
 }
 
-/// Both ends of a connection within a host.
+/// Returns both ends of a connection within a host.
 pub(super) fn within_a_host(socket: UnixStream) -> (MessageWriter, MessageReader) {
     ends(Arc::new(Socket::Unix(socket)))
 }
 
-/// Both ends of a connection on which nothing is sealed yet.
+/// Returns both ends of a connection without encryption.
 fn ends(socket: Arc<Socket>) -> (MessageWriter, MessageReader) {
     let incoming = MessageReader {
         socket: Arc::clone(&socket),
@@ -101,10 +103,9 @@ fn ends(socket: Arc<Socket>) -> (MessageWriter, MessageReader) {
     (MessageWriter { socket, sealer: None }, incoming)
 }
 
-/// A rank's end of a connection to an engine on another host, when both have proven to have the
-/// secret.
+/// Authenticates a rank's connection to an engine on another host.
 ///
-/// Errors: `Authentication`, `PeerLost`, what the system says.
+/// Errors: `Authentication`; `PeerLost`; those of the operating system.
 pub(super) async fn prove_as_rank(
     socket: TcpStream,
     secret: &Secret,
@@ -116,14 +117,14 @@ pub(super) async fn prove_as_rank(
     outgoing.put_all(&first, None).await?;
     let answer = incoming.proof().await?;
     if answer.and_then(|answer| handshake.read(&answer)).is_none() {
-        let why = "whoever answers has not proven to have this fleet's secret: give the engine and its ranks the same \
+        let why = "the peer has not proved that it has this fleet's secret: give the engine and its ranks the same \
                    KVX_SECRET_FILE";
         return Err(Error::new(ErrorKind::Authentication, why));
     }
     Ok(sealed(outgoing, incoming, handshake.seals()))
 }
 
-/// The engine's end of the same. Who has not the secret hears nothing.
+/// Authenticates a rank's connection at the engine. A peer without the secret gets no answer.
 pub(super) async fn prove_as_engine(
     socket: TcpStream,
     secret: &Secret,
@@ -134,7 +135,7 @@ pub(super) async fn prove_as_engine(
     if first.and_then(|first| handshake.read(&first)).is_none() {
         return Err(Error::new(
             ErrorKind::Authentication,
-            "it has not proven to have this fleet's secret",
+            "it has not proved that it has this fleet's secret",
         ));
     }
     let mut answer = Vec::new();
@@ -143,17 +144,17 @@ pub(super) async fn prove_as_engine(
     Ok(sealed(outgoing, incoming, handshake.seals()))
 }
 
-/// Why no rank can be on another host.
+/// Returns the error of a process that needs a secret for ranks on other hosts, and has none.
 pub(super) fn no_secret() -> Error {
-    let why = "ranks on other hosts and their engine prove to each other that they have the fleet's secret, and this \
-               process has none: `kvx secret FILE` makes one, KVX_SECRET_FILE names it";
+    let why = "ranks on other hosts and their engine have to share a secret, and this process has none: create one with \
+               `kvx secret FILE`, and set KVX_SECRET_FILE";
     Error::new(ErrorKind::Invalid, why)
 }
 
 fn over_tcp(socket: TcpStream) -> Result<(MessageWriter, MessageReader)> {
     let set = || {
         sockopt::set_tcp_nodelay(&socket, true)?;
-        // A host that has gone without a word ends the connection.
+        // Ends the connection to a host that has gone silently.
         sockopt::set_socket_keepalive(&socket, true)?;
         sockopt::set_tcp_keepidle(&socket, UNANSWERED)?;
         sockopt::set_tcp_keepintvl(&socket, Duration::from_secs(1))?;
@@ -179,18 +180,18 @@ fn lost(error: io::Error) -> Error {
     Error::os("the connection is lost", error).with_kind(ErrorKind::PeerLost)
 }
 
-/// The reading end.
+/// The reading end of a connection.
 pub(super) struct MessageReader {
     socket: Arc<Socket>,
     opener: Option<Opener>,
-    /// What has come, and is not opened yet.
+    /// Received bytes that are not decrypted yet.
     sealed: Vec<u8>,
     bytes: Vec<u8>,
     files: VecDeque<OwnedFd>,
 }
 
 impl MessageReader {
-    /// The address by which this host reaches the other one, if that is another.
+    /// Returns the address by which this host reaches the other one. `None` for a Unix socket.
     pub(super) fn own_address(&self) -> Option<IpAddr> {
         match &*self.socket {
             Socket::Unix(_) => None,
@@ -198,14 +199,15 @@ impl MessageReader {
         }
     }
 
-    /// The file that came beside a message.
+    /// Takes the file that came with a message.
     pub(super) fn take_file(&mut self) -> Option<OwnedFd> {
         self.files.pop_front()
     }
 
-    /// The next message. `None`: the other end sends no more. Cancelled, it goes on where it was.
+    /// Returns the next message. `None`: the other end sends no more. May be cancelled without
+    /// losing data.
     ///
-    /// Errors: `Malformed` for one that is too long, cut off or altered; `PeerLost`.
+    /// Errors: `Malformed` if a message is too long, cut off or altered; `PeerLost`.
     pub(super) async fn next(&mut self) -> Result<Option<Vec<u8>>> {
         loop {
             self.open()?;
@@ -213,7 +215,7 @@ impl MessageReader {
                 let length = u32::from_be_bytes(*length) as usize;
                 if length > MAX_MESSAGE {
                     let why = format!(
-                        "a message of {length} bytes is announced, at most {MAX_MESSAGE} are taken"
+                        "a message has {length} bytes, and at most {MAX_MESSAGE} are accepted"
                     );
                     return Err(Error::new(ErrorKind::Malformed, why));
                 }
@@ -236,7 +238,7 @@ impl MessageReader {
         }
     }
 
-    /// A message of the handshake. `None`: the other end sends no more.
+    /// Returns a message of the handshake. `None`: the other end sends no more.
     async fn proof(&mut self) -> Result<Option<Vec<u8>>> {
         while self.bytes.len() < MESSAGE {
             if self.receive().await? == 0 {
@@ -248,7 +250,7 @@ impl MessageReader {
         Ok(Some(std::mem::take(&mut self.bytes)))
     }
 
-    /// Opens what is whole of what has come sealed.
+    /// Decrypts all complete records that have arrived.
     fn open(&mut self) -> Result<()> {
         let Some(opener) = &mut self.opener else { return Ok(()) };
         opener.open_stream(&mut self.sealed, &mut self.bytes)
@@ -301,8 +303,8 @@ pub(super) struct MessageWriter {
 }
 
 impl MessageWriter {
-    /// Sends a message, with a file beside it or without. Nothing can follow one that was given up
-    /// amid it.
+    /// Sends a message, with an optional file. If the future is dropped in between, no other
+    /// message can follow.
     ///
     /// Errors: `PeerLost`.
     pub(super) async fn send(
@@ -339,7 +341,7 @@ impl MessageWriter {
         Ok(())
     }
 
-    /// Ends the connection, for both ends and directions. It may have ended.
+    /// Closes the connection in both directions, if it is still open.
     pub(super) fn end(&self) {
         rustix::net::shutdown(&*self.socket, rustix::net::Shutdown::Both).ok();
     }
@@ -380,8 +382,8 @@ mod tests {
         tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
     }
 
-    /// Passes on what two ends say through it, but for this byte of the one that connects. Gives
-    /// where to connect, and how many bytes that end has said.
+    /// Forwards bytes between two ends, and alters one byte of the connecting end. Returns the
+    /// address to connect to, and the number of bytes that the connecting end has sent.
     fn between(engine: SocketAddr, altered: Option<usize>) -> (SocketAddr, Arc<AtomicUsize>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let (address, said) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
@@ -414,7 +416,8 @@ mod tests {
         (address, said)
     }
 
-    /// What an engine hears of a rank that says [`SAID`], and how many bytes that were.
+    /// Returns what an engine receives from a rank that sends [`SAID`], and how many bytes that
+    /// were.
     fn heard(altered: Option<usize>, secrets: [u8; 2]) -> (Vec<Vec<u8>>, Result<()>, usize) {
         let [of_engine, of_rank] = secrets.map(secret);
         runtime().block_on(async {
@@ -443,7 +446,7 @@ mod tests {
                     return;
                 };
                 for message in SAID {
-                    outgoing.send(message, None).await.ok(); // the engine may have had enough
+                    outgoing.send(message, None).await.ok(); // the engine may have closed the connection
                 }
                 outgoing.end();
             };
@@ -459,7 +462,7 @@ mod tests {
         let (messages, end, bytes) = heard(None, [1, 1]);
         assert_eq!(messages, SAID);
         end.unwrap();
-        // Of the long message a part: both ends of each piece and between.
+        // Some places in the long message: both ends of each record, and between.
         let pieces = [0, 200, RECORD, RECORD + 40, 2 * RECORD + 60, 3 * RECORD - 400];
         let places = (0..300).chain(pieces.map(|at| at + 300)).chain(bytes - 60..bytes);
         for at in places {

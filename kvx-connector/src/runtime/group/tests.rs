@@ -1,4 +1,4 @@
-//! What a rank may say, and when.
+//! The messages that a rank may send in each stage.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use kvx_vllm::wire::{CompatibilityFactors, NixlAgentMetadata};
 
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// An engine of two ranks, which are to join.
+/// Builds an engine of two ranks that are expected to join.
 fn engine(path: &std::path::Path) -> Connector {
     let json = r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": "e"}"#;
     let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
@@ -54,12 +54,13 @@ fn what_a_rank_says_out_of_turn_is_refused() {
     };
     let check = |block: u32| shared.state.lock().check_blocks(&BlockLists::single([block]), 1);
 
-    // Before anything is registered.
+    // Before any registration.
     refused(one, ToHead::GivesBack);
     refused(one, metadata());
     hears(one, pool(8)).unwrap();
     refused(one, ToHead::GivesBack);
-    // Words may be asked for again, of other blocks too as long as nobody else has some.
+    // Counters may be asked for again, also for another number of blocks while no other rank has
+    // some.
     hears(one, pool(9)).unwrap();
     assert_eq!(hears(other, pool(8)).unwrap_err().kind(), ErrorKind::Invalid);
     hears(one, metadata()).unwrap();
@@ -69,12 +70,12 @@ fn what_a_rank_says_out_of_turn_is_refused() {
     assert_eq!(hears(other, metadata()).unwrap_err().kind(), ErrorKind::Invalid);
     check(8).unwrap();
 
-    // Twice.
+    // A second time.
     hears(one, ToHead::GivesBack).unwrap();
     refused(one, ToHead::GivesBack);
     refused(one, metadata());
     assert!(check(8).unwrap_err().to_string().contains("pp 0 tp 0"));
-    // The other one still has its own.
+    // The other rank still has its caches.
     assert_eq!(hears(one, pool(7)).unwrap_err().kind(), ErrorKind::Invalid);
     hears(other, ToHead::GivesBack).unwrap();
     hears(one, pool(7)).unwrap();
@@ -85,7 +86,7 @@ fn what_a_rank_says_out_of_turn_is_refused() {
     check(6).unwrap();
     assert_eq!(check(8).unwrap_err().kind(), ErrorKind::OutOfBounds);
 
-    // One that is lost gives nothing back.
+    // A lost rank cannot give caches back.
     members::lose(shared, one, "a test", true);
     assert_eq!(hears(one, ToHead::GivesBack).unwrap_err().kind(), ErrorKind::Closed);
     assert_eq!(hears(one, pool(7)).unwrap_err().kind(), ErrorKind::Closed);
@@ -106,7 +107,7 @@ fn a_rank_that_is_started_again_has_to_restart_its_engine() {
     let _down = members::seat(shared, rank, &first).unwrap();
     process.wait().unwrap();
 
-    // Nobody has heard of its end yet, which proves that nothing touches its memory.
+    // The engine has not noticed the end yet, which proves that nothing touches the memory.
     let again = RankProcess { process: "process 2".into(), life: None, distant: false };
     let error = members::seat(shared, rank, &again).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Closed);

@@ -204,7 +204,7 @@ fn who_has_another_secret_or_none_is_not_let_in(backend: &str) {
     let theirs = a_secret("theirs");
     let other = rank_with(&decode.path, 0, 1, BLOCKS, |command| _ = command.env(VARIABLE, &theirs));
     let said = heard(&other);
-    assert!(said.contains("has not proven to have this fleet's secret"), "{said}");
+    assert!(said.contains("has not proved that it has this fleet's secret"), "{said}");
     let none = rank_with(&decode.path, 0, 1, BLOCKS, |command| _ = command.env_remove(VARIABLE));
     let said = heard(&none);
     assert!(said.contains("this process has none") && said.contains(VARIABLE), "{said}");

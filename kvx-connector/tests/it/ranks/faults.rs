@@ -133,7 +133,7 @@ fn a_stopped_rank_costs_its_deadline_and_blocks(backend: &str) {
     // Nobody can say what it does when it goes on.
     assert_eq!(error.held.wait_blocking(Duration::from_secs(15)).unwrap(), Released::Lost);
     let why = lost(&decode, &params, LIMIT);
-    assert!(why.contains("rank pp 0 tp 1") && why.contains("nothing was heard"), "{why}");
+    assert!(why.contains("rank pp 0 tp 1") && why.contains("it was silent for"), "{why}");
     let error = decode.connector.shutdown(Duration::from_secs(1)).wait_blocking(LIMIT).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::StillShared, "{error}");
     // It ends when it goes on.
@@ -267,7 +267,7 @@ fn a_rank_that_never_comes_is_named_in_time(backend: &str) {
     assert_eq!(error.kind(), ErrorKind::TimedOut);
     assert!(
         error.to_string().contains("rank pp 0 tp 1")
-            && error.to_string().contains("at the deadline"),
+            && error.to_string().contains("by the deadline"),
         "{error}"
     );
     assert!(lost(&decode, &params, LIMIT).contains("rank pp 0 tp 1"));

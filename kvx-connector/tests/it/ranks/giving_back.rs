@@ -274,7 +274,10 @@ fn an_engine_that_stands_still_is_waited_for_in_vain(_: &str) {
         heard(&rank)
     };
     let said = ask("give_back 500");
-    assert!(said.starts_with("TimedOut: ") && said.contains("the engine had not said"), "{said}");
+    assert!(
+        said.starts_with("TimedOut: ") && said.contains("the engine did not confirm it"),
+        "{said}"
+    );
     let said = ask("give_back 100");
     assert!(said.starts_with("TimedOut: "), "{said}");
     engine.go_on().unwrap_or_else(|why| panic!("{why}"));

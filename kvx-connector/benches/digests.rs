@@ -1,5 +1,5 @@
-//! What `kvx_digest` costs at a prefill and at a decode, beside hashing the same bytes alone: 64 MiB in blocks of
-//! 16 KiB. `--bars` prints the figures that `cargo xtask limits` asks for.
+//! The cost of `kvx_digest` at a prefill and at a decode, next to hashing the same bytes alone: 64
+//! MiB in blocks of 16 KiB. `--bars` prints the figures that `cargo xtask limits` asks for.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ const TOKENS: u32 = 16;
 const ROUNDS: usize = 31;
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// An engine and its pool, in which no two layers are alike.
+/// Starts an engine with a pool in which all layers differ.
 fn engine(name: &str, digests: bool) -> (Connector, Arc<Memory>) {
     let json = format!(
         r#"{{"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": "{name}-{digests}",
@@ -56,12 +56,12 @@ fn engine(name: &str, digests: bool) -> (Connector, Arc<Memory>) {
     (connector, pool)
 }
 
-/// All blocks, in an order in which no two are neighbours.
+/// Returns all blocks, in an order without neighbours.
 fn scattered() -> Vec<u32> {
     (0..BLOCKS).map(|at| (at * 509 % BLOCKS) as u32).collect()
 }
 
-/// Seconds of a prefill's `publish`, and of a decode's load until it counts as loaded.
+/// Measures the seconds of a prefill's `publish`, and of a decode's load until its outcome.
 fn both([prefill, decode]: &[(Connector, Arc<Memory>); 2], round: usize) -> [f64; 2] {
     let lists = || BlockLists::single(scattered());
     let began = Instant::now();
@@ -77,7 +77,7 @@ fn both([prefill, decode]: &[(Connector, Arc<Memory>); 2], round: usize) -> [f64
     [publishing, fetching].map(|took| took.as_secs_f64())
 }
 
-/// Seconds of hashing the same blocks where they lie, in the same order.
+/// Measures the seconds of hashing the same blocks in place, in the same order.
 fn hashing(bytes: &[u8]) -> f64 {
     let began = Instant::now();
     for block in scattered() {

@@ -1,5 +1,5 @@
-//! What a step costs the scheduler's process, by the number of ranks that are processes of their own. `--bars` prints
-//! what `cargo xtask limits` asks for: what each rank adds.
+//! The cost of a step in the scheduler's process, by the number of ranks in processes of their own.
+//! `--bars` prints the figure that `cargo xtask limits` asks for: what each rank adds.
 #![allow(clippy::unwrap_used, reason = "a benchmark that cannot run says why")]
 
 /// The pools.
@@ -18,12 +18,13 @@ use kvx_vllm::params::TransferParams;
 
 use crate::rig::{BLOCK, BLOCKS, LIMIT};
 
-/// Says to a process of this program which rank it is, and where it joins.
+/// The variable that tells a process of this program its rank, and where it joins.
 const VARIABLE: &str = "KVX_BENCH_RANK";
-/// Loads that a step orders.
+/// The number of loads in a step.
 const LOADS: u32 = 8;
 
-/// A load that fails at its handshake, so that nothing but the step is there: from a port where nobody listens.
+/// Builds parameters of a load that fails at its handshake, because nothing listens at the port. So
+/// only the step is measured.
 fn params() -> TransferParams {
     let blocks: Vec<u32> = (0..BLOCKS).collect();
     TransferParams::from_value(&serde_json::json!({
@@ -34,7 +35,8 @@ fn params() -> TransferParams {
     .unwrap()
 }
 
-/// One step that orders loads of 64 blocks: until what it orders is on its way to the last rank.
+/// Makes one step that orders loads of 64 blocks. Ends when its orders are on their way to the last
+/// rank.
 fn step(
     connector: &Connector,
     ranks: &[Rank],
@@ -113,7 +115,8 @@ fn steps(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Prints how many microseconds a step takes longer for each rank more, from one to sixteen. Rounds are interleaved.
+/// Prints the microseconds that each additional rank adds to a step, from one to sixteen ranks, in
+/// interleaved rounds.
 fn bars() {
     let mut engines = [Joined::new(1), Joined::new(16)];
     let mut round = || engines.each_mut().map(|engine| engine.step().as_secs_f64());
@@ -125,7 +128,7 @@ fn bars() {
     engines.into_iter().for_each(Joined::end);
 }
 
-/// A rank: it joins, and lives until its engine ends.
+/// Runs a rank, which joins and lives until its engine ends.
 fn serve(spec: &str) {
     let [path, rank] = spec.split(' ').collect::<Vec<_>>()[..] else { panic!("{spec}") };
     let rank = WorkerRank { pp: 0, tp: rank.parse().unwrap() };

@@ -1,4 +1,4 @@
-//! What the parts of a connector do to each other.
+//! Interactions between the parts of a connector.
 
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
@@ -31,7 +31,7 @@ pub(super) fn built(connector: &str, engine: &str, backend: &str, workers: u32) 
     built_of(connector, engine, &format!(r#""backends": ["{backend}"]"#), workers)
 }
 
-/// One worker with this in `kv_connector_extra_config`.
+/// Starts an engine of one worker, with these entries of `kv_connector_extra_config`.
 pub(super) fn built_with(connector: &str, engine: &str, extra: &str) -> Connector {
     built_of(connector, engine, extra, 1)
 }
@@ -149,7 +149,7 @@ fn who_finds_no_place_for_a_peers_generations_is_told_so_in_time() {
     connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
-/// Someone who takes connections and says nothing, and what names a block there.
+/// Listens without answering. Returns the socket and parameters that name a block there.
 fn silent() -> (std::net::TcpListener, TransferParams) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -162,7 +162,7 @@ fn one(block: u32) -> BlockLists {
     BlockLists::single([block])
 }
 
-/// A request whose load the engine has given to a step, and not started on its worker yet.
+/// Orders a load in a step that the engine has not started on its worker yet.
 fn ordered(connector: &Connector, request: &RequestId, params: &TransferParams) {
     let deadline = Some(connector.time(LIMIT));
     let arrival = Arrival { request, prompt_tokens: TOKENS, params: Some(params), deadline };
@@ -176,7 +176,7 @@ fn freed(request: &RequestId) -> Outcome {
     Outcome::Free { request: request.clone(), kept: Kept::Load }
 }
 
-/// What the engine hears until nothing is known any more.
+/// Collects outcomes until the connector is idle.
 fn heard(connector: &Connector) -> Vec<Outcome> {
     let (mut heard, until) = (Vec::new(), std::time::Instant::now() + LIMIT);
     while heard.is_empty() || !connector.is_idle() {
@@ -187,8 +187,8 @@ fn heard(connector: &Connector) -> Vec<Outcome> {
     heard
 }
 
-/// The deadlines of all loads come, although their workers have not ended them. Blocks held, and
-/// tasks to be woken.
+/// Lets the deadlines of all loads pass before their workers have ended them. Returns the number of
+/// held blocks and of tasks to wake.
 fn late(connector: &Connector) -> (usize, usize) {
     let shared = connector.shared();
     let mut state = shared.state.lock();
@@ -218,7 +218,7 @@ fn a_load_that_ends_is_heard_before_it_can_be_given_up() {
     let (_silent, params) = silent();
     let request = RequestId::from("r");
     let fetch = Decode::new(&connector).fetch(request.clone(), &params, 0, one(1), LIMIT);
-    // The connector's thread gets no further than this.
+    // The connector's thread cannot interfere here.
     assert_eq!(late(&connector), (1, 0), "nobody is asleep who would have to be woken");
     let held = fetch.cancel();
     assert!(!held.is_empty(), "a worker still has its block");
@@ -268,7 +268,7 @@ fn an_end_that_is_not_proven_loses_what_was_lent_and_stays_so() {
     }
     assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Lost);
     assert_eq!(cancelled.cancel().wait_blocking(LIMIT).unwrap(), Released::Lost);
-    // And whoever comes later.
+    // Later calls fail too.
     not_proven(connector.shutdown(LIMIT));
     not_proven(rank.give_back(LIMIT));
     let error = Prefill::new(&connector).publish("late", one(3), TOKENS).unwrap_err();
@@ -295,7 +295,7 @@ fn a_shutdown_waits_for_caches_that_are_being_given_back() {
     rank.give_back(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
-/// The connector's thread does nothing until this is dropped.
+/// Blocks the connector's thread until the result is dropped.
 fn stand_still(connector: &Connector) -> std::sync::mpsc::Sender<()> {
     let (go_on, wait) = std::sync::mpsc::channel();
     let stands = Arc::new(Barrier::new(2));
@@ -321,7 +321,7 @@ fn a_read_is_cancelled_in_the_turn_in_which_it_begins() {
         .unwrap()
         .unwrap();
     let (_second, params) = publish("second");
-    // The connector's thread stands still meanwhile, and its turn is made here.
+    // The connector's thread is blocked, and its turn runs here instead.
     let (go_on, shared) = (stand_still(&decode), decode.shared());
     let fetch = Decode::new(&decode).fetch("second", &params, 0, one(2), LIMIT);
     let held = fetch.cancel();
@@ -370,7 +370,7 @@ fn a_request_that_ends_before_the_engine_has_heard_of_its_held_blocks_keeps_them
     connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
-/// Publishes a block of these bytes.
+/// Publishes a block with these bytes.
 fn publish(
     prefill: &Connector,
     pool: &Memory,
@@ -381,8 +381,8 @@ fn publish(
     Prefill::new(prefill).publish(name, one(0), TOKENS).unwrap()
 }
 
-/// The prefill has the registration of a decode, and is about to write when its process stops: what
-/// it asks for then.
+/// Takes the write that a prefill is about to start when its process stops: it has the registration
+/// of a decode.
 fn stopped_before_its_write(prefill: &Connector) -> (WorkerRank, kvx_vllm::engine::Move) {
     let (shared, until) = (prefill.shared(), std::time::Instant::now() + LIMIT);
     let first = WorkerRank::default();
@@ -450,7 +450,7 @@ fn a_write_that_comes_after_the_decode_has_given_up_changes_no_byte() {
                 Released::Free,
                 "{backend}: though the prefill stands still"
             );
-            // The block is another request's now.
+            // Another request has the block now.
             to.copy_in(BLOCK_LEN as usize, &[0xcc; BLOCK_LEN as usize]).unwrap();
             drop(go_on);
             waits.block_on(write(order)).unwrap();
@@ -461,7 +461,7 @@ fn a_write_that_comes_after_the_decode_has_given_up_changes_no_byte() {
             fetch.wait_blocking(LIMIT).unwrap().unwrap();
             assert_eq!(block(), [0xbb; _], "{backend}");
         }
-        // And both go on.
+        // Both engines still work.
         let (_lease, params) = publish(&prefill, &from, "third", 0xdd);
         Decode::new(&decode)
             .fetch("third", &params, 0, one(1), LIMIT)

@@ -1,4 +1,4 @@
-//! What fuzzing found is tried again (`cargo xtask fuzz`).
+//! Replays the inputs that fuzzing found (`cargo xtask fuzz`).
 
 use kvx_connector::fuzz;
 use kvx_testkit::test;

@@ -1,4 +1,5 @@
-//! The integration tests of the connector: connectors that run, and ranks in processes of their own.
+//! The integration tests of the connector: connectors in one process, and ranks in processes of
+//! their own.
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
 mod fuzz;
@@ -12,7 +13,7 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let secret = ranks::secret_of_this_host();
-    // Most of the time tests wait for processes, and their deadlines allow for four at a time.
+    // Most of the time tests wait for processes. Their deadlines allow for four at a time.
     let result = kvx_testkit::harness_main_with(ranks::trials(), 4);
     secret.into_iter().for_each(|file| std::fs::remove_file(file).unwrap());
     result

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 CONTEXT = zmq.Context()
-# What a decode of vLLM makes of an answer: keys that it does not know are left alone.
+# The part of an answer that a decode of vLLM reads. It ignores unknown keys.
 Payload = msgspec.defstruct("Payload", [("compatibility_hash", str), ("agent_metadata_bytes", bytes)])
 
 
@@ -27,7 +27,7 @@ class Peer:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.RCVTIMEO, limit_ms)
-        # The other end has to answer pings, or is given up.
+        # The loop answers pings, or the other end would give up.
         socket.setsockopt(zmq.HEARTBEAT_IVL, 50)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2000)
         if identity:

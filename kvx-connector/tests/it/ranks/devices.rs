@@ -15,7 +15,7 @@ use super::loads::prompts_arrive;
 use super::rank::VARIABLE;
 use crate::runtime::rig::{BLOCK, BLOCKS, CUDA, LIMIT, POOL, built, lists};
 
-/// `cargo xtask gpu` takes them by the word they share.
+/// `cargo xtask gpu` selects these tests by the prefix of their names.
 pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("on_devices_two_ranks_are_read_by_one", on_devices_two_ranks_are_read_by_one),
     ("on_devices_one_rank_is_read_by_two", on_devices_one_rank_is_read_by_two),
@@ -24,7 +24,7 @@ pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("on_devices_ranks_write_and_are_written_to", on_devices_ranks_write_and_are_written_to),
 ];
 
-/// What SHM does and refuses, TCP beside it or alone.
+/// Tests of SHM and TCP, alone and together.
 pub(crate) const OF_SHM: &[(&str, fn(&str))] = &[
     (
         "on_devices_shm_alone_reads_none_into_the_host",
@@ -42,15 +42,15 @@ pub(crate) const OF_SHM: &[(&str, fn(&str))] = &[
     ),
 ];
 
-/// Opens memory of another process.
+/// The function that opens memory of another process.
 const OPEN: &str = "cuIpcOpenMemHandle_v2";
-/// Allocates a buffer of the host that the device reaches.
+/// The function that allocates host memory which the device can access.
 const BUFFER: &str = "cuMemHostAlloc";
 
 /// Both backends.
 const BOTH: &str = r#"{"backends": ["SHM", "TCP"], "kv_lease_duration": 5}"#;
 
-/// Where the driver is that ranks use.
+/// Returns the path of the driver that ranks use.
 fn driver() -> OsString {
     std::env::var_os("KVX_CUDA_LIB").unwrap_or_else(|| kvx_stand_in::library().into())
 }
@@ -67,7 +67,7 @@ fn rank_on_device(path: &Path, at: u32, tp: u32) -> Child {
     Child::start_self_with(&variables).unwrap()
 }
 
-/// An engine whose pools may lie on devices, with this `kv_buffer_device`.
+/// Builds an engine whose pools may lie on devices, with this `kv_buffer_device`.
 fn builder(connector: &str, engine: &str, extra: &str, buffer: &str) -> ConnectorBuilder {
     let json = format!(
         r#"{{"kv_connector": "{connector}", "kv_role": "kv_both", "engine_id": "{engine}",
@@ -105,7 +105,7 @@ fn on_devices_one_rank_is_read_by_two(backend: &str) {
     read_by(backend, on_device("prefill", 1), on_device("decode", 2));
 }
 
-/// A rank without a pool on a device opens none, so SHM leaves these reads to TCP.
+/// A rank without a pool on a device opens no device, so these reads go over TCP.
 fn on_devices_ranks_are_read_into_host_memory(backend: &str) {
     let extra = if backend == "SHM" { BOTH.to_owned() } else { extra(backend) };
     for (from, to) in [(2, 1), (1, 2)] {
@@ -128,7 +128,7 @@ fn on_devices_ranks_write_and_are_written_to(backend: &str) {
     prompts_arrive(fleet(on_device("prefill", 2)), fleet(on_device("decode", 1)));
 }
 
-/// What SHM says of it alone.
+/// SHM alone refuses it, and says why.
 fn on_devices_shm_alone_reads_none_into_the_host(backend: &str) {
     let fleet = |side| fleet(side, &extra(backend), CUDA);
     let (mut prefill, decode) =
@@ -141,11 +141,12 @@ fn on_devices_shm_alone_reads_none_into_the_host(backend: &str) {
     decode.end();
 }
 
-/// Two ranks are read by one; how often their processes called these functions of the stand-in.
+/// Lets one rank read from two. Returns how often their processes called these functions of the
+/// stand-in.
 fn calls_of_a_load(extra: &str, buffer: &str) -> [u64; 2] {
     let fleet = |side| fleet(side, extra, buffer);
     let (mut prefill, mut decode) = (fleet(on_device("prefill", 2)), fleet(on_device("decode", 1)));
-    // The second time the blocks hold something else.
+    // The second time the blocks have other contents.
     for round in 1..=2 {
         prefill.compute(round, &[5, 6, 8], 3 * BLOCK);
         let (lease, params) = prefill.publish(&format!("p{round}"), &[5, 6, 8], 3 * BLOCK).unwrap();
@@ -164,7 +165,8 @@ fn calls_of_a_load(extra: &str, buffer: &str) -> [u64; 2] {
     calls
 }
 
-/// SHM, which is tried first, would move them from device to device. TCP has buffers; with SHM there are copies.
+/// SHM comes first, and would move bytes from device to device. TCP has buffers, and SHM uses host
+/// copies.
 fn on_devices_bytes_go_through_buffers_of_the_host(_: &str) {
     let [opened, _] = calls_of_a_load(BOTH, CUDA);
     let ways = [extra("TCP"), BOTH.to_owned()].map(|extra| calls_of_a_load(&extra, "cpu"));
@@ -176,12 +178,12 @@ fn on_devices_bytes_go_through_buffers_of_the_host(_: &str) {
     }
 }
 
-/// Engines whose ranks have copies on the host, if they lie on devices.
+/// Starts an engine whose ranks have host copies, if they lie on devices.
 fn copied(connector: &str, (engine, tp, start): Side, backend: &str) -> Fleet {
     Fleet::of_ranks(builder(connector, engine, &extra(backend), "cpu"), engine, tp, start)
 }
 
-/// SHM alone reads no device into the host, and would refuse these.
+/// SHM alone cannot read a device into host memory, and would refuse these.
 fn on_devices_peers_see_copies_on_the_host(backend: &str) {
     let pulled = |from: Side, to: Side| {
         prompts_arrive(
@@ -196,7 +198,7 @@ fn on_devices_peers_see_copies_on_the_host(backend: &str) {
     prompts_arrive(pushed(on_device("prefill", 2)), pushed(on_device("decode", 1)));
 }
 
-/// The engine says so, and its ranks copy them meanwhile; with digests.
+/// The engine reports chunks, and its ranks copy them meanwhile, with digests.
 fn on_devices_chunks_are_copied_before_the_end(_: &str) {
     let extra = r#"{"backends": ["SHM"], "kvx_digest": true}"#;
     let fleet = |(engine, tp, start): Side| {
@@ -210,7 +212,7 @@ fn on_devices_chunks_are_copied_before_the_end(_: &str) {
     prefill.connector.on_new_request(arrival).unwrap();
     prefill.compute(1, &here, tokens);
     prefill.connector.computed(&request, &lists(&here[..2]), 2 * BLOCK);
-    // Whoever had copied the rest early would have this.
+    // A rank that copied the rest too early would publish this.
     prefill.compute(2, &[7, 7, 8, 9], tokens);
     prefill.compute(1, &here, tokens);
     let blocks = lists(&here);

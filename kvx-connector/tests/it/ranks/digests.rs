@@ -34,7 +34,7 @@ fn blocks_are_published_with_their_digests(backend: &str) {
     for (from, to) in [(2, 2), (2, 1)] {
         let (mut prefill, mut decode) =
             (digesting("prefill", backend, from), digesting("decode", backend, to));
-        // The second and the third time the blocks hold something else.
+        // The second and the third time the blocks have other contents.
         for round in 1..=3 {
             prefill.compute(round, &[5, 6, 8], 3 * BLOCK);
             let (lease, params) =

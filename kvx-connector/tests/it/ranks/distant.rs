@@ -1,5 +1,6 @@
-//! Ranks on two hosts, which are two namespaces of the network: the engine on one of them, each second rank on the
-//! other. Each trial runs in a process on the first host, where it finds the way to the second.
+//! Ranks on two hosts, which are two network namespaces: the engine is on one of them, every second
+//! rank on the other. Each trial runs in a process on the first host, which knows how to reach the
+//! second.
 
 use std::io::Write as _;
 use std::net::TcpStream;
@@ -19,12 +20,12 @@ use super::loads::taken_back_blocks_are_noticed;
 use super::{digests, faults, giving_back, loads, pushes};
 use crate::runtime::rig::{BLOCK, BLOCKS, LIMIT, builder};
 
-/// How long one of them may take, with its hosts.
+/// The time limit for a trial, with its hosts.
 const TRIAL: Duration = Duration::from_secs(60);
-/// When a rank is missed that says nothing, and how long that takes to be told.
+/// The time after which a silent rank counts as lost, plus the time to report it.
 const MISSED: Duration = Duration::from_secs(12);
 
-/// Engines and ranks read it from there.
+/// The variable from which engines and ranks read the secret.
 const VARIABLE: &str = "KVX_SECRET_FILE";
 
 const CASES: &[(&str, fn(&str))] = &[
@@ -68,7 +69,8 @@ fn trial(name: &str, run: fn(&str)) -> Trial {
     })
 }
 
-/// On a host, starts this program again with a secret, if it has none. Gives the file to be removed at last.
+/// Restarts this program with a secret, on a host where it has none. Returns the file to remove at
+/// the end.
 pub(crate) fn secret_of_this_host() -> Option<PathBuf> {
     Hosts::way_to_far()?;
     if let Some(file) = std::env::var_os(VARIABLE) {
@@ -85,7 +87,7 @@ pub(crate) fn secret_of_this_host() -> Option<PathBuf> {
 
 fn a_secret(name: &str) -> PathBuf {
     let file = std::env::temp_dir().join(format!("kvx-ranks-{}-{name}.secret", std::process::id()));
-    std::fs::remove_file(&file).ok(); // of an earlier process of this number
+    std::fs::remove_file(&file).ok(); // left by an earlier process with this id
     Secret::create(&file).unwrap();
     file
 }
@@ -139,7 +141,8 @@ fn what_a_killed_rank_had_published_is_lost(backend: &str) {
         why.contains(&format!("rank pp 0 tp 1 (the process at {}:", Hosts::address(2))),
         "{why}"
     );
-    // A killed process cannot be told from one that is cut off, and serves what it had: nobody says `Free` of that.
+    // A killed process cannot be told from one that is cut off and still serves its blocks, so
+    // `Free` cannot be proven.
     drop(taken_back);
     assert!(prefill.connector.outcomes_ready_blocking(LIMIT));
     let is_lost = Outcome::Lost { request: "q".into(), kept: Kept::Request };
@@ -157,7 +160,7 @@ fn what_a_killed_rank_was_filling_is_lost(backend: &str) {
     prefill.end();
 }
 
-/// Neither end is told.
+/// Neither end is notified.
 fn a_rank_that_is_cut_off_is_missed(backend: &str) {
     let (mut prefill, mut decode) =
         (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
@@ -174,7 +177,7 @@ fn a_rank_that_is_cut_off_is_missed(backend: &str) {
     let is_lost = Outcome::Lost { request: "q".into(), kept: Kept::Request };
     assert!(prefill.connector.outcomes().contains(&is_lost), "the rank may still have served it");
     assert!(began.elapsed() < 2 * MISSED, "{:?}", began.elapsed());
-    // The ranks hear nothing either, and end.
+    // The ranks notice the silence of the engine too, and end.
     for rank in [&mut prefill.ranks[0], &mut decode.ranks[1]] {
         let until = Instant::now() + MISSED;
         loop {
@@ -209,7 +212,7 @@ fn who_has_another_secret_or_none_is_not_let_in(backend: &str) {
     let said = heard(&none);
     assert!(said.contains("this process has none") && said.contains(VARIABLE), "{said}");
     std::fs::remove_file(theirs).unwrap();
-    // The engine is as it was.
+    // The engine still works.
     assert_eq!(heard(&rank(&decode.path, 0, 1)), "ready");
     whole.wait_blocking(LIMIT).unwrap();
 }

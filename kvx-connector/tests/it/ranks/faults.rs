@@ -1,4 +1,4 @@
-//! What becomes of an engine whose ranks fail: an outcome in time, never a wrong byte.
+//! Engines whose ranks fail: every load has an outcome in time, and no wrong byte.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use super::fleet::{Fleet, heard, path, rank, rank_of};
 use super::rank::VARIABLE;
 use crate::runtime::rig::{BLOCK, BLOCKS, LIMIT};
 
-/// What moves blocks: over each backend.
+/// Tests of moves, which run over each backend.
 pub(crate) const WITH_LOADS: &[(&str, fn(&str))] = &[
     (
         "a_rank_that_stands_still_a_while_costs_no_more",
@@ -23,7 +23,7 @@ pub(crate) const WITH_LOADS: &[(&str, fn(&str))] = &[
     ),
 ];
 
-/// The same of ranks whose death is seen.
+/// Tests of ranks whose death can be seen, over each backend.
 pub(crate) const OF_ONE_HOST: &[(&str, fn(&str))] =
     &[("a_rank_that_is_killed_in_mid_load_fails_it", a_rank_that_is_killed_in_mid_load_fails_it)];
 
@@ -49,7 +49,7 @@ pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("nonsense_at_the_socket_ends_nothing", nonsense_at_the_socket_ends_nothing),
 ];
 
-/// Waits until a rank is known to be lost: a load says so.
+/// Waits until a load reports that a rank is lost.
 pub(crate) fn lost(
     decode: &Fleet,
     params: &kvx_vllm::params::TransferParams,
@@ -80,27 +80,27 @@ fn a_killed_rank_ends_the_loads_of_its_engine(backend: &str) {
     let why = lost(&decode, &params, LIMIT);
     assert!(why.contains("rank pp 0 tp 1") && why.contains("its process has ended"), "{why}");
     assert!(why.contains(&decode.ranks[1].pid().to_string()), "{why}");
-    // Started again, it hears the same of the rank (a load may say more before it), and what to do.
+    // A restarted rank learns why its rank was lost (a load may report it first), and what to do.
     let of_the_rank = &why[why.find("rank pp").unwrap()..];
     let said = heard(&rank(&decode.path, 1, 2));
     assert!(
         said.contains(of_the_rank) && said.contains("restart the engine with all its ranks"),
         "{said}"
     );
-    // The blocks of the prefill come back with their lease at the latest.
+    // The prefill's blocks are free when their lease ends, at the latest.
     assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Expired);
     prefill.end();
-    // What the killed process had is gone with it: nothing touches a block any more.
+    // The killed process and its accesses are gone: nothing touches a block any more.
     decode.connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
-/// A prefill and a decode, of which this rank was killed in the middle of a load; and how that has failed.
+/// Kills this rank of a decode in the middle of a load. Returns both fleets and the failure.
 pub(crate) fn killed_in_mid_load(backend: &str, rank: usize) -> (Fleet, Fleet, LoadError) {
     let (mut prefill, mut decode) =
         (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
-    // It stands still, so the load is open when it is killed.
+    // The rank is stopped, so the load is still open when it is killed.
     decode.ranks[rank].stop().unwrap_or_else(|why| panic!("{why}"));
     let fetch = decode.fetch("d", &params, &[1], LIMIT);
     let fetch = fetch.wait_blocking(Duration::from_millis(200)).expect_err("a rank stands still");
@@ -130,13 +130,13 @@ fn a_stopped_rank_costs_its_deadline_and_blocks(backend: &str) {
     assert_eq!(error.failure, LoadFailure::Deadline);
     assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
     assert!(!error.held.is_empty(), "the rank may still write to the block");
-    // Nobody can say what it does when it goes on.
+    // It is unknown what the rank does when it continues.
     assert_eq!(error.held.wait_blocking(Duration::from_secs(15)).unwrap(), Released::Lost);
     let why = lost(&decode, &params, LIMIT);
     assert!(why.contains("rank pp 0 tp 1") && why.contains("it was silent for"), "{why}");
     let error = decode.connector.shutdown(Duration::from_secs(1)).wait_blocking(LIMIT).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::StillShared, "{error}");
-    // It ends when it goes on.
+    // The rank ends when it continues.
     decode.ranks[1].go_on().unwrap_or_else(|why| panic!("{why}"));
     decode.ranks[1].say("ended").unwrap_or_else(|why| panic!("{why}"));
     let said = heard(&decode.ranks[1]);
@@ -187,7 +187,7 @@ fn a_reader_notices_reuse_while_a_rank_is_stopped(backend: &str) {
     decode.fetch("d1", &params, &[1], LIMIT).join().unwrap();
     let (lease, params) = prefill.publish("p2", &[5], BLOCK).unwrap();
     prefill.ranks[0].stop().unwrap_or_else(|why| panic!("{why}"));
-    // The engine takes the block back, and needs no word of the rank for it.
+    // The engine takes the block back, without any help of the rank.
     drop(lease);
     let error = decode.fetch("d2", &params, &[2], Duration::from_secs(3)).join().unwrap_err();
     assert_eq!(error.failure, LoadFailure::Stale);
@@ -209,7 +209,7 @@ fn a_killed_prefill_rank_withholds_what_it_had(backend: &str) {
         !matches!(error.failure, LoadFailure::Rank(_)),
         "the other engine's rank is lost: {error}"
     );
-    // The other rank keeps them for its lease.
+    // The other rank keeps the blocks for its lease.
     assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Expired);
     let error = prefill.publish("q", &[6], BLOCK).map(|_| ()).unwrap_err();
     assert!(error.to_string().contains("a rank of this engine is missing"), "{error}");
@@ -260,7 +260,7 @@ fn a_rank_that_never_comes_is_named_in_time(backend: &str) {
     let (mut decode, whole) = Fleet::awaiting("decode", backend, 2, Duration::from_secs(2));
     decode.ranks.push(rank(&decode.path, 0, 2));
     assert_eq!(heard(&decode.ranks[0]), "ready");
-    // Until then nothing is loaded, and that is said.
+    // Until then loads are refused, and the error says why.
     let early = decode.fetch("early", &params, &[1], LIMIT).join().unwrap_err();
     assert!(early.to_string().contains("rank pp 0 tp 1 has not joined"), "{early}");
     let error = ended(whole);
@@ -271,7 +271,7 @@ fn a_rank_that_never_comes_is_named_in_time(backend: &str) {
         "{error}"
     );
     assert!(lost(&decode, &params, LIMIT).contains("rank pp 0 tp 1"));
-    // It comes too late.
+    // The rank joins too late.
     let late = rank(&decode.path, 1, 2);
     let said = heard(&late);
     assert!(said.contains("rank pp 0 tp 1: it had not joined"), "{said}");
@@ -313,7 +313,7 @@ fn a_rank_that_leaves_is_missed(backend: &str) {
     prefill.end();
 }
 
-/// The engine is in a process of its own here.
+/// The engine runs in its own process here.
 fn ranks_end_when_their_engine_is_gone(_: &str) {
     let path = path("killed");
     let mut engine = Child::start_self(VARIABLE, &path.display().to_string()).unwrap();
@@ -323,7 +323,7 @@ fn ranks_end_when_their_engine_is_gone(_: &str) {
     rank.say("ended").unwrap_or_else(|why| panic!("{why}"));
     let said = heard(&rank);
     assert!(said.contains("the engine's process is gone"), "{said}");
-    // The socket that it has left behind is replaced.
+    // A new engine replaces the socket that the old one has left behind.
     let mut next = Child::start_self(VARIABLE, &path.display().to_string()).unwrap();
     let rank = super::fleet::rank(&path, 0, 1);
     assert_eq!([heard(&next), heard(&rank)], ["whole", "ready"]);
@@ -344,7 +344,7 @@ fn a_path_that_is_taken_stays_as_it_is(backend: &str) {
     let (other, _whole) = Fleet::awaiting("other", backend, 1, LIMIT);
     let error = ended(connector.group(&other.path, LIMIT));
     assert_eq!(error.kind(), ErrorKind::Exhausted, "{error}");
-    // Neither has cost it anything.
+    // Neither attempt affects it.
     let _whole = connector.group(&taken, LIMIT);
     assert_eq!(heard(&rank(&taken, 0, 1)), "ready");
 }
@@ -380,7 +380,7 @@ fn a_stranger_at_the_socket_is_refused(backend: &str) {
     stranger.wait().unwrap();
     let said = String::from_utf8_lossy(&said);
     assert!(said.contains("runs as user 65534, this one as user 0"), "{said}");
-    // The engine is as it was.
+    // The engine still works.
     let rank = rank(&decode.path, 0, 1);
     assert_eq!(heard(&rank), "ready");
 }

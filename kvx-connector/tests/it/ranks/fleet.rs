@@ -24,12 +24,13 @@ pub(crate) fn extra(backend: &str) -> String {
     format!(r#"{{"backends": ["{backend}"], "kv_lease_duration": 5}}"#)
 }
 
-/// The process of a rank that registers so many blocks; 0: it only joins.
+/// Starts the process of a rank that registers `blocks` blocks. With 0 it only joins.
 pub(crate) fn rank_of(path: &Path, rank: u32, tp: u32, blocks: u32) -> Child {
     rank_with(path, rank, tp, blocks, |_| {})
 }
 
-/// The same, in surroundings of its own. With two hosts each second rank is on the other one, and one that is alone.
+/// Starts the process of a rank in its own environment. With two hosts, every second rank runs on
+/// the other one, and so does a single one.
 pub(crate) fn rank_with(
     path: &Path,
     rank: u32,
@@ -51,7 +52,7 @@ pub(crate) fn rank_with(
     Child::start(command).unwrap()
 }
 
-/// What such a process is told.
+/// Returns the specification that such a process gets.
 pub(crate) fn spec(path: &Path, rank: u32, tp: u32, blocks: u32) -> String {
     format!("{} {rank} {tp} {blocks}", path.display())
 }
@@ -64,10 +65,10 @@ pub(crate) fn heard(rank: &Child) -> String {
     rank.hear(LIMIT).unwrap_or_else(|why| panic!("{why}"))
 }
 
-/// Begins such a path where ranks join over TCP: the address follows.
+/// The prefix of a path that is a TCP address.
 pub(crate) const OVER_TCP: &str = "tcp:";
 
-/// A path for a socket that no other test has. On two hosts an address.
+/// Returns a path for a socket that no other test has. On two hosts it is an address.
 pub(crate) fn path(engine: &str) -> PathBuf {
     if Hosts::way_to_far().is_some() {
         return format!("{OVER_TCP}{}:{}", host(), free_port(0).unwrap()).into();
@@ -77,7 +78,7 @@ pub(crate) fn path(engine: &str) -> PathBuf {
     std::env::temp_dir().join(format!("kvx-ranks-{}-{engine}-{number}", std::process::id()))
 }
 
-/// Lets ranks join there.
+/// Lets ranks join at a path or address.
 pub(crate) fn group(connector: &Connector, path: &Path, deadline: Duration) -> Completion<()> {
     match path.to_str().and_then(|path| path.strip_prefix(OVER_TCP)) {
         Some(address) => connector.group_over_tcp(address.parse().unwrap(), deadline),
@@ -86,17 +87,17 @@ pub(crate) fn group(connector: &Connector, path: &Path, deadline: Duration) -> C
 }
 
 impl Fleet {
-    /// An engine of so many ranks, all of which are there.
+    /// Starts an engine of `tp` ranks, and waits until all have joined.
     pub(crate) fn new(engine: &str, backend: &str, tp: u32) -> Self {
         Fleet::of(builder(engine, &extra(backend)), engine, tp)
     }
 
-    /// One that is built so.
+    /// Starts an engine from a builder.
     pub(crate) fn of(builder: ConnectorBuilder, engine: &str, tp: u32) -> Self {
         Fleet::of_ranks(builder, engine, tp, rank)
     }
 
-    /// One whose ranks are started so.
+    /// Starts an engine whose ranks are started by `start`.
     pub(crate) fn of_ranks(
         builder: ConnectorBuilder,
         engine: &str,
@@ -112,7 +113,7 @@ impl Fleet {
         fleet
     }
 
-    /// One whose ranks have not come yet.
+    /// Starts an engine whose ranks have not joined yet.
     pub(crate) fn awaiting(
         engine: &str,
         backend: &str,
@@ -142,7 +143,7 @@ impl Fleet {
         self.ranks.iter_mut().map(ask).collect()
     }
 
-    /// Asks one of its ranks alone.
+    /// Asks one of its ranks.
     pub(crate) fn ask_one(&mut self, rank: usize, line: &str) -> String {
         self.ranks[rank].say(line).unwrap_or_else(|why| panic!("{why}"));
         heard(&self.ranks[rank])
@@ -154,14 +155,14 @@ impl Fleet {
         assert!(done.iter().all(|answer| answer == "done"), "{done:?}");
     }
 
-    /// The same on one of its ranks alone.
+    /// Computes tokens of a request on one of its ranks.
     pub(crate) fn compute_on(&mut self, rank: usize, request: u16, blocks: &[u32], tokens: u32) {
         let line = format!("compute {request} {} {tokens}", joined(blocks));
         self.ranks[rank].say(&line).unwrap_or_else(|why| panic!("{why}"));
         assert_eq!(heard(&self.ranks[rank]), "done");
     }
 
-    /// Which tokens of these are not those of the request, on all ranks.
+    /// Counts the tokens in these blocks that do not belong to the request, on all ranks.
     pub(crate) fn wrong(
         &mut self,
         request: u16,
@@ -181,7 +182,7 @@ impl Fleet {
         Fleet::publish_by(&self.connector, request, blocks, tokens)
     }
 
-    /// The same, while its ranks are told otherwise.
+    /// Publishes blocks while another command is sent to the ranks.
     pub(crate) fn publish_by(
         connector: &Connector,
         request: &str,
@@ -201,7 +202,7 @@ impl Fleet {
         Decode::new(&self.connector).fetch(request, params, 0, lists(blocks), by)
     }
 
-    /// Ends it: its ranks say that nothing touches their memory any more.
+    /// Ends the engine. Its ranks confirm that nothing touches their memory any more.
     pub(crate) fn end(mut self) {
         self.connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
         let ended = self.ask("ended");

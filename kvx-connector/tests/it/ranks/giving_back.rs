@@ -10,7 +10,7 @@ use super::fleet::{Fleet, extra, heard, path, rank, rank_of};
 use super::rank::VARIABLE;
 use crate::runtime::rig::{BLOCK, BLOCKS, Engine, LIMIT, builder};
 
-/// Over each backend.
+/// Tests that run over each backend.
 pub(crate) const WITH_LOADS: &[(&str, fn(&str))] = &[
     ("all_ranks_register_other_blocks_anew", all_ranks_register_other_blocks_anew),
     ("a_rank_alone_registers_anew_under_a_lease", a_rank_alone_registers_anew_under_a_lease),
@@ -54,8 +54,8 @@ fn give_back(fleet: &mut Fleet, rank: usize) {
     assert_eq!(fleet.ask_one(rank, GIVE_BACK), GIVEN_BACK);
 }
 
-/// A block of a request from one fleet to the other. A decode asks a prefill that registers anew again and again only
-/// after a while.
+/// Loads a block of a request from one fleet to the other. If a prefill registers again and again,
+/// a decode asks it again only after a while.
 fn arrives(prefill: &mut Fleet, decode: &mut Fleet, request: u16, block: u32) {
     prefill.compute(request, &[block], BLOCK);
     let (lease, params) = prefill.publish(&format!("p{request}"), &[block], BLOCK).unwrap();
@@ -75,7 +75,7 @@ fn arrives(prefill: &mut Fleet, decode: &mut Fleet, request: u16, block: u32) {
     assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
 }
 
-/// Nothing is published.
+/// Checks that nothing can be published.
 fn refused(prefill: &Fleet) {
     let error = prefill.publish("refused", &[5], BLOCK).map(drop).unwrap_err();
     assert!(error.to_string().contains("has given its caches back"), "{error}");
@@ -113,11 +113,11 @@ fn a_rank_alone_registers_anew_under_a_lease(backend: &str) {
     let error = decode.fetch("early", &params, &[1], Duration::from_secs(3)).join().unwrap_err();
     assert_eq!(error.invalid, [1], "{error}");
     register(&mut prefill, 0, BLOCKS);
-    // What was published holds something else on that rank now.
+    // The published block has other contents on that rank now.
     decode.fetch("late", &params, &[1], Duration::from_secs(3)).join().unwrap_err();
     arrives(&mut prefill, &mut decode, 3, 6);
     assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Expired);
-    // The words are those of both ranks still: what is taken back is noticed.
+    // Both ranks still share the generations, so readers notice blocks that were taken back.
     prefill.compute(4, &[7], BLOCK);
     let (lease, params) = prefill.publish("taken back", &[7], BLOCK).unwrap();
     drop(lease);
@@ -163,7 +163,7 @@ fn nothing_is_pushed_of_caches_that_were_given_back(backend: &str) {
     decode.end();
 }
 
-/// A reader stands still in the middle of a load.
+/// A reader is stopped in the middle of a load.
 fn caches_that_are_read_are_given_back_later(backend: &str) {
     let (mut prefill, mut decode) =
         (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
@@ -176,7 +176,7 @@ fn caches_that_are_read_are_given_back_later(backend: &str) {
     let began = Instant::now();
     let said = prefill.ask_one(0, "give_back 500");
     assert!(began.elapsed() < Duration::from_secs(3), "{:?}", began.elapsed());
-    // Over TCP nobody but the rank itself touches its memory.
+    // Over TCP only the rank itself touches its memory.
     match backend {
         "SHM" => assert!(said.starts_with("StillShared: "), "{said}"),
         _ => assert_eq!(said, GIVEN_BACK),
@@ -184,7 +184,7 @@ fn caches_that_are_read_are_given_back_later(backend: &str) {
     refused(&prefill);
     decode.ranks[0].go_on().unwrap_or_else(|why| panic!("{why}"));
     give_back(&mut prefill, 0);
-    // What of it was read has come whole, or the load has failed.
+    // What was read has arrived whole, or the load has failed.
     if fetch.join().is_ok() {
         assert_eq!(decode.wrong(2, &[1], 0..BLOCK), 0);
     }
@@ -210,7 +210,7 @@ fn a_rank_that_has_no_caches_gives_none_back(backend: &str) {
     decode.end();
 }
 
-/// A prefill whose first rank waits for a decode that stands still, to give its caches back.
+/// Starts a prefill whose first rank, to give its caches back, waits for a stopped decode.
 fn as_it_gives_back(backend: &str) -> (Fleet, Fleet) {
     let (mut prefill, mut decode) =
         (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
@@ -219,7 +219,7 @@ fn as_it_gives_back(backend: &str) -> (Fleet, Fleet) {
     prefill.ranks[0].say(GIVE_BACK).unwrap_or_else(|why| panic!("{why}"));
     let until = Instant::now() + LIMIT;
     while prefill.publish("look", &[5], BLOCK).is_ok() {
-        assert!(Instant::now() < until, "the engine does not hear of it");
+        assert!(Instant::now() < until, "the engine does not learn of it");
         std::thread::sleep(Duration::from_millis(10));
     }
     refused(&prefill);
@@ -250,7 +250,7 @@ fn a_rank_that_is_killed_as_it_gives_back_is_lost(backend: &str) {
 fn a_rank_that_is_stopped_as_it_gives_back_is_lost(backend: &str) {
     let (mut prefill, decode) = as_it_gives_back(backend);
     prefill.ranks[0].stop().unwrap_or_else(|why| panic!("{why}"));
-    // The other one is not held up.
+    // The other rank is not delayed.
     decode.ranks[0].go_on().unwrap_or_else(|why| panic!("{why}"));
     give_back(&mut prefill, 1);
     register(&mut prefill, 1, BLOCKS * 2);

@@ -1,4 +1,4 @@
-//! What arrives between engines of any number of ranks.
+//! Loads between engines of any number of ranks.
 
 use std::sync::Arc;
 
@@ -16,11 +16,11 @@ pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("a_step_loop_orders_loads_of_joined_ranks", a_step_loop_orders_loads_of_joined_ranks),
 ];
 
-/// Where the engine shares words with its ranks.
+/// Tests in which the engine shares generation counters with its ranks.
 pub(crate) const OF_ONE_HOST: &[(&str, fn(&str))] =
     &[("blocks_that_were_taken_back_are_noticed", blocks_that_were_taken_back_are_noticed)];
 
-/// Prompts of up to twenty blocks from one fleet to the other; both are idle afterwards.
+/// Sends prompts of up to twenty blocks from one fleet to the other. Both are idle afterwards.
 pub(crate) fn prompts_arrive(mut prefill: Fleet, mut decode: Fleet) {
     for (number, tokens) in [(1, 1), (2, BLOCK), (3, 3 * BLOCK + 5), (4, 20 * BLOCK)] {
         let needed = tokens.div_ceil(BLOCK);
@@ -62,7 +62,7 @@ fn a_rank_may_be_in_the_engines_process(backend: &str) {
     a_prompt_arrives_beside_the_engine(Fleet::new("prefill", backend, 2), decode);
 }
 
-/// A prompt from a fleet to a decode of two ranks, of which one is in the engine's process.
+/// Sends a prompt from a fleet to a decode of two ranks, of which one runs in the engine's process.
 pub(crate) fn a_prompt_arrives_beside_the_engine(mut prefill: Fleet, decode: ConnectorBuilder) {
     let connector = decode.workers(2, 1).build_blocking().unwrap();
     let own = rig::pool(2);
@@ -101,7 +101,7 @@ fn a_step_loop_orders_loads_of_joined_ranks(backend: &str) {
     decode.connector.update_state_after_alloc(&given, allocation).unwrap();
     decode.connector.step();
     for tp in 0..decode.tp {
-        assert_eq!(decode.connector.outcomes(), [], "a load is over before all ranks were told");
+        assert_eq!(decode.connector.outcomes(), [], "a load has ended before all ranks started it");
         decode.connector.rank(WorkerRank { pp: 0, tp }).unwrap().start_load_kv();
     }
     block_on(decode.connector.outcomes_ready());
@@ -111,24 +111,24 @@ fn a_step_loop_orders_loads_of_joined_ranks(backend: &str) {
     decode.end();
 }
 
-/// The words of all blocks are the engine's, wherever the ranks are.
+/// The engine has the generations of all blocks, wherever the ranks run.
 fn blocks_that_were_taken_back_are_noticed(backend: &str) {
     taken_back_blocks_are_noticed(backend, |_| ());
 }
 
-/// The same, where the engine waits until the blocks are its own.
+/// Checks the same where the engine waits until it may reuse the blocks.
 pub(crate) fn taken_back_blocks_are_noticed(backend: &str, wait: fn(&Connector)) {
     let (mut prefill, decode) =
         (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5, 6], 2 * BLOCK);
     let (lease, params) = prefill.publish("p", &[5, 6], 2 * BLOCK).unwrap();
-    // Another request has the first block: it stays right.
+    // Another request has the first block, so it stays unchanged.
     let (_shared, theirs) = prefill.publish("q", &[5], BLOCK).unwrap();
     drop(lease);
     wait(&prefill.connector);
     decode.fetch("d1", &theirs, &[1], LIMIT).join().unwrap();
     let error = decode.fetch("d2", &params, &[1, 2], LIMIT).join().unwrap_err();
-    // The completion of `d1` has released the other one meanwhile, or not yet.
+    // The completion of `d1` may have released the other block by now, or not.
     assert_eq!(error.failure, LoadFailure::Stale);
     assert!(error.invalid.contains(&2), "{:?}", error.invalid);
     prefill.end();

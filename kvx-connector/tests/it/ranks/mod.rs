@@ -1,6 +1,7 @@
-//! Engines whose ranks are processes of their own: what they load over SHM and TCP, and what becomes of it when a rank
-//! is killed, stopped, started twice, or never comes; and the same on two hosts. Every byte says where it belongs.
-//! Pools on devices are those of the stand-in, or, if `KVX_CUDA_LIB` names a driver, its own.
+//! Engines whose ranks are processes of their own: loads over SHM and TCP, and their fate when a
+//! rank is killed, stopped, started twice, or never joins; and the same on two hosts. Every byte
+//! names the place where it belongs. Pools on devices are those of the stand-in, or, if
+//! `KVX_CUDA_LIB` names a driver, the driver's.
 
 mod devices;
 mod digests;
@@ -17,7 +18,7 @@ use libtest_mimic::Trial;
 
 pub(crate) use self::distant::secret_of_this_host;
 
-/// In a process that is to be a rank, serves as it until its standard input ends.
+/// Serves as a rank until standard input ends, if this process is meant to be one.
 pub(crate) fn served_as_rank() -> bool {
     let spec = std::env::var(rank::VARIABLE);
     spec.inspect(|spec| rank::serve(spec)).is_ok()

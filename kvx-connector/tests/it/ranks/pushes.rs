@@ -1,4 +1,5 @@
-//! NixlPushConnector: ranks of a prefill write into those of a decode, all of them in processes of their own.
+//! NixlPushConnector: the ranks of a prefill write into those of a decode, all of them in processes
+//! of their own.
 
 use std::time::{Duration, Instant};
 
@@ -64,9 +65,9 @@ fn no_rank_is_written_to_before_all_have_started(backend: &str) {
     decode.connector.rank(WorkerRank { pp: 0, tp: 0 }).unwrap().start_load_kv();
     assert!(
         !decode.connector.outcomes_ready_blocking(Duration::from_millis(300)),
-        "one rank has not been told"
+        "one rank has not started the load"
     );
-    // Each rank has four heads' halves of three layers of these tokens.
+    // Each rank has half of four heads, in three layers, of these tokens.
     let untouched = decode.wrong(3, &there, 0..tokens);
     assert_eq!(untouched, 3 * 4 * tokens as usize, "something was written early");
     decode.connector.rank(WorkerRank { pp: 0, tp: 1 }).unwrap().start_load_kv();
@@ -78,12 +79,13 @@ fn no_rank_is_written_to_before_all_have_started(backend: &str) {
     decode.end();
 }
 
-/// Loads from a prefill whose second rank stands still: its blocks come back, hold something else, and keep it.
+/// Loads from a prefill whose second rank is stopped. The blocks are released, get other contents,
+/// and keep them.
 fn after_a_stopped_writer(backend: &str, then: fn(&mut Fleet)) {
     let (mut prefill, mut decode) = (pushing("prefill", backend, 2), pushing("decode", backend, 2));
     prefill.compute(1, &[5, 7], 2 * BLOCK);
     let (_lease, params) = prefill.publish("r", &[5, 7], 2 * BLOCK).unwrap();
-    // The link stands.
+    // The connection exists.
     prefill.compute(4, &[8], BLOCK);
     let (_first, first) = prefill.publish("first", &[8], BLOCK).unwrap();
     decode.fetch("first", &first, &[9], LIMIT).join().unwrap();

@@ -1,4 +1,5 @@
-//! The process of a rank: it joins, registers a pool, and does what it is asked in lines. Or that of an engine.
+//! The process of a rank, which joins, registers a pool, and executes commands that arrive line by
+//! line. Or the process of an engine.
 
 use std::io::Write as _;
 use std::sync::Arc;
@@ -11,10 +12,11 @@ use kvx_vllm::engine::WorkerRank;
 use super::fleet::OVER_TCP;
 use crate::runtime::rig::{LIMIT, Part, builder, caches, pool_of, registry};
 
-/// Says to a process of this program which rank it is: the socket, of how many which, and with how many blocks.
+/// The variable that tells a process of this program its rank: the socket, the rank, the number of
+/// ranks, and the number of blocks.
 pub(crate) const VARIABLE: &str = "KVX_TEST_RANK";
 
-/// Joins and serves, until standard input ends.
+/// Joins and serves until standard input ends.
 pub(crate) fn serve(spec: &str) {
     let [path, rank, tp, blocks] = spec.split(' ').collect::<Vec<_>>()[..] else {
         return lead(spec);
@@ -64,7 +66,7 @@ pub(crate) fn serve(spec: &str) {
                 Some(Ok(())) => "ended".to_owned(),
                 Some(Err(error)) => error.to_string(),
             }),
-            // Other memory, of so many blocks.
+            // Other memory, of `blocks` blocks.
             ["register", count] => {
                 blocks = count.parse().unwrap();
                 memory = pool_of(tp, blocks);
@@ -92,7 +94,7 @@ fn answer(line: &str) {
     std::io::stdout().flush().unwrap();
 }
 
-/// An engine of one rank that is to join at this path. It lives until it is killed.
+/// Runs an engine of one rank, which joins at this path, until the process is killed.
 fn lead(path: &str) {
     let connector = builder("engine", "{}").build_blocking().unwrap();
     connector.group(path, LIMIT).wait_blocking(LIMIT).unwrap();

@@ -1,4 +1,4 @@
-//! Decode context parallelism: each rank has a part of the sequence, in one latent that it does not share.
+//! Decode context parallelism: each rank has a part of the sequence, in its own latent.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use kvx_vllm::params::TransferParams;
 
 use super::rig::{self, BLOCK, BLOCKS, LAYERS, LIMIT, lists};
 
-/// Bytes of a block of a layer.
+/// The size of a layer's block in bytes.
 const LEN: usize = 256;
 
 /// Two workers and their pools.
@@ -46,17 +46,17 @@ impl Engine {
     }
 }
 
-/// Where a block of a layer begins.
+/// Returns where a block of a layer starts.
 fn place(layer: u64, block: u32) -> usize {
     (layer as usize * BLOCKS as usize + block as usize) * LEN
 }
 
-/// The bytes of a layer's block of a rank, by its place in the request.
+/// Returns the bytes of a layer's block on a rank, by the block's place in the request.
 fn content(rank: usize, layer: u64, at: usize) -> [u8; LEN] {
     std::array::from_fn(|byte| (byte * 7 + rank * 101 + layer as usize * 31 + at * 13) as u8)
 }
 
-/// Publishes and fetches blocks between engines of which each rank has bytes of its own.
+/// Publishes and fetches blocks between engines whose ranks have different bytes.
 fn each_rank_gets_its_part(start: fn(&str, &str) -> ConnectorBuilder) {
     let [prefill, decode] = ["prefill", "decode"].map(|name| Engine::new(start(name, "{}"), 2));
     let (here, there) = ([3, 9, 4], [7, 1, 30]);
@@ -109,7 +109,7 @@ fn a_peer_that_divides_its_sequences_otherwise_is_refused_in_words() {
     end([decode, prefill]);
 }
 
-/// Its ranks would be taken for parts of the sequence that they are not.
+/// Otherwise its ranks would be taken for parts of the sequence that they do not hold.
 #[test]
 fn a_peer_whose_handshake_says_another_size_is_refused_in_words() {
     let prefill = Engine::new(rig::builder("prefill", "{}"), 1);
@@ -129,7 +129,7 @@ fn end(engines: [Engine; 2]) {
     }
 }
 
-/// Why a load of one block fails.
+/// Returns why a load of one block fails.
 fn refused(decode: &Engine, params: &TransferParams) -> String {
     let fetch = Decode::new(&decode.connector).fetch("d", params, 0, lists(&[2]), LIMIT);
     fetch.wait_blocking(LIMIT).unwrap().unwrap_err().to_string()

@@ -1,4 +1,4 @@
-//! Blocks with digests: what is loaded, what is refused, and with whom.
+//! Blocks with digests: loads that succeed, loads that are refused, and with which peers.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -16,13 +16,14 @@ fn digesting(engine: &str, tp: u32) -> Engine {
     Engine::new(engine, DIGEST, tp)
 }
 
-/// Publishes three blocks, lets somebody `spoil` the prefill's, and loads them into blocks 1 to 3.
+/// Publishes three blocks, lets `spoil` change the prefill's, and loads them into blocks 1 to 3.
 fn loaded_after(
     prefill: &Engine,
     decode: &Engine,
     spoil: impl FnOnce(&Engine),
 ) -> Result<(), LoadError> {
-    // Each request has a name of its own: the decode's last word on the one before may still be under way.
+    // Each request has its own name, because the decode's last notification about the one before
+    // may be in flight.
     static REQUESTS: AtomicU32 = AtomicU32::new(0);
     let request = format!("r{}", REQUESTS.fetch_add(1, Ordering::Relaxed));
     prefill.compute(7, &[5, 6, 8], 3 * BLOCK);
@@ -37,7 +38,7 @@ fn loaded_after(
 fn blocks_are_loaded_whose_digests_are_those_that_were_published() {
     for (from, to) in [(1, 1), (2, 2), (2, 1), (4, 2)] {
         let (prefill, decode) = (digesting("prefill", from), digesting("decode", to));
-        // The second time the blocks hold something else.
+        // The second time the blocks have other contents.
         for _ in 0..2 {
             loaded_after(&prefill, &decode, |_| ()).unwrap();
             assert_eq!(decode.wrong(7, &[1, 2, 3], 0..3 * BLOCK), 0, "{from} to {to}");

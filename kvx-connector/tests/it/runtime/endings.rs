@@ -1,4 +1,4 @@
-//! Loads and leases that end otherwise: dropped, cancelled, too late, without a peer.
+//! Loads and leases that end in other ways: dropped, cancelled, too late, without a peer.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use kvx_vllm::engine::{Kept, LoadFailure, Outcome, Then};
 
 use super::rig::{BLOCK, Engine, LIMIT, lists};
 
-/// Waits until the connector has said what becomes of blocks.
+/// Waits for the outcome of blocks.
 fn outcome(connector: &Connector) -> Outcome {
     assert!(connector.outcomes_ready_blocking(LIMIT), "no outcome in time");
     let mut outcomes = connector.outcomes();
@@ -30,7 +30,7 @@ fn who_comes_after_a_lease_was_dropped_is_refused() {
     prefill.compute(1, &[5], BLOCK);
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
-    // Another request has the same block, of the prefix cache: it stays right.
+    // Another request has the same block, from the prefix cache, so it stays unchanged.
     let (shared, theirs) =
         Prefill::new(&prefill.connector).publish("s", lists(&[5]), BLOCK).unwrap();
     drop(lease);
@@ -111,7 +111,7 @@ fn blocks_come_back_when_nobody_comes_and_stay_while_somebody_waits() {
     prefill.compute(2, &[2], BLOCK);
     let (wanted, params) =
         Prefill::new(&prefill.connector).publish("wanted", lists(&[2]), BLOCK).unwrap();
-    // Queued at the decode, whose engine does nothing meanwhile.
+    // The request is queued at the decode, whose engine makes no step meanwhile.
     let (queued, id) = (&params, "queued".into());
     let arrival = kvx_vllm::engine::Arrival {
         request: &id,
@@ -166,7 +166,8 @@ fn an_engine_that_comes_back_under_its_name_is_asked_anew() {
         let prefill = Engine::new("prefill", extra, 1);
         prefill.compute(life, &[5], BLOCK);
         let until = Instant::now() + LIMIT;
-        // Each life's first loads may meet what is known of the one before; renewals of one name wait a second.
+        // The first loads of each life may use the connection of the life before. A decode asks
+        // again under one name after a second at the earliest.
         for attempt in 0.. {
             let name = format!("{life}-{attempt}");
             let (lease, params) =
@@ -228,7 +229,7 @@ fn what_was_published_before_caches_were_given_back_is_not_loaded() {
         prefill.compute(1, &[5], BLOCK);
         let (_lease, params) =
             Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
-        // The other worker keeps its caches, and so the words of all blocks.
+        // The other worker keeps its caches, and so the generations of all blocks.
         prefill.register_one_anew(0);
         let fetch = Decode::new(&decode.connector).fetch(
             "r",

@@ -1,4 +1,4 @@
-//! Engines without a step loop: publish here, fetch there.
+//! Engines without a step loop: one publishes, the other fetches.
 
 use std::time::Instant;
 
@@ -41,7 +41,7 @@ fn a_lease_that_has_ended_takes_nothing_back_from_the_next_of_its_name() {
         assert!(Instant::now() < until, "the first lease does not end");
         std::thread::yield_now();
     }
-    // Nobody has asked the first one yet.
+    // No decode has asked for the first one yet.
     let (second, params) = publish();
     drop(first);
     assert_eq!(fetch("e", &params), Loaded { tokens: 0..tokens });
@@ -81,7 +81,8 @@ fn what_the_engine_has_already_is_not_loaded() {
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
 }
 
-/// One block too few would arrive shifted by a block, one too many would leave the last one as it was.
+/// One block too few would shift the contents by a block. One too many would leave the last one
+/// unchanged.
 #[test]
 fn blocks_that_do_not_match_the_tokens_at_hand_are_refused() {
     for start in [Engine::new, Engine::pushing, Engine::mooncake] {
@@ -107,7 +108,7 @@ fn blocks_that_do_not_match_the_tokens_at_hand_are_refused() {
             let refused = matches!(&error.failure, LoadFailure::Refused(why) if why.contains(word));
             assert!(refused && error.held.is_empty(), "{computed} {there:?}: {error}");
         }
-        // Nothing was taken from the prefill's lease.
+        // The prefill's lease still holds all its blocks.
         assert_eq!(fetch(0, &[7, 1, 30]).unwrap(), Loaded { tokens: 0..tokens });
         assert_eq!(decode.wrong(1, &[7, 1, 30], 0..tokens), 0);
         assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);

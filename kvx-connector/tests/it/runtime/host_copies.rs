@@ -1,4 +1,4 @@
-//! Caches on devices whose peers see copies on the host (`kv_buffer_device: cpu`).
+//! Device caches whose peers see copies on the host (`kv_buffer_device: cpu`).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use kvx_vllm::params::TransferParams;
 
 use super::rig::{BLOCK, Engine, LIMIT, SIZES, lists, moves_prompts};
 
-/// SHM reaches no memory of a test device, and TCP is left out: it would need no copies.
+/// SHM cannot reach the memory of a test device. TCP is left out, because it would need no copies.
 const SHM: &str = r#"{"backends": ["SHM"]}"#;
 
 fn device() -> Arc<TestDevice> {
@@ -45,7 +45,7 @@ fn arrived(engine: &Engine, request: &RequestId, tokens: u32) {
     engine.connector.on_new_request(arrival).unwrap();
 }
 
-/// Ends a request that was prefilled; what its decode is told.
+/// Ends a prefilled request. Returns the parameters for its decode.
 fn finish(engine: &Engine, request: &RequestId, blocks: &[u32], tokens: u32) -> TransferParams {
     let blocks = lists(blocks);
     let status = Status::LengthCapped;
@@ -107,7 +107,8 @@ fn what_is_computed_is_copied_once() {
         prefill.connector.computed(&request, &lists(&blocks[..chunk]), chunk as u32 * BLOCK + 5);
         wait_until("a chunk is not copied", || here.counters().copies == before + chunk as u64);
     }
-    // What was not whole; and a prefix that peers may read is not copied for the next request.
+    // Only the block that was not whole is copied. A prefix that peers may read already is not
+    // copied for the next request.
     let params = finish(&prefill, &request, &blocks, 5 * BLOCK - 3);
     assert_eq!(here.counters().copies, before + 5);
     let next = RequestId::from("s");
@@ -116,18 +117,18 @@ fn what_is_computed_is_copied_once() {
     assert_eq!(here.counters().copies, before + 5);
     fetched(&decode, "d", &params, &[1, 2, 3, 4, 5], 5 * BLOCK - 3);
     assert_eq!(decode.wrong(1, &[1, 2, 3, 4, 5], 0..5 * BLOCK - 3), 0);
-    // Of a request that asks for nothing, and for which nobody will come, nothing is copied.
+    // Nothing is copied for a request that keeps no blocks for a peer.
     let nobody = RequestId::from("t");
     let arrival = Arrival { request: &nobody, prompt_tokens: BLOCK, params: None, deadline: None };
     prefill.connector.on_new_request(arrival).unwrap();
     prefill.connector.computed(&nobody, &lists(&[40]), BLOCK);
     prefill.connector.request_finished(&nobody, Ending::aborted());
-    // As long as a copy would take.
+    // Wait as long as a copy would take.
     std::thread::sleep(Duration::from_millis(100));
     assert_eq!(here.counters().copies, before + 5);
 }
 
-/// The same request has it twice, another one between.
+/// One request has the block twice, another request in between.
 #[test]
 fn a_block_that_changes_hands_is_copied_anew() {
     let ([here, _], prefill, decode) = pair();
@@ -136,13 +137,15 @@ fn a_block_that_changes_hands_is_copied_anew() {
     arrived(&prefill, &second, BLOCK);
     prefill.compute(1, &[3, 9], 2 * BLOCK);
     prefill.connector.computed(&first, &lists(&[3, 9]), 2 * BLOCK);
-    // It is preempted: block 9 goes to the other, which never says so and is copied at its end.
+    // It is preempted. Block 9 goes to the other request, which never reports progress and is
+    // copied at its end.
     prefill.compute(2, &[9], BLOCK);
     let params = finish(&prefill, &second, &[9], BLOCK);
     fetched(&decode, "d2", &params, &[1], BLOCK);
     assert_eq!(decode.wrong(2, &[1], 0..BLOCK), 0);
     wait_until("it is not released", || !prefill.connector.outcomes().is_empty());
-    // The first one goes on where it was, with the same blocks; and with its blocks the other way round.
+    // The first request continues with the same blocks, and then with its blocks in the other
+    // order.
     prefill.compute(1, &[3, 9], 2 * BLOCK);
     let params = finish(&prefill, &first, &[3, 9], 2 * BLOCK);
     fetched(&decode, "d1", &params, &[1, 2], 2 * BLOCK);
@@ -159,7 +162,8 @@ fn a_block_that_changes_hands_is_copied_anew() {
     assert_eq!(decode.wrong(3, &[1, 2], 0..2 * BLOCK), 0);
 }
 
-/// The one between asks nothing of kvx, and the device is slow: what is copied is of the one between.
+/// The request in between keeps nothing for a peer, and the device is slow: the first copy would
+/// contain its tokens.
 #[test]
 fn what_was_copied_of_a_preempted_request_counts_no_more() {
     let ([here, _], prefill, decode) = pair();
@@ -193,7 +197,8 @@ fn a_block_that_grows_while_peers_may_read_it_is_copied_anew() {
     }
 }
 
-/// Copies to the host that were ordered for blocks that a load is given then: one is under way, one has not begun.
+/// Two copies to the host are ordered for blocks that a load then gets: one is in progress, one has
+/// not started.
 #[test]
 fn no_older_copy_gets_into_loaded_blocks() {
     let ([_, there], prefill, decode) = pair();
@@ -250,13 +255,13 @@ fn a_load_that_does_not_get_to_the_device_has_failed() {
         (&failed.invalid[..], failed.held.wait_blocking(LIMIT).unwrap()),
         (&[1][..], Released::Free)
     );
-    // Nobody knows whether the device still writes to the block.
+    // The device may still write to the block.
     let lost = fetch("s", CopyOutcome::Forget);
     assert_eq!(
         (&lost.invalid[..], lost.held.wait_blocking(LIMIT).unwrap()),
         (&[1][..], Released::Lost)
     );
-    // So nothing is copied any more, and what is not begun is over.
+    // So copies stop for good, and those that have not started fail.
     let none = fetch("t", CopyOutcome::Copy);
     assert!(
         none.to_string().contains("copies between host and device have stopped for good"),
@@ -268,7 +273,7 @@ fn a_load_that_does_not_get_to_the_device_has_failed() {
     assert_eq!(kept.kind(), ErrorKind::StillShared, "{kept}");
 }
 
-/// Caches that a device still copies are not the engine's.
+/// Caches that a device still copies must not be reused.
 fn are_given_back_when_released(engine: &Engine, device: &TestDevice) {
     let early =
         engine.ranks[0].give_back(Duration::from_millis(100)).wait_blocking(LIMIT).unwrap_err();
@@ -315,7 +320,7 @@ fn digests_are_of_the_copies() {
     assert_eq!(lease.wait_blocking(LIMIT).unwrap(), Released::Fetched);
 }
 
-/// An engine with a step loop hears of a load when its blocks are on the device, and of none before.
+/// An engine with a step loop learns of a load when its blocks are on the device, and not before.
 #[test]
 fn a_step_loop_hears_of_blocks_on_the_device() {
     let ([_, there], prefill, decode) = pair();
@@ -334,7 +339,8 @@ fn a_step_loop_hears_of_blocks_on_the_device() {
     wait_until("nothing is copied to the device", || there.waiting() == 1);
     assert_eq!(decode.connector.outcomes(), []);
     assert!(!decode.connector.is_idle());
-    // Given up while it is copied: the block is the engine's when nothing writes to it.
+    // The load is abandoned while it is copied. The engine may reuse the block once nothing writes
+    // to it.
     let finished = decode.connector.request_finished(&request, Ending::aborted());
     assert!(finished.delay_free);
     std::thread::sleep(Duration::from_millis(100));

@@ -1,4 +1,4 @@
-//! Connectors that run: what they load, keep, give back, and say when something is wrong.
+//! Running connectors: loads, leases, returns, and errors.
 
 mod context_parallel;
 mod digests;

@@ -1,4 +1,5 @@
-//! MooncakeConnector: a decode finds a prefill by its bootstrap server, asks, and is written to.
+//! MooncakeConnector: a decode finds a prefill through its bootstrap server and asks, and the
+//! prefill writes.
 
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
@@ -49,7 +50,7 @@ fn a_load_that_is_given_up_frees_both_sides_at_once() {
     given_up(&Engine::mooncake("prefill", "{}", 1), &Engine::mooncake("decode", "{}", 1));
 }
 
-/// By the prefill before it is asked for, then by the decode.
+/// The prefill gives up before it is asked, then the decode does.
 fn given_up(prefill: &Engine, decode: &Engine) {
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
@@ -70,7 +71,7 @@ fn given_up(prefill: &Engine, decode: &Engine) {
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
 }
 
-/// A port that nobody listens at.
+/// Returns a port at which nothing listens.
 fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
@@ -97,7 +98,7 @@ fn a_bootstrap_server_that_is_down_or_restarted_costs_what_asks_it_then_and_noth
     let error = load(&prefill, &decode, "early").unwrap_err();
     assert!(error.to_string().contains(&format!("127.0.0.1:{port}: nobody listens")), "{error}");
     assert!(error.held.is_empty());
-    // An engine without caches is a server and nothing else.
+    // An engine without caches serves as a bootstrap server only.
     let server =
         || Engine::mooncake_at("server", "kv_producer", "{}", port).build_blocking().unwrap();
     let loads_in_time = |decode: &Engine, request: &str| {
@@ -116,7 +117,7 @@ fn a_bootstrap_server_that_is_down_or_restarted_costs_what_asks_it_then_and_noth
     let first = server();
     assert_eq!(loads_in_time(&decode, "up"), Some(Loaded { tokens: 0..BLOCK }));
     first.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
-    // Who has asked before needs it no more.
+    // A decode that has asked before does not need the server any more.
     assert_eq!(load(&prefill, &decode, "known").unwrap(), Loaded { tokens: 0..BLOCK });
     load(&prefill, &other, "unknown").unwrap_err();
     let again = server();
@@ -189,7 +190,10 @@ fn parameters_are_those_that_routers_write_and_a_step_loop_takes_them_in_either_
             let ending = Ending { status, blocks, computed: tokens, cached: None, reference: None };
             let Finished { delay_free, params, .. } =
                 prefill.connector.request_finished(&asked, ending);
-            assert!(delay_free && params.is_none(), "the router knows already what a decode needs");
+            assert!(
+                delay_free && params.is_none(),
+                "the router already knows the parameters of a decode"
+            );
             prefill.step();
         };
         let ask = || {
@@ -209,7 +213,7 @@ fn parameters_are_those_that_routers_write_and_a_step_loop_takes_them_in_either_
             ask();
             assert!(
                 !decode.connector.outcomes_ready_blocking(Duration::from_millis(100)),
-                "it waits, and holds nothing up"
+                "it waits, and delays no other request"
             );
             publish();
         } else {
@@ -227,7 +231,7 @@ fn parameters_are_those_that_routers_write_and_a_step_loop_takes_them_in_either_
         assert_eq!(prefill.connector.outcomes(), [free]);
     }
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
-    // Those of a NixlConnector name no transfer.
+    // Parameters of a NixlConnector name no transfer.
     let request = "n".into();
     let params = TransferParams::from_value(&json!({"do_remote_decode": true})).unwrap();
     let arrival =
@@ -257,7 +261,7 @@ fn caches_that_are_given_back_and_registered_anew_are_asked_for_anew() {
     prefill.end();
 }
 
-/// One of the protocol before vLLM 0.16.
+/// Starts an engine with the protocol before vLLM 0.16.
 fn older(engine: &str, extra: &str, tp: u32) -> Engine {
     let mut extra: serde_json::Value = serde_json::from_str(extra).unwrap();
     extra["kv_compat"] = "0.11".into();

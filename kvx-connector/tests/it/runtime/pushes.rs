@@ -1,4 +1,4 @@
-//! NixlPushConnector: a decode says where its blocks are, and the prefill writes into them.
+//! NixlPushConnector: a decode registers its blocks, and the prefill writes into them.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use kvx_vllm::params::{TransferMode, TransferParams};
 use super::rig::{BLOCK, Engine, LIMIT, SIZES, lists, moves_prompts};
 
 fn push(backend: &str, sizes: (u32, u32)) {
-    // Who pushes finds a registration by the name of its own request.
+    // A pushing prefill finds a registration by the name of its own request.
     let params = moves_prompts(Engine::pushing, "r", backend, sizes);
     assert_eq!(params.transfer_mode, Some(TransferMode::Push));
 }
@@ -49,12 +49,12 @@ fn a_registration_longer_than_a_notification_travels_in_parts() {
     );
 }
 
-/// The way that is there leads to what the decode has given back.
+/// The existing connection leads to caches that the decode has given back.
 #[test]
 fn a_decode_that_registers_anew_is_written_to() {
     let (prefill, mut decode) =
         (Engine::pushing("prefill", "{}", 2), Engine::pushing("decode", "{}", 1));
-    // The third one waits until the decode may be asked anew.
+    // The third load waits until the decode may be asked again.
     for round in 0..3 {
         let name = format!("r{round}");
         prefill.compute(round, &[3, 9], 2 * BLOCK);
@@ -79,7 +79,7 @@ fn a_step_loop_pushes_whichever_side_is_first_and_no_worker_is_written_to_before
         (Engine::pushing("prefill", "{}", 2), Engine::pushing("decode", "{}", 2));
     let tokens = 2 * BLOCK;
     for decode_first in [true, false] {
-        // Each engine has a suffix of its own.
+        // Each engine adds its own suffix to the name.
         let asked: RequestId = format!("cmpl-{decode_first}-0-0000000a").into();
         let given: RequestId = format!("cmpl-{decode_first}-0-0000000b").into();
         let here = [1, 2];
@@ -100,7 +100,7 @@ fn a_step_loop_pushes_whichever_side_is_first_and_no_worker_is_written_to_before
             prefill.connector.request_finished(&asked, ending).params.unwrap()
         };
         let load = || {
-            // What a router knows of a prefill that it has just asked.
+            // The parameters as a router knows them right after it has asked a prefill.
             let address = prefill.connector.address();
             let mut params = TransferParams::default();
             params.do_remote_prefill = true;
@@ -126,7 +126,7 @@ fn a_step_loop_pushes_whichever_side_is_first_and_no_worker_is_written_to_before
         }
         assert!(
             !decode.connector.outcomes_ready_blocking(Duration::from_millis(300)),
-            "one worker has not been told"
+            "one worker has not started the load"
         );
         assert!(decode.wrong(3, &[6, 5], 0..tokens) > 0);
         decode.ranks[1].start_load_kv();
@@ -150,7 +150,7 @@ fn a_load_that_nobody_pushes_fails_in_time_and_the_next_one_works() {
         (Engine::pushing("prefill", "{}", 1), Engine::pushing("decode", "{}", 1));
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("other", lists(&[5]), BLOCK).unwrap();
-    // The prefill knows no request of that name.
+    // The prefill has no request of that name.
     let fetch = Decode::new(&decode.connector).fetch(
         "r",
         &params,

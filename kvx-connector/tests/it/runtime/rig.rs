@@ -1,4 +1,5 @@
-//! Engines without a model: a pool whose bytes say which request, layer and token they are of.
+//! Engines without a model. The bytes of their pools name the request, layer and token that they
+//! belong to.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,20 +14,20 @@ use kvx_vllm::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryTy
 use kvx_vllm::params::TransferParams;
 use kvx_vllm::wire::CompatibilityFactors;
 
-/// Tokens of a block.
+/// Tokens in a block.
 pub(crate) const BLOCK: u32 = 16;
-/// Blocks of a pool.
+/// Blocks in a pool.
 pub(crate) const BLOCKS: u32 = 64;
 /// Layers.
 pub(crate) const LAYERS: u64 = 3;
 /// Heads of the whole model.
 pub(crate) const HEADS: u32 = 4;
-/// Bytes of a head's content of a token.
+/// Bytes of a head's content of one token.
 const CONTENT: u64 = 8;
-/// Says to a process that its pools lie on the first device: [`CUDA`].
+/// The variable that tells a process that its pools lie on the first device: [`CUDA`].
 pub(crate) const POOL: &str = "KVX_TEST_POOL";
 pub(crate) const CUDA: &str = "cuda";
-/// Nothing here takes longer.
+/// The time limit of every wait.
 pub(crate) const LIMIT: Duration = Duration::from_secs(10);
 
 pub(crate) fn registry() -> Registry {
@@ -36,7 +37,7 @@ pub(crate) fn registry() -> Registry {
     registry
 }
 
-/// An engine of some workers in this process.
+/// An engine with some workers in this process.
 pub(crate) struct Engine {
     pub(crate) connector: Connector,
     pub(crate) ranks: Vec<Rank>,
@@ -45,7 +46,7 @@ pub(crate) struct Engine {
     blocks: u32,
 }
 
-/// Where engines of a test are: on this host, or on the first of two.
+/// Returns the address of a test's engines: on this host, or on the first of two.
 pub(crate) fn host() -> String {
     Hosts::way_to_far().map_or_else(|| "127.0.0.1".to_owned(), |_| Hosts::address(1))
 }
@@ -82,7 +83,7 @@ fn built_at(config: &KvTransferConfig) -> ConnectorBuilder {
     Connector::builder(config, registry(), factors).block_size(BLOCK)
 }
 
-/// Caches of one of `tp` workers in a pool that begins there.
+/// Builds the caches of one of `tp` workers in a pool.
 pub(crate) fn caches(pool: &Memory, tp: u32) -> Caches {
     let block_len = u64::from(HEADS / tp * BLOCK) * CONTENT;
     let blocks = pool.len() as u64 / LAYERS / block_len;
@@ -113,7 +114,7 @@ pub(crate) fn pool_of(tp: u32, blocks: u32) -> Arc<Memory> {
     })
 }
 
-/// Bytes of a pool of so many blocks.
+/// Returns the size of a pool of `blocks` blocks in bytes.
 fn len_of(tp: u32, blocks: u32) -> usize {
     LAYERS as usize * blocks as usize * (HEADS / tp * BLOCK) as usize * CONTENT as usize
 }
@@ -127,7 +128,7 @@ impl Engine {
         Self::of(built(&configured(engine, extra, policy)), tp)
     }
 
-    /// One whose prefill writes.
+    /// Starts an engine whose prefill writes.
     pub(crate) fn pushing(engine: &str, extra: &str, tp: u32) -> Self {
         Self::of(Self::push_builder(engine, extra), tp)
     }
@@ -136,7 +137,7 @@ impl Engine {
         built(&of_connector("NixlPushConnector", engine, extra, "fail"))
     }
 
-    /// One with the MooncakeConnector.
+    /// Starts an engine with the MooncakeConnector.
     pub(crate) fn mooncake(engine: &str, extra: &str, tp: u32) -> Self {
         Self::of(Self::mooncake_builder(engine, extra), tp)
     }
@@ -145,7 +146,8 @@ impl Engine {
         built(&of_connector("MooncakeConnector", engine, extra, "fail"))
     }
 
-    /// The same in this role, whose bootstrap server has this port.
+    /// Starts an engine with the MooncakeConnector in this role. Its bootstrap server has this
+    /// port.
     pub(crate) fn mooncake_at(
         engine: &str,
         role: &str,
@@ -161,13 +163,14 @@ impl Engine {
         built_at(&KvTransferConfig::from_json(&json, &surroundings).unwrap())
     }
 
-    /// The same, with so many blocks.
+    /// Starts an engine whose prefill writes, with `blocks` blocks.
     pub(crate) fn pushing_many(engine: &str, blocks: u32) -> Self {
         let config = of_connector("NixlPushConnector", engine, "{}", "fail");
         Self::sized(built(&config), 1, blocks)
     }
 
-    /// One whose pools lie on a device, and whose peers see copies of them on the host.
+    /// Starts an engine whose pools lie on a device, and whose peers see copies of them on the
+    /// host.
     pub(crate) fn on_device(
         device: &Arc<TestDevice>,
         connector: &str,
@@ -210,7 +213,7 @@ impl Engine {
         (0..self.ranks.len()).for_each(|at| self.register_one_anew(at));
     }
 
-    /// The same of one worker.
+    /// Gives the caches of one worker back and registers others.
     pub(crate) fn register_one_anew(&mut self, at: usize) {
         let (rank, held) = (&self.ranks[at], &mut self.pools[at]);
         rank.give_back(LIMIT).wait_blocking(LIMIT).unwrap();
@@ -218,7 +221,7 @@ impl Engine {
         rank.clone().register(caches(held, self.tp), [Arc::clone(held)]).unwrap();
     }
 
-    /// One step: what was ordered goes to the workers.
+    /// Makes one step: loads that were ordered go to the workers.
     pub(crate) fn step(&self) {
         self.connector.step();
         self.ranks.iter().for_each(Rank::start_load_kv);
@@ -234,7 +237,7 @@ impl Engine {
         self.parts().for_each(|part| part.compute(request, blocks, tokens));
     }
 
-    /// Which tokens of these are not those of the request.
+    /// Counts the tokens in these blocks that do not belong to the request.
     pub(crate) fn wrong(
         &self,
         request: u16,
@@ -249,7 +252,7 @@ impl Engine {
     }
 }
 
-/// What one worker of `tp` has of the caches.
+/// The part of the caches that one of `tp` workers has.
 pub(crate) struct Part<'a> {
     pub(crate) pool: &'a Memory,
     pub(crate) tp: u32,
@@ -258,7 +261,7 @@ pub(crate) struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// Where each value of these tokens lies, and what it is.
+    /// Visits each value of these tokens, with its place.
     fn each(
         &self,
         request: u16,
@@ -312,15 +315,15 @@ pub(crate) fn lists(blocks: &[u32]) -> BlockLists {
     BlockLists::single(blocks)
 }
 
-/// Runs a future on this thread: no runtime is needed.
+/// Runs a future on this thread, without a runtime.
 pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
     kvx_testkit::run(future)
 }
 
-/// Numbers of workers of two engines.
+/// The numbers of workers of two engines.
 pub(crate) const SIZES: [(u32, u32); 5] = [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)];
 
-/// Prompts go from an engine of so many workers to one of so many, over this backend.
+/// Sends prompts from an engine of `from` workers to one of `to` workers over this backend.
 pub(crate) fn moves_prompts(
     start: fn(&str, &str, u32) -> Engine,
     called: &str,
@@ -332,8 +335,8 @@ pub(crate) fn moves_prompts(
     prompts_arrive(prefill, decode, called, &format!("{backend} {from} to {to}"))
 }
 
-/// Three prompts are published at the one engine and fetched by the other, which calls them so; then both end. Gives
-/// what the last decode was told.
+/// Publishes three prompts at one engine and fetches them at the other, which calls them by these
+/// names. Then both end. Returns the parameters that the last decode got.
 fn prompts_arrive(prefill: Engine, decode: Engine, called: &str, what: &str) -> TransferParams {
     let (here, there) = ([3, 9, 4], [7, 1, 30]);
     let tokens = 2 * BLOCK + 5;

@@ -1,4 +1,4 @@
-//! What cannot be, and the setting that its error names.
+//! Impossible settings, and errors that name the setting to change.
 
 use kvx_connector::nixl::NixlPeer;
 use kvx_connector::{Connector, Decode, Group, Prefill, probe};
@@ -36,7 +36,7 @@ fn caches_that_do_not_fit_are_refused_with_the_call_to_change() {
     let elsewhere = super::rig::pool(1);
     let error = connector.rank(rank).unwrap().register(caches(&pool, 1), [elsewhere]).unwrap_err();
     says(&error, ErrorKind::Invalid, &["Rank::register", "layers.0.attn"]);
-    register(&connector).expect("after a refusal all is as before");
+    register(&connector).expect("a refusal changes nothing");
     says(&register(&connector).unwrap_err(), ErrorKind::Invalid, &["Rank::give_back"]);
     let error = connector.rank(WorkerRank { pp: 0, tp: 1 }).unwrap_err();
     says(&error, ErrorKind::Invalid, &["ConnectorBuilder::workers"]);
@@ -81,7 +81,7 @@ fn blocks_that_are_none_of_the_caches_are_refused_and_nothing_is_ordered() {
 fn parameters_of_peers_are_no_better_than_their_words() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
     let names = std::cell::Cell::new(0);
-    // A load that fails tells the prefill so: each has a request of its own.
+    // A failed load notifies the prefill, so each load has its own request.
     let fetch_with = |change: &dyn Fn(&mut TransferParams)| {
         let name = format!("r{}", names.replace(names.get() + 1));
         let published = Prefill::new(&prefill.connector).publish(&*name, lists(&[1]), BLOCK);
@@ -176,7 +176,7 @@ fn with_kvx_named_anybody_is_told_what_a_nixl_with_that_backend_loads() {
     let mut got = [0; 4];
     cache.copy_out(0, &mut got).unwrap();
     assert_eq!(got, [7, 0, 1, 0], "request, layer, head");
-    // Not named: kvx peers alone are told how to get here, and in their own words.
+    // Without KVX only kvx peers get metadata, in answers to their own questions.
     assert!(told(&Engine::new("other", "{}", 1)).metadata.unwrap().agent_metadata.is_empty());
 }
 

@@ -1,4 +1,4 @@
-//! What a subscriber hears of a load.
+//! The spans and log lines of a load.
 
 use std::io::Write;
 use std::sync::{Arc, Mutex};
@@ -10,7 +10,7 @@ use tracing_subscriber::fmt::format::FmtSpan;
 
 use super::rig::{BLOCK, Engine, LIMIT, lists};
 
-/// Everything that is written, by whatever thread.
+/// Everything that any thread writes.
 #[derive(Clone, Default)]
 struct Written(Arc<Mutex<Vec<u8>>>);
 
@@ -25,7 +25,7 @@ impl Write for Written {
     }
 }
 
-/// In a process of its own, whose subscriber it is.
+/// Runs in a process of its own, because it sets the process's subscriber.
 #[test(own_process)]
 fn a_load_has_one_span_with_its_phases_and_a_failure_a_line() {
     let written = Written::default();
@@ -40,7 +40,7 @@ fn a_load_has_one_span_with_its_phases_and_a_failure_a_line() {
         .wait_blocking(LIMIT)
         .unwrap()
         .unwrap();
-    // As long as the first request has the block, too, it stays right.
+    // The first request keeps the block unchanged as long as it holds it.
     lease.wait_blocking(LIMIT).unwrap();
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("late", lists(&[1]), BLOCK).unwrap();
@@ -55,7 +55,7 @@ fn a_load_has_one_span_with_its_phases_and_a_failure_a_line() {
         let text = String::from_utf8(written.0.lock().unwrap().clone()).unwrap();
         text.lines().filter(|line| line.contains(of)).map(str::to_owned).collect()
     };
-    // The span ends with the word to the prefill, which nobody waits for.
+    // The span ends with the notification to the prefill, which nothing waits for.
     let closed = loop {
         let closed: Vec<_> = lines("kvx_load{request=traced")
             .into_iter()

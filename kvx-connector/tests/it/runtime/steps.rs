@@ -1,4 +1,4 @@
-//! Engines with a step loop, by the names of `KVConnectorBase_V1`.
+//! Engines with a step loop, which call the methods of `KVConnectorBase_V1`.
 
 use kvx_testkit::test;
 use kvx_vllm::engine::{Allocation, Arrival, Ending, Kept, Matched, Outcome, RequestId, Status};
@@ -38,7 +38,7 @@ fn a_step_loop_prefills_and_loads() {
     let allocation = Allocation { fill: lists(&there), computed: BLOCK, external: matched.tokens };
     decode.connector.update_state_after_alloc(&given, allocation).unwrap();
     decode.connector.step();
-    assert_eq!(decode.connector.outcomes(), [], "nothing is loaded before the workers are told");
+    assert_eq!(decode.connector.outcomes(), [], "nothing is loaded before the workers start");
     decode.ranks.iter().for_each(|rank| rank.start_load_kv());
 
     block_on(decode.connector.outcomes_ready());
@@ -48,7 +48,7 @@ fn a_step_loop_prefills_and_loads() {
     );
     assert_eq!(decode.wrong(9, &[63, 6, 5], BLOCK..tokens), 0);
     decode.connector.request_finished(&given, ending(&[63, 6, 5], tokens));
-    // The engine of the prefill sleeps: no step is needed for it.
+    // The engine of the prefill sleeps: the release needs no step.
     assert!(prefill.connector.outcomes_ready_blocking(LIMIT));
     assert_eq!(
         prefill.connector.outcomes(),

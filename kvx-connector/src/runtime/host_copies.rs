@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_that_was_forgotten_is_copied() {
+    fn forgotten_blocks_are_not_copied() {
         let (_device, pool, copies) = copies();
         (0..BLOCKS).for_each(|block| compute(&pool, block, 7));
         copies.order(1, &[block(2, 0), block(3, 1)]);
@@ -331,7 +331,7 @@ mod tests {
 
     /// The request was abandoned, and a load may be filling the copies.
     #[test]
-    fn nothing_is_copied_at_an_end_that_nobody_waits_for_any_more() {
+    fn an_abandoned_request_copies_nothing_at_its_end() {
         let (_device, pool, copies) = copies();
         compute(&pool, 2, 7);
         copies.order(1, &[block(2, 0)]);
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_to_the_device_is_what_was_loaded_and_no_more() {
+    fn only_loaded_blocks_are_copied_to_the_device() {
         let (_device, pool, copies) = copies();
         (0..BLOCKS).for_each(|block| compute(&pool, block, 7));
         copies.fill(&BlockLists::single(vec![5, 1, 2])).unwrap();

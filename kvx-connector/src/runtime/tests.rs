@@ -128,7 +128,7 @@ fn caches_are_given_back_once_nothing_of_them_is_being_finished() {
 }
 
 #[test]
-fn who_finds_no_place_for_a_peers_generations_is_told_so_in_time() {
+fn scratch_memory_without_a_free_slot_is_busy_in_time() {
     let connector = connector(1);
     register(&connector, 0).unwrap();
     let scratch =
@@ -212,7 +212,7 @@ fn what_was_granted_is_given_back_with_the_caches() {
 }
 
 #[test]
-fn a_load_that_ends_is_heard_before_it_can_be_given_up() {
+fn a_load_that_has_ended_keeps_its_outcome_when_it_is_cancelled() {
     let connector = connector(1);
     register(&connector, 0).unwrap();
     let (_silent, params) = silent();
@@ -247,7 +247,7 @@ fn loads_that_are_given_up_as_they_end_free_their_blocks_once() {
 }
 
 #[test]
-fn an_end_that_is_not_proven_loses_what_was_lent_and_stays_so() {
+fn a_shutdown_that_is_not_proven_loses_all_blocks_for_good() {
     let connector = connector(1);
     let rank = register(&connector, 0).unwrap();
     let (_silent, params) = silent();

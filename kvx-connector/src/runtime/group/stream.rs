@@ -458,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_over_tcp_arrives_as_it_was_or_not_at_all() {
+    fn messages_over_tcp_arrive_unaltered_or_not_at_all() {
         let (messages, end, bytes) = heard(None, [1, 1]);
         assert_eq!(messages, SAID);
         end.unwrap();
@@ -482,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn another_secret_is_no_way_in() {
+    fn a_peer_with_another_secret_is_refused() {
         let (messages, end, bytes) = heard(None, [1, 2]);
         assert_eq!(end.unwrap_err().kind(), ErrorKind::Authentication);
         assert!(messages.is_empty() && bytes == MESSAGE, "{bytes}");

@@ -40,7 +40,7 @@ fn metadata() -> ToHead {
 }
 
 #[test]
-fn what_a_rank_says_out_of_turn_is_refused() {
+fn a_message_of_a_rank_out_of_turn_is_refused() {
     let path = std::env::temp_dir().join(format!("kvx-turns-{}", std::process::id()));
     let connector = engine(&path);
     let shared = connector.shared();

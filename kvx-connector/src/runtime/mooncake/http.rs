@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_head_is_refused_and_nothing_grows_without_bound() {
+    fn malformed_heads_are_refused_and_memory_is_bounded() {
         for bad in [
             "GET /\r\n\r\n",
             "\r\n\r\n",

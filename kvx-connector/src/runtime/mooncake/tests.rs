@@ -387,7 +387,7 @@ fn a_connection_is_kept_for_the_next_question_until_its_other_end_leaves() {
 }
 
 #[test]
-fn before_0_16_a_req_socket_hears_one_answer_and_all_else_goes_on() {
+fn before_0_16_a_req_socket_gets_one_answer_and_other_loads_succeed() {
     let compat = |engine| {
         super::super::tests::built_with("MooncakeConnector", engine, r#""kv_compat": "0.11""#)
     };

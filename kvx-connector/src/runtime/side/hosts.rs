@@ -53,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_of_this_machine_alone_is_no_place_for_data_of_others() {
+    fn a_host_that_only_this_machine_reaches_is_not_bound_for_data() {
         for host in [
             "localhost",
             "127.0.0.1",
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn a_written_tcp_bind_is_the_last_word() {
+    fn a_configured_tcp_bind_takes_precedence() {
         let json = r#"{"kv_connector_extra_config": {"tcp": {"bind": "127.0.0.1"}}}"#;
         let config = config("localhost", json);
         assert_eq!((written_tcp_bind(&config), bound(&config)), (Some("127.0.0.1"), None));

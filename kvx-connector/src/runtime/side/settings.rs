@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_that_lead_nowhere_are_warned_of() {
+    fn unreachable_hosts_are_warned_of() {
         let json = r#"{"kv_connector_extra_config": {"tcp": {"bind": "10.0.0.1"}}}"#;
         for (host, json, word) in [
             ("localhost", json, "tcp.bind is 10.0.0.1"),

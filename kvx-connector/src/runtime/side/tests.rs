@@ -170,7 +170,7 @@ fn a_question_that_was_recorded_opens_nothing() {
 }
 
 #[test]
-fn what_does_not_fit_is_named_with_the_setting_to_change() {
+fn a_mismatch_is_reported_with_the_setting_to_change() {
     run(async {
         let server = server(None, true).await;
         let peer = at("127.0.0.1", server.address().port);
@@ -235,7 +235,7 @@ fn registering_anew_is_counted_once_for_scheduler_and_listener() {
 }
 
 #[test]
-fn two_engines_on_one_port_are_told_which_is_free() {
+fn a_taken_port_is_reported_with_a_free_one() {
     run(async {
         let first = server(None, true).await;
         let port = first.address().port;
@@ -259,10 +259,10 @@ fn two_engines_on_one_port_are_told_which_is_free() {
 }
 
 #[test]
-fn ipv6_serves_too_and_workers_may_have_ports_of_their_own() {
+fn ipv6_works_and_workers_may_have_separate_ports() {
     run(async {
         if TcpListener::bind("[::1]:0").is_err() {
-            let test = "ipv6_serves_too_and_workers_may_have_ports_of_their_own";
+            let test = "ipv6_works_and_workers_may_have_separate_ports";
             return kvx_testkit::skip(test, "no IPv6 loopback", "switch IPv6 on");
         }
         let wide = SideSettings { bind: "::1".into(), ..settings("::1", None) };
@@ -338,7 +338,7 @@ fn workers_of_which_some_are_kvx_and_some_not_are_refused() {
 }
 
 #[test]
-fn nobody_there_and_dead_peers_are_said_in_time_with_both_settings() {
+fn missing_and_dead_peers_are_reported_in_time_with_both_settings() {
     run(async {
         let dead = TcpListener::bind("127.0.0.1:0").unwrap(); // listens, and never accepts
         let port = dead.local_addr().unwrap().port();
@@ -370,7 +370,7 @@ fn resident() -> usize {
 }
 
 #[test]
-fn a_thousand_half_open_and_hostile_connections_cost_little_and_stop_nobody() {
+fn a_thousand_half_open_and_hostile_connections_cost_little_and_block_no_decode() {
     use std::io::Write as _;
 
     /// Set in a process that runs this test alone, because other tests take memory too.

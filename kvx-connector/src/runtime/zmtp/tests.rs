@@ -127,7 +127,7 @@ fn req_and_dealer_get_answers_one_after_the_other() {
 }
 
 #[test]
-fn what_is_to_be_said_does_not_wait_for_a_peer_that_only_pings() {
+fn a_message_does_not_wait_for_a_peer_that_only_pings() {
     run(async {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let router = Router::serve_by(listener, limits(LIMIT, 8), Arc::new(AfterAPing)).unwrap();
@@ -144,7 +144,7 @@ fn what_is_to_be_said_does_not_wait_for_a_peer_that_only_pings() {
 }
 
 #[test]
-fn whoever_does_not_speak_is_closed_and_whoever_speaks_nonsense_at_once() {
+fn silent_connections_are_closed_and_malformed_ones_at_once() {
     run(async {
         let (router, address) = echo(SHORT, 8).await;
         let mut silent = TcpStream::connect(address).await.unwrap();
@@ -185,7 +185,7 @@ fn whoever_does_not_speak_is_closed_and_whoever_speaks_nonsense_at_once() {
 }
 
 #[test]
-fn for_a_connection_too_many_the_most_silent_one_goes() {
+fn a_connection_above_the_limit_replaces_the_most_silent_one() {
     run(async {
         let (router, address) = echo(LIMIT, 4).await;
         let mut speaker = client(SocketType::Req, address).await.unwrap();
@@ -215,7 +215,7 @@ fn a_ping_is_answered_with_its_context() {
 }
 
 #[test]
-fn a_flood_of_commands_stops_nobody_and_is_closed() {
+fn a_flood_of_commands_delays_no_other_peer_and_is_closed() {
     use std::io::Write as _;
 
     run(async {
@@ -266,7 +266,7 @@ async fn trap(then: impl AsyncFnOnce(TcpStream) + 'static) -> (SocketAddr, impl 
 }
 
 #[test]
-fn dead_peers_cost_their_time_and_no_more() {
+fn dead_peers_cost_no_more_than_their_time_limit() {
     async fn asked(address: SocketAddr) -> ErrorKind {
         let limits = MessageLimits { frames: 4, bytes: 1 << 16 };
         let budget = Budget::new(1 << 20);

@@ -37,8 +37,8 @@ pub(crate) const OF_SHM: &[(&str, fn(&str))] = &[
     ("on_devices_peers_see_copies_on_the_host", on_devices_peers_see_copies_on_the_host),
     ("on_devices_chunks_are_copied_before_the_end", on_devices_chunks_are_copied_before_the_end),
     (
-        "on_devices_nobody_hears_of_what_a_lost_rank_copied",
-        on_devices_nobody_hears_of_what_a_lost_rank_copied,
+        "on_devices_blocks_that_a_lost_rank_copied_are_not_published",
+        on_devices_blocks_that_a_lost_rank_copied_are_not_published,
     ),
 ];
 
@@ -225,7 +225,7 @@ fn on_devices_chunks_are_copied_before_the_end(_: &str) {
     decode.end();
 }
 
-fn on_devices_nobody_hears_of_what_a_lost_rank_copied(backend: &str) {
+fn on_devices_blocks_that_a_lost_rank_copied_are_not_published(backend: &str) {
     let mut prefill = copied("NixlConnector", on_device("prefill", 2), backend);
     prefill.compute(1, &[5], BLOCK);
     prefill.ranks[1].stop().unwrap();

@@ -16,8 +16,8 @@ pub(crate) const CASES: &[(&str, fn(&str))] = &[
         a_block_that_one_rank_has_spoilt_is_refused_alone,
     ),
     (
-        "a_rank_that_is_killed_before_its_digests_holds_nobody_up",
-        a_rank_that_is_killed_before_its_digests_holds_nobody_up,
+        "a_rank_that_is_killed_before_its_digests_does_not_block_publishing",
+        a_rank_that_is_killed_before_its_digests_does_not_block_publishing,
     ),
 ];
 
@@ -59,7 +59,7 @@ fn a_block_that_one_rank_has_spoilt_is_refused_alone(backend: &str) {
     decode.end();
 }
 
-fn a_rank_that_is_killed_before_its_digests_holds_nobody_up(backend: &str) {
+fn a_rank_that_is_killed_before_its_digests_does_not_block_publishing(backend: &str) {
     let mut prefill = digesting("prefill", backend, 2);
     prefill.compute(7, &[5, 6], 2 * BLOCK);
     prefill.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));

@@ -34,8 +34,14 @@ const CASES: &[(&str, fn(&str))] = &[
     ("what_a_killed_rank_had_published_is_lost", what_a_killed_rank_had_published_is_lost),
     ("what_a_killed_rank_was_filling_is_lost", what_a_killed_rank_was_filling_is_lost),
     ("a_rank_that_is_cut_off_is_missed", a_rank_that_is_cut_off_is_missed),
-    ("who_has_another_secret_or_none_is_not_let_in", who_has_another_secret_or_none_is_not_let_in),
-    ("a_crowd_of_strangers_keeps_no_rank_out", a_crowd_of_strangers_keeps_no_rank_out),
+    (
+        "ranks_with_another_secret_or_none_are_refused",
+        ranks_with_another_secret_or_none_are_refused,
+    ),
+    (
+        "a_crowd_of_unauthenticated_peers_keeps_no_rank_out",
+        a_crowd_of_unauthenticated_peers_keeps_no_rank_out,
+    ),
     ("a_port_has_to_be_named", a_port_has_to_be_named),
 ];
 
@@ -202,7 +208,7 @@ fn a_rank_that_is_cut_off_is_missed(backend: &str) {
     assert!(!lost(&decode, &params, LIMIT).is_empty(), "there is no way back");
 }
 
-fn who_has_another_secret_or_none_is_not_let_in(backend: &str) {
+fn ranks_with_another_secret_or_none_are_refused(backend: &str) {
     let (decode, whole) = Fleet::awaiting("decode", backend, 1, LIMIT);
     let theirs = a_secret("theirs");
     let other = rank_with(&decode.path, 0, 1, BLOCKS, |command| _ = command.env(VARIABLE, &theirs));
@@ -217,7 +223,7 @@ fn who_has_another_secret_or_none_is_not_let_in(backend: &str) {
     whole.wait_blocking(LIMIT).unwrap();
 }
 
-fn a_crowd_of_strangers_keeps_no_rank_out(backend: &str) {
+fn a_crowd_of_unauthenticated_peers_keeps_no_rank_out(backend: &str) {
     let (decode, whole) = Fleet::awaiting("decode", backend, 1, LIMIT);
     let address = decode.path.to_str().unwrap().strip_prefix(OVER_TCP).unwrap();
     let mut crowd = Vec::new();

@@ -43,9 +43,9 @@ pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("a_rank_with_other_blocks_is_refused", a_rank_with_other_blocks_is_refused),
     ("a_rank_that_leaves_is_missed", a_rank_that_leaves_is_missed),
     ("ranks_end_when_their_engine_is_gone", ranks_end_when_their_engine_is_gone),
-    ("a_path_that_is_taken_stays_as_it_is", a_path_that_is_taken_stays_as_it_is),
-    ("what_is_of_one_process_is_refused", what_is_of_one_process_is_refused),
-    ("a_stranger_at_the_socket_is_refused", a_stranger_at_the_socket_is_refused),
+    ("a_path_in_use_is_refused_and_left_alone", a_path_in_use_is_refused_and_left_alone),
+    ("settings_for_one_process_are_refused", settings_for_one_process_are_refused),
+    ("a_process_of_another_user_is_refused", a_process_of_another_user_is_refused),
     ("nonsense_at_the_socket_ends_nothing", nonsense_at_the_socket_ends_nothing),
 ];
 
@@ -331,7 +331,7 @@ fn ranks_end_when_their_engine_is_gone(_: &str) {
     std::fs::remove_file(path).unwrap();
 }
 
-fn a_path_that_is_taken_stays_as_it_is(backend: &str) {
+fn a_path_in_use_is_refused_and_left_alone(backend: &str) {
     let taken = path("taken");
     std::fs::write(&taken, "somebody's").unwrap();
     let connector = crate::runtime::rig::builder("engine", &super::fleet::extra(backend))
@@ -349,21 +349,21 @@ fn a_path_that_is_taken_stays_as_it_is(backend: &str) {
     assert_eq!(heard(&rank(&taken, 0, 1)), "ready");
 }
 
-fn what_is_of_one_process_is_refused(_: &str) {
+fn settings_for_one_process_are_refused(_: &str) {
     let connector =
         crate::runtime::rig::Engine::mooncake_builder("engine", "{}").build_blocking().unwrap();
     let error = ended(connector.group(path("refused"), LIMIT));
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
 }
 
-fn a_stranger_at_the_socket_is_refused(backend: &str) {
+fn a_process_of_another_user_is_refused(backend: &str) {
     use std::io::Read as _;
     use std::os::unix::fs::PermissionsExt as _;
     use std::os::unix::process::CommandExt as _;
     let (decode, _whole) = Fleet::awaiting("decode", backend, 1, LIMIT);
     if !rustix::process::geteuid().is_root() {
         return skip(
-            "a_stranger_at_the_socket_is_refused",
+            "a_process_of_another_user_is_refused",
             "a process of another user is started by root only",
             "run the tests as root",
         );

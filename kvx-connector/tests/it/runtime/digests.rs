@@ -80,7 +80,7 @@ fn a_block_that_was_spoilt_is_not_made_right_by_publishing_it_again() {
 }
 
 #[test]
-fn a_prefill_without_digests_is_refused_in_words_and_a_decode_without_them_does_not_look() {
+fn a_prefill_without_digests_is_refused_and_a_decode_without_them_does_not_check() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), digesting("decode", 1));
     let error = loaded_after(&prefill, &decode, |_| ()).unwrap_err();
     let LoadFailure::Handshake(why) = error.failure else { panic!("{error}") };
@@ -91,7 +91,7 @@ fn a_prefill_without_digests_is_refused_in_words_and_a_decode_without_them_does_
 }
 
 #[test]
-fn parts_of_blocks_are_refused_in_words() {
+fn digests_of_parts_of_blocks_are_refused() {
     let (prefill, decode) = (digesting("prefill", 1), digesting("decode", 2));
     let error = loaded_after(&prefill, &decode, |_| ()).unwrap_err();
     let LoadFailure::Handshake(why) = error.failure else { panic!("{error}") };
@@ -99,14 +99,14 @@ fn parts_of_blocks_are_refused_in_words() {
 }
 
 #[test]
-fn pushes_with_digests_are_refused_in_words() {
+fn pushes_with_digests_are_refused() {
     let error = Engine::push_builder("prefill", DIGEST).build_blocking().unwrap_err();
     assert!(error.to_string().contains("kvx_digest is for NixlConnector"), "{error}");
     drop(builder("prefill", DIGEST).build_blocking().unwrap());
 }
 
 #[test]
-fn caches_on_a_device_are_refused_in_words() {
+fn digests_of_caches_on_a_device_are_refused() {
     let json = format!(
         r#"{{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {DIGEST}}}"#
     );

@@ -25,7 +25,7 @@ fn is_idle_soon(connector: &Connector) -> bool {
 }
 
 #[test]
-fn who_comes_after_a_lease_was_dropped_is_refused() {
+fn a_decode_that_comes_after_a_lease_was_dropped_is_refused() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
     prefill.compute(1, &[5], BLOCK);
     let (lease, params) =
@@ -65,7 +65,7 @@ fn a_dropped_fetch_releases_both_sides() {
 }
 
 #[test]
-fn a_name_that_is_in_use_changes_nothing_for_whose_it_is() {
+fn a_fetch_under_a_name_in_use_does_not_affect_the_first_one() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
     prefill.compute(1, &[5], BLOCK);
     let (lease, params) =
@@ -103,7 +103,7 @@ fn a_fetch_that_never_began_frees_its_blocks_once() {
 }
 
 #[test]
-fn blocks_come_back_when_nobody_comes_and_stay_while_somebody_waits() {
+fn blocks_are_free_when_no_decode_comes_and_stay_while_one_waits() {
     let extra = r#"{"kv_lease_duration": 1}"#;
     let (prefill, decode) = (Engine::new("prefill", extra, 1), Engine::new("decode", extra, 1));
     let begun = Instant::now();

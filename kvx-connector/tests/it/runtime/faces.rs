@@ -116,7 +116,7 @@ fn blocks_that_do_not_match_the_tokens_at_hand_are_refused() {
 }
 
 #[test]
-fn what_cannot_be_fetched_or_published_is_said_in_the_words_of_the_caller() {
+fn errors_of_fetch_and_publish_name_what_the_caller_gave() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
     let mut nobody = TransferParams::default();
     nobody.do_remote_prefill = true;

@@ -224,7 +224,7 @@ fn no_older_copy_gets_into_loaded_blocks() {
 }
 
 #[test]
-fn nobody_hears_of_blocks_that_were_not_copied_to_the_host() {
+fn blocks_that_were_not_copied_to_the_host_are_not_published() {
     let ([here, _], prefill, decode) = pair();
     prefill.compute(1, &[5], BLOCK);
     here.next([CopyOutcome::Fail]);

@@ -279,7 +279,7 @@ fn before_0_16_a_prompt_is_written_to_the_decode_that_asks_without_a_bootstrap_s
 }
 
 #[test]
-fn before_0_16_other_sizes_are_refused_in_words_and_both_sides_are_free() {
+fn before_0_16_other_sizes_are_refused_and_both_sides_are_free() {
     for (from, to) in [(2, 1), (1, 2)] {
         let (prefill, decode) = (older("prefill", "{}", from), older("decode", "{}", to));
         let (lease, params) =

@@ -43,7 +43,7 @@ fn caches_that_do_not_fit_are_refused_with_the_call_to_change() {
 }
 
 #[test]
-fn blocks_that_are_none_of_the_caches_are_refused_and_nothing_is_ordered() {
+fn blocks_outside_the_caches_are_refused_and_nothing_is_ordered() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
     let publish =
         |blocks: &[u32]| Prefill::new(&prefill.connector).publish("r", lists(blocks), BLOCK);
@@ -78,7 +78,7 @@ fn blocks_that_are_none_of_the_caches_are_refused_and_nothing_is_ordered() {
 }
 
 #[test]
-fn parameters_of_peers_are_no_better_than_their_words() {
+fn invalid_parameters_of_peers_are_refused() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
     let names = std::cell::Cell::new(0);
     // A failed load notifies the prefill, so each load has its own request.
@@ -158,7 +158,7 @@ fn only_hosts_that_are_allowed_are_asked() {
 }
 
 #[test]
-fn with_kvx_named_anybody_is_told_what_a_nixl_with_that_backend_loads() {
+fn with_kvx_named_any_peer_gets_what_a_nixl_with_that_backend_loads() {
     let prefill = Engine::new("prefill", r#"{"backends": ["KVX"]}"#, 1);
     prefill.compute(7, &[5], BLOCK);
     let told = |engine: &Engine| {
@@ -195,7 +195,7 @@ fn a_port_that_is_taken_is_an_error_with_the_variable_and_a_free_one() {
 }
 
 #[test]
-fn what_this_runtime_does_not_drive_is_refused_when_it_is_built() {
+fn unsupported_connectors_are_refused_when_they_are_built() {
     for (connector, extra, words) in [
         (
             "MultiConnector",

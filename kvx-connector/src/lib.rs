@@ -7,14 +7,14 @@ mod runtime;
 #[doc(hidden)]
 pub use runtime::fuzz;
 
-// What an engine runs.
+// The API that an engine calls.
 pub use runtime::{
     Connector, ConnectorBuilder, Decode, DenseBlocks, DenseLease, DenseModel, DensePool, DenseView,
     DenseViewMut, Fetch, Group, HeldBlocks, JoinedRank, Lease, LoadError, Loaded, Prefill, Probe,
     Rank, Released, describe_metrics, probe,
 };
 
-// The values that it passes and gets, as kvx-vllm defines them.
+// The values that this API takes and returns, as kvx-vllm defines them.
 pub use kvx_vllm::Version;
 pub use kvx_vllm::engine::{
     Address, Allocation, Arrival, BlockLists, BlockReference, Ending, EngineId, Finished, Kept,

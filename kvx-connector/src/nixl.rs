@@ -1,9 +1,9 @@
-//! A kvx agent and NIXL agents with the backend KVX: each reaches the other's memory, and no NIXL
-//! is needed here.
+//! Access between a kvx agent and NIXL agents with the backend KVX, in both directions and without
+//! a NIXL library here.
 //!
-//! [`blob`] is what such an agent loads in place of another NIXL agent's metadata; from its own,
-//! [`NixlPeer`] connects. Notifications need nothing more: those up to 64 KiB arrive as they were
-//! sent, on both sides; for longer ones, and ones that begin as parts of longer ones do, see
+//! A NIXL agent loads the bytes of [`blob`] in place of another NIXL agent's metadata. [`NixlPeer`]
+//! connects to a NIXL agent with its metadata. Notifications up to 64 KiB arrive as they were sent,
+//! on both sides. For longer ones, and for ones that start like a part of a longer one, see
 //! [`notes`](kvx_vllm::wire::nixl::notes) and [`Assembly`](kvx_vllm::wire::nixl::Assembly).
 //!
 //! ```
@@ -29,12 +29,15 @@ use kvx_vllm::wire::nixl::{NixlBlob, NixlDescriptor, NixlMemory, NixlSection};
 /// The name of kvx's backend in NIXL.
 pub const BACKEND: &str = "KVX";
 
-/// The metadata of `agent` with these regions, for NIXL agents with the backend KVX. They know the
-/// regions by the addresses at which the memory lies here, and that of devices by the driver's
-/// number for them. Regions that are registered later: once more, with all.
+/// Returns the metadata of `agent` with these regions, for NIXL agents with the backend KVX.
+///
+/// NIXL agents know the regions by their addresses in this process, and device memory also by the
+/// driver's device number. Call this again with all regions after registering more.
 ///
 /// # Errors
-/// `Revoked`, `Closed`; `Exhausted` for more than NIXL's form holds.
+/// - `Revoked`: a region was revoked.
+/// - `Closed`: the agent was shut down.
+/// - `Exhausted`: NIXL's format cannot hold that much.
 pub fn blob<'a>(agent: &Agent, regions: impl IntoIterator<Item = &'a Region>) -> Result<Vec<u8>> {
     let (mut host, mut devices) = (Vec::new(), Vec::new());
     for region in regions {
@@ -58,10 +61,11 @@ pub fn blob<'a>(agent: &Agent, regions: impl IntoIterator<Item = &'a Region>) ->
     blob.encode()
 }
 
-/// How peers reach an agent; the same for its life, as NIXL wants it.
+/// Returns the connection data of an agent, which does not change during the agent's life, as NIXL
+/// requires.
 ///
 /// # Errors
-/// `Closed`.
+/// `Closed`: the agent was shut down.
 pub fn introduction(agent: &Agent) -> Result<Vec<u8>> {
     let mut metadata = Metadata::decode(&agent.metadata()?)?;
     metadata.regions.clear();
@@ -72,16 +76,18 @@ pub fn introduction(agent: &Agent) -> Result<Vec<u8>> {
 /// A NIXL agent with the backend KVX, as a peer of a kvx agent.
 pub struct NixlPeer {
     peer: Peer,
-    /// By where they begin.
+    /// The regions with their keys, by first address.
     regions: BTreeMap<u64, (Vec<u8>, PeerRegion)>,
 }
 
 impl NixlPeer {
-    /// Connects with the agent whose metadata this is, as [`Agent::connect`] does.
+    /// Connects to the agent that this metadata describes, as [`Agent::connect`] does.
     ///
     /// # Errors
-    /// `Malformed`; `Incompatible` for an agent without the backend KVX, or with one of another
-    /// age; `Closed`.
+    /// - `Malformed`: the metadata cannot be read.
+    /// - `Incompatible`: the agent has no backend KVX, or one that has no protocol version in
+    ///   common with this one.
+    /// - `Closed`: `agent` was shut down.
     pub fn connect(agent: &Agent, blob: &[u8]) -> Result<Self> {
         let blob = NixlBlob::decode(blob)?;
         let Some((_, introduction)) =
@@ -110,12 +116,13 @@ impl NixlPeer {
         Ok(made)
     }
 
-    /// Takes newer or partial metadata of the same agent: memory that was registered since. Says
-    /// how many ranges were new.
+    /// Takes newer or partial metadata of the same agent, with memory that was registered since.
+    /// Returns the number of new ranges.
     ///
     /// # Errors
-    /// `Malformed`; `PeerRestarted` for another incarnation; `Invalid` for another agent's
-    /// metadata.
+    /// - `Malformed`: the metadata cannot be read.
+    /// - `PeerRestarted`: it describes another incarnation of the agent.
+    /// - `Invalid`: it describes another agent.
     pub fn update(&mut self, blob: &[u8]) -> Result<usize> {
         let blob = NixlBlob::decode(blob)?;
         if *blob.agent != *self.peer.identity().name {
@@ -129,9 +136,9 @@ impl NixlPeer {
         self.take(&blob)
     }
 
-    /// Nothing of it when something is wrong.
+    /// Takes all ranges, or none if there is an error.
     fn take(&mut self, blob: &NixlBlob) -> Result<usize> {
-        // Addresses of one process are of one memory each, the host's or a device's.
+        // An address of a process belongs to one memory, of the host or of a device.
         let is_memory = |kind| matches!(kind, NixlMemory::Dram | NixlMemory::Vram);
         let ours = |section: &&NixlSection| section.backend == BACKEND && is_memory(section.kind);
         let mut learnt = Vec::new();
@@ -164,30 +171,30 @@ impl NixlPeer {
         Ok(new)
     }
 
-    /// The peer: for transfers, notifications, and its route.
+    /// Returns the peer, for transfers, notifications and its route.
     pub fn peer(&self) -> &Peer {
         &self.peer
     }
 
-    /// Whether this metadata is of a NIXL agent with the backend KVX.
+    /// Returns whether this metadata belongs to a NIXL agent with the backend KVX.
     pub fn is_offered(blob: &[u8]) -> bool {
         let offers =
             |blob: NixlBlob| blob.connections.iter().any(|(backend, _)| backend == BACKEND);
         NixlBlob::decode(blob).is_ok_and(offers)
     }
 
-    /// The regions, by where they begin at the agent.
+    /// Yields the regions with their first addresses at the agent.
     pub fn regions(&self) -> impl Iterator<Item = (u64, &PeerRegion)> {
         self.regions.iter().map(|(address, (_, region))| (*address, region))
     }
 
-    /// The region that holds these bytes of the agent's memory, and their offset in it.
+    /// Returns the region that holds these bytes of the agent's memory, and their offset in it.
     ///
     /// # Errors
-    /// `Unregistered`.
+    /// `Unregistered`: the agent has not registered these bytes.
     pub fn place(&self, address: u64, len: u64) -> Result<(PeerRegion, u64)> {
-        // Ranges may overlap: the nearest one that begins before it is not always the one that
-        // reaches far enough.
+        // Ranges may overlap, so the nearest one that starts before the address need not be long
+        // enough.
         let before = self.regions.range(..=address).rev();
         let mut holding = before.filter(|(base, (_, region))| {
             let offset = address - *base;
@@ -206,10 +213,11 @@ impl NixlPeer {
         }
     }
 
-    /// A plan over pieces of any lengths: offset in `local`, address at the agent, bytes.
+    /// Returns a plan over pieces of any length, each with its offset in `local`, its address at
+    /// the agent, and its length.
     ///
     /// # Errors
-    /// As [`place`](NixlPeer::place) and [`Plan::of_spans`].
+    /// Those of [`place`](NixlPeer::place) and [`Plan::of_spans`].
     pub fn plan(
         &self,
         op: Op,

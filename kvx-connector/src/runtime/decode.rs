@@ -137,7 +137,7 @@ impl<'a> Decode<'a> {
 /// The result of a load that never started.
 struct EarlyEnd {
     end: Result<Loaded, LoadError>,
-    /// Whether the name is in use. Outcomes under it then belong to another request.
+    /// True if the name is in use. Outcomes under it then belong to another request.
     known: bool,
 }
 

@@ -77,7 +77,7 @@ pub(super) struct Metrics {
     unknown_log: RefusalLog,
     /// The last failed handshake in the log, and until when its repetitions are left out.
     handshake: Option<(Time, TransferFailure)>,
-    /// Whether the metrics have the names of a MooncakeConnector.
+    /// True if the metrics have the names of a MooncakeConnector.
     mooncake: bool,
     unsaid: TransferStats,
     /// When the next log line is due.

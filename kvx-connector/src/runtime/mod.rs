@@ -1,13 +1,14 @@
-//! The protocol at work: sockets, agents, time and a thread around it.
+//! The runtime of the protocol: sockets, agents, timers and a thread around the state machines of
+//! kvx-vllm.
 //!
-//! [`Connector`] is one engine's: it listens, asks, reads, keeps leases and renews them on a thread
-//! of its own, so that all of that goes on however long a step of the engine takes. An engine with
-//! a step loop calls it by the names of `KVConnectorBase_V1`; one without takes [`Prefill`] and
-//! [`Decode`]. Neither needs a runtime of its own: what is a future here runs under any executor,
-//! and can be waited for without one. Ranks may run in processes of their own: they join by
-//! [`Rank::join`] where [`Connector::group`] lets them in.
+//! A [`Connector`] serves one engine. It listens, asks, reads, and keeps and renews leases on its
+//! own thread, so all of that continues however long a step of the engine takes. An engine with a
+//! step loop calls the methods of `KVConnectorBase_V1`. One without takes [`Prefill`] and
+//! [`Decode`]. Neither needs a runtime: the futures here run under any executor, and each has a
+//! blocking twin. Ranks may run in processes of their own: they join with [`Rank::join`] after the
+//! engine has called [`Connector::group`].
 //!
-//! Modules, lowest layer to highest; each imports only what stands before it, and the tasks read or
+//! Modules, lowest layer to highest. Each imports only those before it, and the tasks read or
 //! change the state through `shared`:
 //!
 //! 1. values: `clock`, `slot`, `refusal_log`, `outcomes`, `metrics`, `trace`
@@ -15,12 +16,13 @@
 //!    (`stream`)
 //! 3. memory: `generations`, `scratch`, `digests`, `host_copies`, `grants`, `peer_regions`,
 //!    `caches`, `setup`, `link`
-//! 4. workers: `ranks`, `publication`, `saves`, `listening`, and what `group` and `mooncake` hold
+//! 4. workers: `ranks`, `publication`, `saves`, `listening`, and the state of `group` and
+//!    `mooncake`
 //! 5. the state under one lock, and what all tasks share: `state`, `shared`
 //! 6. tasks: `copies`, `requests`, `handshake`, `notify`, `push`, `transfer`, `register`,
 //!    `shutdown`, `notifications`, and those of `group` and `mooncake`
 //! 7. the thread that starts them: `dispatch`, `thread`
-//! 8. what an engine calls: `connector`, `builder`, `rank`, `prefill`, `decode`, `dense`, `probe`
+//! 8. the API of the engine: `connector`, `builder`, `rank`, `prefill`, `decode`, `dense`, `probe`
 //!
 //! ```no_run
 //! # use kvx_connector::{BlockLists, Caches, CompatibilityFactors, TransferParams, WorkerRank};

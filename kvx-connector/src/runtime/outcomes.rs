@@ -49,7 +49,7 @@ pub(super) struct Outcomes {
     releases: HashMap<(RequestId, Kept), Arc<Slot<Released>>>,
     /// Expired leases whose blocks are not released yet.
     expired: HashSet<RequestId>,
-    /// Whether the connector is being shut down. Blocks that become free now were taken back.
+    /// True while the connector is being shut down. Blocks that become free now were taken back.
     closing: bool,
     /// The end of all blocks, once the connector has ended.
     ended: Option<Released>,

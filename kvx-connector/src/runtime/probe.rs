@@ -18,9 +18,9 @@ pub struct Probe {
     /// The worker's memory, as far as the peer discloses it. An error if the answer does not fit
     /// the version or is empty.
     pub metadata: Result<NixlAgentMetadata>,
-    /// The reason for an answer without metadata, from a kvx.
+    /// The reason why a kvx sent no metadata, if it did not.
     pub refusal: Option<String>,
-    /// Whether the peer is a kvx that has proved to have the same secret, if there is one. An error
+    /// True if the peer is a kvx that has proved to have the same secret, if there is one. An error
     /// if only one of the two ends has a secret.
     pub kvx: Result<bool>,
     /// The time until the first answer.
@@ -34,8 +34,10 @@ pub struct Probe {
 /// answer.
 ///
 /// # Errors
-/// - `PeerLost`, `TimedOut`: nobody answers, or the peer does not speak ZMTP.
-/// - `Malformed`: the answer is not one of a side channel.
+/// - `PeerLost`, `TimedOut`: nobody answers.
+/// - `Malformed`, `Incompatible`, `Unsupported`: the peer is not a side channel, or one of another
+///   version.
+/// - `Authentication`: the peer has another secret.
 pub fn probe(
     address: &Address,
     rank: WorkerRank,

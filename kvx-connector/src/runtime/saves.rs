@@ -24,7 +24,7 @@ impl SaveNumbers {
         (self.last, 0)
     }
 
-    /// Forgets a request and what was saved of it.
+    /// Forgets a request and its saved blocks.
     pub(super) fn forget(&mut self, request: &RequestId) {
         self.numbers.remove(request);
     }

@@ -28,12 +28,12 @@ pub(super) struct Setup {
     pub(super) data_parallel: u32,
     /// The setup as a rank in a process of its own receives it.
     pub(super) told: Map<String, Value>,
-    /// Whether any free port will do, whatever the environment says.
+    /// True if any free port will do, whatever the environment says.
     pub(super) any_port: bool,
     pub(super) registry: Registry,
     pub(super) options: Options,
     pub(super) backends: Option<Vec<String>>,
-    /// Whether `KVX` is among the backends, so that peers with that backend in their NIXL can load
+    /// True if `KVX` is among the backends, so that peers with that backend in their NIXL can load
     /// from this engine.
     pub(super) in_nixl: bool,
 }

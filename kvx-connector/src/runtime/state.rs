@@ -109,7 +109,7 @@ pub(super) struct ConnectorEnd {
 /// The workers' reports, for the part of a turn that runs without the lock.
 #[derive(Default)]
 pub(super) struct Collected {
-    /// Whether the engine has new outcomes.
+    /// True if the engine has new outcomes.
     pub(super) has_news: bool,
     pub(super) wakers: Vec<Waker>,
     pub(super) report: Report,

@@ -219,7 +219,7 @@ fn a_load_that_has_ended_keeps_its_outcome_when_it_is_cancelled() {
     let request = RequestId::from("r");
     let fetch = Decode::new(&connector).fetch(request.clone(), &params, 0, one(1), LIMIT);
     // The connector's thread cannot interfere here.
-    assert_eq!(late(&connector), (1, 0), "nobody is asleep who would have to be woken");
+    assert_eq!(late(&connector), (1, 0), "no task is asleep that would have to be woken");
     let held = fetch.cancel();
     assert!(!held.is_empty(), "a worker still has its block");
     assert_eq!(held.wait_blocking(LIMIT).unwrap(), Released::Free);

@@ -20,7 +20,7 @@ pub(in crate::runtime) struct Gathering {
     at: JoinAddress,
     /// Settled when all ranks have joined, or one will not.
     ticket: Option<Ticket>,
-    /// Whether all ranks have joined. Caches that a rank gives back afterwards have no deadline.
+    /// True once all ranks have joined. Caches that a rank gives back afterwards have no deadline.
     whole: bool,
 }
 

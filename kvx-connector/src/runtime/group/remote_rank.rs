@@ -38,7 +38,7 @@ pub(in crate::runtime) struct RankProcess {
     pub(in crate::runtime) process: Arc<str>,
     /// The process's pidfd, if it runs on this host.
     pub(in crate::runtime) life: Option<Arc<ProcessHandle>>,
-    /// Whether it may be on another host, and shares no memory with the engine.
+    /// True if the process may be on another host, and shares no memory with the engine.
     pub(in crate::runtime) distant: bool,
 }
 
@@ -52,7 +52,7 @@ enum RankStage {
     Registered { process: Arc<str>, metadata: Box<NixlAgentMetadata>, host_copies: bool },
     /// It has given its caches back, and has not registered others.
     GaveBack { process: Arc<str> },
-    /// It is gone for good. `proven`: its process touches no memory any more.
+    /// The rank is gone for good. `proven`: its process touches no memory any more.
     Lost { why: Arc<str>, proven: bool },
 }
 
@@ -62,17 +62,17 @@ enum RankStage {
 /// rank. Orders that were open when the rank was lost have failed.
 pub(in crate::runtime) struct RemoteRank {
     rank: WorkerRank,
-    /// Whether its prefill writes, and so reads its own blocks itself.
+    /// True if the rank's prefill writes, so that it reads its own blocks itself.
     pushes: bool,
     stage: RankStage,
-    /// Whether it is on another host and raises its own counters. `raising` and `raised` count the
-    /// raises that it was asked for and has confirmed.
+    /// True if the rank is on another host and raises its own counters. `raising` and `raised`
+    /// count the raises that it was asked for and has confirmed.
     distant: bool,
     /// The pidfd of its process, if that runs on this host.
     life: Option<Arc<ProcessHandle>>,
     raising: u64,
     raised: u64,
-    /// Whether it was given counters for the caches that it has, or is about to register.
+    /// True if the rank was given counters for caches that it has, or is about to register.
     has_words: bool,
     to: Option<Sender<RankMessage>>,
     loads: BTreeMap<RequestId, BlockLists>,
@@ -131,8 +131,9 @@ impl RemoteRank {
                 ));
             }
             RankStage::Lost { why, .. } => {
-                let why =
-                    format!("{why}; it does not come back: restart the engine with all its ranks");
+                let why = format!(
+                    "{why}; a lost rank cannot join again: restart the engine with all its ranks"
+                );
                 return Err(Error::new(ErrorKind::Closed, why));
             }
         }
@@ -451,7 +452,7 @@ impl RemoteRank {
 
     fn fail_open_requests(&mut self) {
         let RankStage::Lost { why, proven } = &self.stage else {
-            debug_assert!(false, "only a lost rank fails what is open");
+            debug_assert!(false, "only a lost rank fails its open requests");
             return;
         };
         let said = &mut self.output;
@@ -491,7 +492,7 @@ impl RemoteRank {
         ending
     }
 
-    /// Returns what is known about the memory of a rank that has gone.
+    /// Returns the state of the memory of a rank that has gone.
     fn memory_state(&self) -> Result<()> {
         match &self.stage {
             RankStage::Lost { why, proven: false } => Err(Error::new(

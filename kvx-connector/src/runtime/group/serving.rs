@@ -369,7 +369,7 @@ async fn pass_down(
         };
         match sent {
             Ok(Ok(())) => {}
-            // The reading task finds out what has happened to the rank.
+            // The reading task finds out the reason.
             Ok(Err(error)) if error.kind() == ErrorKind::PeerLost => break,
             Ok(Err(error)) => {
                 members::lose(&shared, rank, error.sentence(), false);

@@ -276,7 +276,7 @@ impl MessageReader {
     }
 }
 
-/// Takes what is there, and keeps one file at most.
+/// Receives available bytes, and keeps one file at most.
 fn receive(
     socket: BorrowedFd<'_>,
     into: &mut [u8],

@@ -147,7 +147,7 @@ impl SocketConnection {
         }
     }
 
-    /// Waits for data, and reads what is available. Allocates no memory before there is any.
+    /// Waits for data, and reads the available bytes. Allocates no memory before there are any.
     async fn fill(&mut self) -> Result<usize> {
         self.unread = Vec::new();
         self.at = 0;

@@ -147,8 +147,8 @@ fn what_a_killed_rank_had_published_is_lost(backend: &str) {
         why.contains(&format!("rank pp 0 tp 1 (the process at {}:", Hosts::address(2))),
         "{why}"
     );
-    // A killed process cannot be told from one that is cut off and still serves its blocks, so
-    // `Free` cannot be proven.
+    // A killed process cannot be distinguished from one that is cut off and still serves its
+    // blocks, so `Free` cannot be proven.
     drop(taken_back);
     assert!(prefill.connector.outcomes_ready_blocking(LIMIT));
     let is_lost = Outcome::Lost { request: "q".into(), kept: Kept::Request };

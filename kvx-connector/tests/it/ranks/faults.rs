@@ -130,7 +130,7 @@ fn a_stopped_rank_costs_its_deadline_and_blocks(backend: &str) {
     assert_eq!(error.failure, LoadFailure::Deadline);
     assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
     assert!(!error.held.is_empty(), "the rank may still write to the block");
-    // It is unknown what the rank does when it continues.
+    // The rank may still write when it continues.
     assert_eq!(error.held.wait_blocking(Duration::from_secs(15)).unwrap(), Released::Lost);
     let why = lost(&decode, &params, LIMIT);
     assert!(why.contains("rank pp 0 tp 1") && why.contains("it was silent for"), "{why}");

@@ -184,7 +184,7 @@ fn caches_that_are_read_are_given_back_later(backend: &str) {
     refused(&prefill);
     decode.ranks[0].go_on().unwrap_or_else(|why| panic!("{why}"));
     give_back(&mut prefill, 0);
-    // What was read has arrived whole, or the load has failed.
+    // The block has arrived whole, or its load has failed.
     if fetch.join().is_ok() {
         assert_eq!(decode.wrong(2, &[1], 0..BLOCK), 0);
     }

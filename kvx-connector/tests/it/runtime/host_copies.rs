@@ -117,7 +117,7 @@ fn what_is_computed_is_copied_once() {
     assert_eq!(here.counters().copies, before + 5);
     fetched(&decode, "d", &params, &[1, 2, 3, 4, 5], 5 * BLOCK - 3);
     assert_eq!(decode.wrong(1, &[1, 2, 3, 4, 5], 0..5 * BLOCK - 3), 0);
-    // Nothing is copied for a request that keeps no blocks for a peer.
+    // Requests that keep no blocks for a peer cause no copies.
     let nobody = RequestId::from("t");
     let arrival = Arrival { request: &nobody, prompt_tokens: BLOCK, params: None, deadline: None };
     prefill.connector.on_new_request(arrival).unwrap();

@@ -193,7 +193,8 @@ impl RegisteredCaches {
             Ok(_) => self.host_copies.as_ref().map_or(Ok(()), HostCopies::check),
             Err(_) => Err(Error::new(
                 ErrorKind::StillShared,
-                "blocks were still being finished, hashed or copied at the deadline: allow more time",
+                "blocks were still being finished, hashed or copied at the deadline: allow more \
+                 time",
             )),
         }
     }

@@ -178,7 +178,11 @@ pub(super) fn save_rest(shared: &Arc<Shared>, request: &RequestId, ending: &Endi
             Some(Err(why)) => why,
             None => format!("it took longer than {LIMIT:?}"),
         };
-        tracing::error!(%request, why, "blocks could not be copied to the host, so they are not published");
+        tracing::error!(
+            %request,
+            why,
+            "blocks could not be copied to the host, so they are not published"
+        );
         all = false;
     }
     all

@@ -85,9 +85,9 @@ impl<'a> Decode<'a> {
     ///   its blocks.
     /// - `computed` is the number of tokens that this engine has already: a multiple of the block
     ///   size, or the whole prompt.
-    /// - `blocks` receive the tokens after `computed`, in order: one block for each block of the
-    ///   prefill. If this engine has the whole prompt, give no blocks. Nothing is transferred then,
-    ///   and the prefill is notified that it may free its own.
+    /// - `blocks` receive the tokens after `computed`, in order: one block for each block that holds
+    ///   them at the prefill. If this engine has the whole prompt, give no blocks. Nothing is
+    ///   transferred then, and the prefill is notified that it may free its own.
     /// - `deadline` is the deadline of the request as a whole. A load that misses it fails with
     ///   [`Then::Fail`]. `load_timeout` of `kv_connector_extra_config` (120 s by default) limits
     ///   the load alone.
@@ -192,7 +192,8 @@ fn begin(
     }
     if computed < held && !computed.is_multiple_of(size) {
         return refused(format!(
-            "the engine has {computed} tokens of the prompt, which is not a multiple of the block size {size}"
+            "the engine has {computed} tokens of the prompt, which is not a multiple of the block \
+             size {size}"
         ));
     }
     let nothing = fill.is_empty();
@@ -201,8 +202,8 @@ fn begin(
     let given = if nothing { 0 } else { given.unwrap_or(needed) };
     if given != needed {
         return refused(format!(
-            "{given} blocks to fill, and tokens {computed} to {held} of the prefill need {needed}: give one block for \
-             each of them, and none for the tokens before"
+            "{given} blocks to fill, and tokens {computed} to {held} of the prefill need \
+             {needed}: give one block for each of them, and none for the tokens before"
         ));
     }
     let prompt_tokens = held.saturating_add(settings.prefill_backoff);

@@ -68,8 +68,8 @@ impl Digests {
                 ErrorKind::Unsupported,
                 format!(
                     "kvx_digest needs caches in host memory, and these lie in {} memory: set \
-                     \"kv_buffer_device\": \"cpu\" and a backend other than TCP, or remove kvx_digest from \
-                     kv_connector_extra_config here and at peers",
+                     \"kv_buffer_device\": \"cpu\" and a backend other than TCP, or remove \
+                     kvx_digest from kv_connector_extra_config here and at peers",
                     pool.kind()
                 ),
             ));
@@ -79,7 +79,8 @@ impl Digests {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "kvx_digest supports caches of at most {AT_ONCE} regions, and these have {regions}"
+                    "kvx_digest supports caches of at most {AT_ONCE} regions, and these have \
+                     {regions}"
                 ),
             ));
         }
@@ -113,7 +114,11 @@ impl Digests {
                         Ok(bytes) => words[block as usize * all + region]
                             .store(origin.digest(bytes), Ordering::Relaxed),
                         Err(error) => {
-                            tracing::error!(%error, block, "a block could not be hashed, so peers cannot load it")
+                            tracing::error!(
+                                %error,
+                                block,
+                                "a block could not be hashed, so peers cannot load it"
+                            )
                         }
                     }
                 }
@@ -293,9 +298,9 @@ fn whole(
         return Err(Error::new(
             ErrorKind::Incompatible,
             format!(
-                "kvx_digest is set, and this engine reads {} bytes of the peer's blocks of {}: a digest covers a whole \
-                 block, so the tensor-parallel size has to be that of the peer or a divisor of it; else remove \
-                 kvx_digest from kv_connector_extra_config",
+                "kvx_digest is set, and this engine reads {} bytes of the peer's blocks of {}: a \
+                 digest covers a whole block, so the tensor-parallel size has to be that of the \
+                 peer or a divisor of it; else remove kvx_digest from kv_connector_extra_config",
                 lanes.iter().map(|(theirs, _)| theirs.grid.length).sum::<u64>(),
                 region.block_len
             ),

@@ -61,8 +61,8 @@ impl AsRef<[AtomicU64]> for GenerationTable {
     fn as_ref(&self) -> &[AtomicU64] {
         let words = self.0.len() / WORD as usize;
         // SAFETY: the memory is a pool: page-aligned, zeroed, of that many words, and alive as long
-        // as `self`. Callers of [`of`](Self::of) and [`made`](Self::made) hand it over, so this
-        // process touches it through these atomics only. Peers only read it.
+        // as `self`. Callers of `of` and `made` hand it over, so this process touches it through
+        // these atomics only. Peers only read it.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast::<AtomicU64>(), words) }
     }
 }

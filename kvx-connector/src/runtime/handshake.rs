@@ -91,8 +91,8 @@ async fn connect(
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "the peer's handshake names a decode-context-parallel size of {}, and {} was expected: set \
-                     the same size on both engines",
+                    "the peer's handshake names a decode-context-parallel size of {}, and {} was \
+                     expected: set the same size on both engines",
                     metadata.dcp_size, peer.dcp_size
                 ),
             ));

@@ -78,8 +78,8 @@ impl HostCopies {
                 Error::new(
                     error.kind(),
                     format!(
-                        "kv_buffer_device is cpu, and the host cannot pin {} bytes for a copy of this pool: {}; with \
-                         \"backends\": [\"TCP\"] small buffers are enough",
+                        "kv_buffer_device is cpu, and the host cannot pin {} bytes for a copy of \
+                         this pool: {}; with \"backends\": [\"TCP\"] small buffers are enough",
                         device.len(),
                         error.sentence()
                     ),

@@ -40,7 +40,8 @@ pub(super) async fn receive(shared: Arc<Shared>, rank: WorkerRank, agent: Agent)
                     Got::Instead(bytes) => Err(Error::new(
                         ErrorKind::Exhausted,
                         format!(
-                            "an incomplete one, of which {bytes} bytes had arrived, was dropped to make space for this one"
+                            "an incomplete one, of which {bytes} bytes had arrived, was dropped \
+                             to make space for this one"
                         ),
                     )),
                 };

@@ -126,7 +126,11 @@ pub(super) async fn fence(shared: Arc<Shared>, rank: WorkerRank, request: Reques
         Ok(()) => shared.report(rank, |worker, now| worker.fenced(now, &request)),
         // The blocks stay held until the shutdown decides what becomes of them.
         Err(error) => {
-            tracing::warn!(%request, %error, "the blocks of a push stay held, because writes to them cannot be ended")
+            tracing::warn!(
+                %request,
+                %error,
+                "the blocks of a push stay held, because writes to them cannot be ended"
+            )
         }
     }
 }
@@ -152,7 +156,8 @@ async fn lose_foreign(
     if lost {
         tracing::warn!(
             %request,
-            "the blocks of a load are lost: a Mooncake agent other than kvx may still write to them, and cannot be asked"
+            "the blocks of a load are lost: a Mooncake agent other than kvx may still write to \
+             them, and cannot be asked"
         );
     }
 }

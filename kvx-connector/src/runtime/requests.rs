@@ -125,14 +125,16 @@ fn end(
         let given_back = state.ranks.remote().any(|(_, remote)| RemoteRank::has_given_back(remote));
         finished.withheld.get_or_insert(match state.publication.published {
             _ if given_back => {
-                "a rank of this engine has given its caches back: call JoinedRank::register in its process"
+                "a rank of this engine has given its caches back: call JoinedRank::register in \
+                 its process"
             }
             _ if state.ranks.missing().is_some() => {
                 "a rank of this engine is missing: the result of Connector::group names it"
             }
             None => "no caches are registered: call Rank::register first",
             Some(_) if blocks.groups().len() != groups => {
-                "it has not one list of blocks for each KV cache group: see ConnectorBuilder::groups"
+                "it does not have one list of blocks for each KV cache group: see \
+                 ConnectorBuilder::groups"
             }
             Some(_) => "one of its blocks lies beyond the registered caches",
         });

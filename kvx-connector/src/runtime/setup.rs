@@ -84,19 +84,26 @@ impl Setup {
                 ?backends,
                 "{}",
                 match vllm {
-                    true => "vLLM peers are reached through MOONCAKE, kvx peers through any of these backends",
-                    false => "only kvx peers are reached: to reach vLLM peers, add MOONCAKE to kv_connector_extra_config.backends",
+                    true => "vLLM peers are reached through MOONCAKE, kvx peers through any of \
+                         these backends",
+                    false => "only kvx peers are reached: to reach vLLM peers, add MOONCAKE to \
+                         kv_connector_extra_config.backends",
                 }
             );
         } else if backends.contains(&RIXL) {
-            tracing::info!(%worker, ?backends, "this engine and vLLM peers can load from each other through RIXL");
+            tracing::info!(
+                %worker,
+                ?backends,
+                "this engine and vLLM peers can load from each other through RIXL"
+            );
         } else if self.in_nixl {
             tracing::info!(%worker, ?backends, "vLLM peers with the backend KVX can load from this engine");
         } else {
             tracing::info!(
                 %worker,
                 ?backends,
-                "only kvx peers are reached: to reach vLLM peers, add RIXL to kv_connector_extra_config.backends, or KVX if their NIXL has it"
+                "only kvx peers are reached: to reach vLLM peers, add RIXL to \
+                 kv_connector_extra_config.backends, or KVX if their NIXL has it"
             );
         }
         Ok(agent)

@@ -59,8 +59,8 @@ impl ReleaseConfirmation {
             Ok(_) => Ok(()),
             Err(_) => Err(Error::new(
                 ErrorKind::TimedOut,
-                "the caches are given back, but the engine did not confirm it by the deadline: only this rank \
-                 refuses peers so far",
+                "the caches are given back, but the engine did not confirm it by the deadline: \
+                 only this rank refuses peers so far",
             )),
         }
     }

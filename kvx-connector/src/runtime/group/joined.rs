@@ -295,8 +295,8 @@ async fn run(
         Err(_) => Err(Error::new(
             ErrorKind::TimedOut,
             format!(
-                "no engine accepted this rank at {engine} in time: check that the engine runs and listens there \
-                 (Connector::group, group_over_tcp)"
+                "no engine accepted this rank at {engine} in time: check that the engine runs and \
+                 listens there (Connector::group, group_over_tcp)"
             ),
         )),
     };
@@ -437,7 +437,7 @@ async fn obey(
             }
             Ok(ToRank::Raise { number, stamp, blocks }) => {
                 own_words.iter().for_each(|words| words.raise(&blocks, stamp));
-                link.up.send(ToHead::Raised(number)).ok(); // an engine that has gone needs no report
+                link.up.send(ToHead::Raised(number)).ok(); // it may have gone
             }
             Ok(ToRank::Taken) => link.answer.set(Ok(None)),
             Ok(ToRank::GivenBack) => shared.state.lock().head.iter().for_each(HeadHandle::confirm),

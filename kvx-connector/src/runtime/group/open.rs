@@ -81,8 +81,8 @@ impl Rank {
         match config.connector() {
             Some(kvx_vllm::config::ConnectorKind::Mooncake) => Err(Error::new(
                 ErrorKind::Unsupported,
-                "only NixlConnector and NixlPushConnector support ranks in processes of their own: with a MooncakeConnector \
-                 register all ranks in the engine's process",
+                "only NixlConnector and NixlPushConnector support ranks in processes of their \
+                 own: with a MooncakeConnector register all ranks in the engine's process",
             )),
             _ => Ok(()),
         }

@@ -435,7 +435,11 @@ impl RemoteRank {
         match self.ending {
             Some(_) => tracing::info!(%why, proven, "a rank has ended"),
             None => {
-                tracing::warn!(%why, proven, "a rank is lost, so the engine can load nothing any more")
+                tracing::warn!(
+                    %why,
+                    proven,
+                    "a rank is lost, so the engine can load nothing any more"
+                )
             }
         }
         for done in std::mem::take(&mut self.tasks).into_values() {
@@ -526,7 +530,8 @@ pub(in crate::runtime) fn await_digests(tasks: Vec<Task>) {
     for done in tasks {
         if done.wait(deadline).is_none() {
             tracing::warn!(
-                "a rank did not write the digests of published blocks within {SILENT:?}, so loads of them will fail"
+                "a rank did not write the digests of published blocks within {SILENT:?}, so loads \
+                 of them will fail"
             );
         }
     }

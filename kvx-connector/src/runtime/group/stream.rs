@@ -117,8 +117,8 @@ pub(super) async fn prove_as_rank(
     outgoing.put_all(&first, None).await?;
     let answer = incoming.proof().await?;
     if answer.and_then(|answer| handshake.read(&answer)).is_none() {
-        let why = "the peer has not proved that it has this fleet's secret: give the engine and its ranks the same \
-                   KVX_SECRET_FILE";
+        let why = "the peer has not proved that it has this fleet's secret: give the engine and \
+                   its ranks the same KVX_SECRET_FILE";
         return Err(Error::new(ErrorKind::Authentication, why));
     }
     Ok(sealed(outgoing, incoming, handshake.seals()))
@@ -146,8 +146,8 @@ pub(super) async fn prove_as_engine(
 
 /// Returns the error of a process that needs a secret for ranks on other hosts, and has none.
 pub(super) fn no_secret() -> Error {
-    let why = "ranks on other hosts and their engine have to share a secret, and this process has none: create one with \
-               `kvx secret FILE`, and set KVX_SECRET_FILE";
+    let why = "ranks on other hosts and their engine have to share a secret, and this process has \
+               none: create one with `kvx secret FILE`, and set KVX_SECRET_FILE";
     Error::new(ErrorKind::Invalid, why)
 }
 
@@ -446,7 +446,7 @@ mod tests {
                     return;
                 };
                 for message in SAID {
-                    outgoing.send(message, None).await.ok(); // the engine may have closed the connection
+                    outgoing.send(message, None).await.ok(); // the engine may have closed it
                 }
                 outgoing.end();
             };

@@ -111,7 +111,8 @@ fn a_rank_that_is_started_again_has_to_restart_its_engine() {
     let again = RankProcess { process: "process 2".into(), life: None, distant: false };
     let error = members::seat(shared, rank, &again).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Closed);
-    let words = "rank pp 0 tp 1 (process 1): its process has ended; a lost rank cannot join again: restart the engine";
+    let words = "rank pp 0 tp 1 (process 1): its process has ended; a lost rank cannot join \
+                 again: restart the engine";
     assert!(error.to_string().contains(words), "{error}");
     connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }

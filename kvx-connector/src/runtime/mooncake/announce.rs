@@ -86,14 +86,20 @@ async fn repeat(
         let wait = match said {
             Ok(()) => {
                 if !known {
-                    tracing::info!(?registration.rank, "registered with the bootstrap server again");
+                    tracing::info!(
+                        ?registration.rank,
+                        "registered with the bootstrap server again"
+                    );
                 }
                 (retry, known) = (FIRST_RETRY, true);
                 EVERY
             }
             Err(error) => {
                 if std::mem::take(&mut known) {
-                    tracing::warn!(%error, "the bootstrap server did not accept the registration; retrying");
+                    tracing::warn!(
+                        %error,
+                        "the bootstrap server did not accept the registration; retrying"
+                    );
                 }
                 let longer = (retry * 2).min(EVERY);
                 std::mem::replace(&mut retry, longer)

@@ -176,7 +176,8 @@ impl BootstrapState {
                     nonce: Some(nonce),
                     ..detail(
                         "401 Unauthorized",
-                        "workers of this fleet have to prove its shared secret: set KVX_SECRET_FILE",
+                        "workers of this fleet have to prove its shared secret: set \
+                         KVX_SECRET_FILE",
                     )
                 },
                 Err(error) => {

@@ -137,10 +137,12 @@ fn admits(
             Ok(None)
         }
         (Some(_), None) => denied(
-            "this prefill has a shared secret and the decode has none: set KVX_SECRET_FILE there to the same secret",
+            "this prefill has a shared secret and the decode has none: set KVX_SECRET_FILE there \
+             to the same secret",
         ),
         (None, Some(_)) => denied(
-            "this decode has a shared secret and the prefill has none: give both the same secret, or neither",
+            "this decode has a shared secret and the prefill has none: give both the same secret, \
+             or neither",
         ),
     }
 }

@@ -69,7 +69,8 @@ impl Listeners {
         let bind = setup.config.nixl().side_channel_bind.as_deref().map_or(&*host, bare);
         if is_loopback(&host) {
             tracing::info!(
-                "peers on other machines cannot reach this engine: set VLLM_HOST_IP to an address of this machine"
+                "peers on other machines cannot reach this engine: set VLLM_HOST_IP to an address \
+                 of this machine"
             );
         }
         let mut listeners =
@@ -154,8 +155,9 @@ async fn listen(host: &str, port: u16) -> Result<TcpListener> {
         Error::new(
             ErrorKind::Invalid,
             format!(
-                "a MooncakeConnector cannot listen at {host:?}, which is not an address of this machine ({why}): set VLLM_HOST_IP \
-                 to one, or kv_connector_extra_config.side_channel_bind to the one to listen at"
+                "a MooncakeConnector cannot listen at {host:?}, which is not an address of this \
+                 machine ({why}): set VLLM_HOST_IP to one, or \
+                 kv_connector_extra_config.side_channel_bind to the one to listen at"
             ),
         )
     };

@@ -71,7 +71,8 @@ pub(super) async fn register(
         let secret = secret.ok_or_else(|| {
             Error::new(
                 ErrorKind::Authentication,
-                "its fleet has a shared secret and this engine has none: set KVX_SECRET_FILE here to the same secret",
+                "its fleet has a shared secret and this engine has none: set KVX_SECRET_FILE here \
+                 to the same secret",
             )
         })?;
         let proof = format!("{}: {}", proof::PROOF, proof::prove(secret, nonce, &body));

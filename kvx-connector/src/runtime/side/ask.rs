@@ -176,7 +176,8 @@ impl SideClient {
             (None, false) => Ok(PeerKind::Kvx),
             (Some(_), true) => Ok(PeerKind::Proven),
             (None, true) => Err(proof::denied(
-                "the prefill has a shared secret and this engine has none: set KVX_SECRET_FILE here to the same secret",
+                "the prefill has a shared secret and this engine has none: set KVX_SECRET_FILE \
+                 here to the same secret",
             )),
             (Some(_), false) => Err(proof::denied(
                 "this engine has a shared secret and the prefill has none: set KVX_SECRET_FILE of \
@@ -229,13 +230,14 @@ fn unanswered(error: Error, address: &Address, engine: &str) -> Error {
     let there = format!("the side channel of engine {engine} at {host} port {port}");
     let cure = match error.kind() {
         ErrorKind::PeerLost | ErrorKind::TimedOut if is_loopback(host) => {
-            "; that is this machine: if the engine is on another one, set VLLM_NIXL_SIDE_CHANNEL_HOST there to an \
-             address that can be reached from here (and kv_connector_extra_config.tcp.bind, unless TCP shall listen \
-             at that address too)"
+            "; that is this machine: if the engine is on another one, set \
+             VLLM_NIXL_SIDE_CHANNEL_HOST there to an address that can be reached from here (and \
+             kv_connector_extra_config.tcp.bind, unless TCP shall listen at that address too)"
         }
         ErrorKind::PeerLost | ErrorKind::TimedOut => {
-            "; the instance is down, its listener has ended, or a firewall drops the packets: restart it, check \
-             VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT there, or run `kvx probe`"
+            "; the instance is down, its listener has ended, or a firewall drops the packets: \
+             restart it, check VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT there, \
+             or run `kvx probe`"
         }
         _ => "",
     };

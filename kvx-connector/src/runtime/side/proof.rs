@@ -74,13 +74,15 @@ pub(super) fn check_question(
         return match request.proof {
             None => Ok(()),
             Some(_) => Err(denied(
-                "this decode has a shared secret and the prefill has none: give both the same secret, or neither",
+                "this decode has a shared secret and the prefill has none: give both the same \
+                 secret, or neither",
             )),
         };
     };
     let Some(proof) = &request.proof else {
         return Err(denied(
-            "this prefill has a shared secret and the decode has none: set KVX_SECRET_FILE there to the same secret",
+            "this prefill has a shared secret and the decode has none: set KVX_SECRET_FILE there \
+             to the same secret",
         ));
     };
     let challenge = challenge.ok_or_else(|| {
@@ -120,6 +122,7 @@ pub(super) fn denied(why: &str) -> Error {
 
 fn differ() -> Error {
     denied(
-        "the shared secrets of decode and prefill differ: set KVX_SECRET_FILE of both to the same secret",
+        "the shared secrets of decode and prefill differ: set KVX_SECRET_FILE of both to the same \
+         secret",
     )
 }

@@ -113,9 +113,9 @@ impl SideServer {
                 rank,
                 Error::new(
                     ErrorKind::Unsupported,
-                    "this engine has no NIXL agent that a vLLM could load from: add RIXL to \
-                     its kv_connector_extra_config.backends, and check that `kvx backends` finds NIXL's library; \
-                     or add KVX, if vLLM's NIXL has that backend",
+                    "this engine has no NIXL agent that a vLLM could load from: add RIXL to its \
+                     kv_connector_extra_config.backends, and check that `kvx backends` finds \
+                     NIXL's library; or add KVX, if vLLM's NIXL has that backend",
                 ),
             );
         } else if self.handler.secret.is_some() {
@@ -164,9 +164,10 @@ fn foreign_host(host: &str, why: &dyn std::fmt::Display) -> Error {
     Error::new(
         ErrorKind::Invalid,
         format!(
-            "the side channel cannot listen at {host:?}, which is not an address of this machine ({why}): set \
-             VLLM_NIXL_SIDE_CHANNEL_HOST to one, or kv_connector_extra_config.side_channel_bind to the one to listen \
-             at and the variable to the one that peers can reach"
+            "the side channel cannot listen at {host:?}, which is not an address of this machine \
+             ({why}): set VLLM_NIXL_SIDE_CHANNEL_HOST to one, or \
+             kv_connector_extra_config.side_channel_bind to the one to listen at and the variable \
+             to the one that peers can reach"
         ),
     )
 }

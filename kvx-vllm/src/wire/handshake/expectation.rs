@@ -88,7 +88,8 @@ impl Expectation {
             return Err(Error::new(
                 ErrorKind::Incompatible,
                 format!(
-                    "compatibility hash mismatch (here {:.8}, there {:.8}): {}; give both engines the same",
+                    "compatibility hash mismatch (here {:.8}, there {:.8}): {}; give both engines \
+                     the same",
                     ours.as_str(),
                     theirs.as_str(),
                     self.difference(theirs)

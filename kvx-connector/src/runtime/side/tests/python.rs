@@ -116,8 +116,8 @@ fn decodes_of_pyzmq_are_answered_over_req_and_dealer_while_pinging() {
 }
 
 #[test]
-fn a_decode_of_vllm_gets_the_setting_to_change_and_never_kvx_metadata_of_a_fleet_with_a_secret() {
-    let test = "a_decode_of_vllm_gets_the_setting_to_change_and_never_kvx_metadata_of_a_fleet_with_a_secret";
+fn a_decode_of_vllm_gets_the_setting_to_change_and_never_secret_kvx_metadata() {
+    let test = "a_decode_of_vllm_gets_the_setting_to_change_and_never_secret_kvx_metadata";
     let Some(mut python) = Python::start(test) else { return };
     run(async {
         let requests = [question(RANK, Version::V0_33)];

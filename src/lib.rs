@@ -3,7 +3,7 @@
 
 use kvx_core::backend::BackendName;
 
-// A program needs no second crate. A backend of your own is written against kvx_core::backend.
+// Programs need only this crate. Implement your own backends with kvx_core::backend.
 #[cfg(feature = "connector")]
 pub use kvx_connector as connector;
 pub use kvx_core::{
@@ -33,7 +33,7 @@ pub use kvx_rocm as rocm;
 pub use kvx_ucx::Ucx;
 pub use kvx_vllm::config;
 
-/// The names of all backends, and the feature that compiles each in.
+/// The names of all backends, and the features that compile them in.
 const NAMES: &[BackendName] = &[
     BackendName { name: "UCX", aliases: &[], feature: Some("ucx") },
     BackendName { name: "LIBFABRIC", aliases: &[], feature: Some("libfabric") },
@@ -43,7 +43,9 @@ const NAMES: &[BackendName] = &[
     BackendName { name: "TCP", aliases: &[], feature: Some("tcp") },
 ];
 
-/// Begins an agent of this name over the backends that are compiled in: 1 to 255 bytes, the same after a restart.
+/// Returns a builder for an agent of this name, with all backends that are compiled in.
+///
+/// The name has 1 to 255 bytes. Use the same name after a restart.
 ///
 /// ```no_run
 /// let agent = kvx::agent("prefill-0").build()?;
@@ -54,7 +56,8 @@ pub fn agent(name: impl Into<String>) -> AgentBuilder {
     Agent::builder(name).registry(registry())
 }
 
-/// Returns the backends that are compiled in, and the names of those that are not. Add transports of your own to it.
+/// Returns a registry of the backends that are compiled in; it also knows the names of the others.
+/// Add your own transports to it.
 ///
 /// ```
 /// let registry = kvx::registry();
@@ -95,7 +98,7 @@ pub fn registry() -> Registry {
     registry
 }
 
-// The guide's code is compiled like that of every example.
+// Compiles the guide's code blocks as doc tests.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/life-of-a-transfer.md")]
 struct LifeOfATransfer;

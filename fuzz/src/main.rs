@@ -1,12 +1,13 @@
-//! Whatever kvx reads from others, under libFuzzer: one program, whose target the variable `KVX_FUZZ` names.
+//! Fuzz targets for all bytes that kvx reads from others, run by libFuzzer. `KVX_FUZZ` selects the
+//! target.
 //!
-//! Each crate lists its targets in a hidden module `fuzz`, and replays `corpus/` in its tests. `cargo xtask fuzz`
-//! builds this with AddressSanitizer and runs it.
+//! Each crate lists its targets in a hidden module `fuzz` and replays `corpus/` in its tests.
+//! `cargo xtask fuzz` builds this program with AddressSanitizer and runs it.
 #![no_main]
 
 use std::sync::OnceLock;
 
-/// What each crate lists: names, and what takes the bytes.
+/// The targets of each crate: a name, and the function that takes the input.
 const TARGETS: &[&[(&str, fn(&[u8]))]] = &[
     kvx_core::fuzz::TARGETS,
     kvx_backend::fuzz::TARGETS,
@@ -27,7 +28,7 @@ fn chosen() -> fn(&[u8]) {
     match found {
         Some((_, target)) => *target,
         None => {
-            eprintln!("KVX_FUZZ names no target: {name:?}; the targets are:");
+            eprintln!("KVX_FUZZ={name:?} is not a fuzz target; set it to one of:");
             TARGETS.iter().copied().flatten().for_each(|(known, _)| eprintln!("{known}"));
             std::process::exit(2);
         }

@@ -1,7 +1,7 @@
-//! Measures kvx's own work, without moving a byte: plans, segments, metadata, tickets, posts.
+//! Measures kvx's own cost, without moving bytes: plans, segments, metadata, tickets and posts.
 //!
-//! `cargo bench --bench costs` runs criterion; with `-- --bars` it prints the few figures that have a bar, one JSON
-//! object a line, for `cargo xtask limits`.
+//! `cargo bench --bench costs` runs criterion. With `-- --bars` it prints only the figures that
+//! have a limit, one JSON object per line, for `cargo xtask limits`.
 
 mod still;
 
@@ -20,7 +20,7 @@ use kvx_core::backend::{BoundPlan, Metadata, Ticket};
 
 use still::{Still, last_posted};
 
-/// Counts every allocation, so that a path without one can be seen to have none.
+/// An allocator that counts allocations, to prove that a path makes none.
 struct Counted;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
@@ -28,36 +28,37 @@ static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 #[global_allocator]
 static COUNTED: Counted = Counted;
 
-// SAFETY: everything is left to the system's allocator, which keeps the promises of the trait.
+// SAFETY: every call is passed unchanged to the system's allocator, which upholds the trait's
+// contract.
 unsafe impl GlobalAlloc for Counted {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds `alloc`'s contract.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds `dealloc`'s contract, and `System` allocated the block.
         unsafe { System.dealloc(pointer, layout) }
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds `realloc`'s contract, and `System` allocated the block.
         unsafe { System.realloc(pointer, layout, size) }
     }
 }
 
-/// Blocks of the plans that are measured.
+/// Blocks per measured plan.
 const BLOCKS: u32 = 100_000;
-/// Bytes of each.
+/// Bytes per block.
 const LENGTH: u64 = 4096;
-/// Regions of the metadata that is measured.
+/// Regions in the measured metadata.
 const REGIONS: u32 = 64;
-/// How long a transfer or a shutdown may take.
+/// The deadline of a transfer or a shutdown.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Two agents over the transport that moves nothing.
+/// Two agents, connected over the transport that moves nothing.
 struct Ends {
     agent: Agent,
     peer: Peer,
@@ -69,28 +70,29 @@ struct Ends {
 impl Ends {
     fn new() -> Self {
         let mut registry = kvx::registry();
-        registry.add(Still).expect("nobody else is called that");
+        registry.add(Still).expect("the name is unused");
         let build = |name: &str| {
             Agent::builder(name)
                 .backends(["STILL"])
                 .registry(registry.clone())
                 .build()
-                .expect("it always opens")
+                .expect("STILL always opens")
         };
         let (agent, owner) = (build("costs"), build("costs-owner"));
         let grid = Grid::packed(LENGTH, BLOCKS);
         let register =
-            |agent: &Agent| agent.register("blocks", sparse()).expect("any memory will do");
+            |agent: &Agent| agent.register("blocks", sparse()).expect("STILL accepts any memory");
         let (local, _theirs) = (register(&agent), register(&owner));
-        let peer =
-            agent.connect(owner.metadata().expect("it has metadata")).expect("its own format");
+        let peer = agent
+            .connect(owner.metadata().expect("it has metadata"))
+            .expect("both agents have the same release");
         let remote = peer.region("blocks").expect("it was registered").grid(grid).expect("it fits");
         Ends { local: local.grid(grid).expect("it fits"), remote, agent, peer, owner }
     }
 
     fn plan(&self, (to, from): (&Arc<[u32]>, &Arc<[u32]>)) -> Plan {
         let (to, from) = (Arc::clone(to), Arc::clone(from));
-        Plan::read(self.local.blocks(to), self.remote.blocks(from)).expect("a right plan")
+        Plan::read(self.local.blocks(to), self.remote.blocks(from)).expect("the plan is valid")
     }
 
     fn bound(&self, plan: &Plan) -> Arc<BoundPlan> {
@@ -101,9 +103,9 @@ impl Ends {
     fn post(&self, plan: &Plan) {
         self.peer
             .post(plan)
-            .expect("it may post")
+            .expect("the budget has space")
             .wait_blocking(PATIENCE)
-            .expect("it settles at once");
+            .expect("STILL settles at once");
     }
 
     fn end(self) {
@@ -113,12 +115,13 @@ impl Ends {
     }
 }
 
-/// Memory for all blocks of which no page is present.
+/// Returns memory for all blocks without making its pages present.
 fn sparse() -> Memory {
     Memory::pool(LENGTH as usize * BLOCKS as usize).pre_touch(false).build().expect("address space")
 }
 
-/// The numbers below `count`, shuffled: no two that follow each other are neighbours, but by chance.
+/// Returns the numbers below `count` in a random order, so that adjacent entries are rarely
+/// neighbours.
 fn scattered(count: u32, seed: u64) -> Arc<[u32]> {
     let mut state = seed;
     let mut numbers: Vec<u32> = (0..count).collect();
@@ -129,12 +132,12 @@ fn scattered(count: u32, seed: u64) -> Arc<[u32]> {
     numbers.into()
 }
 
-/// Runs of 16 neighbours, in another order.
+/// Returns runs of 16 neighbours, with the runs in a random order.
 fn in_runs(count: u32, seed: u64) -> Arc<[u32]> {
     scattered(count / 16, seed).iter().flat_map(|run| run * 16..run * 16 + 16).collect()
 }
 
-/// Walks all segments of a plan; gives how many there are.
+/// Walks all segments of a plan and returns their number.
 fn walk(bound: &Arc<BoundPlan>) -> u64 {
     let mut count = 0;
     for segment in bound.segments(1 << 20) {
@@ -144,14 +147,14 @@ fn walk(bound: &Arc<BoundPlan>) -> u64 {
     count
 }
 
-/// A ticket's life: it is made, settled, and its completion is awaited.
+/// Makes a ticket, settles it and awaits its completion.
 fn one_ticket() -> Poll<kvx::Result<()>> {
     let (mut done, ticket) = Completion::with_ticket();
     black_box(ticket).settle(Ok(()));
     Pin::new(&mut done).poll(&mut Context::from_waker(Waker::noop()))
 }
 
-/// An agent of all available backends with that many regions.
+/// Returns an agent with all available backends and [`REGIONS`] regions.
 fn with_regions() -> Agent {
     let registry = kvx::registry();
     let available =
@@ -161,11 +164,11 @@ fn with_regions() -> Agent {
         .backends(names)
         .registry(registry.clone())
         .build()
-        .expect("they are available");
+        .expect("the backends are available");
     for layer in 0..REGIONS {
         let region =
-            agent.register(&format!("layer.{layer}"), sparse()).expect("any memory will do");
-        std::mem::forget(region); // it lives until the agent's shutdown
+            agent.register(&format!("layer.{layer}"), sparse()).expect("host memory registers");
+        std::mem::forget(region); // keeps it registered until the agent shuts down
     }
     agent
 }
@@ -230,7 +233,7 @@ fn criterion(mut criterion: Criterion) {
     group.bench_function("encode", |bencher| bencher.iter(|| agent.metadata()));
     group.bench_function("decode", |bencher| bencher.iter(|| Metadata::decode(&bytes)));
     group.finish();
-    agent.shutdown(PATIENCE).join().expect("nobody has connected");
+    agent.shutdown(PATIENCE).join().expect("no peer is connected");
     criterion.final_summary();
 }
 
@@ -244,7 +247,7 @@ impl Slice for Arc<[u32]> {
     }
 }
 
-/// The median time of a call, in nanoseconds.
+/// Returns the median time of a call, in nanoseconds.
 fn nanoseconds(times: usize, mut call: impl FnMut()) -> f64 {
     let mut each: Vec<_> = (0..times)
         .map(|_| {
@@ -257,7 +260,7 @@ fn nanoseconds(times: usize, mut call: impl FnMut()) -> f64 {
     each[times / 2].as_secs_f64() * 1e9
 }
 
-/// Prints the figures that have a bar.
+/// Prints the figures that have a limit.
 fn bars() {
     let say = |cost: &str, value: f64| println!("{{\"cost\":\"{cost}\",\"value\":{value}}}");
     let ends = Ends::new();
@@ -276,10 +279,10 @@ fn bars() {
     say("expansion_allocations", (ALLOCATIONS.load(Ordering::Relaxed) - before) as f64);
     assert!(
         segments > u64::from(BLOCKS) && segments < 2 * u64::from(BLOCKS),
-        "some were merged, some not"
+        "segments of neighbours must merge, and only those"
     );
 
-    // One call is shorter than the clock's step: a thousand are timed at once.
+    // One call is shorter than the clock's resolution, so a thousand are timed together.
     const MANY: usize = 1000;
     let ticket = nanoseconds(201, || {
         for _ in 0..MANY {
@@ -291,7 +294,7 @@ fn bars() {
 
     let agent = with_regions();
     say("metadata_bytes", agent.metadata().expect("it has metadata").len() as f64);
-    agent.shutdown(PATIENCE).join().expect("nobody has connected");
+    agent.shutdown(PATIENCE).join().expect("no peer is connected");
 }
 
 fn main() {

@@ -1,8 +1,9 @@
-//! Loads of one connector from another's pool, in another process, over every backend that works here.
+//! Measures how long a connector takes to load blocks from another process, over every available
+//! backend.
 //!
-//! This program starts itself again as the prefill. `--bars` prints the figures that `cargo xtask limits` asks for, and
-//! `--rixl PYTHON` those over RIXL, beside NIXL in that Python, and `--mooncake` those of the MooncakeConnector over
-//! MOONCAKE, where the prefill writes.
+//! The program starts itself again as the prefill. `--bars` prints the figures that `cargo xtask
+//! limits` checks. `--rixl PYTHON` prints those over RIXL, compared with NIXL in that Python.
+//! `--mooncake` prints those of the MooncakeConnector over MOONCAKE, where the prefill writes.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::{BufRead, Write};
@@ -21,40 +22,42 @@ use kvx::connector::{
 use kvx::{Agent, Grid, GridSet, Memory, Op, Options, Peer, Plan, Region};
 use kvx_testkit::{Child, cpu_time};
 
-/// Set in a prefill's process: the backend that it opens.
+/// The environment variable of a prefill's process that names its backend.
 const PREFILL: &str = "KVX_BENCH_PREFILL";
-/// Set beside it: how many blocks it has, on how many workers.
+/// The environment variables of a prefill's process with its numbers of blocks and of workers.
 const PREFILL_BLOCKS: &str = "KVX_BENCH_PREFILL_BLOCKS";
 const PREFILL_WORKERS: &str = "KVX_BENCH_PREFILL_WORKERS";
-/// Set in the process of a decode that times its own loads: the backend that it opens.
+/// The environment variable of a decode's process, which times its own loads, that names its
+/// backend.
 const DECODE: &str = "KVX_BENCH_DECODE";
-/// Layers, bytes of a block in each, blocks of a pool (most, or few), tokens of a block.
+/// Layers, bytes per block and layer, blocks of a pool (large and small), and tokens per block.
 const LAYERS: u64 = 8;
 const BLOCK: u64 = 16 << 10;
 const BLOCKS: u32 = 1024;
 const FEW: u32 = 16;
 const TOKENS: u32 = 16;
-/// Blocks of 64 MiB.
+/// The number of blocks in a load of 64 MiB.
 const WHOLE: u32 = 512;
-/// How long anything may take.
+/// The deadline of every wait.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Counts what is allocated: what a queued request costs.
+/// An allocator that counts allocated bytes, to measure the memory of a queued request.
 struct Counting;
 
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: all calls go to the system's allocator as they are.
+// SAFETY: every call is passed unchanged to the system's allocator, which upholds the trait's
+// contract.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATED.fetch_add(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds `alloc`'s contract.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         ALLOCATED.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds `dealloc`'s contract, and `System` allocated the block.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
@@ -62,12 +65,13 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Over Mooncake's backend its connector is measured, the others are NixlConnectors.
+/// Returns whether this backend is measured with a MooncakeConnector, whose prefill writes, and not
+/// with a NixlConnector.
 fn the_prefill_writes(backend: &str) -> bool {
     backend == "MOONCAKE"
 }
 
-/// The heads of a model, and the workers of an engine that they lie on.
+/// The heads of a model, and the workers that they are divided among.
 #[derive(Clone, Copy)]
 struct Split {
     heads: u32,
@@ -77,13 +81,13 @@ struct Split {
 impl Split {
     const NONE: Split = Split { heads: 1, workers: 1 };
 
-    /// Bytes of a block in a layer, on each worker.
+    /// Returns the bytes per block and layer on each worker.
     fn block(self) -> u64 {
         BLOCK * u64::from(self.heads / self.workers)
     }
 }
 
-/// An engine, and the pools of its workers.
+/// Returns an engine's connector and the pools of its workers.
 fn connector(
     name: &str,
     backend: &str,
@@ -96,12 +100,13 @@ fn connector(
              "kv_connector_extra_config": {{"backends": ["{backend}"]}}}}"#
     );
     let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
-    let config = KvTransferConfig::from_json(&json, &surroundings).expect("a right configuration");
+    let config = KvTransferConfig::from_json(&json, &surroundings).expect("a valid configuration");
     let mut factors = CompatibilityFactors::new(Version::default(), "a model");
     (factors.num_kv_heads, factors.num_hidden_layers) = (split.heads, LAYERS as u32);
     let builder =
         Connector::builder(&config, kvx::registry(), factors).block_size(TOKENS).any_port();
-    let connector = builder.workers(split.workers, 1).build_blocking().expect("a side channel");
+    let connector =
+        builder.workers(split.workers, 1).build_blocking().expect("the side channel opens");
     let layer_len = u64::from(blocks) * split.block();
     let pool = |tp| {
         let memory =
@@ -127,7 +132,7 @@ fn connector(
     (connector, pools)
 }
 
-/// An engine, and for each of its workers an agent that knows nothing of connectors, on the same pool.
+/// An engine's connector, and for each worker an agent without a connector on the same pool.
 struct Engine {
     connector: Connector,
     agents: Vec<(Agent, Region)>,
@@ -146,27 +151,29 @@ impl Engine {
     }
 }
 
-/// As many blocks of a pool, from the first of them on in an order in which no two are neighbours.
+/// Returns `blocks` of a pool's `of` blocks, beginning with `first`, in an order without
+/// neighbours.
 fn scattered(first: u32, blocks: u32, of: u32) -> Vec<u32> {
     (0..blocks).map(|at| (first + at * 509 % blocks.next_power_of_two()) % of).collect()
 }
 
-/// In a process that others ask: the way to answer them.
+/// Returns the function with which a child process answers its parent.
 fn asked() -> impl Fn(String) {
-    let answers = kvx_testkit::answers_apart().expect("there is a standard error");
-    move |line| writeln!(&answers, "{line}").expect("somebody reads it")
+    let answers = kvx_testkit::answers_apart().expect("the standard output can be duplicated");
+    move |line| writeln!(&answers, "{line}").expect("the parent reads the answers")
 }
 
-/// Publishes what is asked for, line by line, until standard input ends.
+/// Publishes as many blocks as each line of standard input requests, until it ends.
 fn prefill(backend: &str) {
     let say = asked();
-    let number =
-        |name| -> u32 { std::env::var(name).expect("it is set").parse().expect("a number") };
+    let number = |name| -> u32 {
+        std::env::var(name).expect("the parent sets the variable").parse().expect("a number")
+    };
     let (of, workers) = (number(PREFILL_BLOCKS), number(PREFILL_WORKERS));
     let name = format!("prefill-{}", std::process::id());
     let engine = Engine::new(&name, backend, of, Split { heads: workers, workers });
     let metadata = |(agent, _): &(Agent, Region)| -> String {
-        agent.metadata().expect("it has some").iter().map(|byte| format!("{byte:02x}")).collect()
+        agent.metadata().expect("metadata").iter().map(|byte| format!("{byte:02x}")).collect()
     };
     say(engine.agents.iter().map(metadata).collect::<Vec<_>>().join(" "));
     let (mut leases, mut published): (Vec<Lease>, u64) = (Vec::new(), 0);
@@ -187,7 +194,8 @@ fn prefill(backend: &str) {
     }
 }
 
-/// Loads what is published, line by line, and answers with the seconds that each load took.
+/// Loads the blocks that each line of standard input describes, and answers with the seconds that
+/// it took.
 fn decode(backend: &str) {
     let say = asked();
     let name = format!("decode-{}", std::process::id());
@@ -210,10 +218,10 @@ fn params(text: &str) -> TransferParams {
 fn fetch(connector: &Connector, request: &str, params: &TransferParams, fill: Vec<u32>) {
     let fetch =
         Decode::new(connector).fetch(request, params, 0, BlockLists::single(fill), PATIENCE);
-    fetch.wait_blocking(PATIENCE).expect("by its deadline").expect("it loads");
+    fetch.wait_blocking(PATIENCE).expect("ends in time").expect("succeeds");
 }
 
-/// A prefill in another process.
+/// A prefill in a child process.
 struct Apart(Child);
 
 impl Apart {
@@ -226,7 +234,7 @@ impl Apart {
         Apart(Child::start_self_with(&variables).expect("this program starts"))
     }
 
-    /// What the agents beside its connector tell: the first thing that it says.
+    /// Returns the metadata of its agents without a connector, which is the first line it prints.
     fn metadata(&self) -> Vec<Vec<u8>> {
         let text = self.0.hear(PATIENCE).expect("the prefill's metadata");
         let bytes = |text: &str| {
@@ -236,22 +244,22 @@ impl Apart {
         text.split(' ').map(bytes).collect()
     }
 
-    /// The parameters of so many blocks, as text.
+    /// Publishes `blocks` blocks and returns their parameters, as JSON.
     fn published(&mut self, blocks: u32) -> String {
         self.0.say(&blocks.to_string()).expect("it listens");
         self.0.hear(PATIENCE).expect("parameters")
     }
 }
 
-/// The decode, with a prefill in another process.
+/// A decode, and a prefill in a child process.
 struct Both {
     backend: String,
-    /// Of each pool.
+    /// Blocks of each pool.
     blocks: u32,
-    /// Bytes of a block of the decode in a layer.
+    /// Bytes per block and layer of the decode.
     block: u64,
     engine: Engine,
-    /// The agents beside the prefill's workers.
+    /// The prefill's agents without a connector.
     peers: Vec<Peer>,
     prefill: Apart,
     fetched: u64,
@@ -262,20 +270,21 @@ impl Both {
         Both::divided(backend, BLOCKS, 1)
     }
 
-    /// The decode has one worker, the prefill so many, with a head each.
+    /// Starts a decode with one worker, and a prefill with `workers` workers that have one head
+    /// each.
     fn divided(backend: &str, blocks: u32, workers: u32) -> Self {
         let prefill = Apart::start(backend, blocks, workers);
         let split = Split { heads: workers, workers: 1 };
         let engine = Engine::new("decode", backend, blocks, split);
         let connect = |metadata: Vec<u8>| {
-            let peer = engine.agents[0].0.connect(&metadata).expect("metadata of this release");
+            let peer = engine.agents[0].0.connect(&metadata).expect("the metadata is valid");
             peer.ready(PATIENCE).wait_blocking(PATIENCE).expect("a link");
             peer
         };
         let peers = prefill.metadata().into_iter().map(connect).collect();
         let (backend, block) = (backend.to_owned(), split.block());
         let mut both = Both { backend, blocks, block, engine, peers, prefill, fetched: 0 };
-        both.load(1); // the handshake is none of the figures
+        both.load(1); // excludes the handshake from the figures
         both.bare(1);
         both
     }
@@ -284,7 +293,8 @@ impl Both {
         self.loads(1, blocks)
     }
 
-    /// So many loads at once, from their order to the last that is there.
+    /// Runs `loads` loads concurrently, and returns the time from the first request to the last
+    /// completion.
     fn loads(&mut self, loads: u32, blocks: u32) -> Duration {
         let params: Vec<_> = (0..loads).map(|_| params(&self.prefill.published(blocks))).collect();
         let fill =
@@ -303,15 +313,16 @@ impl Both {
         });
         let fetches: Vec<_> = fetches.collect();
         for fetch in fetches {
-            fetch.wait_blocking(PATIENCE).expect("by its deadline").expect("it loads");
+            fetch.wait_blocking(PATIENCE).expect("ends in time").expect("succeeds");
         }
         begun.elapsed()
     }
 
-    /// The same blocks by bare transfers with a notification each; where a load is a write, so are those.
+    /// Moves the same blocks with bare transfers that carry one notification each. They write where
+    /// a load writes.
     fn bares<'a>(&'a self, loads: u32, blocks: u32) -> Duration {
         let lane = |(at, peer): (usize, &'a Peer)| {
-            // Each worker has a part of a block.
+            // Each worker of the prefill has one part of a block.
             let count = self.blocks;
             let part = |layer: u64| {
                 let base = layer * u64::from(count) * self.block + at as u64 * BLOCK;
@@ -337,7 +348,7 @@ impl Both {
             let op = if the_prefill_writes(&self.backend) { Op::Write } else { Op::Read };
             let plan = Plan::of(op, [(ours.blocks(list.clone()), theirs.blocks(source.clone()))]);
             let plan = plan.expect("right blocks");
-            peer.transfer(&plan).notify(*b"read").post().expect("room in the budget")
+            peer.transfer(&plan).notify(*b"read").post().expect("the budget has space")
         });
         let transfers: Vec<_> = transfers.collect();
         for transfer in transfers {
@@ -350,8 +361,8 @@ impl Both {
         self.bares(1, blocks)
     }
 
-    /// How many times longer loads take than the same by bare transfers. Rounds are interleaved; the first warms the
-    /// pools up.
+    /// Returns how many times longer loads take than bare transfers of the same blocks. Rounds are
+    /// interleaved; the first one only warms up the pools.
     fn ratio(&mut self, rounds: u32, loads: u32, blocks: u32) -> f64 {
         let mut round =
             || self.loads(loads, blocks).as_secs_f64() / self.bares(loads, blocks).as_secs_f64();
@@ -359,7 +370,8 @@ impl Both {
         median((0..rounds).map(|_| round()).collect())
     }
 
-    /// Prints what loads cost beside bare transfers: of 64 MiB, 64 of 32 MiB at once, and of one block.
+    /// Prints the cost of loads relative to bare transfers: one of 64 MiB, 64 concurrent ones of 32
+    /// MiB, and one of a single block.
     fn bars(&mut self) {
         let name = self.backend.to_lowercase();
         say(&format!("load_{name}"), self.ratio(15, 1, WHOLE));
@@ -376,7 +388,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Processor time of this process for so long from now on.
+/// Sleeps for `time`, and returns the CPU time that this process used meanwhile.
 fn spent_in(time: Duration) -> Duration {
     let before = cpu_time();
     std::thread::sleep(time);
@@ -387,7 +399,7 @@ fn say(cost: &str, value: f64) {
     println!("{{\"cost\":\"{cost}\",\"value\":{value}}}");
 }
 
-/// Prints the figures that have a bar.
+/// Prints the figures that have a limit.
 fn bars() {
     for backend in ["SHM", "TCP"] {
         idle(backend);
@@ -397,17 +409,18 @@ fn bars() {
             queued(&mut both);
         }
         drop(both);
-        // 64 MiB of each of two workers, to one.
+        // 64 MiB from each of two workers, into one.
         let joined = Both::divided(backend, WHOLE, 2).ratio(15, 1, WHOLE);
         say(&format!("joined_{}", backend.to_lowercase()), 1.0 / joined);
     }
 }
 
-/// What it costs to be linked to sixteen others and to have nothing to do, for an agent and then for a connector:
-/// milliseconds of processor time of this process in ten seconds.
+/// Prints the cost of being idle with sixteen linked peers, for an agent and then for a connector:
+/// milliseconds of this process's CPU time in ten seconds.
 fn idle(backend: &str) {
     let measure = |what: &str| {
-        std::thread::sleep(Duration::from_secs(2)); // until what the links began has ended
+        // Until the work of setting up the links has ended.
+        std::thread::sleep(Duration::from_secs(2));
         let spent = spent_in(Duration::from_secs(10));
         say(&format!("{what}_ms_{}", backend.to_lowercase()), spent.as_secs_f64() * 1e3);
     };
@@ -416,8 +429,7 @@ fn idle(backend: &str) {
     {
         let agent = Agent::builder("bare").backends([backend]).registry(kvx::registry()).build();
         let agent = agent.expect("it is available");
-        let connect =
-            |metadata: &Vec<u8>| agent.connect(metadata).expect("metadata of this release");
+        let connect = |metadata: &Vec<u8>| agent.connect(metadata).expect("the metadata is valid");
         let peers: Vec<_> = metadata.iter().map(connect).collect();
         for peer in &peers {
             peer.ready(PATIENCE).wait_blocking(PATIENCE).expect("a link");
@@ -431,12 +443,14 @@ fn idle(backend: &str) {
     measure("idle");
 }
 
-/// Prints the figures over RIXL that have a bar. Beside NIXL in this Python: decodes that have just started shake hands
-/// and load 64 MiB, and then as much again; how many times faster than Python that is.
+/// Prints the figures over RIXL that have a limit.
+///
+/// Each round starts a decode of kvx and one of NIXL in `python`. Each shakes hands and loads 64
+/// MiB, then loads 64 MiB again. The figures say how many times faster than Python kvx is.
 fn bars_over_rixl(python: &str) {
     idle("RIXL");
     let mut prefill = Apart::start("RIXL", BLOCKS, 1);
-    prefill.metadata(); // what it says first is no answer to what it is asked
+    prefill.metadata(); // skips the line with its metadata
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/nixl_decode.py");
     let arguments = [LAYERS, BLOCK, u64::from(WHOLE)].map(|number| number.to_string());
     let mut round = |number: usize| {
@@ -459,13 +473,13 @@ fn bars_over_rixl(python: &str) {
         };
         (both(), both())
     };
-    round(0); // the prefill's pages are all there then
+    round(0); // makes the prefill's pages present
     let (first, next): (Vec<_>, Vec<_>) = (0..11).map(round).unzip();
     say("first_rixl", median(first));
     say("next_rixl", median(next));
 }
 
-/// What requests cost that wait at a decode for blocks.
+/// Prints the memory and the CPU time of requests that wait at a decode for blocks.
 fn queued(both: &mut Both) {
     const REQUESTS: usize = 10_000;
     let params = params(&both.prefill.published(1));
@@ -482,7 +496,7 @@ fn queued(both: &mut Both) {
         };
         both.engine.connector.on_new_request(arrival).expect("right parameters");
     }
-    // The first heartbeat goes at once: what it needs for a moment is not what a request costs.
+    // The first heartbeat is sent at once; its temporary memory does not belong to the requests.
     std::thread::sleep(Duration::from_secs(1));
     let each = ALLOCATED.load(Ordering::Relaxed).saturating_sub(before) / REQUESTS;
     say("queued_request_bytes", each as f64);

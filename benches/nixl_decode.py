@@ -1,6 +1,8 @@
-"""NIXL's Python agent as a decode, which loads.rs compares a connector with: `nixl_decode.py LAYERS BLOCK BLOCKS`, with
-bytes of a block and blocks of the pool. A prefill's parameters in a line of JSON, the seconds until the blocks were
-there in a line. The first load begins with the handshake."""
+"""A decode with NIXL's Python agent, with which loads.rs compares a connector.
+
+`nixl_decode.py LAYERS BLOCK BLOCKS`, with the bytes per block and the blocks of the pool, reads a
+prefill's parameters as one line of JSON per load. For each it prints the seconds until the blocks
+have arrived. The first load includes the handshake."""
 
 import ctypes
 import json
@@ -9,7 +11,8 @@ import os
 import sys
 import time
 
-# What NIXL and UCX log on standard output would be taken for an answer: it goes to standard error.
+# NIXL and UCX log to standard output, where loads.rs would read a log line as an answer. Redirect
+# it to standard error.
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
@@ -28,7 +31,7 @@ def say(what):
 
 
 def handshake(host, port):
-    """What the prefill tells of itself."""
+    """Returns the metadata of the prefill."""
     socket = zmq.Context.instance().socket(zmq.REQ)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVTIMEO, PATIENCE * 1000)
@@ -40,7 +43,7 @@ def handshake(host, port):
 
 
 def rows(bases, strides, blocks):
-    """Address, length and device of each block of each layer."""
+    """Returns the address, length and device of each block of each layer."""
     bases, strides, blocks = (np.array(numbers, np.uint64) for numbers in (bases, strides, blocks))
     addresses = bases[:, None] + np.outer(strides, blocks)
     table = np.zeros((addresses.size, 3), np.uint64)
@@ -49,17 +52,17 @@ def rows(bases, strides, blocks):
 
 
 def main():
-    ctypes.CDLL(None).prctl(1, 9)  # it ends with whoever started it
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: end with the parent
     agent = nixl_agent(f"python-{os.getpid()}", nixl_agent_config(enable_prog_thread=False, backends=[]))
     agent.create_backend("UCX", {})
-    # Pages of shared memory, as those of kvx's pools are, and touched like them.
+    # Use shared memory and touch its pages, as kvx's pools do.
     pool = mmap.mmap(-1, LAYERS * BLOCKS * BLOCK)
     memory = np.frombuffer(pool, np.uint8)
     memory[::mmap.PAGESIZE] = 1
     base = memory.ctypes.data
     agent.register_memory([(base, memory.nbytes, 0, "")], "DRAM")
     ours = [base + layer * BLOCKS * BLOCK for layer in range(LAYERS)]
-    zmq.Context.instance()  # its threads start here, and not within the first load
+    zmq.Context.instance()  # start its threads here, not within the first load
     say("ready")
     peer = None
     for line in sys.stdin:
@@ -79,11 +82,11 @@ def main():
             state = agent.check_xfer_state(handle)
         took = time.perf_counter() - begun
         if state != "DONE":
-            sys.exit(f"the read is {state} after {took} s")
+            sys.exit(f"the read has state {state} after {took} s, not DONE")
         agent.release_xfer_handle(handle)
-        # Loads fill the pool, with what the prefill's holds: zeroes.
+        # A load overwrites the pool's ones with the prefill's zeroes.
         if memory[::mmap.PAGESIZE].any():
-            sys.exit("the read has not brought all blocks")
+            sys.exit("the read did not write all blocks")
         memory[::mmap.PAGESIZE] = 1
         say(took)
     os._exit(0)

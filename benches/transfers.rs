@@ -1,6 +1,6 @@
-//! Reads and writes between two processes, over every backend that works here.
+//! Measures reads and writes between two processes, over every available backend.
 //!
-//! This program starts itself again as the process that owns the other side's pool.
+//! The program starts itself again as the process that owns the remote pool.
 
 use std::io::{BufRead, Write};
 use std::time::Duration;
@@ -9,13 +9,13 @@ use criterion::{Criterion, SamplingMode, Throughput};
 use kvx::{Agent, Grid, Memory, Op, Options, Peer, Plan, Region};
 use kvx_testkit::Child;
 
-/// Set in the owner's process: the backend that it opens.
+/// The environment variable of the owner's process that names its backend.
 const OWNER: &str = "KVX_BENCH_OWNER";
-/// Bytes of the pool on each side, and of each transfer: more than a cache holds.
+/// Bytes of each pool and of each transfer: more than a CPU cache holds.
 const POOL: u64 = 64 << 20;
-/// How long a transfer, a link or a shutdown may take.
+/// The deadline of a transfer, a link or a shutdown.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// The longest life of an owner.
+/// The time after which the owner exits in any case.
 const LIFE: Duration = Duration::from_secs(1800);
 
 /// Publishes a pool until standard input ends.
@@ -28,14 +28,14 @@ fn own(backend: &str) {
     let pool = Memory::pool(POOL as usize).build().expect("64 MiB");
     let _pool = agent.register("pool", pool).expect("host memory");
     let metadata: String =
-        agent.metadata().expect("it has some").iter().map(|byte| format!("{byte:02x}")).collect();
+        agent.metadata().expect("metadata").iter().map(|byte| format!("{byte:02x}")).collect();
     println!("{metadata}");
-    std::io::stdout().flush().expect("somebody reads it");
+    std::io::stdout().flush().expect("the parent reads standard output");
     std::io::stdin().lock().lines().for_each(drop);
-    agent.shutdown(PATIENCE).join().ok(); // the process ends in any case
+    agent.shutdown(PATIENCE).join().ok(); // the process exits in any case
 }
 
-/// One backend's agent, connected with the owner's.
+/// An agent with one backend, connected to the owner.
 struct Reader {
     agent: Agent,
     peer: Peer,
@@ -54,14 +54,15 @@ impl Reader {
         let pool = agent
             .register("pool", Memory::pool(POOL as usize).build().expect("64 MiB"))
             .expect("host memory");
-        let peer = agent.connect(&metadata).expect("metadata of this release");
+        let peer = agent.connect(&metadata).expect("the metadata is valid");
         peer.ready(PATIENCE).join().expect("a link");
         Reader { agent, peer, pool, _owner: owner }
     }
 
     fn plan(&self, op: Op, length: u64) -> Plan {
         let grid = Grid::packed(length, (POOL / length) as u32);
-        // Strides that share no factor with the power of two that the count is: every block once, no two neighbours.
+        // An odd stride visits each block once, because the count is a power of two, and never two
+        // neighbours in a row.
         let order = |stride: u32| {
             (0..grid.count).map(|at| at.wrapping_mul(stride) % grid.count).collect::<Vec<_>>()
         };
@@ -77,7 +78,7 @@ impl Reader {
             Op::Read => Plan::read(ours, theirs),
             Op::Write => Plan::write(ours, theirs),
         }
-        .expect("a right plan")
+        .expect("the plan is valid")
     }
 }
 
@@ -104,7 +105,7 @@ fn main() {
                     format!("{op} {kib} KiB x{}", (POOL >> 10) / kib),
                     |bencher| {
                         bencher.iter(|| {
-                            let transfer = reader.peer.post(&plan).expect("the budget has room");
+                            let transfer = reader.peer.post(&plan).expect("the budget has space");
                             transfer.wait_blocking(PATIENCE).expect("the owner lives")
                         });
                     },
@@ -113,7 +114,8 @@ fn main() {
         }
         group.finish();
         drop(reader.pool);
-        reader.agent.shutdown(PATIENCE).join().ok(); // the owner is about to end
+        // An error does not matter: the owner is about to exit.
+        reader.agent.shutdown(PATIENCE).join().ok();
     }
     criterion.final_summary();
 }

@@ -1,4 +1,4 @@
-//! A transport that moves nothing: what is left to measure is core.
+//! A transport that moves nothing, so that benchmarks measure the core alone.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -13,16 +13,16 @@ use kvx_core::{
     TransferId,
 };
 
-/// What was posted last.
+/// The plan that was posted last.
 static LAST: Mutex<Option<Arc<BoundPlan>>> = Mutex::new(None);
 
-/// The plan that was posted last, as transports see it.
+/// Returns the plan that was posted last, as transports receive it.
 pub(crate) fn last_posted() -> Arc<BoundPlan> {
     let last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
     Arc::clone(last.as_ref().expect("a plan was posted"))
 }
 
-/// Makes such transports, under the name `STILL`.
+/// The factory of the transport, under the name `STILL`.
 pub(crate) struct Still;
 
 fn capabilities() -> Capabilities {
@@ -70,7 +70,7 @@ struct Opened {
     capabilities: Capabilities,
 }
 
-// SAFETY: no memory is ever touched.
+// SAFETY: this transport never accesses memory.
 unsafe impl Transport for Opened {
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
@@ -108,7 +108,7 @@ impl LocalRegion for Nothing {
 
 impl RemoteRegion for Nothing {}
 
-// SAFETY: no memory is ever touched.
+// SAFETY: this link never accesses memory.
 unsafe impl Link for Nothing {
     fn capabilities(&self) -> Arc<Capabilities> {
         Arc::new(capabilities())

@@ -8,7 +8,7 @@ use std::path::Path;
 use kvx_paged_llama::model::{Architecture, Config, Dtype, ModelError, Result, bf16};
 use serde_json::{Value, json};
 
-/// The tokenizer's last three, after a token for each byte.
+/// The tokenizer's last three tokens; the first 256 are the bytes.
 const END_OF_TEXT: usize = 256;
 const BEGIN_OF_TURN: usize = 257;
 const END_OF_TURN: usize = 258;
@@ -19,7 +19,7 @@ const CHAT_TEMPLATE: &str = "{% for message in messages %}\
     {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}\
     {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
-/// The model that is to be made.
+/// The shape of a model to write.
 #[derive(Debug, Clone)]
 #[expect(missing_docs, reason = "the names are config.json's, shortened")]
 pub struct ModelSpec {
@@ -30,18 +30,19 @@ pub struct ModelSpec {
     pub heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
-    /// Tokens beyond the tokenizer's 259 can come out of such a model, and mean no text.
+    /// The size of the vocabulary. Tokens beyond the tokenizer's 259 may be generated, and decode
+    /// to no text.
     pub vocab: usize,
     pub max_positions: usize,
     pub dtype: Dtype,
     pub tied: bool,
-    /// The same seed and shape give the same weights.
+    /// The seed of the weights: the same seed and shape give the same weights.
     pub seed: u64,
-    /// The standard deviation of all matrices; unless it is said it follows from their width.
+    /// The standard deviation of all matrices. By default it depends on their width.
     pub init: Option<f32>,
-    /// Files that the weights are spread over.
+    /// The number of files that the weights are divided among.
     pub shards: usize,
-    /// A `config.json` whose every word is kept but the number of layers and the vocabulary.
+    /// A `config.json` to copy, except for the number of layers and the vocabulary.
     pub like: Option<Value>,
 }
 
@@ -68,7 +69,7 @@ impl Default for ModelSpec {
 }
 
 impl ModelSpec {
-    /// Its `config.json`.
+    /// Returns the model's `config.json`.
     pub fn config(&self) -> Value {
         if let Some(like) = &self.like {
             let mut config = like.clone();
@@ -115,31 +116,31 @@ impl ModelSpec {
     }
 }
 
-/// Writes the model into `folder`, which is made if need be; `config.json` comes last. Returns the weights' bytes.
+/// Writes the model into `folder`, which it creates if necessary, and `config.json` last. Returns
+/// the size of the weights in bytes.
 ///
 /// # Errors
-/// A shape that is none, a folder that holds a model already, a disk that is full.
+/// Fails if the shape is invalid, the folder already holds a model, or the disk is full.
 pub fn make_model(folder: &Path, made: &ModelSpec) -> Result<u64> {
     let json = made.config();
     let config = Config::parse(&json, Value::Null)?;
-    let shape_error =
-        |what: &str| Err(ModelError::new(format!("no such model can be made: {what}")));
+    let shape_error = |what: &str| Err(ModelError::new(format!("cannot make this model: {what}")));
     if config.vocab < 259 {
-        return shape_error("the tokenizer has 259 tokens, and the vocabulary fewer");
+        return shape_error("the vocabulary must have at least the tokenizer's 259 tokens");
     }
     if config.architecture == Architecture::Qwen2 && config.hidden != config.heads * config.head_dim
     {
-        return shape_error("in Qwen2, heads times head_dim is the hidden size");
+        return shape_error("Qwen2 requires hidden = heads * head_dim");
     }
     if !(1..=999).contains(&made.shards) {
-        return shape_error("1 to 999 files can hold its weights");
+        return shape_error("the number of weight files must be 1 to 999");
     }
     let failed = |error: std::io::Error| {
-        ModelError::new(format!("{}: {error}: name a folder that can be written", folder.display()))
+        ModelError::new(format!("{}: {error}: choose a writable folder", folder.display()))
     };
     if folder.join("config.json").exists() {
         return Err(ModelError::new(format!(
-            "{} holds a model already: name another folder",
+            "{} holds a model already: choose another folder",
             folder.display()
         )));
     }
@@ -161,7 +162,7 @@ pub fn make_model(folder: &Path, made: &ModelSpec) -> Result<u64> {
     Ok(bytes)
 }
 
-/// A tensor to be written: its numbers are `mean` and, normally spread, `deviation` around it.
+/// A tensor to write: normally distributed numbers with this mean and standard deviation.
 struct Plan {
     name: String,
     shape: Vec<usize>,
@@ -176,12 +177,13 @@ fn plans(config: &Config) -> Vec<Plan> {
     let mut add = |name: String, shape: &[usize], mean: f32, deviation: f32| {
         plans.push(Plan { name, shape: shape.to_vec(), mean, deviation });
     };
-    // What goes in with a deviation of one comes out so; the embedding is small, so that answers do not repeat.
+    // The linear layers preserve a deviation of one. The embedding is small, so that answers do not
+    // repeat.
     let spread = |cols: usize| 1.0 / (cols as f32).sqrt();
     add("model.embed_tokens.weight".into(), &[vocab, hidden], 0.0, spread(hidden));
     for layer in 0..config.layers {
         let name = |part: &str| format!("model.layers.{layer}.{part}");
-        // Queries and keys are larger: attention that looks at everything alike would hide mistakes.
+        // Queries and keys are larger: uniform attention would hide mistakes.
         let linears = [
             ("self_attn.q_proj", q, hidden, 1.5, config.qkv_bias),
             ("self_attn.k_proj", kv, hidden, 1.5, config.qkv_bias),
@@ -251,7 +253,7 @@ fn write_file(path: &Path, plans: &[Plan], dtype: Dtype, seed: u64) -> std::io::
         header[tensor] = json!({"dtype": name, "shape": shape, "data_offsets": [begin, end]});
     }
     let mut header = header.to_string();
-    // What follows begins at a multiple of 8.
+    // The header's length is a multiple of 8, so that the data is aligned.
     header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
     let mut file = BufWriter::with_capacity(1 << 20, File::create(path)?);
     file.write_all(&(header.len() as u64).to_le_bytes())?;
@@ -270,7 +272,7 @@ fn write_file(path: &Path, plans: &[Plan], dtype: Dtype, seed: u64) -> std::io::
     Ok(end as u64)
 }
 
-/// Numbers that depend on a name and a seed alone.
+/// A random number generator that depends only on a name and a seed.
 struct Random(u64);
 
 impl Random {
@@ -283,7 +285,7 @@ impl Random {
         random
     }
 
-    /// SplitMix64's.
+    /// Returns the next number of SplitMix64.
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -291,7 +293,8 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// Nearly normal, with a deviation of one: the sum of four even ones.
+    /// Returns an approximately normal number with a deviation of one: the sum of four uniform
+    /// ones.
     fn normal(&mut self) -> f32 {
         let bits = self.next();
         let sum: u64 = (0..4).map(|part| (bits >> (16 * part)) & 0xffff).sum();
@@ -299,12 +302,12 @@ impl Random {
     }
 }
 
-/// A token for each byte, and no merges.
+/// Returns a tokenizer with one token per byte and no merges.
 fn tokenizer() -> Value {
     let mut other = 256;
     let mut vocab = serde_json::Map::new();
     for byte in 0..=255_u8 {
-        // Byte-level tokenizers write a byte that cannot be seen as a letter from 256 on.
+        // Byte-level tokenizers represent an unprintable byte by a letter from U+0100 on.
         let seen = matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
         let letter = if seen { u32::from(byte) } else { other };
         other += u32::from(!seen);

@@ -1,8 +1,8 @@
-//! The KV cache that an inference engine has allocated itself: kvx adopts it, moves blocks of all its layers in one
-//! transfer, and gives it back.
+//! Adopts the KV cache that an inference engine has allocated itself, moves blocks of all its
+//! layers in one transfer, and returns the memory to the engine.
 //!
-//! Adopted host memory works over every backend. Between processes of one host a pool of kvx's own ([`Memory::pool`])
-//! is about twice as fast, because peers read it without the kernel.
+//! Adopted host memory works over every backend. Between processes of one host, a pool allocated by
+//! kvx ([`Memory::pool`]) is about twice as fast: peers map it and read without the kernel.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,53 +13,57 @@ use kvx::{Agent, Grid, GridSet, Memory, PeerRegion, Plan, Region, Result};
 const SOON: Duration = Duration::from_secs(10);
 const LAYERS: u64 = 4;
 const BLOCKS: u32 = 64;
-/// Bytes of keys and of values of one block in one layer.
+/// Bytes of the keys, and of the values, of one block in one layer.
 const HALF: u64 = 8 << 10;
-/// A layer has the keys of all blocks, then their values.
+/// Bytes of a layer: the keys of all blocks, then their values.
 const LAYER: u64 = 2 * HALF * BLOCKS as u64;
 const CACHE: usize = (LAYERS * LAYER) as usize;
 
-/// What an engine holds its cache by: one allocation, page-aligned, freed when this is dropped.
+/// The engine's cache: one page-aligned allocation, freed on drop.
 struct EngineCache {
     base: *mut u8,
     freed: Arc<AtomicBool>,
 }
 
-// SAFETY: it owns the allocation, and nobody reaches the bytes through it but by raw copies.
+// SAFETY: `EngineCache` owns the allocation and accesses its bytes only through raw copies, so
+// another thread may take it over.
 unsafe impl Send for EngineCache {}
-// SAFETY: as above; it hands out no reference.
+// SAFETY: `EngineCache` hands out no reference into the allocation, so threads may share it.
 unsafe impl Sync for EngineCache {}
 
 impl EngineCache {
     const LAYOUT: std::alloc::Layout = match std::alloc::Layout::from_size_align(CACHE, 4096) {
         Ok(layout) => layout,
-        Err(_) => panic!("4096 is a power of two"),
+        Err(_) => panic!("the cache is too large for a layout"),
     };
 
     fn new(freed: &Arc<AtomicBool>) -> Self {
-        // SAFETY: the layout has a size.
+        // SAFETY: the layout's size is not zero.
         let base = unsafe { std::alloc::alloc_zeroed(Self::LAYOUT) };
-        assert!(!base.is_null(), "no memory for the cache");
+        assert!(!base.is_null(), "the allocator has no memory for the cache");
         EngineCache { base, freed: Arc::clone(freed) }
     }
 }
 
 impl Drop for EngineCache {
     fn drop(&mut self) {
-        // SAFETY: `new` allocated it with this layout, and it is freed once.
+        // SAFETY: `new` allocated `base` with this layout, and only `drop` frees it, once.
         unsafe { std::alloc::dealloc(self.base, Self::LAYOUT) };
         self.freed.store(true, Ordering::SeqCst);
     }
 }
 
-/// Registers an engine's cache. kvx drops the owner when nobody can touch the memory any more.
+/// Registers an engine's cache. kvx drops `cache` once no peer and no transfer can access the
+/// memory.
 fn register(agent: &Agent, cache: EngineCache) -> Result<Region> {
     let base = cache.base;
-    // SAFETY: the allocation stays in place until `cache` is dropped, and the engine makes no references into it.
+    // SAFETY: the allocation stays in place until `cache` is dropped, and the engine creates no
+    // references into it.
     agent.register("kv", unsafe { Memory::adopt(base, CACHE, cache) })
 }
 
-/// Where the keys and the values of each layer lie: grids that share one index list, the engine's block numbers.
+/// Returns the grids of the keys and of the values of each layer. They share one list of indices:
+/// the engine's block numbers.
 fn halves() -> impl Iterator<Item = Grid> {
     let bases = (0..LAYERS).flat_map(|layer| [layer * LAYER, layer * LAYER + LAYER / 2]);
     bases.map(|base| Grid::packed(HALF, BLOCKS).at(base))
@@ -79,7 +83,7 @@ fn main() -> Result<()> {
     let (prefill, decode) = (prefill?, decode?);
     let cache = register(&prefill, EngineCache::new(&freed))?;
     let copy = register(&decode, EngineCache::new(&Arc::default()))?;
-    // The values of block 11 in the last layer.
+    // The offset of block 11's values in the last layer.
     let values = (CACHE as u64 - LAYER / 2 + 11 * HALF) as usize;
     cache.copy_in(values, b"values of block 11")?;
 
@@ -91,17 +95,22 @@ fn main() -> Result<()> {
     assert_eq!(
         (report.blocks, report.segments),
         (2 * 2 * LAYERS, 2 * LAYERS),
-        "neighbours are merged"
+        "the plan must merge neighbouring blocks"
     );
 
     let mut got = [0; 18];
-    copy.copy_out(values + (29 * HALF) as usize, &mut got)?; // block 40 is 29 blocks further
+    // Block 40 is 29 blocks behind block 11.
+    copy.copy_out(values + (29 * HALF) as usize, &mut got)?;
     assert_eq!(&got, b"values of block 11");
 
-    // The engine wants its memory back: first the proof that no peer reaches it, then the last reference.
+    // The engine wants its memory back. `revoke` proves that no peer can access it any more;
+    // dropping the last reference then frees it.
     let memory = cache.revoke(SOON).join()?;
     drop((cache, memory));
     prefill.shutdown(SOON).join()?;
-    assert!(freed.load(Ordering::SeqCst), "the allocation is the engine's again, and it is freed");
+    assert!(
+        freed.load(Ordering::SeqCst),
+        "dropping the last reference must free the engine's allocation"
+    );
     decode.shutdown(SOON).join()
 }

@@ -1,5 +1,6 @@
-//! Two engines that keep a dense tensor for each sequence, as mistral.rs and llama.cpp do: one prefills, the other
-//! decodes. They have no blocks: the connector copies between the tensors and a pool of blocks.
+//! Connects two engines that keep one dense tensor per sequence, as mistral.rs and llama.cpp do.
+//! One prefills, the other decodes. They have no blocks, so the connector copies between the
+//! tensors and a pool of blocks.
 //!
 //! `cargo run --features connector --example dense_engine` runs both in one process.
 
@@ -12,14 +13,14 @@ use std::time::Duration;
 
 type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// Each wait has a deadline.
+/// Every wait has a deadline.
 const SOON: Duration = Duration::from_secs(10);
 const LAYERS: usize = 4;
 const HEADS: usize = 2;
-/// Bytes of a head's K of one token: 64 elements of two bytes.
+/// Bytes of one token's K in one head: 64 elements of two bytes.
 const ROW: usize = 128;
 
-/// The connector of an engine, and its pool of blocks.
+/// Builds the connector of an engine, and its pool of blocks.
 fn engine(name: &str) -> Result<(Connector, DensePool)> {
     let config = KvTransferConfig::builder("NixlConnector").role(Role::Both).engine_id(name);
     let config = config.build()?;
@@ -41,7 +42,7 @@ fn engine(name: &str) -> Result<(Connector, DensePool)> {
     Ok((connector, pool))
 }
 
-/// A byte of the K (0) or V (1) of a layer, in place of a forward pass.
+/// Returns one byte of a layer's K (0) or V (1), in place of a forward pass.
 fn element(layer: usize, kv: usize, head: usize, token: usize, at: usize) -> u8 {
     (layer * 89 + kv * 53 + head * 31 + token * 7 + at) as u8
 }
@@ -52,7 +53,7 @@ async fn main() -> Result {
     let (prefill, prefill_pool) = engine("prefill")?;
     let (decode, decode_pool) = engine("decode")?;
 
-    // The prefill's tensors are [head][token][dim], with a capacity of 64 tokens.
+    // The prefill's tensors have the shape [head][token][dim], with a capacity of 64 tokens.
     let theirs = DenseShape::heads_outermost(HEADS, 64, ROW);
     let tensor = |layer: usize, kv: usize| -> Vec<u8> {
         let row = |head, token| (0..ROW).map(move |at| element(layer, kv, head, token, at));
@@ -66,7 +67,7 @@ async fn main() -> Result {
         .collect();
     let (lease, params) = Prefill::new(&prefill).save("request", &prefill_pool, tokens, &views)?;
 
-    // The decode's are [token][head][dim], with a capacity of 48.
+    // The decode's tensors have the shape [token][head][dim], with a capacity of 48 tokens.
     let ours = DenseShape::tokens_outermost(HEADS, 48, ROW);
     let mut loaded = vec![[vec![0; 48 * HEADS * ROW], vec![0; 48 * HEADS * ROW]]; LAYERS];
     let mut views: Vec<_> = loaded

@@ -1,8 +1,7 @@
-//! What goes wrong between servers, and what the program does about it: a peer that stops, dies, or comes back as
-//! another.
+//! Shows how servers fail and what a program does about it: a peer that hangs, dies, or restarts.
 //!
-//! Errors are one type, and `kind()` is what to branch on. Whatever happened, local memory is not touched after a
-//! transfer has settled, and [`Transfer::settled`](kvx::Transfer::settled) says when that is.
+//! kvx has one error type; branch on its `kind()`. After any failure, no transfer touches local
+//! memory once it has settled, and [`Transfer::settled`](kvx::Transfer::settled) says when that is.
 
 use std::io::{Read as _, Write as _};
 use std::process::{Child, Command, Stdio};
@@ -16,21 +15,23 @@ const SOON: Duration = Duration::from_secs(10);
 const BLOCKS: Grid = Grid::packed(64 << 10, 64);
 const POOL: usize = 64 * (64 << 10);
 
-/// What a decode server does about a fetch that failed.
+/// The reaction of a decode server to a failed fetch.
 #[derive(Debug, PartialEq)]
 enum Then {
-    /// The peer may only be slow: try again, then compute the prompt here.
+    /// The peer may only be slow. Retry once, then compute the prompt locally.
     RetryOnce,
-    /// The peer is gone, or another came in its place: ask for its new metadata, and compute this prompt here.
+    /// The peer is gone or was replaced. Request its new metadata, and compute this prompt locally.
     Reconnect,
-    /// Too much is in flight: later.
+    /// Too much is in flight. Retry later.
     Later,
-    /// A mistake of the program or the configuration: nothing that repeats helps. Tell a person.
+    /// The program or the configuration is wrong. Retrying does not help; report it to an operator.
     Report,
 }
 
-/// For reads without a notification. With one, look at [`Error::report`] first: the data may be there, and the peer
-/// told.
+/// Chooses the reaction for a read without a notification.
+///
+/// If the transfer carries one, check [`Error::report`] first: the data may have arrived, and the
+/// peer may have the notification.
 fn then(error: &Error) -> Then {
     match error.kind() {
         ErrorKind::TimedOut | ErrorKind::Cancelled => Then::RetryOnce,
@@ -43,7 +44,7 @@ fn then(error: &Error) -> Then {
     }
 }
 
-/// A prefill server in a process of its own.
+/// A prefill server in a child process.
 struct Prefill {
     process: Child,
     metadata: Vec<u8>,
@@ -62,14 +63,15 @@ impl Prefill {
         Ok(Prefill { process, metadata })
     }
 
-    /// Stops it as it stands, like a machine that hangs; or lets it go on.
+    /// Sends a signal: `-STOP` freezes the process, as if its machine hung; `-CONT` resumes it.
     fn signal(&self, signal: &str) -> Result {
         let status =
             Command::new("kill").args([signal, &self.process.id().to_string()]).status()?;
         if status.success() { Ok(()) } else { Err(format!("kill {signal}: {status}").into()) }
     }
 
-    /// Stops it, and waits until it stands still: the signal is only sent when `kill` returns.
+    /// Freezes the process, and waits until all its threads have stopped: `kill` does not wait for
+    /// that.
     fn stop(&self) -> Result {
         self.signal("-STOP")?;
         let until = std::time::Instant::now() + SOON;
@@ -85,18 +87,18 @@ impl Prefill {
             }
             std::thread::yield_now();
         }
-        Err("the process does not stop".into())
+        Err("the process has not stopped within 10 s of SIGSTOP".into())
     }
 }
 
 impl Drop for Prefill {
     fn drop(&mut self) {
-        self.process.kill().ok(); // an error: it has ended already
+        self.process.kill().ok(); // fails if it has already exited
         self.process.wait().ok();
     }
 }
 
-/// The other process: it serves until its standard input ends.
+/// Runs the prefill server until its standard input ends.
 fn serve() -> Result {
     let agent = kvx::agent("prefill-0").backends(["TCP"]).build()?;
     let _pool = agent.register("kv", Memory::pool(POOL).build()?)?;
@@ -109,8 +111,8 @@ fn serve() -> Result {
     Ok(())
 }
 
-/// Reads a block and says what came of it. When this returns, nobody touches the cache any more, or the transfer is
-/// kept by kvx.
+/// Reads a block. When this returns, the transfer either has settled and no longer touches the
+/// cache, or kvx still tracks it.
 fn fetch(peer: &Peer, cache: &Region, deadline: Duration) -> std::result::Result<u64, Error> {
     let plan =
         Plan::read(cache.grid(BLOCKS)?.blocks([0]), peer.region("kv")?.grid(BLOCKS)?.blocks([5]))?;
@@ -119,9 +121,10 @@ fn fetch(peer: &Peer, cache: &Region, deadline: Duration) -> std::result::Result
     match transfer.wait_blocking(deadline + SOON) {
         Ok(report) => Ok(report.bytes),
         Err(error) => {
-            // The block may be given to another request only when this says so. Not known in time: leave it out.
+            // Another request may use the block only after `settled` completes. If it does not in
+            // time, leave the block unused.
             if settled.wait_blocking(Duration::from_secs(1)).is_err() {
-                println!("block 0 is not used until kvx knows more");
+                println!("block 0 stays unused until its transfer settles");
             }
             Err(error)
         }
@@ -134,37 +137,38 @@ fn main() -> Result {
     }
     let decode = kvx::agent("decode-0")
         .backends(["TCP"])
-        .peer_timeout(Duration::from_secs(5)) // silence with work in flight means that a peer is lost
+        // Without an answer for this long, a peer with work in flight is lost.
+        .peer_timeout(Duration::from_secs(5))
         .build()?;
     let cache = decode.register("cache", Memory::pool(POOL).build()?)?;
     let prefill = Prefill::start()?;
     let peer = decode.connect(&prefill.metadata)?;
     assert_eq!(fetch(&peer, &cache, SOON)?, 64 << 10);
 
-    // It hangs: the deadline ends the wait, not the peer's health.
+    // The peer hangs: the deadline ends the transfer, but the peer is not lost.
     prefill.stop()?;
-    let error =
-        fetch(&peer, &cache, Duration::from_millis(300)).expect_err("nobody serves the block");
+    let error = fetch(&peer, &cache, Duration::from_millis(300))
+        .expect_err("a stopped process serves no block");
     println!("stopped: {error}");
     assert_eq!((error.kind(), then(&error)), (ErrorKind::TimedOut, Then::RetryOnce));
     prefill.signal("-CONT")?;
-    assert_eq!(fetch(&peer, &cache, SOON)?, 64 << 10, "it goes on");
+    assert_eq!(fetch(&peer, &cache, SOON)?, 64 << 10, "the peer serves again");
 
-    // It dies: whoever waits is told promptly, and the handle stays lost.
+    // The peer dies: all waits fail promptly, and its handle stays unusable.
     drop(prefill);
     let error = fetch(&peer, &cache, SOON).expect_err("its process is gone");
     println!("killed: {error}");
     assert_eq!((error.kind(), then(&error)), (ErrorKind::PeerLost, Then::Reconnect));
 
-    // It is started again: its new metadata leads to it, what was known before does not.
+    // The peer restarts: connect with its new metadata. The old handle does not lead to it.
     let prefill = Prefill::start()?;
     let peer = decode.connect(&prefill.metadata)?;
     assert_eq!(fetch(&peer, &cache, SOON)?, 64 << 10);
 
-    // A mistake is no fault: it is refused before anything moves.
+    // A mistake in the program: kvx rejects it before any byte moves.
     let error = peer.region("kw").err().ok_or("there is no such region")?;
     println!("wrong: {error}");
-    assert_eq!(then(&error), Then::Reconnect, "it may be registered later: newer metadata says so");
+    assert_eq!(then(&error), Then::Reconnect, "the region may exist in newer metadata");
     decode.shutdown(SOON).join()?;
     Ok(())
 }

@@ -1,11 +1,12 @@
-//! A prefill server and a decode server, with a prefix cache and a failure policy, around a toy engine.
+//! Runs a prefill server and a decode server, with a prefix cache and a failure policy, around a
+//! toy engine.
 //!
-//! `cargo run --features connector --example two_engines` starts a process for each and acts as their router: it
-//! sends a prompt to the prefill, and the prefill's answer to the decode. The calls of kvx stand between the marks
-//! `kvx` and `engine`; everything else is the toy.
+//! `cargo run --features connector --example two_engines` starts one process for each and acts as
+//! their router: it sends a prompt to the prefill, and the prefill's answer to the decode. The
+//! calls of kvx are between the marks `kvx` and `engine`; the rest is the toy engine.
 //!
-//! With `--device cuda` (feature `cuda`) or `--device hip` (feature `rocm`) the pools are on the first device:
-//! `cargo run --features connector,cuda --example two_engines -- --device cuda`.
+//! `--device cuda` (feature `cuda`) or `--device hip` (feature `rocm`) puts the pools on the first
+//! device: `cargo run --features connector,cuda --example two_engines -- --device cuda`.
 
 use std::collections::HashMap;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -17,9 +18,9 @@ use serde_json::{Value, json};
 
 type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// Each wait has a deadline.
+/// Every wait has a deadline.
 const SOON: Duration = Duration::from_secs(10);
-/// Tokens of a block, and bytes of a token's KV.
+/// Tokens per block, bytes of KV per token, and blocks of the pool.
 const TOKENS: u32 = 16;
 const ROW: usize = 64;
 const BLOCKS: u32 = 64;
@@ -32,7 +33,7 @@ use kvx::connector::{
     LayerCache, Lease, MemoryType, Prefill, TransferParams, WorkerRank,
 };
 
-/// The memory of an engine's KV cache: of this host, or of its first device.
+/// Allocates the memory of an engine's KV cache, on the host or on the first device.
 fn pool(device: &str, len: usize) -> Result<Memory> {
     Ok(match device {
         "host" => Memory::pool(len).build()?,
@@ -44,7 +45,7 @@ fn pool(device: &str, len: usize) -> Result<Memory> {
     })
 }
 
-/// The connector of an engine whose KV cache is `pool`.
+/// Builds the connector of an engine whose KV cache is `pool`.
 fn connector(name: &str, pool: &Arc<Memory>) -> Result<Connector> {
     let config = KvTransferConfig::builder("NixlConnector").role(Role::Both).engine_id(name);
     let config = config.load_failure_policy(LoadFailurePolicy::Recompute);
@@ -61,14 +62,15 @@ fn connector(name: &str, pool: &Arc<Memory>) -> Result<Connector> {
     Ok(connector)
 }
 
-/// Prefill: publishes blocks for a decode. The router carries the parameters to it, as JSON.
+/// Prefill: publishes blocks for a decode, and returns the parameters that the router passes to it
+/// as JSON.
 fn publish(kv: &Connector, request: &str, blocks: &[u32], tokens: u32) -> Result<(Lease, Value)> {
     let (lease, params) = Prefill::new(kv).publish(request, BlockLists::single(blocks), tokens)?;
     Ok((lease, serde_json::to_value(params)?))
 }
 
-/// Decode: fills `blocks`, which hold the prompt from token `cached` on. If that fails, the engine
-/// computes them once no transfer touches them any more.
+/// Decode: fills `blocks`, which hold the prompt from token `cached` on. If that fails, returns the
+/// blocks. The engine computes them once no transfer can write to them any more.
 fn load(kv: &Connector, request: &str, params: &Value, cached: u32, blocks: &[u32]) -> Loading {
     let (params, blocks) = (TransferParams::from_value(params)?, BlockLists::single(blocks));
     let fetch = Decode::new(kv).fetch(request, &params, cached, blocks, SOON);
@@ -79,11 +81,12 @@ fn load(kv: &Connector, request: &str, params: &Value, cached: u32, blocks: &[u3
     }))
 }
 
-/// The blocks of a load that failed: the engine may write to them once no transfer touches them.
+/// The blocks of a failed load: the engine may write to them once no transfer can.
 type Loading = Result<Option<HeldBlocks>>;
 // ---- engine ----
 
-/// The toy: the KV of a token is a hash of the tokens up to it, and a block is found by the tokens up to its end.
+/// A toy engine. The KV of a token is a hash of all tokens up to it; the cache finds a block by the
+/// tokens up to its end.
 struct Engine {
     pool: Arc<Memory>,
     free: Vec<u32>,
@@ -91,7 +94,7 @@ struct Engine {
     computed: usize,
 }
 
-/// The KV of the last of these tokens.
+/// Returns the KV of the last of these tokens.
 fn kv(tokens: &[u32]) -> [u8; ROW] {
     let mix = |state: u64, token: &u32| {
         (state ^ u64::from(*token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23)
@@ -106,14 +109,14 @@ impl Engine {
         Ok(Engine { pool, free: (0..BLOCKS).rev().collect(), cached: HashMap::new(), computed: 0 })
     }
 
-    /// The blocks at the front of a prompt that are cached.
+    /// Returns the cached blocks at the front of a prompt.
     fn prefix(&self, prompt: &[u32]) -> Vec<u32> {
         let ends =
             (1..=prompt.len() / TOKENS as usize).map(|count| &prompt[..count * TOKENS as usize]);
         ends.map_while(|tokens| self.cached.get(tokens).copied()).collect()
     }
 
-    /// A block for each part of the prompt that is not cached.
+    /// Takes free blocks for the part of a prompt that is not cached.
     fn allocate(&mut self, prompt: &[u32], cached: usize) -> Result<Vec<u32>> {
         let count = prompt.len().div_ceil(TOKENS as usize) - cached;
         let rest = self.free.len().checked_sub(count).ok_or("the pool is full")?;
@@ -130,14 +133,14 @@ impl Engine {
         Ok(())
     }
 
-    /// Whole blocks can be found again; they stay.
+    /// Adds the full blocks of a prompt to the cache.
     fn remember(&mut self, prompt: &[u32], blocks: &[u32]) {
         for (at, block) in blocks.iter().enumerate().take(prompt.len() / TOKENS as usize) {
             self.cached.insert(prompt[..(at + 1) * TOKENS as usize].to_vec(), *block);
         }
     }
 
-    /// The generated text: a checksum of the KV of the whole prompt.
+    /// Returns the generated text: a checksum of the KV of the whole prompt.
     fn answer(&self, prompt: &[u32], blocks: &[u32]) -> Result<u64> {
         let mut sum = 0_u64;
         for at in 0..prompt.len() {
@@ -153,14 +156,15 @@ impl Engine {
     }
 }
 
-/// A server: lines of JSON in, lines of JSON out. The answer of a decode says how many tokens it has computed itself.
+/// Serves as the prefill or the decode: reads one line of JSON per request, and answers with one. A
+/// decode's answer says how many tokens the engine computed itself.
 fn serve(role: &str, device: &str) -> Result {
     let mut engine = Engine::new(device)?;
     let connector = connector(&format!("{role}-{}", std::process::id()), &engine.pool)?;
     let mut leases: Vec<(Lease, Vec<u32>)> = Vec::new();
     for line in std::io::stdin().lock().lines() {
         let order: Value = serde_json::from_str(&line?)?;
-        let request = order["request"].as_str().ok_or("a request has a name")?;
+        let request = order["request"].as_str().ok_or("the request has no name")?;
         let prompt: Vec<u32> = serde_json::from_value(order["prompt"].clone())?;
         let mut blocks = engine.prefix(&prompt);
         let cached = blocks.len();
@@ -176,8 +180,9 @@ fn serve(role: &str, device: &str) -> Result {
             if let Some(held) = load(&connector, request, params, tokens, &blocks[cached..])? {
                 match held.wait_blocking(SOON) {
                     Ok(released) if released.is_free() => {}
-                    // A transfer may still write to them: a larger engine would take other blocks.
-                    _ => return Err("a transfer has not released its blocks".into()),
+                    // A transfer may still write to them. A larger engine would use other blocks
+                    // instead.
+                    _ => return Err("a transfer still holds the blocks of a failed load".into()),
                 }
                 engine.compute(&prompt, &blocks, cached)?;
             }
@@ -188,7 +193,7 @@ fn serve(role: &str, device: &str) -> Result {
         for (lease, blocks) in std::mem::take(&mut leases) {
             match lease.wait_blocking(Duration::ZERO) {
                 Ok(released) if released.is_free() => engine.free.extend(blocks),
-                Ok(_) => {} // a peer may still read them: never used again
+                Ok(_) => {} // a peer may still read them, so they are never reused
                 Err(lease) => leases.push((lease, blocks)),
             }
         }
@@ -206,12 +211,16 @@ impl Server {
         let mut command = Command::new(std::env::current_exe()?);
         let mut process =
             command.args([role, device]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
-        let answers = BufReader::new(process.stdout.take().ok_or("a server has an output")?);
+        let answers =
+            BufReader::new(process.stdout.take().ok_or("the server has no standard output")?);
         Ok(Server { process, answers })
     }
 
     fn ask(&mut self, order: &Value) -> Result<Value> {
-        writeln!(self.process.stdin.as_mut().ok_or("a server has an input")?, "{order}")?;
+        writeln!(
+            self.process.stdin.as_mut().ok_or("the server has no standard input")?,
+            "{order}"
+        )?;
         let mut line = String::new();
         self.answers.read_line(&mut line)?;
         Ok(serde_json::from_str(&line)?)
@@ -220,12 +229,12 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.process.kill().ok(); // it may have ended already
+        self.process.kill().ok(); // fails if it has already exited
         self.process.wait().ok();
     }
 }
 
-/// The router, or one of its two servers.
+/// Runs the router, or one of its two servers.
 fn main() -> Result {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
     let device = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
@@ -234,14 +243,15 @@ fn main() -> Result {
         [] => "host",
         _ => return Err("two_engines [--device cuda|hip]".into()),
     };
-    pool(device, ROW)?; // fails here, before any server starts, if there is no such device
+    pool(device, ROW)?; // fails here, before a server starts, if there is no such device
     let (mut prefill, mut decode) =
         (Server::start("prefill", device)?, Server::start("decode", device)?);
     let first: Vec<u32> = (0..50).collect();
     let longer: Vec<u32> = (0..80).collect();
     let other: Vec<u32> = (100..140).collect();
-    // The decode loads the whole prompt; then all but three cached blocks; then the prefill dies before the decode
-    // fetches, and the decode computes the prompt (or still reads it from shared memory, if it has not noticed yet).
+    // In the first request the decode loads the whole prompt, in the second all but three cached
+    // blocks. In the third the prefill dies before the decode fetches. The decode then computes the
+    // prompt, or still reads it from shared memory if it has not detected the loss yet.
     for (request, prompt, dies, cached) in
         [("one", &first, false, 0), ("two", &longer, false, 3), ("three", &other, true, 0)]
     {

@@ -1,7 +1,9 @@
-//! Two processes with tokio: a prefill server that owns the KV pool, and a decode server that reads two blocks of it.
+//! Moves two blocks between two processes, with tokio: a prefill server owns the KV pool, and a
+//! decode server reads from it.
 //!
-//! `cargo run --example two_processes` starts the second process itself. The metadata, some hundred bytes, travels
-//! through a pipe here; in a fleet it goes over HTTP, through etcd, or in a file.
+//! `cargo run --example two_processes` starts the second process itself. The metadata has a few
+//! hundred bytes. It travels through a pipe here; a fleet sends it over HTTP, through etcd, or in a
+//! file.
 
 use std::process::Stdio;
 use std::time::Duration;
@@ -11,9 +13,9 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// Each wait has a deadline.
+/// Every wait has a deadline.
 const SOON: Duration = Duration::from_secs(10);
-/// 256 blocks of 64 KiB, in both pools.
+/// 256 blocks of 64 KiB. Both pools use this grid.
 const BLOCKS: Grid = Grid::packed(64 << 10, 256);
 const POOL: usize = 256 * (64 << 10);
 
@@ -36,16 +38,17 @@ async fn prefill() -> Result {
     let mut decode = decode.arg("decode").stdin(Stdio::piped()).kill_on_drop(true).spawn()?;
     let mut pipe = decode.stdin.take().ok_or("the child has no standard input")?;
     pipe.write_all(&agent.metadata()?).await?;
-    drop(pipe); // its end tells the child that this was all
+    drop(pipe); // end of input: the metadata is complete
 
-    // It comes after the data has been read: the blocks may be used for something else from here on.
+    // The notification arrives after the data has been read, so the blocks may be reused from here
+    // on.
     let done = agent.notification(SOON).await?;
     println!("{} has {}", done.from.name, String::from_utf8_lossy(&done.bytes));
     assert_eq!(*done.bytes, *b"request 7");
 
     let status = tokio::time::timeout(SOON, decode.wait()).await??;
     assert!(status.success(), "decode: {status}");
-    pool.revoke(SOON).await?; // nobody reads the memory any more
+    pool.revoke(SOON).await?; // from here on no peer can access the memory
     Ok(agent.shutdown(SOON).await?)
 }
 
@@ -57,7 +60,7 @@ async fn decode() -> Result {
     let cache = agent.register("cache", Memory::pool(POOL).build()?)?;
     let prefill = agent.connect(&metadata)?;
     let (ours, theirs) = (cache.grid(BLOCKS)?, prefill.region("kv")?.grid(BLOCKS)?);
-    // Block 200 into block 3, block 17 into block 9.
+    // Read block 200 into block 3, and block 17 into block 9.
     let plan = Plan::read(ours.blocks([3, 9]), theirs.blocks([200, 17]))?;
     let report =
         prefill.transfer(&plan).deadline(SOON).notify("request 7").post_wait().await?.await?;

@@ -1,4 +1,5 @@
-//! Backends chosen by the JSON that operators write for vLLM (`--kv-transfer-config`), with what kvx makes of it.
+//! Chooses backends with the JSON that operators write for vLLM (`--kv-transfer-config`), and
+//! prints the route that kvx takes.
 
 use std::time::Duration;
 
@@ -7,11 +8,12 @@ use kvx::{Agent, ErrorKind, Memory, Result};
 
 const SOON: Duration = Duration::from_secs(10);
 
-/// The agent that a configuration asks for.
+/// Builds the agent that a configuration describes.
 fn agent(json: &str) -> Result<Agent> {
     let config = KvTransferConfig::from_json(json, &Surroundings::of_process())?;
-    config.log_warnings_once(); // what is doubtful is told by `tracing`
-    // Its `backends` restricts to the names in it, in order of preference; each backend has a table of options.
+    config.log_warnings_once(); // doubtful settings are logged with `tracing`
+    // `backends` lists the only backends to use, in order of preference. Each backend may have a
+    // table of options, as `tcp` has here.
     config.apply(kvx::agent(config.engine_id())).build()
 }
 
@@ -28,7 +30,8 @@ fn main() -> Result<()> {
     println!("{}", peer.route());
     assert_eq!(peer.route().chosen(), Some("TCP"));
 
-    // A list that names nothing usable is an error that says what to do: nothing else is taken silently.
+    // A list without a usable backend is an error that says what to do. kvx never falls back to
+    // another backend silently.
     let misspelled = chosen.replace("\"tcp\"]", "\"UXC\"]");
     let error = agent(&misspelled).expect_err("there is no such backend");
     assert_eq!(error.kind(), ErrorKind::UnknownBackend);

@@ -1,4 +1,5 @@
-//! The example of two engines with its pools on a device: over the stand-in, a driver that is made of host memory.
+//! Runs the example of two engines with its pools on a device: over the stand-in, a driver that
+//! emulates devices in host memory.
 
 use std::path::Path;
 use std::process::Output;
@@ -10,7 +11,7 @@ use crate::examples::{self, LIMIT};
 
 const EXAMPLE: &str = "two_engines";
 
-/// The example, with its pools on a device whose driver is this file.
+/// Runs the example with its pools on a device whose driver is this file.
 fn on(device: &str, driver: &Path) -> Result<(Output, String), Failure> {
     let mut command = examples::command(EXAMPLE).map_err(|(reason, _)| Failure::new(reason))?;
     command.args(["--device", device]).env("KVX_CUDA_LIB", driver).env("KVX_HIP_LIB", driver);
@@ -22,7 +23,7 @@ fn on(device: &str, driver: &Path) -> Result<(Output, String), Failure> {
 fn loads(device: &str) -> Result<(), Failure> {
     let (output, said) = on(device, &kvx_stand_in::library())?;
     let answers = String::from_utf8_lossy(&output.stdout);
-    // It has compared each answer with that of an engine of its own.
+    // The example has compared each answer with that of an engine that computes alone.
     if output.status.success() && answers.lines().count() == 3 {
         return Ok(());
     }
@@ -42,10 +43,10 @@ pub(crate) fn trials() -> impl Iterator<Item = Trial> {
     let all: [(&str, Run); 4] = [
         ("two_engines_load_from_pools_on_cuda_devices", || loads("cuda")),
         ("two_engines_load_from_pools_on_hip_devices", || loads("hip")),
-        ("a_missing_driver_is_said_in_words", || {
+        ("a_missing_driver_is_named_in_the_error", || {
             refused("cuda", Path::new("/none/libcuda.so.1"), "/none/libcuda.so.1")
         }),
-        ("a_device_of_another_name_is_refused", || {
+        ("an_unknown_device_is_rejected", || {
             refused("tpu", Path::new("/none/libcuda.so.1"), "--device tpu")
         }),
     ];

@@ -1,4 +1,4 @@
-//! A load some of whose blocks have come: the process that they come to stands still then.
+//! Stops a process in the middle of a load, when some of its blocks have arrived.
 
 use std::time::{Duration, Instant};
 
@@ -9,13 +9,13 @@ use rustix::process::{Signal, getpid, kill_process};
 use crate::engines::engine::refused;
 use crate::engines::model::RankMemory;
 
-/// How long a load's blocks may take to come.
+/// The time limit for the arrival of a load's blocks.
 const ARRIVAL: Duration = Duration::from_secs(2);
-/// As much of a block as is looked at, at its ends.
+/// Bytes at each end of a block that are compared.
 const END: usize = 32;
 
-/// Waits until some of these blocks are as expected and others are not, and stops this process. False: all came at
-/// once, or none in time.
+/// Waits until some of these blocks are as expected and others are not, and then stops this
+/// process. Returns false if all blocks arrived at once, or none in time.
 pub(crate) fn stop_between(rank: &RankMemory, expected: &[(usize, Vec<u8>)]) -> Result<bool> {
     let until = Instant::now() + ARRIVAL;
     while Instant::now() < until {
@@ -36,8 +36,8 @@ pub(crate) fn stop_between(rank: &RankMemory, expected: &[(usize, Vec<u8>)]) -> 
     Ok(false)
 }
 
-/// Waits until whoever writes has come to this page, and stops this process: the page comes when it goes on. False:
-/// nobody came.
+/// Waits until the writer accesses this page, and then stops this process. The page is supplied
+/// when the process continues. Returns false if the writer does not access it in time.
 pub(crate) fn stop_at(page: HungPage) -> Result<bool> {
     let until = Instant::now() + ARRIVAL;
     while !page.is_touched() {
@@ -50,7 +50,7 @@ pub(crate) fn stop_at(page: HungPage) -> Result<bool> {
     stopped
 }
 
-/// Comes back when the process goes on.
+/// Stops this process; returns when it continues.
 fn stop() -> Result<bool> {
     kill_process(getpid(), Signal::STOP).map(|()| true).map_err(refused)
 }

@@ -1,5 +1,5 @@
-//! Ranks of an engine in processes of their own. The engine computes and checks in their memory, which is a file of
-//! both.
+//! Runs the ranks of an engine in separate processes. The engine computes and checks in their
+//! memory, a file that both map.
 
 use std::io::Write as _;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -19,9 +19,9 @@ use crate::engines::engine::refused;
 use crate::engines::fleet::{self, CUT_OFF};
 use crate::engines::model::{RankMemory, Shape};
 
-/// Says to a process of this program which rank it is.
+/// The environment variable with the setup of a rank's process.
 pub(crate) const VARIABLE: &str = "KVX_TEST_RANK";
-/// No test takes longer.
+/// The lifetime of a rank's process, longer than any test.
 const LIFE: Duration = Duration::from_secs(600);
 
 #[derive(Serialize, Deserialize)]
@@ -29,23 +29,24 @@ struct RankSetup {
     shape: Shape,
     rank: (u32, u32),
     path: PathBuf,
-    /// It says in a line what its engine has said, and ends.
+    /// Makes the process print the outcome of joining in one line, and exit.
     asks: bool,
 }
 
-/// Where ranks join the engine in this process. It stays there as long as the engine, which is killed: somebody else
-/// removes it.
+/// Returns the path of the socket at which ranks join the engine with this process id. The engine
+/// is killed and leaves it behind; `fleet::Engine` removes it on drop.
 pub(crate) fn path(engine: u32) -> PathBuf {
     std::env::temp_dir().join(format!("kvx-engine-{engine}"))
 }
 
-/// The first rank of the engine in this process once more: in a line it says what has become of it.
+/// Starts the first rank of the engine with this process id once more; it prints the outcome of
+/// joining in one line.
 pub(crate) fn again(engine: u32, shape: &Shape) -> std::result::Result<Child, Failure> {
     let setup = RankSetup { shape: shape.clone(), rank: (0, 0), path: path(engine), asks: true };
     Child::start_self(VARIABLE, &serde_json::to_string(&setup).expect("it is JSON"))
 }
 
-/// Starts all ranks of an engine, and waits until they have joined it.
+/// Starts all ranks of an engine, and waits until they have joined.
 pub(crate) fn start(
     connector: &Connector,
     shape: &Shape,
@@ -71,23 +72,21 @@ pub(crate) fn start(
         memories.push(memory);
     }
     let joined = joined.wait_blocking(2 * CUT_OFF);
-    let checks = checks.ok_or_else(|| refused("an engine without ranks"))?;
+    let checks = checks.ok_or_else(|| refused("the engine has no ranks"))?;
     joined.map(|()| (memories, processes, checks))
 }
 
-/// The whole life of a rank: it ends with its engine.
+/// Runs a rank until its engine ends.
 pub(crate) fn run(setup: &str) -> ! {
     let RankSetup { shape, rank: (pp, tp), path, asks } =
-        serde_json::from_str(setup).expect("the engine writes it");
-    let mut answers =
-        kvx_testkit::answers_apart().expect("the engine hears this rank on standard output");
+        serde_json::from_str(setup).expect("the engine writes the setup");
+    let mut answers = kvx_testkit::answers_apart().expect("the standard output can be duplicated");
     let live = move || -> Result<()> {
         let rank = WorkerRank { pp, tp };
         let file = std::io::stdin().as_fd().try_clone_to_owned().map_err(refused)?;
         let joined = Rank::join(path, rank, kvx::registry(), CUT_OFF);
         if asks {
-            let said =
-                joined.map_or_else(|error| error.to_string(), |_| "it has joined".to_owned());
+            let said = joined.map_or_else(|error| error.to_string(), |_| "joined".to_owned());
             return writeln!(answers, "{said}").map_err(refused);
         }
         let joined = joined?;
@@ -95,7 +94,7 @@ pub(crate) fn run(setup: &str) -> ! {
         checking::serve(Arc::clone(&memory), answers);
         joined.register(memory.caches()?, [memory.memory.clone()])?;
         joined.ended_blocking(LIFE).unwrap_or_else(|| {
-            Err(Error::new(ErrorKind::TimedOut, "the engine lives longer than a test"))
+            Err(Error::new(ErrorKind::TimedOut, "the engine outlived the longest test"))
         })
     };
     match live() {

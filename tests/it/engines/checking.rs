@@ -1,5 +1,5 @@
-//! A load whose blocks have arrived and are being checked: whoever compares them with their digests waits at their last
-//! page, until it may have it.
+//! Holds the digest check of a load whose blocks have arrived: the thread that computes the digests
+//! blocks at the last page until the test supplies it.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::fd::OwnedFd;
@@ -14,12 +14,13 @@ use serde::{Deserialize, Serialize};
 use crate::engines::engine::refused;
 use crate::engines::model::RankMemory;
 
-/// How long a load's blocks may take to arrive.
+/// The time limit for the arrival of a load's blocks.
 const ARRIVAL: Duration = Duration::from_secs(2);
-/// Who has not come to the page by then has checked it before it was taken away.
+/// The time after which a check that has not touched the page counts as finished before the page
+/// was removed.
 const CHECK: Duration = Duration::from_millis(50);
 
-/// What a load is to bring.
+/// The blocks that a load must fill.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Expected {
     pub(crate) prompt: u64,
@@ -27,10 +28,10 @@ pub(crate) struct Expected {
     pub(crate) tokens: u32,
 }
 
-/// Of a load that has not begun, in the memory of the process that checks it.
+/// A check to hold, of a load that has not begun. It lives in the process that checks.
 struct Trap {
     memory: Arc<Memory>,
-    /// What is to arrive where.
+    /// The bytes expected at each offset.
     expected: Vec<(usize, Vec<u8>)>,
     page: HungPage,
 }
@@ -42,8 +43,8 @@ impl Trap {
         Ok(Trap { memory: Arc::clone(&rank.memory), expected, page })
     }
 
-    /// Waits until all has arrived, and takes the last page away. `None`: it did not arrive, or the check was over by
-    /// then.
+    /// Waits until all bytes have arrived, and removes the last page. Returns `None` if they did
+    /// not arrive in time, or the check had already finished.
     fn spring(self) -> Result<Option<HungPage>> {
         let until = Instant::now() + ARRIVAL;
         let mut is = Vec::new();
@@ -68,23 +69,23 @@ impl Trap {
     }
 }
 
-/// Errors: why no check can be held here, and the cure.
+/// Returns the reason and the remedy if checks cannot be held on this machine.
 pub(crate) fn can_be_held() -> std::result::Result<(), (String, &'static str)> {
     let memory = Memory::pool(1).build().map(Arc::new);
     let page = memory.and_then(|memory| HungPage::of_file(&memory, 0));
     page.map(drop).map_err(|why| (why.to_string(), "Linux 5.14, and no filter of system calls"))
 }
 
-/// Who holds the checks of an engine.
+/// The process that holds an engine's checks.
 pub(crate) enum Checks {
-    /// The engine, in whose process they are.
+    /// The engine itself, which also checks.
     Here(Option<HungPage>),
-    /// The process of its first rank.
+    /// The first rank, in a separate process.
     Apart(UnixStream),
 }
 
 impl Checks {
-    /// Calls `begin` for a load, and holds its check if it can.
+    /// Calls `begin` to start a load, and returns whether its check is held.
     pub(crate) fn hold(
         &mut self,
         rank: &RankMemory,
@@ -101,7 +102,7 @@ impl Checks {
             Checks::Apart(rank) => {
                 let line = serde_json::to_string(expected).map_err(refused)?;
                 writeln!(rank, "{line}").map_err(refused)?;
-                // It has read the line, and the trap is set.
+                // The rank has read the line and set the trap.
                 let mut answer = [0];
                 rank.read_exact(&mut answer).map_err(refused)?;
                 begin()?;
@@ -111,17 +112,17 @@ impl Checks {
         }
     }
 
-    /// The page comes.
+    /// Supplies the page, so that the check continues.
     pub(crate) fn let_go(&mut self) {
         match self {
             Checks::Here(held) => *held = None,
-            // It may be gone, or stand still: then it reads this when it goes on.
+            // The rank may be dead or stopped. A stopped rank reads this when it continues.
             Checks::Apart(rank) => _ = writeln!(rank),
         }
     }
 }
 
-/// In the process of a rank: holds what it is told to, as long as its engine lives.
+/// Holds checks in a rank's process, as the engine requests, until the engine ends.
 pub(crate) fn serve(memory: Arc<RankMemory>, engine: impl Into<OwnedFd>) {
     let engine = UnixStream::from(engine.into());
     std::thread::spawn(move || -> Result<()> {

@@ -1,4 +1,4 @@
-//! Engines of different versions, and what one of them can be told about that.
+//! Tests engines of different versions, and the settings that concern them.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::engines::Case;
 use crate::engines::engine::Spec;
 use crate::engines::fleet::{CUT_OFF, Engine, GRACE, Load, spec};
 
-/// Versions as `kv_compat` names them; each stands for those up to the next.
+/// Versions as `kv_compat` names them; each covers all versions up to the next.
 const VERSIONS: [&str; 11] =
     ["0.16", "0.20", "0.21", "0.22", "0.26", "0.28", "0.29", "0.30", "0.31", "0.32", "0.33"];
 const DEADLINE: Duration = Duration::from_secs(3);
@@ -54,7 +54,7 @@ fn meet(backend: &str, versions: &[&str]) -> Check {
             let why = decode.fails(&request, DEADLINE)?;
             let named = [ours, theirs].iter().all(|version| why.contains(*version));
             crate::engines::fleet::ensure(named, || {
-                format!("{ours} from {theirs}: both were wanted in: {why}")
+                format!("{ours} from {theirs}: the error must name both versions: {why}")
             })?;
             prefill.abort(&request)?;
         }
@@ -77,14 +77,14 @@ fn abort_variable(backend: &str) -> Check {
     let variable = vec![("VLLM_NIXL_ABORT_REQUEST_TIMEOUT".to_owned(), "2".to_owned())];
     let with =
         |name: &str| Engine::start(Spec { variables: variable.clone(), ..spec(name, backend) });
-    // On the prefill's side blocks come back after that time, whatever anybody says.
+    // On the prefill's side, the blocks are free after that time in any case.
     let (mut prefill, mut decode) = (with("prefill")?, Engine::start(spec("decode", backend))?);
     prefill.prefill("nobody's", 5, 17)?;
     prefill.all_free(Duration::from_secs(2) + 2 * GRACE)?;
     let params = prefill.prefill("request", 6, 49)?;
     decode.loads(&Load::new("request", 6, 49), &params)?;
     prefill.all_free(GRACE)?;
-    // On the decode's side it changes nothing for a prefill that leases.
+    // On the decode's side, the variable has no effect on a prefill that leases.
     let (mut prefill, mut decode) = (Engine::start(spec("leases", backend))?, with("asks")?);
     let params = prefill.prefill("request", 7, 49)?;
     decode.loads(&Load::new("request", 7, 49), &params)?;

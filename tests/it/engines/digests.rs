@@ -1,4 +1,5 @@
-//! Engines whose blocks have digests (`kvx_digest`): what arrives, and what is refused.
+//! Tests engines whose blocks have digests (`kvx_digest`): which loads arrive, and which are
+//! rejected.
 
 use kvx_testkit::{Check, Failure, Tier};
 use serde_json::json;
@@ -8,7 +9,7 @@ use crate::engines::engine::{Answer, Spec};
 use crate::engines::fleet::{CUT_OFF, Engine, GRACE, Load, ensure, spec};
 use crate::engines::model::Shape;
 
-/// Of a prompt: three blocks of 16 and one.
+/// Tokens of a prompt: three blocks of 16, and one more.
 const TOKENS: u32 = 49;
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -29,7 +30,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// A prefill and a decode of these shapes, with digests.
+/// Starts a prefill and a decode of these shapes, with digests.
 fn pair(
     backend: &str,
     prefill: Shape,
@@ -44,7 +45,8 @@ fn pair(
     Ok((start("prefill", prefill)?, start("decode", decode)?))
 }
 
-/// Of equal engines, of ranks that are joined, of blocks of other sizes, and where heads first becomes tokens first.
+/// Loads between equal engines, from several ranks into one, between different block sizes, and
+/// from heads-first into tokens-first layout.
 fn arrive(backend: &str) -> Check {
     let usual = Shape::default;
     for (from, to) in [
@@ -57,7 +59,7 @@ fn arrive(backend: &str) -> Check {
         (usual(), Shape { heads_first: false, ..usual() }),
     ] {
         let (mut prefill, mut decode) = pair(backend, from, to, "fail")?;
-        // The second time the same blocks hold another prompt.
+        // Later prompts reuse the same blocks with other content.
         for (prompt, tokens) in [(1, TOKENS), (2, 16), (3, TOKENS), (4, 640)] {
             let request = format!("request-{prompt}");
             let params = prefill.prefill(&request, prompt, tokens)?;
@@ -69,7 +71,7 @@ fn arrive(backend: &str) -> Check {
     Ok(())
 }
 
-/// Exactly that block is wrong, by either policy, and the next request works.
+/// Checks that both policies report exactly the spoilt block, and that the next request works.
 fn spoilt(backend: &str) -> Check {
     for (policy, tp) in [("fail", 1), ("recompute", 2)] {
         let shape = Shape { tp, ..Shape::default() };
@@ -86,7 +88,7 @@ fn spoilt(backend: &str) -> Check {
             decode.decode(&load, &params, CUT_OFF)?;
             let answer = decode.outcome(&request, CUT_OFF + GRACE)?;
             let Answer::NotLoaded { why, recompute, invalid, .. } = answer else {
-                return Err(Failure::new(format!("{request} has not failed: {answer:?}")));
+                return Err(Failure::new(format!("{request} must fail, but: {answer:?}")));
             };
             let right = why.contains("digests") && recompute == (policy == "recompute");
             ensure(right && invalid == [block], || {

@@ -1,4 +1,4 @@
-//! The engine in a process of its own: pools, a free list, and the connector; no model.
+//! An engine without a model, in a separate process: pools, a free list, and the connector.
 
 use std::collections::HashMap;
 use std::io::{BufRead as _, Write as _};
@@ -21,37 +21,37 @@ use crate::engines::model::{RankMemory, Shape};
 use crate::engines::queue::{self, Queue};
 use crate::engines::{amid, apart};
 
-/// What an engine is.
+/// The settings of an engine.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Spec {
     pub(crate) id: String,
     pub(crate) shape: Shape,
-    /// Empty: none are named.
+    /// The backends to configure; empty for the default.
     pub(crate) backends: Vec<String>,
-    /// 0: any.
+    /// The port of the side channel; 0 for any.
     pub(crate) port: u16,
-    /// Its rank among those of the same name.
+    /// The data-parallel rank of this engine among engines with the same name.
     pub(crate) data_parallel: u32,
-    /// Fields of the configuration beside these.
+    /// Additional fields of the configuration.
     pub(crate) config: Value,
     /// Keys of `kv_connector_extra_config`.
     pub(crate) extra: Value,
-    /// Its pools lie on a device, and peers see copies of them on the host.
+    /// Puts the pools on a device; peers access copies on the host.
     pub(crate) on_device: bool,
-    /// Its ranks are processes of their own.
+    /// Runs each rank in a separate process.
     pub(crate) apart: bool,
-    /// Variables of its process's environment.
+    /// Environment variables of the process.
     pub(crate) variables: Vec<(String, String)>,
 }
 
-/// A line to an engine.
+/// An order to an engine, one line of JSON.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Order {
-    /// Computes a prompt and publishes it. Answer: the parameters.
+    /// Computes and publishes a prompt. The answer has the parameters.
     Prefill { request: String, prompt: u64, tokens: u32 },
-    /// Overwrites a byte of a prompt that is published, in the block at this place.
+    /// Flips a bit of a published prompt, in its block with this index.
     Spoil { request: String, block: usize },
-    /// Begins to load a prompt whose first blocks are cached here.
+    /// Begins to load a prompt whose first `cached` blocks are already here.
     Decode {
         request: String,
         prompt: u64,
@@ -60,10 +60,12 @@ pub(crate) enum Order {
         params: Value,
         within: Duration,
     },
-    /// The same, and holds the check of its digests. Answer: whether it does.
+    /// Begins a load and holds its digest check. The answer says whether it is held.
     Check { request: String, prompt: u64, tokens: u32, params: Value, within: Duration },
-    /// The same, and stops the process when some blocks have come and others have not. Answer, once it goes on: whether
-    /// it was stopped. `at_page`: who writes waits for a page meanwhile, which it must not ask the kernel to write to.
+    /// Begins a load, and stops the process when some blocks have arrived and others have not.
+    /// After the process continues, the answer says whether it was stopped. With `at_page` the
+    /// writer blocks at a missing page; it must write to the page itself, not through a system
+    /// call.
     StopAmid {
         request: String,
         prompt: u64,
@@ -72,34 +74,35 @@ pub(crate) enum Order {
         within: Duration,
         at_page: bool,
     },
-    /// No check is held any more.
+    /// Releases a held check.
     LetGo,
-    /// The same request of the engine's queue: it has no blocks yet.
+    /// Adds a request to the engine's queue, without blocks.
     Arrive { request: String, prompt: u64, tokens: u32, params: Value, within: Duration },
-    /// Gives it blocks: its load begins, unless it is over already.
+    /// Gives a queued request blocks. Its load begins, unless the request has already ended.
     Admit { request: String },
-    /// The end of a load: waited for.
+    /// Waits for the end of a load.
     Outcome { request: String, patience: Duration },
-    /// Drops the load, or the lease.
+    /// Drops a load or a lease.
     Abort { request: String },
-    /// Computes a prompt in all blocks that nobody has.
+    /// Computes a prompt in all free blocks.
     Occupy { prompt: u64 },
-    /// Whether it is still there as it was computed.
+    /// Checks that the blocks of `Occupy` still hold the computed prompt.
     IsUnchanged,
-    /// Gives its blocks back.
+    /// Frees the blocks of `Occupy`.
     Vacate,
-    /// Blocks that nobody has.
+    /// Counts the free blocks.
     Free,
-    /// What its process holds.
+    /// Measures the resources that the process holds.
     ResourceUsage,
-    /// What it has logged.
+    /// Returns the engine's log.
     Log,
 }
 
-/// A line from an engine.
+/// An answer of an engine, one line of JSON.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Answer {
-    /// It listens there; the processes of its ranks, if they have any.
+    /// The engine listens at this port; `ranks` are the ids of the ranks' processes, if they are
+    /// separate.
     Ready {
         port: u16,
         ranks: Vec<u32>,
@@ -114,24 +117,24 @@ pub(crate) enum Answer {
         tokens: u32,
         took: Duration,
     },
-    /// A load failed; whether it said that the engine computes the prompt itself, and which of its blocks, by their
-    /// places, do not hold it.
+    /// A load failed. `recompute` says whether the engine must compute the prompt itself, `invalid`
+    /// has the indices of the blocks that do not hold it.
     NotLoaded {
         why: String,
         recompute: bool,
         invalid: Vec<usize>,
         took: Duration,
     },
-    /// Something that is no answer to the order, or bytes that are wrong.
+    /// The order failed, or bytes that count as loaded are wrong.
     Failed {
         kind: String,
         sentence: String,
     },
 }
 
-/// A load under way.
+/// A load in progress.
 struct Load {
-    /// `None`: it is in the queue.
+    /// `None` for a request in the queue.
     fetch: Option<Fetch>,
     begun: Instant,
     prompt: u64,
@@ -144,34 +147,34 @@ struct Engine {
     connector: Connector,
     shape: Shape,
     ranks: Vec<RankMemory>,
-    /// They end with the engine.
+    /// The processes of the ranks, which exit with the engine.
     processes: Vec<std::process::Child>,
     free: Vec<u32>,
     loads: HashMap<String, Load>,
-    /// Blocks that a peer may come for.
+    /// Blocks that a peer may fetch.
     leases: Vec<(Lease, Vec<u32>)>,
-    /// Blocks that a failed load may still fill.
+    /// Blocks that a failed load may still write to.
     held: Vec<(Holder, Vec<u32>)>,
     queue: Queue,
     checks: Checks,
-    /// A prompt, and its blocks.
+    /// The prompt of `Occupy` and its blocks.
     occupied: (u64, Vec<u32>),
     log: Log,
 }
 
-/// Who says when blocks are free again.
+/// The source of the news that blocks are free again.
 pub(crate) enum Holder {
     Fetch(HeldBlocks),
-    /// An outcome.
+    /// An outcome of the queue.
     Queued(RequestId),
 }
 
-/// The end of a load that did not bring everything.
+/// The end of a load that did not bring all tokens.
 pub(crate) struct Failed {
     pub(crate) why: String,
     pub(crate) then: Then,
     pub(crate) invalid: Vec<u32>,
-    /// `None`: its blocks are free.
+    /// `None` if its blocks are free.
     pub(crate) holder: Option<Holder>,
 }
 
@@ -190,7 +193,8 @@ fn parsed(params: &Value) -> Result<TransferParams> {
     TransferParams::from_value(params).map_err(refused)
 }
 
-/// Of what is waited for with blocks: what is not over yet. The blocks of the rest are free, or lost.
+/// Keeps the entries of `waiting` whose blocks are still in use. Blocks that are released return to
+/// `free`; lost ones do not.
 fn swept<T>(
     waiting: &mut Vec<(T, Vec<u32>)>,
     free: &mut Vec<u32>,
@@ -227,7 +231,7 @@ impl Engine {
             }
         }
         let config = KvTransferConfig::from_json(&config.to_string(), &surroundings)?;
-        let mut factors = CompatibilityFactors::from_config(&config, "a model of the tests");
+        let mut factors = CompatibilityFactors::from_config(&config, "a test model");
         (factors.num_kv_heads, factors.num_hidden_layers) =
             (spec.shape.heads.unwrap_or(1), spec.shape.layers);
         let builder = Connector::builder(&config, kvx::registry(), factors)
@@ -313,8 +317,9 @@ impl Engine {
                 let mut published =
                     self.leases.iter().filter(|(lease, _)| lease.request().as_str() == request);
                 let blocks = published.next().map(|(_, blocks)| &blocks[..]).unwrap_or_default();
-                let block =
-                    blocks.get(block).ok_or_else(|| refused("no such block is published"))?;
+                let block = blocks
+                    .get(block)
+                    .ok_or_else(|| refused("the prompt is not published or has fewer blocks"))?;
                 self.ranks.iter().try_for_each(|rank| rank.spoil(*block)).map(|()| Answer::Done)
             }
             Order::Decode { request, prompt, tokens, cached, params, within } => {
@@ -334,7 +339,8 @@ impl Engine {
             Order::Check { request, prompt, tokens, params, within } => {
                 let params = parsed(&params)?;
                 let blocks = self.take(tokens)?;
-                // Not as a prefill has it where nothing was computed: so all that arrives is seen.
+                // Fill the blocks with another prompt, also where the prefill has computed nothing,
+                // so that every byte that arrives makes a difference.
                 let all = 0..blocks.len() as u32 * self.shape.logical();
                 self.ranks.iter().try_for_each(|rank| rank.fill(u64::MAX, &blocks, all.clone()))?;
                 let expected = Expected { prompt, blocks: blocks.clone(), tokens };
@@ -461,7 +467,7 @@ impl Engine {
             0 => Ok(()),
             _ => Err(Error::new(
                 ErrorKind::Malformed,
-                format!("{wrong} rows that count as loaded are wrong"),
+                format!("{wrong} rows that count as loaded have wrong bytes"),
             )),
         }
     }
@@ -485,7 +491,7 @@ impl Engine {
                 Ok(Answer::Loaded { tokens: loaded.tokens.end, took })
             }
             Err(Failed { why, then, invalid, holder }) => {
-                // Every byte is right of what counts as loaded.
+                // Every byte that counts as loaded must be right.
                 let right = match then {
                     Then::Recompute { computed } => computed,
                     Then::Fail if invalid.is_empty() => cached * self.shape.logical(),
@@ -513,10 +519,9 @@ impl Engine {
     }
 }
 
-/// Serves orders from standard input until it ends.
+/// Executes orders from standard input until it ends.
 pub(crate) fn serve(spec: &str) -> ! {
-    let mut answers =
-        kvx_testkit::answers_apart().expect("a child has standard output and standard error");
+    let mut answers = kvx_testkit::answers_apart().expect("the standard output can be duplicated");
     let mut say = |answer: Result<Answer>| {
         let answer = answer.unwrap_or_else(|error| Answer::Failed {
             kind: error.kind().as_str().to_owned(),

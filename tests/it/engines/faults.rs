@@ -1,7 +1,9 @@
-//! What becomes of requests whose engines are killed, stopped or restarted, and of those that are given up.
+//! Tests what happens to requests whose engines are killed, stopped or restarted, and to requests
+//! that are aborted.
 //!
-//! Each load has an outcome by its deadline and a second, no wrong byte counts as loaded (the engine checks), the
-//! blocks of both pools are free again by the end of the lease and two seconds, and the next request works.
+//! Each load ends by its deadline and a second. No wrong byte counts as loaded (the engine checks
+//! this). The blocks of both pools are free by the end of the lease and two seconds. The next
+//! request works.
 
 mod cell;
 pub(crate) mod table;
@@ -17,16 +19,16 @@ use crate::engines::libraries::{self, Standing};
 use crate::engines::model::Shape;
 use crate::engines::{Case, ucx};
 
-/// Of loads that cannot succeed.
+/// The deadline of loads that cannot succeed.
 const DEADLINE: Duration = Duration::from_secs(1);
 /// The lease of these engines, and two seconds.
 const BLOCKS_BACK: Duration = Duration::from_secs(5);
-/// Of each prompt: three blocks and one.
+/// Tokens of each prompt: three blocks of 16, and one more.
 const TOKENS: u32 = 49;
-/// How many loads may be checked before the check of one is held, or written before one is seen amid its blocks.
+/// The number of loads that may finish before one is stopped in its check or between its blocks.
 const TRIES: u32 = 200;
 
-/// Of a model whose prompts take longer to write than a process takes to stop.
+/// Returns the shape of a model whose prompts take longer to write than a process takes to stop.
 fn large_prompts() -> Shape {
     Shape { heads: Some(1024), blocks: 16, ..Shape::default() }
 }
@@ -127,16 +129,16 @@ struct Two {
     last: u64,
 }
 
-/// A prompt that is published: its name and parameters.
+/// The name and the parameters of a published prompt.
 type Published = (String, Value);
 
-/// Prompts of a prefill that stands still.
+/// Prompts of a stopped prefill, by the state of their load.
 struct Places {
-    /// Has arrived at the decode, and waits for blocks.
+    /// Queued at the decode, without blocks.
     queued: Published,
-    /// Is on its way.
+    /// Being loaded.
     reading: Published,
-    /// Nobody has asked for it.
+    /// Not requested by the decode.
     idle: Published,
 }
 
@@ -145,7 +147,7 @@ impl Two {
         Two::with_leases(backend, 3)
     }
 
-    /// Of so many seconds.
+    /// Starts engines with leases of this length.
     fn with_leases(backend: &str, seconds: u32) -> Result<Self, Failure> {
         let variables = that_outlive_kills(backend).map_err(|(reason, _)| Failure::new(reason))?;
         let start = |id| {
@@ -163,12 +165,13 @@ impl Two {
         })
     }
 
-    /// With the MooncakeConnector.
+    /// Starts engines with the MooncakeConnector.
     fn mooncake(backend: &str) -> Result<Self, Failure> {
         Two::mooncake_keeping(backend, 3)
     }
 
-    /// The same, that keeps what nobody asks for so many seconds.
+    /// Starts engines with the MooncakeConnector, which keep prompts that no decode requests for
+    /// this time.
     fn mooncake_keeping(backend: &str, seconds: u32) -> Result<Self, Failure> {
         let variables =
             vec![("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT".to_owned(), seconds.to_string())];
@@ -190,7 +193,8 @@ impl Two {
         self.decode.decode(&load(request), params, within)
     }
 
-    /// Three prompts, one at each place, and the prefill stops.
+    /// Publishes three prompts, stops the prefill, and brings each prompt into one of the three
+    /// states.
     fn spread(&mut self, within: Duration) -> Result<Places, Failure> {
         let [queued, reading, idle] = [self.published()?, self.published()?, self.published()?];
         self.prefill.process().stop()?;
@@ -199,8 +203,8 @@ impl Two {
         Ok(Places { queued, reading, idle })
     }
 
-    /// What waits gets blocks, and what nobody has asked for is asked for. Fails unless all three have an end in time:
-    /// that of a failure or, where they `may_have_loaded`, with all their bytes.
+    /// Gives the queued request blocks, and requests the idle prompt. Fails unless all three loads
+    /// end in time: with a failure or, if they `may_have_loaded`, with all their bytes.
     fn all_end(&mut self, places: &Places, within: Duration, may_have_loaded: bool) -> Check {
         self.decode.admit(&places.queued.0)?;
         self.begin(&places.idle, within)?;
@@ -210,7 +214,8 @@ impl Two {
         Ok(())
     }
 
-    /// The decode stands still when some blocks of a load have come: of another one, where all had before that.
+    /// Stops the decode when some blocks of a load have arrived. Repeats with a new prompt if all
+    /// of them arrived before.
     fn decode_stops_amid(
         &mut self,
         mut published: Published,
@@ -224,11 +229,11 @@ impl Two {
             published = self.published()?;
         }
         Err(Failure::new(format!(
-            "{TRIES} loads were over before one could be seen amid its blocks"
+            "{TRIES} loads ended before the decode could be stopped between their blocks"
         )))
     }
 
-    /// Another process takes the place of the decode, at its port.
+    /// Starts another process in place of the decode, at its port.
     fn start_decode_again(&mut self) -> Check {
         let id = format!("{}-again", self.decode.spec.id);
         self.decode.start_again(&id)
@@ -239,19 +244,19 @@ impl Two {
         self.prefill.start_again(&id)
     }
 
-    /// One request from end to end.
+    /// Loads one request from end to end.
     fn works(&mut self) -> Check {
         let published = self.published()?;
         self.begin(&published, CUT_OFF)?;
         self.decode.arrives(&published.0, TOKENS)
     }
 
-    /// Whether reads come to an end though the other side stands still.
+    /// Returns whether reads settle while the peer is stopped.
     fn reads_end_alone(&self) -> Result<bool, Failure> {
         Ok(self.status()?.reads_settle_alone)
     }
 
-    /// That of the backend of both.
+    /// Returns the status of the backend of both engines.
     fn status(&self) -> Result<Standing, Failure> {
         libraries::status(&self.decode.spec.backends[0]).map_err(Failure::new)
     }
@@ -262,13 +267,13 @@ impl Two {
     }
 }
 
-/// Requests are numbered, and so are their prompts.
+/// Returns the load of a request. A request and its prompt have the same number.
 fn load(request: &str) -> Load<'_> {
     let number = request.rsplit('-').next().and_then(|number| number.parse().ok());
     Load::new(request, number.unwrap_or_default(), TOKENS)
 }
 
-/// Whether the engines have shaken hands before, each way.
+/// Cases of whether the engines have completed a handshake before.
 const HAVE_MET: [bool; 2] = [false, true];
 
 fn prefill_killed(backend: &str) -> Check {
@@ -310,13 +315,14 @@ fn prefill_stopped_and_killed(backend: &str) -> Check {
     )
 }
 
-/// A UCX that needs no queues for gets and puts on one host. Where an older one's process is killed amid a message, the
-/// message's reader hears nobody new from then on, and what it reads of the dead stays held: kvx-ucx/DECISIONS.md. What
-/// lies between 1.13 and this was not run.
+/// The first tested UCX whose gets and puts need no queues on one host. When a process with an
+/// older UCX is killed in the middle of a message, the message's reader receives nothing from new
+/// peers afterwards, and reads from the dead process stay held: see kvx-ucx/DECISIONS.md. Versions
+/// between 1.13 and this one were not tested.
 const OUTLIVES_KILLS: (u32, u32) = (1, 22);
 
-/// Variables of engines whose backend stands that: where an older UCX is the one that they would open, those of a newer
-/// one. Errors: reason and cure, if there is none.
+/// Returns environment variables for engines whose backend survives the kill of a peer: those of a
+/// newer UCX, if the engines would open an older one. On error, returns the reason and the remedy.
 fn that_outlive_kills(backend: &str) -> Result<Vec<(String, String)>, (String, &'static str)> {
     if backend != "UCX" {
         return Ok(Vec::new());
@@ -333,7 +339,7 @@ fn that_outlive_kills(backend: &str) -> Result<Vec<(String, String)>, (String, &
     Ok(vec![("KVX_UCX_LIB".to_owned(), newer.library()?.display().to_string())])
 }
 
-/// As [`prefill_stopped`], where the prefill writes.
+/// Runs [`prefill_stopped`] with a prefill that writes.
 fn fenced(backend: &str) -> Check {
     for have_met in HAVE_MET {
         given_up(
@@ -351,32 +357,33 @@ fn fenced_and_killed(backend: &str) -> Check {
     )
 }
 
-/// How it goes when a decode gives up what a stopped prefill was asked for.
+/// The course of a test in which a decode gives up its requests to a stopped prefill.
 struct Round {
     way: Way,
-    /// The engines have shaken hands before.
+    /// The engines have completed a handshake before.
     have_met: bool,
     at_last: AtLast,
 }
 
-/// Who moves the data.
+/// The side that moves the data.
 #[derive(PartialEq)]
 enum Way {
-    /// The decode, which some backends need no peer for.
+    /// The decode reads; with some backends it does not need the peer for that.
     Reads,
-    /// The prefill.
+    /// The prefill writes.
     Writes,
 }
 
-/// What becomes of the prefill when the decode has given up.
+/// The fate of the prefill after the decode has given up.
 #[derive(PartialEq)]
 enum AtLast {
     GoesOn,
     IsKilled,
 }
 
-/// A prefill stops with all that it was asked for. The decode gives up, and uses the blocks for others: nothing writes
-/// into those, whatever becomes of the prefill `at_last`, and the next request works.
+/// Stops a prefill with open requests, lets the decode give up, and uses its blocks for other
+/// prompts. Checks that they are not written to, whatever happens to the prefill `at_last`, and
+/// that the next request works.
 fn given_up(mut two: Two, round: Round) -> Check {
     let Round { way, have_met, at_last } = round;
     if have_met {
@@ -387,7 +394,8 @@ fn given_up(mut two: Two, round: Round) -> Check {
     two.begin(&aborted, CUT_OFF)?;
     two.decode.abort(&aborted.0)?;
     two.all_end(&places, DEADLINE, way == Way::Reads && have_met)?;
-    // Most backends need no word of the prefill for them; what the others hold is nobody else's.
+    // Most backends release the blocks without the prefill. Where the backend needs it, the blocks
+    // stay held and are not reused.
     if way == Way::Writes || two.reads_end_alone()? {
         two.decode.all_free(BLOCKS_BACK)?;
     }
@@ -412,14 +420,14 @@ fn prefill_restarted(backend: &str) -> Check {
     [true, false].into_iter().try_for_each(|same| restarted_prefill(Two::new(backend)?, same))
 }
 
-/// `same`: under its name.
+/// Restarts the prefill; `same`: under the same name.
 fn restarted_prefill(mut two: Two, same: bool) -> Check {
     two.works()?;
     let places = two.spread(CUT_OFF)?;
     let id = two.prefill.spec.id.clone();
     let id = if same { id } else { format!("{id}-new") };
     two.prefill.start_again(&id)?;
-    // Blocks of the same numbers hold something else now.
+    // Blocks with the same numbers hold other prompts now.
     let new = [two.published()?, two.published()?, two.published()?];
     two.decode.admit(&places.queued.0)?;
     two.begin(&places.idle, DEADLINE)?;
@@ -442,7 +450,7 @@ fn pushed_decode_killed(backend: &str) -> Check {
     killed_decode(|| Two::pushing(backend))
 }
 
-/// It renews no lease any more, so the prefill writes no further.
+/// The stopped decode no longer renews its lease, so the prefill stops writing.
 fn written_decode_stopped(backend: &str) -> Check {
     let start = |id| Engine::start(Spec { shape: large_prompts(), ..pushing(id, backend) });
     let mut two = Two { prefill: start("prefill")?, decode: start("decode")?, last: 0 };
@@ -450,7 +458,7 @@ fn written_decode_stopped(backend: &str) -> Check {
     let published = two.published()?;
     let published = two.decode_stops_amid(published, CUT_OFF)?;
     two.prefill.all_free(BLOCKS_BACK)?;
-    // What it computes there is not written to the decode when that goes on.
+    // The new content of the blocks must not be written to the decode when that continues.
     two.prefill.occupy(1_000)?;
     two.decode.goes_on()?;
     two.decode.ends(&published.0, CUT_OFF, true)?;
@@ -483,7 +491,7 @@ fn decode_stopped(backend: &str) -> Check {
     two.decode.process().stop()?;
     two.prefill.process().go_on()?;
     two.prefill.all_free(BLOCKS_BACK)?;
-    // Others compute in the same blocks meanwhile.
+    // Meanwhile the same blocks are reused for other prompts.
     let others = [two.published()?, two.published()?, two.published()?];
     two.decode.process().go_on()?;
     two.decode.admit(&places.queued.0)?;
@@ -498,19 +506,20 @@ fn decode_stopped(backend: &str) -> Check {
     two.all_free()
 }
 
-/// Its requests come again while their leases last.
+/// The requests are repeated while their leases last.
 fn decode_restarted(backend: &str) -> Check {
     for same in [true, false] {
-        // They outlast the start of a process on a busy machine.
+        // The leases outlast the start of a process on a busy machine.
         let mut two = Two::with_leases(backend, 60)?;
         two.works()?;
-        // A decode that is killed before it has said so costs a lease.
+        // A decode that is killed before its completion arrives costs a lease.
         two.prefill.all_free(BLOCKS_BACK)?;
         let Places { queued, reading, idle } = two.spread(CUT_OFF)?;
         let id = two.decode.spec.id.clone();
         two.decode.start_again(&if same { id } else { format!("{id}-new") })?;
         two.prefill.process().go_on()?;
-        // The old one may have had this, and have said so as its last word: then it is refused, as it is nobody's.
+        // The old decode may have loaded this and reported it before it was killed. The prefill
+        // then rejects it, as the lease has ended.
         two.begin(&reading, CUT_OFF)?;
         two.decode.ends(&reading.0, CUT_OFF, true)?;
         for published in [queued, idle] {
@@ -529,7 +538,8 @@ fn aborts(backend: &str) -> Check {
 
 fn aborted(mut two: Two) -> Check {
     two.works()?;
-    // A lease is taken back before anybody comes, while its load is queued, and while it is under way.
+    // The prefill revokes a lease before the load begins, while it is queued, and while it is in
+    // progress.
     let [idle, queued, reading] = [two.published()?, two.published()?, two.published()?];
     two.decode.arrive(&load(&queued.0), &queued.1, CUT_OFF)?;
     two.prefill.abort(&idle.0)?;
@@ -545,12 +555,12 @@ fn aborted(mut two: Two) -> Check {
     two.decode.ends(&reading.0, DEADLINE, true)?;
     two.begin(&other, CUT_OFF)?;
     two.decode.arrives(&other.0, TOKENS)?;
-    // A load is given up while it is queued: the prefill hears of it.
+    // The decode aborts a queued load: the prefill is notified.
     let queued = two.published()?;
     two.decode.arrive(&load(&queued.0), &queued.1, CUT_OFF)?;
     two.decode.abort(&queued.0)?;
     two.prefill.all_free(GRACE)?;
-    // And while the prefill does not answer.
+    // The decode aborts loads while the prefill is stopped.
     let Places { queued, reading, idle } = two.spread(CUT_OFF)?;
     two.decode.abort(&queued.0)?;
     two.decode.abort(&reading.0)?;
@@ -558,7 +568,7 @@ fn aborted(mut two: Two) -> Check {
     two.prefill.abort(&idle.0)?;
     two.prefill.all_free(GRACE)?;
     two.decode.all_free(GRACE)?;
-    // And before the engines have met.
+    // The decode aborts loads before the handshake.
     let id = format!("{}-stranger", two.decode.spec.id);
     two.decode = Engine::start(Spec { id, ..two.decode.spec.clone() })?;
     let (queued, begun) = (two.published()?, two.published()?);

@@ -1,4 +1,4 @@
-//! The engines of a test, each in a process of its own.
+//! The engines of a test, each in a separate process.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -9,34 +9,35 @@ use serde_json::{Value, json};
 use crate::engines::engine::{Answer, Order, Spec};
 use crate::engines::{apart, libraries};
 
-/// Says to a process of this program which engine it is.
+/// The environment variable with the settings of an engine's process.
 pub(crate) const VARIABLE: &str = "KVX_TEST_ENGINE";
-/// No step of a test takes longer.
+/// The time limit of every step of a test.
 pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
-/// Later than that an outcome is late.
+/// The time by which an outcome may be late.
 pub(crate) const GRACE: Duration = Duration::from_secs(1);
 
-/// An engine that can be stopped and killed.
+/// An engine that the test can stop and kill.
 pub(crate) struct Engine {
     pub(crate) spec: Spec,
     pub(crate) port: u16,
-    /// The processes of its ranks, if they have any.
+    /// The processes of the ranks, if they are separate.
     pub(crate) ranks: Vec<Grandchild>,
     child: Child,
-    /// It has stopped itself amid an order, which it answers when it goes on.
+    /// The engine has stopped itself during an order, and answers the order when it continues.
     amid: bool,
 }
 
 impl Drop for Engine {
     fn drop(&mut self) {
         if self.spec.apart {
-            std::fs::remove_file(apart::path(self.child.pid())).ok(); // it may never have been there
+            // Fails if it was never created.
+            std::fs::remove_file(apart::path(self.child.pid())).ok();
         }
     }
 }
 
 fn other<T>(wanted: &str, answer: Answer) -> Result<T, Failure> {
-    Err(Failure::new(format!("{wanted} was wanted, it was {answer:?}")))
+    Err(Failure::new(format!("expected {wanted}, got {answer:?}")))
 }
 
 impl Engine {
@@ -44,7 +45,7 @@ impl Engine {
         Engine::start_on(spec, None)
     }
 
-    /// On a host of its own, if there is one.
+    /// Starts an engine, on `host` if there is one.
     pub(crate) fn start_on(spec: Spec, host: Option<&Host>) -> Result<Self, Failure> {
         let program = std::env::current_exe()?;
         let mut command =
@@ -55,7 +56,7 @@ impl Engine {
         command.envs(spec.variables.iter().map(|(name, value)| (name, value)));
         let child = Child::start(command)?;
         let mut engine = Engine { spec, port: 0, ranks: Vec::new(), child, amid: false };
-        // Its ranks come after it has begun.
+        // The process ids of its ranks are known only after it has started.
         match engine.answer(2 * CUT_OFF)? {
             Answer::Ready { port, ranks } => {
                 engine.port = port;
@@ -67,7 +68,7 @@ impl Engine {
         Ok(engine)
     }
 
-    /// The process was killed; a new one takes its place, at the same port.
+    /// Kills the process if it still runs, and starts a new one in its place, at the same port.
     pub(crate) fn start_again(&mut self, id: &str) -> Result<(), Failure> {
         self.child.kill()?;
         let spec = Spec { id: id.to_owned(), port: self.port, ..self.spec.clone() };
@@ -75,7 +76,7 @@ impl Engine {
         loop {
             match Engine::start(spec.clone()) {
                 Ok(engine) => *self = engine,
-                // Somebody's connection may have been given this number as its own meanwhile.
+                // An outgoing connection may have been assigned this port meanwhile.
                 Err(why) if why.to_string().contains("is taken") && Instant::now() < until => {
                     std::thread::sleep(Duration::from_millis(50));
                     continue;
@@ -86,7 +87,8 @@ impl Engine {
         }
     }
 
-    /// Its first rank was killed, and another process wants to be that: it says in a line what it has heard.
+    /// Starts another process as the first rank, after that was killed. It prints the outcome of
+    /// joining in one line.
     pub(crate) fn start_rank_again(&self) -> Result<Child, Failure> {
         apart::again(self.child.pid(), &self.spec.shape)
     }
@@ -105,7 +107,7 @@ impl Engine {
         self.answer(patience)
     }
 
-    /// Computes and publishes a prompt; the parameters.
+    /// Computes and publishes a prompt, and returns its parameters.
     pub(crate) fn prefill(
         &mut self,
         request: &str,
@@ -115,7 +117,7 @@ impl Engine {
         self.prefill_within(CUT_OFF, request, prompt, tokens)
     }
 
-    /// The same, where something holds it up for so long at most.
+    /// Computes and publishes a prompt; something may delay it by up to `limit`.
     pub(crate) fn prefill_within(
         &mut self,
         limit: Duration,
@@ -130,12 +132,12 @@ impl Engine {
         }
     }
 
-    /// Spoils the block at this place of a prompt that it has published.
+    /// Spoils the block with this index of a prompt that it has published.
     pub(crate) fn spoil(&mut self, request: &str, block: usize) -> Result<(), Failure> {
         self.done(&Order::Spoil { request: request.to_owned(), block }, "a spoilt block")
     }
 
-    /// Begins to load it.
+    /// Begins to load a prompt.
     pub(crate) fn decode(
         &mut self,
         load: &Load<'_>,
@@ -147,7 +149,7 @@ impl Engine {
         self.done(&Order::Decode { request, prompt, tokens, cached, params, within }, "a load")
     }
 
-    /// Begins to load it, and holds the check of its digests, if it can: whether it does.
+    /// Begins to load a prompt and holds its digest check. Returns whether the check is held.
     pub(crate) fn check(
         &mut self,
         load: &Load<'_>,
@@ -162,12 +164,13 @@ impl Engine {
         }
     }
 
-    /// Lets a check go on that it holds, if it does.
+    /// Releases a held check, if there is one.
     pub(crate) fn let_go(&mut self) -> Result<(), Failure> {
         self.done(&Order::LetGo, "a check that goes on")
     }
 
-    /// Begins to load it, and stops when some of it has come, if it can: whether it did.
+    /// Begins to load a prompt and stops when some blocks have arrived. Returns whether it has
+    /// stopped.
     pub(crate) fn stops_amid(
         &mut self,
         load: &Load<'_>,
@@ -176,7 +179,7 @@ impl Engine {
     ) -> Result<bool, Failure> {
         let Load { request, prompt, tokens, .. } = *load;
         let (request, params) = (request.to_owned(), params.clone());
-        // With SHM the decode's own thread copies them, in no system call.
+        // With SHM the decode's own thread copies the blocks, without a system call.
         let at_page = self.spec.backends == ["SHM"];
         let order = Order::StopAmid { request, prompt, tokens, params, within, at_page };
         self.child.say(&serde_json::to_string(&order).expect("orders are JSON"))?;
@@ -193,7 +196,7 @@ impl Engine {
         Ok(true)
     }
 
-    /// It was stopped, or has stopped itself.
+    /// Continues the stopped process.
     pub(crate) fn goes_on(&mut self) -> Result<(), Failure> {
         self.child.go_on()?;
         match std::mem::take(&mut self.amid).then(|| self.answer(CUT_OFF)).transpose()? {
@@ -202,7 +205,7 @@ impl Engine {
         }
     }
 
-    /// A request for it arrives, and waits for blocks.
+    /// Adds a request to the queue, without blocks.
     pub(crate) fn arrive(
         &mut self,
         load: &Load<'_>,
@@ -214,7 +217,7 @@ impl Engine {
         self.done(&Order::Arrive { request, prompt, tokens, params, within }, "an arrival")
     }
 
-    /// It gets them, unless it is over.
+    /// Gives a queued request blocks, unless it has already ended.
     pub(crate) fn admit(&mut self, request: &str) -> Result<(), Failure> {
         self.done(&Order::Admit { request: request.to_owned() }, "an admission")
     }
@@ -226,7 +229,7 @@ impl Engine {
         }
     }
 
-    /// What became of it.
+    /// Waits for the outcome of a load.
     pub(crate) fn outcome(&mut self, request: &str, patience: Duration) -> Result<Answer, Failure> {
         match self
             .ask(&Order::Outcome { request: request.to_owned(), patience }, patience + CUT_OFF)?
@@ -238,13 +241,13 @@ impl Engine {
         }
     }
 
-    /// Loads it, and fails unless every byte of it is right.
+    /// Loads a prompt; fails unless every byte is right.
     pub(crate) fn loads(&mut self, load: &Load<'_>, params: &Value) -> Result<(), Failure> {
         self.decode(load, params, CUT_OFF)?;
         self.arrives(load.request, load.tokens)
     }
 
-    /// Waits for a load; fails unless every byte of it is right.
+    /// Waits for the end of a load; fails unless every byte is right.
     pub(crate) fn arrives(&mut self, request: &str, tokens: u32) -> Result<(), Failure> {
         match self.outcome(request, CUT_OFF + GRACE)? {
             Answer::Loaded { tokens: loaded, .. } if loaded + 1 >= tokens => Ok(()),
@@ -252,7 +255,7 @@ impl Engine {
         }
     }
 
-    /// Fails unless it has an outcome by the deadline, which is not that of bytes that are there; gives why.
+    /// Returns why a load failed; fails if the load succeeds or does not end by the deadline.
     pub(crate) fn fails(&mut self, request: &str, within: Duration) -> Result<String, Failure> {
         match self.outcome(request, within + GRACE)? {
             Answer::NotLoaded { why, took, .. } if took <= within + GRACE => Ok(why),
@@ -260,8 +263,8 @@ impl Engine {
         }
     }
 
-    /// Fails unless it has an outcome by the deadline: a failure or, where it `may_have_loaded`, a load whose bytes are
-    /// all right. (Some backends read without the peer, once the engines have met.)
+    /// Fails unless the load ends by the deadline: with a failure or, if it `may_have_loaded`, with
+    /// all bytes right. (Some backends read without the peer after the handshake.)
     pub(crate) fn ends(
         &mut self,
         request: &str,
@@ -279,7 +282,7 @@ impl Engine {
         self.done(&Order::Abort { request: request.to_owned() }, "an abort")
     }
 
-    /// It is stopped: it goes on with an abort.
+    /// Continues the stopped process with an abort.
     pub(crate) fn goes_on_with_an_abort(&mut self, request: &str) -> Result<(), Failure> {
         let order = Order::Abort { request: request.to_owned() };
         self.child.say(&serde_json::to_string(&order).expect("orders are JSON"))?;
@@ -290,22 +293,22 @@ impl Engine {
         }
     }
 
-    /// Computes a prompt in all blocks that are free.
+    /// Computes a prompt in all free blocks.
     pub(crate) fn occupy(&mut self, prompt: u64) -> Result<(), Failure> {
         self.done(&Order::Occupy { prompt }, "a prompt in all blocks")
     }
 
-    /// Fails unless that is still as it was computed.
+    /// Fails unless those blocks still hold the computed prompt.
     pub(crate) fn is_unchanged(&mut self) -> Result<(), Failure> {
         self.done(&Order::IsUnchanged, "unchanged blocks")
     }
 
-    /// Gives its blocks back.
+    /// Frees those blocks.
     pub(crate) fn vacate(&mut self) -> Result<(), Failure> {
         self.done(&Order::Vacate, "free blocks")
     }
 
-    /// What it has logged.
+    /// Returns the engine's log.
     pub(crate) fn log(&mut self) -> Result<String, Failure> {
         match self.ask(&Order::Log, CUT_OFF)? {
             Answer::Log(text) => Ok(text),
@@ -320,7 +323,7 @@ impl Engine {
         }
     }
 
-    /// What its process holds.
+    /// Returns the resources that the process holds.
     pub(crate) fn holdings(&mut self) -> Result<ResourceUsage, Failure> {
         match self.ask(&Order::ResourceUsage, CUT_OFF)? {
             Answer::ResourceUsage(holdings) => Ok(holdings),
@@ -328,7 +331,7 @@ impl Engine {
         }
     }
 
-    /// Fails if more blocks are not free than a prompt of these tokens has.
+    /// Fails if more blocks are in use than a prompt of this length has.
     pub(crate) fn keeps_at_most(&mut self, tokens: u32) -> Result<(), Failure> {
         let (free, all) = (self.free()?, self.spec.shape.blocks);
         ensure(all - free <= tokens.div_ceil(self.spec.shape.logical()), || {
@@ -336,7 +339,7 @@ impl Engine {
         })
     }
 
-    /// Waits until all blocks of the pool are free again.
+    /// Waits until all blocks of the pool are free.
     pub(crate) fn all_free(&mut self, within: Duration) -> Result<(), Failure> {
         let until = Instant::now() + within;
         loop {
@@ -355,13 +358,13 @@ impl Engine {
     }
 }
 
-/// What a decode is asked for.
+/// The parameters of a load.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Load<'a> {
     pub(crate) request: &'a str,
     pub(crate) prompt: u64,
     pub(crate) tokens: u32,
-    /// Logical blocks at the front that it has already.
+    /// The number of logical blocks at the front that are already cached.
     pub(crate) cached: u32,
 }
 
@@ -371,11 +374,11 @@ impl<'a> Load<'a> {
     }
 }
 
-/// Before a backend's name: with the MooncakeConnector.
+/// A prefix of a backend's name that selects the MooncakeConnector.
 pub(crate) const MOONCAKE: &str = "MooncakeConnector ";
 
-/// An engine over one backend that keeps leases for a short time; with [`MOONCAKE`] in front of the backend's name, one
-/// with that connector.
+/// Returns the settings of an engine over one backend, with short leases. With the prefix
+/// [`MOONCAKE`] the engine uses the MooncakeConnector.
 pub(crate) fn spec(id: &str, backend: &str) -> Spec {
     if let Some(backend) = backend.strip_prefix(MOONCAKE) {
         let config = json!({ "kv_connector": MOONCAKE.trim() });
@@ -390,12 +393,12 @@ pub(crate) fn spec(id: &str, backend: &str) -> Spec {
     }
 }
 
-/// The same, where the prefill writes.
+/// Returns the settings of an engine whose prefill writes.
 pub(crate) fn pushing(id: &str, backend: &str) -> Spec {
     Spec { config: json!({ "kv_connector": "NixlPushConnector" }), ..spec(id, backend) }
 }
 
-/// Fails with `why` unless it holds.
+/// Fails with `why` unless `holds`.
 pub(crate) fn ensure(holds: bool, why: impl FnOnce() -> String) -> Result<(), Failure> {
     if holds { Ok(()) } else { Err(Failure::new(why())) }
 }

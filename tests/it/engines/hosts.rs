@@ -1,4 +1,4 @@
-//! Engines on two hosts, which are two network namespaces of this machine.
+//! Tests engines on two hosts, which are two network namespaces of this machine.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ pub(crate) fn cases() -> Vec<Case> {
     vec![Case::new("one_variable_is_enough_for_two_hosts", "TCP", Tier::Usual, run)]
 }
 
-/// An engine on one of them, whose side channel is told to be there.
+/// Starts an engine on one of the hosts, with the side channel at the address `side`.
 fn start(
     hosts: &Hosts,
     at: usize,
@@ -37,7 +37,8 @@ fn two_hosts(backend: &str) -> Check {
     decode.loads(&Load::new("one", 1, 40), &params)?;
     prefill.all_free(CUT_OFF)?;
 
-    // Nothing is set: a prefill on one host says so to a decode on the other.
+    // A prefill without a setting announces a local address, which a decode on another host cannot
+    // reach.
     let mut local = start(&hosts, 0, "local", backend, "localhost")?;
     let params = local.prefill("two", 2, 40)?;
     let within = Duration::from_secs(5);

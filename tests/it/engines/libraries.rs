@@ -1,5 +1,6 @@
-//! The libraries of the backends. Engines load them, and a process that is asked about a backend; the process of the
-//! tests never does: one library of them brings another version of what the next one needs.
+//! The libraries of the backends. Engines load them, and so does a child process that reports a
+//! backend's status. The process of the tests never does, because one library brings another
+//! version of a dependency of the next.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -16,24 +17,25 @@ use serde::{Deserialize, Serialize};
 
 use crate::engines::{adapter, wheel};
 
-/// Names to a process of this program the backend that it is asked about.
+/// The environment variable of a child process that names the backend whose status it reports.
 pub(crate) const VARIABLE: &str = "KVX_TEST_STANDING";
-/// How long it may take to load a library.
+/// The time limit for loading a library.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// The properties of an available backend that the tests ask for.
+/// The properties of an available backend that the tests use.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Standing {
     pub(crate) version: String,
-    /// Reads settle though the other side stands still.
+    /// Reads settle while the peer is stopped.
     pub(crate) reads_settle_alone: bool,
-    /// The same of writes.
+    /// Writes settle while the peer is stopped.
     pub(crate) writes_settle_alone: bool,
     /// True if the owner of memory can revoke it without the peer.
     pub(crate) owner_revokes: bool,
 }
 
-/// The environment of a process that loads the tests' Mooncake and NIXL, unless that of this process names others.
+/// Returns the environment of a process that loads the tests' Mooncake and NIXL, unless the
+/// environment of this process names others.
 pub(crate) fn variables() -> Vec<(&'static str, OsString)> {
     let mut variables = Vec::new();
     let is_named = |name: &str| std::env::var_os(name).is_some();
@@ -41,7 +43,7 @@ pub(crate) fn variables() -> Vec<(&'static str, OsString)> {
         variables.push(("KVX_MOONCAKE_LIB", adapter.into()));
     }
     if let Some(library) = wheel::library().filter(|_| !is_named("KVX_RIXL_LIB")) {
-        // NIXL and UCX talk; what they say of the ends of peers is what the tests are about.
+        // NIXL and UCX log the loss of peers, which these tests cause on purpose.
         let fatal = || OsString::from("fatal");
         variables.extend([("NIXL_LOG_LEVEL", fatal()), ("UCX_LOG_LEVEL", fatal())]);
         variables.push(("KVX_RIXL_LIB", library.into()));
@@ -57,10 +59,11 @@ pub(crate) fn has_packages(environment: &Path, packages: [&str; 3]) -> bool {
     })
 }
 
-/// How this backend stands in a process that has these libraries. It is asked once.
+/// Returns the status of this backend in a child process that loads these libraries. The child
+/// process runs once per backend.
 ///
 /// # Errors
-/// Why it cannot be used.
+/// Returns the reason if the backend cannot be used.
 pub(crate) fn status(backend: &str) -> Result<Standing, String> {
     static KNOWN: Mutex<Option<HashMap<String, Result<Standing, String>>>> = Mutex::new(None);
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -78,10 +81,9 @@ fn ask(backend: &str) -> Result<Standing, String> {
     serde_json::from_str(&line).unwrap_or_else(|why| panic!("{backend}: {line}: {why}"))
 }
 
-/// The whole life of the process that is asked.
+/// Reports the status of a backend and exits.
 pub(crate) fn answer(backend: &str) -> ! {
-    let mut answers =
-        kvx_testkit::answers_apart().expect("a child has standard output and standard error");
+    let mut answers = kvx_testkit::answers_apart().expect("the standard output can be duplicated");
     let registry = kvx::registry();
     let standing = match registry.require(backend, &kvx::Options::default()) {
         Ok((_, found)) => {

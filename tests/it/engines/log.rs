@@ -1,18 +1,18 @@
-//! What an engine logs, spans with what was recorded in them.
+//! Captures an engine's log, including spans with their fields.
 
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 
 use tracing_subscriber::fmt::format::FmtSpan;
 
-/// Bytes that are kept.
+/// The number of bytes to keep.
 const MOST: usize = 1 << 20;
 
 #[derive(Clone, Default)]
 pub(crate) struct Log(Arc<Mutex<Vec<u8>>>);
 
 impl Log {
-    /// Of this process, from now on.
+    /// Captures the log of this process from now on.
     pub(crate) fn begin() -> Self {
         let log = Log::default();
         let writer = log.clone();
@@ -30,7 +30,7 @@ impl Log {
 impl Write for Log {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         let mut log = self.0.lock().unwrap();
-        // Who works for hours does not grow by it.
+        // Bounds the memory of an engine that works for hours.
         if log.len() > MOST {
             log.drain(..MOST / 2);
         }

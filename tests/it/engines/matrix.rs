@@ -1,4 +1,4 @@
-//! What arrives: ranks, heads, blocks, layouts, prefixes and lengths, over each backend.
+//! Tests loads over each backend: ranks, heads, blocks, layouts, prefixes and lengths.
 
 use kvx_testkit::{Check, Tier};
 use serde_json::json;
@@ -10,7 +10,8 @@ use crate::engines::{Case, Missing, libraries};
 
 const BACKENDS: [&str; 5] = ["SHM", "TCP", "UCX", "LIBFABRIC", "RIXL"];
 
-/// Every case over every backend; outside of the whole run each once, and the first over each backend.
+/// Returns every case over every backend. Outside of the whole tier each case runs over one
+/// backend, and the first over each.
 pub(crate) fn cases() -> Vec<Case> {
     let all: [(&str, fn(&str) -> Check); 12] = [
         ("prompts_of_any_length_arrive", lengths),
@@ -46,7 +47,7 @@ pub(crate) fn cases() -> Vec<Case> {
             let usual = if at == 8 { backend == "TCP" } else { usual };
             let case = Case::new(name, backend, if usual { Tier::Usual } else { Tier::Whole }, run);
             match (at, backend) {
-                // Its other backend is RIXL.
+                // The other backend of this case is RIXL.
                 (8, "RIXL") => {}
                 (8, _) => cases.push(case.needing(has_rixl)),
                 _ => cases.push(case),
@@ -81,7 +82,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// A prefill and a decode of these shapes.
+/// Starts a prefill and a decode of these shapes.
 fn pair(
     backend: &str,
     prefill: Shape,
@@ -91,7 +92,8 @@ fn pair(
     Ok((start("prefill", prefill)?, start("decode", decode)?))
 }
 
-/// Loads prompts of these lengths, one by one, and fails unless all blocks are free afterwards.
+/// Loads prompts of these lengths one after the other, and fails unless all blocks are free
+/// afterwards.
 fn load_all(prefill: &mut Engine, decode: &mut Engine, lengths: &[u32]) -> Check {
     for tokens in lengths {
         let (request, prompt) = (format!("request-{tokens}"), u64::from(*tokens) << 8);
@@ -102,7 +104,7 @@ fn load_all(prefill: &mut Engine, decode: &mut Engine, lengths: &[u32]) -> Check
     decode.all_free(CUT_OFF)
 }
 
-/// A prefill that writes, and a decode, of these shapes.
+/// Starts a prefill that writes, and a decode, of these shapes.
 fn pushing_pair(
     backend: &str,
     prefill: Shape,
@@ -112,7 +114,8 @@ fn pushing_pair(
     Ok((start("prefill", prefill)?, start("decode", decode)?))
 }
 
-/// Ranks of every number, more ranks than heads, latents, stages, and prompts of some lengths.
+/// Writes prompts between different numbers of ranks, more ranks than heads, latents and pipeline
+/// stages.
 fn pushes(backend: &str) -> Check {
     for (from, to, heads) in [
         (1, 1, Some(4)),
@@ -133,7 +136,7 @@ fn pushes(backend: &str) -> Check {
     load_all(&mut prefill, &mut decode, &[1, 16, 49])
 }
 
-/// The same shapes with each rank in a process of its own; both ways to load.
+/// Loads between ranks in separate processes, by reads and by writes.
 fn ranks_apart(backend: &str) -> Check {
     let of = |tp, heads| Shape { tp, heads, ..Shape::default() };
     let stages = Shape { pp: 2, ..Shape::default() };
@@ -155,7 +158,7 @@ fn ranks_apart(backend: &str) -> Check {
     Ok(())
 }
 
-/// From a device, to one, and between two, by each connector that the backend serves; turns there and back.
+/// Loads from a device, to a device and between two, with each connector that the backend supports.
 fn on_devices(backend: &str) -> Check {
     let connectors: &[fn(&str, &str) -> Spec] = match backend {
         "MOONCAKE" => &[|id, backend| spec(id, &format!("{MOONCAKE}{backend}"))],
@@ -174,7 +177,7 @@ fn on_devices(backend: &str) -> Check {
     Ok(())
 }
 
-/// In both modes.
+/// Loads by reads and by writes.
 fn eight_ranks(backend: &str) -> Check {
     let shape = Shape { tp: 8, heads: Some(8), ..Shape::default() };
     for pair in [pair, pushing_pair] {
@@ -184,7 +187,7 @@ fn eight_ranks(backend: &str) -> Check {
     Ok(())
 }
 
-/// A decode without stages reads from each stage the layers that it has, of one worker and of two.
+/// Reads into a decode without stages from a prefill with two, of one worker and of two workers.
 fn stages(backend: &str) -> Check {
     for (from, to) in [(1, 1), (2, 1)] {
         let shape = |pp, tp| Shape { pp, tp, ..Shape::default() };
@@ -194,7 +197,8 @@ fn stages(backend: &str) -> Check {
     Ok(())
 }
 
-/// Two ranks of one name on each side: each rank's blocks are found under its own.
+/// Runs two data-parallel ranks of the same name on each side; each rank's blocks are found under
+/// its id.
 fn data_parallel(backend: &str) -> Check {
     let start =
         |name: &str, data_parallel| Engine::start(Spec { data_parallel, ..spec(name, backend) });
@@ -209,14 +213,14 @@ fn data_parallel(backend: &str) -> Check {
             decode.loads(&Load::new(&request, prompt, 49), &params)?;
         }
     }
-    // What one rank has published, the other one does not answer for.
+    // A data-parallel rank does not serve the blocks that another one has published.
     let mut stranger = start("stranger", 0)?;
     let mut params = prefills[0].prefill("lost", 7, 49)?;
     params["remote_port"] = prefills[1].port.into();
     stranger.decode(&Load::new("lost", 7, 49), &params, CUT_OFF / 2)?;
     let why = stranger.fails("lost", CUT_OFF / 2)?;
     ensure(why.contains("_dp0") && why.contains("_dp1"), || {
-        format!("both were to be named: {why}")
+        format!("the error must name both ranks: {why}")
     })?;
     prefills[0].abort("lost")?;
     prefills.iter_mut().chain(&mut decodes).try_for_each(|engine| engine.all_free(CUT_OFF))
@@ -225,12 +229,12 @@ fn data_parallel(backend: &str) -> Check {
 fn lengths(backend: &str) -> Check {
     let (mut prefill, mut decode) = pair(backend, Shape::default(), Shape::default())?;
     load_all(&mut prefill, &mut decode, &[1, 2, 15, 16, 17, 32, 48, 49])?;
-    // Bytes that are another prompt's are found.
+    // Checks that the test detects bytes of another prompt.
     let params = prefill.prefill("one", 1, 33)?;
     decode.decode(&Load::new("one", 2, 33), &params, CUT_OFF)?;
     let found =
         decode.arrives("one", 33).err().map(|failure| failure.to_string()).unwrap_or_default();
-    ensure(found.contains("wrong"), || format!("wrong bytes were not found: {found:?}"))
+    ensure(found.contains("wrong"), || format!("the test must detect wrong bytes: {found:?}"))
 }
 
 fn prefixes(backend: &str) -> Check {
@@ -251,7 +255,7 @@ fn fleets(backend: &str) -> Check {
         (0..2).map(|at| start(format!("prefill-{at}"))).collect::<Result<Vec<_>, _>>()?;
     let mut decodes =
         (0..4).map(|at| start(format!("decode-{at}"))).collect::<Result<Vec<_>, _>>()?;
-    // All loads are under way at once.
+    // All loads are in progress concurrently.
     for (d, decode) in decodes.iter_mut().enumerate() {
         for (p, prefill) in prefills.iter_mut().enumerate() {
             let (request, prompt) = (format!("request-{p}-{d}"), (p * 10 + d) as u64);
@@ -269,7 +273,7 @@ fn fleets(backend: &str) -> Check {
 }
 
 fn ranks(backend: &str) -> Check {
-    // The last ones: more ranks than heads, and neighbours hold the same head.
+    // In the last cases there are more ranks than heads, so that neighbours hold the same head.
     for (prefill, decode, heads) in
         [(2, 4, 4), (4, 2, 4), (1, 2, 2), (2, 1, 4), (1, 4, 2), (4, 4, 2)]
     {
@@ -299,7 +303,8 @@ fn blocks(backend: &str) -> Check {
     Ok(())
 }
 
-/// A MooncakeConnector tells blocks by number: those of another size would be others.
+/// Checks that a decode with another block size is rejected: the MooncakeConnector identifies
+/// blocks by number.
 fn equal_blocks(backend: &str) -> Check {
     let large = Shape { kernel_per_logical: 4, blocks: 16, ..Shape::default() };
     let (mut prefill, mut decode) = pair(backend, large.clone(), large)?;
@@ -319,7 +324,8 @@ fn layouts(backend: &str) -> Check {
     let mut decode =
         Engine::start(Spec { shape: shape.clone(), config, ..spec("decode", backend) })?;
     load_all(&mut prefill, &mut decode, &[1, 15, 16, 49])?;
-    // Without that the layouts are refused, and both are named.
+    // Without `enable_permute_local_kv` different layouts are rejected, with an error that names
+    // both.
     let mut stubborn = Engine::start(Spec { shape, ..spec("stubborn", backend) })?;
     let params = prefill.prefill("other", 7, 16)?;
     stubborn.decode(&Load::new("other", 7, 16), &params, CUT_OFF / 2)?;
@@ -343,7 +349,7 @@ fn both_ways(backend: &str) -> Check {
     other.all_free(CUT_OFF)
 }
 
-/// What the decode has added is read by the prefill of the next turn.
+/// The prefill of the next turn reads what the decode has added.
 fn conversation(backend: &str) -> Check {
     let start = |name: &str| {
         let mut spec = spec(name, backend);
@@ -372,7 +378,8 @@ fn has_rixl() -> Result<(), Missing> {
 fn side_by_side(backend: &str) -> Check {
     let other = "RIXL";
     let both = vec![backend.to_owned(), other.to_owned()];
-    // Beside LIBFABRIC the plugin of that name would be NIXL's, and it wants a CUDA driver.
+    // Without the option, RIXL would load NIXL's LIBFABRIC plugin beside LIBFABRIC, which needs a
+    // CUDA driver.
     let extra = json!({ "rixl": { "plugin": "UCX" } });
     let mut prefill = Engine::start(Spec { backends: both, extra, ..spec("prefill", backend) })?;
     let mut decodes = [Engine::start(spec("one", backend))?, Engine::start(spec("two", other))?];

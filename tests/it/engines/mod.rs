@@ -1,7 +1,8 @@
-//! Engines without a model, in processes of their own, that prefill and decode for each other: every byte of their
-//! caches says where it belongs. What arrives, what fails, and what both pools have free afterwards.
+//! Runs engines without a model, in separate processes, that prefill and decode for each other.
+//! Every byte of their caches encodes its place. The tests check which loads arrive, which fail,
+//! and which blocks of both pools are free afterwards.
 
-/// Where the tests' Mooncake is.
+/// Finds the tests' Mooncake.
 #[path = "../../../kvx-mooncake/tests/it/adapter.rs"]
 #[allow(dead_code, reason = "each test program uses its part")]
 mod adapter;
@@ -23,11 +24,11 @@ mod python;
 mod queue;
 mod secrets;
 mod soak;
-/// Where the tests' UCX is.
+/// Finds the tests' UCX.
 #[path = "../../../kvx-ucx/tests/it/versions.rs"]
 mod ucx;
 mod unread;
-/// Where the tests' NIXL is.
+/// Finds the tests' NIXL.
 #[path = "../../../kvx-rixl/tests/it/wheel.rs"]
 mod wheel;
 
@@ -36,10 +37,10 @@ use std::borrow::Cow;
 use kvx_testkit::{Check, Tier, skip, trial, trial_within};
 use libtest_mimic::Trial;
 
-/// Why a case cannot run here, and the cure.
+/// The reason why a case cannot run on this machine, and the remedy.
 pub(crate) type Missing = (String, &'static str);
 
-/// One trial: what it is called, over which backend, and in which tier it runs.
+/// A trial: its name, its backend, and the tier that it runs in.
 pub(crate) struct Case {
     name: Cow<'static, str>,
     backend: &'static str,
@@ -58,7 +59,7 @@ impl Case {
         Case { name: name.into(), backend, tier, needs: || Ok(()), run: Box::new(run) }
     }
 
-    /// Skips the case where something is missing besides its backend.
+    /// Skips the case if `needs` reports that something other than its backend is missing.
     pub(crate) fn needing(self, needs: fn() -> Result<(), Missing>) -> Case {
         Case { needs, ..self }
     }
@@ -84,7 +85,8 @@ impl Case {
     }
 }
 
-/// Plays the engine, the rank or whatever else this process was started as, and ends it.
+/// Runs this process as an engine, a rank, or a reporter of a backend's status, if it was started
+/// as one, and exits.
 pub(crate) fn serve_if_asked() {
     if let Ok(setup) = std::env::var(apart::VARIABLE) {
         apart::run(&setup);
@@ -113,8 +115,8 @@ pub(crate) fn trials() -> impl Iterator<Item = Trial> {
         .map(Case::into_trial)
 }
 
-/// What `cargo xtask faults connector` or `cargo xtask soak connector` wants and nothing else, if it is one of them that
-/// has started this program.
+/// Returns only the trials of `cargo xtask faults connector` or `cargo xtask soak connector`, if
+/// one of them has started this program.
 pub(crate) fn asked_for() -> Option<Vec<Trial>> {
     let cases = if faults::table::is_all() {
         faults::table::cases()

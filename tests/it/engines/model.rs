@@ -1,4 +1,4 @@
-//! A model of which every byte says where it belongs: `f(prompt, layer, head, token)` stands in the blocks.
+//! A model whose bytes all encode their place: blocks hold `f(prompt, layer, head, token)`.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,26 +14,27 @@ use serde::{Deserialize, Serialize};
 
 use crate::engines::engine::refused;
 
-/// Bytes of a head's content of one token.
+/// Bytes of one token in one head.
 const CONTENT: usize = 32;
 
-/// Stands where nothing was computed.
+/// The byte of blocks where nothing was computed.
 const POISON: u8 = 0xee;
 
-/// How an engine keeps the model. Engines of one test differ in `pp` and what follows it.
+/// The shape of the model in an engine. Engines of one test differ only in `pp` and the fields
+/// after it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Shape {
     pub(crate) layers: u32,
-    /// KV heads; `None`: a latent that all ranks have (MLA).
+    /// The number of KV heads; `None` for a latent that all ranks hold (MLA).
     pub(crate) heads: Option<u32>,
-    /// Stages, which divide the layers among them.
+    /// The number of pipeline stages, which divide the layers among them.
     pub(crate) pp: u32,
     pub(crate) tp: u32,
-    /// Heads before tokens (HND), else tokens before heads (NHD).
+    /// Heads before tokens (HND) if true, else tokens before heads (NHD).
     pub(crate) heads_first: bool,
-    /// Tokens of a kernel block.
+    /// Tokens per kernel block.
     pub(crate) block_tokens: u32,
-    /// Kernel blocks of a logical block.
+    /// Kernel blocks per logical block.
     pub(crate) kernel_per_logical: u32,
     /// Logical blocks of the pool.
     pub(crate) blocks: u32,
@@ -55,18 +56,18 @@ impl Default for Shape {
 }
 
 impl Shape {
-    /// Tokens of a logical block.
+    /// Returns the tokens per logical block.
     pub(crate) fn logical(&self) -> u32 {
         self.block_tokens * self.kernel_per_logical
     }
 
-    /// All workers.
+    /// Returns all workers.
     pub(crate) fn ranks(&self) -> impl Iterator<Item = WorkerRank> {
         let tp = self.tp;
         (0..self.pp).flat_map(move |pp| (0..tp).map(move |tp| WorkerRank { pp, tp }))
     }
 
-    /// The layers of a stage.
+    /// Returns the layers of a stage.
     fn stage(&self, pp: u32) -> Range<u32> {
         self.layers * pp / self.pp..self.layers * (pp + 1) / self.pp
     }
@@ -75,7 +76,7 @@ impl Shape {
         self.heads.map_or(1, |heads| (heads / self.tp).max(1))
     }
 
-    /// The head of the whole model that a rank has at a place.
+    /// Returns the index in the whole model of a rank's head at `place`.
     fn head(&self, rank: WorkerRank, place: u32) -> u32 {
         match self.heads {
             None => 0,
@@ -93,7 +94,7 @@ impl Shape {
     }
 }
 
-/// What stands for a head and token.
+/// Returns the content of one token in one head.
 fn content(prompt: u64, layer: u32, head: u32, token: u32) -> [u8; CONTENT] {
     let mut bytes = [0; CONTENT];
     let mut state = prompt ^ u64::from(layer) << 48 ^ u64::from(head) << 32 ^ u64::from(token);
@@ -128,22 +129,24 @@ impl RankMemory {
         Ok(RankMemory::over(shape, rank, memory))
     }
 
-    /// That of a rank in another process, which [adopts](RankMemory::adopt) the file.
+    /// Allocates the memory of a rank in another process, which [adopts](RankMemory::adopt) the
+    /// returned file.
     pub(crate) fn shared(shape: &Shape, rank: WorkerRank) -> Result<(Self, OwnedFd)> {
         let len = RankMemory::len(shape, rank);
         let file = memfd_create("kv-cache", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
         let file =
             file.and_then(|file| ftruncate(&file, len as u64).map(|()| file)).map_err(refused)?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at a place of the kernel's choice.
+        // SAFETY: the kernel chooses the place of the new mapping, so it replaces no other one.
         let base =
             unsafe { mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, &file, 0) };
-        // SAFETY: nobody takes the mapping away while this process lives, and kvx alone touches it here.
+        // SAFETY: no code unmaps the memory while this process lives, and only kvx accesses it
+        // here.
         let memory = unsafe { Memory::adopt(base.map_err(refused)?.cast(), len, ()) };
         Ok((RankMemory::over(shape, rank, memory), file))
     }
 
-    /// That of this rank, whose engine is in another process.
+    /// Adopts the memory of this rank, whose engine is in another process.
     pub(crate) fn adopt(shape: &Shape, rank: WorkerRank, file: OwnedFd) -> Result<Self> {
         Ok(RankMemory::over(shape, rank, Memory::adopt_file(file, RankMemory::len(shape, rank))?))
     }
@@ -179,12 +182,12 @@ impl RankMemory {
         )
     }
 
-    /// The layers that it has.
+    /// Returns the layers of this rank's stage.
     fn layers(&self) -> Range<u32> {
         self.shape.stage(self.rank.pp)
     }
 
-    /// Where a head and token of a kernel block lies.
+    /// Returns the offset of a head and token in a kernel block.
     fn offset(&self, layer: u32, block: u32, head: u32, token: u32) -> usize {
         let shape = &self.shape;
         let place = match shape.heads_first {
@@ -195,7 +198,8 @@ impl RankMemory {
         block * shape.block_len() + place as usize * CONTENT
     }
 
-    /// Calls `each` with the place and the content of every head and token of these tokens of a prompt.
+    /// Calls `each` with the offset and the content of every head and token of these tokens of a
+    /// prompt.
     fn walk(
         &self,
         prompt: u64,
@@ -223,7 +227,7 @@ impl RankMemory {
         self.walk(prompt, blocks, tokens, |at, content| self.memory.copy_in(at, &content))
     }
 
-    /// How many heads and tokens hold something else.
+    /// Counts the heads and tokens whose content is wrong.
     pub(crate) fn wrong(&self, prompt: u64, blocks: &[u32], tokens: Range<u32>) -> Result<u64> {
         let mut wrong = 0;
         self.walk(prompt, blocks, tokens, |at, content| {
@@ -235,7 +239,8 @@ impl RankMemory {
         Ok(wrong)
     }
 
-    /// Where each kernel block of these lies, and what a prefill has there.
+    /// Returns the offset of each kernel block of these logical blocks, and its content at a
+    /// prefill.
     pub(crate) fn expected(
         &self,
         prompt: u64,
@@ -258,7 +263,7 @@ impl RankMemory {
         Ok(expected.into_iter().collect())
     }
 
-    /// Where the last of these blocks lies, in the last layer.
+    /// Returns the offset of the last of these blocks in the last layer.
     pub(crate) fn last(&self, blocks: &[u32]) -> usize {
         let each = self.shape.kernel_per_logical;
         let last = blocks.last().map_or(0, |logical| logical * each + each - 1);

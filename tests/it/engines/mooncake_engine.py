@@ -1,4 +1,4 @@
-"""An engine that is neither kvx nor vLLM: Mooncake's wheel, pyzmq and msgspec. A line of JSON in, a line of JSON out."""
+"""An independent engine on Mooncake's wheel, pyzmq and msgspec. Answers each line of JSON with one."""
 
 import ctypes
 import http.server
@@ -10,7 +10,8 @@ import sys
 import threading
 import urllib.request
 
-# What the engine prints on standard output would be taken for an answer: it goes to standard error.
+# The parent reads answers from standard output, so the engine's other output goes to standard
+# error.
 sys.stdout = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
@@ -25,7 +26,7 @@ MASK = (1 << 64) - 1
 
 
 class Question(msgspec.Struct, omit_defaults=True):
-    """What a decode asks, as vLLM writes it."""
+    """A decode's request, as vLLM encodes it."""
 
     remote_hostname: str
     remote_port: int
@@ -45,7 +46,7 @@ class Question(msgspec.Struct, omit_defaults=True):
 
 
 class Answer(msgspec.Struct, omit_defaults=True):
-    """What a prefill says, as vLLM writes it."""
+    """A prefill's answer, as vLLM encodes it."""
 
     status: int
     ok_reqs: list[str] | None = None
@@ -55,7 +56,7 @@ class Answer(msgspec.Struct, omit_defaults=True):
 
 
 class OlderQuestion(msgspec.Struct, omit_defaults=True):
-    """What a decode asks before vLLM 0.16. It is answered by one word."""
+    """A decode's request before vLLM 0.16. The answer is DONE or FAILED."""
 
     remote_hostname: str
     remote_port: int
@@ -73,7 +74,7 @@ answer_of = msgspec.msgpack.Decoder(Answer).decode
 
 
 def content(prompt, layer, head, token):
-    """What stands for a head and token of a prompt: the engines of kvx know it as well."""
+    """Returns the content of a head and token of a prompt, as model.rs computes it."""
     state = prompt ^ layer << 48 ^ head << 32 ^ token
     words = []
     for _ in range(4):
@@ -84,7 +85,7 @@ def content(prompt, layer, head, token):
 
 
 class Engine:
-    """One worker, in both roles. It has the heads of its rank."""
+    """One worker, in both roles, with the heads of its rank."""
 
     def start(self, engine, rank=0, ranks=1):
         self.engine_id, self.rank = engine, rank
@@ -105,7 +106,7 @@ class Engine:
         return (layer * BLOCKS + block) * self.block
 
     def parts(self, prompt, blocks, tokens):
-        """Where each head and token of a prompt lies whose last blocks are these, and what belongs there."""
+        """Yields the offset and content of each head and token in these last blocks of a prompt."""
         first = (-(-tokens // TOKENS) - len(blocks)) * TOKENS
         for layer in range(LAYERS):
             for place, head in enumerate(self.heads):
@@ -114,10 +115,10 @@ class Engine:
                     at = self.place(layer, block) + (place * TOKENS + token % TOKENS) * CONTENT
                     yield at, content(prompt, layer, head, token)
 
-    # The decode.
+    # Methods of a decode.
 
     def load(self, params, local, prompt, tokens, patience=10.0):
-        """Asks for a transfer, and counts what is wrong of what is there then."""
+        """Requests a transfer, and counts the wrong parts afterwards."""
         with urllib.request.urlopen(params["remote_bootstrap_addr"] + "/query", timeout=patience) as answer:
             listed = json.load(answer)
         workers = next(each for each in listed.values() if each["engine_id"] == params["remote_engine_id"])
@@ -155,7 +156,7 @@ class Engine:
         return said
 
     def load_older(self, params, wanted, tokens, patience=10.0):
-        """Asks for several requests (name, blocks, prompt) at once as before vLLM 0.16, and counts what is wrong then."""
+        """Requests several prompts (name, blocks, prompt) at once, as before vLLM 0.16, and counts the wrong parts."""
         socket = self.context.socket(zmq.REQ)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVTIMEO, int(patience * 1000))
@@ -177,7 +178,7 @@ class Engine:
         return {"said": said.decode(), "wrong": wrong, "parts": len(parts)}
 
     def question(self, transfer, local, brings):
-        """With the layout, or with its name alone."""
+        """Returns a request with the layout (brings), or with only its id."""
         layers = range(LAYERS) if brings else ()
         return Question(
             remote_hostname="127.0.0.1",
@@ -197,11 +198,11 @@ class Engine:
         )
 
     def forget(self):
-        """The next question leaves the layout out, whether the prefill has it or not."""
+        """Changes the layout's id: the next request refers to a layout that the prefill does not have."""
         self.layout_id += 2
         return {}
 
-    # The prefill.
+    # Methods of a prefill.
 
     def serve(self, port=0):
         router = self.context.socket(zmq.ROUTER)
@@ -226,14 +227,14 @@ class Engine:
         return {"port": server.server_address[1]}
 
     def serve_older(self):
-        """As a prefill before vLLM 0.16: no bootstrap server."""
+        """Serves like a prefill before vLLM 0.16, without a bootstrap server."""
         router = self.context.socket(zmq.ROUTER)
         port = router.bind_to_random_port("tcp://127.0.0.1")
         threading.Thread(target=self.answer_all_older, args=(router,), daemon=True).start()
         return {"port": port}
 
     def answer_all_older(self, router):
-        """Each question waits until all of its requests are computed, and is answered once, in a REQ's envelope."""
+        """Answers each message once, in a REQ's envelope, when all of its requests are computed."""
         waiting = []
         while True:
             if router.poll(10):
@@ -252,7 +253,7 @@ class Engine:
                    for request, there in zip(question.request_ids, question.block_ids))
 
     def write_older(self, question):
-        """Both sides have the same layout: blocks are as long there as here."""
+        """Writes the blocks; both sides have the same layout and block length."""
         peer = f"{question.remote_hostname}:{question.remote_port}"
         for request, there in zip(question.request_ids, question.block_ids):
             here = self.ready[request] if there else []
@@ -268,7 +269,7 @@ class Engine:
         return True
 
     def publish(self, transfer, prompt, blocks, tokens, fails=False):
-        """A prompt is computed: whoever asks gets it, or hears that it has failed."""
+        """Computes a prompt and serves it to decodes, or marks it as failed."""
         if not fails:
             for at, part in self.parts(prompt, blocks, tokens):
                 self.pool[at:at + CONTENT] = part
@@ -303,9 +304,9 @@ class Engine:
 
     def write(self, router, identity, question, request, transfer, there):
         here = self.ready[transfer]
-        failed = Answer(status=FINISH, err_reqs=[request], err_msg="it was not to be")
+        failed = Answer(status=FINISH, err_reqs=[request], err_msg="failed on purpose")
         if question.registered_layer_indices != [int(name.split(".")[2]) for name in question.registered_layer_names]:
-            # As vLLM, which pairs layers by their names.
+            # Like vLLM, which pairs layers by their names.
             failed.err_msg, here = f"layers are numbered {question.registered_layer_indices}", None
         if here is None:
             return router.send_multipart([identity, encode(failed)])
@@ -321,7 +322,7 @@ class Engine:
         router.send_multipart([identity, encode(good if done else failed)])
 
     def questions(self):
-        """What was asked since the last time."""
+        """Returns the requests since the last call."""
         asked, self.asked = self.asked, []
         return {"asked": asked}
 
@@ -331,6 +332,6 @@ for line in sys.stdin:
     order = json.loads(line)
     try:
         answer = getattr(engine, order.pop("do"))(**order)
-    except Exception as error:  # the test says what it makes of it
+    except Exception as error:  # the test judges it
         answer = {"error": repr(error)}
     print(json.dumps(answer), flush=True)

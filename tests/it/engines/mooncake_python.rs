@@ -1,5 +1,5 @@
-//! An engine in Python with Mooncake's wheel, pyzmq and msgspec, in both roles: what vLLM's engines with the
-//! MooncakeConnector look like from outside.
+//! Tests against an engine in Python, in both roles, on Mooncake's wheel, pyzmq and msgspec. It
+//! behaves like vLLM's engines with the MooncakeConnector.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -37,7 +37,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases(&all, Tier::Usual).into_iter().chain(cases(&older, Tier::Whole)).collect()
 }
 
-/// The environment of Mooncake's wheel.
+/// Returns the environment of Mooncake's wheel.
 fn environment() -> PathBuf {
     adapter::adapter().and_then(|file| Some(file.parent()?.join("venv"))).unwrap_or_default()
 }
@@ -46,7 +46,7 @@ fn packages_are_installed() -> Result<(), Missing> {
     match libraries::has_packages(&environment(), ["mooncake", "zmq", "msgspec"]) {
         true => Ok(()),
         false => Err((
-            "no Mooncake, pyzmq and msgspec in target/peers/mooncake".to_owned(),
+            "Mooncake, pyzmq or msgspec is not installed in target/peers/mooncake".to_owned(),
             "cargo xtask test --install",
         )),
     }
@@ -60,7 +60,7 @@ impl Python {
         Python::start_rank(engine, 0, 1)
     }
 
-    /// One of several ranks.
+    /// Starts one of several ranks.
     fn start_rank(engine: &str, rank: u32, ranks: u32) -> Result<Self, Failure> {
         let script: PathBuf =
             Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/engines/mooncake_engine.py");
@@ -81,12 +81,12 @@ impl Python {
         Ok(answer)
     }
 
-    /// Asks for a transfer, and says what it heard.
+    /// Requests a transfer, and returns the engine's answer.
     fn load(&mut self, params: &Value, blocks: &[u32], prompt: u64) -> Result<Value, Failure> {
         self.ask(json!({"do": "load", "params": params, "local": blocks, "prompt": prompt, "tokens": TOKENS}))
     }
 
-    /// The same; fails unless all of it arrives, with a layout that it brings so many times.
+    /// Loads a prompt; fails unless all of it arrives, with the layout sent `brought` times.
     fn loads(&mut self, params: &Value, prompt: u64, brought: u32) -> Check {
         let said = self.load(params, &[5, 20, 2], prompt)?;
         let right =
@@ -94,7 +94,8 @@ impl Python {
         ensure(right, || format!("the load in Python: {said}"))
     }
 
-    /// Asks for requests (their shared names, blocks and prompts) by one question before vLLM 0.16.
+    /// Loads prompts (their shared names, blocks and prompts) with one message, as before vLLM
+    /// 0.16.
     fn load_older(
         &mut self,
         params: &Value,
@@ -103,7 +104,7 @@ impl Python {
         self.ask(json!({"do": "load_older", "params": params, "wanted": wanted, "tokens": TOKENS}))
     }
 
-    /// The same; fails unless all of it arrives.
+    /// Loads prompts as before vLLM 0.16; fails unless all of them arrive.
     fn loads_older(&mut self, params: &Value, wanted: &[(&str, &[u32], u64)]) -> Check {
         let said = self.load_older(params, wanted)?;
         let checked = said["parts"].as_u64().is_some_and(|parts| parts > 0);
@@ -117,7 +118,7 @@ impl Python {
         self.ask(order).map(drop)
     }
 
-    /// Blocks that it was asked for since the last time.
+    /// Returns the blocks that were requested since the last call.
     fn asked(&mut self) -> Result<Vec<Value>, Failure> {
         let answer = self.ask(json!({"do": "questions"}))?;
         Ok(answer["asked"].as_array().cloned().unwrap_or_default())
@@ -128,7 +129,7 @@ fn name(engine: &str) -> String {
     format!("{engine}-{}", std::process::id())
 }
 
-/// What a router tells a decode.
+/// Returns the parameters that a router sends to a decode.
 fn leg(engine: &str, port: &Value, transfer: &str) -> Value {
     json!({"do_remote_prefill": true, "do_remote_decode": false, "transfer_id": transfer,
         "remote_engine_id": engine, "remote_bootstrap_addr": format!("http://127.0.0.1:{port}")})
@@ -138,7 +139,7 @@ fn mooncake(id: &str, backend: &str) -> Spec {
     spec(id, &format!("{MOONCAKE}{backend}"))
 }
 
-/// One of the protocol before vLLM 0.16.
+/// Returns the settings of an engine with the protocol before vLLM 0.16.
 fn older(id: &str, backend: &str) -> Spec {
     Spec { extra: json!({"kv_compat": "0.11"}), ..mooncake(id, backend) }
 }
@@ -151,12 +152,12 @@ fn decodes(backend: &str) -> Check {
         python.loads(&params, prompt, u32::from(prompt == 1))?;
         prefill.all_free(GRACE)?;
     }
-    // A layout that the prefill does not have is asked for again.
+    // The prefill requests a layout that it does not have.
     python.ask(json!({"do": "forget"}))?;
     let params = prefill.prefill("again", 7, TOKENS)?;
     let said = python.load(&params, &[1, 2, 3], 7)?;
     ensure(said["statuses"] == json!([3, 0]) && said["wrong"] == 0, || format!("{said}"))?;
-    // One that has a prefix gets the rest.
+    // A decode that has a prefix gets the rest.
     let params = prefill.prefill("partial", 8, TOKENS)?;
     let said = python.load(&params, &[6], 8)?;
     ensure(said["ok"] == json!(["d-1"]) && said["wrong"] == 0, || format!("{said}"))?;
@@ -175,7 +176,7 @@ fn endings(backend: &str) -> Check {
     let params = prefill.prefill("let-go", 2, TOKENS)?;
     python.load(&params, &[], 2)?;
     prefill.all_free(GRACE)?;
-    // Blocks that the decode does not have: an error of the engine's, and all else goes on.
+    // Blocks beyond the decode's pool fail only this request.
     let params = prefill.prefill("beyond", 3, TOKENS)?;
     let said = python.load(&params, &[1, 2, 4_000_000], 3)?;
     ensure(said["err"] == json!(["d-1"]), || format!("{said}"))?;
@@ -192,7 +193,7 @@ fn prefills(backend: &str) -> Check {
     for prompt in 1..4 {
         let transfer = format!("xfer-{prompt}");
         let (request, params) = (format!("d{prompt}"), leg(&engine, &port, &transfer));
-        // Whichever comes first.
+        // Both orders of publishing and loading work.
         if prompt == 2 {
             python.publish(&transfer, prompt, false)?;
         }
@@ -205,8 +206,8 @@ fn prefills(backend: &str) -> Check {
     let asked = python.asked()?;
     let brings: Vec<_> =
         asked.iter().map(|each| each["brings"].as_bool().unwrap_or_default()).collect();
-    ensure(brings == [true, false, false], || format!("the layout is told once: {asked:?}"))?;
-    // The rest of a prompt whose first block is cached.
+    ensure(brings == [true, false, false], || format!("the layout must be sent once: {asked:?}"))?;
+    // Load the rest of a prompt whose first block is cached.
     python.publish("xfer-9", 9, false)?;
     let params = leg(&engine, &port, "xfer-9");
     let cached = Load { cached: 1, ..Load::new("d9", 9, TOKENS) };
@@ -214,13 +215,13 @@ fn prefills(backend: &str) -> Check {
     params_of_all["remote_num_tokens"] = TOKENS.into();
     decode.loads(&cached, &params_of_all)?;
     decode.all_free(GRACE)?;
-    // A request that is given up before it has blocks lets go of the prefill's.
+    // A request that is aborted before it has blocks releases the prefill's.
     python.asked()?;
     decode.arrive(&Load::new("d10", 10, TOKENS), &leg(&engine, &port, "xfer-10"), CUT_OFF)?;
     decode.abort("d10")?;
     let until = std::time::Instant::now() + CUT_OFF;
     while python.asked()?.iter().all(|each| each["blocks"] != json!([[]])) {
-        ensure(std::time::Instant::now() < until, || "the prefill was not told".to_owned())?;
+        ensure(std::time::Instant::now() < until, || "the prefill was not notified".to_owned())?;
         std::thread::sleep(Duration::from_millis(20));
     }
     decode.all_free(GRACE)
@@ -231,12 +232,12 @@ fn older_decodes(backend: &str) -> Check {
     let mut prefill = Engine::start(older("prefill", backend))?;
     let params = prefill.prefill("r1-0123abcd", 1, TOKENS)?;
     python.loads_older(&params, &[("r1", &[5, 20, 2], 1)])?;
-    // Several at once, of one the rest of its blocks.
+    // Several prompts in one message, one of them without its first block.
     prefill.prefill("r2-0123abcd", 2, TOKENS)?;
     prefill.prefill("r3-0123abcd", 3, TOKENS)?;
     python.loads_older(&params, &[("r2", &[9, 3, 14], 2), ("r3", &[6, 1], 3)])?;
     prefill.all_free(GRACE)?;
-    // One that lets go, and one that was given up.
+    // One request that releases its blocks, and one that the prefill has aborted.
     prefill.prefill("r4-0123abcd", 4, TOKENS)?;
     let said = python.load_older(&params, &[("r4", &[], 4)])?;
     ensure(said["said"] == "trans_done", || format!("{said}"))?;
@@ -245,7 +246,7 @@ fn older_decodes(backend: &str) -> Check {
     let said = python.load_older(&params, &[("r5", &[1, 2, 3], 5)])?;
     ensure(said["said"] == "trans_error", || format!("{said}"))?;
     prefill.all_free(GRACE)?;
-    // Blocks that the decode does not have: an error of the engine's, and all else goes on.
+    // Blocks beyond the decode's pool fail only this request.
     prefill.prefill("r6-0123abcd", 6, TOKENS)?;
     let said = python.load_older(&params, &[("r6", &[1, 2, 4_000_000], 6)])?;
     ensure(said["said"] == "trans_error", || format!("{said}"))?;
@@ -267,7 +268,9 @@ fn older_ranks(backend: &str) -> Check {
         let params = prefill.prefill(&format!("r{prompt}-0123abcd"), prompt, TOKENS)?;
         for python in &mut ranks {
             let (free, all) = (prefill.free()?, prefill.spec.shape.blocks);
-            ensure(free < all, || "blocks are free though a rank has not asked".to_owned())?;
+            ensure(free < all, || {
+                "blocks are free before each rank has requested them".to_owned()
+            })?;
             python.loads_older(&params, &[(&format!("r{prompt}"), &[5, 20, 2], prompt)])?;
         }
         prefill.all_free(GRACE)?;
@@ -283,7 +286,7 @@ fn older_prefills(backend: &str) -> Check {
         "remote_port": port});
     for prompt in 1..4 {
         let (request, shared) = (format!("r{prompt}-0123abcd"), format!("r{prompt}"));
-        // Whichever comes first.
+        // Both orders of publishing and loading work.
         if prompt == 2 {
             python.publish(&shared, prompt, false)?;
         }
@@ -293,7 +296,7 @@ fn older_prefills(backend: &str) -> Check {
         }
         decode.arrives(&request, TOKENS)?;
     }
-    // The rest of a prompt whose first block is cached.
+    // Load the rest of a prompt whose first block is cached.
     python.publish("r4", 4, false)?;
     let cached = Load { cached: 1, ..Load::new("r4-0123abcd", 4, TOKENS) };
     let mut params_of_all = params.clone();
@@ -302,23 +305,24 @@ fn older_prefills(backend: &str) -> Check {
     decode.all_free(GRACE)?;
     let blocks = |each: &Value| each["blocks"][0].as_array().map_or(0, Vec::len);
     let asked: Vec<_> = python.asked()?.iter().map(blocks).collect();
-    ensure(asked == [3, 3, 3, 2], || format!("{asked:?} blocks were asked for"))?;
-    // A request that is given up before it has blocks lets go of the prefill's.
+    ensure(asked == [3, 3, 3, 2], || format!("numbers of requested blocks: {asked:?}"))?;
+    // A request that is aborted before it has blocks releases the prefill's.
     decode.arrive(&Load::new("r5-0123abcd", 5, TOKENS), &params, CUT_OFF)?;
     decode.abort("r5-0123abcd")?;
     let until = std::time::Instant::now() + CUT_OFF;
     while python.asked()?.iter().all(|each| *each != json!({"requests": ["r5"], "blocks": [[]]})) {
-        ensure(std::time::Instant::now() < until, || "the prefill was not told".to_owned())?;
+        ensure(std::time::Instant::now() < until, || "the prefill was not notified".to_owned())?;
         std::thread::sleep(Duration::from_millis(20));
     }
     decode.all_free(GRACE)?;
-    // One that fails costs its request alone. Its blocks are held: a plain agent may write on after its error.
+    // A failure affects only its request. Its blocks stay held: a Mooncake agent may still write
+    // after it has reported an error.
     let within = Duration::from_secs(2);
     python.publish("r6", 6, true)?;
     decode.decode(&Load::new("r6-0123abcd", 6, TOKENS), &params, within)?;
     decode.fails("r6-0123abcd", within)?;
     let log = decode.log()?;
-    ensure(log.contains("trans_error"), || format!("the answer is not named: {log}"))?;
+    ensure(log.contains("trans_error"), || format!("the log does not name the answer: {log}"))?;
     python.publish("r7", 7, false)?;
     decode.loads(&Load::new("r7-0123abcd", 7, TOKENS), &params)?;
     let (free, all) = (decode.free()?, decode.spec.shape.blocks);
@@ -332,11 +336,11 @@ fn failures(backend: &str) -> Check {
     let port = python.ask(json!({"do": "serve"}))?["port"].clone();
     let within = Duration::from_secs(2);
     python.publish("xfer-1", 1, true)?;
-    // It may write on after its error, as Mooncake does: the blocks are nobody's, and who waits hears at once.
+    // Mooncake may still write after its error, so the blocks stay held; the load fails at once.
     decode.decode(&Load::new("one", 1, TOKENS), &leg(&first, &port, "xfer-1"), 10 * within)?;
     let why = decode.fails("one", within)?;
-    ensure(why.contains("it was not to be"), || {
-        format!("why the prefill failed is not told: {why}")
+    ensure(why.contains("failed on purpose"), || {
+        format!("the error must name the prefill's reason: {why}")
     })?;
     python.publish("xfer-2", 2, false)?;
     decode.loads(&Load::new("two", 2, TOKENS), &leg(&first, &port, "xfer-2"))?;
@@ -350,7 +354,7 @@ fn failures(backend: &str) -> Check {
     decode.decode(&Load::new("four", 4, TOKENS), &leg(&first, &port, "xfer-4"), within)?;
     let why = decode.fails("four", within)?;
     ensure(why.contains("lists no engine") && why.contains(&second), || {
-        format!("the restart is not named: {why}")
+        format!("the error must name the restart: {why}")
     })?;
     python.publish("xfer-5", 5, false)?;
     decode.loads(&Load::new("five", 5, TOKENS), &leg(&second, &port, "xfer-5"))

@@ -1,4 +1,4 @@
-"""An engine that is neither kvx nor vLLM: NIXL's wheel, pyzmq and msgspec. A line of JSON in, a line of JSON out."""
+"""An independent engine on NIXL's wheel, pyzmq and msgspec. Answers each line of JSON with one."""
 
 import ctypes
 import json
@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 
-# What NIXL and UCX log on standard output would be taken for an answer: it goes to standard error.
+# NIXL and UCX log to standard output, where the parent reads answers. Redirect it to standard
+# error.
 sys.stdout = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
@@ -22,7 +23,7 @@ encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
 def content(prompt, layer, tokens):
-    """What stands for each head and token of a prompt: the engines of kvx know it as well. [head][token][four words]"""
+    """Returns the content of a prompt in a layer, as model.rs computes it: [head][token][4]."""
     head = np.arange(HEADS, dtype=np.uint64)[:, None]
     token = np.arange(tokens, dtype=np.uint64)[None, :]
     state = np.uint64(prompt) ^ (np.uint64(layer) << np.uint64(48)) ^ (head << np.uint64(32)) ^ token
@@ -35,7 +36,7 @@ def content(prompt, layer, tokens):
 
 
 class Rank:
-    """A worker: its NIXL agent, and its share of the heads of every block."""
+    """A worker: its NIXL agent, and its heads of every block."""
 
     def __init__(self, name, heads):
         self.heads = heads
@@ -45,7 +46,7 @@ class Rank:
         self.registered = self.agent.register_memory([(self.pool.ctypes.data, self.pool.nbytes, 0, "")], "DRAM")
 
     def parts(self, prompt, blocks, tokens):
-        """The place of each block of a prompt, and what belongs there."""
+        """Yields the place and the content of each block of a prompt."""
         for layer in range(LAYERS):
             words = content(prompt, layer, tokens)[self.heads]
             for index, block in enumerate(blocks):
@@ -69,7 +70,7 @@ class Engine:
                 self.heard += [message.decode() for message in messages]
 
     def hear(self, patience=0.0):
-        """Notifications since the last call; waits for the first one."""
+        """Returns the notifications since the last call; waits for the first one."""
         until = time.monotonic() + patience
         while not self.heard and time.monotonic() < until:
             self.listen()
@@ -86,7 +87,7 @@ class Engine:
         parts = [pair for rank in self.ranks for pair in rank.parts(prompt, blocks, tokens)]
         return sum(int((place != part).any(axis=-1).sum()) for place, part in parts)
 
-    # What a decode of vLLM does.
+    # Methods of a decode of vLLM.
 
     def handshake(self, port, tp=0):
         socket = zmq.Context.instance().socket(zmq.REQ)
@@ -99,7 +100,7 @@ class Engine:
         return payload["compatibility_hash"], decode(payload["agent_metadata_bytes"])
 
     def connect(self, port, tp=1):
-        """Meets all workers of an engine; this one has a single rank."""
+        """Connects the single rank of this engine to all workers of another."""
         [self.own] = self.ranks
         self.theirs = [self.handshake(port, rank)[1] for rank in range(tp)]
         names = [self.own.agent.add_remote_agent(theirs["agent_metadata"]) for theirs in self.theirs]
@@ -107,14 +108,14 @@ class Engine:
         return {"engine": self.theirs[0]["engine_id"]}
 
     def load(self, params, local, prompt, tokens, readers=1):
-        """Reads the blocks of a request into these, tells that it did, and counts what is wrong of them."""
+        """Reads the blocks of a request into local ones, notifies the prefill, and counts the wrong parts."""
         agent, pool = self.own.agent, self.own.pool
         notice = f"{params['remote_request_id']}:{readers}".encode()
         blocks = list(zip(local, params["remote_block_ids"][0]))
         pairs = [(layer, ours, block) for layer in range(LAYERS) for ours, block in blocks]
         handles = []
         for rank, (theirs, peer) in enumerate(zip(self.theirs, self.peers)):
-            # Heads come first in a block: those of a rank are one piece of it.
+            # Heads come first in a block, so the heads of a rank are contiguous.
             length, bases, strides = theirs["block_lens"][0], theirs["kv_caches_base_addr"], theirs["block_strides"]
             here = [(pool[layer, ours].ctypes.data + rank * length, length, 0) for layer, ours, _ in pairs]
             there = [(bases[layer] + block * strides[layer], length, 0) for layer, _, block in pairs]
@@ -137,10 +138,10 @@ class Engine:
             self.own.agent.send_notif(peer, message.encode())
         return {}
 
-    # What a prefill of vLLM does.
+    # Methods of a prefill of vLLM.
 
     def serve(self, like, port=0):
-        """Describes its memory as the engine at the port `like` describes its own, and listens."""
+        """Listens, and describes its memory in the way of the engine at the port `like`."""
         compatibility_hash, theirs = self.handshake(like)
 
         def payload(rank):
@@ -157,7 +158,7 @@ class Engine:
         router.bind(f"tcp://127.0.0.1:{port or '*'}")
 
         def answer():
-            # Like vLLM's, it ends with a request of another form or for another worker.
+            # Like vLLM's thread, this one ends at a malformed request or one for another worker.
             while True:
                 identity, empty, request = router.recv_multipart()
                 self.requests.append(request.hex())
@@ -173,10 +174,10 @@ class Engine:
 
 
 def main():
-    ctypes.CDLL(None).prctl(1, 9)  # it ends with whoever started it
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: end with the parent
     engine = Engine()
     while True:
-        # Without a thread of its own, NIXL works only when it is asked.
+        # Without a progress thread, NIXL makes progress only in calls.
         while not select.select([sys.stdin], [], [], 0.0005)[0]:
             engine.listen()
         line = sys.stdin.readline()

@@ -1,4 +1,5 @@
-//! An engine in Python with NIXL's wheel, pyzmq and msgspec, in both roles: what vLLM's engines look like from outside.
+//! Tests against an engine in Python, in both roles, on NIXL's wheel, pyzmq and msgspec. It behaves
+//! like vLLM's engines.
 
 use std::path::Path;
 use std::process::Command;
@@ -12,7 +13,7 @@ use crate::engines::fleet::{CUT_OFF, Engine, GRACE, Load, ensure, pushing, spec}
 use crate::engines::model::Shape;
 use crate::engines::{Case, Missing, libraries, wheel};
 
-/// Of the engines' blocks: `kv_lease_duration` in `spec`.
+/// The lease of the engines' blocks: `kv_lease_duration` in `spec`.
 const LEASE: Duration = Duration::from_secs(3);
 const TOKENS: u32 = 40;
 
@@ -27,7 +28,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ("two_python_ranks_and_one_of_kvx_read_from_each_other", ranks),
         ("a_decode_registers_with_no_python_prefill_that_would_write", refused_push),
     ];
-    // To plain NIXL agents, UCX alone in the list is that plugin of NIXL.
+    // For plain NIXL agents, UCX in the list means NIXL's plugin of that name.
     let by_ucx: [(&str, Run); 2] = [
         ("a_python_decode_reads_and_is_counted", decodes),
         ("a_python_prefill_is_read_and_told", prefills),
@@ -46,7 +47,7 @@ fn packages_are_installed() -> Result<(), Missing> {
     match libraries::has_packages(environment, ["nixl_cu12", "zmq", "msgspec"]) {
         true => Ok(()),
         false => Err((
-            "no nixl, pyzmq and msgspec in target/peers/nixl".to_owned(),
+            "nixl, pyzmq or msgspec is not installed in target/peers/nixl".to_owned(),
             "cargo xtask test --install",
         )),
     }
@@ -60,7 +61,7 @@ impl Python {
         Python::start_ranks(engine, 1)
     }
 
-    /// The same with so many ranks.
+    /// Starts an engine with `tp` ranks.
     fn start_ranks(engine: &str, tp: u32) -> Result<Self, Failure> {
         let mut command = Command::new(wheel::python().unwrap_or_default());
         command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/engines/nixl_engine.py"));
@@ -86,7 +87,7 @@ impl Python {
         Ok(answer)
     }
 
-    /// Fails unless just these completions are told, and nothing else but heartbeats.
+    /// Fails unless the engine receives exactly these completions, and otherwise only heartbeats.
     fn is_told(&mut self, wanted: &[&str]) -> Check {
         let mut heard: Vec<Value> = Vec::new();
         let until = Instant::now() + CUT_OFF;
@@ -96,7 +97,7 @@ impl Python {
             let told: Vec<_> = heard.iter().filter(told).collect();
             if told.len() >= wanted.len() || Instant::now() >= until {
                 return ensure(told == wanted, || {
-                    format!("{wanted:?} was wanted, {heard:?} was told")
+                    format!("expected {wanted:?}, received {heard:?}")
                 });
             }
             let answer = self.ask(json!({"do": "hear", "patience": 1.0}))?;
@@ -110,7 +111,7 @@ impl Python {
         self.has_loaded()
     }
 
-    /// Is told to do that.
+    /// Orders the engine to read a published prompt.
     fn begins(&mut self, params: &Value, prompt: u64, readers: u32) -> Check {
         let order = json!({"do": "load", "params": params, "local": [5, 20, 2], "prompt": prompt, "tokens": TOKENS,
             "readers": readers});
@@ -124,7 +125,7 @@ impl Python {
         })
     }
 
-    /// The parameters of a prompt that it has computed.
+    /// Returns the parameters of a prompt that the engine has computed.
     fn params(
         &mut self,
         request: &str,
@@ -159,17 +160,20 @@ fn decodes(backend: &str) -> Check {
         python.loads(&params, prompt, 1)?;
         prefill.all_free(CUT_OFF)?;
     }
-    // Two readers are named: the first one's word is not the last, however often it comes.
+    // With two readers, the blocks stay leased until both have reported, even if the first reports
+    // twice.
     let mut second = Python::start(&name("python-second"))?;
     second.ask(json!({"do": "connect", "port": prefill.port}))?;
     let params = prefill.prefill("two", 7, TOKENS)?;
     python.loads(&params, 7, 2)?;
     python.loads(&params, 7, 2)?;
     std::thread::sleep(Duration::from_millis(300));
-    ensure(prefill.free()? < all, || "the blocks were freed after one of two readers".to_owned())?;
+    ensure(prefill.free()? < all, || {
+        "the blocks were freed after one of two readers had reported".to_owned()
+    })?;
     second.loads(&params, 7, 2)?;
     prefill.all_free(LEASE - GRACE)?;
-    // A name that nobody knows, and one that is no name, harm nobody.
+    // An unknown request and a malformed message have no effect.
     python.ask(json!({"do": "notify", "message": "nobody:1"}))?;
     python.ask(json!({"do": "notify", "message": "\u{fffd}::-1"}))?;
     let params = prefill.prefill("last", 8, TOKENS)?;
@@ -192,7 +196,7 @@ fn leases(backend: &str) -> Check {
         python.ask(json!({"do": "heartbeat", "names": names}))?;
         std::thread::sleep(LEASE / 6);
     }
-    ensure(prefill.free()? < all, || "a lease ended that was renewed".to_owned())?;
+    ensure(prefill.free()? < all, || "a renewed lease ended".to_owned())?;
     python.loads(&params, 1, 1)?;
     prefill.all_free(GRACE)?;
 
@@ -217,13 +221,13 @@ fn prefills(backend: &str) -> Check {
         decode.loads(&Load::new(&request, prompt, TOKENS), &params)?;
         python.is_told(&[&format!("{there}:1")])?;
     }
-    // One question for all of them, in vLLM's exact form.
+    // One handshake serves all loads, with the exact bytes that vLLM sends.
     let asked = python.ask(json!({"do": "asked"}))?;
     ensure(asked == json!({"requests": ["93c40c6765745f6d6574615f6d73670000"]}), || {
         format!("{asked}")
     })?;
     decode.all_free(GRACE)?;
-    // Which way it went, and why.
+    // The log names the route and the reason for it.
     let log = decode.log()?;
     let line = |of: &str| log.lines().find(|line| line.contains(of)).unwrap_or_default().to_owned();
     let (connected, load) = (line("connected to a worker of a peer"), line("kvx_load{request=d1"));
@@ -259,7 +263,7 @@ fn side_by_side(backend: &str) -> Check {
     ensure(load.contains("backend=\"TCP\"") && !load.contains("nixl="), || log.clone())
 }
 
-/// Two ranks prefill, one loads: those in Python, then those of kvx.
+/// Two ranks prefill and one loads: first with Python prefilling, then with kvx prefilling.
 fn ranks(backend: &str) -> Check {
     let engine = name("python-prefill");
     let mut python = Python::start_ranks(&engine, 2)?;
@@ -270,7 +274,7 @@ fn ranks(backend: &str) -> Check {
         let mut params = python.params(&there, &port, prompt, &engine)?;
         params["tp_size"] = 2.into();
         decode.loads(&Load::new(&request, prompt, TOKENS), &params)?;
-        // Each of them.
+        // Each rank receives a completion.
         let told = format!("{there}:1");
         python.is_told(&[&told, &told])?;
     }
@@ -288,7 +292,8 @@ fn ranks(backend: &str) -> Check {
     Ok(())
 }
 
-/// Its writes could not be ended: what it might write into is not told.
+/// Checks that a decode rejects writes by a plain NIXL prefill: it could not end them, so it does
+/// not announce its blocks.
 fn refused_push(backend: &str) -> Check {
     let engine = name("python-prefill");
     let mut python = Python::start(&engine)?;
@@ -309,7 +314,7 @@ fn refused_push(backend: &str) -> Check {
         .into_iter()
         .flatten()
         .any(|message| message.as_str().is_some_and(|text| text.contains("PUSH_REG")));
-    ensure(!registered, || format!("it was registered with: {heard}"))
+    ensure(!registered, || format!("the decode must not announce its blocks: {heard}"))
 }
 
 fn restarts(backend: &str) -> Check {
@@ -331,7 +336,7 @@ fn restarts(backend: &str) -> Check {
     decode.decode(&Load::new("three", 3, TOKENS), &lost, within)?;
     let why = decode.fails("three", within)?;
     ensure(why.contains(&second) || why.contains("engine"), || {
-        format!("the restart is not named: {why}")
+        format!("the error must name the restart: {why}")
     })?;
     let params = python.params("four", &port, 4, &second)?;
     decode.decode(&Load::new("four", 4, TOKENS), &params, CUT_OFF)?;

@@ -1,4 +1,5 @@
-//! Requests in an engine's own queue, by the calls of a step loop: they arrive, and get their blocks later.
+//! Requests in an engine's queue, with the calls of a step loop: they arrive, and get their blocks
+//! later.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -11,14 +12,14 @@ use kvx::connector::{
 
 use crate::engines::engine::{Failed, Holder, refused};
 
-/// What has become of them.
+/// The outcomes of queued requests.
 #[derive(Default)]
 pub(crate) struct Queue {
     ended: HashMap<RequestId, std::result::Result<Loaded, Failed>>,
     released: HashMap<RequestId, Released>,
 }
 
-/// A request arrives.
+/// Adds a request.
 pub(crate) fn arrive(
     connector: &Connector,
     request: &RequestId,
@@ -31,7 +32,8 @@ pub(crate) fn arrive(
     connector.on_new_request(arrival).map_err(refused)
 }
 
-/// It gets these blocks, if there is something to load for it: not if it is over. Says whether it has got them.
+/// Gives a request these blocks, unless it has ended or there is nothing to load. Returns whether
+/// it uses them.
 pub(crate) fn admit(
     connector: &Connector,
     ranks: impl Iterator<Item = WorkerRank>,
@@ -51,13 +53,14 @@ pub(crate) fn admit(
     Ok(true)
 }
 
-/// It is over, or nobody wants it any more. Says whether its blocks are still held.
+/// Ends a request that has finished or is no longer wanted. Returns whether its blocks are still
+/// held.
 pub(crate) fn finish(connector: &Connector, request: &RequestId) -> bool {
     connector.request_finished(request, Ending::aborted()).delay_free
 }
 
 impl Queue {
-    /// How a load has ended; `None`: not in time.
+    /// Returns how a load has ended, or `None` if it does not end in time.
     pub(crate) fn end(
         &mut self,
         connector: &Connector,
@@ -77,7 +80,7 @@ impl Queue {
         }
     }
 
-    /// What has become of blocks that a load held.
+    /// Returns how the blocks that a load held were released, if they were.
     pub(crate) fn released(
         &mut self,
         connector: &Connector,
@@ -106,7 +109,8 @@ impl Queue {
                 Outcome::Lost { request, kept: Kept::Load } => {
                     self.released.insert(request, Released::Lost);
                 }
-                Outcome::Free { .. } | Outcome::Lost { .. } => {} // somebody has a lease, and hears of it there
+                // The holder of the lease observes these.
+                Outcome::Free { .. } | Outcome::Lost { .. } => {}
             }
         }
     }

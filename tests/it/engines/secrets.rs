@@ -1,4 +1,4 @@
-//! Engines with the fleet's secret, with another one, and without.
+//! Tests engines with the fleet's secret, with another one, and without.
 
 use std::path::PathBuf;
 
@@ -9,10 +9,15 @@ use crate::engines::fleet::{CUT_OFF, Engine, Load, MOONCAKE, ensure, spec};
 
 pub(crate) fn cases() -> Vec<Case> {
     let run = |backend: &str| strangers(&format!("{MOONCAKE}{backend}"));
-    vec![Case::new("who_lacks_the_secret_neither_asks_nor_is_asked", "TCP", Tier::Usual, run)]
+    vec![Case::new(
+        "an_engine_without_the_secret_is_rejected_in_both_roles",
+        "TCP",
+        Tier::Usual,
+        run,
+    )]
 }
 
-/// The file of a secret of this name.
+/// Creates a secret file for this test.
 fn secret(name: &str) -> Result<PathBuf, Failure> {
     let file = std::env::temp_dir().join(format!("kvx-{}-{name}.secret", std::process::id()));
     std::fs::remove_file(&file).ok();
@@ -47,7 +52,7 @@ fn strangers(backend: &str) -> Check {
         prefill.abort(name)?;
         stranger.all_free(CUT_OFF)?;
     }
-    // A prefill without the secret is not believed.
+    // The decode rejects a prefill without the secret.
     loads(&mut open, &mut decode, "believed")?;
     let why = decode.fails("believed", CUT_OFF)?;
     ensure(why.contains("KVX_SECRET_FILE"), || why)?;

@@ -1,6 +1,7 @@
-//! Two prefills and two decodes that work without a plan: some are killed amid loads and started again, stand still a
-//! moment, and thousands of requests are given up. Every byte that counts as loaded is right (the engines check), each
-//! load ends in time, what nobody has disturbed arrives, and in the end nothing has grown.
+//! Runs two prefills and two decodes with random requests and faults. Some engines are killed
+//! during loads and restarted, some are stopped for a moment, and thousands of requests are
+//! aborted. Every byte that counts as loaded is right (the engines check this). Each load ends in
+//! time, undisturbed loads arrive, and resource use does not grow.
 
 use std::fmt;
 use std::time::{Duration, Instant, SystemTime};
@@ -13,32 +14,34 @@ use crate::engines::engine::{Answer, Spec};
 use crate::engines::fleet::{CUT_OFF, Engine, GRACE, Load, ensure, spec};
 use crate::engines::model::Shape;
 
-/// Set: only this, for so many seconds over each backend.
+/// The environment variable that runs only this test, for this many seconds over each backend.
 const SECONDS: &str = "KVX_ENGINE_SOAK_SECONDS";
-/// What a run prints at its beginning: with it, another makes the same choices.
+/// The environment variable that repeats the choices of a run, which prints its value.
 const SEED: &str = "KVX_SOAK_SEED";
 
-/// How long a load may take that nobody disturbs.
+/// The deadline of an undisturbed load.
 const WITHIN: Duration = Duration::from_secs(2);
-/// How long an engine stands still at most; a load whose engine does is not disturbed, but late.
+/// The longest time for which an engine is stopped. A load of a stopped engine counts as
+/// undisturbed, but may be late.
 const STILL_MS: usize = 300;
-/// An engine that has begun anew under its old name is not asked anew at once if it does so again within a second: it
-/// gets another name then.
+/// A decode does not repeat the handshake at once if an engine restarts twice under its name within
+/// a second. An engine that has run for less than this time restarts under a new name.
 const SAME_NAME: Duration = Duration::from_secs(3);
 /// The lease of the engines, and two seconds.
 const BLOCKS_BACK: Duration = Duration::from_secs(5);
-/// In five minutes at least so many requests are given up.
+/// The least number of aborted requests in five minutes.
 const ABORTS: u64 = 10_000;
 const FIVE_MINUTES: Duration = Duration::from_secs(300);
-/// How long a run may take beyond its seconds of work.
+/// The time that a run may take beyond its seconds of work.
 pub(crate) const AFTER: Duration = Duration::from_secs(300);
 
 fn number(variable: &str) -> Option<u64> {
     let text = std::env::var(variable).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{variable} is no number: {text}")))
+    Some(text.parse().unwrap_or_else(|_| panic!("{variable} is not a number: {text}")))
 }
 
-/// How long `cargo xtask soak connector` wants this over each backend, if it does.
+/// Returns how long `cargo xtask soak connector` runs this over each backend, if it has started
+/// this program.
 pub(crate) fn asked_for() -> Option<Duration> {
     number(SECONDS).map(Duration::from_secs)
 }
@@ -47,7 +50,7 @@ pub(crate) fn cases() -> Vec<Case> {
     let backends: &[&'static str] = if asked_for().is_some() { &["TCP", "SHM"] } else { &["TCP"] };
     let tier = if asked_for().is_some() { Tier::Fast } else { Tier::Whole };
     let case = |backend: &&'static str| {
-        Case::new("nothing_is_wrong_and_nothing_grows_among_four_engines", backend, tier, work)
+        Case::new("four_engines_stay_correct_and_do_not_leak", backend, tier, work)
     };
     backends.iter().map(case).collect()
 }
@@ -60,13 +63,13 @@ fn work(backend: &str) -> Check {
     println!("\n{backend}, {SEED}={seed}: two prefills and two decodes for {} s", time.as_secs());
     let done = Soak::new(backend, seed)?.run(time)?;
     println!("{backend}: {done}");
-    // A busy machine does less in seconds: 76 were given up once in five.
+    // A busy machine aborts fewer: in one run, 76 in five seconds.
     let wanted =
         if time < FIVE_MINUTES { 1 } else { ABORTS * time.as_secs() / FIVE_MINUTES.as_secs() };
     ensure(done.aborted >= wanted && done.loaded > 0, || format!("too little was done: {done}"))
 }
 
-/// What was done.
+/// The work that was done.
 #[derive(Clone, Copy, Default)]
 struct Done {
     loaded: u64,
@@ -81,27 +84,27 @@ impl fmt::Display for Done {
         let Done { loaded, failed, aborted, killed, stopped } = self;
         write!(
             f,
-            "{loaded} loads arrived, {failed} failed as they may, {aborted} requests given up, {killed} engines \
+            "{loaded} loads arrived, {failed} failed as expected, {aborted} requests aborted, {killed} engines \
              killed and started again, {stopped} stopped a while"
         )
     }
 }
 
-/// What becomes of a request.
+/// The fate of a request.
 #[derive(Clone, Copy, PartialEq)]
 enum Fate {
     Arrives,
     /// It has less time than it may need.
     Hurries,
-    /// Its decode gives it up when it has begun.
+    /// The decode aborts it after it has begun.
     GivenUp,
-    /// The same, when others have begun too.
+    /// The decode aborts it after others have begun too.
     GivenUpLater,
-    /// Its decode gives it up while it has no blocks.
+    /// The decode aborts it while it has no blocks.
     GivenUpInTheQueue,
-    /// Its prefill has taken the blocks back when the decode comes.
+    /// The prefill has revoked the blocks before the decode requests them.
     TakenBack,
-    /// Its prefill takes them back meanwhile.
+    /// The prefill revokes the blocks during the load.
     TakenBackLater,
 }
 
@@ -120,7 +123,7 @@ impl Fate {
     ];
 }
 
-/// A load under way.
+/// A load in progress.
 struct Open {
     request: String,
     tokens: u32,
@@ -131,24 +134,25 @@ struct Open {
     within: Duration,
 }
 
-/// Whom a turn shakes, while its loads are under way.
+/// The fault of a turn, while its loads are in progress.
 #[derive(Clone, Copy, PartialEq)]
 enum Trouble {
     Killed { prefill: bool },
     Stopped { prefill: bool, at: usize },
 }
 
-/// The first of each kind is never killed: it is the one that could grow.
+/// The state of a run. The first engine of each kind is never killed, so that its resource use can
+/// be observed.
 struct Soak {
     prefills: [Engine; 2],
     decodes: [Engine; 2],
     random: Random,
     done: Done,
-    /// The number of the last request, and its prompt.
+    /// The number of the last request and of its prompt.
     last: u64,
-    /// The number of the last engine's name.
+    /// The number of the last new engine name.
     names: u64,
-    /// When the decode and the prefill that are killed were started.
+    /// The times at which the second decode and the second prefill were started.
     began: [Instant; 2],
 }
 
@@ -199,7 +203,7 @@ impl Soak {
             .try_for_each(|engine| engine.all_free(BLOCKS_BACK))
     }
 
-    /// Some requests, each with a fate of its own, and at times a trouble amid them.
+    /// Runs a few requests, each with a random fate, and sometimes a fault.
     fn turn(&mut self) -> Check {
         let mut open = Vec::new();
         for _ in 0..=self.random.below(16) {
@@ -234,7 +238,7 @@ impl Soak {
         Ok(())
     }
 
-    /// A prompt is computed and asked for; the load, if it is under way then.
+    /// Computes a prompt and requests it. Returns the load if it is in progress afterwards.
     fn request(&mut self) -> Result<Option<Open>, Failure> {
         self.last += 1;
         let (number, request) = (self.last, format!("request-{}", self.last));
@@ -269,7 +273,8 @@ impl Soak {
         Ok(Some(Open { request, tokens, prefill, decode, fate, begun, within }))
     }
 
-    /// Computes and publishes a prompt; when there are too few blocks, those of killed decodes are waited for.
+    /// Computes and publishes a prompt. If there are too few blocks, waits for those that killed
+    /// decodes leased.
     fn prefill(
         &mut self,
         at: usize,
@@ -312,7 +317,7 @@ impl Soak {
         }
     }
 
-    /// Waits for the end of a load; fails unless it is one that may be.
+    /// Waits for the end of a load; fails if that end is not allowed.
     fn resolve(&mut self, load: &Open, trouble: Option<Trouble>) -> Check {
         if load.decode == 1 && trouble == Some(Trouble::Killed { prefill: false }) {
             return Ok(());

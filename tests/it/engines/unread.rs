@@ -1,4 +1,4 @@
-//! What a process that stands still was sent by TCP, and has not read.
+//! Detects TCP data that was sent to a stopped process, which has not read it.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -7,15 +7,15 @@ use kvx_testkit::Failure;
 
 use crate::engines::fleet::ensure;
 
-/// How long something may take to come.
+/// The time limit for the arrival of data.
 const ARRIVAL: Duration = Duration::from_secs(1);
 
-/// Waits until a process has something to read, or to accept.
+/// Waits until a process has data to read or a connection to accept.
 pub(crate) fn wait_for(pid: u32) -> Result<(), Failure> {
     let until = Instant::now() + ARRIVAL;
     while !has_some(pid)? {
         ensure(Instant::now() < until, || {
-            format!("nothing was sent to process {pid} that stands still")
+            format!("nothing was sent to the stopped process {pid}")
         })?;
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -30,7 +30,7 @@ fn has_some(pid: u32) -> Result<bool, Failure> {
             target.strip_prefix("socket:[").map(|rest| rest.trim_end_matches(']').to_owned()),
         );
     }
-    // Of a socket that listens, connections; of another one, bytes.
+    // The receive queue counts connections of a listening socket, and bytes of any other.
     let table = std::fs::read_to_string("/proc/net/tcp")?;
     Ok(table.lines().skip(1).any(|line| {
         let columns: Vec<_> = line.split_whitespace().collect();

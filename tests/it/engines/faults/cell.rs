@@ -1,4 +1,5 @@
-//! One cell of the table: who fails, how, and where a load is then.
+//! A cell of the fault table: the process that fails, the fault, and the state of the load at that
+//! time.
 
 use std::fmt;
 
@@ -17,7 +18,7 @@ pub(super) enum Trouble {
     Stopped,
     Restarted,
     Renamed,
-    /// Its request is.
+    /// The request is aborted.
     Aborted,
 }
 
@@ -27,11 +28,11 @@ pub(super) enum Moment {
     InTheHandshake,
     Queued,
     Reading,
-    /// The prefill was asked to write, and has not read the question.
+    /// The prefill has not read the decode's request to write yet.
     Asked,
-    /// Some of it has been written.
+    /// Some blocks have been written.
     Written,
-    /// All has arrived, and is compared with its digests.
+    /// All blocks have arrived; their digests are being checked.
     Checking,
     ToldNotFreed,
     Idle,
@@ -94,7 +95,7 @@ impl Subject {
     }
 }
 
-/// Who fails, how, and where a load is then.
+/// The process that fails, the fault, and the state of the load at that time.
 #[derive(Clone, Copy)]
 pub(super) struct Cell {
     pub(super) subject: Subject,
@@ -102,7 +103,7 @@ pub(super) struct Cell {
     pub(super) moment: Moment,
 }
 
-/// All of NixlConnector, whose decode reads.
+/// Returns all cells of the NixlConnector, whose decode reads.
 pub(super) fn of_reads() -> Vec<Cell> {
     cells(
         &[PrefillRank, PrefillEngine, DecodeRank, DecodeEngine],
@@ -110,7 +111,8 @@ pub(super) fn of_reads() -> Vec<Cell> {
     )
 }
 
-/// All of MooncakeConnector, whose prefill writes. It refuses ranks in processes of their own, and digests.
+/// Returns all cells of the MooncakeConnector, whose prefill writes. It supports neither ranks in
+/// separate processes nor digests.
 pub(super) fn of_writes() -> Vec<Cell> {
     cells(
         &[PrefillEngine, DecodeEngine],
@@ -130,7 +132,8 @@ fn cells(subjects: &[Subject], moments: &[Moment]) -> Vec<Cell> {
 }
 
 impl Cell {
-    /// A request is the engine's. An idle decode has none, nor one that has its blocks.
+    /// Returns whether the cell is possible. Only engines abort requests; an idle decode, and one
+    /// that already has its blocks, has no request to abort.
     fn can_be(&self) -> bool {
         match self.trouble {
             Aborted => match self.subject {
@@ -142,12 +145,13 @@ impl Cell {
         }
     }
 
-    /// A rank is killed and started again as the same one, which its engine refuses: the engine is restarted then.
+    /// Returns whether a rank is killed and started again. The engine rejects the new rank, and is
+    /// then restarted itself.
     pub(super) fn is_of_a_rank_again(&self) -> bool {
         self.subject.is_rank() && matches!(self.trouble, Restarted | Renamed)
     }
 
-    /// Who fails, and how.
+    /// Returns the text for the process and the fault.
     pub(super) fn title(&self) -> String {
         let then = if self.is_of_a_rank_again() { "started again, then its engine " } else { "" };
         format!("{} {then}{}", self.subject, self.trouble)

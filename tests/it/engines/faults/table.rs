@@ -1,4 +1,5 @@
-//! Whose process fails, how, and where a load is then: each of it with each.
+//! The fault table: every combination of the process that fails, the fault, and the state of the
+//! load.
 
 use super::cell::{self, *};
 use super::*;
@@ -6,28 +7,30 @@ use crate::engines::checking;
 use crate::engines::engine::Answer;
 use crate::engines::unread;
 
-/// Set: all of it, a row of the table for each, and none of the engines' other tests.
+/// The environment variable that makes these the only tests of the engines, over all backends, with
+/// a table row for each.
 const ALL: &str = "KVX_ENGINE_FAULTS_ALL";
 
-/// Whether `cargo xtask faults connector` wants the table.
+/// Returns whether `cargo xtask faults connector` requests the table.
 pub(crate) fn is_all() -> bool {
     std::env::var_os(ALL).is_some()
 }
 
-/// How long a load may take.
+/// The deadline of a load.
 const WITHIN: Duration = Duration::from_secs(2);
-/// When a rank is missed that stands still, and two seconds: until then its leases may have been extended.
+/// The time until a stopped rank is reported lost, and two seconds. Its leases may be extended
+/// until then.
 const MISSED: Duration = Duration::from_secs(12);
-/// Until then a rank that stands still holds its engine's step: it is missed.
+/// The time that a stopped rank may hold up its engine's step before it is reported lost.
 const STEP: Duration = Duration::from_secs(10);
-/// How long somebody stands still who goes on.
+/// The time for which a process is stopped that later continues.
 const A_WHILE: Duration = Duration::from_secs(5);
 
-/// What a row says instead of a time.
+/// The text of a row whose blocks are not released.
 const KEPT: &str = "its blocks are kept";
-/// A prompt that is nobody's request.
+/// A prompt of no request.
 const OTHERS: u64 = 1_000_000;
-/// How long nothing may write into blocks that were given back.
+/// The time for which nothing may write into blocks after they were released.
 const QUIET: Duration = Duration::from_millis(200);
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -44,12 +47,12 @@ pub(crate) fn cases() -> Vec<Case> {
             .map(|(_, cell)| cell)
     };
     let reads = third(cell::of_reads(), 0).map(|cell| (cell, false));
-    // Those that once failed are among this third.
+    // This third includes the cells that have failed before.
     let writes = third(cell::of_writes(), 2).map(|cell| (cell, true));
     let rows: Vec<(Cell, bool)> = reads.chain(writes).collect();
     let mut cases = Vec::new();
     for backend in backends {
-        // A library of MooncakeConnector alone.
+        // Only the MooncakeConnector uses this backend.
         for (cell, asks) in rows.iter().copied().filter(|(_, asks)| *asks || *backend != "MOONCAKE")
         {
             let connector = if asks { MOONCAKE } else { "" };
@@ -75,7 +78,8 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Variables of engines in this cell. Errors: reason and cure, if it cannot be.
+/// Returns the environment variables of the engines in this cell. If the cell cannot run, returns
+/// the reason and the remedy.
 fn needed(backend: &str, cell: Cell) -> Result<Vec<(String, String)>, (String, &'static str)> {
     if cell.moment == Checking || (backend, cell.moment) == ("SHM", Written) {
         checking::can_be_held()?;
@@ -83,7 +87,8 @@ fn needed(backend: &str, cell: Cell) -> Result<Vec<(String, String)>, (String, &
     that_outlive_kills(backend)
 }
 
-/// Two engines of MooncakeConnector, with blocks that do not come at once where the load is to be seen amid them.
+/// Starts two engines with the MooncakeConnector. With `large` their blocks take long enough to
+/// write that a load can be stopped between them.
 fn asking(backend: &str, variables: Vec<(String, String)>, large: bool) -> Result<Two, Failure> {
     let start = |id| {
         let mut spec = spec(id, backend);
@@ -96,7 +101,7 @@ fn asking(backend: &str, variables: Vec<(String, String)>, large: bool) -> Resul
     Ok(Two { prefill: start("prefill")?, decode: start("decode")?, last: 0 })
 }
 
-/// Two engines. That subject rank it is about has two, in processes of their own.
+/// Starts two engines. If `subject` is a rank, its engine has two ranks in separate processes.
 fn two(
     backend: &str,
     variables: Vec<(String, String)>,
@@ -104,7 +109,7 @@ fn two(
     digests: bool,
 ) -> Result<Two, Failure> {
     let start = |id, apart: bool| {
-        // Digests are of whole blocks of the prefill's ranks: it has as many as the decode.
+        // Digests cover whole blocks of the prefill's ranks, so it has as many ranks as the decode.
         let two = apart || digests && subject == DecodeRank;
         let shape = Shape { tp: if two { 2 } else { 1 }, ..Shape::default() };
         let mut spec = Spec { apart, shape, variables: variables.clone(), ..spec(id, backend) };
@@ -115,11 +120,11 @@ fn two(
     Ok(Two { prefill, decode: start("decode", subject == DecodeRank)?, last: 0 })
 }
 
-/// Two engines, and what happens to one of them when.
+/// The run of one cell.
 struct Run {
     two: Two,
     cell: Cell,
-    /// The decode asks, and the prefill writes.
+    /// The decode asks, and the prefill writes (MooncakeConnector).
     asks: bool,
     /// The rank that was started again.
     again: Option<Child>,
@@ -148,7 +153,7 @@ impl Run {
         let mut ended = self.end(&published)?;
         let after = ended.as_ref().map(|_| since.elapsed());
         self.is_refused()?;
-        // Whoever was to be written to lives on, and its load is over.
+        // The decode is alive and its load has ended, so its blocks can be reused.
         let lives_on = subject.is_prefill() || matches!(trouble, Aborted | StoppedAWhile);
         let is_watched = self.asks && lives_on && moment != ToldNotFreed;
         let used = if is_watched { self.use_decodes_blocks()? } else { Some(Duration::ZERO) };
@@ -177,18 +182,18 @@ impl Run {
             };
             let ended = ended.as_deref().unwrap_or("-");
             let (after, works) = (ms(after), ms(Some(works)));
-            // The harness has begun a line.
+            // The harness has printed the beginning of a line.
             let title = self.cell.title();
             println!("\n| {backend} | {title} | {moment} | {ended} | {after} | {back} | {works} |");
         }
         Ok(())
     }
 
-    /// Brings a load to the moment.
+    /// Brings a load into the state of the cell.
     fn reach(&mut self) -> Result<Published, Failure> {
         let published = self.two.published()?;
         match self.cell.moment {
-            // What a decode aborts, it has heard of.
+            // A decode can only abort a request that it knows.
             BeforeTheHandshake
                 if (self.cell.subject, self.cell.trouble) == (DecodeEngine, Aborted) =>
             {
@@ -213,7 +218,8 @@ impl Run {
         Ok(published)
     }
 
-    /// Brings a load there whose check is held: another one, where a check was over before it could be.
+    /// Begins a load and holds its check. Repeats with a new prompt if the check ended before it
+    /// could be held.
     fn check(&mut self, mut published: Published) -> Result<Published, Failure> {
         for _ in 0..TRIES {
             if self.two.decode.check(&load(&published.0), &published.1, WITHIN)? {
@@ -222,15 +228,15 @@ impl Run {
             self.two.decode.arrives(&published.0, TOKENS)?;
             published = self.two.published()?;
         }
-        Err(Failure::new(format!("{TRIES} checks were over before they could be held")))
+        Err(Failure::new(format!("{TRIES} checks ended before they could be held")))
     }
 
-    /// One of the two stands still, so that the load does.
+    /// Returns whether a process is stopped to hold the load in the state of the cell.
     fn is_held(&self) -> bool {
         matches!(self.cell.moment, InTheHandshake | Reading | Asked | Written)
     }
 
-    /// Stops the process that the load needs: for its data the prefill's rank, if that has one of its own.
+    /// Stops the process that the load needs: for its data, the prefill's rank if that is separate.
     fn hold(&mut self) -> Check {
         match (self.cell.moment, &self.two.prefill.ranks[..]) {
             (Reading, [rank, ..]) => rank.stop(),
@@ -246,7 +252,8 @@ impl Run {
         }
     }
 
-    /// Whether the process that is held is the one in trouble: the trouble says then whether it goes on.
+    /// Returns whether the stopped process is the one that fails. The fault then decides whether it
+    /// continues.
     fn is_held_itself(&self) -> bool {
         match self.cell.subject {
             PrefillEngine => self.cell.moment != Written,
@@ -280,20 +287,21 @@ impl Run {
             self.again = Some(again);
             return Ok(());
         }
-        // Others compute in the same blocks at once.
+        // The blocks are reused for another prompt at once.
         match asks && subject == PrefillEngine && trouble == Aborted {
             true => engine.occupy(OTHERS).and_then(|()| engine.vacate()),
             false => Ok(()),
         }
     }
 
-    /// The rank that was started again hears which one its engine has lost, and what to do.
+    /// Checks that the rank that was started again receives an error that names the lost rank and
+    /// the remedy.
     fn is_refused(&mut self) -> Check {
         let Some(again) = self.again.take() else { return Ok(()) };
         let said = again.hear(CUT_OFF)?;
         let words = ["rank pp 0 tp 0 (process ", "restart the engine with all its ranks"];
         ensure(words.iter().all(|words| said.contains(words)), || {
-            format!("a rank came back: {said}")
+            format!("the error of a rank that was started again: {said}")
         })
     }
 
@@ -304,7 +312,8 @@ impl Run {
         if subject.is_rank() { engine.ranks[0].go_on() } else { engine.goes_on() }
     }
 
-    /// How long a rank that stands still holds the prefill's step, which awaits the digests of what it publishes.
+    /// Returns how long a stopped rank delays the prefill's step, which waits for the digests of
+    /// the blocks that it publishes.
     fn step_with_digests(&mut self) -> Result<Duration, Failure> {
         let began = Instant::now();
         self.two.prefill.prefill_within(STEP + GRACE, "held", u64::MAX, TOKENS)?;
@@ -313,19 +322,19 @@ impl Run {
         Ok(took)
     }
 
-    /// How the load ends; nothing, where nobody is there to hear it.
+    /// Returns how the load ends, or `None` if no process is left to observe it.
     fn end(&mut self, published: &Published) -> Result<Option<String>, Failure> {
         match (self.cell.subject, self.cell.trouble, self.cell.moment) {
             (_, _, ToldNotFreed) => return Ok(None),
             (DecodeEngine, Killed | Stopped | Aborted, _) => return Ok(None),
-            // The old one's loads have gone with it.
+            // The loads of the old decode have ended with it.
             (DecodeEngine, Restarted | Renamed, moment)
                 if !matches!(moment, BeforeTheHandshake | Idle) =>
             {
                 return Ok(None);
             }
             (_, _, BeforeTheHandshake | Idle) => self.two.begin(published, WITHIN)?,
-            // Who knows that a rank is lost orders nothing.
+            // A decode that has detected the loss of its rank starts no load.
             (DecodeRank, Killed | Restarted | Renamed, Queued)
                 if self.two.decode.admit(&published.0).is_err() =>
             {
@@ -342,12 +351,13 @@ impl Run {
         match answer {
             Answer::Loaded { .. } => Ok(Some("arrived".to_owned())),
             Answer::NotLoaded { why, .. } => Ok(Some(kind_of(&why).to_owned())),
-            answer => Err(Failure::new(format!("an end was wanted, it was {answer:?}"))),
+            answer => Err(Failure::new(format!("expected the end of a load, got {answer:?}"))),
         }
     }
 
-    /// The load is over: others compute in the decode's blocks. How long they took to come back; nothing, where some
-    /// have not, as only the prefill can say that nobody writes into them.
+    /// Reuses the decode's blocks after the load has ended. Returns how long they took to become
+    /// free, or `None` if some are still held because only the prefill can confirm that it no
+    /// longer writes to them.
     fn use_decodes_blocks(&mut self) -> Result<Option<Duration>, Failure> {
         let began = Instant::now();
         let back = self.two.decode.all_free(BLOCKS_BACK);
@@ -364,7 +374,7 @@ impl Run {
         Ok((!kept).then_some(took))
     }
 
-    /// Nothing writes into them any more, whatever has become of the prefill.
+    /// Checks that nothing writes into the reused blocks, whatever happens to the prefill.
     fn decodes_blocks_stay(&mut self) -> Check {
         let until = Instant::now() + QUIET;
         while Instant::now() < until {
@@ -373,8 +383,8 @@ impl Run {
         self.two.decode.vacate()
     }
 
-    /// How long the blocks of both took to come back, as far as anybody can say. Those of the decode had taken so long
-    /// before.
+    /// Returns how long the blocks of both engines took to become free, as far as can be observed.
+    /// `used` is the time that the decode's blocks had taken before.
     fn blocks_come_back(&mut self, used: Duration) -> Result<String, Failure> {
         let (subject, trouble) = (self.cell.subject, self.cell.trouble);
         let gone = matches!(trouble, Killed | Stopped);
@@ -383,7 +393,8 @@ impl Run {
         if !(subject == PrefillEngine && gone) {
             let is_missed = subject == PrefillRank && trouble == Stopped;
             let back = self.two.prefill.all_free(if is_missed { MISSED } else { BLOCKS_BACK });
-            // What writes them may be the decode itself, or a library: until the decode is gone.
+            // The decode itself, or a library, may write them, so they are held until the decode is
+            // gone.
             let may_be_kept = self.asks
                 && (subject, trouble) == (DecodeEngine, Stopped)
                 && !alone.writes_settle_alone;
@@ -393,9 +404,11 @@ impl Run {
             back?;
         }
         let are_kept = match (subject, trouble) {
-            // It may still write when it goes on: what it was to fill is nobody's any more.
+            // The stopped rank may still write when it continues, so the blocks that it was to fill
+            // are never reused.
             (DecodeRank, Stopped) => true,
-            // So may a library, of which the backend says that it needs the peer to be done: until the prefill is gone.
+            // A library whose backend needs the peer to settle may still write too, until the
+            // prefill is gone.
             (PrefillRank | PrefillEngine, Stopped) if !self.asks && !alone.reads_settle_alone => {
                 self.two.decode.all_free(BLOCKS_BACK).is_err()
             }
@@ -412,7 +425,7 @@ impl Run {
         Ok(began.elapsed().max(used).as_millis().to_string())
     }
 
-    /// Another engine takes the place of one that is gone, or has lost a rank.
+    /// Starts another engine in place of one that is gone or has lost a rank.
     fn heal(&mut self) -> Check {
         let suffix = match self.cell.trouble {
             Killed | Stopped => "-again",
@@ -425,7 +438,7 @@ impl Run {
     }
 }
 
-/// What has failed, in a word.
+/// Returns a short name for the reason of a failure.
 fn kind_of(why: &str) -> &str {
     let kinds = [
         ("the handshake failed", "handshake"),
@@ -433,7 +446,7 @@ fn kind_of(why: &str) -> &str {
         ("the peer revoked or reused blocks", "stale"),
         ("the request's deadline", "deadline"),
         ("this engine has lost a rank", "rank"),
-        // It was known before the load began.
+        // The loss was known before the load began.
         ("the load is refused: a rank of this engine is not there", "rank"),
         ("the peer did not send the blocks in time", "not written"),
     ];

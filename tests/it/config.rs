@@ -1,4 +1,4 @@
-//! A vLLM configuration given to an agent's builder.
+//! Tests that an agent's builder applies a vLLM configuration.
 
 use kvx::ErrorKind;
 use kvx::config::{KvTransferConfig, Surroundings};
@@ -6,7 +6,7 @@ use kvx_testkit::test;
 
 #[test]
 #[cfg(all(feature = "shm", feature = "tcp"))]
-fn backends_of_the_configuration_are_those_of_the_agent() {
+fn an_agent_uses_only_the_configured_backends() {
     let text = r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both",
                    "kv_connector_extra_config": {"backends": ["shm"]}}"#;
     let config = KvTransferConfig::from_json(text, &Surroundings::default()).unwrap();
@@ -16,11 +16,11 @@ fn backends_of_the_configuration_are_those_of_the_agent() {
     let peer = decode.connect(prefill.metadata().unwrap()).unwrap();
     let considered: Vec<_> =
         peer.route().candidates.iter().map(|considered| considered.backend).collect();
-    assert_eq!(considered, ["SHM"], "a list restricts");
+    assert_eq!(considered, ["SHM"], "the agent must use only listed backends");
 }
 
 #[test]
-fn a_backend_that_is_none_is_named() {
+fn an_unknown_backend_is_an_error() {
     let text = r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both",
                    "kv_connector_extra_config": {"backends": ["UXC"]}}"#;
     let config = KvTransferConfig::from_json(text, &Surroundings::default()).unwrap();

@@ -1,4 +1,5 @@
-//! The documents: the files that they name exist, and no page is too long. (Their commands run in kvx-cli's tests.)
+//! Tests of the documents: the files that they name exist, and no page is too long. (kvx-cli's
+//! tests run their commands.)
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +7,8 @@ use kvx_testkit::test;
 
 use crate::examples;
 
-/// Where README's links begin: it is the facade's front page in rustdoc too, and there others lead nowhere.
+/// The URL that README's links begin with. Rustdoc shows README too, and relative links lead
+/// nowhere there.
 const TREE: &str = "https://github.com/kvx-project/kvx/blob/main/";
 
 const LONGEST_PAGE: usize = 200;
@@ -19,7 +21,7 @@ fn read(file: &Path) -> String {
     std::fs::read_to_string(file).unwrap_or_else(|error| panic!("{}: {error}", file.display()))
 }
 
-/// Every page for people, wherever it lies; what builds is left out.
+/// Returns all Markdown pages, except those in hidden and target directories.
 fn pages() -> Vec<PathBuf> {
     let (mut pages, mut folders) = (Vec::new(), vec![root().to_owned()]);
     while let Some(folder) = folders.pop() {
@@ -66,7 +68,7 @@ fn the_files_that_pages_name_are_there() {
             assert!(in_tree.is_some() || !in_rustdoc, "README.md: write {TREE}{link}");
         }
     }
-    // Names of files below the root, in the page that tells where things are.
+    // CONTRIBUTING.md, which maps the repository, names files below the root.
     let map = read(&root().join("CONTRIBUTING.md"));
     let mut named = 0;
     for name in map.split('`').skip(1).step_by(2).filter(|name| name.contains('/') && is_path(name))
@@ -77,7 +79,7 @@ fn the_files_that_pages_name_are_there() {
     assert!(named > 30, "{named}");
 }
 
-/// Returns whether it looks like a file's name, and not like an item of Rust or a command.
+/// Returns whether the text looks like a file name, and not like a Rust item or a command.
 fn is_path(name: &str) -> bool {
     name.chars().all(|c| c.is_alphanumeric() || "/.-_#".contains(c)) && name.contains(['/', '.'])
 }
@@ -85,12 +87,16 @@ fn is_path(name: &str) -> bool {
 #[test]
 fn no_page_is_too_long_to_be_read() {
     for page in pages() {
-        // Tables of the contract and of vLLM's checklist are looked up, not read.
+        // Readers look up rows in these two files; they do not read them through.
         if page.ends_with("CONTRACT.md") || page.ends_with("vllm-parity.md") {
             continue;
         }
         let lines = read(&page).lines().count();
-        assert!(lines <= LONGEST_PAGE, "{}: {lines} lines, of {LONGEST_PAGE}", shown(&page));
+        assert!(
+            lines <= LONGEST_PAGE,
+            "{}: {lines} lines, at most {LONGEST_PAGE} allowed",
+            shown(&page)
+        );
     }
 }
 

@@ -1,4 +1,4 @@
-//! Each example runs to its end, as `cargo run --example` has it, and prints what it is about.
+//! Runs each example to its end, as `cargo run --example` does, and checks its output.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -7,15 +7,15 @@ use std::time::Duration;
 use kvx_testkit::{Failure, output, skip, trial};
 use libtest_mimic::Trial;
 
-/// How long an example may take.
+/// The time limit of an example.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// An example of `examples/`.
+/// An example in `examples/`.
 pub(crate) struct Example {
     pub(crate) name: &'static str,
     /// True if this build has the features that it needs.
     is_built: bool,
-    /// Its expected output.
+    /// Parts of its expected output.
     says: &'static [&'static str],
 }
 
@@ -58,10 +58,10 @@ pub(crate) const ALL: &[Example] = &[
     },
 ];
 
-/// An example that cargo has built beside this program.
+/// Returns the command of an example that cargo has built next to this program.
 ///
 /// # Errors
-/// Reason and cure, if it is not there or older than its source.
+/// Returns the reason and the remedy if the example is not built or older than its source.
 pub(crate) fn command(name: &str) -> Result<Command, (String, &'static str)> {
     const CURE: &str = "cargo build --examples, or cargo test without --test";
     let program = std::env::current_exe().ok();
@@ -95,7 +95,7 @@ fn run(Example { name, says, .. }: &Example) -> Result<(), Failure> {
     }
     match says.iter().find(|words| !printed.contains(**words)) {
         None => Ok(()),
-        Some(words) => Err(Failure::new(format!("it does not print {words:?}:\n{printed}"))),
+        Some(words) => Err(Failure::new(format!("the output lacks {words:?}:\n{printed}"))),
     }
 }
 

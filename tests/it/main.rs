@@ -34,7 +34,8 @@ fn registry_of_facade(_: &str) -> kvx::Registry {
     kvx::registry()
 }
 
-/// Runs what a command of `cargo xtask` has asked for by a variable, so many at a time.
+/// Runs the trials that a command of `cargo xtask` has requested with an environment variable, at
+/// most `at_a_time` concurrently.
 fn run_only(trials: Vec<Trial>, at_a_time: usize) -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads.get_or_insert(at_a_time);
@@ -49,7 +50,7 @@ fn main() -> ExitCode {
     #[cfg(feature = "connector")]
     {
         if let Some(wanted) = engines::asked_for() {
-            // Outcomes have deadlines, and each trial is two processes and more.
+            // Outcomes have deadlines, and each trial starts at least two processes.
             return run_only(wanted, 2);
         }
         trials.extend(engines::trials());
@@ -65,12 +66,12 @@ fn main() -> ExitCode {
     #[cfg(all(feature = "shm", feature = "tcp", feature = "ucx", feature = "libfabric"))]
     {
         if let Some(wanted) = faults::asked_for().or_else(soak::asked_for) {
-            // They count what this process holds, limit what it may have, and all tell times.
+            // These trials count and limit the resources of this process, and measure times.
             return run_only(wanted, 1);
         }
         trials.extend(faults::trials());
         trials.extend(soak::trials());
     }
-    // Most of them wait most of the time.
+    // Most trials wait most of the time.
     harness_main_with(trials, 3)
 }

@@ -1,10 +1,10 @@
-//! The README's two commands are what CI runs. (Its Rust blocks are doc tests of the facade.)
+//! Tests that CI runs the README's two commands. (The doc tests of the facade run its Rust blocks.)
 
 use kvx_testkit::test;
 
 const README: &str = include_str!("../../README.md");
 
-/// The first block of `language`, line by line.
+/// Returns the lines of the first block of `language`.
 fn first_block(language: &str) -> Vec<&'static str> {
     let fence = format!("```{language}");
     let lines = README.lines().skip_while(|line| *line != fence).skip(1);
@@ -41,7 +41,8 @@ fn the_table_of_backends_names_each_with_its_feature() {
 
 const TWO_ENGINES: &str = include_str!("../../examples/two_engines.rs");
 
-/// What an engine needs of kvx: the lines between the marks, without comments and blank ones.
+/// Returns the lines of kvx in the example of an engine: those between the marks, without comments
+/// and blank lines.
 fn lines_of_kvx() -> Vec<&'static str> {
     let mut lines: Vec<_> = TWO_ENGINES.lines().map(str::trim).collect();
     let mark = |mark: &str| {
@@ -58,12 +59,12 @@ fn lines_of_kvx() -> Vec<&'static str> {
 fn an_engine_needs_at_most_45_lines_of_kvx() {
     let lines = lines_of_kvx().len();
     assert!((20..=45).contains(&lines), "{lines} lines");
-    // And none beside them but a lease's and held blocks' ends.
+    // The rest of the engine uses only leases and held blocks of kvx.
     let engine =
         TWO_ENGINES.split("// ---- engine ----").nth(1).expect("the example has the marks");
     assert!(
         !engine.contains("use kvx") && !engine.contains("kvx::"),
-        "the toy uses kvx by what the marks enclose"
+        "the toy engine must use kvx only through the functions between the marks"
     );
 }
 

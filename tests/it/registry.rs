@@ -1,11 +1,11 @@
-//! The facade's registry: what is compiled in, and what is only known.
+//! Tests the facade's registry: the backends that are compiled in, and those that are only known.
 
 use kvx::{BackendStatus, Options};
 use kvx_core::backend::Unavailable;
 use kvx_testkit::test;
 
 #[test(own_process)]
-fn every_known_name_has_a_standing_and_its_features_decide_which() {
+fn the_status_of_every_known_backend_matches_its_feature() {
     let registry = kvx::registry();
     for known in registry.known_names() {
         let (name, standing) = registry.status(known.name, &Options::new()).unwrap();
@@ -50,6 +50,6 @@ fn the_order_of_preference_is_shm_then_ucx_then_libfabric_then_tcp() {
 
 #[test]
 #[cfg(feature = "ucx")]
-fn the_configuration_tells_how_many_threads_ucx_has() {
+fn the_configuration_and_ucx_agree_on_the_number_of_threads() {
     assert_eq!(kvx::config::NUM_THREADS, kvx::Ucx::NUM_THREADS);
 }

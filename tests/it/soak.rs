@@ -1,4 +1,4 @@
-//! Work without a plan: seconds of it here, as long as one likes by `cargo xtask soak`.
+//! Runs random work: for a few seconds here, for any time with `cargo xtask soak`.
 
 use std::time::{Duration, SystemTime};
 
@@ -9,17 +9,18 @@ use libtest_mimic::Trial;
 
 use crate::registry_of_facade;
 
-/// Seconds of work over each backend, with 200 peers; without it, a few seconds with fewer.
+/// The environment variable with the seconds of work over each backend, with 200 peers. Without it,
+/// a few peers work for a few seconds.
 const SECONDS: &str = "KVX_SOAK_SECONDS";
-/// What a run prints at its beginning: with it, another makes the same choices.
+/// The environment variable that repeats the choices of a run, which prints its value.
 const SEED: &str = "KVX_SOAK_SEED";
-/// How long a run may take beyond its seconds of work.
+/// The time that a run may take beyond its seconds of work.
 const AFTER: Duration = Duration::from_secs(20 * 60);
 
 fn number(variable: &str) -> Option<u64> {
     std::env::var(variable)
         .ok()
-        .map(|text| text.parse().unwrap_or_else(|_| panic!("{variable} is no number: {text}")))
+        .map(|text| text.parse().unwrap_or_else(|_| panic!("{variable} is not a number: {text}")))
 }
 
 fn work(title: &str, backend: &'static str, asked: Option<u64>) -> Result<(), Failure> {
@@ -55,10 +56,11 @@ fn work(title: &str, backend: &'static str, asked: Option<u64>) -> Result<(), Fa
 }
 
 fn title(backend: &str) -> String {
-    format!("soak::{backend}::nothing_is_wrong_and_nothing_grows")
+    format!("soak::{backend}::work_stays_correct_and_does_not_leak")
 }
 
-/// A few seconds of it. What a process holds is counted: each run has one for itself.
+/// Returns short runs. Each has a separate process, because it measures the resources of its
+/// process.
 pub(crate) fn trials() -> impl Iterator<Item = Trial> {
     ["SHM", "TCP"].into_iter().map(|backend| {
         let title = title(backend);
@@ -72,7 +74,7 @@ pub(crate) fn trials() -> impl Iterator<Item = Trial> {
 /// Returns the trials of `cargo xtask soak`, if it has started this program.
 pub(crate) fn asked_for() -> Option<Vec<Trial>> {
     let seconds = number(SECONDS)?;
-    // What libraries keep of killed peers is theirs: they are worked on where somebody asks for it.
+    // Libraries keep resources of killed peers, so these backends run only on request.
     let trials = ["SHM", "TCP", "UCX", "LIBFABRIC"].into_iter().map(|backend| {
         let title = title(backend);
         let limit = Duration::from_secs(seconds) + AFTER;

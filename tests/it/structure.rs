@@ -1,7 +1,8 @@
-//! Tests of the crates' structure: modules that use each other in a circle can only be understood together.
+//! Tests of the crates' structure: modules that use each other in a circle can only be understood
+//! together.
 //!
-//! They read `use` declarations and paths in the text, so macros and globs are not seen. A module that re-exports what
-//! its own child defines (`pub use child::Name`) does not use the child.
+//! They read `use` declarations and paths in the text, so macros and globs are not seen. A module
+//! that re-exports what its own child defines (`pub use child::Name`) does not use the child.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -126,7 +127,7 @@ fn names(path: &str) -> impl Iterator<Item = String> {
     path.split("::").map(|name| name.trim().to_owned()).filter(|name| !name.is_empty())
 }
 
-/// Writes out the paths that `a::{b, c::{d, e}}` stands for.
+/// Expands a tree like `a::{b, c::{d, e}}` into its paths.
 fn expand(before: &[String], tree: &str, paths: &mut Vec<NamePath>) {
     let (head, inner) = match tree.split_once('{') {
         Some((head, inner)) => (head, inner.trim_end().strip_suffix('}')),
@@ -208,7 +209,8 @@ fn circles_have_at_most_three_modules() {
     assert!(read > 500, "{read} modules: the sources were not read");
 }
 
-/// Device memory names the trait that copies it, and who copies makes such memory.
+/// Device memory refers to the trait that copies it, and an implementation of the trait creates
+/// device memory.
 #[test]
 fn core_has_no_circle_but_that_of_memory() {
     let uses = uses(&core()).unwrap();
@@ -229,7 +231,7 @@ fn core_uses_only_lower_layers() {
             }
         }
     }
-    let last = group - 1; // and the one after it
+    let last = group - 1; // the last two groups count as one
     for (module, used) in uses(&root).unwrap() {
         for used in used {
             let (user, lower) = (groups[&module[0]].min(last), groups[&used[0]].min(last));
@@ -238,8 +240,8 @@ fn core_uses_only_lower_layers() {
     }
 }
 
-/// Authors of a backend or an engine have to read core, so what exceeds 10,000 lines moves out of it. Too few lines or
-/// files mean that its sources were not read.
+/// Authors of a backend or an engine read core, so code beyond 10,000 lines must move out of it.
+/// Too few lines or files mean that the test did not read its sources.
 #[test]
 fn core_stays_small_and_its_unsafe_code_in_six_files() {
     let mut texts = Texts::new();

@@ -1,4 +1,4 @@
-//! Transfers, notifications and revocations are futures under tokio as under any other runtime.
+//! Tests transfers, notifications and revocations as futures under tokio.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! What becomes of work when something fails beside it, over each backend: some of it here, all of it and the table of
-//! docs/reliability.md by `cargo xtask faults`.
+//! Tests what happens to transfers when something fails, over each backend. A part of it runs here;
+//! `cargo xtask faults` runs all of it and prints the table of docs/reliability.md.
 
 mod panics;
 
@@ -14,34 +14,35 @@ use libtest_mimic::Trial;
 
 use crate::registry_of_facade;
 
-/// Set: everything over all backends, and a row of the table for each.
+/// The environment variable that runs all tests over all backends, and prints a row of the table
+/// for each.
 const ALL: &str = "KVX_FAULTS_ALL";
-/// Set in a process that runs one test and nothing else.
+/// The environment variable of a process that runs a single test.
 const ALONE: &str = "KVX_FAULTS_ALONE";
-/// How long one test may take in a process of its own.
+/// The time limit of one test in a separate process.
 const LIMIT: Duration = Duration::from_secs(120);
-/// How long all turns of a backend may take to panic one after the other.
+/// The time limit of the test in which one turn after the other panics.
 const PANICS_LIMIT: Duration = Duration::from_secs(900);
-/// What helps where namespaces and other users are refused.
+/// The remedy where namespaces and other users are not permitted.
 const CURE: &str = "run the tests as root, with util-linux and iproute2";
-/// Behind it the far end is the first process of a namespace.
+/// The command that runs the far end as the first process of a PID namespace.
 const NAMESPACE: [&str; 4] = ["unshare", "--pid", "--fork", "--kill-child"];
 
-/// Where the two processes are.
+/// The surroundings of the two processes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Place {
-    /// Beside each other.
+    /// Both run directly on this machine.
     Here,
-    /// The far end is in a namespace of processes of its own.
+    /// The far end runs in a separate PID namespace.
     Namespace,
-    /// Both belong to a user without privileges who has nothing else.
+    /// Both belong to an unprivileged user without other processes.
     User,
-    /// On a host each.
+    /// Each runs on a separate host.
     Hosts,
 }
 
 impl Place {
-    /// Where that can fail, and the words that the table has for it there.
+    /// Returns where this fault can happen, and the text that the table has for each place.
     fn of(trouble: Trouble) -> &'static [(Place, &'static str)] {
         match trouble {
             Trouble::CutOff => &[(Place::Hosts, "")],
@@ -58,13 +59,14 @@ impl Place {
         }
     }
 
-    /// Whether this backend goes that far.
+    /// Returns whether this backend connects these processes.
     fn is_reached_by(self, backend: &str) -> bool {
         self != Place::Hosts || backend != "SHM"
     }
 }
 
-/// What a library is known not to keep, and why: its row says so, and no run fails for it.
+/// Known violations by libraries, with the reason. The row shows the reason, and the run does not
+/// fail.
 const KNOWN: [(&str, Trouble, Moment, &str); 1] = [(
     "UCX",
     Trouble::Lacks(Limit::Mappings),
@@ -76,8 +78,9 @@ fn is_all() -> bool {
     std::env::var_os(ALL).is_some()
 }
 
-/// Whether the tests have it too. A death that is seen from elsewhere or comes after the work has ended, and threads or
-/// mappings that lack, are much the same at each moment: SHM has them at every second one, TCP at the others.
+/// Returns whether the tests include this case. Deaths in other surroundings or after the work has
+/// ended, and missing threads or mappings, differ little between moments, so SHM tests them at
+/// every second moment and TCP at the others.
 fn is_tried(backend: &str, trouble: Trouble, place: Place, moment: Moment) -> bool {
     let alike = match trouble {
         Trouble::Lacks(what) | Trouble::LacksHere(what) => what != Limit::Files,
@@ -88,7 +91,7 @@ fn is_tried(backend: &str, trouble: Trouble, place: Place, moment: Moment) -> bo
     is_all() || !alike || odd == (backend == "TCP")
 }
 
-/// Options of a backend where the two are on a host each.
+/// Returns the backend's options for two processes on separate hosts.
 fn options_between_hosts(backend: &str) -> &'static str {
     match backend {
         "UCX" => r#"{"ucx": {"tls": "tcp"}}"#,
@@ -97,7 +100,7 @@ fn options_between_hosts(backend: &str) -> &'static str {
     }
 }
 
-/// One run, in a process of its own: it may limit what a process can have.
+/// Runs one case in a separate process, as it may limit the resources of that process.
 fn run(
     title: &str,
     backend: &'static str,
@@ -107,7 +110,7 @@ fn run(
     let itself = std::env::current_exe()?;
     let is_alone = std::env::var_os(ALONE).is_some();
     let test = ["test", "-x", &itself.to_string_lossy()].map(str::to_owned);
-    // A number that nobody has: what one user may have is counted for all processes of its.
+    // An unused user id: the kernel counts a user's resources over all processes of that user.
     let user = (200_000 + std::process::id() % 100_000).to_string();
     let user = ["env", "HOME=/", "setpriv", "--reuid", &user, "--regid", &user, "--clear-groups"];
     let behind: &[&str] = match place.0 {
@@ -135,7 +138,8 @@ fn run(
         Place::Here | Place::Namespace if !is_alone => {
             let mut test = Command::new(itself);
             if run.0 == Trouble::LacksHere(Limit::Mappings) {
-                // One heap for all threads: the reserve that the test grows is theirs.
+                // One heap for all threads, so that the reserve that the test allocates serves all
+                // of them.
                 test.env("MALLOC_ARENA_MAX", "1");
             }
             run_one_test(title, test.args(["--exact", title]).env(ALONE, "1"), LIMIT)
@@ -156,7 +160,7 @@ fn row(
     (place, at): (Place, &str),
 ) -> Result<(), Failure> {
     let mut setup = Setup::new(registry_of_facade, "", backend, Mode::TwoProcesses);
-    // So long a hung page is waited for.
+    // The time to wait for an unresolved page fault.
     let patience = if !is_all() && trouble == Trouble::HungPage { 2 } else { 3 };
     setup.peer_timeout = Duration::from_secs(patience);
     match place {
@@ -174,7 +178,8 @@ fn row(
             return Ok(());
         }
     };
-    // Where a deadline is what ends the work, a short one costs the tests less; elsewhere it must not.
+    // If a deadline ends the work, a short one makes the test fast. Otherwise the deadline must not
+    // interfere.
     let waits = match trouble {
         Trouble::Stopped | Trouble::StoppedThenKilled | Trouble::CutOff | Trouble::HungPage => true,
         Trouble::Lacks(_) | Trouble::LacksHere(_) => true,
@@ -182,7 +187,7 @@ fn row(
         _ => false,
     };
     let deadline = match (is_all(), waits) {
-        // Where a process cannot be watched, silence is what shows its end.
+        // A process that cannot be observed is lost when it stays silent.
         (true, _) if place == Place::Namespace => 5000,
         (true, _) => 2000,
         (false, true) => 500,
@@ -206,7 +211,7 @@ fn row(
         }
         Err(why) => format!("**{}** | | |", known.map_or_else(|| why.to_string(), str::to_owned)),
     };
-    // kvx's own have its version.
+    // kvx's own backends have kvx's version.
     let library = if matches!(backend, "SHM" | "TCP") { "" } else { &*version };
     println!("| {} | {trouble}{at} | {moment} | {cells} |", format!("{backend} {library}").trim());
     match (ended, known) {
@@ -249,7 +254,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         for (way, op) in [("reading", kvx::Op::Read), ("writing", kvx::Op::Write)] {
             let title = format!("faults::{backend}::a-turn-panics_{way}");
             let step = if is_all() { 1 } else { 16 };
-            // Turns of all threads of the process count.
+            // The panics count the turns of all threads of the process.
             trials.push(trial_within(PANICS_LIMIT, title.clone(), move || {
                 match is_own_process() || is_all() {
                     true => panics::row(&title, backend, op, step),

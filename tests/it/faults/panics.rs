@@ -1,4 +1,5 @@
-//! A machine that panics in a turn: each transfer of its agent and of its peers ends, and other agents go on.
+//! Tests a machine that panics in a turn: each transfer of its agent and of its peers ends, and
+//! other agents continue.
 
 use std::panic::PanicHookInfo;
 use std::sync::Once;
@@ -10,27 +11,29 @@ use kvx_testkit::{Failure, Mode, Setup, byte_at, run, skip, unique};
 
 use crate::registry_of_facade;
 
-/// The transfers of a round, and their blocks: 2 MiB each, more than a turn moves.
+/// The transfers of a round and their blocks: 2 MiB each, more than one turn moves.
 const TRANSFERS: usize = 4;
 const GRID: Grid = Grid::packed(4096, 512);
 const LEN: usize = 4096 * 512;
 const SEED: u64 = 5;
-/// When they end, and how much later at most.
+/// The deadline of a transfer, and the time by which it may end late.
 const DEADLINE: Duration = Duration::from_millis(500);
 const GRACE: Duration = Duration::from_secs(1);
-/// When a wait is given up that should have ended.
+/// The time after which a test gives up a wait.
 const CUT_OFF: Duration = Duration::from_secs(10);
-/// How long an agent may take for its end: one whose machine is lost takes all of it.
+/// The deadline of an agent's shutdown; an agent whose machine is lost needs all of it.
 const SHUTDOWN: Duration = Duration::from_millis(50);
-/// What a transfer may be told: its own end has gone, its peer has, or neither says so before the deadline.
+/// The errors that a transfer may have: its agent is lost, its peer is lost, or the deadline has
+/// passed.
 const KINDS: [ErrorKind; 4] =
     [ErrorKind::PeerLost, ErrorKind::Forgotten, ErrorKind::Closed, ErrorKind::TimedOut];
 
-/// More turns than two agents have until their transfers have ended.
+/// More turns than two agents take until their transfers have ended.
 const MANY: u64 = 1000;
 
-/// Has a machine panic in its first turn, then others each `step` turns later, until their work is done before; gives
-/// the number of those that did, how transfers ended, and when the last had at the latest.
+/// Makes a machine panic in its first turn, then in every `step`th later turn, until the work ends
+/// before the turn. Returns the number of panics, how the transfers ended, and the latest time at
+/// which they had all ended.
 fn panics(backend: &'static str, op: Op, step: u64) -> Result<(u64, String, Duration), Failure> {
     hide_what_is_on_purpose();
     let mut setup = Setup::new(registry_of_facade, "", backend, Mode::OneProcess);
@@ -59,14 +62,15 @@ fn panics(backend: &'static str, op: Op, step: u64) -> Result<(u64, String, Dura
     Ok((turns, format!("{arrived} arrived, {failed} failed"), latest))
 }
 
-/// Two new agents, transfers between them, and their ends: which have arrived, and when the last had ended. Nothing at
-/// all if an agent has ended before they were posted.
+/// Runs transfers between two new agents. Returns which have arrived, and when the last had ended.
+/// Returns no transfers if an agent was lost before they were posted.
 fn round(setup: &Setup, op: Op) -> Result<(Vec<bool>, Duration), Failure> {
     let (near, far) = (setup.agent(&unique("near"))?, setup.agent(&unique("far"))?);
     let done = transfers(setup, op, &near, &far);
     for agent in [near, far] {
         let begun = Instant::now();
-        agent.shutdown(SHUTDOWN).wait_blocking(CUT_OFF).ok(); // what a lost machine held is in quarantine
+        // Memory of a lost machine stays quarantined.
+        agent.shutdown(SHUTDOWN).wait_blocking(CUT_OFF).ok();
         if begun.elapsed() > SHUTDOWN + 2 * GRACE {
             return Err(Failure::new(format!("a shutdown took {:?}", begun.elapsed())));
         }
@@ -85,7 +89,7 @@ fn transfers(
         let theirs = far.register("theirs", setup.memory(TRANSFERS * LEN, SEED).ok()?).ok()?;
         Some((ours, theirs, near.connect(&far.metadata().ok()?).ok()?))
     })();
-    // The machine that registers, or greets, may be the one that is lost.
+    // The lost machine may be the one that registers or connects.
     let Some((ours, theirs, peer)) = registered else { return Ok((Vec::new(), Duration::ZERO)) };
     let begun = Instant::now();
     let mut posted: Vec<(usize, Transfer)> = Vec::new();
@@ -135,7 +139,7 @@ fn is_there(region: &Region, at: usize, seed: u64) -> Result<(), Failure> {
     }
 }
 
-/// Its message and trace would be printed for each turn.
+/// Hides the message and the backtrace of the intended panics, which would appear for each turn.
 fn hide_what_is_on_purpose() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -149,7 +153,7 @@ fn hide_what_is_on_purpose() {
     });
 }
 
-/// The run of one backend and one way, and its row of the table.
+/// Runs one backend and operation, and prints the row of the table.
 pub(crate) fn row(title: &str, backend: &'static str, op: Op, step: u64) -> Result<(), Failure> {
     let version = match kvx::registry().require(backend, &kvx::Options::default()) {
         Ok((_, found)) => found.version,

@@ -1,7 +1,7 @@
-//! Steps of a model of 1 GiB beside what this machine can do: decode of one sequence beside a bare
-//! read of the weights, prefill beside the bare kernel on numbers that lie in the cache. `cargo
-//! bench -p kvx-paged-llama --bench step` prints a JSON object a line: medians of rounds, and of
-//! each round's ratio. With `-- --test` it takes one round of a small model.
+//! Compares steps of a model of 1 GiB with this machine's limits: the decode of one sequence with a
+//! bare read of the weights, and a prefill with the bare kernel on numbers in the cache. `cargo
+//! bench -p kvx-paged-llama --bench step` prints one JSON object per line, with the medians of the
+//! times and of the ratios of each round. With `-- --test` it runs one round of a small model.
 #![allow(clippy::unwrap_used, reason = "a benchmark that cannot run may panic")]
 
 use std::fs::File;
@@ -15,7 +15,7 @@ use kvx_paged_llama::model::{
 };
 use kvx_random_model::{ModelSpec, make_model};
 
-/// Tokens of the prompt whose prefill is measured.
+/// Tokens of the measured prompt.
 const PROMPT: usize = 512;
 
 fn main() {
@@ -65,7 +65,7 @@ fn measure(folder: &Path, bytes: u64, rounds: usize) {
         let (read, decode) = (bare_read(&whole, threads), step(PROMPT..PROMPT + 1));
         decodes.push((decode, read / decode));
         let (flops, prefill) = (bare_kernel(threads), step(0..PROMPT));
-        // The embedding is not multiplied with, and the last layer once.
+        // The embedding is looked up and not multiplied, and the last layer runs once.
         let ours = bytes as f64 / 2.0 * 2.0 * PROMPT as f64 / prefill;
         prefills.push((prefill, ours / flops));
     }
@@ -78,7 +78,7 @@ fn measure(folder: &Path, bytes: u64, rounds: usize) {
     }
 }
 
-/// Seconds that `threads` threads need to read all bytes once.
+/// Returns the seconds that `threads` threads take to read all bytes once.
 fn bare_read(bytes: &[u8], threads: usize) -> f64 {
     let begin = Instant::now();
     let sum = |part: &[u8]| {
@@ -92,7 +92,7 @@ fn bare_read(bytes: &[u8], threads: usize) -> f64 {
     begin.elapsed().as_secs_f64()
 }
 
-/// Operations in a second that `threads` threads make of the kernel when all numbers lie in their
+/// Returns the operations per second of the kernel on `threads` threads, with all numbers in their
 /// caches.
 fn bare_kernel(threads: usize) -> f64 {
     let (rows, cols, count, times) = (32, 512, 32, 4000);

@@ -1,4 +1,4 @@
-"""What transformers makes of a model: logits, tokens, and the tokenizer's words. Run by tests/it/reference.rs.
+"""Prints what transformers computes for a model: logits, tokens, and the tokenizer's output. tests/it/reference.rs runs it.
 
 Reads one JSON object per line, {"folder", "prompt", "count", "text", "messages"}; answers with one per line.
 """

@@ -1,4 +1,4 @@
-//! What `config.json` and `generation_config.json` say of a model.
+//! Reads `config.json` and `generation_config.json`.
 
 use std::path::Path;
 
@@ -13,14 +13,14 @@ use super::rope::Rope;
 pub enum Architecture {
     /// `LlamaForCausalLM`
     Llama,
-    /// `Qwen2ForCausalLM`: biases on queries, keys and values.
+    /// `Qwen2ForCausalLM`: with biases on queries, keys and values.
     Qwen2,
-    /// `Qwen3ForCausalLM`: queries and keys are normed, head by head.
+    /// `Qwen3ForCausalLM`: with norms on each head of queries and keys.
     Qwen3,
 }
 
 impl Architecture {
-    /// All of them, with the name in `config.json`'s `architectures` and its `model_type`.
+    /// All architectures, with their names in `config.json`'s `architectures` and `model_type`.
     pub const ALL: [(Architecture, &'static str, &'static str); 3] = [
         (Architecture::Llama, "LlamaForCausalLM", "llama"),
         (Architecture::Qwen2, "Qwen2ForCausalLM", "qwen2"),
@@ -28,17 +28,17 @@ impl Architecture {
     ];
 }
 
-/// How numbers are kept, of weights and of the KV cache. Sums are always made of `F32`.
+/// The number format of weights and of the KV cache. Sums always use `F32`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Dtype {
-    /// IEEE, 32 bits.
+    /// IEEE single precision.
     F32,
     /// The upper half of an `F32`.
     Bf16,
 }
 
 impl Dtype {
-    /// Bytes of one number.
+    /// Returns the bytes per number.
     pub fn size(self) -> usize {
         match self {
             Dtype::F32 => 4,
@@ -46,7 +46,7 @@ impl Dtype {
         }
     }
 
-    /// PyTorch's name of it, as in `config.json`.
+    /// Returns PyTorch's name of the format, as in `config.json`.
     pub fn name(self) -> &'static str {
         match self {
             Dtype::F32 => "float32",
@@ -68,35 +68,35 @@ pub struct Config {
     pub kv_heads: usize,
     pub head_dim: usize,
     pub norm_epsilon: f32,
-    /// The longest sequence that the model was made for.
+    /// The longest sequence that the model was trained for.
     pub max_positions: usize,
-    /// What the weights are kept in, and the KV cache unless somebody says otherwise.
+    /// The number format of the weights and, by default, of the KV cache.
     pub dtype: Dtype,
-    /// The embedding is the last layer as well.
+    /// The embedding is also the last layer.
     pub tied: bool,
-    /// Biases of queries, keys and values; of attention's output; of the three of the feed-forward
-    /// part.
+    /// Biases: of queries, keys and values; of attention's output; of the three feed-forward
+    /// matrices.
     pub qkv_bias: bool,
     pub output_bias: bool,
     pub mlp_bias: bool,
-    /// Tokens that end an answer: `generation_config.json`'s, else `config.json`'s.
+    /// Tokens that end an answer, from `generation_config.json` or else `config.json`.
     pub eos: Vec<u32>,
-    /// `generation_config.json` as it is: what a request gets that says nothing. Null without the
-    /// file.
+    /// The content of `generation_config.json`, the defaults of requests; null without the file.
     pub generation: Value,
     pub(super) rope: Rope,
 }
 
 impl Config {
-    /// Reads the two files of `folder`.
+    /// Reads the two files in `folder`.
     ///
     /// # Errors
-    /// A file that is missing or no JSON, a size that does not fit, and whatever this server does
-    /// not compute.
+    /// Fails if a file is missing or not JSON, a size is invalid, or the model needs a feature that
+    /// this server does not have.
     pub fn read(folder: &Path) -> Result<Config> {
         let config = read_json(&folder.join("config.json"))?.ok_or_else(|| {
             ModelError::new(format!(
-                "{} has no config.json: give the folder of a Hugging Face model, or make one with `kvx make-model {}`",
+                "{} has no config.json: pass the folder of a Hugging Face model, or make one with \
+                 `kvx make-model {}`",
                 folder.display(),
                 folder.display()
             ))
@@ -107,10 +107,10 @@ impl Config {
         })
     }
 
-    /// The same of JSON that was read already.
+    /// Parses JSON that was already read.
     ///
     /// # Errors
-    /// As [`Config::read`].
+    /// See [`Config::read`].
     pub fn parse(json: &Value, generation: Value) -> Result<Config> {
         let architecture = architecture(json)?;
         refuse_what_is_not_computed(json)?;
@@ -124,7 +124,7 @@ impl Config {
         }
         if head_dim == 0 || head_dim % 2 != 0 {
             return Err(ModelError::new(format!(
-                "head_dim is {head_dim}: an even number is needed, for the rotation"
+                "head_dim is {head_dim}; the rotation needs an even number"
             )));
         }
         let max_positions = size(json, "max_position_embeddings")?;
@@ -157,7 +157,7 @@ impl Config {
     }
 }
 
-/// The file's JSON; nothing if there is no such file.
+/// Returns the file's JSON, or `None` if there is no such file.
 pub(super) fn read_json(path: &Path) -> Result<Option<Value>> {
     let text = match std::fs::read_to_string(path) {
         Ok(text) => text,
@@ -182,11 +182,11 @@ fn architecture(json: &Value) -> Result<Architecture> {
     })
 }
 
-/// Says so where ignoring a setting would give wrong answers.
+/// Rejects settings that would give wrong answers if they were ignored.
 fn refuse_what_is_not_computed(json: &Value) -> Result<()> {
     let refuse = |what: String| {
         Err(ModelError::new(format!(
-            "{what}: this server does not compute that; take another model"
+            "{what}: this server does not support that; use another model"
         )))
     };
     match json["hidden_act"].as_str() {
@@ -199,7 +199,9 @@ fn refuse_what_is_not_computed(json: &Value) -> Result<()> {
     let layer_types = json["layer_types"].as_array().into_iter().flatten();
     let slides = layer_types.filter_map(Value::as_str).any(|kind| kind != "full_attention");
     if json["use_sliding_window"].as_bool() == Some(true) || slides {
-        return refuse("attention slides (use_sliding_window, layer_types)".into());
+        return refuse(
+            "the model uses sliding-window attention (use_sliding_window, layer_types)".into(),
+        );
     }
     match json["partial_rotary_factor"].as_f64() {
         None | Some(1.0) => Ok(()),
@@ -207,7 +209,7 @@ fn refuse_what_is_not_computed(json: &Value) -> Result<()> {
     }
 }
 
-/// Sizes beyond this are mistakes: products of three of them still fit.
+/// The largest size that is not a mistake: products of three sizes still fit.
 const LARGEST: u64 = 1 << 21;
 
 fn size(json: &Value, name: &str) -> Result<usize> {
@@ -219,7 +221,7 @@ fn optional_size(json: &Value, name: &str) -> Result<Option<usize>> {
         (Value::Null, _) => Ok(None),
         (_, Some(size)) if (1..=LARGEST).contains(&size) => Ok(Some(size as usize)),
         (value, _) => Err(ModelError::new(format!(
-            "{name} is {value}: a number from 1 to {LARGEST} is needed"
+            "{name} is {value}; it must be a number from 1 to {LARGEST}"
         ))),
     }
 }
@@ -231,7 +233,7 @@ fn dtype(json: &Value) -> Result<Dtype> {
         .unwrap_or("float32");
     [Dtype::F32, Dtype::Bf16].into_iter().find(|dtype| dtype.name() == name).ok_or_else(|| {
         ModelError::new(format!(
-            "the weights are {name}: this server reads float32 and bfloat16; save the model as one of them"
+            "the weights are {name}; save the model as float32 or bfloat16, which this server reads"
         ))
     })
 }

@@ -1,19 +1,19 @@
-//! What a model says when it cannot be opened or run.
+//! The error of a model that cannot be opened or run.
 
-/// A sentence that says what is wrong and what to do about it.
+/// An error message that names the problem and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelError(String);
 
-/// What the model's functions return.
+/// The result of the model's functions.
 pub type Result<T> = std::result::Result<T, ModelError>;
 
 impl ModelError {
-    /// The sentence.
+    /// Returns an error with this message.
     pub fn new(sentence: impl Into<String>) -> ModelError {
         ModelError(sentence.into())
     }
 
-    /// With the words of another error.
+    /// Returns an error with the message of another error.
     pub fn of(error: impl std::fmt::Display) -> ModelError {
         ModelError(error.to_string())
     }

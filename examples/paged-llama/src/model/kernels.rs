@@ -1,13 +1,13 @@
-//! The arithmetic. Each kernel is written once and compiled for each [`SimdLevel`]; which one runs
-//! changes no bit.
+//! The arithmetic. Each kernel is written once and compiled for each [`SimdLevel`]; all of them
+//! give the same bits.
 
 #[cfg(target_arch = "x86_64")]
 use super::simd::{Avx2, Avx512};
 use super::simd::{Element, Lanes, Portable, SimdLevel};
 
-/// Makes of one body a function for each level, and one that chooses. The body is inlined into
-/// each, and with it what it calls: the compiler then uses the level's instructions. It may not
-/// fuse or reorder operations.
+/// Generates one function per level from a body, and one that selects the level. The body and the
+/// functions that it calls are inlined, so that the compiler uses the level's instructions. The
+/// compiler must not fuse or reorder operations.
 macro_rules! compiled {
     ($(#[$doc:meta])* fn $name:ident $(<$e:ident>)? ($($arg:ident: $type:ty),* $(,)?) = $body:ident) => {
         $(#[$doc])*
@@ -26,10 +26,10 @@ macro_rules! compiled {
                     $body::<Avx2 $(, $e)?>($($arg),*);
                 }
                 match level {
-                    // SAFETY: a level is chosen only where `SimdLevel::is_here`.
+                    // SAFETY: callers pass a level only if `SimdLevel::is_here` has found it.
                     SimdLevel::Avx512 => return unsafe { avx512($($arg),*) },
-                    // SAFETY: `SimdLevel::is_here` has found AVX2 and FMA, or this level is not
-                    // chosen.
+                    // SAFETY: callers pass this level only if `SimdLevel::is_here` has found AVX2
+                    // and FMA.
                     SimdLevel::Avx2 => return unsafe { avx2($($arg),*) },
                     SimdLevel::Portable => {}
                 }
@@ -40,8 +40,8 @@ macro_rules! compiled {
     };
 }
 
-/// A matrix as it lies: rows of `cols` numbers, `stride` apart. A row's product with a vector is
-/// the tree of `parts` sums of equal length.
+/// A matrix in memory: rows of `cols` numbers, `stride` apart. The product of a row with a vector
+/// is the sum, as a tree, of `parts` sums of equal length.
 #[derive(Clone, Copy)]
 pub(super) struct Matrix<'a, E> {
     pub(super) numbers: &'a [E],
@@ -50,7 +50,7 @@ pub(super) struct Matrix<'a, E> {
     pub(super) parts: usize,
 }
 
-/// Several vectors, or a place for them: each `stride` after the other.
+/// Several vectors, or space for them, `stride` apart.
 #[derive(Clone, Copy)]
 pub(super) struct Vectors<'a> {
     pub(super) numbers: &'a [f32],
@@ -58,7 +58,7 @@ pub(super) struct Vectors<'a> {
     pub(super) count: usize,
 }
 
-/// Numbers that several threads write concurrently, each to its own part.
+/// Numbers that several threads write concurrently, each to a separate part.
 #[derive(Clone, Copy)]
 pub(super) struct SharedOutput<'a> {
     begin: *mut f32,
@@ -66,10 +66,10 @@ pub(super) struct SharedOutput<'a> {
     life: std::marker::PhantomData<&'a mut [f32]>,
 }
 
-// SAFETY: any thread may write the numbers; callers of the unsafe methods promise that no other
-// thread uses the same part.
+// SAFETY: any thread may write the numbers; callers of the unsafe methods ensure that no two
+// threads use overlapping parts.
 unsafe impl Send for SharedOutput<'_> {}
-// SAFETY: threads that share it write disjoint parts, as callers of the unsafe methods promise.
+// SAFETY: threads that share it write disjoint parts, which callers of the unsafe methods ensure.
 unsafe impl Sync for SharedOutput<'_> {}
 
 impl<'a> SharedOutput<'a> {
@@ -81,33 +81,34 @@ impl<'a> SharedOutput<'a> {
         }
     }
 
-    /// Those from `from` on.
+    /// Returns the numbers from `from` on.
     pub(super) fn from(self, from: usize) -> SharedOutput<'a> {
         assert!(from <= self.len, "beyond the places");
-        // SAFETY: inside, as was just checked.
+        // SAFETY: the assertion ensures that the pointer stays within the numbers.
         let begin = unsafe { self.begin.add(from) };
         SharedOutput { begin, len: self.len - from, life: self.life }
     }
 
-    /// Part of them.
+    /// Returns `len` of the numbers, from `from` on.
     ///
     /// # Safety
-    /// Nobody else has a part that overlaps.
+    /// No other part that overlaps this one may exist.
     #[inline(always)]
-    #[allow(clippy::mut_from_ref, reason = "the safety clause")]
+    #[allow(clippy::mut_from_ref, reason = "the caller upholds the safety clause")]
     pub(super) unsafe fn part(&self, from: usize, len: usize) -> &mut [f32] {
         assert!(from <= self.len && len <= self.len - from, "beyond the places");
-        // SAFETY: inside, and the caller is alone there.
+        // SAFETY: the assertion ensures that the part is within the numbers, and the caller that it
+        // is exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.begin.add(from), len) }
     }
 }
 
-/// Vectors whose numbers stay in the cache while the matrix goes by.
+/// The number of vectors that stay in the cache while the matrix is read.
 const TILE: usize = 64;
 
 compiled! {
     /// Writes the product of row `o` of `matrix` with vector `r` to `out[r * out_stride + o]`, for
-    /// `rows` of the matrix. The caller is alone at these places.
+    /// `rows` of the matrix. No other thread may use these numbers.
     fn multiply<E>(
         matrix: Matrix<'_, E>,
         rows: std::ops::Range<usize>,
@@ -145,7 +146,7 @@ fn multiply_body<L: Lanes, E: Element>(
     }
 }
 
-/// The products of `O` rows with `R` vectors.
+/// Computes the products of `O` rows with `R` vectors.
 #[inline(always)]
 #[allow(clippy::needless_range_loop, reason = "loops of a constant length, which are unrolled")]
 fn block<L: Lanes, E: Element, const O: usize, const R: usize>(
@@ -175,7 +176,7 @@ fn block<L: Lanes, E: Element, const O: usize, const R: usize>(
         }
     }
     for j in 0..R {
-        // SAFETY: the caller of `multiply` is alone there.
+        // SAFETY: the caller of `multiply` ensures that no other thread uses these numbers.
         let out = unsafe { out.part((r + j) * out_stride + o, O) };
         for i in 0..O {
             out[i] = tree(&mut sums[i][j][..matrix.parts]);
@@ -196,7 +197,7 @@ fn products<L: Lanes, E: Element, const O: usize, const R: usize>(
     while at < whole {
         let mut x = [L::zero(); R];
         for j in 0..R {
-            // SAFETY: all slices are `width` long, and `at + 16 <= width`.
+            // SAFETY: all slices are `width` long, and the loop keeps `at + 16 <= width`.
             x[j] = L::load(unsafe { &*values[j].as_ptr().add(at).cast() });
         }
         for i in 0..O {
@@ -226,7 +227,7 @@ fn padded<T: Copy>(rest: &[T], zero: T) -> [T; 16] {
     padded
 }
 
-/// Adds neighbours to neighbours until one is left: of 1, 2, 4 or 8 sums.
+/// Adds neighbours until one sum is left; takes 1, 2, 4 or 8 sums.
 #[inline(always)]
 fn tree(sums: &mut [f32]) -> f32 {
     let mut count = sums.len();
@@ -254,7 +255,7 @@ fn norm_body<L: Lanes>(values: &mut [f32], weight: &[f32], epsilon: f32) {
 }
 
 compiled! {
-    /// Makes `gate` what the feed-forward part's last matrix is given: `silu(gate) * up`.
+    /// Computes the input of the feed-forward part's last matrix: `gate = silu(gate) * up`.
     fn gate(gate: &mut [f32], up: &[f32]) = gate_body
 }
 
@@ -313,13 +314,13 @@ fn accumulate_body<L: Lanes>(out: &mut [f32], weights: &[f32], rows: &[f32]) {
     }
 }
 
-/// The exponential, to a unit or two in the last place. Below -87 it stays at the smallest ordinary
-/// number.
+/// Returns the exponential, correct to two units in the last place. Below -87 it returns the
+/// smallest normal number.
 #[inline(always)]
-#[allow(clippy::excessive_precision, reason = "the constants are written as they are known")]
+#[allow(clippy::excessive_precision, reason = "the constants have their usual digits")]
 fn exp(x: f32) -> f32 {
-    // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, which the sum's low bits
-    // then are.
+    // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, which is then in the sum's
+    // low bits.
     const ROUND: f32 = 12_582_912.0;
     let x = if x < -87.0 { -87.0 } else { x };
     let x = if x > 88.0 { 88.0 } else { x };
@@ -357,7 +358,7 @@ mod tests {
         numbers.iter().map(|number| number.to_bits()).collect()
     }
 
-    /// What `multiply` promises, written down without lanes, tiles or blocks.
+    /// Computes the result of `multiply` without lanes, tiles or blocks.
     fn by_hand(row: &[f32], vector: &[f32], parts: usize) -> f32 {
         let width = row.len() / parts;
         let part = |part: usize| {
@@ -423,7 +424,8 @@ mod tests {
         }
     }
 
-    /// The properties above compare the levels that this processor has.
+    /// Reports if the properties above did not compare all levels, because this processor lacks
+    /// one.
     #[test]
     fn this_processor_has_each_level() {
         if !SimdLevel::Avx512.is_here() {

@@ -1,4 +1,4 @@
-//! Llama and Qwen, computed: a folder's weights, and one step over the paged pool.
+//! Computes Llama and Qwen models: the weights of a folder, and one step over the paged pool.
 //!
 //! Layers, each of which imports only from those before it: `error`, `config`, `rope`, `chunk`,
 //! `safetensors`, `simd`; `kernels`, `pool`, `ranks`; `sockets`, `weights`; `transformer`; `step`.
@@ -26,8 +26,8 @@ pub use simd::SimdLevel;
 pub use step::Logits;
 pub use transformer::Model;
 
-/// Multiplies a matrix that lies in the cache with `count` vectors: what a step's arithmetic is
-/// measured beside.
+/// Multiplies a matrix in the cache with `count` vectors. Benchmarks compare a step's arithmetic
+/// with it.
 #[doc(hidden)]
 pub fn multiply_alone(matrix: &[f32], vectors: &[f32], count: usize, out: &mut [f32]) {
     let (cols, rows) = (vectors.len() / count, out.len() / count);

@@ -1,4 +1,4 @@
-//! The paged KV cache, over memory that somebody else owns: a region of kvx, say.
+//! The paged KV cache, over memory with another owner, such as a region of kvx.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -11,24 +11,25 @@ use super::error::{ModelError, Result};
 /// The order of the numbers within one block of one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PoolLayout {
-    /// `[head][token]`, of each the key and behind it the value: what a peer may cut into heads, or
+    /// `[head][token]`, each with the key followed by the value. Peers can split it into heads or
     /// into fewer tokens.
     Hnd,
-    /// `[token][head]`, of each the key and behind it the value.
+    /// `[token][head]`, each with the key followed by the value.
     Nhd,
-    /// vLLM's on the CPU: head by head, keys `[dim][token]`, then values `[token][dim]`.
+    /// The layout of vLLM on the CPU: for each head the keys `[dim][token]`, then the values
+    /// `[token][dim]`.
     VllmCpu,
 }
 
-/// What a pool holds: layer by layer, in each of them block by block.
+/// The shape of a pool: layers, each of them a sequence of blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[expect(missing_docs, reason = "the names say it")]
+#[expect(missing_docs, reason = "the names are self-explanatory")]
 pub struct PoolShape {
     pub layers: usize,
     pub blocks: usize,
-    /// Tokens of one block.
+    /// Tokens per block.
     pub block_tokens: usize,
-    /// Of this rank.
+    /// The KV heads of this rank.
     pub kv_heads: usize,
     pub head_dim: usize,
     pub dtype: Dtype,
@@ -36,28 +37,28 @@ pub struct PoolShape {
 }
 
 impl PoolShape {
-    /// Bytes of one block of one layer, keys and values.
+    /// Returns the bytes per block and layer, keys and values.
     pub fn block_bytes(&self) -> usize {
         2 * self.half() * self.dtype.size()
     }
 
-    /// Bytes from one layer to the next.
+    /// Returns the bytes per layer.
     pub fn layer_bytes(&self) -> usize {
         self.blocks * self.block_bytes()
     }
 
-    /// Bytes of the whole.
+    /// Returns the bytes of the pool.
     pub fn bytes(&self) -> usize {
         self.layers * self.layer_bytes()
     }
 
-    /// Numbers of a block's keys, or of its values.
+    /// Returns how many numbers a block's keys, or its values, have.
     fn half(&self) -> usize {
         self.block_tokens * self.kv_heads * self.head_dim
     }
 
-    /// Where the keys (or else values) of one head lie in a block, in numbers from the pool's
-    /// begin.
+    /// Returns the location of one head's keys, or values, in a block, in numbers from the pool's
+    /// beginning.
     pub(super) fn strip(&self, layer: usize, block: u32, keys: bool, head: usize) -> Strip {
         let PoolShape { block_tokens: tokens, kv_heads: heads, head_dim: dim, .. } = *self;
         let begin = (layer * self.blocks + block as usize) * 2 * self.half();
@@ -79,7 +80,7 @@ impl PoolShape {
     }
 }
 
-/// One head's part of a block: number `(t, d)` is `begin + t * token + d * dim`.
+/// One head's part of a block. Number `(t, d)` is at `begin + t * token + d * dim`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Strip {
     begin: usize,
@@ -94,41 +95,41 @@ pub struct Pool {
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: the memory belongs to no thread, and its owner is `Send`.
+// SAFETY: the memory is not tied to a thread, and its owner is `Send`.
 unsafe impl Send for Pool {}
-// SAFETY: a shared pool is only read; a write needs `&mut Pool`, and `Pool::over` has its caller
-// promise that no one else writes what is read meanwhile.
+// SAFETY: a shared pool is only read. A write needs `&mut Pool`, and the caller of `Pool::over`
+// ensures that no one else writes the memory during a read.
 unsafe impl Sync for Pool {}
 
 impl Pool {
-    /// A pool in memory of its own, zeroed.
+    /// Allocates a pool of zeros.
     ///
     /// # Errors
-    /// More bytes than there are.
+    /// Fails if the system has too little memory.
     pub fn allocate(shape: PoolShape) -> Result<Pool> {
         let mut memory: Vec<u32> = Vec::new();
         let words = shape.bytes().div_ceil(4);
         memory.try_reserve_exact(words).map_err(|_| {
             ModelError::new(format!(
-                "no memory for a KV cache of {} bytes: ask for fewer blocks",
+                "cannot allocate a KV cache of {} bytes; use fewer blocks",
                 shape.bytes()
             ))
         })?;
         memory.resize(words, 0);
         let begin = memory.as_mut_ptr().cast();
-        // SAFETY: the vector owns the bytes, lives as long as the pool, and is touched by nobody
-        // else.
+        // SAFETY: the vector owns the bytes, lives as long as the pool, and no other code accesses
+        // it.
         unsafe { Pool::over(shape, begin, words * 4, Arc::new(memory)) }
     }
 
-    /// A pool over `len` bytes at `memory`, which `owner` keeps alive.
+    /// Returns a pool over `len` bytes at `memory`, which `owner` keeps alive.
     ///
     /// # Errors
-    /// Memory that is too short, or begins at an odd address.
+    /// Fails if the memory is too short or misaligned.
     ///
     /// # Safety
-    /// The bytes are readable and writable while `owner` lives. While a step runs, no one else
-    /// writes the blocks that it names, or reads those that it writes.
+    /// The bytes must be readable and writable while `owner` lives. While a step runs, no one else
+    /// may write the blocks that it names, or read those that it writes.
     pub unsafe fn over(
         shape: PoolShape,
         memory: *mut u8,
@@ -138,28 +139,29 @@ impl Pool {
         if len < shape.bytes() {
             let needed = shape.bytes();
             return Err(ModelError::new(format!(
-                "the KV cache needs {needed} bytes and was given {len}: register more"
+                "the KV cache needs {needed} bytes, but the memory has {len}; register more"
             )));
         }
         if !memory.addr().is_multiple_of(shape.dtype.size()) {
             return Err(ModelError::new(
-                "the KV cache begins at an odd address: give it memory that begins at a page",
+                "the KV cache is misaligned; use memory that begins at a page",
             ));
         }
         Ok(Pool { shape, memory, _owner: owner })
     }
 
-    /// What it holds.
+    /// Returns the pool's shape.
     pub fn shape(&self) -> &PoolShape {
         &self.shape
     }
 
-    /// Puts one token's keys (or values) of one head, `values`, into its place.
+    /// Writes one token's keys (or values) of one head.
     pub(super) fn put(&mut self, strip: Strip, token: usize, values: &[f32]) {
         self.check(strip, token, values.len());
         for (dim, &value) in values.iter().enumerate() {
             let at = strip.begin + token * strip.token + dim * strip.dim;
-            // SAFETY: checked above to lie within the pool; `over`'s caller keeps others away.
+            // SAFETY: the assertion above ensures that it is within the pool, and `over`'s caller
+            // that no one else accesses it.
             unsafe {
                 match self.shape.dtype {
                     Dtype::F32 => self.memory.cast::<f32>().add(at).write(value),
@@ -169,14 +171,15 @@ impl Pool {
         }
     }
 
-    /// Reads tokens `first..first + out.len() / head_dim` of a head, one after the other.
+    /// Reads tokens `first..first + out.len() / head_dim` of one head.
     #[inline(always)]
     pub(super) fn take(&self, strip: Strip, first: usize, out: &mut [f32]) {
         let dims = self.shape.head_dim;
         let tokens = out.len() / dims;
         self.check(strip, first + tokens - 1, dims);
         let begin = strip.begin + first * strip.token;
-        // SAFETY: checked above to lie within the pool; `over`'s caller keeps others from writing.
+        // SAFETY: the assertion above ensures that it is within the pool, and `over`'s caller that
+        // no one else writes it.
         unsafe {
             match self.shape.dtype {
                 Dtype::F32 => {
@@ -217,7 +220,7 @@ fn strided(out: &mut [f32], dims: usize, strip: Strip, read: impl Fn(usize) -> f
     }
 }
 
-/// The nearest of half the width, the even one of two.
+/// Rounds to the nearest `bf16`, ties to even.
 pub fn bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     if value.is_nan() {
@@ -230,8 +233,8 @@ pub fn bf16(value: f32) -> u16 {
 mod tests {
     use super::*;
 
-    /// Of 3 layers, 4 blocks of 5 tokens, 2 heads of 6 numbers: where each number lies, counted
-    /// from the begin.
+    /// Checks the place of each number, from the beginning, for 3 layers, 4 blocks of 5 tokens and
+    /// 2 heads of 6 numbers.
     #[test]
     fn layouts_put_each_number_where_they_say() {
         for layout in [PoolLayout::Hnd, PoolLayout::Nhd, PoolLayout::VllmCpu] {
@@ -265,7 +268,7 @@ mod tests {
                         PoolLayout::VllmCpu => (head * 2 + 1) * tokens * dims + token * dims + dim,
                     };
                     let at = (blocks + 2) * 2 * heads * tokens * dims + within;
-                    // SAFETY: within the pool, which nobody else has.
+                    // SAFETY: `at` is within the pool, and only this test has the pool.
                     let number = unsafe { pool.memory.cast::<f32>().add(at).read() };
                     assert_eq!(number, *value, "{layout:?}");
                 }

@@ -1,5 +1,4 @@
-//! Positions, as rotations of queries and keys, with the ways of stretching them that `config.json`
-//! names.
+//! Encodes positions as rotations of queries and keys, with the scalings that `config.json` names.
 
 use std::f64::consts::PI;
 
@@ -7,18 +6,18 @@ use serde_json::Value;
 
 use super::error::{ModelError, Result};
 
-/// How fast each pair of a head's numbers turns from one position to the next. Numbers are `f32`
-/// where transformers' are: at position 2,000 a rounding more would be seen in the logits. What is
-/// beyond arithmetic comes from libm in Rust, since the system's differs from host to host.
+/// The rotation per position of each pair of a head's numbers. Numbers are `f32` where transformers
+/// uses them: at position 2,000 one rounding more would change the logits. Functions beyond
+/// arithmetic come from libm in Rust, because the system's libm differs between hosts.
 #[derive(Debug, Clone)]
 pub(super) struct Rope {
     frequencies: Vec<f32>,
-    /// Factor on sine and cosine.
+    /// The factor of sine and cosine.
     attention: f32,
 }
 
 impl Rope {
-    /// Of `rope_parameters`, or of `rope_theta` and `rope_scaling` before it.
+    /// Parses `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
     pub(super) fn parse(json: &Value, head_dim: usize, max_positions: usize) -> Result<Rope> {
         let scaling = [&json["rope_parameters"], &json["rope_scaling"]]
             .into_iter()
@@ -30,7 +29,7 @@ impl Rope {
             .unwrap_or(10_000.0);
         if !(theta > 1.0 && theta.is_finite()) {
             return Err(ModelError::new(format!(
-                "rope_theta is {theta}: a number above 1 is needed"
+                "rope_theta is {theta}; it must be a number above 1"
             )));
         }
         let powers: Vec<f32> = (0..head_dim / 2)
@@ -54,14 +53,14 @@ impl Rope {
             "yarn" => yarn(scaling, &powers, theta, max_positions)?,
             other => {
                 return Err(ModelError::new(format!(
-                    "rope_type is {other:?}: this server computes default, linear, llama3 and yarn; take another model"
+                    "rope_type is {other:?}; use a model with default, linear, llama3 or yarn"
                 )));
             }
         };
         Ok(Rope { frequencies, attention })
     }
 
-    /// Cosines of one position, then sines: a pair's each.
+    /// Writes the cosines of one position, one per pair, then the sines.
     pub(super) fn turn(&self, position: usize, out: &mut [f32]) {
         let (cosines, sines) = out.split_at_mut(self.frequencies.len());
         for ((frequency, cosine), sine) in self.frequencies.iter().zip(cosines).zip(sines) {
@@ -71,13 +70,13 @@ impl Rope {
         }
     }
 
-    /// Numbers that [`Rope::turn`] writes.
+    /// Returns how many numbers [`Rope::turn`] writes.
     pub(super) fn width(&self) -> usize {
         2 * self.frequencies.len()
     }
 }
 
-/// Turns a head: the first half of its numbers with the second.
+/// Rotates a head: the first half of its numbers with the second half.
 pub(super) fn rotate(head: &mut [f32], turn: &[f32]) {
     let (cosines, sines) = turn.split_at(turn.len() / 2);
     let (first, second) = head.split_at_mut(turn.len() / 2);
@@ -104,7 +103,7 @@ impl Llama3 {
         })
     }
 
-    /// Slow turns are stretched, fast ones are not, those between a little.
+    /// Stretches slow rotations, keeps fast ones, and interpolates between them.
     fn stretch(&self, frequency: f32) -> f32 {
         let length = 2.0 * std::f32::consts::PI / frequency;
         if length < self.original / self.high {
@@ -138,7 +137,7 @@ fn yarn(
         _ => scale(1.0),
     };
     let dim = 2.0 * powers.len() as f64;
-    // The pair that turns so many times within the length that the model was trained for.
+    // Returns the pair that makes this many turns within the model's original length.
     let pair =
         |turns: f64| dim * libm::log(original / (turns * 2.0 * PI)) / (2.0 * libm::log(theta));
     let (mut low, mut high) = (pair(or("beta_fast", 32.0)), pair(or("beta_slow", 1.0)));
@@ -161,7 +160,7 @@ fn number(scaling: &Value, name: &str) -> Result<f64> {
     let value = scaling[name].as_f64().filter(|value| *value > 0.0 && value.is_finite());
     value.ok_or_else(|| {
         ModelError::new(format!(
-            "{name} of the rope's scaling is {}: a number is needed",
+            "{name} of the rope's scaling is {}; it must be a number",
             scaling[name]
         ))
     })

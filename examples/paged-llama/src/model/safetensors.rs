@@ -1,5 +1,5 @@
-//! Weights in safetensors files, mapped: a page is read when it is first used, and the system may
-//! drop it again.
+//! Weights in mapped safetensors files: the system reads a page at its first use, and may evict it
+//! again.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
@@ -19,7 +19,7 @@ const LONGEST_HEADER: u64 = 100_000_000;
 /// The tensors of a folder, by name.
 pub(super) struct Tensors(HashMap<String, Tensor>);
 
-/// One tensor's place in its file.
+/// The location of a tensor in its file.
 #[derive(Clone)]
 pub(super) struct Tensor {
     file: Arc<MappedFile>,
@@ -29,7 +29,7 @@ pub(super) struct Tensor {
 }
 
 impl Tensors {
-    /// Maps the files that `model.safetensors.index.json` names, else `model.safetensors`.
+    /// Maps the files that `model.safetensors.index.json` names, or else `model.safetensors`.
     pub(super) fn open(folder: &Path) -> Result<Tensors> {
         let mut tensors = HashMap::new();
         for path in files(folder)? {
@@ -37,24 +37,25 @@ impl Tensors {
             let file = Arc::new(MappedFile::open(&path)?);
             read_header(&file, &mut tensors).map_err(|what| {
                 named(format!(
-                    "{what}: the file is damaged or still being written; fetch or make it again"
+                    "{what}: the file is damaged or incomplete; download or make it again"
                 ))
             })?;
         }
         Ok(Tensors(tensors))
     }
 
-    /// Takes a tensor of this shape.
+    /// Takes the tensor with this name and shape.
     pub(super) fn take(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
         let tensor = self.0.get(name).ok_or_else(|| {
             ModelError::new(format!(
-                "the weights have no {name}: they are another model's than config.json's"
+                "the weights have no {name}; they do not belong to this config.json"
             ))
         })?;
         match tensor.shape == shape {
             true => Ok(tensor.clone()),
             false => Err(ModelError::new(format!(
-                "{name} has the shape {:?}, and config.json says {shape:?}: they are of different models",
+                "{name} has the shape {:?}, but config.json says {shape:?}: they are of different \
+                 models",
                 tensor.shape
             ))),
         }
@@ -62,25 +63,25 @@ impl Tensors {
 }
 
 impl Tensor {
-    /// The numbers, if they are `f32`.
+    /// Returns the numbers if they are `f32`.
     pub(super) fn f32s(&self) -> &[f32] {
         debug_assert_eq!(self.dtype, Dtype::F32);
-        // SAFETY: any bits are a number.
+        // SAFETY: every bit pattern is a valid `f32`.
         let (before, numbers, _) = unsafe { self.bytes().align_to::<f32>() };
-        assert!(before.is_empty(), "alignment is checked when a file is opened");
+        assert!(before.is_empty(), "`open` checks the alignment");
         numbers
     }
 
-    /// The numbers, if they are `bf16`.
+    /// Returns the numbers if they are `bf16`.
     pub(super) fn bf16s(&self) -> &[u16] {
         debug_assert_eq!(self.dtype, Dtype::Bf16);
-        // SAFETY: any bits are a number.
+        // SAFETY: every bit pattern is a valid `u16`.
         let (before, numbers, _) = unsafe { self.bytes().align_to::<u16>() };
-        assert!(before.is_empty(), "alignment is checked when a file is opened");
+        assert!(before.is_empty(), "`open` checks the alignment");
         numbers
     }
 
-    /// A copy of it as `f32`, for what is small.
+    /// Returns a copy as `f32`, for small tensors.
     pub(super) fn widened(&self) -> Vec<f32> {
         match self.dtype {
             Dtype::F32 => self.f32s().to_vec(),
@@ -109,13 +110,13 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     match names.iter().find(|name| name.contains('/')) {
         None if !names.is_empty() => Ok(names.into_iter().map(|name| folder.join(name)).collect()),
         _ => Err(ModelError::new(format!(
-            "{}: weight_map names no files beside it; fetch the model again",
+            "{}: weight_map names no files in this folder; download the model again",
             index.display()
         ))),
     }
 }
 
-/// The header is JSON behind its length: each tensor's type, shape and bytes, counted from the
+/// Reads the header, JSON after its length: each tensor's type, shape and bytes, counted from the
 /// header's end.
 fn read_header(
     file: &Arc<MappedFile>,
@@ -125,12 +126,12 @@ fn read_header(
     let (length, rest) = bytes.split_first_chunk::<8>().ok_or("it is shorter than 8 bytes")?;
     let length = u64::from_le_bytes(*length);
     if length > LONGEST_HEADER || length > rest.len() as u64 {
-        return Err(format!("its header is said to have {length} bytes"));
+        return Err(format!("it claims a header of {length} bytes"));
     }
     let begin = 8 + length as usize;
     let header: Value =
         serde_json::from_slice(&rest[..length as usize]).map_err(|error| error.to_string())?;
-    for (name, entry) in header.as_object().ok_or("its header is no object")? {
+    for (name, entry) in header.as_object().ok_or("its header is not an object")? {
         if name == "__metadata__" {
             continue;
         }
@@ -142,7 +143,7 @@ fn read_header(
         let dtype = match entry["dtype"].as_str() {
             Some("F32") => Dtype::F32,
             Some("BF16") => Dtype::Bf16,
-            _ => continue, // whoever takes it hears that it is not there
+            _ => continue, // a tensor of another type counts as missing
         };
         let (shape, place) = numbers("shape").zip(numbers("data_offsets")).ok_or_else(wrong)?;
         let [from, to] = place[..] else { return Err(wrong()) };
@@ -151,7 +152,7 @@ fn read_header(
             return Err(wrong());
         }
         if !(begin + from).is_multiple_of(dtype.size()) {
-            return Err(format!("{name} lies at an odd place"));
+            return Err(format!("{name} is misaligned"));
         }
         let bytes = begin + from..begin + to;
         tensors.insert(name.clone(), Tensor { file: file.clone(), bytes, dtype, shape });
@@ -159,13 +160,13 @@ fn read_header(
     Ok(())
 }
 
-/// A file's bytes in memory.
+/// A file that is mapped into memory.
 struct MappedFile {
     begin: *mut std::ffi::c_void,
     len: usize,
 }
 
-// SAFETY: the mapping belongs to no thread; any thread may unmap it.
+// SAFETY: the mapping is not tied to a thread; any thread may unmap it.
 unsafe impl Send for MappedFile {}
 // SAFETY: a shared reference only reads the bytes.
 unsafe impl Sync for MappedFile {}
@@ -174,7 +175,7 @@ impl MappedFile {
     fn open(path: &Path) -> Result<MappedFile> {
         let failed = |error: std::io::Error| {
             ModelError::new(format!(
-                "{}: {error}; are these the weights that config.json speaks of?",
+                "{}: {error}; the folder needs the weights that its config.json describes",
                 path.display()
             ))
         };
@@ -182,11 +183,11 @@ impl MappedFile {
         let len = file.metadata().map_err(failed)?.len() as usize;
         if len == 0 {
             return Err(ModelError::new(format!(
-                "{} is empty: fetch or make it again",
+                "{} is empty; download or make it again",
                 path.display()
             )));
         }
-        // SAFETY: a new mapping, of nobody's memory.
+        // SAFETY: the kernel chooses the place of the new mapping, so it replaces no other one.
         let begin = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -201,15 +202,15 @@ impl MappedFile {
     }
 
     fn bytes(&self) -> &[u8] {
-        // SAFETY: mapped until this is dropped. Weights are not written in place: tools make new
-        // files.
+        // SAFETY: `open` mapped these bytes, and they stay mapped until this is dropped. Tools
+        // write weights to new files, so no process changes them in place.
         unsafe { std::slice::from_raw_parts(self.begin.cast(), self.len) }
     }
 }
 
 impl Drop for MappedFile {
     fn drop(&mut self) {
-        // SAFETY: mapped by `open`, and no slice outlives this.
+        // SAFETY: `open` mapped these bytes, and no slice outlives this.
         let _ = unsafe { rustix::mm::munmap(self.begin, self.len) };
     }
 }

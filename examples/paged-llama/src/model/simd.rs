@@ -1,20 +1,20 @@
-//! Sixteen numbers at a time, by what the processor has. All three ways round alike: a product is
-//! added by one fused operation, and the sixteen sums meet in one tree, so that a result has the
-//! same bits on each.
+//! Computes with sixteen numbers at a time, with the processor's best instructions. All levels
+//! round alike: each product is added by one fused operation, and the sixteen sums are added as a
+//! tree. So a result has the same bits at each level.
 
 /// An instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SimdLevel {
-    /// Any processor; slow where it cannot fuse.
+    /// Any processor; slow if it has no fused multiply-add.
     Portable,
-    /// Eight numbers wide, fused.
+    /// Eight numbers at a time, fused.
     Avx2,
-    /// Sixteen numbers wide.
+    /// Sixteen numbers at a time.
     Avx512,
 }
 
 impl SimdLevel {
-    /// The best of this machine.
+    /// Returns the best level of this machine.
     pub fn detect() -> SimdLevel {
         [SimdLevel::Avx512, SimdLevel::Avx2]
             .into_iter()
@@ -22,7 +22,7 @@ impl SimdLevel {
             .unwrap_or(SimdLevel::Portable)
     }
 
-    /// This machine has it.
+    /// Returns whether this machine supports the level.
     pub fn is_here(self) -> bool {
         match self {
             SimdLevel::Portable => true,
@@ -36,19 +36,19 @@ impl SimdLevel {
     }
 }
 
-/// Sixteen sums. What implements it for a kind of processor is called only where that processor was
-/// found.
+/// Sixteen sums. An implementation for an instruction set is used only if the processor supports
+/// that.
 pub(super) trait Lanes: Copy {
     fn zero() -> Self;
     fn load(from: &[f32; 16]) -> Self;
     fn load_bf16(from: &[u16; 16]) -> Self;
-    /// `self + a * b`, rounded once.
+    /// Returns `self + a * b`, rounded once.
     fn add_product(self, a: Self, b: Self) -> Self;
-    /// Halves are added to halves.
+    /// Returns the sum, adding halves to halves.
     fn sum(self) -> f32;
 }
 
-/// A number as weights keep it.
+/// A number in the format of the weights.
 pub(super) trait Element: Copy + Send + Sync {
     const ZERO: Self;
     fn lanes<L: Lanes>(from: &[Self; 16]) -> L;
@@ -126,19 +126,21 @@ mod x86 {
     impl Lanes for Avx2 {
         #[inline(always)]
         fn zero() -> Self {
-            // SAFETY: the processor has AVX2 and FMA, as the trait wants.
+            // SAFETY: the trait's contract ensures that the processor has AVX2 and FMA.
             unsafe { Avx2(_mm256_setzero_ps(), _mm256_setzero_ps()) }
         }
 
         #[inline(always)]
         fn load(from: &[f32; 16]) -> Self {
-            // SAFETY: the processor has AVX2 and FMA, as the trait wants; the array has 16 of them.
+            // SAFETY: the trait's contract ensures that the processor has AVX2 and FMA; the array
+            // has 16 numbers.
             unsafe { Avx2(_mm256_loadu_ps(from.as_ptr()), _mm256_loadu_ps(from.as_ptr().add(8))) }
         }
 
         #[inline(always)]
         fn load_bf16(from: &[u16; 16]) -> Self {
-            // SAFETY: the processor has AVX2 and FMA, as the trait wants; the array has 16 of them.
+            // SAFETY: the trait's contract ensures that the processor has AVX2 and FMA; the array
+            // has 16 numbers.
             unsafe {
                 let low = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.as_ptr().cast()));
                 let high = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.as_ptr().add(8).cast()));
@@ -149,13 +151,13 @@ mod x86 {
 
         #[inline(always)]
         fn add_product(self, a: Self, b: Self) -> Self {
-            // SAFETY: the processor has AVX2 and FMA, as the trait wants.
+            // SAFETY: the trait's contract ensures that the processor has AVX2 and FMA.
             unsafe { Avx2(_mm256_fmadd_ps(a.0, b.0, self.0), _mm256_fmadd_ps(a.1, b.1, self.1)) }
         }
 
         #[inline(always)]
         fn sum(self) -> f32 {
-            // SAFETY: the processor has AVX2 and FMA, as the trait wants.
+            // SAFETY: the trait's contract ensures that the processor has AVX2 and FMA.
             unsafe { sum_of_8(_mm256_add_ps(self.0, self.1)) }
         }
     }
@@ -163,19 +165,21 @@ mod x86 {
     impl Lanes for Avx512 {
         #[inline(always)]
         fn zero() -> Self {
-            // SAFETY: the processor has AVX-512, as the trait wants.
+            // SAFETY: the trait's contract ensures that the processor has AVX-512.
             unsafe { Avx512(_mm512_setzero_ps()) }
         }
 
         #[inline(always)]
         fn load(from: &[f32; 16]) -> Self {
-            // SAFETY: the processor has AVX-512, as the trait wants; the array has 16 of them.
+            // SAFETY: the trait's contract ensures that the processor has AVX-512; the array has 16
+            // numbers.
             unsafe { Avx512(_mm512_loadu_ps(from.as_ptr())) }
         }
 
         #[inline(always)]
         fn load_bf16(from: &[u16; 16]) -> Self {
-            // SAFETY: the processor has AVX-512, as the trait wants; the array has 16 of them.
+            // SAFETY: the trait's contract ensures that the processor has AVX-512; the array has 16
+            // numbers.
             unsafe {
                 let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.as_ptr().cast()));
                 Avx512(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)))
@@ -184,13 +188,13 @@ mod x86 {
 
         #[inline(always)]
         fn add_product(self, a: Self, b: Self) -> Self {
-            // SAFETY: the processor has AVX-512, as the trait wants.
+            // SAFETY: the trait's contract ensures that the processor has AVX-512.
             unsafe { Avx512(_mm512_fmadd_ps(a.0, b.0, self.0)) }
         }
 
         #[inline(always)]
         fn sum(self) -> f32 {
-            // SAFETY: the processor has AVX-512, as the trait wants.
+            // SAFETY: the trait's contract ensures that the processor has AVX-512.
             unsafe {
                 let low = _mm512_castps512_ps256(self.0);
                 let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(self.0)));
@@ -200,10 +204,10 @@ mod x86 {
     }
 
     /// # Safety
-    /// The processor has AVX2.
+    /// The processor must have AVX2.
     #[inline(always)]
     unsafe fn sum_of_8(eight: __m256) -> f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller ensures that the processor has AVX2.
         unsafe {
             let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
             let two = _mm_add_ps(four, _mm_movehl_ps(four, four));

@@ -1,5 +1,5 @@
-//! Ranks with sockets between them, the server's: rank 0 has one to each of the others, tells them
-//! its steps, and adds up what all gave.
+//! Connects ranks by sockets, as the server does: rank 0 has one to each other rank. It sends them
+//! its steps, and adds up the sums of all.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -12,27 +12,27 @@ use super::pool::Pool;
 use super::ranks::{Ranks, Shard, sum_in_tree};
 use super::transformer::Model;
 
-/// Words of one message: more is a mistake.
+/// The longest message, in numbers; a longer one is an error.
 const LONGEST: usize = 1 << 28;
 
-/// Rank 0's way to the others.
+/// Rank 0's connection to the other ranks.
 struct Head {
     others: Mutex<Vec<UnixStream>>,
 }
 
-/// Another rank's way to rank 0.
+/// Another rank's connection to rank 0.
 struct Member {
     rank: usize,
     head: Mutex<UnixStream>,
 }
 
 impl Shard {
-    /// Rank 0, with a socket to each of the others: an end of [`UnixStream::pair`], whose other end
-    /// a thread or a process was started with. A rank that does not answer within `deadline` fails
-    /// the step.
+    /// Returns rank 0, with a socket to each of the others. Each socket is an end of
+    /// [`UnixStream::pair`], whose other end a thread or a process has. A rank that does not answer
+    /// within `deadline` fails the step.
     ///
     /// # Errors
-    /// A deadline of zero.
+    /// Fails if the deadline is zero.
     pub fn head(others: Vec<UnixStream>, deadline: Duration) -> io::Result<Shard> {
         for socket in &others {
             socket.set_read_timeout(Some(deadline))?;
@@ -42,22 +42,22 @@ impl Shard {
         Ok(Shard { rank: 0, size, ranks: Arc::new(Head { others: Mutex::new(others) }) })
     }
 
-    /// Rank `rank` of `size`, with its socket to rank 0. Between steps it waits for as long as rank
-    /// 0 lives.
+    /// Returns rank `rank` of `size`, with its socket to rank 0. Between steps it waits as long as
+    /// rank 0 lives.
     pub fn member(rank: usize, size: usize, head: UnixStream) -> Shard {
         Shard { rank, size, ranks: Arc::new(Member { rank, head: Mutex::new(head) }) }
     }
 }
 
 impl Model {
-    /// Takes the steps that rank 0 takes, into this rank's pool, until rank 0 has ended.
+    /// Runs the steps of rank 0 on this rank's pool, until rank 0 ends.
     ///
     /// # Errors
-    /// What fails a step here, or rank 0 gone within one.
+    /// Fails if a step fails here, or if rank 0 ends during a step.
     pub fn follow(&self, pool: &mut Pool) -> Result<()> {
         while let Some(words) = self.shard.ranks.next_step()? {
             let chunks = chunks_of(&words)
-                .ok_or_else(|| ModelError::new("rank 0 speaks of a step that is none"))?;
+                .ok_or_else(|| ModelError::new("rank 0 announced an invalid step"))?;
             self.forward(pool, &chunks)?;
         }
         Ok(())
@@ -80,7 +80,7 @@ impl Ranks for Head {
             let words = receive(socket).map_err(|error| gone(index + 1, &error))?;
             let words = words.filter(|words| words.len() == values.len());
             let words = words.ok_or_else(|| {
-                ModelError::new(format!("rank {} of the model left within a step", index + 1))
+                ModelError::new(format!("rank {} of the model ended during a step", index + 1))
             })?;
             given.push(words.into_iter().map(f32::from_bits).collect());
         }
@@ -103,7 +103,7 @@ impl Ranks for Member {
             .map_err(|error| gone(0, &error))?;
         let sums = sums.filter(|sums| sums.len() == values.len());
         let sums = sums.ok_or_else(|| {
-            ModelError::new(format!("rank 0 left rank {} within a step", self.rank))
+            ModelError::new(format!("rank 0 ended during a step of rank {}", self.rank))
         })?;
         values.iter_mut().zip(sums).for_each(|(value, sum)| *value = f32::from_bits(sum));
         Ok(())
@@ -124,8 +124,8 @@ fn gone(rank: usize, error: &io::Error) -> ModelError {
     ))
 }
 
-/// A step as numbers: for each chunk its start, its tokens and its blocks, the lists behind their
-/// lengths.
+/// Encodes a step as numbers: for each chunk its start, its tokens and its blocks, with the length
+/// before each list.
 fn words_of(chunks: &[Chunk<'_>]) -> Vec<u32> {
     let mut words = Vec::new();
     for Chunk { tokens, start, blocks, .. } in chunks {
@@ -158,7 +158,7 @@ fn send(socket: &mut UnixStream, words: &[u32]) -> io::Result<()> {
     socket.write_all(&bytes)
 }
 
-/// Nothing if the other end has closed the socket between messages.
+/// Receives a message; `None` if the other end has closed the socket between messages.
 fn receive(socket: &mut UnixStream) -> io::Result<Option<Vec<u32>>> {
     let mut count = [0; 4];
     match socket.read_exact(&mut count) {
@@ -168,7 +168,7 @@ fn receive(socket: &mut UnixStream) -> io::Result<Option<Vec<u32>>> {
     }
     let count = u32::from_ne_bytes(count) as usize;
     if count > LONGEST {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "a message that is too long"));
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "the message is too long"));
     }
     let mut bytes = vec![0; 4 * count];
     socket.read_exact(&mut bytes)?;

@@ -1,5 +1,5 @@
-//! One step: some tokens of some sequences go through all layers at once. Each token's numbers are
-//! made in one order, whatever stands beside it.
+//! Computes one step: some tokens of some sequences pass through all layers together. The order of
+//! each token's operations does not depend on the other tokens.
 
 use std::ops::Range;
 
@@ -12,17 +12,17 @@ use super::rope::rotate;
 use super::transformer::Model;
 use super::weights::{Layer, Linear};
 
-/// Scores of tokens, for the rows that were wanted.
+/// The logits of the requested rows.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Logits {
     vocab: usize,
-    /// Of each chunk.
+    /// The rows of each chunk.
     rows: Vec<Range<usize>>,
     numbers: Vec<f32>,
 }
 
 impl Logits {
-    /// The scores of chunk `index`, a slice for each token that was wanted, in order. Only rank 0
+    /// Returns the logits of chunk `index`, a slice for each requested token, in order. Only rank 0
     /// has any.
     pub fn of(&self, index: usize) -> std::slice::ChunksExact<'_, f32> {
         let rows = &self.rows[index];
@@ -30,30 +30,30 @@ impl Logits {
     }
 }
 
-/// Rows of a matrix that one task computes.
+/// The number of matrix rows per task.
 const TASK_ROWS: usize = 64;
-/// Rows of scores that one task of attention holds, at least one token's.
+/// The number of query rows per attention task; at least those of one token.
 const TASK_QUERIES: usize = 32;
-/// Tokens whose keys or values are looked at together.
+/// The number of tokens whose keys or values are read together.
 const TILE: usize = 64;
 
-/// What of a step all layers share.
+/// The parts of a step that all layers share.
 struct Step<'a> {
     chunks: &'a [Chunk<'a>],
-    /// Of each token: its chunk and position.
+    /// The chunk and position of each token.
     places: Vec<(usize, usize)>,
-    /// Of each token: its rotation.
+    /// The rotation of each token.
     turns: Vec<f32>,
 }
 
 impl Model {
-    /// Computes a step: writes keys and values of the chunks' tokens into `pool` and returns the
-    /// wanted scores. All ranks of a model take the same steps. Two chunks of one step are of
-    /// different sequences.
+    /// Computes a step: writes keys and values of the chunks' tokens into `pool`, and returns the
+    /// requested logits. All ranks of a model must compute the same steps. The chunks of one step
+    /// must belong to different sequences.
     ///
     /// # Errors
-    /// A pool of another shape, a token beyond the vocabulary, too few blocks or such that the pool
-    /// does not have, before anything is written; and a rank that is gone.
+    /// Fails before it writes anything if the pool has another shape, a token is beyond the
+    /// vocabulary, or blocks are missing or beyond the pool. Also fails if a rank is lost.
     pub fn forward(&self, pool: &mut Pool, chunks: &[Chunk<'_>]) -> Result<Logits> {
         self.check(pool, chunks)?;
         if self.shard.rank == 0 {
@@ -126,7 +126,7 @@ impl Model {
         let wanted = self.pool_shape(shape.blocks, shape.block_tokens, shape.dtype, shape.layout);
         if *shape != wanted {
             return Err(ModelError::new(format!(
-                "the pool is {shape:?}, and this model's is {wanted:?}"
+                "the pool is {shape:?}, but this model's is {wanted:?}"
             )));
         }
         for chunk in chunks {
@@ -135,7 +135,8 @@ impl Model {
             {
                 let vocab = self.config.vocab;
                 return Err(ModelError::new(format!(
-                    "token {token} is none of the model's {vocab}: is the tokenizer its own?"
+                    "token {token} is beyond the model's {vocab} tokens: does the tokenizer belong \
+                     to the model?"
                 )));
             }
             let end = chunk.start + chunk.tokens.len();
@@ -146,7 +147,7 @@ impl Model {
                 || !chunk.blocks[..needed].iter().all(known)
             {
                 return Err(ModelError::new(format!(
-                    "{} tokens up to {end} need {needed} of the pool's {} blocks, and were given {:?}",
+                    "{} tokens up to {end} need {needed} of the pool's {} blocks, but got {:?}",
                     chunk.tokens.len(),
                     shape.blocks,
                     chunk.blocks
@@ -161,10 +162,10 @@ impl Model {
         let count = numbers.len() / width;
         let places = SharedOutput::new(numbers);
         let one = |row: usize| {
-            // SAFETY: each row is given to one task.
+            // SAFETY: each row belongs to exactly one task.
             work(row, unsafe { places.part(row * width, width) });
         };
-        // A thread is not woken for a few rows.
+        // Waking a thread pays only for more rows than this.
         let rows = 16;
         self.share(count.div_ceil(rows), |task| {
             (task * rows..count.min((task + 1) * rows)).for_each(one)
@@ -179,8 +180,8 @@ impl Model {
         });
     }
 
-    /// Multiplies each row of `numbers` with some matrices; their results stand beside each other
-    /// in a row of `out`.
+    /// Multiplies each row of `numbers` with several matrices, and writes the results next to each
+    /// other in a row of `out`.
     fn apply(&self, linears: &[&Linear], numbers: &[f32], out: &mut [f32]) {
         let all: usize = linears.iter().map(|linear| linear.rows.len()).sum();
         let count = out.len() / all;
@@ -203,14 +204,14 @@ impl Model {
             linear.multiply(self.level, rows.clone(), vectors, places.from(*begin), all);
             let Some(bias) = linear.bias.as_ref().filter(|_| !linear.is_partial()) else { return };
             for vector in 0..count {
-                // SAFETY: these are the task's own rows.
+                // SAFETY: these rows belong to this task only.
                 let out = unsafe { places.part(vector * all + begin + rows.start, rows.len()) };
                 out.iter_mut().zip(&bias[rows.clone()]).for_each(|(out, bias)| *out += bias);
             }
         });
     }
 
-    /// Adds to each row of `hidden` its product with a matrix that the ranks share.
+    /// Adds to each row of `hidden` its product with a matrix that is divided among the ranks.
     fn add(
         &self,
         linear: &Linear,
@@ -230,7 +231,7 @@ impl Model {
         Ok(())
     }
 
-    /// Turns queries and keys to their positions, and puts keys and values into the pool.
+    /// Rotates queries and keys to their positions, and writes keys and values into the pool.
     fn place(
         &self,
         number: usize,
@@ -268,7 +269,7 @@ impl Model {
         }
     }
 
-    /// Mixes, for each token and head, the values of all tokens up to it.
+    /// Computes attention: for each token and head, mixes the values of all tokens up to it.
     fn attend(&self, number: usize, step: &Step<'_>, qkv: &[f32], pool: &Pool, mixed: &mut [f32]) {
         let group = self.weights.heads / self.weights.kv_heads;
         let tokens = (TASK_QUERIES / group).max(1);
@@ -308,7 +309,7 @@ impl Model {
             .collect();
         let count = task.rows.len() * group;
         let all = task.first + task.rows.len();
-        // The tokens that the query of a row sees.
+        // Returns how many tokens the query of a row sees.
         let seen = |row: usize| task.first + row / group + 1;
         let mut scores = vec![0.0; count * all];
         let mut tile = vec![0.0; TILE.min(pool.shape().block_tokens) * dim];
@@ -335,13 +336,12 @@ impl Model {
             }
         });
         for (out, row) in out.chunks_exact(group * dim).zip(task.rows) {
-            // SAFETY: a token's part for one head of keys is one task's.
+            // SAFETY: the part of a token and KV head belongs to exactly one task.
             unsafe { mixed.part(row * heads * dim + own, group * dim) }.copy_from_slice(out);
         }
     }
 
-    /// Calls `work` with the keys (or values) of the first `all` tokens, some at a time, from
-    /// `tile`.
+    /// Calls `work` with the keys (or values) of the first `all` tokens, `tile` by `tile`.
     fn tiles(
         &self,
         task: &AttentionTask<'_>,
@@ -369,9 +369,9 @@ impl Model {
     }
 }
 
-/// Neighbouring tokens of one chunk, for one head of keys and the heads of queries that share it.
+/// Consecutive tokens of one chunk, for one KV head and the query heads that share it.
 struct AttentionTask<'a> {
-    /// The layer's.
+    /// The number of the layer.
     number: usize,
     chunk: &'a Chunk<'a>,
     rows: Range<usize>,

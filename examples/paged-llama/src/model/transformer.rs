@@ -25,8 +25,8 @@ impl Model {
     /// safetensors files.
     ///
     /// # Errors
-    /// What [`Config::read`] refuses, weights that are not what it says, and a share that the heads
-    /// cannot be cut into.
+    /// Fails if [`Config::read`] fails, the weights do not match the configuration, or the heads
+    /// cannot be divided among the ranks.
     pub fn open(folder: &Path, shard: Shard) -> Result<Model> {
         let config = Config::read(folder)?;
         let weights = Weights::open(folder, &config, &shard)?;
@@ -34,19 +34,17 @@ impl Model {
         Ok(Model { config, shard, weights, level: SimdLevel::detect(), threads })
     }
 
-    /// Computes with so many threads: as many as there are cores unless this is called. No result
-    /// depends on it.
+    /// Sets the number of threads, by default the number of cores. It does not affect results.
     #[must_use]
     pub fn with_threads(mut self, threads: usize) -> Model {
         self.threads = several(threads);
         self
     }
 
-    /// Computes at this level: the best that there is unless this is called. No result depends on
-    /// it.
+    /// Sets the SIMD level, by default the best one available. It does not affect results.
     ///
     /// # Panics
-    /// This machine does not have it.
+    /// Panics if this machine does not support the level.
     #[must_use]
     pub fn with_level(mut self, level: SimdLevel) -> Model {
         assert!(level.is_here(), "this machine has no {level:?}");
@@ -54,17 +52,17 @@ impl Model {
         self
     }
 
-    /// The whole model's shape.
+    /// Returns the whole model's shape.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Heads of keys and values that this rank keeps in its pool.
+    /// Returns the number of KV heads in this rank's pool.
     pub fn kv_heads(&self) -> usize {
         self.weights.kv_heads
     }
 
-    /// The pool that this rank needs.
+    /// Returns the shape of the pool that this rank needs.
     pub fn pool_shape(
         &self,
         blocks: usize,
@@ -84,7 +82,7 @@ impl Model {
         }
     }
 
-    /// Does tasks `0..count` on all threads. A result depends on its task alone.
+    /// Runs tasks `0..count` on all threads. Each result depends only on its task.
     pub(super) fn share(&self, count: usize, task: impl Fn(usize) + Sync + Send) {
         match &self.threads {
             Some(threads) if count > 1 => {
@@ -95,8 +93,8 @@ impl Model {
     }
 }
 
-/// Returns a pool of threads that sleep until there is work; `None` where the caller's thread is
-/// enough, or the system starts no more.
+/// Returns a pool of threads that sleep until there is work, or `None` if the caller's thread is
+/// enough or the system cannot start more.
 fn several(threads: usize) -> Option<rayon::ThreadPool> {
     if threads <= 1 {
         return None;
@@ -104,7 +102,7 @@ fn several(threads: usize) -> Option<rayon::ThreadPool> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
     let pool = pool.thread_name(|number| format!("kvx-llama-{number}")).build();
     pool.inspect_err(
-        |error| tracing::warn!(%error, "steps are computed by one thread, not {threads}"),
+        |error| tracing::warn!(%error, "cannot start {threads} threads; one thread computes the steps"),
     )
     .ok()
 }

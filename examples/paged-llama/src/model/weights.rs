@@ -14,10 +14,10 @@ pub(super) struct Weights {
     pub(super) embedding: Tensor,
     pub(super) layers: Vec<Layer>,
     pub(super) norm: Vec<f32>,
-    /// From the last layer's numbers to a score for each token: whole on each rank, computed by
-    /// rank 0.
+    /// The last matrix, from the last layer's numbers to a logit for each token. Each rank has all
+    /// of it; rank 0 computes with it.
     pub(super) scores: Linear,
-    /// This rank's heads.
+    /// This rank's query heads.
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
 }
@@ -36,13 +36,13 @@ pub(super) struct Layer {
     pub(super) down: Linear,
 }
 
-/// Part of a matrix, as it lies in its file. Of rows: whole sums. Of columns: parts of sums, which
-/// ranks add up.
+/// A part of a matrix in its file. A part of the rows computes complete sums. A part of the columns
+/// computes parts of sums, which ranks add up.
 pub(super) struct Linear {
     matrix: Tensor,
     pub(super) rows: Range<usize>,
     cols: Range<usize>,
-    /// Sums of this many parts.
+    /// The number of parts of each sum.
     parts: usize,
     pub(super) bias: Option<Vec<f32>>,
 }
@@ -55,13 +55,14 @@ impl Weights {
         let vector = |name: &str, len: usize| Ok(tensors.take(name, &[len])?.widened());
         let matrix =
             |name: &str, shape: [usize; 2]| tensors.take(&format!("{name}.weight"), &shape);
-        // A matrix whose rows are shared out, with its bias.
+        // A matrix whose rows are divided among the ranks, with its bias.
         let by_rows = |name: &str, [all, cols]: [usize; 2], rows: Range<usize>, bias: bool| {
             let bias = bias.then(|| vector(&format!("{name}.bias"), all)).transpose()?;
             let bias = bias.map(|bias| bias[rows.clone()].to_vec());
             Ok(Linear { matrix: matrix(name, [all, cols])?, rows, cols: 0..cols, parts: 1, bias })
         };
-        // One whose columns are; its bias is added once, after the sum.
+        // A matrix whose columns are divided among the ranks; its bias is added once, after the
+        // sum.
         let by_cols = |name: &str, [rows, all]: [usize; 2], bias: bool| {
             let bias = bias.then(|| vector(&format!("{name}.bias"), rows)).transpose()?;
             let (cols, parts) = (share(all, shard), PARTS / shard.size);
@@ -113,7 +114,7 @@ impl Weights {
         })
     }
 
-    /// Writes a token's numbers.
+    /// Writes a token's embedding.
     pub(super) fn embed(&self, token: u32, out: &mut [f32]) {
         let at = token as usize * out.len();
         match self.embedding.dtype {
@@ -129,13 +130,13 @@ impl Weights {
 }
 
 impl Linear {
-    /// Its products are parts of sums.
+    /// Returns whether its products are parts of sums.
     pub(super) fn is_partial(&self) -> bool {
         self.parts != 1 || self.cols.len() < self.matrix.shape[1]
     }
 
-    /// Writes `rows` of the product with each vector to `out[vector * out_stride + row]`; the
-    /// caller is alone there.
+    /// Writes `rows` of the product with each vector to `out[vector * out_stride + row]`. No other
+    /// thread may use these numbers.
     pub(super) fn multiply(
         &self,
         level: SimdLevel,
@@ -159,20 +160,20 @@ impl Linear {
     }
 }
 
-/// This rank's part of `all`.
+/// Returns this rank's part of `all`.
 fn share(all: usize, shard: &Shard) -> Range<usize> {
     let one = all / shard.size;
     shard.rank * one..(shard.rank + 1) * one
 }
 
-/// This rank's heads, of queries and of keys and values. Of more ranks than heads of keys several
-/// have the same one.
+/// Returns this rank's query heads and KV heads. If there are more ranks than KV heads, several
+/// ranks have the same one.
 fn shares(config: &Config, shard: &Shard) -> Result<(Range<usize>, Range<usize>)> {
     let Config { heads, kv_heads, head_dim, intermediate, .. } = *config;
     let size = shard.size;
     if !matches!(size, 1 | 2 | 4 | 8) || shard.rank >= size {
         return Err(ModelError::new(format!(
-            "rank {} of {size}: 1, 2, 4 or 8 ranks can share a model",
+            "rank {} of {size}: the number of ranks must be 1, 2, 4 or 8",
             shard.rank
         )));
     }
@@ -180,14 +181,14 @@ fn shares(config: &Config, shard: &Shard) -> Result<(Range<usize>, Range<usize>)
         || (!kv_heads.is_multiple_of(size) && !size.is_multiple_of(kv_heads))
     {
         return Err(ModelError::new(format!(
-            "{heads} heads, {kv_heads} of keys and values, cannot be shared by {size} ranks: set \
-             --tensor-parallel-size to a number that divides them"
+            "{heads} heads, {kv_heads} of keys and values, cannot be divided among {size} ranks; \
+             set --tensor-parallel-size to a number that divides them"
         )));
     }
     if heads * head_dim % PARTS != 0 || intermediate % PARTS != 0 {
         return Err(ModelError::new(format!(
-            "sums of {} and of {intermediate} numbers are made of {PARTS} equal parts: take a model whose sizes can be \
-             divided so",
+            "sums of {} and of {intermediate} numbers must consist of {PARTS} equal parts; use a \
+             model whose sizes can be divided by that",
             heads * head_dim
         )));
     }

@@ -1,4 +1,4 @@
-//! A folder with a model in it, gone after the test.
+//! A folder with a model, which is removed after the test.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -36,10 +36,10 @@ impl Drop for Folder {
     }
 }
 
-/// A pool like this one, over memory that holds other requests' leavings.
+/// Returns a pool of the same shape whose memory contains other requests' data.
 pub(crate) fn fill_with_noise(pool: Pool) -> Pool {
     let mut memory: Vec<u64> = vec![u64::MAX; pool.shape().bytes().div_ceil(8)];
     let (begin, len) = (memory.as_mut_ptr().cast(), memory.len() * 8);
-    // SAFETY: the vector is the owner's alone, and lives with it.
+    // SAFETY: the vector belongs to the owner only, and lives as long as it.
     unsafe { Pool::over(*pool.shape(), begin, len, Arc::new(memory)) }.unwrap()
 }

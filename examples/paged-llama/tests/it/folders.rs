@@ -1,4 +1,4 @@
-//! Folders that hold no model, or another than they say: each error says what to do.
+//! Tests folders without a model, or with inconsistent files: each error says what to do.
 
 use std::os::unix::net::UnixStream;
 
@@ -21,7 +21,7 @@ fn small() -> ModelSpec {
 }
 
 #[test]
-fn an_empty_folder_and_missing_weights_are_told() {
+fn an_empty_folder_and_missing_weights_are_errors() {
     let folder = Folder::new();
     assert!(error_of(&folder).contains("kvx make-model"), "{}", error_of(&folder));
     let folder = Folder::with(&small());
@@ -30,7 +30,7 @@ fn an_empty_folder_and_missing_weights_are_told() {
     for (bytes, words) in [
         (&whole[..0], "is empty"),
         (&whole[..5], "shorter than 8 bytes"),
-        (&whole[..100], "header is said to have"),
+        (&whole[..100], "claims a header of"),
         (&whole[..whole.len() - 1], "is described as"),
     ] {
         std::fs::write(&weights, bytes).unwrap();
@@ -41,7 +41,7 @@ fn an_empty_folder_and_missing_weights_are_told() {
 }
 
 #[test]
-fn weights_of_another_shape_are_told() {
+fn weights_of_another_shape_are_errors() {
     let folder = Folder::with(&small());
     let path = folder.path().join("config.json");
     let written: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
@@ -59,9 +59,9 @@ fn weights_of_another_shape_are_told() {
         ("num_key_value_heads", json!(3), "cannot share 3"),
         ("hidden_size", json!(-1), "a number from 1"),
         ("vocab_size", Value::Null, "vocab_size is missing"),
-        ("torch_dtype", json!("float16"), "float32 and bfloat16"),
+        ("torch_dtype", json!("float16"), "float32 or bfloat16"),
         ("quantization_config", json!({"bits": 4}), "quantized"),
-        ("use_sliding_window", json!(true), "slides"),
+        ("use_sliding_window", json!(true), "sliding-window"),
         ("rope_scaling", json!({"rope_type": "dynamic", "factor": 2.0}), "rope_type"),
         ("rope_scaling", json!({"rope_type": "linear"}), "factor"),
     ] {
@@ -71,7 +71,7 @@ fn weights_of_another_shape_are_told() {
 }
 
 #[test]
-fn heads_that_ranks_cannot_share_are_told() {
+fn heads_that_cannot_be_divided_among_ranks_are_an_error() {
     let folder = Folder::with(&ModelSpec { heads: 4, kv_heads: 4, ..small() });
     let fourth = Shard::member(3, 8, UnixStream::pair().unwrap().0);
     let error = Model::open(folder.path(), fourth).err().unwrap().to_string();
@@ -117,9 +117,9 @@ fn a_model_is_made_once_and_the_same_each_time() {
     assert!(error.contains("259"), "{error}");
 }
 
-/// The two models of vLLM's guides, as their folders describe them.
+/// Checks the two models of vLLM's guides, with their published configurations.
 #[test]
-fn the_guides_models_are_understood() {
+fn the_guides_models_are_supported() {
     let qwen3: Value = serde_json::from_str(include_str!("../shapes/qwen3-0.6b.json")).unwrap();
     let config = Config::parse(&qwen3, json!({"eos_token_id": [151645, 151643]})).unwrap();
     assert_eq!(
@@ -140,7 +140,7 @@ fn the_guides_models_are_understood() {
 }
 
 #[test]
-fn no_header_of_weights_makes_it_panic() {
+fn no_header_of_weights_causes_a_panic() {
     let folder = Folder::with(&small());
     let path = folder.path().join("model.safetensors");
     let whole = std::fs::read(&path).unwrap();
@@ -153,7 +153,7 @@ fn no_header_of_weights_makes_it_panic() {
         for (at, byte) in changes {
             bytes[at] = byte;
         }
-        // A new file each time: what is mapped is never written.
+        // Writes a new file each time, because a mapped file must not change.
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, bytes).unwrap();
         let _ = Model::open(folder.path(), Shard::alone());

@@ -1,5 +1,5 @@
-//! The integration tests of the example server: its folders, its arithmetic, and transformers'
-//! answers.
+//! The integration tests of the example server: its folders, its arithmetic, and a comparison with
+//! transformers.
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
 mod folder;

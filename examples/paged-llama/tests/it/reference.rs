@@ -1,6 +1,6 @@
-//! Logits and tokens equal those of Hugging Face's transformers, for each architecture and each way
-//! of stretching positions. Its answers are recorded in `vectors/reference.json`; `cargo xtask
-//! interop transformers` asks it again.
+//! Tests that logits and tokens equal those of Hugging Face's transformers, for each architecture
+//! and each scaling of positions. `vectors/reference.json` records transformers' answers; `cargo
+//! xtask interop transformers` computes them again.
 
 use std::ffi::OsString;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -17,21 +17,22 @@ use serde_json::{Map, Value, json};
 
 use crate::folder::Folder;
 
-/// The Python that has torch and transformers; without it the recorded answers are compared.
+/// The environment variable with the Python that has torch and transformers; without it the tests
+/// compare with the recorded answers.
 const PYTHON: &str = "KVX_TRANSFORMERS_PYTHON";
-/// Set to write down what it answers.
+/// The environment variable that records the answers.
 const RECORD: &str = "KVX_TRANSFORMERS_RECORD";
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/vectors/reference.json");
-/// How far a score may be from transformers', whose sums have another order.
+/// The largest difference from transformers' logits, which are summed in another order.
 const NEAR: f32 = 1e-4;
-/// The number of tokens that follow a prompt.
+/// The number of tokens after a prompt.
 const COUNT: usize = 8;
 const TEXT: &str = "Ein naïver Ärger: 12 × 3 = 36 ☕\n<|im_start|>\tend";
 
-/// How long transformers may take for all cases.
+/// The time limit of transformers for all cases.
 pub(crate) const PYTHON_LIMIT: Duration = Duration::from_secs(50 * 60);
 
-/// A model, and how much it is asked.
+/// A model and the lengths of its comparison.
 pub(crate) struct Case {
     name: &'static str,
     made: ModelSpec,
@@ -133,7 +134,7 @@ fn prompt(len: usize) -> Vec<u32> {
     (0..len as u32).map(|at| (at * 89 + at * at * 7) % 256).collect()
 }
 
-/// The scores after the prompt, and the tokens that follow, each the likeliest.
+/// Returns the logits after the prompt, and the tokens that follow, each the likeliest.
 fn ours(folder: &Folder, mut tokens: Vec<u32>, count: usize) -> (Vec<f32>, Vec<u32>) {
     let model = Model::open(folder.path(), Shard::alone()).unwrap();
     let blocks: Vec<u32> = (0..(tokens.len() + count).div_ceil(16) as u32).collect();
@@ -163,7 +164,7 @@ pub(crate) fn compare_with_recorded(case: Case) {
     compare(&case, &folder, &recorded[case.name]);
 }
 
-/// Compares all cases with what transformers answers, and records it if that is asked for.
+/// Compares all cases with the answers of transformers, and records them if requested.
 pub(crate) fn compare_with_transformers(python: OsString) {
     let mut python = Python::start(python);
     let mut answers = Map::new();
@@ -171,7 +172,7 @@ pub(crate) fn compare_with_transformers(python: OsString) {
         let folder = Folder::with(&case.made);
         let theirs = python.ask(&folder, &prompt(case.prompt), COUNT);
         let far = compare(&case, &folder, &theirs);
-        println!("{}: at most {far:.1e} apart", case.name);
+        println!("{}: differences of at most {far:.1e}", case.name);
         answers.insert(case.name.into(), theirs);
     }
     if std::env::var_os(RECORD).is_some() {
@@ -181,7 +182,7 @@ pub(crate) fn compare_with_transformers(python: OsString) {
     }
 }
 
-/// Returns how far the scores are apart.
+/// Returns the largest difference of the logits.
 fn compare(case: &Case, folder: &Folder, theirs: &Value) -> f32 {
     let name = case.name;
     let (logits, greedy) = ours(folder, prompt(case.prompt), COUNT);
@@ -197,7 +198,7 @@ fn compare(case: &Case, folder: &Folder, theirs: &Value) -> f32 {
         numbers("greedy").map(|token| token.as_u64().unwrap() as u32).collect::<Vec<_>>(),
         "{name}"
     );
-    assert_eq!(theirs["back"], TEXT, "{name}: its tokenizer reads what it wrote");
+    assert_eq!(theirs["back"], TEXT, "{name}: transformers must decode its own tokens");
     let tokenizer = Tokenizer::open(folder.path(), &Config::read(folder.path()).unwrap()).unwrap();
     assert_eq!(json!(tokenizer.encode(TEXT, true).unwrap()), theirs["ids"], "{name}");
     let chat = tokenizer
@@ -207,7 +208,7 @@ fn compare(case: &Case, folder: &Folder, theirs: &Value) -> f32 {
     far
 }
 
-/// The other side.
+/// The Python that runs transformers.
 struct Python {
     child: std::process::Child,
     answers: BufReader<std::process::ChildStdout>,

@@ -1,5 +1,5 @@
-//! Logits have the same bits whatever a step holds, however a prompt is cut, and whichever rank
-//! computes it.
+//! Tests that logits have the same bits whatever a step contains, however a prompt is divided, and
+//! whichever rank computes it.
 
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -13,8 +13,8 @@ use proptest::prelude::*;
 
 use crate::folder::{Folder, fill_with_noise};
 
-/// Small and crooked: rows and columns that no tile divides, and two heads of queries to one of
-/// keys.
+/// Returns a small model with awkward sizes: rows and columns that no tile divides, and two query
+/// heads per KV head.
 fn crooked(architecture: Architecture) -> ModelSpec {
     let head_dim = if architecture == Architecture::Qwen2 { 20 } else { 24 };
     ModelSpec {
@@ -41,11 +41,11 @@ fn pool(model: &Model, block_tokens: usize, dtype: Dtype, layout: PoolLayout) ->
         layout,
     ))
     .unwrap();
-    // What a block holds of another request must not matter.
+    // The data of other requests in a block must not matter.
     fill_with_noise(pool)
 }
 
-/// All logits of `tokens`, in chunks that end at `cuts`.
+/// Returns all logits of `tokens`, in chunks that end at `cuts`.
 fn run(
     model: &Model,
     pool: &mut Pool,
@@ -56,7 +56,7 @@ fn run(
     run_after(|| {}, model, pool, tokens, cuts, first_block)
 }
 
-/// The same; each step comes after `before`.
+/// Returns the same logits, and runs `before` ahead of each step.
 fn run_after(
     before: impl Fn(),
     model: &Model,
@@ -204,7 +204,7 @@ fn ranks_change_no_bit() {
                 let ranks = shard.ranks.clone();
                 let model = Model::open(folder.path(), shard).unwrap().with_threads(1);
                 let mut pool = pool(&model, 16, Dtype::F32, PoolLayout::Nhd);
-                // Rank 0 tells the others of each step, which they know here.
+                // Rank 0 announces each step, which these ranks already know.
                 let told = || drop(ranks.next_step().unwrap());
                 bits(&run_after(told, &model, &mut pool, &tokens, &[39], 0))
             };
@@ -231,7 +231,7 @@ fn ranks_change_no_bit() {
     }
 }
 
-/// Each rank but the first is told its steps, and ends when the first has.
+/// Checks ranks that receive their steps from rank 0, and end when it ends.
 #[test]
 fn ranks_that_follow_change_no_bit_and_one_that_is_gone_fails_the_step() {
     let folder = Folder::with(&crooked(Architecture::Llama));

@@ -1,4 +1,4 @@
-//! The client of a request, and whether the server loads by its `kv_transfer_params`.
+//! The location of a request's client, and whether it may use its `kv_transfer_params`.
 
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
@@ -15,11 +15,11 @@ use tokio::net::{TcpListener, TcpStream};
 use super::error::{ApiError, Result};
 use crate::kv::{ParamsTrust, TransferParams};
 
-/// The header by which the head tells a further host of this server where the client is.
+/// The header in which the head passes the client's location to its hosts.
 pub(super) const CLIENT: HeaderName = HeaderName::from_static("x-kvx-client");
 
-/// Clients to whom each piece of an answer is sent at once. Else the second one waits until the
-/// first is acknowledged, which a client may leave for 40 ms.
+/// A listener that disables Nagle's algorithm. Otherwise the second piece of an answer would wait
+/// until the client acknowledges the first, for up to 40 ms.
 pub(crate) struct Clients(pub(super) TcpListener);
 
 impl Listener for Clients {
@@ -29,7 +29,7 @@ impl Listener for Clients {
     async fn accept(&mut self) -> (TcpStream, SocketAddr) {
         let (stream, address) = Listener::accept(&mut self.0).await;
         if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "a client was gone before it was served");
+            tracing::debug!(%error, "the client disconnected before it was served");
         }
         (stream, address)
     }
@@ -39,7 +39,7 @@ impl Listener for Clients {
     }
 }
 
-/// Where a client is.
+/// The location of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Client {
     ThisMachine,
@@ -62,8 +62,7 @@ impl Connected<IncomingStream<'_, Clients>> for Client {
     }
 }
 
-/// Sets the client of a request to a further host, as the head says: hosts get requests from their
-/// head alone.
+/// Sets the client's location from the head's header. Only the head sends requests to its hosts.
 pub(super) async fn set_by_head(mut request: Request, next: Next) -> Response {
     let is_local =
         request.headers().get(CLIENT).is_some_and(|client| *client == Client::ThisMachine.header());
@@ -72,7 +71,7 @@ pub(super) async fn set_by_head(mut request: Request, next: Next) -> Response {
     next.run(request).await
 }
 
-/// A request whose connection is not known counts as one from elsewhere.
+/// A request over an unknown connection counts as one from elsewhere.
 impl<S: Sync> FromRequestParts<S> for Client {
     type Rejection = Infallible;
 
@@ -85,8 +84,8 @@ impl<S: Sync> FromRequestParts<S> for Client {
 ///
 /// # Errors
 ///
-/// - 403 if they name another engine's blocks, and neither that engine's signature nor, without a
-///   secret, the client's place allows it.
+/// - 403 if they name another engine's blocks without that engine's signature or, in a fleet
+///   without a secret, from a client that may not name them.
 /// - 400 if they name blocks and are incomplete, so that no signature can be checked.
 pub(super) fn check_params(
     trust: &ParamsTrust,
@@ -100,7 +99,7 @@ pub(super) fn check_params(
     if trust.has_secret() {
         return match params.remote_blocks() {
             Ok(remote) => trust.check(&remote).map_err(|why| refused(why.to_string())),
-            // A router's, and those of connectors whose prefill chooses the blocks.
+            // Parameters of a router, and of connectors whose prefill chooses the blocks.
             Err(_) if params.remote_block_ids.is_none() => Ok(()),
             Err(why) => Err(ApiError::of("kv_transfer_params", why.to_string())),
         };
@@ -115,13 +114,14 @@ pub(super) fn check_params(
     }
     let host = host.unwrap_or("its host");
     Err(refused(format!(
-        "this server has no KVX_SECRET_FILE, and takes kv_transfer_params from this machine only: anybody could name \
-         other blocks in them. Give all servers of the fleet the same secret, or name the engine's host in \
-         kv_connector_extra_config.allow_unsigned_params (here {host:?})"
+        "this server has no KVX_SECRET_FILE, so it accepts kv_transfer_params only from this \
+         machine: other clients could name any blocks in them. Give all servers of the fleet the \
+         same secret, or name the engine's host in kv_connector_extra_config.allow_unsigned_params \
+         (here {host:?})"
     )))
 }
 
-/// The host of the engine that parameters name, of either connector.
+/// Returns the host of the engine that the parameters name, for either connector.
 fn engine_host(params: &TransferParams) -> Option<&str> {
     let bootstrap = || {
         let address = params.rest.get("remote_bootstrap_addr")?.as_str()?;

@@ -1,4 +1,4 @@
-//! Errors as vLLM gives them.
+//! Errors in vLLM's form.
 
 use axum::body::Body;
 use axum::http::{Response, StatusCode};
@@ -17,12 +17,12 @@ pub(crate) struct ApiError {
 }
 
 impl ApiError {
-    /// The request is wrong.
+    /// Returns an error for an invalid request.
     pub(crate) fn bad(words: impl Into<String>) -> Self {
         ApiError { status: StatusCode::BAD_REQUEST, words: words.into(), field: None }
     }
 
-    /// One field of the request is wrong.
+    /// Returns an error for an invalid field of the request.
     pub(crate) fn of(field: &'static str, words: impl Into<String>) -> Self {
         ApiError { field: Some(field), ..ApiError::bad(words) }
     }
@@ -31,7 +31,7 @@ impl ApiError {
         ApiError { status, words: words.into(), field: None }
     }
 
-    /// The engine has failed.
+    /// Returns an error for a failure of the engine.
     pub(crate) fn internal(words: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, words)
     }
@@ -58,7 +58,7 @@ impl IntoResponse for ApiError {
     }
 }
 
-/// A body of JSON.
+/// Returns a response with a JSON body.
 pub(crate) fn answer(status: StatusCode, body: &Value) -> Response<Body> {
     let kind = [(axum::http::header::CONTENT_TYPE, "application/json")];
     (status, kind, body.to_string()).into_response()

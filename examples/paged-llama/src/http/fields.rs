@@ -1,4 +1,4 @@
-//! The fields of a request's body, read strictly: a wrong type is an error, and so is a feature
+//! Reads the fields of a request's body strictly: a wrong type is an error, and so is a feature
 //! that this server does not have.
 
 use axum::http::header::CONTENT_TYPE;
@@ -7,7 +7,8 @@ use serde_json::{Map, Value};
 
 use super::error::{ApiError, Result};
 
-/// What vLLM would heed and this server does not: better refused than ignored.
+/// Fields that change vLLM's answers but are not supported here. The server rejects them instead of
+/// ignoring them.
 const UNSUPPORTED: &[&str] = &[
     "suffix",
     "logit_bias",
@@ -35,20 +36,20 @@ const UNSUPPORTED: &[&str] = &[
     "priority",
 ];
 
-/// The fields of a body.
+/// The fields of a request's body.
 #[derive(Clone, Copy)]
 pub(crate) struct Fields<'a>(pub(crate) &'a Map<String, Value>);
 
 impl<'a> Fields<'a> {
-    /// A body that asks for nothing that this server does not do.
+    /// Returns the fields, or an error if one of them requests an unsupported feature.
     pub(crate) fn of(body: &'a Value) -> Result<Self> {
         let object =
-            body.as_object().ok_or_else(|| ApiError::bad("the body has to be a JSON object"))?;
+            body.as_object().ok_or_else(|| ApiError::bad("the body must be a JSON object"))?;
         let fields = Fields(object);
         for field in UNSUPPORTED {
             let wanted = match fields.get(field) {
                 None | Some(Value::Bool(false)) => false,
-                // What they mean without being there.
+                // These values mean the same as a missing field.
                 Some(Value::String(none)) if none == "none" && field.ends_with("_choice") => false,
                 Some(Value::String(none)) if none == "none" && *field == "function_call" => false,
                 Some(Value::Number(number)) if *field == "priority" => number.as_f64() != Some(0.0),
@@ -68,13 +69,13 @@ impl<'a> Fields<'a> {
         if format.is_some_and(|format| format != "text") {
             return Err(ApiError::of(
                 "response_format",
-                "response_format can only be of the type text here",
+                "this server supports only a response_format of type text",
             ));
         }
         Ok(fields)
     }
 
-    /// What is there and not null.
+    /// Returns a field's value, unless it is missing or null.
     pub(crate) fn get(&self, key: &str) -> Option<&'a Value> {
         self.0.get(key).filter(|value| !value.is_null())
     }
@@ -106,7 +107,7 @@ impl<'a> Fields<'a> {
     }
 
     pub(crate) fn integer(&self, key: &'static str) -> Result<Option<i64>> {
-        // Python takes 5.0 for 5.
+        // Like Python, accept 5.0 as 5.
         let whole = |value: &Value| {
             value.as_i64().or_else(|| {
                 value.as_f64().filter(|number| number.fract() == 0.0).map(|number| number as i64)
@@ -115,7 +116,7 @@ impl<'a> Fields<'a> {
         self.read(key, "integer", whole)
     }
 
-    /// A count of at least `least`.
+    /// Reads a count of at least `least`.
     pub(crate) fn count(&self, key: &'static str, least: i64) -> Result<Option<usize>> {
         match self.integer(key)? {
             Some(number) if number < least => {
@@ -125,7 +126,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A number within these bounds.
+    /// Reads a number within these bounds.
     pub(crate) fn number(&self, key: &'static str, from: f64, to: f64) -> Result<Option<f32>> {
         match self.read(key, "number", Value::as_f64)? {
             Some(number) if !(from..=to).contains(&number) => {
@@ -143,7 +144,7 @@ impl<'a> Fields<'a> {
         Ok(self.read(key, "list of integers", tokens)?.unwrap_or_default())
     }
 
-    /// One text or several.
+    /// Reads one text or several.
     pub(crate) fn texts(&self, key: &'static str) -> Result<Vec<String>> {
         let texts = self.read(key, "string or list of strings", |value| match value {
             Value::String(text) => Some(vec![text.clone()]),
@@ -156,7 +157,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// A list of tokens.
+/// Returns a list of tokens.
 pub(crate) fn tokens(value: &Value) -> Option<Vec<u32>> {
     value
         .as_array()?

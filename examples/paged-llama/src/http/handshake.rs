@@ -1,4 +1,4 @@
-//! The messages by which a host of further data-parallel ranks joins the head.
+//! The messages with which a host of further data-parallel ranks joins the head.
 
 use std::net::SocketAddr;
 use std::ops::Range;
@@ -13,15 +13,15 @@ use super::noise::Connection;
 use crate::kv::Secret;
 use crate::model::{ModelError, Result};
 
-/// How long either end may take to answer.
+/// The time that either end may take to answer.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a connection may be silent before a ping, and how long the answer may take.
+/// The time after which an idle connection is pinged, and the time to wait for the answer.
 pub(super) const KEEP_ALIVE: Duration = Duration::from_secs(5);
-/// How long a head waits for its hosts, and a host for its head.
+/// The time that a head waits for its hosts, and a host for its head.
 pub(crate) const JOIN_TIMEOUT: Duration = Duration::from_secs(300);
 /// The pause between two attempts to reach the other end.
 pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(200);
-/// The most bytes of a message.
+/// The longest message, in bytes.
 const LONGEST_MESSAGE: u32 = 64 << 10;
 
 /// The configuration that all ranks must share.
@@ -57,18 +57,19 @@ pub(crate) struct JoinRequest {
     pub(crate) config: SharedConfig,
 }
 
-/// Checks that the head and its hosts may meet at an address.
+/// Checks that the head and its hosts may use an address.
 ///
 /// # Errors
 ///
-/// The address is beyond loopback, and there is no secret to prove there.
+/// Fails if the address is beyond loopback and there is no secret to prove.
 pub(crate) fn check_reach(address: SocketAddr, secret: Option<&Secret>) -> Result<()> {
     if address.ip().to_canonical().is_loopback() || secret.is_some() {
         return Ok(());
     }
     Err(ModelError::new(format!(
-        "a server and its further hosts meet at {address}, beyond this machine, where both prove to have the fleet's \
-         secret, and there is none here: `kvx secret FILE` makes one, KVX_SECRET_FILE names it, at all of them the same"
+        "a head and its hosts at {address}, beyond this machine, authenticate each other with the \
+         fleet's secret, but there is none here: create one with `kvx secret FILE`, and set \
+         KVX_SECRET_FILE to the same secret on all of them"
     )))
 }
 
@@ -85,8 +86,8 @@ pub(super) async fn read_message<T: DeserializeOwned>(stream: &mut impl Connecti
     let len = stream.read_u32().await.map_err(ModelError::of)?;
     if len > LONGEST_MESSAGE {
         return Err(ModelError::new(format!(
-            "a message of {len} bytes is longer than a host or its head sends: is this another \
-             program's port?"
+            "a message of {len} bytes is longer than a host or its head sends: does another \
+             program use this port?"
         )));
     }
     let mut message = vec![0; len as usize];
@@ -99,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_a_secret_hosts_meet_on_this_machine_only() {
+    fn without_a_secret_hosts_join_only_on_this_machine() {
         let secret = Secret::from_bytes([1; Secret::LEN]);
         for (address, is_near) in [
             ("127.0.0.1:1", true),

@@ -20,15 +20,15 @@ use super::noise::{self, Connection};
 use crate::kv::Secret;
 use crate::model::{ModelError, Result};
 
-/// The most requests that a host answers at once.
+/// The most requests that a host answers concurrently.
 const MOST_REQUESTS: u32 = 4096;
 
 /// Answers the head's requests until `stop` is ready and answers have ended, at most `drain` later.
-/// Joins again after the head is lost. Calls `joined` the first time.
+/// Joins again after the head is lost. Calls `joined` after the first join.
 ///
 /// # Errors
 ///
-/// The head refuses this host, or is unreachable; the message says what to do.
+/// Fails if the head rejects this host or is unreachable; the message says what to do.
 pub(crate) async fn follow(
     head: &(String, u16),
     joining: &JoinRequest,
@@ -59,11 +59,11 @@ pub(crate) async fn follow(
         tokio::select! {
             ended = &mut connection => {
                 let why = ended.err().map_or_else(String::new, |why| format!(": {why}"));
-                tracing::warn!("the head at {}:{} has gone{why}; looking for it", head.0, head.1);
+                tracing::warn!("lost the head at {}:{}{why}; reconnecting", head.0, head.1);
             }
             () = &mut stop => {
                 connection.as_mut().graceful_shutdown();
-                // It has ended, or its answers have taken too long.
+                // Ignore whether the connection has ended or the time is over.
                 let _ = timeout(drain, connection).await;
                 return Ok(());
             }
@@ -86,8 +86,8 @@ pub(super) async fn join(
         };
         if Instant::now() > until {
             return Err(ModelError::new(format!(
-                "no head at {host}:{port} for {JOIN_TIMEOUT:?}: {why}; --data-parallel-address and --data-parallel-rpc-port are \
-                 those that the head was started with"
+                "no head at {host}:{port} within {JOIN_TIMEOUT:?}: {why}; set \
+                 --data-parallel-address and --data-parallel-rpc-port to those of the head"
             )));
         }
         sleep(RETRY_INTERVAL).await;
@@ -96,10 +96,10 @@ pub(super) async fn join(
     let unlike = |why: &str| {
         let secret = match secret {
             Some(_) => "",
-            None => ", or has it a secret, which is to be in KVX_SECRET_FILE here too",
+            None => ", or does it have a secret, which KVX_SECRET_FILE must name here too",
         };
         ModelError::new(format!(
-            "{host}:{port} does not answer as a head does{why}: is it one{secret}?"
+            "{host}:{port} does not answer like a head{why}: is it one{secret}?"
         ))
     };
     let (stream, refused): (_, Option<String>) = timeout(ANSWER_TIMEOUT, async {

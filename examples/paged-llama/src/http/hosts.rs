@@ -1,8 +1,8 @@
-//! Data-parallel ranks on other hosts, behind the one server that clients know: the head.
+//! Data-parallel ranks on other hosts, behind the head, the one server that clients know.
 //!
-//! A host joins by one connection, over which the head sends it requests by HTTP/2. So it needs no
-//! port of its own, and the head notices its loss at once. Beyond loopback both ends must prove
-//! that they have the fleet's secret.
+//! A host joins with one connection, over which the head sends it requests by HTTP/2. The host
+//! needs no port, and the head notices its loss at once. Beyond loopback both ends authenticate
+//! with the fleet's secret.
 
 use std::net::IpAddr;
 use std::ops::Range;
@@ -31,22 +31,22 @@ use super::noise;
 use crate::kv::Secret;
 use crate::model::{ModelError, Result};
 
-/// The header by which a router chooses a rank of data parallelism.
+/// The header in which a router chooses a data-parallel rank.
 pub(crate) const RANK: &str = "x-data-parallel-rank";
-/// The most bytes of a host's metrics.
+/// The longest metrics of a host, in bytes.
 const LONGEST_METRICS: usize = 16 << 20;
 /// The most connections that are not authenticated yet.
 const MOST_PENDING: usize = 16;
-/// The headers of a client that a host gets. Credentials, such as `Authorization`, are for the head
-/// alone.
+/// The client's headers that the head forwards. Credentials such as `Authorization` are for the
+/// head only.
 const FORWARDED: [HeaderName; 2] = [CONTENT_TYPE, HeaderName::from_static("x-request-id")];
 
-/// The ranks that are on other hosts.
+/// The ranks on other hosts.
 #[derive(Debug)]
 pub(crate) struct Hosts {
     config: SharedConfig,
     secret: Option<Secret>,
-    /// The ranks on other hosts; those before them are here.
+    /// The range of ranks on other hosts; lower ranks are on the head.
     elsewhere: Range<usize>,
     joined: Mutex<Vec<JoinedHost>>,
     news: Notify,
@@ -59,7 +59,7 @@ struct JoinedHost {
 }
 
 impl Hosts {
-    /// Returns the hosts of these ranks, of which none has joined yet. The ranks before are here.
+    /// Returns these ranks with no host joined yet. Lower ranks are on the head.
     pub(crate) fn new(
         config: SharedConfig,
         elsewhere: Range<usize>,
@@ -68,7 +68,7 @@ impl Hosts {
         Hosts { config, secret, elsewhere, joined: Mutex::default(), news: Notify::new() }
     }
 
-    /// Returns the number of all ranks, here and on other hosts.
+    /// Returns the number of all ranks, on the head and on other hosts.
     pub(crate) fn size(&self) -> usize {
         self.elsewhere.end
     }
@@ -84,7 +84,7 @@ impl Hosts {
         rank < self.elsewhere.start || self.joined().iter().any(|host| host.ranks.contains(&rank))
     }
 
-    /// Accepts hosts, without end.
+    /// Accepts hosts forever.
     pub(crate) async fn accept(self: Arc<Self>, listener: TcpListener) {
         let mut unknown = PendingConnections::default();
         loop {
@@ -98,10 +98,10 @@ impl Hosts {
                                 tracing::info!("{} have joined from {from}", rank_names(&ranks))
                             }
                             Ok(Err(why)) => {
-                                tracing::warn!("a host at {from} has not joined: {why}")
+                                tracing::warn!("a host at {from} cannot join: {why}")
                             }
                             Err(_) => tracing::warn!(
-                                "a host at {from} said nothing for {ANSWER_TIMEOUT:?}"
+                                "a host at {from} sent nothing for {ANSWER_TIMEOUT:?}"
                             ),
                         }
                     });
@@ -112,7 +112,7 @@ impl Hosts {
                     });
                 }
                 Err(why) => {
-                    tracing::warn!("hosts cannot join: {why}");
+                    tracing::warn!("cannot accept hosts: {why}");
                     sleep(RETRY_INTERVAL).await;
                 }
             }
@@ -142,7 +142,8 @@ impl Hosts {
             .map_err(ModelError::of)?;
         {
             let mut joined = self.joined();
-            // Of two concurrent hosts the second finds its connection closed, and tries again.
+            // Of two hosts that join concurrently, the second finds its connection closed, and
+            // tries again.
             if let Some(taken) = overlap(&joined, &ranks) {
                 return Err(ModelError::new(taken));
             }
@@ -151,10 +152,7 @@ impl Hosts {
         let gone = ranks.clone();
         tokio::spawn(async move {
             let why = connection.await.err().map_or_else(String::new, |why| format!(": {why}"));
-            tracing::error!(
-                "{} have gone{why}; start them again and they join again",
-                rank_names(&gone)
-            );
+            tracing::error!("lost {}{why}; start them again to let them rejoin", rank_names(&gone));
         });
         self.news.notify_one();
         Ok(ranks)
@@ -164,12 +162,12 @@ impl Hosts {
     fn refusal(&self, joining: &JoinRequest) -> Option<String> {
         let JoinRequest { ranks, config } = joining;
         if let Some(different) = self.config.difference(config) {
-            return Some(format!("{different}: start both with the same"));
+            return Some(format!("{different}: start both with the same configuration"));
         }
         if ranks.is_empty() || ranks.start < self.elsewhere.start || ranks.end > self.elsewhere.end
         {
             return Some(format!(
-                "{} cannot join: {} are on other hosts than the head; see --data-parallel-start-rank and \
+                "{} cannot join: the other hosts have {}; see --data-parallel-start-rank and \
                  --data-parallel-size-local",
                 rank_names(ranks),
                 rank_names(&self.elsewhere)
@@ -182,7 +180,7 @@ impl Hosts {
     ///
     /// # Errors
     ///
-    /// Some have not joined in time; the message names them.
+    /// Fails if some have not joined in time; the message names them.
     pub(crate) async fn all(&self, within: Duration) -> Result<()> {
         let missing = || self.elsewhere.clone().filter(|rank| !self.has(*rank)).collect::<Vec<_>>();
         let all = async {
@@ -192,15 +190,16 @@ impl Hosts {
         };
         timeout(within, all).await.map_err(|_| {
             ModelError::new(format!(
-                "ranks {:?} have not joined for {within:?}: start them with --headless, --data-parallel-start-rank and \
-                 this head's --data-parallel-address",
+                "ranks {:?} have not joined within {within:?}: start them with --headless, \
+                 --data-parallel-start-rank and this head's --data-parallel-address",
                 missing()
             ))
         })
     }
 
-    /// Sends a request to the host of a rank, which answers as this server would. An answer has no
-    /// deadline; that of a lost host ends with its connection, at most twice [`KEEP_ALIVE`] later.
+    /// Sends a request to the host of a rank, which answers as this server would. The answer has no
+    /// deadline. If the host is lost, the answer ends with its connection, at most twice
+    /// [`KEEP_ALIVE`] later.
     pub(crate) async fn ask(
         &self,
         rank: usize,
@@ -209,7 +208,9 @@ impl Hosts {
         headers: &HeaderMap,
         body: Bytes,
     ) -> std::result::Result<Response<Body>, ApiError> {
-        let gone = || ApiError::internal(format!("rank {rank} has gone; the head's log says when"));
+        let gone = || {
+            ApiError::internal(format!("rank {rank} has gone; see the head's log for the reason"))
+        };
         let host = self.joined().iter().find(|host| host.ranks.contains(&rank)).cloned();
         let JoinedHost { ranks, mut asking } = host.ok_or_else(gone)?;
         let mut request = Request::post(format!("http://rank-{rank}{path}"))
@@ -221,18 +222,18 @@ impl Hosts {
             }
         }
         request.headers_mut().insert(CLIENT, client.header());
-        // A host counts its own from 0.
+        // A host counts its ranks from 0.
         request.headers_mut().insert(RANK, HeaderValue::from(rank - ranks.start));
         asking.ready().await.map_err(|_| gone())?;
         let answer = asking.send_request(request).await.map_err(|why| {
-            tracing::error!("a request to rank {rank} has no answer: {why}");
+            tracing::error!("a request to rank {rank} failed: {why}");
             gone()
         })?;
         Ok(answer.map(Body::new))
     }
 
-    /// Returns the metrics of this server and of the engines on other hosts, without those of hosts
-    /// that do not answer.
+    /// Returns the metrics of this server and of the engines on other hosts, except for hosts that
+    /// do not answer.
     pub(crate) async fn metrics(&self, here: String) -> String {
         let asked: Vec<_> = self
             .joined()
@@ -254,13 +255,13 @@ struct PendingConnection {
     is_known: Arc<AtomicBool>,
 }
 
-/// All of these connections, the oldest first.
+/// The unauthenticated connections, the oldest first.
 #[derive(Default)]
 struct PendingConnections(Vec<PendingConnection>);
 
 impl PendingConnections {
-    /// Adds a connection. Beyond [`MOST_PENDING`] it ends the oldest connection of the address that
-    /// has most of them, so that silent peers keep no host out.
+    /// Adds a connection. Beyond [`MOST_PENDING`] it closes the oldest connection of the address
+    /// that has most of them, so that silent peers cannot keep a host from joining.
     fn add(&mut self, connection: PendingConnection) {
         let all = &mut self.0;
         all.push(connection);
@@ -283,7 +284,7 @@ fn overlap(joined: &[JoinedHost], ranks: &Range<usize>) -> Option<String> {
     let taken =
         joined.iter().find(|host| host.ranks.start < ranks.end && ranks.start < host.ranks.end)?;
     Some(format!(
-        "{} cannot join: {} are there; end that host first",
+        "{} cannot join: {} have already joined; end that host first",
         rank_names(ranks),
         rank_names(&taken.ranks)
     ))
@@ -318,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_of_another_model_or_of_ranks_that_are_here_do_not_join() {
+    fn hosts_with_another_model_or_with_ranks_of_the_head_cannot_join() {
         let hosts = Hosts::new(config(), 2..4, None);
         let refusal = |ranks, config| hosts.refusal(&JoinRequest { ranks, config });
         assert_eq!(refusal(2..4, config()), None);
@@ -360,7 +361,7 @@ mod tests {
         }
     }
 
-    /// Answers with the names of the headers that a request had.
+    /// Answers with the names of the request's headers.
     async fn headers_of(headers: HeaderMap) -> String {
         let mut names: Vec<_> = headers.keys().map(HeaderName::as_str).collect();
         names.sort_unstable();
@@ -387,7 +388,8 @@ mod tests {
         for _ in 0..4 * MOST_PENDING {
             strangers.push(TcpStream::connect((head.0.as_str(), head.1)).await.unwrap());
         }
-        // One that is of another size is told why; one that fits is let in.
+        // A host with another data-parallel size gets an error that says so; one with the same size
+        // joins.
         let other =
             JoinRequest { ranks: 2..4, config: SharedConfig { data_parallel_size: 5, ..config() } };
         assert!(
@@ -412,7 +414,14 @@ mod tests {
         });
         hosts.all(ANSWER_TIMEOUT).await.unwrap();
         assert!(hosts.has(0) && hosts.has(3));
-        assert!(join(&head, &ours, secret).await.err().unwrap().to_string().contains("are there"));
+        assert!(
+            join(&head, &ours, secret)
+                .await
+                .err()
+                .unwrap()
+                .to_string()
+                .contains("have already joined")
+        );
         let other = Secret::from_bytes([2; Secret::LEN]);
         assert!(join(&head, &ours, Some(&other)).await.is_err());
         assert_eq!(

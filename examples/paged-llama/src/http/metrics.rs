@@ -14,49 +14,50 @@ use metrics::{
 use crate::kv::{self, METRICS, MOONCAKE_METRICS};
 use crate::model::{ModelError, Result};
 
-/// Seconds of most of what is timed here.
+/// The bucket bounds of most durations, in seconds.
 const SECONDS: &[f64] = &[
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
     5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
 ];
 
-/// The bounds of a histogram's buckets: of transfers those that the connector tells.
+/// Returns the bucket bounds of a histogram; those of transfers come from the connector.
 fn bounds(name: &str) -> &'static [f64] {
     let metric = METRICS.iter().chain(&MOONCAKE_METRICS).find(|metric| metric.name == name);
     metric.and_then(|metric| metric.buckets).unwrap_or(SECONDS)
 }
 
-/// The name of a counter as Prometheus's clients write it, vLLM's too: it ends in `_total`.
+/// Returns the name of a counter as Prometheus's clients, and vLLM, write it: with the suffix
+/// `_total`.
 fn of_counter(name: &str) -> String {
     if name.ends_with("_total") { name.to_owned() } else { format!("{name}_total") }
 }
 
-/// Keeps what this process counts. Clones share it.
+/// A recorder of this process's metrics. Clones share the metrics.
 #[derive(Clone, Debug, Default)]
 pub struct Recorder(Arc<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// The name of the model: a label of vLLM's metrics that whoever counts does not know.
+    /// The name of the model, a label of vLLM's metrics that the recording code does not set.
     model: String,
     described: Mutex<BTreeMap<String, String>>,
-    /// By name and labels.
+    /// Metrics by name and labels.
     counters: Mutex<BTreeMap<(String, String), Arc<AtomicU64>>>,
     gauges: Mutex<BTreeMap<(String, String), Arc<AtomicF64>>>,
     histograms: Mutex<BTreeMap<(String, String), Arc<HistogramData>>>,
 }
 
 impl Recorder {
-    /// A recorder for the engines of this model.
+    /// Returns a recorder for the engines of this model.
     pub fn new(model: &str) -> Self {
         Recorder(Arc::new(Inner { model: model.to_owned(), ..Inner::default() }))
     }
 
-    /// A recorder for this process, which counts from now on.
+    /// Installs a recorder for this process.
     ///
     /// # Errors
     ///
-    /// The process has one.
+    /// Fails if the process already has a recorder.
     pub fn install(model: &str) -> Result<Self> {
         let recorder = Recorder::new(model);
         let installed = metrics::set_global_recorder(recorder.clone());
@@ -66,7 +67,7 @@ impl Recorder {
         Ok(recorder)
     }
 
-    /// Name and labels, as they are written.
+    /// Returns the name and the labels as text.
     fn key(&self, key: &Key) -> (String, String) {
         let mut labels: Vec<(&str, &str)> =
             key.labels().map(|label| (label.key(), label.value())).collect();
@@ -182,7 +183,7 @@ impl CounterFn for CounterData {
     }
 }
 
-/// A number with a fraction, by its bits.
+/// An `f64`, stored as its bits.
 #[derive(Debug, Default)]
 struct AtomicF64(AtomicU64);
 
@@ -210,7 +211,7 @@ impl GaugeFn for AtomicF64 {
 #[derive(Debug)]
 struct HistogramData {
     bounds: &'static [f64],
-    /// One more than bounds.
+    /// One more count than there are bounds.
     counts: Vec<AtomicU64>,
     sum: AtomicF64,
 }
@@ -230,8 +231,9 @@ impl HistogramFn for HistogramData {
     }
 }
 
-/// Merges the metrics of several processes, in Prometheus's text format. Keeps all of the first
-/// text, and of the others the samples with a label `engine`: no label tells the rest apart.
+/// Merges the metrics of several processes, in Prometheus's text format. Keeps the first text as it
+/// is, and adds the samples of the others that have a label `engine`: other samples could not be
+/// told apart.
 pub(super) fn merge(texts: &[String]) -> String {
     let mut families: BTreeMap<&str, (Vec<&str>, Vec<&str>)> = BTreeMap::new();
     for (at, text) in texts.iter().enumerate() {
@@ -262,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_counted_is_shown_with_vllms_labels() {
+    fn metrics_have_vllms_labels() {
         let recorder = Recorder::new("tiny \"m\"");
         metrics::with_local_recorder(&recorder, || {
             metrics::describe_counter!("vllm:prompt_tokens_total", "Tokens of prompts");

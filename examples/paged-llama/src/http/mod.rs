@@ -48,15 +48,14 @@ pub use self::service::{Readers, Service};
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT_COMPLETIONS: &str = "/v1/chat/completions";
 
-/// A longer body is refused.
+/// The longest body, in bytes; the server rejects longer ones.
 const LONGEST_BODY: usize = 16 << 20;
 
-/// Serves clients until `stop` is ready, and then as long as clients wait for answers; at most
-/// `drain` longer.
+/// Serves clients until `stop` is ready and running answers have ended, at most `drain` later.
 ///
 /// # Errors
 ///
-/// The listener's.
+/// Fails if the listener fails.
 pub async fn serve(
     listener: TcpListener,
     service: Arc<Service>,
@@ -71,7 +70,7 @@ pub async fn serve(
     let router = router(service).into_make_service_with_connect_info::<Client>();
     let serving = axum::serve(Clients(listener), router).with_graceful_shutdown(stop);
     let late = async move {
-        // An error: it has been stopped.
+        // An error means that the server was stopped.
         let _ = stopping.wait_for(|stopped| *stopped).await;
         tokio::time::sleep(drain).await;
     };

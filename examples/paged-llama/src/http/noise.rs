@@ -1,5 +1,5 @@
-//! The connection between the head of a server and a host behind it. With a fleet's secret both
-//! ends prove that they have it, and seal all that they say.
+//! The connection between a head and a host. With the fleet's secret both ends authenticate each
+//! other and encrypt all messages.
 
 use std::io;
 use std::time::Duration;
@@ -16,18 +16,18 @@ use crate::model::{ModelError, Result};
 
 /// The purpose of the key, and the prologue of the handshake.
 const LABEL: &[u8] = b"kvx serve 1: a head and its hosts";
-/// Bytes of each direction that wait to be sealed, or to be read.
+/// The bytes buffered in each direction.
 const BUFFER: usize = 64 << 10;
 
-/// How long a peer may take no byte.
+/// The time after which a peer that accepts no bytes is lost.
 const STALLED: Duration = Duration::from_secs(10);
 
-/// Bytes in both directions, sealed on the way or not.
+/// A connection in both directions, encrypted or not.
 pub(super) trait Connection: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Connection for T {}
 
-/// The host's end, which has connected.
+/// Authenticates with the head, as the host that has connected.
 pub(super) async fn connect(
     mut stream: TcpStream,
     secret: Option<&Secret>,
@@ -41,12 +41,12 @@ pub(super) async fn connect(
         return Ok(Box::new(seal(stream, handshake.seals())));
     }
     Err(ModelError::new(
-        "whoever answers there has not proven to have this fleet's secret: start the head with the same \
+        "the head has not proven to have this fleet's secret: start it with the same \
          KVX_SECRET_FILE as this host",
     ))
 }
 
-/// The head's end. A peer without the secret gets no answer.
+/// Authenticates a host, as the head. A peer without the secret gets no answer.
 pub(super) async fn accept(
     mut stream: TcpStream,
     secret: Option<&Secret>,
@@ -57,8 +57,8 @@ pub(super) async fn accept(
         NoiseHandshake::responder(&derive_key(secret, LABEL), LABEL).map_err(ModelError::of)?;
     if !read_message(&mut stream, &mut handshake).await {
         return Err(ModelError::new(
-            "it has not proven to have this fleet's secret: a host of this server needs the same KVX_SECRET_FILE as \
-             its head",
+            "the host has not proven to have this fleet's secret: start it with the same \
+             KVX_SECRET_FILE as its head",
         ));
     }
     write_message(&mut stream, &mut handshake).await?;
@@ -77,8 +77,8 @@ async fn read_message(stream: &mut TcpStream, handshake: &mut NoiseHandshake) ->
     stream.read_exact(&mut message).await.is_ok() && handshake.read(&message).is_some()
 }
 
-/// Returns a stream whose bytes travel sealed. The end of either direction ends both, and so does
-/// an altered byte.
+/// Returns a stream that encrypts its bytes. It ends in both directions when either direction ends,
+/// or when a byte was altered.
 fn seal(stream: TcpStream, seals: Seals) -> DuplexStream {
     let (ours, inner) = duplex(BUFFER);
     tokio::spawn(async move {
@@ -94,7 +94,8 @@ fn seal(stream: TcpStream, seals: Seals) -> DuplexStream {
                 }
                 sealed.clear();
                 sealer.seal_stream(&plain[..got], &mut sealed);
-                // A peer that takes nothing for so long is gone, though its connection stands.
+                // A peer that accepts no bytes for this time is lost, even if its connection stays
+                // open.
                 timeout(STALLED, to_peer.write_all(&sealed)).await??;
             }
         };
@@ -112,7 +113,7 @@ fn seal(stream: TcpStream, seals: Seals) -> DuplexStream {
             ended = receive => ended,
         };
         if let Err(why) = ended {
-            tracing::debug!("a sealed connection has ended: {why}");
+            tracing::debug!("an encrypted connection has ended: {why}");
         }
     });
     ours
@@ -154,7 +155,11 @@ mod tests {
                 std::mem::swap(&mut host, &mut head);
             }
             drop(host);
-            assert_eq!(head.read(&mut heard).await.unwrap(), 0, "the end is heard");
+            assert_eq!(
+                head.read(&mut heard).await.unwrap(),
+                0,
+                "the end of the stream must arrive"
+            );
         }
     }
 

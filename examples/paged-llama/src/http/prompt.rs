@@ -7,23 +7,23 @@ use super::error::{ApiError, Result};
 use super::fields::{Fields, tokens};
 use super::service::Service;
 
-/// More answers to one request than this are refused.
+/// The most answers to one request.
 pub(super) const MOST_ANSWERS: usize = 256;
 
-/// One prompt.
+/// A prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Prompt {
     pub(crate) tokens: Vec<u32>,
     pub(crate) text: Option<String>,
 }
 
-/// `prompt`: a text, tokens, or a list of either.
+/// Reads `prompt`: a text, tokens, or a list of either.
 pub(super) fn of_completion(service: &Service, fields: &Fields<'_>) -> Result<Vec<Prompt>> {
     let special = fields.flag_or("add_special_tokens", true)?;
     let wrong = || {
         ApiError::of(
             "prompt",
-            "prompt has to be a string, a list of strings, a list of tokens or a list of such lists",
+            "prompt must be a string, a list of strings, a list of tokens or a list of such lists",
         )
     };
     let of_text = |text: &str| -> Result<Prompt> {
@@ -52,7 +52,7 @@ pub(super) fn of_completion(service: &Service, fields: &Fields<'_>) -> Result<Ve
 
 pub(super) fn too_many(answers: usize) -> ApiError {
     let words =
-        format!("{answers} answers to one request are too many; ask for at most {MOST_ANSWERS}");
+        format!("{answers} answers to one request are too many; request at most {MOST_ANSWERS}");
     ApiError::of("n", words)
 }
 
@@ -62,7 +62,7 @@ pub(super) fn of_chat(service: &Service, fields: &Fields<'_>) -> Result<Prompt> 
         fields.get("messages").ok_or_else(|| ApiError::bad("messages: Field required"))?;
     let messages = messages.as_array().filter(|messages| !messages.is_empty());
     let messages = messages.ok_or_else(|| {
-        ApiError::of("messages", "messages has to be a list with a message at least")
+        ApiError::of("messages", "messages must be a list of at least one message")
     })?;
     let messages: Vec<Value> = messages.iter().map(message).collect::<Result<_>>()?;
     let continues = fields.flag("continue_final_message")?;
@@ -85,7 +85,7 @@ pub(super) fn of_chat(service: &Service, fields: &Fields<'_>) -> Result<Prompt> 
         Some(_) => {
             return Err(ApiError::of(
                 "chat_template_kwargs",
-                "chat_template_kwargs has to be an object",
+                "chat_template_kwargs must be an object",
             ));
         }
     }
@@ -93,18 +93,18 @@ pub(super) fn of_chat(service: &Service, fields: &Fields<'_>) -> Result<Prompt> 
         .tokenizer
         .chat(&Value::Array(messages), &more)
         .map_err(|error| ApiError::of("messages", error.to_string()))?;
-    // The template says itself what stands around a prompt.
+    // The template itself adds the special tokens around a prompt.
     let special = fields.flag("add_special_tokens")?;
     Ok(Prompt { tokens: service.encode(&text, special)?, text: Some(text) })
 }
 
-/// A message whose content is text: several parts of text become one.
+/// Checks a message whose content is text, and joins several parts of text.
 fn message(message: &Value) -> Result<Value> {
     let wrong = |words: &str| ApiError::of("messages", words);
     let mut message =
-        message.as_object().ok_or_else(|| wrong("a message has to be an object"))?.clone();
+        message.as_object().ok_or_else(|| wrong("a message must be an object"))?.clone();
     if !message.get("role").is_some_and(Value::is_string) {
-        return Err(wrong("a message has a role, which is a string"));
+        return Err(wrong("a message must have a role, which is a string"));
     }
     match message.get("content") {
         Some(Value::String(_)) => {}
@@ -119,11 +119,11 @@ fn message(message: &Value) -> Result<Value> {
             });
             let texts: Option<Vec<_>> = texts.collect();
             let text = texts
-                .ok_or_else(|| wrong("this model reads text only: leave other parts out"))?
+                .ok_or_else(|| wrong("this model reads text only; leave other parts out"))?
                 .join("\n");
             message.insert("content".into(), text.into());
         }
-        Some(_) => return Err(wrong("a message's content has to be a string or a list of parts")),
+        Some(_) => return Err(wrong("a message's content must be a string or a list of parts")),
     }
     Ok(message.into())
 }

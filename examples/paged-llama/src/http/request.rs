@@ -14,13 +14,13 @@ use super::service::Service;
 use crate::engine::{Request, Sampling};
 use crate::kv::TransferParams;
 
-/// Stops of one request.
+/// The most stops per request.
 const MOST_STOPS: usize = 64;
-/// Bytes of a stop.
+/// The longest stop, in bytes.
 const LONGEST_STOP: usize = 4096;
-/// Tokens at which one request stops.
+/// The most stop tokens per request.
 const MOST_STOP_TOKENS: usize = 1024;
-/// Probabilities that one request may ask for.
+/// The most probabilities that one request may report.
 const MOST_TOLD: usize = 1 << 19;
 
 /// A parsed and checked request.
@@ -35,7 +35,7 @@ pub(crate) struct CompletionRequest {
     pub(crate) include_usage: bool,
     pub(crate) continuous_usage: bool,
     pub(crate) echo: bool,
-    /// Only the prompt comes back.
+    /// The response contains only the prompt.
     pub(crate) nothing_new: bool,
     pub(crate) return_token_ids: bool,
     pub(crate) tokens_as_ids: bool,
@@ -97,7 +97,7 @@ impl CompletionRequest {
         };
         let n = fields.count("n", 1)?.unwrap_or(1);
         if fields.count("best_of", 1)?.is_some_and(|best| best != n) {
-            return Err(ApiError::of("best_of", "best_of has to equal n here"));
+            return Err(ApiError::of("best_of", "this server requires best_of to equal n"));
         }
         let limit = match chat {
             true => fields.count("max_completion_tokens", 1)?.or(fields.count("max_tokens", 1)?),
@@ -133,7 +133,8 @@ impl CompletionRequest {
             || stop_tokens.len() > MOST_STOP_TOKENS
         {
             let words = format!(
-                "at most {MOST_STOPS} stops of {LONGEST_STOP} bytes each and {MOST_STOP_TOKENS} stop_token_ids"
+                "send at most {MOST_STOPS} stops of {LONGEST_STOP} bytes each and \
+                 {MOST_STOP_TOKENS} stop_token_ids"
             );
             return Err(ApiError::of("stop", words));
         }
@@ -189,12 +190,12 @@ impl CompletionRequest {
             return Err(too_many(answers));
         }
         if self.transfer.is_some() && answers > 1 {
-            let words = "kv_transfer_params are for one prompt and one answer: send the others by themselves";
+            let words = "kv_transfer_params are for one prompt and one answer; send the others in separate requests";
             return Err(ApiError::of("kv_transfer_params", words));
         }
         let longest = service.limits().model_len;
-        // Each reported probability is kept until the answer is complete, those of an echoed prompt
-        // too.
+        // Each reported probability is kept until the answer is complete, including those of an
+        // echoed prompt.
         let new = self.max_tokens.unwrap_or(longest).min(longest);
         let echoed = |prompt: &Prompt| if self.echo { prompt.tokens.len() } else { 0 };
         let tokens =
@@ -204,16 +205,14 @@ impl CompletionRequest {
         if told > MOST_TOLD {
             return Err(ApiError::of(
                 "logprobs",
-                "that is too much to tell: lower n, max_tokens or logprobs",
+                "the response would contain too many probabilities; lower n, max_tokens or \
+                 logprobs",
             ));
         }
         for prompt in &self.prompts {
             let tokens = prompt.tokens.len();
             if tokens == 0 {
-                return Err(ApiError::of(
-                    "prompt",
-                    "The prompt has no token; give it at least one",
-                ));
+                return Err(ApiError::of("prompt", "The prompt has no tokens; send at least one"));
             }
             let size = service.vocabulary;
             if let Some(token) = prompt.tokens.iter().find(|token| **token as usize >= size) {
@@ -227,8 +226,9 @@ impl CompletionRequest {
                 return Err(ApiError::of(
                     if self.chat { "messages" } else { "prompt" },
                     format!(
-                        "This model's maximum context length is {longest} tokens. The prompt has {tokens} and {asked} more \
-                         were asked for: shorten the prompt or lower max_tokens."
+                        "This model's maximum context length is {longest} tokens. The prompt has \
+                         {tokens}, and {asked} more were requested; shorten the prompt or lower \
+                         max_tokens."
                     ),
                 ));
             }
@@ -236,17 +236,17 @@ impl CompletionRequest {
         Ok(())
     }
 
-    /// How many answers there will be.
+    /// Returns the number of answers.
     pub(crate) fn answers(&self) -> usize {
         self.prompts.len() * self.n
     }
 
-    /// The prompt of an answer.
+    /// Returns the prompt of an answer.
     pub(crate) fn prompt(&self, answer: usize) -> &Prompt {
         &self.prompts[answer / self.n]
     }
 
-    /// What the engine is asked for an answer.
+    /// Returns the engine's request for an answer.
     pub(crate) fn request(&self, service: &Service, answer: usize) -> Request {
         let (prompt, child) = (answer / self.n, answer % self.n);
         let tokens = self.prompts[prompt].tokens.clone();
@@ -268,7 +268,7 @@ impl CompletionRequest {
             ..self.sampling.clone()
         };
         Request {
-            // What a client calls its request may come twice; the engine's name may not.
+            // Clients may reuse a request's name; the engine's name must be unique.
             name: format!("{name}-{:08x}", random() as u32),
             prompt: tokens,
             sampling,
@@ -286,7 +286,7 @@ impl CompletionRequest {
     }
 }
 
-/// A number by chance.
+/// Returns a random number.
 fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
@@ -301,7 +301,7 @@ fn stream_options(fields: &Fields<'_>, stream: bool) -> Result<(bool, bool)> {
     }
     let options = options
         .as_object()
-        .ok_or_else(|| ApiError::of("stream_options", "stream_options is no object"))?;
+        .ok_or_else(|| ApiError::of("stream_options", "stream_options must be an object"))?;
     let options = Fields(options);
     Ok((options.flag("include_usage")?, options.flag("continuous_usage_stats")?))
 }
@@ -310,7 +310,7 @@ fn logprobs(service: &Service, fields: &Fields<'_>, chat: bool) -> Result<Option
     let most = service.most_logprobs.min(service.vocabulary);
     let check = |key: &'static str, count: Option<i64>| match count {
         None => Ok(None),
-        // All that there are.
+        // All tokens of the vocabulary.
         Some(-1) if most == service.vocabulary => Ok(Some(most)),
         Some(count) => match usize::try_from(count).ok().filter(|count| *count <= most) {
             Some(count) => Ok(Some(count)),

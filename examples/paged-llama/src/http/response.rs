@@ -1,4 +1,4 @@
-//! The bodies of responses, whole and in chunks.
+//! The bodies of responses, complete and in chunks.
 
 use serde_json::{Map, Value, json};
 
@@ -16,7 +16,7 @@ pub(crate) struct PartialAnswer {
     prompt_logprobs: Vec<Logprob>,
     pub(crate) cached: usize,
     end: Option<Finish>,
-    /// Bytes of text in front of the next token.
+    /// The offset of the next token's text, in bytes.
     offset: usize,
 }
 
@@ -48,7 +48,7 @@ fn value_of(params: &TransferParams) -> Value {
 }
 
 impl CompletionRequest {
-    /// The body of an answer that is not streamed.
+    /// Returns the body of an answer that is not streamed.
     pub(crate) fn whole(&self, partial: &mut [PartialAnswer], service: &Service) -> Value {
         let tokenizer = &*service.tokenizer;
         let counts: Vec<usize> = partial
@@ -106,7 +106,7 @@ impl CompletionRequest {
         prompt.text.clone().unwrap_or_else(|| tokenizer.decode(&prompt.tokens, true))
     }
 
-    /// The chunk that a piece makes; `first`: it is the answer's first one.
+    /// Returns the chunk for a piece; `first` if it is the answer's first one.
     pub(crate) fn chunk(
         &self,
         index: usize,
@@ -148,7 +148,7 @@ impl CompletionRequest {
         chunk
     }
 
-    /// The chunk with which a chat's answer begins.
+    /// Returns the first chunk of a chat's answer.
     pub(crate) fn first_chunk(&self, index: usize) -> Value {
         let delta = json!({"role": "assistant", "content": ""});
         self.bare_chunk(vec![
@@ -156,7 +156,7 @@ impl CompletionRequest {
         ])
     }
 
-    /// The chunk with the usage.
+    /// Returns the chunk with the usage.
     pub(crate) fn usage_chunk(&self, partial: &[PartialAnswer], service: &Service) -> Value {
         let counts: Vec<usize> = partial.iter().map(|partial| partial.tokens.len()).collect();
         let mut chunk = self.bare_chunk(Vec::new());
@@ -183,8 +183,8 @@ impl CompletionRequest {
         })
     }
 
-    /// The probabilities of the tokens in `partial`, with those of an echoed prompt in front if
-    /// `first`.
+    /// Returns the probabilities of the tokens in `partial`, if `first` after those of an echoed
+    /// prompt.
     fn logprobs_of(
         &self,
         index: usize,
@@ -222,7 +222,7 @@ impl CompletionRequest {
             offset += name.chars().count();
             logprobs.push(logprob.map(|logprob| logprob.logprob.max(-9999.0)));
             tops.push(logprob.map(|logprob| {
-                // The token itself is among them, however unlikely.
+                // The token itself is included, however unlikely it is.
                 let mut top = Map::from_iter([(name.clone(), json!(logprob.logprob.max(-9999.0)))]);
                 for (token, logprob) in &logprob.top {
                     let name = if self.tokens_as_ids {
@@ -249,7 +249,7 @@ impl CompletionRequest {
     }
 }
 
-/// `finish_reason` and `stop_reason`.
+/// Returns `finish_reason` and `stop_reason`.
 fn ended(end: Option<&Finish>) -> (Value, Value) {
     match end.map(|end| &end.reason) {
         None => (Value::Null, Value::Null),

@@ -14,41 +14,43 @@ use crate::engine::{Engine, Limits};
 use crate::kv::ParamsTrust;
 use crate::tokenizer::Tokenizer;
 
-/// A text with more bytes a token of the model's length is not read.
+/// The longest text, in bytes per token of the model's length; the server does not tokenize longer
+/// ones.
 const MOST_BYTES_A_TOKEN: usize = 64;
 
-/// Requests that are read at once.
+/// The number of requests that are tokenized concurrently.
 const READERS: usize = 4;
 
 /// The state that all requests share.
 pub struct Service {
-    /// The engines that compute the answers: at least one.
+    /// The engines that compute the answers, at least one.
     pub engines: Vec<Engine>,
     /// The model's tokenizer.
     pub tokenizer: Arc<Tokenizer>,
-    /// The names that the model goes by; the first one is its own.
+    /// The names of the model, the primary one first.
     pub models: Vec<String>,
     /// The folder or name that the server was started with.
     pub root: String,
-    /// Tokens that the model knows.
+    /// The number of tokens in the model's vocabulary.
     pub vocabulary: usize,
-    /// Usage says how many tokens of the prompt were not computed.
+    /// Reports in the usage how many tokens of the prompt were not computed.
     pub prompt_details: bool,
-    /// Probabilities that a request may have of each token.
+    /// The most probabilities that a request may report for each token.
     pub most_logprobs: usize,
     /// The metrics of `/metrics`.
     pub recorder: Recorder,
-    /// The permits to read a request.
+    /// The permits to tokenize a request.
     pub readers: Readers,
-    /// Counts the requests that ranks answer in turn.
+    /// The number of requests that were assigned to ranks in turn.
     pub turn: AtomicUsize,
     /// The ranks that are on other hosts.
     pub(crate) hosts: Arc<Hosts>,
-    /// Decides which `kv_transfer_params` are used; `None` without peers, where they mean nothing.
+    /// The check of `kv_transfer_params`; `None` without peers, where the parameters have no
+    /// effect.
     pub(crate) trust: Option<ParamsTrust>,
 }
 
-/// Permits that limit how many requests are read at once: a long text takes seconds.
+/// Permits that limit how many requests are tokenized concurrently: a long text takes seconds.
 #[derive(Clone, Debug)]
 pub struct Readers(Arc<Semaphore>);
 
@@ -70,8 +72,8 @@ impl Service {
         self.engines.iter().all(Engine::is_alive)
     }
 
-    /// The rank that a request has chosen, counted from 0, or the next one in turn of those that
-    /// are there.
+    /// Returns the rank that a request has chosen, counted from 0, or else the next available one
+    /// in turn.
     pub(super) fn rank(&self, headers: &HeaderMap) -> Result<usize> {
         let ranks = self.hosts.size();
         if let Some(chosen) = rank(headers, ranks)? {
@@ -84,7 +86,7 @@ impl Service {
             .unwrap_or(0))
     }
 
-    /// The name of a model that a request asks for; without one, this server's.
+    /// Returns the name of the requested model; by default, this server's.
     pub(super) fn model(&self, asked: Option<&str>) -> Result<String> {
         let asked = asked.unwrap_or(&self.models[0]);
         if self.models.iter().any(|model| model == asked) {
@@ -94,15 +96,15 @@ impl Service {
         Err(ApiError { field: Some("model"), ..ApiError::new(StatusCode::NOT_FOUND, words) })
     }
 
-    /// Reads a request on a thread where it holds up no other: texts become tokens, and messages a
-    /// prompt.
+    /// Tokenizes a request on a separate thread, where it delays no other requests.
     pub(super) async fn read<T: Send + 'static>(
         self: &Arc<Self>,
         reading: impl FnOnce(&Self) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let failed =
-            || ApiError::internal("the request could not be read; the server's log says why");
-        // The thread keeps its place also when the client has gone.
+        let failed = || {
+            ApiError::internal("the request could not be read; see the server's log for the reason")
+        };
+        // The thread keeps its permit even if the client disconnects.
         let place = self.readers.0.clone().acquire_owned().await.map_err(|_| failed())?;
         let service = self.clone();
         let read = tokio::task::spawn_blocking(move || {
@@ -113,8 +115,8 @@ impl Service {
     }
 
     pub(super) fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
-        // Whatever its tokens are, this is longer than the model takes, and reading it would hold
-        // up others.
+        // A text of this length always exceeds the model's limit, and tokenizing it would delay
+        // other requests.
         let most = self.limits().model_len.saturating_mul(MOST_BYTES_A_TOKEN);
         if text.len() > most {
             return Err(ApiError::bad(format!(
@@ -126,14 +128,15 @@ impl Service {
     }
 }
 
-/// The rank that a router has chosen.
+/// Returns the rank that a router has chosen.
 fn rank(headers: &HeaderMap, ranks: usize) -> Result<Option<usize>> {
     let Some(written) = headers.get(RANK) else { return Ok(None) };
     let rank = written.to_str().ok().and_then(|written| written.trim().parse().ok());
     match rank.filter(|rank| *rank < ranks) {
         Some(rank) => Ok(Some(rank)),
         None => Err(ApiError::bad(format!(
-            "X-data-parallel-rank is out of range: it counts the engines of this server from 0, and the last one is {}",
+            "X-data-parallel-rank is out of range: it counts the engines of this server from 0 to \
+             {}",
             ranks - 1
         ))),
     }

@@ -1,4 +1,4 @@
-//! Answers as server-sent events, each chunk as its token comes.
+//! Streams answers as server-sent events, one chunk per token.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -19,19 +19,19 @@ use super::response::PartialAnswer;
 use super::service::Service;
 use crate::engine::Answer;
 
-/// The chunks of a request's answers in the order in which they come.
+/// The chunks of a request's answers in the order of their arrival.
 struct Events {
     service: Arc<Service>,
     request: CompletionRequest,
     answers: Vec<Answer>,
     partial: Vec<PartialAnswer>,
-    /// Which answer is request first next time: none waits for another.
+    /// The answer to poll first next time, so that all are polled in turn.
     turn: usize,
     ready: VecDeque<Bytes>,
     done: bool,
 }
 
-/// The response that streams these answers.
+/// Returns a response that streams these answers.
 pub(crate) fn response(
     service: Arc<Service>,
     request: CompletionRequest,
@@ -52,7 +52,7 @@ fn event(value: &Value) -> Bytes {
 }
 
 impl Events {
-    /// Takes what answers have; whether there was anything.
+    /// Polls the answers. Returns whether there was anything to send.
     fn gather(&mut self, context: &mut Context<'_>) -> bool {
         let mut any = false;
         for step in 0..self.answers.len() {
@@ -70,7 +70,8 @@ impl Events {
                 }
                 Poll::Ready(Some(Err(failure))) => return self.break_off(&failure.0),
                 Poll::Ready(None) => {
-                    return self.break_off("the engine has ended; the server's log says why");
+                    return self
+                        .break_off("the engine has ended; see the server's log for the reason");
                 }
             }
         }
@@ -93,7 +94,7 @@ impl Events {
     fn finish(&mut self) -> bool {
         self.ready.push_back(Bytes::from_static(b"data: [DONE]\n\n"));
         self.done = true;
-        // Whatever still runs is aborted.
+        // Aborts the answers that are still running.
         self.answers.clear();
         true
     }

@@ -55,7 +55,7 @@ fn text(service: &Service, body: &Value) -> Result<Value> {
     let most = service.limits().model_len;
     if tokens.len() > most {
         let words = format!(
-            "{} tokens are more than the model takes; send at most {most} at once",
+            "{} tokens are more than the model accepts; send at most {most} at once",
             tokens.len()
         );
         return Err(ApiError::of("tokens", words));

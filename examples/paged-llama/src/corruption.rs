@@ -10,9 +10,9 @@ use crate::kv::{Kv, Memory, Outcome, TransferParams};
 pub(crate) struct CorruptingMover {
     pub(crate) mover: Kv,
     pub(crate) memory: Arc<Memory>,
-    /// Bytes of a block of the first layer.
+    /// Bytes per block of the first layer.
     pub(crate) len: usize,
-    /// Of each request its first block.
+    /// The first block of each load, by request.
     pub(crate) fill: HashMap<String, u32>,
 }
 
@@ -36,10 +36,10 @@ impl Mover for CorruptingMover {
             if let Outcome::Loaded { request, .. } = outcome
                 && let Some(block) = self.fill.remove(request.as_str())
             {
-                // Neither zeros nor a number that no model has.
+                // Neither zeros nor a value that no model contains.
                 let wrong = 3.0f32.to_le_bytes().repeat(self.len / 4);
                 if let Err(why) = self.memory.copy_in(block as usize * self.len, &wrong) {
-                    tracing::error!("the block could not be spoiled: {why}");
+                    tracing::error!("cannot corrupt the block: {why}");
                 }
             }
         }

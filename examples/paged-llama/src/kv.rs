@@ -1,4 +1,4 @@
-//! All of kvx in this server: memory that is registered, a connector, and its step loop's calls.
+//! All uses of kvx in this server: registered memory, a connector, and the calls of its step loop.
 
 use std::path::Path;
 use std::sync::{Arc, mpsc};
@@ -17,23 +17,23 @@ use crate::engine::{FinishedRequest, Mover, Wake};
 use crate::model::{ModelError as Error, Pool, PoolLayout, PoolShape, Result};
 use crate::rank::{AllRanks, PATIENCE, PrivateFolder, RankSetup};
 
-/// A pool in memory that kvx can register.
+/// Allocates a pool in memory that kvx can register.
 pub fn pool(shape: PoolShape) -> Result<(Pool, Arc<Memory>)> {
     let memory = Arc::new(Memory::pool(shape.bytes()).build().map_err(Error::of)?);
-    // SAFETY: the memory lives as long as the pool. Peers read only blocks that are complete, which
-    // no step writes, and write only blocks of requests that wait, which no step names.
+    // SAFETY: `memory.clone()` keeps the memory alive as long as the pool. Peers read only complete
+    // blocks, which no step writes, and write only blocks of waiting requests, which no step names.
     let pool = unsafe { Pool::over(shape, memory.as_ptr(), memory.len(), memory.clone()) };
     Ok((pool?, memory))
 }
 
-/// A rank in a process of its own joins the engine's connection with its peers.
+/// Joins a rank in a separate process to the engine's connector.
 pub(crate) fn join(path: &Path, setup: &RankSetup, memory: Arc<Memory>) -> kvx::Result<JoinedRank> {
     let rank = WorkerRank { pp: 0, tp: setup.rank as u32 };
     let joined = Rank::join(path, rank, kvx::registry(), PATIENCE)?;
     joined.register(caches(&memory, setup)?, [memory]).map(|()| joined)
 }
 
-/// What lies where in a rank's pool. A block may be several blocks of the pool.
+/// Describes the layout of a rank's pool. An engine's block may be several blocks of the pool.
 fn caches(memory: &Memory, setup: &RankSetup) -> kvx::Result<Caches> {
     let shape = &setup.shape;
     let layer = |at: usize| {
@@ -49,16 +49,16 @@ fn caches(memory: &Memory, setup: &RankSetup) -> kvx::Result<Caches> {
     Ok(if shape.layout == PoolLayout::VllmCpu { caches.with_transposed_keys() } else { caches })
 }
 
-/// The engine's connection with its peers.
+/// The engine's connection to its peers.
 pub(crate) struct Kv {
     connector: Connector,
     ranks: Vec<Rank>,
-    /// Outcomes were taken: whoever wakes the engine may wait for the next ones.
+    /// Signals that outcomes were taken, so that the waker thread waits for the next ones.
     taken: mpsc::SyncSender<()>,
 }
 
 impl Kv {
-    /// Registers the ranks' pools, and listens to peers of this `model`.
+    /// Registers the ranks' pools, and listens for peers with this `model`.
     pub(crate) fn open(
         (config, model): (&KvTransferConfig, &str),
         all: &mut AllRanks,
@@ -96,7 +96,7 @@ impl Kv {
                     .then(|| wake())
                     .map_or(Duration::ZERO, |()| second)
             };
-            // It ends with the engine, which drops its end of the channel.
+            // The thread ends with the engine, which drops its end of the channel.
             while again.recv_timeout(news()) != Err(mpsc::RecvTimeoutError::Disconnected) {}
         };
         std::thread::Builder::new().name(format!("kv-{engine}")).spawn(waker).map_err(Error::of)?;

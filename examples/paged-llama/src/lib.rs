@@ -13,7 +13,7 @@ pub mod tokenizer;
 mod tests {
     use std::path::{Path, PathBuf};
 
-    /// The files below a folder.
+    /// Returns the files in a folder and below it.
     fn files(folder: &Path) -> Vec<PathBuf> {
         let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
         entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
@@ -24,7 +24,7 @@ mod tests {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
         let has_kvx = |path: &PathBuf| {
             let text = std::fs::read_to_string(path).unwrap();
-            // Written in two, or this file would have it.
+            // Split into two literals, so that this file does not match.
             text.contains(concat!("kvx", "::"))
         };
         let with: Vec<PathBuf> = files(&source).into_iter().filter(has_kvx).collect();

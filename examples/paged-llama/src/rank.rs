@@ -1,9 +1,9 @@
-//! The further ranks of an engine's model: processes, each with its share of the weights and a pool
-//! of its own.
+//! The further ranks of an engine's model: processes, each with its share of the weights and its
+//! own pool.
 //!
-//! A rank has a socket to rank 0 as its standard input. Over it, in lines, it receives its place,
-//! reports that it is ready, and receives where to join the engine's connection with its peers;
-//! then it takes steps.
+//! A rank's standard input is a socket to rank 0. Over it, as lines of JSON, it receives its setup,
+//! reports that it is ready, and receives the socket at which it joins the engine's connector. Then
+//! it computes steps.
 
 use std::fs::DirBuilder;
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
@@ -24,14 +24,14 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use crate::kv::{self, Memory};
 use crate::model::{Model, ModelError, PoolShape, Result, Shard};
 
-/// How long a rank may be silent within a step, and while it gets ready.
+/// The time that a rank may be silent during a step, and while it starts.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
-/// How long one may take to end.
+/// The time that a rank may take to end.
 const ENDING: Duration = Duration::from_secs(5);
-/// Bytes of a line: more is a mistake.
+/// The longest line, in bytes.
 const LINE: u64 = 1 << 16;
 
-/// What a rank is told, first of all.
+/// The setup of a rank, its first message.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct RankSetup {
     pub(crate) engine: usize,
@@ -40,15 +40,15 @@ pub(crate) struct RankSetup {
     pub(crate) folder: PathBuf,
     pub(crate) threads: usize,
     pub(crate) shape: PoolShape,
-    /// Of the whole model.
+    /// The KV heads of the whole model.
     pub(crate) kv_heads: usize,
-    /// Tokens of a block of the engine's.
+    /// Tokens per block of the engine.
     pub(crate) block_size: usize,
-    /// It will be told where to join.
+    /// The rank will receive a socket at which it joins the connector.
     pub(crate) joins: bool,
 }
 
-/// Both ends of the socket between rank 0 and a further rank that is to be started.
+/// Both ends of the socket between rank 0 and a further rank to start.
 pub(crate) struct RankSockets {
     pub(crate) rank: usize,
     member: UnixStream,
@@ -57,25 +57,25 @@ pub(crate) struct RankSockets {
 
 /// All ranks of an engine.
 pub(crate) struct AllRanks {
-    /// That of rank 0, which differs from the others' by its number.
+    /// The setup of rank 0; the setups of other ranks differ only in the number.
     pub(crate) setup: RankSetup,
-    /// The pools of those that are in this process: the first one's, or everybody's.
+    /// The pools of the ranks in this process: only rank 0's, or all of them.
     pub(crate) memories: Vec<Arc<Memory>>,
-    /// The others.
+    /// The ranks in other processes.
     pub(crate) processes: Vec<RankProcess>,
 }
 
-/// A rank's process. It ends with the engine's model, and is waited for when this is dropped.
+/// A rank's process. It ends with the engine's model; dropping this waits for it.
 pub(crate) struct RankProcess {
     rank: usize,
     child: Child,
-    /// Readable when it has ended.
+    /// A pidfd, readable when the process has ended.
     end: OwnedFd,
-    /// For lines, before the first step.
+    /// The socket for lines, until the first step.
     head: Option<UnixStream>,
 }
 
-/// Connects so many ranks: what the first one is in the model, and the sockets of the others.
+/// Connects `size` ranks. Returns rank 0's share of the model, and the sockets of the others.
 pub(crate) fn connect(size: usize) -> Result<(Shard, Vec<RankSockets>)> {
     if size == 1 {
         return Ok((Shard::alone(), Vec::new()));
@@ -90,7 +90,7 @@ pub(crate) fn connect(size: usize) -> Result<(Shard, Vec<RankSockets>)> {
     Ok((Shard::head(ours, PATIENCE).map_err(told)?, others))
 }
 
-/// Has a thread of this process be that rank: its memory.
+/// Runs a rank on a thread of this process, and returns its memory.
 pub(crate) fn start_thread(setup: &RankSetup, sockets: RankSockets) -> Result<Arc<Memory>> {
     let (model, mut pool, memory) = setup.open(sockets.member)?;
     let RankSetup { engine, rank, .. } = *setup;
@@ -107,7 +107,7 @@ pub(crate) fn start_thread(setup: &RankSetup, sockets: RankSockets) -> Result<Ar
 }
 
 impl RankSetup {
-    /// Its share of the model, and its pool.
+    /// Opens its share of the model, and allocates its pool.
     fn open(&self, socket: UnixStream) -> Result<(Model, crate::model::Pool, Arc<Memory>)> {
         let shard = Shard::member(self.rank, self.size, socket);
         let model = Model::open(&self.folder, shard)?.with_threads(self.threads);
@@ -117,9 +117,9 @@ impl RankSetup {
 }
 
 impl AllRanks {
-    /// Has those in other processes join the engine's connection with its peers at the socket in
-    /// this folder, until `all_have` says that they have: nobody else joins there, and a server
-    /// that is killed later leaves no folder.
+    /// Makes the ranks in other processes join the engine's connector at the socket in this folder,
+    /// and removes the folder when `all_have` returns. No one else can join there, and a server
+    /// that is killed later leaves no folder behind.
     pub(crate) fn join_at(
         &mut self,
         folder: PrivateFolder,
@@ -146,7 +146,8 @@ impl PrivateFolder {
         DirBuilder::new().mode(0o700).create(&path).map_err(|error| {
             let path = path.display();
             ModelError::new(format!(
-                "no folder {path} for the ranks' socket: {error}; TMPDIR names another place"
+                "cannot create the folder {path} for the ranks' socket: {error}; set TMPDIR to \
+                 another folder"
             ))
         })?;
         Ok(PrivateFolder(path))
@@ -166,7 +167,7 @@ impl Drop for PrivateFolder {
 }
 
 impl RankProcess {
-    /// Starts it by a command that ends up in [`run`].
+    /// Starts a rank with a command that calls [`run`].
     pub(crate) fn start(
         mut command: Command,
         setup: &RankSetup,
@@ -174,10 +175,10 @@ impl RankProcess {
     ) -> Result<Self> {
         let RankSockets { rank, member, head } = sockets;
         let failed = |error| ModelError::new(format!("rank {rank} could not be started: {error}"));
-        // A terminal's interrupt must reach the server alone, which needs its ranks to the end.
+        // A terminal's interrupt must reach only the server, which needs its ranks to the end.
         let child =
             command.stdin(OwnedFd::from(member)).process_group(0).spawn().map_err(failed)?;
-        // It is not waited for yet, so the number is its own.
+        // The process is not reaped yet, so its id is not reused.
         let end = pidfd_open(Pid::from_child(&child), PidfdFlags::empty());
         let end = end.map_err(|error| failed(error.into()))?;
         let mut process = RankProcess { rank, child, end, head: Some(head) };
@@ -185,10 +186,11 @@ impl RankProcess {
         Ok(process)
     }
 
-    /// Waits until it has its weights and its pool, for as long as the socket of the model does.
+    /// Waits until the rank has its weights and its pool, as long as the model's socket waits for a
+    /// step.
     pub(crate) fn ready(&mut self, joins: bool) -> Result<()> {
         let Some(head) = self.head.take() else {
-            debug_assert!(false, "a rank is waited for once, before it joins");
+            debug_assert!(false, "`ready` is called once, before the rank joins");
             return Ok(());
         };
         let said: std::io::Result<std::result::Result<(), String>> = read_line_json(&head);
@@ -200,15 +202,16 @@ impl RankProcess {
         }
     }
 
-    /// Calls this with words when it has ended, also when it was to end.
+    /// Calls `ended` with a message when the process has ended, even if it was meant to.
     pub(crate) fn watch(&self, ended: impl FnOnce(String) + Send + 'static) -> Result<()> {
         let (rank, pid) = (self.rank, self.child.id());
         let end = self.end.try_clone().map_err(ModelError::of)?;
         let watch = move || {
-            // It is waited for when it is dropped, and killed if need be: this ends then.
+            // Dropping the `RankProcess` ends the process, if necessary by killing it, so this loop
+            // ends.
             while !is_readable(&end, None) {}
             ended(format!(
-                "rank {rank} of the model (process {pid}) has ended; its last words are above"
+                "rank {rank} of the model (process {pid}) has ended; see its messages above"
             ));
         };
         let thread = std::thread::Builder::new().name(format!("rank-{rank}"));
@@ -225,11 +228,11 @@ impl RankProcess {
         let ended = ended.map_or_else(String::new, |status| format!(", {status}"));
         let (rank, pid) = (self.rank, self.child.id());
         ModelError::new(format!(
-            "rank {rank} (process {pid}{ended}) did not get ready: {error}; see its words above"
+            "rank {rank} (process {pid}{ended}) did not start: {error}; see its messages above"
         ))
     }
 
-    /// How it has ended, if it does in time.
+    /// Returns how the process has ended, if it ends in time.
     fn wait_for_exit(&mut self, within: Duration) -> Option<ExitStatus> {
         let until = Instant::now() + within;
         loop {
@@ -244,9 +247,9 @@ impl RankProcess {
     }
 }
 
-/// Waits until it is, or the time is over. False also when a signal has come between.
+/// Waits until the file is readable or the time is over. Returns false also after a signal.
 fn is_readable(file: &OwnedFd, within: Option<Duration>) -> bool {
-    let within = within.map(|within| Timespec::try_from(within).expect("seconds that fit"));
+    let within = within.map(|within| Timespec::try_from(within).expect("the time fits"));
     poll(&mut [PollFd::new(file, PollFlags::IN)], within.as_ref()) == Ok(1)
 }
 
@@ -259,7 +262,7 @@ impl Drop for RankProcess {
             Some(status) => tracing::warn!("rank {rank} (process {pid}) has ended: {status}"),
             None => {
                 tracing::warn!(
-                    "rank {rank} (process {pid}) does not end within {ENDING:?}, and is killed"
+                    "rank {rank} (process {pid}) does not end within {ENDING:?} and is killed"
                 );
                 let _ = self.child.kill().and_then(|()| self.child.wait());
             }
@@ -267,27 +270,27 @@ impl Drop for RankProcess {
     }
 }
 
-/// The whole life of a rank's process: the socket to rank 0 is its standard input.
+/// Runs a rank's process, whose standard input is the socket to rank 0.
 ///
 /// # Errors
 ///
-/// What has ended it but the end of rank 0.
+/// Returns the error that ended the rank, unless rank 0 ended.
 pub fn run() -> Result<()> {
     let stdin = std::io::stdin().as_fd().try_clone_to_owned().map_err(ModelError::of)?;
     let socket = UnixStream::from(stdin);
     let setup: RankSetup = read_line_json(&socket).map_err(|error| {
         ModelError::new(format!(
-            "no server has started this as a rank of its model: {error}; see kvx serve"
+            "`kvx serve` did not start this process as a rank: {error}; use `kvx serve` instead"
         ))
     })?;
     let opened = socket.try_clone().map_err(ModelError::of).and_then(|steps| setup.open(steps));
     let ready = opened.as_ref().map(drop).map_err(ToString::to_string);
-    // A server that has gone meanwhile needs no rank.
+    // If the server has ended meanwhile, this rank is not needed.
     if write_line(&socket, &ready).is_err() {
         return Ok(());
     }
     let (model, mut pool, memory) = opened?;
-    // Like the first step, it comes when rank 0 is so far, or has ended.
+    // Like the first step, this line arrives when rank 0 is ready, or never if it has ended.
     let joined = match setup.joins.then(|| read_line_json::<PathBuf>(&socket)) {
         Some(Ok(path)) => Some(kv::join(&path, &setup, memory).map_err(ModelError::of)?),
         Some(Err(_)) => return Ok(()),
@@ -295,7 +298,8 @@ pub fn run() -> Result<()> {
     };
     drop(socket);
     model.follow(&mut pool)?;
-    // The engine ends its connection behind its model; one that was killed is missed at once.
+    // The engine closes its connector after its model; the loss of a killed engine is noticed at
+    // once.
     joined.map_or(Ok(()), |joined| {
         joined.ended_blocking(ENDING).map_or(Ok(()), |ended| ended.map_err(ModelError::of))
     })
@@ -307,7 +311,7 @@ fn write_line(mut socket: &UnixStream, line: &impl Serialize) -> std::io::Result
     socket.write_all(&line)
 }
 
-/// The next line: nothing is sent behind it before it was answered.
+/// Reads the next line. The peer sends nothing after it before it has an answer.
 fn read_line_json<T: DeserializeOwned>(socket: &UnixStream) -> std::io::Result<T> {
     let mut line = String::new();
     BufReader::new(socket.take(LINE)).read_line(&mut line)?;

@@ -1,4 +1,4 @@
-//! The server as a whole: a model's folder, a pool, an engine, a port.
+//! The complete server: a model's folder, a pool, an engine and a port.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -21,90 +21,92 @@ use crate::model::{Chunk, Config, Dtype, Model, ModelError, Pool, PoolLayout, Re
 use crate::rank::{self, AllRanks, RankProcess, RankSetup, RankSockets};
 use crate::tokenizer::Tokenizer;
 
-/// Bytes of the pool where nobody says.
+/// The default size of the pool, in bytes.
 const POOL: usize = 256 << 20;
-/// How long answers may take to end once the server was told to stop.
+/// The time that running answers have to end after the server was stopped.
 const DRAIN: Duration = Duration::from_secs(30);
 
-/// What to serve, and how.
+/// The options of a server.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The model's folder.
     pub folder: PathBuf,
-    /// The model as it was asked for: peers have to be asked for it in the same words.
+    /// The model's name as the operator wrote it; peers must use the same name.
     pub model: String,
-    /// What clients call it; the first one is its own.
+    /// The names of the model for clients, the primary one first.
     pub names: Vec<String>,
-    /// Where to listen.
+    /// The address to listen on.
     pub host: String,
-    /// Where to listen; 0 takes a free port.
+    /// The port to listen on; 0 for any free one.
     pub port: u16,
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_size: usize,
-    /// Tokens of a block in the pool, which is what peers see; `--block-size` is a multiple of it.
+    /// Tokens per block of the pool, which peers see; `--block-size` is a multiple of it.
     pub kernel_block_size: usize,
-    /// Tensor-parallel ranks: 1, 2, 4 or 8, each with its share of the weights and a pool of its
-    /// own.
+    /// The number of tensor-parallel ranks: 1, 2, 4 or 8. Each has its share of the weights and its
+    /// own pool.
     pub ranks: usize,
-    /// Starts the process of a further rank: it calls [`rank::run`] and nothing else.
+    /// Returns a command that calls [`rank::run`], to start the process of a further rank.
     pub rank_process: fn() -> Command,
-    /// Ranks of data parallelism: each is an engine.
+    /// The number of data-parallel ranks. Each is an engine.
     pub data_parallel_size: usize,
-    /// Those that are served here: an engine for each, with a pool of its own.
+    /// The data-parallel ranks on this server. Each is an engine with its own pool.
     pub data_parallel_here: Range<usize>,
-    /// Where the others are.
+    /// The place of the other data-parallel ranks.
     pub others: OtherEngines,
-    /// Tokens of prompt and answer together: what the model was made for, if it fits.
+    /// The longest sequence, prompt and answer together; by default the model's limit, if that
+    /// fits.
     pub model_len: Option<usize>,
-    /// Requests that run at once.
+    /// The number of requests that run concurrently.
     pub requests: usize,
-    /// Tokens of a step.
+    /// The most tokens per step.
     pub step_tokens: usize,
     /// The number of blocks in the pool.
     pub blocks: Option<usize>,
-    /// The bytes of the pool, where `blocks` is not given.
+    /// The size of the pool in bytes, if `blocks` is not set.
     pub pool_bytes: Option<usize>,
-    /// What keys and values are kept in: what the weights are, unless it is said.
+    /// The number format of keys and values; by default that of the weights.
     pub dtype: Option<Dtype>,
-    /// How a block lies in memory.
+    /// The layout of a block in memory.
     pub layout: PoolLayout,
-    /// Requests share blocks that begin shared.
+    /// Lets requests with the same prefix share blocks.
     pub prefix_cache: bool,
-    /// Usage says how many tokens of the prompt were not computed.
+    /// Reports in the usage how many tokens of the prompt were not computed.
     pub prompt_details: bool,
-    /// Probabilities that a request may have of each token.
+    /// The most probabilities that a request may report for each token.
     pub most_logprobs: usize,
-    /// It has logits instead.
+    /// Reports logits instead of log probabilities.
     pub raw_logits: bool,
-    /// Makes one moved block wrong, to show that moved blocks make the answers.
+    /// Corrupts one moved block, to show that moved blocks determine the answers.
     pub spoil: bool,
-    /// Peers, if there are any.
+    /// The configuration of peers, if there are any.
     pub transfer: Option<KvTransferConfig>,
-    /// The fleet's secret, which hosts of this server prove to each other.
+    /// The fleet's secret, with which the hosts of this server authenticate each other.
     pub secret: Option<Secret>,
 }
 
-/// Where the engines run that are not served here.
+/// The place of the data-parallel ranks that are not on this server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum OtherEngines {
-    /// Nowhere, or each is a server that its router knows.
+    /// There are none, or each is a separate server that the router knows.
     Independent,
-    /// On hosts that join this one here, by an address and a port: clients know this one alone.
+    /// On hosts that join this server at this address and port. Clients know only this server.
     JoinHere(String, u16),
-    /// This is such a host, and joins the head there. It has no port for clients.
+    /// This server is such a host, and joins the head at this address and port. It has no port for
+    /// clients.
     JoinThere(String, u16),
 }
 
 /// A server that has started.
 #[derive(Clone, Debug)]
 pub struct ServerInfo {
-    /// Where clients reach it, unless it serves a head.
+    /// The address for clients, unless the server is a host behind a head.
     pub address: Option<SocketAddr>,
-    /// Tokens of prompt and answer together.
+    /// The longest sequence, prompt and answer together.
     pub model_len: usize,
-    /// Blocks of all engines together.
+    /// The number of blocks of all engines.
     pub blocks: usize,
-    /// Bytes of all pools together.
+    /// The bytes of all pools.
     pub pool_bytes: usize,
 }
 
@@ -118,7 +120,7 @@ enum RequestSource {
 struct RankZero {
     model: Model,
     pool: Pool,
-    /// The pool's blocks in one of the engine's.
+    /// The number of pool blocks per block of the engine.
     kernel_per_block: u32,
 }
 
@@ -143,14 +145,14 @@ impl Forward for RankZero {
 /// An engine that is ready to start.
 struct PreparedEngine {
     computing: RankZero,
-    /// Behind the model, which they end with.
+    /// Declared after the model, because the ranks end when it is dropped.
     ranks: AllRanks,
     config: Config,
     limits: Limits,
 }
 
 impl PreparedEngine {
-    /// With so many threads for each rank of its model.
+    /// Prepares an engine with this number of threads per rank of its model.
     fn of(
         options: &Options,
         engine: usize,
@@ -201,7 +203,7 @@ impl PreparedEngine {
         Ok(opened)
     }
 
-    /// Starts the further ranks: processes where the connector lets them be, else threads.
+    /// Starts the further ranks: as processes if the connector supports that, else as threads.
     fn start_ranks(&mut self, others: Vec<RankSockets>, options: &Options) -> Result<()> {
         let ranks = &mut self.ranks;
         let apart = options.transfer.as_ref().map_or(Ok(()), kv::Rank::may_join);
@@ -226,8 +228,8 @@ impl PreparedEngine {
         ranks.processes.iter_mut().try_for_each(|process| process.ready(joins))
     }
 
-    /// Starts it, with its peers if there are any. The processes of its ranks are to be dropped
-    /// behind it.
+    /// Starts the engine, with its peers if there are any. The caller must drop the ranks'
+    /// processes after the engine.
     fn start(
         self,
         options: &Options,
@@ -252,51 +254,52 @@ impl PreparedEngine {
 }
 
 impl Options {
-    /// The pool's blocks in one of the engine's.
+    /// Returns the number of pool blocks per block of the engine.
     fn kernel_per_block(&self) -> Result<usize> {
         let Options { block_size, kernel_block_size: kernel, .. } = *self;
         match block_size.checked_rem(kernel) {
             Some(0) if block_size > 0 => Ok(block_size / kernel),
             _ => Err(ModelError::new(format!(
-                "--block-size {block_size} is no multiple of --kernel-block-size {kernel}: take one that is"
+                "--block-size {block_size} is no multiple of --kernel-block-size {kernel}; choose \
+                 one that is"
             ))),
         }
     }
 
-    /// Decides which `kv_transfer_params` are used.
+    /// Returns the check of `kv_transfer_params`.
     fn trust(&self) -> Option<ParamsTrust> {
         let unsigned_hosts = &self.transfer.as_ref()?.nixl().allow_unsigned_params;
         Some(ParamsTrust::new(self.secret.as_ref(), unsigned_hosts))
     }
 
-    /// The ranks of data parallelism that are served here.
+    /// Returns the data-parallel ranks on this server.
     fn engines(&self) -> Result<Range<usize>> {
         let (size, here) = (self.data_parallel_size, self.data_parallel_here.clone());
         if !here.is_empty() && here.end <= size {
             return Ok(here);
         }
         Err(ModelError::new(format!(
-            "ranks {} to {} are none of --data-parallel-size {size}, which counts from 0: see --data-parallel-rank, \
-             --data-parallel-start-rank and --data-parallel-size-local",
+            "ranks {} to {} are not among the {size} of --data-parallel-size, which count from 0; \
+             see --data-parallel-rank, --data-parallel-start-rank and --data-parallel-size-local",
             here.start,
             here.end.saturating_sub(1)
         )))
     }
 
-    /// Threads of each rank of each of so many engines.
+    /// Returns the number of threads of each rank, given the number of engines.
     fn threads(&self, engines: usize) -> usize {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         (cores / (self.ranks * engines)).max(1)
     }
 
-    /// Tokens of a request and blocks of the pool, of blocks of this size.
+    /// Returns the longest sequence in tokens, and the number of blocks in the pool.
     fn sizes(&self, longest: usize, block_bytes: usize) -> Result<(usize, usize)> {
         let block = self.block_size;
         let blocks = self.blocks.unwrap_or_else(|| self.pool_bytes.unwrap_or(POOL) / block_bytes);
         let asked = match self.model_len {
             Some(len) if len > longest => {
                 return Err(ModelError::new(format!(
-                    "--max-model-len is {len}, and the model was made for {longest} tokens: lower it"
+                    "--max-model-len is {len}, but the model supports {longest} tokens; lower it"
                 )));
             }
             Some(len) => len,
@@ -312,8 +315,8 @@ impl Options {
 ///
 /// # Errors
 ///
-/// The folder, the port, the pool, the peers or the other hosts are not as they should be; the
-/// words say what to do.
+/// Fails if the folder, the port, the pool, the peers or the other hosts are unusable; the message
+/// says what to do.
 pub async fn serve(
     options: Options,
     recorder: Recorder,
@@ -337,7 +340,7 @@ pub async fn serve(
         RequestSource::Head(_) => None,
     };
     let start = |one: PreparedEngine| one.start(&options, &tokenizer);
-    // In this order: what is declared first is dropped last.
+    // The order matters: the processes are declared first, so they are dropped last.
     let (processes, running): (Vec<_>, Vec<_>) =
         opened.into_iter().map(start).collect::<Result<Vec<_>>>()?.into_iter().unzip();
     let shared = SharedConfig {
@@ -416,11 +419,12 @@ pub async fn serve(
     stopped.map_err(ModelError::of)?
 }
 
-/// A listener at an address and a port that these flags have named.
+/// Listens on an address and a port that come from these flags.
 async fn listen(port_flag: &str, host_flag: &str, host: &str, port: u16) -> Result<TcpListener> {
     TcpListener::bind((host, port)).await.map_err(|error| {
         ModelError::new(format!(
-            "cannot listen on {host}:{port}: {error}; take another {port_flag} (0 is any free one) or {host_flag}"
+            "cannot listen on {host}:{port}: {error}; take another {port_flag} (0 is any free one) \
+             or {host_flag}"
         ))
     })
 }

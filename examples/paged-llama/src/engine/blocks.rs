@@ -1,14 +1,15 @@
-//! The blocks of the pool: who holds them, and which of them hold tokens that another request may
-//! begin with.
+//! The blocks of the pool: how many holders each has, and which contain tokens that another request
+//! may begin with.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use sha2::{Digest as _, Sha256};
 
-/// What a full block holds, and everything before it: two blocks of one hash are interchangeable.
+/// A hash of a full block's tokens and of all tokens before them. Blocks with the same hash are
+/// interchangeable.
 pub(crate) type Hash = [u8; 32];
 
-/// The hash of a block of `tokens` behind a block of hash `before`.
+/// Returns the hash of a block of `tokens` that follows a block with hash `before`.
 pub(crate) fn hash(before: Option<&Hash>, tokens: &[u32]) -> Hash {
     let mut hasher = Sha256::new();
     hasher.update(before.unwrap_or(&[0; 32]));
@@ -18,27 +19,28 @@ pub(crate) fn hash(before: Option<&Hash>, tokens: &[u32]) -> Hash {
     hasher.finalize().into()
 }
 
-/// Which blocks are free, held, or remembered. It holds no bytes: those are the pool's.
+/// The state of each block: free, held, or cached. It contains no bytes; those are in the pool.
 #[derive(Debug)]
 pub(crate) struct Blocks {
-    /// How many hold each block. One that a peer may still read or write is held for that peer.
+    /// The number of holders of each block. A block that a peer may still read or write counts as
+    /// held.
     holders: Vec<u32>,
     hashes: Vec<Option<Hash>>,
-    /// Blocks by what they hold, held or not.
+    /// Cached blocks by hash, held or free.
     known: HashMap<Hash, u32>,
-    /// Nobody holds these, and nothing in them is remembered.
+    /// Free blocks without cached tokens.
     empty: Vec<u32>,
-    /// Nobody holds these: in the order in which they are forgotten.
+    /// Free blocks with cached tokens, in the order in which they are evicted.
     idle: BTreeMap<u64, u32>,
     idle_since: Vec<u64>,
     clock: u64,
-    /// Blocks that no request ever gets again.
+    /// Blocks that no request may use again.
     lost: BTreeSet<u32>,
     remembers: bool,
 }
 
 impl Blocks {
-    /// So many free blocks. `remembers`: requests share blocks that begin alike.
+    /// Returns `count` free blocks. With `remembers`, requests share blocks with the same prefix.
     pub(crate) fn new(count: usize, remembers: bool) -> Self {
         Blocks {
             holders: vec![0; count],
@@ -53,17 +55,17 @@ impl Blocks {
         }
     }
 
-    /// Blocks that a request may ever have.
+    /// Returns the number of blocks that requests can use.
     pub(crate) fn usable(&self) -> usize {
         self.holders.len() - self.lost.len()
     }
 
-    /// Blocks that nobody holds.
+    /// Returns the number of free blocks.
     pub(crate) fn free(&self) -> usize {
         self.empty.len() + self.idle.len()
     }
 
-    /// The share of usable blocks that somebody holds.
+    /// Returns the fraction of usable blocks that are held.
     pub(crate) fn usage(&self) -> f64 {
         match self.usable() {
             0 => 1.0,
@@ -71,7 +73,7 @@ impl Blocks {
         }
     }
 
-    /// The longest run of remembered blocks that these hashes begin with, now held by the caller
+    /// Returns the longest run of cached blocks for these hashes, and holds them for the caller
     /// too.
     pub(crate) fn find(&mut self, hashes: &[Hash]) -> Vec<u32> {
         let found: Vec<u32> =
@@ -82,8 +84,8 @@ impl Blocks {
         found
     }
 
-    /// `count` blocks, those first that hold nothing of use and then those unused for the longest
-    /// time; or none.
+    /// Takes `count` free blocks: first those without cached tokens, then the least recently used.
+    /// Returns `None` if there are too few.
     pub(crate) fn take(&mut self, count: usize) -> Option<Vec<u32>> {
         if count > self.free() {
             return None;
@@ -101,9 +103,9 @@ impl Blocks {
         Some(taken)
     }
 
-    /// A held block is full, and holds this.
+    /// Caches a held block that is full, under its hash.
     pub(crate) fn remember(&mut self, block: u32, hash: Hash) {
-        // Of two blocks that hold the same the first is remembered.
+        // Of two blocks with the same hash, only the first is cached.
         if self.remembers
             && self.hashes[block as usize].is_none()
             && !self.known.contains_key(&hash)
@@ -113,15 +115,15 @@ impl Blocks {
         }
     }
 
-    /// The block does not hold what it did.
+    /// Removes a block from the cache.
     pub(crate) fn forget(&mut self, block: u32) {
         if let Some(hash) = self.hashes[block as usize].take() {
             self.known.remove(&hash);
         }
     }
 
-    /// Gives a request's blocks back. Its last ones are the first to be forgotten: more requests
-    /// share the first ones.
+    /// Releases a request's blocks. Its last blocks are evicted first, because more requests share
+    /// the first ones.
     pub(crate) fn release(&mut self, blocks: &[u32]) {
         for block in blocks.iter().rev() {
             let at = *block as usize;
@@ -139,7 +141,7 @@ impl Blocks {
         }
     }
 
-    /// These are never given back: something outside may still touch them, for ever.
+    /// Withdraws blocks that something outside may access forever.
     pub(crate) fn lose(&mut self, blocks: &[u32]) {
         for block in blocks {
             self.forget(*block);
@@ -169,14 +171,14 @@ mod tests {
     }
 
     #[test]
-    fn a_block_means_what_came_before_it_too() {
+    fn a_hash_covers_all_tokens_before_the_block() {
         let (one, other) = (chain(&[&[1, 2], &[3, 4]]), chain(&[&[9, 2], &[3, 4]]));
         assert_ne!(one[1], other[1]);
         assert_eq!(one, chain(&[&[1, 2], &[3, 4]]));
     }
 
     #[test]
-    fn what_was_given_back_is_found_again_until_its_block_is_needed() {
+    fn a_released_block_stays_cached_until_it_is_needed() {
         let mut blocks = Blocks::new(3, true);
         let hashes = chain(&[&[1], &[2]]);
         let held = blocks.take(2).unwrap();
@@ -186,7 +188,7 @@ mod tests {
         assert_eq!(blocks.free(), 3);
         assert_eq!(blocks.find(&hashes), held);
         blocks.release(&held);
-        // The empty block goes first, then the end of the chain, at last its beginning.
+        // The empty block is taken first, then the end of the chain, and its beginning last.
         let taken = blocks.take(2).unwrap();
         assert!(taken.contains(&held[1]) && !taken.contains(&held[0]));
         assert_eq!(blocks.find(&hashes), [held[0]]);
@@ -194,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_block_is_free_when_its_last_holder_has_gone() {
+    fn a_shared_block_is_free_when_its_last_holder_releases_it() {
         let mut blocks = Blocks::new(1, true);
         let hashes = chain(&[&[1]]);
         let held = blocks.take(1).unwrap();
@@ -207,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn lost_blocks_are_never_free_again_and_nothing_is_found_in_them() {
+    fn lost_blocks_are_never_free_again_and_not_cached() {
         let mut blocks = Blocks::new(2, true);
         let hashes = chain(&[&[1]]);
         let held = blocks.take(1).unwrap();
@@ -218,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn without_the_cache_nothing_is_found() {
+    fn without_the_cache_no_block_is_found() {
         let mut blocks = Blocks::new(1, false);
         let hashes = chain(&[&[1]]);
         let held = blocks.take(1).unwrap();

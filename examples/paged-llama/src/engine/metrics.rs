@@ -2,17 +2,17 @@
 
 use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 
-/// The metrics of one engine, looked up once.
+/// The metrics of one engine, whose names are looked up once.
 pub(super) struct EngineMetrics {
     pub(super) prompt_tokens: Counter,
     pub(super) generation_tokens: Counter,
     pub(super) prefix_queries: Counter,
     pub(super) prefix_hits: Counter,
-    /// Of what a peer was asked for.
+    /// Tokens requested from a peer.
     pub(super) external_queries: Counter,
     pub(super) external_hits: Counter,
     pub(super) preemptions: Counter,
-    /// Requests by how they have ended.
+    /// Requests by finish reason.
     pub(super) ended_by_length: Counter,
     pub(super) ended_by_stop: Counter,
     pub(super) failed: Counter,
@@ -26,7 +26,7 @@ pub(super) struct EngineMetrics {
 }
 
 impl EngineMetrics {
-    /// Of the recorder that is installed now.
+    /// Returns the metrics of the installed recorder.
     pub(super) fn of(engine: usize) -> Self {
         let engine = engine.to_string();
         let labels = [("engine", engine.clone())];

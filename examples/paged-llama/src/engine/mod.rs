@@ -1,9 +1,9 @@
-//! The engine: many requests over one model and one pool, step by step, on a thread of its own.
+//! The engine: many requests over one model and one pool, step by step, on a dedicated thread.
 //!
-//! Each step computes a chunk of every request that runs: one token of those that decode, more of
-//! those whose prompt is still to be computed. Blocks that begin alike are shared; when there are
-//! too few, the youngest request gives its own back and is computed again later. With nothing to do
-//! the thread sleeps.
+//! Each step computes a chunk of every running request: one token of each that decodes, and more of
+//! those whose prompt is not complete. Requests with the same prefix share blocks. If there are too
+//! few blocks, the youngest request releases its own and is recomputed later. An idle thread
+//! sleeps.
 
 mod blocks;
 mod metrics;
@@ -32,124 +32,125 @@ use crate::tokenizer::Tokenizer;
 /// A model with its pool.
 pub trait Forward: Send {
     /// Computes a step: writes keys and values into the blocks, and returns the requested logits of
-    /// each chunk, a row for each token.
+    /// each chunk, one row per token.
     ///
     /// # Errors
     ///
-    /// The model cannot compute any more; every request fails.
+    /// Fails if the model cannot compute any more; every request then fails.
     fn forward(&mut self, chunks: &[Chunk<'_>]) -> Result<Vec<Vec<Vec<f32>>>>;
 }
 
-/// What an engine is made with.
+/// The limits of an engine.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// Tokens in a block.
+    /// Tokens per block.
     pub block_size: usize,
     /// Blocks of the pool.
     pub blocks: usize,
-    /// Tokens of prompt and answer together.
+    /// The longest sequence, prompt and answer together.
     pub model_len: usize,
-    /// Requests that run at once.
+    /// The number of requests that run concurrently.
     pub requests: usize,
-    /// Tokens of a step.
+    /// The most tokens per step.
     pub step_tokens: usize,
-    /// Requests share blocks that begin alike.
+    /// Lets requests with the same prefix share blocks.
     pub prefix_cache: bool,
-    /// What is told of tokens are logits instead of the logarithms of probabilities.
+    /// Reports logits instead of log probabilities.
     pub raw_logits: bool,
-    /// The engine's rank of data parallelism: its number in metrics and for peers.
+    /// The engine's data-parallel rank: its number in metrics and for peers.
     pub engine: usize,
 }
 
-/// One prompt, and what is wanted of it.
+/// A prompt and the options of its answer.
 #[derive(Debug)]
 pub struct Request {
-    /// The engine's name of it, never used twice.
+    /// The engine's unique name for it, never reused.
     pub name: String,
-    /// Its tokens, at least one.
+    /// The tokens of the prompt, at least one.
     pub prompt: Vec<u32>,
-    /// How tokens are chosen.
+    /// The sampling parameters.
     pub sampling: Sampling,
-    /// The longest answer.
+    /// The most tokens of the answer.
     pub max_tokens: usize,
-    /// Before so many tokens nothing ends the answer.
+    /// The fewest tokens of the answer; until then, nothing ends it.
     pub min_tokens: usize,
-    /// Tokens that end the answer and are no part of it.
+    /// Tokens that end the answer and are not part of it.
     pub ends: Vec<u32>,
-    /// Tokens that end the answer, and that the client has named itself.
+    /// Tokens named by the client that end the answer.
     pub stop_tokens: Vec<u32>,
     /// Texts that end the answer.
     pub stop: Vec<String>,
-    /// Whether such a text is a part of the answer.
+    /// Includes the text that ended the answer in it.
     pub include_stop: bool,
-    /// Special tokens are not told.
+    /// Omits special tokens from the text.
     pub skip_special: bool,
-    /// For each token of the answer its probability and those of so many likelier ones.
+    /// The number of likeliest tokens to report with each token of the answer; `None` reports no
+    /// probabilities.
     pub logprobs: Option<usize>,
-    /// The same for the tokens of the prompt.
+    /// The number of likeliest tokens to report with each token of the prompt.
     pub prompt_logprobs: Option<usize>,
     /// `kv_transfer_params`.
     pub transfer: Option<TransferParams>,
 }
 
-/// Some of an answer.
+/// A part of an answer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Piece {
-    /// Text that is certain now.
+    /// New text that no later token can change.
     pub text: String,
-    /// Tokens that were chosen since the last piece, with their probabilities if these are wanted.
+    /// The tokens since the last piece, with their probabilities if requested.
     pub tokens: Vec<(u32, Option<Logprob>)>,
-    /// Of the prompt's tokens from the second on, before the first token.
+    /// The probabilities of the prompt's tokens from the second on, before the first token.
     pub prompt_logprobs: Vec<Logprob>,
-    /// Tokens of the prompt that were in the cache, or came from a peer.
+    /// The number of prompt tokens that were cached or loaded from a peer.
     pub cached: usize,
-    /// The answer ends here.
+    /// The end of the answer, in the last piece.
     pub end: Option<Finish>,
 }
 
 /// The end of an answer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Finish {
-    /// Whether the model or a stop has ended it, or its length.
+    /// The reason for the end.
     pub reason: FinishReason,
-    /// What the client may send to another server.
+    /// Parameters that the client may send to another server.
     pub transfer: Option<TransferParams>,
 }
 
-/// Why an answer ends.
+/// The reason why an answer ends.
 #[derive(Clone, Debug, PartialEq)]
 pub enum FinishReason {
-    /// It is as long as it may be.
+    /// The answer has reached its length limit.
     Length,
-    /// The model has ended it.
+    /// The model has ended the answer.
     EndOfText,
-    /// One of the client's texts.
+    /// A text that the client has named.
     Stop(String),
-    /// One of the client's tokens.
+    /// A token that the client has named.
     StopToken(u32),
 }
 
 /// A piece of an answer, or the reason why there is none.
 pub type PieceResult = std::result::Result<Piece, Failure>;
 
-/// Why a request has no answer.
+/// The reason why a request has no answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure(pub String);
 
 enum Command {
     Add(Box<Request>, UnboundedSender<PieceResult>),
     Abort(String),
-    /// Something outside has happened.
+    /// Outcomes may be available.
     Look,
-    /// No more requests come: what runs may end.
+    /// Accept no more requests, and let running ones end.
     Drain,
-    /// Whatever runs, it is over.
+    /// End at once.
     Stop,
     /// The model cannot compute any more.
     Fail(String),
 }
 
-/// A running engine. Cloned by whoever asks it.
+/// A handle to a running engine, to submit requests; clones share the engine.
 #[derive(Clone)]
 pub struct Engine {
     commands: Sender<Command>,
@@ -157,13 +158,13 @@ pub struct Engine {
     dead: Arc<AtomicBool>,
 }
 
-/// The engine's thread.
+/// A running engine's thread.
 pub struct Running {
     engine: Engine,
     thread: Option<JoinHandle<Result<()>>>,
 }
 
-/// A request in the engine. Dropped, it is aborted.
+/// The answer to a request. Dropping it aborts the request.
 pub struct Answer {
     pieces: UnboundedReceiver<PieceResult>,
     name: String,
@@ -171,11 +172,11 @@ pub struct Answer {
 }
 
 impl Engine {
-    /// Starts the thread. `mover` is asked for with what wakes the engine.
+    /// Starts the thread. `mover` receives a function that wakes the engine.
     ///
     /// # Errors
     ///
-    /// A request of the full length would not fit into the pool; or the mover's own.
+    /// Fails if a request of the full length does not fit into the pool, or if `mover` fails.
     pub fn start(
         limits: Limits,
         model: Box<dyn Forward>,
@@ -185,8 +186,8 @@ impl Engine {
         let needed = limits.model_len.div_ceil(limits.block_size);
         if needed > limits.blocks {
             return Err(Error::new(format!(
-                "a request of {} tokens needs {needed} blocks and the pool has {}; lower --max-model-len to {}, or raise \
-                 --num-gpu-blocks-override",
+                "a request of {} tokens needs {needed} blocks, but the pool has {}; lower \
+                 --max-model-len to {}, or raise --num-gpu-blocks-override",
                 limits.model_len,
                 limits.blocks,
                 limits.blocks * limits.block_size
@@ -215,34 +216,34 @@ impl Engine {
         Ok(Running { engine, thread: Some(thread) })
     }
 
-    /// What it was made with.
+    /// Returns the engine's limits.
     pub fn limits(&self) -> &Limits {
         &self.limits
     }
 
-    /// Whether it still computes.
+    /// Returns whether the engine still computes.
     pub fn is_alive(&self) -> bool {
         !self.dead.load(Ordering::Acquire)
     }
 
-    /// Ends it: the model cannot compute any more, for this reason. Every request fails.
+    /// Ends the engine because the model cannot compute any more. Every request fails.
     pub fn fail(&self, why: String) {
-        // An error: it has ended.
+        // An error means that the engine has already ended.
         let _ = self.commands.send(Command::Fail(why));
     }
 
-    /// Puts a request in the queue.
+    /// Puts a request into the queue.
     pub fn submit(&self, request: Request) -> Answer {
         let (told, pieces) = unbounded_channel();
         let name = request.name.clone();
-        // Without a thread the answer is closed at once.
+        // If the thread has ended, the answer is closed at once.
         let _ = self.commands.send(Command::Add(Box::new(request), told));
         Answer { pieces, name, commands: self.commands.clone() }
     }
 }
 
 impl Running {
-    /// What requests are put in by.
+    /// Returns the handle to submit requests.
     pub fn engine(&self) -> &Engine {
         &self.engine
     }
@@ -252,28 +253,28 @@ impl Running {
     ///
     /// # Errors
     ///
-    /// What has ended the thread before.
+    /// Returns the error with which the thread had already ended.
     pub fn stop(mut self, drain: bool) -> Result<()> {
         self.tell(if drain { Command::Drain } else { Command::Stop });
         match self.thread.take().map(JoinHandle::join) {
             Some(Ok(ended)) => ended,
-            _ => Err(Error::new("the engine's thread has panicked; its last words are above")),
+            _ => Err(Error::new("the engine's thread has panicked; see its message above")),
         }
     }
 
-    /// Ends all of these. What runs is over. Each takes its time to part from its peers, and all
-    /// take it at once.
+    /// Ends all of these engines and aborts running requests. Each engine takes time to disconnect
+    /// from its peers, so all of them end concurrently.
     ///
     /// # Errors
     ///
-    /// What has ended one of the threads before.
+    /// Returns the error with which one of the threads had already ended.
     pub fn stop_all(engines: Vec<Running>) -> Result<()> {
         engines.iter().for_each(|one| one.tell(Command::Stop));
         engines.into_iter().try_for_each(|one| one.stop(false))
     }
 
     fn tell(&self, command: Command) {
-        // An error: it has ended.
+        // An error means that the engine has already ended.
         let _ = self.engine.commands.send(command);
     }
 }
@@ -288,12 +289,12 @@ impl Drop for Running {
 }
 
 impl Answer {
-    /// The next piece; none behind the last.
+    /// Returns the next piece, or `None` after the last.
     pub async fn next(&mut self) -> Option<PieceResult> {
         self.pieces.recv().await
     }
 
-    /// As [`next`](Self::next), for a future written by hand.
+    /// Polls for the next piece, for a hand-written future; see [`next`](Self::next).
     pub fn poll_next(
         &mut self,
         context: &mut std::task::Context<'_>,
@@ -308,7 +309,7 @@ impl Drop for Answer {
     }
 }
 
-/// Marks the engine as dead on drop, also when its thread panics.
+/// Marks the engine as dead on drop, including when its thread panics.
 struct DeathNotice(Arc<AtomicBool>);
 
 impl Drop for DeathNotice {
@@ -317,7 +318,7 @@ impl Drop for DeathNotice {
     }
 }
 
-/// Whoever came too late is told so by its closed channel.
+/// Drops the remaining commands, which closes the answers of requests that arrived too late.
 fn refuse_rest(received: &Receiver<Command>) {
     while received.try_recv().is_ok() {}
 }

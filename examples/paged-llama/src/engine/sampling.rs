@@ -1,26 +1,25 @@
-//! From logits to a token.
+//! Samples tokens from logits.
 
 use std::cmp::Ordering;
 
-/// How a request's tokens are chosen.
+/// The sampling parameters of a request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
-    /// 0: always the likeliest token.
+    /// The temperature; 0 always samples the likeliest token.
     pub temperature: f32,
-    /// Only the likeliest tokens of at least this probability together.
+    /// Samples only from the likeliest tokens whose probabilities together reach this value.
     pub top_p: f32,
-    /// Only so many of the likeliest tokens; 0: all.
+    /// Samples only from this many likeliest tokens; 0 for all.
     pub top_k: usize,
-    /// Only tokens at least so likely, as a share of the likeliest one's probability.
+    /// Samples only from tokens with at least this fraction of the likeliest token's probability.
     pub min_p: f32,
-    /// Taken off the logit of a token for each time that it was given.
+    /// Subtracted from a token's logit for each of its occurrences in the answer.
     pub frequency_penalty: f32,
-    /// Taken off the logit of a token that was given.
+    /// Subtracted from the logit of each token in the answer.
     pub presence_penalty: f32,
-    /// Divides the positive logits of tokens that are in the prompt or were given, and multiplies
-    /// negative ones.
+    /// Divides positive logits of tokens in the prompt or the answer, and multiplies negative ones.
     pub repetition_penalty: f32,
-    /// The same seed and prompt give the same tokens.
+    /// The seed: the same seed and prompt give the same tokens.
     pub seed: u64,
 }
 
@@ -40,13 +39,13 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// The likeliest token each time.
+    /// Returns parameters that always sample the likeliest token.
     pub fn greedy() -> Self {
         Sampling { temperature: 0.0, ..Sampling::default() }
     }
 
-    /// Chooses the token behind `prompt` and `given`. Depends on nothing else: neither on the batch
-    /// nor on whether the request was interrupted. `banned` tokens are not chosen.
+    /// Samples the token after `prompt` and `given`, never one of `banned`. The result depends on
+    /// nothing else: neither on the batch nor on whether the request was preempted.
     pub(crate) fn choose(
         &self,
         logits: &[f32],
@@ -105,7 +104,7 @@ impl Sampling {
         }
     }
 
-    /// The tokens that may be chosen with their weights, likeliest first.
+    /// Returns the tokens that may be sampled with their weights, likeliest first.
     fn candidates(&self, logits: &[f32]) -> Vec<(u32, f64)> {
         let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let weight = |logit: f32| f64::from((logit - highest) / self.temperature).exp();
@@ -115,7 +114,7 @@ impl Sampling {
         if self.top_k > 0 {
             all.truncate(self.top_k);
         }
-        // The likeliest weighs one.
+        // The likeliest token has the weight one.
         all.retain(|(_, weight)| *weight > 0.0 && *weight >= f64::from(self.min_p));
         if self.top_p < 1.0 {
             let enough = f64::from(self.top_p) * all.iter().map(|(_, weight)| weight).sum::<f64>();
@@ -137,7 +136,7 @@ fn likeliest(logits: &[f32]) -> u32 {
     (0..).zip(logits).max_by(by_logit).map_or(0, |(token, _)| token)
 }
 
-/// Numbers by chance: splitmix64.
+/// A random number generator: splitmix64.
 struct Random(u64);
 
 impl Random {
@@ -150,17 +149,18 @@ impl Random {
     }
 }
 
-/// The logarithm of a token's probability, and the likeliest tokens beside it.
+/// A token's log probability, and those of the likeliest tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Logprob {
-    /// Of the token itself.
+    /// The token's log probability.
     pub logprob: f32,
-    /// The likeliest tokens with theirs, likeliest first.
+    /// The likeliest tokens with their log probabilities, likeliest first.
     pub top: Vec<(u32, f32)>,
 }
 
 impl Logprob {
-    /// Of `token`, with so many others; or the logits of them.
+    /// Returns the log probability, or with `raw` the logit, of `token` and of the `top` likeliest
+    /// tokens.
     pub(crate) fn of(logits: &[f32], token: u32, top: usize, raw: bool) -> Self {
         let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let sum: f64 = logits.iter().map(|logit| f64::from(logit - highest).exp()).sum();
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn greedy_takes_the_likeliest_and_of_equals_the_first() {
+    fn greedy_takes_the_first_of_the_likeliest_tokens() {
         assert_eq!(Sampling::greedy().choose(&[0.0, 3.0, 3.0, 1.0], &[], &[], &[]), 1);
         assert_eq!(Sampling::greedy().choose(&[0.0, 3.0, 3.0, 1.0], &[], &[], &[1]), 2);
     }
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_come_as_often_as_they_are_likely() {
+    fn tokens_are_sampled_in_proportion_to_their_probability() {
         let logits = [0.6f32.ln(), 0.3f32.ln(), 0.1f32.ln()];
         let drawn = many(&Sampling::default(), &logits);
         let share = |token| drawn.iter().filter(|drawn| **drawn == token).count() as f64 / 2000.0;
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn top_k_top_p_and_min_p_leave_the_likeliest() {
+    fn top_k_top_p_and_min_p_keep_the_likeliest() {
         let logits = [0.5f32.ln(), 0.3f32.ln(), 0.15f32.ln(), 0.05f32.ln()];
         for (sampling, left) in [
             (Sampling { top_k: 2, ..Sampling::default() }, vec![0, 1]),
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn penalties_count_what_was_given() {
+    fn penalties_count_the_tokens_of_the_answer() {
         let penalised = |sampling: Sampling, prompt: &[u32], given: &[u32]| {
             let mut logits = [2.0, -2.0, 1.0];
             sampling.penalise(&mut logits, prompt, given);
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn logprobs_are_of_the_logits_as_they_came() {
+    fn logprobs_are_those_of_the_unmodified_logits() {
         let logits = [0.5f32.ln() + 3.0, 0.3f32.ln() + 3.0, 0.2f32.ln() + 3.0];
         let said = Logprob::of(&logits, 2, 2, false);
         assert!((said.logprob - 0.2f32.ln()).abs() < 1e-5);

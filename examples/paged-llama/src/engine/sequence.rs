@@ -1,4 +1,4 @@
-//! One request in the engine: its tokens, its blocks, and how far it is computed.
+//! A request in the engine: its tokens, its blocks, and the progress of its computation.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,22 +17,23 @@ pub(super) struct Sequence {
     pub(super) request: Request,
     told: UnboundedSender<PieceResult>,
     counts: Arc<EngineMetrics>,
-    /// The prompt, and behind it the answer.
+    /// The prompt, followed by the answer.
     pub(super) tokens: Vec<u32>,
     pub(super) blocks: Vec<u32>,
-    /// Tokens whose keys and values are in the blocks.
+    /// The number of tokens whose keys and values are in the blocks.
     pub(super) computed: usize,
-    /// Tokens of the prompt that were found, at first, in the cache here and in a peer's blocks.
+    /// The numbers of prompt tokens that were first found in the local cache and in a peer's
+    /// blocks.
     pub(super) cached: usize,
     pub(super) external: usize,
-    /// Which of its blocks a peer fills, while it does.
+    /// The range of its blocks that a peer is filling.
     pub(super) filled: Range<usize>,
-    /// It has had blocks before.
+    /// The request has had blocks before.
     pub(super) begun: bool,
     hashes: Vec<Hash>,
     text: Text,
     prompt_logprobs: Vec<Logprob>,
-    /// How many of those were told.
+    /// The number of those that were sent.
     prompt_told: usize,
     arrived: Instant,
     last: Instant,
@@ -82,29 +83,29 @@ impl Sequence {
         self.tokens.len() - self.request.prompt.len()
     }
 
-    /// It begins with these blocks, which are full and right.
+    /// Begins with these blocks, which are full and valid.
     pub(super) fn begin_with(&mut self, blocks: Vec<u32>, block_size: usize) {
         self.computed = blocks.len() * block_size;
         self.blocks = blocks;
-        // After its first token the cache holds what it has computed itself.
+        // After the first token, the cache contains blocks that the request itself has computed.
         if self.given() == 0 {
             (self.cached, self.external) = (self.computed, 0);
         }
     }
 
-    /// Its blocks go to others. What was in them is computed again, wherever it came from.
+    /// Releases the blocks. Their contents are recomputed, also those that a peer has sent.
     pub(super) fn give_up(&mut self) -> Vec<u32> {
         let blocks = std::mem::take(&mut self.blocks);
         self.begin_with(Vec::new(), 0);
         blocks
     }
 
-    /// Tokens that are not computed yet; one is, once the prompt is done.
+    /// Returns the number of tokens that are not computed yet: one, once the prompt is complete.
     pub(super) fn missing(&self) -> usize {
         self.tokens.len() - self.computed
     }
 
-    /// The hashes of its first full blocks.
+    /// Returns the hashes of the first `count` full blocks.
     pub(super) fn hashes(&mut self, count: usize, block_size: usize) -> &[Hash] {
         while self.hashes.len() < count {
             let from = self.hashes.len() * block_size;
@@ -114,7 +115,7 @@ impl Sequence {
         &self.hashes[..count]
     }
 
-    /// Its full computed blocks can be found by others.
+    /// Caches the full blocks from token `from` on, so that other requests can share them.
     pub(super) fn remember(&mut self, blocks: &mut Blocks, block_size: usize, from: usize) {
         let full = self.computed / block_size;
         self.hashes(full, block_size);
@@ -123,17 +124,17 @@ impl Sequence {
         }
     }
 
-    /// Whether the logits of prompt tokens are still wanted.
+    /// Returns whether logits of prompt tokens are still needed.
     pub(super) fn wants_prompt_logits(&self) -> bool {
         self.request.prompt_logprobs.is_some()
             && self.prompt_logprobs.len() + 1 < self.request.prompt.len()
     }
 
-    /// The logits of the tokens from `start` on, in front of further tokens of the prompt.
+    /// Records the logits of the tokens from `start` on that are followed by further prompt tokens.
     pub(super) fn note_prompt(&mut self, start: usize, rows: &[Vec<f32>], raw_logits: bool) {
         let Some(top) = self.request.prompt_logprobs else { return };
         for (at, row) in (start..).zip(rows) {
-            // After an interruption some are computed a second time.
+            // After a preemption some tokens are computed a second time.
             if at == self.prompt_logprobs.len()
                 && let Some(token) = self.request.prompt.get(at + 1)
             {
@@ -142,7 +143,7 @@ impl Sequence {
         }
     }
 
-    /// Chooses the next token.
+    /// Samples the next token.
     pub(super) fn choose(
         &mut self,
         logits: &[f32],
@@ -181,7 +182,7 @@ impl Sequence {
         SampledToken { text, logprob, reason }
     }
 
-    /// Tells what was chosen.
+    /// Sends the sampled token to the client.
     pub(super) fn tell(&mut self, chosen: SampledToken, transfer: Option<TransferParams>) {
         let token = self.tokens[self.tokens.len() - 1];
         let now = Instant::now();
@@ -211,7 +212,7 @@ impl Sequence {
         let _ = self.told.send(Ok(piece));
     }
 
-    /// Tells that there is no answer.
+    /// Fails the request.
     pub(super) fn fail(&self, words: &str) {
         self.counts.failed.increment(1);
         let _ = self.told.send(Err(Failure(words.to_owned())));

@@ -1,4 +1,4 @@
-//! The loop: who gets blocks, what a step computes, and what becomes of it.
+//! The engine's loop: it assigns blocks, plans and computes steps, and handles their results.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::kv::{Kept, Outcome, Status, Then};
 use crate::model::{Chunk, LogitsScope, ModelError as Error, Result};
 use crate::tokenizer::Tokenizer;
 
-/// Without anything to do the loop looks up so often all the same.
+/// The longest time that an idle loop sleeps.
 const IDLE: Duration = Duration::from_secs(3600);
 
 pub(super) struct EngineLoop {
@@ -24,13 +24,13 @@ pub(super) struct EngineLoop {
     tokenizer: Arc<Tokenizer>,
     mover: Box<dyn Mover>,
     blocks: Blocks,
-    /// In the order in which they get blocks. Some have a few already.
+    /// Requests in the order in which they get blocks. Some already have a few.
     waiting: VecDeque<Sequence>,
-    /// Their blocks are being filled by a peer.
+    /// Requests whose blocks a peer is filling.
     loading: HashMap<String, Sequence>,
-    /// In the order in which they came: the last one is the first to give its blocks back.
+    /// Running requests in the order of their arrival: the last one is preempted first.
     running: Vec<Sequence>,
-    /// Blocks of requests that have ended or failed: of each until its outcome.
+    /// Blocks of requests that have ended or failed, which are held until the outcome arrives.
     kept: HashMap<(String, Kept), Vec<u32>>,
     draining: bool,
 }
@@ -58,7 +58,7 @@ impl EngineLoop {
         }
     }
 
-    /// Until it is stopped, or the model fails.
+    /// Runs until the engine is stopped or the model fails.
     pub(super) fn run(mut self, commands: &Receiver<Command>) -> Result<()> {
         let mut idle = false;
         loop {
@@ -101,7 +101,9 @@ impl EngineLoop {
     }
 
     fn failed(&mut self, error: Error) -> Error {
-        self.all(|sequence| sequence.fail("the model has failed; the server's log says why"));
+        self.all(|sequence| {
+            sequence.fail("the model has failed; see the server's log for the reason")
+        });
         error
     }
 
@@ -131,8 +133,8 @@ impl EngineLoop {
         }
     }
 
-    /// The request is over. Its blocks go back, or are kept until the outcome that `kept` names:
-    /// those of a load are the ones that a peer still fills.
+    /// Ends a request. Its blocks are released, or kept until the outcome that `kept` names. For a
+    /// load, those are the blocks that a peer is still filling.
     fn end(
         &mut self,
         sequence: &Sequence,
@@ -164,20 +166,20 @@ impl EngineLoop {
     fn handle_outcome(&mut self, outcome: Outcome) {
         match outcome {
             Outcome::Loaded { request, computed } => {
-                // Expected race: the request was aborted while its blocks were loaded.
+                // An expected race: the request was aborted while its blocks were being loaded.
                 let Some(mut sequence) = self.loading.remove(request.as_str()) else { return };
                 let had = sequence.computed;
                 sequence.computed = (computed as usize).min(sequence.tokens.len());
                 sequence.external = sequence.computed - had.min(sequence.computed);
                 self.counts.external_hits.increment(sequence.external as u64);
-                // The last token's logits do not travel: it is computed again, and its block is
-                // remembered after that.
+                // The peer does not send the last token's logits, so that token is recomputed. Its
+                // block is cached after that.
                 sequence.computed = sequence.computed.min(sequence.tokens.len() - 1);
                 sequence.remember(&mut self.blocks, self.limits.block_size, had);
                 self.waiting.push_front(sequence);
             }
             Outcome::Failed { request, failure, then, invalid, held } => {
-                // Expected race: the request was aborted while its blocks were loaded.
+                // An expected race: the request was aborted while its blocks were being loaded.
                 let Some(mut sequence) = self.loading.remove(request.as_str()) else { return };
                 tracing::warn!(
                     request = sequence.name(),
@@ -190,7 +192,7 @@ impl EngineLoop {
                     Then::Fail => 0,
                     Then::Recompute { computed } => computed as usize,
                 };
-                // What is right stays; all behind it gets other blocks.
+                // Keep the valid blocks, and replace all blocks after them.
                 let valid = computed / self.limits.block_size;
                 let behind = sequence.blocks.split_off(valid.min(sequence.blocks.len()));
                 let back: Vec<u32> =
@@ -221,8 +223,8 @@ impl EngineLoop {
         }
     }
 
-    /// Gives blocks to those that wait, in their order, as long as there are some. Whether anybody
-    /// got them.
+    /// Gives blocks to waiting requests in their order, while there are enough. Returns whether a
+    /// request got any.
     fn admit(&mut self) -> bool {
         let mut any = false;
         while self.running.len() < self.limits.requests {
@@ -260,8 +262,8 @@ impl EngineLoop {
         any
     }
 
-    /// Takes `count` blocks. If there are too few, takes those of waiting requests too, which are
-    /// computed again.
+    /// Takes `count` blocks. If there are too few, also takes those of waiting requests, which are
+    /// recomputed later.
     fn take(&mut self, count: usize) -> Option<Vec<u32>> {
         loop {
             if let Some(taken) = self.blocks.take(count) {
@@ -273,7 +275,7 @@ impl EngineLoop {
         }
     }
 
-    /// A request has blocks for the first time: what a peer has of it is loaded.
+    /// Handles a request's first blocks: loads the tokens that a peer has.
     fn begin(&mut self, mut sequence: Sequence) {
         let (block_size, computed) = (self.limits.block_size, sequence.computed);
         let prompt = sequence.request.prompt.len();
@@ -298,7 +300,7 @@ impl EngineLoop {
         }
     }
 
-    /// One step of the model. Whether there was anything to compute.
+    /// Computes one step. Returns whether there was anything to compute.
     fn compute(&mut self) -> Result<bool> {
         let chunks = self.plan();
         if chunks.is_empty() {
@@ -321,9 +323,7 @@ impl EngineLoop {
             .collect();
         let rows = self.model.forward(&work)?;
         if rows.len() != chunks.len() {
-            return Err(Error::new(
-                "the model has not answered for each chunk that it was asked for",
-            ));
+            return Err(Error::new("the model did not return logits for each chunk"));
         }
         let mut ended = Vec::new();
         for ((at, count), rows) in chunks.into_iter().zip(rows) {
@@ -336,7 +336,7 @@ impl EngineLoop {
             let params = self.end(&sequence, status, Kept::Request);
             over.push((sequence, chosen, params));
         }
-        // Whoever has an answer finds the metrics without it.
+        // Update the metrics first: a client that has its answer must not find the request in them.
         self.measure();
         for (mut sequence, chosen, params) in over {
             sequence.tell(chosen, params);
@@ -344,7 +344,7 @@ impl EngineLoop {
         Ok(true)
     }
 
-    /// A request has so many tokens more. How it has ended, if it has.
+    /// Advances a request by `count` tokens. Returns how it has ended, if it has.
     fn advance(
         &mut self,
         at: usize,
@@ -373,7 +373,8 @@ impl EngineLoop {
         Some((status, chosen))
     }
 
-    /// Which requests the step computes, and how many tokens of each: first one of all that decode.
+    /// Returns the requests of the next step and the number of tokens of each, with decoding
+    /// requests first.
     fn plan(&mut self) -> Vec<(usize, usize)> {
         let mut left = self.limits.step_tokens;
         let mut at = 0;
@@ -398,8 +399,8 @@ impl EngineLoop {
         chunks
     }
 
-    /// Gets the block for the next token of a request: a free one, or that of a younger request,
-    /// which waits then. False: it is not at this place any more.
+    /// Gets the block for a request's next token: a free one, or that of the youngest request,
+    /// which is preempted. Returns false if the request itself was preempted.
     fn grow(&mut self, at: usize) -> bool {
         loop {
             let sequence = &self.running[at];
@@ -411,7 +412,7 @@ impl EngineLoop {
                 continue;
             }
             if self.running.len() == 1 && !(self.kept.is_empty() && self.loading.is_empty()) {
-                return true; // it goes on when blocks come back
+                return true; // continues when blocks are released
             }
             let youngest = self.running.len() - 1;
             let mut sequence = self.running.remove(youngest);

@@ -1,8 +1,8 @@
-//! The text of an answer as it grows, and the texts that end it.
+//! The growing text of an answer, and the texts that end it.
 
 use crate::tokenizer::{Detokenizer, Tokenizer};
 
-/// What is told of an answer's text, and what is kept because a stop may have begun in it.
+/// The text of an answer. It retains text that may be the beginning of a stop.
 #[derive(Debug)]
 pub(super) struct Text {
     detokenizer: Detokenizer,
@@ -16,8 +16,8 @@ impl Text {
         Text { detokenizer, kept: String::new(), stops, include_stop }
     }
 
-    /// Adds a token. Returns the text that is certain now, and the stop that the token completes;
-    /// without `may_stop` it completes none.
+    /// Adds a token. Returns the text that no later token can change, and the stop that the token
+    /// completes, if `may_stop`.
     pub(super) fn push(
         &mut self,
         tokenizer: &Tokenizer,
@@ -28,7 +28,8 @@ impl Text {
         if !may_stop {
             return (std::mem::take(&mut self.kept), None);
         }
-        // The first in the text, and of those that begin at one place the first that was named.
+        // The first stop in the text counts; of those at the same place, the one that was named
+        // first.
         let found =
             self.stops.iter().filter_map(|stop| Some((self.kept.find(stop.as_str())?, stop)));
         if let Some((at, stop)) = found.min_by_key(|(at, _)| *at) {
@@ -40,14 +41,14 @@ impl Text {
         (self.kept.drain(..certain).collect(), None)
     }
 
-    /// What is left when the answer ends without a stop.
+    /// Returns the retained text when the answer ends without a stop.
     pub(super) fn finish(&mut self, tokenizer: &Tokenizer) -> String {
         let mut rest = std::mem::take(&mut self.kept);
         rest += &self.detokenizer.finish(tokenizer);
         rest
     }
 
-    /// How many bytes at the end may be the beginning of a stop.
+    /// Returns how many bytes at the end may be the beginning of a stop.
     fn begun(&self) -> usize {
         let begins = |stop: &String| {
             let most = stop.len().min(self.kept.len() + 1);
@@ -88,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_begin_a_stop_is_told_when_it_does_not() {
+    fn text_that_turns_out_to_begin_no_stop_is_returned() {
         let (pieces, stop) = run("abac", &["abad"], false);
         assert_eq!(pieces, ["", "", "", "abac", ""]);
         assert_eq!(stop, None);

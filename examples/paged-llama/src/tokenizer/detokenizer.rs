@@ -1,29 +1,28 @@
-//! Text as its tokens come: never half a character, and in the end what all tokens together mean.
+//! Text from tokens as they arrive: never a partial character, and in total the text of all tokens.
 
 use super::Tokenizer;
 
-/// An unfinished character has at most so many bytes, and each may show as one replacement
-/// character.
+/// The most bytes of an unfinished character; each may decode to one replacement character.
 const UNFINISHED: usize = 3;
 
 /// Turns the tokens of one answer into text, piece by piece.
 ///
-/// A tokenizer may say a token differently at the beginning of a text, so new tokens are decoded
-/// behind some that were returned already, and only the difference is returned.
+/// A tokenizer may decode a token differently at the beginning of a text. So new tokens are decoded
+/// after some whose text was already returned, and only the difference is returned.
 #[derive(Debug, Default)]
 pub(crate) struct Detokenizer {
     tokens: Vec<u32>,
-    /// The tokens that are decoded together begin here…
+    /// The first token of those that are decoded together.
     window: usize,
-    /// …and those before this one were told whole.
+    /// The tokens before this one were returned completely.
     told: usize,
-    /// Bytes of the text behind `told` that were told already.
+    /// The number of bytes after `told` that were already returned.
     shown: usize,
     skip_special: bool,
 }
 
 impl Detokenizer {
-    /// Begins behind a prompt, whose last tokens are the context of the first ones to come.
+    /// Begins after a prompt, whose last tokens are the context of the answer's first ones.
     pub(crate) fn after(prompt: &[u32], skip_special: bool) -> Self {
         let context = &prompt[prompt.len().saturating_sub(5)..];
         Detokenizer {
@@ -35,7 +34,7 @@ impl Detokenizer {
         }
     }
 
-    /// The text that this token completes: up to the last whole character.
+    /// Adds a token, and returns the text that it completes, up to the last whole character.
     pub(crate) fn push(&mut self, tokenizer: &Tokenizer, token: u32) -> String {
         self.tokens.push(token);
         let text = self.pending(tokenizer);
@@ -45,7 +44,7 @@ impl Detokenizer {
             self.told = self.tokens.len();
             return text[std::mem::take(&mut self.shown).min(text.len())..].to_owned();
         }
-        // What cannot be completed any more is told as it is.
+        // Bytes that no later token can complete are returned as replacement characters.
         let marks = text[whole.len()..].chars().count().saturating_sub(UNFINISHED);
         let sure = whole.len() + marks * char::REPLACEMENT_CHARACTER.len_utf8();
         let new = text.get(self.shown..sure).unwrap_or_default().to_owned();
@@ -53,20 +52,20 @@ impl Detokenizer {
         new
     }
 
-    /// What is left when no token follows.
+    /// Returns the remaining text when no token follows.
     pub(crate) fn finish(&mut self, tokenizer: &Tokenizer) -> String {
         let text = self.pending(tokenizer);
         text.get(std::mem::take(&mut self.shown)..).unwrap_or_default().to_owned()
     }
 
-    /// The text of the tokens that were not told whole.
+    /// Returns the text of the tokens that were not returned completely.
     fn pending(&self, tokenizer: &Tokenizer) -> String {
         let before = tokenizer.decode(&self.tokens[self.window..self.told], self.skip_special);
         let mut all = tokenizer.decode(&self.tokens[self.window..], self.skip_special);
         if all.starts_with(&before) {
             all.split_off(before.len())
         } else {
-            // The prompt ended within a character, which this completes.
+            // The prompt ended within a character, which this text completes.
             tokenizer.decode(&self.tokens[self.told..], self.skip_special)
         }
     }
@@ -91,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn characters_come_whole() {
+    fn characters_are_returned_whole() {
         assert_eq!(
             pieces(&tokens(b"so: "), &tokens("a🌍é".as_bytes())),
             ["a", "", "", "", "🌍", "", "é", ""]
@@ -99,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_character_is_told_and_what_may_become_one_is_kept() {
+    fn invalid_bytes_are_returned_and_unfinished_characters_are_retained() {
         assert_eq!(pieces(&[], &tokens(b"\xc3a")), ["", "\u{fffd}a", ""]);
         assert_eq!(pieces(&[], &tokens(b"a\xe4\xb8")).concat(), "a\u{fffd}");
         assert_eq!(
@@ -114,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_make_the_whole_whatever_the_bytes() {
+    fn pieces_join_to_the_whole_text_for_any_bytes() {
         let mut seed = 1u32;
         for _ in 0..300 {
             let text: Vec<u8> = (0..24)

@@ -1,30 +1,30 @@
-//! What requests get that do not say otherwise, and which tokens end an answer.
+//! The defaults of requests, and the tokens that end an answer.
 
 use serde_json::Value;
 
 use crate::model::Config;
 
-/// The model's own defaults. `None`: it does not say.
+/// The model's defaults; `None` where it has none.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Generation {
     /// Tokens that end an answer, the ordinary one first.
     pub ends: Vec<u32>,
-    /// As in a request.
+    /// The default temperature.
     pub temperature: Option<f32>,
-    /// As in a request.
+    /// The default `top_p`.
     pub top_p: Option<f32>,
-    /// As in a request.
+    /// The default `top_k`.
     pub top_k: Option<usize>,
-    /// As in a request.
+    /// The default `min_p`.
     pub min_p: Option<f32>,
-    /// As in a request.
+    /// The default repetition penalty.
     pub repetition_penalty: Option<f32>,
-    /// The longest answer, whatever a request says.
+    /// The most tokens of an answer, which requests cannot raise.
     pub max_new_tokens: Option<usize>,
 }
 
 impl Generation {
-    /// What a model's files say.
+    /// Returns the defaults from the model's files.
     pub fn of(config: &Config) -> Self {
         Self::read(&config.generation, &config.eos)
     }
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_file_does_not_say_is_not_said() {
+    fn settings_missing_from_the_file_have_no_default() {
         let said = serde_json::json!({"temperature": 0.6, "top_k": 20, "do_sample": true});
         let read = Generation::read(&said, &[2, 5]);
         assert_eq!((read.temperature, read.top_k, read.top_p), (Some(0.6), Some(20), None));

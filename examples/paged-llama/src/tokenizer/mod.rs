@@ -1,5 +1,5 @@
-//! Text to tokens and back: `tokenizer.json`, the chat template, and what else a model's folder
-//! says about text.
+//! Text to tokens and back: `tokenizer.json`, the chat template, and the other files of a model's
+//! folder that concern text.
 
 mod detokenizer;
 mod generation;
@@ -14,7 +14,7 @@ pub use self::generation::Generation;
 use self::template::Template;
 use crate::model::{Config, ModelError as Error, Result};
 
-/// A model's text side.
+/// A model's tokenizer and chat template.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     template: Option<Template>,
@@ -28,12 +28,12 @@ impl std::fmt::Debug for Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json`, and where they are there `tokenizer_config.json` and
-    /// `chat_template.jinja`, of the folder of this model.
+    /// Reads the folder's `tokenizer.json` and, if they exist, `tokenizer_config.json` and
+    /// `chat_template.jinja`.
     ///
     /// # Errors
     ///
-    /// A file is not there or not what it should be; the words name it.
+    /// Fails if a file is missing or invalid; the message names it.
     pub fn open(folder: &Path, model: &Config) -> Result<Self> {
         let path = folder.join("tokenizer.json");
         let bytes = std::fs::read(&path).map_err(|error| {
@@ -49,47 +49,47 @@ impl Tokenizer {
         Ok(Tokenizer { inner, template, generation: Generation::of(model) })
     }
 
-    /// What requests get that do not say otherwise.
+    /// Returns the defaults of requests.
     pub fn generation(&self) -> &Generation {
         &self.generation
     }
 
-    /// The tokens of a text, with those that the model wants around a prompt if `special`.
+    /// Returns the tokens of a text, with the model's special tokens around a prompt if `special`.
     ///
     /// # Errors
     ///
-    /// The tokenizer cannot.
+    /// Fails if the tokenizer fails.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let encoding = self.inner.encode_fast(text, special).map_err(Error::of)?;
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// The text of tokens, whatever they are: bytes that are no characters become `U+FFFD`.
+    /// Returns the text of tokens; invalid bytes become `U+FFFD`.
     pub fn decode(&self, tokens: &[u32], skip_special: bool) -> String {
         self.inner.decode(tokens, skip_special).unwrap_or_default()
     }
 
-    /// One token as a text of its own; empty if it is only a part of a character.
+    /// Returns the text of one token, empty if the token is only a part of a character.
     pub fn piece(&self, token: u32) -> String {
         let text = self.decode(&[token], false);
         if text.ends_with(char::REPLACEMENT_CHARACTER) { String::new() } else { text }
     }
 
-    /// One token as the vocabulary has it.
+    /// Returns one token as it is in the vocabulary.
     pub fn raw(&self, token: u32) -> Option<String> {
         self.inner.id_to_token(token)
     }
 
-    /// How many tokens there are.
+    /// Returns the number of tokens in the vocabulary.
     pub fn size(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
 
-    /// The prompt of a conversation, by the model's chat template.
+    /// Renders a conversation with the model's chat template.
     ///
     /// # Errors
     ///
-    /// The model has no template, or the template refuses these messages.
+    /// Fails if the model has no template, or the template rejects these messages.
     pub fn chat(&self, messages: &Value, more: &Map<String, Value>) -> Result<String> {
         let template = self.template.as_ref().ok_or_else(|| {
             Error::new("the model has no chat template: put chat_template.jinja into its folder, or send a prompt to /v1/completions")
@@ -98,7 +98,7 @@ impl Tokenizer {
     }
 }
 
-/// A JSON object of a file; of one that is not there an empty one.
+/// Reads a JSON object from a file; returns an empty one if there is no file.
 fn read_object(path: &Path) -> Result<Map<String, Value>> {
     let text = match std::fs::read_to_string(path) {
         Ok(text) => text,
@@ -112,7 +112,7 @@ fn read_object(path: &Path) -> Result<Map<String, Value>> {
 pub(crate) mod tests {
     use super::*;
 
-    /// Every byte is a token of its own number; 256 ends a text and 257 begins one.
+    /// Returns a tokenizer with one token per byte; 256 ends a text and 257 begins one.
     pub(crate) fn bytes() -> Tokenizer {
         let mut letters: Vec<char> =
             (33u8..=126).chain(161..=172).chain(174..=255).map(char::from).collect();
@@ -123,7 +123,7 @@ pub(crate) mod tests {
             let letter = match printed.iter().position(|printed| *printed == byte) {
                 Some(at) => letters[at],
                 None => {
-                    letters.push(char::from_u32(next).expect("it is a letter"));
+                    letters.push(char::from_u32(next).expect("the number is a letter"));
                     next += 1;
                     letters[letters.len() - 1]
                 }
@@ -153,7 +153,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn text_goes_there_and_back() {
+    fn decoding_reverts_encoding() {
         let tokenizer = bytes();
         let text = "Grüße, 世界 🌍\n";
         let tokens = tokenizer.encode(text, false).unwrap();

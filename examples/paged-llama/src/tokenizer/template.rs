@@ -1,4 +1,4 @@
-//! Chat templates, as Hugging Face writes them.
+//! Chat templates of Hugging Face.
 
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -10,19 +10,19 @@ use serde_json::{Map, Value};
 
 use crate::model::{ModelError as Error, Result};
 
-/// The most instructions that a template may execute for one prompt, with 64 bytes for each. A long
-/// conversation takes some hundred thousand.
+/// The fuel of a template for one prompt: an instruction usually costs one unit, and so do 64 bytes
+/// of data. A long conversation takes a few hundred thousand units.
 const MOST_WORK: u64 = 4 << 20;
 
-/// A template that was parsed.
+/// A parsed template.
 pub(super) struct Template {
     environment: Environment<'static>,
-    /// `bos_token` and the like, which templates name.
+    /// `bos_token` and other tokens that templates name.
     tokens: Map<String, Value>,
 }
 
 impl Template {
-    /// The template of a model's folder, if it has one: a file of its own, or a key of
+    /// Reads the template of a model's folder, if it has one: a separate file, or a key of
     /// `tokenizer_config.json`.
     pub(super) fn open(folder: &Path, config: &Map<String, Value>) -> Result<Option<Self>> {
         let path = folder.join("chat_template.jinja");
@@ -31,7 +31,7 @@ impl Template {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 match config.get("chat_template") {
                     Some(Value::String(source)) => source.clone(),
-                    // Several, by name.
+                    // Several templates, by name.
                     Some(Value::Array(named)) => {
                         let default = named.iter().find(|named| named["name"] == "default");
                         match default.and_then(|named| named["template"].as_str()) {
@@ -68,14 +68,14 @@ impl Template {
             .map_err(|error| Error::new(format!("the chat template is not valid: {error}")))?;
         let mut tokens = Map::new();
         for (key, value) in config.iter().filter(|(key, _)| key.ends_with("_token")) {
-            // A token is its text, or an object with it.
+            // A token is its text, or an object with the text.
             let text = value.as_str().or_else(|| value.get("content").and_then(Value::as_str));
             tokens.extend(text.map(|text| (key.clone(), text.into())));
         }
         Ok(Template { environment, tokens })
     }
 
-    /// The prompt of these messages; `more` are the template's other variables.
+    /// Renders the prompt of these messages; `more` has the template's other variables.
     pub(super) fn render(&self, messages: &Value, more: &Map<String, Value>) -> Result<String> {
         let mut context = self.tokens.clone();
         context.extend(more.clone());
@@ -84,15 +84,15 @@ impl Template {
         template.and_then(|template| template.render(Serde(context))).map_err(|error| {
             match error.kind() {
                 ErrorKind::OutOfFuel => {
-                    Error::new("the messages are too much for the chat template; send fewer")
+                    Error::new("the messages are too long for the chat template; send fewer")
                 }
-                _ => Error::new(format!("the chat template refuses these messages: {error:#}")),
+                _ => Error::new(format!("the chat template rejects these messages: {error:#}")),
             }
         })
     }
 }
 
-/// JSON as Python writes it: nothing is escaped for HTML, and there are blanks behind `,` and `:`.
+/// Writes JSON like Python: without escapes for HTML, and with a space after `,` and `:`.
 fn tojson(value: Jinja, options: Kwargs) -> std::result::Result<String, minijinja::Error> {
     let failed = |error: serde_json::Error| {
         minijinja::Error::new(ErrorKind::BadSerialization, error.to_string())
@@ -147,7 +147,7 @@ impl serde_json::ser::Formatter for Python {
     }
 }
 
-/// What templates want of a date, in UTC.
+/// Formats a date in UTC, with the directives that templates use.
 fn strftime(format: &str, now: SystemTime) -> String {
     const MONTHS: [&str; 12] = [
         "January",
@@ -196,7 +196,7 @@ fn strftime(format: &str, now: SystemTime) -> String {
     out
 }
 
-/// Year, month and day of the so many days since 1970.
+/// Returns the year, month and day of a number of days since 1970.
 fn date(mut days: u64) -> (u64, usize, u64) {
     let leap = |year: u64| {
         year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_of_the_usual_kind_is_rendered() {
+    fn an_ordinary_template_is_rendered() {
         let source = "{{ bos_token }}{% for message in messages %}\n    {%- if message['role'] == 'system' %}\n        \
                       {{- '[' + message.content.strip() + ']' }}\n    {%- else %}\n        \
                       {{- '<|' + message['role'] + '|>' + message['content'] | trim + eos_token }}\n    {%- endif %}\n\
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_may_refuse() {
+    fn a_template_may_raise_an_exception() {
         let source = "{% if messages[0].role != 'user' %}{{ raise_exception('users come first') }}{% endif %}";
         let error = render(source, &json!([{"role": "tool", "content": ""}]), &json!({}))
             .unwrap_err()
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_that_would_take_for_ever_is_ended() {
+    fn a_template_that_would_never_end_is_stopped() {
         let source =
             "{% for a in messages %}{% for b in messages %}{{ b.content }}{% endfor %}{% endfor %}";
         let few = json!(vec![json!({"content": "ab"}); 10]);
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn json_and_python_methods_are_as_templates_expect_them() {
+    fn json_and_python_methods_behave_as_in_python() {
         let messages = json!([{"role": "user", "content": "<a> & 'b'"}]);
         let text = render("{{ messages | tojson }}", &messages, &json!({})).unwrap();
         assert_eq!(text, r#"[{"content": "<a> & 'b'", "role": "user"}]"#);

@@ -1,4 +1,4 @@
-//! The engine with a model that notices every wrong block.
+//! Tests the engine with a model that detects every wrong block.
 
 mod model;
 mod transfers;
@@ -57,7 +57,7 @@ fn prompt(seed: u32, len: u32) -> Vec<u32> {
     (0..len).map(|at| 97 + (seed * 7 + at * 5) % 26).collect()
 }
 
-/// All pieces of an answer as one.
+/// Joins all pieces of an answer.
 fn whole(mut answer: Answer) -> std::result::Result<Piece, Failure> {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
@@ -87,7 +87,7 @@ fn text(tokens: &[u32]) -> String {
 }
 
 #[test]
-fn an_answer_is_the_models_at_every_length_of_the_prompt() {
+fn answers_are_right_for_prompts_of_every_length() {
     let (running, _) = start(&limits(16));
     for len in 1..=40 {
         let prompt = prompt(len, len);
@@ -101,10 +101,10 @@ fn an_answer_is_the_models_at_every_length_of_the_prompt() {
 }
 
 #[test]
-fn long_prompts_come_in_chunks_beside_those_that_decode() {
+fn long_prompts_are_computed_in_chunks_while_others_decode() {
     let (running, memory) = start(&limits(32));
     let (long, short) = (prompt(1, 50), prompt(2, 3));
-    let held = memory.lock(); // no step ends before both have come
+    let held = memory.lock(); // no step ends before both have arrived
     let answers = [("short", &short, 12), ("long", &long, 3)]
         .map(|(name, prompt, count)| running.engine().submit(request(name, prompt, count)));
     drop(held);
@@ -119,7 +119,7 @@ fn long_prompts_come_in_chunks_beside_those_that_decode() {
 fn a_hundred_requests_share_too_few_blocks_and_all_are_right() {
     let (running, memory) = start(&Limits { requests: 100, step_tokens: 64, ..limits(24) });
     let prompts: Vec<Vec<u32>> = (0..100).map(|seed| prompt(seed, 1 + seed % 23)).collect();
-    let held = memory.lock(); // no step ends before all have come
+    let held = memory.lock(); // no step ends before all have arrived
     let answers: Vec<Answer> = prompts
         .iter()
         .enumerate()
@@ -131,11 +131,11 @@ fn a_hundred_requests_share_too_few_blocks_and_all_are_right() {
     }
     let computed = memory.lock().computed;
     let bare: usize = prompts.iter().map(|prompt| prompt.len() + 29).sum();
-    assert!(computed > bare, "nobody was interrupted: {computed} tokens computed, {bare} needed");
+    assert!(computed > bare, "no request was preempted: {computed} tokens computed, {bare} needed");
 }
 
 #[test]
-fn an_interruption_does_not_change_what_is_drawn() {
+fn a_preemption_does_not_change_the_sampled_tokens() {
     let drawn = |blocks| {
         let (running, _) = start(&limits(blocks));
         let sampling = |seed| Sampling { seed, ..Sampling::default() };
@@ -153,7 +153,7 @@ fn an_interruption_does_not_change_what_is_drawn() {
 }
 
 #[test]
-fn what_was_computed_is_not_computed_again() {
+fn cached_tokens_are_not_recomputed() {
     let (running, memory) = start(&limits(16));
     let long = prompt(3, 22);
     whole(running.engine().submit(request("first", &long, 1))).unwrap();
@@ -161,7 +161,7 @@ fn what_was_computed_is_not_computed_again() {
     let again = whole(running.engine().submit(request("again", &long, 4))).unwrap();
     assert_eq!((tokens(&again), again.cached), (expected(&long, 4), 20));
     assert_eq!(memory.lock().computed, 22 + 2 + 3);
-    // Of a whole number of blocks the last token is computed, for its logits.
+    // For a prompt of whole blocks, the last token is recomputed for its logits.
     let cut = whole(running.engine().submit(request("cut", &long[..20], 1))).unwrap();
     assert_eq!((tokens(&cut), cut.cached), (expected(&long[..20], 1), 16));
 }
@@ -214,7 +214,7 @@ fn stops_end_an_answer() {
         (ended.text.as_str(), ended.end.unwrap().reason),
         (&said[..first], FinishReason::EndOfText)
     );
-    // Before so many tokens it is not even chosen.
+    // `min_tokens` prevents the token from being sampled at all.
     let later = ask("later", &|request| (request.ends, request.min_tokens) = (vec![token], 15));
     assert!(later.tokens.len() >= 15 && !tokens(&later)[..15].contains(&token), "{later:?}");
 }
@@ -223,7 +223,7 @@ fn stops_end_an_answer() {
 fn logprobs_are_those_of_the_model() {
     let (running, _) = start(&limits(16));
     let prompt = prompt(5, 9);
-    // A second time nothing may come from the cache: the prompt's logits are wanted.
+    // The second request must not use the cache, because it needs the prompt's logits.
     for name in ["one", "two"] {
         let mut request = request(name, &prompt, 3);
         (request.logprobs, request.prompt_logprobs) = (Some(2), Some(0));
@@ -245,7 +245,7 @@ fn logprobs_are_those_of_the_model() {
 }
 
 #[test]
-fn a_client_that_goes_gives_its_blocks_back() {
+fn a_client_that_disconnects_releases_its_blocks() {
     let (running, _) = start(&limits(8));
     for round in 0..20 {
         let mut answer =
@@ -263,21 +263,21 @@ fn a_client_that_goes_gives_its_blocks_back() {
 }
 
 #[test]
-fn a_model_that_fails_ends_every_request_and_the_engine_says_so() {
+fn a_failure_of_the_model_fails_every_request_and_the_engine() {
     let (running, memory) = start(&limits(8));
     memory.lock().fails = true;
     let failure = whole(running.engine().submit(request("r", &prompt(1, 4), 2))).unwrap_err();
     assert!(failure.0.contains("failed"), "{failure:?}");
     let until = std::time::Instant::now() + LIMIT;
     while running.engine().is_alive() {
-        assert!(std::time::Instant::now() < until, "the engine's end is not seen");
+        assert!(std::time::Instant::now() < until, "the engine must end");
         std::thread::yield_now();
     }
     assert!(running.stop(false).unwrap_err().to_string().contains("as the test wants"));
 }
 
 #[test]
-fn a_drained_engine_ends_what_runs_and_takes_nothing_new() {
+fn a_drained_engine_finishes_running_requests_and_accepts_no_new_ones() {
     let (running, _) = start(&limits(16));
     let prompt = prompt(6, 8);
     let answer = running.engine().submit(request("r", &prompt, 40));
@@ -288,7 +288,7 @@ fn a_drained_engine_ends_what_runs_and_takes_nothing_new() {
     assert_eq!(runtime.block_on(engine.submit(request("late", &prompt, 1)).next()), None);
 }
 
-/// Parts from its peers only when another engine's does, too.
+/// A mover that disconnects from its peers only when the other engine's mover does, too.
 struct SlowMover {
     begins: Sender<()>,
     other: Receiver<()>,
@@ -315,12 +315,12 @@ impl Mover for SlowMover {
 impl Drop for SlowMover {
     fn drop(&mut self) {
         self.begins.send(()).unwrap();
-        self.other.recv_timeout(LIMIT).expect("the other engine ends at the same time");
+        self.other.recv_timeout(LIMIT).expect("the other engine must end concurrently");
     }
 }
 
 #[test]
-fn engines_that_are_stopped_together_part_from_their_peers_at_once() {
+fn engines_that_are_stopped_together_disconnect_concurrently() {
     let ((begins, second), (other, first)) = (channel(), channel());
     let movers = [SlowMover { begins, other: first }, SlowMover { begins: other, other: second }];
     let engines = movers.map(|mover| {
@@ -331,7 +331,7 @@ fn engines_that_are_stopped_together_part_from_their_peers_at_once() {
 }
 
 #[test]
-fn a_pool_that_is_too_small_is_refused_in_words() {
+fn a_pool_that_is_too_small_is_rejected_with_a_remedy() {
     let memory = Memory::new(2, 4);
     let tiny = Limits { model_len: 64, ..limits(2) };
     let error = Engine::start(tiny, Box::new(memory), Arc::new(bytes()), |_| Ok(Box::new(NoMover)))

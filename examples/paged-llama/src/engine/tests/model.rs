@@ -1,4 +1,4 @@
-//! A model whose answers prove which tokens stood in the blocks that it was given.
+//! A model whose answers prove which tokens were in the blocks that it was given.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -7,17 +7,17 @@ use crate::model::{Chunk, LogitsScope, ModelError, Result};
 
 pub(super) const VOCABULARY: usize = 258;
 
-/// What the model's blocks hold, and what it was asked for. Shared with the test.
+/// The contents of the model's blocks, and its calls. The test shares it.
 #[derive(Clone)]
 pub(super) struct Memory(Arc<Mutex<Inner>>);
 
 pub(super) struct Inner {
     block_size: usize,
-    /// Block by block the tokens in it.
+    /// The tokens in each block.
     pub(super) slots: Vec<Vec<Option<u32>>>,
-    /// Tokens computed.
+    /// The number of tokens computed.
     pub(super) computed: usize,
-    /// Tokens of each step.
+    /// The number of tokens of each step.
     pub(super) steps: Vec<usize>,
     /// The most requests in one step.
     pub(super) widest: usize,
@@ -41,7 +41,7 @@ impl Memory {
         self.0.lock().expect("no test has panicked with it")
     }
 
-    /// What a peer writes: tokens from `start` on.
+    /// Writes the tokens from `start` on, as a peer would.
     pub(super) fn fill(&self, blocks: &[u32], tokens: &[u32]) {
         let mut inner = self.lock();
         for (at, token) in tokens.iter().enumerate() {
@@ -82,13 +82,13 @@ impl Forward for Memory {
     }
 }
 
-/// The logits behind these tokens.
+/// Returns the logits after these tokens.
 pub(super) fn logits(tokens: impl Iterator<Item = u32>) -> Vec<f32> {
     let mut state = 7u64;
     for token in tokens {
         state = mix(state ^ u64::from(token));
     }
-    // Letters are likely, other bytes are not, and the end never comes by itself.
+    // Letters are likely, other bytes are not, and the end token is never the likeliest.
     let one = |token: usize| {
         let chance = (mix(state ^ ((token as u64) << 32)) >> 40) as f32 / (1u64 << 24) as f32;
         if (97..123).contains(&token) { 4.0 + chance } else { chance - 4.0 }
@@ -96,7 +96,7 @@ pub(super) fn logits(tokens: impl Iterator<Item = u32>) -> Vec<f32> {
     (0..VOCABULARY).map(one).collect()
 }
 
-/// What the model says behind a prompt when always the likeliest token is taken.
+/// Returns the answer to a prompt when the likeliest token is always taken.
 pub(super) fn expected(prompt: &[u32], count: usize) -> Vec<u32> {
     let mut tokens = prompt.to_vec();
     for _ in 0..count {

@@ -1,4 +1,4 @@
-//! The engine beside a peer: loads, failures, leases.
+//! Tests the engine with a peer: loads, failures and leases.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -8,7 +8,7 @@ use super::*;
 use crate::engine::mover::FinishedRequest;
 use crate::kv::{BlockLists, Kept, LoadFailure, Outcome, Status, Then};
 
-/// What the engine has asked for, and what the test answers.
+/// The engine's calls, and the test's responses.
 #[derive(Default)]
 struct Script {
     offers: usize,
@@ -33,14 +33,14 @@ impl Peer {
         wake.expect("the engine has started")();
     }
 
-    /// Waits until the engine has done something.
+    /// Waits until the engine has made a call.
     fn wait<T>(&self, mut done: impl FnMut(&mut Script) -> Option<T>) -> T {
         let until = Instant::now() + LIMIT;
         loop {
             if let Some(done) = done(&mut self.0.lock().unwrap()) {
                 return done;
             }
-            assert!(Instant::now() < until, "the engine does not do it");
+            assert!(Instant::now() < until, "the engine has not made the expected call");
             std::thread::yield_now();
         }
     }
@@ -108,7 +108,7 @@ fn failed(request: &str, then: Then, invalid: &[u32], held: &[u32]) -> Outcome {
 }
 
 #[test]
-fn a_loaded_prompt_is_not_computed_but_for_its_last_token() {
+fn only_the_last_token_of_a_loaded_prompt_is_computed() {
     let (running, memory, peer) = start(&limits(16));
     for (len, external) in [(20u32, 20), (21, 21), (22, 20), (3, 3)] {
         let prompt = prompt(len, len);
@@ -128,7 +128,7 @@ fn a_loaded_prompt_is_not_computed_but_for_its_last_token() {
 }
 
 #[test]
-fn what_is_in_the_cache_is_not_loaded_and_what_was_loaded_is_in_the_cache() {
+fn cached_blocks_are_not_loaded_and_loaded_blocks_are_cached() {
     let (running, memory, peer) = start(&limits(16));
     let prompt = prompt(1, 22);
     whole(running.engine().submit(request("local", &prompt[..10], 1))).unwrap();
@@ -145,7 +145,7 @@ fn what_is_in_the_cache_is_not_loaded_and_what_was_loaded_is_in_the_cache() {
 }
 
 #[test]
-fn others_go_on_while_a_request_waits_for_its_blocks() {
+fn other_requests_continue_while_one_loads_its_blocks() {
     let (running, memory, peer) = start(&limits(16));
     peer.0.lock().unwrap().offers = 8;
     let waits = running.engine().submit(request("waits", &prompt(1, 8), 2));
@@ -159,7 +159,7 @@ fn others_go_on_while_a_request_waits_for_its_blocks() {
 }
 
 #[test]
-fn a_failed_load_fails_its_request_or_is_computed_from_the_first_invalid_block_on() {
+fn a_failed_load_fails_its_request_or_is_recomputed_from_the_first_invalid_block() {
     let (running, memory, peer) = start(&limits(16));
     peer.0.lock().unwrap().offers = 20;
     let prompt = prompt(7, 20);
@@ -188,7 +188,7 @@ fn a_failed_load_fails_its_request_or_is_computed_from_the_first_invalid_block_o
 }
 
 #[test]
-fn what_was_loaded_and_is_given_up_before_the_first_token_was_computed_after_all() {
+fn a_loaded_prompt_that_is_preempted_counts_as_computed() {
     let (running, memory, peer) = start(&Limits { requests: 1, ..limits(12) });
     peer.0.lock().unwrap().offers = 20;
     let (loads, grows) = (prompt(5, 22), prompt(6, 3));
@@ -196,8 +196,7 @@ fn what_was_loaded_and_is_given_up_before_the_first_token_was_computed_after_all
     let (_, fill, ..) = peer.load();
     peer.0.lock().unwrap().offers = 0;
     memory.fill(&fill, &loads[..20]);
-    // The only one that may run grows until it has every block, and so takes those that were
-    // loaded.
+    // The only request that may run grows until it needs every block, and so takes the loaded ones.
     let second = running.engine().submit(request("grows", &grows, 45));
     peer.wait(|script| script.allocated.pop());
     peer.tell(loaded("loads", 20));
@@ -207,7 +206,7 @@ fn what_was_loaded_and_is_given_up_before_the_first_token_was_computed_after_all
 }
 
 #[test]
-fn blocks_that_a_transfer_may_still_touch_are_nobodys_until_it_is_over() {
+fn blocks_that_a_transfer_may_still_write_to_are_not_reused_until_it_ends() {
     let (running, memory, peer) = start(&limits(16));
     peer.0.lock().unwrap().offers = 20;
     let one = prompt(8, 20);
@@ -216,7 +215,7 @@ fn blocks_that_a_transfer_may_still_touch_are_nobodys_until_it_is_over() {
     peer.0.lock().unwrap().offers = 0;
     peer.tell(failed("late", Then::Recompute { computed: 0 }, &fill, &fill));
     assert_eq!(tokens(&whole(answer).unwrap()), expected(&one, 3));
-    // The transfer writes after all: only into blocks that nobody has.
+    // The transfer does write late: only into blocks that no request uses.
     let others: Vec<Answer> = (0..4)
         .map(|at| running.engine().submit(request(&format!("o{at}"), &prompt(20 + at, 20), 20)))
         .collect();
@@ -261,7 +260,7 @@ fn leased_blocks_keep_their_tokens_until_the_lease_ends() {
         .flatten()
         .collect();
     assert_eq!(held, published);
-    // Nothing keeps others from beginning with them.
+    // Other requests may still begin with them.
     assert_eq!(
         whole(running.engine().submit(request("shares", &published, 1))).unwrap().cached,
         16
@@ -275,7 +274,7 @@ fn leased_blocks_keep_their_tokens_until_the_lease_ends() {
 }
 
 #[test]
-fn an_abort_while_loading_keeps_the_blocks_that_are_filled_until_they_are_free() {
+fn an_abort_during_a_load_keeps_the_blocks_that_a_peer_fills() {
     let (running, _, peer) = start(&limits(16));
     let begins = prompt(3, 24);
     whole(running.engine().submit(request("begins", &begins[..9], 1))).unwrap();
@@ -288,7 +287,7 @@ fn an_abort_while_loading_keeps_the_blocks_that_are_filled_until_they_are_free()
     drop(answer);
     peer.wait(|script| script.ended.pop().filter(|(.., how)| *how == Status::Aborted));
     peer.0.lock().unwrap().keeps = false;
-    // What came from the cache, and what nobody fills as yet, is free at once.
+    // Cached blocks, and blocks that no peer fills yet, are free at once.
     let long = prompt(41, 48);
     assert_eq!(
         tokens(&whole(running.engine().submit(request("rest", &long, 5))).unwrap()),
@@ -300,7 +299,7 @@ fn an_abort_while_loading_keeps_the_blocks_that_are_filled_until_they_are_free()
 }
 
 #[test]
-fn lost_blocks_are_never_given_again() {
+fn lost_blocks_are_never_reused() {
     let (running, memory, peer) = start(&Limits { model_len: 40, ..limits(16) });
     peer.0.lock().unwrap().offers = 20;
     let answer = running.engine().submit(request("lost", &prompt(3, 20), 3));

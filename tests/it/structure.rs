@@ -199,8 +199,8 @@ fn circles_have_at_most_three_modules() {
         if let Some(largest) = circles(&uses).first() {
             assert!(
                 largest.len() <= allowed,
-                "{name} has a circle of {} modules, where {allowed} are allowed: {}. Move what they share one layer \
-                 down, or split a module",
+                "{name} has a circle of {} modules, where {allowed} are allowed: {}. Move what \
+                 they share one layer down, or split a module",
                 largest.len(),
                 largest.join(", ")
             );

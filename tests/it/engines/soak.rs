@@ -84,8 +84,8 @@ impl fmt::Display for Done {
         let Done { loaded, failed, aborted, killed, stopped } = self;
         write!(
             f,
-            "{loaded} loads arrived, {failed} failed as expected, {aborted} requests aborted, {killed} engines \
-             killed and started again, {stopped} stopped a while"
+            "{loaded} loads arrived, {failed} failed as expected, {aborted} requests aborted, \
+             {killed} engines killed and started again, {stopped} stopped a while"
         )
     }
 }

@@ -1,14 +1,15 @@
-//! The blocks that an instance keeps for another one, with their leases.
+//! The blocks that an instance keeps for other instances, with their leases.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-/// Why blocks are not handed over.
+/// The reason why blocks are not handed over.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Refusal {
-    /// Nothing is kept under this name: it was read, or its lease has ended, or it never was.
+    /// No blocks are kept under this name: they were read, their lease has ended, or they never
+    /// existed.
     Unknown,
-    /// Another engine keeps it.
+    /// Another engine keeps the blocks.
     OtherEngine,
 }
 
@@ -31,7 +32,8 @@ impl KeptBlocks {
         KeptBlocks { lease, kept: HashMap::new(), next: 1, read: 0, expired: 0 }
     }
 
-    /// Keeps the blocks of a request until they are read or their lease ends; their ids.
+    /// Keeps the blocks of a request until they are read or their lease ends, and returns their
+    /// ids.
     pub(crate) fn keep(
         &mut self,
         name: &str,
@@ -47,7 +49,7 @@ impl KeptBlocks {
         (0..blocks as u32).map(|block| first + block).collect()
     }
 
-    /// Hands them over, once.
+    /// Hands blocks over, once.
     pub(crate) fn take(&mut self, name: &str, engine: &str) -> Result<u64, Refusal> {
         self.sweep();
         let kept = self.kept.get(name).ok_or(Refusal::Unknown)?;
@@ -60,14 +62,14 @@ impl KeptBlocks {
         Ok(cache)
     }
 
-    /// Frees what nobody has read in time.
+    /// Frees blocks whose lease has ended.
     pub(crate) fn sweep(&mut self) {
         let (now, before) = (Instant::now(), self.kept.len());
         self.kept.retain(|_, kept| kept.until > now);
         self.expired += (before - self.kept.len()) as u64;
     }
 
-    /// Read, kept, expired.
+    /// Returns the numbers of read, kept and expired prompts.
     pub(crate) fn counts(&self) -> (u64, u64, u64) {
         (self.read, self.kept.len() as u64, self.expired)
     }

@@ -1,4 +1,4 @@
-//! Fetches blocks from another instance: what stands for the side channel and the fabric.
+//! Fetches blocks from another instance, in place of the side channel and the fabric.
 
 use std::time::Duration;
 
@@ -10,18 +10,18 @@ use serde_json::{Value, json};
 
 use crate::params::Source;
 
-/// How long blocks that are not computed yet are waited for.
+/// The time to wait for blocks that are not computed yet.
 const WATCHDOG: Duration = Duration::from_secs(20);
-/// How long another instance that is there may take to answer.
+/// The time that a reachable instance may take to answer.
 const ANSWER: Duration = Duration::from_secs(5);
 
-/// What a decode gets of what it has been told to fetch.
+/// The result of a fetch.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Fetched {
     Cache(u64),
-    /// The blocks were read before, or are free: a real engine reads them without a notice.
+    /// The blocks were read before or are free. A real engine would read them without noticing.
     Stale,
-    /// The other side is not there, or another engine is in its place.
+    /// The instance is unreachable, or another engine has taken its place.
     Unreachable(String),
 }
 
@@ -29,12 +29,12 @@ pub(crate) async fn fetch(source: &Source, handshake: Duration) -> Fetched {
     match try_fetch(source).await {
         Ok((StatusCode::OK, answer)) => match answer["cache"].as_u64() {
             Some(cache) => Fetched::Cache(cache),
-            None => Fetched::Unreachable(format!("it answered {answer}")),
+            None => Fetched::Unreachable(format!("unexpected answer: {answer}")),
         },
         Ok((StatusCode::NOT_FOUND, _)) => Fetched::Stale,
         Ok((status, answer)) => Fetched::Unreachable(format!("{status}: {answer}")),
         Err(error) => {
-            tokio::time::sleep(handshake).await; // vLLM asks again and again, as long
+            tokio::time::sleep(handshake).await; // vLLM retries for this time
             Fetched::Unreachable(error)
         }
     }
@@ -45,16 +45,16 @@ async fn try_fetch(source: &Source) -> Result<(StatusCode, Value), String> {
     if source.bootstrap {
         let (_, answer) =
             within(ANSWER, call(Method::GET, &source.host, port, "/query", Value::Null)).await?;
-        let ranks = answer.as_object().ok_or("the bootstrap server answered no object")?;
+        let ranks = answer.as_object().ok_or("the bootstrap server's answer is not an object")?;
         let rank = ranks
             .values()
             .find(|rank| rank["engine_id"] == source.engine.as_str())
-            .ok_or("the bootstrap server knows no such engine")?;
+            .ok_or("the bootstrap server does not list this engine")?;
         let address = rank["worker_addr"]["0"]["0"].as_str().unwrap_or_default();
         port = address
             .rsplit_once(':')
             .and_then(|(_, port)| port.parse().ok())
-            .ok_or("the bootstrap server names no worker")?;
+            .ok_or("the bootstrap server lists no worker")?;
     }
     let wanted = json!({"name": source.name, "engine_id": source.engine, "waits": source.waits});
     let limit = if source.waits { WATCHDOG } else { ANSWER };
@@ -65,7 +65,7 @@ async fn within<T>(
     limit: Duration,
     call: impl Future<Output = Result<T, String>>,
 ) -> Result<T, String> {
-    tokio::time::timeout(limit, call).await.map_err(|_| "it did not answer in time".to_owned())?
+    tokio::time::timeout(limit, call).await.map_err(|_| "no answer in time".to_owned())?
 }
 
 async fn call(

@@ -1,4 +1,4 @@
-//! The process of an instance: what the test says to it, on standard input.
+//! The process of an instance: executes the test's commands from standard input.
 
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 
@@ -6,27 +6,27 @@ use crate::serve::{bind, serve};
 use crate::settings::{Command, Connector, Line, Settings};
 use crate::state::{State, say};
 
-/// The variable that makes a process an instance.
+/// The environment variable with an instance's settings, which makes a process an instance.
 pub(crate) const VARIABLE: &str = "KVX_INSTANCE";
 
-/// Becomes an instance, for good, if this process was started as one. A test program's `main`
-/// begins with it.
+/// Runs an instance forever if this process was started as one. The `main` of a test program must
+/// call this first.
 ///
 /// # Panics
 ///
-/// When it cannot serve.
-#[expect(clippy::expect_used, reason = "a panic ends the process of a test, which sees that")]
+/// Panics if the instance cannot serve.
+#[expect(clippy::expect_used, reason = "a panic ends the process, which the test notices")]
 pub fn run_if_asked() {
     let Some(settings) = std::env::var_os(VARIABLE) else { return };
-    // It ends with its test, stopped or not.
+    // End with the test's process, even while stopped.
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
-        .expect("this signal exists");
+        .expect("the signal exists");
     let settings = serde_json::from_str(&settings.to_string_lossy()).expect("settings are JSON");
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .expect("a runtime starts");
-    runtime.block_on(run(settings)).expect("an instance serves");
+    runtime.block_on(run(settings)).expect("the instance serves");
     std::process::exit(0);
 }
 

@@ -1,4 +1,4 @@
-//! An instance as a test holds it.
+//! The handle with which a test controls an instance.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdin, Command as Process, Stdio};
@@ -11,17 +11,17 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::commands::VARIABLE;
 use crate::settings::{Begun, Command, Delays, InstanceReport, Line, Script, Settings};
 
-/// How long an instance may take to answer a command.
+/// The time that an instance may take to answer a command.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What an instance has told unasked, and those in whose place it was started.
+/// The events that an instance, and those that it has replaced, have reported.
 #[derive(Debug, Default)]
 struct Heard {
     violations: Mutex<Vec<String>>,
     begun: Mutex<Vec<Begun>>,
 }
 
-/// An instance in a process of its own, which ends with this.
+/// An instance in a separate process, which ends when this is dropped.
 #[derive(Debug)]
 pub struct Instance {
     settings: Settings,
@@ -36,14 +36,16 @@ pub struct Instance {
 #[expect(
     clippy::expect_used,
     clippy::panic,
-    reason = "a test whose instance does not obey is at its end"
+    reason = "a test cannot continue without its instance"
 )]
 impl Instance {
-    /// Starts one; it serves when this returns. The thread that calls must live as long as it.
+    /// Starts an instance, which serves when this returns. The calling thread must outlive the
+    /// instance.
     ///
     /// # Panics
     ///
-    /// When it does not serve within 10 s, as all of these when it does not answer.
+    /// Panics if the instance does not serve within 10 s. The other methods panic if it does not
+    /// answer.
     pub fn start(settings: Settings) -> Self {
         Self::start_with(settings, Arc::default())
     }
@@ -56,26 +58,28 @@ impl Instance {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .expect("this program starts again");
-        let stdin = process.stdin.take().expect("it is piped");
-        let stdout = BufReader::new(process.stdout.take().expect("it is piped"));
+            .expect("this program can be started");
+        let stdin = process.stdin.take().expect("standard input is piped");
+        let stdout = BufReader::new(process.stdout.take().expect("standard output is piped"));
         let (sender, lines) = channel();
         let collected = heard.clone();
         std::thread::spawn(move || {
             for line in stdout.lines().map_while(Result::ok) {
                 match serde_json::from_str(&line) {
-                    Ok(Line::Violation(sentence)) => {
-                        collected.violations.lock().expect("nothing panics with it").push(sentence)
-                    }
+                    Ok(Line::Violation(sentence)) => collected
+                        .violations
+                        .lock()
+                        .expect("no holder of the lock panics")
+                        .push(sentence),
                     Ok(Line::Begun(begun)) => {
-                        collected.begun.lock().expect("nothing panics with it").push(begun)
+                        collected.begun.lock().expect("no holder of the lock panics").push(begun)
                     }
                     Ok(line) => {
                         if sender.send(line).is_err() {
                             break;
                         }
                     }
-                    Err(error) => eprintln!("an instance said {line:?}: {error}"),
+                    Err(error) => eprintln!("an instance wrote an invalid line {line:?}: {error}"),
                 }
             }
         });
@@ -85,83 +89,83 @@ impl Instance {
             Line::Listening { port, bootstrap } => {
                 (instance.port, instance.bootstrap) = (port, bootstrap)
             }
-            _ => panic!("the instance did not begin with where it listens"),
+            _ => panic!("the first line of an instance must be its port"),
         }
         instance
     }
 
-    /// Where it serves, on loopback.
+    /// Returns its port on loopback.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// Where its bootstrap server listens, on loopback; 0 if it is not Mooncake's.
+    /// Returns the port of its bootstrap server on loopback, or 0 if its connector is not Mooncake.
     pub fn bootstrap_port(&self) -> u16 {
         self.bootstrap
     }
 
-    /// Its URL.
+    /// Returns its URL.
     pub fn url(&self) -> String {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    /// Its process.
+    /// Returns its process id.
     pub fn pid(&self) -> u32 {
         self.process.id()
     }
 
-    /// What of vLLM's rules has been broken toward it, also toward those in whose place it was
-    /// started.
+    /// Returns the violations of vLLM's rules that it, and the instances that it has replaced, have
+    /// seen.
     pub fn violations(&mut self) -> Vec<String> {
         self.hear_all();
-        self.heard.violations.lock().expect("nothing panics with it").clone()
+        self.heard.violations.lock().expect("no holder of the lock panics").clone()
     }
 
-    /// The completions that it has begun with, and those in whose place it was started, if its
-    /// settings let it tell.
+    /// Returns the completions that it, and the instances that it has replaced, have begun, if the
+    /// settings enable this.
     pub fn begun(&mut self) -> Vec<Begun> {
         self.hear_all();
-        self.heard.begun.lock().expect("nothing panics with it").clone()
+        self.heard.begun.lock().expect("no holder of the lock panics").clone()
     }
 
-    /// Hears what it has said before.
+    /// Waits for all earlier reports of the instance.
     fn hear_all(&mut self) {
         if !std::thread::panicking() && matches!(self.process.try_wait(), Ok(None)) {
             self.report();
         }
     }
 
-    /// Has something go wrong with its next requests.
+    /// Makes its next requests fail.
     pub fn script(&mut self, script: Script) {
         self.order(&Command::Script(script));
     }
 
-    /// Forgets what should go wrong.
+    /// Removes all scripts.
     pub fn clear_scripts(&mut self) {
         self.order(&Command::ClearScripts);
     }
 
-    /// Changes how fast it is.
+    /// Changes its delays.
     pub fn delays(&mut self, delays: Delays) {
         self.order(&Command::Delays(delays));
     }
 
-    /// Changes what it says of its health: a status, or none to say nothing.
+    /// Changes the status of `/health`; `None` leaves requests unanswered.
     pub fn health(&mut self, status: Option<u16>) {
         self.order(&Command::Health(status));
     }
 
-    /// Has it refuse connections, and close those it has; or listen again.
+    /// Makes it close its port and connections, or listen again.
     pub fn listen(&mut self, listens: bool) {
         self.order(&Command::Listen(listens));
         let end = Instant::now() + PATIENCE;
         while std::net::TcpStream::connect(("127.0.0.1", self.port)).is_ok() != listens {
-            assert!(Instant::now() < end, "its port is not as ordered");
+            assert!(Instant::now() < end, "the port has not changed as requested");
             std::thread::yield_now();
         }
     }
 
-    /// What it has counted.
+    /// Returns its counts.
     pub fn report(&mut self) -> InstanceReport {
         self.say(&Command::Report);
         match self.hear() {
@@ -170,11 +174,11 @@ impl Instance {
         }
     }
 
-    /// Waits until its report is as wanted.
+    /// Waits until its report is as expected.
     ///
     /// # Panics
     ///
-    /// When it is not within 10 s.
+    /// Panics if that takes longer than 10 s.
     pub fn wait_until(
         &mut self,
         what: &str,
@@ -187,42 +191,42 @@ impl Instance {
                 return report;
             }
             assert!(Instant::now() < end, "not within {PATIENCE:?}: {what}; {report:#?}");
-            std::thread::sleep(Duration::from_millis(5)); // between looks, never in place of one
+            std::thread::sleep(Duration::from_millis(5)); // polls the report
         }
     }
 
-    /// Stops it (SIGSTOP).
+    /// Stops its process (SIGSTOP).
     pub fn stop(&self) {
         self.signal(Signal::STOP);
     }
 
-    /// Lets it go on (SIGCONT).
+    /// Continues its process (SIGCONT).
     pub fn go_on(&self) {
         self.signal(Signal::CONT);
     }
 
-    /// Kills it (SIGKILL).
+    /// Kills its process (SIGKILL).
     pub fn kill(&mut self) {
-        self.process.kill().expect("it has not been waited for");
-        self.process.wait().expect("it is a child");
+        self.process.kill().expect("the process is not reaped yet");
+        self.process.wait().expect("the process is a child");
     }
 
-    /// Starts another one in its place, on its port: another engine, as after a crash.
+    /// Starts another instance at its port, which is another engine, as after a crash.
     pub fn restart(&mut self) {
         let settings = Settings { port: self.port, ..self.settings.clone() };
-        self.process.kill().ok(); // an error: it was killed before
+        self.process.kill().ok(); // fails if it was already killed
         self.process.wait().ok();
         *self = Self::start_with(settings, self.heard.clone());
     }
 
     fn signal(&self, signal: Signal) {
-        let pid = Pid::from_raw(self.process.id().cast_signed()).expect("it has a process id");
-        kill_process(pid, signal).expect("it is not reaped, so its id is its own");
+        let pid = Pid::from_raw(self.process.id().cast_signed()).expect("the process id is valid");
+        kill_process(pid, signal).expect("the process is not reaped, so its id is not reused");
     }
 
     fn order(&mut self, command: &Command) {
         self.say(command);
-        assert!(matches!(self.hear(), Line::Done), "the instance did not obey");
+        assert!(matches!(self.hear(), Line::Done), "the instance must confirm a command");
     }
 
     fn say(&mut self, command: &Command) {
@@ -245,7 +249,7 @@ impl Instance {
 
 impl Drop for Instance {
     fn drop(&mut self) {
-        // Errors: it has been killed already.
+        // Errors mean that it was already killed.
         self.process.kill().ok();
         self.process.wait().ok();
     }

@@ -1,16 +1,16 @@
-//! An instance of a prefill/decode fleet without a model, as a process of its own, for tests of
+//! An instance of a prefill/decode fleet without a model, in a separate process, for tests of
 //! routers.
 //!
-//! It speaks OpenAI's API and vLLM's `kv_transfer_params` (NixlConnector pull and push,
-//! MooncakeConnector with its bootstrap server, bidirectional). What stops the engine of a vLLM
-//! 0.33 stops it too, and is a *violation*, which the test asks for. A decode instance really
-//! fetches the blocks from the prefill instance that its parameters name, and its answer comes from
-//! what it has fetched: wrong blocks are a wrong answer. A prefill instance counts the blocks that
-//! nobody read. It reads the parameters with code of its own, so that a router is not checked by
-//! the parser that it uses itself.
+//! It supports OpenAI's API and vLLM's `kv_transfer_params` (NixlConnector pull and push,
+//! MooncakeConnector with its bootstrap server, bidirectional). A request that would stop the
+//! engine of vLLM 0.33 stops it too, and counts as a *violation*, which the test can query. A
+//! decode instance fetches the blocks from the prefill instance that its parameters name, and
+//! computes its answer from them: wrong blocks give a wrong answer. A prefill instance counts the
+//! blocks that nobody read. It parses the parameters with its own code, so that a router is not
+//! tested with its own parser.
 //!
-//! The process is the test program again: its `main` begins with [`run_if_asked`].
-//! [`Instance::start`] starts one.
+//! An instance runs the test program again: its `main` must first call [`run_if_asked`].
+//! [`Instance::start`] starts an instance.
 
 mod blocks;
 mod call;

@@ -1,13 +1,14 @@
-//! What stands for a model: tokens are four characters, and an answer is a function of the prompt.
+//! A replacement for a model: tokens are four characters, and an answer is a function of the
+//! prompt.
 
 use serde_json::Value;
 
-/// Characters of a token.
+/// Characters per token.
 const CHARACTERS: usize = 4;
-/// Tokens of a block.
+/// Tokens per block.
 const BLOCK: usize = 16;
 
-/// Some of them take two, three and four bytes.
+/// Tokens of the answers. Some of their characters have two, three and four bytes.
 const PIECES: [&str; 16] = [
     " the",
     " block",
@@ -27,7 +28,7 @@ const PIECES: [&str; 16] = [
     " freed",
 ];
 
-/// How many tokens a prompt has.
+/// Returns the number of tokens of a prompt.
 pub fn count_tokens(prompt: &str) -> usize {
     prompt.chars().count().div_ceil(CHARACTERS).max(1)
 }
@@ -36,14 +37,14 @@ pub(crate) fn count_blocks(tokens: usize) -> usize {
     tokens.div_ceil(BLOCK)
 }
 
-/// The KV cache of a prompt: what a decode must have fetched to answer it.
+/// Returns the KV cache of a prompt, which a decode must have to answer it.
 pub(crate) fn cache(prompt: &str) -> u64 {
     prompt.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
     })
 }
 
-/// The answer's token at `index` from this KV cache.
+/// Returns the answer's token at `index`, given the KV cache.
 pub(crate) fn token(cache: u64, index: u64) -> &'static str {
     let mut mixed = cache ^ index.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -51,18 +52,19 @@ pub(crate) fn token(cache: u64, index: u64) -> &'static str {
     PIECES[(mixed >> 60) as usize]
 }
 
-/// The answer's token at `index`.
+/// Returns the answer's token at `index`.
 pub fn piece(prompt: &str, index: u64) -> &'static str {
     token(cache(prompt), index)
 }
 
-/// What an instance answers to a prompt in so many tokens.
+/// Returns an instance's answer of `tokens` tokens to a prompt.
 pub fn answer_to(prompt: &str, tokens: u64) -> String {
     let cache = cache(prompt);
     (0..tokens).map(|index| token(cache, index)).collect()
 }
 
-/// The prompts of a completion: a text, token ids, or lists of them. None: it has none.
+/// Returns the prompts of a completion: a text, token ids, or lists of them. `None` if it has no
+/// prompt.
 pub(crate) fn prompts(prompt: &Value) -> Option<Vec<String>> {
     let ids = |list: &[Value]| {
         list.iter().map(|id| format!("{:>4}", id.as_u64().unwrap_or(0))).collect::<String>()
@@ -83,7 +85,7 @@ pub(crate) fn prompts(prompt: &Value) -> Option<Vec<String>> {
     }
 }
 
-/// The prompt of a chat.
+/// Returns the prompt of a chat.
 pub(crate) fn chat(messages: &Value) -> Option<String> {
     let messages = messages.as_array().filter(|messages| !messages.is_empty())?;
     let line = |message: &Value| {

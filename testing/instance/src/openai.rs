@@ -1,10 +1,10 @@
-//! OpenAI's bodies, in the form that vLLM gives them.
+//! OpenAI's bodies, in vLLM's form.
 
 use serde_json::{Value, json};
 
 use crate::model::{self, count_tokens};
 
-/// A completion that was asked for.
+/// A requested completion.
 #[derive(Clone, Debug)]
 pub(crate) struct Asked {
     pub(crate) chat: bool,
@@ -18,7 +18,7 @@ pub(crate) struct Asked {
     pub(crate) logprobs: bool,
 }
 
-/// Why a request is refused: the status, and the sentence.
+/// The status and the message of a rejected request.
 pub(crate) type Refused = (u16, String);
 
 impl Asked {
@@ -26,7 +26,7 @@ impl Asked {
     pub(crate) fn read(chat: bool, body: &Value, models: &[String]) -> Result<Self, Refused> {
         let wrong = |sentence: &str| (400, sentence.to_owned());
         if !body.is_object() {
-            return Err(wrong("the body is no JSON object"));
+            return Err(wrong("the body is not a JSON object"));
         }
         let model = body["model"].as_str().unwrap_or(&models[0]).to_owned();
         if !models.contains(&model) {
@@ -73,12 +73,12 @@ impl Asked {
         })
     }
 
-    /// How many choices it has.
+    /// Returns the number of choices.
     pub(crate) fn choices(&self) -> u64 {
         self.prompts.len() as u64 * self.n
     }
 
-    /// The prompt of a choice, and what its answer comes from if nothing else was fetched.
+    /// Returns the prompt of a choice, and its KV cache if the instance computes it.
     pub(crate) fn prompt(&self, choice: u64) -> (&str, u64) {
         let prompt = &self.prompts[(choice / self.n) as usize];
         (prompt, model::cache(prompt) ^ (choice % self.n).wrapping_mul(0x51_7c_c1_b7_27_22_0a_95))
@@ -93,9 +93,9 @@ impl Asked {
         })
     }
 
-    /// The body of an answer that is not streamed. `caches`: what each choice comes from;
-    /// `computed`: whether the prompt was computed here, so that there are probabilities of its
-    /// tokens.
+    /// Returns the body of an answer that is not streamed. `caches` has the KV cache of each
+    /// choice. `computed` says whether the prompt was computed here, so that its tokens have
+    /// probabilities.
     pub(crate) fn whole(&self, id: &str, caches: &[u64], computed: bool, params: &Value) -> Value {
         let choices: Vec<_> = caches
             .iter()
@@ -143,7 +143,7 @@ impl Asked {
         })
     }
 
-    /// A chunk of a stream with a token; the last one says why it ends.
+    /// Returns the chunk of a stream with a token; the last one has the finish reason.
     pub(crate) fn chunk(
         &self,
         id: &str,
@@ -173,7 +173,7 @@ impl Asked {
         chunk
     }
 
-    /// The chunk with which a chat's stream begins.
+    /// Returns the first chunk of a chat's stream.
     pub(crate) fn first_chunk(&self, id: &str, index: u64) -> Value {
         let delta = json!({"role": "assistant", "content": ""});
         self.bare_chunk(
@@ -182,7 +182,7 @@ impl Asked {
         )
     }
 
-    /// The chunk with the usage.
+    /// Returns the chunk with the usage.
     pub(crate) fn usage_chunk(&self, id: &str) -> Value {
         let mut chunk = self.bare_chunk(id, Vec::new());
         chunk["usage"] = self.usage();
@@ -201,7 +201,7 @@ fn chat_logprob(piece: &str) -> Value {
     json!({"token": piece, "logprob": -0.25, "bytes": piece.as_bytes(), "top_logprobs": []})
 }
 
-/// An error in the form that vLLM gives it.
+/// Returns an error in vLLM's form.
 pub(crate) fn error(status: u16, sentence: &str) -> Value {
     let kind = match status {
         400 => "BadRequestError",

@@ -1,16 +1,16 @@
-//! Reads `kv_transfer_params` as strictly as vLLM 0.33 turns out to: what stops its engine is an
-//! error here.
+//! Reads `kv_transfer_params` as strictly as vLLM 0.33 behaves: parameters that stop its engine are
+//! an error here.
 
 use serde_json::{Map, Value};
 
 use crate::model::count_blocks;
 use crate::settings::Connector;
 
-/// What a request's parameters ask for.
+/// The work that a request's parameters ask for.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Task {
     Alone,
-    /// Prefill, and keep the blocks under the request's own name, or under this one.
+    /// Prefill, and keep the blocks under `transfer_id` or else under the request's own name.
     Prefill {
         transfer_id: Option<String>,
         earlier: Option<Source>,
@@ -18,21 +18,21 @@ pub(crate) enum Task {
     Decode(Source),
 }
 
-/// Where blocks are.
+/// The location of blocks.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Source {
     pub(crate) host: String,
     pub(crate) port: u16,
-    /// Whether that is a bootstrap server, which says where the engine is.
+    /// True if the address is that of a bootstrap server, which lists the engine's address.
     pub(crate) bootstrap: bool,
     pub(crate) engine: String,
-    /// Under which name.
+    /// The name of the blocks.
     pub(crate) name: String,
-    /// Whether they may come later: the other side has yet to compute them.
+    /// True if the blocks may not be computed yet.
     pub(crate) waits: bool,
 }
 
-/// A rule that is broken, and whether that stops vLLM's engine.
+/// A violated rule, and whether the violation stops vLLM's engine.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Broken {
     pub(crate) sentence: String,
@@ -47,8 +47,8 @@ fn odd(sentence: impl Into<String>) -> Broken {
     Broken { sentence: sentence.into(), stops: false }
 }
 
-/// Reads them for a request of so many prompt tokens; `own_name` is what the request is called
-/// here, without the suffix of the engine.
+/// Reads the parameters of a request with `tokens` prompt tokens. `own_name` is the request's local
+/// name, without the engine's suffix.
 pub(crate) fn read(
     params: &Value,
     connector: Connector,
@@ -58,11 +58,11 @@ pub(crate) fn read(
     let params = match params {
         Value::Null => return Ok(Task::Alone),
         Value::Object(params) => params,
-        other => return Err(odd(format!("kv_transfer_params is {other}, vLLM answers 400"))),
+        other => return Err(odd(format!("kv_transfer_params is {other}; vLLM would answer 400"))),
     };
     match (flag(params, "do_remote_prefill")?, flag(params, "do_remote_decode")?) {
         (true, true) => Err(stops("do_remote_prefill and do_remote_decode are both true")),
-        (false, false) => Err(odd("kv_transfer_params with neither flag")),
+        (false, false) => Err(odd("kv_transfer_params has neither flag")),
         (false, true) => {
             let transfer_id = match connector {
                 Connector::Mooncake => Some(text(params, "transfer_id")?),
@@ -78,7 +78,8 @@ pub(crate) fn read(
                 expect_mode(params, "push")?;
                 number(params, "tp_size")?;
                 let mut source = source(params, 0)?;
-                own_name.clone_into(&mut source.name); // the other side goes by what both ids have in common
+                // The prefill identifies the request by the common part of both ids.
+                own_name.clone_into(&mut source.name);
                 source.waits = true;
                 Ok(Task::Decode(source))
             }
@@ -95,22 +96,22 @@ fn source(params: &Map<String, Value>, blocks: usize) -> Result<Source, Broken> 
         let groups = params
             .get("remote_block_ids")
             .and_then(Value::as_array)
-            .ok_or_else(|| stops("remote_block_ids is no list"))?;
+            .ok_or_else(|| stops("remote_block_ids is not a list"))?;
         for group in groups {
             let ids =
-                group.as_array().ok_or_else(|| stops("block ids are not nested per group"))?;
+                group.as_array().ok_or_else(|| stops("block ids must be nested per group"))?;
             if !ids.iter().all(Value::is_u64) {
-                return Err(stops("a block id is no number"));
+                return Err(stops("a block id is not a number"));
             }
             if ids.len() < blocks {
                 return Err(stops(format!(
-                    "{} remote blocks, and the prompt needs {blocks}",
+                    "{} remote blocks, but the prompt needs {blocks}",
                     ids.len()
                 )));
             }
         }
         if groups.is_empty() {
-            return Err(stops("no remote blocks at all"));
+            return Err(stops("no remote blocks"));
         }
     }
     Ok(Source {
@@ -126,7 +127,7 @@ fn source(params: &Map<String, Value>, blocks: usize) -> Result<Source, Broken> 
 
 fn bootstrapped(params: &Map<String, Value>) -> Result<Source, Broken> {
     let address = text(params, "remote_bootstrap_addr")?;
-    let wrong = || odd(format!("remote_bootstrap_addr is {address}, it takes http://HOST:PORT"));
+    let wrong = || odd(format!("remote_bootstrap_addr is {address}; it must be http://HOST:PORT"));
     let (host, port) =
         address.strip_prefix("http://").and_then(|rest| rest.rsplit_once(':')).ok_or_else(wrong)?;
     Ok(Source {
@@ -142,7 +143,7 @@ fn bootstrapped(params: &Map<String, Value>) -> Result<Source, Broken> {
 fn expect_mode(params: &Map<String, Value>, mode: &str) -> Result<(), Broken> {
     match params.get("transfer_mode") {
         Some(Value::String(named)) if named != mode => {
-            Err(odd(format!("transfer_mode is {named} for a connector that does {mode}")))
+            Err(odd(format!("transfer_mode is {named}, but the connector's is {mode}")))
         }
         _ => Ok(()),
     }
@@ -158,13 +159,14 @@ fn flag(params: &Map<String, Value>, key: &str) -> Result<bool, Broken> {
 
 fn text(params: &Map<String, Value>, key: &str) -> Result<String, Broken> {
     let text = params.get(key).and_then(Value::as_str).filter(|text| !text.is_empty());
-    text.map(str::to_owned).ok_or_else(|| odd(format!("no {key}: vLLM computes the prompt again")))
+    text.map(str::to_owned)
+        .ok_or_else(|| odd(format!("{key} is missing; vLLM would compute the prompt itself")))
 }
 
 fn number(params: &Map<String, Value>, key: &str) -> Result<u64, Broken> {
     let number =
         params.get(key).and_then(Value::as_u64).filter(|number| (1..65_536).contains(number));
-    number.ok_or_else(|| odd(format!("no {key}: vLLM computes the prompt again")))
+    number.ok_or_else(|| odd(format!("{key} is missing; vLLM would compute the prompt itself")))
 }
 
 #[cfg(test)]
@@ -188,11 +190,11 @@ mod tests {
     }
 
     fn stops_it(params: &Value) -> bool {
-        read(params, Connector::Pull, 17, "cmpl-7-0").expect_err("it is wrong").stops
+        read(params, Connector::Pull, 17, "cmpl-7-0").expect_err("the parameters are invalid").stops
     }
 
     #[test]
-    fn what_stops_the_engine_of_vllm_is_told_from_what_it_survives() {
+    fn errors_that_stop_vllms_engine_differ_from_those_that_it_survives() {
         assert!(matches!(read(&good(), Connector::Pull, 32, "cmpl-7-0"), Ok(Task::Decode(_))));
         for params in [
             with("remote_block_ids", json!([[1]])),

@@ -1,4 +1,4 @@
-//! What an instance answers, path by path.
+//! An instance's answers, path by path.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -29,10 +29,10 @@ use crate::stream::{BrokenOff, Work};
 
 type Answer = Response<BoxBody<Bytes, BrokenOff>>;
 
-/// The largest body that is read.
+/// The largest accepted body.
 const LARGEST_BODY: usize = 64 << 20;
 
-/// Serves on this port, as long and as often as the state says that it listens.
+/// Serves on this port, whenever the state says that the instance listens.
 pub(crate) async fn serve(
     state: Arc<State>,
     listener: TcpListener,
@@ -57,7 +57,7 @@ pub(crate) async fn serve(
     }
 }
 
-/// A listener on this port of loopback, which an ended process may have used.
+/// Returns a listener on this port of loopback, which an ended process may have used.
 pub(crate) fn bind(port: u16) -> std::io::Result<TcpListener> {
     let socket = tokio::net::TcpSocket::new_v4()?;
     socket.set_reuseaddr(true)?;
@@ -76,13 +76,14 @@ async fn connection(state: Arc<State>, stream: tokio::net::TcpStream, bootstrap:
     let builder = auto::Builder::new(TokioExecutor::new());
     let served = builder.serve_connection(TokioIo::new(stream), service);
     tokio::select! {
-        _ = served => {} // an error: the other end has gone, or a script broke it off
+        // An error means that the client disconnected or a script broke the stream off.
+        _ = served => {}
         _ = listens.wait_for(|listens| !*listens) => {}
     }
     state.connections.fetch_sub(1, Ordering::Relaxed);
 }
 
-/// What the bootstrap server answers to everything.
+/// Answers all requests to the bootstrap server.
 fn query(state: &State) -> Answer {
     state.lock().counts.queries += 1;
     let address = format!("tcp://127.0.0.1:{}", state.port);
@@ -93,7 +94,7 @@ fn query(state: &State) -> Answer {
     json_answer(200, &Value::Object((0..state.settings.dp_size).map(rank).collect()))
 }
 
-/// The other end of a connection.
+/// The client's end of a connection.
 #[derive(Clone)]
 struct ClientSocket(Option<Arc<std::net::TcpStream>>);
 
@@ -103,9 +104,9 @@ impl ClientSocket {
         ClientSocket(second.ok().map(|second| Arc::new(second.into())))
     }
 
-    /// Whether it has closed the connection: nobody waits for an answer.
+    /// Returns whether the client has closed the connection, so that no one waits for an answer.
     fn has_gone(&self) -> bool {
-        // The descriptor is its stream's: it does not block.
+        // The descriptor shares the stream's flags, so it does not block.
         let looked = self.0.as_ref().map(|stream| stream.peek(&mut [0]));
         !matches!(looked, Some(Ok(1..)))
             && !matches!(looked, Some(Err(error)) if error.kind() == ErrorKind::WouldBlock)
@@ -166,15 +167,15 @@ async fn answer(
         return complete(state, peer, seen, chat, &id, rank).await;
     }
     if let Some(params) = seen.body.get("kv_transfer_params").filter(|params| !params.is_null()) {
-        state.violation(&format!("{path} came with kv_transfer_params {params}"), false);
+        state.violation(&format!("{path} has kv_transfer_params {params}"), false);
     }
-    // A GET asks for no work, and a router looks by itself.
+    // A GET requests no work: routers use it for their checks.
     seen.leg = (parts.method == Method::POST).then_some(Leg::Alone);
     state.note(seen);
     Ok(other(&state, &parts, &path, body))
 }
 
-/// What is no completion.
+/// Answers requests other than completions.
 fn other(state: &State, parts: &hyper::http::request::Parts, path: &str, body: Bytes) -> Answer {
     let content_type = parts.headers.get("content-type").cloned();
     match path {
@@ -206,7 +207,7 @@ fn other(state: &State, parts: &hyper::http::request::Parts, path: &str, body: B
                 &json!({"id": "resp-1", "object": "response", "output_text": text, "status": "completed"}),
             )
         }
-        // As it came, with its kind and coding.
+        // Returns the body unchanged, with its content type and encoding.
         "/v1/embeddings"
         | "/v1/rerank"
         | "/score"
@@ -224,7 +225,7 @@ fn other(state: &State, parts: &hyper::http::request::Parts, path: &str, body: B
     }
 }
 
-/// Hands blocks to another instance.
+/// Hands blocks over to another instance.
 async fn hand_over(state: &State, wanted: &Value) -> Answer {
     let (name, engine) =
         (wanted["name"].as_str().unwrap_or(""), wanted["engine_id"].as_str().unwrap_or(""));
@@ -246,7 +247,7 @@ async fn hand_over(state: &State, wanted: &Value) -> Answer {
     }
 }
 
-/// A completion or chat completion.
+/// Answers a completion or chat completion.
 async fn complete(
     state: Arc<State>,
     peer: ClientSocket,
@@ -258,7 +259,7 @@ async fn complete(
     let body = seen.body.clone();
     let asked = Asked::read(chat, &body, &state.settings.models);
     let id = if chat { format!("chatcmpl-{outer}") } else { format!("cmpl-{outer}") };
-    // A completion's request in the engine has the index of its prompt.
+    // The engine's name of a completion's request contains the index of its prompt.
     let name = if chat { id.clone() } else { format!("{id}-0") };
     let tokens = asked.as_ref().map_or(1, |asked| model::count_tokens(asked.prompt(0).0));
     let task = params::read(&body["kv_transfer_params"], state.settings.connector, tokens, &name);
@@ -271,7 +272,7 @@ async fn complete(
     state.note(seen);
     if state.settings.tells {
         let begun = Begun { id: outer.to_owned(), leg, at: now() };
-        // One that was given up while this process was stopped is no leg any more.
+        // A request that was aborted while this process was stopped does not count.
         if !peer.has_gone() {
             say(&Line::Begun(begun));
         }
@@ -303,7 +304,7 @@ async fn complete(
         }
     };
     if leg != Leg::Alone && asked.choices() > 1 {
-        state.violation(&format!("{id}: {} answers with one transfer", asked.choices()), true);
+        state.violation(&format!("{id}: one transfer for {} answers", asked.choices()), true);
     }
     let fault = state.fault(leg);
     if let Some(Fault::Status(status)) = fault {
@@ -469,7 +470,7 @@ fn whole(status: u16, kind: Option<hyper::header::HeaderValue>, body: Bytes) -> 
     built(builder, Full::new(body).map_err(|never| match never {}).boxed())
 }
 
-#[expect(clippy::expect_used, reason = "statuses and headers are this file's or a test's own")]
+#[expect(clippy::expect_used, reason = "this file or a test chooses the statuses and headers")]
 fn built(builder: hyper::http::response::Builder, body: BoxBody<Bytes, BrokenOff>) -> Answer {
     builder.body(body).expect("status and headers are valid")
 }

@@ -1,4 +1,4 @@
-//! What a test sets, scripts and is told: the words between it and an instance.
+//! The settings, scripts and reports that a test exchanges with an instance.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -6,47 +6,46 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// Which of vLLM's connectors an instance has.
+/// The vLLM connector of an instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Connector {
-    /// NixlConnector: the decode side reads.
+    /// NixlConnector: the decode reads.
     #[default]
     Pull,
-    /// NixlPushConnector: the prefill side writes to who has registered.
+    /// NixlPushConnector: the prefill writes to decodes that have registered.
     Push,
-    /// MooncakeConnector: as push, found by a bootstrap server, without parameters in the answer.
+    /// MooncakeConnector: the prefill writes; a bootstrap server lists it, and its answers have no
+    /// parameters.
     Mooncake,
 }
 
-/// How an instance is set up.
+/// The settings of an instance.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Settings {
-    /// Where it serves; 0: any port.
+    /// The port; 0 for any.
     pub port: u16,
-    /// Its connector.
+    /// The connector.
     pub connector: Connector,
-    /// The models that it serves; the first is the one it says it is.
+    /// The names of its models, the primary one first.
     pub models: Vec<String>,
-    /// Whether a decode leg keeps its blocks for the next turn and says so.
+    /// Makes decodes keep their blocks for the next turn, and return parameters for them.
     pub bidirectional: bool,
-    /// Its data parallel ranks.
+    /// The number of data-parallel ranks.
     pub dp_size: u32,
-    /// How long blocks wait for their reader, in milliseconds: `kv_lease_duration`.
+    /// The time that blocks wait for their reader, in milliseconds: `kv_lease_duration`.
     pub lease_ms: u64,
-    /// How long a decode leg asks another side again that does not let it in, before it gives up;
-    /// vLLM's is 5 s.
+    /// The time for which a decode retries the handshake, in milliseconds; vLLM's is 5 s.
     pub handshake_ms: u64,
     /// The key that clients must send.
     pub api_key: Option<String>,
-    /// How fast it is.
+    /// The speed of the instance.
     pub delays: Delays,
-    /// Whether a decode leg fetches blocks at all. Without, the answer comes from the prompt: for
-    /// measurements.
+    /// Makes decodes fetch blocks. If false, the answer comes from the prompt, for measurements.
     pub fetches: bool,
-    /// How many requests it keeps for [`InstanceReport::seen`].
+    /// The number of requests to keep for [`InstanceReport::seen`].
     pub keeps: usize,
-    /// Whether it tells of each completion that it begins with.
+    /// Reports each completion that it begins.
     pub tells: bool,
 }
 
@@ -69,171 +68,172 @@ impl Default for Settings {
     }
 }
 
-/// How fast an instance is.
+/// The speed of an instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Delays {
-    /// Milliseconds of a prefill.
+    /// Milliseconds per prefill.
     pub prefill_ms: u64,
     /// Milliseconds before each token of a decode.
     pub token_ms: u64,
 }
 
-/// Which requests a fault is for.
+/// The kind of a request that a fault applies to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Leg {
     /// Prefills for another instance.
     Prefill,
-    /// Decodes of what another instance has prefilled.
+    /// Decodes of prompts that another instance has prefilled.
     Decode,
-    /// Requests that it serves alone.
+    /// Requests that the instance serves alone.
     Alone,
 }
 
-/// What goes wrong with a request.
+/// The failure of a request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Fault {
-    /// It answers at once with this status and an error in OpenAI's form, and does no work.
+    /// The instance answers at once with this status and an error in OpenAI's form, and does no
+    /// work.
     Status(u16),
-    /// It takes the request, works, and closes the connection before its first byte.
+    /// The instance accepts the request, works, and closes the connection before the first byte.
     CloseFirst,
-    /// It takes the request, works, and never answers.
+    /// The instance accepts the request, works, and never answers.
     HangFirst,
-    /// A stream that never goes on after so many tokens.
+    /// The stream hangs after this number of tokens.
     HangAfter(u32),
-    /// A stream that ends after so many tokens, without an end of its body.
+    /// The stream ends after this number of tokens, without the end of its body.
     CloseAfter(u32),
-    /// A stream that says `error` after so many tokens, as vLLM does, and ends well.
+    /// The stream sends `error` after this number of tokens, as vLLM does, and ends properly.
     ErrorAfter(u32),
-    /// After so many tokens, a token's bytes come in two pieces with the cut within a character;
-    /// then it goes on.
+    /// After this number of tokens, the bytes of a token are sent in two pieces, divided within a
+    /// character; then the stream continues.
     SplitCharacter(u32),
-    /// The same, and then it hangs.
+    /// The token is divided likewise, and then the stream hangs.
     HangInCharacter(u32),
-    /// The same, and then it closes the connection.
+    /// The token is divided likewise, and then the connection closes.
     CloseInCharacter(u32),
-    /// A prefill's answer is wrong.
+    /// The answer to a prefill is wrong.
     Wrong(WrongAnswer),
 }
 
-/// How a prefill's answer is wrong.
+/// A wrong answer to a prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WrongAnswer {
-    /// No `remote_request_id`: stops the engine of who gets it.
+    /// Without `remote_request_id`, which stops the receiver's engine.
     NoRequestId,
-    /// Block ids in one flat list: stops the engine of who gets it. What vLLM 0.16 answers.
+    /// With block ids in one flat list, as vLLM 0.16 answers, which stops the receiver's engine.
     FlatBlocks,
-    /// Both flags true.
+    /// With both flags true.
     BothFlags,
-    /// Parameters that are no object.
+    /// With parameters that are not an object.
     NoObject,
-    /// Status 200 and an error in the body.
+    /// With status 200 and an error in the body.
     ErrorWith200,
-    /// Status 200 and a body that is no JSON.
+    /// With status 200 and a body that is not JSON.
     NoJson,
-    /// Status 200 and an empty body.
+    /// With status 200 and an empty body.
     Empty,
-    /// Another host than its own, at which nobody listens.
+    /// With the address of another host, at which no process listens.
     OtherHost,
-    /// A body of 64 MiB.
+    /// With a body of 64 MiB.
     Huge,
 }
 
 /// A fault for the next requests of a kind.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Script {
-    /// For these requests only.
+    /// The kind of the requests; `None` for all.
     pub leg: Option<Leg>,
-    /// For so many of them.
+    /// The number of requests that fail.
     pub times: u32,
-    /// What goes wrong.
+    /// The fault.
     pub fault: Fault,
 }
 
-/// A request as it came.
+/// A request as it arrived.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Seen {
     /// Its method.
     pub method: String,
     /// Its path and query.
     pub path: String,
-    /// Its HTTP version, as `HTTP/1.1`.
+    /// Its HTTP version, such as `HTTP/1.1`.
     pub version: String,
-    /// Its headers, names in small letters.
+    /// Its headers, with lower-case names.
     pub headers: BTreeMap<String, String>,
     /// Its body if that is JSON, else null.
     pub body: Value,
-    /// What it was, if it was a completion.
+    /// Its kind, if it was a completion.
     pub leg: Option<Leg>,
 }
 
-/// A completion that an instance begins with, while its router waits for it.
+/// A completion that an instance has begun, while its router waits.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Begun {
     /// Its `X-Request-Id`.
     pub id: String,
-    /// What it is.
+    /// Its kind.
     pub leg: Leg,
-    /// When it began, by the [clock](now) of all processes of this machine.
+    /// The time when it began, by the [clock](now) that all processes of this machine share.
     pub at: Duration,
 }
 
-/// The time since this machine has started.
+/// Returns the time since this machine started.
 pub fn now() -> Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }
 
-/// What an instance has counted since it started.
+/// The counts of an instance since it started.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct InstanceReport {
-    /// Prefills for others that were completed.
+    /// Completed prefills for other instances.
     pub prefills: u64,
-    /// Decodes that got another's blocks and were completed.
+    /// Completed decodes with another instance's blocks.
     pub decodes: u64,
-    /// Requests that it completed alone.
+    /// Completed requests that it served alone.
     pub alone: u64,
-    /// Prefills that ended because the router went away: their blocks are free at once.
+    /// Prefills that ended because the router disconnected; their blocks are free at once.
     pub aborted_prefills: u64,
-    /// Decodes and requests alone that ended because the router went away.
+    /// Decodes and requests served alone that ended because the router disconnected.
     pub aborted_decodes: u64,
-    /// Requests that it works on.
+    /// Running requests.
     pub running: u64,
     /// Prefills whose blocks were read.
     pub read: u64,
     /// Prefills whose blocks wait for their reader.
     pub pinned: u64,
-    /// Prefills whose blocks nobody read before their lease ended.
+    /// Prefills whose blocks were not read before their lease ended.
     pub expired: u64,
-    /// Prefills that loaded the blocks of the turn before.
+    /// Prefills that loaded the blocks of the previous turn.
     pub turns_loaded: u64,
-    /// Questions to its bootstrap server.
+    /// Requests to its bootstrap server.
     pub queries: u64,
-    /// Looks at its health.
+    /// Requests to `/health`.
     pub health_looks: u64,
     /// Open connections.
     pub connections: u64,
-    /// Requests, the oldest first, at most as many as the settings say.
+    /// Requests, the oldest first, at most as many as the settings allow.
     pub seen: Vec<Seen>,
 }
 
-/// What a test says to an instance, a line each.
+/// A command of a test to an instance, one per line.
 #[derive(Serialize, Deserialize)]
 pub(crate) enum Command {
     Script(Script),
     ClearScripts,
     Delays(Delays),
-    /// The status of `/health`, or none to hang.
+    /// The status of `/health`, or `None` to hang.
     Health(Option<u16>),
-    /// Whether it listens.
+    /// True to listen.
     Listen(bool),
     Report,
 }
 
-/// What an instance says, a line each.
+/// A message of an instance, one per line.
 #[derive(Serialize, Deserialize)]
 pub(crate) enum Line {
-    /// Bootstrap: 0 if there is none.
+    /// `bootstrap` is 0 if there is no bootstrap server.
     Listening {
         port: u16,
         bootstrap: u16,

@@ -1,4 +1,4 @@
-//! What an instance holds: its settings, scripts, blocks and counts.
+//! The state of an instance: its settings, scripts, blocks and counts.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -11,13 +11,13 @@ use crate::settings::{Delays, Fault, InstanceReport, Leg, Line, Script, Seen, Se
 
 pub(crate) struct State {
     pub(crate) settings: Settings,
-    /// Where it serves, with its side channel.
+    /// The port of its API and its side channel.
     pub(crate) port: u16,
     engine: String,
     inner: Mutex<Inner>,
-    /// Something was published.
+    /// Notified when blocks are published.
     pub(crate) published: Notify,
-    /// Whether it listens; connections end when it no longer does.
+    /// True while the instance listens; all connections end when it becomes false.
     pub(crate) listens: watch::Sender<bool>,
     pub(crate) connections: AtomicU64,
     ids: AtomicU64,
@@ -29,7 +29,7 @@ pub(crate) struct Inner {
     pub(crate) health: Option<u16>,
     pub(crate) blocks: KeptBlocks,
     pub(crate) counts: InstanceReport,
-    /// Its engine has stopped.
+    /// The engine has stopped.
     pub(crate) dead: bool,
 }
 
@@ -43,7 +43,7 @@ impl State {
             counts: InstanceReport::default(),
             dead: false,
         };
-        // A process that takes the place of another one on its port is another engine.
+        // A process that replaces another one at its port is another engine.
         let engine = format!("engine-{port}-{}", std::process::id());
         Arc::new(State {
             settings,
@@ -59,10 +59,10 @@ impl State {
 
     #[expect(clippy::expect_used, reason = "a panic ends the process of a test")]
     pub(crate) fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().expect("nothing panics with it")
+        self.inner.lock().expect("no holder of the lock panics")
     }
 
-    /// The engine of a data parallel rank.
+    /// Returns the engine id of a data-parallel rank.
     pub(crate) fn engine(&self, rank: u32) -> String {
         match self.settings.dp_size {
             1 => self.engine.clone(),
@@ -70,19 +70,19 @@ impl State {
         }
     }
 
-    /// A request's id within the engine: what clients see, and eight characters.
+    /// Returns a request's id in the engine: the client's id and a suffix of eight characters.
     pub(crate) fn internal_id(&self, outer: &str) -> String {
         let count = self.ids.fetch_add(1, Ordering::Relaxed);
         format!("{outer}-{:08x}", count.wrapping_mul(0x9e37_79b1) & 0xffff_ffff)
     }
 
-    /// The router has broken a rule. What would stop the engine stops it.
+    /// Reports a violation by the router. Stops the engine if vLLM's engine would stop.
     pub(crate) fn violation(&self, sentence: &str, stops: bool) {
         self.lock().dead |= stops;
         say(&Line::Violation(format!("{}: {sentence}", self.engine)));
     }
 
-    /// What goes wrong with a request, if anything.
+    /// Returns the fault of a request, if it has one.
     pub(crate) fn fault(&self, leg: Leg) -> Option<Fault> {
         let mut inner = self.lock();
         let fits = |script: &&mut Script| {
@@ -96,7 +96,7 @@ impl State {
     pub(crate) fn note(&self, seen: Seen) {
         let mut inner = self.lock();
         if inner.counts.seen.len() >= self.settings.keeps {
-            inner.counts.seen.clear(); // what a test looks at is what came last
+            inner.counts.seen.clear(); // tests look at the latest requests
         }
         if self.settings.keeps > 0 {
             inner.counts.seen.push(seen);
@@ -112,7 +112,7 @@ impl State {
     }
 }
 
-/// A request that is worked on. Dropped before it is completed, it was aborted.
+/// A running request. It counts as aborted if it is dropped before it has completed.
 pub(crate) struct Running {
     state: Arc<State>,
     leg: Leg,
@@ -148,12 +148,12 @@ impl Drop for Running {
     }
 }
 
-/// Says a line to the test.
+/// Sends a line to the test.
 #[expect(clippy::expect_used, reason = "a panic ends the process of a test")]
 pub(crate) fn say(line: &Line) {
     use std::io::Write as _;
     let mut text = serde_json::to_vec(line).expect("lines are JSON");
     text.push(b'\n');
     let mut out = std::io::stdout().lock();
-    out.write_all(&text).and_then(|()| out.flush()).ok(); // an error: the test has gone
+    out.write_all(&text).and_then(|()| out.flush()).ok(); // an error means that the test has ended
 }

@@ -1,4 +1,4 @@
-//! The bodies of answers, whole or token by token, and what goes wrong with them.
+//! The bodies of answers, whole or token by token, and their faults.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::params::Source;
 use crate::settings::{Fault, Leg};
 use crate::state::{Running, State};
 
-/// Whoever writes it has broken off.
+/// The error of a body whose writer has broken it off.
 #[derive(Debug)]
 pub(crate) struct BrokenOff;
 
@@ -29,7 +29,7 @@ impl std::fmt::Display for BrokenOff {
 
 impl std::error::Error for BrokenOff {}
 
-/// A body that another task writes; it is told when the reader has gone.
+/// A body that another task writes. The writer is notified when the reader disconnects.
 pub(crate) struct Pipe(mpsc::Receiver<Result<Bytes, BrokenOff>>);
 
 impl Body for Pipe {
@@ -44,11 +44,11 @@ impl Body for Pipe {
     }
 }
 
-/// Writes a body.
+/// The writer of a body.
 #[derive(Clone)]
 struct BodyWriter(mpsc::Sender<Result<Bytes, BrokenOff>>);
 
-/// The reader has gone, or a script ends the stream.
+/// The reader has disconnected, or a script has ended the stream.
 struct Ended;
 
 impl BodyWriter {
@@ -60,7 +60,7 @@ impl BodyWriter {
         self.write(event(value)).await
     }
 
-    /// Waits, unless the reader goes.
+    /// Waits, unless the reader disconnects.
     async fn pause(&self, millis: u64) -> Result<(), Ended> {
         if millis == 0 {
             return Ok(());
@@ -86,7 +86,7 @@ fn event(value: &Value) -> String {
     format!("data: {value}\n\n")
 }
 
-/// What a stream needs.
+/// The data of a stream.
 pub(crate) struct Work {
     pub(crate) asked: Asked,
     pub(crate) id: String,
@@ -97,7 +97,7 @@ pub(crate) struct Work {
 }
 
 impl Work {
-    /// What each choice's answer comes from.
+    /// Returns the KV cache of each choice's answer.
     pub(crate) async fn caches(&self, state: &State) -> Result<Vec<u64>, String> {
         let own = |choice| self.asked.prompt(choice).1;
         let Some(source) = self.source.as_ref().filter(|_| state.settings.fetches) else {
@@ -105,16 +105,20 @@ impl Work {
         };
         let cache = match fetch(source, Duration::from_millis(state.settings.handshake_ms)).await {
             Fetched::Cache(cache) => cache,
-            Fetched::Stale => 0xdead_beef, // whatever lies there by now
+            Fetched::Stale => 0xdead_beef, // the blocks' unknown new content
             Fetched::Unreachable(_) => return Err("Internal server error".to_owned()),
         };
         if cache != own(0) {
-            state.violation(&format!("{}: these are not the blocks of its prompt", self.id), false);
+            state.violation(
+                &format!("{}: the fetched blocks belong to another prompt", self.id),
+                false,
+            );
         }
         Ok(vec![cache])
     }
 
-    /// What a decode instance with bidirectional transfer keeps for the next turn.
+    /// Keeps the blocks of a decode with bidirectional transfer for the next turn, and returns
+    /// their parameters.
     pub(crate) fn kept(&self, state: &State, caches: &[u64]) -> Value {
         if self.leg != Leg::Decode || !state.settings.bidirectional {
             return Value::Null;
@@ -132,12 +136,12 @@ impl Work {
         })
     }
 
-    /// Starts to write.
+    /// Starts to write the body.
     pub(crate) fn start(self, state: Arc<State>) -> Pipe {
         let (sender, receiver) = mpsc::channel(1);
         let writer = BodyWriter(sender);
         tokio::spawn(async move {
-            // Whatever it waits for, it ends with its reader: that is how vLLM aborts.
+            // The task ends with its reader, at any point: vLLM aborts requests in the same way.
             let closed = writer.0.clone();
             tokio::select! {
                 biased;
@@ -192,7 +196,7 @@ impl Work {
         Ok(())
     }
 
-    /// Lets go wrong what is due before this token.
+    /// Fails if a fault is due before this token.
     async fn fail(&self, writer: &BodyWriter, token: u64) -> Result<(), Ended> {
         let is_due = |after: u32| u64::from(after) == token;
         match self.fault {
@@ -207,8 +211,8 @@ impl Work {
         }
     }
 
-    /// Writes a token's chunk; in two pieces, with the cut within a character, where the script
-    /// says so.
+    /// Writes a token's chunk, in two pieces that are divided within a character if the script says
+    /// so.
     async fn write_token(
         &self,
         writer: &BodyWriter,
@@ -223,7 +227,7 @@ impl Work {
             ) if u64::from(*after) == token => fault,
             _ => return writer.event(&chunk).await,
         };
-        chunk["note"] = "雪".into(); // most tokens have no character of several bytes
+        chunk["note"] = "雪".into(); // most tokens have only characters of one byte
         let event = event(&chunk);
         let (before, after) = event.as_bytes().split_at(event.find('雪').map_or(0, |at| at + 1));
         writer.write(before.to_vec()).await?;

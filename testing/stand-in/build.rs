@@ -1,5 +1,5 @@
-//! Gives the library the name by which programs ask for NVIDIA's driver: once a test has opened it
-//! by its path, whoever else asks for that name gets it too.
+//! Gives the library the soname of NVIDIA's driver. Once a test has opened it by its path, others
+//! that open that name get it too.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

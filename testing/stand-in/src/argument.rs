@@ -1,86 +1,87 @@
-//! The arguments of C callers, as types: pointers that are looked at in one place only.
+//! Types for the arguments of C callers, so that only this module accesses their pointers.
 
 use std::ffi::{CStr, c_char};
 
 use crate::code::{Answer, Code};
 use crate::settings;
 
-/// Where a caller wants a value. Only callers through the C interface make one, and its contract is
-/// theirs: null, or room for a value.
+/// A place for an output value. Only callers through the C interface create one. Their contract: it
+/// is null, or has space for a value.
 #[repr(transparent)]
 pub(crate) struct Out<T>(*mut T);
 
 impl<T> Out<T> {
-    /// Puts it there. Errors: `INVALID_VALUE` for a null pointer.
+    /// Writes the value. Fails with `INVALID_VALUE` for a null pointer.
     pub(crate) fn set(self, value: T) -> Answer {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: it is not null, so by the contract of every function that takes one it has room
-        // for a value.
+        // SAFETY: the pointer is not null, so by the contract of every function with an `Out` it
+        // has space for a value.
         unsafe { self.0.write_unaligned(value) };
         Ok(())
     }
 
-    /// What was there, for which a value takes its place. Errors as [`set`](Out::set).
+    /// Replaces the value and returns the old one. Fails like [`set`](Out::set).
     pub(crate) fn taken(self, value: T) -> Answer<T> {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: it is not null, and the functions that use this ask for a value there.
+        // SAFETY: the pointer is not null, and the functions that call this require callers to pass
+        // a value.
         Ok(unsafe { std::ptr::replace(self.0, value) })
     }
 
-    /// Puts it there, unless the caller does not want it.
+    /// Writes the value, unless the pointer is null.
     pub(crate) fn set_if_wanted(self, value: T) {
         _ = self.set(value);
     }
 }
 
 impl Out<u8> {
-    /// Puts a text with a zero at its end there, shortened to `room`.
+    /// Writes a text with a terminating zero, shortened to `room`.
     pub(crate) fn text(self, text: &str, room: i32) -> Answer {
         let room = usize::try_from(room).map_err(|_| Code::INVALID_VALUE)?;
         let len = text.len().min(room.checked_sub(1).ok_or(Code::INVALID_VALUE)?);
         self.bytes(&[&text.as_bytes()[..len], &[0]].concat())
     }
 
-    /// Puts bytes there, for which the caller has been told the size.
+    /// Writes bytes; the caller knows their number.
     pub(crate) fn bytes(self, bytes: &[u8]) -> Answer {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: it is not null, so by the contract it has room for what the functions that use
-        // this say they write.
+        // SAFETY: the pointer is not null, so by the contract it has space for the bytes that the
+        // calling function documents.
         unsafe { self.0.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         Ok(())
     }
 }
 
-/// Values of a caller: null, or as many as another argument says.
+/// Input values of a caller: null, or as many values as another argument says.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub(crate) struct In<T>(*const T);
 
 impl<T: Copy> In<T> {
-    /// The first one. Errors: `INVALID_VALUE` for a null pointer.
+    /// Returns the first value. Fails with `INVALID_VALUE` for a null pointer.
     pub(crate) fn get(&self) -> Answer<T> {
         self.at(0)
     }
 
-    /// One of several; the caller promised that there are as many.
+    /// Returns one of several values. The caller ensures that there are more than `at`.
     pub(crate) fn at(&self, at: usize) -> Answer<T> {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: it is not null, and by the contract of the functions that take one there are as
-        // many values as they are told by another argument, which the place is below.
+        // SAFETY: the pointer is not null. By the contract of every function with an `In` there are
+        // as many values as another argument says, and `at` is less than that.
         Ok(unsafe { self.0.add(at).read_unaligned() })
     }
 }
 
 impl<T> In<T> {
-    /// The pointer as a number, for arguments that may be one.
+    /// Returns the pointer as a number, for arguments that may be either.
     pub(crate) fn address(&self) -> usize {
         self.0.addr()
     }
@@ -91,7 +92,7 @@ impl<T> In<T> {
 }
 
 impl In<u8> {
-    /// The same bytes as a C string. Errors: `INVALID_VALUE` for a null pointer.
+    /// Returns the bytes as a C string. Fails with `INVALID_VALUE` for a null pointer.
     pub(crate) fn text(self) -> Answer<String> {
         Text(self.0.cast()).get()
     }
@@ -106,14 +107,14 @@ impl Text {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: it is not null, so by the contract it is a C string.
+        // SAFETY: the pointer is not null, so by the contract it is a C string.
         let text = unsafe { CStr::from_ptr(self.0) };
         Ok(text.to_string_lossy().into_owned())
     }
 }
 
-/// Does the work of an exported function: counts the call, fails it if a test wants that, and lets
-/// no panic out.
+/// Runs an exported function: counts the call, fails it if a test requests that, and catches
+/// panics.
 pub(crate) fn answer(function: &'static str, work: impl FnOnce() -> Answer) -> i32 {
     if let Some(Code(wanted)) = settings::called(function) {
         return wanted;

@@ -1,17 +1,16 @@
-//! Binaries for devices, which are ELF files: how long one is, and which of kvx's kernels are in
-//! it.
+//! Device binaries, which are ELF files: their length, and the kernels of kvx in them.
 
 use kvx_gpu::kernels::ENTRIES;
 
 use crate::argument::In;
 use crate::code::{Answer, Code};
 
-/// Of an ELF file for devices of NVIDIA's.
+/// The ELF machine number of NVIDIA devices.
 const MACHINE: u64 = 190;
-/// Longer than the binary of any kernel of kvx's.
+/// A length beyond that of any kernel binary of kvx.
 const LONGEST: u64 = 16 << 20;
 
-/// All of an image, if it is a binary. Errors: `INVALID_IMAGE` for one of another machine.
+/// Returns an image if it is a binary. Fails with `INVALID_IMAGE` for one of another machine.
 pub(crate) fn bytes(image: &In<u8>) -> Answer<Option<Vec<u8>>> {
     for (at, byte) in b"\x7fELF".iter().enumerate() {
         if image.at(at)? != *byte {
@@ -21,7 +20,7 @@ pub(crate) fn bytes(image: &In<u8>) -> Answer<Option<Vec<u8>>> {
     let number = |at: usize, len: usize| -> Answer<u64> {
         (0..len).rev().try_fold(0, |number, byte| Ok(number << 8 | u64::from(image.at(at + byte)?)))
     };
-    // The headers of its sections and of its segments stand at its end, one after the other.
+    // The section and segment headers are at the end of the file, one after the other.
     let end = |place: usize, size: usize| -> Answer<u64> {
         Ok(number(place, 8)?.saturating_add(number(size, 2)? * number(size + 2, 2)?))
     };
@@ -32,7 +31,7 @@ pub(crate) fn bytes(image: &In<u8>) -> Answer<Option<Vec<u8>>> {
     (0..len as usize).map(|at| image.at(at)).collect::<Answer<Vec<u8>>>().map(Some)
 }
 
-/// The kernels that have a section of code.
+/// Returns the kernels that have a section of code.
 pub(crate) fn entries(binary: &[u8]) -> Vec<&'static str> {
     let has = |entry: &&str| {
         let section = format!("\0.text.{entry}\0");

@@ -1,4 +1,4 @@
-//! The side of a test: where the library lies, and its commands.
+//! The Rust API for tests: the library's path, and its commands.
 
 use std::ffi::{CString, OsString, c_char};
 use std::fmt;
@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command as Process;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The library, for `KVX_CUDA_LIB` and `KVX_HIP_LIB`. Cargo puts it beside the programs that depend
-/// on this crate.
+/// Returns the path of the library, for `KVX_CUDA_LIB` and `KVX_HIP_LIB`. Cargo puts it next to the
+/// programs that depend on this crate.
 ///
 /// # Panics
-/// Where it is not there: cargo has not built this program.
+/// Panics if the library is not there, because cargo has not built this program.
 pub fn library() -> PathBuf {
     let program = std::env::current_exe().expect("a program has a path");
     let folders = program.ancestors().skip(1).take(3);
@@ -22,19 +22,19 @@ pub fn library() -> PathBuf {
     found.unwrap_or_else(|| panic!("no {} near {}", name.display(), program.display()))
 }
 
-/// Puts the library in the place of a maker's in a process that is to be started: each of
-/// `variables` names it, and in `folder`, which is made if need be and goes before those of
-/// `LD_LIBRARY_PATH`, it has the names by which others than kvx ask for NVIDIA's driver.
+/// Replaces a vendor's driver by the library in a process to start. Each of `variables` is set to
+/// its path. `folder`, which is created if necessary and precedes the folders of `LD_LIBRARY_PATH`,
+/// contains it under the names with which other programs open NVIDIA's driver.
 ///
 /// # Panics
-/// Where the folder cannot be written.
+/// Panics if the folder cannot be written.
 pub fn stand_in(process: &mut Process, variables: &[&str], folder: &Path) {
     let library = library();
     std::fs::create_dir_all(folder).expect("the folder for tests is writable");
     for name in ["libcuda.so", "libcuda.so.1"] {
         let name = folder.join(name);
-        std::fs::remove_file(&name).ok(); // of another run of this number, whose library may have gone
-        symlink(&library, name).expect("the folder takes a name that it has not");
+        std::fs::remove_file(&name).ok(); // left by an earlier process with the same id
+        symlink(&library, name).expect("the name is not in the folder yet");
     }
     let mut folders = OsString::from(folder);
     if let Some(others) = std::env::var_os("LD_LIBRARY_PATH").filter(|others| !others.is_empty()) {
@@ -46,12 +46,12 @@ pub fn stand_in(process: &mut Process, variables: &[&str], folder: &Path) {
         .envs(variables.iter().map(|variable| (variable, &library)));
 }
 
-/// Starts this program again with the library in the place of a maker's. Comes back at once where
-/// the first of `variables` is set: what it names is to be tested. `folder`: the test's own,
+/// Starts this program again with the library in place of a vendor's driver. Returns at once if the
+/// first of `variables` is set, because then the test is about that library. `folder` is the test's
 /// `CARGO_TARGET_TMPDIR`.
 ///
 /// # Panics
-/// Where the folder cannot be written, or the program not be started.
+/// Panics if the folder cannot be written, or the program cannot be started.
 pub fn start_again(variables: &[&str], folder: &str) {
     if std::env::var_os(variables[0]).is_some() {
         return;
@@ -63,14 +63,14 @@ pub fn start_again(variables: &[&str], folder: &str) {
         variables,
         &Path::new(folder).join(format!("names-{}", std::process::id())),
     );
-    panic!("this program cannot be started again: {}", again.exec());
+    panic!("cannot start this program again: {}", again.exec());
 }
 
-/// The library's commands, in this process. The crate's front page lists them.
+/// The library's commands, in this process. The crate's documentation lists them.
 ///
-/// There is one at a time: what one test makes slow or broken, another would meet. Tests of a
-/// process that use the library hold one each, and wait for each other. When it is dropped,
-/// everything is as it was in the beginning, but for memory.
+/// There is only one at a time, because one test's delays and faults would affect another. Tests of
+/// a process that use the library hold one each, and wait for each other. Dropping it restores the
+/// initial state, except for memory.
 pub struct Control {
     command: Command,
     _alone: MutexGuard<'static, ()>,
@@ -79,35 +79,34 @@ pub struct Control {
 type Command = unsafe extern "C" fn(*const c_char) -> i64;
 
 impl Control {
-    /// Opens the library, which from then on is also what `libcuda.so.1` means in this process.
+    /// Opens the library, which from then on is also `libcuda.so.1` in this process.
     ///
     /// # Panics
-    /// If it does not open.
+    /// Panics if the library does not open.
     pub fn open() -> Self {
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let library = library();
         let path =
             CString::new(library.as_os_str().as_encoded_bytes()).expect("a path has no zero byte");
-        // SAFETY: the path is a C string, and the library runs nothing when it is opened. It stays
-        // open.
+        // SAFETY: the path is a C string, and the library has no initialisers. It stays open.
         let opened = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         assert!(!opened.is_null(), "{} opens", library.display());
-        // SAFETY: the library is open and the name a C string.
+        // SAFETY: the library is open, and the name is a C string.
         let found = unsafe { libc::dlsym(opened, c"kvx_stand_in_control".as_ptr()) };
-        assert!(!found.is_null(), "{} is a stand-in", library.display());
-        // SAFETY: this is the function's type, and it is not null.
+        assert!(!found.is_null(), "{} is not a stand-in", library.display());
+        // SAFETY: the symbol is not null and has the type `Command`.
         let command = unsafe { std::mem::transmute::<*mut libc::c_void, Command>(found) };
         Control { command, _alone: alone }
     }
 
-    /// Does one command; its answer.
+    /// Executes a command and returns its answer.
     ///
     /// # Panics
-    /// For one that there is not.
+    /// Panics if there is no such command.
     pub fn command(&self, command: &str) -> i64 {
         let text = CString::new(command).expect("commands have no zero byte");
-        // SAFETY: it takes a C string and keeps nothing of it.
+        // SAFETY: the function takes a C string and does not keep it.
         let answer = unsafe { (self.command)(text.as_ptr()) };
         assert!(answer >= 0, "there is no command `{command}`");
         answer
@@ -129,7 +128,7 @@ impl Control {
         self.command("faults") as u64
     }
 
-    /// Bytes of device memory that were allocated and not freed.
+    /// Returns the bytes of device memory that were allocated and not freed.
     pub fn allocated(&self) -> u64 {
         self.command("allocated") as u64
     }

@@ -1,4 +1,4 @@
-//! Error numbers: those that occur here are the same in CUDA and HIP.
+//! Error codes: those used here have the same numbers in CUDA and HIP.
 
 use std::ffi::CStr;
 
@@ -24,7 +24,7 @@ impl Code {
     pub(crate) const NOT_SUPPORTED: Code = Code(801);
     pub(crate) const UNKNOWN: Code = Code(999);
 
-    /// Its names in CUDA and in HIP, and a text.
+    /// Returns its names in CUDA and in HIP, and a text.
     fn row(self) -> Option<&'static (i32, &'static CStr, &'static CStr, &'static CStr)> {
         ROWS.iter().find(|row| row.0 == self.0)
     }
@@ -64,7 +64,7 @@ const ROWS: &[(i32, &CStr, &CStr, &CStr)] = &[
         803,
         c"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
         c"hipErrorUnknown",
-        c"library and driver do not fit",
+        c"library and driver do not match",
     ),
     (999, c"CUDA_ERROR_UNKNOWN", c"hipErrorUnknown", c"unknown error"),
 ];

@@ -1,4 +1,4 @@
-//! The function by which tests give their commands.
+//! The exported function that executes a test's commands.
 
 use crate::argument::Text;
 use crate::code::{Answer, Code};
@@ -18,7 +18,7 @@ fn command(command: &Text) -> Answer<i64> {
     answer
 }
 
-/// Does one command of a test; the answer, or -1 for a command that there is not.
+/// Executes a command of a test. Returns its answer, or -1 if there is no such command.
 #[unsafe(no_mangle)]
 extern "C" fn kvx_stand_in_control(text: Text) -> i64 {
     let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| command(&text)));

@@ -1,4 +1,4 @@
-//! Copies: checked when they are asked for, and again when they are done.
+//! Copies, which are checked when they are submitted and when they run.
 
 use std::sync::Arc;
 
@@ -12,9 +12,9 @@ use crate::stream::Stream;
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum End {
     Device(u64),
-    /// Plain memory of the program's.
+    /// Ordinary host memory of the program.
     Host(u64),
-    /// In memory that the driver pinned, which begins at `base`.
+    /// Memory that the driver pinned, which begins at `base`.
     Pinned {
         address: u64,
         base: u64,
@@ -22,7 +22,7 @@ pub(crate) enum End {
 }
 
 impl End {
-    /// What an address stands for.
+    /// Returns the memory at an address.
     pub(crate) fn of(address: u64) -> Self {
         if is_of_device(address) {
             return End::Device(address);
@@ -44,7 +44,8 @@ impl End {
         }
     }
 
-    /// Where the host has these bytes. Errors: `INVALID_VALUE` for what does not live.
+    /// Returns the host's pointer to these bytes. Fails with `INVALID_VALUE` for memory that is not
+    /// allocated.
     fn pointer(self, memory: &Memory, len: usize) -> Answer<*mut u8> {
         match self {
             End::Device(address) => memory.range(address, len),
@@ -62,7 +63,7 @@ impl End {
     }
 }
 
-/// Equal rows at two pitches; a plain copy is one row.
+/// Rows of equal width at two pitches; a plain copy is one row.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rows {
     pub(crate) to: End,
@@ -87,8 +88,8 @@ impl Rows {
         let memory = memory();
         for row in 0..self.height {
             let (to, from) = self.row(row, &memory).map_err(|_| Code::ILLEGAL_ADDRESS)?;
-            // SAFETY: device and pinned memory was just found to be alive, and the lock keeps it
-            // so; plain host memory is valid until the copy is done, which every driver asks of its
+            // SAFETY: device and pinned memory was found above, and the lock keeps it allocated.
+            // Ordinary host memory is valid until the copy ends, which every driver requires of its
             // callers.
             unsafe { std::ptr::copy(from, to, self.width) };
         }
@@ -96,8 +97,8 @@ impl Rows {
     }
 }
 
-/// Gives copies to a stream. Errors: `INVALID_VALUE` for memory that does not live or rows that
-/// overlap.
+/// Submits copies to a stream. Fails with `INVALID_VALUE` for memory that is not allocated, or for
+/// rows that overlap.
 pub(crate) fn copy(stream: &Arc<Stream>, rows: Rows) -> Answer {
     let overlap = rows.height > 1 && (rows.width > rows.to_pitch || rows.width > rows.from_pitch);
     let last = rows.height.saturating_sub(1);
@@ -115,7 +116,7 @@ pub(crate) fn copy(stream: &Arc<Stream>, rows: Rows) -> Answer {
     Ok(())
 }
 
-/// Gives a stream memory to fill. Errors as [`copy`].
+/// Submits memory to fill to a stream. Fails like [`copy`].
 pub(crate) fn fill(stream: &Arc<Stream>, address: u64, value: u8, len: usize) -> Answer {
     if memory().range(address, len).is_err() {
         note_fault();
@@ -124,7 +125,7 @@ pub(crate) fn fill(stream: &Arc<Stream>, address: u64, value: u8, len: usize) ->
     stream.push(Box::new(move || {
         let memory = memory();
         let start = memory.range(address, len).map_err(|_| Code::ILLEGAL_ADDRESS)?;
-        // SAFETY: it was just found to be alive, and the lock keeps it so.
+        // SAFETY: the memory was found above, and the lock keeps it allocated.
         unsafe { start.write_bytes(value, len) };
         Ok(())
     }));

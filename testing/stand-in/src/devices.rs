@@ -1,4 +1,4 @@
-//! The devices: which of them a program sees, what they are called, and whether they still work.
+//! The devices: those that a program sees, their names, and whether they work.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -13,14 +13,14 @@ pub(crate) enum Maker {
     Hip,
 }
 
-/// A device of the machine, whatever a program may call it.
+/// A device of the machine, independent of the ordinals in programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Device(pub(crate) usize);
 
-/// The error of every call to a device that is broken.
+/// The error that each call to a broken device returns; 0 for working devices.
 static BROKEN: [AtomicI32; 16] = [const { AtomicI32::new(0) }; 16];
 
-/// Broken devices work again.
+/// Repairs all devices.
 pub(crate) fn mend() {
     for broken in &BROKEN {
         broken.store(0, Ordering::Release);
@@ -28,7 +28,7 @@ pub(crate) fn mend() {
 }
 
 impl Maker {
-    /// The devices that this process sees, by their ordinals.
+    /// Returns the devices that this process sees, by ordinal.
     fn visible(self) -> &'static [Device] {
         static CUDA: OnceLock<Vec<Device>> = OnceLock::new();
         static HIP: OnceLock<Vec<Device>> = OnceLock::new();
@@ -45,7 +45,7 @@ impl Maker {
         })
     }
 
-    /// Those of a list, up to the first that there is not.
+    /// Returns the devices of a list, up to the first that does not exist.
     fn chosen(self, list: &str, all: usize) -> Vec<Device> {
         let named = |name: &str| match name.strip_prefix("GPU-") {
             Some(uuid) => {
@@ -60,13 +60,14 @@ impl Maker {
         self.visible().len()
     }
 
-    /// Errors: `INVALID_DEVICE`.
+    /// Returns a device. Fails with `INVALID_DEVICE`.
     pub(crate) fn device(self, ordinal: i32) -> Answer<Device> {
         let at = usize::try_from(ordinal).map_err(|_| Code::INVALID_DEVICE)?;
         self.visible().get(at).copied().ok_or(Code::INVALID_DEVICE)
     }
 
-    /// What this process calls a device; -2 for one that it does not see, as CUDA does.
+    /// Returns the ordinal of a device in this process, or -2 if the process does not see it, like
+    /// CUDA.
     pub(crate) fn ordinal(self, device: Device) -> i32 {
         self.visible().iter().position(|seen| *seen == device).map_or(-2, |at| at as i32)
     }
@@ -100,7 +101,7 @@ impl Maker {
 }
 
 impl Device {
-    /// Errors: what it broke with.
+    /// Fails with the error that broke the device.
     pub(crate) fn works(self) -> Answer {
         match BROKEN[self.0].load(Ordering::Acquire) {
             0 => Ok(()),
@@ -108,7 +109,8 @@ impl Device {
         }
     }
 
-    /// Work on it has done what a device does not survive: nothing succeeds any more.
+    /// Breaks the device: work on it has done something that a device does not survive. All later
+    /// calls fail.
     pub(crate) fn break_down(self, code: Code) {
         note_fault();
         _ = BROKEN[self.0].compare_exchange(0, code.0, Ordering::AcqRel, Ordering::Acquire);

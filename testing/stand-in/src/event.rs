@@ -1,4 +1,4 @@
-//! Events: marks in a stream.
+//! Events, which are marks in a stream.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -8,7 +8,7 @@ use crate::stream::Stream;
 
 pub(crate) static EVENTS: Handles<Event> = Handles::new();
 
-/// A mark that can be made again; it stands for the last time.
+/// A mark that can be recorded repeatedly; the last recording counts.
 #[derive(Default)]
 pub(crate) struct Event {
     times: Mutex<Times>,
@@ -26,12 +26,12 @@ impl Event {
         self.times.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts the mark behind what is in the stream now.
+    /// Records the mark after the work that is in the stream now.
     pub(crate) fn record(self: &Arc<Self>, stream: &Stream) {
         let mut times = self.lock();
         times.recorded += 1;
         let (event, time) = (Arc::clone(self), times.recorded);
-        // Under the lock, so that marks in one stream come in the order of their numbers.
+        // The lock ensures that the marks in one stream have the order of their numbers.
         stream.mark(Box::new(move || {
             let mut times = event.lock();
             times.reached = times.reached.max(time);
@@ -40,13 +40,13 @@ impl Event {
         }));
     }
 
-    /// Errors: `NOT_READY`.
+    /// Fails with `NOT_READY` until the mark is reached.
     pub(crate) fn query(&self) -> Answer {
         let times = self.lock();
         if times.reached == times.recorded { Ok(()) } else { Err(Code::NOT_READY) }
     }
 
-    /// Waits until the last mark so far is reached.
+    /// Waits until the latest mark is reached.
     pub(crate) fn wait(&self) {
         let mut times = self.lock();
         let last = times.recorded;

@@ -1,5 +1,5 @@
-//! The handles that callers hold: numbers for streams, events, modules and the rest, so that one
-//! who uses a dead one is told.
+//! The handles of callers: numbers for streams, events, modules and other objects, so that the use
+//! of a destroyed object is an error.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
@@ -22,7 +22,7 @@ impl<T> Handles<T> {
     pub(crate) fn add(&self, value: Arc<T>) -> Handle {
         static NEXT: Mutex<Handle> = Mutex::new(0x10_0000);
         let mut next = NEXT.lock().unwrap_or_else(PoisonError::into_inner);
-        // A number is given once, whatever the kind.
+        // A number is never reused, not even for another kind.
         *next += 16;
         self.lock().insert(*next, value);
         *next

@@ -1,5 +1,5 @@
-//! Memory of other processes: a handle says whose file it is, and the file is opened through that
-//! process.
+//! Memory of other processes: a handle identifies the file and its process, and the file is opened
+//! through that process.
 
 use std::os::fd::{AsFd, AsRawFd};
 
@@ -10,18 +10,18 @@ use crate::devices::Device;
 use crate::mapping::{self, Mapping};
 use crate::memory::{Allocation, Memory, Origin};
 
-/// The handle by which another process opens memory.
+/// The handle with which another process opens memory.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct MemHandle([u8; 64]);
 
 const MAGIC: u64 = u64::from_le_bytes(*b"kvxstand");
 
-/// A handle as numbers.
+/// The fields of a handle.
 struct Parts {
     process: u64,
     descriptor: u64,
-    /// The number of the file: descriptors are used again.
+    /// The file's inode number, because descriptors are reused.
     number: u64,
     len: u64,
     device: u64,
@@ -52,8 +52,8 @@ impl Parts {
 }
 
 impl Memory {
-    /// A handle to an allocation. Errors: `INVALID_VALUE` unless one of the plain allocator begins
-    /// at this address.
+    /// Returns a handle to an allocation. Fails with `INVALID_VALUE` unless an allocation of the
+    /// plain allocator begins at this address.
     pub(crate) fn share(&self, address: u64) -> Answer<MemHandle> {
         let found = self
             .around(address)
@@ -70,9 +70,9 @@ impl Memory {
         Ok(parts.encode())
     }
 
-    /// Opens what another process shared. Errors: `INVALID_CONTEXT` for memory of this process,
-    /// `ALREADY_MAPPED` for what is open, `INVALID_VALUE` for what is no handle, is freed, or whose
-    /// owner is gone.
+    /// Opens memory that another process has shared. Fails with `INVALID_CONTEXT` for memory of
+    /// this process, `ALREADY_MAPPED` for open memory, and `INVALID_VALUE` for an invalid handle,
+    /// freed memory, or an owner that has ended.
     pub(crate) fn open(&mut self, handle: &MemHandle) -> Answer<u64> {
         let Parts { process, descriptor, number, len, device } = Parts::decode(handle)?;
         if process == u64::from(std::process::id()) {
@@ -101,7 +101,7 @@ impl Memory {
         Ok(address)
     }
 
-    /// Closes what was opened. Errors: `INVALID_VALUE`.
+    /// Closes opened memory. Fails with `INVALID_VALUE`.
     pub(crate) fn close(&mut self, address: u64) -> Answer {
         self.free(address, |origin| matches!(origin, Origin::Opened(_)))
     }

@@ -1,4 +1,4 @@
-//! Kernels: their code is recognised by its text, and a launch runs their reference.
+//! Kernels: their code is recognised by its text, and a launch runs the reference implementation.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::handles::Handles;
 use crate::memory::{Memory, memory};
 use crate::stream::Stream;
 
-/// What is loaded: it has the entries that its text has.
+/// A loaded module, with the entries that its text contains.
 pub(crate) struct Module(Vec<&'static str>);
 
 pub(crate) static MODULES: Handles<Module> = Handles::new();
@@ -23,11 +23,11 @@ pub(crate) struct Function(pub(crate) &'static str);
 
 pub(crate) static FUNCTIONS: Handles<Function> = Handles::new();
 
-/// The first line of what the compiler here makes of a source.
+/// The first line of the code that the stand-in's compiler generates.
 pub(crate) const COMPILED: &str = "// compiled by the kvx stand-in\n";
 
 impl Module {
-    /// From what CUDA takes: PTX, or a binary of NVRTC's. Errors: `INVALID_IMAGE`.
+    /// Loads an image of CUDA: PTX, or a binary of NVRTC. Fails with `INVALID_IMAGE`.
     pub(crate) fn from_image(image: In<u8>) -> Answer<Arc<Self>> {
         match binary::bytes(&image)? {
             Some(bytes) => Ok(Arc::new(Module(binary::entries(&bytes)))),
@@ -35,13 +35,13 @@ impl Module {
         }
     }
 
-    /// From PTX. Errors: `INVALID_IMAGE`.
+    /// Loads PTX. Fails with `INVALID_IMAGE`.
     fn from_ptx(text: &str) -> Answer<Arc<Self>> {
         let is_ptx = [".version ", ".target "].iter().all(|part| text.contains(part));
         if is_ptx { Ok(Module::with(text, ".visible .entry ")) } else { Err(Code::INVALID_IMAGE) }
     }
 
-    /// From code that the compiler here has made. Errors: `INVALID_IMAGE`.
+    /// Loads code of the stand-in's compiler. Fails with `INVALID_IMAGE`.
     pub(crate) fn from_code(text: &str) -> Answer<Arc<Self>> {
         if text.starts_with(COMPILED) {
             Ok(Module::with(text, ""))
@@ -55,7 +55,7 @@ impl Module {
         Arc::new(Module(entries.collect()))
     }
 
-    /// Errors: `NOT_FOUND`.
+    /// Returns an entry. Fails with `NOT_FOUND`.
     pub(crate) fn function(&self, name: &str) -> Answer<Arc<Function>> {
         self.0
             .iter()
@@ -65,7 +65,8 @@ impl Module {
     }
 }
 
-/// The parameters of a launch: a list of pointers to 64-bit numbers, as long as the entry's list.
+/// Reads the parameters of a launch: a list of pointers to 64-bit numbers, as long as the entry's
+/// list.
 pub(crate) fn parameters_of(entry: &str, list: &In<In<u64>>) -> Answer<Vec<u64>> {
     let count = match entry {
         "kvx_hops" => 2,
@@ -75,8 +76,8 @@ pub(crate) fn parameters_of(entry: &str, list: &In<In<u64>>) -> Answer<Vec<u64>>
     (0..count).map(|at| list.at(at)?.get()).collect()
 }
 
-/// Gives a launch to a stream. Errors: `INVALID_VALUE` for grids that no device takes, and for
-/// other numbers of threads than the kernels are made for.
+/// Submits a launch to a stream. Fails with `INVALID_VALUE` for grids that devices reject, and for
+/// another number of threads than the kernels require.
 pub(crate) fn launch(
     stream: &Arc<Stream>,
     entry: &'static str,
@@ -94,7 +95,7 @@ pub(crate) fn launch(
     Ok(())
 }
 
-/// Runs the reference of a kernel; `None` if it touches what it must not.
+/// Runs the reference implementation of a kernel. Returns `None` if it accesses invalid memory.
 fn run(entry: &str, parameters: &[u64]) -> Option<()> {
     let memory = memory();
     match (entry, parameters) {
@@ -162,26 +163,27 @@ fn run(entry: &str, parameters: &[u64]) -> Option<()> {
     Some(())
 }
 
-/// The blocks of a grid that the indices choose, one after the other.
+/// Returns the blocks of a grid that the indices select, one after the other.
 fn gathered(memory: &Memory, grid: DeviceGrid, indices: &[u32]) -> Option<Vec<u8>> {
     let mut packed = vec![0; usize::try_from(grid.length).ok()?.checked_mul(indices.len())?];
     let region = region(memory, grid, indices)?;
-    // SAFETY: the memory was just found to be alive and the lock keeps it so. That nobody writes to
-    // it meanwhile is what a program must see to on a device as well.
+    // SAFETY: the memory was found above, and the lock keeps it allocated. As on a device, the
+    // program ensures that nothing writes to it meanwhile.
     let region = unsafe { std::slice::from_raw_parts(region.0, region.1) };
     reference::gather(region, &[DeviceGrid { base: 0, ..grid }], indices, &mut packed).ok()?;
     Some(packed)
 }
 
-/// The reverse.
+/// Writes packed blocks to the places in a grid that the indices select.
 fn scattered(memory: &Memory, grid: DeviceGrid, indices: &[u32], packed: &[u8]) -> Option<()> {
     let region = region(memory, grid, indices)?;
-    // SAFETY: as above, and that nobody reads it either.
+    // SAFETY: the memory was found above, and the lock keeps it allocated. As on a device, the
+    // program ensures that nothing else accesses it meanwhile.
     let region = unsafe { std::slice::from_raw_parts_mut(region.0, region.1) };
     reference::scatter(region, &[DeviceGrid { base: 0, ..grid }], indices, packed).ok()
 }
 
-/// From the base of a grid to the end of the last block that is chosen.
+/// Returns the memory from the base of a grid to the end of the last selected block.
 fn region(memory: &Memory, grid: DeviceGrid, indices: &[u32]) -> Option<(*mut u8, usize)> {
     let Some(last) = indices.iter().max() else {
         return Some((std::ptr::NonNull::dangling().as_ptr(), 0));
@@ -191,10 +193,10 @@ fn region(memory: &Memory, grid: DeviceGrid, indices: &[u32]) -> Option<(*mut u8
     Some((memory.reachable(grid.base, len).ok()?, len))
 }
 
-/// Rows of 64-bit numbers.
+/// Reads rows of 64-bit numbers.
 fn table<const N: usize>(memory: &Memory, address: u64, count: u64) -> Option<Vec<[u64; N]>> {
     let len = usize::try_from(count).ok()?.checked_mul(N * 8)?;
-    // Devices read numbers only where they are aligned.
+    // Devices read only aligned numbers.
     if !address.is_multiple_of(8) {
         return None;
     }
@@ -223,7 +225,8 @@ fn read(memory: &Memory, address: u64, len: usize) -> Option<Vec<u8>> {
     }
     let start = memory.reachable(address, len).ok()?;
     let mut bytes = vec![0; len];
-    // SAFETY: it was just found to be alive, and the lock keeps it so; the vector is as long.
+    // SAFETY: the memory was found above, and the lock keeps it allocated; the vector has the same
+    // length.
     unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(start, len) };
     Some(bytes)
 }
@@ -233,7 +236,8 @@ fn write(memory: &Memory, address: u64, bytes: &[u8]) -> Option<()> {
         return Some(());
     }
     let start = memory.reachable(address, bytes.len()).ok()?;
-    // SAFETY: as above.
+    // SAFETY: the memory was found above, and the lock keeps it allocated; it has the same length
+    // as `bytes`.
     unsafe { start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
     Some(())
 }

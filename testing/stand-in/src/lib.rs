@@ -1,35 +1,35 @@
-//! A library that stands where a GPU's driver would: it exports what kvx calls of `libcuda`,
-//! `libamdhip64` and hipRTC, and does it with host memory. Tests open it through the real loaders,
-//! so that everything above the driver runs without a GPU: [`library`] says where it lies,
-//! [`Control`] makes it slow, broken or strict.
+//! A stand-in for GPU drivers. It exports the functions of `libcuda`, `libamdhip64` and hipRTC that
+//! kvx calls, and implements them with host memory. Tests open it through the real loaders, so
+//! everything above the driver runs without a GPU. [`library`] returns its path, and [`Control`]
+//! adds delays and faults.
 //!
-//! Device memory is host memory at addresses that the host cannot reach. Streams are threads.
-//! Memory of another process is opened by its descriptor, and is gone when that process is.
-//! Launches run the kernels' reference in plain Rust.
+//! Device memory is host memory at addresses that the host cannot access. Streams are threads.
+//! Memory of another process is opened through its descriptor, and is gone when that process ends.
+//! Launches run the kernels' reference implementation in Rust.
 //!
-//! It is strict where drivers are lenient or undefined: calls without a context, unknown handles,
-//! ranges that are out of bounds or freed are errors, and [`Control::faults`] counts those that a
-//! real device would not have survived.
+//! The stand-in is strict where drivers are lenient or undefined. Calls without a context, unknown
+//! handles, and ranges that are out of bounds or freed are errors. [`Control::faults`] counts those
+//! that a real device would not survive.
 //!
 //! # Commands
-//! [`Control::command`] takes them one at a time, and the variable `KVX_STAND_IN` as a list with
-//! `;` between them, read at the first call:
+//! [`Control::command`] executes one command. The environment variable `KVX_STAND_IN` may contain
+//! several, separated by `;`, which the first call executes:
 //!
-//! | command | what it does |
+//! | command | effect |
 //! |---|---|
-//! | `devices N` | there are so many (2, unless said); only before the first call that looks |
-//! | `memory BYTES` | each has so much (1 GiB, unless said) |
-//! | `cuda-version 12080`, `hip-version 60100000` | what the drivers say they are |
-//! | `no-peers` | devices do not reach each other |
-//! | `fail NAME CODE TIMES [SKIP]` | the next calls of a function fail (`always`, or so many), after `SKIP` good ones |
+//! | `devices N` | sets the number of devices (default 2), before the first call that uses it |
+//! | `memory BYTES` | sets the memory of each device (default 1 GiB) |
+//! | `cuda-version 12080`, `hip-version 60100000` | sets the versions of the drivers |
+//! | `no-peers` | devices cannot access each other |
+//! | `fail NAME CODE TIMES [SKIP]` | after SKIP calls, the next TIMES calls fail (or `always`) |
 //! | `well` | no call fails any more, and broken devices work again |
-//! | `reset` | everything as it was in the beginning, counts too |
-//! | `delay MICROSECONDS` | each copy and each launch takes so long at least |
-//! | `late MICROSECONDS` | each event comes so much later than what it stands for |
-//! | `hold`, `release` | streams stop before their next piece of work, and go on |
-//! | `calls NAME` | answers how often a function was called |
-//! | `faults` | answers how often memory was misused |
-//! | `allocated` | answers how many bytes of device memory live |
+//! | `reset` | restores the initial state, including counts |
+//! | `delay MICROSECONDS` | the least time of each copy and each launch |
+//! | `late MICROSECONDS` | delays each event after the work that it marks |
+//! | `hold`, `release` | stops streams before their next piece of work, and continues them |
+//! | `calls NAME` | returns how often a function was called |
+//! | `faults` | returns how often memory was misused |
+//! | `allocated` | returns the bytes of allocated device memory |
 
 mod argument;
 mod binary;

@@ -1,4 +1,4 @@
-//! Pages: memory files, and where they are mapped.
+//! Memory files, and their mappings.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -8,16 +8,16 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::code::{Answer, Code};
 
-/// What is added to a host address to make a device address. No program has memory there, so code
-/// that takes a device address for a pointer faults at once.
+/// The offset of device addresses from host addresses. No program has memory there, so using a
+/// device address as a pointer faults at once.
 const FAR: u64 = 1 << 52;
 
-/// Bytes of a page.
+/// Returns the page size.
 pub(crate) fn page() -> usize {
     rustix::param::page_size()
 }
 
-/// A memory file of whole pages. Errors: `OUT_OF_MEMORY`.
+/// Creates a memory file of whole pages. Fails with `OUT_OF_MEMORY`.
 pub(crate) fn file(len: usize) -> Answer<OwnedFd> {
     let file =
         memfd_create("kvx-stand-in", MemfdFlags::CLOEXEC).map_err(|_| Code::OUT_OF_MEMORY)?;
@@ -25,7 +25,7 @@ pub(crate) fn file(len: usize) -> Answer<OwnedFd> {
     Ok(file)
 }
 
-/// How long a file is, and its number, which no other memory file has.
+/// Returns the length of a file and its inode number, which identifies the memory file.
 pub(crate) fn length_and_number(file: impl AsFd) -> Answer<(usize, u64)> {
     let stat = fstat(file).map_err(|_| Code::INVALID_VALUE)?;
     Ok((stat.st_size as usize, stat.st_ino))
@@ -35,41 +35,41 @@ pub(crate) fn again(file: BorrowedFd<'_>) -> Answer<OwnedFd> {
     file.try_clone_to_owned().map_err(|_| Code::OUT_OF_MEMORY)
 }
 
-/// Pages of this process; unmapped when dropped.
+/// Pages of this process, unmapped on drop.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: it is pages, which belong to no thread; who accesses them is the program's matter, as on
-// a device.
+// SAFETY: the pages are not tied to a thread. As on a device, the program synchronises accesses to
+// them.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: a `Mapping` dereferences nothing itself; the program synchronises accesses to the pages.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// All of a file, for reading and writing.
+    /// Maps all of a file for reading and writing.
     pub(crate) fn of_file(file: BorrowedFd<'_>, len: usize) -> Answer<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: the kernel chooses where, so nothing else is mapped there.
+        // SAFETY: the kernel chooses the place, so the mapping replaces no other one.
         let start = unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, file, 0) };
         Mapping::new(start, len)
     }
 
-    /// Pages that nobody can touch until files are put there.
+    /// Reserves pages that cannot be accessed until files are mapped there.
     pub(crate) fn reserved(len: usize) -> Answer<Self> {
-        // SAFETY: as above.
+        // SAFETY: the kernel chooses the place, so the mapping replaces no other one.
         let start = unsafe {
             mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::empty(), MapFlags::PRIVATE)
         };
         Mapping::new(start, len)
     }
 
-    /// Pages of this process alone.
+    /// Maps private pages of this process.
     pub(crate) fn private(len: usize) -> Answer<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: as above.
+        // SAFETY: the kernel chooses the place, so the mapping replaces no other one.
         let start = unsafe { mmap_anonymous(std::ptr::null_mut(), len, access, MapFlags::PRIVATE) };
         Mapping::new(start, len)
     }
@@ -80,7 +80,7 @@ impl Mapping {
         Ok(Mapping { start, len })
     }
 
-    /// Puts a file in place of reserved pages, or takes it away. The range must lie within.
+    /// Maps a file over reserved pages, or removes it. The range must be within them.
     pub(crate) fn replace(
         &self,
         offset: usize,
@@ -89,12 +89,13 @@ impl Mapping {
     ) -> Answer {
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.len),
-            "the range lies within"
+            "the range must be within the mapping"
         );
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let [shared, private] =
             [MapFlags::SHARED, MapFlags::PRIVATE].map(|flags| flags | MapFlags::FIXED);
-        // SAFETY: the range is within these pages, which are this struct's.
+        // SAFETY: the assertion ensures that the range is within these pages, which belong to this
+        // struct.
         let mapped = unsafe {
             let start = self.start.as_ptr().add(offset).cast();
             match file {
@@ -105,12 +106,12 @@ impl Mapping {
         mapped.map(|_| ()).map_err(|_| Code::OUT_OF_MEMORY)
     }
 
-    /// Where the host has them.
+    /// Returns the host's address of the pages.
     pub(crate) fn host(&self) -> u64 {
         self.start.as_ptr() as u64
     }
 
-    /// Where the device has them.
+    /// Returns the device's address of the pages.
     pub(crate) fn address(&self) -> u64 {
         self.host() + FAR
     }
@@ -122,18 +123,18 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: they were mapped by this struct; the table of memory drops it only when no stream
+        // SAFETY: this struct mapped the pages. The memory table drops it only when no stream
         // copies, because copies hold the table's lock.
         _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
 
-/// Returns whether an address is one that a device has.
+/// Returns whether an address is a device address.
 pub(crate) fn is_of_device(address: u64) -> bool {
     address >= FAR
 }
 
-/// The host's pointer to device memory, which the caller has found to be mapped.
+/// Returns the host's pointer to device memory; the caller ensures that the memory is mapped.
 pub(crate) fn pointer(address: u64) -> *mut u8 {
     (address - FAR) as *mut u8
 }

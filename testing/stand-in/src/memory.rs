@@ -1,4 +1,4 @@
-//! The table of memory: what lives, on which device, and how it came to be.
+//! The table of allocated memory: its device and its origin.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -9,40 +9,40 @@ use crate::devices::Device;
 use crate::mapping::{self, Mapping};
 use crate::settings::{note_fault, settings};
 
-/// The origin of memory: drivers share and free each in its own way.
+/// The origin of memory, which determines how drivers share and free it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// From the plain allocator.
+    /// The plain allocator.
     Plain,
-    /// From a pool of a stream's.
+    /// A stream's pool.
     Pool,
     /// A file at a reserved address.
     Virtual,
-    /// Opened from the process that allocated it: the number of the file.
+    /// Another process, from which it was opened; the number of the file.
     Opened(u64),
 }
 
-/// Device memory that lives.
+/// Allocated device memory.
 #[derive(Debug)]
 pub(crate) struct Allocation {
     pub(crate) len: usize,
     pub(crate) device: Device,
     pub(crate) origin: Origin,
-    /// Virtual memory may be touched once its access is set.
+    /// True unless it is virtual memory whose access is not set yet.
     pub(crate) accessible: bool,
     file: OwnedFd,
-    /// None for virtual memory, whose pages are its reservation's.
+    /// `None` for virtual memory, whose pages belong to its reservation.
     _pages: Option<Mapping>,
 }
 
-/// All memory of this process. Work on it holds the lock for reading: nothing is unmapped
+/// All memory of this process. Work on it holds the read lock, so that nothing is unmapped
 /// meanwhile.
 #[derive(Default)]
 pub(crate) struct Memory {
     device: BTreeMap<u64, Allocation>,
-    /// By host addresses.
+    /// Pinned memory by host address.
     pinned: BTreeMap<u64, Mapping>,
-    /// Ranges of addresses for virtual memory.
+    /// Reserved address ranges for virtual memory.
     pub(crate) reserved: BTreeMap<u64, Mapping>,
     used: HashMap<Device, u64>,
 }
@@ -81,7 +81,8 @@ impl Allocation {
 }
 
 impl Memory {
-    /// Memory of a device, zeroed. Errors: `INVALID_VALUE` for no bytes, `OUT_OF_MEMORY`.
+    /// Allocates zeroed memory of a device. Fails with `INVALID_VALUE` for zero bytes, or with
+    /// `OUT_OF_MEMORY`.
     pub(crate) fn allocate(&mut self, device: Device, len: usize, origin: Origin) -> Answer<u64> {
         let limit = settings().memory;
         let used = self.used.entry(device).or_default();
@@ -100,8 +101,8 @@ impl Memory {
         Ok(address)
     }
 
-    /// Gives memory back. Errors: `INVALID_VALUE` for an address where none of these begins: a
-    /// fault.
+    /// Frees memory. If no allocation that `ends` accepts begins at the address, notes a fault and
+    /// fails with `INVALID_VALUE`.
     pub(crate) fn free(&mut self, address: u64, ends: fn(Origin) -> bool) -> Answer {
         if self.device.get(&address).is_none_or(|allocation| !ends(allocation.origin)) {
             note_fault();
@@ -115,18 +116,18 @@ impl Memory {
         Ok(())
     }
 
-    /// Takes in what was opened or mapped, at its address.
+    /// Adds opened or mapped memory at its address.
     pub(crate) fn insert(&mut self, address: u64, allocation: Allocation) {
         self.device.insert(address, allocation);
     }
 
-    /// The allocation around an address, and where it begins.
+    /// Returns the allocation that contains an address, and its beginning.
     pub(crate) fn around(&self, address: u64) -> Option<(u64, &Allocation)> {
         let (base, allocation) = self.device.range(..=address).next_back()?;
         (address - base < allocation.len as u64).then_some((*base, allocation))
     }
 
-    /// The allocations that begin within a range of addresses.
+    /// Returns the allocations that begin within an address range.
     pub(crate) fn within(
         &mut self,
         start: u64,
@@ -137,13 +138,14 @@ impl Memory {
             .map(|(base, found)| (*base, found))
     }
 
-    /// Everything that was opened.
+    /// Returns the origins of all opened memory.
     pub(crate) fn opened(&self) -> impl Iterator<Item = Origin> {
         self.device.values().map(|allocation| allocation.origin)
     }
 
-    /// The host's pointer to a range of device memory, all of it alive and accessible. Adjacent
-    /// pieces of virtual memory are one range. Errors: `INVALID_VALUE`.
+    /// Returns the host's pointer to a range of device memory that is allocated and accessible
+    /// throughout. Adjacent pieces of virtual memory count as one range. Fails with
+    /// `INVALID_VALUE`.
     pub(crate) fn range(&self, address: u64, len: usize) -> Answer<*mut u8> {
         let end = address.checked_add(len as u64).ok_or(Code::INVALID_VALUE)?;
         let mut at = address;
@@ -161,7 +163,7 @@ impl Memory {
         Ok(mapping::pointer(address))
     }
 
-    /// Host memory that the driver knows.
+    /// Allocates pinned host memory.
     pub(crate) fn pin(&mut self, len: usize) -> Answer<u64> {
         if len == 0 {
             return Err(Code::INVALID_VALUE);
@@ -182,14 +184,14 @@ impl Memory {
         }
     }
 
-    /// The pinned memory around a host address, and where it begins.
+    /// Returns the pinned memory that contains a host address, and its beginning.
     pub(crate) fn pinned_around(&self, address: u64) -> Option<(u64, usize)> {
         let (base, pages) = self.pinned.range(..=address).next_back()?;
         (address - base < pages.len() as u64).then_some((*base, pages.len()))
     }
 
-    /// The host's pointer to what a kernel may touch: device memory, and pinned memory at its own
-    /// address. Errors: `INVALID_VALUE`.
+    /// Returns the host's pointer to memory that a kernel may access: device memory, and pinned
+    /// memory at its host address. Fails with `INVALID_VALUE`.
     pub(crate) fn reachable(&self, address: u64, len: usize) -> Answer<*mut u8> {
         if mapping::is_of_device(address) {
             return self.range(address, len);
@@ -199,7 +201,7 @@ impl Memory {
         end.map(|_| address as *mut u8).ok_or(Code::INVALID_VALUE)
     }
 
-    /// Bytes of device memory that were allocated and not freed.
+    /// Returns the bytes of device memory that were allocated and not freed.
     pub(crate) fn allocated(&self) -> i64 {
         self.used.values().sum::<u64>() as i64
     }

@@ -1,4 +1,4 @@
-//! The settings that tests make in the library, and its counters for them.
+//! The settings that tests make in the library, and the counters that they read.
 
 use std::collections::HashMap;
 use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::code::Code;
 
-/// Commands for processes that a test starts.
+/// The environment variable with commands, for processes that a test starts.
 const VARIABLE: &str = "KVX_STAND_IN";
 
 pub(crate) struct Settings {
@@ -23,18 +23,18 @@ pub(crate) struct Settings {
     faults: u64,
 }
 
-/// Calls that are to fail.
+/// A function whose calls fail.
 struct Failure {
     function: String,
     code: Code,
-    /// Good calls before.
+    /// The number of good calls before.
     skip: u64,
     times: u64,
 }
 
 static SETTINGS: LazyLock<Mutex<Settings>> = LazyLock::new(|| Mutex::new(at_first()));
 
-/// As they are when the library is opened.
+/// Returns the initial settings.
 fn at_first() -> Settings {
     let mut settings = Settings {
         devices: 2,
@@ -60,12 +60,12 @@ fn at_first() -> Settings {
 
 static RELEASED: Condvar = Condvar::new();
 
-/// The settings; never held across work.
+/// Returns the settings; the lock must not be held during work.
 pub(crate) fn settings() -> MutexGuard<'static, Settings> {
     SETTINGS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Counts a call; the error that it is to fail with, if it is.
+/// Counts a call, and returns the error with which it must fail, if any.
 pub(crate) fn called(function: &'static str) -> Option<Code> {
     let mut settings = settings();
     *settings.calls.entry(function).or_default() += 1;
@@ -81,12 +81,12 @@ pub(crate) fn called(function: &'static str) -> Option<Code> {
     Some(failure.code)
 }
 
-/// Memory was misused.
+/// Counts a misuse of memory.
 pub(crate) fn note_fault() {
     settings().faults += 1;
 }
 
-/// Lets streams look whether they may work again.
+/// Wakes streams, so that they check whether they may work again.
 pub(crate) fn notify_streams() {
     RELEASED.notify_all();
 }
@@ -100,7 +100,7 @@ pub(crate) fn wait_until_released() {
 }
 
 impl Settings {
-    /// A command that sets something; `None` if it is not one.
+    /// Executes a command that changes a setting. Returns `None` if it is another command.
     pub(crate) fn apply(&mut self, command: &str) -> Option<i64> {
         let words: Vec<&str> = command.split_whitespace().collect();
         let micros = |word: &str| word.parse().ok().map(Duration::from_micros);

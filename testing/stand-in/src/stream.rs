@@ -1,4 +1,4 @@
-//! Streams: a thread each, which does what it is given in order.
+//! Streams: each is a thread that does its work in order.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
@@ -11,7 +11,7 @@ use crate::settings::{settings, wait_until_released};
 
 static STREAMS: Handles<Stream> = Handles::new();
 
-/// Work of a stream; what it fails with breaks the device.
+/// Work of a stream. An error breaks the device.
 pub(crate) type Work = Box<dyn FnOnce() -> Answer + Send>;
 
 enum Item {
@@ -32,12 +32,12 @@ struct Queue {
     closed: bool,
 }
 
-/// A new stream of a device.
+/// Creates a stream of a device.
 pub(crate) fn create(device: Device) -> Answer<Handle> {
     Ok(STREAMS.add(Stream::start(device)?))
 }
 
-/// No more work is given to it; what it has, it does.
+/// Closes a stream, which completes the work that it has.
 pub(crate) fn destroy(handle: Handle) -> Answer {
     let stream = STREAMS.remove(handle)?;
     stream.lock().closed = true;
@@ -45,7 +45,7 @@ pub(crate) fn destroy(handle: Handle) -> Answer {
     Ok(())
 }
 
-/// The stream of a handle; null is the default stream of the device.
+/// Returns the stream of a handle; null is the default stream of the device.
 pub(crate) fn of(handle: Handle, device: Device) -> Answer<Arc<Stream>> {
     static DEFAULTS: LazyLock<Mutex<HashMap<Device, Arc<Stream>>>> = LazyLock::new(Mutex::default);
     if handle != 0 {
@@ -73,25 +73,25 @@ impl Stream {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives it work.
+    /// Submits work.
     pub(crate) fn push(&self, work: Work) {
         self.lock().items.push_back(Item::Work(work));
         self.changed.notify_all();
     }
 
-    /// Gives it something that is done even on a broken device.
+    /// Submits a mark, which is executed even on a broken device.
     pub(crate) fn mark(&self, mark: Box<dyn FnOnce() + Send>) {
         self.lock().items.push_back(Item::Mark(mark));
         self.changed.notify_all();
     }
 
-    /// Errors: `NOT_READY` while it has work.
+    /// Fails with `NOT_READY` while the stream has work.
     pub(crate) fn query(&self) -> Answer {
         let queue = self.lock();
         if queue.items.is_empty() && !queue.working { Ok(()) } else { Err(Code::NOT_READY) }
     }
 
-    /// Waits until it has none.
+    /// Waits until the stream has no work.
     pub(crate) fn wait(&self) {
         let mut queue = self.lock();
         while queue.working || !queue.items.is_empty() {
@@ -125,7 +125,7 @@ impl Stream {
             Item::Work(_) => settings().delay,
             Item::Mark(_) => settings().late,
         };
-        thread::sleep(pause); // this is the slow device that the test asked for
+        thread::sleep(pause); // the test has requested a slow device
         match item {
             Item::Mark(mark) => mark(),
             Item::Work(work) if self.device.works().is_ok() => {

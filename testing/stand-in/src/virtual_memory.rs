@@ -1,4 +1,4 @@
-//! Virtual memory: addresses, files and access, each on its own.
+//! Virtual memory, with separate addresses, files and access rights.
 
 use std::os::fd::{AsFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::handles::Handles;
 use crate::mapping::{self, Mapping};
 use crate::memory::{Allocation, Memory, Origin};
 
-/// The number that lengths are multiples of.
+/// All lengths are multiples of this number.
 pub(crate) const GRANULARITY: usize = 2 << 20;
 
 /// Memory without an address.
@@ -32,8 +32,8 @@ impl Physical {
         Ok(Arc::new(Physical { device, len, file: mapping::file(len)?, shareable }))
     }
 
-    /// A descriptor of it, which the caller owns. Errors: `INVALID_VALUE` if it was not made to be
-    /// shared.
+    /// Returns a descriptor of the memory, which the caller owns. Fails with `INVALID_VALUE` if it
+    /// was not created as shareable.
     pub(crate) fn export(&self) -> Answer<RawFd> {
         if !self.shareable {
             return Err(Code::INVALID_VALUE);
@@ -41,9 +41,9 @@ impl Physical {
         Ok(mapping::again(self.file.as_fd())?.into_raw_fd())
     }
 
-    /// What a descriptor is of; the descriptor remains the caller's.
+    /// Returns the memory of a descriptor, which remains the caller's.
     pub(crate) fn import(device: Device, descriptor: RawFd) -> Answer<Arc<Self>> {
-        // SAFETY: `dup` takes any number, and makes a descriptor that nobody else has.
+        // SAFETY: `dup` accepts any number, and returns a new descriptor that only this code owns.
         let file = unsafe {
             let copied = libc::dup(descriptor);
             if copied < 0 {
@@ -57,8 +57,8 @@ impl Physical {
 }
 
 impl Memory {
-    /// Addresses for virtual memory. Errors: `INVALID_VALUE` for lengths that are no multiples of
-    /// the granularity.
+    /// Reserves addresses for virtual memory. Fails with `INVALID_VALUE` for lengths that are no
+    /// multiples of the granularity.
     pub(crate) fn reserve(&mut self, len: usize) -> Answer<u64> {
         if len == 0 || !len.is_multiple_of(GRANULARITY) {
             return Err(Code::INVALID_VALUE);
@@ -69,8 +69,8 @@ impl Memory {
         Ok(address)
     }
 
-    /// Gives addresses back. Errors: `INVALID_VALUE` unless they are all of a reservation and
-    /// nothing is mapped there.
+    /// Releases addresses. Fails with `INVALID_VALUE` unless they are exactly one reservation
+    /// without mapped memory.
     pub(crate) fn unreserve(&mut self, address: u64, len: usize) -> Answer {
         let whole = self.reserved.get(&address).is_some_and(|pages| pages.len() == len);
         if !whole || self.within(address, len).next().is_some() {
@@ -80,7 +80,7 @@ impl Memory {
         Ok(())
     }
 
-    /// The reservation around a range, and where in it the range begins.
+    /// Returns the reservation that contains a range, and the offset of the range in it.
     fn reservation(&self, address: u64, len: usize) -> Answer<(&Mapping, usize)> {
         let (base, pages) =
             self.reserved.range(..=address).next_back().ok_or(Code::INVALID_VALUE)?;
@@ -89,7 +89,7 @@ impl Memory {
         if fits { Ok((pages, offset)) } else { Err(Code::INVALID_VALUE) }
     }
 
-    /// Puts memory at reserved addresses. Errors: `INVALID_VALUE`.
+    /// Maps memory at reserved addresses. Fails with `INVALID_VALUE`.
     pub(crate) fn map(&mut self, address: u64, len: usize, memory: &Physical) -> Answer {
         if len != memory.len || self.within(address, len).next().is_some() {
             return Err(Code::INVALID_VALUE);
@@ -101,7 +101,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Takes away what is mapped in a range, which must be whole pieces. Errors: `INVALID_VALUE`.
+    /// Unmaps a range, which must consist of whole pieces. Fails with `INVALID_VALUE`.
     pub(crate) fn unmap(&mut self, address: u64, len: usize) -> Answer {
         let pieces: Vec<_> = self
             .within(address, len)
@@ -119,7 +119,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Lets a range be touched. Errors: `INVALID_VALUE` for what is not mapped.
+    /// Sets the access to a range. Fails with `INVALID_VALUE` for memory that is not mapped.
     pub(crate) fn set_access(&mut self, address: u64, len: usize, granted: bool) -> Answer {
         let mut covered = 0;
         for (_, piece) in self.within(address, len) {
@@ -129,9 +129,9 @@ impl Memory {
         if covered == len { Ok(()) } else { Err(Code::INVALID_VALUE) }
     }
 
-    /// A descriptor of a range, whose position is where the range begins in it; the caller owns it.
-    /// Errors: `INVALID_VALUE` for ranges of several allocations or none, `NOT_SUPPORTED` for
-    /// memory of a pool.
+    /// Returns a descriptor for a range, positioned at the beginning of the range; the caller owns
+    /// it. Fails with `INVALID_VALUE` unless the range is within one allocation, and with
+    /// `NOT_SUPPORTED` for memory of a pool.
     pub(crate) fn descriptor(&self, address: u64, len: usize) -> Answer<RawFd> {
         let (base, allocation) = self.around(address).ok_or(Code::INVALID_VALUE)?;
         let whole = allocation.len.next_multiple_of(mapping::page()) as u64;
@@ -142,7 +142,7 @@ impl Memory {
             return Err(Code::NOT_SUPPORTED);
         }
         let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&allocation.file()));
-        // Opened again, not copied: a copy would share its position.
+        // Opens the file again, because a duplicate would share its position.
         let file =
             open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map_err(|_| Code::UNKNOWN)?;
         seek(&file, SeekFrom::Start(address - base)).map_err(|_| Code::UNKNOWN)?;

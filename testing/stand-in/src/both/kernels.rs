@@ -1,4 +1,4 @@
-//! Modules, once they are loaded, and launches.
+//! Loaded modules, and launches.
 
 use std::ffi::{c_uint, c_void};
 

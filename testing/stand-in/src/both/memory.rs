@@ -1,4 +1,4 @@
-//! Memory, of this process and of others.
+//! Memory of this process and of other processes.
 
 use std::ffi::c_uint;
 
@@ -54,7 +54,7 @@ both! {
 
     cuIpcOpenMemHandle_v2, hipIpcOpenMemHandle(address: Out<u64>, handle: MemHandle, flags: c_uint) |current| {
         current()?;
-        // Both drivers know one flag, and want it.
+        // Both drivers define and require exactly this flag.
         if flags != 1 {
             return Err(Code::INVALID_VALUE);
         }

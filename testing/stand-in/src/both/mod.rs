@@ -1,4 +1,4 @@
-//! Functions that are the same in CUDA's driver and in HIP but for their names.
+//! Functions that CUDA's driver and HIP have in common, except for their names.
 #![allow(non_snake_case)]
 
 mod kernels;
@@ -6,9 +6,8 @@ mod memory;
 mod order;
 mod virtual_memory;
 
-/// Exports each function under its name in CUDA and under its name in HIP. `|current|` gives the
-/// device of the calling thread, as that maker's driver knows it; `|current, maker|` says whose
-/// driver that is, too.
+/// Exports each function under its names in CUDA and in HIP. `|current|` is a function that returns
+/// the calling thread's device in that vendor's driver. `|current, maker|` adds the vendor.
 macro_rules! both {
     ($(
         $cuda:ident, $hip:ident ($($argument:ident: $type:ty),* $(,)?)

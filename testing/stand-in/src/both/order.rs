@@ -51,7 +51,7 @@ both! {
         let device = current()?;
         let event = EVENTS.get(event)?;
         event.query()?;
-        // What came before it may have broken the device since.
+        // Earlier work may have broken the device meanwhile.
         device.works()
     }
 

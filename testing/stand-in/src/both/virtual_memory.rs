@@ -12,7 +12,7 @@ use crate::memory::memory_mut;
 use crate::settings::settings;
 use crate::virtual_memory::{GRANULARITY, PHYSICAL, Physical};
 
-/// `CUmemLocation` and `hipMemLocation`: on a device is 1.
+/// `CUmemLocation` and `hipMemLocation`; kind 1 is a device.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Location {
@@ -26,8 +26,8 @@ impl Location {
     }
 }
 
-/// `CUmemAllocationProp` and `hipMemAllocationProp`: pinned memory is 1, a descriptor among the
-/// handles too.
+/// `CUmemAllocationProp` and `hipMemAllocationProp`; kind 1 is pinned memory, and handle type 1 a
+/// descriptor.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Properties {
@@ -40,7 +40,7 @@ struct Properties {
     usage: u16,
 }
 
-/// `CUmemAccessDesc` and `hipMemAccessDesc`: for reading and writing is 3.
+/// `CUmemAccessDesc` and `hipMemAccessDesc`; flag 3 allows reads and writes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Access {
@@ -48,13 +48,13 @@ struct Access {
     flags: c_uint,
 }
 
-/// A device by the number that the process has for it.
+/// Returns the device with this ordinal in the process.
 fn device(maker: Maker, ordinal: c_int) -> Answer<Device> {
     ready(maker)?;
     maker.device(ordinal)
 }
 
-/// CUDA's driver wants to be initialised first.
+/// Fails if CUDA's driver has not been initialised.
 fn ready(maker: Maker) -> Answer {
     match maker {
         Maker::Cuda => crate::cuda::initialised(),
@@ -62,7 +62,7 @@ fn ready(maker: Maker) -> Answer {
     }
 }
 
-/// The descriptor that an import is given. HIP before 7.1 takes a pointer to it.
+/// Returns the descriptor to import. HIP before 7.1 takes a pointer to it.
 fn descriptor(maker: Maker, told: In<c_int>) -> Answer<RawFd> {
     match maker {
         Maker::Hip if settings().hip_version < 70_100_000 => told.get(),

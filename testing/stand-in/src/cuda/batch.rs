@@ -1,4 +1,4 @@
-//! Many copies in one call, in the two forms that the driver has had.
+//! Many copies in one call, in both versions of the driver's function.
 
 use std::ffi::{c_int, c_uint};
 
@@ -32,7 +32,7 @@ struct Batch {
 
 impl Batch {
     fn run(&self) -> Answer {
-        // The driver refuses its default stream here.
+        // The driver rejects its default stream here.
         let several = self.count > 0 && (1..=self.count).contains(&self.attribute_count);
         if self.stream == 0 || !several || self.places.get()? != 0 {
             return Err(Code::INVALID_VALUE);

@@ -1,4 +1,4 @@
-//! Initialisation, errors, and the stack of contexts of a thread.
+//! Initialisation, errors, and each thread's stack of contexts.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int, c_uint};
@@ -16,15 +16,15 @@ thread_local! {
     static STACK: RefCell<Vec<Device>> = const { RefCell::new(Vec::new()) };
 }
 
-/// What the handles of contexts begin at: each device has one, always the same.
+/// The first context handle; each device has one fixed context.
 const FIRST: Handle = 0x0c00_0000;
 
-/// Errors: `NOT_INITIALIZED`.
+/// Fails with `NOT_INITIALIZED` before initialisation.
 pub(crate) fn initialised() -> Answer {
     if INITIALISED.load(Ordering::Acquire) { Ok(()) } else { Err(Code::NOT_INITIALIZED) }
 }
 
-/// The device whose context the thread has current, if it still works.
+/// Returns the device of the thread's current context, if the device works.
 pub(crate) fn current() -> Answer<Device> {
     initialised()?;
     let device = STACK.with_borrow(|stack| stack.last().copied()).ok_or(Code::INVALID_CONTEXT)?;
@@ -88,7 +88,7 @@ extern "C" fn cuDevicePrimaryCtxRetain(context: Out<Handle>, ordinal: c_int) -> 
 
 #[unsafe(no_mangle)]
 extern "C" fn cuDevicePrimaryCtxRelease_v2(ordinal: c_int) -> c_int {
-    // It keeps contexts: nothing of kvx's depends on their end.
+    // Keeps the context: kvx does not depend on its end.
     answer("cuDevicePrimaryCtxRelease_v2", || device(ordinal).map(|_| ()))
 }
 

@@ -29,7 +29,7 @@ fn one(to: End, from: End, len: usize, stream: Handle) -> Answer {
     for (end, of_device) in
         [(to, matches!(to, End::Device(_))), (from, matches!(from, End::Device(_)))]
     {
-        // Host addresses where a device's belong, which the device would not find.
+        // A host address in place of a device's; the device could not access it.
         if let (End::Device(address), true) = (end, of_device)
             && !is_of_device(address)
         {

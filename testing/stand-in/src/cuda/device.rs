@@ -1,4 +1,4 @@
-//! Devices: their names and what they can do.
+//! Devices: their names and attributes.
 
 use std::ffi::c_int;
 
@@ -44,10 +44,10 @@ extern "C" fn cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, ordinal:
     answer("cuDeviceGetAttribute", || {
         device(ordinal)?;
         value.set(match attribute {
-            // Compute capability, major and minor.
+            // The compute capability, major and minor.
             75 => 8,
             76 => 0,
-            // Multiprocessors.
+            // The number of multiprocessors.
             16 => 4,
             // Unified addresses, virtual memory, its descriptors, RDMA to it, pools, dma-buf
             // descriptors.

@@ -1,4 +1,4 @@
-//! Modules: what is loaded.
+//! Loads modules.
 
 use std::ffi::c_int;
 

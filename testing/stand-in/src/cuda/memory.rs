@@ -1,4 +1,4 @@
-//! The end of memory, and what is known of an address.
+//! Frees memory, and returns attributes of addresses.
 
 use std::ffi::{c_int, c_uint, c_void};
 
@@ -46,16 +46,16 @@ extern "C" fn cuPointerGetAttribute(value: *mut c_void, name: c_int, address: u6
     })
 }
 
-/// Writes one attribute of an address; what nobody knows is zero.
+/// Writes one attribute of an address; unknown attributes are zero.
 fn attribute(name: c_int, value: *mut c_void, address: u64) -> Answer {
     let memory = memory();
     let device = memory.around(address);
     let pinned = memory.pinned_around(address).filter(|_| !is_of_device(address));
     let origin = device.map(|(_, found)| found.origin);
     match name {
-        // The type of memory: host is 1, device 2.
+        // The type of memory: 1 for the host, 2 for a device.
         2 => put(value, if device.is_some() { 2_u32 } else { u32::from(pinned.is_some()) }),
-        // Whether it is managed. Its size is that of a C++ bool.
+        // Whether the memory is managed; the size is that of a C++ bool.
         8 => put(value, 0_u8),
         9 => put(value, device.map_or(-2, |(_, found)| Maker::Cuda.ordinal(found.device))),
         10 => put(value, u8::from(origin == Some(Origin::Plain))),
@@ -76,8 +76,8 @@ fn put<T>(to: *mut c_void, value: T) -> Answer {
     if to.is_null() {
         return Err(Code::INVALID_VALUE);
     }
-    // SAFETY: it is not null, so by the contract of the driver's function it has room for the
-    // attribute's type.
+    // SAFETY: the pointer is not null, so by the contract of the driver's function it has space for
+    // the attribute's type.
     unsafe { to.cast::<T>().write_unaligned(value) };
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The exports of `libcuda`. Names, arguments and numbers are the driver's.
+//! The exports of `libcuda`, with the driver's names, arguments and numbers.
 #![allow(non_snake_case)]
 
 mod batch;

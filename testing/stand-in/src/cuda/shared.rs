@@ -1,4 +1,4 @@
-//! Memory for other makers' cards.
+//! Exports memory for the cards of other vendors.
 
 use std::ffi::c_int;
 use std::os::fd::RawFd;

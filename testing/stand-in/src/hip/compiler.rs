@@ -1,4 +1,4 @@
-//! hipRTC: it compiles what has the entries of kvx's kernels, into a text that says which.
+//! hipRTC: compiles sources with entries of kvx's kernels into a text that lists these entries.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,7 +8,7 @@ use crate::code::{Answer, Code};
 use crate::handles::{Handle, Handles};
 use crate::launch::COMPILED;
 
-/// Numbers of hipRTC's own.
+/// Error codes of hipRTC.
 const INVALID_INPUT: Code = Code(3);
 const INVALID_PROGRAM: Code = Code(4);
 const COMPILATION: Code = Code(6);
@@ -18,7 +18,7 @@ struct Program {
     result: Mutex<Result>,
 }
 
-/// What has come of a program so far; both end with a zero byte.
+/// The results of a program so far; both end with a zero byte.
 #[derive(Default)]
 struct Result {
     log: Vec<u8>,

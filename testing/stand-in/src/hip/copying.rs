@@ -10,8 +10,8 @@ use crate::handles::Handle;
 use crate::mapping::is_of_device;
 use crate::stream;
 
-/// The ends of a copy of this kind. Errors: `INVALID_VALUE` where an address is not on the side
-/// that the kind says.
+/// Returns the ends of a copy of this kind. Fails with `INVALID_VALUE` if an address is not on the
+/// side that the kind requires.
 fn ends(to: u64, from: u64, kind: c_int) -> Answer<(End, End)> {
     let fits = match kind {
         1 => is_of_device(to) && !is_of_device(from),

@@ -12,14 +12,14 @@ thread_local! {
     static ORDINAL: Cell<c_int> = const { Cell::new(0) };
 }
 
-/// The device that the thread has current, if it still works.
+/// Returns the thread's current device, if it works.
 pub(crate) fn current() -> Answer<Device> {
     let device = Maker::Hip.device(ORDINAL.get())?;
     device.works()?;
     Ok(device)
 }
 
-/// What this process calls the thread's device.
+/// Returns the ordinal of the thread's current device.
 pub(super) fn current_ordinal() -> c_int {
     ORDINAL.get()
 }

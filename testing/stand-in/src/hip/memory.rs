@@ -1,4 +1,4 @@
-//! The end of memory, and what is known of an address.
+//! Frees memory, and returns attributes of addresses.
 
 use std::ffi::{c_int, c_uint};
 
@@ -13,7 +13,7 @@ use crate::settings::settings;
 extern "C" fn hipFree(address: u64) -> c_int {
     answer("hipFree", || {
         current()?;
-        // To free nothing is no mistake here.
+        // Freeing null is allowed here.
         if address == 0 {
             return Ok(());
         }
@@ -32,9 +32,9 @@ struct PointerAttributes {
     flags: c_uint,
 }
 
-/// `hipMemoryType`, whose numbers HIP 6 changed.
+/// The numbers of `hipMemoryType`, which HIP 6 changed.
 struct Types {
-    /// None: an address that the driver does not know is an error.
+    /// `None` if an unknown address is an error.
     unregistered: Option<c_int>,
     host: c_int,
     device: c_int,
@@ -91,7 +91,7 @@ fn of_address(address: u64) -> Answer<PointerAttributes> {
 #[unsafe(no_mangle)]
 extern "C" fn hipPointerGetAttribute(pool: Out<usize>, name: c_int, address: u64) -> c_int {
     answer("hipPointerGetAttribute", || {
-        // Of all attributes only the pool is asked for.
+        // kvx reads only the attribute for the pool.
         if name != 17 {
             return Err(Code::INVALID_VALUE);
         }

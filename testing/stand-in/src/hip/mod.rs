@@ -1,5 +1,5 @@
-//! The exports of `libamdhip64`, hipRTC with it, and one function of `libhsa-runtime64`. Names,
-//! arguments and numbers are the driver's.
+//! The exports of `libamdhip64`, of hipRTC and of one function of `libhsa-runtime64`, with the
+//! driver's names, arguments and numbers.
 #![allow(non_snake_case)]
 
 mod compiler;

@@ -1,4 +1,4 @@
-//! Memory for other makers' cards.
+//! Exports memory for the cards of other vendors.
 
 use std::ffi::c_int;
 use std::os::fd::RawFd;
@@ -20,7 +20,7 @@ extern "C" fn hipMemGetHandleForAddressRange(
 ) -> c_int {
     answer("hipMemGetHandleForAddressRange", || {
         current()?;
-        // HIP has it since 7.0.
+        // HIP has this function since 7.0.
         if settings().hip_version < 70_000_000 {
             return Err(Code::NOT_SUPPORTED);
         }
@@ -32,7 +32,7 @@ extern "C" fn hipMemGetHandleForAddressRange(
     })
 }
 
-/// Of `libhsa-runtime64`, by which HIP before 7.0 does it: the descriptor is of the whole
+/// A function of `libhsa-runtime64`, which HIP before 7.0 uses: the descriptor covers the whole
 /// allocation.
 #[unsafe(no_mangle)]
 extern "C" fn hsa_amd_portable_export_dmabuf(

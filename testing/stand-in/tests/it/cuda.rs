@@ -1,4 +1,4 @@
-//! The exports of `libcuda`.
+//! Tests the exports of `libcuda`.
 
 use kvx_core::backend::Hop;
 use kvx_gpu::kernels::{
@@ -12,7 +12,7 @@ use crate::wait_for;
 
 pub(crate) type Handle = usize;
 
-/// The driver with a context and a stream.
+/// The driver, with a context and a stream.
 pub(crate) struct Cuda {
     pub(crate) library: Opened,
     pub(crate) stream: Handle,
@@ -64,7 +64,7 @@ impl Cuda {
         call!(self.library, cuStreamSynchronize(self.stream => Handle))
     }
 
-    /// Memory with this content.
+    /// Allocates memory with this content.
     pub(crate) fn with(&self, bytes: &[u8]) -> u64 {
         let address = self.allocate(bytes.len());
         assert_eq!(self.upload(address, bytes), 0);
@@ -104,7 +104,8 @@ impl Drop for Cuda {
     }
 }
 
-/// Whoever opens `libcuda.so.1` later gets the library that is open under another path.
+/// The soname makes later opens of `libcuda.so.1` return the library that is open under another
+/// path.
 #[test]
 fn the_drivers_name_finds_the_library_that_is_open() {
     let opened = Opened::by_path();
@@ -115,7 +116,7 @@ fn the_drivers_name_finds_the_library_that_is_open() {
 }
 
 #[test]
-fn calls_without_a_context_are_refused() {
+fn calls_without_a_context_fail() {
     let cuda = Cuda::new();
     let mut context: Handle = 0;
     let mut address = 0_u64;
@@ -136,7 +137,7 @@ fn calls_without_a_context_are_refused() {
         call!(cuda.library, cuDevicePrimaryCtxRetain(&mut third => *mut Handle, 0 => i32)),
         0
     );
-    assert_eq!(again, third, "a device has one primary context");
+    assert_eq!(again, third, "a device must have one primary context");
     assert_eq!(call!(cuda.library, cuCtxPushCurrent_v2(0xbad => Handle)), 201);
     assert_eq!(cuda.free(address), 0);
 }
@@ -163,7 +164,7 @@ fn copies_and_fills_move_bytes() {
     assert_eq!(cuda.control.faults(), 0);
 }
 
-/// `CUDA_MEMCPY2D` as eight words a side, but for the type of memory.
+/// `CUDA_MEMCPY2D` as eight words per side, apart from the type of memory.
 #[repr(C)]
 struct Copy2D([[u64; 7]; 2], [usize; 2]);
 
@@ -172,7 +173,7 @@ fn rows_are_copied_at_their_pitches() {
     let cuda = Cuda::new();
     let host: Vec<u8> = (0..64).collect();
     let device = cuda.allocate(64);
-    // Four rows of five bytes: every 16 at the host, every 8 on the device.
+    // Four rows of five bytes, with a pitch of 16 on the host and of 8 on the device.
     let from = [0, 0, 1, host.as_ptr() as u64, 0, 0, 16];
     let copy = |pitch| Copy2D([from, [0, 0, 2, 0, device, 0, pitch]], [5, 4]);
     let run = |copy: Copy2D| call!(cuda.library, cuMemcpy2DAsync_v2(&copy => *const Copy2D, cuda.stream => Handle));
@@ -180,8 +181,8 @@ fn rows_are_copied_at_their_pitches() {
     let expected: Vec<u8> =
         (0..64).map(|at| if at < 32 && at % 8 < 5 { at / 8 * 16 + at % 8 } else { 0 }).collect();
     assert_eq!(cuda.download(device, 64), expected);
-    assert_eq!(run(copy(4)), 1, "rows that overlap");
-    assert_eq!(run(copy(32)), 1, "rows beyond the memory");
+    assert_eq!(run(copy(4)), 1, "rows must not overlap");
+    assert_eq!(run(copy(32)), 1, "rows must be within the memory");
     assert_eq!(cuda.free(device), 0);
 }
 
@@ -202,7 +203,7 @@ fn a_batch_is_many_copies_in_one_call() {
     assert_eq!(run(cuda.stream), 0);
     assert_eq!(cuda.download(device + 32, 8), [0, 1, 2, 3, 36, 37, 38, 39]);
     assert_eq!(target, source[4..12]);
-    assert_eq!(run(0), 1, "the default stream takes no batches");
+    assert_eq!(run(0), 1, "the default stream must reject batches");
     let mut failed = 0_usize;
     assert_eq!(
         call!(cuda.library, cuMemcpyBatchAsync(
@@ -254,12 +255,12 @@ fn launches_do_what_the_reference_does() {
     expected[150..].copy_from_slice(&content[..50]);
     assert_eq!(cuda.download(back, 200), expected);
 
-    // Two heads of three tokens of two bytes; blocks 4 and 0 of the region into the first two of
-    // the other.
+    // Two heads of three tokens of two bytes: blocks 4 and 0 of the region are copied into the
+    // first two of the other.
     let swap = Swap::heads_to_tokens(2, 3, 2);
     let to = LaunchBlocks { base: back, stride: 12, indices: 0 };
     let from = LaunchBlocks { base: region, stride: 12, indices: list };
-    let permute = Launch::permute(to, from, 2, swap).expect("a small block");
+    let permute = Launch::permute(to, from, 2, swap).expect("the block is small enough");
     assert_eq!(cuda.launch(cuda.function("kvx_permute"), &permute), 0);
     for (to, from) in [(0, 48), (12, 0)] {
         reference::permute_block(&content[from..from + 12], &mut expected[to..to + 12], swap)
@@ -280,7 +281,7 @@ fn a_kernel_out_of_bounds_breaks_the_device() {
     let table = cuda.with(&encode_hops(&hops));
     assert_eq!(cuda.launch(cuda.function("kvx_hops"), &Launch::hops(table, &hops)), 0);
     assert_eq!(cuda.wait(), 700);
-    assert_eq!(cuda.upload(region, &[0; 8]), 700, "nothing works any more");
+    assert_eq!(cuda.upload(region, &[0; 8]), 700, "all later calls must fail");
     assert_eq!(cuda.control.faults(), 1);
     cuda.control.command("well");
     assert_eq!(cuda.free(region) + cuda.free(table), 0);
@@ -304,7 +305,7 @@ fn kernels_reach_pinned_memory_and_no_other_of_the_host() {
         cuda.wait()
     };
     assert_eq!(run(pinned + 3), 0);
-    // SAFETY: the driver pinned so many bytes, and nothing writes to them any more.
+    // SAFETY: the driver pinned 16 bytes here, and no work that writes to them is left.
     let seen = unsafe { std::slice::from_raw_parts(pinned as *const u8, 16) };
     assert_eq!(seen, b"\0\0\0kvx kvx \0\0\0\0\0");
     assert_eq!(run(plain.as_mut_ptr() as u64), 700);
@@ -315,7 +316,7 @@ fn kernels_reach_pinned_memory_and_no_other_of_the_host() {
 }
 
 #[test]
-fn what_is_not_ours_is_no_kernel() {
+fn kernels_of_other_programs_are_not_recognised() {
     let cuda = Cuda::new();
     let mut module: Handle = 0;
     for text in ["\0", "something else\0"] {
@@ -338,12 +339,12 @@ fn what_is_not_ours_is_no_kernel() {
     );
     let hops = cuda.function("kvx_hops");
     let wrong = Launch { grid: [1, 1 << 20, 1], ..Launch::hops(0, &[]) };
-    assert_eq!(cuda.launch(hops, &wrong), 1, "a grid that no device takes");
+    assert_eq!(cuda.launch(hops, &wrong), 1, "the grid is too large");
     assert_eq!(cuda.launch(0xbad, &Launch::hops(0, &[])), 400);
 }
 
 #[test]
-fn calls_fail_as_a_test_wants() {
+fn calls_fail_as_a_test_requests() {
     let cuda = Cuda::new();
     let mut memory = Vec::new();
     let mut allocate = || {
@@ -359,7 +360,7 @@ fn calls_fail_as_a_test_wants() {
     assert_eq!(allocate(), 999);
     cuda.control.command("well");
     cuda.control.command("memory 100");
-    assert_eq!(allocate(), 2, "two blocks of 64 bytes are there");
+    assert_eq!(allocate(), 2, "only two blocks of 64 bytes fit");
     assert_eq!((cuda.control.calls("cuMemAlloc_v2"), cuda.control.allocated()), (6, 128));
     for address in memory {
         assert_eq!(cuda.free(address), 0);
@@ -388,7 +389,7 @@ fn errors_have_names() {
 fn virtual_memory_has_addresses_files_and_access() {
     const LEN: usize = 2 << 20;
     let cuda = Cuda::new();
-    // Pinned, as a descriptor, on device 0.
+    // Pinned memory, shareable as a descriptor, on device 0.
     let properties: [u64; 4] = [1 | 1 << 32, 1, 0, 0];
     let mut granularity = 0_usize;
     assert_eq!(
@@ -427,7 +428,7 @@ fn virtual_memory_has_addresses_files_and_access() {
     );
     assert_eq!(cuda.upload(across, b"kvx kvx "), 0);
     assert_eq!(cuda.download(across, 8), b"kvx kvx ");
-    // The range of an address is that of one piece.
+    // An address belongs to the range of one piece.
     let (mut start, mut len) = (0_u64, 0_usize);
     assert_eq!(
         call!(cuda.library, cuMemGetAddressRange_v2(
@@ -436,7 +437,7 @@ fn virtual_memory_has_addresses_files_and_access() {
     );
     assert_eq!((start, len), (base + LEN as u64, LEN));
 
-    // A descriptor is the same memory elsewhere.
+    // A descriptor maps the same memory elsewhere.
     let mut descriptor = -1;
     assert_eq!(
         call!(cuda.library, cuMemExportToShareableHandle(
@@ -481,7 +482,7 @@ fn virtual_memory_has_addresses_files_and_access() {
         assert_eq!(call!(cuda.library, cuMemRelease(handle => Handle)), 0);
         assert_eq!(call!(cuda.library, cuMemRelease(handle => Handle)), 400);
     }
-    // SAFETY: the driver gave the descriptor to the caller.
+    // SAFETY: the driver returned the descriptor to this caller, who owns it.
     drop(unsafe { <std::os::fd::OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(descriptor) });
 }
 
@@ -493,7 +494,7 @@ fn another_thread_has_no_context() {
             let mut address = 0_u64;
             call!(cuda.library, cuMemAlloc_v2(&mut address => *mut u64, 64 => usize))
         });
-        thread.join().expect("it does not panic")
+        thread.join().expect("the thread does not panic")
     });
     assert_eq!(code, 201);
     wait_for("the stream", || call!(cuda.library, cuStreamQuery(cuda.stream => Handle)) == 0);

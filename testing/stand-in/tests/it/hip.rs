@@ -1,4 +1,4 @@
-//! The exports of `libamdhip64`, and hipRTC.
+//! Tests the exports of `libamdhip64` and of hipRTC.
 
 use kvx_core::backend::Hop;
 use kvx_gpu::kernels::{Launch, SOURCE, THREADS, encode_hops};
@@ -53,7 +53,7 @@ impl Drop for Hip {
 }
 
 #[test]
-fn copies_go_the_way_that_they_say() {
+fn copies_check_their_direction() {
     let hip = Hip::new();
     let memory = hip.allocate(64);
     let (mut bytes, mut back) = (*b"kvx kvx ", [0_u8; 8]);
@@ -95,7 +95,7 @@ struct Attributes {
 }
 
 #[test]
-fn types_of_memory_have_the_numbers_of_the_version() {
+fn memory_types_have_the_numbers_of_the_version() {
     let hip = Hip::new();
     let memory = hip.allocate(64);
     let (mut pinned, mut pool) = (0_u64, 0_usize);
@@ -150,7 +150,7 @@ fn types_of_memory_have_the_numbers_of_the_version() {
 }
 
 #[test]
-fn the_other_runtime_exports_descriptors_of_whole_allocations() {
+fn the_hsa_runtime_exports_descriptors_of_whole_allocations() {
     let hip = Hip::new();
     let memory = hip.allocate(8192);
     let (mut descriptor, mut offset) = (-1, 0_u64);
@@ -160,7 +160,7 @@ fn the_other_runtime_exports_descriptors_of_whole_allocations() {
         0
     );
     assert_eq!(offset, 100);
-    // SAFETY: the driver gave the descriptor to the caller.
+    // SAFETY: the driver returned the descriptor to this caller, who owns it.
     let file = unsafe { <std::fs::File as std::os::fd::FromRawFd>::from_raw_fd(descriptor) };
     assert_eq!(file.metadata().expect("a file").len(), 8192);
     assert_eq!(
@@ -172,7 +172,7 @@ fn the_other_runtime_exports_descriptors_of_whole_allocations() {
 }
 
 #[test]
-fn a_thread_has_a_device_of_its_own() {
+fn each_thread_has_its_own_current_device() {
     let hip = Hip::new();
     let ordinal = || {
         let mut ordinal = -1;
@@ -183,7 +183,7 @@ fn a_thread_has_a_device_of_its_own() {
     assert_eq!(call!(hip.library, hipSetDevice(2 => i32)), 101);
     assert_eq!(ordinal(), 1);
     let elsewhere =
-        std::thread::scope(|scope| scope.spawn(ordinal).join().expect("it does not panic"));
+        std::thread::scope(|scope| scope.spawn(ordinal).join().expect("the thread does not panic"));
     assert_eq!(elsewhere, 0);
     let memory = hip.allocate(64);
     let mut found = Attributes::default();
@@ -208,7 +208,7 @@ fn a_thread_has_a_device_of_its_own() {
     assert_eq!(call!(hip.library, hipSetDevice(0 => i32)), 0);
 }
 
-/// What the compiler says of a source: its code, or its number and log.
+/// Returns the compiler's code for a source, or its error code and log.
 fn compiled(hip: &Hip, source: &str) -> Result<Vec<u8>, (i32, String)> {
     let source = format!("{source}\0");
     let (mut program, option): (Handle, _) = (0, c"-O3");
@@ -250,7 +250,7 @@ fn the_kernels_are_compiled_loaded_and_launched() {
     let code = compiled(&hip, SOURCE).expect("the kernels");
     assert_eq!(compiled(&hip, "int x;"), Err((6, "no kernel in this source".to_owned())));
     hip.control.fail("hiprtcCompileProgram", 6, 1);
-    assert_eq!(compiled(&hip, SOURCE).expect_err("a failure that was asked for").0, 6);
+    assert_eq!(compiled(&hip, SOURCE).expect_err("the test has requested a failure").0, 6);
     let [mut module, mut function]: [Handle; 2] = [0; 2];
     let ptx = format!("{}\0", kvx_gpu::kernels::PTX);
     assert_eq!(
@@ -286,7 +286,7 @@ fn the_kernels_are_compiled_loaded_and_launched() {
             0 => u32, hip.stream => Handle, parameters.as_ptr() => *const *const u64,
             std::ptr::null() => *const usize))
     };
-    assert_eq!(run(THREADS / 2), 1, "not what the kernels are made for");
+    assert_eq!(run(THREADS / 2), 1, "the kernels require another number of threads");
     assert_eq!(run(THREADS), 0);
     let mut back = vec![0_u8; 128];
     assert_eq!(hip.copy(back.as_mut_ptr() as u64, memory, 128, 2), 0);
@@ -300,7 +300,7 @@ fn the_kernels_are_compiled_loaded_and_launched() {
 #[test]
 fn errors_have_names() {
     let library = Opened::by_path();
-    // SAFETY: it takes any number and returns a constant C string.
+    // SAFETY: the function accepts any number and returns a constant C string.
     let name = unsafe {
         let name: unsafe extern "C" fn(i32) -> *const std::ffi::c_char =
             library.function("hipGetErrorName");

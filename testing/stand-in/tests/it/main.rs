@@ -1,4 +1,5 @@
-//! The stand-in as drivers are used: opened at run time, called through its C interface.
+//! Tests the stand-in in the way that programs use drivers: opened at run time, and called through
+//! its C interface.
 
 mod cuda;
 mod hip;
@@ -15,11 +16,11 @@ fn main() -> ExitCode {
     kvx_testkit::harness_main([])
 }
 
-/// Calls `done` until it says so.
+/// Calls `done` until it returns true.
 fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     let until = Instant::now() + Duration::from_secs(8);
     while !done() {
-        assert!(Instant::now() < until, "{what} does not come");
+        assert!(Instant::now() < until, "{what} must happen in time");
         std::thread::yield_now();
     }
 }

@@ -1,4 +1,4 @@
-//! Memory: bounds, what is known of addresses, and what cannot be shared.
+//! Tests memory: bounds, attributes of addresses, and memory that cannot be shared.
 
 use std::fs::File;
 use std::os::fd::FromRawFd as _;
@@ -9,7 +9,7 @@ use kvx_testkit::test;
 use crate::cuda::{Cuda, Handle};
 use crate::symbols::call;
 
-/// The attributes that kvx asks for: type, ordinal, shareable, start, length, pool.
+/// Returns the attributes that kvx reads: type, ordinal, shareable, start, length, pool.
 fn attributes(cuda: &Cuda, address: u64) -> (u32, i32, u32, u64, usize, usize) {
     let (mut kind, mut ordinal, mut shareable, mut start, mut len, mut pool) = (9, 9, 0, 9, 9, 9);
     let names = [2, 9, 10, 11, 12, 17];
@@ -30,7 +30,7 @@ fn attributes(cuda: &Cuda, address: u64) -> (u32, i32, u32, u64, usize, usize) {
 }
 
 #[test]
-fn addresses_are_told_apart() {
+fn addresses_have_the_attributes_of_their_memory() {
     let cuda = Cuda::new();
     let plain = cuda.allocate(100);
     let (mut pool, mut pinned) = (0_u64, 0_u64);
@@ -56,12 +56,12 @@ fn addresses_are_told_apart() {
 }
 
 #[test]
-fn misuse_is_refused_and_counted() {
+fn misuse_fails_and_is_counted() {
     let cuda = Cuda::new();
     let memory = cuda.allocate(100);
-    assert_eq!(cuda.upload(memory + 96, &[0; 5]), 1, "one byte too many");
+    assert_eq!(cuda.upload(memory + 96, &[0; 5]), 1, "the range is one byte too long");
     assert_eq!(cuda.upload(memory - 1, &[0; 1]), 1);
-    assert_eq!(cuda.upload(0x1000, &[0; 1]), 1, "no address of a device");
+    assert_eq!(cuda.upload(0x1000, &[0; 1]), 1, "not a device address");
     assert_eq!(cuda.free(memory + 1), 1);
     assert_eq!(cuda.free(memory), 0);
     assert_eq!(cuda.free(memory), 1, "freed twice");
@@ -93,7 +93,7 @@ fn pool_memory_is_not_shared() {
 }
 
 #[test]
-fn a_descriptor_is_of_the_memory() {
+fn a_descriptor_refers_to_the_memory() {
     let cuda = Cuda::new();
     let memory = cuda.allocate(3 * 4096);
     assert_eq!(cuda.upload(memory + 4096, b"kvx"), 0);
@@ -103,15 +103,15 @@ fn a_descriptor_is_of_the_memory() {
             &mut descriptor => *mut i32, start => u64, len => usize, 1 => i32, 0 => u64))
     };
     assert_eq!(of(memory + 1, 4096), 1, "not aligned");
-    assert_eq!(of(memory, 100), 1, "not whole pages");
+    assert_eq!(of(memory, 100), 1, "the range must be whole pages");
     assert_eq!(of(memory + 4096, 3 * 4096), 1, "beyond it");
     assert_eq!(of(memory + 4096, 2 * 4096), 0);
-    // SAFETY: the driver gave the descriptor to the caller.
+    // SAFETY: the driver returned the descriptor to this caller, who owns it.
     let mut file = unsafe { File::from_raw_fd(descriptor) };
     let start = std::io::Seek::stream_position(&mut file).expect("a file has a position");
-    assert_eq!(start, 4096, "where the range begins");
+    assert_eq!(start, 4096, "the position must be the beginning of the range");
     let mut bytes = [0; 3];
-    file.read_exact_at(&mut bytes, start).expect("it is that long");
+    file.read_exact_at(&mut bytes, start).expect("the file contains the range");
     assert_eq!(&bytes, b"kvx");
     assert_eq!(cuda.free(memory), 0);
 }

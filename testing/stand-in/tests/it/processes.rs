@@ -1,5 +1,5 @@
-//! Memory of other processes, and which devices a process sees. The other process is this program
-//! again.
+//! Tests memory of other processes, and the devices that a process sees. The other process runs
+//! this program again.
 
 use std::io::Write as _;
 use std::time::Duration;
@@ -9,13 +9,13 @@ use kvx_testkit::{Child, test};
 use crate::cuda::{Cuda, Handle};
 use crate::symbols::{Opened, call};
 
-/// Tells this program which role to play: `owner` or `seer`.
+/// The environment variable with the role of a process: `owner` or `seer`.
 const ROLE: &str = "KVX_STAND_IN_TEST_ROLE";
 
-/// How long the other process may take for an answer.
+/// The time that the other process may take to answer.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// Plays the other process of a test and ends, if this process was started for that.
+/// Plays the other process of a test and exits, if this process was started for that.
 pub(crate) fn play_if_asked() {
     match std::env::var(ROLE).as_deref() {
         Err(_) => return,
@@ -26,27 +26,27 @@ pub(crate) fn play_if_asked() {
     std::process::exit(0);
 }
 
-/// Starts another process with these variables.
+/// Starts another process with this role and these variables.
 fn start(role: &str, variables: &[(&str, &str)]) -> Child {
     let mut variables: Vec<_> =
         variables.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
     variables.push((ROLE, role.to_owned()));
-    Child::start_self_with(&variables).expect("this program starts")
+    Child::start_self_with(&variables).expect("this program can be started")
 }
 
 fn answer(other: &Child) -> String {
     other.hear(LIMIT).expect("it answers")
 }
 
-/// Answers the process that has started this one.
+/// Answers the parent process.
 fn say(line: &str) {
     println!("{line}");
-    std::io::stdout().flush().expect("the other process listens");
+    std::io::stdout().flush().expect("the parent reads standard output");
 }
 
 fn next_line() -> Option<String> {
     let mut line = String::new();
-    let read = std::io::stdin().read_line(&mut line).expect("lines come in");
+    let read = std::io::stdin().read_line(&mut line).expect("standard input is readable");
     (read > 0).then(|| line.trim_end().to_owned())
 }
 
@@ -59,7 +59,7 @@ fn unhex(text: &str) -> Vec<u8> {
     (0..text.len()).step_by(2).map(byte).collect()
 }
 
-/// Shares memory, tells what is in it, frees it.
+/// Shares memory, returns its content, and frees it.
 fn owner() {
     let cuda = Cuda::new();
     let memory = cuda.with(b"kvx kvx ");
@@ -72,7 +72,7 @@ fn owner() {
     let bytes: [u64; 8] =
         std::array::from_fn(|at| u64::from_le_bytes(handle[at * 8..][..8].try_into().expect("8")));
     let own = call!(cuda.library, cuIpcOpenMemHandle_v2(&mut opened => *mut u64, bytes => [u64; 8], 1 => u32));
-    assert_eq!(own, 201, "memory of this process");
+    assert_eq!(own, 201, "memory of this process cannot be opened");
     say(&hex(&handle));
     while let Some(line) = next_line() {
         match line.as_str() {
@@ -83,7 +83,7 @@ fn owner() {
     }
 }
 
-/// A handle as it is passed by value: 64 bytes in memory, like the driver's struct.
+/// A handle that is passed by value: 64 bytes in memory, like the driver's struct.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct ByValue([u8; 64]);
@@ -107,18 +107,18 @@ fn memory_of_another_process_is_the_same_memory() {
     let cuda = Cuda::new();
     let mut owner = start("owner", &[]);
     let handle = unhex(&answer(&owner));
-    let memory = open(&cuda, &handle).expect("it is shared");
+    let memory = open(&cuda, &handle).expect("the memory is shared");
     assert_eq!(cuda.download(memory, 8), b"kvx kvx ");
     assert_eq!(cuda.upload(memory, b"seen"), 0);
-    owner.say("show").expect("it reads lines");
+    owner.say("show").expect("the owner reads lines");
     assert_eq!(unhex(&answer(&owner)), b"seenkvx ");
     assert_eq!(open(&cuda, &handle), Err(208), "opened twice");
-    assert_eq!(cuda.free(memory), 1, "not this process's to free");
+    assert_eq!(cuda.free(memory), 1, "opened memory cannot be freed");
     assert_eq!(close(&cuda, memory), 0);
     assert_eq!(close(&cuda, memory), 1);
-    let memory = open(&cuda, &handle).expect("it is shared still");
+    let memory = open(&cuda, &handle).expect("the memory is still shared");
     assert_eq!(close(&cuda, memory), 0);
-    owner.say("free").expect("it reads lines");
+    owner.say("free").expect("the owner reads lines");
     assert_eq!(answer(&owner), "0");
     assert_eq!(open(&cuda, &handle), Err(1), "freed");
 }
@@ -128,14 +128,14 @@ fn memory_of_a_dead_process_does_not_open() {
     let cuda = Cuda::new();
     let owner = start("owner", &[]);
     let handle = unhex(&answer(&owner));
-    let memory = open(&cuda, &handle).expect("it is shared");
+    let memory = open(&cuda, &handle).expect("the memory is shared");
     assert_eq!(close(&cuda, memory), 0);
     drop(owner);
     assert_eq!(open(&cuda, &handle), Err(1));
-    assert_eq!(open(&cuda, &[7; 64]), Err(1), "no handle at all");
+    assert_eq!(open(&cuda, &[7; 64]), Err(1), "the handle is invalid");
 }
 
-/// Tells the devices that it sees.
+/// Reports the devices that it sees.
 fn seer() {
     let library = Opened::by_path();
     if call!(library, cuInit(0 => u32)) != 0 {
@@ -166,7 +166,7 @@ fn seer() {
 }
 
 #[test]
-fn a_process_sees_the_devices_that_it_is_told() {
+fn a_process_sees_only_its_configured_devices() {
     let three = ("KVX_STAND_IN", "devices 3");
     for (variables, seen) in [
         (&[three][..], "0@0000:01:00.0 1@0000:02:00.0 2@0000:03:00.0"),

@@ -1,4 +1,4 @@
-//! Streams and events: order, lateness, and memory that is freed too early.
+//! Tests streams and events: order, delays, and memory that is freed too early.
 
 use kvx_testkit::test;
 
@@ -21,7 +21,7 @@ fn query(cuda: &Cuda, event: Handle) -> i32 {
 }
 
 #[test]
-fn an_event_comes_after_what_is_before_it() {
+fn an_event_completes_after_the_work_before_it() {
     let cuda = Cuda::new();
     let (memory, mark) = (cuda.allocate(8), event(&cuda));
     assert_eq!(query(&cuda, mark), 0, "never recorded");
@@ -44,7 +44,7 @@ fn an_event_comes_after_what_is_before_it() {
 }
 
 #[test]
-fn an_event_is_late_when_a_test_wants_that() {
+fn an_event_is_late_when_a_test_requests_it() {
     let cuda = Cuda::new();
     let mark = event(&cuda);
     cuda.control.command("late 100000");
@@ -90,7 +90,7 @@ fn a_stream_waits_for_an_event_of_another() {
 }
 
 #[test]
-fn memory_freed_under_a_copy_is_found_out() {
+fn memory_freed_during_a_copy_is_a_fault() {
     let cuda = Cuda::new();
     let (memory, bytes) = (cuda.allocate(8), [0_u8; 8]);
     cuda.control.command("hold");
@@ -106,7 +106,7 @@ fn memory_freed_under_a_copy_is_found_out() {
 }
 
 #[test]
-fn pinned_memory_freed_under_a_copy_is_found_out() {
+fn pinned_memory_freed_during_a_copy_is_a_fault() {
     let cuda = Cuda::new();
     let memory = cuda.allocate(8);
     let mut pinned = 0_u64;

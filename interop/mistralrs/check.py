@@ -1,5 +1,6 @@
-"""Engines on mistral.rs that prefill for each other, and for `kvx serve`: `check.py SERVER KVX WORK [PART]...`. Prints a table; exits 1
-if anything is not as it must be. Ends what it has started, by process id."""
+"""Checks engines on mistral.rs that prefill for each other and for `kvx serve`: `check.py SERVER KVX WORK [PART]...`.
+
+Prints a table; exits with 1 if a check failed. Ends the processes that it has started, by process id."""
 
 import json
 import os
@@ -14,7 +15,7 @@ SERVER, KVX, WORK = map(os.path.abspath, sys.argv[1:4])
 HELD = tempfile.TemporaryDirectory(prefix="kvx-mistralrs-")
 MODELS = HELD.name
 BLOCKS = 1024
-ENDS = (256, 258)  # tokens at which an answer of these models ends
+ENDS = (256, 258)  # tokens that end an answer of these models
 SHAPE = ("--layers 3 --hidden 128 --heads 4 --kv-heads 2 --head-dim 32 --vocab 1024 --max-positions 2048 --dtype float32 "
          "--seed 1234").split()
 
@@ -49,7 +50,7 @@ def kvx(name, model, backend):
 
 
 def same(one, other):
-    """Equal, or as far as the one that ended at a token of the end: `kvx serve` is asked to go on there, and does."""
+    """Returns whether the tokens are equal, up to an end token: `kvx serve` continues after it, as requested."""
     shorter, longer = sorted((one, other), key=len)
     return len(shorter) > 0 and longer[:len(shorter)] == shorter and (len(shorter) == len(longer) or shorter[-1] in ENDS)
 
@@ -59,7 +60,7 @@ def plain(reference, prompt):
 
 
 def computed(answer):
-    """Tokens of the prompt that a decode has computed. `kvx serve` counts the last one, which it computes again, as cached."""
+    """Returns how many tokens of the prompt a decode computed. `kvx serve` counts the last one, which it recomputes, as cached."""
     usage = answer["usage"]
     return usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
 
@@ -69,19 +70,19 @@ def judged(what, asked, answers, reference):
     equal = sum(bool(answer) and same(answer["tokens"], tokens) for answer, tokens in zip(answers, expected))
     most = max((computed(answer) for answer in answers if answer), default=None)
     check(equal == len(asked), f"{what}: {equal} of {len(asked)} prompts are equal")
-    check(len(set(map(tuple, expected))) > len(asked) // 2, f"{what}: the answers do not differ among each other")
+    check(len(set(map(tuple, expected))) > len(asked) // 2, f"{what}: the answers must differ from each other")
     check(most is not None and most <= 1, f"{what}: a decode computed {most} tokens of a prompt")
     return f"{equal} of {len(asked)}", most
 
 
 def edges(what, prefill, decode, reference, seed):
-    """Prompts around the edges of blocks, one after the other."""
+    """Sends prompts around the block boundaries, one after the other."""
     asked = prompts(seed)
     return judged(what, asked, [through(prefill, decode, prompt) for prompt in asked], reference)
 
 
 def batch(what, prefill, decode, reference, seed, lengths):
-    """Four at a time: of one length, which mistral.rs computes together, or of four, which take turns."""
+    """Sends four prompts at a time, of one length, which mistral.rs batches, or of four, which take turns."""
     asked, answers = prompts(seed, lengths), [None] * 4
 
     def ask(at):
@@ -99,16 +100,16 @@ def batches(what, prefill, decode, reference, seed):
 
 
 def spoilt(what, prefill, decode, reference, seed):
-    """The caches of another prompt give other tokens: it is them that make the answer."""
+    """Checks that the caches of another prompt give other tokens, so the caches determine the answer."""
     one, other = prompts(seed, [300, 300])
     answer = prefill.complete(other, 1, kv_transfer_params={"do_remote_decode": True})[1]
     status, answer = decode.complete(one, 20, kv_transfer_params=answer["kv_transfer_params"])
     tokens = status == 200 and answer["choices"][0]["token_ids"]
-    check(tokens and not same(tokens, plain(reference, one)), f"{what}: spoilt caches are not noticed: {status} {tokens}")
+    check(tokens and not same(tokens, plain(reference, one)), f"{what}: wrong caches must change the answer: {status} {tokens}")
 
 
 def proxied(what, prefill, decode, reference, seed):
-    """Through kvx's proxy, streamed and not."""
+    """Sends requests through kvx's proxy, with and without streaming."""
     port = ports(1)[0]
     words = [KVX, "proxy", "--host", "127.0.0.1", "--port", str(port), "--prefill", f"http://127.0.0.1:{prefill.port}",
              "--decode", f"http://127.0.0.1:{decode.port}"]
@@ -124,34 +125,34 @@ def proxied(what, prefill, decode, reference, seed):
             status, answer = proxy.ask("POST", "/v1/completions", body)
             told = [json.loads(line[6:]) for line in answer.decode().splitlines() if line.startswith("data: {")]
             text = "".join(choice["text"] for chunk in told for choice in chunk.get("choices", []))
-            # What ends in half a character is never streamed.
+            # An unfinished character is never streamed.
             right = expected["text"].rstrip("\ufffd").lstrip()
-            check(status == 200 and text.lstrip() == right, f"{what}, proxy, streamed: {status} {text!r} and not {right!r}")
-            check(answer.decode().rstrip().endswith("data: [DONE]"), f"{what}, proxy, streamed: it has no end")
+            check(status == 200 and text.lstrip() == right, f"{what}, proxy, streamed: {status} {text!r}, not {right!r}")
+            check(answer.decode().rstrip().endswith("data: [DONE]"), f"{what}, proxy, streamed: the end of the stream is missing")
 
 
 def left(what, prefill, decode, reference, seed):
-    """A client that leaves in the middle takes nobody else along."""
+    """Checks that a client that disconnects does not affect others."""
     one, other = prompts(seed, [200, 300])
     for each in (prefill, decode):
         try:
             each.complete(one, 1000, 0.05)
-            check(False, f"{what}: 1,000 tokens came before the client had left {each.name}")
+            check(False, f"{what}: 1,000 tokens arrived before the client disconnected from {each.name}")
         except OSError:
             pass
     answer = through(prefill, decode, other)
-    check(answer and same(answer["tokens"], plain(reference, other)), f"{what}: after a client has left: {answer}")
+    check(answer and same(answer["tokens"], plain(reference, other)), f"{what}: after a client has disconnected: {answer}")
 
 
 def refused(what, prefill, seed):
-    """What a decode is told is not streamed."""
+    """Checks that a streamed prefill is rejected."""
     body = {"prompt": prompts(seed, [300])[0], "stream": True, "kv_transfer_params": {"do_remote_decode": True}}
     status, answer = prefill.ask("POST", "/v1/completions", body)
     check(status == 400, f"{what}: a streamed prefill is {status}: {answer[:200]}")
 
 
 def run(wanted):
-    """All of it, or the parts that are wanted: models, backends, and kvx."""
+    """Runs all parts, or the named ones: models, backends, and kvx."""
     seed, chosen = 0, lambda all_of_them: [one for one in all_of_them if one in wanted] or all_of_them
     for model in chosen(["llama", "qwen2"]):
         subprocess.run([KVX, "make-model", os.path.join(MODELS, model), "--arch", model, *SHAPE], check=True,
@@ -179,4 +180,4 @@ def run(wanted):
 
 
 run(sys.argv[4:])
-end(["model", "backend", "from prefill to decode", "prompts equal to one mistral.rs", "four at a time, of one length and of four", "tokens of a prompt that a decode computed, as it says"])
+end(["model", "backend", "from prefill to decode", "prompts equal to one mistral.rs", "four at a time, of one length and of four", "tokens of a prompt that a decode reports as computed"])

@@ -1,4 +1,5 @@
-//! All of kvx in it: a pool of blocks beside mistral.rs's dense caches, a connector, and the requests under way.
+//! All uses of kvx in this server: a pool of blocks next to mistral.rs's dense caches, a connector,
+//! and the running requests.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -12,36 +13,36 @@ use serde_json::Value;
 use tokio::sync::mpsc::{Sender, WeakSender};
 use tokio::sync::oneshot;
 
-/// Tokens of a block, as vLLM has them by default.
+/// Tokens per block; the default of vLLM.
 const BLOCK: u32 = 16;
-/// How long a request waits for its blocks.
+/// The time that a request waits for its blocks.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What mistral.rs says of a request that has ended.
+/// A request that has ended in mistral.rs.
 pub struct Ended {
-    /// The prompt's, and those that came after it.
+    /// The tokens of the prompt and of the answer.
     pub tokens: Vec<u32>,
-    /// Of all but the last one.
+    /// The caches of all tokens but the last.
     caches: Layers,
-    /// Tokens of the prompt whose caches came from elsewhere.
+    /// The number of prompt tokens whose caches were loaded.
     pub loaded: usize,
 }
 
 struct UnderWay {
-    /// It does not keep the channel open: the engine may end without a word.
+    /// A weak sender does not keep the channel open, as the engine may end without an answer.
     answers: WeakSender<Response>,
     caches: Option<Layers>,
     loaded: usize,
     ended: oneshot::Sender<Ended>,
 }
 
-/// The requests under way in mistral.rs, for its hook.
+/// The requests that mistral.rs runs, for its hook.
 #[derive(Clone, Default)]
 pub struct Requests(Arc<Mutex<Vec<UnderWay>>>);
 
 impl Requests {
-    /// Before a request is sent to mistral.rs, with the caches that it has already. It is forgotten when nobody waits
-    /// for its end any more.
+    /// Adds a request before it is sent to mistral.rs, with the caches that were loaded for it. The
+    /// entry is removed when the returned receiver is dropped.
     pub fn begin(&self, answers: &Sender<Response>, caches: Option<Layers>) -> oneshot::Receiver<Ended> {
         let (ended, hears) = oneshot::channel();
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -70,22 +71,23 @@ impl OutsideKv for Requests {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(at) = all.iter().position(|request| request.is_of(answers)) {
             let UnderWay { loaded, ended, .. } = all.swap_remove(at);
-            // An error: nobody waits any more.
+            // An error means that the receiver was dropped.
             let _ = ended.send(Ended { tokens: tokens.to_vec(), caches, loaded });
         }
     }
 }
 
-/// The connection with other engines.
+/// The connection to other engines.
 pub struct Kv {
     connector: Connector,
     pool: DensePool,
-    /// What is kept of a token: layers, heads, numbers of a head.
+    /// The size of a token's cache: layers, heads, numbers per head.
     shape: [usize; 3],
 }
 
 impl Kv {
-    /// Listens to peers of this model, if the configuration says so; the pool has so many blocks.
+    /// Listens for peers with this model, if the configuration requests it. The pool has `blocks`
+    /// blocks.
     pub async fn open(config: &KvTransferConfig, model: &str, blocks: u32) -> Result<Option<Self>> {
         if !config.is_kv_transfer_instance() {
             return Ok(None);
@@ -115,15 +117,15 @@ impl Kv {
         Ok(Some(Kv { connector, pool, shape: [layers, heads, size] }))
     }
 
-    /// The caches of a prompt of so many tokens, but of its last one, that a peer has. None: it is computed here. An
-    /// error: the request fails, by `kv_load_failure_policy`.
+    /// Loads the caches of a prompt's tokens except the last one from a peer. Returns `None` if the
+    /// prompt must be computed locally, and an error if `kv_load_failure_policy` fails the request.
     pub async fn load(&self, request: &str, params: &Value, prompt: usize) -> Result<Option<Layers>> {
         let params = TransferParams::from_value(params)?;
         if !params.do_remote_prefill {
             return Ok(None);
         }
         let tokens = params.remote_num_tokens.map_or(prompt, |theirs| theirs as usize);
-        ensure!(tokens <= prompt, "the blocks are of {tokens} tokens, the prompt has {prompt}");
+        ensure!(tokens <= prompt, "the blocks have {tokens} tokens, but the prompt has only {prompt}");
         let [layers, heads, size] = self.shape;
         let shape = DenseShape::heads_outermost(heads, tokens, size * size_of::<f32>());
         let mut layers = vec![[(); 2].map(|()| vec![0; heads * tokens * size * size_of::<f32>()]); layers];
@@ -134,10 +136,10 @@ impl Kv {
         let loaded = match decode.load(request, &params, &self.pool, tokens, &mut views, PATIENCE).await {
             Ok(loaded) => (loaded.tokens.end as usize).min(prompt - 1),
             Err(error) if matches!(error.then, Then::Recompute { .. }) => {
-                tracing::warn!(request, "the prompt is computed here: {error}");
+                tracing::warn!(request, "computing the prompt locally: {error}");
                 0
             }
-            Err(error) => bail!("the caches of the prefill did not come: {error}"),
+            Err(error) => bail!("cannot load the caches from the prefill: {error}"),
         };
         let tensor = |bytes: &Vec<u8>| {
             let whole = Tensor::from_raw_buffer(bytes, DType::F32, &[1, heads, tokens, size], &Device::Cpu)?;
@@ -147,10 +149,10 @@ impl Kv {
         (loaded > 0).then(|| tensors.collect()).transpose()
     }
 
-    /// Publishes the caches of a prompt of so many tokens; what a decode is told.
+    /// Publishes the caches of a prompt with `prompt` tokens. Returns the parameters for a decode.
     pub fn publish(&self, request: &str, prompt: usize, ended: &Ended) -> Result<Value> {
         let numbers = |tensor: &Tensor| -> candle_core::Result<Vec<f32>> {
-            tensor.narrow(2, 0, prompt)?.flatten_all()?.to_vec1() // caches of f32 alone
+            tensor.narrow(2, 0, prompt)?.flatten_all()?.to_vec1() // fails unless the caches are f32
         };
         let layers = ended.caches.iter().map(|(k, v)| Ok([numbers(k)?, numbers(v)?]));
         let layers: Vec<_> = layers.collect::<Result<_>>()?;
@@ -162,7 +164,7 @@ impl Kv {
         Ok(serde_json::to_value(params)?)
     }
 
-    /// Gives everything back.
+    /// Shuts the connector down.
     pub async fn end(&self) -> Result<()> {
         Ok(self.connector.shutdown(Duration::from_secs(5)).await?)
     }

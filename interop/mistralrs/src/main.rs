@@ -1,5 +1,6 @@
-//! `kvx-interop-mistralrs MODEL PORT BLOCKS --kv-transfer-config …`: OpenAI's completions over mistral.rs, prefilled
-//! for others or decoded from what others have prefilled, as the `kv_transfer_params` of a request say.
+//! `kvx-interop-mistralrs MODEL PORT BLOCKS --kv-transfer-config …` serves OpenAI's completions
+//! with mistral.rs. It prefills for other servers or decodes what they have prefilled, as a
+//! request's `kv_transfer_params` say.
 
 mod kv;
 
@@ -35,19 +36,20 @@ fn failed(status: StatusCode, why: impl std::fmt::Display) -> Answer {
     (status, Json(error)).into_response()
 }
 
-/// What a request asks for: the tokens of its prompt, which is a text or a list of them, and how to go on.
+/// Reads a request: the tokens of its prompt, which is a text or a list of tokens, and the sampling
+/// parameters.
 async fn asked(model: &Model, body: &Value) -> Result<(Vec<u32>, SamplingParams)> {
     let unknown = ["best_of", "stop", "echo", "suffix"].into_iter().find(|name| !body[name].is_null());
-    ensure!(unknown.is_none(), "{} is not for this server", unknown.unwrap_or_default());
-    ensure!(body["n"].as_u64().unwrap_or(1) == 1, "n is 1 here");
+    ensure!(unknown.is_none(), "this server does not support {}; leave it out", unknown.unwrap_or_default());
+    ensure!(body["n"].as_u64().unwrap_or(1) == 1, "this server requires n = 1");
     let is_prefill = body["kv_transfer_params"]["do_remote_decode"] == true;
     ensure!(
         body["stream"] != true || !is_prefill,
-        "what a decode is told (kv_transfer_params) is not streamed"
+        "kv_transfer_params for a decode cannot be streamed; set stream to false"
     );
     let prompt: Vec<u32> = match &body["prompt"] {
         Value::String(text) => model.tokenize(Right(text.clone()), None, true, false, None).await?,
-        tokens => serde_json::from_value(tokens.clone()).context("prompt is a text, or a list of tokens")?,
+        tokens => serde_json::from_value(tokens.clone()).context("prompt must be a text or a list of tokens")?,
     };
     ensure!(!prompt.is_empty(), "the prompt has no tokens");
     let mut sampling = SamplingParams::deterministic();
@@ -60,7 +62,8 @@ async fn asked(model: &Model, body: &Value) -> Result<(Vec<u32>, SamplingParams)
 }
 
 async fn complete(server: State<Arc<Server>>, headers: HeaderMap, Json(body): Json<Value>) -> Answer {
-    // By itself: mistral.rs ends with an answer that nobody takes, when a client has left.
+    // In a separate task: mistral.rs ends if nobody receives an answer because the client has
+    // disconnected.
     let answered = tokio::spawn(async move { answer(&server, &headers, &body).await }).await;
     let answered = answered.unwrap_or_else(|why| Err(why.into()));
     answered.unwrap_or_else(|why| failed(StatusCode::INTERNAL_SERVER_ERROR, why))
@@ -79,7 +82,7 @@ async fn answer(server: &Server, headers: &HeaderMap, body: &Value) -> Result<An
         Some(kv) if params.is_object() => kv.load(&name, params, length).await?,
         _ => None,
     };
-    // Room for all of it: the engine waits for nobody.
+    // The channel has space for all answers, because the engine waits for no receiver.
     let (send, mut answers) = mpsc::channel(sampling.max_len.unwrap_or(1) + 2);
     let mut ended = server.requests.begin(&send, caches);
     let prompt = RequestMessage::CompletionTokens(prompt);
@@ -110,7 +113,7 @@ async fn answer(server: &Server, headers: &HeaderMap, body: &Value) -> Result<An
         Response::InternalError(why) => return Err(anyhow!("{why}")),
         _ => return Err(anyhow!("the model failed")),
     };
-    let ended = ended.try_recv().context("mistral.rs kept its caches to itself")?;
+    let ended = ended.try_recv().context("mistral.rs did not pass its caches to the hook")?;
     done["choices"][0]["token_ids"] = ended.tokens[length..].into();
     done["usage"]["prompt_tokens_details"] = json!({"cached_tokens": ended.loaded});
     if let (Some(kv), true) = (&server.kv, params["do_remote_decode"] == true) {
@@ -125,12 +128,12 @@ async fn main() -> Result<()> {
     let words = std::env::args().skip(1);
     let (config, words) = KvTransferConfig::from_arguments(words, &Surroundings::of_process())?;
     let [name, port, blocks] = &words[..] else {
-        return Err(anyhow!("write MODEL PORT BLOCKS --kv-transfer-config …"));
+        return Err(anyhow!("usage: kvx-interop-mistralrs MODEL PORT BLOCKS --kv-transfer-config …"));
     };
     let kv = Kv::open(&config, name, blocks.parse()?).await?;
     let requests = Requests::default();
-    OUTSIDE_KV.set(Box::new(requests.clone())).ok().context("it is set once")?;
-    // Without its own cache of prefixes: what a request does not compute came from a peer.
+    OUTSIDE_KV.set(Box::new(requests.clone())).ok().context("the hook is set once")?;
+    // Disables mistral.rs's prefix cache, so that all tokens it does not compute came from a peer.
     let builder = TextModelBuilder::new(name).with_force_cpu().with_dtype(ModelDType::F32);
     let model = builder.with_prefix_cache_n(None).build().await?;
     let server = Arc::new(Server { model, kv, requests });
@@ -143,7 +146,8 @@ async fn main() -> Result<()> {
     let stop = async move {
         tokio::select! { _ = told.recv() => {} _ = tokio::signal::ctrl_c() => {} }
     };
-    // What is short is not kept back until the client has acknowledged what came before.
+    // Disables Nagle's algorithm, so that small messages do not wait for the client's
+    // acknowledgements.
     let listener = listener.tap_io(|stream| drop(stream.set_nodelay(true)));
     axum::serve(listener, routes).with_graceful_shutdown(stop).await?;
     match &server.kv {

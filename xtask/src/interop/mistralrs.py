@@ -30,13 +30,13 @@ def downloaded():
 
 
 def with_hook(name, contents, insertions):
-    """Returns a file's contents with the lines that belong into it, each before the one line that begins so."""
+    """Returns a file's contents with its insertions, each before the only line that begins with `before`."""
     for insertion in insertions:
         if insertion["file"] == name:
             lines = contents.decode().splitlines(keepends=True)
             places = [at for at, line in enumerate(lines) if line.startswith(insertion["before"])]
             if len(places) != 1:
-                sys.exit(f"{name} has {len(places)} lines that begin with `{insertion['before']}`: the hook does not fit")
+                sys.exit(f"{name} has {len(places)} lines that begin with `{insertion['before']}`: the hook does not match this release")
             lines[places[0] : places[0]] = [line + "\n" for line in insertion["lines"]]
             contents = "".join(lines).encode()
     return contents
@@ -48,7 +48,7 @@ files = {str(file.relative_to(source)): file for file in source.rglob("*") if fi
 files["src/outside_kv.rs"] = here / "hook/outside_kv.rs"
 for name, file in files.items():
     contents, copy = with_hook(name, file.read_bytes(), insertions), here / ".core" / name
-    # Files that are right already stay untouched, so that cargo builds only what has changed.
+    # Correct files stay untouched, so that cargo rebuilds only what has changed.
     if not copy.exists() or copy.read_bytes() != contents:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(contents)

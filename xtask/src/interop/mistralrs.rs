@@ -1,6 +1,6 @@
-//! `cargo xtask interop mistralrs`: runs engines on mistral.rs, joined by kvx. `mistralrs.py` puts
-//! the hook of `interop/mistralrs/hook` into a copy of the crate that cargo downloads, and the
-//! server is built with that.
+//! `cargo xtask interop mistralrs`: runs engines on mistral.rs, connected by kvx. `mistralrs.py`
+//! puts the hook of `interop/mistralrs/hook` into a copy of the crate that cargo downloads, and the
+//! server is built with that copy.
 
 use std::process::Command;
 use std::time::Duration;
@@ -18,8 +18,7 @@ const RUN: Duration = Duration::from_secs(30 * 60);
 /// The parts that check.py runs alone: models, backends, and `kvx serve` in the same fleet.
 pub(super) const PARTS: [&str; 5] = ["llama", "qwen2", "SHM", "TCP", "kvx"];
 
-/// Builds the server and runs these parts, or all; returns false if something was not as it must
-/// be.
+/// Builds the server and runs these parts, or all; returns false if a check failed.
 pub(super) fn run(only: &[String]) -> Result<bool> {
     let (deadline, target) = (Deadline::after(BUILD), Metadata::of_members()?.target_directory);
     let (here, built) = (root().join("interop/mistralrs"), target.join("interop"));

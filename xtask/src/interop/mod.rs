@@ -1,5 +1,5 @@
-//! `cargo xtask interop`: runs kvx together with other inference engines. None of it is a part of
-//! the tests, because it downloads and builds a lot.
+//! `cargo xtask interop`: runs kvx together with other inference engines. The tests do not include
+//! this, because it downloads and builds a lot.
 
 mod mistralrs;
 mod transformers;
@@ -15,7 +15,7 @@ use crate::{Result, one_of, process, root};
 
 /// The limit of building `kvx` and `kvx-nixl`.
 const BUILD: Duration = Duration::from_secs(60 * 60);
-/// The limit of one program of `interop/`; the first time all its dependencies are built.
+/// The limit of one program of `interop/`; its first run builds all dependencies.
 const RUN: Duration = Duration::from_secs(30 * 60);
 
 /// The options of `cargo xtask interop`.
@@ -29,7 +29,7 @@ pub(crate) struct Interop {
     names: Vec<String>,
 }
 
-/// An engine that a command of its own prepares.
+/// An engine that a dedicated command prepares.
 #[derive(Debug, PartialEq, Subcommand)]
 enum Engine {
     /// Run vLLM and `kvx serve` in one fleet, both ways; an hour, and 3 GB to download the first
@@ -51,7 +51,7 @@ enum Engine {
     },
 }
 
-/// Runs it; returns false if something was not as it must be.
+/// Runs the command; returns false if a check failed.
 pub(crate) fn run(options: &Interop) -> Result<bool> {
     match &options.engine {
         None => run_workspaces(&options.names),
@@ -67,8 +67,8 @@ fn build(package: &str) -> Result<()> {
     process::must_succeed(cargo, process::Deadline::after(BUILD))
 }
 
-/// Returns the folders of `interop/` that are workspaces of their own, so that their
-/// dependencies reach nothing else. One with a hook is built by a command of its own.
+/// Returns the folders of `interop/` that are separate workspaces, so that their dependencies do
+/// not affect others. Dedicated commands build those with a hook.
 fn workspaces() -> Vec<String> {
     crate::subfolders("interop", |folder| {
         folder.join("Cargo.toml").exists() && !folder.join("hook").exists()
@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_is_a_workspace_of_its_own() {
+    fn each_program_is_a_separate_workspace() {
         let names = workspaces();
         assert!(
             names.iter().any(|name| name == "candle")

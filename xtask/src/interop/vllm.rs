@@ -1,7 +1,7 @@
 //! `cargo xtask interop vllm`: runs vLLM in one fleet with `kvx serve` or, with `--kvx`, a pair of
 //! vLLMs with kvx inside their NIXL.
 //!
-//! It downloads gigabytes, and takes half an hour or more of an otherwise idle machine.
+//! It downloads gigabytes, and takes half an hour or more on an otherwise idle machine.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -15,7 +15,7 @@ use crate::{Result, root};
 
 /// The limit of the installation.
 const SET_UP: Duration = Duration::from_secs(60 * 60);
-/// The limit of what runs then.
+/// The limit of the run.
 const RUN: Duration = Duration::from_secs(2 * 60 * 60);
 /// The options of `cargo xtask interop vllm`.
 #[derive(Args, Debug, PartialEq)]
@@ -29,8 +29,8 @@ pub(crate) struct Options {
     /// Install and build what it needs, and run nothing
     #[arg(long)]
     set_up: bool,
-    /// Only this part (pairs, a model's name, faults, aborts, fleet; with --kvx: SHM, TCP, UCX, `faults SHM`,
-    /// `faults TCP`, aborts, hosts); may be repeated
+    /// Only this part (pairs, a model's name, faults, aborts, fleet; with --kvx: SHM, TCP, UCX,
+    /// `faults SHM`, `faults TCP`, aborts, hosts); may be repeated
     #[arg(long, value_name = "PART", verbatim_doc_comment)]
     only: Vec<String>,
     /// Models and block sizes, in the form of xtask/src/interop/vllm/mixed.json or mooncake.json
@@ -45,18 +45,18 @@ enum Connector {
     Mooncake,
 }
 
-/// Runs it; returns false if anything was not as it must be.
+/// Runs the command; returns false if a check failed.
 pub(super) fn run(options: &Options) -> Result<bool> {
     let mooncake = options.connector == Connector::Mooncake;
     if options.kvx && mooncake {
-        return Err("`--kvx` puts kvx into vLLM's NIXL: leave `--connector mooncake` out".into());
+        return Err("`--kvx` puts kvx into vLLM's NIXL; leave `--connector mooncake` out".into());
     }
     let target = Metadata::of_members()?.target_directory;
     let work = target.join("peers/vllm");
     let mut set_up = Command::new("python3");
     set_up.arg(script("set_up.py")).arg(&work);
     must_succeed(set_up, Deadline::after(SET_UP))?;
-    super::build("kvx-nixl")?; // alone, so that it contains no more than it needs
+    super::build("kvx-nixl")?; // built alone, so that it contains only what it needs
     if !options.kvx {
         super::build("kvx-cli")?;
     }
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_have_the_command_lines_that_the_scripts_look_for() {
+    fn pages_have_the_command_lines_that_the_scripts_run() {
         let page = text(&root().join("docs/vllm.md"));
         let line = page.lines().find(|line| line.starts_with("vllm serve MODEL ")).unwrap();
         for part in

@@ -1,6 +1,8 @@
-"""The blocks of a request as they lie at a server, whichever it is: `blocks.py PARAMS BACKEND INTO`. PARAMS is what the server gave for
-a decode. Asks the side channel as a decode does, reads by NIXL, and writes an array of bytes: layer, block, byte of the block. Tells
-the server nothing: its blocks are held as long as a decode that never comes would hold them."""
+"""Reads the blocks of a request at any server: `blocks.py PARAMS BACKEND INTO`.
+
+PARAMS are the server's parameters for a decode. Completes the handshake like a decode, reads with
+NIXL, and writes an array of bytes: layer, block, byte of the block. Sends the server no completion,
+so that the blocks stay leased as if no decode had come."""
 
 import json
 import os
@@ -37,7 +39,8 @@ while state == "PROC" and time.time() < until:
     state = agent.check_xfer_state(transfer)
 if state == "DONE":
     numpy.save(INTO, read)
-# Without the interpreter's end: NIXL's agent crashes when the memory that it has registered goes before it.
-sys.stderr.write("" if state == "DONE" else f"the read is {state}\n")
+# Skips the interpreter's shutdown: NIXL's agent crashes if its registered memory is freed before
+# it.
+sys.stderr.write("" if state == "DONE" else f"the read has state {state}\n")
 sys.stderr.flush()
 os._exit(state != "DONE")

@@ -1,6 +1,9 @@
-"""Real vLLMs and `kvx serve` in one fleet: `mixed.py WORK BUILT PAGE CASES [PART]...`. WORK has vLLM's environment, BUILT the programs
-of cargo, PAGE is docs/mixed-fleet.md, whose command lines are the ones that run, CASES a JSON file of models and block sizes. Prints
-a table; exits 1 if anything is not as it must be. Ends what it has started, by process id."""
+"""Runs real vLLMs and `kvx serve` in one fleet.
+
+`mixed.py WORK BUILT PAGE CASES [PART]...`: WORK contains vLLM's environment, and BUILT the programs
+of cargo. PAGE is docs/mixed-fleet.md, with the command lines to run. CASES is a JSON file with
+models and block sizes. Prints a table; exits with 1 if a check failed. Ends the processes that it
+has started, by process id."""
 
 import json
 import os
@@ -22,28 +25,29 @@ READER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "blocks.py")
 HELD = tempfile.TemporaryDirectory(prefix="kvx-mixed-")
 MODELS = HELD.name
 BLOCKS = 256
-LOAD = 10  # seconds after which kvx gives a load up; 120 unless it is told
-STOPPED = 15  # seconds that a prefill is stopped
-STEPS = ("not met", "prefilled", "idle")  # of requests, when an engine is stopped or killed
-LEASE = 40  # seconds after which a prefill holds nothing any more
-CLOSE = 0.125  # two tokens this near may change places in bfloat16: four steps of the logits from 4 to 8
-APART = {"float32": 1e-4, "bfloat16": 0.1}  # what two engines may compute apart, in parts of the greatest number
-POSITIONS = 8  # of each answer in bfloat16 that are compared, each after the reference's tokens
-MARKS = {"KVX": '"KVX"', "MOONCAKE": '"MooncakeConnector"'}  # of the page's lines for a backend; others have none
+LOAD = 10  # seconds after which kvx gives a load up; 120 by default
+STOPPED = 15  # seconds for which a prefill is stopped
+STEPS = ("not met", "prefilled", "idle")  # states of the requests when an engine is stopped or killed
+LEASE = 40  # seconds after which a prefill holds no blocks any more
+# In bfloat16 two tokens with logits this close may swap: four steps of the logits from 4 to 8.
+CLOSE = 0.125
+APART = {"float32": 1e-4, "bfloat16": 0.1}  # allowed difference of two engines, relative to the largest number
+POSITIONS = 8  # compared positions of each answer in bfloat16, each after the reference's tokens
+MARKS = {"KVX": '"KVX"', "MOONCAKE": '"MooncakeConnector"'}  # the page's lines for a backend contain this; other lines contain none
 DEFAULTS = dict(arch="llama", layers=3, hidden=128, heads=4, kv_heads=2, head_dim=32, vocab=1024, max_positions=2048,
                 dtype="float32", seed=1234, block_size=128, backend="UCX")
 SHAPE = ("arch", "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "max_positions", "dtype", "seed", "init")
 
 
 def cases():
-    """What the file says, with defaults; the model of each is made."""
+    """Yields the cases of the file, with defaults, after making their models."""
     with open(CASES) as told:
         listed = json.load(told)
     for case in listed if isinstance(listed, list) else [listed]:
         case = DEFAULTS | {name.replace("-", "_"): value for name, value in case.items()}
         unknown = set(case) - set(SHAPE) - {"name", "block_size", "backend"}
         if unknown:
-            sys.exit(f"{CASES}: {sorted(unknown)} mean nothing here; known: name, block_size, backend, {', '.join(SHAPE)}")
+            sys.exit(f"{CASES}: {sorted(unknown)} are unknown; known: name, block_size, backend, {', '.join(SHAPE)}")
         case.setdefault("name", f"{case['arch']}-{case['heads']}-{case['kv_heads']}-{case['dtype']}")
         flags = [word for field in SHAPE if field in case for word in ("--" + field.replace("_", "-"), str(case[field]))]
         folder = os.path.join(MODELS, case["name"])
@@ -52,7 +56,7 @@ def cases():
 
 
 class Kvx(Server):
-    """A program of kvx's: a server, by the words of the page, or the proxy."""
+    """A program of kvx: a server with the page's command line, or the proxy."""
 
     def __init__(self, case, name, words, environment):
         port, side = ports(2)
@@ -64,21 +68,21 @@ class Kvx(Server):
 
 
 def nixl():
-    """The library of vLLM's own NIXL."""
+    """Returns the library of vLLM's own NIXL."""
     packages = os.path.join(WORK, "venv/lib", f"python3.{sys.version_info.minor}", "site-packages")
     found = [os.path.join(packages, folder, "libnixl_capi.so") for folder in sorted(os.listdir(packages)) if ".libs" in folder]
     return next(path for path in found if os.path.exists(path))
 
 
 def of_backend(begin, backend):
-    """The words of the page's line that begins so, and names this backend."""
+    """Returns the words of the page's line that begins with `begin` and names this backend."""
     with open(PAGE) as page:
         lines = [line for line in page if line.startswith(begin)]
     return words_of(PAGE, next(line for line in lines if all((mark in line) == (name == backend) for name, mark in MARKS.items())))
 
 
 def of_nixl(case):
-    """What NIXL finds its backend by, in whatever process it is."""
+    """Returns the environment in which NIXL finds its backend, in any process."""
     return {"NIXL_PLUGIN_DIR": BUILT} if case["backend"] == "KVX" else {"UCX_NET_DEVICES": "lo"}
 
 
@@ -109,12 +113,12 @@ def kvx(case, role, number=1):
 
 
 def counts(prefill, decode):
-    """Who counts what is moved: with NixlConnector a decode reads, with MooncakeConnector a prefill writes."""
+    """Returns the server that counts moved bytes: with NixlConnector the decode, which reads; with MooncakeConnector the prefill, which writes."""
     return decode if prefill.bootstrap is None else prefill
 
 
 def moved(case, server):
-    """Bytes that it has counted."""
+    """Returns the bytes that the server has counted."""
     if case["backend"] == "MOONCAKE" and isinstance(server, Vllm):
         return mooncake.written(server, block_bytes(case))
     return server.figure(["vllm:nixl_bytes_transferred_sum", "vllm:mooncake_bytes_transferred_sum"]) or 0
@@ -130,7 +134,7 @@ def blocks(case, tokens):
 
 
 def bytes_become(case, server, before, wanted, what):
-    """That it has moved exactly so much since. vLLM counts what a step has moved some moments later."""
+    """Checks that the server has moved exactly `wanted` bytes since `before`. vLLM counts them with a delay."""
     until = time.time() + 20
     while (got := moved(case, server) - before) != wanted and time.time() < until:
         time.sleep(0.2)
@@ -138,13 +142,13 @@ def bytes_become(case, server, before, wanted, what):
 
 
 def computed(server):
-    """Tokens of prompts that a vLLM has computed; it does not count what came from a prefill in its answers."""
+    """Returns how many prompt tokens a vLLM computed; its answers do not report tokens from a prefill."""
     return server.figure(["vllm:prompt_tokens_by_source_total"], '"local_compute"') or 0
 
 
 def margins(reference, prompt, tokens):
-    """What a vLLM answers by itself, and of each token by how much it was ahead of the next one."""
-    # Two tokens may have one text: they are told by their numbers.
+    """Returns the tokens of a vLLM alone, and the margin of each token over the second likeliest."""
+    # Two tokens may have the same text, so they are identified by number.
     answer = reference.complete(prompt, tokens, logprobs=2, return_tokens_as_token_ids=True, cache_salt="by itself")[1]
     choice = answer["choices"][0]
     told = (sorted(each.values(), reverse=True) for each in choice["logprobs"]["top_logprobs"])
@@ -152,16 +156,16 @@ def margins(reference, prompt, tokens):
 
 
 def agree(case, tokens, plain, ahead):
-    """Whether an answer is that of the reference: in float32 token by token, in bfloat16 up to a choice that was too close to call."""
+    """Returns whether an answer equals the reference: in float32 all tokens, in bfloat16 up to the first close choice."""
     if case["dtype"] == "float32" or tokens == plain:
         return tokens == plain
     at = next(at for at, (one, other) in enumerate(zip(tokens, plain)) if one != other)
-    print(f"{case['name']}: token {at} is another than vLLM's, whose first was ahead by {ahead[at]:.3f}", flush=True)
+    print(f"{case['name']}: token {at} differs from vLLM's, whose margin was {ahead[at]:.3f}", flush=True)
     return ahead[at] <= CLOSE
 
 
 def edges(case, prefill, decode, reference, what, seed):
-    """Prompts around the edges of blocks: tokens, bytes, and what the decode had to compute."""
+    """Checks prompts around the block boundaries: tokens, bytes, and tokens that the decode computed."""
     equal, before, wanted, most, different = 0, moved(case, counts(prefill, decode)), 0, 0, set()
     asked, counted = prompts(seed), computed(decode)
     for prompt in asked:
@@ -174,10 +178,10 @@ def edges(case, prefill, decode, reference, what, seed):
                 usage = answer["usage"]
                 most = max(most, usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"])
     check(equal == len(asked), f"{what}: {equal} of {len(asked)} prompts are equal")
-    check(len(different) > len(asked) // 2, f"{what}: the answers do not differ among each other")
+    check(len(different) > len(asked) // 2, f"{what}: the answers must differ from each other")
     bytes_become(case, counts(prefill, decode), before, wanted, what)
     if decode is reference:
-        # By itself it has computed all of each.
+        # Alone, the reference has computed all tokens of each prompt.
         most = (computed(decode) - counted - sum(map(len, asked))) / len(asked)
     check(most <= 1, f"{what}: a decode computed {most} tokens of a prompt")
     failed = [f"vllm:{name}_total" for name in ("nixl_num_failed_transfers", "mooncake_num_failed_transfers", "mooncake_num_failed_recvs")]
@@ -186,7 +190,7 @@ def edges(case, prefill, decode, reference, what, seed):
 
 
 def hits(case, way, prefill, decode, reference, what, seed):
-    """What both have of a prompt is neither computed nor moved again."""
+    """Checks that blocks which both engines hold are neither computed nor moved again."""
     size, order = case["block_size"], prompts(seed, [900])[0]
     begin, whole = order[:3 * size + 5 if size < 128 else 2 * size + 5], order[:4 * size + 9 if size < 128 else 3 * size + 9]
     held = len(begin) // size
@@ -195,16 +199,16 @@ def hits(case, way, prefill, decode, reference, what, seed):
     before, answer = moved(case, counts(prefill, decode)), through(prefill, decode, whole)
     plain, ahead = margins(reference, whole, 20)
     first = bool(answer) and agree(case, answer["tokens"], plain, ahead)
-    check(first, f"{what}: after a hit of a prefix the tokens differ")
+    check(first, f"{what}: after a prefix hit the tokens differ")
     read = blocks(case, len(whole)) - held
     bytes_become(case, counts(prefill, decode), before, read * block_bytes(case), f"{what}, with {held} blocks held")
     if answer and decode is not reference:
         missing = len(whole) - answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         check(missing <= 1, f"{what}, with {held} blocks held: the decode computed {missing} tokens")
-    # MooncakeConnector tells a decode nothing of it.
+    # MooncakeConnector does not report this to a decode.
     cached = held * size if prefill.bootstrap else answer and answer["params"].get("remote_prefill_cached_tokens")
     check(cached == held * size, f"{what}: the prefill found {cached} tokens of {held * size}")
-    # Once more the same: the decode lacks at most the block that is not full.
+    # With the same prompt again, the decode lacks at most the last, partial block.
     before, again = moved(case, counts(prefill, decode)), through(prefill, decode, whole)
     second = bool(again) and agree(case, again["tokens"], plain, ahead)
     check(second, f"{what}: the same prompt again has other tokens")
@@ -214,8 +218,8 @@ def hits(case, way, prefill, decode, reference, what, seed):
 
 
 def spoilt(case, prefill, decode, reference, what, seed):
-    """The blocks of another prompt of this length give other tokens: it is them that make the answers. In bfloat16 a first token that
-    was not ahead by enough may change places anyway: of four prompts one has to part where that is no excuse."""
+    """Checks that the blocks of another prompt of this length give other tokens, so the blocks determine the answers. In bfloat16 a
+    close first token may change anyway, so one of four prompts must differ at a token with a clear margin."""
     asked, noticed = prompts(seed, [300] * 8), []
     for one, other in zip(asked[:4], asked[4:]):
         params = prefill.prefill(other)[1]
@@ -228,7 +232,7 @@ def spoilt(case, prefill, decode, reference, what, seed):
 
 
 def positions(case, way, prefill, decode, reference, what, seed):
-    """Token by token, each after the reference's own: how often an answer of bfloat16 is the reference's."""
+    """Compares bfloat16 answers position by position, each after the reference's tokens."""
     equal, count, apart = 0, 0, []
     for prompt in prompts(seed):
         plain, ahead = margins(reference, prompt, POSITIONS)
@@ -238,47 +242,47 @@ def positions(case, way, prefill, decode, reference, what, seed):
             equal, count = equal + same, count + 1
             if not same:
                 apart.append(ahead[at])
-    check(max(apart, default=0) <= CLOSE, f"{what}: another token although the first was ahead by {max(apart, default=0):.3f}")
+    check(max(apart, default=0) <= CLOSE, f"{what}: a different token despite a margin of {max(apart, default=0):.3f}")
     check(equal >= 0.9 * count, f"{what}: {equal} of {count} positions are equal")
-    row(case["name"], case["backend"], case["block_size"], f"{way}, each position by itself", f"{equal} of {count} positions",
-        f"where they differ, the first was ahead by {max(apart, default=0):.3f} at most", "")
+    row(case["name"], case["backend"], case["block_size"], f"{way}, each position separately", f"{equal} of {count} positions",
+        f"largest margin where they differ: {max(apart, default=0):.3f}", "")
 
 
 def kv_of(case, server, prompt):
-    """The blocks of a prompt as they lie at a server: bytes by layer and block; and what a decode is told of them."""
+    """Returns the bytes of a prompt's blocks at a server, by layer and block, and the parameters for a decode."""
     params = server.prefill(prompt)[1]
     into = os.path.join(MODELS, "blocks.npy")
     read = subprocess.run([sys.executable, READER, json.dumps(params), case["backend"], into], timeout=200, capture_output=True,
                           text=True, env=clean_environment() | of_nixl(case))
     if read.returncode:
-        raise RuntimeError(f"the blocks of {server.name} were not read: {read.stderr[-2000:]}")
+        raise RuntimeError(f"cannot read the blocks of {server.name}: {read.stderr[-2000:]}")
     return numpy.load(into), params
 
 
 def numbers(case, blocks):
-    """Bytes as what they stand for."""
+    """Returns the numbers that the bytes encode."""
     return blocks.view("<f4") if case["dtype"] == "float32" else (blocks.view("<u2").astype("<u4") << 16).view("<f4")
 
 
 def laid(case, way, prefill, decode, what, seed):
-    """Blocks are at the decode, byte for byte, what they were at the prefill; and what either computes lies alike."""
+    """Checks that blocks have the same bytes at the decode as at the prefill, and that both compute the same layout."""
     size = case["block_size"]
     carried, computed_twice = prompts(seed, [2 * size + 1] * 2)
     there, params = kv_of(case, prefill, carried)
     status, answer = decode.complete(carried, 1, kv_transfer_params=params)
     check(status == 200, f"{what}: {status} {str(answer)[:200]}")
     here, _ = kv_of(case, decode, carried)
-    # The last token of a prompt is computed wherever it is asked for.
-    equal = check((there[:, :2] == here[:, :2]).all(), f"{what}: blocks are not what they were at the prefill")
+    # Each engine computes the last token of a prompt itself.
+    equal = check((there[:, :2] == here[:, :2]).all(), f"{what}: the blocks differ from those at the prefill")
     one, other = (numbers(case, kv_of(case, server, computed_twice)[0][:, :2]) for server in (prefill, decode))
     apart = abs(one - other).max() / abs(one).max()
-    check(apart <= APART[case["dtype"]], f"{what}: keys and values differ by {apart:.2g} of the greatest")
-    row(case["name"], case["backend"], size, f"{way}, blocks as they lie", "each byte" if equal else "no",
-        f"{there[:, :2].size} bytes compared; computed by each, they differ by {apart:.1g} of the greatest", "")
+    check(apart <= APART[case["dtype"]], f"{what}: keys and values differ by {apart:.2g} of the largest")
+    row(case["name"], case["backend"], size, f"{way}, bytes of the blocks", "each byte" if equal else "no",
+        f"{there[:, :2].size} bytes compared; if both compute them, they differ by {apart:.1g} of the largest", "")
 
 
 def streamed(server, path, body):
-    """The tokens of a stream."""
+    """Returns the tokens of a stream."""
     status, answer = server.ask("POST", path, body | {"stream": True})
     tokens = []
     for line in answer.decode().splitlines():
@@ -289,12 +293,12 @@ def streamed(server, path, body):
 
 
 def address(server):
-    """How a proxy is told of a prefill."""
+    """Returns a proxy's arguments for a prefill."""
     return [f"http://127.0.0.1:{server.port}", *([str(server.bootstrap)] if server.bootstrap else [])]
 
 
 def their_proxy(prefill, decode, ends):
-    """The words of vLLM's own proxy for their connector."""
+    """Returns the command line of vLLM's own proxy for this connector."""
     if prefill.bootstrap:
         return [os.path.join(WORK, "proxy/mooncake_connector_proxy.py"), *ends]
     return [os.path.join(WORK, "proxy/toy_proxy_server.py"), "--prefiller-host", "127.0.0.1", "--prefiller-port", str(prefill.port),
@@ -302,7 +306,7 @@ def their_proxy(prefill, decode, ends):
 
 
 def proxied(case, prefill, decode, reference, what, seed):
-    """Chat and completions through kvx's proxy and vLLM's own, streamed and not."""
+    """Sends chats and completions through kvx's and vLLM's proxies, with and without streaming."""
     ends = ["--prefill", *address(prefill), "--decode", *address(decode)[:1]]
     port = ports(1)[0]
     theirs = Server("their-proxy", [sys.executable, *their_proxy(prefill, decode, ends), "--host", "127.0.0.1", "--port", str(port)],
@@ -320,31 +324,31 @@ def proxied(case, prefill, decode, reference, what, seed):
                 before = moved(case, counts(prefill, decode))
                 plain = json.loads(reference.ask("POST", path, body | {"cache_salt": "by itself"})[1])["choices"][0]["token_ids"]
                 came = streamed(proxy, path, body)
-                check(came == plain, f"{what}, {proxy.name}, {path} streamed: {came} and not {plain}")
+                check(came == plain, f"{what}, {proxy.name}, {path} streamed: {came}, not {plain}")
                 until = time.time() + 20
                 while moved(case, counts(prefill, decode)) == before and time.time() < until:
                     time.sleep(0.2)
                 check(moved(case, counts(prefill, decode)) > before, f"{what}, {proxy.name}, {path}: nothing was moved")
                 status, answer = proxy.ask("POST", path, body)
                 came = json.loads(answer)["choices"][0]["token_ids"] if status == 200 else answer[:300]
-                check(came == plain, f"{what}, {proxy.name}, {path}: {came} and not {plain}")
+                check(came == plain, f"{what}, {proxy.name}, {path}: {came}, not {plain}")
 
 
 def ways(servers):
-    """Both directions, with their name."""
+    """Yields both directions, with their names."""
     for prefill, decode in (servers, servers[::-1]):
         yield f"{prefill.name[:-2]} to {decode.name[:-2]}", prefill, decode
 
 
 def metrics(servers, what):
-    """That both show the same metrics of transfers, with equal labels and buckets."""
+    """Checks that both export the same transfer metrics, with equal labels and buckets."""
     theirs, ours = (server.series("vllm:nixl_") for server in servers)
-    check(len(theirs) > 8, f"{what}: vLLM shows no metrics of NIXL: {theirs}")
-    check(ours == theirs, f"{what}: metrics that vLLM alone shows: {sorted(theirs - ours)}, that kvx alone shows: {sorted(ours - theirs)}")
+    check(len(theirs) > 8, f"{what}: vLLM exports no metrics of NIXL: {theirs}")
+    check(ours == theirs, f"{what}: metrics of vLLM only: {sorted(theirs - ours)}, of kvx only: {sorted(ours - theirs)}")
 
 
 def pairs(case, servers):
-    """All that is asked of a model, both ways."""
+    """Runs all checks of a model, in both directions."""
     theirs, ours = servers
     for seed, (way, prefill, decode) in enumerate(ways(servers)):
         what = f"{case['name']}, {case['backend']}, {way}"
@@ -353,14 +357,14 @@ def pairs(case, servers):
         hits(case, way, prefill, decode, theirs, what, 20 + seed)
         spoilt(case, prefill, decode, theirs, what, 30 + seed)
         if case["backend"] != "MOONCAKE":
-            # NIXL reads what it was registered with.
+            # NIXL can read the blocks only if it registered them.
             laid(case, way, prefill, decode, what, 35 + seed)
         if case["dtype"] == "float32":
             proxied(case, prefill, decode, theirs, what, seed)
         else:
             positions(case, way, prefill, decode, theirs, what, 37 + seed)
     if case["backend"] == "MOONCAKE":
-        check(not theirs.series("vllm:mooncake_"), f"{case['name']}: vLLM shows metrics of MooncakeConnector: compare them")
+        check(not theirs.series("vllm:mooncake_"), f"{case['name']}: vLLM exports metrics of MooncakeConnector; compare them")
     else:
         metrics(servers, f"{case['name']}, {case['backend']}")
     if case["backend"] == "KVX":
@@ -370,7 +374,7 @@ def pairs(case, servers):
 
 
 def equal_now(prefill, decode, reference, what, seed):
-    """After what happened: whether all prompts are right again."""
+    """Checks that all prompts are right again."""
     answers = [(through(prefill, decode, prompt), reference.plain(prompt)) for prompt in prompts(seed)]
     equal = sum(bool(answer) and answer["tokens"] == plain for answer, plain in answers)
     check(equal == len(answers), f"{what}: then {equal} of {len(answers)} prompts are equal")
@@ -378,7 +382,7 @@ def equal_now(prefill, decode, reference, what, seed):
 
 
 def faults(case, servers):
-    """Each engine stopped and killed at each step, and kvx as a prefill, which a vLLM reads."""
+    """Stops and kills vLLM at each step, and kvx as a prefill that a vLLM reads."""
     for way, prefill, decode in ways(servers):
         for fault in (signal.SIGSTOP, signal.SIGKILL):
             for victim in (prefill, decode):
@@ -387,12 +391,12 @@ def faults(case, servers):
 
 
 def hurt(case, way, servers, prefill, decode, victim, fault, step):
-    """One engine is stopped or killed at a step of four requests, while others ask; then it goes on, or is started again."""
+    """Stops or kills an engine at a step of four requests, under load; then continues or restarts it."""
     theirs, ours = servers
     what = f"{way}, {'prefill' if victim is prefill else 'decode'} {'stopped' if fault == signal.SIGSTOP else 'killed'}, {step}"
     seed = sum(map(ord, what))
     if step == "not met":
-        # None of the two knows a process that has just begun.
+        # After its restart, the two engines have not completed a handshake.
         ours.stop()
         ours.start().wait()
     load = Load(prefill, decode, 3) if step == "prefilled" else None
@@ -409,7 +413,8 @@ def hurt(case, way, servers, prefill, decode, victim, fault, step):
             answers[at] = "no answer", error
         times[at] = time.time() - started
 
-    # At once, and not for longer than a lease: a vLLM reads blocks of one that has ended, whosever they are by then.
+    # At once, and within a lease: a vLLM reads blocks whose lease has ended, even if another
+    # request uses them by then.
     asking = [threading.Thread(target=ask, args=(at,), daemon=True) for at in range(len(asked))]
     if victim is decode:
         [each.start() for each in asking]
@@ -427,7 +432,7 @@ def hurt(case, way, servers, prefill, decode, victim, fault, step):
     if load:
         time.sleep(3)
     outcomes = load.end() if load else ""
-    check(decode.healthy() and prefill.healthy(), f"{what}: both engines live")
+    check(decode.healthy() and prefill.healthy(), f"{what}: both engines must live")
     for prompt, (status, answer) in zip(asked, answers):
         right = status == 200 and answer["choices"][0]["token_ids"] == theirs.plain(prompt, 8)
         may_go = victim is decode and fault == signal.SIGKILL and status == "no answer"
@@ -442,11 +447,11 @@ def hurt(case, way, servers, prefill, decode, victim, fault, step):
 
 
 def aborts(case, servers, count=1000):
-    """Clients that go away in the middle, both ways."""
+    """Runs clients that disconnect during requests, in both directions."""
     theirs = servers[0]
     for seed, (way, prefill, decode) in enumerate(ways(servers)):
         abort(prefill, decode, count)
-        check(prefill.healthy() and decode.healthy(), f"aborts, {way}: both engines live")
+        check(prefill.healthy() and decode.healthy(), f"aborts, {way}: both engines must live")
         then = equal_now(prefill, decode, theirs, f"aborts, {way}", 60 + seed)
         used = still_in_use(servers, LEASE + 60)
         check(used == 0, f"aborts, {way}: {used} of a KV cache is still held")
@@ -455,7 +460,7 @@ def aborts(case, servers, count=1000):
 
 
 def fleet(case):
-    """A vLLM and a kvx on each side, behind kvx's proxy."""
+    """Runs a vLLM and a kvx on each side, behind kvx's proxy."""
     members = (vllm(case, "kv_producer", 1), kvx(case, "kv_producer", 1), vllm(case, "kv_consumer", 2), kvx(case, "kv_consumer", 2))
     with Fleet(*members) as servers:
         words = ["kvx", "proxy", "--choice", "round-robin"]
@@ -467,7 +472,8 @@ def fleet(case):
             wanted = sum(blocks(case, len(prompt)) for prompt in asked) * block_bytes(case)
             for number, prompt in enumerate(asked):
                 if number == len(asked) // 2:
-                    # It goes to a decode alone, which refuses two greedy answers: from here on the turns meet otherwise.
+                    # Served by a decode alone, which rejects two greedy answers. It shifts the
+                    # round robin, so that other pairs meet from here on.
                     proxy.complete(prompt[:4], 4, n=2)
                 status, answer = proxy.complete(prompt, 20)
                 plain = servers[0].plain(prompt)
@@ -479,15 +485,15 @@ def fleet(case):
             check(all(bytes) and sum(bytes) == wanted, f"fleet: {bytes} bytes were moved, not {wanted} together")
             if not servers[0].bootstrap:
                 met = [len(each.said("connected to a worker of a peer")) for each in servers[3:]]
-                check(met == [2], f"fleet: the decode of kvx has met {met} prefills, not 2")
+                check(met == [2], f"fleet: the decode of kvx has connected to {met} prefills, not 2")
             row(case["name"], case["backend"], case["block_size"], "a vLLM and a kvx on each side, kvx proxy",
                 f"{equal} of {len(asked)}", f"counted by the {'prefills' if servers[0].bootstrap else 'decodes'}: {bytes} bytes", "")
 
 
 def run(wanted):
-    """All of it, or the parts that are wanted: models by their names, and of the first one faults, aborts, fleet."""
+    """Runs all parts, or the named ones: models by name, and for the first one also faults, aborts, fleet."""
     for number, case in enumerate(cases()):
-        # One engine is both by turns.
+        # With MooncakeConnector each engine has both roles.
         roles = ("kv_both", "kv_both") if case["backend"] == "MOONCAKE" else ("kv_producer", "kv_consumer")
         if number == 0 and case["backend"] == "MOONCAKE" and (not wanted or "bare" in wanted):
             mooncake.needs_a_card(case, vllm(case, "kv_both", shim=False))
@@ -504,5 +510,5 @@ def run(wanted):
 
 
 run(sys.argv[5:])
-end(["model", "backend", "block", "from prefill to decode", "prompts equal to vLLM alone", "what was moved",
+end(["model", "backend", "block", "from prefill to decode", "prompts equal to vLLM alone", "moved data",
      "tokens of a prompt that a decode computed"])

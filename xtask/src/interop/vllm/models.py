@@ -1,5 +1,6 @@
-"""Two tiny models with random weights, and a tokenizer, offline: `models.py FOLDER`. One of float32, and one of bfloat16 with more
-layers and fewer heads."""
+"""Makes two tiny models with random weights and a tokenizer, offline: `models.py FOLDER`.
+
+One is of float32, the other of bfloat16 with more layers and fewer heads."""
 
 import json
 import os
@@ -17,7 +18,7 @@ MODELS = {
 
 
 def tokenizer():
-    """A word for each number below the vocabulary's size: prompts are token ids anyway."""
+    """Returns a tokenizer with one word per number below the vocabulary's size; prompts are token ids."""
     words = {f"w{number}": number for number in range(VOCABULARY)}
     made = Tokenizer(models.WordLevel(words, unk_token="w0"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

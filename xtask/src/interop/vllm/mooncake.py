@@ -1,4 +1,4 @@
-"""vLLM's MooncakeConnector on the CPU, for mixed.py: what its processes are told, what they count, and what they refuse by themselves."""
+"""vLLM's MooncakeConnector on the CPU, for mixed.py: environments, counters, and a check that the shim is still needed."""
 
 import os
 import re
@@ -8,20 +8,20 @@ import sys
 from servers import Fleet, check, clean_environment, row
 
 SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "without_a_gpu")
-LEASE = 30  # seconds that blocks wait for a decode; 480 unless they are told
-PATIENCE = LEASE + 60 + 10  # a vLLM that decodes waits so long for a prefill that is gone
-REFUSES = "current_device_index"  # where a vLLM without a card ends
+LEASE = 30  # seconds that blocks wait for a decode; 480 by default
+PATIENCE = LEASE + 60 + 10  # the time that a decoding vLLM waits for a lost prefill
+REFUSES = "current_device_index"  # in the error of a vLLM without a GPU
 
 
 def of_vllm(bootstrap, shim=True):
-    """Variables of a vLLM with this bootstrap port."""
+    """Returns the environment of a vLLM with this bootstrap port."""
     found = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap), "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(LEASE),
              "VLLM_LOG_STATS_INTERVAL": "1"}
     return found | ({"PYTHONPATH": SHIM} if shim else {})
 
 
 def of_kvx(bootstrap, built, folder):
-    """Variables of a kvx: it makes the adapter to vLLM's own Mooncake."""
+    """Makes the adapter to vLLM's own Mooncake, and returns the environment of a kvx."""
     adapter = os.path.join(folder, "adapter")
     packages = next(path for path in sys.path if path.endswith("site-packages"))
     engine = os.path.join(packages, "mooncake/engine.so")
@@ -33,7 +33,7 @@ def of_kvx(bootstrap, built, folder):
 
 
 def written(prefill, block):
-    """Bytes that a vLLM has written. It counts them in its log alone, with three digits behind the point: they are whole blocks."""
+    """Returns the bytes that a vLLM has written. Only its log has them, with three decimals: they are whole blocks."""
     total = 0
     for line in prefill.said("KV Transfer metrics: "):
         count, each = (float(re.search(rf"{name}=([\d.]+)", line)[1]) for name in ("Num successful transfers", "Avg MB per transfer"))
@@ -42,12 +42,12 @@ def written(prefill, block):
 
 
 def needs_a_card(case, bare):
-    """That a vLLM without the shim ends where the shim helps: else it is not needed any more."""
+    """Checks that a vLLM without the shim fails in the way that the shim prevents; otherwise it can be removed."""
     try:
         with Fleet(bare):
             ended = False
     except RuntimeError:
         ended = bool(bare.said(REFUSES))
-    check(ended, f"a vLLM on the CPU does not end at `{REFUSES}`: without_a_gpu may go")
+    check(ended, f"a vLLM on the CPU does not fail with `{REFUSES}`: remove without_a_gpu")
     row(case["name"], case["backend"], case["block_size"], "a vLLM as it is, without a GPU", "does not start",
         (bare.said("RuntimeError: ") or [""])[0].rpartition("RuntimeError: ")[2][:90], "")

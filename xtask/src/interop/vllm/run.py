@@ -1,6 +1,8 @@
-"""A real, unpatched vLLM pair whose NIXL has the backend KVX: `run.py WORK BUILT PAGE [PART]...`. WORK has the environment and the
-models, BUILT the library, PAGE is docs/vllm.md, whose command line is the one that runs. Prints a table; exits 1 if anything is not
-as it must be."""
+"""Runs an unpatched vLLM pair whose NIXL has the backend KVX.
+
+`run.py WORK BUILT PAGE [PART]...`: WORK contains the environment and the models, and BUILT the
+library. PAGE is docs/vllm.md, with the command line to run. Prints a table; exits with 1 if a check
+failed."""
 
 import json
 import os
@@ -12,7 +14,7 @@ import time
 from servers import Load, Vllm, abort, check, children, cpu, end, prompts, row, still_in_use, through, words_of
 
 WORK, BUILT, PAGE = sys.argv[1:4]
-DEADLINE = 5  # KVX_DEADLINE in the parts about faults
+DEADLINE = 5  # KVX_DEADLINE in the fault parts
 IDLE = 10
 
 
@@ -55,16 +57,16 @@ class Pair:
         self.decode.stop()
 
     def equal(self, seed):
-        """How many of the prompts have the tokens of a plain instance."""
+        """Counts the prompts with the same tokens as on a single instance."""
         got = []
         for prompt in prompts(seed):
             answer = through(self.prefill, self.decode, prompt)
             got.append((answer and answer["tokens"], self.prefill.plain(prompt)))
-        check(len({tuple(plain) for _, plain in got}) > len(got) // 2, "the answers differ among each other")
+        check(len({tuple(plain) for _, plain in got}) > len(got) // 2, "the answers must differ from each other")
         return sum(ours == plain for ours, plain in got), len(got)
 
     def carried(self, what):
-        """That vLLM counted transfers, and that KVX and not UCX is in the processes."""
+        """Checks that vLLM counted transfers, and that the processes have mapped KVX and not UCX."""
         transfers = self.decode.figure(["vllm:nixl_xfer_time_seconds_count"])
         moved = self.decode.figure(["vllm:nixl_bytes_transferred_sum"])
         check(transfers and moved, f"{what}: vLLM counts {transfers} transfers of {moved} bytes")
@@ -72,7 +74,7 @@ class Pair:
         maps = self.prefill.maps() | self.decode.maps()
         if self.backend == "KVX":
             check("libplugin_KVX.so" in maps, f"{what}: KVX is not mapped: {maps}")
-            # Without a route kvx looks whether the system's UCX has an RDMA device.
+            # Without a route, kvx checks whether the system's UCX has an RDMA device.
             ucx = [name for name in maps if "UCX" in name or self.route and "libuc" in name]
             check(not ucx, f"{what}: UCX is mapped: {maps}")
             reached = self.decode.said(" reaches ")
@@ -87,7 +89,7 @@ def usual(backend, route):
             equal, count = pair.equal(1)
             check(equal == count, f"{what}: {equal} of {count} prompts are equal")
             carried = pair.carried(what)
-            time.sleep(35)  # until no lease of the prefill is left
+            time.sleep(35)  # until all leases of the prefill have ended
             workers = children(pair.prefill.process.pid) + children(pair.decode.process.pid)
             before = cpu(workers)
             time.sleep(IDLE)
@@ -125,7 +127,7 @@ def faults(route):
             time.sleep(5)
             outcomes = load.end()
             check(slowest < 4 * DEADLINE + 15, f"{what}: {fault}, an answer after {slowest:.1f} s")
-            check(pair.decode.healthy(), f"{what}: {fault}, the decode's engine lives")
+            check(pair.decode.healthy(), f"{what}: {fault}, the decode's engine must live")
             equal, count = pair.equal(seed)
             check(equal == count, f"{what}: after it was {fault}, {equal} of {count} prompts are equal")
             row(f"{what}: prefill {fault}", f"answers {statuses}, the slowest after {slowest:.1f} s; load {outcomes}",
@@ -133,10 +135,10 @@ def faults(route):
 
 
 def aborts(count=1000):
-    """Clients that go away in the middle."""
+    """Runs clients that disconnect during requests."""
     with Pair("KVX", deadline=DEADLINE) as pair:
         abort(pair.prefill, pair.decode, count)
-        check(pair.decode.healthy() and pair.prefill.healthy(), "aborts: both engines live")
+        check(pair.decode.healthy() and pair.prefill.healthy(), "aborts: both engines must live")
         equal, total = pair.equal(8)
         check(equal == total, f"aborts: then {equal} of {total} prompts are equal")
         used = still_in_use((pair.prefill, pair.decode))
@@ -145,7 +147,7 @@ def aborts(count=1000):
 
 
 def hosts():
-    """Two network namespaces with an address each, as two hosts have: nothing is set but what the page says."""
+    """Runs a pair in two network namespaces, like two hosts, with only the settings from the page."""
     names, bridge, place = ["kvx-a", "kvx-b"], "kvxbr0", "10.91.7."
 
     def ip(*words, must=True):
@@ -168,7 +170,7 @@ def hosts():
             check(equal == count, f"hosts: {equal} of {count} prompts are equal")
             carried = pair.carried("hosts")
             bound, reached = pair.decode.said("tcp.bind 10.91.7.3 (VLLM_NIXL"), pair.decode.said(" reaches ")
-            check(bound, "hosts: TCP does not listen where the side channel does")
+            check(bound, "hosts: TCP must listen at the side channel's address")
             check(reached and "TCP: chosen" in reached[0], f"hosts: {reached}")
             row("two network namespaces", "tiny-float32", f"{equal} of {count}", carried, "")
     finally:
@@ -191,4 +193,4 @@ PARTS = {
 for part in sys.argv[4:] or PARTS:
     print(f"== {part}", flush=True)
     PARTS[part]()
-end(["what", "model, or what was seen", "prompts equal to a plain instance", "vLLM's transfers", "idle workers, of a core"])
+end(["what", "model, or result", "prompts equal to a plain instance", "vLLM's transfers", "idle workers, of a core"])

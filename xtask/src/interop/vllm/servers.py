@@ -1,4 +1,4 @@
-"""Servers as processes, for run.py, mixed.py and interop/mistralrs/check.py: a real vLLM, kvx serve, and proxies. Each is ended by process id."""
+"""Servers as child processes, for run.py, mixed.py and interop/mistralrs/check.py: vLLM, kvx serve, and proxies. Ends each by process id."""
 
 import http.client
 import json
@@ -15,13 +15,13 @@ import time
 import urllib.request
 import uuid
 
-START = 900  # seconds until an instance answers
+START = 900  # seconds for an instance to start answering
 LENGTHS = (4, 60, 126, 127, 128, 129, 130, 200, 254, 255, 256, 257, 300, 383, 384, 385, 512, 513, 640, 700, 900)
 ASK_FOR_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
                    "remote_block_ids": None, "remote_host": None, "remote_port": None}
 ROWS, WRONG = [], []
-# Whoever ends this ends what it has started.
-signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+# Ends all started servers when this process is asked to end.
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
 
 
 def check(held, what):
@@ -37,7 +37,7 @@ def row(*cells):
 
 
 def end(heads):
-    """Prints the table, and leaves."""
+    """Prints the table and exits."""
     print(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     print("\n".join(ROWS))
     print(f"\n{len(WRONG)} wrong" + "".join(f"\n- {what}" for what in WRONG))
@@ -45,14 +45,14 @@ def end(heads):
 
 
 def words_of(page, begin):
-    """The words of the command line in a page that begins so."""
+    """Returns the words of the page's command line that begins with `begin`."""
     with open(page) as text:
         line = next(line for line in text if line.startswith(begin))
     return shlex.split(line, comments=True)
 
 
 def ports(count):
-    """Ports that nobody has now, and that the system gives to nobody who asks for any: they are bound minutes later."""
+    """Returns free ports outside the system's ephemeral range, as they are bound minutes later."""
     found = []
     while len(found) < count:
         port = random.randrange(12000, 32000)
@@ -66,7 +66,7 @@ def ports(count):
 
 
 def children(pid):
-    """A process and all below it."""
+    """Returns a process and all its descendants."""
     found = [pid]
     for each in found:
         for task in os.listdir(f"/proc/{each}/task") if os.path.exists(f"/proc/{each}") else []:
@@ -79,7 +79,7 @@ def children(pid):
 
 
 def cpu(pids):
-    """Seconds of CPU that they have taken."""
+    """Returns the seconds of CPU that the processes have used."""
     ticks = 0
     for pid in pids:
         with open(f"/proc/{pid}/stat") as stat:
@@ -88,19 +88,19 @@ def cpu(pids):
 
 
 def prompts(seed, lengths=LENGTHS):
-    """Around the edges of blocks; no two with one beginning, so that nothing comes from a prefix cache."""
+    """Returns prompts around the block boundaries, without common prefixes, so that none is cached."""
     order = random.Random(seed)
     return [[order.randrange(3, 1000) for _ in range(length)] for length in lengths]
 
 
 class Server:
-    """A process that answers HTTP."""
+    """A process that serves HTTP."""
 
     def __init__(self, name, command, environment, log, folder, host="127.0.0.1", port=None):
         self.name, self.host, self.port, self.folder = name, host, port, folder
         self.command, self.environment, self.log = command, environment, log
         self.health, self.model, self.process = "/health", None, None
-        self.bootstrap = None  # the port of a prefill of MooncakeConnector
+        self.bootstrap = None  # the bootstrap port of a prefill with MooncakeConnector
         os.makedirs(os.path.dirname(log), exist_ok=True)
 
     def start(self):
@@ -144,7 +144,7 @@ class Server:
         return status, json.loads(answer) if status == 200 else answer
 
     def prefill(self, prompt, timeout=300, **more):
-        """The first of two legs: its status, and what a decode is told; or the answer, if it is another."""
+        """Prefills: returns the status, and the parameters for a decode or else the error."""
         transfer = f"xfer-{uuid.uuid4()}"
         ask = ASK_FOR_PREFILL if self.bootstrap is None else dict(do_remote_decode=True, do_remote_prefill=False, transfer_id=transfer)
         status, answer = self.complete(prompt, 1, timeout, kv_transfer_params=ask, **more)
@@ -159,12 +159,12 @@ class Server:
                             remote_bootstrap_addr=address)
 
     def plain(self, prompt, tokens=20):
-        """What it answers by itself; nothing of it is found in its prefix cache afterwards."""
+        """Returns the tokens of this server alone, without leaving the prompt in its prefix cache."""
         return self.complete(prompt, tokens, cache_salt="by itself")[1]["choices"][0]["token_ids"]
 
     def figure(self, names, having=""):
-        """The sum of a counter, or of a histogram's counts, over its labels, of the lines that have these words; None if it
-        does not have it."""
+        """Returns the sum over all labels of a counter, or of a histogram's counts, in lines that contain `having`; None if
+        there is none."""
         text, found = self.ask("GET", "/metrics", None, 60)[1].decode(), None
         for line in text.splitlines():
             for name in names:
@@ -173,8 +173,8 @@ class Server:
         return found
 
     def series(self, begin):
-        """Each series of the metrics that begin so: its name, its type, the names of its labels, the bound of its bucket. When one
-        was made, which Python's client tells of each, is none of them."""
+        """Returns the series of the metrics that begin with `begin`: name, type, names of labels, and bound of the bucket. Omits
+        the series `_created` of Python's client."""
         kinds, found = {}, set()
         for line in self.ask("GET", "/metrics", None, 60)[1].decode().splitlines():
             kind = re.match(r"# TYPE (\S+) (\w+)", line)
@@ -233,7 +233,7 @@ class Server:
 
 
 class Fleet:
-    """Servers that are up together."""
+    """Servers that run together."""
 
     def __init__(self, *servers):
         self.servers = servers
@@ -256,16 +256,16 @@ def clean_environment():
 
 
 class Vllm(Server):
-    """A `vllm serve` by the words of a page, in a network namespace if one is named."""
+    """A `vllm serve` with a page's command line, in a network namespace if one is given."""
 
     def __init__(self, work, words, name, model, environment, host="127.0.0.1", namespace=None, block=128, models=None, logs=""):
         port, side = ports(2)
-        # In the models' folder, so that the model's name is a relative path.
+        # Run in the models' folder, so that the model's name is a relative path.
         models = models or os.path.join(work, "models")
         with open(os.path.join(models, model, "config.json")) as told:
             dtype = json.load(told)
         words = [model if word == "MODEL" else word for word in words]
-        # By the interpreter: an environment that was moved has scripts that name the old one.
+        # Run by the interpreter: the scripts of a moved environment name the old path.
         command = [sys.executable, os.path.join(work, "venv/bin", words[0]), *words[1:], "--host", host, "--port", str(port),
                    "--enforce-eager", "--dtype", dtype.get("dtype") or dtype["torch_dtype"], "--block-size", str(block),
                    "--num-gpu-blocks-override", "256", "--max-model-len", "1024", "--max-num-seqs", "8",
@@ -283,7 +283,7 @@ class Vllm(Server):
 
 
 class Load:
-    """Clients that ask until they are told to end: what became of each request."""
+    """Clients that send requests until the end, and record their outcomes."""
 
     def __init__(self, prefill, decode, clients=6):
         self.prefill, self.decode, self.ended, self.slowest = prefill, decode, threading.Event(), 0
@@ -315,7 +315,7 @@ class Load:
 
 
 def through(prefill, decode, prompt, tokens=20, **more):
-    """The answer to a request that is prefilled here and decoded there; None, and WRONG, if there is none."""
+    """Prefills and decodes a request, and returns the answer; without one, records a failure and returns None."""
     status, params = prefill.prefill(prompt, **more)
     if not check(status == 200, f"a prefill at {prefill.name} is {status}: {str(params)[:200]}"):
         return None
@@ -326,7 +326,7 @@ def through(prefill, decode, prompt, tokens=20, **more):
 
 
 def abort(prefill, decode, count):
-    """So many clients that go away in the middle."""
+    """Sends `count` requests whose clients disconnect before the answer."""
     order, numbers, lock = random.Random(5), iter(range(count)), threading.Lock()
 
     def client():
@@ -351,7 +351,7 @@ def abort(prefill, decode, count):
 
 
 def still_in_use(servers, seconds=90):
-    """The greatest share of a KV cache that stays in use."""
+    """Returns the largest fraction of a KV cache that stays in use."""
     until, used = time.time() + seconds, None
     while time.time() < until and used != 0:
         used = max(each.figure(["vllm:kv_cache_usage_perc"]) or 0 for each in servers)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 WORK, HERE = Path(sys.argv[1]), Path(__file__).parent
 VERSION = "0.32.0"
-# `vllm serve` asks for the version of a package of this name, and its wheel for CPUs has another name.
+# `vllm serve` reads the version of a package with this name; the wheel for CPUs has another name.
 STUB = f"vllm-{VERSION}+cpu.dist-info"
 # vLLM's own proxies, which only its source distribution contains.
 PROXIES = [
@@ -26,7 +26,7 @@ def run(*command, **options):
 
 
 def install(python):
-    # What was installed; written once all of it was.
+    # The installed requirements, recorded after all were installed.
     requirements, record = HERE / "requirements.txt", WORK / "installed.txt"
     if record.exists() and record.read_text() == requirements.read_text():
         return
@@ -43,7 +43,7 @@ def fetch_proxies(folder):
     if all((folder / Path(proxy).name).exists() for proxy in PROXIES):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    # pip asks the sources for their version, which builds nothing with these.
+    # With these variables the sources report their version to pip without building anything.
     variables = {"VLLM_VERSION_OVERRIDE": VERSION, "VLLM_TARGET_DEVICE": "empty"}
     options = ["--no-deps", "--no-build-isolation", "--no-binary", "vllm"]
     run(*PIP, "download", "-q", *options, f"vllm=={VERSION}", "-d", str(folder), env={**os.environ, **variables})

@@ -1,5 +1,7 @@
-"""For a vLLM on the CPU with MooncakeConnector: its worker asks torch for the number of its card, and torch has none to tell. This is
-the one thing of it that needs a card. Python imports a module of this name when it starts."""
+"""Lets a vLLM on the CPU use the MooncakeConnector.
+
+The connector's worker asks torch for the index of its GPU, and needs a GPU for nothing else. Python
+imports a module of this name when it starts."""
 
 import torch
 

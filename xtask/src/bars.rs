@@ -1,5 +1,5 @@
-//! Bars: figures of a run that must be at least or at most a number. They are data, in `bars.toml`
-//! and `gpu.toml`.
+//! Bars are limits for the figures of a run: at least or at most a number. `bars.toml` and
+//! `gpu.toml` define them.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -29,13 +29,13 @@ pub(crate) struct Bar {
 enum Formula {
     /// Nanoseconds that a block takes beyond its share of the limit.
     BeyondTheCopy,
-    /// The factor by which small reads take longer beside bulk ones than alone; or, if that is
-    /// less, their 99th percentile in fifths of what bare connections get.
+    /// The factor by which small reads take longer during bulk reads than alone or, if that is
+    /// less, their 99th percentile in fifths of that of bare connections.
     BesideBulkOrBare,
 }
 
 impl Bar {
-    /// Returns the bar's figure in the lines of its run; `field` is the run's usual one.
+    /// Returns the bar's figure from the lines of its run; `field` is the run's default field.
     pub(crate) fn figure(&self, lines: &[Value], field: &str) -> Result<f64> {
         let figure = || {
             let number = |field: &str| number(lines, &self.at, field);

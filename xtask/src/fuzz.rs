@@ -1,8 +1,8 @@
-//! `cargo xtask fuzz`: runs everything that kvx reads from others under libFuzzer with
-//! AddressSanitizer.
+//! `cargo xtask fuzz`: runs the fuzz targets, for everything that kvx reads from others, with
+//! libFuzzer and AddressSanitizer.
 //!
-//! Not part of the tests, which replay what it found. The compiler that builds kvx builds the
-//! workspace `fuzz/`: `RUSTC_BOOTSTRAP` lets it take the sanitizer's flags.
+//! The tests do not include this, but replay its inputs. kvx's own compiler builds the workspace
+//! `fuzz/`: `RUSTC_BOOTSTRAP` makes it accept the sanitizer's flags.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,19 +19,19 @@ use crate::{Result, one_of, root, subfolders};
 const CORPORA: &str = "fuzz/corpus";
 /// The variable that names the program's target.
 const TARGET: &str = "KVX_FUZZ";
-/// The only platform that it is built for. Because it is named, the flags do not apply to build
-/// scripts and macros.
+/// The only supported platform. Naming it keeps the flags from applying to build scripts and
+/// macros.
 const PLATFORM: &str = "x86_64-unknown-linux-gnu";
 /// AddressSanitizer, and the coverage that libFuzzer needs.
 const FLAGS: &str = "-Zsanitizer=address -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
                      -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
                      -Cllvm-args=-sanitizer-coverage-trace-compares";
-/// How long a build may take.
+/// The time limit of the build.
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
-/// How long a target may take to start and to end, beyond its time.
+/// The time that a target may take to start and to end, beyond its run time.
 const BEYOND: Duration = Duration::from_secs(120);
-/// The most bytes of an input that is kept, and of a whole corpus; the most inputs that are added
-/// at a time.
+/// The most bytes of an added input, and of a whole corpus; the most inputs that are added at a
+/// time.
 const KEPT_INPUT: u64 = 512;
 const KEPT_IN_ALL: u64 = 6 << 10;
 const KEPT_AT_A_TIME: usize = 32;
@@ -135,7 +135,7 @@ fn after<'a>(output: &'a str, text: &str) -> Option<&'a str> {
 /// reached, the longest, which reach most.
 fn keep(name: &str, program: &Path, grown: &Path, committed: &Path) -> Result<()> {
     let least = grown.with_extension("least");
-    let _ = std::fs::remove_dir_all(&least); // of an earlier run
+    let _ = std::fs::remove_dir_all(&least); // left by an earlier run
     std::fs::create_dir_all(&least)?;
     let mut command = Command::new(program);
     command.env(TARGET, name).args(["-set_cover_merge=1", "-rss_limit_mb=2048"]);

@@ -13,13 +13,13 @@ const REPEATED_LINES: usize = 12;
 /// The results of the tests of a program, or of a step.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
-    /// How many tests passed.
+    /// The number of passed tests.
     pub(crate) passed: usize,
     /// One entry per failed test, or for a test program that ended without a result.
     pub(crate) failures: Vec<Failure>,
     /// Tests that failed among others and passed alone. They count as neither passed nor failed.
     pub(crate) excused: Vec<Failure>,
-    /// Tests of clauses that a backend breaks as its list of gaps says.
+    /// Tests of clauses that a backend violates as its list of gaps declares.
     pub(crate) gaps: Vec<String>,
     /// One entry per skipped test.
     pub(crate) skips: Vec<Skip>,
@@ -52,7 +52,7 @@ impl Tally {
 /// A failed test or check.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Failure {
-    /// What failed, and the command that repeats it.
+    /// A description of the failure, and the command that repeats it.
     what: String,
     /// The last lines that the test printed.
     pub(crate) printed: String,
@@ -144,9 +144,9 @@ pub(crate) fn tally(program: &TestProgram, finished: &Finished, notes: Notes) ->
         }
         End::Exited(_) => {}
     }
-    // Tests whose verdict stands behind something that another process printed into the line.
+    // Tests whose verdict follows output of another process in the same line.
     let mut unnamed = ignores.saturating_sub(ignored.len());
-    // The harness has counted a test with a note as ignored, or as passed.
+    // The harness has counted a test with a note as ignored or as passed.
     for noted in notes.skips.iter().map(|skip| &skip.name).chain(&notes.gaps) {
         if let Some(at) = ignored.iter().position(|test| is_same_test(&test.name, noted)) {
             ignored.swap_remove(at);
@@ -171,8 +171,7 @@ impl ParsedOutput {
         let mut printing: Option<usize> = None;
         for line in output.lines() {
             if let Some(name) = headline(line) {
-                // Another process may have printed into the line of the verdict, which then is not
-                // recognised.
+                // If another process printed into the line of the verdict, it is not recognised.
                 let known = parsed.failed.iter().position(|(failed, _)| failed == name);
                 printing = known.or(Some(parsed.failed.len()));
                 if known.is_none() {
@@ -296,7 +295,7 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 7 filtered out; fini
         assert_eq!((tally.passed, tally.gaps.len()), (2, 1));
         assert_eq!(tally.skips[..3], skips);
         assert_eq!(tally.skips.len(), 4, "and the ignored test without a note");
-        // Its verdict stands in another line.
+        // The verdict is in another line.
         let broken = "test P9 ... what the engine logs\nignored, known gap: x\n\
                       test result: ok. 0 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out\n";
         let notes = Notes { gaps: vec!["P9".to_owned()], ..Notes::default() };

@@ -1,7 +1,7 @@
-//! `cargo xtask test --install`: installs what the tests need and cargo does not bring, by the
-//! table `install.toml`.
+//! `cargo xtask test --install`: installs the dependencies of the tests that cargo does not
+//! install, from the table `install.toml`.
 //!
-//! When everything is there, it downloads nothing and calls no package tool but `dpkg-query`.
+//! When everything is installed, it downloads nothing and calls no package tool but `dpkg-query`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ pub(crate) static TABLE: LazyLock<Table> = LazyLock::new(|| {
     toml::from_str(include_str!("../install.toml")).expect("tests parse install.toml")
 });
 
-/// Names of Debian packages, and what each is for.
+/// The purposes of Debian packages, by name.
 type DebianPackages = BTreeMap<String, String>;
 
 /// Wheels by their names.
@@ -38,7 +38,7 @@ pub(crate) struct Table {
     pub(crate) peers: BTreeMap<String, Peer>,
 }
 
-/// Other people's software, installed into `target/peers/<name>`.
+/// Third-party software, installed into `target/peers/<name>`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Peer {
@@ -47,7 +47,7 @@ pub(crate) struct Peer {
     #[serde(default)]
     debian: DebianPackages,
     wheels: Wheels,
-    /// Shared libraries that lead to it.
+    /// Shared libraries that connect kvx to it.
     #[serde(default)]
     pub(crate) libraries: Vec<peers::SharedLibrary>,
 }
@@ -60,8 +60,8 @@ struct Wheel {
     why: String,
 }
 
-/// Installs missing packages within `limit` and returns what could not be installed, a sentence
-/// each. The whole tier needs cargo-deny too, which is compiled.
+/// Installs missing packages within `limit`, and returns an error message for each that cannot be
+/// installed. The whole tier also needs cargo-deny, which is compiled.
 pub(crate) fn run(target: &Path, whole: bool, limit: Duration) -> Vec<String> {
     let is_wanted =
         |peer: &Peer| peer.variable.as_ref().is_none_or(|name| std::env::var_os(name).is_some());
@@ -82,7 +82,7 @@ pub(crate) fn cargo_deny(target: &Path) -> PathBuf {
     target.join("peers/cargo-deny/bin/cargo-deny")
 }
 
-/// Installs peers by name, or returns an error that says what could not be installed.
+/// Installs peers by name. The error names those that cannot be installed.
 pub(crate) fn peers(names: &[&str], target: &Path, deadline: Deadline) -> Result<()> {
     let peers: Vec<_> =
         TABLE.peers.iter().filter(|(name, _)| names.contains(&name.as_str())).collect();
@@ -119,11 +119,11 @@ fn install_debian_packages(packages: &BTreeMap<&str, &str>, deadline: Deadline) 
     query
         .args(["--show", "--showformat", "${db:Status-Status} ${Package}\n"])
         .args(packages.keys());
-    // It fails when it does not know one of the packages.
+    // The query fails if it does not know one of the packages.
     let known = process::run(query, deadline.left(), Output::Quiet).map_err(|error| {
         let names: Vec<_> = packages.keys().copied().collect();
         format!(
-            "{error}: xtask installs Debian packages only; install what corresponds to {}",
+            "{error}: xtask installs only Debian packages; install the equivalents of {}",
             names.join(" ")
         )
     })?;
@@ -183,8 +183,8 @@ pub(crate) fn is_installed(peer: &str, wheel: &str, target: &Path) -> bool {
     version.is_some_and(|version| Environment::of(target, peer).has(wheel, version))
 }
 
-/// A virtual Python environment. It has no pip of its own: making one with it takes 5 s instead of
-/// 0.3 s.
+/// A virtual Python environment without its own pip: creating one with pip takes 5 s instead of 0.3
+/// s.
 pub(crate) struct Environment(pub(crate) PathBuf);
 
 impl Environment {
@@ -193,7 +193,7 @@ impl Environment {
         Environment(target.join("peers").join(peer).join("venv"))
     }
 
-    /// Returns its Python, which exists once something was installed.
+    /// Returns its Python, which exists once a package was installed.
     pub(crate) fn python(&self) -> PathBuf {
         self.0.join("bin/python")
     }

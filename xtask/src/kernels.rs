@@ -10,14 +10,15 @@ use crate::skips;
 use crate::test::steps;
 use crate::{Result, root};
 
-/// Below the root of the repository.
+/// Paths in the repository.
 const SOURCE: &str = "kvx-gpu/src/kernels/kernels.cu";
 const PTX: &str = "kvx-gpu/src/kernels/kernels.ptx";
 
 /// The oldest devices that run the PTX; every newer one does too.
 const ARCHITECTURE: &str = "--gpu-architecture=compute_70";
 
-/// What the source must compile for: a data centre's device and one with waves of 32 threads.
+/// The AMD targets for which the source must compile: a data-centre device, and one with waves of
+/// 32 threads.
 const AMD_TARGETS: [&str; 2] = ["gfx90a", "gfx1030"];
 
 /// The peer and the wheel of CUDA's compiler, and the library in it.
@@ -51,7 +52,7 @@ pub(crate) fn run(check: bool) -> Result<bool> {
 /// Compiles for CUDA; returns false if the committed file differs and is only compared.
 fn renew(library: &Path, target: &Path, check: bool) -> Result<bool> {
     let text = String::from_utf8(compile(library, "nvrtc", "PTX", ARCHITECTURE, target)?)?;
-    // Without the constants of a header that the compiler always includes and no kernel uses.
+    // Omits the constants of a header that the compiler always includes and no kernel uses.
     let lines = text.trim_end_matches('\0').lines();
     let ours = lines.filter(|line| !(line.starts_with(".global") && line.contains("2nv6target")));
     let ptx = ours.collect::<Vec<_>>().join("\n").trim_end().to_owned() + "\n";
@@ -84,7 +85,7 @@ fn compile_for_amd(library: &Path, target: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Compiles the source by a library whose functions begin with `prefix`.
+/// Compiles the source with a library whose functions begin with `prefix`.
 fn compile(
     library: &Path,
     prefix: &str,

@@ -1,6 +1,6 @@
-//! `cargo xtask limits`: measures whether kvx is as close to what the host can do as it has to be.
+//! `cargo xtask limits`: measures whether kvx is as close to the host's limits as the bars require.
 //!
-//! Not part of the tests: it takes minutes, 5 GiB of memory, and an otherwise idle machine.
+//! The tests do not include this: it takes minutes, 5 GiB of memory, and an otherwise idle machine.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -17,11 +17,11 @@ use crate::metadata::Metadata;
 use crate::process::{self, Deadline};
 use crate::{Result, peers};
 
-/// The script that runs in NIXL's Python, with the folder of the release build.
+/// The script that NIXL's Python runs with the folder of the release build.
 const IN_NIXL: &str = "kvx-nixl/benches/beside_ucx.py";
-/// How long the builds may take.
+/// The time limit of the builds.
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
-/// How long one run may take.
+/// The time limit of one run.
 const RUN_LIMIT: Duration = Duration::from_secs(10 * 60);
 
 /// The file `bars.toml`.
@@ -47,7 +47,7 @@ struct Run {
     bars: Vec<Bar>,
 }
 
-/// A library that not every machine has.
+/// A library that some machines lack.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case")]
 enum Library {
@@ -56,7 +56,7 @@ enum Library {
 }
 
 impl Library {
-    /// Returns the variable that names it, for kvx and for this command.
+    /// Returns the environment variable that names the library, for kvx and for this command.
     fn variable(self) -> &'static str {
         match self {
             Library::Nixl => "KVX_RIXL_LIB",
@@ -64,7 +64,7 @@ impl Library {
         }
     }
 
-    /// Returns the file that the variable names, or that of the wheel.
+    /// Returns the file that the variable names, or else that of the wheel.
     fn find(self, target: &Path) -> Option<PathBuf> {
         std::env::var_os(self.variable()).map(PathBuf::from).or_else(|| match self {
             Library::Nixl => Environment::of(target, "nixl").find(NIXL_LIBRARY),
@@ -77,8 +77,7 @@ fn runs() -> Result<Vec<Run>> {
     Ok(toml::from_str::<Table>(include_str!("../bars.toml"))?.runs)
 }
 
-/// Runs everything as often as the options say, prints the table, and returns whether every bar
-/// holds.
+/// Runs everything `times` times, prints the table, and returns whether every bar is met.
 pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
     let target = Metadata::of_members()?.target_directory;
     let mut runs = runs()?;
@@ -96,7 +95,7 @@ pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
     }
     if runs.is_empty() {
         return Err(
-            format!("no run has this name or can run; the runs are: {}", names.join(", ")).into()
+            format!("no run with this name can run; the runs are: {}", names.join(", ")).into()
         );
     }
     build(&runs)?;
@@ -134,15 +133,15 @@ fn build(runs: &[Run]) -> Result<()> {
 }
 
 impl Run {
-    /// Runs the program and returns what it printed.
+    /// Runs the program and returns the lines that it prints.
     fn run(&self, target: &Path) -> Result<Vec<Value>> {
         let library = self.needs.and_then(|library| library.find(target));
-        // The Python of the environment that NIXL's library lies in.
+        // The Python of the environment that contains NIXL's library.
         let python = || {
             let mut folders = library.iter().flat_map(|library| library.ancestors());
             let python = folders
                 .find_map(|at| Some(at.join("bin/python3")).filter(|python| python.exists()));
-            python.ok_or("NIXL's library lies in no Python environment")
+            python.ok_or("NIXL's library is not in a Python environment")
         };
         let release = target.join("release");
         let mut command;
@@ -167,7 +166,8 @@ impl Run {
             }
         }
         if let (Some(needs), Some(library)) = (self.needs, &library) {
-            command.env(needs.variable(), library).env("UCX_NET_DEVICES", "lo"); // UCX would listen on all devices
+            // By default UCX listens on all devices.
+            command.env(needs.variable(), library).env("UCX_NET_DEVICES", "lo");
         }
         lines(
             &process::output_of(command, RUN_LIMIT)

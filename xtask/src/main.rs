@@ -1,4 +1,4 @@
-//! `cargo xtask`: the one entry point for everything that a developer of kvx runs.
+//! `cargo xtask`: the developer commands of kvx.
 //!
 //! It depends on no kvx crate, so that it works even when they do not build.
 
@@ -30,8 +30,8 @@ use std::process::ExitCode;
 use arguments::{Arguments, Request};
 use clap::Parser as _;
 
-/// The result of a command that could not do its work. Failures that a command is there to find are
-/// values instead.
+/// The result of a command; an error means that it could not do its work. Failures that a command
+/// looks for are values instead.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 fn main() -> ExitCode {
@@ -73,7 +73,7 @@ pub(crate) fn all_held(failures: Vec<String>) -> bool {
 
 /// Returns the root of the repository that xtask was built in.
 pub(crate) fn root() -> &'static std::path::Path {
-    std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in a repository")
+    std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask is in a repository")
 }
 
 /// Returns the sorted names of the folders in a folder of the repository that pass the test.

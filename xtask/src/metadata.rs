@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::{Result, process};
 
-/// How long cargo may take to resolve the workspace, downloads included.
+/// The time limit for resolving the workspace, including downloads.
 const LIMIT: Duration = Duration::from_secs(300);
 
 /// The output of `cargo metadata`.
@@ -34,7 +34,7 @@ pub(crate) struct PackageMetadata {
     pub(crate) version: String,
     pub(crate) manifest_path: PathBuf,
     source: Option<String>,
-    /// The registries that it may be published to; `None` stands for any.
+    /// The registries that it may be published to; `None` for any.
     pub(crate) publish: Option<Vec<String>>,
     pub(crate) features: BTreeMap<String, Value>,
     pub(crate) targets: Vec<Target>,
@@ -83,20 +83,20 @@ pub(crate) struct Dependency {
     /// The versions that it may have; `*` when the manifest names none.
     #[serde(rename = "req")]
     pub(crate) requirement: String,
-    /// Where it lies, if not in the registry.
+    /// The path of the dependency, unless it comes from the registry.
     pub(crate) path: Option<PathBuf>,
     /// `dev` if only tests need it, `build` if its build script does.
     pub(crate) kind: Option<String>,
 }
 
 impl Metadata {
-    /// Loads the members of the workspace alone: fast, and downloads nothing.
+    /// Loads only the members of the workspace: fast, and without downloads.
     pub(crate) fn of_members() -> Result<Metadata> {
         Metadata::load(&["--no-deps"])
     }
 
-    /// Loads the members with all their features, and every package that they build with on this
-    /// platform, for whatever purpose (normal, build, dev).
+    /// Loads the members with all their features, and every package that they need on this
+    /// platform, for any purpose (normal, build, dev).
     pub(crate) fn of_everything() -> Result<Metadata> {
         let mut rustc = Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
         rustc.arg("-vV");
@@ -145,7 +145,7 @@ impl PackageMetadata {
         self.metadata["kvx"]["seconds"].as_u64()
     }
 
-    /// Returns whether it is a member of the workspace, which has no other packages from paths.
+    /// Returns whether it is a member of the workspace: all packages from paths are.
     pub(crate) fn is_member(&self) -> bool {
         self.source.is_none()
     }

@@ -1,5 +1,4 @@
-//! `cargo xtask package`: builds the crates as their users get them. cargo says which crates are
-//! published.
+//! `cargo xtask package`: builds the crates as users do. cargo reports which crates are published.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -16,7 +15,7 @@ use crate::{Result, all_held, install, root};
 /// The limit of the whole command.
 const LIMIT: Duration = Duration::from_secs(30 * 60);
 
-/// The rules for dependencies are in deny.toml.
+/// The arguments of cargo-deny; deny.toml has the rules for dependencies.
 const DENY: &str =
     "--offline --workspace check -D unnecessary-skip -D unmatched-skip licenses bans sources";
 
@@ -24,7 +23,7 @@ const DENY: &str =
 /// fails.
 const NATIVE_TOOLS: [&str; 5] = ["CC", "CXX", "HOST_CC", "HOST_CXX", "PKG_CONFIG"];
 
-/// The features that README's program is built with, as a manifest has them.
+/// The features of the README's program, as a manifest writes them.
 const CHOICES: [(&str, &str); 2] =
     [("default features", ""), ("`tcp` alone", ", default-features = false, features = [\"tcp\"]")];
 
@@ -67,7 +66,7 @@ fn manifests(workspace: &Metadata) -> Vec<String> {
         for field in ["keywords", "categories"] {
             let count = package.others.get(field).and_then(Value::as_array).map_or(0, Vec::len);
             if !(1..=5).contains(&count) {
-                wrong.push(format!("{package} has {count} {field}: one to five are wanted"));
+                wrong.push(format!("{package} has {count} {field}; it must have one to five"));
             }
         }
         let docs_rs =
@@ -85,10 +84,7 @@ fn manifests(workspace: &Metadata) -> Vec<String> {
             .filter(|it| it.path.is_some() && it.kind.as_deref() != Some("dev"))
         {
             if dependency.requirement == "*" {
-                wrong.push(format!(
-                    "{package} asks for no version of {} beside its path",
-                    dependency.name
-                ));
+                wrong.push(format!("{package} names a path but no version of {}", dependency.name));
             }
             if ours.iter().all(|other| other.name != dependency.name) {
                 wrong.push(format!(
@@ -110,7 +106,8 @@ fn without_a_line(workspace: &Metadata, page: &str) -> Vec<String> {
     names.iter().map(|name| format!("{name} has no line in docs/dependencies.md")).collect()
 }
 
-/// Checks licences, duplicate versions and sources by cargo-deny; a skip where it is not installed.
+/// Checks licences, duplicate versions and sources with cargo-deny; skips itself if that is not
+/// installed.
 fn denied(target: &Path, deadline: Deadline) -> Result<Option<String>> {
     let installed = install::cargo_deny(target);
     if !installed.exists() {
@@ -130,13 +127,13 @@ fn tarballs(workspace: &Metadata, folder: &Path, deadline: Deadline) -> Result<(
     cargo.arg("--target-dir").arg(folder);
     process::must_succeed(cargo, deadline)?;
     let unpacked = folder.join("unpacked");
-    let _ = std::fs::remove_dir_all(&unpacked); // of an earlier run
+    let _ = std::fs::remove_dir_all(&unpacked); // left by an earlier run
     std::fs::create_dir_all(&unpacked)?;
     for package in published(workspace) {
         let tarball = format!("{}-{}.crate", package.name, package.version);
         let mut tar = Command::new("tar");
-        // cargo gives all files one old time, with which cargo would take an earlier run's build
-        // for up to date.
+        // cargo gives all files the same old time, so that it would consider an earlier run's build
+        // up to date.
         tar.arg("-xzmf").arg(folder.join("package").join(tarball)).arg("-C").arg(&unpacked);
         process::must_succeed(tar, deadline)?;
     }
@@ -163,8 +160,8 @@ fn compile_alone(workspace: &Metadata, folder: &Path, deadline: Deadline) -> Res
     Ok(failures)
 }
 
-/// Builds and runs README's program as a crate of its own, from the unpacked tarballs; returns why
-/// it failed.
+/// Builds and runs README's program as a separate crate, from the unpacked tarballs; returns why it
+/// failed.
 fn readmes_program(
     workspace: &Metadata,
     folder: &Path,
@@ -198,15 +195,16 @@ fn readmes_program(
         process::run(user_cargo("run", &program, folder), deadline.left(), Output::Shown)?;
     Ok(match finished.succeeded() {
         true if finished.output.contains(" bytes over ") => None,
-        true => {
-            Some(format!("README's program does not print what README shows: {}", finished.output))
-        }
+        true => Some(format!(
+            "README's program does not print the expected output: {}",
+            finished.output
+        )),
         false => Some(format!("README's program: {}", finished.end)),
     })
 }
 
-/// Returns a call of cargo in a user's crate, without native tools. All of them share one target
-/// directory, and build no debug information, with which they took 9 GB.
+/// Returns a call of cargo in a user's crate, without native tools. All of these calls share one
+/// target directory, and build no debug information, which took 9 GB.
 fn user_cargo(command: &str, crate_folder: &Path, folder: &Path) -> Command {
     let mut cargo = process::cargo([command, "--offline", "--quiet"]);
     cargo.current_dir(crate_folder).env("CARGO_TARGET_DIR", folder.join("built"));
@@ -215,7 +213,7 @@ fn user_cargo(command: &str, crate_folder: &Path, folder: &Path) -> Command {
     cargo
 }
 
-/// Returns where a crate's tarball is unpacked.
+/// Returns the folder of a crate's unpacked tarball.
 fn unpacked(folder: &Path, package: Package<'_>) -> PathBuf {
     folder.join("unpacked").join(format!("{}-{}", package.name, package.version))
 }
@@ -231,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_manifest_lacks_is_named() {
+    fn missing_fields_of_a_manifest_are_named() {
         let metadata = Metadata::from_text(
             r#"{"packages": [
             {"name": "core", "version": "0.1.0", "manifest_path": "/w/core/Cargo.toml", "dependencies": [
@@ -244,7 +242,7 @@ mod tests {
         for part in ["no description", "0 keywords", "no version of tests", "not published"] {
             assert!(wrong.contains(part), "{part} is not in:\n{wrong}");
         }
-        assert!(!wrong.contains("tests 0.1.0"), "it is not published:\n{wrong}");
+        assert!(!wrong.contains("tests 0.1.0"), "unpublished crates are not checked:\n{wrong}");
         let page = "| crate | why |\n|---|---|\n| libc | calls |\n";
         assert_eq!(without_a_line(&metadata, page), ["rare has no line in docs/dependencies.md"]);
     }

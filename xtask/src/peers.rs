@@ -1,5 +1,5 @@
-//! `cargo xtask peers`: installs other people's software that kvx's tests and measurements use, and
-//! builds the shared libraries that lead to it.
+//! `cargo xtask peers`: installs third-party software that kvx's tests and measurements use, and
+//! builds the shared libraries that connect kvx to it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,9 +17,9 @@ use crate::{Result, root};
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct SharedLibrary {
     file: String,
-    /// Below the root of the repository.
+    /// The source, relative to the root of the repository.
     source: PathBuf,
-    /// The headers that the source includes, below the root of the repository.
+    /// The headers that the source includes, relative to the root of the repository.
     #[serde(default)]
     headers: Vec<PathBuf>,
     /// The name by which the dynamic linker knows it, if that is not the file's.
@@ -29,7 +29,7 @@ pub(crate) struct SharedLibrary {
 }
 
 const MOONCAKE: &str = "mooncake";
-/// The library that leads to the engine in Mooncake's wheel.
+/// The library that connects kvx to the engine in Mooncake's wheel.
 const ADAPTER: &str = "libkvx_mooncake_adapter.so";
 
 /// Returns the names of the peers.
@@ -37,7 +37,7 @@ pub(crate) fn names() -> impl Iterator<Item = &'static str> {
     TABLE.peers.keys().map(String::as_str)
 }
 
-/// Installs and builds what these peers need, or all.
+/// Installs and builds these peers, or all.
 pub(crate) fn command(chosen: &[String]) -> Result<bool> {
     let chosen: Vec<_> =
         names().filter(|name| chosen.is_empty() || chosen.iter().any(|one| one == name)).collect();
@@ -82,12 +82,12 @@ fn compile(source: &Path, options: &[String], output: &Path, deadline: Deadline)
     compile.args(FLAGS.split(' ')).args(options).arg(root().join(source));
     compile.arg("-o").arg(&unfinished).arg("-ldl");
     must_succeed(compile, deadline)?;
-    // A process that has the old one open keeps it.
+    // A process that has opened the old library keeps it.
     Ok(std::fs::rename(unfinished, output)?)
 }
 
-/// Builds the libraries over Mooncake's wheel for other machines, where a variable says where the
-/// wheel lies.
+/// Builds the libraries for Mooncake's wheel on other machines, where a variable names the wheel's
+/// path.
 pub(crate) fn portable_adapter(folder: &Path, deadline: Deadline) -> Result<()> {
     for SharedLibrary { file, source, .. } in &TABLE.peers[MOONCAKE].libraries {
         let options = ["-s".to_owned(), format!("-Wl,-soname,{file}")];
@@ -96,7 +96,7 @@ pub(crate) fn portable_adapter(folder: &Path, deadline: Deadline) -> Result<()> 
     Ok(())
 }
 
-/// Returns the adapter over Mooncake's wheel, if it is built.
+/// Returns the adapter for Mooncake's wheel, if it is built.
 pub(crate) fn mooncake_adapter(target: &Path) -> Option<PathBuf> {
     Some(target.join("peers").join(MOONCAKE).join(ADAPTER)).filter(|file| file.is_file())
 }

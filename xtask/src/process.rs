@@ -1,5 +1,5 @@
-//! Child processes that end: in a process group of their own, under a time limit, with their output
-//! kept.
+//! Child processes with a guaranteed end: each has its own process group and a time limit, and its
+//! output is kept.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -15,7 +15,8 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, wa
 /// The interval at which a running child is checked.
 const TICK: Duration = Duration::from_millis(20);
 
-/// How long a group may take to end after SIGTERM, and its last output to arrive after its end.
+/// The time that a group may take to end after SIGTERM, and its last output to arrive after its
+/// end.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// The signal that asked xtask to end, or 0.
@@ -24,7 +25,7 @@ static INTERRUPTED: AtomicI32 = AtomicI32::new(0);
 /// The groups whose leaders are not reaped.
 static RUNNING: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
 
-/// The time at which a command of several steps has to be done.
+/// The time by which a command of several steps must end.
 #[derive(Clone, Copy)]
 pub(crate) struct Deadline(Instant);
 
@@ -40,7 +41,7 @@ impl Deadline {
     }
 }
 
-/// Where a child's output goes, besides being kept.
+/// The destination of a child's output, which is also kept.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Output {
     /// Standard output and standard error, in one order, are shown as they arrive.
@@ -137,8 +138,8 @@ pub(crate) fn catch_interrupts() {
         // async-signal-safe.
         let before = unsafe { libc::signal(signal, note as *const () as libc::sighandler_t) };
         if before == libc::SIG_IGN {
-            // SAFETY: SIG_IGN is a valid disposition. The caller of xtask (nohup) wants this signal
-            // ignored.
+            // SAFETY: SIG_IGN is a valid disposition. The caller of xtask (nohup) ignores this
+            // signal, too.
             unsafe { libc::signal(signal, libc::SIG_IGN) };
         }
     }

@@ -1,5 +1,5 @@
-//! `cargo xtask soak`: random work for as long as one likes; `cargo xtask faults`: how transfers
-//! end when something fails, as tables. Both are about agents or, with `connector`, about engines,
+//! `cargo xtask soak` runs random work for any time. `cargo xtask faults` prints tables of how
+//! transfers end when something fails. Both are about agents or, with `connector`, about engines,
 //! and run the facade's tests (docs/reliability.md).
 
 use std::collections::BTreeSet;
@@ -10,7 +10,7 @@ use crate::Result;
 use crate::arguments::{FaultsOptions, SoakOptions};
 use crate::process::{self, Output};
 
-/// The limit of the build, and of everything that ends by itself.
+/// The limit of the build, and of all runs with a fixed length.
 const LIMIT: Duration = Duration::from_secs(60 * 60);
 /// The most backends that a soak runs over.
 const BACKENDS: u32 = 4;
@@ -64,7 +64,7 @@ pub(crate) fn faults(options: &FaultsOptions) -> Result<bool> {
     Ok(finished.succeeded())
 }
 
-/// Returns the rows among what the program printed.
+/// Returns the rows in the program's output.
 fn rows(output: &str) -> Vec<FaultRow<'_>> {
     let row = |line| {
         let (_, cells) = str::split_once(line, "| ")?;
@@ -75,8 +75,8 @@ fn rows(output: &str) -> Vec<FaultRow<'_>> {
     output.lines().filter_map(row).collect()
 }
 
-/// A line, a column, and what a table says there: how transfers ended, after how many ms, when
-/// their memory was free, and when work continued.
+/// A line, a column, and the content of a table's cell: how transfers ended, after how many ms,
+/// when their memory was free, and when work continued.
 type Cell<'a> = (String, &'a str, [&'a str; 4]);
 
 /// Returns cells with a line for each fault and moment, and a column for each backend.

@@ -1,5 +1,4 @@
-//! Notes of tests: those that could not run here, known gaps of backends, and what a tier leaves
-//! out.
+//! Notes of tests: skips, known gaps of backends, and parts that a tier omits.
 //!
 //! # The format
 //!
@@ -14,10 +13,10 @@
 //! ```
 //!
 //! The name ends at the first `": "` and may itself contain `::`; it is the name that the test
-//! harness prints, or its last part. Reason and cure hold no line break. A reason with the marker
-//! `[cannot run here]` says that no package or setting of this machine makes the test run (there is
-//! no GPU): `--require all` lets it pass. A file is used because test harnesses swallow what a
-//! passing test prints.
+//! harness prints, or its last part. Reason and cure contain no line break. A reason with the
+//! marker `[cannot run here]` says that no package or setting of this machine makes the test run
+//! (there is no GPU): `--require all` accepts it. A file is used because test harnesses swallow the
+//! output of passing tests.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -32,14 +31,14 @@ pub(crate) const VARIABLE: &str = "KVX_SKIPS";
 pub(crate) struct Skip {
     /// The test.
     pub(crate) name: String,
-    /// Why it did not run.
+    /// The reason why it did not run.
     pub(crate) reason: String,
-    /// What makes it run.
+    /// The remedy.
     pub(crate) cure: String,
 }
 
 impl Skip {
-    /// A skip from a reason that may carry its cure behind `; cure: `.
+    /// Returns a skip, given a reason that may be followed by `; cure: ` and the cure.
     pub(crate) fn new(name: &str, reason: &str) -> Skip {
         let (reason, cure) = reason.rsplit_once("; cure: ").unwrap_or((reason, "none given"));
         Skip {
@@ -65,13 +64,13 @@ impl fmt::Display for Skip {
 #[derive(Debug, Default)]
 pub(crate) struct Notes {
     pub(crate) skips: Vec<Skip>,
-    /// Tests whose backend broke a clause as its list of gaps says.
+    /// Tests whose backend violated a clause as its list of gaps declares.
     pub(crate) gaps: Vec<String>,
     /// The parts that only the whole tier runs.
     pub(crate) left_to_the_whole: BTreeSet<String>,
 }
 
-/// Reads the text of such a file. A line of another form is a skip too, so that a typing error
+/// Parses the text of such a file. A line of another form is a skip too, so that a typing error
 /// hides no skip.
 fn parse(text: &str) -> Notes {
     let mut notes = Notes::default();
@@ -109,7 +108,8 @@ pub(crate) fn clear(path: &Path) -> io::Result<()> {
     std::fs::write(path, "")
 }
 
-/// Reports a skip as tests do: on standard error, and in the file that the variable names.
+/// Reports a skip in the way that tests do: on standard error, and in the file that the variable
+/// names.
 pub(crate) fn note(name: &str, reason: &str, cure: &str) -> io::Result<()> {
     let line = format!("SKIP {name}: {reason}; cure: {cure}\n");
     eprint!("{line}");
@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_skips_gaps_and_what_the_whole_run_adds() {
+    fn lines_are_skips_gaps_and_parts_of_the_whole_tier() {
         let text = "SKIP shm::huge_pages: no huge pages: 0 of 8 free; cure: sysctl vm.nr_hugepages=8\n\
                     SKIP gpu: no GPU [cannot run here]; cure: another machine\n\
                     GAP UCX::two::P11_x: it stays in the queue\n\

@@ -1,4 +1,4 @@
-//! The check of spelling, by `typos` and `_typos.toml`.
+//! Checks the spelling with `typos` and `_typos.toml`.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,5 +1,5 @@
-//! `cargo xtask loom`: every order of threads in small models; `cargo xtask thread-sanitizer`:
-//! tests of core and native with every memory access watched.
+//! `cargo xtask loom` runs small models with every order of their threads. `cargo xtask
+//! thread-sanitizer` runs tests of core and native with every memory access checked.
 
 use std::time::Duration;
 
@@ -24,8 +24,8 @@ const WATCHED: [&str; 6] = [
     "test --target x86_64-unknown-linux-gnu --package kvx-native --test it -- lists::",
     "test --target x86_64-unknown-linux-gnu --package kvx-native --test it -- shm_pair::",
 ];
-/// Flags for ThreadSanitizer without a standard library that is built for it: at least its generic
-/// code is compiled again, and core uses locks that ThreadSanitizer sees.
+/// Flags for ThreadSanitizer without a standard library that is built for it. At least its generic
+/// code is compiled again, and core uses locks that ThreadSanitizer recognises.
 const WATCH: &str = "-Zsanitizer=thread -Zshare-generics=no --cfg kvx_tsan \
                      -Cunsafe-allow-abi-mismatch=sanitizer";
 /// Reports that are suppressed, with the reasons.
@@ -44,7 +44,7 @@ pub(crate) fn sanitizer() -> Result<bool> {
         );
     }
     let options = format!("suppressions={}", crate::root().join(SUPPRESSIONS).display());
-    // RUSTC_BOOTSTRAP lets the stable compiler take the sanitizer's flags.
+    // RUSTC_BOOTSTRAP makes the stable compiler accept the sanitizer's flags.
     let variables =
         [("TSAN_OPTIONS", options.as_str()), ("RUSTC_BOOTSTRAP", "1"), ("RUSTFLAGS", WATCH)];
     let mut held = true;
@@ -54,7 +54,7 @@ pub(crate) fn sanitizer() -> Result<bool> {
     Ok(held)
 }
 
-/// Runs cargo with a target directory of its own, because other flags build everything again.
+/// Runs cargo with a separate target directory, because other flags build everything again.
 fn run(line: &str, folder: &str, variables: &[(&str, &str)]) -> Result<bool> {
     let mut cargo = process::cargo(line.split(' '));
     cargo.envs(variables.iter().copied());
@@ -63,7 +63,7 @@ fn run(line: &str, folder: &str, variables: &[(&str, &str)]) -> Result<bool> {
     let (passed, _) = passed_and_skipped(&finished.output);
     println!("{}\n{passed} passed", finished.end);
     if passed == 0 {
-        return Err("nothing ran: see above what could not be built".into());
+        return Err("no test ran; see above for the build's errors".into());
     }
     Ok(finished.succeeded())
 }

@@ -19,7 +19,7 @@ ROOT, TARGET = Path(sys.argv[1]), Path(sys.argv[2])
 TAG = "manylinux_2_34_x86_64"
 NAME = "kvx_nixl"
 PLUGIN = "libplugin_KVX.so"
-# The plug-in is copied into environments of other people.
+# The plug-in is installed into users' environments, so it must be small.
 MOST_BYTES = 4_000_000
 # The libraries that the plug-in may need: those of glibc, and libgcc_s.
 MAY_NEED = "ld-linux-x86-64.so.2 libc.so.6 libm.so.6 libdl.so.2 libpthread.so.0 libgcc_s.so.1".split()
@@ -63,7 +63,7 @@ def check_plugin(plugin):
         needed = [tag.needed for tag in tags if tag.entry.d_tag == "DT_NEEDED"]
     print(f"{PLUGIN}: {size} bytes, needs {' '.join(needed)}")
     if size > MOST_BYTES:
-        sys.exit(f"{PLUGIN} has more than {MOST_BYTES} bytes")
+        sys.exit(f"{PLUGIN} must not have more than {MOST_BYTES} bytes")
     if not needed or not set(needed) <= set(MAY_NEED):
         sys.exit(f"{PLUGIN} may need libraries of glibc and libgcc_s only")
 
@@ -102,7 +102,7 @@ def make(folder):
     for file in ["kvx", PLUGIN]:
         shutil.copy(TARGET / "release" / file, programs)
         (programs / file).chmod(0o755)
-    # `kvx mooncake-adapter` takes them where there is no compiler.
+    # `kvx mooncake-adapter` uses these on machines without a compiler.
     for file in (folder / "adapter").iterdir():
         shutil.copy(file, programs)
     check_plugin(programs / PLUGIN)
@@ -125,12 +125,12 @@ def make(folder):
 
 
 def check(wheel):
-    """Does what docs/vllm.md tells users of the wheel, in a new environment with NIXL."""
+    """Follows the instructions of docs/vllm.md for the wheel, in a new environment with NIXL."""
     environment = TARGET / "peers/wheel/clean"
     shutil.rmtree(environment, ignore_errors=True)
     run("python3", "-m", "venv", "--without-pip", str(environment))
     packages = next(environment.glob("lib/*/site-packages"))
-    # A copy of NIXL's wheel, so that what is linked into it stays in this environment.
+    # Copies NIXL's wheel, so that links into it stay in this environment.
     installed = [path.parent for path in TARGET.glob("peers/nixl/venv/lib/*/site-packages/nixl_cu12")]
     if not installed:
         sys.exit("NIXL's wheel is not installed: cargo xtask test --install")
@@ -138,7 +138,7 @@ def check(wheel):
         if entry.name.startswith(("nixl_cu12", ".nixl_cu12", "numpy")):
             run("cp", "-a", "--reflink=auto", str(entry), str(packages))
     plugin = packages / ".nixl_cu12.mesonpy.libs/plugins" / PLUGIN
-    plugin.unlink(missing_ok=True)  # the environment that was copied may have one
+    plugin.unlink(missing_ok=True)  # the copied environment may contain one
     python = str(environment / "bin/python")
     run("python3", "-m", "pip", "--python", python, "install", "--no-index", "--disable-pip-version-check", str(wheel))
     variables = {name: value for name, value in os.environ.items() if name not in ["NIXL_PLUGIN_DIR", "KVX_NIXL_PLUGIN"]}
@@ -147,7 +147,7 @@ def check(wheel):
         if plugin.exists() != exists:
             sys.exit(f"after {command}, {PLUGIN} exists: {plugin.exists()}")
         if command == "check" and "KVX: 1024 blocks of 4 KiB read and verified" not in output:
-            sys.exit("the check has moved nothing")
+            sys.exit("the check has moved no blocks")
     engines = list(TARGET.glob("peers/mooncake/venv/lib/*/site-packages/mooncake/engine.so"))
     if not engines:
         sys.exit("Mooncake's wheel is not installed: cargo xtask test --install")

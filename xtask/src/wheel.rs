@@ -17,8 +17,8 @@ pub(crate) fn command(check: bool) -> Result<bool> {
     let deadline = Deadline::after(LIMIT);
     let target = Metadata::of_members()?.target_directory;
     install::peers(&["wheel"], &target, deadline)?;
-    // The program as `cargo run --release` builds it, so that it exists already. The library last
-    // and alone: built with the program, it contains more than it needs.
+    // The program is built like `cargo run --release` does, so that it may exist already. The
+    // library is built last and alone: built with the program, it would contain more than it needs.
     for what in [["--bin", "kvx"], ["-p", "kvx-nixl"]] {
         must_succeed(process::cargo(["build", "--release"].into_iter().chain(what)), deadline)?;
     }

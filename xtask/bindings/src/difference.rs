@@ -1,4 +1,4 @@
-//! Finds what a newer version of a header adds to the bindings of an older one.
+//! Finds the items that a newer header adds to the bindings of an older one.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,12 +8,12 @@ use syn::{File, Item};
 
 use crate::name_of;
 
-/// Keeps the items of `file` whose names contain one of `wanted` and that `known` does not have in
-/// the same form.
+/// Keeps the items of `file` whose names contain one of `wanted` and that `known` does not contain
+/// in the same form.
 ///
 /// # Errors
-/// An item that is kept needs one that is not kept, and that `known` has in another form or not at
-/// all.
+/// Fails if a kept item needs one that is not kept, and that `known` contains in another form or
+/// not at all.
 pub(crate) fn keep_what_is_added(file: &mut File, known: &File, wanted: &[String]) -> Result<(), String> {
     let known: BTreeMap<_, _> = known.items.iter().filter_map(|item| Some((name_of(item)?, item))).collect();
     let is_known = |name: &str, item: &Item| known.get(name).is_some_and(|other| same(item, other));
@@ -29,7 +29,7 @@ pub(crate) fn keep_what_is_added(file: &mut File, known: &File, wanted: &[String
     for item in file.items.iter().filter(|item| !kept(item)) {
         if let Some(name) = name_of(item).filter(|name| needed.contains(name) && !is_known(name, item)) {
             return Err(format!(
-                "{name} is needed, and differs from what it was: add it to `adds` in bindings.toml"
+                "{name} is needed, but differs from the older header: add it to `adds` in bindings.toml"
             ));
         }
     }

@@ -33,7 +33,8 @@ pub(crate) fn collect(file: &mut File) -> syn::Result<()> {
         #[derive(Clone, Copy)]
         pub struct Functions { #(#fields),* }
     })?);
-    // What `symbol` answers is never null and is the function of that name: the caller's promise.
+    // The caller of `find` promises that `symbol` returns the function of this name, and never
+    // null.
     file.items.push(syn::parse2(quote! {
         impl Functions {
             pub unsafe fn find<E>(

@@ -34,21 +34,21 @@ const LIBRARIES: [&str; 2] = [STAND_IN, PLUGIN];
 /// xtask itself.
 pub(crate) const XTASK: &str = "xtask";
 
-/// How long a build may take.
+/// The time limit of a build.
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
-/// How long the program may look for devices.
+/// The time limit of the search for devices.
 const LOOK_LIMIT: Duration = Duration::from_secs(60);
 
-/// Where everything is.
+/// The location of all files.
 pub(crate) struct Kit {
     /// The programs by their names in the kit, xtask and the libraries included.
     pub(crate) files: BTreeMap<&'static str, PathBuf>,
-    /// Other people's libraries, as `cargo xtask test --install` lays them out.
+    /// Third-party libraries, in the layout of `cargo xtask test --install`.
     pub(crate) peers: PathBuf,
 }
 
 impl Kit {
-    /// Builds the programs: for release, or what the tests have built.
+    /// Builds the programs, for release or as the tests build them.
     pub(crate) fn build(release: bool) -> Result<Self> {
         let calls = if release {
             vec![
@@ -57,8 +57,8 @@ impl Kit {
                 "test --release --no-run -p kvx-connector --test it".to_owned(),
             ]
         } else {
-            // As `cargo xtask test` calls it: another choice of packages or features would build
-            // them again.
+            // Like the call of `cargo xtask test`: another choice of packages or features
+            // would build them again.
             vec![format!("test --workspace {FEATURES} --no-run")]
         };
         let mut files = BTreeMap::from([(XTASK, std::env::current_exe()?)]);
@@ -92,13 +92,13 @@ impl Kit {
     /// gets the plug-ins that are needed.
     pub(crate) fn command(&self, program: &str, needs: Needs) -> Result<Command> {
         let mut command = Command::new(self.file(program)?);
-        // Without the variable test programs take the stand-in.
+        // Without the variable, test programs use the stand-in.
         command.env(
             "KVX_CUDA_LIB",
             std::env::var_os("KVX_CUDA_LIB").unwrap_or_else(|| "libcuda.so.1".into()),
         );
         command.env(tier::VARIABLE, Tier::Whole.name());
-        // NIXL and UCX log the ends of peers, which the tests are about.
+        // NIXL and UCX log the loss of peers, which the tests cause on purpose.
         command.env("NIXL_LOG_LEVEL", "fatal").env("UCX_LOG_LEVEL", "fatal");
         for (variable, needs) in [("KVX_UCX_LIB", Needs::Ucx), ("KVX_RIXL_LIB", Needs::Nixl)] {
             command.envs(self.library(needs).map(|library| (variable, library)));
@@ -133,16 +133,16 @@ impl Kit {
         let mut command = self.command("kvx", Needs::Nothing)?;
         command.args(["devices", "--json"]);
         let output = process::output_of(command, LOOK_LIMIT).map_err(|error| {
-            format!("no device, see above for the reason and what to do ({error})")
+            format!("no device; see above for the reason and the remedy ({error})")
         })?;
         let devices: Value = serde_json::from_str(&output)?;
         let device =
             devices.as_array().into_iter().flatten().find(|device| device["kind"] == "cuda");
-        let device =
-            device.ok_or("there is a device, but none of NVIDIA's: kvx devices says why")?;
+        let device = device
+            .ok_or("there is no NVIDIA device, only others; run kvx devices for the reason")?;
         let [name, bus, version] =
             ["name", "bus", "version"].map(|field| device[field].as_str().unwrap_or_default());
-        Ok((format!("{name} at {bus}, driver of CUDA {version}"), version.contains(STAND_IN)))
+        Ok((format!("{name} at {bus}, driver for CUDA {version}"), version.contains(STAND_IN)))
     }
 }
 

@@ -1,8 +1,8 @@
 //! `cargo xtask gpu`: everything that needs a machine with an NVIDIA GPU.
 //!
 //! A [kit](kit::Kit) has the programs and libraries for this, in cargo's folders or in an archive
-//! for a machine without cargo and network; what runs is the same. `--rehearse` packs a kit,
-//! unpacks it in another folder and runs it over the stand-in, so that it works when it matters.
+//! for a machine without cargo and network. Both run the same checks. `--rehearse` packs a kit,
+//! unpacks it in another folder and runs it with the stand-in, to test the archive without a GPU.
 
 mod checks;
 mod kit;
@@ -22,10 +22,10 @@ use crate::process::{self, Output};
 use checks::{BenchRun, Check, Needs};
 use kit::Kit;
 
-/// How long one check may take, or one point of the bench with its memory and all rounds.
+/// The time limit of one check, or of one point of the bench with its memory and all rounds.
 const LIMIT: Duration = Duration::from_secs(10 * 60);
 
-/// Does what the options say; returns false if a test failed or a bar was missed.
+/// Runs the requested command; returns false if a test failed or a bar was missed.
 pub(crate) fn run(options: &GpuOptions) -> Result<bool> {
     match &options.from {
         _ if options.rehearse => rehearse(),
@@ -35,8 +35,8 @@ pub(crate) fn run(options: &GpuOptions) -> Result<bool> {
     }
 }
 
-/// Packs what the tests have built, and runs it from a temporary folder, without a PATH, over the
-/// stand-in.
+/// Packs the programs that the tests have built, and runs them from a temporary folder, without a
+/// PATH, with the stand-in.
 fn rehearse() -> Result<bool> {
     let archive = pack::make(&Kit::build(false)?)?;
     let folder = std::env::temp_dir().join(format!("kvx-gpu-{}", std::process::id()));
@@ -53,8 +53,8 @@ fn rehearse() -> Result<bool> {
     held
 }
 
-/// Prints the device, runs tests and bench, and prints all that failed. A quick run has a part of
-/// the tests, and a bench of a few bytes whose bars are not judged.
+/// Prints the device, runs tests and bench, and prints all failures. A quick run includes only a
+/// part of the tests, and a bench of a few bytes whose bars are not checked.
 fn run_all(kit: &Kit, options: &GpuOptions) -> Result<bool> {
     let (device, is_stand_in) = kit.device()?;
     let (real, quick) = (!is_stand_in, options.quick);
@@ -99,7 +99,7 @@ fn run_all(kit: &Kit, options: &GpuOptions) -> Result<bool> {
     print_table("what | blocks | memory | GB/s | limit | GB/s | ratio | from | to", &points);
     print_table("bar | asked | is | | |", &bars);
     if !real {
-        println!("\nthis was the stand-in, made of host memory: its figures mean nothing");
+        println!("\nthis run used the stand-in for a device, so its figures mean nothing");
     }
     println!("{} failed", failures.len());
     Ok(crate::all_held(failures))
@@ -121,14 +121,15 @@ fn test(kit: &Kit, check: &Check, quick: bool, real: bool) -> Result<String> {
         return Ok(format!("skipped: {why}"));
     }
     let mut command = kit.command(&check.program, check.needs)?;
-    // A real device is tested by all of them, also in a quick run.
+    // A real device is tested with all of them, even in a quick run.
     command.args(if quick && !real { &check.quick } else { &check.arguments });
     let finished = process::run(command, LIMIT, Output::Shown)?;
     let (passed, skipped) = harness::passed_and_skipped(&finished.output);
     if !finished.succeeded() {
         return Err(format!("{} after {passed} tests passed", finished.end).into());
     }
-    // A library that does not reach the stand-in makes tests skip; it has to reach a real device.
+    // A library that does not work with the stand-in makes tests skip, but must work with a real
+    // device.
     let may_skip = !real && check.needs != Needs::Nothing && skipped > 0;
     if passed == 0 && !may_skip {
         return Err("no test ran".into());

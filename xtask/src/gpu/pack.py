@@ -1,7 +1,7 @@
 """Packs the archive that `cargo xtask gpu --pack` carries to a machine without cargo and without a network.
 
 python3 pack.py PEERS FOLDER NAME=FILE...
-packs these files by their names, a script that runs everything, and what is needed of the wheels in PEERS.
+packs these files under their names, a script that runs everything, and the needed files of the wheels in PEERS.
 """
 
 import re
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 PEERS, FOLDER, FILES = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-# By a shell's own means only, because the machine may have no other programs.
+# Uses only shell built-ins, because the machine may have no other programs.
 SCRIPT = """\
 #!/bin/sh
 # Tests kvx on this machine's NVIDIA GPU and prints a table of figures.
@@ -19,10 +19,11 @@ SCRIPT = """\
 exec "${0%/*}/xtask" gpu --from "${0%/*}" "$@"
 """
 MOST_MIB = 60
-# The newest glibc whose symbols a program may need: Debian 12's.
+# The newest glibc minor version whose symbols a program may need: that of Debian 12.
 GLIBC = 36
-# The files of peers' wheels that are packed, with what they need of the same wheel. Of NIXL's plug-ins that is only
-# UCX's, and of UCX's modules none for network cards: a quarter of the wheel.
+# The packed files of the peers' wheels; their dependencies in the same wheel are added. Of NIXL's
+# plug-ins only UCX's is packed, and none of UCX's modules for network cards: a quarter of the
+# wheel.
 WHEELS = {
     "ucx": [
         "libucx/lib/libucp.so.0",
@@ -41,22 +42,22 @@ WHEELS = {
 
 
 def pack_wheel(peer, roots, packed):
-    """Copies what is needed of a wheel to the same place of the environment."""
+    """Copies these files of a wheel, and their dependencies, to the same place of the environment."""
     found = list((PEERS / peer).glob(f"venv/lib/*/site-packages/{roots[0]}"))
     if not found:
-        print(f"without {peer}: cargo xtask test --install brings it")
+        print(f"without {peer}: cargo xtask test --install installs it")
         return
     packages = Path(str(found[0]).removesuffix(roots[0]))
     files = {packages / root for root in roots}
     for root in roots:
         output = subprocess.run(["ldd", packages / root], stdout=subprocess.PIPE, text=True, check=True).stdout
-        # The linker writes paths as it found them, with dots in them.
+        # The linker keeps relative parts such as `..` in its paths.
         needed = {Path(path).resolve() for path in re.findall(r" => (/\S+)", output)}
         files |= {path for path in needed if path.is_relative_to(packages.resolve())}
     for file in files:
         copy = packed / "peers" / (file.parent.resolve() / file.name).relative_to(PEERS.resolve())
         copy.parent.mkdir(parents=True, exist_ok=True)
-        # Not stripped: that damages what tools that make wheels have changed.
+        # Not stripped: stripping damages libraries that tools for wheels have changed.
         shutil.copy(file, copy)
 
 
@@ -78,4 +79,4 @@ subprocess.run(["tar", "-czf", archive, "-C", packed, "."], check=True)
 size = archive.stat().st_size / (1 << 20)
 print(f"{archive}: {size:.1f} MiB of at most {MOST_MIB} MiB")
 if size > MOST_MIB:
-    sys.exit("the archive is too large")
+    sys.exit("the archive is too large; pack fewer files")

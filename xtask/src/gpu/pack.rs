@@ -10,10 +10,10 @@ use crate::{Result, root};
 
 /// The script in the unpacked folder that runs everything.
 pub(crate) const SCRIPT: &str = "run";
-/// How long packing may take.
+/// The time limit of packing.
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// Makes the archive of a kit; an error if it is too large, or a program needs too new a C library.
+/// Makes the archive of a kit. Fails if it is too large, or a program needs a newer C library.
 pub(crate) fn make(kit: &Kit) -> Result<PathBuf> {
     let folder = kit.peers.with_file_name("xtask").join("gpu");
     let mut pack = Command::new("python3");

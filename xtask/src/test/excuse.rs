@@ -2,11 +2,11 @@
 //!
 //! The suites start thousands of processes, several tests at a time, on machines that others use as
 //! well. A test that fails there once and never alone has a defect, of kvx, of a library or of the
-//! test; its name and its message help to find it, and repeating the whole run does not. So such a
-//! test is *excused*: it counts as neither passed nor failed, its name is printed above the counts,
-//! and the run prints an entry for the ledger ([`super::ledger`]). A test that fails in one of
-//! [`TIMES`] runs alone has failed. So have all failed tests if they are more than [`MOST`], or if
-//! one of them is never excused.
+//! test. Its name and its message help to find it; repeating the whole run does not. So such a test
+//! is *excused*: it counts as neither passed nor failed, its name is printed above the counts, and
+//! the run prints an entry for the ledger ([`super::ledger`]). A test that fails in one of
+//! [`TIMES`] runs alone counts as failed. So do all failed tests if there are more than [`MOST`],
+//! or if one of them is never excused.
 
 use std::path::Path;
 use std::time::Duration;
@@ -21,7 +21,7 @@ pub(crate) const MOST: usize = 2;
 /// How often a failed test runs alone.
 const TIMES: usize = 3;
 
-/// How long each of these runs may take.
+/// The time limit of each of these runs.
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// Clauses of kvx-core/CONTRACT.md that are never excused: those about memory that is touched or
@@ -181,10 +181,10 @@ mod tests {
         for clause in SAFETY_CLAUSES.iter().chain(&["S1"]) {
             assert!(contract.contains(&format!("\n### {clause} ")), "{clause}");
         }
-        // xtask depends on no kvx crate, so the suite has its own list.
+        // xtask depends on no kvx crate, so it has its own copy of the suite's list.
         let suite =
             std::fs::read_to_string(crate::root().join("kvx-testkit/src/suite.rs")).unwrap();
         let list = format!("const NEVER_A_GAP: &[&str] = &{SAFETY_CLAUSES:?};");
-        assert!(suite.contains(&list), "NEVER_A_GAP of the testkit has to be {list}");
+        assert!(suite.contains(&list), "NEVER_A_GAP of the testkit must be {list}");
     }
 }

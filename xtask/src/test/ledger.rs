@@ -9,7 +9,8 @@
 use crate::Result;
 use crate::harness::{Tally, Test};
 
-/// A test that was excused once; `fixed` is `None` until it is fixed. Its cause is for people.
+/// A test that was excused once; `fixed` is `None` until it is fixed. The code does not read its
+/// cause.
 #[derive(Clone, Debug, PartialEq)]
 struct Entry {
     test: String,

@@ -25,7 +25,7 @@ use steps::{Action, STEPS, Step};
 use summary::Summary;
 use tier::Tier;
 
-/// Runs the chosen steps, also after one has failed; returns false if any failed.
+/// Runs the chosen steps, even after one has failed; returns false if any failed.
 pub(crate) fn run(options: &TestOptions) -> Result<bool> {
     let workspace = Metadata::of_members()?;
     let crates = match &options.package {
@@ -95,9 +95,9 @@ struct TestRun<'a> {
     crates: String,
     workspace: Metadata,
     target: PathBuf,
-    /// The folder of the files in which tests note what they skip.
+    /// The folder of the files in which tests note their skips.
     notes: PathBuf,
-    /// Installs what the tests need, while the first steps run.
+    /// The thread that installs the tests' dependencies while the first steps run.
     installing: Option<JoinHandle<Vec<String>>>,
     ledger: Ledger,
     summary: Summary,
@@ -113,7 +113,7 @@ impl TestRun<'_> {
         println!("<== {name}: {verdict}, {:.1} s\n", took.as_secs_f64());
     }
 
-    /// Waits until everything is installed, and returns what could not be.
+    /// Waits until everything is installed, and returns the failures.
     fn installed(&mut self) -> Result<Vec<String>> {
         let failures = self.installing.take().map_or(Ok(Vec::new()), JoinHandle::join);
         failures.map_err(|_| "the thread that installs panicked: its message is above".into())
@@ -136,7 +136,7 @@ impl TestRun<'_> {
         let programs = programs::build(&self.crates, self.options.tier(), &self.workspace)?;
         let (alone, shared): (Vec<_>, Vec<_>) =
             programs.into_iter().partition(|program| program.alone);
-        // Most programs wait most of the time; those that work start two threads for it.
+        // Most programs wait most of the time, and busy ones start two threads.
         let threads = std::thread::available_parallelism().map_or(2, |cores| cores.get().max(2));
         let count = shared.len() + alone.len();
         println!("{} programs, {threads} at a time, then {} alone", shared.len(), alone.len());
@@ -177,7 +177,7 @@ impl TestRun<'_> {
         [(tier::VARIABLE, self.options.tier().name())]
     }
 
-    /// Runs one test program; shows what it printed if it failed.
+    /// Runs one test program; shows its output if it failed.
     fn program(&self, program: &TestProgram) -> Result<Tally> {
         let file = self.notes.join(file_name(&program.title));
         skips::clear(&file)?;
@@ -192,7 +192,7 @@ impl TestRun<'_> {
     }
 }
 
-/// A program's title as a file's name.
+/// Returns a program's title as a file name.
 fn file_name(title: &str) -> String {
     title.chars().map(|c| if c.is_alphanumeric() || c == '_' { c } else { '-' }).collect()
 }

@@ -1,4 +1,4 @@
-//! The test programs that cargo builds, each to be run as a process of its own.
+//! The test programs that cargo builds, each of which runs in a separate process.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,7 +13,7 @@ use crate::process::{self, Output, locked};
 /// The features of lints, documentation and tests: the same for all, so that cargo compiles no
 /// crate twice.
 pub(crate) const FEATURES: &str = "--all-features";
-/// How long the build of all of them may take.
+/// The time limit of the build of all programs.
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
 
 /// Lists of test targets that a manifest may have in `[package.metadata.kvx]`: those that run while
@@ -30,7 +30,7 @@ pub(crate) struct TestProgram {
     pub(crate) alone: bool,
     /// The lowest tier that it is a part of.
     pub(crate) tier: Tier,
-    /// About how many seconds it takes: the longest starts first.
+    /// The approximate run time in seconds: the longest programs start first.
     pub(crate) seconds: u64,
     call: Call,
 }
@@ -44,7 +44,7 @@ enum Call {
 }
 
 impl TestProgram {
-    /// The documentation tests of these packages, or another program in tests.
+    /// Names the documentation tests of these packages or, in tests, another program.
     pub(crate) fn named(title: &str) -> TestProgram {
         let (tier, call) = (Tier::Usual, Call::Cargo);
         TestProgram { title: title.to_owned(), alone: false, tier, seconds: 60, call }
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn test_programs_are_found_among_what_cargo_made() {
+    fn test_programs_are_found_among_the_artifacts() {
         let messages = [
             message("core", "lib", "core", true),
             "   Compiling something".to_owned(),

@@ -15,21 +15,21 @@ struct Table {
     steps: Vec<Step>,
 }
 
-/// A step: what runs, and when it is part of a run.
+/// A step: its work, and the runs that include it.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Step {
     /// The name that is printed and that `--only` takes.
     pub(crate) name: String,
-    /// What it does.
+    /// Its work.
     pub(crate) action: Action,
     /// The lowest tier that it is part of.
     #[serde(default)]
     tier: Tier,
-    /// The crates that it is about; empty: all of them.
+    /// The crates that it concerns; empty for all of them.
     #[serde(default)]
     of: Vec<String>,
-    /// Variables set for its call of cargo.
+    /// Environment variables of its call of cargo.
     #[serde(default)]
     pub(crate) environment: BTreeMap<String, String>,
 }
@@ -41,7 +41,7 @@ pub(crate) enum Action {
     /// Runs cargo with these arguments, separated by single spaces; `{crates}` stands for the
     /// choice of packages.
     Cargo(String),
-    /// Installs what the tests need, if the options ask for it.
+    /// Installs the tests' dependencies, if the options request it.
     Install,
     /// Builds the test programs and runs each of them; each test counts.
     Tests,
@@ -52,7 +52,7 @@ pub(crate) enum Action {
     Features { all: bool },
 }
 
-/// When a step, or a test program, is killed and counted as a failure.
+/// The time limit of a step or a test program, after which it is killed and counts as failed.
 pub(crate) const LIMIT: Duration = Duration::from_secs(20 * 60);
 
 /// Every step, in order.
@@ -63,7 +63,7 @@ pub(crate) static STEPS: LazyLock<Vec<Step>> = LazyLock::new(|| {
 });
 
 impl Step {
-    /// Returns whether it is part of `tier`, and about the crate of this name, if one is named.
+    /// Returns whether the step is part of `tier` and, if a crate is named, concerns that crate.
     pub(crate) fn is_part_of(&self, tier: Tier, package: Option<&str>) -> bool {
         self.tier <= tier
             && package.is_none_or(|name| self.of.is_empty() || self.of.iter().any(|of| of == name))
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn each_tier_has_what_the_one_before_it_has_and_a_crate_has_its_part() {
+    fn each_tier_includes_the_one_before_it_and_crates_select_steps() {
         let of = |tier, package| {
             let steps = STEPS.iter().filter(move |step| step.is_part_of(tier, package));
             steps.map(|step| step.name.as_str()).collect::<Vec<_>>()

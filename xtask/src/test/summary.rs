@@ -38,7 +38,7 @@ impl Summary {
         held
     }
 
-    /// Adds how long a test program took, and what of it only `--whole` runs.
+    /// Adds the run time of a test program, and the parts of it that only `--whole` runs.
     pub(crate) fn add_program(&mut self, title: &str, took: Duration, tally: &Tally) {
         self.programs.push((title.to_owned(), took));
         let left: Vec<_> = tally.left_to_the_whole.iter().cloned().collect();
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn the_slowest_program_comes_first_and_the_whole_tier_says_what_it_adds() {
+    fn the_slowest_program_comes_first_and_the_additions_of_the_whole_tier_are_listed() {
         let mut summary = Summary::new(false);
         summary.add_program("-p quick --lib", Duration::from_millis(200), &Tally::default());
         let slow = Tally { left_to_the_whole: ["UCX 1.13".to_owned()].into(), ..Tally::default() };

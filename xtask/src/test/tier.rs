@@ -1,8 +1,8 @@
-//! How much `cargo xtask test` runs.
+//! The tiers of `cargo xtask test`.
 
 use serde::Deserialize;
 
-/// Each tier runs what those before it run.
+/// A tier; each includes those before it.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, PartialOrd, Ord)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Tier {
@@ -12,7 +12,7 @@ pub(crate) enum Tier {
     /// Everything once, on one version of each library.
     #[default]
     Usual,
-    /// Further versions of libraries and variants of suites, and what has to wait long.
+    /// Further versions of libraries and variants of suites, and checks with long waits.
     Whole,
 }
 

@@ -2,21 +2,21 @@
 
 use std::fmt;
 
-/// Why bytes were not decoded.
+/// An error from decoding a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DecodeError {
     kind: DecodeErrorKind,
     message: String,
 }
 
-/// What a program can tell apart of a [`DecodeError`].
+/// The kind of a [`DecodeError`], for programs to branch on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DecodeErrorKind {
-    /// The bytes are no message of this form, or exceed a limit.
+    /// The bytes are not a message of this form, or exceed a limit.
     Malformed,
-    /// They are of an older protocol.
+    /// The bytes belong to an older protocol.
     Incompatible,
-    /// They ask for something that is not implemented.
+    /// The bytes ask for a feature that is not implemented.
     Unsupported,
     /// The budget for messages in memory is used up.
     Exhausted,
@@ -27,7 +27,7 @@ impl DecodeError {
         DecodeError { kind, message: message.into() }
     }
 
-    /// Returns what kind of error it is.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> DecodeErrorKind {
         self.kind
     }

@@ -1,25 +1,26 @@
-//! Names: of requests, engines, their ranks and addresses, and of the blocks of a request.
+//! Names of requests, engines, worker ranks and addresses, and the block lists of a request.
 
 use std::borrow::Borrow;
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-/// The largest tensor-parallel size that is accepted; a peer's word is checked against it before anything is allocated.
+/// The largest tensor-parallel size that is accepted. Sizes from peers are checked against it
+/// before anything is allocated.
 pub const MAX_RANKS: u32 = 1024;
 
-/// A request as one engine names it. The two engines of a request name it differently.
+/// A request's name in one engine. The two engines of a request use different names.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(Arc<str>);
 
-/// One life of one engine, as its handshake says it.
+/// The id of one incarnation of an engine, as its handshake carries it.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct EngineId(Arc<str>);
 
 macro_rules! name {
     ($type:ident) => {
         impl $type {
-            /// As it is written.
+            /// Returns the name as text.
             pub fn as_str(&self) -> &str {
                 &self.0
             }
@@ -55,8 +56,8 @@ name!(RequestId);
 name!(EngineId);
 
 impl RequestId {
-    /// The name without the eight hexadecimal digits that an engine appends to make it its own: what the two engines
-    /// of a request have in common.
+    /// Returns the name without the suffix of eight hexadecimal digits that each engine appends.
+    /// The rest is the same in both engines of a request.
     pub fn shared(&self) -> &str {
         let Some((head, tail)) = self.0.rsplit_once('-') else { return &self.0 };
         let random =
@@ -74,7 +75,7 @@ pub struct WorkerRank {
     pub tp: u32,
 }
 
-/// Where an engine's side channel listens.
+/// The address of an engine's side channel.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Address {
     /// Host name or address, IPv6 without brackets.
@@ -84,7 +85,7 @@ pub struct Address {
 }
 
 impl Address {
-    /// From `host:port`, IPv6 in brackets. `None`: it is none, or the port is 0.
+    /// Parses `host:port`, with IPv6 in brackets. Returns `None` for any other form and for port 0.
     #[doc(hidden)]
     pub fn parse(text: &str) -> Option<Self> {
         let (host, port) = text.rsplit_once(':')?;
@@ -98,13 +99,13 @@ impl Address {
     }
 }
 
-/// A host as it is written, IPv6 without brackets.
+/// Returns a host without the brackets around an IPv6 address.
 #[doc(hidden)]
 pub fn bare(host: &str) -> &str {
     host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
 }
 
-/// Whether a host as it is written leads to this machine alone.
+/// Returns whether a host, as written, is a loopback name or address.
 #[doc(hidden)]
 pub fn is_loopback(host: &str) -> bool {
     bare(host)
@@ -112,37 +113,37 @@ pub fn is_loopback(host: &str) -> bool {
         .map_or(host.eq_ignore_ascii_case("localhost"), |ip| ip.is_loopback())
 }
 
-/// Block numbers of one request, a list for each KV cache group. Shared: a clone copies no number.
+/// The block numbers of one request, one list for each KV cache group. Clones share the lists.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct BlockLists(Arc<[Arc<[u32]>]>);
 
 impl BlockLists {
-    /// One list for each group.
+    /// Creates block lists from one list for each group.
     pub fn new<T: Into<Arc<[u32]>>>(groups: impl IntoIterator<Item = T>) -> Self {
         BlockLists(groups.into_iter().map(Into::into).collect())
     }
 
-    /// The only group's list: `&blocks[..]` of a vector, or an `Arc` that is shared.
+    /// Creates block lists with one group. A slice is copied; an `Arc` is shared.
     pub fn single(blocks: impl Into<Arc<[u32]>>) -> Self {
         BlockLists([blocks.into()].into())
     }
 
-    /// The lists.
+    /// Returns the lists.
     pub fn groups(&self) -> &[Arc<[u32]>] {
         &self.0
     }
 
-    /// Whether there is not one block.
+    /// Returns whether no list holds a block.
     pub fn is_empty(&self) -> bool {
         self.0.iter().all(|group| group.is_empty())
     }
 
-    /// How many blocks in all groups.
+    /// Returns the number of blocks in all groups.
     pub fn len(&self) -> usize {
         self.0.iter().map(|group| group.len()).sum()
     }
 
-    /// All numbers, the lowest first.
+    /// Returns all block numbers in ascending order.
     #[doc(hidden)]
     pub fn ascending(&self) -> Vec<u32> {
         let mut all: Vec<_> = self.iter().collect();
@@ -150,13 +151,13 @@ impl BlockLists {
         all
     }
 
-    /// All numbers, group by group.
+    /// Returns an iterator over all block numbers, group by group.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.0.iter().flat_map(|group| group.iter().copied())
     }
 }
 
-/// How many there are, not which: a request may have thousands.
+/// Prints the number of blocks of each group, not the blocks: a request may have thousands.
 impl fmt::Debug for BlockLists {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let counts: Vec<_> = self.0.iter().map(|group| group.len()).collect();
@@ -169,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_that_leads_to_this_machine_alone_is_told() {
+    fn loopback_hosts_are_recognised() {
         for (host, loopback) in
             [("LocalHost", true), ("[::1]", true), ("127.0.0.9", true), ("10.0.0.1", false)]
         {
@@ -178,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn the_shared_part_of_a_name_is_without_the_engines_own_suffix() {
+    fn the_shared_part_of_a_name_lacks_the_engines_suffix() {
         for (name, shared) in [
             ("cmpl-u-0-0123abcd", "cmpl-u-0"),
             ("cmpl-u-0-0123ABCD", "cmpl-u-0-0123ABCD"),

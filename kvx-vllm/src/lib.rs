@@ -1,7 +1,7 @@
 #![cfg_attr(feature = "protocol", doc = include_str!("../README.md"))]
 #![cfg_attr(
     not(feature = "protocol"),
-    doc = "What vLLM says about KV transfers, without I/O: the parts that the chosen features compile in."
+    doc = "vLLM's KV transfer protocol, without I/O: the parts that the enabled features compile in."
 )]
 //!
 //! # Layers
@@ -13,9 +13,9 @@
 //! 3. `msgpack` and `zmtp`: the encodings of vLLM's sockets; without kvx-core (feature `events`)
 //! 4. `config`: `KVTransferConfig`
 //! 5. `wire`: messages between engines
-//! 6. `mapping`: which bytes of which rank go where
+//! 6. `mapping`: which bytes move between which ranks
 //! 7. `engine`: scheduler and worker as state machines
-//! 8. `group`: messages between a kvx engine and its ranks in processes of their own
+//! 8. `group`: messages between a kvx engine and its ranks in other processes
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 #[cfg(feature = "events")]

@@ -1,40 +1,42 @@
-//! Time as a number that the caller passes in: each process has its own monotonic clock.
+//! Time that the caller passes in: each process has its own monotonic clock.
 
 use std::ops::Add;
 use std::time::Duration;
 
-/// A moment on one monotonic clock, counted from any fixed origin. Moments of two clocks do not compare: see
-/// [`Time::rebased`] and [`ClockOffset`].
+/// A moment on one monotonic clock, counted from any fixed origin. Moments of different clocks do
+/// not compare: see [`Time::rebased`] and [`ClockOffset`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Time(Duration);
 
 impl Time {
-    /// The moment so long after the clock's origin.
+    /// Returns the moment `elapsed` after the clock's origin.
     pub const fn from_origin(elapsed: Duration) -> Self {
         Time(elapsed)
     }
 
-    /// From seconds as vLLM writes them. `None`: not a moment (negative, infinite or not a number).
+    /// Converts seconds as vLLM writes them. Returns `None` for a negative, infinite, NaN or too
+    /// large number.
     pub fn from_seconds(seconds: f64) -> Option<Self> {
         Duration::try_from_secs_f64(seconds).ok().map(Time)
     }
 
-    /// Seconds since the clock's origin, as vLLM writes them.
+    /// Returns the seconds since the clock's origin, as vLLM writes them.
     pub fn seconds(self) -> f64 {
         self.0.as_secs_f64()
     }
 
-    /// How long after `earlier` this is; nothing if it is not after it.
+    /// Returns the time from `earlier` to this moment, or zero if this moment is not later.
     pub fn since(self, earlier: Time) -> Duration {
         self.0.saturating_sub(earlier.0)
     }
 
-    /// Whether a deadline has come. The moment itself is too late: a lease that ends now has ended.
+    /// Returns whether `deadline` has passed. At exactly the deadline it has: a lease that ends now
+    /// has ended.
     pub fn has_reached(self, deadline: Time) -> bool {
         self >= deadline
     }
 
-    /// The same moment on another clock, of which `there` was read when this one showed `here`.
+    /// Converts this moment to another clock, which read `there` when this clock read `here`.
     #[must_use]
     pub fn rebased(self, here: Time, there: Time) -> Time {
         if self >= here {
@@ -53,30 +55,32 @@ impl Add<Duration> for Time {
     }
 }
 
-/// How far a peer's clock is ahead of ours, as a handshake showed it.
+/// The offset of a peer's clock from the local clock, as a handshake measured it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ClockOffset {
-    /// Seconds to add to our time to get the peer's.
+    /// Seconds to add to local time to get the peer's time.
     pub seconds: f64,
     /// The round trip of the sample, which bounds the error.
     pub round_trip: Duration,
 }
 
 impl ClockOffset {
-    /// From one handshake: sent and answered on our clock, the peer's reading in between.
+    /// Computes the offset from one handshake: `sent` and `answered` on the local clock, and the
+    /// peer's reading in between.
     pub fn sampled(sent: Time, answered: Time, peer_seconds: f64) -> Option<Self> {
         let middle = (sent.seconds() + answered.seconds()) / 2.0;
         let seconds = peer_seconds - middle;
         seconds.is_finite().then_some(ClockOffset { seconds, round_trip: answered.since(sent) })
     }
 
-    /// The sample with the shorter round trip.
+    /// Returns the sample with the shorter round trip.
     #[must_use]
     pub fn better(self, other: ClockOffset) -> ClockOffset {
         if other.round_trip < self.round_trip { other } else { self }
     }
 
-    /// A moment that the peer named, on our clock. One before our origin is our origin.
+    /// Converts a moment on the peer's clock to the local clock. Moments before the local origin
+    /// become the origin.
     pub fn to_ours(self, peer_seconds: f64) -> Option<Time> {
         let ours = peer_seconds - self.seconds;
         if ours < 0.0 { Some(Time::default()) } else { Time::from_seconds(ours) }

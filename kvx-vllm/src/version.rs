@@ -1,12 +1,12 @@
-//! The versions of vLLM, and what differs between them.
+//! The versions of vLLM and the differences between them.
 
 use std::fmt;
 
-/// A version of vLLM: whose defaults and rules a configuration follows (`kv_compat` of `kv_connector_extra_config`), and
-/// whose forms are written, and expected of peers.
+/// A version of vLLM (`kv_compat` of `kv_connector_extra_config`). It selects the defaults and
+/// rules of a configuration, and the message forms that kvx writes and expects from peers.
 ///
-/// A version stands for the releases that its documentation names. Others, such as 0.12 to 0.15 and 0.18 to 0.19, have
-/// none.
+/// A variant stands for the releases that its documentation names. No variant covers other
+/// releases, such as 0.12 to 0.15 and 0.18 to 0.19.
 ///
 /// ```
 /// use kvx_vllm::Version;
@@ -16,19 +16,21 @@ use std::fmt;
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Version {
-    /// vLLM 0.9 and 0.10: a side channel port for each worker. Defaults only ([`spoken`](Self::spoken)).
+    /// vLLM 0.9 and 0.10: a side channel port for each worker. Defaults only (see
+    /// [`spoken`](Self::spoken)).
     V0_9,
-    /// vLLM 0.11.0, likewise. With the MooncakeConnector, its protocol before vLLM 0.16, which kvx does speak.
+    /// vLLM 0.11.0: as 0.9. kvx also speaks its MooncakeConnector protocol, from before vLLM 0.16.
     V0_11,
     /// vLLM 0.16 and 0.17: flat block ids, handshake requests of two fields, blocks kept 480 s.
     V0_16,
     /// vLLM 0.20: block ids per KV cache group; a failed load fails the request.
     V0_20,
-    /// vLLM 0.21: kernel blocks in a logical block, tokens in the answer; prefill may read back from decode.
+    /// vLLM 0.21: kernel blocks in a logical block, tokens in the answer; the prefill side may read
+    /// from the decode side.
     V0_21,
     /// vLLM 0.22 to 0.25: leases and heartbeats.
     V0_22,
-    /// vLLM 0.26 and 0.27: handshake requests of three fields, the clock beside the reply.
+    /// vLLM 0.26 and 0.27: handshake requests of three fields, replies with the server's clock.
     V0_26,
     /// vLLM 0.28: the transfer mode and speculative decoding are hashed.
     V0_28,
@@ -38,7 +40,7 @@ pub enum Version {
     V0_30,
     /// vLLM 0.31: members of regions, packed layouts.
     V0_31,
-    /// vLLM 0.32: pages of per-layer embeddings; four fields of `KVTransferConfig` fewer.
+    /// vLLM 0.32: pages of per-layer embeddings; four fewer fields in `KVTransferConfig`.
     V0_32,
     /// vLLM 0.33, the default: registrations have generations.
     #[default]
@@ -46,7 +48,7 @@ pub enum Version {
 }
 
 impl Version {
-    /// All of them, oldest first.
+    /// All versions, oldest first.
     pub const ALL: [Version; 13] = [
         Version::V0_9,
         Version::V0_11,
@@ -63,7 +65,7 @@ impl Version {
         Version::V0_33,
     ];
 
-    /// Returns the name that is written in a configuration: `"0.33"`.
+    /// Returns the version as a configuration writes it: `"0.33"`.
     pub fn as_str(self) -> &'static str {
         match self {
             Version::V0_9 => "0.9",
@@ -83,15 +85,16 @@ impl Version {
     }
 }
 
-/// Configuration: what a version reads, and its defaults.
+/// Configuration: the settings that a version reads, and their defaults.
 #[cfg(feature = "config")]
 impl Version {
-    /// Returns whether each worker of an engine has a side channel port of its own, rather than one for all of them.
+    /// Returns whether each worker of an engine has its own side channel port, rather than one port
+    /// for all.
     pub(crate) fn has_port_per_worker(self) -> bool {
         self <= Version::V0_11
     }
 
-    /// Returns whether the workers of a MooncakeConnector meet at a bootstrap server.
+    /// Returns whether the workers of a MooncakeConnector register with a bootstrap server.
     pub(crate) fn has_bootstrap_server(self) -> bool {
         self >= Version::V0_16
     }
@@ -107,10 +110,10 @@ impl Version {
     }
 }
 
-/// Protocol: what engines of a version say to each other.
+/// Protocol: the messages between engines of a version.
 #[cfg(feature = "params")]
 impl Version {
-    /// Those whose NixlConnector kvx speaks, oldest first.
+    /// The versions whose NixlConnector kvx speaks, oldest first.
     pub const SPOKEN: [Version; 11] = [
         Version::V0_16,
         Version::V0_20,
@@ -125,19 +128,21 @@ impl Version {
         Version::V0_33,
     ];
 
-    /// Returns the version whose NixlConnector engines speak. vLLM 0.9 to 0.11 had no handshake that kvx speaks: under
-    /// their defaults kvx engines speak the newest one to each other, on the ports of that time, and refuse a vLLM by
-    /// name.
+    /// Returns the version whose NixlConnector protocol engines of this version speak. kvx does not
+    /// speak the handshake of vLLM 0.9 to 0.11. Under those defaults, kvx engines speak the newest
+    /// protocol with each other on the ports of that version, and reject a vLLM peer with an error
+    /// that names its version.
     pub fn spoken(self) -> Self {
         if Version::SPOKEN.contains(&self) { self } else { Version::default() }
     }
 
-    /// Returns whether engines of this version speak as those since `first` do.
+    /// Returns whether engines of this version speak the protocol as of `first` or later.
     pub(crate) fn speaks(self, first: Version) -> bool {
         self.spoken() >= first
     }
 
-    /// Returns the version of vLLM as it names itself: of several, the first that is to be recommended.
+    /// Returns vLLM's own version number. If a variant covers several releases, it is the oldest
+    /// that kvx recommends.
     pub fn vllm_version(self) -> &'static str {
         match self.spoken() {
             Version::V0_16 => "0.16.0",
@@ -154,7 +159,7 @@ impl Version {
         }
     }
 
-    /// Returns the version of its NixlConnector.
+    /// Returns the version number of the NixlConnector.
     pub fn connector_version(self) -> u32 {
         match self.spoken() {
             Version::V0_16 | Version::V0_20 => 2,
@@ -170,19 +175,21 @@ impl Version {
         }
     }
 
-    /// Returns whether block ids are lists of one KV cache group each. Older versions have one flat list.
+    /// Returns whether block ids have one list for each KV cache group. Older versions have one
+    /// flat list.
     pub fn blocks_per_group(self) -> bool {
         self.speaks(Version::V0_20)
     }
 
-    /// Returns whether a prefill leases its blocks and reads heartbeats. Older versions keep blocks a fixed time, and a
-    /// heartbeat ends their engine.
+    /// Returns whether a prefill engine leases its blocks and reads heartbeats. Older versions keep
+    /// blocks for a fixed time, and a heartbeat ends their engine.
     pub fn leases(self) -> bool {
         self.speaks(Version::V0_22)
     }
 
-    /// Returns whether a handshake asks for a pipeline rank and a tensor rank, and the reply carries the server's clock.
-    /// An older listener does not survive such a request, nor a newer one the older request.
+    /// Returns whether a handshake asks for a pipeline rank and a tensor rank, and the reply
+    /// carries the server's clock. Such a request ends an older listener, and the older request
+    /// ends a newer listener.
     pub fn asks_for_pipeline_rank(self) -> bool {
         self.speaks(Version::V0_26)
     }
@@ -194,7 +201,7 @@ impl Version {
     }
 }
 
-/// Protocol: what is hashed, and what metadata has keys for.
+/// Protocol: the input of the hash, and the keys of metadata.
 #[cfg(feature = "protocol")]
 impl Version {
     /// Returns whether the compatibility hash covers the hybrid cache manager.

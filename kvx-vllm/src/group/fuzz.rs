@@ -1,4 +1,4 @@
-//! What the fuzz target and the bounded fuzz test call.
+//! The entry point of the fuzz target and the bounded fuzz test.
 
 use std::fmt::Debug;
 
@@ -9,14 +9,14 @@ use super::{ToHead, ToRank};
 /// The targets, by the names of their corpora.
 pub const TARGETS: &[(&str, fn(&[u8]))] = &[("connector_group", group)];
 
-/// What an engine and a rank in a process of its own say to each other.
+/// Decodes messages between an engine and a rank in another process.
 pub fn group(bytes: &[u8]) {
-    let encoded = "what was read is short enough to be written";
+    let encoded = "a decoded message is short enough to encode";
     stable(bytes, ToRank::decode, |message| message.encode().expect(encoded));
     stable(bytes, ToHead::decode, |message| message.encode().expect(encoded));
 }
 
-/// Reads, writes, and reads again: the two must be equal, and the second writing must give the bytes of the first.
+/// Decodes, encodes and decodes again. Both values must be equal, and both encodings too.
 fn stable<T: Debug + PartialEq>(
     bytes: &[u8],
     decode: impl Fn(&[u8]) -> Result<T>,
@@ -29,6 +29,6 @@ fn stable<T: Debug + PartialEq>(
             assert_eq!(first, second);
             assert_eq!(written, encode(&second));
         }
-        Err(error) => panic!("{first:?} was read, but not again: {error}"),
+        Err(error) => panic!("{first:?} was decoded once, but not again: {error}"),
     }
 }

@@ -1,5 +1,5 @@
-//! What an engine and a rank of it in a process of its own say to each other: a byte that names the message, then its
-//! value.
+//! Messages between an engine and a rank in another process: one byte that names the message, then
+//! its value.
 
 use std::time::Duration;
 
@@ -15,89 +15,94 @@ use crate::engine::{
 use crate::msgpack::{self, MsgpackReader, MsgpackWriter};
 use crate::wire::PushGrant;
 
-/// The longest message of either side.
+/// The longest message in either direction, in bytes.
 pub const MAX_MESSAGE: usize = MAX_STEP + 1;
-/// The longest text of a message: the configuration of the engine.
+/// The longest text of a message, in bytes: the configuration of the engine.
 const MAX_TEXT: usize = 1 << 20;
-/// The most blocks of a pool: eight bytes are kept of each.
+/// The most blocks in a pool. The engine keeps eight bytes for each.
 const MAX_BLOCKS: u32 = 1 << 24;
 
-/// The most blocks whose digests, or copies, are asked for at once.
+/// The most blocks in one request for digests or copies.
 pub const MAX_ASKED: usize = 1 << 16;
-/// The most blocks whose words are raised at once.
+/// The most blocks whose generation counters one message raises.
 pub const MAX_RAISED: usize = 1 << 16;
 
-/// From an engine to a rank.
+/// A message from an engine to a rank.
 #[derive(Debug, PartialEq)]
 pub enum ToRank {
-    /// The rank has its place: what the engine was built with, as JSON.
+    /// Accepts the rank. Carries the engine's configuration, as JSON.
     Welcome(String),
-    /// The rank, or what it has registered, is refused, and the connection ends.
+    /// Rejects the rank or its registration, for this reason, and ends the connection.
     Refused(String),
-    /// The words that the rank registers with its caches. `None`: their file comes beside this.
+    /// The generation counters that the rank registers with its caches. `None`: their file is
+    /// passed with this message.
     Words(Option<OwnWords>),
-    /// Peers hear of what was registered, once all ranks have.
+    /// Accepts a registration. The engine announces it to peers once all ranks have registered.
     Taken,
-    /// What the engine orders.
+    /// The orders of the engine for one step.
     Step(ConnectorMeta),
-    /// The engine ends, within this time.
+    /// Tells the rank that the engine shuts down within this time.
     End(Duration),
-    /// Blocks that are about to be published: the rank writes their digests, and says so by this number.
+    /// Asks for the digests of blocks that are about to be published. The rank answers `Done` with
+    /// this number.
     Digest { number: u64, fresh: Vec<Fresh> },
-    /// Blocks of a request, itself a number, that are to be copied to the host; `early`: before it ends. The rank says
-    /// so by this number.
+    /// Asks for copies on the host of blocks of the request numbered `of`; `early`: before it ends.
+    /// The rank answers `Done` with this number.
     Save { number: u64, of: u64, early: bool, blocks: Vec<Unsaved> },
-    /// What may be written into for this request is asked for.
+    /// Asks for the memory that a peer may write into for this request.
     Grant(RequestId),
-    /// What may be written into for a request, on all ranks; or why nothing may.
+    /// The memory on all ranks that peers may write into for a request, or the reason why they may
+    /// not.
     Grants { request: RequestId, told: Result<Vec<PushGrant>, String> },
-    /// The engine knows of caches that were given back.
+    /// Confirms that the rank has released its caches.
     GivenBack,
-    /// Peers may not read these blocks any more: the words that the rank made itself become this stamp, and it says so
-    /// by this number.
+    /// Revokes peers' access to these blocks. The rank sets the generation counters that it made to
+    /// this stamp and answers `Raised` with this number.
     Raise { number: u64, stamp: u64, blocks: Vec<u32> },
 }
 
-/// Words that a rank makes itself, as it is on another host.
+/// Generation counters that a rank creates itself because it runs on another host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OwnWords {
-    /// Which life of the pool.
+    /// The incarnation of the pool.
     pub pool: u64,
-    /// The word of each block.
+    /// The initial value of every counter.
     pub stamp: u64,
-    /// So many blocks.
+    /// The number of blocks.
     pub blocks: u32,
 }
 
-/// From a rank to its engine.
+/// A message from a rank to its engine.
 #[derive(Debug, PartialEq)]
 pub enum ToHead {
-    /// The first word: which kvx this is, and which rank it wants to be.
+    /// The first message: the version of kvx, and the rank that the sender wants to be.
     Hello { version: String, rank: WorkerRank },
     /// The blocks of the caches that are to be registered.
     Pool(PoolBlocks),
-    /// They are: the metadata that peers are told, and whether they are told of copies on the host.
+    /// The caches are registered. Carries the metadata for peers, and whether it describes copies
+    /// on the host.
     Registered { metadata: Vec<u8>, host_copies: bool },
-    /// What has happened.
+    /// The events since the last output.
     Output(Box<WorkerOutput>),
-    /// It lives.
+    /// Reports that the rank is alive.
     Alive,
-    /// It has ended. Without a reason: nothing touches its memory any more.
+    /// The rank has shut down. Without a reason, nothing accesses its memory any more.
     Ended(Option<String>),
-    /// What was asked for by this number is done: digests are written, or blocks copied. Or why it is not.
+    /// The request with this number is done, or failed for this reason.
     Done { number: u64, failed: Option<String> },
-    /// What peers may write into for a request, of this rank; or why nothing may.
+    /// The memory of this rank that peers may write into for a request, or the reason why they may
+    /// not.
     Granted { request: RequestId, told: Result<Vec<Vec<u8>>, String> },
-    /// What peers may write into for a request, of all ranks, is asked for.
+    /// Asks for the memory on all ranks that peers may write into for a request.
     GrantsOfAll(RequestId),
-    /// It gives its caches back, and may register others.
+    /// Releases the rank's caches, so that it can register others.
     GivesBack,
-    /// Its words are raised, as it was asked for by this number.
+    /// Confirms a `Raise` with this number.
     Raised(u64),
 }
 
 impl ToRank {
-    /// Errors: `Exhausted`, longer than what is read.
+    /// Errors: `Exhausted` if the message is longer than the reader accepts.
     pub fn encode(&self) -> Result<Vec<u8>> {
         match self {
             ToRank::Welcome(setup) => message(0, |writer| writer.text(setup)),
@@ -199,7 +204,9 @@ impl ToRank {
                 let early = read_flag(&mut reader)?;
                 ToRank::Save { number, of, early, blocks: reader.list(MAX_ASKED, read_unsaved)? }
             }
-            other => return Err(reader.malformed(format_args!("{other} names no message")).into()),
+            other => {
+                return Err(reader.malformed(format_args!("unknown message kind {other}")).into());
+            }
         };
         reader.end()?;
         Ok(message)
@@ -207,7 +214,7 @@ impl ToRank {
 }
 
 impl ToHead {
-    /// Errors: `Exhausted`, longer than what is read.
+    /// Errors: `Exhausted` if the message is longer than the reader accepts.
     pub fn encode(&self) -> Result<Vec<u8>> {
         match self {
             ToHead::Hello { version, rank } => message(0, |writer| {
@@ -296,14 +303,16 @@ impl ToHead {
             8 => ToHead::GrantsOfAll(read_request(&mut reader)?),
             9 => ToHead::GivesBack,
             10 => ToHead::Raised(reader.unsigned()?),
-            other => return Err(reader.malformed(format_args!("{other} names no message")).into()),
+            other => {
+                return Err(reader.malformed(format_args!("unknown message kind {other}")).into());
+            }
         };
         reader.end()?;
         Ok(message)
     }
 }
 
-/// Two items: whether it is there, and it or the reason why not.
+/// Writes two items: a success flag, then the value or the reason of the failure.
 fn result<T>(
     writer: &mut MsgpackWriter,
     result: &Result<T, String>,
@@ -328,7 +337,9 @@ fn read_result<T>(
 
 fn check_blocks(reader: &MsgpackReader<'_>, blocks: u32) -> msgpack::Result<()> {
     match blocks > MAX_BLOCKS {
-        true => Err(reader.malformed(format_args!("{blocks} blocks, of at most {MAX_BLOCKS}"))),
+        true => {
+            Err(reader.malformed(format_args!("{blocks} blocks exceed the limit of {MAX_BLOCKS}")))
+        }
         false => Ok(()),
     }
 }
@@ -373,7 +384,7 @@ fn message(kind: u8, value: impl FnOnce(&mut MsgpackWriter)) -> Result<Vec<u8>> 
         false => Err(Error::new(
             ErrorKind::Exhausted,
             format!(
-                "a message of {} bytes between an engine and its rank: at most {MAX_MESSAGE}",
+                "a message of {} bytes between an engine and its rank exceeds the limit of {MAX_MESSAGE}",
                 bytes.len()
             ),
         )),

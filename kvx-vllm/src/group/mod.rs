@@ -1,4 +1,5 @@
-//! What an engine and its ranks in processes of their own say to each other: the only messages here that no vLLM knows.
+//! Messages between an engine and its ranks in other processes: the only messages in this crate
+//! that vLLM does not know.
 
 pub mod fuzz;
 mod message;

@@ -1,6 +1,7 @@
-//! The messages between scheduler and worker, for a worker in a process of its own.
+//! The messages between scheduler and worker, for a worker in another process.
 //!
-//! Both ends are the same build of kvx (their first message says so), so records are arrays without names.
+//! Records are arrays without field names: both ends run the same build of kvx, which their first
+//! message checks.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,23 +16,23 @@ use crate::engine::{
 };
 use crate::msgpack::{self, MsgpackReader, MsgpackWriter};
 
-/// The longest message.
+/// The longest message, in bytes.
 pub(crate) const MAX_STEP: usize = 32 << 20;
-/// The most loads, leases, failures and heartbeats of a message.
+/// The most loads, leases, failures and heartbeats in a message.
 const MAX_ORDERS: usize = 1 << 16;
 /// The most names in a list.
 const MAX_NAMES: usize = 1 << 20;
 /// The most KV cache groups.
 pub(super) const MAX_GROUPS: usize = 1 << 10;
-/// The longest reason: what is longer is cut where it is written.
+/// The longest reason, in bytes. The writer cuts longer ones.
 const MAX_REASON: usize = 4 << 10;
 
 impl ConnectorMeta {
-    /// As it goes to a worker.
+    /// Encodes the orders for a worker.
     ///
     /// # Errors
     ///
-    /// `Exhausted`: it would be longer than what is read.
+    /// `Exhausted`: the message is longer than the reader accepts.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let mut writer = MsgpackWriter::default();
         writer.array(10);
@@ -60,7 +61,7 @@ impl ConnectorMeta {
         bounded("a step", writer)
     }
 
-    /// From a message of an engine's scheduler half.
+    /// Decodes a message of the scheduler.
     ///
     /// # Errors
     ///
@@ -105,11 +106,11 @@ impl ConnectorMeta {
 }
 
 impl WorkerOutput {
-    /// As it goes to the scheduler half. Reasons of more than 4 KiB are cut.
+    /// Encodes the output for the scheduler. Reasons of more than 4 KiB are cut.
     ///
     /// # Errors
     ///
-    /// `Exhausted`: it would be longer than what is read.
+    /// `Exhausted`: the message is longer than the reader accepts.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let mut writer = MsgpackWriter::default();
         writer.array(9);
@@ -140,10 +141,10 @@ impl WorkerOutput {
         });
         writer.list(&self.failures, transfer_failure);
         stats(&mut writer, &self.stats);
-        bounded("what a worker has to tell", writer)
+        bounded("the output of a worker", writer)
     }
 
-    /// From a message of a worker.
+    /// Decodes a message of a worker.
     ///
     /// # Errors
     ///
@@ -174,7 +175,7 @@ impl WorkerOutput {
             })?,
             failures: reader.list(MAX_ORDERS, read_transfer_failure)?,
             stats: read_stats(&mut reader)?,
-            // Each process logs those of its own peers.
+            // Each process logs the unknown requests of its own peers.
             unknown_requests: 0,
         };
         reader.end()?;
@@ -188,17 +189,17 @@ fn bounded(what: &str, writer: MsgpackWriter) -> Result<Vec<u8>> {
         return Ok(bytes);
     }
     let sentence = format!(
-        "{what} has {} bytes, a rank in a process of its own takes {MAX_STEP}",
+        "{what} has {} bytes, which exceeds the limit of {MAX_STEP} for a rank in another process",
         bytes.len()
     );
     Err(Error::new(ErrorKind::Exhausted, sentence))
 }
 
-/// The head of a record: an array of exactly so many items.
+/// Reads the head of a record: an array of exactly `items` items.
 pub(super) fn record(reader: &mut MsgpackReader<'_>, items: usize) -> msgpack::Result<()> {
     match reader.array(items)? {
         len if len == items => Ok(()),
-        len => Err(reader.malformed(format_args!("{len} items, {items} wanted"))),
+        len => Err(reader.malformed(format_args!("expected {items} items, found {len}"))),
     }
 }
 
@@ -221,7 +222,7 @@ fn read_time(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Time> {
 fn finite(reader: &mut MsgpackReader<'_>) -> msgpack::Result<f64> {
     match reader.float()? {
         number if number.is_finite() => Ok(number),
-        number => Err(reader.malformed(format_args!("{number} is no number of seconds"))),
+        number => Err(reader.malformed(format_args!("{number} is not a number of seconds"))),
     }
 }
 
@@ -233,7 +234,7 @@ pub(super) fn reason(writer: &mut MsgpackWriter, text: &str) {
     writer.text(&text[..end]);
 }
 
-/// Errors: `Malformed` for one that is longer than what is written.
+/// Errors: `Malformed` for a reason that is longer than the writer allows.
 pub(super) fn read_reason(reader: &mut MsgpackReader<'_>) -> msgpack::Result<String> {
     match reader.text()? {
         text if text.len() <= MAX_REASON => Ok(text.to_owned()),
@@ -269,7 +270,7 @@ fn read_kept(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Kept> {
     match reader.unsigned()? {
         0 => Ok(Kept::Load),
         1 => Ok(Kept::Request),
-        other => Err(reader.malformed(format_args!("{other} says of no blocks whose they are"))),
+        other => Err(reader.malformed(format_args!("unknown kind of kept blocks {other}"))),
     }
 }
 
@@ -355,7 +356,7 @@ pub(super) fn read_flag(reader: &mut MsgpackReader<'_>) -> msgpack::Result<bool>
     match reader.unsigned()? {
         0 => Ok(false),
         1 => Ok(true),
-        other => Err(reader.malformed(format_args!("{other} is neither yes nor no"))),
+        other => Err(reader.malformed(format_args!("{other} is not a flag (0 or 1)"))),
     }
 }
 
@@ -388,7 +389,7 @@ fn read_load_failure(reader: &mut MsgpackReader<'_>) -> msgpack::Result<LoadFail
         6 => LoadFailure::NotPushed,
         7 => LoadFailure::Deadline,
         8 => LoadFailure::Rank(why),
-        other => return Err(reader.malformed(format_args!("{other} is no failure of a load"))),
+        other => return Err(reader.malformed(format_args!("unknown load failure {other}"))),
     })
 }
 
@@ -411,7 +412,7 @@ fn read_transfer_failure(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Tran
     record(reader, 8)?;
     let number = usize::try_from(reader.unsigned()?).unwrap_or(usize::MAX);
     let Some(kind) = FailureKind::ALL.get(number) else {
-        return Err(reader.malformed(format_args!("{number} is no step that can fail")));
+        return Err(reader.malformed(format_args!("unknown failure kind {number}")));
     };
     Ok(TransferFailure {
         kind: *kind,
@@ -478,7 +479,7 @@ fn read_stats(reader: &mut MsgpackReader<'_>) -> msgpack::Result<TransferStats> 
     })
 }
 
-/// A number that others are added to.
+/// Reads a number that is added to others: 32 bits, so that the sum does not overflow.
 fn count(reader: &mut MsgpackReader<'_>) -> msgpack::Result<u64> {
     reader.unsigned_32().map(u64::from)
 }

@@ -1,13 +1,13 @@
-//! The part of msgpack that these protocols use, byte for byte as msgspec writes it: integers, strings and lengths in
-//! their shortest form, floats of 64 bits.
+//! The subset of msgpack that vLLM's protocols use, byte for byte as msgspec writes it. Integers,
+//! strings and lengths take their shortest form; floats have 64 bits.
 //!
-//! Reading trusts nothing: lengths are held against the bytes that are there before anything is allocated, nesting is
-//! limited, and extension types are refused.
+//! The reader does not trust its input. It checks lengths against the remaining bytes before it
+//! allocates, limits nesting, and rejects extension types.
 
 mod reader;
 mod writer;
 
-/// What a reader returns.
+/// The result of a reader's methods.
 pub type Result<T> = std::result::Result<T, crate::DecodeError>;
 
 pub use reader::MsgpackReader;

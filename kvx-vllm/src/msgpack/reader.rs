@@ -1,12 +1,12 @@
-//! Takes values off a message.
+//! Reads values from a message.
 
 use super::Result;
 use crate::{DecodeError, DecodeErrorKind};
 
-/// How deep values may be nested: the deepest known message has four levels.
+/// The deepest nesting of values that is read. The deepest known message has four levels.
 const MAX_DEPTH: usize = 16;
 
-/// Takes values off a message, each checked against what is left of it.
+/// Reads values from a message and checks each against the bytes that remain.
 #[derive(Clone, Debug)]
 pub struct MsgpackReader<'a> {
     what: &'static str,
@@ -14,7 +14,8 @@ pub struct MsgpackReader<'a> {
     left: &'a [u8],
 }
 
-/// The head of a value: all of it, or how much follows.
+/// The head of a value: a scalar or byte string with its content, or the number of items that
+/// follow.
 enum Head<'a> {
     Nil,
     Bool,
@@ -43,23 +44,23 @@ impl Head<'_> {
 }
 
 impl<'a> MsgpackReader<'a> {
-    /// Reads a message of at most `max` bytes; `what` names it in errors.
+    /// Starts reading a message of at most `max` bytes. Errors call it `what`.
     pub fn new(what: &'static str, bytes: &'a [u8], max: usize) -> Result<Self> {
         let reader = MsgpackReader { what, field: None, left: bytes };
         if bytes.len() > max {
             return Err(
-                reader.malformed(format_args!("{} bytes, at most {max} are taken", bytes.len()))
+                reader.malformed(format_args!("{} bytes exceed the limit of {max}", bytes.len()))
             );
         }
         Ok(reader)
     }
 
-    /// Reads a value that was skipped before, as the field of this name.
+    /// Starts reading a value that was skipped before. Errors call it the field `field` of `what`.
     pub fn field(what: &'static str, field: &'static str, bytes: &'a [u8]) -> Self {
         MsgpackReader { what, field: Some(field), left: bytes }
     }
 
-    /// An error of this message.
+    /// Returns a `Malformed` error about this message.
     pub fn malformed(&self, why: impl std::fmt::Display) -> DecodeError {
         let sentence = match self.field {
             None => format!("malformed {}: {why}", self.what),
@@ -68,25 +69,25 @@ impl<'a> MsgpackReader<'a> {
         DecodeError::new(DecodeErrorKind::Malformed, sentence)
     }
 
-    /// Nothing may be left.
+    /// Checks that the message has no bytes left.
     pub fn end(&self) -> Result<()> {
         if self.left.is_empty() {
             return Ok(());
         }
-        Err(self.malformed(format_args!("{} bytes too many", self.left.len())))
+        Err(self.malformed(format_args!("{} unexpected bytes at the end", self.left.len())))
     }
 
     fn bytes(&mut self, len: usize) -> Result<&'a [u8]> {
         let Some((bytes, left)) = self.left.split_at_checked(len) else {
             return Err(
-                self.malformed(format_args!("{len} bytes wanted, {} left", self.left.len()))
+                self.malformed(format_args!("{len} bytes expected, {} left", self.left.len()))
             );
         };
         self.left = left;
         Ok(bytes)
     }
 
-    /// A big-endian number of 1, 2, 4 or 8 bytes.
+    /// Reads a big-endian number of 1, 2, 4 or 8 bytes.
     fn number(&mut self, width: usize) -> Result<u64> {
         Ok(self.bytes(width)?.iter().fold(0, |number, byte| number << 8 | u64::from(*byte)))
     }
@@ -96,7 +97,7 @@ impl<'a> MsgpackReader<'a> {
         self.bytes(usize::try_from(len).unwrap_or(usize::MAX))
     }
 
-    /// A length, held against what is left: an item takes at least `each` bytes.
+    /// Checks a number of items, each of at least `each` bytes, against the bytes that remain.
     fn count(&mut self, count: u64, each: usize) -> Result<usize> {
         match usize::try_from(count)
             .ok()
@@ -104,7 +105,7 @@ impl<'a> MsgpackReader<'a> {
         {
             Some(count) => Ok(count),
             None => Err(self
-                .malformed(format_args!("{count} items announced in {} bytes", self.left.len()))),
+                .malformed(format_args!("{count} items do not fit in {} bytes", self.left.len()))),
         }
     }
 
@@ -139,18 +140,16 @@ impl<'a> MsgpackReader<'a> {
             }
             byte @ 0xe0..=0xff => Head::Negative(i64::from(byte as i8)),
             byte @ 0xc1 | byte @ 0xc7..=0xc9 | byte @ 0xd4..=0xd8 => {
-                return Err(self.malformed(format_args!(
-                    "a value of type {byte:#04x}, which is not known here"
-                )));
+                return Err(self.malformed(format_args!("unknown value type {byte:#04x}")));
             }
         })
     }
 
     fn wrong<T>(&self, wanted: &str, got: &Head<'_>) -> Result<T> {
-        Err(self.malformed(format_args!("{wanted} wanted, got {}", got.name())))
+        Err(self.malformed(format_args!("expected {wanted}, found {}", got.name())))
     }
 
-    /// An integer that is not negative.
+    /// Reads a non-negative integer.
     pub fn unsigned(&mut self) -> Result<u64> {
         match self.head()? {
             Head::Unsigned(number) => Ok(number),
@@ -159,13 +158,13 @@ impl<'a> MsgpackReader<'a> {
         }
     }
 
-    /// An integer of at most 32 bits that is not negative.
+    /// Reads a non-negative integer of at most 32 bits.
     pub fn unsigned_32(&mut self) -> Result<u32> {
         let number = self.unsigned()?;
         u32::try_from(number).map_err(|_| self.malformed(format_args!("{number} is too large")))
     }
 
-    /// An integer of at most 32 bits that is not zero.
+    /// Reads a positive integer of at most 32 bits.
     pub fn size(&mut self) -> Result<u32> {
         match self.unsigned_32()? {
             0 => Err(self.malformed("it is 0, and must be at least 1")),
@@ -173,13 +172,13 @@ impl<'a> MsgpackReader<'a> {
         }
     }
 
-    /// A port number.
+    /// Reads a port number.
     pub fn port(&mut self) -> Result<u16> {
         let number = self.unsigned()?;
-        u16::try_from(number).map_err(|_| self.malformed(format_args!("{number} is no port")))
+        u16::try_from(number).map_err(|_| self.malformed(format_args!("{number} is not a port")))
     }
 
-    /// An integer.
+    /// Reads an integer.
     pub fn signed(&mut self) -> Result<i64> {
         match self.head()? {
             Head::Unsigned(number) => i64::try_from(number)
@@ -189,7 +188,7 @@ impl<'a> MsgpackReader<'a> {
         }
     }
 
-    /// A number with a fraction; integers are taken too.
+    /// Reads a floating-point number. Integers are accepted too.
     pub fn float(&mut self) -> Result<f64> {
         match self.head()? {
             Head::Float(number) => Ok(number),
@@ -199,7 +198,7 @@ impl<'a> MsgpackReader<'a> {
         }
     }
 
-    /// A string.
+    /// Reads a string.
     pub fn text(&mut self) -> Result<&'a str> {
         match self.head()? {
             Head::Text(bytes) => {
@@ -209,12 +208,12 @@ impl<'a> MsgpackReader<'a> {
         }
     }
 
-    /// A string, owned.
+    /// Reads a string and copies it.
     pub fn owned_text(&mut self) -> Result<String> {
         self.text().map(str::to_owned)
     }
 
-    /// Bytes.
+    /// Reads bytes.
     pub fn binary(&mut self) -> Result<&'a [u8]> {
         match self.head()? {
             Head::Binary(bytes) => Ok(bytes),
@@ -222,7 +221,7 @@ impl<'a> MsgpackReader<'a> {
         }
     }
 
-    /// Bytes, or the bytes of a string.
+    /// Reads bytes or a string, as bytes.
     pub fn binary_or_text(&mut self) -> Result<&'a [u8]> {
         match self.head()? {
             Head::Binary(bytes) | Head::Text(bytes) => Ok(bytes),
@@ -230,29 +229,30 @@ impl<'a> MsgpackReader<'a> {
         }
     }
 
-    /// The number of items of an array, at most `max`; the items follow.
+    /// Reads the head of an array and returns its length, at most `max`. The items follow.
     pub fn array(&mut self, max: usize) -> Result<usize> {
         match self.head()? {
             Head::Array(len) if len <= max => Ok(len),
             Head::Array(len) => {
-                Err(self.malformed(format_args!("{len} items, at most {max} are taken")))
+                Err(self.malformed(format_args!("{len} items exceed the limit of {max}")))
             }
             other => self.wrong("an array", &other),
         }
     }
 
-    /// The number of entries of a map, at most `max`; keys and values follow.
+    /// Reads the head of a map and returns its number of entries, at most `max`. Keys and values
+    /// follow.
     pub fn map(&mut self, max: usize) -> Result<usize> {
         match self.head()? {
             Head::Map(len) if len <= max => Ok(len),
             Head::Map(len) => {
-                Err(self.malformed(format_args!("{len} entries, at most {max} are taken")))
+                Err(self.malformed(format_args!("{len} entries exceed the limit of {max}")))
             }
             other => self.wrong("a map", &other),
         }
     }
 
-    /// An array of at most `max` items, each read by `item`.
+    /// Reads an array of at most `max` items, each with `item`.
     pub fn list<T>(
         &mut self,
         max: usize,
@@ -266,7 +266,7 @@ impl<'a> MsgpackReader<'a> {
         Ok(items)
     }
 
-    /// An array of exactly two items.
+    /// Reads an array of exactly two items.
     pub fn pair<A, B>(
         &mut self,
         first: impl FnOnce(&mut Self) -> Result<A>,
@@ -274,11 +274,11 @@ impl<'a> MsgpackReader<'a> {
     ) -> Result<(A, B)> {
         match self.array(2)? {
             2 => Ok((first(self)?, second(self)?)),
-            len => Err(self.malformed(format_args!("{len} items, 2 wanted"))),
+            len => Err(self.malformed(format_args!("expected 2 items, found {len}"))),
         }
     }
 
-    /// A value, or nil.
+    /// Reads a value or nil.
     pub fn optional<T>(&mut self, value: impl FnOnce(&mut Self) -> Result<T>) -> Result<Option<T>> {
         if let Some((0xc0, left)) = self.left.split_first() {
             self.left = left;
@@ -287,7 +287,8 @@ impl<'a> MsgpackReader<'a> {
         value(self).map(Some)
     }
 
-    /// Any value, as its bytes. They are well formed, but strings in them may not be UTF-8.
+    /// Skips any value and returns its bytes. They are well formed, but strings in them may not be
+    /// UTF-8.
     pub fn skip(&mut self) -> Result<&'a [u8]> {
         let all = self.left;
         let mut open: [usize; MAX_DEPTH] = [0; MAX_DEPTH];
@@ -383,7 +384,9 @@ mod tests {
                 .contains("nested deeper than 16 levels")
         );
         for extension in [&[0xc1][..], &[0xc7, 0, 1], &[0xd4, 1, 2]] {
-            assert!(reader(extension).skip().unwrap_err().to_string().contains("not known here"));
+            assert!(
+                reader(extension).skip().unwrap_err().to_string().contains("unknown value type")
+            );
         }
     }
 

@@ -1,6 +1,6 @@
-//! Puts values into a message.
+//! Writes values to a message.
 
-/// Puts values into a message, each in the form that msgspec gives it.
+/// Writes values to a message in msgspec's encoding.
 #[derive(Debug, Default)]
 pub struct MsgpackWriter {
     bytes: Vec<u8>,
@@ -12,17 +12,17 @@ impl MsgpackWriter {
         self.bytes
     }
 
-    /// A value that is encoded already.
+    /// Writes a value that is already encoded.
     pub fn raw(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// A nil.
+    /// Writes a nil.
     pub fn nil(&mut self) {
         self.bytes.push(0xc0);
     }
 
-    /// An integer that is not negative.
+    /// Writes a non-negative integer.
     pub fn unsigned(&mut self, number: u64) {
         match number {
             0..=0x7f => self.bytes.push(number as u8),
@@ -33,7 +33,7 @@ impl MsgpackWriter {
         }
     }
 
-    /// An integer.
+    /// Writes an integer.
     pub fn signed(&mut self, number: i64) {
         match number {
             0.. => self.unsigned(number as u64),
@@ -45,12 +45,12 @@ impl MsgpackWriter {
         }
     }
 
-    /// A number with a fraction, of 64 bits.
+    /// Writes a floating-point number of 64 bits.
     pub fn float(&mut self, number: f64) {
         self.marked(0xcb, &number.to_be_bytes());
     }
 
-    /// A string.
+    /// Writes a string.
     pub fn text(&mut self, text: &str) {
         match text.len() {
             len @ 0..=0x1f => self.bytes.push(0xa0 | len as u8),
@@ -59,13 +59,13 @@ impl MsgpackWriter {
         self.raw(text.as_bytes());
     }
 
-    /// Bytes.
+    /// Writes bytes.
     pub fn binary(&mut self, bytes: &[u8]) {
         self.length(bytes.len(), Some(0xc4), 0xc5, 0xc6);
         self.raw(bytes);
     }
 
-    /// The head of an array; as many items must follow.
+    /// Writes the head of an array. Exactly `len` items must follow.
     pub fn array(&mut self, len: usize) {
         match len {
             0..=0x0f => self.bytes.push(0x90 | len as u8),
@@ -73,7 +73,7 @@ impl MsgpackWriter {
         }
     }
 
-    /// The head of a map; as many keys and values must follow.
+    /// Writes the head of a map. Exactly `len` keys and values must follow.
     pub fn map(&mut self, len: usize) {
         match len {
             0..=0x0f => self.bytes.push(0x80 | len as u8),
@@ -81,7 +81,7 @@ impl MsgpackWriter {
         }
     }
 
-    /// An array of all items, each written by `item`.
+    /// Writes an array of all items, each with `item`.
     pub fn list<T>(&mut self, items: &[T], mut item: impl FnMut(&mut Self, &T)) {
         self.array(items.len());
         for each in items {
@@ -89,7 +89,7 @@ impl MsgpackWriter {
         }
     }
 
-    /// A value, or nil.
+    /// Writes a value or nil.
     pub fn optional<T: ?Sized>(&mut self, value: Option<&T>, write: impl FnOnce(&mut Self, &T)) {
         match value {
             Some(value) => write(self, value),
@@ -102,14 +102,14 @@ impl MsgpackWriter {
         self.raw(bytes);
     }
 
-    /// A length of 8 bits where the type has that form, else of 16 or 32.
+    /// Writes a length in 8 bits if the type has that form, otherwise in 16 or 32.
     fn length(&mut self, len: usize, short: Option<u8>, medium: u8, long: u8) {
         match (short, len) {
             (Some(marker), 0..=0xff) => self.raw(&[marker, len as u8]),
             (_, 0..=0xffff) => self.marked(medium, &(len as u16).to_be_bytes()),
             _ => {
                 let len = u32::try_from(len)
-                    .expect("no message of this protocol comes near 4 GiB: lists are bounded");
+                    .expect("lists are bounded, so messages stay far below 4 GiB");
                 self.marked(long, &len.to_be_bytes());
             }
         }

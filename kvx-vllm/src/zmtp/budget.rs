@@ -1,17 +1,17 @@
-//! How many bytes of messages may be in memory for all peers of a socket together.
+//! A limit on the bytes of messages that all peers of a socket hold in memory together.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::{DecodeError, DecodeErrorKind};
 
-/// Bytes that are left.
+/// The bytes that are left.
 #[derive(Debug)]
 pub struct Budget {
     left: AtomicUsize,
 }
 
-/// What one message takes of a budget; dropping it returns the bytes.
+/// The part of a budget that one message holds. Dropping it returns the bytes.
 #[derive(Debug)]
 pub struct BudgetShare {
     budget: Arc<Budget>,
@@ -19,23 +19,23 @@ pub struct BudgetShare {
 }
 
 impl Budget {
-    /// A budget of so many bytes.
+    /// Creates a budget of `bytes`.
     pub fn new(bytes: usize) -> Arc<Self> {
         Arc::new(Budget { left: AtomicUsize::new(bytes) })
     }
 
-    /// A share that has taken nothing yet.
+    /// Returns a share that holds no bytes yet.
     pub fn share(self: &Arc<Self>) -> BudgetShare {
         BudgetShare { budget: Arc::clone(self), bytes: 0 }
     }
 }
 
 impl BudgetShare {
-    /// Takes more.
+    /// Takes `bytes` from the budget.
     ///
     /// # Errors
     ///
-    /// `Exhausted`.
+    /// `Exhausted`: the budget does not have that many bytes left.
     pub fn take(&mut self, bytes: usize) -> Result<(), DecodeError> {
         let left = &self.budget.left;
         let taken =
@@ -47,7 +47,7 @@ impl BudgetShare {
             }
             Err(_) => Err(DecodeError::new(
                 DecodeErrorKind::Exhausted,
-                "too many bytes of handshakes are in memory at once; this one is given up: ask again",
+                "too many bytes of handshakes are in memory at once; this one is dropped: retry later",
             )),
         }
     }
@@ -58,7 +58,7 @@ impl BudgetShare {
         self.budget.left.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// All of it, in other hands.
+    /// Moves all bytes to a new share.
     pub(super) fn hand_over(&mut self) -> BudgetShare {
         BudgetShare { budget: Arc::clone(&self.budget), bytes: std::mem::take(&mut self.bytes) }
     }

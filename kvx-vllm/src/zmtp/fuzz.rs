@@ -1,4 +1,5 @@
-//! What the fuzz target and the bounded fuzz test call: what a socket receives, from anybody.
+//! The entry point of the fuzz target and the bounded fuzz test: bytes that a socket receives from
+//! any sender.
 
 use super::{Budget, Command, Decoder, Input, MessageLimits, check_greeting, put_head};
 
@@ -7,7 +8,8 @@ pub const TARGETS: &[(&str, fn(&[u8]))] = &[("connector_zmtp", zmtp)];
 
 const LIMITS: MessageLimits = MessageLimits { frames: 4, bytes: 600 };
 
-/// The same bytes as a greeting, and as frames, whole and in pieces: the same comes of them, within the limits.
+/// Reads the same bytes as a greeting and as frames, whole and in pieces. The result is the same,
+/// within the limits.
 pub fn zmtp(bytes: &[u8]) {
     if let Some(greeting) = bytes.first_chunk() {
         let _ = check_greeting(greeting);
@@ -33,7 +35,7 @@ pub fn zmtp(bytes: &[u8]) {
                 command.put(&mut written);
                 let (again, ok) = decoded(&written, 3);
                 assert!(ok, "{command:?}");
-                // What was too long for the wire is cut.
+                // A reason that is too long for the wire is cut.
                 assert!(
                     matches!(command, Command::Error(_)) || again == [Err(command.clone())],
                     "{command:?}"
@@ -43,7 +45,7 @@ pub fn zmtp(bytes: &[u8]) {
     }
 }
 
-/// The messages, and the commands among them, up to the first mistake.
+/// Returns the messages and commands up to the first error, and whether there was none.
 fn decoded(bytes: &[u8], piece: usize) -> (Vec<Result<Vec<Vec<u8>>, Command>>, bool) {
     let mut decoder = Decoder::new(LIMITS, &Budget::new(1 << 20));
     let mut all = Vec::new();

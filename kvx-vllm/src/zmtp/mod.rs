@@ -1,8 +1,8 @@
-//! The part of ZMTP 3 that vLLM's sockets speak, as bytes: greetings, frames, commands. Versions 3.0 and 3.1, NULL
-//! mechanism.
+//! The subset of ZMTP 3 that vLLM's sockets use, as bytes: greetings, frames and commands of
+//! versions 3.0 and 3.1 with the NULL mechanism.
 //!
-//! What a peer sends is bounded before memory is taken for it: frames of a message, bytes of a message
-//! ([`MessageLimits`]), bytes of all messages of a socket ([`Budget`]).
+//! The decoder checks limits before it allocates memory for a peer: the frames and bytes of a
+//! message ([`MessageLimits`]), and the bytes of all messages of a socket ([`Budget`]).
 
 mod budget;
 #[doc(hidden)]
@@ -16,34 +16,35 @@ pub use self::budget::{Budget, BudgetShare};
 
 type Result<T> = std::result::Result<T, DecodeError>;
 
-/// Bytes of a greeting.
+/// The length of a greeting, in bytes.
 pub const GREETING: usize = 64;
-/// Bytes of a greeting that tell ZMTP from anything else.
+/// The length of the prefix of a greeting that identifies ZMTP, in bytes.
 pub const SIGNATURE: usize = 10;
-/// The longest command that is read: READY with an identity of 255 bytes takes less than 400.
+/// The longest command that is read, in bytes. A READY with an identity of 255 bytes takes less
+/// than 400.
 const MAX_COMMAND: usize = 1024;
-/// The longest identity of a socket.
+/// The longest identity of a socket, in bytes.
 const MAX_IDENTITY: usize = 255;
-/// The longest context of a PING.
+/// The longest context of a PING, in bytes.
 const MAX_CONTEXT: usize = 16;
 
 const MORE: u8 = 1;
 const LONG: u8 = 2;
 const COMMAND: u8 = 4;
 
-/// The kind of a socket, as it calls itself.
+/// The type of a socket, as it names itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SocketType {
-    /// Asks, and waits for the answer.
+    /// Sends a request, then waits for the reply.
     Req,
-    /// Asks without waiting.
+    /// Sends requests without waiting for replies.
     Dealer,
-    /// Answers both.
+    /// Replies to both of the others.
     Router,
 }
 
 impl SocketType {
-    /// Returns its name on the wire.
+    /// Returns the name on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             SocketType::Req => "REQ",
@@ -52,20 +53,20 @@ impl SocketType {
         }
     }
 
-    /// Reads a name. Those of other sockets are none.
+    /// Parses a name. Returns `None` for other socket types.
     pub fn parse(name: &[u8]) -> Option<Self> {
         [SocketType::Req, SocketType::Dealer, SocketType::Router]
             .into_iter()
             .find(|kind| kind.as_str().as_bytes() == name)
     }
 
-    /// Returns whether the two may be connected here.
+    /// Returns whether sockets of the two types may connect here.
     pub fn speaks_with(self, other: SocketType) -> bool {
         (self == SocketType::Router) != (other == SocketType::Router)
     }
 }
 
-/// What each end says first: ZMTP 3.1, no security.
+/// Returns the greeting that both ends send first: ZMTP 3.1, no security.
 pub fn greeting() -> [u8; GREETING] {
     let mut bytes = [0; GREETING];
     (bytes[0], bytes[9]) = (0xff, 0x7f);
@@ -82,7 +83,7 @@ fn malformed(why: impl std::fmt::Display) -> DecodeError {
 ///
 /// # Errors
 ///
-/// `Malformed`: the other end is no ZeroMQ socket.
+/// `Malformed`: the other end is not a ZeroMQ socket.
 pub fn check_signature(bytes: &[u8; SIGNATURE]) -> Result<()> {
     match (bytes[0], bytes[9]) {
         (0xff, 0x7f) => Ok(()),
@@ -96,14 +97,14 @@ pub fn check_signature(bytes: &[u8; SIGNATURE]) -> Result<()> {
 ///
 /// # Errors
 ///
-/// `Malformed`; `Incompatible`: an older protocol; `Unsupported`: another mechanism.
+/// `Malformed`; `Incompatible`: an older protocol; `Unsupported`: another security mechanism.
 pub fn check_greeting(bytes: &[u8; GREETING]) -> Result<()> {
     check_signature(bytes.first_chunk().expect("a greeting is longer than its signature"))?;
     if bytes[10] < 3 {
         return Err(DecodeError::new(
             DecodeErrorKind::Incompatible,
             format!(
-                "the peer's ZeroMQ speaks version {} of its protocol; 3 is needed: upgrade it to 4.0",
+                "the peer speaks ZMTP version {}, not 3; upgrade its ZeroMQ to 4.0 or later",
                 bytes[10]
             ),
         ));
@@ -113,7 +114,7 @@ pub fn check_greeting(bytes: &[u8; GREETING]) -> Result<()> {
         return Err(DecodeError::new(
             DecodeErrorKind::Unsupported,
             format!(
-                "the peer's ZeroMQ socket wants security {:?}; vLLM's side channel has none (NULL)",
+                "the peer's ZeroMQ socket uses the security mechanism {:?}; vLLM's side channel uses NULL",
                 mechanism.escape_ascii().to_string()
             ),
         ));
@@ -133,34 +134,34 @@ pub fn put_head(out: &mut Vec<u8>, len: usize, more: bool) {
     }
 }
 
-/// What keeps a connection going beside its messages.
+/// A ZMTP command, which maintains the connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// The peer's socket, and the identity that it wants to have.
+    /// The type of the peer's socket and the identity that it asks for.
     Ready {
-        /// The kind of the socket, if it is one of these.
+        /// The type of the socket, if it is a [`SocketType`].
         kind: Option<SocketType>,
-        /// The identity; empty: none.
+        /// The identity; empty for none.
         identity: Vec<u8>,
     },
-    /// Why the peer will not talk.
+    /// The peer rejects the connection, for this reason.
     Error(String),
-    /// To be answered with a [`Pong`](Command::Pong) of the same context.
+    /// A request for a [`Pong`](Command::Pong) with the same context.
     Ping {
-        /// What the answer repeats.
+        /// The bytes that the answer repeats.
         context: Vec<u8>,
     },
     /// The answer to a [`Ping`](Command::Ping).
     Pong {
-        /// That of the ping.
+        /// The context of the ping.
         context: Vec<u8>,
     },
-    /// Something of a later version.
+    /// A command of a later version.
     Other,
 }
 
 impl Command {
-    /// Appends the command with its frame.
+    /// Appends the command, with the head of its frame.
     pub fn put(&self, out: &mut Vec<u8>) {
         let mut body = Vec::new();
         let mut name = |name: &[u8]| {
@@ -214,7 +215,7 @@ impl Command {
                 let (mut kind, mut identity) = (None, Vec::new());
                 while !left.is_empty() {
                     let (key, value) = (counted(&mut left, 1)?, counted(&mut left, 4)?);
-                    // Names of properties are compared without regard to case.
+                    // Property names are case-insensitive.
                     if key.eq_ignore_ascii_case(b"Socket-Type") {
                         kind = SocketType::parse(value);
                     } else if key.eq_ignore_ascii_case(b"Identity") {
@@ -233,16 +234,16 @@ impl Command {
                 Some((_, context)) if context.len() <= MAX_CONTEXT => {
                     Command::Ping { context: context.to_owned() }
                 }
-                _ => return Err(malformed("a PING of another length")),
+                _ => return Err(malformed("a PING of invalid length")),
             },
             b"PONG" if left.len() <= MAX_CONTEXT => Command::Pong { context: left.to_owned() },
-            b"PONG" => return Err(malformed("a PONG of another length")),
+            b"PONG" => return Err(malformed("a PONG of invalid length")),
             _ => Command::Other,
         })
     }
 }
 
-/// Takes what a length of `width` bytes announces.
+/// Reads a length of `width` bytes, and a value of that length.
 fn counted<'a>(left: &mut &'a [u8], width: usize) -> Result<&'a [u8]> {
     let cut = || malformed("a command ends in the middle");
     let (len, rest) = left.split_at_checked(width).ok_or_else(cut)?;
@@ -252,16 +253,16 @@ fn counted<'a>(left: &mut &'a [u8], width: usize) -> Result<&'a [u8]> {
     Ok(value)
 }
 
-/// What is taken of one message.
+/// The limits of one message.
 #[derive(Clone, Copy, Debug)]
 pub struct MessageLimits {
-    /// Frames.
+    /// The most frames.
     pub frames: usize,
-    /// Bytes of all frames.
+    /// The most bytes in all frames.
     pub bytes: usize,
 }
 
-/// What a peer has sent.
+/// A message or command from a peer.
 #[derive(Debug)]
 pub enum Input {
     /// A message.
@@ -270,7 +271,7 @@ pub enum Input {
     Command(Command),
 }
 
-/// The frames of a message. What it takes of the budget is given back when it is dropped.
+/// The frames of a message. Dropping it returns its bytes to the budget.
 #[derive(Debug)]
 pub struct Message {
     frames: Vec<Vec<u8>>,
@@ -283,25 +284,25 @@ impl Message {
         &self.frames
     }
 
-    /// Puts a frame in front: the identity that a ROUTER knows its peer by.
+    /// Inserts a frame at the front: the identity by which a ROUTER addresses its peer.
     pub fn put_first(&mut self, frame: Vec<u8>) {
         self.frames.insert(0, frame);
     }
 
-    /// Takes the first frame away.
+    /// Removes and returns the first frame.
     pub fn take_first(&mut self) -> Option<Vec<u8>> {
         (!self.frames.is_empty()).then(|| self.frames.remove(0))
     }
 }
 
-/// Makes messages and commands of what comes after the greeting, in pieces of any size.
+/// Decodes messages and commands from the bytes after the greeting, in pieces of any size.
 #[derive(Debug)]
 pub struct Decoder {
     limits: MessageLimits,
-    /// Of the message that is being read.
+    /// The complete frames of the current message.
     frames: Vec<Vec<u8>>,
     held: BudgetShare,
-    /// Bytes of its complete frames.
+    /// The number of bytes in `frames`.
     taken: usize,
     head: Vec<u8>,
     body: Option<Body>,
@@ -315,7 +316,7 @@ struct Body {
 }
 
 impl Decoder {
-    /// Takes messages within these limits; their bytes come out of the budget.
+    /// Creates a decoder with these limits. The bytes of messages are taken from `budget`.
     pub fn new(limits: MessageLimits, budget: &Arc<Budget>) -> Self {
         Decoder {
             limits,
@@ -327,12 +328,13 @@ impl Decoder {
         }
     }
 
-    /// Returns whether nothing has come of the next message or command.
+    /// Returns whether no byte of the next message or command has arrived.
     pub fn is_between(&self) -> bool {
         self.frames.is_empty() && self.head.is_empty() && self.body.is_none()
     }
 
-    /// Takes bytes off the front of `bytes` until something is complete. `None`: more is needed.
+    /// Consumes `bytes` from the front until a message or command is complete. Returns `None` if
+    /// more bytes are needed.
     ///
     /// # Errors
     ///
@@ -348,7 +350,7 @@ impl Decoder {
             };
             let wanted = body.len - body.bytes.len();
             let (piece, rest) = bytes.split_at(wanted.min(bytes.len()));
-            // Memory grows with what comes, not with what is announced.
+            // Memory grows with the bytes that arrive, not with the announced length.
             self.held.take(piece.len())?;
             body.bytes.extend_from_slice(piece);
             *bytes = rest;
@@ -370,11 +372,11 @@ impl Decoder {
         }
     }
 
-    /// The body that the head announces, once the head is complete.
+    /// Returns the body that the head announces, or `None` while the head is incomplete.
     fn headed(&mut self) -> Result<Option<Body>> {
         let flags = self.head[0];
         if flags & !(MORE | LONG | COMMAND) != 0 || flags & COMMAND != 0 && flags & MORE != 0 {
-            return Err(malformed(format_args!("a frame begins with {flags:#04x}")));
+            return Err(malformed(format_args!("invalid frame flags {flags:#04x}")));
         }
         let width = if flags & LONG == 0 { 1 } else { 8 };
         if self.head.len() <= width {
@@ -395,9 +397,9 @@ impl Decoder {
         }
         match usize::try_from(len).ok().filter(|len| *len <= most) {
             Some(len) => Ok(Some(Body { flags, len, bytes: Vec::new() })),
-            None => Err(malformed(format_args!(
-                "a frame of {len} bytes, where at most {most} are taken"
-            ))),
+            None => {
+                Err(malformed(format_args!("a frame of {len} bytes exceeds the limit of {most}")))
+            }
         }
     }
 }

@@ -243,7 +243,7 @@ fn bytes_that_cannot_be_read_are_an_error_of_their_own() {
             b"\x81\xb2compatibility_hash\xa1h".to_vec(),
             "agent_metadata_bytes",
         ),
-        ("payload, too short", truncated(payload(&metadata("prefill"))), "bytes wanted"),
+        ("payload, too short", truncated(payload(&metadata("prefill"))), "bytes expected"),
         ("metadata, no msgpack", with_inner(b"\xc1".to_vec()), "a map"),
         (
             "metadata, fields missing",

@@ -34,14 +34,14 @@ fn malformed_notifications_are_errors() {
 #[test]
 fn malformed_registrations_are_errors_that_name_the_key() {
     for (map, named) in [
-        (&b""[..], "bytes wanted"),
+        (&b""[..], "bytes expected"),
         (b"\x80", "request_id"),
         (b"\x81\xaarequest_id\x07", "request_id"),
         (b"\x82\xaarequest_id\xa1r\xaflocal_block_ids\x91\x07", "local_block_ids"),
         (b"\x82\xaarequest_id\xa1r\xabdecode_port\xce\x00\x01\x00\x00", "decode_port"),
         (b"\x82\xaarequest_id\xa1r\xaedecode_tp_size\x00", "decode_tp_size"),
         (b"\x82\xaarequest_id\xa1r\xaarequest_id\xa1r", "comes twice"),
-        (b"\x81\xaarequest_id\xa1r\x00", "too many"),
+        (b"\x81\xaarequest_id\xa1r\x00", "unexpected bytes"),
         (b"\x90", "a map"),
     ] {
         let error = EngineNotification::decode(&[b"PUSH_REG:", map].concat()).unwrap_err();

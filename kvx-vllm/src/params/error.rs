@@ -1,8 +1,9 @@
-//! What is wrong with parameters: the key, and what to do.
+//! The error of invalid parameters: the key at fault, and what to do.
 
 use std::fmt;
 
-/// Parameters or a request body that cannot be used: the key at fault, and a sentence that says what to do.
+/// Parameters or a request body that cannot be used: the key at fault, and a message that says what
+/// to do.
 ///
 /// ```
 /// use kvx_vllm::params::TransferParams;
@@ -20,7 +21,7 @@ impl ParamsError {
         ParamsError { key, sentence: sentence.into() }
     }
 
-    /// The key at fault, as it is written in JSON.
+    /// Returns the key at fault, as it is written in JSON.
     pub fn key(&self) -> &'static str {
         self.key
     }

@@ -1,12 +1,12 @@
-//! Typed values out of JSON objects: what is absent, null or of the wrong kind is told apart.
+//! Typed values from JSON objects. Absent, null and wrongly typed values are distinguished.
 
 use serde_json::{Map, Value};
 
 use super::ParamsError;
 
-/// Takes known keys off an object; what is left is what this version does not know.
+/// Removes known keys from an object. The keys that remain are unknown to this version.
 ///
-/// A known key that is null stays in the object, so that it is written as null again.
+/// A known key that is null remains, so that it is written as null again.
 pub(super) struct Fields {
     left: Map<String, Value>,
 }
@@ -36,7 +36,7 @@ impl Fields {
         }
     }
 
-    /// A flag, which is always written: null is false.
+    /// Reads a flag. A flag is always written, so null is read as false.
     pub(super) fn flag(&mut self, key: &'static str) -> Result<bool, ParamsError> {
         let flag = self.take(key, "true or false", Value::as_bool)?.unwrap_or(false);
         self.left.remove(key);
@@ -44,18 +44,18 @@ impl Fields {
     }
 
     pub(super) fn text(&mut self, key: &'static str) -> Result<Option<String>, ParamsError> {
-        self.take(key, "a string that is not empty", |value| {
+        self.take(key, "a non-empty string", |value| {
             value.as_str().filter(|text| !text.is_empty()).map(str::to_owned)
         })
     }
 
     pub(super) fn number(&mut self, key: &'static str) -> Result<Option<u64>, ParamsError> {
-        self.take(key, "a whole number, not negative", Value::as_u64)
+        self.take(key, "a non-negative integer", Value::as_u64)
     }
 
-    /// A count of ranks: at least one.
+    /// Reads a number of ranks, at least one.
     pub(super) fn size(&mut self, key: &'static str) -> Result<Option<u32>, ParamsError> {
-        self.take(key, "a whole number from 1", |value| {
+        self.take(key, "a positive integer", |value| {
             value.as_u64().and_then(|size| u32::try_from(size).ok()).filter(|size| *size > 0)
         })
     }
@@ -67,17 +67,17 @@ impl Fields {
     }
 }
 
-/// The sentence for a value of the wrong kind; a long value is cut.
+/// Returns the error for a value of the wrong type. A long value is cut.
 pub(super) fn wrong(key: &'static str, wanted: &str, value: &Value) -> ParamsError {
     let mut shown = value.to_string();
     if let Some((end, _)) = shown.char_indices().nth(80) {
         shown.truncate(end);
         shown.push('…');
     }
-    ParamsError::new(key, format!("{key} is {shown}; it takes {wanted}"))
+    ParamsError::new(key, format!("{key} is {shown}; expected {wanted}"))
 }
 
-/// The object that a value must be.
+/// Returns a value as an object.
 pub(super) fn object<'a>(
     what: &'static str,
     value: &'a Value,

@@ -1,7 +1,8 @@
 //! Typed `kv_transfer_params`, and the recipes of proxies.
 //!
-//! A router carries these parameters from one instance to another; an engine reads and writes them. Nothing here knows
-//! of HTTP clients or runtimes: bodies are [`serde_json::Value`]s, recipes are functions.
+//! A router carries these parameters from one instance to another; engines read and write them.
+//! This module needs no HTTP client or runtime: bodies are [`serde_json::Value`]s, recipes are
+//! functions.
 
 mod error;
 mod fields;

@@ -7,12 +7,13 @@ use serde_json::{Map, Value};
 use super::fields::{self, Fields};
 use super::{ParamsError, uuid};
 
-/// What ties the two legs of a request together: both carry it, the prefill side answers nothing.
+/// The id that ties the two legs of a request together. Both legs carry it; the prefill side
+/// returns no parameters.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MooncakeTransferId(String);
 
 impl MooncakeTransferId {
-    /// A new one, in the form that vLLM's proxies write, from 16 random bytes.
+    /// Creates an id from 16 random bytes, in the form that vLLM's proxies use.
     ///
     /// ```
     /// use kvx_vllm::params::MooncakeTransferId;
@@ -22,11 +23,11 @@ impl MooncakeTransferId {
         MooncakeTransferId(format!("xfer-{}", uuid::text(random)))
     }
 
-    /// One that a router has made up itself.
+    /// Creates an id from a router's own text.
     ///
     /// # Errors
     ///
-    /// An empty one: vLLM takes it for none.
+    /// An empty text, which vLLM treats as no id.
     pub fn new(text: impl Into<String>) -> Result<Self, ParamsError> {
         let text = text.into();
         if text.is_empty() {
@@ -38,7 +39,7 @@ impl MooncakeTransferId {
         Ok(MooncakeTransferId(text))
     }
 
-    /// As it is written.
+    /// Returns the id as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -50,12 +51,12 @@ impl fmt::Display for MooncakeTransferId {
     }
 }
 
-/// What a leg is told of the other one.
+/// The information that a leg gets about the other leg.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MooncakeLeg {
-    /// Prefill this, and send it to who asks for the transfer id.
+    /// Prefill the request, and send the blocks to the worker that asks for the transfer id.
     Prefill,
-    /// Ask the prefill instance for it.
+    /// Ask the prefill instance for the blocks.
     Decode {
         /// The engine of the prefill instance's data parallel rank.
         remote_engine_id: String,
@@ -64,8 +65,8 @@ pub enum MooncakeLeg {
     },
 }
 
-/// `kv_transfer_params` of the MooncakeConnector since it has a bootstrap server; those before are
-/// [`OlderMooncakeParams`](super::OlderMooncakeParams).
+/// `kv_transfer_params` of the MooncakeConnector since vLLM 0.16, which has a bootstrap server. See
+/// [`OlderMooncakeParams`](super::OlderMooncakeParams) for earlier versions.
 ///
 /// ```
 /// use kvx_vllm::params::{MooncakeLeg, MooncakeParams, MooncakeTransferId};
@@ -82,14 +83,14 @@ pub enum MooncakeLeg {
 pub struct MooncakeParams {
     /// The transfer that both legs name.
     pub transfer_id: MooncakeTransferId,
-    /// Which leg this is.
+    /// The leg that these parameters are for.
     pub leg: MooncakeLeg,
-    /// Keys that this version does not know: written again as they came.
+    /// Keys that this version does not know. They are written unchanged.
     pub rest: Map<String, Value>,
 }
 
 impl MooncakeParams {
-    /// Parameters without further keys.
+    /// Creates parameters without further keys.
     pub fn new(transfer_id: MooncakeTransferId, leg: MooncakeLeg) -> Self {
         MooncakeParams { transfer_id, leg, rest: Map::new() }
     }
@@ -98,7 +99,7 @@ impl MooncakeParams {
     ///
     /// # Errors
     ///
-    /// Names the key that is missing or has the wrong kind; one of the two flags must be true.
+    /// A missing key, a key of the wrong type, or flags of which not exactly one is true.
     pub fn from_value(value: &Value) -> Result<Self, ParamsError> {
         let mut fields = Fields::new(fields::object("kv_transfer_params", value)?.clone());
         let decode = fields.flag("do_remote_prefill")?;
@@ -128,11 +129,11 @@ impl MooncakeParams {
         Ok(MooncakeParams { transfer_id, leg, rest: fields.rest() })
     }
 
-    /// Writes them.
+    /// Writes the parameters as JSON.
     ///
     /// # Errors
     ///
-    /// An empty engine id or bootstrap address, and a known key in [`rest`](Self::rest).
+    /// An empty engine id or bootstrap address, or a known key in [`rest`](Self::rest).
     pub fn to_value(&self) -> Result<Value, ParamsError> {
         let mut object = self.rest.clone();
         if let Some(key) =
@@ -140,7 +141,7 @@ impl MooncakeParams {
         {
             return Err(ParamsError::new(
                 "rest",
-                format!("rest holds {}, which has a field of its own", key.0),
+                format!("rest holds {}, which has its own field; set the field instead", key.0),
             ));
         }
         let mut put = |key: &str, value: Value| object.insert(key.to_owned(), value);
@@ -171,8 +172,5 @@ const KEYS: [&str; 5] = [
 ];
 
 fn missing(key: &'static str) -> ParamsError {
-    ParamsError::new(
-        key,
-        format!("kv_transfer_params has no {key}; the router writes it into the leg"),
-    )
+    ParamsError::new(key, format!("kv_transfer_params has no {key}; the router must set it"))
 }

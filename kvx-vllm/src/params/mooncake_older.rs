@@ -7,33 +7,35 @@ use super::{ParamsError, TransferParams};
 const ENGINE: &str = "kvx_engine_id";
 const REQUEST: &str = "kvx_request_id";
 
-/// What a leg is told of the other one.
+/// The information that a leg gets about the other leg.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum OlderMooncakeLeg {
-    /// Prefill this, and send it to who asks for the request.
+    /// Prefill the request, and send the blocks to the worker that asks for the request.
     Prefill,
-    /// Ask the prefill for it.
+    /// Ask the prefill instance for the blocks.
     Decode {
-        /// Where the prefill's first worker listens.
+        /// The host of the prefill instance's first worker.
         remote_host: String,
-        /// Its port; each further worker has the next one.
+        /// The port of the first worker; each further worker has the next port.
         remote_port: u16,
-        /// Which prefill that is, if it is one of kvx.
+        /// The identity of the prefill instance, if it runs kvx.
         kvx: Option<KvxPrefill>,
     },
 }
 
-/// What only kvx says of itself, in keys that vLLM ignores.
+/// The identity of a kvx prefill instance, in keys that vLLM ignores.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvxPrefill {
-    /// The engine: `kvx_engine_id`.
+    /// The engine id: `kvx_engine_id`.
     pub engine_id: String,
-    /// Its own name of the request: `kvx_request_id`. Without, both sides know it by the same one.
+    /// The engine's own name of the request: `kvx_request_id`. `None`: both sides use the same
+    /// name.
     pub request_id: Option<String>,
 }
 
-/// `kv_transfer_params` of the MooncakeConnector before it had a bootstrap server: the prefill answers where it
-/// listens, and nothing but its id names the request. A proxy sends one `X-Request-Id` to both legs.
+/// `kv_transfer_params` of the MooncakeConnector before it had a bootstrap server. The prefill
+/// instance returns its address, and only the request id identifies the request. A proxy sends one
+/// `X-Request-Id` to both legs.
 ///
 /// ```
 /// use kvx_vllm::params::{OlderMooncakeLeg, OlderMooncakeParams, TransferParams};
@@ -53,33 +55,31 @@ pub struct KvxPrefill {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct OlderMooncakeParams {
-    /// Which leg this is.
+    /// The leg that these parameters are for.
     pub leg: OlderMooncakeLeg,
-    /// How many tokens the blocks hold. Only kvx says so.
+    /// The number of tokens that the blocks hold. Only kvx sets it.
     pub remote_num_tokens: Option<u64>,
     /// Keys that this version does not know.
     pub rest: Map<String, Value>,
 }
 
 impl OlderMooncakeParams {
-    /// Parameters without further keys.
+    /// Creates parameters without further keys.
     pub fn new(leg: OlderMooncakeLeg) -> Self {
         OlderMooncakeParams { leg, remote_num_tokens: None, rest: Map::new() }
     }
 
-    /// From parameters as they were read.
+    /// Converts parameters that were read from JSON.
     ///
     /// # Errors
     ///
-    /// Names the key that is missing or has the wrong kind; one of the two flags must be true.
+    /// A missing key, a key of the wrong type, or flags of which not exactly one is true.
     pub fn from_params(params: &TransferParams) -> Result<Self, ParamsError> {
         let mut rest = params.rest.clone();
         let mut text = |key: &'static str| match rest.remove(key) {
             None | Some(Value::Null) => Ok(None),
             Some(Value::String(text)) if !text.is_empty() => Ok(Some(text)),
-            Some(_) => {
-                Err(ParamsError::new(key, format!("{key} takes a string that is not empty")))
-            }
+            Some(_) => Err(ParamsError::new(key, format!("{key} must be a non-empty string"))),
         };
         let leg = match (params.do_remote_decode, params.do_remote_prefill) {
             (true, false) => OlderMooncakeLeg::Prefill,
@@ -133,7 +133,7 @@ fn missing(key: &'static str) -> ParamsError {
     ParamsError::new(
         key,
         format!(
-            "kv_transfer_params has no {key}, which a prefill with the MooncakeConnector before vLLM 0.16 answers: \
+            "kv_transfer_params has no {key}, which a prefill instance with the MooncakeConnector before vLLM 0.16 returns: \
              forward its answer unchanged, or give both sides the same kv_compat"
         ),
     )

@@ -1,4 +1,4 @@
-//! Blocks that another engine holds for a request, and how to reach them.
+//! Blocks that another engine holds for a request, and the engine's address.
 
 use serde_json::Value;
 
@@ -6,7 +6,7 @@ use super::TransferParams;
 use super::transfer::BlockIdForm;
 use crate::Version;
 
-/// Who moves the data.
+/// The side that moves the data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum TransferMode {
     /// The decode side reads: `NixlConnector` and `NixlPullConnector`.
@@ -17,7 +17,7 @@ pub enum TransferMode {
 }
 
 impl TransferMode {
-    /// As it is written.
+    /// Returns the mode as it is written.
     pub fn as_str(self) -> &'static str {
         match self {
             TransferMode::Pull => "pull",
@@ -34,43 +34,46 @@ impl TransferMode {
     }
 }
 
-/// Blocks that another engine holds for a request: what [`TransferParams::remote_blocks`] has checked.
+/// Blocks that another engine holds for a request, checked by [`TransferParams::remote_blocks`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct RemoteBlocks {
     /// The engine that holds them.
     pub engine_id: String,
-    /// The request's id in that engine: what notifications to it must name.
+    /// The request's id in that engine. Notifications to the engine must use it.
     pub request_id: String,
-    /// Where its side channel listens.
+    /// The host of its side channel.
     pub host: String,
-    /// Where its side channel listens.
+    /// The port of its side channel.
     pub port: u16,
-    /// Logical block ids, a list per KV cache group. Empty in push mode, where the prefill side knows them.
+    /// Logical block ids, one list for each KV cache group. Empty in push mode, where the prefill
+    /// side knows them.
     pub block_ids: Vec<Vec<u32>>,
-    /// The larger of its tensor and decode context parallel sizes, at least 1.
+    /// The larger of its tensor-parallel and decode-context-parallel sizes, at least 1.
     pub tp_size: u32,
-    /// Its decode context parallel size, at least 1.
+    /// Its decode-context-parallel size, at least 1.
     pub dcp_size: u32,
-    /// Its pipeline parallel size, at least 1.
+    /// Its pipeline-parallel size, at least 1.
     pub pp_size: u32,
-    /// How many tokens the blocks hold, if it says so.
+    /// The number of tokens that the blocks hold, if the engine reports it.
     pub num_tokens: Option<u64>,
-    /// When it lets go of the blocks, in seconds on its own monotonic clock: decode instances say so.
+    /// The time at which it releases the blocks, in seconds on its own monotonic clock. Decode
+    /// instances report it.
     pub expiry_time: Option<f64>,
-    /// How often it has changed its registration.
+    /// How many times it has changed its registration.
     pub registration_generation: u64,
-    /// Who moves the data.
+    /// The side that moves the data.
     pub mode: TransferMode,
-    /// How many tokens of the prompt it found in its own cache.
+    /// The number of prompt tokens that the prefill instance found in its own cache.
     pub prefill_cached_tokens: Option<u64>,
-    /// kvx only: which contents of the blocks are meant, as text.
+    /// kvx only: the identity of the blocks' contents, as text.
     pub block_reference: Option<String>,
-    /// kvx only: its signature over all this.
+    /// kvx only: the engine's signature over all other fields.
     pub signature: Option<String>,
 }
 
 impl RemoteBlocks {
-    /// One rank of everything, pull mode, generation 0: set the fields that differ.
+    /// Creates blocks of an engine with one rank, in pull mode, with generation 0. Set the fields
+    /// that differ.
     pub fn new(
         engine_id: impl Into<String>,
         request_id: impl Into<String>,
@@ -97,12 +100,12 @@ impl RemoteBlocks {
         }
     }
 
-    /// How many blocks there are in all groups.
+    /// Returns the number of blocks in all groups.
     pub fn block_count(&self) -> usize {
         self.block_ids.iter().map(Vec::len).sum()
     }
 
-    /// The keys that an engine of this version writes.
+    /// Converts to the keys that an engine of this version writes.
     pub(super) fn into_params(self, version: Version) -> TransferParams {
         let mut params = TransferParams {
             remote_block_ids: Some(self.block_ids),
@@ -125,7 +128,7 @@ impl RemoteBlocks {
                 params.rest.insert("remote_blocks_expiry_time".to_owned(), Value::Null);
             }
         }
-        // Push knew of pipeline stages before pull did.
+        // The push connector wrote pipeline stages before the pull connector did.
         params.pp_size =
             since(if pull { Version::V0_29 } else { Version::V0_26 }).then_some(self.pp_size);
         params.transfer_mode = since(Version::V0_28).then_some(self.mode);

@@ -1,4 +1,4 @@
-//! `X-Request-Id`, and what engines make of it.
+//! `X-Request-Id`, and the request ids that engines derive from it.
 
 use std::fmt;
 
@@ -7,11 +7,13 @@ use super::{ParamsError, uuid};
 /// The name of the header.
 pub const X_REQUEST_ID: &str = "X-Request-Id";
 
-/// The value of `X-Request-Id`: both legs of a request carry the same one, and no other request in flight does.
+/// The value of `X-Request-Id`. Both legs of a request carry the same one; no other request in
+/// flight may.
 ///
-/// vLLM makes the ids of its answers from it ([`completion`](Self::completion), [`chat`](Self::chat)). Its engine
-/// works with the id of a prompt ([`prompt`](Self::prompt), or the chat's) and eight random hexadecimal digits, and
-/// says so in `remote_request_id`: `cmpl-ccff4c65-0-bbb18847`.
+/// vLLM derives the ids of its answers from it ([`completion`](Self::completion),
+/// [`chat`](Self::chat)). Its engine appends eight random hexadecimal digits to the id of a prompt
+/// ([`prompt`](Self::prompt), or the chat's) and returns the result in `remote_request_id`:
+/// `cmpl-ccff4c65-0-bbb18847`.
 ///
 /// ```
 /// use kvx_vllm::params::XRequestId;
@@ -25,21 +27,22 @@ pub const X_REQUEST_ID: &str = "X-Request-Id";
 pub struct XRequestId(String);
 
 impl XRequestId {
-    /// The longest that is taken: it comes back in every id and every heartbeat.
+    /// The most bytes in a value: every id and every heartbeat contains it.
     pub const MAX_LEN: usize = 256;
 
-    /// A new one, from 16 random bytes.
+    /// Creates a value from 16 random bytes.
     pub fn from_random(random: [u8; 16]) -> Self {
         XRequestId(uuid::text(random))
     }
 
-    /// One that a client has sent.
+    /// Checks a value that a client has sent.
     ///
     /// # Errors
     ///
-    /// Empty, longer than [`MAX_LEN`](Self::MAX_LEN), or with anything but visible ASCII: it could not travel in a
-    /// header. With a comma: heartbeats list ids between commas, so the prefill side would never hear of this one and
-    /// free its blocks when the first lease ends.
+    /// A value that is empty, longer than [`MAX_LEN`](Self::MAX_LEN), or has anything but visible
+    /// ASCII, which a header cannot carry. A value with a comma: heartbeats separate ids with
+    /// commas, so the prefill side would get no heartbeat for this request and free its blocks at
+    /// the end of the first lease.
     pub fn new(text: impl Into<String>) -> Result<Self, ParamsError> {
         let text = text.into();
         let why = if text.is_empty() {
@@ -55,26 +58,26 @@ impl XRequestId {
         };
         Err(ParamsError::new(
             X_REQUEST_ID,
-            format!("{X_REQUEST_ID} {why}; send another, or none to have one made"),
+            format!("{X_REQUEST_ID} {why}; send another one, or omit it to have one generated"),
         ))
     }
 
-    /// As it is written.
+    /// Returns the value as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// The id of a completion's answer.
+    /// Returns the id of a completion's answer.
     pub fn completion(&self) -> String {
         format!("cmpl-{self}")
     }
 
-    /// The id of one prompt of a completion: its engine works with this and a random suffix.
+    /// Returns the id of one prompt of a completion. The engine appends a random suffix to it.
     pub fn prompt(&self, index: usize) -> String {
         format!("cmpl-{self}-{index}")
     }
 
-    /// The id of a chat completion's answer; its engine works with this and a random suffix.
+    /// Returns the id of a chat completion's answer. The engine appends a random suffix to it.
     pub fn chat(&self) -> String {
         format!("chatcmpl-{self}")
     }

@@ -9,14 +9,16 @@ use super::mooncake::{MooncakeLeg, MooncakeParams};
 use super::remote::{RemoteBlocks, TransferMode};
 use crate::Version;
 
-/// `kv_transfer_params` of the NixlConnector: what travels in the bodies of requests and answers.
+/// `kv_transfer_params` of the NixlConnector, in the bodies of requests and answers.
 ///
-/// One type for all of them: the question to a prefill instance, its answer, and what a decode instance is given.
-/// Reading takes what vLLM 0.16 and later write, flat and nested block ids alike; writing refuses what would stop the
-/// instance that reads it. Keys that this version does not know are kept.
+/// One type covers a router's request to a prefill instance, its answer, and the input of a decode
+/// instance. It reads flat and nested block ids, as vLLM 0.16 and later write them. It does not
+/// write parameters that would stop the engine of the instance that reads them. Keys that this
+/// version does not know are kept.
 ///
-/// Engines write their parameters by serde, in the form of the version that they were made for or read in. Routers
-/// choose the [`Version`] of the instance that reads them ([`to_value`](Self::to_value)).
+/// Engines serialize their parameters with serde, in the form of the version that they were created
+/// for or read in. Routers choose the [`Version`] of the instance that reads them
+/// ([`to_value`](Self::to_value)).
 ///
 /// ```
 /// use kvx_vllm::Version;
@@ -37,53 +39,58 @@ use crate::Version;
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct TransferParams {
-    /// The decode side shall load the KV cache of a remote prefill.
+    /// Asks the decode side to load the KV cache of a remote prefill.
     pub do_remote_prefill: bool,
-    /// The prefill side shall keep the KV cache for a remote decode; with the `remote_…` keys, it may first load what a
-    /// decode instance holds of an earlier turn.
+    /// Asks the prefill side to keep the KV cache for a remote decode. With the `remote_…` keys, it
+    /// may first load the blocks of an earlier turn from a decode instance.
     pub do_remote_decode: bool,
-    /// The blocks on the other side, logical ids, a list per KV cache group. A flat list (vLLM 0.16) is read as one
-    /// group.
+    /// The logical block ids on the other side, one list for each KV cache group. A flat list (vLLM
+    /// 0.16) is read as one group.
     pub remote_block_ids: Option<Vec<Vec<u32>>>,
     /// The form of the block ids that serde writes.
     pub(super) block_id_form: BlockIdForm,
     /// The engine that holds them.
     pub remote_engine_id: Option<String>,
-    /// The request's id in that engine: what its notifications must name.
+    /// The request's id in that engine. Its notifications must use it.
     pub remote_request_id: Option<String>,
-    /// Where that engine's side channel listens.
+    /// The host of that engine's side channel.
     pub remote_host: Option<String>,
-    /// Where that engine's side channel listens.
+    /// The port of that engine's side channel.
     pub remote_port: Option<u16>,
-    /// How many ranks of tensor parallelism hold the blocks: the larger of its TP and DCP sizes.
+    /// The number of tensor-parallel ranks that hold the blocks: the larger of its TP and DCP
+    /// sizes.
     pub tp_size: Option<u32>,
-    /// Its size of decode context parallelism.
+    /// Its decode-context-parallel size.
     pub dcp_size: Option<u32>,
-    /// Its size of pipeline parallelism.
+    /// Its pipeline-parallel size.
     pub pp_size: Option<u32>,
-    /// How many tokens its blocks hold.
+    /// The number of tokens that its blocks hold.
     pub remote_num_tokens: Option<u64>,
-    /// When a decode instance lets go of its blocks: seconds on its own monotonic clock.
+    /// The time at which a decode instance releases its blocks, in seconds on its own monotonic
+    /// clock.
     pub remote_blocks_expiry_time: Option<f64>,
-    /// How often it has changed its registration: a higher number than the one shaken hands with asks for a new
-    /// handshake.
+    /// How many times it has changed its registration. A higher number than in the last handshake
+    /// requires a new handshake.
     pub remote_registration_generation: Option<u64>,
-    /// Who moves the data.
+    /// The side that moves the data.
     pub transfer_mode: Option<TransferMode>,
-    /// How many tokens of the prompt the prefill instance found in its own cache.
+    /// The number of prompt tokens that the prefill instance found in its own cache.
     pub remote_prefill_cached_tokens: Option<u64>,
-    /// kvx only: which contents of the blocks are meant, for a reader that checks it after the data. vLLM ignores it.
+    /// kvx only: the identity of the blocks' contents, which a reader checks after it has the data.
+    /// vLLM ignores it.
     pub kvx_block_reference: Option<String>,
-    /// kvx only: the signature of the engine that holds the blocks, over everything that is needed to load them.
+    /// kvx only: the signature of the engine that holds the blocks, over all values that a load
+    /// needs.
     pub kvx_signature: Option<String>,
-    /// Keys that this version does not know, and known ones that were null: written again as they came.
+    /// Unknown keys, and known ones that were null. They are written unchanged.
     pub rest: Map<String, Value>,
 }
 
-/// The form of block ids in JSON. Parameters that differ in it alone are equal: they name the same blocks.
+/// The form of block ids in JSON. Parameters that differ only in it are equal: they name the same
+/// blocks.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) enum BlockIdForm {
-    /// One flat list, of vLLM 0.16.
+    /// One flat list, as in vLLM 0.16.
     Flat,
     /// A list for each KV cache group.
     #[default]
@@ -107,7 +114,8 @@ const ASKED_AS_NULL: [&str; 4] =
     ["remote_engine_id", "remote_block_ids", "remote_host", "remote_port"];
 
 impl TransferParams {
-    /// What a router asks a prefill instance: prefill this, and keep it for a remote decode.
+    /// Creates a router's request to a prefill instance: prefill, and keep the blocks for a remote
+    /// decode.
     pub fn ask_prefill() -> Self {
         TransferParams {
             do_remote_decode: true,
@@ -116,12 +124,13 @@ impl TransferParams {
         }
     }
 
-    /// What a prefill instance answers: these blocks are for a decode instance to load.
+    /// Creates a prefill instance's answer: blocks for a decode instance to load.
     pub fn prefilled(remote: RemoteBlocks, version: Version) -> Self {
         Self { do_remote_prefill: true, ..remote.into_params(version) }
     }
 
-    /// What a decode instance answers in bidirectional transfer: the prefill of the next turn may load these blocks.
+    /// Creates a decode instance's answer in bidirectional transfer: the prefill of the next turn
+    /// may load these blocks.
     pub fn decoded(remote: RemoteBlocks, version: Version) -> Self {
         Self { do_remote_decode: true, ..remote.into_params(version) }
     }
@@ -130,8 +139,8 @@ impl TransferParams {
     ///
     /// # Errors
     ///
-    /// A value that is not an object, or a known key whose value has the wrong kind. Missing keys are no error here:
-    /// see [`remote_blocks`](Self::remote_blocks).
+    /// A value that is not an object, or a known key whose value has the wrong type. Missing keys
+    /// are not an error here: see [`remote_blocks`](Self::remote_blocks).
     pub fn from_value(value: &Value) -> Result<Self, ParamsError> {
         Self::from_object(fields::object("kv_transfer_params", value)?.clone())
     }
@@ -177,8 +186,8 @@ impl TransferParams {
         Ok(params)
     }
 
-    /// The blocks that these parameters speak of, with everything that is needed to load them, in the mode that they
-    /// name (pull if they name none).
+    /// Returns the blocks that these parameters name, with everything that a load needs, in the
+    /// mode that they name (pull if they name none).
     ///
     /// # Errors
     ///
@@ -187,13 +196,13 @@ impl TransferParams {
         self.remote_blocks_for(self.transfer_mode.unwrap_or_default())
     }
 
-    /// As [`remote_blocks`](Self::remote_blocks), for an engine that knows its mode: routers of push connectors do not
-    /// name it.
+    /// Returns the same as [`remote_blocks`](Self::remote_blocks) for an engine that knows its
+    /// mode: routers of push connectors do not name it.
     ///
     /// # Errors
     ///
-    /// Names the first key that is missing: block ids, engine, request, host and port are needed; in push mode
-    /// `tp_size` in place of the block ids. Another mode than `mode` is refused.
+    /// The first missing key: block ids, engine, request, host and port are required; push mode
+    /// requires `tp_size` instead of block ids. A mode other than `mode` is rejected.
     pub fn remote_blocks_for(&self, mode: TransferMode) -> Result<RemoteBlocks, ParamsError> {
         if let Some(named) = self.transfer_mode
             && named != mode
@@ -201,7 +210,7 @@ impl TransferParams {
             return Err(ParamsError::new(
                 "transfer_mode",
                 format!(
-                    "transfer_mode is {}, and this engine does {}; give both sides the same connector",
+                    "transfer_mode is {}, but this engine uses {}; give both sides the same connector",
                     named.as_str(),
                     mode.as_str()
                 ),
@@ -237,7 +246,8 @@ impl TransferParams {
         })
     }
 
-    /// These as the parameters of the MooncakeConnector: their keys of its own are in [`rest`](Self::rest).
+    /// Converts to parameters of the MooncakeConnector. Keys that only that connector has are in
+    /// [`rest`](Self::rest).
     ///
     /// # Errors
     ///
@@ -252,14 +262,14 @@ impl TransferParams {
         MooncakeParams::from_value(&Value::Object(object))
     }
 
-    /// Whether they are those of the MooncakeConnector.
+    /// Returns whether these are parameters of the MooncakeConnector.
     fn is_of_mooncake(&self) -> bool {
         let others = self.remote_block_ids.is_some() || self.remote_request_id.is_some();
         !others && self.rest.get("transfer_id").is_some_and(|id| !id.is_null())
     }
 
-    /// Whether they are a decode leg's of the MooncakeConnector before vLLM 0.16: an address, and nothing that any
-    /// other prefill tells beside it.
+    /// Returns whether these are a decode leg's parameters of the MooncakeConnector before vLLM
+    /// 0.16: an address, and none of the keys that other prefill instances add.
     pub(crate) fn is_of_older_mooncake(&self) -> bool {
         let address = self.remote_host.is_some() && self.remote_port.is_some();
         let others = self.remote_block_ids.is_some()
@@ -270,7 +280,7 @@ impl TransferParams {
         self.do_remote_prefill && address && !others
     }
 
-    /// Whether any key names blocks of another engine.
+    /// Returns whether any key names blocks of another engine.
     pub fn names_remote(&self) -> bool {
         self.remote_block_ids.is_some()
             || self.remote_engine_id.is_some()
@@ -279,14 +289,15 @@ impl TransferParams {
             || self.remote_port.is_some()
     }
 
-    /// Writes them for an instance that speaks `version`.
+    /// Writes the parameters for an instance that speaks `version`.
     ///
     /// # Errors
     ///
-    /// What stops the engine of the instance that reads it is never written: both flags at once, a remote that is not
-    /// complete or has no block to load, a size of zero, several groups for vLLM 0.16, an expiry time that is no
-    /// number, a known key with another value in [`rest`](Self::rest). vLLM's own engine also stops when there are
-    /// fewer remote blocks than its prompt needs: only who knows the block size can tell.
+    /// Parameters that would stop the engine that reads them are never written: both flags at once,
+    /// a remote that is incomplete or has no block to load, a size of zero, several groups for vLLM
+    /// 0.16, an expiry time that is not a number, a known key with another value in
+    /// [`rest`](Self::rest). vLLM's engine also stops if there are fewer remote blocks than its
+    /// prompt needs. Only code that knows the block size can check that.
     pub fn to_object(&self, version: Version) -> Result<Map<String, Value>, ParamsError> {
         if self.do_remote_prefill && self.do_remote_decode {
             return Err(ParamsError::new(
@@ -317,9 +328,7 @@ impl TransferParams {
             if KEYS.contains(&key.as_str()) && !value.is_null() {
                 return Err(ParamsError::new(
                     "rest",
-                    format!(
-                        "rest holds {key}, which has a field of its own; set the field instead"
-                    ),
+                    format!("rest holds {key}, which has its own field; set the field instead"),
                 ));
             }
         }
@@ -356,7 +365,7 @@ impl TransferParams {
             let number = serde_json::Number::from_f64(time).ok_or_else(|| {
                 ParamsError::new(
                     "remote_blocks_expiry_time",
-                    format!("remote_blocks_expiry_time is {time}; it takes seconds"),
+                    format!("remote_blocks_expiry_time is {time}; expected seconds"),
                 )
             })?;
             put("remote_blocks_expiry_time", Some(number.into()));
@@ -369,7 +378,7 @@ impl TransferParams {
         Ok(object)
     }
 
-    /// As [`to_object`](Self::to_object), as a JSON value.
+    /// Returns the result of [`to_object`](Self::to_object) as a JSON value.
     ///
     /// # Errors
     ///
@@ -379,7 +388,8 @@ impl TransferParams {
     }
 }
 
-/// As [`to_object`](TransferParams::to_object), in the version that the parameters were made for or read in.
+/// Serializes with [`to_object`](TransferParams::to_object), in the version that the parameters
+/// were created for or read in.
 impl Serialize for TransferParams {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let version = match self.block_id_form {
@@ -390,7 +400,7 @@ impl Serialize for TransferParams {
     }
 }
 
-/// As [`from_object`](TransferParams::from_object).
+/// Deserializes with [`from_object`](TransferParams::from_object).
 impl<'de> Deserialize<'de> for TransferParams {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         Self::from_object(Map::deserialize(deserializer)?).map_err(de::Error::custom)
@@ -445,7 +455,7 @@ fn is_flat(value: &Value) -> bool {
     first.is_some_and(|first| !first.is_array())
 }
 
-/// A list of lists, or a flat list as one group. An empty list is no group.
+/// Reads a list of lists, or a flat list as one group. An empty list has no group.
 fn groups(value: &Value) -> Option<Vec<Vec<u32>>> {
     let list = value.as_array()?;
     if is_flat(value) {
@@ -464,7 +474,7 @@ fn written_ids(groups: &[Vec<u32>], version: Version) -> Result<Value, ParamsErr
         several => Err(ParamsError::new(
             "remote_block_ids",
             format!(
-                "{version} takes one flat list of block ids, and there are {} KV cache groups",
+                "{version} takes one flat list of block ids, but there are {} KV cache groups",
                 several.len()
             ),
         )),

@@ -163,7 +163,7 @@ fn unknown_keys_and_nulls_come_out_as_they_went_in() {
 }
 
 #[test]
-fn a_value_of_the_wrong_kind_is_named_with_what_it_takes() {
+fn the_error_of_a_wrong_type_names_the_expected_type() {
     for (key, value, takes) in [
         ("do_remote_prefill", json!("yes"), "true or false"),
         ("remote_block_ids", json!("1,2"), "a list of block ids for each KV cache group"),
@@ -171,14 +171,14 @@ fn a_value_of_the_wrong_kind_is_named_with_what_it_takes() {
         ("remote_block_ids", json!([1, [2]]), "a list of block ids"),
         ("remote_block_ids", json!([[-1]]), "a list of block ids"),
         ("remote_block_ids", json!([[4_294_967_296_u64]]), "a list of block ids"),
-        ("remote_engine_id", json!(""), "a string that is not empty"),
-        ("remote_request_id", json!(7), "a string that is not empty"),
+        ("remote_engine_id", json!(""), "a non-empty string"),
+        ("remote_request_id", json!(7), "a non-empty string"),
         ("remote_port", json!("5600"), "a port number"),
         ("remote_port", json!(0), "a port number"),
         ("remote_port", json!(65_536), "a port number"),
-        ("tp_size", json!(0), "a whole number from 1"),
-        ("pp_size", json!(1.5), "a whole number from 1"),
-        ("remote_num_tokens", json!(-1), "a whole number, not negative"),
+        ("tp_size", json!(0), "a positive integer"),
+        ("pp_size", json!(1.5), "a positive integer"),
+        ("remote_num_tokens", json!(-1), "a non-negative integer"),
         ("remote_blocks_expiry_time", json!("soon"), "seconds"),
         ("transfer_mode", json!("drag"), "\"pull\" or \"push\""),
         ("kvx_block_reference", json!([]), "a string"),
@@ -186,7 +186,7 @@ fn a_value_of_the_wrong_kind_is_named_with_what_it_takes() {
         let error = TransferParams::from_value(&json!({key: value})).unwrap_err();
         assert_eq!(error.key(), key);
         assert!(
-            error.to_string().starts_with(&format!("{key} is {value}; it takes {takes}")),
+            error.to_string().starts_with(&format!("{key} is {value}; expected {takes}")),
             "{error}"
         );
     }

@@ -1,16 +1,17 @@
-//! What an instance answers.
+//! The answer of an instance.
 
 use serde_json::Value;
 
 use super::bodies::PARAMS;
 use crate::params::{ParamsError, TransferParams, fields};
 
-/// What a proxy needs of an instance's answer.
+/// The part of an instance's answer that a proxy needs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Answer {
-    /// What it says of its KV cache blocks, if anything.
+    /// The parameters of its KV cache blocks, if any.
     pub params: Option<TransferParams>,
-    /// Why its first choice ended: `length` for a prefill leg, `stop` if its one token ended the text.
+    /// The reason why its first choice ended: `length` for a prefill leg, `stop` if its one token
+    /// ended the text.
     pub finish_reason: Option<String>,
 }
 
@@ -19,7 +20,8 @@ impl Answer {
     ///
     /// # Errors
     ///
-    /// A body that is no object; one with an `error`, whose message is passed on; parameters of a wrong kind.
+    /// A body that is not an object, a body with an `error` (its message is included), or
+    /// parameters of a wrong type.
     pub fn from_body(body: &Value) -> Result<Self, ParamsError> {
         let object = fields::object("response", body)?;
         if let Some(error) = object.get("error").filter(|error| !error.is_null()) {

@@ -1,4 +1,4 @@
-//! What every recipe does to a client's body.
+//! The changes that every recipe makes to a client's body.
 
 use serde_json::{Map, Value};
 
@@ -6,7 +6,7 @@ use crate::params::{ParamsError, fields};
 
 pub(super) const PARAMS: &str = "kv_transfer_params";
 
-/// The body of a prefill leg: one token, not streamed, with these parameters.
+/// Returns the body of a prefill leg: one token, not streamed, with these parameters.
 pub(super) fn prefill(request: &Value, params: Value) -> Result<Value, ParamsError> {
     let mut body = checked(request)?.clone();
     for key in ["stream_options", "min_tokens", "min_completion_tokens"] {
@@ -21,7 +21,7 @@ pub(super) fn prefill(request: &Value, params: Value) -> Result<Value, ParamsErr
     Ok(Value::Object(body))
 }
 
-/// The body of a decode leg: the client's, with these parameters or none.
+/// Returns the body of a decode leg: the client's body, with these parameters or none.
 pub(super) fn decode(request: &Value, params: Option<Value>) -> Result<Value, ParamsError> {
     let mut body = checked(request)?.clone();
     body.remove(PARAMS);
@@ -31,8 +31,8 @@ pub(super) fn decode(request: &Value, params: Option<Value>) -> Result<Value, Pa
     Ok(Value::Object(body))
 }
 
-/// An engine makes several requests of one that wants several answers, all with the same parameters: the first that is
-/// done would free the blocks under the others, or none would.
+/// Rejects a request for several answers. An engine makes several requests of it, all with the same
+/// parameters: the first to end would free the blocks of the others, or no request would free them.
 fn checked(request: &Value) -> Result<&Map<String, Value>, ParamsError> {
     let body = fields::object("request", request)?;
     let several = |key: &'static str| match body.get(key) {

@@ -1,4 +1,4 @@
-//! MooncakeConnector and NixlPushConnector: both legs at once, tied together by an id.
+//! MooncakeConnector and NixlPushConnector: both legs at once, with a common id.
 //!
 //! ```
 //! use kvx_vllm::params::MooncakeTransferId;
@@ -29,22 +29,22 @@ use crate::params::{XRequestId, fields};
 /// The header that picks a data parallel rank of an instance.
 pub const X_DATA_PARALLEL_RANK: &str = "X-data-parallel-rank";
 
-/// The two legs of a request, to be sent at once. The client gets the decode leg's answer; the prefill leg's must be
-/// read too, for its errors.
+/// The two legs of a request, to be sent at once. Return the decode leg's answer to the client, and
+/// check the prefill leg's answer for errors.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Legs {
     /// The body for the prefill instance.
     pub prefill: Value,
-    /// Headers of the prefill leg beside those of both legs.
+    /// Headers for the prefill leg only.
     pub prefill_headers: Vec<(&'static str, String)>,
     /// The body for the decode instance.
     pub decode: Value,
 }
 
-/// A data parallel rank of a prefill instance with the MooncakeConnector.
+/// A data-parallel rank of a prefill instance with the MooncakeConnector.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MooncakeTarget {
-    /// Its data parallel rank.
+    /// Its data-parallel rank.
     pub dp_rank: u32,
     /// Its engine id.
     pub engine_id: String,
@@ -53,18 +53,19 @@ pub struct MooncakeTarget {
 }
 
 impl MooncakeTarget {
-    /// The ranks that a bootstrap server's answer to `GET /query` lists, in ascending order.
+    /// Reads the ranks from a bootstrap server's answer to `GET /query`, in ascending order.
     ///
     /// # Errors
     ///
-    /// An answer that is not an object by data parallel rank, or one without engine ids.
+    /// An answer that is not an object keyed by data-parallel rank, or an entry without an engine
+    /// id.
     pub fn from_query(bootstrap_addr: &str, answer: &Value) -> Result<Vec<Self>, ParamsError> {
         let mut targets = Vec::new();
         for (rank, entry) in fields::object("query", answer)? {
             let dp_rank = rank.parse().map_err(|_| {
                 ParamsError::new(
                     "query",
-                    format!("the bootstrap server lists a data parallel rank {rank:?}, which is no number"),
+                    format!("the bootstrap server lists a data parallel rank {rank:?}, which is not a number"),
                 )
             })?;
             let engine_id = entry.get("engine_id").and_then(Value::as_str).ok_or_else(|| {
@@ -84,12 +85,12 @@ impl MooncakeTarget {
     }
 }
 
-/// The two legs for instances with the MooncakeConnector.
+/// Returns the two legs for instances with the MooncakeConnector.
 ///
 /// # Errors
 ///
-/// A request that is no object, or one that an engine would make several of (`n`, `best_of`, `use_beam_search`); a
-/// target with an empty engine id or address.
+/// A request that is not an object, or that asks for several answers (`n`, `best_of`,
+/// `use_beam_search`); a target with an empty engine id or address.
 pub fn mooncake_legs(
     request: &Value,
     transfer_id: &MooncakeTransferId,
@@ -107,28 +108,29 @@ pub fn mooncake_legs(
     })
 }
 
-/// A prefill instance with the NixlPushConnector: what its router must be told, since decode starts before it answers.
+/// A prefill instance with the NixlPushConnector. The router must know these values because decode
+/// starts before the prefill instance answers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PushTarget {
     /// Its `engine_id`, as configured.
     pub engine_id: String,
-    /// Where its side channel listens.
+    /// The host of its side channel.
     pub host: String,
-    /// Where its side channel listens.
+    /// The port of its side channel.
     pub port: u16,
-    /// Its tensor parallel size.
+    /// Its tensor-parallel size.
     pub tp_size: u32,
-    /// Its pipeline parallel size.
+    /// Its pipeline-parallel size.
     pub pp_size: u32,
 }
 
-/// The two legs for instances with the NixlPushConnector. Both must carry `id` as `X-Request-Id`: the prefill side
-/// finds the decode side's blocks by what their ids have in common.
+/// Returns the two legs for instances with the NixlPushConnector. Send `id` as `X-Request-Id` with
+/// both: the prefill side finds the decode side's blocks by the part that their request ids share.
 ///
 /// # Errors
 ///
-/// A request that is no object, or one that an engine would make several of (`n`, `best_of`, `use_beam_search`); a
-/// target that is not complete.
+/// A request that is not an object, or that asks for several answers (`n`, `best_of`,
+/// `use_beam_search`); an incomplete target.
 pub fn push_legs(
     request: &Value,
     id: &XRequestId,
@@ -147,7 +149,8 @@ pub fn push_legs(
         )
     };
     let mut params = TransferParams::prefilled(remote, Version::V0_33);
-    // The decode side gets blocks of its own and tells the prefill side; how many tokens come is the prompt's length.
+    // The decode side registers its own blocks with the prefill side; the prompt's length gives the
+    // number of tokens.
     params.remote_block_ids = None;
     params.remote_num_tokens = None;
     Ok(Legs {

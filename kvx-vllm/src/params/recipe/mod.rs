@@ -1,11 +1,13 @@
-//! What a proxy sends to a prefill and a decode instance for one request of a client: plain functions over bodies.
+//! The bodies that a proxy sends to a prefill and a decode instance for one request of a client, as
+//! plain functions.
 //!
-//! - [`sequential`]: NixlConnector. Prefill first; its answer says where the blocks are; then decode.
-//! - [`concurrent`]: MooncakeConnector and NixlPushConnector. Both legs at once, tied together by an id.
-//! - [`Answer`] and [`AnswerStream`] read what instances answer, whole or streamed.
+//! - [`sequential`]: NixlConnector. Prefill first; its answer names the blocks; then decode.
+//! - [`concurrent`]: MooncakeConnector and NixlPushConnector. Both legs at once, with a common id.
+//! - [`Answer`] and [`AnswerStream`] read the answers of instances, whole or streamed.
 //!
-//! Both legs of a request carry the same `X-Request-Id` ([`XRequestId`](super::XRequestId)) and the client's own
-//! `Authorization`. Parameters that a client sends itself are never passed on: they would name hosts to connect to.
+//! Both legs of a request carry the same `X-Request-Id` ([`XRequestId`](super::XRequestId)) and the
+//! client's own `Authorization`. Recipes never pass on parameters from a client: they would name
+//! hosts to connect to.
 
 mod answer;
 mod bodies;

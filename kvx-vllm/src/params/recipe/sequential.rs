@@ -1,4 +1,4 @@
-//! NixlConnector: prefill, then decode with what the prefill instance answered.
+//! NixlConnector: prefill first, then decode with the prefill instance's answer.
 //!
 //! ```
 //! use kvx_vllm::Version;
@@ -28,22 +28,24 @@ use super::{Answer, bodies};
 use crate::Version;
 use crate::params::{ParamsError, TransferParams};
 
-/// The body of the prefill leg.
+/// Returns the body of the prefill leg.
 ///
 /// # Errors
 ///
-/// A request that is no object, or one that an engine would make several of (`n`, `best_of`, `use_beam_search`).
+/// A request that is not an object, or that asks for several answers (`n`, `best_of`,
+/// `use_beam_search`).
 pub fn prefill_leg(request: &Value) -> Result<Value, ParamsError> {
-    // What is asked for is the same in every version.
+    // The request to a prefill instance is the same in every version.
     bodies::prefill(request, TransferParams::ask_prefill().to_value(Version::default())?)
 }
 
-/// The body of the prefill leg of a later turn, for instances with `bidirectional_kv_xfer`: the prefill instance may
-/// load what the decode instance of the turn before still holds. `earlier` is that instance's answer; it serves once.
+/// Returns the body of the prefill leg of a later turn, for instances with `bidirectional_kv_xfer`.
+/// The prefill instance may load the blocks that the decode instance of the previous turn still
+/// holds. `earlier` is that decode instance's answer; it may be used once.
 ///
 /// # Errors
 ///
-/// As [`prefill_leg`]; and an answer whose parameters are not a decode instance's.
+/// As [`prefill_leg`], and an answer whose parameters are not from a decode instance.
 pub fn prefill_leg_of_later_turn(
     request: &Value,
     earlier: &Answer,
@@ -65,19 +67,19 @@ pub fn prefill_leg_of_later_turn(
 /// The body of a decode leg.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DecodeLeg {
-    /// What to send.
+    /// The body to send.
     pub body: Value,
-    /// Whether the decode instance will load the prefill instance's blocks. Without, it computes the prompt itself: the
-    /// prefill instance has nothing to hand over.
+    /// Whether the decode instance will load the prefill instance's blocks. If not, it computes the
+    /// prompt itself: the prefill instance offers no blocks.
     pub transfers: bool,
 }
 
-/// The body of the decode leg: the client's own, with what the prefill instance answered. `version` is what the decode
-/// instance speaks.
+/// Returns the body of the decode leg: the client's body, with the parameters of the prefill
+/// instance's answer. `version` is the decode instance's version.
 ///
 /// # Errors
 ///
-/// As [`prefill_leg`]; and parameters that would stop the decode instance's engine
+/// As [`prefill_leg`], and parameters that would stop the decode instance's engine
 /// ([`to_object`](TransferParams::to_object)).
 pub fn decode_leg(
     request: &Value,

@@ -1,4 +1,4 @@
-//! Streamed answers: the parameters come on the chunk that carries `finish_reason`.
+//! Streamed answers: the chunk with `finish_reason` carries the parameters.
 
 use serde_json::Value;
 
@@ -7,7 +7,7 @@ use crate::params::ParamsError;
 
 /// Reads a streamed answer (server-sent events) as it passes, in pieces of any size.
 ///
-/// Only what an [`Answer`] needs is kept, and at most one line of the stream.
+/// It keeps only the fields of an [`Answer`] and at most one line of the stream.
 ///
 /// ```
 /// use kvx_vllm::params::recipe::AnswerStream;
@@ -26,24 +26,25 @@ pub struct AnswerStream {
 }
 
 impl Default for AnswerStream {
-    /// Lines of at most 16 MiB: a chunk may carry the ids of a long prompt.
+    /// Limits lines to 16 MiB: a chunk may carry the ids of a long prompt.
     fn default() -> Self {
         Self::with_max_line(16 << 20)
     }
 }
 
 impl AnswerStream {
-    /// Lines of at most so many bytes.
+    /// Limits lines to `max_line` bytes.
     pub fn with_max_line(max_line: usize) -> Self {
         AnswerStream { line: Vec::new(), max_line, done: false, answer: Answer::default() }
     }
 
-    /// Takes the next bytes of the stream.
+    /// Reads the next bytes of the stream.
     ///
     /// # Errors
     ///
-    /// A chunk that is no JSON object, an event with an `error`, parameters of a wrong kind, or a line that is too
-    /// long. The bytes may be passed on to the client all the same; the stream is not to be pushed to any more.
+    /// A chunk that is not a JSON object, an event with an `error`, parameters of a wrong type, or
+    /// a line that is too long. After an error, the caller may still pass the bytes on to the
+    /// client, but must not push to this stream again.
     pub fn push(&mut self, mut bytes: &[u8]) -> Result<(), ParamsError> {
         while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
             let (line, left) = bytes.split_at(end);
@@ -59,12 +60,12 @@ impl AnswerStream {
         self.keep(bytes)
     }
 
-    /// Whether the stream has said that it is complete.
+    /// Returns whether the stream has signalled its end.
     pub fn done(&self) -> bool {
         self.done
     }
 
-    /// What the chunks so far have said.
+    /// Returns the answer that the chunks so far contain.
     pub fn answer(&self) -> &Answer {
         &self.answer
     }
@@ -92,7 +93,7 @@ impl AnswerStream {
             return Ok(());
         }
         let chunk: Value = serde_json::from_slice(data).map_err(|error| {
-            ParamsError::new("data", format!("a chunk of the stream is no JSON: {error}"))
+            ParamsError::new("data", format!("a chunk of the stream is not JSON: {error}"))
         })?;
         let Answer { params, finish_reason } = Answer::from_body(&chunk)?;
         if params.is_some() {

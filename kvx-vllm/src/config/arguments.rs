@@ -1,4 +1,4 @@
-//! `--kv-transfer-config` and its dotted arguments, taken out of a command line; and the way back.
+//! Reads `--kv-transfer-config` and its dotted arguments from a command line, and writes them.
 
 use serde_json::{Map, Value};
 
@@ -8,7 +8,8 @@ use kvx_core::{Error, ErrorKind, Result};
 
 const OPTION: &str = "--kv-transfer-config";
 
-/// Deeper keys are a mistake, and deep objects would cost stack.
+/// The most keys in a dotted argument. Longer paths are a mistake, and deep objects would cost
+/// stack.
 const DEEPEST: usize = 32;
 
 pub(super) enum ArgumentPiece {
@@ -22,7 +23,7 @@ pub(super) struct Taken {
     pub warnings: Vec<Warning>,
 }
 
-/// Sorts `arguments` into what concerns KV transfer and the rest.
+/// Separates the arguments for KV transfer from all others.
 pub(super) fn take(arguments: Vec<String>) -> Result<Taken> {
     let mut taken = Taken { pieces: Vec::new(), rest: Vec::new(), warnings: Vec::new() };
     let mut arguments = arguments.into_iter();
@@ -109,7 +110,7 @@ fn dotted(
     Ok(ArgumentPiece::Dotted { written, keys, value })
 }
 
-/// JSON if it is JSON, else a human-readable number, else text.
+/// Reads text as JSON, then as a human-readable number, then as plain text.
 fn value(written: &str, text: &str, warnings: &mut Vec<Warning>) -> Result<Value> {
     if let Ok(value) = serde_json::from_str(text) {
         return Ok(value);
@@ -133,9 +134,9 @@ fn value(written: &str, text: &str, warnings: &mut Vec<Warning>) -> Result<Value
     }
 }
 
-/// The dotted arguments that mean `object`: [`Given::from_arguments`](super::Given::from_arguments) of them gives it
-/// back. What no dotted argument can say (a key that is empty, has a dot or an equals sign, or ends in a plus) stays
-/// JSON.
+/// Returns dotted arguments from which [`Given::from_arguments`](super::Given::from_arguments)
+/// rebuilds `object`. Objects with a key that a dotted argument cannot express (empty, with a dot
+/// or an equals sign, or ending in a plus) stay JSON.
 ///
 /// ```
 /// use kvx_vllm::config::{Given, dotted_arguments};

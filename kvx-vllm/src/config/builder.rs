@@ -45,7 +45,7 @@ impl KvTransferConfigBuilder {
         self.field("kv_role", role.as_str())
     }
 
-    /// Sets `engine_id`. Without it the engine draws one.
+    /// Sets `engine_id`. Without it the engine generates a random one.
     pub fn engine_id(self, id: impl Into<String>) -> Self {
         self.field("engine_id", id.into())
     }
@@ -55,7 +55,7 @@ impl KvTransferConfigBuilder {
         self.field("kv_load_failure_policy", policy.as_str())
     }
 
-    /// Sets the backends that may be used, in order of preference. Without it kvx chooses.
+    /// Sets the backends that may be used, in order of preference. Without it, kvx chooses.
     pub fn backends<T: Into<String>>(self, names: impl IntoIterator<Item = T>) -> Self {
         let names: Vec<_> = names.into_iter().map(|name| Value::String(name.into())).collect();
         self.extra("backends", names)
@@ -67,7 +67,7 @@ impl KvTransferConfigBuilder {
         self
     }
 
-    /// States whether the KV cache lies in GPU memory, on which the default of `kv_buffer_device` depends.
+    /// Sets whether the KV cache is in GPU memory. The default of `kv_buffer_device` depends on it.
     pub fn gpu(mut self, present: bool) -> Self {
         self.surroundings = self.surroundings.gpu(present);
         self
@@ -102,7 +102,7 @@ mod tests {
     use kvx_core::ErrorKind;
 
     #[test]
-    fn a_built_configuration_is_the_one_that_its_json_text_means() {
+    fn a_built_configuration_equals_the_one_from_json_text() {
         let surroundings = Surroundings::default();
         let built = KvTransferConfig::builder("NixlConnector")
             .role(Role::Consumer)
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_builder_refuses_what_json_text_is_refused_for() {
+    fn a_builder_rejects_what_json_text_must_not_contain() {
         let error = KvTransferConfig::builder("NixlConector").role(Role::Both).build().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid);
         assert!(error.to_string().contains("NixlConnector"), "{error}");

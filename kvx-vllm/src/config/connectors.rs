@@ -1,4 +1,4 @@
-//! The names that `kv_connector` may have.
+//! The values of `kv_connector`.
 
 use serde_json::{Map, Value};
 
@@ -6,23 +6,23 @@ use super::surroundings::Surroundings;
 use kvx_core::backend::nearest;
 use kvx_core::{Error, ErrorKind, Result};
 
-/// What `kv_connector` names.
+/// The connector that `kv_connector` names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ConnectorKind {
-    /// `NixlConnector` and `NixlPullConnector`: decode reads.
+    /// `NixlConnector` and `NixlPullConnector`: the decode side reads.
     NixlPull,
-    /// `NixlPushConnector`: prefill writes.
+    /// `NixlPushConnector`: the prefill side writes.
     NixlPush,
-    /// `MooncakeConnector`: prefill writes, over Mooncake.
+    /// `MooncakeConnector`: the prefill side writes, over Mooncake.
     Mooncake,
-    /// `MultiConnector`: several, listed under `connectors`.
+    /// `MultiConnector`: several connectors, listed under `connectors`.
     Multi,
     /// A connector that the program registered.
     Own(String),
 }
 
-/// The connectors of vLLM that kvx speaks.
+/// vLLM's connectors that kvx supports.
 const SPOKEN: &[(&str, ConnectorKind)] = &[
     ("NixlConnector", ConnectorKind::NixlPull),
     ("NixlPullConnector", ConnectorKind::NixlPull),
@@ -31,7 +31,7 @@ const SPOKEN: &[(&str, ConnectorKind)] = &[
     ("MultiConnector", ConnectorKind::Multi),
 ];
 
-/// vLLM's other connectors, of all versions: known, so that the error is the right one.
+/// vLLM's other connectors, of all versions: they get a more specific error.
 const NOT_SPOKEN: &[&str] = &[
     "DecodeBenchConnector",
     "ExampleConnector",
@@ -81,7 +81,7 @@ pub(super) fn find(
         return Err(Error::new(
             ErrorKind::Unsupported,
             format!(
-                "Unsupported connector type: {name} is vLLM's, but kvx does not speak it; use one of {list}"
+                "Unsupported connector type: kvx does not support vLLM's {name}; use one of {list}"
             ),
         ));
     }
@@ -90,7 +90,7 @@ pub(super) fn find(
     Err(invalid(format!("Unsupported connector type: {name}; supported: {list}{hint}")))
 }
 
-/// The children of a MultiConnector as they are written.
+/// Returns the children of a MultiConnector, as written.
 pub(super) fn children(extra: &Map<String, Value>) -> Result<Vec<&Map<String, Value>>> {
     let error = || {
         Error::new(

@@ -1,4 +1,4 @@
-//! `kv_compat`: whose defaults count, and what they are.
+//! `kv_compat`: the version of vLLM whose defaults apply, and those defaults.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use kvx_core::{Error, ErrorKind, Result};
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Defaults {
     pub load_failure_policy: LoadFailurePolicy,
-    /// `None`: the platform's own device.
+    /// `None`: the platform's device.
     pub buffer_device: Option<BufferDevice>,
     /// `None`: leases.
     pub abort_after: Option<Duration>,
@@ -20,7 +20,7 @@ pub(super) struct Defaults {
     pub ports: PortRule,
 }
 
-/// How the port of a rank follows from the base port.
+/// The rule that derives the port of a rank from the base port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PortRule {
     /// base + dp rank × tp size + tp rank.
@@ -30,7 +30,8 @@ pub(super) enum PortRule {
 }
 
 impl Version {
-    /// Returns the last minor version that it stands for. What lies between two of them differs from both.
+    /// Returns the last minor version that this variant covers. Versions between two variants
+    /// differ from both.
     fn last_minor(self) -> u32 {
         match self {
             Version::V0_9 => 10,
@@ -64,39 +65,40 @@ impl Version {
         }
     }
 
-    /// Returns the end of the error for a version that is not in the list: `"0.17.2"` is covered by 0.16, 0.18 by none,
-    /// and 0.13 in the MooncakeConnector alone.
+    /// Returns the end of the error message for an unknown version. `"0.17.2"` is covered by 0.16,
+    /// 0.18 by no variant, and 0.13 only for the MooncakeConnector.
     fn hint(value: &Value) -> String {
         let written = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
         let Some(wanted) = minor(&written) else { return String::new() };
-        // 0.11.1 had the ports of 0.16, and a handshake of its own.
+        // 0.11.1 had the ports of 0.16 but a different handshake.
         let between = matches!(written.trim(), "0.11.1" | "0.11.2");
         let stands = |version: &Version| {
             !between && (version.minor()..=version.last_minor()).contains(&wanted)
         };
         match Version::ALL.into_iter().find(stands) {
-            Some(version) => format!("; \"{}\" stands for that one", version.as_str()),
+            Some(version) => format!("; \"{}\" covers that version", version.as_str()),
             None if wanted > Version::default().minor() => {
-                "; kvx does not know a later one".to_owned()
+                "; kvx does not know later versions".to_owned()
             }
             None if (Version::V0_11.minor()..Version::V0_16.minor()).contains(&wanted) => {
                 let (version, older, newer) =
                     (written.trim(), Version::V0_11.as_str(), Version::V0_16.as_str());
                 format!(
-                    "; none of them stands for vLLM {version}, with whose NixlConnector kvx does not speak; for the \
-                     MooncakeConnector before vLLM {newer} write \"{older}\" (its protocol was read in vLLM 0.13)"
+                    "; none of them covers vLLM {version}, whose NixlConnector protocol kvx does not speak; for the \
+                     MooncakeConnector before vLLM {newer} write \"{older}\" (kvx implements the protocol of vLLM 0.13)"
                 )
             }
             None => {
                 format!(
-                    "; none of them stands for vLLM {}, with which kvx does not speak",
+                    "; none of them covers vLLM {}, whose protocol kvx does not speak",
                     written.trim()
                 )
             }
         }
     }
 
-    /// Reads `kv_compat`. A dotted argument makes a number of `0.20`: numbers are understood too.
+    /// Reads `kv_compat`. Numbers are accepted too, because a dotted argument turns `0.20` into a
+    /// number.
     pub(super) fn from_value(value: &Value) -> Result<Self> {
         let found = Version::ALL.into_iter().find(|version| match value {
             Value::String(text) => text.trim() == version.as_str(),
@@ -109,7 +111,7 @@ impl Version {
             let known = names.map(|name| format!("\"{name}\"")).join(", ");
             Error::new(
                 ErrorKind::Invalid,
-                format!("kv_compat is {value}; write the vLLM whose defaults kvx shall take: {known}{hint}"),
+                format!("kv_compat is {value}; write the version of vLLM whose defaults apply: {known}{hint}"),
             )
         })
     }

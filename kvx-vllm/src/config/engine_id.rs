@@ -1,8 +1,9 @@
-//! The engine id of an instance that was given none.
+//! Random engine ids.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
-/// A version 4 UUID. The standard library's hash keys come from the operating system's randomness.
+/// Returns a version 4 UUID. The keys of the standard library's hasher come from the operating
+/// system's randomness.
 pub(super) fn random_uuid() -> String {
     let draw = || RandomState::new().build_hasher().finish();
     let (high, low) = (draw(), draw());

@@ -1,4 +1,4 @@
-//! The fields of vLLM's `KVTransferConfig` and how their values are read.
+//! The fields of vLLM's `KVTransferConfig`, and readers for their values.
 
 use serde_json::Value;
 
@@ -10,14 +10,14 @@ use kvx_core::{Error, ErrorKind, Result};
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Field {
     pub name: &'static str,
-    /// vLLM 0.33 no longer has it.
+    /// Whether vLLM 0.32 removed the field.
     pub removed: bool,
-    /// vLLM 0.9 did not have it yet.
+    /// Whether a version after vLLM 0.10 added the field.
     pub added: bool,
 }
 
 impl Field {
-    /// Returns whether this version of vLLM has it.
+    /// Returns whether this version of vLLM has the field.
     pub(super) fn is_in(&self, version: Version) -> bool {
         match version {
             Version::V0_9 => !self.added,
@@ -54,10 +54,10 @@ macro_rules! closed_set {
         pub enum $name { $($(#[$item_doc])* $item,)+ }
 
         impl $name {
-            /// All of them.
+            /// All values.
             pub const ALL: &[$name] = &[$($name::$item),+];
 
-            /// As vLLM writes it.
+            /// Returns the value as vLLM writes it.
             pub fn as_str(self) -> &'static str {
                 match self { $($name::$item => $text,)+ }
             }
@@ -78,7 +78,8 @@ macro_rules! closed_set {
 }
 
 closed_set! {
-    /// Which side of the transfers an instance is on. NixlConnector does not read it: there the request decides.
+    /// The side of the transfers that an instance is on. NixlConnector ignores it: there the
+    /// request decides.
     Role {
         /// `kv_producer`: prefill.
         Producer = "kv_producer",
@@ -90,7 +91,7 @@ closed_set! {
 }
 
 closed_set! {
-    /// What becomes of a request whose KV blocks could not be loaded.
+    /// The treatment of a request whose KV blocks could not be loaded.
     LoadFailurePolicy {
         /// `fail`: the request ends with an error.
         Fail = "fail",
@@ -100,9 +101,9 @@ closed_set! {
 }
 
 closed_set! {
-    /// Where the connector keeps the KV blocks that it transfers.
+    /// The memory in which the connector keeps the KV blocks that it transfers.
     BufferDevice {
-        /// `cuda`: GPU memory, also that of AMD's.
+        /// `cuda`: GPU memory, also of AMD GPUs.
         Cuda = "cuda",
         /// `cpu`: host memory.
         Cpu = "cpu",
@@ -133,7 +134,7 @@ closed_set! {
     }
 }
 
-/// The key of a kv_role error says what to do as vLLM's does.
+/// Returns the names of all roles, for the error of a missing role.
 pub(super) fn roles() -> String {
     Role::ALL.iter().map(|role| role.as_str()).collect::<Vec<_>>().join(", ")
 }
@@ -151,7 +152,8 @@ pub(super) fn wrong(key: &str, value: &Value, wanted: &str) -> Error {
     Error::new(ErrorKind::Invalid, format!("{key} is {value}; write {wanted}"))
 }
 
-/// A string. A number is refused as vLLM refuses it, with the cure for dotted arguments.
+/// Reads a string. A number is an error as in vLLM; the message says how to write it in a dotted
+/// argument.
 pub(super) fn text(key: &str, value: &Value) -> Result<String> {
     match value {
         Value::String(text) => Ok(text.clone()),
@@ -162,7 +164,7 @@ pub(super) fn text(key: &str, value: &Value) -> Result<String> {
     }
 }
 
-/// true or false, and what vLLM takes for them.
+/// Reads true or false, or another form that vLLM accepts.
 pub(super) fn flag(key: &str, value: &Value) -> Result<bool> {
     let read = match value {
         Value::Bool(flag) => Some(*flag),
@@ -181,7 +183,7 @@ pub(super) fn flag(key: &str, value: &Value) -> Result<bool> {
     read.ok_or_else(|| wrong(key, value, "true or false"))
 }
 
-/// A whole number within `range`; a string of digits and `3.0` count.
+/// Reads an integer within `range`. A string of digits and `3.0` are accepted.
 pub(super) fn whole(key: &str, value: &Value, range: std::ops::RangeInclusive<i64>) -> Result<i64> {
     let read = match value {
         Value::Number(number) => number.as_i64().or_else(|| {
@@ -200,7 +202,7 @@ pub(super) fn whole(key: &str, value: &Value, range: std::ops::RangeInclusive<i6
     })
 }
 
-/// A finite number; a string of one counts.
+/// Reads a finite number, or a string of one.
 pub(super) fn number(key: &str, value: &Value) -> Result<f64> {
     let read = match value {
         Value::Number(number) => number.as_f64(),
@@ -210,7 +212,7 @@ pub(super) fn number(key: &str, value: &Value) -> Result<f64> {
     read.filter(|number: &f64| number.is_finite()).ok_or_else(|| wrong(key, value, "a number"))
 }
 
-/// Seconds, fractions allowed, above zero and at most ten years.
+/// Reads seconds, with fractions, above zero and at most ten years.
 pub(super) fn seconds(key: &str, value: &Value) -> Result<std::time::Duration> {
     number(key, value)
         .ok()
@@ -220,7 +222,7 @@ pub(super) fn seconds(key: &str, value: &Value) -> Result<std::time::Duration> {
         .ok_or_else(|| wrong(key, value, "a number of seconds above 0 and below ten years"))
 }
 
-/// A list of strings; one string counts as a list of one.
+/// Reads a list of strings. One string is read as a list of one.
 pub(super) fn texts(key: &str, value: &Value) -> Result<Vec<String>> {
     match value {
         Value::String(one) => Ok(vec![one.clone()]),

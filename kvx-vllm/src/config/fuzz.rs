@@ -1,19 +1,19 @@
-//! What the fuzz targets and the bounded fuzz test call: any bytes, no panic, and what was accepted reads back the
-//! same.
+//! The entry points of the fuzz targets and the bounded fuzz test: no input panics, and accepted
+//! input reads back as the same value.
 
 use super::{ConfigReport, Given, KvTransferConfig, Surroundings, dotted_arguments};
 
 /// The targets, by the names of their corpora.
 pub const TARGETS: &[(&str, fn(&[u8]))] = &[("config_json", json_text), ("config_dotted", dotted)];
 
-/// JSON text.
+/// Reads JSON text.
 pub fn json_text(bytes: &[u8]) {
     if let Ok(given) = Given::from_json(&String::from_utf8_lossy(bytes)) {
         check(given);
     }
 }
 
-/// Arguments, one a line.
+/// Reads arguments, one per line.
 pub fn dotted(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     if let Ok((given, _)) = Given::from_arguments(text.lines()) {
@@ -33,7 +33,7 @@ fn check(given: Given) {
                 again.object()
             );
         }
-        Err(error) => panic!("{:?} cannot be said in dotted arguments: {error}", given.object()),
+        Err(error) => panic!("{:?} cannot be written as dotted arguments: {error}", given.object()),
     }
     if let Ok(config) = KvTransferConfig::resolve(given, &Surroundings::default()) {
         let report = ConfigReport::new(&config, &[]);
@@ -45,7 +45,8 @@ fn check(given: Given) {
     }
 }
 
-/// Equal but for the last bit of fractions, which the JSON parser may round.
+/// Returns whether two objects are equal, except for the last bit of fractions, which the JSON
+/// parser may round.
 fn same(
     a: &serde_json::Map<String, serde_json::Value>,
     b: &serde_json::Map<String, serde_json::Value>,

@@ -1,4 +1,4 @@
-//! What an operator wrote: one object, merged, and where each value in it came from.
+//! The operator's input: one merged object, and the source of each value.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,21 +12,21 @@ use super::warning::{Concern, Warning};
 use crate::Version;
 use kvx_core::{Error, ErrorKind, Result};
 
-/// Where a value came from.
+/// The source of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ValueSource {
-    /// The JSON object: the text given, or the value of `--kv-transfer-config`.
+    /// The JSON object: the given text, or the value of `--kv-transfer-config`.
     Json,
     /// A dotted argument, as it was written.
     Argument(String),
     /// An environment variable.
     Environment(String),
-    /// Not written: the default of that version.
+    /// Not written: the default of this version.
     Default(Version),
-    /// Not written: kvx's own default. That version has this one.
+    /// Not written: kvx's own default, and the version's different default.
     Own(Version, &'static str),
-    /// Not written: drawn at random.
+    /// Not written: generated at random.
     Random,
 }
 
@@ -45,12 +45,12 @@ impl fmt::Display for ValueSource {
     }
 }
 
-/// Everything that was written, before it is checked against the fields of `KVTransferConfig`.
+/// The merged input, before it is checked against the fields of `KVTransferConfig`.
 ///
-/// Precedence is vLLM's: of several JSON objects the last one counts; dotted arguments come after it, wherever they
-/// stand; of two dotted arguments the later one wins; objects merge, lists add up. Arguments that a caller has read
-/// from a file go before those of the command line. In `kv_connector_extra_config` the key `"tcp.seal"` means
-/// `{"tcp": {"seal": …}}`, and so for each of kvx's own tables.
+/// Precedence is vLLM's. The last of several JSON objects counts. Dotted arguments override it,
+/// wherever they stand; later ones override earlier ones. Objects merge and lists are appended. Put
+/// arguments from a file before those of the command line. In `kv_connector_extra_config` the key
+/// `"tcp.seal"` means `{"tcp": {"seal": …}}`; the same holds for all of kvx's own tables.
 ///
 /// ```
 /// use kvx_vllm::config::Given;
@@ -72,24 +72,27 @@ pub struct Given {
 }
 
 impl Given {
-    /// From JSON text; `80m` and `1K` are numbers in it. Errors: `Invalid`, naming what stands at the mistake.
+    /// Reads JSON text, in which `80m` and `1K` are numbers. Errors: `Invalid`, with the text at
+    /// the mistake.
     pub fn from_json(text: &str) -> Result<Self> {
         let object = human::object(text)?;
         check_depth(&object)?;
         Ok(Given::from_object(object))
     }
 
-    /// From a parsed object.
+    /// Takes a parsed object.
     pub fn from_object(object: Map<String, Value>) -> Self {
         let mut given = Given { anything: true, ..Given::default() };
         given.merge(object, &ValueSource::Json);
         given
     }
 
-    /// From a command line: takes `--kv-transfer-config` and its dotted arguments out of `arguments` and returns the
-    /// others, in their order, for the program's own parser. Everything after a bare `--` is left alone.
+    /// Takes `--kv-transfer-config` and its dotted arguments out of a command line. Returns the
+    /// other arguments, in their order, for the program's own parser. Arguments after a bare `--`
+    /// are not read.
     ///
-    /// Errors: `Invalid` for a missing value, an empty key, a number that does not fit, or JSON that is none.
+    /// Errors: `Invalid` for a missing value, an empty key, a number that does not fit, or invalid
+    /// JSON.
     pub fn from_arguments<T: Into<String>>(
         arguments: impl IntoIterator<Item = T>,
     ) -> Result<(Self, Vec<String>)> {
@@ -119,8 +122,8 @@ impl Given {
                 Concern::Differs,
                 "dotted arguments are merged into the JSON object of --kv-transfer-config: objects merge, lists \
                  add up, \
-                 other values are replaced; vLLM drops the whole JSON object here, so write one form only for both to \
-                 agree",
+                 other values are replaced; vLLM drops the JSON object in this case: write only one of the two \
+                 forms",
             );
         }
         if let Some(object) = objects.pop() {
@@ -148,22 +151,23 @@ impl Given {
         self.warnings.push(Warning::new(concern, sentence));
     }
 
-    /// Whether nothing at all was written about KV transfer.
+    /// Returns whether the input sets nothing about KV transfer.
     pub fn is_empty(&self) -> bool {
         !self.anything
     }
 
-    /// The merged object, unchecked.
+    /// Returns the merged object, unchecked.
     pub fn object(&self) -> &Map<String, Value> {
         &self.object
     }
 
-    /// What the merging had to say.
+    /// Returns the warnings of the merge.
     pub fn warnings(&self) -> &[Warning] {
         &self.warnings
     }
 
-    /// Every value that is no object, by its keys, and where it came from: several sources for a list that grew.
+    /// Returns the keys and the sources of every value that is not an object. A list that was
+    /// appended to has several sources.
     pub fn sources(&self) -> impl Iterator<Item = (&[String], &[ValueSource])> {
         self.sources.iter().map(|(keys, sources)| (keys.as_slice(), sources.as_slice()))
     }
@@ -177,7 +181,7 @@ impl Given {
         merging.replaced
     }
 
-    /// Sets one value; returns the keys that dotted arguments had set before.
+    /// Sets one value. Returns the keys that earlier dotted arguments had set.
     fn set(&mut self, keys: Vec<String>, value: Value, source: &ValueSource) -> Vec<String> {
         let nested = keys
             .into_iter()
@@ -190,7 +194,8 @@ impl Given {
     }
 }
 
-/// Moves what flat keys such as `tcp.seal` say into the tables that they name. A key that says something again stays.
+/// Moves the values of flat keys such as `tcp.seal` into their tables. A key that its table already
+/// has stays.
 fn nest_flat_keys(extra: &mut Map<String, Value>) {
     let is_flat =
         |key: &&String| key.split_once('.').is_some_and(|(table, _)| tables::names_table(table));
@@ -208,7 +213,8 @@ fn nest_flat_keys(extra: &mut Map<String, Value>) {
     }
 }
 
-/// Deeper objects are a mistake; and what was accepted must be sayable as one JSON text again.
+/// The deepest nesting of objects and lists. Deeper input is a mistake and could not be written as
+/// one JSON text.
 const DEEPEST: usize = 100;
 
 fn check_depth(object: &Map<String, Value>) -> Result<()> {
@@ -246,7 +252,7 @@ impl Merging<'_> {
             match (into.get_mut(&key), value) {
                 (Some(Value::Object(old)), Value::Object(new)) => {
                     if !new.is_empty() {
-                        // The old object may have been an empty one with a source of its own.
+                        // The old object may have been empty, with its own source.
                         self.sources.remove(path);
                     }
                     self.object(old, new, path);
@@ -265,7 +271,7 @@ impl Merging<'_> {
         }
     }
 
-    /// Forgets the sources at and below `path`, which is about to be replaced.
+    /// Removes the sources at and below `path`, which is about to be replaced.
     fn forget(&mut self, path: &[String]) {
         let below: Vec<Vec<String>> = self
             .sources

@@ -1,15 +1,15 @@
-//! Numbers as people write them: `1k` is 1,000 and `1K` is 1,024, also inside JSON text.
+//! Human-readable numbers: `1k` is 1,000 and `1K` is 1,024, also inside JSON text.
 
 use serde_json::{Map, Number, Value};
 
 use kvx_core::{Error, ErrorKind, Result};
 
-/// What is wrong with a number that has the shape of one.
+/// The reason why a text in the shape of a number is not a valid one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Misfit {
     /// `1.5K`: binary suffixes take whole numbers only.
     BinaryFraction,
-    /// More than 64 bits hold.
+    /// The number needs more than 64 bits.
     TooLarge,
 }
 
@@ -42,7 +42,7 @@ fn multiplier(suffix: char) -> Option<(u64, bool)> {
     })
 }
 
-/// `digits[.digits]suffix`, nothing else; `None` when `text` does not have that shape.
+/// Reads `digits[.digits]suffix`. Returns `None` if `text` does not have that shape.
 fn suffixed(text: &str) -> Option<Result<u64, Misfit>> {
     let (number, (factor, binary)) = text
         .char_indices()
@@ -63,7 +63,7 @@ fn suffixed(text: &str) -> Option<Result<u64, Misfit>> {
             .and_then(|whole| whole.checked_mul(factor))
             .ok_or(Misfit::TooLarge),
         Some(_) if binary => Err(Misfit::BinaryFraction),
-        // As vLLM does it: through a double, cut to a whole number.
+        // As in vLLM: through a double, truncated to an integer.
         Some(_) => match number.parse::<f64>() {
             Ok(number) if number * (factor as f64) < 9.0e18 => {
                 Ok((number * (factor as f64)) as u64)
@@ -73,7 +73,7 @@ fn suffixed(text: &str) -> Option<Result<u64, Misfit>> {
     })
 }
 
-/// A whole number as Python's `int` reads it: a sign, leading zeros and single underscores are fine.
+/// Reads an integer as Python's `int` does: with a sign, leading zeros and single underscores.
 fn plain(text: &str) -> Option<Result<Number, Misfit>> {
     let (negative, digits) = match text.strip_prefix('-') {
         Some(rest) => (true, rest),
@@ -96,18 +96,19 @@ fn plain(text: &str) -> Option<Result<Number, Misfit>> {
     Some(number.ok_or(Misfit::TooLarge))
 }
 
-/// The number that `text` means, `None` when it does not look like one.
+/// Reads a number. Returns `None` if `text` does not look like one.
 pub(super) fn number(text: &str) -> Option<Result<Number, Misfit>> {
     let text = text.trim();
     suffixed(text).map(|value| value.map(Number::from)).or_else(|| plain(text))
 }
 
-/// The sentence for a number that cannot be one.
+/// Returns the error message for an invalid number.
 pub(super) fn explain(written: &str, misfit: &Misfit) -> String {
     misfit.sentence(written)
 }
 
-/// `text` with every bare `80m` replaced by its digits; what stands in quotes stays.
+/// Replaces every bare number such as `80m` in `text` by its digits. Strings in quotes stay
+/// unchanged.
 fn expand(text: &str) -> Result<String> {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -136,7 +137,7 @@ fn is_word(c: char) -> bool {
     c.is_alphanumeric() || c == '_' || c == '.'
 }
 
-/// How many bytes the string takes that starts here, with both quotes.
+/// Returns the length in bytes of the string at the start of `text`, with both quotes.
 fn quoted(text: &str) -> usize {
     let mut escaped = false;
     for (at, c) in text.char_indices().skip(1) {
@@ -150,7 +151,7 @@ fn quoted(text: &str) -> usize {
     text.len()
 }
 
-/// Any JSON value, with human-readable numbers. The error names the place by what stands there.
+/// Reads any JSON value, with human-readable numbers. The error shows the text at the mistake.
 pub(super) fn json(text: &str) -> Result<Value> {
     let expanded = expand(text)?;
     serde_json::from_str(&expanded).map_err(|error| {
@@ -170,7 +171,7 @@ fn near(text: &str, line: usize, column: usize) -> String {
     line[start..].chars().take(24).collect()
 }
 
-/// A JSON object, with human-readable numbers.
+/// Reads a JSON object, with human-readable numbers.
 pub(super) fn object(text: &str) -> Result<Map<String, Value>> {
     match json(text)? {
         Value::Object(object) => Ok(object),
@@ -218,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn words_that_only_end_like_numbers_are_left_to_the_json_parser() {
+    fn tokens_that_only_end_like_numbers_are_left_to_the_json_parser() {
         assert_eq!(expanded("1.5.5k x1k 1e5k _1k"), "1.5.5k x1k 1e5k _1k");
         let error = json(r#"{"x": 1.5.5k}"#).unwrap_err().to_string();
         assert!(error.contains("near `") && error.contains("1.5.5k"), "{error}");

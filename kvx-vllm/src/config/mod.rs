@@ -1,11 +1,12 @@
-//! Configuration as vLLM writes it: `KVTransferConfig` from JSON, dotted arguments and the environment.
+//! vLLM's `KVTransferConfig`, read from JSON, dotted arguments and the environment.
 //!
-//! The fields, their defaults and their errors are those of vLLM 0.33; the key `kv_compat` of
-//! `kv_connector_extra_config` selects older ones ([`Version`](crate::Version)). Where vLLM's own parser is wrong, kvx gives an error or
-//! does what vLLM documents, and a [`Warning`] says so.
+//! The fields, their defaults and their errors are those of vLLM 0.33. The key `kv_compat` of
+//! `kv_connector_extra_config` selects those of older versions ([`Version`](crate::Version)). Where
+//! vLLM's parser is wrong, kvx returns an error or does what vLLM documents, and a [`Warning`] says
+//! so.
 //!
-//! [`Given`] is what was written, [`Surroundings`] what it is read within; [`KvTransferConfig`] is what both mean, and
-//! [`ConfigReport`] tells a person.
+//! [`Given`] is the input and [`Surroundings`] its environment. Both resolve to a
+//! [`KvTransferConfig`], which [`ConfigReport`] describes for a person.
 
 mod arguments;
 mod builder;

@@ -1,4 +1,5 @@
-//! What each rank of an engine derives from the configuration: its ports, and when blocks are given back.
+//! Values that each rank of an engine derives from the configuration: its ports, and the release of
+//! its blocks.
 
 use std::time::Duration;
 
@@ -24,24 +25,25 @@ impl Default for RankNumbers {
     }
 }
 
-/// When a prefill gives back blocks that nobody has come for.
+/// The time at which a prefill instance releases blocks that no decode instance has fetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockRelease {
-    /// When the lease ends that the decode side keeps renewing.
+    /// When the lease ends, unless the decode side renews it.
     Lease(LeaseTime),
-    /// This long after the prefill, whatever the decode side says.
+    /// This long after the prefill, regardless of the decode side.
     After(Duration),
 }
 
 /// A lease on the blocks of one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseTime {
-    /// From the end of the prefill.
+    /// The time from the end of the prefill to the end of the lease.
     pub duration: Duration,
 }
 
 impl LeaseTime {
-    /// How often the decode side sends a heartbeat: a sixth of the lease, in whole seconds where that is possible.
+    /// Returns the interval between heartbeats of the decode side: a sixth of the lease, in whole
+    /// seconds if possible.
     pub fn heartbeat(&self) -> Duration {
         match self.duration.as_secs() / 6 {
             0 => self.duration / 6,
@@ -49,25 +51,26 @@ impl LeaseTime {
         }
     }
 
-    /// How much longer, from its arrival, a heartbeat keeps the blocks: two thirds of the lease.
+    /// Returns how long a heartbeat extends the lease, from its arrival: two thirds of the lease.
     pub fn extension(&self) -> Duration {
         self.duration * 2 / 3
     }
 }
 
 impl KvTransferConfig {
-    /// The port on which this rank's side channel listens. After vLLM 0.11.0 all workers of an engine share one, base +
-    /// dp rank; before, each worker has its own, base + dp rank × tp size + tp rank. A base of 0 means a
-    /// free one for all.
+    /// Returns the port of this rank's side channel. Since vLLM 0.11.1 all workers of an engine
+    /// share one port, base + dp rank. Before, each worker has its own, base + dp rank × tp size +
+    /// tp rank. A base of 0 stands for any free port, for all ranks.
     ///
-    /// Errors: `Invalid` when the rank is none of its group, or the port is above 65535.
+    /// Errors: `Invalid` if the rank does not exist, or the port is above 65535.
     pub fn side_channel_port(&self, rank: RankNumbers) -> Result<u16> {
         let base = self.environment().side_channel_port;
         port(base, rank, self.version().defaults().ports, "VLLM_NIXL_SIDE_CHANNEL_PORT")
     }
 
-    /// The port of MooncakeConnector's bootstrap server, one for all ranks; before vLLM 0.16 the port of this rank's
-    /// side channel, base + dp rank × tp size + tp rank. Errors: as [`side_channel_port`](Self::side_channel_port).
+    /// Returns the port of MooncakeConnector's bootstrap server, which all ranks share. Before vLLM
+    /// 0.16 it is the port of this rank's side channel, base + dp rank × tp size + tp rank. Errors:
+    /// as [`side_channel_port`](Self::side_channel_port).
     pub fn mooncake_port(&self, rank: RankNumbers) -> Result<u16> {
         let base = self.environment().mooncake_bootstrap_port;
         if self.version().has_bootstrap_server() {
@@ -81,7 +84,8 @@ impl KvTransferConfig {
         port(base, rank, PortRule::PerWorker, "VLLM_MOONCAKE_BOOTSTRAP_PORT")
     }
 
-    /// When blocks are given back that nobody came for. `VLLM_NIXL_ABORT_REQUEST_TIMEOUT` wins when it is set.
+    /// Returns the time at which unfetched blocks are released. `VLLM_NIXL_ABORT_REQUEST_TIMEOUT`
+    /// takes precedence if set.
     pub fn block_release(&self) -> BlockRelease {
         match self.environment().abort_request_timeout.or(self.version().defaults().abort_after) {
             Some(after) => BlockRelease::After(after),

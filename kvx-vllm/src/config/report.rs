@@ -1,4 +1,5 @@
-//! What a configuration means, for a person: the merged JSON, every value and where it came from, the backends.
+//! A report on a configuration for a person: the merged JSON, every value and its source, the
+//! backends.
 
 use std::fmt;
 
@@ -14,7 +15,7 @@ use super::transfer_config::KvTransferConfig;
 use super::warning::Warning;
 use crate::Version;
 
-/// The report that `kvx config` prints; `Display` is its text.
+/// The report that `kvx config` prints. `Display` writes its text.
 ///
 /// ```
 /// use kvx_vllm::config::{ConfigReport, KvTransferConfig, Surroundings};
@@ -44,18 +45,19 @@ struct Line {
     sources: Vec<ValueSource>,
 }
 
-/// A backend that would be opened, or that was named and cannot be.
+/// A backend that would be opened, or a named backend that cannot be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Opening {
     /// Its name.
     pub name: String,
-    /// What there is to say about it here; empty: nothing.
+    /// A remark on the backend; empty for none.
     pub note: String,
 }
 
 impl ConfigReport {
-    /// About `config`. `rest` is what [`KvTransferConfig::from_arguments`] left of the command line: its parallel sizes
-    /// are read, the remainder is listed as ignored.
+    /// Creates a report about `config`. `rest` is the rest of the command line, from
+    /// [`KvTransferConfig::from_arguments`]. Parallel sizes are read from it; its other arguments
+    /// are listed as ignored.
     pub fn new(config: &KvTransferConfig, rest: &[String]) -> Self {
         let (sizes, ignored) = Sizes::read(rest);
         let as_written = |name| Opening { name, note: String::new() };
@@ -77,22 +79,22 @@ impl ConfigReport {
         }
     }
 
-    /// With the backends as a program's registry knows them, the preferred one first. Without this call the report
-    /// lists them as written.
+    /// Sets the backends that the program's registry would open, in order of preference. By default
+    /// the report lists them as written.
     #[must_use]
     pub fn openings(mut self, openings: Vec<Opening>) -> Self {
         self.openings = openings;
         self
     }
 
-    /// With one more thing that follows for a program, beside those that follow from the configuration alone.
+    /// Adds a derived value that the configuration alone does not determine.
     #[must_use]
     pub fn also(mut self, name: &'static str, text: String) -> Self {
         self.derived.push((name, text));
         self
     }
 
-    /// The same as JSON.
+    /// Returns the report as JSON.
     pub fn to_json(&self) -> Value {
         let line = |line: &Line| {
             let sources: Vec<String> = line.sources.iter().map(ValueSource::to_string).collect();
@@ -116,7 +118,7 @@ impl fmt::Display for ConfigReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "KV transfer configuration, with the defaults of {}", self.version)?;
         writeln!(f, "\nmerged JSON\n{:#}", Value::Object(self.merged.clone()))?;
-        writeln!(f, "\nvalues, and where each came from")?;
+        writeln!(f, "\nvalues and their sources")?;
         let width = |text: fn(&Line) -> &str| {
             self.values
                 .iter()
@@ -132,12 +134,12 @@ impl fmt::Display for ConfigReport {
             writeln!(f, "  {:names$}  {:texts$}  {sources}", line.name, line.value)?;
         }
         if !self.derived.is_empty() {
-            writeln!(f, "\nwhat follows from them")?;
+            writeln!(f, "\nderived values")?;
         }
         for (name, text) in &self.derived {
             writeln!(f, "  {name}: {text}")?;
         }
-        writeln!(f, "\nbackends it would open, the preferred one first")?;
+        writeln!(f, "\nbackends to open, in order of preference")?;
         for Opening { name, note } in &self.openings {
             let colon = if note.is_empty() { "" } else { ": " };
             writeln!(f, "  {name}{colon}{note}")?;
@@ -158,7 +160,7 @@ impl fmt::Display for ConfigReport {
         if self.ignored.iter().any(|argument| argument.split('=').next() == Some("--config")) {
             writeln!(
                 f,
-                "  (kvx reads no --config file: write its kv-transfer-config on the command line)"
+                "  (kvx does not read --config files: write its kv-transfer-config on the command line)"
             )?;
         }
         Ok(())
@@ -179,7 +181,7 @@ fn values(config: &KvTransferConfig) -> Vec<Line> {
                 config.given().object().get(field).unwrap_or(&Value::Null),
                 |value, key| value.get(key),
             );
-            // Coerced fields show what was understood, not what was written.
+            // Coerced fields show the value that was understood, not the text.
             let value = match value {
                 Some(value) if field == EXTRA => value.to_string(),
                 _ => config.field_value(field).to_string(),
@@ -218,7 +220,7 @@ fn values(config: &KvTransferConfig) -> Vec<Line> {
     lines
 }
 
-/// The connector's settings by their keys.
+/// Returns the connector's settings by key.
 fn settings(config: &KvTransferConfig) -> Vec<(&'static str, Value)> {
     match config.connector() {
         Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush) => {
@@ -282,20 +284,20 @@ fn derived(config: &KvTransferConfig, sizes: Sizes) -> Vec<(&'static str, String
         let release = match config.block_release() {
             BlockRelease::After(after) => format!("{} s after the prefill", after.as_secs_f64()),
             BlockRelease::Lease(lease) => format!(
-                "{} s after the prefill, or {} s after the last heartbeat, which comes every {} s",
+                "{} s after the prefill, or {} s after the last heartbeat, which is sent every {} s",
                 lease.duration.as_secs_f64(),
                 lease.extension().as_secs_f64(),
                 lease.heartbeat().as_secs_f64()
             ),
         };
-        out.push(("blocks that nobody fetches are freed", release));
+        out.push(("unfetched blocks are freed", release));
     }
-    // RIXL is opened only by name. A list says of each backend which peers it reaches.
+    // RIXL is opened only by name. An explicit list shows which peers its backends reach.
     let nixl = matches!(connector, None | Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush));
     if nixl && matches!(config.backends(), Ok(None)) {
         out.push((
             "vLLM peers",
-            "they cannot load from this engine, and it loads only from those with KVX in their NIXL: name RIXL in \
+            "they cannot load from this engine, and it loads only from peers with KVX in their NIXL: add RIXL to \
              kv_connector_extra_config.backends, or KVX if their NIXL has it"
                 .into(),
         ));
@@ -325,7 +327,7 @@ fn derived(config: &KvTransferConfig, sizes: Sizes) -> Vec<(&'static str, String
     out
 }
 
-/// How a rank's port follows, and where the base comes from.
+/// Returns the rule that derives a rank's port, and the source of the base port.
 fn port_rule(config: &KvTransferConfig) -> String {
     let base = config.environment().side_channel_port;
     let offset = match config.version().defaults().ports {
@@ -340,7 +342,7 @@ fn port_rule(config: &KvTransferConfig) -> String {
     format!("{base} + {offset}; {base} is {origin}")
 }
 
-/// `port 5600`, or the port of each rank where they differ.
+/// Returns `port 5600`, or the port of each rank if they differ.
 fn ports(sizes: Sizes, port: impl Fn(RankNumbers) -> kvx_core::Result<u16>) -> String {
     let mut found: Vec<u16> = Vec::new();
     for dp in 0..sizes.dp {
@@ -356,7 +358,7 @@ fn ports(sizes: Sizes, port: impl Fn(RankNumbers) -> kvx_core::Result<u16>) -> S
         [port] => format!("port {port}"),
         several => {
             let ports = several.iter().map(u16::to_string).collect::<Vec<_>>().join(" ");
-            format!("ports {ports} (in the order of the dp ranks, within one of its tp ranks)")
+            format!("ports {ports} (by dp rank, then by tp rank)")
         }
     }
 }

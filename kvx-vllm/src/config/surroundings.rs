@@ -1,4 +1,5 @@
-//! What the configuration depends on besides its own text: environment variables, a GPU, registered connectors.
+//! The inputs of a configuration besides its text: environment variables, a GPU, registered
+//! connectors.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -20,11 +21,12 @@ const MOONCAKE_ABORT: &str = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT";
 const MOONCAKE_TIMEOUT: &str = "VLLM_MOONCAKE_CONNECTOR_TIMEOUT";
 const LAYOUT: &str = "VLLM_KV_CACHE_LAYOUT";
 
-/// The variables of vLLM that kvx reads.
+/// vLLM's environment variables that kvx reads.
 pub(super) const VARIABLES: &[&str] =
     &[HOST, PORT, ABORT, HOST_IP, BOOTSTRAP_PORT, MOONCAKE_ABORT, MOONCAKE_TIMEOUT, LAYOUT];
 
-/// What a configuration is read within. A plain value, so that a test or a tool can say any of it.
+/// The environment in which a configuration is read. It is a plain value, so that tests and tools
+/// can set all of it.
 ///
 /// ```
 /// use kvx_vllm::config::{KvTransferConfig, RankNumbers, Surroundings};
@@ -42,7 +44,7 @@ pub struct Surroundings {
 }
 
 impl Surroundings {
-    /// The environment variables of this process, no GPU, no connectors of the program's own.
+    /// Takes the environment variables of this process, without a GPU or registered connectors.
     pub fn of_process() -> Self {
         let relevant = |name: &str| VARIABLES.contains(&name) || name.starts_with("NCCL_");
         let variables = std::env::vars_os().filter_map(|(name, value)| {
@@ -52,29 +54,29 @@ impl Surroundings {
         Surroundings { variables: variables.collect(), ..Surroundings::default() }
     }
 
-    /// As if the environment had this variable.
+    /// Sets an environment variable.
     #[must_use]
     pub fn variable(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
         self.variables.insert(name.into(), value.into());
         self
     }
 
-    /// Whether this process has GPU memory to transfer: whoever holds a GPU backend knows.
+    /// Sets whether this process has GPU memory to transfer. A program with a GPU backend knows.
     #[must_use]
     pub fn gpu(mut self, present: bool) -> Self {
         self.gpu = present;
         self
     }
 
-    /// Registers a connector of the program's own under this name. Only then may `kv_connector_module_path` be set:
-    /// kvx loads no Python module.
+    /// Registers the program's own connector under this name. `kv_connector_module_path` may be set
+    /// only for such a connector: kvx loads no Python module.
     #[must_use]
     pub fn connector(mut self, name: impl Into<String>) -> Self {
         self.connectors.insert(name.into());
         self
     }
 
-    /// The engine id to take when none is written, instead of a random one.
+    /// Sets the engine id to use if none is written, instead of a random one.
     #[must_use]
     pub fn engine_id(mut self, id: impl Into<String>) -> Self {
         self.engine_id = Some(id.into());
@@ -82,18 +84,19 @@ impl Surroundings {
     }
 }
 
-/// What the environment says, with vLLM's defaults for what it does not say.
+/// The values of the environment variables, with vLLM's defaults for those that are not set.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Environment {
-    /// `VLLM_NIXL_SIDE_CHANNEL_HOST`: where a prefill listens for handshakes, `localhost`.
+    /// `VLLM_NIXL_SIDE_CHANNEL_HOST`: the host on which a prefill instance listens for handshakes,
+    /// `localhost`.
     pub side_channel_host: String,
-    /// `VLLM_NIXL_SIDE_CHANNEL_PORT`: the base port, 5600 (5557 up to vLLM 0.11.0). 0, which vLLM does not know: ports
-    /// that are free.
+    /// `VLLM_NIXL_SIDE_CHANNEL_PORT`: the base port, 5600 (5557 up to vLLM 0.11.0). 0 selects free
+    /// ports; vLLM does not support 0.
     pub side_channel_port: u16,
     /// `VLLM_NIXL_ABORT_REQUEST_TIMEOUT`, if set.
     pub abort_request_timeout: Option<Duration>,
-    /// `VLLM_HOST_IP`, if set: the address of this host that a MooncakeConnector's peers are told.
+    /// `VLLM_HOST_IP`, if set: this host's address, which a MooncakeConnector sends to its peers.
     pub host_ip: Option<String>,
     /// `VLLM_MOONCAKE_BOOTSTRAP_PORT`: 8998.
     pub mooncake_bootstrap_port: u16,
@@ -140,7 +143,8 @@ impl Environment {
         })
     }
 
-    /// The abort timeout wins over leases, and the version that has leases no longer knows it.
+    /// Returns a warning if the abort timeout replaces leases in a version that no longer has the
+    /// timeout.
     pub(super) fn abort_warning(&self, version: Version) -> Option<Warning> {
         let timeout =
             self.abort_request_timeout.filter(|_| version.defaults().abort_after.is_none())?;
@@ -153,7 +157,7 @@ impl Environment {
         Some(Warning::new(Concern::Version, sentence))
     }
 
-    /// Each value as text, and where it came from.
+    /// Returns each value as text, and its source.
     pub(super) fn lines(
         &self,
         surroundings: &Surroundings,
@@ -181,7 +185,8 @@ impl Environment {
     }
 }
 
-/// A hint when NCCL is configured and KV transfer, which does not use NCCL, may have been meant.
+/// Returns a hint if NCCL is configured: KV transfer does not use NCCL, but the variables may be
+/// meant for it.
 pub(super) fn nccl_hint(surroundings: &Surroundings, connector: &str) -> Option<Warning> {
     let set: Vec<&str> = surroundings
         .variables
@@ -226,7 +231,7 @@ fn port(name: &str, text: &str) -> Result<u16> {
 }
 
 fn port_or_any(name: &str, text: &str) -> Result<u16> {
-    let any = "or 0 for one that is free";
+    let any = "or 0 for any free port";
     text.parse()
         .map_err(|_| invalid(format!("{name} is {text:?}; write a port from 1 to 65535, {any}")))
 }

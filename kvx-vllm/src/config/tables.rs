@@ -1,4 +1,5 @@
-//! The keys of `kv_connector_extra_config`, as data: kvx's own tables, and what vLLM's connectors read.
+//! The keys of `kv_connector_extra_config`, as data: kvx's own tables, and the keys of vLLM's
+//! connectors.
 
 use std::time::Duration;
 
@@ -15,13 +16,14 @@ use kvx_core::{Error, ErrorKind, Result};
 pub struct OptionTable {
     /// The table's key, the backend's name in lower case.
     pub name: &'static str,
-    /// Other names of the same backend. They are no tables: an error says which name to write.
+    /// Other names of the backend. They are not valid keys; the error names the right one.
     pub aliases: &'static [&'static str],
-    /// Every key that the table may have.
+    /// All keys of the table.
     pub keys: &'static [&'static str],
 }
 
-/// All of kvx's own tables. A key that is not listed is an error: a backend that learns an option adds it to its row.
+/// All of kvx's own tables. Other keys in them are errors: a backend with a new option must add it
+/// to its row.
 pub const OPTION_TABLES: &[OptionTable] = &[
     OptionTable {
         name: "tcp",
@@ -84,7 +86,7 @@ const fn recent(name: &'static str, shape: Shape) -> KnownKey {
     KnownKey { since: Version::V0_22, ..known(name, shape) }
 }
 
-/// What vLLM's connectors and kvx read at the top of `kv_connector_extra_config`.
+/// The top-level keys of `kv_connector_extra_config` that vLLM's connectors and kvx read.
 const KNOWN_KEYS: &[KnownKey] = &[
     known("backends", Shape::Texts),
     known("unauthenticated", Shape::Texts),
@@ -116,7 +118,7 @@ const KNOWN_KEYS: &[KnownKey] = &[
     known("connectors", Shape::Any),
 ];
 
-/// Returns whether `version` reads this key of vLLM's.
+/// Returns whether `version` reads this key.
 pub(super) fn is_read(key: &str, version: Version) -> bool {
     KNOWN_KEYS.iter().any(|known| known.name == key && known.is_read(version))
 }
@@ -139,7 +141,8 @@ fn check_shape(key: &str, value: &Value, shape: Shape) -> Result<()> {
     }
 }
 
-/// Checks the whole of `kv_connector_extra_config`; what is only odd comes back as warnings.
+/// Checks all of `kv_connector_extra_config`. Returns warnings for questionable entries that are
+/// not errors.
 pub(super) fn check(object: &Map<String, Value>, version: Version) -> Result<Vec<Warning>> {
     let mut warnings = Vec::new();
     for (key, value) in object {
@@ -162,14 +165,14 @@ pub(super) fn check(object: &Map<String, Value>, version: Version) -> Result<Vec
     if object.get("backends").is_some_and(Value::is_string) {
         warnings.push(Warning::new(
             Concern::Differs,
-            "kv_connector_extra_config.backends is one string; kvx takes it for a list of one, vLLM for a list of \
+            "kv_connector_extra_config.backends is one string; kvx reads it as a list of one, vLLM as a list of \
              letters: write a list, or backends+ as a dotted argument",
         ));
     }
     Ok(warnings)
 }
 
-/// What the compatibility hashes of vLLM's versions are made of.
+/// The factors in the compatibility hashes of all vLLM versions.
 const FACTORS: &[&str] = &[
     "attn_backend_name",
     "cache_dtype",
@@ -202,13 +205,14 @@ fn factors_of<'a>(key: &str, value: &'a Value) -> Result<&'a Map<String, Value>>
     };
     match object.iter().find(|(_, value)| has_fraction(value)) {
         Some((name, _)) => {
-            Err(wrong(&format!("{name} without a fraction, which no hash of vLLM has")))
+            Err(wrong(&format!("{name} without a fraction: vLLM hashes no fractions")))
         }
         None => Ok(object),
     }
 }
 
-/// A factor that no version known here has is hashed too: the warning is for the one that was misspelt.
+/// Returns warnings for factors that no known version has, which may be misspelt. They are hashed
+/// all the same.
 fn unknown_factors(factors: &Map<String, Value>) -> Vec<Warning> {
     let unknown = factors.keys().filter(|name| !FACTORS.contains(&name.as_str()));
     let warning = |name: &String| {
@@ -246,11 +250,11 @@ fn check_table(table: &OptionTable, value: &Value) -> Result<()> {
     ))
 }
 
-/// Keys with security meaning: a misspelt one is an error, since an operator would rely on it.
+/// Keys that affect security. A misspelt one is an error, since an operator would rely on it.
 const SECURITY_KEYS: &[&str] =
     &["allow_unsigned_params", "allowed_hosts", "side_channel_bind", "unauthenticated"];
 
-/// The table with this name or alias, in whatever case.
+/// Returns the table with this name or alias, in any letter case.
 fn table_called(name: &str) -> Option<&'static OptionTable> {
     let lower = name.to_ascii_lowercase();
     OPTION_TABLES
@@ -258,27 +262,28 @@ fn table_called(name: &str) -> Option<&'static OptionTable> {
         .find(|table| table.name == lower || table.aliases.contains(&lower.as_str()))
 }
 
-/// True for the name of a table, also in another case or as an alias: an error then says what to write.
+/// Returns whether a key names a table, also in another letter case or by an alias. The error then
+/// names the right key.
 pub(super) fn names_table(name: &str) -> bool {
     table_called(name).is_some()
 }
 
-/// An unknown key is kept. An unknown table under another name of a backend of kvx is an error, and so is a key that
-/// was meant to protect something.
+/// Returns a warning for an unknown key, which is kept. Tables under another name of a backend and
+/// misspelt security keys are errors.
 fn unknown(key: &str, value: &Value) -> Result<Warning> {
     let refused = |sentence: String| Err(Error::new(ErrorKind::Invalid, sentence));
     if let Some(table) = table_called(key).filter(|_| value.is_object()) {
-        return refused(format!("{} is no table; write {}", extra(key), extra(table.name)));
+        return refused(format!("{} is not a table; write {}", extra(key), extra(table.name)));
     }
     if key.split_once('.').is_some_and(|(table, _)| names_table(table)) {
         return refused(format!(
-            "{} is written twice, once within its table: leave one of them out",
+            "{} is set twice, once inside its table: remove one of them",
             extra(key)
         ));
     }
     if key.to_ascii_lowercase().contains("secret") {
         return refused(format!(
-            "{} is not read: the fleet's secret comes from the file that KVX_SECRET_FILE names",
+            "{} is not read: kvx reads the fleet's secret from the file that KVX_SECRET_FILE names",
             extra(key)
         ));
     }
@@ -306,11 +311,11 @@ fn unknown(key: &str, value: &Value) -> Result<Warning> {
     ))
 }
 
-/// Threads that make progress, of a backend that reads `num_threads`, unless it is written. vLLM's default is 4: in
-/// kvx each is a worker with connections of its own, for whoever asks for it.
+/// The default of `num_threads`: progress threads of a backend that has this setting. vLLM's
+/// default is 4. In kvx each thread is a worker with its own connections, so it must be asked for.
 pub const NUM_THREADS: u32 = 1;
 
-/// The keys whose default is not vLLM's, with vLLM's.
+/// The keys whose default differs from vLLM's, with vLLM's default.
 pub(super) const DEFAULTS_OF_VLLM: &[(&str, &str)] =
     &[("num_threads", "4"), ("load_timeout", "none"), ("kvx_digest", "none")];
 
@@ -318,35 +323,40 @@ pub(super) const DEFAULTS_OF_VLLM: &[(&str, &str)] =
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct NixlSettings {
-    /// `num_threads`: threads of a UCX backend, [`NUM_THREADS`]; 4 to vLLM.
+    /// `num_threads`: threads of a UCX backend, [`NUM_THREADS`]; 4 in vLLM.
     pub num_threads: u32,
-    /// `kv_lease_duration`: how long a prefill keeps blocks that nobody has asked for, 30 s.
+    /// `kv_lease_duration`: how long a prefill instance keeps blocks without a heartbeat, 30 s.
     pub kv_lease_duration: Duration,
-    /// `decoder_kv_blocks_ttl`: how long a decode keeps blocks for the next turn, 480 s.
+    /// `decoder_kv_blocks_ttl`: how long a decode instance keeps blocks for the next turn, 480 s.
     pub decoder_kv_blocks_ttl: Duration,
-    /// `push_registration_timeout`: how long a decode waits for a push, as `decoder_kv_blocks_ttl`.
+    /// `push_registration_timeout`: how long a decode instance waits for a push, by default as
+    /// `decoder_kv_blocks_ttl`.
     pub push_registration_timeout: Duration,
-    /// `kv_recompute_threshold`: fewer tokens than this are computed rather than fetched back, 64.
+    /// `kv_recompute_threshold`: fewer tokens than this are recomputed rather than read from a
+    /// decode instance, 64.
     pub kv_recompute_threshold: u32,
-    /// `bidirectional_kv_xfer`: prefill also reads from decode, false.
+    /// `bidirectional_kv_xfer`: the prefill side also reads from the decode side, false.
     pub bidirectional_kv_xfer: bool,
-    /// `engine_ttl`: how long an idle peer is remembered, an hour; `None` (0 or less): for ever.
+    /// `engine_ttl`: how long an idle peer is remembered, an hour; `None` (0 or less): forever.
     pub engine_ttl: Option<Duration>,
-    /// `enforce_handshake_compat`: refuse a peer whose compatibility hash differs, true.
+    /// `enforce_handshake_compat`: reject a peer whose compatibility hash differs, true.
     pub enforce_handshake_compat: bool,
     /// `enable_cross_layers_blocks`: one region for all layers, false; vLLM 0.16 to 0.28 only.
     pub enable_cross_layers_blocks: bool,
-    /// `load_timeout`: how long a load may take once it was ordered, 120 s; kvx only.
+    /// `load_timeout`: the longest time of a load after its order, 120 s; kvx only.
     pub load_timeout: Duration,
-    /// `kvx_digest`: blocks are published and loaded with a digest of each block and layer, false; kvx only.
+    /// `kvx_digest`: publish and load blocks with a digest of each block and layer, false; kvx
+    /// only.
     pub kvx_digest: bool,
-    /// `factors`: what to hash in place of what kvx knows of the model; kvx only.
+    /// `factors`: hash factors that override those that kvx derives from the model; kvx only.
     pub factors: Map<String, Value>,
-    /// `side_channel_bind`: where the side channel listens, if not where peers are told that it is; kvx only.
+    /// `side_channel_bind`: the address on which the side channel listens, if it differs from the
+    /// one that peers get; kvx only.
     pub side_channel_bind: Option<String>,
-    /// `allowed_hosts`: the only hosts that parameters of requests may name; `None`: any. kvx only.
+    /// `allowed_hosts`: the only hosts that request parameters may name; `None`: any. kvx only.
     pub allowed_hosts: Option<Vec<String>>,
-    /// `allow_unsigned_params`: the hosts of engines that cannot sign parameters, which are taken unsigned; kvx only.
+    /// `allow_unsigned_params`: hosts of engines whose parameters are accepted without a signature;
+    /// kvx only.
     pub allow_unsigned_params: Vec<String>,
 }
 
@@ -360,13 +370,14 @@ pub struct MooncakeSettings {
     pub mooncake_protocol: String,
     /// `device_name`: RDMA devices, comma separated; empty: all.
     pub device_name: String,
-    /// `bootstrap_server_address`: host and port of a bootstrap server that is not the prefill's own.
+    /// `bootstrap_server_address`: host and port of a bootstrap server outside the prefill
+    /// instance.
     pub bootstrap_server_address: Option<String>,
     /// `prefill_side_swa_replay`: false.
     pub prefill_side_swa_replay: bool,
 }
 
-/// Reads known keys; those that the chosen version does not read are as if absent.
+/// A reader of known keys. Keys that the chosen version does not read are treated as absent.
 struct KeyReader<'a> {
     object: &'a Map<String, Value>,
     version: Version,
@@ -443,7 +454,7 @@ pub(super) fn mooncake(object: &Map<String, Value>, version: Version) -> Result<
     })
 }
 
-/// `backends`, as written; an empty list or an empty name is a mistake.
+/// Reads `backends`, as written. An empty list or an empty name is an error.
 pub(super) fn backends(object: &Map<String, Value>) -> Result<Option<Vec<String>>> {
     let Some(value) = object.get("backends") else { return Ok(None) };
     let names = fields::texts(&extra("backends"), value)?;

@@ -1,4 +1,4 @@
-//! `KVTransferConfig`: the fields, checked, with the defaults of the chosen version.
+//! `KVTransferConfig`: the checked fields, with the defaults of the chosen version.
 
 use std::sync::LazyLock;
 
@@ -15,7 +15,8 @@ use crate::Version;
 use kvx_core::backend::nearest;
 use kvx_core::{AgentBuilder, Error, ErrorKind, Options, Result};
 
-/// vLLM's `KVTransferConfig`, checked as vLLM checks it, with what kvx adds under `kv_connector_extra_config`.
+/// vLLM's `KVTransferConfig`, checked as in vLLM, with kvx's additions under
+/// `kv_connector_extra_config`.
 ///
 /// ```
 /// use kvx_vllm::config::{KvTransferConfig, LoadFailurePolicy, Surroundings};
@@ -59,13 +60,14 @@ pub struct KvTransferConfig {
 }
 
 impl KvTransferConfig {
-    /// From JSON text; `80m` and `1K` are numbers in it. Errors: as [`resolve`](Self::resolve).
+    /// Reads JSON text, in which `80m` and `1K` are numbers. Errors: as [`resolve`](Self::resolve).
     pub fn from_json(text: &str, surroundings: &Surroundings) -> Result<Self> {
         Self::resolve(Given::from_json(text)?, surroundings)
     }
 
-    /// From a command line: takes what concerns KV transfer and returns the other arguments, for the program's own
-    /// parser. Errors: as [`Given::from_arguments`] and [`resolve`](Self::resolve).
+    /// Takes the arguments for KV transfer out of a command line. Returns the other arguments for
+    /// the program's own parser. Errors: as [`Given::from_arguments`] and
+    /// [`resolve`](Self::resolve).
     ///
     /// ```
     /// use kvx_vllm::config::{KvTransferConfig, Surroundings};
@@ -85,12 +87,12 @@ impl KvTransferConfig {
         Ok((Self::resolve(given, surroundings)?, rest))
     }
 
-    /// Checks what was written and fills in the defaults.
+    /// Checks the input and fills in the defaults.
     ///
-    /// Errors: `Invalid`, naming the field and the nearest valid one, for an unknown field, a value of the wrong type
-    /// or outside its closed set, a connector without a role, an unknown connector, an unknown key in one of kvx's own
-    /// tables, or a variable of the environment that cannot be read; `Unsupported` for a connector of vLLM that kvx
-    /// does not speak.
+    /// Errors: `Invalid`, with the field and the nearest valid one, for an unknown field, a value
+    /// of the wrong type or outside its closed set, a connector without a role, an unknown
+    /// connector, an unknown key in one of kvx's own tables, or an invalid environment variable;
+    /// `Unsupported` for a connector of vLLM that kvx does not support.
     pub fn resolve(given: Given, surroundings: &Surroundings) -> Result<Self> {
         Self::resolve_within(given, surroundings, None)
     }
@@ -242,7 +244,7 @@ impl KvTransferConfig {
             warn(
                 Concern::Version,
                 format!(
-                    "{}: not in {version} any more, and not used by kvx; remove what is written, or set kv_compat \
+                    "{}: no longer in {version}, and not used by kvx; remove it, or set kv_compat \
                      to \"0.31\"",
                     removed.join(", ")
                 ),
@@ -261,9 +263,9 @@ impl KvTransferConfig {
             warn(
                 Concern::Version,
                 format!(
-                    "kv_compat {}: kvx takes the defaults and ports of {version}, for peers that are kvx too; it \
+                    "kv_compat {}: kvx uses the defaults and ports of {version} with peers that run kvx; it \
                      does not \
-                     speak with a vLLM before 0.16",
+                     speak the protocol of a vLLM before 0.16",
                     version.as_str()
                 ),
             );
@@ -272,7 +274,7 @@ impl KvTransferConfig {
             warn(
                 Concern::Version,
                 format!(
-                    "kv_role kv_both is deprecated in {version}; write kv_producer or kv_consumer: to NixlConnector all \
+                    "kv_role kv_both is deprecated in {version}; write kv_producer or kv_consumer: for NixlConnector all \
                      roles are the same, the request decides"
                 ),
             );
@@ -285,7 +287,7 @@ impl KvTransferConfig {
                 Concern::Recompute,
                 "kv_load_failure_policy recompute: after a failed load the decode instance does prefill work, for \
                  which \
-                 it is not set up, and the decodes beside it are delayed (vLLM's guide: jitter and higher tail \
+                 it is not set up, and its other decodes are delayed (vLLM's guide: jitter and higher tail \
                  latency); \
                  write fail unless that is better than an error"
                     .into(),
@@ -299,7 +301,7 @@ impl KvTransferConfig {
             warn(
                 Concern::HostMemory,
                 format!(
-                    "kv_buffer_device is {}, but {reason}: host memory is used; write cpu to say so",
+                    "kv_buffer_device is {}, but {reason}: host memory is used; write cpu to avoid this warning",
                     self.kv_buffer_device
                 ),
             );
@@ -307,54 +309,56 @@ impl KvTransferConfig {
         warnings
     }
 
-    /// The version whose defaults count: `kv_compat`, or the newest.
+    /// Returns the version whose defaults apply: `kv_compat`, or the newest.
     pub fn version(&self) -> Version {
         self.version
     }
 
-    /// `kv_connector`, as written.
+    /// Returns `kv_connector`, as written.
     pub fn kv_connector(&self) -> Option<&str> {
         self.kv_connector.as_deref()
     }
 
-    /// What `kv_connector` names; `None` without one.
+    /// Returns the connector that `kv_connector` names, if it is set.
     pub fn connector(&self) -> Option<&ConnectorKind> {
         self.connector.as_ref()
     }
 
-    /// `engine_id`: as written, or a random UUID that stays the same for this value and its clones. It names one life
-    /// of one engine: of two live ones with one name, or of one started again within a lease, peers refuse what they
-    /// cannot tell apart. Best left out.
+    /// Returns `engine_id`: as written, or a random UUID that is the same for this value and its
+    /// clones. It names one incarnation of one engine. If two live engines share an id, or an
+    /// engine restarts with the same id within a lease, peers reject what they cannot tell apart.
+    /// It is best left out.
     pub fn engine_id(&self) -> &str {
         &self.engine_id
     }
 
-    /// The engine id of one data-parallel rank, as vLLM spells it.
+    /// Returns the engine id of one data-parallel rank, as vLLM spells it.
     pub fn engine_id_of_rank(&self, dp: u32) -> String {
         format!("{}_dp{dp}", self.engine_id)
     }
 
-    /// `kv_buffer_device`: as written, or the default. See [`buffer_device`](Self::buffer_device) for what is used.
+    /// Returns `kv_buffer_device`: as written, or the default. See
+    /// [`buffer_device`](Self::buffer_device) for the device in use.
     pub fn kv_buffer_device(&self) -> BufferDevice {
         self.kv_buffer_device
     }
 
-    /// The device that is used: host memory where the written one is not there.
+    /// Returns the device in use: host memory if the configured device does not exist.
     pub fn buffer_device(&self) -> BufferDevice {
         self.buffer_device
     }
 
-    /// `kv_role`. NixlConnector behaves the same under all roles.
+    /// Returns `kv_role`. NixlConnector behaves the same in all roles.
     pub fn kv_role(&self) -> Option<Role> {
         self.kv_role
     }
 
-    /// `kv_port`: 14579. No connector of kvx uses it.
+    /// Returns `kv_port`: 14579. No connector of kvx uses it.
     pub fn kv_port(&self) -> u16 {
         self.kv_port
     }
 
-    /// `kv_connector_extra_config`: everything, also what kvx does not know.
+    /// Returns `kv_connector_extra_config` with all keys, also unknown ones.
     pub fn extra(&self) -> &Map<String, Value> {
         static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
         self.given
@@ -364,8 +368,8 @@ impl KvTransferConfig {
             .unwrap_or(&EMPTY)
     }
 
-    /// Sets what this configuration says of an agent: its options, and whether device memory goes through the host
-    /// (`kv_buffer_device`).
+    /// Applies this configuration to an agent: its options, and whether device memory is staged
+    /// through the host (`kv_buffer_device`).
     ///
     /// ```no_run
     /// # let registry = kvx_core::Registry::new();
@@ -380,126 +384,131 @@ impl KvTransferConfig {
         builder.options(Options::from_json(self.extra().clone())).stage_device_memory(staged)
     }
 
-    /// One key of `kv_connector_extra_config`, or `default`.
+    /// Returns one key of `kv_connector_extra_config`, or `default`.
     pub fn get_from_extra_config<'a>(&'a self, key: &str, default: &'a Value) -> &'a Value {
         self.extra().get(key).unwrap_or(default)
     }
 
-    /// `kv_connector_module_path`: only ever set for a connector that the program registered.
+    /// Returns `kv_connector_module_path`. It is set only for a connector that the program
+    /// registered.
     pub fn kv_connector_module_path(&self) -> Option<&str> {
         self.kv_connector_module_path.as_deref()
     }
 
-    /// `enable_permute_local_kv`: false.
+    /// Returns `enable_permute_local_kv`: false.
     pub fn enable_permute_local_kv(&self) -> bool {
         self.enable_permute_local_kv
     }
 
-    /// `kv_load_failure_policy`: `fail`; `recompute` up to vLLM 0.16.
+    /// Returns `kv_load_failure_policy`: `fail`; `recompute` up to vLLM 0.16.
     pub fn kv_load_failure_policy(&self) -> LoadFailurePolicy {
         self.kv_load_failure_policy
     }
 
-    /// `kv_buffer_size`, a field until vLLM 0.31: 1e9.
+    /// Returns `kv_buffer_size`, a field until vLLM 0.31: 1e9.
     pub fn kv_buffer_size(&self) -> f64 {
         self.kv_buffer_size
     }
 
-    /// `kv_rank`, a field until vLLM 0.31.
+    /// Returns `kv_rank`, a field until vLLM 0.31.
     pub fn kv_rank(&self) -> Option<i64> {
         self.kv_rank
     }
 
-    /// `kv_parallel_size`, a field until vLLM 0.31: 1.
+    /// Returns `kv_parallel_size`, a field until vLLM 0.31: 1.
     pub fn kv_parallel_size(&self) -> i64 {
         self.kv_parallel_size
     }
 
-    /// `kv_ip`, a field until vLLM 0.31: 127.0.0.1.
+    /// Returns `kv_ip`, a field until vLLM 0.31: 127.0.0.1.
     pub fn kv_ip(&self) -> &str {
         &self.kv_ip
     }
 
-    /// `kv_connector_extra_config.backends` as written: any letter case, in order of preference. `None`: not written,
-    /// kvx chooses. (An empty list does not get this far: [`resolve`](Self::resolve) refuses it.)
+    /// Returns `kv_connector_extra_config.backends` as written: any letter case, in order of
+    /// preference. `None`: not written, so kvx chooses. The list is not empty:
+    /// [`resolve`](Self::resolve) rejects an empty one.
     pub fn backends(&self) -> Result<Option<Vec<String>>> {
         Ok(self.backends.clone())
     }
 
-    /// What NixlConnector reads in `kv_connector_extra_config`.
+    /// Returns the settings of NixlConnector in `kv_connector_extra_config`.
     pub fn nixl(&self) -> &NixlSettings {
         &self.nixl
     }
 
-    /// What MooncakeConnector reads in `kv_connector_extra_config`.
+    /// Returns the settings of MooncakeConnector in `kv_connector_extra_config`.
     pub fn mooncake(&self) -> &MooncakeSettings {
         &self.mooncake
     }
 
-    /// The same with the host of the first data-parallel rank (vLLM's `--data-parallel-address`): the prefill workers
-    /// of a MooncakeConnector's other ranks register at its bootstrap server.
+    /// Sets the host of the first data-parallel rank (vLLM's `--data-parallel-address`). The
+    /// prefill workers of a MooncakeConnector's other ranks register at the bootstrap server on
+    /// that host.
     #[must_use]
     pub fn with_first_rank_at(self, host: &str) -> Self {
         KvTransferConfig { first_rank_host: Some(host.to_owned()), ..self }
     }
 
-    /// The host of the first data-parallel rank, if it was told.
+    /// Returns the host of the first data-parallel rank, if it was set.
     pub fn first_rank_host(&self) -> Option<&str> {
         self.first_rank_host.as_deref()
     }
 
-    /// What the environment variables say.
+    /// Returns the values of the environment variables.
     pub fn environment(&self) -> &Environment {
         &self.environment
     }
 
-    /// The children of a MultiConnector.
+    /// Returns the children of a MultiConnector.
     pub fn children(&self) -> &[KvTransferConfig] {
         &self.children
     }
 
-    /// Whether this instance takes part in KV transfer at all.
+    /// Returns whether this instance takes part in KV transfer.
     pub fn is_kv_transfer_instance(&self) -> bool {
         self.kv_connector.is_some() && self.kv_role.is_some()
     }
 
-    /// Whether this instance produces KV cache.
+    /// Returns whether this instance produces KV cache.
     pub fn is_kv_producer(&self) -> bool {
         self.kv_connector.is_some() && matches!(self.kv_role, Some(Role::Producer | Role::Both))
     }
 
-    /// Whether this instance consumes KV cache.
+    /// Returns whether this instance consumes KV cache.
     pub fn is_kv_consumer(&self) -> bool {
         self.kv_connector.is_some() && matches!(self.kv_role, Some(Role::Consumer | Role::Both))
     }
 
-    /// Whether the connector has this name, or one of a MultiConnector's children does.
+    /// Returns whether the connector, or a child of a MultiConnector, has this name.
     pub fn has_connector(&self, name: &str) -> bool {
         self.kv_connector() == Some(name)
             || self.children.iter().any(|child| child.has_connector(name))
     }
 
-    /// What vLLM adds of this configuration to the hash of its compiled graph: nothing, the MD5 of `[]`.
+    /// Returns this configuration's part in vLLM's hash of its compiled graph: the MD5 of `[]`, as
+    /// vLLM hashes no fields.
     pub fn compute_hash(&self) -> &'static str {
         "d751713988987e9331980363e24189ce"
     }
 
-    /// What the operator should know, in the order of the text.
+    /// Returns the warnings for the operator, in the order of the input.
     pub fn warnings(&self) -> &[Warning] {
         &self.warnings
     }
 
-    /// Logs each warning that this process has not logged yet; returns how many those were.
+    /// Logs each warning that this process has not logged yet. Returns their number.
     pub fn log_warnings_once(&self) -> usize {
         warning::log_once(&self.warnings)
     }
 
-    /// What was written, and where.
+    /// Returns the input and the sources of its values.
     pub fn given(&self) -> &Given {
         &self.given
     }
 
-    /// Every field of the chosen version with its value, as vLLM would print it; read again, it means the same.
+    /// Returns every field of the chosen version with its value, as vLLM would print it. Reading
+    /// the result gives the same configuration.
     pub fn to_json(&self) -> Map<String, Value> {
         let mut out = Map::new();
         for field in self.fields_of_version() {
@@ -508,7 +517,7 @@ impl KvTransferConfig {
         out
     }
 
-    /// The fields that the chosen version has, and those written besides.
+    /// Returns the fields of the chosen version, and any others that were written.
     pub(super) fn fields_of_version(&self) -> impl Iterator<Item = &'static str> + '_ {
         let written = |field: &fields::Field| self.given.object().contains_key(field.name);
         FIELDS

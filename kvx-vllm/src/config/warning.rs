@@ -1,33 +1,33 @@
-//! What an operator should know but that stops nothing: returned as data, logged once.
+//! Warnings for the operator: returned as data, logged once.
 
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
-/// What a [`Warning`] is about, for a program to branch on. More may be added.
+/// The subject of a [`Warning`], for programs to branch on. More may be added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Concern {
     /// A value was given more than once; the last one counts.
     Duplicate,
-    /// vLLM reads these arguments otherwise: kvx does what vLLM's documentation says.
+    /// vLLM reads these arguments differently; kvx follows vLLM's documentation.
     Differs,
-    /// The chosen vLLM version no longer has this field, key, role or variable, or does not have it yet.
+    /// The chosen vLLM version does not have this field, key, role or variable, or deprecates it.
     Version,
-    /// Nothing in kvx reads this key.
+    /// kvx does not use this key.
     Unknown,
     /// `kv_load_failure_policy` is `recompute`.
     Recompute,
-    /// `kv_buffer_device` names a device that is not there: host memory is used.
+    /// `kv_buffer_device` names a device that is not present: host memory is used.
     HostMemory,
     /// NCCL_* variables are set; KV transfer does not read them.
     Nccl,
-    /// A value was taken as text although it looks like a number.
+    /// A value was read as text although it looks like a number.
     Text,
 }
 
 impl Concern {
-    /// The concern as one word, for JSON output.
+    /// Returns the subject as one word, for JSON output.
     pub fn as_str(self) -> &'static str {
         match self {
             Concern::Duplicate => "duplicate",
@@ -42,7 +42,7 @@ impl Concern {
     }
 }
 
-/// One sentence for the operator.
+/// One message for the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Warning {
     concern: Concern,
@@ -54,18 +54,18 @@ impl Warning {
         Warning { concern, sentence: sentence.into() }
     }
 
-    /// The same warning, about a part of the configuration that `prefix` names.
+    /// Prefixes the message with the part of the configuration that it is about.
     pub(super) fn within(mut self, prefix: &str) -> Self {
         self.sentence = format!("{prefix}: {}", self.sentence);
         self
     }
 
-    /// What it is about.
+    /// Returns the subject of the warning.
     pub fn concern(&self) -> Concern {
         self.concern
     }
 
-    /// The sentence: what was found, and what to write instead.
+    /// Returns the message: the problem, and what to write instead.
     pub fn sentence(&self) -> &str {
         &self.sentence
     }
@@ -79,7 +79,7 @@ impl fmt::Display for Warning {
 
 static LOGGED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
-/// Logs each warning that this process has not logged before; returns how many those were.
+/// Logs each warning that this process has not logged before. Returns their number.
 pub(super) fn log_once(warnings: &[Warning]) -> usize {
     let fresh: Vec<&Warning> = {
         let mut logged = LOGGED.lock().unwrap_or_else(PoisonError::into_inner);

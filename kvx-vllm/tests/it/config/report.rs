@@ -103,11 +103,11 @@ fn golden_removed_fields_and_abort_timeout() {
 fn a_registry_says_what_the_names_stand_for() {
     let line = ["--kv-transfer-config.kv_connector_extra_config.backends+=tcp,uxc"];
     let report = report(&line, &Surroundings::default());
-    assert!(report.to_string().contains("preferred one first\n  tcp\n  uxc\n"), "{report}");
+    assert!(report.to_string().contains("order of preference\n  tcp\n  uxc\n"), "{report}");
     let opening = |name: &str, note: &str| Opening { name: name.into(), note: note.into() };
     let report = report.openings(vec![opening("TCP", ""), opening("uxc", "unknown")]);
     assert!(
-        report.to_string().contains("preferred one first\n  TCP\n  uxc: unknown\n"),
+        report.to_string().contains("order of preference\n  TCP\n  uxc: unknown\n"),
         "{report}"
     );
     assert_eq!(report.to_json()["backends"][1]["note"], "unknown");
@@ -127,7 +127,7 @@ fn without_a_list_it_is_said_whether_vllm_peers_reach_this_engine() {
     let nixl = "--kv-transfer-config.kv_connector=NixlConnector";
     let text = said(&[nixl]).unwrap();
     assert!(
-        text.starts_with("they cannot load from this engine") && text.contains("name RIXL in"),
+        text.starts_with("they cannot load from this engine") && text.contains("add RIXL to"),
         "{text}"
     );
     // A list says it of each backend, and Mooncake's engines are no such peers.

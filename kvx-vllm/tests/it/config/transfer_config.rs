@@ -131,9 +131,9 @@ fn kv_compat_is_one_of_a_list_and_a_number_will_do() {
     let error = refused(r#"{"kv_connector_extra_config": {"kv_compat": "0.25.1"}}"#);
     assert_eq!(
         error,
-        "kv_compat is \"0.25.1\"; write the vLLM whose defaults kvx shall take: \"0.9\", \"0.11\", \"0.16\", \"0.20\", \
-         \"0.21\", \"0.22\", \"0.26\", \"0.28\", \"0.29\", \"0.30\", \"0.31\", \"0.32\", \"0.33\"; \"0.22\" stands \
-         for that one"
+        "kv_compat is \"0.25.1\"; write the version of vLLM whose defaults apply: \"0.9\", \"0.11\", \"0.16\", \"0.20\", \
+         \"0.21\", \"0.22\", \"0.26\", \"0.28\", \"0.29\", \"0.30\", \"0.31\", \"0.32\", \"0.33\"; \"0.22\" covers \
+         that version"
     );
     assert!(
         refused(r#"{"kv_connector_extra_config": {"kv_compat": "new"}}"#).ends_with("\"0.33\"")
@@ -144,12 +144,12 @@ fn kv_compat_is_one_of_a_list_and_a_number_will_do() {
 #[test]
 fn a_version_is_said_to_stand_for_others_only_where_it_does() {
     for (written, said) in [
-        ("0.10.2", "\"0.9\" stands for that one"),
-        ("0.17.1", "\"0.16\" stands for that one"),
-        ("0.27", "\"0.26\" stands for that one"),
-        ("0.20.2", "\"0.20\" stands for that one"),
-        ("0.19.1", "none of them stands for vLLM 0.19.1, with which kvx does not speak"),
-        ("0.34.1", "kvx does not know a later one"),
+        ("0.10.2", "\"0.9\" covers that version"),
+        ("0.17.1", "\"0.16\" covers that version"),
+        ("0.27", "\"0.26\" covers that version"),
+        ("0.20.2", "\"0.20\" covers that version"),
+        ("0.19.1", "none of them covers vLLM 0.19.1, whose protocol kvx does not speak"),
+        ("0.34.1", "kvx does not know later versions"),
     ] {
         let error =
             refused(&format!(r#"{{"kv_connector_extra_config": {{"kv_compat": "{written}"}}}}"#));
@@ -170,8 +170,8 @@ fn who_writes_a_version_before_0_16_hears_what_stands_for_its_mooncake_connector
     {
         let error = refused(&mooncake(&format!("\"{written}\"")));
         let said = format!(
-            "none of them stands for vLLM {written}, with whose NixlConnector kvx does not speak; for the \
-             MooncakeConnector before vLLM 0.16 write \"0.11\" (its protocol was read in vLLM 0.13)"
+            "none of them covers vLLM {written}, whose NixlConnector protocol kvx does not speak; for the \
+             MooncakeConnector before vLLM 0.16 write \"0.11\" (kvx implements the protocol of vLLM 0.13)"
         );
         assert!(error.ends_with(&said), "{error}");
     }
@@ -395,7 +395,7 @@ fn an_unknown_connector_is_refused_with_the_nearest_and_vllms_others_by_name() {
     let error = KvTransferConfig::from_json(text, &Surroundings::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(
-        error.to_string().contains("LMCacheConnectorV1 is vLLM's, but kvx does not speak it"),
+        error.to_string().contains("kvx does not support vLLM's LMCacheConnectorV1"),
         "{error}"
     );
     for (name, connector) in [
@@ -494,11 +494,11 @@ fn own_tables_refuse_unknown_keys_and_other_keys_are_kept_with_a_warning() {
     );
     assert!(
         refused(&extra(r#"{"TCP": {}}"#))
-            .ends_with("is no table; write kv_connector_extra_config.tcp")
+            .ends_with("is not a table; write kv_connector_extra_config.tcp")
     );
     assert!(
         refused(&extra(r#"{"nixl": {}}"#))
-            .ends_with("is no table; write kv_connector_extra_config.rixl")
+            .ends_with("is not a table; write kv_connector_extra_config.rixl")
     );
 
     let config = self::config(&extra(r#"{"backend": ["UCX"]}"#));
@@ -519,7 +519,7 @@ fn a_flat_key_of_an_own_table_means_the_nested_one() {
         refused(&extra(r#"{"TCP.seal": "all"}"#)).ends_with("write kv_connector_extra_config.tcp")
     );
     let twice = refused(&extra(r#"{"tcp.seal": "all", "tcp": {"seal": "none"}}"#));
-    assert!(twice.contains("is written twice"), "{twice}");
+    assert!(twice.contains("is set twice"), "{twice}");
     // Other keys with a dot are kept as they were written.
     let config = self::config(&extra(r#"{"mine.seal": "all"}"#));
     assert_eq!(config.extra()["mine.seal"], "all");

@@ -1,4 +1,4 @@
-//! Between the geometry of a rank and the metadata that its handshake carries.
+//! Conversion between the geometry of a rank and the metadata that its handshake carries.
 
 use std::sync::Arc;
 
@@ -10,16 +10,18 @@ use super::layout::KvLayout;
 use crate::Version;
 use crate::wire::NixlAgentMetadata;
 
-/// The attention backend whose K has dimensions before tokens.
+/// The attention backend that stores K with dimensions before tokens.
 const TRANSPOSES_KEYS: &str = "CPU_ATTN";
 
 impl Geometry {
-    /// The geometry that a peer's rank advertises: every number is its word, and checked. Versions that tell no
-    /// groups, names or kinds of memory count as one group, nameless layers and device memory.
+    /// Reads the geometry that a peer's rank advertises, and checks every number. Metadata of
+    /// versions without groups, names or memory types gets one group, unnamed layers and device
+    /// memory.
     ///
     /// # Errors
-    /// `Malformed` for lists of different lengths and numbers that cannot be; `Unsupported` for state-space layers,
-    /// extra per-layer pages and prefill context parallelism, which are not moved.
+    /// `Malformed` for lists of different lengths and impossible numbers; `Unsupported` for
+    /// state-space layers, extra per-layer pages and prefill context parallelism, which kvx cannot
+    /// transfer.
     pub fn advertised(metadata: &NixlAgentMetadata) -> Result<Self> {
         metadata.check_regions()?;
         let fault = if metadata.ssm_sizes != (0, 0) {
@@ -34,7 +36,7 @@ impl Geometry {
         if !fault.is_empty() {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                format!("the peer has {fault}, which kvx does not move"),
+                format!("the peer has {fault}, which kvx cannot transfer"),
             ));
         }
         let mut regions = Vec::with_capacity(metadata.regions());
@@ -75,11 +77,12 @@ impl Geometry {
 }
 
 impl Caches {
-    /// Writes this rank's regions into the metadata of its handshake, in the words of `version`: names of layouts and
-    /// regions, groups and kinds of memory changed with versions.
+    /// Writes this rank's regions into the metadata of its handshake, in the form of `version`.
+    /// Names of layouts and regions, groups and memory types changed between versions.
     ///
     /// # Errors
-    /// `Incompatible` for a layout, padding, groups or counts that the version has no words for.
+    /// `Incompatible` for a layout, padding, groups or counts that the version's metadata cannot
+    /// describe.
     pub fn advertise(&self, metadata: &mut NixlAgentMetadata, version: Version) -> Result<()> {
         let geometry = self.geometry();
         let regions = geometry.regions();
@@ -121,7 +124,7 @@ impl Caches {
     }
 }
 
-/// That the version has words for what this geometry is.
+/// Checks that the version's metadata can describe this geometry.
 fn check_words(geometry: &Geometry, version: Version) -> Result<()> {
     let regions = geometry.regions();
     let padded = regions.iter().any(|region| region.block_stride != region.block_len);
@@ -140,13 +143,13 @@ fn check_words(geometry: &Geometry, version: Version) -> Result<()> {
         None => Ok(()),
         Some((_, since, what)) => Err(Error::new(
             ErrorKind::Incompatible,
-            format!("the metadata of {version} has no words for {what}; {since} has"),
+            format!("the metadata of {version} cannot describe {what}; use {since} or later"),
         )),
     }
 }
 
-/// Puts packed layers into their region: the one that has them as a member, else the row that is named after one of
-/// them.
+/// Adds packed layers to their region: the one that lists the layer as a member, otherwise the one
+/// that is named after one of the packed layers.
 fn place_packed(metadata: &NixlAgentMetadata, regions: &mut [KvRegion]) -> Result<()> {
     let has = |region: &KvRegion, name: &str| region.layers.iter().any(|layer| **layer == *name);
     let packed = &metadata.packed_member_layouts;
@@ -155,10 +158,7 @@ fn place_packed(metadata: &NixlAgentMetadata, regions: &mut [KvRegion]) -> Resul
     for layer in packed {
         let own = regions.iter().position(|region| has(region, &layer.layer));
         let Some(region) = own.or(row).map(|at| &mut regions[at]) else {
-            return Err(malformed(format!(
-                "packed layer {} lies in no region",
-                shown(&layer.layer)
-            )));
+            return Err(malformed(format!("packed layer {} is in no region", shown(&layer.layer))));
         };
         let name: Arc<str> = layer.layer.as_str().into();
         if own.is_none() {
@@ -179,5 +179,6 @@ fn layers(metadata: &NixlAgentMetadata, region: usize) -> Vec<Arc<str>> {
 }
 
 fn small(number: u64, what: &str) -> Result<u32> {
-    u32::try_from(number).map_err(|_| malformed(format!("{number} {what}: at most {}", u32::MAX)))
+    u32::try_from(number)
+        .map_err(|_| malformed(format!("{number} {what} exceed the limit of {}", u32::MAX)))
 }

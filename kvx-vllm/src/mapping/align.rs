@@ -1,14 +1,14 @@
-//! Which blocks of two lists hold the same tokens.
+//! The blocks of two lists that hold the same tokens.
 
 use std::ops::Range;
 
 use kvx_core::{Error, ErrorKind, Indices, Result};
 
-/// The most units of one logical block; index arithmetic relies on it.
+/// The most units in a logical block. Index arithmetic relies on it.
 const MAX_UNITS: u32 = 65_536;
 
-/// How both sides divide a sequence: into units of equal tokens, the kernel blocks of the producer. A logical block of
-/// either side is a whole number of them.
+/// The common division of a sequence on both sides, into units of equal size: the producer's kernel
+/// blocks. A logical block of either side is a whole number of units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Units {
     consumer: u32,
@@ -16,25 +16,26 @@ pub struct Units {
     tokens: u32,
 }
 
-/// The tokens of a sequence that both lists speak of, counted from its start.
+/// The ends of both lists in a sequence, in tokens from its start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tokens {
-    /// Tokens that the producer's list reaches up to.
+    /// The tokens that the producer's list covers.
     pub producer: u32,
-    /// Tokens that the consumer wants to have at the end; at most `producer`.
+    /// The tokens that the consumer wants in the end; at most `producer`.
     pub wanted: u32,
 }
 
-/// Whether lists of a group lack blocks at their front.
+/// The blocks that the lists of a group omit at their front.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Clip {
-    /// The producer's list begins with the sequence; the consumer's lacks what it has cached.
+    /// The producer's list begins with the sequence. The consumer's list omits the blocks that it
+    /// has cached.
     Whole,
     /// Both are clipped to the last blocks of a sliding window.
     Window,
 }
 
-/// What two lists have in common, in units.
+/// The common part of two lists, in units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Aligned {
     units: Units,
@@ -47,51 +48,53 @@ pub struct Aligned {
 }
 
 impl Units {
-    /// `consumer` and `producer` units to a logical block of each side, `tokens` to a unit. Errors: `Invalid` for 0,
-    /// and for more than 65,536 units to a block.
+    /// Creates a division with `consumer` and `producer` units in a logical block of each side and
+    /// `tokens` in a unit. Errors: `Invalid` for 0, and for more than 65,536 units in a block.
     pub fn new(consumer: u32, producer: u32, tokens: u32) -> Result<Self> {
         let known = 1..=MAX_UNITS;
         if !known.contains(&consumer) || !known.contains(&producer) || tokens == 0 {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "blocks of {consumer} and {producer} units of {tokens} tokens: units are 1 to {MAX_UNITS}, \
-                     tokens at least 1"
+                    "blocks of {consumer} and {producer} units of {tokens} tokens: a block has 1 to {MAX_UNITS} units, \
+                     a unit at least 1 token"
                 ),
             ));
         }
         Ok(Units { consumer, producer, tokens })
     }
 
-    /// Blocks of equal size on both sides.
+    /// Creates a division for blocks of equal size on both sides.
     pub fn equal(tokens: u32) -> Result<Self> {
         Units::new(1, 1, tokens)
     }
 
-    /// Units of a logical block of the consumer.
+    /// Returns the units in a logical block of the consumer.
     pub fn consumer(self) -> u32 {
         self.consumer
     }
 
-    /// Units of a logical block of the producer.
+    /// Returns the units in a logical block of the producer.
     pub fn producer(self) -> u32 {
         self.producer
     }
 
-    /// Tokens of a unit.
+    /// Returns the tokens in a unit.
     pub fn tokens(self) -> u32 {
         self.tokens
     }
 
-    /// Finds what a consumer's and a producer's list of so many logical blocks have in common.
+    /// Returns the common part of a consumer's and a producer's list, given their numbers of
+    /// logical blocks.
     ///
-    /// A consumer with a cached prefix lists only the blocks that it lacks: both lists end with the same token, and
-    /// the producer's is cut at the front, by whole blocks of the consumer. Without `tokens` the producer's list is
-    /// taken to be the whole sequence; with them, also a producer's list that starts or ends elsewhere pairs exactly.
+    /// A consumer with a cached prefix lists only the blocks that it lacks. Both lists end with the
+    /// same token, and the producer's list is cut at the front, by whole blocks of the consumer.
+    /// Without `tokens`, the producer's list is taken to be the whole sequence. With them, a
+    /// producer's list that starts or ends elsewhere is paired exactly too.
     ///
     /// # Errors
-    /// `OutOfBounds` when the consumer lists blocks that the producer's list does not reach; `Invalid` for
-    /// `tokens.wanted` beyond `tokens.producer`.
+    /// `OutOfBounds` if the consumer lists blocks that the producer's list does not reach;
+    /// `Invalid` if `tokens.wanted` is beyond `tokens.producer`.
     pub fn align(
         self,
         consumer: usize,
@@ -123,7 +126,7 @@ impl Units {
                 return Err(Error::new(
                     ErrorKind::Invalid,
                     format!(
-                        "{} tokens wanted of a producer that has {}",
+                        "{} tokens wanted, but the producer has {}",
                         tokens.wanted, tokens.producer
                     ),
                 ));
@@ -162,28 +165,31 @@ impl Units {
 }
 
 impl Aligned {
-    /// The consumer's units, as indices of a grid of units. Errors: `OutOfBounds` for indices that are no `u32`.
+    /// Returns the consumer's units, as indices of a grid of units. Errors: `OutOfBounds` for
+    /// indices beyond 32 bits.
     pub fn of_consumer(&self, list: &Indices) -> Result<Indices> {
         expand(list, self.units.consumer, self.consumer_skip..self.consumer_skip + self.count)
     }
 
-    /// The producer's units, as indices of a grid of units. Errors as [`of_consumer`](Aligned::of_consumer).
+    /// Returns the producer's units, as indices of a grid of units. Errors: as
+    /// [`of_consumer`](Aligned::of_consumer).
     pub fn of_producer(&self, list: &Indices) -> Result<Indices> {
         expand(list, self.units.producer, self.producer_skip..self.producer_skip + self.count)
     }
 }
 
-/// The indices of the `part` of a list whose every block is `each` smaller ones: block `b` is `b * each` and the
-/// `each - 1` after it. Shares the list where `each` is 1.
+/// Splits every block of a list into `each` smaller ones, and returns the indices of a `part` of
+/// the result. Block `b` becomes `b * each` and the `each - 1` that follow. Shares the list if
+/// `each` is 1.
 ///
 /// # Errors
-/// `OutOfBounds` when an index is no `u32` or the part ends beyond the list.
+/// `OutOfBounds` if an index exceeds 32 bits or the part ends beyond the list.
 pub fn expand(list: &Indices, each: u32, part: Range<u64>) -> Result<Indices> {
     let available = list.len() as u64 * u64::from(each);
     if part.start > part.end || part.end > available {
         return Err(Error::new(
             ErrorKind::OutOfBounds,
-            format!("units {} to {} of a list of {available}", part.start, part.end),
+            format!("units {} to {} are outside a list of {available}", part.start, part.end),
         ));
     }
     if each == 1 {
@@ -194,7 +200,9 @@ pub fn expand(list: &Indices, each: u32, part: Range<u64>) -> Result<Indices> {
     {
         return Err(Error::new(
             ErrorKind::OutOfBounds,
-            format!("block {max} of {each} smaller ones: their indices do not fit into 32 bits"),
+            format!(
+                "block {max} splits into {each} smaller ones whose indices do not fit into 32 bits"
+            ),
         ));
     }
     let mut expanded = Vec::with_capacity((part.end - part.start) as usize);
@@ -209,19 +217,23 @@ pub fn expand(list: &Indices, each: u32, part: Range<u64>) -> Result<Indices> {
     Ok(expanded.into())
 }
 
-/// Blocks that a sliding window of `window` tokens can reach: one more than it fills, as it may begin inside a block.
+/// Returns the number of blocks that a sliding window of `window` tokens can touch: one more than
+/// it fills, as it may begin inside a block.
 pub fn window_blocks(window: u32, block_tokens: u32) -> u32 {
     window.div_ceil(block_tokens.max(1)).saturating_add(1)
 }
 
-/// The last `blocks` of a list, sharing it: what is sent of a sliding-window group.
+/// Returns the last `blocks` of a list, which a sliding-window group sends. Shares the list.
 pub fn clip_to_window(list: &Indices, blocks: u32) -> Indices {
     list.slice(list.len().saturating_sub(blocks as usize)..list.len())
 }
 
 fn len(list: usize) -> Result<i64> {
     u32::try_from(list).map(i64::from).map_err(|_| {
-        Error::new(ErrorKind::Invalid, format!("a list of {list} blocks: at most 2^32-1 are known"))
+        Error::new(
+            ErrorKind::Invalid,
+            format!("a list of {list} blocks exceeds the limit of 2^32-1"),
+        )
     })
 }
 

@@ -1,4 +1,4 @@
-//! From the KV caches of this rank to its regions.
+//! Conversion of this rank's KV caches to regions.
 
 use std::sync::Arc;
 
@@ -9,19 +9,21 @@ use super::layout::KvLayout;
 use super::names::natural_order;
 use super::ranks::Heads;
 
-/// Where the blocks of a layer start: addresses of this process, `Memory::address` and an offset.
+/// The start addresses of a layer's blocks in this process: `Memory::address` and an offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvTensors {
-    /// K and V in the same blocks, moved as one: one region per layer. Also the latent of MLA.
+    /// K and V in the same blocks, moved together: one region per layer. Also for the latent of
+    /// MLA.
     Together(u64),
-    /// All blocks of K at one address, all of V at another: two regions per layer, K first.
+    /// All blocks of K at one address and all of V at another: two regions per layer, K first.
     Apart {
-        /// K's block 0.
+        /// The address of K's block 0.
         k: u64,
-        /// V's block 0.
+        /// The address of V's block 0.
         v: u64,
     },
-    /// K and V in the same blocks, K's half first, moved as two (FlashInfer up to vLLM 0.20): one region per layer.
+    /// K and V in the same blocks, K's half first, moved separately (FlashInfer up to vLLM 0.20):
+    /// one region per layer.
     Halves(u64),
 }
 
@@ -30,24 +32,26 @@ pub enum KvTensors {
 pub struct LayerCache {
     /// The layer's name.
     pub name: Arc<str>,
-    /// Where its blocks start.
+    /// The start of its blocks.
     pub tensors: KvTensors,
-    /// Kernel blocks.
+    /// The number of kernel blocks.
     pub blocks: u32,
-    /// Bytes of a block in each tensor, without padding.
+    /// The bytes of a block in each tensor, without padding.
     pub block_len: u64,
-    /// Bytes from a block to the next; more than `block_len` for padded blocks and for rows that hold several layers.
+    /// The bytes from one block to the next. More than `block_len` for padded blocks and for rows
+    /// of several layers.
     pub block_stride: u64,
     /// Its KV cache group.
     pub group: u32,
-    /// How its heads are spread over ranks.
+    /// The distribution of its heads over ranks.
     pub heads: Heads,
-    /// Where it lies.
+    /// The type of its memory.
     pub memory: MemoryType,
 }
 
 impl LayerCache {
-    /// One whose blocks lie behind one another, keys and values of each together, in host memory and the first group.
+    /// Creates a layer with adjacent blocks that hold keys and values together, in host memory and
+    /// in the first group.
     pub fn packed(
         name: impl Into<Arc<str>>,
         address: u64,
@@ -68,22 +72,23 @@ impl LayerCache {
     }
 }
 
-/// The caches of this rank: its geometry, and what only their owner knows.
+/// The caches of this rank: their geometry, and properties that handshakes do not carry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Caches {
     geometry: Geometry,
-    /// Per region.
+    /// For each region.
     heads: Vec<Heads>,
 }
 
 impl Caches {
-    /// The regions of these layers, in the natural order of their names. Layers that start at the same address share a
-    /// region; if they are of several groups, the region is shared by all. `kernel_per_logical` is 1 unless a block is
-    /// made of several of the kernels', `device` the number of the GPU, 0 in host memory.
+    /// Creates the regions of these layers, in the natural order of their names. Layers with the
+    /// same start address share a region; if they belong to several groups, all groups share it.
+    /// `kernel_per_logical` is 1 unless a logical block consists of several kernel blocks. `device`
+    /// is the number of the GPU, 0 for host memory.
     ///
     /// # Errors
-    /// `Invalid` for a name given twice, layers that share an address but not their blocks or heads, and mixed styles
-    /// of [`KvTensors::Halves`]; `Malformed` as [`Geometry::new`].
+    /// `Invalid` for a duplicate name, for layers that share an address but not their blocks or
+    /// heads, and if only some layers use [`KvTensors::Halves`]; `Malformed` as [`Geometry::new`].
     pub fn of_layers(
         mut layers: Vec<LayerCache>,
         layout: KvLayout,
@@ -98,7 +103,7 @@ impl Caches {
         let halves =
             layers.iter().filter(|layer| matches!(layer.tensors, KvTensors::Halves(_))).count();
         if halves != 0 && halves != layers.len() {
-            return Err(invalid("some layers have K and V as halves of a block and some have not"));
+            return Err(invalid("some layers have K and V as halves of a block and some do not"));
         }
         let mut regions: Vec<KvRegion> = Vec::new();
         let mut heads: Vec<Heads> = Vec::new();
@@ -136,13 +141,14 @@ impl Caches {
         Ok(Caches { geometry, heads })
     }
 
-    /// As [`Geometry::with_transposed_keys`].
+    /// Sets [`Geometry::with_transposed_keys`].
     #[must_use]
     pub fn with_transposed_keys(self) -> Self {
         Caches { geometry: self.geometry.with_transposed_keys(), ..self }
     }
 
-    /// The same regions in memory of the host: where each begins there, by where it begins here.
+    /// Returns the same regions in host memory. `there` maps the start of a region here to its
+    /// start there.
     #[doc(hidden)]
     pub fn in_host_memory(&self, there: impl Fn(u64) -> u64) -> Self {
         let mut geometry = Geometry { device: 0, ..self.geometry.clone() };
@@ -153,17 +159,17 @@ impl Caches {
         Caches { geometry, heads: self.heads.clone() }
     }
 
-    /// The regions.
+    /// Returns the regions.
     pub fn geometry(&self) -> &Geometry {
         &self.geometry
     }
 
-    /// How the heads of a region are spread over ranks.
+    /// Returns the distribution of a region's heads over ranks.
     pub(super) fn heads(&self, region: usize) -> Heads {
         self.heads[region]
     }
 
-    /// Whether any region has heads that ranks divide among them.
+    /// Returns whether the ranks divide the heads of any region.
     pub(super) fn any_sharded(&self) -> bool {
         self.heads.iter().any(|heads| matches!(heads, Heads::Sharded(_)))
     }

@@ -1,4 +1,4 @@
-//! Between the dense tensor of one sequence and the blocks of a pool.
+//! Copies between the dense tensor of one sequence and the blocks of a pool.
 
 use std::ops::Range;
 
@@ -6,12 +6,12 @@ use kvx_core::{Error, ErrorKind, Result};
 
 use super::permute::BlockShape;
 
-/// K or V of one layer and one sequence on one rank, as an engine without blocks keeps it: a row of bytes (a head's
-/// dimensions of one token) for each head and token, at fixed distances.
+/// K or V of one layer and one sequence on one rank, in an engine without blocks. It has one row of
+/// bytes (a head's dimensions of one token) for each head and token, at fixed strides.
 ///
 /// ```
 /// use kvx_vllm::mapping::DenseShape;
-/// // [head][token][dim], 8 heads of 128 two-byte elements, with room for 4096 tokens.
+/// // [head][token][dim], 8 heads of 128 two-byte elements, with a capacity of 4096 tokens.
 /// let shape = DenseShape::heads_outermost(8, 4096, 256);
 /// assert_eq!((shape.head_stride, shape.token_stride), (4096 * 256, 256));
 /// // [token][head][dim], as llama.cpp keeps it.
@@ -19,20 +19,20 @@ use super::permute::BlockShape;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DenseShape {
-    /// Heads on this rank.
+    /// The heads on this rank.
     pub heads: usize,
-    /// Tokens that it has room for.
+    /// The capacity in tokens.
     pub tokens: usize,
-    /// Bytes of a row.
+    /// The bytes of a row.
     pub row: usize,
-    /// Bytes from a row to that of the next head.
+    /// The bytes from a row to that of the next head.
     pub head_stride: usize,
-    /// Bytes from a row to that of the next token.
+    /// The bytes from a row to that of the next token.
     pub token_stride: usize,
 }
 
 impl DenseShape {
-    /// `[head][token][dim]` without gaps.
+    /// Creates the shape `[head][token][dim]` without gaps.
     pub const fn heads_outermost(heads: usize, tokens: usize, row: usize) -> Self {
         DenseShape {
             heads,
@@ -43,12 +43,12 @@ impl DenseShape {
         }
     }
 
-    /// `[token][head][dim]` without gaps.
+    /// Creates the shape `[token][head][dim]` without gaps.
     pub const fn tokens_outermost(heads: usize, tokens: usize, row: usize) -> Self {
         DenseShape { heads, tokens, row, head_stride: row, token_stride: heads.saturating_mul(row) }
     }
 
-    /// The bytes from its first row to the end of its last; `None` when that is no number.
+    /// Returns the bytes from the first row to the end of the last, or `None` on overflow.
     pub fn extent(&self) -> Option<usize> {
         let last = |count: usize, stride: usize| count.checked_sub(1)?.checked_mul(stride);
         if self.heads == 0 || self.tokens == 0 {
@@ -60,23 +60,24 @@ impl DenseShape {
     }
 }
 
-/// Where the rows of one tensor lie in a block: with K and V packed into the content of a head and token, K is the
-/// first half of it and V the second.
+/// The rows of one tensor in a block. If K and V are packed into the content of a head and token, K
+/// is the first half of it and V the second.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockRows {
-    /// The block.
+    /// The shape of the block.
     pub shape: BlockShape,
-    /// Heads before tokens (LBHNC), else tokens before heads (LBNHC).
+    /// Whether heads come before tokens (LBHNC), rather than tokens before heads (LBNHC).
     pub heads_before_tokens: bool,
-    /// The part of a head's and token's content that is this tensor's row.
+    /// The part of the content of a head and token that is this tensor's row.
     pub part: Range<usize>,
 }
 
-/// Copies the rows of some tokens of a dense tensor to the front of a block; what lies behind them in it is left alone.
+/// Copies the rows of some tokens of a dense tensor to the front of a block. The rest of the block
+/// is unchanged.
 ///
 /// # Errors
-/// `Invalid` for tokens beyond the tensor or more than the block has, other heads or rows than the block's, and slices
-/// of other lengths; nothing is changed then.
+/// `Invalid` for tokens beyond the tensor, more tokens than the block has, heads or rows that
+/// differ from the block's, and slices of other lengths. Nothing is changed then.
 pub fn rows_into_block(
     tensor: &[u8],
     dense: &DenseShape,
@@ -90,8 +91,8 @@ pub fn rows_into_block(
     Ok(())
 }
 
-/// Copies the front of a block to the rows of some tokens of a dense tensor; its other rows are left alone. Errors as
-/// [`rows_into_block`].
+/// Copies the front of a block to the rows of some tokens of a dense tensor. Other rows are
+/// unchanged. Errors: as [`rows_into_block`].
 pub fn rows_from_block(
     block: &[u8],
     rows: &BlockRows,
@@ -105,7 +106,8 @@ pub fn rows_from_block(
     Ok(())
 }
 
-/// What is contiguous on both sides: its place in the tensor, in the block, and its bytes. All within both.
+/// Returns the runs that are contiguous on both sides: offset in the tensor, offset in the block,
+/// and length. All runs are within both.
 fn runs(
     tensor: usize,
     dense: &DenseShape,
@@ -129,7 +131,7 @@ fn runs(
         return Err(Error::new(
             ErrorKind::Invalid,
             format!(
-                "tokens {tokens:?} of a tensor of {tensor} bytes, {dense:?}, are not those of a block of {block} \
+                "tokens {tokens:?} of a tensor of {tensor} bytes, {dense:?}, do not fit a block of {block} \
                  bytes, {rows:?}"
             ),
         ));
@@ -140,7 +142,7 @@ fn runs(
         (content, heads * content)
     };
     let (dense, first, part, row) = (*dense, tokens.start, rows.part.start, dense.row);
-    // The dimension whose rows follow each other on both sides moves as one run.
+    // Rows that are adjacent on both sides in one dimension move as one run.
     let (per_head, per_token) = match (
         dense.token_stride == row && token_step == row,
         dense.head_stride == row && head_step == row,

@@ -1,29 +1,31 @@
-//! Descriptors as NIXL prepares them: rows of equal blocks, and flat ids that count through the rows.
+//! Descriptors as NIXL prepares them: rows of equal blocks, and flat ids that count across the
+//! rows.
 
 use kvx_core::{Error, ErrorKind, Result};
 
 use super::geometry::RegionGroup;
 
-/// Equal blocks at equal distances: one row of a strided descriptor list.
+/// Equal blocks at equal strides: one row of a strided descriptor list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Row {
-    /// Address of the first block.
+    /// The address of the first block.
     pub address: u64,
-    /// Bytes of a block.
+    /// The bytes of a block.
     pub len: u64,
-    /// Number of the device.
+    /// The number of the device.
     pub device: u64,
-    /// Bytes from a block to the next.
+    /// The bytes from one block to the next.
     pub stride: u64,
-    /// Blocks.
+    /// The number of blocks.
     pub count: u64,
 }
 
-/// The rows of `blocks` blocks that consist of `parts` adjoining parts of `part_len` bytes each: one row where the
-/// parts run on evenly from block to block, else one row per block.
+/// Returns the rows of `blocks` blocks that consist of `parts` adjacent parts of `part_len` bytes
+/// each: one row if the parts have an equal stride across blocks, otherwise one row per block.
 ///
 /// # Errors
-/// `Invalid` for no blocks or parts, or parts that do not fit into the stride; `OutOfBounds` beyond the address space.
+/// `Invalid` for no blocks or parts, or parts that do not fit into the stride; `OutOfBounds` beyond
+/// the address space.
 pub fn strided_rows(
     base: u64,
     part_len: u64,
@@ -38,8 +40,8 @@ pub fn strided_rows(
         return Err(Error::new(
             ErrorKind::Invalid,
             format!(
-                "{blocks} blocks of {parts} parts of {part_len} bytes, {block_stride} apart: parts fit into \
-                 blocks, and none is empty"
+                "{blocks} blocks of {parts} parts of {part_len} bytes, {block_stride} apart: parts must fit into \
+                 blocks, and none may be empty"
             ),
         ));
     }
@@ -69,29 +71,29 @@ pub fn strided_rows(
 /// A peer's region as this rank reads it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteRegionRow {
-    /// Address of the peer's block 0.
+    /// The address of the peer's block 0.
     pub base: u64,
-    /// Bytes from a block of the peer to the next.
+    /// The bytes from one block of the peer to the next.
     pub stride: u64,
-    /// Blocks of the peer.
+    /// The peer's number of blocks.
     pub blocks: u32,
     /// The peer's device.
     pub device: u64,
-    /// Bytes of a local block.
+    /// The bytes of a local block.
     pub local_block_len: u64,
-    /// How many ranks of the peer fill a local block.
+    /// The number of the peer's ranks that fill a local block.
     pub sources: u32,
-    /// Where the local heads start in the peer's block, in local block lengths.
+    /// The start of the local heads in the peer's block, in local block lengths.
     pub rank_offset: u32,
-    /// How many blocks of the peer a local block is.
+    /// The number of the peer's blocks in a local block.
     pub ratio: u32,
 }
 
-/// The row of a peer's region as this rank reads it.
+/// Returns the row of a peer's region as this rank reads it.
 ///
 /// # Errors
-/// `Invalid` for no blocks or sources, and local blocks that cannot be divided; `OutOfBounds` when the range leaves the
-/// peer's block or the address space.
+/// `Invalid` for no blocks or sources, and local blocks that cannot be divided; `OutOfBounds` if
+/// the range exceeds the peer's block or the address space.
 pub fn remote_row(region: RemoteRegionRow) -> Result<Row> {
     let RemoteRegionRow {
         base,
@@ -110,7 +112,7 @@ pub fn remote_row(region: RemoteRegionRow) -> Result<Row> {
         return Err(Error::new(
             ErrorKind::Invalid,
             format!(
-                "a local block of {local_block_len} bytes from {sources} ranks, {ratio} blocks each, of {blocks}"
+                "{sources} ranks with {ratio} blocks each (of {blocks}) cannot fill a local block of {local_block_len} bytes"
             ),
         ));
     };
@@ -130,18 +132,19 @@ pub fn remote_row(region: RemoteRegionRow) -> Result<Row> {
         None => Err(Error::new(
             ErrorKind::OutOfBounds,
             format!(
-                "piece {rank_offset} of {len} bytes lies outside of a peer's block ({blocks} blocks, {stride} \
+                "piece {rank_offset} of {len} bytes is outside a peer's block ({blocks} blocks, {stride} \
                  bytes apart, from {base:#x})"
             ),
         )),
     }
 }
 
-/// The flat descriptor ids of blocks: group by group, and region by region within a group. Where all regions belong to
-/// the same group, the blocks of all groups go to every region.
+/// Returns the flat descriptor ids of blocks, group by group, and region by region within a group.
+/// If all regions belong to the same group, the blocks of all groups apply to every region.
 ///
 /// # Errors
-/// `Invalid` when the lists differ in regions; `OutOfBounds` for a group without blocks and for blocks beyond a region.
+/// `Invalid` if the lists differ in regions; `OutOfBounds` for a group without blocks and for
+/// blocks beyond a region.
 pub fn descriptor_ids<B: AsRef<[u32]>>(
     region_blocks: &[u32],
     region_groups: &[RegionGroup],
@@ -151,7 +154,7 @@ pub fn descriptor_ids<B: AsRef<[u32]>>(
         return Err(Error::new(
             ErrorKind::Invalid,
             format!(
-                "{} regions with blocks and {} with groups",
+                "{} regions have blocks, but {} have groups",
                 region_blocks.len(),
                 region_groups.len()
             ),
@@ -183,7 +186,7 @@ fn add_ids(
             if let Some(beyond) = blocks.iter().find(|block| *block >= count) {
                 return Err(Error::new(
                     ErrorKind::OutOfBounds,
-                    format!("block {beyond} of region {region}, which has {count}"),
+                    format!("block {beyond} of region {region}, which has {count} blocks"),
                 ));
             }
             ids.extend(blocks.iter().map(|block| first + u64::from(*block)));

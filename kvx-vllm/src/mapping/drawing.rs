@@ -1,4 +1,4 @@
-//! The lanes between this rank and each rank of a peer, drawn region by region.
+//! Creates the lanes between this rank and each rank of a peer, region by region.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -14,19 +14,19 @@ use super::ranks::{Heads, Mapping, Tp};
 use super::slices::{RegionPair, Slice};
 use crate::ids::WorkerRank;
 
-/// What all lanes of a map are drawn from.
+/// The inputs for all lanes of a map.
 pub(super) struct Drawing<'a> {
     pub(super) op: Op,
     pub(super) local: &'a Caches,
     pub(super) tp: Tp,
     pub(super) remote: &'a Remote<'a>,
-    /// Producer's blocks to one of the consumer.
+    /// The number of the producer's blocks in one of the consumer's.
     pub(super) ratio: u32,
-    /// A range of heads is a range of bytes on the wire.
+    /// Whether a range of heads is a range of bytes on the wire.
     pub(super) contiguous: bool,
 }
 
-/// What is drawn for one stage.
+/// The lanes and sets of one pipeline stage.
 #[derive(Clone, Default)]
 struct StageDrawing {
     lanes: Vec<Lane>,
@@ -47,7 +47,7 @@ impl StageDrawing {
 }
 
 impl Drawing<'_> {
-    /// Adds the sources of one tensor-parallel rank of the peer: one per stage.
+    /// Adds the sources of one tensor-parallel rank of the peer, one for each pipeline stage.
     pub(super) fn sources(
         &self,
         rank: u32,
@@ -75,13 +75,13 @@ impl Drawing<'_> {
                 }
             };
             let (own, theirs) = (&ours.regions()[at], &stages[found.stage].regions()[found.region]);
-            let in_words = |error: Error| {
+            let context = |error: Error| {
                 let name = own.layers.first().map_or("", |layer| layer);
                 Error::new(error.kind(), format!("region {at} ({name}): {error}"))
             };
             let pair =
                 self.pair(at, found, stages[found.stage], (consumer.size(), producer.size()));
-            let slices = pair.slices(mapping, producer.rank()).map_err(in_words)?;
+            let slices = pair.slices(mapping, producer.rank()).map_err(context)?;
             let groups = groups_of(ours, at, options.groups.len())?;
             let memory = (own.memory, theirs.memory);
             for Slice { phase, consumer, producer } in slices {
@@ -124,12 +124,12 @@ impl Drawing<'_> {
     }
 }
 
-/// vLLM refuses a producer whose ranks hold copies of heads when it has more ranks than the consumer.
+/// Rejects a producer with copies of heads that has more ranks than the consumer, as vLLM does.
 fn refuse_copies(heads: Heads, consumer: Tp, producer: Tp) -> Result<()> {
     match heads {
         Heads::Sharded(heads) if producer.size() > consumer.size() && producer.size() > heads => {
             Err(incompatible(format!(
-                "{} producer ranks hold copies of {heads} KV heads, and the consumer has {} ranks: the producer \
+                "{} producer ranks hold copies of {heads} KV heads, but the consumer has {} ranks: the producer \
                  may have at most {}",
                 producer.size(),
                 consumer.size(),
@@ -140,7 +140,8 @@ fn refuse_copies(heads: Heads, consumer: Tp, producer: Tp) -> Result<()> {
     }
 }
 
-/// The groups whose blocks go through a region; one `None` where all regions take the blocks of all.
+/// Returns the groups whose blocks use a region, or one `None` if all regions take the blocks of
+/// all groups.
 fn groups_of(geometry: &Geometry, region: usize, groups: usize) -> Result<Vec<Option<u32>>> {
     let regions = geometry.regions();
     if regions.iter().all(|other| other.group == regions[0].group) {
@@ -148,9 +149,9 @@ fn groups_of(geometry: &Geometry, region: usize, groups: usize) -> Result<Vec<Op
     }
     match regions[region].group {
         RegionGroup::Of(group) if (group as usize) < groups => Ok(vec![Some(group)]),
-        RegionGroup::Of(group) => {
-            Err(invalid(format!("region {region} is of KV cache group {group} of {groups}")))
-        }
+        RegionGroup::Of(group) => Err(invalid(format!(
+            "region {region} belongs to KV cache group {group}, but there are {groups} groups"
+        ))),
         RegionGroup::Shared => Ok((0..groups as u32).map(Some).collect()),
     }
 }

@@ -1,4 +1,4 @@
-//! The regions of one rank: where its KV caches lie and how they are divided into blocks.
+//! The regions of one rank: the memory of its KV caches and its division into blocks.
 
 use std::sync::Arc;
 
@@ -6,35 +6,35 @@ use kvx_core::{Error, ErrorKind, Grid, Result};
 
 use super::layout::KvLayout;
 
-/// The most regions that one rank may describe.
+/// The most regions of one rank.
 pub const MAX_REGIONS: usize = 65_536;
 
-/// The most kernel blocks per logical block; index arithmetic relies on it.
+/// The most kernel blocks in a logical block. Index arithmetic relies on it.
 const MAX_KERNEL_PER_LOGICAL: u32 = 65_536;
 
-/// Which KV cache group a region belongs to.
+/// The KV cache group of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum RegionGroup {
-    /// All groups: their layers share the memory, and the block ids keep them apart.
+    /// All groups: their layers share the memory and use different block ids.
     Shared,
-    /// This group.
+    /// This group only.
     Of(u32),
 }
 
 impl RegionGroup {
-    /// From the wire, where -1 means shared. Errors: `Malformed`.
+    /// Reads a group from the wire, where -1 means shared. Errors: `Malformed`.
     pub fn from_wire(id: i64) -> Result<Self> {
         match id {
             -1 => Ok(RegionGroup::Shared),
             id => u32::try_from(id).map(RegionGroup::Of).map_err(|_| {
                 malformed(format!(
-                    "a region of KV cache group {id}: groups count from 0, and -1 means shared"
+                    "invalid KV cache group {id}: groups count from 0, and -1 means shared"
                 ))
             }),
         }
     }
 
-    /// The number on the wire.
+    /// Returns the number on the wire.
     pub fn to_wire(self) -> i64 {
         match self {
             RegionGroup::Shared => -1,
@@ -42,13 +42,13 @@ impl RegionGroup {
         }
     }
 
-    /// Whether blocks of `group` lie in such a region.
+    /// Returns whether blocks of `group` are in such a region.
     pub fn covers(self, group: u32) -> bool {
         self == RegionGroup::Shared || self == RegionGroup::Of(group)
     }
 }
 
-/// NIXL's names for kinds of memory.
+/// A memory type, in NIXL's terms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum MemoryType {
     /// Device memory.
@@ -58,33 +58,32 @@ pub enum MemoryType {
 }
 
 impl MemoryType {
-    /// The memory of a `kv_buffer_device`: `cpu` is host memory, `cuda` and `xpu` are device memory. Errors: `Invalid`.
+    /// Returns the memory type of a `kv_buffer_device`: `cpu` is host memory, `cuda` and `xpu` are
+    /// device memory. Errors: `Invalid`.
     pub fn of_buffer_device(device: &str) -> Result<Self> {
         match device {
             "cpu" => Ok(MemoryType::Dram),
             "cuda" | "xpu" => Ok(MemoryType::Vram),
             other => Err(Error::new(
                 ErrorKind::Invalid,
-                format!(
-                    "kv_buffer_device \"{other}\": its memory can be registered for cpu, cuda and xpu"
-                ),
+                format!("kv_buffer_device \"{other}\" is not supported: use cpu, cuda or xpu"),
             )),
         }
     }
 
-    /// From the wire. Errors: `Malformed`.
+    /// Reads a type from the wire. Errors: `Malformed`.
     pub fn from_wire(name: &str) -> Result<Self> {
         match name {
             "VRAM" => Ok(MemoryType::Vram),
             "DRAM" => Ok(MemoryType::Dram),
             other => Err(malformed(format!(
-                "memory of type {:?}: VRAM and DRAM are known",
+                "unknown memory type {:?}: expected VRAM or DRAM",
                 shown(other)
             ))),
         }
     }
 
-    /// The name on the wire.
+    /// Returns the name on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             MemoryType::Vram => "VRAM",
@@ -93,34 +92,34 @@ impl MemoryType {
     }
 }
 
-/// One region: the blocks of a layer, or of layers that share memory.
+/// The blocks of one layer, or of several layers that share memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvRegion {
-    /// Address of block 0.
+    /// The address of block 0.
     pub base: u64,
-    /// Bytes of a kernel block that are data; padding behind them is never moved.
+    /// The bytes of data in a kernel block. Padding after them is never moved.
     pub block_len: u64,
-    /// Bytes from a block to the next; at least `block_len`.
+    /// The bytes from one block to the next; at least `block_len`.
     pub block_stride: u64,
-    /// Kernel blocks.
+    /// The number of kernel blocks.
     pub blocks: u32,
-    /// The group whose block ids speak of it.
+    /// The group whose block ids refer to the region.
     pub group: RegionGroup,
-    /// Where it lies.
+    /// The memory type.
     pub memory: MemoryType,
-    /// The layers in it, in natural order; empty where the peer's version does not tell.
+    /// The layers in the region, in natural order. Empty if the peer's version does not name them.
     pub layers: Vec<Arc<str>>,
-    /// Layers whose blocks are a part of this region's blocks: offset and length of the part.
+    /// Layers that occupy a part of each block of this region: name, offset and length of the part.
     pub packed: Vec<(Arc<str>, u64, u64)>,
 }
 
 impl KvRegion {
-    /// The first address after the last block; `None` when it is not a number.
+    /// Returns the first address after the last block, or `None` on overflow.
     pub fn end(&self) -> Option<u64> {
         self.grid().end()?.checked_add(self.base)
     }
 
-    /// Its blocks as a grid from its base.
+    /// Returns its blocks as a grid relative to its base.
     pub fn grid(&self) -> Grid {
         Grid { base: 0, stride: self.block_stride, length: self.block_len, count: self.blocks }
     }
@@ -137,7 +136,7 @@ impl KvRegion {
         } else if self.packed.iter().any(|(_, offset, len)| {
             *len == 0 || offset.checked_add(*len).is_none_or(|end| end > self.block_len)
         }) {
-            "has a packed layer that escapes its block"
+            "has a packed layer that exceeds its block"
         } else {
             return Ok(());
         };
@@ -148,18 +147,19 @@ impl KvRegion {
     }
 }
 
-/// Memory that holds regions: what is registered with a transport.
+/// Memory that holds regions and is registered with a transport.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemorySpan {
-    /// Its first address.
+    /// The first address.
     pub address: u64,
-    /// Its bytes.
+    /// The length in bytes.
     pub len: u64,
-    /// Where it lies.
+    /// The memory type.
     pub memory: MemoryType,
 }
 
-/// The memory of one rank: its regions, and what is the same for all of them. Always checked: see [`Geometry::new`].
+/// The memory of one rank: its regions and their common properties. Always valid: see
+/// [`Geometry::new`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Geometry {
     pub(super) regions: Vec<KvRegion>,
@@ -172,12 +172,13 @@ pub struct Geometry {
 }
 
 impl Geometry {
-    /// Checked regions. `block_tokens` are the tokens of a kernel block, `kernel_per_logical` the kernel blocks of a
-    /// logical one, `device` the number of the device that the regions lie on.
+    /// Checks regions. `block_tokens` is the number of tokens in a kernel block,
+    /// `kernel_per_logical` the number of kernel blocks in a logical one, `device` the number of
+    /// the regions' device.
     ///
     /// # Errors
-    /// `Malformed`, in words, for no or too many regions, empty or overlapping blocks, addresses that are no numbers,
-    /// and parts that escape their block.
+    /// `Malformed`, with the reason, for no or too many regions, empty or overlapping blocks,
+    /// addresses that overflow, and parts that exceed their block.
     pub fn new(
         regions: Vec<KvRegion>,
         layout: KvLayout,
@@ -187,7 +188,7 @@ impl Geometry {
     ) -> Result<Self> {
         if regions.is_empty() || regions.len() > MAX_REGIONS {
             return Err(malformed(format!(
-                "{} regions: there are 1 to {MAX_REGIONS}",
+                "{} regions: expected 1 to {MAX_REGIONS}",
                 regions.len()
             )));
         }
@@ -196,7 +197,7 @@ impl Geometry {
         }
         if kernel_per_logical == 0 || kernel_per_logical > MAX_KERNEL_PER_LOGICAL {
             return Err(malformed(format!(
-                "{kernel_per_logical} kernel blocks per logical block: there are 1 to {MAX_KERNEL_PER_LOGICAL}"
+                "{kernel_per_logical} kernel blocks per logical block: expected 1 to {MAX_KERNEL_PER_LOGICAL}"
             )));
         }
         for (position, region) in regions.iter().enumerate() {
@@ -213,8 +214,8 @@ impl Geometry {
         })
     }
 
-    /// Each block is a K half and then a V half that are moved apart (FlashInfer up to vLLM 0.20). Errors: `Malformed`
-    /// for blocks of an odd number of bytes.
+    /// Marks each block as a K half and then a V half that are moved separately (FlashInfer up to
+    /// vLLM 0.20). Errors: `Malformed` for blocks of an odd number of bytes.
     pub fn with_halves(self) -> Result<Self> {
         match self.regions.iter().position(|region| region.block_len % 2 != 0) {
             None => Ok(Geometry { halves: true, ..self }),
@@ -225,51 +226,51 @@ impl Geometry {
         }
     }
 
-    /// The K of a head lies with its dimensions before its tokens, as vLLM's CPU_ATTN has it: a token is no range of
-    /// bytes.
+    /// Marks K as stored with dimensions before tokens within a head, as in vLLM's CPU_ATTN: a
+    /// token is not a range of bytes.
     #[must_use]
     pub fn with_transposed_keys(self) -> Self {
         Geometry { transposed_keys: true, ..self }
     }
 
-    /// The regions, in their order on the wire.
+    /// Returns the regions, in their order on the wire.
     pub fn regions(&self) -> &[KvRegion] {
         &self.regions
     }
 
-    /// The layout of a block.
+    /// Returns the layout of a block.
     pub fn layout(&self) -> KvLayout {
         self.layout
     }
 
-    /// Tokens of a kernel block.
+    /// Returns the tokens in a kernel block.
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
     }
 
-    /// Kernel blocks of a logical block.
+    /// Returns the kernel blocks in a logical block.
     pub fn kernel_per_logical(&self) -> u32 {
         self.kernel_per_logical
     }
 
-    /// The device's number.
+    /// Returns the device's number.
     pub fn device(&self) -> u64 {
         self.device
     }
 
-    /// Parts that a block is moved in: 2 where K and V are halves of it, else 1.
+    /// Returns the number of parts that a block is moved in: 2 if K and V are halves of it, else 1.
     pub fn parts(&self) -> u32 {
         if self.halves { 2 } else { 1 }
     }
 
-    /// The fewest memory ranges that hold all regions, by address. Regions whose blocks interleave, as in a cache with
-    /// the block outermost, lie in one span.
+    /// Returns the smallest set of memory ranges that holds all regions, ordered by address.
+    /// Regions whose blocks interleave, as in a cache with blocks outermost, share one span.
     pub fn spans(&self) -> Vec<MemorySpan> {
         let mut spans: Vec<MemorySpan> = Vec::new();
         let mut by_address: Vec<&KvRegion> = self.regions.iter().collect();
         by_address.sort_by_key(|region| (region.memory, region.base));
         for region in by_address {
-            let end = region.end().expect("checked when the geometry was made");
+            let end = region.end().expect("checked when the geometry was created");
             match spans.last_mut() {
                 Some(last)
                     if last.memory == region.memory && region.base <= last.address + last.len =>
@@ -286,7 +287,8 @@ impl Geometry {
         spans
     }
 
-    /// The span that a region lies in, and the region's offset in it: where the grids of its lanes start there.
+    /// Returns the span that holds a region, and the region's offset in it: the offset of its
+    /// lanes' grids there.
     pub fn place(&self, region: u32, spans: &[MemorySpan]) -> Option<(usize, u64)> {
         let region = self.regions.get(region as usize)?;
         let within = |span: &MemorySpan| {
@@ -296,13 +298,14 @@ impl Geometry {
         spans.iter().position(within).map(|span| (span, region.base - spans[span].address))
     }
 
-    /// Whether blocks of a group lie in one of its regions.
+    /// Returns whether blocks of a group are in one of its regions.
     #[doc(hidden)]
     pub fn covers(&self, region: &KvRegion, group: u32) -> bool {
         self.names_no_groups() || region.group.covers(group)
     }
 
-    /// Whether nothing is said of groups: versions that do not tell them count as all of group 0.
+    /// Returns whether the geometry names no groups: versions without groups count as all of group
+    /// 0.
     pub(crate) fn names_no_groups(&self) -> bool {
         self.regions.iter().all(|region| region.group == RegionGroup::Of(0))
     }
@@ -312,7 +315,7 @@ pub(super) fn malformed(sentence: impl Into<std::borrow::Cow<'static, str>>) -> 
     Error::new(ErrorKind::Malformed, sentence)
 }
 
-/// A peer's text, cut to a length that fits into a sentence.
+/// Cuts a peer's text to a length that fits into an error message.
 pub(super) fn shown(text: &str) -> String {
     text.chars().take(80).collect()
 }

@@ -1,4 +1,4 @@
-//! Lanes: a grid here and a grid at a peer, and which of them share their index lists.
+//! Lanes: pairs of a local grid and a peer's grid, and the sets of lanes that share index lists.
 
 use std::sync::Arc;
 
@@ -8,10 +8,10 @@ use super::descriptors::Row;
 use super::geometry::{Geometry, MemoryType};
 use crate::ids::WorkerRank;
 
-/// A grid of a region of a [`Geometry`]; its base counts from the region's.
+/// A grid in a region of a [`Geometry`]. Its base is relative to the region's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionGrid {
-    /// Position in [`Geometry::regions`].
+    /// The position in [`Geometry::regions`].
     pub region: u32,
     /// The grid.
     pub grid: Grid,
@@ -20,37 +20,37 @@ pub struct RegionGrid {
 /// A local and a remote grid of equal block length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lane {
-    /// On this rank.
+    /// The grid on this rank.
     pub local: RegionGrid,
-    /// On the peer's.
+    /// The grid on the peer's rank.
     pub remote: RegionGrid,
 }
 
-/// What lanes have in common that share their index lists.
+/// The properties that lanes must have in common to share their index lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SetKey {
-    /// The group whose blocks go through it; `None` for the blocks of all.
+    /// The group whose blocks use the lanes; `None` for the blocks of all groups.
     pub(super) group: Option<u32>,
-    /// Which sub-block of each block, where sub-blocks do not run on evenly; else all of them.
+    /// The sub-block of each block, if sub-blocks have no common stride; otherwise `None` for all.
     pub(super) phase: Option<u32>,
-    /// Here and at the peer.
+    /// The memory type here and at the peer.
     pub(super) memory: (MemoryType, MemoryType),
 }
 
-/// Lanes of one group that share their index lists: the layers.
+/// Lanes of one group that share their index lists, one or more for each layer.
 #[derive(Clone, Debug)]
 pub struct LaneSet {
     pub(super) key: SetKey,
     pub(super) lanes: Arc<[u32]>,
-    /// Blocks that all its lanes have.
+    /// The number of blocks that all its lanes have.
     pub(super) local_count: u32,
     pub(super) remote_count: u32,
-    /// Bytes of one index through all lanes.
+    /// The bytes of one index through all lanes.
     pub(super) bytes: u64,
 }
 
 impl LaneSet {
-    /// The set of these of the `lanes`: at least one.
+    /// Creates a set of at least one of the `lanes`.
     pub(super) fn new(key: SetKey, members: Vec<u32>, lanes: &[Lane]) -> Self {
         let of = |lane: &u32| &lanes[*lane as usize];
         LaneSet {
@@ -64,28 +64,28 @@ impl LaneSet {
         }
     }
 
-    /// Where the blocks lie, here and at the peer.
+    /// Returns the memory types of the blocks, here and at the peer.
     pub fn memory(&self) -> (MemoryType, MemoryType) {
         self.key.memory
     }
 
-    /// Number of lanes.
+    /// Returns the number of lanes.
     pub fn lanes(&self) -> usize {
         self.lanes.len()
     }
 
-    /// The KV cache group whose blocks go through it; `None`: the blocks of all groups.
+    /// Returns the KV cache group whose blocks use it, or `None` for the blocks of all groups.
     pub fn group(&self) -> Option<u32> {
         self.key.group
     }
 
-    /// Blocks of its grids, here and at the peer: every index lies below.
+    /// Returns the number of blocks in its grids, here and at the peer. Every index is below it.
     pub fn counts(&self) -> (u32, u32) {
         (self.local_count, self.remote_count)
     }
 }
 
-/// One rank of the peer, and what moves between it and this rank.
+/// One rank of the peer, and the lanes between it and this rank.
 #[derive(Clone, Debug)]
 pub struct Source {
     rank: WorkerRank,
@@ -114,22 +114,24 @@ impl Source {
         }
     }
 
-    /// The rank.
+    /// Returns the rank.
     pub fn rank(&self) -> WorkerRank {
         self.rank
     }
 
-    /// All lanes, in the order of descriptor rows.
+    /// Returns all lanes, in the order of descriptor rows.
     pub fn lanes(&self) -> &[Lane] {
         &self.lanes
     }
 
-    /// The sets. None: this rank exchanges bare notifications only with that one.
+    /// Returns the sets. If there is none, this rank exchanges only bare notifications with that
+    /// rank.
     pub fn sets(&self) -> &[LaneSet] {
         &self.sets
     }
 
-    /// The kinds of memory that its sets connect, here and at the peer: as many plans does a request take.
+    /// Returns the pairs of memory types that its sets connect, here and at the peer. A request
+    /// takes one plan for each.
     pub fn memories(&self) -> Vec<(MemoryType, MemoryType)> {
         let mut memories: Vec<_> = self.sets.iter().map(LaneSet::memory).collect();
         memories.sort_unstable();
@@ -137,8 +139,8 @@ impl Source {
         memories
     }
 
-    /// The lanes of a set as pairs of grids, all of the count that the set shares: what a plan's pair is made of. `set`
-    /// is a position in [`sets`](Source::sets).
+    /// Returns the lanes of a set as pairs of grids, for the pair of a plan. All grids have the
+    /// count that the set shares. `set` is a position in [`sets`](Source::sets).
     pub fn grids(
         &self,
         set: usize,
@@ -151,13 +153,14 @@ impl Source {
         })
     }
 
-    /// The rows of the remote descriptor list, in the order of [`lanes`](Source::lanes).
+    /// Returns the rows of the remote descriptor list, in the order of [`lanes`](Source::lanes).
     pub fn remote_rows(&self) -> Vec<Row> {
         self.lanes.iter().map(|lane| row(lane.remote, &self.bases, self.device)).collect()
     }
 }
 
-/// The row of a grid. Addresses are numbers: a geometry is checked when it is made.
+/// Returns the row of a grid. The address cannot overflow: a geometry is checked when it is
+/// created.
 pub(super) fn row(side: RegionGrid, bases: &[u64], device: u64) -> Row {
     Row {
         address: bases[side.region as usize] + side.grid.base,

@@ -1,4 +1,4 @@
-//! The order of the dimensions of a KV cache, and which orders two engines can have.
+//! The order of the dimensions of a KV cache, and the orders that two engines can combine.
 
 use std::fmt;
 
@@ -8,20 +8,21 @@ use super::geometry::{malformed, shown};
 
 /// The order of dimensions, outermost first: L layer, B block, H head, N token, C content of a head and token.
 ///
-/// What a block of one layer holds, outermost first, by the attention backend that vLLM names in a handshake. Blocks
-/// are moved whole and nothing here reads them: an engine that exchanges with a vLLM has the layout of that vLLM.
+/// The table shows the content of one layer's block, outermost first, by the attention backend that
+/// vLLM names in a handshake. kvx moves blocks whole and does not interpret them, so an engine must
+/// use the layout of the vLLM that it exchanges blocks with.
 ///
-/// | vLLM's attention backend | layout | a block of a layer | caches | known by |
+/// | vLLM's attention backend | layout | a block of a layer | caches | verified by |
 /// |---|---|---|---|---|
 /// | `CPU_ATTN` | `LBHNC` | for each head its keys `[dim][token]`, then its values `[token][dim]` | [`KvTensors::Together`], [`Caches::with_transposed_keys`] | runs with vLLM 0.32, both ways |
-/// | `FLASH_ATTN`, of late | `LBHNC` | for each head and token its key, then its value | [`KvTensors::Together`] | vLLM's source; not run |
-/// | `FLASH_ATTN`, of late | `LBNHC` | for each token and head its key, then its value | [`KvTensors::Together`] | vLLM's source; not run |
-/// | `FLASH_ATTN` up to 0.20 | `HND`, `NHD` | keys and values in regions of their own | [`KvTensors::Apart`] | vLLM's source; not run |
-/// | `FLASHINFER` up to 0.20 | `HND`, `NHD` | a half of keys, then a half of values, moved as two | [`KvTensors::Halves`] | vLLM's source; not run |
+/// | `FLASH_ATTN`, recent versions | `LBHNC` | for each head and token its key, then its value | [`KvTensors::Together`] | vLLM's source; not run |
+/// | `FLASH_ATTN`, recent versions | `LBNHC` | for each token and head its key, then its value | [`KvTensors::Together`] | vLLM's source; not run |
+/// | `FLASH_ATTN` up to 0.20 | `HND`, `NHD` | keys and values in separate regions | [`KvTensors::Apart`] | vLLM's source; not run |
+/// | `FLASHINFER` up to 0.20 | `HND`, `NHD` | a half of keys, then a half of values, moved separately | [`KvTensors::Halves`] | vLLM's source; not run |
 /// | MLA | any | one latent for each token | [`KvTensors::Together`], [`Heads::Replicated`] | vLLM's source; not run |
-/// | `TRITON_ATTN`, `FLEX_ATTENTION`, `TREE_ATTN`, `XPU_ATTN`, `ROCM_ATTN`, `ROCM_AITER_*` | not read | | | nothing; two of the same exchange blocks whole |
-/// | `FLASHINFER`, of late | not read | | | likewise |
-/// | any, blocks of all layers together or heads outermost | `BLHNC`, `BLNHC`, `BHLNC`, `LHBNC` | not read | | likewise |
+/// | `TRITON_ATTN`, `FLEX_ATTENTION`, `TREE_ATTN`, `XPU_ATTN`, `ROCM_ATTN`, `ROCM_AITER_*` | unknown | | | nothing; two engines with the same backend exchange blocks whole |
+/// | `FLASHINFER`, recent versions | unknown | | | nothing; as above |
+/// | any, blocks of all layers together or heads outermost | `BLHNC`, `BLNHC`, `BHLNC`, `LHBNC` | unknown | | nothing; as above |
 ///
 /// [`KvTensors::Together`]: super::KvTensors::Together
 /// [`KvTensors::Apart`]: super::KvTensors::Apart
@@ -55,7 +56,7 @@ impl KvLayout {
         KvLayout::Bhlnc,
     ];
 
-    /// By its name on the wire, old or new. Errors: `Malformed`.
+    /// Parses a name on the wire, old or new. Errors: `Malformed`.
     pub fn from_wire(name: &str) -> Result<Self> {
         let by_name = |layout: &KvLayout| layout.as_str() == name;
         match name {
@@ -63,14 +64,14 @@ impl KvLayout {
             "HND" => Ok(KvLayout::Lbhnc),
             _ => KvLayout::ALL.into_iter().find(by_name).ok_or_else(|| {
                 malformed(format!(
-                    "KV cache layout {:?}: NHD, HND and the orders of L, B, H, N, C are known",
+                    "unknown KV cache layout {:?}: expected NHD, HND or an order of L, B, H, N, C",
                     shown(name)
                 ))
             }),
         }
     }
 
-    /// Its name.
+    /// Returns the name.
     pub fn as_str(self) -> &'static str {
         match self {
             KvLayout::Lbnhc => "LBNHC",
@@ -82,7 +83,7 @@ impl KvLayout {
         }
     }
 
-    /// Its name up to vLLM 0.28, which knew two.
+    /// Returns the name up to vLLM 0.28, which had two layouts.
     pub fn old_name(self) -> Option<&'static str> {
         match self {
             KvLayout::Lbnhc => Some("NHD"),
@@ -91,12 +92,12 @@ impl KvLayout {
         }
     }
 
-    /// Whether a range of heads is a range of bytes of a block.
+    /// Returns whether a range of heads is a range of bytes of a block.
     pub fn has_contiguous_heads(self) -> bool {
         matches!(self, KvLayout::Lbhnc | KvLayout::Blhnc | KvLayout::Bhlnc)
     }
 
-    /// Whether the blocks of a layer have heads before tokens.
+    /// Returns whether the blocks of a layer have heads before tokens.
     pub fn heads_before_tokens(self) -> bool {
         !matches!(self, KvLayout::Lbnhc | KvLayout::Blnhc)
     }
@@ -108,21 +109,22 @@ impl fmt::Display for KvLayout {
     }
 }
 
-/// How a consumer's layout and a producer's fit.
+/// The relation between a consumer's layout and a producer's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LayoutMatch {
     /// Bytes are moved as they are.
     Same,
-    /// The producer's LBHNC is received and turned into LBNHC afterwards.
+    /// The consumer receives LBHNC and permutes it to LBNHC afterwards.
     Permute,
 }
 
 impl LayoutMatch {
-    /// Whether a consumer of layout `consumer` can take blocks of layout `producer`. Layouts of caches without heads
-    /// (MLA) need not be asked about. `enable_permute_local_kv` allows LBHNC into LBNHC, for models of one group.
+    /// Returns how a consumer of layout `consumer` can use blocks of layout `producer`. Not needed
+    /// for caches without heads (MLA). `enable_permute_local_kv` allows LBHNC into LBNHC, for
+    /// models with one group.
     ///
     /// # Errors
-    /// `Incompatible`, naming both and the way out.
+    /// `Incompatible`, with both layouts and the remedy.
     pub fn of(
         consumer: KvLayout,
         producer: KvLayout,

@@ -1,18 +1,18 @@
-//! The lengths that a region's blocks must have on both sides.
+//! The required lengths of a region's blocks on both sides.
 
 use kvx_core::{Error, ErrorKind, Result};
 
 use super::ranks::Heads;
 
-/// Checks the bytes of a block of one region against each other.
+/// Checks that the block lengths of one region on both sides match.
 ///
-/// `ratio` is how many blocks of the producer a block of the consumer is; the sizes are tensor-parallel ones. A
-/// replicated cache has the same bytes per token everywhere; a sharded one has them per head, and with more ranks
-/// than heads a rank still holds one head.
+/// `ratio` is the number of the producer's blocks in one of the consumer's; the sizes are
+/// tensor-parallel sizes. A replicated cache has the same bytes per token on every rank. A sharded
+/// one has them per head, and a rank holds at least one head, even with more ranks than heads.
 ///
 /// # Errors
-/// `Incompatible`, with all numbers, when the lengths do not fit, or blocks of different size meet a producer of more
-/// ranks.
+/// `Incompatible`, with all numbers, if the lengths do not match, or if block sizes differ and the
+/// producer has more ranks.
 pub fn check_block_length(
     consumer_len: u64,
     producer_len: u64,
@@ -26,8 +26,8 @@ pub fn check_block_length(
         return Err(Error::new(
             ErrorKind::Incompatible,
             format!(
-                "blocks of {ratio} times the producer's tokens, and {producer_size} producer ranks to \
-                 {consumer_size}: give both sides the same block size"
+                "the consumer's blocks have {ratio} times the producer's tokens, with {producer_size} producer ranks to \
+                 {consumer_size} consumer ranks: give both sides the same block size"
             ),
         ));
     }
@@ -38,8 +38,8 @@ pub fn check_block_length(
     Err(Error::new(
         ErrorKind::Incompatible,
         format!(
-            "blocks of {consumer_len} bytes at the consumer and {producer_len} at the producer do not fit: with \
-             {own} and {theirs} heads on a rank ({consumer_size} and {producer_size} ranks) and {ratio} producer \
+            "blocks of {consumer_len} bytes at the consumer and {producer_len} at the producer do not match: with \
+             {own} and {theirs} heads per rank ({consumer_size} and {producer_size} ranks) and {ratio} producer \
              blocks to one, the producer's must have {}",
             exactly(expected, u128::from(own) * u128::from(ratio))
         ),

@@ -1,18 +1,24 @@
-//! Which bytes of which rank go where: regions, descriptors, ranks, heads, block lists and layouts.
+//! The mapping of bytes between ranks: regions, descriptors, ranks, heads, block lists and layouts.
 //!
-//! Everything here is a plain function or a small immutable value; nothing here does I/O. The way through it:
+//! This module has only plain functions and small immutable values, without I/O. They are used in
+//! this order:
 //!
-//! 1. [`Caches::of_layers`] turns the KV caches of this rank into a [`Geometry`], and [`Caches::advertise`] writes it
+//! 1. [`Caches::of_layers`] turns the KV caches of this rank into a [`Geometry`], and
+//! [`Caches::advertise`] writes it
 //!    into the metadata of the handshake.
-//! 2. The handshake with each rank in [`handshake_ranks`] yields a [`Geometry::advertised`]; every number in it is a
-//!    peer's word and is checked.
-//! 3. [`PeerMap::new`] pairs both sides once per peer: for each of its ranks, [`Lane`]s (a local and a remote grid of
-//!    equal block length) and [`LaneSet`]s (the lanes that share an index list).
-//! 4. [`PeerMap::moves`] pairs the block lists of one request. It never looks at a lane: its cost depends on the blocks
-//!    of the request and not on the number of layers.
-//! 5. [`PeerMap::finishing`] says what a consumer does with its blocks afterwards.
+//! 2. The handshake with each rank in [`handshake_ranks`] yields a [`Geometry::advertised`], which
+//! checks every number
+//!    from the peer.
+//! 3. [`PeerMap::new`] pairs both sides once per peer. For each rank of the peer, it creates
+//! [`Lane`]s (a local and a
+//!    remote grid of equal block length) and [`LaneSet`]s (the lanes that share an index list).
+//! 4. [`PeerMap::moves`] pairs the block lists of one request. It reads no lanes, so its cost
+//! depends on the blocks of
+//!    the request and not on the number of layers.
+//! 5. [`PeerMap::finishing`] returns the work that a consumer must do on its blocks afterwards.
 //!
-//! Beside it, [`rows_into_block`] and [`rows_from_block`] are for engines that keep a dense tensor for each sequence.
+//! [`rows_into_block`] and [`rows_from_block`] are for engines that keep a dense tensor for each
+//! sequence.
 //!
 //! ```
 //! use kvx_vllm::ids::WorkerRank;

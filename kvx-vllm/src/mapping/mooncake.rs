@@ -1,4 +1,4 @@
-//! What one rank of a Mooncake producer writes into one rank of a consumer.
+//! The bytes that one rank of a Mooncake producer writes into one rank of a consumer.
 
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -11,35 +11,37 @@ pub struct SenderPair {
     pub producer: Tp,
     /// The consumer's rank.
     pub consumer: Tp,
-    /// Bytes of a block at the producer.
+    /// The bytes of a block at the producer.
     pub producer_len: u64,
-    /// Bytes of a block at the consumer.
+    /// The bytes of a block at the consumer.
     pub consumer_len: u64,
-    /// KV heads of the whole model; `None` where blocks do not follow heads (MLA, models with state-space layers).
+    /// The KV heads of the whole model; `None` if blocks do not depend on heads (MLA, models with
+    /// state-space layers).
     pub kv_heads: Option<u32>,
-    /// Several ranks of the producer hold the same bytes.
+    /// Whether several ranks of the producer hold the same bytes.
     pub producer_replicated: bool,
 }
 
-/// What is written per block.
+/// The range that is written for each block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SenderPlan {
-    /// Whether this rank writes at all: of replicas one does. The range is told anyway.
+    /// Whether this rank writes: only one of several replicas does. The range is set in either
+    /// case.
     pub sends: bool,
-    /// Where the range starts in the producer's block.
+    /// The start of the range in the producer's block.
     pub source_offset: u64,
-    /// Where it goes in the consumer's block.
+    /// The start of the range in the consumer's block.
     pub destination_offset: u64,
-    /// Its bytes.
+    /// The length of the range in bytes.
     pub len: u64,
 }
 
 impl SenderPair {
-    /// The plan of this pair.
+    /// Returns the plan of this pair.
     ///
     /// # Errors
-    /// `Invalid` when neither size divides the other or the ranks are no pair; `Incompatible` when the range leaves a
-    /// block.
+    /// `Invalid` if neither size divides the other or the ranks are not a pair; `Incompatible` if
+    /// the range exceeds a block.
     pub fn plan(&self) -> Result<SenderPlan> {
         let (p, d) = (self.producer, self.consumer);
         let paired = super::ranks::reader_ranks(p, d.size())?;
@@ -85,7 +87,8 @@ impl SenderPair {
         self.check(plan)
     }
 
-    /// One side has whole heads per rank, the other has replicas of single heads.
+    /// Plans a pair in which one side has whole heads per rank and the other has replicas of single
+    /// heads.
     fn by_head(&self, heads: u32) -> Result<SenderPlan> {
         if heads == 0 {
             return Err(Error::new(ErrorKind::Invalid, "a cache of 0 KV heads"));
@@ -115,7 +118,7 @@ impl SenderPair {
         Err(Error::new(
             ErrorKind::Incompatible,
             format!(
-                "{} bytes from {} of a block of {} to {} of a block of {}: they do not fit",
+                "{} bytes at offset {} of a block of {} do not fit at offset {} of a block of {}",
                 plan.len,
                 plan.source_offset,
                 self.producer_len,
@@ -130,7 +133,7 @@ fn piece(number: u32, len: u64) -> Result<u64> {
     u64::from(number).checked_mul(len).ok_or_else(|| {
         Error::new(
             ErrorKind::Incompatible,
-            format!("piece {number} of {len} bytes lies beyond any block"),
+            format!("piece {number} of {len} bytes is beyond any block"),
         )
     })
 }

@@ -1,4 +1,5 @@
-//! What a Mooncake producer's rank writes into a consumer's worker, region by region, drawn from what that has told.
+//! The writes of a Mooncake producer's rank into a consumer's worker, region by region, from the
+//! layout in that worker's request.
 
 use std::collections::HashMap;
 
@@ -11,21 +12,22 @@ use super::mooncake::SenderPair;
 use super::ranks::{Heads, Tp};
 use crate::wire::mooncake::PullRequest;
 
-/// A grid here and where its blocks go.
+/// A local grid and its destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SendLane {
-    /// What is written, from the region's base.
+    /// The blocks that are written, relative to the region's base.
     pub local: RegionGrid,
-    /// The consumer's region, by its place in what it has told.
+    /// The consumer's region, by its position in the request.
     pub remote_region: u32,
-    /// Where it goes: `base` is an address of the consumer. How many blocks it has, only the consumer knows; `count` is
-    /// what addresses can name.
+    /// The destination; `base` is an address of the consumer. The producer does not know the
+    /// consumer's number of blocks: `count` is the number that addresses can reach.
     pub remote: Grid,
-    /// The group whose blocks these are.
+    /// The group of the blocks.
     pub group: u32,
 }
 
-/// What one rank of a producer writes into one worker of a consumer: drawn up once for each layout that one tells.
+/// The writes of one rank of a producer into one worker of a consumer. It is computed once for each
+/// layout of the worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SendMap {
     lanes: Vec<SendLane>,
@@ -33,14 +35,16 @@ pub struct SendMap {
 }
 
 impl SendMap {
-    /// The map of a rank with these caches to a worker that has told this of itself.
+    /// Creates the map of a rank with these caches to the worker that sent this request.
     ///
-    /// By the names of layers, where both sides tell them: a name that comes several times is paired in order, and a
-    /// layer that is another pipeline stage's is left to that. Else by position.
+    /// Layers are paired by name if both sides name them. A name that occurs several times is
+    /// paired in order, and layers of another pipeline stage are left to that stage. Otherwise
+    /// regions are paired by position.
     ///
     /// # Errors
-    /// `Malformed` for lists that do not fit each other and addresses that are none; `Incompatible`, with both sides'
-    /// numbers, where layers, groups or block lengths do not fit, or heads cannot be divided.
+    /// `Malformed` for lists that do not match each other and invalid addresses; `Incompatible`,
+    /// with both sides' numbers, if layers, groups or block lengths do not match, or heads cannot
+    /// be divided.
     pub fn new(local: &Caches, tp: Tp, told: &PullRequest) -> Result<Self> {
         check(told)?;
         let consumer = Tp::new(told.remote_tp_rank, told.remote_tp_size)?;
@@ -48,19 +52,20 @@ impl SendMap {
         let mut lanes = Vec::new();
         for (at, place) in pairs(local, told)? {
             let region = &geometry.regions()[at];
-            let in_words = |error: Error| {
+            let context = |error: Error| {
                 let name = region.layers.first().map_or("", |layer| layer);
                 Error::new(error.kind(), format!("region {at} ({name}): {error}"))
             };
             let RegionGroup::Of(group) = region.group else {
-                return Err(in_words(incompatible(
+                return Err(context(incompatible(
                     "layers of several KV cache groups share it".into(),
                 )));
             };
             let theirs = told.registered_group_indices.get(place).copied();
             if theirs.is_some_and(|theirs| theirs != i64::from(group)) {
-                let sentence = format!("KV cache group {group} here and {theirs:?} there");
-                return Err(in_words(incompatible(sentence)));
+                let sentence =
+                    format!("it is in KV cache group {group} here and {theirs:?} at the peer");
+                return Err(context(incompatible(sentence)));
             }
             let (stride, len) = (told.block_lens[place], told.kv_block_lens[place]);
             let (kv_heads, producer_replicated) = match local.heads(at) {
@@ -71,12 +76,12 @@ impl SendMap {
             if divided && !geometry.layout().has_contiguous_heads() {
                 let sentence = "ranks divide its blocks by heads, which only a layout with heads before tokens allows: \
                                 use LBHNC";
-                return Err(in_words(incompatible(sentence.into())));
+                return Err(context(incompatible(sentence.into())));
             }
             if divided && (region.block_stride != region.block_len || stride != len) {
-                let sentence = "ranks divide its blocks by heads, and they are padded: use the same tensor-parallel \
+                let sentence = "ranks divide its blocks by heads, but they are padded: use the same tensor-parallel \
                                 size";
-                return Err(in_words(incompatible(sentence.into())));
+                return Err(context(incompatible(sentence.into())));
             }
             let parts = if divided { u64::from(geometry.parts()) } else { 1 };
             let (own_part, their_part) = (region.block_len / parts, len / parts);
@@ -88,8 +93,8 @@ impl SendMap {
                 kv_heads,
                 producer_replicated,
             };
-            let plan = pair.plan().map_err(in_words)?;
-            check_heads(&pair).map_err(in_words)?;
+            let plan = pair.plan().map_err(context)?;
+            check_heads(&pair).map_err(context)?;
             if !plan.sends {
                 continue;
             }
@@ -116,18 +121,19 @@ impl SendMap {
         Ok(SendMap { lanes, blocks })
     }
 
-    /// What is written. Nothing: another rank with the same bytes does it, or other stages have the layers.
+    /// Returns the writes. Empty if another rank writes the same bytes, or other stages have the
+    /// layers.
     pub fn lanes(&self) -> &[SendLane] {
         &self.lanes
     }
 
-    /// How many blocks of the consumer addresses can name.
+    /// Returns the number of the consumer's blocks that addresses can reach.
     pub fn blocks(&self) -> u32 {
         self.blocks
     }
 }
 
-/// The lengths that both sides' ranks must have for their numbers of heads.
+/// Checks that the block lengths of both sides match their numbers of heads.
 fn check_heads(pair: &SenderPair) -> Result<()> {
     let per_rank = |tp: Tp| match pair.kv_heads {
         Some(heads) => u64::from(Heads::Sharded(heads).per_rank(tp.size())),
@@ -138,12 +144,13 @@ fn check_heads(pair: &SenderPair) -> Result<()> {
         return Ok(());
     }
     Err(incompatible(format!(
-        "blocks of {} bytes for {own} heads here and of {} for {theirs} there",
+        "blocks of {} bytes for {own} heads here, but of {} for {theirs} heads at the peer",
         pair.producer_len, pair.consumer_len
     )))
 }
 
-/// Places of regions here and in what a consumer has told that hold the same layer.
+/// Returns the pairs of a local region and a region of the consumer that hold the same layer, by
+/// position.
 fn pairs(local: &Caches, told: &PullRequest) -> Result<Vec<(usize, usize)>> {
     let regions = local.geometry().regions();
     if told.registered_layer_names.is_empty()
@@ -151,7 +158,7 @@ fn pairs(local: &Caches, told: &PullRequest) -> Result<Vec<(usize, usize)>> {
     {
         if regions.len() != told.kv_caches_base_addr.len() {
             return Err(incompatible(format!(
-                "{} regions here and {} there, and without layer names they cannot be told apart",
+                "{} regions here but {} at the peer, and no layer names to pair them by",
                 regions.len(),
                 told.kv_caches_base_addr.len()
             )));
@@ -165,7 +172,7 @@ fn pairs(local: &Caches, told: &PullRequest) -> Result<Vec<(usize, usize)>> {
     let mut taken: HashMap<&str, usize> = HashMap::new();
     let mut found = Vec::with_capacity(regions.len());
     for (at, region) in regions.iter().enumerate() {
-        // Layers that share memory are told by any of their names.
+        // A region of several layers goes by any of their names.
         let Some((name, places)) =
             region.layers.iter().find_map(|layer| Some((&**layer, offered.get(&**layer)?)))
         else {
@@ -181,7 +188,7 @@ fn pairs(local: &Caches, told: &PullRequest) -> Result<Vec<(usize, usize)>> {
         taken.into_iter().find(|(name, count)| offered[name].len() != *count)
     {
         return Err(incompatible(format!(
-            "layer {} lies in {count} regions here and {} there",
+            "layer {} is in {count} regions here but in {} at the peer",
             shown(name),
             offered[name].len()
         )));
@@ -189,7 +196,7 @@ fn pairs(local: &Caches, told: &PullRequest) -> Result<Vec<(usize, usize)>> {
     Ok(found)
 }
 
-/// What a consumer tells must make sense by itself.
+/// Checks that a consumer's layout is consistent.
 fn check(told: &PullRequest) -> Result<()> {
     let regions = told.kv_caches_base_addr.len();
     let lists = [
@@ -206,7 +213,7 @@ fn check(told: &PullRequest) -> Result<()> {
         .find(|(_, len, may_be_absent)| *len != regions && !(*may_be_absent && *len == 0));
     if let Some((name, len, _)) = wrong {
         return Err(malformed(format!(
-            "{name} is of {len} regions, kv_caches_base_addr of {regions}"
+            "{name} has {len} entries, but kv_caches_base_addr has {regions}"
         )));
     }
     let mut seen = HashMap::new();
@@ -224,7 +231,7 @@ fn check(told: &PullRequest) -> Result<()> {
     Ok(())
 }
 
-/// Writes the layout of these caches into what a worker tells of itself.
+/// Writes the layout of these caches into a worker's request.
 ///
 /// # Errors
 /// `Unsupported` for regions that layers of several KV cache groups share.
@@ -234,7 +241,7 @@ pub fn tell_layout(local: &Caches, told: &mut PullRequest) -> Result<()> {
         let RegionGroup::Of(group) = region.group else {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                "layers of several KV cache groups share memory: a MooncakeConnector of kvx does not move them",
+                "layers of several KV cache groups share memory: kvx's MooncakeConnector does not support that",
             ));
         };
         told.kv_caches_base_addr.push(region.base);
@@ -249,7 +256,8 @@ pub fn tell_layout(local: &Caches, told: &mut PullRequest) -> Result<()> {
     Ok(())
 }
 
-/// The number in a layer's name, as vLLM finds it: it refuses a consumer that tells another. Its names have one number.
+/// Returns the number in a layer's name, as vLLM finds it: it rejects a consumer with another
+/// number. vLLM's layer names have one number.
 fn number_of_layer(name: &str) -> i64 {
     name.split('.').find_map(|part| part.parse().ok()).unwrap_or(0)
 }
@@ -259,5 +267,5 @@ fn incompatible(sentence: String) -> Error {
 }
 
 fn malformed(why: String) -> Error {
-    Error::new(ErrorKind::Malformed, format!("malformed layout of a decode's worker: {why}"))
+    Error::new(ErrorKind::Malformed, format!("malformed layout of a decode worker: {why}"))
 }

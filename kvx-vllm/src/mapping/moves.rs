@@ -1,4 +1,4 @@
-//! What moves for one request: index lists paired, once per group and for all layers.
+//! The moves for one request: index lists, paired once per group for all layers.
 
 use std::ops::Range;
 
@@ -8,38 +8,39 @@ use super::align::{Aligned, Tokens};
 use super::lanes::{LaneSet, Source};
 use super::peer::PeerMap;
 
-/// The logical blocks of a request on both sides, a list for each KV cache group.
+/// The logical blocks of a request on both sides, one list for each KV cache group.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockPairs<'a> {
-    /// Of this rank.
+    /// The blocks of this rank.
     pub local: &'a [Indices],
-    /// Of the peer: its word.
+    /// The blocks of the peer, not yet checked.
     pub remote: &'a [Indices],
-    /// Where the lists end, if both sides told; else the producer's list is the whole sequence.
+    /// The ends of the lists, if both sides reported them. Otherwise the producer's list is the
+    /// whole sequence.
     pub tokens: Option<Tokens>,
 }
 
-/// Blocks of one set: a pair of a plan.
+/// The paired blocks of one set: a pair of a plan.
 #[derive(Clone, Debug)]
 pub struct Pairing {
-    /// Position in [`Source::sets`].
+    /// The position in [`Source::sets`].
     pub set: usize,
-    /// The local indices, within the local grids' count.
+    /// The local indices, below the local grids' count.
     pub local: Indices,
-    /// The remote indices, as many, within the remote grids' count.
+    /// The same number of remote indices, below the remote grids' count.
     pub remote: Indices,
 }
 
-/// What moves between this rank and one rank of the peer.
+/// The moves between this rank and one rank of the peer.
 #[derive(Clone, Debug)]
 pub struct RankMoves {
-    /// Position in [`PeerMap::sources`].
+    /// The position in [`PeerMap::sources`].
     pub source: usize,
-    /// At least one, none of them empty.
+    /// At least one pairing; none is empty.
     pub pairings: Vec<Pairing>,
 }
 
-/// What of a group's local blocks is filled.
+/// The part of a group's local blocks that is filled.
 #[derive(Clone, Debug)]
 pub struct Covered {
     /// The KV cache group.
@@ -51,7 +52,7 @@ pub struct Covered {
 }
 
 impl Covered {
-    /// The local kernel blocks, and which of their sub-blocks are filled.
+    /// Returns the local kernel blocks, and the filled sub-blocks of each.
     pub fn blocks(&self) -> impl Iterator<Item = (u32, Range<u32>)> + '_ {
         let ratio = u64::from(self.ratio);
         let each = u64::from(self.kernel_per_logical);
@@ -62,7 +63,7 @@ impl Covered {
         })
     }
 
-    /// Whether every sub-block of every block is filled.
+    /// Returns whether every sub-block of every block is filled.
     pub fn is_complete(&self) -> bool {
         let all =
             self.list.len() as u64 * u64::from(self.kernel_per_logical) * u64::from(self.ratio);
@@ -70,18 +71,19 @@ impl Covered {
     }
 }
 
-/// What moves for one request.
+/// The moves for one request.
 #[derive(Clone, Debug, Default)]
 pub struct Moves {
-    /// Per rank of the peer that blocks move from or to.
+    /// The ranks of the peer that blocks move from or to.
     pub ranks: Vec<RankMoves>,
-    /// Positions in [`PeerMap::sources`] of the ranks that get a bare notification.
+    /// The ranks that get a bare notification, by position in [`PeerMap::sources`].
     pub notify_only: Vec<usize>,
-    /// For a consumer, per group with blocks: what [`Finishing`](super::Finishing) needs to know.
+    /// For a consumer: the filled part of each group with blocks, for
+    /// [`Finishing`](super::Finishing).
     pub covered: Vec<Covered>,
-    /// Blocks: indices times lanes.
+    /// The number of blocks: indices times lanes.
     pub blocks: u64,
-    /// Bytes.
+    /// The number of bytes.
     pub bytes: u64,
 }
 
@@ -92,7 +94,8 @@ struct Lists {
 }
 
 impl Lists {
-    /// The pairs whose sub-block of the consumer is this one, by the consumer's whole blocks.
+    /// Returns the pairs for this sub-block of the consumer's blocks, with indices of the
+    /// consumer's whole blocks.
     fn phase(&self, phase: u32, ratio: u32) -> Lists {
         let chosen = (0..self.consumer.len()).filter(|at| self.consumer.at(*at) % ratio == phase);
         let (consumer, producer): (Vec<u32>, Vec<u32>) =
@@ -101,7 +104,7 @@ impl Lists {
     }
 }
 
-/// Lists as this rank's and the peer's, with their largest indices.
+/// The lists as local and remote, with their largest indices.
 struct Sided {
     local: Indices,
     remote: Indices,
@@ -128,26 +131,29 @@ impl Sided {
             None => Ok(()),
             Some((side, max, count)) => Err(Error::new(
                 ErrorKind::OutOfBounds,
-                format!("KV cache group {group}: {side} block {max} of regions that have {count}"),
+                format!(
+                    "KV cache group {group}: {side} block {max} is outside regions of {count} blocks"
+                ),
             )),
         }
     }
 }
 
-/// One group's lists in all forms that sets ask for.
+/// One group's lists in all forms that sets need.
 struct Forms {
     whole: Option<Sided>,
-    /// By sub-block; empty where no set asks.
+    /// One for each sub-block; empty if no set needs them.
     phases: Vec<Option<Sided>>,
 }
 
 impl PeerMap {
-    /// What moves for one request. A group without local blocks moves nothing; if no group has any (the whole prompt is
-    /// cached, or the request was aborted), all ranks get a bare notification.
+    /// Returns the moves for one request. A group without local blocks moves nothing. If no group
+    /// has local blocks (the whole prompt is cached, or the request was aborted), all ranks get a
+    /// bare notification.
     ///
     /// # Errors
-    /// `Invalid` for another number of lists than groups; `OutOfBounds` for blocks beyond a region, and lists that
-    /// are too short. Nothing moves then.
+    /// `Invalid` if the number of lists differs from the number of groups; `OutOfBounds` for blocks
+    /// beyond a region, and lists that are too short. Nothing moves then.
     pub fn moves(&self, lists: &BlockPairs<'_>) -> Result<Moves> {
         let groups = self.clips.len();
         let nothing = lists.local.iter().all(Indices::is_empty);
@@ -155,7 +161,7 @@ impl PeerMap {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "block lists for {} local and {} remote KV cache groups, where the model has {groups}",
+                    "block lists for {} local and {} remote KV cache groups, but the model has {groups}",
                     lists.local.len(),
                     lists.remote.len()
                 ),
@@ -188,11 +194,12 @@ impl PeerMap {
         Ok(moves)
     }
 
-    /// The pairings of one source for units that were paired elsewhere: `local` and `remote` are what
-    /// [`Aligned`](super::Aligned) gives for the lists of `group`.
+    /// Returns the pairings of one source for units that were paired elsewhere. `local` and
+    /// `remote` come from [`Aligned`](super::Aligned) for the lists of `group`.
     ///
     /// # Errors
-    /// `Invalid` for an unknown source and lists of different length; `OutOfBounds` for units beyond a region.
+    /// `Invalid` for an unknown source and lists of different length; `OutOfBounds` for units
+    /// beyond a region.
     pub fn pairings(
         &self,
         source: usize,
@@ -204,7 +211,7 @@ impl PeerMap {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "{} local and {} remote units, source {source} of {}",
+                    "cannot pair {} local with {} remote units of source {source} of {}",
                     local.len(),
                     remote.len(),
                     self.sources.len()
@@ -220,7 +227,8 @@ impl PeerMap {
         Ok(pairings)
     }
 
-    /// What of a group's local blocks is filled once everything has moved that `aligned` has in common.
+    /// Returns the part of a group's local blocks that is filled once all common units of `aligned`
+    /// have moved.
     pub fn covered(&self, group: usize, list: &Indices, aligned: &Aligned) -> Covered {
         Covered {
             group,
@@ -236,14 +244,14 @@ impl PeerMap {
             Op::Read => (&lists.local[group], &lists.remote[group]),
             Op::Write => (&lists.remote[group], &lists.local[group]),
         };
-        let in_words =
+        let context =
             |error: Error| Error::new(error.kind(), format!("KV cache group {group}: {error}"));
         let aligned =
             self.units.align(consumer.len(), producer.len(), lists.tokens, self.clips[group]);
-        let aligned = aligned.map_err(in_words)?;
+        let aligned = aligned.map_err(context)?;
         let paired = Lists {
-            consumer: aligned.of_consumer(consumer).map_err(in_words)?,
-            producer: aligned.of_producer(producer).map_err(in_words)?,
+            consumer: aligned.of_consumer(consumer).map_err(context)?,
+            producer: aligned.of_producer(producer).map_err(context)?,
         };
         if self.op == Op::Read && !consumer.is_empty() {
             moves.covered.push(self.covered(group, consumer, &aligned));
@@ -285,9 +293,10 @@ impl Forms {
 }
 
 impl Source {
-    /// The flat ids of a pairing's blocks in the descriptor lists that [`PeerMap::local_rows`] and
-    /// [`remote_rows`](Source::remote_rows) describe: lane by lane, as many on both sides. This expands the lists per
-    /// layer: it is for peers that speak NIXL.
+    /// Returns the flat ids of a pairing's blocks in the descriptor lists of
+    /// [`PeerMap::local_rows`] and [`remote_rows`](Source::remote_rows), lane by lane, with the
+    /// same number on both sides. This expands the lists for every layer, so it is only for peers
+    /// that speak NIXL.
     pub fn descriptor_ids(&self, pairing: &Pairing) -> (Vec<u64>, Vec<u64>) {
         let set = &self.sets[pairing.set];
         let len = pairing.local.len();

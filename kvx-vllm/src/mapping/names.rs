@@ -2,8 +2,8 @@
 
 use std::cmp::Ordering;
 
-/// Orders names as a person would: digits by their value, the rest by its characters. `layers.2` comes before
-/// `layers.10`. Regions of an engine are in this order of their layers.
+/// Compares names in natural order: digits by their value, other text by its characters. `layers.2`
+/// comes before `layers.10`. The regions of an engine are in this order of their layers.
 pub fn natural_order(a: &str, b: &str) -> Ordering {
     let (mut a, mut b) = (a, b);
     loop {
@@ -33,7 +33,8 @@ fn split(name: &str, belongs: impl Fn(char) -> bool) -> (&str, &str) {
     name.split_at(name.find(|c| !belongs(c)).unwrap_or(name.len()))
 }
 
-/// Orders digits of any length by value: the longer number is larger once leading zeros are gone.
+/// Returns a key that orders digits of any length by value: without leading zeros, the longer
+/// number is larger.
 fn value(digits: &str) -> (usize, &str) {
     let digits = digits.trim_start_matches('0');
     (digits.len(), digits)

@@ -1,4 +1,4 @@
-//! Which region of a peer holds the layers of a local region.
+//! Finds the region of a peer that holds the layers of a local region.
 
 use std::collections::HashMap;
 
@@ -9,19 +9,20 @@ use super::geometry::{Geometry, shown};
 /// The part of a peer's region that pairs with a local region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Match {
-    /// Position in the list of pipeline stages.
+    /// The position in the list of pipeline stages.
     pub(super) stage: usize,
     /// The peer's region.
     pub(super) region: usize,
-    /// Where the layer starts in the peer's blocks.
+    /// The start of the layer in the peer's blocks.
     pub(super) offset: u64,
-    /// Bytes of the layer in a block of the peer.
+    /// The bytes of the layer in a block of the peer.
     pub(super) len: u64,
 }
 
-/// For each local region its match, or `None` where the peer's stages do not hold it and `all` is false.
+/// Returns the match of each local region, or `None` if the peer's stages do not hold it and `all`
+/// is false.
 ///
-/// By the names of layers where both sides tell them, else by position.
+/// Pairs by layer names if both sides name their layers, otherwise by position.
 ///
 /// # Errors
 /// `Incompatible` for layers that are missing, too many, in several regions or in another group.
@@ -73,7 +74,7 @@ fn by_position(local: &Geometry, stages: &[&Geometry]) -> Result<Vec<Option<Matc
 }
 
 fn by_name(local: &Geometry, stages: &[&Geometry], all: bool) -> Result<Vec<Option<Match>>> {
-    // A layer with K and V apart lies in two regions, in the same order on both sides.
+    // A layer with separate K and V has two regions, in the same order on both sides.
     let mut offered: HashMap<&str, Vec<(usize, usize)>> = HashMap::new();
     for (stage, geometry) in stages.iter().enumerate() {
         for (region, found) in geometry.regions().iter().enumerate() {
@@ -124,7 +125,7 @@ fn by_name(local: &Geometry, stages: &[&Geometry], all: bool) -> Result<Vec<Opti
         let wanted = taken.get(layer).copied().unwrap_or(0);
         if wanted != places.len() && (all || wanted > 0) {
             return Err(incompatible(format!(
-                "layer {} lies in {} regions at the peer and {wanted} here",
+                "layer {} is in {} regions at the peer but in {wanted} here",
                 shown(layer),
                 places.len()
             )));

@@ -1,4 +1,4 @@
-//! One peer as this rank sees it: what pairs with what, drawn up once.
+//! The map between this rank and one peer, computed once.
 
 use std::collections::HashMap;
 
@@ -15,36 +15,36 @@ use super::permute::{BlockShape, Finishing};
 use super::ranks::{GroupKind, Heads, Mapping, Tp, handshake_ranks, reader_ranks};
 use crate::ids::{MAX_RANKS, WorkerRank};
 
-/// What of a peer one move is with: [`PeerMap::part`] finds the grids for it.
+/// The part of a peer that one move involves. [`PeerMap::part`] finds its grids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Part {
-    /// Which worker there.
+    /// The worker of the peer.
     pub rank: WorkerRank,
-    /// Where the blocks lie, here and there.
+    /// The memory types of the blocks, here and at the peer.
     pub memory: (MemoryType, MemoryType),
 }
 
-/// What a peer said of itself.
+/// A peer's description of itself.
 #[derive(Clone, Copy, Debug)]
 pub struct Remote<'a> {
-    /// Its tensor-parallel size.
+    /// The tensor-parallel size.
     pub tp_size: u32,
-    /// Its pipeline stages.
+    /// The number of pipeline stages.
     pub pp_size: u32,
-    /// Its decode-context-parallel size.
+    /// The decode-context-parallel size.
     pub dcp_size: u32,
-    /// Its ranks: all stages of all ranks that [`handshake_ranks`] names.
+    /// The ranks: all stages of all ranks in [`handshake_ranks`].
     pub ranks: &'a [(WorkerRank, Geometry)],
 }
 
-/// What this engine is set to.
+/// The settings of this engine.
 #[derive(Clone, Debug)]
 pub struct MappingOptions {
     /// The KV cache groups, in the order of the block lists.
     pub groups: Vec<(GroupKind, Clip)>,
     /// `enable_permute_local_kv`.
     pub permute: bool,
-    /// Blocks go through a buffer in host memory.
+    /// Whether blocks go through a buffer in host memory.
     pub host_buffer: bool,
 }
 
@@ -58,13 +58,13 @@ impl Default for MappingOptions {
     }
 }
 
-/// What pairs with what between this rank and one peer: drawn up once, after the handshake, and immutable.
+/// The map between this rank and one peer: computed once, after the handshake, and immutable.
 #[derive(Clone, Debug)]
 pub struct PeerMap {
     pub(super) op: Op,
     pub(super) units: Units,
     pub(super) ratio: u32,
-    /// Of this rank.
+    /// The local kernel blocks in a logical block.
     pub(super) kernel_per_logical: u32,
     pub(super) clips: Vec<Clip>,
     pub(super) sources: Vec<Source>,
@@ -77,13 +77,14 @@ pub struct PeerMap {
 }
 
 impl PeerMap {
-    /// The map of a rank that reads from (`Op::Read`: this rank consumes) or writes to (`Op::Write`: this rank
-    /// produces) the ranks of a peer.
+    /// Creates the map of a rank that reads from (`Op::Read`: this rank consumes) or writes to
+    /// (`Op::Write`: this rank produces) the ranks of a peer.
     ///
     /// # Errors
-    /// `Invalid` for a missing or unexpected rank and sizes that do not divide; `Incompatible`, with both sides'
-    /// numbers, where block lengths, block sizes, layouts, layers or groups do not fit; `OutOfBounds` for a slice
-    /// outside of a peer's block; `Unsupported` for state-space groups and differing context parallelism.
+    /// `Invalid` for a missing or unexpected rank and sizes that do not divide; `Incompatible`,
+    /// with both sides' numbers, if block lengths, block sizes, layouts, layers or groups do not
+    /// match; `OutOfBounds` for a slice outside a peer's block; `Unsupported` for state-space
+    /// groups and differing context parallelism.
     pub fn new(
         op: Op,
         local: &Caches,
@@ -172,18 +173,18 @@ impl PeerMap {
         })
     }
 
-    /// The direction.
+    /// Returns the direction.
     pub fn op(&self) -> Op {
         self.op
     }
 
-    /// The peer's ranks, all stages of all ranks that notifications go to.
+    /// Returns the peer's ranks that get notifications: all stages of all of them.
     pub fn sources(&self) -> &[Source] {
         &self.sources
     }
 
-    /// What a [`Move`](crate::engine::Move) is with: its source, and the positions in [`Source::sets`] of what it
-    /// moves. `None`: nothing moves between these.
+    /// Returns the source of a [`Move`](crate::engine::Move), and the positions in [`Source::sets`]
+    /// of the sets that it moves. `None`: nothing moves for this part.
     pub fn part(&self, part: Part) -> Option<(&Source, Vec<usize>)> {
         let source = self.sources.iter().find(|source| source.rank() == part.rank)?;
         let sets = source.sets().iter().enumerate();
@@ -194,49 +195,51 @@ impl PeerMap {
         (!sets.is_empty()).then_some((source, sets))
     }
 
-    /// How many ranks of the consumer tell each rank of the producer that they are done.
+    /// Returns the number of consumer ranks that notify each producer rank when they are done.
     pub fn consumers(&self) -> u32 {
         self.consumers
     }
 
-    /// How many ranks of a producer that writes tell this rank that they are done: all stages of all ranks that it
-    /// pairs with. Meaningful for a map of the peer's as producer, `Op::Read`.
+    /// Returns the number of producer ranks that notify this rank after their writes: all stages of
+    /// all ranks that it pairs with. Meaningful only for a map with the peer as producer,
+    /// `Op::Read`.
     pub fn completions(&self) -> u32 {
         self.completions
     }
 
-    /// The largest pools of logical blocks, here and at the peer. A region may have fewer: [`moves`](PeerMap::moves)
-    /// and [`pairings`](PeerMap::pairings) check each.
+    /// Returns the number of logical blocks in the largest pools, here and at the peer. A region
+    /// may have fewer: [`moves`](PeerMap::moves) and [`pairings`](PeerMap::pairings) check each.
     pub fn logical_blocks(&self) -> (u32, u32) {
         self.logical_blocks
     }
 
-    /// How both sides divide a sequence.
+    /// Returns the common division of a sequence on both sides.
     pub fn units(&self) -> Units {
         self.units
     }
 
-    /// How many kernel blocks of the producer one of the consumer is.
+    /// Returns the number of the producer's kernel blocks in one of the consumer's.
     pub fn block_size_ratio(&self) -> u32 {
         self.ratio
     }
 
-    /// What this rank does with its blocks once they were filled; `None` when it writes.
+    /// Returns the work on this rank's blocks after they are filled; `None` if it writes.
     pub fn finishing(&self) -> Option<&Finishing> {
         self.finishing.as_ref()
     }
 
-    /// The rows of the local descriptor list for a source, in the order of [`Source::lanes`].
+    /// Returns the rows of the local descriptor list for a source, in the order of
+    /// [`Source::lanes`].
     pub fn local_rows(&self, source: &Source) -> Vec<Row> {
         source.lanes.iter().map(|lane| row(lane.local, &self.bases, self.device)).collect()
     }
 }
 
-/// The stages of each rank, in order.
+/// Returns the stages of each rank, in order.
 fn stages_of<'a>(ranks: &[u32], remote: &Remote<'a>) -> Result<Vec<Vec<&'a Geometry>>> {
     if remote.pp_size == 0 || remote.pp_size > MAX_RANKS {
         return Err(invalid(format!(
-            "{} pipeline stages: there are 1 to {MAX_RANKS}",
+            "{} pipeline stages: expected 1 to {MAX_RANKS}",
             remote.pp_size
         )));
     }
@@ -247,7 +250,7 @@ fn stages_of<'a>(ranks: &[u32], remote: &Remote<'a>) -> Result<Vec<Vec<&'a Geome
             || given.insert(*rank, geometry).is_some()
         {
             return Err(invalid(format!(
-                "rank (pp {}, tp {}) of a peer with {} stages is not one to shake hands with, or is there twice",
+                "rank (pp {}, tp {}) of a peer with {} stages is not a handshake rank, or is listed twice",
                 rank.pp, rank.tp, remote.pp_size
             )));
         }
@@ -259,7 +262,7 @@ fn stages_of<'a>(ranks: &[u32], remote: &Remote<'a>) -> Result<Vec<Vec<&'a Geome
     ranks.iter().map(|tp| (0..remote.pp_size).map(|pp| stage(*tp, pp)).collect()).collect()
 }
 
-/// The first rank's geometry, once all ranks were found to agree with it.
+/// Checks that all ranks have a common layout, and returns the first rank's geometry.
 fn uniform<'a>(remote: &Remote<'a>) -> Result<&'a Geometry> {
     let Some((_, first)) = remote.ranks.first() else {
         return Err(invalid("a peer without ranks"));
@@ -316,7 +319,7 @@ fn check_kinds(
     }
     if consumer.transposed_keys != producer.transposed_keys {
         return Err(incompatible(
-            "one side has K with dimensions before tokens (CPU_ATTN), the other has not: use the same attention backend"
+            "only one side has K with dimensions before tokens (CPU_ATTN): use the same attention backend"
                 .into(),
         ));
     }
@@ -324,11 +327,11 @@ fn check_kinds(
         return Err(invalid("a model of no KV cache groups"));
     }
     if options.groups.iter().any(|(kind, _)| *kind == GroupKind::StateSpace) {
-        return Err(unsupported("state-space (Mamba) groups are mapped, but not moved".into()));
+        return Err(unsupported("state-space (Mamba) groups cannot be transferred".into()));
     }
     if tp.dcp() != remote.dcp_size {
         return Err(unsupported(format!(
-            "decode-context-parallel sizes {} and {}: blocks are moved between equal ones only",
+            "decode-context-parallel sizes {} and {} differ: give both sides the same size",
             tp.dcp(),
             remote.dcp_size
         )));
@@ -354,7 +357,7 @@ fn finishing(
         let len = usize::try_from(region.block_len).map_err(|_| {
             invalid(format!("region {at} has blocks of {} bytes", region.block_len))
         })?;
-        // Where nothing is reordered, a sub-block is any range of bytes.
+        // Without reordering, a sub-block is any range of bytes.
         let (heads, tokens) = match local.heads(at).per_rank(tp.size()) {
             heads if reorders && heads > 1 => (heads as usize, geometry.block_tokens() as usize),
             _ => (1, ratio as usize),

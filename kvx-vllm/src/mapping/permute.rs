@@ -1,4 +1,4 @@
-//! Reordering the bytes of a block: between layouts, and from small blocks to one large.
+//! Reordering of the bytes of a block: between layouts, and from small blocks into a large one.
 
 use std::ops::Range;
 
@@ -7,15 +7,15 @@ use kvx_core::{Error, ErrorKind, Result};
 use super::geometry::RegionGroup;
 use super::layout::LayoutMatch;
 
-/// The most dimensions that are permuted.
+/// The most dimensions of a permutation.
 const MAX_DIMENSIONS: usize = 8;
 
-/// Reorders the dimensions of an array of elements of `element` bytes: dimension `i` of the output is dimension
-/// `order[i]` of the input, whose `shape` is given outermost first.
+/// Permutes the dimensions of an array with elements of `element` bytes. Dimension `i` of the
+/// output is dimension `order[i]` of the input; `shape` is the input's shape, outermost first.
 ///
 /// # Errors
-/// `Invalid` when `order` is not a permutation of the dimensions, there are more than 8, or a slice has another
-/// length than the shape.
+/// `Invalid` if `order` is not a permutation of the dimensions, there are more than 8, or the
+/// length of a slice differs from the shape.
 ///
 /// ```
 /// use kvx_vllm::mapping::permute_axes;
@@ -42,7 +42,7 @@ pub fn permute_axes(
         return Err(Error::new(
             ErrorKind::Invalid,
             format!(
-                "{} bytes of shape {shape:?} by elements of {element} in the order {order:?} into {} bytes",
+                "cannot permute {} bytes of shape {shape:?} and element size {element} in the order {order:?} into {} bytes",
                 input.len(),
                 output.len()
             ),
@@ -51,7 +51,7 @@ pub fn permute_axes(
     if input.is_empty() {
         return Ok(());
     }
-    // Dimensions that stay innermost are moved as one run of bytes.
+    // Innermost dimensions that keep their position are moved as one run of bytes.
     let mut outer = order.len();
     let mut run = element;
     while outer > 0 && order[outer - 1] == outer - 1 {
@@ -85,16 +85,17 @@ pub fn permute_axes(
 /// The dimensions of a block of one layer on one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockShape {
-    /// Heads on this rank.
+    /// The heads on this rank.
     pub heads: usize,
-    /// Tokens.
+    /// The tokens.
     pub tokens: usize,
-    /// Bytes of one head's content of one token.
+    /// The bytes of one head's content for one token.
     pub content: usize,
 }
 
 impl BlockShape {
-    /// The shape of a block of `len` bytes. Errors: `Invalid` when heads and tokens do not divide it.
+    /// Returns the shape of a block of `len` bytes. Errors: `Invalid` if heads and tokens do not
+    /// divide it.
     pub fn of_block(len: usize, heads: usize, tokens: usize) -> Result<Self> {
         match heads.checked_mul(tokens) {
             Some(rows) if rows > 0 && len.is_multiple_of(rows) => {
@@ -108,19 +109,21 @@ impl BlockShape {
     }
 }
 
-/// From heads before tokens (LBHNC, HND) to tokens before heads (LBNHC, NHD). Errors: `Invalid` for other lengths.
+/// Permutes a block from heads before tokens (LBHNC, HND) to tokens before heads (LBNHC, NHD).
+/// Errors: `Invalid` for other lengths.
 pub fn to_tokens_outermost(block: &[u8], shape: BlockShape, output: &mut [u8]) -> Result<()> {
     permute_axes(block, &[shape.heads, shape.tokens], &[1, 0], shape.content, output)
 }
 
-/// From tokens before heads (LBNHC, NHD) to heads before tokens (LBHNC, HND). Errors: `Invalid` for other lengths.
+/// Permutes a block from tokens before heads (LBNHC, NHD) to heads before tokens (LBHNC, HND).
+/// Errors: `Invalid` for other lengths.
 pub fn to_heads_outermost(block: &[u8], shape: BlockShape, output: &mut [u8]) -> Result<()> {
     permute_axes(block, &[shape.tokens, shape.heads], &[1, 0], shape.content, output)
 }
 
-/// From `ratio` blocks with heads before tokens, one after the other, to one block of the same layout. `shape` is the
-/// large block's. Blocks with tokens first need none of this. Errors: `Invalid` for other lengths, and tokens that
-/// `ratio` does not divide.
+/// Merges `ratio` consecutive blocks with heads before tokens into one block of the same layout.
+/// `shape` is the shape of the large block. Blocks with tokens before heads need no merging.
+/// Errors: `Invalid` for other lengths, and tokens that `ratio` does not divide.
 pub fn merge_sub_blocks(
     blocks: &[u8],
     shape: BlockShape,
@@ -135,51 +138,56 @@ fn sub_block_tokens(shape: BlockShape, ratio: usize) -> Result<usize> {
     if ratio > 0 && shape.tokens.is_multiple_of(ratio) {
         return Ok(shape.tokens / ratio);
     }
-    Err(Error::new(ErrorKind::Invalid, format!("{} tokens are not {ratio} blocks", shape.tokens)))
+    Err(Error::new(
+        ErrorKind::Invalid,
+        format!("{} tokens cannot be divided into {ratio} blocks", shape.tokens),
+    ))
 }
 
-/// What a consumer does with its blocks after they were filled: reorders them, and clears what was not filled.
+/// The work of a consumer on filled blocks: it reorders them, and clears parts that were not
+/// filled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finishing {
     pub(super) ratio: u32,
     pub(super) layout: LayoutMatch,
     pub(super) heads_before_tokens: bool,
     pub(super) parts: usize,
-    /// Per region.
+    /// The shape of each region.
     pub(super) shapes: Vec<BlockShape>,
     pub(super) groups: Vec<RegionGroup>,
 }
 
 impl Finishing {
-    /// Sub-blocks of a kernel block: the unit of [`Covered`](super::Covered)'s ranges.
+    /// Returns the number of sub-blocks in a kernel block: the unit of
+    /// [`Covered`](super::Covered)'s ranges.
     pub fn sub_blocks(&self) -> u32 {
         self.ratio
     }
 
-    /// Whether whole blocks need reordering. If not, only blocks that were not filled entirely need
+    /// Returns whether whole blocks need reordering. If not, only partly filled blocks need
     /// [`finish`](Self::finish).
     pub fn reorders(&self) -> bool {
         self.layout == LayoutMatch::Permute || (self.ratio > 1 && self.heads_before_tokens)
     }
 
-    /// Whether a block may look otherwise afterwards. If not, there is nothing to finish.
+    /// Returns whether finishing can change a block. If not, finishing is unnecessary.
     pub fn changes_blocks(&self) -> bool {
         self.reorders() || self.ratio > 1
     }
 
-    /// The regions whose blocks a group's [`Covered`](super::Covered) speaks of.
+    /// Returns the regions that hold the blocks of a group's [`Covered`](super::Covered).
     pub fn regions_of(&self, group: usize) -> impl Iterator<Item = u32> + '_ {
         let one = self.groups.iter().all(|other| *other == self.groups[0]);
         let covers = move |(_, of): &(usize, &RegionGroup)| one || of.covers(group as u32);
         self.groups.iter().enumerate().filter(covers).map(|(region, _)| region as u32)
     }
 
-    /// Finishes one kernel block of a region in place: `filled` says which of its sub-blocks were received, the others
-    /// become zero. `scratch` is used and grown as needed.
+    /// Finishes one kernel block of a region in place. `filled` is the range of sub-blocks that
+    /// were received; the others become zero. `scratch` is used and grown as needed.
     ///
     /// # Errors
-    /// `Invalid` for an unknown region, another length than its block's, or a range beyond the block; nothing is
-    /// changed then.
+    /// `Invalid` for an unknown region, a length that differs from its block's, or a range beyond
+    /// the block. Nothing is changed then.
     pub fn finish(
         &self,
         region: u32,
@@ -192,7 +200,7 @@ impl Finishing {
         let (Some(shape), Some(part_len)) = (shape, part_len) else {
             return Err(Error::new(
                 ErrorKind::Invalid,
-                format!("region {region} of {}", self.shapes.len()),
+                format!("region {region} does not exist: there are {}", self.shapes.len()),
             ));
         };
         if block.len() != part_len * self.parts
@@ -202,7 +210,7 @@ impl Finishing {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "a block of {} bytes with sub-blocks {filled:?} filled, where blocks have {} bytes in {} \
+                    "a block of {} bytes with sub-blocks {filled:?} filled, but blocks have {} bytes in {} \
                      sub-blocks",
                     block.len(),
                     part_len * self.parts,

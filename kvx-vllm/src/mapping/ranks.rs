@@ -1,11 +1,12 @@
-//! Which ranks of a producer a rank of a consumer reads from, and which piece of a block each of them holds.
+//! The ranks of a producer that a rank of a consumer reads from, and the piece of a block that each
+//! of them holds.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::ids::MAX_RANKS;
 use kvx_core::{Error, ErrorKind, Result};
 
-/// One rank's place in the tensor parallelism of its engine.
+/// A rank's position in the tensor parallelism of its engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tp {
     rank: u32,
@@ -14,50 +15,54 @@ pub struct Tp {
 }
 
 impl Tp {
-    /// Rank `rank` of `size`. Errors: `Invalid` for sizes of 0 or above [`MAX_RANKS`], and ranks beyond the size.
+    /// Creates rank `rank` of `size`. Errors: `Invalid` for sizes of 0 or above [`MAX_RANKS`], and
+    /// ranks beyond the size.
     pub fn new(rank: u32, size: u32) -> Result<Self> {
         check_size("tensor-parallel", size)?;
         if rank >= size {
             return Err(invalid(format!(
-                "tensor-parallel rank {rank} of {size}: ranks count from 0"
+                "tensor-parallel rank {rank} of {size} does not exist: ranks count from 0"
             )));
         }
         Ok(Tp { rank, size, dcp: 1 })
     }
 
-    /// With decode context parallelism over `dcp` ranks: 1, or all ranks of the tensor parallelism. Errors: `Invalid`.
+    /// Sets decode context parallelism over `dcp` ranks: 1, or all tensor-parallel ranks. Errors:
+    /// `Invalid`.
     pub fn with_dcp(self, dcp: u32) -> Result<Self> {
         check_dcp(self.size, dcp)?;
         Ok(Tp { dcp, ..self })
     }
 
-    /// The rank.
+    /// Returns the rank.
     pub fn rank(self) -> u32 {
         self.rank
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn size(self) -> u32 {
         self.size
     }
 
-    /// Ranks that share a sequence under decode context parallelism; 1 without it.
+    /// Returns the number of ranks that share a sequence under decode context parallelism; 1
+    /// without it.
     pub fn dcp(self) -> u32 {
         self.dcp
     }
 }
 
-/// How a cache is spread over the ranks of an engine.
+/// The distribution of a cache over the ranks of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Heads {
-    /// One latent that every rank holds whole (MLA).
+    /// One latent that every rank holds in full (MLA).
     Replicated,
-    /// This many KV heads in the whole model, spread evenly; with more ranks than heads, neighbours hold the same head.
+    /// This many KV heads in the whole model, spread evenly. With more ranks than heads,
+    /// neighbouring ranks hold the same head.
     Sharded(u32),
 }
 
 impl Heads {
-    /// Heads that one rank of `size` holds.
+    /// Returns the number of heads on one rank of `size`.
     pub fn per_rank(self, size: u32) -> u32 {
         match self {
             Heads::Replicated => 1,
@@ -65,13 +70,13 @@ impl Heads {
         }
     }
 
-    /// The first head of a rank.
+    /// Returns the first head of a rank.
     pub(super) fn first(heads: u32, rank: u32, size: u32) -> u32 {
         (u64::from(rank) * u64::from(heads) / u64::from(size)) as u32
     }
 }
 
-/// What the layers of a KV cache group are.
+/// The kind of the layers in a KV cache group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GroupKind {
     /// Attention: blocks of tokens.
@@ -80,7 +85,7 @@ pub enum GroupKind {
     StateSpace,
 }
 
-/// Which ranks of a producer one rank of a consumer reads from.
+/// The ranks of a producer that one rank of a consumer reads from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mapping {
     sources_per_group: Vec<Vec<u32>>,
@@ -94,7 +99,8 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// The mapping of the consumer's rank `consumer` onto a producer of `producer_size` ranks.
+    /// Creates the mapping from the consumer's rank `consumer` to a producer of `producer_size`
+    /// ranks.
     ///
     /// # Errors
     /// `Invalid` for sizes of which neither divides the other, zero heads, and context parallelism with sharded heads.
@@ -111,7 +117,7 @@ impl Mapping {
         }
         if matches!(heads, Heads::Sharded(_)) && (consumer.dcp > 1 || producer_dcp > 1) {
             return Err(invalid(
-                "decode context parallelism with sharded heads: it is defined for MLA only",
+                "decode context parallelism with sharded heads is not supported: it is defined for MLA only",
             ));
         }
         let attention = match heads {
@@ -127,7 +133,8 @@ impl Mapping {
                 GroupKind::StateSpace => state.to_vec(),
             })
             .collect();
-        // A consumer of no groups still reads attention: what draws the mapping for one region passes none.
+        // A consumer without groups still reads attention: the mapping of a single region passes
+        // none.
         let sources: BTreeSet<u32> = match groups {
             [] => attention.iter().copied().collect(),
             _ => sources_per_group.iter().flatten().copied().collect(),
@@ -148,51 +155,56 @@ impl Mapping {
         })
     }
 
-    /// The ranks that each group is read from; the position is the piece of the local block.
+    /// Returns the ranks that each group is read from. The position is the piece of the local
+    /// block.
     pub fn sources_per_group(&self) -> &[Vec<u32>] {
         &self.sources_per_group
     }
 
-    /// The ranks that attention is read from, in the order of the pieces of the local block.
+    /// Returns the ranks that attention is read from, in the order of the pieces of the local
+    /// block.
     pub fn attention_sources(&self) -> &[u32] {
         &self.attention
     }
 
-    /// All ranks that are read from, ascending.
+    /// Returns all ranks that are read from, in ascending order.
     pub fn sources(&self) -> &[u32] {
         &self.sources
     }
 
-    /// Which piece of the local attention block each source fills.
+    /// Returns the piece of the local attention block that each source fills.
     pub fn slots(&self) -> &BTreeMap<u32, u32> {
         &self.slots
     }
 
-    /// Where this rank's heads start in the producer's block, in local block lengths.
+    /// Returns the start of this rank's heads in the producer's block, in local block lengths.
     pub fn rank_offset(&self) -> u32 {
         self.rank_offset
     }
 
-    /// How many ranks of the consumer read from one rank of the producer: the number in the completion notification.
+    /// Returns the number of consumer ranks that read from one producer rank: the number in the
+    /// completion notification.
     pub fn consumers(&self) -> u32 {
         self.consumers
     }
 
-    /// The ranks to shake hands with. Those that are not read from get a bare notification.
+    /// Returns the ranks for handshakes. Ranks that are not read from get a bare notification.
     pub fn handshake_ranks(&self) -> &[u32] {
         &self.handshake
     }
 
-    /// Consumer's size by producer's where it is the larger or equal one, else minus the inverse.
+    /// Returns the consumer's size divided by the producer's if it is not smaller, otherwise the
+    /// negated inverse ratio.
     pub fn ratio(&self) -> i64 {
         self.ratio
     }
 }
 
-/// The ranks of a producer of `producer_size` ranks that one rank of a consumer shakes hands with, ascending.
+/// Returns the ranks of a producer of `producer_size` ranks that one rank of a consumer has
+/// handshakes with, in ascending order.
 ///
 /// # Errors
-/// `Invalid` when a size is 0 or above [`MAX_RANKS`], or neither of two sizes divides the other.
+/// `Invalid` if a size is 0 or above [`MAX_RANKS`], or neither of two sizes divides the other.
 pub fn handshake_ranks(consumer: Tp, producer_size: u32, producer_dcp: u32) -> Result<Vec<u32>> {
     check_size("the peer's tensor-parallel", producer_size)?;
     check_dcp(producer_size, producer_dcp)?;
@@ -213,8 +225,8 @@ pub fn handshake_ranks(consumer: Tp, producer_size: u32, producer_dcp: u32) -> R
     Ok((consumer.rank * each..(consumer.rank + 1) * each).collect())
 }
 
-/// Consumer ranks that shake hands with one rank of a producer: the other direction of [`handshake_ranks`], for a
-/// producer that writes.
+/// Returns the consumer ranks that have handshakes with one rank of a producer: the inverse of
+/// [`handshake_ranks`], for a producer that writes.
 pub(super) fn reader_ranks(producer: Tp, consumer_size: u32) -> Result<Vec<u32>> {
     handshake_ranks(producer, consumer_size, 1)
 }
@@ -267,7 +279,7 @@ fn ratio(consumer: u32, producer: u32) -> i64 {
 fn check_size(what: &str, size: u32) -> Result<()> {
     match size {
         1..=MAX_RANKS => Ok(()),
-        _ => Err(invalid(format!("{what} size {size}: it lies between 1 and {MAX_RANKS}"))),
+        _ => Err(invalid(format!("{what} size {size} is not between 1 and {MAX_RANKS}"))),
     }
 }
 
@@ -338,11 +350,11 @@ mod tests {
                         })
                         .collect();
                     for rank in 0..producer_size {
-                        // A rank counts those that notify it: readers, and the bare notifications of MLA.
-                        let told =
+                        // Both readers and the bare notifications of MLA notify a rank.
+                        let notifying =
                             mappings.iter().filter(|m| m.handshake_ranks().contains(&rank)).count();
                         assert!(
-                            mappings.iter().all(|m| m.consumers() as usize == told),
+                            mappings.iter().all(|m| m.consumers() as usize == notifying),
                             "{mappings:?} at {rank}"
                         );
                     }
@@ -352,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_do_not_divide_are_refused_in_words() {
+    fn sizes_that_do_not_divide_are_rejected_with_both_sizes() {
         let error = handshake_ranks(Tp::new(0, 3).unwrap(), 2, 1).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid);
         assert!(error.to_string().contains("3 and 2"), "{error}");

@@ -1,35 +1,36 @@
-//! Which bytes of a consumer's blocks are which bytes of a producer's.
+//! Finds the bytes of a producer's blocks that correspond to bytes of a consumer's.
 
 use kvx_core::{Error, ErrorKind, Grid, Result};
 
 use super::lengths::check_block_length;
 use super::ranks::{Heads, Mapping};
 
-/// One region at the consumer and its match at a producer's rank.
+/// A region of the consumer and its match on a producer's rank.
 pub(super) struct RegionPair {
     pub(super) consumer: Grid,
     pub(super) producer: Grid,
     /// Tensor-parallel sizes of the consumer and the producer.
     pub(super) sizes: (u32, u32),
     pub(super) heads: Heads,
-    /// 2 where K and V are halves of a block, else 1.
+    /// 2 if K and V are halves of a block, else 1.
     pub(super) parts: u32,
-    /// Producer's blocks to one of the consumer.
+    /// The number of the producer's blocks in one of the consumer's.
     pub(super) ratio: u32,
-    /// A range of heads is a range of bytes.
+    /// Whether a range of heads is a range of bytes.
     pub(super) contiguous: bool,
 }
 
 /// Grids of equal block length that hold the same bytes.
 pub(super) struct Slice {
-    /// Which sub-block of each of the consumer's blocks; `None`: indices count sub-blocks.
+    /// The sub-block of each of the consumer's blocks; `None` if indices count sub-blocks.
     pub(super) phase: Option<u32>,
     pub(super) consumer: Grid,
     pub(super) producer: Grid,
 }
 
 impl RegionPair {
-    /// What the producer's rank `source` gives; nothing if the mapping does not read from it.
+    /// Returns the slices from the producer's rank `source`; none if the mapping does not read from
+    /// it.
     pub(super) fn slices(&self, mapping: &Mapping, source: u32) -> Result<Vec<Slice>> {
         let RegionPair { consumer, producer, ratio, .. } = *self;
         let (own_size, their_size) = self.sizes;
@@ -70,7 +71,7 @@ impl RegionPair {
         let Some(start) =
             start.filter(|start| start.checked_add(len).is_some_and(|end| end <= their_part))
         else {
-            return Err(self.outside("its heads lie outside of the producer's blocks"));
+            return Err(self.outside("its heads are outside the producer's blocks"));
         };
         let mut slices = Vec::new();
         for part in 0..parts {

@@ -104,7 +104,7 @@ fn a_peer_that_divides_its_sequences_otherwise_is_refused_in_words() {
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
     let refused = refused(&decode, &params);
-    assert!(refused.contains("blocks are moved between equal ones only"), "{refused}");
+    assert!(refused.contains("give both sides the same size"), "{refused}");
     drop(lease);
     end([decode, prefill]);
 }

@@ -148,7 +148,7 @@ fn regions_are_paired_by_name_and_occurrence_or_else_by_position() {
         SendMap::new(&producer, tp, &asked)
             .unwrap_err()
             .to_string()
-            .contains("2 regions here and 1 there")
+            .contains("2 regions here but 1 at the peer")
     );
 }
 

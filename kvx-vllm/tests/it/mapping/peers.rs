@@ -389,7 +389,7 @@ fn groups_have_lists_of_their_own() {
     let flat = map.moves(&BlockPairs { local: &local, remote: &theirs[..1], tokens }).unwrap_err();
     assert!(flat.to_string().contains("1 remote KV cache groups"), "{flat}");
     let missing = PeerMap::new(Op::Read, &caches, Tp::new(0, 1).unwrap(), &remote, &groups(1));
-    refused(missing, ErrorKind::Invalid, "group 1 of 1");
+    refused(missing, ErrorKind::Invalid, "group 1, but there are 1");
     // A model whose regions are all of one group takes the blocks of all lists.
     let map = SIDE.reads(0, SIDE, &groups(2)).unwrap();
     let moved = map.moves(&BlockPairs { local: &local, remote: &theirs, tokens: None }).unwrap();
@@ -421,7 +421,7 @@ fn a_map_needs_every_rank_it_reads_and_no_other() {
     refused(draw(&[0], 1), ErrorKind::Invalid, "(pp 0, tp 1) of the peer is missing");
     refused(draw(&[0, 1], 2), ErrorKind::Invalid, "(pp 1, tp 0) of the peer is missing");
     refused(draw(&[0, 1, 1], 1), ErrorKind::Invalid, "twice");
-    refused(draw(&[0, 1, 2], 1), ErrorKind::Invalid, "not one to shake hands with");
+    refused(draw(&[0, 1, 2], 1), ErrorKind::Invalid, "not a handshake rank");
     refused(draw(&[0, 1], 0), ErrorKind::Invalid, "pipeline stages");
     let other = Side { tokens: 8, ..two }.caches().geometry().clone();
     let ranks =

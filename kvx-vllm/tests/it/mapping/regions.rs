@@ -256,10 +256,10 @@ fn stages_of_a_pipeline_are_paired_by_layer_names() {
         assert!(error.to_string().contains(word), "{error}");
     };
     refused(&[stages[0].clone(), layers(2..4).geometry().clone()], "layers.4 is missing");
-    refused(&[stages[0].clone(), layers(1..5).geometry().clone()], "layers.1 lies in 2 regions");
+    refused(&[stages[0].clone(), layers(1..5).geometry().clone()], "layers.1 is in 2 regions");
     refused(
         &[stages[0].clone(), layers(2..6).geometry().clone()],
-        "layers.5 lies in 1 regions at the peer and 0 here",
+        "layers.5 is in 1 regions at the peer but in 0 here",
     );
     // Layers that share memory here must share it there.
     let shared =

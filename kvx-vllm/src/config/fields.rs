@@ -10,9 +10,9 @@ use kvx_core::{Error, ErrorKind, Result};
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Field {
     pub name: &'static str,
-    /// Whether vLLM 0.32 removed the field.
+    /// True if vLLM 0.32 removed the field.
     pub removed: bool,
-    /// Whether a version after vLLM 0.10 added the field.
+    /// True if a version after vLLM 0.10 added the field.
     pub added: bool,
 }
 

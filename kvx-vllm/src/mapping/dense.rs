@@ -66,7 +66,7 @@ impl DenseShape {
 pub struct BlockRows {
     /// The shape of the block.
     pub shape: BlockShape,
-    /// Whether heads come before tokens (LBHNC), rather than tokens before heads (LBNHC).
+    /// True if heads come before tokens (LBHNC), false if tokens come before heads (LBNHC).
     pub heads_before_tokens: bool,
     /// The part of the content of a head and token that is this tensor's row.
     pub part: Range<usize>,
@@ -77,7 +77,7 @@ pub struct BlockRows {
 ///
 /// # Errors
 /// `Invalid` for tokens beyond the tensor, more tokens than the block has, heads or rows that
-/// differ from the block's, and slices of other lengths. Nothing is changed then.
+/// differ from the block's, and slices of other lengths. The block is unchanged then.
 pub fn rows_into_block(
     tensor: &[u8],
     dense: &DenseShape,

@@ -22,7 +22,7 @@ pub(super) struct Drawing<'a> {
     pub(super) remote: &'a Remote<'a>,
     /// The number of the producer's blocks in one of the consumer's.
     pub(super) ratio: u32,
-    /// Whether a range of heads is a range of bytes on the wire.
+    /// True if a range of heads is a range of bytes on the wire.
     pub(super) contiguous: bool,
 }
 

@@ -18,7 +18,7 @@ pub struct SenderPair {
     /// The KV heads of the whole model; `None` if blocks do not depend on heads (MLA, models with
     /// state-space layers).
     pub kv_heads: Option<u32>,
-    /// Whether several ranks of the producer hold the same bytes.
+    /// True if several ranks of the producer hold the same bytes.
     pub producer_replicated: bool,
 }
 

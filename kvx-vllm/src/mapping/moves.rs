@@ -27,7 +27,7 @@ pub struct Pairing {
     pub set: usize,
     /// The local indices, below the local grids' count.
     pub local: Indices,
-    /// The same number of remote indices, below the remote grids' count.
+    /// The remote indices, as many as local ones, below the remote grids' count.
     pub remote: Indices,
 }
 

@@ -56,7 +56,7 @@ pub(super) fn pair_regions(
 fn by_position(local: &Geometry, stages: &[&Geometry]) -> Result<Vec<Option<Match>>> {
     let [stage] = stages else {
         return Err(incompatible(format!(
-            "{} pipeline stages whose regions have no layer names: they cannot be told apart",
+            "{} pipeline stages have no layer names to pair regions by",
             stages.len()
         )));
     };

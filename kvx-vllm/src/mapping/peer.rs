@@ -44,7 +44,7 @@ pub struct MappingOptions {
     pub groups: Vec<(GroupKind, Clip)>,
     /// `enable_permute_local_kv`.
     pub permute: bool,
-    /// Whether blocks go through a buffer in host memory.
+    /// True if blocks go through a buffer in host memory.
     pub host_buffer: bool,
 }
 

@@ -187,7 +187,7 @@ impl Finishing {
     ///
     /// # Errors
     /// `Invalid` for an unknown region, a length that differs from its block's, or a range beyond
-    /// the block. Nothing is changed then.
+    /// the block. The block is unchanged then.
     pub fn finish(
         &self,
         region: u32,

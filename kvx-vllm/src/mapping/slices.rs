@@ -16,7 +16,7 @@ pub(super) struct RegionPair {
     pub(super) parts: u32,
     /// The number of the producer's blocks in one of the consumer's.
     pub(super) ratio: u32,
-    /// Whether a range of heads is a range of bytes.
+    /// True if a range of heads is a range of bytes.
     pub(super) contiguous: bool,
 }
 

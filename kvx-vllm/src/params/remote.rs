@@ -59,7 +59,7 @@ pub struct RemoteBlocks {
     /// The time at which it releases the blocks, in seconds on its own monotonic clock. Decode
     /// instances report it.
     pub expiry_time: Option<f64>,
-    /// How many times it has changed its registration.
+    /// The number of changes to its registration.
     pub registration_generation: u64,
     /// The side that moves the data.
     pub mode: TransferMode,

@@ -1,4 +1,5 @@
-//! The compatibility hash: what two engines must have in common before they look at each other's memory.
+//! The compatibility hash of the properties that two engines must have in common before they access
+//! each other's memory.
 
 use std::fmt;
 
@@ -16,12 +17,12 @@ use crate::params::TransferMode;
 pub struct CompatibilityHash(String);
 
 impl CompatibilityHash {
-    /// What a peer has sent, or an operator has read from a log: any text, only to be compared.
+    /// Takes a hash from a peer or from a log. Any text is accepted, only for comparison.
     pub fn foreign(text: impl Into<String>) -> Self {
         CompatibilityHash(text.into())
     }
 
-    /// As it is written.
+    /// Returns the hash as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -33,8 +34,9 @@ impl fmt::Display for CompatibilityHash {
     }
 }
 
-/// What goes into the hash. All of it must be as the vLLM peer has it, to the letter. Between engines of one's own any
-/// values do that are the same on both sides; set all that decides what the bytes mean, for nothing else compares it.
+/// The input of the hash. For a vLLM peer, every value must be exactly the peer's. Between kvx
+/// engines, any values that are equal on both sides work. Set all values that decide how the bytes
+/// are interpreted: no other check compares them.
 ///
 /// ```
 /// use kvx_vllm::Version;
@@ -49,60 +51,62 @@ impl fmt::Display for CompatibilityHash {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct CompatibilityFactors {
-    /// Decides which factors there are.
+    /// The version that decides which factors exist.
     pub version: Version,
-    /// The peer's `vllm.__version__`: any build has its own hash.
+    /// The peer's `vllm.__version__`. Every build has its own hash.
     pub vllm_version: String,
     /// The peer's `NIXL_CONNECTOR_VERSION`.
     pub connector_version: u32,
     /// The name or path as given to `vllm serve`.
     pub model: String,
-    /// As torch names it: `torch.bfloat16`.
+    /// The type as torch names it: `torch.bfloat16`.
     pub dtype: String,
-    /// KV heads of the whole model.
+    /// The KV heads of the whole model.
     pub num_kv_heads: u32,
-    /// Values in a head.
+    /// The number of values in a head.
     pub head_size: u32,
-    /// Layers of the whole model.
+    /// The layers of the whole model.
     pub num_hidden_layers: u32,
     /// `FLASH_ATTN`, `FLASHINFER`, `CPU_ATTN`, …
     pub attn_backend_name: String,
     /// `--kv-cache-dtype`: `auto`, `fp8`, …
     pub cache_dtype: String,
-    /// Whether the hybrid KV cache manager is on. Since vLLM 0.20.
+    /// True if the hybrid KV cache manager is on. Since vLLM 0.20.
     pub is_hma_enabled: bool,
-    /// Whether all layers of a block lie side by side. Until vLLM 0.28.
+    /// True if all layers of a block are adjacent. Until vLLM 0.28.
     pub cross_layers_blocks: bool,
-    /// Speculative decoding that works on hidden states (EAGLE, MTP), and only that. Since vLLM 0.28.
+    /// Speculative decoding on hidden states (EAGLE, MTP). Other methods are not hashed. Since vLLM
+    /// 0.28.
     pub speculative: Option<SpeculativeFactors>,
-    /// Pull and push connectors do not shake hands with each other. Since vLLM 0.28.
+    /// The transfer mode: pull and push connectors reject each other's handshakes. Since vLLM 0.28.
     pub transfer_mode: TransferMode,
-    /// Factors by name, of versions that are not known here too; they win over the others.
+    /// Factors by name, also those of unknown versions. They override the other fields.
     pub further: Map<String, Value>,
 }
 
-/// A draft model that works on the target's hidden states. Its attention backend is not part of the hash.
+/// A draft model that uses the target's hidden states. Its attention backend is not hashed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SpeculativeFactors {
     /// `eagle3`, `mtp`, …
     pub method: String,
-    /// The draft model's name or path.
+    /// The name or path of the draft model.
     pub model: String,
-    /// Its revision, if one was given.
+    /// The revision of the draft model, if one was given.
     pub revision: Option<String>,
-    /// The revision of its code, if one was given.
+    /// The revision of the draft model's code, if one was given.
     pub code_revision: Option<String>,
-    /// Whether it drafts several tokens at once.
+    /// True if it drafts several tokens at once.
     pub parallel_drafting: bool,
-    /// Its `kv_cache_dtype`; without, the target's.
+    /// The draft model's `kv_cache_dtype`; `None` for the target's.
     pub kv_cache_dtype: Option<String>,
-    /// The target's layers that it looks at, if its configuration names them.
+    /// The layers of the target that it reads, if its configuration names them.
     pub auxiliary_layer_ids: Option<Vec<u32>>,
 }
 
 impl CompatibilityFactors {
-    /// The factors of a plain model under `version`: bfloat16, `FLASH_ATTN`, cache type `auto`, hybrid cache manager
-    /// on, pull; no heads and no layers. Set the fields that differ.
+    /// Creates the factors of a plain model under `version`: bfloat16, `FLASH_ATTN`, cache type
+    /// `auto`, hybrid cache manager on, pull mode, no heads and no layers. Set the fields that
+    /// differ.
     pub fn new(version: Version, model: impl Into<String>) -> Self {
         CompatibilityFactors {
             version,
@@ -123,9 +127,10 @@ impl CompatibilityFactors {
         }
     }
 
-    /// As [`new`](Self::new), for a configuration: its version and mode, and what `kv_connector_extra_config.factors`
-    /// writes over any factor. Operators cannot change what their vLLM hashes, so they write it there: `model` as it
-    /// was given to `vllm serve`, `vllm_version` with its suffix, and so on.
+    /// Creates the factors as [`new`](Self::new) for a configuration: its version and mode,
+    /// overridden by `kv_connector_extra_config.factors`. Operators cannot change what their vLLM
+    /// hashes, so they write its values there: `model` as given to `vllm serve`, `vllm_version`
+    /// with its suffix, and so on.
     pub fn from_config(config: &KvTransferConfig, model: impl Into<String>) -> Self {
         CompatibilityFactors {
             cross_layers_blocks: config.nixl().enable_cross_layers_blocks,
@@ -138,11 +143,12 @@ impl CompatibilityFactors {
         }
     }
 
-    /// The exact text that is hashed: as Python's `json.dumps(factors, sort_keys=True)` writes it.
+    /// Returns the text that is hashed, exactly as Python's `json.dumps(factors, sort_keys=True)`
+    /// writes it.
     ///
     /// # Errors
     ///
-    /// A further factor that holds a number with a fraction: Python's rules for those are its own.
+    /// A further factor with a fractional number: Python formats those differently.
     pub fn json(&self) -> Result<String> {
         python_json::text(&Value::Object(self.map())).map_err(|key| {
             Error::new(
@@ -152,7 +158,7 @@ impl CompatibilityFactors {
         })
     }
 
-    /// The factors by name.
+    /// Returns the factors by name.
     #[doc(hidden)]
     pub fn map(&self) -> Map<String, Value> {
         let mut factors = Map::new();
@@ -182,7 +188,7 @@ impl CompatibilityFactors {
         factors
     }
 
-    /// The hash.
+    /// Returns the hash.
     ///
     /// # Errors
     ///

@@ -1,4 +1,5 @@
-//! What a differing compatibility hash may come from: known values of one or two factors, tried.
+//! Finds the reason for a differing compatibility hash by trying known values of one or two
+//! factors.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,14 +14,14 @@ use super::{CompatibilityFactors, CompatibilityHash};
 use crate::Version;
 use crate::params::TransferMode;
 
-/// One factor in which two engines differ.
+/// A factor in which two engines differ.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Difference {
-    /// Which: as it is named in `kv_connector_extra_config.factors`.
+    /// The factor, as named in `kv_connector_extra_config.factors`.
     pub factor: &'static str,
-    /// As JSON.
+    /// The local value, as JSON.
     pub here: String,
-    /// As JSON.
+    /// The peer's value, as JSON.
     pub there: String,
 }
 
@@ -30,7 +31,8 @@ impl fmt::Display for Difference {
     }
 }
 
-/// Values of one factor, or of those that a version of vLLM decides together, as JSON. `None`: it does not have it.
+/// The values of one factor, or of all factors that a version of vLLM decides, as JSON. `None` for
+/// an absent factor.
 struct Candidate {
     factor: &'static str,
     sets: Vec<(&'static str, Option<String>)>,
@@ -75,11 +77,12 @@ const BACKENDS: &[&str] = &[
 const HEADS: &[u32] =
     &[1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 25, 28, 32, 36, 40, 48, 56, 64, 71, 96, 128];
 const HEAD_SIZES: &[u32] = &[16, 32, 64, 80, 96, 112, 120, 128, 160, 192, 256, 512, 576];
-/// What builds of a release append to its number.
+/// The suffixes that builds of a release append to its number.
 const BUILDS: &[&str] = &["", "+cpu", "+cu126", "+cu128", "+cu129", "+cu130", "+rocm700"];
 
-/// The differences that make this engine's hash the peer's: of one known factor, else of two. `None`: no known value of
-/// two factors does; the engines differ in more, or in something that is not known here, such as the model's name.
+/// Returns the differences that explain the peer's hash: in one known factor, or else in two.
+/// Returns `None` if no known values of two factors do. The engines then differ in more factors, or
+/// in an unknown value such as the model's name.
 ///
 /// # Errors
 ///
@@ -109,7 +112,7 @@ pub fn explain(
     for (index, one) in candidates.iter().enumerate() {
         put(&mut tried, one);
         for other in candidates[index + 1..].iter().filter(|other| other.factor != one.factor) {
-            // A version that does not hash a factor does not differ in it.
+            // A version that does not hash a factor cannot differ in it.
             if other.sets.iter().all(|(key, _)| tried.contains_key(*key)) {
                 put(&mut tried, other);
                 if found(&tried) {
@@ -134,8 +137,9 @@ pub fn explain(
     Ok(None)
 }
 
-/// As [`explain`], of one factor alone: a few milliseconds, for whoever has no second to spare. Releases of vLLM that
-/// are not known yet are among what is tried, as far as they hash what the newest known one does.
+/// Tries only one factor, which takes a few milliseconds where [`explain`] may take a second. Also
+/// tries vLLM releases that are not known yet, assuming that they hash the same factors as the
+/// newest known release.
 ///
 /// # Errors
 ///
@@ -151,7 +155,7 @@ pub fn explain_by_one(
     Ok(one.and_then(|one| differences(&ours, &[one]).pop()))
 }
 
-/// The candidate that makes these factors hash to that.
+/// Returns the candidate with which the local factors have the peer's hash.
 fn alone<'a>(
     ours: &BTreeMap<String, String>,
     candidates: &'a [Candidate],
@@ -180,9 +184,9 @@ fn differences(ours: &BTreeMap<String, String>, those: &[&Candidate]) -> Vec<Dif
     those.iter().map(difference).collect()
 }
 
-/// Each factor's value as it is hashed.
+/// Returns the value of each factor as it is hashed.
 fn written(factors: &CompatibilityFactors) -> Result<BTreeMap<String, String>> {
-    factors.json()?; // no fraction among them
+    factors.json()?; // fails if any factor has a fraction
     let text = |value: &Value| python_json::text(value).unwrap_or_default();
     Ok(factors.map().iter().map(|(key, value)| (key.clone(), text(value))).collect())
 }
@@ -253,7 +257,7 @@ fn candidates(here: &CompatibilityFactors) -> Result<Vec<Candidate>> {
     Ok(all)
 }
 
-/// Releases of vLLM and their builds, each with the factors that it hashes.
+/// Returns the known releases of vLLM and their builds, each with the factors that it hashes.
 fn versions(here: &CompatibilityFactors) -> Result<Vec<Candidate>> {
     let mut all = Vec::new();
     for (index, version) in Version::SPOKEN.into_iter().enumerate() {
@@ -265,7 +269,8 @@ fn versions(here: &CompatibilityFactors) -> Result<Vec<Candidate>> {
     Ok(all)
 }
 
-/// Releases that were not out when this was written: further patches, and what may follow the newest.
+/// Returns releases that this version of kvx does not know: further patches, and releases after the
+/// newest.
 fn unknown_versions(here: &CompatibilityFactors) -> Result<Vec<Candidate>> {
     let mut all = Vec::new();
     for version in Version::SPOKEN {
@@ -286,14 +291,14 @@ fn unknown_versions(here: &CompatibilityFactors) -> Result<Vec<Candidate>> {
     Ok(all)
 }
 
-/// How many minor releases, and versions of the connector, may follow the newest known ones.
+/// The number of minor releases, and of connector versions, to try after the newest known ones.
 const LATER: u32 = 6;
 
 fn minor(version: Version) -> u32 {
     version.vllm_version().split('.').nth(1).and_then(|minor| minor.parse().ok()).unwrap_or(0)
 }
 
-/// All builds of these patches of a minor release.
+/// Adds all builds of these patches of a minor release.
 fn add_version(
     all: &mut Vec<Candidate>,
     here: &CompatibilityFactors,
@@ -302,7 +307,7 @@ fn add_version(
     (minor, patches): (u32, Range<u32>),
 ) -> Result<()> {
     let mut factors = here.clone();
-    // What an operator wrote of its version would win over it.
+    // Factors that the operator wrote would override those of the version.
     for key in FACTORS_OF_VERSIONS {
         factors.further.remove(key);
     }
@@ -316,7 +321,7 @@ fn add_version(
     Ok(())
 }
 
-/// Those that are there or not, or have one value, by the version.
+/// The factors whose presence or value depends on the version.
 const FACTORS_OF_VERSIONS: [&str; 6] = [
     "vllm_version",
     "nixl_connector_version",
@@ -326,7 +331,7 @@ const FACTORS_OF_VERSIONS: [&str; 6] = [
     "transfer_mode",
 ];
 
-/// How else the same model may have been given to `vllm serve`.
+/// Returns other forms in which the same model may have been given to `vllm serve`.
 fn spellings(model: &str) -> Vec<String> {
     let bare = model.trim_end_matches('/');
     let parts: Vec<&str> = bare.rsplit('/').collect();

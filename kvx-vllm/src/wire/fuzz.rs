@@ -1,5 +1,5 @@
-//! What the fuzz targets and the bounded fuzz test call: any bytes, no panic, and what was accepted is written as bytes
-//! that mean the same.
+//! The entry points of the fuzz targets and the bounded fuzz test: no input panics, and an accepted
+//! message encodes to bytes with the same meaning.
 
 use std::fmt::Debug;
 
@@ -31,7 +31,7 @@ pub const TARGETS: &[(&str, fn(&[u8]))] = &[
     ("connector_params", params),
 ];
 
-/// Reads, writes, and reads again: the two must be equal, and the second writing must give the bytes of the first.
+/// Decodes, encodes and decodes again. Both values must be equal, and both encodings too.
 fn stable<T: Debug + PartialEq>(
     bytes: &[u8],
     decode: impl Fn(&[u8]) -> Result<T>,
@@ -44,11 +44,11 @@ fn stable<T: Debug + PartialEq>(
             assert_eq!(first, second);
             assert_eq!(written, encode(&second));
         }
-        Err(error) => panic!("{first:?} was read, but not again: {error}"),
+        Err(error) => panic!("{first:?} was decoded once, but not again: {error}"),
     }
 }
 
-/// A request on the side channel, and a listener that gets it in different envelopes.
+/// Reads a request on the side channel, and passes it to a listener in different envelopes.
 pub fn handshake_request(bytes: &[u8]) {
     stable(bytes, HandshakeRequest::decode, HandshakeRequest::encode);
     stable(bytes, KvxRequest::decode, KvxRequest::encode);
@@ -59,14 +59,15 @@ pub fn handshake_request(bytes: &[u8]) {
     for frames in [vec![b"id", &b""[..], bytes], vec![b"id", bytes], pieces] {
         let Ok(answer) = listener.answer(&frames, Time::default()) else { continue };
         let sent: Vec<&[u8]> = answer.frames().collect();
-        assert_eq!(sent[0], frames[0], "the answer goes to who asked");
+        assert_eq!(sent[0], frames[0], "the answer goes to the sender");
         let payload = sent.iter().find_map(|frame| HandshakePayload::decode(frame).ok());
         let payload = payload.expect("every answer has a payload");
         assert_eq!(payload.refusal.is_some(), answer.refusal().is_some());
     }
 }
 
-/// A payload from the side channel: read, checked by an expectation that compares no hashes, and answered with.
+/// Reads a payload from the side channel, and checks it with an expectation that does not compare
+/// hashes.
 pub fn handshake_payload(bytes: &[u8]) {
     stable(bytes, HandshakePayload::decode, HandshakePayload::encode);
     let hash = CompatibilityHash::foreign("h");
@@ -83,7 +84,7 @@ pub fn handshake_payload(bytes: &[u8]) {
     assert_eq!(handshake.finish().is_ok(), taken);
 }
 
-/// Agent metadata, in every version.
+/// Reads agent metadata in every version.
 pub fn agent_metadata(bytes: &[u8]) {
     for version in Version::SPOKEN {
         stable(bytes, |bytes| NixlAgentMetadata::decode(bytes, version), NixlAgentMetadata::encode);
@@ -101,12 +102,13 @@ pub fn agent_metadata(bytes: &[u8]) {
     }
 }
 
-/// A notification.
+/// Reads a notification.
 pub fn notification(bytes: &[u8]) {
     stable(bytes, EngineNotification::decode, EngineNotification::encode);
 }
 
-/// The MooncakeConnector's two messages, and the older question, which becomes one of today's.
+/// Reads the MooncakeConnector's two messages, and the older request, which converts to the current
+/// one.
 pub fn mooncake(bytes: &[u8]) {
     stable(bytes, PullRequest::decode, PullRequest::encode);
     stable(bytes, PullResponse::decode, PullResponse::encode);
@@ -116,13 +118,13 @@ pub fn mooncake(bytes: &[u8]) {
     if let Ok(older) = OlderPullRequest::decode(bytes)
         && let Ok(question) = older.clone().as_pull_request(&own)
     {
-        let again = OlderPullRequest::plain(&question).expect("its requests have one list each");
-        let again = again.as_pull_request(&own).expect("it was taken before");
+        let again = OlderPullRequest::plain(&question).expect("each of its requests has one list");
+        let again = again.as_pull_request(&own).expect("it was accepted before");
         assert_eq!(again, question, "{older:?}");
     }
 }
 
-/// The bodies of a bootstrap server.
+/// Reads the bodies of a bootstrap server.
 pub fn bootstrap(bytes: &[u8]) {
     stable(bytes, WorkerRegistration::decode, WorkerRegistration::encode);
     stable(bytes, Directory::decode, Directory::encode);
@@ -135,16 +137,16 @@ pub fn bootstrap(bytes: &[u8]) {
     }
 }
 
-/// A NIXL agent's metadata.
+/// Reads a NIXL agent's metadata.
 pub fn nixl_blob(bytes: &[u8]) {
-    stable(bytes, NixlBlob::decode, |blob| blob.encode().expect("what was read can be written"));
+    stable(bytes, NixlBlob::decode, |blob| blob.encode().expect("a decoded blob can be encoded"));
     if let Ok(blob) = NixlBlob::decode(bytes) {
-        assert_eq!(blob.encode().ok().as_deref(), Some(bytes), "one form alone is read");
+        assert_eq!(blob.encode().ok().as_deref(), Some(bytes), "only one form is accepted");
     }
 }
 
-/// Notifications of an agent with the backend KVX, as cut by `0xfe`: none is longer than the bytes that came, and all
-/// that is sent arrives.
+/// Reads the pieces between `0xfe` bytes as notifications of an agent with the backend KVX. None is
+/// longer than the input, and everything that is sent arrives.
 pub fn nixl_notes(bytes: &[u8]) {
     let mut assembly = Assembly::default();
     for (at, note) in bytes.split(|byte| *byte == 0xfe).enumerate() {
@@ -162,7 +164,7 @@ pub fn nixl_notes(bytes: &[u8]) {
     }
 }
 
-/// `kv_transfer_params` as JSON, and the same bytes as a streamed answer in two pieces.
+/// Reads `kv_transfer_params` as JSON, and the same bytes as a streamed answer in two pieces.
 pub fn params(bytes: &[u8]) {
     let mut stream = AnswerStream::with_max_line(4096);
     let (first, second) = bytes.split_at(bytes.len() / 2);
@@ -170,7 +172,7 @@ pub fn params(bytes: &[u8]) {
     let Ok(value) = serde_json::from_slice::<serde_json::Value>(bytes) else { return };
     let _ = Answer::from_body(&value);
     if let Ok(params) = MooncakeParams::from_value(&value) {
-        let written = params.to_value().expect("what was read can be written");
+        let written = params.to_value().expect("decoded parameters can be encoded");
         assert_eq!(MooncakeParams::from_value(&written).as_ref(), Ok(&params));
     }
     let Ok(params) = TransferParams::from_value(&value) else { return };

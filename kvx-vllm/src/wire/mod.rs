@@ -1,14 +1,17 @@
-//! What travels between engines, byte for byte as vLLM writes it.
+//! The messages between engines, byte for byte as vLLM writes them.
 //!
-//! - The side channel: [`HandshakeRequest`], [`HandshakePayload`] and [`NixlAgentMetadata`]; [`Listener`] answers and
-//!   [`Handshake`] asks, both without a socket.
+//! - The side channel: [`HandshakeRequest`], [`HandshakePayload`] and [`NixlAgentMetadata`].
+//!   [`Listener`] is the
+//!   answering side and [`Handshake`] the requesting side, both without a socket.
 //! - [`CompatibilityFactors`] give the [`CompatibilityHash`] that both ends compare first.
 //! - [`EngineNotification`]s accompany the data.
-//! - [`mooncake`]: the MooncakeConnector's own two messages.
-//! - [`nixl`]: the metadata of NIXL's agents, and long notifications of those with the backend KVX.
+//! - [`mooncake`]: the two messages of the MooncakeConnector.
+//! - [`nixl`]: the metadata of NIXL's agents, and long notifications of agents with the backend
+//!   KVX.
 //!
-//! Every decoder takes bytes from anyone: sizes, counts and depth are bounded before memory is taken, and nothing
-//! panics. What was read is written again with the same bytes, unknown keys included.
+//! Every decoder accepts bytes from any sender. It checks sizes, counts and depth before it
+//! allocates memory, and never panics. A decoded message encodes to the same bytes, with unknown
+//! keys.
 
 mod compatibility;
 mod explain;

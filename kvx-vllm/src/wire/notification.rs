@@ -1,4 +1,4 @@
-//! What engines tell each other beside the data.
+//! The notifications between engines.
 
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -18,56 +18,58 @@ const REGISTRATION: &[u8] = b"PUSH_REG:";
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EngineNotification {
-    /// The data of a request have moved. Made by [`done`](Self::done).
+    /// The data of a request have moved. Created by [`done`](Self::done).
     #[non_exhaustive]
     Done {
-        /// The request, by the id of the engine that is told.
+        /// The request, by its id in the notified engine.
         request_id: String,
-        /// Pull: how many workers read from the worker that is told (vLLM 0.28 and older: the reader's tensor
-        /// parallel size). Push: the writer's tensor parallel size.
+        /// Pull: the number of workers that read from the notified worker (vLLM 0.28 and older: the
+        /// reader's tensor-parallel size). Push: the writer's tensor-parallel size.
         count: u32,
     },
-    /// These requests are still waited for. Made by [`heartbeat`](Self::heartbeat).
+    /// The sender still waits for these requests. Created by [`heartbeat`](Self::heartbeat).
     #[non_exhaustive]
     Heartbeat {
-        /// The requests, by the ids of the engine that is told.
+        /// The requests, by their ids in the notified engine.
         request_ids: Vec<String>,
     },
-    /// Blocks to write into.
+    /// Blocks for the receiver to write into.
     Registration(Box<PushRegistration>),
 }
 
 impl EngineNotification {
-    /// The longest that is read.
+    /// The longest notification that is read, in bytes.
     pub const MAX_LEN: usize = 9 + PushRegistration::MAX_LEN;
-    /// The longest heartbeat that [`heartbeats`](Self::heartbeats) makes: what every kvx transport carries.
+    /// The longest heartbeat that [`heartbeats`](Self::heartbeats) creates, in bytes: the limit of
+    /// all kvx transports.
     pub const MAX_HEARTBEAT: usize = 64 << 10;
 
-    /// The data of a request have moved.
+    /// Creates the notification that the data of a request have moved.
     ///
     /// # Errors
     ///
-    /// A count of 0, which frees nothing ever; an id that would be read as another notification.
+    /// A count of 0, which would never free the blocks; an id that would be read as another
+    /// notification.
     pub fn done(request_id: impl Into<String>, count: u32) -> Result<Self> {
         let request_id = request_id.into();
         if count == 0 {
-            return Err(invalid(&request_id, "the count is 0; the other side would wait for ever"));
+            return Err(invalid(&request_id, "the count is 0; the other side would wait forever"));
         }
         checked(&request_id)?;
         Ok(EngineNotification::Done { request_id, count })
     }
 
-    /// These requests are still waited for.
+    /// Creates the notification that this engine still waits for these requests.
     ///
     /// # Errors
     ///
-    /// No id; an id that is empty or has a comma, which separates them.
+    /// No id; an id that is empty or has a comma, which separates ids.
     pub fn heartbeat<T: Into<String>>(request_ids: impl IntoIterator<Item = T>) -> Result<Self> {
         let request_ids: Vec<String> = request_ids.into_iter().map(Into::into).collect();
         if request_ids.is_empty() {
             return Err(Error::new(
                 ErrorKind::Invalid,
-                "a heartbeat without request ids says nothing",
+                "a heartbeat needs at least one request id",
             ));
         }
         match request_ids.iter().find(|id| id.is_empty() || id.contains(',')) {
@@ -78,12 +80,13 @@ impl EngineNotification {
         }
     }
 
-    /// As [`heartbeat`](Self::heartbeat), in as many notifications of at most [`MAX_HEARTBEAT`](Self::MAX_HEARTBEAT)
-    /// bytes as it takes.
+    /// Creates as many heartbeats of at most [`MAX_HEARTBEAT`](Self::MAX_HEARTBEAT) bytes as the
+    /// ids need.
     ///
     /// # Errors
     ///
-    /// As [`heartbeat`](Self::heartbeat), but no ids make no notifications; an id that is too long for one.
+    /// As [`heartbeat`](Self::heartbeat), except that no ids give no notifications; an id that is
+    /// too long for one.
     pub fn heartbeats<T: Into<String>>(
         request_ids: impl IntoIterator<Item = T>,
     ) -> Result<Vec<Self>> {
@@ -98,7 +101,7 @@ impl EngineNotification {
                     let start: String = id.chars().take(64).collect();
                     return Err(invalid(
                         &start,
-                        "it starts like this and is longer than a notification",
+                        "it starts like this and is too long for a notification",
                     ));
                 }
                 beats.push(Vec::new());
@@ -110,7 +113,7 @@ impl EngineNotification {
         beats.into_iter().map(Self::heartbeat).collect()
     }
 
-    /// The notification as bytes.
+    /// Encodes the notification.
     pub fn encode(&self) -> Vec<u8> {
         match self {
             EngineNotification::Done { request_id, count } => {
@@ -125,11 +128,11 @@ impl EngineNotification {
         }
     }
 
-    /// Reads a notification. What it says of a request need not be true: the request may be long gone.
+    /// Decodes a notification. Its request may have ended long ago.
     ///
     /// # Errors
     ///
-    /// Anything else. vLLM's engine does not survive it; a kvx engine logs it and goes on.
+    /// Any other bytes. vLLM's engine does not survive them; a kvx engine logs them and continues.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let malformed = |why: &str| {
             let shown = bytes[..bytes.len().min(64)].escape_ascii();
@@ -152,7 +155,7 @@ impl EngineNotification {
             [b'1'..=b'9', ..] => count.parse().ok(),
             _ => None,
         };
-        let count = count.ok_or_else(|| malformed("no count behind the last colon"))?;
+        let count = count.ok_or_else(|| malformed("no count after the last colon"))?;
         Self::done(request_id, count).map_err(|_| malformed("no request id"))
     }
 }
@@ -170,6 +173,6 @@ fn checked(request_id: &str) -> Result<()> {
 fn invalid(request_id: &str, why: &str) -> Error {
     Error::new(
         ErrorKind::Invalid,
-        format!("request id {request_id:?} cannot be notified of: {why}"),
+        format!("cannot send a notification for request id {request_id:?}: {why}"),
     )
 }

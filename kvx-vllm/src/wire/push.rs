@@ -1,4 +1,5 @@
-//! What a decode side with the NixlPushConnector tells the prefill side: where to write.
+//! The registration that a decode side with the NixlPushConnector sends to the prefill side: where
+//! to write.
 
 use kvx_core::Result;
 
@@ -7,54 +8,57 @@ use crate::wire::record::{Record, RecordFields, Shape};
 
 const WHAT: &str = "push registration";
 
-/// A decode side's blocks for a request, for the prefill side to write into: the map behind `PUSH_REG:`.
+/// A decode side's blocks for a request, for the prefill side to write into: the map after
+/// `PUSH_REG:`.
 ///
-/// Only `request_id` is always there. A prefill side needs the rest too, and must look before it uses it.
+/// Only `request_id` is required. A prefill side needs the other fields too, and must check that
+/// they are present.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PushRegistration {
-    /// The decode side's id of the request.
+    /// The request's id on the decode side.
     pub request_id: String,
-    /// The decode side's engine.
+    /// The decode side's engine id.
     pub decode_engine_id: Option<String>,
-    /// Where its side channel listens.
+    /// The host of its side channel.
     pub decode_host: Option<String>,
-    /// Where its side channel listens.
+    /// The port of its side channel.
     pub decode_port: Option<u16>,
-    /// Its tensor parallel size.
+    /// Its tensor-parallel size.
     pub decode_tp_size: Option<u32>,
-    /// Its logical blocks, per KV cache group.
+    /// Its logical blocks, one list for each KV cache group.
     pub local_block_ids: Vec<Vec<u32>>,
-    /// The prefill side's engine, as the decode side was told.
+    /// The prefill side's engine id, as the decode side received it.
     pub remote_engine_id: Option<String>,
-    /// Where the prefill side's channel listens.
+    /// The host of the prefill side's side channel.
     pub remote_host: Option<String>,
-    /// Where the prefill side's channel listens.
+    /// The port of the prefill side's side channel.
     pub remote_port: Option<u16>,
-    /// The prefill side's tensor parallel size.
+    /// The prefill side's tensor-parallel size.
     pub remote_tp_size: Option<u32>,
-    /// The prefill side's pipeline parallel size.
+    /// The prefill side's pipeline-parallel size.
     pub remote_pp_size: Option<u32>,
-    /// kvx only, and ignored by vLLM: what to write into the blocks by, for each worker of the decode side. Its end is
-    /// the end of all writes for this request.
+    /// kvx only, ignored by vLLM: the grants for writes into the blocks, one for each worker of the
+    /// decode side. Revoking a grant ends all writes for this request.
     pub kvx_grants: Vec<PushGrant>,
-    /// kvx only: how often the decode side had registered its memory anew. What a handshake told before is old.
+    /// kvx only: the number of times that the decode side has registered its memory anew. Data of
+    /// earlier handshakes are outdated.
     pub kvx_registration: Option<u64>,
     shape: Shape,
 }
 
-/// What a worker of a decode side lets a prefill side write into, for one request.
+/// The memory of one decode worker that the prefill side may write into for one request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PushGrant {
-    /// Its pipeline stage.
+    /// The worker's pipeline stage.
     pub pp: u32,
-    /// Its tensor-parallel rank.
+    /// The worker's tensor-parallel rank.
     pub tp: u32,
-    /// A region for each piece of memory that its caches lie in, as kvx's agents tell them.
+    /// One region descriptor of a kvx agent for each piece of memory that holds its caches.
     pub regions: Vec<Vec<u8>>,
 }
 
 impl PushGrant {
-    /// The most of them that are read: one for each worker.
+    /// The most grants that are read: one for each worker.
     pub const MAX: usize = crate::ids::MAX_RANKS as usize;
     /// The most regions of a worker that are read.
     pub const MAX_REGIONS: usize = 1024;
@@ -85,14 +89,14 @@ impl PushGrant {
 }
 
 impl PushRegistration {
-    /// The longest that is read.
+    /// The longest registration that is read, in bytes.
     pub const MAX_LEN: usize = 16 << 20;
     /// The most KV cache groups that are read.
     pub const MAX_GROUPS: usize = 1024;
     /// The most blocks of a group that are read.
     pub const MAX_BLOCKS: usize = 1 << 20;
 
-    /// A registration of these blocks, without addresses.
+    /// Creates a registration of these blocks, without addresses.
     pub fn new(request_id: impl Into<String>, local_block_ids: Vec<Vec<u32>>) -> Self {
         PushRegistration {
             request_id: request_id.into(),
@@ -112,7 +116,7 @@ impl PushRegistration {
         }
     }
 
-    /// Keys that are not known here, with their values as msgpack.
+    /// Returns unknown keys, with their values as msgpack.
     pub fn unknown(&self) -> impl Iterator<Item = (&str, &[u8])> {
         self.shape.unknown()
     }
@@ -216,7 +220,7 @@ impl Record for PushRegistration {
                 .optional(self.kvx_registration.as_ref(), |writer, number| {
                     writer.unsigned(*number)
                 }),
-            other => unreachable!("{other} is no key of a {WHAT}"),
+            other => unreachable!("{other} is not a key of a {WHAT}"),
         }
     }
 }

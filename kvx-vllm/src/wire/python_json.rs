@@ -1,11 +1,12 @@
-//! JSON text as Python's `json.dumps(…, sort_keys=True)` writes it: keys sorted, `", "` and `": "`, ASCII only.
+//! JSON text as Python's `json.dumps(…, sort_keys=True)` writes it: sorted keys, `", "` and `": "`,
+//! only ASCII.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use serde_json::Value;
 
-/// The text, or the name of the key that holds a number with a fraction.
+/// Returns the text, or the name of a key with a fractional number.
 pub(super) fn text(value: &Value) -> Result<String, String> {
     let mut out = String::new();
     put(&mut out, "", value)?;
@@ -31,7 +32,7 @@ fn put(out: &mut String, key: &str, value: &Value) -> Result<(), String> {
             out.push(']');
         }
         Value::Object(object) => {
-            // Sorted by code points, as Python does; whatever the map's own order is.
+            // Sorted by code points, as in Python, whatever the order of the map.
             let sorted: BTreeMap<_, _> = object.iter().collect();
             out.push('{');
             for (index, (key, item)) in sorted.into_iter().enumerate() {

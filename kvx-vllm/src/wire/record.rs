@@ -1,13 +1,16 @@
-//! Messages that are maps with known keys: order, absence and unknown keys survive reading and writing.
+//! Messages that are maps with known keys. Order, absence and unknown keys survive decoding and
+//! encoding.
 
 use crate::msgpack::{MsgpackReader, MsgpackWriter, Result};
 
-/// How many keys a map with known keys may have.
+/// The most keys in a map with known keys.
 const MAX_KEYS: usize = 256;
 
-/// The keys of a map as it came: their order, which known ones were there, and the unknown ones with their values.
+/// The keys of a map as it was read: their order, the known ones that were present, and the unknown
+/// ones with their values.
 ///
-/// Two shapes are equal if they keep the same unknown keys: the rest is no part of a message's meaning.
+/// Two shapes are equal if they have the same unknown keys: the rest does not affect a message's
+/// meaning.
 #[derive(Clone, Debug, Default)]
 pub(in crate::wire) struct Shape {
     slots: Vec<ShapeKey>,
@@ -20,7 +23,7 @@ enum ShapeKey {
 }
 
 impl Shape {
-    /// These known keys, in this order.
+    /// Creates a shape with these known keys, in this order.
     pub(in crate::wire) fn of(keys: impl IntoIterator<Item = &'static str>) -> Self {
         Shape { slots: keys.into_iter().map(ShapeKey::Known).collect() }
     }
@@ -29,7 +32,7 @@ impl Shape {
         self.slots.iter().any(|slot| matches!(slot, ShapeKey::Known(key) if *key == known))
     }
 
-    /// The unknown keys, with their values as msgpack.
+    /// Returns the unknown keys, with their values as msgpack.
     pub(in crate::wire) fn unknown(&self) -> impl Iterator<Item = (&str, &[u8])> {
         self.slots.iter().filter_map(|slot| match slot {
             ShapeKey::Known(_) => None,
@@ -46,7 +49,7 @@ impl PartialEq for Shape {
 
 impl Eq for Shape {}
 
-/// The fields of a map that is being read.
+/// The fields of a map that is being decoded.
 pub(in crate::wire) struct RecordFields<'a> {
     what: &'static str,
     values: Vec<(&'static str, &'a [u8])>,
@@ -54,7 +57,8 @@ pub(in crate::wire) struct RecordFields<'a> {
 }
 
 impl<'a> RecordFields<'a> {
-    /// Reads a map of at most `max` bytes and nothing after it. Keys that are not in `known` are kept as they are.
+    /// Reads a map of at most `max` bytes with nothing after it. Keys that are not in `known` are
+    /// kept unchanged.
     pub(in crate::wire) fn read(
         what: &'static str,
         bytes: &'a [u8],
@@ -71,7 +75,7 @@ impl<'a> RecordFields<'a> {
                 || fields.shape.unknown().any(|(other, _)| other == key),
                 |known| fields.shape.has(known),
             ) {
-                return Err(reader.malformed(format_args!("the key {key:?} comes twice")));
+                return Err(reader.malformed(format_args!("duplicate key {key:?}")));
             }
             fields.shape.slots.push(match known {
                 Some(known) => {
@@ -85,7 +89,7 @@ impl<'a> RecordFields<'a> {
         Ok(fields)
     }
 
-    /// The field, if it is there.
+    /// Reads the field if it is present.
     pub(in crate::wire) fn optional<T>(
         &self,
         key: &'static str,
@@ -97,7 +101,7 @@ impl<'a> RecordFields<'a> {
         read(&mut MsgpackReader::field(self.what, key, bytes)).map(Some)
     }
 
-    /// The field, which must be there.
+    /// Reads the field, which must be present.
     pub(in crate::wire) fn required<T>(
         &self,
         key: &'static str,
@@ -108,7 +112,7 @@ impl<'a> RecordFields<'a> {
         self.optional(key, read)?.ok_or_else(absent)
     }
 
-    /// The field, which must be there if `needed`.
+    /// Reads the field, which must be present if `needed`.
     pub(in crate::wire) fn required_if<T>(
         &self,
         needed: bool,
@@ -118,7 +122,7 @@ impl<'a> RecordFields<'a> {
         if needed { self.required(key, read).map(Some) } else { self.optional(key, read) }
     }
 
-    /// The field, if it is there and not nil.
+    /// Reads the field if it is present and not nil.
     pub(in crate::wire) fn nullable<T>(
         &self,
         key: &'static str,
@@ -127,17 +131,17 @@ impl<'a> RecordFields<'a> {
         Ok(self.optional(key, |reader| reader.optional(read))?.flatten())
     }
 
-    /// Whether a known key is there.
+    /// Returns whether a known key is present.
     pub(in crate::wire) fn has(&self, key: &str) -> bool {
         self.shape.has(key)
     }
 
-    /// Whether a key is there that is not known.
+    /// Returns whether an unknown key is present.
     pub(in crate::wire) fn has_unknown(&self, key: &str) -> bool {
         self.shape.unknown().any(|(unknown, _)| unknown == key)
     }
 
-    /// How the map looked.
+    /// Returns the shape of the map.
     pub(in crate::wire) fn shape(self) -> Shape {
         self.shape
     }
@@ -148,16 +152,17 @@ pub(in crate::wire) trait Record {
     /// The known keys in the order of a new message.
     const KEYS: &'static [&'static str];
 
-    /// How the message looked when it was read, or shall look.
+    /// Returns the shape with which the message was read or will be written.
     fn shape(&self) -> &Shape;
 
-    /// Whether the field may stay out of a message whose shape does not name it.
+    /// Returns whether the field may be omitted from a message whose shape does not name it.
     fn is_default(&self, key: &str) -> bool;
 
     /// Writes the value of a known key.
     fn write(&self, key: &str, writer: &mut MsgpackWriter);
 
-    /// The message: the keys of its shape, then those that are not in it and not at their defaults.
+    /// Encodes the message: the keys of its shape, then other known keys whose values are not the
+    /// default.
     fn encode_map(&self) -> Vec<u8> {
         let shape = self.shape();
         let further: Vec<_> =

@@ -86,7 +86,7 @@ fn a_worker_registers_and_is_found_and_all_else_is_refused_in_words() {
         for (bytes, status, word) in [
             (post(&other.to_string()), "400", "listens at tcp://h:1"),
             (post("{}"), "400", "engine_id"),
-            (post("not JSON"), "400", "no JSON"),
+            (post("not JSON"), "400", "not JSON"),
             (post(&" ".repeat(9 << 10)), "413", "more than"),
             (
                 b"POST /register HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec(),

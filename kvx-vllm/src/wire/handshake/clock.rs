@@ -1,11 +1,11 @@
-//! The second frame of an answer: when it was given, on the listener's clock.
+//! The second frame of an answer: the time on the listener's clock.
 
 use kvx_core::Result;
 
 use crate::msgpack::{MsgpackReader, MsgpackWriter};
 use crate::time::Time;
 
-/// A listener's monotonic clock in seconds, as it travels beside the payload.
+/// A listener's monotonic clock in seconds, in the frame after the payload.
 ///
 /// ```
 /// use kvx_vllm::wire::ClockReading;
@@ -13,25 +13,25 @@ use crate::time::Time;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
 pub struct ClockReading(
-    /// Seconds since any origin; always a finite number.
+    /// Seconds since any origin; always finite.
     pub f64,
 );
 
 impl ClockReading {
     const LEN: usize = 9;
 
-    /// The frame.
+    /// Encodes the frame.
     pub fn encode(self) -> [u8; 9] {
         let mut writer = MsgpackWriter::default();
         writer.float(self.0);
         writer.into_bytes().try_into().expect("a float takes nine bytes")
     }
 
-    /// Reads a frame.
+    /// Decodes a frame.
     ///
     /// # Errors
     ///
-    /// Anything but one finite number.
+    /// Anything other than one finite number.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = MsgpackReader::new("clock of the peer", bytes, Self::LEN)?;
         let seconds = reader.float()?;

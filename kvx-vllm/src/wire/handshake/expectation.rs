@@ -1,4 +1,4 @@
-//! What a peer's answer must be, checked in vLLM's order.
+//! Checks of a peer's answer, in vLLM's order.
 
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -6,27 +6,28 @@ use super::{HandshakePayload, NixlAgentMetadata};
 use crate::Version;
 use crate::wire::{CompatibilityFactors, CompatibilityHash, explain_by_one};
 
-/// What an engine is, and which engine it expects at the other end of a handshake.
+/// The expected engine at the other end of a handshake, and the properties of this engine that it
+/// must match.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Expectation {
-    /// What the peer speaks.
+    /// The version of the peer.
     pub version: Version,
     /// The engine that the parameters name.
     pub engine_id: String,
-    /// This engine's own hash.
+    /// This engine's hash.
     pub compatibility_hash: CompatibilityHash,
-    /// What that is made of, so that a refusal can name what differs.
+    /// The factors of that hash, so that an error can name the difference.
     pub factors: Option<CompatibilityFactors>,
-    /// Whether the peer's must be the same.
+    /// True if the peer's hash must be the same.
     pub enforce_handshake_compat: bool,
-    /// This engine's decode context parallel size.
+    /// This engine's decode-context-parallel size.
     pub dcp_size: u32,
-    /// This engine's prefill context parallel size.
+    /// This engine's prefill-context-parallel size.
     pub pcp_size: u32,
 }
 
 impl Expectation {
-    /// Hashes are compared, no context parallelism.
+    /// Creates an expectation that compares hashes, without context parallelism.
     pub fn new(
         version: Version,
         engine_id: impl Into<String>,
@@ -43,7 +44,7 @@ impl Expectation {
         }
     }
 
-    /// In which known factor the peer differs, if it differs in one.
+    /// Describes the known factor in which the peer differs, if it differs in only one.
     fn difference(&self, theirs: &CompatibilityHash) -> String {
         let found =
             self.factors.as_ref().and_then(|ours| explain_by_one(ours, theirs).ok().flatten());
@@ -55,16 +56,18 @@ impl Expectation {
         }
     }
 
-    /// Reads a payload and checks it, in this order: it can be read; it is no refusal; the hashes are the same; the
-    /// metadata can be read; the context parallel sizes go together; it is the expected engine; the metadata is sound
-    /// in itself.
+    /// Decodes and checks a payload. The checks are, in this order: it can be decoded; it is not a
+    /// refusal; the hashes are equal; the metadata can be decoded; the context-parallel sizes are
+    /// compatible; the engine is the expected one; the metadata is consistent.
     ///
     /// # Errors
     ///
-    /// [`Malformed`](ErrorKind::Malformed): a part cannot be read, or its lists do not fit each other.
-    /// [`Invalid`](ErrorKind::Invalid): a kvx peer refuses what it was asked, in its own words.
+    /// [`Malformed`](ErrorKind::Malformed): a part cannot be decoded, or its lists do not match
+    /// each other.
+    /// [`Invalid`](ErrorKind::Invalid): a kvx peer rejects the request, with its reason.
     /// [`Incompatible`](ErrorKind::Incompatible): the hashes differ.
-    /// [`Unsupported`](ErrorKind::Unsupported): the context parallel sizes, or a vLLM too old to be spoken with.
+    /// [`Unsupported`](ErrorKind::Unsupported): the context-parallel sizes, or a vLLM that is too
+    /// old.
     /// [`PeerRestarted`](ErrorKind::PeerRestarted): another engine answers at this address.
     pub fn check(&self, payload: &[u8]) -> Result<NixlAgentMetadata> {
         let payload = HandshakePayload::decode(payload).map_err(|error| match error.kind() {
@@ -100,7 +103,7 @@ impl Expectation {
             .map_err(|error| {
                 Error::new(
                     ErrorKind::Malformed,
-                    format!("{error}; the peer does not write what {} does", self.version),
+                    format!("{error}; the peer's metadata is not that of {}", self.version),
                 )
             })?;
         self.check_context_parallel(&metadata)?;
@@ -108,8 +111,8 @@ impl Expectation {
             return Err(Error::new(
                 ErrorKind::PeerRestarted,
                 format!(
-                    "engine id mismatch: {} expected, {} answers; the prefill side has restarted, or its side channel \
-                     host is the default and leads to another machine: set VLLM_NIXL_SIDE_CHANNEL_HOST there",
+                    "engine id mismatch: expected {}, got {}; the prefill side has restarted, or its side channel \
+                     host is the default and points to another machine: set VLLM_NIXL_SIDE_CHANNEL_HOST there",
                     self.engine_id, metadata.engine_id
                 ),
             ));
@@ -126,7 +129,7 @@ impl Expectation {
         let refused = |why| {
             Err(Error::new(
                 ErrorKind::Unsupported,
-                format!("{why}: {sizes}; give the engines sizes that go together"),
+                format!("{why}: {sizes}; give the engines compatible sizes"),
             ))
         };
         if peer.pcp_size > 1 && peer.dcp_size != 1 && peer.dcp_size != peer.pcp_size {

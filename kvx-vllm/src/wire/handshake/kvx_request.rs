@@ -1,4 +1,4 @@
-//! The question that kvx decodes ask kvx prefills alone.
+//! The handshake request between kvx decode and kvx prefill engines only.
 
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -10,29 +10,30 @@ const TAG: &[u8] = b"kvx_meta_msg";
 const NONCE: usize = 32;
 const PROOF: usize = 32;
 
-/// What a kvx listener says of itself in each answer: that it is kvx, and what a decode's proof has to be made of.
+/// The kvx extension of a listener's answers: it identifies a kvx listener and contains the input
+/// of the decode side's proof.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvxChallenge {
-    /// Whether it has a shared secret, and tells strangers nothing of kvx's.
+    /// True if the listener has a shared secret and gives unauthenticated peers no kvx metadata.
     pub secret: bool,
-    /// Never used twice.
+    /// A nonce that is never reused.
     pub nonce: [u8; NONCE],
 }
 
 impl KvxChallenge {
-    /// The one version of this exchange.
+    /// The only version of this exchange.
     const VERSION: u8 = 1;
 
-    /// As it stands in [`kvx_challenge`](super::HandshakePayload::kvx_challenge).
+    /// Encodes the challenge for [`kvx_challenge`](super::HandshakePayload::kvx_challenge).
     pub fn encode(&self) -> Vec<u8> {
         [&[Self::VERSION, self.secret.into()], &self.nonce[..]].concat()
     }
 
-    /// Reads it.
+    /// Decodes a challenge.
     ///
     /// # Errors
     ///
-    /// Another length; `Incompatible`: another version.
+    /// A wrong length; `Incompatible`: another version.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         match bytes {
             [Self::VERSION, secret @ (0 | 1), nonce @ ..] if nonce.len() == NONCE => {
@@ -44,8 +45,8 @@ impl KvxChallenge {
             [version, ..] if *version != Self::VERSION => Err(Error::new(
                 ErrorKind::Incompatible,
                 format!(
-                    "the peer's kvx speaks version {version} of kvx's part of the handshake, this one 1: bring both to \
-                     releases of kvx that overlap"
+                    "the peer's kvx speaks version {version} of kvx's handshake extension, this one version 1: use compatible \
+                     releases of kvx on both sides"
                 ),
             )),
             _ => Err(Error::new(ErrorKind::Malformed, "malformed kvx_challenge")),
@@ -53,29 +54,29 @@ impl KvxChallenge {
     }
 }
 
-/// A question with a proof: asked only where an answer had a [`KvxChallenge`]. It has the form of a
-/// [`HandshakeRequest`] under another tag, which a vLLM's listener would survive, should one ever get it.
+/// A request with a proof, sent only after an answer with a [`KvxChallenge`]. It has the form of a
+/// [`HandshakeRequest`] with another tag, which vLLM's listener survives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvxRequest {
-    /// The question itself.
+    /// The request.
     pub request: HandshakeRequest,
-    /// Never used twice.
+    /// A nonce that is never reused.
     pub nonce: [u8; NONCE],
-    /// That the decode has the secret of the fleet, if there is one.
+    /// The proof that the decode side has the fleet's secret, if there is one.
     pub proof: Option<[u8; PROOF]>,
 }
 
 impl KvxRequest {
-    /// The longest that is read.
+    /// The longest request that is read, in bytes.
     pub const MAX_LEN: usize = 128;
 
-    /// Whether this is one, well-formed or not.
+    /// Returns whether this is a kvx request, well-formed or not.
     pub fn is_one(bytes: &[u8]) -> bool {
-        // An array of two or three, and bytes that begin with the tag.
+        // An array of two or three items whose first item is bytes that begin with the tag.
         matches!(bytes, [0x92 | 0x93, 0xc4, _, tag @ ..] if tag.starts_with(TAG))
     }
 
-    /// The request as bytes.
+    /// Encodes the request.
     pub fn encode(&self) -> Vec<u8> {
         let proof = self.proof.as_ref().map_or(&[][..], |proof| proof);
         let mut writer = MsgpackWriter::default();
@@ -89,26 +90,28 @@ impl KvxRequest {
         writer.into_bytes()
     }
 
-    /// Reads a request.
+    /// Decodes a request.
     ///
     /// # Errors
     ///
-    /// Anything else.
+    /// Any other bytes.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = MsgpackReader::new("kvx handshake request", bytes, Self::MAX_LEN)?;
         let fields = reader.array(3)?;
         if fields < 2 {
-            return Err(reader.malformed(format_args!("{fields} items, 2 or 3 wanted")).into());
+            return Err(reader
+                .malformed(format_args!("expected 2 or 3 items, found {fields}"))
+                .into());
         }
-        let words = reader.binary_or_text()?;
-        let parts = words.strip_prefix(TAG).and_then(|words| words.split_first_chunk::<NONCE>());
+        let first = reader.binary_or_text()?;
+        let parts = first.strip_prefix(TAG).and_then(|rest| rest.split_first_chunk::<NONCE>());
         let proof = match parts {
             Some((_, [])) => Some(None),
             Some((_, proof)) => proof.try_into().ok().map(Some),
             None => None,
         };
         let (Some((nonce, _)), Some(proof)) = (parts, proof) else {
-            return Err(reader.malformed("its first item is not of kvx's form").into());
+            return Err(reader.malformed("its first item does not have kvx's form").into());
         };
         let pipeline_aware = fields == 3;
         let pp = if pipeline_aware { reader.unsigned_32()? } else { 0 };
@@ -132,7 +135,10 @@ mod tests {
             let bytes = asked.encode();
             assert!(KvxRequest::is_one(&bytes) && !KvxRequest::is_one(&request.encode()));
             assert_eq!(KvxRequest::decode(&bytes).unwrap(), asked);
-            assert!(HandshakeRequest::decode(&bytes).is_err(), "another kvx refuses it in words");
+            assert!(
+                HandshakeRequest::decode(&bytes).is_err(),
+                "a listener without this exchange rejects it with an error"
+            );
             for cut in 0..bytes.len() {
                 assert!(KvxRequest::decode(&bytes[..cut]).is_err());
             }

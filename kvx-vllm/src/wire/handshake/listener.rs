@@ -1,4 +1,4 @@
-//! The answering side of the side channel, without its socket.
+//! The answering side of the side channel, without a socket.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,16 +10,18 @@ use crate::ids::WorkerRank;
 use crate::time::Time;
 use crate::wire::CompatibilityHash;
 
-/// Frames before a request that are given back unread: the identity, and what brokers on the way add.
+/// The most frames before a request that are returned unread: the identity, and frames that brokers
+/// add.
 const MAX_ENVELOPE: usize = 8;
-/// Bytes in each of them: ZMQ's own limit for identities.
+/// The most bytes in each of them: ZeroMQ's limit for identities.
 const MAX_IDENTITY: usize = 255;
 
-/// Answers handshakes for all workers of an engine: what a ROUTER socket receives goes in, what it shall send comes
-/// out.
+/// Answers handshakes for all workers of an engine. Its input is a message that a ROUTER socket
+/// received; its output is the message to send.
 ///
-/// Every request that can be answered is answered: with a worker's metadata, or with words
-/// ([`HandshakePayload::refused`]), which a vLLM peer reports and survives. Nothing is remembered of peers.
+/// It answers every request that it can: with a worker's metadata, or with a reason for the refusal
+/// ([`HandshakePayload::refused`]), which a vLLM peer logs and survives. It keeps no state for
+/// peers.
 ///
 /// ```
 /// use kvx_vllm::Version;
@@ -42,7 +44,7 @@ pub struct Listener {
     registration_generation: u64,
 }
 
-/// What to send back.
+/// The message to send back.
 #[derive(Clone, Debug)]
 pub struct Reply<'a, F> {
     envelope: &'a [F],
@@ -52,12 +54,12 @@ pub struct Reply<'a, F> {
 }
 
 impl Listener {
-    /// A listener without workers. Its hash goes into every answer.
+    /// Creates a listener without workers. The hash is part of every answer.
     pub fn new(compatibility_hash: CompatibilityHash) -> Self {
         Listener { compatibility_hash, payloads: BTreeMap::new(), registration_generation: 0 }
     }
 
-    /// Sets what is answered for a worker. Metadata that differs from its last begins a new
+    /// Sets the answer for a worker. Metadata that differs from the last begins a new
     /// [generation](Self::registration_generation).
     pub fn publish(&mut self, rank: WorkerRank, metadata: &NixlAgentMetadata) {
         let payload =
@@ -67,44 +69,46 @@ impl Listener {
         self.registration_generation += u64::from(changed);
     }
 
-    /// Answers for a worker with words instead.
+    /// Sets an error as the answer for a worker.
     pub fn refuse(&mut self, rank: WorkerRank, why: Error) {
         self.payloads.insert(rank, Err(why));
     }
 
-    /// There is nothing to tell of a worker any more: its memory was given back. That, too, begins a new
+    /// Removes the answer for a worker whose memory was released. This, too, begins a new
     /// [generation](Self::registration_generation).
     pub fn withdraw(&mut self, rank: WorkerRank) {
         let old = self.payloads.remove(&rank);
         self.registration_generation += u64::from(old.is_some_and(|old| old.is_ok()));
     }
 
-    /// How often what was published has changed: what [`Scheduler::registered`](crate::engine::Scheduler::registered)
-    /// is to be told, and the only count of it.
+    /// Returns how many times the published metadata has changed. Pass it to
+    /// [`Scheduler::registered`](crate::engine::Scheduler::registered): no other component counts
+    /// it.
     pub fn registration_generation(&self) -> u64 {
         self.registration_generation
     }
 
-    /// Answers one message. `now` is on the clock of the engine's [`Scheduler`](crate::engine::Scheduler): the expiry
-    /// times that it publishes are on that clock, and a peer compares it with its own by the answer.
+    /// Answers one message. `now` is on the clock of the engine's
+    /// [`Scheduler`](crate::engine::Scheduler). The scheduler publishes expiry times on that clock,
+    /// and the answer lets a peer compare it with its own.
     ///
     /// # Errors
     ///
-    /// A message that nothing can be sent back for: no frames, no identity in front, or an envelope beyond ZMQ's
-    /// limits.
+    /// A message that cannot be answered: no frames, no identity at the front, or an envelope
+    /// beyond ZeroMQ's limits.
     pub fn answer<'a, F: AsRef<[u8]>>(&self, frames: &'a [F], now: Time) -> Result<Reply<'a, F>> {
         let (_, request) = opened(frames)?;
         let request = match request {
             [one] => HandshakeRequest::decode(one.as_ref()),
             several => Err(Error::new(
                 ErrorKind::Malformed,
-                format!("malformed handshake request: {} frames, 1 wanted", several.len()),
+                format!("malformed handshake request: expected 1 frame, found {}", several.len()),
             )),
         };
         self.answer_with(frames, now, request)
     }
 
-    /// Answers a message that asks for this, or cannot be answered for this reason.
+    /// Answers a message with this decoded request, or with the reason why it cannot be answered.
     #[doc(hidden)]
     pub fn answer_with<'a, F: AsRef<[u8]>>(
         &self,
@@ -120,8 +124,8 @@ impl Listener {
                 Reply { envelope, payload, clock, refusal: None }
             }
             Err(refusal) => {
-                // An older peer takes one frame, a newer one two: a request that was not understood is not an older
-                // one's.
+                // An older peer expects one frame, a newer one two. A request that could not be
+                // decoded is treated as a newer one's.
                 let older = self.older_form(frames);
                 Reply {
                     envelope,
@@ -144,7 +148,7 @@ impl Listener {
         if !request.pipeline_aware() && self.payloads.keys().any(|rank| rank.pp > 0) {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                "this engine has pipeline stages, and the request (of vLLM 0.25 or older) cannot name one",
+                "this engine has pipeline stages, but the request (of vLLM 0.25 or older) cannot name one",
             ));
         }
         if let Some(payload) = self.payloads.get(&rank) {
@@ -160,46 +164,46 @@ impl Listener {
         Err(Error::new(
             ErrorKind::Invalid,
             format!(
-                "there is no worker pp {pp} tp {tp}: {known}; tp_size and pp_size in kv_transfer_params say how many \
-                 there are"
+                "there is no worker pp {pp} tp {tp}: {known}; tp_size and pp_size in kv_transfer_params give the \
+                 numbers of workers"
             ),
         ))
     }
 }
 
 impl<F: AsRef<[u8]>> Reply<'_, F> {
-    /// The frames to send, the peer's identity first.
+    /// Returns the frames to send, the peer's identity first.
     pub fn frames(&self) -> impl Iterator<Item = &[u8]> {
         let clock = self.clock.as_ref().map(<[u8; 9]>::as_slice);
         self.envelope.iter().map(AsRef::as_ref).chain([&*self.payload]).chain(clock)
     }
 
-    /// The payload among them.
+    /// Returns the payload.
     pub fn payload(&self) -> &[u8] {
         &self.payload
     }
 
-    /// Gives them another payload.
+    /// Replaces the payload.
     #[must_use]
     pub fn with_payload(self, payload: &HandshakePayload) -> Self {
         Reply { payload: payload.encode().into(), ..self }
     }
 
-    /// Why the peer gets words instead of metadata, for the log.
+    /// Returns the error that the peer gets instead of metadata, for the log.
     pub fn refusal(&self) -> Option<&Error> {
         self.refusal.as_ref()
     }
 }
 
-/// The envelope to give back, with the empty frame that ends it, and the rest.
+/// Splits a message into the envelope to return, with its empty last frame, and the rest.
 fn opened<F: AsRef<[u8]>>(frames: &[F]) -> Result<(&[F], &[F])> {
     let unanswerable = |why: &str| {
         Error::new(ErrorKind::Malformed, format!("a message that cannot be answered: {why}"))
     };
     if frames.first().is_none_or(|identity| identity.as_ref().is_empty()) {
-        return Err(unanswerable("it has no identity in front"));
+        return Err(unanswerable("it does not begin with an identity"));
     }
-    // A DEALER may leave the empty frame out: then the identity alone is the envelope.
+    // A DEALER may omit the empty frame. Then the envelope is only the identity.
     let end = frames
         .iter()
         .take(MAX_ENVELOPE)

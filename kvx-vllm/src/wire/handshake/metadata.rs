@@ -1,4 +1,4 @@
-//! The inner part of a handshake's answer: one worker's memory.
+//! The inner part of a handshake's answer: the memory of one worker.
 
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -7,25 +7,25 @@ use crate::msgpack::{self, MsgpackReader, MsgpackWriter};
 use crate::wire::record::{Record, RecordFields, Shape};
 
 const WHAT: &str = "agent metadata";
-/// Where kvx tells other kvx agents about itself; vLLM ignores the key.
+/// The key of kvx's metadata for other kvx agents. vLLM ignores it.
 const KVX_METADATA: &str = "kvx_metadata";
 const KERNEL_PER_LOGICAL: &str = "physical_blocks_per_logical_kv_block";
 
-/// A layer that shares a region with others: where it lies in each block.
+/// A layer that shares a region with others: its part of each block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PackedMember {
     /// The layer's name.
     pub layer: String,
-    /// Bytes from the start of the region's block.
+    /// The bytes from the start of the region's block.
     pub offset: u64,
-    /// Bytes of the layer in each block.
+    /// The bytes of the layer in each block.
     pub len: u64,
 }
 
-/// What one worker tells its peers of its memory: `NixlAgentMetadata` of vLLM 0.16 to 0.33.
+/// One worker's description of its memory for its peers: `NixlAgentMetadata` of vLLM 0.16 to 0.33.
 ///
-/// A message that was read is written again with the bytes it was read from: order of keys, keys that were left out and
-/// keys that are not known here survive. A new one has the keys of its version.
+/// A decoded message encodes to the same bytes: the order of keys, omitted keys and unknown keys
+/// survive. A new message has the keys of its version.
 ///
 /// ```
 /// use kvx_vllm::Version;
@@ -44,58 +44,60 @@ pub struct PackedMember {
 pub struct NixlAgentMetadata {
     /// The engine that this worker belongs to.
     pub engine_id: String,
-    /// NIXL's own description of the agent, opaque here.
+    /// NIXL's description of the agent, opaque to kvx.
     pub agent_metadata: Vec<u8>,
-    /// Where each region starts. Length and order of all lists "per region" are those of this one.
+    /// The start of each region. The lists "for each region" have the same length and order.
     pub kv_caches_base_addr: Vec<u64>,
-    /// The device that the addresses are of.
+    /// The device of the addresses.
     pub device_id: u64,
-    /// Kernel blocks in each region.
+    /// The number of kernel blocks in each region.
     pub num_blocks: u64,
-    /// Bytes of a block, per region.
+    /// The bytes of a block, for each region.
     pub block_lens: Vec<u64>,
-    /// Bytes from block to block, per region; before vLLM 0.29 the same as the lengths.
+    /// The bytes from one block to the next, for each region. Before vLLM 0.29 they equal the
+    /// lengths.
     pub block_strides: Vec<u64>,
     /// The order of dimensions in memory: `LBHNC`, or `HND` and `NHD` in older versions.
     pub kv_cache_layout: String,
-    /// Tokens in a kernel block.
+    /// The number of tokens in a kernel block.
     pub block_size: u64,
-    /// Bytes of the convolution state and of the temporal state of a Mamba layer; zeros without.
+    /// The bytes of the convolution state and of the temporal state of a Mamba layer; zeros without
+    /// such layers.
     pub ssm_sizes: (u64, u64),
-    /// The attention implementation, which decides how a block looks inside.
+    /// The attention implementation, which decides the internal layout of a block.
     pub attn_backend_name: String,
-    /// Kernel blocks in a logical block.
+    /// The number of kernel blocks in a logical block.
     pub physical_blocks_per_logical_kv_block: u32,
-    /// Blocks, per region, where they differ.
+    /// The number of blocks, for each region, if they differ.
     pub region_num_blocks: Option<Vec<u64>>,
-    /// The KV cache group, per region; -1 if groups share it.
+    /// The KV cache group, for each region; -1 if groups share it.
     pub region_group_ids: Option<Vec<i64>>,
-    /// The first layer, per region.
+    /// The first layer, for each region.
     pub region_names: Option<Vec<String>>,
-    /// `VRAM` or `DRAM`, per region.
+    /// `VRAM` or `DRAM`, for each region.
     pub region_mem_types: Option<Vec<String>>,
-    /// Decode context parallel size.
+    /// The decode-context-parallel size.
     pub dcp_size: u32,
-    /// Prefill context parallel size.
+    /// The prefill-context-parallel size.
     pub pcp_size: u32,
-    /// Bytes of a page of a model's extra embedding state, if it has one.
+    /// The bytes of a page of a model's extra embedding state, if it has one.
     pub ple_block_len: Option<u64>,
-    /// The layers that share each region; empty, or per region.
+    /// The layers that share a region, for each region; or empty.
     pub region_members: Vec<Vec<String>>,
-    /// Layers that lie side by side in the blocks of their region.
+    /// Layers that are adjacent in the blocks of their region.
     pub packed_member_layouts: Vec<PackedMember>,
-    /// kvx's own metadata, for agents that prefer it to NIXL's.
+    /// kvx's own metadata, for agents that use it instead of NIXL's.
     pub kvx_metadata: Option<Vec<u8>>,
     shape: Shape,
 }
 
 impl NixlAgentMetadata {
-    /// The longest that is read.
+    /// The longest metadata that is read, in bytes.
     pub const MAX_LEN: usize = 16 << 20;
     /// The most regions that are read.
     pub const MAX_REGIONS: usize = 1 << 16;
 
-    /// Metadata without regions, all else at its default, with the keys of `version`.
+    /// Creates metadata without regions and with default values, with the keys of `version`.
     pub fn new(engine_id: impl Into<String>, version: Version) -> Self {
         NixlAgentMetadata {
             engine_id: engine_id.into(),
@@ -124,22 +126,22 @@ impl NixlAgentMetadata {
         }
     }
 
-    /// Keys that are not known here, with their values as msgpack.
+    /// Returns unknown keys, with their values as msgpack.
     pub fn unknown(&self) -> impl Iterator<Item = (&str, &[u8])> {
         self.shape.unknown()
     }
 
-    /// The message as bytes: those that it was read from, if it was and nothing has changed.
+    /// Encodes the message. A decoded and unchanged message encodes to the same bytes.
     pub fn encode(&self) -> Vec<u8> {
         self.encode_map()
     }
 
-    /// Reads what a worker of a `version` engine wrote.
+    /// Decodes the metadata of a worker of a `version` engine.
     ///
     /// # Errors
     ///
-    /// Malformed bytes, more regions than [`MAX_REGIONS`](Self::MAX_REGIONS), or a key absent that this version always
-    /// writes: the error names it.
+    /// Malformed bytes, more regions than [`MAX_REGIONS`](Self::MAX_REGIONS), or the absence of a
+    /// key that this version always writes, which the error names.
     pub fn decode(bytes: &[u8], version: Version) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         let addresses = |reader: &mut MsgpackReader<'_>| {
@@ -198,12 +200,12 @@ impl NixlAgentMetadata {
         })
     }
 
-    /// How many regions there are.
+    /// Returns the number of regions.
     pub fn regions(&self) -> usize {
         self.kv_caches_base_addr.len()
     }
 
-    /// How many blocks a region has.
+    /// Returns the number of blocks in a region.
     pub fn blocks_of(&self, region: usize) -> Option<u64> {
         match &self.region_num_blocks {
             Some(counts) => counts.get(region).copied(),
@@ -211,11 +213,12 @@ impl NixlAgentMetadata {
         }
     }
 
-    /// That the lists fit each other and every block lies in the address space, so that addresses can be computed.
+    /// Checks that the lists match each other and every block is in the address space, so that
+    /// addresses can be computed.
     ///
     /// # Errors
     ///
-    /// Names the list or the region at fault.
+    /// The list or the region at fault.
     pub fn check_regions(&self) -> Result<()> {
         let regions = self.regions();
         let bad = |why: String| {
@@ -281,7 +284,7 @@ fn packed_members(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Vec<PackedM
     Ok(members)
 }
 
-/// The first version whose workers write a key; `None`: vLLM's never do.
+/// Returns the first version whose workers write a key; `None` if vLLM never writes it.
 fn since(key: &str) -> Option<Version> {
     Some(match key {
         "ssm_sizes" | "attn_backend_name" => Version::V0_20,
@@ -297,7 +300,7 @@ fn since(key: &str) -> Option<Version> {
     })
 }
 
-/// The keys that workers of this version write, in their order.
+/// Returns the keys that workers of this version write, in their order.
 fn written(version: Version) -> impl Iterator<Item = &'static str> {
     let keys = NixlAgentMetadata::KEYS.iter().copied();
     keys.filter(move |key| since(key).is_some_and(|first| version.speaks(first)))
@@ -399,7 +402,7 @@ impl Record for NixlAgentMetadata {
                 }
             }
             KVX_METADATA => writer.optional(self.kvx_metadata.as_deref(), MsgpackWriter::binary),
-            other => unreachable!("{other} is no key of {WHAT}"),
+            other => unreachable!("{other} is not a key of {WHAT}"),
         }
     }
 }

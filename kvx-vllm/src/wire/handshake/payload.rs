@@ -1,4 +1,5 @@
-//! The outer part of a handshake's answer: a hash to compare before the inner part is read.
+//! The outer part of a handshake's answer: a hash that is compared before the inner part is
+//! decoded.
 
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -8,30 +9,33 @@ use crate::wire::record::{Record, RecordFields, Shape};
 
 const WHAT: &str = "handshake payload";
 
-/// The answer to a handshake: the compatibility hash, and the agent metadata as bytes that are only read if it fits.
+/// The answer to a handshake: the compatibility hash, and the agent metadata as bytes, decoded only
+/// if the hash matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HandshakePayload {
-    /// What both engines must agree on.
+    /// The hash that both engines must agree on.
     pub compatibility_hash: CompatibilityHash,
     /// The encoded [`NixlAgentMetadata`](super::NixlAgentMetadata).
     pub agent_metadata_bytes: Vec<u8>,
-    /// Why a kvx listener does not answer. vLLM does not know this key: it sees a hash that says the same.
+    /// The reason why a kvx listener rejects the request. vLLM does not know this key; it gets the
+    /// reason in place of the hash.
     pub refusal: Option<String>,
-    /// A kvx listener's word to kvx decodes: see [`KvxRequest`](super::KvxRequest). vLLM does not know this key.
+    /// A kvx listener's challenge for kvx decode engines: see [`KvxRequest`](super::KvxRequest).
+    /// vLLM does not know this key.
     pub kvx_challenge: Option<Vec<u8>>,
-    /// What proves a kvx listener to a kvx decode. vLLM does not know this key.
+    /// The proof of a kvx listener's identity for a kvx decode engine. vLLM does not know this key.
     pub kvx_proof: Option<Vec<u8>>,
     shape: Shape,
 }
 
 impl HandshakePayload {
-    /// The longest that is read.
+    /// The longest payload that is read, in bytes.
     pub const MAX_LEN: usize = 16 << 20;
     const MAX_HASH: usize = 1024;
     const MAX_REFUSAL: usize = 1024;
     const MAX_WORD: usize = 64;
 
-    /// An answer.
+    /// Creates an answer.
     pub fn new(compatibility_hash: CompatibilityHash, agent_metadata_bytes: Vec<u8>) -> Self {
         HandshakePayload {
             compatibility_hash,
@@ -43,8 +47,8 @@ impl HandshakePayload {
         }
     }
 
-    /// No, in words. vLLM finds them in place of the hash, and writes them into its log when it refuses the
-    /// handshake; if it does not compare hashes, it refuses the empty metadata.
+    /// Creates a refusal with a reason. vLLM finds the reason in place of the hash and logs it when
+    /// it rejects the handshake. If it does not compare hashes, it rejects the empty metadata.
     pub fn refused(why: impl std::fmt::Display) -> Self {
         let mut why = why.to_string();
         if let Some((end, _)) = why.char_indices().nth(Self::MAX_REFUSAL / 4) {
@@ -56,31 +60,31 @@ impl HandshakePayload {
         }
     }
 
-    /// The answer as bytes: those that it was read from, if it was.
+    /// Encodes the answer. An answer that was decoded encodes to the same bytes.
     pub fn encode(&self) -> Vec<u8> {
         self.encode_map()
     }
 
-    /// Reads an answer.
+    /// Decodes an answer.
     ///
     /// # Errors
     ///
-    /// Malformed bytes; a missing key is named. `Unsupported`: a vLLM before 0.13, whose answer has no hash around it.
+    /// Malformed bytes; the error names a missing key. `Unsupported`: an answer of vLLM before
+    /// 0.13, which has no hash.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         if fields.has_unknown("engine_id") && !fields.has("compatibility_hash") {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                "a vLLM before 0.13 answers, whose handshake has no compatibility hash; kvx speaks with vLLM 0.16 and \
+                "the peer runs vLLM before 0.13, whose handshake has no compatibility hash; kvx supports vLLM 0.16 and \
                  later: upgrade the peer",
             ));
         }
         let text = |reader: &mut MsgpackReader<'_>, max| {
             let text = reader.text()?;
             if text.len() > max {
-                return Err(
-                    reader.malformed(format_args!("{} bytes, at most {max} are taken", text.len()))
-                );
+                return Err(reader
+                    .malformed(format_args!("{} bytes exceed the limit of {max}", text.len())));
             }
             Ok(text.to_owned())
         };
@@ -89,7 +93,7 @@ impl HandshakePayload {
             if bytes.len() > Self::MAX_WORD {
                 let max = Self::MAX_WORD;
                 return Err(reader
-                    .malformed(format_args!("{} bytes, at most {max} are taken", bytes.len())));
+                    .malformed(format_args!("{} bytes exceed the limit of {max}", bytes.len())));
             }
             Ok(bytes.to_owned())
         };
@@ -138,7 +142,7 @@ impl Record for HandshakePayload {
                 writer.optional(self.kvx_challenge.as_deref(), MsgpackWriter::binary)
             }
             "kvx_proof" => writer.optional(self.kvx_proof.as_deref(), MsgpackWriter::binary),
-            other => unreachable!("{other} is no key of a {WHAT}"),
+            other => unreachable!("{other} is not a key of a {WHAT}"),
         }
     }
 }

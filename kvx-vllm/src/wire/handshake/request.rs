@@ -1,4 +1,4 @@
-//! The question of a handshake: the metadata of one worker.
+//! The request of a handshake: for the metadata of one worker.
 
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -8,7 +8,7 @@ use crate::msgpack::{MsgpackReader, MsgpackWriter};
 
 const TAG: &[u8] = b"get_meta_msg";
 
-/// What a decode worker asks a side channel: the metadata of one worker of the engine.
+/// A decode worker's request to a side channel for the metadata of one worker of the engine.
 ///
 /// ```
 /// use kvx_vllm::Version;
@@ -26,21 +26,21 @@ pub struct HandshakeRequest {
 }
 
 impl HandshakeRequest {
-    /// The longest request that is read: the longest that is written has 29 bytes.
+    /// The longest request that is read, in bytes. The longest that is written has 29.
     pub const MAX_LEN: usize = 64;
 
-    /// The question for `rank`, in the form that a listener of `version` understands.
+    /// Creates the request for `rank`, in the form of a listener of `version`.
     ///
     /// # Errors
     ///
-    /// A pipeline rank other than 0 for a version that cannot ask for one.
+    /// A pipeline rank other than 0 for a version whose requests have none.
     pub fn new(rank: WorkerRank, version: Version) -> Result<Self> {
         let pipeline_aware = version.asks_for_pipeline_rank();
         if rank.pp != 0 && !pipeline_aware {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "{version} cannot be asked for pipeline rank {}: it shakes hands with stage 0 only",
+                    "{version} has no handshake for pipeline rank {}: it supports stage 0 only",
                     rank.pp
                 ),
             ));
@@ -48,22 +48,23 @@ impl HandshakeRequest {
         Ok(HandshakeRequest { rank, pipeline_aware })
     }
 
-    /// The question for `rank` in either form.
+    /// Creates the request for `rank` in either form.
     pub(super) fn of(rank: WorkerRank, pipeline_aware: bool) -> Self {
         HandshakeRequest { rank, pipeline_aware }
     }
 
-    /// The worker that is asked for.
+    /// Returns the requested worker.
     pub fn rank(&self) -> WorkerRank {
         self.rank
     }
 
-    /// Whether the question names a pipeline rank, as since vLLM 0.26: then the answer carries the listener's clock.
+    /// Returns whether the request names a pipeline rank, as since vLLM 0.26. The answer then
+    /// contains the listener's clock.
     pub fn pipeline_aware(&self) -> bool {
         self.pipeline_aware
     }
 
-    /// The request as bytes.
+    /// Encodes the request.
     pub fn encode(&self) -> Vec<u8> {
         let mut writer = MsgpackWriter::default();
         writer.array(if self.pipeline_aware { 3 } else { 2 });
@@ -75,28 +76,30 @@ impl HandshakeRequest {
         writer.into_bytes()
     }
 
-    /// Reads a request of either form. The tag may be bytes or a string.
+    /// Decodes a request of either form. The tag may be bytes or a string.
     ///
     /// # Errors
     ///
-    /// Anything else, in words for the peer.
+    /// Any other bytes, with a reason for the peer.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         if bytes == TAG {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                "a vLLM up to 0.11.0 asks, which knows no ranks; kvx speaks with vLLM 0.16 and later: upgrade it",
+                "the request is from vLLM 0.11.0 or older, which has no ranks; kvx supports 0.16 and later: upgrade it",
             ));
         }
         let mut reader = MsgpackReader::new("handshake request", bytes, Self::MAX_LEN)?;
         let fields = reader.array(3)?;
         if fields < 2 {
-            return Err(reader.malformed(format_args!("{fields} items, 2 or 3 wanted")).into());
+            return Err(reader
+                .malformed(format_args!("expected 2 or 3 items, found {fields}"))
+                .into());
         }
         let tag = reader.binary_or_text()?;
         if tag != TAG {
             return Err(reader
                 .malformed(format_args!(
-                    "{:?} is asked for, get_meta_msg wanted",
+                    "expected get_meta_msg, found {:?}",
                     tag.escape_ascii().to_string()
                 ))
                 .into());

@@ -1,4 +1,4 @@
-//! The asking side of the side channel, without its socket.
+//! The requesting side of the side channel, without a socket.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,14 +9,14 @@ use super::{ClockReading, Expectation, HandshakePayload, HandshakeRequest, NixlA
 use crate::ids::WorkerRank;
 use crate::time::{ClockOffset, Time};
 
-/// One handshake with an engine: a question for each of its workers that this one needs, one after the other, each
-/// over the same REQ socket and with a time limit of its own.
+/// A handshake with one engine: a request for each of its workers that the local worker needs.
+/// Requests are sent one after the other over the same REQ socket, each with its own time limit.
 ///
-/// The caller sends what [`request`](Self::request) gives, passes the answer to [`received`](Self::received), and
-/// calls [`tick`](Self::tick) when [`answer_by`](Self::answer_by) has come. After an error the handshake is over:
-/// close the socket. The workers must exist, as `tp_size` and `pp_size` in the parameters say, and the version must
-/// be the peer's: vLLM's listener does not survive a question for a worker that it does not have, or one of another
-/// form.
+/// The caller sends the result of [`request`](Self::request), passes the answer to
+/// [`received`](Self::received), and calls [`tick`](Self::tick) at [`answer_by`](Self::answer_by).
+/// An error ends the handshake: close the socket. The workers must exist, as `tp_size` and
+/// `pp_size` in the parameters say, and the version must be the peer's. vLLM's listener does not
+/// survive a request for a worker that does not exist, or a request of another form.
 ///
 /// ```
 /// use std::time::Duration;
@@ -50,32 +50,34 @@ use crate::time::{ClockOffset, Time};
 pub struct Handshake {
     expectation: Expectation,
     limit: Duration,
-    /// The questions that are not answered yet, the next one last.
+    /// The requests without an answer, the next one last.
     left: Vec<HandshakeRequest>,
     asked: Option<Time>,
     failed: bool,
     peer: HandshakenPeer,
 }
 
-/// What a handshake has brought.
+/// The result of a handshake.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HandshakenPeer {
-    /// The metadata of each worker that was asked for.
+    /// The metadata of each requested worker.
     pub workers: BTreeMap<WorkerRank, NixlAgentMetadata>,
-    /// How far the peer's clock is ahead, by the answer with the shortest round trip. vLLM 0.25 and older do not say.
+    /// The offset of the peer's clock, from the answer with the shortest round trip. vLLM 0.25 and
+    /// older do not send it.
     pub clock: Option<ClockOffset>,
 }
 
 impl Handshake {
-    /// How long vLLM waits for an answer.
+    /// The time that vLLM waits for an answer.
     pub const LIMIT: Duration = Duration::from_secs(5);
 
-    /// Will ask for these workers of an engine with `(pp_size, tp_size)` workers, in this order; each answer has
-    /// [`LIMIT`](Self::LIMIT) to come.
+    /// Creates a handshake with these workers of an engine with `(pp_size, tp_size)` workers, in
+    /// this order. Each answer must arrive within [`LIMIT`](Self::LIMIT).
     ///
     /// # Errors
     ///
-    /// No worker, or one that the engine does not have; a pipeline stage that the version cannot name.
+    /// No worker, or one that the engine does not have; a pipeline stage that the version does not
+    /// support.
     pub fn new(
         expectation: Expectation,
         workers: impl IntoIterator<Item = WorkerRank>,
@@ -87,7 +89,7 @@ impl Handshake {
                 return Err(Error::new(
                     ErrorKind::Invalid,
                     format!(
-                        "engine {} has {pp_size} x {tp_size} workers, none is pp {} tp {}; asking would end its \
+                        "engine {} has {pp_size} x {tp_size} workers, but no pp {} tp {}; a request for it would end its \
                          listener",
                         expectation.engine_id, rank.pp, rank.tp
                     ),
@@ -96,10 +98,7 @@ impl Handshake {
             left.push(HandshakeRequest::new(rank, expectation.version)?);
         }
         if left.is_empty() {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "a handshake needs at least one worker to ask for",
-            ));
+            return Err(Error::new(ErrorKind::Invalid, "a handshake needs at least one worker"));
         }
         left.reverse();
         Ok(Handshake {
@@ -112,15 +111,16 @@ impl Handshake {
         })
     }
 
-    /// Gives each answer so long to come.
+    /// Sets the time limit of each answer.
     #[must_use]
     pub fn with_limit(mut self, limit: Duration) -> Self {
         self.limit = limit;
         self
     }
 
-    /// The next question, to be sent at `now`, on the clock of the [`Worker`](crate::engine::Worker) that asked for the
-    /// handshake, as all times here. `None`: an answer is awaited, or nothing is left to ask.
+    /// Returns the next request, to be sent at `now`. All times here are on the clock of the
+    /// [`Worker`](crate::engine::Worker) that needs the handshake. `None`: an answer is pending, or
+    /// no request is left.
     pub fn request(&mut self, now: Time) -> Option<Vec<u8>> {
         if self.failed || self.asked.is_some() {
             return None;
@@ -130,16 +130,16 @@ impl Handshake {
         Some(request.encode())
     }
 
-    /// When the awaited answer must have come.
+    /// Returns the deadline of the pending answer.
     pub fn answer_by(&self) -> Option<Time> {
         self.asked.map(|asked| asked + self.limit)
     }
 
-    /// Looks at the clock.
+    /// Checks the time limit.
     ///
     /// # Errors
     ///
-    /// [`TimedOut`](ErrorKind::TimedOut): the awaited answer has not come in time.
+    /// [`TimedOut`](ErrorKind::TimedOut): the pending answer has not arrived in time.
     pub fn tick(&mut self, now: Time) -> Result<()> {
         match (self.answer_by(), self.left.last()) {
             (Some(by), Some(request)) if now.has_reached(by) => {
@@ -158,18 +158,18 @@ impl Handshake {
         }
     }
 
-    /// Takes an answer: the frames that a REQ socket receives.
+    /// Takes an answer: the frames that a REQ socket received.
     ///
     /// # Errors
     ///
-    /// An answer to no question, one that comes too late, one that is not of the form of the version, and those of
-    /// [`Expectation::check`].
+    /// An answer without a request, one that is late or not in the form of the version, and the
+    /// errors of [`Expectation::check`].
     pub fn received<F: AsRef<[u8]>>(&mut self, frames: &[F], now: Time) -> Result<()> {
         self.tick(now)?;
         let (Some(asked), Some(request)) = (self.asked, self.left.last().copied()) else {
             return self.over(Error::new(
                 ErrorKind::Malformed,
-                "an answer came on the side channel before a question",
+                "the side channel sent an answer without a request",
             ));
         };
         match self.read(frames, asked, now) {
@@ -187,11 +187,11 @@ impl Handshake {
         }
     }
 
-    /// What the handshake has brought.
+    /// Returns the result of the handshake.
     ///
     /// # Errors
     ///
-    /// It is not complete.
+    /// The handshake is not complete.
     pub fn finish(self) -> Result<HandshakenPeer> {
         if self.failed || !self.left.is_empty() {
             return Err(Error::new(
@@ -218,14 +218,14 @@ impl Handshake {
         let [payload, clock @ ..] = frames else {
             return Err(Error::new(ErrorKind::Malformed, "malformed handshake answer: no frames"));
         };
-        // A refusal says more than the number of its frames.
+        // A refusal is reported even if the number of frames is wrong.
         let refused = HandshakePayload::decode(payload.as_ref())
             .is_ok_and(|payload| payload.refusal.is_some());
         if frames.len() != wanted && !refused {
             return Err(Error::new(
                 ErrorKind::Malformed,
                 format!(
-                    "malformed handshake answer: {} frames, {wanted} wanted; the peer may speak another version \
+                    "malformed handshake answer: {} frames instead of {wanted}; the peer may speak another version \
                      than {}: set \
                      kv_compat to its version",
                     frames.len(),

@@ -1,4 +1,4 @@
-//! The bodies of a bootstrap server: who registers where it listens, and what is told to who asks.
+//! The bodies of a bootstrap server: registrations of worker addresses, and answers to queries.
 
 use std::collections::BTreeMap;
 
@@ -8,47 +8,48 @@ use serde_json::{Map, Value, json};
 use crate::ids::MAX_RANKS;
 use crate::ids::WorkerRank;
 
-/// `POST /register`: a prefill worker says where it listens.
+/// `POST /register`: the address of a prefill worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerRegistration {
-    /// Its engine, data-parallel suffix included.
+    /// The worker's engine id, with the data-parallel suffix.
     pub engine_id: String,
-    /// Its data-parallel rank.
+    /// The worker's data-parallel rank.
     pub dp_rank: u32,
-    /// Its place in the engine.
+    /// The worker's rank in the engine.
     pub rank: WorkerRank,
-    /// Where it listens: `tcp://10.0.0.1:4711`.
+    /// The worker's address: `tcp://10.0.0.1:4711`.
     pub addr: String,
-    /// It says so again within so many seconds, or is dead. Only kvx says so: a vLLM registers once, for ever.
+    /// The number of seconds within which the worker registers again; otherwise it is considered
+    /// dead. kvx only: vLLM registers once, forever.
     pub kvx_ttl: Option<u32>,
 }
 
 /// `GET /query`: the engines of an instance by data-parallel rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Directory {
-    /// By data-parallel rank.
+    /// The engines by data-parallel rank.
     pub engines: BTreeMap<u32, ListedEngine>,
 }
 
 /// One engine of a [`Directory`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ListedEngine {
-    /// Its name.
+    /// The engine id.
     pub engine_id: String,
-    /// It is one of kvx. Only kvx's bootstrap server says so.
+    /// True for a kvx engine. Only kvx's bootstrap server sets it.
     pub is_kvx: bool,
-    /// Where its workers listen.
+    /// The addresses of its workers.
     pub workers: BTreeMap<WorkerRank, String>,
 }
 
-/// The longest name or address that is read.
+/// The longest name or address that is read, in bytes.
 const MAX_TEXT: usize = 1024;
 
 impl WorkerRegistration {
-    /// The longest body that is read.
+    /// The longest body that is read, in bytes.
     pub const MAX_LEN: usize = 8 << 10;
 
-    /// The body as bytes.
+    /// Encodes the body.
     pub fn encode(&self) -> Vec<u8> {
         let mut body = json!({
             "engine_id": self.engine_id, "dp_rank": self.dp_rank, "tp_rank": self.rank.tp,
@@ -60,11 +61,11 @@ impl WorkerRegistration {
         body.to_string().into_bytes()
     }
 
-    /// Reads a body.
+    /// Decodes a body.
     ///
     /// # Errors
     ///
-    /// `Malformed`, naming the key.
+    /// `Malformed`, with the key.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let body = object("registration", bytes, Self::MAX_LEN)?;
         let rank = |key: &'static str| number(&body, key).and_then(|rank| below_ranks(key, rank));
@@ -79,12 +80,12 @@ impl WorkerRegistration {
 }
 
 impl Directory {
-    /// The longest body that is read.
+    /// The longest body that is read, in bytes.
     pub const MAX_LEN: usize = 4 << 20;
     /// The most workers that are read.
     pub const MAX_WORKERS: usize = 16_384;
 
-    /// The body as bytes.
+    /// Encodes the body.
     pub fn encode(&self) -> Vec<u8> {
         let mut body = Map::new();
         for (dp, engine) in &self.engines {
@@ -103,32 +104,33 @@ impl Directory {
         Value::Object(body).to_string().into_bytes()
     }
 
-    /// Reads a body.
+    /// Decodes a body.
     ///
     /// # Errors
     ///
-    /// `Malformed`, naming the key.
+    /// `Malformed`, with the key.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let mut directory = Directory::default();
         let mut workers = 0;
         for (dp, listed) in object("answer to /query", bytes, Self::MAX_LEN)? {
             let listed =
-                listed.as_object().ok_or_else(|| malformed("it lists what is no object"))?;
+                listed.as_object().ok_or_else(|| malformed("an entry is not an object"))?;
             let mut engine = ListedEngine {
                 engine_id: text("engine_id", listed.get("engine_id"))?,
                 is_kvx: listed.get("kvx").and_then(Value::as_bool).unwrap_or(false),
                 workers: BTreeMap::new(),
             };
             let by_tp = listed.get("worker_addr").and_then(Value::as_object);
-            for (tp, stages) in by_tp.ok_or_else(|| malformed("worker_addr is no object"))? {
-                let stages =
-                    stages.as_object().ok_or_else(|| malformed("worker_addr is not by stages"))?;
+            for (tp, stages) in by_tp.ok_or_else(|| malformed("worker_addr is not an object"))? {
+                let stages = stages
+                    .as_object()
+                    .ok_or_else(|| malformed("worker_addr lists no pipeline stages"))?;
                 for (pp, addr) in stages {
                     let rank = WorkerRank { pp: key("pp_rank", pp)?, tp: key("tp_rank", tp)? };
                     engine.workers.insert(rank, address("worker_addr", Some(addr))?);
                     workers += 1;
                     if workers > Self::MAX_WORKERS {
-                        return Err(malformed("it lists more workers than any fleet has"));
+                        return Err(malformed("it lists too many workers"));
                     }
                 }
             }
@@ -137,18 +139,18 @@ impl Directory {
         Ok(directory)
     }
 
-    /// The engine of that name.
+    /// Returns the engine with this id.
     pub fn engine(&self, engine_id: &str) -> Option<&ListedEngine> {
         self.engines.values().find(|engine| engine.engine_id == engine_id)
     }
 }
 
 impl ListedEngine {
-    /// Its tensor- and pipeline-parallel sizes.
+    /// Returns its tensor- and pipeline-parallel sizes.
     ///
     /// # Errors
     ///
-    /// Workers are missing: they have not registered yet.
+    /// Some workers have not registered yet.
     pub fn sizes(&self) -> std::result::Result<(u32, u32), String> {
         let most = |of: fn(&WorkerRank) -> u32| {
             self.workers.keys().map(of).max().map_or(0, |most| most + 1)
@@ -156,9 +158,7 @@ impl ListedEngine {
         let (tp, pp) = (most(|rank| rank.tp), most(|rank| rank.pp));
         let missing = (0..pp).flat_map(|pp| (0..tp).map(move |tp| WorkerRank { pp, tp }));
         match missing.into_iter().find(|rank| !self.workers.contains_key(rank)) {
-            _ if tp == 0 => {
-                Err(format!("engine {} has no worker that is registered", self.engine_id))
-            }
+            _ if tp == 0 => Err(format!("engine {} has no registered worker", self.engine_id)),
             None => Ok((tp, pp)),
             Some(WorkerRank { pp, tp }) => Err(format!(
                 "engine {} has not registered its worker of tensor rank {tp}, pipeline rank {pp}",
@@ -171,25 +171,25 @@ impl ListedEngine {
 fn object(what: &str, bytes: &[u8], max: usize) -> Result<Map<String, Value>> {
     if bytes.len() > max {
         return Err(malformed(&format!(
-            "a {what} of {} bytes; at most {max} are read",
+            "a {what} of {} bytes exceeds the limit of {max}",
             bytes.len()
         )));
     }
     match serde_json::from_slice(bytes) {
         Ok(Value::Object(object)) => Ok(object),
-        Ok(_) => Err(malformed(&format!("the {what} is no JSON object"))),
-        Err(error) => Err(malformed(&format!("the {what} is no JSON: {error}"))),
+        Ok(_) => Err(malformed(&format!("the {what} is not a JSON object"))),
+        Err(error) => Err(malformed(&format!("the {what} is not JSON: {error}"))),
     }
 }
 
 fn text(key: &str, value: Option<&Value>) -> Result<String> {
     match value.and_then(Value::as_str) {
         Some(text) if !text.is_empty() && text.len() <= MAX_TEXT => Ok(text.to_owned()),
-        _ => Err(malformed(&format!("{key} must be a text of 1 to {MAX_TEXT} bytes"))),
+        _ => Err(malformed(&format!("{key} must be a string of 1 to {MAX_TEXT} bytes"))),
     }
 }
 
-/// `tcp://host:port`: nothing else is ever connected to.
+/// Reads `tcp://host:port`. kvx connects to no other form of address.
 fn address(key: &str, value: Option<&Value>) -> Result<String> {
     let addr = text(key, value)?;
     let port = addr.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':'));
@@ -199,18 +199,19 @@ fn address(key: &str, value: Option<&Value>) -> Result<String> {
         {
             Ok(addr)
         }
-        _ => Err(malformed(&format!("{key} is {addr:?}; it takes tcp://host:port"))),
+        _ => Err(malformed(&format!("{key} is {addr:?}; expected tcp://host:port"))),
     }
 }
 
 fn number(body: &Map<String, Value>, key: &str) -> Result<u32> {
     let number =
         body.get(key).and_then(Value::as_u64).and_then(|number| u32::try_from(number).ok());
-    number.ok_or_else(|| malformed(&format!("{key} must be a whole number, not negative")))
+    number.ok_or_else(|| malformed(&format!("{key} must be a non-negative integer")))
 }
 
 fn key(what: &str, text: &str) -> Result<u32> {
-    let number = text.parse().map_err(|_| malformed(&format!("{what} {text:?} is no number")))?;
+    let number =
+        text.parse().map_err(|_| malformed(&format!("{what} {text:?} is not a number")))?;
     below_ranks(what, number)
 }
 
@@ -234,11 +235,11 @@ mod tests {
         let body = br#"{"engine_id":"e0","dp_rank":1,"tp_rank":3,"pp_rank":2,"addr":"tcp://10.0.0.1:4711"}"#;
         let read = WorkerRegistration::decode(body).unwrap();
         assert_eq!((read.dp_rank, read.rank, read.kvx_ttl), (1, WorkerRank { pp: 2, tp: 3 }, None));
-        let (sent, came): (Value, Value) = (
+        let (encoded, original): (Value, Value) = (
             serde_json::from_slice(&read.encode()).unwrap(),
             serde_json::from_slice(body).unwrap(),
         );
-        assert_eq!(sent, came);
+        assert_eq!(encoded, original);
         let body = br#"{"0":{"engine_id":"e0","worker_addr":
             {"0":{"0":"tcp://a:1","1":"tcp://a:2"},"1":{"0":"tcp://a:3"}}}}"#;
         let read = Directory::decode(body).unwrap();
@@ -250,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn what_names_no_worker_is_refused_with_its_key() {
+    fn invalid_registrations_are_rejected_with_the_key() {
         let good = json!({"engine_id": "e", "dp_rank": 0, "tp_rank": 0, "pp_rank": 0, "addr": "tcp://h:1"});
         assert!(WorkerRegistration::decode(good.to_string().as_bytes()).is_ok());
         for (key, bad) in [
@@ -272,7 +273,7 @@ mod tests {
             WorkerRegistration::decode(&vec![b' '; 9 << 10])
                 .unwrap_err()
                 .to_string()
-                .contains("at most")
+                .contains("exceeds")
         );
         for bad in [
             r#"{"x":{}}"#,

@@ -1,8 +1,8 @@
-//! The messages of the MooncakeConnector. A prefill worker tells a bootstrap server where it listens; the decode side
-//! asks there, then asks the worker for blocks, and the worker answers while it writes. Before vLLM 0.16 there was no
-//! bootstrap server, and another question.
+//! The messages of the MooncakeConnector. A prefill worker registers its address with a bootstrap
+//! server. A decode worker queries that server, then requests blocks from the prefill worker, which
+//! answers while it writes. vLLM before 0.16 had no bootstrap server and a different request.
 //!
-//! The two messages in msgpack leave fields at their defaults out, as vLLM does.
+//! The two msgpack messages omit fields with default values, as vLLM does.
 
 mod bootstrap;
 mod older;

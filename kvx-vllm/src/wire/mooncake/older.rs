@@ -1,7 +1,8 @@
-//! The one question and the two answers of the MooncakeConnector before vLLM 0.16.
+//! The request and the two answers of the MooncakeConnector before vLLM 0.16.
 //!
-//! A decode's REQ asks the prefill's worker for several requests at once, and hears one answer: all of them are
-//! written, or not. Nothing else of the decode's layout is told, since both sides have the same.
+//! A decode worker's REQ socket asks the prefill worker for several requests at once and gets one
+//! answer: all of them are written, or not. The request does not describe the decode side's layout,
+//! since both sides have the same layout.
 
 use std::collections::BTreeSet;
 
@@ -13,40 +14,41 @@ use crate::wire::record::{Record, RecordFields, Shape};
 
 const WHAT: &str = "pull request of vLLM before 0.16";
 
-/// What a decode worker asks of a prefill worker.
+/// The request of a decode worker to a prefill worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OlderPullRequest {
-    /// Where the decode worker's Mooncake engine listens.
+    /// The host of the decode worker's Mooncake engine.
     pub remote_hostname: String,
-    /// Where the decode worker's Mooncake engine listens.
+    /// The port of the decode worker's Mooncake engine.
     pub remote_port: u16,
-    /// What is asked for, by the names that both sides know requests by.
+    /// The requested requests, by the names that both sides use.
     pub request_ids: Vec<String>,
-    /// Where each region of the decode worker starts.
+    /// The start of each region of the decode worker.
     pub kv_caches_base_addr: Vec<u64>,
-    /// The decode's blocks of each request. Without any, the prefill lets go of its own.
+    /// The decode side's blocks for each request. An empty list tells the prefill side to release
+    /// its blocks.
     pub block_ids: Vec<Vec<u32>>,
-    /// The question as it is since 0.16. Only kvx says so, to kvx: it is answered as one of those, and the lists of
-    /// addresses and blocks are empty, which a vLLM refuses.
+    /// The current form of the request. kvx sends it only to kvx, which answers in the current
+    /// form. The lists of addresses and blocks are then empty, which vLLM rejects.
     pub kvx_question: Option<Vec<u8>>,
     shape: Shape,
 }
 
-/// What a prefill worker answers.
+/// The answer of a prefill worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum OlderAnswer {
-    /// All that was asked for is written, or let go.
+    /// All requested blocks are written or released.
     Done,
-    /// It is not, or not all of it.
+    /// Not all requested blocks are written or released.
     Failed,
 }
 
 impl OlderPullRequest {
-    /// To a plain Mooncake agent: where to write.
+    /// Creates the request to a plain Mooncake agent, with the blocks to write into.
     ///
     /// # Errors
     ///
-    /// `Unsupported` for blocks of several KV cache groups: there is one list of a request.
+    /// `Unsupported` for blocks of several KV cache groups: a request has one list.
     pub fn plain(question: &PullRequest) -> Result<Self> {
         let one_list = |wanted: &PulledRequest| match &wanted.block_ids[..] {
             [] => Ok(Vec::new()),
@@ -54,8 +56,8 @@ impl OlderPullRequest {
             several => Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "the MooncakeConnector before vLLM 0.16 moves blocks of one KV cache group, and request {} has \
-                     {}: write a kv_compat of 0.16 or later on both sides",
+                    "the MooncakeConnector before vLLM 0.16 supports one KV cache group, but request {} has \
+                     {}: set kv_compat to 0.16 or later on both sides",
                     wanted.request_id,
                     several.len()
                 ),
@@ -68,7 +70,7 @@ impl OlderPullRequest {
         })
     }
 
-    /// To a kvx: all that it can use.
+    /// Creates the request to a kvx engine, in the current form.
     pub fn to_kvx(question: &PullRequest) -> Self {
         OlderPullRequest { kvx_question: Some(question.encode()), ..Self::naming(question) }
     }
@@ -89,33 +91,33 @@ impl OlderPullRequest {
         }
     }
 
-    /// What a plain Mooncake agent asks of a worker with this layout, as a question since 0.16: its own layout is the
-    /// same.
+    /// Converts the request of a plain Mooncake agent to the current form, with the layout of this
+    /// worker: the agent has the same layout.
     ///
     /// # Errors
     ///
-    /// `Malformed` for lists that do not fit each other, and requests that come twice; `Incompatible` for another
-    /// number of regions.
+    /// `Malformed` for lists that do not match each other and duplicate requests; `Incompatible`
+    /// for a different number of regions.
     pub fn as_pull_request(self, own: &PullRequest) -> Result<PullRequest> {
         let malformed =
             |why: String| Error::new(ErrorKind::Malformed, format!("malformed {WHAT}: {why}"));
         let (requests, lists) = (self.request_ids.len(), self.block_ids.len());
         if requests != lists {
             return Err(malformed(format!(
-                "{requests} request_ids and {lists} lists of block_ids"
+                "{requests} request_ids but {lists} lists of block_ids"
             )));
         }
         let distinct: BTreeSet<_> = self.request_ids.iter().collect();
         if distinct.len() != requests {
-            return Err(malformed("a request comes twice in request_ids".into()));
+            return Err(malformed("request_ids has a duplicate".into()));
         }
         let (here, there) = (own.kv_caches_base_addr.len(), self.kv_caches_base_addr.len());
         if here != there && self.block_ids.iter().any(|blocks| !blocks.is_empty()) {
             return Err(Error::new(
                 ErrorKind::Incompatible,
                 format!(
-                    "{here} regions at the prefill and {there} at the decode: the MooncakeConnector before vLLM 0.16 \
-                     takes the same layout and the same tensor-parallel size on both sides"
+                    "{here} regions at the prefill but {there} at the decode: the MooncakeConnector before vLLM 0.16 \
+                     needs the same layout and the same tensor-parallel size on both sides"
                 ),
             ));
         }
@@ -133,21 +135,21 @@ impl OlderPullRequest {
         Ok(question)
     }
 
-    /// Keys that are not known here, with their values as msgpack.
+    /// Returns unknown keys, with their values as msgpack.
     pub fn unknown(&self) -> impl Iterator<Item = (&str, &[u8])> {
         self.shape.unknown()
     }
 
-    /// The message as bytes.
+    /// Encodes the message.
     pub fn encode(&self) -> Vec<u8> {
         self.encode_map()
     }
 
-    /// Reads a message. Whether its lists fit each other is not looked at.
+    /// Decodes a message. Does not check that its lists match each other.
     ///
     /// # Errors
     ///
-    /// Malformed bytes; a missing key is named.
+    /// Malformed bytes; the error names a missing key.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, PullRequest::MAX_LEN, Self::KEYS)?;
         let blocks = |reader: &mut MsgpackReader<'_>| {
@@ -201,13 +203,13 @@ impl Record for OlderPullRequest {
                 writer.list(blocks, |writer, id| writer.unsigned((*id).into()));
             }),
             "kvx_question" => writer.optional(self.kvx_question.as_deref(), MsgpackWriter::binary),
-            other => unreachable!("{other} is no key of a {WHAT}"),
+            other => unreachable!("{other} is not a key of a {WHAT}"),
         }
     }
 }
 
 impl OlderAnswer {
-    /// The answer as bytes.
+    /// Encodes the answer.
     pub fn encode(self) -> &'static [u8] {
         match self {
             OlderAnswer::Done => b"trans_done",
@@ -215,11 +217,11 @@ impl OlderAnswer {
         }
     }
 
-    /// Reads an answer.
+    /// Decodes an answer.
     ///
     /// # Errors
     ///
-    /// `Malformed`: it is neither of the two.
+    /// `Malformed`: neither of the two answers.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let is = |answer: &OlderAnswer| bytes == answer.encode();
         [OlderAnswer::Done, OlderAnswer::Failed].into_iter().find(is).ok_or_else(|| {

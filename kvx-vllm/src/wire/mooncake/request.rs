@@ -1,4 +1,4 @@
-//! What the decode side asks for, and where its memory is.
+//! The decode side's request for blocks, with the description of its memory.
 
 use std::collections::BTreeMap;
 
@@ -10,72 +10,77 @@ use crate::wire::record::{Record, RecordFields, Shape};
 
 const WHAT: &str = "pull request";
 
-/// A request whose blocks are asked for.
+/// A request whose blocks the decode side asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PulledRequest {
-    /// The decode side's id of the request: answers name it.
+    /// The request's id on the decode side. Answers use it.
     pub request_id: String,
-    /// What both sides know the request by.
+    /// The id of the request that both sides know.
     pub transfer_id: String,
-    /// The decode side's blocks, per KV cache group. Without any, the prefill side lets go of its own.
+    /// The decode side's blocks, one list for each KV cache group. Without blocks, the prefill side
+    /// releases its own.
     pub block_ids: Vec<Vec<u32>>,
 }
 
-/// `MooncakeXferMetadata`: a decode worker asks a prefill worker to write blocks into its memory.
+/// `MooncakeXferMetadata`: a decode worker's request to a prefill worker to write blocks into its
+/// memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PullRequest {
-    /// Where the decode worker's Mooncake engine listens.
+    /// The host of the decode worker's Mooncake engine.
     pub remote_hostname: String,
-    /// Where the decode worker's Mooncake engine listens.
+    /// The port of the decode worker's Mooncake engine.
     pub remote_port: u16,
-    /// The decode side's tensor parallel size.
+    /// The decode side's tensor-parallel size.
     pub remote_tp_size: u32,
-    /// The decode worker's tensor rank.
+    /// The decode worker's tensor-parallel rank.
     pub remote_tp_rank: u32,
-    /// What is asked for.
+    /// The requested blocks.
     pub req_blocks: Vec<PulledRequest>,
-    /// Where each region starts. This list and the next nine are the layout: empty once the other side has it.
+    /// The start of each region. This list and the following ones, up to the row offsets, are the
+    /// layout. They are empty once the other side has it.
     pub kv_caches_base_addr: Vec<u64>,
-    /// Bytes from block to block, per region.
+    /// The bytes from one block to the next, for each region.
     pub block_lens: Vec<u64>,
-    /// Bytes of a block, per region.
+    /// The bytes of a block, for each region.
     pub kv_block_lens: Vec<u64>,
     /// The layer of each region.
     pub registered_layer_names: Vec<String>,
-    /// Which occurrence of its name each layer is.
+    /// The occurrence of each layer's name, for names that occur several times.
     pub registered_layer_indices: Vec<i64>,
     /// The KV cache group of each region.
     pub registered_group_indices: Vec<i64>,
     /// The groups that share each region.
     pub registered_shared_group_ids: Vec<Vec<i64>>,
-    /// Bytes from the start of its row to each region's view; -1 if not known.
+    /// The bytes from the start of its row to each region's view; -1 if unknown.
     pub registered_row_offsets: Vec<i64>,
-    /// The decode side's pipeline parallel size.
+    /// The decode side's pipeline-parallel size.
     pub remote_pp_size: u32,
-    /// The name of the layout; 0: it comes with every request.
+    /// The id of the layout; 0 if every request contains the layout.
     pub layout_id: u64,
-    /// How kvx reaches the asking worker's memory, as its agent tells it. Part of the layout; only kvx says so.
+    /// The kvx agent metadata to access the requesting worker's memory. Part of the layout; kvx
+    /// only.
     pub kvx_metadata: Option<Vec<u8>>,
-    /// Tokens of a logical block of the asking worker. Part of the layout; only kvx says so.
+    /// The number of tokens in a logical block of the requesting worker. Part of the layout; kvx
+    /// only.
     pub kvx_block_size: Option<u32>,
-    /// The engine that is asked. Only kvx says so, and looks: another engine at the address of a former one refuses at
-    /// once.
+    /// The engine that the request is for. kvx only: a new engine at the address of a former one
+    /// rejects the request at once.
     pub kvx_engine_id: Option<String>,
-    /// What to write by, for each request of `req_blocks`: regions of the asking worker, as kvx's agents tell them.
-    /// Their end is the end of all writes for that request. Only kvx says so.
+    /// The grants for each request of `req_blocks`: region descriptors of the requesting worker's
+    /// kvx agent. Revoking a grant ends all writes for that request. kvx only.
     pub kvx_grants: BTreeMap<String, Vec<Vec<u8>>>,
     shape: Shape,
 }
 
 impl PullRequest {
-    /// The longest that is read.
+    /// The longest request that is read, in bytes.
     pub const MAX_LEN: usize = 16 << 20;
     /// The most regions, requests, or KV cache groups that are read.
     pub const MAX_ITEMS: usize = 1 << 16;
     /// The most blocks of a group that are read.
     pub const MAX_BLOCKS: usize = 1 << 20;
 
-    /// A request from this worker, for nothing yet.
+    /// Creates a request from this worker, without blocks.
     pub fn new(
         remote_hostname: impl Into<String>,
         remote_port: u16,
@@ -106,12 +111,12 @@ impl PullRequest {
         }
     }
 
-    /// Keys that are not known here, with their values as msgpack.
+    /// Returns unknown keys, with their values as msgpack.
     pub fn unknown(&self) -> impl Iterator<Item = (&str, &[u8])> {
         self.shape.unknown()
     }
 
-    /// Leaves the layout out: the other side has it under its name.
+    /// Removes the layout: the other side knows it by its id.
     #[doc(hidden)]
     pub fn forget_layout(&mut self) {
         for addresses in
@@ -132,7 +137,7 @@ impl PullRequest {
         self.kvx_block_size = None;
     }
 
-    /// What it tells of the asking worker and its layout, and nothing else.
+    /// Returns only the description of the requesting worker and its layout.
     pub(crate) fn of_worker(&self) -> Self {
         PullRequest {
             req_blocks: Vec::new(),
@@ -144,16 +149,16 @@ impl PullRequest {
         }
     }
 
-    /// The message as bytes.
+    /// Encodes the message.
     pub fn encode(&self) -> Vec<u8> {
         self.encode_map()
     }
 
-    /// Reads a message. Whether its lists fit each other is not looked at.
+    /// Decodes a message. Does not check that its lists match each other.
     ///
     /// # Errors
     ///
-    /// Malformed bytes; a missing key is named.
+    /// Malformed bytes; the error names a missing key.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         let addresses =
@@ -320,7 +325,7 @@ impl Record for PullRequest {
                     writer.list(regions, |writer, region| writer.binary(region));
                 }
             }
-            other => unreachable!("{other} is no key of a {WHAT}"),
+            other => unreachable!("{other} is not a key of a {WHAT}"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What the prefill side answers, several times for one request.
+//! The answers of the prefill side, several for one request.
 
 use kvx_core::Result;
 
@@ -7,45 +7,46 @@ use crate::wire::record::{Record, RecordFields, Shape};
 
 const WHAT: &str = "pull response";
 
-/// How a pull stands.
+/// The state of a pull.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum PullStatus {
-    /// This is the last answer.
+    /// The pull is complete: this is the last answer.
     Finish = 0,
     /// More answers follow.
     Continue = 1,
-    /// The pull has failed: `err_msg` says why.
+    /// The pull has failed, for the reason in `err_msg`.
     Error = 2,
-    /// The layout is not known (any more): ask again with it.
+    /// The prefill worker does not know the layout: send the request again with it.
     LayoutMiss = 3,
 }
 
-/// `MooncakeXferResponse`: what a prefill worker says of the requests that it was asked for.
+/// `MooncakeXferResponse`: a prefill worker's answer about requested requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PullResponse {
-    /// How the pull stands.
+    /// The state of the pull.
     pub status: PullStatus,
-    /// Requests whose blocks are written, by the decode side's ids.
+    /// Requests whose blocks are written, by their ids on the decode side.
     pub ok_reqs: Option<Vec<String>>,
-    /// Requests that have failed, by the decode side's ids.
+    /// Requests that have failed, by their ids on the decode side.
     pub err_reqs: Option<Vec<String>>,
-    /// Why.
+    /// The reason of the failure.
     pub err_msg: Option<String>,
-    /// The layout that the prefill worker now knows; 0: it does not say.
+    /// The layout that the prefill worker now knows; 0 if it does not report one.
     pub layout_id: u64,
-    /// Nothing writes for the failed requests any more. Only kvx says so: Mooncake may write on after its error.
+    /// True if no writes for the failed requests can follow. kvx only: Mooncake may continue to
+    /// write after its error.
     pub kvx_settled: bool,
     shape: Shape,
 }
 
 impl PullResponse {
-    /// The longest that is read.
+    /// The longest answer that is read, in bytes.
     pub const MAX_LEN: usize = 16 << 20;
     /// The most requests that are read.
     pub const MAX_REQUESTS: usize = 1 << 16;
 
-    /// An answer that names no request.
+    /// Creates an answer that names no request.
     pub fn new(status: PullStatus) -> Self {
         PullResponse {
             status,
@@ -58,21 +59,21 @@ impl PullResponse {
         }
     }
 
-    /// Keys that are not known here, with their values as msgpack.
+    /// Returns unknown keys, with their values as msgpack.
     pub fn unknown(&self) -> impl Iterator<Item = (&str, &[u8])> {
         self.shape.unknown()
     }
 
-    /// The message as bytes.
+    /// Encodes the message.
     pub fn encode(&self) -> Vec<u8> {
         self.encode_map()
     }
 
-    /// Reads a message.
+    /// Decodes a message.
     ///
     /// # Errors
     ///
-    /// Malformed bytes, or a status that is not known.
+    /// Malformed bytes, or an unknown status.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         let ids = |reader: &mut MsgpackReader<'_>| {
@@ -84,7 +85,7 @@ impl PullResponse {
                 1 => Ok(PullStatus::Continue),
                 2 => Ok(PullStatus::Error),
                 3 => Ok(PullStatus::LayoutMiss),
-                other => Err(reader.malformed(format_args!("the status {other} is not known"))),
+                other => Err(reader.malformed(format_args!("unknown status {other}"))),
             })?,
             ok_reqs: fields.nullable("ok_reqs", ids)?,
             err_reqs: fields.nullable("err_reqs", ids)?,
@@ -128,7 +129,7 @@ impl Record for PullResponse {
             "err_msg" => writer.optional(self.err_msg.as_deref(), MsgpackWriter::text),
             "layout_id" => writer.unsigned(self.layout_id),
             "kvx_settled" => writer.unsigned(self.kvx_settled.into()),
-            other => unreachable!("{other} is no key of a {WHAT}"),
+            other => unreachable!("{other} is not a key of a {WHAT}"),
         }
     }
 }

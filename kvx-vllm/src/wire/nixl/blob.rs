@@ -1,62 +1,64 @@
 //! A NIXL agent's metadata, its "blob", as bytes.
 //!
-//! After the word `nixlSerDes|` come fields: a tag, the length of the data in 8 bytes, the data, `|`. The order of the
-//! tags is fixed, lengths and numbers are little-endian.
+//! The text `nixlSerDes|` is followed by fields: a tag, the length of the data in 8 bytes, the
+//! data, `|`. The order of the tags is fixed; lengths and numbers are little-endian.
 
 use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result};
 
 const MAGIC: &[u8] = b"nixlSerDes|";
-/// The longest blob that is read or written; about 150 bytes a region are usual.
+/// The longest blob that is read or written, in bytes. Blobs usually have about 150 bytes per
+/// region.
 const MAX_BLOB: usize = 16 << 20;
 const MAX_NAME: usize = 512;
-/// What a descriptor begins with: address, length, device.
+/// The length of the start of a descriptor: address, length, device.
 const DESCRIPTOR: usize = 24;
-/// The least that a field takes beside its tag and its data.
+/// The minimum length of a field without its tag and its data.
 const FIELD: usize = 9;
 
-/// What a NIXL agent tells its peers.
+/// The metadata that a NIXL agent sends to its peers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NixlBlob {
     /// The agent's name.
     pub agent: String,
-    /// How it is reached: a backend's name, and what that says of itself. Partial metadata may have none.
+    /// The agent's backends: the name of each, and its connection data. Partial metadata may have
+    /// none.
     pub connections: Vec<(String, Vec<u8>)>,
-    /// Its registered memory.
+    /// The agent's registered memory.
     pub sections: Vec<NixlSection>,
 }
 
-/// An agent's memory of one kind, registered with one backend.
+/// An agent's memory of one type, registered with one backend.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NixlSection {
     /// The backend's name.
     pub backend: String,
-    /// The kind of memory.
+    /// The type of the memory.
     pub kind: NixlMemory,
-    /// The ranges, in the order of their devices and addresses: NIXL searches them by halves.
+    /// The ranges, ordered by device and address: NIXL uses a binary search.
     pub memory: Vec<NixlDescriptor>,
 }
 
-/// A registered range, and what its backend tells of it.
+/// A registered range, with its backend's data for peers.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct NixlDescriptor {
     /// The device, 0 for host memory.
     pub device: u64,
-    /// Where it begins.
+    /// The start address.
     pub address: u64,
-    /// Bytes.
+    /// The length in bytes.
     pub len: u64,
-    /// What a peer's backend needs to reach it.
+    /// The data with which a peer's backend accesses the range.
     pub key: Vec<u8>,
 }
 
-/// NIXL's kinds of memory.
+/// NIXL's memory types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum NixlMemory {
-    /// Of the host.
+    /// Host memory.
     Dram = 0,
-    /// Of a GPU.
+    /// GPU memory.
     Vram = 1,
     /// A block device.
     Block = 2,
@@ -76,22 +78,22 @@ impl NixlMemory {
     ];
 }
 
-/// Takes a field that holds a name.
+/// Reads a field that holds a name.
 fn name(fields: &mut Reader<'_>, tag: &str) -> Result<String> {
     let name = std::str::from_utf8(fields.tagged(tag)?).ok().filter(|name| is_name(name));
     let name = name.map(str::to_owned);
-    name.ok_or_else(|| fields.malformed(format_args!("the field {tag:?} holds no name")))
+    name.ok_or_else(|| fields.malformed(format_args!("the field {tag:?} holds no valid name")))
 }
 
 fn section(fields: &mut Reader<'_>) -> Result<NixlSection> {
     let backend = name(fields, "bknd")?;
     if fields.tagged("nixlDList")? != b"nixlSDList" {
-        return Err(fields.malformed("a list of a form that kvx does not know"));
+        return Err(fields.malformed("unknown form of descriptor list"));
     }
     let number = i32::from_le_bytes(fields.tagged_array("t")?);
     let kind = NixlMemory::ALL.into_iter().find(|kind| *kind as i32 == number);
     let kind =
-        kind.ok_or_else(|| fields.malformed(format_args!("no memory is of kind {number}")))?;
+        kind.ok_or_else(|| fields.malformed(format_args!("unknown memory type {number}")))?;
     let count = fields.tagged_count("n", FIELD + DESCRIPTOR)?;
     let memory = (0..count).map(|_| descriptor(fields)).collect::<Result<_>>()?;
     Ok(NixlSection { backend, kind, memory })
@@ -108,14 +110,14 @@ fn is_name(name: &str) -> bool {
 }
 
 impl NixlBlob {
-    /// From bytes.
+    /// Decodes a blob.
     ///
     /// # Errors
     /// `Malformed`.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let mut fields = Reader::new("NIXL metadata", bytes);
         if bytes.len() > MAX_BLOB {
-            let why = format!("{} bytes, at most {MAX_BLOB} are read", bytes.len());
+            let why = format!("{} bytes exceed the limit of {MAX_BLOB}", bytes.len());
             return Err(fields.malformed(why));
         }
         fields.word(MAGIC)?;
@@ -125,7 +127,7 @@ impl NixlBlob {
             .map(|_| Ok((name(&mut fields, "t")?, fields.tagged("c")?.to_vec())))
             .collect::<Result<_>>()?;
         if fields.tagged("")? != b"MemSection" {
-            return Err(fields.malformed("no section of memory"));
+            return Err(fields.malformed("the memory section is missing"));
         }
         let sections = fields.tagged_count("nixlSecElms", 4 * FIELD)?;
         let sections = (0..sections).map(|_| section(&mut fields)).collect::<Result<_>>()?;
@@ -133,17 +135,19 @@ impl NixlBlob {
         Ok(NixlBlob { agent, connections, sections })
     }
 
-    /// As bytes, as NIXL 0.10 to 1.5 write them.
+    /// Encodes the blob as NIXL 0.10 to 1.5 do.
     ///
     /// # Errors
-    /// `Invalid` for what is no name, `Exhausted` for more than a reader accepts.
+    /// `Invalid` for an invalid name, `Exhausted` for more bytes than a reader accepts.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let backends = self.connections.iter().map(|(backend, _)| backend);
         let names = backends.chain(self.sections.iter().map(|section| &section.backend));
         if let Some(name) = names.chain([&self.agent]).find(|name| !is_name(name)) {
             return Err(Error::new(
                 ErrorKind::Invalid,
-                format!("{name:?} is no name for NIXL: 1 to {MAX_NAME} bytes, none of them 0"),
+                format!(
+                    "{name:?} is not a valid NIXL name: it must have 1 to {MAX_NAME} bytes, none of them 0"
+                ),
             ));
         }
         let mut out = MAGIC.to_vec();
@@ -170,7 +174,7 @@ impl NixlBlob {
             return Err(Error::new(
                 ErrorKind::Exhausted,
                 format!(
-                    "{} bytes of NIXL metadata, at most {MAX_BLOB} are read: register fewer regions",
+                    "{} bytes of NIXL metadata exceed the limit of {MAX_BLOB}: register fewer regions",
                     out.len()
                 ),
             ));
@@ -219,9 +223,9 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_no_kind_is_refused() {
+    fn unknown_memory_types_are_rejected() {
         let bytes = sample().encode().unwrap();
-        let at = bytes.windows(10).position(|word| word == b"nixlSDList").unwrap() + 20;
+        let at = bytes.windows(10).position(|window| window == b"nixlSDList").unwrap() + 20;
         for (kind, fits) in [(0, true), (4, true), (5, false), (-1, false)] {
             let altered = [&bytes[..at], &i32::to_le_bytes(kind), &bytes[at + 4..]].concat();
             assert_eq!(NixlBlob::decode(&altered).is_ok(), fits, "{kind}");

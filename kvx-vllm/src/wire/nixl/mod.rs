@@ -1,4 +1,5 @@
-//! What NIXL's agents tell each other: their metadata, and the notifications of those with the backend KVX.
+//! The messages of NIXL's agents: their metadata, and the notifications of agents with the backend
+//! KVX.
 
 mod blob;
 mod parts;

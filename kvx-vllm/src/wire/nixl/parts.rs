@@ -1,7 +1,9 @@
-//! NIXL's notifications of any length, as kvx's of at most 64 KiB: as they are, or in parts.
+//! NIXL's notifications of any length as kvx notifications of at most 64 KiB: unchanged, or in
+//! parts.
 //!
-//! Parts begin with a mark that no text has, so that a kvx agent which knows nothing of NIXL is understood by one with
-//! the backend KVX, and understands it. Bytes that begin with the mark themselves travel as one part.
+//! Parts begin with a mark that is not valid UTF-8. So a kvx agent without NIXL support and an
+//! agent with the backend KVX can exchange short notifications unchanged. A notification that
+//! itself begins with the mark is sent as one part.
 
 use std::collections::VecDeque;
 
@@ -9,21 +11,23 @@ use kvx_core::Incarnation;
 use kvx_core::backend::MAX_NOTIFICATION;
 use kvx_core::backend::wire::{Reader, Writer};
 
-/// The longest notification that is sent, or put together.
+/// The longest notification that is sent or assembled, in bytes.
 pub const MAX_NOTE: usize = 16 << 20;
 const MARK: [u8; 4] = *b"\xf8kvx";
-/// The mark, number of the notification, number of the part, how many there are.
+/// The length of a part's header: the mark, the number of the notification, the number of the part,
+/// the number of parts.
 const HEADER: usize = MARK.len() + 8 + 4 + 4;
 const ROOM: usize = MAX_NOTIFICATION - HEADER;
 const MAX_PARTS: usize = MAX_NOTE.div_ceil(ROOM);
-/// Unfinished ones that are kept, over all senders: their parts are never all there if a transfer failed between them.
+/// The most unfinished notifications that are kept, over all senders. Parts are missing forever if
+/// a transfer fails between them.
 const MAX_UNFINISHED: usize = 64;
-/// Bytes of unfinished ones that are kept.
+/// The most bytes of unfinished notifications that are kept.
 const MAX_KEPT: usize = 4 * MAX_NOTE;
 
-/// The notifications of kvx that carry one of NIXL's; `None` when it is longer than [`MAX_NOTE`]. The receiver gives it
-/// out when it has all of them, so that one of them has to follow the data, whichever it is. `number` tells those of
-/// one sender apart.
+/// Returns the kvx notifications that carry one NIXL notification, or `None` if it is longer than
+/// [`MAX_NOTE`]. The receiver delivers it once it has all parts, so it is enough that any one of
+/// them follows the data. `number` distinguishes the notifications of one sender.
 pub fn notes(number: u64, bytes: &[u8]) -> Option<Vec<Box<[u8]>>> {
     if bytes.len() <= MAX_NOTIFICATION && !bytes.starts_with(&MARK) {
         return Some(vec![bytes.into()]);
@@ -51,29 +55,29 @@ struct Unfinished {
     bytes: usize,
 }
 
-/// Puts the notifications of many senders together again.
+/// Assembles the notifications of many senders from their parts.
 #[derive(Default)]
 pub struct Assembly {
     unfinished: VecDeque<Unfinished>,
     kept: usize,
 }
 
-/// What a notification of kvx was.
+/// The result of a kvx notification.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Got {
-    /// One of NIXL's: the last part that was missing, or the only one.
+    /// A whole NIXL notification: the last missing part of it, or a notification without parts.
     Whole(Box<[u8]>),
-    /// A part, kept.
+    /// A part, which was kept.
     Part,
-    /// The same, and to make room one of which so many bytes had come was dropped: the oldest of the sender that had
-    /// the most.
+    /// A part, which was kept. To stay within the limits, an unfinished notification with this many
+    /// received bytes was dropped: the oldest of the sender that holds most.
     Instead(usize),
-    /// Nothing that [`notes`] writes.
+    /// Not a notification that [`notes`] creates.
     Nonsense,
 }
 
 impl Assembly {
-    /// Takes a notification of kvx's.
+    /// Takes a kvx notification.
     pub fn take(&mut self, from: Incarnation, note: &[u8]) -> Got {
         match note.strip_prefix(&MARK) {
             None => Got::Whole(note.into()),
@@ -123,13 +127,14 @@ impl Assembly {
         self.make_room().map(Got::Instead)
     }
 
-    /// Drops one: nobody's long notifications push out those of others while his take more room.
+    /// Drops the oldest unfinished notification of the sender that holds most. So a sender cannot
+    /// displace the notifications of others while it holds more than they do.
     fn make_room(&mut self) -> Option<usize> {
         let of = |from: Incarnation| {
             let own = self.unfinished.iter().filter(|it| it.from == from);
             own.fold((0, 0), |(count, bytes), it| (count + 1, bytes + it.bytes))
         };
-        // Each limit in parts of itself, whichever is nearer.
+        // Compares count and bytes as fractions of their limits, and takes the larger.
         let weight = |from| {
             let (count, bytes) = of(from);
             (count * (MAX_KEPT / MAX_UNFINISHED)).max(bytes)
@@ -179,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_mark_travels_as_it_is_and_the_mark_itself_as_a_part() {
+    fn bytes_without_the_mark_stay_unchanged_and_the_mark_itself_is_sent_as_a_part() {
         assert_eq!(notes(1, b"HB:one,two").unwrap(), [Box::from(&b"HB:one,two"[..])]);
         let marked = [&MARK[..], b" and more"].concat();
         assert_ne!(*notes(1, &marked).unwrap()[0], marked[..]);
@@ -189,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn two_senders_with_one_number_are_apart() {
+    fn equal_numbers_of_two_senders_do_not_collide() {
         let (a, b) = (vec![1; 100_000], vec![2; 100_000]);
         let (ours, theirs) = (notes(9, &a).unwrap(), notes(9, &b).unwrap());
         let mut assembly = Assembly::default();
@@ -200,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_are_never_whole_do_not_pile_up_nor_push_out_those_of_others() {
+    fn unfinished_notifications_are_bounded_and_do_not_displace_those_of_others() {
         let mut assembly = Assembly::default();
         let note = vec![7; 100_000];
         let others = notes(0, &note).unwrap();
@@ -224,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_nonsense() {
+    fn invalid_parts_are_recognised() {
         let good = notes(1, &vec![0; 200_000]).unwrap();
         let mut assembly = Assembly::default();
         assert_eq!(assembly.take(FROM, &good[0]), Got::Part);

@@ -274,7 +274,7 @@ fn stages_of_a_pipeline_are_paired_by_layer_names() {
             .map(|region| KvRegion { layers: Vec::new(), ..region.clone() });
         Geometry::new(regions.collect(), KvLayout::Lbhnc, 16, 1, 0).unwrap()
     };
-    refused(&[unnamed(&stages[0]), unnamed(&stages[1])], "cannot be told apart");
+    refused(&[unnamed(&stages[0]), unnamed(&stages[1])], "have no layer names");
     refused(&[unnamed(&stages[0])], "5 regions here and 2 at the peer");
     assert!(self::map(&local, &[unnamed(local.geometry())], 1).is_ok());
     // Neither can groups be mixed up.

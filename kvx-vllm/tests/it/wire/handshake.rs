@@ -329,7 +329,7 @@ fn context_parallel_sizes_must_go_together() {
 fn another_engine_at_the_address_is_named() {
     let error = expectation().check(&payload(&metadata("a later life"))).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::PeerRestarted);
-    assert!(error.to_string().contains("prefill expected, a later life answers"), "{error}");
+    assert!(error.to_string().contains("expected prefill, got a later life"), "{error}");
 }
 
 #[test]
@@ -553,8 +553,8 @@ fn a_listener_survives_every_malformed_request() {
     }
     let good = HandshakeRequest::new(rank(0, 0), Version::V0_33).unwrap().encode();
     let (words, ..) = refusal(&listener, &[b"d", b"", &good, &good]).unwrap();
-    assert!(words.contains("2 frames, 1 wanted"), "{words}");
-    assert!(refusal(&listener, &[b"d", b""]).unwrap().0.contains("0 frames, 1 wanted"));
+    assert!(words.contains("expected 1 frame, found 2"), "{words}");
+    assert!(refusal(&listener, &[b"d", b""]).unwrap().0.contains("expected 1 frame, found 0"));
     let unanswerable: [Vec<&[u8]>; 4] =
         [vec![], vec![b""], vec![&[7; 300], b"", &good], vec![b"", b"d", &good]];
     for frames in unanswerable {
@@ -631,9 +631,11 @@ fn a_vllm_that_is_too_old_is_refused_by_name_at_both_ends() {
     listener.publish(rank(0, 0), &metadata("prefill"));
     let message = [&b"d"[..], b"", b"get_meta_msg"];
     let answer = listener.answer(&message, at(0)).unwrap();
-    assert!(answer.refusal().unwrap().to_string().contains("a vLLM up to 0.11.0 asks"));
+    assert!(
+        answer.refusal().unwrap().to_string().contains("the request is from vLLM 0.11.0 or older")
+    );
     // Before 0.13 the answer is the metadata without a hash around it.
     let error = expectation().check(&metadata("prefill").encode()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
-    assert!(error.to_string().contains("a vLLM before 0.13 answers"), "{error}");
+    assert!(error.to_string().contains("the peer runs vLLM before 0.13"), "{error}");
 }

@@ -40,7 +40,7 @@ fn malformed_registrations_are_errors_that_name_the_key() {
         (b"\x82\xaarequest_id\xa1r\xaflocal_block_ids\x91\x07", "local_block_ids"),
         (b"\x82\xaarequest_id\xa1r\xabdecode_port\xce\x00\x01\x00\x00", "decode_port"),
         (b"\x82\xaarequest_id\xa1r\xaedecode_tp_size\x00", "decode_tp_size"),
-        (b"\x82\xaarequest_id\xa1r\xaarequest_id\xa1r", "comes twice"),
+        (b"\x82\xaarequest_id\xa1r\xaarequest_id\xa1r", "duplicate key"),
         (b"\x81\xaarequest_id\xa1r\x00", "unexpected bytes"),
         (b"\x90", "a map"),
     ] {

@@ -181,7 +181,7 @@ fn the_error_of_a_wrong_type_names_the_expected_type() {
         ("remote_num_tokens", json!(-1), "a non-negative integer"),
         ("remote_blocks_expiry_time", json!("soon"), "seconds"),
         ("transfer_mode", json!("drag"), "\"pull\" or \"push\""),
-        ("kvx_block_reference", json!([]), "a string"),
+        ("kvx_block_reference", json!([]), "a non-empty string"),
     ] {
         let error = TransferParams::from_value(&json!({key: value})).unwrap_err();
         assert_eq!(error.key(), key);

@@ -1,9 +1,10 @@
-//! What the pure part costs a request, on both engines together, without moving a byte.
+//! The cost of a request in the protocol code of both engines, without moving bytes.
 //!
-//! 1,000 requests at once between a prefill and a decode, 60 layers, 2,000 blocks each: from the arrival at the
-//! prefill to the blocks' release there, with the parameters as values and the index lists paired for all layers;
-//! then the same parameters as JSON. `cargo bench -p kvx-vllm --bench requests` runs criterion; with `-- --bars`
-//! it prints the figures that have a bar, one JSON object a line.
+//! 1,000 concurrent requests between a prefill and a decode engine, with 60 layers and 2,000 blocks
+//! each: from the arrival at the prefill side to the release of the blocks there, with the
+//! parameters as values and the index lists paired for all layers. Then the same parameters as
+//! JSON. `cargo bench -p kvx-vllm --bench requests` runs criterion. With `-- --bars` it prints the
+//! figures that have a bar, one JSON object per line.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -21,16 +22,16 @@ use kvx_vllm::mapping::{
 };
 use kvx_vllm::params::TransferParams;
 
-/// Requests at once.
+/// Concurrent requests.
 const REQUESTS: u32 = 1000;
-/// Blocks of each.
+/// Blocks per request.
 const BLOCKS: u32 = 2000;
 /// Layers of the model.
 const LAYERS: u64 = 60;
-/// Tokens of a block.
+/// Tokens per block.
 const TOKENS: u32 = 16;
 
-/// One engine of one worker.
+/// An engine with one worker.
 struct Engine {
     scheduler: Scheduler,
     worker: Worker,
@@ -63,7 +64,7 @@ impl Engine {
     }
 }
 
-/// A request as it comes: names, and blocks that both engines have given it.
+/// A request with its names and the blocks that both engines have given it.
 struct Given {
     prefill: RequestId,
     decode: RequestId,
@@ -71,7 +72,7 @@ struct Given {
     here: BlockLists,
 }
 
-/// The KV caches of a worker: a region for each layer.
+/// Returns the KV caches of a worker, with one region per layer.
 fn caches() -> Caches {
     let layer = |layer: u64| LayerCache {
         name: format!("model.layers.{layer}.self_attn").into(),
@@ -84,7 +85,7 @@ fn caches() -> Caches {
         heads: Heads::Sharded(8),
     };
     Caches::of_layers((0..LAYERS).map(layer).collect(), KvLayout::Lbhnc, TOKENS, 1, 0)
-        .expect("a right model")
+        .expect("a valid model")
 }
 
 struct Both {
@@ -104,7 +105,7 @@ impl Both {
         let map = PeerMap::new(Op::Read, &caches, tp, &remote, &MappingOptions::default())
             .expect("equal engines");
         let given = |request: u32| {
-            // Blocks of a request lie scattered.
+            // The blocks of a request are scattered.
             let block = |at: u32, salt: u32| at * REQUESTS + (request * 7 + at * salt) % REQUESTS;
             let list = |salt| {
                 BlockLists::single((0..BLOCKS).map(|at| block(at, salt)).collect::<Vec<_>>())
@@ -130,7 +131,7 @@ impl Both {
         both
     }
 
-    /// The one handshake, by the first request of all.
+    /// Connects, for the first request.
     fn connect(&mut self, plan: PeerPlan) {
         let now = Time::default();
         let given = &self.given[0];
@@ -145,11 +146,11 @@ impl Both {
         self.finish(now, actions, 1);
     }
 
-    /// Reads are done, the prefill is told, both report.
+    /// Completes the reads, notifies the prefill side, and collects both reports.
     fn finish(&mut self, now: Time, actions: Vec<Action>, requests: usize) {
         for action in actions {
             if let Action::Read(what) = action {
-                // What the runtime posts: one pair of lists for all layers.
+                // The runtime posts one pair of lists for all layers.
                 let lists = &what.lists;
                 let local: Vec<Indices> =
                     lists.local.groups().iter().map(|list| Arc::clone(list).into()).collect();
@@ -162,7 +163,7 @@ impl Both {
                 });
                 let moves = moves.expect("right lists");
                 assert_eq!(moves.blocks, u64::from(BLOCKS) * LAYERS);
-                let note = what.notification.expect("it rides on the read");
+                let note = what.notification.expect("the read carries it");
                 self.decode.worker.move_resolved(now, what.id, Ok(self.transferred));
                 self.prefill.worker.notified(now, "decode/0", &note).expect("a completion");
             }
@@ -180,7 +181,7 @@ impl Both {
         }
     }
 
-    /// All requests, from arrival to release.
+    /// Runs all requests from arrival to release.
     fn run(&mut self, now: Time) {
         let mut params = Vec::with_capacity(self.given.len());
         for given in &self.given {
@@ -244,7 +245,7 @@ impl Engine {
     }
 }
 
-/// Parameters of one request as text, and back.
+/// Writes the parameters of one request as text, and reads them.
 fn as_json(params: &TransferParams) -> TransferParams {
     let text = params.to_value(Version::default()).expect("right parameters").to_string();
     TransferParams::from_value(&serde_json::from_str(&text).expect("JSON"))
@@ -271,7 +272,7 @@ fn criterion(mut criterion: Criterion) {
     criterion.final_summary();
 }
 
-/// The median time of a call, in microseconds.
+/// Returns the median time of a call, in microseconds.
 fn microseconds(times: usize, mut call: impl FnMut()) -> f64 {
     let mut each: Vec<_> = (0..times)
         .map(|_| {

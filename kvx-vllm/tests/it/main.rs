@@ -1,5 +1,5 @@
-//! The integration tests of vLLM's configuration and protocol: against golden data, on engines stepped by hand, and in
-//! simulations.
+//! Integration tests of vLLM's configuration and protocol: against golden data, with engines
+//! stepped by hand, and in simulations.
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
 #[cfg(feature = "config")]

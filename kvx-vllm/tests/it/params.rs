@@ -1,4 +1,5 @@
-//! `kv_transfer_params`: every version reads, what would stop an engine is never written, errors name the key.
+//! `kv_transfer_params`: every version is read, parameters that would stop an engine are never
+//! written, and errors name the key.
 
 mod recipes;
 
@@ -18,7 +19,7 @@ fn written(params: &TransferParams, version: Version) -> Value {
     params.to_value(version).unwrap()
 }
 
-/// The keys of vLLM 0.16 and 0.20, with ids in the form of the first.
+/// Returns the keys of vLLM 0.16 and 0.20, with ids in the form of 0.16.
 fn of_0_16() -> Value {
     json!({
         "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [28, 29, 30],
@@ -89,11 +90,11 @@ fn serde_reads_and_writes_the_form_of_the_engine() {
 fn flat_block_ids_are_one_group() {
     let flat = TransferParams::from_value(&of_0_16()).unwrap();
     assert_eq!(flat.remote_block_ids, Some(vec![vec![28, 29, 30]]));
-    assert_eq!(written(&flat, Version::V0_16), of_0_16(), "an older engine gets them flat again");
+    assert_eq!(written(&flat, Version::V0_16), of_0_16(), "an older engine gets flat ids again");
     assert_eq!(
         written(&flat, Version::V0_33)["remote_block_ids"],
         json!([[28, 29, 30]]),
-        "a newer one never does"
+        "a newer engine never gets them"
     );
     assert_eq!(json!(flat), of_0_16(), "serde writes the form that was read");
 
@@ -198,7 +199,7 @@ fn the_error_of_a_wrong_type_names_the_expected_type() {
     assert_eq!(TransferParams::from_value(&json!([])).unwrap_err().key(), "kv_transfer_params");
 }
 
-/// Each of these ends the engine of a vLLM decode instance that reads it.
+/// Each of these changes stops the engine of a vLLM decode instance that reads the parameters.
 #[test]
 fn what_stops_an_engine_is_never_written() {
     let good = TransferParams::prefilled(remote(), Version::V0_33);
@@ -233,7 +234,7 @@ fn what_stops_an_engine_is_never_written() {
     assert_eq!(
         half.to_value(Version::V0_33).unwrap_err().key(),
         "remote_block_ids",
-        "half a remote is none"
+        "an incomplete remote is not written"
     );
 }
 
@@ -247,7 +248,7 @@ fn push_needs_the_size_in_place_of_the_blocks() {
     params.tp_size = None;
     assert_eq!(params.to_value(Version::V0_33).unwrap_err().key(), "tp_size");
 
-    // A router of push connectors names no mode: the engine knows its own.
+    // A router of push connectors does not name the mode; the engine knows it.
     let unnamed = json!({"do_remote_prefill": true, "remote_engine_id": "e", "remote_host": "h", "remote_port": 1,
                          "remote_request_id": "r", "tp_size": 2, "pp_size": 1});
     let params = TransferParams::from_value(&unnamed).unwrap();

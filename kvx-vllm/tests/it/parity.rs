@@ -1,11 +1,12 @@
-//! Reads docs/vllm-parity.md: every item of the checklist names a test, and every named test exists.
+//! Checks docs/vllm-parity.md: every item of the checklist names a test, and every named test
+//! exists.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use kvx_testkit::test;
 
-/// The folder of this crate.
+/// Returns the folder of this crate.
 fn here() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
@@ -14,7 +15,7 @@ fn page() -> String {
     std::fs::read_to_string(here().join("../docs/vllm-parity.md")).unwrap()
 }
 
-/// Rows that name a test: item, file, function.
+/// Returns the rows that name a test: item, file, function.
 fn rows(page: &str) -> Vec<(u32, String, String)> {
     let row = |line: &str| {
         let mut cells = line.strip_prefix('|')?.strip_suffix('|')?.split('|').map(str::trim);
@@ -29,16 +30,16 @@ fn rows(page: &str) -> Vec<(u32, String, String)> {
     page.lines().filter_map(row).flat_map(each).collect()
 }
 
-/// Whether a file has a test function of that name.
+/// Returns whether a file has a test function with this name.
 fn has_test(source: &str, function: &str) -> bool {
-    // A test program of its own lists its trials by name, on one line or on several.
+    // A test program with its own main lists its trials by name, on one line or on several.
     let flat: String = source.split_whitespace().collect();
     if flat.contains(&format!("(\"{function}\","))
         || flat.contains(&format!("name:\"{function}\","))
     {
         return true;
     }
-    // One that awaits lists its functions: they take nothing and are `async`.
+    // A program with async tests lists functions that are `async` and take no arguments.
     if source.contains(&format!("pub(crate) async fn {function}() {{")) {
         return true;
     }
@@ -91,6 +92,6 @@ fn a_test_that_does_not_exist_is_found() {
     let missing = |test: &str| missing(&here(), &named(test)).len();
     assert_eq!(missing("tests/it/parity.rs::a_test_that_does_not_exist_is_found"), 0);
     assert_eq!(missing("tests/it/parity.rs::never_written"), 1);
-    assert_eq!(missing("tests/it/parity.rs::has_test"), 1, "a function, but no test");
+    assert_eq!(missing("tests/it/parity.rs::has_test"), 1, "a function that is not a test");
     assert_eq!(missing("tests/it/nowhere.rs::has_test"), 1);
 }

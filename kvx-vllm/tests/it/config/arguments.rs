@@ -1,4 +1,5 @@
-//! Dotted arguments, `+` appends and their precedence: every worked example of vLLM's parser, and where kvx differs.
+//! Dotted arguments, `+` appends and their precedence: every example of vLLM's parser, and the
+//! differences of kvx.
 
 use kvx_testkit::test;
 use kvx_vllm::config::{
@@ -6,7 +7,7 @@ use kvx_vllm::config::{
 };
 use serde_json::{Value, json};
 
-/// The merged object and the other arguments.
+/// Returns the merged object, the other arguments and the warnings.
 fn parse(line: &[&str]) -> (Value, Vec<String>, Vec<Concern>) {
     let (given, rest) =
         Given::from_arguments(line.iter().copied()).unwrap_or_else(|e| panic!("{line:?}: {e}"));
@@ -21,7 +22,7 @@ fn refused(line: &[&str]) -> String {
     }
 }
 
-/// `--kv-transfer-config.a` with this value.
+/// Returns the value of `--kv-transfer-config.a` with this text.
 fn value(text: &str) -> Value {
     parse(&[&format!("--kv-transfer-config.a={text}")]).0["a"].clone()
 }

@@ -103,7 +103,7 @@ fn side_channel_ports_follow_the_rule_of_each_version() {
         let config = config(version, "NixlConnector", &[("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")]);
         let port = |dp, tp| config.side_channel_port(worker(dp, tp)).unwrap();
         let per_worker = matches!(version, "0.9" | "0.11");
-        // base + dp × tp size + tp rank, or base + dp.
+        // base + dp × tp size + tp rank, or base + dp rank.
         let expected = if per_worker { [5600, 5603, 5604, 5611] } else { [5600, 5600, 5601, 5602] };
         assert_eq!([port(0, 0), port(0, 3), port(1, 0), port(2, 3)], expected, "{version}");
         let unset = self::config(version, "NixlConnector", &[]);
@@ -198,14 +198,15 @@ fn nccl_variables_give_one_hint_that_names_them() {
         "{sentence}"
     );
     assert!(sentence.contains("UCX_NET_DEVICES"));
-    // Without a connector nobody transfers anything.
+    // Without a connector there are no transfers.
     let surroundings = Surroundings::default().variable("NCCL_IB_HCA", "x");
     assert!(KvTransferConfig::from_json("{}", &surroundings).unwrap().warnings().is_empty());
 }
 
 #[test]
 fn the_process_environment_is_read_only_for_what_concerns_kv_transfer() {
-    // Whatever this machine has set: reading it works, and the rest of the environment stays out of the value.
+    // Reading works with any environment of this machine, and unrelated variables are not part of
+    // the value.
     let surroundings = format!("{:?}", Surroundings::of_process());
     assert!(!surroundings.contains("\"PATH\""), "{surroundings}");
     assert_eq!(ValueSource::Environment("X".into()).to_string(), "environment X");

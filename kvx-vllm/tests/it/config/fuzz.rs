@@ -1,6 +1,6 @@
-//! A bounded, seeded mutation fuzz over JSON text and dotted arguments: any bytes give an error or a configuration that
-//! reads back the same, never a panic. `cargo xtask fuzz` runs the same functions without bounds, and what that found
-//! is tried again.
+//! A bounded, seeded mutation fuzz of JSON text and dotted arguments. Any input gives an error or a
+//! configuration that reads back the same, never a panic. `cargo xtask fuzz` runs the same
+//! functions without bounds; inputs that it found are tested here.
 
 use kvx_testkit::test;
 use kvx_vllm::config::fuzz;
@@ -90,7 +90,7 @@ fn deep_text_is_an_error_and_not_a_stack_overflow() {
         fuzz::dotted(format!("--kv-transfer-config.a={text}").as_bytes());
         fuzz::dotted(format!("--kv-transfer-config{}=1", ".a".repeat(100_000)).as_bytes());
     }
-    // At the limits, with a key beside it that only JSON can say.
+    // At the limits, with a key that only JSON can express.
     for depth in [60, 66, 67, 68, 99, 100, 125, 126] {
         let value = format!("{}1{}", "{\"a\":".repeat(depth), "}".repeat(depth));
         for keys in [1, 31, 32, 33] {

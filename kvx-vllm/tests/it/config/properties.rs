@@ -1,4 +1,4 @@
-//! JSON -> dotted arguments -> JSON, for any object.
+//! JSON to dotted arguments and back, for any object.
 
 use kvx_testkit::test;
 use kvx_vllm::config::{Given, dotted_arguments};
@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 fn key() -> impl Strategy<Value = String> {
     prop_oneof![
         4 => "[a-z_]{1,8}",
-        // What dotted arguments cannot say, or could take for something else.
+        // Keys that dotted arguments cannot express or could misread.
         1 => prop_oneof![Just(String::new()), Just("a.b".into()), Just("a=b".into()), Just("a+".into())],
         1 => any::<String>(),
     ]

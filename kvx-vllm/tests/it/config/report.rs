@@ -1,4 +1,4 @@
-//! What `kvx config` prints, against golden files.
+//! The output of `kvx config`, compared with golden files.
 
 use std::path::Path;
 
@@ -130,7 +130,7 @@ fn without_a_list_it_is_said_whether_vllm_peers_reach_this_engine() {
         text.starts_with("they cannot load from this engine") && text.contains("add RIXL to"),
         "{text}"
     );
-    // A list says it of each backend, and Mooncake's engines are no such peers.
+    // A list shows the reachable peers of each backend, and Mooncake engines are not vLLM peers.
     assert_eq!(
         said(&[nixl, "--kv-transfer-config.kv_connector_extra_config.backends+=RIXL"]),
         None

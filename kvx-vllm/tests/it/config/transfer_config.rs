@@ -1,4 +1,5 @@
-//! The fields of `KVTransferConfig`: defaults, validation, accessors, and what is kept, warned about or refused.
+//! The fields of `KVTransferConfig`: defaults, validation and accessors, and values that are kept,
+//! warned about or rejected.
 
 use kvx_core::ErrorKind;
 use kvx_testkit::test;
@@ -35,7 +36,7 @@ fn concerns(config: &KvTransferConfig) -> Vec<Concern> {
     config.warnings().iter().map(kvx_vllm::config::Warning::concern).collect()
 }
 
-/// `fields` and the two that make an instance take part.
+/// Returns a configuration with `fields` and the two fields that make an instance take part.
 fn nixl(fields: &str) -> String {
     format!(r#"{{"kv_connector": "NixlConnector", "kv_role": "kv_producer"{fields}}}"#)
 }
@@ -56,7 +57,7 @@ fn nothing_written_gives_every_default_of_vllm_0_33() {
         !config.is_kv_transfer_instance() && !config.is_kv_producer() && !config.is_kv_consumer()
     );
     assert!(config.warnings().is_empty(), "{:?}", config.warnings());
-    // The platform's own device is the default: without a GPU that is host memory, and nothing to warn about.
+    // The default is the platform's device. Without a GPU that is host memory, without a warning.
     let config = self::config(&nixl(""));
     assert_eq!(config.kv_buffer_device(), BufferDevice::Cpu);
     assert!(config.warnings().is_empty(), "{:?}", config.warnings());
@@ -175,7 +176,7 @@ fn who_writes_a_version_before_0_16_hears_what_stands_for_its_mooncake_connector
         );
         assert!(error.ends_with(&said), "{error}");
     }
-    assert!(refused(&mooncake("0.13")).contains("write \"0.11\""), "a number will do");
+    assert!(refused(&mooncake("0.13")).contains("write \"0.11\""), "a number is accepted");
     for written in ["\"0.11\"", "\"0.9\""] {
         assert!(config(&mooncake(written)).version() < Version::V0_16);
     }
@@ -226,7 +227,7 @@ fn kv_role_is_a_closed_set_and_goes_with_the_connector() {
             "{role}"
         );
         assert_eq!(config.kv_role().map(Role::as_str), Some(role));
-        // A role alone makes no instance.
+        // A role without a connector does not make a KV transfer instance.
         let config = self::config(&format!(r#"{{"kv_role": "{role}"}}"#));
         assert!(
             !config.is_kv_transfer_instance()
@@ -285,7 +286,7 @@ fn the_failure_policy_is_a_closed_set_and_recompute_warns_with_the_reason() {
 
 #[test]
 fn a_warning_is_logged_once_by_a_process() {
-    // The sentence names the key: no other test of this process writes it.
+    // The warning names the key, which no other test of this process writes.
     let text = r#"{"kv_connector_extra_config": {"only_in_this_test": 1}}"#;
     let first = config(text);
     assert_eq!(first.warnings().len(), 1);
@@ -520,7 +521,7 @@ fn a_flat_key_of_an_own_table_means_the_nested_one() {
     );
     let twice = refused(&extra(r#"{"tcp.seal": "all", "tcp": {"seal": "none"}}"#));
     assert!(twice.contains("is set twice"), "{twice}");
-    // Other keys with a dot are kept as they were written.
+    // Other keys with a dot are kept as written.
     let config = self::config(&extra(r#"{"mine.seal": "all"}"#));
     assert_eq!(config.extra()["mine.seal"], "all");
 }
@@ -545,7 +546,7 @@ fn a_key_that_was_meant_to_protect_something_is_never_only_warned_about() {
 
 #[test]
 fn keys_of_other_connectors_stop_nothing() {
-    // Of LMCache's, the offloading, the P2P and the shared-storage connector.
+    // Keys of the LMCache, offloading, P2P and shared-storage connectors.
     for key in [
         "discard_partial_chunks",
         "lmcache_rpc_port",
@@ -594,7 +595,7 @@ fn keys_of_another_version_are_ignored_and_warned_about() {
 fn nixl_settings_have_vllms_types_and_but_for_the_threads_its_defaults() {
     let defaults = config(&nixl(""));
     let nixl_settings = defaults.nixl();
-    assert_eq!(nixl_settings.num_threads, NUM_THREADS, "what is in force in kvx");
+    assert_eq!(nixl_settings.num_threads, NUM_THREADS, "the value that kvx uses");
     assert_eq!(nixl_settings.kv_lease_duration.as_secs(), 30);
     assert_eq!(nixl_settings.load_timeout.as_secs(), 120);
     assert_eq!(nixl_settings.decoder_kv_blocks_ttl.as_secs(), 480);
@@ -609,7 +610,11 @@ fn nixl_settings_have_vllms_types_and_but_for_the_threads_its_defaults() {
             "decoder_kv_blocks_ttl": 600, "bidirectional_kv_xfer": "true", "enforce_handshake_compat": false}"#,
     ));
     let settings = config.nixl();
-    assert_eq!(config.backends().unwrap().unwrap(), ["ucx", "Libfabric"], "as written, order kept");
+    assert_eq!(
+        config.backends().unwrap().unwrap(),
+        ["ucx", "Libfabric"],
+        "as written, in the same order"
+    );
     assert_eq!((settings.num_threads, settings.engine_ttl), (8, None));
     assert_eq!(settings.decoder_kv_blocks_ttl.as_secs(), 600);
     assert_eq!(settings.push_registration_timeout.as_secs(), 600, "follows the time to live");

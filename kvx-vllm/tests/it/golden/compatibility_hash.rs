@@ -1,4 +1,4 @@
-//! Compatibility hashes: computed from their factors, and those that a live vLLM has sent.
+//! Compatibility hashes: computed from their factors, and captured from a live vLLM.
 
 use kvx_testkit::test;
 use kvx_vllm::Version;
@@ -16,7 +16,7 @@ fn number(value: &Value) -> u32 {
     value.as_u64().and_then(|number| number.try_into().ok()).expect("a number")
 }
 
-/// The version whose factors these are.
+/// Returns the version with these factors.
 fn version(factors: &Value) -> Version {
     match (
         factors.get("transfer_mode"),
@@ -91,5 +91,5 @@ fn golden_hashes_that_a_live_vllm_sent() {
         );
         count += 1;
     }
-    golden::require(count, "hash that was seen in a capture");
+    golden::require(count, "hash from a capture");
 }

@@ -1,4 +1,5 @@
-//! What each version of vLLM writes and hashes, by the definitions of its release: computed, not captured.
+//! The messages and hashes of each version of vLLM, from the definitions of its release: computed,
+//! not captured.
 
 use kvx_testkit::test;
 use kvx_vllm::Version;
@@ -75,7 +76,7 @@ fn golden_metadata() {
         }
         assert_eq!(new.encode(), bytes, "{version}");
         assert_eq!(new, read, "{version}");
-        // What a later version always writes, an older one has not.
+        // Metadata of an older version lacks a key that a later version always writes.
         let later = Version::SPOKEN.into_iter().filter(|later| *later > version);
         for later in later.filter(|later| {
             let keys = [Version::V0_20, Version::V0_21, Version::V0_29];

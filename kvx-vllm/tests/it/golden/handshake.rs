@@ -1,4 +1,5 @@
-//! Handshakes captured from a live vLLM: read, written back, and repeated by a listener and an asking side of ours.
+//! Handshakes captured from a live vLLM: decoded, encoded, and repeated with kvx's listener and
+//! requester.
 
 use std::time::Duration;
 
@@ -21,7 +22,7 @@ struct Captured {
     nixl_blob: Vec<u8>,
 }
 
-/// All captures: every `handshake/NAME.request.bin` and the files beside it.
+/// Returns all captures: every `handshake/NAME.request.bin` with the files that belong to it.
 fn captured() -> Vec<Captured> {
     let folder = golden::directory().join("handshake");
     let files =
@@ -85,8 +86,8 @@ fn golden_replies_decode_and_encode_to_the_same_bytes() {
     }
 }
 
-/// A new message with the captured values has the captured bytes: order and forms are vLLM's also without a model to
-/// copy.
+/// A new message with the captured values has the captured bytes: its key order and encodings are
+/// vLLM's even without a message to copy them from.
 #[test]
 fn golden_metadata_is_written_anew_as_it_was_captured() {
     for capture in captured() {
@@ -123,7 +124,8 @@ fn golden_exchange_between_our_two_ends() {
         let metadata = NixlAgentMetadata::decode(&capture.agent_metadata, Version::V0_32).unwrap();
         let rank: WorkerRank = HandshakeRequest::decode(&capture.request).unwrap().rank();
 
-        // Our listener, given what vLLM's worker published, answers vLLM's request with vLLM's bytes.
+        // kvx's listener, with the metadata of vLLM's worker, answers vLLM's request with vLLM's
+        // bytes.
         let mut listener = Listener::new(payload.compatibility_hash.clone());
         listener.publish(rank, &metadata);
         let clock = Time::from_seconds(ClockReading::decode(&capture.clock).unwrap().0).unwrap();
@@ -133,7 +135,7 @@ fn golden_exchange_between_our_two_ends() {
         assert_eq!(sent[..3], [received[0], b"", &capture.payload], "{}", capture.name);
         assert!(answer.refusal().is_none(), "{}", capture.name);
 
-        // Our asking side sends vLLM's request and takes vLLM's answer.
+        // kvx's requester sends vLLM's request and accepts vLLM's answer.
         let expectation = Expectation::new(
             Version::V0_32,
             metadata.engine_id.clone(),

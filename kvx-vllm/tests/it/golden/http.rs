@@ -1,4 +1,5 @@
-//! Both legs of requests captured from live vLLM instances: the recipe makes the bodies that were sent.
+//! Both legs of requests captured from live vLLM instances: the recipes produce the captured
+//! bodies.
 
 use kvx_testkit::test;
 use kvx_vllm::Version;
@@ -8,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::golden;
 
-/// Every file in `http/` that has both legs, by name.
+/// Returns every file in `http/` with both legs, by name.
 fn captures() -> Vec<(String, Value)> {
     let folder = golden::directory().join("http");
     let files =
@@ -28,7 +29,7 @@ fn captures() -> Vec<(String, Value)> {
     captures
 }
 
-/// The client's body: the decode leg's without what the router added.
+/// Returns the client's body: the decode leg's body without the router's additions.
 fn client(capture: &Value) -> Value {
     let mut body = capture["decode"]["request"].clone();
     body.as_object_mut().unwrap().remove("kv_transfer_params");
@@ -80,7 +81,7 @@ fn golden_params_read_and_write_back() {
     }
 }
 
-/// A prefill instance of ours writes the keys that vLLM's writes.
+/// A kvx prefill instance writes the same keys as vLLM.
 #[test]
 fn golden_params_are_written_anew_as_they_were_captured() {
     for (name, capture) in captures() {
@@ -115,7 +116,7 @@ fn golden_request_ids() {
     }
 }
 
-/// A streamed answer carries the parameters on its last chunk.
+/// A streamed answer carries the parameters in its last chunk.
 #[test]
 fn golden_params_from_a_stream() {
     for (name, capture) in captures() {
@@ -136,8 +137,9 @@ fn golden_params_from_a_stream() {
     }
 }
 
-/// What a live decode instance made of wrong parameters: those it serves are complete for us too; those that ended its
-/// engine and can be seen without the prompt are never written.
+/// The answers of a live decode instance to wrong parameters. kvx also considers the accepted ones
+/// complete. kvx never writes those that stopped its engine and can be recognised without the
+/// prompt.
 #[test]
 fn golden_fail_modes() {
     let (_, capture) = captures().swap_remove(0);

@@ -23,7 +23,7 @@ fn lists(value: &Value) -> Vec<Vec<u32>> {
     value.as_array().unwrap().iter().map(numbers).collect()
 }
 
-/// The cases of a list; a set without any would hold nothing.
+/// Returns the cases of a list, which must not be empty.
 fn cases<'a>(file: &'a Value, key: &str) -> &'a [Value] {
     let cases = file[key].as_array().unwrap_or_else(|| panic!("no {key}"));
     assert!(!cases.is_empty(), "{key} is empty");

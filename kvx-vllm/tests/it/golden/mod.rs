@@ -1,5 +1,6 @@
-//! The golden data: the copy in this crate's tests, or another set in the directory that `KVX_VECTORS` names.
-#![allow(dead_code, reason = "without the feature `protocol` little of it is read")]
+//! The golden data: the copy in this crate, or another set in the directory that `KVX_VECTORS`
+//! names.
+#![allow(dead_code, reason = "most of it needs the feature `protocol`")]
 
 #[cfg(feature = "protocol")]
 mod compatibility_hash;
@@ -17,7 +18,8 @@ mod notifications;
 
 use std::path::PathBuf;
 
-/// The directory with the vectors: `KVX_VECTORS` at run time, else the copy beside this file.
+/// Returns the directory with the vectors: `KVX_VECTORS` at run time, otherwise the copy next to
+/// this file.
 pub(crate) fn directory() -> PathBuf {
     match std::env::var_os("KVX_VECTORS") {
         Some(named) => named.into(),
@@ -25,12 +27,12 @@ pub(crate) fn directory() -> PathBuf {
     }
 }
 
-/// Whether these are the vectors that came with the crate: what holds for them alone is asserted of them alone.
+/// Returns whether these are the crate's own vectors. Some assertions hold only for them.
 pub(crate) fn own() -> bool {
     std::env::var_os("KVX_VECTORS").is_none()
 }
 
-/// Fails without cases in the crate's own vectors. If another set has none, skips the test that runs on this thread.
+/// Fails if the crate's own vectors have no cases. If another set has none, skips the current test.
 #[track_caller]
 pub(crate) fn require(cases: usize, what: &str) {
     if cases == 0 {
@@ -45,7 +47,8 @@ pub(crate) fn require(cases: usize, what: &str) {
     }
 }
 
-/// Asserts that the crate's own vectors have exactly these captures in a folder. Another set needs at least one.
+/// Asserts that the crate's own vectors have exactly these captures in a folder. Another set needs
+/// at least one.
 #[track_caller]
 pub(crate) fn require_captures<'a>(
     folder: &str,
@@ -57,20 +60,20 @@ pub(crate) fn require_captures<'a>(
     assert!(!own() || found == own_names.iter().copied().collect(), "{folder}: {found:?}");
 }
 
-/// The bytes of a file, named relative to the directory.
+/// Reads a file, named relative to the directory.
 #[track_caller]
 pub(crate) fn bytes(name: &str) -> Vec<u8> {
     let path = directory().join(name);
     std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// A JSON file, named relative to the directory.
+/// Reads a JSON file, named relative to the directory.
 #[track_caller]
 pub(crate) fn json(name: &str) -> serde_json::Value {
     serde_json::from_slice(&bytes(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-/// Bytes written as hexadecimal text.
+/// Decodes hexadecimal text.
 #[track_caller]
 pub(crate) fn hex(text: &str) -> Vec<u8> {
     let pairs = text.as_bytes().chunks(2);

@@ -1,4 +1,5 @@
-//! Every case of `msgpack_cases.json`: values are written as exactly these bytes, bytes read as these values.
+//! Every case of `msgpack_cases.json`: values encode to exactly these bytes, and the bytes decode
+//! to these values.
 
 use kvx_testkit::test;
 use kvx_vllm::Version;
@@ -31,7 +32,7 @@ fn cases() -> Vec<Case> {
         .collect()
 }
 
-/// Runs `check` over the cases that `pick` takes; in our own vectors there are some of each kind.
+/// Runs `check` on the cases that `pick` selects. The crate's own vectors have some of each kind.
 fn each<'a, T>(
     cases: &'a [Case],
     pick: impl Fn(&'a Case) -> Option<T>,
@@ -118,7 +119,7 @@ fn metadata(value: &Value) -> NixlAgentMetadata {
     metadata
 }
 
-/// `as "NAME"` and what comes behind it: how a case describes itself by another one.
+/// Parses `as "NAME"` and the text after it, with which a case refers to another one.
 fn variant<'a>(case: &'a Case, cases: &'a [Case]) -> Option<(&'a Case, &'a str)> {
     let (name, further) = case.value.as_str()?.strip_prefix("as \"")?.split_once('"')?;
     let base =
@@ -341,7 +342,7 @@ fn golden_push_registrations() {
     });
 }
 
-/// The kinds above are all there are: no case goes untested.
+/// No case goes untested: each belongs to one of the kinds above.
 #[test]
 fn golden_cases_are_all_of_a_known_kind() {
     let cases = cases();
@@ -353,6 +354,6 @@ fn golden_cases_are_all_of_a_known_kind() {
                 .iter()
                 .any(|key| object(case, key).is_some())
             || variant(case, &cases).is_some();
-        assert!(known, "{} is of no kind that is tested", case.name);
+        assert!(known, "no test covers the kind of {}", case.name);
     }
 }

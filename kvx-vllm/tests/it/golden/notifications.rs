@@ -1,4 +1,4 @@
-//! Notifications captured from a live vLLM, and those that follow from its rules.
+//! Notifications captured from a live vLLM, and others made by its rules.
 
 use kvx_testkit::test;
 use kvx_vllm::wire::EngineNotification;

@@ -1,5 +1,5 @@
-//! Engines made of bytes: every rank has a memory, every element of its KV cache says where it belongs, and moves are
-//! copies. What a mapping gets wrong, an element shows.
+//! Engines whose memory holds real bytes. Every element of a rank's KV cache encodes its position,
+//! and moves are copies, so a wrong mapping shows as a wrong element.
 
 use kvx_core::{Indices, Op, Result};
 use kvx_vllm::ids::WorkerRank;
@@ -28,7 +28,7 @@ impl Random {
         choices[self.below(choices.len() as u64) as usize]
     }
 
-    /// Distinct numbers below `limit`, in no order.
+    /// Returns distinct numbers below `limit`, in random order.
     pub(crate) fn distinct(&mut self, count: usize, limit: u32) -> Vec<u32> {
         let mut all: Vec<u32> = (0..limit).collect();
         for at in 0..count {
@@ -40,7 +40,7 @@ impl Random {
     }
 }
 
-/// How K and V lie in memory.
+/// The memory layout of K and V.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Style {
     Together,
@@ -48,14 +48,14 @@ pub(crate) enum Style {
     Halves,
 }
 
-/// What both engines have in common.
+/// The properties that both engines have in common.
 #[derive(Clone, Debug)]
 pub(crate) struct Model {
     pub(crate) heads: Heads,
     /// The group of each layer.
     pub(crate) layers: Vec<u32>,
     pub(crate) groups: usize,
-    /// Layers whose heads are spread otherwise (a draft model under MLA).
+    /// A layer whose heads are distributed differently (a draft model with an MLA target).
     pub(crate) draft: Option<(usize, Heads)>,
     pub(crate) style: Style,
 }
@@ -74,23 +74,23 @@ impl Model {
 pub(crate) struct Engine {
     pub(crate) tp: u32,
     pub(crate) layout: KvLayout,
-    /// Tokens of a kernel block.
+    /// The tokens in a kernel block.
     pub(crate) block_tokens: u32,
     pub(crate) kernel_per_logical: u32,
-    /// Logical blocks of a pool.
+    /// The logical blocks in a pool.
     pub(crate) blocks: u32,
-    /// Bytes of padding behind each block.
+    /// The bytes of padding after each block.
     pub(crate) padding: u64,
-    /// Layers of one pool lie side by side in rows.
+    /// True if layers of one pool are adjacent in rows.
     pub(crate) rows: bool,
-    /// Layers of different groups share one pool.
+    /// True if layers of different groups share one pool.
     pub(crate) shared_pool: bool,
 }
 
 const ELEMENT: u64 = 4;
 const POISON: u8 = 0xee;
 
-/// What an element of the cache holds: never 0 and never poison.
+/// Returns the content of a cache element: never 0 and never the poison.
 fn word(layer: usize, v: bool, head: u32, token: u32) -> [u8; 4] {
     [layer as u8 + 1, u8::from(v) * 100 + head as u8, (token >> 8) as u8, token as u8]
 }
@@ -102,7 +102,7 @@ pub(crate) struct Rank {
     base: u64,
     memory: Vec<u8>,
     engine: Engine,
-    /// Where the K and V of each layer start, and the distance of its blocks.
+    /// The start of the K and V of each layer, and the stride of its blocks.
     tensors: Vec<(u64, u64, u64)>,
 }
 
@@ -111,7 +111,7 @@ impl Engine {
         self.block_tokens * self.kernel_per_logical
     }
 
-    /// A rank with the layers of `stage`, of `stages` equal parts of the model.
+    /// Creates a rank with the layers of `stage`, of `stages` equal parts of the model.
     pub(crate) fn rank(&self, model: &Model, rank: u32, stage: u32, stages: u32) -> Result<Rank> {
         let base =
             0x7f00_0000_0000 + u64::from(rank) * 0x1_0000_0000 + u64::from(stage) * 0x10_0000_0000;
@@ -174,7 +174,7 @@ impl Engine {
         if self.rows {
             end = base + row * u64::from(count);
         }
-        given.reverse(); // the order in which an engine names its layers must not matter
+        given.reverse(); // the order of an engine's layers must not matter
         let caches =
             Caches::of_layers(given, self.layout, self.block_tokens, self.kernel_per_logical, 0)?;
         let memory = vec![POISON; (end - base) as usize];
@@ -188,7 +188,7 @@ impl Rank {
         self.caches.geometry()
     }
 
-    /// Where a head's K or V of a token lies.
+    /// Returns the address of a head's K or V of a token.
     fn address(
         &self,
         model: &Model,
@@ -224,7 +224,8 @@ impl Rank {
         first..first + model.heads_of(layer).per_rank(self.tp.size())
     }
 
-    /// Each element of the tokens, and what belongs there. `layers` are those that this rank holds.
+    /// Returns each element of the tokens, and its expected content. `layers` are the layers that
+    /// this rank holds.
     fn elements<'a>(
         &'a self,
         model: &'a Model,
@@ -287,7 +288,7 @@ impl Rank {
         }
     }
 
-    /// Checks that nothing but the elements of these tokens was written: not padding, not another block.
+    /// Checks that only the elements of these tokens were written: no padding and no other block.
     pub(crate) fn check_untouched(
         &self,
         model: &Model,
@@ -341,8 +342,8 @@ impl Rank {
     }
 }
 
-/// Does what a map says for one request: by grids, and checks that descriptors say the same. `others` are the ranks
-/// of the peer.
+/// Performs the moves of a map for one request, by grids, and checks that descriptors give the
+/// same. `others` are the ranks of the peer.
 pub(crate) fn carry_out(
     map: &PeerMap,
     moves: &Moves,
@@ -392,12 +393,12 @@ pub(crate) fn options(model: &Model, permute: bool) -> MappingOptions {
     }
 }
 
-/// Everything about a request.
+/// A request's blocks on both sides.
 pub(crate) struct Request {
     pub(crate) producer_lists: Vec<Vec<u32>>,
-    /// With the cached prefix.
+    /// The consumer's lists, with the cached prefix.
     pub(crate) consumer_lists: Vec<Vec<u32>>,
-    /// Blocks of the consumer that are cached.
+    /// The number of the consumer's blocks that are cached.
     pub(crate) cached: usize,
     pub(crate) tokens: u32,
     pub(crate) told: bool,

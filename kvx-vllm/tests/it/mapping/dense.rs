@@ -1,4 +1,5 @@
-//! Dense tensors in either order and with any strides, to blocks of either layout and back.
+//! Copies of dense tensors, in either order and with any strides, to blocks of either layout and
+//! back.
 
 use kvx_core::ErrorKind;
 use kvx_testkit::test;
@@ -6,7 +7,7 @@ use kvx_vllm::mapping::{BlockRows, BlockShape, DenseShape, rows_from_block, rows
 
 use super::cluster::Random;
 
-/// Any tensor: in either order, with gaps between heads or between tokens, or without.
+/// Returns a random tensor shape: in either order, with or without gaps between heads or tokens.
 fn any_shape(random: &mut Random) -> DenseShape {
     let (heads, tokens, row) =
         (1 + random.below(4) as usize, 1 + random.below(40) as usize, random.of(&[1, 2, 4, 16]));
@@ -29,7 +30,7 @@ fn every_row_lands_where_index_arithmetic_says_and_comes_back() {
         let dense = any_shape(&mut random);
         let (heads, row) = (dense.heads, dense.row);
         let block_tokens = 1 + random.below(16) as usize;
-        // K and V packed into the content, and one of them alone.
+        // K and V packed into the content, or only one of them.
         let (content, start) = random.of(&[(row, 0), (2 * row, 0), (2 * row, row), (row + 5, 3)]);
         let rows = BlockRows {
             shape: BlockShape { heads, tokens: block_tokens, content },
@@ -88,25 +89,19 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
             rows.clone(),
         ),
         (
-            "a stride beyond numbers",
+            "a stride that overflows",
             DenseShape { head_stride: huge, ..dense },
             0..4,
             32,
             rows.clone(),
         ),
-        ("tokens beyond numbers", DenseShape { tokens: huge, ..dense }, 0..4, 32, rows.clone()),
-        (
-            "rows on top of each other",
-            DenseShape { token_stride: 0, ..dense },
-            0..4,
-            32,
-            rows.clone(),
-        ),
+        ("tokens that overflow", DenseShape { tokens: huge, ..dense }, 0..4, 32, rows.clone()),
+        ("overlapping rows", DenseShape { token_stride: 0, ..dense }, 0..4, 32, rows.clone()),
         ("other heads", DenseShape { heads: 1, ..dense }, 0..4, 32, rows.clone()),
         ("other rows", DenseShape { row: 2, ..dense }, 0..4, 32, rows.clone()),
         ("a part beyond the content", dense, 0..4, 32, BlockRows { part: 1..5, ..rows.clone() }),
         ("a block of another length", dense, 0..4, 31, rows.clone()),
-        ("a block beyond numbers", dense, 0..4, 32, block(BlockShape { tokens: huge, ..shape })),
+        ("a block that overflows", dense, 0..4, 32, block(BlockShape { tokens: huge, ..shape })),
     ] {
         let mut bytes = vec![9; len];
         let error =

@@ -1,4 +1,5 @@
-//! Whatever a peer says of its memory, this rank computes no address outside of it, and never panics.
+//! A peer's description of its memory never makes this rank compute an address outside a region, or
+//! panic.
 
 use kvx_core::Op;
 use kvx_testkit::test;
@@ -13,7 +14,7 @@ use kvx_vllm::wire::{NixlAgentMetadata, PackedMember};
 
 use super::cluster::{Random, lists};
 
-/// Numbers that break arithmetic, and some that do not.
+/// Returns a number that may break arithmetic.
 fn number(random: &mut Random) -> u64 {
     match random.below(6) {
         0 => random.of(&[0, 1, u64::MAX, u64::MAX - 1, 1 << 63, 1 << 32, u64::from(u32::MAX)]),
@@ -36,7 +37,7 @@ fn layout(random: &mut Random) -> KvLayout {
     }
 }
 
-/// A local rank whose geometry is odd, but possible.
+/// Returns a local rank with an unusual but valid geometry.
 fn local(random: &mut Random) -> Caches {
     let layers = 1 + random.below(4);
     let halves = random.below(4) == 0;
@@ -63,7 +64,7 @@ fn local(random: &mut Random) -> Caches {
     Caches::of_layers(layers.collect(), layout(random), tokens, kernel, 0).unwrap()
 }
 
-/// A peer's rank: the local one, with some numbers replaced.
+/// Returns a peer's rank: the local one with some numbers replaced.
 fn peer(random: &mut Random, local: &Caches, stages: u32) -> kvx_core::Result<Geometry> {
     let ours = local.geometry();
     let wild = random.below(4);
@@ -108,7 +109,7 @@ fn within(side: RegionGrid, geometry: &Geometry) {
     let region = &geometry.regions()[side.region as usize];
     let (grid, whole) = (side.grid, region.grid());
     grid.check(whole.end().unwrap()).unwrap();
-    // No block of the grid crosses from one block of the region into the next, or into its padding.
+    // No block of the grid crosses into the next block of the region or into its padding.
     for index in [0, grid.count / 2, grid.count - 1] {
         let start = grid.offset(index) % region.block_stride;
         assert!(start + grid.length <= region.block_len, "{grid:?} of {region:?}");
@@ -133,7 +134,7 @@ fn no_geometry_leads_outside_of_a_region() {
         let made = Random(seed ^ 0x5eed);
         for tp in known {
             for pp in 0..count {
-                // Mostly alike, as an engine's ranks are.
+                // The ranks of an engine are mostly alike.
                 let mut same = Random(made.0 + u64::from(pp));
                 let chosen = if random.below(8) == 0 { &mut *random } else { &mut same };
                 if let Ok(geometry) = peer(chosen, &local, pp_size) {
@@ -222,7 +223,7 @@ fn no_geometry_leads_outside_of_a_region() {
     }
     assert!(
         drawn > 2000 && moved > 2000 && refused > 5000,
-        "{drawn} drawn, {moved} moved, {refused} refused"
+        "{drawn} mapped, {moved} moved, {refused} refused"
     );
 }
 

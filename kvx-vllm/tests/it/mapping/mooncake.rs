@@ -1,4 +1,5 @@
-//! A Mooncake producer's writes: every byte of every head where the consumer reads it, and layouts that lie refused.
+//! A Mooncake producer's writes: every byte of every head lands where the consumer reads it, and
+//! false layouts are rejected.
 
 use std::collections::BTreeSet;
 
@@ -10,11 +11,11 @@ use kvx_vllm::mapping::{
 };
 use kvx_vllm::wire::mooncake::PullRequest;
 
-/// Bytes of a head in a block.
+/// The bytes of a head in a block.
 const HEAD: u64 = 8;
 const BLOCKS: u32 = 5;
 
-/// The caches of a rank: these layers, each somewhere else.
+/// Returns the caches of a rank: these layers, each at a different address.
 fn caches(layers: &[&str], heads: Heads, tp: u32, apart: bool, padding: u64) -> Caches {
     let block_len = HEAD * u64::from(heads.per_rank(tp));
     let layers = layers.iter().enumerate().map(|(at, name)| {
@@ -42,7 +43,7 @@ fn told(caches: &Caches, rank: u32, size: u32) -> PullRequest {
     told
 }
 
-/// The first head that a rank holds.
+/// Returns the first head of a rank.
 fn first(heads: Heads, rank: u32, size: u32) -> u64 {
     match heads {
         Heads::Replicated => 0,
@@ -50,7 +51,8 @@ fn first(heads: Heads, rank: u32, size: u32) -> u64 {
     }
 }
 
-/// What all ranks of a producer write into one worker: (layer and tensor, block, head, byte of the head), each once.
+/// Checks that the ranks of a producer write each byte of one worker exactly once: (layer and
+/// tensor, block, head, byte of the head).
 fn written(heads: Heads, (p_tp, d_tp, d_rank): (u32, u32, u32), stages: &[&[&str]], apart: bool) {
     let all: Vec<&str> = stages.concat();
     let consumer = caches(&all, heads, d_tp, apart, 0);
@@ -103,7 +105,8 @@ fn every_byte_of_every_head_is_written_once_between_engines_of_any_sizes() {
     }
 }
 
-/// A vLLM that is asked for a layer by another number than its own refuses, and its message is all that tells why.
+/// A vLLM rejects a request with a different layer number; its error message is the only source of
+/// this rule.
 #[test]
 fn a_layer_is_told_by_the_number_in_its_name() {
     let layers = [
@@ -132,13 +135,13 @@ fn regions_are_paired_by_name_and_occurrence_or_else_by_position() {
         let map = SendMap::new(&producer, tp, told).unwrap();
         map.lanes().iter().map(|lane| (lane.local.region, lane.remote_region)).collect::<Vec<_>>()
     };
-    // K and V have the same name: the first is the first.
+    // K and V have the same name, so they are paired in order.
     let mut asked = told(&caches(&["b", "a"], heads, 1, true, 0), 0, 1);
     assert_eq!(asked.registered_layer_names, ["a", "a", "b", "b"]);
     assert_eq!(places(&asked), [(0, 0), (1, 1), (2, 2), (3, 3)]);
     asked.registered_layer_names.rotate_left(2);
     assert_eq!(places(&asked), [(0, 2), (1, 3), (2, 0), (3, 1)]);
-    // A consumer's stage that has other layers gets nothing from this one.
+    // A consumer's stage with other layers gets nothing from this producer.
     asked.registered_layer_names = ["a", "a", "c", "c"].map(str::to_owned).to_vec();
     assert_eq!(places(&asked), [(0, 0), (1, 1)]);
     asked.registered_layer_names.clear();
@@ -192,7 +195,7 @@ fn layouts_that_lie_are_refused() {
         assert_eq!(refused(change).kind(), ErrorKind::Incompatible);
     }
     assert_eq!(refused(&|bad| bad.remote_tp_rank = 7).kind(), ErrorKind::Invalid);
-    // No block that addresses can name reaches beyond them.
+    // No block that addresses can reach is outside the address space.
     let mut far = good.clone();
     far.kv_caches_base_addr[1] = u64::MAX - 10 * 32;
     let map = SendMap::new(&producer, Tp::new(0, 1).unwrap(), &far).unwrap();
@@ -211,7 +214,7 @@ fn heads_are_divided_only_where_they_are_ranges_of_bytes() {
     let asked = told(&padded, 0, 1);
     let error = SendMap::new(&caches(&["a"], heads, 2, false, 0), tp, &asked).unwrap_err();
     assert!(error.to_string().contains("padded"), "{error}");
-    // Whole blocks may be padded, and padding is not moved.
+    // Whole blocks may be padded, and the padding is not moved.
     let map = SendMap::new(&padded, Tp::new(0, 1).unwrap(), &asked).unwrap();
     assert_eq!((map.lanes()[0].local.grid.stride, map.lanes()[0].remote.length), (40, 32));
 }

@@ -1,4 +1,5 @@
-//! Every element of a KV cache arrives where it belongs, between engines of any ranks, heads, blocks and layouts.
+//! Every element of a KV cache arrives at its place, between engines of any ranks, heads, blocks
+//! and layouts.
 
 use kvx_core::{ErrorKind, Op};
 use kvx_testkit::test;
@@ -16,7 +17,7 @@ fn stage_layers(model: &Model, stage: u32, stages: u32) -> Vec<usize> {
     (0..count).filter(|layer| layer * stages as usize / count == stage as usize).collect()
 }
 
-/// All ranks of a producer, filled with a request.
+/// Returns all ranks of a producer, filled with a request.
 fn producer(
     engine: &Engine,
     model: &Model,
@@ -39,7 +40,7 @@ fn producer(
     ranks
 }
 
-/// A map of one rank that reads, from the metadata of those that it would shake hands with.
+/// Returns the map of one rank that reads, from the metadata of its handshake ranks.
 fn reading(
     own: &Rank,
     consumer: &Engine,
@@ -65,7 +66,8 @@ fn reading(
     )
 }
 
-/// Pulls a request into every rank of the consumer and checks each element. Returns the first refusal.
+/// Pulls a request into every rank of the consumer and checks each element. Returns the first
+/// rejection.
 fn pull(
     consumer: &Engine,
     producer_engine: &Engine,
@@ -93,7 +95,7 @@ fn pull(
             &request.consumer_lists,
             cached.min(request.tokens)..request.tokens,
         );
-        // What lies behind the last unit that was moved was cleared; inside of it are the producer's bytes.
+        // The part after the last moved unit is zero; inside the unit are the producer's bytes.
         let moved = request.tokens.next_multiple_of(producer_engine.block_tokens).min(end);
         if moves.blocks > 0 {
             own.check_zero(model, &layers, &request.consumer_lists, moved..end);
@@ -110,7 +112,7 @@ fn pull(
     }
     assert!(
         told.iter().all(|count| *count == consumers),
-        "each producer rank is told {told:?} of {consumers}"
+        "each producer rank gets {told:?} of {consumers} notifications"
     );
     Ok(())
 }
@@ -165,7 +167,7 @@ fn push(
     let expected = stages * (producer_engine.tp / consumer.tp).max(1);
     assert!(
         told.iter().all(|count| *count == expected),
-        "each consumer rank is told {told:?} of {expected}"
+        "each consumer rank gets {told:?} of {expected} notifications"
     );
     Ok(())
 }
@@ -173,7 +175,7 @@ fn push(
 fn request(random: &mut Random, consumer: &Engine, producer: &Engine, model: &Model) -> Request {
     let most = (consumer.blocks * consumer.logical_tokens())
         .min(producer.blocks * producer.logical_tokens());
-    // With a pool that groups share, the groups' blocks are distinct.
+    // In a pool that groups share, the groups have distinct blocks.
     let tokens = 1 + random.below(u64::from(most / model.groups as u32)) as u32;
     let lists = |random: &mut Random, engine: &Engine| {
         let each = tokens.div_ceil(engine.logical_tokens()) as usize;
@@ -191,7 +193,7 @@ fn request(random: &mut Random, consumer: &Engine, producer: &Engine, model: &Mo
     }
 }
 
-/// Whether the rules allow this pair: what must be refused is refused, and nothing else.
+/// Returns whether the rules allow this pair. Exactly the pairs that must be rejected are rejected.
 fn allowed(consumer: &Engine, producer: &Engine, model: &Model, permute: bool) -> bool {
     let mut all = (0..model.layers.len()).map(|layer| model.heads_of(layer));
     let layouts = consumer.layout == producer.layout

@@ -1,4 +1,4 @@
-//! Pairs of engines: which fit, which are refused and why, and what a request moves.
+//! Pairs of engines: pairs that match, pairs that are rejected and why, and the moves of a request.
 
 use kvx_core::{Error, ErrorKind, Indices, Op, Result};
 use kvx_testkit::test;
@@ -8,7 +8,7 @@ use kvx_vllm::mapping::{
     MappingOptions, MemoryType, Moves, Pairing, PeerMap, Remote, Tokens, Tp, handshake_ranks,
 };
 
-/// One engine: `heads` for all layers but the draft's.
+/// One engine; `heads` are the heads of all layers except the draft's.
 #[derive(Clone, Copy)]
 struct Side {
     tp: u32,
@@ -18,7 +18,7 @@ struct Side {
     kernel: u32,
     layers: u32,
     heads: Heads,
-    /// The last layer's heads.
+    /// The heads of the last layer.
     draft: Option<Heads>,
     blocks: u32,
 }
@@ -110,7 +110,7 @@ fn moves(map: &PeerMap, local: &[u32], remote: &[u32]) -> Result<Moves> {
     map.moves(&BlockPairs { local: &one(local), remote: &one(remote), tokens: None })
 }
 
-/// The ranks that blocks move from, and those that are only told.
+/// Returns the ranks that blocks move from, and the ranks that only get a notification.
 fn ranks(map: &PeerMap, moves: &Moves) -> (Vec<u32>, Vec<u32>) {
     let rank = |source: usize| map.sources()[source].rank().tp;
     let read = moves.ranks.iter().map(|moves| rank(moves.source)).collect();
@@ -134,7 +134,7 @@ fn a_layout_mismatch_is_refused_or_permuted() {
         ErrorKind::Incompatible,
         "several",
     );
-    // Without heads there is nothing to permute.
+    // Without heads no permutation is needed.
     let (a, b) = (
         Side { heads: Heads::Replicated, ..tokens_first },
         Side { heads: Heads::Replicated, ..SIDE },
@@ -144,14 +144,14 @@ fn a_layout_mismatch_is_refused_or_permuted() {
 
 #[test]
 fn block_lengths_follow_heads_and_wrong_ones_are_refused() {
-    // Two heads on eight ranks and four: every rank holds one.
+    // Two heads on eight ranks and on four ranks: every rank holds one.
     let replicated = Side { heads: Heads::Sharded(2), ..SIDE };
     let (wide, narrow) = (Side { tp: 8, ..replicated }, Side { tp: 4, ..replicated });
     let map = wide.reads(5, narrow, &groups(1)).unwrap();
     assert_eq!(map.sources()[0].lanes()[0].remote.grid, map.sources()[0].lanes()[0].local.grid);
     let wrong = Side { tp: 4, heads: Heads::Sharded(8), ..SIDE };
     refused(wide.reads(5, wrong, &groups(1)), ErrorKind::Incompatible, "must have 4096 bytes");
-    // What vLLM refuses: copies of heads at a producer of more ranks.
+    // vLLM rejects copies of heads at a producer with more ranks.
     refused(narrow.reads(0, wide, &groups(1)), ErrorKind::Incompatible, "copies of 2 KV heads");
 }
 
@@ -160,7 +160,7 @@ fn heads_are_divided_only_where_they_are_ranges_of_bytes() {
     let half = Side { tp: 2, layout: KvLayout::Lbnhc, ..SIDE };
     refused(half.reads(1, Side { tp: 1, ..half }, &groups(1)), ErrorKind::Incompatible, "LBHNC");
     assert!(half.reads(1, half, &groups(1)).is_ok());
-    // One head on each rank is never divided.
+    // One head per rank is never divided.
     let one_head = Side { heads: Heads::Sharded(1), ..half };
     assert!(one_head.reads(1, Side { tp: 1, ..one_head }, &groups(1)).is_ok());
     let rows = Side { layout: KvLayout::Blhnc, ..half };
@@ -188,7 +188,8 @@ fn a_replicated_latent_is_read_once_and_the_other_ranks_are_told() {
     let map = Side { tp: 2, ..latent }.reads(1, Side { tp: 8, ..latent }, &groups(1)).unwrap();
     let moved = moves(&map, &[3, 4], &[8, 9]).unwrap();
     assert_eq!(ranks(&map, &moved), (vec![4], vec![5, 6, 7]));
-    // All of the prompt is cached, or the request was aborted: everyone is told, nothing moves.
+    // The whole prompt is cached, or the request was aborted: all ranks are notified and nothing
+    // moves.
     for (local, remote) in [(one(&[]), one(&[8, 9])), (vec![], vec![])] {
         let nothing =
             map.moves(&BlockPairs { local: &local, remote: &remote, tokens: None }).unwrap();
@@ -209,13 +210,13 @@ fn heads_of_a_draft_are_divided_beside_a_latent() {
         assert_eq!((lanes[0].remote.grid.base, lanes[0].remote.grid.length), (0, 4096));
         assert_eq!((lanes[1].remote.grid.base, lanes[1].remote.grid.length), (offset * 4096, 4096));
     }
-    // From more ranks: the latent once, the draft's heads from each.
+    // From more ranks: the latent from one, the draft's heads from each.
     let map = Side { tp: 2, ..draft }.reads(0, Side { tp: 8, ..draft }, &groups(1)).unwrap();
     let lanes: Vec<usize> = map.sources().iter().map(|source| source.lanes().len()).collect();
     assert_eq!(lanes, [2, 1, 1, 1]);
     let moved = moves(&map, &[1], &[2]).unwrap();
     assert_eq!(ranks(&map, &moved), (vec![0, 1, 2, 3], vec![]));
-    // The draft's heads need their layout even where the latent does not.
+    // The draft's heads need a matching layout even if the latent does not.
     let other = Side { layout: KvLayout::Lbnhc, ..draft };
     refused(other.reads(0, draft, &groups(1)), ErrorKind::Incompatible, "layouts differ");
 }
@@ -257,7 +258,7 @@ fn sub_blocks_stay_within_the_requests_blocks() {
         moved.covered[0].blocks().map(|(block, filled)| (block, filled.end)).collect();
     assert_eq!(covered, [(1, 4), (2, 4), (3, 2)]);
     assert!(!moved.covered[0].is_complete());
-    // With a cached block the last block's two sub-blocks stay where they are.
+    // With a cached block, the two sub-blocks of the last block keep their position.
     let moved = moves(&map, &[3], &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]).unwrap();
     assert_eq!(moved.ranks[0].pairings[0].local.as_list().unwrap(), [12, 13]);
     assert_eq!(moved.ranks[0].pairings[0].remote.as_list().unwrap(), [9, 10]);
@@ -270,7 +271,7 @@ fn what_was_not_filled_becomes_zero() {
     let len = 8 * 16 * 256;
     let mut block = vec![7; len];
     finishing.finish(0, &mut block, 0..2, &mut Vec::new()).unwrap();
-    // Eight heads of sixteen tokens: of each the first eight tokens are filled.
+    // Eight heads of sixteen tokens: the first eight tokens of each are filled.
     for (at, row) in block.chunks_exact(256).enumerate() {
         assert_eq!(row, if at % 16 < 8 { [7; 256] } else { [0; 256] }, "row {at}");
     }
@@ -390,7 +391,7 @@ fn groups_have_lists_of_their_own() {
     assert!(flat.to_string().contains("1 remote KV cache groups"), "{flat}");
     let missing = PeerMap::new(Op::Read, &caches, Tp::new(0, 1).unwrap(), &remote, &groups(1));
     refused(missing, ErrorKind::Invalid, "group 1, but there are 1");
-    // A model whose regions are all of one group takes the blocks of all lists.
+    // A model whose regions all belong to one group takes the blocks of all lists.
     let map = SIDE.reads(0, SIDE, &groups(2)).unwrap();
     let moved = map.moves(&BlockPairs { local: &local, remote: &theirs, tokens: None }).unwrap();
     assert_eq!((moved.ranks[0].pairings.len(), moved.blocks), (2, 2 * 6));

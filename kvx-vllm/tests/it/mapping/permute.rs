@@ -1,4 +1,4 @@
-//! Bytes of blocks, reordered: exact results for elements of 1, 2 and 4 bytes, and the blocks of a live vLLM.
+//! Reordered blocks: exact results for elements of 1, 2 and 4 bytes, and the blocks of a live vLLM.
 
 use kvx_core::ErrorKind;
 use kvx_testkit::test;
@@ -9,7 +9,8 @@ use kvx_vllm::mapping::{
 use super::cluster::Random;
 use crate::golden;
 
-/// A block whose every element says its head, token and dimension, in elements of this size, heads outermost.
+/// Returns a block whose elements encode their head, token and dimension, in elements of this size,
+/// heads outermost.
 fn block(heads: usize, tokens: usize, dim: usize, element: usize) -> Vec<u8> {
     let mut bytes = Vec::new();
     for head in 0..heads {
@@ -25,7 +26,7 @@ fn block(heads: usize, tokens: usize, dim: usize, element: usize) -> Vec<u8> {
 
 #[test]
 fn heads_and_tokens_change_places() {
-    // Two heads, three tokens, two one-byte elements each: written out.
+    // Two heads, three tokens, two one-byte elements each, written out.
     let shape = BlockShape { heads: 2, tokens: 3, content: 2 };
     let heads_first = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11];
     let tokens_first = [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11];
@@ -68,7 +69,7 @@ fn small_blocks_become_one_large() {
         let (heads, tokens, dim, ratio) = (3, 8, 2, 4);
         let large = block(heads, tokens, dim, element);
         let shape = BlockShape::of_block(large.len(), heads, tokens).unwrap();
-        // What a producer of blocks of two tokens has, one block after the other.
+        // The producer's blocks of two tokens, one after the other.
         let mut small = Vec::new();
         for block in 0..ratio {
             for head in 0..heads {
@@ -104,7 +105,7 @@ fn any_order_of_dimensions_agrees_with_index_arithmetic() {
         let mut output = vec![0; input.len()];
         permute_axes(&input, &shape, &order, element, &mut output).unwrap();
         for to in 0..count {
-            // The output's coordinates, and with them the input's.
+            // Computes the output's coordinates, and from them the input's.
             let mut rest = to;
             let mut position = vec![0; dimensions];
             for at in (0..dimensions).rev() {
@@ -138,7 +139,7 @@ fn what_is_no_permutation_is_refused() {
     assert!(BlockShape::of_block(10, 3, 1).is_err() && BlockShape::of_block(10, 0, 1).is_err());
 }
 
-/// The array of an `.npy` file: data start at byte 128.
+/// Reads the array of an `.npy` file, whose data start at byte 128.
 fn floats(name: &str) -> Vec<f32> {
     let bytes = golden::bytes(name);
     bytes[128..].chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().unwrap())).collect()
@@ -159,7 +160,8 @@ fn golden_blocks_of_vllm_hold_the_keys_and_values() {
     let half = block_len / HEADS / 2;
     for (at, block) in blocks.iter().enumerate() {
         let (layer, first) = (at / per_layer, at % per_layer * tokens);
-        // Each head's K has dimensions before tokens; give it the order of V, and put K and V of a token together.
+        // Each head's K has dimensions before tokens. Reorder it like V, and join K and V of each
+        // token.
         let mut rows = Vec::with_capacity(block_len);
         for head in block.chunks_exact(2 * half) {
             let mut k = vec![0; half];
@@ -169,7 +171,7 @@ fn golden_blocks_of_vllm_hold_the_keys_and_values() {
                 k.zip(head[half..].chunks_exact(DIM * 4)).flat_map(|(k, v)| [k, v].concat()),
             );
         }
-        // What NHD looks like: all heads of a token side by side.
+        // In NHD, all heads of a token are adjacent.
         let mut tokens_first = vec![0; block_len];
         let shape = BlockShape::of_block(block_len, HEADS, tokens).unwrap();
         to_tokens_outermost(&rows, shape, &mut tokens_first).unwrap();

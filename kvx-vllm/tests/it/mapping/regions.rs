@@ -1,4 +1,4 @@
-//! Regions: what is registered and advertised, and how both sides' regions find each other.
+//! Regions: their registration and advertisement, and the pairing of both sides' regions.
 
 use kvx_core::{ErrorKind, Indices, Op, Result};
 use kvx_testkit::test;
@@ -31,7 +31,7 @@ fn caches(layers: Vec<LayerCache>) -> Result<Caches> {
     Caches::of_layers(layers, KvLayout::Lbhnc, 16, 1, 0)
 }
 
-/// The map of a rank alone with its likeness.
+/// Returns the map of a single rank to a similar rank.
 fn map(local: &Caches, stages: &[Geometry], groups: usize) -> Result<PeerMap> {
     let ranks: Vec<(WorkerRank, Geometry)> = stages
         .iter()
@@ -93,7 +93,7 @@ fn k_and_v_apart_are_two_regions_and_halves_are_one_in_two_parts() {
         .map(|lane| (lane.local.grid.base, lane.local.grid.length))
         .collect();
     assert_eq!(parts, [(0, 2048), (2048, 2048)]);
-    // The latent of MLA is one region and one part.
+    // The latent of MLA is one region with one part.
     let latent = caches(vec![LayerCache { heads: MLA, ..layer("layers.0", 0x10000, 0) }]).unwrap();
     assert_eq!((latent.geometry().regions().len(), latent.geometry().parts()), (1, 1));
     let mixed = caches(vec![halves.clone(), layer("layers.1", 0x90000, 0)]).unwrap_err();
@@ -130,7 +130,7 @@ fn layers_at_one_address_share_a_region() {
     assert!(twice.to_string().contains("layers.0 is given twice"), "{twice}");
 }
 
-/// Rows that hold the blocks of four layers and padding.
+/// Returns rows that hold the blocks of four layers, and padding.
 fn rows() -> Caches {
     let row = |at: u64| LayerCache {
         block_stride: 4 * 4096 + 512,
@@ -156,7 +156,8 @@ fn whole_rows_are_registered_and_their_padding_is_not_moved() {
     assert_eq!(apart.geometry().spans().len(), 2);
 }
 
-/// A peer that registers rows as one region, and tells where the layers lie in them.
+/// Returns the metadata of a peer that registers rows as one region, with the places of the layers
+/// in them.
 fn one_row(names: &[&str], lens: &[u64]) -> NixlAgentMetadata {
     let mut metadata = NixlAgentMetadata::new("prefill", Version::V0_33);
     metadata.kv_caches_base_addr = vec![0x70_0000];
@@ -191,7 +192,7 @@ fn rows_of_a_peer_are_split_into_layers() {
             .iter()
             .all(|row| row.stride == 4 * 4096 + 512 && row.len == 4096)
     );
-    // A layer without a place in the row, and places outside of it.
+    // A layer without a place in the row, and places outside it.
     let missing = Geometry::advertised(&one_row(&names[..3], &[4096; 3])).unwrap();
     assert_eq!(self::map(&rows(), &[missing], 1).unwrap_err().kind(), ErrorKind::Incompatible);
     for (offset, len) in [(3 * 4096, 4097), (u64::MAX, 1), (0, 0), (1, u64::MAX)] {
@@ -222,7 +223,7 @@ fn regions_of_different_capacity_are_bounded_by_their_own() {
     };
     let done = moves(lists(2, 3), lists(9, 0)).unwrap();
     let source = &map.sources()[0];
-    // As vLLM counts: regions of 10, 4 and 10 blocks, the last one shared by both groups.
+    // vLLM's count: regions of 10, 4 and 10 blocks, the last one shared by both groups.
     let ids: Vec<u64> = done.ranks[0]
         .pairings
         .iter()
@@ -261,12 +262,12 @@ fn stages_of_a_pipeline_are_paired_by_layer_names() {
         &[stages[0].clone(), layers(2..6).geometry().clone()],
         "layers.5 is in 1 regions at the peer but in 0 here",
     );
-    // Layers that share memory here must share it there.
+    // Layers that share memory here must share it at the peer.
     let shared =
         caches(vec![layer("layers.0", 0x10000, 0), layer("layers.1", 0x10000, 0)]).unwrap();
     let error = self::map(&shared, &[layers(0..2).geometry().clone()], 1).unwrap_err();
     assert!(error.to_string().contains("shares a region"), "{error}");
-    // Without names stages cannot be told apart.
+    // Without names, the stages cannot be paired.
     let unnamed = |geometry: &Geometry| {
         let regions = geometry
             .regions()
@@ -277,7 +278,7 @@ fn stages_of_a_pipeline_are_paired_by_layer_names() {
     refused(&[unnamed(&stages[0]), unnamed(&stages[1])], "have no layer names");
     refused(&[unnamed(&stages[0])], "5 regions here and 2 at the peer");
     assert!(self::map(&local, &[unnamed(local.geometry())], 1).is_ok());
-    // Neither can groups be mixed up.
+    // Groups must match too.
     let five = layers(0..5);
     let other_group = five
         .geometry()
@@ -369,7 +370,7 @@ fn golden_captured_metadata_is_a_geometry() {
         });
     let own =
         Caches::of_layers(layers.collect(), decode.layout(), decode.block_tokens(), 1, 0).unwrap();
-    // CPU_ATTN keeps K transposed: only what does so too may read it.
+    // CPU_ATTN keeps K transposed, so only another such rank may read it.
     assert_eq!(
         map(&own, std::slice::from_ref(&prefill), 1).unwrap_err().kind(),
         ErrorKind::Incompatible

@@ -1,4 +1,4 @@
-//! Recipes of proxies: what each leg is sent, and what is never sent.
+//! Recipes of proxies: the body of each leg, and parameters that are never passed on.
 
 use kvx_testkit::test;
 use kvx_vllm::Version;
@@ -63,7 +63,7 @@ fn without_blocks_the_decode_instance_computes_the_prompt_itself() {
     assert_eq!(Answer::from_body(&json!({})).unwrap(), Answer::default());
 }
 
-/// They would name hosts that instances connect to.
+/// Parameters of a client would name hosts that instances connect to.
 #[test]
 fn an_address_alone_is_of_a_mooncake_connector_before_0_16_and_is_passed_on() {
     let told = json!({"do_remote_prefill": true, "do_remote_decode": false, "remote_host": "10.0.0.1",

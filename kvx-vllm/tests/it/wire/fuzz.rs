@@ -1,6 +1,6 @@
-//! A bounded, seeded mutation fuzz over every decoder: any bytes give an error or a value that is written and read
-//! back the same, never a panic. `cargo xtask fuzz` runs the same functions without bounds, and what that
-//! found is tried again.
+//! A bounded, seeded mutation fuzz of every decoder. Any bytes give an error or a value that
+//! encodes and decodes back the same, never a panic. `cargo xtask fuzz` runs the same functions
+//! without bounds; inputs that it found are tested here.
 
 use kvx_testkit::test;
 use kvx_vllm::engine::{
@@ -13,7 +13,7 @@ use crate::golden;
 
 const CASES: u64 = 20_000;
 
-/// Markers of msgpack at their limits, and text that JSON and events are made of.
+/// msgpack markers at their limits, and text from JSON and events.
 const PIECES: &[&[u8]] = &[
     b"\xdf\xff\xff\xff\xff",
     b"\xdd\xff\xff\xff\xff",
@@ -55,7 +55,7 @@ fn run(name: &str, seeds: &[Vec<u8>], check: fn(&[u8])) {
     kvx_testkit::fuzz(name, seeds, PIECES, CASES, check);
 }
 
-/// The cases of `msgpack_cases.json` whose bytes start like this.
+/// Returns the cases of `msgpack_cases.json` whose bytes start like this.
 fn cases(starts: &[&[u8]]) -> Vec<Vec<u8>> {
     let file = golden::json("msgpack_cases.json");
     let all = file["cases"]

@@ -1,4 +1,4 @@
-//! The handshake: what is checked and in which order, and what each end does with what it does not expect.
+//! The handshake: the checks and their order, and the reaction of each end to unexpected messages.
 
 use std::time::Duration;
 
@@ -54,7 +54,7 @@ fn expectation() -> Expectation {
     Expectation::new(Version::V0_33, "prefill", hash())
 }
 
-/// A whole handshake between our two ends.
+/// Runs a whole handshake between kvx's two ends.
 fn shake(listener: &Listener, mut handshake: Handshake) -> Result<HandshakenPeer> {
     while let Some(request) = handshake.request(at(10)) {
         let message = [&b"d"[..], b"", &request];
@@ -144,7 +144,7 @@ fn a_different_factor_is_a_different_hash_and_is_refused() {
         assert_eq!(
             lenient.check(&payload).unwrap(),
             metadata("prefill"),
-            "{name}: the check can be turned off"
+            "{name}: the check can be disabled"
         );
     }
 }
@@ -187,7 +187,7 @@ fn a_draft_model_that_inherits_the_targets_cache_type_is_the_same_as_one_that_na
     assert_eq!(draft(|_| ()), draft(|factors| factors.kv_cache_dtype = Some("auto".to_owned())));
 }
 
-/// Its attention backend is seen in its blocks, which are checked when the handshake has passed.
+/// The draft's attention backend is visible in its blocks, which are checked after the handshake.
 #[test]
 fn a_draft_models_attention_backend_is_no_factor() {
     let mut with = factors();
@@ -264,7 +264,7 @@ fn bytes_that_cannot_be_read_are_an_error_of_their_own() {
     }
 }
 
-/// vLLM's order: a peer of another version is told so, not that its metadata cannot be read.
+/// As in vLLM, a peer of another version gets a version error, not one about unreadable metadata.
 #[test]
 fn the_checks_come_in_vllms_order() {
     let other_hash = CompatibilityHash::foreign("other");
@@ -400,7 +400,7 @@ fn the_answer_carries_the_clock_for_who_can_read_it() {
     };
     assert_eq!(frames(&newer).len(), 4);
     assert_eq!(frames(&newer)[3], ClockReading(1.5).encode());
-    assert_eq!(frames(&older).len(), 3, "an older REQ socket takes one frame");
+    assert_eq!(frames(&older).len(), 3, "an older REQ socket expects one frame");
     assert_eq!(frames(&newer)[2], frames(&older)[2]);
 }
 
@@ -425,7 +425,7 @@ fn an_answer_must_come_in_time() {
     assert_eq!(handshake.answer_by(), None);
     handshake.request(at(1000)).unwrap();
     assert_eq!(handshake.answer_by(), Some(at(6000)));
-    assert_eq!(handshake.request(at(1001)), None, "a REQ socket asks once");
+    assert_eq!(handshake.request(at(1001)), None, "a REQ socket has one request in flight");
     handshake.tick(at(5999)).unwrap();
     assert_eq!(handshake.tick(at(6000)).unwrap_err().kind(), ErrorKind::TimedOut);
     assert_eq!(handshake.request(at(6001)), None, "it is over");
@@ -468,7 +468,7 @@ fn an_answer_of_another_form_ends_the_handshake() {
     );
 }
 
-/// vLLM's listener does not survive such a question.
+/// vLLM's listener does not survive a request for such a worker.
 #[test]
 fn a_worker_that_does_not_exist_is_never_asked_for() {
     for (wanted, sizes) in [(rank(0, 2), (1, 2)), (rank(1, 0), (1, 2)), (rank(0, 0), (0, 0))] {
@@ -480,7 +480,8 @@ fn a_worker_that_does_not_exist_is_never_asked_for() {
     assert_eq!(Handshake::new(expectation(), [], (1, 1)).unwrap_err().kind(), ErrorKind::Invalid);
 }
 
-/// The words for a peer of ours, and what a vLLM peer finds in place of the hash.
+/// Returns the reason for a kvx peer, the text in place of the hash for a vLLM peer, and the number
+/// of frames.
 fn refusal(listener: &Listener, frames: &[&[u8]]) -> Result<(String, String, usize), Error> {
     let answer = listener.answer(frames, at(0))?;
     let sent: Vec<&[u8]> = answer.frames().collect();
@@ -511,7 +512,7 @@ fn an_unknown_rank_is_answered_in_words() {
     );
     assert_eq!(in_place_of_hash, format!("refused by kvx: {words}"));
 
-    // A peer of ours reads the words; a vLLM without the hash check fails at the empty metadata.
+    // A kvx peer reads the reason. A vLLM without the hash check fails at the empty metadata.
     let enforced = |enforce| Expectation { enforce_handshake_compat: enforce, ..expectation() };
     for enforce in [true, false] {
         let mut handshake = Handshake::new(enforced(enforce), [rank(0, 5)], (1, 8)).unwrap();
@@ -549,7 +550,7 @@ fn a_listener_survives_every_malformed_request() {
     for request in requests {
         let (words, _, frames) = refusal(&listener, &[b"d", b"", request]).unwrap();
         assert!(words.contains("handshake request"), "{words}");
-        assert_eq!(frames, 4, "a newer peer takes two frames");
+        assert_eq!(frames, 4, "a newer peer expects two frames");
     }
     let good = HandshakeRequest::new(rank(0, 0), Version::V0_33).unwrap().encode();
     let (words, ..) = refusal(&listener, &[b"d", b"", &good, &good]).unwrap();
@@ -561,7 +562,7 @@ fn a_listener_survives_every_malformed_request() {
         let error = listener.answer(&frames, at(0)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Malformed);
     }
-    // After all that, it answers as before.
+    // After all these requests, the listener still answers.
     let peer =
         shake(&listener, Handshake::new(expectation(), [rank(0, 0)], (1, 1)).unwrap()).unwrap();
     assert_eq!(peer.workers[&rank(0, 0)], metadata("prefill"));
@@ -601,7 +602,7 @@ fn an_engine_with_stages_refuses_a_peer_that_cannot_name_them() {
     let older = HandshakeRequest::new(rank(0, 0), Version::V0_20).unwrap().encode();
     let (words, _, frames) = refusal(&listener, &[b"d", b"", &older]).unwrap();
     assert!(words.contains("pipeline stages"), "{words}");
-    assert_eq!(frames, 3, "an older peer takes one frame");
+    assert_eq!(frames, 3, "an older peer expects one frame");
 }
 
 #[test]
@@ -626,7 +627,7 @@ fn a_changed_registration_is_a_new_generation() {
 
 #[test]
 fn a_vllm_that_is_too_old_is_refused_by_name_at_both_ends() {
-    // Up to 0.11.0 the request is the bare tag.
+    // Up to 0.11.0 the request is only the tag.
     let mut listener = Listener::new(hash());
     listener.publish(rank(0, 0), &metadata("prefill"));
     let message = [&b"d"[..], b"", b"get_meta_msg"];
@@ -634,7 +635,7 @@ fn a_vllm_that_is_too_old_is_refused_by_name_at_both_ends() {
     assert!(
         answer.refusal().unwrap().to_string().contains("the request is from vLLM 0.11.0 or older")
     );
-    // Before 0.13 the answer is the metadata without a hash around it.
+    // Before 0.13 the answer is the metadata without a hash.
     let error = expectation().check(&metadata("prefill").encode()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.to_string().contains("the peer runs vLLM before 0.13"), "{error}");

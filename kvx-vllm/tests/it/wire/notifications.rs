@@ -1,10 +1,11 @@
-//! Notifications: what is never sent, and what is read without harm.
+//! Notifications: forms that are never sent, and malformed ones that are read safely.
 
 use kvx_core::ErrorKind;
 use kvx_testkit::test;
 use kvx_vllm::wire::{EngineNotification, PushGrant, PushRegistration};
 
-/// vLLM's engine ends on a notification that has no colon, no number behind the last one, or is not UTF-8.
+/// A notification without a colon, without a number after the last colon, or not in UTF-8 stops
+/// vLLM's engine.
 #[test]
 fn malformed_notifications_are_errors() {
     let long = vec![b'x'; EngineNotification::MAX_LEN + 1];
@@ -68,7 +69,7 @@ fn a_registration_without_addresses_says_so() {
         EngineNotification::decode(&bytes).unwrap(),
         EngineNotification::Registration(Box::new(registration))
     );
-    assert!(!bytes.windows(6).any(|window| window == b"decode"), "what is not known is left out");
+    assert!(!bytes.windows(6).any(|window| window == b"decode"), "unknown fields are omitted");
 }
 
 #[test]
@@ -107,7 +108,7 @@ fn many_requests_share_heartbeats_that_every_transport_carries() {
     assert_eq!(
         beats.len(),
         total.div_ceil(EngineNotification::MAX_HEARTBEAT - 60),
-        "none is half empty but the last"
+        "only the last may be less than half full"
     );
     assert_eq!(EngineNotification::heartbeats(Vec::<String>::new()).unwrap(), []);
     let edge = "x".repeat(EngineNotification::MAX_HEARTBEAT - 3);

@@ -1,5 +1,5 @@
-//! Messages between an engine's two halves: what was written is read back, what is cut off or altered is an error, and
-//! no bytes take memory beyond a bound.
+//! Messages between an engine's two halves: a message decodes as it was encoded, truncated or
+//! altered bytes are an error, and decoding takes bounded memory.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -13,7 +13,7 @@ use kvx_vllm::engine::{
     Time, TransferFailure, Transferred, WorkerOutput, WorkerRank,
 };
 
-/// Counts what each thread has allocated, and the most of it.
+/// An allocator that counts each thread's current and maximum allocation.
 struct Counting;
 
 thread_local! {
@@ -28,46 +28,47 @@ impl Counting {
         MOST.set(MOST.get().max(now));
     }
 
-    /// What another thread has allocated takes this one's number below what it has itself.
+    /// Memory that another thread allocated lowers this thread's count when this thread frees it.
     fn freed(size: usize) {
         NOW.set(NOW.get().wrapping_sub_unsigned(size));
     }
 }
 
-// SAFETY: the system's allocator does everything; the counters are cells without destructors, which allocate nothing.
+// SAFETY: all calls go to the system's allocator; the counters are cells without destructors, which
+// never allocate.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         Counting::allocated(layout.size());
-        // SAFETY: the caller keeps the contract of `alloc`.
+        // SAFETY: the caller upholds the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         Counting::allocated(layout.size());
-        // SAFETY: the caller keeps the contract of `alloc_zeroed`.
+        // SAFETY: the caller upholds the contract of `alloc_zeroed`.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        // Both are there while the bytes move.
+        // Both allocations exist while the bytes are copied.
         Counting::allocated(new_size);
         Counting::freed(layout.size());
-        // SAFETY: the caller keeps the contract of `realloc`.
+        // SAFETY: the caller upholds the contract of `realloc`.
         unsafe { System.realloc(at, layout, new_size) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         Counting::freed(layout.size());
-        // SAFETY: the caller keeps the contract of `dealloc`.
+        // SAFETY: the caller upholds the contract of `dealloc`.
         unsafe { System.dealloc(at, layout) }
     }
 }
 
-/// The allocator of all tests of this program.
+/// The allocator for all tests of this program.
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// What a message may take, for each of its bytes and once.
+/// The memory that decoding may take: for each byte of the message, and in addition.
 const EACH: usize = 64;
 const ONCE: usize = 32 << 20;
 
@@ -233,7 +234,7 @@ impl Values {
     }
 }
 
-/// Decodes, and holds against the bound what that took.
+/// Decodes the bytes, and checks the memory that this took.
 fn within_the_bound(bytes: &[u8]) -> (Option<ConnectorMeta>, Option<WorkerOutput>) {
     let before = NOW.get();
     MOST.set(before);
@@ -242,7 +243,7 @@ fn within_the_bound(bytes: &[u8]) -> (Option<ConnectorMeta>, Option<WorkerOutput
     let took = (MOST.get() - before) as usize;
     assert!(
         took <= EACH * bytes.len() + ONCE,
-        "{took} bytes of memory for {} that came",
+        "{took} bytes of memory for a message of {}",
         bytes.len()
     );
     (meta, output)
@@ -266,11 +267,11 @@ fn what_is_cut_off_or_altered_is_taken_for_nothing_else(seed: u64) {
         }
         within_the_bound(&bytes);
         bytes.push(0);
-        assert_eq!(within_the_bound(&bytes), (None, None), "seed {seed}: a byte too many");
+        assert_eq!(within_the_bound(&bytes), (None, None), "seed {seed}: one extra byte");
     }
 }
 
-/// Lists that announce more than there is, at every place where one is read.
+/// Checks lists that announce more items than there are, at every list of a message.
 fn what_is_announced_takes_no_memory() {
     let million = 1_000_000;
     for head in
@@ -284,7 +285,7 @@ fn what_is_announced_takes_no_memory() {
             within_the_bound(&bytes);
         }
     }
-    // As long a list as is taken of the longest there are in memory for each byte.
+    // The longest list that is accepted, of the items with the most memory per byte.
     let names = vec![RequestId::from(""); 1 << 20];
     let meta =
         ConnectorMeta { prefilling: names.clone(), dropped: names, ..ConnectorMeta::default() };

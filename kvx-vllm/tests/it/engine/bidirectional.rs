@@ -1,4 +1,4 @@
-//! A conversation's second turn: the prefill fetches back what the decode still has.
+//! A conversation's second turn: the prefill side reads blocks that the decode side still has.
 
 use kvx_testkit::test;
 use kvx_vllm::Version;
@@ -18,14 +18,15 @@ fn both(engine: &str) -> Settings {
     Settings { bidirectional: true, ..settings(engine) }
 }
 
-/// What a decode leaves behind of a turn: blocks 500 and on, to be kept until `expires` on its clock.
+/// Returns a decode engine's answer of a turn: blocks 500 and on, kept until `expires` on its
+/// clock.
 fn decoded(request: &str, tokens: u32, expires: f64) -> TransferParams {
     let mut from = remote("d", request, blocks(500, tokens), tokens);
     from.expiry_time = Some(expires);
     TransferParams::decoded(from, Version::default())
 }
 
-/// A plan of a peer whose clock is 1000 s ahead.
+/// Returns a plan for a peer whose clock is 1000 s ahead.
 fn clocked() -> PeerPlan {
     PeerPlan { clock: ClockOffset::sampled(at(0.0), at(0.0), 1000.0), ..plan() }
 }
@@ -58,7 +59,7 @@ fn a_decode_keeps_its_blocks_and_says_until_when() {
     );
     decode.step(2.0);
     assert_eq!(decode.outcomes(481.0), []);
-    assert_eq!(decode.outcomes(482.0).len(), 1, "whoever has come");
+    assert_eq!(decode.outcomes(482.0).len(), 1, "whether or not a peer has read them");
 }
 
 #[test]
@@ -68,11 +69,11 @@ fn a_completion_may_overtake_the_word_that_a_decode_keeps_its_blocks() {
     decode.read_done(1.0, &read);
     decode.outcomes(1.0);
     assert!(ends(&mut decode, 2.0, "r", 50).delay_free);
-    // The answer is at the next prefill before this engine's next step.
+    // The next prefill has the answer before this engine's next step.
     decode.notified(2.0, "p/0", b"r:1");
     assert_eq!(decode.outcomes(2.0), []);
     decode.step(2.5);
-    assert_eq!(decode.outcomes(2.5).len(), 1, "they are free at once");
+    assert_eq!(decode.outcomes(2.5).len(), 1, "the blocks are free at once");
     assert_eq!(decode.metric("vllm:nixl_num_notifications_after_expiry"), 0.0);
 }
 
@@ -84,15 +85,15 @@ fn two_turns_load_forth_and_back() {
     prefill.allocate(0.0, "turn2", 100, 0);
     let connection = prefill.step_to_handshake(0.0);
     let actions = prefill.connected(0.0, connection, clocked());
-    assert!(beats(&actions).is_empty(), "a decode is sent no heartbeat");
+    assert!(beats(&actions).is_empty(), "the decode side gets no heartbeat");
     let read = reads(&actions).remove(0);
     prefill.read_done(1.0, &read);
     assert_eq!(prefill.outcomes(1.0), [loaded("turn2", 150)]);
-    // It is not read twice when the request is scheduled again, and it is published at its end.
+    // It is not read again when the request is rescheduled, and it is published at its end.
     assert_eq!(prefill.matched(2.0, "turn2", 0), 0);
     let finished = ends(&mut prefill, 3.0, "turn2", 200);
     assert!(finished.params.unwrap().do_remote_prefill);
-    // The decode's side: one completion frees.
+    // On the decode side, one completion frees the blocks.
     let mut decode = Rig::new(both("d"));
     let first = decode.load_to_read(0.0, "d-r", 40, &prefilled("p", "p-r", 40));
     decode.read_done(0.0, &first);
@@ -145,13 +146,9 @@ fn blocks_about_to_expire_are_declined_and_computed() {
         (&LoadFailure::Expiring, Then::Recompute { computed: 0 }),
         "under either policy"
     );
-    assert_eq!(
-        prefill.metric("vllm:nixl_num_kv_expired_reqs"),
-        1.0,
-        "a declined expiry is counted"
-    );
+    assert_eq!(prefill.metric("vllm:nixl_num_kv_expired_reqs"), 1.0, "a declined offer is counted");
     assert_eq!(prefill.metric("vllm:nixl_num_failed_transfers"), 0.0);
-    // Once the peer's clock is known, such an offer is not even taken up.
+    // Once the peer's clock is known, such an offer is declined at once.
     prefill.arrive(1.0, "s", 200, &decoded("d-s", 150, 1005.9));
     assert_eq!(prefill.matched(1.0, "s", 0), 0);
     prefill.arrive(1.0, "t", 200, &decoded("d-t", 150, 1007.0));
@@ -160,7 +157,8 @@ fn blocks_about_to_expire_are_declined_and_computed() {
 
 #[test]
 fn an_expiry_is_on_the_clock_that_the_listener_shows() {
-    // The decode's scheduler counts from 5000 s, the prefill's worker from 40 s, its scheduler from 7 s.
+    // The decode's scheduler counts from 5000 s, the prefill's worker from 40 s, and its scheduler
+    // from 7 s.
     let mut decode = Rig::new(both("d"));
     let read = decode.load_to_read(5000.0, "d-r", 150, &prefilled("p", "p-r", 150));
     decode.read_done(5000.0, &read);
@@ -173,7 +171,7 @@ fn an_expiry_is_on_the_clock_that_the_listener_shows() {
     let mut metadata = NixlAgentMetadata::new("d", Version::default());
     metadata.block_size = 16;
     listener.publish(rank, &metadata);
-    // 470 s later the prefill shakes hands: 10 s are left, and 4 s when it looks.
+    // The prefill's handshake is 470 s later: 10 s remain, and 4 s when it checks.
     let expectation = Expectation::new(Version::default(), "d", hash);
     let mut handshake = Handshake::new(expectation, [rank], (1, 1)).unwrap();
     let request = handshake.request(at(40.0)).unwrap();

@@ -1,4 +1,4 @@
-//! What a configuration makes of the two halves.
+//! The settings that a configuration gives the two halves.
 
 use std::time::Duration;
 
@@ -36,10 +36,14 @@ fn heartbeats_follow_from_the_dialect_and_not_from_how_this_engine_frees_its_own
     assert_eq!(settings.release, BlockRelease::After(Duration::from_secs(77)));
     let mut decode = Rig::new(settings);
     decode.arrive(0.0, "r", 40, &prefilled("p", "p-r", 40));
-    assert_eq!(decode.scheduler.build_connector_meta(at(0.0)).heartbeats.len(), 1, "a vLLM leases");
+    assert_eq!(
+        decode.scheduler.build_connector_meta(at(0.0)).heartbeats.len(),
+        1,
+        "a vLLM of this version leases"
+    );
     assert_eq!(decode.scheduler.build_connector_meta(at(5.0)).heartbeats.len(), 1);
 
-    // A heartbeat would end the engine of an older one.
+    // A heartbeat would stop the engine of an older vLLM.
     let config = configured("NixlConnector", r#""kv_compat": "0.21""#, &Surroundings::default());
     let mut decode = Rig::new(settings_of(&config));
     decode.arrive(0.0, "r", 40, &prefilled("p", "p-r", 40));

@@ -1,4 +1,4 @@
-//! Loads that fail: who is told what, which blocks are wrong, and what the engine does about it.
+//! Failed loads: notifications, invalid blocks, and the engine's reaction.
 
 use kvx_testkit::test;
 use kvx_vllm::Version;
@@ -34,7 +34,7 @@ fn failed(outcomes: &[Outcome]) -> (&LoadFailure, Then, &[u32]) {
     (failure, *then, invalid)
 }
 
-/// A load from two ranks, come to its reads.
+/// Starts a load from two ranks and returns its reads.
 fn two_reads(decode: &mut Rig, id: &str) -> Vec<Move> {
     let mut from = remote("p", "p-r", blocks(500, 40), 40);
     from.tp_size = 2;
@@ -67,7 +67,7 @@ fn a_failed_handshake_fails_who_waited_for_it_and_only_the_awaited_are_reported(
     assert_eq!(
         decode.metric("vllm:nixl_num_failed_transfers"),
         1.0,
-        "one for the handshake, not for each request"
+        "one report for the handshake, not one for each request"
     );
 }
 
@@ -79,11 +79,11 @@ fn a_transfer_that_cannot_be_described_fails_with_all_its_blocks() {
     let mut small = plan();
     small.remote_blocks = 501.into();
     let actions = decode.connected(0.0, connection, small);
-    assert!(reads(&actions).is_empty(), "nothing beyond the peer's pool is asked for");
+    assert!(reads(&actions).is_empty(), "no read goes beyond the peer's pool");
     assert_eq!(
         notes(&actions),
         [(0, "p-r:1".to_owned())],
-        "its blocks need not wait for their lease"
+        "its blocks are released before their lease ends"
     );
     let outcomes = decode.outcomes(0.0);
     let (failure, then, invalid) = failed(&outcomes);
@@ -98,9 +98,9 @@ fn a_failed_read_is_reported_after_the_last_of_its_siblings() {
     let mut decode = Rig::new(settings("d"));
     let moves = two_reads(&mut decode, "r");
     fails(&mut decode, 1.0, &moves[0], FailureKind::TransferFailed, true);
-    assert_eq!(decode.outcomes(1.0), [], "the other one still writes into the blocks");
+    assert_eq!(decode.outcomes(1.0), [], "the other read still writes into the blocks");
     let actions = decode.read_done(2.0, &moves[1]);
-    assert!(notes(&actions).is_empty(), "nobody is told of a load that has failed");
+    assert!(notes(&actions).is_empty(), "a failed load sends no notification");
     let outcomes = decode.outcomes(2.0);
     assert_eq!(failed(&outcomes).1, Then::Fail);
     assert!(decode.worker.next_deadline().is_none());
@@ -113,7 +113,7 @@ fn a_read_that_cannot_be_ended_keeps_its_blocks_until_it_settles() {
     fails(&mut decode, 1.0, &read, FailureKind::TransferFailed, false);
     assert_eq!(decode.outcomes(1.0), []);
     decode.worker.move_resolved(at(2.0), read.id, Ok(transferred()));
-    assert_eq!(decode.outcomes(2.0), [], "it has had its outcome");
+    assert_eq!(decode.outcomes(2.0), [], "it already has an outcome");
     decode.worker.move_settled(at(3.0), read.id);
     assert_eq!(decode.outcomes(3.0).len(), 1);
     assert!(
@@ -197,7 +197,7 @@ fn refused_parameters_release_the_blocks_that_they_name() {
     let arrival =
         Arrival { request: &request, prompt_tokens: 40, params: Some(&params), deadline: None };
     let refused = decode.scheduler.on_new_request(at(0.0), arrival);
-    assert_eq!(refused, Err(NotLoaded::TooFewBlocks), "one list of blocks, two groups");
+    assert_eq!(refused, Err(NotLoaded::TooFewBlocks), "one list of blocks for two groups");
     let connection = decode.step_to_handshake(0.0);
     assert_eq!(notes(&decode.connected(0.0, connection, plan())), [(0, "p-r:1".to_owned())]);
     assert!(decode.scheduler.is_empty());
@@ -248,11 +248,11 @@ fn a_request_past_its_own_deadline_fails_under_either_policy() {
 fn a_load_that_never_got_blocks_ends_at_the_deadline_of_its_request() {
     let mut decode = Rig::new(settings("d"));
     decode.arrive(0.0, "r", 40, &prefilled("p", "p-r", 40));
-    assert_eq!(decode.outcomes(999.0), [], "a queue is no load");
+    assert_eq!(decode.outcomes(999.0), [], "a queued request is not a load");
     let outcomes = decode.outcomes(1000.0);
     assert_eq!(failed(&outcomes), (&LoadFailure::Deadline, Then::Fail, &[][..]));
     assert_eq!(decode.matched(1000.0, "r", 0), 0);
-    // The prefill is told.
+    // The prefill side is notified.
     let connection = decode.step_to_handshake(1000.0);
     assert_eq!(notes(&decode.connected(1000.0, connection, plan())), [(0, "p-r:1".to_owned())]);
 }
@@ -268,7 +268,7 @@ fn the_time_of_a_load_counts_from_its_order() {
     assert_eq!(read.deadline, at(620.0));
     assert_eq!(decode.outcomes(619.0), []);
     assert_eq!(failed(&decode.outcomes(620.0)[..1]).0, &LoadFailure::Deadline);
-    // The request's own deadline, if it is earlier.
+    // An earlier deadline of the request takes precedence.
     decode.arrive(620.0, "s", 40, &prefilled("p", "p-s", 40));
     decode.allocate(1600.0, "s", 200, 0);
     assert_eq!(reads(&decode.step(1600.0))[0].deadline, at(1620.0));
@@ -341,7 +341,7 @@ fn the_policy_fail_ends_a_request_with_an_error_and_names_its_wrong_blocks() {
     let outcomes = decode.outcomes(1.0);
     let (failure, then, invalid) = failed(&outcomes);
     assert_eq!((failure, then), (&LoadFailure::Transfer("no luck".into()), Then::Fail));
-    assert_eq!(invalid, [100, 101, 102], "never to be found in the prefix cache");
+    assert_eq!(invalid, [100, 101, 102], "they must not enter the prefix cache");
     assert!(!decode.ends(1.0, "r", Status::Failed, 0).delay_free);
     assert!(decode.scheduler.is_empty());
 }
@@ -373,7 +373,7 @@ fn with_several_groups_a_failed_load_counts_as_a_whole() {
     checked.generations = true;
     let read = reads(&decode.connected(0.0, connection, checked)).remove(0);
     decode.read_done(1.0, &read);
-    // The third block of the second group: no prefix of tokens follows from that.
+    // The third block of the second group is invalid, which gives no valid prefix of tokens.
     decode.worker.generations_read(at(1.0), read.id, Ok((7, &[0, 0, 0, 0, 0, 0, 10, 0])));
     let outcomes = decode.outcomes(1.0);
     let (failure, then, invalid) = failed(&outcomes);
@@ -394,7 +394,7 @@ fn an_abort_while_blocks_are_loading_frees_them_when_nothing_touches_them() {
     assert_eq!(
         notes(&decode.actions()),
         [(0, "p-r:1".to_owned())],
-        "the prefill need not wait for its lease"
+        "the prefill side frees its blocks before the lease ends"
     );
     let outcomes = decode.outcomes(2.0);
     assert!(matches!(&outcomes[..], [Outcome::Free { .. }]), "{outcomes:?}");
@@ -430,7 +430,7 @@ fn a_report_about_a_request_that_is_gone_changes_nothing() {
     assert!(!decode.ends(3.0, "unheard", Status::Aborted, 0).delay_free);
 }
 
-/// The message of a step that was cancelled before a worker was told to start it.
+/// Returns the actions for a load that was cancelled before a worker was told to start it.
 fn cancelled_before_it_began(decode: &mut Rig, id: &str) -> Vec<Action> {
     decode.load(0.0, id, 40, &prefilled("p", "p-r", 40));
     let mut meta = decode.scheduler.build_connector_meta(at(0.0));

@@ -1,4 +1,4 @@
-//! Blocks that wait for a peer: how long, for whom, and what renews them.
+//! Blocks that wait for a peer: their leases and the messages that renew them.
 
 use std::time::Duration;
 
@@ -26,8 +26,8 @@ fn blocks_of_a_prefill_stay_until_they_are_fetched() {
     let mut prefill = Rig::new(settings("p"));
     prefill.prefill(0.0, "p-r", 40);
     assert!(prefill.scheduler.has_pending_block_frees());
-    assert!(!prefill.ends(1.0, "p-r", Status::Aborted, 40).delay_free, "it has ended already");
-    assert_eq!(prefill.outcomes(1.0), [], "an abort does not free what is being fetched");
+    assert!(!prefill.ends(1.0, "p-r", Status::Aborted, 40).delay_free, "it has already ended");
+    assert_eq!(prefill.outcomes(1.0), [], "an abort does not free blocks that a peer reads");
     prefill.notified(2.0, "d/0", b"p-r:1");
     assert_eq!(prefill.outcomes(2.0), [freed("p-r")]);
     assert_eq!(prefill.outcomes(3.0), []);
@@ -58,7 +58,7 @@ fn a_name_whose_blocks_were_taken_back_may_be_given_again_before_the_next_step()
     prefill.step(1.0);
     prefill.notified(2.0, "d/0", b"r:1");
     assert_eq!(prefill.outcomes(2.0), [freed("r")]);
-    // And one that was taken back before the worker has heard of it leaves nothing there.
+    // Blocks that are withdrawn before the worker knows of them leave no trace there.
     prefill.arrive(3.0, "s", 40, &TransferParams::ask_prefill());
     prefill.allocate(3.0, "s", 100, 0);
     prefill.ends(3.0, "s", Status::LengthCapped, 40);
@@ -77,12 +77,15 @@ fn what_fills_no_block_needs_no_step() {
     let ready = decode.scheduler.take_ready(at(0.0), None);
     let told: Vec<_> =
         ready.receive.iter().map(|order| (&order.request, order.local.len())).collect();
-    assert_eq!(told, [(&ends, 0)], "the word that its blocks are not wanted");
+    assert_eq!(told, [(&ends, 0)], "the notification that its blocks are not needed");
     assert_eq!(ready.heartbeats[0].requests, ["p-loads".into()]);
     assert!(decode.scheduler.take_ready(at(0.0), None).is_empty());
     let ready = decode.scheduler.take_ready(at(0.0), Some(&loads));
     assert_eq!((ready.receive.len(), &ready.receive[0].request), (1, &loads));
-    assert!(decode.scheduler.build_connector_meta(at(0.0)).is_empty(), "nothing is said twice");
+    assert!(
+        decode.scheduler.build_connector_meta(at(0.0)).is_empty(),
+        "notifications are not repeated"
+    );
 }
 
 #[test]
@@ -117,11 +120,15 @@ fn blocks_that_nobody_fetches_are_free_when_the_lease_ends() {
     let mut prefill = Rig::new(leased(6));
     prefill.prefill(0.0, "p-r", 40);
     assert_eq!(prefill.outcomes(5.99), []);
-    assert_eq!(prefill.outcomes(6.0), [freed("p-r")], "the moment itself is too late");
+    assert_eq!(prefill.outcomes(6.0), [freed("p-r")], "the lease has ended at that moment");
     assert_eq!(prefill.metric("vllm:nixl_num_kv_expired_reqs"), 1.0);
     let [line] = &prefill.log[..] else { panic!("{:?}", prefill.log) };
     assert!(line.contains("request p-r") && line.contains("kv_lease_duration"), "{line}");
-    assert_eq!(prefill.metric("vllm:nixl_num_failed_transfers"), 0.0, "nothing has failed");
+    assert_eq!(
+        prefill.metric("vllm:nixl_num_failed_transfers"),
+        0.0,
+        "an expired lease is not a failure"
+    );
     assert_eq!(prefill.outcomes(60.0), []);
     assert_eq!(prefill.worker.next_deadline(), None);
 }
@@ -131,7 +138,7 @@ fn a_deadline_is_moved_to_the_workers_clock() {
     let mut prefill = Rig::new(leased(30));
     prefill.arrive(1000.0, "p-r", 40, &TransferParams::ask_prefill());
     prefill.ends(1000.0, "p-r", Status::LengthCapped, 40);
-    // One second passes until the message is built; the worker's clock shows 5 s then.
+    // One second passes before the message is built, when the worker's clock shows 5 s.
     let meta = prefill.scheduler.build_connector_meta(at(1001.0));
     prefill.worker.start_load_kv(at(5.0), meta);
     assert_eq!(prefill.worker.next_deadline(), Some(at(34.0)));
@@ -180,7 +187,7 @@ fn heartbeats_begin_with_the_request_and_go_to_its_engine_every_sixth_of_a_lease
     assert_eq!(by_engine, [("p", vec!["p-a", "p-b"]), ("q", vec!["q-c"])]);
     assert!(decode.scheduler.build_connector_meta(at(4.9)).heartbeats.is_empty());
     assert_eq!(decode.scheduler.build_connector_meta(at(5.0)).heartbeats.len(), 2);
-    // One of two ends, then the other.
+    // One of the two ends, then the other.
     decode.ends(6.0, "a", Status::Aborted, 0);
     assert_eq!(
         decode.scheduler.build_connector_meta(at(10.0)).heartbeats[0].requests,
@@ -258,9 +265,9 @@ fn the_first_heartbeat_connects_and_is_sent_when_connected() {
     let mut latent = plan();
     latent.told = vec![(kvx_vllm::engine::WorkerRank { pp: 0, tp: 1 }, 1)];
     let told = beats(&decode.connected(1.0, connection, latent));
-    // A name with a comma would be read as two.
+    // A name with a comma would be read as two names.
     assert_eq!(told, [(0, "HB:p-a".to_owned()), (1, "HB:p-a".to_owned())]);
-    assert_eq!(beats(&decode.step(5.0)).len(), 2, "later ones go at once");
+    assert_eq!(beats(&decode.step(5.0)).len(), 2, "later ones are sent at once");
 }
 
 #[test]
@@ -284,7 +291,7 @@ fn a_prefill_rank_waits_for_as_many_consumers_as_are_written() {
     prefill.prefill(0.0, "p-r", 40);
     prefill.notified(1.0, "d/0", b"p-r:2");
     prefill.notified(1.0, "d/0", b"p-r:2");
-    assert_eq!(prefill.outcomes(1.0), [], "the same consumer twice is one");
+    assert_eq!(prefill.outcomes(1.0), [], "the same consumer counts once");
     prefill.notified(2.0, "d/1", b"p-r:2");
     assert_eq!(prefill.outcomes(2.0), [freed("p-r")]);
 }
@@ -325,7 +332,8 @@ fn a_completion_may_overtake_the_word_that_blocks_are_ready() {
     assert_eq!(prefill.outcomes(1.5), [freed("p-r")]);
 }
 
-/// A rank in a process of its own learns of a publication by a message, which a peer's completion may overtake.
+/// A rank in another process learns of a publication by a message, which a peer's completion may
+/// overtake.
 #[test]
 fn a_completion_may_overtake_the_publication_itself() {
     let mut prefill = Rig::new(settings("p"));
@@ -337,7 +345,7 @@ fn a_completion_may_overtake_the_publication_itself() {
     assert_eq!(prefill.metric("vllm:nixl_num_notifications_after_expiry"), 0.0);
 }
 
-/// Only a worker in another process than its engine is told of a publication after peers may have read it.
+/// Only a worker in another process learns of a publication after peers may have read it.
 #[test]
 fn a_completion_overtakes_no_publication_in_the_engines_own_process() {
     let mut prefill = Rig::new(settings("p"));
@@ -370,7 +378,7 @@ fn a_repeated_completion_of_a_request_that_ended_early_is_late() {
     assert_eq!(prefill.outcomes(2.0), []);
 }
 
-/// The names of requests that do not exist take little memory, however long and many they are.
+/// The names of nonexistent requests take little memory, however long and many they are.
 #[test]
 fn early_completions_of_long_names_are_not_remembered() {
     let mut prefill = Rig::new(settings("p"));
@@ -383,7 +391,7 @@ fn early_completions_of_long_names_are_not_remembered() {
         prefill.notified(2.0, "d/0", format!("p-{number}:1").as_bytes());
     }
     prefill.prefill(2.1, "p-0", 40);
-    assert_eq!(prefill.outcomes(2.1), [], "65 others came after it");
+    assert_eq!(prefill.outcomes(2.1), [], "65 others arrived after it");
     prefill.prefill(2.1, "p-64", 40);
     assert_eq!(prefill.outcomes(2.1), [freed("p-64")]);
 }

@@ -1,4 +1,4 @@
-//! Loads that go well: what is read, who is told, what is reported.
+//! Successful loads: reads, notifications and reports.
 
 use kvx_testkit::test;
 use kvx_vllm::Version;
@@ -68,7 +68,7 @@ fn a_prefill_publishes_exactly_the_blocks_of_its_tokens() {
     assert_eq!(
         value["remote_block_ids"],
         serde_json::json!([[100, 101, 102]]),
-        "nested, one list for each group"
+        "nested, with one list for each group"
     );
     assert_eq!(value["remote_request_id"], "p-r");
     assert_eq!(value["remote_num_tokens"], 40);
@@ -126,7 +126,7 @@ fn nothing_that_stops_vllms_engine_is_published() {
             "{finished:?}"
         );
     }
-    // Blocks for tokens to come are cut off: the peer pairs lists by their ends.
+    // Blocks for future tokens are cut off: the peer pairs lists by their ends.
     let finished = prefill.scheduler.request_finished(
         at(0.0),
         &"p-r".into(),
@@ -158,14 +158,14 @@ fn parameters_that_cannot_be_used_are_computed_here() {
         assert!(matches!(arrive(&wrong), Err(NotLoaded::Params(_))));
     }
     let two = without(|params| params.remote_block_ids = Some(vec![vec![1, 2, 3], vec![4, 5, 6]]));
-    assert_eq!(arrive(&two), Err(NotLoaded::TooFewBlocks), "not a list for each group");
+    assert_eq!(arrive(&two), Err(NotLoaded::TooFewBlocks), "fewer lists than groups");
     assert_eq!(decode.matched(0.0, "r", 0), 0);
     assert!(decode.scheduler.is_empty());
 }
 
 #[test]
 fn larger_blocks_of_a_prefill_are_counted_when_its_handshake_says_how_large() {
-    // 40 tokens: three blocks here, one of 64 tokens there.
+    // 40 tokens: three blocks here, one block of 64 tokens there.
     let mut decode = Rig::new(settings("d"));
     let one = TransferParams::prefilled(remote("p", "p-r", vec![500], 40), Version::default());
     decode.load(0.0, "r", 40, &one);
@@ -174,7 +174,7 @@ fn larger_blocks_of_a_prefill_are_counted_when_its_handshake_says_how_large() {
     (larger.units, larger.producer_units) = (Units::new(1, 4, BLOCK).unwrap(), 4);
     let reads = reads(&decode.connected(0.0, connection, larger));
     assert_eq!(pairs(&reads[0]), [(100, 2000), (101, 2001), (102, 2002)]);
-    // Blocks of the same size: one is too few, and nothing is read.
+    // With blocks of the same size, one block is too few and nothing is read.
     decode.arrive(1.0, "s", 40, &one);
     decode.allocate(1.0, "s", 200, 0);
     let mut other = Rig::new(settings("d"));
@@ -221,7 +221,7 @@ fn a_prefill_is_told_how_many_tokens_to_leave_to_the_decode() {
     prefill.arrive(0.0, "short", 2, &TransferParams::ask_prefill());
     prefill.arrive(0.0, "decode", 40, &prefilled("q", "q-r", 37));
     let cut = |id: &str| prefill.scheduler.prompt_tokens_to_cut(&id.into());
-    assert_eq!((cut("long"), cut("short")), (3, 1), "one token is left to prefill");
+    assert_eq!((cut("long"), cut("short")), (3, 1), "one token remains for the decode side");
     assert_eq!((cut("decode"), cut("unknown")), (0, 0));
 }
 
@@ -242,7 +242,7 @@ fn blocks_that_are_reordered_are_loaded_when_that_is_done() {
         let read = reads(&decode.connected(0.0, connection, reordering.clone())).remove(0);
         let actions = decode.read_done(1.0, &read);
         assert_eq!(finish(&actions), ("r".to_owned(), vec![100, 101, 102]));
-        assert_eq!(decode.outcomes(1.0), [], "its bytes are not yet what the engine reads");
+        assert_eq!(decode.outcomes(1.0), [], "its bytes do not have the engine's layout yet");
         decode.worker.finished(at(2.0), &"r".into(), result.clone());
         let outcomes = decode.outcomes(2.0);
         match result {
@@ -255,7 +255,7 @@ fn blocks_that_are_reordered_are_loaded_when_that_is_done() {
         decode.worker.finished(at(3.0), &"r".into(), Ok(()));
         assert_eq!(decode.outcomes(3.0), [], "once");
     }
-    // Cancelled meanwhile: the blocks are free when nothing writes into them any more.
+    // Cancelled in the meantime: the blocks are free once no write can follow.
     let mut decode = Rig::new(settings("d"));
     decode.load(0.0, "r", 40, &prefilled("p", "p-r", 40));
     let connection = decode.step_to_handshake(0.0);
@@ -277,7 +277,7 @@ fn four_requests_to_one_engine_share_a_handshake_and_each_is_reported_once() {
     }
     let connection = decode.step_to_handshake(0.0);
     let moves = reads(&decode.connected(0.5, connection, plan()));
-    assert_eq!(moves.len(), 4, "they run at the same time");
+    assert_eq!(moves.len(), 4, "they run concurrently");
     for what in &moves {
         decode.read_done(1.0, what);
         assert_eq!(decode.outcomes(1.0).len(), 1);
@@ -357,11 +357,11 @@ fn a_latent_cache_is_read_once_and_the_other_ranks_are_told_by_the_prefills_name
 #[test]
 fn a_load_without_blocks_is_reported_only_if_it_is_awaited() {
     let mut decode = Rig::new(settings("d"));
-    // The whole prompt is cached: nothing is awaited, the prefill is told.
+    // The whole prompt is cached: the load is not awaited, and the prefill side is notified.
     decode.arrive(0.0, "hit", 32, &prefilled("p", "p-hit", 32));
     assert_eq!(decode.matched(0.0, "hit", 32), 0);
     decode.allocate(0.0, "hit", 100, 32);
-    // A load of which another group has all: awaited.
+    // A load whose blocks are all in another group is awaited.
     decode.arrive(0.0, "empty", 32, &prefilled("p", "p-empty", 32));
     let allocation = Allocation { fill: BlockLists::default(), computed: 0, external: 32 };
     decode.scheduler.update_state_after_alloc(at(0.0), &"empty".into(), allocation);
@@ -390,7 +390,7 @@ fn a_second_allocation_does_not_load_again() {
     let read = decode.load_to_read(0.0, "r", 40, &prefilled("p", "p-r", 40));
     decode.read_done(1.0, &read);
     assert_eq!(decode.outcomes(1.0), [loaded("r", 40)]);
-    assert_eq!(decode.matched(2.0, "r", 0), 0, "also not when it was preempted");
+    assert_eq!(decode.matched(2.0, "r", 0), 0, "not even after a preemption");
     decode.allocate(2.0, "r", 200, 0);
     assert!(decode.step(2.0).is_empty());
 }
@@ -416,7 +416,7 @@ fn halves_in_two_kinds_of_memory_are_told_once_after_both() {
 fn a_prefill_that_hands_over_less_than_the_prompt_leaves_the_rest_to_the_decode() {
     let mut decode = Rig::new(kvx_vllm::engine::Settings { prefill_backoff: 1, ..settings("d") });
     decode.arrive(0.0, "r", 33, &prefilled("p", "p-r", 32));
-    assert_eq!(decode.matched(0.0, "r", 0), 32, "one token is computed here");
+    assert_eq!(decode.matched(0.0, "r", 0), 32, "the decode side computes one token");
     decode.allocate(0.0, "r", 100, 0);
     let connection = decode.step_to_handshake(0.0);
     assert_eq!(
@@ -462,7 +462,7 @@ fn a_stale_reference_is_refused_with_exactly_the_stale_blocks() {
     let read = reads(&decode.connected(0.0, connection, checked)).remove(0);
     decode.read_done(1.0, &read);
     decode.worker.generations_read(at(1.0), read.id, Ok((7, &[9, 9, 10, 9])));
-    assert!(notes(&decode.actions()).is_empty(), "those blocks are somebody else's");
+    assert!(notes(&decode.actions()).is_empty(), "those blocks belong to another request");
     let outcomes = decode.outcomes(1.0);
     let [Outcome::Failed { then, invalid, .. }] = &outcomes[..] else { panic!("{outcomes:?}") };
     assert_eq!(invalid, &[102]);
@@ -489,7 +489,11 @@ fn blocks_are_held_against_digests_last_and_the_wrong_ones_alone_are_refused() {
         assert_eq!((blocks.pool, &blocks.words[..]), (7, &[(500, 9), (501, 3), (502, 0)][..]));
         assert_eq!((blocks.part, blocks.groups.len()), (read.part, 1));
         decode.worker.generations_read(at(1.0), read.id, Ok((7, &[9, 3, 0])));
-        assert_eq!((decode.actions().len(), decode.outcomes(1.0)), (0, vec![]), "it has been said");
+        assert_eq!(
+            (decode.actions().len(), decode.outcomes(1.0)),
+            (0, vec![]),
+            "it has already been reported"
+        );
         decode.worker.digests_checked(at(1.0), *id, Ok(wrong.clone()));
         if wrong.is_empty() {
             assert_eq!(notes(&decode.actions()), [(0, "p-r:1".to_owned())]);

@@ -1,5 +1,5 @@
-//! What the two halves of an engine do, behaviour by behaviour. The names say what vLLM's tests of its connector
-//! assert.
+//! The behaviour of the two halves of an engine. The test names state what vLLM's tests of its
+//! connector assert.
 
 mod bidirectional;
 mod configured;

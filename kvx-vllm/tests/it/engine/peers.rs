@@ -1,4 +1,4 @@
-//! Engines that are replaced, come back, register anew, or are not heard of again.
+//! Engines that are replaced, restart, register again, or disappear.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use super::rig::{
     Rig, at, blocks, disconnects, handshakes, loaded, plan, prefilled, reads, remote, settings,
 };
 
-/// Parameters of an engine that shares another one's address.
+/// Returns parameters of an engine at the address of another one.
 fn at_address_of(address: &str, engine: &str, request: &str) -> TransferParams {
     let mut from = remote(engine, request, blocks(500, 40), 40);
     from.host = format!("{address}.host");
@@ -28,7 +28,7 @@ fn registered(generation: u64) -> TransferParams {
     TransferParams::prefilled(from, Version::default())
 }
 
-/// Loads a request to its end; gives the connection, and what was asked for on the way.
+/// Completes a load. Returns the connection, and the actions on the way.
 fn load_whole(
     decode: &mut Rig,
     now: f64,
@@ -70,7 +70,7 @@ fn an_idle_engine_is_forgotten_when_a_new_one_comes() {
         Rig::new(Settings { engine_ttl: Some(Duration::from_secs(60)), ..settings("d") });
     let (first, _) = load_whole(&mut decode, 0.0, "a", &prefilled("p", "p-a", 40));
     decode.step(1000.0);
-    assert_eq!(decode.worker.len(), 1, "time alone forgets nobody");
+    assert_eq!(decode.worker.len(), 1, "an idle engine is kept until another one arrives");
     let (_, forgotten) = load_whole(&mut decode, 1000.0, "b", &prefilled("q", "q-b", 40));
     assert_eq!(forgotten, [first]);
 }
@@ -115,7 +115,7 @@ fn an_engine_at_the_address_of_another_takes_its_place_once_it_is_confirmed() {
     let (other, _) = load_whole(&mut decode, 0.0, "b", &at_address_of("elsewhere", "other", "b"));
     decode.load(1.0, "c", 40, &at_address_of("h", "new", "c"));
     let connection = decode.step_to_handshake(1.0);
-    assert_eq!(decode.worker.len(), 3, "nothing goes before the handshake has succeeded");
+    assert_eq!(decode.worker.len(), 3, "both are kept until the handshake has succeeded");
     assert_eq!(disconnects(&decode.connected(1.0, connection, plan())), [old]);
     assert_ne!(old, other);
 }
@@ -169,7 +169,7 @@ fn an_engine_whose_data_is_wrong_is_asked_anew_at_once_and_then_after_longer_and
         if wait == 0.0 {
             continue;
         }
-        // Before the wait is over a request fails at once, and nobody is asked.
+        // During the wait, a request fails at once without a handshake.
         decode.load(now + wait - 0.1, &format!("early{round}"), 40, &prefilled("p", "x", 40));
         assert!(decode.step(now + wait - 0.1).is_empty());
         let outcomes = decode.outcomes(now + wait - 0.1);
@@ -179,7 +179,7 @@ fn an_engine_whose_data_is_wrong_is_asked_anew_at_once_and_then_after_longer_and
         );
         now += wait;
     }
-    // A read that succeeds ends it.
+    // A successful read resets the wait.
     load_whole(&mut decode, now, "good", &prefilled("p", "good", 40));
     decode.load(now, "bad", 40, &prefilled("p", "bad", 40));
     let read = reads(&decode.step(now)).remove(0);
@@ -194,7 +194,8 @@ fn an_engine_whose_data_is_wrong_is_asked_anew_at_once_and_then_after_longer_and
 fn an_engine_that_restarts_is_reached_as_soon_as_it_listens() {
     let mut decode = Rig::new(settings("d"));
     let (_, _) = load_whole(&mut decode, 0.0, "first", &prefilled("p", "first", 40));
-    // It goes, and is asked while it is not back: once it was asked anew before that, and once not.
+    // It disappears, and is contacted while it is down: once after an earlier failed attempt, and
+    // once without.
     for round in 0..2 {
         let now = 10.0 * f64::from(round) + 1.0;
         let id = format!("lost{round}");
@@ -243,13 +244,13 @@ fn a_higher_registration_asks_for_a_new_handshake() {
 fn a_lower_registration_is_of_an_engine_that_began_anew_under_its_name() {
     let mut decode = Rig::new(settings("d"));
     let (old, _) = load_whole(&mut decode, 0.0, "a", &registered(2));
-    // Restarted: at once.
+    // A restarted engine is contacted at once.
     let (new, gone) = load_whole(&mut decode, 0.5, "b", &registered(0));
     assert_ne!(old, new);
     assert_eq!(gone, [old]);
     let (same, _) = load_whole(&mut decode, 0.6, "c", &registered(0));
     assert_eq!(same, new);
-    // To and fro: a second apart, and longer if nothing succeeds in between.
+    // Alternating registrations: a second apart, and longer if no load succeeds in between.
     decode.load(0.7, "d", 40, &registered(2));
     assert!(decode.step(0.7).is_empty());
     let outcomes = decode.outcomes(0.7);
@@ -280,10 +281,10 @@ fn a_registration_that_rises_during_the_handshake_starts_another() {
     assert_eq!(
         disconnects(&decode.connected(2.0, first, plan())),
         [first],
-        "nobody waits for it any more"
+        "no request waits for it any more"
     );
     let actions = decode.connected(3.0, second, plan());
-    assert_eq!(reads(&actions).len(), 1, "the blocks of the older registration are refused");
+    assert_eq!(reads(&actions).len(), 1, "the blocks of the older registration are rejected");
     assert_eq!(decode.outcomes(3.0).len(), 1);
 }
 
@@ -296,7 +297,7 @@ fn an_engine_that_registers_anew_says_so() {
     let mut metadata = NixlAgentMetadata::new("p", Version::default());
     listener.publish(rank, &metadata);
     listener.publish(WorkerRank { tp: 1, ..rank }, &metadata);
-    assert_eq!(listener.registration_generation(), 0, "nothing has changed yet");
+    assert_eq!(listener.registration_generation(), 0, "the registration is unchanged");
     metadata.kv_caches_base_addr = vec![4096];
     listener.publish(rank, &metadata);
     prefill.scheduler.registered(listener.registration_generation());

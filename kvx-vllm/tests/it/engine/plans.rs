@@ -1,4 +1,4 @@
-//! From what a handshake has told to whom a worker reads from.
+//! From the result of a handshake to the ranks that a worker reads from.
 
 use kvx_core::Op;
 use kvx_testkit::test;
@@ -12,7 +12,7 @@ use kvx_vllm::params::TransferParams;
 
 use super::rig::{BLOCK, BLOCKS, Rig, at, note_of, pairs, prefilled, reads, settings};
 
-/// The caches of one of `size` ranks of a model with two layers.
+/// Returns the caches of one of `size` ranks of a model with two layers.
 fn caches(heads: Heads, size: u64, kernel_per_logical: u32) -> Caches {
     let whole = if heads == Heads::Replicated { 4096 } else { 32768 / size };
     let block_len = whole / u64::from(kernel_per_logical);
@@ -82,7 +82,7 @@ fn each_kv_cache_group_is_bounded_by_its_own_regions() {
     let two = caches(vec![layer(0, 0, 1000), layer(1, 1, 40), layer(2, 1, 50)]);
     let pools = PoolBlocks::of(two.geometry());
     assert_eq!([pools.of_group(0), pools.of_group(1)], [1000, 40]);
-    // Versions that tell no groups: any block may lie in any region.
+    // Versions without groups: any block may be in any region.
     let one = PoolBlocks::of(caches(vec![layer(0, 0, 1000), layer(1, 0, 40)]).geometry());
     assert_eq!([one.of_group(0), one.of_group(1)], [40, 40]);
 
@@ -118,7 +118,7 @@ fn a_move_leads_to_its_source_and_to_what_it_moves_there() {
         let regions = sets.iter().flat_map(|set| source.grids(*set)).map(|(local, _)| local.region);
         seen.push((source.rank().tp, regions.collect::<Vec<_>>()));
     }
-    // Layer 0 lies in device memory, layer 1 in host memory.
+    // Layer 0 is in device memory, layer 1 in host memory.
     assert_eq!(seen, [(0, vec![0]), (0, vec![1]), (1, vec![0]), (1, vec![1])]);
     let nowhere = Part { memory: (MemoryType::Vram, MemoryType::Dram), ..moves[0].part };
     assert!(map.part(nowhere).is_none());
@@ -133,7 +133,8 @@ fn blocks_of_the_peers_kernel_are_named_in_its_units() {
     let plan = plan(Heads::Sharded(8), (1, 0), 1, 2);
     assert_eq!(plan.lanes[0].rank, WorkerRank::default());
     let moves = reads(&decode.connected(0.0, connection, plan));
-    // 24 tokens are three kernel blocks of eight; one of the prefill's logical blocks is two of them.
+    // 24 tokens are three kernel blocks of eight; one of the prefill's logical blocks is two kernel
+    // blocks.
     assert_eq!(pairs(&moves[0]), [(200, 1000), (201, 1001), (202, 1002)]);
-    assert_eq!(note_of(&moves[0]), None, "two moves: the word comes after both");
+    assert_eq!(note_of(&moves[0]), None, "there are two moves, and the notification follows both");
 }

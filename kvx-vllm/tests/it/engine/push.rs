@@ -1,4 +1,4 @@
-//! Push: a decode says where its blocks are, a prefill writes into them.
+//! Push: a decode engine registers its blocks, and a prefill engine writes into them.
 
 use std::time::Duration;
 
@@ -17,7 +17,8 @@ use super::rig::{
     writes,
 };
 
-/// What a router tells a decode: no blocks, the name that both engines share.
+/// Returns a router's parameters for a decode engine: no blocks, and the name that both engines
+/// share.
 fn told(request: &str, tokens: u32) -> TransferParams {
     let mut from = remote("p", request, Vec::new(), tokens);
     from.block_ids = Vec::new();
@@ -46,14 +47,14 @@ fn push_registration(request: &str, blocks: Vec<u32>) -> PushRegistration {
     registration
 }
 
-/// A decode that has told the prefill of its blocks.
+/// Registers a decode engine's blocks with the prefill engine.
 fn registered(rig: &mut Rig, id: &str) -> Vec<Action> {
     rig.load(0.0, id, 40, &told(id, 40));
     let connection = rig.step_to_handshake(0.0);
     rig.connected(0.0, connection, plan())
 }
 
-/// A prefill that writes a request for which it has a registration.
+/// Returns the write of a prefill engine for a registered request.
 fn writing(rig: &mut Rig, id: &str) -> Move {
     rig.prefill(0.0, id, 40);
     let connection = handshakes(&rig.notified(0.0, "d/0", &registration(id, vec![7, 8, 9])))[0];
@@ -74,7 +75,7 @@ fn a_decode_registers_with_all_ranks_once_it_is_connected() {
     let mut decode = decode();
     decode.load(0.0, "r", 40, &told("r", 40));
     let connection = decode.step_to_handshake(0.0);
-    assert!(decode.step(1.0).is_empty(), "staged until the handshake is done");
+    assert!(decode.step(1.0).is_empty(), "staged until the handshake is complete");
     let mut two = plan();
     two.lanes.push(PeerLane { rank: WorkerRank { pp: 0, tp: 1 }, ..two.lanes[0].clone() });
     let actions = decode.connected(2.0, connection, two);
@@ -113,7 +114,7 @@ fn a_prefill_writes_when_it_has_both_in_either_order() {
         let write = writes(&prefill.connected(2.0, connection, plan())).remove(0);
         assert_eq!(pairs(&write), [(100, 7), (101, 8), (102, 9)]);
         assert_eq!(note_of(&write).unwrap(), "r:1");
-        assert_eq!(prefill.outcomes(2.0), [], "it is done when the write is");
+        assert_eq!(prefill.outcomes(2.0), [], "it is complete when the write is");
         prefill.worker.move_resolved(at(3.0), write.id, Ok(transferred()));
         assert!(matches!(&prefill.outcomes(3.0)[..], [Outcome::Free { .. }]));
         assert!(prefill.scheduler.is_empty() && !prefill.scheduler.has_pending_push_work());
@@ -127,7 +128,7 @@ fn names_match_without_the_engines_own_suffix() {
     prefill.prefill(0.0, "cmpl-v-0-00000002", 40);
     let actions = prefill.notified(1.0, "d/0", &registration("cmpl-u-0-0000abcd", vec![7, 8, 9]));
     let write = writes(&prefill.connected(1.0, handshakes(&actions)[0], plan())).remove(0);
-    assert_eq!(note_of(&write).unwrap(), "cmpl-u-0-0000abcd:1", "the decode's own name");
+    assert_eq!(note_of(&write).unwrap(), "cmpl-u-0-0000abcd:1", "the decode engine's name");
 }
 
 #[test]
@@ -184,7 +185,8 @@ fn a_repeated_registration_is_served_once() {
     let write = writing(&mut prefill, "cmpl-u-0-00000001");
     prefill.worker.move_resolved(at(1.0), write.id, Ok(transferred()));
     prefill.outcomes(1.0);
-    // The next request of that name, and the old registration again: its blocks are somebody else's by now.
+    // The next request with that name, and the old registration again, whose blocks belong to
+    // another request by now.
     prefill.prefill(2.0, "cmpl-u-0-00000002", 40);
     let again = prefill.notified(2.0, "d/0", &registration("cmpl-u-0-00000001", vec![7, 8, 9]));
     assert!(again.is_empty(), "{again:?}");
@@ -204,7 +206,7 @@ fn the_oldest_of_very_many_served_registrations_is_forgotten_and_push_goes_on() 
     let actions = prefill.notified(70.0, "d/0", &registration("next", vec![7, 8, 9]));
     assert_eq!(handshakes(&actions).len(), 1);
     prefill.connected(70.0, handshakes(&actions)[0], plan());
-    // The newest is still known, the oldest is not.
+    // The newest registration is still known, the oldest is not.
     for (id, served) in [("r65536", true), ("r0", false)] {
         prefill.prefill(71.0, id, 40);
         let actions = prefill.notified(71.0, "d/0", &registration(id, vec![7, 8, 9]));
@@ -239,7 +241,7 @@ fn a_decode_is_told_after_all_writes_into_its_kinds_of_memory() {
     let moves = writes(&prefill.connected(0.0, connection, mixed));
     assert_eq!(moves.iter().map(note_of).collect::<Vec<_>>(), [None, None]);
     prefill.worker.move_resolved(at(1.0), moves[1].id, Ok(transferred()));
-    assert!(notes(&prefill.actions()).is_empty(), "the other write is under way");
+    assert!(notes(&prefill.actions()).is_empty(), "the other write is in flight");
     prefill.worker.move_resolved(at(2.0), moves[0].id, Ok(transferred()));
     assert_eq!(notes(&prefill.actions()), [(0, "r:1".to_owned())]);
 }
@@ -291,7 +293,7 @@ fn a_decode_that_renews_no_lease_is_not_written_to_any_longer() {
     prefill.prefill(0.0, "r", 40);
     let connection = handshakes(&prefill.notified(0.0, "d/0", &granted("r")))[0];
     let write = writes(&prefill.connected(0.0, connection, plan())).remove(0);
-    // As long as the decode waits it says so.
+    // The decode engine renews the lease as long as it waits.
     prefill.notified(20.0, "d/0", b"HB:r");
     assert_eq!((prefill.outcomes(39.0), prefill.actions().len()), (vec![], 0));
     assert_eq!(prefill.outcomes(40.0), [], "the write reads the blocks");
@@ -317,7 +319,7 @@ fn a_decode_waits_for_all_ranks_that_write() {
     decode.load(0.0, "r", 40, &told("r", 40));
     let connection = decode.step_to_handshake(0.0);
     let mut four = plan();
-    four.completions = 2 * 2; // two pipeline ranks, two tensor ranks for each of ours
+    four.completions = 2 * 2; // two pipeline ranks, two tensor ranks for each local rank
     decode.connected(0.0, connection, four);
     for from in ["p/0", "p/1", "p/1", "p/2"] {
         decode.notified(1.0, from, b"r:2");
@@ -340,7 +342,7 @@ fn a_latent_cache_is_written_to_every_decode_rank() {
     let moves = writes(&prefill.connected(0.0, connection, all));
     assert_eq!(moves.iter().map(|what| what.part.rank.tp).collect::<Vec<_>>(), [0, 1, 2, 3]);
     for what in &moves {
-        assert_eq!(note_of(what).unwrap(), "r:1", "each of them is told");
+        assert_eq!(note_of(what).unwrap(), "r:1", "each of them is notified");
         assert_eq!(prefill.outcomes(1.0), []);
         prefill.worker.move_resolved(at(1.0), what.id, Ok(transferred()));
     }
@@ -436,7 +438,7 @@ fn a_withdrawn_registration_is_not_written_to() {
     other.worker.move_resolved(at(2.0), write.id, Err(failed()));
     assert!(
         matches!(&other.outcomes(2.0)[..], [Outcome::Free { .. }]),
-        "nobody wants the blocks any more"
+        "the blocks are not needed any more"
     );
 }
 
@@ -479,7 +481,7 @@ fn what_registrations_keep_is_bounded_and_an_engine_that_is_pulled_from_keeps_no
     let mut pulled = Rig::new(settings("p"));
     let error = pulled.worker.notified(at(0.0), "d/0", &registration("r", vec![7])).unwrap_err();
     assert_eq!(error.kind(), kvx_core::ErrorKind::Unsupported, "{error}");
-    assert_eq!(pulled.worker.next_deadline(), None, "nothing to forget later");
+    assert_eq!(pulled.worker.next_deadline(), None, "there is nothing to expire later");
 
     let mut prefill = prefill();
     let many: Vec<u32> = (0..1 << 20).collect();
@@ -493,14 +495,15 @@ fn what_registrations_keep_is_bounded_and_an_engine_that_is_pulled_from_keeps_no
 fn blocks_that_are_taken_back_are_free_when_nothing_reads_them() {
     let freed =
         |outcomes: &[Outcome]| matches!(outcomes, [Outcome::Free { kept: Kept::Request, .. }]);
-    // Nobody has registered: at once.
+    // Without a registration the blocks are free at once.
     let mut waiting = prefill();
     waiting.prefill(0.0, "r", 40);
     assert!(!waiting.scheduler.withdraw(&"r".into()));
     assert!(waiting.step(1.0).is_empty());
     assert!(freed(&waiting.outcomes(1.0)));
     assert!(waiting.notified(2.0, "d/0", &registration("r", vec![7, 8, 9])).is_empty());
-    // A write reads them: when it has settled, and the decode is not told that they have come.
+    // With a write in flight they are free once it has settled, and the decode engine is not
+    // notified.
     let mut running = prefill();
     let write = writing(&mut running, "r");
     assert!(!running.scheduler.withdraw(&"r".into()));

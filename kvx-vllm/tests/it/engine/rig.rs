@@ -1,4 +1,4 @@
-//! One engine with one worker, stepped by hand: what it asks for is looked at, and answered, by the test.
+//! One engine with one worker, stepped by hand. The test checks its actions and answers them.
 
 use std::time::Duration;
 
@@ -11,9 +11,9 @@ use kvx_vllm::engine::{
 use kvx_vllm::params::{RemoteBlocks, TransferMode, TransferParams};
 use kvx_vllm::wire::EngineNotification;
 
-/// Tokens of a block.
+/// The tokens in a block.
 pub(crate) const BLOCK: u32 = 16;
-/// Blocks of every pool.
+/// The blocks in every pool.
 pub(crate) const BLOCKS: u32 = 1000;
 
 pub(crate) fn at(seconds: f64) -> Time {
@@ -28,7 +28,7 @@ pub(crate) fn plan() -> PeerPlan {
     PeerPlan::one_to_one(BLOCK, BLOCKS).unwrap()
 }
 
-/// Blocks from `first` on that hold this many tokens.
+/// Returns blocks from `first` on that hold this many tokens.
 pub(crate) fn blocks(first: u32, tokens: u32) -> Vec<u32> {
     (first..first + tokens.div_ceil(BLOCK)).collect()
 }
@@ -45,7 +45,7 @@ pub(crate) fn remote(
     remote
 }
 
-/// What a prefill has answered: blocks 500 and on.
+/// Returns a prefill engine's answer: blocks 500 and on.
 pub(crate) fn prefilled(engine: &str, request: &str, tokens: u32) -> TransferParams {
     TransferParams::prefilled(
         remote(engine, request, blocks(500, tokens), tokens),
@@ -58,9 +58,9 @@ pub(crate) struct Rig {
     pub(crate) scheduler: Scheduler,
     pub(crate) worker: Worker,
     aggregator: OutputAggregator,
-    /// Of all steps so far.
+    /// The statistics of all steps so far.
     pub(crate) stats: TransferStats,
-    /// Log lines of all steps so far.
+    /// The log lines of all steps so far.
     pub(crate) log: Vec<String>,
     pub(crate) last: WorkerOutput,
 }
@@ -98,7 +98,7 @@ impl Rig {
         matched.tokens
     }
 
-    /// The engine gives blocks from `first` on to what can be loaded beyond `computed`.
+    /// Allocates blocks from `first` on for the tokens that can be loaded beyond `computed`.
     pub(crate) fn allocate(&mut self, now: f64, id: &str, first: u32, computed: u32) -> Vec<u32> {
         let external = self.matched(now, id, computed);
         let fill = if external == 0 { Vec::new() } else { blocks(first, external) };
@@ -107,7 +107,7 @@ impl Rig {
         fill
     }
 
-    /// A request arrives and gets blocks 100 and on.
+    /// Lets a request arrive, and gives it blocks 100 and on.
     pub(crate) fn load(
         &mut self,
         now: f64,
@@ -119,7 +119,7 @@ impl Rig {
         self.allocate(now, id, 100, 0)
     }
 
-    /// The step's message goes to the worker; gives what it asks for.
+    /// Passes the step's message to the worker. Returns the worker's actions.
     pub(crate) fn step(&mut self, now: f64) -> Vec<Action> {
         let meta = self.scheduler.build_connector_meta(at(now));
         self.worker.start_load_kv(at(now), meta);
@@ -130,11 +130,11 @@ impl Rig {
         std::iter::from_fn(|| self.worker.next_action()).collect()
     }
 
-    /// As [`step`](Self::step), for a step that begins one handshake.
+    /// Runs [`step`](Self::step), which begins one handshake.
     pub(crate) fn step_to_handshake(&mut self, now: f64) -> Connection {
         let actions = self.step(now);
         let [Action::Handshake { connection, .. }] = &actions[..] else {
-            panic!("not one handshake: {actions:?}")
+            panic!("expected one handshake: {actions:?}")
         };
         *connection
     }
@@ -149,7 +149,7 @@ impl Rig {
         self.actions()
     }
 
-    /// A load that has come to its one read.
+    /// Starts a load and returns its only read.
     pub(crate) fn load_to_read(
         &mut self,
         now: f64,
@@ -169,7 +169,7 @@ impl Rig {
         self.actions()
     }
 
-    /// The worker's output goes to the scheduler; gives the outcomes.
+    /// Passes the worker's output to the scheduler. Returns the outcomes.
     pub(crate) fn outcomes(&mut self, now: f64) -> Vec<Outcome> {
         let output = self.worker.get_finished(at(now));
         self.last = output.clone();
@@ -192,7 +192,7 @@ impl Rig {
         self.scheduler.request_finished(at(now), &id.into(), ending)
     }
 
-    /// A prefill of so many tokens from its arrival to its parameters; blocks 100 and on.
+    /// Runs a prefill of `tokens` tokens from its arrival to its parameters, in blocks 100 and on.
     pub(crate) fn prefill(&mut self, now: f64, id: &str, tokens: u32) -> TransferParams {
         self.arrive(now, id, tokens, &TransferParams::ask_prefill());
         self.allocate(now, id, 100, 0);
@@ -208,7 +208,7 @@ impl Rig {
         self.actions()
     }
 
-    /// How often a metric was observed, or counted.
+    /// Returns how many times a metric was observed, or its count.
     pub(crate) fn metric(&self, name: &str) -> f64 {
         self.stats
             .observations()
@@ -239,12 +239,13 @@ pub(crate) fn writes(actions: &[Action]) -> Vec<Move> {
     actions.iter().filter_map(write).collect()
 }
 
-/// Notifications but heartbeats, as text, with the tensor-parallel rank that gets each.
+/// Returns all notifications except heartbeats as text, with the tensor-parallel rank that gets
+/// each.
 pub(crate) fn notes(actions: &[Action]) -> Vec<(u32, String)> {
     said(actions).into_iter().filter(|(_, text)| !text.starts_with("HB:")).collect()
 }
 
-/// Heartbeats likewise.
+/// Returns the heartbeats as text, with the tensor-parallel rank that gets each.
 pub(crate) fn beats(actions: &[Action]) -> Vec<(u32, String)> {
     said(actions).into_iter().filter(|(_, text)| text.starts_with("HB:")).collect()
 }
@@ -279,7 +280,7 @@ pub(crate) fn disconnects(actions: &[Action]) -> Vec<Connection> {
     actions.iter().filter_map(disconnect).collect()
 }
 
-/// Pairs of local and remote blocks of a move.
+/// Returns the pairs of local and remote blocks of a move.
 pub(crate) fn pairs(what: &Move) -> Vec<(u32, u32)> {
     let of = |group: &kvx_vllm::engine::GroupMove| {
         (0..group.local.len())

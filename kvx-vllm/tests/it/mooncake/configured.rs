@@ -1,4 +1,4 @@
-//! What a configuration makes of a MooncakeConnector.
+//! The settings that a configuration gives a MooncakeConnector.
 
 use std::time::Duration;
 
@@ -46,7 +46,7 @@ fn the_defaults_are_vllms() {
     let set = settings("MooncakeConnector", "kv_both", "", &[]).unwrap();
     assert_eq!(set.mooncake, Some(Mooncake::new(Role::Both)));
     assert_eq!(set.release, BlockRelease::After(Duration::from_secs(480)));
-    assert_eq!(set.push_timeout, Duration::from_secs(540), "an answer is waited for 60 s longer");
+    assert_eq!(set.push_timeout, Duration::from_secs(540), "the wait for an answer is 60 s longer");
     assert_eq!((set.heartbeat, set.policy), (None, LoadFailurePolicy::Fail));
     assert_eq!(set.engine.as_str(), "e_dp1");
     let mooncake = set.mooncake.unwrap();

@@ -1,4 +1,5 @@
-//! The halves of a MooncakeConnector, stepped by hand: prefill and decode apart, each with what the other would say.
+//! The two halves of a MooncakeConnector, stepped by hand: prefill and decode separately, each with
+//! scripted messages of the other.
 
 mod configured;
 mod older;

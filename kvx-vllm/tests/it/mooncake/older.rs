@@ -1,4 +1,5 @@
-//! The protocol before vLLM 0.16: who is asked where, one answer to a question, and names that both sides share.
+//! The protocol before vLLM 0.16: the worker that is asked, one answer per request, and names that
+//! both sides share.
 
 use kvx_core::{ErrorKind, Result};
 use kvx_testkit::test;
@@ -16,7 +17,7 @@ use serde_json::{Value, json};
 
 use super::rig::{Asked, Rig, answer, asked, at, fences, loaded, pairs, question, told, writes};
 
-/// As a decode worker before vLLM 0.16 sends it, by the rules of msgspec.
+/// The request of a decode worker before vLLM 0.16, by the rules of msgspec.
 const GOLDEN: &[u8] = b"\x85\xafremote_hostname\xa810.0.0.1\xabremote_port\xcd\x04\xd2\
     \xabrequest_ids\x91\xa2r1\xb3kv_caches_base_addr\x91\x01\xa9block_ids\x91\x92\x03\x04";
 
@@ -38,7 +39,7 @@ fn arrives(rig: &mut Rig, request: &str, params: &TransferParams) {
     rig.scheduler.on_new_older_transfer(arrival, &params).unwrap();
 }
 
-/// A prefill leg that is computed, three blocks from `first` on: what it answers.
+/// Computes a prefill leg with three blocks from `first` on, and returns its answer.
 fn prefilled(prefill: &mut Rig, request: &str, first: u32) -> TransferParams {
     arrives(prefill, request, &TransferParams::ask_prefill());
     prefill.step(0.0);
@@ -48,20 +49,21 @@ fn prefilled(prefill: &mut Rig, request: &str, first: u32) -> TransferParams {
     finished.params.unwrap()
 }
 
-/// What a prefill of vLLM answers.
+/// Returns the answer of a vLLM prefill instance.
 fn vllms_answer() -> TransferParams {
     let answer = json!({"do_remote_prefill": true, "do_remote_decode": false, "remote_host": "p.host",
         "remote_port": 9000});
     TransferParams::from_value(&answer).unwrap()
 }
 
-/// A decode leg gets blocks from 100 on, and asks: the question with where it goes, and whether to a kvx.
+/// Gives a decode leg the blocks from 100 on. Returns its request with the destination, and whether
+/// that is a kvx engine.
 fn asks(decode: &mut Rig, request: &str, params: &TransferParams) -> (Asked, bool) {
     arrives(decode, request, params);
     decode.allocate(0.0, request, 100, 0);
     let actions = decode.step(0.0);
     let [MooncakeAction::Ask { is_kvx, .. }] = &actions[..] else {
-        panic!("not one question: {actions:?}")
+        panic!("expected one request: {actions:?}")
     };
     (asked(&actions).remove(0), *is_kvx)
 }
@@ -71,7 +73,7 @@ fn answered(decode: &mut Rig, now: f64, pull: PullId, bytes: &[u8]) -> Vec<Moonc
     decode.actions()
 }
 
-/// A plain agent's question.
+/// Returns a plain agent's request.
 fn plain(asked: &[(&str, &[u32])]) -> OlderPullRequest {
     let asked: Vec<_> =
         asked.iter().map(|(request, blocks)| (*request, *request, *blocks)).collect();
@@ -94,7 +96,7 @@ fn begins(prefill: &mut Rig, ask: u64, question: OlderPullRequest) -> Vec<Move> 
     prefill.connected(0.1, &actions)
 }
 
-/// The only answer there is.
+/// Returns the answer, of which there is at most one.
 fn said(actions: &[MooncakeAction]) -> Option<(u64, &[u8])> {
     let answers: Vec<_> = actions
         .iter()
@@ -103,7 +105,7 @@ fn said(actions: &[MooncakeAction]) -> Option<(u64, &[u8])> {
             _ => None,
         })
         .collect();
-    assert!(answers.len() <= 1, "a REQ socket hears one answer: {answers:?}");
+    assert!(answers.len() <= 1, "a REQ socket gets one answer: {answers:?}");
     answers.first().copied()
 }
 
@@ -126,7 +128,7 @@ fn messages_are_those_of_vllm() {
             "{cut}"
         );
     }
-    // What a vLLM that listens at the address of a kvx gets of it names no block: it refuses that.
+    // The request to a kvx engine names no block, so a vLLM at the same address rejects it.
     let kvx = OlderPullRequest::decode(&OlderPullRequest::to_kvx(&asked).encode()).unwrap();
     assert_eq!((kvx.request_ids.len(), kvx.block_ids.len()), (1, 0));
     assert_eq!(PullRequest::decode(&kvx.kvx_question.unwrap()).unwrap(), asked);
@@ -169,8 +171,8 @@ fn what_a_plain_prefill_says_in_vain_is_fenced_and_fails_in_words() {
         let mut decode = rig(Role::Consumer);
         let (asked, _) = asks(&mut decode, "d-1", &vllms_answer());
         let actions = answered(&mut decode, 0.1, asked.pull, bytes);
-        assert_eq!(fences(&actions), 1, "it may write on");
-        assert!(decode.outcomes(0.2).is_empty(), "the blocks are not its own yet");
+        assert_eq!(fences(&actions), 1, "it may continue to write");
+        assert!(decode.outcomes(0.2).is_empty(), "the blocks are not free yet");
         decode.worker.fenced(at(0.3), &"d-1".into());
         let outcomes = decode.outcomes(0.3);
         let [Outcome::Failed { failure: LoadFailure::Transfer(why), .. }] = &outcomes[..] else {
@@ -178,7 +180,7 @@ fn what_a_plain_prefill_says_in_vain_is_fenced_and_fails_in_words() {
         };
         assert!(why.contains("trans_error"), "{why}");
     }
-    // One that says nothing costs the load its time, and then the fence.
+    // A silent prefill engine costs the load its time limit, and then a fence.
     let mut decode = rig(Role::Consumer);
     asks(&mut decode, "d-1", &vllms_answer());
     let late = decode.worker.next_deadline().unwrap();
@@ -211,22 +213,22 @@ fn a_plain_decode_is_written_and_hears_one_answer_for_all() {
     assert_eq!(
         written,
         [vec![(11, 100), (12, 101)], vec![(22, 200)]],
-        "a cached prefix is not wanted"
+        "a cached prefix is not written"
     );
     assert_eq!(said(&prefill.written(0.2, moves[0].id)), None);
     assert_eq!(said(&prefill.written(0.2, moves[1].id)), Some((1, &b"trans_done"[..])));
     let free = |request: &str| Outcome::Free { request: request.into(), kept: Kept::Request };
     assert_eq!(prefill.outcomes(0.3), [free("r1-0123abcd"), free("r2-0123abcd")]);
-    // Without blocks it lets go.
+    // A request without blocks releases the prefill's blocks.
     prefilled(&mut prefill, "r3-0123abcd", 30);
     let (taken, actions) = is_asked(&mut prefill, 2, plain(&[("r3", &[])]));
     taken.unwrap();
     assert_eq!(said(&actions), Some((2, &b"trans_done"[..])));
     assert_eq!(prefill.outcomes(0.3), [free("r3-0123abcd")]);
-    // And hears so of what is over.
+    // It also gets an answer if the request is over.
     let (_, actions) = is_asked(&mut prefill, 3, plain(&[("r3", &[100])]));
     assert_eq!(said(&actions), Some((3, &b"trans_error"[..])));
-    assert_eq!(prefill.worker.len(), 1, "the way to the decode: {:?}", prefill.worker);
+    assert_eq!(prefill.worker.len(), 1, "the connection to the decode: {:?}", prefill.worker);
 }
 
 #[test]
@@ -247,7 +249,7 @@ fn who_asks_before_the_prefill_waits_and_an_abort_wakes_it() {
     let moves = prefill.connected(0.2, &actions);
     assert_eq!(pairs(&moves[0]), [(10, 100), (11, 101), (12, 102)]);
     assert_eq!(said(&prefill.written(0.3, moves[0].id)), Some((1, &b"trans_done"[..])));
-    // Nobody prefills this one: it hears so at the time limit.
+    // No prefill starts for this request, so it gets an error at the time limit.
     is_asked(&mut prefill, 3, plain(&[("r3", &[100])])).0.unwrap();
     prefill.worker.get_finished(at(0.1 + 480.0));
     assert_eq!(said(&prefill.actions()), Some((3, &b"trans_error"[..])));
@@ -278,7 +280,7 @@ fn questions_that_cannot_be_right_are_answered_by_an_error_and_written_nowhere()
     let nonsense = OlderPullRequest::decode(b"\xc0");
     assert!(prefill.worker.older_asked_for(at(0.1), AskId(9), nonsense).is_err());
     assert_eq!(said(&prefill.actions()), Some((9, &b"trans_error"[..])));
-    // More blocks than the request has, after all of them a question that is right.
+    // More blocks than the request has; the last request of all is valid.
     let moves = begins(&mut prefill, 10, plain(&[("r1", &[100, 101, 102, 103])]));
     assert!(moves.is_empty());
     assert_eq!(begins(&mut prefill, 11, plain(&[("r1", &[100])])).len(), 1);
@@ -297,7 +299,7 @@ fn a_name_that_is_used_again_means_the_latest_and_kvx_its_own() {
     assert_eq!(asked.wants(), [("r-00000009", "r-00000001", vec![100, 101, 102])]);
     let moves = begins(&mut prefill, 2, OlderPullRequest::to_kvx(&asked.request));
     assert_eq!(pairs(&moves[0]), [(10, 100), (11, 101), (12, 102)]);
-    // Among themselves they answer as today.
+    // Between kvx engines, the answer has the current form.
     let actions = prefill.written(0.2, moves[0].id);
     assert_eq!(answer(&actions), (2, Finish, vec!["r-00000009".into()], vec![]));
     let [MooncakeAction::Answer { bytes, .. }] = &actions[..] else { panic!("{actions:?}") };
@@ -315,7 +317,7 @@ fn what_the_older_messages_cannot_say_is_refused_when_it_is_built() {
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert!(error.to_string().contains("0.16 or later"), "{error}");
     }
-    // A port beyond all ports fails the load, and nobody is asked.
+    // A port above 65535 fails the load without a request.
     let mut decode = Rig::new(Settings { tp_size: 2, ..settings("d", Role::Consumer) }, 1, 7);
     let mut params = vllms_answer();
     params.remote_port = Some(65535);

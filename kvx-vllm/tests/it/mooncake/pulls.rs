@@ -1,4 +1,5 @@
-//! The decode: whom it asks, what it believes, and when its blocks are its own again.
+//! The decode side: the workers that it asks, the answers that it accepts, and the release of its
+//! blocks.
 
 use kvx_testkit::test;
 use kvx_vllm::config::Role;
@@ -55,7 +56,7 @@ fn answers_for_requests_that_were_not_asked_for_are_counted_and_change_nothing()
 
 #[test]
 fn every_worker_that_holds_a_part_is_asked_and_waited_for() {
-    // (own rank, own size, prefill's tensor and pipeline size) and the workers that are asked.
+    // (own rank, own size, prefill's tensor and pipeline size) and the expected workers.
     for (rank, tp, p_tp, p_pp, workers) in [
         (0, 1, 1, 1, vec![4000]),
         (0, 1, 2, 1, vec![4000, 4001]),
@@ -73,7 +74,7 @@ fn every_worker_that_holds_a_part_is_asked_and_waited_for() {
             .collect();
         assert_eq!(ports, workers, "rank {rank} of {tp}, prefill of {p_tp} x {p_pp}");
         for (at, asked) in asked.iter().enumerate() {
-            assert!(decode.outcomes(0.1).is_empty(), "{at} of {workers:?} have written");
+            assert!(decode.outcomes(0.1).is_empty(), "only {at} of {workers:?} have written");
             decode.answered(0.1, asked.pull, &response(Finish, &["d-1"], &[]));
         }
         assert_eq!(decode.outcomes(0.2), [loaded("d-1")]);
@@ -96,7 +97,7 @@ fn the_layout_is_left_out_once_the_prefill_has_named_it_and_sent_again_when_it_a
         }
         asked(&actions).remove(0)
     };
-    // A prefill that does not name it gets it every time.
+    // A prefill engine that does not name the layout gets it every time.
     for request in ["d-1", "d-2"] {
         let question = ask(&mut decode, request, request);
         assert_eq!(question.request.kv_caches_base_addr.len(), 1);
@@ -112,7 +113,7 @@ fn the_layout_is_left_out_once_the_prefill_has_named_it_and_sent_again_when_it_a
     assert_eq!((again[0].pull, again[0].request.kv_caches_base_addr.len()), (question.pull, 1));
     assert_eq!(again[0].wants(), question.wants());
     decode.outcomes(0.1);
-    // Who asks for it again and again gets no third question.
+    // A prefill engine that asks for it repeatedly gets no third request.
     let actions = decode.answered(0.2, question.pull, &response(LayoutMiss, &[], &[]));
     assert_eq!(fences(&actions), 1);
     decode.worker.fenced(at(0.2), &"d-4".into());
@@ -126,11 +127,11 @@ fn a_failed_load_waits_for_every_worker_or_for_the_fence() {
         decode.loads(0.0, "d-1", "x-1", 100);
         let asked_first = decode.queries(0.0, &directory("p", 3, 1));
         let actions = decode.answered(0.1, asked_first[0].pull, &response(Finish, &[], &["d-1"]));
-        assert_eq!(fences(&actions), 1, "vLLM may write on after its error");
+        assert_eq!(fences(&actions), 1, "vLLM may continue to write after its error");
         let let_go = asked(&actions);
         assert_eq!(let_go.len(), 3, "the workers that have not written may free their blocks");
         assert!(let_go.iter().all(|asked| asked.wants() == [("d-1", "x-1", vec![])]));
-        assert!(decode.outcomes(0.2).is_empty(), "the blocks are not its own yet");
+        assert!(decode.outcomes(0.2).is_empty(), "the blocks are not free yet");
         decode.answered(0.3, asked_first[1].pull, &response(Finish, &["d-1"], &[]));
         assert!(decode.outcomes(0.3).is_empty());
         if fenced {
@@ -139,7 +140,7 @@ fn a_failed_load_waits_for_every_worker_or_for_the_fence() {
             let mut settled = response(Finish, &[], &["d-1"]);
             settled.kvx_settled = true;
             decode.answered(0.4, asked_first[2].pull, &settled);
-            assert!(decode.outcomes(0.4).is_empty(), "the first one has not said so");
+            assert!(decode.outcomes(0.4).is_empty(), "the first one has not settled");
             decode.worker.fenced(at(0.4), &"d-1".into());
         }
         let outcomes = decode.outcomes(0.5);
@@ -185,7 +186,7 @@ fn a_word_that_it_has_settled_ends_the_wait_for_the_fence() {
     decode.answered(0.2, asked[0].pull, &settled);
     assert!(matches!(decode.outcomes(0.2)[..], [Outcome::Failed { .. }]));
     decode.worker.fenced(at(0.3), &"d-1".into());
-    assert!(decode.outcomes(0.3).is_empty(), "it was reported once");
+    assert!(decode.outcomes(0.3).is_empty(), "it is reported only once");
 }
 
 #[test]
@@ -217,7 +218,7 @@ fn a_worker_that_cannot_be_reached_has_written_nothing_and_its_engine_is_looked_
     assert!(matches!(decode.outcomes(0.1)[..], [Outcome::Failed { .. }]));
     decode.loads(0.2, "d-2", "x-2", 100);
     let asked_next = decode.queries(0.2, &directory("p", 1, 1));
-    // One that was reached and is silent may have begun.
+    // A worker that was reached and is silent may have begun to write.
     let actions = decode.unanswered(0.3, asked_next[0].pull, true);
     assert_eq!(fences(&actions), 1);
 }
@@ -230,7 +231,8 @@ fn queries(actions: &[MooncakeAction]) -> Vec<QueryId> {
     actions.iter().filter_map(query).collect()
 }
 
-/// A decode that has loaded from both workers of a prefill, and has asked them for another prompt: its questions.
+/// Returns a decode engine that has loaded from both workers of a prefill engine, and its requests
+/// for another prompt.
 fn asks_from_memory() -> (Rig, Vec<Asked>) {
     let mut decode = Rig::decode();
     decode.loads(0.0, "d-1", "x-1", 100);
@@ -248,7 +250,7 @@ fn asks_from_memory() -> (Rig, Vec<Asked>) {
 fn a_prefill_that_listens_elsewhere_under_its_name_is_found_again() {
     let (mut decode, asked) = asks_from_memory();
     let actions = decode.unanswered(0.3, asked[0].pull, false);
-    assert!(queries(&actions).is_empty(), "the other one may have heard");
+    assert!(queries(&actions).is_empty(), "the other worker may have received it");
     let actions = decode.unanswered(0.3, asked[1].pull, false);
     let mut elsewhere = directory("p", 1, 1);
     elsewhere
@@ -283,7 +285,7 @@ fn a_prefill_half_of_which_has_heard_is_not_asked_anew() {
             decode.unanswered(0.3, asked[0].pull, false);
         }
         let actions = decode.answered(0.4, asked[1].pull, &response(Finish, &["d-2"], &[]));
-        assert_eq!(fences(&actions), 0, "nobody writes any more");
+        assert_eq!(fences(&actions), 0, "no writes remain");
         if heard_first {
             assert!(queries(&decode.unanswered(0.5, asked[0].pull, false)).is_empty());
         }
@@ -293,7 +295,7 @@ fn a_prefill_half_of_which_has_heard_is_not_asked_anew() {
             "{outcomes:?}"
         );
     }
-    // It may be writing: its blocks are fenced at the deadline.
+    // It may be writing, so its blocks are fenced at the deadline.
     let (mut decode, asked) = asks_from_memory();
     decode.unanswered(0.3, asked[0].pull, false);
     assert_eq!(fences(&decode.unanswered(0.4, asked[1].pull, true)), 1);
@@ -306,7 +308,7 @@ fn a_kvx_that_is_forgotten_is_told_as_a_kvx_that_its_blocks_are_not_wanted() {
     let mut listed = directory("p", 1, 1);
     listed.engines.get_mut(&0).unwrap().is_kvx = true;
     let asked_first = decode.queries(0.0, &listed);
-    // As it is when the load was given up before its question went out.
+    // The same happens if the load ends before its request was sent.
     let actions = decode.unanswered(0.1, asked_first[0].pull, false);
     let told = |action: &MooncakeAction| matches!(action, MooncakeAction::Ask { is_kvx: true, .. });
     assert!(actions.iter().any(told), "{actions:?}");
@@ -334,7 +336,7 @@ fn an_engine_that_its_bootstrap_server_does_not_list_fails_all_that_wait_with_on
         assert_eq!(decode.log.len(), 1, "{:?}", decode.log);
         assert!(decode.worker.is_empty());
     }
-    // Not all its workers have registered yet: the next request asks again.
+    // Not all of its workers have registered yet, so the next request asks again.
     let mut partly = directory("p", 2, 1);
     partly.engines.get_mut(&0).unwrap().workers.remove(&WorkerRank { pp: 0, tp: 0 });
     let mut decode = Rig::decode();
@@ -357,7 +359,7 @@ fn a_request_that_needs_no_blocks_lets_the_prefill_go() {
     for asked in &asked_first {
         decode.answered(0.1, asked.pull, &response(Finish, &["d-1"], &[]));
     }
-    // So does one that has the whole prompt cached.
+    // A request with the whole prompt cached also releases the prefill's blocks.
     decode.arrive("d-2", 40, "x-2", decode_leg("p"));
     decode.allocate(0.2, "d-2", 100, 40);
     assert_eq!(asked(&decode.step(0.2)).len(), 2);
@@ -403,7 +405,8 @@ fn at_its_deadline_a_load_ends_and_its_blocks_are_held_until_nobody_writes_into_
     }
 }
 
-/// A plain Mooncake agent writes on after its error, and cannot be asked whether it has done: who waits hears at once.
+/// A plain Mooncake agent may continue to write after its error, and does not report when it stops.
+/// The load fails at once.
 #[test]
 fn a_load_whose_blocks_are_not_free_for_long_has_failed_all_the_same() {
     for lost in [false, true] {
@@ -412,7 +415,7 @@ fn a_load_whose_blocks_are_not_free_for_long_has_failed_all_the_same() {
         let asked = decode.queries(0.0, &directory("p", 1, 1));
         let request = "d-1".into();
         decode.worker.fence_is_slow(&request);
-        assert!(decode.outcomes(0.1).is_empty(), "nothing has failed");
+        assert!(decode.outcomes(0.1).is_empty(), "no load has failed yet");
         let actions = decode.answered(0.2, asked[0].pull, &response(Finish, &[], &["d-1"]));
         assert_eq!(fences(&actions), 1);
         assert!(decode.outcomes(0.2).is_empty());
@@ -427,7 +430,7 @@ fn a_load_whose_blocks_are_not_free_for_long_has_failed_all_the_same() {
         assert_eq!(invalid, &[100, 101, 102]);
         decode.step(0.4);
         decode.worker.fence_is_slow(&request);
-        assert!(decode.outcomes(0.5).is_empty(), "it has failed once");
+        assert!(decode.outcomes(0.5).is_empty(), "it fails only once");
         let kept = Kept::Load;
         let end = if lost {
             decode.worker.fence_forgotten(at(0.6), &request);
@@ -469,7 +472,7 @@ fn a_question_that_gives_blocks_back_goes_on_when_its_other_load_is_given_up() {
     decode.worker.fenced(at(0.4), &"d-2".into());
     actions.extend(decode.actions());
     let ends = |action: &MooncakeAction| matches!(action, MooncakeAction::Hangup { .. });
-    assert!(!actions.iter().any(ends), "it may not have gone out yet: {actions:?}");
+    assert!(!actions.iter().any(ends), "it may not be sent yet: {actions:?}");
     decode.answered(0.5, asked[0].pull, &response(Finish, &["d-1"], &["d-2"]));
     assert_eq!(self::asked(&decode.step(0.6)).len(), 0);
 }
@@ -481,13 +484,13 @@ fn answers_that_nobody_can_have_meant_change_nothing_of_others() {
     let first = decode.queries(0.0, &directory("p", 1, 1));
     decode.loads(0.1, "d-2", "x-2", 200);
     let second = asked(&decode.step(0.1));
-    // A worker speaks for what it was asked, and for nothing else.
+    // A worker's answer counts only for the requests that it was asked for.
     decode.answered(0.2, second[0].pull, &response(Continue, &["d-1", "nobody"], &["x-1", ""]));
     assert!(decode.outcomes(0.2).is_empty());
     decode.answered(0.3, first[0].pull, &response(Finish, &["d-1"], &[]));
     assert_eq!(decode.outcomes(0.3), [loaded("d-1")]);
     decode.answered(0.4, first[0].pull, &response(Finish, &[], &["d-1"]));
-    assert!(decode.outcomes(0.4).is_empty(), "what is over is over");
+    assert!(decode.outcomes(0.4).is_empty(), "a load has only one outcome");
     decode.worker.answered(at(0.5), second[0].pull, b"\xff\x00 no msgpack");
     assert_eq!(fences(&decode.actions()), 1);
 }

@@ -1,4 +1,4 @@
-//! One engine with one worker of a MooncakeConnector: what it asks for is looked at, and answered, by the test.
+//! One engine with one worker of a MooncakeConnector. The test checks its actions and answers them.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use kvx_vllm::wire::mooncake::{
     Directory, ListedEngine, PullRequest, PullResponse, PullStatus, PulledRequest,
 };
 
-/// Tokens of a block.
+/// The tokens in a block.
 pub(crate) const BLOCK: u32 = 16;
 
 pub(crate) fn at(seconds: f64) -> Time {
@@ -28,7 +28,7 @@ pub(crate) fn settings(engine: &str, role: Role) -> Settings {
     Settings::new(engine, address).with_mooncake(Mooncake::new(role))
 }
 
-/// What a decode's worker tells of itself.
+/// Returns the description of a decode worker.
 pub(crate) fn told(tp: (u32, u32), layout_id: u64) -> PullRequest {
     let mut told = PullRequest::new("d.host", 7000 + tp.0 as u16, tp.1, tp.0);
     told.kv_caches_base_addr = vec![1 << 20];
@@ -37,7 +37,7 @@ pub(crate) fn told(tp: (u32, u32), layout_id: u64) -> PullRequest {
     told
 }
 
-/// A decode's question for blocks of transfers.
+/// Returns a decode worker's request for blocks of these transfers.
 pub(crate) fn question(tp: (u32, u32), asked: &[(&str, &str, &[u32])]) -> PullRequest {
     let mut question = told(tp, 7);
     question.kvx_engine_id = Some("p".into());
@@ -112,12 +112,12 @@ impl Rig {
         self.scheduler.on_new_transfer(arrival, &params).unwrap();
     }
 
-    /// A prefill leg arrives.
+    /// Lets a prefill leg arrive.
     pub(crate) fn prefills(&mut self, request: &str, transfer: &str) {
         self.arrive(request, 40, transfer, MooncakeLeg::Prefill);
     }
 
-    /// It ends with blocks of 40 tokens.
+    /// Ends a prefill leg with blocks of 40 tokens.
     pub(crate) fn ends(
         &mut self,
         now: f64,
@@ -135,7 +135,7 @@ impl Rig {
         self.scheduler.request_finished(at(now), &request.into(), ending)
     }
 
-    /// A prefill leg that is computed: three blocks from 10 on.
+    /// Computes a prefill leg with three blocks from 10 on.
     pub(crate) fn has_prefilled(
         &mut self,
         now: f64,
@@ -148,7 +148,7 @@ impl Rig {
         self.step(now)
     }
 
-    /// A decode leg arrives, and gets blocks from `first` on for 40 tokens.
+    /// Lets a decode leg arrive, and gives it blocks from `first` on for 40 tokens.
     pub(crate) fn loads(&mut self, now: f64, request: &str, transfer: &str, first: u32) {
         self.arrive(request, 40, transfer, decode_leg("p"));
         self.allocate(now, request, first, 0);
@@ -175,7 +175,7 @@ impl Rig {
 
     pub(crate) fn outcomes(&mut self, now: f64) -> Vec<Outcome> {
         let output = self.worker.get_finished(at(now));
-        // As engines do: an output that says nothing goes no further.
+        // As in engines, an empty output is not forwarded.
         let mut output = self.aggregator.add((!output.is_empty()).then_some((0, output)));
         self.log.extend(output.failures.drain(..).map(|failure| failure.to_string()));
         self.stats.aggregate(output.stats.take());
@@ -184,11 +184,11 @@ impl Rig {
         outcomes
     }
 
-    /// The step in which a load is ordered: the bootstrap server answers. Gives the questions.
+    /// Runs the step that orders a load, with the bootstrap server's answer. Returns the requests.
     pub(crate) fn queries(&mut self, now: f64, directory: &Directory) -> Vec<Asked> {
         let actions = self.step(now);
         let [MooncakeAction::Query { query, .. }] = &actions[..] else {
-            panic!("not one query: {actions:?}")
+            panic!("expected one query: {actions:?}")
         };
         self.queried(now, *query, Ok(directory.clone()))
     }
@@ -224,7 +224,7 @@ impl Rig {
         self.actions()
     }
 
-    /// A question comes.
+    /// Passes a request to the worker.
     pub(crate) fn asked(
         &mut self,
         now: f64,
@@ -235,7 +235,8 @@ impl Rig {
         self.actions()
     }
 
-    /// A question comes for blocks that are ready: its decode is connected to. Gives the writes.
+    /// Passes a request for ready blocks to the worker, and connects to its decode engine. Returns
+    /// the writes.
     pub(crate) fn asked_and_connected(
         &mut self,
         now: f64,
@@ -275,7 +276,7 @@ pub(crate) fn decode_leg(engine: &str) -> MooncakeLeg {
     }
 }
 
-/// A question that was sent.
+/// A request that was sent.
 #[derive(Debug)]
 pub(crate) struct Asked {
     pub(crate) pull: PullId,
@@ -284,7 +285,7 @@ pub(crate) struct Asked {
 }
 
 impl Asked {
-    /// What it asks for: request, transfer, blocks.
+    /// Returns the requested blocks: request, transfer, blocks.
     pub(crate) fn wants(&self) -> Vec<(&str, &str, Vec<u32>)> {
         let blocks = |each: &PulledRequest| each.block_ids.concat();
         self.request
@@ -325,9 +326,9 @@ pub(crate) fn answers(actions: &[MooncakeAction]) -> Vec<(u64, PullResponse)> {
     actions.iter().filter_map(answer).collect()
 }
 
-/// The only answer: to whom, how it stands, what is written and what has failed.
+/// Returns the only answer: its receiver, status, written and failed requests.
 pub(crate) fn answer(actions: &[MooncakeAction]) -> (u64, PullStatus, Vec<String>, Vec<String>) {
-    let [(ask, answer)] = &answers(actions)[..] else { panic!("not one answer: {actions:?}") };
+    let [(ask, answer)] = &answers(actions)[..] else { panic!("expected one answer: {actions:?}") };
     let names = |names: &Option<Vec<String>>| names.clone().unwrap_or_default();
     (*ask, answer.status, names(&answer.ok_reqs), names(&answer.err_reqs))
 }
@@ -338,7 +339,7 @@ pub(crate) fn fences(actions: &[MooncakeAction]) -> usize {
     actions.iter().filter(fence).count()
 }
 
-/// Pairs of local and remote blocks.
+/// Returns the pairs of local and remote blocks.
 pub(crate) fn pairs(write: &Move) -> Vec<(u32, u32)> {
     let places = write.groups.iter().flat_map(|group| {
         (0..group.local.len()).map(|place| (group.local.at(place), group.remote.at(place)))

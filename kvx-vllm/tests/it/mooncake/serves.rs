@@ -1,4 +1,5 @@
-//! The prefill: who waits, who gets which blocks, when they are free, and what is refused.
+//! The prefill side: waiting requests, the blocks that they get, the release of blocks, and
+//! rejected requests.
 
 use std::time::Duration;
 
@@ -20,9 +21,9 @@ fn free(request: &str) -> Outcome {
     Outcome::Free { request: request.into(), kept: Kept::Request }
 }
 
-/// The only answer, which is an error.
+/// Returns the only answer, which is an error.
 fn refusal(actions: &[MooncakeAction]) -> PullResponse {
-    let [(_, answer)] = &answers(actions)[..] else { panic!("not one answer: {actions:?}") };
+    let [(_, answer)] = &answers(actions)[..] else { panic!("expected one answer: {actions:?}") };
     assert!(answer.ok_reqs.is_none() && answer.kvx_settled, "{answer:?}");
     answer.clone()
 }
@@ -42,11 +43,11 @@ fn blocks_that_are_computed_are_written_and_freed_when_they_are_there() {
         prefill.asked_and_connected(0.1, 1, &question(D1, &[("d-1", "x-1", &[100, 101, 102])]));
     assert_eq!(writes.len(), 1);
     assert_eq!(pairs(&writes[0]), [(10, 100), (11, 101), (12, 102)]);
-    assert!(writes[0].notification.is_none(), "the answer says it");
+    assert!(writes[0].notification.is_none(), "the answer replaces it");
     assert!(prefill.outcomes(0.2).is_empty());
     let actions = prefill.written(0.3, writes[0].id);
     assert_eq!(answer(&actions), (1, Finish, vec!["d-1".into()], vec![]));
-    assert_eq!(answers(&actions)[0].1.layout_id, 7, "from now on the layout may be left out");
+    assert_eq!(answers(&actions)[0].1.layout_id, 7, "from now on the layout may be omitted");
     assert_eq!(prefill.outcomes(0.3), [free("p-1")]);
     let summary = prefill.stats.reduce();
     assert_eq!((summary.transfers, summary.failed_transfers), (1, 0));
@@ -65,7 +66,7 @@ fn who_asks_before_the_prefill_has_come_waits_and_holds_nothing() {
     assert_eq!(pairs(&writes[0]), [(10, 100), (11, 101), (12, 102)]);
     prefill.written(0.4, writes[0].id);
     assert_eq!(prefill.outcomes(0.4), [free("p-1")]);
-    // The next one knows the way.
+    // The next request uses the known connection.
     prefill.has_prefilled(1.0, "p-2", "x-2");
     assert_eq!(writes_of(&mut prefill, 1.0, 2, "x-2").len(), 1);
 }
@@ -167,7 +168,7 @@ fn a_time_limit_during_a_write_waits_for_it() {
     prefill.has_prefilled(0.0, "p-1", "x-1");
     let writes = prefill.asked_and_connected(479.0, 1, &question(D1, &[("d-1", "x-1", &[100])]));
     assert!(prefill.outcomes(480.0).is_empty(), "a write reads the blocks");
-    assert_eq!(writes[0].deadline, at(481.0), "not longer: the decode may stand still");
+    assert_eq!(writes[0].deadline, at(481.0), "the decode side may hang, so no longer than that");
     assert_eq!(answer(&prefill.written(480.5, writes[0].id)).2, ["d-1"]);
     assert_eq!(prefill.outcomes(480.5), [free("p-1")]);
 }
@@ -186,7 +187,7 @@ fn who_waits_for_a_prefill_that_never_comes_hears_so_in_vllms_words() {
 
 #[test]
 fn blocks_are_kept_until_all_readers_have_had_them() {
-    // Own rank and size, the decode's size and stages, the ranks that ask: all must have asked.
+    // Own rank and size, the decode's size and stages, and the ranks that must all have asked.
     for (rank, tp, d_tp, d_pp, readers) in [
         (0, 1, 1, 1, vec![0]),
         (0, 1, 2, 1, vec![0, 1]),
@@ -203,7 +204,7 @@ fn blocks_are_kept_until_all_readers_have_had_them() {
             wanted.remote_pp_size = d_pp;
             wanted.remote_port += 100 * number as u16;
             let writes = prefill.asked_and_connected(0.1, number as u64, &wanted);
-            // The same worker asks again: it is written to once.
+            // The same worker asks again, but is written to only once.
             let again = refusal(&prefill.asked(0.1, 1000 + number as u64, &wanted));
             assert!(again.err_msg.unwrap().contains("before"));
             prefill.written(0.2, writes[0].id);
@@ -240,7 +241,7 @@ fn a_worker_that_lets_go_takes_back_what_it_asked_for() {
     let mut prefill = Rig::prefill();
     let wanted = question(D1, &[("d-1", "x-1", &[100, 101, 102])]);
     let lets_go = question(D1, &[("d-1", "x-1", &[])]);
-    // While it waits: it is written to no more.
+    // A waiting request is withdrawn: nothing is written for it.
     prefill.asked(0.0, 1, &wanted);
     let actions = prefill.asked(0.1, 2, &lets_go);
     assert_eq!(answer(&actions), (1, Finish, vec![], vec!["d-1".into()]));
@@ -251,7 +252,7 @@ fn a_worker_that_lets_go_takes_back_what_it_asked_for() {
             .all(|action| { matches!(action, MooncakeAction::Answer { ask: AskId(2), .. }) })
     );
     assert_eq!(prefill.outcomes(0.2), [free("p-1")]);
-    // While it is written to: the write is ended, and it hears when it has settled.
+    // During a write, the write ends, and the worker gets an answer when it has settled.
     let wanted = question(D1, &[("d-2", "x-2", &[100, 101, 102])]);
     let lets_go = question(D1, &[("d-2", "x-2", &[])]);
     prefill.has_prefilled(1.0, "p-2", "x-2");
@@ -316,7 +317,7 @@ fn blocks_that_a_forgotten_write_reads_are_lost() {
     prefill.has_prefilled(0.0, "p-1", "x-1");
     let writes = prefill.asked_and_connected(0.1, 1, &question(D1, &[("d-1", "x-1", &[100])]));
     fails(&mut prefill, 0.2, &writes[0], false);
-    // The step that reports the failure is over when the loss becomes known.
+    // The loss becomes known after the step that reports the failure.
     prefill.outcomes(0.2);
     prefill.worker.move_forgotten(at(0.3), writes[0].id);
     assert!(
@@ -336,7 +337,7 @@ fn an_unknown_layout_is_asked_for_and_a_new_one_ends_what_waits_for_the_old() {
     assert_eq!(answer(&actions), (1, LayoutMiss, vec![], vec![]));
     assert!(prefill.worker.is_empty(), "it asks again");
     prefill.asked(0.1, 1, &question(D1, &[("d-1", "x-1", &[100])]));
-    // The decode restarts at the same address: its memory is not what it was.
+    // The decode engine restarts at the same address with different memory.
     let mut restarted = question(D1, &[("d-2", "x-2", &[200])]);
     (restarted.layout_id, restarted.kv_caches_base_addr) = (9, vec![2 << 20]);
     let refused = refusal(&prefill.asked(0.2, 2, &restarted));
@@ -371,7 +372,7 @@ fn a_decode_whose_memory_does_not_fit_is_told_why() {
     assert!(refusal(&prefill.actions()).err_msg.unwrap().contains("l.9"));
     assert!(prefill.outcomes(0.2).is_empty());
     assert_eq!(prefill.log.len(), 1);
-    // Lists that do not fit, and blocks beyond any pool.
+    // Lists that do not match, and blocks beyond any pool.
     for blocks in [&[1, 2, 3, 4][..], &[1_000_000]] {
         prefill.has_prefilled(1.0, "p-2", "x-2");
         let mut actions = prefill.asked(1.0, 2, &question(D1, &[("d-2", "x-2", blocks)]));
@@ -387,7 +388,7 @@ fn a_decode_whose_memory_does_not_fit_is_told_why() {
         prefill.scheduler.withdraw(&"p-2".into());
         prefill.step(1.1);
     }
-    // Another number of KV cache groups.
+    // A different number of KV cache groups.
     prefill.has_prefilled(2.0, "p-3", "x-3");
     let mut two = question(D1, &[("d-3", "x-3", &[1])]);
     two.req_blocks[0].block_ids = vec![vec![1], vec![2]];
@@ -399,7 +400,7 @@ fn questions_that_cannot_be_right_are_refused_whole() {
     let mut prefill = Rig::new(Settings { tp_size: 2, ..settings("p", Role::Producer) }, 1, 7);
     let good = question((1, 2), &[("d-1", "x-1", &[100])]);
     let mut other = good.clone();
-    other.kvx_engine_id = Some("the one before".into());
+    other.kvx_engine_id = Some("the previous one".into());
     let mut stages = good.clone();
     stages.remote_pp_size = u32::MAX;
     for (bad, says) in [
@@ -417,7 +418,7 @@ fn questions_that_cannot_be_right_are_refused_whole() {
     }
     assert!(prefill.worker.asked(at(0.0), AskId(1), b"\x93\x01").is_err());
     assert_eq!(refusal(&prefill.actions()).status, Error);
-    assert!(prefill.worker.is_empty(), "nothing of it is kept");
+    assert!(prefill.worker.is_empty(), "no part of it is kept");
     let nothing = told((1, 2), 7);
     assert_eq!(answer(&prefill.asked(0.1, 2, &nothing)), (2, Finish, vec![], vec![]));
 }
@@ -432,7 +433,7 @@ fn a_peer_cannot_make_it_remember_more_than_its_bounds() {
         let actions = prefill.asked(0.0, ask, &question(D1, &[("d", &transfer, &blocks)]));
         refused += usize::from(!actions.is_empty());
     }
-    assert!((4..14).contains(&refused), "16 times 4 MiB wait: {refused} of 24 were refused");
+    assert!((4..14).contains(&refused), "16 requests of 4 MiB wait: {refused} of 24 were rejected");
     let mut many: Vec<String> = (0..65_000).map(|name| format!("y-{name}")).collect();
     many.push("z".into());
     let mut flood = question(D1, &[]);
@@ -448,7 +449,7 @@ fn a_peer_cannot_make_it_remember_more_than_its_bounds() {
     assert!(prefill.asked(0.0, 1, &flood).is_empty());
     flood.req_blocks.iter_mut().for_each(|each| each.transfer_id.push('2'));
     let said = answers(&prefill.asked(0.0, 2, &flood));
-    assert_eq!(said.len(), 2 * 65_001 - 65_536, "the rest is refused");
+    assert_eq!(said.len(), 2 * 65_001 - 65_536, "the rest is rejected");
 }
 
 #[test]
@@ -456,7 +457,7 @@ fn two_requests_of_one_transfer_are_not_guessed_apart() {
     let mut prefill = Rig::prefill();
     prefill.has_prefilled(0.0, "p-1", "x-1");
     prefill.has_prefilled(0.1, "p-2", "x-1");
-    assert_eq!(prefill.outcomes(0.1), [free("p-2")], "the second one is sent to nobody");
+    assert_eq!(prefill.outcomes(0.1), [free("p-2")], "the second one is not sent");
     assert!(prefill.log[0].contains("transfer_id x-1"), "{:?}", prefill.log);
     let writes = prefill.asked_and_connected(0.2, 1, &question(D1, &[("d-1", "x-1", &[100])]));
     assert_eq!(writes[0].request, "p-1".into());
@@ -471,7 +472,7 @@ fn blocks_that_the_engine_takes_back_are_nobodys_any_more() {
     let said = answers(&prefill.step(0.2));
     assert_eq!(said[0].1.err_reqs, Some(vec!["d-1".into()]));
     let said = answers(&prefill.written(0.3, writes[0].id));
-    assert!(said[0].1.ok_reqs.is_none(), "what was written may be another request's");
+    assert!(said[0].1.ok_reqs.is_none(), "the written blocks may belong to another request");
     assert!(prefill.outcomes(0.3).is_empty());
 }
 
@@ -484,7 +485,7 @@ fn a_transfer_that_is_tried_again_is_not_mixed_up_with_the_write_before() {
     prefill.step(0.2);
     prefill.has_prefilled(0.3, "p-2", "x-1");
     prefill.written(0.4, before[0].id);
-    assert!(prefill.outcomes(0.4).is_empty(), "the new one has not been asked for");
+    assert!(prefill.outcomes(0.4).is_empty(), "the new one has not been requested");
     let writes = prefill.asked_and_connected(0.5, 2, &question(D1, &[("d-1", "x-1", &[100])]));
     prefill.written(0.6, writes[0].id);
     assert_eq!(prefill.outcomes(0.6), [free("p-2")]);

@@ -1,4 +1,4 @@
-//! An engine with a step loop around the two halves: admission, blocks, computing, outcomes.
+//! An engine with a step loop around the two halves: admission, blocks, computation, outcomes.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -15,7 +15,7 @@ use kvx_vllm::params::{MooncakeParams, OlderMooncakeParams, TransferParams};
 
 use crate::simulation::memory::Pool;
 
-/// A monotonic clock of one process: another origin, and not quite the right speed.
+/// A monotonic clock of one process, with a different origin and a slightly different rate.
 #[derive(Clone, Copy)]
 pub(crate) struct Clock {
     pub(crate) origin: u64,
@@ -28,20 +28,20 @@ impl Clock {
         Time::from_origin(Duration::from_micros(self.origin + now.wrapping_add_signed(drift)))
     }
 
-    /// When this clock will show that time, or a little later.
+    /// Returns the time at which this clock has reached `time`.
     pub(crate) fn when(self, time: Time, now: u64) -> u64 {
         now + time.since(self.at(now)).as_micros() as u64 + 50
     }
 }
 
-/// What a request is doing.
+/// The state of a request.
 #[derive(Debug, PartialEq)]
 enum Doing {
-    /// No blocks yet.
+    /// Without blocks.
     Queued,
-    /// The connector loads.
+    /// The connector is loading.
     Loading,
-    /// Until then.
+    /// The engine computes until this time.
     Computing(u64),
 }
 
@@ -49,28 +49,28 @@ pub(crate) struct Request {
     pub(crate) client: usize,
     pub(crate) conversation: u32,
     pub(crate) prompt: u32,
-    /// Tokens that it generates.
+    /// The tokens that it generates.
     pub(crate) output: u32,
     pub(crate) deadline: u64,
     blocks: Vec<u32>,
-    /// Blocks found in the engine's own cache.
+    /// The blocks found in the engine's own cache.
     cached: u32,
     doing: Doing,
     not_before: u64,
 }
 
-/// How a request ended, for its client.
+/// The end of a request, for its client.
 pub(crate) enum End {
     Finished(Option<Box<TransferParams>>),
     Error,
 }
 
-/// The worker's half, of either connector.
+/// The worker half of either connector.
 pub(crate) trait Half: Debug {
     fn start_load_kv(&mut self, now: Time, meta: ConnectorMeta);
     fn get_finished(&mut self, now: Time) -> WorkerOutput;
     fn next_deadline(&self) -> Option<Time>;
-    /// Says whether nothing is left.
+    /// Returns whether the worker is idle.
     fn ends(&mut self, now: Time) -> bool;
 }
 
@@ -133,11 +133,12 @@ pub(crate) struct Engine<W = Worker> {
     pub(crate) clock: Clock,
     pub(crate) pool: Pool,
     pub(crate) requests: BTreeMap<RequestId, Request>,
-    /// Blocks that the connector has been promised, by request: of ended requests, and of ended loads.
+    /// Blocks that the connector holds, by request: of ended requests, and of ended loads.
     kept: BTreeMap<(RequestId, bool), Vec<u32>>,
-    /// Until when what is kept for peers is theirs, unless they say that they have it.
+    /// The time until which published blocks are kept for peers, unless the peers confirm their
+    /// reads earlier.
     published: BTreeMap<RequestId, u64>,
-    /// References to blocks are checked against generations.
+    /// Whether references to blocks are checked against generations.
     pub(crate) generations: bool,
     pub(crate) life: u32,
     pub(crate) loaded: u32,
@@ -146,7 +147,7 @@ pub(crate) struct Engine<W = Worker> {
     pub(crate) lost: u32,
 }
 
-/// What an engine needs to know to begin its life.
+/// The parameters of a new engine.
 pub(crate) struct Birth {
     pub(crate) settings: Settings,
     pub(crate) blocks: u32,
@@ -186,7 +187,7 @@ impl<W: Half> Engine<W> {
         }
     }
 
-    /// A request comes from the proxy.
+    /// Takes a request from the proxy.
     pub(crate) fn arrive(
         &mut self,
         now: u64,
@@ -203,7 +204,7 @@ impl<W: Half> Engine<W> {
             params,
             deadline: deadline_here,
         };
-        // Wrong parameters are no concern of the simulation: they never come.
+        // The simulation has no invalid parameters.
         match params {
             Asked::Nothing => self.scheduler.on_new_request(self.clock.at(now), arrival(None)),
             Asked::Nixl(params) => {
@@ -229,7 +230,7 @@ impl<W: Half> Engine<W> {
         self.requests.insert(id.clone(), request);
     }
 
-    /// The client has gone.
+    /// Aborts a request whose client is gone.
     pub(crate) fn abort(&mut self, now: u64, id: &RequestId) -> Result<(), String> {
         self.end(now, id, Status::Aborted).map(|_| ())
     }
@@ -254,7 +255,8 @@ impl<W: Half> Engine<W> {
             return Err(format!("{id}: parameters were withheld: {why}"));
         }
         if finished.delay_free {
-            // A prefill leg of a MooncakeConnector has no load to wait for; since vLLM 0.16 it answers nothing.
+            // A prefill leg of a MooncakeConnector has no load; since vLLM 0.16 its answer has no
+            // parameters.
             let published =
                 finished.params.is_some() || (self.settings.mooncake.is_some() && normal);
             if published {
@@ -265,7 +267,7 @@ impl<W: Half> Engine<W> {
                     BlockRelease::Lease(lease) => lease.duration,
                     BlockRelease::After(duration) => duration,
                 };
-                // Clocks differ in speed.
+                // Clocks differ in rate.
                 let kept = kept.as_micros() as u64;
                 self.published.insert(id.clone(), now + kept - kept / 500);
             }
@@ -276,7 +278,7 @@ impl<W: Half> Engine<W> {
         Ok(finished.params.map(Box::new))
     }
 
-    /// One step; gives the requests that ended, by client.
+    /// Runs one step. Returns the requests that ended, by client.
     pub(crate) fn step(&mut self, now: u64) -> Result<Vec<(usize, RequestId, End)>, String> {
         let time = self.clock.at(now);
         let mut ended = Vec::new();
@@ -353,7 +355,7 @@ impl<W: Half> Engine<W> {
                         self.recomputed += 1;
                         self.pool
                             .check(request.conversation, &request.blocks, computed, size)
-                            .map_err(|why| format!("STALE: {id} keeps what is not right: {why}"))?;
+                            .map_err(|why| format!("STALE: {id} keeps invalid blocks: {why}"))?;
                         let kept = &request.blocks[..(computed / size) as usize];
                         if kept.iter().any(|block| invalid.contains(block)) {
                             return Err(format!("{id} keeps a block that is invalid"));
@@ -361,7 +363,7 @@ impl<W: Half> Engine<W> {
                         let needed = (request.prompt + request.output).div_ceil(size) as usize;
                         let missing = needed - request.blocks.len();
                         if self.pool.available() < missing {
-                            // As an engine that preempts: all over again.
+                            // Starts again, as an engine does after a preemption.
                             let blocks = std::mem::take(&mut request.blocks);
                             self.pool.give_back(&id, &blocks)?;
                             request.cached = 0;
@@ -388,7 +390,8 @@ impl<W: Half> Engine<W> {
                     .kept
                     .remove(&(id.clone(), published))
                     .ok_or_else(|| format!("{id}: {kept:?} is to be freed, but is not kept"))?;
-                // Only a lease that has ended takes blocks from under a reader; it finds out by their generations.
+                // Only an expired lease may free blocks during a read. The reader notices by their
+                // generations.
                 let leased =
                     published && self.published.remove(&id).is_some_and(|until| now < until);
                 if leased && self.pool.read_by_peers.get(&id).is_some_and(|reads| *reads > 0) {
@@ -427,7 +430,7 @@ impl<W: Half> Engine<W> {
             let (cached, rest) = request.blocks.split_at(request.cached as usize);
             pool.compute(request.conversation, cached, 0, computed, size);
             let matched = scheduler.get_num_new_matched_tokens(time, id, computed);
-            // Blocks for the tokens to come are no blocks to fill.
+            // Blocks for future tokens are not loaded.
             let fill = rest
                 .len()
                 .min((computed + matched.tokens).div_ceil(size) as usize - request.cached as usize);
@@ -471,7 +474,7 @@ impl<W: Half> Engine<W> {
         Ok(())
     }
 
-    /// When the next step is worth it.
+    /// Returns the time of the next step.
     pub(crate) fn next_step(&self, now: u64) -> Option<u64> {
         if !self.requests.is_empty() {
             return Some(now + 10_000);
@@ -484,7 +487,7 @@ impl<W: Half> Engine<W> {
         workers.chain(scheduler).min()
     }
 
-    /// What an engine with nothing to do must not have any more.
+    /// Checks that an idle engine holds no blocks and no state.
     pub(crate) fn check_quiet(&mut self, now: u64) -> Result<(), String> {
         let leaked = self.pool.leaked();
         if !leaked.is_empty() {

@@ -1,33 +1,33 @@
-//! Real block pools: who has which block, what is in it, and who is touching it.
+//! Real block pools: the owner, content and users of each block.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicU64;
 
 use kvx_vllm::engine::{BlockReference, Generations, RequestId};
 
-/// What a block holds: KV of a conversation's tokens, or what a later request has put there.
+/// The content of a block: KV of a conversation's tokens, or the content of a later request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Content {
     pub(crate) conversation: u32,
     pub(crate) index: u32,
-    /// Tokens that are there, of a block's.
+    /// The filled tokens of the block.
     pub(crate) filled: u32,
-    /// Which writing of the block it was.
+    /// The number of the write that produced it.
     pub(crate) version: u32,
-    /// As a peer with another layout had it: nothing that the engine can read.
+    /// Whether it still has a peer's layout, which the engine cannot read.
     pub(crate) unfinished: bool,
 }
 
-/// Halves of a block: two ranks of a peer may fill one each.
+/// The two halves of a block: two ranks of a peer may fill one half each.
 pub(crate) type Block = [Content; 2];
 
 /// The memory of one worker.
 pub(crate) struct Memory {
     pub(crate) blocks: Vec<Block>,
     pub(crate) generations: Generations<Vec<AtomicU64>>,
-    /// Transfers that may write into a block.
+    /// The number of transfers that may write into each block.
     pub(crate) writers: Vec<u32>,
-    /// Transfers of this worker itself that read a block.
+    /// The number of this worker's own transfers that read each block.
     pub(crate) readers: Vec<u32>,
 }
 
@@ -43,15 +43,16 @@ impl Memory {
     }
 }
 
-/// The pool of an engine: the same block numbers on each worker.
+/// The pool of an engine, with the same block numbers on each worker.
 pub(crate) struct Pool {
     pub(crate) workers: Vec<Memory>,
     owners: Vec<Option<RequestId>>,
     free: Vec<u32>,
     version: u32,
-    /// Blocks that a forgotten transfer may touch for ever.
+    /// Blocks that a forgotten transfer may access forever.
     lost: BTreeSet<u32>,
-    /// Transfers of other engines that read the blocks of a request; they began while it had them.
+    /// The number of reads of other engines for each request. They began while the request had its
+    /// blocks.
     pub(crate) read_by_peers: BTreeMap<RequestId, u32>,
 }
 
@@ -75,7 +76,7 @@ impl Pool {
         self.owners.len()
     }
 
-    /// Gives blocks to a request; they get new contents from now on.
+    /// Gives blocks to a request. Their content is new from now on.
     pub(crate) fn take(&mut self, request: &RequestId, count: usize) -> Result<Vec<u32>, String> {
         let taken = self.free.split_off(self.free.len() - count);
         self.version += 1;
@@ -116,8 +117,8 @@ impl Pool {
         Ok(())
     }
 
-    /// The engine computes tokens of a conversation up to `tokens` into blocks of which the first is block `first` of
-    /// it.
+    /// Computes tokens of a conversation up to `tokens`, into blocks that start at block `first` of
+    /// the conversation.
     pub(crate) fn compute(
         &mut self,
         conversation: u32,
@@ -138,7 +139,7 @@ impl Pool {
         }
     }
 
-    /// Whether blocks hold the tokens of a conversation before `tokens`, on every worker.
+    /// Checks that blocks hold the tokens of a conversation before `tokens`, on every worker.
     pub(crate) fn check(
         &self,
         conversation: u32,
@@ -163,7 +164,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Who has a block.
+    /// Returns the owner of a block.
     pub(crate) fn owner(&self, block: u32) -> Option<&RequestId> {
         self.owners.get(block as usize)?.as_ref()
     }
@@ -172,7 +173,7 @@ impl Pool {
         self.workers[0].generations.reference()
     }
 
-    /// Keeps blocks from everybody, for ever.
+    /// Removes blocks from the pool forever.
     pub(crate) fn lose(&mut self, request: &RequestId, blocks: &[u32]) -> Result<(), String> {
         for block in blocks {
             if self.owners[*block as usize].as_ref() != Some(request) {
@@ -183,7 +184,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Blocks that nobody has let go of, and nobody has lost.
+    /// Returns blocks that are neither released nor lost.
     pub(crate) fn leaked(&self) -> Vec<(usize, Option<RequestId>)> {
         let free: BTreeSet<u32> = self.free.iter().copied().collect();
         let leaked = (0..self.size() as u32)

@@ -1,17 +1,19 @@
-//! Prefill and decode engines, a network and clients in virtual time: what one seed does, it does again.
+//! Prefill and decode engines, a network and clients in virtual time. A seed always gives the same
+//! run.
 //!
-//! Blocks are real: a pool with owners, and contents that say whose tokens they are and which writing of the block
-//! they come from. A read takes time and copies what is there while it runs. Engines restart, the network is cut,
-//! notifications get lost and repeat, clients go away at any moment. Whatever happens:
+//! Blocks are real: a pool with owners, and contents that identify their tokens and the write that
+//! produced them. A read takes time and copies the current contents while it runs. Engines restart,
+//! the network is cut, notifications get lost and are repeated, and clients disconnect at any
+//! moment. In every run:
 //!
-//! - no block is leaked, and none is freed or given to another request while a transfer may touch it;
-//! - no block with other contents than the request's own is taken for loaded;
+//! - no block is leaked, freed or given to another request while a transfer may access it;
+//! - no block with foreign contents counts as loaded;
 //! - every client has an answer by its deadline.
 //!
-//! Engines speak one version, or each one of its own.
+//! All engines speak one version, or each engine speaks its own.
 //!
-//! `KVX_SIM_SEED=n` runs one seed, with `KVX_SIM_TRACE=1` and `--nocapture` event by event; `KVX_SIM_RUNS=n` runs
-//! that many.
+//! `KVX_SIM_SEED=n` runs one seed; with `KVX_SIM_TRACE=1` and `--nocapture` it prints every event.
+//! `KVX_SIM_RUNS=n` runs that many seeds.
 
 mod engine;
 mod memory;
@@ -29,21 +31,21 @@ use libtest_mimic::Trial;
 
 use self::world::{Scenario, Summary, World};
 
-/// Seeds that find everything that the assertions ask for.
+/// The number of seeds with which all assertions on the summary hold.
 const RUNS: u64 = 800;
-/// What the whole run goes through.
+/// The number of seeds of the whole run.
 const MANY: u64 = 10_000;
-/// The longest that a seed may take on average, without optimisation on a busy machine.
+/// The longest average time of a seed, without optimisation on a busy machine.
 const EACH: Duration = Duration::from_millis(120);
 
-/// Tests that run all seeds.
+/// The tests that run all seeds.
 const ALL_SEEDS: &[(&str, fn())] = &[
     ("every_request_ends_and_no_block_is_leaked_reused_early_or_stale", engines_of_one_dialect),
     ("every_transfer_ends_and_no_block_is_leaked_reused_early_or_written_late", mooncake_engines),
     ("the_same_holds_between_engines_of_unequal_dialects", engines_of_unequal_dialects),
 ];
 
-/// The tests that run all seeds, which may take as long as their number asks for.
+/// Returns the tests that run all seeds, with time limits for their numbers of seeds.
 pub(crate) fn trials() -> Vec<Trial> {
     if !Tier::Usual.runs() {
         return Vec::new();
@@ -79,10 +81,10 @@ fn caught(run: impl FnOnce() -> Result<Summary, String>) -> Result<Summary, Stri
 
 fn number(variable: &str) -> Option<u64> {
     let text = std::env::var(variable).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{variable} is {text:?}; it takes a number")))
+    Some(text.parse().unwrap_or_else(|_| panic!("{variable} is {text:?}; expected a number")))
 }
 
-/// Runs seeds on all cores; stops at the first that ends badly.
+/// Runs seeds on all cores and stops at the first failure.
 fn all(
     seeds: std::ops::Range<u64>,
     run: impl Fn(u64) -> Result<Summary, String> + Sync,
@@ -130,11 +132,11 @@ fn engines_of_unequal_dialects() {
     let summary = hold_among(&Version::SPOKEN);
     assert!(
         summary.is_none_or(|summary| summary.unequal > 8 * summary.runs / 10),
-        "most pairs are unequal"
+        "most pairs have unequal versions"
     );
 }
 
-/// Runs all seeds among engines of these versions; gives what came of it, if that many ran.
+/// Runs all seeds with engines of these versions. Returns the summary if that many seeds ran.
 fn hold_among(among: &[Version]) -> Option<Summary> {
     hold(
         |seed| run(seed, true, among),
@@ -149,7 +151,7 @@ fn hold_among(among: &[Version]) -> Option<Summary> {
     )
 }
 
-/// Runs all seeds; so much must have happened as `enough` says.
+/// Runs all seeds and checks with `enough` that the summary covers enough events.
 fn hold(
     run: impl Fn(u64) -> Result<Summary, String> + Sync,
     enough: impl Fn(&Summary, u64) -> bool,
@@ -163,10 +165,10 @@ fn hold(
     };
     let count = seeds.end - seeds.start;
     match all(seeds, run) {
-        Err((seed, why)) => panic!("seed {seed}: {why}\nto see it again: KVX_SIM_SEED={seed}"),
+        Err((seed, why)) => panic!("seed {seed}: {why}\nto reproduce it: KVX_SIM_SEED={seed}"),
         Ok(summary) => {
             println!("{summary:?}");
-            // A simulation in which nothing happens would hold everything.
+            // A simulation without events would pass every check.
             assert!(count < RUNS || enough(&summary, count), "{summary:?}");
             (count >= RUNS).then_some(summary)
         }

@@ -1,4 +1,4 @@
-//! Numbers that depend on the seed and on nothing else.
+//! Numbers that depend only on the seed.
 
 use std::ops::Range;
 
@@ -18,12 +18,12 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// One of the range, which is not empty.
+    /// Returns a number in the range, which must not be empty.
     pub(crate) fn within(&mut self, range: Range<u64>) -> u64 {
         range.start + self.word() % (range.end - range.start)
     }
 
-    /// True so many times of a hundred.
+    /// Returns true in `chance` percent of all calls.
     pub(crate) fn percent(&mut self, chance: u64) -> bool {
         self.word() % 100 < chance
     }
@@ -32,7 +32,7 @@ impl Random {
         of[self.within(0..of.len() as u64) as usize]
     }
 
-    /// Mostly near the start of the range, seldom far from it.
+    /// Returns a number that is usually near the start of the range, rarely far from it.
     pub(crate) fn skewed(&mut self, range: Range<u64>) -> u64 {
         let far = self.within(range.clone());
         let shift = self.within(0..8);

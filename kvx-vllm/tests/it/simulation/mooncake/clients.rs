@@ -1,4 +1,5 @@
-//! Clients and the proxy in front of the engines: both legs at once, before vLLM 0.16 also one after the other.
+//! Clients, and the proxy in front of the engines. It sends both legs at once, or before vLLM 0.16
+//! also one after the other.
 
 use kvx_vllm::engine::RequestId;
 use kvx_vllm::params::{
@@ -23,23 +24,23 @@ pub(super) struct Client {
     lives: (u32, u32),
     pub(super) prefilling: bool,
     pub(super) decoding: bool,
-    /// When its prefill was aborted under its decode.
+    /// The time at which its prefill was aborted while the decode leg was running.
     alone_since: Option<u64>,
     pub(super) over: bool,
 }
 
-/// Of a client before vLLM 0.16.
+/// The options of a client before vLLM 0.16.
 struct Older {
-    /// The decode is told nothing that only kvx says.
+    /// True if the decode side gets no kvx extensions.
     plain: bool,
-    /// Its proxy knows the prefill's address, and sends both legs at once.
+    /// True if its proxy knows the prefill's address and sends both legs at once.
     at_once: bool,
-    /// What the prefill has answered.
+    /// The prefill's answer.
     answer: Option<Box<TransferParams>>,
 }
 
 impl Client {
-    /// Its decode leg waits for the prefill's answer.
+    /// Returns whether its decode leg waits for the prefill's answer.
     fn waits_for_the_prefill(&self) -> bool {
         self.older.as_ref().is_some_and(|older| !older.at_once && older.answer.is_none())
     }
@@ -57,7 +58,8 @@ impl World {
             at_once: random.percent(25),
             answer: None,
         });
-        // Before vLLM 0.16 a plain decode and its prefill have nothing in common but what the proxy has named both.
+        // Before vLLM 0.16, a plain decode and its prefill share only the name that the proxy gives
+        // both.
         let (prefill_id, decode_id) = match &older {
             None => (format!("p-{number}"), format!("d-{number}")),
             Some(_) if random.percent(20) => {
@@ -149,17 +151,18 @@ impl World {
         self.wake(decode, self.now);
     }
 
-    /// Whether a decode's request is one that it asks for as a plain agent before vLLM 0.16.
+    /// Returns whether a decode engine asks for this request as a plain agent before vLLM 0.16.
     pub(super) fn asks_plainly(&self, request: &RequestId) -> bool {
         let is_plain = |client: &Client| client.older.as_ref().is_some_and(|older| older.plain);
         self.clients.iter().any(|client| client.decode_id == *request && is_plain(client))
     }
 
-    /// What a decode is told before vLLM 0.16: the prefill's answer, or what a proxy knows without.
+    /// Returns a decode leg's parameters before vLLM 0.16: the prefill's answer, or the proxy's
+    /// own.
     fn older_params(&self, client: &Client, older: &Older) -> OlderMooncakeParams {
         let answer = older.answer.as_ref().map(|answer| OlderMooncakeParams::from_params(answer));
         let mut params =
-            answer.transpose().expect("the prefill's answer is right").unwrap_or_else(|| {
+            answer.transpose().expect("the prefill's answer is valid").unwrap_or_else(|| {
                 let there = &self.engines[client.prefill];
                 let request_id = Some(client.prefill_id.to_string());
                 OlderMooncakeParams::new(OlderMooncakeLeg::Decode {
@@ -184,7 +187,7 @@ impl World {
         self.end_client(number)
     }
 
-    /// Nobody waits for an answer any more: both legs go.
+    /// Ends both legs of a client that no longer waits for an answer.
     pub(super) fn end_client(&mut self, number: usize) -> Result<(), String> {
         let client = &mut self.clients[number];
         client.over = true;
@@ -201,7 +204,7 @@ impl World {
         Ok(())
     }
 
-    /// The prefill leg ends alone, as under a proxy that does not look at it.
+    /// Ends only the prefill leg, as under a proxy that ignores its errors.
     pub(super) fn prefill_dies(&mut self, number: usize) -> Result<(), String> {
         let client = &mut self.clients[number];
         let (prefill, id) = (client.prefill, client.prefill_id.clone());
@@ -242,7 +245,7 @@ impl World {
                     self.after(delay, Event::Decode(number));
                 }
                 (End::Finished(_), _) => {
-                    return Err(format!("{id} does not answer where it listens"));
+                    return Err(format!("{id} does not return its address"));
                 }
                 (End::Error, _) => {
                     client.over = true;
@@ -266,7 +269,8 @@ impl World {
         }
         if matches!(end, End::Error) {
             self.summary.errors += 1;
-            // 20 s may pass before it is admitted, 14 until all are told that it is over; a plain agent proves nothing.
+            // Admission may take 20 s, and ending all parts another 14. A plain agent proves
+            // nothing.
             let waited = alone.map_or(0, |alone| self.now.saturating_sub(alone));
             let held = if self.asks_plainly(id) { MAY_WRITE_FOR } else { 0 };
             if self.scenario.trouble == 0 && waited > 34 * SECOND + held {

@@ -1,4 +1,4 @@
-//! Writes under way: what they copy, how they end, and what they keep from being freed.
+//! Writes in flight: their copies, their ends, and the blocks that they keep from being freed.
 
 use std::time::Duration;
 
@@ -6,20 +6,20 @@ use kvx_vllm::engine::{FailureKind, Move, MoveFailure, RequestId, Transferred};
 
 use super::{At, Event, MAY_WRITE_FOR, MILLISECOND, SECOND, World};
 
-/// A write under way.
+/// A write in flight.
 pub(super) struct Flight {
     pub(super) at: At,
     to: At,
     pub(super) what: Move,
-    /// Which half of a block it fills; `None`: both.
+    /// The half of a block that it fills; `None` for both.
     half: Option<usize>,
-    /// Whose blocks it writes into.
+    /// The request whose blocks it writes into.
     target: RequestId,
     blocked: bool,
     pub(super) fails: bool,
     resolved: bool,
     forgotten: bool,
-    /// It is counted in the memory it touches, here and there.
+    /// Whether it is counted in the memory at its source and at its target.
     counted: (bool, bool),
 }
 
@@ -58,12 +58,12 @@ impl World {
         }
     }
 
-    /// Whether the decode refuses it.
+    /// Returns whether the decode side rejects the write.
     fn is_fenced_off(&self, flight: &Flight) -> bool {
         self.fenced.contains(&(flight.to, flight.target.clone()))
     }
 
-    /// Counts a write in the memory of both ends, or takes it off again.
+    /// Adds a write to the counts in the memory of both ends, or removes it.
     pub(super) fn count(&mut self, flight: &mut Flight, starts: bool) {
         let change = |count: &mut u32| *count = if starts { *count + 1 } else { *count - 1 };
         if starts {
@@ -88,7 +88,7 @@ impl World {
         }
     }
 
-    /// Copies half of the blocks of a write, as they are now.
+    /// Copies half of the blocks of a write, with their current contents.
     pub(super) fn copy(&mut self, key: u64, part: usize) {
         let Some(flight) = self.flights.get(&key) else { return };
         let (at, to) = (flight.at, flight.to);
@@ -129,7 +129,7 @@ impl World {
             return self.with(at, |worker, time| worker.move_settled(time, id));
         }
         if flight.fails || gone || flight.blocked {
-            // Some end by and by.
+            // Some end later.
             let settled = flight.fails && self.random.percent(80) || gone || flight.blocked;
             let (kind, error) = (FailureKind::TransferFailed, "no luck".into());
             let failure = MoveFailure { kind, settled, peer_is_gone: gone, error };
@@ -168,7 +168,7 @@ impl World {
         });
     }
 
-    /// A decode's worker keeps others from writing for a request. Sometimes nothing can prove that they do not.
+    /// Fences off the writes for a request at a decode worker. Sometimes a fence cannot be proven.
     pub(super) fn fence(&mut self, at: At, request: RequestId) {
         if !self.lives(at) {
             return;
@@ -186,7 +186,7 @@ impl World {
             self.flights.iter().filter(|(_, flight)| flight.to == at && self.is_fenced_off(flight));
         for key in off.map(|(key, _)| *key).collect::<Vec<_>>() {
             let Some(mut flight) = self.flights.remove(&key) else { continue };
-            // Its memory here is free of it; its own end still has it.
+            // The memory here no longer counts it; its source still does.
             if std::mem::replace(&mut flight.counted.1, false) {
                 for group in flight.what.groups.iter() {
                     for place in 0..group.remote.len() {

@@ -1,6 +1,6 @@
-//! Engines with the MooncakeConnector: questions and answers on wires, a bootstrap server in front of each prefill,
-//! writes into the decode's blocks, and the same troubles. Some speak the protocol before vLLM 0.16, with no bootstrap
-//! server, to kvx and to plain agents.
+//! Engines with the MooncakeConnector: requests and answers, a bootstrap server for each prefill
+//! engine, writes into the decode engine's blocks, and the same faults. Some runs use the protocol
+//! before vLLM 0.16, without a bootstrap server, with kvx and with plain agents.
 
 mod clients;
 mod flights;
@@ -27,36 +27,36 @@ use crate::simulation::engine::{Birth, Clock, Engine, address};
 use crate::simulation::random::Random;
 use crate::simulation::world::{END, MAX_EVENTS, MILLISECOND, SECOND, Summary};
 
-/// One seed of so many is of the protocol before vLLM 0.16.
+/// One in this many seeds uses the protocol before vLLM 0.16.
 const OLDER: u64 = 4;
 
-/// How long blocks are held that a plain agent may write to: then they are lost.
+/// The time that blocks are held while a plain agent may write to them. After it they are lost.
 const MAY_WRITE_FOR: u64 = 60 * SECOND;
 
-/// What is simulated, drawn from the seed.
+/// The simulated scenario, determined by the seed.
 #[derive(Clone, Debug)]
 struct Scenario {
     prefills: usize,
     decodes: usize,
     prefill_tp: u32,
     decode_tp: u32,
-    /// The protocol before vLLM 0.16.
+    /// True for the protocol before vLLM 0.16.
     older: bool,
-    /// Every rank of a prefill has the same bytes: one of them writes.
+    /// True if every rank of a prefill engine has the same bytes, so that only one of them writes.
     latent: bool,
-    /// What only kvx says does not arrive.
+    /// True if kvx extensions are dropped.
     foreign: bool,
-    /// Decodes give their layouts no names.
+    /// True if decode engines do not name their layouts.
     nameless: bool,
-    /// A restarted prefill listens where the one before did.
+    /// True if a restarted prefill engine listens at the same ports.
     same_ports: bool,
-    /// How long blocks and questions are kept.
+    /// The time that blocks and requests are kept.
     wait: u64,
     policy: LoadFailurePolicy,
     load_timeout: u64,
     blocks: u32,
     clients: usize,
-    /// Of a hundred.
+    /// A percentage.
     trouble: u64,
 }
 
@@ -65,7 +65,7 @@ enum Event {
     Prefill(usize),
     Decode(usize),
     Abort(usize),
-    /// Of the prefill leg alone.
+    /// Ends only the prefill leg.
     PrefillDies(usize),
     GivesUp(usize),
     Step(usize),
@@ -82,7 +82,7 @@ enum Event {
     Restart(usize),
 }
 
-/// A worker in one life of an engine.
+/// A worker of one incarnation of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct At {
     engine: usize,
@@ -135,7 +135,8 @@ impl World {
             clients: random.within(3..12) as usize,
             trouble: random.one_of(&[0, 5, 15, 40]),
         };
-        // It takes the same size on both sides. Only kvx says its own, and is refused by it.
+        // The protocol requires equal sizes on both sides. Only kvx reports its size, and rejects
+        // others.
         if scenario.older && (scenario.foreign || random.percent(90)) {
             scenario.decode_tp = scenario.prefill_tp;
         }
@@ -202,7 +203,7 @@ impl World {
         mooncake.connect_timeout = Duration::from_secs(3);
         let mut address = address(engine);
         if scenario.older {
-            // Where its first worker listens.
+            // Its first worker listens here.
             mooncake.bootstrap = Bootstrap::Without;
             address = Address { port: first_port, ..address };
         }
@@ -231,7 +232,7 @@ impl World {
         Engine::new(birth, |settings, rank| {
             let mut told =
                 PullRequest::new(format!("host-{engine}"), 7000 + rank.tp as u16, tp, rank.tp);
-            // Memory is never where it was in another life.
+            // Each incarnation has different memory addresses.
             told.kv_caches_base_addr = vec![u64::from(life) << 32 | 4096];
             (told.block_lens, told.kv_block_lens, told.layout_id) = (vec![64], vec![64], layout_id);
             MooncakeWorker::new(settings.clone(), rank, told)
@@ -251,13 +252,13 @@ impl World {
         }
     }
 
-    /// Runs until nothing happens any more; gives what was violated.
+    /// Runs until no event is left. Returns the first violation.
     pub(crate) fn run(mut self) -> Result<Summary, String> {
         while let Some(((at, _), event)) = self.events.pop_first() {
             self.now = at;
             self.summary.events += 1;
             if at > END || self.summary.events > MAX_EVENTS {
-                return Err(self.said(format!("there is no end: {event:?}")));
+                return Err(self.said(format!("the simulation does not end: {event:?}")));
             }
             self.happen(event).map_err(|why| self.said(why))?;
         }
@@ -321,7 +322,7 @@ impl World {
         Ok(())
     }
 
-    /// Calls a worker, if it still lives, and does what it asks for.
+    /// Calls a worker if its incarnation still runs, and performs its actions.
     fn with(&mut self, at: At, call: impl FnOnce(&mut MooncakeWorker, Time)) {
         let now = self.now;
         let Some(engine) = self.engines.get_mut(at.engine).filter(|engine| engine.life == at.life)
@@ -348,7 +349,7 @@ impl World {
         Ok(())
     }
 
-    /// When two engines can talk again, if they cannot now.
+    /// Returns the end of the current network cut between two engines.
     fn cut(&self, a: usize, b: usize) -> Option<u64> {
         let (a, b) = (a.min(b), a.max(b));
         let cuts = self.cuts.iter();
@@ -362,7 +363,7 @@ impl World {
         self.engines[at.engine].life == at.life
     }
 
-    /// Does what a worker asks for.
+    /// Performs a worker's actions.
     fn act(&mut self, at: At) {
         if !self.lives(at) {
             return;
@@ -420,7 +421,7 @@ impl World {
         }
     }
 
-    /// A prefill's worker describes the memory that a decode's worker has told of.
+    /// Connects a prefill worker to the memory that a decode worker has described.
     fn connect(&mut self, at: At, connection: Connection, target: &Target) {
         let told = &target.told;
         let engine =
@@ -433,9 +434,9 @@ impl World {
             true => Err(HandshakeFailure { setup: false, error: "no way to its memory".into() }),
             false => {
                 self.links.insert((at, connection), to);
-                let mut plan = PeerPlan::one_to_one(4, self.scenario.blocks).expect("a right plan");
+                let mut plan = PeerPlan::one_to_one(4, self.scenario.blocks).expect("a valid plan");
                 let rank = WorkerRank { pp: 0, tp: told.remote_tp_rank };
-                // Of replicas of a latent one sends.
+                // Of the replicas of a latent, only one sends.
                 let (own, theirs) = (self.scenario.prefill_tp, self.scenario.decode_tp);
                 let sends = !self.scenario.latent || own <= theirs || at.worker.is_multiple_of(2);
                 plan.lanes = if sends { vec![PeerLane::whole(rank, 1)] } else { Vec::new() };
@@ -445,7 +446,7 @@ impl World {
         self.with(at, |worker, time| worker.connected(time, connection, result));
     }
 
-    /// An engine dies, and another one begins in its place.
+    /// Replaces an engine with a new incarnation.
     fn restart(&mut self, engine: usize) -> Result<(), String> {
         self.summary.restarts += 1;
         let life = self.engines[engine].life + 1;

@@ -1,4 +1,4 @@
-//! Questions to bootstrap servers and to workers, and what comes back: in order, late, or not at all.
+//! Requests to bootstrap servers and workers, and their answers: in order, late, or lost.
 
 use kvx_vllm::engine::mooncake::{AskId, PullId, QueryId, Unanswered};
 use kvx_vllm::engine::{Time, WorkerRank};
@@ -8,18 +8,18 @@ use kvx_vllm::wire::mooncake::{
 
 use super::{At, Event, MILLISECOND, SECOND, World};
 
-/// The way between a decode's worker that asks and a prefill's that answers.
+/// The connection between a requesting decode worker and an answering prefill worker.
 pub(super) struct Wire {
     from: At,
     pull: PullId,
     to: At,
     ask: Option<AskId>,
-    /// A plain REQ socket before vLLM 0.16, which hears one answer.
+    /// True for a plain REQ socket before vLLM 0.16, which gets one answer.
     plain: bool,
     answers: u32,
-    /// It has heard of a failure from a vLLM, which does not wait for what still writes.
+    /// True if a vLLM has reported a failure at once, without waiting for writes in flight.
     told_at_once: bool,
-    /// Nothing arrives before what was sent before it.
+    /// The arrival of the last message in each direction: messages arrive in order.
     arrives: (u64, u64),
 }
 
@@ -29,7 +29,8 @@ impl World {
         4000 + 10 * life as u16 + at.worker as u16
     }
 
-    /// The bootstrap server of a prefill answers for who lives there now; some workers register late.
+    /// Answers for the current incarnation of a prefill engine, as its bootstrap server. Some
+    /// workers register late.
     pub(super) fn query(&mut self, at: At, query: QueryId, host: &str) {
         let engine: usize =
             host.strip_prefix("host-").and_then(|engine| engine.parse().ok()).expect("a host");
@@ -82,7 +83,7 @@ impl World {
                 self.sequence += 1;
                 let wire = self.sequence;
                 self.by_pull.insert((from, pull), wire);
-                // Nobody is there: that is known to have been nobody.
+                // No worker listens at this port.
                 let to_nobody = At { engine, life: u32::MAX, worker: 0 };
                 let arrives = (self.now, self.now);
                 let there = to.unwrap_or(to_nobody);
@@ -109,7 +110,7 @@ impl World {
         let trouble = self.scenario.trouble;
         if self.random.percent(trouble / 4) {
             let delay = self.random.skewed(MILLISECOND..5 * SECOND);
-            // Whether it had arrived is not known.
+            // The sender does not know whether the message arrived.
             if self.random.percent(50) {
                 return self.after(delay, Event::Breaks(wire, true));
             }
@@ -124,7 +125,7 @@ impl World {
     }
 
     pub(super) fn question(&mut self, wire: u64, bytes: &[u8]) {
-        // A message on its way arrives though its sender has hung up: sometimes.
+        // A message may arrive after its sender has closed the connection.
         let Some(known) = self.wires.get_mut(&wire) else { return };
         let to = known.to;
         self.sequence += 1;
@@ -134,7 +135,7 @@ impl World {
         if self.scenario.older {
             let question = OlderPullRequest::decode(bytes);
             return self.with(to, |worker, time| {
-                // It may be of another size, or another engine.
+                // It may have another size, or belong to another engine.
                 let _ = worker.older_asked_for(time, ask, question);
             });
         }
@@ -147,7 +148,7 @@ impl World {
             }
         };
         self.with(to, |worker, time| {
-            // Another engine may listen there by now: it says so.
+            // Another engine may listen there by now, and reports it.
             let _ = worker.asked(time, ask, &bytes);
         });
     }
@@ -162,18 +163,19 @@ impl World {
         let delay = cut + self.random.skewed(50..2 * SECOND);
         let Some(known) = self.wires.get_mut(&wire) else { return };
         known.answers += 1;
-        assert!(!known.plain || known.answers == 1, "a REQ socket hears a second answer");
+        assert!(!known.plain || known.answers == 1, "a REQ socket gets a second answer");
         let arrives = (self.now + delay).max(known.arrives.1);
         known.arrives.1 = arrives;
         self.after(arrives - self.now, Event::Answer(wire, bytes));
     }
 
-    /// A write to a plain agent has failed, and may go on: a vLLM says so and is done.
+    /// Reports the failure of a write to a plain agent, which may continue: vLLM reports it and
+    /// stops waiting.
     pub(super) fn says_at_once(&mut self, from: At, to: At) {
         let asked = |wire: &&mut Wire| {
             wire.plain && (wire.from, wire.to) == (from, to) && wire.answers == 0
         };
-        // Whichever it is: any of them may fail.
+        // Any of them may fail.
         let Some(known) = self.wires.values_mut().find(asked) else { return };
         let Some(ask) = known.ask else { return };
         self.send_answer(ask, OlderAnswer::Failed.encode().to_vec());
@@ -206,7 +208,7 @@ impl World {
         self.with(from, |worker, time| worker.unanswered(time, pull, how));
     }
 
-    /// The wires of an engine that has died: the other ends notice, by and by.
+    /// Cuts the connections of a dead engine. The other ends notice some time later.
     pub(super) fn cut_wires(&mut self, engine: usize) {
         self.wires.retain(|_, wire| wire.from.engine != engine);
         self.by_pull.retain(|(at, _), _| at.engine != engine);

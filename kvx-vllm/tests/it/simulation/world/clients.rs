@@ -1,4 +1,5 @@
-//! Clients and the proxy in front of the engines: each request's two legs, and its one end.
+//! Clients, and the proxy in front of the engines: the two legs of each request, and its single
+//! end.
 
 use kvx_vllm::Version;
 use kvx_vllm::engine::RequestId;
@@ -17,9 +18,9 @@ pub(super) struct Client {
     pub(super) prefill_id: RequestId,
     pub(super) decode_id: RequestId,
     pub(super) lives: (u32, u32),
-    /// What an earlier turn has left.
+    /// The parameters that an earlier turn returned.
     pub(super) earlier: Option<Box<TransferParams>>,
-    /// Which legs are running: prefill, decode.
+    /// Whether the prefill leg and the decode leg are running.
     pub(super) running: (bool, bool),
     pub(super) over: bool,
 }
@@ -120,7 +121,7 @@ impl World {
         let hold = if self.random.percent(20) { self.random.skewed(0..20 * SECOND) } else { 0 };
         let request = (number, client.conversation, client.prompt, client.output);
         let deadline = client.deadline;
-        // What travels is JSON, as the prefill writes it.
+        // The parameters travel as JSON, as the prefill engine writes it.
         let version = self.engines[prefill].settings.version;
         let params = params.map(|params| {
             let text = params.to_value(version).expect("right parameters").to_string();
@@ -171,7 +172,7 @@ impl World {
         if *id == client.prefill_id {
             client.running.0 = false;
             match end {
-                // For this client nobody waits any more.
+                // This client no longer waits for an answer.
                 End::Finished(_) if self.now >= client.deadline => {}
                 End::Finished(params) if self.scenario.mode == TransferMode::Pull => {
                     let params = params
@@ -181,7 +182,7 @@ impl World {
                         client.prompt,
                         self.engines[engine].settings.version,
                     )?;
-                    // Some are long on their way, and some bring nothing.
+                    // Some answers are delayed, and some have no parameters.
                     let delay = if self.random.percent(10) { 40 * SECOND } else { SECOND };
                     let delay = self.random.skewed(0..delay);
                     let params = (!self.random.percent(3)).then_some(params);
@@ -190,7 +191,7 @@ impl World {
                 }
                 End::Finished(_) => return Ok(()),
                 End::Error => {
-                    // The proxy gives up; the decode leg of a push goes with it.
+                    // The proxy gives up and aborts the decode leg of a push.
                     let (decode, life, id) =
                         (client.decode, client.lives.1, client.decode_id.clone());
                     if client.running.1 && self.engines[decode].life == life {
@@ -219,7 +220,7 @@ impl World {
     }
 }
 
-/// What stops vLLM's decode engine is never in an answer.
+/// Checks that an answer has no parameters that would stop vLLM's decode engine.
 fn never_stops_vllm(params: &TransferParams, prompt: u32, version: Version) -> Result<(), String> {
     if !version.blocks_per_group() {
         return Ok(());

@@ -1,4 +1,5 @@
-//! Reads and writes under way: what they copy, how they end, and whom they keep from being freed.
+//! Reads and writes in flight: their copies, their ends, and the blocks that they keep from being
+//! freed.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,25 +9,25 @@ use kvx_vllm::engine::{FailureKind, Move, MoveFailure, RequestId, Transferred};
 use super::{At, Event, Link, MILLISECOND, SECOND, World};
 use crate::simulation::memory::Content;
 
-/// A read or write under way.
+/// A read or write in flight.
 pub(super) struct Flight {
     pub(super) at: At,
     pub(super) link: Link,
     pub(super) what: Move,
     pub(super) write: bool,
-    /// Which half of a block it fills; `None`: both.
+    /// The half of a block that it fills; `None` for both.
     pub(super) half: Option<usize>,
-    /// The decode's request, of a write.
+    /// The decode engine's request of a write.
     pub(super) target: Option<RequestId>,
-    /// The prefill's request, of a read.
+    /// The prefill engine's request of a read.
     pub(super) owner: Option<RequestId>,
-    /// It was fenced off, or is refused.
+    /// True if it was fenced off or is rejected.
     pub(super) blocked: bool,
     pub(super) fails: bool,
     pub(super) resolved: bool,
-    /// Its transport has forgotten it: it touches memory for ever.
+    /// True if its transport has forgotten it, so that it may access memory forever.
     pub(super) forgotten: bool,
-    /// It is counted in the memory it touches.
+    /// Whether it is counted in the memory at both ends.
     pub(super) counted: (bool, bool),
 }
 
@@ -35,7 +36,7 @@ impl World {
         let link = self.links[&(at, what.connection)];
         let (own, theirs) =
             (self.engines[at.engine].settings.tp_size, self.engines[link.engine].settings.tp_size);
-        // Who has more ranks fills a part of what the other has.
+        // The side with more ranks fills a part of the other side's block.
         let half = if write {
             (own > theirs && !self.scenario.latent).then_some(at.worker % 2)
         } else {
@@ -49,7 +50,8 @@ impl World {
         let first = what.groups.first().map(|group| group.remote.at(0));
         let owner = first.filter(|_| !write && remote.life == link.life);
         let owner = owner.and_then(|block| remote.pool.owner(block).cloned());
-        // A reader that is too late reads what is another request's by now: it is nobody whom the owner waits for.
+        // A late reader reads blocks that belong to another request by now, so the owner does not
+        // wait for it.
         let reader = what.groups.first().map(|group| group.local.at(0));
         let reader = reader.and_then(|block| self.engines[at.engine].pool.owner(block));
         let owner = owner.filter(|owner| {
@@ -101,7 +103,7 @@ impl World {
         })
     }
 
-    /// Counts a move in the memory of both ends, or takes it off again.
+    /// Adds a move to the counts in the memory of both ends, or removes it.
     pub(super) fn count(&mut self, flight: &mut Flight, starts: bool) {
         let change = |count: &mut u32| *count = if starts { *count + 1 } else { *count - 1 };
         let blocks = |local: bool| {
@@ -144,7 +146,7 @@ impl World {
         }
     }
 
-    /// Copies half of the blocks of a move, as they are now.
+    /// Copies half of the blocks of a move, with their current contents.
     pub(super) fn copy(&mut self, key: u64, part: usize) {
         let Some(flight) = self.flights.get(&key) else { return };
         let (at, link) = (flight.at, flight.link);
@@ -201,7 +203,7 @@ impl World {
             return self.with(at, |worker, time| worker.move_settled(time, id));
         }
         if flight.fails || gone || flight.blocked {
-            // Some end by and by.
+            // Some end later.
             let settled = flight.fails && self.random.percent(80) || gone || flight.blocked;
             let failure = MoveFailure {
                 kind: FailureKind::TransferFailed,
@@ -212,7 +214,7 @@ impl World {
             self.with(at, |worker, time| worker.move_resolved(time, id, Err(failure)));
             if !settled {
                 flight.resolved = true;
-                // It goes on touching memory: it never was over.
+                // It may still access memory, so it stays counted.
                 self.count(&mut flight, true);
                 self.by_move.insert((at, id), key);
                 self.flights.insert(key, flight);
@@ -260,7 +262,7 @@ impl World {
         for key in keys {
             let Some(mut flight) = self.flights.remove(&key) else { continue };
             if !flight.blocked {
-                // Its memory here is free of it; its own end still has it.
+                // The memory here no longer counts it; its source still does.
                 let (engine, life) = (flight.link.engine, flight.link.life);
                 if flight.counted.1 && self.engines[engine].life == life {
                     for group in flight.what.groups.iter() {

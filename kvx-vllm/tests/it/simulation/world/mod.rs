@@ -1,4 +1,4 @@
-//! The network between the engines, the clients in front of them, and what may happen to both.
+//! The network between the engines, the clients in front of them, and the faults of both.
 
 mod clients;
 mod flights;
@@ -23,19 +23,19 @@ use crate::simulation::random::Random;
 
 pub(crate) const MILLISECOND: u64 = 1_000;
 pub(crate) const SECOND: u64 = 1_000 * MILLISECOND;
-/// What is not over by then never will be.
+/// The time after which a run counts as hung.
 pub(crate) const END: u64 = 3_000 * SECOND;
 pub(crate) const MAX_EVENTS: u32 = 400_000;
 
-/// What is simulated, drawn from the seed.
+/// The simulated scenario, determined by the seed.
 #[derive(Clone, Debug)]
 pub(crate) struct Scenario {
     mode: TransferMode,
-    /// Of prefills and of decodes.
+    /// The versions of prefill engines and of decode engines.
     versions: [Version; 2],
-    /// What was read has to be reordered.
+    /// True if loaded blocks must be reordered.
     finishes: bool,
-    /// Heartbeats name 5,000 requests more, as of a vLLM with a long queue.
+    /// True if heartbeats name 5,000 additional requests, as from a vLLM with a long queue.
     crowded: bool,
     prefills: usize,
     decodes: usize,
@@ -45,13 +45,13 @@ pub(crate) struct Scenario {
     generations: bool,
     bidirectional: bool,
     lease: Duration,
-    /// Blocks are kept a fixed time, whatever the version: the variable of old is set.
+    /// True if blocks are kept for a fixed time in every version, because the old variable is set.
     fixed: bool,
     policy: LoadFailurePolicy,
     load_timeout: u64,
     blocks: u32,
     clients: usize,
-    /// Of a hundred.
+    /// A percentage.
     trouble: u64,
 }
 
@@ -111,7 +111,7 @@ enum Event {
     Restart(usize),
 }
 
-/// A worker in one life of an engine.
+/// A worker of one incarnation of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct At {
     engine: usize,
@@ -119,14 +119,14 @@ struct At {
     worker: usize,
 }
 
-/// Another engine in the life that was connected to.
+/// Another engine, in the incarnation that the connection was made to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Link {
     engine: usize,
     life: u32,
 }
 
-/// What came of a run.
+/// The result of a run.
 #[derive(Debug, Default)]
 pub(crate) struct Summary {
     pub(crate) loaded: u32,
@@ -135,7 +135,7 @@ pub(crate) struct Summary {
     pub(crate) aborted: u32,
     pub(crate) stale: u32,
     pub(crate) lost: u32,
-    /// Loads of the MooncakeConnector before vLLM 0.16.
+    /// The loads of the MooncakeConnector before vLLM 0.16.
     pub(crate) older: u32,
     pub(crate) runs: u32,
     pub(crate) unequal: u32,
@@ -182,7 +182,7 @@ pub(crate) struct World {
     clients: Vec<Client>,
     cuts: Vec<(usize, usize, u64, u64)>,
     summary: Summary,
-    /// Every event is printed.
+    /// Whether every event is printed.
     traced: bool,
 }
 
@@ -290,13 +290,13 @@ impl World {
         }
     }
 
-    /// Runs until nothing happens any more; gives what was violated.
+    /// Runs until no event is left. Returns the first violation.
     pub(crate) fn run(mut self) -> Result<Summary, String> {
         while let Some(((at, _), event)) = self.events.pop_first() {
             self.now = at;
             self.summary.events += 1;
             if at > END || self.summary.events > MAX_EVENTS {
-                return Err(self.said(format!("there is no end: {event:?}")));
+                return Err(self.said(format!("the simulation does not end: {event:?}")));
             }
             self.happen(event).map_err(|why| self.said(why))?;
         }
@@ -335,7 +335,7 @@ impl World {
             Event::ToDecode(client, params) => self.decode_leg(client, params),
             Event::Abort(client) => return self.abort(client),
             Event::GivesUp(number) => {
-                // A proxy that has no engine to wait for.
+                // A proxy without an engine to wait for.
                 let client = &mut self.clients[number];
                 if client.running == (false, false) && !client.over {
                     client.over = true;
@@ -381,7 +381,7 @@ impl World {
         Ok(())
     }
 
-    /// Calls a worker, if it still lives, and does what it asks for.
+    /// Calls a worker if its incarnation still runs, and performs its actions.
     fn with(&mut self, at: At, call: impl FnOnce(&mut Worker, kvx_vllm::engine::Time)) {
         let now = self.now;
         let Some(engine) = self.engines.get_mut(at.engine).filter(|engine| engine.life == at.life)
@@ -412,7 +412,7 @@ impl World {
         host.strip_prefix("host-")?.parse().ok().filter(|engine| *engine < self.engines.len())
     }
 
-    /// When two engines can talk again, if they cannot now.
+    /// Returns the end of the current network cut between two engines.
     fn cut(&self, a: usize, b: usize) -> Option<u64> {
         let (a, b) = (a.min(b), a.max(b));
         let cuts = self.cuts.iter().filter(|(x, y, from, until)| {
@@ -421,7 +421,7 @@ impl World {
         cuts.map(|(.., until)| *until).max()
     }
 
-    /// Does what a worker asks for.
+    /// Performs a worker's actions.
     fn act(&mut self, at: At) {
         let engine = &mut self.engines[at.engine];
         if engine.life != at.life {
@@ -487,11 +487,11 @@ impl World {
         }
     }
 
-    /// An engine dies, and another one begins in its place.
+    /// Replaces an engine with a new incarnation.
     fn restart(&mut self, engine: usize) -> Result<(), String> {
         self.summary.restarts += 1;
         let life = self.engines[engine].life + 1;
-        // What it was doing is undone, at the other ends too.
+        // Its transfers end, at the other ends too.
         let own: Vec<_> = self
             .flights
             .iter()
@@ -531,7 +531,7 @@ impl World {
             if client.over || there == (false, false) {
                 continue;
             }
-            // The proxy's other leg goes too.
+            // The proxy ends the other leg too.
             let legs = [
                 (client.prefill, client.lives.0, client.prefill_id.clone()),
                 (client.decode, client.lives.1, client.decode_id.clone()),

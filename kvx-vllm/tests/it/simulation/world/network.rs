@@ -1,4 +1,4 @@
-//! Between the engines: handshakes, notifications, words of generations.
+//! The messages between the engines: handshakes, notifications, generation counters.
 
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ impl World {
         self.with(at, |worker, time| worker.connected(time, connection, result));
     }
 
-    /// How a worker and an engine fit together.
+    /// Returns the plan between a worker and an engine.
     fn plan(&self, at: At, engine: usize, sent: u64) -> PeerPlan {
         let (own, theirs) =
             (self.engines[at.engine].settings.tp_size, self.engines[engine].settings.tp_size);
@@ -50,7 +50,7 @@ impl World {
         let readers = (own / theirs).max(1);
         let writes = self.scenario.mode == TransferMode::Push;
         let read = if self.scenario.latent && !writes { &ranks[..1] } else { &ranks[..] };
-        let mut plan = PeerPlan::one_to_one(4, self.scenario.blocks).expect("a right plan");
+        let mut plan = PeerPlan::one_to_one(4, self.scenario.blocks).expect("a valid plan");
         let rank = |tp: &u32| WorkerRank { pp: 0, tp: *tp };
         plan.lanes = read.iter().map(|tp| PeerLane::whole(rank(tp), readers)).collect();
         plan.told = ranks[read.len()..].iter().map(|tp| (rank(tp), readers)).collect();
@@ -65,7 +65,7 @@ impl World {
         plan
     }
 
-    /// A worker's blocks are reordered, or cannot be.
+    /// Reorders a worker's blocks, or fails to.
     pub(super) fn finish(&mut self, at: At, request: &RequestId, blocks: &[u32]) {
         if self.engines[at.engine].life != at.life {
             return;
@@ -143,7 +143,8 @@ impl World {
     }
 }
 
-/// A heartbeat that names 5,000 requests more: a vLLM names all that wait in one.
+/// Returns a heartbeat that names 5,000 additional requests: vLLM names all waiting requests in
+/// one.
 fn crowded(bytes: &[u8]) -> Arc<[u8]> {
     let names =
         (0..5_000).map(|other| format!(",cmpl-7f9c2ba4-5d1e-4a3b-9c8d-{other:012}-0-0000abcd"));

@@ -126,7 +126,7 @@ fn a_bidirectional_answer_carries_when_the_blocks_go() {
 }
 
 #[test]
-fn the_question_to_a_prefill_instance_is_vllms() {
+fn the_request_to_a_prefill_instance_is_vllms() {
     let asked = TransferParams::ask_prefill();
     assert!(!asked.names_remote());
     for version in Version::SPOKEN {
@@ -140,7 +140,7 @@ fn the_question_to_a_prefill_instance_is_vllms() {
 }
 
 #[test]
-fn unknown_keys_and_nulls_come_out_as_they_went_in() {
+fn unknown_keys_and_nulls_are_written_unchanged() {
     let mut value = of_0_16();
     value["remote_block_ids"] = json!([[28]]);
     value["new_in_0.40"] = json!({"a": [1, null]});
@@ -201,7 +201,7 @@ fn the_error_of_a_wrong_type_names_the_expected_type() {
 
 /// Each of these changes stops the engine of a vLLM decode instance that reads the parameters.
 #[test]
-fn what_stops_an_engine_is_never_written() {
+fn parameters_that_stop_an_engine_are_never_written() {
     let good = TransferParams::prefilled(remote(), Version::V0_33);
     let changes: [(&str, fn(&mut TransferParams)); 9] = [
         ("remote_block_ids", |params| params.remote_block_ids = None),
@@ -290,7 +290,7 @@ fn mooncake_params_name_the_key_that_is_missing() {
 }
 
 #[test]
-fn a_request_id_is_one_that_headers_and_heartbeats_can_carry() {
+fn request_ids_fit_in_headers_and_heartbeats() {
     for good in ["4b6933e4-6190-4199-b423-3127bbe00204", "a:b", "x"] {
         assert_eq!(XRequestId::new(good).unwrap().as_str(), good);
     }

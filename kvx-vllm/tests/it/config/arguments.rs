@@ -132,7 +132,7 @@ fn of_two_json_objects_the_last_counts_with_a_warning() {
 }
 
 #[test]
-fn dotted_arguments_merge_into_the_json_wherever_they_stand_and_kvx_says_that_vllm_does_not() {
+fn dotted_arguments_merge_into_the_json_with_a_warning_that_vllm_differs() {
     let json = r#"{"kv_role": "kv_both", "e": {"backends": ["UCX"], "n": 1}}"#;
     let expected = json!({"kv_role": "kv_producer", "e": {"backends": ["UCX", "TCP"], "n": 1}});
     let role = "--kv-transfer-config.kv_role=kv_producer";
@@ -162,7 +162,7 @@ fn a_missing_value_is_a_clear_error() {
 }
 
 #[test]
-fn odd_numbers_and_broken_json_are_said() {
+fn odd_numbers_and_broken_json_are_errors() {
     let (object, _, concerns) = parse(&["--kv-transfer-config.a=1.5K"]);
     assert_eq!((object, concerns), (json!({"a": "1.5K"}), vec![Concern::Text]));
     let (object, _, concerns) = parse(&["--kv-transfer-config.a=[UCX]"]);
@@ -184,7 +184,7 @@ fn odd_numbers_and_broken_json_are_said() {
 }
 
 #[test]
-fn other_arguments_come_back_in_order_and_a_bare_double_dash_ends_ours() {
+fn other_arguments_are_returned_in_order_and_a_bare_double_dash_ends_kvx_arguments() {
     let (object, rest, _) = parse(&[
         "serve",
         "--compilation-config.mode",
@@ -215,7 +215,7 @@ fn other_arguments_come_back_in_order_and_a_bare_double_dash_ends_ours() {
 }
 
 #[test]
-fn every_value_knows_where_it_came_from() {
+fn every_value_has_a_source() {
     let (given, _) = Given::from_arguments([
         "--kv-transfer-config",
         r#"{"kv_role": "kv_both", "e": {"backends": ["UCX"], "gone": {"x": 1, "y": 2}, "none": {}}}"#,
@@ -243,7 +243,7 @@ fn every_value_knows_where_it_came_from() {
 }
 
 #[test]
-fn keys_that_no_dotted_argument_can_say_stay_json() {
+fn keys_that_dotted_arguments_cannot_express_stay_json() {
     for object in [
         json!({"kv_role": "x", "e": {"a.b": 1, "c": {"d": []}}}),
         json!({"e": {"a=b": 1}, "f": {"g+": 2}, "h": {"": 3}}),

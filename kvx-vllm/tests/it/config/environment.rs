@@ -74,7 +74,7 @@ fn every_variable_is_read() {
 }
 
 #[test]
-fn a_variable_that_cannot_be_read_is_named_with_what_to_write() {
+fn an_invalid_variable_is_named_with_a_remedy() {
     for (name, value, cure) in [
         ("VLLM_NIXL_SIDE_CHANNEL_PORT", "x", "write a port from 1 to 65535"),
         ("VLLM_NIXL_SIDE_CHANNEL_PORT", "65536", "write a port from 1 to 65535"),

@@ -45,7 +45,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn dotted_arguments_mean_the_json_that_they_were_made_from(object in object()) {
+    fn dotted_arguments_rebuild_their_json(object in object()) {
         let text = Value::Object(object.clone()).to_string();
         let from_text = Given::from_json(&text).map_err(|error| TestCaseError::fail(error.to_string()))?;
         prop_assert_eq!(from_text.object(), &object);

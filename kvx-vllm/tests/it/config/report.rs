@@ -100,7 +100,7 @@ fn golden_removed_fields_and_abort_timeout() {
 }
 
 #[test]
-fn a_registry_says_what_the_names_stand_for() {
+fn a_registry_replaces_the_backends_as_written() {
     let line = ["--kv-transfer-config.kv_connector_extra_config.backends+=tcp,uxc"];
     let report = report(&line, &Surroundings::default());
     assert!(report.to_string().contains("order of preference\n  tcp\n  uxc\n"), "{report}");
@@ -114,7 +114,7 @@ fn a_registry_says_what_the_names_stand_for() {
 }
 
 #[test]
-fn without_a_list_it_is_said_whether_vllm_peers_reach_this_engine() {
+fn without_a_backend_list_the_report_mentions_vllm_peers() {
     let said = |arguments: &[&str]| {
         let role = "--kv-transfer-config.kv_role=kv_both";
         let report = report(&[&[role], arguments].concat(), &Surroundings::default());
@@ -139,7 +139,7 @@ fn without_a_list_it_is_said_whether_vllm_peers_reach_this_engine() {
 }
 
 #[test]
-fn the_json_form_says_the_same() {
+fn the_json_report_has_the_same_content() {
     let line = [
         "--kv-transfer-config.kv_connector=NixlConnector",
         "--kv-transfer-config.kv_role=kv_both",

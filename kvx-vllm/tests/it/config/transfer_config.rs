@@ -118,7 +118,7 @@ fn the_four_removed_fields_are_accepted_with_one_warning() {
 }
 
 #[test]
-fn kv_compat_is_one_of_a_list_and_a_number_will_do() {
+fn kv_compat_is_one_of_a_list_or_a_number() {
     for (written, meant) in [
         ("\"0.20\"", Version::V0_20),
         ("0.20", Version::V0_20),
@@ -143,7 +143,7 @@ fn kv_compat_is_one_of_a_list_and_a_number_will_do() {
 }
 
 #[test]
-fn a_version_is_said_to_stand_for_others_only_where_it_does() {
+fn a_version_covers_only_the_listed_releases() {
     for (written, said) in [
         ("0.10.2", "\"0.9\" covers that version"),
         ("0.17.1", "\"0.16\" covers that version"),
@@ -361,7 +361,7 @@ fn compute_hash_is_vllms() {
 }
 
 #[test]
-fn a_buffer_device_that_is_not_there_means_host_memory_and_is_said_once() {
+fn an_absent_buffer_device_falls_back_to_host_memory_with_one_warning() {
     let cuda = nixl(r#", "kv_buffer_device": "cuda""#);
     let config = config(&cuda);
     assert_eq!(
@@ -468,7 +468,7 @@ fn multi_connector_looks_into_its_children() {
 }
 
 #[test]
-fn own_tables_refuse_unknown_keys_and_other_keys_are_kept_with_a_warning() {
+fn kvx_tables_reject_unknown_keys_and_other_keys_are_kept_with_a_warning() {
     let extra = |extra: &str| nixl(&format!(r#", "kv_connector_extra_config": {extra}"#));
     let config = config(&extra(
         r#"{"tcp": {"bind": "10.0.0.1", "ports": "7000-7010"}, "my_key": {"a": 1}}"#,
@@ -507,7 +507,7 @@ fn own_tables_refuse_unknown_keys_and_other_keys_are_kept_with_a_warning() {
 }
 
 #[test]
-fn a_flat_key_of_an_own_table_means_the_nested_one() {
+fn a_flat_key_of_a_kvx_table_means_the_nested_one() {
     let extra = |extra: &str| nixl(&format!(r#", "kv_connector_extra_config": {extra}"#));
     let config = config(&extra(
         r#"{"tcp.seal": "all", "tcp": {"bind": "10.0.0.1"}, "ucx.set": {"TLS": "tcp"}}"#,
@@ -527,7 +527,7 @@ fn a_flat_key_of_an_own_table_means_the_nested_one() {
 }
 
 #[test]
-fn a_key_that_was_meant_to_protect_something_is_never_only_warned_about() {
+fn a_misspelt_security_key_is_an_error() {
     let refused = |key: &str| {
         refused(&nixl(&format!(r#", "kv_connector_extra_config": {{"{key}": "all"}}"#)))
     };
@@ -545,7 +545,7 @@ fn a_key_that_was_meant_to_protect_something_is_never_only_warned_about() {
 }
 
 #[test]
-fn keys_of_other_connectors_stop_nothing() {
+fn keys_of_other_connectors_are_accepted() {
     // Keys of the LMCache, offloading, P2P and shared-storage connectors.
     for key in [
         "discard_partial_chunks",
@@ -664,7 +664,7 @@ fn mooncake_settings_have_vllms_defaults() {
 }
 
 #[test]
-fn json_text_takes_human_readable_numbers_and_says_where_it_is_wrong() {
+fn json_text_takes_human_readable_numbers_and_errors_show_the_place() {
     let config =
         config(r#"{"kv_port": 14k, "kv_connector_extra_config": {"x": 80m, "y": 1K, "z": "80m"}}"#);
     assert_eq!(config.kv_port(), 14000);
@@ -678,7 +678,7 @@ fn json_text_takes_human_readable_numbers_and_says_where_it_is_wrong() {
 }
 
 #[test]
-fn what_is_printed_reads_back_the_same() {
+fn printed_configurations_read_back_the_same() {
     let surroundings = Surroundings::default().engine_id("e");
     let config = within(
         &nixl(

@@ -209,7 +209,7 @@ fn a_whole_prompt_in_the_cache_asks_neither_threshold_nor_expiry() {
 }
 
 #[test]
-fn a_decode_that_does_not_say_how_many_tokens_it_has_is_not_read_from() {
+fn a_decode_without_a_token_count_is_not_read_from() {
     let mut prefill = Rig::new(both("p"));
     let mut from = remote("d", "d-r", blocks(500, 150), 150);
     from.num_tokens = None;

@@ -384,7 +384,7 @@ fn with_several_groups_a_failed_load_counts_as_a_whole() {
 }
 
 #[test]
-fn an_abort_while_blocks_are_loading_frees_them_when_nothing_touches_them() {
+fn an_abort_during_a_load_frees_the_blocks_once_unused() {
     let mut decode = Rig::new(settings("d"));
     let read = decode.load_to_read(0.0, "r", 40, &prefilled("p", "p-r", 40));
     assert!(decode.ends(1.0, "r", Status::Aborted, 0).delay_free);
@@ -416,7 +416,7 @@ fn an_abort_while_the_handshake_runs_frees_the_blocks_at_once() {
 }
 
 #[test]
-fn a_report_about_a_request_that_is_gone_changes_nothing() {
+fn a_report_about_an_ended_request_changes_nothing() {
     let mut decode = Rig::new(settings("d"));
     let read = decode.load_to_read(0.0, "r", 40, &prefilled("p", "p-r", 40));
     decode.read_done(1.0, &read);
@@ -441,7 +441,7 @@ fn cancelled_before_it_began(decode: &mut Rig, id: &str) -> Vec<Action> {
 }
 
 #[test]
-fn a_load_that_is_cancelled_before_it_begins_fills_no_block_and_the_prefill_is_told() {
+fn a_load_cancelled_before_it_begins_fills_no_block_and_notifies_the_prefill() {
     let freed = |request: &str| Outcome::Free { request: request.into(), kept: Kept::Load };
     let mut decode = Rig::new(settings("d"));
     let connection = match &cancelled_before_it_began(&mut decode, "first")[..] {
@@ -457,7 +457,7 @@ fn a_load_that_is_cancelled_before_it_begins_fills_no_block_and_the_prefill_is_t
 }
 
 #[test]
-fn an_end_leaves_nothing_unsaid() {
+fn a_shutdown_reports_everything() {
     for proven in [true, false] {
         let over = |request: &str, kept| match proven {
             true => Outcome::Free { request: request.into(), kept },

@@ -35,7 +35,7 @@ fn blocks_of_a_prefill_stay_until_they_are_fetched() {
 }
 
 #[test]
-fn blocks_that_are_taken_back_are_nobodys_and_who_has_fetched_them_is_too_late() {
+fn completions_for_withdrawn_blocks_are_late() {
     let mut prefill = Rig::new(settings("p"));
     prefill.prefill(0.0, "p-r", 40);
     assert!(prefill.scheduler.withdraw(&"p-r".into()));
@@ -48,7 +48,7 @@ fn blocks_that_are_taken_back_are_nobodys_and_who_has_fetched_them_is_too_late()
 }
 
 #[test]
-fn a_name_whose_blocks_were_taken_back_may_be_given_again_before_the_next_step() {
+fn the_name_of_withdrawn_blocks_may_be_reused_before_the_next_step() {
     let mut prefill = Rig::new(settings("p"));
     prefill.prefill(0.0, "r", 40);
     assert!(prefill.scheduler.withdraw(&"r".into()));
@@ -68,7 +68,7 @@ fn a_name_whose_blocks_were_taken_back_may_be_given_again_before_the_next_step()
 }
 
 #[test]
-fn what_fills_no_block_needs_no_step() {
+fn requests_that_fill_no_block_need_no_step() {
     let mut decode = Rig::new(settings("d"));
     let (loads, ends) = ("loads".into(), "ends".into());
     decode.arrive(0.0, "ends", 40, &prefilled("p", "p-ends", 40));
@@ -320,7 +320,7 @@ fn the_older_count_is_the_decodes_ranks() {
 }
 
 #[test]
-fn a_completion_may_overtake_the_word_that_blocks_are_ready() {
+fn a_completion_may_overtake_the_workers_send_order() {
     let mut prefill = Rig::new(settings("p"));
     prefill.arrive(0.0, "p-r", 40, &TransferParams::ask_prefill());
     prefill.allocate(0.0, "p-r", 100, 0);
@@ -398,7 +398,7 @@ fn early_completions_of_long_names_are_not_remembered() {
 
 /// An older request may have had the same name.
 #[test]
-fn a_completion_that_is_seconds_early_counts_for_nothing() {
+fn a_completion_that_is_seconds_early_is_ignored() {
     let mut prefill = Rig::new(settings("p"));
     prefill.worker.accept_early_completions();
     prefill.notified(0.0, "d/0", b"p-r:1");
@@ -417,7 +417,7 @@ fn a_completion_after_the_lease_is_counted() {
 }
 
 #[test]
-fn what_is_no_notification_changes_nothing() {
+fn invalid_notifications_change_nothing() {
     let mut prefill = Rig::new(settings("p"));
     prefill.prefill(0.0, "p-r", 40);
     for wrong in [

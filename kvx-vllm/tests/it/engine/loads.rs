@@ -106,7 +106,7 @@ fn a_prefill_exports_the_tokens_that_it_found_cached() {
 }
 
 #[test]
-fn nothing_that_stops_vllms_engine_is_published() {
+fn parameters_that_stop_vllms_engine_are_not_published() {
     let mut prefill = Rig::new(settings("p"));
     prefill.arrive(0.0, "p-r", 40, &TransferParams::ask_prefill());
     let ending = |blocks: BlockLists| kvx_vllm::engine::Ending {
@@ -426,7 +426,7 @@ fn a_prefill_that_hands_over_less_than_the_prompt_leaves_the_rest_to_the_decode(
 }
 
 #[test]
-fn generations_are_read_after_the_data_and_the_prefill_is_told_last() {
+fn generations_are_read_after_the_data_and_before_the_notification() {
     let mut decode = Rig::new(settings("d"));
     let mut from = remote("p", "p-r", blocks(500, 40), 40);
     from.block_reference = Some(BlockReference { pool: 7, stamp: 9 }.to_string());
@@ -471,7 +471,7 @@ fn a_stale_reference_is_refused_with_exactly_the_stale_blocks() {
 }
 
 #[test]
-fn blocks_are_held_against_digests_last_and_the_wrong_ones_alone_are_refused() {
+fn blocks_are_checked_against_digests_last_and_only_wrong_ones_are_rejected() {
     let mut from = remote("p", "p-r", blocks(500, 40), 40);
     from.block_reference = Some(BlockReference { pool: 7, stamp: 9 }.to_string());
     let params = TransferParams::prefilled(from, Version::default());

@@ -262,7 +262,7 @@ fn a_lower_registration_is_of_an_engine_that_began_anew_under_its_name() {
 }
 
 #[test]
-fn heartbeats_speak_of_the_registration_that_was_told_last() {
+fn heartbeats_carry_the_latest_registration() {
     let mut decode = Rig::new(settings("d"));
     for (id, generation) in [("a", 2), ("b", 0)] {
         decode.arrive(0.0, id, 40, &registered(generation));
@@ -305,7 +305,7 @@ fn an_engine_that_registers_anew_says_so() {
 }
 
 #[test]
-fn the_loss_of_a_peer_gives_its_mappings_back() {
+fn the_loss_of_a_peer_releases_its_mappings() {
     let mut decode = Rig::new(settings("d"));
     let (connection, _) = load_whole(&mut decode, 0.0, "a", &prefilled("p", "p-a", 40));
     decode.worker.connection_lost(at(1.0), connection);

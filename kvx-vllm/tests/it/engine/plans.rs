@@ -99,7 +99,7 @@ fn each_kv_cache_group_is_bounded_by_its_own_regions() {
 }
 
 #[test]
-fn a_move_leads_to_its_source_and_to_what_it_moves_there() {
+fn a_move_identifies_its_source_and_sets() {
     let (own, theirs) = (caches(Heads::Sharded(8), 1, 1), caches(Heads::Sharded(8), 2, 1));
     let ranks = [0, 1].map(|tp| (WorkerRank { pp: 0, tp }, theirs.geometry().clone()));
     let remote = Remote { tp_size: 2, pp_size: 1, dcp_size: 1, ranks: &ranks };
@@ -126,7 +126,7 @@ fn a_move_leads_to_its_source_and_to_what_it_moves_there() {
 }
 
 #[test]
-fn blocks_of_the_peers_kernel_are_named_in_its_units() {
+fn blocks_of_the_peer_use_its_kernel_units() {
     let mut decode = Rig::new(settings("d"));
     decode.load(0.0, "r", 24, &prefilled("p", "p-r", 24));
     let connection = decode.step_to_handshake(0.0);

@@ -193,7 +193,7 @@ fn a_repeated_registration_is_served_once() {
 }
 
 #[test]
-fn the_oldest_of_very_many_served_registrations_is_forgotten_and_push_goes_on() {
+fn the_oldest_of_very_many_served_registrations_is_forgotten() {
     let mut prefill = prefill();
     // Withdrawn registrations are remembered as served.
     for number in 0..=65_536 {
@@ -230,7 +230,7 @@ fn blocks_of_a_forgotten_write_are_lost() {
 }
 
 #[test]
-fn a_decode_is_told_after_all_writes_into_its_kinds_of_memory() {
+fn a_decode_is_notified_after_all_writes_into_its_memory_types() {
     let mut prefill = prefill();
     prefill.prefill(0.0, "r", 40);
     let connection =
@@ -469,7 +469,7 @@ fn the_loss_of_the_prefill_ends_the_wait() {
 }
 
 #[test]
-fn a_push_says_so_and_leaves_out_what_only_pull_has() {
+fn a_push_names_its_mode_and_omits_keys_of_pull() {
     let value = prefill().prefill(0.0, "r", 40).to_value(Version::default()).unwrap();
     assert_eq!(value["transfer_mode"], "push");
     assert!(value.get("remote_blocks_expiry_time").is_none());
@@ -477,7 +477,7 @@ fn a_push_says_so_and_leaves_out_what_only_pull_has() {
 }
 
 #[test]
-fn what_registrations_keep_is_bounded_and_an_engine_that_is_pulled_from_keeps_none() {
+fn registrations_are_bounded_and_a_pull_engine_keeps_none() {
     let mut pulled = Rig::new(settings("p"));
     let error = pulled.worker.notified(at(0.0), "d/0", &registration("r", vec![7])).unwrap_err();
     assert_eq!(error.kind(), kvx_core::ErrorKind::Unsupported, "{error}");
@@ -492,7 +492,7 @@ fn what_registrations_keep_is_bounded_and_an_engine_that_is_pulled_from_keeps_no
 }
 
 #[test]
-fn blocks_that_are_taken_back_are_free_when_nothing_reads_them() {
+fn withdrawn_blocks_are_free_once_reads_end() {
     let freed =
         |outcomes: &[Outcome]| matches!(outcomes, [Outcome::Free { kept: Kept::Request, .. }]);
     // Without a registration the blocks are free at once.
@@ -516,7 +516,7 @@ fn blocks_that_are_taken_back_are_free_when_nothing_reads_them() {
 }
 
 #[test]
-fn registrations_from_hosts_that_are_not_allowed_are_refused() {
+fn registrations_from_disallowed_hosts_are_rejected() {
     for (allowed, refused) in [("elsewhere", true), ("d.host", false)] {
         let hosts = Some(vec![allowed.to_owned()]);
         let mut prefill = Rig::new(Settings { allowed_hosts: hosts, ..push(settings("p")) });

@@ -89,7 +89,7 @@ fn golden_replies_decode_and_encode_to_the_same_bytes() {
 /// A new message with the captured values has the captured bytes: its key order and encodings are
 /// vLLM's even without a message to copy them from.
 #[test]
-fn golden_metadata_is_written_anew_as_it_was_captured() {
+fn golden_metadata_written_from_values_equals_the_capture() {
     for capture in captured() {
         let read = NixlAgentMetadata::decode(&capture.agent_metadata, Version::V0_32).unwrap();
         let mut new = NixlAgentMetadata::new(read.engine_id.clone(), Version::V0_32);

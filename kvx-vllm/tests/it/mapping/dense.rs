@@ -67,7 +67,7 @@ fn every_row_lands_where_index_arithmetic_says_and_comes_back() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_and_changes_nothing() {
+fn rows_that_do_not_fit_are_rejected_without_changes() {
     let dense = DenseShape::heads_outermost(2, 8, 4);
     let rows = BlockRows {
         shape: BlockShape { heads: 2, tokens: 4, content: 4 },

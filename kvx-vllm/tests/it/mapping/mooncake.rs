@@ -165,7 +165,7 @@ fn a_stage_without_a_layer_of_the_consumers_writes_nothing() {
 }
 
 #[test]
-fn layouts_that_lie_are_refused() {
+fn false_layouts_are_rejected() {
     let heads = Heads::Sharded(4);
     let producer = caches(&["a", "b"], heads, 1, false, 0);
     let good = told(&producer, 0, 1);

@@ -301,7 +301,7 @@ fn index_lists_are_shared_by_all_layers_and_ranks() {
 }
 
 #[test]
-fn units_that_were_paired_elsewhere_go_the_same_way() {
+fn units_that_were_paired_elsewhere_give_the_same_moves() {
     let small = Side { tokens: 4, ..SIDE };
     let padded = SIDE.caches_with(|layer| layer.block_stride += 64);
     let ranks = [(WorkerRank { pp: 0, tp: 0 }, small.caches().geometry().clone())];
@@ -433,7 +433,7 @@ fn a_map_needs_every_rank_it_reads_and_no_other() {
 }
 
 #[test]
-fn what_is_mapped_but_not_moved_says_so() {
+fn unsupported_pairs_are_rejected_with_a_reason() {
     let state = MappingOptions {
         groups: vec![(GroupKind::StateSpace, Clip::Whole)],
         ..MappingOptions::default()

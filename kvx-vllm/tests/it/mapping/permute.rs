@@ -120,7 +120,7 @@ fn any_order_of_dimensions_agrees_with_index_arithmetic() {
 }
 
 #[test]
-fn what_is_no_permutation_is_refused() {
+fn invalid_permutations_are_rejected() {
     let mut out = [0; 6];
     for (shape, order, element) in [
         (&[2, 3][..], &[0, 0][..], 1),

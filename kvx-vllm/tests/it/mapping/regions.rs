@@ -333,7 +333,7 @@ fn what_is_advertised_is_what_a_peer_understands() {
 }
 
 #[test]
-fn what_is_not_moved_is_refused_in_words() {
+fn unsupported_metadata_is_rejected_with_a_reason() {
     for (fault, word) in [
         ((|m| m.ssm_sizes = (64, 64)) as fn(&mut NixlAgentMetadata), "state-space"),
         (|m| m.pcp_size = 2, "prefill context"),

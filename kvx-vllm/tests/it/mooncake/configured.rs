@@ -57,7 +57,7 @@ fn the_defaults_are_vllms() {
 }
 
 #[test]
-fn variables_and_keys_are_heeded() {
+fn variables_and_keys_are_used() {
     let set = settings(
         "MooncakeConnector",
         "kv_producer",
@@ -128,7 +128,7 @@ fn an_external_address_that_is_none_is_refused_by_its_key() {
 }
 
 #[test]
-fn other_connectors_are_refused_in_words() {
+fn other_connectors_are_rejected_with_a_reason() {
     let error = settings("NixlConnector", "kv_both", "", &[]).unwrap_err();
     assert!(error.to_string().contains("Settings::from_config"), "{error}");
 }
@@ -147,7 +147,7 @@ fn before_0_16_there_is_no_bootstrap_server() {
 }
 
 #[test]
-fn a_multi_connector_is_refused_in_words_that_say_what_to_use() {
+fn a_multi_connector_is_rejected_with_an_alternative() {
     let text = r#"{"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config":
         {"connectors": [{"kv_connector": "MooncakeConnector", "kv_role": "kv_both"}]}}"#;
     let config = KvTransferConfig::from_json(text, &Surroundings::default()).unwrap();

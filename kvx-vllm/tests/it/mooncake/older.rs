@@ -166,7 +166,7 @@ fn a_plain_prefill_is_asked_by_the_shared_name_at_the_port_of_the_own_rank() {
 }
 
 #[test]
-fn what_a_plain_prefill_says_in_vain_is_fenced_and_fails_in_words() {
+fn a_failing_plain_prefill_is_fenced_and_fails_the_load_with_a_reason() {
     for bytes in [&b"trans_error"[..], b"nonsense"] {
         let mut decode = rig(Role::Consumer);
         let (asked, _) = asks(&mut decode, "d-1", &vllms_answer());
@@ -190,7 +190,7 @@ fn what_a_plain_prefill_says_in_vain_is_fenced_and_fails_in_words() {
 }
 
 #[test]
-fn each_request_is_asked_for_by_itself_and_one_that_fails_takes_no_other_with_it() {
+fn requests_are_sent_separately_and_fail_separately() {
     let mut decode = rig(Role::Consumer);
     for (request, first) in [("d-1", 100), ("d-2", 200)] {
         arrives(&mut decode, request, &vllms_answer());
@@ -232,7 +232,7 @@ fn a_plain_decode_is_written_and_hears_one_answer_for_all() {
 }
 
 #[test]
-fn who_asks_before_the_prefill_waits_and_an_abort_wakes_it() {
+fn an_early_request_waits_for_the_prefill_and_an_abort_wakes_it() {
     let mut prefill = rig(Role::Producer);
     for (ask, blocks) in [(1, &[100, 101, 102][..]), (2, &[200, 201, 202])] {
         let request = format!("r{ask}");
@@ -256,7 +256,7 @@ fn who_asks_before_the_prefill_waits_and_an_abort_wakes_it() {
 }
 
 #[test]
-fn questions_that_cannot_be_right_are_answered_by_an_error_and_written_nowhere() {
+fn invalid_older_requests_get_an_error_and_no_writes() {
     let wrong: [(ErrorKind, &dyn Fn(&mut OlderPullRequest)); 5] = [
         (ErrorKind::Malformed, &|asked| asked.block_ids.clear()),
         (ErrorKind::Malformed, &|asked| asked.request_ids.push("r2".into())),
@@ -308,7 +308,7 @@ fn a_name_that_is_used_again_means_the_latest_and_kvx_its_own() {
 }
 
 #[test]
-fn what_the_older_messages_cannot_say_is_refused_when_it_is_built() {
+fn settings_that_the_older_protocol_cannot_express_are_rejected() {
     let several = Settings { groups: vec![None, None], ..settings("p", Role::Both) };
     let stages = Settings { pp_size: 2, ..settings("p", Role::Both) };
     for settings in [several, stages] {

@@ -41,7 +41,7 @@ fn one_question_to_the_bootstrap_server_and_one_for_all_requests_of_a_step() {
 }
 
 #[test]
-fn answers_for_requests_that_were_not_asked_for_are_counted_and_change_nothing() {
+fn answers_for_other_requests_are_counted_and_change_nothing() {
     let mut decode = Rig::decode();
     decode.loads(0.0, "d-1", "x-1", 100);
     let asked = decode.queries(0.0, &directory("p", 1, 1));
@@ -159,7 +159,7 @@ fn a_failed_load_waits_for_every_worker_or_for_the_fence() {
 }
 
 #[test]
-fn workers_that_say_that_nothing_is_written_any_more_need_no_fence() {
+fn settled_workers_need_no_fence() {
     let mut decode = Rig::decode();
     decode.loads(0.0, "d-1", "x-1", 100);
     let asked = decode.queries(0.0, &directory("p", 1, 1));
@@ -175,7 +175,7 @@ fn workers_that_say_that_nothing_is_written_any_more_need_no_fence() {
 }
 
 #[test]
-fn a_word_that_it_has_settled_ends_the_wait_for_the_fence() {
+fn a_settled_answer_ends_the_wait_for_the_fence() {
     let mut decode = Rig::decode();
     decode.loads(0.0, "d-1", "x-1", 100);
     let asked = decode.queries(0.0, &directory("p", 1, 1));
@@ -209,7 +209,7 @@ fn an_end_without_a_word_fails_those_that_wait_and_no_others() {
 }
 
 #[test]
-fn a_worker_that_cannot_be_reached_has_written_nothing_and_its_engine_is_looked_for_anew() {
+fn an_unreachable_worker_has_written_nothing_and_its_engine_is_queried_again() {
     let mut decode = Rig::decode();
     decode.loads(0.0, "d-1", "x-1", 100);
     let asked_first = decode.queries(0.0, &directory("p", 1, 1));
@@ -268,7 +268,7 @@ fn a_prefill_that_listens_elsewhere_under_its_name_is_found_again() {
 }
 
 #[test]
-fn a_prefill_is_looked_for_once() {
+fn a_prefill_is_queried_once() {
     let (mut decode, asked) = asks_from_memory();
     decode.unanswered(0.3, asked[0].pull, false);
     let actions = decode.unanswered(0.3, asked[1].pull, false);
@@ -278,7 +278,7 @@ fn a_prefill_is_looked_for_once() {
 }
 
 #[test]
-fn a_prefill_half_of_which_has_heard_is_not_asked_anew() {
+fn a_prefill_that_partly_received_a_request_is_not_asked_again() {
     for heard_first in [true, false] {
         let (mut decode, asked) = asks_from_memory();
         if !heard_first {
@@ -302,7 +302,7 @@ fn a_prefill_half_of_which_has_heard_is_not_asked_anew() {
 }
 
 #[test]
-fn a_kvx_that_is_forgotten_is_told_as_a_kvx_that_its_blocks_are_not_wanted() {
+fn a_forgotten_kvx_prefill_gets_a_kvx_release() {
     let mut decode = Rig::decode();
     decode.loads(0.0, "d-1", "x-1", 100);
     let mut listed = directory("p", 1, 1);
@@ -349,7 +349,7 @@ fn an_engine_that_its_bootstrap_server_does_not_list_fails_all_that_wait_with_on
 }
 
 #[test]
-fn a_request_that_needs_no_blocks_lets_the_prefill_go() {
+fn a_request_that_needs_no_blocks_releases_the_prefill() {
     let mut decode = Rig::decode();
     decode.arrive("d-1", 40, "x-1", decode_leg("p"));
     decode.ends(0.0, "d-1", Status::Aborted, &[]);
@@ -376,7 +376,7 @@ fn a_cached_prefix_is_not_asked_for() {
 }
 
 #[test]
-fn at_its_deadline_a_load_ends_and_its_blocks_are_held_until_nobody_writes_into_them() {
+fn at_its_deadline_a_load_ends_and_its_blocks_are_held_until_writes_end() {
     for lost in [false, true] {
         let settings = Settings {
             push_timeout: std::time::Duration::from_secs(9),
@@ -444,7 +444,7 @@ fn a_load_whose_blocks_are_not_free_for_long_has_failed_all_the_same() {
 }
 
 #[test]
-fn an_abort_while_the_bootstrap_server_is_asked_gives_the_blocks_back_at_once() {
+fn an_abort_during_the_bootstrap_query_releases_the_blocks_at_once() {
     let mut decode = Rig::decode();
     decode.loads(0.0, "d-1", "x-1", 100);
     let actions = decode.step(0.0);
@@ -457,7 +457,7 @@ fn an_abort_while_the_bootstrap_server_is_asked_gives_the_blocks_back_at_once() 
 }
 
 #[test]
-fn a_question_that_gives_blocks_back_goes_on_when_its_other_load_is_given_up() {
+fn a_request_that_releases_blocks_survives_the_end_of_its_other_load() {
     let mut decode = Rig::decode();
     decode.loads(0.0, "d-1", "x-1", 100);
     decode.loads(0.0, "d-2", "x-2", 200);
@@ -478,7 +478,7 @@ fn a_question_that_gives_blocks_back_goes_on_when_its_other_load_is_given_up() {
 }
 
 #[test]
-fn answers_that_nobody_can_have_meant_change_nothing_of_others() {
+fn invalid_answers_do_not_affect_other_loads() {
     let mut decode = Rig::decode();
     decode.loads(0.0, "d-1", "x-1", 100);
     let first = decode.queries(0.0, &directory("p", 1, 1));

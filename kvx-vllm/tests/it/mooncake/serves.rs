@@ -54,7 +54,7 @@ fn blocks_that_are_computed_are_written_and_freed_when_they_are_there() {
 }
 
 #[test]
-fn who_asks_before_the_prefill_has_come_waits_and_holds_nothing() {
+fn an_early_request_waits_without_holding_resources() {
     let mut prefill = Rig::prefill();
     let actions = prefill.asked(0.0, 1, &question(D1, &[("d-1", "x-1", &[100, 101, 102])]));
     assert!(actions.is_empty(), "no connection, no write, no answer: {actions:?}");
@@ -98,7 +98,7 @@ fn a_decode_with_a_cached_prefix_gets_the_end() {
 }
 
 #[test]
-fn one_question_for_several_requests_is_answered_one_by_one() {
+fn a_request_for_several_transfers_is_answered_one_by_one() {
     let mut prefill = Rig::prefill();
     prefill.has_prefilled(0.0, "p-2", "x-2");
     let both = question(D1, &[("d-1", "x-1", &[100, 101, 102]), ("d-2", "x-2", &[200, 201, 202])]);
@@ -214,7 +214,7 @@ fn blocks_are_kept_until_all_readers_have_had_them() {
 }
 
 #[test]
-fn a_worker_that_lets_go_counts_as_a_reader_whenever_it_says_so() {
+fn a_worker_that_releases_blocks_counts_as_a_reader_at_any_time() {
     for before in [false, true] {
         let mut prefill = Rig::prefill();
         let lets_go = |rank: u32| question((rank, 2), &[("d-1", "x-1", &[])]);
@@ -237,7 +237,7 @@ fn a_worker_that_lets_go_counts_as_a_reader_whenever_it_says_so() {
 }
 
 #[test]
-fn a_worker_that_lets_go_takes_back_what_it_asked_for() {
+fn a_worker_that_releases_blocks_withdraws_its_request() {
     let mut prefill = Rig::prefill();
     let wanted = question(D1, &[("d-1", "x-1", &[100, 101, 102])]);
     let lets_go = question(D1, &[("d-1", "x-1", &[])]);
@@ -276,7 +276,7 @@ fn a_worker_that_lets_go_takes_back_what_it_asked_for() {
 }
 
 #[test]
-fn a_failed_write_leaves_the_blocks_until_the_decode_lets_go() {
+fn a_failed_write_keeps_the_blocks_until_the_decode_releases_them() {
     let mut prefill = Rig::prefill();
     prefill.has_prefilled(0.0, "p-1", "x-1");
     let writes = prefill.asked_and_connected(0.1, 1, &question(D1, &[("d-1", "x-1", &[100])]));
@@ -293,7 +293,7 @@ fn a_failed_write_leaves_the_blocks_until_the_decode_lets_go() {
 }
 
 #[test]
-fn only_a_kvx_decode_hears_again_when_a_failed_write_has_settled() {
+fn only_a_kvx_decode_is_notified_when_a_failed_write_has_settled() {
     for kvx in [true, false] {
         let mut prefill = Rig::prefill();
         prefill.has_prefilled(0.0, "p-1", "x-1");
@@ -329,7 +329,7 @@ fn blocks_that_a_forgotten_write_reads_are_lost() {
 }
 
 #[test]
-fn an_unknown_layout_is_asked_for_and_a_new_one_ends_what_waits_for_the_old() {
+fn an_unknown_layout_is_requested_and_a_new_one_ends_waits_for_the_old() {
     let mut prefill = Rig::prefill();
     let mut short = question(D1, &[("d-1", "x-1", &[100])]);
     short.kv_caches_base_addr.clear();
@@ -396,7 +396,7 @@ fn a_decode_whose_memory_does_not_fit_is_told_why() {
 }
 
 #[test]
-fn questions_that_cannot_be_right_are_refused_whole() {
+fn invalid_requests_are_rejected_as_a_whole() {
     let mut prefill = Rig::new(Settings { tp_size: 2, ..settings("p", Role::Producer) }, 1, 7);
     let good = question((1, 2), &[("d-1", "x-1", &[100])]);
     let mut other = good.clone();
@@ -424,7 +424,7 @@ fn questions_that_cannot_be_right_are_refused_whole() {
 }
 
 #[test]
-fn a_peer_cannot_make_it_remember_more_than_its_bounds() {
+fn memory_for_a_peer_is_bounded() {
     let mut prefill = Rig::prefill();
     let blocks: Vec<u32> = (0..1 << 20).collect();
     let mut refused = 0;
@@ -453,7 +453,7 @@ fn a_peer_cannot_make_it_remember_more_than_its_bounds() {
 }
 
 #[test]
-fn two_requests_of_one_transfer_are_not_guessed_apart() {
+fn two_requests_of_one_transfer_are_ambiguous() {
     let mut prefill = Rig::prefill();
     prefill.has_prefilled(0.0, "p-1", "x-1");
     prefill.has_prefilled(0.1, "p-2", "x-1");
@@ -464,7 +464,7 @@ fn two_requests_of_one_transfer_are_not_guessed_apart() {
 }
 
 #[test]
-fn blocks_that_the_engine_takes_back_are_nobodys_any_more() {
+fn withdrawn_blocks_are_no_longer_served() {
     let mut prefill = Rig::prefill();
     prefill.has_prefilled(0.0, "p-1", "x-1");
     let writes = prefill.asked_and_connected(0.1, 1, &question(D1, &[("d-1", "x-1", &[100])]));
@@ -477,7 +477,7 @@ fn blocks_that_the_engine_takes_back_are_nobodys_any_more() {
 }
 
 #[test]
-fn a_transfer_that_is_tried_again_is_not_mixed_up_with_the_write_before() {
+fn a_retried_transfer_is_independent_of_the_previous_write() {
     let mut prefill = Rig::prefill();
     prefill.has_prefilled(0.0, "p-1", "x-1");
     let before = prefill.asked_and_connected(0.1, 1, &question(D1, &[("d-1", "x-1", &[100])]));
@@ -492,7 +492,7 @@ fn a_transfer_that_is_tried_again_is_not_mixed_up_with_the_write_before() {
 }
 
 #[test]
-fn a_shutdown_answers_everybody() {
+fn a_shutdown_answers_all_requests() {
     let mut prefill = Rig::prefill();
     prefill.has_prefilled(0.0, "p-1", "x-1");
     let writes = prefill.asked_and_connected(0.1, 1, &question(D1, &[("d-1", "x-1", &[100])]));

@@ -122,7 +122,7 @@ fn a_request_for_several_answers_has_no_transfer() {
 }
 
 #[test]
-fn an_answer_with_an_error_is_an_error_with_its_words() {
+fn an_error_answer_gives_an_error_with_its_message() {
     let body = json!({"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}});
     let error = Answer::from_body(&body).unwrap_err();
     assert!(

@@ -176,7 +176,7 @@ fn hold(
 }
 
 #[test]
-fn without_generations_the_same_simulation_finds_a_stale_block_that_is_accepted() {
+fn without_generations_the_simulation_finds_an_accepted_stale_block() {
     let found = (0..RUNS)
         .find_map(|seed| run(seed, false, &[Version::default()]).err().map(|why| (seed, why)));
     let (seed, why) = found.expect("a read that observed another request's contents");
@@ -186,7 +186,7 @@ fn without_generations_the_same_simulation_finds_a_stale_block_that_is_accepted(
 }
 
 #[test]
-fn a_seed_does_the_same_thing_again() {
+fn a_seed_is_reproducible() {
     for seed in 0..20 {
         let both = || format!("{:?} {:?}", run(seed, true, &Version::SPOKEN), run_mooncake(seed));
         assert_eq!(both(), both(), "seed {seed}");

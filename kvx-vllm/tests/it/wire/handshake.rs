@@ -377,7 +377,7 @@ fn metadata_of_older_dialects_reads_with_the_defaults_of_its_time() {
 }
 
 #[test]
-fn what_a_dialect_does_not_have_is_written_once_it_says_something() {
+fn keys_that_a_version_lacks_are_written_only_with_non_default_values() {
     let mut old = NixlAgentMetadata::new("prefill", Version::V0_20);
     old.block_lens = vec![64];
     old.block_strides = vec![128];
@@ -497,7 +497,7 @@ fn refusal(listener: &Listener, frames: &[&[u8]]) -> Result<(String, String, usi
 }
 
 #[test]
-fn an_unknown_rank_is_answered_in_words() {
+fn an_unknown_rank_gets_a_refusal_with_a_reason() {
     let mut listener = Listener::new(hash());
     let request = HandshakeRequest::new(rank(0, 5), Version::V0_33).unwrap().encode();
     let frames: [&[u8]; 3] = [b"d", b"", &request];
@@ -569,7 +569,7 @@ fn a_listener_survives_every_malformed_request() {
 }
 
 #[test]
-fn any_envelope_that_zmq_makes_is_given_back() {
+fn every_zeromq_envelope_is_returned() {
     let mut listener = Listener::new(hash());
     listener.publish(rank(0, 0), &metadata("prefill"));
     let request = HandshakeRequest::new(rank(0, 0), Version::V0_33).unwrap().encode();
@@ -626,7 +626,7 @@ fn a_changed_registration_is_a_new_generation() {
 }
 
 #[test]
-fn a_vllm_that_is_too_old_is_refused_by_name_at_both_ends() {
+fn both_ends_reject_a_vllm_that_is_too_old() {
     // Up to 0.11.0 the request is only the tag.
     let mut listener = Listener::new(hash());
     listener.publish(rank(0, 0), &metadata("prefill"));

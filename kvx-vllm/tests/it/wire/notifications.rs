@@ -62,7 +62,7 @@ fn a_registration_keeps_what_it_does_not_know() {
 }
 
 #[test]
-fn a_registration_without_addresses_says_so() {
+fn a_registration_without_addresses_omits_them() {
     let registration = PushRegistration::new("r", vec![vec![7], vec![]]);
     let bytes = EngineNotification::Registration(Box::new(registration.clone())).encode();
     assert_eq!(
@@ -73,7 +73,7 @@ fn a_registration_without_addresses_says_so() {
 }
 
 #[test]
-fn what_the_other_engine_would_misread_is_not_made() {
+fn notifications_that_would_be_misread_are_not_created() {
     for id in ["", "HB:a", "PUSH_REG:a"] {
         assert_eq!(EngineNotification::done(id, 1).unwrap_err().kind(), ErrorKind::Invalid, "{id}");
     }

@@ -249,14 +249,14 @@ fn within_the_bound(bytes: &[u8]) -> (Option<ConnectorMeta>, Option<WorkerOutput
     (meta, output)
 }
 
-fn what_was_written_is_read(seed: u64) {
+fn encoded_messages_decode(seed: u64) {
     let mut values = Values(Random::seeded(seed));
     let (meta, output) = (values.meta(), values.output());
     assert_eq!(within_the_bound(&meta.encode().unwrap()).0, Some(meta), "seed {seed}");
     assert_eq!(within_the_bound(&output.encode().unwrap()).1, Some(output), "seed {seed}");
 }
 
-fn what_is_cut_off_or_altered_is_taken_for_nothing_else(seed: u64) {
+fn truncated_or_altered_messages_are_not_misread(seed: u64) {
     let mut values = Values(Random::seeded(seed));
     for mut bytes in [values.meta().encode().unwrap(), values.output().encode().unwrap()] {
         let cut = values.below(bytes.len());
@@ -272,7 +272,7 @@ fn what_is_cut_off_or_altered_is_taken_for_nothing_else(seed: u64) {
 }
 
 /// Checks lists that announce more items than there are, at every list of a message.
-fn what_is_announced_takes_no_memory() {
+fn announced_lengths_take_no_memory() {
     let million = 1_000_000;
     for head in
         [&b"\x99\x00\xdd"[..], b"\x99\x00\x90\xdd", b"\x98\x00\xdd", b"\x98\x00\x90\x90\xdd"]
@@ -300,12 +300,12 @@ fn what_is_announced_takes_no_memory() {
 fn steps_and_outputs_are_read_as_written_within_a_bound() {
     let mut random = Random::seeded(7);
     for seed in 0..2000 {
-        what_was_written_is_read(seed);
-        what_is_cut_off_or_altered_is_taken_for_nothing_else(seed);
+        encoded_messages_decode(seed);
+        truncated_or_altered_messages_are_not_misread(seed);
         let noise: Vec<u8> = (0..random.below(200)).map(|_| random.word() as u8).collect();
         within_the_bound(&noise);
     }
-    what_is_announced_takes_no_memory();
+    announced_lengths_take_no_memory();
 }
 
 #[test]

@@ -194,8 +194,8 @@ impl Version {
         self.speaks(Version::V0_26)
     }
 
-    /// Returns whether the number in a completion counts the readers of the prefill rank that is notified. Older
-    /// versions write the tensor-parallel size of the decode side.
+    /// Returns whether the number in a completion counts the readers of the prefill rank that is
+    /// notified. Older versions write the tensor-parallel size of the decode side.
     pub fn counts_readers(self) -> bool {
         self.speaks(Version::V0_29)
     }

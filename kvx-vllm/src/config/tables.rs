@@ -11,7 +11,8 @@ use crate::Version;
 use kvx_core::backend::nearest;
 use kvx_core::{Error, ErrorKind, Result};
 
-/// One of kvx's own tables in `kv_connector_extra_config`: a backend's options, under the backend's name.
+/// One of kvx's own tables in `kv_connector_extra_config`: a backend's options, under the backend's
+/// name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OptionTable {
     /// The table's key, the backend's name in lower case.

@@ -321,7 +321,8 @@ mod tests {
 
     #[test]
     fn windows_are_paired_at_their_common_end() {
-        // A window of 16 tokens: 2 blocks of 16 at the consumer, 5 of 4 at the producer, after 42 tokens.
+        // A window of 16 tokens: 2 blocks of 16 at the consumer, 5 of 4 at the producer, after 42
+        // tokens.
         assert_eq!((window_blocks(16, 16), window_blocks(16, 4)), (2, 5));
         let units = Units::new(4, 1, 4).unwrap();
         let tokens = Some(Tokens { producer: 42, wanted: 42 });

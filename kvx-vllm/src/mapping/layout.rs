@@ -6,7 +6,8 @@ use kvx_core::{Error, ErrorKind, Result};
 
 use super::geometry::{malformed, shown};
 
-/// The order of dimensions, outermost first: L layer, B block, H head, N token, C content of a head and token.
+/// The order of dimensions, outermost first: L layer, B block, H head, N token, C content of a head
+/// and token.
 ///
 /// The table shows the content of one layer's block, outermost first, by the attention backend that
 /// vLLM names in a handshake. kvx moves blocks whole and does not interpret them, so an engine must

@@ -39,7 +39,7 @@
 //!     };
 //!     Caches::of_layers((0..2).map(layer).collect(), KvLayout::Lbhnc, 16, 1, 0)
 //! };
-//! // Rank 3 of a decode side of four reads from a prefill side of two: the second half of what rank 1 has.
+//! // Rank 3 of four decode ranks reads the second half of rank 1 of two prefill ranks.
 //! let (own, tp) = (caches(4)?, Tp::new(3, 4)?);
 //! assert_eq!(handshake_ranks(tp, 2, 1)?, [1]);
 //! let ranks = [(WorkerRank { pp: 0, tp: 1 }, caches(2)?.geometry().clone())];

@@ -103,7 +103,8 @@ impl Mapping {
     /// ranks.
     ///
     /// # Errors
-    /// `Invalid` for sizes of which neither divides the other, zero heads, and context parallelism with sharded heads.
+    /// `Invalid` for sizes of which neither divides the other, zero heads, and context parallelism
+    /// with sharded heads.
     pub fn new(
         consumer: Tp,
         producer_size: u32,

@@ -1,4 +1,5 @@
-//! vLLM's environment variables, the ports of ranks, leases and abort timeouts under each `kv_compat`.
+//! vLLM's environment variables, the ports of ranks, leases and abort timeouts under each
+//! `kv_compat`.
 
 use std::time::Duration;
 

@@ -8,8 +8,7 @@ use super::given::Given;
 use super::surroundings::Surroundings;
 use super::transfer_config::KvTransferConfig;
 
-/// Builds a [`KvTransferConfig`] field by field, with the same checks and defaults as JSON text
-/// has.
+/// A builder of a [`KvTransferConfig`], with the same checks and defaults as JSON text.
 ///
 /// ```
 /// use kvx_vllm::config::{KvTransferConfig, LoadFailurePolicy, Role};
@@ -31,8 +30,8 @@ pub struct KvTransferConfigBuilder {
 }
 
 impl KvTransferConfig {
-    /// Starts a configuration of this connector (`NixlConnector`, …), within the environment of
-    /// this process.
+    /// Starts a configuration of this connector (`NixlConnector`, …), in the environment of this
+    /// process.
     pub fn builder(connector: impl Into<String>) -> KvTransferConfigBuilder {
         let mut object = Map::new();
         object.insert("kv_connector".into(), Value::String(connector.into()));

@@ -19,7 +19,7 @@ pub struct RankNumbers {
 }
 
 impl Default for RankNumbers {
-    /// The only worker.
+    /// Returns the only worker of an engine.
     fn default() -> Self {
         RankNumbers { dp: 0, tp: 0, tp_size: 1 }
     }

@@ -37,7 +37,7 @@ pub(super) struct SetKey {
     pub(super) memory: (MemoryType, MemoryType),
 }
 
-/// Lanes of one group that share their index lists, one or more for each layer.
+/// Lanes of one group that share their index lists: those of all layers.
 #[derive(Clone, Debug)]
 pub struct LaneSet {
     pub(super) key: SetKey,

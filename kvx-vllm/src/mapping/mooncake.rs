@@ -25,7 +25,7 @@ pub struct SenderPair {
 /// The range that is written for each block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SenderPlan {
-    /// Whether this rank writes: only one of several replicas does. The range is set in either
+    /// True if this rank writes: only one of several replicas does. The range is set in either
     /// case.
     pub sends: bool,
     /// The start of the range in the producer's block.

@@ -6,7 +6,7 @@ use crate::{DecodeError, DecodeErrorKind};
 /// The deepest nesting of values that is read. The deepest known message has four levels.
 const MAX_DEPTH: usize = 16;
 
-/// Reads values from a message and checks each against the bytes that remain.
+/// A reader of a message's values, each checked against the bytes that remain.
 #[derive(Clone, Debug)]
 pub struct MsgpackReader<'a> {
     what: &'static str,

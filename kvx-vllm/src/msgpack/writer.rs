@@ -1,6 +1,6 @@
 //! Writes values to a message.
 
-/// Writes values to a message in msgspec's encoding.
+/// A writer of values in msgspec's encoding.
 #[derive(Debug, Default)]
 pub struct MsgpackWriter {
     bytes: Vec<u8>,

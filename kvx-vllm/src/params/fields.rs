@@ -4,7 +4,8 @@ use serde_json::{Map, Value};
 
 use super::ParamsError;
 
-/// Removes known keys from an object. The keys that remain are unknown to this version.
+/// An object whose known keys are removed as they are read. The keys that remain are unknown to
+/// this version.
 ///
 /// A known key that is null remains, so that it is written as null again.
 pub(super) struct Fields {

@@ -69,7 +69,7 @@ pub struct TransferParams {
     /// The time at which a decode instance releases its blocks, in seconds on its own monotonic
     /// clock.
     pub remote_blocks_expiry_time: Option<f64>,
-    /// How many times it has changed its registration. A higher number than in the last handshake
+    /// The number of changes to its registration. A higher number than in the last handshake
     /// requires a new handshake.
     pub remote_registration_generation: Option<u64>,
     /// The side that moves the data.

@@ -1,6 +1,6 @@
 //! Random ids as text.
 
-/// 16 random bytes as a UUID of version 4.
+/// Formats 16 random bytes as a version 4 UUID.
 pub(super) fn text(mut random: [u8; 16]) -> String {
     random[6] = random[6] & 0x0f | 0x40;
     random[8] = random[8] & 0x3f | 0x80;

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::{DecodeError, DecodeErrorKind};
 
-/// The bytes that are left.
+/// A budget of bytes for messages in memory.
 #[derive(Debug)]
 pub struct Budget {
     left: AtomicUsize,

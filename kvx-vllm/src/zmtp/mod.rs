@@ -295,7 +295,7 @@ impl Message {
     }
 }
 
-/// Decodes messages and commands from the bytes after the greeting, in pieces of any size.
+/// A decoder of messages and commands in the bytes after the greeting, in pieces of any size.
 #[derive(Debug)]
 pub struct Decoder {
     limits: MessageLimits,

@@ -69,8 +69,8 @@ pub fn prefill_leg_of_later_turn(
 pub struct DecodeLeg {
     /// The body to send.
     pub body: Value,
-    /// Whether the decode instance will load the prefill instance's blocks. If not, it computes the
-    /// prompt itself: the prefill instance offers no blocks.
+    /// True if the decode instance will load the prefill instance's blocks. Otherwise it computes
+    /// the prompt itself: the prefill instance offers no blocks.
     pub transfers: bool,
 }
 

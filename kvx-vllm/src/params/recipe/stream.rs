@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::Answer;
 use crate::params::ParamsError;
 
-/// Reads a streamed answer (server-sent events) as it passes, in pieces of any size.
+/// A reader of a streamed answer (server-sent events) that passes through, in pieces of any size.
 ///
 /// It keeps only the fields of an [`Answer`] and at most one line of the stream.
 ///

@@ -16,8 +16,8 @@ const MAX_ENVELOPE: usize = 8;
 /// The most bytes in each of them: ZeroMQ's limit for identities.
 const MAX_IDENTITY: usize = 255;
 
-/// Answers handshakes for all workers of an engine. Its input is a message that a ROUTER socket
-/// received; its output is the message to send.
+/// The listener that answers handshakes for all workers of an engine. Its input is a message that a
+/// ROUTER socket received; its output is the message to send.
 ///
 /// It answers every request that it can: with a worker's metadata, or with a reason for the refusal
 /// ([`HandshakePayload::refused`]), which a vLLM peer logs and survives. It keeps no state for

@@ -21,7 +21,7 @@ pub struct OlderPullRequest {
     pub remote_hostname: String,
     /// The port of the decode worker's Mooncake engine.
     pub remote_port: u16,
-    /// The requested requests, by the names that both sides use.
+    /// The requests that are asked for, by the names that both sides use.
     pub request_ids: Vec<String>,
     /// The start of each region of the decode worker.
     pub kv_caches_base_addr: Vec<u64>,

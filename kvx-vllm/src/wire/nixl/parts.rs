@@ -55,7 +55,7 @@ struct Unfinished {
     bytes: usize,
 }
 
-/// Assembles the notifications of many senders from their parts.
+/// An assembly of many senders' notifications from their parts.
 #[derive(Default)]
 pub struct Assembly {
     unfinished: VecDeque<Unfinished>,

@@ -4,17 +4,14 @@
 //! this order:
 //!
 //! 1. [`Caches::of_layers`] turns the KV caches of this rank into a [`Geometry`], and
-//! [`Caches::advertise`] writes it
-//!    into the metadata of the handshake.
+//!    [`Caches::advertise`] writes it into the metadata of the handshake.
 //! 2. The handshake with each rank in [`handshake_ranks`] yields a [`Geometry::advertised`], which
-//! checks every number
-//!    from the peer.
+//!    checks every number from the peer.
 //! 3. [`PeerMap::new`] pairs both sides once per peer. For each rank of the peer, it creates
-//! [`Lane`]s (a local and a
-//!    remote grid of equal block length) and [`LaneSet`]s (the lanes that share an index list).
+//!    [`Lane`]s (a local and a remote grid of equal block length) and [`LaneSet`]s (the lanes that
+//!    share an index list).
 //! 4. [`PeerMap::moves`] pairs the block lists of one request. It reads no lanes, so its cost
-//! depends on the blocks of
-//!    the request and not on the number of layers.
+//!    depends on the blocks of the request and not on the number of layers.
 //! 5. [`PeerMap::finishing`] returns the work that a consumer must do on its blocks afterwards.
 //!
 //! [`rows_into_block`] and [`rows_from_block`] are for engines that keep a dense tensor for each

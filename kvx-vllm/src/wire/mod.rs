@@ -1,8 +1,8 @@
 //! The messages between engines, byte for byte as vLLM writes them.
 //!
 //! - The side channel: [`HandshakeRequest`], [`HandshakePayload`] and [`NixlAgentMetadata`].
-//!   [`Listener`] is the
-//!   answering side and [`Handshake`] the requesting side, both without a socket.
+//!   [`Listener`] is the answering side and [`Handshake`] the requesting side, both without a
+//!   socket.
 //! - [`CompatibilityFactors`] give the [`CompatibilityHash`] that both ends compare first.
 //! - [`EngineNotification`]s accompany the data.
 //! - [`mooncake`]: the two messages of the MooncakeConnector.

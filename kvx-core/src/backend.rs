@@ -1,9 +1,10 @@
-//! What authors of backends need, and programs do not: the contract of transports, plans as a backend gets them,
-//! tickets, names that users write, and small tools that all backends share.
+//! The interface for authors of backends: the traits that a transport implements, plans as a
+//! backend receives them, tickets, the names that users write, and small tools that all backends
+//! share.
 //!
-//! A backend is a crate and a plain value: its [`Factory`] goes into a [`Registry`](crate::Registry). It writes no
-//! futures, wakers, timers or queues of its own; core has them, and one `kvx_backend::reactor::Reactor` from
-//! which it builds its thread.
+//! A backend is a crate that exports a plain value: its [`Factory`], which goes into a
+//! [`Registry`](crate::Registry). It needs no futures, wakers, timers or queues of its own: core
+//! has them, and `kvx_backend::reactor::Reactor` provides the thread.
 
 pub use crate::bound::{BoundPlan, LocalSide, Pair, PlacedGrid, RemoteSide};
 pub use crate::identity::{
@@ -25,19 +26,20 @@ pub use crate::transport::{
     Unavailable,
 };
 
-/// Detection of `fork`: a child's calls return `Forked`, and descriptors are private to their process.
+/// Fork detection: calls in a forked child return `Forked`, and descriptors stay private to their
+/// process.
 pub mod fork {
     #[cfg(all(target_os = "linux", not(kvx_portable)))]
     pub use crate::fork::Private;
     pub use crate::fork::{check, count};
 }
 
-/// Locks that no panic poisons, and pauses of threads that poll.
+/// Locks that panics do not poison, and pauses for threads that poll.
 pub mod sync {
     pub use crate::sync::{Condvar, Mutex, MutexGuard, catch_panic, pause_between_looks};
 }
 
-/// Bounded parsing of bytes that peers send, and writing of the same.
+/// Bounded parsing of bytes that peers send, and the matching writer.
 pub mod wire {
     pub use crate::wire::{Reader, Writer};
 }

@@ -1,4 +1,4 @@
-//! A future that some other thread finishes once, and that can be waited for without a runtime.
+//! A future that another thread completes once. Callers can also wait for it without a runtime.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -11,15 +11,16 @@ use crate::sync::{Condvar, Mutex};
 use crate::ticket::{Settle, Ticket};
 use crate::{Deadline, Error, ErrorKind, Result};
 
-/// The clock ends an operation at its deadline; a thread that is not told looks for itself a little later.
+/// How long after the deadline a blocked thread stops waiting if the clock did not end the
+/// operation.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// The end of an operation: a future under any runtime, or [`join`](Completion::join) without one. Dropping it stops
-/// nothing: the operation goes on.
-#[must_use = "futures do nothing unless awaited; the operation itself goes on"]
+/// The end of an operation: a future under any runtime, or [`join`](Completion::join) without one.
+/// Dropping it does not stop the operation.
+#[must_use = "futures do nothing unless awaited; the operation itself continues"]
 pub struct Completion<T>(Arc<Promise<T>>);
 
-/// The other half of a [`Completion`]: whoever finishes it first decides.
+/// The sending half of a [`Completion`]. The first result counts.
 pub(crate) struct Promise<T> {
     state: Mutex<PromiseState<T>>,
     finished: Condvar,
@@ -29,9 +30,9 @@ struct PromiseState<T> {
     result: Option<Result<T>>,
     done: bool,
     waker: Option<Waker>,
-    /// Its deadline, forgotten when it ends.
+    /// Watches the deadline; dropped when the operation ends.
     watch: Option<Watch>,
-    /// The deadline that the operation was given, if it has one.
+    /// The operation's deadline, if it has one.
     until: Option<Instant>,
 }
 
@@ -49,14 +50,14 @@ impl<T> Promise<T> {
         })
     }
 
-    /// One of an operation that keeps this deadline by itself.
+    /// Creates the promise of an operation that enforces this deadline itself.
     pub(crate) fn until(deadline: Deadline) -> Arc<Self> {
         let promise = Promise::new();
         promise.state.lock().until = deadline.instant();
         promise
     }
 
-    /// Finishes the operation, unless it is finished: then the value comes back.
+    /// Finishes the operation. Returns `result` if it was already finished.
     pub(crate) fn finish(&self, result: Result<T>) -> Option<Result<T>> {
         let mut state = self.state.lock();
         if state.done {
@@ -74,7 +75,7 @@ impl<T> Promise<T> {
         None
     }
 
-    /// Finishes with the error of `late` at the deadline, unless it is finished before.
+    /// Finishes with the error of `late` at the deadline, unless the promise is finished before.
     pub(crate) fn by(
         self: &Arc<Self>,
         clock: &Clock,
@@ -114,7 +115,7 @@ impl<T> Promise<T> {
 }
 
 fn taken() -> Error {
-    Error::new(ErrorKind::Invalid, "the result was taken by an earlier await: keep it")
+    Error::new(ErrorKind::Invalid, "an earlier await took the result: keep it")
 }
 
 impl<T> Completion<T> {
@@ -122,16 +123,18 @@ impl<T> Completion<T> {
         Completion(promise)
     }
 
-    /// One that has ended already.
+    /// Creates a completion that has already ended.
     pub(crate) fn ready(result: Result<T>) -> Self {
         let promise = Promise::new();
         promise.finish(result);
         Completion(promise)
     }
 
-    /// Blocks until the operation ends: by the deadline that it was given. One that has none (what
-    /// [`Transfer::settled`](crate::Transfer::settled) gives) is waited for as long as a transfer that sets none, 30
-    /// seconds; [`wait_blocking`](Completion::wait_blocking) takes another time.
+    /// Blocks until the operation ends, at the latest by the deadline that it was given.
+    ///
+    /// For an operation without a deadline (such as
+    /// [`Transfer::settled`](crate::Transfer::settled)) it waits 30 seconds, as for a transfer that
+    /// sets none. [`wait_blocking`](Completion::wait_blocking) takes another time.
     ///
     /// ```no_run
     /// # use kvx_core as kvx;
@@ -141,8 +144,12 @@ impl<T> Completion<T> {
     /// agent.shutdown(Duration::from_secs(5)).join()?;
     /// # Ok(()) }
     /// ```
+    ///
+    /// # Errors
+    /// The error of the operation; `TimedOut` if it does not end in time; `Invalid` if an earlier
+    /// `await` took the result; `Forked` in a forked child.
     pub fn join(self) -> Result<T> {
-        crate::fork::check()?; // the lock may be held for ever in a child
+        crate::fork::check()?; // in a child the lock may stay held for ever
         let until = self
             .0
             .state
@@ -152,7 +159,12 @@ impl<T> Completion<T> {
         self.wait_blocking(until.unwrap_or_else(Deadline::default_for_transfers))
     }
 
-    /// Blocks until the operation ends, or until `deadline` passes before (`TimedOut`; the operation goes on).
+    /// Blocks until the operation ends or `deadline` passes. The operation continues after the
+    /// deadline.
+    ///
+    /// # Errors
+    /// The error of the operation; `TimedOut` if `deadline` passes first; `Invalid` if an earlier
+    /// `await` took the result; `Forked` in a forked child.
     pub fn wait_blocking(self, deadline: impl Into<Deadline>) -> Result<T> {
         crate::fork::check()?;
         let until = deadline.into().instant();
@@ -173,7 +185,7 @@ impl<T> Completion<T> {
 }
 
 impl Completion<()> {
-    /// A completion and the ticket that ends it.
+    /// Creates a completion and the ticket that ends it.
     pub fn with_ticket() -> (Self, Ticket) {
         let promise = Promise::new();
         (Completion(Arc::clone(&promise)), Ticket::of(promise))
@@ -196,12 +208,12 @@ impl Settle for Promise<()> {
     fn forgotten(self: Arc<Self>) {
         self.finish(Err(Error::new(
             ErrorKind::Forgotten,
-            "the transport lost the operation: report this as a bug of it",
+            "the transport lost the operation: report this as a bug in the transport",
         )));
     }
 }
 
-/// A promise with the error that its deadline gives.
+/// A promise with the error that it gets at its deadline.
 struct Timed<T, F> {
     promise: Weak<Promise<T>>,
     late: F,
@@ -255,7 +267,7 @@ mod tests {
         });
         let error = Completion::of(Arc::clone(&promise)).join().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::StillShared, "{error}");
-        // Of an operation that does not keep its deadline a thread is rid all the same.
+        // `join` also returns if the operation does not enforce its deadline.
         let deadline = Deadline::from(Duration::from_millis(20));
         let error = Completion::of(Promise::<()>::until(deadline)).join().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::TimedOut);

@@ -1,4 +1,4 @@
-//! Deadlines, and the one thread of an agent that keeps them.
+//! Deadlines, and the thread of an agent that enforces them.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -10,7 +10,7 @@ use crate::identity::PeerId;
 use crate::sync::{Condvar, Mutex, catch_panic};
 use crate::{Error, ErrorKind, RegionId, Result};
 
-/// The moment at which a call gives up. Made from a [`Duration`] from now, or from an [`Instant`].
+/// The time at which a call gives up. Created from a [`Duration`] from now, or from an [`Instant`].
 ///
 /// ```
 /// # use kvx_core as kvx;
@@ -22,12 +22,12 @@ use crate::{Error, ErrorKind, RegionId, Result};
 pub struct Deadline(Option<Instant>);
 
 impl Deadline {
-    /// The deadline of a transfer that sets none: 30 seconds from now.
+    /// Returns the deadline of a transfer that sets none: 30 seconds from now.
     pub fn default_for_transfers() -> Self {
         Deadline::default_from(Instant::now())
     }
 
-    /// The deadline of a transfer that is posted at that time and sets none.
+    /// Returns the deadline of a transfer that is posted at `posted` and sets none.
     pub(crate) fn default_from(posted: Instant) -> Self {
         Deadline(Some(posted + Duration::from_secs(30)))
     }
@@ -36,24 +36,24 @@ impl Deadline {
         self.0
     }
 
-    /// The earlier of two.
+    /// Returns the earlier of the two.
     pub(crate) fn earlier(self, other: Deadline) -> Self {
         Deadline(self.0.into_iter().chain(other.0).min())
     }
 
-    /// The time that is left; zero once it has passed.
+    /// Returns the time that is left; zero once the deadline has passed.
     pub fn left(self) -> Duration {
         self.0.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()))
     }
 
-    /// True if it has passed.
+    /// Returns true if the deadline has passed.
     pub fn passed(self) -> bool {
         self.left().is_zero()
     }
 }
 
 impl From<Duration> for Deadline {
-    /// A time so long that the clock cannot express it counts as a century.
+    /// Limits `time` to a century, so that the clock can express the deadline.
     fn from(time: Duration) -> Self {
         let century = Duration::from_secs(100 * 365 * 86_400);
         Deadline(Some(Instant::now() + time.min(century)))
@@ -66,11 +66,12 @@ impl From<Instant> for Deadline {
     }
 }
 
-/// Something that ends at its deadline unless it ended before. Called without any lock of the clock.
+/// An operation that ends at its deadline unless it ended before. The clock calls it without
+/// holding a lock.
 pub(crate) trait Expire: Send + Sync {
     fn expire(self: Arc<Self>);
 
-    /// Something happened that may end it early.
+    /// Notifies the operation of something that may end it early.
     fn interrupt(self: Arc<Self>, reason: &Reason);
 }
 
@@ -84,7 +85,8 @@ pub(crate) enum Reason {
     Shutdown,
 }
 
-/// A watched deadline. Dropped when its operation ends, and never under a lock that `expire` takes.
+/// A watched deadline. Its owner drops it when the operation ends, and never under a lock that
+/// `expire` takes.
 pub(crate) struct Watch {
     shared: Arc<ClockShared>,
     slot: usize,
@@ -94,7 +96,7 @@ pub(crate) struct Watch {
 impl Drop for Watch {
     fn drop(&mut self) {
         if crate::fork::check().is_err() {
-            return; // the clock's lock may be held for ever
+            return; // a parent thread may have held the clock's lock at the fork
         }
         let mut table = self.shared.table.lock();
         let entry = match table.entries.get(self.slot) {
@@ -102,7 +104,7 @@ impl Drop for Watch {
             _ => None,
         };
         drop(table);
-        drop(entry); // may run the drop of an operation, which takes locks of its own
+        drop(entry); // may drop an operation, which takes its own locks
     }
 }
 
@@ -116,8 +118,8 @@ struct ClockEntry {
 struct ClockTable {
     entries: Slab<ClockEntry>,
     serial: u64,
-    /// The clock thread sleeps until then. Entries that end early leave it as it is: one idle wake-up per deadline
-    /// costs less than an ordered queue touched by every post.
+    /// The time until which the clock thread sleeps. Entries that end early do not change it: one
+    /// idle wake-up per deadline costs less than an ordered queue that every post touches.
     next: Option<Instant>,
     stop: bool,
 }
@@ -127,7 +129,7 @@ struct ClockShared {
     changed: Condvar,
 }
 
-/// The deadlines of one agent. Asleep until the nearest one.
+/// The deadlines of one agent. Its thread sleeps until the nearest one.
 pub(crate) struct Clock {
     shared: Arc<ClockShared>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -147,7 +149,8 @@ impl Clock {
         Ok(Clock { shared, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Watches an operation; call it without locks that `expire` takes. On a stopped clock everything expires at once.
+    /// Watches an operation. Must be called without locks that `expire` takes. On a stopped clock
+    /// the operation expires at once.
     pub(crate) fn watch(&self, at: Instant, operation: Arc<dyn Expire>) -> Watch {
         let mut table = self.shared.table.lock();
         if table.stop {
@@ -180,14 +183,15 @@ impl Clock {
         }
     }
 
-    /// Ends the thread, expires what is left, and waits for the thread unless that is the calling one.
+    /// Stops the thread, expires the operations that are left, and joins the thread unless it is
+    /// the calling one.
     pub(crate) fn stop(&self) {
         self.signal_stop();
         let thread = self.thread.lock().take();
         if let Some(thread) = thread
             && thread.thread().id() != std::thread::current().id()
         {
-            thread.join().ok(); // a panic there has been reported by the panic hook
+            thread.join().ok(); // the panic hook has already reported a panic
         }
         let left: Vec<_> =
             self.shared.table.lock().entries.drain().map(|entry| entry.operation).collect();

@@ -1,4 +1,4 @@
-//! The one error type: a kind that a program branches on, and a sentence that a person can act on.
+//! The error type: a kind that a program branches on, and a message that a person can act on.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -6,48 +6,49 @@ use std::sync::Arc;
 
 use crate::report::Report;
 
-/// The result of a call of kvx.
+/// The result of a kvx call.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The kind of an error, for a program to branch on. More kinds may be added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// An argument is wrong: the sentence names it.
+    /// An argument is wrong; the message names it.
     Invalid,
-    /// Blocks, a grid or a range lie outside the region they speak of.
+    /// Blocks, a grid or a range lie outside their region.
     OutOfBounds,
     /// Two destinations of one plan overlap.
     Overlap,
-    /// The named region is not registered with the agent that was asked.
+    /// The agent has no region of this number or name.
     Unregistered,
-    /// The key that came with an operation is not the key of the region.
+    /// The key of an operation is not the key of the region.
     WrongKey,
-    /// The region was revoked: its owner took the memory back.
+    /// The region was revoked: its owner has taken the memory back.
     Revoked,
-    /// The region could not be revoked by the deadline; its memory stays quarantined.
+    /// Remote access to the region could not be ended by the deadline; its memory stays
+    /// quarantined.
     StillShared,
-    /// The deadline passed first. Of a transfer with a notification: its data may have arrived, see
+    /// The deadline passed first. The data of a transfer with a notification may have arrived: see
     /// [`Error::report`](crate::Error::report).
     TimedOut,
-    /// Cancelled, by `cancel` or by a drop.
+    /// The operation was cancelled, by `cancel` or because its handle was dropped.
     Cancelled,
-    /// The budget of transfers in flight is used up; try again or use `post_wait`.
+    /// The budget of transfers in flight is used up; try again, or use `post_wait`.
     Busy,
-    /// The peer is gone, or silent for longer than `peer_timeout`, or was never there:
-    /// [`Peer::ready`](crate::Peer::ready) tells these apart. A restart shows as this too, where nobody listens at the
-    /// old address.
+    /// The peer has died, was silent for longer than `peer_timeout`, or never answered.
+    /// [`Peer::ready`](crate::Peer::ready) tells these cases apart. A restarted peer is reported as
+    /// lost too if nothing listens at its old address.
     PeerLost,
-    /// Another incarnation answers under the peer's name: connect with its new metadata.
+    /// Another incarnation answers under the peer's name; connect with its new metadata.
     PeerRestarted,
-    /// The two ends have no common version of a protocol.
+    /// The two sides have no version of a protocol in common.
     Incompatible,
-    /// Authentication failed, or one end has a shared secret and the other has none.
+    /// Authentication failed, or only one side has a shared secret.
     Authentication,
-    /// The operation is not permitted: memory that may only be read, a file that is not safe to
-    /// map, a host that is not allowed.
+    /// The operation is not permitted: read-only memory, a file that is not safe to map, a host
+    /// that is not allowed.
     PermissionDenied,
-    /// None of the backends that may serve this peer and memory can; the sentence says why for each.
+    /// No backend can serve this peer and memory; the message gives the reason for each backend.
     NoRoute,
     /// No backend has this name.
     UnknownBackend,
@@ -55,7 +56,7 @@ pub enum ErrorKind {
     NotCompiled,
     /// The backend is compiled in but cannot run on this machine.
     Unavailable,
-    /// The backend cannot do this.
+    /// The backend does not support this operation.
     Unsupported,
     /// A limit of the operating system or a queue was reached.
     Exhausted,
@@ -63,11 +64,11 @@ pub enum ErrorKind {
     Malformed,
     /// The agent has been shut down.
     Closed,
-    /// Called in a child process after `fork`.
+    /// The call was made in a child process after `fork`.
     Forked,
-    /// A transport lost the ticket of a transfer: its memory is quarantined.
+    /// A transport lost the ticket of a transfer, so the transfer's memory is quarantined.
     Forgotten,
-    /// The operating system or a native library refused; see code, text and source.
+    /// The operating system or a native library reported an error; see its code, text and source.
     Native,
 }
 
@@ -102,8 +103,8 @@ impl ErrorKind {
         ErrorKind::Native,
     ];
 
-    /// Returns the kind as a short word, a different one for each kind. Metrics count by it, and
-    /// count [`Authentication`](Self::Authentication) and
+    /// Returns the kind as a short identifier, unique to the kind. Metrics use it as a label,
+    /// except that they count [`Authentication`](Self::Authentication) and
     /// [`PermissionDenied`](Self::PermissionDenied) both as `denied`.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -137,9 +138,10 @@ impl ErrorKind {
     }
 }
 
-/// An error: its [`ErrorKind`], a sentence that says what to do next, and what is known of where it came from.
+/// An error: its [`ErrorKind`], a message that says what to do next, and the operation, peer,
+/// backend and native error where known.
 ///
-/// Cheap to clone, so that one failure of a link can be the answer of every transfer that was on it.
+/// Cheap to clone, so that the failure of a link can be the result of every transfer on it.
 ///
 /// ```
 /// # use kvx_core as kvx;
@@ -168,17 +170,17 @@ struct Detail {
     source: Option<Arc<dyn std::error::Error + Send + Sync>>,
 }
 
-/// The words of a native library or of the operating system.
+/// The error of a native library or of the operating system.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Native {
-    /// Its code: an errno, a `ucs_status_t`, an `fi_errno`, …
+    /// The native code: an errno, a `ucs_status_t`, an `fi_errno`, …
     pub code: i64,
-    /// Its own text for the code.
+    /// The native text for the code.
     pub text: String,
 }
 
 impl Error {
-    /// An error of `kind`; `sentence` says what happened and what to do next.
+    /// Creates an error of `kind`; `sentence` says what happened and what to do next.
     pub fn new(kind: ErrorKind, sentence: impl Into<Cow<'static, str>>) -> Self {
         Error(Box::new(Detail {
             kind,
@@ -192,7 +194,8 @@ impl Error {
         }))
     }
 
-    /// An error of the operating system: `sentence`, with the errno's code and text and the error as source.
+    /// Creates an error of the operating system from `sentence`, with the code and text of `error`,
+    /// and `error` as the source.
     pub fn os(sentence: impl Into<Cow<'static, str>>, error: impl Into<std::io::Error>) -> Self {
         let error = error.into();
         let native = error.raw_os_error().map(|code| (i64::from(code), error.to_string()));
@@ -203,35 +206,35 @@ impl Error {
         this.with_source(error)
     }
 
-    /// The same error as another kind.
+    /// Replaces the kind.
     #[must_use]
     pub fn with_kind(mut self, kind: ErrorKind) -> Self {
         self.0.kind = kind;
         self
     }
 
-    /// Names the operation that failed.
+    /// Names the operation that failed, unless one is already named.
     #[must_use]
     pub fn with_operation(mut self, operation: impl Into<Cow<'static, str>>) -> Self {
         self.0.operation.get_or_insert(operation.into());
         self
     }
 
-    /// Names the backend, unless one is named already.
+    /// Names the backend, unless one is already named.
     #[must_use]
     pub fn with_backend(mut self, backend: impl Into<Cow<'static, str>>) -> Self {
         self.0.backend.get_or_insert(backend.into());
         self
     }
 
-    /// Names the peer, unless one is named already.
+    /// Names the peer, unless one is already named.
     #[must_use]
     pub fn with_peer(mut self, peer: impl Into<Arc<str>>) -> Self {
         self.0.peer.get_or_insert(peer.into());
         self
     }
 
-    /// Adds what the native side said.
+    /// Adds the code and text of the native error.
     #[must_use]
     pub fn with_native(mut self, code: i64, text: impl Into<String>) -> Self {
         self.0.native = Some(Native { code, text: text.into() });
@@ -245,27 +248,29 @@ impl Error {
         self
     }
 
-    /// Adds what was moved, if the data had arrived when it failed.
+    /// Adds the report of a transfer whose data had arrived before the error.
     #[must_use]
     pub(crate) fn with_report(mut self, report: Option<Report>) -> Self {
         self.0.report = report;
         self
     }
 
-    /// What was moved all the same: the data of the transfer had arrived, and only its notification was not
-    /// acknowledged when this error came. The peer may still be notified, and may then use its blocks anew: use what
-    /// has arrived, and do not read those blocks again.
+    /// Returns the report of a transfer whose data arrived even though it failed: only its
+    /// notification was not acknowledged before this error.
+    ///
+    /// The peer may still receive the notification, and may then reuse its blocks. So use the data
+    /// that has arrived, and do not read those blocks again.
     pub fn report(&self) -> Option<&Report> {
         self.0.report.as_ref()
     }
 
-    /// Its kind, to branch on.
+    /// Returns the kind, to branch on.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
-    /// Returns true if the same operation may succeed later: a limit was reached, a deadline passed,
-    /// or the peer does not answer now. After `PeerLost` connect to the peer again first.
+    /// Returns true if the same operation may succeed later: a limit was reached, a deadline
+    /// passed, or the peer does not answer now. After `PeerLost`, connect to the peer again first.
     ///
     /// ```
     /// # use kvx_core as kvx;
@@ -280,27 +285,27 @@ impl Error {
         )
     }
 
-    /// The sentence alone, without the names that `Display` adds.
+    /// Returns the message alone, without the context that `Display` adds.
     pub fn sentence(&self) -> &str {
         &self.0.sentence
     }
 
-    /// The operation that failed, where known.
+    /// Returns the operation that failed, if known.
     pub fn operation(&self) -> Option<&str> {
         self.0.operation.as_deref()
     }
 
-    /// The backend it failed on, where one was chosen.
+    /// Returns the backend that the operation failed on, if one was chosen.
     pub fn backend(&self) -> Option<&str> {
         self.0.backend.as_deref()
     }
 
-    /// The peer it concerns, where one is known.
+    /// Returns the name of the peer that the error concerns, if known.
     pub fn peer(&self) -> Option<&str> {
         self.0.peer.as_deref()
     }
 
-    /// The words of the native library or of the operating system.
+    /// Returns the error of the native library or of the operating system.
     pub fn native(&self) -> Option<&Native> {
         self.0.native.as_ref()
     }

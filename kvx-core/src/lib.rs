@@ -1,20 +1,22 @@
 #![doc = include_str!("../README.md")]
 
-// From the top down: each group uses itself and those below it, but the last two use each other. No modules use each
-// other in a circle but those of `memory`. A test in `tests/it/structure.rs` holds both.
+// From the highest layer to the lowest. Each group uses itself and the groups below it; only the
+// last two groups use each other. No modules form a circle, except those of `memory`.
+// `tests/it/structure.rs` checks both.
 
-// What backends are made with. It only names what is below.
+// The interface for backends: re-exports of items from the layers below.
 pub mod backend;
 
-// What fuzzing calls, here and in the crates above. The facade does not show it.
+// Functions that fuzz targets call, here and in the crates above. The facade does not export it.
 #[doc(hidden)]
 pub mod fuzz;
 
-// Threads in every order.
+// Loom models, which try every interleaving of threads.
 #[cfg(all(test, kvx_loom))]
 mod models;
 
-// Agents: an agent has regions and peers. A plan pairs blocks of both; posted, it is a transfer over a peer's link.
+// Agents. An agent has regions and peers. A plan pairs blocks of both; once posted, it is a
+// transfer over a link to the peer.
 mod agent;
 mod overlap;
 mod peer;
@@ -30,7 +32,7 @@ pub use region::{PeerRegion, Region};
 pub use spans::Span;
 pub use transfer::{Canceller, Transfer};
 
-// Accounts of an agent: transfers in flight, waiting notifications, metrics, memory that nobody may free.
+// The state of an agent: transfers in flight, waiting notifications, metrics, quarantined memory.
 mod budget;
 mod inbox;
 mod quarantine;
@@ -52,7 +54,7 @@ pub use capabilities::{
 };
 pub use registry::{BackendStatus, Registry};
 
-// Words: memory and its blocks, metadata, options, routes.
+// Vocabulary: memory and its blocks, metadata, options, routes.
 mod grid;
 mod memory;
 mod metadata;
@@ -70,7 +72,7 @@ pub use options::{Options, Table};
 pub use route::{Route, RouteCandidate, Verdict};
 pub use secret::Secret;
 
-// Time: deadlines, and futures that end by them.
+// Time: deadlines, and the futures that end by them.
 mod completion;
 mod deadline;
 mod ticket;
@@ -78,7 +80,7 @@ mod ticket;
 pub use completion::Completion;
 pub use deadline::Deadline;
 
-// Errors, names and numbers; how much memory nobody may free.
+// Errors, names and identifiers; the amount of quarantined memory.
 mod error;
 mod identity;
 mod kept;
@@ -90,8 +92,8 @@ pub use identity::{Identity, Incarnation, RegionId, Sender, TransferId};
 pub use kept::quarantined_bytes;
 pub use report::Report;
 
-// Locks that no panic poisons, bounded parsing of what peers send, forks. By `fault_injection`, tests break core on
-// purpose.
+// Locks that panics do not poison, bounded parsing of peers' bytes, fork detection. Tests use
+// `fault_injection` to break core on purpose.
 #[doc(hidden)]
 pub mod fault_injection;
 mod fork;

@@ -1,4 +1,5 @@
-//! Options as operators write them: the JSON object `kv_connector_extra_config`, with a table per backend.
+//! Options as operators write them: the JSON object `kv_connector_extra_config`, with one table per
+//! backend.
 
 use std::time::Duration;
 
@@ -7,7 +8,7 @@ use serde_json::{Map, Value};
 use crate::names::nearest;
 use crate::{Error, ErrorKind, Result};
 
-/// The object `kv_connector_extra_config`. Each backend reads the table of its own name.
+/// The object `kv_connector_extra_config`. Each backend reads the table with its own name.
 ///
 /// ```
 /// # use kvx_core as kvx;
@@ -22,17 +23,20 @@ use crate::{Error, ErrorKind, Result};
 pub struct Options(Map<String, Value>);
 
 impl Options {
-    /// No options: every default.
+    /// Creates empty options, which select every default.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// From the parsed object.
+    /// Creates options from a parsed JSON object.
     pub fn from_json(object: Map<String, Value>) -> Self {
         Options(object)
     }
 
-    /// From JSON text. Errors: `Invalid` with the place of the mistake.
+    /// Parses options from JSON text.
+    ///
+    /// # Errors
+    /// `Invalid`, with the position of the mistake, if the text is not a JSON object.
     pub fn parse(text: &str) -> Result<Self> {
         match serde_json::from_str(text) {
             Ok(Value::Object(object)) => Ok(Options(object)),
@@ -46,7 +50,7 @@ impl Options {
         }
     }
 
-    /// Sets `table.key`, replacing what was there.
+    /// Sets `table.key`, replacing any previous value.
     pub fn set(&mut self, table: &str, key: &str, value: impl Into<Value>) -> &mut Self {
         let entry = self.0.entry(table).or_insert_with(|| Value::Object(Map::new()));
         if !entry.is_object() {
@@ -58,25 +62,34 @@ impl Options {
         self
     }
 
-    /// The names in `backends`, as written; `None` without the key.
+    /// Returns the names in `backends`, as written; `None` without the key.
+    ///
+    /// # Errors
+    /// `Invalid` if the value is neither a string nor a list of strings.
     pub fn backends(&self) -> Result<Option<Vec<String>>> {
         self.top().texts("backends")
     }
 
-    /// The names in `unauthenticated`, as written: backends to be opened although their libraries do not ask for the
-    /// fleet's secret.
+    /// Returns the names in `unauthenticated`, as written: the backends that may be opened although
+    /// their libraries do not check the fleet's secret.
+    ///
+    /// # Errors
+    /// `Invalid` if the value is neither a string nor a list of strings.
     pub fn unauthenticated(&self) -> Result<Vec<String>> {
         Ok(self.top().texts("unauthenticated")?.unwrap_or_default())
     }
 
-    /// The keys beside the tables, which vLLM's connectors share (`mooncake_protocol`, `num_workers`): whoever reads
-    /// one leaves the others alone.
+    /// Returns the keys outside the backends' tables. vLLM's connectors share them
+    /// (`mooncake_protocol`, `num_workers`), so readers ignore the keys that they do not know.
     pub fn top(&self) -> Table<'_> {
         Table { name: "", object: Some(&self.0) }
     }
 
-    /// The table `name`, empty if absent. Errors: `Invalid` when it is not an object or has a key that is not in
-    /// `known`: the nearest known one is named.
+    /// Returns the table `name`; it is empty if absent.
+    ///
+    /// # Errors
+    /// `Invalid` if it is not an object, or if it has a key that is not in `known`. The message
+    /// then suggests the nearest known key.
     pub fn table(&self, name: &'static str, known: &[&str]) -> Result<Table<'_>> {
         let object = match self.0.get(name) {
             None | Some(Value::Null) => None,
@@ -103,7 +116,7 @@ impl Options {
     }
 }
 
-/// One backend's options.
+/// The options of one backend.
 #[derive(Clone, Copy, Debug)]
 pub struct Table<'a> {
     name: &'static str,
@@ -123,14 +136,20 @@ impl<'a> Table<'a> {
         )
     }
 
-    /// A string.
+    /// Returns a string; `None` if the key is absent or null.
+    ///
+    /// # Errors
+    /// `Invalid` if the value is not a string.
     pub fn text(&self, key: &str) -> Result<Option<&'a str>> {
         self.get(key)
             .map(|value| value.as_str().ok_or_else(|| self.wrong(key, value, "a string")))
             .transpose()
     }
 
-    /// A list of strings; one string counts as a list of one.
+    /// Returns a list of strings. A single string counts as a list of one.
+    ///
+    /// # Errors
+    /// `Invalid` if the value is neither a string nor a list of strings.
     pub fn texts(&self, key: &str) -> Result<Option<Vec<String>>> {
         let wrong = |value| self.wrong(key, value, "a list of strings");
         match self.get(key) {
@@ -145,7 +164,10 @@ impl<'a> Table<'a> {
         }
     }
 
-    /// An object whose values are strings, in the order of its keys.
+    /// Returns an object whose values are strings, in the order of its keys.
+    ///
+    /// # Errors
+    /// `Invalid` if the value is not such an object.
     pub fn pairs(&self, key: &str) -> Result<Option<Vec<(String, String)>>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let wrong = || self.wrong(key, value, "an object of strings");
@@ -156,7 +178,10 @@ impl<'a> Table<'a> {
             .map(Some)
     }
 
-    /// A whole number within `range`.
+    /// Returns a whole number within `range`.
+    ///
+    /// # Errors
+    /// `Invalid` if the value is not a whole number or lies outside `range`.
     pub fn number(&self, key: &str, range: std::ops::RangeInclusive<u64>) -> Result<Option<u64>> {
         self.get(key)
             .map(|value| {
@@ -171,14 +196,20 @@ impl<'a> Table<'a> {
             .transpose()
     }
 
-    /// true or false.
+    /// Returns a boolean.
+    ///
+    /// # Errors
+    /// `Invalid` if the value is neither `true` nor `false`.
     pub fn flag(&self, key: &str) -> Result<Option<bool>> {
         self.get(key)
             .map(|value| value.as_bool().ok_or_else(|| self.wrong(key, value, "true or false")))
             .transpose()
     }
 
-    /// A time in seconds, fractions allowed, above zero and at most a day.
+    /// Returns a duration, written in seconds (fractions are allowed).
+    ///
+    /// # Errors
+    /// `Invalid` if the value is not a number above 0 and at most 86,400 (a day).
     pub fn seconds(&self, key: &str) -> Result<Option<Duration>> {
         self.get(key)
             .map(|value| {

@@ -1,4 +1,4 @@
-//! Which backends there are: the factories that are compiled in, and the table of all known names.
+//! The registry of backends: the factories that are compiled in, and the table of all known names.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,31 +11,33 @@ use crate::{Error, ErrorKind, Options, Result};
 /// A name that users may write, whether or not its backend is in this build.
 #[derive(Clone, Copy, Debug)]
 pub struct BackendName {
-    /// The name, in capitals.
+    /// The name, in upper case.
     pub name: &'static str,
-    /// Other names for it.
+    /// Alternative names.
     pub aliases: &'static [&'static str],
-    /// The facade's feature that compiles it in; `None`: this release does not contain it.
+    /// The feature of the facade that compiles the backend in; `None` if this release does not
+    /// contain it.
     pub feature: Option<&'static str>,
 }
 
-/// The meaning of a name in this build and on this machine.
+/// The status of a backend in this build and on this machine.
 #[derive(Clone, Debug)]
 pub enum BackendStatus {
-    /// It can be used.
+    /// The backend can be used.
     Available(Availability),
-    /// Compiled in, but not usable on this machine.
+    /// The backend is compiled in, but cannot be used on this machine.
     Unavailable(Unavailable),
-    /// Known, but its feature is off.
+    /// The backend is known, but its feature is off.
     NotCompiled {
         /// The feature to enable.
         feature: &'static str,
     },
-    /// Known, but this release does not contain it.
+    /// The backend is known, but this release does not contain it.
     NotReleased,
 }
 
-/// The factories compiled in and the table of known names. A program adds transports of its own at run time.
+/// The factories that are compiled in, and the table of known names. A program can add its own
+/// transports at run time.
 #[derive(Clone, Default)]
 pub struct Registry {
     factories: Vec<Arc<dyn Factory>>,
@@ -43,7 +45,7 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// An empty one.
+    /// Creates an empty registry.
     pub fn new() -> Self {
         Self::default()
     }
@@ -55,17 +57,24 @@ impl Registry {
         self
     }
 
-    /// Returns the names that users may write, with those of backends that are not compiled in.
+    /// Returns the names that users may write, including those of backends that are not compiled
+    /// in.
     pub fn known_names(&self) -> &[BackendName] {
         &self.known
     }
 
-    /// Adds a backend, also one that no table knows. Errors: `Invalid` when its name is taken.
+    /// Adds a backend. Its name need not be in the table of known names.
+    ///
+    /// # Errors
+    /// `Invalid` if a backend with this name is already registered.
     pub fn add(&mut self, factory: impl Factory + 'static) -> Result<&mut Self> {
         self.add_shared(Arc::new(factory))
     }
 
-    /// Adds a backend that is shared with other registries. Errors as [`add`](Registry::add).
+    /// Adds a backend that is shared with other registries.
+    ///
+    /// # Errors
+    /// `Invalid` if a backend with this name is already registered.
     pub fn add_shared(&mut self, factory: Arc<dyn Factory>) -> Result<&mut Self> {
         let name = factory.name();
         if self.factory(name).is_some() {
@@ -79,7 +88,7 @@ impl Registry {
         Ok(self)
     }
 
-    /// The same registry with each factory inside another one, of the same name.
+    /// Wraps each factory in another one of the same name.
     #[must_use]
     pub fn wrapped(mut self, wrap: impl Fn(Arc<dyn Factory>) -> Arc<dyn Factory>) -> Self {
         self.factories = self.factories.into_iter().map(wrap).collect();
@@ -87,7 +96,7 @@ impl Registry {
         self
     }
 
-    /// All factories, in order of preference.
+    /// Returns all factories, in order of preference.
     pub fn factories(&self) -> &[Arc<dyn Factory>] {
         &self.factories
     }
@@ -96,7 +105,7 @@ impl Registry {
         self.factories.iter().find(|factory| factory.name() == name)
     }
 
-    /// Every name there is: compiled in or known, each once.
+    /// Returns every name, compiled in or known, once each.
     pub fn names(&self) -> Vec<&'static str> {
         let mut names: Vec<_> = self.known.iter().map(|known| known.name).collect();
         for factory in &self.factories {
@@ -107,7 +116,10 @@ impl Registry {
         names
     }
 
-    /// The proper name for what a user wrote: any letter case, aliases. Errors: `UnknownBackend`.
+    /// Returns the canonical name for what a user wrote, in any letter case or as an alias.
+    ///
+    /// # Errors
+    /// `UnknownBackend` if no backend has this name; the message suggests the nearest one.
     pub fn canonical(&self, written: &str) -> Result<&'static str> {
         let is = |name: &str| name.eq_ignore_ascii_case(written);
         let known = self
@@ -129,7 +141,10 @@ impl Registry {
         ))
     }
 
-    /// Looks up `written`. Errors: `UnknownBackend`.
+    /// Returns the canonical name and the status of the backend that a user wrote.
+    ///
+    /// # Errors
+    /// `UnknownBackend` if no backend has this name.
     pub fn status(
         &self,
         written: &str,
@@ -153,8 +168,12 @@ impl Registry {
         ))
     }
 
-    /// The factory behind `written`, usable on this machine. Errors: `UnknownBackend`, `NotCompiled` or `Unavailable`;
-    /// three different sentences.
+    /// Returns the factory of the backend that a user wrote, if the backend can be used on this
+    /// machine.
+    ///
+    /// # Errors
+    /// `UnknownBackend` if no backend has this name, `NotCompiled` if it is not in this build or
+    /// release, `Unavailable` if it cannot run on this machine. Each has its own message.
     pub fn require(
         &self,
         written: &str,
@@ -169,7 +188,7 @@ impl Registry {
 }
 
 impl BackendStatus {
-    /// The sentence for a backend that cannot be used.
+    /// Returns the error for a backend that cannot be used.
     fn error(self, name: &'static str) -> Error {
         match self {
             _ if injected("one-error") => {

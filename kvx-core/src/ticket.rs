@@ -1,19 +1,20 @@
-//! The ticket: a transport's one proof that it has finished with the memory of an operation.
+//! The ticket: the proof that a transport has finished with the memory of an operation.
 
 use std::sync::Arc;
 
 use crate::Result;
 
-/// An operation that waits for its ticket. Core's own operations implement it; everybody else uses [`Ticket::new`].
+/// An operation that waits for its ticket. Core implements it for its own operations; transports
+/// use [`Ticket::new`].
 pub trait Settle: Send + Sync {
-    /// The transport has finished: nobody touches the memory again.
+    /// Called when the transport has finished and will not touch the memory again.
     fn settled(self: Arc<Self>, result: Result<()>);
-    /// The transport lost the ticket: nobody knows whether the memory is still touched.
+    /// Called when the transport lost the ticket, so that it may still touch the memory.
     fn forgotten(self: Arc<Self>);
 }
 
-/// Held by a transport while it works on an operation. [`settle`](Ticket::settle) consumes it, so that an operation
-/// cannot be reported twice:
+/// The right of a transport to work on an operation, held until it has finished.
+/// [`settle`](Ticket::settle) consumes the ticket, so that an operation cannot be reported twice:
 ///
 /// ```compile_fail,E0382
 /// # use kvx_core::backend::Ticket;
@@ -22,8 +23,8 @@ pub trait Settle: Send + Sync {
 /// ticket.settle(Ok(()));
 /// ```
 ///
-/// A ticket that is dropped without being settled fails its operation with `Forgotten` and quarantines the memory:
-/// that is the only safe reading of a transport that lost count.
+/// Dropping a ticket without settling it fails the operation with `Forgotten` and quarantines the
+/// memory, because a transport that lost the ticket may still use the memory.
 #[must_use = "a dropped ticket quarantines the memory of its operation"]
 pub struct Ticket(Option<TicketInner>);
 
@@ -33,18 +34,20 @@ enum TicketInner {
 }
 
 impl Ticket {
-    /// A ticket that calls `on_settle`; wrap another ticket in the closure to intercept it. A ticket that is
-    /// dropped drops the closure uncalled, and so forgets the ticket inside it.
+    /// Creates a ticket that calls `on_settle`. To intercept another ticket, move it into the
+    /// closure. Dropping the new ticket drops the closure uncalled, and thereby the ticket inside
+    /// it.
     pub fn new(on_settle: impl FnOnce(Result<()>) + Send + 'static) -> Self {
         Ticket(Some(TicketInner::Closure(Box::new(on_settle))))
     }
 
-    /// A ticket that ends `operation`.
+    /// Creates a ticket that ends `operation`.
     pub fn of(operation: Arc<dyn Settle>) -> Self {
         Ticket(Some(TicketInner::Operation(operation)))
     }
 
-    /// Says that the transport has finished: it will not touch the operation's memory again, whatever `result` is.
+    /// Ends the operation with `result`. By calling it, the transport promises not to touch the
+    /// operation's memory again, whatever `result` is.
     pub fn settle(mut self, result: Result<()>) {
         match self.0.take() {
             Some(TicketInner::Operation(operation)) => operation.settled(result),

@@ -1,4 +1,4 @@
-//! Builds an agent and opens its backends.
+//! Configures an agent and opens its backends.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -18,15 +18,16 @@ use crate::transport::{Admission, AutoOpen, Context, Events};
 use crate::{Error, ErrorKind, Options, Result, Secret, fork};
 
 impl Agent {
-    /// Begins an agent of this name: 1 to 255 bytes, the same after a restart.
+    /// Starts the configuration of an agent with this name: 1 to 255 bytes, the same after a
+    /// restart.
     ///
-    /// It needs a [registry](AgentBuilder::registry); the facade's `kvx::agent` has set one.
+    /// The builder needs a [registry](AgentBuilder::registry); the facade's `kvx::agent` sets one.
     pub fn builder(name: impl Into<String>) -> AgentBuilder {
         AgentBuilder::new(name.into())
     }
 }
 
-/// Configures an agent; [`build`](AgentBuilder::build) makes it.
+/// The configuration of an agent; [`build`](AgentBuilder::build) creates the agent.
 #[must_use]
 pub struct AgentBuilder {
     name: String,
@@ -57,45 +58,50 @@ impl AgentBuilder {
         }
     }
 
-    /// Sets the backends that the agent may open. Without one, [`build`](AgentBuilder::build) fails.
+    /// Sets the registry of backends that the agent may open. [`build`](AgentBuilder::build) fails
+    /// without one.
     pub fn registry(mut self, registry: Registry) -> Self {
         self.registry = Some(registry);
         self
     }
 
-    /// Names backends in order of preference, any letter case. A list restricts: nothing else is used.
+    /// Names backends in order of preference, in any letter case. The agent uses no other backends.
     pub fn backends<S: Into<String>>(mut self, names: impl IntoIterator<Item = S>) -> Self {
         self.backends = Some(names.into_iter().map(Into::into).collect());
         self
     }
 
-    /// Options: the object `kv_connector_extra_config`. Its `backends` counts unless [`backends`](AgentBuilder::backends)
-    /// is called.
+    /// Sets the options: the object `kv_connector_extra_config`. Its `backends` applies unless
+    /// [`backends`](AgentBuilder::backends) is called.
     pub fn options(mut self, options: Options) -> Self {
         self.options = options;
         self
     }
 
-    /// The shared secret of the fleet: transports that can authenticate do, and refuse peers without it. Not said, it
-    /// is taken from the environment; see [`Secret::from_environment`].
+    /// Sets the shared secret of the fleet: transports that can authenticate use it and reject
+    /// peers without it. If not set, it comes from the environment; see
+    /// [`Secret::from_environment`].
     pub fn secret(mut self, secret: Secret) -> Self {
         self.secret = Some(secret);
         self
     }
 
-    /// Sets how long a peer may be silent with work in flight before it counts as lost; 10 seconds if not set.
+    /// Sets how long a peer may be silent with work in flight before it counts as lost. The default
+    /// is 10 seconds.
     pub fn peer_timeout(mut self, time: Duration) -> Self {
         self.peer_timeout = time;
         self
     }
 
-    /// Limits what is in flight: 65,536 transfers and 256 MiB of descriptions if not set. Above, `post` says `Busy`.
+    /// Limits what is in flight; above the limits, `post` returns `Busy`. The default is 65,536
+    /// transfers and 256 MiB of descriptions.
     pub fn budget(mut self, limits: budget::Limits) -> Self {
         self.budget = limits;
         self
     }
 
-    /// Limits the notifications that wait to be taken, and their bytes; senders are held back beyond.
+    /// Limits the number and the bytes of queued notifications; above the limits, senders have to
+    /// wait.
     pub fn notifications(mut self, count: usize, bytes: usize) -> Self {
         self.inbox = inbox::InboxLimits {
             count: count.max(1),
@@ -104,30 +110,37 @@ impl AgentBuilder {
         self
     }
 
-    /// Lets transports copy memory of a GPU.
+    /// Lets transports copy the memory of a GPU.
     pub fn device(mut self, access: Arc<dyn DeviceAccess>) -> Self {
         self.devices.push(access);
         self
     }
 
-    /// Sends this agent's device memory through pinned buffers of the host, also where a backend could reach the
-    /// device: only backends that stage device memory register it. Not said, each backend reaches it as it can. It is
-    /// what vLLM's `kv_buffer_device: cpu` asks for.
+    /// Sends this agent's device memory through pinned host buffers, even where a backend could
+    /// access the device: only backends that stage device memory register it. By default, each
+    /// backend accesses devices as it can. vLLM's `kv_buffer_device: cpu` requests this.
     pub fn stage_device_memory(mut self, staged: bool) -> Self {
         self.staged = staged;
         self
     }
 
-    /// Opens the backends and makes the agent.
+    /// Opens the backends and creates the agent.
     ///
     /// # Errors
-    /// `UnknownBackend` for a name that is none; when no backend can be opened, the error of the only one asked for,
-    /// or `NoRoute` with the reason of each; `Invalid` for a name or an option, and without a registry; `Forked`.
+    /// If no backend can be opened: the error of the only one that was requested (`NotCompiled`,
+    /// `Unavailable` or an error of the backend), or `NoRoute` with the reason of each. Otherwise:
+    /// - `UnknownBackend` for a name that no backend has.
+    /// - `Invalid` for the agent's name, an option or an empty list of backends, and without a
+    ///   registry.
+    /// - `Invalid` or `Native` for a secret in the environment that cannot be used.
+    /// - `Native` if the operating system gives no random bytes, `Exhausted` if it cannot
+    ///   start a thread.
+    /// - `Forked`.
     pub fn build(self) -> Result<Agent> {
         fork::check()?;
         let registry = self.registry.ok_or_else(|| {
-            let why = "an agent needs a registry of backends: begin with kvx::agent(name), which sets those that are \
-                       compiled in, or call AgentBuilder::registry";
+            let why = "an agent needs a registry of backends: start with kvx::agent(name), which \
+                       sets the backends that are compiled in, or call AgentBuilder::registry";
             Error::new(ErrorKind::Invalid, why)
         })?;
         let identity = Identity {
@@ -164,8 +177,8 @@ impl AgentBuilder {
     }
 }
 
-/// Opens the named backends, or those that are opened without a list. One that cannot be opened is a reason, as long
-/// as another can.
+/// Opens the named backends, or without a list those that open by default. A backend that cannot be
+/// opened is only reported, as long as another one can.
 fn open(
     registry: &Registry,
     named: Option<&[String]>,
@@ -184,7 +197,7 @@ fn open(
                 return Err(Error::new(
                     ErrorKind::Invalid,
                     format!(
-                        "an empty list of backends serves nobody: name one of {}",
+                        "an empty list of backends opens nothing: name one of {}",
                         registry.names().join(", ")
                     ),
                 ));
@@ -253,8 +266,9 @@ fn open(
 
 fn asks_for_no_secret(name: &'static str) -> Error {
     let why = format!(
-        "this agent has a shared secret, and {name}'s library speaks to whoever reaches it: leave {name} out, or write \
-         \"unauthenticated\": [\"{name}\"] beside \"backends\" if only your peers reach it (vLLM's need that)"
+        "this agent has a shared secret, but {name}'s library talks to unauthenticated peers: \
+         leave {name} out, or add \"unauthenticated\": [\"{name}\"] next to \"backends\" if only \
+         your peers can reach it (vLLM's need that)"
     );
     Error::new(ErrorKind::Authentication, why).with_backend(name)
 }

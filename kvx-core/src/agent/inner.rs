@@ -1,4 +1,4 @@
-//! The state that an agent shares with its regions, its peers and its transports.
+//! The state that an agent shares with its regions, peers and transports.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,12 +18,12 @@ use crate::{Error, ErrorKind, MemoryKind, Result, Sender, fork};
 
 pub(crate) struct AgentInner {
     pub(crate) identity: Identity,
-    /// What peers need to be let in.
+    /// The terms on which peers are admitted.
     pub(crate) invited: AdmissionTerms,
     pub(crate) transports: Vec<Open>,
-    /// Backends that were asked for and could not be opened.
+    /// Backends that were requested but could not be opened.
     pub(crate) not_open: Vec<(&'static str, Error)>,
-    /// Device memory goes through buffers of the host only.
+    /// True if device memory goes through host buffers only.
     pub(super) staged: bool,
     pub(crate) clock: Clock,
     pub(crate) budget: Budget,
@@ -31,14 +31,15 @@ pub(crate) struct AgentInner {
     pub(super) tables: Mutex<Tables>,
     ids: AtomicU64,
     pub(super) closed: AtomicBool,
-    /// Held by the one that shuts down; true once the transports have been.
+    /// Held by the thread that shuts down; true once it has asked the transports to shut down.
     pub(super) shutting: Mutex<bool>,
 }
 
 impl Drop for AgentInner {
     fn drop(&mut self) {
         if fork::check().is_err() {
-            std::mem::forget(std::mem::take(&mut self.transports)); // in a fork nothing of a transport is dropped
+            // A forked child must not drop anything that belongs to a transport.
+            std::mem::forget(std::mem::take(&mut self.transports));
         }
     }
 }
@@ -58,22 +59,23 @@ pub(super) struct Tables {
     pub(super) regions: BTreeMap<RegionId, Arc<RegionInfo>>,
     /// The names of the regions.
     pub(super) names: HashSet<Arc<str>>,
-    /// To be revoked at shutdown.
+    /// The regions to revoke at shutdown.
     pub(super) handles: Vec<Weak<RegionCore>>,
-    /// Whom to tell what happens to a link.
+    /// The owner of each link, which is notified of changes.
     links: HashMap<LinkId, Weak<dyn OwnsLinks>>,
 }
 
-/// A peer, as the agent reaches it.
+/// A peer, as the agent sees it.
 pub(crate) trait OwnsLinks: Send + Sync {
-    /// A link of its own changed.
+    /// Called when one of the owner's links changes.
     fn link_changed(self: Arc<Self>, id: LinkId, change: LinkState);
 
-    /// It is gone for good: closes its links and fails what waits for one.
+    /// Called when the owner is gone for good: closes its links and fails what waits for one.
     fn end(self: Arc<Self>, why: Error);
 }
 
-/// Receives the reports of transports. Holds the agent weakly: transports do not keep it alive.
+/// Receives the reports of transports. Holds the agent weakly, so that transports do not keep it
+/// alive.
 pub(super) struct Sink(pub(super) Mutex<Weak<AgentInner>>);
 
 impl Events for Sink {
@@ -116,37 +118,47 @@ impl AgentInner {
         })
     }
 
-    /// The owners of all links, once for each link.
+    /// Returns the owners of all links, once per link.
     pub(super) fn owners(&self) -> Vec<Arc<dyn OwnsLinks>> {
         self.tables.lock().links.values().filter_map(Weak::upgrade).collect()
     }
 
-    /// The position of the open backend that speaks to foreign agents of this kind. Errors: `NoRoute`.
+    /// Returns the position of the open backend that connects to foreign agents of this kind.
+    ///
+    /// # Errors
+    /// `NoRoute` if there is none.
     pub(super) fn speaks(&self, backend: &str) -> Result<usize> {
         let is = |name: &&str| name.eq_ignore_ascii_case(backend);
         let position = |speaks: &dyn Fn(&Open) -> bool| self.transports.iter().position(speaks);
-        // Whoever speaks for others does so because they cannot themselves.
+        // A backend that speaks for another one goes first: the other cannot do so itself.
         let speaker = position(&|open| open.speaks_for.iter().any(is));
         speaker.or_else(|| position(&|open| is(&open.name))).ok_or_else(|| {
             let open: Vec<_> = self.transports.iter().map(|open| open.name).collect();
             Error::new(
                 ErrorKind::NoRoute,
                 format!(
-                    "no open backend speaks {backend} to foreign agents; open are {}: name {backend} in `backends`",
+                    "no open backend connects to foreign {backend} agents (open: {}): \
+                     name {backend} in `backends`",
                     open.join(", ")
                 ),
             )
         })
     }
 
-    /// Errors: `Authentication` where only one end has a secret; whether two are the same shows in the handshake.
+    /// Checks that both sides or neither have a secret. The handshake checks that the secrets are
+    /// equal.
+    ///
+    /// # Errors
+    /// `Authentication` if only one side has a secret.
     pub(crate) fn check_secret(&self, peer: AdmissionTerms) -> Result<()> {
         let why = match (self.invited.with_secret, peer.with_secret) {
             (false, true) => {
-                "the peer has a shared secret and this agent has none: give it the same by KVX_SECRET_FILE"
+                "the peer has a shared secret and this agent has none: \
+                 set KVX_SECRET_FILE of this agent to the same secret"
             }
             (true, false) => {
-                "this agent has a shared secret and the peer has none: give it the same by KVX_SECRET_FILE"
+                "this agent has a shared secret and the peer has none: \
+                 set KVX_SECRET_FILE of the peer to the same secret"
             }
             _ => return Ok(()),
         };
@@ -166,7 +178,7 @@ impl AgentInner {
         Ok(())
     }
 
-    /// Whether that backend is asked to register memory of this kind.
+    /// Returns true if the backend should be asked to register memory of this kind.
     pub(super) fn may_register(&self, open: &Open, kind: MemoryKind) -> bool {
         !self.staged || kind.is_host() || open.transport.stages_devices()
     }

@@ -1,4 +1,4 @@
-//! The agent: owns transports, regions, peers.
+//! The agent, which owns transports, regions and peers.
 
 mod builder;
 pub(crate) mod inner;
@@ -27,7 +27,7 @@ use crate::{Deadline, Error, ErrorKind, Memory, MemoryKind, Result, fork};
 pub use builder::AgentBuilder;
 pub use next::NextNotification;
 
-/// One end of transfers: its transports, its regions, its peers. Cheap to clone.
+/// One side of transfers: its transports, its regions, its peers. Cheap to clone.
 ///
 /// ```no_run
 /// # use kvx_core as kvx;
@@ -48,12 +48,11 @@ struct AgentHandle {
     peers: Mutex<HashMap<Identity, Weak<PeerInner>>>,
 }
 
-/// The error for a backend that may not reach a device directly.
+/// Returns the error for a backend that may not access a device directly.
 fn only_staged(backend: &'static str, kind: MemoryKind) -> Error {
     let why = format!(
-        "kv_buffer_device is cpu, and {backend} does not move {kind} memory through buffers of the host: name a \
-         backend that \
-         does, or register host memory"
+        "kv_buffer_device is cpu, and {backend} does not move {kind} memory through host buffers: \
+         name a backend that does, or register host memory"
     );
     Error::new(ErrorKind::Unsupported, why).with_backend(backend)
 }
@@ -68,7 +67,8 @@ impl AgentHandle {
         Peer(peer)
     }
 
-    /// May be called again: it then waits for what the first time did not prove.
+    /// Shuts the agent down. May be called again: it then waits for what the first call did not
+    /// prove.
     fn shut_down(&self, deadline: Deadline) -> Result<()> {
         let agent = &self.inner;
         agent.closed.store(true, Ordering::Release);
@@ -105,25 +105,25 @@ impl AgentHandle {
             .iter()
             .filter(|_| !again)
             .map(|open| {
-                // Each on a thread of its own: one that hangs keeps no other from closing, nor this one.
+                // A thread for each: one that hangs blocks neither the others nor this one.
                 let transport = Arc::clone(&open.transport);
                 let (done, ticket) = Completion::with_ticket();
                 let (joined, end) = Completion::with_ticket();
                 let closes = std::thread::Builder::new().name(format!("kvx-end {}", open.name));
                 let closing = closes.spawn(move || {
                     transport.shutdown(ticket);
-                    end.settle(Ok(())); // its threads are joined
+                    end.settle(Ok(())); // the transport has joined its threads
                 });
                 (open.name, closing.map(|_| [done, joined]))
             })
             .collect();
-        // A transport gets a moment even when revoking has used up the time.
+        // A transport gets 200 ms even if the revocations have used up the time.
         let patience = Deadline::from(deadline.left().max(Duration::from_millis(200)));
         let mut stuck = Vec::new();
         for (name, done) in closing {
             let ended = match done {
                 Ok(ends) => ends.into_iter().try_for_each(|end| end.wait_blocking(patience)),
-                Err(error) => Err(Error::os("no thread to close it on", error)),
+                Err(error) => Err(Error::os("could not start a thread to close it", error)),
             };
             stuck.extend(ended.err().map(|error| format!("{name}: {error}")));
         }
@@ -135,8 +135,9 @@ impl AgentHandle {
         Err(Error::new(
             kind,
             format!(
-                "the shutdown reached its deadline with {left} transfers not settled, {shared} regions still shared \
-                 and {} transports not closed {}: that memory stays quarantined; a longer deadline may help",
+                "the shutdown reached its deadline with {left} transfers not settled, {shared} \
+                 regions still shared and {} transports not closed {}: that memory stays \
+                 quarantined; a longer deadline may help",
                 stuck.len(),
                 stuck.join("; ")
             ),
@@ -149,28 +150,29 @@ impl Agent {
         Agent(Arc::new(AgentHandle { inner, peers: Mutex::default() }))
     }
 
-    /// Its name and incarnation.
+    /// Returns the agent's name and incarnation.
     pub fn identity(&self) -> &Identity {
         &self.0.inner.identity
     }
 
-    /// The backends that are open, in order of preference.
+    /// Returns the open backends, in order of preference.
     pub fn backends(&self) -> Vec<&'static str> {
         self.0.inner.transports.iter().map(|open| open.name).collect()
     }
 
-    /// The backends that were asked for and could not be opened, and why.
+    /// Returns the backends that were requested but could not be opened, each with the reason.
     pub fn not_open(&self) -> &[(&'static str, Error)] {
         &self.0.inner.not_open
     }
 
-    /// Whether no open backend needs more than small buffers of the host to move memory of devices, as
-    /// [`AgentBuilder::stage_device_memory`] has it.
+    /// Returns true if every open backend can move device memory through host buffers alone, as
+    /// [`AgentBuilder::stage_device_memory`] requires.
     pub fn stages_devices(&self) -> bool {
         self.0.inner.transports.iter().all(|open| open.transport.stages_devices())
     }
 
-    /// Whether an open backend reaches memory of this kind: [`register`](Self::register) has somebody to ask.
+    /// Returns true if an open backend reaches memory of this kind, so that
+    /// [`register`](Self::register) can succeed.
     pub fn reaches(&self, kind: MemoryKind) -> bool {
         let local = |open: &Open| open.transport.capabilities().local.contains(kind);
         self.0
@@ -180,11 +182,13 @@ impl Agent {
             .any(|open| self.0.inner.may_register(open, kind) && local(open))
     }
 
-    /// Registers memory under a name that is unique among this agent's regions. May block: registering can pin pages.
+    /// Registers memory under a name that is unique among this agent's regions. May block, because
+    /// a backend may have to pin pages.
     ///
     /// # Errors
-    /// `Invalid` for the name or empty memory; when no open backend can serve the memory, `Unsupported` with each
-    /// reason; `Closed`, `Forked`.
+    /// `Invalid` if the memory is empty or the name is taken or malformed; `Unsupported`, with the
+    /// reason of each backend, if no open backend can register the memory; `Native` if the
+    /// operating system gives no random key; `Closed`; `Forked`.
     pub fn register(&self, name: &str, memory: impl Into<Arc<Memory>>) -> Result<Region> {
         self.0.inner.check_open()?;
         let (name, memory) = (checked_name("region", name)?, memory.into());
@@ -258,20 +262,27 @@ impl Agent {
         if taken(&tables) || self.0.inner.is_closed() {
             drop(tables);
             self.0.inner.check_open()?;
-            return Err(name_is_taken()); // another thread was faster; the region's drop revokes it
+            // Another thread was faster. Dropping the region revokes it.
+            return Err(name_is_taken());
         }
         tables.regions.insert(id, Arc::new(info));
         tables.names.insert(name);
         tables.generation += 1;
         if tables.handles.len() == tables.handles.capacity() {
-            tables.handles.retain(|handle| handle.strong_count() > 0); // seldom: many regions are linear
+            // Rare, so that registering many regions takes linear time.
+            tables.handles.retain(|handle| handle.strong_count() > 0);
         }
         tables.handles.push(Arc::downgrade(region.core()));
         drop(tables);
         Ok(region)
     }
 
-    /// The bytes that peers need to connect, to be carried to them by any means. Newer ones update connected peers.
+    /// Returns the bytes that peers need to connect. The program carries them to the peers by any
+    /// means. Newer metadata updates peers that are already connected.
+    ///
+    /// # Errors
+    /// `Exhausted` if there are more regions or longer addresses than readers accept; an error of a
+    /// backend that cannot name its address; `Closed`; `Forked`.
     pub fn metadata(&self) -> Result<Vec<u8>> {
         self.0.inner.check_open()?;
         let mut backends = Vec::new();
@@ -293,14 +304,18 @@ impl Agent {
         metadata.encode()
     }
 
-    /// A handle to the agent that `metadata` describes; also to this one itself. Returns at once and connects behind:
-    /// see [`Peer::ready`]. A handle to the same incarnation that is not lost is shared and updated; what kept it from
-    /// a link and may have passed (a limit of this process, a peer that was full) is tried again, as by each post that
-    /// finds no link. After a transfer has failed with `PeerLost`, await [`Peer::loss`] first: the old handle is shared
-    /// until then.
+    /// Returns a handle to the agent that `metadata` describes, which may be this agent itself.
+    ///
+    /// Returns at once and connects in the background: see [`Peer::ready`]. If this agent already
+    /// has a handle to the same incarnation that is not lost, the handle is shared and updated. A
+    /// link that failed for a temporary reason (a limit of this process, a peer that was full) is
+    /// then tried again, as by each post that finds no link. After a transfer has failed with
+    /// `PeerLost`, await [`Peer::loss`] first: until then, this call returns the old handle.
     ///
     /// # Errors
-    /// `Malformed`, `Incompatible`; `Closed`, `Forked`.
+    /// `Malformed` if the bytes are not metadata; `Incompatible` if the two sides have no version
+    /// in common or a critical section is unknown; `Closed`; `Forked`. Failures to connect are
+    /// reported by [`Peer::ready`] and by transfers.
     pub fn connect(&self, metadata: impl AsRef<[u8]>) -> Result<Peer> {
         self.0.inner.check_open()?;
         let metadata = Metadata::decode(metadata.as_ref())?;
@@ -321,11 +336,14 @@ impl Agent {
         Ok(self.0.begin(peer))
     }
 
-    /// A handle to an agent that is not kvx, from its own blob: a NIXL agent's (`RIXL`) or a Mooncake segment's name
-    /// (`MOONCAKE`). What kvx cannot promise toward it, its route and its capabilities say.
+    /// Returns a handle to an agent that is not kvx, from that agent's own blob: the metadata of a
+    /// NIXL agent (`RIXL`) or the name of a Mooncake segment (`MOONCAKE`). The route and the
+    /// capabilities of the peer say which promises of kvx do not hold for it.
     ///
     /// # Errors
-    /// `UnknownBackend`; `NoRoute` when that backend is not open; what the backend says of the blob.
+    /// `NoRoute` if no open backend connects to such agents; `Native` if the operating system gives
+    /// no random bytes; `Closed`; `Forked`. A blob that the backend rejects is reported by
+    /// [`Peer::ready`] and by transfers.
     pub fn connect_foreign(&self, backend: &str, blob: impl AsRef<[u8]>) -> Result<Peer> {
         self.0.inner.check_open()?;
         let at = self.0.inner.speaks(backend)?;
@@ -342,18 +360,22 @@ impl Agent {
         Ok(self.0.begin(peer))
     }
 
-    /// The bytes that an agent that is not kvx needs to reach this one and the regions that are registered now:
-    /// NIXL's metadata (`RIXL`) or a Mooncake segment's name (`MOONCAKE`). Such agents cannot be asked to let go:
-    /// revoking a region that was told of says `StillShared`, and its memory is never freed.
+    /// Returns the bytes that an agent that is not kvx needs to reach this agent and the regions
+    /// that are registered now: NIXL metadata (`RIXL`) or the name of a Mooncake segment
+    /// (`MOONCAKE`).
+    ///
+    /// Such agents cannot be asked to release memory. Revoking a region that these bytes name fails
+    /// with `StillShared`, and its memory is never freed.
     ///
     /// # Errors
-    /// `NoRoute` when that backend is not open; `Unsupported`; what the backend says.
+    /// `NoRoute` if no open backend connects to such agents; `Unsupported` if the backend connects
+    /// to kvx agents only; an error of the backend; `Closed`; `Forked`.
     pub fn foreign_metadata(&self, backend: &str) -> Result<Vec<u8>> {
         self.0.inner.check_open()?;
         self.0.inner.transports[self.0.inner.speaks(backend)?].transport.foreign_metadata()
     }
 
-    /// The oldest notification, if there is one.
+    /// Returns the oldest notification, if there is one.
     pub fn try_notification(&self) -> Option<Notification> {
         fork::check().ok()?;
         let (notification, resume) = self.0.inner.inbox.take();
@@ -363,17 +385,28 @@ impl Agent {
         notification
     }
 
-    /// The oldest notification, waited for: awaited, or by [`NextNotification::join`] without a runtime. Dropping it
-    /// loses nothing. Errors: `TimedOut`, after which the agent works on, `Closed`, `Forked`. A reader that has died
-    /// sends none: a deadline, or [`Peer::loss`] of a connection to it, ends the wait.
+    /// Waits for the oldest notification: as a future, or by [`NextNotification::join`] without a
+    /// runtime. Dropping the future loses no notification.
+    ///
+    /// A peer that has died sends none. End the wait with a deadline, or with [`Peer::loss`] of a
+    /// connection to that peer.
+    ///
+    /// # Errors
+    /// `TimedOut` at the deadline, after which the agent continues to work; `Closed` if the agent
+    /// is shut down; `Forked`.
     pub fn notification(&self, deadline: impl Into<Deadline>) -> NextNotification {
         NextNotification::new(Arc::clone(&self.0.inner), deadline.into())
     }
 
-    /// Ends when `senders` different agents (name and incarnation) have sent exactly these bytes, before or after the
-    /// call; gives their identities. What it counts does not come out of the queue again. Who was invited says himself
-    /// what he is called, so that one peer can be all of them: hand metadata, or the secret, only to peers that you
-    /// believe. Errors: `TimedOut`.
+    /// Waits until `senders` different agents (by name and incarnation) have sent exactly these
+    /// bytes, before or after the call, and returns their identities. The notifications that it
+    /// counts do not appear in the queue again.
+    ///
+    /// An invited peer chooses its own name, so one peer can pose as several senders. Give
+    /// metadata, or the secret, only to peers that you trust.
+    ///
+    /// # Errors
+    /// `TimedOut` at the deadline; `Closed` if the agent is shut down; `Forked`.
     pub fn wait_for_senders(
         &self,
         bytes: impl AsRef<[u8]>,
@@ -387,7 +420,7 @@ impl Agent {
         let late = || {
             Error::new(
                 ErrorKind::TimedOut,
-                "not all of the expected notifications came by the deadline",
+                "not all of the expected notifications arrived by the deadline",
             )
         };
         promise.by(&self.0.inner.clock, deadline.into(), late);
@@ -397,9 +430,13 @@ impl Agent {
         Completion::of(promise)
     }
 
-    /// Ends everything: fails what is in flight, revokes all regions, closes transports, joins threads. `Ok` says that
-    /// all of it was proven by the deadline; else `StillShared` or `TimedOut` says what was not, and that memory stays
-    /// quarantined. Notifications that nobody has waited for may be lost.
+    /// Shuts the agent down: fails what is in flight, revokes all regions, closes the transports
+    /// and joins the threads. Notifications that are still queued may be lost.
+    ///
+    /// # Errors
+    /// `StillShared` if a region could not be revoked by the deadline, otherwise `TimedOut` if a
+    /// transfer did not settle or a transport did not close in time. The memory concerned stays
+    /// quarantined. `Exhausted` if the shutdown thread could not be started; `Forked`.
     pub fn shutdown(&self, deadline: impl Into<Deadline>) -> Completion<()> {
         if let Err(error) = fork::check() {
             return Completion::ready(Err(error));
@@ -407,7 +444,7 @@ impl Agent {
         let deadline = deadline.into();
         let promise = Promise::until(deadline);
         let (agent, done) = (Arc::clone(&self.0), Arc::clone(&promise));
-        // The steps wait for each other, so they get a thread: the caller's runtime is not to be blocked.
+        // The steps block, so they run on a new thread and not on the caller's runtime.
         let started = std::thread::Builder::new().name("kvx-shutdown".into()).spawn(move || {
             done.finish(agent.shut_down(deadline));
         });

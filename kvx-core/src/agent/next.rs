@@ -10,7 +10,8 @@ use crate::deadline::{Expire, Reason, Watch};
 use crate::inbox::Notification;
 use crate::{Deadline, Error, ErrorKind, Result};
 
-/// The next notification of an agent; see [`Agent::notification`](super::Agent::notification).
+/// A future for the next notification of an agent; see
+/// [`Agent::notification`](super::Agent::notification).
 #[must_use = "await it, or call join"]
 pub struct NextNotification {
     agent: Arc<AgentInner>,
@@ -18,7 +19,7 @@ pub struct NextNotification {
     watch: Option<Watch>,
 }
 
-/// Wakes those who wait for notifications, so that they see their deadline.
+/// Wakes everyone who waits for a notification, so that they check their deadlines.
 struct WakeAtDeadline(Weak<AgentInner>);
 
 impl Expire for WakeAtDeadline {
@@ -47,17 +48,18 @@ impl NextNotification {
         match taken.0 {
             Some(notification) => Some(Ok(notification)),
             None if self.agent.check_open().is_err() => self.agent.check_open().err().map(Err),
-            None if self.deadline.passed() => {
-                Some(Err(Error::new(ErrorKind::TimedOut, "no notification came by the deadline")))
-            }
+            None if self.deadline.passed() => Some(Err(Error::new(
+                ErrorKind::TimedOut,
+                "no notification arrived by the deadline",
+            ))),
             None => None,
         }
     }
 
-    /// Blocks until there is one, or until the deadline that it was given.
+    /// Blocks until a notification arrives or the deadline of the call passes.
     ///
     /// # Errors
-    /// As [`Agent::notification`](super::Agent::notification).
+    /// `TimedOut` at the deadline; `Closed` if the agent is shut down; `Forked`.
     pub fn join(self) -> Result<Notification> {
         loop {
             if let Some(result) = self.ready(self.agent.inbox.take()) {
@@ -67,10 +69,11 @@ impl NextNotification {
         }
     }
 
-    /// Blocks until there is one, or until the earlier of `deadline` and the one that it was given.
+    /// Blocks until a notification arrives, or until the earlier of `deadline` and the deadline of
+    /// the call.
     ///
     /// # Errors
-    /// As [`Agent::notification`](super::Agent::notification).
+    /// `TimedOut` at the deadline; `Closed` if the agent is shut down; `Forked`.
     pub fn wait_blocking(mut self, deadline: impl Into<Deadline>) -> Result<Notification> {
         self.deadline = self.deadline.earlier(deadline.into());
         self.join()

@@ -1,4 +1,4 @@
-//! From a plan to what a link works from: its regions as the link's transport knows them.
+//! Binds a plan to a link: looks up its regions as the link's transport knows them.
 
 use std::sync::{Arc, Weak};
 
@@ -13,7 +13,7 @@ use crate::transport::{Link, RemoteRegion, RemoteSpec};
 use crate::{Error, ErrorKind, Result};
 
 impl PeerInner {
-    /// The plan on this link: kept from the last time, or made now.
+    /// Returns the plan bound to this link, from the last time or made now.
     pub(super) fn bind(
         &self,
         plan: &Plan,
@@ -91,14 +91,14 @@ impl PeerInner {
             let state = self.state.lock();
             let candidate = &state.candidates[at];
             if let Some(known) = candidate.imports.get(&info.id) {
-                // The length counts: what a backend mapped is as long as it was said to be then.
+                // Compares the length too: a backend has mapped as much as the metadata named then.
                 if known.len == info.len && known.key.matches(&info.key) {
                     return Ok(Arc::clone(&known.region));
                 }
                 return Err(Error::new(
                     ErrorKind::Malformed,
                     format!(
-                        "the peer describes its region {} in two ways: connect anew",
+                        "the peer's metadata contradicts itself about region {}: connect again",
                         info.name
                     ),
                 ));

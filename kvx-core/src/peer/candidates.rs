@@ -1,4 +1,4 @@
-//! The backends that may serve a peer, and how far the link over each has come.
+//! The backends that may serve a peer, and the state of the link over each.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,16 +12,16 @@ use crate::{Error, ErrorKind};
 /// A backend that may serve the peer.
 pub(super) struct Candidate {
     pub(super) backend: &'static str,
-    /// Position in the agent's list of transports.
+    /// The position in the agent's list of transports.
     pub(super) transport: usize,
     pub(super) stage: LinkStage,
-    /// The generation of the metadata that the link was last told.
+    /// The generation of the metadata that the link received last.
     pub(super) told: Generation,
     pub(super) imports: HashMap<RegionId, Imported>,
     pub(super) bindings: Bindings,
 }
 
-/// What a link made of a region, as its owner described it then.
+/// A region as a link imported it, with the owner's description at that time.
 pub(super) struct Imported {
     pub(super) key: RegionKey,
     pub(super) len: u64,
@@ -35,14 +35,14 @@ pub(super) enum LinkStage {
     Refused(Error),
 }
 
-/// True if a link that was refused with this may come up later: a limit was reached, here or at the peer, or a call
-/// failed. Other reasons lie in the two ends and their metadata.
+/// Returns true if a link that was refused with this error may work later: a limit was reached,
+/// here or at the peer, or a call failed. Other reasons lie in the two sides and their metadata.
 pub(super) fn may_pass(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::Exhausted | ErrorKind::Busy | ErrorKind::Native)
         && !injected("refused-for-good")
 }
 
-/// One error for all backends, of which none serves; of the kind that tells most.
+/// Returns one error for all backends when none of them serves, with the most informative kind.
 pub(super) fn no_route(
     tried: Vec<(&'static str, Error)>,
     excluded: Vec<(&'static str, Error)>,

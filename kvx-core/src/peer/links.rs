@@ -1,4 +1,4 @@
-//! The links to a peer, and the choice among them for each plan.
+//! The links to a peer, and the choice of a link for each plan.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};
@@ -27,19 +27,19 @@ pub(crate) struct PeerInner {
 pub(super) struct PeerState {
     pub(super) about: About,
     pub(super) candidates: Vec<Candidate>,
-    /// Backends that were no candidates, and why.
+    /// Backends that are not candidates, and why.
     excluded: Vec<(&'static str, Error)>,
     /// Requests that wait for a link to come up.
     pub(super) parked: Vec<LinkRequest>,
     pub(super) lost: Option<Error>,
-    /// Those who wait for the loss.
+    /// The waiters for the loss of the peer.
     pub(super) awaiting_loss: Vec<Weak<Promise<Error>>>,
-    /// A second handshake that finds out who answers for a lost peer now.
+    /// A second handshake that finds out who answers at the address of a lost peer now.
     pub(super) probe: Option<(LinkId, Option<Arc<dyn Link>>)>,
 }
 
 impl PeerState {
-    /// Keeps a job until a link has come up; lets go of those that have ended while they waited.
+    /// Keeps a request until a link is up, and drops requests that have ended meanwhile.
     fn park(&mut self, job: LinkRequest) {
         if self.parked.len() == self.parked.capacity() {
             self.parked.retain(
@@ -49,7 +49,8 @@ impl PeerState {
         self.parked.push(job);
     }
 
-    /// Lets those candidates be tried again whose refusal may have passed. Says whether there are any.
+    /// Resets candidates that were refused for a temporary reason, so that they are tried again.
+    /// Returns true if there are any.
     fn forgive(&mut self) -> bool {
         let mut any = false;
         for candidate in &mut self.candidates {
@@ -69,12 +70,12 @@ pub(crate) enum About {
     Foreign(Arc<[u8]>),
 }
 
-/// The next step of `dispatch` at a candidate.
+/// The next step of `dispatch` for a candidate.
 enum Dispatch {
     Open(LinkId),
     Try(LinkId, Arc<dyn Link>, &'static str),
     Skip(Error),
-    /// From the first candidate on: some may serve now.
+    /// Start again from the first candidate: some may serve now.
     Again,
     Nowhere,
     Lost(Error),
@@ -123,14 +124,14 @@ impl PeerInner {
         Arc::new(PeerInner { id: PeerId::next(), agent, identity, state: Mutex::new(state) })
     }
 
-    /// Opens the first link, so that a later post finds it up; one that was refused for a reason that may have passed
-    /// is tried again.
+    /// Opens the first link, so that a later post finds it up. Tries links again that were refused
+    /// for a temporary reason.
     pub(crate) fn begin(self: &Arc<Self>) {
         self.state.lock().forgive();
         self.dispatch(LinkRequest::Ready(Ticket::new(|_| ())));
     }
 
-    /// The newest description of the peer.
+    /// Returns the newest description of the peer.
     pub(crate) fn about(&self) -> About {
         self.state.lock().about.clone()
     }
@@ -138,7 +139,10 @@ impl PeerInner {
     pub(crate) fn route(&self) -> Route {
         let ours = self.agent.has_read_only_regions();
         let state = self.state.lock();
-        let theirs = matches!(&state.about, About::Kvx(about) if about.regions.iter().any(|region| region.read_only));
+        let theirs = matches!(
+            &state.about,
+            About::Kvx(about) if about.regions.iter().any(|region| region.read_only)
+        );
         let tried = state.candidates.iter().map(|candidate| RouteCandidate {
             backend: candidate.backend,
             verdict: match &candidate.stage {
@@ -148,10 +152,10 @@ impl PeerInner {
                     let mut how = link.describe();
                     how += trusts(self.agent.transports[candidate.transport].admission);
                     if (ours || theirs) && !refuses_writes(&**link) {
-                        how += ", which leaves it to its users not to write to memory that may only be read";
+                        how += ", which does not stop peers from writing to read-only memory";
                     }
                     if link.capabilities().hung_page == HungPageScope::Agent {
-                        how += "; a page that does not come holds up the agent";
+                        how += "; an unresolved page fault blocks the whole agent";
                     }
                     Verdict::Up(how)
                 }
@@ -165,7 +169,7 @@ impl PeerInner {
         Route { candidates: tried.chain(excluded).collect() }
     }
 
-    /// The promises of the first link that is up.
+    /// Returns the capabilities of the first link that is up.
     pub(crate) fn capabilities(&self) -> Option<Arc<Capabilities>> {
         let up = self.state.lock().candidates.iter().find_map(|candidate| match &candidate.stage {
             LinkStage::Up { link, .. } => Some(Arc::clone(link)),
@@ -174,7 +178,7 @@ impl PeerInner {
         up.map(|link| link.capabilities())
     }
 
-    /// The reason why the peer is lost, if it is.
+    /// Returns the reason why the peer is lost, if it is.
     pub(crate) fn lost(&self) -> Option<Error> {
         self.state.lock().lost.clone()
     }
@@ -196,14 +200,14 @@ impl PeerInner {
         }
     }
 
-    /// Finds a link for a job, opens one, or parks the job until one has come up. Where none serves it, those are
-    /// tried again that were refused for a reason that may have passed.
+    /// Finds a link for a request, opens one, or parks the request until a link is up. If no link
+    /// serves the request, links that were refused for a temporary reason are tried again.
     pub(crate) fn dispatch(self: &Arc<Self>, job: LinkRequest) {
         self.place(job, true);
     }
 
-    /// As [`dispatch`](Self::dispatch); a job that has waited for a link does not try those `again` that came to
-    /// nothing meanwhile.
+    /// Does the work of [`dispatch`](Self::dispatch). A request that has waited for a link passes
+    /// false for `again`, because the links have just been tried.
     fn place(self: &Arc<Self>, mut job: LinkRequest, mut again: bool) {
         let mut reasons = Vec::new();
         let mut at = 0;
@@ -272,7 +276,8 @@ impl PeerInner {
         }
     }
 
-    /// Starts the link of a candidate. Called without the lock: a transport may report before it returns.
+    /// Starts the link of a candidate. Called without the lock, because a transport may report
+    /// before it returns.
     fn open(self: &Arc<Self>, at: usize, id: LinkId) {
         let opened = self.start_link(at, id);
         let mut state = self.state.lock();
@@ -296,7 +301,7 @@ impl PeerInner {
             (Ok(opened), _) => {
                 drop(state);
                 self.agent.forget_link(id);
-                opened.close(); // the peer was lost meanwhile
+                opened.close(); // the peer was lost in the meantime
             }
         }
     }
@@ -321,7 +326,8 @@ impl PeerInner {
         }
     }
 
-    /// Starts a job on a link that is up; gives it back with the reason when the link cannot serve it.
+    /// Starts a request on a link that is up. Returns the request with the reason if the link
+    /// cannot serve it.
     fn start(
         self: &Arc<Self>,
         job: LinkRequest,
@@ -341,12 +347,12 @@ impl PeerInner {
         Ok(())
     }
 
-    /// As the agent knows it.
+    /// Returns this peer as the owner of links.
     pub(super) fn as_owner(self: &Arc<Self>) -> Weak<dyn OwnsLinks> {
         Arc::downgrade(self) as Weak<dyn OwnsLinks>
     }
 
-    /// A link of this peer changed.
+    /// Handles a change of one of this peer's links.
     pub(super) fn link_changed(self: &Arc<Self>, id: LinkId, change: LinkState) {
         let mut state = self.state.lock();
         if let Some((probing, _)) = &state.probe
@@ -384,7 +390,7 @@ impl PeerInner {
         let mut refused = None;
         let lost = match (&mut candidate.stage, change) {
             (LinkStage::Opening { link: None, early, .. }, change) => {
-                // What ends a link is not forgotten for what came after it.
+                // A later change does not replace one that ends the link.
                 if !matches!(change, LinkState::Changed)
                     && !matches!(early, Some(LinkState::Lost(_) | LinkState::Restarted))
                 {
@@ -406,7 +412,7 @@ impl PeerInner {
                     &mut candidate.stage,
                     LinkStage::Refused(error.clone()),
                 ));
-                // Nobody answers on any backend: the peer itself is gone.
+                // The peer itself is gone if it answers on no backend.
                 let silent = |candidate: &Candidate| match &candidate.stage {
                     LinkStage::Refused(error) => {
                         matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Unsupported)
@@ -427,7 +433,11 @@ impl PeerInner {
         if lost.is_none()
             && let Err(error) = self.tell_links()
         {
-            tracing::warn!(peer = %self.identity.name, %error, "a new link did not take the peer's newer metadata");
+            tracing::warn!(
+                peer = %self.identity.name,
+                %error,
+                "a new link rejected the peer's newer metadata"
+            );
         }
         match lost {
             Some(error) => self.lose(error, parked),
@@ -435,7 +445,7 @@ impl PeerInner {
         }
     }
 
-    /// Tells the links that are up what they do not know yet of the peer's metadata.
+    /// Passes the peer's newest metadata to the links that do not have it yet.
     fn tell_links(&self) -> Result<()> {
         let (metadata, links) = {
             let mut state = self.state.lock();
@@ -456,7 +466,7 @@ impl PeerInner {
         Ok(())
     }
 
-    /// Drops what links made of a region.
+    /// Drops what links have prepared for a region.
     pub(super) fn forget(&self, region: RegionId) {
         let gone: Vec<_> = self
             .state
@@ -465,7 +475,7 @@ impl PeerInner {
             .iter_mut()
             .filter_map(|link| link.imports.remove(&region))
             .collect();
-        drop(gone); // without the lock: mappings end here
+        drop(gone); // without the lock, because this may unmap memory
     }
 
     pub(crate) fn update(&self, metadata: Metadata) -> Result<bool> {
@@ -473,7 +483,7 @@ impl PeerInner {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "metadata of {} for the peer {}",
+                    "this metadata is of agent {}, and the peer is {}",
                     metadata.identity.name, self.identity.name
                 ),
             ));
@@ -498,14 +508,14 @@ impl PeerInner {
             state.about = About::Kvx(Arc::clone(&metadata));
             let kept: HashSet<_> = metadata.regions.iter().map(|region| region.id).collect();
             for candidate in &mut state.candidates {
-                // Plans bind anew: regions may have gone.
+                // Plans must bind again, because regions may be gone.
                 if let LinkStage::Up { id, .. } = &candidate.stage {
                     let_go.0.extend(candidate.bindings.release(*id));
                 }
                 let_go.1.extend(candidate.imports.extract_if(|id, _| !kept.contains(id)));
             }
         }
-        drop(let_go); // without the lock: plans, regions and mappings end with it
+        drop(let_go); // without the lock, because this may drop plans, regions and mappings
         self.tell_links()?;
         Ok(true)
     }
@@ -521,16 +531,16 @@ impl OwnsLinks for PeerInner {
     }
 }
 
-/// What the route adds about who may harm this process over a backend.
+/// Returns what the route says about who can harm this process through a backend.
 fn trusts(admission: Admission) -> &'static str {
     match admission {
         Admission::Proven => "",
-        Admission::Keys => "; whoever is let in is trusted with this process",
-        Admission::Open => "; whoever reaches the library is trusted with this process",
+        Admission::Keys => "; authenticated peers are trusted with this process",
+        Admission::Open => "; all who can reach the library are trusted with this process",
     }
 }
 
-/// What a peer's metadata says to a backend.
+/// Returns the section of a peer's metadata for a backend.
 fn section<'a>(metadata: &'a Metadata, backend: &str) -> Result<PeerSection<'a>> {
     let (_, address) = metadata.backend(backend).unwrap_or((0, &[]));
     Ok(PeerSection {
@@ -541,7 +551,7 @@ fn section<'a>(metadata: &'a Metadata, backend: &str) -> Result<PeerSection<'a>>
     })
 }
 
-/// True if an owner of memory that may only be read is safe from whoever writes to it all the same.
+/// Returns true if the owner's side of this link refuses writes to read-only memory.
 fn refuses_writes(link: &dyn Link) -> bool {
     link.capabilities().isolation.write != Isolation::Cooperative
 }

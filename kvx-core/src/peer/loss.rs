@@ -1,4 +1,5 @@
-//! The loss of a peer: closes its links, fails what waits, and asks who answers under its name afterwards.
+//! Handles the loss of a peer: closes its links, fails what waits, and probes who answers at its
+//! address.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
@@ -15,7 +16,7 @@ use crate::transport::Link;
 use crate::{Error, ErrorKind};
 
 impl PeerInner {
-    /// The peer is gone for good: closes all links and fails what waits.
+    /// Marks the peer as lost for good: closes all links and fails what waits.
     pub(super) fn lose(self: &Arc<Self>, error: Error, parked: Vec<LinkRequest>) {
         let error = error.with_peer(Arc::clone(&self.identity.name));
         let (closed, more, waiting) = {
@@ -35,14 +36,15 @@ impl PeerInner {
         }
     }
 
-    /// After the loss of a peer, a post asks once more who answers under its name: a restarted peer is another error
-    /// than a dead one, and the user should connect again rather than wait.
+    /// Connects once more after the loss of a peer, to find out who answers at its address. A
+    /// restarted peer is a different error from a dead one: the user should connect again rather
+    /// than wait.
     pub(super) fn probe(self: &Arc<Self>, lost: Error) {
         let id = self.agent.new_link(self.as_owner());
         let at = {
             let mut state = self.state.lock();
             if state.probe.is_some() {
-                return self.agent.forget_link(id); // another post has begun one meanwhile
+                return self.agent.forget_link(id); // another post has already started one
             }
             let backend = lost.backend();
             state.probe = Some((id, None));
@@ -60,7 +62,7 @@ impl PeerInner {
                     Some((probing, kept)) if *probing == id => *kept = Some(link),
                     _ => {
                         drop(state);
-                        link.close(); // the answer came before the link
+                        link.close(); // the answer arrived before the link was returned
                     }
                 }
             }
@@ -96,14 +98,14 @@ impl PeerInner {
     pub(super) fn restarted(&self) -> Error {
         let was = self.identity.incarnation;
         let why = format!(
-            "whoever answers for the peer is not incarnation {was} any more: it was restarted; get its new metadata \
-             and connect again"
+            "the peer restarted: its address no longer answers as incarnation {was}; get its new \
+             metadata and connect again"
         );
         Error::new(ErrorKind::PeerRestarted, why).with_peer(Arc::clone(&self.identity.name))
     }
 }
 
-/// The links that were closed under the lock of a peer and are let go of without it.
+/// Links that were closed under a peer's lock, to be released without it.
 #[derive(Default)]
 struct Closed {
     links: Vec<(LinkId, Arc<dyn Link>)>,
@@ -142,7 +144,8 @@ impl Closed {
 impl Drop for PeerInner {
     fn drop(&mut self) {
         if crate::fork::check().is_err() {
-            // Links belong to threads that a fork does not have: theirs may be the locks that a drop takes.
+            // Links belong to threads that a forked child does not have, and those threads may hold
+            // the locks that a drop takes.
             let PeerState { candidates, parked, probe, .. } = self.state.get_mut();
             return std::mem::forget((
                 std::mem::take(candidates),

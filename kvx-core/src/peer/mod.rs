@@ -27,19 +27,24 @@ pub use posting::TransferBuilder;
 use posting::check_notification;
 pub(crate) use requests::{LinkRequest, NeedsLink};
 
-/// A remote agent. Cheap to clone; the links close when the last clone and the last transfer are gone.
+/// A remote agent. Cheap to clone; its links close when the last clone and the last transfer are
+/// dropped.
 ///
-/// Once lost, a handle stays lost: connect again with the peer's new metadata.
+/// A lost handle stays lost: connect again with the peer's new metadata.
 #[derive(Clone)]
 pub struct Peer(pub(crate) Arc<PeerInner>);
 
 impl Peer {
-    /// Its name and incarnation.
+    /// Returns the peer's name and incarnation.
     pub fn identity(&self) -> &Identity {
         &self.0.identity
     }
 
-    /// A region by name. Errors: `Unregistered`, with the names there are.
+    /// Returns a region by name.
+    ///
+    /// # Errors
+    /// `Unregistered`, with the names of the peer's regions, if there is none of this name;
+    /// `Invalid` for a foreign peer, whose regions have no names; `Forked`.
     pub fn region(&self, name: &str) -> Result<PeerRegion> {
         crate::fork::check()?;
         let About::Kvx(metadata) = self.0.about() else {
@@ -61,8 +66,8 @@ impl Peer {
                 Err(Error::new(
                     ErrorKind::Unregistered,
                     format!(
-                        "the peer has no region {name:?} in generation {}; it has: {}. If it was registered later, \
-                         update the peer with newer metadata",
+                        "the peer has no region {name:?} in generation {}; it has: {}. If the \
+                         region was registered later, update the peer with newer metadata",
                         metadata.generation.0,
                         if names.is_empty() { "none".into() } else { names.join(", ") }
                     ),
@@ -72,7 +77,10 @@ impl Peer {
         }
     }
 
-    /// A range of a foreign agent's memory, by address. What kvx cannot know of it, it cannot check.
+    /// Returns a range of a foreign agent's memory, by address. kvx cannot check the range.
+    ///
+    /// # Errors
+    /// `Invalid` if the peer is a kvx agent.
     pub fn foreign(
         &self,
         address: u64,
@@ -90,21 +98,29 @@ impl Peer {
         Ok(PeerRegion::new(self.0.identity.clone(), What::Foreign(range)))
     }
 
-    /// Takes newer metadata of the same incarnation: regions registered or revoked since. Says whether it was newer.
+    /// Updates the peer with newer metadata of the same incarnation: regions that were registered
+    /// or revoked since. Returns false if the metadata was not newer.
     ///
     /// # Errors
-    /// `PeerRestarted` for another incarnation, `Malformed`, `Incompatible`, `Invalid` for another agent's metadata.
+    /// `PeerRestarted` for metadata of another incarnation; `Invalid` for metadata of another agent
+    /// and for a foreign peer; `Malformed`; `Incompatible`; an error of a backend that rejects the
+    /// new metadata; `Forked`.
     pub fn update(&self, metadata: impl AsRef<[u8]>) -> Result<bool> {
         crate::fork::check()?;
         self.0.update(Metadata::decode(metadata.as_ref())?)
     }
 
-    /// A region of this peer, from what [`Region::metadata`](crate::Region::metadata) gave there: also one that was
-    /// registered after the metadata which this handle knows. The handle keeps nothing of it but what links make of
-    /// it for plans, until [`forget`](Peer::forget).
+    /// Returns a region of this peer from the bytes of
+    /// [`Region::metadata`](crate::Region::metadata). The region may have been registered after the
+    /// metadata that this handle knows.
+    ///
+    /// The handle stores nothing about the region, except what links prepare for plans;
+    /// [`forget`](Peer::forget) releases that.
     ///
     /// # Errors
-    /// `Malformed`, `Incompatible`; `PeerRestarted` for a region of another incarnation; `Invalid` for a foreign peer.
+    /// `Malformed` if the bytes are not a region's metadata or name a backend that the peer does
+    /// not list; `Incompatible` if the two sides have no version in common; `PeerRestarted` for a
+    /// region of another incarnation; `Invalid` for a foreign peer; `Forked`.
     pub fn import_region(&self, metadata: impl AsRef<[u8]>) -> Result<PeerRegion> {
         crate::fork::check()?;
         let (incarnation, info) = decode_region(metadata.as_ref())?;
@@ -117,35 +133,42 @@ impl Peer {
         if incarnation != self.0.identity.incarnation {
             return Err(Error::new(
                 ErrorKind::PeerRestarted,
-                "the region is of another incarnation of the peer: connect with the metadata that came with it",
+                "the region belongs to another incarnation of the peer: connect with the metadata \
+                 of that incarnation",
             )
             .with_peer(Arc::clone(&self.0.identity.name)));
         }
         if info.exports.iter().any(|(at, _)| usize::from(*at) >= known.backends.len()) {
             return Err(Error::new(
                 ErrorKind::Malformed,
-                format!("region {} names a backend that is not there", info.name),
+                format!("region {} names a backend that the peer does not list", info.name),
             ));
         }
         Ok(PeerRegion::new(self.0.identity.clone(), What::Named(Arc::new(info))))
     }
 
-    /// Lets go of what links made of a region. Plans on it go on and make it anew.
+    /// Releases what links have prepared for a region. Plans that use the region still work and
+    /// prepare it again.
     pub fn forget(&self, region: &PeerRegion) {
         if crate::fork::check().is_ok() {
             self.0.forget(region.id());
         }
     }
 
-    /// Starts a transfer with the default deadline of 30 seconds; see [`transfer`](Peer::transfer) for more.
+    /// Starts a transfer with the default deadline of 30 seconds; see [`transfer`](Peer::transfer)
+    /// for options.
     ///
-    /// Returns at once: what it waits for (a link, the network) is waited for by the transfer. Errors: `Busy`,
-    /// `Invalid`, `Revoked`, `Closed`, `Forked`; everything else is the transfer's result.
+    /// Returns at once; the transfer waits for the link and the network.
+    ///
+    /// # Errors
+    /// `Busy` if the budget of transfers in flight is used up; `Invalid` if the plan is for another
+    /// peer or another agent; `Revoked` if one of its local regions is revoked; `Closed`; `Forked`.
+    /// All other errors are results of the transfer.
     pub fn post(&self, plan: &Plan) -> Result<Transfer> {
         self.transfer(plan).post()
     }
 
-    /// A transfer with a deadline of its own, or with a notification that follows its data.
+    /// Configures a transfer with its own deadline or with a notification that follows its data.
     pub fn transfer(&self, plan: &Plan) -> TransferBuilder {
         TransferBuilder {
             peer: Arc::clone(&self.0),
@@ -155,7 +178,12 @@ impl Peer {
         }
     }
 
-    /// Sends a notification. The completion ends when the peer's agent has it. Errors: `Invalid` above 64 KiB.
+    /// Sends a notification of at most 64 KiB. The completion ends when the peer's agent has it.
+    ///
+    /// # Errors
+    /// `Invalid` if the notification is too long; `TimedOut` if the peer does not acknowledge it by
+    /// the deadline; `Exhausted` if too many notifications (64 MiB) already wait for the peer;
+    /// `PeerLost` and the other errors of [`ready`](Peer::ready); `Closed`; `Forked`.
     pub fn notify(&self, bytes: impl AsRef<[u8]>, deadline: impl Into<Deadline>) -> Completion<()> {
         let bytes = bytes.as_ref();
         if let Err(error) = self.0.agent.check_open().and_then(|()| check_notification(bytes)) {
@@ -165,7 +193,7 @@ impl Peer {
         let late = || {
             Error::new(
                 ErrorKind::TimedOut,
-                "the peer did not take the notification by the deadline",
+                "the peer did not acknowledge the notification by the deadline",
             )
         };
         promise.by(&self.0.agent.clock, deadline.into(), late);
@@ -173,7 +201,13 @@ impl Peer {
         Completion::of(promise)
     }
 
-    /// Ends when a link to the peer is up; with the reasons when none comes up. Posting does not need it.
+    /// Waits until a link to the peer is up. Posting does not require it.
+    ///
+    /// # Errors
+    /// `TimedOut` if no link is up by the deadline. If no backend can connect, an error with the
+    /// reason of each: `PeerLost`, `PeerRestarted`, `Authentication` or `Incompatible` if a backend
+    /// reported that, otherwise `NoRoute`. If only one backend was considered, its own error.
+    /// `Closed`; `Forked`.
     pub fn ready(&self, deadline: impl Into<Deadline>) -> Completion<()> {
         if let Err(error) = self.0.agent.check_open() {
             return Completion::ready(Err(error));
@@ -186,23 +220,25 @@ impl Peer {
         Completion::of(promise)
     }
 
-    /// Which backend serves the peer, and why not another.
+    /// Returns the backend that serves the peer, and why the others do not.
     pub fn route(&self) -> Route {
         self.0.route()
     }
 
-    /// The promises of the link that serves this peer, while one is up. It knows more than its backend, which
-    /// promises what holds for each of its links.
+    /// Returns the capabilities of the link that serves this peer, while one is up. A link may
+    /// promise more than its backend, whose capabilities hold for all its links.
     pub fn capabilities(&self) -> Option<Arc<Capabilities>> {
         self.0.capabilities()
     }
 
-    /// Ends when the peer is lost, with the reason, also while nothing is in flight to it. A killed peer is noticed
-    /// within [`peer_loss_within`](Capabilities::peer_loss_within) if its link promises that; one that is silent
-    /// without work is not lost.
+    /// Waits until the peer is lost and returns the reason, even while nothing is in flight.
+    ///
+    /// A killed peer is noticed within [`peer_loss_within`](Capabilities::peer_loss_within), if its
+    /// link promises that. A peer that is silent while nothing is in flight is not lost.
     ///
     /// # Errors
-    /// `TimedOut` when it is not lost at the deadline; `Closed` when this handle and its clones are dropped meanwhile.
+    /// `TimedOut` if the peer is not lost at the deadline; `Closed` if this handle and its clones
+    /// are dropped or the agent is shut down; `Forked`.
     pub fn loss(&self, deadline: impl Into<Deadline>) -> Completion<Error> {
         if let Err(error) = self.0.agent.check_open() {
             return Completion::ready(Err(error));
@@ -214,8 +250,8 @@ impl Peer {
         Completion::of(promise)
     }
 
-    /// The reason why the peer is lost, if it is. Transfers may fail with it a moment before this says so: await
-    /// [`loss`](Peer::loss) to be told.
+    /// Returns the reason why the peer is lost, if it is. Transfers may fail with that reason a
+    /// moment earlier: await [`loss`](Peer::loss) to be notified.
     pub fn lost(&self) -> Option<Error> {
         self.0.lost()
     }

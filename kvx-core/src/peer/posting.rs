@@ -1,4 +1,4 @@
-//! Transfers about to be posted.
+//! The configuration of a transfer before it is posted.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::transfer::{Transfer, TransferInner};
 use crate::transport::MAX_NOTIFICATION;
 use crate::{Deadline, Error, ErrorKind, Result};
 
-/// A transfer about to be posted; see [`Peer::transfer`](crate::Peer::transfer).
+/// A transfer that is about to be posted; see [`Peer::transfer`](crate::Peer::transfer).
 #[must_use = "call post or post_wait"]
 pub struct TransferBuilder {
     pub(super) peer: Arc<PeerInner>,
@@ -20,27 +20,38 @@ pub struct TransferBuilder {
 }
 
 impl TransferBuilder {
-    /// Sets when the transfer gives up; 30 seconds from the post if not set.
+    /// Sets the deadline of the transfer. The default is 30 seconds from the post.
     pub fn deadline(mut self, deadline: impl Into<Deadline>) -> Self {
         self.deadline = Some(deadline.into());
         self
     }
 
-    /// Bytes that the peer gets as a notification after the data. The transfer resolves when it has them. If it fails
-    /// after its data has arrived, the peer may get them all the same, also later:
-    /// [`Error::report`](crate::Error::report) tells. After an error without a report it never does.
+    /// Sends `bytes` to the peer as a notification after the data. The transfer resolves when the
+    /// peer's agent has the notification.
+    ///
+    /// If the transfer fails after its data has arrived, the peer may still receive the
+    /// notification, perhaps later: [`Error::report`](crate::Error::report) is `Some` then. After
+    /// an error without a report, the peer never receives it.
     pub fn notify(mut self, bytes: impl AsRef<[u8]>) -> Self {
         self.notify = Some(bytes.as_ref().into());
         self
     }
 
     /// Starts the transfer; see [`Peer::post`](crate::Peer::post).
+    ///
+    /// # Errors
+    /// `Busy`, `Invalid` (also for a notification above 64 KiB), `Revoked`, `Closed` or `Forked`,
+    /// as for [`Peer::post`](crate::Peer::post).
     pub fn post(self) -> Result<Transfer> {
         self.reserve()?;
         Ok(self.begin())
     }
 
-    /// Starts the transfer, waiting while the budget is used up; by the deadline, which `TimedOut` ends.
+    /// Starts the transfer as soon as the budget allows it.
+    ///
+    /// # Errors
+    /// `TimedOut` if the budget is used up until the transfer's deadline; otherwise as
+    /// [`post`](Self::post), except `Busy`.
     pub async fn post_wait(self) -> Result<Transfer> {
         let deadline = self.deadline.unwrap_or_else(Deadline::default_for_transfers);
         loop {
@@ -52,7 +63,7 @@ impl TransferBuilder {
             let late = || {
                 Error::new(
                     ErrorKind::TimedOut,
-                    "the budget of transfers stayed used up until the deadline",
+                    "the budget of transfers was used up until the deadline",
                 )
             };
             if deadline.passed() {
@@ -65,7 +76,7 @@ impl TransferBuilder {
         }
     }
 
-    /// Checks it, takes its share of the budget and pins its regions.
+    /// Checks the transfer, reserves its share of the budget and pins its regions.
     fn reserve(&self) -> Result<()> {
         let agent = &self.peer.agent;
         agent.check_open()?;
@@ -98,14 +109,14 @@ impl TransferBuilder {
         Ok(())
     }
 
-    /// Starts what was reserved.
+    /// Starts the reserved transfer.
     #[inline(always)]
     fn begin(self) -> Transfer {
         let TransferBuilder { peer, plan, deadline, notify } = self;
         let empty = plan.size().bytes == 0 && notify.is_none();
         let transfer = TransferInner::new(plan, peer, deadline, notify);
         if empty && !injected("zero") {
-            transfer.end(Ok(())); // nothing to wait for, not even a link
+            transfer.end(Ok(())); // an empty plan needs no link
         } else {
             transfer.dispatch();
         }
@@ -121,7 +132,8 @@ pub(super) fn check_notification(bytes: &[u8]) -> Result<()> {
     Err(Error::new(
         ErrorKind::Invalid,
         format!(
-            "a notification of {} bytes, at most {MAX_NOTIFICATION} are allowed: send data by a transfer",
+            "a notification of {} bytes, but at most {MAX_NOTIFICATION} are allowed: move data \
+             with a transfer",
             bytes.len()
         ),
     ))

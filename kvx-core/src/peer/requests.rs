@@ -1,4 +1,4 @@
-//! What needs a link to a peer.
+//! Requests that need a link to a peer.
 
 use std::sync::Arc;
 
@@ -8,24 +8,24 @@ use crate::plan::Plan;
 use crate::ticket::Ticket;
 use crate::transport::Link;
 
-/// A transfer that is to be handed a link.
+/// A transfer that waits for a link.
 pub(crate) trait NeedsLink: Send + Sync {
     fn plan(&self) -> &Plan;
 
-    /// The reason why a backend could not carry it, if it was tried.
+    /// Returns why a backend could not carry it, if that backend was tried.
     fn refusal(&self, backend: &'static str) -> Option<Error>;
 
-    /// True if it has ended, so that nobody need start it.
+    /// Returns true if it has already ended, so that it need not be started.
     fn has_ended(&self) -> bool;
 
-    /// This link serves it.
+    /// Called when this link serves it.
     fn start(self: Arc<Self>, link: &Arc<dyn Link>, backend: &'static str, bound: Arc<BoundPlan>);
 
-    /// No link does.
+    /// Called when no link serves it.
     fn fail(self: Arc<Self>, error: Error);
 }
 
-/// Something that needs a link.
+/// A request that needs a link.
 pub(crate) enum LinkRequest {
     Transfer(Arc<dyn NeedsLink>),
     Notify(Box<[u8]>, Ticket),
@@ -33,7 +33,7 @@ pub(crate) enum LinkRequest {
 }
 
 impl LinkRequest {
-    /// The reason why a backend cannot serve this request, if it has said so.
+    /// Returns why a backend cannot serve this request, if that backend has refused it.
     pub(super) fn refusal(&self, backend: &'static str) -> Option<Error> {
         match self {
             LinkRequest::Transfer(transfer) => transfer.refusal(backend),

@@ -265,7 +265,7 @@ pub async fn memory_that_peers_may_only_read_is_not_written(setup: &Setup) -> Ch
     if promised_by(&peer)?.isolation.write == Isolation::Cooperative {
         let route = peer.route().to_string();
         ensure!(
-            route.contains("may only be read"),
+            route.contains("read-only memory"),
             "the route does not say who guards shared memory: {route}"
         );
     } else {
@@ -392,8 +392,8 @@ fn with_invitation(metadata: &[u8], invited: Option<AdmissionTerms>) -> Result<V
 /// Returns whether a route describes the backend's admission class.
 fn says_whom_it_trusts(route: &str, admission: Admission) -> bool {
     match admission {
-        Admission::Proven => !route.contains("is trusted with"),
-        Admission::Keys => route.contains("whoever is let in is trusted with"),
-        Admission::Open => route.contains("whoever reaches the library is trusted with"),
+        Admission::Proven => !route.contains("trusted with"),
+        Admission::Keys => route.contains("authenticated peers are trusted with"),
+        Admission::Open => route.contains("all who can reach the library are trusted with"),
     }
 }

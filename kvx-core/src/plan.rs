@@ -1,4 +1,4 @@
-//! Plans: what moves where, checked once, posted as often as wanted.
+//! Plans: the blocks to move, checked once and posted as often as wanted.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,10 +14,12 @@ use crate::region::{PeerRegion, Region};
 use crate::sync::Mutex;
 use crate::{Error, ErrorKind, MemoryKind, Result, fork};
 
-/// Pairs of local and remote blocks, checked once and immutable; cheap to clone, and can be posted again and again.
+/// Pairs of local and remote blocks, checked once and immutable. Cheap to clone, and can be posted
+/// any number of times.
 ///
-/// Names one operation, one peer incarnation and one memory kind a side, but no backend: the route is chosen when it
-/// is posted. Block `i` of the local index list pairs with block `i` of the remote one, in every grid of the set.
+/// A plan names one operation, one incarnation of a peer, and one kind of memory per side, but no
+/// backend: the route is chosen when the plan is posted. Block `i` of the local index list pairs
+/// with block `i` of the remote one, in every grid of the set.
 #[derive(Clone)]
 pub struct Plan(pub(crate) Arc<PlanInner>);
 
@@ -28,7 +30,8 @@ pub(crate) struct PlanInner {
     pub(crate) locals: Vec<Region>,
     pub(crate) remotes: Vec<PeerRegion>,
     pub(crate) size: Size,
-    /// The binding to the link that carried it last. The plan holds it, and the link drops it when it closes.
+    /// The binding to the link that carried the plan last. The plan holds it, and the link drops it
+    /// when it closes.
     pub(crate) bound: Mutex<Option<(LinkId, Arc<BoundPlan>)>>,
 }
 
@@ -41,28 +44,38 @@ impl KeepsBound for PlanInner {
 impl Drop for PlanInner {
     fn drop(&mut self) {
         if fork::check().is_err() {
-            std::mem::forget(self.bound.get_mut().take()); // in a fork nothing of a transport is dropped
+            // A forked child must not drop anything that belongs to a transport.
+            std::mem::forget(self.bound.get_mut().take());
         }
     }
 }
 
 impl Plan {
-    /// A plan that reads `remote` into `local`.
+    /// Creates a plan that reads `remote` into `local`.
     ///
     /// # Errors
-    /// `Invalid` when the two sides differ in grids, block length or number of indices, or an agent, peer or memory
-    /// kind differs within a side; `OutOfBounds` for an index beyond its grid; `Overlap` when two destinations overlap;
-    /// `PermissionDenied` for a destination that may only be read.
+    /// - `Invalid` if the two sides differ in number of grids, block length or number of indices,
+    ///   or if one side mixes agents, peers or kinds of memory.
+    /// - `OutOfBounds` for an index beyond its grid.
+    /// - `Overlap` if two destinations overlap.
+    /// - `PermissionDenied` if a destination is read-only.
+    /// - `Forked`.
     pub fn read(local: Blocks<Region>, remote: Blocks<PeerRegion>) -> Result<Plan> {
         Plan::of(Op::Read, [(local, remote)])
     }
 
-    /// A plan that writes `local` into `remote`. Errors as [`read`](Plan::read).
+    /// Creates a plan that writes `local` into `remote`.
+    ///
+    /// # Errors
+    /// As [`read`](Plan::read).
     pub fn write(local: Blocks<Region>, remote: Blocks<PeerRegion>) -> Result<Plan> {
         Plan::of(Op::Write, [(local, remote)])
     }
 
-    /// A plan of several pairs; at least one, which may name zero blocks. Errors as [`read`](Plan::read).
+    /// Creates a plan of several pairs. At least one is required, and its index lists may be empty.
+    ///
+    /// # Errors
+    /// As [`read`](Plan::read); `Invalid` without a pair.
     pub fn of(
         op: Op,
         pairs: impl IntoIterator<Item = (Blocks<Region>, Blocks<PeerRegion>)>,
@@ -114,17 +127,17 @@ impl Plan {
         Ok(Plan(Arc::new(inner)))
     }
 
-    /// The operation.
+    /// Returns the operation.
     pub fn op(&self) -> Op {
         self.0.op
     }
 
-    /// The amount that it moves.
+    /// Returns the amount that the plan moves.
     pub fn size(&self) -> Size {
         self.0.size
     }
 
-    /// The peer it names.
+    /// Returns the peer that the plan is for.
     pub fn peer(&self) -> &Identity {
         &self.0.peer
     }
@@ -150,7 +163,10 @@ fn one_kind(side: &str, mut kinds: impl Iterator<Item = MemoryKind>) -> Result<(
     }
 }
 
-/// What is written to may be. Errors: `PermissionDenied`.
+/// Checks that the destinations are writable.
+///
+/// # Errors
+/// `PermissionDenied` if one is read-only.
 fn writable(side: &str, written: &[impl Place]) -> Result<()> {
     match written.iter().any(Place::is_read_only) && !injected("read-only") {
         true => Err(read_only(&format!("a {side} region of the plan"))),

@@ -1,4 +1,4 @@
-//! The part of a region that outlives its handles, and its revocation.
+//! The shared state of a region, which outlives its handles, and its revocation.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -15,43 +15,45 @@ use crate::ticket::{Settle, Ticket};
 use crate::transport::LocalRegion;
 use crate::{Error, ErrorKind, Memory, Result};
 
-/// The part of a region that outlives its handles while transports still hold on to it.
+/// The shared state of a region. It outlives the region's handles while transports still use it.
 pub(crate) struct RegionCore {
     pub(crate) id: RegionId,
     pub(crate) key: RegionKey,
     pub(crate) name: Arc<str>,
     pub(crate) memory: Arc<Memory>,
-    /// Its registration with each transport, by position in the agent's list; or the refusal.
+    /// The region's registration with each transport, by position in the agent's list, or the
+    /// reason why there is none.
     pub(crate) locals: Vec<Result<Arc<dyn LocalRegion>>>,
-    /// Transfers of the own agent that use it and have not settled.
+    /// The number of local transfers that use the region and have not settled.
     pins: AtomicUsize,
     revoking: AtomicBool,
     revocation: Mutex<RevocationState>,
-    /// Plans whose bindings hold what transports made of it.
+    /// Plans whose bindings hold what transports prepared for the region.
     bindings: Mutex<Bindings>,
 }
 
-/// How long the memory of a dropped region may be held before a line in the log says so.
+/// How long the memory of a dropped region may be held before a warning is logged.
 const SOON: Duration = Duration::from_secs(1);
 
 #[derive(Default)]
 struct RevocationState {
-    /// Transports that have not answered; `None` before they were asked.
+    /// The number of transports that have not answered; `None` before they were asked.
     left: Option<usize>,
     failed: Option<Error>,
     waiting: Vec<Arc<Promise<Arc<Memory>>>>,
     held: Option<Quarantined>,
-    /// Says at its time that the memory is still held.
+    /// Logs at its time that the memory is still held.
     warning: Option<Watch>,
-    /// All have answered, and what that means.
+    /// The result, once all transports have answered.
     ended: Option<Result<()>>,
 }
 
 pub(super) fn still_shared() -> Error {
     Error::new(
         ErrorKind::StillShared,
-        "remote access to the region is not proven ended: its memory stays quarantined until every peer has confirmed \
-         or is known to be dead; call revoke again to go on waiting",
+        "remote access to the region is not proven to have ended: its memory stays quarantined \
+         until every peer has confirmed or is known to be dead; call revoke again to continue to \
+         wait",
     )
 }
 
@@ -83,7 +85,10 @@ impl RegionCore {
         }
     }
 
-    /// Counts a transfer of the own agent. Errors: `Revoked`.
+    /// Counts a local transfer that uses the region.
+    ///
+    /// # Errors
+    /// `Revoked` if the region is being revoked.
     pub(crate) fn pin(self: &Arc<Self>) -> Result<()> {
         self.pins.fetch_add(1, Ordering::SeqCst);
         if !self.is_revoking() {
@@ -103,12 +108,13 @@ impl RegionCore {
         self.revoking.load(Ordering::SeqCst)
     }
 
-    /// A plan that uses it was bound to a link.
+    /// Notes that a plan which uses the region was bound to a link.
     pub(crate) fn bound(&self, plan: Weak<dyn KeepsBound>) {
         self.bindings.lock().add(plan);
     }
 
-    /// Begins, or joins, the revocation; with `dropped` nobody else keeps the memory meanwhile.
+    /// Starts the revocation, or joins it. With `dropped`, the region has no handle left, so the
+    /// revocation keeps the memory alive.
     pub(super) fn revoke(
         self: &Arc<Self>,
         waiting: Option<Arc<Promise<Arc<Memory>>>>,
@@ -133,7 +139,8 @@ impl RegionCore {
         }
     }
 
-    /// Called when the own transfers have settled, perhaps by several threads at once.
+    /// Asks the transports to revoke, once the local transfers have settled. Several threads may
+    /// call it at once.
     fn ask_transports(self: &Arc<Self>) {
         let locals: Vec<_> = self.locals.iter().flatten().cloned().collect();
         {
@@ -141,25 +148,26 @@ impl RegionCore {
             if revocation.left.is_some() {
                 return;
             }
-            // One more than there are, so that the last answer cannot come before all are asked.
+            // One more than there are transports, so that the last answer cannot come before all
+            // are asked.
             revocation.left = Some(locals.len() + 1);
         }
         let bindings = self.bindings.lock().release_all();
-        drop(bindings); // prepared lists end before what they name
+        drop(bindings); // prepared lists are dropped before the regions that they name
         for local in locals {
             local.revoke(Ticket::of(Arc::clone(self) as Arc<dyn Settle>));
         }
         self.answered(Ok(()));
     }
 
-    /// As [`Region::revoke`], for an agent that ends.
+    /// Starts the revocation for an agent that shuts down.
     pub(crate) fn revoke_at_shutdown(self: &Arc<Self>) -> Completion<Arc<Memory>> {
         let promise = Promise::new();
         self.revoke(Some(Arc::clone(&promise)), false);
         Completion::of(promise)
     }
 
-    /// Keeps the memory until the revocation has ended, if it has not: it is late.
+    /// Quarantines the memory until the revocation has ended, if it has not.
     pub(crate) fn quarantine(&self, why: &str) {
         let mut revocation = self.revocation.lock();
         if revocation.ended.is_none() && revocation.held.is_none() {
@@ -169,7 +177,8 @@ impl RegionCore {
         }
     }
 
-    /// Says so if the memory of a dropped region is not free in a while: most are within a millisecond.
+    /// Logs a warning if the memory of a dropped region is still held after [`SOON`]. Most is freed
+    /// within a millisecond.
     pub(super) fn warn_if_held(self: &Arc<Self>, clock: &Clock) {
         if self.revocation.lock().held.is_none() {
             return;
@@ -224,7 +233,7 @@ impl Expire for RegionCore {
     fn interrupt(self: Arc<Self>, _: &Reason) {}
 }
 
-/// A transport's answer to a revocation.
+/// Receives a transport's answer to a revocation.
 impl Settle for RegionCore {
     fn settled(self: Arc<Self>, result: Result<()>) {
         self.answered(result);
@@ -233,12 +242,12 @@ impl Settle for RegionCore {
     fn forgotten(self: Arc<Self>) {
         self.answered(Err(Error::new(
             ErrorKind::Forgotten,
-            "a transport lost the revocation: report this as a bug of it",
+            "a transport lost the revocation: report this as a bug in the transport",
         )));
     }
 }
 
-/// A region that one transport has registered.
+/// Creates a region that one transport has registered.
 #[cfg(all(test, kvx_loom))]
 pub(crate) fn core_of(local: Arc<dyn LocalRegion>) -> RegionCore {
     let memory = Arc::new(Memory::owned(vec![0; 64]));

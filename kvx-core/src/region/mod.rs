@@ -1,4 +1,4 @@
-//! Regions: memory registered with an agent, and the regions of its peers.
+//! Regions: the memory that an agent registers, and the regions of its peers.
 
 pub(crate) mod core;
 mod remote;
@@ -23,8 +23,8 @@ pub(crate) use remote::What;
 
 /// Memory registered with an agent. Cheap to clone.
 ///
-/// Peers may reach it until it is revoked. Dropping the last clone never blocks: the memory is quarantined, and
-/// freed only when every transport has said that remote access has ended.
+/// Peers may reach it until it is revoked. Dropping the last clone never blocks: the memory is
+/// quarantined, and freed once every transport has reported that remote access has ended.
 #[derive(Clone)]
 pub struct Region(Arc<RegionHandle>);
 
@@ -42,39 +42,53 @@ impl Region {
         &self.0.core
     }
 
-    /// Its number.
+    /// Returns the region's number.
     pub fn id(&self) -> RegionId {
         self.0.core.id
     }
 
-    /// Its name, by which peers find it.
+    /// Returns the name by which peers find the region.
     pub fn name(&self) -> &str {
         &self.0.core.name
     }
 
-    /// Its memory.
+    /// Returns the region's memory.
     pub fn memory(&self) -> &Arc<Memory> {
         &self.0.core.memory
     }
 
-    /// Copies `bytes` to `offset`; see [`Memory::copy_in`].
+    /// Copies `bytes` to `offset`.
+    ///
+    /// # Errors
+    /// As [`Memory::copy_in`].
     pub fn copy_in(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         self.0.core.memory.copy_in(offset, bytes)
     }
 
-    /// Copies bytes from `offset` out; see [`Memory::copy_out`].
+    /// Fills `bytes` from `offset`.
+    ///
+    /// # Errors
+    /// As [`Memory::copy_out`].
     pub fn copy_out(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
         self.0.core.memory.copy_out(offset, bytes)
     }
 
-    /// A grid on this region. Errors: `Invalid`, `OutOfBounds`.
+    /// Lays a grid on this region.
+    ///
+    /// # Errors
+    /// `Invalid` if the grid has blocks of length 0 or a stride below the length; `OutOfBounds` if
+    /// it does not fit into the region; `Forked`.
     pub fn grid(&self, grid: Grid) -> Result<GridSet<Region>> {
         GridSet::of([(self.clone(), grid)])
     }
 
-    /// What a peer needs to use this region alone, in bytes: for [`Peer::import_region`](crate::Peer::import_region), at a peer that
-    /// knows the agent already. All of an agent's regions one by one cost as much as its metadata once. Errors:
-    /// `Revoked`.
+    /// Returns the bytes that a peer needs to use this region alone. A peer that already knows the
+    /// agent passes them to [`Peer::import_region`](crate::Peer::import_region). The metadata of
+    /// all regions, one by one, costs as much as the agent's metadata once.
+    ///
+    /// # Errors
+    /// `Revoked` if the region is revoked; `Exhausted` if a backend's data about the region is too
+    /// long; `Forked`.
     pub fn metadata(&self) -> Result<Vec<u8>> {
         fork::check()?;
         match self.0.agent.region_info(self.id()) {
@@ -83,7 +97,7 @@ impl Region {
         }
     }
 
-    /// The backends that do not serve it, and why.
+    /// Returns the backends that do not serve the region, each with the reason.
     pub fn refusals(&self) -> Vec<(&'static str, Error)> {
         let names = self.0.agent.transports.iter().map(|open| open.name);
         let refused = |(name, local): (_, &Result<_>)| {
@@ -92,11 +106,14 @@ impl Region {
         names.zip(&self.0.core.locals).filter_map(refused).collect()
     }
 
-    /// Ends remote access and gives the memory back.
+    /// Ends remote access and returns the memory.
     ///
-    /// New transfers on it are refused at once and the own ones in flight are cancelled. When the completion is `Ok`,
-    /// nobody else touches the memory any more. Errors: `StillShared` when that could not be known by the deadline:
-    /// the memory stays quarantined until it is.
+    /// New transfers that use the region are rejected at once, and local ones in flight are
+    /// cancelled. Once the completion is `Ok`, nothing else touches the memory.
+    ///
+    /// # Errors
+    /// `StillShared` if remote access is not proven to have ended by the deadline; the memory stays
+    /// quarantined until it is. `Closed` if the agent is shut down meanwhile; `Forked`.
     pub fn revoke(&self, deadline: impl Into<Deadline>) -> Completion<Arc<Memory>> {
         if let Err(error) = crate::fork::check() {
             return Completion::ready(Err(error));
@@ -128,7 +145,8 @@ impl Region {
 impl Drop for RegionHandle {
     fn drop(&mut self) {
         if crate::fork::check().is_err() {
-            return std::mem::forget(Arc::clone(&self.core)); // in a fork nothing of a transport is dropped
+            // A forked child must not drop anything that belongs to a transport.
+            return std::mem::forget(Arc::clone(&self.core));
         }
         if injected("drop-frees") {
             return;

@@ -9,7 +9,7 @@ use crate::metadata::RegionInfo;
 use crate::transport::ForeignRange;
 use crate::{MemoryKind, Result};
 
-/// A region of a peer, as its metadata describes it. Cheap to clone.
+/// A region of a peer, as the peer's metadata describes it. Cheap to clone.
 #[derive(Clone)]
 pub struct PeerRegion(Arc<Theirs>);
 
@@ -37,7 +37,7 @@ impl PeerRegion {
         &self.0.what
     }
 
-    /// Its number at the peer; foreign ranges have none and say `RegionId(0)`.
+    /// Returns the region's number at the peer; `RegionId(0)` for a foreign range, which has none.
     pub fn id(&self) -> RegionId {
         match &self.0.what {
             What::Named(info) => info.id,
@@ -52,7 +52,7 @@ impl PeerRegion {
         }
     }
 
-    /// Its name; a foreign range has none.
+    /// Returns the region's name; `None` for a foreign range.
     pub fn name(&self) -> Option<&str> {
         match &self.0.what {
             What::Named(info) => Some(&info.name),
@@ -60,7 +60,11 @@ impl PeerRegion {
         }
     }
 
-    /// A grid on this region. Errors: `Invalid`, `OutOfBounds`.
+    /// Lays a grid on this region.
+    ///
+    /// # Errors
+    /// `Invalid` if the grid has blocks of length 0 or a stride below the length; `OutOfBounds` if
+    /// it does not fit into the region; `Forked`.
     pub fn grid(&self, grid: Grid) -> Result<GridSet<PeerRegion>> {
         GridSet::of([(self.clone(), grid)])
     }
@@ -86,7 +90,7 @@ impl Place for PeerRegion {
     }
     fn origin(&self) -> (u64, u64) {
         match &self.0.what {
-            // One space per region: a peer does not say where its regions lie.
+            // A space for each region, because a peer does not say where its regions lie.
             What::Named(info) => (info.id.0 << 1 | 1, 0),
             What::Foreign(range) => (range.device << 1, range.address),
         }

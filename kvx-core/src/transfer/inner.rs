@@ -1,4 +1,4 @@
-//! One transfer from its post to its settling.
+//! The state of a transfer from its post until it settles.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,11 +24,13 @@ pub(crate) struct TransferInner {
     peer: Arc<PeerInner>,
     posted: Instant,
     deadline: Deadline,
-    /// Set before a cancel looks for the link, and read after a start has chosen one: one of them tells it.
+    /// Set before `cancel` looks for the link, and read after `start` has chosen one, so that one
+    /// of the two cancels at the link.
     cancelled: AtomicBool,
-    /// True if some backend has refused it.
+    /// True if a backend has refused the transfer.
     refused: AtomicBool,
-    /// Resolved and settled: nothing more happens to it. Other ends do not set it.
+    /// True if the transfer had settled, or lost its ticket, when it resolved: nothing more happens
+    /// to it. A transfer that settles after it resolves does not set this.
     pub(super) over: AtomicBool,
     pub(super) state: Mutex<TransferState>,
     pub(super) finished: Condvar,
@@ -38,10 +40,11 @@ pub(crate) struct TransferInner {
 pub(super) struct TransferState {
     outcome: Resolution,
     pub(super) stage: TicketStage,
-    /// The link that carries it and its backend, once a route is chosen.
+    /// The link that carries the transfer and its backend, once a route is chosen.
     pub(super) on: Option<(Arc<dyn Link>, &'static str)>,
     notify: Option<Box<[u8]>>,
-    /// What was moved, once its notification is on its way: that may still arrive, whatever is told before.
+    /// The report, once the notification is on its way. The notification may still arrive, whatever
+    /// the transfer resolves with.
     pub(super) arrived: Option<Report>,
     pub(super) waker: Option<Waker>,
     watch: Option<Watch>,
@@ -57,16 +60,16 @@ enum Resolution {
     Taken,
 }
 
-/// The state of the transfer's ticket, and so of its memory.
+/// The state of the transfer's ticket, which decides whether its memory is free.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum TicketStage {
-    /// Not handed to a transport yet.
+    /// No transport has the transfer yet.
     Parked,
     /// A transport holds the ticket.
     InFlight,
-    /// Nobody will touch the memory again.
+    /// Nothing will touch the memory again.
     Settled,
-    /// The ticket is lost: nobody knows.
+    /// The ticket is lost: the memory may still be touched.
     Forgotten,
 }
 
@@ -113,14 +116,15 @@ impl TransferInner {
         })
     }
 
-    /// After the post: notes what it cost, and has the clock watch what has not resolved.
+    /// Records the cost of the post, and watches the deadline of a transfer that has not resolved.
     pub(crate) fn posted(self: &Arc<Self>) {
         if self.over.load(Ordering::Acquire) {
             return;
         }
         let open = {
             let mut state = self.state.lock();
-            // Settled but not resolved: its notification is under way, and the deadline holds for that too.
+            // A transfer can be settled but not resolved: its notification is under way, and the
+            // deadline covers that too.
             let open = matches!(state.outcome, Resolution::Pending);
             if open {
                 state.post_time = self.posted.elapsed();
@@ -137,7 +141,7 @@ impl TransferInner {
             drop(state);
             drop(watch);
         }
-        // What happened between the post and the watch found nobody to interrupt.
+        // Interrupts between the post and the watch did not reach this transfer.
         if self.peer.agent.is_closed() {
             Arc::clone(self).interrupt(&Reason::Shutdown);
         }
@@ -146,7 +150,7 @@ impl TransferInner {
         }
     }
 
-    /// Ends it before a transport had it.
+    /// Ends the transfer if no transport has had it.
     pub(crate) fn end(self: &Arc<Self>, result: Result<()>) {
         let parked = {
             let mut state = self.state.lock();
@@ -161,15 +165,15 @@ impl TransferInner {
         }
     }
 
-    /// Decides the outcome, unless it is decided.
+    /// Sets the outcome, unless it is already set.
     fn resolve(&self, result: Result<Report>) {
         let result = result.map_err(|error| self.explained(error));
         self.decide(self.state.lock(), result);
     }
 
-    /// The error as a user is told it. Takes the lock of the peer.
+    /// Returns the error with the context that users see. Takes the lock of the peer.
     fn explained(&self, error: Error) -> Error {
-        // A link that was closed because the peer is lost says less than the loss.
+        // The reason of a loss says more than the error of a link that was closed because of it.
         let lost = if error.kind() == ErrorKind::Closed { self.peer.lost() } else { None };
         let error = lost.unwrap_or(error).with_operation(match self.plan.op() {
             Op::Read => "read",
@@ -178,7 +182,8 @@ impl TransferInner {
         error.with_peer(Arc::clone(&self.peer.identity.name))
     }
 
-    /// As [`resolve`](Self::resolve), in a state that is locked, with an error that is explained.
+    /// Does the work of [`resolve`](Self::resolve) with a locked state and an error that already
+    /// has its context.
     fn decide(&self, mut state: MutexGuard<'_, TransferState>, result: Result<Report>) {
         let settled = matches!(state.stage, TicketStage::Settled | TicketStage::Forgotten);
         let watch = state.watch.take_if(|_| settled);
@@ -232,7 +237,7 @@ impl TransferInner {
             bytes,
             blocks: blocks + u64::from(injected("report")),
             segments: segments + u64::from(injected("report")),
-            // A transfer that ends within its post has cost its caller all of its time.
+            // A transfer that ends within its post has blocked the caller for all of its time.
             post_time: if state.post_time.is_zero() { transfer_time } else { state.post_time },
             transfer_time,
             backend: state.on.as_ref().map_or("none", |(_, backend)| *backend),
@@ -248,7 +253,7 @@ impl TransferInner {
             let state = self.state.lock();
             match state.stage {
                 TicketStage::InFlight => state.on.as_ref().map(|(link, _)| Arc::clone(link)),
-                // Only the notification is under way, which nothing calls back.
+                // Only the notification is under way, and it cannot be recalled.
                 TicketStage::Settled => {
                     drop(state);
                     return self.resolve(Err(error));
@@ -262,8 +267,8 @@ impl TransferInner {
         }
     }
 
-    /// After a link answered `Unsupported`, which says that it has moved nothing: goes back to the choice of a link.
-    /// Says whether it did.
+    /// Looks for another link after one answered `Unsupported`, which means that it moved nothing.
+    /// Returns false if the transfer has ended.
     fn try_another(self: &Arc<Self>, error: &Error) -> bool {
         {
             let mut state = self.state.lock();
@@ -281,7 +286,7 @@ impl TransferInner {
         true
     }
 
-    /// Goes to the choice of a link.
+    /// Looks for a link.
     pub(crate) fn dispatch(self: &Arc<Self>) {
         self.peer.dispatch(LinkRequest::Transfer(Arc::clone(self) as Arc<dyn NeedsLink>));
     }
@@ -302,7 +307,7 @@ impl TransferInner {
             Resolution::Done(result) => Some(result),
             Resolution::Taken => Some(Err(Error::new(
                 ErrorKind::Invalid,
-                "the result was taken by an earlier await: keep it",
+                "an earlier await took the result: keep it",
             ))),
         }
     }
@@ -329,7 +334,7 @@ impl NeedsLink for TransferInner {
         self.state.lock().stage != TicketStage::Parked
     }
 
-    /// Unless it has ended while it was parked.
+    /// Does nothing if the transfer has ended while it was parked.
     fn start(self: Arc<Self>, link: &Arc<dyn Link>, backend: &'static str, bound: Arc<BoundPlan>) {
         let early = {
             let mut state = self.state.lock();
@@ -372,10 +377,11 @@ impl Settle for TransferInner {
             && std::mem::replace(&mut self.state.lock().stage, TicketStage::Settled)
                 == TicketStage::Settled
         {
-            return; // a broken core settles twice
+            return; // this fault settles a transfer twice
         }
         let result = result.map_err(|error| self.explained(error));
-        // Before anybody can see that it has ended: the next post may need its share of the budget.
+        // Before anyone can observe the end, because the next post may need this share of the
+        // budget.
         self.let_go();
         let mut state = self.state.lock();
         state.stage = TicketStage::Settled;
@@ -390,10 +396,11 @@ impl Settle for TransferInner {
             (Some(bytes), Some((link, _))) => {
                 let link = Arc::clone(link);
                 state.arrived = result.as_ref().ok().cloned();
-                drop(state); // with its watch: the deadline still holds while the notification is under way
-                tell_waiting(); // first: a library may take its time with the notification
+                // The watch stays: the deadline also covers the notification.
+                drop(state);
+                tell_waiting(); // before `notify`, which may take long in some libraries
                 let this = Arc::clone(&self);
-                // A lost ticket leaves the transfer to its deadline.
+                // If the ticket is lost, the transfer resolves at its deadline.
                 let sent = move |sent: Result<()>| this.resolve(sent.and(result));
                 link.notify(&bytes, Ticket::new(sent));
             }
@@ -411,7 +418,8 @@ impl Settle for TransferInner {
         let error = || {
             Error::new(
                 ErrorKind::Forgotten,
-                "the transport lost the transfer: its memory is quarantined; report this as a bug of the transport",
+                "the transport lost the transfer: its memory is quarantined; report this as a \
+                 bug in the transport",
             )
         };
         let waiting = {
@@ -427,7 +435,8 @@ impl Settle for TransferInner {
                 "a transport lost the ticket of a transfer",
             );
         }
-        // Its regions stay pinned: a later revoke of one says `StillShared`. The budget is free for others.
+        // The regions stay pinned, so that a later revoke fails with `StillShared`. The budget is
+        // free for others.
         self.peer.agent.budget.give_back(self.plan.size().description);
         self.resolve(Err(error()));
         for promise in waiting {
@@ -441,11 +450,12 @@ impl Expire for TransferInner {
         if injected("deadline") {
             return;
         }
-        // One that was posted to a lost peer waits to hear who answers there now: that it is lost says more.
+        // A transfer that was posted to a lost peer waits for the probe of the peer's address. The
+        // loss says more than `TimedOut`.
         let late = self.peer.lost().unwrap_or_else(|| {
             Error::new(
                 ErrorKind::TimedOut,
-                "the transfer did not end by its deadline: raise it, or see whether the peer still works",
+                "the transfer did not end by its deadline: raise it, or check the peer",
             )
         });
         self.resolve(Err(late.clone()));
@@ -462,7 +472,8 @@ impl Expire for TransferInner {
                     ));
                 }
             }
-            // Resolved at once; it settles when the link has its own proof that nobody touches the memory.
+            // Resolves at once. It settles when the link has proven that nothing touches the
+            // memory.
             Reason::Lost(peer, error) if *peer == self.peer.id => self.resolve(Err(error.clone())),
             Reason::Lost(..) => {}
             Reason::Shutdown => {

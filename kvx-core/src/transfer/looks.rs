@@ -1,4 +1,4 @@
-//! Looks for the end of a transfer on the thread of a caller that waits for it.
+//! Polling for the end of a transfer on the thread of a caller that waits for it.
 
 use std::time::Duration;
 
@@ -6,36 +6,37 @@ use crate::operation::Size;
 use crate::sync::pause_between_looks;
 use crate::transport::{INLINE_SEGMENTS, Turn};
 
-/// Glances from one letting-go of the core to the next.
+/// The number of looks between two yields of the core.
 const GLANCES: u32 = 16;
 
-/// The looks of a waiting caller before it sleeps. A wake-up costs as much as moving a few
-/// blocks.
+/// How a waiting caller polls before it sleeps. A wake-up costs as much as moving a few blocks.
 pub(super) struct Looks {
-    /// For how long while nothing moves.
+    /// How long the caller polls while nothing moves.
     pub(super) patience: Duration,
-    /// The pause after so many in a row that found nothing.
+    /// The pause after this many looks in a row that found nothing.
     pub(super) between: fn(u32),
 }
 
 impl Looks {
-    /// After a turn on the caller's thread, for a transfer of this size.
+    /// Returns how to poll after a turn on the caller's thread, for a transfer of this size.
     pub(super) fn after(size: &Size, turn: &Turn) -> Self {
         if turn.ends_unannounced
             && size.segments <= INLINE_SEGMENTS
             && size.bytes <= INLINE_SEGMENTS << 20
         {
-            // Sixteen blocks of a library that takes 30 microseconds for each, and as much again.
+            // Enough for sixteen blocks of a library that takes 30 µs for each, twice over.
             return Looks { patience: Duration::from_millis(1), between: glance };
         }
-        // About as long as a few blocks take at 2 GB/s: where others move many, looking on slows them down.
+        // About as long as a few blocks take at 2 GB/s. Polling for longer slows down other threads
+        // that move many blocks.
         let expected = Duration::from_nanos(size.bytes / 2).min(Duration::from_micros(100));
         Looks { patience: Duration::from_micros(100) + expected, between: pause_between_looks }
     }
 }
 
-/// Between two looks for the end of what a library's threads move, of which the last so many in a row found nothing.
-/// Those threads take this core when they need it, so it is let go of at every sixteenth look only.
+/// Pauses between two looks when a library's threads move the bytes; the last `looks` in a row
+/// found nothing. Those threads take this core when they need it, so only every sixteenth look
+/// yields.
 fn glance(looks: u32) {
     if looks.is_multiple_of(GLANCES) {
         std::thread::yield_now();

@@ -1,4 +1,5 @@
-//! Transfers: one posted plan in flight. A future that resolves once, at its settling or its deadline.
+//! Transfers: posted plans in flight. Each is a future that resolves once, when it settles or at
+//! its deadline.
 
 mod inner;
 mod looks;
@@ -19,24 +20,32 @@ use inner::TicketStage;
 pub(crate) use inner::TransferInner;
 use looks::Looks;
 
-/// A posted plan. A future under any runtime; [`wait_blocking`](Transfer::wait_blocking) without one.
+/// A posted plan. Await it under any runtime, or call [`wait_blocking`](Transfer::wait_blocking)
+/// without one.
 ///
-/// Resolves once: when it settles, or at its deadline with `TimedOut`. The plan's memory stays pinned until it has
-/// [settled](Transfer::settled), which may be later. Dropping it cancels what can be cancelled and frees nothing early.
+/// A transfer resolves once: when it settles, or at its deadline with `TimedOut`. The plan's memory
+/// stays pinned until the transfer has [settled](Transfer::settled), which may be later. Dropping
+/// the transfer cancels what can be cancelled and frees no memory early.
 ///
-/// With a notification it resolves when the peer's side has that too. An error of such a transfer may come after its
-/// data: [`Error::report`] then says what was moved, and the peer may still be notified.
+/// A transfer with a notification resolves when the peer's agent has the notification. Such a
+/// transfer may fail after its data has arrived: [`Error::report`] then returns what was moved, and
+/// the peer may still be notified.
 #[must_use = "dropping a transfer cancels it"]
 pub struct Transfer(pub(crate) Arc<TransferInner>);
 
 impl Transfer {
-    /// Its number.
+    /// Returns the transfer's number.
     pub fn id(&self) -> TransferId {
         self.0.id
     }
 
-    /// Blocks until it resolves, making progress on this thread where the link can. Past `deadline` it says
-    /// `TimedOut` and is dropped, and so cancelled; its own deadline holds as well.
+    /// Blocks until the transfer resolves, and makes progress on this thread if the link can. If
+    /// `deadline` passes first, the transfer is dropped and thereby cancelled. The transfer's own
+    /// deadline applies as well.
+    ///
+    /// # Errors
+    /// The error of the transfer; `TimedOut` if either deadline passes; `Invalid` if an earlier
+    /// `await` took the result; `Forked`.
     pub fn wait_blocking(self, deadline: impl Into<Deadline>) -> Result<Report> {
         crate::fork::check()?;
         let link = {
@@ -47,7 +56,7 @@ impl Transfer {
             state.on.as_ref().map(|(link, _)| Arc::clone(link))
         };
         let until = deadline.into();
-        // Lends a hand first.
+        // Moves data on this thread first.
         let (begun, mut looks) = (Instant::now(), 0);
         while let Some(link) = &link {
             let turn = link.drive();
@@ -86,9 +95,12 @@ impl Transfer {
         }
     }
 
-    /// Makes progress on this thread where the link can, and says what came of the transfer; `None` while it is in
-    /// flight. Waits for nothing. For callers with a loop of their own; one that stops calling it loses nothing but
-    /// time.
+    /// Makes progress on this thread if the link can, and returns the result of the transfer;
+    /// `None` while it is in flight. Never blocks. Callers with a loop of their own use it; one
+    /// that stops calling it only loses time.
+    ///
+    /// # Errors
+    /// As [`wait_blocking`](Transfer::wait_blocking).
     pub fn drive(&mut self) -> Option<Result<Report>> {
         if let Err(error) = crate::fork::check() {
             return Some(Err(error));
@@ -104,16 +116,21 @@ impl Transfer {
         self.0.take(&mut self.0.state.lock())
     }
 
-    /// Whether it has settled; see [`settled`](Transfer::settled).
+    /// Returns true if the transfer has settled; see [`settled`](Transfer::settled).
     pub fn is_settled(&self) -> bool {
         self.0.state.lock().stage == TicketStage::Settled
     }
 
-    /// Ends when the transfer has settled: nobody will read or write its local memory for it again. It outlives the
-    /// transfer, so that who drops that, under `select!` for example, takes this first.
+    /// Waits until the transfer has settled: nothing will read or write its local memory for it
+    /// again.
     ///
-    /// Awaited, it has no deadline: it ends with the proof, however late that comes, or never if there will be none
-    /// (quarantine). [`Completion::join`] waits for 30 seconds at most, [`Completion::wait_blocking`] for as long as it is told.
+    /// The completion outlives the transfer. Callers that may drop the transfer, for example in
+    /// `select!`, create it first. When awaited, it has no deadline: it ends with the proof,
+    /// however late, or never if there will be none (quarantine). [`Completion::join`] waits for at
+    /// most 30 seconds, [`Completion::wait_blocking`] until its deadline.
+    ///
+    /// # Errors
+    /// `Forgotten` if the transport lost the transfer, which then never settles; `Forked`.
     pub fn settled(&self) -> Completion<()> {
         if let Err(error) = crate::fork::check() {
             return Completion::ready(Err(error));
@@ -135,15 +152,16 @@ impl Transfer {
         Completion::of(promise)
     }
 
-    /// Stops it as soon as possible. Best effort: it may still succeed, and it resolves and settles all the same. One
-    /// whose data has arrived resolves at once; its notification cannot be called back.
+    /// Cancels the transfer as soon as possible, on a best-effort basis: it may still succeed, and
+    /// it resolves and settles in any case. A transfer whose data has arrived resolves at once; its
+    /// notification cannot be recalled.
     pub fn cancel(&self) {
         if crate::fork::check().is_ok() {
             self.0.cancel(Error::new(ErrorKind::Cancelled, "the transfer was cancelled"));
         }
     }
 
-    /// What cancels it from elsewhere while it is awaited or waited for.
+    /// Returns a handle that can cancel the transfer from elsewhere while it is awaited.
     ///
     /// ```
     /// # use kvx_core as kvx;
@@ -158,12 +176,14 @@ impl Transfer {
     }
 }
 
-/// Cancels one transfer, from any thread and any number of times. Cheap to clone; keeps nothing of the transfer.
+/// A handle that cancels one transfer, from any thread and any number of times. Cheap to clone; it
+/// does not keep the transfer alive.
 #[derive(Clone, Debug)]
 pub struct Canceller(Weak<TransferInner>);
 
 impl Canceller {
-    /// As [`Transfer::cancel`]. Does nothing once the transfer has ended.
+    /// Cancels the transfer, as [`Transfer::cancel`] does. Does nothing once the transfer has
+    /// ended.
     pub fn cancel(&self) {
         if crate::fork::check().is_ok()
             && let Some(transfer) = self.0.upgrade()

@@ -1,34 +1,39 @@
-//! Reports of a transport to its agent.
+//! The reports of a transport to its agent.
 
 use crate::Error;
 use crate::identity::{LinkId, Sender};
 
-/// Receives the reports of a transport. Called without locks of the transport but the one that makes it the only one
-/// to make progress; may call wakers.
+/// Receives the reports of a transport. The transport calls it without holding locks, except the
+/// one that lets only one thread make progress. It may call wakers.
 pub trait Events: Send + Sync {
-    /// A peer sent `bytes`. [`QueueFull`]: keep them, acknowledge nothing and let a bounded number follow; try again at
-    /// [`Transport::resume`](super::Transport::resume). May let go of the core for whoever waits for them.
+    /// Reports that a peer sent `bytes`. May yield the core to threads that wait for the
+    /// notification.
+    ///
+    /// # Errors
+    /// [`QueueFull`]: the transport keeps the bytes, acknowledges nothing, lets only a bounded
+    /// number of notifications follow, and tries again at
+    /// [`Transport::resume`](super::Transport::resume).
     fn notification(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), QueueFull>;
 
-    /// A link changed.
+    /// Reports a change of a link.
     fn link(&self, id: LinkId, state: LinkState);
 }
 
-/// The queue of notifications has no room.
+/// The error of a full notification queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueFull;
 
 /// A change of a link.
 #[derive(Clone, Debug)]
 pub enum LinkState {
-    /// The handshake is done: plans may be posted.
+    /// The handshake is complete: plans may be posted.
     Up,
-    /// Its capabilities or its description changed.
+    /// The link's capabilities or its description changed.
     Changed,
-    /// It is gone for good, or never came up. Core resolves what is in flight with this error at once; each ticket
-    /// settles when it is proven that nobody touches its memory.
+    /// The link is gone for good, or never came up. Core resolves what is in flight with this error
+    /// at once. Each ticket settles when it is proven that nothing touches its memory.
     Lost(Error),
-    /// Somebody answers at the peer's address whom its metadata does not invite to: another incarnation of it, as a
-    /// rule.
+    /// The peer's address answers, but its metadata's invitation does not match: usually another
+    /// incarnation.
     Restarted,
 }

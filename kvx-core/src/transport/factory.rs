@@ -1,4 +1,4 @@
-//! Finds and opens backends.
+//! Discovery and opening of backends.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -9,115 +9,125 @@ use super::{Events, Transport};
 use crate::identity::{Identity, Invitation};
 use crate::{Capabilities, DeviceAccess, Options, Result, Secret};
 
-/// Makes transports of one backend. One per backend, a plain value in the registry.
+/// Creates transports of one backend. Each backend has one, a plain value in the registry.
 pub trait Factory: Send + Sync {
-    /// The backend's name, in capitals.
+    /// Returns the backend's name, in upper case.
     fn name(&self) -> &'static str;
 
-    /// Its place in the order of preference.
+    /// Returns the backend's place in the order of preference.
     fn placement(&self) -> Placement;
 
-    /// What it takes to be heard by it. Not said, it counts as [`Open`](Admission::Open).
+    /// Returns how the backend authenticates peers. The default is [`Open`](Admission::Open).
     fn admission(&self) -> Admission {
         Admission::Open
     }
 
-    /// Finds out whether it can run on this machine with these options, and opens what it must to know.
+    /// Finds out whether the backend can run on this machine with these options; loads its library
+    /// if necessary.
+    ///
+    /// # Errors
+    /// [`Unavailable`], with what is missing and how to get it.
     fn available(&self, options: &Options) -> Result<Availability, Unavailable>;
 
-    /// Opens it for one agent. Errors name what to do next.
+    /// Opens the backend for one agent.
+    ///
+    /// # Errors
+    /// `Invalid` for wrong options, which fails the agent's build; any other kind when the backend
+    /// cannot be opened. The message says what to do next.
     fn open(&self, context: Context) -> Result<Arc<dyn Transport>>;
 }
 
-/// The library, the devices and the promises of an available backend.
+/// The library, the devices and the capabilities of an available backend.
 #[derive(Clone, Debug)]
 pub struct Availability {
-    /// Version of the library, or of kvx for an embedded transport.
+    /// The version of the library, or of kvx for an embedded transport.
     pub version: String,
     /// The library's file; `None` for an embedded transport.
     pub library: Option<PathBuf>,
-    /// Devices or interfaces it found.
+    /// The devices or interfaces that it found.
     pub devices: Vec<String>,
     /// True if it has an RDMA device.
     pub rdma: bool,
-    /// Its promises.
+    /// The capabilities that hold for all its links.
     pub capabilities: Capabilities,
-    /// Warnings to the operator before it is used (a listener on all interfaces, say).
+    /// Warnings to the operator before the backend is used, such as a listener on all interfaces.
     pub cautions: Vec<String>,
 }
 
-/// The surroundings of a transport that is opened.
+/// The agent, the settings and the services that a transport is opened with.
 #[derive(Clone)]
 pub struct Context {
-    /// The agent it serves.
+    /// The agent that it serves.
     pub agent: Identity,
-    /// All options; a backend reads the table of its own name.
+    /// All options; a backend reads the table with its own name.
     pub options: Options,
     /// Receives notifications and changes of links.
     pub events: Arc<dyn Events>,
     /// Copies device memory, by kind.
     pub devices: Vec<Arc<dyn DeviceAccess>>,
-    /// What the agent invites its peers by.
+    /// The invitation in the agent's metadata.
     pub invitation: Invitation,
     /// The shared secret of the fleet, if there is one.
     pub secret: Option<Secret>,
-    /// The time that a peer may be silent with work in flight before it counts as lost.
+    /// How long a peer may be silent with work in flight before it counts as lost.
     pub peer_timeout: Duration,
 }
 
-/// A backend's place in the order of preference, as data: core holds no backend's name.
+/// A backend's place in the order of preference. It is data, so that core contains no backend's
+/// name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// Lower is preferred.
+    /// The rank; lower is preferred.
     pub order: u32,
-    /// The condition under which it is opened without being named.
+    /// When the backend is opened without being named.
     pub auto_open: AutoOpen,
-    /// Further names whose backends it speaks for toward foreign agents of its kind.
+    /// Names of other backends for which this one connects to foreign agents of their kind.
     pub speaks_for: &'static [&'static str],
 }
 
-/// The condition under which a backend is opened although no list names it.
+/// When a backend is opened although no list names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AutoOpen {
     /// Always.
     Open,
-    /// When it reports an RDMA device.
+    /// If it reports an RDMA device.
     OpenWithRdma,
     /// Never.
     Skip,
 }
 
-/// Who is heard by a backend: what the agents' invitations and the fleet's secret are worth over it.
+/// Which peers a backend listens to: how much the agents' invitations and the fleet's secret
+/// protect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {
-    /// Nothing is told, parsed or moved before a peer has proven to have the invitation, and the secret if there is
-    /// one.
+    /// The backend reveals, parses and moves nothing before a peer has proven that it has the
+    /// invitation, and the secret if there is one.
     Proven,
-    /// kvx tells, grants and parses nothing before that proof; the library's own port hears whoever reaches it, and a
-    /// peer that was let in is trusted with this process.
+    /// kvx reveals, grants and parses nothing before that proof. The library's own port accepts
+    /// input from all who can reach it, and authenticated peers are trusted with this process.
     Keys,
-    /// The library speaks to whoever reaches it, by a protocol of its own. Where there is a secret it is opened only if
-    /// the option `unauthenticated` names it.
+    /// The library talks to all who can reach it, by its own protocol. With a secret, the backend
+    /// is opened only if the option `unauthenticated` names it.
     Open,
 }
 
 /// The reason why a compiled-in backend cannot run on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unavailable {
-    /// The missing part: `libucp.so.0 not found`.
+    /// The missing part, such as `libucp.so.0 not found`.
     pub missing: String,
-    /// The variable that points to the library, if there is one.
+    /// The environment variable that names the library, if there is one.
     pub variable: Option<&'static str>,
-    /// Its value, if it is set.
+    /// The variable's value, if it is set.
     pub value: Option<String>,
-    /// Everything that was tried, in order.
+    /// All files that were tried, in order.
     pub tried: Vec<String>,
-    /// The way to get it.
+    /// The way to get the missing part.
     pub cure: String,
 }
 
 impl Unavailable {
-    /// Without a library: a reason and a cure.
+    /// Creates a reason and a cure for a backend without a library.
     pub fn because(missing: impl Into<String>, cure: impl Into<String>) -> Self {
         Unavailable {
             missing: missing.into(),
@@ -128,7 +138,7 @@ impl Unavailable {
         }
     }
 
-    /// The reason alone.
+    /// Returns the reason without the cure.
     pub fn reason(&self) -> String {
         let mut notes = Vec::new();
         if let Some(variable) = self.variable {

@@ -1,4 +1,4 @@
-//! Regions as a transport knows them: the agent's own and its peers'.
+//! Regions as a transport knows them: those of its agent and those of peers.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -7,53 +7,55 @@ use crate::identity::RegionKey;
 use crate::ticket::Ticket;
 use crate::{Memory, MemoryKind, RegionId};
 
-/// A region to be registered.
+/// A region to register.
 #[derive(Clone, Debug)]
 pub struct RegionSpec {
-    /// Its number.
+    /// The region's number.
     pub id: RegionId,
-    /// The key that peers must show.
+    /// The key that peers must present.
     pub key: RegionKey,
-    /// Its memory, to be kept alive until its revocation settles.
+    /// The memory; the transport keeps it alive until the revocation settles.
     pub memory: Arc<Memory>,
 }
 
 /// A region as its owner's transport knows it.
 pub trait LocalRegion: Any + Send + Sync {
-    /// Further bytes that peers need beside number, key and length; part of the metadata.
+    /// Returns the bytes that peers need in addition to number, key and length; they become part of
+    /// the metadata.
     fn export(&self) -> &[u8];
 
-    /// Ends remote access; called when the agent's own transfers on it have settled. `done` settles when no remote
-    /// operation reaches the region any more; with an error when that cannot be known.
+    /// Ends remote access. Core calls it when the agent's own transfers on the region have settled.
+    /// `done` settles when no remote operation reaches the region any more, or with an error if
+    /// that cannot be known.
     fn revoke(&self, done: Ticket);
 }
 
-/// One region of a peer as one link sees it: its keys, its mapping.
+/// A region of a peer as one link knows it, with its keys and its mapping.
 pub trait RemoteRegion: Any + Send + Sync {}
 
-/// A peer's region, from its metadata.
+/// A region of a peer, from the peer's metadata.
 #[derive(Clone, Copy, Debug)]
 pub struct RemoteSpec<'a> {
-    /// Its number.
+    /// The region's number.
     pub id: RegionId,
-    /// The key to show.
+    /// The key to present.
     pub key: RegionKey,
-    /// Its length in bytes.
+    /// The length in bytes.
     pub len: u64,
-    /// Its kind.
+    /// The kind of memory.
     pub kind: MemoryKind,
     /// The bytes of the peer's [`LocalRegion::export`].
     pub export: &'a [u8],
 }
 
-/// A range of memory of a foreign agent.
+/// A range of a foreign agent's memory.
 #[derive(Clone, Copy, Debug)]
 pub struct ForeignRange {
-    /// Address in the peer's process or device.
+    /// The address in the peer's process or device.
     pub address: u64,
-    /// Bytes.
+    /// The length in bytes.
     pub len: u64,
-    /// Its kind.
+    /// The kind of memory.
     pub kind: MemoryKind,
     /// The device, as the foreign protocol numbers it.
     pub device: u64,

@@ -1,9 +1,9 @@
-//! One turn of a transport, as it is reported.
+//! The report of one turn of a transport.
 
 use std::time::{Duration, Instant};
 
-/// Reports what one turn of a transport has done and how the next is to be scheduled. Every layer passes it on whole,
-/// so that a further wish of a backend needs a field here and its one reader.
+/// The outcome of one turn of a transport, and its requests for the next. Every layer passes it on
+/// unchanged, so that a new request of a backend needs only a field here and its reader.
 ///
 /// ```
 /// use kvx_core::backend::Turn;
@@ -12,30 +12,31 @@ use std::time::{Duration, Instant};
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Turn {
-    /// The amount of work that was done; 0 if there was nothing to do.
+    /// The amount of work done; 0 if there was nothing to do.
     pub done: usize,
-    /// After a turn that did nothing: how long to go on looking for work before sleeping. A wake-up costs some 15 µs;
-    /// to look for longer pays while bytes are on their way.
+    /// How long to keep polling for work before sleeping, after a turn that did nothing. A wake-up
+    /// costs about 15 µs; polling for longer pays off while bytes are on their way.
     pub look_for: Duration,
-    /// The looking ends at this moment, if it is earlier.
+    /// The time at which polling ends, if that is earlier.
     pub look_until: Option<Instant>,
-    /// Other threads may have no turn. Where a turn can last as long as a peer likes, they would miss their deadlines
-    /// in it.
+    /// True if other threads must not run a turn. They would miss their deadlines in a turn that
+    /// can last as long as a peer likes.
     pub own_thread_only: bool,
-    /// Whoever waits for this core goes first, although there is more to do: work whose latency counts comes by. A
-    /// core that is never let go of is taken away only every few milliseconds.
+    /// True to yield the core although there is more to do, because work whose latency counts
+    /// arrives from time to time. The kernel takes a core that never yields only every few
+    /// milliseconds.
     pub yields: bool,
-    /// Whatever was begun has ended within the turn, so a sleeping reactor knows of all that is left. It sleeps on
-    /// and is not asked for how long, which costs system calls.
+    /// True if all that was started has ended within the turn. A sleeping reactor then knows of all
+    /// remaining work: it sleeps on and is not asked for how long, which would cost system calls.
     pub left_nothing: bool,
-    /// Threads of the library move what is posted, and its end is only found by asking. A caller that waits for at
-    /// most [`INLINE_SEGMENTS`](super::INLINE_SEGMENTS) pieces then calls [`Link::drive`](super::Link::drive) for up
-    /// to a millisecond before it sleeps.
+    /// True if threads of the library move what is posted, and only polling finds the end. A caller
+    /// that waits for at most [`INLINE_SEGMENTS`](super::INLINE_SEGMENTS) segments then calls
+    /// [`Link::drive`](super::Link::drive) for up to a millisecond before it sleeps.
     pub ends_unannounced: bool,
 }
 
 impl Turn {
-    /// A turn that did so much, and has no wishes for the next.
+    /// Creates the report of a turn that did this amount of work and has no requests for the next.
     pub const fn did(done: usize) -> Self {
         Turn {
             done,

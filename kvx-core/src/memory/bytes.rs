@@ -1,16 +1,18 @@
-//! Copies of bytes that others may touch meanwhile.
+//! Copies of bytes that others may access at the same time.
 
-/// Copies `len` bytes; others may write to either side meanwhile, and read from the one that is written. What arrives
-/// where somebody writes is unspecified, but it is bytes: to the compiler this is `len` relaxed atomic loads and stores
-/// of a byte each, in no order, and so no data race beside others of its kind.
+/// Copies `len` bytes while others may write to either side and read from the destination.
+///
+/// Bytes that are written concurrently arrive with unspecified but initialised content. To the
+/// compiler, the copy consists of `len` relaxed atomic loads and stores of one byte each, in no
+/// order, so it has no data race with other copies of this kind.
 ///
 /// # Safety
-/// `from..from + len` is readable and `into..into + len` is writable memory until the call returns, and the two do not
-/// overlap. Whoever touches them meanwhile does it by this function, by system calls, by devices, or from other
-/// processes: not through references, and not by plain reads and writes.
+/// `from..from + len` is readable and `into..into + len` is writable memory until the call returns,
+/// and the two do not overlap. Others access them meanwhile only by this function, by system calls,
+/// from devices or from other processes: not through references, and not by plain reads and writes.
 #[inline(always)]
 pub unsafe fn copy_shared(from: *const u8, into: *mut u8, len: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds the same contract.
     unsafe { imp::copy(from, into, len) }
 }
 
@@ -22,12 +24,14 @@ pub unsafe fn copy_shared(from: *const u8, into: *mut u8, len: usize) {
 mod imp {
     use std::arch::asm;
 
-    /// The C library's copy, through assembly: the compiler sees a block that it knows nothing of, where a plain copy
-    /// would tell it that nobody else touches the bytes. The processor executes what the library's authors wrote.
+    /// Calls the C library's `memcpy` from assembly. The compiler cannot see into the block,
+    /// whereas a plain copy would let it assume that nothing else accesses the bytes. The processor
+    /// executes the library's code.
     #[inline(always)]
     pub(super) unsafe fn copy(from: *const u8, into: *mut u8, len: usize) {
-        // SAFETY: a call of `memcpy` by the rules of C: arguments in their registers, and all that it may change is
-        // given up. It touches the two ranges only.
+        // SAFETY: this calls `memcpy` by the C calling convention: the arguments are in their
+        // registers, and `clobber_abi` names all registers that the call may change. `memcpy`
+        // accesses only the two ranges, which the caller promises are valid.
         #[cfg(target_arch = "x86_64")]
         unsafe {
             asm!(
@@ -39,7 +43,8 @@ mod imp {
                 clobber_abi("C"),
             );
         }
-        // SAFETY: as above.
+        // SAFETY: as for x86-64: arguments in their registers, `clobber_abi` for what changes, and
+        // the caller promises that both ranges are valid.
         #[cfg(target_arch = "aarch64")]
         unsafe {
             asm!(
@@ -62,11 +67,12 @@ mod imp {
 mod imp {
     use std::sync::atomic::{AtomicU8, Ordering};
 
-    /// What the others are told to be: where there is no such block, and for ThreadSanitizer (`--cfg kvx_tsan`), which
-    /// looks into these and not into assembly.
+    /// Copies by relaxed atomic accesses, byte by byte: on targets without the assembly above, and
+    /// for ThreadSanitizer (`--cfg kvx_tsan`), which sees these accesses but not assembly.
     pub(super) unsafe fn copy(from: *const u8, into: *mut u8, len: usize) {
         for at in 0..len {
-            // SAFETY: within the ranges of the caller's promise, which nobody touches but by atomic accesses.
+            // SAFETY: `at` is below `len`, and the caller promises that others access the ranges
+            // only atomically.
             unsafe {
                 let byte = AtomicU8::from_ptr(from.add(at).cast_mut()).load(Ordering::Relaxed);
                 AtomicU8::from_ptr(into.add(at)).store(byte, Ordering::Relaxed);
@@ -96,7 +102,7 @@ mod tests {
         }
     }
 
-    /// ThreadSanitizer sees a data race here if copies are plain ones: see `DECISIONS.md`.
+    /// ThreadSanitizer reports a data race here if the copies are plain: see `DECISIONS.md`.
     #[test]
     fn threads_copy_in_and_out_of_the_same_bytes_at_once() {
         let (memory, done) = (Memory::owned(vec![1; 4096]), AtomicBool::new(false));

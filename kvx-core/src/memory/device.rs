@@ -1,4 +1,5 @@
-//! Copies of device memory and pinned host memory, which a crate that knows a GPU provides. Core calls no driver.
+//! Copies of device memory and pinned host memory. A crate for the GPU provides them; core calls no
+//! driver.
 
 use std::any::Any;
 #[cfg(unix)]
@@ -10,16 +11,16 @@ use crate::completion::Completion;
 use crate::ticket::Ticket;
 use crate::{Error, ErrorKind, Memory, MemoryKind, Result, kept};
 
-/// A device, by the UUID or PCI address that its crate gives it: ordinals differ from process to process.
+/// A device, by its UUID or PCI address. Ordinals differ from process to process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DeviceId(pub [u8; 16]);
 
 impl DeviceId {
-    /// No device: host memory.
+    /// Host memory, which is on no device.
     pub const HOST: DeviceId = DeviceId([0; 16]);
 }
 
-/// Which way a copy goes.
+/// The direction of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the host to the device.
@@ -28,48 +29,50 @@ pub enum Direction {
     ToHost,
 }
 
-/// One contiguous copy between a device and the host.
+/// A contiguous copy between a device and the host.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece {
-    /// Address on the device.
+    /// The address on the device.
     pub device: u64,
-    /// Address on the host.
+    /// The address on the host.
     pub host: *mut u8,
-    /// Bytes.
+    /// The length in bytes.
     pub len: usize,
 }
 
-// SAFETY: a piece is two addresses; who may touch them is what the contract of `DeviceAccess::copy` settles.
+// SAFETY: a piece consists of two addresses. Callers of `DeviceAccess::copy` uphold when they may
+// be accessed.
 unsafe impl Send for Piece {}
-// SAFETY: as above.
+// SAFETY: a piece has no methods; callers of `DeviceAccess::copy` uphold when its addresses may be
+// accessed.
 unsafe impl Sync for Piece {}
 
-/// One contiguous copy within a device, or between two that reach each other.
+/// A contiguous copy within a device, or between two devices that reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hop {
-    /// Address it is read from.
+    /// The address to read from.
     pub from: u64,
-    /// Address it is written to.
+    /// The address to write to.
     pub to: u64,
-    /// Bytes.
+    /// The length in bytes.
     pub len: usize,
 }
 
-/// A range of device memory as another process of this host opens it.
+/// A range of device memory that another process of this host can open.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IpcHandle {
-    /// The name of the allocation with the driver; at most [`IpcHandle::LONGEST`] bytes.
+    /// The driver's name for the allocation; at most [`IpcHandle::LONGEST`] bytes.
     pub bytes: Vec<u8>,
     /// The offset of the range in the allocation.
     pub offset: u64,
 }
 
 impl IpcHandle {
-    /// The most bytes that a handle has.
+    /// The maximum number of bytes in a handle.
     pub const LONGEST: usize = 256;
 }
 
-/// A range of device memory as a descriptor that cards of other makers register.
+/// A range of device memory, as a descriptor that other vendors' network cards can register.
 #[cfg(unix)]
 #[derive(Debug)]
 pub struct DmaBuf {
@@ -79,31 +82,37 @@ pub struct DmaBuf {
     pub offset: u64,
 }
 
-/// A GPU's memory as core needs it. `kvx-cuda` and `kvx-rocm` implement it; the test kit has a plain one.
+/// Access to the memory of a GPU. `kvx-cuda` and `kvx-rocm` implement it; `kvx-testkit` has a
+/// simple one.
 ///
 /// # Safety
-/// The memory of a [`copy`](DeviceAccess::copy) is touched only until its ticket settles.
+/// The implementation accesses the memory of a [`copy`](DeviceAccess::copy) only until its ticket
+/// settles.
 pub unsafe trait DeviceAccess: Send + Sync {
-    /// The kind of memory it copies.
+    /// Returns the kind of memory that it copies.
     fn kind(&self) -> MemoryKind;
 
-    /// The device whose memory it copies.
+    /// Returns the device whose memory it copies.
     fn device(&self) -> DeviceId;
 
-    /// The number that the driver gives the device in this process, for libraries that ask for one.
+    /// Returns the number that the driver gives the device in this process, for libraries that need
+    /// it.
     fn ordinal(&self) -> u32;
 
-    /// Host memory that copies reach at full speed.
+    /// Allocates host memory that copies access at full speed.
+    ///
+    /// # Errors
+    /// An error of the driver.
     fn pinned(&self, len: usize) -> Result<Memory>;
 
-    /// Starts the copies and returns; `done` settles when all bytes have arrived, from any thread.
+    /// Starts the copies and returns. `done` settles when all bytes have arrived, from any thread.
     ///
     /// # Safety
     /// Each piece names valid memory on both sides until `done` has settled.
     unsafe fn copy(&self, direction: Direction, pieces: &[Piece], done: Ticket);
 
-    /// Starts copies within the device, or from memory that was [`open`](DeviceAccess::open)ed; as
-    /// [`copy`](DeviceAccess::copy).
+    /// Starts copies within the device, or from memory that was [`open`](DeviceAccess::open)ed,
+    /// like [`copy`](DeviceAccess::copy).
     ///
     /// # Safety
     /// Each hop names valid memory on both sides until `done` has settled.
@@ -112,23 +121,34 @@ pub unsafe trait DeviceAccess: Send + Sync {
         done.settle(Err(cannot(self.kind(), "copies within the device")));
     }
 
-    /// Lets other processes of this host open a range of its memory, for as long as this process lives and the memory
-    /// is not freed. Errors: `Unsupported`, with the reason and the cure, for memory that the driver cannot share.
+    /// Lets other processes of this host open a range of the device's memory, as long as this
+    /// process lives and the memory is not freed.
+    ///
+    /// # Errors
+    /// `Unsupported`, with the reason and the cure, if the driver cannot share the memory.
     fn share(&self, address: u64, len: usize) -> Result<IpcHandle> {
         _ = (address, len);
         Err(cannot(self.kind(), "sharing with other processes"))
     }
 
-    /// Opens what another process shared: memory of the device `owner`, which may be another than this one if the two
-    /// reach each other. It is closed when the memory is dropped. What its bytes are when the owner has died is not
-    /// said: whoever copies from it looks whether the owner lives, afterwards. Errors: `Unsupported`, `Malformed`,
-    /// `PeerLost` for an owner that is gone.
+    /// Opens memory that another process shared. The memory is on the device `owner`, which may
+    /// differ from this one if the two reach each other. Dropping the returned memory closes it.
+    ///
+    /// The bytes are unspecified once the process that shared them has died. After a copy, check
+    /// that it was still alive.
+    ///
+    /// # Errors
+    /// `Unsupported` if the driver cannot open it; `Malformed` for a wrong handle; `PeerLost` if
+    /// the process that shared it is gone.
     fn open(self: Arc<Self>, owner: DeviceId, handle: &IpcHandle, len: usize) -> Result<Memory> {
         _ = (owner, handle, len);
         Err(cannot(self.kind(), "memory of other processes"))
     }
 
-    /// A descriptor of a range of its memory. Errors: `Unsupported`, with the reason and the cure.
+    /// Returns a descriptor of a range of the device's memory.
+    ///
+    /// # Errors
+    /// `Unsupported`, with the reason and the cure.
     #[cfg(unix)]
     fn dma_buf(&self, address: u64, len: usize) -> Result<DmaBuf> {
         _ = (address, len);
@@ -140,22 +160,22 @@ fn cannot(kind: MemoryKind, what: &str) -> Error {
     Error::new(ErrorKind::Unsupported, format!("this access to {kind} memory has no {what}"))
 }
 
-/// The longest that a caller waits for a part of its copy.
+/// How long a caller waits for one part of its copy.
 pub(super) const LONGEST: Duration = Duration::from_secs(30);
-/// The most bytes of a part.
+/// The maximum number of bytes in a part.
 const PART: usize = 64 << 20;
 
-/// Device memory, and who copies it and keeps it.
+/// Device memory, its access and its owner.
 pub(super) struct OnDevice {
     pub(super) access: Arc<dyn DeviceAccess>,
     pub(super) owner: Arc<dyn Any + Send + Sync>,
 }
 
 impl OnDevice {
-    /// Copies `bytes` to `device`, and waits.
+    /// Copies `bytes` to `device` and waits.
     ///
     /// # Safety
-    /// The range is memory of this device that the owner keeps.
+    /// The range is memory of this device that the owner keeps alive.
     pub(super) unsafe fn copy_in(
         &self,
         device: u64,
@@ -163,7 +183,7 @@ impl OnDevice {
         longest: Duration,
     ) -> Result<()> {
         for (at, part) in bytes.chunks(PART).enumerate() {
-            // SAFETY: within the caller's range.
+            // SAFETY: the part lies within the range for which the caller upholds the contract.
             unsafe {
                 self.part(Direction::ToDevice, device + (at * PART) as u64, part.into(), longest)
             }?;
@@ -171,10 +191,10 @@ impl OnDevice {
         Ok(())
     }
 
-    /// Copies from `device` into `bytes`, and waits.
+    /// Copies from `device` into `bytes` and waits.
     ///
     /// # Safety
-    /// As [`copy_in`](Self::copy_in).
+    /// As for [`copy_in`](Self::copy_in).
     pub(super) unsafe fn copy_out(
         &self,
         device: u64,
@@ -183,7 +203,7 @@ impl OnDevice {
     ) -> Result<()> {
         for (at, part) in bytes.chunks_mut(PART).enumerate() {
             let room = vec![0; part.len()].into();
-            // SAFETY: within the caller's range.
+            // SAFETY: the part lies within the range for which the caller upholds the contract.
             let got = unsafe {
                 self.part(Direction::ToHost, device + (at * PART) as u64, room, longest)
             }?;
@@ -192,10 +212,11 @@ impl OnDevice {
         Ok(())
     }
 
-    /// Copies ranges between this device and memory of the host that is registered too, and waits.
+    /// Copies ranges between this device and registered host memory, and waits.
     ///
     /// # Safety
-    /// Each piece names memory of this device that the owner keeps, and memory that `host` keeps.
+    /// Each piece names memory of this device that the owner keeps alive, and memory that `host`
+    /// keeps alive.
     pub(super) unsafe fn exchange(
         &self,
         direction: Direction,
@@ -204,14 +225,16 @@ impl OnDevice {
         longest: Duration,
     ) -> Result<()> {
         let (completion, ticket) = Completion::with_ticket();
-        // SAFETY: the caller's promise; both sides are kept for ever if the device does not say that it is done.
+        // SAFETY: the caller promises valid pieces, and `kept` keeps both sides for ever if the
+        // device does not report the end.
         unsafe { self.access.copy(direction, pieces, ticket) };
         let ended = completion.wait_blocking(longest);
         let bytes = pieces.iter().map(|piece| piece.len).sum();
         ended.map_err(|error| self.kept(&error, bytes, longest, Arc::clone(host)).unwrap_or(error))
     }
 
-    /// What is said of a copy that may go on for ever, whose memory nobody frees then. `None`: it has ended.
+    /// Keeps the memory of a copy that may never end, and returns the error that says so. Returns
+    /// `None` if the copy has ended.
     fn kept<T: 'static>(
         &self,
         error: &Error,
@@ -221,10 +244,10 @@ impl OnDevice {
     ) -> Option<Error> {
         let late = match error.kind() {
             ErrorKind::TimedOut => {
-                format!("has not copied {len} bytes within {longest:?}: see whether it hangs")
+                format!("has not copied {len} bytes within {longest:?}: check whether it hangs")
             }
             ErrorKind::Forgotten => {
-                format!("lost the copy of {len} bytes: report this as a bug of its access")
+                format!("lost the copy of {len} bytes: report this as a bug in its access")
             }
             _ => return None,
         };
@@ -234,7 +257,11 @@ impl OnDevice {
         Some(Error::new(error.kind(), why))
     }
 
-    /// One copy by a buffer that can be left to the device, should it not say in time that it is done.
+    /// Copies one part through a buffer that can be left to the device if it does not finish in
+    /// time.
+    ///
+    /// # Safety
+    /// As for [`copy_in`](Self::copy_in), for `buffer.len()` bytes.
     unsafe fn part(
         &self,
         direction: Direction,
@@ -244,19 +271,19 @@ impl OnDevice {
     ) -> Result<Box<[u8]>> {
         let (completion, ticket) = Completion::with_ticket();
         let (len, host) = (buffer.len(), Box::into_raw(buffer));
-        // SAFETY: the caller's promise for the device's side; the host's is a buffer that is freed below, once the
-        // ticket has settled, and else never.
+        // SAFETY: the caller upholds the contract for the device's side. The host's side is a
+        // buffer that is freed below once the ticket has settled, and otherwise never.
         unsafe { self.access.copy(direction, &[Piece { device, host: host.cast(), len }], ticket) };
         if let Err(error) = completion.wait_blocking(longest) {
-            // A buffer that is left to the device is a pointer, and so never freed.
+            // A buffer that is left to the device is a raw pointer, so it is never freed.
             if let Some(late) = self.kept(&error, len, longest, ()) {
                 return Err(late);
             }
-            // SAFETY: it came from `into_raw`, and the device is done with it.
+            // SAFETY: `host` came from `into_raw`, and the device has finished with it.
             drop(unsafe { Box::from_raw(host) });
             return Err(error);
         }
-        // SAFETY: as above.
+        // SAFETY: `host` came from `into_raw`, and the device has finished with it.
         Ok(unsafe { Box::from_raw(host) })
     }
 }
@@ -266,11 +293,11 @@ mod tests {
     use super::*;
     use crate::sync::Mutex;
 
-    /// Keeps each ticket for ever.
+    /// Keeps every ticket for ever.
     #[derive(Default)]
     struct Hangs(Mutex<Vec<Ticket>>);
 
-    // SAFETY: it touches no memory.
+    // SAFETY: it accesses no memory.
     unsafe impl DeviceAccess for Hangs {
         fn kind(&self) -> MemoryKind {
             MemoryKind::Cuda
@@ -294,7 +321,7 @@ mod tests {
         let (kept, before) = (Arc::new([0_u8; 64]), kept::quarantined_bytes());
         let device = OnDevice { access: Arc::new(Hangs::default()), owner: Arc::clone(&kept) as _ };
         let soon = Duration::from_millis(20);
-        // SAFETY: the access touches nothing.
+        // SAFETY: the access touches no memory.
         let (in_, out) =
             unsafe { (device.copy_in(64, &[7; 8], soon), device.copy_out(64, &mut [0; 8], soon)) };
         for late in [in_, out] {
@@ -303,7 +330,7 @@ mod tests {
             assert!(late.to_string().contains("hangs"), "{late}");
         }
         drop(device);
-        assert_eq!(Arc::strong_count(&kept), 3, "one for each copy that may still come");
+        assert_eq!(Arc::strong_count(&kept), 3, "one for each copy that may still happen");
         assert!(kept::quarantined_bytes() >= before + 16);
     }
 }

@@ -1,4 +1,4 @@
-//! Memory files of the program's own, adopted as they are.
+//! Memory files of the program, adopted as they are.
 
 use std::os::fd::OwnedFd;
 
@@ -12,12 +12,13 @@ const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 const HUGE: u64 = 2 << 20;
 
 impl Memory {
-    /// Adopts the first `len` bytes of a memory file of the program's own (a memfd, also one on huge pages). Peers on
-    /// this host map it as they map a [`pool`](Memory::pool), and read it as fast.
+    /// Adopts the first `len` bytes of a memory file of the program (a memfd, also on huge pages).
+    /// Peers on this host map it like a [`pool`](Memory::pool), and read it as fast.
     ///
-    /// kvx maps the file once more and keeps its bytes. The mappings that the program has stay as they are; the file's
-    /// size is sealed, and nobody maps it for writing from now on: map it before. Peers on this host that may read the
-    /// memory get the whole file, also beyond `len`: keep nothing else in it.
+    /// kvx maps the file once more and keeps its content. The program's own mappings stay as they
+    /// are. kvx seals the file's size and prevents new writable mappings, so map it first. Peers on
+    /// this host that may read the memory get access to the whole file, even beyond `len`: store
+    /// nothing else in it.
     ///
     /// ```
     /// # use kvx_core as kvx;
@@ -32,9 +33,12 @@ impl Memory {
     /// ```
     ///
     /// # Errors
-    /// `Invalid` for zero bytes, `OutOfBounds` for more than the file has; `Unsupported` for what is no memory file,
-    /// cannot be sealed (`MFD_ALLOW_SEALING`), was sealed against writing or is not open for it; `Exhausted` when the
-    /// machine has no memory for its pages.
+    /// - `Invalid` for zero bytes.
+    /// - `OutOfBounds` if the file is shorter than `len`.
+    /// - `Unsupported` if it is not a memory file, cannot be sealed (`MFD_ALLOW_SEALING`), is
+    ///   sealed against writing or not open for writing.
+    /// - `Exhausted` if the machine has no memory for its pages.
+    /// - `Native` for another error of the operating system; `Forked`.
     pub fn adopt_file(file: impl Into<OwnedFd>, len: usize) -> Result<Memory> {
         fork::check()?;
         let file = file.into();
@@ -42,17 +46,18 @@ impl Memory {
             Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "the file {why}: adopt a memfd that was made with MFD_ALLOW_SEALING, before it is sealed \
-                     against writing"
+                    "the file {why}: adopt a memfd that was created with MFD_ALLOW_SEALING, before \
+                     it is sealed against writing"
                 ),
             )
         };
-        let seals = rustix::fs::fcntl_get_seals(&file).map_err(|_| unfit("is no memory file"))?;
+        let seals =
+            rustix::fs::fcntl_get_seals(&file).map_err(|_| unfit("is not a memory file"))?;
         if seals.contains(SealFlags::SEAL) {
             return Err(unfit("cannot be sealed"));
         }
         let stat = rustix::fs::fstat(&file)
-            .map_err(|error| Error::os("the memory file cannot be looked at", error))?;
+            .map_err(|error| Error::os("fstat of the memory file failed", error))?;
         let size = usize::try_from(stat.st_size).unwrap_or(0);
         if len == 0 {
             return Err(Error::new(
@@ -63,9 +68,7 @@ impl Memory {
         if len > size {
             return Err(Error::new(
                 ErrorKind::OutOfBounds,
-                format!(
-                    "the memory file has {size} bytes, {len} are to be adopted: ftruncate it first"
-                ),
+                format!("the memory file has {size} bytes, fewer than {len}: call ftruncate first"),
             ));
         }
         let block = u64::try_from(stat.st_blksize).unwrap_or(0);
@@ -73,24 +76,29 @@ impl Memory {
         let page = if on_huge_pages { block as usize } else { rustix::param::page_size() };
         let mapped = len.next_multiple_of(page.max(1));
         let mut mapping =
-            PoolMapping::of(file, mapped, on_huge_pages && block == HUGE).map_err(|error| match error {
-                rustix::io::Errno::PERM => unfit("is sealed against writing"),
-                rustix::io::Errno::ACCESS => Error::new(
-                    ErrorKind::Unsupported,
-                    "the memory file is not open for writing: adopt a descriptor that is open for both",
-                ),
-                error => Error::os(
-                    format!("a memory file of {len} bytes could not be mapped: raise ulimit -v"),
-                    error,
-                )
-                .with_kind(ErrorKind::Exhausted),
+            PoolMapping::of(file, mapped, on_huge_pages && block == HUGE).map_err(|error| {
+                match error {
+                    rustix::io::Errno::PERM => unfit("is sealed against writing"),
+                    rustix::io::Errno::ACCESS => Error::new(
+                        ErrorKind::Unsupported,
+                        "the memory file is not open for writing: adopt a read-write descriptor",
+                    ),
+                    error => Error::os(
+                        format!(
+                            "a memory file of {len} bytes could not be mapped: raise ulimit -v"
+                        ),
+                        error,
+                    )
+                    .with_kind(ErrorKind::Exhausted),
+                }
             })?;
-        // Sealed first: whoever else has the file can shrink it or punch holes no more. What is read here stays true.
+        // Seals first, so that other holders of the file cannot shrink it or punch holes any more,
+        // and the size that is read here stays true.
         mapping.seal()?;
         if mapping.file_size()? < len {
             return Err(Error::new(
                 ErrorKind::OutOfBounds,
-                "the memory file was made smaller while it was adopted",
+                "the memory file shrank while it was adopted: adopt it again",
             ));
         }
         mapping.touch()?;

@@ -23,11 +23,11 @@ pub use pool::{HugePages, PageSize, PoolBuilder, PoolProperties};
 use crate::fault_injection::injected;
 use crate::{Error, ErrorKind, Result, fork};
 
-/// The refusal of a write to `what`.
+/// Returns the error of a write to `what`.
 pub(crate) fn read_only(what: &str) -> Error {
     Error::new(
         ErrorKind::PermissionDenied,
-        format!("{what} may only be read: its owner registered it by Memory::adopt_shared"),
+        format!("{what} is read-only: its owner adopted it with Memory::adopt_shared"),
     )
 }
 
@@ -50,12 +50,12 @@ impl MemoryKind {
     pub const ALL: [MemoryKind; 4] =
         [MemoryKind::Host, MemoryKind::Pinned, MemoryKind::Cuda, MemoryKind::Rocm];
 
-    /// True if the CPU reaches it by pointer.
+    /// Returns true if the CPU can access it through a pointer.
     pub fn is_host(self) -> bool {
         matches!(self, MemoryKind::Host | MemoryKind::Pinned)
     }
 
-    /// As it travels in metadata.
+    /// Converts the kind from its byte in metadata.
     pub(crate) fn from_wire(byte: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| *kind as u8 == byte)
     }
@@ -72,10 +72,12 @@ impl fmt::Display for MemoryKind {
     }
 }
 
-/// A range of memory and what keeps it alive. Register it with an agent to make it a [`Region`](crate::Region).
+/// A range of memory, together with what keeps it alive. Register it with an agent to make it a
+/// [`Region`](crate::Region).
 ///
-/// Peers and transports may read and write it at any time, so the safe API lends no slices of it: bytes go in and out
-/// by copy. What is copied while a transfer writes to the same bytes is unspecified, but it is bytes.
+/// Peers and transports may read and write it at any time, so the safe API does not lend slices of
+/// it: bytes are copied in and out. A copy of bytes that a transfer is writing has unspecified
+/// content, but it is initialised.
 ///
 /// ```
 /// # use kvx_core as kvx;
@@ -91,7 +93,8 @@ pub struct Memory {
     len: usize,
     kind: MemoryKind,
     device: DeviceId,
-    /// Its owner keeps references into it: nobody writes to it, here or at a peer.
+    /// True if the owner keeps references into the memory, so that neither this process nor a peer
+    /// may write to it.
     read_only: bool,
     backing: Backing,
 }
@@ -100,20 +103,20 @@ enum Backing {
     #[cfg(all(target_os = "linux", not(kvx_portable)))]
     Pool(pool::PoolMapping),
     Adopted {
-        /// Keeps the memory alive; dropped when nobody can touch it any more.
+        /// Keeps the memory alive; dropped when nothing can touch it any more.
         _owner: Box<dyn Any + Send + Sync>,
     },
     Device(device::OnDevice),
 }
 
-/// Owns a buffer that is only ever touched through raw pointers.
+/// The owner of a buffer that is only accessed through raw pointers.
 struct OwnedBuffer {
     pointer: *mut [u8],
 }
 
-// SAFETY: the buffer is owned, and touched only through `Memory`, whose accesses are raw copies.
+// SAFETY: `Memory` owns the buffer and accesses it only by raw copies, which any thread may make.
 unsafe impl Send for OwnedBuffer {}
-// SAFETY: as above; `OwnedBuffer` itself hands out nothing.
+// SAFETY: `OwnedBuffer` has no methods, and `Memory` accesses the buffer only by raw copies.
 unsafe impl Sync for OwnedBuffer {}
 
 impl Drop for OwnedBuffer {
@@ -124,14 +127,14 @@ impl Drop for OwnedBuffer {
 }
 
 impl Memory {
-    /// A pool of kvx's own: shared memory that other processes of this host read without a copy through a kernel,
-    /// pre-touched. Says how to ask for huge pages and a NUMA node; `build` makes it.
+    /// Configures a kvx pool: pre-touched shared memory, which other processes of this host read
+    /// directly, without a copy by the kernel. The builder can request huge pages and a NUMA node.
     #[cfg(all(target_os = "linux", not(kvx_portable)))]
     pub fn pool(len: usize) -> PoolBuilder {
         PoolBuilder::new(len)
     }
 
-    /// Takes over a buffer of the program's. To peers it is like [adopted](Memory::adopt) memory.
+    /// Takes ownership of a buffer. To peers it is like [adopted](Memory::adopt) memory.
     pub fn owned(bytes: impl Into<Box<[u8]>>) -> Self {
         let pointer = Box::into_raw(bytes.into());
         Memory {
@@ -144,13 +147,14 @@ impl Memory {
         }
     }
 
-    /// Adopts host memory that `owner` keeps alive and in place. Over SHM peers copy it through the kernel, at about
-    /// half the speed of a [`pool`](Memory::pool) or of an [adopted file](Memory::adopt_file), which they map.
+    /// Adopts host memory that `owner` keeps alive and in place. Over SHM, peers copy it through
+    /// the kernel, at about half the speed of a [`pool`](Memory::pool) or an [adopted
+    /// file](Memory::adopt_file), which they map.
     ///
     /// # Safety
-    /// `base..base + len` is readable and writable until `owner` is dropped, and nobody holds a reference into it
-    /// while it is registered: peers and transports write to it at any time. kvx drops `owner` when nobody can touch
-    /// the memory any more, which may be never (quarantine).
+    /// `base..base + len` is readable and writable until `owner` is dropped. No reference into it
+    /// exists while it is registered, because peers and transports write to it at any time. kvx
+    /// drops `owner` when nothing can touch the memory any more, which may be never (quarantine).
     pub unsafe fn adopt(base: *mut u8, len: usize, owner: impl Any + Send + Sync) -> Self {
         Memory {
             base: base as u64,
@@ -162,34 +166,39 @@ impl Memory {
         }
     }
 
-    /// Adopts host memory that peers may only read: its owner keeps references into it and reads it meanwhile.
+    /// Adopts host memory that peers may only read, because its owner keeps references into it and
+    /// reads it meanwhile.
     ///
-    /// Whoever would write to it is refused with `PermissionDenied`: [`copy_in`](Memory::copy_in), a plan that reads into it, and
-    /// each peer's plan that writes to it. A backend whose writes have the isolation `Owner` or `Nic` also refuses
-    /// a peer that writes all the same; [`Peer::route`](crate::Peer::route) says of which that does not hold.
+    /// Writes fail with `PermissionDenied`: [`copy_in`](Memory::copy_in), plans that read into this
+    /// memory, and peers' plans that write to it. A backend whose writes have the isolation `Owner`
+    /// or `Nic` also stops peers that write anyway. [`Peer::route`](crate::Peer::route) says which
+    /// backends do not.
     ///
     /// # Safety
-    /// `base..base + len` is readable until `owner` is dropped, and nobody writes to it while it is registered.
-    /// Registered over a backend whose writes are isolated as [`Cooperative`](crate::Isolation::Cooperative), that
-    /// includes every peer: connect only such as are trusted not to.
+    /// `base..base + len` is readable until `owner` is dropped, and nothing writes to it while it
+    /// is registered. If it is registered over a backend whose writes are isolated as
+    /// [`Cooperative`](crate::Isolation::Cooperative), that includes every peer: connect only to
+    /// peers that are trusted not to write.
     pub unsafe fn adopt_shared(base: *const u8, len: usize, owner: impl Any + Send + Sync) -> Self {
-        // SAFETY: the caller's promise; what would write looks at `read_only` first.
+        // SAFETY: the caller upholds the contract of `adopt`, except that the memory may be
+        // read-only; every write checks `read_only` first.
         Memory { read_only: true, ..unsafe { Memory::adopt(base.cast_mut(), len, owner) } }
     }
 
-    /// Adopts host memory that a GPU driver has pinned; otherwise as [`adopt`](Memory::adopt).
+    /// Adopts host memory that a GPU driver has pinned; otherwise like [`adopt`](Memory::adopt).
     ///
     /// # Safety
-    /// As [`adopt`](Memory::adopt); it stays pinned until `owner` is dropped.
+    /// As for [`adopt`](Memory::adopt); the memory stays pinned until `owner` is dropped.
     pub unsafe fn adopt_pinned(base: *mut u8, len: usize, owner: impl Any + Send + Sync) -> Self {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract of `adopt`.
         Memory { kind: MemoryKind::Pinned, ..unsafe { Memory::adopt(base, len, owner) } }
     }
 
-    /// Adopts memory of `device`, which only `access` can copy: its own, or that of another device which it reaches.
+    /// Adopts memory of `device`. Only `access` can copy it: memory of its own device, or of
+    /// another device that it reaches.
     ///
     /// # Safety
-    /// As [`adopt`](Memory::adopt), for addresses as `access` understands them.
+    /// As for [`adopt`](Memory::adopt), for addresses as `access` understands them.
     pub unsafe fn adopt_device(
         base: u64,
         len: usize,
@@ -202,32 +211,35 @@ impl Memory {
         Memory { base, len, kind, device, read_only: false, backing }
     }
 
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// True if it has no bytes.
+    /// Returns true if it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Its kind.
+    /// Returns the kind of memory.
     pub fn kind(&self) -> MemoryKind {
         self.kind
     }
 
-    /// The device that holds it; [`DeviceId::HOST`] for host memory.
+    /// Returns the device that holds the memory; [`DeviceId::HOST`] for host memory.
     pub fn device(&self) -> DeviceId {
         self.device
     }
 
-    /// True if nobody may write to it: see [`adopt_shared`](Memory::adopt_shared).
+    /// Returns true if nothing may write to the memory: see [`adopt_shared`](Memory::adopt_shared).
     pub fn is_read_only(&self) -> bool {
         self.read_only
     }
 
-    /// For whoever would write to it. Errors: `PermissionDenied`.
+    /// Checks that the memory may be written.
+    ///
+    /// # Errors
+    /// `PermissionDenied` if it is read-only.
     pub fn check_writable(&self) -> Result<()> {
         if self.read_only && !injected("read-only") {
             Err(read_only("this memory"))
@@ -236,17 +248,18 @@ impl Memory {
         }
     }
 
-    /// Its address: a host pointer, or what the device calls one.
+    /// Returns the address: a host pointer, or the device's equivalent.
     pub fn address(&self) -> u64 {
         self.base
     }
 
-    /// Its first byte. Only host memory may be read or written through it, and only by raw accesses while registered.
+    /// Returns a pointer to the first byte. Only host memory may be accessed through it, and only
+    /// by raw accesses while the memory is registered.
     pub fn as_ptr(&self) -> *mut u8 {
         self.base as *mut u8
     }
 
-    /// Copies its bytes, for memory that the CPU does not reach.
+    /// Returns the access that copies the memory, if the CPU cannot reach it.
     pub fn device_access(&self) -> Option<&Arc<dyn DeviceAccess>> {
         match &self.backing {
             Backing::Device(device) => Some(&device.access),
@@ -254,7 +267,7 @@ impl Memory {
         }
     }
 
-    /// The properties that the builder was granted; `None` for memory that is no pool.
+    /// Returns the properties that the pool was given; `None` for memory that is not a pool.
     #[cfg(all(target_os = "linux", not(kvx_portable)))]
     pub fn pool_properties(&self) -> Option<&PoolProperties> {
         match &self.backing {
@@ -263,7 +276,8 @@ impl Memory {
         }
     }
 
-    /// The sealed file behind a pool, to be passed to a process that may read it. Its bytes start at offset 0.
+    /// Returns the sealed file behind a pool, to pass to a process that may read it. The memory
+    /// starts at offset 0 of the file.
     #[cfg(all(target_os = "linux", not(kvx_portable)))]
     pub fn shared_file(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
         match &self.backing {
@@ -283,39 +297,55 @@ impl Memory {
         Ok(())
     }
 
-    /// Copies `bytes` to `offset`. Blocks for device memory, for 30 seconds at most (64 MiB at a time): a device that
-    /// hangs then is `TimedOut`, and the memory is never freed. Other errors: `OutOfBounds`, `PermissionDenied` for memory that
-    /// may only be read, or what the device says.
+    /// Copies `bytes` to `offset`. Blocks for device memory, for at most 30 seconds per 64 MiB.
+    ///
+    /// # Errors
+    /// `OutOfBounds` if the bytes do not fit; `PermissionDenied` if the memory is read-only;
+    /// `TimedOut` if the device hangs, after which the memory is never freed; an error of the
+    /// device; `Forked`.
     pub fn copy_in(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         self.check(offset, bytes.len())?;
         self.check_writable()?;
         if let Backing::Device(device) = &self.backing {
-            // SAFETY: the range was checked, and its owner keeps it.
+            // SAFETY: `check` has checked the range, and the memory's owner keeps it alive as long
+            // as `self`.
             return unsafe { device.copy_in(self.base + offset as u64, bytes, device::LONGEST) };
         }
-        // SAFETY: the range was checked, the memory lives as long as `self`, and `bytes` cannot overlap it because no
-        // references into registered memory exist. Whoever else touches it copies like this, or is no Rust.
+        // SAFETY: `check` has checked the range, and `self` keeps the memory alive. `bytes` cannot
+        // overlap it, because no references into registered memory exist. All others that access it
+        // copy in the same way, or are not Rust code.
         unsafe { copy_shared(bytes.as_ptr(), self.as_ptr().add(offset), bytes.len()) };
         Ok(())
     }
 
-    /// Copies bytes from `offset` out. Blocks for device memory, as [`copy_in`](Memory::copy_in). Errors:
-    /// `OutOfBounds`, or what the device says.
+    /// Fills `bytes` from `offset`. Blocks for device memory, as [`copy_in`](Memory::copy_in).
+    ///
+    /// # Errors
+    /// `OutOfBounds` if the memory ends before; `TimedOut` if the device hangs, after which the
+    /// memory is never freed; an error of the device; `Forked`.
     pub fn copy_out(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
         self.check(offset, bytes.len())?;
         if let Backing::Device(device) = &self.backing {
-            // SAFETY: as in `copy_in`.
+            // SAFETY: `check` has checked the range, and the memory's owner keeps it alive as long
+            // as `self`.
             return unsafe { device.copy_out(self.base + offset as u64, bytes, device::LONGEST) };
         }
-        // SAFETY: as in `copy_in`.
+        // SAFETY: `check` has checked the range, `self` keeps the memory alive, and `bytes` cannot
+        // overlap it because no references into registered memory exist.
         unsafe { copy_shared(self.as_ptr().add(offset), bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
     }
 
-    /// Copies ranges of this memory, which lies on a device, from or to the same ranges of `host`, which the device
-    /// reaches at full speed if its [`DeviceAccess::pinned`] made it. Waits for at most `longest`: a device that hangs
-    /// then is `TimedOut`, and neither memory is ever freed. Other errors: `OutOfBounds`, `PermissionDenied` for memory that may
-    /// only be read, `Unsupported` unless this is memory of a device and that is of the host, what the device says.
+    /// Copies ranges between this device memory and the same ranges of `host`. The copy has full
+    /// speed if [`DeviceAccess::pinned`] of the device created `host`. Blocks for at most
+    /// `longest`.
+    ///
+    /// # Errors
+    /// - `Unsupported` unless this is device memory and `host` is host memory.
+    /// - `OutOfBounds` if a range does not fit into both.
+    /// - `PermissionDenied` if the destination is read-only.
+    /// - `TimedOut` if the device hangs, after which neither memory is ever freed.
+    /// - An error of the device; `Forked`.
     pub fn exchange(
         &self,
         direction: Direction,
@@ -324,13 +354,13 @@ impl Memory {
         longest: Duration,
     ) -> Result<()> {
         let Backing::Device(device) = &self.backing else {
-            let why = format!("{} memory is copied by copy_in and copy_out", self.kind);
+            let why = format!("for {} memory use copy_in and copy_out", self.kind);
             return Err(Error::new(ErrorKind::Unsupported, why));
         };
         if !host.kind.is_host() {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                "two devices: one of two memories is to be of the host",
+                "both memories are on devices: pass host memory as `host`",
             ));
         }
         match direction {
@@ -348,17 +378,19 @@ impl Memory {
         if pieces.is_empty() {
             return Ok(());
         }
-        // SAFETY: the ranges were checked; this memory's owner keeps the one side, `host` the other.
+        // SAFETY: `check` has checked the ranges on both sides; this memory's owner keeps the
+        // device side alive, and `host` the host side.
         unsafe { device.exchange(direction, &pieces, host, longest) }
     }
 
-    /// The bytes of `range`, in place.
+    /// Returns the bytes of `range`, in place.
     ///
     /// # Safety
-    /// While the slice lives, nobody writes to the range: no transfer into it is in flight and no peer may write it.
+    /// Nothing writes to the range while the slice lives: no transfer into it is in flight, and no
+    /// peer may write to it.
     ///
     /// # Errors
-    /// `OutOfBounds`; `Unsupported` for device memory.
+    /// `OutOfBounds` if the range does not fit; `Unsupported` for device memory; `Forked`.
     pub unsafe fn block(&self, range: Range<usize>) -> Result<&[u8]> {
         self.check(range.start, range.end.saturating_sub(range.start))?;
         if !self.kind.is_host() {
@@ -367,7 +399,8 @@ impl Memory {
                 "device memory has no slice: use copy_out",
             ));
         }
-        // SAFETY: the range was checked and the memory lives as long as `self`; the caller keeps writers away.
+        // SAFETY: `check` has checked the range and `self` keeps the memory alive; the caller
+        // promises that nothing writes to it.
         Ok(unsafe {
             std::slice::from_raw_parts(
                 self.as_ptr().add(range.start),

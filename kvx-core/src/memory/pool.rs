@@ -1,4 +1,5 @@
-//! kvx's own pools: sealed memory files, pre-touched, on huge pages and a NUMA node where the machine gives them.
+//! kvx's own pools: sealed and pre-touched memory files, on huge pages and a NUMA node where the
+//! machine provides them.
 
 use std::ffi::c_void;
 use std::fs::File;
@@ -16,51 +17,52 @@ use crate::{Error, ErrorKind, Result, fork};
 
 const HUGE: usize = 2 << 20;
 
-/// What a file that peers map must have.
+/// The seals that a file needs before peers may map it.
 pub(super) const SEALS: SealFlags =
     SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE);
 
-/// Which pages a pool shall lie on.
+/// The pages that a pool should use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HugePages {
     /// Base pages.
     Never,
-    /// Transparent huge pages where the kernel has them for shared memory: the default.
+    /// Transparent huge pages, if the kernel has them for shared memory. The default.
     Transparent,
-    /// Reserved 2 MiB pages if there are enough, else transparent ones; what was got is reported.
+    /// Reserved 2 MiB pages if there are enough, otherwise transparent ones; the properties say
+    /// which.
     Prefer,
     /// Reserved 2 MiB pages, or an error.
     Require,
 }
 
-/// The page size that a pool's mapping has.
+/// The page size of a pool's mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageSize {
-    /// The machine's base page, with as many bytes on transparent huge pages as the kernel says.
+    /// The machine's base pages, some of them on transparent huge pages.
     Base {
-        /// Bytes mapped by transparent huge pages.
+        /// The number of bytes that the kernel maps by transparent huge pages.
         transparent_huge: usize,
     },
     /// Reserved 2 MiB pages.
     Huge2M,
 }
 
-/// The properties that a pool was given, and the reasons for those that it was not.
+/// The properties of a pool, and the reasons for those that were not granted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolProperties {
-    /// Pages.
+    /// The page size.
     pub pages: PageSize,
-    /// The reason why reserved huge pages were not given, if they were preferred.
+    /// The reason why reserved huge pages were not granted, if they were preferred.
     pub huge_refused: Option<String>,
-    /// The NUMA node the pool is bound to.
+    /// The NUMA node that the pool is bound to.
     pub numa_node: Option<u32>,
-    /// True if its pages are locked in memory.
+    /// True if the pages are locked in memory.
     pub locked: bool,
-    /// True if every page was touched before the pool was handed out.
+    /// True if every page was touched before the pool was returned.
     pub touched: bool,
 }
 
-/// Builds a pool. See [`Memory::pool`].
+/// The configuration of a pool; see [`Memory::pool`].
 ///
 /// ```
 /// # use kvx_core as kvx;
@@ -84,7 +86,7 @@ impl PoolBuilder {
         PoolBuilder { len, huge: HugePages::Transparent, numa_node: None, lock: false, touch: true }
     }
 
-    /// Which pages.
+    /// Sets the pages to use.
     pub fn huge_pages(mut self, huge: HugePages) -> Self {
         self.huge = huge;
         self
@@ -102,15 +104,22 @@ impl PoolBuilder {
         self
     }
 
-    /// Sets whether to touch every page now (the default): a first touch in the middle of a transfer costs two to
-    /// fifteen times the copy.
+    /// Sets whether to touch every page now, which is the default. A first touch during a transfer
+    /// costs two to fifteen times as much as the copy.
     pub fn pre_touch(mut self, touch: bool) -> Self {
         self.touch = touch;
         self
     }
 
-    /// Makes the pool. Errors: `Invalid` for zero bytes or a node that does not exist, `Exhausted` when the machine has
-    /// not enough memory, huge pages (`Require`) or lock limit: the sentence names the limit and the cure.
+    /// Creates the pool.
+    ///
+    /// # Errors
+    /// - `Invalid` for zero bytes, a size beyond the address space or a NUMA node that does not
+    ///   exist.
+    /// - `Exhausted` if the machine has too little memory, too few huge pages
+    ///   ([`Require`](HugePages::Require)) or too low a lock limit. The message names the limit and
+    ///   how to raise it.
+    /// - `Native` if the kernel cannot seal the file; `Forked`.
     pub fn build(self) -> Result<Memory> {
         fork::check()?;
         if self.len == 0 {
@@ -126,7 +135,8 @@ impl PoolBuilder {
         };
         let mut pool = pool;
         if matches!(self.huge, HugePages::Transparent | HugePages::Prefer) && !pool.huge {
-            pool.advise(Advice::LinuxHugepage).ok(); // no transparent huge pages in this kernel: reported below
+            // The kernel may have no transparent huge pages: the properties show it.
+            pool.advise(Advice::LinuxHugepage).ok();
         }
         if let Some(node) = self.numa_node {
             pool.bind(node)?;
@@ -159,9 +169,11 @@ pub(super) struct PoolMapping {
     forks: u64,
 }
 
-// SAFETY: the mapping is plain shared memory, touched only by raw copies through `Memory`.
+// SAFETY: `Memory` owns this shared mapping and accesses it only by raw copies, which any thread
+// may make.
 unsafe impl Send for PoolMapping {}
-// SAFETY: as above.
+// SAFETY: the methods do not change the mapping's bytes except by atomic accesses, and `Memory`
+// copies raw bytes.
 unsafe impl Sync for PoolMapping {}
 
 impl PoolMapping {
@@ -198,9 +210,10 @@ impl PoolMapping {
         PoolMapping::of(file, mapped, huge).map_err(|error| no_room("a mapping", error))
     }
 
-    /// Maps the first `mapped` bytes of a file, whole pages of it.
+    /// Maps the first `mapped` bytes of a file, which must be whole pages.
     pub(super) fn of(file: OwnedFd, mapped: usize, huge: bool) -> Result<Self, rustix::io::Errno> {
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the program.
+        // SAFETY: the kernel chooses an unused address, so the new mapping cannot disturb memory of
+        // the program.
         let base = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -220,7 +233,8 @@ impl PoolMapping {
             touched: false,
         };
         let pool = PoolMapping { file, base, mapped, huge, granted, forks: fork::count() };
-        // A child after fork shares no pool with its parent: a stray write there would reach every peer.
+        // A forked child must not share the pool: a stray write in the child would reach every
+        // peer.
         pool.advise(Advice::LinuxDontFork)?;
         Ok(pool)
     }
@@ -236,7 +250,7 @@ impl PoolMapping {
         }
     }
 
-    /// The pages that it lies on.
+    /// Returns the page size of the mapping.
     fn pages(&self) -> PageSize {
         match self.huge {
             true => PageSize::Huge2M,
@@ -244,14 +258,15 @@ impl PoolMapping {
         }
     }
 
-    /// Notes what a file of the program's own was found to be, every page of which is there now.
+    /// Records the properties of an adopted file, all of whose pages are present now.
     pub(super) fn note_found(&mut self) {
         self.granted =
             PoolProperties { pages: self.pages(), touched: true, ..self.granted.clone() };
     }
 
     fn advise(&self, advice: Advice) -> Result<(), rustix::io::Errno> {
-        // SAFETY: the range is this pool's own mapping, and none of the advices used discards its content.
+        // SAFETY: the range is this pool's own mapping, and no advice that callers pass discards
+        // its content.
         unsafe { rustix::mm::madvise(self.base.as_ptr(), self.mapped, advice) }
     }
 
@@ -266,7 +281,8 @@ impl PoolMapping {
             ));
         }
         mask[word] = 1 << (node % 64);
-        // SAFETY: the range is this pool's own mapping and `mask` outlives the call; the mask's size is given in bits.
+        // SAFETY: the range is this pool's own mapping, `mask` outlives the call, and the size of
+        // the mask is given in bits.
         let rc = unsafe {
             libc::syscall(
                 libc::SYS_mbind,
@@ -283,13 +299,16 @@ impl PoolMapping {
         }
         let error = std::io::Error::last_os_error();
         Err(Error::os(
-            format!("the pool was not bound to NUMA node {node}: see /sys/devices/system/node for the nodes there are"),
+            format!(
+                "the pool was not bound to NUMA node {node}: see /sys/devices/system/node for the \
+                 nodes of this machine"
+            ),
             error,
         )
         .with_kind(ErrorKind::Invalid))
     }
 
-    /// Makes every page present, so that no transfer pays for it, and changes no byte.
+    /// Makes every page present without changing a byte, so that no transfer pays for it.
     pub(super) fn touch(&self) -> Result<()> {
         match self.advise(Advice::LinuxPopulateWrite) {
             Ok(()) => Ok(()),
@@ -297,15 +316,16 @@ impl PoolMapping {
                 // Kernels before 5.14 do not know the advice.
                 let base = self.base.as_ptr().cast::<u8>();
                 for offset in (0..self.mapped).step_by(rustix::param::page_size()) {
-                    // SAFETY: inside the mapping, whose bytes are only ever touched by raw or atomic accesses.
+                    // SAFETY: `offset` lies inside the mapping, whose bytes are only accessed by
+                    // raw or atomic accesses.
                     unsafe { AtomicU8::from_ptr(base.add(offset)) }.fetch_or(0, Ordering::Relaxed);
                 }
                 Ok(())
             }
             Err(error) => Err(Error::os(
                 format!(
-                    "the machine has no memory for a pool of {} bytes: free memory, raise the container's memory \
-                     limit, or make the pool smaller",
+                    "the machine has no memory for a pool of {} bytes: free memory, raise the \
+                     container's memory limit, or make the pool smaller",
                     self.mapped
                 ),
                 error,
@@ -324,8 +344,9 @@ impl PoolMapping {
             .map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
         Err(Error::os(
             format!(
-                "a pool of {} bytes cannot be locked: RLIMIT_MEMLOCK is {limit}; raise it with `ulimit -l`, \
-                 LimitMEMLOCK= in the systemd unit, or --ulimit memlock=-1 of the container",
+                "a pool of {} bytes cannot be locked: RLIMIT_MEMLOCK is {limit}; raise it with \
+                 `ulimit -l`, LimitMEMLOCK= in the systemd unit, or --ulimit memlock=-1 of the \
+                 container",
                 self.mapped
             ),
             error,
@@ -333,23 +354,23 @@ impl PoolMapping {
         .with_kind(ErrorKind::Exhausted))
     }
 
-    /// Fixes the size for ever and lets nobody map the file for writing from now on: a reader cannot be made to fault
-    /// by a shrunk file, and a peer cannot write.
+    /// Fixes the size for ever and prevents new writable mappings, so that a shrunk file cannot
+    /// make a reader fault, and peers cannot write.
     pub(super) fn seal(&self) -> Result<()> {
         rustix::fs::fcntl_add_seals(&self.file, SEALS | SealFlags::SEAL).map_err(|error| {
             Error::os("the pool's file could not be sealed: kvx needs Linux 5.1 or newer", error)
         })
     }
 
-    /// The size of the file, which other holders of it can change until it is sealed.
+    /// Returns the size of the file, which other holders of the file can change until it is sealed.
     pub(super) fn file_size(&self) -> Result<usize> {
         let stat = rustix::fs::fstat(&self.file);
-        let stat = stat.map_err(|error| Error::os("the memory file cannot be looked at", error))?;
+        let stat = stat.map_err(|error| Error::os("fstat of the memory file failed", error))?;
         Ok(usize::try_from(stat.st_size).unwrap_or(0))
     }
 
-    /// The bytes of the mapping on transparent huge pages, as the kernel counts them. It walks the pages of every
-    /// mapping up to this one for it.
+    /// Returns the bytes of the mapping on transparent huge pages, as the kernel counts them. To
+    /// find them, it reads the entries of every mapping up to this one.
     fn transparent_huge_bytes(&self) -> usize {
         if self.mapped < HUGE {
             return 0;
@@ -378,9 +399,11 @@ impl PoolMapping {
 impl Drop for PoolMapping {
     fn drop(&mut self) {
         if fork::count() != self.forks {
-            return; // a child after fork never had the mapping, and its addresses may hold something else
+            // A forked child has no such mapping, and its addresses may hold something else.
+            return;
         }
-        // SAFETY: this pool's own mapping; `Memory` is gone, so nobody has its address any more.
+        // SAFETY: this is the pool's own mapping, and `Memory` is dropped, so its address is not
+        // used any more.
         if let Err(error) = unsafe { rustix::mm::munmap(self.base.as_ptr(), self.mapped) } {
             tracing::warn!(%error, bytes = self.mapped, "a pool could not be unmapped");
         }
@@ -411,7 +434,7 @@ mod tests {
         let memory = Memory::pool(8192).build().unwrap();
         let file = memory.shared_file().unwrap();
         assert!(rustix::fs::ftruncate(file, 0).is_err());
-        // SAFETY: a mapping that is expected to fail.
+        // SAFETY: the kernel chooses the address of the mapping, which is expected to fail.
         let writable = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),

@@ -1,4 +1,4 @@
-//! A plan on a link: what a transport works from.
+//! Plans bound to a link, which transports work from.
 
 use std::any::Any;
 use std::fmt;
@@ -11,21 +11,21 @@ use crate::sync::Mutex;
 use crate::transport::{LocalRegion, RemoteRegion};
 use crate::{Memory, RegionId, Result};
 
-/// One side's grid, and which of the plan's regions it divides.
+/// A grid of one side, and the region of the plan that it lies on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlacedGrid {
-    /// Position in [`BoundPlan::local`] or [`BoundPlan::remote`].
+    /// The position in [`BoundPlan::locals`] or [`BoundPlan::remotes`].
     pub region: u32,
     /// The grid.
     pub grid: Grid,
 }
 
-/// A pair of a plan: two grid sets of as many grids, and two index lists of the same length.
+/// A pair of a plan: two grid sets with equally many grids, and two index lists of equal length.
 #[derive(Clone, Debug)]
 pub struct Pair {
     /// The local grids, in order.
     pub local: Arc<[PlacedGrid]>,
-    /// The remote grids: grid `i` pairs with local grid `i`, of the same block length.
+    /// The remote grids. Grid `i` pairs with local grid `i` and has the same block length.
     pub remote: Arc<[PlacedGrid]>,
     /// The local blocks.
     pub local_indices: Indices,
@@ -33,7 +33,7 @@ pub struct Pair {
     pub remote_indices: Indices,
 }
 
-/// A plan on the link that its route chose: what a transport works from.
+/// A plan bound to the link that its route chose, which the transport works from.
 pub struct BoundPlan {
     // First, so that it is dropped before the regions whose keys it may hold.
     native: OnceLock<Arc<dyn Any + Send + Sync>>,
@@ -48,25 +48,25 @@ pub struct BoundPlan {
 
 /// A local region of a bound plan.
 pub struct LocalSide {
-    /// Its number.
+    /// The region's number.
     pub id: RegionId,
-    /// Its key, to be shown to a peer that is asked to read it.
+    /// The region's key, to present to a peer that reads the region on request.
     pub key: RegionKey,
-    /// Its memory, kept alive by the bound plan.
+    /// The region's memory, which the bound plan keeps alive.
     pub memory: Arc<Memory>,
-    /// Its registration with the transport.
+    /// The region's registration with the transport.
     pub region: Arc<dyn LocalRegion>,
 }
 
 /// A peer's region of a bound plan.
 pub struct RemoteSide {
-    /// Its number at the peer.
+    /// The region's number at the peer.
     pub id: RegionId,
-    /// Its key.
+    /// The region's key.
     pub key: RegionKey,
-    /// Its length in bytes.
+    /// The region's length in bytes.
     pub len: u64,
-    /// Its import by the link.
+    /// The region as the link has imported it.
     pub region: Arc<dyn RemoteRegion>,
 }
 
@@ -91,48 +91,49 @@ impl BoundPlan {
         }
     }
 
-    /// The operation.
+    /// Returns the operation.
     pub fn op(&self) -> Op {
         self.op
     }
 
-    /// The link it is bound to.
+    /// Returns the link that the plan is bound to.
     pub fn link(&self) -> LinkId {
         self.link
     }
 
-    /// The pairs, for prepared lists and compact wire forms.
+    /// Returns the pairs, for prepared lists and compact wire formats.
     pub fn pairs(&self) -> &[Pair] {
         &self.pairs
     }
 
-    /// Its bytes, blocks and segments.
+    /// Returns the number of bytes, blocks and segments.
     pub fn size(&self) -> Size {
         self.size
     }
 
-    /// The local region that a [`PlacedGrid`] or a segment speaks of.
+    /// Returns the local region that a [`PlacedGrid`] or a segment refers to.
     pub fn local(&self, region: u32) -> &LocalSide {
         &self.locals[region as usize]
     }
 
-    /// The remote region that a [`PlacedGrid`] or a segment speaks of.
+    /// Returns the remote region that a [`PlacedGrid`] or a segment refers to.
     pub fn remote(&self, region: u32) -> &RemoteSide {
         &self.remotes[region as usize]
     }
 
-    /// All local regions.
+    /// Returns all local regions.
     pub fn locals(&self) -> &[LocalSide] {
         &self.locals
     }
 
-    /// All remote regions.
+    /// Returns all remote regions.
     pub fn remotes(&self) -> &[RemoteSide] {
         &self.remotes
     }
 
-    /// The same plan with other handles of its regions. A transport that wraps another one gives it back the regions
-    /// that it made itself; [`native`](BoundPlan::native) keeps the result.
+    /// Returns the same plan with other handles to its regions. A transport that wraps another one
+    /// uses it to pass on the regions that the inner transport created;
+    /// [`native`](BoundPlan::native) can keep the result.
     pub fn with_regions(
         &self,
         local: impl Fn(&Arc<dyn LocalRegion>) -> Arc<dyn LocalRegion>,
@@ -154,11 +155,15 @@ impl BoundPlan {
         }
     }
 
-    /// A value of the transport for this plan on this link, made at the first call and kept until the link closes
-    /// or the plan is dropped. Call it on the reactor: `make` may take long.
+    /// Returns a value that the transport keeps for this plan on this link. The first call creates
+    /// it with `make`; it lives until the link closes or the plan is dropped. Call it on the
+    /// reactor, because `make` may take long.
+    ///
+    /// # Errors
+    /// The error of `make`.
     ///
     /// # Panics
-    /// When called with two types on one link.
+    /// If called with two types on one link.
     pub fn native<T: Any + Send + Sync>(&self, make: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
         let kept = match self.native.get() {
             Some(kept) => Arc::clone(kept),
@@ -183,13 +188,13 @@ impl fmt::Debug for BoundPlan {
     }
 }
 
-/// A plan keeps what it is bound to, so that posting it again need not bind it again.
+/// A plan that keeps its binding, so that it need not be bound again for the next post.
 pub(crate) trait KeepsBound: Send + Sync {
-    /// The link that carried it last, and the plan on that link.
+    /// Returns the link that carried the plan last, and the plan bound to it.
     fn kept(&self) -> &Mutex<Option<(LinkId, Arc<BoundPlan>)>>;
 }
 
-/// Plans that are bound to a link, or name a region, so that its end can drop their bindings.
+/// The plans that are bound to a link or use a region, so that its end can drop their bindings.
 #[derive(Default)]
 pub(crate) struct Bindings(Vec<Weak<dyn KeepsBound>>);
 
@@ -201,12 +206,13 @@ impl Bindings {
         self.0.push(plan);
     }
 
-    /// Takes the bindings to `link` off their plans; the caller drops what it gets without holding locks.
+    /// Removes the bindings to `link` from their plans. The caller drops the returned bindings
+    /// without holding locks.
     pub(crate) fn release(&mut self, link: LinkId) -> Vec<Released> {
         self.release_if(|on| on == link)
     }
 
-    /// Takes all bindings off their plans, as [`release`](Bindings::release).
+    /// Removes all bindings from their plans, like [`release`](Bindings::release).
     pub(crate) fn release_all(&mut self) -> Vec<Released> {
         self.release_if(|_| true)
     }
@@ -221,7 +227,7 @@ impl Bindings {
     }
 }
 
-/// A binding that a closed link has let go.
+/// A binding that was removed from its plan.
 pub(crate) struct Released {
     _bound: Option<(LinkId, Arc<BoundPlan>)>,
     _plan: Arc<dyn KeepsBound>,

@@ -1,4 +1,4 @@
-//! Grids: equal blocks in a region, and the index lists that choose among them.
+//! Grids: equal blocks in a region, and the index lists that select blocks.
 
 use std::fmt;
 use std::ops::Range;
@@ -7,33 +7,37 @@ use std::sync::Arc;
 use crate::fault_injection::injected;
 use crate::{Error, ErrorKind, MemoryKind, Result, fork};
 
-/// Something that grids lie on: a [`Region`](crate::Region) or a [`PeerRegion`](crate::PeerRegion).
+/// A range of memory that grids lie on: a [`Region`](crate::Region) or a
+/// [`PeerRegion`](crate::PeerRegion).
 pub trait Place: sealed::Sealed {
-    /// Length in bytes.
+    /// Returns the length in bytes.
     fn len(&self) -> u64;
-    /// True if it has no bytes.
+    /// Returns true if it has no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
-    /// Kind of memory.
+    /// Returns the kind of memory.
     fn kind(&self) -> MemoryKind;
-    /// True if nobody may write to it: see [`Memory::adopt_shared`](crate::Memory::adopt_shared).
+    /// Returns true if nothing may write to it: see
+    /// [`Memory::adopt_shared`](crate::Memory::adopt_shared).
     fn is_read_only(&self) -> bool;
-    /// The address space and the address of its first byte. Two regions over the same bytes are recognised by them.
+    /// Returns the address space and the address of the first byte, by which core recognises two
+    /// regions over the same bytes.
     #[doc(hidden)]
     fn origin(&self) -> (u64, u64);
     #[doc(hidden)]
     fn is(&self, other: &Self) -> bool;
 }
 
-/// Only this crate's regions are places.
+/// Restricts `Place` to the regions of this crate.
 pub(crate) mod sealed {
     pub trait Sealed {}
 }
 
-/// Equal blocks at equal distances: block `i` is the `length` bytes from `base + i * stride`.
+/// Equal blocks at equal distances. Block `i` is the `length` bytes from `base + i * stride`.
 ///
-/// A head slice for tensor parallelism is a further grid on the same region: same stride, shorter length.
+/// A head slice for tensor parallelism is another grid on the same region, with the same stride and
+/// a shorter length.
 ///
 /// ```
 /// # use kvx_core as kvx;
@@ -44,35 +48,36 @@ pub(crate) mod sealed {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Grid {
-    /// Offset of block 0 in the region, in bytes.
+    /// The offset of block 0 in the region, in bytes.
     pub base: u64,
-    /// Distance from a block to the next, in bytes; at least `length`.
+    /// The distance from one block to the next, in bytes; at least `length`.
     pub stride: u64,
-    /// Bytes of a block.
+    /// The length of a block in bytes.
     pub length: u64,
-    /// Number of blocks.
+    /// The number of blocks.
     pub count: u32,
 }
 
 impl Grid {
-    /// `count` blocks of `length` bytes, one after the other from offset 0.
+    /// Creates a grid of `count` adjacent blocks of `length` bytes from offset 0.
     pub const fn packed(length: u64, count: u32) -> Self {
         Grid { base: 0, stride: length, length, count }
     }
 
-    /// The same grid from another offset.
+    /// Returns the same grid with another base.
     #[must_use]
     pub const fn at(self, base: u64) -> Self {
         Grid { base, ..self }
     }
 
-    /// Offset of a block.
+    /// Returns the offset of a block.
     #[inline]
     pub const fn offset(&self, index: u32) -> u64 {
         self.base + self.stride * index as u64
     }
 
-    /// The first offset after the last block; `None` if it is not a number. An empty grid ends at its base.
+    /// Returns the offset after the last block; `None` if it overflows. An empty grid ends at its
+    /// base.
     pub const fn end(&self) -> Option<u64> {
         if self.count == 0 {
             return Some(self.base);
@@ -82,12 +87,16 @@ impl Grid {
         last.checked_add(self.length)
     }
 
-    /// True if each block ends where the next begins.
+    /// Returns true if each block ends where the next one begins.
     pub const fn is_packed(&self) -> bool {
         self.stride == self.length
     }
 
-    /// Checks the grid against a region of `len` bytes. Errors: `Invalid`, `OutOfBounds`; the sentence names the field.
+    /// Checks the grid against a region of `len` bytes.
+    ///
+    /// # Errors
+    /// `Invalid` for blocks of length 0 or a stride below the length; `OutOfBounds` if the grid
+    /// does not fit.
     pub fn check(&self, len: u64) -> Result<()> {
         if self.length == 0 {
             return Err(Error::new(
@@ -110,8 +119,8 @@ impl Grid {
             _ => Err(Error::new(
                 ErrorKind::OutOfBounds,
                 format!(
-                    "a grid of {} blocks of {} bytes, stride {}, from offset {} does not fit into a region of \
-                     {len} bytes",
+                    "a grid of {} blocks of {} bytes, stride {}, from offset {} does not fit into \
+                     a region of {len} bytes",
                     self.count, self.length, self.stride, self.base
                 ),
             )),
@@ -119,7 +128,8 @@ impl Grid {
     }
 }
 
-/// Which blocks of a grid set: a shared list, or a range. Never copied: a plan keeps the `Arc`.
+/// The indices of blocks in a grid set: a shared list or a range. They are never copied: a plan
+/// keeps the `Arc`.
 #[derive(Clone)]
 pub struct Indices(Repr);
 
@@ -130,7 +140,7 @@ enum Repr {
 }
 
 impl Indices {
-    /// Their number.
+    /// Returns the number of indices.
     pub fn len(&self) -> usize {
         match &self.0 {
             Repr::List { part, .. } => part.len(),
@@ -138,12 +148,15 @@ impl Indices {
         }
     }
 
-    /// True if there are none.
+    /// Returns true if there are none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The index at `position`, which is below `len`.
+    /// Returns the index at `position`.
+    ///
+    /// # Panics
+    /// If a list has no such position.
     #[inline]
     pub fn at(&self, position: usize) -> u32 {
         match &self.0 {
@@ -152,7 +165,10 @@ impl Indices {
         }
     }
 
-    /// A part of the list, sharing it. `part` is within `0..len`.
+    /// Returns a part of the indices, sharing the list.
+    ///
+    /// # Panics
+    /// If `part` is not within `0..len`.
     #[must_use]
     pub fn slice(&self, part: Range<usize>) -> Self {
         assert!(part.start <= part.end && part.end <= self.len(), "a slice within the list");
@@ -167,7 +183,7 @@ impl Indices {
         })
     }
 
-    /// The range, if that is what they are.
+    /// Returns the range, if the indices are a range.
     pub fn as_range(&self) -> Option<Range<u32>> {
         match &self.0 {
             Repr::Range(range) => Some(range.clone()),
@@ -175,7 +191,7 @@ impl Indices {
         }
     }
 
-    /// The list, if that is what they are.
+    /// Returns the list, if the indices are a list.
     pub fn as_list(&self) -> Option<&[u32]> {
         match &self.0 {
             Repr::List { list, part } => Some(&list[part.clone()]),
@@ -183,7 +199,7 @@ impl Indices {
         }
     }
 
-    /// The largest index; `None` when empty.
+    /// Returns the largest index; `None` if there are none.
     pub fn max(&self) -> Option<u32> {
         match &self.0 {
             Repr::List { list, part } => list[part.clone()].iter().copied().max(),
@@ -191,7 +207,7 @@ impl Indices {
         }
     }
 
-    /// Bytes that a description of them takes.
+    /// Returns the size of their description in bytes.
     pub(crate) fn bytes(&self) -> usize {
         match &self.0 {
             Repr::List { part, .. } => part.len() * 4,
@@ -250,16 +266,19 @@ impl fmt::Debug for Indices {
     }
 }
 
-/// Grids of equal count that share one index list: the layers of a model. `R` is [`Region`](crate::Region) or
-/// [`PeerRegion`](crate::PeerRegion).
+/// Grids with equally many blocks that share one index list, such as the layers of a model. `R` is
+/// [`Region`](crate::Region) or [`PeerRegion`](crate::PeerRegion).
 #[derive(Clone)]
 pub struct GridSet<R> {
     pub(crate) grids: Arc<[(R, Grid)]>,
 }
 
 impl<R: Place + Clone> GridSet<R> {
-    /// Grids on these regions, the layers of a model, in this order. Errors: `Invalid` when the counts differ or there
-    /// are none; `OutOfBounds`.
+    /// Creates a set of grids on these regions, in this order.
+    ///
+    /// # Errors
+    /// `Invalid` if there are no grids or their counts differ, or for a grid with a wrong length or
+    /// stride; `OutOfBounds` if a grid does not fit into its region; `Forked`.
     ///
     /// ```no_run
     /// # use kvx_core as kvx;
@@ -275,7 +294,10 @@ impl<R: Place + Clone> GridSet<R> {
         GridSet { grids }.of_equal_counts()
     }
 
-    /// Several sets as one; the grids keep their order. Errors: `Invalid` when the counts differ or there are none.
+    /// Joins several sets into one; the grids keep their order.
+    ///
+    /// # Errors
+    /// `Invalid` if there are no grids or their counts differ.
     pub fn join(sets: impl IntoIterator<Item = GridSet<R>>) -> Result<Self> {
         let grids = sets.into_iter().flat_map(|set| set.grids.to_vec()).collect();
         GridSet { grids }.of_equal_counts()
@@ -293,7 +315,8 @@ impl<R: Place + Clone> GridSet<R> {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "a grid set shares one index list, but its grids have {} and {} blocks: make a set of each",
+                    "a grid set shares one index list, but its grids have {} and {} blocks: make a \
+                     set of each",
                     first.count, other.count
                 ),
             ));
@@ -301,23 +324,23 @@ impl<R: Place + Clone> GridSet<R> {
         Ok(self)
     }
 
-    /// Blocks per grid.
+    /// Returns the number of blocks in each grid.
     pub fn count(&self) -> u32 {
         self.grids[0].1.count
     }
 
-    /// The grids and the regions they lie on.
+    /// Returns the grids and the regions that they lie on.
     pub fn grids(&self) -> &[(R, Grid)] {
         &self.grids
     }
 
-    /// These blocks of every grid of the set: one side of a pair in a plan.
+    /// Selects these blocks of every grid of the set: one side of a pair in a plan.
     pub fn blocks(&self, indices: impl Into<Indices>) -> Blocks<R> {
         Blocks { set: self.clone(), indices: indices.into() }
     }
 }
 
-/// Blocks of a grid set: one side of a pair in a [`Plan`](crate::Plan).
+/// Selected blocks of a grid set: one side of a pair in a [`Plan`](crate::Plan).
 #[derive(Clone)]
 pub struct Blocks<R> {
     pub(crate) set: GridSet<R>,
@@ -337,7 +360,7 @@ mod tests {
         assert_eq!(overlapping.check(64).unwrap_err().kind(), ErrorKind::Invalid);
         let huge = Grid { base: u64::MAX, stride: u64::MAX, length: 1, count: u32::MAX };
         assert_eq!(huge.check(u64::MAX).unwrap_err().kind(), ErrorKind::OutOfBounds);
-        // The last block of a strided grid needs no room behind it.
+        // The last block of a strided grid needs no space after it.
         assert!(Grid { base: 8, stride: 16, length: 8, count: 4 }.check(64).is_ok());
     }
 

@@ -7,12 +7,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::fault_injection::injected;
 use crate::{Error, ErrorKind, Result};
 
-/// One life of an agent: 128 random bits, drawn when it is built. A restarted agent has another one.
+/// One run of an agent: 128 random bits that are drawn when it is built. A restarted agent has a
+/// new incarnation.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Incarnation(pub [u8; 16]);
 
 impl Incarnation {
-    /// A new one.
+    /// Draws a new incarnation.
+    ///
+    /// # Errors
+    /// `Native` if the operating system gives no random bytes.
     pub fn random() -> Result<Self> {
         random_bytes().map(Incarnation)
     }
@@ -34,7 +38,7 @@ impl fmt::Debug for Incarnation {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Generation(pub u64);
 
-/// A region within one incarnation of an agent; never used twice.
+/// The number of a region within one incarnation of an agent; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RegionId(pub u64);
 
@@ -44,17 +48,20 @@ impl fmt::Display for RegionId {
     }
 }
 
-/// A key of 128 random bits that a peer must show to reach a region.
+/// A key of 128 random bits that a peer must present to reach a region.
 #[derive(Clone, Copy)]
 pub struct RegionKey(pub [u8; 16]);
 
 impl RegionKey {
-    /// A new one.
+    /// Draws a new key.
+    ///
+    /// # Errors
+    /// `Native` if the operating system gives no random bytes.
     pub fn random() -> Result<Self> {
         random_bytes().map(RegionKey)
     }
 
-    /// Compares in a time that does not depend on the keys.
+    /// Compares two keys in constant time.
     pub fn matches(&self, other: &RegionKey) -> bool {
         u128::from_ne_bytes(self.0) ^ u128::from_ne_bytes(other.0) == 0 || injected("any-key")
     }
@@ -67,13 +74,17 @@ impl fmt::Debug for RegionKey {
     }
 }
 
-/// What an agent's metadata invites by: 256 random bits, drawn for each incarnation. Whoever cannot prove to have it is
-/// a stranger, and is told nothing. It never travels but in metadata.
+/// The invitation in an agent's metadata: 256 random bits, drawn for each incarnation. Peers that
+/// cannot prove that they have it are unauthenticated and get no information. It travels only in
+/// metadata.
 #[derive(Clone, Copy)]
 pub struct Invitation([u8; 32]);
 
 impl Invitation {
-    /// A new one.
+    /// Draws a new invitation.
+    ///
+    /// # Errors
+    /// `Native` if the operating system gives no random bytes.
     pub fn random() -> Result<Self> {
         if injected("any-invitation") {
             return Ok(Invitation([0; 32]));
@@ -81,58 +92,59 @@ impl Invitation {
         random_key().map(Invitation)
     }
 
-    /// Of these bytes, as metadata says them.
+    /// Creates the invitation from its bytes in metadata.
     pub const fn from_bytes(bytes: [u8; 32]) -> Self {
         Invitation(bytes)
     }
 
-    /// Its bytes: a key to prove with, to be told to nobody.
+    /// Returns the bytes: a secret key for the handshake's proof.
     pub fn bytes(&self) -> &[u8; 32] {
         &self.0
     }
 }
 
-/// It stays out of logs.
+/// Invitations stay out of logs.
 impl fmt::Debug for Invitation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Invitation(…)")
     }
 }
 
-/// A link between two agents over one transport, as the initiating agent numbers them.
+/// The number of a link between two agents over one transport, assigned by the initiating agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LinkId(pub u64);
 
-/// A handle to a peer within this process; never used twice, also where two lead to the same incarnation.
+/// A handle to a peer within this process. Never reused, even if two handles refer to the same
+/// incarnation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PeerId(u64);
 
 impl PeerId {
-    /// The next one.
+    /// Returns the next number.
     pub(crate) fn next() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         PeerId(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 }
 
-/// A transfer of one agent; never used twice.
+/// The number of a transfer of one agent; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TransferId(pub u64);
 
-/// The longest name of an agent or a region, in bytes.
+/// The maximum length of an agent's or a region's name, in bytes.
 pub const MAX_NAME: usize = 255;
 
-/// An agent by name and incarnation.
+/// An agent, by name and incarnation.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Identity {
-    /// The name its owner gave it.
+    /// The name that its owner gave it.
     pub name: Arc<str>,
-    /// Which life of it.
+    /// The run of the agent.
     pub incarnation: Incarnation,
 }
 
 impl Identity {
-    /// The same identity, borrowed.
+    /// Borrows the identity as the sender of a notification.
     pub fn as_sender(&self) -> Sender<'_> {
         Sender { name: &self.name, incarnation: self.incarnation }
     }
@@ -144,7 +156,8 @@ impl fmt::Debug for Identity {
     }
 }
 
-/// The sender of a notification. It travels with each one: the receiver need not have connected to the sender.
+/// The sender of a notification. Each notification carries it, so the receiver need not have
+/// connected to the sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Sender<'a> {
     /// The sending agent's name.
@@ -153,26 +166,36 @@ pub struct Sender<'a> {
     pub incarnation: Incarnation,
 }
 
-/// Checks a name of an agent or a region: 1 to 255 bytes, no control characters.
+/// Checks the name of an agent or a region: 1 to 255 bytes without control characters.
+///
+/// # Errors
+/// `Invalid` for any other name.
 pub(crate) fn checked_name(what: &str, name: &str) -> Result<Arc<str>> {
     if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
         return Err(Error::new(
             ErrorKind::Invalid,
             format!(
-                "{what} {name:?} is not a name: use 1 to {MAX_NAME} bytes without control characters"
+                "{what} {name:?} is not a name: use 1 to {MAX_NAME} bytes without control \
+                 characters"
             ),
         ));
     }
     Ok(name.into())
 }
 
-/// A number that nobody can guess, from the operating system.
+/// Returns an unpredictable number from the operating system.
+///
+/// # Errors
+/// `Native` if the operating system gives no random bytes.
 pub fn random_number() -> Result<u64> {
     let [a, b, c, d, e, f, g, h, ..] = random_bytes()?;
     Ok(u64::from_le_bytes([a, b, c, d, e, f, g, h]))
 }
 
-/// 256 bits that nobody can guess, from the operating system.
+/// Returns 256 unpredictable bits from the operating system.
+///
+/// # Errors
+/// `Native` if the operating system gives no random bytes.
 pub fn random_key() -> Result<[u8; 32]> {
     let mut bytes = [0; 32];
     bytes[..16].copy_from_slice(&random_bytes()?);

@@ -1,8 +1,9 @@
-//! The description that an agent gives its peers, as bytes: its identity, its addresses, its regions.
+//! The description of an agent for its peers, as bytes: identity, addresses and regions.
 //!
-//! A header (magic, the range of versions the writer speaks, total length), then sections: tag, length, value. A
-//! section with the critical bit that a reader does not know is an error; others are skipped, so that newer writers
-//! can say more. The size is O(regions).
+//! The format is a header (magic, the range of versions that the writer supports, total length)
+//! followed by sections of tag, length and value. A reader rejects an unknown section with the
+//! critical bit and skips other unknown sections, so that newer writers can add information. The
+//! size is O(regions).
 
 use std::fmt;
 use std::sync::Arc;
@@ -23,8 +24,9 @@ const BACKEND: u16 = 2;
 const REGION: u16 = 3 | CRITICAL;
 const INVITATION: u16 = 4 | CRITICAL;
 
-/// Beside the kind of a region's memory: peers may only read it. Who does not know that takes it for an unknown kind
-/// and refuses the metadata, so that nobody writes by mistake.
+/// A flag in the byte of the memory kind: peers may only read the region. A reader that does not
+/// know the flag sees an unknown kind and rejects the metadata, so that it does not write by
+/// mistake.
 const READ_ONLY: u8 = 0x80;
 
 const MAX_BYTES: usize = 64 << 20;
@@ -32,52 +34,53 @@ const MAX_BACKENDS: usize = 32;
 const MAX_REGIONS: usize = 65_536;
 const MAX_ADDRESS: usize = 16 << 20;
 const MAX_EXPORT: usize = u16::MAX as usize;
-/// The most memory that regions take once they are read, whatever few bytes say them.
+/// The maximum memory that parsed regions take, however few bytes encode them.
 const MAX_KEPT: usize = 64 << 20;
 
-/// An agent's metadata, taken apart.
+/// The decoded metadata of an agent.
 #[derive(Clone, Debug)]
 pub struct Metadata {
-    /// Its name and incarnation.
+    /// The agent's name and incarnation.
     pub identity: Identity,
-    /// The number of its changes in this incarnation.
+    /// The number of metadata changes in this incarnation.
     pub generation: Generation,
-    /// What it invites by. `None`: a release of kvx wrote it that had none yet.
+    /// The terms on which the agent admits peers; `None` if an old release of kvx wrote the
+    /// metadata.
     pub invited: Option<AdmissionTerms>,
-    /// Its open backends and their addresses.
+    /// The agent's open backends and their addresses.
     pub backends: Vec<(Arc<str>, Vec<u8>)>,
-    /// Its regions.
+    /// The agent's regions.
     pub regions: Vec<Arc<RegionInfo>>,
 }
 
-/// What a peer needs to be let in.
+/// The terms on which an agent admits peers.
 #[derive(Clone, Copy, Debug)]
 pub struct AdmissionTerms {
-    /// The key that it proves to have.
+    /// The invitation that the peer must prove to have.
     pub by: Invitation,
-    /// It must prove to have the fleet's secret, too.
+    /// True if the peer must also prove to have the fleet's secret.
     pub with_secret: bool,
 }
 
-/// A region, as metadata describes it.
+/// The description of a region in metadata.
 #[derive(Clone)]
 pub struct RegionInfo {
-    /// Its number.
+    /// The region's number.
     pub id: RegionId,
-    /// The key that reaches it.
+    /// The key that gives access to the region.
     pub key: RegionKey,
-    /// Its name.
+    /// The region's name.
     pub name: Arc<str>,
-    /// Its length in bytes.
+    /// The region's length in bytes.
     pub len: u64,
-    /// Its kind.
+    /// The kind of memory.
     pub kind: MemoryKind,
-    /// The device that holds it.
+    /// The device that holds the memory.
     pub device: DeviceId,
-    /// Peers may only read it.
+    /// True if peers may only read the region.
     pub read_only: bool,
-    /// Further bytes for each backend: position in [`Metadata::backends`], and its bytes. Backends that do not serve
-    /// the region are not there.
+    /// Additional bytes of each backend that serves the region: the position in
+    /// [`Metadata::backends`], and the bytes.
     pub exports: Vec<(u8, Vec<u8>)>,
 }
 
@@ -88,21 +91,24 @@ impl fmt::Debug for RegionInfo {
 }
 
 impl RegionInfo {
-    /// About the memory that it takes.
+    /// Returns the approximate memory that the description takes.
     fn kept(&self) -> usize {
         let exports =
             self.exports.iter().map(|(_, export)| size_of::<(u8, Vec<u8>)>() + export.len());
         size_of::<Self>() + self.name.len() + exports.sum::<usize>()
     }
 
-    /// The bytes that the backend at `position` exported for it.
+    /// Returns the bytes that the backend at `position` exported for the region.
     pub(crate) fn export(&self, position: u8) -> Option<&[u8]> {
         self.exports.iter().find(|(at, _)| *at == position).map(|(_, export)| &export[..])
     }
 }
 
 impl Metadata {
-    /// As bytes. Errors: `Exhausted` when there are more regions or longer addresses than a reader accepts.
+    /// Encodes the metadata.
+    ///
+    /// # Errors
+    /// `Exhausted` if there are more regions or backends, or longer addresses, than readers accept.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let limit = |what: &str, is: usize, max: usize| {
             if is <= max {
@@ -150,7 +156,11 @@ impl Metadata {
         Ok(out)
     }
 
-    /// From bytes. Errors: `Malformed`, or `Incompatible` when the writer speaks only other versions.
+    /// Decodes metadata.
+    ///
+    /// # Errors
+    /// `Malformed` if the bytes are not well-formed metadata; `Incompatible` if the writer supports
+    /// only other versions, or if a critical section is unknown.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = Reader::new("metadata", bytes);
         if bytes.len() > MAX_BYTES {
@@ -161,7 +171,8 @@ impl Metadata {
         }
         if reader.array::<4>()? != MAGIC {
             return Err(reader.malformed(
-                "this is not kvx metadata; for the blob of a NIXL or Mooncake agent use connect_foreign",
+                "this is not kvx metadata; for the blob of a NIXL or Mooncake agent use \
+                 connect_foreign",
             ));
         }
         check_versions(reader.u16()?, reader.u16()?)?;
@@ -203,7 +214,8 @@ impl Metadata {
                     return Err(Error::new(
                         ErrorKind::Incompatible,
                         format!(
-                            "the peer's metadata needs section {unknown:#x}, which this kvx does not know: upgrade it"
+                            "the peer's metadata needs section {unknown:#x}, which this kvx does \
+                             not know: upgrade this kvx"
                         ),
                     ));
                 }
@@ -217,28 +229,31 @@ impl Metadata {
             .find(|region| region.exports.iter().any(|(at, _)| usize::from(*at) >= backends.len()))
         {
             return Err(reader.malformed(format_args!(
-                "region {} names a backend that is not there",
+                "region {} names a backend that the agent does not list",
                 region.name
             )));
         }
         let mut ids: Vec<_> = regions.iter().map(|region| region.id).collect();
         ids.sort_unstable();
         if ids.windows(2).any(|pair| pair[0] == pair[1]) {
-            return Err(reader.malformed("two regions of one number"));
+            return Err(reader.malformed("two regions have the same number"));
         }
         Ok(Metadata { identity, generation, invited, backends, regions })
     }
 
-    /// What it invites by. Errors: `Incompatible` for metadata without.
+    /// Returns the terms on which the agent admits peers.
+    ///
+    /// # Errors
+    /// `Incompatible` if the metadata has none.
     pub(crate) fn invited(&self) -> Result<AdmissionTerms> {
         self.invited.ok_or_else(|| {
-            let why = "the peer's metadata holds no invitation, by which its agent would let this one in: a release of \
-                       kvx wrote it that had none; upgrade the peer";
+            let why = "the peer's metadata has no invitation, so its agent would not admit this \
+                       one: an old release of kvx wrote it; upgrade the peer";
             Error::new(ErrorKind::Incompatible, why)
         })
     }
 
-    /// A backend's position and address.
+    /// Returns the position and the address of a backend.
     pub(crate) fn backend(&self, name: &str) -> Option<(u8, &[u8])> {
         let position = self.backends.iter().position(|(known, _)| **known == *name)?;
         Some((position as u8, &self.backends[position].1))
@@ -254,7 +269,10 @@ fn section(out: &mut Vec<u8>, tag: u16, write: impl FnOnce(&mut Vec<u8>)) {
     out[at..at + 4].copy_from_slice(&len.to_le_bytes());
 }
 
-/// One region's metadata: which agent's, and its section.
+/// Encodes the metadata of one region: its owner's incarnation and its section.
+///
+/// # Errors
+/// `Exhausted` if a backend's bytes for the region are too long.
 pub(crate) fn encode_region(owner: &Identity, region: &RegionInfo) -> Result<Vec<u8>> {
     if let Some((_, export)) = region.exports.iter().find(|(_, export)| export.len() > MAX_EXPORT) {
         return Err(Error::new(
@@ -274,17 +292,21 @@ pub(crate) fn encode_region(owner: &Identity, region: &RegionInfo) -> Result<Vec
     Ok(out)
 }
 
-/// One region's metadata, and the incarnation of its owner. Errors: `Malformed`, `Incompatible`.
+/// Decodes the metadata of one region, and the incarnation of its owner.
+///
+/// # Errors
+/// `Malformed` if the bytes are not well-formed; `Incompatible` if the writer supports only other
+/// versions.
 pub(crate) fn decode_region(bytes: &[u8]) -> Result<(Incarnation, RegionInfo)> {
     let mut reader = Reader::new("a region's metadata", bytes);
     if reader.array::<4>()? != REGION_MAGIC {
-        return Err(reader.malformed("this is not what Region::metadata gave"));
+        return Err(reader.malformed("these bytes are not from Region::metadata"));
     }
     check_versions(reader.u16()?, reader.u16()?)?;
     let incarnation = Incarnation(reader.array()?);
     let tag = reader.u16()?;
     if tag != REGION {
-        return Err(reader.malformed(format_args!("section {tag:#x} in the place of a region")));
+        return Err(reader.malformed(format_args!("section {tag:#x} instead of a region")));
     }
     let mut value = Reader::new("metadata section", reader.block(MAX_BYTES)?);
     let info = region(&mut value)?;
@@ -300,7 +322,8 @@ fn check_versions(oldest: u16, newest: u16) -> Result<()> {
     Err(Error::new(
         ErrorKind::Incompatible,
         format!(
-            "the peer's metadata is of versions {oldest} to {newest}, this kvx reads {} to {}: upgrade the older",
+            "the peer's metadata is of versions {oldest} to {newest}, this kvx reads {} to {}: \
+             upgrade the older of the two",
             VERSIONS.start(),
             VERSIONS.end()
         ),
@@ -330,7 +353,7 @@ fn region(value: &mut Reader<'_>) -> Result<RegionInfo> {
     let kind = value.u8()?;
     let (kind, read_only) = (kind & !READ_ONLY, kind & READ_ONLY != 0);
     let kind = MemoryKind::from_wire(kind)
-        .ok_or_else(|| value.malformed(format_args!("memory of kind {kind}")))?;
+        .ok_or_else(|| value.malformed(format_args!("unknown memory kind {kind}")))?;
     let device = if kind.is_host() { DeviceId::HOST } else { DeviceId(value.array()?) };
     let count = usize::from(value.u8()?);
     if count > MAX_BACKENDS {
@@ -385,7 +408,7 @@ mod tests {
         assert_eq!(back.backend("TCP"), Some((1, &[4u8][..])));
     }
 
-    /// The bytes that release 0.1 writes, which stay readable for ever.
+    /// The bytes that release 0.1 writes, which must stay readable for ever.
     const GOLDEN_0_1: &str = "4b56584d01000100930000000180220000000970726566696c6c2d3009090909090909090909090909090909\
          030000000000000002000b0000000353484d0300000001020302000900000003544350010000000403803900\
          0000000000000000000000000000000000000000000000000000076c617965722e3000006a18000000000002\
@@ -434,7 +457,7 @@ mod tests {
         let why = read(MAX_REGIONS as u64, &all).unwrap_err();
         assert!(why.contains(&MAX_KEPT.to_string()), "{why}");
         read(MAX_REGIONS as u64, &|| vec![(0, vec![7; 100]), (1, vec![7; 100])]).unwrap();
-        // No backend is named twice, nor more of them than there are.
+        // A region must not name a backend twice, nor more backends than there are.
         assert!(
             read(1, &|| vec![(0, Vec::new()), (0, Vec::new())])
                 .unwrap_err()
@@ -476,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn other_versions_are_refused_in_words() {
+    fn other_versions_are_refused_with_both_ranges() {
         let mut bytes = sample(0).encode().unwrap();
         bytes[4..8].copy_from_slice(&[9, 0, 12, 0]);
         let error = Metadata::decode(&bytes).unwrap_err();

@@ -1,9 +1,10 @@
-//! Finds overlapping destinations of a plan, and counts the runs of an index list.
+//! Detects overlapping destinations of a plan, and counts the runs of an index list.
 
 use crate::grid::{Grid, Indices};
 use crate::{Error, ErrorKind, Result};
 
-/// One grid's worth of destinations, in a space (the host's addresses, or one region of a peer).
+/// The destinations in one grid. `space` identifies the address space: the host's, or one region of
+/// a peer.
 pub(crate) struct Destination<'a> {
     pub(crate) space: u64,
     pub(crate) base: u64,
@@ -28,7 +29,7 @@ impl Destination<'_> {
     }
 }
 
-/// Refuses targets of which two blocks share a byte.
+/// Rejects targets if two of their blocks share a byte.
 pub(crate) fn check(targets: &[Destination<'_>]) -> Result<()> {
     let mut seen: Vec<&Indices> = Vec::new();
     for target in targets {
@@ -41,7 +42,7 @@ pub(crate) fn check(targets: &[Destination<'_>]) -> Result<()> {
     let mut order: Vec<&Destination<'_>> =
         targets.iter().filter(|target| !target.indices.is_empty()).collect();
     order.sort_unstable_by_key(|target| (target.space, target.start()));
-    // Grids whose spans touch, in groups: layers one after the other fall into groups of one.
+    // Groups the grids whose spans touch. Consecutive layers form groups of one.
     let mut from = 0;
     while from < order.len() {
         let mut end = order[from].end();
@@ -59,7 +60,8 @@ pub(crate) fn check(targets: &[Destination<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// True if the grids are slices of one stride that never meet, whatever the indices: head slices, for example.
+/// Returns true if the grids are slices of one stride that never meet, whatever the indices, such
+/// as head slices.
 fn interleaved(group: &[&Destination<'_>]) -> bool {
     let stride = group[0].grid.stride;
     let origin = group[0].start();
@@ -75,7 +77,7 @@ fn interleaved(group: &[&Destination<'_>]) -> bool {
     !wraps && slices.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0)
 }
 
-/// The exact check: every block of the group, sorted.
+/// Sorts and compares every block of the group.
 fn disjoint(group: &[&Destination<'_>]) -> Result<()> {
     let mut blocks: Vec<(u64, u64)> = group
         .iter()
@@ -89,7 +91,8 @@ fn disjoint(group: &[&Destination<'_>]) -> Result<()> {
         Some(pair) => Err(Error::new(
             ErrorKind::Overlap,
             format!(
-                "two destinations of the plan overlap, {} bytes apart and {} bytes long: which would win is undefined",
+                "two destinations of the plan overlap, {} bytes apart and {} bytes long: the \
+                 result would be undefined",
                 pair[1].0 - pair[0].0,
                 pair[0].1 - pair[0].0
             ),
@@ -97,7 +100,7 @@ fn disjoint(group: &[&Destination<'_>]) -> Result<()> {
     }
 }
 
-/// Refuses an index that occurs twice.
+/// Rejects an index that occurs twice.
 fn distinct(indices: &Indices) -> Result<()> {
     let Some(list) = indices.as_list() else { return Ok(()) };
     let Some(max) = indices.max() else { return Ok(()) };
@@ -118,12 +121,12 @@ fn distinct(indices: &Indices) -> Result<()> {
         None => Ok(()),
         Some(index) => Err(Error::new(
             ErrorKind::Overlap,
-            format!("block {index} is a destination twice: which content would win is undefined"),
+            format!("block {index} is a destination twice: the result would be undefined"),
         )),
     }
 }
 
-/// Counts the pieces that are left when entries that follow each other on both sides are merged.
+/// Counts the pieces that are left after merging entries that are adjacent on both sides.
 pub(crate) fn runs(local: &Indices, remote: &Indices) -> u64 {
     match (local.as_list(), remote.as_list()) {
         (Some(a), Some(b)) => count_runs(a.iter().copied().zip(b.iter().copied())),
@@ -172,7 +175,7 @@ mod tests {
         assert_eq!(kind(&[slice(0, 32), slice(32, 32)]), None);
         assert_eq!(kind(&[slice(0, 33), slice(32, 32)]), Some(ErrorKind::Overlap));
         assert_eq!(kind(&[slice(48, 16), slice(0, 16), slice(16, 16)]), None);
-        // A slice that runs over the end of the stride into the first one of the next block.
+        // A slice that runs over the end of its stride into the first slice of the next block.
         assert_eq!(kind(&[slice(0, 16), slice(56, 16)]), Some(ErrorKind::Overlap));
     }
 

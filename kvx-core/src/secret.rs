@@ -7,38 +7,41 @@ use std::path::Path;
 use crate::identity::random_key;
 use crate::{Error, ErrorKind, Result};
 
-/// How the line of a secret's file begins.
+/// The prefix of the line in a secret's file.
 const PREFIX: &str = "kvx-secret-1:";
-/// The longest file that is read: what is longer is no secret's.
+/// The maximum number of bytes that are read. A longer file is not a secret's.
 const LONGEST: u64 = 256;
 
-/// A random key of 32 bytes that all agents of a fleet share: with it, transports that can authenticate do. It is not
-/// printed.
+/// A random key of 32 bytes that all agents of a fleet share. Transports that can authenticate use
+/// it. `Debug` does not print it.
 ///
-/// `kvx secret FILE`, or [`create`](Secret::create), makes it and a file that only its owner can read. Its one line is
-/// `kvx-secret-1:`, the key in hexadecimal, `:` and the CRC-32 of the key, so that a file that was cut or edited is
-/// refused.
+/// `kvx secret FILE` and [`create`](Secret::create) generate it and write a file that only its
+/// owner can read. The file's one line consists of `kvx-secret-1:`, the key in hexadecimal, `:` and
+/// the CRC-32 of the key, so that a truncated or edited file is rejected.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret([u8; Secret::LEN]);
 
 impl Secret {
-    /// Bytes of a secret.
+    /// The length of a secret in bytes.
     pub const LEN: usize = 32;
 
-    /// Of these bytes, for programs that keep keys elsewhere. They must be random: what a person can remember can be
-    /// guessed by who hears a handshake.
+    /// Creates a secret from bytes, for programs that store keys elsewhere. The bytes must be
+    /// random: an attacker who records a handshake can guess a key that a person can remember.
     pub const fn from_bytes(bytes: [u8; Secret::LEN]) -> Self {
         Secret(bytes)
     }
 
-    /// Makes a file with a new secret, which only its owner can read. Errors: what the system says of the file, which
-    /// must not exist.
+    /// Generates a secret and writes it to a new file that only its owner can read.
+    ///
+    /// # Errors
+    /// `Native` if the file exists or cannot be written, or if the operating system gives no random
+    /// bytes.
     pub fn create(path: impl AsRef<Path>) -> Result<Self> {
         let (path, secret) = (path.as_ref(), Secret(random_key()?));
         let failed = |error: std::io::Error| {
             let cure = match error.kind() {
                 std::io::ErrorKind::AlreadyExists => {
-                    ": it exists, and is never overwritten; name another one"
+                    ": it exists, and is never overwritten; choose another name"
                 }
                 _ => "",
             };
@@ -50,14 +53,17 @@ impl Secret {
         let mut file = new_file(path).map_err(failed)?;
         if let Err(error) = file.write_all(secret.line().as_bytes()).and_then(|()| file.sync_all())
         {
-            std::fs::remove_file(path).ok(); // ours, and of no use
+            std::fs::remove_file(path).ok(); // incomplete, so of no use
             return Err(failed(error));
         }
         Ok(secret)
     }
 
-    /// From a file that [`create`](Secret::create) made. Errors: what the system says of the file; `Invalid` if others
-    /// can read it, and for anything but a whole secret.
+    /// Reads the secret from a file that [`create`](Secret::create) wrote.
+    ///
+    /// # Errors
+    /// `Native` if the file cannot be read; `Invalid` if others can access it, or if it does not
+    /// contain exactly one complete secret.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let failed = |error: std::io::Error| {
@@ -78,7 +84,7 @@ impl Secret {
                 format!("the shared secret's file {} {why}", path.display()),
             )
         };
-        // Opening a pipe would wait for its writer.
+        // Opening a pipe would block until it has a writer.
         if !std::fs::metadata(path).map_err(failed)?.is_file() {
             return Err(refused(
                 "is no regular file: copy what `kvx secret FILE` made into one".into(),
@@ -90,25 +96,30 @@ impl Secret {
         file.take(LONGEST).read_to_end(&mut text).map_err(failed)?;
         Secret::parse(&text).ok_or_else(|| {
             refused(
-                "holds no whole secret: make one by `kvx secret FILE` and copy it to every engine as it is"
+                "holds no whole secret: make one by `kvx secret FILE` and copy it to every engine \
+                 unchanged"
                     .into(),
             )
         })
     }
 
-    /// From the file that `KVX_SECRET_FILE` names; `None` if that is not set. Errors: as
-    /// [`from_file`](Secret::from_file); a secret that is asked for and cannot be had is never left out. `Invalid` if
-    /// `KVX_SECRET` is set: a key does not belong in the environment.
+    /// Reads the secret from the file that `KVX_SECRET_FILE` names; `None` if the variable is not
+    /// set.
+    ///
+    /// # Errors
+    /// As for [`from_file`](Secret::from_file): a secret that is configured but cannot be read is
+    /// never ignored. `Invalid` if `KVX_SECRET` is set, because a key does not belong in the
+    /// environment.
     pub fn from_environment() -> Result<Option<Self>> {
         if std::env::var_os("KVX_SECRET").is_some() {
-            let why = "KVX_SECRET is set, and a secret comes from a file alone: make one by `kvx secret FILE`, set \
-                       KVX_SECRET_FILE to it, and unset KVX_SECRET";
+            let why = "KVX_SECRET is set, but a secret comes only from a file: make one by \
+                       `kvx secret FILE`, set KVX_SECRET_FILE to its path, and unset KVX_SECRET";
             return Err(Error::new(ErrorKind::Invalid, why));
         }
         std::env::var_os("KVX_SECRET_FILE").map(Secret::from_file).transpose()
     }
 
-    /// Its bytes.
+    /// Returns the secret's bytes.
     pub const fn bytes(&self) -> &[u8; Secret::LEN] {
         &self.0
     }
@@ -118,7 +129,7 @@ impl Secret {
         format!("{PREFIX}{key}:{:08x}\n", crc32(&self.0))
     }
 
-    /// Nothing but what [`line`](Secret::line) writes; the newline may be missing.
+    /// Parses what [`line`](Secret::line) writes, and nothing else; the newline may be missing.
     pub(crate) fn parse(text: &[u8]) -> Option<Self> {
         let text = std::str::from_utf8(text).ok()?;
         let key = text.strip_prefix(PREFIX)?.get(..2 * Secret::LEN)?;
@@ -138,7 +149,7 @@ impl std::fmt::Debug for Secret {
     }
 }
 
-/// The checksum of gzip and Ethernet.
+/// Returns the CRC-32 of gzip and Ethernet.
 fn crc32(bytes: &[u8]) -> u32 {
     let byte = |crc: u32, byte: &u8| {
         (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0xEDB8_8320 * (crc & 1)))
@@ -156,11 +167,12 @@ fn new_file(path: &Path) -> std::io::Result<File> {
 fn new_file(_path: &Path) -> std::io::Result<File> {
     Err(std::io::Error::new(
         std::io::ErrorKind::Unsupported,
-        "this system does not say who may read a file",
+        "kvx cannot restrict access to a file on this system",
     ))
 }
 
-/// Whether nobody but its owner, who is this user or root, can read or change it; else why not.
+/// Checks that only the file's owner, who must be this user or root, can read or change it.
+/// Otherwise returns the reason.
 #[cfg(unix)]
 fn check_owner_alone(file: &std::fs::Metadata) -> std::result::Result<(), String> {
     use std::os::unix::fs::MetadataExt as _;
@@ -172,7 +184,8 @@ fn check_owner_alone(file: &std::fs::Metadata) -> std::result::Result<(), String
     }
     match this_user() {
         Some(user) if file.uid() != user && file.uid() != 0 => Err(format!(
-            "belongs to user {}, and this process is user {user}: chown it to user {user} or to root",
+            "belongs to user {}, but this process runs as user {user}: chown it to user {user} or \
+             to root",
             file.uid()
         )),
         _ => Ok(()),
@@ -181,7 +194,8 @@ fn check_owner_alone(file: &std::fs::Metadata) -> std::result::Result<(), String
 
 #[cfg(not(unix))]
 fn check_owner_alone(_file: &std::fs::Metadata) -> std::result::Result<(), String> {
-    Err("may be open to others, this system does not say: hand the key in by Secret::from_bytes"
+    Err("may be open to others, which kvx cannot check on this system: pass the key to \
+         Secret::from_bytes"
         .into())
 }
 
@@ -190,7 +204,7 @@ fn this_user() -> Option<u32> {
     Some(rustix::process::geteuid().as_raw())
 }
 
-/// `std` does not say it; a file that is open to its owner alone was still opened.
+/// `std` does not provide it. A file that only its owner can open has been opened, though.
 #[cfg(all(unix, any(not(target_os = "linux"), kvx_portable)))]
 fn this_user() -> Option<u32> {
     None
@@ -204,7 +218,7 @@ mod tests {
 
     use super::*;
 
-    /// A name of its own, and no file afterwards.
+    /// A file name that no other test uses; the file is removed on drop.
     struct ScratchFile(PathBuf);
 
     impl ScratchFile {
@@ -245,7 +259,7 @@ mod tests {
         assert!(Secret::from_file(&place.0).unwrap() == secret, "it was overwritten");
         assert!(
             Secret::create(&ScratchFile::new("other").0).unwrap() != secret,
-            "all secrets are the same"
+            "all secrets are equal"
         );
     }
 
@@ -254,12 +268,9 @@ mod tests {
         let (place, secret) =
             (ScratchFile::new("edited"), Secret::from_bytes(std::array::from_fn(|at| at as u8)));
         let whole = secret.line();
-        assert_eq!(crc32(b"123456789"), 0xCBF4_3926, "not the checksum that others know");
+        assert_eq!(crc32(b"123456789"), 0xCBF4_3926, "not the standard CRC-32");
         place.write(whole.trim_end().as_bytes(), 0o600);
-        assert!(
-            Secret::from_file(&place.0).unwrap() == secret,
-            "without its newline it is as good"
-        );
+        assert!(Secret::from_file(&place.0).unwrap() == secret, "the newline is optional");
         let mut spoilt: Vec<_> =
             (0..whole.len() - 1).map(|len| whole.as_bytes()[..len].to_vec()).collect();
         spoilt.extend((0..whole.len()).map(|at| {

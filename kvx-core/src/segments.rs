@@ -1,4 +1,4 @@
-//! From blocks to bytes: contiguous pieces, lazily, without an allocation per block.
+//! Conversion of blocks into contiguous ranges of bytes: lazily, without an allocation per block.
 
 use std::sync::Arc;
 
@@ -8,37 +8,39 @@ use crate::grid::Indices;
 /// A piece that is contiguous on both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Position in [`BoundPlan::locals`].
+    /// The position of its local region in [`BoundPlan::locals`].
     pub local_region: u32,
-    /// Position in [`BoundPlan::remotes`].
+    /// The position of its remote region in [`BoundPlan::remotes`].
     pub remote_region: u32,
-    /// Offset in the local region.
+    /// The offset in the local region.
     pub local_offset: u64,
-    /// Offset in the remote region.
+    /// The offset in the remote region.
     pub remote_offset: u64,
-    /// Bytes.
+    /// The length in bytes.
     pub len: u64,
 }
 
 impl BoundPlan {
-    /// The contiguous pieces, of at most `max_len` bytes each: lazy, merged where both sides are adjacent, resumable.
+    /// Returns the contiguous pieces, of at most `max_len` bytes each. The iterator is lazy, merges
+    /// pieces that are adjacent on both sides, and can be resumed.
     pub fn segments(self: &Arc<Self>, max_len: u64) -> Segments {
         Segments::new(Arc::clone(self), max_len)
     }
 }
 
-/// The segments of a bound plan; see [`BoundPlan::segments`]. Owns the plan, so it can be kept between turns.
+/// The segments of a bound plan; see [`BoundPlan::segments`]. It owns the plan, so a transport can
+/// keep it between turns.
 pub struct Segments {
     bound: Arc<BoundPlan>,
     max: u64,
     /// The pair and the grid that come next.
     pair: usize,
     grid: usize,
-    /// The grids that are walked now, and the block that comes next.
+    /// The current pair of grids.
     now: Option<(PlacedGrid, PlacedGrid)>,
-    /// That block on either side.
+    /// The indices of the next block, local and remote.
     next: (u32, u32),
-    /// True if neighbours in the lists are neighbours in memory.
+    /// True if blocks with consecutive indices are adjacent in memory.
     packed: bool,
     at: usize,
     count: usize,
@@ -46,7 +48,7 @@ pub struct Segments {
 }
 
 impl Segments {
-    /// The merged segments of `bound`, none longer than `max` bytes.
+    /// Creates the merged segments of `bound`, none longer than `max` bytes.
     pub fn new(bound: Arc<BoundPlan>, max: u64) -> Self {
         let max = max.max(1);
         Segments {
@@ -63,12 +65,12 @@ impl Segments {
         }
     }
 
-    /// The plan they come from.
+    /// Returns the plan that the segments come from.
     pub fn bound(&self) -> &Arc<BoundPlan> {
         &self.bound
     }
 
-    /// Goes on with the next grid that has blocks; none when all have been walked.
+    /// Enters the next grid that has blocks. Returns `None` at the end of the plan.
     #[cold]
     fn enter(&mut self) -> Option<()> {
         loop {
@@ -87,7 +89,7 @@ impl Segments {
         }
     }
 
-    /// The next merged piece, however long.
+    /// Returns the next merged piece, of any length.
     #[inline]
     fn merged(&mut self) -> Option<Segment> {
         if self.at >= self.count {
@@ -122,7 +124,7 @@ impl Segments {
         Some(segment)
     }
 
-    /// The first `max` bytes of it; keeps the rest.
+    /// Returns the first `max` bytes of the segment and keeps the rest.
     #[cold]
     fn split(&mut self, mut segment: Segment) -> Segment {
         if segment.len > self.max {
@@ -154,16 +156,17 @@ impl Iterator for Segments {
 /// A piece that is contiguous on one side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Which region, as [`PlacedGrid`] says.
+    /// The region, as in [`PlacedGrid`].
     pub region: u32,
-    /// Offset in it.
+    /// The offset in the region.
     pub offset: u64,
-    /// Bytes.
+    /// The length in bytes.
     pub len: u64,
 }
 
-/// One side of a pair as a stream of bytes: grid by grid, index by index. Transports whose two ends each walk their
-/// own side (sockets) use it; both ends agree on the order, not on where the pieces end.
+/// One side of a pair as a stream of bytes, grid by grid and index by index. Transports whose two
+/// ends each walk their own side (sockets) use it. Both ends agree on the order of the bytes, but
+/// not on where pieces end.
 #[derive(Clone, Debug)]
 pub struct Extents {
     grids: Arc<[PlacedGrid]>,
@@ -175,18 +178,18 @@ pub struct Extents {
 }
 
 impl Extents {
-    /// The stream of these blocks. The indices lie within the grids.
+    /// Creates the stream of these blocks. The indices must lie within the grids.
     pub fn new(grids: Arc<[PlacedGrid]>, indices: Indices) -> Self {
         let left = grids.iter().map(|placed| placed.grid.length * indices.len() as u64).sum();
         Extents { grids, indices, grid: 0, at: 0, rest: None, left }
     }
 
-    /// Bytes that are left.
+    /// Returns the number of bytes left.
     pub fn left(&self) -> u64 {
         self.left
     }
 
-    /// The next piece, of at most `max` bytes (at least one).
+    /// Returns the next piece, of at most `max` bytes; `max` must be at least 1.
     pub fn take(&mut self, max: u64) -> Option<Extent> {
         let mut extent = match self.rest.take() {
             Some(rest) => rest,

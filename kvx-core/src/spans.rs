@@ -1,4 +1,4 @@
-//! Plans over lists of pieces of any lengths.
+//! Plans over lists of spans of any length.
 
 use std::collections::HashMap;
 
@@ -8,27 +8,30 @@ use crate::plan::Plan;
 use crate::region::{PeerRegion, Region};
 use crate::{Error, ErrorKind, Result};
 
-/// Bytes of a local region, and as many of a peer's.
+/// A range of bytes in a local region, and a range of the same length in a peer's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Offset in the local region.
+    /// The offset in the local region.
     pub local: u64,
-    /// Offset in the peer's region.
+    /// The offset in the peer's region.
     pub remote: u64,
-    /// Bytes; a span of none moves nothing.
+    /// The number of bytes; a span of 0 bytes moves nothing.
     pub len: u64,
 }
 
-/// Equal spans that are fewer than this are no grid with an index list, but grids of one block each.
+/// The minimum number of equal spans for a grid with an index list. Fewer spans become grids of one
+/// block each.
 const FEW: usize = 16;
 
 impl Plan {
-    /// A plan of spans of any lengths, in lists that pair a local region with one of the peer's. Equal lengths at
-    /// offsets that are multiples of one distance become blocks of one grid; spans that follow each other on both
-    /// sides move as one.
+    /// Creates a plan of spans of any length. Each list pairs a local region with one of the
+    /// peer's.
+    ///
+    /// Spans of equal length, at offsets that are multiples of one distance, become blocks of one
+    /// grid. Spans that are adjacent on both sides move as one.
     ///
     /// # Errors
-    /// As [`of`](Plan::of); `OutOfBounds` for a span beyond its region.
+    /// `OutOfBounds` for a span beyond its region; otherwise as [`of`](Plan::of).
     pub fn of_spans<L: AsRef<[Span]>>(
         op: Op,
         lists: impl IntoIterator<Item = (Region, PeerRegion, L)>,
@@ -50,7 +53,7 @@ struct Equal {
     remote: Vec<u32>,
 }
 
-/// A pair of packed grids: the length of their blocks, and where block 0 lies.
+/// A pair of packed grids: the length of their blocks, and the offsets of block 0.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Shape {
     len: u64,
@@ -93,16 +96,17 @@ fn within(side: &str, offset: u64, len: u64, region: u64) -> Result<()> {
     Err(Error::new(
         ErrorKind::OutOfBounds,
         format!(
-            "a span of {len} bytes at {side} offset {offset} lies outside a region of {region} bytes"
+            "a span of {len} bytes at {side} offset {offset} lies outside a region of {region} \
+             bytes"
         ),
     ))
 }
 
-/// Those that are blocks of a grid with others, and the odd ones.
+/// Separates spans that are blocks of a common grid from the others.
 fn grouped(spans: &[Span]) -> (Vec<Equal>, Vec<Span>) {
     let first = spans.first().map_or(0, |span| span.len);
     let merged;
-    // Blocks of one length are merged when they are moved, without leaving their grid.
+    // Blocks of equal length stay in their grid: the transfer merges them when it moves them.
     let spans = if spans.iter().all(|span| span.len == first) {
         spans
     } else {
@@ -139,7 +143,8 @@ fn grouped(spans: &[Span]) -> (Vec<Equal>, Vec<Span>) {
     (equal, odd)
 }
 
-/// Which block of a packed grid from which base; an offset that a 32-bit index does not reach is a base of its own.
+/// Returns the base of a packed grid and the block in it. An offset that a 32-bit index does not
+/// reach becomes its own base.
 fn block(offset: u64, len: u64) -> (u64, u32) {
     match u32::try_from(offset / len) {
         Ok(index) if index < u32::MAX => (offset % len, index),
@@ -147,7 +152,7 @@ fn block(offset: u64, len: u64) -> (u64, u32) {
     }
 }
 
-/// Spans that follow each other in the list and on both sides, as one.
+/// Merges consecutive spans that are adjacent on both sides.
 fn joined(spans: &[Span]) -> Vec<Span> {
     let mut joined: Vec<Span> = Vec::with_capacity(spans.len());
     for span in spans {
@@ -171,7 +176,7 @@ mod tests {
         Span { local, remote, len }
     }
 
-    /// What the groups name, as a sorted list again.
+    /// Converts the groups back into a sorted list.
     fn named(spans: &[Span]) -> (usize, usize, Vec<(u64, u64, u64)>) {
         let (equal, odd) = grouped(spans);
         let of = |group: &Equal| {

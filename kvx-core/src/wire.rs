@@ -1,4 +1,5 @@
-//! Bytes from peers: read with bounds, never trusted. Everything that kvx parses from outside goes through [`Reader`].
+//! Parsing of peers' bytes with bounds, without trusting them. All input that kvx parses from
+//! outside goes through [`Reader`].
 
 use std::sync::Arc;
 
@@ -6,7 +7,8 @@ use crate::fault_injection::injected;
 use crate::identity::{Generation, Identity, Incarnation, MAX_NAME, RegionId, RegionKey};
 use crate::{Error, ErrorKind, Result};
 
-/// Takes fields off a message. Every read is checked; nothing is allocated before its size is known to be there.
+/// A parser of the fields of a message. It checks every read, and allocates memory only for bytes
+/// that are present.
 #[derive(Clone, Debug)]
 pub struct Reader<'a> {
     what: &'static str,
@@ -14,22 +16,25 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// Reads `bytes`; `what` names the message in errors.
+    /// Creates a reader of `bytes`; `what` names the message in errors.
     pub fn new(what: &'static str, bytes: &'a [u8]) -> Self {
         Reader { what, left: bytes }
     }
 
-    /// An error of this message.
+    /// Returns the error of a malformed message, with the reason `why`.
     pub fn malformed(&self, why: impl std::fmt::Display) -> Error {
         Error::new(ErrorKind::Malformed, format!("malformed {}: {why}", self.what))
     }
 
-    /// The number of bytes that are left.
+    /// Returns the number of bytes left.
     pub fn left(&self) -> usize {
         self.left.len()
     }
 
-    /// The next `len` bytes.
+    /// Reads the next `len` bytes.
+    ///
+    /// # Errors
+    /// `Malformed` if fewer are left.
     pub fn bytes(&mut self, len: usize) -> Result<&'a [u8]> {
         match self.left.split_at_checked(len) {
             Some((bytes, left)) => {
@@ -43,34 +48,52 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The next `N` bytes.
+    /// Reads the next `N` bytes.
+    ///
+    /// # Errors
+    /// `Malformed` if fewer are left.
     pub fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
         let mut array = [0; N];
         array.copy_from_slice(self.bytes(N)?);
         Ok(array)
     }
 
-    /// A byte.
+    /// Reads a byte.
+    ///
+    /// # Errors
+    /// `Malformed` if none is left.
     pub fn u8(&mut self) -> Result<u8> {
         self.array::<1>().map(|[byte]| byte)
     }
 
-    /// A little-endian number of 16 bits.
+    /// Reads a little-endian number of 16 bits.
+    ///
+    /// # Errors
+    /// `Malformed` if the bytes end before.
     pub fn u16(&mut self) -> Result<u16> {
         self.array().map(u16::from_le_bytes)
     }
 
-    /// A little-endian number of 32 bits.
+    /// Reads a little-endian number of 32 bits.
+    ///
+    /// # Errors
+    /// `Malformed` if the bytes end before.
     pub fn u32(&mut self) -> Result<u32> {
         self.array().map(u32::from_le_bytes)
     }
 
-    /// A little-endian number of 64 bits.
+    /// Reads a little-endian number of 64 bits.
+    ///
+    /// # Errors
+    /// `Malformed` if the bytes end before.
     pub fn u64(&mut self) -> Result<u64> {
         self.array().map(u64::from_le_bytes)
     }
 
-    /// A 32-bit length, at most `max`, and as many bytes.
+    /// Reads a 32-bit length of at most `max`, and as many bytes.
+    ///
+    /// # Errors
+    /// `Malformed` if the length exceeds `max` or the bytes end before.
     pub fn block(&mut self, max: usize) -> Result<&'a [u8]> {
         let len = self.u32()? as usize;
         if len > max {
@@ -81,7 +104,10 @@ impl<'a> Reader<'a> {
         self.bytes(len)
     }
 
-    /// A name of at most [`MAX_NAME`] bytes: one byte of length, then UTF-8.
+    /// Reads a name of at most [`MAX_NAME`] bytes: one byte of length, then UTF-8.
+    ///
+    /// # Errors
+    /// `Malformed` if the bytes are not a valid name.
     pub fn name(&mut self) -> Result<Arc<str>> {
         let len = usize::from(self.u8()?);
         debug_assert!(len <= MAX_NAME);
@@ -90,22 +116,34 @@ impl<'a> Reader<'a> {
         crate::identity::checked_name("name", name).map_err(|error| self.malformed(error))
     }
 
-    /// A name and an incarnation.
+    /// Reads a name and an incarnation.
+    ///
+    /// # Errors
+    /// `Malformed` if the bytes are not a valid name, or end before.
     pub fn identity(&mut self) -> Result<Identity> {
         Ok(Identity { name: self.name()?, incarnation: Incarnation(self.array()?) })
     }
 
-    /// A region's number and key.
+    /// Reads a region's number and key.
+    ///
+    /// # Errors
+    /// `Malformed` if the bytes end before.
     pub fn region(&mut self) -> Result<(RegionId, RegionKey)> {
         Ok((RegionId(self.u64()?), RegionKey(self.array()?)))
     }
 
-    /// A generation.
+    /// Reads a generation.
+    ///
+    /// # Errors
+    /// `Malformed` if the bytes end before.
     pub fn generation(&mut self) -> Result<Generation> {
         self.u64().map(Generation)
     }
 
-    /// Takes `word`, which must come next.
+    /// Consumes `word`, which must come next.
+    ///
+    /// # Errors
+    /// `Malformed` if other bytes come next.
     pub fn word(&mut self, word: &[u8]) -> Result<()> {
         if self.left() < word.len() || self.bytes(word.len())? != word {
             let word = String::from_utf8_lossy(word);
@@ -114,7 +152,10 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// A field with a tag: the tag, a length of 64 bits, as many bytes, and `|`.
+    /// Reads a tagged field: the tag, a length of 64 bits, as many bytes, and `|`.
+    ///
+    /// # Errors
+    /// `Malformed` if another tag comes next or the bytes end before.
     pub fn tagged(&mut self, tag: &str) -> Result<&'a [u8]> {
         self.word(tag.as_bytes())?;
         let len = self.u64()?;
@@ -126,21 +167,30 @@ impl<'a> Reader<'a> {
         Ok(data)
     }
 
-    /// A field with a tag that holds `N` bytes.
+    /// Reads a tagged field of `N` bytes.
+    ///
+    /// # Errors
+    /// `Malformed` if another tag comes next or the field has another length.
     pub fn tagged_array<const N: usize>(&mut self, tag: &str) -> Result<[u8; N]> {
         let data = self.tagged(tag)?;
         data.try_into()
             .map_err(|_| self.malformed(format_args!("the field {tag:?} holds no number")))
     }
 
-    /// A field with a tag that counts things, of which each takes at least `least` bytes.
+    /// Reads a tagged field that counts items of at least `least` bytes each.
+    ///
+    /// # Errors
+    /// `Malformed` if another tag comes next, or the bytes cannot hold that many items.
     pub fn tagged_count(&mut self, tag: &str, least: usize) -> Result<usize> {
         let count = u64::from_le_bytes(self.tagged_array(tag)?);
         let fits = usize::try_from(count).ok().filter(|count| *count <= self.left() / least);
         fits.ok_or_else(|| self.malformed(format!("the field {tag:?} counts more than there is")))
     }
 
-    /// Nothing may be left.
+    /// Checks that no bytes are left.
+    ///
+    /// # Errors
+    /// `Malformed` if some are.
     pub fn end(&self) -> Result<()> {
         if self.left.is_empty() {
             return Ok(());
@@ -149,27 +199,27 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Puts fields into a message; the other half of [`Reader`].
+/// A writer of the fields of a message; the counterpart of [`Reader`].
 pub trait Writer {
-    /// A byte.
+    /// Writes a byte.
     fn put_u8(&mut self, value: u8);
-    /// A little-endian number of 16 bits.
+    /// Writes a little-endian number of 16 bits.
     fn put_u16(&mut self, value: u16);
-    /// A little-endian number of 32 bits.
+    /// Writes a little-endian number of 32 bits.
     fn put_u32(&mut self, value: u32);
-    /// A little-endian number of 64 bits.
+    /// Writes a little-endian number of 64 bits.
     fn put_u64(&mut self, value: u64);
-    /// Bytes as they are.
+    /// Writes the bytes as they are.
     fn put(&mut self, bytes: &[u8]);
-    /// A 32-bit length and the bytes, which are fewer than 4 GiB.
+    /// Writes a 32-bit length and the bytes, which must be fewer than 4 GiB.
     fn put_block(&mut self, bytes: &[u8]);
-    /// A name of at most [`MAX_NAME`] bytes.
+    /// Writes a name of at most [`MAX_NAME`] bytes.
     fn put_name(&mut self, name: &str);
-    /// A name and an incarnation.
+    /// Writes a name and an incarnation.
     fn put_identity(&mut self, identity: &Identity);
-    /// A region's number and key.
+    /// Writes a region's number and key.
     fn put_region(&mut self, id: RegionId, key: &RegionKey);
-    /// A field with a tag, as [`Reader::tagged`] reads it.
+    /// Writes a tagged field, as [`Reader::tagged`] reads it.
     fn put_tagged(&mut self, tag: &str, data: &[u8]);
 }
 

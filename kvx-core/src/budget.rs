@@ -1,4 +1,4 @@
-//! Limits what is in flight: across transfers, not inside one.
+//! Limits on transfers in flight. There is no limit on the size of one transfer.
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use crate::fault_injection::injected;
 use crate::sync::{Condvar, Mutex};
 use crate::{Deadline, Error, ErrorKind, Result};
 
-/// Limits on what one agent has in flight; see [`AgentBuilder::budget`](crate::AgentBuilder::budget). By default 65,536 transfers
-/// and 256 MiB of descriptions.
+/// Limits on what an agent has in flight; see
+/// [`AgentBuilder::budget`](crate::AgentBuilder::budget).
 ///
 /// ```
 /// # use kvx_core as kvx;
@@ -18,9 +18,10 @@ use crate::{Deadline, Error, ErrorKind, Result};
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Transfers that have not settled: 65,536 by default.
+    /// The number of transfers that have not settled. The default is 65,536.
     pub transfers: usize,
-    /// Bytes of the descriptions of their plans, mostly index lists of 4 bytes a block: 256 MiB by default.
+    /// The bytes of the descriptions of their plans, mostly index lists at 4 bytes a block. The
+    /// default is 256 MiB.
     pub description_bytes: usize,
 }
 
@@ -48,16 +49,19 @@ impl Budget {
         Budget { limits, used: Mutex::default(), changed: Condvar::new() }
     }
 
-    /// Takes a transfer's share. A description larger than the whole budget is taken when nothing else is in flight.
-    /// Errors: `Busy`.
+    /// Takes the share of a transfer. A description larger than the whole budget is accepted when
+    /// nothing else is in flight.
+    ///
+    /// # Errors
+    /// `Busy` if the share exceeds the budget.
     pub(crate) fn take(&self, description: usize) -> Result<()> {
         let mut used = self.used.lock();
         if !self.fits(&used, description) && !injected("budget") {
             return Err(Error::new(
                 ErrorKind::Busy,
                 format!(
-                    "{} transfers with {} bytes of descriptions are in flight, the budget is {} and {}: \
-                     wait with post_wait, or raise it when the agent is built",
+                    "{} transfers with {} bytes of descriptions are in flight, the budget is {} \
+                     and {}: wait with post_wait, or raise it when the agent is built",
                     used.transfers,
                     used.description_bytes,
                     self.limits.transfers,
@@ -88,7 +92,7 @@ impl Budget {
         }
     }
 
-    /// Fires the promise when something is given back; at once if there is room for the description.
+    /// Finishes the promise when a share is returned, or at once if the description fits.
     pub(crate) fn on_change(&self, description: usize, promise: Arc<Promise<()>>) {
         let mut used = self.used.lock();
         if self.fits(&used, description) {
@@ -99,7 +103,8 @@ impl Budget {
         }
     }
 
-    /// Blocks until nothing is in flight, or until the deadline. Says how many transfers are left.
+    /// Blocks until nothing is in flight or the deadline passes. Returns the number of transfers
+    /// left.
     pub(crate) fn drained(&self, deadline: Deadline) -> usize {
         let mut used = self.used.lock();
         while used.transfers > 0 && !deadline.passed() {

@@ -1,11 +1,11 @@
-//! The promises of a transport or a link, as data. The conformance suite asserts against exactly this.
+//! The promises of a transport or a link, as data. The conformance suite tests exactly these.
 
 use std::fmt;
 use std::time::Duration;
 
 use crate::MemoryKind;
 
-/// The part that keeps a hostile peer from memory it was not given.
+/// The barrier between a hostile peer and memory that it must not access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Isolation {
@@ -13,11 +13,11 @@ pub enum Isolation {
     Nic,
     /// The owner's own code checks each operation.
     Owner,
-    /// Only well-behaved peers are kept out: trust them, or choose another transport.
+    /// The peer's good behaviour alone: trust the peers, or choose another transport.
     Cooperative,
 }
 
-/// The cost of a connected agent without work.
+/// The CPU use of a connected agent without work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Idle {
@@ -27,31 +27,35 @@ pub enum Idle {
     Polls,
 }
 
-/// The way in which remote access to a region ends.
+/// How remote access to a region ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Revocation {
     /// By the owner alone, whatever its peers do.
     Owner,
-    /// When each connected peer has confirmed, or is dead: a stopped peer delays it.
+    /// When each connected peer has confirmed or is dead. A stopped peer delays it.
     Confirmed,
-    /// Not possible while peers live: the memory stays quarantined.
+    /// Not while peers live: the memory stays quarantined.
     Never,
 }
 
-/// What waits while a page of registered host memory does not come: userfaultfd, or a mapped file whose server hangs.
-/// Transfers end by their deadlines all the same, but for a small read that the posting thread copies itself, which may
-/// keep that thread; and other agents go on.
+/// The scope of an unresolved page fault in registered host memory (userfaultfd, or a mapped file
+/// whose server hangs): the work that it blocks.
+///
+/// Transfers still end by their deadlines, and other agents continue. The exception is a small read
+/// that the posting thread copies itself, which may block that thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum HungPageScope {
-    /// What goes on between the two agents whose transfer needs the page, and what needs the same page.
+    /// The traffic between the two agents whose transfer needs the page, and whatever needs the
+    /// same page.
     Peer,
-    /// All that the agent does over this backend whose thread touches the page: its other peers may count as lost.
+    /// All work of the agent on the thread of this backend that touches the page. Its other peers
+    /// may count as lost.
     Agent,
 }
 
-/// Something that may differ for reads and writes; mostly a yes or no.
+/// A value that may differ for reads and writes, usually a boolean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PerOp<T = bool> {
     /// For reads.
@@ -61,19 +65,19 @@ pub struct PerOp<T = bool> {
 }
 
 impl PerOp {
-    /// For neither.
+    /// For neither operation.
     pub const NEITHER: PerOp = PerOp::same(false);
-    /// For both.
+    /// For both operations.
     pub const BOTH: PerOp = PerOp::same(true);
 }
 
 impl<T: Copy> PerOp<T> {
-    /// The same for both.
+    /// Creates the same value for both operations.
     pub const fn same(value: T) -> Self {
         PerOp { read: value, write: value }
     }
 
-    /// The one for `op`.
+    /// Returns the value for `op`.
     pub fn of(self, op: crate::Op) -> T {
         match op {
             crate::Op::Read => self.read,
@@ -110,10 +114,10 @@ pub struct MemoryKinds(u8);
 impl MemoryKinds {
     /// Plain and pinned host memory.
     pub const HOST: MemoryKinds = MemoryKinds::of(&[MemoryKind::Host, MemoryKind::Pinned]);
-    /// Every kind there is.
+    /// Every kind.
     pub const ALL: MemoryKinds = MemoryKinds::of(&MemoryKind::ALL);
 
-    /// These kinds.
+    /// Creates the set of these kinds.
     pub const fn of(kinds: &[MemoryKind]) -> Self {
         let (mut bits, mut at) = (0, 0);
         while at < kinds.len() {
@@ -123,7 +127,7 @@ impl MemoryKinds {
         MemoryKinds(bits)
     }
 
-    /// True if `kind` is one of them.
+    /// Returns true if `kind` is in the set.
     pub fn contains(self, kind: MemoryKind) -> bool {
         self.0 & (1 << kind as u8) != 0
     }
@@ -145,33 +149,35 @@ impl fmt::Debug for MemoryKinds {
     }
 }
 
-/// The promises of a transport; a link may know more than its transport.
+/// The promises of a transport; a link may promise more than its transport.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capabilities {
-    /// The part that keeps a hostile peer out: one that reads, and one that writes.
+    /// The barrier against a hostile peer that reads, and against one that writes.
     pub isolation: PerOp<Isolation>,
-    /// The cost of an idle connection.
+    /// The CPU use of an idle connection.
     pub idle: Idle,
     /// Operations that need the target's CPU, and so wait while the target is stopped.
     pub target_cpu: PerOp,
-    /// The way in which remote access to a region ends.
+    /// How remote access to a region ends.
     pub revocation: Revocation,
-    /// The time until a killed peer is known to be lost; `None`: only the deadline tells.
+    /// The time within which the loss of a killed peer is reported; `None` if only the deadline
+    /// ends a transfer.
     pub peer_loss_within: Option<Duration>,
-    /// Operations that settle after a cancel although the peer is stopped.
+    /// Operations that settle after a cancel even if the peer is stopped.
     pub settles_without_peer: PerOp,
-    /// What waits for a page that does not come, of memory that is no pool of kvx's.
+    /// The work that an unresolved page fault blocks, in memory that is not a kvx pool.
     pub hung_page: HungPageScope,
-    /// True if data becomes visible at the target in the order it was posted. kvx never relies on it.
+    /// True if data becomes visible at the target in the order in which it was posted. kvx never
+    /// relies on it.
     pub ordered: bool,
-    /// Kinds of the initiator's memory.
+    /// The kinds of memory that it reaches at the initiator.
     pub local: MemoryKinds,
-    /// Kinds of the peer's memory.
+    /// The kinds of memory that it reaches at the peer.
     pub remote: MemoryKinds,
 }
 
 impl Capabilities {
-    /// Names and values, for tables and JSON.
+    /// Returns names and values, for tables and JSON.
     pub fn rows(&self) -> [(&'static str, String); 10] {
         [
             ("isolation", self.isolation.to_string()),

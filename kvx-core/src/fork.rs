@@ -1,4 +1,5 @@
-//! After `fork`, a child has none of the threads that kvx needs: its calls say so instead of hanging.
+//! Fork detection. A forked child has none of the threads that kvx needs, so its calls return an
+//! error instead of hanging.
 
 use crate::{Error, ErrorKind, Result};
 
@@ -11,13 +12,14 @@ mod imp {
     static FORKS: AtomicU64 = AtomicU64::new(0);
     static WATCH: Once = Once::new();
 
-    /// The highest descriptor that a kernel gives, unless its `fs.nr_open` was raised: those above are inherited.
+    /// The highest descriptor that the kernel assigns, unless `fs.nr_open` was raised. Children
+    /// inherit higher ones.
     const DESCRIPTORS: usize = 1 << 20;
-    /// A bit for each descriptor that is not inherited.
+    /// One bit for each descriptor that children must not inherit.
     static KEPT: [AtomicU64; DESCRIPTORS / 64] = [const { AtomicU64::new(0) }; DESCRIPTORS / 64];
-    /// Words of it that were ever used.
+    /// The number of array elements that were ever used.
     static USED: AtomicUsize = AtomicUsize::new(0);
-    /// Takes the place of such a descriptor in a child.
+    /// A descriptor of `/dev/null`, which replaces private descriptors in a child.
     static NOWHERE: AtomicI32 = AtomicI32::new(-1);
 
     extern "C" fn in_child() {
@@ -30,8 +32,9 @@ mod imp {
             let mut left = bits.load(Ordering::Relaxed);
             while left != 0 {
                 let descriptor = (word * 64) as RawFd + left.trailing_zeros() as RawFd;
-                // SAFETY: the number belongs to a `Private` of kvx, in this copy of the process as well; it goes on to
-                // name an open file. The call is allowed in a forked child.
+                // SAFETY: `descriptor` belongs to a `Private` of kvx, which the child has a copy
+                // of, and still names an open file afterwards. `dup3` is async-signal-safe, so a
+                // forked child may call it.
                 unsafe { libc::dup3(nowhere, descriptor, libc::O_CLOEXEC) };
                 left &= left - 1;
             }
@@ -40,21 +43,25 @@ mod imp {
 
     fn watch() {
         WATCH.call_once(|| {
-            // SAFETY: `in_child` uses atomics and system calls only, which is allowed in a forked child.
+            // SAFETY: `in_child` uses only atomics and async-signal-safe system calls, as a forked
+            // child must.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         });
     }
 
-    /// The number of forks between this process and the first one that asked.
+    /// Returns the number of forks between this process and the first one that called this
+    /// function.
     pub fn count() -> u64 {
         watch();
         FORKS.load(Ordering::Relaxed)
     }
 
-    /// A descriptor that a forked child does not keep open: there its number leads to `/dev/null`. Else a child that
-    /// was made without thought of kvx would hide this process's death from its peers for as long as it lives.
+    /// A descriptor that a forked child does not keep open: in the child, its number refers to
+    /// `/dev/null`. Otherwise a child that was forked without regard to kvx would hide the death of
+    /// this process from its peers as long as the child lives.
     ///
-    /// A fork in the moment in which another thread makes one, or closes it, may still inherit it.
+    /// A child may still inherit a descriptor if the fork happens while another thread creates or
+    /// closes it.
     #[derive(Debug)]
     pub struct Private(OwnedFd);
 
@@ -70,7 +77,7 @@ mod imp {
                     .compare_exchange(-1, nowhere.as_raw_fd(), Ordering::Relaxed, Ordering::Relaxed)
                     .is_ok()
                 {
-                    let _kept = nowhere.into_raw_fd(); // for the life of the process
+                    let _kept = nowhere.into_raw_fd(); // until the process ends
                 }
             }
             if let Some((word, bit)) =
@@ -85,7 +92,7 @@ mod imp {
 
     impl Drop for Private {
         fn drop(&mut self) {
-            // Before it is closed: the next owner of the number may be anybody.
+            // Before the descriptor is closed, because its number may then belong to someone else.
             if let Some((word, bit)) = place(&self.0) {
                 KEPT[word].fetch_and(!bit, Ordering::Relaxed);
             }
@@ -105,13 +112,16 @@ mod imp {
     }
 
     impl Private {
-        /// Another descriptor of the same file.
+        /// Duplicates the descriptor.
+        ///
+        /// # Errors
+        /// The error of the operating system.
         pub fn try_clone(&self) -> std::io::Result<Self> {
             Ok(self.0.try_clone()?.into())
         }
     }
 
-    /// Its word and bit in the table, if it has any.
+    /// Returns the array element and the bit of a descriptor in the table, if it has one.
     fn place(descriptor: &OwnedFd) -> Option<(usize, u64)> {
         let number =
             usize::try_from(descriptor.as_raw_fd()).ok().filter(|number| *number < DESCRIPTORS)?;
@@ -135,10 +145,10 @@ mod imp {
                 } else {
                     (None, Some(writer))
                 };
-                // SAFETY: the child makes system calls only, and ends by them.
+                // SAFETY: the child only makes async-signal-safe system calls until it ends.
                 let child = unsafe { libc::fork() };
                 if child == 0 {
-                    // SAFETY: numbers in, numbers out; the alarm ends the child.
+                    // SAFETY: these calls take and return numbers only; the alarm ends the child.
                     unsafe {
                         let open = libc::fcntl(number, libc::F_GETFD) >= 0;
                         libc::alarm(if open { 1 } else { 9 });
@@ -149,14 +159,15 @@ mod imp {
                 }
                 let begun = std::time::Instant::now();
                 drop((one, other));
-                reader.read_to_end(&mut Vec::new()).unwrap(); // ends when nobody has the other end
+                // Ends when no process holds the writer.
+                reader.read_to_end(&mut Vec::new()).unwrap();
                 let took = begun.elapsed();
                 assert_eq!(
                     private,
                     took < std::time::Duration::from_millis(700),
                     "{private}: {took:?}"
                 );
-                // SAFETY: our child, which nobody else waits for.
+                // SAFETY: `child` is this process's child, and only this test waits for it.
                 unsafe {
                     libc::kill(child, libc::SIGKILL);
                     libc::waitpid(child, std::ptr::null_mut(), 0);
@@ -164,7 +175,7 @@ mod imp {
             }
             assert!(
                 KEPT.iter().all(|word| word.load(Ordering::Relaxed) == 0),
-                "what is closed is forgotten"
+                "closed descriptors leave the table"
             );
         }
     }
@@ -172,7 +183,7 @@ mod imp {
 
 #[cfg(any(not(target_os = "linux"), kvx_portable))]
 mod imp {
-    /// Other systems are not watched.
+    /// Returns 0: forks are not detected on this system.
     pub fn count() -> u64 {
         0
     }
@@ -182,13 +193,17 @@ mod imp {
 pub use imp::Private;
 pub use imp::count;
 
-/// Fails in a process that is a fork of the one in which kvx was first used.
+/// Checks that this process is not a fork.
+///
+/// # Errors
+/// `Forked` in a child of the process in which kvx was first used.
 pub fn check() -> Result<()> {
     if count() == 0 {
         return Ok(());
     }
     Err(Error::new(
         ErrorKind::Forked,
-        "this process is a fork of one that uses kvx: start a new program (exec) and build an agent there",
+        "this process is a fork of one that uses kvx: start a new program (exec) and build an \
+         agent there",
     ))
 }

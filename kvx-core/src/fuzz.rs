@@ -1,5 +1,5 @@
-//! What the fuzz targets call, here and in the crates above: any bytes, no panic, and what was accepted is written as
-//! bytes that mean the same.
+//! Entry points of the fuzz targets, here and in the crates above. They accept any bytes, do not
+//! panic, and write what they have accepted as bytes with the same meaning.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::{Identity, Op, Result, Secret, Size};
 /// The targets, by the names of their corpora.
 pub const TARGETS: &[(&str, fn(&[u8]))] = &[("core_metadata", metadata), ("core_secret", secret)];
 
-/// An agent's metadata, and that of one region.
+/// Parses the metadata of an agent, and that of one region.
 pub fn metadata(bytes: &[u8]) {
     if let Ok(read) = Metadata::decode(bytes) {
         assert!(
@@ -31,7 +31,7 @@ pub fn metadata(bytes: &[u8]) {
     }
 }
 
-/// What was read was written as these bytes: read and written again they are the same.
+/// Checks that the bytes that were written stay the same when they are read and written again.
 fn stable(written: Result<Vec<u8>>, again: impl Fn(&[u8]) -> Result<Vec<u8>>) {
     let written =
         written.unwrap_or_else(|error| panic!("it was read, but cannot be written: {error}"));
@@ -41,14 +41,14 @@ fn stable(written: Result<Vec<u8>>, again: impl Fn(&[u8]) -> Result<Vec<u8>>) {
     }
 }
 
-/// The text of a secret's file: what is accepted is the one form that there is.
+/// Parses the text of a secret's file, and checks that only its canonical form is accepted.
 pub fn secret(bytes: &[u8]) {
     if let Some(secret) = Secret::parse(bytes) {
         assert_eq!(secret.line().trim_end().as_bytes(), bytes.trim_ascii_end());
     }
 }
 
-/// A plan of one pair as a link gets it, for the fuzz targets of transports.
+/// Creates a bound plan of one pair, for the fuzz targets of transports.
 pub fn bound(op: Op, link: LinkId, pair: Pair, local: LocalSide, remote: RemoteSide) -> BoundPlan {
     let blocks = pair.local.len() as u64 * pair.local_indices.len() as u64;
     let bytes =

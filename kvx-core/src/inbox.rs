@@ -1,4 +1,4 @@
-//! Notifications that came in: a bounded queue, and those who wait for something in it.
+//! Received notifications: a bounded queue, and the callers that wait for some of them.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Weak};
@@ -11,16 +11,16 @@ use crate::identity::{Identity, Incarnation, Sender};
 use crate::sync::{Condvar, Mutex};
 use crate::transport::QueueFull;
 
-/// Bytes from a peer, that arrived after the data they speak of.
+/// A notification from a peer, which arrived after the data that it belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Notification {
-    /// Their sender: name and incarnation.
+    /// The sender's name and incarnation.
     pub from: Identity,
     /// The bytes.
     pub bytes: Box<[u8]>,
 }
 
-/// Limits of the queue.
+/// The limits of the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct InboxLimits {
     pub(crate) count: usize,
@@ -37,7 +37,7 @@ pub(crate) struct Inbox {
     limits: InboxLimits,
     state: Mutex<InboxState>,
     arrived: Condvar,
-    /// Whoever delivers gives nobody way before.
+    /// Until this time, `deliver` does not yield the core to waiting threads.
     keeps_core_until: Mutex<Instant>,
 }
 
@@ -45,9 +45,9 @@ pub(crate) struct Inbox {
 struct InboxState {
     queue: VecDeque<Notification>,
     bytes: usize,
-    /// Somebody was told `QueueFull` since the queue last had room.
+    /// True if a transport got `QueueFull` since the queue last had space.
     refused: bool,
-    /// Nobody shall wait any more.
+    /// True once callers must not wait any more.
     closed: bool,
     expected: Vec<ExpectedSenders>,
     wakers: Vec<Waker>,
@@ -58,12 +58,12 @@ struct ExpectedSenders {
     wanted: usize,
     seen: HashSet<Identity>,
     taken: Vec<Notification>,
-    /// Gone when nobody waits any more.
+    /// Expired when no caller waits any more.
     promise: Weak<Promise<Vec<Identity>>>,
 }
 
 impl ExpectedSenders {
-    /// True if the notification is one more of those expected.
+    /// Returns true if the notification is one of those expected.
     fn wants(&mut self, from: &Identity, bytes: &[u8]) -> bool {
         *self.bytes == *bytes && (self.seen.insert(from.clone()) || injected("expect"))
     }
@@ -78,7 +78,8 @@ impl ExpectedSenders {
 }
 
 impl InboxState {
-    /// Expectations that timed out or were dropped give back what they took: a second try must find it.
+    /// Returns the notifications of expectations that timed out or were dropped to the queue, so
+    /// that a second attempt finds them.
     fn sweep(&mut self) {
         for at in (0..self.expected.len()).rev() {
             if self.expected[at].is_over() {
@@ -101,7 +102,10 @@ impl Inbox {
         }
     }
 
-    /// Takes a notification in. [`QueueFull`]: the sender's transport keeps it and stops reading.
+    /// Receives a notification.
+    ///
+    /// # Errors
+    /// [`QueueFull`]: the sender's transport keeps the notification and stops reading.
     pub(crate) fn deliver(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), QueueFull> {
         let incarnation = if injected("sender") { Incarnation([0; 16]) } else { from.incarnation };
         let from = Identity { name: from.name.into(), incarnation };
@@ -124,7 +128,8 @@ impl Inbox {
             }
             return Ok(());
         }
-        // One that is larger than all the room, as a foreign agent may send, is taken alone.
+        // A notification larger than the byte limit, as foreign agents may send, is accepted if the
+        // queue is empty.
         let fits = state.bytes == 0 || state.bytes + bytes.len() <= self.limits.bytes;
         let full = state.queue.len() >= self.limits.count || !fits;
         if full && !injected("inbox") {
@@ -147,8 +152,9 @@ impl Inbox {
         Ok(())
     }
 
-    /// Lets who waits go first on this core: the transport acknowledges next, which takes some libraries longer than
-    /// a wake-up. Where others take the core instead, for milliseconds, it is kept for sixteen times as long.
+    /// Yields the core to a waiting thread, because the transport acknowledges next, which takes
+    /// longer than a wake-up in some libraries. If other threads take the core instead, for
+    /// milliseconds, the next yield waits sixteen times as long.
     fn give_way(&self) {
         let now = Instant::now();
         if now < *self.keeps_core_until.lock() {
@@ -159,12 +165,13 @@ impl Inbox {
         *self.keeps_core_until.lock() = after + 16 * (after - now);
     }
 
-    /// The oldest notification. The flag says that the queue has room again after a `QueueFull`.
+    /// Returns the oldest notification, and true if the queue has space again after a `QueueFull`.
     pub(crate) fn take(&self) -> (Option<Notification>, bool) {
         self.take_or_wake(None)
     }
 
-    /// As [`take`](Inbox::take); without one, `waker` is woken when one arrives.
+    /// Does the work of [`take`](Inbox::take). If the queue is empty, `waker` is woken when a
+    /// notification arrives.
     pub(crate) fn take_or_wake(&self, waker: Option<&Waker>) -> (Option<Notification>, bool) {
         let mut state = self.state.lock();
         state.sweep();
@@ -184,7 +191,7 @@ impl Inbox {
         (taken, resume)
     }
 
-    /// Blocks until there may be one, or until the deadline.
+    /// Blocks until there may be a notification, or until the deadline.
     pub(crate) fn wait_until(&self, until: Option<Instant>) {
         let state = self.state.lock();
         if state.queue.is_empty() && !state.closed {
@@ -192,7 +199,7 @@ impl Inbox {
         }
     }
 
-    /// Those who wait look again now, and nobody waits from now on.
+    /// Wakes all waiters, and lets no caller wait from now on.
     pub(crate) fn close(&self) {
         self.state.lock().closed = true;
         self.wake_all();
@@ -204,9 +211,9 @@ impl Inbox {
         wakers.into_iter().for_each(Waker::wake);
     }
 
-    /// Finishes `promise` when `wanted` different senders have sent `bytes`; looks at what is queued first. The flag
-    /// says that transports hold notifications back: what is expected may be among them, and needs no room in the
-    /// queue.
+    /// Finishes `promise` when `wanted` different senders have sent `bytes`; counts queued
+    /// notifications first. Returns true if transports are holding notifications back: expected
+    /// ones may be among them, and need no space in the queue.
     pub(crate) fn wait_for_senders(
         &self,
         bytes: &[u8],
@@ -248,7 +255,7 @@ impl Inbox {
 }
 
 impl ExpectedSenders {
-    /// Says whether anybody waits for it still.
+    /// Finishes the promise. Returns false if no caller waits for it any more.
     fn finish(self) -> bool {
         let Some(promise) = self.promise.upgrade() else { return false };
         promise.finish(Ok(self.taken.into_iter().map(|notification| notification.from).collect()));

@@ -1,4 +1,4 @@
-//! How much memory is kept because somebody may still touch it: counted and said.
+//! The amount of memory that is kept because something may still touch it: counts and log lines.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -10,19 +10,19 @@ pub(crate) fn count(len: u64) {
     metrics::gauge!("kvx_quarantined_bytes").set(total as f64);
 }
 
-/// Counts memory that is never freed, and says so.
+/// Counts memory that is never freed, and logs it.
 pub(crate) fn note(len: u64, region: &str, why: &str) {
     count(len);
     say(len, region, why);
 }
 
-/// Takes memory out of the count: it is free after all.
+/// Subtracts memory that can be freed after all from the count.
 pub(crate) fn discount(len: u64) {
     let total = BYTES.fetch_sub(len, Ordering::Relaxed) - len;
     metrics::gauge!("kvx_quarantined_bytes").set(total as f64);
 }
 
-/// Says that memory is kept.
+/// Logs that memory is kept.
 pub(crate) fn say(len: u64, region: &str, why: &str) {
     tracing::warn!(
         region,
@@ -32,7 +32,8 @@ pub(crate) fn say(len: u64, region: &str, why: &str) {
     );
 }
 
-/// Bytes of memory that this process keeps because remote access to it is not proven ended.
+/// Returns the number of bytes that this process keeps because remote access to them is not proven
+/// to have ended.
 pub fn quarantined_bytes() -> u64 {
     BYTES.load(Ordering::Relaxed)
 }

@@ -1,4 +1,5 @@
-//! Models of what threads of core's do to each other, in every order that there can be: `cargo xtask loom`.
+//! Loom models of how threads of core interact, in every possible order: run them with `cargo xtask
+//! loom`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +13,8 @@ use crate::region::core_of;
 use crate::ticket::Ticket;
 use crate::transport::LocalRegion;
 
-/// Never reached: a model has no time, and a wait that nobody ends is a deadlock, which fails it.
+/// Never reached: a model has no time, and a wait that does not end is a deadlock, which fails the
+/// model.
 const LONG: Duration = Duration::from_secs(3600);
 
 #[test]
@@ -40,7 +42,7 @@ fn a_future_is_woken_by_its_result() {
     });
 }
 
-/// A registration whose revocation settles at once, if nobody uses the memory then.
+/// A registration whose revocation settles at once. It checks that no transfer uses the memory.
 struct Unused(Arc<AtomicUsize>);
 
 impl LocalRegion for Unused {

@@ -1,6 +1,7 @@
-//! "Did you mean": the candidate nearest to a name that is not one.
+//! Suggestions for misspelt names.
 
-/// The candidate that takes the fewest edits from `name`, letter case aside, if that is at most about half its letters.
+/// Returns the candidate that takes the fewest edits from `name`, ignoring letter case, if the
+/// edits are at most about half the candidate's letters.
 ///
 /// ```
 /// assert_eq!(kvx_core::backend::nearest("UXC", ["UCX", "TCP"]), Some("UCX"));
@@ -16,7 +17,7 @@ pub fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) ->
         .map(|(_, candidate)| candidate)
 }
 
-/// Edits between two words: insert, delete, replace, or swap two neighbours.
+/// Returns the number of edits between two strings: insert, delete, replace, or swap neighbours.
 fn distance(a: &str, b: &str) -> usize {
     let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
     let mut rows = vec![vec![0; b.len() + 1]; a.len() + 1];

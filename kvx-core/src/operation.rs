@@ -1,4 +1,4 @@
-//! Which way a transfer moves, and how much.
+//! The direction and the size of a transfer.
 
 use std::fmt;
 
@@ -23,12 +23,12 @@ impl fmt::Display for Op {
 /// The amount that a plan moves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Size {
-    /// Bytes.
+    /// The number of bytes.
     pub bytes: u64,
-    /// Blocks: indices times grids.
+    /// The number of blocks: indices times grids.
     pub blocks: u64,
-    /// Contiguous pieces that are left when neighbours on both sides are merged.
+    /// The number of contiguous pieces after merging blocks that are adjacent on both sides.
     pub segments: u64,
-    /// Bytes that the description takes.
+    /// The size of the description in bytes.
     pub(crate) description: usize,
 }

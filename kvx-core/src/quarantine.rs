@@ -1,24 +1,25 @@
-//! Memory that may still be touched by somebody: kept, counted and said, never freed.
+//! Quarantine of memory that something may still touch: it is kept, counted and reported, but not
+//! freed.
 
 use std::sync::Arc;
 
 use crate::{Memory, kept};
 
-/// Memory in quarantine. Dropping it says that the access is proven ended after all.
+/// Memory in quarantine. Dropped once the access is proven to have ended.
 pub(crate) struct Quarantined(Arc<Memory>);
 
-/// Puts memory into quarantine; [`warn`] says so.
+/// Puts memory into quarantine; [`warn`] logs it.
 pub(crate) fn hold(memory: Arc<Memory>) -> Quarantined {
     kept::count(memory.len() as u64);
     Quarantined(memory)
 }
 
-/// Says that memory is in quarantine.
+/// Logs that memory is in quarantine.
 pub(crate) fn warn(memory: &Memory, region: &str, why: &str) {
     kept::say(memory.len() as u64, region, why);
 }
 
-/// Keeps memory in quarantine for the life of the process.
+/// Keeps memory in quarantine until the process ends.
 pub fn quarantine_for_ever(memory: Arc<Memory>, region: &str, why: &str) {
     warn(&memory, region, why);
     std::mem::forget(hold(memory));

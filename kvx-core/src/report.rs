@@ -1,4 +1,4 @@
-//! What a transfer has moved.
+//! The report of what a transfer has moved.
 
 use std::time::Duration;
 
@@ -6,16 +6,16 @@ use std::time::Duration;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Report {
-    /// Bytes moved.
+    /// The number of bytes moved.
     pub bytes: u64,
-    /// Blocks moved.
+    /// The number of blocks moved.
     pub blocks: u64,
-    /// Contiguous pieces that were left after merging neighbours.
+    /// The number of contiguous pieces after merging adjacent blocks.
     pub segments: u64,
-    /// The time that the post kept its caller.
+    /// How long the post blocked its caller.
     pub post_time: Duration,
-    /// From the post until the data had arrived.
+    /// The time from the post until the data had arrived.
     pub transfer_time: Duration,
-    /// The backend that carried it.
+    /// The backend that carried the transfer.
     pub backend: &'static str,
 }

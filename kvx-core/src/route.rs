@@ -1,22 +1,23 @@
-//! Which backend serves a peer, and why not another.
+//! The route to a peer: which backend serves it, and why the others do not.
 
 use std::fmt;
 
 use crate::Error;
 
-/// The answer of [`Peer::route`](crate::Peer::route): every backend that was considered, in order of preference.
+/// The result of [`Peer::route`](crate::Peer::route): every backend that was considered, in order
+/// of preference.
 #[derive(Clone, Debug)]
 pub struct Route {
-    /// The backends and what became of them.
+    /// The backends and their state.
     pub candidates: Vec<RouteCandidate>,
 }
 
-/// One backend of a route.
+/// A backend of a route.
 #[derive(Clone, Debug)]
 pub struct RouteCandidate {
-    /// Its name.
+    /// The backend's name.
     pub backend: &'static str,
-    /// Its state.
+    /// The backend's state.
     pub verdict: Verdict,
 }
 
@@ -24,18 +25,18 @@ pub struct RouteCandidate {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Verdict {
-    /// Connected; how it reaches the peer's memory.
+    /// Connected, with a description of how it reaches the peer's memory.
     Up(String),
     /// Connecting.
     Opening,
-    /// Not needed so far: it comes after one that works.
+    /// Not needed so far, because a backend before it works.
     Standby,
-    /// It cannot serve this peer.
+    /// Unable to serve this peer.
     Refused(Error),
 }
 
 impl Route {
-    /// The backend that serves what it can: the first that is connected.
+    /// Returns the backend that carries transfers where it can: the first that is connected.
     pub fn chosen(&self) -> Option<&'static str> {
         self.candidates
             .iter()

@@ -1,4 +1,5 @@
-//! Metrics by the `metrics` facade, and a `tracing` span per transfer: nothing without a recorder or a subscriber.
+//! Metrics through the `metrics` facade, and a `tracing` span per transfer. Without a recorder or a
+//! subscriber, neither has an effect.
 
 use std::time::Duration;
 
@@ -7,8 +8,8 @@ use metrics::{Counter, Histogram};
 use crate::operation::{Op, Size};
 use crate::{Error, ErrorKind};
 
-/// Says what the metrics mean to a recorder; call it once after installing one. An agent reports to the recorder that
-/// is installed when the agent is built.
+/// Describes the metrics to the recorder. Call it once after installing one. An agent reports to
+/// the recorder that is installed when the agent is built.
 pub fn describe_metrics() {
     use metrics::{Unit, describe_counter, describe_gauge, describe_histogram};
     describe_counter!(
@@ -44,11 +45,12 @@ pub fn describe_metrics() {
     describe_gauge!(
         "kvx_quarantined_bytes",
         Unit::Bytes,
-        "Memory kept because remote access is not proven ended"
+        "Memory kept because remote access is not proven to have ended"
     );
 }
 
-/// The metrics of one backend of one agent, looked up once: a look-up per transfer would cost more than a small read.
+/// The metrics of one backend of one agent, looked up once. A lookup per transfer would cost more
+/// than a small read.
 pub(crate) struct Meters {
     read: OpMeters,
     write: OpMeters,
@@ -99,7 +101,8 @@ pub(crate) fn failed(error: &Error) {
     metrics::counter!("kvx_failures_total", "kind" => label(error.kind())).increment(1);
 }
 
-/// Returns the label of an error's kind. Two kinds have one label: dashboards know both as `denied`.
+/// Returns the metric label of an error kind. Two kinds share the label `denied`, which dashboards
+/// rely on.
 fn label(kind: ErrorKind) -> &'static str {
     match kind {
         ErrorKind::Authentication | ErrorKind::PermissionDenied => "denied",

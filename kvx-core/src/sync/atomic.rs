@@ -1,6 +1,8 @@
-//! Loom's atomics for models. Loom takes `SeqCst` of an access for acquire and release, and would find orders that
-//! there are not; of a fence it does not: so each such access stands between two.
-//! kvx-backend's models have this file too.
+//! Loom's atomics for models.
+//!
+//! Loom treats a `SeqCst` access as acquire and release only, and would explore orders that cannot
+//! happen. It handles `SeqCst` fences correctly, so each such access stands between two fences.
+//! kvx-backend's models include this file too.
 #![allow(dead_code, reason = "no crate's models use all of it")]
 
 pub(crate) use loom::sync::atomic::Ordering;

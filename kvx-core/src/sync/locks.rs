@@ -1,9 +1,9 @@
-//! A mutex without poisoning, and a condition that costs nothing where nobody waits for it.
+//! A mutex without poisoning, and a condition variable that costs nothing while no thread waits.
 
 use std::sync::{PoisonError, TryLockError};
 use std::time::Instant;
 
-// Models of this crate (`cargo xtask loom`) run on what tries every order.
+// Loom's types try every order in the models of this crate (`cargo xtask loom`).
 #[cfg(all(test, kvx_loom))]
 use loom::sync;
 #[cfg(not(all(test, kvx_loom)))]
@@ -13,34 +13,34 @@ use super::atomic::{AtomicUsize, Ordering};
 
 pub use sync::MutexGuard;
 
-/// `std::sync::Mutex`, except that a panicked holder does not poison it.
+/// A `std::sync::Mutex` that a panic of its holder does not poison.
 #[derive(Debug, Default)]
 pub struct Mutex<T>(sync::Mutex<T>);
 
 impl<T> Mutex<T> {
-    /// Holds `value`.
+    /// Creates a mutex that holds `value`.
     #[cfg(not(all(test, kvx_loom)))]
     pub const fn new(value: T) -> Self {
         Mutex(sync::Mutex::new(value))
     }
 
-    /// Holds `value`.
+    /// Creates a mutex that holds `value`.
     #[cfg(all(test, kvx_loom))]
     pub fn new(value: T) -> Self {
         Mutex(sync::Mutex::new(value))
     }
 
-    /// Waits for the lock.
+    /// Blocks until it has the lock.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The value of a mutex that nobody else can reach.
+    /// Returns the value; exclusive access needs no lock.
     pub fn get_mut(&mut self) -> &mut T {
         self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The lock, if nobody holds it.
+    /// Takes the lock if it is free.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         match self.0.try_lock() {
             Ok(guard) => Some(guard),
@@ -50,28 +50,29 @@ impl<T> Mutex<T> {
     }
 }
 
-/// `std::sync::Condvar` for [`Mutex`], except that notifying nobody costs no system call.
+/// A `std::sync::Condvar` for [`Mutex`] that makes no system call to notify if no thread waits.
 #[derive(Debug, Default)]
 pub struct Condvar {
     inner: sync::Condvar,
-    /// Changed under the mutex only: who changes what is waited for, and then notifies, sees all who wait for it.
+    /// Changed only under the mutex. A thread that changes the awaited state under the mutex and
+    /// then notifies sees every waiter.
     waiting: AtomicUsize,
 }
 
 impl Condvar {
-    /// Nobody waits yet.
+    /// Creates a condition variable without waiters.
     #[cfg(not(all(test, kvx_loom)))]
     pub const fn new() -> Self {
         Condvar { inner: sync::Condvar::new(), waiting: AtomicUsize::new(0) }
     }
 
-    /// Nobody waits yet.
+    /// Creates a condition variable without waiters.
     #[cfg(all(test, kvx_loom))]
     pub fn new() -> Self {
         Condvar { inner: sync::Condvar::new(), waiting: AtomicUsize::new(0) }
     }
 
-    /// Wakes everybody who waits. Returns whether anybody did.
+    /// Wakes all waiting threads. Returns false if there were none.
     pub fn notify_all(&self) -> bool {
         let awaited = self.waiting.load(Ordering::Relaxed) > 0;
         if awaited {
@@ -80,7 +81,7 @@ impl Condvar {
         awaited
     }
 
-    /// Waits for a notification, or until `until`; spurious wake-ups happen.
+    /// Waits for a notification, at the latest until `until`; may also wake spuriously.
     pub fn wait_until<'a, T>(
         &self,
         guard: MutexGuard<'a, T>,

@@ -1,5 +1,6 @@
-//! Locks that ThreadSanitizer sees all of, with `--cfg kvx_tsan`: the standard library's own waits are not
-//! instrumented, and what they order would be reported as races. These wait by looking again.
+//! Locks that ThreadSanitizer understands, for `--cfg kvx_tsan`. The standard library's waits are
+//! not instrumented, so ThreadSanitizer would report what they order as races. These locks poll
+//! instead.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -10,28 +11,28 @@ use std::time::{Duration, Instant};
 /// How long a wait sleeps before it looks again.
 const PAUSE: Duration = Duration::from_micros(200);
 
-/// As the other `Mutex` of this name.
+/// The counterpart of the regular `Mutex`.
 #[derive(Default)]
 pub struct Mutex<T> {
     is_locked: AtomicBool,
-    /// Locked by whoever has set the flag: nobody ever waits for it.
+    /// Locked only by the thread that has set the flag, so that locking it never blocks.
     value: sync::Mutex<T>,
 }
 
-/// The lock, until it is dropped.
+/// The lock, held until the guard is dropped.
 pub struct MutexGuard<'a, T> {
     mutex: &'a Mutex<T>,
-    /// There until the drop.
+    /// `Some` until the drop.
     value: Option<sync::MutexGuard<'a, T>>,
 }
 
 impl<T> Mutex<T> {
-    /// Holds `value`.
+    /// Creates a mutex that holds `value`.
     pub const fn new(value: T) -> Self {
         Mutex { is_locked: AtomicBool::new(false), value: sync::Mutex::new(value) }
     }
 
-    /// Waits for the lock.
+    /// Blocks until it has the lock.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         loop {
             match self.try_lock() {
@@ -41,12 +42,12 @@ impl<T> Mutex<T> {
         }
     }
 
-    /// The value of a mutex that nobody else can reach.
+    /// Returns the value; exclusive access needs no lock.
     pub fn get_mut(&mut self) -> &mut T {
         self.value.get_mut().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The lock, if nobody holds it.
+    /// Takes the lock if it is free.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         self.is_locked.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).ok()?;
         let value = self.value.lock().unwrap_or_else(PoisonError::into_inner);
@@ -81,22 +82,22 @@ impl<T> fmt::Debug for Mutex<T> {
     }
 }
 
-/// As the other `Condvar` of this name.
+/// The counterpart of the regular `Condvar`.
 #[derive(Debug, Default)]
 pub struct Condvar;
 
 impl Condvar {
-    /// Nobody waits yet.
+    /// Creates a condition variable.
     pub const fn new() -> Self {
         Condvar
     }
 
-    /// Who waits looks by itself. Returns that nobody was woken.
+    /// Does nothing, because waiters poll. Returns false: no thread was woken.
     pub fn notify_all(&self) -> bool {
         false
     }
 
-    /// Wakes up a while later, or at `until`.
+    /// Sleeps for `PAUSE`, at the latest until `until`.
     pub fn wait_until<'a, T>(
         &self,
         guard: MutexGuard<'a, T>,

@@ -356,7 +356,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_kind_has_a_word_of_its_own() {
+    fn every_kind_has_a_name_of_its_own() {
         let mut words: Vec<_> = ErrorKind::ALL.iter().map(|kind| kind.as_str()).collect();
         words.sort_unstable();
         words.dedup();

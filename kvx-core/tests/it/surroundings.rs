@@ -1,4 +1,4 @@
-//! Limits and environment variables of the process.
+//! The limits and environment variables of the process.
 
 use kvx_core::{ErrorKind, Memory, Secret};
 use kvx_testkit::{is_own_process, run_in_own_process, test};
@@ -7,20 +7,20 @@ use kvx_testkit::{is_own_process, run_in_own_process, test};
 fn a_pool_that_cannot_be_locked_names_the_limit_and_the_cure() {
     let none = rustix::process::Rlimit { current: Some(0), maximum: Some(0) };
     rustix::process::setrlimit(rustix::process::Resource::Memlock, none).unwrap();
-    // SAFETY: plain system call; root is not bound by the limit, so this process stops being root.
+    // SAFETY: a plain system call. Root is exempt from the limit, so this process gives up root.
     unsafe { libc::setresuid(65_534, 65_534, 65_534) };
     let error = Memory::pool(1 << 20).lock(true).build().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Exhausted);
     for word in ["RLIMIT_MEMLOCK is 0 bytes", "ulimit -l", "LimitMEMLOCK="] {
         assert!(error.to_string().contains(word), "{word} is missing in: {error}");
     }
-    Memory::pool(1 << 20).build().unwrap(); // without the lock it is still to be had
+    Memory::pool(1 << 20).build().unwrap(); // it can still be built without the lock
 }
 
 #[test]
 fn the_secret_comes_from_the_environment_or_is_an_error() {
     const TITLE: &str = "surroundings::the_secret_comes_from_the_environment_or_is_an_error";
-    /// What a process with its own environment is to find.
+    /// The variable that tells a child process what result to expect.
     const EXPECTED: &str = "KVX_TEST_EXPECTED";
     if is_own_process() {
         let found = match Secret::from_environment() {

@@ -1,4 +1,4 @@
-//! Who speaks to agents that are not kvx.
+//! Which backend connects to agents that are not kvx.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use kvx_testkit::test;
 
 use super::still::Still;
 
-/// Whom an agent with these backends has speak to foreign agents of this kind.
+/// Returns the backend that an agent with these backends uses for foreign agents of this kind.
 fn speaker(backends: &[&str], kind: &str) -> Result<String> {
     let mut registry = Registry::new();
     for (name, speaks_for) in
@@ -38,7 +38,11 @@ fn who_speaks_for_a_backend_goes_before_it_wherever_the_list_has_them() {
     }
     assert_eq!(speaker(&["RIXL", "MOONCAKE"], "mooncake").unwrap(), "MOONCAKE");
     let silent = speaker(&["UCX", "MOONCAKE"], "UCX").unwrap_err();
-    assert_eq!(silent.kind(), ErrorKind::Unsupported, "it is open, and speaks to kvx alone");
+    assert_eq!(
+        silent.kind(),
+        ErrorKind::Unsupported,
+        "it is open, but connects to kvx agents only"
+    );
     let absent = speaker(&["UCX", "MOONCAKE"], "RIXL").unwrap_err();
     assert_eq!(absent.kind(), ErrorKind::NoRoute);
     assert!(absent.to_string().contains("name RIXL in `backends`"), "{absent}");

@@ -1,4 +1,4 @@
-//! A transport that does not close: everybody else goes on.
+//! A transport that does not close delays no other transport.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
@@ -10,7 +10,7 @@ use kvx_testkit::test;
 
 use super::still::Still;
 
-/// A backend that is opened without a list, and closes so.
+/// Returns a backend that opens without being named, and closes by `shutdown`.
 fn closing_by(
     name: &'static str,
     order: u32,
@@ -27,8 +27,11 @@ fn a_transport_that_does_not_close_keeps_neither_the_shutdown_nor_the_other_ones
     let others = Arc::clone(&closed);
     let mut registry = Registry::new();
     let stuck = move |done: Ticket| {
-        // Until the other end is dropped; at most as long as the test would take to notice.
-        end.lock().expect("nobody panics with it").recv_timeout(Duration::from_secs(10)).ok();
+        // Blocks until the other end is dropped, or until the test would have failed.
+        end.lock()
+            .expect("no thread panics while holding it")
+            .recv_timeout(Duration::from_secs(10))
+            .ok();
         done.settle(Ok(()));
     };
     let fine = move |done: Ticket| {
@@ -48,13 +51,13 @@ fn a_transport_that_does_not_close_keeps_neither_the_shutdown_nor_the_other_ones
 }
 
 #[test]
-fn a_shutdown_waits_for_threads_that_end_after_the_last_word() {
+fn a_shutdown_waits_for_threads_that_end_after_the_ticket_settles() {
     let ended = Arc::new(AtomicUsize::new(0));
     let counts = Arc::clone(&ended);
     let mut registry = Registry::new();
     let slow = move |done: Ticket| {
         done.settle(Ok(()));
-        std::thread::sleep(Duration::from_millis(50)); // as a thread that is joined
+        std::thread::sleep(Duration::from_millis(50)); // like a thread that is joined
         counts.fetch_add(1, Ordering::SeqCst);
     };
     registry.add(closing_by("SLOW", 0, slow)).unwrap();

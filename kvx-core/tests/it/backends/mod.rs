@@ -1,4 +1,4 @@
-//! How core treats its backends, shown by some that move nothing.
+//! How core treats its backends, tested with backends that move nothing.
 
 mod foreign;
 mod hanging;

@@ -1,4 +1,5 @@
-//! What a name stands for: unknown, not compiled in, unavailable and not released are four different sentences.
+//! The messages for names of backends that are unknown, not compiled in, unavailable or not
+//! released.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,7 +20,7 @@ const KNOWN: &[BackendName] = &[
     BackendName { name: "WIRE", aliases: &[], feature: Some("wire") },
 ];
 
-/// A backend that is as available as the test wants, and cannot be opened.
+/// A backend that is available if the test wants it, and cannot be opened.
 struct Stub {
     name: &'static str,
     order: u32,
@@ -115,8 +116,8 @@ fn an_unavailable_backend_names_library_variable_attempts_and_cure() {
         sentence(&registry, "Ucx"),
         (
             ErrorKind::Unavailable,
-            "backend UCX is unavailable: libucp.so.0 not found (KVX_UCX_LIB unset; tried libucp.so.0, libucp.so): \
-             apt install libucx0, or set KVX_UCX_LIB to the file"
+            "backend UCX is unavailable: libucp.so.0 not found (KVX_UCX_LIB unset; tried \
+             libucp.so.0, libucp.so): apt install libucx0, or set KVX_UCX_LIB to the file"
                 .into()
         )
     );
@@ -163,7 +164,7 @@ fn a_backend_that_no_table_knows_is_added_at_run_time() {
     registry.add(Stub::working("WIRE", 2)).unwrap().add(Stub::working("HOMEMADE", 1)).unwrap();
     assert_eq!(registry.names(), ["UCX", "LIBFABRIC", "RIXL", "WIRE", "HOMEMADE"]);
     let order: Vec<_> = registry.factories().iter().map(|factory| factory.name()).collect();
-    assert_eq!(order, ["HOMEMADE", "WIRE"], "by the order that they ask for");
+    assert_eq!(order, ["HOMEMADE", "WIRE"], "in the order of their placement");
     let (_, standing) = registry.status("homemade", &Options::new()).unwrap();
     assert!(matches!(standing, BackendStatus::Available(_)));
     let taken = registry.add(Stub::working("WIRE", 3)).unwrap_err();
@@ -185,7 +186,8 @@ fn an_agent_that_is_built_says_the_same_sentences() {
     for name in ["UXC", "LIBFABRIC", "NIXL", "ucx"] {
         assert_eq!(refused(&[name]), sentence(&registry, name));
     }
-    // One misspelt name spoils a list, so that nobody runs over a backend that was not meant.
+    // One misspelt name fails the whole list, so that an agent does not run over an unintended
+    // backend.
     assert_eq!(refused(&["WIRE", "UXC"]), sentence(&registry, "UXC"));
     let (kind, both) = refused(&["UCX", "LIBFABRIC"]);
     assert_eq!(kind, ErrorKind::NoRoute);
@@ -197,7 +199,7 @@ fn an_agent_that_is_built_says_the_same_sentences() {
     assert!(empty.contains("an empty list of backends"), "{empty}");
 }
 
-/// A stub by another word about who is heard.
+/// A stub with another admission.
 struct Admits(Stub, Admission);
 
 impl Factory for Admits {
@@ -223,7 +225,7 @@ impl Factory for Admits {
 }
 
 #[test]
-fn with_a_secret_a_library_that_asks_for_none_is_opened_in_words_only() {
+fn with_a_secret_a_library_that_checks_none_opens_only_if_named_unauthenticated() {
     let mut registry = Registry::new().with_names(KNOWN);
     registry.add(Admits(Stub::working("RIXL", 1), Admission::Open)).unwrap();
     registry.add(Admits(Stub::working("WIRE", 2), Admission::Keys)).unwrap();

@@ -35,14 +35,14 @@ pub(crate) fn availability() -> Availability {
     }
 }
 
-/// It is there, can be opened, and does no more than its fields say.
+/// A backend that can be opened, and does no more than its fields say.
 #[derive(Clone)]
 pub(crate) struct Still {
     pub(crate) name: &'static str,
     pub(crate) placement: Placement,
-    /// What it tells agents that are not kvx; without that it speaks to none.
+    /// The metadata that it gives to foreign agents; `None` if it connects to kvx agents only.
     pub(crate) foreign_metadata: Option<&'static str>,
-    /// How it closes, and says so.
+    /// Closes the transport and settles the ticket.
     pub(crate) shutdown: Arc<dyn Fn(Ticket) + Send + Sync>,
 }
 

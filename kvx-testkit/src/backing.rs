@@ -1,4 +1,4 @@
-//! Memory of regions.
+//! The kinds of memory for regions.
 
 use std::sync::Arc;
 
@@ -13,17 +13,19 @@ use crate::pattern;
 pub enum Backing {
     /// A kvx pool.
     Pool,
-    /// Host memory of the program's.
+    /// Host memory of the program.
     Owned,
     /// Memory of the setup's device.
     Device,
-    /// Host memory that peers may only read, of one content.
+    /// Host memory with a constant content, which peers may only read.
     Shared,
 }
 
 impl Backing {
-    /// `len` bytes of it with content `seed`, else zeros; `device` gives the device's. Fails when
-    /// there is none.
+    /// Allocates `len` bytes with content `seed`, or zeros. Device memory comes from `device`.
+    ///
+    /// # Errors
+    /// `Invalid` if device memory is requested without a device; an error of the allocation.
     pub(crate) fn memory(
         self,
         len: usize,
@@ -44,10 +46,11 @@ impl Backing {
         if self != Backing::Shared {
             return Ok(memory);
         }
-        // SAFETY: the memory that is kept has these bytes, and nobody writes to them from now on.
+        // SAFETY: the new memory keeps the old one alive, and nothing writes to its bytes from now
+        // on.
         Ok(unsafe { Memory::adopt_shared(memory.as_ptr(), len, memory) })
     }
 }
 
-/// Gives the device of this process: the same one at each call.
+/// A function that returns the device of this process, the same one at each call.
 pub type DeviceSource = fn() -> kvx_core::Result<Arc<dyn Device>>;

@@ -1,16 +1,16 @@
-//! Replays what fuzzing found: files of the repository's `fuzz/corpus`, a folder for each target.
+//! Replays the inputs that fuzzing found: the files of the repository's `fuzz/corpus`, with a
+//! folder for each target.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// The longest that one input may take: libFuzzer calls it a hang after as long.
+/// The maximum time for one input, after which libFuzzer calls it a hang.
 const LONGEST: Duration = Duration::from_secs(10);
 
 /// Calls each target with each file of its corpus.
 ///
 /// # Panics
-///
-/// As the target does, with the file's name on standard error; for a target without a file.
+/// If a target panics, with the name of the file on standard error, or if a target has no file.
 pub fn replay(targets: &[(&str, fn(&[u8]))]) {
     let corpus = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../fuzz/corpus"));
     targets.iter().for_each(|(name, target)| replay_one(&corpus.join(name), *target));

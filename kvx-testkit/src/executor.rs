@@ -1,4 +1,4 @@
-//! A future, run to its end on the calling thread.
+//! An executor that runs a future on the calling thread.
 
 use std::future::Future;
 use std::pin::pin;
@@ -14,7 +14,7 @@ impl Wake for Unpark {
     }
 }
 
-/// Runs a future on this thread. Core's futures all end by their deadlines, so this does.
+/// Runs a future on this thread. It returns, because core's futures all end by their deadlines.
 pub fn run<F: Future>(future: F) -> F::Output {
     let mut future = pin!(future);
     let waker = Waker::from(Arc::new(Unpark(std::thread::current())));

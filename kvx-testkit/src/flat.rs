@@ -5,15 +5,15 @@ use std::time::{Duration, Instant};
 use crate::check::{Check, Failure};
 use crate::process_state::ResourceUsage;
 
-/// The number of looks at them.
+/// The number of measurements.
 const LOOKS: usize = 12;
-/// Looks that are the first ones, and as many the last ones.
+/// The number of measurements at the start, and at the end, that are compared.
 const QUARTER: usize = LOOKS / 4;
 
-/// Has `work` done again and again for `time`, and has `look` say twelve times meanwhile what two
-/// processes hold; it is told the time that has passed. Fails if each of the last looks finds more
-/// of anything than any of the first, by more than the ups and downs of work: what killed peers
-/// have left has `patience` after the end to go.
+/// Repeats `work` for `time`. Meanwhile, `look` measures the resources of two processes twelve
+/// times; its argument is the time since the start. Fails if each of the last measurements finds
+/// more of some resource than any of the first, by more than work usually varies. What killed peers
+/// have left may take up to `patience` after the end to disappear.
 ///
 /// # Errors
 /// The resource that has grown, or an error of `work` or `look`.
@@ -44,7 +44,8 @@ pub fn stays_flat<State>(
     }
 }
 
-/// Returns the resource of which each of the last looks found more than any of the first.
+/// Returns the resource that has grown: each of the last measurements found more of it than any of
+/// the first.
 fn grown(looks: &[[ResourceUsage; 2]]) -> Option<String> {
     [0, 1].into_iter().find_map(|process| {
         let of = |looks: &[[ResourceUsage; 2]]| {
@@ -63,7 +64,8 @@ mod tests {
     const HELD: ResourceUsage =
         ResourceUsage { descriptors: 20, threads: 5, memory: 100, mappings: 400, quarantined: 0 };
 
-    /// Looks at a process that holds so many MiB at each, beside one that does not change.
+    /// Measures a process that uses `memory` MiB at each measurement, and another one that does not
+    /// change.
     fn grown_by(memory: impl Fn(u64) -> u64) -> Option<String> {
         let looks: Vec<_> = (1..=LOOKS as u64)
             .map(|at| [HELD, ResourceUsage { memory: memory(at), ..HELD }])

@@ -1,5 +1,5 @@
-//! A bounded, seeded mutation fuzz: the same cases in every run. `cargo xtask fuzz` runs the same
-//! functions without bounds.
+//! A bounded fuzzer that mutates seeds, with the same cases in every run. `cargo xtask fuzz` runs
+//! the same functions without bounds.
 
 use crate::random::Random;
 
@@ -7,13 +7,13 @@ fn pick<'a, T: AsRef<[u8]>>(random: &mut Random, from: &'a [T]) -> &'a [u8] {
     from.get(random.below(from.len())).map_or(&[], AsRef::as_ref)
 }
 
-/// Some bytes out of these.
+/// Returns a random part of the bytes.
 fn part<'a>(random: &mut Random, of: &'a [u8], longest: usize) -> &'a [u8] {
     let from = random.below(of.len() + 1);
     &of[from..(from + random.below(longest)).min(of.len())]
 }
 
-/// One of the seeds with one to six changes.
+/// Returns one of the seeds with one to six changes.
 fn mutated(
     random: &mut Random,
     seeds: &[impl AsRef<[u8]>],
@@ -44,12 +44,11 @@ fn mutated(
     bytes
 }
 
-/// Calls `check` with each seed, and with `cases` mutations of them. `pieces` are what its grammar
-/// is made of, and its limits.
+/// Calls `check` with each seed, and with `cases` mutations of them. `pieces` are tokens of the
+/// input's grammar, and its limits.
 ///
 /// # Panics
-///
-/// As `check` does; the bytes are on standard error.
+/// If `check` panics; the bytes are then on standard error.
 pub fn fuzz(
     name: &str,
     seeds: &[impl AsRef<[u8]>],

@@ -6,8 +6,8 @@ use kvx_core::{Agent, Grid, Memory, Plan, Result};
 
 use crate::check::CUT_OFF;
 
-/// Has `reader` connect to the owner of this metadata, read a block of its region `kv` of 64 KiB,
-/// and go. Says how long it waited for the block.
+/// Connects `reader` to the owner of this metadata, reads a block of its region `kv` of 64 KiB, and
+/// shuts `reader` down. Returns how long it waited for the block.
 ///
 /// # Errors
 /// The errors of the agent.
@@ -24,11 +24,11 @@ pub fn newcomer(reader: &Agent, owner: &[u8]) -> Result<Duration> {
     Ok(waited)
 }
 
-/// Newcomers one after another while something goes on. Gives what it came to.
+/// Runs newcomers one after another while `trouble` runs. Returns the result of `trouble`.
 ///
 /// # Panics
-/// When one is not served in time, or most of them wait longer than a second: tests beside this one
-/// may keep some waiting.
+/// If a newcomer is not served in time, or if most of them wait longer than a second. Concurrent
+/// tests may delay some of them.
 #[expect(clippy::expect_used, reason = "a test that cannot go on must fail")]
 pub fn newcomers_amid<T: Send>(
     reader: impl Fn() -> Agent,
@@ -43,6 +43,6 @@ pub fn newcomers_amid<T: Send>(
         }
         waits.sort_unstable();
         assert!(waits[waits.len() / 2] < Duration::from_secs(1), "newcomers waited {waits:?}");
-        trouble.join().expect("the trouble comes to something")
+        trouble.join().expect("the trouble does not panic")
     })
 }

@@ -1,14 +1,14 @@
-//! Content that can be computed at both ends: each byte follows from a seed and its offset.
+//! Content that both ends can compute: each byte depends only on a seed and its offset.
 
 use kvx_core::{Memory, Result};
 
-/// The byte at `offset` of content `seed`.
+/// Returns the byte at `offset` of content `seed`.
 pub fn byte_at(seed: u64, offset: u64) -> u8 {
     word(seed, offset / 8).to_le_bytes()[(offset % 8) as usize]
 }
 
 fn word(seed: u64, index: u64) -> u64 {
-    // A finaliser of the splitmix family: neighbouring inputs give unrelated words.
+    // A finaliser of the splitmix family: neighbouring inputs give unrelated outputs.
     let mut mixed = index
         .wrapping_add(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15))
         .wrapping_add(0x9E37_79B9_7F4A_7C15);
@@ -17,7 +17,7 @@ fn word(seed: u64, index: u64) -> u64 {
     mixed ^ (mixed >> 31)
 }
 
-/// `len` bytes of content `seed` from `offset`.
+/// Returns `len` bytes of content `seed` from `offset`.
 pub(crate) fn bytes(seed: u64, offset: u64, len: usize) -> Vec<u8> {
     let first = offset / 8;
     let words = (offset % 8 + len as u64).div_ceil(8);
@@ -32,6 +32,9 @@ pub(crate) fn bytes(seed: u64, offset: u64, len: usize) -> Vec<u8> {
 }
 
 /// Fills memory with content `seed`.
+///
+/// # Errors
+/// The errors of [`Memory::copy_in`].
 pub fn fill(memory: &Memory, seed: u64) -> Result<()> {
     const STEP: usize = 1 << 20;
     for offset in (0..memory.len()).step_by(STEP) {
@@ -40,7 +43,7 @@ pub fn fill(memory: &Memory, seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// A checksum of bytes; equal content, equal checksum.
+/// Returns a checksum of the bytes; equal bytes have equal checksums.
 pub fn checksum(bytes: &[u8]) -> u64 {
     let (chunks, rest) = bytes.as_chunks::<8>();
     let mut sum = 0xcbf2_9ce4_8422_2325 ^ bytes.len() as u64;

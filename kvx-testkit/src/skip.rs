@@ -1,5 +1,5 @@
-//! Tests that cannot run say so where the runner counts them, and at the end of a plain
-//! `cargo test` program.
+//! Records tests that cannot run, both for the runner, which counts them, and for the end of a
+//! plain `cargo test` program.
 
 use std::io::Write as _;
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
@@ -36,7 +36,7 @@ pub fn gap_held(test: &str, reason: &str) {
 /// The text that the harness prints before the reason of a known gap.
 pub(crate) const KNOWN_GAP: &str = "known gap: ";
 
-/// Records why a test was ignored in another process, which has told the runner.
+/// Records why a test was ignored in another process, which has already reported it to the runner.
 pub(crate) fn note_ignored(test: &str, reason: &str) {
     let (kind, reason) = match reason.strip_prefix(KNOWN_GAP) {
         Some(reason) => (NoteKind::Gap, reason),
@@ -52,7 +52,7 @@ pub(crate) fn noted(test: &str) -> Option<(NoteKind, String)> {
     Some((note.kind, note.reason.clone()))
 }
 
-/// Returns whether two names mean the same test: either may lack the leading modules.
+/// Returns whether two names refer to the same test: either may lack the leading modules.
 fn is_same_test(one: &str, other: &str) -> bool {
     let ends_with = |long: &str, short: &str| {
         long.strip_suffix(short).is_some_and(|rest| rest.is_empty() || rest.ends_with("::"))
@@ -81,7 +81,7 @@ fn record(kind: NoteKind, test: &str, reason: &str) {
 fn remember(kind: NoteKind, test: String, reason: String) {
     notes().push(Note { test, reason, kind });
     static AT_EXIT: Once = Once::new();
-    // SAFETY: `list_at_exit` is a function without arguments, as atexit wants it.
+    // SAFETY: `list_at_exit` is a function without arguments, as `atexit` requires.
     AT_EXIT.call_once(|| _ = unsafe { libc::atexit(list_at_exit) });
 }
 
@@ -105,7 +105,7 @@ extern "C" fn list_at_exit() {
                 .for_each(|note| text += &format!("{word} {}: {}\n", note.test, note.reason));
         }
     }
-    // An error: standard error is closed already.
+    // The error means that standard error is already closed.
     std::io::stderr().write_all(text.as_bytes()).ok();
 }
 

@@ -1,28 +1,27 @@
-//! The tiers of `cargo xtask test`, which choose the tests that run.
+//! The tiers of `cargo xtask test`, which select the tests that run.
 
 use crate::skip::tell_runner;
 
-/// A tier of tests. Each tier runs what those before it run.
+/// A tier of tests. Each tier includes those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Tier {
-    /// What a developer waits for after each edit: in one process, over what needs nothing
-    /// installed.
+    /// The tests for a developer after each edit: those in one process that need nothing installed.
     Fast,
-    /// Everything once, on one version of each library.
+    /// Every test once, on one version of each library.
     Usual,
-    /// Further versions and variants, and what has to wait long.
+    /// Further versions and variants, and tests that take long.
     Whole,
 }
 
-/// Options of test programs whose value is an argument of its own.
+/// Options of test programs whose value is a separate argument.
 const WITH_VALUE: [&str; 5] = ["--test-threads", "--skip", "--format", "--color", "--logfile"];
 
 impl Tier {
-    /// The tier of this run: `KVX_TEST_TIER`, or the usual one. A program that is told which tests
-    /// to run, by parts of their names, has all of them to choose from.
+    /// Returns the tier of this run: `KVX_TEST_TIER`, or the usual one. If the command line selects
+    /// tests by parts of their names, all tests are available.
     ///
     /// # Panics
-    /// When the variable holds another word than `fast`, `usual` and `whole`.
+    /// If the variable is not `fast`, `usual` or `whole`.
     pub fn of_this_run() -> Tier {
         if names_tests(std::env::args().skip(1)) {
             return Tier::Whole;
@@ -40,8 +39,8 @@ impl Tier {
         self <= Tier::of_this_run()
     }
 
-    /// The same; what only the whole run adds is told, as `what`, where `cargo xtask test` lists
-    /// it.
+    /// Returns whether tests of this tier run. If only the whole tier would run them, reports
+    /// `what` to `cargo xtask test`, which lists it.
     pub fn runs_or_says(self, what: &str) -> bool {
         let run = Tier::of_this_run();
         if self == Tier::Whole && run == Tier::Usual {
@@ -51,8 +50,8 @@ impl Tier {
     }
 }
 
-/// Whether this variable is set, which adds to what any tier runs; if not, a line says what it
-/// would add.
+/// Returns whether the environment variable is set, which enables additional tests in any tier.
+/// Otherwise prints what it would add.
 pub fn is_asked_for(variable: &str, what: &str) -> bool {
     let is_set = std::env::var_os(variable).is_some();
     if !is_set {
@@ -61,7 +60,7 @@ pub fn is_asked_for(variable: &str, what: &str) -> bool {
     is_set
 }
 
-/// Returns whether one of a test program's arguments is a part of tests' names.
+/// Returns whether one of a test program's arguments selects tests by name.
 fn names_tests(arguments: impl Iterator<Item = String>) -> bool {
     let mut is_value = false;
     for argument in arguments {

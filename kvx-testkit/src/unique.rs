@@ -6,20 +6,23 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::check::Failure;
 
-/// Returns a name for an agent that no other agent of this host has. Two agents of one name are
-/// taken for one that was restarted, and tests run side by side.
+/// Returns a name for an agent that no other agent of this host has. Tests run concurrently, and
+/// two agents with one name would count as one that was restarted.
 pub fn unique(name: &str) -> String {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     format!("{name}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
-/// A port that nobody listens on, nor on so many neighbours above it, and that nobody gets who does
-/// not ask for it: who comes back to it finds it free.
+/// Returns a port that is free, together with the `neighbours` ports above it. The kernel assigns
+/// it only to programs that request it, so a test that restarts an agent finds it free again.
+///
+/// # Errors
+/// No such ports are free.
 pub fn free_port(neighbours: u16) -> Result<u16, Failure> {
-    /// Below those that the system gives away, and above those from which Mooncake draws its own.
+    /// Below the ports that the system assigns, and above those from which Mooncake draws its own.
     const PORTS: Range<u16> = 18_000..32_000;
     static NEXT: AtomicU64 = AtomicU64::new(0);
-    // Processes that look at one time begin apart from each other.
+    // Processes that search at the same time start at different ports.
     let first = u64::from(std::process::id()) * 97;
     let step = 1 + u64::from(neighbours);
     let next = || {
@@ -28,7 +31,5 @@ pub fn free_port(neighbours: u16) -> Result<u16, Failure> {
     };
     let free = |port: u16| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok();
     let found = PORTS.map(|_| next()).find(|port| (*port..=port + neighbours).all(free));
-    found.ok_or_else(|| {
-        Failure::new(format!("no {step} ports of {PORTS:?} beside each other are free"))
-    })
+    found.ok_or_else(|| Failure::new(format!("no {step} adjacent ports of {PORTS:?} are free")))
 }

@@ -1,5 +1,5 @@
-//! Faults in the destination of a read. They hold its memory, so that it is there whenever they
-//! write.
+//! Faults in the destination of a read. They hold the destination's memory, so that it exists
+//! whenever they write.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ pub(super) struct Damage {
 }
 
 impl Damage {
-    /// Notes, before the post, what `fault` needs to know of the destination of `plan`.
+    /// Records, before the post, what `fault` needs to know about the destination of `plan`.
     pub(super) fn before(fault: Option<Fault>, plan: &Arc<BoundPlan>) -> Option<Self> {
         if plan.op() != Op::Read {
             return None;
@@ -38,7 +38,7 @@ impl Damage {
         Some(Damage { restore, then })
     }
 
-    /// Does it.
+    /// Applies the damage.
     pub(super) fn done(self, plan: &Arc<BoundPlan>) -> Result<()> {
         for piece in &self.restore {
             piece.memory.copy_in(piece.offset, &piece.bytes)?;
@@ -47,7 +47,7 @@ impl Damage {
     }
 }
 
-/// Writes the destination's first block again, as it is now.
+/// A write that repeats the current content of the destination's first block.
 pub(super) struct Rewrite(SegmentPart);
 
 impl Rewrite {
@@ -90,7 +90,7 @@ fn swap(plan: &Arc<BoundPlan>) -> Result<()> {
     memory.copy_in(second.offset, &first.bytes)
 }
 
-/// Changes the byte after each block whose grid has room between blocks.
+/// Changes the byte after each block, in grids with space between their blocks.
 fn smear(plan: &Arc<BoundPlan>) -> Result<()> {
     for pair in plan.pairs() {
         for placed in pair.local.iter().filter(|placed| placed.grid.stride > placed.grid.length) {
@@ -108,7 +108,7 @@ fn smear(plan: &Arc<BoundPlan>) -> Result<()> {
     Ok(())
 }
 
-/// The destination of the last grid of each pair that has more than one.
+/// Returns the destination of the last grid of each pair that has several.
 fn last_grid(plan: &Arc<BoundPlan>) -> Result<Vec<SegmentPart>> {
     let mut pieces = Vec::new();
     for pair in plan.pairs().iter().filter(|pair| pair.local.len() > 1) {
@@ -125,7 +125,7 @@ fn last_grid(plan: &Arc<BoundPlan>) -> Result<Vec<SegmentPart>> {
     Ok(pieces)
 }
 
-/// Returns the bytes behind the first block of each merged segment.
+/// Returns the bytes after the first block of each merged segment.
 fn merged_tails(plan: &Arc<BoundPlan>) -> Result<Vec<SegmentPart>> {
     let Some(block) = plan.pairs().first().map(|pair| pair.local[0].grid.length) else {
         return Ok(Vec::new());

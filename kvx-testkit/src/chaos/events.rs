@@ -1,4 +1,4 @@
-//! Faults in notifications and events that come in.
+//! Faults in received notifications and link events.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,7 +8,7 @@ use kvx_core::backend::{Events, LinkId, LinkState, QueueFull};
 
 use super::fault::Fault;
 
-/// Stands between a transport and its agent.
+/// Passes events from a transport to its agent, with faults.
 pub(super) struct ChaosEvents {
     inner: Arc<dyn Events>,
     fault: Option<Fault>,

@@ -1,4 +1,4 @@
-//! Decides when tickets go back.
+//! A gate that decides when tickets settle.
 
 use std::sync::Arc;
 
@@ -6,9 +6,9 @@ use kvx_core::Result;
 use kvx_core::backend::Ticket;
 use kvx_core::backend::sync::{Mutex, MutexGuard};
 
-/// Holds tickets back that a transport has settled, until it is opened. Open at first.
+/// Holds back tickets that a transport has settled, until the gate opens. It is open at first.
 ///
-/// With it a clause can make any backend late, whatever the backend's own speed.
+/// With a gate, a clause can delay any backend, whatever the backend's own speed.
 #[derive(Clone, Default)]
 pub struct Gate(Arc<Mutex<GateState>>);
 
@@ -41,7 +41,7 @@ impl GateState {
 }
 
 impl Gate {
-    /// An open gate.
+    /// Creates an open gate.
     pub fn new() -> Self {
         Self::default()
     }
@@ -50,24 +50,24 @@ impl Gate {
         self.0.lock()
     }
 
-    /// From now on the tickets of transfers wait.
+    /// Holds back the tickets of transfers from now on.
     pub fn hold_transfers(&self) {
         self.state().transfers.shut = true;
     }
 
-    /// From now on the tickets of revocations wait.
+    /// Holds back the tickets of revocations from now on.
     pub fn hold_revocations(&self) {
         self.state().revocations.shut = true;
     }
 
-    /// Returns the number of tickets that wait: transfers and revocations that the transport has
-    /// finished with.
+    /// Returns the number of tickets that are held back: transfers and revocations that the
+    /// transport has finished.
     pub fn held(&self) -> usize {
         let state = self.state();
         state.transfers.held.len() + state.revocations.held.len()
     }
 
-    /// Gives back what waits, and lets everything through from now on.
+    /// Settles the tickets that were held back, and passes all tickets from now on.
     pub fn open(&self) {
         let held: Vec<_> = {
             let mut state = self.state();
@@ -78,7 +78,7 @@ impl Gate {
         held.into_iter().for_each(|(ticket, result)| ticket.settle(result));
     }
 
-    /// Drops what waits, as a transport that loses count would.
+    /// Drops the tickets that were held back, as a transport that loses them would.
     pub fn forget(&self) {
         let held: Vec<_> = {
             let mut state = self.state();
@@ -88,7 +88,7 @@ impl Gate {
         drop(held);
     }
 
-    /// Passes a ticket's result on, at once or when the gate opens.
+    /// Settles the ticket with its result, at once or when the gate opens.
     pub(crate) fn pass(&self, kind: TicketKind, ticket: Ticket, result: Result<()>) {
         let mut state = self.state();
         let queue = state.queue(kind);

@@ -1,4 +1,4 @@
-//! Faults in transfers that are posted and notifications that are sent.
+//! Faults in posted transfers and sent notifications.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
@@ -23,7 +23,7 @@ pub(super) struct SharedState {
     settled: AtomicU64,
     sent: AtomicU64,
     seen: Mutex<HashSet<usize>>,
-    /// Tickets that never go back.
+    /// Tickets that never settle.
     kept: Mutex<Vec<Ticket>>,
     queue: Mutex<Queue>,
 }
@@ -59,8 +59,8 @@ impl ChaosLink {
         self.fault == Some(fault)
     }
 
-    /// The plan as the inner link knows it: made once and kept, so that what the inner link
-    /// prepares is kept as well.
+    /// Returns the plan for the inner link. It is created once and kept, so that what the inner
+    /// link prepares for it is kept as well.
     fn unwrapped(plan: &BoundPlan) -> Result<Arc<BoundPlan>> {
         let ours = plan.native(|| {
             let (local, remote) =
@@ -70,7 +70,7 @@ impl ChaosLink {
         Ok(Arc::clone(&ours.0))
     }
 
-    /// Returns the result of a transfer that is chosen to be lost.
+    /// Returns the result of a transfer that the fault selects to be lost.
     fn skips(&self, plan: &Arc<BoundPlan>) -> Option<Result<()>> {
         let turn = self.state.posts.fetch_add(1, Ordering::Relaxed) + 1;
         let failed =
@@ -124,7 +124,7 @@ impl ChaosLink {
 }
 
 impl SharedState {
-    /// For [`Fault::OneQueue`]: posts now, or when all before it have settled.
+    /// Posts now, or when all earlier transfers have settled; for [`Fault::OneQueue`].
     fn queue(&self, post: impl FnOnce() + Send + 'static) {
         let mut queue = self.queue.lock();
         if std::mem::replace(&mut queue.busy, true) {
@@ -135,7 +135,7 @@ impl SharedState {
         }
     }
 
-    /// For [`Fault::OneQueue`]: one has settled.
+    /// Posts the next transfer after one has settled; for [`Fault::OneQueue`].
     fn next(&self) {
         let mut queue = self.queue.lock();
         let next = queue.waiting.pop_front();
@@ -146,7 +146,7 @@ impl SharedState {
         }
     }
 
-    /// For [`Fault::DropPeerLoss`]: what the loss of a peer would end does not end.
+    /// Settles the ticket, unless the loss of the peer is the result; for [`Fault::DropPeerLoss`].
     fn settle_unless_lost(&self, ticket: Ticket, result: Result<()>) {
         match result {
             Err(error) if error.kind() == ErrorKind::PeerLost => {
@@ -157,9 +157,9 @@ impl SharedState {
     }
 }
 
-/// Does something after a while: a fault is the one place where a test sleeps.
+/// Runs a closure after a delay. Only faults sleep like this.
 pub(super) fn later(time: Duration, what: impl FnOnce() + Send + 'static) {
-    // Named as the threads of agents are: a fault breaks its own promise and no other.
+    // Has a name like the agents' threads, so that a fault breaks only its own promise.
     let thread = std::thread::Builder::new().name("kvx-chaos".into());
     let started = thread.spawn(move || {
         std::thread::sleep(time);
@@ -168,7 +168,8 @@ pub(super) fn later(time: Duration, what: impl FnOnce() + Send + 'static) {
     started.expect("a thread for a fault");
 }
 
-// SAFETY: as for the transport: the inner link keeps the contract.
+// SAFETY: the inner link upholds the contract; `ChaosLink` itself accesses memory only in faults,
+// through `Memory` handles that it holds.
 unsafe impl Link for ChaosLink {
     fn capabilities(&self) -> Arc<Capabilities> {
         self.inner.capabilities()

@@ -1,9 +1,9 @@
-//! The chaos transport: wraps any transport and breaks one promise of it, on purpose.
+//! The chaos transport: wraps a transport and breaks one of its promises on purpose.
 //!
-//! Each fault acts in the module of the call that it breaks: posts in `link`, registration and
-//! links in `transport`, incoming notifications and states in `events`. What faults do to bytes is
-//! in `bytes`. A [`Gate`] is no fault: it lets a clause decide when a transport settles its
-//! tickets.
+//! Each fault is in the module of the call that it breaks: posts in `link`, registration and links
+//! in `transport`, incoming notifications and link states in `events`. `bytes` contains the effects
+//! of faults on bytes. A [`Gate`] is not a fault: it lets a clause decide when a transport settles
+//! its tickets.
 
 mod bytes;
 mod events;
@@ -23,8 +23,8 @@ use kvx_core::{Options, Registry, Result};
 pub use fault::Fault;
 pub use gate::Gate;
 
-/// A factory inside another one, which breaks a promise of the inner one's transports or holds
-/// their tickets back.
+/// A factory that wraps another one. It breaks a promise of the inner transports, or holds back
+/// their tickets.
 pub struct Chaos {
     inner: Arc<dyn Factory>,
     fault: Option<Fault>,
@@ -32,17 +32,17 @@ pub struct Chaos {
 }
 
 impl Chaos {
-    /// The transports of `factory`, with this fault.
+    /// Wraps `factory` so that its transports have this fault.
     pub fn over(factory: Arc<dyn Factory>, fault: Fault) -> Self {
         Chaos { inner: factory, fault: Some(fault), gate: Gate::new() }
     }
 
-    /// The transports of `factory`, which give their tickets back as the gate allows.
+    /// Wraps `factory` so that its transports settle their tickets only as the gate allows.
     pub fn gated(factory: Arc<dyn Factory>, gate: &Gate) -> Self {
         Chaos { inner: factory, fault: None, gate: gate.clone() }
     }
 
-    /// A registry in which every backend has this fault.
+    /// Adds this fault to every backend of the registry.
     pub fn registry(registry: Registry, fault: Fault) -> Registry {
         registry.wrapped(|factory| Arc::new(Chaos::over(factory, fault)))
     }

@@ -1,4 +1,4 @@
-//! Regions of the chaos transport, and the way back to those of the inner one.
+//! Regions of the chaos transport, and access to those of the inner transport.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,15 +8,15 @@ use kvx_core::backend::{LocalRegion, RemoteRegion, Ticket};
 use super::fault::Fault;
 use super::gate::{Gate, TicketKind};
 
-/// The bytes that [`Fault::FatExport`] adds.
+/// The number of bytes that [`Fault::FatExport`] adds.
 pub(super) const FAT: usize = 48 << 10;
 
-/// A handle that may be the chaos transport's, around one of the inner transport's.
+/// A handle that may belong to the chaos transport and wrap one of the inner transport.
 pub(super) trait Unwrap {
     fn inner(self: &Arc<Self>) -> Arc<Self>;
 }
 
-/// A local region, around one of the inner transport's.
+/// A local region that wraps one of the inner transport.
 pub(super) struct ChaosRegion {
     pub(super) inner: Arc<dyn LocalRegion>,
     pub(super) export: Vec<u8>,
@@ -49,7 +49,7 @@ impl LocalRegion for ChaosRegion {
     }
 }
 
-/// A peer's region, as the inner link sees it.
+/// A peer's region as the inner link knows it.
 pub(super) struct ChaosRemote {
     pub(super) inner: Arc<dyn RemoteRegion>,
 }

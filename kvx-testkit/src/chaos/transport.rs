@@ -1,4 +1,4 @@
-//! Opening, registering, linking.
+//! The wrapper of a transport: opening, registration and links.
 
 use std::sync::{Arc, Weak};
 
@@ -24,7 +24,7 @@ struct ChaosTransport {
     /// The agent that it serves.
     agent: Identity,
     state: Arc<SharedState>,
-    /// Ends the thread that spins.
+    /// The thread that spins ends when this is dropped.
     _alive: Arc<()>,
 }
 
@@ -46,7 +46,7 @@ pub(super) fn open(
     Ok(Arc::new(ChaosTransport { inner, fault, gate, agent, state: Arc::default(), _alive: alive }))
 }
 
-/// Keeps a core busy for as long as the transport lives.
+/// Keeps a core busy as long as the transport lives.
 fn spin(alive: Weak<()>) {
     std::thread::spawn(move || {
         while alive.strong_count() > 0 {
@@ -58,7 +58,7 @@ fn spin(alive: Weak<()>) {
 extern "C" fn do_nothing(_: libc::c_int) {}
 
 fn take_signal() {
-    // SAFETY: the handler does nothing, which is allowed in a handler; the signal is ignored by
+    // SAFETY: the handler does nothing, which a signal handler may do, and the signal is ignored by
     // default.
     unsafe {
         libc::signal(libc::SIGURG, do_nothing as extern "C" fn(libc::c_int) as libc::sighandler_t)
@@ -76,8 +76,8 @@ impl ChaosTransport {
     }
 }
 
-// SAFETY: memory is touched by the inner transport, which keeps the contract, and by faults only
-// while they hold the memory itself: what they break is the promise, never the program.
+// SAFETY: the inner transport accesses memory and upholds the contract. Faults access memory only
+// while they hold a handle to it, so they break a promise but never the program's memory safety.
 unsafe impl Transport for ChaosTransport {
     fn capabilities(&self) -> &Capabilities {
         self.inner.capabilities()
@@ -102,7 +102,10 @@ unsafe impl Transport for ChaosTransport {
 
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
         if self.fault == Some(Fault::NoLoopback) && *peer.identity == self.agent {
-            return Err(Error::new(ErrorKind::Unsupported, "chaos: no link to the own agent"));
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "chaos: an agent cannot link to itself",
+            ));
         }
         Ok(self.wrapped(self.inner.link(id, peer)?))
     }

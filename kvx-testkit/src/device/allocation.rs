@@ -1,4 +1,5 @@
-//! Memory of the test device: memory files, so that another process can open what this one shares.
+//! The memory of the test device: memory files, so that another process can open what this one
+//! shares.
 
 use std::ffi::c_void;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -11,20 +12,20 @@ use rustix::fs::{MemfdFlags, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// What is added to the host address of device memory. No program has memory there, so code that
-/// takes a device address for a pointer faults at once, and a system call given one says `EFAULT`.
+/// The difference between a device address and the host address. No program has memory there, so
+/// code that uses a device address as a pointer faults at once, and a system call returns `EFAULT`.
 pub(super) const FAR: u64 = 1 << 52;
 
-/// A memory file, mapped.
+/// A mapped memory file.
 pub(super) struct Allocation {
     file: OwnedFd,
     base: NonNull<c_void>,
     mapped: usize,
 }
 
-// SAFETY: plain shared memory, touched only by raw copies.
+// SAFETY: an allocation is plain shared memory, and the device accesses it only by raw copies.
 unsafe impl Send for Allocation {}
-// SAFETY: as above.
+// SAFETY: the methods do not access the bytes; the device accesses them only by raw copies.
 unsafe impl Sync for Allocation {}
 
 fn no_room(cause: rustix::io::Errno) -> Error {
@@ -32,7 +33,7 @@ fn no_room(cause: rustix::io::Errno) -> Error {
 }
 
 impl Allocation {
-    /// `len` bytes of zeros.
+    /// Allocates `len` zeroed bytes.
     pub(super) fn new(len: usize) -> Result<Self> {
         let file =
             rustix::fs::memfd_create("kvx-test-device", MemfdFlags::CLOEXEC).map_err(no_room)?;
@@ -43,8 +44,8 @@ impl Allocation {
 
     fn map(file: OwnedFd, len: usize) -> Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the
-        // program.
+        // SAFETY: the kernel chooses an unused address, so the new mapping disturbs no memory of
+        // the program.
         let base = unsafe {
             rustix::mm::mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &file, 0)
         }
@@ -53,12 +54,13 @@ impl Allocation {
         Ok(Allocation { file, base, mapped: len })
     }
 
-    /// Its address on the device.
+    /// Returns the address on the device.
     pub(super) fn address(&self) -> u64 {
         self.base.as_ptr() as u64 + FAR
     }
 
-    /// Returns what another process opens: the descriptor in this process, and the file's number.
+    /// Returns a handle for another process: this process's descriptor, and the inode number of the
+    /// file.
     pub(super) fn share(&self, offset: u64) -> Result<IpcHandle> {
         let stat = rustix::fs::fstat(self.file.as_fd()).map_err(no_room)?;
         let mut bytes = Vec::new();
@@ -68,8 +70,11 @@ impl Allocation {
         Ok(IpcHandle { bytes, offset })
     }
 
-    /// What another process shared. Errors: `Malformed`, `PeerLost` when its owner is gone,
-    /// `Exhausted`.
+    /// Opens the memory that another process shared.
+    ///
+    /// # Errors
+    /// `Malformed` for a wrong handle; `PeerLost` if its owner is gone; `Exhausted` if this process
+    /// lacks descriptors or memory.
     pub(super) fn open(handle: &IpcHandle) -> Result<Self> {
         let mut reader = Reader::new("handle of the test device", &handle.bytes);
         let (process, fd, inode) = (reader.u32()?, reader.u32()?, reader.u64()?);
@@ -86,7 +91,7 @@ impl Allocation {
         if stat.st_ino != inode {
             return Err(Error::new(
                 ErrorKind::PeerLost,
-                format!("{path} is another file by now: it was freed"),
+                format!("{path} is now another file: the memory was freed"),
             ));
         }
         Self::map(file, usize::try_from(stat.st_size).unwrap_or(0))
@@ -99,8 +104,8 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        // SAFETY: our own mapping; the device copies only from and to allocations that it knows,
-        // and forgets this one first.
+        // SAFETY: this is the allocation's own mapping. The device copies only to and from
+        // allocations in its table, and removes this one first.
         unsafe { rustix::mm::munmap(self.base.as_ptr(), self.mapped) }.ok();
     }
 }

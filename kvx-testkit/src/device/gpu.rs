@@ -1,4 +1,4 @@
-//! A maker's device, as the suites take it.
+//! A vendor's device, for the suites.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -8,12 +8,12 @@ use kvx_core::{Completion, DeviceAccess, Error, ErrorKind, Memory, Result};
 
 use super::access::Device;
 
-/// The first of a maker's devices, the same one at each call: what [`Suite::device`](crate::Suite)
-/// is, with a name. A process asks for those of one maker: `devices` is `kvx_cuda::devices` or
-/// `kvx_rocm::devices`, `allocate` makes a pool on one.
+/// Returns a vendor's first device, the same one at each call. [`Suite::device`](crate::Suite) is
+/// this, with a name. A process uses the devices of one vendor: `devices` is `kvx_cuda::devices` or
+/// `kvx_rocm::devices`, and `allocate` creates a pool on one.
 ///
 /// # Errors
-/// `Unavailable`: why there is none.
+/// `Unavailable`, with the reason, if there is no device.
 pub fn first<D: DeviceAccess + 'static>(
     devices: fn() -> Result<Vec<Arc<D>>, Unavailable>,
     allocate: fn(&Arc<D>, usize) -> Result<Memory>,
@@ -28,8 +28,8 @@ struct Gpu<D> {
 }
 
 impl<D: DeviceAccess> Gpu<D> {
-    /// It has copied each way already: its threads, and its driver's, are none that a transport
-    /// left behind.
+    /// Opens the first device and copies once in each direction, so that its threads and those of
+    /// its driver exist before a test checks which threads a transport leaves behind.
     fn first(
         devices: fn() -> Result<Vec<Arc<D>>, Unavailable>,
         allocate: fn(&Arc<D>, usize) -> Result<Memory>,
@@ -41,7 +41,7 @@ impl<D: DeviceAccess> Gpu<D> {
         let pool = allocate(&device, 2)?;
         pool.copy_in(0, &[1])?;
         let (moved, ticket) = Completion::with_ticket();
-        // SAFETY: both bytes are the pool's, which outlives the wait.
+        // SAFETY: both bytes belong to the pool, which outlives the wait.
         unsafe {
             device.hop(&[Hop { from: pool.address(), to: pool.address() + 1, len: 1 }], ticket)
         };

@@ -1,4 +1,4 @@
-//! Devices for the suite: a plain one made of host memory, and those of vendors.
+//! Devices for the suite: a simple one made of host memory, and those of vendors.
 
 mod access;
 mod allocation;

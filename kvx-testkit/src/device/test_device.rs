@@ -1,5 +1,5 @@
-//! A device for tests: host memory behind addresses that the host cannot reach, copied by a thread
-//! of its own.
+//! A device for tests: host memory behind addresses that the host cannot access, copied by a
+//! separate thread.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -13,10 +13,10 @@ use kvx_core::{DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, Res
 use super::access::Device;
 use super::allocation::{Allocation, FAR};
 
-/// A device made of host memory. It stands where a GPU would: its addresses are no pointers, its
-/// copies are asynchronous, other processes open what it shares, and it does what a test asks of
-/// the next copies. Devices of one kind are the same one in all processes, unless they are
-/// [`numbered`](TestDevice::numbered).
+/// A device made of host memory, which takes the place of a GPU. Its addresses are not pointers,
+/// its copies are asynchronous, and other processes can open what it shares. A test can choose the
+/// outcomes of the next copies. Devices of one kind are the same device in all processes, unless
+/// they are [`numbered`](TestDevice::numbered).
 ///
 /// ```
 /// use kvx_testkit::TestDevice;
@@ -34,27 +34,28 @@ pub struct TestDevice {
     shared: Arc<Shared>,
 }
 
-/// CopyWork becomes of a copy or a hop; see [`TestDevice::next`].
+/// The outcome of a copy or a hop; see [`TestDevice::next`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopyOutcome {
-    /// The copy is done.
+    /// The bytes are copied.
     Copy,
-    /// The copy is done after this time; later copies wait.
+    /// The bytes are copied after this time; later copies wait.
     CopyAfter(Duration),
-    /// Nothing is copied, and the ticket settles with an error.
+    /// The bytes are not copied, and the ticket settles with an error.
     Fail,
-    /// The copy is done, and the ticket is dropped without being settled.
+    /// The bytes are copied, and the ticket is dropped without being settled.
     Forget,
 }
 
-/// The order in which waiting copies are done.
+/// The order in which waiting copies are performed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopyOrder {
-    /// As they came.
+    /// In the order of their requests.
     Oldest,
-    /// The newest of those that wait first.
+    /// The newest of the waiting copies first.
     Newest,
-    /// Any of those that wait: the same for the same seed, if as many wait each time.
+    /// A random one of the waiting copies. The order is the same for the same seed, if equally many
+    /// wait each time.
     Shuffled(u64),
 }
 
@@ -71,22 +72,21 @@ struct DeviceState {
     order: CopyOrder,
     held: bool,
     ended: bool,
-    /// The reasons why nothing is shared, and why nothing is opened.
+    /// The reasons why the device shares nothing, and why it opens nothing.
     refusal: [Option<&'static str>; 2],
     counters: CopyCounters,
 }
 
-/// CopyWork a device has seen.
+/// Counters of the copies of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CopyCounters {
-    /// Copies done, hops among them.
+    /// Copies performed, including hops.
     pub copies: u64,
-    /// Hops done: copies from device to device.
+    /// Hops performed: copies from device to device.
     pub hops: u64,
-    /// The most that waited at one time.
+    /// The maximum number of copies that waited at one time.
     pub most_waiting: usize,
-    /// Copies that named memory which was never allocated or is freed: a bug of whoever asked for
-    /// them.
+    /// Copies of memory that was never allocated or is freed, which are bugs of the caller.
     pub faults: u64,
 }
 
@@ -102,15 +102,15 @@ enum CopyWork {
 }
 
 impl TestDevice {
-    /// A device whose memory is of `kind`: [`MemoryKind::Cuda`] or [`MemoryKind::Rocm`].
+    /// Creates a device with memory of `kind`: [`MemoryKind::Cuda`] or [`MemoryKind::Rocm`].
     ///
     /// # Panics
-    /// For host memory, and when no thread can be started.
+    /// For host memory, and if no thread can be started.
     pub fn new(kind: MemoryKind) -> Arc<Self> {
         TestDevice::numbered(kind, 0)
     }
 
-    /// Another device than those with other numbers: they do not reach each other.
+    /// Creates a device with a number. Devices with different numbers do not reach each other.
     ///
     /// # Panics
     /// As [`new`](TestDevice::new).
@@ -138,12 +138,12 @@ impl TestDevice {
         Arc::new(TestDevice { kind, id: DeviceId(id), shared })
     }
 
-    /// Memory on this device, zeroed.
+    /// Allocates zeroed memory on this device.
     ///
     /// # Panics
-    /// When there is none left.
+    /// If there is no memory left.
     pub fn allocate(self: &Arc<Self>, len: usize) -> Memory {
-        let allocation = Allocation::new(len).expect("a test asks for memory that the machine has");
+        let allocation = Allocation::new(len).expect("the machine has enough memory");
         let base = allocation.address();
         self.adopt(allocation, base, len, self.id)
     }
@@ -158,7 +158,7 @@ impl TestDevice {
         let base = allocation.address();
         self.shared.lock().allocations.insert(base, allocation);
         let owner = AllocationGuard { base, device: Arc::downgrade(&self.shared) };
-        // SAFETY: the device copies at these addresses until the owner is dropped, and nobody else
+        // SAFETY: the device copies at these addresses until the owner is dropped, and nothing else
         // knows the bytes.
         unsafe {
             Memory::adopt_device(
@@ -171,28 +171,27 @@ impl TestDevice {
         }
     }
 
-    /// From now on nothing is shared with other processes, for this reason.
+    /// Refuses to share anything with other processes from now on, for this reason.
     pub fn refuse_to_share(&self, why: &'static str) {
         self.shared.lock().refusal[0] = Some(why);
     }
 
-    /// From now on nothing of other processes is opened, for this reason.
+    /// Refuses to open anything of other processes from now on, for this reason.
     pub fn refuse_to_open(&self, why: &'static str) {
         self.shared.lock().refusal[1] = Some(why);
     }
 
-    /// Returns the number of its allocations, including those that it opened.
+    /// Returns the number of its allocations, including those that it opened from other processes.
     pub fn allocations(&self) -> usize {
         self.shared.lock().allocations.len()
     }
 
-    /// Says what becomes of the next copies that are asked for, in order; those after them are
-    /// done.
+    /// Sets the outcomes of the next copies, in order. Later ones are performed.
     pub fn next(&self, outcomes: impl IntoIterator<Item = CopyOutcome>) {
         self.shared.lock().next.extend(outcomes);
     }
 
-    /// Says in which order waiting copies are done.
+    /// Sets the order in which waiting copies are performed.
     pub fn order(&self, order: CopyOrder) {
         self.shared.lock().order = order;
     }
@@ -202,7 +201,7 @@ impl TestDevice {
         self.shared.lock().held = true;
     }
 
-    /// Does what was held back.
+    /// Performs the copies that were held back.
     pub fn release(&self) {
         self.shared.lock().held = false;
         self.shared.changed.notify_all();
@@ -213,13 +212,13 @@ impl TestDevice {
         self.shared.lock().waiting.len()
     }
 
-    /// CopyWork it has seen.
+    /// Returns the counters of its copies.
     pub fn counters(&self) -> CopyCounters {
         self.shared.lock().counters
     }
 }
 
-// SAFETY: pieces are touched only by `PendingCopy::perform`, before the copy's ticket settles or is
+// SAFETY: only `PendingCopy::perform` accesses the pieces, before the copy's ticket settles or is
 // dropped.
 unsafe impl DeviceAccess for TestDevice {
     fn kind(&self) -> MemoryKind {
@@ -270,7 +269,7 @@ unsafe impl DeviceAccess for TestDevice {
         if handle.offset.checked_add(len as u64).is_none_or(|end| end > allocation.len() as u64) {
             return Err(Error::new(
                 ErrorKind::Malformed,
-                "a handle of the test device names more than there is",
+                "a handle of the test device names more bytes than the allocation has",
             ));
         }
         let address = allocation.address() + handle.offset;
@@ -320,7 +319,7 @@ impl Shared {
         self.state.lock()
     }
 
-    /// Does copies until the device is dropped and none waits.
+    /// Performs copies until the device is dropped and no copy waits.
     fn run(&self) {
         let mut state = self.lock();
         loop {
@@ -336,12 +335,12 @@ impl Shared {
             let Some(copy) = state.waiting.remove(at) else { continue };
             if let CopyOutcome::CopyAfter(time) = copy.outcome {
                 drop(state);
-                std::thread::sleep(time); // this is the slow device that the test asked for
+                std::thread::sleep(time); // the test requested a slow device
                 state = self.lock();
             }
             state.counters.copies += 1;
             state.counters.hops += u64::from(matches!(copy.work, CopyWork::Hops(_)));
-            // Under the lock: memory that is freed meanwhile waits.
+            // Under the lock, so that a concurrent free waits.
             let result = copy.perform(&state);
             if result.as_ref().is_err_and(|error| error.kind() == ErrorKind::OutOfBounds) {
                 state.counters.faults += 1;
@@ -372,7 +371,10 @@ impl CopyOrder {
 }
 
 impl DeviceState {
-    /// The allocation that these bytes lie in. Errors: `OutOfBounds`.
+    /// Returns the allocation that contains these bytes.
+    ///
+    /// # Errors
+    /// `OutOfBounds` if there is none.
     fn find(&self, address: u64, len: usize) -> Result<(u64, &Allocation)> {
         let found = self.allocations.range(..=address).next_back().filter(|(base, allocation)| {
             (address - **base)
@@ -382,7 +384,7 @@ impl DeviceState {
         found.map(|(base, allocation)| (*base, allocation)).ok_or_else(|| {
             Error::new(
                 ErrorKind::OutOfBounds,
-                format!("{len} bytes at {address:#x} are no memory of the test device"),
+                format!("{len} bytes at {address:#x} are not memory of the test device"),
             )
         })
     }
@@ -393,7 +395,7 @@ impl PendingCopy {
         if self.outcome == CopyOutcome::Fail {
             return Err(Error::new(
                 ErrorKind::Native,
-                "the test device fails this copy: the test asked for it",
+                "the test device fails this copy: the test requested it",
             ));
         }
         match &self.work {
@@ -407,10 +409,10 @@ impl PendingCopy {
                         Direction::ToDevice => (piece.host.cast_const(), device),
                         Direction::ToHost => (device.cast_const(), piece.host),
                     };
-                    // SAFETY: the device side lies in an allocation, which cannot be freed under
-                    // the lock that the caller holds; the host side is valid until the ticket
-                    // settles, by the contract of `DeviceAccess::copy`; the two are different
-                    // allocations.
+                    // SAFETY: `find` has shown that the device side lies in an allocation, which
+                    // cannot be freed under the lock that the caller holds. The host side is valid
+                    // until the ticket settles, by the contract of `DeviceAccess::copy`. The two
+                    // are different allocations, so they do not overlap.
                     unsafe { std::ptr::copy_nonoverlapping(from, to, piece.len) };
                 }
             }
@@ -421,8 +423,8 @@ impl PendingCopy {
                 }
                 for hop in hops {
                     let (from, to) = ((hop.from - FAR) as *const u8, (hop.to - FAR) as *mut u8);
-                    // SAFETY: both sides lie in allocations, which cannot be freed under the lock
-                    // that the caller holds; they may overlap.
+                    // SAFETY: `find` has shown that both sides lie in allocations, which cannot be
+                    // freed under the lock that the caller holds. They may overlap.
                     unsafe { std::ptr::copy(from, to, hop.len) };
                 }
             }
@@ -431,7 +433,7 @@ impl PendingCopy {
     }
 }
 
-/// Keeps an allocation.
+/// Owns an allocation until it is dropped.
 struct AllocationGuard {
     base: u64,
     device: Weak<Shared>,
@@ -440,7 +442,7 @@ struct AllocationGuard {
 impl Drop for AllocationGuard {
     fn drop(&mut self) {
         if let Some(device) = self.device.upgrade() {
-            // Under the lock, so that no copy is in the middle of it.
+            // Under the lock, so that no copy is in progress.
             device.lock().allocations.remove(&self.base);
         }
     }
@@ -458,7 +460,7 @@ mod tests {
         let memory = device.allocate(64);
         assert_eq!(memory.kind(), MemoryKind::Rocm);
         let (_reader, writer) = std::io::pipe().unwrap();
-        // SAFETY: no memory is touched: the system call checks the address and refuses it.
+        // SAFETY: no memory is accessed, because the system call checks the address and rejects it.
         let wrote = unsafe { libc::write(writer.as_raw_fd(), memory.as_ptr().cast(), 1) };
         assert_eq!(
             (wrote, std::io::Error::last_os_error().raw_os_error()),
@@ -473,7 +475,7 @@ mod tests {
         let mut byte = 0u8;
         let piece = Piece { device: address, host: &raw mut byte, len: 1 };
         let (done, ticket) = kvx_core::Completion::with_ticket();
-        // SAFETY: `byte` outlives the wait below; the device side is refused.
+        // SAFETY: `byte` outlives the wait below; the device rejects its own side.
         unsafe { device.copy(Direction::ToHost, &[piece], ticket) };
         assert_eq!(
             done.wait_blocking(Duration::from_secs(10)).unwrap_err().kind(),
@@ -524,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_fails_and_forgets_what_it_is_told_to() {
+    fn a_device_fails_and_forgets_the_copies_that_a_test_selects() {
         let device = TestDevice::new(MemoryKind::Cuda);
         let memory = device.allocate(64);
         device.next([CopyOutcome::Fail, CopyOutcome::Forget, CopyOutcome::Copy]);

@@ -1,4 +1,5 @@
-//! Device memory that a backend does not reach is refused, or another backend carries it.
+//! Checks that a backend refuses device memory that it does not reach, and that another backend
+//! carries it instead.
 
 use std::sync::Arc;
 
@@ -13,12 +14,12 @@ const BLOCK: u64 = 4096;
 const BLOCKS: u32 = 64;
 const LEN: usize = (BLOCKS as usize) * (BLOCK as usize);
 
-/// Holds a backend to what it says of the kinds of device memory that it does not reach: alone it
-/// refuses them at `register`, with the reason; beside `other`, which does reach them, that one
-/// moves them, and the backend the rest.
+/// Checks what a backend says about kinds of device memory that it does not reach. Alone, the
+/// backend refuses them at `register`, with the reason. Together with `other`, which does reach
+/// them, `other` moves that memory, and the backend the rest.
 ///
 /// # Errors
-/// The first thing that is otherwise; also that the backend reaches every kind.
+/// The first difference; also if the backend reaches every kind.
 pub fn goes_elsewhere(registry: &Registry, backend: &str, other: &str, options: &str) -> Check {
     let options = Options::parse(options)?;
     let reached = registry.require(backend, &options)?.1.capabilities.local;
@@ -54,37 +55,33 @@ pub fn goes_elsewhere(registry: &Registry, backend: &str, other: &str, options: 
                 let wanted = if local || remote { other } else { backend };
                 ensure!(
                     carrier == wanted,
-                    "{op}, {kind} memory here: {local}, there: {remote}: {carrier} carried it, not {wanted}"
+                    "{op}, {kind} memory here: {local}, there: {remote}: {carrier}, not {wanted}"
                 );
             }
         }
         near.shutdown(CUT_OFF).wait_blocking(CUT_OFF)?;
         far.shutdown(CUT_OFF).wait_blocking(CUT_OFF)?;
         let faults = device.counters().faults;
-        ensure!(faults == 0, "{faults} copies named memory that is not there");
+        ensure!(faults == 0, "{faults} copies named memory that does not exist");
     }
-    if looked {
-        Ok(())
-    } else {
-        Err(Failure::new(format!("{backend} says that it reaches every kind")))
-    }
+    if looked { Ok(()) } else { Err(Failure::new(format!("{backend} claims to reach every kind"))) }
 }
 
 fn refused_alone(agent: &Agent, device: &Arc<TestDevice>, backend: &str) -> Check {
     let refused = agent.register("kv", device.allocate(LEN)).err();
     let why = refused
-        .ok_or_else(|| Failure::new(format!("{backend} takes memory that it does not reach")))?;
+        .ok_or_else(|| Failure::new(format!("{backend} accepts memory that it does not reach")))?;
     let kind = device.allocate(1).kind().to_string();
     let told = why.kind() == ErrorKind::Unsupported
         && [backend, &kind].iter().all(|word| why.sentence().contains(word));
     ensure!(told, "{backend} and {kind} memory: the reason is {why:?}");
-    ensure!(device.allocations() == 0, "memory that was refused is kept");
-    agent.register("kv", Memory::owned(vec![0; LEN]))?; // nothing is left of it
+    ensure!(device.allocations() == 0, "memory that was refused is still allocated");
+    agent.register("kv", Memory::owned(vec![0; LEN]))?; // the name is free again
     agent.shutdown(CUT_OFF).wait_blocking(CUT_OFF)?;
     Ok(())
 }
 
-/// Moves all blocks, the last one first; says who carried them.
+/// Moves all blocks in reverse order. Returns the backend that carried them.
 fn moved(op: Op, near: (&Agent, Memory), far: (&Agent, Memory)) -> Result<&'static str, Failure> {
     let (ours, theirs) = (near.0.register("kv", near.1)?, far.0.register("kv", far.1)?);
     pattern::fill(ours.memory(), 1)?;

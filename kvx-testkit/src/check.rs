@@ -1,12 +1,12 @@
-//! The answer of a clause: it holds, or the failure that was seen.
+//! The result of a clause: it holds, or the failure that was seen.
 
 use std::fmt;
 use std::time::Duration;
 
-/// The most that any single step of a clause may take before it counts as a hang.
+/// How long a single step of a clause may take before it counts as a hang.
 pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
 
-/// The answer of a clause: it holds, or why not.
+/// The result of a clause: it holds, or the reason why it does not.
 pub type Check = Result<(), Failure>;
 
 /// The reason why a clause does not hold.
@@ -14,7 +14,7 @@ pub type Check = Result<(), Failure>;
 pub struct Failure(String);
 
 impl Failure {
-    /// A failure with its reason.
+    /// Creates a failure with its reason.
     pub fn new(why: impl Into<String>) -> Self {
         Failure(why.into())
     }
@@ -47,16 +47,21 @@ macro_rules! ensure {
     };
 }
 
-/// Fails the clause unless the result is an error of this kind (or one of these).
+/// Fails the clause unless the result is an error of one of these kinds.
 macro_rules! ensure_kind {
     ($result:expr, $($kind:ident)|+) => {
         match &$result {
             Err(error) if matches!(error.kind(), $(kvx_core::ErrorKind::$kind)|+) => {}
             Err(error) => return Err($crate::check::Failure::new(format!(
-                "{}: {:?} was wanted, it was {:?}", stringify!($result), [$(kvx_core::ErrorKind::$kind),+], error
+                "{}: expected {:?}, got {:?}",
+                stringify!($result),
+                [$(kvx_core::ErrorKind::$kind),+],
+                error
             ))),
             Ok(_) => return Err($crate::check::Failure::new(format!(
-                "{}: {:?} was wanted, it succeeded", stringify!($result), [$(kvx_core::ErrorKind::$kind),+]
+                "{}: expected {:?}, but it succeeded",
+                stringify!($result),
+                [$(kvx_core::ErrorKind::$kind),+]
             ))),
         }
     };

@@ -1,16 +1,15 @@
 //! The harness of kvx's integration tests: one program per crate, with modules inside.
 //!
 //! A program has `harness = false`, imports [`macro@crate::test`] wherever it has tests, and ends
-//! its `main` with [`harness_main`]. It may add trials that it makes at run time, such as the
-//! clauses of a conformance suite. What sets it apart from Rust's own harness:
+//! its `main` with [`harness_main`]. It may add trials that it creates at run time, such as the
+//! clauses of a conformance suite. The differences from Rust's own harness:
 //!
-//! - a test that skips itself ([`crate::skip`]) is reported as ignored, with its reason;
-//! - a test that hangs fails by its name after [`LIMIT`], and the others run on;
-//! - a test that needs a process of its own gets one (`#[test(own_process)]`);
-//! - the fast tier leaves registered tests out: a program that has a part in that tier adds trials
-//!   for it;
-//! - `main` runs first, so the program can play the other process of a test before there are any
-//!   tests.
+//! - A test that skips itself ([`crate::skip`]) is reported as ignored, with its reason.
+//! - A test that hangs fails by its name after [`LIMIT`], and the others continue.
+//! - A test that needs a separate process gets one (`#[test(own_process)]`).
+//! - The fast tier omits registered tests: a program with tests for that tier adds trials for them.
+//! - `main` runs first, so the program can act as the other process of a test before any test
+//!   starts.
 
 use std::any::Any;
 use std::error::Error;
@@ -28,10 +27,10 @@ use crate::hosts::run_one_test;
 use crate::skip::{KNOWN_GAP, NoteKind, noted};
 use crate::tier::Tier;
 
-/// The time that a test may take before it counts as hung.
+/// How long a test may take before it counts as hung.
 pub const LIMIT: Duration = Duration::from_secs(150);
 
-/// Set in the process that a test has for itself.
+/// Set in the process that [`run_in_own_process`] starts.
 const OWN_PROCESS: &str = "KVX_TEST_OWN_PROCESS";
 
 /// A test that [`macro@crate::test`] has registered.
@@ -47,12 +46,12 @@ pub struct RegisteredTest {
 
 inventory::collect!(RegisteredTest);
 
-/// The return value of a test: nothing, or a result whose error says what failed.
+/// The return value of a test: nothing, or a result whose error describes the failure.
 pub trait Outcome {
-    /// Returns the failure, if it is one.
+    /// Converts the return value into the harness's result.
     ///
     /// # Errors
-    /// The failure.
+    /// The failure of the test.
     fn into_result(self) -> Result<(), Failed>;
 }
 
@@ -87,12 +86,13 @@ impl_outcome!(
     Box<dyn Error + Send + Sync>
 );
 
-/// Runs the registered tests of this program, and these trials: the end of its `main`.
+/// Runs the registered tests of this program and these trials. Call it at the end of `main`.
 pub fn harness_main(trials: impl IntoIterator<Item = Trial>) -> ExitCode {
     harness_main_with(trials, 2)
 }
 
-/// Runs them, `at_a_time` at a time unless the command line says otherwise.
+/// Runs the registered tests and these trials, `at_a_time` concurrently unless the command line
+/// says otherwise.
 pub fn harness_main_with(trials: impl IntoIterator<Item = Trial>, at_a_time: usize) -> ExitCode {
     let tests = inventory::iter::<RegisteredTest>().filter(|_| Tier::Usual.runs());
     let mut all: Vec<_> = tests.map(registered).collect();
@@ -111,7 +111,8 @@ fn registered(test: &'static RegisteredTest) -> Trial {
     })
 }
 
-/// Makes a trial that may skip itself by its name, and fails when it takes longer than [`LIMIT`].
+/// Creates a trial that may skip itself by its name, and that fails if it takes longer than
+/// [`LIMIT`].
 pub fn trial<T: Outcome>(
     name: impl Into<String>,
     test: impl FnOnce() -> T + Send + 'static,
@@ -119,7 +120,7 @@ pub fn trial<T: Outcome>(
     trial_within(LIMIT, name, test)
 }
 
-/// Makes such a trial with another limit.
+/// Creates such a trial with another limit.
 pub fn trial_within<T: Outcome>(
     limit: Duration,
     name: impl Into<String>,
@@ -138,8 +139,8 @@ pub fn trial_within<T: Outcome>(
     })
 }
 
-/// Runs a function on a thread of this name, so that a panic says where it happened and a hang ends
-/// only this test.
+/// Runs a function on a thread of this name, so that a panic names the test and a hang ends only
+/// this test.
 pub(crate) fn within<T: Send + 'static>(
     limit: Duration,
     name: &str,
@@ -148,11 +149,11 @@ pub(crate) fn within<T: Send + 'static>(
     let (sender, result) = channel();
     let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
         let result = catch_unwind(AssertUnwindSafe(run)).map_err(|panic| message(&*panic));
-        sender.send(result).ok(); // an error: the limit is over and nobody waits
+        sender.send(result).ok(); // the error means that the limit has passed
     })?;
     match result.recv_timeout(limit) {
         Ok(result) => {
-            thread.join().ok(); // its panic is the result
+            thread.join().ok(); // the result contains its panic
             result.map_err(Failure::new)
         }
         Err(_) => Err(Failure::new(format!("it did not end within {limit:?}"))),
@@ -164,12 +165,12 @@ fn message(panic: &(dyn Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked").to_owned()
 }
 
-/// Returns whether [`run_in_own_process`] has started this process.
+/// Returns whether [`run_in_own_process`] started this process.
 pub fn is_own_process() -> bool {
     std::env::var_os(OWN_PROCESS).is_some()
 }
 
-/// Runs the test of this name in a process of its own, which `prepare` may give an environment.
+/// Runs the test of this name in a separate process, whose environment `prepare` may change.
 ///
 /// # Errors
 /// The output of the process, if the test failed there.
@@ -198,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn results_become_failures_with_their_words() {
+    fn results_become_failures_with_their_messages() {
         assert!(Outcome::into_result(Ok::<(), Failure>(())).is_ok());
         let failed = Err::<(), _>(Failure::new("no route")).into_result();
         assert_eq!(

@@ -1,4 +1,4 @@
-//! Hosts with addresses of their own: namespaces of the network on this machine.
+//! Hosts with their own addresses: network namespaces on this machine.
 
 use std::ffi::OsStr;
 use std::process::{Command, Stdio};
@@ -8,32 +8,32 @@ use crate::check::{CUT_OFF, Check, Failure};
 use crate::process::output_if_started;
 use crate::skip::{note_ignored, skip};
 
-/// A program and its words, behind which another one has namespaces of its own.
+/// A program and its arguments that run another program in new namespaces.
 pub(crate) const UNSHARE: [&str; 3] = ["unshare", "--net", "--mount"];
-/// The cure where that is refused.
+/// The cure if that is not permitted.
 pub(crate) const CURE: &str = "run the tests as root, with util-linux and iproute2";
 
-/// In the process that runs a test on a host of its own: the ways to the far end's host and to the
-/// switch.
+/// Environment variables of a process that runs a test on a separate host: how to enter the far
+/// end's host, and how to enter the switch.
 const WAYS: [&str; 2] = ["KVX_TESTKIT_WAY", "KVX_TESTKIT_SWITCH"];
 
 /// One of [`Hosts`]. Programs that run there outlive it.
 pub struct Host {
-    /// Keeps the namespaces, until this process closes its input or ends.
+    /// A process that keeps the namespaces alive until this process closes its input or ends.
     keeper: std::process::Child,
 }
 
-/// Hosts on one switch, which is there as long as this is.
+/// Hosts on one switch, which exists as long as this value.
 pub struct Hosts {
-    /// In the order of their numbers, which count from 1.
+    /// The hosts, in the order of their numbers, which count from 1.
     pub each: Vec<Host>,
     switch: Host,
 }
 
 impl Host {
-    /// With loopback alone.
+    /// Creates a host that has only a loopback interface.
     fn new() -> Result<Self, Failure> {
-        // Libraries look for cards in `/sys`.
+        // Libraries look for network cards in `/sys`.
         const KEEPER: &str = "mount -t sysfs sysfs /sys && ip link set lo up && exec cat";
         let mut command = Command::new(UNSHARE[0]);
         command
@@ -48,7 +48,7 @@ impl Host {
                 return Ok(host);
             }
             if Instant::now() > until {
-                return Err(Failure::new("a network namespace does not come up"));
+                return Err(Failure::new("a network namespace did not come up in time"));
             }
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -58,19 +58,21 @@ impl Host {
 
     fn is_up(&self) -> bool {
         let network = |process: &str| std::fs::read_link(format!("/proc/{process}/ns/net")).ok();
-        // The keeper begins in our network, where `lo` is up as well: what entered too early would
-        // work on ours.
+        // The keeper starts in this process's network, where `lo` is up as well. A program that
+        // entered too early would run in this network.
         network(&self.keeper.id().to_string()) != network("self")
             && output_if_started(self.command("ip").args(["addr", "show", "lo"]), CUT_OFF)
                 .is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("LOOPBACK,UP"))
     }
 
-    /// The words behind which a program runs there, in the folder of this one.
+    /// Returns the program and arguments that run another program on the host, in the current
+    /// folder.
     pub(crate) fn way(&self) -> [String; 6] {
         ["nsenter", "-t", &self.keeper.id().to_string(), "-n", "-m", "-w"].map(str::to_owned)
     }
 
-    /// A program there, under the number of this command's process.
+    /// Returns a command that runs a program on the host. The program keeps the process id of the
+    /// command.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let way = self.way();
         let mut command = Command::new(&way[0]);
@@ -83,10 +85,11 @@ impl Host {
     }
 }
 
-/// Runs a program in the namespaces that this way leads to.
+/// Runs a program in the namespaces that `way` enters.
 fn run_there(way: &[String], program: &str, arguments: &str) -> Check {
-    let (enter, words) =
-        way.split_first().ok_or_else(|| Failure::new("this test is on no host of its own"))?;
+    let (enter, words) = way
+        .split_first()
+        .ok_or_else(|| Failure::new("this test does not run on a separate host"))?;
     let done = output_if_started(
         Command::new(enter).args(words).arg(program).args(arguments.split(' ')),
         CUT_OFF,
@@ -100,30 +103,30 @@ fn run_there(way: &[String], program: &str, arguments: &str) -> Check {
     )))
 }
 
-/// Returns why nothing can be started behind these words, if it cannot.
+/// Returns why no program can be started behind these words, or `None` if it can.
 pub fn refused_behind(words: &[&str], test: &[&str]) -> Option<String> {
     let (program, more) = words.split_first()?;
     let why = match output_if_started(Command::new(program).args(more).args(test), CUT_OFF) {
         Err(error) => error.to_string(),
         Ok(tested) if tested.status.success() => return None,
         Ok(tested) => match String::from_utf8_lossy(&tested.stderr).trim() {
-            "" => format!("{} fails without a word [cannot run here]", test.join(" ")),
+            "" => format!("{} fails without a message [cannot run here]", test.join(" ")),
             said => said.to_owned(),
         },
     };
     Some(format!("{}: {why}", words.join(" ")))
 }
 
-/// Begins the error of [`run_one_test`] for a process that died after its test had passed, as some
-/// libraries make theirs do.
+/// The start of the error of [`run_one_test`] for a process that died after its test had passed, as
+/// some libraries cause.
 pub const DIED_AFTER_PASSING: &str = "the test passed, then its process died";
 
-/// Runs a command that is the test of this title in another process of this program. Returns what
-/// it printed. If it was skipped there, this one is skipped with it.
+/// Runs a command that is the test of this title in another process of this program. Returns its
+/// output. If the test was skipped there, it counts as skipped here too.
 ///
 /// # Errors
-/// What it printed, if it failed or ran nothing; [`DIED_AFTER_PASSING`] leads if the test itself
-/// passed.
+/// The output, if the test failed or nothing ran; it starts with [`DIED_AFTER_PASSING`] if the test
+/// itself passed.
 pub fn run_one_test(title: &str, test: &mut Command, limit: Duration) -> Result<String, Failure> {
     let done = output_if_started(test, limit)?;
     let printed = String::from_utf8_lossy(&done.stdout).into_owned();
@@ -151,7 +154,7 @@ pub fn run_one_test(title: &str, test: &mut Command, limit: Duration) -> Result<
     Ok(printed)
 }
 
-/// Returns the output of a test program without the lines of its harness: a runner that reads them
+/// Returns the output of a test program without the lines of its harness. A runner that parses them
 /// as part of this process's output would count a failed test twice.
 fn without_verdicts(printed: &str) -> String {
     let of_harness = ["running ", "test ", "failures:", "---- "];
@@ -160,7 +163,8 @@ fn without_verdicts(printed: &str) -> String {
     lines.filter(|line| !line.trim().is_empty()).collect::<Vec<_>>().join("\n")
 }
 
-/// Returns a reason without the marks that a harness puts around it: `, reason` or ` (reason)`.
+/// Returns a reason without the punctuation that a harness puts around it: `, reason` or `
+/// (reason)`.
 fn bare(reason: &str) -> &str {
     let in_brackets = reason.strip_prefix(" (").and_then(|rest| rest.strip_suffix(')'));
     in_brackets.unwrap_or(reason.trim_start_matches(", "))
@@ -168,14 +172,14 @@ fn bare(reason: &str) -> &str {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        self.keeper.kill().ok(); // an error: it has ended
+        self.keeper.kill().ok(); // the error means that it has ended
         self.keeper.wait().ok();
     }
 }
 
 impl Hosts {
-    /// So many, for the test of this title; none, and it is skipped in words, where there are none:
-    /// they need root.
+    /// Creates `count` hosts for the test of this title. Returns `None`, and skips the test with
+    /// the reason, if hosts cannot be created; they require root.
     ///
     /// # Errors
     /// The step that failed.
@@ -187,7 +191,7 @@ impl Hosts {
         Hosts::new(count).map(Some)
     }
 
-    /// Makes so many hosts, each with an interface `eth0`.
+    /// Creates `count` hosts, each with an interface `eth0`.
     pub(crate) fn new(count: usize) -> Result<Self, Failure> {
         let mut hosts = Hosts { each: Vec::new(), switch: Host::new()? };
         let switch = &hosts.switch;
@@ -207,11 +211,11 @@ impl Hosts {
         Ok(hosts)
     }
 
-    /// Runs one test of this program in a process on one of two hosts, whose far ends are on the
-    /// other. Gives what it said.
+    /// Runs one test of this program in a process on one of two hosts; its far ends run on the
+    /// other. Returns the test's output.
     ///
     /// # Errors
-    /// The step that failed, and the test's output if it failed.
+    /// The step that failed, or the test's output if it failed.
     pub fn run_test(title: &str, limit: Duration) -> Result<String, Failure> {
         let hosts = Hosts::new(2)?;
         let [near, far] = &hosts.each[..] else { unreachable!("two hosts") };
@@ -223,7 +227,7 @@ impl Hosts {
         run_one_test(title, &mut test, limit)
     }
 
-    /// In such a process: the words behind which a far end is started.
+    /// Returns, in such a process, the program and arguments that start a far end.
     pub fn way_to_far() -> Option<Vec<String>> {
         Self::way_named(WAYS[0])
     }
@@ -232,8 +236,8 @@ impl Hosts {
         Some(std::env::var(name).ok()?.split_whitespace().map(str::to_owned).collect())
     }
 
-    /// In such a process: has the switch let nothing through to the far end's host and from it, or
-    /// let it through again. Neither end is told.
+    /// In such a process, makes the switch drop all traffic to and from the far end's host, or
+    /// forward it again. Neither end is notified.
     pub fn cut_off_far(cut: bool) -> Check {
         let switch = Self::way_named(WAYS[1]).unwrap_or_default();
         run_there(
@@ -243,7 +247,7 @@ impl Hosts {
         )
     }
 
-    /// The address of the host of this number.
+    /// Returns the address of the host with this number.
     pub fn address(number: usize) -> String {
         format!("10.77.0.{number}")
     }

@@ -1,4 +1,4 @@
-//! Processes of tests: started, stopped, killed by pid; none outlives its test.
+//! Processes of tests: started, stopped and killed by pid. None outlives its test.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -15,11 +15,11 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::check::{CUT_OFF, Failure};
 
-/// Has a child killed that has not ended after `limit`: whoever waits for it, or reads what it
-/// says, comes back then.
+/// Kills a child that has not ended after `limit`. Callers that wait for it, or read its output,
+/// then return.
 ///
 /// # Panics
-/// When it cannot be watched, as it has been waited for already.
+/// If the child cannot be watched because it has already been waited for.
 #[expect(
     clippy::expect_used,
     reason = "a test that cannot watch its child must not go on to wait for it"
@@ -31,28 +31,29 @@ pub fn kill_after(child: &std::process::Child, limit: Duration) {
     std::thread::spawn(move || {
         let ended = loop {
             let left = until.saturating_duration_since(Instant::now());
-            let left = Timespec::try_from(left).expect("a limit is no age of the world");
+            let left = Timespec::try_from(left).expect("a limit fits into a timespec");
             match poll(&mut [PollFd::new(&life, PollFlags::IN)], Some(&left)) {
                 Err(Errno::INTR) if Instant::now() < until => {}
                 outcome => break outcome == Ok(1),
             }
         };
         if !ended {
-            pidfd_send_signal(&life, Signal::KILL).ok(); // an error: it has ended meanwhile
+            pidfd_send_signal(&life, Signal::KILL).ok(); // the error means that it has ended
         }
     });
 }
 
-/// Runs a program that is asked nothing: its status and what it said. It is killed after `limit`.
+/// Runs a program without input, and returns its status and output. It is killed after `limit`.
 ///
 /// # Panics
-/// When it cannot be started, or what it has started itself holds its output long after it.
+/// If the program cannot be started, or if a process that it started keeps its output open long
+/// afterwards.
 #[expect(clippy::expect_used, reason = "a test that cannot run its program is at its end")]
 pub fn output(command: &mut Command, limit: Duration) -> Output {
     output_if_started(command, limit).expect("the program starts, and its output can be read")
 }
 
-/// Does the same where the program may be missing.
+/// Does the same for a program that may be missing.
 #[expect(clippy::expect_used, reason = "a test that cannot end its program is at its end")]
 pub(crate) fn output_if_started(command: &mut Command, limit: Duration) -> std::io::Result<Output> {
     let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -63,22 +64,23 @@ pub(crate) fn output_if_started(command: &mut Command, limit: Duration) -> std::
     output.recv_timeout(limit + CUT_OFF).expect("nothing else holds its output")
 }
 
-/// In a [`Child`], before it loads any library: where to write its answers. Libraries log on
-/// standard output, where they would be taken for answers: what is written there from now on goes
-/// to standard error.
+/// Returns where a [`Child`] writes its answers; call it before the child loads a library.
+/// Libraries log on standard output, where their lines would be taken for answers, so this
+/// redirects standard output to standard error.
 pub fn answers_apart() -> std::io::Result<File> {
     let answers = rustix::io::fcntl_dupfd_cloexec(std::io::stdout(), 3)?;
     rustix::stdio::dup2_stdout(std::io::stderr())?;
     Ok(answers.into())
 }
 
-/// A child process that is asked in lines and answers in lines. Killed when dropped, and when its
-/// parent dies.
+/// A child process that receives and answers lines. It is killed when this is dropped or its parent
+/// dies.
 pub struct Child {
     process: std::process::Child,
     stdin: ChildStdin,
     answers: Receiver<String>,
-    /// What answers may be a process that this one has started, and that dies with it.
+    /// True if the answers may come from a process that this child has started, and that dies with
+    /// it.
     starts_another: bool,
 }
 
@@ -107,7 +109,7 @@ impl Child {
         Ok(child)
     }
 
-    /// Starts a program that is asked in lines and answers in lines.
+    /// Starts a program that receives and answers lines.
     pub fn start(mut command: Command) -> Result<Self, Failure> {
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         // SAFETY: between fork and exec only prctl is called, which is async-signal-safe.
@@ -139,7 +141,7 @@ impl Child {
         Ok(Child { process, stdin, answers, starts_another: false })
     }
 
-    /// Its process id.
+    /// Returns the process id.
     pub fn pid(&self) -> u32 {
         self.process.id()
     }
@@ -150,7 +152,7 @@ impl Child {
         Ok(())
     }
 
-    /// The next line it writes.
+    /// Returns the next line that it writes.
     pub fn hear(&self, patience: Duration) -> Result<String, Failure> {
         self.answers.recv_timeout(patience).map_err(|error| match error {
             RecvTimeoutError::Timeout => {
@@ -161,7 +163,7 @@ impl Child {
     }
 
     fn its_pid(&self) -> Result<Pid, Failure> {
-        // The child is not reaped before `kill`, so its id is its own.
+        // The child is not reaped before `kill`, so its id is not reused.
         Pid::from_raw(self.process.id().cast_signed()).ok_or_else(|| Failure::new("no process id"))
     }
 
@@ -169,23 +171,23 @@ impl Child {
         rustix::process::kill_process(self.its_pid()?, signal).map_err(not_sent)
     }
 
-    /// Stops it (SIGSTOP) and waits until each of its threads has stopped.
+    /// Stops the process (SIGSTOP) and waits until all its threads have stopped.
     pub fn stop(&self) -> Result<(), Failure> {
         self.signal(Signal::STOP)?;
         until_stopped(self.its_pid()?)
     }
 
-    /// Returns whether each of its threads has stopped, as after a SIGSTOP of its own.
+    /// Returns whether all its threads have stopped, as after a SIGSTOP that it sends itself.
     pub fn is_stopped(&self) -> Result<bool, Failure> {
         has_stopped(self.its_pid()?)
     }
 
-    /// Lets it go on (SIGCONT).
+    /// Continues the process (SIGCONT).
     pub fn go_on(&self) -> Result<(), Failure> {
         self.signal(Signal::CONT)
     }
 
-    /// Kills it (SIGKILL) and reaps it.
+    /// Kills the process (SIGKILL) and reaps it.
     pub fn kill(&mut self) -> Result<(), Failure> {
         self.process.kill()?;
         self.process.wait()?;
@@ -194,7 +196,7 @@ impl Child {
         }
         let until = Instant::now() + CUT_OFF;
         loop {
-            // Its output ends when nobody has it any more.
+            // The output ends when no process holds it any more.
             match self.answers.recv_timeout(until.saturating_duration_since(Instant::now())) {
                 Ok(_) => {}
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
@@ -208,20 +210,20 @@ impl Child {
 
 impl Drop for Child {
     fn drop(&mut self) {
-        // Errors: it has been killed already.
+        // The errors mean that it was already killed.
         self.process.kill().ok();
         self.process.wait().ok();
     }
 }
 
-/// A process that a child has started, and reaps. Killed when dropped.
+/// A process that a child has started and will reap. It is killed when this is dropped.
 pub struct Grandchild {
     pid: Pid,
     process: OwnedFd,
 }
 
 impl Grandchild {
-    /// The one of this number, which lives.
+    /// Creates the handle of the live process with this number.
     pub fn of(pid: i32) -> Result<Self, Failure> {
         let pid = Pid::from_raw(pid).ok_or_else(|| Failure::new("no process id"))?;
         let process = pidfd_open(pid, PidfdFlags::empty())
@@ -229,18 +231,18 @@ impl Grandchild {
         Ok(Grandchild { pid, process })
     }
 
-    /// As [`Child::stop`].
+    /// Stops the process, as [`Child::stop`] does.
     pub fn stop(&self) -> Result<(), Failure> {
         self.signal(Signal::STOP)?;
         until_stopped(self.pid)
     }
 
-    /// As [`Child::go_on`].
+    /// Continues the process, as [`Child::go_on`] does.
     pub fn go_on(&self) -> Result<(), Failure> {
         self.signal(Signal::CONT)
     }
 
-    /// Kills it (SIGKILL) and waits until it has ended.
+    /// Kills the process (SIGKILL) and waits until it has ended.
     pub fn kill(&self) -> Result<(), Failure> {
         self.signal(Signal::KILL)?;
         let limit = Timespec::try_from(CUT_OFF).map_err(|error| Failure::new(error.to_string()))?;
@@ -257,7 +259,7 @@ impl Grandchild {
 
 impl Drop for Grandchild {
     fn drop(&mut self) {
-        // An error: it has ended already.
+        // The error means that it has already ended.
         self.kill().ok();
     }
 }
@@ -278,11 +280,11 @@ fn until_stopped(pid: Pid) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether no thread of it runs: its first one may have stopped while another is still within a
-/// system call.
+/// Returns whether no thread of the process runs. Its first thread may have stopped while another
+/// one is still in a system call.
 fn has_stopped(pid: Pid) -> Result<bool, Failure> {
     for thread in std::fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero()))? {
-        // One that has ended meanwhile has no state any more.
+        // A thread that has ended meanwhile has no state any more.
         let Ok(stat) = std::fs::read_to_string(thread?.path().join("stat")) else { continue };
         if !stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T')) {
             return Ok(false);
@@ -308,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn all_that_a_program_says_is_heard() {
+    fn all_output_of_a_program_is_returned() {
         let said = shell("head -c 300000 /dev/zero; head -c 200000 /dev/zero >&2; exit 3", CUT_OFF);
         assert_eq!(
             (said.status.code(), said.stdout.len(), said.stderr.len()),

@@ -1,16 +1,17 @@
-//! Snapshots of the host process that a library must leave alone.
+//! Snapshots of the state of the host process that a library must not change.
 
 use serde::{Deserialize, Serialize};
 
-/// Signals, environment and threads of a process.
+/// The signals, environment and threads of a process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessState {
-    /// What each signal from 1 to 64 does: handler, flags, restorer and mask, as the kernel has
-    /// them.
+    /// The disposition of each signal from 1 to 64: handler, flags, restorer and mask, as the
+    /// kernel reports them.
     pub signals: Vec<Vec<u64>>,
     /// The environment.
     pub variables: Vec<(Vec<u8>, Vec<u8>)>,
-    /// Names of the threads beside the main one, as the kernel has them: cut to 15 bytes.
+    /// The names of the threads except the main one, as the kernel reports them: truncated to 15
+    /// bytes.
     pub threads: Vec<String>,
 }
 
@@ -20,11 +21,11 @@ impl ProcessState {
         Self::of_this_process_beside(&[])
     }
 
-    /// Returns the state of this process without these threads, which somebody else started.
+    /// Returns the state of this process without these threads, which were not started by kvx.
     pub(crate) fn of_this_process_beside(others: &[Tid]) -> Self {
         use std::os::unix::ffi::OsStringExt as _;
-        // The C library takes a signal for itself when a process starts its first thread: that is
-        // not kvx's doing. Nor is that thread, which may be in the list for a moment after its end.
+        // When a process starts its first thread, the C library takes a signal for itself, which is
+        // not kvx's doing. That thread may also stay in the list for a moment after its end.
         let first = std::thread::spawn(|| rustix::thread::gettid().as_raw_nonzero().to_string())
             .join()
             .ok();
@@ -44,17 +45,18 @@ impl ProcessState {
     }
 }
 
-/// A thread's number, as the kernel writes it. Names do not tell threads apart: a thread gets its
-/// own once it runs.
+/// A thread's number, as the kernel writes it. Names do not distinguish threads, because a thread
+/// gets its own name only once it runs.
 pub(crate) type Tid = String;
 
-/// A signal's disposition by the system call itself: the C library hides the signals that it uses.
+/// Returns a signal's disposition by a direct system call: the C library hides the signals that it
+/// uses.
 fn disposition(signal: i32) -> Vec<u64> {
-    // The kernel's `struct sigaction`: four words on some architectures, three on others.
+    // The kernel's `struct sigaction` has four words on some architectures, three on others.
     let mut action = [0_u64; 8];
     let none = std::ptr::null::<u64>();
-    // SAFETY: without a new action the kernel only writes the old one, which is smaller than
-    // `action`; 8 is the size of its set of 64 signals.
+    // SAFETY: without a new action, the kernel only writes the old one, which is smaller than
+    // `action`; 8 is the size in bytes of its set of 64 signals.
     let rc = unsafe {
         libc::syscall(libc::SYS_rt_sigaction, signal, none, action.as_mut_ptr(), 8_usize)
     };
@@ -62,7 +64,7 @@ fn disposition(signal: i32) -> Vec<u64> {
     action.to_vec()
 }
 
-/// The threads of this process beside the main one, with their names.
+/// Returns the threads of this process except the main one, with their names.
 pub(crate) fn threads() -> Vec<(Tid, String)> {
     let main = std::process::id().to_string();
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return Vec::new() };
@@ -70,7 +72,7 @@ pub(crate) fn threads() -> Vec<(Tid, String)> {
         .flatten()
         .filter_map(|task| Some((task.file_name().into_string().ok()?, task.path())));
     let others = others.filter(|(tid, _)| *tid != main);
-    // A thread that ends meanwhile has no name any more.
+    // A thread that has ended meanwhile has no name any more.
     others
         .filter_map(|(tid, path)| {
             let name = std::fs::read_to_string(path.join("comm")).ok()?;
@@ -79,23 +81,26 @@ pub(crate) fn threads() -> Vec<(Tid, String)> {
         .collect()
 }
 
-/// The resources that a process uses and that could run out.
+/// The limited resources that a process uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResourceUsage {
     /// Open files.
     pub descriptors: u64,
     /// Threads, the main one included.
     pub threads: u64,
-    /// Memory that lies in RAM, in MiB.
+    /// Resident memory, in MiB.
     pub memory: u64,
-    /// Ranges of addresses that are mapped, of which a process has 65,530 at most.
+    /// Mapped address ranges, of which a process can have at most 65,530.
     pub mappings: u64,
-    /// Bytes that kvx keeps as nobody can say whether they are still touched.
+    /// Bytes that kvx keeps in quarantine.
     pub quarantined: u64,
 }
 
 impl ResourceUsage {
-    /// Returns the usage of this process. Errors: there is no `/proc`.
+    /// Returns the usage of this process.
+    ///
+    /// # Errors
+    /// The error of the operating system if there is no `/proc`.
     pub fn of_this_process() -> std::io::Result<Self> {
         let status = std::fs::read_to_string("/proc/self/status")?;
         let number = |name: &str| {
@@ -111,12 +116,12 @@ impl ResourceUsage {
         })
     }
 
-    /// The more of each.
+    /// Returns the maximum of each resource.
     pub(crate) fn most(self, other: Self) -> Self {
         self.each(other, u64::max)
     }
 
-    /// The less of each.
+    /// Returns the minimum of each resource.
     pub(crate) fn least(self, other: Self) -> Self {
         self.each(other, u64::min)
     }
@@ -131,8 +136,8 @@ impl ResourceUsage {
         }
     }
 
-    /// Says what there is more of than `earlier`, where that is more than the ups and downs of
-    /// work.
+    /// Returns the resource that exceeds `earlier` by more than work usually varies, if there is
+    /// one.
     pub fn beyond(self, earlier: Self) -> Option<String> {
         let allowed = [
             ("descriptors", self.descriptors, earlier.descriptors + 8),

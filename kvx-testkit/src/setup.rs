@@ -14,27 +14,28 @@ use crate::far::{AgentSpec, FarEnd};
 use crate::hosts::Hosts;
 use crate::unique::unique;
 
-/// In options: the address of the host that their agent is on.
+/// A placeholder in the options for the address of the agent's host.
 const ADDRESS: &str = "{address}";
 /// The place of the far end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// The far end is in this process.
     OneProcess,
-    /// The far end is in a process of its own.
+    /// The far end is in a separate process.
     TwoProcesses,
 }
 
-/// The setup that a clause runs on: a backend of a registry, and the way to make agents.
+/// The setup of a clause: a backend of a registry, and the settings of agents.
 #[derive(Clone)]
 pub struct Setup {
-    /// Builds the registry; the far end calls it in its own process with the same variant.
+    /// Creates the registry. The far end calls it in its own process with the same variant.
     pub registry: fn(&str) -> Registry,
-    /// The variant of the registry; the test program gives it a meaning.
+    /// The variant of the registry; its meaning belongs to the test program.
     pub variant: String,
-    /// Backends that the agents are restricted to.
+    /// The backends that the agents may use.
     pub backends: Vec<String>,
-    /// Options of both agents, as JSON, with `{address}` for that of the host of either.
+    /// The options of both agents, as JSON. `{address}` stands for the address of each agent's
+    /// host.
     pub options: String,
     /// The shared secret of both agents.
     pub secret: Option<[u8; 32]>,
@@ -42,23 +43,22 @@ pub struct Setup {
     pub mode: Mode,
     /// `peer_timeout` of both agents.
     pub peer_timeout: Duration,
-    /// Bounds of both agents' queues of notifications: number and bytes.
+    /// The limits of both agents' notification queues: number and bytes.
     pub inbox: (usize, usize),
-    /// The memory of regions in this process; `far`: at the far end.
+    /// The memory of regions in this process.
     pub near: Backing,
-    /// See `near`.
+    /// The memory of regions at the far end.
     pub far: Backing,
-    /// The device of both ends: the far end finds it by the suite's label.
+    /// The device of both ends, with the suite's label, by which the far end finds it.
     pub device: Option<(&'static str, DeviceSource)>,
-    /// A program and its words, behind which the far end's process is started; empty: it is started
-    /// as it is.
+    /// A program and its arguments that start the far end's process; empty to start it directly.
     pub through: Vec<String>,
-    /// Shorter measurements (idle for 2 s instead of 10).
+    /// True for shorter measurements (idle for 2 s instead of 10).
     pub quick: bool,
 }
 
 impl Setup {
-    /// Agents over `backend` of `registry(variant)`.
+    /// Creates a setup with agents over `backend` of `registry(variant)`.
     pub fn new(registry: fn(&str) -> Registry, variant: &str, backend: &str, mode: Mode) -> Self {
         Setup {
             registry,
@@ -82,7 +82,10 @@ impl Setup {
         (self.registry)(&self.variant)
     }
 
-    /// Returns the backend's promises for every link. Fails when it is not available.
+    /// Returns the backend's capabilities, which hold for every link.
+    ///
+    /// # Errors
+    /// The backend is not available.
     pub fn capabilities(&self) -> Result<Capabilities, Failure> {
         let registry = self.registry();
         Ok(registry.require(&self.backends[0], &self.options_here()?)?.1.capabilities)
@@ -93,7 +96,7 @@ impl Setup {
         Options::parse(&self.options_at(1))
     }
 
-    /// Returns the options of the end that is on the host of this number.
+    /// Returns the options of the agent on the host with this number.
     fn options_at(&self, number: usize) -> String {
         self.options.replace(ADDRESS, &Hosts::address(number))
     }
@@ -124,18 +127,19 @@ impl Setup {
         Ok(self.device.map(|(_, source)| source()).transpose()?)
     }
 
-    /// Allocates memory as this setup wants it at this end, filled with content `seed`.
+    /// Allocates memory of this end's kind, filled with content `seed`.
     pub fn memory(&self, len: usize, seed: u64) -> Result<Memory, Failure> {
         Ok(self.near.memory(len, Some(seed), self.device()?.as_deref())?)
     }
 
-    /// The registry of this process, whose transports give their tickets back as `gate` allows.
+    /// Returns the registry of this process, with transports that settle their tickets only as
+    /// `gate` allows.
     pub fn gated_registry(&self, gate: &Gate) -> Registry {
         self.registry().wrapped(|factory| Arc::new(Chaos::gated(factory, gate)))
     }
 
-    /// A pair whose agent here has a gate: with it a clause decides when transfers and revocations
-    /// settle.
+    /// Creates a pair whose agent in this process has a gate, with which a clause decides when
+    /// transfers and revocations settle.
     pub fn gated_pair(&self) -> Result<(AgentPair, Gate), Failure> {
         let gate = Gate::new();
         let near = self.builder(&unique("near"))?.registry(self.gated_registry(&gate)).build()?;
@@ -160,7 +164,7 @@ impl Setup {
         Ok(Setup { options: options.to_string(), ..self.clone() })
     }
 
-    /// Returns this setup with a secret, also where the library does not ask for it.
+    /// Returns this setup with a secret, even if the library does not check it.
     pub(crate) fn with_secret(&self, secret: [u8; 32]) -> Result<Setup, Failure> {
         let mut options = self.json()?;
         options["unauthenticated"] = self.backends.clone().into();
@@ -178,7 +182,7 @@ impl Setup {
         Ok(self.registry().require(&self.backends[0], &self.options_here()?)?.0.admission())
     }
 
-    /// Makes a far end without agents.
+    /// Creates a far end without agents.
     pub fn far(&self) -> Result<FarEnd, Failure> {
         match self.mode {
             Mode::OneProcess => Ok(FarEnd::in_this_process(self.registry(), self.device()?)),
@@ -188,12 +192,12 @@ impl Setup {
         }
     }
 
-    /// Builds a further agent at the far end; gives its number.
+    /// Builds another agent at the far end and returns its number.
     pub fn far_agent(&self, far: &mut FarEnd, name: &str) -> Result<usize, Failure> {
         Ok(self.try_far_agent(far, name)??)
     }
 
-    /// Builds a further agent where that may be refused; the inner result is kvx's.
+    /// Builds another agent at the far end, which may fail; the inner result is that of kvx.
     pub(crate) fn try_far_agent(
         &self,
         far: &mut FarEnd,
@@ -202,7 +206,7 @@ impl Setup {
         far.build(self.spec(name))
     }
 
-    /// A pair: an agent here, and an agent at the far end. Not connected yet.
+    /// Creates a pair of agents, one here and one at the far end. They are not connected yet.
     pub fn pair(&self) -> Result<AgentPair, Failure> {
         let mut far = self.far()?;
         self.far_agent(&mut far, &unique("far"))?;
@@ -210,35 +214,35 @@ impl Setup {
     }
 }
 
-/// Two agents that may talk.
+/// Two agents that can connect to each other.
 pub struct AgentPair {
-    /// The one in this process: the initiator of most clauses.
+    /// The agent in this process, which is the initiator of most clauses.
     pub near: Agent,
-    /// The other end: the target of most clauses.
+    /// The other end, which is the target of most clauses.
     pub far: FarEnd,
-    /// The setup that they were made from.
+    /// The setup that created them.
     pub setup: Setup,
 }
 
 impl AgentPair {
-    /// Registers `len` bytes of content `seed` here.
+    /// Registers `len` bytes of content `seed` in this process.
     pub fn near_region(&self, name: &str, len: usize, seed: u64) -> Result<Region, Failure> {
         Ok(self.near.register(name, self.setup.memory(len, seed)?)?)
     }
 
-    /// Registers `len` bytes of content `seed` at the far end; gives the region's number there.
+    /// Registers `len` bytes of content `seed` at the far end. Returns the region's number there.
     pub fn far_region(&mut self, name: &str, len: usize, seed: u64) -> Result<usize, Failure> {
         self.far.register(name, len, self.setup.far, Some(seed))
     }
 
-    /// Connects near to far with far's metadata of now, and waits until the link is up.
+    /// Connects near to far with far's current metadata, and waits until the link is up.
     pub async fn connect(&mut self) -> Result<Peer, Failure> {
         let peer = self.near.connect(&self.far.metadata()?)?;
         peer.ready(CUT_OFF).await?;
         Ok(peer)
     }
 
-    /// Connects far to near; gives the peer's number there.
+    /// Connects far to near. Returns the peer's number there.
     pub fn connect_back(&mut self) -> Result<usize, Failure> {
         let metadata = self.near.metadata()?;
         self.far.connect(0, &metadata)

@@ -1,4 +1,5 @@
-//! Work without a plan for as long as one likes: nothing may be wrong, and nothing may grow.
+//! Random work for any length of time: every result must be right, and resource usage must not
+//! grow.
 
 use std::fmt;
 use std::time::Duration;
@@ -15,39 +16,39 @@ use crate::random::Random;
 use crate::setup::Setup;
 use crate::unique::unique;
 
-/// Bytes and number of the blocks of a region.
+/// The length and the number of a region's blocks.
 const GRID: Grid = Grid::packed(4096, 16);
 const LEN: usize = 16 * 4096;
-/// Transfers that are under way at once.
+/// The number of concurrent transfers.
 const AT_ONCE: usize = 8;
 
 /// The length of a soak and the processes that take part.
 #[derive(Clone, Copy, Debug)]
 pub struct Soak {
-    /// When it ends.
+    /// How long it runs.
     pub time: Duration,
-    /// Processes beside this one; the first of them is never killed.
+    /// The number of processes in addition to this one; the first of them is never killed.
     pub processes: usize,
-    /// Agents in each.
+    /// The number of agents in each process.
     pub agents: usize,
-    /// The seed of what it does.
+    /// The seed of the random choices.
     pub seed: u64,
 }
 
-/// Counters of what a soak did.
+/// Counters of a soak.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SoakCounts {
-    /// Transfers that arrived, and their bytes were right.
+    /// Transfers that arrived with the right bytes.
     pub arrived: u64,
-    /// Transfers that were cancelled, ran out of time, or lost their peer.
+    /// Transfers that were cancelled, timed out, or lost their peer.
     pub failed: u64,
     /// Notifications that arrived once.
     pub notified: u64,
-    /// Regions that were taken back.
+    /// Regions that were revoked.
     pub revoked: u64,
-    /// Processes that were killed and started again.
+    /// Processes that were killed and restarted.
     pub restarted: u64,
-    /// Times that this side's agent was shut down and built anew.
+    /// How often this side's agent was shut down and rebuilt.
     pub rebuilt: u64,
 }
 
@@ -56,42 +57,42 @@ impl fmt::Display for SoakCounts {
         let SoakCounts { arrived, failed, notified, revoked, restarted, rebuilt } = self;
         write!(
             f,
-            "{arrived} transfers arrived, {failed} failed as they may, {notified} notifications, {revoked} revoked, \
-             {restarted} processes restarted, {rebuilt} agents rebuilt here"
+            "{arrived} transfers arrived, {failed} failed as expected, {notified} notifications, \
+             {revoked} revoked, {restarted} processes restarted, {rebuilt} agents rebuilt here"
         )
     }
 }
 
-/// An agent at a far end, and the way to it.
+/// An agent at a far end, and the connections in both directions.
 struct FarAgent {
-    /// Its number there.
+    /// The agent's number there.
     agent: usize,
-    /// Its region's number there, and name.
+    /// The region's number there, and its name.
     region: usize,
     name: String,
-    /// What the region holds, and since when.
+    /// The content of the region, and the event that wrote it.
     seed: u64,
     since: &'static str,
     peer: Peer,
-    /// This side's number there.
+    /// The number of this side's peer there.
     back: usize,
 }
 
-/// A process beside this one.
+/// Another process.
 struct FarProcess {
     far: FarEnd,
     agents: Vec<FarAgent>,
 }
 
-/// This side's agent, with a region for each transfer that is under way.
+/// This side's agent, with a region for each concurrent transfer.
 struct Near {
     agent: Agent,
     regions: Vec<Region>,
-    /// What peers read: one content.
+    /// The region that peers read, with constant content.
     shown: Region,
 }
 
-/// One transfer that is under way.
+/// A transfer in flight.
 struct Posted {
     at: (usize, usize),
     op: Op,
@@ -101,7 +102,7 @@ struct Posted {
     transfer: Transfer,
 }
 
-/// All that takes part.
+/// The state of a soak.
 struct World<'a> {
     setup: &'a Setup,
     spec: Soak,
@@ -112,9 +113,9 @@ struct World<'a> {
     notes: u64,
 }
 
-/// Works over the setup's backend as `spec` says, and tells what this process and the oldest other
-/// one hold as it goes on. Fails at the first wrong byte, answer or notification, and if either
-/// [holds more](stays_flat) in the end.
+/// Works over the setup's backend as `spec` says, and reports the resource usage of this process
+/// and of the oldest other one. Fails at the first wrong byte, result or notification, and if
+/// either process [uses more](stays_flat) in the end.
 ///
 /// # Errors
 /// The first thing that was wrong.
@@ -147,7 +148,7 @@ impl Near {
 
     fn end(&self) -> Check {
         let ended = run(self.agent.shutdown(CUT_OFF));
-        ensure!(ended.is_ok(), "an agent that all had left did not end well: {ended:?}");
+        ensure!(ended.is_ok(), "the shutdown of an agent failed: {ended:?}");
         Ok(())
     }
 }
@@ -160,7 +161,7 @@ impl World<'_> {
             processes.push(FarProcess { far: setup.far()?, agents: Vec::new() });
         }
         let revokes = setup.capabilities()?.revocation != Revocation::Never;
-        ensure!(revokes, "{:?} takes no region back", setup.backends);
+        ensure!(revokes, "{:?} cannot revoke regions", setup.backends);
         let random = Random::seeded(spec.seed);
         let mut world =
             World { setup, spec, random, near, processes, done: SoakCounts::default(), notes: 0 };
@@ -170,7 +171,7 @@ impl World<'_> {
         Ok(world)
     }
 
-    /// Builds the agents of a process that has none, and connects both ways.
+    /// Builds the agents of a process that has none, and connects in both directions.
     fn populate(&mut self, process: usize) -> Check {
         self.processes[process].agents.clear();
         for _ in 0..self.spec.agents {
@@ -198,7 +199,7 @@ impl World<'_> {
         (self.random.below(self.spec.processes), self.random.below(self.spec.agents))
     }
 
-    /// Some transfers, and at times something that shakes them.
+    /// Runs some transfers, and sometimes a disruptive event.
     fn turn(&mut self) -> Check {
         self.transfers(None)?;
         match self.random.below(400) {
@@ -213,8 +214,8 @@ impl World<'_> {
         }
     }
 
-    /// Posts transfers with as many agents, gives some of them up, and looks at what has come of
-    /// each. `killed`: a process that is killed meanwhile.
+    /// Posts transfers with several agents, gives some of them up, and checks the outcome of each.
+    /// `killed` is a process that is killed meanwhile.
     fn transfers(&mut self, killed: Option<usize>) -> Check {
         let mut posted: Vec<Posted> = Vec::new();
         for _ in 0..AT_ONCE {
@@ -240,8 +241,8 @@ impl World<'_> {
             order.swap(last, self.random.below(last + 1));
         }
         let given_up = self.random.below(16);
-        // What is given up may be told later nevertheless, as the data was there: nobody could wait
-        // for it.
+        // A transfer that was given up may still notify later, because its data had arrived. A test
+        // could not wait for that, so such transfers have no notification.
         let note = (given_up > 1 && self.random.below(4) == 0).then(|| {
             self.notes += 1;
             format!("note {}", self.notes).into_bytes()
@@ -298,7 +299,7 @@ impl World<'_> {
                         let wrong = pairs.filter(|(is, wanted)| is != wanted).count();
                         ensure!(
                             wrong == 0,
-                            "a read of {} brought {wrong} blocks with other bytes than there were since {}",
+                            "a read of {} returned {wrong} blocks unlike its content since {}",
                             remote.name,
                             remote.since
                         );
@@ -323,7 +324,7 @@ impl World<'_> {
             return Ok(());
         }
         if result.is_err() && op == Op::Write {
-            // What of it is on its way may arrive until its owner has taken the region back.
+            // The rest of the write may still arrive until the owner has revoked the region.
             return self.revoke(at);
         }
         if let (Ok(_), Some(note)) = (result, note) {
@@ -334,7 +335,7 @@ impl World<'_> {
         Ok(())
     }
 
-    /// Has a far end read what this one shows.
+    /// Makes a far end read what this side shows.
     fn read_back(&mut self) -> Check {
         let at = self.any();
         let process = &mut self.processes[at.0];
@@ -354,14 +355,13 @@ impl World<'_> {
         (remote.seed, remote.since) = (3, "a read from here");
         ensure!(
             process.far.sum(remote.region)? == checksum(&bytes(3, 0, LEN)),
-            "a far end has read other bytes than are shown"
+            "a far end has read wrong bytes"
         );
         self.done.arrived += 1;
         Ok(())
     }
 
-    /// Takes a region back there, sees that it cannot be read any more, and connects to another
-    /// one.
+    /// Revokes a region there, checks that it cannot be read any more, and registers another one.
     fn revoke(&mut self, at: (usize, usize)) -> Check {
         let seed = self.random.word();
         let FarProcess { far, agents } = &mut self.processes[at.0];
@@ -381,7 +381,7 @@ impl World<'_> {
         Ok(())
     }
 
-    /// Kills a process amid transfers and starts it again.
+    /// Kills a process during transfers and restarts it.
     fn restart(&mut self) -> Check {
         let process = 1 + self.random.below(self.spec.processes - 1);
         self.transfers(Some(process))?;
@@ -391,7 +391,7 @@ impl World<'_> {
         Ok(())
     }
 
-    /// Ends this side's agent and begins with another one.
+    /// Shuts down this side's agent and builds another one.
     fn rebuild(&mut self) -> Check {
         self.near.end()?;
         self.near = Near::new(self.setup)?;
@@ -407,7 +407,7 @@ impl World<'_> {
         Ok(())
     }
 
-    /// Returns the usage of this process and the oldest other one when all links are up.
+    /// Returns the usage of this process and of the oldest other one, once all links are up.
     fn holdings(&mut self) -> Result<[ResourceUsage; 2], Failure> {
         for FarProcess { far, agents } in &mut self.processes {
             for remote in agents {

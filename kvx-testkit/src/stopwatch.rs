@@ -1,16 +1,18 @@
-//! Time as a clause measures it: what passed, and what of it the machine kept for itself.
+//! Measures the time of an operation, and how much of it the machine stalled.
 //!
-//! A clause asks that something ends within a tenth of a second. Where more threads want to run
-//! than there are processors, or a processor stands still for a moment, an answer is later than
-//! that by no fault of kvx. So threads of the suite's own beat beside what is measured: each sleeps
-//! a millisecond at a time, and what it sleeps longer than that it was kept from running. One may
-//! run anywhere, as kvx's may: it tells how busy the machine is. The others are bound to one
-//! processor each, and tell when that one stands still, perhaps with the one thread of kvx that was
-//! to answer. Time in which several were late counts once. On a quiet machine that is nothing, and
-//! the bound is the promise itself.
+//! A clause requires that something ends within a tenth of a second. If more threads want to run
+//! than there are processors, or if a processor stalls for a moment, an answer is late through no
+//! fault of kvx. So threads of the suite run concurrently with what is measured. Each sleeps for a
+//! millisecond at a time, and the time that it sleeps longer is time in which the machine kept it
+//! from running.
 //!
-//! The threads are the process's, and sleep while nobody measures. Threads that come and go with
-//! each measurement kept the kernel busy for seconds where another clause was reading the list of
+//! One thread may run on any processor, like kvx's threads, and shows how busy the machine is. The
+//! others are bound to one processor each, and show when that processor stalls, perhaps together
+//! with the thread of kvx that had to answer. Time in which several of them are late counts once.
+//! On a quiet machine the stalls are zero, and the bound is the promise itself.
+//!
+//! The threads belong to the process, and sleep while nothing is measured. Starting threads for
+//! each measurement kept the kernel busy for seconds while another clause was reading the list of
 //! threads.
 
 use std::collections::VecDeque;
@@ -21,47 +23,47 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-/// The sleep of a beat.
+/// The duration of a beat's sleep.
 const BEAT: Duration = Duration::from_millis(1);
-/// What a sleep may be late on a machine that has nothing else to do: that is no stall.
+/// The usual lateness of a sleep on an idle machine, which is not a stall.
 const USUAL: Duration = Duration::from_millis(1);
-/// The same where the thread is bound: others have their turns on its processor, which kvx's
-/// threads need not wait for.
+/// The usual lateness of a bound thread: others take turns on its processor, which kvx's threads
+/// need not wait for.
 const TURNS: Duration = Duration::from_millis(20);
 
-/// The most processors that have a beat of their own.
+/// The maximum number of processors with their own beat.
 const MOST_BOUND: usize = 8;
-/// The time for which stalls are remembered: longer than any clause may take.
+/// How long stalls are remembered: longer than any clause may take.
 const KEPT: Duration = Duration::from_secs(120);
 
-/// Runs from its start until it is dropped.
+/// A measurement that runs from its start until it is dropped.
 pub(crate) struct Stopwatch {
     begun: Instant,
 }
 
-/// A time from one moment until another.
+/// A period of time, from the first moment to the second.
 type Stall = (Instant, Instant);
 
 /// The beats of this process.
 static BEATS: Mutex<Beats> = Mutex::new(Beats::none());
-/// Somebody measures again.
+/// Notified when a measurement starts.
 static MEASURED: Condvar = Condvar::new();
 
 /// The results of the beats so far.
 struct Beats {
-    /// Of each thread; none before the first watch.
+    /// The current beat of each thread; empty before the first measurement.
     running: Vec<Beat>,
-    /// When one was late, or several: in their order, none touching the next.
+    /// The periods in which at least one thread was late, in order and without overlap.
     stalls: VecDeque<Stall>,
-    /// The number of watches that run.
+    /// The number of running measurements.
     watches: usize,
 }
 
-/// A beat that is not over.
+/// A beat that has not ended.
 #[derive(Clone, Copy)]
 struct Beat {
     begun: Instant,
-    /// The lateness that is allowed.
+    /// The permitted lateness.
     usual: Duration,
 }
 
@@ -73,7 +75,7 @@ impl Beat {
     }
 }
 
-/// Adds a stall that ends no sooner than any before it.
+/// Adds a stall that ends no sooner than any stall before it.
 fn add(stalls: &mut VecDeque<Stall>, (mut from, until): Stall) {
     while let Some((begun, _)) = stalls.back().filter(|(_, ended)| *ended >= from) {
         from = from.min(*begun);
@@ -87,7 +89,7 @@ impl Beats {
         Beats { running: Vec::new(), stalls: VecDeque::new(), watches: 0 }
     }
 
-    /// A thread's beat is over, and its next begins.
+    /// Ends a thread's beat and starts its next one.
     fn over(&mut self, thread: usize, now: Instant) {
         let beat = &mut self.running[thread];
         let stall = beat.stall(now);
@@ -98,8 +100,8 @@ impl Beats {
         }
     }
 
-    /// How long one was late, or several, between two moments, of which the later is now: in beats
-    /// that are not over yet as well.
+    /// Returns how long at least one thread was late from `since` until `now`, including beats that
+    /// have not ended.
     fn stalled(&self, since: Instant, now: Instant) -> Duration {
         let mut stalls = self.stalls.clone();
         self.running
@@ -117,13 +119,13 @@ fn beats() -> MutexGuard<'static, Beats> {
     BEATS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Beats for ever, on that processor or on any.
+/// Beats for ever, on this processor or on any.
 fn beat(thread: usize, processor: Option<usize>) {
     if let Some(processor) = processor {
         let mut one = CpuSet::new();
         one.set(processor);
-        // An error, as of a processor that was taken away, leaves it with all others: it sees less,
-        // and excuses less.
+        // If this fails, for example because the processor was taken offline, the thread runs on
+        // any processor: it then sees, and excuses, less.
         sched_setaffinity(None, &one).ok();
     }
     loop {
@@ -156,7 +158,7 @@ fn start(beats: &mut Beats) -> io::Result<()> {
 }
 
 impl Stopwatch {
-    /// Starts.
+    /// Starts a measurement.
     pub(crate) fn start() -> io::Result<Self> {
         let mut beats = beats();
         if beats.running.is_empty() {
@@ -185,7 +187,7 @@ impl Drop for Stopwatch {
     }
 }
 
-/// A time that was measured.
+/// A measured duration.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Took {
     time: Duration,
@@ -193,12 +195,13 @@ pub(crate) struct Took {
 }
 
 impl Took {
-    /// Returns whether it is no shorter than that.
+    /// Returns whether the duration is at least `least`.
     pub(crate) fn reaches(self, least: Duration) -> bool {
         self.time >= least
     }
 
-    /// Returns whether it is what was promised, or more by no more than the machine stalled.
+    /// Returns whether the duration exceeds `promised` by at most the time that the machine
+    /// stalled.
     pub(crate) fn within(self, promised: Duration) -> bool {
         self.time <= promised + self.stalled
     }
@@ -218,14 +221,14 @@ mod tests {
         Duration::from_millis(count)
     }
 
-    /// The beats of threads that begin now and may be so late.
+    /// Creates the beats of threads that begin at `begun`, with these permitted latenesses.
     fn beats_of(begun: Instant, usual: &[Duration]) -> Beats {
         let running = usual.iter().map(|usual| Beat { begun, usual: *usual }).collect();
         Beats { running, ..Beats::none() }
     }
 
-    /// What is measured of beats that end at these milliseconds, on these of two threads, which may
-    /// be 1 ms late.
+    /// Returns what is measured if the beats of two threads end at these milliseconds. The threads
+    /// may be 1 ms late.
     fn stalled(beats: &[(usize, u64)], now: u64) -> Duration {
         let begun = Instant::now();
         let mut of_both = beats_of(begun, &[ms(1); 2]);
@@ -259,8 +262,8 @@ mod tests {
 
     #[test]
     fn what_several_threads_are_late_counts_once() {
-        // From 1 to 21 on one; from 1 to 31 on the other; from 22 to 41 on the first, which is not
-        // over.
+        // Late from 1 to 21 on one thread, from 1 to 31 on the other, and from 22 to 41 on the
+        // first, in a beat that has not ended.
         assert_eq!(stalled(&[(0, 21)], 21), ms(20));
         assert_eq!(stalled(&[(0, 21), (1, 31)], 31), ms(30));
         assert_eq!(stalled(&[(0, 21), (1, 31)], 41), ms(40));
@@ -290,7 +293,7 @@ mod tests {
         assert_eq!(beats.stalled(begun + ms(41), begun + ms(52)), ms(10));
         assert_eq!(beats.stalled(begun + ms(51), begun + ms(52)), Duration::ZERO);
         beats.over(0, begun + ms(52) + KEPT);
-        assert_eq!(beats.stalls.len(), 1, "what nobody asks for any more is forgotten");
+        assert_eq!(beats.stalls.len(), 1, "old stalls are forgotten");
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::setup::{Mode, Setup};
 use crate::skip::{gap_held, skip};
 use crate::tier::Tier;
 
-/// A clause that a backend cannot keep, as data. It is counted apart, never as passed.
+/// A clause that a backend cannot keep, as data. It counts as a known gap, never as passed.
 #[derive(Clone, Copy, Debug)]
 pub struct Gap {
     /// The clause's id.
@@ -44,14 +44,14 @@ pub enum GapRate {
     },
 }
 
-/// The number of runs that show that a backend keeps a clause which it lists as a gap.
+/// The number of runs in a row that show that a backend keeps a clause which it lists as a gap.
 const LOOKS: u32 = 5;
 
 /// The accepted probability that the whole tier misses a gap which shows at its measured rate.
 const MISSED: f64 = 1e-3;
 
-/// Clauses that no backend may list as a gap, besides those of security (S1, S2, …): memory that is
-/// touched or freed too early, and notifications that arrive twice.
+/// Clauses that no backend may list as a gap, in addition to the security clauses (S1, S2, …):
+/// memory that is touched or freed too early, and notifications that arrive twice.
 const NEVER_A_GAP: &[&str] = &["O2", "O3", "O4", "O5", "O6", "O7", "O8", "N3"];
 
 impl Gap {
@@ -66,7 +66,7 @@ impl GapRate {
     fn most_runs(self, tier: Tier) -> u32 {
         match self {
             GapRate::Mostly => LOOKS,
-            // One run says little either way: looking for it is for the whole tier.
+            // One run proves little either way, so only the whole tier repeats it.
             GapRate::Sometimes { .. } if tier < Tier::Whole => 1,
             GapRate::Sometimes { broken, runs } => {
                 let holds = 1.0 - f64::from(broken) / f64::from(runs);
@@ -81,26 +81,27 @@ impl GapRate {
 pub struct Suite {
     /// The backend's name.
     pub backend: &'static str,
-    /// Shown in test names; differs when one backend is run in several ways.
+    /// The label in test names; unique if one backend runs in several ways.
     pub label: &'static str,
-    /// The registry's variant.
+    /// The variant of the registry.
     pub variant: &'static str,
-    /// Options of both agents, as JSON, with `{address}` for that of the host of either.
+    /// The options of both agents, as JSON. `{address}` stands for the address of each agent's
+    /// host.
     pub options: &'static str,
     /// The memory of regions in the process that runs the clauses.
     pub near: Backing,
     /// The memory of regions at the far end.
     pub far: Backing,
-    /// The device of both ends, for [`Backing::Device`]. When it cannot be had, or the backend does
-    /// not reach its memory here, the suite is skipped with the reason.
+    /// The device of both ends, for [`Backing::Device`]. If it is not available, or the backend
+    /// does not reach its memory here, the suite is skipped with the reason.
     pub device: Option<DeviceSource>,
-    /// Where the far end's process is, in clauses that have one.
+    /// How the far end's process is separated, in clauses that have one.
     pub separation: Separation,
-    /// The ids of the clauses that run; none: all of them.
+    /// The ids of the clauses to run; all of them if empty.
     pub only: &'static [&'static str],
     /// The clauses that the backend cannot keep.
     pub gaps: &'static [Gap],
-    /// The least tier that runs it; the fast one runs what needs one process.
+    /// The lowest tier that runs the suite; the fast tier runs the clauses that need one process.
     pub tier: Tier,
 }
 
@@ -109,9 +110,9 @@ pub struct Suite {
 pub enum Separation {
     /// The far end is in this process, or in one that this process starts.
     None,
-    /// Behind a program and its words: in namespaces of its own, or as another user.
+    /// Started by a program with these arguments: in separate namespaces, or as another user.
     Behind(&'static [&'static str]),
-    /// Either is on a host of its own.
+    /// Each end is on a separate host.
     OnHosts,
 }
 
@@ -122,7 +123,7 @@ const LIMIT: Duration = Duration::from_secs(90);
 const WHOLE_LIMIT: Duration = Duration::from_secs(900);
 
 impl Suite {
-    /// The suite over a backend as it comes.
+    /// Creates the suite over a backend with default settings.
     pub const fn over(backend: &'static str) -> Self {
         Suite {
             backend,
@@ -139,17 +140,18 @@ impl Suite {
         }
     }
 
-    /// The clauses that depend on seeing the far end's process end, with that process in another
-    /// namespace of processes as in another container: its number says nothing there.
+    /// Restricts the suite to the clauses that must notice the end of the far end's process, and
+    /// runs that process in another PID namespace, as in another container, where its process id
+    /// means nothing to this process.
     pub const fn in_another_namespace(self) -> Self {
         self.separated(Separation::Behind(&["unshare", "--pid", "--fork", "--kill-child"]))
     }
 
-    /// The same clauses, with the far end as a user without privileges, who may lock little memory
-    /// and open few files.
+    /// Runs the same clauses with a far end whose user has no privileges, and may lock little
+    /// memory and open few files.
     pub const fn as_another_user(self) -> Self {
         const USER: [&str; 9] = [
-            // Libraries look there for settings.
+            // Libraries look for settings there.
             "env",
             "HOME=/",
             "prlimit",
@@ -163,7 +165,7 @@ impl Suite {
         self.separated(Separation::Behind(&USER))
     }
 
-    /// The same clauses, with either end on a host of its own, as namespaces of the network are.
+    /// Runs the same clauses with each end on a separate host, made of a network namespace.
     pub const fn on_two_hosts(self) -> Self {
         self.separated(Separation::OnHosts)
     }
@@ -186,8 +188,8 @@ impl Suite {
     }
 }
 
-/// Serves as a far end and ends the process, if that is what this process was started for. Call it
-/// first in `main`. A far end with a device is served by [`conformance_main`].
+/// Serves as a far end and ends the process, if this process was started for that. Call it first in
+/// `main`. [`conformance_main`] serves far ends with a device.
 pub fn serve_if_asked(registry: fn(&str) -> Registry) {
     if std::env::var(far::SUITE).is_err() {
         serve(registry, None);
@@ -203,16 +205,16 @@ fn serve(registry: fn(&str) -> Registry, device: Option<DeviceSource>) {
     }
 }
 
-/// The `main` of a conformance test (`harness = false`): every clause, in one process and in two.
+/// Runs a conformance test as `main` (`harness = false`): every clause, in one process and in two.
 pub fn conformance_main(registry: fn(&str) -> Registry, suites: &[Suite]) -> ExitCode {
     harness_main(conformance_trials(registry, suites))
 }
 
 /// Returns the trials of a conformance test: every clause, in one process and in two. Serves as a
-/// far end and ends the process, if that is what this process was started for.
+/// far end and ends the process, if this process was started for that.
 ///
 /// # Panics
-/// When a suite lists a clause as a gap that no backend may break.
+/// If a suite lists a clause as a gap that no backend may break.
 pub fn conformance_trials(registry: fn(&str) -> Registry, suites: &[Suite]) -> Vec<Trial> {
     for gap in suites.iter().flat_map(|suite| suite.gaps) {
         assert!(gap.is_allowed(), "{}: no backend may list this clause as a gap", gap.clause);
@@ -222,7 +224,7 @@ pub fn conformance_trials(registry: fn(&str) -> Registry, suites: &[Suite]) -> V
     serve(registry, suite.and_then(|suite| suite.device));
     let mut trials = Vec::new();
     if is_own_process() {
-        return trials; // it is another test's process, and loads what that test wants
+        return trials; // this process belongs to another test, which loads its own libraries
     }
     let on_a_host = Hosts::way_to_far().is_some();
     for suite in suites.iter().filter(|suite| !on_a_host || suite.separation == Separation::OnHosts)
@@ -261,7 +263,7 @@ pub fn conformance_trials(registry: fn(&str) -> Registry, suites: &[Suite]) -> V
                 let name = format!("{}::{place}::{}_{}", suite.label, clause.id, clause.name);
                 let title = name.clone();
                 let to_hosts = suite.separation == Separation::OnHosts && !on_a_host;
-                // A clause has a limit of its own, and a gap is looked at several times.
+                // Each run of a clause has its own limit, and a gap runs several times.
                 trials.push(trial_within(WHOLE_LIMIT, name, move || match to_hosts {
                     true => Hosts::run_test(&title, LIMIT + CUT_OFF).map(drop),
                     false => judge(&title, &suite, clause, setup),
@@ -272,7 +274,7 @@ pub fn conformance_trials(registry: fn(&str) -> Registry, suites: &[Suite]) -> V
     trials
 }
 
-/// The least tier that runs clauses in this way.
+/// Returns the lowest tier that runs clauses in this mode.
 fn tier_of(mode: Mode) -> Tier {
     if mode == Mode::OneProcess { Tier::Fast } else { Tier::Usual }
 }
@@ -283,13 +285,13 @@ fn unavailable(suite: &Suite, registry: fn(&str) -> Registry) -> Option<String> 
     registry(suite.variant).require(suite.backend, &options).err().map(|error| error.to_string())
 }
 
-/// Returns why the device of a suite is not there, or not reached by its backend.
+/// Returns why the device of a suite is not available, or not reached by its backend.
 fn without_its_device(suite: &Suite, registry: fn(&str) -> Registry) -> Option<String> {
     let kind = match suite.device?() {
         Ok(device) => device.access().kind(),
         Err(error) => return Some(error.sentence().to_owned()),
     };
-    // A backend that is not there is each trial's to say.
+    // Each trial reports a backend that is not available.
     let options = Options::parse(suite.options).ok()?;
     let registry = registry(suite.variant);
     let (_, available) = registry.require(suite.backend, &options).ok()?;
@@ -297,7 +299,7 @@ fn without_its_device(suite: &Suite, registry: fn(&str) -> Registry) -> Option<S
     (!reached).then(|| format!("{} does not reach {kind} memory here", suite.backend))
 }
 
-/// Returns why this program cannot be started as the suite wants.
+/// Returns why this program cannot be started with the suite's separation.
 fn does_not_go_through(suite: &Suite) -> Option<String> {
     let words = match &suite.separation {
         Separation::None => return None,
@@ -325,7 +327,8 @@ fn judge(title: &str, suite: &Suite, clause: &'static Clause, setup: Setup) -> C
         }
         (false, _) => {
             return Err(Failure::new(format!(
-                "clause {} is listed as a gap ({}) but holds in {most} runs: remove the row or measure its rate again",
+                "clause {} is listed as a gap ({}) but holds in {most} runs: remove the row or \
+                 measure its rate again",
                 gap.clause, gap.reason
             )));
         }
@@ -334,7 +337,7 @@ fn judge(title: &str, suite: &Suite, clause: &'static Clause, setup: Setup) -> C
     Ok(())
 }
 
-/// Runs a clause on a thread of its own, so that a hang is a failure and not the end of the run.
+/// Runs a clause on a separate thread, so that a hang is a failure and does not block the run.
 pub(crate) fn check_within(clause: &'static Clause, setup: Setup, patience: Duration) -> Check {
     within(patience, clause.name, move || run((clause.test)(&setup)))?
 }
@@ -348,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn no_backend_may_list_memory_safety_exactly_once_and_security_as_gaps() {
+    fn no_backend_may_list_memory_safety_duplicates_and_security_as_gaps() {
         let known: Vec<_> =
             CLAUSES.iter().flat_map(|room| room.iter()).map(|clause| clause.id).collect();
         for clause in NEVER_A_GAP.iter().chain(&["S1"]) {
@@ -365,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gap_is_looked_for_as_long_as_its_rate_asks() {
+    fn a_gap_is_run_as_often_as_its_rate_requires() {
         let half = GapRate::Sometimes { broken: 1, runs: 2 };
         assert_eq!((half.most_runs(Tier::Usual), half.most_runs(Tier::Whole)), (1, 10));
         assert_eq!(GapRate::Mostly.most_runs(Tier::Usual), LOOKS);

@@ -1,5 +1,5 @@
-//! The attribute `#[kvx_testkit::test]`. It reads a function without a parser of Rust: only its
-//! attributes and its name matter.
+//! The attribute `#[kvx_testkit::test]`. It reads a function without a Rust parser, because it only
+//! needs its attributes and its name.
 
 use proc_macro::{Delimiter, TokenStream, TokenTree};
 
@@ -7,9 +7,9 @@ use proc_macro::{Delimiter, TokenStream, TokenTree};
 /// `kvx_testkit::harness_main`.
 ///
 /// The function takes nothing and returns `()` or a `Result` whose error can be shown. With
-/// `own_process` (`#[kvx_testkit::test(own_process)]`) the harness runs it in a process of its own,
-/// for tests that count what a process holds, change its environment, or load a library that stays
-/// loaded.
+/// `own_process` (`#[kvx_testkit::test(own_process)]`), the harness runs it in a separate process,
+/// for tests that count the resources of a process, change its environment, or load a library that
+/// stays loaded.
 #[proc_macro_attribute]
 pub fn test(options: TokenStream, function: TokenStream) -> TokenStream {
     let own_process = match options.to_string().as_str() {
@@ -49,14 +49,14 @@ fn name(function: TokenStream) -> Option<String> {
     }
 }
 
-/// Returns the `#[cfg(…)]` attributes, which decide about the registration too.
+/// Returns the `#[cfg(…)]` attributes, which also apply to the registration.
 fn conditions(function: TokenStream) -> String {
     let mut found = String::new();
     let mut tokens = function.into_iter();
     while let Some(token) = tokens.next() {
         match token {
             TokenTree::Punct(hash) if hash.as_char() == '#' => {}
-            _ => break, // the attributes are over
+            _ => break, // the attributes have ended
         }
         if let Some(TokenTree::Group(attribute)) = tokens.next()
             && attribute.delimiter() == Delimiter::Bracket

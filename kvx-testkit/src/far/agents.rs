@@ -1,4 +1,4 @@
-//! Executes the commands to a far end: its agents, regions and peers, in whichever process.
+//! Executes the commands to a far end: its agents, regions and peers, in either process.
 
 use std::fs::File;
 use std::io::{BufRead as _, Write as _};
@@ -21,7 +21,7 @@ use crate::process_state::{self, ProcessState, ResourceUsage, Tid};
 pub(super) struct FarAgents {
     registry: Registry,
     device: Option<Arc<dyn Device>>,
-    /// Threads that the device had when it was opened: no agent of kvx started them.
+    /// Threads that the device had when it was opened, which no agent of kvx started.
     threads: Vec<Tid>,
     agents: Vec<Agent>,
     regions: Vec<Option<Region>>,
@@ -94,8 +94,8 @@ impl FarAgents {
                 });
                 for (at, name) in names.iter().enumerate() {
                     let (base, kept) = (both.address() + (at * len) as u64, Arc::clone(&both));
-                    // SAFETY: the half lies within `both`, which the new memory keeps alive and
-                    // which lends no slices.
+                    // SAFETY: the half lies within `both`, which the new memory keeps alive, and no
+                    // references into `both` exist.
                     let half = unsafe {
                         match both.device_access().cloned() {
                             Some(access) => {
@@ -197,18 +197,18 @@ impl FarAgents {
                 Reply::Done
             }
             Command::HangPage { region } => {
-                self.hung = None; // the one before comes
+                self.hung = None; // resolves the faults of the previous page
                 self.hung =
                     region.map(|number| HungPage::of(self.region(number)?.memory())).transpose()?;
                 Reply::Done
             }
             Command::Fork { ends_after } => {
                 let seconds = libc::c_uint::try_from(ends_after.as_secs()).unwrap_or(1);
-                // SAFETY: the child makes system calls only: it lets go of what it would answer
-                // with, and waits for the signal that ends it.
+                // SAFETY: the child only makes async-signal-safe system calls: it closes its
+                // standard streams and waits for the signal that ends it.
                 let child = unsafe { libc::fork() };
                 if child == 0 {
-                    // SAFETY: numbers in, numbers out; the child ends by the alarm.
+                    // SAFETY: these calls take and return numbers only; the alarm ends the child.
                     unsafe {
                         (0..3).for_each(|standard| _ = libc::close(standard));
                         libc::alarm(seconds);
@@ -235,7 +235,7 @@ impl FarAgents {
             }
             Command::ResourceUsage => Reply::ResourceUsage(
                 ResourceUsage::of_this_process()
-                    .map_err(|error| Error::os("what the process holds", error))?,
+                    .map_err(|error| Error::os("the resource usage of the process", error))?,
             ),
             Command::Cpu => Reply::Number(cpu_time().as_micros() as u64),
             Command::Quarantined => Reply::Number(quarantined_bytes()),
@@ -249,13 +249,13 @@ impl FarAgents {
     }
 }
 
-/// CPU time that this process has used.
+/// Returns the CPU time that this process has used.
 pub fn cpu_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec.try_into().unwrap_or(0), time.tv_nsec.try_into().unwrap_or(0))
 }
 
-/// Serves commands from standard input until it ends; called by `serve_if_asked` in the child.
+/// Serves commands from standard input until it ends. `serve_if_asked` calls it in the child.
 pub(crate) fn serve(registry: Registry, device: Option<Arc<dyn Device>>, mut answers: File) {
     let mut end = FarAgents::new(registry, device);
     for line in std::io::stdin().lock().lines() {

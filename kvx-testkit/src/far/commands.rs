@@ -1,4 +1,4 @@
-//! The commands to a far end and its answers: lines of JSON between processes, plain values within
+//! The commands to a far end and its replies: lines of JSON between processes, plain values within
 //! one.
 
 use std::time::Duration;
@@ -51,19 +51,19 @@ pub(crate) struct AgentSpec {
     pub(crate) inbox: (usize, usize),
 }
 
-/// A transfer that the far end is asked to post: `op` between its region and the peer's, by index
+/// A transfer for the far end to post: an operation between its region and the peer's, by index
 /// lists.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct PostSpec {
-    /// Writes if true; reads otherwise.
+    /// True to write, false to read.
     pub write: bool,
-    /// Number of the far end's region.
+    /// The number of the far end's region.
     pub region: usize,
-    /// Name of the region at the peer.
+    /// The name of the region at the peer.
     pub theirs: String,
-    /// Length and number of the blocks, packed, on both sides.
+    /// The length and the number of the packed blocks, on both sides.
     pub grid: (u64, u32),
-    /// The far end's own blocks.
+    /// The far end's blocks.
     pub local: Vec<u32>,
     /// The peer's blocks.
     pub remote: Vec<u32>,
@@ -85,12 +85,12 @@ pub(super) enum Reply {
     Failed { kind: String, sentence: String },
 }
 
-/// A notification that the far end took.
+/// A notification that the far end received.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReceivedNotification {
-    /// Name of the sender.
+    /// The sender's name.
     pub name: String,
-    /// Its incarnation.
+    /// The sender's incarnation.
     pub incarnation: [u8; 16],
     /// The bytes.
     pub bytes: Vec<u8>,
@@ -107,7 +107,7 @@ impl From<Notification> for ReceivedNotification {
     }
 }
 
-/// The kind that is written so.
+/// Returns the error kind with this name.
 pub(super) fn kind_of(word: &str) -> Option<ErrorKind> {
     ErrorKind::ALL.iter().copied().find(|kind| kind.as_str() == word)
 }

@@ -1,4 +1,5 @@
-//! The far end of a pair: agents in this process or in another one, asked in the same commands.
+//! The far end of a pair: agents in this process or in another one, controlled by the same
+//! commands.
 
 mod agents;
 mod commands;
@@ -24,13 +25,12 @@ pub use self::commands::{PostSpec, ReceivedNotification};
 pub(crate) use self::limits::limit;
 pub use self::limits::{HungPage, Limit};
 
-/// The time that a far end may take to answer a command beyond the command's own deadline.
+/// How long a far end may take to reply, beyond the command's own deadline.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// The variable by which a program learns that it is a far end, and of which variant of its
-/// registry.
+/// The variable that makes a program a far end, and that names the variant of its registry.
 pub(crate) const VARIABLE: &str = "KVX_TESTKIT_FAR";
 
-/// The suite by whose label it finds its device, if it has one.
+/// The variable that names the suite whose device the far end uses, if it has one.
 pub(crate) const SUITE: &str = "KVX_TESTKIT_SUITE";
 
 enum FarProcess {
@@ -38,7 +38,7 @@ enum FarProcess {
     OtherProcess { child: Child, start: StartCommand },
 }
 
-/// The way to start its process.
+/// How to start the far end's process.
 struct StartCommand {
     variables: Vec<(&'static str, String)>,
     through: Vec<String>,
@@ -50,7 +50,7 @@ impl StartCommand {
     }
 }
 
-/// The far end of a pair. Answers are kvx's own results: an error comes back with its kind.
+/// The far end of a pair. Its replies are kvx's own results: an error keeps its kind.
 pub struct FarEnd {
     process: FarProcess,
 }
@@ -60,8 +60,8 @@ impl FarEnd {
         FarEnd { process: FarProcess::SameProcess(FarAgents::new(registry, device)) }
     }
 
-    /// `suite`: whose device it has; `through`: the program and its words, behind which its process
-    /// is start.
+    /// Creates a far end in another process. `suite` is the label of the suite whose device it
+    /// uses; `through` is the program, with its arguments, that starts the process.
     pub(crate) fn there(
         variant: &str,
         suite: Option<&str>,
@@ -73,7 +73,7 @@ impl FarEnd {
         Ok(FarEnd { process: FarProcess::OtherProcess { child: start.run()?, start } })
     }
 
-    /// The process it lives in; `None` when that is this one.
+    /// Returns the far end's process; `None` if that is this one.
     pub fn child(&mut self) -> Option<&mut Child> {
         match &mut self.process {
             FarProcess::SameProcess(_) => None,
@@ -81,12 +81,12 @@ impl FarEnd {
         }
     }
 
-    /// The process it lives in; fails in one process.
+    /// Returns the far end's process; fails if that is this one.
     pub fn process(&mut self) -> Result<&mut Child, Failure> {
         self.child().ok_or_else(|| Failure::new("this clause runs in two processes"))
     }
 
-    /// Starts the process anew, without agents; the old one must have been killed.
+    /// Starts the process again, without agents. The old process must have been killed.
     pub fn restart(&mut self) -> Result<(), Failure> {
         if let FarProcess::OtherProcess { child, start } = &mut self.process {
             *child = start.run()?;
@@ -104,7 +104,7 @@ impl FarEnd {
         }
     }
 
-    /// Gives its process a command, and does not wait for the [`answer`](FarEnd::answer).
+    /// Sends a command to the far end's process without waiting for the [`answer`](FarEnd::answer).
     fn tell(&mut self, command: &Command) -> Result<(), Failure> {
         let line =
             serde_json::to_string(command).map_err(|error| Failure::new(error.to_string()))?;
@@ -117,7 +117,7 @@ impl FarEnd {
             .map_err(|error| Failure::new(format!("{error} in {answer:?}")))
     }
 
-    /// As `ask`; what kvx said at the far end comes back as the inner result.
+    /// Sends a command and waits for the reply; kvx's result at the far end is the inner result.
     fn call(
         &mut self,
         command: Command,
@@ -142,20 +142,20 @@ impl FarEnd {
         Ok(self.number(Command::Agent(spec))?.map(|number| number as usize))
     }
 
-    /// Metadata of its first agent.
+    /// Returns the metadata of its first agent.
     pub fn metadata(&mut self) -> Result<Vec<u8>, Failure> {
         self.metadata_of(0)
     }
 
-    /// Metadata of one of its agents.
+    /// Returns the metadata of one of its agents.
     pub fn metadata_of(&mut self, agent: usize) -> Result<Vec<u8>, Failure> {
         match self.call(Command::Metadata { agent }, Duration::ZERO)?? {
             Reply::Bytes(bytes) => Ok(bytes),
-            other => Err(Failure::new(format!("metadata was wanted, it was {other:?}"))),
+            other => Err(Failure::new(format!("expected metadata, got {other:?}"))),
         }
     }
 
-    /// Registers `len` bytes with its first agent. Gives the region's number.
+    /// Registers `len` bytes with its first agent. Returns the region's number.
     pub fn register(
         &mut self,
         name: &str,
@@ -166,7 +166,7 @@ impl FarEnd {
         self.register_of(0, name, len, backing, seed)
     }
 
-    /// Registers `len` bytes with one of its agents.
+    /// Registers `len` bytes with one of its agents. Returns the region's number.
     pub fn register_of(
         &mut self,
         agent: usize,
@@ -179,7 +179,8 @@ impl FarEnd {
         Ok(self.number(command)?? as usize)
     }
 
-    /// As `register_of`, where it may be refused; the inner result is kvx's.
+    /// Registers `len` bytes with one of its agents, which may fail; the inner result is that of
+    /// kvx.
     pub(crate) fn try_register_of(
         &mut self,
         agent: usize,
@@ -190,8 +191,8 @@ impl FarEnd {
         self.number(Command::Register { agent, name: name.into(), len, backing, seed: None })
     }
 
-    /// Registers two regions of `len` bytes each of which the second begins where the first ends.
-    /// Gives the number of the first; the second has the next.
+    /// Registers two adjacent regions of `len` bytes each. Returns the number of the first; the
+    /// second has the next number.
     pub fn register_neighbours(
         &mut self,
         names: [&str; 2],
@@ -222,16 +223,16 @@ impl FarEnd {
     ) -> Result<Vec<u8>, Failure> {
         match self.call(Command::CopyOut { region, offset, len }, Duration::ZERO)?? {
             Reply::Bytes(bytes) => Ok(bytes),
-            other => Err(Failure::new(format!("bytes were wanted, it was {other:?}"))),
+            other => Err(Failure::new(format!("expected bytes, got {other:?}"))),
         }
     }
 
-    /// Checksum of a whole region.
+    /// Returns the checksum of a whole region.
     pub fn sum(&mut self, region: usize) -> Result<u64, Failure> {
         Ok(self.number(Command::Sum { region })??)
     }
 
-    /// Revokes a region; the inner result is the revocation's.
+    /// Revokes a region; the inner result is that of the revocation.
     pub fn revoke(
         &mut self,
         region: usize,
@@ -245,12 +246,12 @@ impl FarEnd {
         Ok(self.done(Command::DropRegion { region }, Duration::ZERO)??)
     }
 
-    /// Connects one of its agents to a peer. Gives the peer's number.
+    /// Connects one of its agents to a peer. Returns the peer's number.
     pub fn connect(&mut self, agent: usize, metadata: &[u8]) -> Result<usize, Failure> {
         Ok(self.number(Command::Connect { agent, metadata: metadata.to_vec() })?? as usize)
     }
 
-    /// Waits until the link to one of its peers is up; the inner result is the wait's.
+    /// Waits until the link to one of its peers is up; the inner result is that of the wait.
     pub fn ready(
         &mut self,
         peer: usize,
@@ -264,7 +265,7 @@ impl FarEnd {
         Ok(self.done(Command::DropPeer { peer }, Duration::ZERO)??)
     }
 
-    /// Sends a notification to one of its peers; the inner result is the sending's.
+    /// Sends a notification to one of its peers; the inner result is that of kvx.
     pub fn notify(
         &mut self,
         peer: usize,
@@ -274,19 +275,19 @@ impl FarEnd {
         self.done(Command::Notify { peer, bytes: bytes.to_vec(), within }, within)
     }
 
-    /// Posts a transfer and waits for it; the inner result is the transfer's, with its bytes.
+    /// Posts a transfer and waits for it; the inner result is that of the transfer, with its bytes.
     pub fn post(&mut self, peer: usize, post: PostSpec) -> Result<kvx_core::Result<u64>, Failure> {
         let within = post.within;
         number_in(self.call(Command::Post { peer, post, times: 1 }, within)?)
     }
 
-    /// Has its process post a transfer so often, each after the one before, until one fails; and
-    /// waits for nothing: [`posted`](FarEnd::posted) hears what came of the last.
+    /// Makes the far end's process post a transfer `times` times, one after the other, until one
+    /// fails. Does not wait: [`posted`](FarEnd::posted) returns the result of the last.
     pub fn begin_posts(&mut self, peer: usize, post: PostSpec, times: u32) -> Result<(), Failure> {
         self.tell(&Command::Post { peer, post, times })
     }
 
-    /// Returns the result of the transfers that [`begin_posts`](FarEnd::begin_posts) has begun.
+    /// Returns the result of the transfers that [`begin_posts`](FarEnd::begin_posts) started.
     pub fn posted(&mut self, within: Duration) -> Result<kvx_core::Result<u64>, Failure> {
         number_in(self.answer(within).and_then(said_by_kvx)?)
     }
@@ -307,11 +308,12 @@ impl FarEnd {
     ) -> Result<kvx_core::Result<ReceivedNotification>, Failure> {
         let taken = self.notifications(Command::Take { agent, within }, within)?;
         Ok(taken.and_then(|mut one| {
-            one.pop().ok_or_else(|| Error::new(ErrorKind::Malformed, "no notification came back"))
+            one.pop()
+                .ok_or_else(|| Error::new(ErrorKind::Malformed, "no notification was returned"))
         }))
     }
 
-    /// Takes up to `count` notifications of one of its agents, for as long as `within`.
+    /// Takes up to `count` notifications of one of its agents, waiting for at most `within`.
     pub fn take_many(
         &mut self,
         agent: usize,
@@ -329,13 +331,13 @@ impl FarEnd {
         Ok(match self.call(command, within)? {
             Ok(Reply::Notifications(taken)) => Ok(taken),
             Ok(other) => {
-                return Err(Failure::new(format!("notifications were wanted, it was {other:?}")));
+                return Err(Failure::new(format!("expected notifications, got {other:?}")));
             }
             Err(error) => Err(error),
         })
     }
 
-    /// Expects notifications at its first agent; gives the senders.
+    /// Waits for notifications at its first agent; returns the senders.
     pub fn wait_for_senders(
         &mut self,
         bytes: &[u8],
@@ -346,7 +348,7 @@ impl FarEnd {
         Ok(match self.call(command, within)? {
             Ok(Reply::Senders(senders)) => Ok(senders),
             Ok(other) => {
-                return Err(Failure::new(format!("senders were wanted, they were {other:?}")));
+                return Err(Failure::new(format!("expected senders, got {other:?}")));
             }
             Err(error) => Err(error),
         })
@@ -357,23 +359,24 @@ impl FarEnd {
         self.limit(Limit::Files, more)
     }
 
-    /// Sets whether its process may have more of something than it has.
+    /// Sets whether its process may have more of a resource than it has now.
     pub fn limit(&mut self, what: Limit, more: bool) -> Result<(), Failure> {
         Ok(self.done(Command::Limit { what, more }, Duration::ZERO)??)
     }
 
-    /// Has a page of a region of the program's own memory not come, whoever touches it, until it is
-    /// said of none.
+    /// Leaves the faults of a page of this region, which must be memory of the program, unresolved
+    /// until the next call; `None` resolves them.
     pub fn hang_page(&mut self, region: Option<usize>) -> Result<(), Failure> {
         Ok(self.done(Command::HangPage { region }, Duration::ZERO)??)
     }
 
-    /// Has its process fork a child that does nothing, holds what it inherits, and ends by itself.
+    /// Makes its process fork a child that does nothing, holds what it inherits, and ends after
+    /// this time.
     pub fn fork(&mut self, ends_after: Duration) -> Result<(), Failure> {
         Ok(self.done(Command::Fork { ends_after }, Duration::ZERO)??)
     }
 
-    /// CPU time of its process.
+    /// Returns the CPU time of its process.
     pub fn cpu(&mut self) -> Result<Duration, Failure> {
         Ok(Duration::from_micros(self.number(Command::Cpu)??))
     }
@@ -382,24 +385,24 @@ impl FarEnd {
     pub fn holdings(&mut self) -> Result<ResourceUsage, Failure> {
         match self.call(Command::ResourceUsage, Duration::ZERO)?? {
             Reply::ResourceUsage(holdings) => Ok(holdings),
-            other => Err(Failure::new(format!("holdings were wanted, it was {other:?}"))),
+            other => Err(Failure::new(format!("expected holdings, got {other:?}"))),
         }
     }
 
-    /// Returns the state of its process that a library must leave alone.
+    /// Returns the state of its process that a library must not change.
     pub fn surroundings(&mut self) -> Result<ProcessState, Failure> {
         match self.call(Command::ProcessState, Duration::ZERO)?? {
             Reply::ProcessState(surroundings) => Ok(surroundings),
-            other => Err(Failure::new(format!("surroundings were wanted, it was {other:?}"))),
+            other => Err(Failure::new(format!("expected surroundings, got {other:?}"))),
         }
     }
 
-    /// Bytes that its process has in quarantine.
+    /// Returns the number of bytes that its process has in quarantine.
     pub fn quarantined(&mut self) -> Result<u64, Failure> {
         Ok(self.number(Command::Quarantined)??)
     }
 
-    /// Shuts one of its agents down; the inner result is the shutdown's.
+    /// Shuts down one of its agents; the inner result is that of the shutdown.
     pub fn shutdown(
         &mut self,
         agent: usize,
@@ -409,7 +412,7 @@ impl FarEnd {
     }
 }
 
-/// Returns kvx's answer at the far end as the inner result.
+/// Converts a reply into kvx's result at the far end.
 fn said_by_kvx(reply: Reply) -> Result<kvx_core::Result<Reply>, Failure> {
     match reply {
         Reply::Failed { kind, sentence } => {
@@ -424,7 +427,7 @@ fn said_by_kvx(reply: Reply) -> Result<kvx_core::Result<Reply>, Failure> {
 fn number_in(said: kvx_core::Result<Reply>) -> Result<kvx_core::Result<u64>, Failure> {
     match said {
         Ok(Reply::Number(number)) => Ok(Ok(number)),
-        Ok(other) => Err(Failure::new(format!("a number was wanted, it was {other:?}"))),
+        Ok(other) => Err(Failure::new(format!("expected a number, got {other:?}"))),
         Err(error) => Ok(Err(error)),
     }
 }

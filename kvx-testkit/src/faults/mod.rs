@@ -1,5 +1,5 @@
-//! What becomes of work when something fails beside it: which error and when, whether a byte is
-//! wrong, when its memory is free again, and whether the next transfer works.
+//! What happens to work during a failure: the errors and when they occur, whether a byte is wrong,
+//! when its memory is free again, and whether the next transfer works.
 
 mod scene;
 mod trouble;
@@ -20,53 +20,54 @@ use crate::stopwatch::Stopwatch;
 pub struct FaultReport {
     /// The number of transfers that arrived, and the errors of the others.
     pub results: String,
-    /// When the last of them had ended, after the trouble began.
+    /// When the last transfer had ended, after the failure began.
     pub after: Duration,
-    /// When nothing touched this side's memory any more, after that. `None`: not while the trouble
-    /// lasted, which only a backend may say whose transfers do not settle without the peer.
+    /// When nothing touched this side's memory any more, after that. `None` if something did as
+    /// long as the failure lasted, which is permitted only to backends whose transfers do not
+    /// settle without the peer.
     pub settled: Option<Duration>,
-    /// The memory was still touched when the trouble was over: it stays in quarantine.
+    /// True if the memory was still touched when the failure was over, and so stays in quarantine.
     pub held: bool,
-    /// The time from the end of the trouble until bytes had been moved both ways again.
+    /// The time from the end of the failure until bytes had been moved both ways again.
     pub works: Duration,
 }
 
-/// So much after its deadline an end is late.
+/// How long after its deadline an end counts as in time.
 const GRACE: Duration = Duration::from_secs(1);
-/// How often work is tried again when the trouble is over: a link that it has broken may be noticed
-/// by the first.
+/// How often work is tried again after the failure. The first attempt may only detect a link that
+/// the failure has broken.
 const TRIES: usize = 3;
-/// Bytes and number of a slot's blocks; transfers that are under way at once, each with a slot of
-/// its own here.
+/// The blocks of a slot; then the bytes of a slot, and the number of concurrent transfers, each of
+/// which has its own slot here.
 const GRID: Grid = Grid::packed(4096, 512);
 const SLOT: usize = 4096 * 512;
 const SLOTS: usize = 24;
 /// Transfers of one block each that are posted and cancelled.
 const CANCELLED: u32 = 10_000;
-/// More than there is room for in what a process has mapped already.
+/// More than fits into what a process has already mapped.
 const LARGE: usize = 64 << 20;
 /// The time to wait for bytes that arrive too late.
 const LATE: Duration = Duration::from_millis(200);
-/// The time limit for serving third peers, which nothing holds up.
+/// The time limit for serving third peers, which nothing blocks.
 const SERVED: Duration = Duration::from_secs(1);
-/// The lifetime of a forked child, which holds what it has inherited.
+/// The lifetime of a forked child, which keeps open what it has inherited.
 const LIFE_OF_A_CHILD: Duration = Duration::from_secs(6);
 /// The content of the peer's region for reads.
 const SOURCE: u64 = 2;
 
-/// Has this trouble at this moment, over the setup's backend, and tells what became of the work,
+/// Causes this failure at this moment, over the setup's backend. Returns what happened to the work,
 /// whose transfers have this `deadline`.
 ///
 /// # Errors
-/// A transfer that ended too late or in a way that the contract does not have, a wrong byte, memory
-/// that does not come back, or a next transfer that does not work.
+/// A transfer that ended too late or in a way that the contract does not permit, a wrong byte,
+/// memory that is not freed, or a next transfer that does not work.
 pub fn fault(
     setup: &Setup,
     trouble: Trouble,
     moment: Moment,
     deadline: Duration,
 ) -> Result<FaultReport, Failure> {
-    // Its threads begin here, before there may be no memory for their stacks.
+    // Starts the stopwatch's threads now, before there may be no memory for their stacks.
     drop(Stopwatch::start()?);
     let mut scene = Scene::new(setup, trouble, deadline)?;
     let op = if moment == Moment::Writing { Op::Write } else { Op::Read };
@@ -92,8 +93,8 @@ pub fn fault(
     };
     let mut refused = None;
     if posted.is_empty() {
-        // A post may say at once what an answer would say later: a lost peer, files that cannot be
-        // opened.
+        // A post may fail at once with what the transfer would report later: a lost peer, files
+        // that cannot be opened.
         match scene.post(op, &peer) {
             Ok(transfers) => posted = transfers,
             Err(error) => refused = Some(Err(error)),
@@ -113,7 +114,7 @@ pub fn fault(
         scene.third_peers_go_on()?;
     }
 
-    // Others have the memory now: nothing of what was given up may change it.
+    // Reuses the memory: transfers that were given up must not change it any more.
     let canary = settled.map(|_| scene.spoil()).transpose()?;
     let over = Instant::now();
     scene.end(trouble)?;
@@ -127,7 +128,7 @@ pub fn fault(
     Ok(FaultReport { results: told(results), after, settled, held, works })
 }
 
-/// `18 arrived, 6 peer_lost`.
+/// Formats the results, such as `18 arrived, 6 peer_lost`.
 fn told(results: Vec<kvx_core::Result<()>>) -> String {
     let (mut arrived, mut failed) = (0, Vec::<(ErrorKind, u32)>::new());
     for result in results {

@@ -1,4 +1,4 @@
-//! The two ends of a fault: what each does before, beside and after it.
+//! The two ends of a failure: what each does before, during and after it.
 
 use std::time::{Duration, Instant};
 
@@ -20,16 +20,16 @@ use crate::pattern::{bytes, checksum, fill};
 use crate::setup::Setup;
 use crate::unique::{free_port, unique};
 
-/// An agent here and one at a far end.
+/// An agent in this process and one at a far end.
 pub(super) struct Scene {
     setup: Setup,
     deadline: Duration,
-    /// The backend's promises for every link.
+    /// The backend's capabilities, which hold for every link.
     capabilities: Capabilities,
-    /// With a port of its own where it has to come back to it.
+    /// The far end's setup, with a fixed port if the far end has to return to it.
     far_setup: Setup,
     pub(super) near: Agent,
-    /// A slot for each transfer, and one more to see whether work goes on.
+    /// A slot for each transfer, and another one to check that work continues.
     slots: Region,
     far: FarEnd,
     name: String,
@@ -38,7 +38,7 @@ pub(super) struct Scene {
     regions: [usize; 2],
 }
 
-/// The far end's region for reads, and that for writes.
+/// The names of the far end's regions for reads and for writes.
 const NAMES: [&str; 2] = ["source", "sink"];
 
 fn region_for(op: Op) -> &'static str {
@@ -57,7 +57,7 @@ impl Scene {
         };
         let mut setup = setup.clone();
         if trouble == Trouble::HungPage {
-            // Of a pool either end has pages of its own.
+            // With a pool, each end has its own pages.
             (setup.far, far_setup.far) = (Backing::Owned, Backing::Owned);
         }
         let near = setup.agent(&unique("near"))?;
@@ -85,7 +85,7 @@ impl Scene {
         self.register()
     }
 
-    /// Another process takes the place of the far end's, which is killed if it lives.
+    /// Replaces the far end's process by a new one; kills the old one if it lives.
     fn start_again(&mut self) -> Check {
         self.far.process()?.kill()?;
         self.far.restart()?;
@@ -105,21 +105,22 @@ impl Scene {
         self.far.metadata_of(self.agent)
     }
 
-    /// A transfer of all blocks of a slot, in another order there, so that nothing is merged.
+    /// Plans a transfer of all blocks of a slot, in reverse order at the far end, so that nothing
+    /// is merged.
     fn plan(&self, op: Op, peer: &Peer, slot: usize) -> kvx_core::Result<Plan> {
         let local = self.slots.grid(GRID.at((slot * SLOT) as u64))?.blocks(0..GRID.count);
         let backwards: Vec<u32> = (0..GRID.count).rev().collect();
         Plan::of(op, [(local, peer.region(region_for(op))?.grid(GRID)?.blocks(backwards))])
     }
 
-    /// One in each slot.
+    /// Posts one transfer for each slot.
     pub(super) fn post(&self, op: Op, peer: &Peer) -> kvx_core::Result<Vec<Transfer>> {
         let posted =
             |slot| peer.transfer(&self.plan(op, peer, slot)?).deadline(self.deadline).post();
         (0..SLOTS).map(posted).collect()
     }
 
-    /// Many, of a block each.
+    /// Posts many transfers of one block each, and cancels them.
     pub(super) fn post_small(&self, op: Op, peer: &Peer) -> Result<Vec<Transfer>, Failure> {
         let theirs = peer.region(region_for(op))?.grid(GRID)?;
         let all = Grid::packed(4096, GRID.count * SLOTS as u32);
@@ -143,8 +144,8 @@ impl Scene {
             Trouble::Restarted => self.start_again(),
             Trouble::Stopped | Trouble::StoppedThenKilled => self.far.process()?.stop(),
             Trouble::ShutDown => {
-                // What others still hold of it is its own business: a shutdown may say
-                // `StillShared`.
+                // A shutdown may fail with `StillShared`: other holders of the memory do not matter
+                // here.
                 self.far.shutdown(self.agent, CUT_OFF)?.ok();
                 Ok(())
             }
@@ -166,13 +167,13 @@ impl Scene {
             Trouble::HungPage => {
                 self.far.hang_page(Some(self.regions[usize::from(op == Op::Write)]))
             }
-            // They are cancelled as they are posted.
+            // The transfers are cancelled as they are posted.
             Trouble::Cancelled => Ok(()),
         }
     }
 
-    /// Why the far end gets no further agent or, without mappings, no further pool: then the
-    /// standard library ends a process that starts a thread.
+    /// Tries to build another agent at the far end or, without mappings, to allocate another pool:
+    /// the standard library ends a process that starts a thread without mappings.
     fn more_there(&mut self, what: Limit) -> Result<kvx_core::Result<()>, Failure> {
         Ok(match what {
             Limit::Mappings => {
@@ -182,7 +183,7 @@ impl Scene {
         })
     }
 
-    /// The same for this side.
+    /// Does the same in this process.
     fn more_here(&self, what: Limit) -> Result<kvx_core::Result<()>, Failure> {
         Ok(match what {
             Limit::Mappings => Memory::pool(LARGE).build().map(drop),
@@ -195,18 +196,18 @@ impl Scene {
         })
     }
 
-    /// A limit ends no process: what goes beyond it is refused in words.
+    /// Checks that the process was refused what exceeds its limit: a limit must not end a process.
     fn check_refusal(what: Limit, more: kvx_core::Result<()>) -> Check {
         match more.map_err(|why| (why.kind(), why)) {
             Err((ErrorKind::Exhausted | ErrorKind::Unavailable, _)) => Ok(()),
             Err((_, why)) => {
-                Err(Failure::new(format!("without {what} more is refused, but by {why:?}")))
+                Err(Failure::new(format!("without {what} left, the error is wrong: {why:?}")))
             }
-            Ok(()) => Err(Failure::new(format!("without {what} there is more"))),
+            Ok(()) => Err(Failure::new(format!("a request succeeded although no {what} are left"))),
         }
     }
 
-    /// The trouble is over.
+    /// Ends the failure.
     pub(super) fn end(&mut self, trouble: Trouble) -> Check {
         match trouble {
             Trouble::Killed | Trouble::KilledBesideAChild | Trouble::StoppedThenKilled => {
@@ -223,7 +224,7 @@ impl Scene {
         }
     }
 
-    /// Work goes on: over the same handle where nothing has happened to the peer.
+    /// Checks that work continues: over the same handle if nothing has happened to the peer.
     pub(super) fn works_again(&mut self, peer: Peer, trouble: Trouble) -> Check {
         if trouble == Trouble::Cancelled {
             return self.works(&peer);
@@ -240,7 +241,7 @@ impl Scene {
         last
     }
 
-    /// When all have settled. Fails where they must and do not.
+    /// Waits until all transfers have settled. Returns when; fails if they must settle and do not.
     pub(super) fn settled(
         &self,
         posted: &[Transfer],
@@ -249,7 +250,7 @@ impl Scene {
     ) -> Result<Option<Duration>, Failure> {
         let begun = Instant::now();
         let alone = self.capabilities.settles_without_peer;
-        // A thread that waits for a page waits in the kernel, which has both sides' memory
+        // A thread that waits for a page is in the kernel, which has access to both sides' memory
         // meanwhile.
         let must =
             trouble != Trouble::HungPage && if op == Op::Read { alone.read } else { alone.write };
@@ -269,7 +270,8 @@ impl Scene {
         Ok(Some(begun.elapsed()))
     }
 
-    /// What arrived is right, and what did not ended as it may.
+    /// Checks that data that arrived is right, and that other transfers ended with a permitted
+    /// error.
     pub(super) fn check_results(
         &self,
         results: &[kvx_core::Result<()>],
@@ -297,7 +299,7 @@ impl Scene {
         Ok(())
     }
 
-    /// Other agents of both processes do not wait for what these wait for.
+    /// Checks that other agents of both processes are not blocked.
     pub(super) fn others_go_on(&mut self) -> Check {
         let number = self.far_setup.far_agent(&mut self.far, &unique("other"))?;
         self.far.register_of(number, "other", SLOT, Backing::Pool, Some(SOURCE))?;
@@ -310,14 +312,13 @@ impl Scene {
         run(peer.transfer(&plan).deadline(CUT_OFF).post()?)?;
         ensure!(
             checksum(&bytes(SOURCE, 0, SLOT)) == sum(&region)?,
-            "what another agent has read meanwhile is wrong"
+            "another agent has read wrong bytes meanwhile"
         );
         Ok(())
     }
 
-    /// Third peers of the two agents do not wait either, unless that is declared: one that this
-    /// side's agent reads from and one that reads from the far one, over memory of their programs'
-    /// own.
+    /// Checks that third peers of the two agents are not blocked, unless that is declared. One is
+    /// read by this side's agent, and one reads from the far agent, over memory of their programs.
     pub(super) fn third_peers_go_on(&mut self) -> Check {
         let mut far = self.setup.far()?;
         let third = self.setup.far_agent(&mut far, &unique("third"))?;
@@ -337,7 +338,7 @@ impl Scene {
             {
                 Ok(_) => ensure!(
                     checksum(&bytes(SOURCE, 0, SLOT)) == sum(&region)?,
-                    "what a third peer has read meanwhile is wrong"
+                    "a third peer has read wrong bytes meanwhile"
                 ),
                 Err((ErrorKind::TimedOut | ErrorKind::PeerLost, _))
                     if self.capabilities.hung_page == HungPageScope::Agent => {}
@@ -351,7 +352,7 @@ impl Scene {
         Ok(())
     }
 
-    /// Gives this side's memory another content.
+    /// Overwrites this side's memory.
     pub(super) fn spoil(&self) -> Result<u64, Failure> {
         let seed = 99;
         fill(self.slots.memory(), seed)?;
@@ -368,7 +369,7 @@ impl Scene {
         Ok(())
     }
 
-    /// All of a slot goes to and fro.
+    /// Moves all blocks of a slot in both directions.
     pub(super) fn works(&mut self, peer: &Peer) -> Check {
         let seed = 7;
         self.far.fill(self.regions[0], seed)?;
@@ -377,7 +378,7 @@ impl Scene {
         let write = self.plan(Op::Write, peer, SLOTS)?;
         run(peer.transfer(&write).deadline(CUT_OFF).post()?)?;
         let there = self.far.sum(self.regions[1])?;
-        ensure!(there == checksum(&bytes(seed, 0, SLOT)), "bytes that went to and fro are wrong");
+        ensure!(there == checksum(&bytes(seed, 0, SLOT)), "bytes read and written back are wrong");
         self.far.fill(self.regions[0], SOURCE)?;
         Ok(())
     }
@@ -385,7 +386,7 @@ impl Scene {
 
 impl Drop for Scene {
     fn drop(&mut self) {
-        // Errors: nobody had lowered it.
+        // The errors mean that the limit had not been lowered.
         for what in [Limit::Files, Limit::Threads, Limit::Mappings] {
             limit(what, true).ok();
         }

@@ -11,35 +11,36 @@ use crate::far::Limit;
 pub enum Trouble {
     /// The peer's process is killed.
     Killed,
-    /// The same, and a child that it has forked holds all that it had open.
+    /// The peer's process is killed, and a child that it has forked keeps open all that it had
+    /// open.
     KilledBesideAChild,
-    /// The same, and another takes its place: of the same name, and at its port where the backend
-    /// has one.
+    /// The peer's process is killed and replaced by another one with the same name, and with the
+    /// same port if the backend has one.
     Restarted,
-    /// The peer's process stands still, and goes on when the work has ended.
+    /// The peer's process is stopped, and continues when the work has ended.
     Stopped,
-    /// The peer's process stands still, and is killed when the work has ended.
+    /// The peer's process is stopped, and is killed when the work has ended.
     StoppedThenKilled,
     /// The peer's agent is shut down.
     ShutDown,
-    /// The peer takes its regions back.
+    /// The peer revokes its regions.
     Revoked,
-    /// The peer's process can have no more of something, until the work has ended.
+    /// The peer's process is denied a resource until the work has ended.
     Lacks(Limit),
-    /// This process can have no more of something, until the work has ended.
+    /// This process is denied a resource until the work has ended.
     LacksHere(Limit),
-    /// The peer is cut off from this side, until the work has ended: for tests on hosts of their
-    /// own.
+    /// The peer is disconnected from this side until the work has ended; for tests on separate
+    /// hosts.
     CutOff,
-    /// A page of the peer's region, which is memory of its program's own, does not come until the
-    /// work has ended.
+    /// A page fault in the peer's region, which is memory of its program, stays unresolved until
+    /// the work has ended.
     HungPage,
-    /// This side gives 10,000 transfers up as soon as they are posted.
+    /// This side cancels 10,000 transfers as soon as they are posted.
     Cancelled,
 }
 
 impl Trouble {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Trouble; 16] = [
         Trouble::Killed,
         Trouble::KilledBesideAChild,
@@ -59,11 +60,11 @@ impl Trouble {
         Trouble::Cancelled,
     ];
 
-    /// Returns the errors that work may end with meanwhile. Every backend keeps deadlines.
+    /// Returns the errors that work may end with meanwhile. Every backend enforces deadlines.
     pub(super) fn kinds(self, moment: Moment, capabilities: &Capabilities) -> &'static [ErrorKind] {
         let is_told = capabilities.peer_loss_within.is_some();
         match self {
-            // A child that holds its parent's sockets may keep a stranger waiting.
+            // A child that holds its parent's sockets may keep a new peer waiting.
             Trouble::Killed if is_told => &[ErrorKind::PeerLost],
             Trouble::KilledBesideAChild if is_told && moment != Moment::Unlinked => {
                 &[ErrorKind::PeerLost]
@@ -75,8 +76,8 @@ impl Trouble {
             Trouble::Restarted => {
                 &[ErrorKind::PeerLost, ErrorKind::PeerRestarted, ErrorKind::TimedOut]
             }
-            // Nobody answers a stranger. Who is linked hears of it, and its regions are taken back
-            // first.
+            // No process answers a new peer. A linked peer notices the shutdown, and the regions
+            // are revoked first.
             Trouble::ShutDown if moment == Moment::Unlinked => {
                 &[ErrorKind::PeerLost, ErrorKind::TimedOut]
             }
@@ -97,7 +98,7 @@ impl fmt::Display for Trouble {
             Trouble::Lacks(what) => return write!(f, "has no {what} left"),
             Trouble::LacksHere(what) => return write!(f, "no {what} left here"),
             Trouble::CutOff => "cut off, then reached again",
-            Trouble::HungPage => "has a page that does not come",
+            Trouble::HungPage => "has an unresolved page fault",
             Trouble::Killed => "killed",
             Trouble::KilledBesideAChild => "killed, a forked child lives on",
             Trouble::Restarted => "killed and started again",
@@ -110,24 +111,24 @@ impl fmt::Display for Trouble {
     }
 }
 
-/// When it fails.
+/// The moment of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moment {
-    /// The metadata is known, and nothing else.
+    /// Before the link: only the metadata is known.
     Unlinked,
-    /// After work, with nothing under way.
+    /// After work, with nothing in flight.
     Idle,
-    /// With reads under way.
+    /// With reads in flight.
     Reading,
-    /// With writes under way.
+    /// With writes in flight.
     Writing,
 }
 
 impl Moment {
-    /// All of them.
+    /// All moments.
     pub const ALL: [Moment; 4] = [Moment::Unlinked, Moment::Idle, Moment::Reading, Moment::Writing];
 
-    /// Returns whether this failure can happen at this moment.
+    /// Returns whether the failure can happen at this moment.
     pub fn has(self, trouble: Trouble) -> bool {
         trouble != Trouble::Cancelled || matches!(self, Moment::Reading | Moment::Writing)
     }

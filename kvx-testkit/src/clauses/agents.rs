@@ -31,7 +31,7 @@ pub(super) const CLAUSES: &[Clause] = clauses!(
 
 const LEN: usize = 256 << 10;
 
-/// A1: several agents work side by side, and the end of one is no matter of the others.
+/// A1: several agents work concurrently, and the end of one does not affect the others.
 pub async fn agents_share_a_process(setup: &Setup) -> Check {
     const AGENTS: usize = 4;
     let mut agents = Vec::new();
@@ -97,21 +97,25 @@ pub async fn an_agent_can_link_to_itself(setup: &Setup) -> Check {
     exchange(&one, &other, &peer, "an agent with itself").await?;
     peer.notify(b"to myself", CUT_OFF).await?;
     let heard = agent.notification(CUT_OFF).await?;
-    ensure!(*heard.bytes == *b"to myself", "it heard {:?} from itself", heard.bytes);
-    ensure!(heard.from == *agent.identity(), "what it sent itself came from {:?}", heard.from);
+    ensure!(*heard.bytes == *b"to myself", "it received {:?} from itself", heard.bytes);
+    ensure!(
+        heard.from == *agent.identity(),
+        "its notification to itself came from {:?}",
+        heard.from
+    );
     let grid = Grid::packed(4096, 2);
     let plan =
         Plan::write(one.grid(grid)?.blocks([0, 1]), peer.region("kv")?.grid(grid)?.blocks([1, 0]))?;
     peer.transfer(&plan).deadline(CUT_OFF).notify(*b"written").post()?.await?;
     ensure!(
         *agent.notification(CUT_OFF).await?.bytes == *b"written",
-        "the notification of its own transfer is another"
+        "the notification of its own transfer has other bytes"
     );
     agent.shutdown(CUT_OFF).await?;
     Ok(())
 }
 
-/// A3: a connected pair without work costs what it declares.
+/// A3: a connected pair without work uses no more CPU than its backend declares.
 pub async fn idle_costs_what_is_declared(setup: &Setup) -> Check {
     let time = Duration::from_secs(match setup.quick {
         true => 2,
@@ -122,9 +126,9 @@ pub async fn idle_costs_what_is_declared(setup: &Setup) -> Check {
         Idle::Asleep => 0.001,
         _ => 0.01,
     };
-    // Answering the question what it cost is work as well, of well under a millisecond.
+    // Answering the question about the CPU time is work as well, of well under a millisecond.
     let allowed = time.mul_f64(share) + Duration::from_millis(1);
-    // Both ends in processes of their own: this one has other things to do.
+    // Both ends are in separate processes, because this one has other work.
     let (mut one, mut other) = (setup.far()?, setup.far()?);
     for far in [&mut one, &mut other] {
         setup.far_agent(far, &unique("idle"))?;
@@ -164,20 +168,20 @@ pub async fn idle_costs_what_is_declared(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// Runs `what` in a fork of this process and gives what it says. A fork that hangs is killed.
+/// Runs `what` in a fork of this process and returns its result. A fork that hangs is killed.
 fn in_a_fork(what: impl FnOnce() -> String) -> Result<String, Failure> {
     let (mut reader, mut writer) = std::io::pipe()?;
     // SAFETY: the child has one thread, runs only `what`, and ends without running anything else of
-    // this program; the C library's allocator works in it.
+    // this program. The C library's allocator works in a forked child.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
-        // SAFETY: takes a number, gives a number. The signal's disposition is the default one: it
-        // ends the child.
+        // SAFETY: the call takes and returns numbers only. The signal has its default disposition,
+        // which ends the child.
         unsafe { libc::alarm(8) };
         let said = std::panic::catch_unwind(std::panic::AssertUnwindSafe(what));
         let said = said.unwrap_or_else(|_| "a call panicked".to_owned());
         writer.write_all(said.as_bytes()).ok();
-        // SAFETY: ends the child at once.
+        // SAFETY: the call ends the child at once.
         unsafe { libc::_exit(0) };
     }
     drop(writer);
@@ -187,10 +191,11 @@ fn in_a_fork(what: impl FnOnce() -> String) -> Result<String, Failure> {
     let mut said = String::new();
     reader.read_to_string(&mut said)?;
     let mut status = 0;
-    // SAFETY: `pid` is our child, which nobody else waits for, and `status` is valid for the call.
+    // SAFETY: `pid` is this process's child, which only this function waits for, and `status` is
+    // valid for the call.
     let waited = unsafe { libc::waitpid(pid, &raw mut status, 0) };
     ensure!(waited == pid, "the fork could not be waited for: {}", std::io::Error::last_os_error());
-    ensure!(status == 0, "a call of the fork hung, or ended it: status {status:#x}");
+    ensure!(status == 0, "a call of the fork hung or crashed: status {status:#x}");
     Ok(said)
 }
 
@@ -209,7 +214,7 @@ struct Inherited {
 }
 
 impl Inherited {
-    /// Makes every call there is, in the fork. Gives those that were not answered as promised.
+    /// Makes every call in the fork. Returns the calls that did not fail as promised.
     fn call_everything(self) -> String {
         const SOON: Duration = Duration::from_secs(1);
         let Inherited {
@@ -274,7 +279,7 @@ impl Inherited {
     }
 }
 
-/// A4: a fork is told that it is one, by each call, and disturbs nobody.
+/// A4: each call in a fork reports that it is one, and the fork disturbs nothing.
 pub async fn a_forked_child_is_told_so(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let blocks = Traffic::new(&mut pair, "kv", 4 << 20)?;
@@ -300,8 +305,8 @@ pub async fn a_forked_child_is_told_so(setup: &Setup) -> Check {
         registry,
     });
     let wrong = in_a_fork(|| {
-        // SAFETY: the fork's copy, which it uses up and never drops otherwise: it ends without
-        // returning.
+        // SAFETY: this is the fork's copy, which is used once and never dropped otherwise, because
+        // the fork ends without returning.
         unsafe { std::ptr::read(&*inherited) }.call_everything()
     });
     let Inherited { mut pair, flying, dropped, waited, settled, .. } =
@@ -321,12 +326,12 @@ pub async fn a_forked_child_is_told_so(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// Threads of this process whose name contains `tag`.
+/// Returns the threads of this process whose name contains `tag`.
 fn threads_of(tag: &str) -> Vec<String> {
     ProcessState::of_this_process().threads.into_iter().filter(|name| name.contains(tag)).collect()
 }
 
-/// After its shutdown an agent says `Closed` to everything.
+/// Checks that after its shutdown, every call of an agent fails with `Closed`.
 async fn is_closed(agent: &Agent, blocks: &Traffic, peer: &Peer, plan: &Plan) -> Check {
     ensure_kind!(agent.metadata(), Closed);
     ensure_kind!(agent.register("more", Memory::owned(vec![0; 64])), Closed);
@@ -336,15 +341,15 @@ async fn is_closed(agent: &Agent, blocks: &Traffic, peer: &Peer, plan: &Plan) ->
     ensure_kind!(peer.post(plan), Closed);
     ensure_kind!(peer.notify(b"x", CUT_OFF).await, Closed);
     ensure_kind!(peer.ready(CUT_OFF).await, Closed);
-    // Shutting down twice is no mistake, and the memory is the program's again.
+    // A second shutdown is permitted, and the memory belongs to the program again.
     agent.shutdown(CUT_OFF).await?;
     blocks.fill_near()?;
     Ok(())
 }
 
-/// A5: shutdown ends everything, by its deadline.
+/// A5: shutdown ends everything by its deadline.
 pub async fn shutdown_settles_what_is_in_flight(setup: &Setup) -> Check {
-    // So short that the kernel's 15 bytes hold it behind `kvx-clock `.
+    // Short enough to fit into the kernel's 15 bytes after `kvx-clock `.
     let tag: String = unique("").chars().rev().filter(char::is_ascii_digit).take(5).collect();
     let mut far = setup.far()?;
     setup.far_agent(&mut far, &unique("far"))?;
@@ -360,7 +365,7 @@ pub async fn shutdown_settles_what_is_in_flight(setup: &Setup) -> Check {
     let transfers = (0..8)
         .map(|_| peer.transfer(&plan).deadline(CUT_OFF).post())
         .collect::<kvx_core::Result<Vec<_>>>()?;
-    ensure!(!threads_of(&tag).is_empty(), "the agent has no threads that could be looked for");
+    ensure!(!threads_of(&tag).is_empty(), "the agent has no threads with its name");
     let begun = Stopwatch::start()?;
     pair.near.shutdown(CUT_OFF / 2).await?;
     let took = begun.read();
@@ -375,7 +380,7 @@ pub async fn shutdown_settles_what_is_in_flight(setup: &Setup) -> Check {
     ensure!(took.within(CUT_OFF / 2 + GRACE), "transfers resolved {took} after the shutdown");
     ensure_kind!(waiting.await, Closed);
     ensure_kind!(expecting.await, Closed);
-    // A thread that has been joined is gone from the list of tasks a moment later.
+    // A thread that has been joined disappears from the list of tasks a moment later.
     until("its threads end", CUT_OFF, || Ok(threads_of(&tag).is_empty()))?;
     is_closed(&pair.near, &blocks, &peer, &plan).await?;
     ensure_kind!(pair.far.notify(back, b"anybody?", CUT_OFF)?, PeerLost);
@@ -390,7 +395,7 @@ pub async fn shutdown_settles_what_is_in_flight(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// A shutdown waits for no peer longer than its deadline, and says what it could not end.
+/// A shutdown waits for no peer longer than its deadline, and reports what it could not end.
 async fn shutdown_beside_a_stopped_peer(setup: &Setup) -> Check {
     const DEADLINE: Duration = Duration::from_millis(500);
     for op in OPS {
@@ -406,16 +411,17 @@ async fn shutdown_beside_a_stopped_peer(setup: &Setup) -> Check {
         let ended = pair.near.shutdown(DEADLINE).await;
         let result = transfer.await;
         let took = begun.read();
-        // Whoever still has the memory once all handles are gone keeps it as long as it is shared.
+        // If something still holds the memory once all handles are gone, it is kept as long as it
+        // is shared.
         let memory = Arc::downgrade(blocks.near.memory());
         let AgentPair { near, mut far, .. } = pair;
         drop((blocks, plan, peer, near));
         let (kept, counted) = (is_kept(&memory), quarantined_bytes());
         far.process()?.go_on()?;
-        // A transport that cannot end gets a moment more to say so.
+        // A transport that cannot end gets a little more time to report that.
         ensure!(
             took.within(DEADLINE + 5 * GRACE),
-            "a shutdown within {DEADLINE:?} beside a stopped peer took {took}"
+            "a shutdown within {DEADLINE:?} with a stopped peer took {took}"
         );
         if let Err(error) = result {
             ensure_kind!(Err::<(), _>(error), Closed);
@@ -425,14 +431,14 @@ async fn shutdown_beside_a_stopped_peer(setup: &Setup) -> Check {
             Ok(()) => {}
             Err(error) if provable => {
                 return Err(Failure::new(format!(
-                    "a shutdown beside a stopped peer that is promised to end: {error:?}"
+                    "a shutdown with a stopped peer, which is promised to succeed: {error:?}"
                 )));
             }
             Err(error) => {
                 ensure_kind!(Err::<(), _>(error), StillShared | TimedOut);
                 ensure!(
                     kept && counted >= LEN as u64,
-                    "memory that is still shared is not in quarantine: it is {}, and {counted} bytes are",
+                    "memory that is still shared is {}, and {counted} bytes are in quarantine",
                     if kept { "kept" } else { "freed" }
                 );
             }
@@ -443,7 +449,7 @@ async fn shutdown_beside_a_stopped_peer(setup: &Setup) -> Check {
 
 /// A6: signals, environment and foreign threads are left alone.
 pub async fn the_process_is_left_as_it_was(setup: &Setup) -> Check {
-    // In a process that does nothing else: this one runs other clauses beside.
+    // Uses a process that does nothing else, because this one runs other clauses concurrently.
     let mut far = setup.far()?;
     let before = far.surroundings()?;
     let compare = |far: &mut FarEnd, when: &str| -> Result<Vec<String>, Failure> {
@@ -451,10 +457,10 @@ pub async fn the_process_is_left_as_it_was(setup: &Setup) -> Check {
         for (signal, (was, is)) in (1..).zip(before.signals.iter().zip(&after.signals)) {
             ensure!(
                 was == is,
-                "{when} signal {signal} does something else: {was:x?} became {is:x?}"
+                "{when} the disposition of signal {signal} changed from {was:x?} to {is:x?}"
             );
         }
-        ensure!(before.variables == after.variables, "{when} the environment is another");
+        ensure!(before.variables == after.variables, "{when} the environment differs");
         Ok(after.threads)
     };
     ensure!(
@@ -477,7 +483,7 @@ pub async fn the_process_is_left_as_it_was(setup: &Setup) -> Check {
         )??;
     }
     far.take(CUT_OFF)??;
-    // A thread has its name once it has run.
+    // A thread has its name only once it has run.
     let mut foreign = Vec::new();
     let named = until("the names of its threads begin with kvx", CUT_OFF, || {
         foreign = compare(&mut far, "with an agent")?;

@@ -1,4 +1,4 @@
-//! B: which backend is chosen, and what is said of the others.
+//! B: the choice of a backend, and the reasons against the others.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,7 +22,7 @@ pub(super) const CLAUSES: &[Clause] = clauses!(
     B4 the_route_explains_itself, Both, [Breaker::Chaos(Fault::Mute)];
 );
 
-/// A backend by another name and at another place in the order.
+/// A backend under another name, and at another place in the order.
 struct Twin {
     name: &'static str,
     inner: Arc<dyn Factory>,
@@ -76,7 +76,7 @@ impl Factory for Absent {
     }
 }
 
-/// The backend under test, and others beside it.
+/// The backend under test, together with others.
 struct Choice {
     registry: Registry,
     backend: &'static str,
@@ -93,7 +93,7 @@ impl Choice {
         Ok(Choice { registry, backend, inner })
     }
 
-    /// Adds the same backend by another name; counts how often it is opened.
+    /// Adds the same backend under another name. Returns a counter of how often it is opened.
     fn twin(
         &mut self,
         name: &'static str,
@@ -113,7 +113,7 @@ impl Choice {
         Ok(opened)
     }
 
-    /// An agent of these backends; `None` is no list.
+    /// Builds an agent with these backends; `None` means no list.
     fn agent(&self, setup: &Setup, backends: Option<&[&str]>) -> kvx_core::Result<Agent> {
         let mut builder = Agent::builder(unique("chooser")).options(setup.options_here()?);
         if let Some((_, source)) = setup.device {
@@ -128,7 +128,7 @@ impl Choice {
     }
 }
 
-/// The other end of a choice: an ordinary pair whose near end is not used.
+/// Creates the other end of a choice: an ordinary pair whose near end is not used.
 fn target(setup: &Setup) -> Result<AgentPair, Failure> {
     let mut pair = setup.pair()?;
     pair.far_region("kv", 1 << 16, 2)?;
@@ -139,7 +139,7 @@ fn connect(agent: &Agent, setup: &Setup, metadata: &[u8]) -> Result<(Peer, Regio
     Ok((agent.connect(metadata)?, agent.register("near", setup.memory(1 << 16, 1)?)?))
 }
 
-/// Reads a block; gives the backend that carried it.
+/// Reads a block. Returns the backend that carried it.
 async fn read(peer: &Peer, near: &Region) -> kvx_core::Result<&'static str> {
     let grid = Grid::packed(4096, 16);
     let plan =
@@ -147,7 +147,7 @@ async fn read(peer: &Peer, near: &Region) -> kvx_core::Result<&'static str> {
     Ok(peer.transfer(&plan).deadline(CUT_OFF).post()?.await?.backend)
 }
 
-/// B1: a list is in order of preference, in any letter case, and nothing else is used.
+/// B1: a list is in order of preference, in any letter case, and no other backend is used.
 pub async fn a_list_of_backends_restricts(setup: &Setup) -> Check {
     let mut target = target(setup)?;
     let metadata = target.far.metadata()?;
@@ -166,19 +166,22 @@ pub async fn a_list_of_backends_restricts(setup: &Setup) -> Check {
         let used = read(&peer, &near).await?;
         ensure!(used == choice.backend, "the list [{written}] used {used}");
     }
-    // The peer has not opened TWIN: the backend that it has is not used in its place.
+    // The peer has not opened TWIN, and the backend that it has opened is not used instead.
     let agent = choice.agent(setup, Some(&["Twin"]))?;
     ensure!(agent.backends() == ["TWIN"], "the list [Twin] opened {:?}", agent.backends());
     let (peer, near) = connect(&agent, setup, &metadata)?;
     let refused = read(&peer, &near).await;
     ensure_kind!(refused, NoRoute | Unsupported);
     let sentence = refused.err().map(|error| error.to_string()).unwrap_or_default();
-    ensure!(sentence.contains("TWIN"), "it does not say why TWIN cannot be used: {sentence}");
-    // One that cannot run is a reason, as long as another of the list can.
+    ensure!(
+        sentence.contains("TWIN"),
+        "the error does not say why TWIN cannot be used: {sentence}"
+    );
+    // A backend that cannot run only counts as a reason, as long as another one of the list can.
     let agent = choice.agent(setup, Some(&["absent", "tWiN", &lower]))?;
     ensure!(
         agent.backends() == ["TWIN", choice.backend],
-        "the order of the list became {:?}",
+        "the agent opened {:?} in the wrong order",
         agent.backends()
     );
     let (peer, near) = connect(&agent, setup, &metadata)?;
@@ -189,12 +192,13 @@ pub async fn a_list_of_backends_restricts(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// B2: without a list the first in the order that serves carries it; what opens only when named
-/// stays closed.
+/// B2: without a list, the first backend in the order that serves the peer carries the transfer. A
+/// backend that opens only when it is named stays closed.
 pub async fn without_a_list_the_order_decides(setup: &Setup) -> Check {
     let mut target = target(setup)?;
     let mut choice = Choice::new(setup)?;
-    // Before the backend, but the peer does not have it; then one that must be named.
+    // One backend before the tested one, which the peer does not have; another one that must be
+    // named.
     choice.twin("FIRST", true, AutoOpen::Open)?;
     choice.registry.add(Absent)?;
     let named_only = choice.twin("NAMED", true, AutoOpen::Skip)?;
@@ -212,7 +216,7 @@ pub async fn without_a_list_the_order_decides(setup: &Setup) -> Check {
             agent.backends()
         );
         let used = read(&peer, &near).await?;
-        ensure!(used == choice.backend, "the peer has {} alone, {used} was used", choice.backend);
+        ensure!(used == choice.backend, "the peer has only {}, {used} was used", choice.backend);
     }
     let agent = choice.agent(setup, Some(&["NAMED"]))?;
     ensure!(
@@ -220,7 +224,7 @@ pub async fn without_a_list_the_order_decides(setup: &Setup) -> Check {
         "a backend that was named is not open: {:?}",
         agent.backends()
     );
-    // Two agents that both have all of them: the first in the order is used.
+    // If two agents have all backends, the first in the order is used.
     if setup.mode == Mode::OneProcess && own == AutoOpen::Open {
         let mut choice = Choice::new(setup)?;
         choice.twin("SECOND", false, AutoOpen::Open)?;
@@ -230,7 +234,7 @@ pub async fn without_a_list_the_order_decides(setup: &Setup) -> Check {
         let (peer, near) = connect(&one, setup, &other.metadata()?)?;
         let used = read(&peer, &near).await?;
         ensure!(used == "FIRST", "FIRST serves and is preferred, {used} was used");
-        // A list has an order of its own.
+        // A list has its own order.
         let one = choice.agent(setup, Some(&["second", "first"]))?;
         let (peer, near) = connect(&one, setup, &other.metadata()?)?;
         let used = read(&peer, &near).await?;
@@ -239,7 +243,7 @@ pub async fn without_a_list_the_order_decides(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// B3: unknown, not compiled in, not available: three kinds, three sentences, each with the next
+/// B3: unknown, not compiled in, not available: three kinds and three messages, each with the next
 /// step.
 pub async fn missing_backends_are_three_errors(setup: &Setup) -> Check {
     let mut choice = Choice::new(setup)?;
@@ -256,9 +260,9 @@ pub async fn missing_backends_are_three_errors(setup: &Setup) -> Check {
             .ok_or_else(|| Failure::new(format!("an agent was built with the backend {name}")))
     };
     let unknown = said("OPTOINAL")?;
-    ensure!(unknown.kind() == ErrorKind::UnknownBackend, "a name that nobody knows: {unknown:?}");
+    ensure!(unknown.kind() == ErrorKind::UnknownBackend, "an unknown name: {unknown:?}");
     let sentence = "backend \"OPTOINAL\" is unknown; did you mean OPTIONAL? known: ";
-    ensure!(unknown.to_string().contains(sentence), "a name that nobody knows: {unknown}");
+    ensure!(unknown.to_string().contains(sentence), "an unknown name: {unknown}");
     let not_compiled = said("optional")?;
     ensure!(
         not_compiled.kind() == ErrorKind::NotCompiled,
@@ -284,15 +288,15 @@ pub async fn missing_backends_are_three_errors(setup: &Setup) -> Check {
         let sentence = format!("backend ABSENT is unavailable: libabsent.so.0 not found: {CURE}");
         ensure!(absent.to_string().contains(&sentence), "a backend that cannot run here: {absent}");
     }
-    // A list of nothing that can be used says why for each.
+    // The error for a list without a usable backend contains the reason of each.
     let none = choice.agent(setup, Some(&["ABSENT", "OPTIONAL"]));
     let none = none.err().ok_or_else(|| Failure::new("an agent was built without any backend"))?;
     let both = none.to_string().contains(CURE) && none.to_string().contains("\"optional\"");
-    ensure!(both, "it does not say what to do about each backend: {none}");
+    ensure!(both, "the error does not say what to do about each backend: {none}");
     Ok(())
 }
 
-/// B4: the route names the backend that carries, and says why the others do not.
+/// B4: the route names the backend that carries transfers, and says why the others do not.
 pub async fn the_route_explains_itself(setup: &Setup) -> Check {
     let mut target = target(setup)?;
     let mut choice = Choice::new(setup)?;
@@ -337,7 +341,7 @@ pub async fn the_route_explains_itself(setup: &Setup) -> Check {
     ensure!(!how.is_empty(), "the route does not say how {} reaches the peer", choice.backend);
     let text = route.to_string();
     for name in ["ABSENT", "TWIN", choice.backend] {
-        ensure!(text.contains(name), "the route in words leaves {name} out: {text}");
+        ensure!(text.contains(name), "the text of the route omits {name}: {text}");
     }
     Ok(())
 }

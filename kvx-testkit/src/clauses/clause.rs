@@ -10,18 +10,18 @@ use crate::setup::{Mode, Setup};
 /// The processes that a clause needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Execution {
-    /// It needs no far end, or one in the same process.
+    /// No far end, or one in the same process.
     OneProcess,
-    /// It needs a far end that can be stopped or killed, or whose cost can be measured.
+    /// A far end that can be stopped or killed, or whose cost can be measured.
     TwoProcesses,
-    /// It runs in both ways.
+    /// Either of these: the clause runs in both ways.
     Both,
-    /// The compiler holds it: a compile-fail test.
+    /// None: a compile-fail test checks the clause.
     Compiler,
 }
 
 impl Execution {
-    /// Returns the modes in which such a clause runs.
+    /// Returns the modes in which the clause runs.
     pub fn modes(self) -> &'static [Mode] {
         match self {
             Execution::OneProcess => &[Mode::OneProcess],
@@ -32,33 +32,33 @@ impl Execution {
     }
 }
 
-/// A way to break a clause, so that the suite can be seen to catch it.
+/// A way to break a clause, to show that the suite detects it.
 #[derive(Clone, Copy, Debug)]
 pub enum Breaker {
-    /// A switch of core's `break-for-tests`.
+    /// A switch of core's feature `break-for-tests`.
     Core(&'static str),
     /// A fault of the chaos transport.
     Chaos(Fault),
-    /// Code that must not compile; the named doc test holds it.
+    /// Code that must not compile, checked by a doc test in the named file.
     CompileFail(&'static str),
 }
 
 /// A clause of CONTRACT.md.
 pub struct Clause {
-    /// Its id there.
+    /// The id in CONTRACT.md.
     pub id: &'static str,
-    /// Its test's name there.
+    /// The test's name in CONTRACT.md.
     pub name: &'static str,
-    /// The processes that it needs.
+    /// The processes that the clause needs.
     pub runs: Execution,
-    /// The ways to break it.
+    /// The ways to break the clause.
     pub breakers: &'static [Breaker],
     /// The test.
     pub test: fn(&Setup) -> Pin<Box<dyn Future<Output = Check> + Send + '_>>,
 }
 
-/// Lists the clauses of a module: `id name, execution, [breakers]`; the function has the clause's
-/// name.
+/// Lists the clauses of a module: `id name, execution, [breakers]`. The test function has the
+/// clause's name.
 macro_rules! clauses {
     ($($id:ident $name:ident, $runs:ident, [$($breaker:expr),* $(,)?];)*) => {
         &[$(Clause {

@@ -1,4 +1,4 @@
-//! P: a page of somebody's memory that does not come.
+//! P: unresolved page faults in the memory of a program.
 
 use std::time::Duration;
 
@@ -19,21 +19,20 @@ pub(super) const CLAUSES: &[Clause] = clauses!(
     P12 a_page_that_does_not_come_holds_up_what_is_declared, TwoProcesses, [Breaker::Chaos(Fault::OneQueue)];
 );
 
-/// Bytes of the regions: more than what is copied on the thread that posts.
+/// The length of the regions: more than is copied on the thread that posts.
 const LEN: usize = 512 << 10;
 /// The deadline of work that waits for the page.
 const DEADLINE: Duration = Duration::from_millis(500);
 /// The time limit for serving others meanwhile.
 const SERVED: Duration = Duration::from_secs(1);
 
-/// The number of links that may be lost before one stays.
+/// How often the link may be lost before one must stay.
 const AGAIN: usize = 10;
 
-/// How long a shutdown whose deadline has come still waits for its transports, and they for their
-/// peers.
+/// How long a shutdown still waits for its transports after its deadline, and they for their peers.
 const LAST_PATIENCE: Duration = Duration::from_millis(500);
 
-/// Connects once more; the loss of a link that was held up may show only then.
+/// Connects once more. The loss of a link that was blocked may be noticed only then.
 async fn connect_anew(pair: &mut AgentPair, traffic: &Traffic) -> Result<Peer, Failure> {
     let mut peer = pair.connect().await?;
     for _ in 0..AGAIN {
@@ -42,11 +41,11 @@ async fn connect_anew(pair: &mut AgentPair, traffic: &Traffic) -> Result<Peer, F
             result => return result.map(|_| peer).map_err(Failure::from),
         }
     }
-    Err(Failure::new("the link is lost again and again"))
+    Err(Failure::new("the link is lost every time"))
 }
 
-/// P12: a page that does not come holds up no more than is declared, on either side; when it comes,
-/// work goes on.
+/// P12: an unresolved page fault blocks no more than is declared, on either side; once it is
+/// resolved, work continues.
 pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) -> Check {
     if let Some(why) = HungPage::refused() {
         skip(
@@ -56,22 +55,22 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
         );
         return Ok(());
     }
-    // Of a pool both ends have pages of their own.
+    // With a pool, each end has its own pages.
     let setup = &Setup { near: Backing::Owned, far: Backing::Owned, ..setup.clone() };
     let mut pair = setup.pair()?;
-    // What a write that timed out does to the peer's region, and when, is not said: each time it is
-    // another.
+    // The effect of a write that timed out on the peer's region, and its time, are not specified,
+    // so each round uses another region.
     let mut regions = Vec::new();
     for name in ["read there", "write there", "read here", "write here"] {
         regions.push(Traffic::new(&mut pair, name, LEN)?);
     }
     let well = Traffic::new(&mut pair, "afterwards", LEN)?;
     let peer = pair.connect().await?;
-    // Over some links such memory is not reached at all.
+    // Some links do not reach such memory at all.
     if let Err(error) = well.run(Op::Read, &peer, SERVED).await
         && error.kind() == ErrorKind::Unsupported
     {
-        let why = format!("memory that is no pool is not reached [cannot run here]: {error}");
+        let why = format!("the link reaches only pools [cannot run here]: {error}");
         skip("P12 a_page_that_does_not_come_holds_up_what_is_declared", &why, "none");
         return Ok(());
     }
@@ -95,7 +94,7 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
     for (number, needed) in regions.iter().enumerate() {
         let here = number >= 2;
         let op = OPS[number % 2];
-        // What was held up may have been lost.
+        // Links that were blocked may have been lost.
         let (peer, third) = (connect_anew(&mut pair, needed).await?, to_third.connect().await?);
         let back = other.connect(&pair.far.metadata()?)?;
         back.ready(CUT_OFF).await?;
@@ -111,7 +110,7 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
         let transfers = (0..4).map(|_| needed.post(op, &peer, DEADLINE));
         let transfers = transfers.collect::<kvx_core::Result<Vec<_>>>()?;
         let settled: Vec<_> = transfers.iter().map(Transfer::settled).collect();
-        // What can be served is served while the others wait.
+        // Transfers that can be served are served while the others wait.
         let meanwhile =
             OPS.map(|op| (blocks.post(op, &third, SERVED), others.post(op, &back, SERVED)));
         let mut served = Vec::new();
@@ -151,18 +150,18 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
     }
     let (peer, third) = (connect_anew(&mut pair, &well).await?, to_third.connect().await?);
     well.works(&mut pair.far, &peer, "afterwards").await?;
-    // Not `blocks`: a write that timed out may still arrive there.
+    // Not `blocks`, because a write that timed out may still arrive there.
     well_there.works(&mut to_third.far, &third, "afterwards").await?;
 
     let hung = HungPage::of(well.near.memory())?;
     let held_up = well.run(Op::Read, &peer, DEADLINE).await;
     ensure!(held_up.is_err(), "a read into a hung page: {held_up:?}");
     let begun = Stopwatch::start()?;
-    let ended = pair.near.shutdown(SERVED).await; // the error tells what may still be touched
+    let ended = pair.near.shutdown(SERVED).await; // the error says what may still be touched
     let took = begun.read();
     ensure!(
         took.within(SERVED + LAST_PATIENCE),
-        "a shutdown beside a hung page took {took}: {ended:?}"
+        "a shutdown during an unresolved page fault took {took}: {ended:?}"
     );
     drop(hung);
     Ok(())

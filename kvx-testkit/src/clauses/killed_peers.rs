@@ -25,8 +25,8 @@ pub(super) const CLAUSES: &[Clause] = clauses!(
     P11 a_kill_amid_much_leaves_the_survivor_well, TwoProcesses, [Breaker::Chaos(Fault::DropPeerLoss)];
 );
 
-/// How soon the loss of a killed peer is promised, for transfers of this deadline; and whether
-/// `TimedOut` may say it.
+/// Returns how soon the loss of a killed peer is promised for transfers with this deadline, and
+/// whether `TimedOut` may report it.
 fn promised(capabilities: &Capabilities, deadline: Duration) -> (Duration, bool) {
     let within = capabilities.peer_loss_within;
     (within.map_or(deadline, |within| within.min(deadline)) + GRACE, within.is_none())
@@ -37,7 +37,7 @@ fn is_loss(error: &Error, late_allowed: bool) -> bool {
     error.kind() == ErrorKind::PeerLost || late_allowed && error.kind() == ErrorKind::TimedOut
 }
 
-/// P3: a post to a killed peer says so promptly.
+/// P3: a post to a killed peer fails promptly.
 pub async fn a_peer_killed_before_a_post_is_reported(setup: &Setup) -> Check {
     const DEADLINE: Duration = Duration::from_secs(8);
     let (promptly, late_allowed) = promised(&setup.capabilities()?, DEADLINE);
@@ -46,7 +46,7 @@ pub async fn a_peer_killed_before_a_post_is_reported(setup: &Setup) -> Check {
             Err(error) if is_loss(&error, late_allowed) => {}
             other => {
                 return Err(Failure::new(format!(
-                    "{what} to a killed peer: PeerLost was wanted, not {other:?}"
+                    "{what} to a killed peer: expected PeerLost, got {other:?}"
                 )));
             }
         }
@@ -70,7 +70,7 @@ pub async fn a_peer_killed_before_a_post_is_reported(setup: &Setup) -> Check {
         check(peer.notify(b"hello", DEADLINE).await, begun.read(), "a notification")?;
         blocks.check_near(seed, "after a transfer that could not take place")?;
 
-        // The same for a handle that never had a link.
+        // Repeats the test with a handle that never had a link.
         let stranger = setup.agent(&unique("near"))?.connect(&metadata)?;
         let begun = Stopwatch::start()?;
         check(stranger.ready(DEADLINE).await, begun.read(), "a first link")?;
@@ -81,8 +81,8 @@ pub async fn a_peer_killed_before_a_post_is_reported(setup: &Setup) -> Check {
 /// P4: a kill in mid transfer is reported promptly, and success means right bytes.
 pub async fn a_peer_killed_in_mid_transfer_is_reported(setup: &Setup) -> Check {
     for first_arrives in [false, true] {
-        // Where all reads have arrived before the kill, as the machine was fast or the kill late,
-        // more are posted.
+        // If all reads have arrived before the kill, because the machine was fast or the kill late,
+        // more reads are posted.
         let mut some = false;
         for reads in [12, 24, 48, 96] {
             some = some || killed_in_mid_transfer(setup, reads, first_arrives).await?;
@@ -92,7 +92,8 @@ pub async fn a_peer_killed_in_mid_transfer_is_reported(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// Kills the peer with so many reads posted, and some writes. Says whether some were in flight.
+/// Kills the peer while `slots` reads and some writes are posted. Returns whether some were in
+/// flight.
 async fn killed_in_mid_transfer(
     setup: &Setup,
     slots: usize,
@@ -109,7 +110,7 @@ async fn killed_in_mid_transfer(
     pair.far_region("sink", SLOT, 3)?;
     let peer = pair.connect().await?;
     let remote = |name| Ok::<_, Failure>(peer.region(name)?.grid(grid)?.blocks(order.clone()));
-    // A first round, so that the links and regions are in use when the kill comes.
+    // A first round, so that the links and regions are in use at the kill.
     let first = Plan::read(near.grid(grid)?.blocks(order.clone()), remote("source")?)?;
     peer.transfer(&first).deadline(CUT_OFF).post()?.await?;
 
@@ -159,17 +160,17 @@ async fn killed_in_mid_transfer(
     for error in &failed {
         ensure!(
             is_loss(error, late_allowed),
-            "PeerLost was wanted of a transfer in flight at the kill, not {error:?}"
+            "a transfer in flight at the kill: expected PeerLost, got {error:?}"
         );
     }
-    // The link is gone for good, and that is noticed without a post.
+    // The link is gone for good, and the agent notices it without a post.
     if !late_allowed {
         until("the kill is noticed", promptly, || Ok(peer.lost().is_some()))?;
     }
     Ok(!failed.is_empty())
 }
 
-/// P8: who waits for the loss of a peer is told, with nothing in flight.
+/// P8: a caller that waits for the loss of a peer is notified, even with nothing in flight.
 pub async fn the_loss_of_an_idle_peer_is_told(setup: &Setup) -> Check {
     const DEADLINE: Duration = Duration::from_secs(8);
     let (promptly, late_allowed) = promised(&setup.capabilities()?, DEADLINE);
@@ -190,18 +191,21 @@ pub async fn the_loss_of_an_idle_peer_is_told(setup: &Setup) -> Check {
         Err(late) if late.kind() == ErrorKind::TimedOut && late_allowed => return Ok(()),
         other => {
             return Err(Failure::new(format!(
-                "PeerLost was wanted of a killed idle peer, not {other:?}"
+                "a killed idle peer: expected PeerLost, got {other:?}"
             )));
         }
     }
     let took = killed.read();
-    ensure!(took.within(promptly), "the loss was told after {took}, promised were {promptly:?}");
+    ensure!(
+        took.within(promptly),
+        "the loss was reported after {took}, promised were {promptly:?}"
+    );
     let again = peer.loss(DEADLINE).await?;
-    ensure!(again.kind() == ErrorKind::PeerLost, "told again, the reason is {again:?}");
+    ensure!(again.kind() == ErrorKind::PeerLost, "reported again, the reason is {again:?}");
     Ok(())
 }
 
-/// P10: what a child has inherited keeps nobody from seeing that its parent has died.
+/// P10: the descriptors that a child has inherited do not hide the death of its parent.
 pub async fn a_forked_child_hides_no_death(setup: &Setup) -> Check {
     const DEADLINE: Duration = Duration::from_secs(6);
     let (promptly, late_allowed) = promised(&setup.capabilities()?, DEADLINE);
@@ -210,13 +214,13 @@ pub async fn a_forked_child_hides_no_death(setup: &Setup) -> Check {
     let peer = pair.connect().await?;
     blocks.works(&mut pair.far, &peer, "before the fork").await?;
     pair.far.fork(2 * DEADLINE)?;
-    blocks.works(&mut pair.far, &peer, "beside the child").await?;
+    blocks.works(&mut pair.far, &peer, "while the child lives").await?;
     let told = peer.loss(DEADLINE);
     pair.far.process()?.kill()?;
     let killed = Stopwatch::start()?;
     match told.await {
         Ok(reason) => {
-            ensure!(reason.kind() == ErrorKind::PeerLost, "the loss is told as {reason:?}")
+            ensure!(reason.kind() == ErrorKind::PeerLost, "the loss is reported as {reason:?}")
         }
         Err(late) if late.kind() == ErrorKind::TimedOut && late_allowed => {}
         Err(error) => {
@@ -224,11 +228,14 @@ pub async fn a_forked_child_hides_no_death(setup: &Setup) -> Check {
         }
     }
     let took = killed.read();
-    ensure!(took.within(promptly), "the loss was told after {took}, promised were {promptly:?}");
+    ensure!(
+        took.within(promptly),
+        "the loss was reported after {took}, promised were {promptly:?}"
+    );
     Ok(())
 }
 
-/// P11: whoever survives a kill amid much work has its memory back, sleeps, and serves others as
+/// P11: the survivor of a kill during much work gets its memory back, sleeps, and serves others as
 /// before.
 pub async fn a_kill_amid_much_leaves_the_survivor_well(setup: &Setup) -> Check {
     for owner_survives in [true, false] {
@@ -237,16 +244,17 @@ pub async fn a_kill_amid_much_leaves_the_survivor_well(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// Has one process read much of another one's again and again, and kills one of them.
+/// Makes one process read much from another one repeatedly, and kills one of the two.
 async fn killed_amid_much(setup: &Setup, owner_survives: bool) -> Check {
     const BLOCK: u64 = 64 << 10;
     const COUNT: u32 = 8192; // 512 MiB
-    /// More than arrives before the kill: a process dies for up to a tenth of a second, and what a
-    /// reader's device has been told to copy out of shared memory arrives though its owner is dead.
+    /// More rounds than finish before the kill. A process takes up to a tenth of a second to die,
+    /// and copies that a reader's device has been told to make from shared memory still arrive
+    /// after the owner's death.
     const TIMES: u32 = 50;
     const AFTER: Duration = Duration::from_millis(30);
     const DEADLINE: Duration = Duration::from_secs(10);
-    /// A thread that goes round and round has used all of it.
+    /// A thread that spins uses all of it.
     const WATCHED: Duration = Duration::from_secs(2);
     let (len, all) = (COUNT as usize * BLOCK as usize, (0..COUNT).rev().collect::<Vec<_>>());
     let read = |blocks: &[u32]| PostSpec {
@@ -288,7 +296,7 @@ async fn killed_amid_much(setup: &Setup, owner_survives: bool) -> Check {
             Err(error) if is_loss(&error, late_allowed) => {}
             other => {
                 return Err(Failure::new(format!(
-                    "PeerLost was wanted of a transfer in flight at the kill, not {other:?}"
+                    "a transfer in flight at the kill: expected PeerLost, got {other:?}"
                 )));
             }
         }

@@ -22,7 +22,7 @@ pub(super) const CLAUSES: &[Clause] = clauses!(
 
 const LEN: usize = 256 << 10;
 
-/// M1: a later region is usable over the same handle, and what is in flight does not notice.
+/// M1: a region added later can be used over the same handle, and work in flight is not disturbed.
 pub async fn regions_added_later_can_be_used(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let early = Traffic::new(&mut pair, "early", 4 << 20)?;
@@ -36,18 +36,18 @@ pub async fn regions_added_later_can_be_used(setup: &Setup) -> Check {
     let late = Traffic::new(&mut pair, "late", LEN)?;
     ensure_kind!(peer.region("late"), Unregistered);
     let newer = pair.far.metadata()?;
-    ensure!(peer.update(&newer)?, "newer metadata was not taken as newer");
+    ensure!(peer.update(&newer)?, "newer metadata was not accepted as newer");
     late.works(&mut pair.far, &peer, "a region that was added later").await?;
     for transfer in flying {
         transfer.await?;
     }
-    early.check_near(seed, "what was in flight during the update")?;
+    early.check_near(seed, "reads in flight during the update")?;
 
-    // The same by connecting again: it is the same handle.
+    // Connecting again has the same effect: it returns the same handle.
     let later = Traffic::new(&mut pair, "later", LEN)?;
     let same = pair.near.connect(&pair.far.metadata()?)?;
-    later.works(&mut pair.far, &same, "a region that a second connect brought").await?;
-    later.works(&mut pair.far, &peer, "the same over the first handle").await?;
+    later.works(&mut pair.far, &same, "a region that a second connect added").await?;
+    later.works(&mut pair.far, &peer, "that region over the first handle").await?;
     early.works(&mut pair.far, &peer, "the early region, after the updates").await
 }
 
@@ -59,10 +59,13 @@ pub async fn older_metadata_changes_nothing(setup: &Setup) -> Check {
     let late = Traffic::new(&mut pair, "late", LEN)?;
     let newer = pair.far.metadata()?;
     let generation = |bytes: &[u8]| Metadata::decode(bytes).map(|metadata| metadata.generation);
-    ensure!(generation(&newer)? > generation(&older)?, "a region more is no newer generation");
+    ensure!(
+        generation(&newer)? > generation(&older)?,
+        "another region did not increase the generation"
+    );
     let peer = pair.connect().await?;
     for (what, bytes) in [("older", &older), ("equal", &newer), ("older", &older)] {
-        ensure!(!peer.update(bytes)?, "{what} metadata was taken as newer");
+        ensure!(!peer.update(bytes)?, "{what} metadata was accepted as newer");
         late.works(&mut pair.far, &peer, &format!("after an update with {what} metadata")).await?;
         let same = pair.near.connect(bytes)?;
         late.works(&mut pair.far, &same, &format!("after a connect with {what} metadata")).await?;
@@ -77,28 +80,34 @@ pub async fn older_metadata_changes_nothing(setup: &Setup) -> Check {
 fn refused<T>(result: &kvx_core::Result<T>, what: &str) -> Result<bool, Failure> {
     match result {
         Err(error) if !matches!(error.kind(), ErrorKind::Malformed | ErrorKind::Incompatible) => {
-            Err(Failure::new(format!(
-                "{what}: Malformed or Incompatible was wanted, it was {error:?}"
-            )))
+            Err(Failure::new(format!("{what}: expected Malformed or Incompatible, got {error:?}")))
         }
         Err(error) if error.sentence().is_empty() => {
-            Err(Failure::new(format!("{what}: an error without a sentence")))
+            Err(Failure::new(format!("{what}: an error without a message")))
         }
         other => Ok(other.is_err()),
     }
 }
 
-/// Gives altered metadata to an agent that has a peer: it is refused everywhere, or it is metadata.
+/// Offers altered metadata to an agent that has a peer: every call rejects it, or it is valid
+/// metadata.
 fn offer(agent: &Agent, peer: &Peer, bytes: &[u8], what: &str) -> Check {
-    // What can be read is not connected to: a changed address may be that of a stranger's machine.
+    // Metadata that can be decoded is not connected to: a changed address may belong to another
+    // machine.
     if refused(&Metadata::decode(bytes), what)? {
-        ensure!(refused(&agent.connect(bytes), what)?, "{what}: connect took what cannot be read");
-        ensure!(refused(&peer.update(bytes), what)?, "{what}: update took what cannot be read");
+        ensure!(
+            refused(&agent.connect(bytes), what)?,
+            "{what}: connect accepted metadata that cannot be decoded"
+        );
+        ensure!(
+            refused(&peer.update(bytes), what)?,
+            "{what}: update accepted metadata that cannot be decoded"
+        );
     }
     Ok(())
 }
 
-/// M3: malformed metadata is an error in words, and nothing else happens.
+/// M3: malformed metadata is rejected with a typed error, and has no other effect.
 pub async fn malformed_metadata_is_refused(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let blocks = Traffic::new(&mut pair, "kv", LEN)?;
@@ -128,10 +137,10 @@ pub async fn malformed_metadata_is_refused(setup: &Setup) -> Check {
     }
     ensure!(
         peer.region("kv")?.len() == LEN as u64,
-        "malformed metadata changed what is known of the peer"
+        "malformed metadata changed the regions of the peer"
     );
 
-    // What core cannot judge, a backend's own part, is refused by the backend, or understood.
+    // A backend's own part, which core cannot check, is rejected by the backend, or understood.
     let address = Metadata::decode(&metadata)?.backends[0].1.clone();
     let lengths = (0..address.len()).step_by((address.len() / 24).max(1));
     let mut addresses: Vec<Vec<u8>> = lengths.map(|len| address[..len].to_vec()).collect();
@@ -157,7 +166,7 @@ pub async fn malformed_metadata_is_refused(setup: &Setup) -> Check {
     let local = Traffic { name: "kv".into(), near, far: blocks.far };
     for metadata in bad {
         let untouched = local.fill_near()?;
-        // The handle is dropped at the end of the round, so the next one is new.
+        // The handle is dropped at the end of the round, so the next round gets a new one.
         let connected = stranger.connect(&metadata)?;
         match local.run(Op::Read, &connected, CUT_OFF / 2).await {
             Ok(()) => local.check_near(theirs, "a peer whose altered metadata was understood")?,
@@ -169,7 +178,7 @@ pub async fn malformed_metadata_is_refused(setup: &Setup) -> Check {
     blocks.works(&mut pair.far, &peer, "after malformed metadata").await
 }
 
-/// Metadata with a section more.
+/// Returns the metadata with another section.
 fn with_section(metadata: &[u8], tag: u16, value: &[u8]) -> Vec<u8> {
     let section = [&tag.to_le_bytes()[..], &(value.len() as u32).to_le_bytes(), value].concat();
     let mut bytes = [metadata, &section].concat();
@@ -178,7 +187,7 @@ fn with_section(metadata: &[u8], tag: u16, value: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Metadata that says which versions its writer speaks.
+/// Returns the metadata with another range of supported versions.
 fn with_versions(metadata: &[u8], oldest: u16, newest: u16) -> Vec<u8> {
     let mut bytes = metadata.to_vec();
     bytes[4..6].copy_from_slice(&oldest.to_le_bytes());
@@ -186,7 +195,7 @@ fn with_versions(metadata: &[u8], oldest: u16, newest: u16) -> Vec<u8> {
     bytes
 }
 
-/// M4: what is unknown is skipped, unless it says that it must not be.
+/// M4: unknown sections are skipped, unless they are critical.
 pub async fn unknown_sections_are_skipped_unless_critical(setup: &Setup) -> Check {
     const CRITICAL: u16 = 0x8000;
     let mut pair = setup.pair()?;
@@ -201,7 +210,7 @@ pub async fn unknown_sections_are_skipped_unless_critical(setup: &Setup) -> Chec
             .works(
                 &mut pair.far,
                 &stranger.connect(&newer)?,
-                "a peer that tells more than is known",
+                "a peer whose metadata has an unknown section",
             )
             .await?;
         ensure_kind!(
@@ -215,7 +224,7 @@ pub async fn unknown_sections_are_skipped_unless_critical(setup: &Setup) -> Chec
     ensure_kind!(pair.near.connect(with_versions(&metadata, 0, 0)), Incompatible);
     let peer = pair.near.connect(with_versions(&metadata, 0, own + 3))?;
     ensure_kind!(peer.update(&later), Incompatible);
-    blocks.works(&mut pair.far, &peer, "a peer that speaks later versions as well").await
+    blocks.works(&mut pair.far, &peer, "a peer that also supports later versions").await
 }
 
 /// M5: metadata grows by a little for each region, and by nothing else.

@@ -1,4 +1,4 @@
-//! Every clause of CONTRACT.md, as a public async function over a [`Setup`](crate::Setup).
+//! The clauses of CONTRACT.md, each a public async function over a [`Setup`](crate::Setup).
 
 pub mod agents;
 pub mod backends;
@@ -17,7 +17,7 @@ pub mod transfers;
 
 pub use clause::{Breaker, Clause, Execution};
 
-/// All clauses, by the groups of CONTRACT.md.
+/// All clauses, in the groups of CONTRACT.md.
 pub const CLAUSES: &[&[Clause]] = &[
     transfers::CLAUSES,
     plans::CLAUSES,

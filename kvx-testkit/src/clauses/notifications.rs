@@ -30,37 +30,37 @@ pub(super) const CLAUSES: &[Clause] = clauses!(
     N10 a_waiting_notification_is_not_overtaken, Both, [Breaker::Core("inbox"), Breaker::Chaos(Fault::DropOnFull)];
 );
 
-/// The time for which a clause looks whether something arrives that must not.
+/// How long a clause checks that something does not arrive.
 const LOOK: Duration = Duration::from_millis(150);
 
-/// A number as a notification.
+/// Encodes a number as a notification.
 fn numbered(number: u32) -> [u8; 4] {
     number.to_le_bytes()
 }
 
-/// The numbers of notifications, each with how often it came.
+/// Returns the numbers of notifications, each with how often it arrived.
 fn numbers(taken: &[ReceivedNotification]) -> Result<BTreeMap<u32, usize>, Failure> {
     let mut counts = BTreeMap::new();
     for sent in taken {
         let bytes = sent.bytes.as_slice().try_into();
         let bytes = bytes.map_err(|_| {
-            Failure::new(format!("a notification that nobody sent: {:?}", sent.bytes))
+            Failure::new(format!("a notification that was not sent: {:?}", sent.bytes))
         })?;
         *counts.entry(u32::from_le_bytes(bytes)).or_default() += 1;
     }
     Ok(counts)
 }
 
-/// Fails unless exactly the numbers `wanted` are there, each once.
+/// Fails unless exactly the numbers `wanted` arrived, each once.
 fn each_once(counts: &BTreeMap<u32, usize>, wanted: impl Iterator<Item = u32>) -> Check {
     let twice = counts.iter().find(|(_, count)| **count != 1);
-    ensure!(twice.is_none(), "a notification came more than once: {twice:?}");
+    ensure!(twice.is_none(), "a notification arrived more than once: {twice:?}");
     let wanted: BTreeSet<u32> = wanted.collect();
     let is: BTreeSet<u32> = counts.keys().copied().collect();
     let missing: Vec<_> = wanted.difference(&is).take(5).collect();
     ensure!(missing.is_empty(), "notifications are missing, such as {missing:?}");
     let foreign: Vec<_> = is.difference(&wanted).take(5).collect();
-    ensure!(foreign.is_empty(), "notifications came that must not, such as {foreign:?}");
+    ensure!(foreign.is_empty(), "notifications arrived that must not, such as {foreign:?}");
     Ok(())
 }
 
@@ -71,8 +71,8 @@ async fn all(completions: impl IntoIterator<Item = Completion<()>>) -> kvx_core:
     Ok(())
 }
 
-/// N1: who has the notification can read the data; nobody polls for it, and the transfer resolves
-/// when it has arrived.
+/// N1: when the notification arrives, the data can be read. Nothing polls for it, and the transfer
+/// resolves when the notification has arrived.
 pub async fn notifications_arrive_after_their_data(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let blocks = Traffic::new(&mut pair, "kv", 4 << 20)?;
@@ -85,19 +85,19 @@ pub async fn notifications_arrive_after_their_data(setup: &Setup) -> Check {
         };
         let plan = blocks.plan(op, &peer)?;
         let transfer = peer.transfer(&plan).deadline(CUT_OFF).notify(numbered(round)).post()?;
-        // This thread waits at the far end: nobody polls the transfer.
+        // This thread waits at the far end, so nothing polls the transfer.
         let sent = pair.far.take(CUT_OFF)??;
         ensure!(
             sent.bytes == numbered(round),
-            "the notification of {op} {round} holds {:?}",
+            "the notification of {op} {round} contains {:?}",
             sent.bytes
         );
         match op {
-            Op::Read => blocks.check_near(seed, "when the notification of a read was there")?,
+            Op::Read => blocks.check_near(seed, "when the notification of a read had arrived")?,
             Op::Write => blocks.check_far(
                 &mut pair.far,
                 seed,
-                "when the notification of a write was there",
+                "when the notification of a write had arrived",
             )?,
         }
         transfer.await?;
@@ -122,7 +122,7 @@ pub async fn notifications_arrive_after_their_data(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// N2: any bytes, up to 64 KiB, arrive unchanged; more are refused.
+/// N2: any bytes, up to 64 KiB, arrive unchanged; longer notifications are rejected.
 pub async fn notifications_are_bytes(setup: &Setup) -> Check {
     const MOST: usize = 64 << 10;
     let mut pair = setup.pair()?;
@@ -142,7 +142,7 @@ pub async fn notifications_are_bytes(setup: &Setup) -> Check {
         let sent = pair.far.take(CUT_OFF)??;
         ensure!(
             sent.bytes == *content,
-            "{} bytes were sent, other {} arrived",
+            "{} bytes were sent, {} other bytes arrived",
             content.len(),
             sent.bytes.len()
         );
@@ -151,7 +151,7 @@ pub async fn notifications_are_bytes(setup: &Setup) -> Check {
         let sent = pair.far.take(CUT_OFF)??;
         ensure!(
             sent.bytes == *content,
-            "with a transfer {} bytes were sent, other arrived",
+            "with a transfer {} bytes were sent, other bytes arrived",
             content.len()
         );
     }
@@ -159,9 +159,9 @@ pub async fn notifications_are_bytes(setup: &Setup) -> Check {
     ensure_kind!(peer.notify(&too_long, CUT_OFF).await, Invalid);
     let seed = blocks.fill_near()?;
     ensure_kind!(peer.transfer(&blocks.plan(Op::Read, &peer)?).notify(too_long).post(), Invalid);
-    blocks.check_near(seed, "after a transfer that was refused")?;
+    blocks.check_near(seed, "after a rejected transfer")?;
     let heard = pair.far.take_many(0, 1, LOOK)?;
-    ensure!(heard.is_empty(), "a notification that was refused arrived all the same");
+    ensure!(heard.is_empty(), "a rejected notification arrived");
     Ok(())
 }
 
@@ -190,7 +190,7 @@ pub async fn notifications_arrive_once(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// N4: many senders, to whom the receiver has never connected, are told apart by name and
+/// N4: many senders, to which the receiver has never connected, are distinguished by name and
 /// incarnation.
 pub async fn notifications_name_their_sender(setup: &Setup) -> Check {
     const EACH: u32 = 20;
@@ -199,7 +199,7 @@ pub async fn notifications_name_their_sender(setup: &Setup) -> Check {
     let twin = unique("twin");
     let mut agents = vec![pair.near.clone()];
     for sender in 0..6 {
-        // Two of them share a name: only their incarnations differ.
+        // Two of them share a name, so only their incarnations differ.
         agents.push(setup.agent(&if sender < 2 { twin.clone() } else { unique("sender") })?);
     }
     let mut peers = Vec::new();
@@ -221,7 +221,7 @@ pub async fn notifications_name_their_sender(setup: &Setup) -> Check {
         let sender = agents[(number / EACH) as usize].identity();
         ensure!(
             sent.name == *sender.name,
-            "a notification of {} came as one of {}",
+            "a notification of {} arrived as one of {}",
             sender.name,
             sent.name
         );
@@ -230,13 +230,13 @@ pub async fn notifications_name_their_sender(setup: &Setup) -> Check {
             "a notification of {sender:?} has another incarnation"
         );
     }
-    // And the other way.
+    // The other direction.
     let back = pair.connect_back()?;
     pair.far.notify(back, b"back", CUT_OFF)??;
     let sent = pair.near.notification(CUT_OFF).await?;
     ensure!(
         sent.from == *peers[0].identity(),
-        "{:?} sent, it came as one of {:?}",
+        "{:?} sent a notification, which arrived as one of {:?}",
         peers[0].identity(),
         sent.from
     );
@@ -246,7 +246,7 @@ pub async fn notifications_name_their_sender(setup: &Setup) -> Check {
 /// N5: a full queue makes senders wait, and loses nothing.
 pub async fn a_full_queue_holds_senders_back(setup: &Setup) -> Check {
     const SENT: u32 = 60;
-    // By number, and by bytes: two of 24 KiB fit into 64 KiB.
+    // Limited by number, and by bytes: two of 24 KiB fit into 64 KiB.
     for (inbox, len, fit) in [((16, 1 << 20), 4, 16), ((4096, 64 << 10), 24 << 10, 2)] {
         let narrow = Setup { inbox, ..setup.clone() };
         let mut pair = narrow.pair()?;
@@ -283,7 +283,7 @@ pub async fn a_full_queue_holds_senders_back(setup: &Setup) -> Check {
         let short = taken.iter().find(|sent| sent.bytes.len() != len);
         ensure!(
             short.is_none(),
-            "a notification of {len} bytes came with {:?}",
+            "a notification of {len} bytes arrived with {:?}",
             short.map(|sent| sent.bytes.len())
         );
         taken.iter_mut().for_each(|sent| sent.bytes.truncate(4));
@@ -295,7 +295,7 @@ pub async fn a_full_queue_holds_senders_back(setup: &Setup) -> Check {
 }
 
 /// N6: the notification of a transfer that failed, was cancelled or timed out before its data
-/// arrived never comes.
+/// arrived never arrives.
 pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
     let capabilities = setup.capabilities()?;
     let mut pair = setup.pair()?;
@@ -311,7 +311,7 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
         number
     };
 
-    // Refused by the owner.
+    // Rejected by the owner.
     let forged = altered_region(&metadata, "kv", |region| region.key.0[0] ^= 0xff)?;
     let stranger = setup.agent(&unique("near"))?;
     let near = stranger.register("kv", setup.memory(2 << 20, 1)?)?;
@@ -324,7 +324,8 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
         ensure_kind!(result, WrongKey);
     }
 
-    // Cancelled, or faster than that: then it notifies. It may do both when all data was there.
+    // Cancelled. A transfer that was faster than the cancel notifies; one whose data had all
+    // arrived may do both.
     let mut settled = Vec::new();
     for round in 0..20 {
         let this = next();
@@ -343,7 +344,7 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
         }
     }
 
-    // Timed out against a stopped peer.
+    // Timed out with a stopped peer.
     if setup.mode == Mode::TwoProcesses {
         let needs = promised_by(&peer)?.target_cpu;
         for op in OPS.into_iter().filter(|op| needs.of(*op)) {
@@ -356,13 +357,13 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
             ensure_kind!(result, TimedOut);
         }
     }
-    // Timed out or cancelled when the data was there, and the stopped peer had not taken the
-    // notification.
+    // Timed out or cancelled when the data had arrived, and the stopped peer had not acknowledged
+    // the notification.
     let promised = promised_by(&peer)?;
     let reads_alone =
         !promised.target_cpu.of(Op::Read) && promised.settles_without_peer.of(Op::Read);
     if setup.mode == Mode::TwoProcesses && reads_alone {
-        others.works(&mut pair.far, &peer, "before the stop").await?; // the owner has granted it
+        others.works(&mut pair.far, &peer, "before the stop").await?; // the owner grants the region
         for cancel in [false, true] {
             let this = next();
             let seed = others.fill_far(&mut pair.far)?;
@@ -378,7 +379,7 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
                 let took = asked.read();
                 ensure!(
                     took.within(GRACE),
-                    "a cancel beside a notification took effect after {took}"
+                    "a cancel during a notification took effect after {took}"
                 );
                 result
             } else {
@@ -389,17 +390,17 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
                 let moved = error.report().map(|report| report.bytes);
                 ensure!(
                     moved == Some(plan.size().bytes),
-                    "the data was there, but its error says {moved:?}"
+                    "the data had arrived, but the error reports {moved:?}"
                 );
                 let wanted = if cancel { ErrorKind::Cancelled } else { ErrorKind::TimedOut };
-                ensure!(error.kind() == wanted, "{wanted:?} was wanted, it was {error:?}");
+                ensure!(error.kind() == wanted, "expected {wanted:?}, got {error:?}");
             }
             others.check_near(seed, "a read whose notification was not acknowledged")?;
             allowed.insert(this);
         }
     }
     all(settled).await?;
-    others.works(&mut pair.far, &peer, "after those that were cancelled or timed out").await?;
+    others.works(&mut pair.far, &peer, "after transfers that were cancelled or timed out").await?;
 
     // Revoked before the post.
     if capabilities.revocation != Revocation::Never {
@@ -419,7 +420,8 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
     each_once(&came, allowed.into_iter())
 }
 
-/// Agents at the far end that can notify the near one, and the numbers of their peers there.
+/// Builds agents at the far end that can notify the near one. Returns the numbers of their peers
+/// there.
 fn senders(setup: &Setup, pair: &mut AgentPair, names: &[&str]) -> Result<Vec<usize>, Failure> {
     let metadata = pair.near.metadata()?;
     names
@@ -452,20 +454,20 @@ pub async fn expect_counts_different_senders(setup: &Setup) -> Check {
     );
     ensure!(
         met[0].incarnation != met[1].incarnation,
-        "two agents of one name have one incarnation"
+        "two agents of one name have the same incarnation"
     );
 
-    // Before the call, of which one notification of the first sender is left over.
+    // Before the call. One notification of the first sender is left over from above.
     for sender in [1, 2] {
         pair.far.notify(from[sender], b"go", CUT_OFF)??;
     }
     let met = pair.near.wait_for_senders(b"go", 3, CUT_OFF).wait_blocking(GRACE)?;
     ensure!(
         met.iter().collect::<std::collections::HashSet<_>>().len() == 3,
-        "it counted {met:?} as three"
+        "{met:?} counted as three"
     );
 
-    // Not enough of them.
+    // Not enough senders.
     for _ in 0..3 {
         pair.far.notify(from[0], b"late", CUT_OFF)??;
     }
@@ -474,7 +476,7 @@ pub async fn expect_counts_different_senders(setup: &Setup) -> Check {
     let took = begun.read();
     ensure!(
         took.reaches(LOOK) && took.within(LOOK + GRACE),
-        "an expect of {LOOK:?} timed out after {took}"
+        "a wait of {LOOK:?} timed out after {took}"
     );
 
     // An agent that notifies itself is a sender like any other.
@@ -486,7 +488,7 @@ pub async fn expect_counts_different_senders(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// N8: what an `wait_for_senders` has taken is gone, and nothing else.
+/// N8: a notification that a `wait_for_senders` has counted leaves the queue, and no other does.
 pub async fn expect_takes_what_it_counts(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let from = senders(setup, &mut pair, &[&unique("one"), &unique("two")])?;
@@ -514,7 +516,7 @@ pub async fn expect_takes_what_it_counts(setup: &Setup) -> Check {
         "the queue should hold b and c, it holds {rest:?}"
     );
 
-    // As they come in: two that wait for the same bytes share nothing.
+    // As they arrive: two calls that wait for the same bytes share nothing.
     let (mut first, mut second) =
         (near.wait_for_senders(b"x", 1, CUT_OFF), near.wait_for_senders(b"x", 1, CUT_OFF));
     send(0, b"y")?;
@@ -524,7 +526,7 @@ pub async fn expect_takes_what_it_counts(setup: &Setup) -> Check {
         ended != [true, true],
         "two waited for the same bytes, and one notification ended both"
     );
-    ensure!(ended != [false, false], "one notification of those expected ended none");
+    ensure!(ended != [false, false], "an expected notification ended no wait");
     send(1, b"x")?;
     for (waiting, has_ended) in [(first, ended[0]), (second, ended[1])] {
         if !has_ended {
@@ -537,17 +539,17 @@ pub async fn expect_takes_what_it_counts(setup: &Setup) -> Check {
         near.notification(Duration::ZERO)
             .await
             .is_err_and(|error| error.kind() == ErrorKind::TimedOut),
-        "it holds more"
+        "the queue holds more"
     );
     Ok(())
 }
 
-/// N9: what a peer does not take waits up to 64 MiB; more is refused, and what waits arrives when
-/// the peer takes it.
+/// N9: notifications that a peer does not accept wait, up to 64 MiB. Further ones are rejected, and
+/// those that wait arrive when the peer accepts them.
 pub async fn waiting_notifications_are_bounded(setup: &Setup) -> Check {
     const LEN: usize = 64 << 10;
     const MOST: usize = 64 << 20;
-    /// More than may wait with what is under way.
+    /// More than can wait, including those in flight.
     const TRIED: usize = (MOST + (8 << 20)) / LEN;
     let narrow = Setup { inbox: (1, 1 << 20), ..setup.clone() };
     let mut pair = narrow.pair()?;
@@ -558,7 +560,7 @@ pub async fn waiting_notifications_are_bounded(setup: &Setup) -> Check {
         sending.push((number, peer.notify(&content, CUT_OFF)));
     }
     let mut refused = Vec::new();
-    until("one more than may wait is refused", CUT_OFF, || {
+    until("a notification above the limit is rejected", CUT_OFF, || {
         sending.retain_mut(|(number, sending)| match now(sending) {
             Some(Err(error)) => {
                 refused.push((*number, error));
@@ -580,12 +582,12 @@ pub async fn waiting_notifications_are_bounded(setup: &Setup) -> Check {
         })
         .collect();
     let counts = numbers(&heads)?;
-    ensure!(counts.len() == 20, "20 of those that waited should have come, not {counts:?}");
+    ensure!(counts.len() == 20, "20 of those that waited should have arrived, not {counts:?}");
     each_once(&counts, counts.keys().copied())
 }
 
-/// N10: one that waits for room is not overtaken by a later one of the same sender that would have
-/// room.
+/// N10: a notification that waits for space is not overtaken by a later one of the same sender that
+/// would fit.
 pub async fn a_waiting_notification_is_not_overtaken(setup: &Setup) -> Check {
     const LARGE: usize = 40 << 10;
     let narrow = Setup { inbox: (100, 64 << 10), ..setup.clone() };

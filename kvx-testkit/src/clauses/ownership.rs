@@ -1,4 +1,4 @@
-//! O: who may touch memory, and until when.
+//! O: access to memory, and when it ends.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -27,7 +27,7 @@ pub(super) const CLAUSES: &[Clause] = clauses!(
     O8 a_dropped_region_never_blocks, Both, [Breaker::Core("drop-frees"), Breaker::Chaos(Fault::BlockInRevoke)];
 );
 
-/// O1: settling consumes the ticket: the compiler holds that, here is what is left to see at run
+/// O1: settling consumes the ticket, which the compiler checks. This test checks the rest at run
 /// time.
 pub async fn a_ticket_settles_only_once(_: &Setup) -> Check {
     let calls = Arc::new(AtomicUsize::new(0));
@@ -44,7 +44,8 @@ pub async fn a_ticket_settles_only_once(_: &Setup) -> Check {
     Ok(())
 }
 
-/// O2: `settled` comes when the ticket is back and not before, and then nothing touches the memory.
+/// O2: `settled` resolves when the ticket has settled and not before, and then nothing touches the
+/// memory.
 pub async fn settled_waits_for_the_transport(setup: &Setup) -> Check {
     let (mut pair, gate) = setup.gated_pair()?;
     let traffic = Traffic::new(&mut pair, "kv", 1 << 20)?;
@@ -57,7 +58,10 @@ pub async fn settled_waits_for_the_transport(setup: &Setup) -> Check {
         ensure_kind!(transfer.await, TimedOut);
         until("the transport has finished", CUT_OFF, || Ok(gate.held() == 1))?;
         let pending = now(&mut settled).is_none() && now(&mut again).is_none();
-        ensure!(pending, "{op}: it counts as settled although the transport holds its ticket");
+        ensure!(
+            pending,
+            "{op}: the transfer counts as settled although the transport holds its ticket"
+        );
         gate.open();
         settled.await?;
         again.await?;
@@ -67,43 +71,43 @@ pub async fn settled_waits_for_the_transport(setup: &Setup) -> Check {
         })?;
         traffic.check_far(&mut pair.far, theirs, "after settling")?;
     }
-    // One that settles in time is settled for whoever asks later.
+    // A transfer that settled in time is settled for later calls, too.
     let mut transfer = traffic.post(Op::Read, &peer, CUT_OFF)?;
     (&mut transfer).await?;
     transfer.settled().await?;
     Ok(())
 }
 
-/// O3: dropping a transfer keeps its memory until the ticket is back, whatever else is dropped.
+/// O3: dropping a transfer keeps its memory until the ticket has settled, whatever else is dropped.
 pub async fn a_dropped_transfer_frees_nothing_early(setup: &Setup) -> Check {
     let (mut pair, gate) = setup.gated_pair()?;
     let traffic = Traffic::new(&mut pair, "kv", 1 << 20)?;
     let peer = pair.connect().await?;
     gate.hold_transfers();
-    // While somebody still holds the region, a revocation tells whether the memory counts as used.
+    // While the region still exists, a revocation shows whether the memory counts as used.
     drop(traffic.post(Op::Read, &peer, CUT_OFF)?);
     until("the transport has finished", CUT_OFF, || Ok(gate.held() == 1))?;
     ensure_kind!(traffic.near.revoke(Duration::from_millis(150)).await, StillShared);
-    // When everything is dropped, the memory itself tells.
+    // Once everything is dropped, the memory itself shows it.
     let other = Traffic::new(&mut pair, "other", 1 << 20)?;
     peer.update(&pair.far.metadata()?)?;
     let memory = Arc::downgrade(other.near.memory());
     drop(other.post(Op::Read, &peer, CUT_OFF)?);
     drop((other, peer));
     until("the transport has finished with both", CUT_OFF, || Ok(gate.held() == 2))?;
-    stays("the memory is kept while the ticket is out", Duration::from_millis(100), || {
+    stays("the memory is kept while the ticket is held", Duration::from_millis(100), || {
         Ok(is_kept(&memory))
     })?;
     gate.open();
     traffic.near.revoke(CUT_OFF).await?;
-    until("the memory is freed once the ticket is back", CUT_OFF, || Ok(!is_kept(&memory)))?;
+    until("the memory is freed once the ticket has settled", CUT_OFF, || Ok(!is_kept(&memory)))?;
     if setup.mode == Mode::TwoProcesses {
         dropped_while_stopped(setup, &mut pair).await?;
     }
     Ok(())
 }
 
-/// Drops a transfer and everything about it while the peer is stopped.
+/// Drops a transfer and everything that belongs to it while the peer is stopped.
 async fn dropped_while_stopped(setup: &Setup, pair: &mut AgentPair) -> Check {
     let capabilities = setup.capabilities()?;
     for op in OPS {
@@ -111,8 +115,8 @@ async fn dropped_while_stopped(setup: &Setup, pair: &mut AgentPair) -> Check {
         let peer = pair.connect().await?;
         let alone = promised_by(&peer)?.settles_without_peer.of(op);
         let memory = Arc::downgrade(traffic.near.memory());
-        // Once before, so that the next one reaches the peer: one that still waits for a region may
-        // end at once.
+        // Runs one transfer first, so that the next one reaches the peer: a transfer that still
+        // waits for a region may end at once.
         traffic.post(op, &peer, CUT_OFF)?.await?;
         pair.far.process()?.stop()?;
         let transfer = traffic.post(op, &peer, Duration::from_secs(30))?;
@@ -125,8 +129,8 @@ async fn dropped_while_stopped(setup: &Setup, pair: &mut AgentPair) -> Check {
                 until("its memory is freed", CUT_OFF, || Ok(!is_kept(&memory)))?;
             }
         } else if stays("the memory is kept", GRACE, || Ok(is_kept(&memory))).is_err() {
-            // A link may do without the peer and not promise it. O5 sees whether the peer writes
-            // afterwards.
+            // A link may settle without the peer although it does not promise that. O5 detects
+            // whether the peer writes afterwards.
             let what = format!(
                 "a dropped {op} whose memory is freed while the peer is stopped has settled"
             );
@@ -134,7 +138,9 @@ async fn dropped_while_stopped(setup: &Setup, pair: &mut AgentPair) -> Check {
         }
         pair.far.process()?.go_on()?;
         if capabilities.revocation != Revocation::Never {
-            until("the memory is freed after the peer went on", CUT_OFF, || Ok(!is_kept(&memory)))?;
+            until("the memory is freed after the peer continued", CUT_OFF, || {
+                Ok(!is_kept(&memory))
+            })?;
         }
     }
     Ok(())
@@ -142,7 +148,7 @@ async fn dropped_while_stopped(setup: &Setup, pair: &mut AgentPair) -> Check {
 
 /// O4: a forgotten ticket fails its transfer, and the memory is kept for ever.
 pub async fn a_forgotten_ticket_quarantines(setup: &Setup) -> Check {
-    /// The bytes that this clause has put into quarantine in this process: they stay there.
+    /// The bytes that this clause has put into quarantine in this process, where they stay.
     static FORGOTTEN: AtomicU64 = AtomicU64::new(0);
     let forgetful =
         setup.registry().wrapped(|factory| Arc::new(Chaos::over(factory, Fault::ForgetTicket)));
@@ -162,12 +168,12 @@ pub async fn a_forgotten_ticket_quarantines(setup: &Setup) -> Check {
     ensure_kind!(traffic.near.revoke(Duration::from_millis(150)).await, StillShared);
     let memory = Arc::downgrade(traffic.near.memory());
     drop((transfer, traffic, peer));
-    pair.near.shutdown(Duration::from_millis(300)).await.ok(); // what it says is another clause's matter
+    pair.near.shutdown(Duration::from_millis(300)).await.ok(); // another clause checks the result
     drop(pair);
     stays("the memory is kept", Duration::from_millis(50), || Ok(is_kept(&memory)))
 }
 
-/// O5: after a transfer has settled its memory is the program's, whatever a late peer does.
+/// O5: after a transfer has settled, its memory belongs to the program, whatever a late peer does.
 pub async fn nothing_is_written_after_settle(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let traffic = Traffic::new(&mut pair, "kv", 16 << 20)?;
@@ -191,7 +197,7 @@ pub async fn nothing_is_written_after_settle(setup: &Setup) -> Check {
             Err(error) => {
                 ensure!(
                     error.kind() == ErrorKind::TimedOut,
-                    "a read from a stopped peer says {error:?}"
+                    "a read from a stopped peer failed with {error:?}"
                 )
             }
         }
@@ -203,24 +209,25 @@ pub async fn nothing_is_written_after_settle(setup: &Setup) -> Check {
             pair.far.process()?.go_on()?;
             settled.await?;
         }
-        // Also one that has settled unasked while the peer is stopped leaves the memory alone when
-        // it goes on.
+        // A transfer that has settled early while the peer is stopped must also leave the memory
+        // alone when the peer continues.
         let mine = traffic.fill_near()?;
         pair.far.process()?.go_on()?;
-        stays("the memory holds what the program wrote", Duration::from_millis(500), || {
-            traffic.check_near(mine, "after the peer went on").map(|()| true)
+        stays("the memory keeps what the program wrote", Duration::from_millis(500), || {
+            traffic.check_near(mine, "after the peer continued").map(|()| true)
         })?;
-        ensure!(pair.far.metadata().is_ok(), "the peer does not go on");
+        ensure!(pair.far.metadata().is_ok(), "the peer does not continue");
         traffic.check_near(mine, "after the peer has answered")?;
     }
     traffic.works(&mut pair.far, &peer, "after reads that were given up").await
 }
 
-/// How many reads and writes of 2 MiB O6 posts so that some are in flight at a revoke: where those
-/// were too few, as the machine was fast or the revoke late, the next number.
+/// The numbers of reads and writes of 2 MiB that O6 posts so that some are in flight at a revoke.
+/// If those were too few, because the machine was fast or the revoke late, it tries the next
+/// number.
 const ENOUGH: [usize; 4] = [16, 64, 256, 1024];
 
-/// Posts so many reads and so many writes, and returns while they are in flight.
+/// Posts `count` reads and `count` writes, and returns while they are in flight.
 fn in_flight(traffic: &Traffic, peer: &Peer, count: usize) -> Result<Vec<Transfer>, Failure> {
     let mut transfers = Vec::new();
     for _ in 0..count {
@@ -231,7 +238,8 @@ fn in_flight(traffic: &Traffic, peer: &Peer, count: usize) -> Result<Vec<Transfe
     Ok(transfers)
 }
 
-/// The peer revokes a region with transfers of this agent in flight. Says whether some were.
+/// Makes the peer revoke a region with transfers of this agent in flight. Returns whether some
+/// were.
 async fn revoked_by_the_peer(
     pair: &mut AgentPair,
     peer: &Peer,
@@ -248,7 +256,7 @@ async fn revoked_by_the_peer(
         if let Err(error) = transfer.await {
             ensure!(
                 error.kind() == ErrorKind::Revoked,
-                "a transfer whose region was revoked says {error:?}"
+                "a transfer whose region was revoked failed with {error:?}"
             );
             failed = true;
         }
@@ -263,7 +271,7 @@ async fn revoked_by_the_peer(
     Ok(failed)
 }
 
-/// This agent revokes a region with its own transfers in flight. Says whether some were.
+/// Revokes a region of this agent with its own transfers in flight. Returns whether some were.
 async fn revoked_by_its_owner(
     pair: &mut AgentPair,
     peer: &Peer,
@@ -271,21 +279,21 @@ async fn revoked_by_its_owner(
 ) -> Result<bool, Failure> {
     let ours = Traffic::new(pair, &format!("ours-{count}"), 2 << 20)?;
     peer.update(&pair.far.metadata()?)?;
-    ours.works(&mut pair.far, peer, "before the own revoke").await?;
+    ours.works(&mut pair.far, peer, "before this agent's revoke").await?;
     let transfers = in_flight(&ours, peer, count)?;
     let memory = ours.near.revoke(CUT_OFF).await?;
-    ensure!(Arc::ptr_eq(&memory, ours.near.memory()), "another memory was given back");
+    ensure!(Arc::ptr_eq(&memory, ours.near.memory()), "the revoke returned another memory");
     let mine = ours.fill_near()?;
     let mut failed = false;
     for transfer in transfers {
         if let Err(error) = transfer.await {
             let fits = matches!(error.kind(), ErrorKind::Revoked | ErrorKind::Cancelled);
-            ensure!(fits, "a transfer of a revoked region says {error:?}");
+            ensure!(fits, "a transfer of a revoked region failed with {error:?}");
             failed = true;
         }
     }
     ensure_kind!(ours.post(Op::Read, peer, CUT_OFF), Revoked);
-    ours.check_near(mine, "after the own revoke")?;
+    ours.check_near(mine, "after this agent's revoke")?;
     // The memory can be registered again.
     let again = pair.near.register(&format!("again-{count}"), memory)?;
     let other = Traffic { near: again, ..Traffic::new(pair, &format!("other-{count}"), 2 << 20)? };
@@ -294,7 +302,7 @@ async fn revoked_by_its_owner(
     Ok(failed)
 }
 
-/// O6: after a revoke no remote operation reaches the memory, and peers are told so.
+/// O6: after a revoke, no remote operation reaches the memory, and peers get `Revoked`.
 pub async fn revoke_gives_the_memory_back(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let beside = Traffic::new(&mut pair, "beside", 2 << 20)?;
@@ -315,13 +323,13 @@ pub async fn revoke_gives_the_memory_back(setup: &Setup) -> Check {
     }
     ensure!(
         some == [true; 2],
-        "no transfer was in flight at a revoke: {some:?} of the peer's and the own"
+        "no transfer was in flight at a revoke: {some:?} of the peer's and this agent's"
     );
-    // Other regions of the pair work on.
-    beside.works(&mut pair.far, &peer, "beside regions that were revoked").await
+    // Other regions of the pair still work.
+    beside.works(&mut pair.far, &peer, "after other regions were revoked").await
 }
 
-/// A region of this agent that the far end has read over its link.
+/// Registers a region of this agent that the far end has read over its link.
 fn known_to_the_peer(pair: &mut AgentPair, name: &str) -> Result<Region, Failure> {
     let near = pair.near_region(name, 1 << 20, 1)?;
     let far = pair.far_region(name, 1 << 20, 2)?;
@@ -340,7 +348,7 @@ fn known_to_the_peer(pair: &mut AgentPair, name: &str) -> Result<Region, Failure
     Ok(near)
 }
 
-/// O7: a revocation that has not settled in time says `StillShared`, and the memory is kept.
+/// O7: a revocation that has not settled in time fails with `StillShared`, and the memory is kept.
 pub async fn a_revoke_that_cannot_finish_quarantines(setup: &Setup) -> Check {
     let (mut pair, gate) = setup.gated_pair()?;
     let revocation = setup.capabilities()?.revocation;
@@ -376,7 +384,7 @@ pub async fn a_revoke_that_cannot_finish_quarantines(setup: &Setup) -> Check {
     }
     ensure!(
         latest <= GRACE,
-        "a revoke said `StillShared` {latest:?} after its deadline, three times"
+        "a revoke failed with `StillShared` {latest:?} after its deadline, three times"
     );
     if setup.mode == Mode::TwoProcesses {
         let region = known_to_the_peer(&mut pair, "stopped")?;
@@ -429,7 +437,7 @@ pub async fn a_dropped_region_never_blocks(setup: &Setup) -> Check {
             stays("the memory is kept", Duration::from_millis(100), || Ok(is_kept(&memory)))?;
         }
         pair.far.process()?.go_on()?;
-        until("the memory is freed after the peer went on", CUT_OFF, || Ok(!is_kept(&memory)))?;
+        until("the memory is freed after the peer continued", CUT_OFF, || Ok(!is_kept(&memory)))?;
     }
     Ok(())
 }

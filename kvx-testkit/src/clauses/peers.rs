@@ -1,4 +1,4 @@
-//! P: peers that stop, fall silent, are short of something, or come back as somebody else.
+//! P: peers that stop, fall silent, lack a resource, or restart.
 
 use std::time::{Duration, Instant};
 
@@ -24,25 +24,25 @@ pub(super) const CLAUSES: &[Clause] = clauses!(
     P9 what_was_short_is_tried_again, TwoProcesses, [Breaker::Core("refused-for-good")];
 );
 
-/// Bytes of the regions: enough that a link's small and large ways are both taken.
+/// The length of the regions: enough that a link uses its paths for both small and large transfers.
 pub(super) const LEN: usize = 512 << 10;
-/// `peer_timeout` where a clause waits for it: longer than a busy machine keeps a process that
-/// lives from answering.
+/// The `peer_timeout` of clauses that wait for it: longer than a busy machine keeps a live process
+/// from answering.
 const SILENCE: Duration = Duration::from_secs(1);
-/// When a silent peer is lost at the latest: a link looks for silence in steps of a part of the
+/// When a silent peer is lost at the latest: a link checks for silence in steps of a part of the
 /// time.
 const LOST_BY: Duration = SILENCE.saturating_mul(2).saturating_add(GRACE);
-/// The time that a lost handle may take to answer.
+/// How long a lost handle may take to answer.
 pub(super) const AT_ONCE: Duration = Duration::from_millis(500);
 
-/// P1: while the peer is stopped a transfer ends by its deadline, and afterwards the handle works.
+/// P1: while the peer is stopped, a transfer ends by its deadline, and afterwards the handle works.
 pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
     /// The deadline of work that can only time out.
     const DEADLINE: Duration = Duration::from_millis(300);
     let mut pair = setup.pair()?;
     let blocks = Traffic::new(&mut pair, "kv", LEN)?;
-    // What a write that timed out does to the peer's region, and when, is not said: these blocks
-    // are others.
+    // The effect of a write that timed out on the peer's region, and its time, are not specified,
+    // so these are other blocks.
     let others = Traffic::new(&mut pair, "others", LEN)?;
     let peer = pair.connect().await?;
     let needs = promised_by(&peer)?.target_cpu;
@@ -87,12 +87,12 @@ pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
         if op == Op::Write && !needs.of(op) {
             blocks.check_far(&mut pair.far, seed, "a write to a stopped peer")?;
         }
-        others.works(&mut pair.far, &peer, "after the peer went on").await?;
+        others.works(&mut pair.far, &peer, "after the peer continued").await?;
     }
     Ok(())
 }
 
-/// P2: silence with work in flight loses the peer after `peer_timeout`, silence without work does
+/// P2: silence with work in flight loses the peer after `peer_timeout`; silence without work does
 /// not.
 pub async fn a_silent_peer_is_lost_after_peer_timeout(setup: &Setup) -> Check {
     let setup = &Setup { peer_timeout: SILENCE, ..setup.clone() };
@@ -131,7 +131,7 @@ pub async fn a_silent_peer_is_lost_after_peer_timeout(setup: &Setup) -> Check {
     pair.far.process()?.go_on()
 }
 
-/// Each later call on a lost handle says so, at once.
+/// Checks that each later call on a lost handle fails with `PeerLost`, at once.
 async fn stays_lost(peer: &Peer, blocks: &Traffic, when: &str) -> Check {
     let begun = Stopwatch::start()?;
     ensure_kind!(blocks.run(Op::Read, peer, CUT_OFF).await, PeerLost);
@@ -141,11 +141,11 @@ async fn stays_lost(peer: &Peer, blocks: &Traffic, when: &str) -> Check {
     let took = begun.read();
     ensure!(took.within(AT_ONCE), "{when}: four calls on a lost handle took {took}");
     let kind = peer.lost().map(|error| error.kind());
-    ensure!(kind == Some(ErrorKind::PeerLost), "{when}: the handle says {kind:?} of its peer");
+    ensure!(kind == Some(ErrorKind::PeerLost), "{when}: the handle reports {kind:?}");
     Ok(())
 }
 
-/// P5: a lost handle stays lost; what had arrived stays, and other peers go on.
+/// P5: a lost handle stays lost; data that had arrived stays, and other peers work.
 pub async fn a_lost_peer_stays_lost(setup: &Setup) -> Check {
     let setup = &Setup { peer_timeout: SILENCE, ..setup.clone() };
     let mut pair = setup.pair()?;
@@ -164,23 +164,23 @@ pub async fn a_lost_peer_stays_lost(setup: &Setup) -> Check {
     pair.far.process()?.kill()?;
     ensure_kind!(blocks.run(Op::Write, &peer, CUT_OFF).await, PeerLost);
     stays_lost(&peer, &blocks, "after a kill").await?;
-    kept.check_near(seed, "what had arrived before the kill")?;
+    kept.check_near(seed, "data that had arrived before the kill")?;
     others.works(&mut other.far, &other_peer, "another peer, after a kill").await?;
 
-    // A peer that was lost by its silence and lives on: its handle stays lost as well.
+    // The handle of a peer that was lost by its silence but lives on stays lost as well.
     let Some(op) = OPS.into_iter().find(|op| needs.of(*op)) else { return Ok(()) };
     let metadata = other.far.metadata()?;
     other.far.process()?.stop()?;
     ensure_kind!(others.run(op, &other_peer, CUT_OFF).await, PeerLost);
     other.far.process()?.go_on()?;
-    // When it answers this, it has seen all that was sent to it before.
+    // Once the far end answers this, it has read all that was sent to it before.
     other.far.metadata()?;
     stays_lost(&other_peer, &others, "after a silence").await?;
     let again = other.near.connect(&metadata)?;
     others.works(&mut other.far, &again, "a new handle, after a silence").await
 }
 
-/// P6: a restarted peer is another incarnation, to old handles and to old metadata.
+/// P6: a restarted peer is another incarnation, for old handles and for old metadata.
 pub async fn a_restarted_peer_is_recognised(setup: &Setup) -> Check {
     let name = unique("far");
     let far_setup = setup.with_option("tcp", "ports", free_port(0)?)?;
@@ -210,8 +210,8 @@ pub async fn a_restarted_peer_is_recognised(setup: &Setup) -> Check {
         "it has the same incarnation after its restart"
     );
 
-    // What is in flight when the loss is noticed says `PeerLost`: the handle has had time to notice
-    // it before these.
+    // Work in flight when the loss is noticed fails with `PeerLost`, so the handle gets time to
+    // notice the loss before the calls below.
     if let Some(within) = setup.capabilities()?.peer_loss_within {
         until("the old handle has noticed the loss", within + CUT_OFF, || {
             Ok(peer.lost().is_some())
@@ -219,7 +219,7 @@ pub async fn a_restarted_peer_is_recognised(setup: &Setup) -> Check {
     }
     let ours = blocks.fill_near()?;
     let late = stranger.connect(&old)?.ready(CUT_OFF).await;
-    // Where its address died with it nobody can tell that it restarted.
+    // If the address died with the process, its restart cannot be detected.
     let answers = was.backends == is.backends
         || matches!(&late, Err(error) if error.kind() == ErrorKind::PeerRestarted);
     let mut said = vec![("connecting with old metadata", late)];
@@ -227,11 +227,11 @@ pub async fn a_restarted_peer_is_recognised(setup: &Setup) -> Check {
         said.push(("a post on an old handle", blocks.run(op, &peer, CUT_OFF).await));
     }
     let sent = other.notify(b"for the one that was", CUT_OFF).await;
-    ensure!(sent.is_err(), "a notification on an old handle reached somebody");
+    ensure!(sent.is_err(), "a notification on an old handle was accepted");
     let wanted = if answers { ErrorKind::PeerRestarted } else { ErrorKind::PeerLost };
     for (what, result) in said {
         let kind = result.as_ref().err().map(kvx_core::Error::kind);
-        ensure!(kind == Some(wanted), "{what}: {wanted:?} was wanted, it was {result:?}");
+        ensure!(kind == Some(wanted), "{what}: expected {wanted:?}, got {result:?}");
     }
     ensure_kind!(peer.update(&new), PeerRestarted);
     blocks.check_near(ours, "after reads that the restarted peer must not serve")?;
@@ -243,14 +243,14 @@ pub async fn a_restarted_peer_is_recognised(setup: &Setup) -> Check {
     blocks.works(&mut pair.far, &again, "a new handle, after the restart").await
 }
 
-/// P7: what is under way to a stopped peer keeps nothing waiting that goes to others.
+/// P7: work in flight to a stopped peer does not block work for others.
 pub async fn a_stopped_peer_keeps_no_other_waiting(setup: &Setup) -> Check {
-    /// More blocks each way than any library's queue has room for.
+    /// More blocks in each direction than fit into any library's queue.
     const MUCH: usize = 12 << 20;
     const ROUNDS: usize = 16;
     const DEADLINE: Duration = Duration::from_secs(3);
-    /// For what waits until the peer goes on, behind all rounds: it neither ends by itself, nor is
-    /// the peer lost.
+    /// The deadline and `peer_timeout` of work that waits until the peer continues, after all
+    /// rounds: the work must not end before, and the peer must not be lost.
     const HELD: Duration = Duration::from_secs(60);
     let setup = &Setup { peer_timeout: HELD, ..setup.clone() };
     let mut pair = setup.pair()?;
@@ -272,8 +272,8 @@ pub async fn a_stopped_peer_keeps_no_other_waiting(setup: &Setup) -> Check {
     let mut reading = read.post(Op::Read, &peer, HELD)?;
     let writing = write.post(Op::Write, &peer, HELD)?;
     let notices: Vec<_> = (0..100).map(|_| peer.notify(b"later", HELD)).collect();
-    // The more rounds, the more of the others' turns: in the last ones all that has room is under
-    // way to the stopped peer.
+    // With each round, more of the others' turns have passed: in the last rounds, all that fits is
+    // in flight to the stopped peer.
     for round in 0..ROUNDS {
         for op in OPS {
             let result = blocks.run(op, &other_peer, DEADLINE).await;
@@ -282,11 +282,11 @@ pub async fn a_stopped_peer_keeps_no_other_waiting(setup: &Setup) -> Check {
         let result = other_peer.notify(b"now", DEADLINE).await;
         ensure!(result.is_ok(), "round {round}: a notification for another peer: {result:?}");
     }
-    blocks.works(&mut other.far, &other_peer, "another peer, beside a stopped one").await?;
+    blocks.works(&mut other.far, &other_peer, "another peer, while one is stopped").await?;
     if needs.read {
         ensure!(
             now(&mut reading).is_none(),
-            "a read from a stopped peer has ended: nothing was under way"
+            "a read from a stopped peer has ended: nothing was in flight"
         );
     }
     pair.far.process()?.go_on()?;
@@ -295,13 +295,13 @@ pub async fn a_stopped_peer_keeps_no_other_waiting(setup: &Setup) -> Check {
     for notice in notices {
         notice.await?;
     }
-    read.check_near(came, "after the peer went on")?;
-    write.check_far(&mut pair.far, went, "after the peer went on")
+    read.check_near(came, "after the peer continued")?;
+    write.check_far(&mut pair.far, went, "after the peer continued")
 }
 
-/// P9: what lacked a descriptor works once there are some.
+/// P9: work that lacked a descriptor succeeds once there are some.
 pub async fn what_was_short_is_tried_again(setup: &Setup) -> Check {
-    // Of what cannot succeed.
+    // The deadline of work that cannot succeed.
     const SOON: Duration = Duration::from_secs(2);
     let mut pair = setup.pair()?;
     let len = 64 << 10;
@@ -318,7 +318,7 @@ pub async fn what_was_short_is_tried_again(setup: &Setup) -> Check {
         notify: None,
     };
     let holds = |far: &mut FarEnd, seed| -> Check {
-        ensure!(far.sum(own)? == checksum(&bytes(seed, 0, len)), "the far end has other bytes");
+        ensure!(far.sum(own)? == checksum(&bytes(seed, 0, len)), "the far end has wrong bytes");
         Ok(())
     };
     let metadata = pair.near.metadata()?;
@@ -332,8 +332,8 @@ pub async fn what_was_short_is_tried_again(setup: &Setup) -> Check {
     pair.far.open_files(true)?;
     let peer = far_succeeds(&mut pair.far, &metadata, peer, &post(&near, false, CUT_OFF))?;
     holds(&mut pair.far, 1)?;
-    // What a link makes of a region that it has not seen: the reader of it, and the target of a
-    // write from it.
+    // What a link prepares for a region that it has not seen: as the reader of it, and as the
+    // target of a write from it.
     let mut back = pair.connect().await?;
     pair.far.open_files(false)?;
     pair.far.post(peer, post(&more, false, SOON))?.ok();
@@ -361,11 +361,12 @@ pub async fn what_was_short_is_tried_again(setup: &Setup) -> Check {
     far_succeeds(&mut pair.far, &metadata, peer, &post(&near, true, CUT_OFF))?;
     let mut content = vec![0; len];
     near.copy_out(0, &mut content)?;
-    ensure!(content == bytes(4, 0, len), "the far end wrote other bytes");
+    ensure!(content == bytes(4, 0, len), "the far end wrote wrong bytes");
     Ok(())
 }
 
-/// A post of the far end succeeds on this handle; or, if the peer was lost, on one from `connect`.
+/// Posts at the far end until it succeeds: on this handle or, if the peer was lost, on one from
+/// `connect`.
 fn far_succeeds(
     far: &mut FarEnd,
     metadata: &[u8],
@@ -380,8 +381,8 @@ fn far_succeeds(
     Ok(peer)
 }
 
-/// Fails for what is no loss. A handle knows of its loss a moment after its transfers, and is
-/// shared until then.
+/// Fails unless the error is a loss. A handle learns of its loss a moment after its transfers, and
+/// is shared until then.
 fn lost_lately(error: &Error, begun: &Stopwatch) -> Check {
     let lost = error.kind() == ErrorKind::PeerLost && begun.read().within(CUT_OFF);
     ensure!(lost, "with descriptors again: {error:?}");

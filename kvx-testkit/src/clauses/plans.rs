@@ -1,4 +1,4 @@
-//! T: what plans may name, and how often they are posted.
+//! T: what plans may name, and how often they can be posted.
 
 use std::sync::Arc;
 
@@ -35,7 +35,7 @@ pub async fn zero_blocks_settle_at_once(setup: &Setup) -> Check {
         let taken = ends.pair.far.take(CUT_OFF)??;
         ensure!(
             taken.bytes == text.as_bytes(),
-            "the notification of zero blocks became {:?}",
+            "the notification of zero blocks arrived as {:?}",
             taken.bytes
         );
     }
@@ -46,7 +46,7 @@ pub async fn zero_blocks_settle_at_once(setup: &Setup) -> Check {
     ends.check()
 }
 
-/// T8: no limit inside one transfer.
+/// T8: the number of blocks in a transfer is not limited.
 pub async fn a_hundred_thousand_blocks_are_one_transfer(setup: &Setup) -> Check {
     const COUNT: u32 = 100_000;
     const LENGTH: usize = 1024;
@@ -55,8 +55,8 @@ pub async fn a_hundred_thousand_blocks_are_one_transfer(setup: &Setup) -> Check 
     pair.far_region("kv", COUNT as usize * LENGTH, 2)?;
     let peer = pair.connect().await?;
     let grid = Grid::packed(LENGTH as u64, COUNT);
-    // Both numbers are odd and no multiples of five: they permute the blocks, and no two neighbours
-    // stay together.
+    // Both numbers are odd and not multiples of five, so they permute the blocks, and no two
+    // neighbours stay adjacent.
     let scattered = |by: u32| -> Vec<u32> {
         (0..COUNT).map(|at| (u64::from(at) * u64::from(by) % 100_000) as u32).collect()
     };
@@ -81,7 +81,7 @@ pub async fn a_hundred_thousand_blocks_are_one_transfer(setup: &Setup) -> Check 
     Ok(())
 }
 
-/// T9: two destinations that share a byte are refused when the plan is made.
+/// T9: creating a plan in which two destinations share a byte fails.
 pub async fn overlapping_destinations_are_refused(setup: &Setup) -> Check {
     let ends = Ends::new(setup, 1 << 16, 1 << 16).await?;
     let (near, remote) = (&ends.near, ends.peer.region("kv")?);
@@ -89,7 +89,7 @@ pub async fn overlapping_destinations_are_refused(setup: &Setup) -> Check {
     let grid = Grid::packed(4096, 8);
     let last_byte = Grid::packed(4096, 8).at(7 * 4096 + 4095);
     for op in OPS {
-        // One index twice, at the destination: at the source it is allowed.
+        // One index twice, at the destination; at the source it is allowed.
         let (local, theirs) = match op {
             Op::Read => ([1, 2, 1], [3, 4, 5]),
             Op::Write => ([1, 2, 3], [3, 4, 3]),
@@ -114,7 +114,7 @@ pub async fn overlapping_destinations_are_refused(setup: &Setup) -> Check {
         };
         ensure_kind!(Plan::of(op, [first()?, second()?]), Overlap);
     }
-    // The same memory under two names.
+    // Two names for the same memory.
     let both = [
         (near.grid(grid)?.blocks([0]), remote.grid(grid)?.blocks([0])),
         (again.grid(grid)?.blocks([0]), remote.grid(grid)?.blocks([1])),
@@ -123,7 +123,8 @@ pub async fn overlapping_destinations_are_refused(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// T10: a plan is posted again, also while it is in flight, and moves what the source holds then.
+/// T10: a plan can be posted again, even while it is in flight, and moves what the source then
+/// contains.
 pub async fn a_plan_can_be_posted_again(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let len = 1 << 20;
@@ -144,7 +145,7 @@ pub async fn a_plan_can_be_posted_again(setup: &Setup) -> Check {
         near.copy_out(0, &mut content)?;
         ensure!(
             content == bytes(seed, 0, len),
-            "posted again, a read did not bring what the source holds now"
+            "posted again, a read did not return the current content"
         );
     }
     let (ours, theirs) = all();
@@ -153,7 +154,7 @@ pub async fn a_plan_can_be_posted_again(setup: &Setup) -> Check {
         fill(near.memory(), seed)?;
         peer.transfer(&write).deadline(CUT_OFF).post()?.await?;
         let brought = pair.far.sum(far)? == checksum(&bytes(seed, 0, len));
-        ensure!(brought, "posted again, a write did not bring what the source holds now");
+        ensure!(brought, "posted again, a write did not move the current content");
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! T: what a post costs, and how a transfer ends.
+//! T: the cost of a post, and the end of a transfer.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,13 +28,13 @@ pub(super) const CLAUSES: &[Clause] = clauses!(
     T17 many_threads_share_one_link, Both, [Breaker::Chaos(Fault::Mix), Breaker::Chaos(Fault::FailNth)];
 );
 
-/// A read of the first `count` blocks of 4 KiB of region `kv`.
+/// Plans a read of the first `count` blocks of 4 KiB of region `kv`.
 fn small_read(near: &Region, peer: &Peer, count: u32) -> kvx_core::Result<Plan> {
     let grid = Grid::packed(4096, count);
     Plan::read(near.grid(grid)?.blocks(0..count), peer.region("kv")?.grid(grid)?.blocks(0..count))
 }
 
-/// CPU time that this thread has used: a thread that was preempted has not waited.
+/// Returns the CPU time that this thread has used. A thread that was preempted has not waited.
 fn thread_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
@@ -47,7 +47,7 @@ pub async fn post_waits_for_nothing(setup: &Setup) -> Check {
     let large = Traffic::new(&mut pair, "large", 32 << 20)?;
     let peer = pair.connect().await?;
     for op in OPS {
-        small.run(op, &peer, CUT_OFF).await?; // what is made once per link and region is made
+        small.run(op, &peer, CUT_OFF).await?; // prepares the link and the regions
         large.run(op, &peer, CUT_OFF).await?;
     }
     let metadata = pair.far.metadata()?;
@@ -55,7 +55,7 @@ pub async fn post_waits_for_nothing(setup: &Setup) -> Check {
     for op in OPS {
         let (small, large) = (small.plan(op, &peer)?, large.plan(op, &peer)?);
         let (mut waited, mut worked, mut transfers) = (Vec::new(), Vec::new(), Vec::new());
-        let _beats = Stopwatch::start()?; // so that none of the others below has to begin them
+        let _beats = Stopwatch::start()?; // so that the ones below start no threads
         for turn in 0..40 {
             let plan = if turn % 4 == 0 { &large } else { &small };
             let (watch, clock, cpu) = (Stopwatch::start()?, Instant::now(), thread_time());
@@ -72,13 +72,13 @@ pub async fn post_waits_for_nothing(setup: &Setup) -> Check {
         }
         waited.sort();
         worked.sort();
-        // A loaded machine takes the processor away now and then: most posts must be quick.
+        // A loaded machine takes the processor away now and then, so only most posts must be quick.
         let most = waited[waited.len() * 3 / 4];
         ensure!(
             most < Duration::from_millis(20),
             "{op}: three of four posts to a stopped peer took up to {most:?}"
         );
-        // 32 MiB take milliseconds to move, 64 KiB take some ten microseconds.
+        // 32 MiB take milliseconds to move, 64 KiB about ten microseconds.
         let half = worked[worked.len() / 2];
         ensure!(
             half < Duration::from_millis(2),
@@ -88,7 +88,7 @@ pub async fn post_waits_for_nothing(setup: &Setup) -> Check {
             transfer.await.ok();
         }
     }
-    // Also before there is a link.
+    // Repeats the test before there is a link.
     let stranger = setup.agent(&unique("stranger"))?;
     let near = stranger.register("near", setup.memory(1 << 16, 1)?)?;
     let clock = Stopwatch::start()?;
@@ -107,7 +107,7 @@ pub async fn post_waits_for_nothing(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// T12: a transfer whose ticket does not come back says `TimedOut` at its deadline, once.
+/// T12: a transfer whose ticket is held back fails with `TimedOut` at its deadline, once.
 pub async fn a_transfer_resolves_by_its_deadline(setup: &Setup) -> Check {
     let (mut pair, gate) = setup.gated_pair()?;
     let near = pair.near_region("near", 1 << 16, 1)?;
@@ -151,17 +151,17 @@ pub async fn a_transfer_resolves_by_its_deadline(setup: &Setup) -> Check {
         half_a_minute.contains(&Duration::from_secs(30)),
         "the default deadline is in {half_a_minute:?}"
     );
-    // What settles in time keeps its result.
+    // A transfer that settles in time keeps its result.
     peer.transfer(&plan).deadline(CUT_OFF).post()?.await?;
     Ok(())
 }
 
-/// T13: after `cancel` a transfer settles, and says `Cancelled` or what came first.
+/// T13: after `cancel` a transfer settles, with `Cancelled` or with the result that came first.
 pub async fn cancel_ends_a_transfer_early(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let traffic = Traffic::new(&mut pair, "kv", 8 << 20)?;
     let peer = pair.near.connect(&pair.far.metadata()?)?;
-    // At once, perhaps before there is a link; then on a link that is up.
+    // At once, perhaps before there is a link; in later rounds on a link that is up.
     for round in 0..3 {
         for op in OPS {
             let before = traffic.fill_near()?;
@@ -173,7 +173,7 @@ pub async fn cancel_ends_a_transfer_early(setup: &Setup) -> Check {
             let result = (&mut transfer).await;
             transfer.cancel();
             drop(transfer);
-            canceller.cancel(); // there is nothing left to cancel
+            canceller.cancel(); // nothing is left to cancel
             match &result {
                 Ok(_) if op == Op::Read => {
                     traffic.check_near(theirs, "a read that was cancelled too late")?
@@ -184,14 +184,14 @@ pub async fn cancel_ends_a_transfer_early(setup: &Setup) -> Check {
                     "a write that was cancelled too late",
                 )?,
                 Err(error) if error.kind() == ErrorKind::Cancelled && op == Op::Read => {}
-                // Bytes of a write that was cancelled may land at the owner until something else
-                // was moved.
+                // Bytes of a cancelled write may still arrive at the owner until something else has
+                // been moved.
                 Err(error) if error.kind() == ErrorKind::Cancelled => {
                     traffic.run(Op::Read, &peer, CUT_OFF).await?
                 }
                 Err(error) => {
                     return Err(Failure::new(format!(
-                        "round {round}: a cancelled {op} says {error:?}"
+                        "round {round}: a cancelled {op} failed with {error:?}"
                     )));
                 }
             }
@@ -205,7 +205,7 @@ pub async fn cancel_ends_a_transfer_early(setup: &Setup) -> Check {
     traffic.works(&mut pair.far, &peer, "after cancels").await
 }
 
-/// Cancels transfers to a peer that is stopped.
+/// Cancels transfers to a stopped peer.
 async fn cancelled_while_stopped(far: &mut crate::FarEnd, peer: &Peer, traffic: &Traffic) -> Check {
     let alone = promised_by(peer)?.settles_without_peer;
     for op in OPS {
@@ -224,13 +224,13 @@ async fn cancelled_while_stopped(far: &mut crate::FarEnd, peer: &Peer, traffic: 
         let result = (&mut transfer).await;
         ensure!(
             result.is_ok() || matches!(&result, Err(error) if error.kind() == ErrorKind::Cancelled),
-            "a {op} that was cancelled while the peer was stopped says {result:?}"
+            "a {op} that was cancelled while the peer was stopped ended with {result:?}"
         );
     }
     Ok(())
 }
 
-/// T14: above the budget `post` says `Busy`; what has not settled counts.
+/// T14: above the budget, `post` fails with `Busy`; a transfer counts until it has settled.
 pub async fn a_full_budget_says_busy(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     pair.far_region("kv", 1 << 20, 2)?;
@@ -250,7 +250,7 @@ pub async fn a_full_budget_says_busy(setup: &Setup) -> Check {
     let mut transfers =
         vec![post(CUT_OFF)?, post(Duration::from_millis(50))?, post(CUT_OFF)?, post(CUT_OFF)?];
     ensure_kind!(post(CUT_OFF), Busy);
-    // One times out, one is dropped: neither has settled.
+    // One transfer times out, another one is dropped: neither has settled.
     ensure_kind!(transfers.remove(1).await, TimedOut);
     drop(transfers.pop());
     ensure_kind!(post(CUT_OFF), Busy);
@@ -264,7 +264,7 @@ pub async fn a_full_budget_says_busy(setup: &Setup) -> Check {
     for transfer in transfers {
         transfer.await?;
     }
-    // Descriptions: index lists count, wherever they point.
+    // Descriptions: index lists count, whatever blocks they name.
     gate.hold_transfers();
     let grid = Grid::packed(512, 1000);
     let many: Vec<u32> = (0..400).map(|at| at * 7 % 1000).collect();
@@ -307,7 +307,7 @@ pub async fn reports_say_what_moved(setup: &Setup) -> Check {
             let wanted = (blocks * 1000, blocks, segments);
             ensure!(
                 counts == wanted,
-                "{op}: bytes, blocks and segments are {counts:?}, they were {wanted:?}"
+                "{op}: bytes, blocks and segments are {counts:?}, expected {wanted:?}"
             );
             let size = plan.size();
             ensure!(
@@ -333,7 +333,7 @@ pub async fn reports_say_what_moved(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// Counts how often it was called.
+/// A waker that counts its calls.
 #[derive(Default)]
 struct Calls(AtomicUsize);
 
@@ -351,7 +351,7 @@ pub async fn waiting_needs_no_runtime(setup: &Setup) -> Check {
     let peer = pair.connect().await?;
     let plan = small_read(&near, &peer, 16)?;
     let post = || peer.transfer(&plan).deadline(CUT_OFF).post();
-    // A waker of the suite's own, called once the ticket is back.
+    // With a waker of the suite, which is called once the ticket has settled.
     gate.hold_transfers();
     let mut transfer = post()?;
     let calls = Arc::new(Calls::default());
@@ -371,7 +371,7 @@ pub async fn waiting_needs_no_runtime(setup: &Setup) -> Check {
         matches!(poll(&mut transfer), Poll::Ready(Ok(_))),
         "a transfer that woke its task has no result"
     );
-    // By a loop of the caller's own.
+    // In a loop of the caller.
     gate.hold_transfers();
     let mut transfer = post()?;
     until("the transport has finished", CUT_OFF, || {
@@ -386,7 +386,7 @@ pub async fn waiting_needs_no_runtime(setup: &Setup) -> Check {
     })?;
     ensure!(matches!(result, Some(Ok(_))), "a driven transfer ended with {result:?}");
     ensure!(transfer.is_settled(), "a transfer that has succeeded has not settled");
-    // Without an executor, on a thread of its own, with the wait's own deadline and without.
+    // Without an executor, on a separate thread, without and with a deadline of the wait.
     std::thread::scope(|scope| {
         scope
             .spawn(|| {
@@ -402,7 +402,7 @@ pub async fn waiting_needs_no_runtime(setup: &Setup) -> Check {
                 );
                 until("the transport has finished", CUT_OFF, || Ok(gate.held() == 1))?;
                 gate.open();
-                // Under another executor than the clause's, on this thread.
+                // In another executor than the clause's, on this thread.
                 run(post()?)?;
                 Ok(())
             })
@@ -411,7 +411,7 @@ pub async fn waiting_needs_no_runtime(setup: &Setup) -> Check {
     })
 }
 
-/// T17: threads that use one link at once get their own results and their own bytes.
+/// T17: threads that use one link concurrently get their own results and their own bytes.
 pub async fn many_threads_share_one_link(setup: &Setup) -> Check {
     const THREADS: u64 = 16;
     const ROUNDS: u64 = 24;
@@ -441,7 +441,7 @@ pub async fn many_threads_share_one_link(setup: &Setup) -> Check {
                     if let Err(error) = result {
                         ensure!(
                             error.kind() == ErrorKind::Cancelled,
-                            "a cancelled transfer says {error:?}"
+                            "a cancelled transfer failed with {error:?}"
                         );
                         continue;
                     }
@@ -463,7 +463,7 @@ pub async fn many_threads_share_one_link(setup: &Setup) -> Check {
                 let wanted = bytes(2, source.offset(*their_block), 4096);
                 ensure!(
                     block[..] == wanted,
-                    "thread {thread}, round {round}: block {their_block} did not arrive at {our_block}"
+                    "thread {thread}, round {round}: {their_block} did not arrive at {our_block}"
                 );
             }
         }
@@ -480,13 +480,13 @@ pub async fn many_threads_share_one_link(setup: &Setup) -> Check {
     let taken = pair.far.take_many(0, sent, CUT_OFF)?;
     ensure!(
         taken.len() == sent,
-        "{sent} notifications were sent with the data, {} came",
+        "{sent} notifications were sent with the data, {} arrived",
         taken.len()
     );
     for thread in 0..THREADS {
         let count = taken.iter().filter(|one| one.bytes == thread.to_le_bytes()).count() as u64;
         let wanted = (0..ROUNDS).filter(|round| (thread + round) % 4 == 1).count() as u64;
-        ensure!(count == wanted, "thread {thread} sent {wanted} notifications, {count} came");
+        ensure!(count == wanted, "thread {thread} sent {wanted} notifications, {count} arrived");
     }
     Ok(())
 }

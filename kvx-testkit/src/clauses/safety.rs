@@ -24,7 +24,7 @@ pub(super) const CLAUSES: &[Clause] = clauses!(
 const LEN: usize = 256 << 10;
 const COUNT: u32 = (LEN / 4096) as u32;
 
-/// S1: what lies outside is refused before anything is sent.
+/// S1: ranges outside a region are rejected before anything is sent.
 pub async fn ranges_outside_a_region_are_refused(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let blocks = Traffic::new(&mut pair, "kv", LEN)?;
@@ -49,7 +49,7 @@ pub async fn ranges_outside_a_region_are_refused(setup: &Setup) -> Check {
             .map(|error| error.map(|error| error.kind()));
         ensure!(
             kinds == [Some(ErrorKind::OutOfBounds); 2],
-            "{what}: OutOfBounds was wanted, locally and remotely, it was {kinds:?}"
+            "{what}: expected OutOfBounds, locally and remotely, got {kinds:?}"
         );
     }
     let (local, remote) = (blocks.near.grid(fits)?, remote.grid(fits)?);
@@ -66,19 +66,19 @@ pub async fn ranges_outside_a_region_are_refused(setup: &Setup) -> Check {
         let range = [(local.blocks(COUNT - 1..COUNT + 1), remote.blocks(0..2))];
         ensure_kind!(Plan::of(op, range), OutOfBounds);
     }
-    blocks.check_near(ours, "after plans that were refused")?;
-    blocks.check_far(&mut pair.far, theirs, "after plans that were refused")?;
-    blocks.works(&mut pair.far, &peer, "after plans that were refused").await
+    blocks.check_near(ours, "after rejected plans")?;
+    blocks.check_far(&mut pair.far, theirs, "after rejected plans")?;
+    blocks.works(&mut pair.far, &peer, "after rejected plans").await
 }
 
-/// A stranger that posts to a region as altered metadata describes it, and what became of it.
+/// An agent that posts to a region as altered metadata describes it.
 struct Stranger {
     blocks: Traffic,
     peer: Peer,
 }
 
 impl Stranger {
-    /// An agent of its own, with a region like `like`, that believes `metadata`.
+    /// Builds a separate agent, with a region like `like`, that connects with `metadata`.
     fn new(setup: &Setup, metadata: &[u8], like: &Traffic) -> Result<Self, Failure> {
         let agent = setup.agent(&unique("stranger"))?;
         let near = agent.register(&like.name, setup.memory(like.near.len() as usize, 1)?)?;
@@ -86,13 +86,14 @@ impl Stranger {
         Ok(Stranger { blocks, peer: agent.connect(metadata)? })
     }
 
-    /// Posts all blocks both ways; fails unless both are refused with `kind` and move nothing.
+    /// Posts all blocks in both directions. Fails unless both are rejected with `kind` and move
+    /// nothing.
     async fn is_refused(&self, far: &mut FarEnd, kind: ErrorKind, what: &str) -> Check {
         for op in OPS {
             let (ours, theirs) = (self.blocks.fill_near()?, self.blocks.fill_far(far)?);
             let result = self.blocks.run(op, &self.peer, CUT_OFF).await;
             let is = result.as_ref().err().map(kvx_core::Error::kind);
-            ensure!(is == Some(kind), "{op} with {what}: {kind:?} was wanted, it was {result:?}");
+            ensure!(is == Some(kind), "{op} with {what}: expected {kind:?}, got {result:?}");
             self.blocks.check_near(ours, &format!("after a {op} with {what}"))?;
             self.blocks.check_far(far, theirs, &format!("after a {op} with {what}"))?;
         }
@@ -100,7 +101,8 @@ impl Stranger {
     }
 }
 
-/// Two regions at each end, so that one can be refused while the other goes on over the same link.
+/// Registers two regions at each end, so that one can be rejected while the other one works over
+/// the same link.
 async fn two_regions(setup: &Setup) -> Result<(AgentPair, Traffic, Traffic, Peer), Failure> {
     let mut pair = setup.pair()?;
     let (forged, untouched) =
@@ -111,7 +113,7 @@ async fn two_regions(setup: &Setup) -> Result<(AgentPair, Traffic, Traffic, Peer
     Ok((pair, forged, untouched, peer))
 }
 
-/// S2: a wrong key is refused, and everything else goes on.
+/// S2: a wrong key is rejected, and everything else continues.
 pub async fn a_wrong_key_moves_nothing(setup: &Setup) -> Check {
     let (mut pair, forged, untouched, peer) = two_regions(setup).await?;
     let metadata = pair.far.metadata()?;
@@ -121,15 +123,15 @@ pub async fn a_wrong_key_moves_nothing(setup: &Setup) -> Check {
         let wrong = altered_region(&metadata, "forged", |region| region.key.0[byte] ^= 0xff)?;
         let stranger = Stranger::new(setup, &wrong, &forged)?;
         stranger.is_refused(&mut pair.far, ErrorKind::WrongKey, what).await?;
-        // The same link goes on.
+        // Then the right key over the same link.
         let near = stranger.blocks.near.clone();
         let right = Traffic { name: "untouched".into(), near, far: untouched.far };
         right
-            .works(&mut pair.far, &stranger.peer, "the right key on a link that showed a wrong one")
+            .works(&mut pair.far, &stranger.peer, "the right key, after a wrong one on the link")
             .await?;
         stranger.is_refused(&mut pair.far, ErrorKind::WrongKey, what).await?;
     }
-    // The key of another region of the same owner is a wrong one as well.
+    // The key of another region of the same owner is a wrong key, too.
     let other = Metadata::decode(&metadata)?;
     let key =
         other.regions.iter().find(|region| *region.name == *"untouched").map(|region| region.key);
@@ -141,7 +143,7 @@ pub async fn a_wrong_key_moves_nothing(setup: &Setup) -> Check {
     untouched.works(&mut pair.far, &peer, "after strangers with wrong keys").await
 }
 
-/// S3: a region that is not there is refused, by the initiator or by the owner.
+/// S3: a region that does not exist is rejected, by the initiator or by the owner.
 pub async fn an_unregistered_region_is_refused(setup: &Setup) -> Check {
     let (mut pair, forged, untouched, peer) = two_regions(setup).await?;
     ensure_kind!(peer.region("nobody's"), Unregistered);
@@ -155,17 +157,17 @@ pub async fn an_unregistered_region_is_refused(setup: &Setup) -> Check {
         let near = stranger.blocks.near.clone();
         let right = Traffic { name: "untouched".into(), near, far: untouched.far };
         right
-            .works(&mut pair.far, &stranger.peer, "a region that is there, beside one that is not")
+            .works(&mut pair.far, &stranger.peer, "an existing region, after a missing one")
             .await?;
     }
     forged.works(&mut pair.far, &peer, "after strangers with wrong numbers").await?;
     untouched.works(&mut pair.far, &peer, "after strangers with wrong numbers").await
 }
 
-/// S4: who claims more than a region has gets an error, and the bytes beside the region stay
-/// untouched and untold.
+/// S4: a peer that claims more than a region contains gets an error. It neither changes nor reads
+/// the bytes next to the region.
 pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
-    // Of a cooperative backend nothing is asserted: the declaration is the warning.
+    // A cooperative backend is not tested: its declaration is the warning.
     let isolation = setup.capabilities()?.isolation;
     let asserted = |op: &Op| isolation.of(*op) != Isolation::Cooperative;
     let mut pair = setup.pair()?;
@@ -177,8 +179,8 @@ pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
     let longer = altered_region(&metadata, "short", |region| region.len = 2 * LEN as u64)?;
     let endless = altered_region(&metadata, "short", |region| region.len = u64::MAX)?;
     let all = Grid::packed(4096, 2 * COUNT);
-    // Within what is claimed: the last real block and the first that is none; only ones beyond; far
-    // beyond any mapping.
+    // Within the claimed range: the last block of the region together with the first one after it;
+    // only blocks after it; a block far beyond any mapping.
     let attacks = [
         (
             "the block after the region",
@@ -196,7 +198,7 @@ pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
             vec![0],
         ),
     ];
-    // Who may touch everything by declaration has nothing to gain by a lie.
+    // A peer that may touch everything by declaration gains nothing from a lie.
     let ops: Vec<Op> = OPS.into_iter().filter(asserted).collect();
     for (what, metadata, grid, blocks) in attacks.into_iter().filter(|_| !ops.is_empty()) {
         let agent = setup.agent(&unique("stranger"))?;
@@ -219,7 +221,7 @@ pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
             let unread = checksum(&bytes(beyond, 0, LEN));
             ensure!(
                 pair.far.sum(secret)? == unread,
-                "a {op} of {what} changed the bytes beside the region"
+                "a {op} of {what} changed the bytes next to the region"
             );
             if op == Op::Read {
                 let told = bytes(beyond, 0, 4096);
@@ -227,7 +229,7 @@ pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
                 near.copy_out(0, &mut content)?;
                 ensure!(
                     !content.windows(64).any(|seen| *seen == told[..64]),
-                    "a read of {what} told a secret"
+                    "a read of {what} returned a secret"
                 );
             }
         }
@@ -238,10 +240,11 @@ pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
     untouched.works(&mut pair.far, &peer, "at the end").await
 }
 
-/// S5: shared memory is read, and a source of writes; whoever would write to it is refused.
+/// S5: shared memory can be read, and can be the source of writes; writes to it are rejected.
 pub async fn memory_that_peers_may_only_read_is_not_written(setup: &Setup) -> Check {
     const SHARED: u64 = 2;
-    // Only host memory is shared so, and some backends do not reach both kinds over one link.
+    // Only host memory is shared like this, and some backends do not reach both kinds over one
+    // link.
     let setup = &Setup { near: Backing::Owned, far: Backing::Owned, device: None, ..setup.clone() };
     let mut pair = setup.pair()?;
     let far = pair.far.register("shared", LEN, Backing::Shared, Some(SHARED))?;
@@ -266,24 +269,24 @@ pub async fn memory_that_peers_may_only_read_is_not_written(setup: &Setup) -> Ch
         let route = peer.route().to_string();
         ensure!(
             route.contains("read-only memory"),
-            "the route does not say who guards shared memory: {route}"
+            "the route does not mention the lack of protection of shared memory: {route}"
         );
     } else {
-        // Who takes it for other memory is refused by its owner.
+        // The owner rejects a peer that treats the region as ordinary memory.
         let lie =
             altered_region(&pair.far.metadata()?, "shared", |region| region.read_only = false)?;
         let stranger = Stranger::new(setup, &lie, &shared)?;
         let result = stranger.blocks.run(Op::Write, &stranger.peer, CUT_OFF).await;
         ensure!(
             result.is_err(),
-            "a write to shared memory succeeded, by a peer that takes it for other memory"
+            "a write to shared memory succeeded, by a peer that ignores that it is read-only"
         );
     }
-    shared.check_far(&mut pair.far, SHARED, "after writes that were refused")?;
-    open.works(&mut pair.far, &peer, "after writes that were refused").await
+    shared.check_far(&mut pair.far, SHARED, "after rejected writes")?;
+    open.works(&mut pair.far, &peer, "after rejected writes").await
 }
 
-/// S6: without invitation and secret nobody is heard.
+/// S6: peers without the invitation and the secret get no link.
 pub async fn a_stranger_gets_no_link(setup: &Setup) -> Check {
     let answers = setup.admission()? == Admission::Proven;
     for secret in [None, Some([3; 32])] {
@@ -296,12 +299,12 @@ pub async fn a_stranger_gets_no_link(setup: &Setup) -> Check {
         let route = peer.route().to_string();
         ensure!(
             says_whom_it_trusts(&route, setup.admission()?),
-            "the route trusts somebody else: {route}"
+            "the route does not say which peers are trusted: {route}"
         );
         let metadata = pair.far.metadata()?;
-        // Whatever it is asked to hide, metadata of another agent has the invitation of that one.
+        // The metadata of another agent always contains that agent's invitation.
         let other = Metadata::decode(&setup.agent(&unique("other"))?.metadata()?)?.invited;
-        // Two senders that were invented, who know everything of it but its invitation.
+        // Two invented senders, which know everything about the agent except its invitation.
         let both = pair.near.wait_for_senders(b"go", 2, CUT_OFF * 2);
         let to_near = with_invitation(&pair.near.metadata()?, other)?;
         let impatient = Setup { peer_timeout: CUT_OFF / 10, ..setup.clone() };
@@ -353,20 +356,17 @@ pub async fn a_stranger_gets_no_link(setup: &Setup) -> Check {
             let is = ready.as_ref().err().map(kvx_core::Error::kind);
             let excused = !answers && is == Some(ErrorKind::PeerLost)
                 || hides && is == Some(ErrorKind::PeerRestarted);
-            ensure!(
-                is == Some(kind) || excused,
-                "with {what}: {kind:?} was wanted, it was {ready:?}"
-            );
+            ensure!(is == Some(kind) || excused, "with {what}: expected {kind:?}, got {ready:?}");
             for transfer in transfers.into_iter().flatten() {
                 ensure!(transfer.await.is_err(), "with {what} a transfer succeeded");
             }
             let sent = stranger.peer.notify(b"from a stranger", CUT_OFF).await;
-            ensure!(sent.is_err(), "with {what} a notification was taken");
+            ensure!(sent.is_err(), "with {what} a notification was accepted");
         }
         for peer in invented {
             ensure!(
                 peer?.notify(b"go", CUT_OFF).await.is_err(),
-                "a notification of nobody was taken"
+                "a notification of an uninvited sender was accepted"
             );
         }
         let invited = [pair.near.clone(), setup.agent(&unique("invited"))?];

@@ -1,5 +1,5 @@
-//! Transfers between one region at each end, checked byte by byte: how a clause sees that a link
-//! works.
+//! Transfers between one region at each end, compared byte by byte: they show a clause whether a
+//! link works.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -19,34 +19,34 @@ use crate::stopwatch::Stopwatch;
 
 /// Both operations.
 pub(crate) const OPS: [Op; 2] = [Op::Read, Op::Write];
-/// The lateness that is allowed for an answer that is promised for a point in time.
+/// How late an answer that is promised for a point in time may be.
 pub(crate) const GRACE: Duration = Duration::from_millis(100);
-/// Bytes of a block.
+/// The length of a block in bytes.
 const BLOCK: u64 = 4096;
 
-/// A region here and one of the same length and name at the far end.
+/// A region in this process, and one of the same length and name at the far end.
 pub(crate) struct Traffic {
     pub(crate) name: String,
     pub(crate) near: Region,
-    /// Its number at the far end.
+    /// The region's number at the far end.
     pub(crate) far: usize,
 }
 
 impl Traffic {
-    /// Registers both.
+    /// Registers both regions.
     pub(crate) fn new(pair: &mut AgentPair, name: &str, len: usize) -> Result<Self, Failure> {
         let near = pair.near_region(name, len, 1)?;
         let far = pair.far_region(name, len, 2)?;
         Ok(Traffic { name: name.to_owned(), near, far })
     }
 
-    /// Content that no other call has given.
+    /// Returns a seed that no other call has returned.
     pub(crate) fn seed() -> u64 {
         static NEXT: AtomicU64 = AtomicU64::new(1000);
         NEXT.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// All blocks, each paired with the one at the same place in reverse order: nothing is merged.
+    /// Plans a transfer of all blocks, in reverse order on both sides, so that nothing is merged.
     pub(crate) fn plan(&self, op: Op, peer: &Peer) -> kvx_core::Result<Plan> {
         let count = (self.near.len() / BLOCK) as u32;
         let grid = Grid::packed(BLOCK, count);
@@ -61,7 +61,7 @@ impl Traffic {
         )
     }
 
-    /// Posts all blocks.
+    /// Posts a transfer of all blocks.
     pub(crate) fn post(
         &self,
         op: Op,
@@ -71,7 +71,7 @@ impl Traffic {
         peer.transfer(&self.plan(op, peer)?).deadline(deadline).post()
     }
 
-    /// Posts all blocks and waits.
+    /// Posts a transfer of all blocks and waits.
     pub(crate) async fn run(
         &self,
         op: Op,
@@ -81,7 +81,7 @@ impl Traffic {
         self.post(op, peer, deadline)?.await.map(|_| ())
     }
 
-    /// Fails unless the region here holds content `seed`.
+    /// Fails unless the local region contains content `seed`.
     pub(crate) fn check_near(&self, seed: u64, when: &str) -> Check {
         let mut content = vec![0; self.near.len() as usize];
         self.near.copy_out(0, &mut content)?;
@@ -97,30 +97,27 @@ impl Traffic {
         match differ().next() {
             None => Ok(()),
             Some(first) => Err(Failure::new(format!(
-                "{when}: {} bytes of the local region are not what they should be, the first of them at {first}",
+                "{when}: {} bytes of the local region are wrong, the first of them at {first}",
                 differ().count()
             ))),
         }
     }
 
-    /// Fails unless the region at the far end holds content `seed`.
+    /// Fails unless the region at the far end contains content `seed`.
     pub(crate) fn check_far(&self, far: &mut FarEnd, seed: u64, when: &str) -> Check {
         let wanted = checksum(&bytes(seed, 0, self.near.len() as usize));
-        ensure!(
-            far.sum(self.far)? == wanted,
-            "{when}: the remote region holds other bytes than it should"
-        );
+        ensure!(far.sum(self.far)? == wanted, "{when}: the remote region contains wrong bytes");
         Ok(())
     }
 
-    /// New content at the far end.
+    /// Fills the region at the far end with new content and returns its seed.
     pub(crate) fn fill_far(&self, far: &mut FarEnd) -> Result<u64, Failure> {
         let seed = Self::seed();
         far.fill(self.far, seed)?;
         Ok(seed)
     }
 
-    /// New content here.
+    /// Fills the local region with new content and returns its seed.
     pub(crate) fn fill_near(&self) -> Result<u64, Failure> {
         let seed = Self::seed();
         fill(self.near.memory(), seed)?;
@@ -166,18 +163,18 @@ pub(crate) async fn exchange(near: &Region, far: &Region, peer: &Peer, when: &st
     Ok(())
 }
 
-/// Returns the promises of the link to a peer, which may be more than its backend's.
+/// Returns the capabilities of the link to a peer, which may promise more than those of its
+/// backend.
 pub(crate) fn promised_by(peer: &Peer) -> Result<Arc<Capabilities>, Failure> {
-    peer.capabilities()
-        .ok_or_else(|| Failure::new("the link is up, but nobody knows what it promises"))
+    peer.capabilities().ok_or_else(|| Failure::new("the link is up, but has no capabilities"))
 }
 
-/// Returns whether memory is still there.
+/// Returns whether the memory still exists.
 pub(crate) fn is_kept(memory: &Weak<Memory>) -> bool {
     memory.strong_count() > 0
 }
 
-/// Metadata in which one region is described otherwise.
+/// Returns metadata with a changed description of one region.
 pub(crate) fn altered_region(
     metadata: &[u8],
     name: &str,
@@ -191,7 +188,7 @@ pub(crate) fn altered_region(
     Ok(metadata.encode()?)
 }
 
-/// The result of a future, if it has one by now.
+/// Returns the result of a future, if it has one now.
 pub(crate) fn now<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
     match Pin::new(future).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(output) => Some(output),
@@ -199,8 +196,8 @@ pub(crate) fn now<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
     }
 }
 
-/// Waits until `condition` holds, for what no future tells. What the machine stalls meanwhile does
-/// not count.
+/// Polls until `condition` holds, where there is no future to await. Time in which the machine
+/// stalls does not count.
 pub(crate) fn until(
     what: &str,
     patience: Duration,
@@ -209,14 +206,14 @@ pub(crate) fn until(
     let watch = Stopwatch::start()?;
     while !condition()? {
         let took = watch.read();
-        ensure!(took.within(patience), "{what}: not so within {patience:?}, after {took}");
+        ensure!(took.within(patience), "{what}: not true within {patience:?}, after {took}");
         std::thread::sleep(Duration::from_millis(2));
     }
     Ok(())
 }
 
-/// Looks for a while whether `condition` stays true: there is no other way to see that something
-/// does not happen.
+/// Checks for a while that `condition` stays true, because there is no other way to see that
+/// something does not happen.
 pub(crate) fn stays(
     what: &str,
     time: Duration,
@@ -224,7 +221,7 @@ pub(crate) fn stays(
 ) -> Check {
     let end = Instant::now() + time;
     while Instant::now() < end {
-        ensure!(condition()?, "{what}: not so any more");
+        ensure!(condition()?, "{what}: no longer true");
         std::thread::sleep(Duration::from_millis(5));
     }
     Ok(())

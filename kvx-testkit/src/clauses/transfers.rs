@@ -20,7 +20,7 @@ pub(super) const CLAUSES: &[Clause] = clauses!(
     T6 strided_slices_leave_their_neighbours_alone, Both, [Breaker::Chaos(Fault::Smear)];
 );
 
-/// A region as it should be: content that is changed block by block beside the real one.
+/// The expected content of a region, updated block by block in parallel to the real one.
 pub(crate) struct Model(Vec<u8>);
 
 impl Model {
@@ -28,7 +28,7 @@ impl Model {
         Model(bytes(seed, 0, len))
     }
 
-    /// Returns the effect of a transfer of these blocks on the destination.
+    /// Applies a transfer of these blocks to the destination.
     pub(crate) fn apply(
         &mut self,
         to: Grid,
@@ -45,7 +45,7 @@ impl Model {
         }
     }
 
-    /// Compares with a region of this process.
+    /// Compares it with a region of this process.
     pub(crate) fn check(&self, what: &str, region: &Region) -> Check {
         let mut content = vec![0; region.len() as usize];
         region.copy_out(0, &mut content)?;
@@ -62,7 +62,7 @@ impl Model {
     }
 }
 
-/// A region at each end, and both as they should be.
+/// A region at each end, with the expected content of both.
 pub(crate) struct Ends {
     pub(crate) pair: AgentPair,
     pub(crate) peer: Peer,
@@ -73,7 +73,7 @@ pub(crate) struct Ends {
 }
 
 impl Ends {
-    /// A connected pair with a region of so many bytes at each end.
+    /// Creates a connected pair with a region at each end.
     pub(crate) async fn new(
         setup: &Setup,
         near_len: usize,
@@ -87,7 +87,7 @@ impl Ends {
         Ok(Ends { pair, peer, near, mine, far, theirs })
     }
 
-    /// The plan for these blocks.
+    /// Returns the plan for these blocks.
     pub(crate) fn plan(
         &self,
         op: Op,
@@ -99,7 +99,7 @@ impl Ends {
         Ok(Plan::of(op, [(ours, theirs)])?)
     }
 
-    /// Notes what the transfer of these blocks must have done.
+    /// Applies a transfer of these blocks to the expected content.
     fn note(&mut self, op: Op, local: (Grid, &[u32]), remote: (Grid, &[u32])) {
         let Ends { mine, theirs, .. } = self;
         match op {
@@ -149,7 +149,7 @@ async fn moves_exactly(setup: &Setup, op: Op) -> Check {
     let report =
         ends.moves(op, (grid, &[3, 250, 7, 8, 9, 0]), (grid, &[100, 1, 255, 20, 21, 22])).await?;
     ensure!(report.bytes == 6 * 4096, "6 blocks of 4 KiB were reported as {} bytes", report.bytes);
-    // Odd lengths, odd places, first and last byte of both regions.
+    // Odd lengths, odd offsets, first and last byte of both regions.
     let (local, remote) =
         (Grid { base: 1, stride: 13, length: 13, count: 80_000 }, Grid::packed(13, 80_659));
     ends.moves(op, (local, &[0, 79_999, 5]), (remote, &[80_658, 0, 77])).await?;
@@ -158,7 +158,7 @@ async fn moves_exactly(setup: &Setup, op: Op) -> Check {
     Ok(())
 }
 
-/// T3: entry i of one index list pairs with entry i of the other; a source may be named twice.
+/// T3: entry `i` of one index list pairs with entry `i` of the other; a source may be named twice.
 pub async fn scattered_blocks_land_where_they_are_paired(setup: &Setup) -> Check {
     let mut ends = Ends::new(setup, 2 << 20, 2 << 20).await?;
     let grid = Grid::packed(4096, 512);
@@ -178,12 +178,13 @@ pub async fn scattered_blocks_land_where_they_are_paired(setup: &Setup) -> Check
     Ok(())
 }
 
-/// T4: blocks adjacent on both sides are one segment, however long; the bytes are the same.
+/// T4: blocks that are adjacent on both sides are one segment, of any length; the bytes are the
+/// same.
 pub async fn adjacent_blocks_are_merged(setup: &Setup) -> Check {
     let mut ends = Ends::new(setup, 8 << 20, 8 << 20).await?;
     let grid = Grid::packed(4096, 2048);
     for op in OPS {
-        // Three neighbours; two that are neighbours here only; two there only; one alone.
+        // Three adjacent blocks; two adjacent here only; two adjacent there only; a single one.
         let (local, remote) = ([10, 11, 12, 40, 41, 50, 60, 7], [20, 21, 22, 70, 90, 91, 92, 8]);
         let report = ends.moves(op, (grid, &local), (grid, &remote)).await?;
         ensure!(report.segments == 6, "{op}: 6 segments are {}", report.segments);
@@ -197,7 +198,7 @@ pub async fn adjacent_blocks_are_merged(setup: &Setup) -> Check {
         );
         ensure!(report.blocks == 1536, "{op}: 1536 merged blocks count as {}", report.blocks);
     }
-    // A range is a list of neighbours.
+    // A range is a list of adjacent blocks.
     let peer = ends.peer.region("kv")?;
     let plan = Plan::read(
         ends.near.grid(grid)?.blocks(5..100),
@@ -221,7 +222,7 @@ pub async fn several_grids_share_one_index_list(setup: &Setup) -> Check {
     let (kv, more) = (peer.region("kv")?, peer.region("more")?);
     let mut models =
         [Model::new(LEN, 1), Model::new(LEN, 3), Model::new(LEN, 2), Model::new(LEN, 4)];
-    // Four layers, two in each region; they lie in another order at the far end.
+    // Four layers, two in each region; they are in another order at the far end.
     let layer = Grid::packed(2048, 100);
     let ours = [layer, layer.at(300_000), layer.at(1000), layer.at(500_000)];
     let theirs = [layer.at(700_000), layer.at(8192), layer.at(400_000), layer.at(1)];
@@ -276,7 +277,7 @@ pub async fn several_grids_share_one_index_list(setup: &Setup) -> Check {
             pair.far.sum(further)? == models[3].sum(),
             "{op}: the second remote region differs"
         );
-        // Neighbours of unequal lengths, and pieces that are no block of any grid with the others.
+        // Adjacent spans of unequal lengths, and spans that are not blocks of a common grid.
         let pieces = [
             (7, 31, 100),
             (107, 131, 50),
@@ -302,7 +303,7 @@ pub async fn several_grids_share_one_index_list(setup: &Setup) -> Check {
     Ok(())
 }
 
-/// T6: what lies between the slices of a grid stays as it was, on both sides.
+/// T6: the bytes between the slices of a grid stay unchanged, on both sides.
 pub async fn strided_slices_leave_their_neighbours_alone(setup: &Setup) -> Check {
     let mut ends = Ends::new(setup, 1 << 20, 2 << 20).await?;
     let local = Grid { base: 512, stride: 4096, length: 1024, count: 255 };

@@ -1,8 +1,8 @@
-//! Every clause of the suite must be seen to fail: broken on purpose, by each of its breakers, it
-//! must not hold; and unbroken, on the same ground, it must. It must also hold under the faults
-//! that break no promise.
+//! Shows that every clause of the suite can fail. Each of its breakers must make it fail, and
+//! without the breaker it must hold on the same ground. It must also hold under the faults that
+//! break no promise.
 //!
-//! Each run is a process of its own, so that a hang, a panic or a crash ends that run alone.
+//! Each run is a separate process, so that a hang, a panic or a crash ends only that run.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -19,21 +19,21 @@ use kvx_testkit::{
 };
 use libtest_mimic::Trial;
 
-/// Tells a process which run it is: clause, backend, mode, variant.
+/// The variable that tells a process its run: clause, backend, mode, variant.
 const VARIABLE: &str = "KVX_TESTKIT_CATCH";
-/// A broken clause that takes longer hangs, and so is caught: if unbroken it takes a quarter of
-/// that at most.
+/// A broken clause that takes longer hangs, which counts as detected: unbroken, it takes at most a
+/// quarter of this.
 const BROKEN: Duration = Duration::from_secs(24);
-/// An unbroken one that takes longer fails.
+/// An unbroken clause that takes longer fails.
 const UNBROKEN: Duration = Duration::from_secs(60);
-/// A test that takes longer hangs: it runs a clause broken on up to four grounds, and unbroken on
-/// one.
+/// A test that takes longer hangs: it runs a broken clause on up to four grounds, and the unbroken
+/// one on one.
 const LIMIT: Duration = Duration::from_secs(4 * 60);
 
-/// Backends to break, the cheapest to break first.
+/// The backends to break, the cheapest first.
 const BACKENDS: [&str; 2] = ["TCP", "SHM"];
 
-/// The variants: nothing broken, a switch of core, or a fault in every backend.
+/// Returns a registry variant: nothing broken, a switch of core, or a fault in every backend.
 pub(crate) fn registry(variant: &str) -> Registry {
     let mut registry = Registry::new();
     registry
@@ -56,15 +56,15 @@ pub(crate) fn registry(variant: &str) -> Registry {
     }
 }
 
-/// Runs the clause that this process was started for, and ends the process, if it was started for
-/// one.
+/// Runs the clause that this process was started for, and ends the process. Returns if it was not
+/// started for a clause.
 pub(crate) fn run_if_asked() {
     if let Ok(asked) = std::env::var(VARIABLE) {
         answer(&asked);
     }
 }
 
-/// Returns a test for each clause with each change to it.
+/// Returns a test for each clause with each change.
 pub(crate) fn trials() -> impl Iterator<Item = Trial> {
     let done = Arc::new(Done::default());
     jobs().map(move |job| {
@@ -81,7 +81,7 @@ pub(crate) fn trials() -> impl Iterator<Item = Trial> {
     })
 }
 
-/// One clause, and what is done to it.
+/// A clause and a change to its ground.
 struct Job {
     clause: &'static Clause,
     change: Change,
@@ -89,11 +89,11 @@ struct Job {
 
 /// A change to the ground that a clause runs on.
 enum Change {
-    /// It must fail.
+    /// Broken: the clause must fail.
     Broken(&'static Breaker),
-    /// It must hold.
+    /// A harmless fault: the clause must hold.
     Harmless(Fault),
-    /// It has no breaker, and fails for that.
+    /// No breaker exists, so the test fails.
     Unbroken,
 }
 
@@ -112,15 +112,15 @@ fn jobs() -> impl Iterator<Item = Job> {
     broken.chain(harmless)
 }
 
-/// What the runs have shown so far.
+/// The results of the runs so far.
 #[derive(Default)]
 struct Done {
-    /// Unbroken runs: clause and ground, and how long it took, or why it did not hold.
+    /// The unbroken runs: clause and ground, and how long it took, or why it did not hold.
     unbroken: Mutex<HashMap<(&'static str, String), Result<Duration, String>>>,
 }
 
 impl Done {
-    /// Requires that the clause holds when nothing is broken. Gives how long that takes.
+    /// Checks that the unbroken clause holds. Returns how long that takes.
     fn holds(&self, clause: &'static Clause, ground: Ground) -> Result<Duration, String> {
         let key = (clause.id, ground.to_string());
         if let Some(known) = self.unbroken.lock().expect("no thread panicked").get(&key) {
@@ -129,7 +129,7 @@ impl Done {
         let begun = Instant::now();
         let held = match Outcome::of(clause, ground, "", UNBROKEN).failure() {
             None => Ok(begun.elapsed()),
-            Some(why) => Err(format!("it does not hold when nothing is broken: {why}")),
+            Some(why) => Err(format!("it does not hold unbroken: {why}")),
         };
         self.unbroken.lock().expect("no thread panicked").insert(key, held.clone());
         held
@@ -149,7 +149,7 @@ impl Job {
         }
     }
 
-    /// Fails, and says why, unless it went as it must.
+    /// Checks the outcome; the error says what is wrong.
     fn judge(&self, done: &Done) -> Result<(), String> {
         match self.change {
             Change::Unbroken => {
@@ -172,8 +172,7 @@ impl Job {
         }
     }
 
-    /// Requires that the clause fails when it is broken, and holds on the same ground when it is
-    /// not.
+    /// Checks that the clause fails when it is broken, and holds on the same ground when it is not.
     fn fails(&self, variant: &str, done: &Done) -> Result<(), String> {
         for ground in self.grounds() {
             let outcome = Outcome::of(self.clause, ground, variant, BROKEN);
@@ -182,7 +181,7 @@ impl Job {
                 let unbroken = done.holds(self.clause, ground)?;
                 if hangs && unbroken > BROKEN / 2 {
                     return Err(format!(
-                        "{why}, and it takes {unbroken:?} when nothing is broken: is that a hang?"
+                        "{why}, but unbroken it takes {unbroken:?}: that may not be a hang"
                     ));
                 }
                 if std::env::args().any(|argument| argument == "--nocapture") {
@@ -194,7 +193,7 @@ impl Job {
         Err("the clause holds although it is broken".to_owned())
     }
 
-    /// What it can run on, the cheapest first.
+    /// Returns the grounds that it can run on, the cheapest first.
     fn grounds(&self) -> impl Iterator<Item = Ground> + use<> {
         let modes = self.clause.runs.modes();
         BACKENDS
@@ -203,7 +202,7 @@ impl Job {
     }
 }
 
-/// What a clause runs on.
+/// The ground of a run: the backend and the mode.
 #[derive(Clone, Copy)]
 struct Ground {
     backend: &'static str,
@@ -225,16 +224,16 @@ fn variant(breaker: &Breaker) -> String {
     }
 }
 
-/// What one run showed.
+/// The outcome of a run.
 enum Outcome {
     Holds,
     Fails(String),
-    /// It did not end within this time.
+    /// The run did not end within this time.
     Hangs(Duration),
 }
 
 impl Outcome {
-    /// Runs a clause in a process of its own.
+    /// Runs a clause in a separate process.
     fn of(clause: &Clause, ground: Ground, variant: &str, patience: Duration) -> Self {
         let (backend, place) =
             (ground.backend, if ground.mode == Mode::OneProcess { "one" } else { "two" });
@@ -267,7 +266,7 @@ impl Outcome {
         }
     }
 
-    /// Why the clause did not hold, unless it did.
+    /// Returns why the clause did not hold, or `None` if it did.
     fn failure(self) -> Option<String> {
         match self {
             Outcome::Holds => None,
@@ -296,6 +295,6 @@ fn answer(asked: &str) -> ! {
     if let Err(failure) = &check {
         println!("clause fails: {}", failure.to_string().replace('\n', " "));
     }
-    // What a broken clause leaves behind is nobody's business.
+    // The process exits without cleaning up after a broken clause.
     std::process::exit(i32::from(check.is_err()));
 }

@@ -1,4 +1,4 @@
-//! CONTRACT.md and the suite's table say the same: every clause has a test, and every test is a
+//! Compares CONTRACT.md with the suite's table: every clause has a test, and every test is a
 //! clause.
 
 use kvx_core::fault_injection::BREAKS;
@@ -6,7 +6,7 @@ use kvx_testkit::{Breaker, CLAUSES, Execution, Fault, test};
 
 const CONTRACT: &str = include_str!("../../../kvx-core/CONTRACT.md");
 
-/// Id, name and the words after `Execution:` of each clause, as the contract has them.
+/// Returns the id, the name and the text after `Runs:` of each clause of the contract.
 fn written() -> Vec<(&'static str, &'static str, &'static str)> {
     let clauses = CONTRACT.split("\n### ").skip(1);
     clauses
@@ -26,10 +26,10 @@ fn the_contract_and_the_suite_agree_one_to_one() {
     let tested: Vec<_> =
         CLAUSES.iter().copied().flatten().map(|clause| (clause.id, clause.name)).collect();
     for clause in &written {
-        assert!(tested.contains(clause), "{clause:?} is promised and not tested");
+        assert!(tested.contains(clause), "{clause:?} is promised but not tested");
     }
     for clause in &tested {
-        assert!(written.contains(clause), "{clause:?} is tested and not promised");
+        assert!(written.contains(clause), "{clause:?} is tested but not promised");
     }
     assert_eq!(written.len(), tested.len(), "a clause is listed twice");
 }

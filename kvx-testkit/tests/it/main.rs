@@ -1,5 +1,5 @@
-//! The integration tests of the conformance suite: it says what the contract says, and catches what
-//! breaks it.
+//! The integration tests of the conformance suite: it matches the contract, and it detects
+//! violations.
 
 mod catches;
 mod contract;
@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use kvx_testkit::{harness_main_with, serve_if_asked};
 
-/// Tests at a time: broken clauses mostly wait, but unbroken ones measure time.
+/// Concurrent tests: broken clauses mostly wait, but unbroken ones measure time.
 const AT_A_TIME: usize = 3;
 
 fn main() -> ExitCode {

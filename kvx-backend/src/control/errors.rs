@@ -1,10 +1,10 @@
-//! Why links, transfers and regions end: the sentences that all transports say alike.
+//! Errors that end links, transfers and regions, in the same sentences for all transports.
 
 use std::time::Duration;
 
 use kvx_core::{Error, ErrorKind, RegionId};
 
-/// The peer's process has ended.
+/// Returns the error of a link whose peer's process has ended.
 pub fn peer_died() -> Error {
     Error::new(
         ErrorKind::PeerLost,
@@ -12,7 +12,7 @@ pub fn peer_died() -> Error {
     )
 }
 
-/// The peer closed its end while its process lives on.
+/// Returns the error of a link that the peer closed while its process continues.
 pub fn peer_closed() -> Error {
     Error::new(
         ErrorKind::PeerLost,
@@ -20,34 +20,34 @@ pub fn peer_closed() -> Error {
     )
 }
 
-/// The peer owes an answer and has been silent for the whole `peer_timeout`.
+/// Returns the error of a peer that owes an answer and was silent for the whole `peer_timeout`.
 pub fn peer_silent(timeout: Duration) -> Error {
     let seconds = timeout.as_secs_f64();
     let why = format!(
-        "the peer has not answered for {seconds} s with work in flight: it is stopped or hangs; peer_timeout sets \
-         the limit"
+        "the peer has not answered for {seconds} s with work in flight: it is stopped or hangs; \
+         peer_timeout sets the limit"
     );
     Error::new(ErrorKind::PeerLost, why)
 }
 
-/// The handshake took too long.
+/// Returns the error of a handshake that took too long.
 pub fn no_handshake() -> Error {
-    let why = "the peer has not answered the handshake: it is stopped, hangs or is gone, or it answers no unauthenticated peer, \
-               because it was restarted or has another secret";
+    let why = "the peer has not answered the handshake: it is stopped, hangs or has ended, or it \
+               was restarted or has another secret and therefore ignores this end";
     Error::new(ErrorKind::PeerLost, why)
 }
 
-/// The link was closed on this side.
+/// Returns the error of work on a link that this side has closed.
 pub fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the link was closed on this side")
 }
 
-/// A transfer was cancelled.
+/// Returns the error of a cancelled transfer.
 pub fn cancelled() -> Error {
     Error::new(ErrorKind::Cancelled, "the transfer was cancelled before all of it had moved")
 }
 
-/// The owner took a region back.
+/// Returns the error of a region that its owner has revoked.
 pub fn revoked(id: RegionId) -> Error {
     Error::new(
         ErrorKind::Revoked,
@@ -55,13 +55,13 @@ pub fn revoked(id: RegionId) -> Error {
     )
 }
 
-/// The transport ended before a peer had let go of a region.
+/// Returns the error of a transport that ended before a peer released a region.
 pub fn still_shared(id: RegionId) -> Error {
-    let why = format!("a peer had not let go of region {id} when the transport was shut down");
+    let why = format!("a peer had not released region {id} when the transport was shut down");
     Error::new(ErrorKind::StillShared, why)
 }
 
-/// The peer broke the protocol.
+/// Returns the error of a peer that violates the protocol.
 pub fn malformed(why: impl std::fmt::Display) -> Error {
     Error::new(ErrorKind::Malformed, format!("malformed link message: {why}"))
 }

@@ -1,4 +1,4 @@
-//! The regions that a peer may use: the owner's records of them, and the reader's.
+//! The regions that a peer may use, as the owner and as the importer record them.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::hash::Hash;
@@ -8,15 +8,15 @@ use kvx_core::{Error, ErrorKind, RegionId, Result};
 
 use super::errors::{malformed, revoked};
 
-/// The most regions that are remembered as revoked; older ones count as unregistered.
+/// The number of revoked regions that the table remembers; older ones count as unregistered.
 const REMEMBERED: usize = 4096;
 
-/// Local regions that peers may ask for. Numbers are never used twice.
+/// Local regions that peers may request. Ids are never reused.
 #[derive(Debug)]
 pub struct RegionTable<R> {
     open: HashMap<RegionId, (RegionKey, R)>,
     revoked: HashSet<RegionId>,
-    /// Their numbers, the oldest first.
+    /// The revoked ids, the oldest first.
     order: VecDeque<RegionId>,
 }
 
@@ -32,7 +32,7 @@ impl<R> RegionTable<R> {
         self.open.insert(id, (key, region));
     }
 
-    /// Revokes a region: no peer is granted it any more. Returns `None` if it was revoked before.
+    /// Revokes a region: no peer can obtain it any more. Returns `None` if it was already revoked.
     pub fn revoke(&mut self, id: RegionId) -> Option<R> {
         if self.revoked.insert(id) {
             self.order.push_back(id);
@@ -45,12 +45,12 @@ impl<R> RegionTable<R> {
         self.open.remove(&id).map(|(_, region)| region)
     }
 
-    /// Returns the region with this number.
+    /// Returns the region with this id.
     pub fn get(&self, id: RegionId) -> Option<&R> {
         self.open.get(&id).map(|(_, region)| region)
     }
 
-    /// Returns the region, if `shown` is its key.
+    /// Returns the region if `shown` is its key.
     ///
     /// # Errors
     /// `Unregistered`, `WrongKey` or `Revoked`.
@@ -59,15 +59,13 @@ impl<R> RegionTable<R> {
             Some((key, region)) if key.matches(shown) => Ok(region),
             Some(_) => Err(Error::new(
                 ErrorKind::WrongKey,
-                format!(
-                    "the key shown for region {id} is not its key: take the peer's metadata again"
-                ),
+                format!("the key for region {id} is wrong: fetch the peer's metadata again"),
             )),
             None if self.revoked.contains(&id) => Err(revoked(id)),
             None => Err(Error::new(
                 ErrorKind::Unregistered,
                 format!(
-                    "region {id} is not registered with this agent: take the peer's metadata again"
+                    "region {id} is not registered with this agent: fetch the peer's metadata again"
                 ),
             )),
         }
@@ -94,15 +92,15 @@ impl<R> RegionTable<R> {
 pub struct GrantedRegions(HashSet<RegionId>);
 
 impl GrantedRegions {
-    /// Grants a region. Returns false if the peer had it already.
+    /// Grants a region. Returns false if the peer already holds it.
     pub fn grant(&mut self, id: RegionId) -> bool {
         self.0.insert(id)
     }
 
-    /// Notes that the peer has released a region.
+    /// Records that the peer has released a region.
     ///
     /// # Errors
-    /// `Malformed` if it was not granted.
+    /// `Malformed` if the peer does not hold it.
     pub fn release(&mut self, id: RegionId) -> Result<()> {
         if self.0.remove(&id) {
             Ok(())
@@ -111,12 +109,12 @@ impl GrantedRegions {
         }
     }
 
-    /// Returns whether the peer holds this region.
+    /// Returns true if the peer holds this region.
     pub fn holds(&self, id: RegionId) -> bool {
         self.0.contains(&id)
     }
 
-    /// Returns whether the peer holds no region.
+    /// Returns true if the peer holds no region.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -126,7 +124,7 @@ impl GrantedRegions {
         self.0.iter().copied()
     }
 
-    /// Notes that the peer certainly holds no region any more.
+    /// Records that the peer certainly holds no region any more.
     pub fn clear(&mut self) {
         self.0.clear();
     }
@@ -138,8 +136,8 @@ struct Recall<P, R> {
     what: R,
 }
 
-/// Revocations that wait for peers to release a region. `P` names a peer, `R` is the value that the
-/// end of the revocation returns.
+/// Revocations that wait until peers release a region. `P` identifies a peer, `R` is the value that
+/// the end of the revocation returns.
 pub struct Recalls<P, R>(Vec<Recall<P, R>>);
 
 impl<P, R> Default for Recalls<P, R> {
@@ -154,14 +152,14 @@ impl<P: Hash + Eq, R> Recalls<P, R> {
         self.0.push(Recall { id, holders, what });
     }
 
-    /// Notes that a peer has released one region, or all.
+    /// Records that a peer has released one region, or all of them.
     pub fn release(&mut self, peer: &P, id: Option<RegionId>) {
         for recall in self.0.iter_mut().filter(|recall| id.is_none_or(|id| recall.id == id)) {
             recall.holders.remove(peer);
         }
     }
 
-    /// Removes and returns the revocations that no peer holds up any more, except of regions that
+    /// Removes and returns the revocations that no longer wait for a peer, except of regions that
     /// are still `in_use` at this end.
     pub fn take_done(&mut self, in_use: impl Fn(RegionId) -> bool) -> Vec<R> {
         let done = self.0.extract_if(.., |recall| recall.holders.is_empty() && !in_use(recall.id));
@@ -174,18 +172,18 @@ impl<P: Hash + Eq, R> Recalls<P, R> {
     }
 }
 
-/// The state of a region that a reader asked for.
+/// The state of a region that this end requested.
 #[derive(Debug)]
 pub enum ImportState<W, H> {
     /// The owner has not answered.
     Pending(W),
-    /// It was granted.
+    /// The owner granted it.
     Granted(H),
-    /// It was denied, or recalled.
+    /// The owner denied or revoked it.
     Refused(Error),
 }
 
-/// Regions of a peer, by the numbers of the imports. Looked up for each transfer.
+/// A peer's regions, by import number. Every transfer looks them up.
 #[derive(Debug)]
 pub struct ImportedRegions<W, H> {
     by_number: BTreeMap<u64, ImportState<W, H>>,
@@ -199,7 +197,7 @@ impl<W, H> Default for ImportedRegions<W, H> {
 }
 
 impl<W, H> ImportedRegions<W, H> {
-    /// Notes that the owner was asked.
+    /// Records that this end requested the region from its owner.
     pub fn want(&mut self, import: u64, what: W) {
         self.by_number.insert(import, ImportState::Pending(what));
         self.wanted += 1;
@@ -209,24 +207,25 @@ impl<W, H> ImportedRegions<W, H> {
     /// [`settle`](ImportedRegions::settle) must follow.
     ///
     /// # Errors
-    /// `Malformed` if the owner was not asked.
+    ///
+    /// `Malformed` if this end did not request it.
     pub fn take_answer(&mut self, import: u64) -> Result<W> {
         match self.by_number.remove(&import) {
             Some(ImportState::Pending(what)) => {
                 self.wanted -= 1;
                 Ok(what)
             }
-            _ => Err(malformed("an answer about a region that was not asked for")),
+            _ => Err(malformed("an answer for a region that was not requested")),
         }
     }
 
-    /// Notes the owner's answer.
+    /// Records the owner's answer.
     pub fn settle(&mut self, import: u64, result: Result<H>) {
         self.by_number
             .insert(import, result.map_or_else(ImportState::Refused, ImportState::Granted));
     }
 
-    /// Returns the state of an import; `None` if it was not asked for while this link was up.
+    /// Returns the state of an import, or `None` if it was not requested while this link was up.
     pub fn get(&self, import: u64) -> Option<&ImportState<W, H>> {
         self.by_number.get(&import)
     }
@@ -239,7 +238,7 @@ impl<W, H> ImportedRegions<W, H> {
         })
     }
 
-    /// Marks regions as refused that the owner revokes.
+    /// Marks regions that the owner revokes as refused.
     pub fn recall(&mut self, which: impl Fn(&H) -> bool, why: &Error) {
         for imported in self.by_number.values_mut() {
             if matches!(imported, ImportState::Granted(held) if which(held)) {
@@ -248,12 +247,12 @@ impl<W, H> ImportedRegions<W, H> {
         }
     }
 
-    /// Returns whether the owner owes an answer.
+    /// Returns true if the owner owes an answer.
     pub fn awaits_answer(&self) -> bool {
         self.wanted > 0
     }
 
-    /// Removes all: the link has ended.
+    /// Removes all imports when the link has ended.
     pub fn clear(&mut self) {
         (self.wanted, self.by_number) = (0, BTreeMap::new());
     }
@@ -266,7 +265,7 @@ mod tests {
     const KEY: RegionKey = RegionKey([8; 16]);
 
     #[test]
-    fn only_who_shows_the_key_may_use_a_region_until_it_is_revoked() {
+    fn a_region_needs_its_key_and_ends_with_its_revocation() {
         let (mut table, other) = (RegionTable::default(), RegionKey([0; 16]));
         let (one, two) = (RegionId(1), RegionId(2));
         table.open(one, KEY, "memory");
@@ -286,11 +285,15 @@ mod tests {
             table.revoke(RegionId(100 + id));
             assert!(table.order.len() <= REMEMBERED && table.revoked.len() == table.order.len());
         }
-        assert_eq!(check(&table, one, &KEY), Err(ErrorKind::Unregistered), "so many are not kept");
+        assert_eq!(
+            check(&table, one, &KEY),
+            Err(ErrorKind::Unregistered),
+            "the table remembers only the newest"
+        );
     }
 
     #[test]
-    fn a_revocation_ends_when_every_holder_and_this_end_have_let_go() {
+    fn a_revocation_ends_when_every_holder_and_this_end_have_released_the_region() {
         let (mut recalls, id) = (Recalls::default(), RegionId(1));
         recalls.begin(id, HashSet::from(["a", "b"]), "first");
         recalls.begin(RegionId(2), HashSet::from(["a"]), "second");
@@ -307,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_releases_what_was_not_granted_or_answers_what_was_not_asked() {
+    fn a_release_without_a_grant_and_an_answer_without_a_request_are_malformed() {
         let (mut granted, id) = (GrantedRegions::default(), RegionId(1));
         assert!(granted.grant(id) && !granted.grant(id) && granted.holds(id));
         assert!(granted.release(id).is_ok());

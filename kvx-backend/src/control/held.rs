@@ -1,18 +1,19 @@
-//! The memory that this end holds for peers: unfinished requests, descriptions, unread answers,
-//! notifications that the agent has no capacity for.
+//! Accounting for the memory that this end holds for peers: unfinished requests, descriptions,
+//! unread answers, and notifications that do not fit into the agent's queue.
 
 use std::collections::HashMap;
 use std::hash::Hash;
 
 use kvx_core::{Error, ErrorKind, Result};
 
-/// The most for one peer, over all its connections.
+/// The limit in bytes for one peer, over all its connections.
 const ONE_PEER: usize = 64 << 20;
-/// The most for all peers together.
+/// The limit in bytes for all peers together.
 const ALL_PEERS: usize = 256 << 20;
-/// Less than this on one connection is not counted, nor are changes by less.
+/// The granularity in bytes: smaller amounts on one connection, and smaller changes, are not
+/// counted.
 const STEP: usize = 64 << 10;
-/// The cost of an entry in a queue beside its bytes.
+/// The bytes counted for an entry in a queue, in addition to its content.
 pub const ENTRY_OVERHEAD: usize = 64;
 
 /// The bytes held for each peer. `P` identifies a peer.
@@ -31,12 +32,12 @@ impl<P> Default for HeldBytes<P> {
 }
 
 impl<P> HeldBytes<P> {
-    /// Creates a budget with other bounds, for tests.
+    /// Creates a budget with other limits, for tests.
     pub fn of(one_peer: usize, all_peers: usize) -> Self {
         HeldBytes { by_peer: HashMap::new(), all: 0, one_peer, all_peers }
     }
 
-    /// Returns what [`note`](HeldBytes::note) counts of so many bytes.
+    /// Returns the part of `bytes` that [`note`](HeldBytes::note) counts.
     pub fn rounded_to_step(bytes: usize) -> usize {
         bytes / STEP * STEP
     }
@@ -49,8 +50,8 @@ impl<P> HeldBytes<P> {
     /// Returns the error that ends a connection.
     pub fn too_much(&self) -> Error {
         let why = format!(
-            "the peer has more than {} bytes of unfinished requests, of answers that it does not take and of \
-             notifications that wait, or holds most of the {} that are kept for all peers",
+            "the peer has more than {} bytes of unfinished requests, unread answers and waiting \
+             notifications, or holds most of the {} that are kept for all peers",
             self.one_peer, self.all_peers
         );
         Error::new(ErrorKind::Exhausted, why)
@@ -58,16 +59,17 @@ impl<P> HeldBytes<P> {
 }
 
 impl<P: Hash + Eq + Clone> HeldBytes<P> {
-    /// Notes that a connection of `who` holds `bytes` now. `counted` is the amount counted for the
-    /// connection, and is updated.
+    /// Records that a connection of `who` now holds `bytes`, and updates `counted`, the amount
+    /// counted for this connection.
     ///
     /// # Errors
-    /// `Exhausted` when that is too much for one peer.
+    ///
+    /// `Exhausted` if the peer exceeds its limit.
     pub fn note(&mut self, who: &P, counted: &mut usize, bytes: usize) -> Result<()> {
         self.note_all(who, counted, Self::rounded_to_step(bytes))
     }
 
-    /// Like [`note`](HeldBytes::note), to the byte, for small amounts that rarely change.
+    /// Like [`note`](HeldBytes::note), but exact to the byte, for small amounts that rarely change.
     pub fn note_all(&mut self, who: &P, counted: &mut usize, bytes: usize) -> Result<()> {
         if bytes == *counted {
             return Ok(());
@@ -89,7 +91,7 @@ impl<P: Hash + Eq + Clone> HeldBytes<P> {
     /// Checks whether a peer may open another connection.
     ///
     /// # Errors
-    /// `Exhausted` for a peer that holds too much without it.
+    /// `Exhausted` for a peer that exceeds its limit without it.
     pub fn check(&self, who: &P) -> Result<()> {
         if self.by_peer.get(who).is_some_and(|held| *held > self.one_peer) {
             Err(self.too_much())
@@ -98,8 +100,8 @@ impl<P: Hash + Eq + Clone> HeldBytes<P> {
         }
     }
 
-    /// Returns the peer to disconnect because all peers together hold too much: of those that
-    /// `can_go`, the one that holds most.
+    /// Returns the peer to disconnect because all peers together hold too much: the one that holds
+    /// most among those for which `can_go` is true.
     pub fn greediest(&self, can_go: impl Fn(&P) -> bool) -> Option<P> {
         if self.all <= self.all_peers {
             return None;
@@ -114,19 +116,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_peer_has_a_budget_over_its_connections_and_the_greediest_goes_first() {
+    fn each_peer_has_a_budget_over_its_connections_and_the_greediest_is_disconnected_first() {
         let mut held = HeldBytes::default();
         let mut lanes = [0; 3];
         assert!(held.note(&1, &mut lanes[0], ONE_PEER).is_ok());
         assert!(held.note(&1, &mut lanes[1], STEP - 1).is_ok(), "too little to count");
         assert_eq!(held.note(&1, &mut lanes[1], STEP).unwrap_err().kind(), ErrorKind::Exhausted);
-        assert!(held.note(&2, &mut lanes[2], ONE_PEER).is_ok(), "another has its own");
+        assert!(held.note(&2, &mut lanes[2], ONE_PEER).is_ok(), "another peer has its own budget");
         let mut more = [0; 8];
         for (number, counted) in more.iter_mut().enumerate() {
             held.note(&(10 + number), counted, ONE_PEER / 2).ok();
         }
         assert_eq!(held.greediest(|_| true), Some(1));
-        assert_eq!(held.greediest(|who| *who != 1), Some(2), "the first has nothing to lose");
+        assert_eq!(
+            held.greediest(|who| *who != 1),
+            Some(2),
+            "the first peer cannot be disconnected"
+        );
         held.note(&1, &mut lanes[0], 0).ok();
         held.note(&1, &mut lanes[1], 0).ok();
         held.note(&2, &mut lanes[2], 0).ok();
@@ -138,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_noted_to_the_byte_counts_with_the_rest() {
+    fn exact_amounts_count_with_rounded_ones() {
         let (mut held, mut first, mut second) = (HeldBytes::of(STEP, 2 * STEP), 0, 0);
         assert!(held.note(&1, &mut first, STEP).is_ok());
         assert_eq!(held.note_all(&1, &mut second, 1).unwrap_err().kind(), ErrorKind::Exhausted);

@@ -1,11 +1,13 @@
 //! The handshake of a link: versions, identities, and the proofs of both ends.
 //!
-//! An initiator's first message carries a proof already, made with the invitation from the target's
-//! metadata and with the fleet's secret, if there is one: a library can only answer at the
-//! initiator's address, so the target must trust that address before it has asked anything. The
-//! message may be a recorded one; the link is therefore not up before the initiator has also proven
-//! itself over the target's nonce. An unauthenticated peer gets no information: on a socket it
-//! receives one constant answer, and where an answer would need its address, none.
+//! An initiator's first message already carries a proof. The proof is made with the invitation from
+//! the target's metadata, and with the fleet's secret if there is one. A native library can only
+//! answer at the initiator's address, so the target must trust that address before it has sent
+//! anything. The first message may be a replay; the link is therefore not up before the initiator
+//! has also proven itself over the target's nonce.
+//!
+//! An unauthenticated peer gets no information. On a socket it receives one constant answer; where
+//! an answer would need its address, it receives none.
 
 use kvx_core::backend::random_key;
 use kvx_core::backend::wire::{Reader, Writer};
@@ -15,7 +17,7 @@ use super::errors::malformed;
 use super::proof::{Claim, Keys, PROOF, Proof, secret_mismatch, unauthenticated};
 use super::{ControlMessage, Refusal};
 
-/// The versions of this protocol that this release speaks: from, to.
+/// The first and the last protocol version that this release speaks.
 pub const VERSIONS: (u16, u16) = (2, 2);
 
 const GREETS: &str = "kvx link 2: the initiator greets";
@@ -23,15 +25,15 @@ const WELCOMES: &str = "kvx link 2: the target welcomes";
 const CONFIRMS: &str = "kvx link 2: the initiator confirms";
 const REFUSES: &str = "kvx link 2: the target knows the secret and another invitation";
 
-/// An initiator's side of a handshake.
+/// The initiator's side of a handshake.
 pub struct Greeting {
     keys: Keys,
     said: Vec<u8>,
 }
 
 impl Greeting {
-    /// Begins a handshake. Also returns the body of [`ControlMessage::Hello`]; `rest` is the
-    /// transport's own part of it.
+    /// Begins a handshake. Also returns the body of [`ControlMessage::Hello`]. `rest` is the
+    /// transport's own part of that body.
     pub fn new(me: &Identity, keys: Keys, rest: &[u8]) -> Result<(Self, Vec<u8>)> {
         Self::offering(VERSIONS, me, keys, rest)
     }
@@ -54,15 +56,15 @@ impl Greeting {
         Ok((Greeting { keys, said }, body))
     }
 
-    /// Verifies the target's welcome. Returns the part of the target's transport, and the proof for
+    /// Verifies the target's welcome. Returns the target transport's part of it, and the proof for
     /// [`ControlMessage::Confirm`].
     ///
     /// # Errors
-    /// `Malformed`, also for a peer that has not proven to be the target.
+    /// `Malformed`, also for a peer that does not prove to be the target.
     pub fn verify_welcome<'a>(&self, version: u16, body: &'a [u8]) -> Result<(&'a [u8], Proof)> {
         if !(VERSIONS.0..=VERSIONS.1).contains(&version) {
             return Err(malformed(format_args!(
-                "version {version}, where {VERSIONS:?} were offered"
+                "version {version} does not lie between the offered {VERSIONS:?}"
             )));
         }
         let mut reader = Reader::new("welcome", body);
@@ -70,7 +72,7 @@ impl Greeting {
         let proof: Proof = reader.array()?;
         reader.end()?;
         if !self.keys.both(WELCOMES, &[&self.said, said]).holds(&proof) {
-            return Err(malformed("the answer does not prove that it is from the peer"));
+            return Err(malformed("the answer does not prove that it comes from the peer"));
         }
         let mut reader = Reader::new("welcome", said);
         let _its_nonce = reader.array::<32>()?;
@@ -78,9 +80,9 @@ impl Greeting {
         Ok((rest, self.keys.both(CONFIRMS, &[&self.said, said]).proof()))
     }
 
-    /// Returns the error that a refusal means: of kind `PeerRestarted` if the answering agent does
-    /// not know the invitation in the peer's metadata. With a secret, only an agent that has it is
-    /// believed.
+    /// Returns the error that a refusal means: `PeerRestarted` if the answering agent does not know
+    /// the invitation in the peer's metadata. With a secret, this end believes only an agent that
+    /// proves to have it.
     pub fn refusal_error(&self, why: Refusal, proof: &[u8]) -> Error {
         if why.kind != ErrorKind::PeerRestarted {
             return why.into_error();
@@ -89,17 +91,18 @@ impl Greeting {
             Some(claim) if !claim.holds(proof) => secret_mismatch(),
             _ => Error::new(
                 ErrorKind::PeerRestarted,
-                "the peer does not recognise this metadata: it was restarted; connect with its new metadata",
+                "the peer does not recognise this metadata: it was restarted; connect with its new \
+                 metadata",
             ),
         }
     }
 }
 
-/// A hello whose proof holds.
+/// A hello whose proof is valid.
 pub struct VerifiedHello<'a> {
-    /// The initiator.
+    /// The initiator's identity.
     pub from: Identity,
-    /// The part of the initiator's transport.
+    /// The initiator transport's own part.
     pub rest: &'a [u8],
     /// The answer, which may be sent later.
     pub welcome: WelcomeDraft,
@@ -114,13 +117,13 @@ pub struct WelcomeDraft {
 
 /// A hello that is rejected.
 pub struct Rejection<'a> {
-    /// Why.
+    /// The reason, for this end.
     pub why: Error,
-    /// The answer, where the initiator can be answered.
+    /// The answer to send if the initiator can be answered.
     pub refusal: Refusal,
-    /// Proves to the initiator that this end has the secret; empty for an unauthenticated one.
+    /// The proof that this end has the secret; empty for an unauthenticated initiator.
     pub proof: Vec<u8>,
-    /// The part of the initiator's transport, if it has proven to have the secret.
+    /// The initiator transport's part, if the initiator has proven to have the secret.
     pub rest: Option<&'a [u8]>,
 }
 
@@ -138,7 +141,7 @@ pub fn verify_hello<'a>(
     };
     if versions.1 < VERSIONS.0 || versions.0 > VERSIONS.1 {
         let why = format!(
-            "link versions {} to {} meet {} to {}: update the older end",
+            "link versions {} to {} and {} to {} have none in common: update the older end",
             versions.0, versions.1, VERSIONS.0, VERSIONS.1
         );
         let why = Error::new(ErrorKind::Incompatible, why);
@@ -165,13 +168,14 @@ pub fn verify_hello<'a>(
         away.rest = taken_apart(said).ok().map(|(_, rest)| rest);
         away.why = Error::new(
             ErrorKind::PeerRestarted,
-            "a peer comes with the metadata of another agent or another life",
+            "a peer connected with the metadata of another agent, or of an earlier incarnation of \
+             this one",
         );
     }
     Err(away)
 }
 
-/// Encodes versions for the proofs, so that an attacker in between cannot choose an older one.
+/// Encodes versions for the proofs, so that an attacker on the path cannot choose an older one.
 fn encoded((from, to): (u16, u16)) -> [u8; 4] {
     let mut bytes = [0; 4];
     bytes[..2].copy_from_slice(&from.to_le_bytes());
@@ -179,7 +183,7 @@ fn encoded((from, to): (u16, u16)) -> [u8; 4] {
     bytes
 }
 
-/// Splits a hello into its content, the proof of it, and the proof of the secret alone.
+/// Splits a hello into its content, the proof of the content, and the proof of the secret alone.
 fn read(body: &[u8]) -> Result<(&[u8], Proof, &[u8])> {
     let mut reader = Reader::new("hello", body);
     let read = (reader.block(body.len())?, reader.array()?, reader.block(PROOF)?);
@@ -194,7 +198,7 @@ fn taken_apart(said: &[u8]) -> Result<(Identity, &[u8])> {
 }
 
 impl<'a> VerifiedHello<'a> {
-    /// Admits the initiator while fewer than `most` others are `served`.
+    /// Admits the initiator while `served`, the number of other peers, is below `most`.
     ///
     /// # Errors
     /// A rejection of kind `Exhausted`; the initiator may try again.
@@ -202,7 +206,7 @@ impl<'a> VerifiedHello<'a> {
         if served < most {
             return Ok(self);
         }
-        let why = format!("the peer serves {most} others, which is the most: try later");
+        let why = format!("the peer serves {most} others, which is its limit: try later");
         let why = Error::new(ErrorKind::Exhausted, why);
         Err(Box::new(Rejection {
             refusal: Refusal::from(&why),
@@ -218,7 +222,7 @@ impl WelcomeDraft {
     /// that [`ControlMessage::Confirm`] must prove before the link is up.
     ///
     /// # Errors
-    /// The operating system gave no random bytes.
+    /// The operating system returns no random bytes.
     pub fn complete(self, keys: &Keys, rest: &[u8]) -> Result<(u16, Vec<u8>, Claim)> {
         let mut said = random_key()?.to_vec();
         said.put(rest);
@@ -255,7 +259,7 @@ mod tests {
     const A: Option<u8> = Some(3);
     const B: Option<u8> = Some(4);
 
-    /// What the initiator makes of it: nothing when it is welcomed.
+    /// Returns the initiator's result of a handshake.
     fn meet(ours: Keys, theirs: &Keys) -> Result<()> {
         let (greeting, body) = Greeting::new(&me(), ours, b"an address").unwrap();
         match verify_hello(theirs, VERSIONS, &body) {
@@ -272,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_invitation_and_secret_is_welcome_and_nobody_else() {
+    fn only_an_initiator_with_invitation_and_secret_is_welcome() {
         for secret in [None, A] {
             meet(keys(1, secret), &keys(1, secret)).unwrap();
             assert_eq!(
@@ -289,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_get_one_answer_and_no_word_of_theirs_is_read() {
+    fn unauthenticated_peers_get_one_answer_and_their_content_is_not_read() {
         let target = keys(1, A);
         let answers = [keys(1, None), keys(1, B), keys(2, None), keys(2, B)].map(|stranger| {
             let (_, body) = Greeting::new(&me(), stranger, b"an address").unwrap();
@@ -299,7 +303,7 @@ mod tests {
         });
         let garbage = verify_hello(&target, VERSIONS, b"garbage").err().unwrap().message().encode();
         assert!(answers.iter().all(|answer| *answer == garbage));
-        // With the secret and old metadata it is told so, and may be answered.
+        // With the secret and old metadata the initiator learns that, and can be answered.
         let (_, body) = Greeting::new(&me(), keys(2, A), b"an address").unwrap();
         let away = verify_hello(&target, VERSIONS, &body).err().unwrap();
         assert_eq!(
@@ -312,7 +316,7 @@ mod tests {
     fn every_altered_bit_of_a_hello_or_a_welcome_is_noticed() {
         let target = keys(1, A);
         let (greeting, body) = Greeting::new(&me(), keys(1, A), b"an address").unwrap();
-        let proven = body.len() - 4 - PROOF; // what follows proves the secret alone, where the rest fails
+        let proven = body.len() - 4 - PROOF; // the second proof counts only if the first fails
         for bit in 0..8 * proven {
             let mut altered = body.clone();
             altered[bit / 8] ^= 1 << (bit % 8);
@@ -356,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn other_versions_are_told_whatever_else_is_said() {
+    fn unknown_versions_are_reported_before_the_body_is_read() {
         for versions in [(7, 9), (0, 0), (3, 1), (u16::MAX, 0)] {
             let away =
                 verify_hello(&keys(1, None), versions, b"as version 7 says it").err().unwrap();
@@ -370,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn one_more_than_there_is_room_for_is_told_so_and_may_come_again() {
+    fn an_initiator_above_the_limit_receives_exhausted() {
         let target = keys(1, None);
         let (_, body) = Greeting::new(&me(), keys(1, None), b"").unwrap();
         let comes = |served| {
@@ -388,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_that_were_altered_on_their_way_are_those_of_a_stranger() {
+    fn a_hello_with_altered_versions_is_unauthenticated() {
         let (_, body) = Greeting::offering((0, 9), &me(), keys(1, A), b"").unwrap();
         for versions in [(0, 2), (2, 9), (2, 2), (1, 9)] {
             let away = verify_hello(&keys(1, A), versions, &body).err().unwrap();

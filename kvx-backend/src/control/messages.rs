@@ -1,5 +1,5 @@
-//! The messages that all links share, as bytes. A byte names the message; its fields follow,
-//! little-endian.
+//! The messages that all links share, and their encoding: one byte for the kind of message, then
+//! its fields in little-endian order.
 
 use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::backend::{MAX_NOTIFICATION, RegionKey};
@@ -10,9 +10,9 @@ use super::proof::{PROOF, Proof};
 
 /// The first bytes of handshakes.
 const MAGIC: [u8; 8] = *b"kvx/link";
-/// Messages with this number, or a higher one, are a transport's own.
+/// The first number of a transport's own messages.
 pub const FIRST_TRANSPORT_NUMBER: u8 = 32;
-/// The longest message after the handshake, except for a transport's own.
+/// The limit in bytes for messages after the handshake, except for a transport's own.
 pub const MAX_MESSAGE: usize = MAX_NOTIFICATION + 1024;
 
 /// A message. `rest` is the transport's own part of it.
@@ -20,16 +20,16 @@ pub const MAX_MESSAGE: usize = MAX_NOTIFICATION + 1024;
 pub enum ControlMessage<'a> {
     /// The initiator begins.
     Hello {
-        /// The versions that the initiator speaks: from, to.
+        /// The first and the last version that the initiator speaks.
         versions: (u16, u16),
-        /// Its content and proofs: see [`Greeting`](super::Greeting).
+        /// The content and its proofs: see [`Greeting`](super::Greeting).
         body: &'a [u8],
     },
     /// The target accepts.
     Welcome {
         /// The version that both speak.
         version: u16,
-        /// Its content and proof: see [`VerifiedHello`](super::VerifiedHello).
+        /// The content and its proof: see [`VerifiedHello`](super::VerifiedHello).
         body: &'a [u8],
     },
     /// The initiator proves that its hello was not recorded.
@@ -39,63 +39,63 @@ pub enum ControlMessage<'a> {
     },
     /// The target refuses.
     Refuse {
-        /// Why.
+        /// The reason.
         why: Refusal,
-        /// Proves that the target has the fleet's secret, to an initiator that has it.
+        /// The proof that the target has the fleet's secret, for an initiator that has it.
         proof: &'a [u8],
     },
-    /// The initiator asks for a region.
+    /// The initiator requests a region.
     Want {
         /// The number of the import.
         import: u64,
-        /// Which region.
+        /// The region.
         id: RegionId,
-        /// Its key.
+        /// The region's key.
         key: RegionKey,
     },
     /// The owner grants the region.
     Grant {
-        /// As asked.
+        /// The number of the import in the request.
         import: u64,
-        /// See above.
+        /// The transport's own part.
         rest: &'a [u8],
     },
-    /// The owner denies it.
+    /// The owner denies the region.
     Deny {
-        /// As asked.
+        /// The number of the import in the request.
         import: u64,
-        /// Why.
+        /// The reason.
         why: Refusal,
     },
     /// The owner revokes a region.
     Recall {
-        /// Which.
+        /// The region.
         id: RegionId,
     },
     /// The other end has released the region.
     Released {
-        /// Which.
+        /// The region.
         id: RegionId,
     },
     /// A notification.
     Notify {
-        /// Its number on this link.
+        /// The number of the notification on this link.
         notice: u64,
-        /// What it says.
+        /// The payload.
         bytes: &'a [u8],
     },
-    /// The target's agent has the notification.
+    /// The target's agent has received the notification.
     Ack {
-        /// Its number.
+        /// The number of the notification.
         notice: u64,
     },
-    /// Asks for a sign of life.
+    /// A request for a sign of life.
     Ping,
-    /// Answers [`Ping`](ControlMessage::Ping).
+    /// The answer to [`Ping`](ControlMessage::Ping).
     Alive,
-    /// Asks the initiator to end the link: the target's agent is shutting down.
+    /// The target asks the initiator to end the link because its agent is shutting down.
     Leave,
-    /// The last message of an end that holds nothing of the other any more.
+    /// The last message of an end that no longer holds anything of the other.
     Bye,
 }
 
@@ -118,7 +118,8 @@ mod number {
 }
 
 impl ControlMessage<'_> {
-    /// Returns whether the message may arrive at this end of a link. `up`: the handshake is done.
+    /// Returns true if the message may arrive at this end of a link. `up` means that the handshake
+    /// is done.
     pub fn fits(&self, up: bool, to_initiator: bool) -> bool {
         match self {
             ControlMessage::Hello { .. } | ControlMessage::Confirm { .. } => !up && !to_initiator,
@@ -128,7 +129,7 @@ impl ControlMessage<'_> {
             | ControlMessage::Deny { .. }
             | ControlMessage::Ack { .. }
             | ControlMessage::Leave => up && to_initiator,
-            // Either end may have lent the other something.
+            // Each end may hold regions of the other.
             ControlMessage::Recall { .. } | ControlMessage::Released { .. } => up,
             ControlMessage::Ping | ControlMessage::Alive | ControlMessage::Bye => up,
         }
@@ -204,7 +205,7 @@ impl ControlMessage<'_> {
 }
 
 impl<'a> ControlMessage<'a> {
-    /// Decodes a whole message.
+    /// Decodes a message, which must fill `bytes`.
     ///
     /// # Errors
     /// `Malformed`.
@@ -247,7 +248,7 @@ impl<'a> ControlMessage<'a> {
                 let (notice, len) = (reader.u64()?, reader.left());
                 if len > MAX_NOTIFICATION {
                     return Err(reader.malformed(format_args!(
-                        "a notification of {len} bytes, at most {MAX_NOTIFICATION} are allowed"
+                        "a notification has {len} bytes, and at most {MAX_NOTIFICATION} are allowed"
                     )));
                 }
                 ControlMessage::Notify { notice, bytes: rest(&mut reader)? }
@@ -267,11 +268,7 @@ impl<'a> ControlMessage<'a> {
 }
 
 fn magic(reader: &mut Reader<'_>) -> Result<()> {
-    if reader.array()? == MAGIC {
-        Ok(())
-    } else {
-        Err(reader.malformed("it does not come from kvx"))
-    }
+    if reader.array()? == MAGIC { Ok(()) } else { Err(reader.malformed("it is not a kvx message")) }
 }
 
 fn rest<'a>(reader: &mut Reader<'a>) -> Result<&'a [u8]> {
@@ -283,7 +280,7 @@ mod tests {
     use super::*;
     use kvx_core::{Error, ErrorKind};
 
-    /// Each message, and how many of its last bytes are of any length.
+    /// Returns each message, with the number of bytes at its end that may have any length.
     fn all() -> Vec<(ControlMessage<'static>, usize)> {
         let why = Refusal { kind: ErrorKind::WrongKey, text: "not that key".into() };
         let (id, key) = (RegionId(4), RegionKey([5; 16]));
@@ -308,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_travel_as_they_are_and_nothing_shorter_passes() {
+    fn messages_round_trip_and_truncated_ones_are_rejected() {
         for (message, any) in all() {
             let bytes = message.encode();
             assert_eq!(ControlMessage::decode(&bytes).unwrap().encode(), bytes);
@@ -332,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn each_message_fits_one_end_at_one_time() {
+    fn each_message_is_allowed_at_one_end_and_in_one_phase() {
         for (message, _) in all() {
             let fits = |up, to_initiator| message.fits(up, to_initiator);
             let handshake = fits(false, true) || fits(false, false);
@@ -343,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn bounds_hold_and_a_peers_text_is_cleaned() {
+    fn limits_hold_and_control_characters_are_removed() {
         let long = vec![7; MAX_NOTIFICATION + 1];
         let notify = |bytes| ControlMessage::Notify { notice: 1, bytes }.encode();
         assert!(

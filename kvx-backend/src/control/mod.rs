@@ -1,38 +1,38 @@
-//! The control protocol of kvx's links: the messages of two agents beside their data.
+//! The control protocol of kvx's links: the messages that two agents exchange in addition to data.
 //!
-//! Everything here is pure: no socket, no thread, no clock. Callers pass in the time, and do what
-//! the functions return. A transport carries the bytes, moves the data, and asks these parts what
-//! to say. SHM and the machine behind [`Fabric`](crate::fabric::Fabric) speak the whole protocol;
-//! TCP has frames and a handshake of its own.
+//! Everything here is sans-IO: no sockets, threads or clocks. Callers pass in the time and carry
+//! out what the functions return. A transport carries the bytes, moves the data, and asks these
+//! types what to send. SHM and the machine behind [`Fabric`](crate::fabric::Fabric) speak the whole
+//! protocol; TCP has its own frames and handshake.
 //!
-//! * **Handshake.** The initiator says [`Hello`](ControlMessage::Hello): versions, who it is, the
-//!   proof that it was invited. The target says [`Welcome`](ControlMessage::Welcome) and proves
-//!   itself, and the link is up at the initiator's [`Confirm`](ControlMessage::Confirm); or it says
-//!   [`Refuse`](ControlMessage::Refuse), the same to every
-//!   unauthenticated peer. See [`Greeting`] and [`verify_hello`].
-//! * **Regions.** Before a link first uses a region, its owner is shown number and key
-//!   ([`Want`](ControlMessage::Want)), and says [`Grant`](ControlMessage::Grant) or
-//!   [`Deny`](ControlMessage::Deny). So a wrong key is refused also where a library's own keys know
-//!   nothing of kvx's, and the owner knows whom to ask when it revokes. See [`RegionTable`],
-//!   [`GrantedRegions`] and [`ImportedRegions`].
-//! * **Revocation.** The owner says [`Recall`](ControlMessage::Recall) to every peer with a
-//!   grant of the region; each lets its operations on it end, releases it, and says
+//! * **Handshake.** The initiator sends [`Hello`](ControlMessage::Hello): versions, its identity,
+//!   and the proof that it was invited. The target proves itself with
+//!   [`Welcome`](ControlMessage::Welcome), and the initiator's [`Confirm`](ControlMessage::Confirm)
+//!   brings the link up; or the target sends [`Refuse`](ControlMessage::Refuse), with the same
+//!   content to every unauthenticated peer. See [`Greeting`] and [`verify_hello`].
+//! * **Regions.** Before a link first uses a region, it shows the region's id and key to the owner
+//!   ([`Want`](ControlMessage::Want)), which answers [`Grant`](ControlMessage::Grant) or
+//!   [`Deny`](ControlMessage::Deny). The owner thus rejects a wrong key even if the library's own
+//!   keys are independent of kvx's, and knows which peers to notify when it revokes the region. See
+//!   [`RegionTable`], [`GrantedRegions`] and [`ImportedRegions`].
+//! * **Revocation.** The owner sends [`Recall`](ControlMessage::Recall) to every peer that holds
+//!   the region. Each waits for its operations on the region to end, releases it, and answers
 //!   [`Released`](ControlMessage::Released). See [`Recalls`].
-//! * **Notifications.** [`Notify`](ControlMessage::Notify), answered by
-//!   [`Ack`](ControlMessage::Ack) once the peer's agent has it. At most a [`WINDOW`] is unanswered:
-//!   a target keeps those that do not fit into its agent's queue, in their order, and never stops
-//!   reading. See [`NoticesToPeer`] and [`NoticesFromPeer`].
-//! * **Life.** While an answer is awaited, silence is broken by [`Ping`](ControlMessage::Ping),
-//!   answered by [`Alive`](ControlMessage::Alive). An idle link is silent. See [`Silence`].
-//! * **End.** [`Bye`](ControlMessage::Bye) is the last word of an end that holds nothing of the
-//!   other any more. [`Leave`](ControlMessage::Leave) asks an initiator for it: the target's agent
-//!   is shutting down. Over a socket its end says both.
-//! * **Memory.** What a peer has this end keep is counted over all its links, and bounded. See
-//!   [`HeldBytes`].
+//! * **Notifications.** The target answers [`Notify`](ControlMessage::Notify) with
+//!   [`Ack`](ControlMessage::Ack) once its agent has the notification. At most a [`WINDOW`] is
+//!   unanswered. A target keeps those that do not fit into its agent's queue, in order, and never
+//!   stops reading. See [`NoticesToPeer`] and [`NoticesFromPeer`].
+//! * **Liveness.** An end that waits for an answer breaks a silence with
+//!   [`Ping`](ControlMessage::Ping); the answer is [`Alive`](ControlMessage::Alive). An idle link
+//!   is silent. See [`Silence`].
+//! * **End.** [`Bye`](ControlMessage::Bye) is the last message of an end that no longer holds
+//!   anything of the other. With [`Leave`](ControlMessage::Leave) a target whose agent is shutting
+//!   down asks the initiator for it. Over a socket, closing the socket means both.
+//! * **Memory.** This end counts the memory that it keeps for a peer over all the peer's links, and
+//!   bounds it. See [`HeldBytes`].
 //!
-//! Refusals travel as a [`Refusal`]: a kind, by one numbering for all transports, and a
-//! sentence that is cleaned of control characters. [`errors`] holds the sentences that all
-//! transports say alike.
+//! Refusals travel as a [`Refusal`]: a kind, with one numbering for all transports, and a sentence
+//! without control characters. [`errors`] holds the sentences that all transports share.
 
 pub mod errors;
 mod grants;

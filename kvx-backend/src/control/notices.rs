@@ -1,5 +1,5 @@
-//! Notifications of a link: a window of those that were sent and are not acknowledged, and bounded
-//! queues at both ends.
+//! Notifications of a link: a window of sent ones without acknowledgement, and bounded queues at
+//! both ends.
 
 use std::collections::VecDeque;
 
@@ -9,13 +9,13 @@ use kvx_core::{Error, ErrorKind, Result};
 use super::ENTRY_OVERHEAD;
 use super::errors::malformed;
 
-/// The most unacknowledged notifications of one link. A target must be able to park so many, as it
-/// never stops reading.
+/// The limit of unacknowledged notifications of one link. A target must have space to park as many,
+/// because it never stops reading.
 pub const WINDOW: usize = 64;
-/// The most bytes of unacknowledged notifications.
+/// The limit in bytes of unacknowledged notifications.
 const WINDOW_BYTES: usize = 1 << 20;
-/// The most bytes that wait at the sender; each notification costs [`ENTRY_OVERHEAD`] more than its
-/// length.
+/// The limit in bytes of notifications that wait at the sender; each counts [`ENTRY_OVERHEAD`] more
+/// than its length.
 const MAX_WAITING_BYTES: usize = 64 << 20;
 
 struct QueuedNotice {
@@ -43,12 +43,13 @@ impl NoticesToPeer {
     /// Queues a notification.
     ///
     /// # Errors
-    /// `Exhausted`, with the ticket, where too much waits already.
+    /// `Exhausted`, with the ticket, if too much is waiting already.
     pub fn add(&mut self, bytes: Box<[u8]>, done: Ticket) -> Result<(), (Ticket, Error)> {
         let cost = bytes.len() + ENTRY_OVERHEAD;
         if self.waiting_cost + cost > MAX_WAITING_BYTES {
             let why = format!(
-                "{} notifications wait for this peer already, of {} MiB in all: it does not take them",
+                "{} notifications wait for this peer already, of {} MiB in all: it does not \
+                 acknowledge them",
                 self.waiting.len(),
                 MAX_WAITING_BYTES >> 20
             );
@@ -59,7 +60,7 @@ impl NoticesToPeer {
         Ok(())
     }
 
-    /// Takes the next notification to be sent, with its number; `None` while the window is full.
+    /// Takes the next notification to send, with its number; `None` while the window is full.
     pub fn next_to_send(&mut self) -> Option<(u64, Box<[u8]>)> {
         let len = self.waiting.front()?.bytes.len();
         if self.sent.len() >= WINDOW || self.sent_bytes + len > WINDOW_BYTES {
@@ -76,7 +77,7 @@ impl NoticesToPeer {
     /// Takes the ticket of a notification that the peer acknowledges.
     ///
     /// # Errors
-    /// `Malformed` unless it is the oldest that was sent: none overtakes another.
+    /// `Malformed` unless it is the oldest that was sent: notifications cannot overtake each other.
     pub fn acknowledge(&mut self, notice: u64) -> Result<Ticket> {
         if self.sent.front().is_some_and(|sent| sent.notice == notice)
             && let Some(sent) = self.sent.pop_front()
@@ -84,10 +85,10 @@ impl NoticesToPeer {
             self.sent_bytes -= sent.len;
             return Ok(sent.done);
         }
-        Err(malformed("a notification is acknowledged that was not sent"))
+        Err(malformed("an acknowledgement does not match the oldest notification"))
     }
 
-    /// Returns whether an acknowledgement is awaited.
+    /// Returns true if an acknowledgement is outstanding.
     pub fn awaits_answer(&self) -> bool {
         !self.sent.is_empty()
     }
@@ -104,7 +105,7 @@ impl NoticesToPeer {
         Some((bytes, done))
     }
 
-    /// Takes all tickets: the link has ended.
+    /// Takes all tickets when the link has ended.
     pub fn end(&mut self) -> impl Iterator<Item = Ticket> {
         (self.waiting_cost, self.sent_bytes) = (0, 0);
         let sent = std::mem::take(&mut self.sent).into_iter().map(|sent| sent.done);
@@ -112,7 +113,7 @@ impl NoticesToPeer {
     }
 }
 
-/// Notifications of a peer that the agent has no capacity for, the oldest first.
+/// A peer's notifications that do not fit into the agent's queue, the oldest first.
 #[derive(Default)]
 pub struct NoticesFromPeer {
     parked: VecDeque<(u64, Box<[u8]>)>,
@@ -120,11 +121,12 @@ pub struct NoticesFromPeer {
 }
 
 impl NoticesFromPeer {
-    /// Takes a notification that arrived. Returns true if `deliver` took it, and it must be
-    /// acknowledged. Behind others that wait, it waits as well: small ones must not overtake a
+    /// Takes a notification that arrived. Returns true if `deliver` took it and the caller must
+    /// acknowledge it. Waits behind others that are parked: otherwise small ones could overtake a
     /// large one for ever.
     ///
     /// # Errors
+    ///
     /// `Malformed` for more than the window.
     pub fn take(
         &mut self,
@@ -136,15 +138,15 @@ impl NoticesFromPeer {
             return Ok(true);
         }
         if self.parked.len() >= WINDOW || self.bytes + bytes.len() > WINDOW_BYTES {
-            return Err(malformed("more notifications than may wait for their acknowledgement"));
+            return Err(malformed("the peer sent more notifications than the window allows"));
         }
         self.bytes += bytes.len();
         self.parked.push_back((notice, bytes.into()));
         Ok(false)
     }
 
-    /// Offers the oldest to `deliver` again. Returns its number, to be acknowledged, if `deliver`
-    /// took it.
+    /// Offers the oldest parked notification to `deliver` again. Returns its number, for the
+    /// acknowledgement, if `deliver` took it.
     pub fn deliver_next(
         &mut self,
         deliver: impl FnOnce(&[u8]) -> Result<(), QueueFull>,
@@ -155,17 +157,17 @@ impl NoticesFromPeer {
         Some(notice)
     }
 
-    /// Returns the bytes that they hold.
+    /// Returns the bytes that the parked notifications take.
     pub fn held(&self) -> usize {
         self.bytes + self.parked.len() * ENTRY_OVERHEAD
     }
 
-    /// Returns whether none waits.
+    /// Returns true if none is parked.
     pub fn is_empty(&self) -> bool {
         self.parked.is_empty()
     }
 
-    /// Drops them: the link has ended.
+    /// Drops all notifications when the link has ended.
     pub fn clear(&mut self) {
         *self = NoticesFromPeer::default();
     }
@@ -207,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_for_a_peer_is_bounded_also_where_it_is_empty() {
+    fn waiting_notifications_are_bounded_even_if_they_are_empty() {
         for len in [0, 1000, 64 << 10] {
             let mut to_peer = NoticesToPeer::default();
             let most = MAX_WAITING_BYTES / (len + ENTRY_OVERHEAD);
@@ -223,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_oldest_that_was_sent_is_acknowledged() {
+    fn only_the_oldest_sent_notification_can_be_acknowledged() {
         let mut to_peer = NoticesToPeer::default();
         (0..3).for_each(|_| add(&mut to_peer, 1).unwrap());
         assert!(to_peer.acknowledge(0).is_err(), "it was not sent");
@@ -241,7 +243,7 @@ mod tests {
         let room = |_: &[u8]| Ok(());
         assert!(from_peer.take(0, b"a", room).unwrap());
         assert!(!from_peer.take(1, b"large", full).unwrap());
-        assert!(!from_peer.take(2, b"b", room).unwrap(), "there would be room for it");
+        assert!(!from_peer.take(2, b"b", room).unwrap(), "it waits although it would fit");
         assert_eq!(from_peer.deliver_next(full), None);
         let mut delivered = Vec::new();
         let mut next = || {
@@ -256,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn who_sends_more_than_the_window_is_malformed() {
+    fn more_notifications_than_the_window_are_malformed() {
         for len in [1, WINDOW_BYTES / 4] {
             let (mut from_peer, mut to_peer) =
                 (NoticesFromPeer::default(), NoticesToPeer::default());
@@ -264,7 +266,7 @@ mod tests {
             let mut last = 0;
             while let Some((notice, bytes)) = to_peer.next_to_send() {
                 let acknowledged = from_peer.take(notice, &bytes, |_| Err(QueueFull));
-                assert!(!acknowledged.expect("all of a window is kept"));
+                assert!(!acknowledged.expect("a whole window is kept"));
                 last = notice;
             }
             let more = from_peer.take(last + 1, &vec![0; len], |_| Err(QueueFull));

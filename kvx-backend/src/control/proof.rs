@@ -1,9 +1,9 @@
-//! Proofs of one end of a link to the other: that it was invited, and has the fleet's secret where
-//! there is one.
+//! Proofs of one end of a link to the other: that it was invited, and that it has the fleet's
+//! secret if there is one.
 //!
 //! Every proof is an HMAC-SHA-256 over the exchanged content, under a label that names the prover
-//! and the claim. The usual key combines the invitation and the secret. Where the invitations
-//! differ, the secret alone is still proven: it tells a peer with old metadata from an
+//! and the claim. The usual key combines the invitation and the secret. If the invitations differ,
+//! an end still proves the secret alone, which distinguishes a peer with old metadata from an
 //! unauthenticated one.
 
 use hmac::{Hmac, KeyInit, Mac as _};
@@ -11,7 +11,7 @@ use kvx_core::backend::Invitation;
 use kvx_core::{Error, ErrorKind, Secret};
 use sha2::Sha256;
 
-/// Bytes of a proof.
+/// The length of a proof in bytes.
 pub const PROOF: usize = 32;
 /// A proof, as it travels.
 pub type Proof = [u8; PROOF];
@@ -19,13 +19,13 @@ pub type Proof = [u8; PROOF];
 /// The keys with which an end of a link makes its proofs.
 #[derive(Clone)]
 pub struct Keys {
-    /// Made of the invitation and the secret.
+    /// The key derived from the invitation and the secret.
     both: Proof,
     secret: Option<Secret>,
 }
 
 impl Keys {
-    /// Derives the keys from the owner's invitation, and the secret if there is one.
+    /// Derives the keys from the owner's invitation, and from the secret if there is one.
     pub fn new(invitation: &Invitation, secret: Option<&Secret>) -> Self {
         let mut mac = keyed(secret.map_or(&[], |secret| secret.bytes()));
         mac.update(b"kvx: invitation and secret");
@@ -33,17 +33,17 @@ impl Keys {
         Keys { both: mac.finalize().into_bytes().into(), secret: secret.cloned() }
     }
 
-    /// Returns whether there is a secret.
+    /// Returns true if there is a secret.
     pub fn have_secret(&self) -> bool {
         self.secret.is_some()
     }
 
-    /// Returns a claim under the key of both, to be proven or checked.
+    /// Returns a claim under the combined key, to prove or to check.
     pub fn both(&self, label: &str, said: &[&[u8]]) -> Claim {
         Claim::new(&self.both, label, said)
     }
 
-    /// Returns a claim under the secret alone; `None` without one.
+    /// Returns a claim under the secret alone, or `None` without a secret.
     pub fn secret(&self, label: &str, said: &[&[u8]]) -> Option<Claim> {
         self.secret.as_ref().map(|secret| Claim::new(secret.bytes(), label, said))
     }
@@ -68,7 +68,7 @@ impl Claim {
         self.0.clone().finalize().into_bytes().into()
     }
 
-    /// Returns whether `proof` proves the claim, in constant time.
+    /// Returns true if `proof` proves the claim. Takes constant time.
     pub fn holds(&self, proof: &[u8]) -> bool {
         self.0.clone().verify_slice(proof).is_ok()
     }
@@ -82,13 +82,14 @@ fn keyed(key: &[u8]) -> Hmac<Sha256> {
 pub fn unauthenticated() -> Error {
     Error::new(
         ErrorKind::Authentication,
-        "not proven: connect with this agent's newest metadata, and with the fleet's secret",
+        "not authenticated: connect with this agent's newest metadata, and with the fleet's secret",
     )
 }
 
 /// Returns the error of two ends with different secrets.
 pub fn secret_mismatch() -> Error {
-    let why = "the shared secrets of the two agents differ: give both the same by KVX_SECRET_FILE";
+    let why =
+        "the shared secrets of the two agents differ: give both the same one with KVX_SECRET_FILE";
     Error::new(ErrorKind::Authentication, why)
 }
 
@@ -97,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_proof_holds_for_one_key_one_label_and_what_was_said() {
+    fn a_proof_holds_for_one_key_one_label_and_one_content() {
         let (one, other) = (Invitation::from_bytes([1; 32]), Invitation::from_bytes([2; 32]));
         let (a, b) = (Secret::from_bytes([3; 32]), Secret::from_bytes([4; 32]));
         let said: &[&[u8]] = &[b"ab", b"c"];
@@ -108,13 +109,13 @@ mod tests {
         assert!(holds(&one, Some(&a), "label", said));
         assert!(!holds(&other, Some(&a), "label", said) && !holds(&one, Some(&b), "label", said));
         assert!(!holds(&one, None, "label", said) && !holds(&one, Some(&a), "labe", said));
-        assert!(!holds(&one, Some(&a), "label", &[b"a", b"bc"]), "where a part ends counts");
+        assert!(
+            !holds(&one, Some(&a), "label", &[b"a", b"bc"]),
+            "the boundaries of the parts count"
+        );
         let claim = |keys: &Keys| keys.secret("label", said);
         let proof = claim(&Keys::new(&one, Some(&a))).unwrap().proof();
-        assert!(
-            claim(&Keys::new(&other, Some(&a))).unwrap().holds(&proof),
-            "whatever the invitation"
-        );
+        assert!(claim(&Keys::new(&other, Some(&a))).unwrap().holds(&proof), "with any invitation");
         assert!(!claim(&Keys::new(&one, Some(&b))).unwrap().holds(&proof));
         assert!(claim(&Keys::new(&one, None)).is_none());
     }

@@ -1,10 +1,10 @@
-//! The reason of a refusal, as it is sent.
+//! The encoding of the reason why a peer refuses something.
 
 use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result};
 
-/// The kinds that are sent; the position plus one is the number on the wire, for every transport.
-/// Other kinds are sent as 0, a native error. Only the end may grow.
+/// The error kinds with a number on the wire: the position plus one, the same for every transport.
+/// Other kinds are sent as 0, a native error. New kinds may only be appended.
 const KINDS: [ErrorKind; 13] = [
     ErrorKind::WrongKey,
     ErrorKind::Unregistered,
@@ -21,7 +21,7 @@ const KINDS: [ErrorKind; 13] = [
     ErrorKind::Invalid,
 ];
 
-/// The most bytes of its sentence.
+/// The limit of a refusal's text in bytes.
 const MAX_TEXT: usize = 768;
 
 /// An error kind and a sentence.
@@ -43,7 +43,7 @@ impl From<&Error> for Refusal {
 }
 
 impl Refusal {
-    /// The most bytes that [`encode`](Refusal::encode) writes.
+    /// The largest number of bytes that [`encode`](Refusal::encode) writes.
     pub const MAX_BYTES: usize = 1 + 4 + MAX_TEXT;
 
     /// Returns the error of the refused operation.
@@ -54,7 +54,7 @@ impl Refusal {
     /// Appends the encoded refusal.
     pub fn encode(&self, out: &mut Vec<u8>) {
         let kind = match self.kind {
-            // One number serves both: initiators check permissions before they ask.
+            // Both share a number: initiators check permissions before they send a request.
             ErrorKind::PermissionDenied => ErrorKind::Authentication,
             kind => kind,
         };
@@ -62,8 +62,8 @@ impl Refusal {
         out.put_block(self.text.as_bytes());
     }
 
-    /// Decodes a refusal of a peer. Its text is shown in logs and terminals: control characters
-    /// become spaces.
+    /// Decodes a peer's refusal. Replaces control characters with spaces, because its text appears
+    /// in logs and terminals.
     ///
     /// # Errors
     /// `Malformed`.
@@ -73,7 +73,7 @@ impl Refusal {
             .copied()
             .unwrap_or(ErrorKind::Native);
         let text = std::str::from_utf8(reader.block(MAX_TEXT)?)
-            .map_err(|_| reader.malformed("a text that is not UTF-8"))?;
+            .map_err(|_| reader.malformed("its text is not UTF-8"))?;
         Ok(Refusal { kind, text: text.replace(char::is_control, " ") })
     }
 }
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peers_text_is_cleaned_and_bounded() {
+    fn control_characters_are_removed_from_texts_and_their_length_is_bounded() {
         let cleaned = travelled(&Refusal {
             kind: ErrorKind::Authentication,
             text: "\x1b[2Jno\nkey\u{9b}".into(),

@@ -7,56 +7,56 @@ const LONGEST_STEP: Duration = Duration::from_secs(1);
 
 /// The record of a peer's silence.
 ///
-/// A peer is lost after as many checks without a sign of life, in equal steps, as fill the timeout.
-/// Elapsed time alone is not enough: a process that was stopped finds every peer silent, but counts
-/// a single check, however long it was stopped.
+/// A peer is lost after several consecutive checks without a sign of life; the checks have equal
+/// intervals and together fill the timeout. Elapsed time alone is not enough: to a process that was
+/// stopped every peer seems silent, but it counts a single check, however long it was stopped.
 #[derive(Debug)]
 pub struct Silence {
-    /// Whether an answer is awaited.
+    /// True if an answer is outstanding.
     awaits: bool,
-    /// The last time that a message arrived, that an answer was awaited anew, or that a check found
-    /// nothing.
+    /// The last time that a message arrived, that the wait for an answer began, or that a check saw
+    /// no sign of life.
     seen: Instant,
-    /// Consecutive checks that found nothing.
+    /// The number of consecutive checks without a sign of life.
     in_vain: u32,
 }
 
 /// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SilenceStatus {
-    /// Nothing is awaited.
+    /// No answer is outstanding.
     Idle,
-    /// Check again then.
+    /// The time of the next check.
     Until(Instant),
-    /// Ask the peer for a sign of life, and check again then.
+    /// The peer must be asked for a sign of life, and checked again at this time.
     Ask(Instant),
     /// The peer has been silent for too long.
     Lost,
 }
 
 impl Silence {
-    /// Starts with no answer awaited.
+    /// Creates a record without an outstanding answer.
     pub fn new(now: Instant) -> Self {
         Silence { awaits: false, seen: now, in_vain: 0 }
     }
 
-    /// Returns the time between two checks: a quarter of the timeout, and a second at most.
+    /// Returns the time between two checks: a quarter of the timeout, and at most a second.
     pub fn step(timeout: Duration) -> Duration {
         (timeout / 4).clamp(Duration::from_millis(1), LONGEST_STEP)
     }
 
-    /// Returns when the peer last sent something, or was last checked.
+    /// Returns the time at which the peer last sent something or was last checked.
     pub fn since(&self) -> Instant {
         self.seen
     }
 
-    /// Notes that the peer sent something.
+    /// Records that the peer sent something.
     pub fn note_activity(&mut self, now: Instant) {
         (self.seen, self.in_vain) = (now, 0);
     }
 
-    /// Notes whether an answer is awaited. Returns the time if that has just begun: the first check
-    /// is due a step later.
+    /// Records whether an answer is outstanding. Returns the time if the wait has just begun: the
+    /// first check is due a step later.
     pub fn note(&mut self, awaits: bool, now: impl FnOnce() -> Instant) -> Option<Instant> {
         let awaited = std::mem::replace(&mut self.awaits, awaits);
         (awaits && !awaited).then(|| {
@@ -90,7 +90,7 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(4);
 
-    /// A peer that owes an answer since `now`, seen on a clock that the test moves.
+    /// A peer that owes an answer since `now`, on a clock that the test moves.
     struct SilentPeer {
         silence: Silence,
         now: Instant,
@@ -102,7 +102,7 @@ mod tests {
             let mut silence = Silence::new(now);
             assert_eq!(silence.look(now + TIMEOUT * 100, TIMEOUT), SilenceStatus::Idle);
             assert_eq!(silence.note(true, || now), Some(now));
-            assert_eq!(silence.note(true, || unreachable!("it awaits already")), None);
+            assert_eq!(silence.note(true, || unreachable!("the wait has begun already")), None);
             SilentPeer { silence, now }
         }
 
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn a_silent_peer_is_asked_once_and_lost_when_its_time_is_over() {
+    fn a_silent_peer_is_asked_once_and_lost_after_the_timeout() {
         let mut waiting = SilentPeer::new();
         let (step, lost_at) = (TIMEOUT / 4, waiting.now + TIMEOUT);
         assert_eq!(waiting.after(step / 2), SilenceStatus::Until(waiting.now + step / 2));
@@ -140,8 +140,9 @@ mod tests {
     }
 
     #[test]
-    fn whoever_was_stopped_himself_does_not_blame_the_peer() {
-        // Stopped before it asked, just after that, and in the middle of the peer's time.
+    fn a_process_that_was_stopped_does_not_lose_its_peer() {
+        // The process is stopped before it asks, just after that, and in the middle of the peer's
+        // time.
         for looks in 0..3 {
             let mut waiting = SilentPeer::new();
             let step = TIMEOUT / 4;
@@ -157,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_word_or_an_answer_begins_the_time_anew() {
+    fn a_message_or_a_new_wait_restarts_the_timeout() {
         let mut waiting = SilentPeer::new();
         let step = TIMEOUT / 4;
         (0..3).for_each(|_| assert_ne!(waiting.after(step), SilenceStatus::Lost));

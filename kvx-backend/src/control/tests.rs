@@ -1,4 +1,4 @@
-//! Two ends of a link, on a clock that the test moves and over wires that it holds.
+//! Two ends of a link, with a clock and wires that the test controls.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
@@ -21,12 +21,12 @@ fn identity(name: &str) -> Identity {
     Identity { name: name.into(), incarnation: Incarnation([name.len() as u8; 16]) }
 }
 
-/// What the agent of this name invites by.
+/// Returns the keys made of the invitation of the agent with this name.
 fn keys(name: &str) -> Keys {
     Keys::new(&Invitation::from_bytes([name.len() as u8; 32]), None)
 }
 
-/// Both ends, and what is on its way between them.
+/// Both ends, and the messages between them.
 struct Link {
     now: Instant,
     up: bool,
@@ -39,16 +39,16 @@ struct Link {
     turned_away: Option<Error>,
     greeting: Option<Greeting>,
 
-    /// What the owner waits for before it is up.
+    /// The claim that the initiator must prove before the owner's side is up.
     confirmed: Option<Claim>,
-    /// As what it has turned the initiator away.
+    /// The kind of error with which the owner has refused the initiator.
     refused: Option<ErrorKind>,
     both_up: bool,
     table: RegionTable<()>,
     granted: GrantedRegions,
     recalls: Recalls<u8, RegionId>,
     from_peer: NoticesFromPeer,
-    /// What the owner's agent has, and how many more it has room for.
+    /// The notifications that the owner's agent has, and how many more fit into its queue.
     taken: Vec<Vec<u8>>,
     room: usize,
 }
@@ -179,7 +179,7 @@ impl Link {
         Ok(())
     }
 
-    /// Sends what the window has room for.
+    /// Sends the notifications that fit into the window.
     fn send(&mut self) {
         while let Some((notice, bytes)) = self.to_peer.next_to_send() {
             self.to_owner.push_back(ControlMessage::Notify { notice, bytes: &bytes }.encode());
@@ -188,7 +188,7 @@ impl Link {
         self.silence.note(awaits, || self.now);
     }
 
-    /// Lets everything arrive.
+    /// Delivers all messages.
     fn settle(&mut self) {
         loop {
             self.send();
@@ -202,7 +202,7 @@ impl Link {
         }
     }
 
-    /// The owner's agent has room for so many more.
+    /// Adds space for `room` notifications to the owner's agent.
     fn resume(&mut self, room: usize) {
         self.room = room;
         while let Some(notice) = self.from_peer.deliver_next(|bytes| {
@@ -230,7 +230,7 @@ fn who_was_invited_by_another_agent_is_turned_away() {
 }
 
 #[test]
-fn whatever_breaks_the_protocol_ends_the_link_and_nothing_is_granted_or_taken() {
+fn violations_of_the_protocol_end_the_link_and_nothing_is_granted_or_taken() {
     for violation in violations(&Invitation::from_bytes([5; 32]), b"", REGION, KEY).unwrap() {
         let mut link =
             if violation.stage == HandshakeStage::Up { Link::up() } else { Link::greeted("owner") };
@@ -259,7 +259,7 @@ fn notifications_arrive_once_and_in_order_through_a_queue_of_any_size() {
         assert!(link.taken.is_empty() && link.to_peer.awaits_answer());
         for _ in 0..500_usize.div_ceil(step) {
             link.resume(step);
-            // One more than there was room for waits, and none overtakes it.
+            // At most the granted number is taken, and none overtakes another.
             assert!(link.taken.len() <= 500);
         }
         link.resume(usize::MAX);
@@ -304,12 +304,12 @@ fn a_region_is_used_from_its_grant_to_its_recall() {
 }
 
 #[test]
-fn an_owner_that_lives_is_never_lost_and_one_that_is_stopped_is() {
+fn a_live_owner_is_never_lost_and_a_stopped_one_is() {
     let mut link = Link::up();
     link.room = 0;
     let end = link.notify(7);
     link.settle();
-    // It does not take the notification, but says that it lives whenever it is asked.
+    // The owner does not take the notification, but answers whenever it is asked.
     for _ in 0..100 {
         link.now += Silence::step(TIMEOUT);
         match link.silence.look(link.now, TIMEOUT) {
@@ -318,7 +318,7 @@ fn an_owner_that_lives_is_never_lost_and_one_that_is_stopped_is() {
         }
         link.settle();
     }
-    // It is stopped: what was said to it stays on the wire.
+    // The owner is stopped: messages to it stay on the wire.
     let stopped = link.now;
     while link.silence.look(link.now, TIMEOUT) != SilenceStatus::Lost {
         assert!(link.now <= stopped + 2 * TIMEOUT);

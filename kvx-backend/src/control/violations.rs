@@ -1,6 +1,6 @@
-//! Violations of the protocol by an initiator, for tests. The tests of this module check, without a
-//! socket, that each ends a link; the tests of each backend check that the backend uses this module
-//! and continues with other peers.
+//! Protocol violations of an initiator, for tests. The tests of this module check, without a
+//! socket, that each of them ends a link. The tests of each backend check that the backend uses
+//! this module and continues with other peers.
 
 use kvx_core::backend::{Invitation, RegionKey};
 use kvx_core::{ErrorKind, Identity, Incarnation, RegionId, Result, Secret};
@@ -8,7 +8,7 @@ use kvx_core::{ErrorKind, Identity, Incarnation, RegionId, Result, Secret};
 use super::proof::{Keys, PROOF};
 use super::{ControlMessage, Greeting, VERSIONS, WINDOW};
 
-/// Where the nonce of an encoded hello begins: behind its number, eight bytes that name kvx,
+/// The offset of the nonce in an encoded hello: after the message number, the eight magic bytes,
 /// versions and a length.
 const NONCE: usize = 17;
 
@@ -17,7 +17,7 @@ const NONCE: usize = 17;
 pub enum HandshakeStage {
     /// No message was sent.
     Start,
-    /// The target welcomed the hello of an invited initiator. It may be a recorded one.
+    /// The target welcomed the hello of an invited initiator; the hello may be a replay.
     Welcome,
     /// The initiator has proven itself: the link is up.
     Up,
@@ -26,19 +26,19 @@ pub enum HandshakeStage {
 /// A violation that ends a link.
 #[derive(Debug)]
 pub struct Violation {
-    /// Names it in the message of a failed test.
+    /// The description for the message of a failed test.
     pub description: &'static str,
-    /// When the initiator sends it.
+    /// The stage at which the initiator sends it.
     pub stage: HandshakeStage,
-    /// Its messages. With the last one at the latest, the link has ended.
+    /// The messages. The link has ended after the last of them, if not before.
     pub messages: Vec<Vec<u8>>,
     /// The error that a target answers with, if it can answer unauthenticated peers.
     pub refusal: Option<ErrorKind>,
 }
 
-/// Returns each kind of violation once, for a target with this invitation and a region of this
-/// number and key, which it has not granted, and with capacity for fewer than eight notifications.
-/// `rest` is the transport's part of a hello.
+/// Returns each kind of violation once. The target has this invitation and capacity for fewer than
+/// eight notifications; it has not granted its region of this id and key. `rest` is the transport's
+/// part of a hello.
 pub fn violations(
     invitation: &Invitation,
     rest: &[u8],
@@ -48,7 +48,7 @@ pub fn violations(
     let (_, invited) = greet(invitation, None, rest)?;
     let (_, stranger) = greet(&Invitation::from_bytes([0; 32]), None, rest)?;
     let mut altered = invited.clone();
-    altered[NONCE] ^= 1; // what it says besides is as it was
+    altered[NONCE] ^= 1; // the rest of the hello is unchanged
     let one = |message: ControlMessage<'_>| vec![message.encode()];
     let notify = |notice| ControlMessage::Notify { notice, bytes: &[7; 1000] }.encode();
     let (old, newer) = (Some(ErrorKind::PeerRestarted), Some(ErrorKind::Incompatible));
@@ -57,40 +57,40 @@ pub fn violations(
     let violations = [
         (
             HandshakeStage::Start,
-            "bytes that are no message",
+            "bytes that are not a message",
             vec![b"GET / HTTP/1.1\r\n\r\n".to_vec()],
             None,
         ),
-        (HandshakeStage::Start, "a message that is no hello", one(ControlMessage::Ping), None),
-        (HandshakeStage::Start, "the hello of a stranger", vec![stranger], old),
-        (HandshakeStage::Start, "a hello that was altered", vec![altered], old),
-        (HandshakeStage::Start, "a hello in other versions", one(other_versions), newer),
-        (HandshakeStage::Welcome, "a proof that is none", proof(), None),
+        (HandshakeStage::Start, "a message that is not a hello", one(ControlMessage::Ping), None),
+        (HandshakeStage::Start, "the hello of an unauthenticated peer", vec![stranger], old),
+        (HandshakeStage::Start, "an altered hello", vec![altered], old),
+        (HandshakeStage::Start, "a hello with unknown versions", one(other_versions), newer),
+        (HandshakeStage::Welcome, "an invalid proof", proof(), None),
         (
             HandshakeStage::Welcome,
-            "a region is wanted before the proof",
+            "a request for a region before the proof",
             one(ControlMessage::Want { import: 1, id, key }),
             None,
         ),
         (HandshakeStage::Welcome, "a notification before the proof", vec![notify(0)], None),
-        (HandshakeStage::Welcome, "a question before the proof", one(ControlMessage::Ping), None),
+        (HandshakeStage::Welcome, "a ping before the proof", one(ControlMessage::Ping), None),
         (HandshakeStage::Up, "a second hello", vec![invited], None),
         (HandshakeStage::Up, "a second proof", proof(), None),
         (
             HandshakeStage::Up,
-            "the answer to a notification, from who notifies",
+            "an acknowledgement from the end that sends notifications",
             one(ControlMessage::Ack { notice: 3 }),
             None,
         ),
         (
             HandshakeStage::Up,
-            "a grant, from who asks for it",
+            "a grant from the end that requests regions",
             one(ControlMessage::Grant { import: 0, rest: b"" }),
             None,
         ),
         (
             HandshakeStage::Up,
-            "a region is released that was not granted",
+            "the release of a region that was not granted",
             one(ControlMessage::Released { id }),
             None,
         ),
@@ -110,7 +110,7 @@ pub fn violations(
     Ok(violations.into_iter().map(violation).collect())
 }
 
-/// Returns an initiator with this invitation, and its hello; `rest` is the transport's part of it.
+/// Returns an initiator with this invitation, and its hello. `rest` is the transport's part of it.
 pub fn greet(
     invitation: &Invitation,
     secret: Option<&Secret>,
@@ -131,8 +131,11 @@ pub fn greet_as(
     Ok((greeting, ControlMessage::Hello { versions: VERSIONS, body: &body }.encode()))
 }
 
-/// Returns the message that proves the initiator after its welcome. Errors: it is no welcome for
-/// it.
+/// Returns the message that proves the initiator after its welcome.
+///
+/// # Errors
+///
+/// `welcome` is not a valid welcome for this initiator.
 pub fn prove(greeting: &Greeting, welcome: &[u8]) -> Result<Vec<u8>> {
     let ControlMessage::Welcome { version, body } = ControlMessage::decode(welcome)? else {
         return Err(super::errors::malformed("no welcome"));
@@ -141,8 +144,9 @@ pub fn prove(greeting: &Greeting, welcome: &[u8]) -> Result<Vec<u8>> {
     Ok(ControlMessage::Confirm { proof }.encode())
 }
 
-/// Returns a random message to a target, one in four with an altered byte. Every other one is of
-/// `own`, where a transport has messages of its own. `below` draws a number below another one.
+/// Returns a random message to a target; one in four has an altered byte. If the transport has
+/// messages of its own, every other one comes from `own`. `below` draws a number below its
+/// argument.
 pub fn random_message(
     mut below: impl FnMut(usize) -> usize,
     id: RegionId,

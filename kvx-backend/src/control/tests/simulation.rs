@@ -1,6 +1,6 @@
-//! A link in virtual time: random steps by seed, and an end of it at any of them.
+//! A link in virtual time: random steps by seed, with an end of the link after any of them.
 //!
-//! Messages are delayed and lost with the link, never reordered: every transport below brings them
+//! Messages are delayed, and lost with the link, but never reordered: every transport delivers them
 //! in order. `KVX_SIMULATION_SEED` runs one seed.
 
 use kvx_testkit::Random;
@@ -13,15 +13,15 @@ const REGIONS: u64 = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum End {
-    /// Everything arrives at last.
+    /// All messages arrive in the end.
     Healthy,
-    /// What is on its way is lost.
+    /// Messages in flight are lost.
     Cut,
-    /// What it had sent arrives still.
+    /// Messages that the owner has sent still arrive.
     OwnerKilled,
-    /// The same.
+    /// Messages that the initiator has sent still arrive.
     InitiatorKilled,
-    /// It keeps the link open, and says nothing more.
+    /// The owner keeps the link open but sends nothing more.
     OwnerStopped,
 }
 
@@ -33,7 +33,7 @@ struct Run {
     link: Link,
     ends: Vec<Completion<()>>,
     imports: u64,
-    /// When the initiator last heard anything.
+    /// The time at which the initiator last received a message.
     heard: Instant,
     confirmed: HashSet<RegionId>,
     lost: bool,
@@ -93,7 +93,7 @@ impl Run {
         true
     }
 
-    /// The owner's agent takes what it has room for.
+    /// Lets the owner's agent take the notifications that fit into its queue.
     fn unpark(&mut self) {
         let Link { from_peer, taken, room, to_initiator, .. } = &mut self.link;
         while let Some(notice) = from_peer.deliver_next(|bytes| {
@@ -112,7 +112,7 @@ impl Run {
         {
             assert!(
                 self.link.taken.len() as u64 > notice,
-                "{notice} is acknowledged and has not arrived"
+                "{notice} is acknowledged but has not arrived"
             );
         }
     }
@@ -143,7 +143,7 @@ impl Run {
         }
     }
 
-    /// What holds after every step.
+    /// Checks what must hold after every step.
     fn hold(&mut self) {
         let link = &mut self.link;
         for (at, bytes) in link.taken.iter().enumerate().rev().take(WINDOW) {
@@ -172,7 +172,7 @@ impl Run {
                 return;
             }
         }
-        panic!("messages go to and fro for ever");
+        panic!("the exchange of messages does not end");
     }
 
     fn finish(mut self, end: End) {
@@ -204,7 +204,7 @@ impl Run {
             }
             _ => {}
         }
-        // Both ends give the link up: all of it ends, and none of it comes again.
+        // Both ends give up the link: all its operations end, and none starts again.
         let link = &mut self.link;
         link.to_peer.end().for_each(|done| done.settle(Err(errors::peer_died())));
         link.imports.clear();
@@ -231,7 +231,7 @@ fn run(seed: u64) {
     let mut random = Random::seeded(seed + 1);
     let kinds = [End::Healthy, End::Cut, End::OwnerKilled, End::InitiatorKilled, End::OwnerStopped];
     let end = kinds[(seed % 5) as usize];
-    // Each kind of end comes at every step.
+    // Every kind of end is tried after every number of steps.
     let steps = seed / 5 % STEPS;
     let mut run = Run::new();
     for _ in 0..steps {
@@ -244,13 +244,13 @@ fn run(seed: u64) {
 }
 
 #[test]
-fn a_link_keeps_its_promises_whatever_comes_between() {
+fn a_link_keeps_its_promises_under_random_steps_and_ends() {
     if let Ok(seed) = std::env::var("KVX_SIMULATION_SEED") {
         return run(seed.parse().unwrap());
     }
     for seed in 0..SEEDS {
         if let Err(panic) = std::panic::catch_unwind(|| run(seed)) {
-            eprintln!("it failed with KVX_SIMULATION_SEED={seed}");
+            eprintln!("the simulation failed: run it with KVX_SIMULATION_SEED={seed}");
             std::panic::resume_unwind(panic);
         }
     }

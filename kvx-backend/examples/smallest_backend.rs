@@ -1,8 +1,9 @@
-//! The smallest backend that keeps kvx's contract, and the conformance suite over it; kvx-backend's
-//! README.md walks through it.
+//! The smallest backend that keeps kvx's contract, with the conformance suite that tests it.
+//! kvx-backend's README.md explains it.
 //!
-//! It stands for a native library that loses nothing and orders nothing: messages go as datagrams
-//! over Unix sockets, pieces by `process_vm_readv` and `process_vm_writev`, both in random order.
+//! Its stand-in for a native library loses nothing and guarantees no order: it sends messages as
+//! datagrams over Unix sockets and copies pieces with `process_vm_readv` and `process_vm_writev`,
+//! both in random order.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
@@ -32,13 +33,14 @@ const MAX_MESSAGE: usize = 2048;
 /// The most pieces that are in flight at once.
 const DEPTH: usize = 64;
 
-/// The conformance suite: every clause of CONTRACT.md, with both ends in one process and in two.
+/// Runs the conformance suite: every clause of CONTRACT.md, with both ends in one process and in
+/// two.
 fn main() -> ExitCode {
     conformance_main(registry, &[Suite { tier: Tier::Fast, ..Suite::over(NAME) }])
 }
 
 fn registry(_: &str) -> Registry {
-    // As libraries do: a far end's answers must not be mixed up with it.
+    // Native libraries do this; the suite must not mistake it for the other process's answers.
     static LOGGED: Once = Once::new();
     LOGGED.call_once(|| println!("{NAME} logs on standard output"));
     let mut registry = Registry::new();
@@ -46,7 +48,7 @@ fn registry(_: &str) -> Registry {
     registry
 }
 
-/// What the backend promises, whatever its peer.
+/// Returns the capabilities that the backend promises for every peer.
 fn capabilities() -> Capabilities {
     Capabilities {
         isolation: PerOp::same(Isolation::Cooperative),
@@ -62,7 +64,7 @@ fn capabilities() -> Capabilities {
     }
 }
 
-/// Makes the backend's transports.
+/// The factory of the backend's transports.
 struct Shuffled;
 
 impl Factory for Shuffled {
@@ -112,17 +114,18 @@ impl Factory for Shuffled {
     }
 }
 
-/// Registers memory: nothing needs to be known of it but its address.
+/// A registrar that needs nothing but the memory's address.
 struct Addresses;
 
-// SAFETY: peers reach the memory by its address, while their process may.
+// SAFETY: peers reach the memory by its address, as the kernel permits; `Local` has nothing to
+// keep.
 unsafe impl Registrar<()> for Addresses {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<((), Vec<u8>)> {
         Ok(((), memory.address().to_le_bytes().to_vec()))
     }
 }
 
-/// Where an endpoint leads.
+/// The peer that an endpoint leads to.
 struct Destination {
     pid: i32,
     at: SocketAddrUnix,
@@ -139,13 +142,13 @@ struct PostedPiece {
     len: u64,
 }
 
-/// The "library": a socket, and the pieces that it was given.
+/// The "library": a socket, and the pieces that the kit posted to it.
 struct ShuffledFabric {
     socket: OwnedFd,
     fds: [RawFd; 1],
     destinations: HashMap<EndpointId, Destination>,
     pieces: Vec<PostedPiece>,
-    /// Of the random order.
+    /// The state of the random number generator.
     seed: u64,
 }
 
@@ -172,7 +175,7 @@ impl ShuffledFabric {
         let len = piece.len as usize;
         let local = libc::iovec { iov_base: piece.local as *mut _, iov_len: len };
         let remote = libc::iovec { iov_base: piece.remote as *mut _, iov_len: len };
-        // SAFETY: the local range belongs to a region that the job keeps, and core checked its
+        // SAFETY: the job keeps the region of the local range alive, and core checked the range's
         // bounds.
         let moved = unsafe {
             match piece.op {
@@ -187,7 +190,7 @@ impl ShuffledFabric {
     }
 }
 
-// SAFETY: pieces are copied within `poll`, before they are reported.
+// SAFETY: `poll` copies pieces before it reports them; nothing else touches local memory.
 unsafe impl Fabric for ShuffledFabric {
     type Local = ();
     type Remote = u64;
@@ -269,7 +272,7 @@ unsafe impl Fabric for ShuffledFabric {
         events.extend(messages);
         let mut pieces = std::mem::take(&mut self.pieces);
         self.shuffle(&mut pieces);
-        // Some wait for the next time, as they would on a wire.
+        // Leaves some pieces for the next call, as a wire would.
         let later = if pieces.len() > 4 { pieces.split_off(pieces.len() / 2) } else { Vec::new() };
         for piece in &pieces {
             events.push(Event::Completed { job: piece.job, pieces: 1, result: self.copy(piece) });
@@ -282,7 +285,7 @@ unsafe impl Fabric for ShuffledFabric {
         if !self.pieces.is_empty() {
             return Ok(Armed::Again);
         }
-        // Nothing tells when a peer's socket has room again.
+        // No event reports when a peer's socket has capacity again.
         Ok(Armed::Sleep(waiting.then_some(Duration::from_millis(5))))
     }
 

@@ -1,9 +1,9 @@
 //! A kit for baseline programs: two processes that move blocks through a bare native library.
 //!
-//! `kvx bench --beside PROGRAM` measures such a program in turn with kvx; `kvx-cli/BESIDE.md`
-//! describes the protocol, which [`answer`] speaks. The program implements [`Baseline`], forks the
-//! process that owns the remote memory with [`fork`], and uses nothing else of kvx but bindings,
-//! the [loader](crate::loader) and this module. Baselines have no error handling: whatever fails
+//! `kvx bench --beside PROGRAM` measures such a program and kvx in alternation; [`answer`] speaks
+//! its protocol, which `kvx-cli/BESIDE.md` describes. The program implements [`Baseline`] and forks
+//! the process that owns the remote memory with [`fork`]. It uses nothing else of kvx but bindings,
+//! the [loader](crate::loader) and this module. Baselines have no error handling: any failure
 //! panics and so ends the program.
 
 use std::io::{Read, Write};
@@ -22,13 +22,14 @@ pub type BlockPair = (usize, usize);
 /// The transfers that the next rounds repeat.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Point {
-    /// Blocks move from the remote memory to the initiator's; otherwise the other way round.
+    /// True if blocks move from the remote memory to the initiator's, false for the other
+    /// direction.
     pub read: bool,
-    /// The memory stands for a program's own rather than for a kvx pool.
+    /// True if the memory stands for a program's own, false if it stands for a kvx pool.
     pub foreign: bool,
-    /// Bytes of one block.
+    /// The size of one block in bytes.
     pub block: usize,
-    /// Blocks that one transfer moves.
+    /// The number of blocks that one transfer moves.
     pub count: usize,
     /// The blocks of all transfers, in order.
     pub pairs: Vec<BlockPair>,
@@ -62,18 +63,18 @@ impl Point {
         self.block * self.pairs.len()
     }
 
-    /// Returns how many different transfers there are.
+    /// Returns the number of different transfers.
     pub fn lists(&self) -> usize {
         self.pairs.len() / self.count
     }
 
-    /// Returns the places of one transfer's blocks in [`pairs`](Point::pairs).
+    /// Returns the range of one transfer's blocks in [`pairs`](Point::pairs).
     pub fn list(&self, list: usize) -> Range<usize> {
         list * self.count..(list + 1) * self.count
     }
 }
 
-/// The numbers below `count` in an order that depends only on `seed`.
+/// Returns the numbers below `count` in an order that depends only on `seed`.
 pub fn shuffled(count: usize, seed: u64) -> Vec<usize> {
     let (mut numbers, mut state) = ((0..count).collect::<Vec<_>>(), seed);
     for at in (1..count).rev() {
@@ -85,16 +86,16 @@ pub fn shuffled(count: usize, seed: u64) -> Vec<usize> {
     numbers
 }
 
-/// A loop around a bare library: the initiator's side of both processes.
+/// The initiator's side of a loop around a bare library.
 pub trait Baseline {
     /// Allocates the memory of both processes and prepares the transfers. Returns a reason to skip
     /// the point.
     fn prepare(&mut self, point: &Point) -> Option<String>;
 
-    /// Runs one transfer to its end: the blocks of [`Point::list`].
+    /// Runs one transfer to completion: the blocks of [`Point::list`].
     fn transfer(&mut self, point: &Point, list: usize);
 
-    /// Tells the other process that a round begins or has ended, if it must know.
+    /// Notifies the other process that a round begins or has ended, if it needs to know.
     fn set_active(&mut self, _active: bool) {}
 }
 
@@ -119,7 +120,7 @@ pub fn answer(name: &str, baseline: &mut impl Baseline) {
     }
 }
 
-/// Repeats `round` for so many seconds, at least once. Returns how often it ran and for how long.
+/// Repeats `round` for `seconds`, at least once. Returns how often it ran and for how long.
 pub fn repeat<B: Baseline>(
     baseline: &mut B,
     seconds: f64,
@@ -140,10 +141,11 @@ pub fn repeat<B: Baseline>(
 /// their channel.
 ///
 /// # Safety
-/// The process has one thread.
+///
+/// The caller ensures that the process has a single thread.
 pub unsafe fn fork(child: impl FnOnce(Channel)) -> Channel {
     let (near, far) = UnixStream::pair().expect("two sockets");
-    // SAFETY: the caller promises one thread, so the child may do whatever the parent may.
+    // SAFETY: the caller ensures a single thread, so the child may do whatever the parent may.
     if unsafe { libc::fork() } == 0 {
         drop(near);
         child(Channel(far));
@@ -173,7 +175,7 @@ impl Channel {
         Some((number, bytes))
     }
 
-    /// Waits until a message can be received, at most for `longest`. Returns whether one can.
+    /// Waits at most `longest` until a message can be received. Returns true if one can.
     pub fn wait(&self, longest: Duration) -> bool {
         let mut ready = [PollFd::new(&self.0, PollFlags::IN)];
         let longest = Timespec::try_from(longest).expect("a short time");
@@ -192,18 +194,18 @@ pub struct HugeMemory {
 impl HugeMemory {
     const HUGE_PAGE: usize = 2 << 20;
 
-    /// Maps so many bytes; `private` as a program's own allocations are, otherwise as a kvx pool
-    /// is.
+    /// Maps `len` bytes: `private` like a program's own allocations, otherwise shared like a kvx
+    /// pool.
     pub fn new(len: usize, private: bool) -> HugeMemory {
         let flags = if private { MapFlags::PRIVATE } else { MapFlags::SHARED };
         let mapped = len + Self::HUGE_PAGE;
-        // SAFETY: the kernel chooses new pages; of these, `len` bytes behind the first huge page's
-        // border are written to, which all fit.
+        // SAFETY: the kernel chooses new pages. The writes touch `len` bytes after the first
+        // huge-page boundary, and the mapping is long enough for them.
         unsafe {
             let access = ProtFlags::READ | ProtFlags::WRITE;
             let pages = rustix::mm::mmap_anonymous(std::ptr::null_mut(), mapped, access, flags)
                 .expect("memory");
-            // Without huge pages the memory is slower, which the figure shows.
+            // Without huge pages the memory is slower, and the measurement shows it.
             rustix::mm::madvise(pages, mapped, Advice::LinuxHugepage).ok();
             let start = pages.map_addr(|address| address.next_multiple_of(Self::HUGE_PAGE));
             start.cast::<u8>().write_bytes(7, len);
@@ -225,7 +227,7 @@ impl HugeMemory {
 
 impl Drop for HugeMemory {
     fn drop(&mut self) {
-        // SAFETY: these pages were mapped by `new`, and the owner registers them nowhere any more.
+        // SAFETY: `new` mapped these pages, and the owner no longer has them registered anywhere.
         unsafe { rustix::mm::munmap(self.pages.as_ptr().cast(), self.mapped) }.ok();
     }
 }
@@ -235,7 +237,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shuffles_as_the_protocol_says() {
+    fn the_order_is_the_one_that_the_protocol_defines() {
         assert_eq!(shuffled(8, 1), [4, 3, 2, 7, 5, 6, 0, 1]);
         assert_eq!(shuffled(8, 2), [5, 2, 7, 4, 1, 3, 0, 6]);
     }
@@ -256,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_travel_whole_and_their_end_is_noticed() {
+    fn messages_arrive_whole_and_the_end_of_the_channel_is_reported() {
         let (near, far) = UnixStream::pair().unwrap();
         let (near, far) = (Channel(near), Channel(far));
         assert!(!far.wait(Duration::ZERO));
@@ -274,7 +276,7 @@ mod tests {
         for private in [false, true] {
             let memory = HugeMemory::new(12345, private);
             assert_eq!(memory.as_ptr().addr() % HugeMemory::HUGE_PAGE, 0);
-            // SAFETY: the memory is as long, and nobody else uses it.
+            // SAFETY: the memory is long enough, and no other code uses it.
             assert_eq!(unsafe { memory.as_ptr().add(12344).read() }, 7);
         }
     }

@@ -1,10 +1,9 @@
-//! Promises of transports.
+//! The capabilities that transports start from.
 
 use kvx_core::{Capabilities, HungPageScope, Idle, Isolation, MemoryKinds, PerOp, Revocation};
 
-/// Returns the promises of a transport over a native library of which nothing better is known.
-/// Peers are trusted, serve each other with their CPUs, and revoke memory with the control
-/// protocol's help.
+/// Returns the capabilities of a transport over a native library that promises nothing more: peers
+/// are trusted, a target's CPU serves its peers, and revocation needs the control protocol.
 pub fn of_library(memory: MemoryKinds) -> Capabilities {
     Capabilities {
         isolation: PerOp::same(Isolation::Cooperative),

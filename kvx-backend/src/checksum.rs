@@ -1,6 +1,6 @@
-//! A checksum behind bytes in a native library's own formats, which kvx's metadata carries.
+//! A checksum for bytes in a native library's own formats, which kvx's metadata carries.
 //!
-//! Libraries trust addresses and keys: altered ones lead to other memory of the peer, or end the
+//! Libraries trust addresses and keys: altered ones lead to other memory of the peer, or crash the
 //! process. The checksum detects accidental changes. It does not prove who wrote the bytes: against
 //! a hostile peer only the library's isolation helps ([`Isolation`](kvx_core::Isolation)).
 
@@ -22,25 +22,29 @@ pub fn strip<'a>(what: &'static str, sealed: &'a [u8]) -> Result<&'a [u8]> {
     let mut reader = Reader::new(what, sealed);
     let bytes = reader.bytes(sealed.len().saturating_sub(8))?;
     if reader.u64()? != fnv1a(bytes) {
-        return Err(reader.malformed("its checksum is another"));
+        return Err(reader.malformed("its checksum does not match"));
     }
     Ok(bytes)
 }
 
-/// Checks the number that says in which form a peer wrote its address or a region's export. Errors:
-/// `Incompatible`.
+/// Checks the version of the format in which a peer wrote its address or a region's export.
+///
+/// # Errors
+///
+/// `Incompatible` for an unknown version.
 pub fn check_form(backend: &'static str, what: &str, found: u8, known: u8) -> Result<()> {
     if found == known {
         return Ok(());
     }
     let why = format!(
-        "the peer's {backend} {what} has form {found}, this release knows {known}: update the older end"
+        "the peer's {backend} {what} has format {found}, but this release knows {known}: update \
+         the older end"
     );
     Err(Error::new(ErrorKind::Incompatible, why).with_backend(backend))
 }
 
-/// Has `decode` read 10,000 messages of random bytes. It must reject them without a checksum, and
-/// survive them with one.
+/// Runs `decode` on 10,000 random messages. It must reject them without a checksum and survive them
+/// with one.
 #[cfg(feature = "attacker-for-tests")]
 pub fn check_decoder<T>(decode: impl Fn(&[u8]) -> Result<T>) {
     let mut seed = 1_u64;
@@ -66,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_that_were_altered_or_cut_are_refused() {
+    fn altered_and_truncated_bytes_are_rejected() {
         let sealed = append(b"a worker's address".to_vec());
         assert_eq!(strip("address", &sealed).unwrap(), b"a worker's address");
         for len in 0..sealed.len() {

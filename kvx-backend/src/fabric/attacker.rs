@@ -1,5 +1,5 @@
-//! A peer that reaches a library's port without authentication, for tests: sends hand-made hellos
-//! over a library of its own.
+//! A peer without authentication that reaches a library's port, for tests: it sends hand-made
+//! hellos over a library instance of its own.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use crate::control::proof::PROOF;
 use crate::control::violations::greet;
 use crate::process::ProcessId;
 
-/// How long the library may take for a frame.
+/// The time after which the library must have taken a frame.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Returns a context to open a library without an agent.
@@ -33,11 +33,13 @@ pub fn context(options: Options) -> Context {
     }
 }
 
-/// Sends hellos to `owner` for `time`, some 20,000 a second: with every byte of the address altered
-/// under a fresh checksum and the secret `wrong`, which would crash a process that parses them; and
-/// with every byte of a valid hello altered except its proofs. Returns the number of hellos.
+/// Sends hellos to `owner` for `time`, some 20,000 a second, of two kinds: with the secret `wrong`
+/// and every byte of the address altered under a fresh checksum, which would crash a process that
+/// parses it; and valid hellos with every byte outside the proofs altered. Returns the number of
+/// hellos.
 ///
 /// # Errors
+///
 /// The library's, or `TimedOut` if it takes no frame.
 pub fn flood_with_hellos<F: Fabric>(
     parts: Parts<F>,
@@ -63,7 +65,7 @@ pub fn flood_with_hellos<F: Fabric>(
                 sender.say(&hello(&invitation, wrong, &address)?)?;
             }
             let true_hello = hello(&invitation, secret, &own)?;
-            // Of the two proofs at its end one alone is worth an answer.
+            // A hello ends in two proofs, either of which alone gets an answer.
             for at in 0..true_hello.len() - 2 * PROOF - 4 {
                 sender.say(&altered(&true_hello, at, flip))?;
             }
@@ -76,8 +78,8 @@ pub fn flood_with_hellos<F: Fabric>(
 }
 
 const TO: EndpointId = EndpointId(1);
-/// Hellos in a row, and the pause after them: without one libfabric's ofi_rxm may read without end
-/// and starve the owner (kvx-libfabric/DECISIONS.md).
+/// The number of hellos in a burst, and the pause after it: without a pause libfabric's ofi_rxm may
+/// read without end and starve the owner (kvx-libfabric/DECISIONS.md).
 const BURST: (usize, Duration) = (32, Duration::from_millis(1));
 
 struct HelloSender<F> {
@@ -101,7 +103,7 @@ impl<F: Fabric> HelloSender<F> {
                 SendStatus::Later if Instant::now() >= until => {
                     return Err(Error::new(
                         ErrorKind::TimedOut,
-                        "the library does not take a frame",
+                        "the library did not take a frame in time",
                     ));
                 }
                 SendStatus::Later => {}

@@ -1,4 +1,4 @@
-//! The end of links: closed, lost, silent; and the clock that notices silence.
+//! The end of links: closed, lost or silent; and the timer that notices silent peers.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -19,30 +19,30 @@ use crate::control::{ControlMessage, SilenceStatus};
 use crate::error;
 use crate::process::{ProcessId, ProcessWatch};
 
-/// How often peers are looked after while they owe an answer: their processes, if they can be seen,
-/// and their silence.
+/// The lower and upper limit of the interval at which the machine checks peers that owe an answer:
+/// whether their processes live, if they can be watched, and whether they are silent.
 const BETWEEN_LOOKS: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
-/// How long a message of farewell may take.
+/// The time limit for delivering a session's last messages.
 const FAREWELL: Duration = Duration::from_secs(5);
-/// How long a machine that ends waits for peers to let go.
+/// The time that a machine that shuts down waits for peers to release regions.
 const LAST_PATIENCE: Duration = Duration::from_millis(150);
 
-/// What a look at the clock finds for a session.
+/// The reason why a session needs attention.
 enum Due {
-    /// The peer is to be asked for a sign of life.
+    /// The peer must be asked for a sign of life.
     Ask,
-    /// It has not given one for too long.
+    /// The peer has been silent for too long.
     Silent,
-    /// It has not answered the handshake.
+    /// The peer has not answered the handshake.
     Unanswered,
-    /// Its process has ended.
+    /// The peer's process has ended.
     Died,
-    /// What was left to be sent has had its time.
+    /// The time for sending the remaining messages is over.
     Gone,
 }
 
 impl<F: Fabric> Machine<F> {
-    /// What follows when transfers or messages of a session have ended.
+    /// Continues a session whose transfers or messages have ended.
     pub(super) fn after_work(&mut self, number: u64, out: &mut Outbox) {
         let interval = self.time_between_looks();
         // Expected: the work itself ended the session, and removed it.
@@ -67,9 +67,9 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// Lets a session go whose transfers have ended.
+    /// Removes a session whose transfers have ended.
     pub(super) fn remove(&mut self, number: u64, out: &mut Outbox) {
-        // Expected: the look that found it due, or the work before, has removed it.
+        // Expected: another event of this turn has already removed it.
         let Some(mut session) = self.sessions.remove(&number) else { return };
         session.release_held(&self.held);
         session.imports.clear();
@@ -81,7 +81,7 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// Looks whether lost peers that hold regions of ours have ended.
+    /// Releases the regions of lost peers whose processes have ended.
     pub(super) fn check_lost_peers(&mut self, out: &mut Outbox) {
         let ended = |lost: &LostPeer| lost.process.as_ref().is_some_and(ProcessWatch::has_ended);
         let gone: Vec<u64> = self
@@ -96,7 +96,8 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// A peer cannot be reached any more. `gone`: it is certain that it reaches no memory of ours.
+    /// Ends a session whose peer is unreachable. `gone` means that the peer certainly reaches no
+    /// local memory any more.
     pub(super) fn lose(&mut self, number: u64, why: Error, gone: bool, out: &mut Outbox) {
         // Expected: the library reports a broken endpoint, or the kernel an ended process, after
         // the session has been removed.
@@ -109,19 +110,24 @@ impl<F: Fabric> Machine<F> {
         self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Lost, out);
     }
 
-    /// The peer broke the protocol: nothing more is taken from it.
+    /// Ends the session of a peer that violated the protocol. Nothing more is accepted from it.
     pub(super) fn cut_off(&mut self, number: u64, why: Error, out: &mut Outbox) {
         // Expected: the peer violated the protocol twice in one turn.
         let Some(session) = self.sessions.get(&number) else { return };
         if session.phase == Phase::Lost {
             return;
         }
-        tracing::warn!(backend = self.name, peer = ?session.peer, %why, "a link is closed");
+        tracing::warn!(
+            backend = self.name,
+            peer = ?session.peer,
+            %why,
+            "closed a link whose peer violated the protocol"
+        );
         let why = self.error(why.kind(), format!("the link was closed: {}", why.sentence()));
         self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Lost, out);
     }
 
-    /// Ends a session: what is in flight fails, and it goes when that has ended.
+    /// Ends a session: operations in flight fail, and the session is removed once they have ended.
     pub(super) fn end(
         &mut self,
         number: u64,
@@ -141,7 +147,7 @@ impl<F: Fabric> Machine<F> {
             out.settle(done, Err(why.clone()));
         }
         session.from_peer.clear();
-        session.note_held(&self.held).ok(); // it has less
+        session.note_held(&self.held).ok(); // cannot fail: the session holds less
         if let Some(link) = session.link.clone()
             && self.links.remove(&link.id).is_some()
             && link.gone.set(why.clone()).is_ok() // the first lane's reason counts
@@ -158,7 +164,7 @@ impl<F: Fabric> Machine<F> {
             && matches!(was, Phase::Greeting(_))
             && session.greeting.is_some()
         {
-            // The target may have the hello already: this end closes the session when the answer
+            // The target may already have the hello: this end closes the session when the answer
             // arrives, or when the handshake times out.
             session.phase = was;
         }
@@ -168,7 +174,7 @@ impl<F: Fabric> Machine<F> {
 
     pub(super) fn close(&mut self, link: &SharedLink, out: &mut Outbox) {
         if let Some(number) = self.links.get(&link.id).copied() {
-            // Where another lane was lost, that is why.
+            // If another lane was lost, its reason counts.
             let why = link.gone.get().cloned().unwrap_or_else(|| closed().with_backend(self.name));
             self.end(number, why, None, Phase::Closing, out);
         }
@@ -178,7 +184,7 @@ impl<F: Fabric> Machine<F> {
         (self.peer_timeout / 4).clamp(BETWEEN_LOOKS.0, BETWEEN_LOOKS.1)
     }
 
-    /// Looks at the clock, if it is time.
+    /// Runs the timers that are due.
     pub(super) fn look(&mut self, out: &mut Outbox) -> usize {
         let Some(next) = self.next_look else { return 0 };
         let now = Instant::now();
@@ -252,10 +258,14 @@ impl<F: Fabric> Machine<F> {
         self.lose(number, peer_died().with_backend(self.name), true, out);
     }
 
-    /// Wakes the machine when a process ends.
+    /// Has the machine wake when a peer's process ends.
     pub(super) fn watch(&mut self, number: u64, process: ProcessId) {
         let watched = process.watch().unwrap_or_else(|cause| {
-            tracing::warn!(backend = self.name, %cause, "a peer's process is not watched");
+            tracing::warn!(
+                backend = self.name,
+                %cause,
+                "cannot watch a peer's process; its end will be noticed later"
+            );
             None
         });
         if let (Some(watched), Some(session)) = (watched, self.sessions.get_mut(&number)) {
@@ -263,13 +273,17 @@ impl<F: Fabric> Machine<F> {
             if let Err(cause) =
                 epoll::add(&self.poller, watched.fd(), epoll::EventData::new_u64(number), flags)
             {
-                tracing::warn!(backend = self.name, %cause, "a peer's process is not watched; raise ulimit -n");
+                tracing::warn!(
+                    backend = self.name,
+                    %cause,
+                    "cannot watch a peer's process; raise ulimit -n"
+                );
             }
             session.process = Some(watched);
         }
     }
 
-    /// Notes which peers' processes have ended.
+    /// Records which peers' processes have ended.
     pub(super) fn see_ends(&mut self) {
         let mut events: [epoll::Event; 16] = [epoll::Event {
             flags: epoll::EventFlags::empty(),
@@ -278,10 +292,14 @@ impl<F: Fabric> Machine<F> {
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         let count = match epoll::wait(&self.poller, &mut events[..], Some(&now)) {
             Ok(count) => count,
-            // Expected: a signal. The descriptors stay readable for the next call.
+            // Expected: a signal arrived. The descriptors stay readable for the next call.
             Err(Errno::INTR) => return,
             Err(cause) => {
-                return tracing::error!(backend = self.name, %cause, "the ends of peers are not seen");
+                return tracing::error!(
+                    backend = self.name,
+                    %cause,
+                    "cannot check whether peers' processes have ended"
+                );
             }
         };
         self.ended.extend(
@@ -289,7 +307,7 @@ impl<F: Fabric> Machine<F> {
         );
     }
 
-    /// Ends the links to processes that have ended. Says how many.
+    /// Ends the links to processes that have ended. Returns how many.
     pub(super) fn take_ends(&mut self, out: &mut Outbox) -> usize {
         let ended = std::mem::take(&mut self.ended);
         for number in &ended {
@@ -301,7 +319,7 @@ impl<F: Fabric> Machine<F> {
         ended.len()
     }
 
-    /// Ends every link, gives peers a moment to let go, and then the library.
+    /// Ends every link, gives peers a moment to release regions, and then shuts the library down.
     pub(super) fn end_all(&mut self, out: &mut Outbox) {
         let why = error::closed().with_backend(self.name);
         let all: Vec<u64> = self.sessions.keys().copied().collect();
@@ -333,7 +351,8 @@ impl<F: Fabric> Machine<F> {
         self.end_library(&why, out);
     }
 
-    /// The end: what peers may still reach, or the library may still touch, is never freed.
+    /// Shuts the library down. Memory that peers may still reach, or the library may still touch,
+    /// is never freed.
     fn end_library(&mut self, why: &Error, out: &mut Outbox) {
         let numbers: Vec<u64> = self.sessions.keys().copied().collect();
         let mut shared: HashSet<RegionId> = HashSet::new();

@@ -1,14 +1,14 @@
-//! Notifications of foreign agents that wait for capacity in the agent's queue.
+//! Notifications of foreign agents that do not fit into the agent's queue yet.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use kvx_core::backend::{MAX_FOREIGN_NOTIFICATION, QueueFull};
 
-/// The most notifications of foreign agents that wait, and their bytes.
+/// The limits for waiting notifications of foreign agents: their number and their bytes.
 const MAX_HELD: (usize, usize) = (16 << 10, 64 << 20);
 
-/// Notifications of foreign agents that wait, the oldest first. Such agents have no flow control.
+/// Waiting notifications of foreign agents, the oldest first. Such agents have no flow control.
 #[derive(Default)]
 pub(super) struct ForeignNotices {
     queue: VecDeque<(Arc<str>, Vec<u8>)>,
@@ -16,17 +16,20 @@ pub(super) struct ForeignNotices {
 }
 
 impl ForeignNotices {
-    /// Errors: why it is dropped.
+    /// Adds a notification. The error says why it is dropped.
     pub(super) fn add(&mut self, from: Arc<str>, bytes: Vec<u8>) -> Result<(), String> {
         let (count, room) = MAX_HELD;
         let len = bytes.len();
         if len > MAX_FOREIGN_NOTIFICATION {
             return Err(format!(
-                "it has {len} bytes, and at most {MAX_FOREIGN_NOTIFICATION} are taken"
+                "it has {len} bytes, and at most {MAX_FOREIGN_NOTIFICATION} are allowed"
             ));
         }
         if self.queue.len() >= count || self.bytes + len > room {
-            return Err(format!("{} wait already: take them faster", self.queue.len()));
+            return Err(format!(
+                "{} are waiting already: the program must take them faster",
+                self.queue.len()
+            ));
         }
         self.bytes += len;
         self.queue.push_back((from, bytes));
@@ -37,7 +40,7 @@ impl ForeignNotices {
         self.queue.is_empty()
     }
 
-    /// Hands over as many as `deliver` takes.
+    /// Delivers as many as `deliver` takes.
     pub(super) fn deliver(
         &mut self,
         mut deliver: impl FnMut(&str, &[u8]) -> Result<(), QueueFull>,
@@ -56,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_foreign_agents_send_is_bounded_and_none_is_stuck() {
+    fn notifications_of_foreign_agents_are_bounded_and_none_is_stuck() {
         let (mut held, from) = (ForeignNotices::default(), Arc::<str>::from("python"));
         assert!(held.add(Arc::clone(&from), vec![0; MAX_FOREIGN_NOTIFICATION + 1]).is_err());
         let fit = |held: &mut ForeignNotices, len| {

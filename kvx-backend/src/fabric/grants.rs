@@ -1,4 +1,4 @@
-//! Which regions a peer may use: asked for, granted, recalled.
+//! The regions that a peer may use: requests, grants and recalls.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ impl<F: Fabric> Machine<F> {
         import: &Arc<Import>,
         out: &mut Outbox,
     ) {
-        // Expected: the link was lost or closed, or is not up yet: a transfer that uses the region
+        // Expected: the link was lost or closed, or is not up yet; a transfer that uses the region
         // fails.
         let Some(&number) = self.links.get(&link.id) else { return };
         let Some(session) = self.sessions.get_mut(&number).filter(|session| session.is_up()) else {
@@ -44,7 +44,7 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// The owner has answered. Errors: `Malformed` for what was not asked.
+    /// Takes the owner's answer to a request. Returns `Malformed` if nothing was requested.
     pub(super) fn take_grant(
         &mut self,
         number: u64,
@@ -54,7 +54,7 @@ impl<F: Fabric> Machine<F> {
     ) -> Result<()> {
         let name = self.name;
         let Some(session) = self.sessions.get_mut(&number) else {
-            debug_assert!(false, "an answer is taken for session {number}, which has ended");
+            debug_assert!(false, "an answer arrived for session {number}, which has ended");
             return Ok(());
         };
         let wanted = session.imports.take_answer(import)?;
@@ -64,7 +64,7 @@ impl<F: Fabric> Machine<F> {
                 let remote = self.fabric.unpack(EndpointId(number), &spec)?;
                 Ok((Arc::new(remote), *id))
             }
-            RemoteMemory::Foreign(_) => Err(malformed("foreign memory is granted")),
+            RemoteMemory::Foreign(_) => Err(malformed("a grant for foreign memory")),
         });
         session.imports.settle(import, made.map_err(|why| why.with_backend(name)));
         for transfer in std::mem::take(&mut session.waiting) {
@@ -74,7 +74,7 @@ impl<F: Fabric> Machine<F> {
         Ok(())
     }
 
-    /// A region of ours is revoked: everyone who was granted it is asked to let go.
+    /// Revokes a local region: asks every peer that was granted it to release it.
     pub(super) fn revoke(
         &mut self,
         region: Arc<RegionRecord<F::Local>>,
@@ -103,7 +103,7 @@ impl<F: Fabric> Machine<F> {
         self.finish_recalls(out);
     }
 
-    /// The peer of a session has let go of one region, or of all.
+    /// Records that the peer of a session has released one region, or all of them.
     pub(super) fn confirm(&mut self, number: u64, id: Option<RegionId>, out: &mut Outbox) {
         self.recalls.release(&number, id);
         self.finish_recalls(out);
@@ -111,7 +111,7 @@ impl<F: Fabric> Machine<F> {
 
     pub(super) fn finish_recalls(&mut self, out: &mut Outbox) {
         for (region, done) in self.recalls.take_done(|_| false) {
-            // The last lane does it for all.
+            // The last lane unregisters the region for all lanes.
             if region.release() {
                 self.released.push((region, done));
             } else {
@@ -121,7 +121,8 @@ impl<F: Fabric> Machine<F> {
         self.unregister(out);
     }
 
-    /// Has the library end remote access to what every peer has let go of. Says to how much it has.
+    /// Has the library end remote access to regions that every peer has released. Returns the
+    /// number of regions for which it did so.
     pub(super) fn unregister(&mut self, out: &mut Outbox) -> usize {
         let released = std::mem::take(&mut self.released);
         let count = released.len();
@@ -145,11 +146,11 @@ impl<F: Fabric> Machine<F> {
         count - self.released.len()
     }
 
-    /// The owner takes a region back that we were granted.
+    /// Takes the owner's recall of a region that this end was granted.
     pub(super) fn take_recall(&mut self, number: u64, id: RegionId, out: &mut Outbox) {
         let why = revoked(id).with_backend(self.name);
         let Some(session) = self.sessions.get_mut(&number) else {
-            debug_assert!(false, "a recall is taken for session {number}, which has ended");
+            debug_assert!(false, "a recall arrived for session {number}, which has ended");
             return;
         };
         session.imports.recall(|(_, held)| *held == id, &why);
@@ -158,9 +159,9 @@ impl<F: Fabric> Machine<F> {
         self.release_recalled(number, out);
     }
 
-    /// Says which recalled regions no transfer uses any more.
+    /// Confirms the release of recalled regions that no transfer uses any more.
     pub(super) fn release_recalled(&mut self, number: u64, out: &mut Outbox) {
-        // Expected: the session ended with the transfer that held the region up.
+        // Expected: the session ended together with the last transfer that used the region.
         let Some(session) = self.sessions.get_mut(&number) else { return };
         if session.recalled.is_empty() {
             return;
@@ -185,8 +186,8 @@ mod tests {
     use kvx_core::backend::{RegionKey, RegionSpec};
     use kvx_core::{Completion, ErrorKind, Memory};
 
-    /// Returns a machine with a region that the library does not unregister yet; the region's
-    /// memory, and the recall's completion.
+    /// Returns a machine with a region that the library does not unregister yet, the region's
+    /// memory, and the completion of the recall.
     fn busy() -> (Machine<Quiet>, Weak<Memory>, Completion<()>) {
         let mut machine = machine();
         let memory = Arc::new(Memory::owned(vec![0; 64]));
@@ -202,7 +203,7 @@ mod tests {
         (machine, kept, end)
     }
 
-    /// What is left of the region's memory, and how the recall has ended.
+    /// Returns how many references to the region's memory are left, and the result of the recall.
     fn after(
         machine: &Machine<Quiet>,
         mut out: Outbox,
@@ -214,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_region_is_given_back_in_the_turn_in_which_the_library_lets_go() {
+    fn a_region_is_released_in_the_turn_in_which_the_library_unregisters_it() {
         let (mut machine, kept, end) = busy();
         machine.fabric.busy = false;
         let mut out = Outbox::default();
@@ -224,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_that_lets_go_while_the_machine_ends_gives_the_region_back() {
+    fn a_library_that_unregisters_during_shutdown_releases_the_region() {
         let (mut machine, kept, end) = busy();
         (machine.fabric.busy, machine.fabric.kept) = (false, true);
         let mut out = Outbox::default();
@@ -233,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_library_never_lets_go_of_ends_with_it_or_is_kept() {
+    fn a_region_that_is_never_unregistered_ends_with_the_library_or_stays_quarantined() {
         for (kept_by_it, left) in [(false, (0, Ok(()))), (true, (1, Err(ErrorKind::StillShared)))] {
             let (mut machine, kept, end) = busy();
             machine.fabric.kept = kept_by_it;

@@ -1,4 +1,4 @@
-//! How links begin, and what their messages do.
+//! The start of links, and the dispatch of their messages.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,13 +18,13 @@ use crate::control::proof::unauthenticated;
 use crate::control::{ControlMessage, Greeting, Refusal, VERSIONS, verify_hello};
 use crate::process::ProcessId;
 
-/// How long a handshake may take, unless peers are to be lost earlier.
+/// The time limit for a handshake; a shorter `peer_timeout` takes precedence.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// The most peers whose first message is not whole.
+/// The limit for peers whose first message is incomplete.
 const MAX_GREETINGS: usize = 64;
-/// The most sessions that peers began. Few in tests, which fill them.
+/// The limit for sessions that peers initiated. Small in tests, which reach it.
 const MAX_ACCEPTED: usize = if cfg!(test) { 64 } else { 4096 };
-/// The most further sessions, whose peers receive the error that the limit is reached.
+/// The limit for additional sessions whose peers are told that [`MAX_ACCEPTED`] is reached.
 const MAX_TURNED_AWAY: usize = 256;
 
 impl<F: Fabric> Machine<F> {
@@ -42,7 +42,7 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// Begins a link.
+    /// Initiates a link.
     pub(super) fn connect(&mut self, link: Arc<SharedLink>, address: &[u8], out: &mut Outbox) {
         let begun = self.random_session_number().and_then(|number| {
             let endpoint = EndpointId(number);
@@ -81,14 +81,14 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// Takes a frame, which any peer may have sent.
+    /// Takes a frame, which may come from any peer.
     pub(super) fn take_frame(&mut self, frame: &[u8], out: &mut Outbox) {
         let (header, part) = match FrameHeader::read(frame) {
             Ok(read) => read,
             Err(why) => {
                 return self
                     .unauthenticated
-                    .log(|| tracing::warn!(backend = self.name, %why, "a frame is ignored"));
+                    .log(|| tracing::warn!(backend = self.name, %why, "ignored an invalid frame"));
             }
         };
         if header.to == 0 {
@@ -97,17 +97,17 @@ impl<F: Fabric> Machine<F> {
         let Some(session) = self.sessions.get_mut(&header.to) else {
             return tracing::debug!(
                 backend = self.name,
-                "a frame for a link that has ended is ignored"
+                "ignored a frame for a link that has ended"
             );
         };
         if session.phase == Phase::Lost {
-            return; // expected: it was sent before the peer noticed that the link has ended
+            return; // expected: the peer had not noticed the end of the link
         }
         if session.other != 0 && session.other != header.from {
             return self.unauthenticated.log(|| {
                 tracing::warn!(
                     backend = self.name,
-                    "a frame is ignored that names another sender than its link's peer"
+                    "ignored a frame whose sender is not the peer of its link"
                 );
             });
         }
@@ -131,16 +131,16 @@ impl<F: Fabric> Machine<F> {
     fn take_greeting(&mut self, header: &FrameHeader, part: &[u8], out: &mut Outbox) {
         if header.from == 0 {
             return self.unauthenticated.log(|| {
-                tracing::warn!(backend = self.name, "a hello is ignored that names no sender");
+                tracing::warn!(backend = self.name, "ignored a hello without a sender");
             });
         }
         if self.sessions.values().any(|session| session.other == header.from) {
-            return; // expected: a library that repeats itself
+            return; // expected: the library delivered the frame twice
         }
         if !self.unfinished_hellos.contains_key(&header.from)
             && self.unfinished_hellos.len() >= MAX_GREETINGS
         {
-            // The newest replaces the oldest.
+            // The newest hello replaces the oldest.
             if let Some(oldest) = self
                 .unfinished_hellos
                 .iter()
@@ -161,12 +161,12 @@ impl<F: Fabric> Machine<F> {
         }
         let first = match taken.map(|messages| messages.into_iter().next()) {
             Ok(Some(first)) => first,
-            // Expected: the rest of the hello is in frames that have not arrived.
+            // Expected: the remaining frames of the hello have not arrived yet.
             Ok(None) => return self.look_by(until),
             Err(why) => return self.ignore_hello(&why),
         };
         let Some(greeting) = self.unfinished_hellos.remove(&header.from) else {
-            debug_assert!(false, "a hello is whole that was not kept");
+            debug_assert!(false, "a complete hello was not recorded");
             return;
         };
         match ControlMessage::decode(&first) {
@@ -180,11 +180,11 @@ impl<F: Fabric> Machine<F> {
 
     fn ignore_hello(&mut self, why: &Error) {
         self.unauthenticated
-            .log(|| tracing::warn!(backend = self.name, %why, "a peer's first message is ignored"));
+            .log(|| tracing::warn!(backend = self.name, %why, "ignored a peer's first message"));
     }
 
-    /// Answers a hello, if the initiator has proven that it was invited or has the secret. Of any
-    /// other hello neither the content is read nor the address passed to the library.
+    /// Answers a hello if the initiator has proven that it was invited or has the secret. Otherwise
+    /// it neither reads the content nor passes the address to the library.
     fn take_hello(
         &mut self,
         other: u64,
@@ -198,9 +198,15 @@ impl<F: Fabric> Machine<F> {
             Ok(greeted) => greeted.rest,
             Err(away) => match away.rest {
                 Some(rest) => rest,
-                None => return self.unauthenticated.log(
-                    || tracing::warn!(backend = self.name, why = %away.why, "the hello of an unauthenticated peer is ignored"),
-                ),
+                None => {
+                    return self.unauthenticated.log(|| {
+                        tracing::warn!(
+                            backend = self.name,
+                            why = %away.why,
+                            "ignored the hello of an unauthenticated peer"
+                        );
+                    });
+                }
             },
         };
         let accepted = self.make_room_and_count(out);
@@ -208,7 +214,7 @@ impl<F: Fabric> Machine<F> {
             return self.unauthenticated.log(|| {
                 tracing::warn!(
                     backend = self.name,
-                    "a hello is ignored: {accepted} peers are connected, which is the most"
+                    "ignored a hello: {accepted} peers are connected, which is the limit"
                 );
             });
         }
@@ -223,7 +229,12 @@ impl<F: Fabric> Machine<F> {
         let (number, process) = match begun {
             Ok(begun) => begun,
             Err(why) => {
-                return tracing::warn!(backend = self.name, ?from, %why, "a peer cannot be answered");
+                return tracing::warn!(
+                    backend = self.name,
+                    ?from,
+                    %why,
+                    "cannot create an endpoint to answer a peer"
+                );
             }
         };
         let until = Instant::now() + self.fabric.setup_time() + self.patience();
@@ -257,8 +268,8 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// Returns the number of sessions that peers began. At the limit it first ends the oldest that
-    /// is not confirmed: a replayed hello begins a session too.
+    /// Returns the number of sessions that peers initiated. At the limit it first ends the oldest
+    /// unconfirmed one, because a replayed hello also begins a session.
     fn make_room_and_count(&mut self, out: &mut Outbox) -> usize {
         let begun = |session: &&Session<F>| session.link.is_none();
         if self.sessions.values().filter(begun).count() >= MAX_ACCEPTED {
@@ -274,7 +285,7 @@ impl<F: Fabric> Machine<F> {
         self.sessions.values().filter(begun).count()
     }
 
-    /// Acts on a message. Errors end the link.
+    /// Acts on a message. An error ends the link.
     fn take_message(
         &mut self,
         number: u64,
@@ -286,7 +297,7 @@ impl<F: Fabric> Machine<F> {
         let Some(session) = self.sessions.get_mut(&number) else { return Ok(()) };
         let initiator = session.link.is_some();
         if session.is_ending() {
-            // Only what brings the end of what is left matters.
+            // Only messages that help to end the remaining work matter.
             match message {
                 ControlMessage::Bye => self.take_bye(number, out),
                 ControlMessage::Released { id } if !initiator => {
@@ -301,7 +312,7 @@ impl<F: Fabric> Machine<F> {
             return Err(malformed("out of place"));
         }
         match message {
-            // A hello begins a session, and is never sent on one.
+            // A hello begins a session and is never valid on one.
             ControlMessage::Hello { .. } => return Err(malformed("out of place")),
             ControlMessage::Welcome { version, body } => {
                 let Some(greeting) = session.greeting.take() else {
@@ -338,7 +349,7 @@ impl<F: Fabric> Machine<F> {
                 ),
             },
             ControlMessage::Grant { rest, .. } if !rest.is_empty() => {
-                return Err(malformed("a grant with more than its number"));
+                return Err(malformed("a grant with unexpected content"));
             }
             ControlMessage::Grant { import, .. } => self.take_grant(number, import, Ok(()), out)?,
             ControlMessage::Deny { import, why } => {
@@ -367,10 +378,10 @@ impl<F: Fabric> Machine<F> {
         Ok(())
     }
 
-    /// Takes the peer's last message: it has released all local regions.
+    /// Takes the peer's last message: the peer has released all local regions.
     fn take_bye(&mut self, number: u64, out: &mut Outbox) {
         let Some(session) = self.sessions.get_mut(&number) else {
-            debug_assert!(false, "a farewell is taken for session {number}, which has ended");
+            debug_assert!(false, "a farewell arrived for session {number}, which has ended");
             return;
         };
         session.granted.clear();
@@ -380,7 +391,7 @@ impl<F: Fabric> Machine<F> {
         self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Lost, out);
     }
 
-    /// Brings a link to a foreign endpoint up, which can be used now.
+    /// Brings up a link to a foreign endpoint that is ready.
     pub(super) fn ready(&mut self, endpoint: EndpointId, out: &mut Outbox) {
         if let Some(session) = self.sessions.get(&endpoint.0)
             && session.foreign
@@ -390,9 +401,9 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// Brings a link up whose handshake is done.
+    /// Brings up a link whose handshake is done.
     pub(super) fn come_up(&mut self, number: u64, out: &mut Outbox) {
-        // Expected: the proof could not be sent, and the session ended.
+        // Expected: the session ended because the proof could not be sent.
         let Some(session) = self
             .sessions
             .get_mut(&number)
@@ -401,7 +412,10 @@ impl<F: Fabric> Machine<F> {
             return;
         };
         let Some(link) = session.link.clone() else {
-            debug_assert!(false, "session {number} comes up, and a peer began it");
+            debug_assert!(
+                false,
+                "session {number} came up as an initiator, but a peer initiated it"
+            );
             return;
         };
         if let Some(why) = self.fabric.rejection(EndpointId(number)) {
@@ -416,18 +430,20 @@ impl<F: Fabric> Machine<F> {
                 out.link(link.id, LinkState::Up);
             }
         } else {
-            // It was closed before it was up: the target receives a `Bye`.
+            // The link was closed before it was up; the target receives a `Bye`.
             let why = closed().with_backend(self.name);
             self.end(number, why, None, Phase::Closing, out);
         }
     }
 
-    /// Reports that the library describes an endpoint otherwise than before.
+    /// Reports that the library's description of an endpoint has changed.
     pub(super) fn take_change(&mut self, endpoint: EndpointId, out: &mut Outbox) {
         let Some(link) = self.sessions.get(&endpoint.0).filter(|session| session.is_up()) else {
-            return; // expected: the endpoint changed before its handshake was done, or after its end
+            // Expected: the endpoint changed before its handshake was done, or after its end.
+            return;
         };
-        let Some(link) = link.link.clone() else { return }; // a peer began it: it has no route here
+        // Without a link a peer initiated the session, and it has no route at this end.
+        let Some(link) = link.link.clone() else { return };
         let (text, capabilities) = self.fabric.describe(endpoint);
         *link.known.lock() = Some((text, Arc::new(capabilities)));
         if self.links.contains_key(&link.id) {
@@ -456,7 +472,8 @@ impl<F: Fabric> Machine<F> {
     }
 }
 
-/// Returns the identity of an initiator that only receives the error that its metadata is old.
+/// Returns a placeholder identity for an initiator that only receives the error that its metadata
+/// is old.
 fn identity_with_old_metadata() -> Identity {
     Identity { name: "a peer with old metadata".into(), incarnation: Incarnation([0; 16]) }
 }

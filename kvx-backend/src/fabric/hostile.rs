@@ -1,4 +1,5 @@
-//! What peers may send: anything. The machine must survive it, and keep no more than it has said.
+//! Tests with hostile peers, which may send anything. The machine must survive that and keep no
+//! more memory than its limits allow.
 
 use std::collections::HashSet;
 use std::os::fd::RawFd;
@@ -31,22 +32,22 @@ use kvx_core::{
 };
 use kvx_testkit::Random;
 
-/// A library that sends nothing and remembers what it was given.
+/// A library that sends nothing and records what it receives.
 #[derive(Default)]
 pub(super) struct Quiet {
     sent: Vec<Vec<u8>>,
     endpoints: HashSet<EndpointId>,
     inbox: Vec<Vec<u8>>,
     foreign: Vec<Event>,
-    /// It has no room for messages.
+    /// True if it has no capacity for messages.
     pub(super) full: bool,
-    /// It cannot reach any endpoint.
+    /// True if it cannot reach any endpoint.
     unreachable: bool,
-    /// It lets go of no region now.
+    /// True if it cannot unregister a region now.
     pub(super) busy: bool,
-    /// It does not say that it has ended.
+    /// True if it does not confirm that it has shut down.
     pub(super) kept: bool,
-    /// It wants its own thread only.
+    /// True if it must be driven by its own thread only.
     pub(super) alone: bool,
 }
 
@@ -167,19 +168,19 @@ fn frame(to: u64, from: u64, place: u32, message: &[u8]) -> Vec<u8> {
     FrameHeader { to, from, place, more: false }.frame(message)
 }
 
-/// A machine with a peer: the number of its session.
+/// Returns a machine with a peer, and the number of the peer's session.
 fn linked() -> (Machine<Quiet>, u64) {
     let mut machine = machine();
     let number = link(&mut machine, ProcessId::current(), 77);
     (machine, number)
 }
 
-/// A peer of this process and number is let in: the number of its session.
+/// Connects a peer with this process and session number. Returns the number of the local session.
 fn link(machine: &mut Machine<Quiet>, process: ProcessId, from: u64) -> u64 {
     link_as("stranger", machine, process, from)
 }
 
-/// The same of another name.
+/// Like [`link`], with a name.
 fn link_as(name: &str, machine: &mut Machine<Quiet>, process: ProcessId, from: u64) -> u64 {
     let (greeting, hello) =
         greet_as(name, &INVITATION, None, &hello_rest(process, b"somewhere")).unwrap();
@@ -192,7 +193,7 @@ fn link_as(name: &str, machine: &mut Machine<Quiet>, process: ProcessId, from: u
     header.from
 }
 
-/// What was sent last.
+/// Returns the message that was sent last.
 fn sent(machine: &mut Machine<Quiet>) -> (FrameHeader, Vec<u8>) {
     FrameHeader::read(&machine.fabric.sent.pop().unwrap()).map(owned).unwrap()
 }
@@ -201,9 +202,10 @@ fn owned((header, part): (FrameHeader, &[u8])) -> (FrameHeader, Vec<u8>) {
     (header, part.to_vec())
 }
 
-/// That it asks [`control`](crate::control), which decides why each of these ends a link.
+/// Checks that the machine consults [`control`](crate::control), which decides why each of these
+/// ends a link.
 #[test]
-fn what_breaks_the_protocol_ends_its_session_reaches_no_library_and_others_are_served() {
+fn a_violation_ends_its_session_without_reaching_the_library_and_others_are_served() {
     let (mut machine, good) = linked();
     let mut place = 2;
     let mut answer = |machine: &mut Machine<Quiet>, message: ControlMessage<'_>| {
@@ -226,7 +228,7 @@ fn what_breaks_the_protocol_ends_its_session_reaches_no_library_and_others_are_s
         for (place, message) in (first..).zip(&says) {
             take(&mut machine, frame(to, 78, place, message));
         }
-        assert!(machine.fabric.sent.is_empty(), "{what} is answered");
+        assert!(machine.fabric.sent.is_empty(), "{what} got an answer");
         assert!(machine.sessions.keys().eq([&good]), "{what}");
         assert_eq!(machine.fabric.endpoints.len(), 1, "{what}");
         assert_eq!(
@@ -248,7 +250,7 @@ fn what_breaks_the_protocol_ends_its_session_reaches_no_library_and_others_are_s
 }
 
 #[test]
-fn any_bytes_are_survived() {
+fn the_machine_survives_any_bytes() {
     let mut random = Random::seeded(1);
     let mut machine = machine();
     for _ in 0..20_000 {
@@ -267,7 +269,7 @@ fn any_bytes_are_survived() {
 }
 
 #[test]
-fn any_messages_on_a_link_are_survived() {
+fn the_machine_survives_any_messages_on_a_link() {
     for seed in 1..400_u64 {
         let mut random = Random::seeded(seed);
         let (mut machine, number) = linked();
@@ -284,7 +286,7 @@ fn any_messages_on_a_link_are_survived() {
 }
 
 #[test]
-fn what_strangers_make_us_keep_is_bounded() {
+fn memory_for_unauthenticated_peers_is_bounded() {
     let mut machine = machine();
     for from in 1..1_000 {
         let more = FrameHeader { to: 0, from, place: 0, more: true };
@@ -293,7 +295,7 @@ fn what_strangers_make_us_keep_is_bounded() {
     assert_eq!(machine.unfinished_hellos.len(), 64);
     assert!(machine.sessions.is_empty());
     let hello = hello(b"somewhere");
-    // A recorded one, again and again: who means it comes in all the same.
+    // A replayed hello, again and again, does not keep genuine initiators out.
     for from in 10_000..15_000 {
         machine.take_frame(&frame(0, from, 0, &hello), &mut Outbox::default());
         machine.fabric.sent.clear();
@@ -307,33 +309,33 @@ fn what_strangers_make_us_keep_is_bounded() {
     assert_eq!(
         (up(&machine), machine.sessions.len()),
         (5, 64),
-        "the oldest that is not confirmed makes room"
+        "the oldest unconfirmed session is ended"
     );
     for from in 30_000..30_059 {
         link(&mut machine, ProcessId::current(), from);
     }
     assert_eq!(up(&machine), 64);
     take(&mut machine, frame(0, 40_000, 0, &hello));
-    assert_eq!(up(&machine), 64, "this one was told that there is no room");
+    assert_eq!(up(&machine), 64, "the initiator received an error instead");
     let told = sent(&mut machine).1;
     let Ok(ControlMessage::Refuse { why, .. }) = ControlMessage::decode(&told) else {
         panic!("{told:?}")
     };
     assert_eq!(why.kind, ErrorKind::Exhausted);
-    // An address that leads nowhere costs nothing.
+    // An address that leads nowhere consumes no endpoint.
     let before = machine.fabric.endpoints.len();
     take(&mut machine, frame(0, 9, 0, &self::hello(b"nowhere")));
     assert_eq!(machine.fabric.endpoints.len(), before);
 }
 
-/// Frames ahead of one that never comes, of so many MiB: they have to be kept.
+/// Sends `mib` frames of 1 MiB ahead of one that never arrives, so that the machine must keep them.
 fn keep(machine: &mut Machine<Quiet>, (to, from): (u64, u64), mib: u32) {
     for place in 10..10 + mib {
         take(machine, FrameHeader { to, from, place, more: true }.frame(&vec![7; 1 << 20]));
     }
 }
 
-/// Links of this name, which have so many MiB kept each.
+/// Creates links of the peer `name`, and fills each with the given number of MiB.
 fn greedy<const N: usize>(
     machine: &mut Machine<Quiet>,
     name: &str,
@@ -348,7 +350,7 @@ fn greedy<const N: usize>(
     })
 }
 
-/// Asks for a sign of life, and how long that takes.
+/// Checks that a ping is answered within a second.
 fn is_served(machine: &mut Machine<Quiet>, (to, from, place): (u64, u64, u32)) {
     let begun = Instant::now();
     take(machine, frame(to, from, place, &ControlMessage::Ping.encode()));
@@ -362,12 +364,12 @@ fn a_peer_has_one_budget_for_all_its_links_and_others_are_served() {
     let modest = link_as("modest", &mut machine, ProcessId::current(), 77);
     let greedy = greedy(&mut machine, "greedy", 100, [4; 40]);
     let alive = greedy.iter().filter(|number| machine.sessions.contains_key(number)).count();
-    assert_eq!(alive, 16, "of 64 MiB and not more");
+    assert_eq!(alive, 16, "64 MiB in all");
     is_served(&mut machine, (modest, 77, 2));
 }
 
 #[test]
-fn what_a_peer_does_not_take_counts_until_it_is_taken() {
+fn unread_answers_count_until_the_peer_reads_them() {
     let (mut machine, modest) = linked();
     machine.held = Arc::new(Mutex::new(HeldBytes::of(1 << 20, 4 << 20)));
     let deaf =
@@ -383,11 +385,14 @@ fn what_a_peer_does_not_take_counts_until_it_is_taken() {
     };
     let first = ask(&mut machine, deaf[0], 8_000);
     let second = ask(&mut machine, deaf[1], 8_000);
-    assert!(first == 8_000 && second < 8_000, "{first} and {second} answers are kept");
-    assert!(machine.sessions.contains_key(&deaf[0].0), "it keeps to the budget without the other");
+    assert!(first == 8_000 && second < 8_000, "{first} and {second} answers were kept");
+    assert!(
+        machine.sessions.contains_key(&deaf[0].0),
+        "without the other link it is within the budget"
+    );
     machine.fabric.full = false;
     machine.progress(&Queued::default(), &mut Outbox::default());
-    assert!(machine.held.lock().is_empty(), "all is taken");
+    assert!(machine.held.lock().is_empty(), "nothing is held any more");
     is_served(&mut machine, (modest, 77, 2));
 }
 
@@ -403,7 +408,7 @@ fn all_peers_have_one_budget_over_all_lanes_and_the_greediest_loses_its_links() 
     keep(&mut machine, (modest, 77), 1);
     let small = greedy(&mut machine, "small", 100, [2, 1]);
     let most = greedy(&mut machine, "most", 200, [3, 2]);
-    // The others have it all on another lane, which has nobody to end.
+    // The other peers hold their share on another lane, whose links this lane cannot end.
     let elsewhere =
         [("a", 301), ("b", 302)].map(|(name, from)| greedy(&mut other, name, from, [4]));
     assert_eq!((alive(&machine, &small), alive(&machine, &most)), (2, 2));
@@ -414,7 +419,7 @@ fn all_peers_have_one_budget_over_all_lanes_and_the_greediest_loses_its_links() 
     assert_eq!((alive(&machine, &small), alive(&machine, &most)), (2, 0));
     assert!(machine.sessions[&modest].is_up());
     is_served(&mut machine, (modest, 77, 2));
-    // Who has not confirmed counts as one with all that have not, whatever they say of themselves.
+    // All unconfirmed peers count as one, whatever names they claim.
     for from in 400..410 {
         let rest = hello_rest(ProcessId::current(), b"somewhere");
         let (_, hello) = greet_as(&from.to_string(), &INVITATION, None, &rest).unwrap();
@@ -428,7 +433,7 @@ fn all_peers_have_one_budget_over_all_lanes_and_the_greediest_loses_its_links() 
 }
 
 #[test]
-fn what_was_held_before_a_peer_confirmed_goes_with_it() {
+fn bytes_held_before_a_peer_confirmed_are_released_with_its_session() {
     let mut machine = machine();
     let (greeting, hello) =
         greet(&INVITATION, None, &hello_rest(ProcessId::current(), b"somewhere")).unwrap();
@@ -444,13 +449,13 @@ fn what_was_held_before_a_peer_confirmed_goes_with_it() {
     assert!(machine.held.lock().is_empty());
 }
 
-/// Where no process can be watched, as on another host.
+/// Initiators on another host, whose processes cannot be watched.
 #[test]
-fn initiators_that_died_unseen_are_asked_and_leave_room_and_who_answers_stays() {
+fn silent_initiators_are_asked_and_only_those_that_answer_stay() {
     let elsewhere = ProcessId::decode(&mut Reader::new("process", &[1; 36])).unwrap();
     let mut machine = machine();
     machine.peer_timeout = Duration::from_millis(40);
-    // Full of them: nothing is asked for a minute.
+    // All sessions are taken. The machine asks none of them for a minute.
     let numbers: Vec<u64> = (1..=64).map(|from| link(&mut machine, elsewhere, from)).collect();
     let (from, lives) = (64, numbers[63]);
     take(
@@ -493,8 +498,8 @@ fn initiators_that_died_unseen_are_asked_and_leave_room_and_who_answers_stays() 
     }
     assert_eq!(asked.len(), 64);
     assert!(machine.sessions[&lives].is_up() && machine.fabric.endpoints.len() == 1);
-    assert!(machine.lost_peers.is_empty(), "they held nothing");
-    // There is room again, and the one that lives is asked again after another minute.
+    assert!(machine.lost_peers.is_empty(), "the lost peers held nothing");
+    // A new peer can connect, and the live one is asked again after another minute.
     link(&mut machine, elsewhere, 1_000);
     age(&mut machine);
     machine.progress(&Queued::default(), &mut Outbox::default());
@@ -524,12 +529,12 @@ fn a_link_whose_proof_cannot_be_sent_does_not_come_up() {
 }
 
 #[test]
-fn who_does_not_confirm_is_forgotten_in_time() {
+fn a_peer_that_does_not_confirm_is_removed_in_time() {
     let mut machine = machine();
     take(&mut machine, frame(0, 77, 0, &hello(b"somewhere")));
     let Some(session) = machine.sessions.values_mut().next() else { panic!("it was greeted") };
     session.phase = super::session::Phase::Greeting(Instant::now());
     machine.next_look = Some(Instant::now());
     machine.progress(&Queued::default(), &mut Outbox::default());
-    assert!(machine.sessions.is_empty(), "it had its time");
+    assert!(machine.sessions.is_empty(), "its time is over");
 }

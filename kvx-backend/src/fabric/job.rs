@@ -1,4 +1,4 @@
-//! Transfers under way: which pieces are still to be posted, and which have not ended.
+//! Transfers in progress: which pieces are still to be posted, and which are in flight.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -17,27 +17,28 @@ pub struct Job<'a, F: Fabric> {
 }
 
 impl<F: Fabric> Job<'_, F> {
-    /// Returns its number, which reports of its pieces carry.
+    /// Returns the id that reports of its pieces carry.
     pub fn id(&self) -> JobId {
         self.id
     }
 
-    /// Returns the endpoint that it is posted to.
+    /// Returns the endpoint to which it is posted.
     pub fn endpoint(&self) -> EndpointId {
         EndpointId(self.running.session)
     }
 
-    /// Returns whether it reads or writes.
+    /// Returns the operation, read or write.
     pub fn op(&self) -> Op {
         self.running.plan().op()
     }
 
-    /// Returns the whole plan; [`BoundPlan::native`] keeps what a library prepares for it.
+    /// Returns the whole plan; [`BoundPlan::native`] holds the state that a library prepares for
+    /// it.
     pub fn plan(&self) -> &Arc<BoundPlan> {
         self.running.plan()
     }
 
-    /// Takes the next piece to be posted; `None` when none is left.
+    /// Takes the next piece to post; `None` when none is left.
     #[inline]
     pub fn next_piece(&mut self) -> Option<Segment> {
         let running = &mut *self.running;
@@ -50,41 +51,42 @@ impl<F: Fabric> Job<'_, F> {
         next
     }
 
-    /// Returns a piece, or the rest of one, for which the library has no capacity. It is the next
-    /// piece, before others that were put back.
+    /// Returns a piece, or the rest of one, for which the library has no capacity.
+    /// [`next_piece`](Self::next_piece) returns it first, even before pieces that were put back
+    /// earlier.
     pub fn put_back(&mut self, piece: Segment) {
         self.running.put_back.push(piece);
         self.running.all_posted = false;
     }
 
-    /// Notes that the last piece is posted, for a library that posts the plan by its own prepared
-    /// lists. Where it continues with pieces after some lists, it skips those that the lists have
-    /// posted.
+    /// Records that the last piece is posted, for a library that posts the plan with lists it has
+    /// prepared. Such a library may post some lists and then continue with pieces; it skips the
+    /// pieces that the lists cover.
     pub fn finish_posting(&mut self) {
         self.running.all_posted = true;
     }
 
-    /// Notes that pieces were posted, each of which [`Event::Completed`](super::Event::Completed)
-    /// will report. Pieces that ended within the call are neither counted nor reported.
+    /// Records that pieces were posted, each of which [`Event::Completed`](super::Event::Completed)
+    /// will report. Pieces that completed within the call are neither counted nor reported.
     #[inline]
     pub fn add_in_flight(&mut self, pieces: u32) {
         self.running.in_flight += u64::from(pieces);
         self.running.posted |= pieces > 0;
     }
 
-    /// Notes that pieces ended within the call and reached the peer's memory: the peer is not
-    /// silent.
+    /// Records that pieces completed within the call and reached the peer's memory, so that the
+    /// peer does not count as silent.
     #[inline]
     pub fn note_contact(&mut self) {
         self.running.reached = true;
     }
 
-    /// Returns the number of pieces whose end has not been reported.
+    /// Returns the number of pieces whose completion has not been reported.
     pub fn in_flight(&self) -> u64 {
         self.running.in_flight
     }
 
-    /// Returns the registration of a local region, by its position in the plan.
+    /// Returns the registration of a local region, by its index in the plan.
     #[inline]
     pub fn local(&self, region: u32) -> &F::Local {
         &self.running.locals[region as usize].0.local
@@ -96,7 +98,7 @@ impl<F: Fabric> Job<'_, F> {
         self.running.locals[piece.local_region as usize].1 + piece.local_offset
     }
 
-    /// Returns the access to a remote region, by its position in the plan.
+    /// Returns the access to a remote region, by its index in the plan.
     #[inline]
     pub fn remote(&self, region: u32) -> &F::Remote {
         &self.running.remotes[region as usize]
@@ -108,7 +110,7 @@ impl<F: Fabric> Job<'_, F> {
     }
 }
 
-/// A transfer whose regions are not all granted yet.
+/// A transfer that waits until all its regions are granted.
 pub(super) struct PendingTransfer {
     pub(super) plan: Arc<BoundPlan>,
     pub(super) stripe: Stripe,
@@ -116,7 +118,7 @@ pub(super) struct PendingTransfer {
     pub(super) done: Ticket,
 }
 
-/// How far the flush of a write is.
+/// The state of a write's flush.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Flush {
     NotYet,
@@ -124,17 +126,17 @@ pub(super) enum Flush {
     Done,
 }
 
-/// A transfer whose pieces are being posted, or have not all ended.
+/// A transfer with pieces that are not posted, or are in flight.
 pub(super) struct JobState<F: Fabric> {
     pub(super) session: u64,
     pub(super) transfer: TransferId,
-    /// The segments that are left of the plan, which they own.
+    /// The remaining segments of the plan, which they own.
     pub(super) segments: Segments,
     pub(super) stripe: Stripe,
-    /// Segments to be passed over before the next one.
+    /// The number of segments to skip before the next one.
     pub(super) skip: usize,
     pub(super) put_back: Vec<Segment>,
-    /// With their addresses.
+    /// The local regions, with their addresses.
     pub(super) locals: Vec<(Arc<RegionRecord<F::Local>>, u64)>,
     pub(super) remotes: Vec<Arc<F::Remote>>,
     pub(super) state: F::State,
@@ -142,9 +144,9 @@ pub(super) struct JobState<F: Fabric> {
     pub(super) in_flight: u64,
     pub(super) all_posted: bool,
     pub(super) begun: bool,
-    /// In this turn.
+    /// True if a piece has reached the peer in this turn.
     pub(super) reached: bool,
-    /// A piece has been posted, at some time.
+    /// True if any piece has been posted.
     pub(super) posted: bool,
     pub(super) flush: Flush,
     pub(super) failed: Option<Error>,
@@ -164,7 +166,7 @@ impl<F: Fabric> JobState<F> {
             match any.downcast_ref::<RegionHandle<F::Local>>() {
                 Some(region) => locals.push((Arc::clone(&region.record), local.memory.address())),
                 None => {
-                    let why = "a region of another transport was bound to this link: report it";
+                    let why = "a plan contains a region of another transport: report this as a bug";
                     return Err((done, Error::new(ErrorKind::Invalid, why)));
                 }
             }
@@ -195,7 +197,7 @@ impl<F: Fabric> JobState<F> {
         self.segments.bound()
     }
 
-    /// Returns whether it uses the peer's region of this number.
+    /// Returns true if it uses the peer's region with this id.
     pub(super) fn uses(&self, id: kvx_core::RegionId) -> bool {
         self.plan().remotes().iter().any(|remote| remote.id == id)
     }
@@ -207,7 +209,7 @@ impl<F: Fabric> JobState<F> {
                 || self.all_posted && (self.op_is_read() || self.flush == Flush::Done))
     }
 
-    /// Returns whether pieces of a write that has failed may still be on their way to the target.
+    /// Returns true if it is a failed write whose pieces may not have arrived at the target yet.
     pub(super) fn is_failed_on_its_way(&self) -> bool {
         let failed = self.failed.is_some() && self.posted && self.in_flight == 0;
         failed && !self.op_is_read() && self.flush == Flush::NotYet

@@ -1,6 +1,7 @@
-//! Several machines behind one transport: each has its own thread and its own part of the library,
-//! and a link leads over all of them. A large transfer is cut into stripes, one for each lane; a
-//! small one goes over the lane of the thread that posts it, which is the lane that this thread
+//! Several machines behind one transport. Each has its own thread and its own part of the library,
+//! and a link uses all of them. A large transfer is cut into stripes, one for each lane. A small
+//! one uses the lane of the thread that posts it, which is the lane that this thread drives while
+//! it waits.
 //! drives while it waits.
 
 use std::sync::Arc;
@@ -11,11 +12,10 @@ use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::backend::{Settle, Ticket};
 use kvx_core::{Error, ErrorKind, Result};
 
-/// The most lanes of a transport; more are not taken from a peer.
+/// The limit for the lanes of a transport, also of a peer's.
 pub(super) const MAX_LANES: usize = 64;
 
-/// The pieces of a transfer that one lane moves: those whose number leaves `lane` when it is
-/// divided by `of`.
+/// The pieces of a transfer that one lane moves: those whose index modulo `of` is `lane`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stripe {
     pub(super) lane: usize,
@@ -26,12 +26,12 @@ impl Stripe {
     pub(super) const WHOLE: Stripe = Stripe { lane: 0, of: 1 };
 }
 
-/// A thread, by a number that is no other's.
+/// A unique number of a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Thread(usize);
 
 impl Thread {
-    /// The calling one. Costs less than the standard library's name of it.
+    /// Returns the number of the calling thread. Costs less than [`std::thread::current`].
     pub(super) fn this() -> Self {
         static THREADS: AtomicUsize = AtomicUsize::new(0);
         thread_local! {
@@ -45,9 +45,10 @@ fn next(count: &AtomicUsize) -> usize {
     count.fetch_add(1, Ordering::Relaxed)
 }
 
-/// The lane of this thread: threads take turns.
+/// Returns the lane of this thread; threads are assigned to lanes in turn.
 pub(super) fn own(lanes: usize) -> usize {
-    // A count of its own: threads that post over no lanes, and those of reactors, take no turn.
+    // A separate counter: threads of reactors, and threads that post without lanes, do not take
+    // part.
     static POSTERS: AtomicUsize = AtomicUsize::new(0);
     thread_local! {
         static TURN: usize = next(&POSTERS);
@@ -55,7 +56,7 @@ pub(super) fn own(lanes: usize) -> usize {
     if lanes == 1 { 0 } else { TURN.with(|turn| turn % lanes) }
 }
 
-/// How the lanes of a transport are reached, as its section of the metadata.
+/// Encodes the addresses of a transport's lanes, as its section of the metadata.
 pub(super) fn encode(addresses: impl ExactSizeIterator<Item = Result<Vec<u8>>>) -> Result<Vec<u8>> {
     let mut out = Vec::new();
     out.put_u32(addresses.len() as u32);
@@ -67,12 +68,12 @@ pub(super) fn encode(addresses: impl ExactSizeIterator<Item = Result<Vec<u8>>>) 
     Ok(out)
 }
 
-/// The addresses in a section, at least one. Errors: `Malformed`.
+/// Decodes the addresses of a section, at least one. Returns `Malformed` for an invalid section.
 pub(super) fn decode(section: &[u8]) -> Result<Vec<&[u8]>> {
     let mut reader = Reader::new("addresses of a link", section);
     let count = reader.u32()? as usize;
     if count == 0 || count > MAX_LANES {
-        return Err(reader.malformed("no transport has so many lanes"));
+        return Err(reader.malformed("the number of lanes is 0 or too high"));
     }
     let mut addresses = Vec::with_capacity(count);
     for _ in 0..count {
@@ -83,7 +84,7 @@ pub(super) fn decode(section: &[u8]) -> Result<Vec<&[u8]>> {
     Ok(addresses)
 }
 
-/// A ticket for each lane that works on an operation, which settles when all of them have.
+/// Returns a ticket for each lane that works on an operation; `done` settles when all of them have.
 pub(super) fn tickets(done: Ticket, lanes: usize) -> Vec<Ticket> {
     if lanes == 1 {
         return vec![done];
@@ -104,10 +105,10 @@ struct JointTicket {
 #[derive(Default)]
 struct JointState {
     lanes: usize,
-    /// Those that say "unsupported", and so have moved nothing.
+    /// The number of lanes that returned `Unsupported`, and so have moved nothing.
     refused: usize,
     failed: Option<Error>,
-    /// `None`: a lane has forgotten it.
+    /// The caller's ticket; `None` once a lane has forgotten its own.
     done: Option<Ticket>,
 }
 
@@ -125,7 +126,7 @@ impl Settle for JointTicket {
         let (done, failed, refused) = (settled.done.take(), settled.failed.take(), settled.refused);
         drop(settled);
         let failed = failed.map(|why| {
-            // "Unsupported" says that nothing has moved.
+            // `Unsupported` would mean that nothing has moved.
             let partly = why.kind() == ErrorKind::Unsupported && refused < self.lanes;
             if partly { why.with_kind(ErrorKind::Native) } else { why }
         });
@@ -190,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_travel_together_and_nothing_else_passes() {
+    fn addresses_round_trip_and_other_bytes_are_rejected() {
         let section = encode([b"here".to_vec(), Vec::new()].into_iter().map(Ok)).unwrap();
         assert_eq!(decode(&section).unwrap(), [b"here".as_slice(), b""]);
         for len in 0..section.len() {

@@ -11,17 +11,17 @@ use kvx_core::{Capabilities, Error, ErrorKind, Identity, Memory, RegionId, Resul
 use super::job::Job;
 use crate::reactor::{Armed, Turn};
 
-/// Names one end of a link within a [`Fabric`]. A number is never used twice.
+/// The number of one end of a link within a [`Fabric`]. Numbers are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EndpointId(pub(crate) u64);
 
-/// Names a transfer within a [`Fabric`]. A number is used again only after the last piece of its
+/// The number of a transfer within a [`Fabric`]. It is reused only after the last piece of its
 /// transfer was reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct JobId(pub(crate) usize);
 
 impl EndpointId {
-    /// Returns the number, to be passed through a C callback.
+    /// Returns the number, for use in a C callback.
     pub fn number(self) -> u64 {
         self.0
     }
@@ -33,7 +33,7 @@ impl EndpointId {
 }
 
 impl JobId {
-    /// Returns the number, to be passed through a C callback.
+    /// Returns the number, for use in a C callback.
     pub fn number(self) -> usize {
         self.0
     }
@@ -47,9 +47,10 @@ impl JobId {
 /// A native library with its handles, as the machine drives it.
 ///
 /// # Safety
-/// The library touches local memory of a [`Job`] only for pieces that were posted and whose end was
-/// not yet reported by [`Event::Completed`]. After [`stop`](Fabric::stop) has returned true it
-/// touches none.
+///
+/// The library touches local memory of a [`Job`] only for pieces that were posted and whose
+/// completion [`Event::Completed`] has not reported yet. After [`stop`](Fabric::stop) has returned
+/// true it touches none.
 pub unsafe trait Fabric: Send + 'static {
     /// The library's registration of a local region. Dropped on any thread, once the region is no
     /// longer registered with kvx.
@@ -79,7 +80,8 @@ pub unsafe trait Fabric: Send + 'static {
     }
 
     /// Returns how long the two libraries may take to set up a connection. The deadline of the
-    /// handshake is extended by it: the peer creates its endpoint only when the hello arrives.
+    /// handshake is extended by this time, because the peer creates its endpoint only when the
+    /// hello arrives.
     fn setup_time(&self) -> Duration {
         Duration::ZERO
     }
@@ -133,8 +135,8 @@ pub unsafe trait Fabric: Send + 'static {
         Ok(FlushCompletion::WithPieces)
     }
 
-    /// Ends the work of an endpoint whose peer is lost: nothing more is posted, and posted pieces
-    /// are to end as soon as possible.
+    /// Ends the work of an endpoint whose peer is lost: posts nothing more, and lets posted pieces
+    /// end as soon as possible.
     fn sever(&mut self, endpoint: EndpointId);
 
     /// Destroys an endpoint that has no more transfers.
@@ -144,7 +146,7 @@ pub unsafe trait Fabric: Send + 'static {
     /// to be scheduled.
     fn poll(&mut self, events: &mut Vec<Event>) -> Turn;
 
-    /// Prepares to sleep; `waiting`: something is in flight. Like
+    /// Prepares to sleep. `waiting` means that something is in flight. See
     /// [`Progress::arm`](crate::reactor::Progress::arm).
     ///
     /// # Errors
@@ -172,9 +174,9 @@ pub unsafe trait Fabric: Send + 'static {
     /// Quarantine the region: a peer may still reach it.
     fn unregister(&mut self, local: &Self::Local) -> Result<Unregister>;
 
-    /// Shuts the library down; no other method is called afterwards. Returns whether it is certain
-    /// that the library touches no local memory any more, and that no peer does through it. On
-    /// false, everything in flight and registered is quarantined.
+    /// Shuts the library down; no other method is called afterwards. Returns true if the library
+    /// certainly touches no local memory any more, and no peer reaches local memory through it.
+    /// Otherwise all memory in flight and registered is quarantined.
     fn stop(&mut self) -> bool;
 
     /// Creates an endpoint to an agent that is not kvx, from that agent's own metadata.
@@ -209,7 +211,7 @@ pub unsafe trait Fabric: Send + 'static {
     fn notify_foreign(&mut self, _endpoint: EndpointId, _bytes: &[u8]) -> Result<SendStatus> {
         Err(Error::new(
             ErrorKind::Unsupported,
-            "this backend has no notifications for foreign agents",
+            "this backend cannot send notifications to foreign agents",
         ))
     }
 }
@@ -217,11 +219,12 @@ pub unsafe trait Fabric: Send + 'static {
 /// Registers memory with the library, on the program's threads.
 ///
 /// # Safety
-/// From registration on, peers reach the memory through the library: `Local` keeps whatever that
-/// needs.
+///
+/// From registration on, peers reach the memory through the library. `Local` keeps alive whatever
+/// that requires.
 pub unsafe trait Registrar<L>: Send + Sync + 'static {
-    /// Registers memory. Returns the registration, and the bytes that peers need to reach it beside
-    /// its number and key. May block.
+    /// Registers memory. Returns the registration, and the bytes that peers need to reach it in
+    /// addition to its id and key. May block.
     ///
     /// # Errors
     /// `Unsupported`, with the reason, for memory that the library cannot serve.
@@ -243,9 +246,9 @@ pub unsafe trait Registrar<L>: Send + Sync + 'static {
 /// The result of [`Fabric::send`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendStatus {
-    /// The library took it.
+    /// The library has taken the message.
     Taken,
-    /// The library has no capacity now, or the endpoint is not connected yet: the machine tries
+    /// The library has no capacity now, or the endpoint is not connected yet; the machine tries
     /// again.
     Later,
 }
@@ -259,10 +262,10 @@ pub enum Unregister {
     Later,
 }
 
-/// How the end of a write's flush is reported.
+/// The way in which the completion of a write's flush is reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushCompletion {
-    /// Each piece is reported when it is visible at the target.
+    /// Each piece is reported once it is visible at the target.
     WithPieces,
     /// [`Event::Flushed`] follows.
     Later,
@@ -273,11 +276,10 @@ pub enum FlushCompletion {
 pub enum Event {
     /// A message arrived, from any sender.
     Message(Vec<u8>),
-    /// A foreign endpoint can be used. For an endpoint to a kvx agent it only means that waiting
+    /// A foreign endpoint is ready. For an endpoint to a kvx agent it only means that waiting
     /// messages can be tried again.
     Ready(EndpointId),
-    /// An endpoint cannot be used any more. Pieces that were posted are still reported when they
-    /// have ended.
+    /// An endpoint is unusable. Pieces that were posted are still reported when they have ended.
     Broken {
         /// The endpoint.
         endpoint: EndpointId,
@@ -286,22 +288,22 @@ pub enum Event {
         /// True if it is certain that the peer reaches no local memory any more.
         gone: bool,
     },
-    /// Pieces of a job have ended: none of them touches memory any more.
+    /// Pieces of a job have ended; none of them touches memory any more.
     Completed {
         /// The job.
         job: JobId,
         /// The number of pieces.
         pieces: u32,
-        /// An error fails the job.
+        /// The result; an error fails the job.
         result: Result<()>,
     },
-    /// [`describe`](Fabric::describe) returns another description of an endpoint than before.
+    /// The result of [`describe`](Fabric::describe) for this endpoint has changed.
     Changed(EndpointId),
     /// The flush of a write has ended.
     Flushed {
         /// The job.
         job: JobId,
-        /// `Ok` if all of it is visible at the target.
+        /// `Ok` if all pieces are visible at the target.
         result: Result<()>,
     },
     /// A foreign agent sent a notification.

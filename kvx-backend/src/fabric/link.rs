@@ -31,7 +31,7 @@ pub(super) struct FabricLink<F: Fabric> {
 }
 
 impl<F: Fabric> FabricLink<F> {
-    /// The lanes that it leads over.
+    /// Returns the lanes that the link uses.
     fn lanes(&self) -> &[Reactor<Machine<F>>] {
         if self.foreign { &self.lanes[..1] } else { &self.lanes }
     }
@@ -56,7 +56,8 @@ impl<F: Fabric> FabricLink<F> {
     }
 }
 
-// SAFETY: as `FabricTransport`.
+// SAFETY: the same as for `FabricTransport`: a fabric touches local memory only for unreported
+// pieces, and the machine settles a ticket once all pieces of its job were reported.
 unsafe impl<F: Fabric> Link for FabricLink<F> {
     fn capabilities(&self) -> Arc<Capabilities> {
         let known = self.shared.known.lock();
@@ -86,7 +87,7 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
     fn import(&self, region: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {
         let RemoteSpec { id, key, len, kind, export } = region;
         if self.foreign {
-            let why = "this link leads to an agent that is not kvx: use RemoteGrid::at";
+            let why = "this link leads to a foreign agent: use RemoteGrid::at";
             return Err(Error::new(ErrorKind::Unsupported, why).with_backend(self.name));
         }
         self.import_as(kind, RemoteMemory::Region { id, key, len, kind, export: export.into() })

@@ -1,4 +1,4 @@
-//! The machine of one lane: its state, and the sending of messages.
+//! The machine of one lane: its state, and sending messages.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -21,13 +21,13 @@ use crate::process::ProcessId;
 use crate::rate_limit::RateLimited;
 use crate::reactor::{Outbox, Turn, WorkQueue, no_poller};
 
-/// How often a lane looks whether it holds too much with the others.
+/// The interval at which a lane checks whether peers hold too much over all lanes.
 const BETWEEN_LANES: Duration = Duration::from_millis(100);
 
 pub(super) struct Machine<F: Fabric> {
     pub(super) name: &'static str,
     pub(super) me: Identity,
-    /// The keys by which peers are authenticated.
+    /// The keys that authenticate peers.
     pub(super) keys: Keys,
     pub(super) unauthenticated: RateLimited,
     pub(super) fabric: F,
@@ -40,36 +40,36 @@ pub(super) struct Machine<F: Fabric> {
     pub(super) sessions: BTreeMap<u64, Session<F>>,
     pub(super) held: Arc<SharedHeldBytes>,
     pub(super) links: BTreeMap<LinkId, u64>,
-    /// Peers whose first message is not whole yet, by their numbers.
+    /// Peers whose first message is incomplete, by session number.
     pub(super) unfinished_hellos: HashMap<u64, UnfinishedHello>,
-    /// In boxes, which are moved instead of them.
+    /// The jobs, boxed so that moving one is cheap.
     pub(super) jobs: Slab<Box<JobState<F>>>,
     pub(super) turns: WorkQueue<usize>,
     /// Jobs that wait for capacity in the library.
     pub(super) stalled: Vec<usize>,
-    /// Sessions with something to be sent.
+    /// Sessions with something to send.
     pub(super) sending: Vec<u64>,
-    /// By the numbers of the sessions whose peers hold the region.
+    /// Revocations, by the numbers of the sessions whose peers hold the region.
     pub(super) recalls: Recalls<u64, (Arc<RegionRecord<F::Local>>, Ticket)>,
-    /// Regions that every peer has released, and the library has not unregistered.
+    /// Regions that every peer has released but the library has not unregistered.
     pub(super) released: Vec<(Arc<RegionRecord<F::Local>>, Ticket)>,
-    /// By the number of the session that was lost.
+    /// Lost peers, by the numbers of their sessions.
     pub(super) lost_peers: HashMap<u64, LostPeer>,
     /// Notifications of foreign agents that did not fit into the agent's queue.
     pub(super) foreign_notices: ForeignNotices,
     pub(super) fabric_events: Vec<Event>,
-    /// Wakes for the library's descriptors, and for the end of peers' processes.
+    /// The epoll descriptor for the library's descriptors and the end of peers' processes.
     pub(super) poller: OwnedFd,
     pub(super) fds: [RawFd; 1],
     pub(super) next_look: Option<Instant>,
-    /// Sessions whose peers' processes have ended, noted outside of a turn.
+    /// Sessions whose peers' processes have ended, recorded outside of a turn.
     pub(super) ended: Vec<u64>,
-    /// This turn was lent by a thread that posted something small, which is done: nothing more is
-    /// done on it.
+    /// True if a caller's thread had this turn only to post something small and has done so; the
+    /// turn does nothing else.
     pub(super) lent_turn: bool,
-    /// In this turn, something else was done than transfers that ended as they were posted.
+    /// True if this turn did more than transfers that completed as they were posted.
     pub(super) left_something: bool,
-    /// How the library wants to be scheduled, as it last said.
+    /// The library's last scheduling request.
     pub(super) polled: Turn,
     pub(super) shutdown: Vec<Ticket>,
 }
@@ -126,7 +126,7 @@ impl<F: Fabric> Machine<F> {
         })
     }
 
-    /// Has the clock look again by `at`.
+    /// Schedules the next check at `at` or earlier.
     pub(super) fn look_by(&mut self, at: Instant) {
         look_by(&mut self.next_look, at);
     }
@@ -139,7 +139,7 @@ impl<F: Fabric> Machine<F> {
         Error::new(kind, sentence).with_backend(self.name)
     }
 
-    /// Sends a message, now or when the library has room.
+    /// Sends a message, now or when the library has capacity.
     pub(super) fn send(&mut self, number: u64, message: &ControlMessage<'_>, out: &mut Outbox) {
         // Expected: an earlier message of this turn ended the session.
         let Some(session) = self.sessions.get_mut(&number) else { return };
@@ -157,7 +157,7 @@ impl<F: Fabric> Machine<F> {
         match session.push_out(&mut self.fabric) {
             Ok(taken) => {
                 if taken > 0 {
-                    session.note_held(&self.held).ok(); // it has less
+                    session.note_held(&self.held).ok(); // cannot fail: the session holds less
                 }
                 if session.has_waiting() {
                     if !self.sending.contains(&number) {
@@ -175,7 +175,7 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// Counts what a peer has us hold. One with too much loses the session.
+    /// Counts the memory that this end holds for a peer. A peer over its limit loses the session.
     pub(super) fn count_held(&mut self, number: u64, out: &mut Outbox) {
         // Expected: the message that was just taken ended the session.
         let Some(session) = self.sessions.get_mut(&number) else { return };
@@ -191,7 +191,8 @@ impl<F: Fabric> Machine<F> {
         self.look_at_lanes();
     }
 
-    /// What is counted here may become too much by what other lanes count, which cannot end it.
+    /// Schedules a check: what is counted here may become too much through other lanes, which
+    /// cannot end this lane's sessions.
     pub(super) fn look_at_lanes(&mut self) {
         if Arc::strong_count(&self.held) > 1
             && self.sessions.values().any(|session| session.counted > 0)
@@ -200,15 +201,15 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// A peer has us hold less.
+    /// Records that this end holds less for a peer.
     pub(super) fn held_less(&mut self, number: u64) {
         if let Some(session) = self.sessions.get_mut(&number) {
-            session.note_held(&self.held).ok(); // too much is seen when it has more
+            session.note_held(&self.held).ok(); // an excess is noticed when it grows
         }
     }
 
-    /// All peers together hold too much: the one that holds most loses its sessions. Other lanes
-    /// end theirs.
+    /// Ends the sessions of the peer that holds most, if all peers together hold too much. Other
+    /// lanes end theirs.
     pub(super) fn drop_greediest(&mut self, out: &mut Outbox) {
         let held = self.held.lock();
         let Some(greediest) = held.greediest(|_| true) else { return };
@@ -220,7 +221,7 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// Tries again to send what waits.
+    /// Tries again to send waiting messages.
     pub(super) fn send_waiting(&mut self, out: &mut Outbox) -> usize {
         let mut taken = 0;
         for number in std::mem::take(&mut self.sending) {
@@ -234,7 +235,7 @@ impl<F: Fabric> Machine<F> {
     }
 }
 
-/// Moves the time of the next look forward to `at`, if that is earlier.
+/// Moves the time of the next check forward to `at`, if that is earlier.
 pub(super) fn look_by(next_look: &mut Option<Instant>, at: Instant) {
     *next_look = Some(next_look.map_or(at, |next| next.min(at)));
 }

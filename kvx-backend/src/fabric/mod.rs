@@ -1,18 +1,18 @@
-//! A whole transport around a native library that reads and writes remote memory by itself.
+//! A complete transport around a native library that reads and writes remote memory.
 //!
 //! UCX, libfabric, NIXL and Mooncake differ in how they create an endpoint, post a piece and report
-//! its end. What kvx promises beyond that is the same for all: authentication of peers and their
-//! incarnations, grants and revocation of regions, notifications that arrive once and after their
-//! data, detection of silent peers, and tickets that settle when nothing touches their memory. A
-//! backend writes a [`Fabric`] and a [`Registrar`]; [`open`] makes a
+//! its completion. The rest of kvx's promises is the same for all: authentication of peers and
+//! their incarnations, grants and revocation of regions, notifications that arrive once and after
+//! their data, detection of silent peers, and tickets that settle when nothing touches their
+//! memory. A backend implements [`Fabric`] and [`Registrar`]; [`open`] makes a
 //! [`Transport`](kvx_core::backend::Transport) of them.
 //!
 //! Threads:
-//! - Every method of [`Fabric`] is called by one thread at a time, under the lock of the
-//!   transport's [`Reactor`](crate::reactor::Reactor), but not always by the same thread. None may
-//!   block. Calls of the library that block belong on a thread of the fabric, which wakes the
-//!   machine through a descriptor of [`Fabric::fds`].
-//! - [`Registrar`] is called on the program's threads, and may block.
+//! - One thread at a time calls methods of [`Fabric`], under the lock of the transport's
+//!   [`Reactor`](crate::reactor::Reactor), but not always the same thread. None may block. Calls of
+//!   the library that block belong on a thread of the fabric, which wakes the machine through a
+//!   descriptor of [`Fabric::fds`].
+//! - The program's threads call methods of [`Registrar`], which may block.
 
 #[cfg(feature = "attacker-for-tests")]
 pub mod attacker;

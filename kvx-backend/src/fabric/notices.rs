@@ -14,7 +14,7 @@ use crate::control::errors::closed;
 impl<F: Fabric> Machine<F> {
     pub(super) fn notify(&mut self, number: u64, bytes: Box<[u8]>, done: Ticket, out: &mut Outbox) {
         let Some(session) = self.sessions.get_mut(&number) else {
-            debug_assert!(false, "a notification goes to session {number}, which has ended");
+            debug_assert!(false, "a notification is sent on session {number}, which has ended");
             return out.settle(done, Err(closed().with_backend(self.name)));
         };
         if let Err((done, why)) = session.to_peer.add(bytes, done) {
@@ -28,7 +28,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     pub(super) fn send_notices(&mut self, number: u64, out: &mut Outbox) {
-        // Expected: the acknowledgement before this call ended the session.
+        // Expected: the acknowledgement that was just taken ended the session.
         let Some(session) = self.sessions.get_mut(&number) else { return };
         if let Err(why) = session.send_notices(self.max_message) {
             return self.cut_off(number, why, out);
@@ -52,7 +52,7 @@ impl<F: Fabric> Machine<F> {
         count
     }
 
-    /// There is room again for notifications.
+    /// Delivers waiting notifications, for which the agent's queue has space again.
     pub(super) fn resume(&mut self, out: &mut Outbox) {
         self.deliver_held();
         let parked: Vec<u64> = self
@@ -73,7 +73,7 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// A notification came in. Errors: `Malformed` when the peer sends more than it may.
+    /// Takes a notification from a peer. Returns `Malformed` if the peer sends more than it may.
     pub(super) fn take_notice(
         &mut self,
         number: u64,
@@ -82,7 +82,7 @@ impl<F: Fabric> Machine<F> {
         out: &mut Outbox,
     ) -> Result<()> {
         let Some(session) = self.sessions.get_mut(&number) else {
-            debug_assert!(false, "a notification is taken for session {number}, which has ended");
+            debug_assert!(false, "a notification arrived for session {number}, which has ended");
             return Ok(());
         };
         let sender = session.peer.as_sender();
@@ -92,17 +92,17 @@ impl<F: Fabric> Machine<F> {
         Ok(())
     }
 
-    /// A foreign agent sent a notification.
+    /// Takes a notification from a foreign agent.
     pub(super) fn take_foreign_notice(&mut self, from: Arc<str>, bytes: Vec<u8>) {
         let is_first = self.foreign_notices.is_empty();
         if let Err(why) = self.foreign_notices.add(Arc::clone(&from), bytes) {
             tracing::error!(
                 backend = self.name,
                 from = &*from,
-                "a foreign agent's notification is dropped: {why}"
+                "dropped a foreign agent's notification: {why}"
             );
         }
-        // Behind others it waits for room: that of the first was refused, and room is told.
+        // Behind others it waits: the first of them was rejected, and the agent reports free space.
         if is_first {
             self.deliver_held();
         }

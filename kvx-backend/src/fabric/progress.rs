@@ -18,16 +18,17 @@ use crate::control::errors::still_shared;
 use crate::error::closed;
 use crate::reactor::{Armed, NoWork, Outbox, Progress, Queued, SLICE, Turn};
 
-/// The most jobs that have a turn before others of the machine's duties.
+/// The limit for job turns before the machine's other duties.
 const WORKS: usize = 32;
-/// How long jobs have a turn before messages get theirs: some libraries copy within a post.
+/// The time limit for job turns before messages are handled: some libraries copy data within a
+/// post.
 const TURN: Duration = Duration::from_micros(50);
-/// After so many bytes commands wait no longer, for a notification may be among them: some 20
-/// microseconds of such a library.
+/// The number of bytes after which waiting commands are handled, because a notification may be
+/// among them. Such a library copies this in some 20 microseconds.
 const MUCH: u64 = 128 << 10;
 
-/// Returns whether one more job has a turn, after so many that took so long. `queued`: commands
-/// wait.
+/// Returns true if another job may have a turn, after `works` turns that moved `moved` bytes in
+/// `time`. `queued` means that commands wait.
 fn goes_on(moved: u64, works: usize, time: Duration, queued: bool) -> bool {
     moved < SLICE && works < WORKS && time < TURN && !(queued && moved >= MUCH)
 }
@@ -46,7 +47,7 @@ pub(super) enum Command<L> {
         link: Arc<SharedLink>,
         import: Arc<Import>,
     },
-    /// `inline_on`: on this thread a small transfer may be posted at once.
+    /// Posts a transfer. A small one may be posted at once on the thread `inline_on`.
     Post {
         link: Arc<SharedLink>,
         plan: Arc<BoundPlan>,
@@ -243,7 +244,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_library_asks_for_reaches_the_reactor_also_after_a_turn_without_it() {
+    fn the_librarys_scheduling_request_reaches_the_reactor_after_a_turn_without_a_poll() {
         let (mut machine, queued, mut out) = (machine(), Queued::default(), Outbox::default());
         assert!(!machine.progress(&queued, &mut out).own_thread_only);
         machine.fabric.alone = true;
@@ -255,12 +256,12 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_that_moved_much_ends_for_a_command_and_any_turn_ends() {
+    fn a_turn_that_moved_much_ends_for_a_command_and_every_turn_ends() {
         let goes_on = |moved, works, micros, queued| {
             goes_on(moved, works, Duration::from_micros(micros), queued)
         };
         assert!(goes_on(MUCH, 1, 20, false) && !goes_on(MUCH, 1, 20, true));
-        assert!(goes_on(MUCH - 1, 8, 20, true), "small ones cost too little to take a turn each");
+        assert!(goes_on(MUCH - 1, 8, 20, true), "small jobs cost too little to end the turn");
         assert!(
             !goes_on(SLICE, 1, 20, false)
                 && !goes_on(0, WORKS, 20, false)

@@ -15,9 +15,9 @@ pub(super) struct RegionRecord<L> {
     pub(super) id: RegionId,
     pub(super) key: RegionKey,
     pub(super) local: L,
-    /// Lanes that have not released it.
+    /// The number of lanes that have not released it.
     holders: AtomicUsize,
-    /// Until it is freed.
+    /// The region's memory, until it is freed.
     memory: Mutex<Option<Arc<Memory>>>,
 }
 
@@ -27,31 +27,31 @@ impl<L> RegionRecord<L> {
         RegionRecord { id: spec.id, key: spec.key, local, holders, memory }
     }
 
-    /// Notes that no peer reaches it over one lane any more. Returns whether that was the last
+    /// Records that no peer reaches the region over one lane any more. Returns true for the last
     /// lane.
     pub(super) fn release(&self) -> bool {
         self.holders.fetch_sub(1, Ordering::AcqRel) == 1
     }
 
-    /// Releases its memory, which no peer reaches any more.
+    /// Releases the memory, which no peer reaches any more.
     pub(super) fn free(&self) {
         let memory = self.memory.lock().take();
         drop(memory);
     }
 
-    /// Leaks it, with its memory and the library's registration: a peer may reach it for ever. Must
-    /// not follow [`release`](RegionRecord::release) for the same lane, so that there is no last
-    /// lane.
+    /// Leaks the region with its memory and the library's registration, because a peer may reach it
+    /// for ever. The same lane must not have called [`release`](RegionRecord::release), so that no
+    /// lane becomes the last one.
     pub(super) fn quarantine(self: Arc<Self>) {
         std::mem::forget(self);
     }
 }
 
-/// The regions that peers may ask for, over any lane.
+/// The regions that peers may request, over any lane.
 pub(super) struct Regions<L>(Mutex<RegionTables<L>>);
 
 struct RegionTables<L> {
-    /// Lanes that have not ended.
+    /// The number of lanes that have not ended.
     lanes: usize,
     table: RegionTable<Arc<RegionRecord<L>>>,
 }
@@ -65,19 +65,18 @@ impl<L> Regions<L> {
         self.0.lock().table.open(region.id, region.key, region);
     }
 
-    /// Refuses it to all peers from now on. Returns `None` if it was revoked before.
+    /// Revokes a region for all peers. Returns `None` if it was already revoked.
     pub(super) fn revoke(&self, id: RegionId) -> Option<Arc<RegionRecord<L>>> {
         self.0.lock().table.revoke(id)
     }
 
-    /// Checks that a peer with this key may use the region. Errors: `Unregistered`, `WrongKey`,
-    /// `Revoked`.
+    /// Checks that a peer with this key may use the region. Returns `Unregistered`, `WrongKey` or
+    /// `Revoked` otherwise.
     pub(super) fn check(&self, id: RegionId, key: &RegionKey) -> Result<()> {
         self.0.lock().table.check(id, key).map(|_| ())
     }
 
-    /// A lane has ended: gives all that are still open, and keeps them for the other lanes, if
-    /// there are any.
+    /// Ends a lane. Returns all open regions, and keeps them if other lanes are left.
     pub(super) fn close(&self) -> Vec<Arc<RegionRecord<L>>> {
         let mut all = self.0.lock();
         all.lanes -= 1;
@@ -90,7 +89,8 @@ pub(super) struct RegionHandle<L> {
     pub(super) record: Arc<RegionRecord<L>>,
     pub(super) export: Vec<u8>,
     pub(super) regions: Arc<Regions<L>>,
-    /// Has every lane recall the region; the ticket settles when all of them have.
+    /// The function that has every lane recall the region; the ticket settles when all of them
+    /// have.
     pub(super) revoke: Box<dyn Fn(Arc<RegionRecord<L>>, Ticket) + Send + Sync>,
 }
 

@@ -1,4 +1,5 @@
-//! One side of a link: what is known of the peer, what waits for it, what it holds of ours.
+//! One side of a link: the peer's state, the work that waits for it, and the local regions that it
+//! holds.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -19,34 +20,34 @@ use crate::control::{
 };
 use crate::process::ProcessWatch;
 
-/// The most frames that wait for a peer to read them; one that lets more pile up is cut off.
+/// The limit for frames that wait for a peer to read them; a peer that exceeds it is disconnected.
 const MAX_QUEUED: usize = 64 << 10;
 
-/// An initiator whose end nothing would show is asked for a sign of life when it has been silent
-/// for so long.
+/// The silence after which an initiator is asked for a sign of life if nothing else would show its
+/// end.
 pub(super) const LONG_SILENCE: Duration = Duration::from_secs(60);
 
-/// The peer that the memory of a session counts for: the one that its hello names, or `None` until
-/// that is confirmed. All unconfirmed sessions count as one.
+/// The peer for which a session's memory counts: the one that its hello names, or `None` until that
+/// is confirmed. All unconfirmed sessions count as one.
 pub(super) type HeldBytesOwner = Option<Identity>;
-/// What peers have all lanes of a transport hold.
+/// The memory held for peers, over all lanes of a transport.
 pub(super) type SharedHeldBytes = Mutex<HeldBytes<HeldBytesOwner>>;
 
-/// Where a session stands.
+/// The phase of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// The handshake is to be done by then.
+    /// The handshake must be done by this time.
     Greeting(Instant),
     Up,
-    /// Transfers are still ending; then the peer is told.
+    /// Transfers are still ending; then the peer is notified.
     Closing,
-    /// The peer is told, or cannot be: what is queued is still sent, until then.
+    /// The peer is notified, or cannot be; queued messages are still sent until this time.
     Leaving(Instant),
-    /// The peer is lost: transfers are still ending.
+    /// The peer is lost; transfers are still ending.
     Lost,
 }
 
-/// A peer whose first message is not whole yet.
+/// A peer whose first message is incomplete.
 pub(super) struct UnfinishedHello {
     pub(super) incoming: Incoming,
     pub(super) until: Instant,
@@ -59,44 +60,44 @@ pub(super) struct LostPeer {
 }
 
 pub(super) struct Session<F: Fabric> {
-    /// Its number, which is its endpoint's as well.
+    /// The session's number, which is also that of its endpoint.
     pub(super) number: u64,
-    /// The number of the other side; 0: not known yet.
+    /// The number of the peer's session; 0 if it is not known yet.
     pub(super) other: u64,
     pub(super) phase: Phase,
-    /// Ours, until it is answered.
+    /// The local greeting, until the peer answers it.
     pub(super) greeting: Option<Greeting>,
-    /// What the peer has to prove before the session is up.
+    /// The claim that the peer must prove before the session is up.
     pub(super) awaited: Option<Claim>,
-    /// The link it carries; `None` on the target's side.
+    /// The link of this session; `None` on the target's side.
     pub(super) link: Option<Arc<SharedLink>>,
-    /// Leads to an agent that is not kvx.
+    /// True if the peer is a foreign agent.
     pub(super) foreign: bool,
-    /// The peer has said its last word: nothing needs to be broken off but what is still in flight.
+    /// True if the peer has sent its last message: only work in flight must still be aborted.
     pub(super) parted: bool,
     pub(super) peer: Identity,
     pub(super) process: Option<ProcessWatch>,
     pub(super) silence: Silence,
-    /// Nothing is in flight, and the peer has been asked whether it is there.
+    /// True if nothing is in flight and the peer was asked for a sign of life.
     asked: bool,
     pub(super) incoming: Incoming,
     outgoing: Outgoing,
 
     /// Regions of the peer.
     pub(super) imports: ImportedRegions<Arc<Import>, (Arc<F::Remote>, RegionId)>,
-    /// Transfers that wait for them.
+    /// Transfers that wait for regions to be granted.
     pub(super) waiting: Vec<PendingTransfer>,
-    /// Transfers under way.
+    /// The number of transfers in progress.
     pub(super) jobs: usize,
-    /// Regions that the peer wants back and transfers still use.
+    /// Regions that the peer has recalled and transfers still use.
     pub(super) recalled: HashSet<RegionId>,
     pub(super) to_peer: NoticesToPeer,
 
     pub(super) granted: GrantedRegions,
     pub(super) from_peer: NoticesFromPeer,
-    /// The peer that began it has proven that it means it now.
+    /// True if the peer that initiated the session has proven that its hello is not a replay.
     confirmed: bool,
-    /// What is counted as held for its peer.
+    /// The bytes that are counted as held for the peer.
     pub(super) counted: usize,
 }
 
@@ -138,7 +139,7 @@ impl<F: Fabric> Session<F> {
         self.phase == Phase::Up
     }
 
-    /// Returns whether it only waits for its end.
+    /// Returns true if the session only waits for its end.
     pub(super) fn is_ending(&self) -> bool {
         matches!(self.phase, Phase::Closing | Phase::Leaving(_) | Phase::Lost)
     }
@@ -147,15 +148,16 @@ impl<F: Fabric> Session<F> {
         self.confirmed.then(|| self.peer.clone())
     }
 
-    /// Returns whether it belongs to this peer, and has something.
+    /// Returns true if the session counts for this peer and holds something.
     pub(super) fn is_counted_for(&self, owner: &HeldBytesOwner) -> bool {
         self.counted > 0 && self.held_bytes_owner() == *owner
     }
 
-    /// Counts what its peer has us hold now. Errors: `Exhausted` for one that goes too far.
+    /// Counts the memory that this end now holds for the peer. Returns `Exhausted` for a peer over
+    /// its limit.
     pub(super) fn note_held(&mut self, held: &SharedHeldBytes) -> Result<()> {
         if self.link.is_some() {
-            return Ok(()); // we began it, and it has bounds of its own
+            return Ok(()); // this end initiated it, and its own limits apply
         }
         let bytes = self.incoming.held() + self.outgoing.held() + self.from_peer.held();
         if HeldBytes::<HeldBytesOwner>::rounded_to_step(bytes) == self.counted {
@@ -164,20 +166,21 @@ impl<F: Fabric> Session<F> {
         held.lock().note(&self.held_bytes_owner(), &mut self.counted, bytes)
     }
 
-    /// It goes, or counts as another's from now on.
+    /// Counts nothing for the peer any more, because the session ends or counts for another owner.
     pub(super) fn release_held(&mut self, held: &SharedHeldBytes) {
         if self.counted > 0 {
-            held.lock().note(&self.held_bytes_owner(), &mut self.counted, 0).ok(); // too much for its others is seen with them
+            // An excess of the peer's other sessions is noticed with them.
+            held.lock().note(&self.held_bytes_owner(), &mut self.counted, 0).ok();
         }
     }
 
-    /// The peer that began it is up.
+    /// Marks a session as up whose initiator has proven itself.
     pub(super) fn confirm(&mut self, held: &SharedHeldBytes) {
         self.release_held(held);
         (self.phase, self.confirmed) = (Phase::Up, true);
     }
 
-    /// Queues a message. Errors: `Exhausted` for a peer that does not read.
+    /// Queues a message. Returns `Exhausted` for a peer that does not read.
     pub(super) fn send(&mut self, message: &ControlMessage<'_>, max: usize) -> Result<()> {
         if self.phase == Phase::Lost || self.foreign {
             return Ok(());
@@ -192,7 +195,7 @@ impl<F: Fabric> Session<F> {
         Ok(())
     }
 
-    /// Sends what the library takes. Says how many frames it took.
+    /// Sends the frames that the library takes. Returns how many it took.
     pub(super) fn push_out(&mut self, fabric: &mut F) -> Result<usize> {
         let mut taken = 0;
         while let Some(frame) = self.outgoing.front() {
@@ -205,7 +208,7 @@ impl<F: Fabric> Session<F> {
         Ok(taken)
     }
 
-    /// Returns whether frames wait, or notifications for a foreign agent.
+    /// Returns true if frames wait, or notifications for a foreign agent.
     pub(super) fn has_waiting(&self) -> bool {
         self.outgoing.len() > 0 || self.foreign && self.is_up() && self.to_peer.front().is_some()
     }
@@ -214,16 +217,16 @@ impl<F: Fabric> Session<F> {
         self.outgoing.clear();
     }
 
-    /// Notes whether an answer is awaited, after the work in flight has changed. Returns the time,
-    /// if the wait begins now.
+    /// Records whether an answer is outstanding, after the work in flight has changed. Returns the
+    /// time if the wait begins now.
     pub(super) fn note_awaiting(&mut self) -> Option<Instant> {
-        // A region that was asked for is work when a transfer waits for it: of several lanes, those
-        // that the transfers do not take may be answered later than those end.
+        // A requested region counts as work only while a transfer waits for it: on lanes that no
+        // transfer uses, the grant may arrive after the transfers have ended.
         let in_flight = !self.waiting.is_empty() || self.to_peer.awaits_answer() || self.jobs > 0;
         self.silence.note(!self.foreign && (in_flight || self.asked), Instant::now)
     }
 
-    /// Something came from the peer.
+    /// Records that the peer sent something.
     pub(super) fn note_activity(&mut self, now: Instant) {
         self.silence.note_activity(now);
         if std::mem::take(&mut self.asked) {
@@ -231,13 +234,14 @@ impl<F: Fabric> Session<F> {
         }
     }
 
-    /// Returns whether nothing but its silence would show that it has ended: an initiator of
-    /// another host, or of another namespace of processes, of which we want nothing.
+    /// Returns true if only silence would show that the peer has ended: an initiator on another
+    /// host or in another PID namespace, from which this end requests nothing.
     pub(super) fn ends_unseen(&self) -> bool {
         self.link.is_none() && self.is_up() && self.process.is_none()
     }
 
-    /// Has it asked if it has been silent for long. Says when that will be.
+    /// Marks a peer that has been silent for long as asked. Otherwise returns the time when that is
+    /// due.
     pub(super) fn ask_after_long(&mut self, now: Instant) -> Option<Instant> {
         if self.asked || !self.ends_unseen() {
             return None;
@@ -251,7 +255,8 @@ impl<F: Fabric> Session<F> {
         None
     }
 
-    /// Sends the notifications that there is room for. Errors as [`send`](Session::send).
+    /// Sends the notifications that fit into the window. Returns the errors of
+    /// [`send`](Session::send).
     pub(super) fn send_notices(&mut self, max: usize) -> Result<()> {
         while !self.foreign
             && let Some((notice, bytes)) = self.to_peer.next_to_send()
@@ -261,7 +266,7 @@ impl<F: Fabric> Session<F> {
         Ok(())
     }
 
-    /// Hands notifications to a foreign agent, as far as the library takes them.
+    /// Passes notifications for a foreign agent to the library, as far as it takes them.
     pub(super) fn notify_foreign(
         &mut self,
         fabric: &mut F,
@@ -282,7 +287,7 @@ impl<F: Fabric> Session<F> {
         }
     }
 
-    /// Every ticket of what is not in the library's hands.
+    /// Returns the tickets of all operations that were not passed to the library.
     pub(super) fn take_tickets(&mut self) -> Vec<Ticket> {
         let waiting = self.waiting.drain(..).map(|waiting| waiting.done);
         self.to_peer.end().chain(waiting).collect()
@@ -299,7 +304,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_region_that_nobody_waits_for_is_no_work_in_flight() {
+    fn a_requested_region_without_a_transfer_is_not_work_in_flight() {
         let mut session = Session::<Quiet>::new(1, None, identity("peer"), Instant::now());
         let what = RemoteMemory::Region {
             id: RegionId(1),
@@ -315,6 +320,6 @@ mod tests {
         session.jobs = 0;
         assert_eq!(session.note_awaiting(), None);
         session.jobs = 1;
-        assert!(session.note_awaiting().is_some(), "it had ended");
+        assert!(session.note_awaiting().is_some(), "the wait had ended");
     }
 }

@@ -17,11 +17,11 @@ pub(super) struct SharedLink {
     pub(super) peer: Identity,
     /// The keys that authenticate this end to the peer; `None` for an agent that is not kvx.
     pub(super) keys: Option<Keys>,
-    /// Lanes whose handshake is not done.
+    /// The number of lanes whose handshake is not done.
     awaited: AtomicUsize,
     /// The library's description and capabilities, once the link is up.
     pub(super) known: Mutex<Option<(String, Arc<Capabilities>)>>,
-    /// Set when it is gone.
+    /// The reason why the link has ended.
     pub(super) gone: OnceLock<Error>,
 }
 
@@ -31,12 +31,12 @@ impl SharedLink {
         SharedLink { id, peer, keys, awaited, known: Mutex::new(None), gone: OnceLock::new() }
     }
 
-    /// Notes that a lane is up. Returns whether all of them are now.
+    /// Records that a lane is up. Returns true if all lanes are.
     pub(super) fn lane_up(&self) -> bool {
         self.awaited.fetch_sub(1, Ordering::AcqRel) == 1
     }
 
-    /// Returns why the link cannot be used any more.
+    /// Returns the reason why the link is unusable.
     pub(super) fn gone(&self) -> Error {
         self.gone
             .get()
@@ -45,7 +45,7 @@ impl SharedLink {
     }
 }
 
-/// A region of the peer as this link knows it. The machine keeps the library's access, under this
+/// A region of the peer, as this link knows it. The machine keeps the library's access under this
 /// number.
 pub(super) struct Import {
     pub(super) number: u64,

@@ -1,8 +1,8 @@
-//! Whole messages, in order, over frames that arrive in any order.
+//! Reassembly of whole messages, in order, from frames that arrive in any order.
 //!
-//! Each link has two numbered *sessions*, one on either side, drawn at random. A message is cut
-//! into frames that the library carries in any order; a frame names both sessions and its place in
-//! the stream of its sender, so that the receiver has whole messages in the order in which they
+//! Each link has two *sessions*, one on either side, with random numbers. A message is cut into
+//! frames that the library delivers in any order. A frame names both sessions and its place in the
+//! stream of its sender, from which the receiver restores the messages in the order in which they
 //! were sent.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -13,26 +13,26 @@ use kvx_core::{Error, ErrorKind, Result};
 
 use crate::control::{ENTRY_OVERHEAD, MAX_MESSAGE};
 
-/// The longest address of a library.
+/// The limit in bytes for a library's address.
 pub(super) const MAX_ADDRESS: usize = 1 << 20;
-/// The longest first message: a hello.
+/// The limit in bytes for the first message, a hello.
 const MAX_FIRST_MESSAGE: usize = MAX_ADDRESS + 4 * MAX_NAME;
 
-/// The most frames that may be ahead of one that is missing.
+/// The limit for frames that arrive ahead of a missing one.
 const MAX_EARLY: usize = 1024;
-/// The most bytes in them.
+/// The limit in bytes for these frames.
 const MAX_EARLY_BYTES: usize = 4 << 20;
 
-/// What stands before each frame's part of a message.
+/// The header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct FrameHeader {
     /// The receiver's session; 0 in a hello, whose sender does not know it yet.
     pub(super) to: u64,
     /// The sender's session.
     pub(super) from: u64,
-    /// Which frame of its sender's stream.
+    /// The index of the frame in its sender's stream.
     pub(super) place: u32,
-    /// Whether the message goes on in the next frame.
+    /// True if the message continues in the next frame.
     pub(super) more: bool,
 }
 
@@ -51,26 +51,29 @@ impl FrameHeader {
         out
     }
 
-    /// The header and the part of the message behind it. Errors: `Malformed`.
+    /// Splits a frame into its header and its part of the message. Returns `Malformed` for an
+    /// invalid one.
     pub(super) fn read(frame: &[u8]) -> Result<(Self, &[u8])> {
         let mut reader = Reader::new("link frame", frame);
         let version = reader.u8()?;
         if version != Self::VERSION {
-            return Err(reader.malformed(format_args!("no frame has the version {version}")));
+            return Err(reader.malformed(format_args!("unknown frame version {version}")));
         }
         let (to, from, place) = (reader.u64()?, reader.u64()?, reader.u32()?);
         let more = match reader.u8()? {
             0 => false,
             1 => true,
             other => {
-                return Err(reader.malformed(format_args!("{other} is neither last nor followed")));
+                return Err(
+                    reader.malformed(format_args!("{other} is not a valid continuation flag"))
+                );
             }
         };
         Ok((FrameHeader { to, from, place, more }, reader.bytes(reader.left())?))
     }
 }
 
-/// The sending half: numbers frames and keeps what the library does not take yet.
+/// The sending half: numbers frames and keeps those that the library has not taken.
 #[derive(Debug, Default)]
 pub(super) struct Outgoing {
     place: u32,
@@ -92,58 +95,58 @@ impl Outgoing {
         }
     }
 
-    /// The frame to be sent next.
+    /// Returns the next frame to send.
     pub(super) fn front(&self) -> Option<&[u8]> {
         self.queue.front().map(Vec::as_slice)
     }
 
-    /// It was taken.
+    /// Removes the frame that was sent.
     pub(super) fn pop(&mut self) {
         self.bytes -= self.queue.pop_front().map_or(0, |frame| frame.len() + ENTRY_OVERHEAD);
     }
 
-    /// Frames that wait.
+    /// Returns the number of waiting frames.
     pub(super) fn len(&self) -> usize {
         self.queue.len()
     }
 
-    /// Bytes that they take.
+    /// Returns the bytes that they take.
     pub(super) fn held(&self) -> usize {
         self.bytes
     }
 
-    /// Forgets what was not sent.
+    /// Drops all unsent frames.
     pub(super) fn clear(&mut self) {
         self.queue.clear();
         self.bytes = 0;
     }
 }
 
-/// The receiving half: puts frames in order and messages together.
+/// The receiving half: restores the order of frames and assembles messages.
 #[derive(Debug, Default)]
 pub(super) struct Incoming {
     place: u32,
     early: BTreeMap<u32, (bool, Box<[u8]>)>,
     early_bytes: usize,
     partial: Vec<u8>,
-    /// Whether a message has been completed: the first may be longer.
+    /// True if a message was completed; the first one may be longer.
     begun: bool,
 }
 
 impl Incoming {
-    /// Takes a frame; gives the messages that are whole with it, in order. Errors: `Malformed`, for
-    /// what no peer that keeps the protocol sends.
+    /// Takes a frame. Returns the messages that it completes, in order. Returns `Malformed` for
+    /// frames that no conforming peer sends.
     pub(super) fn take(&mut self, header: &FrameHeader, part: &[u8]) -> Result<Vec<Vec<u8>>> {
         let ahead = header.place.wrapping_sub(self.place);
         if ahead > u32::MAX / 2 {
-            return Ok(Vec::new()); // had before: a library that repeats itself
+            return Ok(Vec::new()); // expected: the library delivered it twice
         }
         if ahead > 0 {
             let new = !self.early.contains_key(&header.place);
             if new {
                 if self.early.len() >= MAX_EARLY || self.early_bytes + part.len() > MAX_EARLY_BYTES
                 {
-                    return Err(malformed("too many frames came ahead of one that is missing"));
+                    return Err(malformed("too many frames arrived ahead of a missing one"));
                 }
                 self.early_bytes += part.len();
                 self.early.insert(header.place, (header.more, part.into()));
@@ -159,7 +162,7 @@ impl Incoming {
         Ok(whole)
     }
 
-    /// Bytes that it keeps.
+    /// Returns the bytes that it keeps.
     pub(super) fn held(&self) -> usize {
         self.early_bytes + self.early.len() * ENTRY_OVERHEAD + self.partial.capacity()
     }
@@ -201,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_travel_as_they_are() {
+    fn frames_round_trip() {
         let header = FrameHeader { to: 1, from: u64::MAX, place: 3, more: true };
         let frame = header.frame(b"part");
         assert_eq!(FrameHeader::read(&frame).unwrap(), (header, &b"part"[..]));
@@ -215,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_come_out_whole_and_in_order_whatever_the_order_of_frames() {
+    fn messages_are_whole_and_in_order_for_any_order_of_frames() {
         let messages: Vec<Vec<u8>> = (1..40).map(|n| vec![n as u8; n * 7]).collect();
         let mut frames = frames(&messages, FrameHeader::LEN + 16);
         let mut seed = 7_u64;
@@ -229,14 +232,14 @@ mod tests {
             whole.extend(take(&mut incoming, frame).unwrap());
             assert!(
                 take(&mut incoming, frame).unwrap().is_empty(),
-                "a repeated frame gives nothing"
+                "a repeated frame completes no message"
             );
         }
         assert_eq!(whole, messages);
     }
 
     #[test]
-    fn what_a_peer_may_make_us_keep_is_bounded() {
+    fn memory_for_a_peers_frames_is_bounded() {
         let mut incoming = Incoming::default();
         let header = |place| FrameHeader { to: 1, from: 2, place, more: false };
         let kept = (1..=MAX_EARLY as u32).all(|place| incoming.take(&header(place), b"x").is_ok());
@@ -246,11 +249,11 @@ mod tests {
         let long = vec![0; 1 << 20];
         let more = |place| FrameHeader { more: true, ..header(place) };
         let refused = (0..8).any(|place| incoming.take(&more(place), &long).is_err());
-        assert!(refused, "an endless message is refused");
+        assert!(refused, "an endless message is rejected");
     }
 
     #[test]
-    fn an_empty_message_cannot_be_sent_and_the_numbers_go_round() {
+    fn an_empty_message_cannot_be_sent_and_frame_numbers_wrap_around() {
         let mut out = Outgoing { place: u32::MAX, ..Outgoing::default() };
         out.push(1, 2, b"ab", FrameHeader::LEN + 1);
         assert_eq!(out.len(), 2);

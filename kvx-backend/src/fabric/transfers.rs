@@ -1,4 +1,4 @@
-//! The machine's part of transfers: it posts them, gives them turns and settles them.
+//! The machine's handling of transfers: it posts, schedules and settles them.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -16,7 +16,7 @@ use crate::process::ProcessWatch;
 use crate::reactor::Outbox;
 
 impl<F: Fabric> Machine<F> {
-    /// A transfer was posted; `inline_on`: by this thread.
+    /// Posts a transfer; gives it its first turn at once if this is the thread `inline_on`.
     #[inline(always)]
     pub(super) fn post(
         &mut self,
@@ -47,7 +47,7 @@ impl<F: Fabric> Machine<F> {
                 None => {
                     let why = Error::new(
                         ErrorKind::Closed,
-                        "the region was imported when the link was not up",
+                        "the region was imported before the link was up",
                     );
                     return out.settle(transfer.done, Err(why.with_backend(self.name)));
                 }
@@ -62,7 +62,7 @@ impl<F: Fabric> Machine<F> {
     pub(super) fn cancel(&mut self, number: u64, id: TransferId, out: &mut Outbox) {
         let why = cancelled().with_backend(self.name);
         let Some(session) = self.sessions.get_mut(&number) else {
-            debug_assert!(false, "a transfer of session {number} is cancelled, which has ended");
+            debug_assert!(false, "a transfer is cancelled on session {number}, which has ended");
             return;
         };
         if let Some(position) = session.waiting.iter().position(|waiting| waiting.id == id) {
@@ -72,8 +72,8 @@ impl<F: Fabric> Machine<F> {
         self.fail_jobs(|running| running.session == number && running.transfer == id, &why, out);
     }
 
-    /// Queues a transfer; `inline`: does its first turn now, on the poster's own thread, and
-    /// nothing else.
+    /// Queues a transfer. If `inline`, gives it its first turn now, on the poster's thread, and
+    /// does nothing else.
     #[inline(always)]
     pub(super) fn start(&mut self, running: Box<JobState<F>>, inline: bool, out: &mut Outbox) {
         let (number, left) = (running.session, running.left);
@@ -85,7 +85,7 @@ impl<F: Fabric> Machine<F> {
             self.lent_turn = true;
             self.advance(key, out);
             if !self.jobs.contains(key) {
-                return; // ended already, and nothing else was done
+                return; // it has already ended, and nothing else was done
             }
         } else {
             self.turns.push(key, left);
@@ -94,11 +94,11 @@ impl<F: Fabric> Machine<F> {
         self.after_work(number, out);
     }
 
-    /// One turn of a transfer. Says how many bytes were posted.
+    /// Gives a transfer one turn. Returns the number of bytes posted.
     #[inline(always)]
     pub(super) fn advance(&mut self, key: usize, out: &mut Outbox) -> u64 {
         let Some(running) = self.jobs.get_mut(key) else {
-            debug_assert!(false, "job {key} has a turn and has ended");
+            debug_assert!(false, "job {key} got a turn after its end");
             return 0;
         };
         let mut moved = 0;
@@ -122,7 +122,7 @@ impl<F: Fabric> Machine<F> {
                         self.turns.push(key, left);
                     }
                 }
-                // "Unsupported" would say that nothing has moved.
+                // `Unsupported` would mean that nothing has moved.
                 Err(why) if running.begun || running.in_flight > 0 => {
                     let why = if why.kind() == ErrorKind::Unsupported {
                         why.with_kind(ErrorKind::Native)
@@ -150,7 +150,7 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// Some pieces have ended.
+    /// Takes the report that pieces have ended.
     pub(super) fn take_completion(
         &mut self,
         job: JobId,
@@ -161,19 +161,19 @@ impl<F: Fabric> Machine<F> {
         let Some(running) = self.jobs.get_mut(job.0) else {
             return tracing::error!(
                 backend = self.name,
-                "a piece of no transfer has ended: report it"
+                "a piece of an unknown transfer has ended: report this as a bug"
             );
         };
         running.in_flight = running.in_flight.saturating_sub(u64::from(pieces));
         self.account(job, result, out);
     }
 
-    /// The flush of a write has ended.
+    /// Takes the report that the flush of a write has ended.
     pub(super) fn take_flush(&mut self, job: JobId, result: Result<()>, out: &mut Outbox) {
         let Some(running) = self.jobs.get_mut(job.0) else {
             return tracing::error!(
                 backend = self.name,
-                "the flush of no transfer has ended: report it"
+                "the flush of an unknown transfer has ended: report this as a bug"
             );
         };
         running.flush = Flush::Done;
@@ -203,15 +203,16 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// Settles a transfer when nothing of it is in flight any more.
+    /// Settles a transfer once nothing of it is in flight.
     fn finish_job(&mut self, key: usize, out: &mut Outbox) {
         if self.jobs.get(key).is_some_and(|running| running.is_failed_on_its_way()) {
-            self.flush(key); // the next message may tell the target that its region is not written to any more
+            // The next message may report to the target that its region is not written to any more.
+            self.flush(key);
         }
         if !self.jobs.get(key).is_some_and(|running| running.is_done()) {
             return;
         }
-        // The rest, its plan and regions, is dropped here, before the ticket settles.
+        // The rest, with its plan and regions, is dropped here, before the ticket settles.
         let JobState { session: number, failed, done, .. } = *self.jobs.remove(key);
         if failed.is_some() {
             self.turns.extract(|queued| *queued == key);
@@ -225,8 +226,8 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// Returns the error of a lost peer in place of `Native` if the peer's process is exiting: some
-    /// libraries report only that an operation failed, before the process has ended.
+    /// Replaces `Native` with the error of a lost peer if the peer's process is exiting: some
+    /// libraries only report that an operation failed, before the process has ended.
     fn refine_error(&self, number: u64, why: Error) -> Error {
         let process = self.sessions.get(&number).and_then(|session| session.process.as_ref());
         if why.kind() == ErrorKind::Native && process.is_some_and(ProcessWatch::is_exiting) {
@@ -235,7 +236,7 @@ impl<F: Fabric> Machine<F> {
         why
     }
 
-    /// Ends transfers early: nothing more of them is posted.
+    /// Fails transfers early; nothing more of them is posted.
     pub(super) fn fail_jobs(
         &mut self,
         which: impl Fn(&JobState<F>) -> bool,
@@ -252,7 +253,8 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// The library touches no memory any more: what it has not reported has ended as well.
+    /// Settles all jobs, after the library has stopped touching memory: unreported pieces have
+    /// ended as well.
     pub(super) fn settle_all(&mut self, why: &Error, out: &mut Outbox) {
         for (_, running) in std::mem::take(&mut self.jobs) {
             let JobState { done, failed, .. } = *running;

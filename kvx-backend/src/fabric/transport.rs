@@ -1,4 +1,4 @@
-//! Opens a transport around a library; the handles of the transport and its regions.
+//! Opens a transport around a library, and provides the handles of the transport and its regions.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,18 +23,18 @@ use crate::reactor::Reactor;
 pub struct Parts<F: Fabric> {
     /// The backend's name.
     pub name: &'static str,
-    /// The transport's promises, as the [`Factory`](kvx_core::backend::Factory) declares them.
+    /// The transport's capabilities, as the [`Factory`](kvx_core::backend::Factory) declares them.
     pub capabilities: Capabilities,
-    /// Returns the address that peers reach the library by: its section of the metadata. Called for
-    /// each generation, on the program's threads.
+    /// Returns the address at which peers reach the library, as its section of the metadata. Called
+    /// for each generation, on the program's threads.
     pub address: Box<dyn Fn() -> Result<Vec<u8>> + Send + Sync>,
     /// The library.
     pub fabric: F,
-    /// Registers memory with it.
+    /// The registrar of the library's memory.
     pub registrar: Arc<dyn Registrar<F::Local>>,
 }
 
-/// A further part of a library, with a thread of its own.
+/// An additional part of a library, with its own thread.
 pub struct LaneParts<F: Fabric> {
     /// Returns the address of this part, as in [`Parts`].
     pub address: Box<dyn Fn() -> Result<Vec<u8>> + Send + Sync>,
@@ -50,10 +50,10 @@ pub fn open<F: Fabric>(context: Context, parts: Parts<F>) -> Result<Arc<dyn Tran
     open_lanes(context, parts, Vec::new())
 }
 
-/// Like [`open`], with several parts of the library that work at the same time. Each part serves
-/// every region, is linked with a part of the peer's, and may receive some of a
-/// [`Job`](super::Job)'s pieces, which it must take from [`Job::next_piece`](super::Job::next_piece).
-/// One of them unregisters a region, when all have released it.
+/// Like [`open`], with several parts of the library that work concurrently. Each part serves every
+/// region, is linked with a part of the peer's, and may receive some of a [`Job`](super::Job)'s
+/// pieces, which it must take from [`Job::next_piece`](super::Job::next_piece). One of them
+/// unregisters a region when all have released it.
 ///
 /// # Errors
 /// As [`open`].
@@ -120,7 +120,7 @@ impl<F: Fabric> FabricTransport<F> {
         Ok(())
     }
 
-    /// Leads a link over the lanes to `addresses` in turn.
+    /// Creates a link whose lanes connect to `addresses` in turn.
     fn link(
         &self,
         id: LinkId,
@@ -146,9 +146,9 @@ impl<F: Fabric> FabricTransport<F> {
     }
 }
 
-// SAFETY: a `Fabric` touches local memory only for pieces that it has not reported, and the machine
-// settles a ticket when all pieces of its job have been; a region's memory is kept until every peer
-// that was granted it has released it.
+// SAFETY: a `Fabric` touches local memory only for unreported pieces, as its implementer ensures,
+// and the machine settles a ticket when all pieces of its job were reported. It keeps a region's
+// memory until every peer that was granted the region has released it.
 unsafe impl<F: Fabric> Transport for FabricTransport<F> {
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
@@ -167,7 +167,8 @@ unsafe impl<F: Fabric> Transport for FabricTransport<F> {
             return Err(self.error(
                 ErrorKind::Unsupported,
                 format!(
-                    "{} moves {moves} memory, and this is {kind} memory: use a backend that reaches it",
+                    "{} moves {moves} memory, and this is {kind} memory: use a backend that \
+                     reaches it",
                     self.name
                 ),
             ));
@@ -205,7 +206,7 @@ unsafe impl<F: Fabric> Transport for FabricTransport<F> {
         self.check_open()?;
         let told =
             self.registrar.foreign_metadata().map_err(|error| error.with_backend(self.name))?;
-        self.resume(); // a turn in which the library sees that somebody was told
+        self.resume(); // so that the library notices in a turn that peers may now use the memory
         Ok(told)
     }
 
@@ -215,8 +216,8 @@ unsafe impl<F: Fabric> Transport for FabricTransport<F> {
 
     fn shutdown(&self, done: Ticket) {
         self.closed.store(true, Ordering::Release);
-        // A machine settles it with its last breath; if it is gone already, the ticket settles at
-        // once.
+        // The machine settles the ticket when it stops; if it has already stopped, the ticket
+        // settles at once.
         for (lane, done) in self.lanes.iter().zip(lanes::tickets(done, self.lanes.len())) {
             lane.submit(Command::Shutdown { done });
             lane.ask_to_stop();

@@ -20,19 +20,19 @@
 //!
 //! 1. A machine has one turn at a time. While its work is detached, the lock is free, and
 //!    `Driven::detached` holds the number of the turn. A thread that finds a number there leaves
-//!    the machine alone. Only the watch does not.
+//!    the machine alone, except for the watch.
 //! 2. Detached work owns what it works on, or shares it with an owner that keeps it alive. The
 //!    machine may end meanwhile.
-//! 3. The watch abandons a turn under the machine's lock, and only if a thread exists that
-//!    continues. Without one all peers wait, the watch logs that once, and tries again.
-//!    [`Progress::abandon`] runs before any other turn.
-//! 4. An abandoned turn is over for the machine. The next turn delivers the results that it had
+//! 3. The watch abandons a turn under the machine's lock, and only if some thread can continue.
+//!    Otherwise all peers wait; the watch logs that once and tries again. [`Progress::abandon`]
+//!    runs before any other turn.
+//! 4. For the machine an abandoned turn is over. The next turn delivers the results that it had
 //!    collected. When its thread returns, it calls only [`DetachedWork::rejoin_late`] and
 //!    [`DetachedWork::release`]. The thread then ends if it is one of the reactor's own.
-//! 5. The machine is responsible for memory that an abandoned turn may still touch: nothing that
-//!    waits for this memory settles before `release`. Work that is about to touch memory that the
-//!    machine does not know of says which, and then checks whether it was abandoned. `abandon` sets
-//!    that mark first, and then reads which memory that is.
+//! 5. The machine is responsible for memory that an abandoned turn may still touch: an operation
+//!    that waits for this memory does not settle before `release`. Work that is about to touch
+//!    memory unknown to the machine first records which, and then checks whether it was abandoned.
+//!    `abandon` first marks the work as abandoned, and then reads that record.
 //! 6. Work that panics ends the machine, unless it was abandoned before.
 
 use std::convert::Infallible;
@@ -46,7 +46,7 @@ use kvx_core::{Error, ErrorKind, Result};
 
 /// A piece of a turn that may hang on an unresolved page fault. See the [module](self).
 pub trait DetachedWork<M>: Send + Sized {
-    /// False if there is no such work, and so nothing to watch over.
+    /// False if such work does not exist, so that no watch is needed.
     const MAY_HANG: bool = true;
 
     /// Does the work. The machine is not locked.
@@ -55,11 +55,12 @@ pub trait DetachedWork<M>: Send + Sized {
     /// Returns its results to the machine, whose turn continues.
     fn rejoin(self, machine: &mut M, out: &mut Outbox);
 
-    /// Removes what the machine counts for abandoned work, which has ended. Not called after the
+    /// Removes abandoned work, which has ended, from the machine's accounts. Not called after the
     /// machine has ended.
     fn rejoin_late(&mut self, machine: &mut M);
 
-    /// Releases all that abandoned work holds, which has ended. The machine is not locked.
+    /// Releases everything that abandoned work holds, after it has ended. The machine is not
+    /// locked.
     fn release(self);
 }
 
@@ -78,18 +79,18 @@ impl<M> DetachedWork<M> for NoWork {
     fn release(self) {}
 }
 
-/// The kind of thread that a turn is on.
+/// The kind of thread that runs a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TurnThread {
-    /// The reactor's own.
+    /// The reactor's own thread.
     Own,
-    /// A caller's, which submits a command.
+    /// A caller's thread that submits a command.
     Caller,
-    /// A caller's, which drives.
+    /// A caller's thread that drives the machine.
     Driver,
 }
 
-/// The most of the reactor's own threads that hang at a time.
+/// The limit for the reactor's own threads that hang at the same time.
 pub(super) const MAX_HUNG_THREADS: usize = 64;
 
 impl<P: Progress> ReactorShared<P> {
@@ -103,7 +104,7 @@ impl<P: Progress> ReactorShared<P> {
         out: &mut Outbox,
     ) -> bool {
         let Some(driven) = turn.driven() else {
-            debug_assert!(false, "the machine has just given this work");
+            debug_assert!(false, "the machine has just returned this work");
             return false;
         };
         driven.untold.append(out);
@@ -112,7 +113,7 @@ impl<P: Progress> ReactorShared<P> {
         turn.detached = driven.detached;
         turn.machine = None;
         work.run();
-        // First: a thread that waits for the lock does not hang on a page.
+        // This comes first: a thread that waits for the lock does not hang on a page.
         self.watched.end(turn.detached);
         let mut machine = self.machine.lock();
         if machine.as_ref().is_some_and(|driven| driven.detached == turn.detached) {
@@ -136,8 +137,8 @@ impl<P: Progress> ReactorShared<P> {
         false
     }
 
-    /// Abandons the turn of this number, which hangs. The watch calls this again as long as the
-    /// turn hangs. Returns false if the machine has ended.
+    /// Abandons the turn of this number, which hangs. The watch repeats the call while the turn
+    /// hangs. Returns false if the machine has ended.
     pub(super) fn abandon_turn(self: &Arc<Self>, number: u64) -> bool {
         let mut machine = self.machine.lock();
         let Some(driven) = machine.as_mut() else { return false }; // it has ended
@@ -151,7 +152,8 @@ impl<P: Progress> ReactorShared<P> {
                     if !std::mem::replace(&mut driven.warned, true) {
                         tracing::error!(
                             reactor = self.name, %why,
-                            "all peers wait for an unresolved page fault: no thread can continue without the one that hangs"
+                            "all peers wait for an unresolved page fault: no thread can continue \
+                             without the one that hangs"
                         );
                     }
                     return true;
@@ -178,24 +180,24 @@ impl<P: Progress> ReactorShared<P> {
         true
     }
 
-    /// Starts the thread that looks, until the machine ends. Errors: `Exhausted`.
+    /// Starts the thread that watches until the machine ends. Returns `Exhausted` without a thread.
     pub(super) fn start_watch(self: &Arc<Self>) -> Result<JoinHandle<()>> {
         let shared = Arc::clone(self);
         let thread = std::thread::Builder::new().name(format!("{} watch", self.name));
         let watch = move || shared.watched.watch(|number| shared.abandon_turn(number));
         thread.spawn(watch).map_err(|error| {
-            Error::os("no thread to watch over turns that may hang: raise ulimit -u", error)
+            Error::os("cannot start the thread that watches for hung turns: raise ulimit -u", error)
                 .with_kind(ErrorKind::Exhausted)
         })
     }
 
-    /// Starts another thread of the reactor's own. It waits for the machine's lock, which the
-    /// caller holds.
+    /// Starts a replacement for the reactor's own thread. It waits for the machine's lock, which
+    /// the caller holds.
     fn replace_thread(self: &Arc<Self>) -> Result<()> {
         if self.hung_threads.load(Ordering::Relaxed) >= MAX_HUNG_THREADS {
             return Err(Error::new(
                 ErrorKind::Exhausted,
-                format!("{MAX_HUNG_THREADS} turns of this agent hang: start its process anew"),
+                format!("{MAX_HUNG_THREADS} turns of this agent hang: restart its process"),
             ));
         }
         let next = self.own_thread.load(Ordering::Relaxed) + 1;

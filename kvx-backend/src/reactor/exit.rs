@@ -1,8 +1,8 @@
-//! The end of the process: machines halt before the libraries that they drive are taken down.
+//! The end of the process: halts machines before the libraries that they drive are torn down.
 //!
-//! `exit` runs the destructors of libraries while threads go on. One that is in a library then,
-//! perhaps because its agent was dropped just before, crashes a program that has done everything
-//! well.
+//! `exit` runs the destructors of libraries while other threads continue. A thread that is inside a
+//! library at that time, for example because its agent was dropped just before, would crash a
+//! program that has done nothing wrong.
 
 use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,64 +11,65 @@ use std::time::{Duration, Instant};
 use super::{Progress, ReactorShared};
 use kvx_core::backend::sync::Mutex;
 
-/// The time that the end of the process waits for machines that are in the midst of something.
+/// The time that process exit waits for machines that are in a turn.
 const LONGEST: Duration = Duration::from_secs(1);
 
-/// A machine that can be kept from doing anything any more.
+/// A machine that can be halted for good.
 pub(super) trait Halt: Send + Sync {
-    /// Returns when no thread works on it, apart from abandoned turns, or at `until`. From then on
-    /// no turn begins.
+    /// Prevents further turns. Returns when no thread works on the machine, apart from abandoned
+    /// turns, or at `until`.
     fn halt(&self, until: Instant);
 }
 
 /// The machines of this process.
 static MACHINES: Mutex<Vec<Weak<dyn Halt>>> = Mutex::new(Vec::new());
 
-/// True if some library has been loaded.
+/// True if a library has been loaded.
 static LOADED: AtomicBool = AtomicBool::new(false);
 
-/// A machine has been made.
+/// Registers a machine to be halted at process exit.
 pub(super) fn watch(machine: Weak<dyn Halt>) {
     if LOADED.load(Ordering::Relaxed) {
-        ask(); // before the destructors of what its library made for it, too
+        ask(); // also runs before the destructors that its library has registered for it
     }
     let mut machines = MACHINES.lock();
     machines.retain(|machine| machine.strong_count() > 0);
     machines.push(machine);
 }
 
-/// A library has been loaded: what is asked for now is done before its destructors run.
+/// Halts machines before the destructors of the library that was just loaded run.
 pub(crate) fn halt_before_destructors() {
     if !LOADED.swap(true, Ordering::Relaxed) {
         ask();
     }
 }
 
-/// Exit handlers run last to first: those that a library registers later, while it works, run
-/// before this one.
+/// Registers the exit handler. Exit handlers run last to first: those that a library registers
+/// later, while it works, run before this one.
 fn ask() {
-    // SAFETY: the handler takes no arguments, unwinds into no C code and stays loaded as long as
+    // SAFETY: the handler takes no arguments, never unwinds into C code and stays loaded as long as
     // this crate. If the table is full, no handler is registered.
     unsafe { libc::atexit(halt_all) };
 }
 
 extern "C" fn halt_all() {
     if kvx_core::backend::fork::count() > 0 {
-        return; // a child has none of the threads, and their locks may be held for ever
+        return; // a child has no such threads, and their locks may be held for ever
     }
     let until = Instant::now() + LONGEST;
     let machines = std::mem::take(&mut *MACHINES.lock());
     for machine in machines.iter().filter_map(Weak::upgrade) {
         machine.halt(until);
-        std::mem::forget(machine); // its last handle may have gone meanwhile
+        // This may be the last handle, and dropping it would end the library.
+        std::mem::forget(machine);
     }
 }
 
 impl<P: Progress> Halt for ReactorShared<P> {
     fn halt(&self, until: Instant) {
         self.halted.store(true, Ordering::Relaxed);
-        // A thread that has the lock, or detached work, may have looked before that. One that takes
-        // the lock afterwards sees it.
+        // A thread that has the lock, or detached work, may have checked the flag before. A thread
+        // that takes the lock afterwards sees it.
         let is_free = || {
             let machine = self.machine.try_lock();
             machine
@@ -86,8 +87,8 @@ impl<P: Progress> ReactorShared<P> {
     }
 }
 
-/// The thread of a machine that was halted waits for the end of the process, so that nothing of the
-/// library's ends with the thread; not for ever, as somebody may be waiting for the thread.
+/// Makes the thread of a halted machine wait for process exit, so that no thread-local state of the
+/// library is torn down. The wait is bounded because a program may join the thread.
 pub(super) fn wait() {
     std::thread::sleep(2 * LONGEST);
 }
@@ -103,7 +104,8 @@ mod tests {
     use super::*;
     use kvx_core::Result;
 
-    /// Takes its time to stop. Counts: its turns, that it is stopping, that it is gone.
+    /// A machine that stops slowly. It counts its turns, that it is stopping, and that it was
+    /// dropped.
     #[derive(Default)]
     struct Slow(Arc<[AtomicU64; 3]>);
 
@@ -153,14 +155,14 @@ mod tests {
     }
 
     #[test]
-    fn nobody_goes_into_a_machine_that_was_halted() {
+    fn a_halted_machine_has_no_more_turns() {
         let (reactor, counts, until) = slow();
         reactor.shared.halt(until);
         let turns = counts[0].load(Ordering::SeqCst);
         reactor.submit(());
         reactor.submit_and_turn(());
         assert_eq!(reactor.drive().done, 0);
-        reactor.stop(); // waits for nobody
+        reactor.stop(); // does not wait
         std::thread::sleep(Duration::from_millis(20));
         assert_eq!(counts.each_ref().map(|count| count.load(Ordering::SeqCst)), [turns, 0, 0]);
     }

@@ -1,21 +1,21 @@
-//! Messages from other threads of a transport to its machine.
+//! Messages from a transport's other threads to its machine.
 
 use std::os::fd::{AsRawFd as _, RawFd};
 
 use super::sync::{AtomicBool, Mutex, Ordering, Wake};
 use kvx_core::{Error, ErrorKind, Result};
 
-/// Answers of threads that make a library's blocking calls. Its descriptor, one of
-/// [`Progress::fds`](super::Progress::fds), is readable for as long as it is not empty.
+/// A queue for the results of threads that make a library's blocking calls. Its descriptor, one of
+/// [`Progress::fds`](super::Progress::fds), is readable while the queue is not empty.
 pub struct Mailbox<T> {
     messages: Mutex<Vec<T>>,
-    /// So that looking into an empty one costs next to nothing.
+    /// A hint that makes checking an empty queue almost free.
     is_full: AtomicBool,
     wake: Wake,
 }
 
 impl<T> Mailbox<T> {
-    /// Errors: `Exhausted` without a descriptor.
+    /// Creates a mailbox. Returns `Exhausted` without a descriptor.
     pub fn new() -> Result<Self> {
         let wake = Wake::new().map_err(|cause| {
             Error::os("no eventfd for a mailbox: raise ulimit -n", cause)
@@ -24,27 +24,27 @@ impl<T> Mailbox<T> {
         Ok(Mailbox { messages: Mutex::default(), is_full: AtomicBool::new(false), wake })
     }
 
-    /// The descriptor.
+    /// Returns the descriptor.
     pub fn fd(&self) -> RawFd {
         self.wake.as_raw_fd()
     }
 
-    /// Puts one in, and wakes the machine.
+    /// Adds a message and wakes the machine.
     pub fn put(&self, message: T) {
         let mut messages = self.messages.lock();
         messages.push(message);
         self.is_full.store(true, Ordering::Release);
-        // Still under the lock: a descriptor that became readable after the message was taken would
-        // stay so, and the machine would never sleep again.
+        // The lock is still held: if the descriptor became readable after the message was taken, it
+        // would stay so, and the machine would never sleep again.
         self.wake.ring();
     }
 
-    /// True if it is empty.
+    /// Returns true if it is empty.
     pub fn is_empty(&self) -> bool {
         !self.is_full.load(Ordering::Acquire)
     }
 
-    /// Takes all of them, in the order in which they were put in.
+    /// Takes all messages, in the order in which they were added.
     pub fn take(&self) -> Vec<T> {
         if self.is_empty() {
             return Vec::new();
@@ -65,13 +65,14 @@ mod tests {
 
     use super::*;
 
-    /// Rounds without which nothing is proven.
+    /// The number of rounds below which the test proves nothing.
     const ENOUGH: u64 = 500;
-    /// Looks before a thread sleeps: microseconds, in which the other, if it runs, is done.
+    /// The number of checks before a thread sleeps: microseconds, in which the other thread
+    /// finishes if it runs.
     const SPINS: u32 = 10_000;
 
     #[test]
-    fn what_was_taken_wakes_nobody() {
+    fn a_message_that_was_taken_leaves_no_wake_up() {
         let mailbox = &Mailbox::new().unwrap();
         let readable = |longest| {
             let longest = Timespec { tv_sec: longest, tv_nsec: 0 };
@@ -79,15 +80,15 @@ mod tests {
                 == Ok(1)
         };
         std::thread::scope(|scope| {
-            // A thread that waits for the other looks for a while and then sleeps: on one processor
-            // it would be in the other's way.
+            // A thread that waits for the other one polls for a while and then sleeps; on a single
+            // processor it would otherwise be in the other's way.
             let (ask, asked) = mpsc::channel();
             let (tell, told) = mpsc::channel();
             scope.spawn(move || {
                 let next =
                     || (0..SPINS).find_map(|_| asked.try_recv().ok()).or_else(|| asked.recv().ok());
                 while let Some(round) = next() {
-                    // now earlier than a look, now later
+                    // sometimes before a check, sometimes after it
                     (0..round % 128).for_each(|_| std::hint::spin_loop());
                     mailbox.put(round);
                     tell.send(()).unwrap();
@@ -96,8 +97,8 @@ mod tests {
             let begun = Instant::now();
             for round in 1..=5_000 {
                 ask.send(round).unwrap();
-                // In the very moment in which it is put in, if the other thread runs beside this
-                // one.
+                // Checks at the very moment at which the message is added, if both threads run in
+                // parallel.
                 let mut messages =
                     (0..SPINS).map(|_| mailbox.take()).find(|messages| !messages.is_empty());
                 if messages.is_none() && readable(10) {
@@ -115,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_in_it_keeps_its_descriptor_readable_and_its_order() {
+    fn messages_keep_the_descriptor_readable_and_their_order() {
         let mailbox = Mailbox::new().unwrap();
         ["one", "two"].into_iter().for_each(|message| mailbox.put(message));
         assert_eq!(
@@ -137,7 +138,7 @@ mod models {
     use super::*;
 
     #[test]
-    fn what_was_put_is_taken_in_its_order_and_what_was_taken_wakes_nobody() {
+    fn messages_are_taken_in_order_and_leave_no_wake_up() {
         loom::model(|| {
             let mailbox = Arc::new(Mailbox::new().unwrap());
             let readable = || {
@@ -155,11 +156,7 @@ mod models {
             };
             let mut taken = mailbox.take();
             puts.join().unwrap();
-            assert_eq!(
-                readable(),
-                taken.len() < 2,
-                "it is readable for as long as it is not empty"
-            );
+            assert_eq!(readable(), taken.len() < 2, "it is readable while it is not empty");
             taken.extend(mailbox.take());
             assert_eq!(taken, [1, 2]);
             assert!(!readable() && mailbox.is_empty());

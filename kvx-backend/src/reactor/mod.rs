@@ -1,11 +1,11 @@
-//! The one thread from which every transport is built: a submission queue, an eventfd, an idle
+//! The single thread on which every transport is built: a submission queue, an eventfd, and an idle
 //! policy.
 //!
-//! A transport writes a [`Progress`]: a plain state machine that owns its sockets or its native
-//! library. The reactor owns the machine, feeds it commands, lets it work in bounded turns, and
-//! sleeps when it says that it may. Any other thread may have a turn ([`Reactor::drive`]), or
-//! submit a command and have its first turn at once ([`Reactor::submit_and_turn`]), if the machine
-//! is free. It never waits for the machine.
+//! A transport implements [`Progress`], a plain state machine that owns its sockets or its native
+//! library. The reactor owns the machine, passes commands to it, lets it work in bounded turns, and
+//! sleeps when it permits that. Any other thread may have a turn ([`Reactor::drive`]), or submit a
+//! command and run its first turn at once ([`Reactor::submit_and_turn`]), if the machine is free.
+//! It never waits for the machine.
 
 pub mod detached;
 mod exit;
@@ -45,76 +45,77 @@ pub trait Progress: Send + Sized + 'static {
     /// A request from another thread.
     type Command: Send + 'static;
 
-    /// Work of its turns that may hang on an unresolved page fault. [`NoWork`] for a machine that
-    /// touches no memory of programs, or only on other threads.
+    /// The work of its turns that may hang on an unresolved page fault. [`NoWork`] for a machine
+    /// that touches no memory of programs, or only on other threads.
     type Work: DetachedWork<Self>;
 
-    /// Takes a command. Does not work on it beyond noting it; [`progress`](Progress::progress)
-    /// follows.
+    /// Takes a command. Only records it; [`progress`](Progress::progress) follows and does the
+    /// work.
     fn command(&mut self, command: Self::Command, out: &mut Outbox);
 
-    /// The next piece of a turn that may hang; the reactor runs it without the machine's lock, as
-    /// [`DetachedWork`] says. [`progress`](Progress::progress), which ends the turn, follows when
-    /// there is none.
+    /// Returns the next piece of a turn that may hang. The reactor runs it without the machine's
+    /// lock, as [`DetachedWork`] describes. If there is none, [`progress`](Progress::progress)
+    /// follows and ends the turn.
     fn next_work(&mut self, out: &mut Outbox) -> Option<Self::Work> {
         let _ = out;
         None
     }
 
-    /// Gives up the last piece of work, which hangs: it does not rejoin. What waits for its memory
-    /// waits for its [`DetachedWork::release`].
+    /// Abandons the last piece of work, which hangs and does not rejoin. Operations that depend on
+    /// its memory wait for its [`DetachedWork::release`].
     fn abandon(&mut self, out: &mut Outbox) {
         let _ = out;
     }
 
-    /// One turn: at most about [`SLICE`] bytes or a few dozen operations. One that has done much
-    /// may end early where commands are `queued` behind it.
+    /// Does one turn: at most about [`SLICE`] bytes or a few dozen operations. A turn that has done
+    /// much may end early if commands are `queued`.
     fn progress(&mut self, queued: &Queued, out: &mut Outbox) -> Turn;
 
-    /// Before sleeping: whether that is allowed, and for how long at most.
+    /// Prepares to sleep. Returns whether that is allowed, and for how long at most.
     fn arm(&mut self) -> Result<Armed>;
 
-    /// The descriptors that wake it beside commands: always the same, watched for reading. A
-    /// machine with sockets of its own shows one epoll descriptor.
+    /// Returns the descriptors that wake the machine in addition to commands. They never change and
+    /// are watched for reading. A machine with its own sockets returns one epoll descriptor.
     fn fds(&self) -> &[RawFd];
 
-    /// The last call: fail what is left.
+    /// Fails all remaining work. This is the last call.
     fn stop(&mut self, out: &mut Outbox);
 
-    /// A command that came after the machine had stopped: settle its tickets. Dropped, it forgets
-    /// them.
+    /// Settles the tickets of a command that arrived after the machine had stopped. Dropping the
+    /// command forgets them.
     fn late(command: Self::Command) {
         drop(command);
     }
 }
 
-/// The error of a machine that has no descriptor for its epoll, or may not watch one more.
+/// Returns the error of a machine that has no descriptor for its epoll, or cannot watch another
+/// one.
 pub fn no_poller(cause: rustix::io::Errno) -> Error {
     Error::os("no readiness queue: raise ulimit -n", cause).with_kind(ErrorKind::Exhausted)
 }
 
-/// The most bytes to move in one turn before others get theirs.
+/// The limit in bytes for one turn, so that others get theirs.
 pub const SLICE: u64 = 1 << 20;
 
-/// The answer of [`Progress::arm`].
+/// The result of [`Progress::arm`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Armed {
-    /// Work came in meanwhile.
+    /// New work has arrived.
     Again,
-    /// The library does not allow to sleep: it has work, or waits for an event that it does not
+    /// The library does not permit sleeping: it has work, or waits for an event that it does not
     /// report, such as capacity at a peer. The reactor polls it less and less often while it makes
     /// no progress.
     Busy,
-    /// Sleep until an fd or a command wakes; at most this long, if given.
+    /// Sleep until a descriptor or a command wakes the machine, at most this long if given.
     Sleep(Option<Duration>),
 }
 
-/// Tells a turn whether commands wait for its end.
+/// A flag that tells a turn whether commands wait for its end.
 #[derive(Debug, Default)]
 pub struct Queued(sync::AtomicBool);
 
 impl Queued {
-    /// True if there are any.
+    /// Returns true if commands wait.
     pub fn any(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
@@ -124,18 +125,19 @@ impl Queued {
     }
 }
 
-/// Collects the results of a turn, which are delivered after the machine is released: tickets run
-/// other people's code.
+/// The results of a turn, which are delivered after the machine is released, because settling
+/// tickets runs code of the program.
 #[derive(Default)]
 pub struct Outbox {
-    /// The first of the tickets, and the others: most turns that count settle one.
+    /// The first ticket; the others are separate because most latency-critical turns settle exactly
+    /// one.
     first: Option<(Ticket, Result<()>)>,
     settled: Vec<(Ticket, Result<()>)>,
     links: Vec<(LinkId, LinkState)>,
 }
 
 impl Outbox {
-    /// Settles `ticket` once the turn is over.
+    /// Settles `ticket` after the turn.
     pub fn settle(&mut self, ticket: Ticket, result: Result<()>) {
         match self.first {
             None => self.first = Some((ticket, result)),
@@ -143,12 +145,12 @@ impl Outbox {
         }
     }
 
-    /// Reports a link once the turn is over, after the tickets settled before.
+    /// Reports the state of a link after the turn, after the tickets that were settled before.
     pub fn link(&mut self, id: LinkId, state: LinkState) {
         self.links.push((id, state));
     }
 
-    /// Takes what another was to tell.
+    /// Takes over the results of another outbox.
     fn append(&mut self, other: &mut Outbox) {
         if self.is_empty() {
             return std::mem::swap(self, other);
@@ -185,52 +187,53 @@ pub struct Reactor<P: Progress> {
     watch: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// The part that one thread at a time works on.
+/// The part of the reactor on which one thread at a time works.
 struct Driven<P: Progress> {
     machine: P,
-    /// Empty between turns: the capacity for the commands of one.
+    /// Spare capacity for the commands of a turn; empty between turns.
     taken: Vec<P::Command>,
-    /// Some turn since the machine was last asked how long to sleep has left something that its
-    /// sleeping thread may not know of.
+    /// True if, since the machine was last asked how long to sleep, a turn has left work of which
+    /// the sleeping thread may not know.
     left_something: bool,
-    /// The number of the turn whose work is detached, and whose thread that is on; 0: none is.
+    /// The number of the turn whose work is detached; 0 if there is none. `thread` is the kind of
+    /// thread that runs it.
     detached: u64,
     thread: TurnThread,
-    /// A log line said that this turn hangs and no thread can continue.
+    /// True if it was logged that this turn hangs and no thread can continue.
     warned: bool,
     /// Results of a turn from before its work was detached.
     untold: Outbox,
 }
 
-/// Commands of one turn for which there is always space.
+/// The number of commands of one turn for which capacity is kept.
 const SPACE: usize = 64;
-/// The time between two looks whether a machine's thread has ended.
+/// The interval at which [`Reactor::stop`] checks whether a machine's thread has ended.
 const LOOKS_WHETHER_STOPPED: Duration = Duration::from_micros(100);
 
 struct ReactorShared<P: Progress> {
     name: String,
     machine: Mutex<Option<Driven<P>>>,
-    /// A turn of a caller has ended, or was abandoned: for the reactor's own thread, which waits
-    /// for a detached one.
+    /// Notifies the reactor's own thread, which waits for a detached turn, that a caller's turn has
+    /// ended or was abandoned.
     returned: Condvar,
     sleep: Sleep,
-    /// The reactor's own thread, and its number. Threads before it hang, or have hung.
+    /// The reactor's own thread, and its number. Threads with lower numbers hang, or have hung.
     thread: Mutex<Option<JoinHandle<()>>>,
     own_thread: AtomicU64,
-    /// The number of threads before it that hang now.
+    /// The number of replaced threads that still hang.
     hung_threads: AtomicUsize,
     watched: WatchedTurns,
     stopping: AtomicBool,
-    /// `None` when the machine takes no more.
+    /// `None` once the machine accepts no more commands.
     queue: Mutex<Option<Vec<P::Command>>>,
-    /// True if the queue is not empty: looking into an empty one costs next to nothing. Before it
-    /// sleeps, the reactor looks into the queue itself: this alone could be seen too late.
+    /// True if the queue is not empty, so that checking an empty one costs almost nothing. Before
+    /// the reactor sleeps it checks the queue itself, because it could see this flag too late.
     queued: Queued,
-    /// Of the last turn: only the reactor's own thread may have the next.
+    /// The value from the last turn: only the reactor's own thread may have the next turn.
     own_thread_only: AtomicBool,
-    /// Of the last turn, likewise.
+    /// The value from the last turn: see [`Turn::ends_unannounced`].
     ends_unannounced: AtomicBool,
-    /// True when the process ends: no more turns begin.
+    /// True when the process exits: no more turns begin.
     halted: AtomicBool,
     events: Arc<dyn Events>,
 }
@@ -246,7 +249,7 @@ impl<'a, P: Progress> TurnGuard<'a, P> {
         TurnGuard { machine, detached: 0 }
     }
 
-    /// The machine, if this turn has the lock and the machine has not ended.
+    /// Returns the machine, if this turn has the lock and the machine has not ended.
     #[inline(always)]
     fn driven(&mut self) -> Option<&mut Driven<P>> {
         self.machine.as_mut()?.as_mut()
@@ -261,10 +264,10 @@ impl<'a, P: Progress> TurnGuard<'a, P> {
 
 /// The result of a caller's attempt to have a turn.
 enum TurnTaken {
-    /// Another thread has one.
+    /// Another thread has the machine.
     Busy,
     Had(Turn),
-    /// Its work hung: the turn was abandoned.
+    /// The turn was abandoned because its work hung.
     Abandoned,
 }
 
@@ -281,14 +284,14 @@ impl<P: Progress> Reactor<P> {
         Ok(reactor)
     }
 
-    /// Hands over a command. After the stop it goes to [`Progress::late`].
+    /// Submits a command. After the stop it goes to [`Progress::late`].
     pub fn submit(&self, command: P::Command) {
         self.shared.push(command);
         self.shared.sleep.wake_if_asleep();
     }
 
-    /// Hands over a command and, if the machine is free, does one turn on this thread: for small
-    /// work whose latency counts.
+    /// Submits a command and, if the machine is free, runs one turn on this thread, for small
+    /// latency-critical work.
     pub fn submit_and_turn(&self, command: P::Command) {
         let mut command = Some(command);
         if let TurnTaken::Busy = self.try_turn(&mut command, TurnThread::Caller) {
@@ -297,8 +300,8 @@ impl<P: Progress> Reactor<P> {
         }
     }
 
-    /// One turn on this thread, if the machine is free. For callers that call it until what they
-    /// wait for has happened: meanwhile the reactor's own thread stays out of their way.
+    /// Runs one turn on this thread, if the machine is free. A caller repeats this until the event
+    /// for which it waits has happened; meanwhile the reactor's own thread stays away.
     pub fn drive(&self) -> Turn {
         let shared = &*self.shared;
         let mut taken = TurnTaken::Busy;
@@ -306,7 +309,7 @@ impl<P: Progress> Reactor<P> {
             shared.sleep.begin_driving();
             taken = self.try_turn(&mut None, TurnThread::Driver);
             if !matches!(taken, TurnTaken::Abandoned) {
-                shared.sleep.end_driving(); // else `abandon_turn` has done so
+                shared.sleep.end_driving(); // otherwise `abandon_turn` has done so
             }
         }
         match taken {
@@ -319,17 +322,17 @@ impl<P: Progress> Reactor<P> {
         }
     }
 
-    /// After the last [`drive`](Reactor::drive) of a thread that goes to sleep: the reactor's own
-    /// thread is back at once.
+    /// Makes the reactor's own thread return at once. A thread that has called
+    /// [`drive`](Reactor::drive) calls this before it goes to sleep.
     pub fn stop_driving(&self) {
         self.shared.sleep.stop_driving();
     }
 
-    /// Has a turn with the command, which is taken, if the machine is free.
+    /// Runs a turn if the machine is free; the turn takes `command`.
     ///
-    /// Inlined, and so is everything between it and the library for a small transfer: a system call
-    /// leaves the processor without the addresses to return to, so that each call around one costs
-    /// some 12 ns.
+    /// This function and everything between it and the library is inlined for small transfers:
+    /// after a system call the processor mispredicts returns, so that each stack frame around one
+    /// costs some 12 ns.
     #[inline(always)]
     fn try_turn(&self, command: &mut Option<P::Command>, thread: TurnThread) -> TurnTaken {
         let shared = &*self.shared;
@@ -343,12 +346,12 @@ impl<P: Progress> Reactor<P> {
         }
         let mut out = Outbox::default();
         let last = command.take();
-        // Not with the caller: what it waits for must end, and others use the machine.
+        // The panic must not reach the caller: its operations must end, and others use the machine.
         let turned = std::panic::catch_unwind(AssertUnwindSafe(|| {
             let had = shared.turn(&mut turn, last, thread, &mut out)?;
             let driven = turn.driven()?;
-            // The thread sleeps by what the machine said before this turn: wake it if there is more
-            // to do than one turn, or something to do earlier than it knows.
+            // The thread sleeps for the time that the machine requested before this turn. Wake it
+            // if more work is left than one turn, or if something is due earlier than it knows.
             let must_wake = had.done > 0
                 && shared.sleep.is_as_announced()
                 && std::mem::take(&mut driven.left_something)
@@ -372,17 +375,17 @@ impl<P: Progress> Reactor<P> {
         TurnTaken::Had(had)
     }
 
-    /// Has the machine stop, without waiting for it.
+    /// Asks the machine to stop, without waiting for it.
     pub(crate) fn ask_to_stop(&self) {
         self.shared.stop();
     }
 
-    /// Stops the machine and waits for its thread, unless that is the calling one: if that hangs,
-    /// until another has taken its place.
+    /// Stops the machine and waits for its thread, unless that is the calling one. If the thread
+    /// hangs, waits only until another has taken its place.
     pub fn stop(&self) {
         self.ask_to_stop();
         loop {
-            // without the lock: the thread may take it too
+            // the lock is released because the thread may take it too
             let thread = { self.shared.thread.lock().take() };
             let Some(thread) = thread else { return };
             if thread.thread().id() == std::thread::current().id() || self.shared.is_halted() {
@@ -394,7 +397,7 @@ impl<P: Progress> Reactor<P> {
             if thread.is_finished() {
                 thread.join().ok(); // a panic there has been reported by the panic hook
                 let watch = { self.watch.lock().take() };
-                watch.into_iter().for_each(|watch| drop(watch.join())); // it ends with the machine
+                watch.into_iter().for_each(|watch| drop(watch.join())); // ends with the machine
             }
         }
     }
@@ -411,7 +414,7 @@ impl<P: Progress> Drop for Reactor<P> {
 impl<P: Progress> ReactorShared<P> {
     fn around(name: String, machine: P, events: Arc<dyn Events>) -> Result<Self> {
         let sleep = Sleep::new().map_err(|error| {
-            Error::os("no eventfd for a reactor: raise the limit of open files", error)
+            Error::os("cannot create an eventfd for a reactor: raise ulimit -n", error)
         })?;
         let driven = Driven {
             machine,
@@ -441,12 +444,12 @@ impl<P: Progress> ReactorShared<P> {
         })
     }
 
-    /// Starts the reactor's own thread of this number.
+    /// Starts the reactor's own thread with this number.
     fn start_thread(self: &Arc<Self>, number: u64) -> Result<JoinHandle<()>> {
         let shared = Arc::clone(self);
         let thread = std::thread::Builder::new().name(self.name.clone());
         thread.spawn(move || shared.serve(number)).map_err(|error| {
-            Error::os("a reactor thread could not be started", error)
+            Error::os("cannot start a reactor thread: raise ulimit -u", error)
                 .with_kind(ErrorKind::Exhausted)
         })
     }
@@ -476,9 +479,9 @@ impl<P: Progress> ReactorShared<P> {
         }
     }
 
-    /// A machine that panics, on whichever thread, is dropped: its tickets are forgotten, which
-    /// quarantines their memory, and later commands go to [`Progress::late`]. The
-    /// reactor's thread ends. Returns false for abandoned work: the machine continues.
+    /// Drops a machine that panicked, on whichever thread. Its tickets are forgotten, which
+    /// quarantines their memory, later commands go to [`Progress::late`], and the reactor's thread
+    /// ends. Returns false for abandoned work, in which case the machine continues.
     #[cold]
     fn panicked(&self, turn: TurnGuard<'_, P>, out: Outbox) -> bool {
         let TurnGuard { machine, detached } = turn;
@@ -488,14 +491,16 @@ impl<P: Progress> ReactorShared<P> {
             return false;
         }
         tracing::error!(
-            "a transport panicked: its links are gone and its memory is quarantined; report this as a bug"
+            "a transport panicked: its links have ended and its memory is quarantined; report this \
+             as a bug"
         );
         let gone = machine.take();
         drop(machine);
         self.returned.notify_all();
         self.watched.stop_watching();
         catch_panic(|| drop((gone, out)));
-        let left = { self.queue.lock().take() }; // what a command's end wakes may submit another
+        // Code that a command's end wakes may submit another one.
+        let left = { self.queue.lock().take() };
         for command in left.unwrap_or_default() {
             catch_panic(|| P::late(command));
         }
@@ -517,7 +522,7 @@ impl<P: Progress> ReactorShared<P> {
         panics::take_turn();
         let Driven { machine, taken, untold, .. } = turn.driven()?;
         if !untold.is_empty() {
-            out.append(untold); // of a turn that hangs
+            out.append(untold); // results of a turn that hangs
         }
         let mut count = usize::from(last.is_some());
         if self.queued.any() {
@@ -547,7 +552,7 @@ impl<P: Progress> ReactorShared<P> {
     }
 }
 
-/// Stores what is new: other threads read the same cache line.
+/// Stores a changed value only, because other threads read the same cache line.
 fn keep(flag: &AtomicBool, now: bool) {
     if flag.load(Ordering::Relaxed) != now {
         flag.store(now, Ordering::Relaxed);

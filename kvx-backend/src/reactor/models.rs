@@ -1,6 +1,6 @@
-//! Models of the reactor's own loop and of what other threads do to it, in every order: `cargo
-//! xtask loom`. No time passes in them, so a thread that is not woken waits for ever, which fails
-//! the model.
+//! Models of the reactor's own loop and of the other threads' actions, in every order: `cargo xtask
+//! loom`. Time stands still in them, so a thread that is not woken waits for ever, which fails the
+//! model.
 
 use loom::sync::{Condvar, Mutex as Locked};
 use loom::thread;
@@ -8,7 +8,7 @@ use loom::thread;
 use super::tests::Nobody;
 use super::*;
 
-/// How often something has happened.
+/// A counter of events.
 #[derive(Default)]
 struct Tally {
     count: Locked<usize>,
@@ -29,14 +29,14 @@ impl Tally {
     }
 }
 
-/// Does one part of its commands a turn.
+/// A machine that does one part of its commands in each turn.
 struct Works {
     left: usize,
     done: Arc<Tally>,
 }
 
 impl Progress for Works {
-    /// Has so many parts.
+    /// The number of parts.
     type Command = usize;
     type Work = NoWork;
     fn command(&mut self, parts: usize, _: &mut Outbox) {
@@ -57,8 +57,8 @@ impl Progress for Works {
     fn stop(&mut self, _: &mut Outbox) {}
 }
 
-/// Has `act` done beside a reactor's loop, which then has to end. `preemptions` is the most in one
-/// order, where all orders are too many.
+/// Runs `act` concurrently with a reactor's loop, which must end afterwards. `preemptions` limits
+/// the preemptions in one order, for models that have too many orders.
 fn beside_a_reactor(
     preemptions: Option<usize>,
     act: impl Fn(&Arc<Reactor<Works>>, &Tally) + Send + Sync + 'static,
@@ -90,7 +90,7 @@ fn beside<P: Progress>(
 }
 
 #[test]
-fn no_command_is_slept_on() {
+fn the_reactor_does_not_sleep_on_a_command() {
     beside_a_reactor(None, |reactor, done| {
         reactor.submit(1);
         done.wait_for(1);
@@ -98,7 +98,7 @@ fn no_command_is_slept_on() {
 }
 
 #[test]
-fn what_a_callers_turn_leaves_is_not_slept_on() {
+fn the_reactor_does_not_sleep_on_work_that_a_callers_turn_leaves() {
     beside_a_reactor(None, |reactor, done| {
         reactor.submit_and_turn(2);
         done.wait_for(2);
@@ -106,7 +106,7 @@ fn what_a_callers_turn_leaves_is_not_slept_on() {
 }
 
 #[test]
-fn a_command_that_comes_as_a_driver_goes_is_not_slept_on() {
+fn the_reactor_does_not_sleep_on_a_command_submitted_as_a_driver_leaves() {
     beside_a_reactor(Some(3), |reactor, done| {
         let drives = Arc::clone(reactor);
         let driver = thread::spawn(move || {
@@ -126,7 +126,7 @@ fn a_reactor_that_stays_away_stops() {
     });
 }
 
-/// As [`Works`], in detached work.
+/// Like [`Works`], but with detached work.
 struct Detaches(Works);
 
 struct OnePart(Arc<Tally>);
@@ -166,7 +166,7 @@ impl Progress for Detaches {
 }
 
 #[test]
-fn a_callers_detached_turn_holds_up_no_command_and_no_stop() {
+fn a_callers_detached_turn_delays_no_command_and_no_stop() {
     beside(
         Some(3),
         |done| Detaches(Works { left: 0, done }),

@@ -1,19 +1,19 @@
-//! Machines that panic on purpose, for tests of what becomes of the rest.
+//! Machines that panic on purpose, so that tests can check the consequences.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Turns until one panics, by whichever machine of this process it is; 0: none will.
+/// The number of turns until one panics, in any machine of this process; 0 means never.
 static LEFT: AtomicU64 = AtomicU64::new(0);
-/// What it says.
+/// The panic message.
 pub const SAYS: &str = "a turn panics on purpose";
 
-/// Has the turn panic that is the `number`th from now on. With 0 none does. Says whether the one
-/// before is still to come.
+/// Makes the `number`th turn from now on panic, or none for 0. Returns true if a previously
+/// requested panic has not happened yet.
 pub fn panic_in(number: u64) -> bool {
     LEFT.swap(number, Ordering::Relaxed) > 0
 }
 
-/// A turn begins.
+/// Counts the turn that begins, and panics if it is due.
 pub(super) fn take_turn() {
     let one_less = |left: u64| left.checked_sub(1);
     if LEFT.load(Ordering::Relaxed) > 0

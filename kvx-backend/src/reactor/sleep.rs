@@ -1,7 +1,8 @@
-//! How the reactor's thread sleeps, and how others wake it.
+//! Sleeping and waking of the reactor's thread.
 //!
-//! The thread sets a flag that it sleeps, and then looks for work once more. Another thread first
-//! submits its work, and then looks at the flag. So one of the two sees the other.
+//! The thread announces with a flag that it sleeps, and then checks for work once more. Another
+//! thread first submits its work, and then checks the flag. So at least one of the two sees the
+//! other.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, RawFd};
 use std::time::{Duration, Instant};
@@ -11,30 +12,31 @@ use rustix::io::Errno;
 
 use super::sync::{AtomicBool, AtomicU64, Ordering, Wake};
 
-/// The time that a reactor stays away from a machine that another thread drives: the most that
-/// other work of the machine is kept waiting when that thread has gone.
+/// The time that a reactor stays away from a machine that another thread drives: the longest delay
+/// of the machine's other work after that thread has left.
 const STAYS_AWAY: Duration = Duration::from_micros(400);
-/// The next turn of another thread is expected this soon after its last one.
+/// The time after a turn of another thread within which its next turn is expected.
 const DRIVEN: Duration = Duration::from_micros(50);
 
-/// The state by which the reactor's thread and other threads find each other.
+/// The state by which the reactor's thread and other threads coordinate.
 pub(super) struct Sleep {
-    /// True from before the last look for work until the reactor is awake again.
+    /// True from before the last check for work until the reactor is awake again.
     asleep: AtomicBool,
     /// True if it sleeps only for [`STAYS_AWAY`], because another thread drives the machine.
     stays_away: AtomicBool,
-    /// The moment at which a sleeping reactor wakes by itself, in nanoseconds since `started`.
+    /// The time at which a sleeping reactor wakes without a wake-up, in nanoseconds since
+    /// `started`.
     pub(super) wakes_at: AtomicU64,
-    /// Threads between [`begin_driving`](Self::begin_driving) and its end: their turn may take
-    /// longer than [`STAYS_AWAY`].
+    /// The number of threads between [`begin_driving`](Self::begin_driving) and its end; their
+    /// turns may take longer than [`STAYS_AWAY`].
     pub(super) drivers: AtomicU64,
-    /// The moment of the last turn of another thread, likewise.
+    /// The time of the last turn of another thread, in nanoseconds since `started`.
     pub(super) driven_at: AtomicU64,
     started: Instant,
     wake: Wake,
 }
 
-/// For the reactor's thread.
+/// Methods for the reactor's thread.
 impl Sleep {
     /// Returns the state of a thread that is awake.
     pub(super) fn new() -> Result<Self, Errno> {
@@ -49,15 +51,15 @@ impl Sleep {
         })
     }
 
-    /// Announces that the thread is going to sleep, for at most `longest`. Called under the
-    /// machine's lock, so that the next turn of another thread sees it.
+    /// Announces that the thread is going to sleep, for at most `longest`. The caller holds the
+    /// machine's lock, so that the next turn of another thread sees the announcement.
     pub(super) fn announce(&self, longest: Option<Duration>) {
         self.wakes_at.store(self.at(longest), Ordering::SeqCst);
         self.asleep.store(true, Ordering::SeqCst);
     }
 
-    /// Sleeps, as announced, until it is woken or one of `fds` is readable, unless there is work by
-    /// now. Returns whether it slept.
+    /// Sleeps, as announced, until it is woken or one of `fds` is readable, unless work has arrived
+    /// by now. Returns true if it slept.
     pub(super) fn sleep_unless(
         &self,
         has_work: impl FnOnce() -> bool,
@@ -72,8 +74,8 @@ impl Sleep {
         sleeps
     }
 
-    /// Stays away from the machine, and off its core, while another thread drives it. Returns
-    /// whether a thread has ended a turn meanwhile.
+    /// Stays away from the machine, and off its core, while another thread drives it. Returns true
+    /// if a thread has ended a turn meanwhile.
     pub(super) fn stay_away(&self, is_over: impl FnOnce() -> bool) -> bool {
         let seen = self.driven_at.load(Ordering::Relaxed);
         self.stays_away.store(true, Ordering::SeqCst);
@@ -91,8 +93,8 @@ impl Sleep {
         polled.push(PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN));
         polled.extend(fds.iter().map(|fd| {
             // SAFETY: the machine owns these descriptors and is not dropped before this thread
-            // ends. One that it closes meanwhile, on another thread's turn, is at worst another
-            // open file, which causes a spurious wake-up.
+            // ends. If it closes one meanwhile, on another thread's turn, the number is at worst
+            // another open file, which causes a spurious wake-up.
             let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
             PollFd::from_borrowed_fd(fd, PollFlags::IN)
         }));
@@ -112,11 +114,11 @@ impl Sleep {
     }
 }
 
-/// For other threads.
+/// Methods for other threads.
 impl Sleep {
-    /// After a command was put into the queue. A reactor that stays away is left alone while the
-    /// thread that drives is likely to come again: it takes the command, and would be preempted by
-    /// the wake-up.
+    /// Wakes a sleeping reactor after a command was queued. Leaves a reactor that stays away alone
+    /// while the driving thread is likely to return: that thread takes the command, and the wake-up
+    /// would preempt it.
     #[inline]
     pub(super) fn wake_if_asleep(&self) {
         if self.is_asleep() && !(self.stays_away.load(Ordering::SeqCst) && self.is_driven()) {
@@ -124,38 +126,39 @@ impl Sleep {
         }
     }
 
-    /// True if the reactor sleeps by what the machine said, under whose lock this is asked.
+    /// Returns true if the reactor sleeps as the machine requested. The caller holds the machine's
+    /// lock.
     #[inline]
     pub(super) fn is_as_announced(&self) -> bool {
         self.is_asleep() && !self.stays_away.load(Ordering::SeqCst)
     }
 
-    /// True if the reactor wakes by itself only after `longest` from now.
+    /// Returns true if the reactor wakes without a wake-up only later than `longest` from now.
     #[inline]
     pub(super) fn is_longer_than(&self, longest: Option<Duration>) -> bool {
         self.at(longest) < self.wakes_at.load(Ordering::SeqCst)
     }
 
-    /// A turn begins for which, and a while after it, the reactor stays away.
+    /// Begins a turn during which, and shortly after which, the reactor stays away.
     #[inline]
     pub(super) fn begin_driving(&self) {
         self.drivers.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// It has ended.
+    /// Ends such a turn.
     #[inline]
     pub(super) fn end_driving(&self) {
         self.driven_at.store(self.at(Some(Duration::ZERO)), Ordering::Relaxed);
         self.drivers.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// It hangs: the reactor is back at once.
+    /// Ends a driver's turn that hangs; the reactor returns at once.
     pub(super) fn driver_hangs(&self) {
         self.drivers.fetch_sub(1, Ordering::Relaxed);
         self.driven_at.store(0, Ordering::SeqCst);
     }
 
-    /// After the last turn of a thread that goes to sleep: the reactor is back at once.
+    /// Makes the reactor return at once, after the last turn of a thread that goes to sleep.
     #[inline]
     pub(super) fn stop_driving(&self) {
         self.driven_at.store(0, Ordering::SeqCst);
@@ -164,7 +167,7 @@ impl Sleep {
         }
     }
 
-    /// True if another thread has had a turn just now, and so is likely to have the next.
+    /// Returns true if another thread has just had a turn, and so is likely to have the next.
     #[inline]
     pub(super) fn is_driven(&self) -> bool {
         if self.drivers.load(Ordering::Relaxed) > 0 {
@@ -179,12 +182,12 @@ impl Sleep {
         self.asleep.load(Ordering::SeqCst)
     }
 
-    /// Wakes it, or has its next sleep end at once.
+    /// Wakes the reactor, or makes its next sleep end at once.
     pub(super) fn wake(&self) {
         self.wake.ring();
     }
 
-    /// The time after `longest` from now, as `wakes_at` counts.
+    /// Returns the time `longest` from now, in the unit of `wakes_at`.
     #[inline]
     fn at(&self, longest: Option<Duration>) -> u64 {
         longest.map_or(u64::MAX, |longest| {
@@ -192,8 +195,8 @@ impl Sleep {
         })
     }
 
-    /// Returns the time since the start. In a model, time stands still just after the start: a
-    /// thread that has driven is expected again until it calls `stop_driving`.
+    /// Returns the time since the start. In a model, time stands still just after the start, so
+    /// that a thread that has driven is expected again until it calls `stop_driving`.
     #[inline]
     fn now(&self) -> Duration {
         if cfg!(all(test, kvx_loom)) { Duration::from_nanos(1) } else { self.started.elapsed() }

@@ -65,8 +65,8 @@ impl Condvar {
 /// A descriptor that is readable from a ring until the next drain.
 pub(super) struct Wake {
     fd: OwnedFd,
-    /// A model changes threads where it knows of what they do: it knows by this whether the
-    /// descriptor is readable.
+    /// The model's knowledge of whether the descriptor is readable: loom switches threads only at
+    /// operations that it knows.
     #[cfg(all(test, kvx_loom))]
     rung: (loom::sync::Mutex<bool>, loom::sync::Condvar),
 }
@@ -102,8 +102,8 @@ impl Wake {
         }
     }
 
-    /// Sleeps until one of these is readable, the first of which is this one, or for so long.
-    /// Returns whether it is.
+    /// Sleeps until one of the descriptors is readable, the first of which is this one, or for the
+    /// given time. Returns true if one is readable.
     #[cfg(not(all(test, kvx_loom)))]
     pub(super) fn poll(
         &self,
@@ -114,7 +114,7 @@ impl Wake {
         Ok(fds.first().is_some_and(|wake| !wake.revents().is_empty()))
     }
 
-    /// In a model no time passes, and nothing but a ring ends a sleep.
+    /// Waits for a ring: in a model no time passes, and only a ring ends a sleep.
     #[cfg(all(test, kvx_loom))]
     pub(super) fn poll(&self, _: &mut [PollFd<'_>], _: Option<&Timespec>) -> Result<bool, Errno> {
         let mut rung = self.rung.0.lock().unwrap();

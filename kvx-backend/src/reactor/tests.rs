@@ -1,4 +1,4 @@
-//! The reactor with machines of the tests' own.
+//! Tests of the reactor with machines made for them.
 
 mod detached;
 
@@ -21,7 +21,7 @@ impl Events for Nobody {
     fn link(&self, _: LinkId, _: LinkState) {}
 }
 
-/// Settles each ticket it is given, one a turn.
+/// A machine that settles one of its tickets in each turn.
 #[derive(Default)]
 struct Echo(Vec<Ticket>);
 
@@ -47,7 +47,7 @@ impl Progress for Echo {
     }
 }
 
-/// Waits until something is so that no lock or ticket tells of.
+/// Polls until the condition is true, for conditions that no lock or ticket signals.
 fn until(so: impl Fn() -> bool) {
     let end = Instant::now() + Duration::from_secs(10);
     while !so() {
@@ -91,13 +91,13 @@ fn a_sleeping_reactor_wakes_for_a_command() {
     done.wait_blocking(Duration::from_secs(10)).unwrap();
 }
 
-/// A machine that cannot be slept on until it is free, and does nothing until then. Counts how
-/// often it is polled.
+/// A machine that permits no sleep and does nothing until it is free. Counts how often it is
+/// polled.
 struct Stuck {
     echo: Echo,
     free: Arc<AtomicBool>,
     looks: Arc<AtomicUsize>,
-    /// Always ready, as a library's may be.
+    /// A descriptor that is always readable, as a library's may be.
     ready: [RawFd; 1],
 }
 
@@ -127,7 +127,7 @@ impl Progress for Stuck {
 }
 
 #[test]
-fn a_machine_that_cannot_be_slept_on_and_does_nothing_leaves_the_core_to_others() {
+fn a_busy_machine_without_progress_leaves_the_core_to_others() {
     let (free, looks) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
     let ready = rustix::event::eventfd(1, rustix::event::EventfdFlags::CLOEXEC).unwrap();
     let machine = Stuck {
@@ -142,10 +142,10 @@ fn a_machine_that_cannot_be_slept_on_and_does_nothing_leaves_the_core_to_others(
         std::thread::sleep(time);
         looks.load(Ordering::SeqCst) - before
     };
-    looks_within(Duration::from_millis(100)); // its pauses are long by now
+    looks_within(Duration::from_millis(100)); // the pauses are long by now
     let seen = looks_within(Duration::from_millis(200));
-    assert!(seen < 100, "it was looked at {seen} times within 200 ms");
-    // What it waited for is seen all the same, and it is slept on again.
+    assert!(seen < 100, "it was polled {seen} times within 200 ms");
+    // The event is still noticed, and the reactor sleeps again.
     let (done, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     free.store(true, Ordering::SeqCst);
@@ -155,7 +155,7 @@ fn a_machine_that_cannot_be_slept_on_and_does_nothing_leaves_the_core_to_others(
 }
 
 #[test]
-fn what_is_submitted_behind_a_thread_that_drove_is_done() {
+fn a_command_submitted_after_a_thread_drove_is_done() {
     let reactor = echo();
     for _ in 0..200 {
         for _ in 0..100 {
@@ -168,8 +168,8 @@ fn what_is_submitted_behind_a_thread_that_drove_is_done() {
     reactor.stop();
 }
 
-/// Settles what it is given, and counts the turns of threads that are not its own. Lets none have a
-/// turn from its first ticket on.
+/// A machine that settles its tickets and counts the turns of foreign threads. From its first
+/// ticket on it permits none.
 struct Alone {
     echo: Echo,
     others: Arc<AtomicU64>,
@@ -198,7 +198,7 @@ impl Progress for Alone {
 }
 
 #[test]
-fn a_machine_that_wants_its_own_thread_only_has_no_other() {
+fn a_machine_that_requires_its_own_thread_runs_on_no_other() {
     let others = Arc::new(AtomicU64::new(0));
     let machine = Alone { echo: Echo::default(), others: Arc::clone(&others), met: false };
     let reactor = Reactor::start("alone".into(), machine, Arc::new(Nobody)).unwrap();
@@ -209,7 +209,7 @@ fn a_machine_that_wants_its_own_thread_only_has_no_other() {
     };
     reactor.drive();
     ask(Reactor::submit).wait_blocking(Duration::from_secs(10)).unwrap();
-    drop(reactor.shared.machine.lock()); // its turn has ended
+    drop(reactor.shared.machine.lock()); // waits for the end of its turn
     let seen =
         || (others.load(Ordering::Relaxed), reactor.shared.sleep.driven_at.load(Ordering::Relaxed));
     let before = seen();
@@ -218,11 +218,11 @@ fn a_machine_that_wants_its_own_thread_only_has_no_other() {
         assert_eq!(reactor.drive().done, 0);
         done.wait_blocking(Duration::from_secs(10)).unwrap();
     }
-    assert_eq!(seen(), before, "nor does its thread wait for any");
+    assert_eq!(seen(), before, "no foreign thread had a turn, and the reactor does not stay away");
     reactor.stop();
 }
 
-/// As [`Echo`], and its turns end when a command waits.
+/// Like [`Echo`], but its turns end when a command waits.
 #[derive(Default)]
 struct Attentive(Echo);
 
@@ -235,7 +235,7 @@ impl Progress for Attentive {
     fn progress(&mut self, queued: &Queued, out: &mut Outbox) -> Turn {
         let until = Instant::now() + Duration::from_secs(9);
         while !self.0.0.is_empty() && !queued.any() {
-            assert!(Instant::now() < until, "nobody says that one waits");
+            assert!(Instant::now() < until, "the turn does not learn that a command waits");
             std::thread::yield_now();
         }
         self.0.progress(queued, out)
@@ -268,16 +268,16 @@ fn a_turn_sees_that_a_command_waits() {
 }
 
 #[test]
-fn a_thread_that_lost_its_core_in_a_drive_holds_nobody_up() {
+fn a_thread_that_lost_its_core_in_a_drive_delays_no_command() {
     let reactor = echo();
-    reactor.shared.sleep.drivers.fetch_add(1, Ordering::Relaxed); // and it never comes back
+    reactor.shared.sleep.drivers.fetch_add(1, Ordering::Relaxed); // and never ends its drive
     let (done, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     done.wait_blocking(Duration::from_secs(10)).unwrap();
     reactor.stop();
 }
 
-/// A machine that does these with a command and in a turn, and sleeps until the next one.
+/// A machine with the given actions for commands and turns, which sleeps until the next command.
 struct Does {
     command: Box<dyn FnMut(Ticket) + Send>,
     turn: Box<dyn FnMut() + Send>,
@@ -303,7 +303,7 @@ impl Progress for Does {
 }
 
 #[test]
-fn a_machine_that_panics_hangs_nobody() {
+fn the_tickets_of_a_machine_that_panics_are_forgotten() {
     let mut held = Vec::new();
     let command = Box::new(move |ticket| {
         held.push(ticket);
@@ -323,9 +323,9 @@ fn a_machine_that_panics_hangs_nobody() {
 }
 
 #[test]
-fn what_the_end_of_a_lost_command_submits_is_answered_too() {
-    /// Submits a command when it is dropped, as what waits for a ticket may do when that is
-    /// forgotten.
+fn a_command_submitted_by_the_end_of_a_lost_command_is_forgotten_too() {
+    /// Submits a command when it is dropped, as code that waits for a ticket may do when the ticket
+    /// is forgotten.
     struct Submits(Arc<OnceLock<Reactor<Does>>>, Option<Ticket>);
 
     impl Drop for Submits {
@@ -336,7 +336,7 @@ fn what_the_end_of_a_lost_command_submits_is_answered_too() {
 
     let (done, ticket) = Completion::with_ticket();
     let (place, mut left) = (Arc::new(OnceLock::<Reactor<Does>>::new()), Some(ticket));
-    // It is given a command more in the turn in which it panics.
+    // A further command arrives in the turn in which the machine panics.
     let given = Arc::clone(&place);
     let command = Box::new(move |_| {
         let last = Submits(Arc::clone(&given), left.take());
@@ -355,8 +355,8 @@ fn what_the_end_of_a_lost_command_submits_is_answered_too() {
 }
 
 #[test]
-fn a_machine_that_panics_in_a_callers_turn_hangs_nobody_and_stays_out_of_use() {
-    /// Panics at the turn after its first command, on a thread that is not its own.
+fn a_machine_that_panics_in_a_callers_turn_forgets_its_tickets_and_stays_out_of_use() {
+    /// Panics in the first turn after its first command, on a foreign thread.
     fn treacherous() -> Does {
         let held = Arc::new(kvx_core::backend::sync::Mutex::new(Vec::new()));
         let holds = Arc::clone(&held);
@@ -377,7 +377,7 @@ fn a_machine_that_panics_in_a_callers_turn_hangs_nobody_and_stays_out_of_use() {
             until(|| reactor.shared.sleep.is_asleep());
             let until = Instant::now() + Duration::from_secs(10);
             while reactor.shared.machine.lock().is_some() {
-                assert!(Instant::now() < until, "it has not panicked");
+                assert!(Instant::now() < until, "the machine does not panic");
                 reactor.drive();
             }
         } else {
@@ -389,7 +389,7 @@ fn a_machine_that_panics_in_a_callers_turn_hangs_nobody_and_stays_out_of_use() {
             ErrorKind::Forgotten
         );
         assert_eq!(reactor.shared.sleep.drivers.load(Ordering::SeqCst), 0);
-        // Its thread has ended, and does not wake for ever.
+        // The reactor's thread has ended and does not wake again and again.
         until(|| reactor.shared.thread.lock().as_ref().is_some_and(JoinHandle::is_finished));
         let (done, ticket) = Completion::with_ticket();
         reactor.submit_and_turn(ticket);
@@ -402,7 +402,7 @@ fn a_machine_that_panics_in_a_callers_turn_hangs_nobody_and_stays_out_of_use() {
 }
 
 #[test]
-fn what_is_submitted_after_the_stop_is_forgotten_not_lost_silently() {
+fn the_ticket_of_a_command_after_the_stop_is_forgotten() {
     let reactor = echo();
     reactor.stop();
     let (done, ticket) = Completion::with_ticket();

@@ -1,4 +1,5 @@
-//! The thread of a reactor: turns while there is work, looks for more for a while, and sleeps.
+//! The thread of a reactor: it runs turns while there is work, polls for more for a while, and
+//! sleeps.
 
 use std::os::fd::RawFd;
 use std::panic::AssertUnwindSafe;
@@ -10,14 +11,14 @@ use super::sync::MutexGuard;
 use super::{Armed, Driven, Outbox, Progress, ReactorShared, Turn, TurnGuard, exit};
 use kvx_core::backend::sync::pause_between_looks;
 
-/// A machine that was busy for this long, and got nothing done, is not looked at without a pause
-/// any more: whom it waits for may need the core. UCX's shared memory is so while a peer's queue is
-/// full.
+/// The time after which a machine that was busy without progress is polled with pauses, because the
+/// thread for which it waits may need the core. UCX's shared memory behaves like this while a
+/// peer's queue is full.
 const STUCK: Duration = Duration::from_micros(200);
-/// The longest of these pauses, which are an eighth of the time that it has been so.
+/// The longest of these pauses; each lasts an eighth of the time without progress.
 const LONGEST_PAUSE: Duration = Duration::from_millis(10);
 
-/// True if the reactor, which has found nothing to do since then, may sleep.
+/// Returns true if the reactor, which has found nothing to do since `idle_since`, may sleep.
 fn has_looked_enough(turn: &Turn, idle_since: Instant) -> bool {
     let now = Instant::now();
     now.saturating_duration_since(idle_since) >= turn.look_for
@@ -25,7 +26,7 @@ fn has_looked_enough(turn: &Turn, idle_since: Instant) -> bool {
 }
 
 impl<P: Progress> ReactorShared<P> {
-    /// The reactor's own thread of this number.
+    /// Runs the reactor's own thread with this number.
     pub(super) fn serve(&self, number: u64) {
         let (mut turn, mut out) = (TurnGuard::of(None), Outbox::default());
         let run = AssertUnwindSafe(|| self.run(number, &mut turn, &mut out));
@@ -37,12 +38,12 @@ impl<P: Progress> ReactorShared<P> {
         }
     }
 
-    /// Another thread has its place: its last turn hung.
+    /// Returns true if another thread has replaced this one because its last turn hung.
     fn is_replaced(&self, number: u64) -> bool {
         self.own_thread.load(Ordering::SeqCst) > number
     }
 
-    /// Waits for the machine, also while a turn of another thread is detached.
+    /// Locks the machine, and also waits while a turn of another thread is detached.
     fn wait_for_machine(&self) -> MutexGuard<'_, Option<Driven<P>>> {
         let mut machine = self.machine.lock();
         while machine.as_ref().is_some_and(|driven| driven.detached != 0) {
@@ -61,7 +62,7 @@ impl<P: Progress> ReactorShared<P> {
                 if self.sleep.stay_away(|| self.is_stopping()) {
                     continue;
                 }
-                // It is in a long turn, or has gone or lost its core.
+                // The driver is in a long turn, or has left or lost its core.
                 let Some(machine) = self.machine.try_lock() else { continue };
                 if machine.as_ref().is_some_and(|driven| driven.detached != 0) {
                     continue;
@@ -96,7 +97,10 @@ impl<P: Progress> ReactorShared<P> {
                     }
                     Ok(Armed::Sleep(longest)) => sleep = Some(longest),
                     Err(error) => {
-                        tracing::error!(%error, "a reactor could not arm its wake-up; polling every 10 ms");
+                        tracing::error!(
+                            %error,
+                            "a reactor cannot arm its wake-up; polling every 10 ms"
+                        );
                         sleep = Some(Some(Duration::from_millis(10)));
                     }
                 }
@@ -104,7 +108,8 @@ impl<P: Progress> ReactorShared<P> {
                     self.sleep.announce(longest);
                     fds.clear();
                     if !pauses {
-                        fds.extend_from_slice(machine.fds()); // else they may be ready all along
+                        // During a pause they may be ready all along.
+                        fds.extend_from_slice(machine.fds());
                     }
                 }
             } else {
@@ -128,7 +133,7 @@ impl<P: Progress> ReactorShared<P> {
                 (idle_since, stuck_since) = (None, None);
             }
         }
-        turn.machine = None; // it may have been seen that there is none
+        turn.machine = None; // the lock may be held if the machine has ended
         turn.machine = Some(self.wait_for_machine());
         if self.is_halted() {
             turn.machine = None;
@@ -137,12 +142,12 @@ impl<P: Progress> ReactorShared<P> {
         let driven = turn.machine.as_mut().and_then(|machine| machine.take());
         if let Some(Driven { mut machine, mut untold, .. }) = driven {
             out.append(&mut untold);
-            let left = self.queue.lock().take().unwrap_or_default(); // without the lock
+            let left = self.queue.lock().take().unwrap_or_default(); // releases the queue's lock
             for command in left {
                 machine.command(command, out);
             }
             machine.stop(out);
-            drop(machine); // still under the lock, for which the end of the process waits
+            drop(machine); // still under the lock, for which process exit waits
         }
         turn.machine = None;
         self.watched.stop_watching();

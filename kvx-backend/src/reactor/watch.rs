@@ -1,30 +1,30 @@
-//! The watch over detached work: notices that its thread hangs on an unresolved page fault.
+//! The watch over detached work, which notices that its thread hangs on an unresolved page fault.
 //!
-//! A thread hangs if it sleeps at [`LOOKS`] looks in a row, and had neither a page nor CPU time
-//! between them. These do not hang:
-//! - A thread that waits for a core, and one of a stopped process: neither sleeps.
-//! - A thread that sleeps often, but works in between: its CPU time increases.
+//! A thread hangs if it sleeps at [`LOOKS`] consecutive checks, without a page fault or CPU time in
+//! between. These threads do not hang:
+//! - A thread that waits for a core, or a thread of a stopped process: neither sleeps.
+//! - A thread that sleeps often but works in between: its CPU time increases.
 //! - A thread that waits for a lock or a condition variable, which sleeps in `futex`. The lock's
-//!   owner may wait for a core. After [`LOOKS_IN_FUTEX`] looks it hangs like any other: the owner
-//!   may hang itself, in a driver for example.
+//!   owner may wait for a core. After [`LOOKS_IN_FUTEX`] checks it does count as hung: the owner
+//!   may itself hang, in a driver for example.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvx_core::backend::sync::{Condvar, Mutex};
 
-/// The time between two looks.
+/// The time between two checks.
 const LOOK: Duration = Duration::from_millis(50);
-/// The number of looks in a row at which a thread that hangs is asleep.
+/// The number of consecutive checks at which a hung thread is asleep.
 const LOOKS: u32 = 4;
-/// The same for a thread that sleeps in `futex`: 5 s, half of the default `peer_timeout`.
+/// The same number for a thread that sleeps in `futex`: 5 s, half of the default `peer_timeout`.
 const LOOKS_IN_FUTEX: u32 = 100;
 
-/// The detached work of a machine: one piece at a time, but for abandoned ones.
+/// The detached work of a machine: one piece at a time, except for abandoned ones.
 #[derive(Debug, Default)]
 pub(super) struct WatchedTurns {
     count: AtomicU64,
-    /// The number of the piece that runs, and its thread; 0: none.
+    /// The number of the running piece, and its thread; 0 if there is none.
     under_way: AtomicU64,
     thread: AtomicI32,
     /// True if the watch sleeps until a piece begins.
@@ -38,12 +38,14 @@ thread_local! {
 }
 
 impl WatchedTurns {
-    /// Notes that a piece begins on this thread, which has the machine's lock. Returns its number.
+    /// Records that a piece begins on this thread, which has the machine's lock. Returns its
+    /// number.
     pub(super) fn begin(&self) -> u64 {
         let number = self.count.load(Ordering::Relaxed) + 1;
         self.count.store(number, Ordering::Relaxed);
         self.thread.store(THREAD.with(|thread| *thread), Ordering::Relaxed);
-        // Either the watch sees it before it sleeps, or this thread sees that the watch sleeps.
+        // Either the watch sees the piece before it sleeps, or this thread sees that the watch
+        // sleeps.
         self.under_way.store(number, Ordering::SeqCst);
         if self.asleep.load(Ordering::SeqCst) {
             self.wake();
@@ -51,7 +53,8 @@ impl WatchedTurns {
         number
     }
 
-    /// Notes that the piece of this number has ended, unless it was abandoned and another runs.
+    /// Records that the piece of this number has ended, unless it was abandoned and another one
+    /// runs.
     pub(super) fn end(&self, number: u64) {
         self.under_way.compare_exchange(number, 0, Ordering::Relaxed, Ordering::Relaxed).ok();
     }
@@ -74,7 +77,8 @@ impl WatchedTurns {
         self.changed.notify_all();
     }
 
-    /// Waits for the next look; without work, until there is some. Returns false at the end.
+    /// Waits until the next check or, without work, until a piece begins. Returns false at the end
+    /// of the watch.
     fn rest(&self, is_idle: bool) -> bool {
         let mut ended = self.ended.lock();
         if is_idle {
@@ -94,8 +98,8 @@ impl WatchedTurns {
         !*ended
     }
 
-    /// Calls `hangs` with the number of each turn that hangs, again as long as it hangs. Returns
-    /// when `hangs` returns false: the machine has ended.
+    /// Calls `hangs` with the number of each turn that hangs, repeatedly while it hangs. Returns
+    /// when `hangs` returns false because the machine has ended.
     pub(super) fn watch(&self, mut hangs: impl FnMut(u64) -> bool) {
         let (mut before, mut asleep, mut sample) = (0, 0, None);
         let mut last = None;
@@ -122,18 +126,18 @@ impl WatchedTurns {
     }
 }
 
-/// A look at a sleeping thread. It stays equal while the thread hangs.
+/// A sample of a sleeping thread. It stays equal while the thread hangs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct SleepSample {
     minor_faults: u64,
     major_faults: u64,
-    /// In clock ticks: a signal handler that runs meanwhile hardly counts.
+    /// The CPU time in clock ticks, so that a signal handler in between hardly counts.
     cpu_time: u64,
     in_futex: bool,
 }
 
 impl SleepSample {
-    /// Looks at a thread of this process. Returns `None` if it does not sleep in the kernel.
+    /// Samples a thread of this process. Returns `None` if it does not sleep in the kernel.
     fn of(thread: i32) -> Option<Self> {
         let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).ok()?;
         let sample = Self::parse(&stat)?;
@@ -159,11 +163,11 @@ impl SleepSample {
 }
 
 /// Returns true if a sleeping thread of this process is in the system call `futex`. Returns false
-/// where `/proc` does not say: in a process that is not dumpable, and in some sandboxes.
+/// if `/proc` does not tell: in a process that is not dumpable, and in some sandboxes.
 fn is_in_futex(thread: i32) -> bool {
     let syscall = std::fs::read_to_string(format!("/proc/self/task/{thread}/syscall"));
     syscall.is_ok_and(|syscall| {
-        // The number, or "-1" outside of a system call, or "running".
+        // The first field is the system call's number, "-1" outside of one, or "running".
         let number = syscall.split_whitespace().next();
         number.and_then(|number| number.parse().ok()) == Some(libc::SYS_futex)
     })
@@ -175,7 +179,7 @@ mod tests {
 
     use super::*;
 
-    /// Watches turns that `turn` has; the numbers of those that hang.
+    /// Watches the turns that `turn` runs. Returns the numbers of those that hang.
     fn watched(turn: impl FnOnce(&WatchedTurns)) -> Vec<u64> {
         let (turns, (tells, told)) = (Arc::new(WatchedTurns::default()), mpsc::channel());
         let watches = Arc::clone(&turns);
@@ -216,7 +220,7 @@ mod tests {
         assert!(hung.is_empty(), "{hung:?}");
     }
 
-    /// Waits for a lock in a turn, and releases the lock once `release` returns.
+    /// Waits for a lock in a turn; `release` determines when the lock is released.
     fn wait_for_lock(turns: &WatchedTurns, release: impl FnOnce()) {
         let lock = std::sync::Mutex::new(());
         std::thread::scope(|scope| {
@@ -255,7 +259,7 @@ mod tests {
 
     #[test]
     fn a_turn_that_works_between_sleeps_does_not_hang() {
-        /// Longer than a tick of `/proc`, so that each look sees that the thread had worked.
+        /// Longer than a tick of `/proc`, so that each check sees that the thread has worked.
         const WORK: Duration = Duration::from_millis(15);
         fn cpu_time() -> Duration {
             let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);

@@ -1,6 +1,6 @@
-//! Work that takes turns.
+//! A queue of work that takes turns.
 
-/// Gives out turns: small work first, bulk work round robin, and every eighth turn to bulk work so
+/// Schedules turns: small work first, bulk work round robin, and every eighth turn to bulk work so
 /// that a stream of small requests cannot starve it.
 #[derive(Debug)]
 pub struct WorkQueue<W> {
@@ -16,7 +16,7 @@ impl<W> Default for WorkQueue<W> {
 }
 
 impl<W> WorkQueue<W> {
-    /// The size up to which work counts as small.
+    /// The size in bytes up to which work counts as small.
     pub const SMALL: u64 = 256 << 10;
 
     /// Queues work with `left` bytes to go.
@@ -24,7 +24,7 @@ impl<W> WorkQueue<W> {
         if left <= Self::SMALL { self.small.push_back(work) } else { self.bulk.push_back(work) }
     }
 
-    /// The next to have a turn; push it again if it is not finished.
+    /// Returns the work with the next turn; push it again if it is not finished.
     pub fn next_turn(&mut self) -> Option<W> {
         if self.in_a_row < 8
             && let Some(work) = self.small.pop_front()
@@ -36,28 +36,28 @@ impl<W> WorkQueue<W> {
         self.bulk.pop_front().or_else(|| self.small.pop_front())
     }
 
-    /// What [`next_turn`](Self::next_turn) would give.
+    /// Returns the work that [`next_turn`](Self::next_turn) would return.
     pub fn peek(&self) -> Option<&W> {
         let small = self.small.front();
         if self.in_a_row < 8 { small.or(self.bulk.front()) } else { self.bulk.front().or(small) }
     }
 
-    /// The number of entries that wait.
+    /// Returns the number of waiting entries.
     pub fn len(&self) -> usize {
         self.small.len() + self.bulk.len()
     }
 
-    /// True if none waits.
+    /// Returns true if no entry waits.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Everything that waits, in no particular order.
+    /// Iterates over all waiting work, in no particular order.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut W> {
         self.small.iter_mut().chain(self.bulk.iter_mut())
     }
 
-    /// Takes out what `gone` says.
+    /// Removes and returns the entries for which `gone` is true.
     pub fn extract(&mut self, mut gone: impl FnMut(&W) -> bool) -> Vec<W> {
         let mut taken = Vec::new();
         for queue in [&mut self.small, &mut self.bulk] {

@@ -5,9 +5,9 @@ use std::os::unix::net::UnixStream;
 
 use super::*;
 
-/// Settles its tickets; the work for one of them hangs.
+/// A machine that settles its tickets; the work for one of them hangs.
 struct Hangs {
-    /// Ends that work when the other end is closed.
+    /// The socket on which that work hangs until the other end is closed.
     hangs: Option<UnixStream>,
     /// True once that work hangs.
     hung: Arc<AtomicBool>,
@@ -24,7 +24,7 @@ struct HangingWork {
 impl DetachedWork<Hangs> for HangingWork {
     fn run(&mut self) {
         self.hung.store(true, Ordering::SeqCst);
-        // As a page fault does, it sleeps in the kernel, and not in `futex`.
+        // Like a page fault, this sleeps in the kernel, and not in `futex`.
         self.end.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         self.end.read_exact(&mut [0]).ok();
     }
@@ -67,8 +67,8 @@ impl Progress for Hangs {
     }
 }
 
-/// A reactor with a turn that hangs, on its own thread or on another; what ends that; and what the
-/// turn was for.
+/// A reactor with a turn that hangs, on its own thread or on another; the socket whose closing ends
+/// the hang; and the completion of the turn's ticket.
 struct HungReactor {
     reactor: Arc<Reactor<Hangs>>,
     abandoned: Arc<AtomicUsize>,
@@ -95,7 +95,7 @@ impl HungReactor {
     }
 }
 
-/// Has the turn on a thread that drives.
+/// Submits the ticket and runs its turn on a thread that drives.
 fn submit_and_drive(reactor: &Reactor<Hangs>, ticket: Ticket) {
     until(|| reactor.shared.sleep.is_asleep());
     reactor.shared.push(ticket);
@@ -103,7 +103,7 @@ fn submit_and_drive(reactor: &Reactor<Hangs>, ticket: Ticket) {
 }
 
 #[test]
-fn a_machine_goes_on_without_a_turn_that_hangs() {
+fn a_machine_continues_without_a_turn_that_hangs() {
     for submit in [Reactor::<Hangs>::submit, Reactor::<Hangs>::submit_and_turn, submit_and_drive] {
         let HungReactor { reactor, abandoned, end, first } = HungReactor::new(submit);
         let (before, ticket) = Completion::with_ticket();
@@ -129,7 +129,7 @@ fn a_machine_goes_on_without_a_turn_that_hangs() {
 }
 
 #[test]
-fn a_turn_that_only_takes_its_time_goes_on() {
+fn a_turn_that_is_merely_slow_continues() {
     let HungReactor { reactor, abandoned, end, first } = HungReactor::new(Reactor::submit_and_turn);
     drop(end);
     first.wait_blocking(Duration::from_secs(10)).unwrap();
@@ -138,7 +138,7 @@ fn a_turn_that_only_takes_its_time_goes_on() {
 }
 
 #[test]
-fn a_machine_that_hangs_when_it_is_to_stop_is_stopped_by_the_one_that_goes_on() {
+fn a_machine_that_hangs_at_its_stop_is_stopped_by_the_replacement_thread() {
     for submit in [Reactor::<Hangs>::submit, Reactor::<Hangs>::submit_and_turn] {
         let HungReactor { reactor, end, .. } = HungReactor::new(submit);
         reactor.ask_to_stop();
@@ -148,13 +148,13 @@ fn a_machine_that_hangs_when_it_is_to_stop_is_stopped_by_the_one_that_goes_on() 
             left.wait_blocking(Duration::from_secs(10)).unwrap_err().kind(),
             ErrorKind::Closed
         );
-        reactor.stop(); // does not wait for who hangs
+        reactor.stop(); // does not wait for the hung thread
         drop(end);
     }
 }
 
 #[test]
-fn who_stops_a_machine_that_hangs_waits_for_no_longer_than_until_another_goes_on() {
+fn stopping_a_machine_that_hangs_waits_only_for_the_replacement_thread() {
     let HungReactor { reactor, end, .. } = HungReactor::new(Reactor::submit);
     let stops = Arc::clone(&reactor);
     let stopped = std::thread::spawn(move || stops.stop());
@@ -164,7 +164,7 @@ fn who_stops_a_machine_that_hangs_waits_for_no_longer_than_until_another_goes_on
 
 #[test]
 fn work_that_panics_ends_its_machine() {
-    /// Panics in its work.
+    /// A machine whose work panics.
     struct Breaks(Option<Ticket>);
     struct BreakingWork(Option<Ticket>);
 

@@ -1,4 +1,4 @@
-//! Libraries that are open: their symbols, and the one of a process.
+//! Open libraries: their symbols, and the single library of a process.
 
 use std::borrow::Cow;
 use std::ffi::{CStr, OsStr, c_int, c_void};
@@ -10,12 +10,12 @@ use std::sync::{Arc, OnceLock};
 
 use kvx_core::backend::Unavailable;
 
-/// A native library that is open for the life of the process. Cheap to clone.
+/// A native library that stays open for the life of the process. Cheap to clone.
 #[derive(Clone)]
 pub struct NativeLibrary(Arc<OpenLibrary>);
 
 pub(super) struct OpenLibrary {
-    /// The dynamic linker's handle, never closed.
+    /// The dynamic linker's handle, which is never closed.
     pub(super) handle: *mut c_void,
     pub(super) path: PathBuf,
     pub(super) origin: Origin,
@@ -25,35 +25,36 @@ pub(super) struct OpenLibrary {
 // SAFETY: the handle belongs to the process, not to the thread that opened it; the other fields are
 // `Send`.
 unsafe impl Send for OpenLibrary {}
-// SAFETY: the handle is only passed to `dlsym` and `dlvsym`, which any threads may call at a time;
+// SAFETY: the handle is only passed to `dlsym` and `dlvsym`, which threads may call concurrently;
 // the other fields are `Sync`.
 unsafe impl Sync for OpenLibrary {}
 
-/// The variable that named a library, or could have.
+/// The variable that named the library, or could have named it.
 pub(super) struct Origin {
     pub(super) variable: &'static str,
     pub(super) value: Option<String>,
 }
 
-/// A library that a process opens once: the first request decides which one.
+/// A library that a process opens once; the first request decides which one.
 pub struct OpenOnce<T>(OnceLock<T>);
 
 impl<T> OpenOnce<T> {
-    /// Not opened yet.
+    /// Returns a library that is not open yet.
     #[expect(clippy::new_without_default, reason = "it is made for statics, which need a constant")]
     pub const fn new() -> Self {
         OpenOnce(OnceLock::new())
     }
 
-    /// The library, if it has been opened.
+    /// Returns the library, if it has been opened.
     pub fn opened(&self) -> Option<&T> {
         self.0.get()
     }
 
-    /// The library, which `load` opens unless it is open already.
+    /// Returns the library, and opens it with `load` if necessary.
     ///
     /// # Errors
-    /// Those of `load`, which is tried again at the next call.
+    ///
+    /// Those of `load`, which the next call tries again.
     pub fn open(&self, load: impl FnOnce() -> Result<T, Unavailable>) -> Result<&T, Unavailable> {
         match self.0.get() {
             Some(library) => Ok(library),
@@ -74,7 +75,7 @@ pub struct BoundLibrary<F, V> {
 }
 
 impl<F, V: Copy> BoundLibrary<F, V> {
-    /// Returns the library as its backend knows it.
+    /// Combines an open library with its functions and version.
     pub fn new(native: NativeLibrary, functions: F, version: V) -> Self {
         BoundLibrary { native, functions, version }
     }
@@ -100,22 +101,22 @@ impl<F, V: Copy> BoundLibrary<F, V> {
     }
 }
 
-/// The library of a process: the first that was opened is the only one.
+/// The library of a process: only the first one that was opened is used.
 pub struct ProcessLibrary<F, V> {
     opened: OpenOnce<BoundLibrary<F, V>>,
     load: fn() -> Result<BoundLibrary<F, V>, Unavailable>,
 }
 
 impl<F, V: Copy> ProcessLibrary<F, V> {
-    /// Returns one that `load` will open.
+    /// Returns a library that `load` will open.
     pub const fn new(load: fn() -> Result<BoundLibrary<F, V>, Unavailable>) -> Self {
         ProcessLibrary { opened: OpenOnce::new(), load }
     }
 
-    /// Returns the library, opened if it was not yet.
+    /// Returns the library, and opens it if necessary.
     ///
     /// # Errors
-    /// The places that were tried, and the cure. The next call tries again.
+    /// The places that were tried, and what to do. The next call tries again.
     pub fn open(&self) -> Result<&BoundLibrary<F, V>, Unavailable> {
         self.opened.open(self.load)
     }
@@ -128,7 +129,8 @@ impl<F, V: Copy> ProcessLibrary<F, V> {
     /// Returns the functions of the open library, for the holder of one of its handles.
     ///
     /// # Panics
-    /// It has not been opened, so that there can be no handle.
+    ///
+    /// If the library has not been opened, in which case no handle can exist.
     pub fn functions(&self) -> &F {
         self.opened().expect("a handle exists, so its library is open").functions()
     }
@@ -139,80 +141,89 @@ impl NativeLibrary {
         NativeLibrary(Arc::new(open))
     }
 
-    /// The file that was really loaded. It may be another than the first of its name: the process
-    /// may have loaded it before.
+    /// Returns the file that was loaded. It may differ from the first one with its name if the
+    /// process had already loaded another.
     pub fn path(&self) -> &Path {
         &self.0.path
     }
 
-    /// The symbol `name`.
+    /// Returns the symbol `name`.
     ///
     /// # Safety
-    /// `T` is the type that the library gives the symbol: a pointer, or a function pointer with its
-    /// signature.
+    ///
+    /// `T` must be the type that the library gives the symbol: a pointer, or a function pointer
+    /// with its signature.
     ///
     /// # Errors
-    /// Names the symbol and the file.
+    ///
+    /// Names the missing symbol and the file.
     pub unsafe fn symbol<T: Copy>(&self, name: &CStr) -> Result<T, Unavailable> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller ensures that `T` is the symbol's type.
         unsafe { self.optional_symbol(name) }.ok_or_else(|| self.lacks(name, ""))
     }
 
-    /// The address of the symbol `name`, for tables of functions that are filled by name.
+    /// Returns the address of the symbol `name`, for tables of functions that are filled by name.
     ///
     /// # Errors
-    /// Names the symbol and the file.
+    ///
+    /// Names the missing symbol and the file.
     pub fn address(&self, name: &CStr) -> Result<NonNull<c_void>, Unavailable> {
-        // SAFETY: `T` is an address, which every symbol has; null ones count as missing.
+        // SAFETY: `T` is an address, which every symbol has; null addresses count as missing.
         unsafe { self.symbol(name) }
     }
 
-    /// As [`address`](NativeLibrary::address), of the symbol as of `version`.
+    /// Like [`address`](NativeLibrary::address), for `version` of the symbol.
     ///
     /// # Errors
-    /// Names the symbol, the version and the file.
+    ///
+    /// Names the missing symbol, the version and the file.
     pub fn versioned_address(
         &self,
         name: &CStr,
         version: &CStr,
     ) -> Result<NonNull<c_void>, Unavailable> {
-        // SAFETY: `T` is a non-null address here, which every symbol has.
+        // SAFETY: `T` is a non-null address, which every symbol has.
         unsafe { self.versioned_symbol(name, version) }
     }
 
-    /// The symbol `name`, for what only some versions of a library have.
+    /// Returns the symbol `name`, which only some versions of a library have.
     ///
     /// # Safety
-    /// As [`symbol`](NativeLibrary::symbol).
+    ///
+    /// As for [`symbol`](NativeLibrary::symbol).
     pub unsafe fn optional_symbol<T: Copy>(&self, name: &CStr) -> Option<T> {
-        // SAFETY: the handle is open for ever, and the name ends in NUL.
+        // SAFETY: the handle is never closed, and the name ends in NUL.
         let address = unsafe { libc::dlsym(self.0.handle, name.as_ptr()) };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller ensures that `T` is the symbol's type.
         unsafe { typed(address) }
     }
 
-    /// The symbol `name` as of `version` (`FABRIC_1.3`): what a program gets that was linked
-    /// against that version, also when a newer library has a newer default.
+    /// Returns `version` of the symbol `name`, such as `FABRIC_1.3`: the one that a program linked
+    /// against that version gets, even if a newer library has a newer default.
     ///
     /// # Safety
-    /// As [`symbol`](NativeLibrary::symbol), for the symbol as of that version.
+    ///
+    /// As for [`symbol`](NativeLibrary::symbol), for that version of the symbol.
     ///
     /// # Errors
-    /// Names the symbol, the version and the file.
+    ///
+    /// Names the missing symbol, the version and the file.
     pub unsafe fn versioned_symbol<T: Copy>(
         &self,
         name: &CStr,
         version: &CStr,
     ) -> Result<T, Unavailable> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller ensures that `T` is the type of that version of the symbol.
         unsafe { self.optional_versioned_symbol(name, version) }
             .ok_or_else(|| self.lacks(name, &format!(" of version {}", version.to_string_lossy())))
     }
 
-    /// As [`versioned_symbol`](NativeLibrary::versioned_symbol), for what only some libraries have.
+    /// Like [`versioned_symbol`](NativeLibrary::versioned_symbol), for a symbol that only some
+    /// libraries have.
     ///
     /// # Safety
-    /// As [`versioned_symbol`](NativeLibrary::versioned_symbol).
+    ///
+    /// As for [`versioned_symbol`](NativeLibrary::versioned_symbol).
     pub unsafe fn optional_versioned_symbol<T: Copy>(
         &self,
         name: &CStr,
@@ -220,16 +231,16 @@ impl NativeLibrary {
     ) -> Option<T> {
         #[cfg(target_env = "gnu")]
         {
-            // SAFETY: the handle is open for ever, and both names end in NUL.
+            // SAFETY: the handle is never closed, and both names end in NUL.
             let address = unsafe { libc::dlvsym(self.0.handle, name.as_ptr(), version.as_ptr()) };
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller ensures that `T` is the type of that version of the symbol.
             unsafe { typed(address) }
         }
         #[cfg(not(target_env = "gnu"))]
         {
-            // This C library ignores versions, and so does the linker that runs the program.
+            // This C library ignores versions, as does the linker that runs the program.
             let _ = version;
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller ensures that `T` is the symbol's type.
             unsafe { self.optional_symbol(name) }
         }
     }
@@ -242,7 +253,7 @@ impl NativeLibrary {
             variable: Some(variable),
             value: value.clone(),
             tried: Vec::new(),
-            cure: format!("it is another library than kvx expects, or too old: {cure}"),
+            cure: format!("it is not the library that kvx expects, or it is too old: {cure}"),
         }
     }
 }
@@ -256,11 +267,11 @@ impl fmt::Debug for NativeLibrary {
 /// # Safety
 /// `address` is null or points to a `T`.
 unsafe fn typed<T: Copy>(address: *mut c_void) -> Option<T> {
-    const { assert!(size_of::<T>() == size_of::<*mut c_void>(), "a symbol is an address") };
+    const { assert!(size_of::<T>() == size_of::<*mut c_void>(), "T must be address-sized") };
     if address.is_null() {
-        return None; // a symbol may be defined as null; nothing that kvx calls is
+        return None; // a symbol may be null, but none that kvx calls is
     }
-    // SAFETY: of one size, and the caller says that this address is a `T`.
+    // SAFETY: the sizes are equal, and the caller ensures that the address is a `T`.
     Some(unsafe { std::mem::transmute_copy(&address) })
 }
 
@@ -276,14 +287,14 @@ pub fn loaded_files() -> Vec<PathBuf> {
         // below.
         let (name, found) =
             unsafe { (CStr::from_ptr((*info).dlpi_name), &mut *found.cast::<Vec<PathBuf>>()) };
-        // The program itself has no name.
+        // The program itself has an empty name.
         if !name.is_empty() {
             found.push(OsStr::from_bytes(name.to_bytes()).into());
         }
         0
     }
     let mut found: Vec<PathBuf> = Vec::new();
-    // SAFETY: `note` takes the pointer for a list of paths, which it is and which lives as long as
+    // SAFETY: `note` interprets the pointer as the list of paths that it is, and the list outlives
     // the call.
     unsafe { libc::dl_iterate_phdr(Some(note), (&raw mut found).cast()) };
     found
@@ -294,7 +305,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_library_is_opened_once_and_tried_again_until_then() {
+    fn a_library_is_opened_once_and_failures_are_tried_again() {
         let once = OpenOnce::new();
         assert!(once.open(|| Err(Unavailable::because("not there", "install it"))).is_err());
         assert_eq!((once.opened(), once.open(|| Ok(1))), (None, Ok(&1)));

@@ -1,9 +1,10 @@
-//! Opens native libraries at run time: a missing one is a reason in a list, never a crash.
+//! Opens native libraries at run time. A missing library is a reported reason, never a crash.
 //!
-//! The host process belongs to the program, not to the libraries that kvx needs. They are never
-//! closed (their threads and exit handlers would run into unmapped code), the environment is not
-//! changed for them, and the signal handlers that some install while they are loaded or initialised
-//! are put back: open a library and initialise it in one [`with_signals_kept`].
+//! The process belongs to the program, not to the libraries that kvx needs. kvx never closes them,
+//! because their threads and exit handlers would run into unmapped code, and does not change the
+//! environment for them. Some libraries install signal handlers while they are loaded or
+//! initialised; kvx restores the previous ones. Therefore open a library and initialise it within
+//! one [`with_signals_kept`].
 //!
 //! ```
 //! use kvx_backend::loader::{self, Search};

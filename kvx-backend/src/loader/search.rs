@@ -1,4 +1,4 @@
-//! The search for a library: where it is looked for, and what a failed search reports.
+//! The search for a library: its places, and the report of a failed search.
 
 use std::borrow::Cow;
 #[cfg(target_env = "gnu")]
@@ -15,8 +15,8 @@ use kvx_core::backend::{Unavailable, fork};
 use super::library::{NativeLibrary, OpenLibrary, Origin};
 use super::signals::with_signals_kept;
 
-/// Looks for a library in this order: the file that the variable names, and nothing else if it is
-/// set; the names, which the dynamic linker finds; the further files.
+/// A search for a library, in this order: the file that the variable names, and no other place if
+/// the variable is set; the names, which the dynamic linker resolves; the additional files.
 #[derive(Clone, Debug)]
 #[must_use = "call open"]
 pub struct Search {
@@ -28,8 +28,8 @@ pub struct Search {
 }
 
 impl Search {
-    /// Looks at `variable`, then for `names`, the first of which messages call the library by;
-    /// `cure` says how to get it. The library's symbols stay out of the way of others
+    /// Searches `variable`, then `names`, the first of which appears in messages. `cure` says how
+    /// to install the library. The library's symbols stay invisible to other libraries
     /// (`RTLD_LOCAL`).
     pub fn new(
         variable: &'static str,
@@ -45,33 +45,34 @@ impl Search {
         }
     }
 
-    /// Looks at these files after the names.
+    /// Also searches these files, after the names.
     pub fn files(mut self, files: impl IntoIterator<Item = PathBuf>) -> Self {
         self.files.extend(files);
         self
     }
 
-    /// Lets libraries that are opened later see its symbols (`RTLD_GLOBAL`): for those that open
-    /// plugins which count on it.
+    /// Makes the library's symbols visible to libraries that are opened later (`RTLD_GLOBAL`), for
+    /// libraries whose plugins rely on that.
     pub fn global(mut self) -> Self {
         self.flags = native::RTLD_NOW | native::RTLD_GLOBAL;
         self
     }
 
-    /// Opens the first that loads, for the life of the process. Signal handlers that it installs
-    /// meanwhile are put back.
+    /// Opens the first library that loads, for the life of the process. Restores signal handlers
+    /// that the library changes meanwhile.
     ///
     /// # Errors
-    /// Everything that was tried, with the dynamic linker's reason for each, and the cure.
+    ///
+    /// Everything that was tried, with the dynamic linker's reason for each, and what to do.
     pub fn open(&self) -> Result<NativeLibrary, Unavailable> {
-        // An empty value counts as unset: that is how a wrapper script clears it.
+        // An empty value counts as unset, because wrapper scripts clear variables this way.
         self.open_at(std::env::var_os(self.variable).filter(|value| !value.is_empty()))
     }
 
     fn open_at(&self, value: Option<OsString>) -> Result<NativeLibrary, Unavailable> {
         if let Err(forked) = fork::check() {
             return Err(Unavailable::because(
-                "no library can be opened in this process",
+                "this process cannot open native libraries",
                 forked.sentence().to_owned(),
             ));
         }
@@ -92,7 +93,11 @@ impl Search {
                 Ok(handle) => {
                     crate::reactor::halt_before_destructors();
                     let path = loaded_path(handle).unwrap_or_else(|| candidate.into());
-                    tracing::debug!(path = %path.display(), variable = self.variable, "opened a native library");
+                    tracing::debug!(
+                        path = %path.display(),
+                        variable = self.variable,
+                        "opened a native library"
+                    );
                     return Ok(NativeLibrary::new(OpenLibrary {
                         handle,
                         path,
@@ -102,8 +107,9 @@ impl Search {
                 }
                 Err(error) => {
                     let (shown, reason) = (candidate.to_string_lossy(), error);
-                    // The linker says the same of a file that is not there and of one that needs
-                    // such a file: it begins with the name of the one that is missing.
+                    // The linker's message is the same for a missing file and for a file whose
+                    // dependency is missing, except that it begins with the name of the missing
+                    // one.
                     let absent = reason.starts_with(&*shown) && reason.contains("No such file");
                     if !absent && broken.is_none() {
                         broken = Some(shown.clone().into_owned());
@@ -120,7 +126,7 @@ impl Search {
             (Some(broken), _) => format!("{broken} does not load"),
             (None, Some(first)) => format!("{} not found", first.to_string_lossy()),
             (None, None) => {
-                format!("no library is known to look for and {} is unset", self.variable)
+                format!("no name of the library is known and {} is unset", self.variable)
             }
         };
         let Origin { variable, value } = origin;
@@ -136,8 +142,8 @@ impl Search {
 
 /// Opens a library for the life of the process. Returns its handle, or the dynamic linker's reason.
 fn open_for_good(file: &OsStr, flags: i32) -> Result<*mut c_void, String> {
-    // SAFETY: the library's initialisers run. That they may is what naming a library means; what
-    // they do to signal handlers is undone.
+    // SAFETY: the library's initialisers run. By naming the library the user permits that; changes
+    // to signal handlers are undone.
     let opened = with_signals_kept(|| unsafe { native::Library::open(Some(file), flags) });
     opened.map(native::Library::into_raw).map_err(|error| match error {
         libloading::Error::DlOpen { source } => source.to_string(),
@@ -145,8 +151,9 @@ fn open_for_good(file: &OsStr, flags: i32) -> Result<*mut c_void, String> {
     })
 }
 
-/// Loads a library for the life of the process, for others that look for it: by a name that the
-/// dynamic linker finds, or by its file. Signal handlers that it installs meanwhile are put back.
+/// Loads a library for the life of the process, so that other libraries find it. The library is a
+/// name that the dynamic linker resolves, or a file. Restores signal handlers that the library
+/// changes meanwhile.
 ///
 /// # Errors
 /// The dynamic linker's reason.
@@ -156,7 +163,8 @@ pub fn preload(library: impl AsRef<OsStr>) -> Result<(), String> {
 
 #[cfg(target_env = "gnu")]
 fn loaded_path(handle: *mut c_void) -> Option<PathBuf> {
-    /// The beginning of the C library's `struct link_map`, which debuggers hold it to.
+    /// The beginning of the C library's `struct link_map`, which is stable because debuggers rely
+    /// on it.
     #[repr(C)]
     struct LinkMap {
         _base: usize,
@@ -168,12 +176,13 @@ fn loaded_path(handle: *mut c_void) -> Option<PathBuf> {
     if rc != 0 || map.is_null() {
         return None;
     }
-    // SAFETY: the entry of a library that is never closed stays, and its name is a C string.
+    // SAFETY: the library is never closed, so its entry stays valid, and its name is a C string.
     let name = unsafe { CStr::from_ptr((*map).name) };
     std::path::absolute(OsStr::from_bytes(name.to_bytes())).ok()
 }
 
-/// Other C libraries are not asked: what was opened is the best that is known.
+/// Returns `None`: kvx does not query other C libraries, and the caller uses the name that it
+/// opened.
 #[cfg(not(target_env = "gnu"))]
 fn loaded_path(_: *mut c_void) -> Option<PathBuf> {
     None
@@ -192,7 +201,7 @@ mod tests {
     };
 
     #[test]
-    fn everything_that_was_tried_is_told() {
+    fn a_failed_search_reports_everything_that_was_tried() {
         let why = SEARCH.files(["/nowhere/a.so".into()]).open_at(None).unwrap_err();
         assert_eq!(why.missing, "libkvx-nowhere.so.2 not found");
         assert_eq!((why.variable, &why.value), (Some("KVX_NOWHERE_LIB"), &None));
@@ -220,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_search_for_nothing_names_its_variable() {
+    fn a_search_without_names_reports_its_variable() {
         let why = Search::new("KVX_NOWHERE_LIB", &[], "set it").open_at(None).unwrap_err();
         assert!(why.missing.contains("KVX_NOWHERE_LIB is unset"), "{why}");
     }

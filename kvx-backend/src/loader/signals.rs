@@ -1,25 +1,26 @@
-//! Signal handlers, which a library may change while it loads.
+//! Keeps signal handlers that a library changes while it loads.
 
 use std::cell::Cell;
 
 use kvx_core::backend::sync::Mutex;
 
-/// One at a time: libraries race with each other in what they do to a process while they start.
+/// Serialises loading: libraries race with each other in changing process-wide state while they
+/// start.
 static LOADING: Mutex<()> = Mutex::new(());
 
 thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `load`, which opens and initialises a library, and puts back every signal handler that it
-/// changed. Other threads that open a library by this module wait meanwhile; nested calls do not.
+/// Runs `load`, which opens and initialises a library, and restores every signal handler that it
+/// changed. Other threads that open a library with this module wait meanwhile; nested calls do not.
 ///
-/// All 64 signals are compared, and changes are logged at debug level. Handlers that other threads
-/// of the program install during the call are put back too: install them before, or after.
+/// Compares all 64 signals and logs changes at debug level. Also restores handlers that other
+/// threads of the program change during the call: install them before, or after.
 ///
-/// The two signals that the C library keeps to itself (32 and 33) are left alone if it had no
-/// handler there before: it installs one on first need, for good, and would end the process
-/// without.
+/// Leaves the two signals that the C library reserves (32 and 33) unchanged if they had no handler
+/// before: the C library installs one on first need, for good, and would end the process without
+/// it.
 pub fn with_signals_kept<T>(load: impl FnOnce() -> T) -> T {
     if INSIDE.get() {
         return load();
@@ -31,11 +32,11 @@ pub fn with_signals_kept<T>(load: impl FnOnce() -> T) -> T {
 
 const SIGNALS: std::ops::RangeInclusive<i32> = 1..=64;
 
-/// The kernel's `struct sigaction`, whose layout differs from machine to machine; it is only
-/// carried and compared.
+/// The kernel's `struct sigaction`. Its layout depends on the architecture; it is only copied and
+/// compared.
 type Disposition = [u64; 8];
 
-/// The dispositions of all signals at one time; put back when dropped.
+/// The dispositions of all signals at one time, restored when dropped.
 struct SavedHandlers([Disposition; 64]);
 
 impl SavedHandlers {
@@ -64,7 +65,10 @@ impl Drop for SavedHandlers {
         }
         INSIDE.set(false);
         if !changed.is_empty() {
-            tracing::debug!(signals = ?changed, "a native library changed what these signals do: put back");
+            tracing::debug!(
+                signals = ?changed,
+                "restored signal handlers that a native library had changed"
+            );
         }
     }
 }
@@ -72,26 +76,26 @@ impl Drop for SavedHandlers {
 /// The size of the kernel's signal set.
 const SET: usize = 8;
 
-/// By the system call: the C library's function hides the signals it keeps to itself, and their
+/// Uses the system call, because the C library's function hides its reserved signals and their
 /// handlers.
 fn disposition_of(signal: i32) -> Disposition {
     let mut disposition = [0; 8];
     let none = std::ptr::null::<Disposition>();
-    // SAFETY: asks only; the kernel's structure is smaller than the 64 bytes it may fill. A refusal
-    // leaves zeros.
+    // SAFETY: this only queries; the kernel's structure is smaller than the 64 bytes that it may
+    // fill. If the call fails, zeros are left.
     unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, none, disposition.as_mut_ptr(), SET) };
     disposition
 }
 
 fn dispose(signal: i32, disposition: &Disposition) {
     let none = std::ptr::null_mut::<Disposition>();
-    // SAFETY: `disposition` is what the kernel said of this signal before, so its handler is one
-    // that was installed then; a library that came since is not asked to run anything.
+    // SAFETY: the kernel reported `disposition` for this signal before, so its handler was
+    // installed then and belongs to code that is still loaded.
     let rc =
         unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, disposition.as_ptr(), none, SET) };
     if rc != 0 {
         let error = std::io::Error::last_os_error();
-        tracing::warn!(signal, %error, "the handler of a signal could not be put back");
+        tracing::warn!(signal, %error, "cannot restore the handler of a signal");
     }
 }
 

@@ -1,4 +1,4 @@
-//! The loader, with native libraries that the tests build for themselves.
+//! Tests of the loader, with native libraries that they build.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,14 +9,14 @@ use std::time::Duration;
 use kvx_backend::loader::{self, NativeLibrary, Search};
 use kvx_core::backend::Unavailable;
 
-/// The compiler is killed after it.
+/// The time after which the compiler is killed.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Signal handlers belong to the process, and the tests are threads of one.
+/// Serialises the tests: signal handlers belong to the process, and the tests are threads of one.
 static PROCESS: Mutex<()> = Mutex::new(());
 
-/// Installs handlers when it is loaded and more when it is initialised, as Mooncake's engine and
-/// UCX do.
+/// A library that installs handlers when it is loaded and more when it is initialised, as
+/// Mooncake's engine and UCX do.
 const NOISY: &str = r#"
 typedef void (*handler)(int);
 handler signal(int number, handler what);
@@ -56,7 +56,7 @@ fn build(name: &str, source: &str, extra: &[&str]) -> PathBuf {
         (folder.join(format!("{name}.c")), folder.join(format!("lib{name}.so.1")));
     std::fs::write(&file, source).unwrap();
     let soname = format!("-Wl,-soname,lib{name}.so.1");
-    let mut compile = Command::new("cc"); // Rust needs it to link, so it is here
+    let mut compile = Command::new("cc"); // available, because Rust needs it to link
     compile.args(["-shared", "-fPIC", &soname, "-o"]).args([&library, &file]).args(extra);
     let built = kvx_testkit::output(compile.current_dir(&folder), LIMIT);
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
@@ -68,17 +68,17 @@ fn noisy(name: &str) -> PathBuf {
     build(name, NOISY, &[&format!("-Wl,--version-script={name}.map")])
 }
 
-/// Found by no name: only at its file.
+/// Returns a search that finds the library only at its file.
 fn at(file: &Path) -> Search {
     Search::new("KVX_TEST_LOADER_LIB", &[], "build it").files([file.into()])
 }
 
-/// All 64 dispositions, as the kernel tells them.
+/// Returns all 64 dispositions, as the kernel reports them.
 fn dispositions() -> Vec<[u64; 8]> {
     let of = |signal: i32| {
         let mut disposition = [0u64; 8];
         let none = std::ptr::null::<u8>();
-        // SAFETY: asks only, and the kernel's structure fits.
+        // SAFETY: this only queries, and the kernel's structure fits.
         unsafe {
             libc::syscall(libc::SYS_rt_sigaction, signal, none, disposition.as_mut_ptr(), 8usize)
         };
@@ -88,19 +88,19 @@ fn dispositions() -> Vec<[u64; 8]> {
 }
 
 fn initialise(library: &NativeLibrary, first: i32) -> Result<i32, Unavailable> {
-    // SAFETY: as the source above declares it.
+    // SAFETY: the source above declares this signature.
     let init: unsafe extern "C" fn(i32) -> i32 = unsafe { library.symbol(c"noisy_init") }?;
-    // SAFETY: it only calls signal().
+    // SAFETY: the function only calls signal().
     Ok(unsafe { init(first) })
 }
 
 #[test]
-fn all_64_signals_are_as_they_were_after_loading_and_initialising() {
+fn all_64_signal_handlers_are_restored_after_loading_and_initialising() {
     let _process = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
     let file = noisy("noisy-signals");
     let before = dispositions();
     assert_eq!(before.len(), 64);
-    assert_ne!(before[10][0], 0, "Rust has a handler for SIGSEGV, which must come back");
+    assert_ne!(before[10][0], 0, "Rust has a handler for SIGSEGV, which must be restored");
     let (inside, library) = loader::with_signals_kept(|| {
         let library = at(&file).open().unwrap();
         assert_eq!(initialise(&library, 12).unwrap(), 12);
@@ -108,17 +108,17 @@ fn all_64_signals_are_as_they_were_after_loading_and_initialising() {
     });
     let changed: Vec<_> =
         (1..=64).filter(|signal| inside[signal - 1] != before[signal - 1]).collect();
-    assert_eq!(changed, [7, 11, 12, 13, 23, 34, 64], "the library is as noisy as it should be");
+    assert_eq!(changed, [7, 11, 12, 13, 23, 34, 64], "the library changes these handlers");
     assert_eq!(dispositions(), before);
     assert_eq!(library.path(), file);
 
-    // Opening alone is covered as well.
+    // Opening alone also restores handlers.
     at(&noisy("noisy-alone")).open().unwrap();
     assert_eq!(dispositions(), before);
 }
 
 #[test]
-fn two_threads_that_load_do_so_one_after_the_other() {
+fn two_threads_load_one_after_the_other() {
     let _process = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
     let files = [noisy("noisy-left"), noisy("noisy-right")];
     let before = dispositions();
@@ -145,12 +145,12 @@ fn two_threads_that_load_do_so_one_after_the_other() {
 }
 
 #[test]
-fn symbols_come_in_versions_and_may_be_missing() {
+fn symbols_have_versions_and_may_be_missing() {
     let _process = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
     type Answer = unsafe extern "C" fn() -> i32;
     let file = noisy("noisy-symbols");
     let library = at(&file).open().unwrap();
-    // SAFETY: as the source above declares them.
+    // SAFETY: the source above declares these signatures.
     unsafe {
         let newest: Answer = library.symbol(c"noisy_answer").unwrap();
         let old: Answer = library.versioned_symbol(c"noisy_answer", c"NOISY_1.0").unwrap();
@@ -169,19 +169,19 @@ fn symbols_come_in_versions_and_may_be_missing() {
 }
 
 #[test]
-fn a_library_that_is_there_but_does_not_load_says_why() {
+fn an_existing_library_that_does_not_load_reports_why() {
     let _process = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
     let text = folder().join("libtext.so.1");
     std::fs::write(
         &text,
-        "no library at all, but long enough for the dynamic linker to look at it closely\n",
+        "not a library at all, but long enough for the dynamic linker to look at it closely\n",
     )
     .unwrap();
     let why = at(&text).open().unwrap_err();
     assert_eq!(why.missing, format!("{} does not load", text.display()));
     assert!(why.tried[0].contains("invalid ELF header"), "{why}");
 
-    // Its own dependency is what is missing.
+    // Here the library's dependency is missing.
     let needed = build("needed", "int needed(void) { return 1; }", &[]);
     let needs = build(
         "needs",
@@ -195,10 +195,10 @@ fn a_library_that_is_there_but_does_not_load_says_why() {
 }
 
 #[test]
-fn symbols_stay_local_unless_they_are_asked_to_be_global() {
+fn symbols_stay_local_unless_the_search_makes_them_global() {
     let _process = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
     let everywhere = |name: &std::ffi::CStr| {
-        // SAFETY: looks a name up in what is loaded globally.
+        // SAFETY: this only looks up a name among the globally loaded symbols.
         unsafe { !libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()).is_null() }
     };
     let local = build("local", "int kvx_local_symbol(void) { return 1; }", &[]);

@@ -1,5 +1,5 @@
-//! Reads the files of native libraries. Nothing in them is believed: each number is checked before
-//! it is used.
+//! Reads the files of native libraries. Treats them as untrusted: checks each number before using
+//! it.
 
 use std::path::{Path, PathBuf};
 
@@ -10,38 +10,38 @@ use crate::loader;
 pub struct Elf<'a>(&'a [u8]);
 
 impl<'a> Elf<'a> {
-    /// Returns `None` for a file that is no such one.
+    /// Returns `None` for any other file.
     pub fn new(file: &'a [u8]) -> Option<Self> {
         file.starts_with(b"\x7fELF\x02\x01").then_some(Elf(file))
     }
 
-    /// Returns how long the file is.
+    /// Returns the size of the file in bytes.
     pub fn size(self) -> u64 {
         self.0.len() as u64
     }
 
-    /// Returns the bytes at an offset, if the file has so many.
+    /// Returns the `N` bytes at an offset, if the file has them.
     pub fn array<const N: usize>(self, at: u64) -> Option<[u8; N]> {
         let at = usize::try_from(at).ok()?;
         self.0.get(at..at.checked_add(N)?)?.try_into().ok()
     }
 
-    /// Reads a number of 16 bits.
+    /// Returns the 16-bit number at an offset.
     pub fn u16(self, at: u64) -> Option<u16> {
         self.array(at).map(u16::from_le_bytes)
     }
 
-    /// Reads a number of 32 bits.
+    /// Returns the 32-bit number at an offset.
     pub fn u32(self, at: u64) -> Option<u32> {
         self.array(at).map(u32::from_le_bytes)
     }
 
-    /// Reads a number of 64 bits.
+    /// Returns the 64-bit number at an offset.
     pub fn u64(self, at: u64) -> Option<u64> {
         self.array(at).map(u64::from_le_bytes)
     }
 
-    /// Reads a text of at most 4096 bytes that ends in zero.
+    /// Returns the NUL-terminated text at an offset, if it has at most 4096 bytes.
     pub fn text(self, at: u64) -> Option<&'a str> {
         let rest = self.0.get(usize::try_from(at).ok()?..)?;
         let end = rest.iter().take(4096).position(|byte| *byte == 0)?;
@@ -49,8 +49,8 @@ impl<'a> Elf<'a> {
     }
 }
 
-/// Returns the libraries that `file` needs and the dynamic linker does not find for it, which names
-/// only the first. Empty if the file cannot be read.
+/// Returns all libraries that `file` needs and the dynamic linker does not find; the linker itself
+/// reports only the first. Returns an empty list if the file cannot be read.
 pub fn missing_libraries(file: &Path) -> Vec<String> {
     let Some(dynamic) = std::fs::read(file).ok().and_then(|bytes| Dynamic::read(&bytes)) else {
         return Vec::new();
@@ -73,7 +73,7 @@ pub fn missing_libraries(file: &Path) -> Vec<String> {
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Dynamic {
     needed: Vec<String>,
-    /// RPATH and RUNPATH.
+    /// The search paths in RPATH and RUNPATH.
     paths: Vec<String>,
 }
 
@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_program_needs_the_c_library_and_misses_nothing() {
+    fn a_program_needs_the_c_library_and_no_library_is_missing() {
         let program = std::env::current_exe().unwrap();
         let needs = Dynamic::read(&std::fs::read(&program).unwrap()).unwrap();
         assert!(needs.needed.iter().any(|name| name.starts_with("libc.so")), "{needs:?}");
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn other_files_and_cut_ones_tell_nothing() {
+    fn other_files_and_truncated_ones_yield_nothing() {
         let program = std::fs::read(std::env::current_exe().unwrap()).unwrap();
         for bytes in [&b""[..], b"\x7fELF\x02\x01", &[0; 100], &program[..64]] {
             assert_eq!(Dynamic::read(bytes), None);

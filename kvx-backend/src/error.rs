@@ -1,19 +1,19 @@
-//! Errors that every transport reports in the same sentence.
+//! Errors that every transport reports with the same sentence.
 
 use kvx_core::backend::{MAX_NOTIFICATION, Unavailable};
 use kvx_core::{Error, ErrorKind, Identity, Result};
 
-/// The error of work on a transport that has been shut down.
+/// Returns the error of work on a transport that has been shut down.
 pub fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the transport has been shut down")
 }
 
-/// The error of work on a link that is lost.
+/// Returns the error of work on a link that is lost.
 pub fn link_lost() -> Error {
-    Error::new(ErrorKind::PeerLost, "the link to the peer is gone: connect again")
+    Error::new(ErrorKind::PeerLost, "the link to the peer has ended: connect again")
 }
 
-/// The error of metadata that names another agent than the `linked` one, or another incarnation.
+/// Returns the error of metadata for an agent or incarnation other than the `linked` one.
 pub fn other_peer(linked: &Identity, named: &Identity) -> Error {
     Error::new(ErrorKind::PeerRestarted, format!("this link leads to {linked:?}, not {named:?}"))
 }
@@ -27,11 +27,11 @@ pub fn check_notification(bytes: &[u8]) -> Result<()> {
     if len <= MAX_NOTIFICATION {
         return Ok(());
     }
-    let why = format!("a notification of {len} bytes, at most {MAX_NOTIFICATION} are allowed");
+    let why = format!("a notification has {len} bytes, and at most {MAX_NOTIFICATION} are allowed");
     Err(Error::new(ErrorKind::Invalid, why))
 }
 
-/// The error of opening a transport whose library is not there.
+/// Returns the error of opening a transport whose library is unavailable.
 pub fn unavailable(backend: &'static str, why: Unavailable) -> Error {
     Error::new(ErrorKind::Unavailable, why.to_string()).with_backend(backend)
 }

@@ -1,5 +1,5 @@
-//! Fuzz targets: no bytes may cause a panic, accepted messages encode to bytes with the same
-//! meaning, and no peer is admitted without the proof.
+//! Fuzz targets. They check that no bytes cause a panic, that accepted messages encode to bytes
+//! with the same meaning, and that no peer is admitted without the proof.
 
 use kvx_core::backend::{Events, Invitation, LinkId, LinkState, QueueFull};
 use kvx_core::{Identity, Incarnation, Secret, Sender};
@@ -8,27 +8,27 @@ use crate::control::proof::{Keys, PROOF};
 use crate::control::{ControlMessage, Greeting, VERSIONS, verify_hello};
 use crate::reactor::{DetachedWork, Outbox, Progress, Queued, Turn};
 
-/// The targets, by the names of their corpora.
+/// The targets, with the names of their corpora.
 pub const TARGETS: &[(&str, fn(&[u8]))] =
     &[("control_messages", messages), ("control_handshake", handshake)];
 
-/// A message between agents.
+/// Decodes a message between agents.
 pub fn messages(bytes: &[u8]) {
     let Ok(message) = ControlMessage::decode(bytes) else { return };
     assert_ne!(
         message.fits(false, true) || message.fits(false, false),
         message.fits(true, true) || message.fits(true, false),
-        "it belongs either to the handshake or behind it"
+        "it is valid either during the handshake or after it"
     );
     let written = message.encode();
     match ControlMessage::decode(&written) {
         Ok(again) => assert_eq!(again.encode(), written),
-        Err(error) => panic!("{message:?} was read, but not again: {error}"),
+        Err(error) => panic!("{message:?} was decoded, but not after encoding: {error}"),
     }
 }
 
-/// A handshake of two agents whose messages are altered in between. The first byte selects the keys
-/// of both; the changes follow.
+/// Runs a handshake of two agents and alters its messages on the way. The first byte selects the
+/// keys of both agents; the rest are the changes.
 pub fn handshake(bytes: &[u8]) {
     let Some((flags, changes)) = bytes.split_first() else { return };
     let keys = |invitation: u8, has_secret: bool| {
@@ -47,23 +47,26 @@ pub fn handshake(bytes: &[u8]) {
     let me = Identity { name: "reader".into(), incarnation: Incarnation([9; 16]) };
     let (greeting, said) =
         Greeting::new(&me, ours, b"an address").expect("the system has random numbers");
-    // The proof of the secret alone at its end counts only where the first one fails.
+    // A hello ends with the proof of the secret alone, which counts only if the first proof fails.
     let proven = said.len() - 4 - if flags & 2 != 0 { PROOF } else { 0 };
     let (hello, is_altered) = altered(0, &said);
     let greeted = match verify_hello(&theirs, VERSIONS, &hello) {
         Ok(greeted) => {
-            assert!(same && hello.get(..proven) == said.get(..proven), "a stranger is heard");
+            assert!(
+                same && hello.get(..proven) == said.get(..proven),
+                "an unauthenticated peer is accepted"
+            );
             assert_eq!((&greeted.from, greeted.rest), (&me, &b"an address"[..]));
             greeted
         }
         Err(away) => {
-            assert!(!same || is_altered, "who was invited is turned away: {}", away.why);
+            assert!(!same || is_altered, "an invited peer is rejected: {}", away.why);
             let text = away.message().encode();
             match ControlMessage::decode(&text) {
                 Ok(ControlMessage::Refuse { why, proof }) => {
                     drop(greeting.refusal_error(why, proof))
                 }
-                other => panic!("{other:?} is no refusal"),
+                other => panic!("{other:?} is not a refusal"),
             }
             return;
         }
@@ -73,17 +76,17 @@ pub fn handshake(bytes: &[u8]) {
     let (welcome, is_altered) = altered(1, &body);
     match greeting.verify_welcome(version, &welcome) {
         Ok((rest, proof)) => {
-            assert!(!is_altered, "an altered welcome is believed");
+            assert!(!is_altered, "an altered welcome is accepted");
             assert_eq!(rest, b"news");
             let (proof, is_altered) = altered(2, &proof);
             assert_eq!(claim.holds(&proof), !is_altered);
         }
-        Err(error) => assert!(is_altered, "a welcome is not believed: {error}"),
+        Err(error) => assert!(is_altered, "a valid welcome is rejected: {error}"),
     }
 }
 
-/// Applies the changes for message `number` of `count`. A change has three bytes: which message and
-/// how, where, and by what.
+/// Applies the changes for message `number` of `count`. A change has three bytes: the message and
+/// the kind of change, the position, and the value.
 pub fn alter(changes: &[u8], (number, count): (u8, u8), message: &[u8]) -> Vec<u8> {
     let mut message = message.to_vec();
     for [of, at, by] in changes.as_chunks::<3>().0.iter().filter(|[of, ..]| of % count == number) {
@@ -97,7 +100,7 @@ pub fn alter(changes: &[u8], (number, count): (u8, u8), message: &[u8]) -> Vec<u
     message
 }
 
-/// Delivers the outcome of a turn, for the fuzz targets of transports.
+/// Delivers the results of a turn, for the fuzz targets of transports.
 pub fn deliver(outbox: &mut Outbox) {
     struct Nobody;
     impl Events for Nobody {

@@ -1,5 +1,5 @@
-//! Identifies the process of a peer on this host and watches for its end, which proves that it
-//! holds nothing any more.
+//! Identifies the process of a peer on this host and watches for its end, which proves that the
+//! peer no longer holds anything.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,15 +12,15 @@ use rustix::process::{Pid, PidfdFlags};
 use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result};
 
-/// The identity that a process states of itself.
+/// The identity that a process claims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessId {
-    /// The boot id of the kernel; zeros: unknown.
+    /// The boot id of the kernel; zeros if unknown.
     boot: [u8; 16],
-    /// The namespace of the process number.
+    /// The PID namespace of the process number.
     namespace: u64,
     number: u32,
-    /// The start of the process, in the kernel's ticks, as numbers are used again.
+    /// The start time of the process in the kernel's ticks, because process numbers are reused.
     started: u64,
 }
 
@@ -57,7 +57,7 @@ impl ProcessId {
         })
     }
 
-    /// Returns whether it is, or was, a process of this system and namespace.
+    /// Returns true if it is, or was, a process of this system and PID namespace.
     pub fn is_local(&self) -> bool {
         host_identity().is_ok_and(|host| self.is_process_of(host))
     }
@@ -67,11 +67,12 @@ impl ProcessId {
         known && (self.boot, self.namespace) == host
     }
 
-    /// Watches for the end of the process. Returns `None` if it is no process of this host or has
-    /// ended.
+    /// Watches for the end of the process. Returns `None` if the process has ended or is not on
+    /// this host.
     ///
     /// # Errors
-    /// `Exhausted`: this process has no descriptor to watch with.
+    ///
+    /// `Exhausted` if this process has no descriptor left for the watch.
     pub fn watch(&self) -> Result<Option<ProcessWatch>> {
         let short = |cause: io::Error| {
             let why =
@@ -89,14 +90,13 @@ impl ProcessId {
             Err(full @ (Errno::MFILE | Errno::NFILE)) => return Err(short(full.into())),
             Err(_) => return Ok(None),
         };
-        // Opened first: if the number was given to another process, that one began later.
+        // The watch was opened first: if the number was reused, the new process started later.
         let same = start_time(self.number).map_err(short)? == Some(self.started);
         Ok(same.then_some(ProcessWatch { pidfd, number: self.number }))
     }
 }
 
-/// Returns the boot id and the namespace of this process's number. Errors: no descriptor to read
-/// them with.
+/// Returns the boot id and the PID namespace. Returns an error if no descriptor is left.
 fn host_identity() -> io::Result<([u8; 16], u64)> {
     static HOST: OnceLock<([u8; 16], u64)> = OnceLock::new();
     if let Some(host) = HOST.get() {
@@ -108,7 +108,8 @@ fn host_identity() -> io::Result<([u8; 16], u64)> {
     Ok(*HOST.get_or_init(|| (boot, namespace)))
 }
 
-/// Reads a file of the kernel; `None` if it cannot be read. Errors: no descriptor to read it with.
+/// Reads a file of the kernel; `None` if it is unreadable. Returns an error if no descriptor is
+/// left.
 fn read_kernel_file(file: &str) -> io::Result<Option<String>> {
     match std::fs::read_to_string(file) {
         Ok(text) => Ok(Some(text)),
@@ -119,21 +120,21 @@ fn read_kernel_file(file: &str) -> io::Result<Option<String>> {
     }
 }
 
-/// Returns the start of a process.
+/// Returns the start time of a process.
 fn start_time(number: u32) -> io::Result<Option<u64>> {
     stat_field(number, 19)
 }
 
-/// Returns a field of `/proc/PID/stat`, counted from the state. Errors: no descriptor to read it
-/// with.
+/// Returns a field of `/proc/PID/stat`, counted from the state. Returns an error if no descriptor
+/// is left.
 fn stat_field(number: u32, at: usize) -> io::Result<Option<u64>> {
     let Some(stat) = read_kernel_file(&format!("/proc/{number}/stat"))? else { return Ok(None) };
-    // The name, in parentheses, may hold anything.
+    // The name, in parentheses, may contain any characters.
     let after = stat.rsplit_once(')').map(|(_, after)| after);
     Ok(after.and_then(|after| after.split_ascii_whitespace().nth(at)?.parse().ok()))
 }
 
-/// The kernel's flag `PF_EXITING`, of a process whose end has begun.
+/// The kernel's flag `PF_EXITING`, for a process that has begun to exit.
 const EXITING: u64 = 4;
 
 /// A watch on a process of this host.
@@ -149,16 +150,16 @@ impl ProcessWatch {
         self.pidfd.as_fd()
     }
 
-    /// Returns whether all threads of the process have ended.
+    /// Returns true if all threads of the process have ended.
     pub fn has_ended(&self) -> bool {
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         matches!(rustix::event::poll(&mut fds, Some(&now)), Ok(1))
     }
 
-    /// Returns whether the process has ended or is about to: its memory is freed first, and
-    /// accesses to it fail before the end is visible. Without a descriptor to look with, only the
-    /// end itself is seen.
+    /// Returns true if the process has ended or is exiting. Its memory is freed first, and accesses
+    /// to it fail before the end is visible. Without a free descriptor only the end itself is
+    /// visible.
     pub fn is_exiting(&self) -> bool {
         let exits = |flags: Option<u64>| flags.is_none_or(|flags| flags & EXITING != 0);
         self.has_ended() || stat_field(self.number, 6).is_ok_and(exits)
@@ -170,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_seen_to_end_and_another_of_its_number_is_not_it() {
+    fn the_end_of_a_process_is_seen_and_a_reused_number_is_not_the_same_process() {
         let mut child = std::process::Command::new("sleep").arg("10").spawn().unwrap();
         let id = ProcessId {
             number: child.id(),

@@ -1,20 +1,20 @@
-//! Log lines that unauthenticated peers can cause as often as they like.
+//! A rate limit for log lines that unauthenticated peers can cause at will.
 
 use std::time::{Duration, Instant};
 
-/// The least time between two lines.
+/// The shortest time between two lines.
 const APART: Duration = Duration::from_secs(10);
 
-/// Lets one log line through in ten seconds, and counts the others.
+/// Passes one log line in ten seconds and counts the others.
 #[derive(Debug, Default)]
 pub struct RateLimited {
     last: Option<Instant>,
-    /// The lines that were held back since.
+    /// The number of lines suppressed since the last one.
     held_back: u64,
 }
 
 impl RateLimited {
-    /// Calls `log`, unless it has just done so.
+    /// Calls `log` unless it has done so in the last ten seconds.
     pub fn log(&mut self, log: impl FnOnce()) {
         let now = Instant::now();
         if self.last.is_some_and(|last| now < last + APART) {
@@ -24,7 +24,7 @@ impl RateLimited {
         if self.held_back > 0 {
             tracing::warn!(
                 count = self.held_back,
-                "such warnings were held back in the last seconds"
+                "suppressed similar warnings in the last seconds"
             );
         }
         (self.last, self.held_back) = (Some(now), 0);
@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flood_is_told_of_once() {
+    fn a_flood_is_logged_once() {
         let (mut warnings, mut told) = (RateLimited::default(), 0);
         for _ in 0..1000 {
             warnings.log(|| told += 1);

@@ -7,10 +7,10 @@ use kvx_core::{Error, Result};
 
 /// A library's handle that keeps memory registered.
 pub trait RegistrationHandle {
-    /// Ends the registration. No operation uses the memory any more.
+    /// Ends the registration. No operation may use the memory any more.
     ///
     /// # Errors
-    /// The library keeps the memory registered.
+    /// Fails if the library keeps the memory registered.
     fn close(self) -> Result<()>;
 }
 
@@ -23,17 +23,20 @@ pub struct Registration<T>(Mutex<State<T>>);
 enum State<T> {
     Open(Vec<T>),
     Ended,
-    /// The library did not close them all.
+    /// The library did not close all of them.
     Kept(Error),
 }
 
 impl<T: RegistrationHandle> Registration<T> {
-    /// Ends the registration. The caller vouches for it that operations on the memory have ended.
+    /// Ends the registration. The caller ensures that operations on the memory have ended.
     ///
     /// # Errors
-    /// The library keeps the memory registered, now or since an earlier call: it must not be freed.
+    ///
+    /// If the library keeps the memory registered, now or since an earlier call, the memory must
+    /// not be freed.
     pub fn end(&self) -> Result<()> {
-        // Held over the calls into the library: another caller must not return before them.
+        // The lock is held during the calls into the library: another caller must not return before
+        // them.
         let mut state = self.0.lock();
         let State::Open(handles) = &mut *state else {
             return match &*state {
@@ -41,7 +44,7 @@ impl<T: RegistrationHandle> Registration<T> {
                 _ => Ok(()),
             };
         };
-        // Each is closed, whether or not another was.
+        // Closes every handle, even if an earlier one fails.
         let close = |result: Result<()>, handle: T| result.and(handle.close());
         let result = handles.drain(..).fold(Ok(()), close);
         *state = result.clone().map_or_else(State::Kept, |()| State::Ended);
@@ -49,7 +52,7 @@ impl<T: RegistrationHandle> Registration<T> {
     }
 }
 
-/// All registrations of an agent: none outlives it.
+/// All registrations of an agent, none of which outlives it.
 #[derive(Debug)]
 pub struct Registrations<T> {
     /// `None` once the agent has ended.
@@ -63,7 +66,7 @@ impl<T> Default for Registrations<T> {
 }
 
 impl<T: RegistrationHandle> Registrations<T> {
-    /// Adds a registration, which ends at once if the agent has ended meanwhile.
+    /// Adds a registration. It ends at once if the agent has ended meanwhile.
     pub fn add(&self, handles: Vec<T>) -> Arc<Registration<T>> {
         let registration = Arc::new(Registration(Mutex::new(State::Open(handles))));
         let mut open = self.open.lock();
@@ -82,7 +85,7 @@ impl<T: RegistrationHandle> Registrations<T> {
         registration
     }
 
-    /// Ends all registrations, and those that are added later. The caller vouches for it that
+    /// Ends all registrations, including those that are added later. The caller ensures that
     /// operations have ended.
     pub fn close(&self) {
         let all = self.open.lock().take().unwrap_or_default();
@@ -90,10 +93,10 @@ impl<T: RegistrationHandle> Registrations<T> {
     }
 }
 
-/// Ends a registration whose agent has ended, so that no peer reaches it any more.
+/// Ends a registration whose agent has ended, so that no peer reaches the memory any more.
 fn end_with_agent<T: RegistrationHandle>(registration: &Registration<T>) {
     if let Err(why) = registration.end() {
-        tracing::warn!(%why, "a registration outlives its agent");
+        tracing::warn!(%why, "a native library did not end a registration with its agent");
     }
 }
 
@@ -103,7 +106,7 @@ mod tests {
 
     use super::*;
 
-    /// Counts the open handles; one that is `stuck` is not closed.
+    /// A handle that counts open ones; a `stuck` one is not closed.
     struct Handle {
         open: Arc<()>,
         stuck: bool,
@@ -133,7 +136,7 @@ mod tests {
         registrations.close();
         assert_eq!(held(), 0, "the agent has ended");
         let late = add();
-        assert_eq!(held(), 0, "it was being made while the agent ended");
+        assert_eq!(held(), 0, "it was created while the agent ended");
         registrations.close();
         drop((last, late));
     }

@@ -1,11 +1,11 @@
-//! Names of threads that native libraries start: an operator who sees one should know which backend
-//! it belongs to.
+//! Names of threads that native libraries start, so that an operator knows to which backend a
+//! thread belongs.
 
 use std::collections::BTreeSet;
 
 /// Runs `start`, then renames the threads called `from` that were started meanwhile to `to`, of
-/// which the kernel keeps 15 bytes. A thread that was there before belongs to another user of the
-/// library.
+/// which the kernel keeps 15 bytes. Leaves earlier threads alone, because they belong to another
+/// user of the library.
 pub fn rename_new<T>(from: &str, to: &str, start: impl FnOnce() -> T) -> T {
     let before = tasks();
     let started = start();
@@ -14,7 +14,7 @@ pub fn rename_new<T>(from: &str, to: &str, start: impl FnOnce() -> T) -> T {
         if std::fs::read_to_string(&file).is_ok_and(|name| name.trim_end() == from)
             && let Err(cause) = std::fs::write(&file, to)
         {
-            tracing::debug!(%cause, from, "a thread of a native library keeps its own name");
+            tracing::debug!(%cause, from, "cannot rename a thread of a native library");
         }
     }
     started
@@ -32,7 +32,7 @@ mod tests {
 
     use super::*;
 
-    /// Starts a thread of this name, which returns its name once the sender is dropped.
+    /// Starts a thread with this name, which returns its name once the sender is dropped.
     fn start(name: &str) -> (Sender<()>, JoinHandle<String>) {
         let (end, ended): (Sender<()>, Receiver<()>) = channel();
         let (started, starts) = channel();
@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn new_threads_of_the_library_alone_are_renamed() {
+    fn only_new_threads_of_the_library_are_renamed() {
         let earlier = start("a library's");
         let [renamed, other] =
             rename_new("a library's", "kvx-test", || ["a library's", "other"].map(start));

@@ -6,11 +6,11 @@ use std::path::Path;
 /// The version of a library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version {
-    /// The first number.
+    /// The major version.
     pub major: u32,
-    /// The second.
+    /// The minor version.
     pub minor: u32,
-    /// The third.
+    /// The patch version.
     pub patch: u32,
 }
 
@@ -21,14 +21,14 @@ impl fmt::Display for Version {
 }
 
 impl Version {
-    /// Returns the version of these three numbers.
+    /// Returns the version with these three numbers.
     pub const fn new(major: u32, minor: u32, patch: u32) -> Self {
         Version { major, minor, patch }
     }
 
-    /// Returns the version of the Python wheel that brought a library whose interface does not tell
-    /// one: `.nixl_cu12.mesonpy.libs/libnixl.so` lies beside `nixl_cu12-1.5.1.dist-info`. Returns
-    /// `None` for a library that was built from source.
+    /// Returns the version of the Python wheel that contains `library`, for a library whose API
+    /// does not report one: `.nixl_cu12.mesonpy.libs/libnixl.so` has `nixl_cu12-1.5.1.dist-info`
+    /// next to its directory. Returns `None` for a library that was built from source.
     pub fn of_wheel(library: &Path) -> Option<Self> {
         let folder = library.parent()?;
         let wheel =
@@ -38,7 +38,7 @@ impl Version {
         names.filter_map(|name| Version::of_record(&name, wheel)).max()
     }
 
-    /// `nixl_cu12-1.5.1.dist-info`, for the wheel `nixl_cu12`.
+    /// Parses `nixl_cu12-1.5.1.dist-info`, for the wheel `nixl_cu12`.
     fn of_record(name: &str, wheel: &str) -> Option<Self> {
         let version = name.strip_suffix(".dist-info")?.strip_prefix(wheel)?.strip_prefix('-')?;
         let mut parts = version.split('.').map(|part| {
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wheels_record_tells_the_version() {
+    fn the_version_is_read_from_a_wheels_record() {
         let of = |name| Version::of_record(name, "nixl_cu12");
         assert_eq!(of("nixl_cu12-1.5.1.dist-info"), Some(Version::new(1, 5, 1)));
         assert_eq!(of("nixl_cu12-1.6rc2.dist-info").unwrap().to_string(), "1.6.0");
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_outside_a_wheel_tells_none() {
+    fn a_library_outside_a_wheel_has_no_such_version() {
         assert_eq!(Version::of_wheel(Path::new("/usr/local/nixl/lib/libnixl.so")), None);
     }
 }

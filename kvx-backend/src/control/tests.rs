@@ -202,7 +202,7 @@ impl Link {
         }
     }
 
-    /// Adds space for `room` notifications to the owner's agent.
+    /// Makes space for `room` more notifications at the owner's agent.
     fn resume(&mut self, room: usize) {
         self.room = room;
         while let Some(notice) = self.from_peer.deliver_next(|bytes| {

@@ -24,7 +24,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const MAX_GREETINGS: usize = 64;
 /// The limit for sessions that peers initiated. Small in tests, which reach it.
 const MAX_ACCEPTED: usize = if cfg!(test) { 64 } else { 4096 };
-/// The limit for additional sessions, whose peers receive the error that [`MAX_ACCEPTED`] is reached.
+/// The limit for additional sessions, whose peers only receive the error that [`MAX_ACCEPTED`] is
+/// reached.
 const MAX_TURNED_AWAY: usize = 256;
 
 impl<F: Fabric> Machine<F> {

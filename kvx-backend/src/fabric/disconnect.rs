@@ -110,19 +110,15 @@ impl<F: Fabric> Machine<F> {
         self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Lost, out);
     }
 
-    /// Ends the session of a peer that violated the protocol. Nothing more is accepted from it.
+    /// Ends the session of a peer that violated the protocol or exceeded its limits. Nothing more
+    /// is accepted from it.
     pub(super) fn cut_off(&mut self, number: u64, why: Error, out: &mut Outbox) {
         // Expected: the peer violated the protocol twice in one turn.
         let Some(session) = self.sessions.get(&number) else { return };
         if session.phase == Phase::Lost {
             return;
         }
-        tracing::warn!(
-            backend = self.name,
-            peer = ?session.peer,
-            %why,
-            "closed a link whose peer violated the protocol"
-        );
+        tracing::warn!(backend = self.name, peer = ?session.peer, %why, "closed a link");
         let why = self.error(why.kind(), format!("the link was closed: {}", why.sentence()));
         self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Lost, out);
     }

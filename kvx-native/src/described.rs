@@ -1,4 +1,4 @@
-//! Blocks as they travel: regions with their keys, grids, and an index list. Never addresses.
+//! Blocks on the wire: regions with their keys, grids, and an index list. Never addresses.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,15 +7,16 @@ use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::backend::{BoundPlan, Pair, PlacedGrid, RegionKey};
 use kvx_core::{Error, ErrorKind, Grid, Indices, RegionId, Result};
 
-/// The most grids in one request.
+/// The limit for grids in one request.
 pub(crate) const MAX_GRIDS: usize = 1024;
-/// The most indices in one request.
+/// The limit for indices in one request.
 pub(crate) const MAX_INDICES: usize = 256 << 10;
-/// The most bytes that [`Described::encode`] produces.
+/// The largest number of bytes that [`Described::encode`] produces.
 #[cfg_attr(not(feature = "tcp"), allow(dead_code, reason = "SHM cuts its own, smaller parts"))]
 pub(crate) const MAX_BYTES: usize = MAX_GRIDS * (24 + 32) + MAX_INDICES * 4 + 32;
 
-/// A part of a pair that fits into one request. A transfer is as many parts as it takes: it has no limit of its own.
+/// A part of a pair that fits into one request. A transfer has as many parts as it needs, without a
+/// limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Part {
     pub(crate) pair: usize,
@@ -23,8 +24,8 @@ pub(crate) struct Part {
     pub(crate) indices: Range<usize>,
 }
 
-/// Cuts the pairs of a plan into parts of at most `max_bytes` of data each (at least one block). `joins` says whether a
-/// grid of a pair may be in one part with the grid before it.
+/// Cuts the pairs of a plan into parts of at most `max_bytes` of data each, but at least one block.
+/// `joins` returns whether a grid of a pair may share a part with the grid before it.
 #[cfg_attr(not(feature = "tcp"), allow(dead_code, reason = "SHM cuts its own, smaller parts"))]
 pub(crate) fn parts(
     pairs: &[Pair],
@@ -56,28 +57,29 @@ pub(crate) fn parts(
     parts
 }
 
-/// Which side of a bound plan.
+/// A side of a bound plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
     #[cfg_attr(not(feature = "shm"), allow(dead_code))]
-    // over TCP each end keeps its own side to itself
+    // TCP never sends the local side
     Local,
     Remote,
 }
 
-/// One side of a [`Part`].
+/// The description of one side of a [`Part`].
 #[derive(Clone, Debug)]
 pub(crate) struct Described {
-    /// Regions and the keys that the sender shows for them.
+    /// The regions, and the keys that the sender shows for them.
     pub(crate) regions: Vec<(RegionId, RegionKey)>,
-    /// Grids on those regions: `region` counts within `regions`.
+    /// The grids on those regions; `region` is an index into `regions`.
     pub(crate) grids: Arc<[PlacedGrid]>,
-    /// Blocks, below the count of every grid.
+    /// The indices of blocks, each below the count of every grid.
     pub(crate) indices: Indices,
 }
 
 impl Described {
-    /// One side of a part of a bound plan. Local regions carry no key of their own here: `key` says what to show.
+    /// Describes one side of a part of a bound plan. Local regions have no key on this side, so
+    /// `key` supplies the one to show.
     pub(crate) fn of(
         bound: &BoundPlan,
         part: &Part,
@@ -108,19 +110,19 @@ impl Described {
         }
     }
 
-    /// Bytes of data that it names.
+    /// Returns the number of bytes of data in its blocks.
     pub(crate) fn bytes(&self) -> u64 {
         self.grids.iter().map(|placed| placed.grid.length * self.indices.len() as u64).sum()
     }
 
-    /// Bytes of memory that it takes.
-    #[cfg_attr(not(feature = "shm"), allow(dead_code, reason = "TCP counts what travelled"))]
+    /// Returns the bytes of memory that the description takes.
+    #[cfg_attr(not(feature = "shm"), allow(dead_code, reason = "TCP counts the bytes on the wire"))]
     pub(crate) fn kept(&self) -> usize {
         let list = self.indices.as_list().map_or(0, size_of_val);
         size_of_val(&*self.regions) + size_of_val(&*self.grids) + list
     }
 
-    /// Writes it to the end of a message.
+    /// Appends the encoded description to a message.
     pub(crate) fn encode(&self, out: &mut Vec<u8>) {
         out.put_u16(self.regions.len() as u16);
         for (id, key) in &self.regions {
@@ -150,20 +152,19 @@ impl Described {
         }
     }
 
-    /// Reads one, bounded, and checks all that can be checked without knowing the regions: each grid names one of the
-    /// regions and is sound by itself, and each index lies in every grid.
+    /// Decodes a description within the limits. Checks everything that does not require the
+    /// regions: each grid names one of the regions and is valid, and each index lies in every grid.
     pub(crate) fn decode(reader: &mut Reader<'_>) -> Result<Self> {
         let regions = usize::from(reader.u16()?);
         if regions == 0 || regions > MAX_GRIDS {
-            return Err(
-                reader.malformed(format_args!("{regions} regions, 1 to {MAX_GRIDS} are allowed"))
-            );
+            return Err(reader
+                .malformed(format_args!("{regions} regions, but 1 to {MAX_GRIDS} are allowed")));
         }
         let regions = (0..regions).map(|_| reader.region()).collect::<Result<Vec<_>>>()?;
         let count = usize::from(reader.u16()?);
         if count == 0 || count > MAX_GRIDS {
             return Err(
-                reader.malformed(format_args!("{count} grids, 1 to {MAX_GRIDS} are allowed"))
+                reader.malformed(format_args!("{count} grids, but 1 to {MAX_GRIDS} are allowed"))
             );
         }
         let mut smallest = u32::MAX;
@@ -201,7 +202,7 @@ impl Described {
                 let len = reader.u32()? as usize;
                 if len > MAX_INDICES {
                     return Err(reader.malformed(format_args!(
-                        "{len} indices, at most {MAX_INDICES} are allowed"
+                        "{len} indices, but at most {MAX_INDICES} are allowed"
                     )));
                 }
                 let bytes = reader.bytes(len * 4)?;
@@ -213,11 +214,13 @@ impl Described {
                     .collect::<Vec<_>>()
                     .into()
             }
-            other => return Err(reader.malformed(format_args!("index list of kind {other}"))),
+            other => {
+                return Err(reader.malformed(format_args!("unknown kind {other} of an index list")));
+            }
         };
         if indices.len() > MAX_INDICES {
             return Err(reader.malformed(format_args!(
-                "{} indices, at most {MAX_INDICES} are allowed",
+                "{} indices, but at most {MAX_INDICES} are allowed",
                 indices.len()
             )));
         }
@@ -230,7 +233,8 @@ impl Described {
         Ok(Described { regions, grids, indices })
     }
 
-    /// Checks the grids against the regions' lengths. Errors: `OutOfBounds`.
+    /// Checks the grids against the regions' lengths. Returns `OutOfBounds` for a grid that does
+    /// not fit.
     pub(crate) fn check(&self, lengths: &[u64]) -> Result<()> {
         for placed in self.grids.iter() {
             let len = lengths.get(placed.region as usize).copied().unwrap_or(0);
@@ -272,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_travel_as_they_are() {
+    fn blocks_round_trip() {
         for sample in [sample([3, 1, 2]), sample(10..20), sample(0..0)] {
             let bytes = encoded(&sample);
             let mut reader = Reader::new("request", &bytes);
@@ -284,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn every_truncation_and_bit_flip_is_an_error_or_sound_blocks() {
+    fn every_truncation_and_bit_flip_is_an_error_or_yields_valid_blocks() {
         let bytes = encoded(&sample([3, 1, 99]));
         for len in 0..bytes.len() {
             assert!(Described::decode(&mut Reader::new("request", &bytes[..len])).is_err());

@@ -1,4 +1,5 @@
-//! What the fuzz targets call: any bytes from a peer, no panic, and no access to memory but what was asked for.
+//! Fuzz targets: no bytes from a peer may cause a panic or an access to memory that was not
+//! requested.
 
 #[cfg(feature = "shm")]
 use crate::shm;
@@ -12,7 +13,7 @@ use kvx_core::backend::wire::Reader;
 
 use crate::described::{Described, MAX_GRIDS, MAX_INDICES};
 
-/// The targets, by the names of their corpora.
+/// The targets, with the names of their corpora.
 pub const TARGETS: &[(&str, fn(&[u8]))] = &[
     ("described", described),
     #[cfg(feature = "shm")]
@@ -27,7 +28,7 @@ pub const TARGETS: &[(&str, fn(&[u8]))] = &[
     ("tcp_initiator", tcp::fuzz::initiator::initiator),
 ];
 
-/// Blocks that a peer names.
+/// Decodes blocks that a peer names.
 fn described(bytes: &[u8]) {
     let Ok(read) = Described::decode(&mut Reader::new("blocks", bytes)) else { return };
     check(&read);
@@ -37,12 +38,13 @@ fn described(bytes: &[u8]) {
     let mut again = Vec::new();
     match Described::decode(&mut reader).and_then(|read| reader.end().map(|()| read)) {
         Ok(read) => read.encode(&mut again),
-        Err(error) => panic!("{read:?} was read, but not again: {error}"),
+        Err(error) => panic!("{read:?} was decoded, but not after encoding: {error}"),
     }
     assert_eq!(written, again);
 }
 
-/// They are sound as far as that can be known without the regions, and lie in regions that they are said to lie in.
+/// Checks that decoded blocks are valid without knowledge of the regions, and lie within the
+/// lengths for which `check` accepts them.
 pub(crate) fn check(read: &Described) {
     assert!(
         (1..=MAX_GRIDS).contains(&read.regions.len())

@@ -1,4 +1,4 @@
-//! Where an agent is reached, as its metadata says it.
+//! The address of an agent, as encoded in its metadata.
 
 use kvx_backend::checksum;
 use kvx_core::backend::wire::{Reader, Writer};
@@ -7,17 +7,17 @@ use kvx_core::{ErrorKind, Result};
 use super::error::error;
 use super::host::{self, Host};
 
-/// The section of the metadata.
+/// The transport's section of the metadata.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Address {
     pub(super) host: Host,
-    /// The name of its socket in the abstract namespace.
+    /// The name of the agent's socket in the abstract namespace.
     pub(super) socket: Vec<u8>,
 }
 
 impl Address {
     const VERSION: u8 = 1;
-    /// The kernel's own limit, less the leading NUL.
+    /// The kernel's limit, without the leading NUL.
     const MAX_SOCKET: usize = 107;
 
     pub(super) fn encode(&self) -> Vec<u8> {
@@ -35,7 +35,7 @@ impl Address {
             return Err(error(
                 ErrorKind::Incompatible,
                 format!(
-                    "the peer's SHM address has version {version}, this release knows {}",
+                    "the peer's SHM address has version {version}, but this release knows {}",
                     Self::VERSION
                 ),
             ));
@@ -50,7 +50,7 @@ impl Address {
     }
 }
 
-/// A name for a socket that nobody can guess.
+/// Returns an unguessable socket name.
 pub(super) fn random_socket_name() -> Result<Vec<u8>> {
     let [high, low] = [kvx_core::backend::random_number()?, kvx_core::backend::random_number()?];
     Ok(format!("kvx-shm-{high:016x}{low:016x}").into_bytes())
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_travel_as_they_are_and_nothing_else_passes() {
+    fn addresses_round_trip_and_other_bytes_are_rejected() {
         let address = Address {
             host: Host { boot: [3; 16], network: 7 },
             socket: random_socket_name().unwrap(),

@@ -1,4 +1,4 @@
-//! How devices and copying threads report batches to the machine.
+//! The reports of devices and copying threads to the machine about the end of batches.
 
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -7,64 +7,64 @@ use kvx_core::backend::sync::Mutex;
 
 use super::copy::CopyError;
 
-/// Tells a machine that a batch of one of its flights has ended.
+/// Notifies a machine that a batch of one of its flights has ended.
 pub(crate) trait BatchEvents: Send + Sync {
-    /// A batch of the flight `number` has ended. `turn`: the calling thread is ours and takes the
-    /// machine's turn, which saves the reactor's thread a wake-up.
+    /// Reports that a batch of the flight `number` has ended. If `turn`, the calling thread belongs
+    /// to kvx and runs the machine's turn, which saves a wake-up of the reactor's thread.
     fn batch_ended(&self, number: u64, turn: bool);
 }
 
-/// The way to the machine from the thread of a device, or one that copies.
+/// The machine's reactor, as threads of devices and copying threads reach it.
 #[derive(Default)]
 pub(crate) struct ReactorHandle(OnceLock<Weak<dyn BatchEvents>>);
 
 impl ReactorHandle {
-    /// Sets it, when the transport opens.
+    /// Sets the reactor when the transport opens.
     pub(crate) fn set(&self, events: Weak<dyn BatchEvents>) {
         let was_unset = self.0.set(events).is_ok();
         debug_assert!(was_unset, "a transport opens once");
     }
 
     fn batch_ended(&self, number: u64, turn: bool) {
-        // Expected: no reactor any more, as the transport was dropped meanwhile.
+        // Expected: the transport was dropped meanwhile, and its reactor with it.
         if let Some(events) = self.0.get().and_then(Weak::upgrade) {
             events.batch_ended(number, turn);
         }
     }
 }
 
-/// Batches of a flight that have ended, until the machine takes note of them.
+/// The batches of a flight that have ended and that the machine has not processed.
 #[derive(Default)]
 pub(crate) struct BatchEnds {
-    /// The bytes of each, and its result.
+    /// The bytes of each batch, and its result.
     pub(crate) landed: Vec<(u64, Result<(), CopyError>)>,
-    /// True if the completion of one was dropped: that batch may never end.
+    /// True if the completion of a batch was dropped; that batch may never end.
     pub(crate) lost: bool,
 }
 
-/// Reports the end of one batch; a batch whose completion is dropped counts as lost.
+/// The completion of one batch; a batch whose completion is dropped counts as lost.
 pub(crate) struct BatchCompletion {
     pub(crate) ends: Arc<Mutex<BatchEnds>>,
     pub(crate) reactor: Arc<ReactorHandle>,
-    /// The flight's.
+    /// The number of the flight.
     pub(crate) number: u64,
-    /// `None`: reported.
+    /// The bytes of the batch; `None` once it was reported.
     pub(crate) bytes: Option<u64>,
 }
 
 impl BatchCompletion {
-    /// It was not begun, and the machine knows.
+    /// Withdraws a batch that was never begun, as the machine already knows.
     pub(crate) fn withdraw(mut self) {
         self.bytes = None;
     }
 
-    /// From the thread of a device.
+    /// Reports the end from the thread of a device.
     pub(crate) fn report(mut self, result: Result<(), CopyError>) {
         self.put(result);
         self.reactor.batch_ended(self.number, false);
     }
 
-    /// Reports the end from a copying thread, which then has a turn of the machine.
+    /// Reports the end from a copying thread, which then runs a turn of the machine.
     pub(crate) fn report_and_turn(mut self, result: Result<(), CopyError>) {
         self.put(result);
         self.reactor.batch_ended(self.number, true);

@@ -26,39 +26,41 @@ use super::writes::{WINDOW, WriteStep, Writes};
 use crate::Settlement;
 use crate::described::{Described, Side};
 
-/// The most messages that wait for a peer to read them; one that lets more pile up is cut off.
+/// The limit for messages that wait for a peer to read them; a peer that exceeds it is
+/// disconnected.
 const MAX_QUEUED: usize = 64 << 10;
 
-/// The approximate cost of a region that a peer lends: its entry and its mapping.
+/// The approximate bytes of a region that a peer lends: its entry and its mapping.
 const LENT: usize = 256;
 
 /// The peer for which memory is counted.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum HeldBytesOwner {
-    /// The process that the kernel names.
+    /// The process that the kernel reports.
     Process(i32),
-    /// The identity that a process in another namespace claims, which has no number here.
+    /// The identity that a process in another PID namespace claims; its process number is not
+    /// visible here.
     Claimed(Identity),
 }
 
 /// The phase of a connection.
 #[derive(Debug)]
 pub(crate) enum Phase {
-    /// The handshake is to be done by then.
+    /// The handshake must be done by this time.
     Hello(Instant),
     Up,
-    /// This end holds nothing of the peer and sends no more, but the peer has not proven yet that
+    /// This end holds nothing of the peer and sends no more, but the peer has not yet proven that
     /// it holds nothing of this end.
     Leaving,
 }
 
-/// How a connection ends.
+/// The way in which a connection ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
     /// The other end certainly holds nothing of this end: its process has ended, or it has shut
-    /// down its sending side, which it does last of all.
+    /// down its sending side, which it does last.
     Proven,
-    /// This end closes it; the other end holds what it holds until it notices.
+    /// This end closes it; the other end keeps its regions until it notices.
     Ours,
 }
 
@@ -86,18 +88,18 @@ pub(crate) struct Connecting {
 /// A packet that waits for space in the socket.
 struct Packet {
     bytes: Vec<u8>,
-    /// The memory whose file goes with it.
+    /// The memory whose file is sent with it.
     memory: Option<Arc<Memory>>,
 }
 
 impl Packet {
-    /// Returns the memory that it takes.
+    /// Returns the bytes of memory that it takes.
     fn cost(&self) -> usize {
         self.bytes.capacity() + ENTRY_OVERHEAD
     }
 }
 
-/// A transfer whose regions are not all granted yet.
+/// A transfer that waits until all its regions are granted.
 pub(crate) struct PendingTransfer {
     pub(crate) plan: Arc<BoundPlan>,
     pub(crate) id: TransferId,
@@ -108,12 +110,12 @@ pub(crate) struct Connection {
     pub(crate) socket: Private,
     pub(crate) process: Arc<PeerProcess>,
     pub(crate) phase: Phase,
-    /// The greeting of this end, until it is answered.
+    /// The greeting of this end, until the peer answers it.
     pub(crate) greeting: Option<Greeting>,
     pub(crate) probing: Option<Probing>,
     /// The claim that the peer must prove before the connection is up.
     pub(crate) awaited: Option<Claim>,
-    /// The link it carries; `None` on the target's side.
+    /// The link of this connection; `None` on the target's side.
     pub(crate) link: Option<Arc<SharedLink>>,
     /// The identity of the other end, once the handshake has named it.
     pub(crate) peer: Option<Identity>,
@@ -121,41 +123,42 @@ pub(crate) struct Connection {
     queue: VecDeque<Packet>,
     queued_bytes: usize,
     asked_for_room: bool,
-    /// The kernel takes no more files now, though it has space for bytes: no event reports when it
-    /// does again.
+    /// True if the kernel currently takes no more files although it has space for bytes. No event
+    /// reports when that changes.
     pub(crate) crowded: bool,
     token: u64,
-    /// The other end does not read any more; what it has sent is still to be read.
+    /// True if the other end has stopped reading; its earlier messages must still be read.
     pub(crate) deaf: bool,
-    /// The kernel refuses to send; noticed where the connection cannot be ended at once.
+    /// The error with which the kernel refuses to send, recorded where the connection cannot be
+    /// ended at once.
     pub(crate) broken: Option<Error>,
 
-    /// Local regions that the peer was granted or lent, and has not released.
+    /// Local regions that the peer was granted or lent and has not released.
     pub(crate) granted: GrantedRegions,
     /// Regions of the peer that this end reads from.
     pub(crate) imports: ImportedRegions<Arc<Import>, (PeerRegion, Arc<Import>)>,
-    /// The peer's process for reads that pass the machine by; made when first needed.
+    /// The peer's process, for reads that bypass the machine; created when first needed.
     pub(crate) watched: Option<Arc<PeerWatch>>,
-    /// Windows that are shut, and through which posters may still copy.
+    /// Closed windows through which posters may still copy.
     busy_windows: Vec<(RegionId, Arc<Import>)>,
-    /// Regions that the peer revokes, to be released when no copy here reads them any more.
+    /// Regions that the peer revokes, to be released when no local copy reads them any more.
     pub(crate) releasing: HashSet<RegionId>,
-    /// The sending side is shut down.
+    /// True if the sending side is shut down.
     pub(crate) finished: bool,
-    /// Transfers that wait for them.
+    /// Transfers that wait for regions to be granted.
     pub(crate) waiting: Vec<PendingTransfer>,
     /// Writes that the peer pulls from this end.
     pub(crate) writes: Writes,
     pub(crate) to_peer: NoticesToPeer,
 
-    /// Regions that the peer lent to this end, to pull its writes from.
+    /// Regions that the peer lent to this end, from which it pulls the peer's writes.
     pub(crate) lent: HashMap<RegionId, Result<PeerRegion>>,
-    /// Parts of the peer's writes that are not done.
+    /// The number of unfinished parts of the peer's writes.
     pub(crate) pulls: usize,
-    /// The memory that they take, including those whose answer is not awaited any more.
+    /// The bytes of memory that they take, including parts whose answer is not awaited any more.
     pub(crate) pulls_bytes: usize,
     pub(crate) from_peer: NoticesFromPeer,
-    /// The amount counted as held for its peer.
+    /// The bytes that are counted as held for the peer.
     counted: usize,
 }
 
@@ -201,7 +204,7 @@ impl Connection {
         }
     }
 
-    /// Adds it to the readiness queue.
+    /// Adds the connection to the readiness queue.
     pub(crate) fn watch(
         &mut self,
         poller: &Poller,
@@ -216,7 +219,8 @@ impl Connection {
         }
     }
 
-    /// Removes it from the readiness queue, also where a forked child keeps the descriptors open.
+    /// Removes the connection from the readiness queue, even if a forked child keeps the
+    /// descriptors open.
     pub(crate) fn unwatch(&self, poller: &Poller) {
         poller.remove(self.socket.as_fd());
         if let Some(life) = self.process.life() {
@@ -224,13 +228,13 @@ impl Connection {
         }
     }
 
-    /// Returns a granted region as posters may see it; `None` when they could not watch the
+    /// Returns a granted region as posters may use it, or `None` if they could not watch the peer's
     /// process.
     pub(crate) fn window(&mut self, held: &PeerRegion) -> Option<Window> {
         let place = held.place.clone();
         match place.method {
             CopyMethod::Mapped(_) => return Some(Window { place, owner: None }),
-            CopyMethod::Device(_) => return None, // a device takes its time
+            CopyMethod::Device(_) => return None, // a device copies asynchronously
             CopyMethod::Remote => {}
         }
         if self.watched.is_none() && self.process.pid > 0 {
@@ -240,8 +244,8 @@ impl Connection {
         self.watched.clone().map(|owner| Window { place, owner: Some(owner) })
     }
 
-    /// Ends reads that pass the machine by: none begins after this, and those under way are [looked
-    /// after](Self::is_looked_through).
+    /// Ends reads that bypass the machine: none begins afterwards. Those in progress are
+    /// [tracked](Self::has_busy_windows).
     pub(crate) fn shut_windows(&mut self, which: impl Fn(&PeerRegion) -> bool) {
         for (held, import) in self.imports.held().filter(|(held, _)| which(held)) {
             if !import.shutter.shut() {
@@ -250,20 +254,19 @@ impl Connection {
         }
     }
 
-    /// Returns whether posters still copy through windows that were shut: of this region, or of
-    /// any.
+    /// Returns true if posters still copy through closed windows of this region, or of any region.
     pub(crate) fn has_busy_windows(&mut self, id: Option<RegionId>) -> bool {
         self.busy_windows.retain(|(_, import)| !import.shutter.is_free());
         self.busy_windows.iter().any(|(looked, _)| id.is_none_or(|id| id == *looked))
     }
 
-    /// Returns the answer to that when it was last asked.
+    /// Returns the result of the last such check.
     pub(crate) fn had_busy_windows(&self) -> bool {
         !self.busy_windows.is_empty()
     }
 
-    /// Returns whether the bytes copied until now came from the peer's memory, and not from a
-    /// successor's.
+    /// Returns true if the bytes copied so far came from the peer's memory, and not from that of a
+    /// successor process.
     pub(crate) fn peer_lives(&self) -> bool {
         self.process.still_behind(self.socket.as_fd())
     }
@@ -276,13 +279,13 @@ impl Connection {
         matches!(self.phase, Phase::Leaving)
     }
 
-    /// Returns whether something is in flight that only the peer can end.
+    /// Returns true if something is in flight that only the peer can end.
     pub(crate) fn awaits(&self) -> bool {
         self.imports.awaits_answer() || self.to_peer.awaits_answer() || !self.writes.is_empty()
     }
 
-    /// Notes whether an answer is awaited, after the work in flight changed. Returns the time if
-    /// that has just begun.
+    /// Records whether an answer is outstanding, after the work in flight has changed. Returns the
+    /// time if the wait has just begun.
     pub(crate) fn note_awaiting(&mut self) -> Option<Instant> {
         self.silence.note(self.awaits(), Instant::now)
     }
@@ -315,31 +318,36 @@ impl Connection {
         self.queue.len()
     }
 
-    /// Returns whether the peer lets our answers pile up beyond reason. Errors: `Exhausted`.
+    /// Checks the number of messages that wait for the peer. Returns `Exhausted` above the limit.
     pub(crate) fn check_queue(&self) -> Result<()> {
         if self.queue.len() <= MAX_QUEUED {
             return Ok(());
         }
-        Err(error(ErrorKind::Exhausted, format!("the peer has left {MAX_QUEUED} messages unread")))
+        Err(error(
+            ErrorKind::Exhausted,
+            format!("the peer has more than {MAX_QUEUED} unread messages"),
+        ))
     }
 
-    /// Returns the peer that its memory is counted for; `None` if this end began it, or the peer is
-    /// unknown yet.
+    /// Returns the peer for which the memory counts; `None` if this end initiated the connection,
+    /// or the peer is not known yet.
     pub(crate) fn held_bytes_owner(&self) -> Option<HeldBytesOwner> {
         match (&self.link, &self.peer) {
             (Some(_), _) => None,
             (None, _) if self.process.pid > 0 => Some(HeldBytesOwner::Process(self.process.pid)),
-            (None, _) if matches!(self.phase, Phase::Hello(_)) => None, // it may be another's hello
+            // The hello may be a replay of another peer's.
+            (None, _) if matches!(self.phase, Phase::Hello(_)) => None,
             (None, peer) => peer.clone().map(HeldBytesOwner::Claimed),
         }
     }
 
-    /// Returns true if ending it frees memory that counts for this peer.
+    /// Returns true if ending the connection frees memory that counts for this peer.
     pub(crate) fn is_counted_for(&self, owner: &HeldBytesOwner) -> bool {
         self.counted > 0 && !self.is_leaving() && self.held_bytes_owner().as_ref() == Some(owner)
     }
 
-    /// Counts the memory held for its peer now. Errors: `Exhausted` for a peer that holds too much.
+    /// Counts the memory that is now held for the peer. Returns `Exhausted` for a peer over its
+    /// limit.
     pub(crate) fn note_held(&mut self, held: &mut HeldBytes<HeldBytesOwner>) -> Result<()> {
         let lent = self.lent.len() * LENT;
         let bytes = self.from_peer.held() + self.queued_bytes + self.pulls_bytes + lent;
@@ -349,10 +357,11 @@ impl Connection {
         self.held_bytes_owner().map_or(Ok(()), |owner| held.note(&owner, &mut self.counted, bytes))
     }
 
-    /// Stops counting it: the connection ends.
+    /// Stops counting the memory because the connection ends.
     pub(crate) fn release_held(&mut self, held: &mut HeldBytes<HeldBytesOwner>) {
         if let Some(owner) = self.held_bytes_owner() {
-            held.note(&owner, &mut self.counted, 0).ok(); // too much for the others of this peer is seen with them
+            // An excess of this peer's other connections is noticed with them.
+            held.note(&owner, &mut self.counted, 0).ok();
         }
     }
 
@@ -373,34 +382,33 @@ impl Connection {
                     self.queue.pop_front();
                 }
                 Err(Errno::AGAIN) => break,
-                // Too many files of this user's are under way: readers take them in their own time.
+                // Too many files of this user are in flight, until their readers take them.
                 Err(Errno::NOBUFS | Errno::TOOMANYREFS) => {
                     self.crowded = true;
                     poller.mark_crowded();
                     break;
                 }
                 Err(Errno::PIPE | Errno::CONNRESET) => {
-                    // Messages that the peer sent before it closed are still to be read: the
-                    // reading side ends the connection.
+                    // Messages that the peer sent before it closed must still be read: the reading
+                    // side ends the connection.
                     self.deaf = true;
                     self.clear_queue();
                 }
                 Err(cause) => {
                     self.deaf = true;
                     self.clear_queue();
-                    let sentence =
-                        "a message could not be sent: see net.core.wmem_max and ulimit -n";
+                    let sentence = "cannot send a message: check net.core.wmem_max and ulimit -n";
                     self.broken = Some(Error::os(sentence, cause).with_kind(ErrorKind::Exhausted));
                 }
             }
         }
-        // What is broken asks for room as well: the event ends it.
+        // A broken connection also asks for write events, because the next one ends it.
         let wanted = !self.queue.is_empty() && !self.crowded || self.broken.is_some();
         if wanted != self.asked_for_room {
             self.asked_for_room = wanted;
             let ready = if wanted { Ready::IN | Ready::OUT } else { Ready::IN };
             if let Err(cause) = poller.change(self.socket.as_fd(), self.token, ready) {
-                tracing::error!(error = %cause, "SHM: a connection cannot be watched");
+                tracing::error!(error = %cause, "SHM: cannot watch a connection");
             }
         }
     }
@@ -424,7 +432,7 @@ impl Connection {
         self.writes.start(id, plan, done);
     }
 
-    /// Sends the parts that the window allows. Appends the writes that have settled.
+    /// Sends the parts that fit into the window. Appends the writes that have settled.
     pub(crate) fn pump(&mut self, poller: &Poller, settled: &mut Vec<Settlement>) {
         while self.queued() < WINDOW {
             match self.writes.next_part() {
@@ -435,8 +443,8 @@ impl Connection {
                         let remote = plan.remote(region);
                         (remote.id, remote.key)
                     });
-                    // The target knows lent regions by number, on this connection only: no key is
-                    // sent.
+                    // The target knows lent regions by number, on this connection only, so no key
+                    // is sent.
                     let from = Described::of(&plan, &part, Side::Local, |region| {
                         (plan.local(region).id, RegionKey([0; 16]))
                     });

@@ -9,61 +9,62 @@ use super::error::{error, readv_refused};
 use super::host::PeerProcess;
 use super::memory::CopySource;
 
-/// The most vectors in one call: the kernel's own limit.
+/// The limit for vectors in one call, which is the kernel's.
 const MAX_VECTORS: usize = 1024;
-/// The most bytes in one call; also the longest piece.
+/// The limit in bytes for one call, and for one piece.
 pub(crate) const MAX_BATCH: u64 = 1 << 20;
-/// The most bytes of a plain copy: a long one is a tenth slower than a row of these.
+/// The limit in bytes for one plain copy: a long copy is a tenth slower than a series of these.
 const MAX_COPY: usize = 64 << 10;
-/// Plain copies that are gathered before the first of them is made.
+/// The number of plain copies that are gathered before the first of them is made.
 const MAX_COPIES: usize = 64;
-/// Bytes at the beginning of the next copy that are asked for during one.
+/// The number of bytes at the beginning of the next copy that are prefetched during the current
+/// one.
 const AHEAD: usize = 512;
-/// What the processor fetches at a time.
+/// The size of a cache line in bytes.
 const LINE: usize = 64;
 
-/// A contiguous piece of a transfer, from the memory of a peer into ours.
+/// A contiguous piece of a transfer, from a peer's memory into local memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CopyPiece {
-    /// Position in the list of places.
+    /// The index of the place that it reads from.
     pub(crate) from: u32,
     pub(crate) from_offset: u64,
-    /// Position in the list of targets.
+    /// The index of the target that it writes to.
     pub(crate) into: u32,
     pub(crate) into_offset: u64,
     pub(crate) len: u64,
 }
 
-/// Why a copy ended early.
+/// The reason why a copy ended early.
 #[derive(Debug)]
 pub(crate) enum CopyError {
-    /// The owner's process is gone: what was copied last does not count.
+    /// The owner's process has ended; the most recent copies do not count.
     OwnerGone,
-    /// This transfer cannot go on.
+    /// This transfer cannot continue.
     Failed(Error),
 }
 
-/// A turn of a copy.
+/// The result of a turn of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CopyTurn {
     pub(crate) moved: u64,
-    /// Whether there were no more pieces.
+    /// True if there were no more pieces.
     pub(crate) finished: bool,
 }
 
-/// A plain copy to be made.
+/// A plain copy that waits to be made.
 struct Copy {
     from: *const u8,
     into: *mut u8,
     len: usize,
 }
 
-/// Makes plain copies out of mappings, in rows; its list is made once.
+/// Makes plain copies out of mappings in series, with a list that it allocates once.
 pub(crate) struct Copier {
     copies: Vec<Copy>,
 }
 
-// SAFETY: the list is empty between calls; within one it is used by the calling thread only.
+// SAFETY: the list is empty between calls; during a call only the calling thread uses it.
 unsafe impl Send for Copier {}
 
 impl Copier {
@@ -74,8 +75,9 @@ impl Copier {
     /// Copies pieces until there are no more or about `budget` bytes have moved.
     ///
     /// # Safety
-    /// Each piece lies within its place and its target, the targets are writable memory that nobody
-    /// holds a reference into, and the places are mapped, and held so by `places`.
+    ///
+    /// The caller ensures that each piece lies within its place and its target, that the targets
+    /// are writable memory without references into it, and that `places` keeps the places mapped.
     pub(crate) unsafe fn turn(
         &mut self,
         pieces: &mut impl Iterator<Item = CopyPiece>,
@@ -93,11 +95,11 @@ impl Copier {
             let place = &places[piece.from as usize];
             let into = (targets[piece.into as usize] + piece.into_offset) as *mut u8;
             let from = (place.base + piece.from_offset) as *const u8;
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller ensures that the piece lies within both sides.
             unsafe { self.gather(from, into, piece.len as usize) };
             moved += piece.len;
         }
-        // SAFETY: what was gathered came from pieces that the caller vouches for.
+        // SAFETY: the gathered copies come from pieces for which the caller guarantees this.
         unsafe { self.copy() };
         CopyTurn { moved, finished }
     }
@@ -105,50 +107,54 @@ impl Copier {
     /// Makes all of these copies.
     ///
     /// # Safety
-    /// Each goes from readable to writable memory that nobody holds a reference into, at different
-    /// addresses.
+    ///
+    /// The caller ensures that each hop reads readable memory and writes writable memory without
+    /// references into it, at a different address.
     pub(crate) unsafe fn copy_hops(&mut self, hops: &[Hop]) {
         for hop in hops {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees this for each hop.
             unsafe { self.gather(hop.from as *const u8, hop.to as *mut u8, hop.len) };
         }
-        // SAFETY: only the hops above were gathered, and the caller vouches for them.
+        // SAFETY: only the hops above were gathered, for which the caller guarantees this.
         unsafe { self.copy() };
     }
 
     /// # Safety
-    /// As [`copy_hops`](Self::copy_hops).
+    ///
+    /// As for [`copy_hops`](Self::copy_hops).
     #[inline]
     unsafe fn gather(&mut self, from: *const u8, into: *mut u8, len: usize) {
         for at in (0..len).step_by(MAX_COPY) {
             let (from, into) = (from.wrapping_add(at), into.wrapping_add(at));
             self.copies.push(Copy { from, into, len: MAX_COPY.min(len - at) });
             if self.copies.len() == MAX_COPIES {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees this for all gathered copies.
                 unsafe { self.copy() };
             }
         }
     }
 
     /// Makes the gathered copies. Copying each at once would be slower: computation between two
-    /// copies waits for the stores of the first, and the beginning of the next block, which no
-    /// prefetcher foresees, for memory.
+    /// copies waits for the stores of the first, and the start of the next block, which no
+    /// prefetcher predicts, waits for memory.
     ///
     /// # Safety
-    /// As [`copy_hops`](Self::copy_hops).
+    ///
+    /// As for [`copy_hops`](Self::copy_hops).
     unsafe fn copy(&mut self) {
         for (at, Copy { from, into, len }) in self.copies.iter().enumerate() {
             if let Some(next) = self.copies.get(at + 1) {
                 fetch_ahead(next.from, next.into, next.len.min(AHEAD));
             }
-            // SAFETY: the caller's promise; a mapping and our own memory are different addresses.
+            // SAFETY: the caller guarantees this; a mapping and local memory have different
+            // addresses.
             unsafe { copy_shared(*from, *into, *len) };
         }
         self.copies.clear();
     }
 }
 
-/// Reads out of other processes, many pieces a call; its lists are made once.
+/// Reads out of other processes, many pieces per call, with lists that it allocates once.
 pub(crate) struct Vectors {
     ours: Vec<libc::iovec>,
     theirs: Vec<libc::iovec>,
@@ -164,11 +170,12 @@ impl Vectors {
         }
     }
 
-    /// Reads all of these. It counts only if the process is still the one that it was, which the
-    /// caller finds out.
+    /// Reads all of these. The bytes count only if the process is still the original one, which the
+    /// caller checks.
     ///
     /// # Safety
-    /// Our side is writable memory that nobody holds a reference into.
+    ///
+    /// The caller ensures that the local side is writable memory without references into it.
     pub(crate) unsafe fn read_hops(
         &mut self,
         process: &PeerProcess,
@@ -176,34 +183,36 @@ impl Vectors {
     ) -> Result<(), CopyError> {
         for Hop { from, to, len } in hops {
             if self.ours.len() == MAX_VECTORS || self.bytes + *len as u64 > MAX_BATCH {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees this for the local side of each hop.
                 unsafe { self.flush(process) }?;
             }
             self.ours.push(libc::iovec { iov_base: *to as *mut libc::c_void, iov_len: *len });
             self.theirs.push(libc::iovec { iov_base: *from as *mut libc::c_void, iov_len: *len });
             self.bytes += *len as u64;
         }
-        // SAFETY: the vectors name only the local sides of `hops`, which the caller vouches for.
+        // SAFETY: the vectors name only the local sides of `hops`, for which the caller guarantees
+        // this.
         unsafe { self.flush(process) }
     }
 
-    /// Reads what was gathered.
+    /// Reads the gathered vectors.
     ///
     /// # Safety
-    /// The gathered vectors of our side are writable memory.
+    ///
+    /// The caller ensures that the local side of the gathered vectors is writable memory.
     unsafe fn flush(&mut self, process: &PeerProcess) -> Result<(), CopyError> {
         let mut done = 0;
-        // A process that is not visible from here has number 0.
+        // An invisible process has number 0.
         let mut result = if process.pid > 0 { Ok(()) } else { Err(Errno::SRCH) };
         while result.is_ok() && done < self.ours.len() {
-            // SAFETY: both lists live through the call; our side is writable (the caller's
-            // promise), the other side is checked by the kernel.
+            // SAFETY: both lists live through the call; the caller ensures that the local side is
+            // writable, and the kernel checks the other side.
             let got = unsafe { readv(process.pid, &self.ours[done..], &self.theirs[done..]) };
             match got {
                 Ok(got) => {
                     let before = done;
                     let mut left = got;
-                    // The kernel stops between vectors, except that the last one may be read in
+                    // The kernel stops between vectors, except that it may read the last one in
                     // part.
                     while done < self.ours.len() && left >= self.ours[done].iov_len {
                         left -= self.ours[done].iov_len;
@@ -230,31 +239,32 @@ impl Vectors {
         self.theirs.clear();
         self.bytes = 0;
         result.map_err(|errno| match errno {
-            // It was there for the handshake: it is ending, and its memory has gone before its
-            // sockets.
+            // The process existed during the handshake, so it is ending: its memory is freed before
+            // its sockets.
             Errno::SRCH if process.pid > 0 => CopyError::OwnerGone,
             Errno::FAULT => CopyError::Failed(
                 Error::os(
-                    "the peer's memory is not there any more: it was unmapped without being revoked",
+                    "the peer's memory is no longer mapped: the peer unmapped it without revoking \
+                     the region",
                     errno,
                 )
                 .with_backend(super::error::NAME),
             ),
-            errno => {
-                CopyError::Failed(readv_refused("the kernel stopped a transfer from foreign memory", errno))
-            }
+            errno => CopyError::Failed(readv_refused(
+                "the kernel stopped a transfer from foreign memory",
+                errno,
+            )),
         })
     }
 }
 
-/// Has the processor fetch the first `len` bytes of both sides; no more than a hint.
+/// Prefetches the first `len` bytes of both sides; only a hint to the processor.
 #[inline]
 fn fetch_ahead(from: *const u8, into: *const u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
     for at in (0..len).step_by(LINE) {
         use std::arch::x86_64::{_MM_HINT_ET0, _MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a prefetch reads and writes nothing that a program could see, at whatever
-        // address.
+        // SAFETY: a prefetch has no effect that a program could observe, at any address.
         unsafe {
             _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(at).cast());
             _mm_prefetch::<_MM_HINT_ET0>(into.wrapping_add(at).cast());
@@ -265,7 +275,8 @@ fn fetch_ahead(from: *const u8, into: *const u8, len: usize) {
 }
 
 /// # Safety
-/// `ours` names writable memory.
+///
+/// The caller ensures that `ours` names writable memory.
 pub(crate) unsafe fn readv(
     pid: i32,
     ours: &[libc::iovec],
@@ -273,8 +284,8 @@ pub(crate) unsafe fn readv(
 ) -> Result<usize, Errno> {
     #[cfg(test)]
     let ours = &*super::pair::cut::short(ours)?;
-    // SAFETY: the lists outlive the call and their lengths are given; the caller vouches for our
-    // side.
+    // SAFETY: the lists outlive the call and their lengths are passed; the caller guarantees the
+    // local side.
     let got = unsafe {
         libc::process_vm_readv(
             pid,
@@ -289,20 +300,20 @@ pub(crate) unsafe fn readv(
         .map_err(|_| Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO))
 }
 
-/// Reads a few bytes of another process. `SRCH` for a process that is not visible (pid 0).
+/// Reads a few bytes of another process. Returns `SRCH` for an invisible process (pid 0).
 pub(crate) fn read_exactly(pid: i32, address: u64, into: &mut [u8]) -> Result<(), Errno> {
     if pid <= 0 {
         return Err(Errno::SRCH);
     }
     let ours = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
     let theirs = libc::iovec { iov_base: address as *mut libc::c_void, iov_len: into.len() };
-    // SAFETY: `into` is ours to write to for the length of the call.
+    // SAFETY: `into` is exclusively borrowed for the length of the call.
     let got = unsafe { readv(pid, &[ours], &[theirs]) }?;
     if got == into.len() { Ok(()) } else { Err(Errno::FAULT) }
 }
 
-/// Returns whether this process may read memory of `pid`: reads bytes that are known to be there.
-/// Errors: `Unsupported`.
+/// Checks that this process may read memory of `pid` by reading known bytes. Returns `Unsupported`
+/// if it may not.
 pub(crate) fn probe(pid: i32, probe: &super::messages::Probe, whom: &str) -> Result<(), Error> {
     let mut seen = [0; 32];
     read_exactly(pid, probe.address, &mut seen).map_err(|errno| readv_refused(whom, errno))?;
@@ -310,15 +321,16 @@ pub(crate) fn probe(pid: i32, probe: &super::messages::Probe, whom: &str) -> Res
         return Err(error(
             kvx_core::ErrorKind::Unsupported,
             format!(
-                "{whom}: process {pid} here is another one there; share the process namespace, use kvx pools, or TCP"
+                "{whom}: process {pid} is a different one in the peer's namespace; share the \
+                 process namespace, use kvx pools, or TCP"
             ),
         ));
     }
     Ok(())
 }
 
-/// Returns whether the kernel lets other processes read this memory at all: what a driver maps into
-/// a process it may not. Errors: `Unsupported`.
+/// Checks that the kernel lets other processes read this memory, which it does not for memory that
+/// a driver maps into a process. Returns `Unsupported` if it does not.
 pub(crate) fn readable_by_others(memory: &kvx_core::Memory) -> Result<(), Error> {
     let Some(last) = (memory.len() as u64).checked_sub(1) else { return Ok(()) };
     let us = rustix::process::getpid().as_raw_nonzero().get();
@@ -327,15 +339,15 @@ pub(crate) fn readable_by_others(memory: &kvx_core::Memory) -> Result<(), Error>
         if let Err(Errno::FAULT) = read_exactly(us, memory.address() + offset, &mut byte) {
             return Err(error(
                 kvx_core::ErrorKind::Unsupported,
-                "this memory cannot be read by other processes (a device's driver maps it): register a kvx pool, \
-                 or use TCP",
+                "this memory cannot be read by other processes (a device's driver maps it): \
+                 register a kvx pool, or use TCP",
             ));
         }
     }
     Ok(())
 }
 
-/// The pieces of a read: what is remote flows into what is local.
+/// The pieces of a read: from remote memory into local memory.
 pub(crate) struct ReadPieces(pub(crate) Segments);
 
 impl Iterator for ReadPieces {
@@ -354,12 +366,12 @@ impl Iterator for ReadPieces {
     }
 }
 
-/// The pieces of a pull: two sides that agree on the order of bytes, not on where pieces end.
+/// The pieces of a pull, whose two sides agree on the order of bytes, but not on where pieces end.
 #[derive(Debug)]
 pub(crate) struct PullPieces {
     from: Extents,
     into: Extents,
-    /// What is left of the last extent of each side: one of them is always empty.
+    /// The rest of the last extent of each side, one of which is always empty.
     from_rest: Option<kvx_core::backend::Extent>,
     into_rest: Option<kvx_core::backend::Extent>,
 }
@@ -419,7 +431,7 @@ mod tests {
         )
     }
 
-    /// The same from one buffer to another.
+    /// Returns the hops of a pull from one buffer to another.
     fn hops(pieces: PullPieces, from: u64, into: u64) -> Vec<Hop> {
         let hop = |piece: CopyPiece| Hop {
             from: from + piece.from_offset,
@@ -429,13 +441,13 @@ mod tests {
         pieces.map(hop).collect()
     }
 
-    /// Copies between two buffers of this process as if they were another's, and compares with a
-    /// loop over bytes.
+    /// Copies between two buffers of this process as if one belonged to another process, and
+    /// compares the result with a loop over bytes.
     #[test]
     fn pulls_move_each_byte_to_its_place() {
         let source: Vec<u8> = (0..200_000u32).map(|at| (at * 31 % 251) as u8).collect();
         let mut target = vec![0u8; 200_000];
-        // 96 bytes per index on both sides, cut differently.
+        // 96 bytes per index on both sides, divided differently.
         let from = extents(
             &[Grid::packed(64, 1000), Grid { base: 70_000, stride: 48, length: 32, count: 1000 }],
             &[5, 6, 7, 900, 3],
@@ -459,7 +471,7 @@ mod tests {
             hops(PullPieces::new(from, into), source.as_ptr() as u64, target.as_mut_ptr() as u64);
         let mut vectors = Vectors::new();
         for hops in hops.chunks(3) {
-            // SAFETY: the grids lie within both buffers, which nobody else uses.
+            // SAFETY: the grids lie within both buffers, which no other code uses.
             unsafe { vectors.read_hops(&process, hops) }.unwrap();
         }
         assert_eq!(hops.iter().map(|hop| hop.len).sum::<usize>(), 5 * 96);
@@ -478,8 +490,8 @@ mod tests {
         let mut run = |base: u64, target: &mut [u8]| {
             let pieces = PullPieces::new(extents(&[grid], &indices), extents(&[grid], &indices));
             let hops = hops(pieces, base, target.as_mut_ptr() as u64);
-            // SAFETY: the grid lies within the target, which nobody else uses; the source is
-            // checked by the kernel.
+            // SAFETY: the grid lies within the target, which no other code uses; the kernel checks
+            // the source.
             unsafe { vectors.read_hops(&process, &hops) }
         };
         run(source.as_ptr() as u64, &mut target).unwrap();
@@ -492,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probe_tells_the_right_process_from_another() {
+    fn a_probe_distinguishes_the_right_process_from_another() {
         let bytes = [42; 32];
         let there = super::super::messages::Probe { address: bytes.as_ptr() as u64, bytes };
         let us = std::process::id() as i32;

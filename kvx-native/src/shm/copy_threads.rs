@@ -1,11 +1,10 @@
-//! Threads that copy memory which is no pool of kvx's: a page of it may be long in coming, or never
-//! come.
+//! Threads that copy memory outside of kvx pools, where a page fault may be resolved late or never.
 //!
-//! The machine gives them batches and does not wait. Mostly there is one thread. Once it has been
-//! in one batch for [`STUCK`], another takes its place. Further batches with the same peer, over
-//! any link, wait behind the stuck one, so that a peer costs one thread at most. A thread that is
-//! stuck for ever is abandoned with the memory of both sides, which its batch keeps; its transfer
-//! never settles.
+//! The machine gives them batches and does not wait. Usually there is one thread. Once it has spent
+//! [`STUCK`] in one batch, another takes its place. Further batches with the same peer, over any
+//! link, wait behind the stuck one, so that a peer occupies one thread at most. A thread that is
+//! stuck for ever is abandoned with the memory of both sides, which its batch keeps alive; its
+//! transfer never settles.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,45 +21,47 @@ use super::error::NAME;
 use super::host::PeerProcess;
 use super::memory::CopySource;
 
-/// The longest that a batch takes whose pages all come, also where many share a core.
+/// The time after which a batch counts as stuck: more than one without unresolved page faults
+/// takes, even if many threads share a core.
 pub(crate) const STUCK: Duration = Duration::from_millis(100);
-/// So long in one batch is told to people.
+/// The time in one batch after which a warning is logged.
 const WORTH_A_WARNING: Duration = Duration::from_secs(1);
-/// The most threads of one agent; more peers than these whose pages do not come stop the copies of
-/// all.
+/// The limit for the threads of one agent. If more peers than these have unresolved page faults,
+/// the copies of all peers stop.
 const MAX_THREADS: usize = 32;
-/// How long a thread looks for the next batch before it sleeps: a wake-up costs some 15 us.
+/// The time for which a thread polls for the next batch before it sleeps; a wake-up costs some 15
+/// us.
 const LOOKS_FOR: Duration = Duration::from_micros(50);
-/// How long a transport that ends waits for threads that are about to end.
+/// The time that a transport that ends waits for threads that are about to end.
 const LAST_PATIENCE: Duration = Duration::from_millis(50);
 
 /// The memory of both sides of a copy.
 #[derive(Debug)]
 pub(crate) struct Sides {
-    /// The peer's.
+    /// The peer's memory.
     pub(crate) places: Vec<CopySource>,
-    /// Ours.
+    /// The local memory.
     pub(crate) targets: Vec<Arc<Memory>>,
 }
 
-/// A part of a flight.
+/// A part of a flight, which one thread copies.
 pub(crate) struct Batch {
-    /// The flight's.
+    /// The number of the flight.
     pub(crate) number: u64,
-    /// With whom, once that is known.
+    /// The peer, once it is known.
     pub(crate) peer: Option<Identity>,
-    /// Whose memory it reads, if that is not `mapped` here.
+    /// The process whose memory is read unless it is `mapped` here.
     pub(crate) process: Arc<PeerProcess>,
     pub(crate) mapped: bool,
-    /// Within the places and targets of its sides.
+    /// The copies, within the places and targets of its sides.
     pub(crate) hops: Vec<Hop>,
     pub(crate) bytes: u64,
-    /// Kept for as long as the batch may touch them.
+    /// The memory of both sides, kept alive as long as the batch may touch it.
     pub(crate) sides: Arc<Sides>,
     pub(crate) completion: BatchCompletion,
 }
 
-/// A batch that a thread is in.
+/// A batch that a thread is copying.
 struct ActiveBatch {
     thread: u64,
     number: u64,
@@ -73,17 +74,17 @@ struct ActiveBatch {
 #[derive(Default)]
 struct State {
     waiting: WorkQueue<Batch>,
-    /// Those of peers that a thread is stuck with.
+    /// The batches of peers with which a thread is stuck.
     held_up: Vec<Batch>,
     under_way: Vec<ActiveBatch>,
-    /// Threads that have not ended, and the number of the next.
+    /// The number of threads that have not ended; `next` is the number of the next one.
     threads: usize,
     next: u64,
     ended: bool,
 }
 
 impl State {
-    /// Threads that are not stuck.
+    /// Returns the number of threads that are not stuck.
     fn active(&self) -> usize {
         self.threads - self.under_way.iter().filter(|batch| batch.stuck).count()
     }
@@ -101,7 +102,7 @@ impl State {
         self.waiting.push(batch, bytes);
     }
 
-    /// What has waited for no reason any more.
+    /// Sorts all waiting batches again, after the stuck threads have changed.
     fn sort_again(&mut self) {
         let mut all = self.waiting.extract(|_| true);
         all.append(&mut self.held_up);
@@ -112,9 +113,9 @@ impl State {
 #[derive(Default)]
 struct CopyQueue {
     state: Mutex<State>,
-    /// For threads: something waits; for who ends: a thread has ended.
+    /// Notifies threads that a batch waits, and the owner that a thread has ended.
     changed: Condvar,
-    /// Whether something waits, or the threads are to end: for those that look before they sleep.
+    /// True if a batch waits, or the threads must end; for threads that poll before they sleep.
     some: AtomicBool,
 }
 
@@ -125,7 +126,7 @@ pub(crate) struct CopyThreads {
 }
 
 impl CopyThreads {
-    /// None yet; `agent` is what they are named after.
+    /// Creates the set without threads, which will be named after `agent`.
     pub(crate) fn of(agent: &str) -> Self {
         CopyThreads { name: format!("kvx-copy {agent}"), shared: Arc::default() }
     }
@@ -134,12 +135,13 @@ impl CopyThreads {
         self.shared.state.lock()
     }
 
-    /// Takes a batch. Errors: `Exhausted` when there is no thread for it.
+    /// Takes a batch. Returns `Exhausted` if there is no thread for it.
     ///
     /// # Safety
-    /// Its hops lie within its sides: mapped places, or places of the process, and host memory that
-    /// may be written to and that nobody holds a reference into. What its sides do not keep lives
-    /// until the batch has landed, and for ever if it never does.
+    ///
+    /// The caller ensures that the batch's hops lie within its sides: mapped places, or places in
+    /// the process, and writable host memory without references into it. Memory that its sides do
+    /// not keep must live until the batch has landed, or for ever if it never does.
     pub(crate) unsafe fn take(&mut self, batch: Batch) -> Result<()> {
         let mut state = self.state();
         if state.active() == 0
@@ -167,18 +169,20 @@ impl CopyThreads {
             shared.serve(thread);
         };
         std::thread::Builder::new().name(self.name.clone()).spawn(serve).map_err(|cause| {
-            Error::os("no thread to copy memory that is no kvx pool: raise ulimit -u", cause)
-                .with_kind(ErrorKind::Exhausted)
-                .with_backend(NAME)
+            Error::os(
+                "cannot start a thread to copy memory outside of kvx pools: raise ulimit -u",
+                cause,
+            )
+            .with_kind(ErrorKind::Exhausted)
+            .with_backend(NAME)
         })?;
         state.next += 1;
         state.threads += 1;
         Ok(())
     }
 
-    /// Finds threads that are stuck, and has another take the place of the last. Gives the flights
-    /// of those that have been for so long that people want to know, and when it is worth to look
-    /// again.
+    /// Finds stuck threads, and starts a replacement for the last one. Returns the flights that
+    /// have been stuck long enough for a warning, and the time of the next check.
     pub(crate) fn look(&mut self, now: Instant) -> (Vec<u64>, Option<Instant>) {
         let mut state = self.state();
         let mut found = false;
@@ -194,20 +198,19 @@ impl CopyThreads {
             state.sort_again();
         }
         if state.active() == 0 && !state.waiting.is_empty() && state.threads < MAX_THREADS
-            // It is tried again at the next look.
+            // The next check tries again.
             && let Err(why) = self.start_thread(&mut state)
         {
-            tracing::warn!(%why, "SHM: copies wait behind a page that does not come");
+            tracing::warn!(%why, "SHM: copies wait behind an unresolved page fault");
         }
         let waits = !state.waiting.is_empty() || state.under_way.iter().any(|batch| !batch.warned);
-        // A batch that has just begun is stuck after as long.
+        // A batch that has just begun counts as stuck after the same time.
         let begun =
             state.under_way.iter().filter(|batch| !batch.stuck).map(|batch| batch.since + STUCK);
         (tell, begun.chain(waits.then_some(now + STUCK)).min())
     }
 
-    /// Waits until nothing waits or is under way that could go on. Says whether that is so by the
-    /// deadline.
+    /// Waits until no batch waits or is being copied. Returns false at the deadline.
     #[cfg(test)]
     pub(crate) fn is_idle_by(&self, until: Instant) -> bool {
         loop {
@@ -223,7 +226,7 @@ impl CopyThreads {
         }
     }
 
-    /// Takes back what is not begun of a flight. Says how many batches that were.
+    /// Withdraws the waiting batches of a flight. Returns how many there were.
     pub(crate) fn withdraw(&mut self, number: u64) -> usize {
         let mut state = self.state();
         let mut withdrawn = state.waiting.extract(|batch| batch.number == number);
@@ -253,24 +256,24 @@ impl Drop for CopyThreads {
 }
 
 impl CopyQueue {
-    /// A thread.
+    /// Runs a thread.
     fn serve(&self, thread: u64) {
         let (mut copier, mut vectors) = (Copier::new(), Vectors::new());
         let mut next = None;
         while let Some(batch) = next.take().or_else(|| self.wait(thread)) {
             let Batch { number, process, mapped, hops, sides, completion, .. } = batch;
             let result = if mapped {
-                // SAFETY: who gave the batch vouches for its hops; what they lie in is kept, by
-                // `sides` and the giver.
+                // SAFETY: the caller of `take` guarantees this for the hops; `sides` and that
+                // caller keep their memory alive.
                 unsafe { copier.copy_hops(&hops) };
                 Ok(())
             } else {
-                // SAFETY: the local side of each hop lies in memory that `sides` keeps, and that
-                // the giver of the batch lets this thread write.
+                // SAFETY: the local side of each hop lies in memory that `sides` keeps alive, and
+                // that the caller of `take` lets this thread write.
                 unsafe { vectors.read_hops(&process, &hops) }
             };
             drop((hops, sides));
-            // What has landed before is noticed with the last of a row.
+            // A series of batches of one flight is reported together, with its last one.
             next = self.leave(thread, number);
             if next.is_some() {
                 completion.record(result)
@@ -280,8 +283,9 @@ impl CopyQueue {
         }
     }
 
-    /// The thread is out of its batch. The next one, if that is of the same flight: before another
-    /// is begun the machine hears of this, and has a turn, which may take its time.
+    /// Ends the thread's batch. Returns the next one only if it belongs to the same flight: before
+    /// another flight's batch the thread reports to the machine and runs its turn, which may take
+    /// long.
     fn leave(&self, thread: u64, flight: u64) -> Option<Batch> {
         let mut state = self.state.lock();
         if let Some(at) = state.under_way.iter().position(|batch| batch.thread == thread)
@@ -310,7 +314,7 @@ impl CopyQueue {
         batch
     }
 
-    /// Waits for a batch. `None`: the thread is not needed any more.
+    /// Waits for a batch. Returns `None` if the thread is not needed any more.
     fn wait(&self, thread: u64) -> Option<Batch> {
         let (begun, mut looks) = (Instant::now(), 0);
         while begun.elapsed() < LOOKS_FOR && !self.some.load(Ordering::Relaxed) {

@@ -1,4 +1,4 @@
-//! The end of connections: lost, closed, silent; and the clock that notices silence.
+//! The end of connections: lost, closed or silent; and the timer that notices silent peers.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -16,15 +16,15 @@ use super::machine::Machine;
 use super::socket;
 use super::work::Work;
 
-/// How long a machine that ends waits for peers to release regions.
+/// The time that a machine that ends waits for peers to release regions.
 const LAST_PATIENCE: Duration = Duration::from_millis(150);
 
-/// How often it looks meanwhile at copies of devices, which do not wake it any more.
+/// The interval at which it meanwhile checks copies of devices, which no longer wake it.
 const LAST_LOOK: Duration = Duration::from_millis(1);
 
 impl Machine {
     /// Ends a connection: fails all operations in flight and releases the peer's regions. Regions
-    /// that the peer may still read are released when it is known that it does not.
+    /// that the peer may still read are released once it is known that it does not.
     pub(crate) fn end(
         &mut self,
         at: usize,
@@ -71,9 +71,9 @@ impl Machine {
             connection.clear_queue();
             connection.flush(&self.poller);
             connection.phase = Phase::Leaving;
-            connection.note_held(&mut self.held).ok(); // it has less
+            connection.note_held(&mut self.held).ok(); // cannot fail: it holds less
         }
-        // This says that we hold nothing of the peer's.
+        // The shutdown tells the peer that this end holds nothing of it.
         if !flying && !std::mem::replace(&mut connection.finished, true) {
             socket::finish(connection.socket.as_fd());
         }
@@ -88,7 +88,7 @@ impl Machine {
         }
         for flight in self.flights.iter_mut().filter(|flight| flight.at == Some(at)) {
             if let FlightPurpose::Pull { write, .. } = &mut flight.purpose {
-                *write = None; // its peer does not wait for an answer any more
+                *write = None; // the peer no longer waits for an answer
             }
         }
         self.stop_flights(|flight| flight.at == Some(at), reason, out);
@@ -109,30 +109,31 @@ impl Machine {
         connection.pulls = 0;
     }
 
-    /// The peer is gone, or has closed: takes what it had sent before, then ends the connection.
+    /// Processes the messages of a peer that has ended or closed, then ends the connection.
     pub(crate) fn take_peer_end(&mut self, at: usize, out: &mut Outbox) {
         self.receive(at, usize::MAX, out);
-        // Expected: the last message that it had sent ended the connection.
+        // Expected: the peer's last message ended the connection.
         let Some(connection) = self.connections.get(at) else { return };
         let ended = connection.process.has_ended_with(connection.socket.as_fd());
-        // A process that is ending loses its memory first, and may still copy until its last thread
-        // has ended.
+        // An exiting process loses its memory first, and may still copy until its last thread has
+        // ended.
         let proven = ended || !connection.process.still_behind(connection.socket.as_fd());
         let reason = if ended || !proven { peer_died() } else { peer_closed() }.with_backend(NAME);
         let end = if proven { End::Proven } else { End::Ours };
         self.end(at, reason.clone(), end, Some(LinkState::Lost(reason)), out);
     }
 
-    /// The peer broke the protocol: nothing more is read from it.
+    /// Ends the connection of a peer that violated the protocol or exceeded its limits. Nothing
+    /// more is read from it.
     pub(crate) fn cut_off(&mut self, at: usize, reason: Error, out: &mut Outbox) {
         let connection = &self.connections[at];
         let (pid, peer) = (connection.process.pid, connection.peer.as_ref());
-        tracing::warn!(pid, ?peer, %reason, "SHM: a connection is closed");
+        tracing::warn!(pid, ?peer, %reason, "SHM: closed a connection");
         let reason = error(reason.kind(), format!("the link was closed: {}", reason.sentence()));
         self.end(at, reason.clone(), End::Ours, Some(LinkState::Lost(reason)), out);
     }
 
-    /// Core closes a link.
+    /// Closes a link for core.
     pub(crate) fn close(&mut self, link: LinkId, out: &mut Outbox) {
         if let Some(&at) = self.links.get(&link) {
             self.end(at, closed().with_backend(NAME), End::Ours, None, out);
@@ -140,7 +141,7 @@ impl Machine {
         self.connecting.retain(|connecting| connecting.link.id != link);
     }
 
-    /// Looks at the clock, if it is time.
+    /// Runs the timers that are due.
     pub(crate) fn look(&mut self, out: &mut Outbox) -> usize {
         let Some(next) = self.next_look else { return 0 };
         let now = Instant::now();
@@ -157,7 +158,7 @@ impl Machine {
         for (at, connection) in &mut self.connections {
             if connection.crowded {
                 connection.flush(&self.poller);
-                connection.note_held(&mut self.held).ok(); // it has less
+                connection.note_held(&mut self.held).ok(); // cannot fail: it holds less
             }
             match connection.phase {
                 Phase::Hello(until) if until <= now => late.push(at),
@@ -193,7 +194,7 @@ impl Machine {
     }
 
     /// Ends every connection when the machine ends: gives peers a moment to release regions, and
-    /// never frees those that they have not released.
+    /// never frees regions that they have not released.
     pub(crate) fn end_all(&mut self, out: &mut Outbox) {
         let closed = closed().with_backend(NAME);
         let all: Vec<usize> = self.connections.iter().map(|(at, _)| at).collect();
@@ -224,7 +225,7 @@ impl Machine {
                 tracing::error!(
                     ?peer,
                     count,
-                    "SHM: a peer may still read the memory of writes: it is quarantined"
+                    "SHM: quarantined the memory of writes that a peer may still read"
                 );
             }
         }

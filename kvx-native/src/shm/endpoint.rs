@@ -1,4 +1,4 @@
-//! The running end of a transport: what its handle, its regions and its links share.
+//! The running end of a transport, which its handle, its regions and its links share.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::machine::Machine;
 use super::memory::Regions;
 use super::progress::Command;
 
-/// See the module.
+/// The shared state of a transport.
 pub(crate) struct Endpoint {
     pub(crate) reactor: Reactor<Machine>,
     pub(crate) capabilities: Arc<Capabilities>,

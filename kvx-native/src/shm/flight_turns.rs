@@ -1,4 +1,4 @@
-//! The machine's part of flights: it starts their batches, and ends them.
+//! The machine's handling of flights: it starts their batches and ends them.
 
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use super::memory::quarantine;
 use super::work::Work;
 
 impl Machine {
-    /// Takes a read or a pull that a device or a thread has to move. Gives its number.
+    /// Starts a read or a pull that a device or a thread must move. Returns the flight's number.
     pub(crate) fn start_flight(&mut self, at: usize, purpose: FlightPurpose, load: Load) -> u64 {
         let number = self.flights.next;
         self.flights.next += 1;
@@ -42,7 +42,7 @@ impl Machine {
     }
 
     fn queue_flight(&mut self, number: u64) {
-        // Expected: it ended with its connection.
+        // Expected: the flight ended with its connection.
         let Some(flight) = self.flights.open.get_mut(&number) else { return };
         let has_more = flight.failed.is_none() && flight.left > 0;
         if has_more && !flight.queued && flight.under_way < DEPTH {
@@ -51,9 +51,9 @@ impl Machine {
         }
     }
 
-    /// Starts a batch. Says how many bytes it has.
+    /// Starts a batch. Returns its size in bytes.
     pub(crate) fn flight_turn(&mut self, number: u64, out: &mut Outbox) -> u64 {
-        // Expected: it was stopped while it waited for its turn.
+        // Expected: the flight was stopped while it waited for its turn.
         let Some(flight) = self.flights.open.get_mut(&number) else { return 0 };
         flight.queued = false;
         if flight.failed.is_some() || flight.left == 0 {
@@ -72,9 +72,9 @@ impl Machine {
         started
     }
 
-    /// Batches of a flight have landed.
+    /// Processes batches of a flight that have landed.
     pub(crate) fn take_batch_ends(&mut self, number: u64, out: &mut Outbox) {
-        // Expected: an earlier report of this flight took this batch's end as well.
+        // Expected: an earlier report of this flight included the end of this batch.
         let Some(flight) = self.flights.open.get_mut(&number) else { return };
         let (landed, lost) = {
             let mut ends = flight.ends.lock();
@@ -98,26 +98,26 @@ impl Machine {
             && flight.failed.is_none()
             && (gone || !self.connections[at].peer_lives())
         {
-            // The last batch does not count: the flight ends with the connection, and with its
-            // error.
+            // The last batch does not count: the flight ends with the connection and with the
+            // connection's error.
             self.take_peer_end(at, out);
         }
         self.queue_flight(number);
         self.end_flight(number, out);
     }
 
-    /// A device has lost a batch: it may touch both sides for ever.
+    /// Handles a batch that a device has lost: the device may touch both sides for ever.
     fn lose_flight(&mut self, number: u64) {
         let Some(flight) = self.flights.open.get_mut(&number) else {
-            debug_assert!(false, "flight {number} lost a batch and is not open");
+            debug_assert!(false, "flight {number} lost a batch but is not open");
             return;
         };
         let forgotten = error(
             ErrorKind::Forgotten,
-            "a device, or a thread of kvx's, lost a copy: the memory on both sides is quarantined; report this as a \
-             bug of its crate",
+            "a device, or one of kvx's threads, lost a copy: the memory on both sides is \
+             quarantined; report this as a bug of its crate",
         );
-        tracing::error!(error = %forgotten, "SHM: a transfer never ends");
+        tracing::error!(error = %forgotten, "SHM: a transfer will never end");
         flight.failed.get_or_insert(forgotten);
         if let FlightPurpose::Read { done, .. } = &mut flight.purpose {
             drop(done.take());
@@ -128,7 +128,7 @@ impl Machine {
         }
     }
 
-    /// Starts no more batches of these flights. Those of which none is under way end at once.
+    /// Starts no more batches of these flights. Flights without a batch in progress end at once.
     pub(crate) fn stop_flights(
         &mut self,
         which: impl Fn(&Flight) -> bool,
@@ -146,7 +146,7 @@ impl Machine {
         }
     }
 
-    /// Looks after the copying threads: one that is stuck is replaced.
+    /// Checks the copying threads and replaces a stuck one.
     pub(crate) fn look_at_copies(&mut self, now: Instant) {
         let (hung, again) = self.copying.look(now);
         let hung: Vec<_> = hung.iter().filter_map(|number| self.flights.open.get(number)).collect();
@@ -158,8 +158,9 @@ impl Machine {
                         ?peer,
                         ?theirs,
                         ?ours,
-                        "SHM: a copy waits for an unresolved page fault (userfaultfd, a file whose server hangs): \
-                         its regions, and further copies with this peer, wait with it"
+                        "SHM: a copy waits for an unresolved page fault (userfaultfd, a file whose \
+                         server hangs): its regions, and further copies with this peer, wait with \
+                         it"
                     );
                 }
             });
@@ -169,9 +170,9 @@ impl Machine {
         }
     }
 
-    /// Ends a flight if nothing of it is under way and nothing more will be.
+    /// Ends a flight if none of its batches is in progress and none will follow.
     fn end_flight(&mut self, number: u64, out: &mut Outbox) {
-        // Expected: it ended with its connection.
+        // Expected: the flight ended with its connection.
         let Entry::Occupied(entry) = self.flights.open.entry(number) else { return };
         let flight = entry.get();
         if flight.under_way > 0 || flight.failed.is_none() && flight.left > 0 {
@@ -179,10 +180,10 @@ impl Machine {
         }
         let Flight { at, counted, purpose, load, moved, failed, .. } = entry.remove();
         if let Some((owner, mut counted)) = counted {
-            self.held.note_all(&owner, &mut counted, 0).ok(); // it has less
+            self.held.note_all(&owner, &mut counted, 0).ok(); // cannot fail: the peer holds less
         }
-        drop(load); // the plan, and what was opened of the peer's
-        // "Unsupported" would say that nothing has moved.
+        drop(load); // the plan, and the peer's open memory
+        // `Unsupported` would mean that nothing has moved.
         let result = match failed {
             None => Ok(()),
             Some(why) if moved > 0 && why.kind() == ErrorKind::Unsupported => {

@@ -1,11 +1,11 @@
-//! Copies that the machine does not make itself: reads and pulls with memory on either side that is
-//! a device's, or that is no pool of kvx's, for which there are [threads](super::copy_threads).
+//! Copies that the machine does not make itself: reads and pulls with memory of a device, or memory
+//! outside of kvx pools, on either side. [Threads](super::copy_threads) copy the latter.
 //!
 //! A flight is such a read or pull, moved in batches: its turns start them, and the end of each
-//! starts the next. While one is under way the device or the thread may touch the memory of both
-//! sides, so ending a flight early only stops it: a ticket, an answer or a revocation that waits
-//! for its memory waits until the last batch has landed. A batch whose ticket the device loses
-//! never lands.
+//! starts the next. While a batch is in progress the device or thread may touch the memory of both
+//! sides, so ending a flight early only stops it: a ticket, an answer or a revocation that depends
+//! on its memory waits until the last batch has landed. A batch whose ticket the device loses never
+//! lands.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,47 +23,47 @@ use super::error::error;
 use super::host::PeerProcess;
 use super::memory::{CopyMethod, CopySource};
 
-/// Bytes of a batch between a device and the host, about: what other transfers wait for.
+/// The approximate bytes of a batch between a device and the host, for which other transfers wait.
 const COPY_BATCH: u64 = 4 << 20;
-/// Bytes of a batch within devices, which are some thirty times as fast: a batch takes longer than
-/// its request.
+/// The approximate bytes of a batch within devices, which are some thirty times as fast; the batch
+/// must take longer than its request.
 const HOP_BATCH: u64 = 64 << 20;
-/// Bytes of a batch of a thread, for which the small copies of other transfers wait.
+/// The bytes of a thread's batch, for which the small copies of other transfers wait.
 const THREAD_BATCH: u64 = 1 << 20;
-/// The most pieces of a batch.
+/// The limit for pieces of a batch.
 const MAX_PIECES: usize = 8192;
-/// Batches of one flight that are under way: the device always has the next.
+/// The number of batches of one flight in progress, so that the device always has the next.
 pub(crate) const DEPTH: usize = 4;
 
-/// What a flight is for.
+/// The purpose of a flight.
 pub(crate) enum FlightPurpose {
-    /// A read of ours, and whom to tell.
+    /// A local read, and its ticket.
     Read { id: TransferId, done: Option<Ticket> },
-    /// A part of the peer's write, if it waits for the answer, our regions that it goes to, and
-    /// what keeping it takes.
+    /// A part of a peer's write: its number if the peer waits for the answer, the local regions
+    /// that it writes, and the memory that keeping it takes.
     Pull { write: Option<u64>, into: Vec<RegionId>, cost: usize },
 }
 
-/// Who moves it.
+/// The mover of a flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mover {
     Device,
     Thread,
 }
 
-/// What a flight moves, and from where to where.
+/// The copies of a flight.
 pub(crate) struct Load {
     pub(crate) mover: Mover,
     pub(crate) pieces: Box<dyn Iterator<Item = CopyPiece> + Send>,
     pub(crate) sides: Arc<Sides>,
-    /// Regions of the peer that the places lie in.
+    /// The peer's regions in which the places lie.
     pub(crate) from: Vec<RegionId>,
     pub(crate) bytes: u64,
 }
 
 impl Load {
-    /// Returns the device or thread that has to move it; `None` for the machine, which reaches all
-    /// of it. Each side has one kind of memory: the first place tells which.
+    /// Returns the mover that is required; `None` for the machine, which reaches all of the memory.
+    /// Each side has one kind of memory, so its first place determines the mover.
     pub(crate) fn mover<'a>(
         places: &[CopySource],
         mut targets: impl Iterator<Item = &'a Arc<Memory>> + Clone,
@@ -79,11 +79,11 @@ impl Load {
     }
 }
 
-/// Who moves a batch, and which way.
+/// The mover of a batch, and the direction.
 enum Route {
     Hop(Arc<dyn DeviceAccess>),
     Copy(Arc<dyn DeviceAccess>, Direction),
-    /// None does.
+    /// A copying thread, without a device.
     Thread {
         mapped: bool,
     },
@@ -107,7 +107,8 @@ impl Route {
             }
             (CopyMethod::Remote, Some(_)) => Err(error(
                 ErrorKind::Unsupported,
-                "no device reaches host memory of another process that is no kvx pool: use Memory::pool, or TCP",
+                "no device reaches host memory of another process outside of kvx pools: use \
+                 Memory::pool, or TCP",
             )),
             (CopyMethod::Mapped(_) | CopyMethod::Remote, None) => Err(error(
                 ErrorKind::Unsupported,
@@ -116,7 +117,7 @@ impl Route {
         }
     }
 
-    /// Bytes of a batch, about.
+    /// Returns the approximate bytes of a batch.
     fn batch(&self) -> u64 {
         match self {
             Route::Hop(_) => HOP_BATCH,
@@ -144,37 +145,37 @@ fn access(memory: &Memory) -> Result<Arc<dyn DeviceAccess>> {
     })
 }
 
-/// See the module.
+/// A read or pull that a device or thread moves: see the [module](self).
 pub(crate) struct Flight {
-    /// The connection whose peer's memory is read; `None`: it is gone.
+    /// The connection to the peer whose memory is read; `None` once it has ended.
     pub(crate) at: Option<usize>,
-    /// Once that is gone: whose memory it counts as, and how much is counted.
+    /// After the end of the connection, the peer for which its memory counts, and how much.
     pub(crate) counted: Option<(HeldBytesOwner, usize)>,
     pub(crate) peer: Option<Identity>,
     pub(crate) process: Arc<PeerProcess>,
     pub(crate) purpose: FlightPurpose,
     pub(crate) load: Load,
-    /// A piece that did not go with the batch before it.
+    /// The piece that did not fit into the previous batch.
     pub(crate) next: Option<CopyPiece>,
-    /// Bytes that are in no batch yet.
+    /// The bytes that are in no batch yet.
     pub(crate) left: u64,
     pub(crate) moved: u64,
     pub(crate) ends: Arc<Mutex<BatchEnds>>,
     pub(crate) under_way: usize,
     pub(crate) queued: bool,
-    /// What it ends with if not with success; no further batch is started.
+    /// The error with which the flight ends; no further batch is started.
     pub(crate) failed: Option<Error>,
-    /// A batch was lost: it never ends.
+    /// True if a batch was lost; the flight never ends.
     pub(crate) lost: bool,
 }
 
 impl Flight {
-    /// Returns whether it reads the peer's region of this number.
+    /// Returns true if it reads the peer's region with this id.
     pub(crate) fn reads(&self, at: usize, id: RegionId) -> bool {
         self.at == Some(at) && self.load.from.contains(&id)
     }
 
-    /// Regions of ours that it writes to for a peer.
+    /// Returns the local regions that it writes for a peer.
     pub(crate) fn ours(&self) -> &[RegionId] {
         match &self.purpose {
             FlightPurpose::Read { .. } => &[],
@@ -182,7 +183,7 @@ impl Flight {
         }
     }
 
-    /// Its connection is gone: what keeping it takes is counted for itself.
+    /// Counts the flight's memory separately, because its connection has ended.
     pub(crate) fn detach(
         &mut self,
         owner: Option<HeldBytesOwner>,
@@ -191,12 +192,14 @@ impl Flight {
         self.at = None;
         if let (FlightPurpose::Pull { cost, .. }, Some(owner)) = (&self.purpose, owner) {
             let mut counted = 0;
-            held.note_all(&owner, &mut counted, *cost).ok(); // too much is seen with the peer's next connection
+            // An excess is noticed with the peer's next connection.
+            held.note_all(&owner, &mut counted, *cost).ok();
             self.counted = Some((owner, counted));
         }
     }
 
-    /// The next batch: pieces that one device moves one way. Errors: a piece that none can move.
+    /// Returns the next batch: pieces that one device moves in one direction. Returns an error for
+    /// a piece that none can move.
     fn batch(&mut self) -> Result<Option<(Route, Vec<Hop>, u64)>> {
         let (mut hops, mut bytes, mut way): (Vec<Hop>, u64, Option<Route>) = (Vec::new(), 0, None);
         while way.as_ref().is_none_or(|way| bytes < way.batch())
@@ -220,8 +223,8 @@ impl Flight {
         Ok(way.map(|way| (way, hops, bytes)))
     }
 
-    /// Starts the next batch. Says how many bytes it has. Errors: as `batch`, and `Exhausted`
-    /// without a thread for it.
+    /// Starts the next batch. Returns its size in bytes. Returns the errors of `batch`, and
+    /// `Exhausted` without a thread for it.
     pub(crate) fn start(
         &mut self,
         number: u64,
@@ -242,13 +245,13 @@ impl Flight {
                 let (process, sides) = (Arc::clone(&self.process), Arc::clone(&self.load.sides));
                 let peer = self.peer.clone();
                 let batch = Batch { number, peer, process, mapped, hops, bytes, sides, completion };
-                // SAFETY: as below; what its sides do not keep is our memory in a read, which the
-                // ticket does.
+                // SAFETY: as for `hop` below; the only memory that `sides` does not keep is the
+                // local memory of a read, which the ticket keeps.
                 unsafe { copying.take(batch) }?;
             }
-            // SAFETY: core and the grants (`checked`, for a pull) have held all pieces against the
-            // lengths of their regions; the flight keeps both sides until the batch has landed, and
-            // for ever if it never does.
+            // SAFETY: core, and `checked` for a pull, checked all pieces against the lengths of
+            // their regions; the flight keeps both sides until the batch has landed, or for ever if
+            // it never does.
             Route::Hop(access) => unsafe { access.hop(&hops, done(completion)) },
             Route::Copy(access, direction) => {
                 let line = |hop: &Hop| match direction {
@@ -260,7 +263,7 @@ impl Flight {
                     }
                 };
                 let lines: Vec<Line> = hops.iter().map(line).collect();
-                // SAFETY: the pieces are checked as for a hop, and the flight keeps both sides
+                // SAFETY: the pieces are checked as for `hop`, and the flight keeps both sides
                 // until the batch has landed. The host side is this agent's memory, or a mapping,
                 // which is only read.
                 unsafe { access.copy(direction, &lines, done(completion)) };
@@ -285,8 +288,8 @@ impl Flights {
         self.open.values_mut()
     }
 
-    /// Returns the flights with ended batches that the machine has not taken: without a reactor it
-    /// gets no report.
+    /// Returns the flights with ended batches that the machine has not processed. Without a reactor
+    /// it gets no reports.
     #[cfg(test)]
     pub(crate) fn with_batch_ends(&self) -> Vec<u64> {
         let has_landed = |flight: &Flight| {
@@ -300,33 +303,33 @@ impl Flights {
             .collect()
     }
 
-    /// Returns whether any is under way.
+    /// Returns true if a flight is open.
     #[cfg(test)]
     pub(crate) fn any(&self) -> bool {
         !self.open.is_empty()
     }
 
-    /// Returns whether something of a peer's is being read over this connection.
+    /// Returns true if a flight reads the peer's memory over this connection.
     pub(crate) fn any_at(&self, at: usize) -> bool {
         self.open.values().any(|flight| flight.at == Some(at))
     }
 
-    /// Returns whether the peer's region of this number is being read.
+    /// Returns true if a flight reads the peer's region with this id.
     pub(crate) fn any_reads(&self, at: usize, id: RegionId) -> bool {
         self.open.values().any(|flight| flight.reads(at, id))
     }
 
-    /// Returns whether our region of this number is being written to for a peer.
+    /// Returns true if a flight writes the local region with this id for a peer.
     pub(crate) fn any_writes(&self, id: RegionId) -> bool {
         self.open.values().any(|flight| flight.ours().contains(&id))
     }
 
-    /// Returns whether a device may write to our region of this number for ever.
+    /// Returns true if a device may write the local region with this id for ever.
     pub(crate) fn has_lost(&self, id: RegionId) -> bool {
         self.open.values().any(|flight| flight.lost && flight.ours().contains(&id))
     }
 
-    /// Returns the flights with batches whose end is not known, for which an ending machine waits.
+    /// Returns the flights with batches whose end is unknown, for which an ending machine waits.
     pub(crate) fn under_way(&self) -> Vec<u64> {
         self.of(|flight| !flight.lost)
     }
@@ -335,7 +338,7 @@ impl Flights {
         self.open.iter().filter(|(_, flight)| which(flight)).map(|(number, _)| *number).collect()
     }
 
-    /// Leaks the memory that devices may touch for ever. Returns the local regions in it.
+    /// Leaks memory that devices may touch for ever. Returns the local regions that contain it.
     pub(crate) fn keep_for_ever(&mut self) -> Vec<RegionId> {
         let mut kept = Vec::new();
         for (_, mut flight) in self.open.drain() {

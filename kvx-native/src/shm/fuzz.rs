@@ -1,10 +1,10 @@
-//! What the fuzz target of SHM calls.
+//! The fuzz target of SHM.
 
 use super::address::Address;
 use super::messages::{Message, Probe, RegionAccess};
 use crate::fuzz::check;
 
-/// A packet, what other messages carry, and the metadata that leads to an owner.
+/// Decodes a packet, the contents of other messages, and an owner's address.
 pub(crate) fn messages(bytes: &[u8]) {
     if let Ok(message) = Message::decode(bytes) {
         if let Message::Write { into, from, .. } = &message {
@@ -14,7 +14,7 @@ pub(crate) fn messages(bytes: &[u8]) {
         let written = message.encode();
         match Message::decode(&written) {
             Ok(again) => assert_eq!(again.encode(), written),
-            Err(error) => panic!("{message:?} was read, but not again: {error}"),
+            Err(error) => panic!("{message:?} was decoded, but not after encoding: {error}"),
         }
     }
     if let Ok(probe) = Probe::of_hello(bytes) {

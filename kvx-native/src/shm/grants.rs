@@ -1,4 +1,4 @@
-//! Who may read what: grants by the owner, and their end.
+//! Access to regions: grants by the owner, and their end.
 
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
@@ -18,16 +18,16 @@ use super::memory::{CopyMethod, PeerRegion, RevokedRegion, quarantine};
 use super::messages::RegionAccess;
 use super::work::{Populate, Work};
 
-/// The most regions that one peer may lend.
+/// The limit for regions that one peer may lend.
 const MAX_LENT: usize = 16 << 10;
-/// How many bytes of a mapping are made present in one turn.
+/// The bytes of a mapping that one turn makes present.
 const POPULATE_STEP: usize = 2 << 20;
 
-/// How often small reads are looked at that hold something up.
+/// The interval at which small reads that delay a release are checked.
 const LOOK_THROUGH: Duration = Duration::from_millis(5);
 
 impl Machine {
-    /// A peer asks to read a region of ours.
+    /// Answers a peer's request to read a local region.
     pub(crate) fn take_want(&mut self, at: usize, import: u64, id: RegionId, key: &RegionKey) {
         let connection = &mut self.connections[at];
         match self.regions.check(id, key) {
@@ -47,9 +47,9 @@ impl Machine {
         }
     }
 
-    /// Takes a region that a peer lends for pulling its writes. One that cannot be opened is
-    /// released at once: the peer lends it anew for its next write. Errors: `Malformed` for one
-    /// that is held already.
+    /// Takes a region that a peer lends for pulling its writes. Releases one that cannot be opened
+    /// at once; the peer lends it again for its next write. Returns `Malformed` for a region that
+    /// this end already holds.
     pub(crate) fn take_lend(
         &mut self,
         at: usize,
@@ -59,9 +59,9 @@ impl Machine {
     ) -> Result<()> {
         let connection = &mut self.connections[at];
         if connection.lent.len() >= MAX_LENT || matches!(connection.lent.get(&id), Some(Ok(_))) {
-            return Err(malformed("a region is lent twice, or too many are"));
+            return Err(malformed("a peer lends a region twice, or too many regions"));
         }
-        // One that does not fit is refused when a write names it: the others go on.
+        // An unfit region is refused when a write names it; other writes continue.
         let held = PeerRegion::of(id, access, file, &self.devices);
         match &held {
             Ok(held) => self.populate(at, held),
@@ -71,8 +71,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Has a new mapping's pages made present while there is nothing else to do, so that transfers
-    /// do not pay for it.
+    /// Schedules making a new mapping's pages present while the machine is idle, so that transfers
+    /// do not have to.
     pub(crate) fn populate(&mut self, at: usize, held: &PeerRegion) {
         if let CopyMethod::Mapped(mapping) = &held.place.method {
             let populate = Populate { at, id: held.id, mapping: Arc::clone(mapping), from: 0 };
@@ -80,7 +80,7 @@ impl Machine {
         }
     }
 
-    /// Says how many steps it took.
+    /// Makes some pages present. Returns the number of steps.
     pub(crate) fn populate_turn(&mut self) -> usize {
         let Some(mut populate) = self.populates.pop_front() else { return 0 };
         if let Some(next) = populate.mapping.populate(populate.from, POPULATE_STEP) {
@@ -90,8 +90,7 @@ impl Machine {
         1
     }
 
-    /// Revokes a local region: it is not granted any more, and all peers with a grant are asked to
-    /// release it.
+    /// Revokes a local region: stops granting it, and asks all peers that hold it to release it.
     pub(crate) fn revoke(&mut self, region: RevokedRegion, done: Ticket, out: &mut Outbox) {
         let id = region.id;
         let why = revoked(id).with_backend(NAME);
@@ -111,7 +110,7 @@ impl Machine {
         self.settle_recalls(out);
     }
 
-    /// Settles the revocations that do not wait for a peer or a flight any more.
+    /// Settles the revocations that no longer wait for a peer or a flight.
     pub(crate) fn settle_recalls(&mut self, out: &mut Outbox) {
         for (region, done) in self.recalls.take_done(|id| self.flights.any_writes(id)) {
             drop(region);
@@ -119,7 +118,8 @@ impl Machine {
         }
     }
 
-    /// A peer has let go of our region. Errors: `Malformed` when it did not hold it.
+    /// Records that a peer has released a local region. Returns `Malformed` if the peer did not
+    /// hold it.
     pub(crate) fn take_released(
         &mut self,
         at: usize,
@@ -131,13 +131,14 @@ impl Machine {
         Ok(())
     }
 
-    /// The peer of a connection has let go of one region, or of all.
+    /// Records that the peer of a connection has released one region, or all of them.
     pub(crate) fn confirm(&mut self, at: usize, id: Option<RegionId>, out: &mut Outbox) {
         self.recalls.release(&at, id);
         self.settle_recalls(out);
     }
 
-    /// The owner takes a region back that we were granted or lent: lets go of it and says so.
+    /// Takes the owner's recall of a region that this end was granted or lent: releases the region
+    /// and confirms that.
     pub(crate) fn take_recall(&mut self, at: usize, id: RegionId, out: &mut Outbox) {
         let reason = revoked(id).with_backend(NAME);
         self.stop_pulls(|pull| pull.at == at && pull.reads(id), &reason);
@@ -151,7 +152,7 @@ impl Machine {
         }
         let connection = &mut self.connections[at];
         if let Some(Err(_)) = connection.lent.remove(&id) {
-            return; // we have let go of it already
+            return; // it was released already
         }
         connection.shut_windows(|held| held.id == id);
         connection.imports.recall(|(held, _)| held.id == id, &reason);
@@ -161,10 +162,10 @@ impl Machine {
         self.post_waiting(at, out);
     }
 
-    /// Reports the release of regions that their owner recalls, once they are not read here any
-    /// more. Ends a connection that has waited for that.
+    /// Confirms the release of recalled regions that no local copy reads any more. Ends a
+    /// connection that has waited for that.
     pub(crate) fn release_unused(&mut self, at: usize, out: &mut Outbox) {
-        // Expected: the flight that ended outlived the connection, or ended with it.
+        // Expected: the flight outlived its connection, or ended with it.
         let Some(connection) = self.connections.get_mut(at) else { return };
         let flights = &self.flights;
         let mut landed: Vec<RegionId> = connection.releasing.iter().copied().collect();
@@ -180,7 +181,7 @@ impl Machine {
         }
     }
 
-    /// The same for those that small reads have held up.
+    /// Does the same for all connections where small reads delayed a release.
     pub(crate) fn release_busy_windows(&mut self, out: &mut Outbox) {
         let held_up: Vec<usize> = self
             .connections
@@ -191,7 +192,8 @@ impl Machine {
         held_up.into_iter().for_each(|at| self.release_unused(at, out));
     }
 
-    /// The machine ends: what peers have not let go of is never freed.
+    /// Ends the table of regions with the machine: regions that peers have not released are never
+    /// freed.
     pub(crate) fn keep_unproven(&mut self, out: &mut Outbox) {
         let mut unproven: HashSet<RegionId> =
             self.connections.iter().flat_map(|(_, connection)| connection.granted.iter()).collect();

@@ -1,4 +1,4 @@
-//! How connections begin.
+//! The start of connections.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -23,19 +23,19 @@ use super::messages::Probe;
 use super::shared_link::{Reachability, SharedLink};
 use super::socket::{self, Ready, token};
 
-/// How long a handshake may take, unless peers are to be lost earlier.
+/// The time limit for a handshake; a shorter `peer_timeout` takes precedence.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How soon to try again when too many wait to be accepted.
+/// The time after which a connection is tried again if the peer's backlog is full.
 const AGAIN: Duration = Duration::from_millis(10);
-/// The most clients that are served. Few in tests, which fill them.
+/// The limit for connected clients. Small in tests, which reach it.
 const MAX_ACCEPTED: usize = if cfg!(test) { 64 } else { 4096 };
-/// The most beside them whose handshake is not done.
+/// The limit for additional clients whose handshake is not done.
 const MAX_HALF_OPEN: usize = 256;
-/// The most clients accepted in one turn.
+/// The limit for clients accepted in one turn.
 const ACCEPT_BATCH: usize = 16;
 
 impl Machine {
-    /// Begins a link.
+    /// Initiates a link.
     pub(crate) fn connect(&mut self, link: Arc<SharedLink>, socket: Vec<u8>, out: &mut Outbox) {
         let until = Instant::now() + self.patience();
         self.try_connect(Connecting { link, socket, until }, out);
@@ -46,7 +46,7 @@ impl Machine {
             if connecting.until <= now {
                 let reason = error(
                     ErrorKind::PeerLost,
-                    "the peer accepts no connection: it is stopped or hangs",
+                    "the peer does not accept connections: it is stopped or hangs",
                 );
                 report_lost(&connecting.link, reason, out);
             } else {
@@ -104,7 +104,7 @@ impl Machine {
         let entry = self.connections.vacant_entry();
         let at = entry.key();
         connection.watch(&self.poller, token::socket(at), token::life(at)).map_err(|cause| {
-            Error::os("a connection cannot be watched: raise ulimit -n", cause)
+            Error::os("cannot watch a connection: raise ulimit -n", cause)
                 .with_kind(ErrorKind::Exhausted)
         })?;
         entry.insert(connection);
@@ -112,18 +112,21 @@ impl Machine {
         Ok(at)
     }
 
-    /// Takes the clients that wait on a listener.
+    /// Accepts the clients that wait on a listener.
     pub(crate) fn accept(&mut self, listener: usize, out: &mut Outbox) {
         for _ in 0..ACCEPT_BATCH {
-            // Expected: the machine ends, and has closed its listeners.
+            // Expected: the machine is ending and has closed its listeners.
             let Some(socket) = &self.listeners[listener] else { return };
             match socket::accept(socket.as_fd()) {
                 Ok(Some(socket)) => self.greet(socket, out),
                 Ok(None) => return,
                 Err(cause) => {
-                    // No file left for a new client: those there are go on, and it is tried again
-                    // in a second.
-                    tracing::warn!(error = %cause, "SHM: clients cannot be accepted; raise ulimit -n");
+                    // No descriptor is left for a new client: existing clients continue, and
+                    // accepting is tried again in a second.
+                    tracing::warn!(
+                        error = %cause,
+                        "SHM: cannot accept clients; raise ulimit -n"
+                    );
                     self.pause_accepting();
                     return;
                 }
@@ -134,7 +137,8 @@ impl Machine {
     fn pause_accepting(&mut self) {
         for (token, listener) in self.listeners.iter().enumerate() {
             if let Some(listener) = listener {
-                self.poller.change(listener.as_fd(), token as u64, Ready::empty()).ok(); // it was added
+                // Cannot fail: the listener was added.
+                self.poller.change(listener.as_fd(), token as u64, Ready::empty()).ok();
             }
         }
         self.accepting = false;
@@ -145,7 +149,8 @@ impl Machine {
         if !std::mem::replace(&mut self.accepting, true) {
             for (token, listener) in self.listeners.iter().enumerate() {
                 if let Some(listener) = listener {
-                    self.poller.change(listener.as_fd(), token as u64, Ready::IN).ok(); // it was added
+                    // Cannot fail: the listener was added.
+                    self.poller.change(listener.as_fd(), token as u64, Ready::IN).ok();
                 }
             }
         }
@@ -154,24 +159,25 @@ impl Machine {
     fn greet(&mut self, socket: Private, out: &mut Outbox) {
         let process = match PeerProcess::behind(socket.as_fd()) {
             Ok(process) => process,
-            Err(reason) => return tracing::warn!(%reason, "SHM: a client is turned away"),
+            Err(reason) => return tracing::warn!(%reason, "SHM: rejected a client"),
         };
         if let Err(reason) = check_user(&process) {
             let refuse = ControlMessage::Refuse { why: Refusal::from(&reason), proof: &[] };
-            socket::send(socket.as_fd(), &refuse.encode(), None).ok(); // it is turned away in any case
+            // The client is rejected even if it does not receive the reason.
+            socket::send(socket.as_fd(), &refuse.encode(), None).ok();
             let (pid, uid) = (process.pid, process.uid);
             return self.unauthenticated.log(|| {
-                tracing::warn!(pid, uid, "SHM: a client of another user is turned away");
+                tracing::warn!(pid, uid, "SHM: rejected a client of another user");
             });
         }
         self.make_room(out);
         let connection = Connection::new(socket, process, None, Instant::now(), self.patience());
         if let Err(reason) = self.admit(connection) {
-            tracing::warn!(%reason, "SHM: a client is turned away");
+            tracing::warn!(%reason, "SHM: rejected a client");
         }
     }
 
-    /// Half-open connections make room for new ones, the oldest first.
+    /// Ends the oldest half-open connection if there are too many of them.
     fn make_room(&mut self, out: &mut Outbox) {
         let half_open =
             self.connections.iter().filter_map(|(at, connection)| match connection.phase {
@@ -193,7 +199,7 @@ impl Machine {
         }
     }
 
-    /// How many clients are through with their handshake.
+    /// Returns the number of clients that have completed the handshake.
     fn count_served(&self) -> usize {
         let is_served = |connection: &Connection| {
             connection.link.is_none() && !matches!(connection.phase, Phase::Hello(_))
@@ -201,8 +207,8 @@ impl Machine {
         self.connections.iter().filter(|(_, connection)| is_served(connection)).count()
     }
 
-    /// A client says who it is and proves that it was invited; before that nothing of it is read.
-    /// Errors: what it is refused with, and cut off.
+    /// Verifies that a client was invited, before anything else of its hello is read. Returns the
+    /// error with which the client is refused and disconnected.
     pub(crate) fn take_hello(
         &mut self,
         at: usize,
@@ -228,7 +234,7 @@ impl Machine {
         Ok(())
     }
 
-    /// The client proves that its hello was not recorded.
+    /// Verifies the client's proof that its hello is not a replay.
     pub(crate) fn take_confirm(&mut self, at: usize, proof: &[u8]) -> Result<()> {
         let connection = &mut self.connections[at];
         if !connection.awaited.take().is_some_and(|claim| claim.holds(proof)) {
@@ -238,7 +244,7 @@ impl Machine {
         connection.held_bytes_owner().map_or(Ok(()), |owner| self.held.check(&owner))
     }
 
-    /// The target takes us in. Errors: `Malformed` when it is not whom we wanted.
+    /// Takes the target's welcome. Errors: `Malformed` if it is not from the expected peer.
     pub(crate) fn take_welcome(&mut self, at: usize, version: u16, body: &[u8]) -> Result<()> {
         let Some(greeting) = self.connections[at].greeting.take() else {
             return Err(malformed("a second welcome"));
@@ -267,10 +273,10 @@ impl Machine {
                 probe: probing.probe,
                 unreadable: match probing.then {
                     AfterProbe::Welcome { .. } => {
-                        "the initiator's memory is no kvx pool, and the target cannot read it"
+                        "the initiator's memory is not a kvx pool, and the target cannot read it"
                     }
                     AfterProbe::Confirm { .. } => {
-                        "the peer's memory is no kvx pool, and cannot be read from here"
+                        "the peer's memory is not a kvx pool, and this process cannot read it"
                     }
                 },
                 reachability: Ok(()),
@@ -331,7 +337,7 @@ impl Machine {
         Ok(())
     }
 
-    /// The target turns us away.
+    /// Takes the target's refusal.
     pub(crate) fn take_refuse(
         &mut self,
         at: usize,
@@ -400,7 +406,8 @@ fn check_user(process: &PeerProcess) -> Result<()> {
     Err(error(
         ErrorKind::Authentication,
         format!(
-            "SHM trusts processes of the same user, and user {} meets user {}: use TCP",
+            "SHM connects processes of the same user, but the peer's user is {} and this one's is \
+             {}: use TCP",
             process.uid,
             our_uid()
         ),
@@ -408,6 +415,6 @@ fn check_user(process: &PeerProcess) -> Result<()> {
 }
 
 fn report_lost(link: &Arc<SharedLink>, reason: Error, out: &mut Outbox) {
-    link.gone.set(reason.clone()).ok(); // the first reason stays
+    link.gone.set(reason.clone()).ok(); // the first reason counts
     out.link(link.id, LinkState::Lost(reason));
 }

@@ -1,4 +1,4 @@
-//! Who is on this host: boot id, namespaces, credentials and lives of peer processes.
+//! The processes of this host: boot id, namespaces, credentials, and whether peer processes live.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::Duration;
@@ -9,42 +9,43 @@ use rustix::io::Errno;
 
 use super::error::{error, no_connection};
 
-/// What tells one host, and one network namespace on it, from another.
+/// The identity of a host and of a network namespace on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Host {
-    /// Drawn by the kernel at each boot; containers share it.
+    /// The kernel's random id of this boot, which containers share.
     pub(crate) boot: [u8; 16],
-    /// Number of the network namespace: abstract sockets are seen only within it. 0: unknown.
+    /// The number of the network namespace, within which abstract sockets are visible; 0 if
+    /// unknown.
     pub(crate) network: u64,
 }
 
 impl Host {
-    /// This host. Errors: `Unavailable` when the kernel does not tell its boot id.
+    /// Returns this host. Returns `Unavailable` if the kernel does not report its boot id.
     pub(crate) fn current() -> Result<Self> {
         let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(|cause| {
-            error(ErrorKind::Unavailable, format!("no boot id in /proc: {cause}"))
+            error(ErrorKind::Unavailable, format!("cannot read the boot id in /proc: {cause}"))
                 .with_source(cause)
         })?;
         let boot = boot_id(&text).ok_or_else(|| {
-            error(ErrorKind::Unavailable, format!("the boot id {:?} is none", text.trim()))
+            error(ErrorKind::Unavailable, format!("the boot id {:?} is invalid", text.trim()))
         })?;
         Ok(Host { boot, network: network_namespace().unwrap_or(0) })
     }
 
-    /// Returns whether a process there could be reached from here. Errors: `Unsupported`, with the
-    /// reason and the cure.
+    /// Checks that a process on `other` can be reached from here. Returns `Unsupported` with the
+    /// reason and what to do otherwise.
     pub(crate) fn reaches(&self, other: &Host) -> Result<()> {
         if self.boot != other.boot {
             return Err(error(
                 ErrorKind::Unsupported,
-                "the peer runs on another host: shared memory ends at this one",
+                "the peer runs on another host, which shared memory does not reach",
             ));
         }
         if self.network != 0 && other.network != 0 && self.network != other.network {
             return Err(error(
                 ErrorKind::Unsupported,
-                "the peer runs on this host in another network namespace: give both containers one network \
-                 (hostNetwork, one pod, --network=container:…)",
+                "the peer runs on this host in another network namespace: give both containers one \
+                 network (hostNetwork, one pod, --network=container:…)",
             ));
         }
         Ok(())
@@ -64,35 +65,36 @@ fn network_namespace() -> Option<u64> {
     link.to_str()?.strip_prefix("net:[")?.strip_suffix(']')?.parse().ok()
 }
 
-/// The process behind a socket: who it is, and whether it lives.
+/// The process at the other end of a socket: its identity, and whether it lives.
 #[derive(Debug)]
 pub(crate) struct PeerProcess {
-    /// Its number in our process namespace; 0 when it lives in one that we do not see.
+    /// Its number in the local PID namespace; 0 if it runs in one that is not visible here.
     pub(crate) pid: i32,
-    /// Its user, as our user namespace sees it.
+    /// Its user, as seen in the local user namespace.
     pub(crate) uid: u32,
     life: Life,
 }
 
 #[derive(Debug)]
 enum Life {
-    /// Readable once it has ended.
+    /// A pidfd, which is readable once the process has ended.
     Watched(OwnedFd),
-    /// It had ended before it could be watched.
+    /// The process had ended before it could be watched.
     Ended,
-    /// It cannot be watched: the socket's end must do.
+    /// The process cannot be watched; only the end of its socket shows its end.
     Unknown,
 }
 
-/// How long a process may take from the close of its files to its death.
+/// The longest time between a process's closing its files and its end.
 const A_MOMENT: Duration = Duration::from_millis(5);
 
-/// Kernel 6.5 and newer: a pidfd of the process that connected or listened.
+/// The socket option of kernel 6.5 and newer that returns a pidfd of the process that connected or
+/// listened.
 const SO_PEERPIDFD: libc::c_int = 77;
 
 impl PeerProcess {
-    /// The process at the other end of a connected Unix socket, as the kernel recorded it at
-    /// connect or listen.
+    /// Returns the process at the other end of a connected Unix socket, as the kernel recorded it
+    /// at connect or listen.
     pub(crate) fn behind(socket: BorrowedFd<'_>) -> Result<Self> {
         let mut who = libc::ucred { pid: 0, uid: 0, gid: 0 };
         let mut len = size_of::<libc::ucred>() as libc::socklen_t;
@@ -109,7 +111,7 @@ impl PeerProcess {
         if rc != 0 {
             let cause = std::io::Error::last_os_error();
             return Err(kvx_core::Error::os(
-                "the kernel does not tell who is at the other end",
+                "the kernel does not report the process at the other end",
                 cause,
             ));
         }
@@ -120,7 +122,7 @@ impl PeerProcess {
         Ok(PeerProcess { pid: who.pid, uid: who.uid, life })
     }
 
-    /// Becomes readable when the process ends.
+    /// Returns a descriptor that becomes readable when the process ends.
     pub(crate) fn life(&self) -> Option<BorrowedFd<'_>> {
         match &self.life {
             Life::Watched(life) => Some(life.as_fd()),
@@ -128,7 +130,7 @@ impl PeerProcess {
         }
     }
 
-    /// Returns whether the process is known to have ended.
+    /// Returns true if the process is known to have ended.
     pub(crate) fn has_ended(&self) -> bool {
         match &self.life {
             Life::Watched(life) => {
@@ -139,35 +141,35 @@ impl PeerProcess {
         }
     }
 
-    /// Returns whether the process has ended, of whose `socket` the end was seen, or is about to.
-    /// One that dies closes its files before it counts as dead, on a busy machine long before; one
-    /// that leaves closes one direction first.
+    /// Returns true if the process, the end of whose `socket` was seen, has ended or is exiting. An
+    /// exiting process closes its files before it counts as ended, on a busy machine long before. A
+    /// live one that leaves closes one direction first.
     pub(crate) fn has_ended_with(&self, socket: BorrowedFd<'_>) -> bool {
         let hung_up = matches!(
             poll_now(&mut [PollFd::from_borrowed_fd(socket, PollFlags::empty())]),
             Ok(1..)
         );
         if let (true, Life::Watched(life)) = (hung_up, &self.life) {
-            // In a namespace that we do not see its death alone can tell.
+            // In an invisible namespace only its end can tell.
             if self.is_exiting() {
                 return true;
             }
             let moment =
                 rustix::time::Timespec { tv_sec: 0, tv_nsec: A_MOMENT.subsec_nanos().into() };
-            rustix::event::poll(&mut [PollFd::new(life, PollFlags::IN)], Some(&moment)).ok(); // looked at below
+            rustix::event::poll(&mut [PollFd::new(life, PollFlags::IN)], Some(&moment)).ok();
         }
         self.has_ended()
     }
 
-    /// Returns whether the kernel has begun to end the process. It is asked before its end was
-    /// seen: its number is its own.
+    /// Returns true if the kernel has begun to end the process. The caller has not seen its end, so
+    /// its number was not reused.
     fn is_exiting(&self) -> bool {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid));
         stat.is_ok_and(|stat| has_begun_to_exit(&stat))
     }
 
-    /// Returns whether the process still holds its end of `socket`, and so is the one that it was
-    /// when it connected: neither ended nor replaced by another program.
+    /// Returns true if the process still holds its end of `socket`, and so is the one that
+    /// connected: it has neither ended nor been replaced by another program.
     pub(crate) fn still_behind(&self, socket: BorrowedFd<'_>) -> bool {
         let mut polled = [
             PollFd::from_borrowed_fd(socket, PollFlags::empty()),
@@ -185,11 +187,11 @@ impl PeerProcess {
     }
 }
 
-/// As `PF_EXITING` in the kernel's `sched.h`.
+/// The kernel's flag `PF_EXITING` (`sched.h`).
 const EXITING: u64 = 0x4;
 
-/// Returns whether the flags in a `/proc/<pid>/stat` say so: the seventh word behind the name,
-/// which may hold anything.
+/// Returns true if the flags in a `/proc/<pid>/stat` contain it: the seventh field after the name,
+/// which may contain any characters.
 fn has_begun_to_exit(stat: &str) -> bool {
     let mut words = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
     words
@@ -208,7 +210,7 @@ fn poll_now(fds: &mut [PollFd<'_>]) -> Result<usize, Errno> {
     }
 }
 
-/// `None`: this kernel does not know the option.
+/// Returns `None` if this kernel does not know the option.
 fn pidfd_behind(socket: BorrowedFd<'_>) -> Option<Life> {
     let mut fd: libc::c_int = -1;
     let mut len = size_of::<libc::c_int>() as libc::socklen_t;
@@ -226,11 +228,11 @@ fn pidfd_behind(socket: BorrowedFd<'_>) -> Option<Life> {
         let gone = std::io::Error::last_os_error().raw_os_error() == Some(libc::ESRCH);
         return gone.then_some(Life::Ended);
     }
-    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+    // SAFETY: the kernel has just created this descriptor, so no other code owns it.
     Some(Life::Watched(unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 
-/// Errors: this process has no descriptor for it.
+/// Opens a pidfd. Returns an error if this process has no descriptor left.
 fn pidfd_of(pid: i32) -> Result<Life, Errno> {
     let Some(pid) = rustix::process::Pid::from_raw(pid) else { return Ok(Life::Unknown) };
     match rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()) {
@@ -241,7 +243,7 @@ fn pidfd_of(pid: i32) -> Result<Life, Errno> {
     }
 }
 
-/// The effective user of this process.
+/// Returns the effective user of this process.
 pub(crate) fn our_uid() -> u32 {
     rustix::process::geteuid().as_raw()
 }
@@ -271,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_has_begun_to_exit_says_so() {
+    fn an_exiting_process_is_recognised() {
         for (stat, exits) in [
             ("7 (a) b) R 1 7 7 0 -1 4194304 95 0", false),
             ("7 (a 1 1 1 1 1 1 4) R 1 7 7 0 -1 4194304 95 0", false),
@@ -288,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn our_own_process_is_behind_our_own_socket_and_lives() {
+    fn this_process_is_at_the_other_end_of_its_own_socket_and_lives() {
         let (one, other) = std::os::unix::net::UnixStream::pair().unwrap();
         let peer = PeerProcess::behind(one.as_fd()).unwrap();
         assert_eq!(peer.pid as u32, std::process::id());

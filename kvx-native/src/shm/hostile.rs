@@ -1,5 +1,5 @@
-//! Clients and owners that do not keep to the protocol: each is refused with a reason, and nobody
-//! else notices.
+//! Tests with clients and owners that violate the protocol: each is refused with a reason, and
+//! other peers do not notice.
 
 mod held;
 
@@ -33,14 +33,14 @@ fn agent(name: &str) -> Agent {
     Agent::builder(name).notifications(1, 64 << 10).registry(registry.clone()).build().unwrap()
 }
 
-/// The name of an agent's socket, out of its metadata.
+/// Returns the position of an agent's socket name in its metadata.
 fn socket_of(metadata: &[u8]) -> std::ops::Range<usize> {
     let at = metadata.windows(8).position(|window| window == b"kvx-shm-").unwrap();
     at..at + 40
 }
 
 fn region_key(metadata: &[u8], region: &Region) -> RegionKey {
-    // A region's section begins with number and key, as they travel everywhere.
+    // A region's section begins with its id and key.
     let id = region.id().0.to_le_bytes();
     let known = kvx_core::backend::Metadata::decode(metadata).unwrap();
     known.regions.iter().find(|info| info.id.0.to_le_bytes() == id).unwrap().key
@@ -55,14 +55,14 @@ impl Raw {
         Raw(socket::connect(&metadata[socket_of(&metadata)]).unwrap())
     }
 
-    /// Its hello is welcomed, and what proves it.
+    /// Connects and gets a welcome. Also returns the proof to confirm it.
     fn welcomed(agent: &Agent) -> (Self, Vec<u8>) {
         let raw = Raw::to(agent);
         let proof = raw.greet(&invitation(agent), || ());
         (raw, proof)
     }
 
-    /// Says hello, and gives what proves it. `turn`: has the other end answer.
+    /// Sends a hello, and returns the proof. `turn` makes the other end answer.
     fn greet(&self, invitation: &Invitation, turn: impl FnOnce()) -> Vec<u8> {
         let (greeting, hello) = greet(invitation, None, &NO_PROBE.hello_rest()).unwrap();
         self.say(&hello).unwrap();
@@ -105,7 +105,8 @@ impl Raw {
         raw
     }
 
-    /// Says so many, as fast as they are taken. False: it was cut off.
+    /// Sends a packet `count` times, as fast as the other end reads. Returns false if the
+    /// connection ended.
     fn pour(&self, bytes: &[u8], count: usize) -> bool {
         (0..count).all(|_| {
             let until = Instant::now() + CUT_OFF;
@@ -113,7 +114,7 @@ impl Raw {
                 match self.say(bytes) {
                     Ok(()) => return true,
                     Err(rustix::io::Errno::AGAIN) => {
-                        assert!(Instant::now() < until, "it takes nothing")
+                        assert!(Instant::now() < until, "the other end does not read")
                     }
                     Err(_) => return false,
                 }
@@ -135,7 +136,7 @@ impl Raw {
         matches!(Shared::decode(&self.next().unwrap()), Ok(Shared::Alive))
     }
 
-    /// The next packet; `None` once the other end has closed.
+    /// Returns the next packet; `None` once the other end has closed.
     fn next(&self) -> Option<Vec<u8>> {
         let mut buffer = vec![0; 1 << 20];
         let until = Instant::now() + CUT_OFF;
@@ -145,7 +146,7 @@ impl Raw {
                 RecvOutcome::End => return None,
                 RecvOutcome::TooLong => panic!("longer than any message"),
                 RecvOutcome::Nothing => {
-                    assert!(Instant::now() < until, "the other end says nothing");
+                    assert!(Instant::now() < until, "the other end does not answer");
                     wait_for(&self.0, PollFlags::IN);
                 }
             }
@@ -224,7 +225,7 @@ fn sealed() -> SealFlags {
     SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE
 }
 
-/// A well-behaved reader gets what it asks for.
+/// Checks that a well-behaved reader gets the region's bytes.
 fn a_good_client_works(target: &Agent, region: &Region) {
     let reader = agent("good client");
     let local = reader.register("local", Memory::pool(LEN).build().unwrap()).unwrap();
@@ -257,9 +258,9 @@ fn untouched(region: &Region) {
 }
 
 /// Checks that SHM uses [`control`](kvx_backend::control), which decides why most of these end a
-/// link; the last ones are SHM's.
+/// link; the last ones are specific to SHM.
 #[test]
-fn what_breaks_the_protocol_is_cut_off_and_others_are_served() {
+fn violations_end_the_connection_and_others_are_served() {
     let (target, region) = target();
     let good = Raw::shaken(&target);
     let lend = Message::Lend {
@@ -270,11 +271,15 @@ fn what_breaks_the_protocol_is_cut_off_and_others_are_served() {
         (HandshakeStage::Start, "a packet that is too long", vec![vec![7; 100 << 10]]),
         (
             HandshakeStage::Up,
-            "the answer to a write, from who writes",
+            "an answer to a write from the end that writes",
             vec![Message::Done { write: 1, result: Ok(()) }.encode()],
         ),
-        (HandshakeStage::Up, "a message in place of the socket's end", vec![Shared::Bye.encode()]),
-        (HandshakeStage::Up, "a region that is lent twice", vec![lend.encode(), lend.encode()]),
+        (
+            HandshakeStage::Up,
+            "a goodbye message instead of the socket's end",
+            vec![Shared::Bye.encode()],
+        ),
+        (HandshakeStage::Up, "a region lent twice", vec![lend.encode(), lend.encode()]),
     ];
     let own = own.map(|(after, what, says)| Violation {
         description: what,
@@ -293,7 +298,8 @@ fn what_breaks_the_protocol_is_cut_off_and_others_are_served() {
             HandshakeStage::Welcome => Raw::welcomed(&target).0,
             HandshakeStage::Up => Raw::shaken(&target),
         };
-        says.iter().find(|bytes| raw.say(bytes).is_err()); // it may be cut off before it has said all
+        // The connection may end before all messages are sent.
+        says.iter().find(|bytes| raw.say(bytes).is_err());
         let mut answers = Vec::new();
         while let Some(answer) = raw.next() {
             match Shared::decode(&answer) {
@@ -307,7 +313,7 @@ fn what_breaks_the_protocol_is_cut_off_and_others_are_served() {
         assert!(good.is_served(), "after {what}");
         while target.try_notification().is_some() {}
     }
-    // Silent clients, more than may wait at once.
+    // More silent clients than may be half-open at once.
     let silent: Vec<Raw> = (0..300).map(|_| Raw::to(&target)).collect();
     a_good_client_works(&target, &region);
     drop(silent);
@@ -316,7 +322,7 @@ fn what_breaks_the_protocol_is_cut_off_and_others_are_served() {
 }
 
 #[test]
-fn who_finds_no_room_is_told_so_and_comes_in_later() {
+fn a_client_above_the_limit_gets_an_error_and_can_connect_later() {
     let (target, region) = target();
     let inside: Vec<Raw> = (0..64).map(|_| Raw::shaken(&target)).collect();
     assert!(inside.iter().all(Raw::is_served));
@@ -327,7 +333,7 @@ fn who_finds_no_room_is_told_so_and_comes_in_later() {
     drop(inside);
     let until = Instant::now() + CUT_OFF;
     while let Err(why) = peer.ready(CUT_OFF).wait_blocking(CUT_OFF) {
-        assert!(Instant::now() < until, "the same handle finds no room later: {why}");
+        assert!(Instant::now() < until, "the same handle cannot connect later: {why}");
     }
     a_good_client_works(&target, &region);
     late.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
@@ -335,7 +341,7 @@ fn who_finds_no_room_is_told_so_and_comes_in_later() {
 }
 
 #[test]
-fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
+fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_continues() {
     let (target, region) = target();
     let (id, key) = (region.id(), region_key(&target.metadata().unwrap(), &region));
     let raw = Raw::shaken(&target);
@@ -376,7 +382,7 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
     for unfit in [open, RegionId(5)] {
         let said = raw.next().expect("still connected");
         let released = Message::Shared(Shared::Released { id: unfit });
-        assert_eq!(said, released.encode(), "what cannot be taken is let go of at once");
+        assert_eq!(said, released.encode(), "a region that cannot be opened is released at once");
     }
     let whole = Grid::packed(len, 1);
     let beyond = Grid { base: 1, ..whole };
@@ -395,7 +401,7 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
         untouched(&region);
     }
     a_good_client_works(&target, &region);
-    // The same connection still does what is right.
+    // The same connection still serves valid requests.
     raw.send(
         Message::Write { write: 9, into: block(id, key, whole), from: block(good, none, whole) },
         None,
@@ -409,8 +415,8 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
     target.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }
 
-/// An owner that hands out files which would kill a reader that trusted them. Which files those are
-/// is tried in `memory.rs`.
+/// Checks an owner that passes files which would kill a reader that trusted them. `memory.rs` tests
+/// which files those are.
 #[test]
 fn an_owner_that_passes_unfit_files_is_refused() {
     let (owner, region) = target();
@@ -447,7 +453,7 @@ fn an_owner_that_passes_unfit_files_is_refused() {
         let Ok(Shared::Want { import, .. }) = Shared::decode(&wanted) else { panic!("{wanted:?}") };
         raw.send(Shared::Grant { import, rest: &access.grant_rest() }, file.as_ref());
         assert_eq!(transfer.wait_blocking(CUT_OFF).unwrap_err().kind(), expected);
-        assert!(raw.is_served(), "the link is up all the same");
+        assert!(raw.is_served(), "the link is still up");
     }
     let mut bytes = vec![1; LEN];
     local.copy_out(0, &mut bytes).unwrap();
@@ -456,9 +462,10 @@ fn an_owner_that_passes_unfit_files_is_refused() {
     owner.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }
 
-/// Seeded garbage on live connections, on both ends at once: no panic, and good clients work on.
+/// Sends seeded garbage on live connections, to both ends at once: no panic, and good clients keep
+/// working.
 #[test]
-fn mutated_messages_on_live_connections_harm_nobody() {
+fn mutated_messages_on_live_connections_do_no_harm() {
     let (target, region) = target();
     let (id, key) = (region.id(), RegionKey([1; 16]));
     let own = [

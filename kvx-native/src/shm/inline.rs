@@ -1,5 +1,5 @@
-//! Small reads on the poster's own thread, past the machine: their latency must not depend on what
-//! it is busy with.
+//! Small reads on the poster's thread that bypass the machine, so that their latency does not
+//! depend on the machine's other work.
 
 use std::any::Any;
 use std::os::fd::AsFd as _;
@@ -11,15 +11,15 @@ use super::copy;
 use super::shared_link::Import;
 use super::window::View;
 
-/// The most regions of a read that is done inline.
+/// The limit for regions of a read that is done inline.
 const MAX_REGIONS: usize = 4;
 const MAX_PIECES: usize = INLINE_SEGMENTS as usize;
 
 /// Does a small read now, if its regions are open. Returns false, with the ticket unsettled, if the
-/// machine has to do it. An unresolved page fault blocks only the calling thread.
+/// machine must do it. An unresolved page fault blocks only the calling thread.
 pub(crate) fn read_inline(plan: &Arc<BoundPlan>) -> bool {
     let mut windows = [const { None }; MAX_REGIONS];
-    // One kind of memory a side: the first speaks for all.
+    // Each side has one kind of memory, so the first one is representative.
     let on_host = plan.locals().first().is_none_or(|local| local.memory.kind().is_host());
     if plan.remotes().len() > MAX_REGIONS || !on_host {
         return false;
@@ -47,9 +47,9 @@ pub(crate) fn read_inline(plan: &Arc<BoundPlan>) -> bool {
         let len = segment.len as usize;
         match &window.owner {
             None => {
-                // SAFETY: core checked the plan against the lengths of its regions, and the grant
-                // was held against the remote length; the plan keeps the local memory, the open
-                // window the mapping.
+                // SAFETY: core checked the plan against the lengths of its regions, and the machine
+                // checked the remote length at the grant. The plan keeps the local memory, and the
+                // open window keeps the mapping.
                 unsafe { copy_shared(from, into, len) };
             }
             Some(_) if pieces == MAX_PIECES => return false,
@@ -61,13 +61,13 @@ pub(crate) fn read_inline(plan: &Arc<BoundPlan>) -> bool {
         }
     }
     if let Some(owner) = owner {
-        // SAFETY: our side is local memory of the plan, which keeps it, within bounds that core
-        // checked.
+        // SAFETY: the local side is memory that the plan keeps, within bounds that core checked.
         let got = unsafe { copy::readv(owner.process.pid, &ours[..pieces], &theirs[..pieces]) };
         if got != Ok(bytes) || !owner.process.still_behind(owner.socket.as_fd()) {
             return false;
         }
     }
-    // A transport that ends does not wait for ever: what was copied then may be another's by now.
+    // A transport that ends does not wait for ever: bytes copied after that may belong to other
+    // data.
     windows.iter().flatten().all(|window| !window.is_shut())
 }

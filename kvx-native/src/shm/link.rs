@@ -1,4 +1,4 @@
-//! A link to a peer of this host, as core holds it.
+//! A link to a peer on this host: the handle that core holds.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use super::progress::Command;
 use super::shared_link::{Import, Reachability, SharedLink};
 use super::window::Shutter;
 
-/// The most blocks of a write whose request is sent on the poster's thread.
+/// The limit in blocks for a write whose request is sent on the poster's thread.
 const SHORT_WRITE: u64 = 2048;
 
 /// The handle of a link.
@@ -34,8 +34,8 @@ impl ShmLink {
         ShmLink { endpoint, shared, imports: AtomicU64::new(0) }
     }
 
-    /// Returns whether who copies can read the memory that the bytes come from: we for a read, the
-    /// peer for a write.
+    /// Checks that the copying process can read the source of the bytes: this process for a read,
+    /// the peer for a write.
     fn check_reachability(&self, plan: &BoundPlan) -> Result<()> {
         let foreign = match plan.op() {
             Op::Read => plan.remotes().iter().any(|remote| {
@@ -57,10 +57,10 @@ impl ShmLink {
     }
 }
 
-// SAFETY: a plan's memory is touched by the machine, which settles the ticket after its last
+// SAFETY: a plan's memory is touched only by the machine, which settles the ticket after its last
 // access; by devices and copying threads, whose last batch lands before the ticket of its flight
-// settles; or by the poster of a small read, which settles it itself afterwards. A peer that pulls
-// a write has confirmed, or is dead, before the ticket settles.
+// settles; or by the poster of a small read, which settles it afterwards. A peer that pulls a write
+// has confirmed its end, or has died, before the ticket settles.
 unsafe impl Link for ShmLink {
     fn capabilities(&self) -> Arc<Capabilities> {
         Arc::clone(&self.endpoint.capabilities)
@@ -88,13 +88,14 @@ unsafe impl Link for ShmLink {
 
     fn update(&self, peer: PeerSection<'_>) -> Result<()> {
         if *peer.identity == self.shared.peer {
-            return Ok(()); // where the peer listens never changes within an incarnation
+            return Ok(()); // the peer's address never changes within an incarnation
         }
         Err(other_peer(&self.shared.peer, peer.identity).with_backend(NAME))
     }
 
     fn import(&self, region: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {
-        // Whether foreign memory can be read matters for reads only: a post says so.
+        // Whether foreign memory can be read matters for reads only, and is checked when one is
+        // posted.
         let reach = Reach::import(region.export)?;
         if let Reach::Device(owner) = reach {
             openers(&self.endpoint.devices, Some(region.kind), owner)?;

@@ -1,4 +1,4 @@
-//! The machine: its state, and its clock.
+//! The machine: its state, and its timers.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
@@ -28,7 +28,7 @@ use super::work::{Populate, Work};
 
 pub(crate) struct Machine {
     pub(crate) me: Identity,
-    /// The keys by which peers are authenticated.
+    /// The keys that authenticate peers.
     pub(crate) keys: Keys,
     pub(crate) unauthenticated: RateLimited,
     pub(crate) config: Config,
@@ -37,7 +37,7 @@ pub(crate) struct Machine {
     pub(crate) regions: Arc<Regions>,
     pub(crate) devices: Vec<Arc<dyn DeviceAccess>>,
     pub(crate) flights: Flights,
-    /// The bytes that peers read to find out whether they may read this process's memory.
+    /// The bytes that peers read to check whether they may read this process's memory.
     pub(crate) probe_bytes: Box<[u8; 32]>,
     pub(crate) socket_name: Vec<u8>,
     pub(crate) listeners: [Option<Private>; LISTENERS],
@@ -53,22 +53,22 @@ pub(crate) struct Machine {
     /// The connection whose probe is under way.
     pub(crate) probed: Option<(usize, Probing)>,
     pub(crate) connecting: Vec<Connecting>,
-    /// By the connections whose peers hold the region.
+    /// Revocations, by the connections whose peers hold the region.
     pub(crate) recalls: Recalls<usize, (RevokedRegion, Ticket)>,
     pub(crate) turns: WorkQueue<Work>,
-    /// Mappings to be made present while there is nothing else to do.
+    /// Mappings to make present while the machine is idle.
     pub(crate) populates: VecDeque<Populate>,
     pub(crate) copier: Copier,
     pub(crate) copying: CopyThreads,
-    /// For warnings of copies that wait for a page fault.
+    /// The rate limit of warnings about copies that wait for a page fault.
     pub(crate) hung: RateLimited,
     pub(crate) buffer: Vec<u8>,
-    /// When to look at the clock; `None`: nothing depends on it.
+    /// The time of the next check; `None` if nothing depends on it.
     pub(crate) next_look: Option<Instant>,
-    /// This turn was lent by a thread that posted a small read, which is done: nothing more is done
-    /// on it.
+    /// True if a caller's thread had this turn only to post a small read and has done so; the turn
+    /// does nothing else.
     pub(crate) lent_turn: bool,
-    /// Much has been moved since the machine last slept.
+    /// True if much data was moved since the machine last slept.
     pub(crate) bursting: bool,
     pub(crate) shutdown: Vec<Ticket>,
 }
@@ -121,23 +121,23 @@ impl Machine {
         })
     }
 
-    /// How a device's thread reaches it.
+    /// Returns the reactor handle for threads of devices.
     pub(crate) fn reactor_handle(&self) -> Arc<ReactorHandle> {
         Arc::clone(&self.flights.reactor)
     }
 
-    /// Where it listens.
+    /// Returns the name of the socket on which it listens.
     pub(crate) fn socket_name(&self) -> Vec<u8> {
         self.socket_name.clone()
     }
 
-    /// Has the clock look again by `at`.
+    /// Schedules the next check at `at` or earlier.
     pub(crate) fn look_by(&mut self, at: Instant) {
         self.next_look = Some(self.next_look.map_or(at, |next| next.min(at)));
     }
 
-    /// Notes whether a connection awaits an answer, after its operations in flight have changed:
-    /// the clock watches it meanwhile.
+    /// Records whether a connection awaits an answer, after its operations in flight have changed;
+    /// the timers watch it meanwhile.
     pub(crate) fn note_awaiting(&mut self, at: usize) {
         if let Some(now) = self.connections[at].note_awaiting() {
             self.look_by(now + Silence::step(self.peer_timeout));

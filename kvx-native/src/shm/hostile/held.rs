@@ -1,4 +1,5 @@
-//! What peers have an owner hold: each process has a budget, and so have all together.
+//! Tests of the memory that an owner holds for peers: each process has a budget, and so have all
+//! together.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -22,7 +23,7 @@ use crate::shm::memory::Regions;
 use crate::shm::messages::{Location, Message, RegionAccess};
 use crate::shm::socket;
 
-/// Another process, as the kernel sees it: it has connected what we speak over, and sleeps.
+/// Another process, as the kernel sees it: it connected the sockets of this test, and sleeps.
 struct Another(std::process::Child);
 
 impl Another {
@@ -36,8 +37,8 @@ impl Another {
         let numbers: Vec<_> = sockets.iter().map(AsRawFd::as_raw_fd).collect();
         let name = SocketAddrUnix::new_abstract_name(name).unwrap();
         let mut command = std::process::Command::new("sleep");
-        // SAFETY: between fork and exec only connect is called, which is async-signal-safe; the
-        // sockets are open.
+        // SAFETY: between fork and exec the closure only calls connect, which is async-signal-safe;
+        // the sockets are open.
         unsafe {
             command.arg("100").pre_exec(move || {
                 for number in &numbers {
@@ -53,12 +54,13 @@ impl Another {
 
 impl Drop for Another {
     fn drop(&mut self) {
-        self.0.kill().ok(); // it may have ended
+        self.0.kill().ok(); // it may already have ended
         self.0.wait().ok();
     }
 }
 
-/// More than an agent of these tests has room for, and more than a link's window.
+/// Sends more notifications than these tests' agents have capacity for, and than a link's window
+/// allows.
 fn park(raw: &Raw) -> bool {
     (0..16).all(|number| raw.pour(&notice(number), 1))
 }
@@ -68,11 +70,11 @@ fn notice(notice: u64) -> Vec<u8> {
 }
 
 #[test]
-fn a_process_has_one_budget_for_all_its_connections_and_newcomers_are_served() {
+fn a_process_has_one_budget_for_all_its_connections_and_new_clients_are_served() {
     let (target, region) = target();
     let metadata = target.metadata().unwrap();
     let first = Raw::shaken(&target);
-    assert!(park(&first), "it is full from here on");
+    assert!(park(&first), "the agent's queue is full from here on");
     let (_another, raws) = Another::to(&metadata[socket_of(&metadata)], 55);
     for raw in &raws {
         raw.say(&raw.greet(&invitation(&target), || ())).unwrap();
@@ -85,21 +87,24 @@ fn a_process_has_one_budget_for_all_its_connections_and_newcomers_are_served() {
                 let access = RegionAccess { len: 1, at: Location::File };
                 Message::Lend { id: RegionId(id), access }.encode()
             };
-            // Half a MiB of regions that it lends beside a MiB of notifications.
+            // Half a MiB of lent regions in addition to a MiB of notifications.
             let goes_on = |raw: &Raw| park(raw) && (0..2_000).all(|id| raw.pour(&lend(id), 1));
             let cut_off = raws.iter().filter(|raw| !goes_on(raw));
             cut_off.count()
         },
     );
-    assert!((5..=30).contains(&cut_off), "{cut_off} of 55 were cut off");
+    assert!((5..=30).contains(&cut_off), "{cut_off} of 55 were disconnected");
     a_good_client_works(&target, &region);
     while target.try_notification().is_some() {}
     first.send(Shared::Ping, None);
-    while !matches!(Shared::decode(&first.next().expect("it is another's")), Ok(Shared::Alive)) {}
+    while !matches!(
+        Shared::decode(&first.next().expect("the first process has its own budget")),
+        Ok(Shared::Alive)
+    ) {}
     target.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }
 
-/// It has no room.
+/// An agent without space for notifications.
 struct Full;
 
 impl Events for Full {
@@ -113,7 +118,8 @@ const INVITED: Invitation = Invitation::from_bytes([5; 32]);
 const KEY: RegionKey = RegionKey([8; 16]);
 const BLOCKS: u32 = 6000;
 
-/// One whose turns the test gives, with these bounds for one peer and for all, and with a region.
+/// Returns a machine that the test drives, with these limits for one peer and for all, and with a
+/// region.
 fn machine(one_peer: usize, all_peers: usize) -> Machine {
     let options = Options::new();
     let config = Config::read(&options).unwrap();
@@ -140,21 +146,21 @@ fn turns(machine: &mut Machine) {
     }
 }
 
-/// Who has connected comes in.
+/// Completes the handshake of a connected client.
 fn shake(machine: &mut Machine, raw: &Raw) {
     let proof = raw.greet(&INVITED, || turns(machine));
     raw.say(&proof).unwrap();
     turns(machine);
 }
 
-/// One of this process comes in.
+/// Connects a client of this process.
 fn shaken(machine: &mut Machine) -> Raw {
     let raw = Raw(socket::connect(&machine.socket_name()).unwrap());
     shake(machine, &raw);
     raw
 }
 
-/// Returns whether it gets an answer, within a second.
+/// Returns true if a ping gets an answer, and checks that this takes less than a second.
 fn is_served(machine: &mut Machine, raw: &Raw) -> bool {
     let begun = Instant::now();
     let asked = raw.say(&Shared::Ping.encode()).is_ok();
@@ -169,7 +175,7 @@ fn all_processes_have_one_budget_and_the_greediest_loses_its_connections() {
     let name = machine.socket_name();
     let mut others = vec![Raw(socket::connect(&name).unwrap())];
     let mut processes = Vec::new();
-    // The second has most when the third comes.
+    // The second process has most when the third connects.
     for connections in [3, 4, 4] {
         let (process, raws) = Another::to(&name, connections);
         processes.push(process);
@@ -178,7 +184,7 @@ fn all_processes_have_one_budget_and_the_greediest_loses_its_connections() {
     for raw in &others {
         shake(&mut machine, raw);
         for number in 0..16 {
-            raw.say(&notice(number)).ok(); // it may be cut off before it has said all
+            raw.say(&notice(number)).ok(); // the connection may end before all are sent
             turns(&mut machine);
         }
     }
@@ -187,14 +193,14 @@ fn all_processes_have_one_budget_and_the_greediest_loses_its_connections() {
     drop((processes, others));
     let until = Instant::now() + CUT_OFF;
     while !machine.connections.is_empty() {
-        assert!(Instant::now() < until, "their ends are not seen");
+        assert!(Instant::now() < until, "the ends of the processes are not noticed");
         turns(&mut machine);
     }
     assert!(machine.held.is_empty());
 }
 
 #[test]
-fn what_a_peer_does_not_take_counts_until_it_is_taken() {
+fn unread_answers_count_until_the_peer_reads_them() {
     let mut machine = machine(1 << 20, 4 << 20);
     let modest = shaken(&mut machine);
     let ask = |machine: &mut Machine, raw: &Raw| {
@@ -208,7 +214,7 @@ fn what_a_peer_does_not_take_counts_until_it_is_taken() {
     }
     let mut taken = 0;
     while !machine.held.is_empty() {
-        assert!(taken < 100_000 && taking.next().is_some(), "what is taken stays counted");
+        assert!(taken < 100_000 && taking.next().is_some(), "answers that were read stay counted");
         taken += 1;
         turns(&mut machine);
     }
@@ -216,14 +222,14 @@ fn what_a_peer_does_not_take_counts_until_it_is_taken() {
     while machine.held.is_empty() {
         assert!(ask(&mut machine, &deaf));
     }
-    // Each takes 128 bytes here.
+    // Each answer counts 128 bytes here.
     let asked = (0..16_000).take_while(|_| ask(&mut machine, &deaf)).count();
     assert!((4_000..9_000).contains(&asked), "{asked} answers were kept");
     assert!(is_served(&mut machine, &modest));
     assert!(machine.held.is_empty());
 }
 
-/// Some 48 KiB of blocks, of memory that is lent as number 1.
+/// Returns a write with some 48 KiB of blocks, in memory that is lent as region 1.
 fn part(write: u64) -> Vec<u8> {
     let grids = [PlacedGrid { region: 0, grid: Grid::packed(1, BLOCKS) }];
     let side = || Described {
@@ -241,15 +247,15 @@ fn lend(memory: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn parts_of_writes_count_until_they_are_done_whether_their_connection_is_there_or_not() {
+fn parts_of_writes_count_until_they_are_done_with_or_without_their_connection() {
     let ours = vec![7; BLOCKS as usize];
     let mut machine = machine(256 << 10, 1 << 20);
     let raw = shaken(&mut machine);
     raw.say(&lend(&ours)).unwrap();
     (1..=20).for_each(|write| raw.say(&part(write)).unwrap());
     turns(&mut machine);
-    assert!(raw.next().is_none(), "it has said a MiB at once");
-    // Nobody tells of what the copying thread has done but this test, so nothing is done.
+    assert!(raw.next().is_none(), "the peer sent a MiB at once");
+    // Only this test reports what the copying thread has done, so nothing completes before.
     let land_all = |machine: &mut Machine| {
         let until = Instant::now() + CUT_OFF;
         while machine.flights.any() {
@@ -277,13 +283,13 @@ fn parts_of_writes_count_until_they_are_done_whether_their_connection_is_there_o
     let raw = shaken(&mut machine);
     [lend(&ours), part(1)].iter().for_each(|bytes| raw.say(bytes).unwrap());
     turns(&mut machine);
-    assert!(is_up(&machine), "so little of a connection is not counted");
-    // What no thread has begun would be taken back.
+    assert!(is_up(&machine), "such a small amount is not counted");
+    // A batch that no thread has begun would be withdrawn.
     assert!(machine.copying.is_idle_by(Instant::now() + CUT_OFF));
     socket::finish(raw.0.as_fd());
     turns(&mut machine);
     assert!(machine.connections.is_empty() && machine.flights.any() && !machine.held.is_empty());
-    assert!(shaken(&mut machine).next().is_none(), "its process has too much without it");
+    assert!(shaken(&mut machine).next().is_none(), "its process holds too much without it");
     land_all(&mut machine);
     assert!(machine.held.is_empty(), "{:?}", machine.held);
     let raw = shaken(&mut machine);

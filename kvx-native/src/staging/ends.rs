@@ -1,4 +1,4 @@
-//! Fetches and stores: the two kinds of stream.
+//! The two kinds of stream: fetches and stores.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -9,16 +9,16 @@ use super::stream::{Stream, StreamCopy};
 use kvx_core::Result;
 use kvx_core::backend::{Direction, Extent};
 
-/// Blocks on their way from a device: a stream of bytes to be sent. See the [module](super).
+/// Blocks on their way from a device: a stream of bytes to send. See the [module](super).
 pub(crate) struct Fetch {
     pub(super) stream: Stream,
-    /// What has been copied and not been sent.
+    /// The bytes that have been copied and not been sent.
     pub(super) copied: VecDeque<HostBytes>,
-    /// Bytes of the first of these that have been sent.
+    /// The number of bytes of the first of these that have been sent.
     pub(super) at: usize,
 }
 
-/// Bytes in a buffer, and which they are.
+/// Bytes in a buffer, and the blocks to which they belong.
 pub(super) struct HostBytes {
     len: usize,
     bounce: BounceBuffer,
@@ -26,12 +26,13 @@ pub(super) struct HostBytes {
 }
 
 impl Fetch {
-    /// Takes in copies that have ended, and starts as many as there are buffers for.
+    /// Processes copies that have ended, and starts as many as there are buffers for.
     ///
     /// # Errors
-    /// What a copy said, or the device when asked for a buffer; `OutOfBounds` for blocks outside
-    /// their memory; `Forgotten` when a copy was lost; `Cancelled` after [`stop`](Fetch::stop). A
-    /// stream that has failed stays so.
+    ///
+    /// The error of a copy, or of the device when asked for a buffer; `OutOfBounds` for blocks
+    /// outside their memory; `Forgotten` if a copy was lost; `Cancelled` after
+    /// [`stop`](Fetch::stop). A stream that has failed stays failed.
     pub(crate) fn resume(&mut self) -> Result<()> {
         let stream = &mut self.stream;
         loop {
@@ -50,14 +51,15 @@ impl Fetch {
         }
     }
 
-    /// The next bytes that lie together. None, with some [`left`](Fetch::left): wait for the
-    /// stream's token.
+    /// Returns the next contiguous bytes. If it is empty with some bytes [`left`](Fetch::left),
+    /// wait for the stream's token.
     pub(crate) fn bytes(&self) -> &[u8] {
         self.slices().next().unwrap_or_default()
     }
 
-    /// All bytes that have come so far, in order, for a vectored send. They stay in place until
-    /// they are [`sent`](Fetch::sent) or the stream is stopped or dropped, whatever else is called.
+    /// Returns all bytes that are available, in order, for a vectored send. They stay in place
+    /// until they are [`sent`](Fetch::sent) or the stream is stopped or dropped, regardless of
+    /// other calls.
     pub(crate) fn slices(&self) -> impl Iterator<Item = &[u8]> {
         let mut sent = self.at;
         self.copied
@@ -65,8 +67,8 @@ impl Fetch {
             .map(move |copied| &copied.bounce.bytes()[std::mem::take(&mut sent)..copied.len])
     }
 
-    /// `count` bytes went out: not more than [`slices`](Fetch::slices) has. Buffers that are sent
-    /// are free again.
+    /// Records that `count` bytes were sent, at most as many as [`slices`](Fetch::slices) has.
+    /// Buffers that are completely sent are free again.
     pub(crate) fn sent(&mut self, count: usize) {
         self.at += count;
         while self.copied.front().is_some_and(|first| first.len <= self.at)
@@ -79,20 +81,20 @@ impl Fetch {
         debug_assert!(self.at == 0 || !self.copied.is_empty());
     }
 
-    /// Bytes that are not sent yet.
+    /// Returns the number of bytes that are not sent yet.
     pub(crate) fn left(&self) -> u64 {
         let copied: usize = self.copied.iter().map(|copied| copied.len).sum();
         self.stream.left() + (copied - self.at) as u64
     }
 
-    /// Returns whether others wait for a buffer while its peer does not read. If not now, its token
-    /// comes when they do.
+    /// Returns true if others wait for a buffer while its peer does not read. If it returns false,
+    /// the stream's token arrives when they do.
     pub(crate) fn is_in_the_way(&self) -> bool {
         self.stream.pool.is_scarce(&self.stream.shared)
     }
 
-    /// Releases its buffers. Bytes that are not sent are copied again from the next
-    /// [`resume`](Fetch::resume) on.
+    /// Releases its buffers. Unsent bytes are copied again from the next [`resume`](Fetch::resume)
+    /// on.
     pub(crate) fn rewind(&mut self) {
         let mut sent = std::mem::take(&mut self.at) as u64;
         let again = self.copied.drain(..).map(|HostBytes { mut extents, .. }| {
@@ -107,15 +109,15 @@ impl Fetch {
         self.stream.rewind(again);
     }
 
-    /// Starts nothing any more and gives the buffers back. Copies in flight end by themselves: the
-    /// token comes for each that does, and [`copies`](Fetch::copies) tells.
+    /// Starts no more copies and returns the buffers. Copies in flight still end: the token arrives
+    /// for each, and [`copies`](Fetch::copies) reports their state.
     pub(crate) fn stop(&mut self) {
         self.stream.stop();
         self.copied.clear();
         self.at = 0;
     }
 
-    /// Where its copies stand.
+    /// Returns the state of its copies.
     pub(crate) fn copies(&self) -> Copies {
         self.stream.copies()
     }
@@ -133,27 +135,30 @@ impl fmt::Debug for Fetch {
     }
 }
 
-/// Blocks on their way to a device: a stream of bytes that are received. See the [module](super).
+/// Blocks on their way to a device: a stream of received bytes. See the [module](super).
 pub(crate) struct Store {
     pub(super) stream: Stream,
     pub(super) filling: Option<PartialBuffer>,
 }
 
-/// The buffer that bytes are received into.
+/// The buffer into which bytes are received.
 pub(super) struct PartialBuffer {
     bounce: BounceBuffer,
-    /// How many bytes the blocks planned for it have.
+    /// The number of bytes in the blocks planned for it.
     len: usize,
-    /// How many have come.
+    /// The number of bytes received.
     at: usize,
 }
 
 impl Store {
-    /// Takes in copies that have ended, and says where to receive the next bytes. None, with bytes
-    /// still to be received: wait for the stream's token. The room stays in place until bytes are
-    /// [`received`](Store::received) into it, or the stream is paused, stopped or dropped.
+    /// Processes copies that have ended, and returns the space for the next bytes. If there is none
+    /// with bytes still to be received, wait for the stream's token. The space stays in place until
+    /// bytes are [`received`](Store::received) into it, or the stream is paused, stopped or
+    /// dropped.
     ///
     /// # Errors
+    ///
+    /// As for [`Fetch::resume`].
     /// As [`Fetch::resume`].
     pub(crate) fn room(&mut self) -> Result<Option<&mut [u8]>> {
         let stream = &mut self.stream;
@@ -174,8 +179,8 @@ impl Store {
             .map(|filling| &mut filling.bounce.bytes_mut()[filling.at..filling.len]))
     }
 
-    /// Notes that `count` bytes were received in the [`room`](Store::room), which must have had as
-    /// many. Copies a full buffer.
+    /// Records that `count` bytes were received in the [`room`](Store::room), which must be at
+    /// least as long. Copies a full buffer.
     pub(crate) fn received(&mut self, count: usize) {
         let Some(filling) = &mut self.filling else { return debug_assert_eq!(count, 0) };
         filling.at += count;
@@ -185,8 +190,9 @@ impl Store {
         }
     }
 
-    /// No bytes are there to be received now. If others wait for a buffer, this stream's is copied
-    /// as far as it is filled, and theirs next; if they come later, the stream's token does too.
+    /// Records that no bytes are available to receive. If others wait for a buffer, the filled part
+    /// of this stream's buffer is copied, and then they get it; if they come later, the stream's
+    /// token arrives too.
     pub(crate) fn pause(&mut self) {
         if self.filling.is_some() && self.stream.pool.is_scarce(&self.stream.shared) {
             self.copy();
@@ -202,13 +208,13 @@ impl Store {
         }
     }
 
-    /// Returns the number of bytes that are not on the device yet, as [`room`](Store::room) last
-    /// saw it for received ones.
+    /// Returns the number of bytes that are not on the device yet. For received bytes it is as
+    /// recent as the last [`room`](Store::room).
     pub(crate) fn left(&self) -> u64 {
         self.stream.left()
     }
 
-    /// Bytes that are still to be received.
+    /// Returns the number of bytes still to be received.
     #[cfg(test)]
     pub(super) fn wanted(&self) -> u64 {
         let filling = self.filling.as_ref().map_or(0, |filling| filling.len - filling.at);
@@ -221,7 +227,7 @@ impl Store {
         self.filling = None;
     }
 
-    /// Where its copies stand.
+    /// Returns the state of its copies.
     pub(crate) fn copies(&self) -> Copies {
         self.stream.copies()
     }

@@ -2,12 +2,12 @@
 //! bounce buffers.
 //!
 //! A [`Stager`] belongs to one machine (a [`Progress`](kvx_backend::reactor::Progress), on Linux)
-//! and one device's [`DeviceAccess`]. The machine makes a [`Fetch`] for blocks that it is to send
-//! and a [`Store`] for blocks that it is to receive; both are streams of bytes in the order of
-//! their [`Extents`], and neither ever blocks. Several bounce buffers of one stream are in flight
-//! at a time, so that copying and sending overlap.
+//! and one device's [`DeviceAccess`]. The machine creates a [`Fetch`] for blocks to send and a
+//! [`Store`] for blocks to receive. Both are streams of bytes in the order of their [`Extents`],
+//! and neither ever blocks. Several bounce buffers of one stream are in flight concurrently, so
+//! that copying and sending overlap.
 //!
-//! Sending, on each turn of the machine; all bytes are sent when nothing is [`left`](Fetch::left):
+//! Sending, on each turn of the machine; all bytes are sent when none is [`left`](Fetch::left):
 //!
 //! ```text
 //! loop {
@@ -17,7 +17,7 @@
 //! }
 //! ```
 //!
-//! Receiving; all bytes are on the device when nothing is [`left`](Store::left):
+//! Receiving; all bytes are on the device when none is [`left`](Store::left):
 //!
 //! ```text
 //! while let Some(room) = store.room()? {
@@ -25,24 +25,24 @@
 //! }
 //! ```
 //!
-//! When a stream can go on, because a copy has ended or a buffer has come free, its token is handed
-//! to the function that the stager was made with: it tells the machine to give that stream a turn.
-//! It is called on any thread, perhaps in the middle of a call into this module and so of the
-//! machine's own turn, without any lock: let it submit a command. It may come for nothing, and once
+//! When a stream can continue, because a copy has ended or a buffer is free, the stager calls the
+//! function that it was created with, with the stream's token. The function makes the machine give
+//! that stream a turn. Any thread may call it, possibly during a call into this module and so
+//! during the machine's own turn, but never under a lock: let it submit a command. A call may be
+//! spurious, and may happen once more after a stream is dropped.
 //! more after a stream is dropped.
+//! **Settling.** A transfer or revocation that uses the device memory of a stream may settle only
+//! when [`copies`](Fetch::copies) of a stopped or finished stream returns
+//! [`Settled`](Copies::Settled). On [`Lost`](Copies::Lost) its ticket must be dropped, because the
+//! device may still touch the memory. Dropping a stream frees nothing early: each copy keeps its
+//! buffer and its memory.
 //!
-//! **Who may settle.** A transfer, or a revocation, that concerns the device memory of a stream may
-//! settle only when [`copies`](Fetch::copies) of a stopped or finished stream says
-//! [`Settled`](Copies::Settled); at [`Lost`](Copies::Lost) its ticket must be dropped: the device
-//! may still touch the memory. Dropping a stream frees nothing early: each copy keeps its buffer
-//! and its memory.
-//!
-//! **Limits.** Fetches and stores have a pool of buffers each. With one pool two agents that read
-//! from each other could fill theirs with bytes to be sent and have none left to receive the
-//! other's. Streams that wait for a buffer get it in the order in which they asked. A receiving
-//! stream whose socket is dry gives its buffer back when others wait ([`Store::pause`]), and a
-//! sending one whose peer does not read gives back all of its ([`Fetch::rewind`]): no peer can keep
-//! the buffers from the others.
+//! **Limits.** Fetches and stores have separate pools of buffers. With one pool, two agents that
+//! read from each other could fill theirs with bytes to send and have none left to receive the
+//! other's. Streams that wait for a buffer get it in the order of their requests. A receiving
+//! stream without available bytes returns its buffer when others wait ([`Store::pause`]), and a
+//! sending one whose peer does not read returns all of its buffers ([`Fetch::rewind`]), so that no
+//! peer can withhold the buffers from the others.
 
 mod ends;
 mod pool;
@@ -62,14 +62,14 @@ pub(crate) use ends::{Fetch, Store};
 use pool::Pool;
 use stream::{SharedStream, Stream, StreamBlocks};
 
-/// How many bounce buffers there are, and how large.
+/// The number and size of bounce buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Buffers {
-    /// Bytes of one.
+    /// The size of one in bytes.
     pub(crate) len: usize,
-    /// The most of them for fetches, and again for stores. Made when first needed.
+    /// The limit for fetches, and separately for stores. They are allocated when first needed.
     pub(crate) count: usize,
-    /// The most that one stream has in use at a time.
+    /// The limit for one stream at a time.
     pub(crate) depth: usize,
 }
 
@@ -79,14 +79,15 @@ impl Default for Buffers {
     }
 }
 
-/// Where the copies of a stream stand.
+/// The state of a stream's copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Copies {
     /// The device may touch the stream's memory.
     InFlight,
-    /// It does not.
+    /// The device does not touch the stream's memory.
     Settled,
-    /// A copy's ticket was lost: it may, for ever. Drop the ticket of whatever waits for this.
+    /// A copy's ticket was lost: the device may touch the memory for ever. Drop the ticket of each
+    /// operation that waits for this.
     Lost,
 }
 
@@ -101,7 +102,8 @@ pub(crate) struct Stager {
 }
 
 impl Stager {
-    /// A stager for memory of `access`; `wake` is called with the token of a stream that can go on.
+    /// Creates a stager for memory of `access`. It calls `wake` with the token of a stream that can
+    /// continue.
     pub(crate) fn new(
         access: Arc<dyn DeviceAccess>,
         buffers: Buffers,
@@ -119,27 +121,27 @@ impl Stager {
         Stager { access, depth: buffers.depth.max(1), fetches, stores, wake: Arc::new(wake) }
     }
 
-    /// Makes all buffers now: pinning memory takes time that a machine should not spend in a turn.
-    /// Call it where blocking is allowed, as in `register`. Errors: what the device says; `Invalid`
-    /// if it gives no host memory.
+    /// Allocates all buffers now, because pinning memory takes time that a machine should not spend
+    /// in a turn. Call it where blocking is allowed, as in `register`. Returns the device's error,
+    /// or `Invalid` if the device provides no host memory.
     pub(crate) fn prepare(&self) -> Result<()> {
         self.fetches.fill()?;
         self.stores.fill()
     }
 
-    /// Some streams may keep their buffers for long: the others have as many without these, if
-    /// there are few.
+    /// Compensates for streams that may keep their buffers for long: if those are few, the others
+    /// have as many buffers as before.
     pub(crate) fn do_without_some(&self) {
         self.fetches.do_without_some();
         self.stores.do_without_some();
     }
 
-    /// The device whose memory it moves.
+    /// Returns the device whose memory it moves.
     pub(crate) fn access(&self) -> &Arc<dyn DeviceAccess> {
         &self.access
     }
 
-    /// A stream of bytes from the device: the blocks of `extents`, whose region `i` lies in
+    /// Creates a stream of bytes from the device: the blocks of `extents`, whose region `i` lies in
     /// `memories[i]`.
     ///
     /// # Errors
@@ -154,7 +156,7 @@ impl Stager {
         Ok(Fetch { stream, copied: VecDeque::new(), at: 0 })
     }
 
-    /// A stream of bytes to the device; see [`fetch`](Stager::fetch).
+    /// Creates a stream of bytes to the device; see [`fetch`](Stager::fetch).
     ///
     /// # Errors
     /// `Unsupported` for memory of another device.

@@ -20,16 +20,16 @@ pub(super) struct Pool {
 #[derive(Default)]
 pub(super) struct PoolState {
     free: Vec<Memory>,
-    /// Buffers there are, or that somebody is making.
+    /// The number of buffers that exist or are being allocated.
     made: usize,
-    /// Buffers that there may be beyond `count`, as some may never come back.
+    /// The number of buffers allowed beyond `count`, because some may never be returned.
     more: usize,
-    /// Buffers that a lost copy may still touch. They count as made: a device that loses copies
-    /// gets no new ones.
+    /// The number of buffers that a lost copy may still touch. They count as allocated: a device
+    /// that loses copies gets no new ones.
     lost: usize,
-    /// Those who get the next buffers, in order. While somebody waits, none is free.
+    /// The streams that get the next buffers, in order. While one waits, no buffer is free.
     queue: VecDeque<Weak<SharedStream>>,
-    /// Stores that keep a buffer although their socket is dry.
+    /// Stores that keep a buffer although their socket has no bytes.
     paused: Vec<Weak<SharedStream>>,
 }
 
@@ -42,8 +42,8 @@ impl Pool {
         Err(Error::new(
             ErrorKind::Invalid,
             format!(
-                "the device gave {} bytes of {} memory to bounce through, {} of host memory were asked for: report \
-                 this as a bug of its crate",
+                "the device provided {} bytes of {} memory as a bounce buffer instead of {} of \
+                 host memory: report this as a bug of its crate",
                 memory.len(),
                 memory.kind(),
                 self.len
@@ -51,7 +51,7 @@ impl Pool {
         ))
     }
 
-    /// Makes what is not made yet.
+    /// Allocates the buffers that do not exist yet.
     pub(super) fn fill(self: &Arc<Self>) -> Result<()> {
         loop {
             {
@@ -71,7 +71,7 @@ impl Pool {
         }
     }
 
-    /// A buffer could not be made: those who wait for one may do so in vain.
+    /// Handles a failed allocation: the streams that wait for a buffer may wait in vain.
     fn not_made(&self) {
         let mut state = self.state.lock();
         state.made -= 1;
@@ -80,8 +80,8 @@ impl Pool {
         ask_again(queue);
     }
 
-    /// A buffer; or none, and then `stream` gets the next. Errors when there is none and never will
-    /// be.
+    /// Returns a buffer, or `None` if `stream` must wait for the next one. Returns an error if no
+    /// buffer exists or will exist.
     pub(super) fn take(
         self: &Arc<Self>,
         stream: &Arc<SharedStream>,
@@ -100,7 +100,7 @@ impl Pool {
                     Err(error) => {
                         self.not_made();
                         refused = Some(error);
-                        continue; // the buffers there are will do
+                        continue; // the existing buffers must do
                     }
                 }
             }
@@ -108,8 +108,8 @@ impl Pool {
                 return Err(refused.unwrap_or_else(|| {
                     Error::new(
                         ErrorKind::Exhausted,
-                        "the device has lost a copy on each of the bounce buffers: restart the process, and report \
-                         this as a bug of its crate",
+                        "the device has lost a copy on each of the bounce buffers: restart the \
+                         process, and report this as a bug of its crate",
                     )
                 }));
             }
@@ -121,7 +121,7 @@ impl Pool {
         }
     }
 
-    /// Takes a buffer back: for the first who waits, or to keep.
+    /// Takes a buffer back, for the first stream that waits, or as a free one.
     fn give(self: &Arc<Self>, memory: Memory) {
         let mut bounce = BounceBuffer::new(memory, self);
         loop {
@@ -143,8 +143,8 @@ impl Pool {
         }
     }
 
-    /// Some streams may keep for long what they have and are about to get: the others have as much
-    /// without that.
+    /// Compensates for streams that may keep their buffers, and those that they are about to get,
+    /// for long.
     pub(super) fn do_without_some(&self) {
         let mut state = self.state.lock();
         if !state.free.is_empty() || state.made < self.count + state.more {
@@ -156,7 +156,7 @@ impl Pool {
         ask_again(queue);
     }
 
-    /// A buffer will never come back.
+    /// Handles a buffer that will never be returned.
     fn lose(&self, memory: Memory) {
         quarantine_for_ever(
             Arc::new(memory),
@@ -170,7 +170,7 @@ impl Pool {
         ask_again(queue);
     }
 
-    /// Returns whether others wait for a buffer; if not, `stream` is woken once they do.
+    /// Returns true if others wait for a buffer; otherwise `stream` is woken once they do.
     pub(super) fn is_scarce(&self, stream: &Arc<SharedStream>) -> bool {
         let mut state = self.state.lock();
         if !state.queue.is_empty() {
@@ -185,7 +185,7 @@ impl Pool {
 }
 
 impl PoolState {
-    /// Those who wait, if no buffer is left that could ever come.
+    /// Removes and returns the waiting streams, if no buffer is left that could ever be returned.
     fn take_waiting(&mut self) -> VecDeque<Weak<SharedStream>> {
         if self.lost < self.made { VecDeque::new() } else { std::mem::take(&mut self.queue) }
     }
@@ -206,7 +206,7 @@ impl fmt::Debug for Pool {
     }
 }
 
-/// A bounce buffer in somebody's hands. No copy touches it; dropped, it goes back to its pool.
+/// A bounce buffer in use. No copy touches it; when dropped, it returns to its pool.
 pub(super) struct BounceBuffer {
     memory: Option<Memory>,
     pool: Arc<Pool>,
@@ -218,21 +218,21 @@ impl BounceBuffer {
     }
 
     pub(super) fn base(&self) -> *mut u8 {
-        self.memory.as_ref().expect("a buffer is taken from its hand only when that ends").as_ptr()
+        self.memory.as_ref().expect("the memory is taken only when this value ends").as_ptr()
     }
 
     pub(super) fn bytes(&self) -> &[u8] {
-        // SAFETY: a buffer holds `len` bytes of host memory, and nobody else touches it while it is
-        // in this hand.
+        // SAFETY: a buffer has `len` bytes of host memory, and only the holder of this value
+        // touches it.
         unsafe { std::slice::from_raw_parts(self.base(), self.pool.len) }
     }
 
     pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `bytes`, and the hand is borrowed mutably.
+        // SAFETY: a buffer has `len` bytes of host memory, and this value is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.base(), self.pool.len) }
     }
 
-    /// A copy that may still touch it was lost.
+    /// Leaks the buffer, because a copy that may still touch it was lost.
     pub(super) fn lose(mut self) {
         if let Some(memory) = self.memory.take() {
             self.pool.lose(memory);

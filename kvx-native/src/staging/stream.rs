@@ -1,4 +1,4 @@
-//! What fetches and stores have in common: blocks, buffers, copies.
+//! The common part of fetches and stores: blocks, buffers and copies.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,27 +9,27 @@ use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::{Direction, Extent, Extents, Piece, Settle, Ticket};
 use kvx_core::{DeviceAccess, Error, ErrorKind, Memory, Result};
 
-/// The most pieces of one copy: a stream of very small blocks uses its buffers in part.
+/// The limit for pieces of one copy; a stream of very small blocks uses its buffers in part.
 const MAX_PIECES: usize = 4096;
 
-/// The part of a stream that copies and pools know.
+/// The part of a stream that copies and pools share.
 pub(super) struct SharedStream {
     pub(super) token: u64,
     pub(super) wake: Arc<dyn Fn(u64) + Send + Sync>,
     pub(super) events: Mutex<StreamEvents>,
 }
 
-/// What a stream was told since its last turn.
+/// The events of a stream since its last turn.
 #[derive(Default)]
 pub(super) struct StreamEvents {
-    /// It waits in the pool's queue, or has been granted a buffer.
+    /// True if it waits in the pool's queue, or was granted a buffer.
     pub(super) queued: bool,
     granted: Option<BounceBuffer>,
-    /// Copies that have ended, by number; with their buffer where the stream wants it.
+    /// The copies that have ended, by number, with their buffer if the stream wants it.
     landed: Vec<(u64, Result<Option<BounceBuffer>>)>,
     in_flight: usize,
     lost: bool,
-    /// It takes no more buffers.
+    /// True if it takes no more buffers.
     stopped: bool,
 }
 
@@ -38,7 +38,8 @@ impl SharedStream {
         (self.wake)(self.token);
     }
 
-    /// Gives it the buffer it waited for; back if it has stopped meanwhile.
+    /// Grants the buffer for which the stream waited. Returns it if the stream has stopped
+    /// meanwhile.
     pub(super) fn grant(&self, bounce: BounceBuffer) -> Option<BounceBuffer> {
         let mut events = self.events.lock();
         if events.stopped {
@@ -69,20 +70,20 @@ struct DeviceCopy {
     number: u64,
     direction: Direction,
     bounce: Mutex<Option<BounceBuffer>>,
-    /// Kept alive until the copy has settled.
+    /// The memories on the device, kept alive until the copy has settled.
     memories: Arc<[Arc<Memory>]>,
 }
 
 impl Settle for DeviceCopy {
     fn settled(self: Arc<Self>, result: Result<()>) {
         let bounce = self.bounce.lock().take();
-        // What has reached the device is wanted no more: the buffer is free at once.
+        // A buffer whose bytes have reached the device is not needed any more and is free at once.
         let bounce = bounce.filter(|_| self.direction == Direction::ToHost);
         self.stream.landed(self.number, result.map(|()| bounce));
     }
 
     fn forgotten(self: Arc<Self>) {
-        // Keeps the device's side; that it never settles is for the stream's owner to say.
+        // Keeps the device's memory alive; the stream's owner handles that the copy never settles.
         std::mem::forget(Arc::clone(&self.memories));
         let bounce = self.bounce.lock().take();
         self.stream.events.lock().lost = true;
@@ -91,7 +92,8 @@ impl Settle for DeviceCopy {
         }
         let error = Error::new(
             ErrorKind::Forgotten,
-            "the device lost a copy: the memory on both sides is quarantined; report this as a bug of its crate",
+            "the device lost a copy: the memory on both sides is quarantined; report this as a bug \
+             of its crate",
         );
         self.stream.landed(self.number, Err(error));
     }
@@ -100,7 +102,7 @@ impl Settle for DeviceCopy {
 /// The blocks of a stream that are not in a buffer yet.
 pub(super) struct StreamBlocks {
     pub(super) extents: Extents,
-    /// Taken from the extents and given back: these come first.
+    /// Extents that were taken and returned; these come first.
     pub(super) back: VecDeque<Extent>,
 }
 
@@ -123,7 +125,7 @@ impl StreamBlocks {
     }
 }
 
-/// What fetches and stores have in common: blocks, buffers, copies.
+/// The common part of fetches and stores: blocks, buffers and copies.
 pub(super) struct Stream {
     pub(super) access: Arc<dyn DeviceAccess>,
     pub(super) depth: usize,
@@ -133,31 +135,31 @@ pub(super) struct Stream {
     pub(super) memories: Arc<[Arc<Memory>]>,
     /// The blocks of the next copy.
     pub(super) planned: Vec<Extent>,
-    /// The same as the device wants it; empty between calls.
+    /// The same blocks in the form for the device; empty between calls.
     pub(super) pieces: Vec<Piece>,
-    /// Copies in the order of their bytes.
+    /// The copies, in the order of their bytes.
     pub(super) started: VecDeque<StreamCopy>,
     /// The number of the first of them.
     pub(super) first: u64,
-    /// Lists of extents to be used again.
+    /// Lists of extents for reuse.
     pub(super) spare: Vec<Vec<Extent>>,
     pub(super) failed: Option<Error>,
 }
 
 pub(super) struct StreamCopy {
     pub(super) len: usize,
-    /// What it copies from a device, in case that it is to be copied again.
+    /// The extents that it copies from a device, in case they must be copied again.
     pub(super) extents: Vec<Extent>,
     pub(super) landed: bool,
     pub(super) bounce: Option<BounceBuffer>,
 }
 
 impl Stream {
-    /// Takes in what has ended since the last time. Errors: what failed, again each time.
+    /// Processes the events since the last call. Returns the stream's error, each time again.
     pub(super) fn look(&mut self) -> Result<()> {
         let landed = std::mem::take(&mut self.shared.events.lock().landed);
         for (number, result) in landed {
-            // One that was given up may come before the first.
+            // A copy that was given up may be older than the first.
             let at = number.checked_sub(self.first).and_then(|at| usize::try_from(at).ok());
             match (result, at.and_then(|at| self.started.get_mut(at))) {
                 (Ok(bounce), Some(copy)) => (copy.landed, copy.bounce) = (true, bounce),
@@ -170,14 +172,14 @@ impl Stream {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
-    /// The first copy, once it has landed.
+    /// Removes and returns the first copy, once it has landed.
     pub(super) fn next_landed(&mut self) -> Option<StreamCopy> {
         self.started.front().filter(|copy| copy.landed)?;
         self.first += 1;
         self.started.pop_front()
     }
 
-    /// A buffer to work with; none: the stream is woken when it gets one.
+    /// Returns a buffer, or `None`, in which case the stream is woken when it gets one.
     pub(super) fn buffer(&mut self) -> Result<Option<BounceBuffer>> {
         {
             let mut events = self.shared.events.lock();
@@ -196,7 +198,7 @@ impl Stream {
         taken.map_err(|error| self.fail(error))
     }
 
-    /// Plans the blocks of the next buffer and says how many bytes they are. Errors: `OutOfBounds`.
+    /// Plans the blocks of the next buffer. Returns the number of their bytes, or `OutOfBounds`.
     pub(super) fn plan(&mut self) -> Result<usize> {
         let (mut at, max) = (0, self.pool.len);
         while at < max && self.planned.len() < MAX_PIECES {
@@ -208,7 +210,8 @@ impl Stream {
                 return Err(self.fail(Error::new(
                     ErrorKind::OutOfBounds,
                     format!(
-                        "bytes {offset}..+{bytes} lie outside the {len} bytes of region {region} of a staged stream"
+                        "bytes {offset}..+{bytes} lie outside the {len} bytes of region {region} \
+                         of a staged stream"
                     ),
                 )));
             }
@@ -218,7 +221,7 @@ impl Stream {
         Ok(at)
     }
 
-    /// Starts the copy of the first `len` bytes that are planned; the rest is to be planned again.
+    /// Starts the copy of the first `len` planned bytes; the rest is planned again.
     pub(super) fn start(&mut self, direction: Direction, bounce: BounceBuffer, len: usize) {
         let mut at = 0;
         let mut extents = self.spare.pop().unwrap_or_default();
@@ -251,15 +254,15 @@ impl Stream {
             bounce: Mutex::new(Some(bounce)),
             memories: Arc::clone(&self.memories),
         };
-        // SAFETY: `plan` has checked the device side, whose memory the copy keeps; the pieces lie
-        // one after the other in the bounce buffer, which the copy holds as well and gives away
-        // only when it has settled.
+        // SAFETY: `plan` checked the device side, whose memory the copy keeps alive. The pieces are
+        // consecutive in the bounce buffer, which the copy also holds and releases only when it has
+        // settled.
         unsafe { self.access.copy(direction, &self.pieces, Ticket::of(Arc::new(copy))) };
         self.pieces.clear();
     }
 
-    /// Gives up all copies, and releases the landed and the granted buffers. Their pieces and
-    /// `copied` are planned again, before all others.
+    /// Gives up all copies, and releases the landed and granted buffers. Their pieces and `copied`
+    /// are planned again, before all others.
     pub(super) fn rewind(&mut self, copied: impl Iterator<Item = Vec<Extent>>) {
         let (granted, landed) = {
             let mut events = self.shared.events.lock();
@@ -303,7 +306,7 @@ impl Stream {
         }
     }
 
-    /// Bytes that are not planned or not copied yet.
+    /// Returns the number of bytes that are not planned or not copied yet.
     pub(super) fn left(&self) -> u64 {
         let started = self.started.iter().filter(|copy| !copy.landed || copy.bounce.is_some());
         self.blocks.left()

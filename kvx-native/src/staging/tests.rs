@@ -1,4 +1,4 @@
-//! The staging adaptor over a device whose memory the host cannot reach.
+//! Tests of the staging adaptor with a device whose memory the host cannot reach.
 
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, OnceLock};
@@ -12,7 +12,7 @@ use kvx_testkit::device::{CopyOrder, CopyOutcome};
 
 const BUFFER: usize = 1000;
 
-/// Stands for a machine: tokens come in, streams get turns.
+/// A stand-in for a machine, which receives tokens and gives streams turns.
 struct Machine {
     device: Arc<TestDevice>,
     stager: Stager,
@@ -26,7 +26,7 @@ fn machine(count: usize, depth: usize) -> Machine {
     let stager = {
         let seen = Arc::clone(&seen);
         let wake = move |token| {
-            // Takes the locks of both pools: would hang if the call came under one.
+            // Takes the locks of both pools, so that a call under one of them would deadlock.
             let _ = format!("{:?}", seen.get());
             sender.send(token).ok();
         };
@@ -38,10 +38,10 @@ fn machine(count: usize, depth: usize) -> Machine {
 
 impl Machine {
     fn token(&self) -> u64 {
-        self.tokens.recv_timeout(Duration::from_secs(20)).expect("a stream that waits is woken")
+        self.tokens.recv_timeout(Duration::from_secs(20)).expect("a waiting stream is woken")
     }
 
-    /// Device memory with `pattern` in it.
+    /// Returns device memory filled with a pattern.
     fn memory(&self, len: usize, seed: u64) -> Arc<Memory> {
         let memory = self.device.allocate(len);
         memory.copy_in(0, &pattern(len, seed)).unwrap();
@@ -56,7 +56,7 @@ impl Machine {
         self.stager.store(token, vec![Arc::clone(memory)], blocks.extents()).unwrap()
     }
 
-    /// Sends all of a fetch, `chunk` bytes at a time, to a vector.
+    /// Sends all bytes of a fetch, `chunk` bytes at a time. Returns them.
     fn send(&self, fetch: &mut Fetch, chunk: usize) -> Vec<u8> {
         let mut sent = Vec::new();
         loop {
@@ -74,8 +74,8 @@ impl Machine {
         }
     }
 
-    /// Receives all of a store from `bytes`, `chunk` at a time, and waits until they are on the
-    /// device.
+    /// Receives all bytes of a store from `bytes`, `chunk` at a time, and waits until they are on
+    /// the device.
     fn receive(&self, store: &mut Store, mut bytes: &[u8], chunk: usize) {
         loop {
             if let Some(room) = store.room().unwrap() {
@@ -104,8 +104,8 @@ fn pattern(len: usize, seed: u64) -> Vec<u8> {
 struct Blocks(Vec<Grid>, Vec<u32>);
 
 impl Blocks {
-    /// `count` blocks of `length` bytes in two halves of a region, in an order that merges some and
-    /// scatters others.
+    /// Returns `count` blocks of `length` bytes in two halves of a region, in an order that merges
+    /// some and scatters others, and the length of the region.
     fn scattered(length: u64, count: u32) -> (Self, usize) {
         let grid = Grid { base: 3, stride: length + 5, length, count };
         let packed =
@@ -132,7 +132,7 @@ impl Blocks {
         })
     }
 
-    /// The bytes of the blocks, in the order of the stream.
+    /// Returns the bytes of the blocks, in the order of the stream.
     fn of(&self, memory: &[u8]) -> Vec<u8> {
         self.ranges().flat_map(|range| memory[range].to_vec()).collect()
     }
@@ -145,7 +145,7 @@ fn content(memory: &Memory) -> Vec<u8> {
 }
 
 #[test]
-fn bytes_leave_in_order_in_whatever_order_copies_end() {
+fn bytes_are_sent_in_order_for_any_order_of_copies() {
     for (order, length, chunk) in [
         (CopyOrder::Oldest, 70, 1 << 20),
         (CopyOrder::Newest, 999, 333),
@@ -198,7 +198,7 @@ fn copies_of_one_stream_overlap_up_to_its_depth() {
     fetch.resume().unwrap();
     assert_eq!((machine.device.waiting(), fetch.copies()), (3, Copies::InFlight));
     machine.device.release();
-    // The first buffer is sent while others are copied.
+    // The first buffer is sent while others are being copied.
     while fetch.bytes().is_empty() {
         machine.token();
         fetch.resume().unwrap();
@@ -233,10 +233,10 @@ fn a_stream_without_a_buffer_gets_the_next_that_is_free() {
         fetch.resume().unwrap();
         assert!(
             fetch.bytes().is_empty() && fetch.copies() == Copies::Settled,
-            "nothing is started without a buffer"
+            "a stream without a buffer starts no copy"
         );
     }
-    // One that is dropped, and one that is stopped, leave their place to the next.
+    // A stream that is dropped, and one that is stopped, give up their place to the next.
     let mut last = waiting.pop().unwrap();
     let mut stopped = waiting.pop().unwrap();
     stopped.stop();
@@ -247,17 +247,17 @@ fn a_stream_without_a_buffer_gets_the_next_that_is_free() {
 }
 
 #[test]
-fn fetches_leave_buffers_to_stores() {
+fn fetches_cannot_exhaust_the_buffers_of_stores() {
     let machine = machine(1, 4);
     let memory = machine.memory(4 * BUFFER, 1);
     let mut fetch = machine.fetch(1, &memory, &Blocks::whole(4 * BUFFER));
-    fetch.resume().unwrap(); // holds all there are, and its peer does not read
+    fetch.resume().unwrap(); // holds all buffers, and its peer does not read
     let mut store = machine.store(2, &machine.memory(4 * BUFFER, 2), &Blocks::whole(4 * BUFFER));
     machine.receive(&mut store, &pattern(4 * BUFFER, 3), 100);
 }
 
 #[test]
-fn a_store_whose_socket_is_dry_gives_its_buffer_to_those_who_wait() {
+fn a_store_without_available_bytes_yields_its_buffer_to_waiting_streams() {
     let machine = machine(1, 4);
     let (slow, fast) = (machine.memory(2 * BUFFER, 1), machine.memory(2 * BUFFER, 2));
     let whole = Blocks::whole(2 * BUFFER);
@@ -265,23 +265,23 @@ fn a_store_whose_socket_is_dry_gives_its_buffer_to_those_who_wait() {
     let mut dry = machine.store(1, &slow, &whole);
     dry.room().unwrap().unwrap()[..100].copy_from_slice(&wire[..100]);
     dry.received(100);
-    dry.pause(); // nobody waits: it keeps what it has
+    dry.pause(); // no stream waits, so it keeps its buffer
     assert_eq!((dry.copies(), dry.wanted()), (Copies::Settled, 2 * BUFFER as u64 - 100));
 
     let mut store = machine.store(2, &fast, &whole);
     assert!(store.room().unwrap().is_none());
-    assert_eq!(machine.token(), 1, "the dry one hears that somebody waits");
+    assert_eq!(machine.token(), 1, "the paused stream learns that another one waits");
     assert!(dry.room().unwrap().is_some());
     dry.pause();
     machine.receive(&mut store, &other, 300);
 
-    // It had planned more than it got: the rest finds its way.
+    // It had planned more than it received: the rest still arrives.
     machine.receive(&mut dry, &wire[100..], 300);
     assert!(content(&slow) == wire && content(&fast) == other);
 }
 
 #[test]
-fn a_store_that_has_got_nothing_gives_its_buffer_back_as_it_was() {
+fn a_store_that_received_nothing_returns_its_buffer_unused() {
     let machine = machine(1, 4);
     let (silent, busy) = (machine.memory(BUFFER, 1), machine.memory(BUFFER, 2));
     let whole = Blocks::whole(BUFFER);
@@ -297,7 +297,7 @@ fn a_store_that_has_got_nothing_gives_its_buffer_back_as_it_was() {
 }
 
 #[test]
-fn a_fetch_whose_peer_does_not_read_gives_its_buffers_to_those_who_wait() {
+fn a_fetch_whose_peer_does_not_read_yields_its_buffers_to_waiting_streams() {
     let machine = machine(2, 2);
     let (blocks, len) = Blocks::scattered(70, 60);
     let memory = machine.memory(len, 1);
@@ -307,19 +307,19 @@ fn a_fetch_whose_peer_does_not_read_gives_its_buffers_to_those_who_wait() {
     machine.token();
     machine.token();
     stuck.resume().unwrap();
-    let mut sent = stuck.bytes()[..333].to_vec(); // and then its socket is full
+    let mut sent = stuck.bytes()[..333].to_vec(); // then its socket is full
     stuck.sent(333);
     assert!(!stuck.is_in_the_way());
 
     let mut other = machine.fetch(2, &memory, &blocks);
     other.resume().unwrap();
-    assert_eq!(machine.token(), 1, "who is in the way is told");
+    assert_eq!(machine.token(), 1, "the stream that blocks others is woken");
     assert!(stuck.is_in_the_way());
     stuck.rewind();
     assert_eq!(stuck.left(), expected.len() as u64 - 333);
     assert_eq!(machine.send(&mut other, 1 << 20), expected);
 
-    // Copies in flight are given up, and come back to nobody.
+    // Copies in flight are given up, and their results go to no stream.
     machine.device.hold();
     stuck.resume().unwrap();
     stuck.rewind();
@@ -355,7 +355,7 @@ fn a_failed_copy_fails_its_stream_and_no_other() {
     assert!(store.room().unwrap().is_some());
     store.received(BUFFER);
     assert_eq!(machine.token_of(3, || store.room().map(|_| ())).kind(), ErrorKind::Native);
-    assert!(store.left() > 0, "bytes that did not arrive are not counted as arrived");
+    assert!(store.left() > 0, "bytes that did not arrive do not count as arrived");
     assert_eq!(store.copies(), Copies::Settled);
 }
 
@@ -376,7 +376,7 @@ impl Machine {
 }
 
 #[test]
-fn a_lost_copy_quarantines_its_buffer_and_says_that_it_never_settles() {
+fn a_lost_copy_quarantines_its_buffer_and_is_reported_as_lost() {
     let machine = machine(2, 1);
     let memory = machine.memory(BUFFER, 1);
     let whole = Blocks::whole(BUFFER);
@@ -388,7 +388,7 @@ fn a_lost_copy_quarantines_its_buffer_and_says_that_it_never_settles() {
     fetch.stop();
     assert_eq!(fetch.copies(), Copies::Lost);
 
-    // The other buffer still works; when it is lost too, those who wait for one are told.
+    // The other buffer still works; when it is lost too, the waiting streams fail.
     let mut next = machine.fetch(2, &memory, &whole);
     assert_eq!(machine.send(&mut next, BUFFER), pattern(BUFFER, 1));
     machine.device.hold();
@@ -430,7 +430,7 @@ fn a_stopped_stream_settles_when_its_last_copy_does() {
 }
 
 #[test]
-fn a_dropped_stream_frees_nothing_that_a_copy_may_touch() {
+fn a_dropped_stream_frees_no_memory_that_a_copy_may_touch() {
     let machine = machine(2, 2);
     let memory = machine.memory(2 * BUFFER, 1);
     let gone = Arc::downgrade(&memory);
@@ -438,9 +438,9 @@ fn a_dropped_stream_frees_nothing_that_a_copy_may_touch() {
     let mut fetch = machine.fetch(1, &memory, &Blocks::whole(2 * BUFFER));
     fetch.resume().unwrap();
     drop((fetch, memory));
-    assert!(gone.upgrade().is_some(), "the copies in flight keep it");
+    assert!(gone.upgrade().is_some(), "the copies in flight keep it alive");
     machine.device.release();
-    let other = machine.memory(2 * BUFFER, 2); // waits for a copy that comes after those
+    let other = machine.memory(2 * BUFFER, 2); // waits for a later copy
     assert_eq!(machine.device.counters().faults, 0);
     let mut next = machine.fetch(2, &other, &Blocks::whole(2 * BUFFER));
     assert_eq!(machine.send(&mut next, BUFFER), pattern(2 * BUFFER, 2));
@@ -450,7 +450,7 @@ fn a_dropped_stream_frees_nothing_that_a_copy_may_touch() {
 }
 
 #[test]
-fn blocks_outside_their_memory_and_memory_of_others_are_refused() {
+fn blocks_outside_their_memory_and_memory_of_other_devices_are_rejected() {
     let machine = machine(1, 1);
     let memory = machine.memory(BUFFER, 1);
     let beyond =
@@ -459,7 +459,7 @@ fn blocks_outside_their_memory_and_memory_of_others_are_refused() {
     assert_eq!(fetch.resume().unwrap_err().kind(), ErrorKind::OutOfBounds);
     let mut store = machine.store(1, &memory, &beyond);
     assert_eq!(store.room().unwrap_err().kind(), ErrorKind::OutOfBounds);
-    assert_eq!(machine.device.counters().copies, 1, "only the pattern was written");
+    assert_eq!(machine.device.counters().copies, 1, "only the copy of the pattern was made");
     for foreign in [TestDevice::new(MemoryKind::Cuda).allocate(8), Memory::owned(vec![0; 8])] {
         let refused = machine.stager.fetch(1, vec![Arc::new(foreign)], Blocks::whole(8).extents());
         assert_eq!(refused.unwrap_err().kind(), ErrorKind::Unsupported);
@@ -473,7 +473,7 @@ fn a_machine_with_streams_can_move_to_its_thread() {
 }
 
 #[test]
-fn empty_streams_are_over_at_once() {
+fn empty_streams_end_at_once() {
     let machine = machine(1, 1);
     let memory = machine.memory(BUFFER, 1);
     let nothing = Blocks(vec![Grid::packed(8, 1)], Vec::new());
@@ -485,7 +485,7 @@ fn empty_streams_are_over_at_once() {
 }
 
 #[test]
-fn buffers_can_be_made_before_they_are_needed() {
+fn buffers_can_be_allocated_in_advance() {
     let machine = machine(3, 1);
     machine.stager.prepare().unwrap();
     assert!(format!("{:?}", machine.stager).contains("3 of 3 buffers"));
@@ -494,14 +494,14 @@ fn buffers_can_be_made_before_they_are_needed() {
     assert_eq!(machine.send(&mut fetch, BUFFER), pattern(BUFFER, 1));
 }
 
-/// A stream of the crowd below, with its position on an imagined wire.
+/// A stream of the crowd below, with its position on an imaginary wire.
 enum Member {
     Out(Fetch, Vec<u8>, Vec<u8>),
     In(Store, Vec<u8>, usize, Arc<Memory>, Vec<u8>),
 }
 
 #[test]
-fn a_crowd_shares_few_buffers_and_nobody_is_forgotten() {
+fn many_streams_share_few_buffers_and_all_complete() {
     let machine = machine(3, 2);
     machine.device.order(CopyOrder::Shuffled(3));
     let mut crowd: Vec<_> = (0..40u64)
@@ -537,7 +537,7 @@ fn a_crowd_shares_few_buffers_and_nobody_is_forgotten() {
                 sent.extend_from_slice(&some[..count]);
                 fetch.sent(count);
                 if count > 0 {
-                    turns.push_back(token); // the socket took something: another turn later
+                    turns.push_back(token); // the socket took bytes: the stream gets another turn
                 }
                 let done = fetch.left() == 0;
                 assert!(!done || sent == expected);

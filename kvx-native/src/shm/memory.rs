@@ -1,4 +1,4 @@
-//! Memory on both sides: our registered regions, and what peers let us read.
+//! Memory on both sides: local registered regions, and the peer's regions that this end may read.
 
 use std::collections::HashSet;
 use std::ffi::c_void;
@@ -18,19 +18,19 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 use super::error::{NAME, error};
 use super::messages::{Location, RegionAccess};
 
-/// How other processes reach a region; travels in the metadata.
+/// The way in which other processes reach a region, as encoded in the metadata.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reach {
-    /// A kvx pool: its sealed file is passed on request.
+    /// A kvx pool, whose sealed file is passed on request.
     Pool,
-    /// Any other host memory: by `process_vm_readv`.
+    /// Any other host memory, by `process_vm_readv`.
     Foreign,
-    /// Memory of a device: its driver opens it in the other process.
+    /// Memory of a device, which its driver opens in the other process.
     Device(DeviceId),
 }
 
 impl Reach {
-    /// How `memory` is reached.
+    /// Returns how `memory` is reached.
     pub(crate) fn of(memory: &Memory) -> Self {
         match (memory.device_access(), memory.shared_file()) {
             (Some(_), _) => Reach::Device(memory.device()),
@@ -39,7 +39,7 @@ impl Reach {
         }
     }
 
-    /// As it travels.
+    /// Encodes it for the metadata.
     pub(crate) fn export(self) -> Vec<u8> {
         match self {
             Reach::Pool => vec![1, 0],
@@ -48,10 +48,10 @@ impl Reach {
         }
     }
 
-    /// From a peer's metadata. Errors: `Malformed`.
+    /// Decodes a peer's export. Returns `Malformed` for an invalid one.
     pub(crate) fn import(export: &[u8]) -> Result<Self> {
         match export {
-            // Later versions may say more behind these.
+            // Later versions may append more fields.
             [1..=u8::MAX, 0, ..] => Ok(Reach::Pool),
             [1..=u8::MAX, 1, ..] => Ok(Reach::Foreign),
             [1..=u8::MAX, 2, device @ ..] if device.len() >= 16 => {
@@ -69,19 +69,18 @@ impl Reach {
 #[derive(Debug)]
 struct RegionRecord {
     memory: Arc<Memory>,
-    /// How a device's memory is opened elsewhere.
+    /// The driver's handle with which other processes open a device's memory.
     handle: Option<IpcHandle>,
 }
 
-/// Our registered regions. The reactor looks them up; registering and revoking change them from any
-/// thread.
+/// The local registered regions. The reactor looks them up; any thread may register and revoke.
 #[derive(Debug, Default)]
 pub(crate) struct Regions(Mutex<RegionTables>);
 
 #[derive(Debug, Default)]
 struct RegionTables {
     regions: RegionTable<RegionRecord>,
-    /// Granted to peers that had not confirmed their release when the transport ended.
+    /// Regions granted to peers that had not confirmed their release when the transport ended.
     unproven: HashSet<RegionId>,
 }
 
@@ -91,7 +90,7 @@ impl Regions {
         self.0.lock().regions.open(id, key, RegionRecord { memory, handle });
     }
 
-    /// What a peer is told about memory that it may read.
+    /// Returns the information that a peer needs to read the memory.
     pub(crate) fn access(&self, id: RegionId, memory: &Memory) -> RegionAccess {
         let handle = self.0.lock().regions.get(id).and_then(|region| region.handle.clone());
         let at = match (Reach::of(memory), handle) {
@@ -102,8 +101,8 @@ impl Regions {
         RegionAccess { len: memory.len() as u64, at }
     }
 
-    /// Refuses it from now on, and returns the memory, to be kept until peers have released it.
-    /// Errors: `StillShared` if the transport ended before they had.
+    /// Refuses a region from now on. Returns its memory, which the caller keeps until peers have
+    /// released it. Returns `StillShared` if the transport ended before they had.
     pub(crate) fn revoke(&self, id: RegionId) -> Result<RevokedRegion> {
         let mut table = self.0.lock();
         if table.unproven.contains(&id) {
@@ -112,13 +111,13 @@ impl Regions {
         Ok(RevokedRegion { id, _memory: table.regions.revoke(id).map(|region| region.memory) })
     }
 
-    /// The memory behind a number and the key that a peer shows. Errors: `Unregistered`,
-    /// `RevokedRegion`, `WrongKey`.
+    /// Returns the memory of the region with this id, if the peer shows its key. Returns
+    /// `Unregistered`, `Revoked` or `WrongKey` otherwise.
     pub(crate) fn check(&self, id: RegionId, key: &RegionKey) -> Result<Arc<Memory>> {
         self.0.lock().regions.check(id, key).map(|region| Arc::clone(&region.memory))
     }
 
-    /// Releases all memory when the transport ends, apart from regions that peers may still read,
+    /// Releases all memory when the transport ends, except for regions that peers may still read,
     /// which are never freed.
     pub(crate) fn close(&self, unproven: impl IntoIterator<Item = RegionId>) {
         let mut table = self.0.lock();
@@ -132,25 +131,25 @@ impl Regions {
     }
 }
 
-/// A region that is being revoked, and what keeps its memory meanwhile.
+/// A region that is being revoked; keeps its memory alive meanwhile.
 #[derive(Debug)]
 pub(crate) struct RevokedRegion {
     pub(crate) id: RegionId,
     _memory: Option<Arc<Memory>>,
 }
 
-/// A revocation whose end will never be known: the memory is never freed.
+/// Leaks a region whose revocation will never be confirmed, so that its memory is never freed.
 pub(crate) fn quarantine(region: RevokedRegion, done: Ticket) {
     drop(done);
     std::mem::forget(region);
 }
 
-/// A peer's pool in our address space, for reading only.
+/// A peer's pool, mapped read-only into this process.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     base: NonNull<c_void>,
     mapped: usize,
-    /// Whether every page exists, so that looking at them all costs no memory.
+    /// True if every page exists, so that reading all of them costs no memory.
     filled: bool,
 }
 
@@ -159,35 +158,35 @@ unsafe impl Send for Mapping {}
 // SAFETY: methods of a shared `Mapping` return the address, or touch pages by raw reads.
 unsafe impl Sync for Mapping {}
 
-/// The seals that a file must have before it is mapped: a fixed size (a read beyond a shrunk file
-/// would kill this process), and no new writers, which also prevents holes from being punched into
-/// it.
+/// The seals that a file must have before it is mapped: a fixed size, because a read beyond the end
+/// of a shrunk file would kill this process, and no new writers, which also prevents punching holes
+/// into it.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE);
 
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 
 impl Mapping {
-    /// Maps the first `len` bytes of a file that a peer passed. Errors: `PermissionDenied` for a
-    /// file that is not sealed or too short, `Exhausted` if this process has no address space for
-    /// the mapping.
+    /// Maps the first `len` bytes of a file that a peer passed. Returns `PermissionDenied` for a
+    /// file that is unsealed or too short, `Exhausted` if this process has no address space for the
+    /// mapping.
     pub(crate) fn of(file: &OwnedFd, len: u64) -> Result<Self> {
         let unfit = |why: String| {
             error(
                 ErrorKind::PermissionDenied,
-                format!("the file that the peer passed for a region {why}: it is no kvx pool"),
+                format!("the file that the peer passed for a region {why}: it is not a kvx pool"),
             )
         };
         let seals =
-            rustix::fs::fcntl_get_seals(file).map_err(|_| unfit("is no memory file".into()))?;
+            rustix::fs::fcntl_get_seals(file).map_err(|_| unfit("is not a memory file".into()))?;
         if !seals.contains(SEALS) {
             return Err(unfit(format!("lacks the seals {:?}", SEALS.difference(seals))));
         }
         let stat = rustix::fs::fstat(file)
-            .map_err(|cause| Error::os("a passed file cannot be looked at", cause))?;
-        // Sealed: what is read here stays true.
+            .map_err(|cause| Error::os("cannot read the size of a passed file", cause))?;
+        // The file is sealed, so its size cannot change.
         let size = u64::try_from(stat.st_size).unwrap_or(0);
         if len == 0 || size < len {
-            return Err(unfit(format!("has {size} bytes where {len} were named")));
+            return Err(unfit(format!("has {size} bytes instead of {len}")));
         }
         let page =
             u64::try_from(stat.st_blksize).unwrap_or(1).max(rustix::param::page_size() as u64);
@@ -195,22 +194,20 @@ impl Mapping {
         let huge = rustix::fs::fstatfs(file).is_ok_and(|fs| fs.f_type == HUGETLBFS_MAGIC);
         let filled = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512) >= mapped;
         if huge && !filled {
-            // A page that is missing when it is first read would kill this process if none is in
+            // Reading a missing huge page for the first time would kill this process if none is in
             // reserve.
             return Err(error(
                 ErrorKind::Unsupported,
-                "the peer's pool lies on huge pages that were never touched: its owner must build it with pre_touch",
+                "the peer's pool lies on huge pages that are not allocated: its owner must build \
+                 it with pre_touch",
             ));
         }
         let no_room = |cause: Errno| {
-            Error::os(
-                format!("a peer's pool of {len} bytes could not be mapped: raise ulimit -v"),
-                cause,
-            )
-            .with_kind(ErrorKind::Exhausted)
+            Error::os(format!("cannot map a peer's pool of {len} bytes: raise ulimit -v"), cause)
+                .with_kind(ErrorKind::Exhausted)
         };
         let mapped = usize::try_from(mapped).map_err(|_| no_room(Errno::OVERFLOW))?;
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the
+        // SAFETY: a new mapping at an address that the kernel chooses overlaps no memory of the
         // program.
         let base = unsafe {
             rustix::mm::mmap(
@@ -225,32 +222,34 @@ impl Mapping {
         .map_err(no_room)?;
         let base = NonNull::new(base).ok_or_else(|| no_room(Errno::FAULT))?;
         let mapping = Mapping { base, mapped, filled };
-        // Neither is needed to be right: a child after fork has no use for it, and huge pages make
-        // it faster.
+        // Both are optional: a child after fork does not need the mapping, and huge pages make it
+        // faster.
         for advice in [Advice::LinuxDontFork, Advice::LinuxHugepage] {
-            // SAFETY: our own mapping, and neither advice discards content.
+            // SAFETY: the mapping belongs to this value, and neither advice discards content.
             unsafe { rustix::mm::madvise(mapping.base.as_ptr(), mapped, advice) }.ok();
         }
         Ok(mapping)
     }
 
-    /// Its first byte.
+    /// Returns the address of its first byte.
     pub(crate) fn base(&self) -> u64 {
         self.base.as_ptr() as u64
     }
 
-    /// Makes the pages from `from` on present, `step` bytes of them, so that no transfer pays for
-    /// that. The offset to go on from; `None`: done, or not possible here.
+    /// Makes `step` bytes of pages from `from` on present, so that no transfer has to. Returns the
+    /// next offset, or `None` if it is done or not possible here.
     pub(crate) fn populate(&self, from: usize, step: usize) -> Option<usize> {
         if !self.filled || from >= self.mapped {
             return None;
         }
         let len = step.min(self.mapped - from);
-        // SAFETY: `from..from + len` lies in our own mapping, and the advice discards no content.
+        // SAFETY: `from..from + len` lies in this value's mapping, and the advice discards no
+        // content.
         let touched = unsafe {
             rustix::mm::madvise(self.base.as_ptr().byte_add(from), len, Advice::LinuxPopulateRead)
         };
-        // Kernels before 5.14 do not know the advice: then the first transfer pays.
+        // Kernels before 5.14 do not know the advice; then the first transfer makes the pages
+        // present.
         touched.ok()?;
         Some(from + len)
     }
@@ -258,15 +257,19 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: this value owns the mapping; copies out of it hold an `Arc` of this, so none is
-        // under way.
+        // SAFETY: this value owns the mapping; copies out of it hold an `Arc` of this value, so
+        // none is in progress.
         if let Err(cause) = unsafe { rustix::mm::munmap(self.base.as_ptr(), self.mapped) } {
-            tracing::warn!(error = %cause, bytes = self.mapped, "SHM: a peer's pool could not be unmapped");
+            tracing::warn!(
+                error = %cause,
+                bytes = self.mapped,
+                "SHM: cannot unmap a peer's pool"
+            );
         }
     }
 }
 
-/// A region of a peer that we may read.
+/// A peer's region that this end may read.
 #[derive(Clone, Debug)]
 pub(crate) struct PeerRegion {
     pub(crate) id: RegionId,
@@ -274,28 +277,30 @@ pub(crate) struct PeerRegion {
     pub(crate) place: CopySource,
 }
 
-/// Where a copy reads from.
+/// The place from which a copy reads.
 #[derive(Clone, Debug)]
 pub(crate) struct CopySource {
-    /// An address in this process if it is mapped here, on the device, else in the peer's process.
+    /// An address in this process if the memory is mapped here, on the device for device memory,
+    /// and otherwise in the peer's process.
     pub(crate) base: u64,
     pub(crate) method: CopyMethod,
 }
 
-/// What a peer's memory is for us.
+/// The way in which a peer's memory is read.
 #[derive(Clone, Debug)]
 pub(crate) enum CopyMethod {
-    /// Mapped here, as long as somebody holds this.
+    /// The memory is mapped here as long as this value lives.
     Mapped(Arc<Mapping>),
-    /// The peer's own.
+    /// The memory is only in the peer's process.
     Remote,
-    /// Opened on a device, as long as somebody holds this.
+    /// The memory is opened on a device as long as this value lives.
     Device(Arc<Memory>),
 }
 
 impl PeerRegion {
-    /// From what the owner said, and the file that came with it. Errors: `PermissionDenied`,
-    /// `Exhausted`, `Malformed`; what a device says that does not open it, `Unsupported` mostly.
+    /// Opens a region as its owner describes it, with the file that came with the description.
+    /// Returns `PermissionDenied`, `Exhausted` or `Malformed`, or the error of a device that cannot
+    /// open it, usually `Unsupported`.
     pub(crate) fn of(
         id: RegionId,
         access: RegionAccess,
@@ -319,7 +324,8 @@ impl PeerRegion {
             (Location::File, None) => {
                 return Err(error(
                     ErrorKind::Exhausted,
-                    "the file of a peer's pool did not arrive: this process has too many open files, raise ulimit -n",
+                    "the file of a peer's pool did not arrive: this process has too many open \
+                     files; raise ulimit -n",
                 ));
             }
         };
@@ -327,8 +333,8 @@ impl PeerRegion {
     }
 }
 
-/// Returns the local devices that may open memory of a peer's device: the same one, or else any
-/// that may reach it. Errors: `Unsupported` if there is none.
+/// Returns the local devices that may be able to open memory of a peer's device: the same device,
+/// or otherwise any that may reach it. Returns `Unsupported` if there is none.
 pub(crate) fn openers(
     devices: &[Arc<dyn DeviceAccess>],
     kind: Option<MemoryKind>,
@@ -341,8 +347,8 @@ pub(crate) fn openers(
         return Err(error(
             ErrorKind::Unsupported,
             format!(
-                "the peer's memory lies on a device that this agent was not given: build it with an access to device \
-                 {:032x} (Builder::device), or use TCP",
+                "the peer's memory lies on a device that this agent was not given: build it with \
+                 an access to device {:032x} (Builder::device), or use TCP",
                 u128::from_be_bytes(owner.0)
             ),
         ));
@@ -357,22 +363,23 @@ fn open_device_memory(
     len: u64,
 ) -> Result<Memory> {
     let len = usize::try_from(len)
-        .map_err(|_| error(ErrorKind::Malformed, "a region beyond the address space"))?;
+        .map_err(|_| error(ErrorKind::Malformed, "a peer's region exceeds the address space"))?;
     let mut refused = None;
     for device in openers(devices, None, owner)? {
         match Arc::clone(device).open(owner, handle, len) {
             Ok(memory) => return Ok(memory),
-            // The first is the likeliest: what it says tells most.
+            // The first device is the most likely one, so its error is the most useful.
             Err(why) => refused = refused.or(Some(why)),
         }
     }
     let why = refused
-        .unwrap_or_else(|| error(ErrorKind::Unsupported, "no device opens the peer's memory"));
+        .unwrap_or_else(|| error(ErrorKind::Unsupported, "no device can open the peer's memory"));
     Err(why.with_backend(NAME))
 }
 
-/// How other processes open memory of a device; `None` for host memory. May block. Errors: the
-/// device's, `Unsupported` for memory that its driver does not share.
+/// Returns the handle with which other processes open memory of a device, or `None` for host
+/// memory. May block. Returns the device's error, `Unsupported` for memory that its driver does not
+/// share.
 pub(crate) fn shared_by_device(memory: &Memory) -> Result<Option<IpcHandle>> {
     let Some(access) = memory.device_access() else { return Ok(None) };
     let shared = access.share(memory.address(), memory.len());
@@ -381,7 +388,8 @@ pub(crate) fn shared_by_device(memory: &Memory) -> Result<Option<IpcHandle>> {
         handle => Err(error(
             ErrorKind::Unsupported,
             format!(
-                "the device's handle has {} bytes, {} are allowed: report this as a bug of its crate",
+                "the device's handle has {} bytes, but {} are allowed: report this as a bug of its \
+                 crate",
                 handle.bytes.len(),
                 IpcHandle::LONGEST
             ),
@@ -405,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_are_not_sealed_or_too_short_are_never_mapped() {
+    fn files_that_are_unsealed_or_too_short_are_never_mapped() {
         for missing in [SealFlags::SHRINK, SealFlags::GROW, SealFlags::FUTURE_WRITE] {
             let refused = Mapping::of(&file(8192, SEALS.difference(missing)), 4096).unwrap_err();
             assert_eq!(refused.kind(), ErrorKind::PermissionDenied, "{refused}");
@@ -424,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_is_mapped_and_shows_what_its_owner_writes() {
+    fn a_mapped_pool_shows_its_owners_writes() {
         let pool = Memory::pool(3 << 20).build().unwrap();
         let passed = pool.shared_file().unwrap().try_clone_to_owned().unwrap();
         let mapping = Mapping::of(&passed, pool.len() as u64).unwrap();
@@ -434,7 +442,7 @@ mod tests {
         }
         pool.copy_in(2 << 20, b"behind the mapping").unwrap();
         let mut seen = [0; 18];
-        // SAFETY: 18 bytes inside the mapping, which has 3 MiB.
+        // SAFETY: the 18 bytes lie inside the mapping, which has 3 MiB.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 (mapping.base() as *const u8).add(2 << 20),
@@ -446,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_numbers_and_revocations_are_told_apart() {
+    fn wrong_keys_unknown_ids_and_revoked_regions_have_different_errors() {
         let regions = Regions::default();
         let memory = Arc::new(Memory::owned(vec![0; 16]));
         regions.open(RegionSpec { id: RegionId(1), key: RegionKey([1; 16]), memory }, None);
@@ -463,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn exports_say_how_memory_is_reached() {
+    fn exports_encode_how_memory_is_reached() {
         for (memory, reach) in [
             (Memory::owned(vec![0; 16]), Reach::Foreign),
             (Memory::pool(4096).build().unwrap(), Reach::Pool),

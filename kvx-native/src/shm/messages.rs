@@ -1,28 +1,28 @@
-//! The control messages over a socket: those that all links share, and what SHM says beside them.
+//! The control messages on a socket: those that all links share, and SHM's own.
 //!
-//! One Unix socket (sequenced packets) per link, from the initiator's agent to the target's; each
-//! packet is one message of [`kvx_backend::control`] or one of SHM's own. The bytes of blocks never
-//! travel here.
+//! Each link has one Unix socket (sequenced packets) from the initiator's agent to the target's.
+//! Each packet is one message of [`kvx_backend::control`] or one of SHM's own. The bytes of blocks
+//! never travel here.
 //!
-//! * **Handshake.** With its hello and its welcome each end says where it keeps 32 probe bytes; the
-//!   target also whether it could read the initiator's by `process_vm_readv`.
-//! * **Regions.** With a grant comes where the region is: a sealed file (with the packet) for a kvx
-//!   pool, a handle of the driver's for memory of a device, an address for other memory. The
-//!   initiator of writes [`Lend`](Message::Lend)s its own regions to the target the same way,
-//!   unasked. Lent regions serve that connection's writes only. The target releases one that it
-//!   cannot open at once, and the initiator lends it anew for a later write. Either end recalls its
-//!   regions from the other.
-//! * **Reads** need no message: the initiator copies from the mapping, or by `process_vm_readv`, or
-//!   its device does.
+//! * **Handshake.** In hello and welcome each end states the address of its 32 probe bytes. The
+//!   welcome also reports whether the target could read the initiator's by `process_vm_readv`.
+//! * **Regions.** A grant includes the location of the region: a sealed file (with the packet) for
+//!   a kvx pool, a handle of the driver for memory of a device, an address for other memory. The
+//!   initiator of writes [`Lend`](Message::Lend)s its own regions to the target in the same way,
+//!   without a request. Lent regions serve that connection's writes only. The target releases one
+//!   that it cannot open at once, and the initiator lends it again for a later write. Either end
+//!   can recall its regions from the other.
+//! * **Reads** need no message: the initiator, or its device, copies from the mapping or by
+//!   `process_vm_readv`.
 //! * **Writes** are pulled: [`Write`](Message::Write) describes up to some thousand blocks on both
-//!   sides, the target checks keys and bounds, copies into its own region, and answers each with
-//!   one [`Done`](Message::Done). [`Cancel`](Message::Cancel) drops parts that are not pulled yet;
-//!   each part is still answered. When all parts are answered, the target does not touch the
-//!   initiator's memory again. At most 64 parts are unanswered.
+//!   sides. The target checks keys and bounds, copies into its own region, and answers each
+//!   message with one [`Done`](Message::Done). [`Cancel`](Message::Cancel) drops parts that are
+//!   not pulled yet; each part is still answered. After all parts are answered, the target does
+//!   not touch the initiator's memory again. At most 64 parts are unanswered.
 //! * **End.** The end that closes a connection releases all memory of the other, then shuts down
-//!   its sending side. The other end releases all as well and closes. The end of the stream, or of
-//!   the process, proves that the other end holds no memory any more: only then do tickets of
-//!   half-done writes settle and revocations count as confirmed.
+//!   its sending side. The other end releases everything as well and closes. The end of the
+//!   stream, or of the process, proves that the other end holds no memory any more. Only then do
+//!   tickets of unfinished writes settle and revocations count as confirmed.
 
 use kvx_backend::control::{self, FIRST_TRANSPORT_NUMBER, Refusal};
 use kvx_core::backend::wire::{Reader, Writer};
@@ -31,43 +31,44 @@ use kvx_core::{DeviceId, RegionId, Result};
 
 use crate::described::Described;
 
-/// The longest message; a notification of the greatest length fits.
+/// The limit in bytes for a message; the largest notification fits.
 pub(crate) const MAX_MESSAGE: usize = MAX_NOTIFICATION + (4 << 10);
-/// The most grids that one [`Message::Write`] describes.
+/// The limit for grids in one [`Message::Write`].
 pub(crate) const MAX_GRIDS: usize = 128;
-/// The most indices that one [`Message::Write`] describes.
+/// The limit for indices in one [`Message::Write`].
 pub(crate) const MAX_INDICES: usize = 6000;
 
-/// Bytes at a known place in a process, by which another finds out whether it may read there.
+/// Bytes at a known address in a process, with which another process checks whether it may read
+/// there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Probe {
-    /// Where they lie in the sender's process; 0: foreign memory is switched off there.
+    /// The address in the sender's process; 0 if foreign memory is switched off there.
     pub(crate) address: u64,
-    /// What they are.
+    /// The content of these bytes.
     pub(crate) bytes: [u8; 32],
 }
 
-/// How a region is reached.
+/// The information that a reader needs to reach a region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RegionAccess {
-    /// Its length in bytes.
+    /// The length in bytes.
     pub(crate) len: u64,
-    /// Where it is.
+    /// The location.
     pub(crate) at: Location,
 }
 
-/// Where a region is, for a reader.
+/// The location of a region, for a reader.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Location {
-    /// In the file that comes with the message.
+    /// The file that comes with the message.
     File,
-    /// At an address in the owner's process.
+    /// An address in the owner's process.
     Address(u64),
-    /// On a device, whose driver knows it by this handle.
+    /// A device, whose driver knows the memory by this handle.
     Device { device: DeviceId, handle: IpcHandle },
 }
 
-/// A message. See the [module](self) for who sends which when.
+/// A message. The [module](self) describes which end sends it, and when.
 #[derive(Clone, Debug)]
 pub(crate) enum Message<'a> {
     Shared(control::ControlMessage<'a>),
@@ -93,7 +94,8 @@ mod number {
 }
 
 impl Message<'_> {
-    /// Returns whether it may come to an end of a link. `up`: the handshake is done.
+    /// Returns true if the message may arrive at this end of a link. `up` means that the handshake
+    /// is done.
     pub(crate) fn fits(&self, up: bool, to_initiator: bool) -> bool {
         match self {
             Message::Shared(message) => message.fits(up, to_initiator),
@@ -104,7 +106,7 @@ impl Message<'_> {
         }
     }
 
-    /// The message as one packet.
+    /// Encodes the message as one packet.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(64);
         match self {
@@ -135,7 +137,7 @@ impl Message<'_> {
 }
 
 impl<'a> Message<'a> {
-    /// Reads one packet. Errors: `Malformed`.
+    /// Decodes one packet. Returns `Malformed` for an invalid one.
     pub(crate) fn decode(bytes: &'a [u8]) -> Result<Self> {
         if bytes.first().is_none_or(|number| *number < FIRST_TRANSPORT_NUMBER) {
             return control::ControlMessage::decode(bytes).map(Message::Shared);
@@ -178,14 +180,14 @@ impl Probe {
         Ok(Probe { address: reader.u64()?, bytes: reader.array()? })
     }
 
-    /// What a hello says beside who greets whom.
+    /// Encodes SHM's part of a hello.
     pub(crate) fn hello_rest(&self) -> Vec<u8> {
         let mut rest = Vec::new();
         self.encode(&mut rest);
         rest
     }
 
-    /// Reads that. Errors: `Malformed`.
+    /// Decodes SHM's part of a hello. Returns `Malformed` for an invalid one.
     pub(crate) fn of_hello(rest: &[u8]) -> Result<Self> {
         let mut reader = Reader::new("SHM hello", rest);
         let probe = Self::decode(&mut reader)?;
@@ -201,7 +203,7 @@ impl Probe {
         rest
     }
 
-    /// Reads that. Errors: `Malformed`.
+    /// Decodes SHM's part of a welcome. Returns `Malformed` for an invalid one.
     pub(crate) fn of_welcome(rest: &[u8]) -> Result<(Self, Result<(), Refusal>)> {
         let mut reader = Reader::new("SHM welcome", rest);
         let said = (Self::decode(&mut reader)?, result(&mut reader)?);
@@ -211,7 +213,7 @@ impl Probe {
 }
 
 impl RegionAccess {
-    /// Writes it: with a grant or a loan.
+    /// Appends the encoding, for a grant or a loan.
     pub(crate) fn encode(&self, out: &mut Vec<u8>) {
         out.put_u64(self.len);
         match &self.at {
@@ -229,14 +231,14 @@ impl RegionAccess {
         }
     }
 
-    /// What a grant says beside its number.
+    /// Encodes SHM's part of a grant.
     pub(crate) fn grant_rest(&self) -> Vec<u8> {
         let mut rest = Vec::new();
         self.encode(&mut rest);
         rest
     }
 
-    /// Reads that. Errors: `Malformed`.
+    /// Decodes SHM's part of a grant. Returns `Malformed` for an invalid one.
     pub(crate) fn of_grant(rest: &[u8]) -> Result<Self> {
         let mut reader = Reader::new("SHM grant", rest);
         let access = Self::decode(&mut reader)?;
@@ -258,11 +260,11 @@ impl RegionAccess {
                 let offset = reader.u64()?;
                 (Location::Device { device, handle: IpcHandle { bytes, offset } }, offset)
             }
-            other => return Err(reader.malformed(format_args!("memory of kind {other}"))),
+            other => return Err(reader.malformed(format_args!("unknown kind {other} of memory"))),
         };
-        // No process has addresses beyond 63 bits: ends and sums of offsets below stay numbers.
+        // No process has addresses beyond 63 bits, so ends and sums of offsets cannot overflow.
         if from.checked_add(len).is_none_or(|end| end > i64::MAX as u64) {
-            return Err(reader.malformed("memory beyond the address space"));
+            return Err(reader.malformed("memory exceeds the address space"));
         }
         Ok(RegionAccess { len, at })
     }
@@ -282,7 +284,7 @@ fn result(reader: &mut Reader<'_>) -> Result<Result<(), Refusal>> {
     match reader.u8()? {
         1 => Ok(Ok(())),
         0 => Refusal::decode(reader).map(Err),
-        other => Err(reader.malformed(format_args!("an answer of kind {other}"))),
+        other => Err(reader.malformed(format_args!("unknown kind {other} of answer"))),
     }
 }
 
@@ -307,7 +309,7 @@ mod tests {
     }
 
     fn samples() -> Vec<Message<'static>> {
-        let why = || Refusal { kind: ErrorKind::WrongKey, text: "the key is another".into() };
+        let why = || Refusal { kind: ErrorKind::WrongKey, text: "the key is wrong".into() };
         let lend = |at| Message::Lend { id: RegionId(2), access: RegionAccess { len: 4096, at } };
         vec![
             lend(Location::File),
@@ -322,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn what_handshakes_and_grants_say_travels_as_it_is() {
+    fn contents_of_handshakes_and_grants_round_trip() {
         let probe = Probe { address: 0x7000_0000, bytes: [9; 32] };
         assert_eq!(Probe::of_hello(&probe.hello_rest()).unwrap(), probe);
         for reads_us in [Ok(()), Err(Refusal { kind: ErrorKind::Unsupported, text: "no".into() })] {
@@ -339,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_travel_as_they_are() {
+    fn messages_round_trip() {
         for message in samples() {
             let bytes = message.encode();
             let back = Message::decode(&bytes).unwrap();
@@ -376,10 +378,10 @@ mod tests {
         }
     }
 
-    /// Seeded mutations: whatever comes in is a message whose numbers are sound, or an error; never
-    /// a panic, and no allocation beyond what the packet's own length justifies.
+    /// Checks with seeded mutations that each packet decodes to a message with valid numbers or to
+    /// an error: it never panics, and never allocates more than the packet's length justifies.
     #[test]
-    fn mutated_messages_are_sound_or_refused() {
+    fn mutated_messages_are_valid_or_rejected() {
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;
         let mut random = move || {
             state ^= state << 13;
@@ -428,6 +430,6 @@ mod tests {
                 Err(error) => assert_eq!(error.kind(), ErrorKind::Malformed),
             }
         }
-        assert!(accepted > 1000, "the mutations never hit a sound message");
+        assert!(accepted > 1000, "too few mutations yield a valid message");
     }
 }

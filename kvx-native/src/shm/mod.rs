@@ -1,16 +1,16 @@
 //! Shared memory between processes of one host and one user.
 //!
 //! No process writes into memory of another: the initiator of a read copies from the owner's memory
-//! into its own, and the target's thread pulls a write. [`messages`] describes
-//! the protocol.
+//! into its own, and the target's thread pulls a write. [`messages`] describes the protocol.
 //!
-//! The modules form layers, from the lowest to the highest; a module imports what stands before it:
+//! The modules form layers, from the lowest to the highest; a module imports only from earlier
+//! ones:
 //!
 //! 1. values: `error`, `config`, `host`, `address`, [`messages`];
 //! 2. memory and copying: `memory`, `copy`, `completion`, `copy_threads`;
 //! 3. sockets and connections: `socket`, `window`, `shared_link`, `writes`, `connection`;
 //! 4. transfers: `inline`, `flights`, `work`;
-//! 5. the machine: `machine`, and what it does in `handshake`, `grants`, `reads`, `pulls`,
+//! 5. the machine: `machine`, and its parts in `handshake`, `grants`, `reads`, `pulls`,
 //!    `flight_turns`, `notices` and `disconnect`;
 //! 6. the handles and the thread: `progress`, `endpoint`, `link`, `transport`.
 

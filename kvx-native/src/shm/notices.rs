@@ -15,7 +15,7 @@ use super::shared_link::SharedLink;
 use super::socket::Poller;
 
 impl Connection {
-    /// Sends the notifications that there is room for.
+    /// Sends the notifications that fit into the window.
     fn send_notices(&mut self, poller: &Poller) {
         while let Some((notice, bytes)) = self.to_peer.next_to_send() {
             self.send(poller, ControlMessage::Notify { notice, bytes: &bytes });
@@ -24,7 +24,7 @@ impl Connection {
 }
 
 impl Machine {
-    /// A notification goes out over a link.
+    /// Sends a notification over a link.
     pub(crate) fn notify(
         &mut self,
         link: &Arc<SharedLink>,
@@ -44,7 +44,7 @@ impl Machine {
         self.note_awaiting(at);
     }
 
-    /// The peer's agent has a notification. Errors: `Malformed` for one that was not sent.
+    /// Takes an acknowledgement. Returns `Malformed` unless it is for the oldest notification.
     pub(crate) fn take_ack(&mut self, at: usize, notice: u64, out: &mut Outbox) -> Result<()> {
         let connection = &mut self.connections[at];
         out.settle(connection.to_peer.acknowledge(notice)?, Ok(()));
@@ -53,7 +53,7 @@ impl Machine {
         Ok(())
     }
 
-    /// A notification came in. Errors: `Malformed` when the peer sends more than it may.
+    /// Takes a notification. Returns `Malformed` if the peer sends more than it may.
     pub(crate) fn take_notice(&mut self, at: usize, notice: u64, bytes: &[u8]) -> Result<()> {
         let connection = &mut self.connections[at];
         let Some(peer) = &connection.peer else {
@@ -69,7 +69,7 @@ impl Machine {
         Ok(())
     }
 
-    /// There is room again for notifications.
+    /// Delivers waiting notifications, for which the agent's queue has space again.
     pub(crate) fn resume(&mut self) {
         for (_, connection) in &mut self.connections {
             while let Some(peer) = &connection.peer
@@ -79,7 +79,7 @@ impl Machine {
             {
                 connection.send(&self.poller, ControlMessage::Ack { notice });
             }
-            connection.note_held(&mut self.held).ok(); // it has less
+            connection.note_held(&mut self.held).ok(); // cannot fail: it holds less
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The machine behind the reactor's thread: commands, events, turns.
+//! The machine behind the reactor's thread: commands, events and turns.
 
 use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -22,14 +22,14 @@ use super::shared_link::{Import, SharedLink};
 use super::socket::{self, Ready, RecvOutcome, token};
 use super::work::Work;
 
-/// The most messages taken from one connection in a turn.
+/// The limit for messages taken from one connection in a turn.
 const MESSAGES: usize = 32;
-/// Bytes of a turn that are more than a request or two.
+/// The bytes above which a turn counts as part of a burst, rather than as a request or two.
 const BURST: u64 = 64 << 10;
-/// The most pieces of work done in a turn.
+/// The limit for pieces of work done in a turn.
 const WORKS: usize = 32;
 
-/// How long files wait that the kernel does not take now.
+/// The time after which sending files is tried again that the kernel did not take.
 const CROWDED: Duration = Duration::from_millis(20);
 
 /// A request of another thread to the machine.
@@ -42,7 +42,7 @@ pub(crate) enum Command {
         link: Arc<SharedLink>,
         import: Arc<Import>,
     },
-    /// `inline_on`: on this thread a small read may be done at once.
+    /// Posts a transfer. A small read may be done at once on the thread `inline_on`.
     Post {
         link: Arc<SharedLink>,
         plan: Arc<BoundPlan>,
@@ -66,7 +66,7 @@ pub(crate) enum Command {
         region: RevokedRegion,
         done: Ticket,
     },
-    /// A device or a thread has ended a batch of this flight.
+    /// Reports that a device or a thread has ended a batch of this flight.
     BatchEnded {
         number: u64,
     },
@@ -77,7 +77,7 @@ pub(crate) enum Command {
 }
 
 impl Machine {
-    /// Takes what the sockets have. Says how many events there were.
+    /// Handles the events of the sockets. Returns their number.
     pub(crate) fn handle_events(&mut self, out: &mut Outbox) -> usize {
         let ready = self.poller.take();
         for (token, flags) in &ready {
@@ -97,7 +97,8 @@ impl Machine {
                     self.receive(at, MESSAGES, out);
                     self.count_held(at, out);
                 }
-                // Another connection may have this place by now: only its own process's end counts.
+                // Another connection may have this place by now: only the end of its own process
+                // counts.
                 token::Descriptor::Life(at) => {
                     if self
                         .connections
@@ -114,12 +115,12 @@ impl Machine {
         count
     }
 
-    /// Takes up to `most` messages of a connection.
+    /// Takes up to `most` messages from a connection.
     pub(crate) fn receive(&mut self, at: usize, most: usize, out: &mut Outbox) {
         let mut buffer = std::mem::take(&mut self.buffer);
         buffer.resize(MAX_MESSAGE, 0);
         for _ in 0..most {
-            // Expected: the message before ended the connection.
+            // Expected: the previous message ended the connection.
             let Some(connection) = self.connections.get_mut(at) else { break };
             let received = match socket::receive(connection.socket.as_fd(), &mut buffer) {
                 Ok(RecvOutcome::Message(len, file)) => {
@@ -152,8 +153,9 @@ impl Machine {
         self.buffer = buffer;
     }
 
-    /// Counts what a peer has us hold. One with too much loses the connection; when all of them
-    /// have, the one with most loses all of its.
+    /// Counts the memory that this end holds for a peer. A peer over its limit loses the
+    /// connection; if all peers together exceed theirs, the one that holds most loses all its
+    /// connections.
     fn count_held(&mut self, at: usize, out: &mut Outbox) {
         // Expected: a message ended the connection.
         let Some(connection) = self.connections.get_mut(at) else { return };
@@ -172,14 +174,14 @@ impl Machine {
         }
     }
 
-    /// What a peer can lose.
+    /// Returns the connections that count for a peer.
     fn counted_for(&self, owner: &HeldBytesOwner) -> impl Iterator<Item = usize> {
         let its =
             self.connections.iter().filter(|(_, connection)| connection.is_counted_for(owner));
         its.map(|(at, _)| at)
     }
 
-    /// Acts on a message. Errors end the connection.
+    /// Acts on a message. An error ends the connection.
     fn take(
         &mut self,
         at: usize,
@@ -189,7 +191,7 @@ impl Machine {
     ) -> Result<()> {
         let connection = &self.connections[at];
         if connection.is_leaving() {
-            // Only what brings the end of what is left matters.
+            // Only messages that help to end the remaining work matter.
             return match message {
                 Message::Done { write, .. } => {
                     self.connections[at].writes.take_answer(write, Ok(()))?;
@@ -254,7 +256,9 @@ impl Machine {
             Shared::Ack { notice } => self.take_ack(at, notice, out)?,
             Shared::Ping => self.connections[at].send(&self.poller, Shared::Alive),
             Shared::Alive => {}
-            Shared::Leave | Shared::Bye => return Err(malformed("the end of a socket says it")),
+            Shared::Leave | Shared::Bye => {
+                return Err(malformed("SHM ends a link by closing the socket"));
+            }
         }
         Ok(())
     }
@@ -317,7 +321,7 @@ impl Progress for Machine {
         } else {
             self.handle_events(out) + self.look(out) + self.work(out)
         };
-        // A peer that has written much is likely to go on.
+        // A peer that has written much is likely to continue.
         let look_for = Duration::from_micros(if self.bursting { 250 } else { 20 });
         // A probe may hang: not on the thread of a caller.
         Turn { look_for, own_thread_only: !self.to_probe.is_empty(), ..Turn::did(done) }

@@ -1,5 +1,5 @@
-//! Writes on the target's side: our thread pulls the bytes into our own memory, after checking keys
-//! and bounds.
+//! Writes on the target's side: the local thread pulls the bytes into local memory, after checking
+//! keys and bounds.
 
 use kvx_backend::control::Refusal;
 use kvx_backend::reactor::SLICE;
@@ -15,17 +15,17 @@ use super::work::{Pull, Work};
 use super::writes::WINDOW;
 use crate::described::Described;
 
-/// What a region costs in a [`Pull`] beside its number and key, about.
+/// The approximate bytes that a region takes in a [`Pull`], in addition to its id and key.
 const NAMED: usize = 128;
 
-/// What keeping a described side of a part takes.
+/// Returns the bytes of memory that a described side of a part takes.
 fn cost(side: &Described) -> usize {
     side.kept() + side.regions.len() * NAMED
 }
 
 impl Machine {
-    /// A peer asks us to pull a part of a write. Errors: `Malformed`, which ends the connection;
-    /// everything else is answered.
+    /// Takes a peer's request to pull a part of a write. Returns `Malformed` to end the connection;
+    /// all other errors are sent as an answer.
     pub(crate) fn take_write(
         &mut self,
         at: usize,
@@ -37,7 +37,7 @@ impl Machine {
         if connection.pulls >= WINDOW {
             return Err(error(
                 ErrorKind::Malformed,
-                format!("malformed SHM message: more than {WINDOW} parts of writes at once"),
+                format!("malformed SHM message: more than {WINDOW} unanswered parts of writes"),
             ));
         }
         match self.check_write(at, write, into, from) {
@@ -102,11 +102,11 @@ impl Machine {
         })
     }
 
-    /// One turn of a pull. Says how many bytes moved.
+    /// Runs one turn of a pull. Returns the number of bytes moved.
     pub(crate) fn pull_turn(&mut self, mut pull: Box<Pull>) -> u64 {
-        // SAFETY: `checked` held both sides' grids against the lengths of the regions; our own
-        // memory is kept by the pull, is host memory and is never lent out as slices; places are
-        // mapped (`mover`), and kept so by the pull.
+        // SAFETY: `check_write` checked both sides' grids against the lengths of the regions. The
+        // pull keeps the local memory, which is host memory and is never lent as slices, and keeps
+        // the places mapped (`mover`).
         let turn =
             unsafe { self.copier.turn(&mut pull.pieces, &pull.places, &pull.targets, SLICE) };
         pull.left = pull.left.saturating_sub(turn.moved);
@@ -119,7 +119,7 @@ impl Machine {
         turn.moved
     }
 
-    /// Answers a part, and lets go of what it held.
+    /// Answers a part, and releases its memory.
     fn end_pull(&mut self, pull: Pull, result: Result<()>) {
         let (at, write, cost) = (pull.at, pull.write, pull.cost);
         drop(pull);
@@ -135,14 +135,14 @@ impl Machine {
         connection.send(&self.poller, Message::Done { write, result });
     }
 
-    /// A part is kept no more.
+    /// Stops counting the memory of a part.
     pub(crate) fn forget_pull(&mut self, at: usize, cost: usize) {
         let connection = &mut self.connections[at];
         connection.pulls_bytes -= cost;
-        connection.note_held(&mut self.held).ok(); // it has less
+        connection.note_held(&mut self.held).ok(); // cannot fail: it holds less
     }
 
-    /// Takes pulls out of the turns and answers them with `reason`.
+    /// Removes pulls from the turns and answers them with `reason`.
     pub(crate) fn stop_pulls(&mut self, which: impl Fn(&Pull) -> bool, reason: &Error) {
         let stopped = self.turns.extract(|work| matches!(work, Work::Pull(pull) if which(pull)));
         for work in stopped {

@@ -1,4 +1,4 @@
-//! Reads: our thread copies from the peer's memory into ours.
+//! Reads: the local thread copies from the peer's memory into local memory.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use super::messages::{Message, RegionAccess};
 use super::shared_link::{Import, SharedLink};
 use super::work::{Read, Work};
 
-/// Where a plan's remote regions stand.
+/// The state of the grants for a plan's remote regions.
 enum Grants {
     All(Vec<CopySource>),
     Missing,
@@ -44,9 +44,9 @@ fn grants(connection: &Connection, plan: &BoundPlan) -> Result<Grants> {
 }
 
 impl Machine {
-    /// Starts a transfer. `inline_on`: it was posted by this thread, on which a small read may be
-    /// done at once. `again`: ask once more for regions that were refused, which a transfer does
-    /// not that has waited for them.
+    /// Starts a transfer. If this is the thread `inline_on`, which posted it, a small read may be
+    /// done at once. `again` requests refused regions once more; a transfer that has already waited
+    /// for them does not.
     pub(crate) fn post(
         &mut self,
         link: &Arc<SharedLink>,
@@ -69,7 +69,7 @@ impl Machine {
             Ok(Grants::All(places)) => match transfer.plan.op() {
                 Op::Read => self.start_read(at, transfer, places, inline_on, out),
                 Op::Write => {
-                    // On the poster's own thread: the first message, and nothing else.
+                    // On the poster's thread: sends the first message and does nothing else.
                     self.lent_turn |= inline_on == Some(std::thread::current().id());
                     let PendingTransfer { plan, id, done } = transfer;
                     self.connections[at].start_write(&self.poller, &self.regions, id, plan, done);
@@ -79,21 +79,22 @@ impl Machine {
         }
     }
 
-    /// Posts again what waited for regions of this connection.
+    /// Posts again the transfers that waited for regions of this connection.
     pub(crate) fn post_waiting(&mut self, at: usize, out: &mut Outbox) {
-        // Expected: on the target's side, which posts no transfers.
+        // Expected: the target's side posts no transfers.
         let Some(link) = self.connections[at].link.clone() else { return };
         for transfer in std::mem::take(&mut self.connections[at].waiting) {
             self.post(&link, transfer, None, false, out);
         }
     }
 
-    /// Asks once more for what this process had no room for: there may be some now.
+    /// Requests once more the regions for which this process lacked resources, which may be
+    /// available now.
     fn ask_again(&mut self, link: &Arc<SharedLink>, at: usize, plan: &BoundPlan) {
         for remote in plan.remotes() {
             let any: Arc<dyn std::any::Any + Send + Sync> = Arc::clone(&remote.region) as _;
             let Ok(import) = any.downcast::<Import>() else {
-                debug_assert!(false, "`grants` refuses a plan with a region of another transport");
+                debug_assert!(false, "`grants` rejects a plan with a region of another transport");
                 continue;
             };
             let known = self.connections[at].imports.get(import.number);
@@ -117,7 +118,7 @@ impl Machine {
         let pieces = ReadPieces(plan.segments(MAX_BATCH));
         let small = size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS;
         let inline = small && inline_on == Some(std::thread::current().id());
-        // On the poster's own thread: this read and nothing else.
+        // On the poster's thread: does this read and nothing else.
         self.lent_turn |= inline;
         if let Some(mover) = Load::mover(&places, plan.locals().iter().map(|local| &local.memory)) {
             let targets = plan.locals().iter().map(|local| Arc::clone(&local.memory)).collect();
@@ -143,11 +144,11 @@ impl Machine {
         }
     }
 
-    /// One turn of a read. Says how many bytes moved.
+    /// Runs one turn of a read. Returns the number of bytes moved.
     pub(crate) fn read_turn(&mut self, mut read: Box<Read>, out: &mut Outbox) -> u64 {
-        // SAFETY: core checked the plan against the lengths of its regions, and `Grant` is held
-        // against the remote length; the local memory is kept by the plan until the ticket settles;
-        // places are mapped (`mover`), and kept so.
+        // SAFETY: core checked the plan against the lengths of its regions, and `take_grant`
+        // checked the remote lengths. The plan keeps the local memory until the ticket settles, and
+        // the places are mapped (`mover`) and stay so.
         let turn =
             unsafe { self.copier.turn(&mut read.pieces, &read.places, &read.targets, SLICE) };
         read.left = read.left.saturating_sub(turn.moved);
@@ -160,7 +161,7 @@ impl Machine {
         turn.moved
     }
 
-    /// Stops a transfer as soon as it can be.
+    /// Stops a transfer as soon as possible.
     pub(crate) fn cancel(&mut self, link: &Arc<SharedLink>, id: TransferId, out: &mut Outbox) {
         // Expected: the transfer ended with its link.
         let Some(&at) = self.links.get(&link.id) else { return };
@@ -176,7 +177,7 @@ impl Machine {
                 && matches!(&flight.purpose, FlightPurpose::Read { id: read, .. } if *read == id)
         };
         self.stop_flights(its, &cancelled(), out);
-        // Expected: the flight that was stopped was the last thing that the connection waited for.
+        // Expected: the connection waited only for the flight that was stopped.
         let Some(connection) = self.connections.get_mut(at) else { return };
         if let Some(position) = connection.waiting.iter().position(|waiting| waiting.id == id) {
             let waiting = connection.waiting.swap_remove(position);
@@ -191,9 +192,9 @@ impl Machine {
         }
     }
 
-    /// A region of the peer is to be used: asks for it.
+    /// Requests a region of the peer.
     pub(crate) fn import(&mut self, link: &Arc<SharedLink>, import: Arc<Import>) {
-        // Expected: the link is gone, or not up: a transfer that uses the region fails.
+        // Expected: the link has ended, or is not up; a transfer that uses the region fails.
         let Some(&at) = self.links.get(&link.id) else { return };
         let connection = &mut self.connections[at];
         if !connection.is_up() {
@@ -205,7 +206,7 @@ impl Machine {
         self.note_awaiting(at);
     }
 
-    /// Takes the owner's answer to an import. Errors: `Malformed` if the import was not requested.
+    /// Takes the owner's answer to an import. Returns `Malformed` if the import was not requested.
     pub(crate) fn take_grant(
         &mut self,
         at: usize,
@@ -221,7 +222,8 @@ impl Machine {
                 return Err(error(
                     ErrorKind::OutOfBounds,
                     format!(
-                        "region {} has {} bytes, and its metadata says {}: take the peer's metadata again",
+                        "region {} has {} bytes, but its metadata says {}: fetch the peer's \
+                         metadata again",
                         import.id, access.len, import.len
                     ),
                 ));

@@ -13,9 +13,9 @@ use super::window::Shutter;
 /// The handshake's result for foreign memory: whether each side can read the other's.
 #[derive(Debug)]
 pub(crate) struct Reachability {
-    /// This end can read the peer's memory, or why not.
+    /// `Ok` if this end can read the peer's memory, otherwise the reason.
     pub(crate) ours: Result<()>,
-    /// The peer can read this end's memory, or why not.
+    /// `Ok` if the peer can read this end's memory, otherwise the reason.
     pub(crate) theirs: Result<()>,
 }
 
@@ -25,20 +25,20 @@ pub(crate) struct SharedLink {
     pub(crate) peer: Identity,
     /// The keys that authenticate this end to the peer.
     pub(crate) keys: Keys,
-    /// Set before the link is reported up.
+    /// The result of the handshake, set before the link is reported up.
     pub(crate) reachability: OnceLock<Reachability>,
-    /// Set when it is gone.
+    /// The reason why the link has ended.
     pub(crate) gone: OnceLock<Error>,
 }
 
 impl SharedLink {
-    /// Returns why the link cannot be used any more.
+    /// Returns the reason why the link is unusable.
     pub(crate) fn gone(&self) -> Error {
         self.gone.get().cloned().unwrap_or_else(|| error(ErrorKind::Closed, "the link is not up"))
     }
 }
 
-/// A region of the peer as this link knows it. The machine keeps the grant, under this number.
+/// A region of the peer, as this link knows it. The machine keeps the grant under this number.
 #[derive(Debug)]
 pub(crate) struct Import {
     pub(crate) number: u64,
@@ -46,7 +46,7 @@ pub(crate) struct Import {
     pub(crate) key: RegionKey,
     pub(crate) len: u64,
     pub(crate) reach: Reach,
-    /// Open while it may be read.
+    /// Open while the region may be read.
     pub(crate) shutter: Shutter,
 }
 

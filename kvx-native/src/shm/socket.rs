@@ -1,5 +1,4 @@
-//! Unix sockets in the abstract namespace: one datagram is one message, and at most one file goes
-//! with it.
+//! Unix sockets in the abstract namespace: one packet is one message, with at most one file.
 
 use std::cell::Cell;
 use std::io::{IoSlice, IoSliceMut};
@@ -18,14 +17,15 @@ use rustix::net::{
 #[cfg(test)]
 use super::pair::cut::{self, Call};
 
-/// How many clients may wait to be accepted.
+/// The limit for clients that wait to be accepted.
 const BACKLOG: i32 = 1024;
-/// Room for outgoing messages in the kernel; it grants what `net.core.wmem_max` allows.
+/// The kernel's buffer for outgoing messages, in bytes; the kernel limits it to
+/// `net.core.wmem_max`.
 const SEND_BUFFER: usize = 4 << 20;
 
 /// The number of sockets that a transport listens on.
 pub(crate) const LISTENERS: usize = 2;
-/// Which descriptor an event speaks of.
+/// Tokens that name the descriptor of an event.
 pub(crate) mod token {
     use super::LISTENERS;
 
@@ -63,7 +63,7 @@ fn new_socket() -> Result<Private, Errno> {
     .map(Private::from)
 }
 
-/// Listens under `name`. `ADDRINUSE` when somebody does already.
+/// Listens under `name`. Returns `ADDRINUSE` if another socket already does.
 pub(crate) fn listen(name: &[u8]) -> Result<Private, Errno> {
     let socket = new_socket()?;
     rustix::net::bind(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
@@ -76,16 +76,19 @@ pub(crate) fn listen_twice(
     random: &[u8],
     name: &[u8],
 ) -> kvx_core::Result<[Option<Private>; LISTENERS]> {
-    let main = listen(random)
-        .map_err(|cause| kvx_core::Error::os("no Unix socket: raise ulimit -n", cause))?;
-    // Another living agent of this name has it: then it is the one to answer.
+    let main = listen(random).map_err(|cause| {
+        kvx_core::Error::os("cannot create a Unix socket: raise ulimit -n", cause)
+    })?;
+    // If another living agent of this name has it, that agent answers.
     Ok([Some(main), listen(name).ok()])
 }
 
-/// Connects to `name`. `CONNREFUSED`: nobody listens; `AGAIN`: too many wait, try again.
+/// Connects to `name`. Returns `CONNREFUSED` if no socket listens, and `AGAIN` if the backlog is
+/// full.
 pub(crate) fn connect(name: &[u8]) -> Result<Private, Errno> {
     let socket = new_socket()?;
-    rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER).ok(); // the default is enough to work
+    // The default size is sufficient to work.
+    rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER).ok();
     let name = SocketAddrUnix::new_abstract_name(name)?;
     let call = || rustix::net::connect(&socket, &name);
     #[cfg(test)]
@@ -94,14 +97,15 @@ pub(crate) fn connect(name: &[u8]) -> Result<Private, Errno> {
     Ok(socket)
 }
 
-/// The next client, if one waits.
+/// Accepts the next client, if one waits.
 pub(crate) fn accept(listener: BorrowedFd<'_>) -> Result<Option<Private>, Errno> {
     let call = || rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
     #[cfg(test)]
     let call = || cut::call(Call::Accept, call);
     match call() {
         Ok(socket) => {
-            rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER).ok(); // as in `connect`
+            // Optional, as in `connect`.
+            rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER).ok();
             Ok(Some(socket.into()))
         }
         Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => Ok(None),
@@ -109,7 +113,7 @@ pub(crate) fn accept(listener: BorrowedFd<'_>) -> Result<Option<Private>, Errno>
     }
 }
 
-/// Sends one message; all of it or nothing.
+/// Sends one message, completely or not at all.
 pub(crate) fn send(
     socket: BorrowedFd<'_>,
     bytes: &[u8],
@@ -128,20 +132,20 @@ pub(crate) fn send(
     rustix::io::retry_on_intr(&mut call).map(|_| ())
 }
 
-/// What [`receive`] found.
+/// The result of [`receive`].
 #[derive(Debug)]
 pub(crate) enum RecvOutcome {
-    /// A message of this many bytes, and the file that came with it.
+    /// A message of this many bytes, with the file that came with it.
     Message(usize, Option<OwnedFd>),
     /// A message that is longer than the buffer.
     TooLong,
-    /// Nothing now.
+    /// No message is available now.
     Nothing,
     /// The other end sends no more.
     End,
 }
 
-/// Takes the next message.
+/// Receives the next message.
 pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<RecvOutcome, Errno> {
     // Capacity for a few more files than are allowed, so that a wrong number is noticed and they
     // are closed.
@@ -157,8 +161,8 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<RecvO
             Ok(got) => break got,
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => return Ok(RecvOutcome::Nothing),
-            // Told once when the other end closed without having read all; what it had sent still
-            // follows.
+            // Reported once if the other end closed without having read everything; its earlier
+            // messages still follow.
             Err(Errno::CONNRESET) => {}
             Err(error) => return Err(error),
         }
@@ -182,27 +186,27 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<RecvO
     Ok(RecvOutcome::Message(got.bytes, file))
 }
 
-/// Sends no more; the other end sees the end, and answers it by closing.
+/// Shuts down sending. The other end sees the end of the stream and answers by closing.
 pub(crate) fn finish(socket: BorrowedFd<'_>) {
-    rustix::net::shutdown(socket, rustix::net::Shutdown::Write).ok(); // it may be gone already
+    rustix::net::shutdown(socket, rustix::net::Shutdown::Write).ok(); // it may have closed
 }
 
-/// Ends both directions, also where a forked child of ours keeps the descriptor open.
+/// Ends both directions, even if a forked child of this process keeps the descriptor open.
 pub(crate) fn close(socket: Private) {
-    rustix::net::shutdown(&socket, rustix::net::Shutdown::Both).ok(); // it may be gone already
+    rustix::net::shutdown(&socket, rustix::net::Shutdown::Both).ok(); // it may have closed
 }
 
-/// A readiness queue whose one descriptor stands for all in it.
+/// A readiness queue; its one descriptor is ready if any descriptor in it is.
 #[derive(Debug)]
 pub(crate) struct Poller {
     epoll: OwnedFd,
     ready: Vec<(u64, Ready)>,
-    /// A socket would not take a file although it had room: no event tells when it does.
+    /// True if a socket took no file although it had space; no event reports when it does.
     crowded: Cell<bool>,
 }
 
 impl Poller {
-    /// The most events taken in one turn.
+    /// The limit for events taken in one turn.
     const BATCH: usize = 64;
 
     pub(crate) fn new() -> Result<Self, Errno> {
@@ -231,19 +235,19 @@ impl Poller {
         epoll::delete(&self.epoll, fd).ok(); // closing it would remove it as well
     }
 
-    /// The kernel takes no more files of this user's now: what waits for that is to be tried again
-    /// in a while.
+    /// Records that the kernel takes no more files of this user now, so that sending must be tried
+    /// again later.
     pub(crate) fn mark_crowded(&self) {
         self.crowded.set(true);
     }
 
-    /// Returns whether that has happened since it was last asked.
+    /// Returns true if that has happened since the last call.
     pub(crate) fn take_crowded(&self) -> bool {
         self.crowded.take()
     }
 
-    /// Which tokens are ready now and for what, without waiting; at most a batch. Put it back with
-    /// [`recycle`](Poller::recycle).
+    /// Returns the ready tokens with their events, at most a batch, without waiting. Give the
+    /// vector back with [`recycle`](Poller::recycle).
     pub(crate) fn take(&mut self) -> Vec<(u64, Ready)> {
         let mut ready = std::mem::take(&mut self.ready);
         ready.clear();
@@ -261,14 +265,15 @@ impl Poller {
         ready
     }
 
-    /// Waits until something is ready, or for that long.
+    /// Waits until a descriptor is ready, or for that long.
     pub(crate) fn wait(&self, longest: std::time::Duration) {
         let mut polled = [rustix::event::PollFd::new(&self.epoll, rustix::event::PollFlags::IN)];
         let longest = rustix::time::Timespec {
             tv_sec: longest.as_secs().try_into().unwrap_or(i64::MAX),
             tv_nsec: longest.subsec_nanos().into(),
         };
-        rustix::event::poll(&mut polled, Some(&longest)).ok(); // who waits looks for itself what there is
+        // The caller checks for events itself.
+        rustix::event::poll(&mut polled, Some(&longest)).ok();
     }
 
     pub(crate) fn recycle(&mut self, ready: Vec<(u64, Ready)>) {
@@ -290,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_keep_their_bounds_and_bring_files() {
+    fn messages_keep_their_boundaries_and_carry_files() {
         let (client, server) = pair();
         let (pipe, _) = rustix::pipe::pipe().unwrap();
         send(client.as_fd(), b"one", Some(pipe.as_fd())).unwrap();
@@ -307,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_sent_before_a_close_arrives_also_when_the_closer_left_messages_unread() {
+    fn messages_sent_before_a_close_arrive_even_if_the_closer_left_messages_unread() {
         let (client, server) = pair();
         send(server.as_fd(), b"never read", None).unwrap();
         send(client.as_fd(), b"last words", None).unwrap();
@@ -319,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_nobody_has_is_refused() {
+    fn connecting_to_an_unused_name_is_refused() {
         assert_eq!(connect(b"kvx-test-nobody").unwrap_err(), Errno::CONNREFUSED);
     }
 }

@@ -28,13 +28,13 @@ use super::memory::{Reach, Regions, shared_by_device};
 use super::progress::Command;
 use super::shared_link::SharedLink;
 
-/// Makes SHM transports: between processes of one user on one host.
+/// The factory of SHM transports, between processes of one user on one host.
 ///
-/// SHM trusts the processes of the same user, and refuses all others by the credentials that the
-/// kernel gives. Within one user it relies on each reader to read only granted regions, and to
-/// release them when they are revoked: reads are [`Isolation::Cooperative`]. No agent writes into
-/// memory of another, whatever a peer sends: the target's thread checks key and bounds of each
-/// write, [`Isolation::Owner`].
+/// SHM trusts processes of the same user and refuses all others by the credentials that the kernel
+/// reports. Within one user it relies on each reader to read only granted regions and to release
+/// them when they are revoked: reads are [`Isolation::Cooperative`]. No agent writes into memory of
+/// another, whatever a peer sends: the target's thread checks key and bounds of each write,
+/// [`Isolation::Owner`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Shm;
 
@@ -48,7 +48,7 @@ fn capabilities() -> Capabilities {
         settles_without_peer: PerOp { read: true, write: false },
         hung_page: HungPageScope::Peer,
         ordered: false,
-        // Memory of a device goes where the agent has an access to that device.
+        // Memory of a device works if the agent has an access to that device.
         local: MemoryKinds::ALL,
         remote: MemoryKinds::ALL,
     }
@@ -121,9 +121,9 @@ impl ShmTransport {
     }
 }
 
-// SAFETY: see `ShmLink` for plans. A region's memory is kept by the table of regions until it is
-// revoked, and after that by the machine until every peer with a grant has released it or is
-// dead.
+// SAFETY: see `ShmLink` for plans. The table of regions keeps a region's memory until it is
+// revoked; after that the machine keeps it until every peer with a grant has released it or has
+// died.
 unsafe impl Transport for ShmTransport {
     fn capabilities(&self) -> &Capabilities {
         &self.endpoint.capabilities
@@ -169,14 +169,14 @@ unsafe impl Transport for ShmTransport {
 
     fn shutdown(&self, done: Ticket) {
         self.closed.store(true, Ordering::Release);
-        // The machine settles it with its last breath; if it is gone already, the ticket settles at
-        // once.
+        // The machine settles the ticket when it stops; if it has already stopped, the ticket
+        // settles at once.
         self.endpoint.reactor.submit(Command::Shutdown { done });
         self.endpoint.reactor.stop();
     }
 }
 
-/// One of our regions.
+/// A registered local region.
 struct ShmRegion {
     endpoint: Arc<Endpoint>,
     id: RegionId,

@@ -1,4 +1,4 @@
-//! Regions of a peer as posters may see them, and how the machine takes them back.
+//! A peer's regions as posters use them, and how the machine ends that use.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, TryLockError};
@@ -9,23 +9,23 @@ use kvx_core::backend::sync::pause_between_looks;
 use super::host::PeerProcess;
 use super::memory::CopySource;
 
-/// The process whose memory is read, and a socket by which it is known to be still the same.
+/// The process whose memory is read, and a socket that shows whether it is still the same one.
 #[derive(Debug)]
 pub(crate) struct PeerWatch {
     pub(crate) process: Arc<PeerProcess>,
     pub(crate) socket: Private,
 }
 
-/// A granted region as posters see it.
+/// A granted region as posters use it.
 #[derive(Debug)]
 pub(crate) struct Window {
     pub(crate) place: CopySource,
-    /// The process that owns the memory, if it is not mapped here.
+    /// The process that owns the memory, unless the memory is mapped here.
     pub(crate) owner: Option<Arc<PeerWatch>>,
 }
 
 /// Open while the region may be read. The machine shuts it before it releases the region: no copy
-/// begins after that, and the machine releases the region when none is under way. Each copies at
+/// begins afterwards, and the machine releases the region once none is in progress. Each copies at
 /// most 64 KiB, but may wait long for a page.
 #[derive(Debug, Default)]
 pub(crate) struct Shutter {
@@ -33,16 +33,17 @@ pub(crate) struct Shutter {
     shut: AtomicBool,
 }
 
-/// Looks for the end of copies that are under way, before other things are done meanwhile.
+/// The number of checks for copies in progress before the machine does other work meanwhile.
 const LOOKS: u32 = 200;
 
 impl Shutter {
     pub(crate) fn open(&self, window: Window) {
-        // Before it is open, readers hold the lock only to look.
+        // Before it is open, readers hold the lock only for a check.
         *self.window.write().unwrap_or_else(PoisonError::into_inner) = Some(window);
     }
 
-    /// Shuts it. Returns true if no copy is under way; else the caller asks [again](Self::is_free).
+    /// Shuts it. Returns true if no copy is in progress; otherwise the caller checks
+    /// [again](Self::is_free).
     pub(crate) fn shut(&self) -> bool {
         self.shut.store(true, Ordering::SeqCst);
         for looks in 0..LOOKS {
@@ -54,7 +55,7 @@ impl Shutter {
         false
     }
 
-    /// Returns true if no copy is under way, after [`shut`](Self::shut).
+    /// Returns true if no copy is in progress, after [`shut`](Self::shut).
     pub(crate) fn is_free(&self) -> bool {
         match self.window.try_write() {
             Ok(mut window) => drop(window.take()),
@@ -64,7 +65,7 @@ impl Shutter {
         true
     }
 
-    /// Without waiting; `None` if it is shut or being shut.
+    /// Returns the open window without waiting; `None` if it is shut or being shut.
     pub(crate) fn look(&self) -> Option<View<'_>> {
         let window = self.window.try_read().ok()?;
         let view = View { window, shut: &self.shut };
@@ -72,14 +73,14 @@ impl Shutter {
     }
 }
 
-/// An open window, which stays as it is meanwhile.
+/// An open window, which does not change while this value lives.
 pub(crate) struct View<'a> {
     pub(crate) window: RwLockReadGuard<'a, Option<Window>>,
     shut: &'a AtomicBool,
 }
 
 impl View<'_> {
-    /// Returns whether it has been shut meanwhile.
+    /// Returns true if it has been shut meanwhile.
     pub(crate) fn is_shut(&self) -> bool {
         self.shut.load(Ordering::SeqCst)
     }

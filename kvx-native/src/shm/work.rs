@@ -1,5 +1,5 @@
-//! The work of the machine's turns: reads, pulls of writes, batches of flights, and mappings to be
-//! made present.
+//! The work of the machine's turns: reads, pulls of writes, batches of flights, and mappings whose
+//! pages are made present.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ pub(crate) enum Work {
 }
 
 impl Work {
-    /// The connection it belongs to; flights know theirs by themselves.
+    /// Returns the connection to which the work belongs; flights record theirs separately.
     pub(crate) fn connection(&self) -> Option<usize> {
         match self {
             Work::Read(read) => Some(read.at),
@@ -30,7 +30,7 @@ impl Work {
         }
     }
 
-    /// Ends it; a pull has no ticket here.
+    /// Ends the work. A pull has no ticket at this end.
     pub(crate) fn settle(self, reason: Error, out: &mut Outbox) {
         if let Work::Read(read) = self {
             out.settle(read.done, Err(reason));
@@ -38,9 +38,9 @@ impl Work {
     }
 }
 
-/// A read under way.
+/// A read in progress.
 pub(crate) struct Read {
-    /// The connection whose peer is read.
+    /// The connection whose peer's memory is read.
     pub(crate) at: usize,
     pub(crate) id: TransferId,
     pub(crate) pieces: ReadPieces,
@@ -51,7 +51,7 @@ pub(crate) struct Read {
 }
 
 impl Read {
-    /// Returns whether it reads from the peer's region of this number.
+    /// Returns true if it reads from the peer's region with this id.
     pub(crate) fn reads(&self, id: RegionId) -> bool {
         self.pieces.0.bound().remotes().iter().any(|remote| remote.id == id)
     }
@@ -59,7 +59,7 @@ impl Read {
 
 /// A part of a peer's write.
 pub(crate) struct Pull {
-    /// The connection it came over.
+    /// The connection over which it arrived.
     pub(crate) at: usize,
     pub(crate) write: u64,
     pub(crate) pieces: PullPieces,
@@ -70,7 +70,7 @@ pub(crate) struct Pull {
     /// Local regions that it writes to, and their memory.
     pub(crate) into: Vec<(RegionId, Arc<Memory>)>,
     pub(crate) left: u64,
-    /// The memory that it takes.
+    /// The bytes of memory that it takes.
     pub(crate) cost: usize,
 }
 
@@ -83,7 +83,7 @@ impl Pull {
         self.into.iter().any(|(into, _)| *into == id)
     }
 
-    /// Turns it into a flight, for a device or a thread to do.
+    /// Converts it into a flight, which a device or a thread moves.
     pub(crate) fn flight(self, mover: Mover) -> (FlightPurpose, Load) {
         let Pull { write, pieces, places, from, into, left, cost, .. } = self;
         let (into, targets) = into.into_iter().unzip();

@@ -1,5 +1,5 @@
-//! Writes on the initiator's side, which sends the target lists of blocks to pull, part by part.
-//! The target answers each part.
+//! Writes on the initiator's side. It sends the target lists of blocks to pull, part by part, and
+//! the target answers each part.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -13,17 +13,17 @@ use super::messages::{MAX_GRIDS, MAX_INDICES};
 use crate::Settlement;
 use crate::described::{self, Part};
 
-/// The most parts of one connection that are not answered.
+/// The limit for unanswered parts of one connection.
 pub(crate) const WINDOW: usize = 64;
-/// The most parts of one write that are not answered: other writes get their share of the window.
+/// The limit for unanswered parts of one write, so that other writes get their share of the window.
 const PER_WRITE: usize = 4;
 
 /// The writes of one connection that have not settled.
 #[derive(Default)]
 pub(crate) struct Writes {
     open: HashMap<u64, Write>,
-    /// The writes whose parts are sent next. Each open write with parts left and space in its
-    /// window is in here once.
+    /// The writes whose parts are sent next. Contains each open write with parts left and space in
+    /// its window once.
     turns: VecDeque<u64>,
     unanswered: usize,
 }
@@ -33,9 +33,9 @@ struct Write {
     parts: PartCutter,
     unanswered: usize,
     queued: bool,
-    /// What it will settle with if not with success; no further part is sent.
+    /// The error with which it will settle; no further part is sent.
     failed: Option<Error>,
-    /// Whether a part of it has been pulled.
+    /// True if a part of it has been pulled.
     moved: bool,
     done: Ticket,
 }
@@ -54,12 +54,12 @@ impl Writes {
         self.turns.push_back(id.0);
     }
 
-    /// The next part that may be sent, and what it belongs to. Settled: a write that turned out to
-    /// have no parts left.
+    /// Returns the next part that may be sent, with its write, or a write that settled because it
+    /// had no parts left.
     pub(crate) fn next_part(&mut self) -> Option<WriteStep> {
         while self.unanswered < WINDOW {
             let id = self.turns.pop_front()?;
-            // Expected: it settled while it waited for its turn.
+            // Expected: the write settled while it waited for its turn.
             let Some(write) = self.open.get_mut(&id) else { continue };
             write.queued = false;
             let part =
@@ -82,7 +82,7 @@ impl Writes {
         None
     }
 
-    /// Takes the answer to a part. Errors: `Malformed` when there was no such part.
+    /// Takes the answer to a part. Returns `Malformed` if no such part is unanswered.
     pub(crate) fn take_answer(&mut self, id: u64, result: Result<()>) -> Result<()> {
         match self.open.get_mut(&id) {
             Some(write) if write.unanswered > 0 => {
@@ -102,12 +102,12 @@ impl Writes {
             }
             _ => Err(error(
                 ErrorKind::Malformed,
-                "malformed SHM message: an answer to a write that is not under way",
+                "malformed SHM message: an answer to an unknown write",
             )),
         }
     }
 
-    /// The write's ticket, if nothing of it is under way and nothing more will be.
+    /// Returns the write's ticket, if no part of it is unanswered and none will follow.
     fn settled(&mut self, id: u64) -> Option<Settlement> {
         if self.open.get(&id)?.unanswered > 0 {
             return None;
@@ -115,7 +115,7 @@ impl Writes {
         let write = self.open.remove(&id)?;
         let result = match write.failed {
             None => Ok(()),
-            // "Unsupported" would say that nothing has moved.
+            // `Unsupported` would mean that nothing has moved.
             Some(error) if write.moved && error.kind() == ErrorKind::Unsupported => {
                 Err(error.with_kind(ErrorKind::Native))
             }
@@ -124,19 +124,20 @@ impl Writes {
         Some((write.done, result))
     }
 
-    /// Fails a write. `None`: parts of it are under way, and it settles when they are answered.
+    /// Fails a write. Returns `None` if it has unanswered parts; it then settles when they are
+    /// answered.
     pub(crate) fn fail(&mut self, id: u64, error: Error) -> Option<Settlement> {
         self.open.get_mut(&id)?.failed.get_or_insert(error);
         self.settled(id)
     }
 
-    /// Returns whether a write has not settled.
+    /// Returns true if a write has not settled.
     pub(crate) fn contains(&self, id: u64) -> bool {
         self.open.contains_key(&id)
     }
 
-    /// Fails all of them, and returns those without parts under way. Returns all if `proven`: the
-    /// peer holds no memory any more.
+    /// Fails all writes. Returns those without unanswered parts, or all if `proven`: the peer holds
+    /// no memory any more.
     pub(crate) fn fail_all(&mut self, error: &Error, proven: bool) -> Vec<Settlement> {
         let ids: Vec<u64> = self.open.keys().copied().collect();
         for id in &ids {
@@ -151,7 +152,7 @@ impl Writes {
         ids.into_iter().filter_map(|id| self.settled(id)).collect()
     }
 
-    /// Drops the tickets of what the peer may still read: its memory is quarantined.
+    /// Drops the tickets of writes whose memory the peer may still read, which quarantines it.
     pub(crate) fn forget_all(&mut self) -> usize {
         let count = self.open.len();
         self.open.clear();
@@ -164,7 +165,7 @@ pub(crate) enum WriteStep {
     Settled(Settlement),
 }
 
-/// Cuts the pairs of a plan into parts that fit into a packet each.
+/// Cuts the pairs of a plan into parts, each of which fits into a packet.
 #[derive(Debug, Default)]
 struct PartCutter {
     pair: usize,

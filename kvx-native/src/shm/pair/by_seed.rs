@@ -1,5 +1,4 @@
-//! Whatever the kernel says to a call, and whatever happens between: every choice comes from a
-//! seed.
+//! Runs with any result of system calls and any events in between: a seed determines every choice.
 
 use kvx_core::Op;
 use kvx_testkit::Random;
@@ -8,16 +7,16 @@ use super::end::{Resources, alone};
 use super::{LONG, MANY, Pair, RegionRole, Role, SMALL, Shape, cut};
 
 const SEEDS: u64 = 200;
-/// Reads of these are too large to be done where they are posted.
+/// A shape whose reads are too large to be done where they are posted.
 const PAGES: Shape = Shape::of(4 << 10, 32);
-/// Memory that is looked at after each step has at most so many bytes; all of it is looked at in
-/// the end.
+/// The size in bytes up to which memory is checked after each step; all memory is checked at the
+/// end.
 const GLANCE: usize = 4 << 10;
 
-/// What a run ends with.
+/// The end of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
-    /// All that was begun ends well, then core closes the link.
+    /// All operations end, then core closes the link.
     Well,
     /// Core closes the link at once.
     Closed,
@@ -34,13 +33,13 @@ const FATES: [Fate; 5] = [
     Fate::Killed(Role::Owner),
 ];
 
-/// Something happens.
+/// Lets a random event happen.
 fn step(pair: &mut Pair) {
     let at = pair.random.below(pair.slots.len());
     if let Some(op) = pair.slots[at].posted.as_ref().map(|posted| posted.op)
         && pair.random.below(24) == 0
     {
-        // What it needs is taken back, the sooner the longer it takes.
+        // Revokes a region that the transfer uses; long transfers are more likely to be hit.
         let used = if op == Op::Read {
             &[RegionRole::Source][..]
         } else {
@@ -76,12 +75,12 @@ fn step(pair: &mut Pair) {
     }
 }
 
-/// Returns whether files are lost, and what the run ends with.
+/// Draws whether files are lost, and the end of the run.
 fn drawn(random: &mut Random) -> (bool, Fate) {
     (random.below(4) == 0, FATES[random.below(FATES.len())])
 }
 
-/// One run. Gives the numbers of transfers, notifications and regions that have come through.
+/// Runs one seed. Returns the numbers of transfers, notifications and regions that succeeded.
 fn run(seed: u64) -> [u64; 3] {
     let mut random = Random::seeded(seed);
     let (loses_files, fate) = drawn(&mut random);
@@ -93,7 +92,7 @@ fn run(seed: u64) -> [u64; 3] {
     for _ in 0..10 + pair.random.below(60) {
         step(&mut pair);
         for _ in 0..pair.random.below(16) {
-            // Either may be slow.
+            // Either end may be slow.
             let who = [Role::Initiator, Role::Owner][pair.random.below(2)];
             pair.turn_of(who);
         }
@@ -102,7 +101,7 @@ fn run(seed: u64) -> [u64; 3] {
     match fate {
         Fate::Well => {
             pair.owner.set_room(true);
-            pair.until("the end of all that was begun", Pair::is_idle);
+            pair.until("the end of all operations", Pair::is_idle);
             pair.close();
         }
         Fate::Closed => pair.close(),
@@ -122,12 +121,12 @@ fn run(seed: u64) -> [u64; 3] {
     pair.all_works();
     drop(pair);
     cut::off();
-    assert_eq!(Resources::soon(before), before, "something is left of a run");
+    assert_eq!(Resources::soon(before), before, "a run leaves resources behind");
     came
 }
 
 fn all_seeds() {
-    // One seed alone: `KVX_SEED=17`.
+    // `KVX_SEED=17` runs one seed.
     let seeds = match std::env::var("KVX_SEED").map(|seed| seed.parse().expect("a number")) {
         Ok(seed) => seed..seed + 1,
         Err(_) => 0..SEEDS,
@@ -143,15 +142,18 @@ fn all_seeds() {
     }
     if seeds.end - seeds.start == SEEDS {
         let enough = [8, 3, 1].map(|each| each * SEEDS);
-        assert!((0..3).all(|at| all[at] > enough[at]), "{all:?} of {enough:?} came through");
+        assert!(
+            (0..3).all(|at| all[at] > enough[at]),
+            "{all:?} succeeded, at least {enough:?} should"
+        );
     }
 }
 
 #[test]
-fn whatever_the_kernel_says_and_whoever_is_killed_transfers_arrive_or_end() {
+fn transfers_arrive_or_end_under_any_kernel_result_and_any_kill() {
     alone(
         module_path!(),
-        "whatever_the_kernel_says_and_whoever_is_killed_transfers_arrive_or_end",
+        "transfers_arrive_or_end_under_any_kernel_result_and_any_kill",
         all_seeds,
     );
 }

@@ -1,4 +1,4 @@
-//! What everything that was begun has to come to.
+//! Checks of the result of every operation.
 
 use std::sync::Arc;
 
@@ -22,12 +22,12 @@ impl Pair {
             })
     }
 
-    /// Returns whether neither end has a connection.
+    /// Returns true if neither end has a connection.
     pub(super) fn is_apart(&self) -> bool {
         self.initiator.machine.connections.is_empty() && self.owner.machine.connections.is_empty()
     }
 
-    /// What is under way, for whoever reads of a failure.
+    /// Describes the operations in progress, for the message of a failed test.
     pub(super) fn standing(&self) -> String {
         let link = self
             .link
@@ -46,14 +46,16 @@ impl Pair {
             [&slot.local, &slot.source, &slot.sink].map(|place| place.revoked.is_some())
         });
         format!(
-            "the link: {link:?}; connections: {phases:?}; transfers: {:?}; {} notifications; taken back: {:?}",
+            "the link: {link:?}; connections: {phases:?}; transfers: {:?}; {} notifications; being \
+             revoked: {:?}",
             posted.collect::<Vec<_>>(),
             self.told.len(),
             revoked.collect::<Vec<_>>()
         )
     }
 
-    /// Checks what has settled, and makes its memory useless to whoever would still touch it.
+    /// Checks the operations that have settled, and overwrites their memory so that later accesses
+    /// are noticed.
     pub(super) fn settle(&mut self) {
         for at in 0..self.slots.len() {
             self.settle_transfer(at);
@@ -67,13 +69,13 @@ impl Pair {
                     acknowledged += 1;
                     assert!(
                         inbox.has(told.number),
-                        "a notification was acknowledged that has not come"
+                        "a notification was acknowledged before it arrived"
                     );
                 }
                 Err(why) => {
                     assert!(
                         told.ends_by.contains(&why.kind()),
-                        "a notification failed for no reason: {why}"
+                        "a notification failed without a reason: {why}"
                     );
                 }
             }
@@ -93,7 +95,7 @@ impl Pair {
         if let Err(why) = &result {
             let lost_file = why.kind() == ErrorKind::Exhausted && cut::lost_files() > 0;
             let is_expected = lost_file || posted.ends_by.contains(&why.kind());
-            assert!(is_expected, "a {:?} failed for no reason: {why}", posted.op);
+            assert!(is_expected, "a {:?} failed without a reason: {why}", posted.op);
         }
         let (block, orders) =
             (slot.shape.block, if posted.op == Op::Read { ORDERS } else { [ORDERS[1], ORDERS[0]] });
@@ -111,14 +113,14 @@ impl Pair {
                     [&to_order, &from_order].map(|order| order.at(number) as usize * block);
                 expected[to..to + block].copy_from_slice(&posted.from[from..from + block]);
             }
-            assert!(now == expected || posted.orphan, "a {:?} brought wrong bytes", posted.op);
+            assert!(now == expected || posted.orphan, "a {:?} moved wrong bytes", posted.op);
         }
-        // A killed owner's memory may be anybody's by now: what has not succeeded does not count.
+        // A killed owner's memory may have been reused: bytes of a failed transfer do not count.
         let is_garbage = result.is_err() && posted.ends_by.contains(&ErrorKind::PeerLost);
         if !posted.orphan && !is_garbage {
             assert!(
                 !now.contains(&POISON),
-                "a {:?} brought bytes that must not be read any more",
+                "a {:?} moved bytes that must not be read any more",
                 posted.op
             );
         }
@@ -133,22 +135,22 @@ impl Pair {
         let revoked = which.of(&mut self.slots[at]).revoked.as_ref();
         let Some(result) = revoked.and_then(|outcome| outcome.get("a revocation")) else { return };
         if let Err(why) = result {
-            panic!("a region does not come back: {why}");
+            panic!("a region's revocation failed: {why}");
         }
         self.revoked += 1;
         let new = self.open(which.owner(), self.slots[at].shape);
         let slot = &mut self.slots[at];
         let mut old = std::mem::replace(which.of(slot), new);
         if let Some(posted) = &mut slot.posted {
-            // A target that does not hold a lent region any more, or could not take its file,
-            // refuses the rest of the write.
+            // A target that no longer holds a lent region, or did not get its file, refuses the
+            // rest of the write.
             let is_refused =
                 cut::lost_files() > 0 || posted.ends_by.contains(&ErrorKind::Unregistered);
             assert!(
                 which != RegionRole::Local || is_refused,
-                "a region came back under a write of it"
+                "a region was released during a write from it"
             );
-            // It moves nothing any more, and settles later.
+            // The transfer moves nothing any more, and settles later.
             posted.orphan |= which == RegionRole::Sink && posted.op == Op::Write;
         }
         let poison = vec![POISON; old.content.len()];
@@ -157,7 +159,7 @@ impl Pair {
         self.import();
     }
 
-    /// Memory that nobody may write to holds what it held.
+    /// Checks that memory that must not be written to is unchanged.
     pub(super) fn check(&self, longest: usize) {
         for slot in &self.slots {
             let op = slot.posted.as_ref().filter(|posted| !posted.orphan).map(|posted| posted.op);
@@ -177,10 +179,11 @@ impl Pair {
         });
     }
 
-    /// After the end of a link: all that was under way has ended, and nothing of it is left.
+    /// Checks that, after the end of a link, all its operations have ended and nothing is left of
+    /// it.
     pub(super) fn has_ended(&mut self) {
         let is_gone = |link: &Arc<SharedLink>| link.gone.get().is_some();
-        self.until("the end of all that was under way", |pair| {
+        self.until("the end of all operations", |pair| {
             let all_gone = pair.link.iter().map(|link| &link.shared).chain(&pair.lost).all(is_gone);
             let all_landed =
                 [&pair.initiator, &pair.owner].iter().all(|end| !end.machine.flights.any());
@@ -191,23 +194,24 @@ impl Pair {
         }
         for link in self.link.take().map(|link| link.shared).into_iter().chain(self.lost.drain(..))
         {
-            let why = link.gone.get().expect("it was waited for");
+            let why = link.gone.get().expect("the loop above waited for it");
             let is_expected = matches!(
                 why.kind(),
                 ErrorKind::PeerLost | ErrorKind::PeerRestarted | ErrorKind::Exhausted
             );
-            assert!(is_expected, "a link is lost for no reason: {why}");
+            assert!(is_expected, "a link was lost without a reason: {why}");
             let (ups, ends) = self.inbox.told_of(link.id);
             assert!(
                 ups <= 1 && ends == 1,
-                "a link was said to be up {ups} times, and to have ended {ends} times"
+                "a link was reported up {ups} times, and ended {ends} times"
             );
             self.initiator.command(Command::Close { link });
         }
         for slot in &mut self.slots {
             (slot.source.import, slot.sink.import) = (None, None);
             if std::mem::take(&mut slot.unsure) {
-                let content = slot.source.content.clone(); // whatever the last write has brought
+                // The last write may have arrived in part.
+                let content = slot.source.content.clone();
                 slot.sink.set(content);
             }
         }
@@ -218,10 +222,11 @@ impl Pair {
         let descriptors =
             self.others + self.initiator.descriptors() + self.owner.descriptors() + pools.count();
         let wanted = Resources { descriptors, mapped: 0 };
-        assert_eq!(Resources::soon(wanted), wanted, "a link has left something behind");
+        assert_eq!(Resources::soon(wanted), wanted, "a link leaves resources behind");
     }
 
-    /// The next link does everything, and every region comes back over it.
+    /// Checks that the next link supports every operation, and that every region can be revoked
+    /// over it.
     pub(super) fn all_works(&mut self) {
         self.owner.set_room(true);
         self.connect();
@@ -239,12 +244,12 @@ impl Pair {
         self.until("a notification", Pair::is_idle);
         assert_eq!(self.acknowledged, before + 1);
         let before = self.revoked;
-        // What takes their places moves nothing any more, and pools cost time.
+        // The replacements move nothing, and pools cost time.
         self.slots.iter_mut().for_each(|slot| slot.shape.on_pools = Some(false));
         for which in RegionRole::ALL {
             (0..self.slots.len()).for_each(|at| self.revoke(at, which));
         }
-        self.until("regions that come back", Pair::is_idle);
+        self.until("revocations", Pair::is_idle);
         assert_eq!(self.revoked, before + 3 * self.slots.len() as u64);
         self.close();
         self.has_ended();

@@ -1,19 +1,19 @@
-//! System calls of a test's thread that fail, or do less than they could, as the test wants it.
+//! Fault injection into the system calls of a test's thread: they fail, or do less than they could.
 //!
-//! A packet goes whole or not at all, and a file goes with its packet or not at all. Only copies
-//! out of another process's memory may be short.
+//! A packet is sent completely or not at all, as is a file with its packet. Only copies out of
+//! another process's memory may be short.
 
 use std::cell::RefCell;
 
 use kvx_testkit::Random;
 use rustix::io::Errno;
 
-/// A system call that may be cut.
+/// A system call that may fail.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in crate::shm) enum Call {
     Connect,
     Accept,
-    /// Of a packet, with a file or without.
+    /// Sends a packet, with a file or without.
     Send {
         file: bool,
     },
@@ -21,19 +21,20 @@ pub(in crate::shm) enum Call {
     Events,
 }
 
-/// How a run's calls are cut.
+/// The way in which a run's calls fail.
 #[derive(Debug)]
 enum Cut {
     /// By a seed.
     Random {
         random: Random,
-        /// The kernel will not take files or packets for so many more calls.
+        /// The number of further calls for which the kernel takes no files or packets.
         late: u32,
-        /// Files are lost on their way, as the kernel loses them where a process has no descriptor
-        /// left.
+        /// True if files get lost on their way, as the kernel loses them if a process has no
+        /// descriptor left.
         loses_files: bool,
     },
-    /// So many packets go, in either direction, then none until more are allowed.
+    /// This number of packets is transferred, in either direction, then none until more are
+    /// allowed.
     Counted { left: u32 },
 }
 
@@ -42,7 +43,7 @@ struct State {
     cut: Option<Cut>,
     moved: u64,
     lost_files: u64,
-    /// The next packet fails for good.
+    /// True if the next packet fails for good.
     fault_injection: bool,
 }
 
@@ -54,20 +55,20 @@ fn begin(cut: Option<Cut>) {
     STATE.set(State { cut, ..State::default() });
 }
 
-/// The calls of this thread are cut from now on, by this seed.
+/// Makes the calls of this thread fail by this seed.
 pub(super) fn by(seed: u64, loses_files: bool) {
     begin(Some(Cut::Random { random: Random::seeded(seed), late: 0, loses_files }));
 }
 
-/// The calls of this thread move one packet, until more are [`allow`]ed.
+/// Makes the calls of this thread transfer no packets until some are [`allow`]ed.
 pub(super) fn step_by_step() {
     begin(Some(Cut::Counted { left: 0 }));
 }
 
-/// How calls of a thread are cut that this one is about to start.
+/// The fault injection for a thread that the current one is about to start.
 pub(in crate::shm) struct OfAnotherThread(Option<u64>);
 
-/// By a seed that this thread's draws, if it is cut by one.
+/// Draws a seed for another thread, if a seed determines this thread's faults.
 pub(in crate::shm) fn for_another_thread() -> OfAnotherThread {
     STATE.with_borrow_mut(|state| match &mut state.cut {
         Some(Cut::Random { random, .. }) => OfAnotherThread(Some(random.word())),
@@ -76,7 +77,7 @@ pub(in crate::shm) fn for_another_thread() -> OfAnotherThread {
 }
 
 impl OfAnotherThread {
-    /// Within it.
+    /// Starts the fault injection in the new thread.
     pub(in crate::shm) fn take_up(self) {
         if let Some(seed) = self.0 {
             by(seed, false);
@@ -84,13 +85,12 @@ impl OfAnotherThread {
     }
 }
 
-/// The calls of this thread are what they are.
+/// Ends the fault injection of this thread.
 pub(super) fn off() {
     begin(None);
 }
 
-/// From now on one packet goes, or a client is accepted, and then nothing. No effect where a seed
-/// cuts.
+/// Allows this number of packets or accepted clients, and then none. No effect with a seed.
 pub(super) fn allow(packets: u32) {
     STATE.with_borrow_mut(|state| {
         if let Some(Cut::Counted { left }) = &mut state.cut {
@@ -99,27 +99,27 @@ pub(super) fn allow(packets: u32) {
     });
 }
 
-/// The next packet that is sent fails, and no other will go.
+/// Makes the next packet fail, and all packets after it.
 pub(super) fn break_next() {
     STATE.with_borrow_mut(|state| state.fault_injection = true);
 }
 
-/// Returns whether that is still to come.
+/// Returns true if that has not happened yet.
 pub(super) fn will_break() -> bool {
     STATE.with_borrow(|state| state.fault_injection)
 }
 
-/// How many packets and clients have come through since the cutting began.
+/// Returns the number of packets and clients since the fault injection began.
 pub(super) fn moved() -> u64 {
     STATE.with_borrow(|state| state.moved)
 }
 
-/// How many files were lost since then.
+/// Returns the number of files lost since then.
 pub(super) fn lost_files() -> u64 {
     STATE.with_borrow(|state| state.lost_files)
 }
 
-/// Makes a call, or ends it with an error instead.
+/// Makes a call, or returns an injected error instead.
 pub(in crate::shm) fn call<T>(
     call: Call,
     make: impl FnOnce() -> Result<T, Errno>,
@@ -144,7 +144,7 @@ pub(in crate::shm) fn call<T>(
 }
 
 impl Cut {
-    /// Errors: what the call ends with.
+    /// Returns the error with which the call is to fail.
     fn before(&mut self, call: Call) -> Result<(), Errno> {
         let is_packet = matches!(call, Call::Send { .. } | Call::Receive);
         let (random, late) = match self {
@@ -171,7 +171,7 @@ impl Cut {
                 *late = random.below(30) as u32;
                 Err(Errno::AGAIN)
             }
-            // The clock tells when these are tried again, in 20 ms.
+            // These are tried again by the timer, in 20 ms.
             (8, Call::Send { file: true }) if random.below(3) == 0 => {
                 Err([Errno::TOOMANYREFS, Errno::NOBUFS][random.below(2)])
             }
@@ -180,7 +180,7 @@ impl Cut {
     }
 }
 
-/// Whether the file that has come is lost.
+/// Returns true if the file that has arrived is lost.
 pub(in crate::shm) fn loses_file() -> bool {
     STATE.with_borrow_mut(|state| {
         let is_lost = match &mut state.cut {
@@ -192,9 +192,10 @@ pub(in crate::shm) fn loses_file() -> bool {
     })
 }
 
-/// What a copy out of another process's memory moves of these pieces. Errors: it is interrupted.
+/// Returns the part of these pieces that a copy out of another process's memory moves, or the error
+/// of an interruption.
 pub(in crate::shm) fn short(pieces: &[libc::iovec]) -> Result<Vec<libc::iovec>, Errno> {
-    /// What is this short, such as a probe, the kernel copies whole.
+    /// The size below which the kernel always copies completely, such as a probe.
     const LEAST: usize = 64;
     let mut short = pieces.to_vec();
     let bytes: usize = pieces.iter().map(|piece| piece.iov_len).sum();

@@ -1,4 +1,4 @@
-//! One of the two machines, what it tells its agent, and what this process holds.
+//! One of the two machines, its reports to its agent, and the resources of this process.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,28 +21,28 @@ use crate::shm::memory::Regions;
 use crate::shm::progress::Command;
 use crate::shm::shared_link::SharedLink;
 
-/// Nothing here takes this long unless it hangs.
+/// The time limit for each step, which is exceeded only by a hang.
 pub(super) const CUT_OFF: Duration = Duration::from_secs(10);
 
-/// Nor does all that one test does, on a machine that others keep busy.
+/// The time limit for one test on a busy machine.
 const ALL: Duration = Duration::from_secs(120);
 
-/// What both agents were told.
+/// The reports that both agents received.
 #[derive(Default)]
 pub(super) struct Inbox {
     is_full: AtomicBool,
     notifications: Mutex<HashSet<u64>>,
-    /// How often a link was said to be up, and to have ended.
+    /// The number of reports that a link is up, and that it has ended.
     links: Mutex<HashMap<LinkId, (u32, u32)>>,
 }
 
 impl Inbox {
-    /// Returns whether the notification of this number has come.
+    /// Returns true if the notification with this number has arrived.
     pub(super) fn has(&self, number: u64) -> bool {
         self.notifications.lock().expect("no test has failed").contains(&number)
     }
 
-    /// How often a link was said to be up, and to have ended.
+    /// Returns how often the link was reported up, and ended.
     pub(super) fn told_of(&self, link: LinkId) -> (u32, u32) {
         self.links.lock().expect("no test has failed").get(&link).copied().unwrap_or_default()
     }
@@ -53,14 +53,12 @@ impl Events for Inbox {
         if self.is_full.load(Ordering::Relaxed) {
             return Err(QueueFull);
         }
-        let (number, rest) = bytes.split_first_chunk().expect("it begins with its number");
+        let (number, rest) =
+            bytes.split_first_chunk().expect("a notification begins with its number");
         let number = u64::from_le_bytes(*number);
-        assert!(
-            rest.iter().all(|byte| *byte == number as u8),
-            "a notification came with wrong bytes"
-        );
+        assert!(rest.iter().all(|byte| *byte == number as u8), "a notification has wrong bytes");
         let is_new = self.notifications.lock().expect("no test has failed").insert(number);
-        assert!(is_new, "a notification came twice");
+        assert!(is_new, "a notification arrived twice");
         Ok(())
     }
 
@@ -75,23 +73,23 @@ impl Events for Inbox {
     }
 }
 
-/// A machine in the hands of a test, which gives it its turns.
+/// A machine whose turns the test runs.
 pub(super) struct End {
     pub(super) machine: Machine,
     pub(super) regions: Arc<Regions>,
     inbox: Arc<Inbox>,
     invitation: Invitation,
-    /// When the clock is to be looked at, after a turn that did nothing.
+    /// The time until the next check of timers, after a turn that did nothing.
     sleeps: Option<Duration>,
 }
 
 impl End {
     pub(super) fn new(name: &str, life: u8, inbox: Arc<Inbox>) -> Self {
         let (options, regions) = (Options::new(), Arc::new(Regions::default()));
-        let config = Config::read(&options).expect("there is a default for every option");
+        let config = Config::read(&options).expect("every option has a default");
         let invitation = Invitation::from_bytes([life; 32]);
         let context = Context {
-            // Another process's life of this name is not to answer.
+            // An incarnation of this name in another process must not answer.
             agent: Identity {
                 name: format!("{name} of {}", std::process::id()).into(),
                 incarnation: Incarnation([life; 16]),
@@ -104,7 +102,7 @@ impl End {
             peer_timeout: CUT_OFF,
         };
         let machine =
-            Machine::new(context, config, Arc::clone(&regions)).expect("there are descriptors");
+            Machine::new(context, config, Arc::clone(&regions)).expect("descriptors are available");
         End { machine, regions, inbox, invitation, sleeps: None }
     }
 
@@ -113,7 +111,7 @@ impl End {
         self.regions.open(RegionSpec { id: place.id, key: place.key, memory }, None);
     }
 
-    /// What leads a link to this end.
+    /// Returns the state of a link to this end.
     pub(super) fn shared(&self, id: LinkId) -> SharedLink {
         SharedLink {
             id,
@@ -130,9 +128,9 @@ impl End {
         kvx_backend::fuzz::deliver_to(&mut out, &*self.inbox);
     }
 
-    /// A turn, as the reactor's thread has it. Says whether anything was done.
+    /// Runs a turn like the reactor's thread. Returns true if it did anything.
     pub(super) fn turn(&mut self) -> bool {
-        // So that a seed decides what comes of it, and not how fast threads are.
+        // The threads must be idle, so that the seed determines the result and not their speed.
         assert!(
             self.machine.copying.is_idle_by(Instant::now() + CUT_OFF),
             "a copying thread hangs"
@@ -154,7 +152,7 @@ impl End {
         done > 0 || again
     }
 
-    /// Has room for notifications, or none.
+    /// Sets whether the agent has space for notifications.
     pub(super) fn set_room(&mut self, has_room: bool) {
         self.inbox.is_full.store(!has_room, Ordering::Relaxed);
         if has_room {
@@ -162,7 +160,7 @@ impl End {
         }
     }
 
-    /// Descriptors that it has without connections.
+    /// Returns the number of descriptors that it has without connections.
     pub(super) fn descriptors(&self) -> usize {
         1 + self.machine.listeners.iter().flatten().count()
     }
@@ -170,7 +168,7 @@ impl End {
 
 /// Waits until one of them has something to do, as their threads would.
 pub(super) fn wait_for_any(ends: [&End; 2]) {
-    // What copying threads have done rings nowhere.
+    // Copying threads do not wake the ends here.
     let any_flies = ends.iter().any(|end| end.machine.flights.any());
     let longest = Duration::from_micros(if any_flies { 50 } else { 100_000 });
     let longest = ends.iter().filter_map(|end| end.sleeps).fold(longest, Duration::min);
@@ -180,7 +178,7 @@ pub(super) fn wait_for_any(ends: [&End; 2]) {
     rustix::event::poll(&mut polled, Some(&longest)).expect("both are open");
 }
 
-/// Local memory is found by the plan alone.
+/// A local region without behaviour: plans refer to their local memory directly.
 pub(super) struct Local;
 
 impl LocalRegion for Local {
@@ -193,18 +191,18 @@ impl LocalRegion for Local {
     }
 }
 
-/// What has become of a ticket.
+/// The result of a ticket.
 pub(super) struct Outcome(Arc<OnceLock<Result<()>>>);
 
 impl Outcome {
-    /// Of a new ticket.
+    /// Returns a new ticket with its result.
     pub(super) fn new() -> (Ticket, Self) {
         let outcome = Arc::new(OnceLock::new());
         let told = Arc::clone(&outcome);
         (Ticket::new(move |result| drop(told.set(result))), Outcome(outcome))
     }
 
-    /// What it was settled with. A ticket of a living end is not forgotten.
+    /// Returns the result, if the ticket has settled. A live end must not forget a ticket.
     pub(super) fn get(&self, what: &str) -> Option<&Result<()>> {
         let is_held = Arc::strong_count(&self.0) > 1;
         let result = self.0.get();
@@ -213,16 +211,16 @@ impl Outcome {
     }
 }
 
-/// What this process holds that could leak.
+/// The resources of this process that could leak.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Resources {
     pub(super) descriptors: usize,
-    /// Memory of peers that is mapped here.
+    /// The number of mappings of peers' memory.
     pub(super) mapped: usize,
 }
 
 impl Resources {
-    /// Now. Only where no other thread opens or maps anything.
+    /// Returns the current resources. Only valid if no other thread opens or maps anything.
     pub(super) fn now() -> Self {
         let directory = std::fs::read_dir("/proc/self/fd").expect("there is a /proc");
         let own = 1; // the directory itself
@@ -236,7 +234,8 @@ impl Resources {
 }
 
 impl Resources {
-    /// Now, or soon: a copying thread of an end that has vanished is still in its batch.
+    /// Returns the resources, and waits a while for the wanted ones: a copying thread of a killed
+    /// end may still be in its batch.
     pub(super) fn soon(wanted: Resources) -> Self {
         let until = Instant::now() + Duration::from_secs(1);
         loop {
@@ -249,13 +248,14 @@ impl Resources {
     }
 }
 
-/// Runs a test in a process of its own, where nobody else opens or maps anything.
+/// Runs a test in its own process, in which no other test opens or maps anything.
 pub(super) fn alone(module: &str, test: &str, run: impl FnOnce()) {
     const ALONE: &str = "KVX_TEST_ALONE";
     let (_, module) = module.split_once("::").expect("it begins with the crate");
     let name = format!("{module}::{test}");
     if std::env::var(ALONE).is_ok_and(|alone| alone == name) {
-        drop(End::new("first", 1, Arc::default())); // opens what is open for the life of the process
+        // Opens the files that stay open for the life of the process.
+        drop(End::new("first", 1, Arc::default()));
         return run();
     }
     let mut again = std::process::Command::new(std::env::current_exe().expect("it runs"));

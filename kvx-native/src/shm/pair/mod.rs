@@ -1,9 +1,9 @@
-//! Two machines of one thread, joined by the kernel's own sockets, whose system calls are [`cut`]
-//! short: calls that say "later" or are interrupted, files that come late or never, an end that is
-//! killed at any packet.
+//! Two machines in one thread, connected by the kernel's own sockets, with faults injected into
+//! their system calls by [`cut`]: calls that return "later" or are interrupted, files that arrive
+//! late or never, an end that is killed at any packet.
 //!
 //! A test chooses the next event; this module checks the result of every transfer, notification and
-//! revocation. A killed end vanishes with all that it held, as a killed process does, and a new
+//! revocation. A killed end vanishes with all its resources, as a killed process does, and a new
 //! incarnation takes its place.
 
 mod by_seed;
@@ -27,12 +27,12 @@ use super::progress::Command;
 use super::shared_link::{Import, SharedLink};
 use end::{CUT_OFF, End, Inbox, Outcome, Resources, wait_for_any};
 
-/// The blocks of a slot, and what they lie on.
+/// The blocks of a slot, and the kind of their memory.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     block: usize,
     count: u32,
-    /// On pools, on memory of the program's own, or on either.
+    /// True for pools, false for the program's own memory, `None` for either.
     on_pools: Option<bool>,
 }
 
@@ -46,26 +46,27 @@ impl Shape {
     }
 }
 
-/// Reads of these are small.
+/// A shape whose reads are small.
 const SMALL: Shape = Shape::of(64, 32);
-/// Writes of these go in several parts.
+/// A shape whose writes have several parts.
 const MANY: Shape = Shape::of(8, 8_200);
-/// Transfers of these take several turns.
+/// A shape whose transfers take several turns.
 const LONG: Shape = Shape::of(64 << 10, 32);
 
-/// The factors of the orders of blocks here and at the peer; no number of blocks has them.
+/// The multipliers of the block orders at this end and at the peer; they are coprime to every
+/// number of blocks.
 const ORDERS: [u32; 2] = [3, 7];
-/// What memory is filled with that nobody may touch any more. No block ever holds it.
+/// The filler of memory that must not be touched any more. No block contains it.
 const POISON: u8 = 0xee;
 
-/// One of the two.
+/// One of the two ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Role {
     Initiator,
     Owner,
 }
 
-/// One of a slot's regions.
+/// The role of a region in its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RegionRole {
     Local,
@@ -89,15 +90,15 @@ impl RegionRole {
     }
 }
 
-/// A region, and what it has to hold.
+/// A region, and its expected content.
 struct Place {
     id: RegionId,
     key: RegionKey,
     memory: Arc<Memory>,
     content: Vec<u8>,
-    /// It is being taken back.
+    /// The pending revocation.
     revoked: Option<Outcome>,
-    /// Who it was granted to.
+    /// The import of the region at the other end.
     import: Option<Arc<Import>>,
 }
 
@@ -118,51 +119,48 @@ impl Place {
     }
 
     fn set(&mut self, content: Vec<u8>) {
-        self.memory.copy_in(0, &content).expect("it is as long as that");
+        self.memory.copy_in(0, &content).expect("the lengths are equal");
         self.content = content;
     }
 
     fn look(&self) -> Vec<u8> {
         let mut content = vec![0; self.memory.len()];
-        self.memory.copy_out(0, &mut content).expect("it is as long as that");
+        self.memory.copy_out(0, &mut content).expect("the lengths are equal");
         content
     }
 
     fn check(&self, whose: &str) {
-        assert!(
-            self.look() == self.content,
-            "{whose}: memory was written to that must not be touched"
-        );
+        assert!(self.look() == self.content, "{whose}: a write to memory that must not be touched");
     }
 }
 
-/// A transfer under way.
+/// A transfer in progress.
 struct Posted {
     id: TransferId,
     op: Op,
     is_list: bool,
     outcome: Outcome,
-    /// What it was to bring.
+    /// The content of the source.
     from: Vec<u8>,
-    /// What it may end with instead.
+    /// The error kinds with which it may end instead.
     ends_by: Vec<ErrorKind>,
-    /// What it writes to is not there any more.
+    /// True if its target was revoked or replaced.
     orphan: bool,
 }
 
-/// Memory that transfers move between, one transfer at a time: from the owner's source into our
-/// local memory, or from there into the owner's sink.
+/// Memory between which transfers move, one at a time: from the owner's source to the initiator's
+/// local memory, or from there to the owner's sink.
 struct Slot {
     shape: Shape,
     local: Place,
     source: Place,
     sink: Place,
     posted: Option<Posted>,
-    /// A killed initiator's write may still be pulled into the sink.
+    /// True if the owner may still pull a killed initiator's write into the sink.
     unsure: bool,
 }
 
-/// A link as core would know it.
+/// A link as core knows it.
 struct OpenLink {
     shared: Arc<SharedLink>,
     imports: u64,
@@ -174,24 +172,24 @@ struct SentNotice {
     ends_by: Vec<ErrorKind>,
 }
 
-/// Both ends, and all that is under way between them.
+/// Both ends, and all operations between them.
 struct Pair {
     random: Random,
     inbox: Arc<Inbox>,
     initiator: End,
     owner: End,
     link: Option<OpenLink>,
-    /// Links whose other end has been killed.
+    /// Links whose other end was killed.
     lost: Vec<Arc<SharedLink>>,
-    /// Descriptors of this process that are not the pair's.
+    /// The number of this process's descriptors that do not belong to the pair.
     others: usize,
     slots: Vec<Slot>,
-    /// Memory that was taken back.
+    /// Revoked memory.
     given_back: Vec<Place>,
     told: Vec<SentNotice>,
     next: u64,
     lives: u8,
-    /// Transfers that have arrived, notifications that were acknowledged, regions that came back.
+    /// The numbers of successful transfers, acknowledged notifications and revoked regions.
     arrived: u64,
     acknowledged: u64,
     revoked: u64,
@@ -243,7 +241,7 @@ impl Pair {
         }
     }
 
-    /// A new region, with blocks that differ.
+    /// Registers a new region, with distinct blocks.
     fn open(&mut self, who: Role, shape: Shape) -> Place {
         let (id, either) = (self.number(), self.random.below(2) == 0);
         let mut place = Place::new(id, shape.len(), shape.on_pools.unwrap_or(either));
@@ -261,7 +259,7 @@ impl Pair {
         content
     }
 
-    /// Begins a link, over which all regions are asked for as soon as it is up.
+    /// Initiates a link, over which all regions are requested as soon as it is up.
     fn connect(&mut self) {
         let id = LinkId(self.number());
         let shared = Arc::new(self.owner.shared(id));
@@ -270,14 +268,14 @@ impl Pair {
         self.link = Some(OpenLink { shared, imports: 0 });
     }
 
-    /// The link, if plans may be posted over it.
+    /// Returns the link if plans may be posted over it.
     fn up(&self) -> Option<Arc<SharedLink>> {
         let link = &self.link.as_ref()?.shared;
         let at = *self.initiator.machine.links.get(&link.id)?;
         self.initiator.machine.connections[at].is_up().then(|| Arc::clone(link))
     }
 
-    /// Asks for the owner's regions that were not asked for over this link.
+    /// Requests the owner's regions that were not yet requested over this link.
     fn import(&mut self) {
         let (Some(shared), Some(link)) = (self.up(), &mut self.link) else { return };
         for slot in &mut self.slots {
@@ -300,7 +298,7 @@ impl Pair {
         }
     }
 
-    /// Posts a transfer, if there is a link, and its place is free. Says whether it did.
+    /// Posts a transfer if there is a link and its slot is free. Returns true if it did.
     fn post(&mut self, at: usize, op: Op, is_list: bool) -> bool {
         let Some(link) = self.up() else { return false };
         let id = TransferId(self.number());
@@ -329,7 +327,7 @@ impl Pair {
         let (ticket, outcome) = Outcome::new();
         let plan = Arc::new(plan(op, link.id, slot.shape, is_list, &slot.local, import));
         slot.posted = Some(Posted { id, op, is_list, outcome, from, ends_by, orphan: false });
-        // What a link's handle does with it.
+        // The handle of a link does the same.
         let size = plan.size();
         let is_small = size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS;
         if op == Op::Read && is_small && read_inline(&plan) {
@@ -349,7 +347,7 @@ impl Pair {
         self.settle();
     }
 
-    /// Tells the owner something of that length; at least its number.
+    /// Sends the owner a notification with its number, padded to `len` bytes.
     fn notify(&mut self, len: usize) {
         let Some(link) = self.up() else { return };
         let number = self.number();
@@ -361,7 +359,7 @@ impl Pair {
         self.settle();
     }
 
-    /// Takes a region back. Core cancels transfers of its own from and to it before; for writes
+    /// Revokes a region. Core cancels its own transfers from and to the region before; for writes
     /// that have begun the machines do not rely on that.
     fn revoke(&mut self, at: usize, which: RegionRole) {
         let has_begun = self.has_begun(at);
@@ -379,7 +377,7 @@ impl Pair {
             self.cancel(at);
         } else if let Some(posted) = &mut slot.posted {
             posted.ends_by.push(ErrorKind::Revoked);
-            // Parts of a write that are asked for later name what is not lent any more.
+            // Parts of a write that are pulled later name a region that is not lent any more.
             posted.ends_by.extend((which == RegionRole::Local).then_some(ErrorKind::Unregistered));
         }
         let end = self.end(which.owner());
@@ -388,14 +386,14 @@ impl Pair {
         self.settle();
     }
 
-    /// Returns whether the owner has been asked for a write, or is about to be.
+    /// Returns true if the owner was asked to pull a write, or is about to be.
     fn has_begun(&self, at: usize) -> bool {
         let Some(posted) = &self.slots[at].posted else { return false };
         let mut connections = self.initiator.machine.connections.iter();
         connections.any(|(_, connection)| connection.writes.contains(posted.id.0))
     }
 
-    /// The link ends: what is under way may end with it, by these kinds.
+    /// Records that the link ends, so that operations in progress may end with these kinds.
     fn ends(&mut self, by: &[ErrorKind]) {
         let transfers = self.slots.iter_mut().filter_map(|slot| slot.posted.as_mut());
         let all = transfers
@@ -404,7 +402,7 @@ impl Pair {
         all.for_each(|ends_by| ends_by.extend_from_slice(by));
     }
 
-    /// Core closes the link.
+    /// Closes the link, as core does.
     fn close(&mut self) {
         self.ends(&[ErrorKind::Closed]);
         self.forget_link();
@@ -419,8 +417,8 @@ impl Pair {
         self.initiator.command(Command::Close { link: link.shared });
     }
 
-    /// The kernel refuses the next packet for good, or one that is sent for it; and so the link
-    /// ends.
+    /// Makes the kernel refuse the next packet for good, which ends the link; sends one for that if
+    /// necessary.
     fn break_link(&mut self) {
         const BY: [ErrorKind; 2] = [ErrorKind::Exhausted, ErrorKind::PeerLost];
         if self.link.is_none() {
@@ -437,8 +435,8 @@ impl Pair {
         }
     }
 
-    /// Gives both ends a turn, in which one packet is sent if packets are counted, and checks the
-    /// settled operations. Returns whether anything was done.
+    /// Gives both ends a turn, which sends at most one packet if packets are counted, and checks
+    /// the settled operations. Returns true if anything was done.
     fn turn(&mut self) -> bool {
         let mut done = false;
         for who in [Role::Initiator, Role::Owner] {
@@ -456,19 +454,19 @@ impl Pair {
         done
     }
 
-    /// Goes on until that is so.
+    /// Gives turns until the condition is true.
     fn until(&mut self, what: &str, is_so: impl Fn(&Pair) -> bool) {
         let begun = Instant::now();
         while !is_so(self) {
-            assert!(begun.elapsed() < CUT_OFF, "this does not come: {what}; {}", self.standing());
+            assert!(begun.elapsed() < CUT_OFF, "this does not happen: {what}; {}", self.standing());
             if !self.turn() {
                 wait_for_any([&self.initiator, &self.owner]);
             }
         }
     }
 
-    /// An end vanishes, and all that it held with it; a new life takes its place. What the other
-    /// one waits for ends.
+    /// Kills an end with all its resources and starts a new incarnation. Operations of the other
+    /// end that depend on it end.
     fn kill(&mut self, who: Role) {
         self.lives += 1;
         let new = match who {
@@ -507,7 +505,7 @@ impl Pair {
     }
 }
 
-/// Which blocks of a slot are moved: in this order.
+/// Returns the blocks of a slot that are moved, in order.
 fn indices(Shape { count, .. }: Shape, is_list: bool, by: u32) -> Indices {
     match is_list {
         false => (0..count).into(),

@@ -1,6 +1,6 @@
-//! A link that ends at any packet of its life: of the handshake, of grants with their files, of
-//! reads, writes, notifications, of regions that are taken back, and of its end. And regions that
-//! are taken back at any turn of a long transfer.
+//! Links that end at any packet of their life: of the handshake, of grants with their files, of
+//! reads, writes, notifications and revocations, and of their end. And regions that are revoked at
+//! any turn of a long transfer.
 
 use kvx_core::Op;
 use kvx_testkit::Random;
@@ -8,11 +8,11 @@ use kvx_testkit::Random;
 use super::end::{Resources, alone};
 use super::{LONG, MANY, Pair, RegionRole, Role, SMALL, Shape, cut};
 
-/// Grants and loans with files, and without.
+/// Slots with grants and loans with files, and without.
 const SLOTS: [Shape; 2] =
     [Shape { on_pools: Some(true), ..SMALL }, Shape { on_pools: Some(false), ..MANY }];
 
-/// How a link ends.
+/// The end of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
     Closed,
@@ -23,7 +23,7 @@ enum Fate {
 const FATES: [Fate; 4] =
     [Fate::Closed, Fate::Broken, Fate::Killed(Role::Initiator), Fate::Killed(Role::Owner)];
 
-/// The life of a link, as far as `packets` go. Says whether that was all of it.
+/// Runs the life of a link up to `packets` packets. Returns true if it was complete.
 fn life(pair: &mut Pair, packets: u64) -> bool {
     let goes_on = |pair: &mut Pair, what, is_so: fn(&Pair) -> bool| {
         let is_over = || cut::moved() >= packets;
@@ -44,7 +44,7 @@ fn life(pair: &mut Pair, packets: u64) -> bool {
             goes_on(pair, "a notification", Pair::is_idle)
         }
         && {
-            // What was granted is taken back under transfers.
+            // The granted regions are revoked during transfers.
             post(pair, Op::Read);
             RegionRole::ALL[1..].iter().for_each(|which| revoke(pair, *which));
             goes_on(pair, "regions that were granted", Pair::is_idle)
@@ -60,7 +60,7 @@ fn life(pair: &mut Pair, packets: u64) -> bool {
         }
 }
 
-/// One run. Says whether the life of the link was longer.
+/// Runs once. Returns true if the life of the link was longer than `packets`.
 fn run(fate: Fate, packets: u64) -> bool {
     cut::step_by_step();
     let before = Resources::now();
@@ -75,7 +75,7 @@ fn run(fate: Fate, packets: u64) -> bool {
     pair.has_ended();
     pair.all_works();
     drop(pair);
-    assert_eq!(Resources::soon(before), before, "something is left of a run");
+    assert_eq!(Resources::soon(before), before, "a run leaves resources behind");
     !whole
 }
 
@@ -102,7 +102,7 @@ fn a_link_that_ends_at_any_packet_leaves_nothing_behind_and_the_next_one_works()
     );
 }
 
-/// A region is taken back while so many turns of a transfer of it have passed.
+/// Revokes a region after `turns` turns of a transfer that uses it.
 fn take_back(op: Op, which: RegionRole, on_pools: bool, turns: u32) {
     let before = Resources::now();
     let slot = Shape { count: 80, on_pools: Some(on_pools), ..LONG };
@@ -111,19 +111,19 @@ fn take_back(op: Op, which: RegionRole, on_pools: bool, turns: u32) {
     pair.until("a link", |pair| pair.up().is_some());
     for op in [Op::Read, Op::Write] {
         assert!(pair.post(0, op, false));
-        pair.until("what makes regions known", Pair::is_idle);
+        pair.until("the transfers that make the regions known", Pair::is_idle);
     }
     assert!(pair.post(0, op, true));
     for _ in 0..turns {
         pair.turn();
     }
-    assert!(!pair.is_idle(), "it takes more turns than {turns}");
+    assert!(!pair.is_idle(), "the transfer takes more than {turns} turns");
     pair.revoke(0, which);
     pair.until("the end of both", Pair::is_idle);
     pair.close();
     pair.has_ended();
     drop(pair);
-    assert_eq!(Resources::soon(before), before, "something is left of a run");
+    assert_eq!(Resources::soon(before), before, "a run leaves resources behind");
 }
 
 fn at_every_turn() {
@@ -141,10 +141,10 @@ fn at_every_turn() {
 }
 
 #[test]
-fn a_region_that_is_taken_back_in_mid_transfer_is_touched_by_nobody_afterwards() {
+fn a_region_revoked_in_mid_transfer_is_not_touched_afterwards() {
     alone(
         module_path!(),
-        "a_region_that_is_taken_back_in_mid_transfer_is_touched_by_nobody_afterwards",
+        "a_region_revoked_in_mid_transfer_is_not_touched_afterwards",
         at_every_turn,
     );
 }

@@ -129,8 +129,7 @@ impl Stager {
         self.stores.fill()
     }
 
-    /// Compensates for streams that may keep their buffers for long: if those are few, the others
-    /// have as many buffers as before.
+    /// Allows additional buffers if none is free: some streams may keep theirs for long.
     pub(crate) fn do_without_some(&self) {
         self.fetches.do_without_some();
         self.stores.do_without_some();

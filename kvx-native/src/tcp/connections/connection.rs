@@ -1,5 +1,4 @@
-//! One connection: bytes in, frames out, and the other way round. What frames mean is up to its
-//! role.
+//! One connection, which converts between bytes and frames. Its role gives frames their meaning.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -35,7 +34,7 @@ pub(crate) enum Role {
 }
 
 impl Role {
-    /// The link and the lane that it belongs to, if this end opened it.
+    /// Returns the link and lane that it belongs to, if this end opened it.
     pub(crate) fn lane(&self) -> Option<(LinkId, u8)> {
         match self {
             Role::Connecting { link, lane } | Role::Greeting { link, lane, .. } => {
@@ -46,7 +45,7 @@ impl Role {
         }
     }
 
-    /// Returns true in the handshake.
+    /// Returns true during the handshake.
     pub(crate) fn is_greeting(&self) -> bool {
         self.up().is_none()
     }
@@ -87,7 +86,9 @@ impl Role {
                     Ok(Change::Become { role: Role::Served(Box::new(served)), lane, seals })
                 }
                 Step::Mistaken => {
-                    tracing::debug!("a peer looks for another agent, or another life of this one");
+                    tracing::debug!(
+                        "a peer expects another agent, or another incarnation of this one"
+                    );
                     Ok(Change::Close)
                 }
             },
@@ -96,7 +97,7 @@ impl Role {
         }
     }
 
-    /// The end of the lane, once the handshake is done.
+    /// Returns the end of the lane, once the handshake is done.
     fn up(&self) -> Option<&dyn LaneEnd> {
         match self {
             Role::Requests(lane) => Some(&**lane),
@@ -105,7 +106,7 @@ impl Role {
         }
     }
 
-    /// Like [`up`](Self::up), mutable.
+    /// Like [`up`](Self::up), but mutable.
     pub(crate) fn up_mut(&mut self) -> Option<&mut dyn LaneEnd> {
         match self {
             Role::Requests(lane) => Some(&mut **lane),
@@ -124,14 +125,14 @@ enum Change {
         lane: u8,
         seals: (Seal, Box<Seals>),
     },
-    /// To be closed when the output has gone.
+    /// The connection must be closed once its output is sent.
     Close,
 }
 
 fn out_of_turn(header: Header) -> Error {
     Error::new(
         ErrorKind::Malformed,
-        format!("malformed conversation: {:?} out of turn", header.frame),
+        format!("malformed conversation: unexpected {:?}", header.frame),
     )
 }
 
@@ -139,29 +140,30 @@ fn out_of_turn(header: Header) -> Error {
 pub(crate) struct Conn {
     socket: Arc<Private>,
     pub(crate) peer: SocketAddr,
-    /// Goes before bulk connections.
+    /// True if it has precedence over bulk connections.
     pub(crate) small: bool,
     /// True if it waits in a queue of the machine.
     pub(crate) queued: bool,
-    /// When its handshake must be done.
+    /// The time by which its handshake must be done.
     pub(crate) deadline: Option<Instant>,
-    /// To be closed when its output has gone.
+    /// True if it must be closed once its output is sent.
     pub(crate) closing: bool,
     readable: bool,
     writable: bool,
-    /// True if the other end has closed: a short read does not mean that nothing more comes.
+    /// True if the other end has closed, so that a short read does not mean that nothing more
+    /// arrives.
     hung_up: bool,
-    /// The time since when its socket takes nothing, as far as that matters to others.
+    /// The time since when its socket takes no bytes, if that matters to others.
     full_since: Option<Instant>,
-    /// Bytes counted as held for its peer.
+    /// The bytes that are counted as held for its peer.
     held: usize,
     pub(crate) input: Input,
     pub(crate) output: Output,
     pub(crate) role: Role,
 }
 
-/// A socket that takes nothing for this long may do so for ever: its streams release their bounce
-/// buffers.
+/// The time after which a socket that takes no bytes may do so for ever; its streams then release
+/// their bounce buffers.
 const STUCK: Duration = Duration::from_millis(100);
 
 impl Conn {
@@ -184,8 +186,7 @@ impl Conn {
         }
     }
 
-    /// Counts the bytes that are held for a peer that is served. Errors: `Exhausted` above its
-    /// limit.
+    /// Counts the bytes that are held for a peer. Returns `Exhausted` above the peer's limit.
     pub(crate) fn note_held(&mut self, held: &mut HeldBytes<Identity>) -> Result<()> {
         let Role::Served(lane) = &self.role else { return Ok(()) };
         let bytes = self.input.held() + lane.held() + self.output.held();
@@ -195,12 +196,12 @@ impl Conn {
     /// Counts nothing for its peer any more.
     pub(crate) fn release_held(&mut self, held: &mut HeldBytes<Identity>) {
         if let Role::Served(lane) = &self.role {
-            // too much for the others of this peer is seen in their turn
+            // An excess of this peer's other connections is noticed in their turns.
             held.note(&lane.who, &mut self.held, 0).ok();
         }
     }
 
-    /// Bytes of the descriptions that it holds for a peer that is served.
+    /// Returns the bytes of the descriptions that it holds for a peer.
     pub(crate) fn described(&self) -> usize {
         if let Role::Served(lane) = &self.role { lane.described() } else { 0 }
     }
@@ -209,7 +210,7 @@ impl Conn {
         &self.socket
     }
 
-    /// Notes the readiness that the kernel reports.
+    /// Records the readiness that the kernel reports.
     pub(crate) fn event(&mut self, readable: bool, writable: bool, hung_up: bool) {
         self.readable |= readable || hung_up;
         self.writable |= writable || hung_up;
@@ -219,8 +220,8 @@ impl Conn {
         }
     }
 
-    /// Notes whether its socket takes nothing while it has streams. Returns when to look again, if
-    /// that has just begun.
+    /// Records whether its socket takes no bytes while it has streams. Returns the time of the next
+    /// check if that has just begun.
     pub(crate) fn note_if_full(&mut self, now: Instant) -> Option<Instant> {
         if self.writable
             || self.full_since.is_some()
@@ -232,8 +233,8 @@ impl Conn {
         Some(now + STUCK)
     }
 
-    /// Frees the bounce buffers of its streams if its socket has taken nothing for long. Returns
-    /// when to look again, if ever.
+    /// Releases the bounce buffers of its streams if its socket has taken no bytes for long.
+    /// Returns the time of the next check, if there is one.
     pub(crate) fn look_if_stuck(&mut self, now: Instant) -> Option<Instant> {
         let stuck_at = self.full_since? + STUCK;
         if stuck_at > now {
@@ -242,10 +243,10 @@ impl Conn {
         if let Some(lane) = self.role.up_mut() {
             lane.make_way(&mut self.output);
         }
-        None // a token tells when others come
+        None // a token arrives when others wait
     }
 
-    /// Returns true if there is something to do now.
+    /// Returns true if there is work now.
     pub(crate) fn is_ready(&self, described: usize) -> bool {
         match &self.role {
             Role::Connecting { .. } => self.readable || self.writable,
@@ -257,12 +258,12 @@ impl Conn {
         }
     }
 
-    /// Returns true if its socket may have bytes that were not read.
+    /// Returns true if its socket may have unread bytes.
     pub(crate) fn may_have_unread(&self) -> bool {
         self.readable
     }
 
-    /// Returns true if something waits to be sent.
+    /// Returns true if output waits to be sent.
     pub(crate) fn has_output(&self) -> bool {
         !self.output.at_boundary()
             || !self.output.control.is_empty()
@@ -273,7 +274,7 @@ impl Conn {
         self.closing || self.role.up().is_some_and(|lane| lane.is_paused(&self.output, described))
     }
 
-    /// Has its turn: receives and sends about `share` bytes each. Returns how many.
+    /// Runs its turn: receives and sends about `share` bytes each. Returns both amounts.
     pub(crate) fn serve(
         &mut self,
         share: usize,
@@ -284,7 +285,7 @@ impl Conn {
             Ok(received) => self.send(share, scope).map(|sent| (received, sent)),
             Err(error) => {
                 if self.role.is_greeting() {
-                    self.send(share, scope).ok(); // the last word of a refusal
+                    self.send(share, scope).ok(); // sends the rest of a refusal
                 }
                 Err(error)
             }
@@ -309,7 +310,7 @@ impl Conn {
         }
     }
 
-    /// Releases the bounce buffer that waits for payload unless payload is read now.
+    /// Releases the bounce buffer that waits for payload, unless payload is being read now.
     fn release_idle_buffer(&mut self, described: usize) {
         let waits = matches!(self.input.state, ReadState::Data { .. }) && !self.input.stalled;
         if waits
@@ -329,7 +330,7 @@ impl Conn {
         self.look_if_stuck(now);
     }
 
-    /// Reads from the socket. A short read means that it is empty: the next bytes make an event.
+    /// Reads from the socket. A short read means that it is empty: the next bytes cause an event.
     fn read(&mut self, scope: &mut Scope) -> Result<usize> {
         let (got, want) = self.input.read(&self.socket, self.small, &mut scope.pieces)?;
         if got.is_none_or(|got| got < want && !self.hung_up) {
@@ -338,7 +339,7 @@ impl Conn {
         Ok(got.unwrap_or(0))
     }
 
-    /// Handles all whole frames, and the payload that has been received.
+    /// Handles all complete frames and the received payload.
     fn parse(&mut self, key: usize, scope: &mut Scope) -> Result<()> {
         loop {
             scope.go_on()?;
@@ -430,7 +431,8 @@ impl Conn {
                 }
             }
             let sent = self.output.write(&self.socket, &mut scope.pieces)?;
-            self.writable = self.output.left() == 0; // else it is full: room makes an event
+            // Otherwise the socket is full: free space causes an event.
+            self.writable = self.output.left() == 0;
             moved += sent;
         }
         Ok(moved)

@@ -1,4 +1,4 @@
-//! One end of a lane whose handshake is done, and what it shares with all others of its machine.
+//! One end of a lane whose handshake is done, and the state that all lanes of its machine share.
 
 use std::sync::Arc;
 
@@ -14,24 +14,24 @@ use crate::tcp::memory::deferred::{AbandonedTurn, DeferredCompletions};
 use crate::tcp::seal::Seal;
 use crate::tcp::socket::chunk::{Bin, Chunk, MAX_PIECES};
 
-/// State that all connections of a machine share, each in its turn.
+/// State that all connections of a machine share, each during its turn.
 pub(crate) struct Scope {
     pub(crate) context: Arc<AgentContext>,
-    /// The state of the turn that has this.
+    /// The state of the turn that uses this.
     pub(crate) turn: Arc<AbandonedTurn>,
     pub(crate) bin: Bin,
-    /// Scratch for one system call.
+    /// Scratch space for one system call.
     pub(crate) pieces: Vec<libc::iovec>,
     pub(crate) effects: Vec<Effect>,
-    /// Bytes of queued descriptions, over all lanes that are served.
+    /// The bytes of queued descriptions, over all lanes of peers.
     pub(crate) described: usize,
-    /// The most payload that is moved at a time now.
+    /// The current limit for payload that is moved at a time.
     pub(crate) piece: usize,
-    /// A small transfer has come.
+    /// True if a small transfer has arrived.
     pub(crate) small_came: bool,
 }
 
-// SAFETY: `pieces` means nothing between two system calls; all else is Send.
+// SAFETY: `pieces` is only used within a system call; all other fields are `Send`.
 unsafe impl Send for Scope {}
 
 impl Scope {
@@ -59,24 +59,24 @@ impl Scope {
 pub(crate) enum Effect {
     /// A lane is up.
     Welcome { link: LinkId, lane: u8, seal: Seal },
-    /// Another incarnation answered.
+    /// Another incarnation of the peer answered.
     Restarted { link: LinkId },
-    /// A request has ended: one of a transfer's, or one that was given up. Another may follow.
+    /// A request has ended: one of a transfer, or one that was given up. Another may be sent.
     Ended { link: LinkId, transfer: Option<TransferId>, result: Result<()> },
     /// A transfer's local memory cannot be read or written.
     Failed { link: LinkId, transfer: TransferId, why: Error },
-    /// A notification has arrived.
+    /// A notification was acknowledged.
     Acked { link: LinkId, id: u64 },
     /// A peer was admitted.
     Entered { key: usize },
-    /// A peer cancels a request of another of its lanes.
+    /// A peer cancels a request on another of its lanes.
     Cancelled { link: [u8; 16], lane: u8, id: u64 },
 }
 
-/// One end of a lane whose handshake is done: an initiator's requests, or the owner that serves
-/// them.
+/// One end of a lane whose handshake is done: an initiator with its requests, or the owner that
+/// serves them.
 pub(crate) trait LaneEnd {
-    /// Handles a frame that is no payload. Errors end the connection.
+    /// Handles a frame that is not payload. An error ends the connection.
     fn frame(
         &mut self,
         header: Header,
@@ -85,7 +85,7 @@ pub(crate) trait LaneEnd {
         scope: &mut Scope,
     ) -> Result<()>;
 
-    /// Begins payload. Errors end the connection.
+    /// Begins payload. An error ends the connection.
     fn data(&mut self, header: Header) -> Result<()>;
 
     /// Adds the places of the next payload to `chunk`. Returns false if there is none now.
@@ -97,31 +97,32 @@ pub(crate) trait LaneEnd {
         scope: &mut Scope,
     ) -> bool;
 
-    /// Notes that so many bytes were received where `fill` said.
+    /// Records that `count` bytes were received in the places of `fill`.
     fn took(&mut self, count: usize);
 
-    /// Notes that no payload is received now. Returns whether the places of `fill` hold no longer.
+    /// Records that no payload is received now. Returns true if the places of `fill` become
+    /// invalid.
     fn pause(&mut self) -> bool;
 
     /// Ends payload.
     fn data_end(&mut self, output: &mut Output, scope: &mut Scope);
 
-    /// Puts the next frame with payload into the output, if there is one.
+    /// Writes the next frame with payload to the output, if there is one.
     fn next_frame(&mut self, output: &mut Output, scope: &mut Scope);
 
-    /// Returns true if there is one.
+    /// Returns true if there are frames with payload.
     fn has_frames(&self) -> bool;
 
     /// Returns true if it has blocks of a device to send.
     fn has_streams(&self) -> bool;
 
-    /// Frees what others wait for, as its peer does not read.
+    /// Releases resources for which others wait, because its peer does not read.
     fn make_way(&mut self, output: &mut Output);
 
     /// Continues a stream for which a device has copied.
     fn woken(&mut self, token: u64, input: &mut Input, output: &mut Output, scope: &mut Scope);
 
-    /// Releases all memory: the lane receives and sends no more.
+    /// Releases all memory: the lane neither receives nor sends any more.
     fn release(&mut self, deferred: &DeferredCompletions);
 
     /// Returns true if reading stops until some of the waiting output is sent.

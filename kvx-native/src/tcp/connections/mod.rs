@@ -1,4 +1,4 @@
-//! Connections, and the lanes that they are once both ends know each other.
+//! Connections, and the lanes that they become after the handshake.
 
 pub(crate) mod connection;
 pub(crate) mod lane;

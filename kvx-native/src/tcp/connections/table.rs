@@ -1,4 +1,4 @@
-//! The connections of a machine, one of which may be out for its turn.
+//! The connections of a machine, one of which may be taken out for its turn.
 
 use std::ops::{Index, IndexMut};
 use std::sync::Arc;
@@ -13,10 +13,10 @@ use crate::tcp::connections::connection::Conn;
 pub(crate) struct Conns(Slab<Place>);
 
 struct Place {
-    /// Shared with the connection, so that its descriptor names no other file while that has its
-    /// turn.
+    /// The socket, shared with the connection, so that its descriptor is not reused while the
+    /// connection has its turn.
     socket: Arc<Private>,
-    /// `None` while it has its turn.
+    /// `None` while the connection has its turn.
     conn: Option<Box<Conn>>,
 }
 
@@ -33,24 +33,24 @@ impl Conns {
         self.0.get_mut(key)?.conn.as_deref_mut()
     }
 
-    /// Takes one out for good.
+    /// Removes a connection for good.
     pub(crate) fn remove(&mut self, key: usize) -> Option<Box<Conn>> {
         self.0.try_remove(key)?.conn
     }
 
-    /// Takes one out for its turn.
+    /// Takes a connection out for its turn.
     pub(crate) fn take(&mut self, key: usize) -> Option<Box<Conn>> {
         self.0.get_mut(key)?.conn.take()
     }
 
-    /// Puts one back after its turn.
+    /// Puts a connection back after its turn.
     pub(crate) fn put_back(&mut self, key: usize, conn: Box<Conn>) {
         if let Some(place) = self.0.get_mut(key) {
             place.conn = Some(conn);
         }
     }
 
-    /// Removes one whose turn was abandoned. Returns its socket.
+    /// Removes a connection whose turn was abandoned. Returns its socket.
     pub(crate) fn abandon(&mut self, key: usize) -> Option<Arc<Private>> {
         self.0.try_remove(key).map(|place| place.socket)
     }

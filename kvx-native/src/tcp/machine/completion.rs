@@ -1,4 +1,4 @@
-//! How requests, transfers and links end: what connections report of them takes effect.
+//! The end of requests, transfers and links, as connections report it.
 
 use std::time::Instant;
 
@@ -16,8 +16,8 @@ use crate::tcp::machine::Machine;
 use crate::tcp::memory::deferred::DeferredCompletions;
 
 impl Machine {
-    /// Applies what connections have reported. A link may have been lost since the report, by
-    /// another of them or by its user: then all that was on it has failed already.
+    /// Applies the effects that connections have reported. A link may have been lost since the
+    /// report, by another of its connections or by its user; its operations have failed already.
     pub(crate) fn apply_effects(&mut self, now: Instant, out: &mut Outbox) {
         let mut effects = std::mem::take(&mut self.scope.effects);
         for effect in effects.drain(..) {
@@ -28,7 +28,8 @@ impl Machine {
                     let why = Error::new(
                         ErrorKind::PeerRestarted,
                         format!(
-                            "agent {} does not recognise this metadata: it was restarted; connect with its new metadata",
+                            "agent {} does not recognise this metadata: it was restarted; connect \
+                             with its new metadata",
                             peer.who.name
                         ),
                     );
@@ -90,7 +91,7 @@ impl Machine {
         count
     }
 
-    /// Takes a link and its connections out.
+    /// Removes a link and its connections.
     pub(crate) fn disband(&mut self, link: LinkId) -> Option<OpenedLink> {
         let peer = self.peers.remove(&link)?;
         for key in peer.lanes.iter().flatten() {
@@ -99,7 +100,7 @@ impl Machine {
         Some(peer)
     }
 
-    /// Ends a link that is of no use any more, and reports that.
+    /// Ends a link that is unusable, and reports that.
     pub(crate) fn lose(&mut self, link: LinkId, why: Error, out: &mut Outbox) {
         if let Some(peer) = self.disband(link) {
             tracing::debug!(peer = ?peer.who, error = %why, "a TCP link is lost");
@@ -107,7 +108,7 @@ impl Machine {
         }
     }
 
-    /// Ends a transfer at once, if it has not ended with its link.
+    /// Ends a transfer at once, unless it has ended with its link.
     pub(crate) fn give_up(
         &mut self,
         link: LinkId,
@@ -123,13 +124,14 @@ impl Machine {
 }
 
 impl OpenedLink {
-    /// The peer's agent has a notification.
+    /// Takes the acknowledgement of a notification.
     pub(crate) fn acknowledged(&mut self, id: u64, out: &mut Outbox) -> Result<()> {
         out.settle(self.notices.acknowledge(id)?, Ok(()));
         Ok(())
     }
 
-    /// A request of a transfer has ended. Returns whether the transfer failed by that: give it up.
+    /// Records that a request of a transfer has ended. Returns true if that fails the transfer, so
+    /// that the caller must give it up.
     pub(crate) fn ended(&mut self, id: TransferId, result: &Result<()>, out: &mut Outbox) -> bool {
         // given up meanwhile
         let Some(transfer) = self.transfers.get_mut(&id) else { return false };
@@ -146,8 +148,8 @@ impl OpenedLink {
         false
     }
 
-    /// Ends a transfer at once: from here on, its memory is not touched, but for copies that a
-    /// device has begun: it settles after them. Calls `touched` as `issue` does.
+    /// Ends a transfer at once. Its memory is not touched afterwards, except by copies that a
+    /// device has begun; it settles after them. Calls `touched` like `issue`.
     pub(crate) fn give_up(
         &mut self,
         id: TransferId,
@@ -206,7 +208,7 @@ impl OpenedLink {
         }
     }
 
-    /// Fails everything; its connections are gone.
+    /// Fails all operations, after its connections have ended.
     pub(crate) fn fail(&mut self, why: &Error, deferred: &DeferredCompletions, out: &mut Outbox) {
         for (id, UnsettledTransfer { plan, done, .. }) in std::mem::take(&mut self.transfers) {
             drop(plan);
@@ -217,7 +219,7 @@ impl OpenedLink {
         }
     }
 
-    /// The link is gone: fails everything and says so.
+    /// Fails all operations of a lost link and reports the loss.
     pub(crate) fn lost(mut self, why: Error, deferred: &DeferredCompletions, out: &mut Outbox) {
         let why = error::of_peer(why, &self.who);
         self.fail(&why, deferred, out);

@@ -1,5 +1,5 @@
-//! Connections that fail: by errors, deadlines and silence, by holding too much, and by turns that
-//! hang.
+//! Connections that fail: by errors, deadlines and silence, by exceeding memory limits, and by
+//! turns that hang.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -29,9 +29,9 @@ pub(crate) struct TurnRecord {
 enum TurnRole {
     /// A lane that this end opened.
     Ours(LinkId),
-    /// A peer's, in the handshake.
+    /// A peer's connection, in the handshake.
     Greeted,
-    /// A peer's.
+    /// A peer's lane.
     Served { who: Identity, link: [u8; 16], lane: u8, touched: Arc<ActiveRegions> },
 }
 
@@ -76,9 +76,9 @@ impl Machine {
         }
     }
 
-    /// Closes a connection that has failed, and loses its link or tries again.
+    /// Closes a connection that has failed, and ends its link or tries again.
     pub(crate) fn failed(&mut self, key: usize, error: Error, now: Instant, out: &mut Outbox) {
-        let Some(conn) = self.remove(key) else { return }; // closed with the rest of its link
+        let Some(conn) = self.remove(key) else { return }; // it was closed with its link
         let from = conn.peer;
         match conn.role.lane() {
             None if matches!(
@@ -116,7 +116,7 @@ impl Machine {
         }
     }
 
-    /// Logs why a connection was closed, as a warning now and then.
+    /// Logs why a connection was closed, with rate-limited warnings.
     fn warn(&mut self, from: SocketAddr, error: &Error) {
         tracing::debug!(%from, %error, "closed a TCP connection");
         self.closed.log(|| tracing::warn!(%from, %error, "closed a TCP connection"));
@@ -166,20 +166,20 @@ impl Machine {
         }
     }
 
-    /// Loses the connection whose turn hangs, with its link, before any other turn: much still
-    /// refers to it. What waits for its memory waits for its thread.
+    /// Closes the connection whose turn hangs, with its link, before any other turn, because other
+    /// state still refers to it. Operations on its memory wait for its thread.
     pub(crate) fn abandon_turn(&mut self, out: &mut Outbox) {
         let Some(TurnRecord { key, role, peer: from, turn }) = self.away.take() else {
             return debug_assert!(false, "a connection is away when its turn hangs");
         };
         let context = Arc::clone(&self.scope.context);
         let token = context.deferred.token(key);
-        turn.abandon(token); // first: then it touches nothing that is not known of
+        turn.abandon(token); // first, so that it touches no memory beyond the recorded one
         let has_stages = context.stages.do_without_some();
         let (touches, receives) = match &role {
             TurnRole::Ours(link) => (Concern::Link(*link), Concern::Regions(Vec::new())),
             TurnRole::Served { touched, .. } => match touched.concerns() {
-                // a device may be at some as well
+                // a device may touch some as well
                 (_, receives) if has_stages => (Concern::AllRegions, receives),
                 concerns => concerns,
             },
@@ -197,9 +197,9 @@ impl Machine {
         };
         tracing::warn!(
             ?peer, %from,
-            "TCP: unresolved page fault in memory that is sent to this peer or received from it (userfaultfd, a file \
-             whose server hangs): the link to it is lost; revocations and transfers of that memory wait until the \
-             fault is resolved"
+            "TCP: unresolved page fault in memory that is sent to this peer or received from it \
+             (userfaultfd, a file whose server hangs): the link to it is lost; revocations and \
+             transfers of that memory wait until the fault is resolved"
         );
         match role {
             TurnRole::Ours(link) => self.lose(link, hangs(), out),
@@ -209,7 +209,7 @@ impl Machine {
                 if self.lanes.get(&(link, lane)) == Some(&key) {
                     self.lanes.remove(&(link, lane));
                 }
-                // Its peer sees by the others that the link is gone.
+                // The peer learns from its other lanes that the link has ended.
                 let others = self.lanes.iter().filter(|((of, _), _)| *of == link);
                 for key in others.map(|(_, key)| *key).collect::<Vec<_>>() {
                     self.failed(key, hangs(), Instant::now(), out);
@@ -222,7 +222,7 @@ impl Machine {
 fn hangs() -> Error {
     Error::new(
         ErrorKind::PeerLost,
-        "unresolved page fault in memory that takes part in a transfer: look after what backs it (userfaultfd, a file \
-         whose server hangs), then connect again",
+        "unresolved page fault in memory that takes part in a transfer: check what backs it \
+         (userfaultfd, a file whose server hangs), then connect again",
     )
 }

@@ -12,11 +12,11 @@ use crate::tcp::machine::{HANDSHAKE, Machine};
 use crate::tcp::seal::Seal;
 use crate::tcp::socket;
 
-/// The number of times that a lane is opened again whose owner hung up in the handshake.
+/// The limit for reopening a lane whose owner closed it during the handshake.
 const MAX_GREETING_RETRIES: u8 = 20;
 
 impl Machine {
-    /// Notes that a lane is up. The small lane opens the others, and the last one completes the
+    /// Handles that a lane is up. The small lane opens the others, and the last one completes the
     /// link.
     pub(crate) fn welcome(
         &mut self,
@@ -25,7 +25,7 @@ impl Machine {
         now: Instant,
         out: &mut Outbox,
     ) {
-        let Some(peer) = self.peers.get_mut(&link) else { return }; // closed by its user meanwhile
+        let Some(peer) = self.peers.get_mut(&link) else { return }; // closed by its user
         peer.lanes_up += 1;
         peer.note_activity(now);
         if peer.is_up() {
@@ -45,7 +45,7 @@ impl Machine {
     }
 
     fn open_lane(&mut self, link: LinkId, lane: u8, now: Instant) -> Result<()> {
-        let Some(peer) = self.peers.get(&link) else { return Ok(()) }; // lost by the lane before
+        let Some(peer) = self.peers.get(&link) else { return Ok(()) }; // lost by the previous lane
         let address = peer.addresses[peer.address];
         let socket = socket::connect(address, self.scope.context.peer_timeout)
             .map_err(|errno| error::unreachable(address, errno))?;
@@ -58,8 +58,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Opens a lane again whose owner hung up in the handshake, as it does to the oldest of too
-    /// many connections that have proven nothing. Returns whether it did: there is a limit.
+    /// Reopens a lane whose owner closed it during the handshake, as an owner does to the oldest of
+    /// too many unauthenticated connections. Returns false once the limit is reached.
     pub(crate) fn greet_again(&mut self, link: LinkId, lane: u8, now: Instant) -> bool {
         let Some(peer) =
             self.peers.get_mut(&link).filter(|peer| peer.greeting_retries < MAX_GREETING_RETRIES)
@@ -70,8 +70,8 @@ impl Machine {
         self.open_lane(link, lane, now).is_ok()
     }
 
-    /// Opens the small lane of a link, at the next address if `failed` says that the current one is
-    /// no good.
+    /// Opens the small lane of a link, at the next address if `failed` is the error of the current
+    /// one.
     pub(crate) fn open_link(
         &mut self,
         link: LinkId,
@@ -81,7 +81,7 @@ impl Machine {
     ) {
         let mut failed = failed;
         loop {
-            // closed by its user meanwhile
+            // closed by its user
             let Some(peer) = self.peers.get_mut(&link) else { return };
             if let Some(error) = failed {
                 if peer.address + 1 == peer.addresses.len() {

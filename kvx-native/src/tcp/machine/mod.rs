@@ -1,4 +1,4 @@
-//! The machine: all connections of one agent, worked on in bounded turns.
+//! The machine: all connections of one agent, served in bounded turns.
 
 mod completion;
 mod failures;
@@ -26,9 +26,10 @@ use crate::tcp::socket::chunk::Bin;
 use crate::tcp::socket::listener::Listener;
 use crate::tcp::socket::poller::{Event, Poller};
 
-/// How long a handshake may take.
+/// The time limit for a handshake.
 pub(crate) const HANDSHAKE: Duration = Duration::from_secs(5);
-/// A request from another thread. `Staged`: a device has copied for the stream of this token.
+/// A request from another thread. `Staged` reports that a device has copied for the stream of this
+/// token.
 pub(crate) enum Command {
     Connect(Box<OpenedLink>),
     Post { link: LinkId, plan: Arc<BoundPlan>, id: TransferId, done: Ticket },
@@ -40,16 +41,16 @@ pub(crate) enum Command {
     Resume,
 }
 
-/// All state of the machine.
+/// The state of the machine.
 pub(crate) struct Machine {
     pub(crate) scope: Box<Scope>,
-    /// Another scope, for as long as that is out with a connection's turn.
+    /// Another scope, while the main one is in use by a connection's turn.
     pub(crate) spare: Option<Box<Scope>>,
     /// The connection that has its turn.
     pub(crate) away: Option<TurnRecord>,
     /// The budget of the machine's turn, if one has begun.
     turn: Option<Budget>,
-    /// Bytes that are held for peers.
+    /// The bytes that are held for peers.
     pub(crate) held: HeldBytes<Identity>,
     pub(crate) poller: Poller,
     pub(crate) listener: Listener,
@@ -59,14 +60,14 @@ pub(crate) struct Machine {
     pub(crate) accept_at: Option<Instant>,
     pub(crate) conns: Conns,
     pub(crate) peers: HashMap<LinkId, OpenedLink>,
-    /// Connections with something to do.
+    /// Connections with work to do.
     small: VecDeque<usize>,
     bulk: VecDeque<usize>,
-    /// Links with something to send out.
+    /// Links with requests or notifications to send.
     pub(crate) links_with_output: Vec<LinkId>,
     /// The tokens of streams that can continue.
     pub(crate) woken: Vec<u64>,
-    /// True if the next turn may be on a thread that posts: only small work.
+    /// True if the next turn may run on a thread that posts, and must do only small work.
     brief: bool,
     pub(crate) ticked: bool,
     /// True if a stream of payload has moved since the machine last slept.
@@ -75,11 +76,11 @@ pub(crate) struct Machine {
     small_at: Option<Instant>,
     pub(crate) handshakes: usize,
     pub(crate) served: usize,
-    /// Connections that are served by link and lane.
+    /// Connections of peers, by link and lane.
     pub(crate) lanes: HashMap<([u8; 16], u8), usize>,
-    /// Warnings of closed connections.
+    /// The rate limit of warnings about closed connections.
     pub(crate) closed: RateLimited,
-    /// Warnings of cancelled requests on lanes that do not exist.
+    /// The rate limit of warnings about cancelled requests on lanes that do not exist.
     pub(crate) strays: RateLimited,
 }
 
@@ -113,7 +114,7 @@ impl Machine {
         })
     }
 
-    /// Queues a connection if it has something to do.
+    /// Queues a connection if it has work to do.
     pub(crate) fn queue_if_ready(&mut self, key: usize) {
         let Some(conn) = self.conns.get_mut(key) else { return }; // closed meanwhile
         if !conn.queued && conn.is_ready(self.scope.described) {
@@ -124,7 +125,7 @@ impl Machine {
 
     pub(crate) fn by(&mut self, at: Instant, now: Instant) {
         if let Err(error) = self.poller.by(at, now) {
-            tracing::error!(%error, "TCP cannot set its timer: silent peers are noticed late");
+            tracing::error!(%error, "TCP cannot set its timer; silent peers are noticed late");
         }
     }
 
@@ -162,12 +163,12 @@ impl Machine {
         });
         (self.accepting, self.ticked) = (accepting, ticked);
         if let Err(error) = polled {
-            tracing::error!(%error, "TCP cannot see what its sockets do");
+            tracing::error!(%error, "TCP cannot poll its sockets");
         }
         events
     }
 
-    /// Takes a connection out and closes it.
+    /// Removes a connection and closes it.
     pub(crate) fn remove(&mut self, key: usize) -> Option<Box<Conn>> {
         let mut conn = self.conns.remove(key)?;
         match &conn.role {

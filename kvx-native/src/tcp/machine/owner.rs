@@ -20,9 +20,9 @@ use crate::tcp::machine::{HANDSHAKE, Machine};
 use crate::tcp::memory::deferred::LateAnswer;
 use crate::tcp::socket;
 
-/// Connections whose handshake is not done; one more drops the oldest.
+/// The limit for connections whose handshake is not done; another one drops the oldest.
 const MAX_HANDSHAKES: usize = 512;
-/// Connections accepted in one turn.
+/// The limit for connections accepted in one turn.
 const ACCEPTS: usize = 32;
 /// The pause of accepting when the system is out of descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
@@ -37,7 +37,11 @@ impl Machine {
                     let peer = peer.and_then(|peer| SocketAddr::try_from(peer).ok());
                     let peer = peer.unwrap_or_else(|| SocketAddr::from(([0; 4], 0)));
                     if let Err(error) = socket::tune(&socket, self.scope.context.peer_timeout) {
-                        tracing::debug!(%peer, %error, "a TCP connection was gone before it was accepted");
+                        tracing::debug!(
+                            %peer,
+                            %error,
+                            "a TCP connection ended before it was accepted"
+                        );
                         continue;
                     }
                     self.admit(Conn::new(socket, peer, self.handshake(peer), now + HANDSHAKE), now);
@@ -48,7 +52,7 @@ impl Machine {
                 }
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(error) => {
-                    tracing::warn!(%error, "TCP cannot accept connections now; trying again soon");
+                    tracing::warn!(%error, "TCP cannot accept connections; trying again soon");
                     self.accepting = false;
                     self.accept_at = Some(now + ACCEPT_PAUSE);
                     self.by(now + ACCEPT_PAUSE, now);
@@ -65,7 +69,10 @@ impl Machine {
         let full = (self.served >= max).then(|| {
             Error::new(
                 ErrorKind::Exhausted,
-                format!("the peer serves {max} connections already (\"tcp.max_connections\"): raise that, or try later"),
+                format!(
+                    "the peer serves {max} connections already (\"tcp.max_connections\"): raise \
+                     that, or try later"
+                ),
             )
         });
         Role::Greeted(Box::new(OwnerHandshake::new(
@@ -77,8 +84,8 @@ impl Machine {
 
     fn admit(&mut self, conn: Conn, now: Instant) {
         if self.handshakes >= MAX_HANDSHAKES {
-            // Drops a connection of the address that has most of them: first one that has not sent
-            // a valid hello, then the oldest.
+            // Drops a connection of the address that has most of them: preferably one that has not
+            // sent a valid hello, and among those the oldest.
             let waiting = || {
                 self.conns.iter().filter_map(|(key, conn)| match &conn.role {
                     Role::Greeted(handshake) => Some((key, conn, handshake.has_said_hello())),
@@ -100,7 +107,7 @@ impl Machine {
         }
     }
 
-    /// Notes that a peer's lane is up.
+    /// Handles that a peer's lane is up.
     pub(crate) fn entered(&mut self, key: usize, now: Instant, out: &mut Outbox) {
         self.handshakes -= 1;
         self.served += 1;
@@ -115,14 +122,14 @@ impl Machine {
             Entry::Occupied(_) => {
                 let error = Error::new(
                     ErrorKind::Malformed,
-                    format!("lane {} of a link comes twice", lane.lane),
+                    format!("lane {} of a link exists already", lane.lane),
                 );
                 self.failed(key, error, now, out);
             }
         }
     }
 
-    /// Cancels a request for a peer, which sent it on another of its lanes.
+    /// Cancels a request for a peer, which sent the CANCEL on another of its lanes.
     pub(crate) fn cancelled(
         &mut self,
         link: [u8; 16],
@@ -134,12 +141,12 @@ impl Machine {
         let key = self.lanes.get(&(link, lane)).copied();
         let conn = key.and_then(|key| Some((key, self.conns.get_mut(key)?)));
         let Some((key, Conn { role: Role::Served(lane), input, output, .. })) = conn else {
-            // The lane has just been lost, or the peer invents one.
+            // The lane has just been lost, or never existed.
             self.strays.log(|| {
                 tracing::warn!(
                     lane,
                     id,
-                    "TCP: a peer cancels a request of a lane that it does not have"
+                    "TCP: a peer cancels a request on a lane that it does not have"
                 );
             });
             return;
@@ -150,9 +157,9 @@ impl Machine {
         }
     }
 
-    /// Sends a refusal that has waited until nothing of the request can land any more.
+    /// Sends a refusal that was delayed until nothing of the request can land any more.
     pub(crate) fn answer(&mut self, answer: &LateAnswer) {
-        // The peer may have gone while a device copied.
+        // The peer may have disconnected while a device copied.
         let Some(key) = self.lanes.get(&(answer.link, answer.lane)).copied() else { return };
         if let Some(conn) = self.conns.get_mut(key) {
             put_end(&mut conn.output.control, answer.id, Err(&answer.why));

@@ -1,7 +1,7 @@
-//! The machine's turns: commands, then connections, one after the other, then what depends on time.
+//! The machine's turns: commands, then connections one after the other, then timers.
 //!
-//! A connection's turn is work that the reactor runs without the machine's lock: memory that it
-//! touches may have an unresolved page fault.
+//! A connection's turn is work that the reactor runs without the machine's lock, because memory
+//! that it touches may have an unresolved page fault.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -18,19 +18,19 @@ use crate::tcp::frames::MAX_DATA;
 use crate::tcp::machine::failures::TurnRecord;
 use crate::tcp::machine::{Command, Machine};
 
-/// Bytes that one connection moves before another has its turn.
+/// The bytes that one connection moves before another has its turn.
 pub(crate) const SHARE: usize = 256 << 10;
-/// Bytes of bulk work in a turn, and in a frame, while small work comes by: that waits for so much
-/// on either side.
+/// The bytes of bulk work in a turn, and in a frame, while small transfers arrive: these wait for
+/// that much at either end.
 const BESIDE_SMALL: usize = 64 << 10;
-/// How long after a small transfer the next is expected. Not long: bulk work is half as fast
-/// meanwhile.
+/// The time after a small transfer within which the next one is expected. Short, because bulk work
+/// is half as fast meanwhile.
 const LATELY: Duration = Duration::from_millis(1);
-/// The least cost of a connection's turn, in bytes.
+/// The minimum cost of a connection's turn, in bytes.
 const TURN: usize = 4096;
-/// A turn that moves more bytes is part of a stream.
+/// The bytes above which a turn counts as part of a stream.
 const BURST: usize = 64 << 10;
-/// Small connections that have their turn before a bulk one has.
+/// The number of turns of small connections before a bulk one has its turn.
 const SMALL_TURNS: usize = 32;
 
 impl Progress for Machine {
@@ -147,7 +147,7 @@ impl Progress for Machine {
     }
 }
 
-/// A connection that has its turn, with all that it works on.
+/// A connection that has its turn, with everything that it works on.
 pub(crate) struct InFlightTurn {
     key: usize,
     /// Its link, if this end opened it.
@@ -155,7 +155,7 @@ pub(crate) struct InFlightTurn {
     conn: Box<Conn>,
     scope: Box<Scope>,
     share: usize,
-    /// Bytes that it received and sent.
+    /// The bytes that it received and sent.
     moved: Result<(usize, usize)>,
 }
 
@@ -182,28 +182,28 @@ impl DetachedWork<Machine> for InFlightTurn {
     }
 }
 
-/// The budget of a turn of the machine, and what it has done.
+/// The budget of a turn of the machine, and its work so far.
 pub(crate) struct Budget {
-    /// When it began.
+    /// The time at which it began.
     now: Instant,
     brief: bool,
     beside_small: bool,
-    /// Small connections that may have their turn.
+    /// The number of small connections that may have their turn.
     small: usize,
-    /// Bytes that are left for them.
+    /// The bytes that are left for them.
     left: usize,
-    /// Bytes that are left for bulk connections, once it is their turn.
+    /// The bytes that are left for bulk connections, once it is their turn.
     bulk: Option<usize>,
     done: usize,
 }
 
 impl Machine {
-    /// Sends out what links have, as far as their lanes may take more.
+    /// Sends requests of links, as far as their lanes have capacity.
     fn issue(&mut self, now: Instant) {
         let mut touched = Vec::new();
         let mut links_with_output = std::mem::take(&mut self.links_with_output);
         for link in links_with_output.drain(..) {
-            let Some(peer) = self.peers.get_mut(&link) else { continue }; // lost meanwhile
+            let Some(peer) = self.peers.get_mut(&link) else { continue }; // it was lost meanwhile
             peer.issue(&mut self.conns, &mut self.scope, |key| touched.push(key));
             if let Some(at) = peer.note_busy(now, self.scope.context.peer_timeout, &self.conns) {
                 self.by(at, now);
@@ -213,13 +213,13 @@ impl Machine {
         touched.into_iter().for_each(|key| self.queue_if_ready(key));
     }
 
-    /// The first part of a turn, before connections have theirs.
+    /// Runs the first part of a turn, before connections have theirs.
     fn begin(&mut self, now: Instant, out: &mut Outbox) -> Budget {
         let brief = std::mem::take(&mut self.brief);
         let mut done = if self.woken.is_empty() { 0 } else { self.wake_streams(now, out) };
         self.issue(now);
         if !self.scope.effects.is_empty() {
-            self.apply_effects(now, out); // before a turn takes the scope that they are in
+            self.apply_effects(now, out); // before a turn takes the scope that contains them
         }
         done += self.poll();
         if self.accepting {
@@ -243,7 +243,7 @@ impl Machine {
         }
     }
 
-    /// Returns the connection whose turn it is.
+    /// Returns the connection with the next turn.
     fn next(&mut self) -> Option<usize> {
         let budget = self.turn.as_mut()?;
         if budget.bulk.is_none() {
@@ -254,14 +254,14 @@ impl Machine {
                 budget.small -= 1;
                 return Some(key);
             }
-            // Bulk work has its turn whatever small work there is, but not on the thread of
-            // somebody who posts.
+            // Bulk work always has its turn, regardless of small work, but not on the thread of a
+            // poster.
             budget.bulk = Some(if budget.brief { 0 } else { budget.left.max(1) });
         }
         if budget.bulk > Some(0) { self.bulk.pop_front() } else { None }
     }
 
-    /// The time at which the turn began that is under way.
+    /// Returns the time at which the current turn began.
     pub(crate) fn turn_began(&self) -> Instant {
         self.turn.as_ref().map_or_else(Instant::now, |turn| turn.now)
     }
@@ -276,24 +276,24 @@ impl Machine {
         turn.done += moved;
     }
 
-    /// The last part of a turn.
+    /// Runs the last part of a turn.
     fn end(&mut self, turn: &Budget, out: &mut Outbox) -> Turn {
         let now = turn.now;
         if self.ticked {
-            // after received bytes were read: this end may have been stopped for long
+            // after reading received bytes, because this end may have been stopped for long
             self.tick(now, out);
         }
         self.issue(now);
         if !self.scope.effects.is_empty() {
-            self.apply_effects(now, out); // of requests that could not even begin
+            self.apply_effects(now, out); // effects of requests that could not begin
         }
         self.bursting |= turn.done > BURST;
-        // The gap between two bursts of a stream is longer than a wake-up is worth.
+        // Sleeping in the short gaps between the bursts of a stream would halve its throughput.
         let look_for = Duration::from_micros(if self.bursting { 250 } else { 20 });
         Turn { look_for, yields: turn.beside_small, ..Turn::did(turn.done) }
     }
 
-    /// Takes a connection out for its turn, if there is something to do.
+    /// Takes a connection out for its turn, if it has work to do.
     pub(crate) fn begin_turn(
         &mut self,
         key: usize,
@@ -327,7 +327,7 @@ impl Machine {
         Box::new(Scope::new(Arc::clone(&self.scope.context), self.scope.bin.clone()))
     }
 
-    /// Takes a connection back after its turn, and applies what it reports.
+    /// Puts a connection back after its turn, and applies its effects.
     fn take_back(&mut self, turn: InFlightTurn, out: &mut Outbox) {
         let InFlightTurn { key, link, mut conn, scope, moved, .. } = turn;
         let now = self.turn_began();

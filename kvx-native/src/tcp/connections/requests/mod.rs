@@ -1,5 +1,4 @@
-//! The initiator's end of a lane: the requests that were sent. [`replies`] handles the frames for
-//! them.
+//! The initiator's end of a lane: its requests in flight. [`replies`] handles the frames for them.
 
 mod replies;
 
@@ -19,29 +18,31 @@ use crate::tcp::memory::deferred::{Concern, DeferredCompletions};
 use crate::tcp::memory::payload::{HostBlocks, Sink, Source, StagedBlocks};
 use crate::tcp::region::TcpRegion;
 
-/// Data of the requests that are out on a lane, about: enough that the owner never waits for the
-/// next.
+/// The approximate bytes of data of a lane's requests in flight: enough that the owner never waits
+/// for the next one.
 const WINDOW: u64 = 8 << 20;
-/// Requests that are out on a lane.
+/// The limit for requests in flight on a lane.
 const MAX_REQUESTS: usize = 256;
-/// Bytes of their descriptions, about.
+/// The approximate limit in bytes for their descriptions.
 const MAX_DESCRIBED: usize = 1 << 20;
 
-/// The low bits of an id say where the request is; the high ones count, so that ids increase.
+/// The number of low bits in an id that name the request's slot; the high bits count, so that ids
+/// increase.
 const SLOT_BITS: u32 = 16;
 
-/// A request that is out.
+/// A request in flight.
 struct Request {
     id: u64,
     op: Op,
-    /// `None`: given up. Its payload is discarded, and its end only frees its place.
+    /// The transfer; `None` if the request was given up. Its payload is then discarded, and its end
+    /// only frees its slot.
     transfer: Option<TransferId>,
     /// The local side, as long as it may be touched.
     local: Option<Local>,
-    /// It waits for a device: a write to have something to send, a read whose end has come for its
-    /// bytes to land.
+    /// True if it waits for a device: a write for bytes to send, or a read whose END has arrived
+    /// for its bytes to land.
     waiting: bool,
-    /// Payload still to come in, or to go out.
+    /// The bytes of payload that are still to be received or sent.
     left: u64,
     bytes: u64,
     described: usize,
@@ -61,7 +62,7 @@ impl Local {
         }
     }
 
-    /// Stops all access to it, but for copies that a device has begun.
+    /// Stops all access to it, except for copies that a device has begun.
     fn stop(self, deferred: &DeferredCompletions) {
         match self {
             Local::From(source) => source.stop(deferred),
@@ -73,7 +74,7 @@ impl Local {
 }
 
 impl Request {
-    /// Returns true if its end has come, and its bytes have not landed.
+    /// Returns true if its END has arrived but its bytes have not landed.
     fn is_landing(&self) -> bool {
         self.waiting && self.op == Op::Read
     }
@@ -84,19 +85,19 @@ pub(crate) struct RequestLane {
     /// The key of its connection.
     key: usize,
     pub(crate) link: LinkId,
-    /// 0: the small lane.
+    /// The number of the lane; 0 is the small one.
     pub(crate) number: u8,
     requests: Slab<Request>,
     sequence: u64,
-    /// Writes that were given up and have not ended.
+    /// The number of writes that were given up and have not ended.
     given_up_writes: usize,
     bytes: u64,
     described: usize,
     /// Writes with payload to send.
     writes: WorkQueue<usize>,
-    /// The write whose payload is going out.
+    /// The write whose payload is being sent.
     sending: Option<usize>,
-    /// The read whose payload is coming in.
+    /// The read whose payload is being received.
     receiving: Option<usize>,
 }
 
@@ -117,7 +118,7 @@ impl RequestLane {
         }
     }
 
-    /// Returns true if one more request may go out; at least one always may.
+    /// Returns true if another request may be sent; at least one always may be in flight.
     pub(crate) fn has_room(&self) -> bool {
         self.requests.is_empty()
             || self.bytes < WINDOW
@@ -125,17 +126,17 @@ impl RequestLane {
                 && self.described < MAX_DESCRIBED
     }
 
-    /// Returns true if requests are out whose ends have not come.
+    /// Returns true if requests in flight have not ended.
     pub(crate) fn owes_ends(&self) -> bool {
         !self.requests.is_empty()
     }
 
-    /// Bytes of the requests that are out.
+    /// Returns the bytes of the requests in flight.
     pub(crate) fn load(&self) -> u64 {
         self.bytes
     }
 
-    /// Sends out a part of a transfer.
+    /// Requests a part of a transfer.
     pub(crate) fn request(
         &mut self,
         plan: &Arc<BoundPlan>,
@@ -218,7 +219,7 @@ impl RequestLane {
         })
     }
 
-    /// Queues a write of which no frame is going out: for its turn, or for the device.
+    /// Queues a write without a frame in progress: for its turn, or for the device.
     fn go_on(&mut self, slot: usize, effects: &mut Vec<Effect>) {
         let Some(request) = self.requests.get_mut(slot) else { return }; // it has ended meanwhile
         // A write that was given up has nothing more to send.
@@ -243,7 +244,7 @@ impl RequestLane {
         request
     }
 
-    /// Sends no more payload of this write. Returns whether some was left.
+    /// Stops sending payload of this write. Returns true if some was left.
     fn stop_write(&mut self, slot: usize, left: u64, output: &mut Output) -> bool {
         let queued = !self.writes.extract(|write| *write == slot).is_empty();
         let mut unfinished = queued || left > 0;
@@ -257,13 +258,14 @@ impl RequestLane {
         unfinished
     }
 
-    /// Returns true if nothing else may begin: a write that was given up may still be on its way.
+    /// Returns true if no other request may begin, because a write that was given up may still be
+    /// arriving.
     pub(crate) fn is_fenced(&self) -> bool {
         self.given_up_writes > 0
     }
 
-    /// Gives up all requests of a transfer: from here on, its memory is not touched, but for copies
-    /// that a device has begun. Calls `cancel` with the id of each.
+    /// Gives up all requests of a transfer. Its memory is not touched afterwards, except by copies
+    /// that a device has begun. Calls `cancel` with the id of each request.
     pub(crate) fn give_up(
         &mut self,
         transfer: TransferId,

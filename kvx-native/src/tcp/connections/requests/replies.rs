@@ -1,4 +1,4 @@
-//! The frames of requests: payload and ends that the owner sends, and the payload of writes.
+//! The frames that belong to requests: payload and ENDs from the owner, and the payload of writes.
 
 use kvx_core::{Error, ErrorKind, Op, Result};
 
@@ -12,7 +12,7 @@ use crate::tcp::memory::payload::Sink;
 use crate::tcp::socket::chunk::Chunk;
 
 fn malformed(why: impl std::fmt::Display) -> Error {
-    Error::new(ErrorKind::Malformed, format!("the peer answers out of order: {why}"))
+    Error::new(ErrorKind::Malformed, format!("the peer's answer is invalid: {why}"))
 }
 
 impl RequestLane {
@@ -32,13 +32,13 @@ impl RequestLane {
         scope: &mut Scope,
     ) -> Result<()> {
         let Some(slot) = self.find(id) else {
-            return Err(malformed(format_args!("an end of {id}, which is not open")));
+            return Err(malformed(format_args!("an END for {id}, which is not open")));
         };
         let going_out = self.sending == Some(slot) && output.in_payload();
         let request = &mut self.requests[slot];
         if request.transfer.is_some() && result.is_ok() {
             if request.left > 0 || going_out {
-                return Err(malformed("a good end before the last byte"));
+                return Err(malformed("a successful END before the last byte"));
             }
             if let Some(Local::Into(sink)) = &mut request.local
                 && sink.token().is_some()
@@ -68,7 +68,7 @@ impl RequestLane {
     fn end_if_landed(&mut self, slot: usize, scope: &mut Scope) {
         let Some(Local::Into(sink)) = &mut self.requests[slot].local else { return }; // given up
         let result = match sink.has_landed() {
-            Ok(false) => return, // its token comes
+            Ok(false) => return, // its token will arrive
             Ok(true) => Ok(()),
             Err(why) => Err(why),
         };
@@ -79,7 +79,7 @@ impl RequestLane {
         scope.effects.push(Effect::Ended { link: self.link, transfer: request.transfer, result });
     }
 
-    /// The sink of the payload that is being received, unless its request was given up.
+    /// Returns the sink of the payload that is being received, unless its request was given up.
     fn receiving(&mut self) -> Option<&mut Sink> {
         match self.requests.get_mut(self.receiving?)?.local.as_mut()? {
             Local::Into(sink) => Some(sink),
@@ -87,7 +87,7 @@ impl RequestLane {
         }
     }
 
-    /// Fails the read that is being received: its device has failed.
+    /// Fails the read that is being received, because its device has failed.
     fn fail_receiving(&mut self, why: Error, scope: &mut Scope) {
         let Some(request) = self.receiving.and_then(|slot| self.requests.get_mut(slot)) else {
             return debug_assert!(false, "its sink has just failed");
@@ -116,18 +116,18 @@ impl LaneEnd for RequestLane {
                 Ok(())
             }
             Frame::Alive => Ok(()),
-            other => Err(malformed(format_args!("{other:?} from an owner"))),
+            other => Err(malformed(format_args!("unexpected {other:?} from an owner"))),
         }
     }
 
     fn data(&mut self, header: Header) -> Result<()> {
         let Some(slot) = self.find(header.id) else {
-            return Err(malformed(format_args!("data for {}, which is not open", header.id)));
+            return Err(malformed(format_args!("DATA for {}, which is not open", header.id)));
         };
         let request = &mut self.requests[slot];
         if request.op != Op::Read || header.len as u64 > request.left {
             return Err(malformed(format_args!(
-                "{} bytes where {} are left",
+                "{} bytes of DATA, but only {} are left",
                 header.len, request.left
             )));
         }
@@ -215,7 +215,7 @@ impl LaneEnd for RequestLane {
             |request: &Request| request.local.as_ref().and_then(Local::token) == Some(token);
         let Some((slot, request)) = self.requests.iter_mut().find(|(_, request)| is_its(request))
         else {
-            return; // the request has ended while the device copied
+            return; // the request ended while the device copied
         };
         let waits = request.waiting;
         match &mut request.local {

@@ -1,4 +1,4 @@
-//! The owner's side of a lane: a peer's requests, checked and answered.
+//! The owner's end of a lane: checks and answers a peer's requests.
 
 mod writes;
 
@@ -23,14 +23,14 @@ use crate::tcp::memory::payload::{HostBlocks, Sink, Source, StagedBlocks};
 use crate::tcp::memory::regions::ServedRegion;
 use crate::tcp::socket::chunk::Chunk;
 
-/// Reads that wait on one lane before it is not read any further, and requests that may be
-/// cancelled in advance.
+/// The number of waiting reads on one lane at which reading from it stops, and the limit for
+/// requests that are cancelled in advance.
 const MAX_READS: usize = 1024;
-/// Bytes of descriptions that wait on one lane before it is not read any further.
+/// The bytes of waiting descriptions on one lane at which reading from it stops.
 const MAX_DESCRIBED: usize = 4 << 20;
-/// The same over all lanes of an agent.
+/// The same limit over all lanes of an agent.
 const MAX_DESCRIBED_IN_ALL: usize = 64 << 20;
-/// Bytes of answers that wait on one lane before it is not read any further.
+/// The bytes of waiting answers on one lane at which reading from it stops.
 const MAX_ANSWERS: usize = 64 << 10;
 
 /// A read that is being answered.
@@ -40,38 +40,38 @@ struct ServedRead {
     described: usize,
 }
 
-/// Blocks that a request names, checked.
+/// The blocks that a request names, after checking.
 struct RequestedBlocks {
     regions: Vec<Arc<ServedRegion>>,
     extents: Extents,
 }
 
-/// A peer on a lane that it opened.
+/// The owner's end of a lane that a peer opened.
 pub(crate) struct ServedLane {
-    /// Of its connection.
+    /// The key of its connection.
     key: usize,
     pub(crate) who: Identity,
-    /// Which of its links, and which lane of that.
+    /// The peer's link, and the number of the lane in it.
     pub(crate) link: [u8; 16],
     pub(crate) lane: u8,
-    /// The last request's.
+    /// The id of the last request.
     last_id: Option<u64>,
-    /// Requests that were cancelled before they came.
+    /// Requests that were cancelled before they arrived.
     cancelled: HashSet<u64>,
     reads: WorkQueue<ServedRead>,
-    /// Those that wait for a device, by token.
+    /// Reads that wait for a device, by token.
     waiting: HashMap<u64, ServedRead>,
-    /// The read whose payload is going out.
+    /// The read whose payload is being sent.
     sending: Option<ServedRead>,
     writes: HashMap<u64, ServedWrite>,
-    /// The write whose payload is coming in.
+    /// The write whose payload is being received.
     receiving: Option<(u64, usize)>,
-    /// Bytes of the descriptions of `reads`, `waiting` and `sending`.
+    /// The bytes of the descriptions of `reads`, `waiting` and `sending`.
     reads_described: usize,
-    /// The same of `writes`.
+    /// The bytes of the descriptions of `writes`.
     writes_described: usize,
     notices: NoticesFromPeer,
-    /// The regions that its turn touches, for the machine if the turn hangs.
+    /// The regions that its turn touches, in case the turn hangs.
     pub(crate) touched: Arc<ActiveRegions>,
 }
 
@@ -83,7 +83,7 @@ fn cancelled() -> Error {
     Error::new(ErrorKind::Cancelled, "cancelled by its initiator")
 }
 
-/// What streams over these regions work for.
+/// Returns the memory that streams over these regions touch.
 fn concern(regions: &[Arc<ServedRegion>]) -> Concern {
     Concern::Regions(regions.iter().map(|served| served.id).collect())
 }
@@ -115,7 +115,7 @@ impl ServedLane {
         self.described() + self.notices.held()
     }
 
-    /// Bytes of all descriptions that it holds.
+    /// Returns the bytes of all descriptions that it holds.
     pub(crate) fn described(&self) -> usize {
         self.reads_described + self.writes_described
     }
@@ -130,7 +130,7 @@ impl ServedLane {
     ) -> Result<(u64, Result<RequestedBlocks>)> {
         scope.small_came |= self.lane == 0;
         if self.last_id.is_some_and(|last| last >= id) {
-            return Err(malformed(format_args!("request {id} after {:?}", self.last_id)));
+            return Err(malformed(format_args!("request {id} follows {:?}", self.last_id)));
         }
         self.last_id = Some(id);
         let mut reader = Reader::new("request", body);
@@ -189,7 +189,7 @@ impl ServedLane {
         Ok(())
     }
 
-    /// Queues a read of which no frame is going out: for its turn, for the device, or not at all.
+    /// Queues a read without a frame in progress: for its turn, for the device, or not at all.
     fn go_on(&mut self, mut reading: ServedRead, output: &mut Output, scope: &mut Scope) {
         match (reading.source.resume(), reading.source.left(), reading.source.token()) {
             (Ok(_), 0, _) => self.forget_read(reading, scope),
@@ -210,7 +210,7 @@ impl ServedLane {
         reading.source.stop(&scope.context.deferred);
     }
 
-    /// The initiator takes a request back: what was not done is not done any more.
+    /// Cancels a request: what was not done yet is not done any more.
     pub(crate) fn cancel(
         &mut self,
         id: u64,
@@ -220,7 +220,7 @@ impl ServedLane {
     ) -> Result<()> {
         if self.last_id.is_none_or(|last| last < id) {
             if self.cancelled.len() >= MAX_READS {
-                return Err(malformed("more requests cancelled in advance than may wait"));
+                return Err(malformed("too many requests are cancelled in advance"));
             }
             self.cancelled.insert(id);
             return Ok(());
@@ -230,7 +230,7 @@ impl ServedLane {
         Ok(())
     }
 
-    /// Ends reads at once: nothing more of their memory goes out.
+    /// Ends reads at once: nothing more of their memory is sent.
     fn stop_reads(
         &mut self,
         which: impl Fn(&ServedRead) -> bool,
@@ -280,7 +280,7 @@ impl ServedLane {
         Ok(())
     }
 
-    /// Delivers waiting notifications when the agent's queue has capacity again. Returns whether
+    /// Delivers waiting notifications when the agent's queue has capacity again. Returns true if
     /// any was delivered.
     pub(crate) fn resume(&mut self, output: &mut Output, context: &AgentContext) -> bool {
         let mut some = false;
@@ -319,7 +319,7 @@ impl LaneEnd for ServedLane {
                 put_bare(&mut output.control, Frame::Alive, header.id);
                 Ok(())
             }
-            other => Err(malformed(format_args!("{other:?} from an initiator"))),
+            other => Err(malformed(format_args!("unexpected {other:?} from an initiator"))),
         }
     }
 
@@ -411,13 +411,13 @@ impl LaneEnd for ServedLane {
     fn data(&mut self, header: Header) -> Result<()> {
         let Some(writing) = self.writes.get(&header.id) else {
             return Err(malformed(format_args!(
-                "data for the write {}, which is not open",
+                "DATA for the write {}, which is not open",
                 header.id
             )));
         };
         if header.len as u64 > writing.left {
             return Err(malformed(format_args!(
-                "{} bytes for a write of {} more",
+                "{} bytes of DATA, but the write has only {} left",
                 header.len, writing.left
             )));
         }

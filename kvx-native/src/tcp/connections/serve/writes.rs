@@ -1,4 +1,4 @@
-//! What comes in for a peer's writes.
+//! A peer's writes, as the owner receives them.
 
 use kvx_core::{Error, Result};
 
@@ -10,16 +10,17 @@ use crate::tcp::frames::put_end;
 use crate::tcp::memory::deferred::LateAnswer;
 use crate::tcp::memory::payload::Sink;
 
-/// Writes that a peer may begin on one lane before it ends one.
+/// The limit for unfinished writes of a peer on one lane.
 const MAX_WRITES: usize = 1024;
-/// Bytes of descriptions of writes that a peer may begin on one lane.
+/// The limit in bytes for the descriptions of these writes.
 const MAX_WRITES_DESCRIBED: usize = 16 << 20;
 
-/// A write that is coming in.
+/// A write that is being received.
 pub(crate) struct ServedWrite {
-    /// `None`: refused, cancelled by a revocation; its payload goes nowhere.
+    /// The sink; `None` if the write was refused or cancelled by a revocation, so that its payload
+    /// is discarded.
     pub(crate) sink: Option<Sink>,
-    /// Payload still to come.
+    /// The bytes of payload still to be received.
     pub(crate) left: u64,
     described: usize,
 }
@@ -33,7 +34,7 @@ impl ServedLane {
         scope: &mut Scope,
     ) -> Result<()> {
         if self.writes.len() >= MAX_WRITES || self.writes_described > MAX_WRITES_DESCRIBED {
-            return Err(malformed(format_args!("more than {MAX_WRITES} writes at a time")));
+            return Err(malformed(format_args!("more than {MAX_WRITES} unfinished writes")));
         }
         let (left, named) = self.request(id, body, scope)?;
         let mut described = 0;
@@ -59,12 +60,12 @@ impl ServedLane {
         Some((id, self.writes.get_mut(&id)?.sink.as_mut()?))
     }
 
-    /// All payload of a write has come: ends it, if it is where it belongs.
+    /// Ends a write whose payload has all arrived, if it has landed.
     pub(crate) fn end_if_landed(&mut self, id: u64, output: &mut Output, scope: &mut Scope) {
         // It may have been refused meanwhile.
         let Some(ServedWrite { sink: Some(sink), .. }) = self.writes.get_mut(&id) else { return };
         match sink.has_landed() {
-            Ok(false) => {} // its token comes
+            Ok(false) => {} // its token will arrive
             Ok(true) => {
                 put_end(&mut output.control, id, Ok(()));
                 self.forget_write(id, scope);
@@ -80,13 +81,13 @@ impl ServedLane {
         }
     }
 
-    /// No more payload comes for a write.
+    /// Handles that no more payload will arrive for a write.
     pub(crate) fn stop_write(&mut self, id: u64, output: &mut Output, scope: &mut Scope) {
         self.refuse_write(id, &cancelled(), output, scope);
         self.forget_write(id, scope);
     }
 
-    /// Ends writes at once: nothing more goes into their memory.
+    /// Ends writes at once: nothing more is written to their memory.
     pub(crate) fn refuse_writes(
         &mut self,
         which: impl Fn(u64, &Sink) -> bool,
@@ -106,8 +107,8 @@ impl ServedLane {
         }
     }
 
-    /// Ends one write at once. Its initiator receives the end when no copy into its memory is under
-    /// way any more, so that the next write is not overwritten.
+    /// Ends one write at once. Its initiator receives the END when no copy into its memory is in
+    /// progress any more, so that the next write is not overwritten.
     pub(crate) fn refuse_write(
         &mut self,
         id: u64,
@@ -115,7 +116,7 @@ impl ServedLane {
         output: &mut Output,
         scope: &mut Scope,
     ) {
-        // Its initiator may stop or cancel a write whose end is on its way.
+        // The initiator may stop or cancel a write whose END is in flight.
         let Some(writing) = self.writes.get_mut(&id) else { return };
         let Some(sink) = writing.sink.take() else { return }; // refused before
         let answer = LateAnswer { link: self.link, lane: self.lane, id, why: why.clone() };

@@ -1,12 +1,11 @@
-//! The handshake of a lane: authenticates both ends, and agrees on what is sealed. Pure: bytes in,
-//! bytes out.
+//! The sans-IO handshake of a lane: authenticates both ends, and agrees on the seal.
 //!
-//! It is Noise (kvx-noise says which) by a key of 256 bits that both ends make of the owner's
-//! invitation and of the secret, if there is one. The initiator's first message proves that its
-//! sender had the key. Without that proof an owner computes no Diffie-Hellman, and sends one answer
-//! that is always the same, or its versions. The owner's message proves the same, and that it is
-//! not a replay; then the initiator's next message, by fresh keys, names the initiator. The first
-//! message of an initiator with a secret contains a second hello, by the secret alone. An owner
+//! It uses Noise (see kvx-noise for the pattern) with a key of 256 bits that both ends derive from
+//! the owner's invitation, and from the secret if there is one. The initiator's first message
+//! proves that its sender had the key. Without that proof an owner computes no Diffie-Hellman, and
+//! sends one constant answer or its versions. The owner's message proves the same, and that it is
+//! not a replay. The initiator's next message, with fresh keys, names the initiator. The first
+//! message of an initiator with a secret contains a second hello with the secret alone. An owner
 //! that can verify only this one is not the agent that the metadata names: it proves that it has
 //! the secret, and the initiator reports that the peer has restarted.
 
@@ -28,15 +27,15 @@ pub(crate) use owner::{OwnerHandshake, Step};
 const INVITED: &str = "kvx tcp 3: the key by invitation and secret";
 const MISTAKEN: &str = "kvx tcp 3: the key by the secret alone";
 
-/// First byte of what an owner's WELCOME says.
+/// The first byte of an owner's WELCOME.
 const COME_IN: u8 = 0;
 const NO_ROOM: u8 = 1;
 
-/// The agreed seal and its keys, when a handshake is done.
+/// The agreed seal and its keys, after a handshake.
 pub(crate) type Agreement = (Seal, Box<Seals>);
 
 fn unexpected(header: Header) -> Error {
-    Error::new(ErrorKind::Malformed, format!("malformed handshake: {:?} out of turn", header.frame))
+    Error::new(ErrorKind::Malformed, format!("malformed handshake: unexpected {:?}", header.frame))
 }
 
 fn no_version(owner: Versions, initiator: Versions) -> Error {
@@ -44,7 +43,7 @@ fn no_version(owner: Versions, initiator: Versions) -> Error {
         ErrorKind::Incompatible,
         format!(
             "the owner speaks versions {owner} of the TCP protocol, the initiator {initiator}: \
-             bring both to releases of kvx that overlap"
+             update kvx on both ends to releases with a common version"
         ),
     )
 }
@@ -57,7 +56,7 @@ fn mistaken_key(keys: &Keys) -> Option<[u8; KEY]> {
     Some(keys.secret(MISTAKEN, &[])?.proof())
 }
 
-/// Returns the prologue of the hello by the secret alone: all bytes before it.
+/// Returns the prologue of the hello with the secret alone: all bytes before it.
 fn before_mistaken(head: &[u8], invited: &[u8]) -> Vec<u8> {
     [head, invited].concat()
 }

@@ -1,5 +1,5 @@
-//! The input of a connection: headers and small frames by way of a buffer, payload straight from
-//! the socket to its place, unless it is sealed.
+//! The input of a connection: headers and small frames through a buffer, payload directly from the
+//! socket to its place unless it is sealed.
 
 use kvx_core::Result;
 use kvx_core::backend::fork::Private;
@@ -10,17 +10,17 @@ use crate::tcp::seal::Seal;
 use crate::tcp::socket;
 use crate::tcp::socket::chunk::{Bin, Chunk};
 
-/// Bytes read at a time when nothing is known of what comes: not less than a sealed record.
+/// The bytes read at a time if the next frame is unknown: at least a sealed record.
 const BUFFER: usize = RECORD + TAG;
-/// The same while sealed payload comes.
+/// The bytes read at a time while sealed payload arrives.
 const BUFFER_OF_RECORDS: usize = 4 * BUFFER;
-/// Bytes read behind a bulk payload: an END and the next header, sealed, and no more, because they
+/// The bytes read after a bulk payload: an END and the next header, sealed. No more, because they
 /// are copied.
 const BEHIND_BULK: usize = 2 * (HEADER + TAG);
-/// The most that grows at a time while the body of a frame comes in.
+/// The limit by which the buffer for the body of a frame grows at a time.
 const GROWTH: usize = 64 << 10;
 
-/// Where the reader stands.
+/// The state of the reader.
 #[derive(Clone, Copy)]
 pub(crate) enum ReadState {
     Header,
@@ -28,21 +28,22 @@ pub(crate) enum ReadState {
     Data { left: usize },
 }
 
-/// What came in.
+/// The input of a connection.
 pub(crate) struct Input {
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
     body: Vec<u8>,
     pub(crate) state: ReadState,
-    /// Where the payload that is coming in goes.
+    /// The places of the payload that is being received.
     pub(crate) chunk: Chunk,
-    /// There is no place for it now: a device has to copy first.
+    /// True if there is no place for it now, because a device must copy first.
     pub(crate) stalled: bool,
-    /// Opens what is sealed, and whether that is payload, too.
+    /// Decrypts sealed bytes; `opens_payload` is true if payload is sealed too.
     opener: Option<Opener>,
     opens_payload: bool,
-    /// Bytes at the front of the buffer that were a record's; its tag follows.
+    /// The number of decrypted bytes at the front of the buffer that belong to a record; its tag
+    /// follows.
     opened: usize,
 }
 
@@ -62,14 +63,14 @@ impl Input {
         }
     }
 
-    /// From here on the other end seals.
+    /// Decrypts everything from here on, because the other end seals.
     pub(crate) fn open_from_here(&mut self, opener: Opener, seal: Seal) {
         self.opener = (seal > Seal::None).then_some(opener);
         self.opens_payload = seal == Seal::All;
     }
 
-    /// Reads as many bytes as the socket and the places for them allow. Returns how many it read,
-    /// and how many it asked for.
+    /// Reads as many bytes as the socket and the places for them allow. Returns how many bytes it
+    /// read, and how many it requested.
     pub(crate) fn read(
         &mut self,
         socket: &Private,
@@ -111,8 +112,8 @@ impl Input {
         if behind > 0 {
             pieces.push(libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: behind });
         }
-        // SAFETY: the first pieces are the chunk's, whose owner keeps their memory and lets it be
-        // written; the last is the free part of the buffer.
+        // SAFETY: the first pieces are the chunk's, whose owner keeps their memory and permits
+        // writes to it; the last one is the free part of the buffer.
         let got = unsafe { socket::receive(socket, pieces) }?;
         let count = got.unwrap_or(0);
         let payload = count.min(want);
@@ -136,8 +137,8 @@ impl Input {
         self.buffer.len()
     }
 
-    /// Puts buffered bytes into the chunk, as many as fit. Returns whether there were any. Errors:
-    /// a record that was altered.
+    /// Copies as many buffered bytes as fit into the chunk. Returns true if there were any. Returns
+    /// an error for an altered record.
     pub(crate) fn drain_into_chunk(&mut self, left: usize) -> Result<bool> {
         if self.opens_payload && self.opened == 0 && !self.open_record(left)? {
             return Ok(false);
@@ -156,8 +157,8 @@ impl Input {
         Ok(true)
     }
 
-    /// Opens the next record of the payload, of which `left` bytes are in no record that was
-    /// opened, if it is there.
+    /// Decrypts the next record of the payload if it has arrived; `left` bytes of the payload are
+    /// in no decrypted record yet.
     fn open_record(&mut self, left: usize) -> Result<bool> {
         let len = left.min(RECORD);
         let is_there = self.buffered() >= len + TAG;
@@ -175,7 +176,7 @@ impl Input {
     pub(crate) fn has_backlog(&self) -> bool {
         match self.state {
             ReadState::Header => self.buffered() >= self.header_len(),
-            // Left over when it was stalled.
+            // Bytes that were left when it was stalled.
             ReadState::Data { left } if self.opens_payload => {
                 self.opened > 0 || self.buffered() >= left.min(RECORD) + TAG
             }
@@ -188,18 +189,18 @@ impl Input {
         HEADER + if self.opener.is_some() { TAG } else { 0 }
     }
 
-    /// Returns true if payload is coming in.
+    /// Returns true while payload is being received.
     pub(crate) fn in_payload(&self) -> bool {
         matches!(self.state, ReadState::Data { .. })
     }
 
-    /// The rest of the payload that is coming in goes nowhere.
+    /// Discards the rest of the payload that is being received.
     pub(crate) fn abort(&mut self, bin: &Bin) {
         self.chunk.discard_into(bin);
         self.stalled = false;
     }
 
-    /// The next header, when it is there. Errors: one that is malformed, or not what was sealed.
+    /// Returns the next header if it has arrived. Returns an error for a malformed or altered one.
     pub(crate) fn header(&mut self) -> Result<Option<Header>> {
         let len = self.header_len();
         if self.buffered() < len {
@@ -215,8 +216,8 @@ impl Input {
         Ok(Some(header))
     }
 
-    /// The body of a frame, when it is there as a whole: in the buffer if it fits in there, else
-    /// gathered. Errors: a record that was altered.
+    /// Returns the body of a frame once it has arrived completely: in the buffer if it fits,
+    /// otherwise collected. Returns an error for an altered record.
     pub(crate) fn body(&mut self, len: usize) -> Result<Option<&[u8]>> {
         let Some(opener) = &mut self.opener else { return Ok(self.bare_body(len)) };
         if len == 0 {
@@ -251,7 +252,7 @@ impl Input {
         (self.body.len() == len).then_some(&*self.body)
     }
 
-    /// Bytes of an unfinished frame, and of a buffer that has grown.
+    /// Returns the bytes of an unfinished frame, and of a buffer that has grown.
     pub(crate) fn held(&self) -> usize {
         self.body.capacity() + self.buffer.len().saturating_sub(BUFFER)
     }
@@ -262,7 +263,7 @@ impl Input {
         self.state = ReadState::Header;
     }
 
-    /// Moves what is left in the buffer to its front.
+    /// Moves the remaining bytes to the front of the buffer.
     fn compact(&mut self) {
         self.buffer.copy_within(self.start..self.end, 0);
         self.end -= self.start;

@@ -1,46 +1,46 @@
 //! The wire format.
 //!
-//! A link is one small lane and some bulk lanes: TCP connections that the initiator opens. A lane
-//! carries frames in both directions, each a header of 16 bytes and `len` bytes after it, all
-//! numbers little-endian:
+//! A link consists of one small lane and some bulk lanes: TCP connections that the initiator opens.
+//! A lane carries frames in both directions. A frame is a header of 16 bytes and `len` bytes after
+//! it; all numbers are little-endian:
 //!
 //! ```text
 //! kind: u8 | zero: u8 | zero: u16 | len: u32 | id: u64
 //!
 //! initiator                                   owner
-//! HELLO     versions; what I want sealed ->
-//!                                        <-   WELCOME    version; what is sealed      (or MISTAKEN, or REFUSE)
-//! CONFIRM   who I am, link and lane      ->
+//! HELLO     versions; requested seal     ->
+//!                                        <-   WELCOME    version; seal (or MISTAKEN, or REFUSE)
+//! CONFIRM   identity, link and lane      ->
 //!                                        <-   ENTERED
-//! (from here on it is sealed as agreed)
+//! (everything after this is sealed as agreed)
 //! READ id   described blocks             ->
-//!                                        <-   DATA id …  (any number, together the blocks in their order)
-//!                                        <-   END id     (empty: done; else a refusal)
+//!                                        <-   DATA id …  (any number, together the blocks in order)
+//!                                        <-   END id     (empty: success; otherwise a refusal)
 //! WRITE id  described blocks             ->
 //! DATA id … (together the blocks)        ->
-//!                                        <-   END id     (after the last byte, or a refusal at any time)
-//! STOP id                                ->              (no more DATA comes for this write)
-//! CANCEL id lane                         ->              (on the small lane; answered by END on the request's own)
-//! NOTIFY id the bytes                    ->
+//!                                        <-   END id     (after the last byte, or a refusal before)
+//! STOP id                                ->              (no more DATA follows for this write)
+//! CANCEL id lane                         ->              (small lane; END on the request's lane)
+//! NOTIFY id payload                      ->
 //!                                        <-   ACK id     (the agent has it)
 //! PING                                   ->
 //!                                        <-   ALIVE
 //! ```
 //!
-//! HELLO, WELCOME and MISTAKEN carry messages of Noise (`auth`), CONFIRM and ENTERED the first that
-//! are sealed by its keys. What follows may be sealed, too, and is longer then (`seal`). REFUSE
-//! proves nothing.
+//! HELLO, WELCOME and MISTAKEN carry messages of Noise (`auth`), CONFIRM and ENTERED the first
+//! messages that are sealed with its keys. Later frames may be sealed too, which makes them longer
+//! (`seal`). REFUSE is not authenticated.
 //!
-//! `described blocks` is [`Described`](crate::described::Described): regions with keys, grids, an
-//! index list. The payload of a DATA frame is bytes of those blocks and nothing else; each end
-//! knows from the description where they come from or go to. The ids of a lane's requests increase,
-//! and each request is answered by one END. A sender that must stop in the middle of a DATA frame
-//! fills it with zeros, or, if payload is sealed, with what it had sealed before: what follows
-//! (STOP or END) says that it does not count.
+//! `described blocks` is [`Described`](crate::described::Described): regions with keys, grids, and
+//! an index list. The payload of a DATA frame contains only bytes of those blocks; each end derives
+//! their places from the description. The ids of a lane's requests increase, and each request is
+//! answered by one END. A sender that must stop in the middle of a DATA frame fills it with zeros
+//! or, if payload is sealed, with the bytes that it has already sealed; the following frame (STOP
+//! or END) says that they do not count.
 //!
-//! CANCEL overtakes the DATA of its write, and may overtake the request: what the owner has not
-//! done by then, it does not do any more. An initiator that has cancelled a write begins nothing
-//! else on the link before its END, so that a late piece of it never lands on a later write.
+//! CANCEL overtakes the DATA of its write, and may overtake the request: the owner does nothing
+//! more for the request. An initiator that has cancelled a write begins nothing else on the link
+//! before its END, so that a late piece of it never overwrites a later write.
 
 pub(crate) mod auth;
 pub(crate) mod input;
@@ -52,14 +52,14 @@ use kvx_core::{Error, ErrorKind, Result, backend};
 
 use crate::described;
 
-/// Bytes of a header.
+/// The length of a header in bytes.
 pub(crate) const HEADER: usize = 16;
-/// The most bytes of a frame before both ends know each other.
+/// The limit in bytes for a frame before both ends are authenticated.
 pub(crate) const MAX_GREETING: usize = 1024;
-/// The most payload of a DATA frame.
+/// The limit in bytes for the payload of a DATA frame.
 pub(crate) const MAX_DATA: usize = 1 << 20;
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Frame {
@@ -67,7 +67,7 @@ pub(crate) enum Frame {
     Welcome = 2,
     Confirm = 3,
     Entered = 4,
-    /// As in every version, like `Hello`: by it versions that differ say so.
+    /// Has the same number in every version, like `Hello`, to report that versions differ.
     Refuse = 5,
     Mistaken = 6,
     Read = 16,
@@ -107,7 +107,7 @@ impl Frame {
         (self as u8) < Frame::Read as u8
     }
 
-    /// The most bytes after its header.
+    /// Returns the limit for the bytes after its header.
     fn max_len(self) -> usize {
         match self {
             Frame::Read | Frame::Write => described::MAX_BYTES,
@@ -130,38 +130,39 @@ pub(crate) struct Header {
 }
 
 impl Header {
-    /// Reads a header; the length is within the bounds of its kind.
+    /// Decodes a header. The length is within the limit of its kind.
     pub(crate) fn decode(bytes: &[u8; HEADER]) -> Result<Self> {
         let mut reader = Reader::new("frame header", bytes);
         let (kind, zero, zeros) = (reader.u8()?, reader.u8()?, reader.u16()?);
         let (len, id) = (reader.u32()? as usize, reader.u64()?);
         let Some(frame) = Frame::ALL.into_iter().find(|frame| *frame as u8 == kind) else {
-            return Err(reader.malformed(format_args!("no frame is of kind {kind}")));
+            return Err(reader.malformed(format_args!("unknown frame kind {kind}")));
         };
         if zero != 0 || zeros != 0 {
             return Err(reader.malformed("reserved bytes are not zero"));
         }
         if len > frame.max_len() {
             let max = frame.max_len();
-            return Err(reader
-                .malformed(format_args!("{frame:?} of {len} bytes, at most {max} are allowed")));
+            return Err(reader.malformed(format_args!(
+                "{frame:?} has {len} bytes, but at most {max} are allowed"
+            )));
         }
         if frame.is_greeting() && id != 0 {
-            return Err(reader.malformed(format_args!("{frame:?} with a number")));
+            return Err(reader.malformed(format_args!("{frame:?} must not have an id")));
         }
         if frame == Frame::Data && len == 0 {
-            return Err(reader.malformed("Data without bytes"));
+            return Err(reader.malformed("Data has no bytes"));
         }
         Ok(Header { frame, len, id })
     }
 
-    /// Bytes that follow a header of ours where frames lie without payload.
+    /// Returns the number of bytes after a local header, among frames without payload.
     pub(crate) fn body_len_of_own(head: &[u8; HEADER]) -> usize {
         let len = u32::from_le_bytes([head[4], head[5], head[6], head[7]]);
         if head[0] == Frame::Data as u8 { 0 } else { len as usize }
     }
 
-    /// Writes it.
+    /// Encodes the header.
     pub(crate) fn encode(self, out: &mut Vec<u8>) {
         let mut bytes = [0; HEADER];
         bytes[0] = self.frame as u8;
@@ -171,12 +172,12 @@ impl Header {
     }
 }
 
-/// A frame without bytes.
+/// Appends a frame without a body.
 pub(crate) fn put_bare(out: &mut Vec<u8>, frame: Frame, id: u64) {
     Header { frame, len: 0, id }.encode(out);
 }
 
-/// A frame whose bytes `body` writes.
+/// Appends a frame whose body `body` writes.
 pub(crate) fn put_frame(out: &mut Vec<u8>, frame: Frame, id: u64, body: impl FnOnce(&mut Vec<u8>)) {
     let start = out.len();
     Header { frame, len: 0, id }.encode(out);
@@ -185,12 +186,12 @@ pub(crate) fn put_frame(out: &mut Vec<u8>, frame: Frame, id: u64, body: impl FnO
     out[start + 4..start + 8].copy_from_slice(&len.to_le_bytes());
 }
 
-/// Takes back a request that went out on `lane`.
+/// Appends a CANCEL of a request that was sent on `lane`.
 pub(crate) fn put_cancel(out: &mut Vec<u8>, id: u64, lane: u8) {
     put_frame(out, Frame::Cancel, id, |out| out.put_u8(lane));
 }
 
-/// The end of a request.
+/// Appends the END of a request.
 pub(crate) fn put_end(out: &mut Vec<u8>, id: u64, result: Result<(), &Error>) {
     put_frame(out, Frame::End, id, |out| {
         if let Err(error) = result {
@@ -199,7 +200,7 @@ pub(crate) fn put_end(out: &mut Vec<u8>, id: u64, result: Result<(), &Error>) {
     });
 }
 
-/// What an END says.
+/// Decodes the body of an END.
 pub(crate) fn read_end(body: &[u8]) -> Result<Result<()>> {
     if body.is_empty() {
         return Ok(Ok(()));
@@ -210,7 +211,7 @@ pub(crate) fn read_end(body: &[u8]) -> Result<Result<()>> {
     Ok(Err(refusal.into_error()))
 }
 
-/// Versions of this protocol that this build speaks.
+/// The versions of this protocol that this release speaks.
 pub(crate) const VERSIONS: Versions = Versions { min: 3, max: 3 };
 
 /// A range of versions.
@@ -221,7 +222,7 @@ pub(crate) struct Versions {
 }
 
 impl Versions {
-    /// The highest version of both.
+    /// Returns the highest version that both support.
     pub(crate) fn common(self, other: Versions) -> Option<u16> {
         let highest = self.max.min(other.max);
         (highest >= self.min && highest >= other.min).then_some(highest)
@@ -234,21 +235,21 @@ impl std::fmt::Display for Versions {
     }
 }
 
-/// Starts every HELLO.
+/// The first bytes of every HELLO.
 const MAGIC: [u8; 8] = *b"kvx-tcp\n";
 
 /// The first message of a lane.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hello<'a> {
     pub(crate) versions: Versions,
-    /// The first message of Noise by invitation and secret.
+    /// The first message of Noise, with invitation and secret.
     pub(crate) invited: &'a [u8],
-    /// The first message of Noise by the secret alone; empty without one.
+    /// The first message of Noise, with the secret alone; empty without one.
     pub(crate) mistaken: &'a [u8],
 }
 
 impl<'a> Hello<'a> {
-    /// What stands before the messages of Noise, which vouch for it.
+    /// Returns the bytes before the messages of Noise, which authenticate them.
     pub(crate) fn head(versions: Versions) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
         out.put_u16(versions.min);
@@ -263,7 +264,7 @@ impl<'a> Hello<'a> {
         out
     }
 
-    /// The versions of its sender: all that every version says in the same way.
+    /// Decodes the sender's versions, which have the same encoding in every version.
     pub(crate) fn versions(body: &[u8]) -> Result<(Versions, Reader<'_>)> {
         let mut reader = Reader::new("Hello", body);
         if reader.array()? != MAGIC {
@@ -272,7 +273,7 @@ impl<'a> Hello<'a> {
         Ok((Versions { min: reader.u16()?, max: reader.u16()? }, reader))
     }
 
-    /// Reads one of our version.
+    /// Decodes a hello of this version.
     pub(crate) fn decode(body: &'a [u8]) -> Result<Self> {
         let (versions, mut reader) = Self::versions(body)?;
         let hello = Hello {
@@ -285,12 +286,12 @@ impl<'a> Hello<'a> {
     }
 }
 
-/// A refusal before the ends know each other.
+/// Appends a refusal before the ends are authenticated.
 pub(crate) fn put_refuse(out: &mut Vec<u8>, error: &Error) {
     put_frame(out, Frame::Refuse, 0, |out| Refusal::from(error).encode(out));
 }
 
-/// What a REFUSE says: nothing that is proven.
+/// Decodes a REFUSE, which is not authenticated.
 pub(crate) fn read_refuse(body: &[u8]) -> Error {
     match read_end(body) {
         Ok(Err(error)) => error,
@@ -307,12 +308,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_every_version_understands_keeps_its_number() {
+    fn frames_of_every_version_keep_their_numbers() {
         assert_eq!((Frame::Hello as u8, Frame::Refuse as u8), (1, 5));
     }
 
     #[test]
-    fn headers_travel_as_they_are() {
+    fn headers_round_trip() {
         for frame in Frame::ALL {
             let id = if frame.is_greeting() { 0 } else { 0x1122_3344_5566_7788 };
             let header = Header { frame, len: usize::from(frame == Frame::Data), id };
@@ -323,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_length_beyond_the_bound_of_its_frame_is_malformed() {
+    fn a_length_above_the_limit_of_its_frame_is_malformed() {
         for frame in Frame::ALL {
             let mut bytes = Vec::new();
             Header { frame, len: frame.max_len() + 1, id: 0 }.encode(&mut bytes);
@@ -366,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_agree_on_the_highest_of_both() {
+    fn versions_agree_on_the_highest_common_one() {
         let range = |min, max| Versions { min, max };
         assert_eq!(range(1, 3).common(range(2, 9)), Some(3));
         assert_eq!(range(1, 3).common(range(4, 9)), None);

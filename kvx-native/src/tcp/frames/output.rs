@@ -1,5 +1,5 @@
-//! The output of a connection: a frame's first bytes and its payload, straight from its place
-//! unless it is sealed, and the control frames that were queued meanwhile.
+//! The output of a connection: a frame's first bytes, its payload, directly from its place unless
+//! it is sealed, and the control frames that were queued meanwhile.
 
 use kvx_core::Result;
 use kvx_core::backend::fork::Private;
@@ -10,7 +10,7 @@ use crate::tcp::seal::Seal;
 use crate::tcp::socket;
 use crate::tcp::socket::chunk::Chunk;
 
-/// A buffer that has grown beyond this is not kept.
+/// The size in bytes above which a buffer is not kept.
 const KEPT: usize = 64 << 10;
 
 /// The output: a frame's first bytes, its payload, and its tail; then the control frames that were
@@ -19,28 +19,28 @@ const KEPT: usize = 64 << 10;
 pub(crate) struct Output {
     head: Vec<u8>,
     head_at: usize,
-    /// The payload of the frame that is going out.
+    /// The payload of the frame that is being sent.
     pub(crate) chunk: Chunk,
     /// A copy of the payload, if its source could not wait.
     spilled: Vec<u8>,
     tail: Vec<u8>,
     tail_at: usize,
-    /// Whole frames without payload; they go before the next payload.
+    /// Complete frames without payload, which are sent before the next payload.
     pub(crate) control: Vec<u8>,
-    /// Seals all of it, and whether that is payload, too. Then `chunk` is sealed payload in
-    /// `spilled`.
+    /// Seals all frames; `seals_payload` is true if payload is sealed too. Then `chunk` is sealed
+    /// payload in `spilled`.
     sealer: Option<Sealer>,
     seals_payload: bool,
     /// Frames that are about to be sealed.
     bare: Vec<u8>,
 }
 
-/// The most payload of a frame that is sealed with it: it is copied, and stays in the cache until
-/// it is sent.
+/// The limit in bytes for payload of a frame that is sealed with it: it is copied, and stays in the
+/// cache until it is sent.
 const MAX_SEALED: usize = 16 * RECORD;
 
 impl Output {
-    /// Seals all later frames. Those that are queued are sent as they are.
+    /// Seals all later frames. Queued ones are sent unchanged.
     pub(crate) fn seal_from_here(&mut self, sealer: Sealer, seal: Seal) {
         debug_assert!(self.at_boundary(), "the other end has answered all earlier frames");
         self.begin();
@@ -48,7 +48,7 @@ impl Output {
         self.seals_payload = seal == Seal::All;
     }
 
-    /// The most payload of the next frame.
+    /// Returns the limit for the payload of the next frame.
     pub(crate) fn most_payload(&self, piece: usize) -> usize {
         piece.min(if self.seals_payload { MAX_SEALED } else { MAX_DATA })
     }
@@ -57,7 +57,7 @@ impl Output {
         self.head_at == self.head.len() && self.chunk.left() == 0 && self.tail_at == self.tail.len()
     }
 
-    /// Bytes that wait for the peer to take them.
+    /// Returns the bytes that wait for the peer to read them.
     pub(crate) fn held(&self) -> usize {
         let frames = self.head.capacity()
             + self.tail.capacity()
@@ -66,26 +66,26 @@ impl Output {
         frames + self.spilled.capacity()
     }
 
-    /// Where a DATA frame writes its header.
+    /// Returns the buffer for the header of a DATA frame.
     pub(crate) fn head(&mut self) -> &mut Vec<u8> {
         &mut self.head
     }
 
-    /// Where it writes what follows its payload.
+    /// Returns the buffer for the frames after its payload.
     pub(crate) fn tail(&mut self) -> &mut Vec<u8> {
         &mut self.tail
     }
 
-    /// Returns true if the payload that is going out has not gone out as a whole.
+    /// Returns true if some of the current payload has not been sent.
     pub(crate) fn in_payload(&self) -> bool {
         self.chunk.left() > 0
     }
 
-    /// Zeros in place of the rest of the payload (as it was sealed, if it was: that is a copy), and
-    /// nothing behind it: another frame says why.
+    /// Replaces the rest of the payload with zeros, unless it is sealed and therefore already a
+    /// copy, and drops its tail. Another frame reports the reason.
     pub(crate) fn abort(&mut self) {
         if !self.in_payload() {
-            return; // a tail that may have left stays: its number is used
+            return; // a tail may already be sent, so its message number is used
         }
         if !self.seals_payload {
             self.chunk.zero();
@@ -93,8 +93,8 @@ impl Output {
         if !self.tail.is_empty()
             && let Some(sealer) = &mut self.sealer
         {
-            // It goes behind the payload, of which some is left; and an END without a body is one
-            // message.
+            // The tail follows the payload, of which some is unsent, so it was not sent. An END
+            // without a body is one message.
             debug_assert_eq!(self.tail.len(), HEADER + TAG);
             sealer.take_back();
         }
@@ -102,7 +102,7 @@ impl Output {
         self.tail_at = 0;
     }
 
-    /// The rest of the payload goes out from a copy: its source may change.
+    /// Makes the rest of the payload a copy, because its source may change.
     pub(crate) fn spill(&mut self) {
         if !self.seals_payload {
             self.chunk.copy_out(&mut self.spilled);
@@ -145,15 +145,15 @@ impl Output {
         }
     }
 
-    /// Sends what the socket takes. Returns how many bytes that were.
+    /// Sends the bytes that the socket takes. Returns how many.
     pub(crate) fn write(
         &mut self,
         socket: &Private,
         pieces: &mut Vec<libc::iovec>,
     ) -> Result<usize> {
         self.pieces(pieces);
-        // SAFETY: the pieces are buffers of this output, and the chunk's, whose owner keeps their
-        // memory.
+        // SAFETY: the pieces are buffers of this output, and the chunk's pieces, whose owner keeps
+        // their memory.
         let sent = unsafe { socket::send(socket, pieces) }?.unwrap_or(0);
         self.advance(sent);
         Ok(sent)
@@ -188,7 +188,7 @@ impl Output {
     }
 }
 
-/// Seals whole frames; the last one may be the header of a payload. `bare` is a buffer.
+/// Seals complete frames; the last one may be the header of a payload. `bare` is a scratch buffer.
 fn seal_frames(sealer: &mut Sealer, frames: &mut Vec<u8>, bare: &mut Vec<u8>) {
     if frames.is_empty() {
         return;

@@ -1,5 +1,4 @@
-//! The two ends of a handshake in the hands of a test, which then says frames as they are: nothing
-//! is sealed.
+//! The two ends of a handshake for a test that then writes frames itself, without seals.
 
 use kvx_backend::control::proof::Keys;
 use kvx_core::backend::Invitation;
@@ -11,7 +10,7 @@ use crate::tcp::frames::auth::{
 use crate::tcp::frames::{HEADER, Header};
 use crate::tcp::seal::Seal;
 
-/// What an end answers to a frame, and which lane it is when the handshake is done.
+/// The answer of an end to a frame, and the lane once the handshake is done.
 pub type Answer = Result<(Vec<u8>, Option<u8>)>;
 
 /// An end that opens a lane.
@@ -21,7 +20,7 @@ pub struct InitiatorByHand {
 }
 
 impl InitiatorByHand {
-    /// Begins; also gives the first frame.
+    /// Begins a handshake. Also returns the first frame.
     pub fn new(
         invitation: &Invitation,
         secret: Option<&Secret>,
@@ -34,7 +33,7 @@ impl InitiatorByHand {
         Ok((InitiatorByHand { handshake, lane }, hello))
     }
 
-    /// Takes a whole frame.
+    /// Takes a complete frame.
     pub fn take(&mut self, frame: &[u8]) -> Answer {
         let (header, body) = parts(frame)?;
         let mut answer = Vec::new();
@@ -49,16 +48,16 @@ impl InitiatorByHand {
     }
 }
 
-/// An end that is asked.
+/// An end that answers a handshake.
 pub struct OwnerByHand(OwnerHandshake);
 
 impl OwnerByHand {
-    /// An owner that invited by this.
+    /// Creates an owner with this invitation.
     pub fn new(invitation: &Invitation, secret: Option<&Secret>) -> Self {
         OwnerByHand(OwnerHandshake::new(Keys::new(invitation, secret), Seal::None, None))
     }
 
-    /// Takes a whole frame.
+    /// Takes a complete frame.
     pub fn take(&mut self, frame: &[u8]) -> Answer {
         let (header, body) = parts(frame)?;
         let mut answer = Vec::new();
@@ -74,7 +73,7 @@ impl OwnerByHand {
 }
 
 fn parts(frame: &[u8]) -> Result<(Header, &[u8])> {
-    let (head, body) = frame.split_first_chunk::<HEADER>().expect("it is a whole frame");
+    let (head, body) = frame.split_first_chunk::<HEADER>().expect("the frame is complete");
     Ok((Header::decode(head)?, body))
 }
 

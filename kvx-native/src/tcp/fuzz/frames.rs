@@ -1,4 +1,4 @@
-//! The parts of frames, and of the metadata that leads to an owner.
+//! Fuzz target for the parts of frames, and for an owner's address in the metadata.
 
 use kvx_backend::control::Refusal;
 
@@ -6,7 +6,7 @@ use crate::tcp::address;
 use crate::tcp::frames::{HEADER, Header, Hello, read_end, read_refuse};
 use crate::tcp::memory::regions;
 
-/// A header, and the same bytes as the body of each frame that has one.
+/// Decodes a header, and the same bytes as the body of each frame that has one.
 pub(crate) fn frames(bytes: &[u8]) {
     if let Some(Ok(header)) = bytes.first_chunk::<HEADER>().map(Header::decode) {
         let mut written = Vec::new();
@@ -26,7 +26,7 @@ pub(crate) fn frames(bytes: &[u8]) {
     drop(regions::import(bytes));
 }
 
-/// It ends up in logs and terminals.
+/// Checks a text that will be shown in logs and terminals.
 fn check(sentence: &str) {
     assert!(
         sentence.len() <= 2 * Refusal::MAX_BYTES && !sentence.contains(char::is_control),

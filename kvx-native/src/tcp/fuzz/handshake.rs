@@ -1,5 +1,5 @@
-//! The handshake of a lane, and the first words after it, between whose ends somebody alters what
-//! is said.
+//! Fuzz target for the handshake of a lane and the first messages after it, which are altered on
+//! the way.
 
 use kvx_backend::control::proof::Keys;
 use kvx_core::backend::Invitation;
@@ -11,10 +11,10 @@ use crate::tcp::frames::auth::{InitiatorHandshake, InitiatorVerdict, OwnerHandsh
 use crate::tcp::frames::{HEADER, Header};
 use crate::tcp::seal::Seal;
 
-/// Of a handshake, and two words in each direction.
+/// The number of messages: those of a handshake, and two in each direction after it.
 const MESSAGES: u8 = 8;
 
-/// The first byte says what both have, and want; then come the changes.
+/// Runs a handshake. The first byte determines the keys and seals of both ends; the changes follow.
 pub(crate) fn handshake(bytes: &[u8]) {
     let Some((flags, changes)) = bytes.split_first() else { return };
     let keys = |bits: u8| {
@@ -28,26 +28,26 @@ pub(crate) fn handshake(bytes: &[u8]) {
     let mut said = Vec::new();
     let mut initiator =
         InitiatorHandshake::start(&keys(flags & 3), who(3), ([8; 16], 1), wishes.0, &mut said)
-            .expect("there are random numbers");
+            .expect("random numbers are available");
     let mut owner = OwnerHandshake::new(keys(flags >> 2 & 3), wishes.1, None);
     let mut entered = None;
-    // Four messages.
+    // The handshake has four messages.
     for _ in 0..2 {
         let mut answer = Vec::new();
         match conversation.pass(&said, |header, body| owner.frame(header, body, &mut answer)) {
             Some(Ok(Step::Entered { who: initiator, link, lane, seals })) => {
-                assert!(same && !conversation.altered, "a stranger is let in");
+                assert!(same && !conversation.altered, "an unauthenticated peer is admitted");
                 assert!(
                     initiator == who(3) && (link, lane) == ([8; 16], 1),
-                    "it says another than it is"
+                    "the initiator has a wrong identity"
                 );
-                assert!(seals.0 == wishes.0.max(wishes.1), "somebody has a say in what is sealed");
+                assert!(seals.0 == wishes.0.max(wishes.1), "an attacker influences the seal");
                 entered = Some(seals.1);
             }
-            // Only who has the secret is told, and only of what was said as it came.
+            // Only a peer with the secret learns about a restart, and only from unaltered messages.
             Some(Ok(Step::Mistaken)) => assert!(flags & 10 == 10 && !same && !conversation.altered),
             Some(Ok(Step::More)) => {
-                assert!(same && !conversation.altered, "a stranger is answered")
+                assert!(same && !conversation.altered, "an unauthenticated peer gets an answer")
             }
             Some(Err(_)) => assert!(conversation.altered || !same),
             None => {}
@@ -56,14 +56,14 @@ pub(crate) fn handshake(bytes: &[u8]) {
         match conversation.pass(&answer, |header, body| initiator.frame(header, body, &mut said)) {
             Some(Ok(Some(InitiatorVerdict::Welcome((seal, mut ours))))) => {
                 assert!(!conversation.altered && seal == wishes.0.max(wishes.1));
-                let mut theirs = entered.expect("whoever answers is believed");
+                let mut theirs = entered.expect("the owner has admitted the initiator");
                 conversation.seals(&mut ours, &mut theirs);
                 conversation.seals(&mut theirs, &mut ours);
                 return;
             }
             Some(Ok(Some(InitiatorVerdict::Restarted))) => {
-                assert!(!same || conversation.altered, "who was invited to is not believed");
-                // With a secret, nobody without it can say so.
+                assert!(!same || conversation.altered, "a valid answer is rejected");
+                // With a secret, only a holder of it can report a restart.
                 assert!(flags & 2 == 0 || !conversation.altered);
                 return;
             }
@@ -75,19 +75,19 @@ pub(crate) fn handshake(bytes: &[u8]) {
             break;
         }
     }
-    assert!(conversation.altered || !same, "who was invited is not let in");
+    assert!(conversation.altered || !same, "an invited peer is not admitted");
 }
 
-/// What is said, and how it is altered on its way.
+/// The exchanged messages, and how they are altered on the way.
 struct Conversation<'a> {
     changes: &'a [u8],
-    /// Of the message.
+    /// The number of the message.
     number: u8,
     altered: bool,
 }
 
 impl Conversation<'_> {
-    /// Hands over each frame that was said. The last answer counts.
+    /// Delivers each frame. Returns the last result.
     fn pass<T>(
         &mut self,
         said: &[u8],
@@ -95,7 +95,7 @@ impl Conversation<'_> {
     ) -> Option<Result<T>> {
         let (mut left, mut last) = (said, None);
         while let Some((head, rest)) = left.split_first_chunk::<HEADER>() {
-            let header = Header::decode(head).expect("an end says what the other one understands");
+            let header = Header::decode(head).expect("each end sends valid headers");
             let (body, rest) = rest.split_at(header.len);
             let body = self.alter(body);
             last = Some(take(Header { len: body.len(), ..header }, &body));
@@ -104,7 +104,7 @@ impl Conversation<'_> {
         last
     }
 
-    /// One end seals what the other one opens.
+    /// Seals at one end and decrypts at the other.
     fn seals(&mut self, from: &mut Seals, to: &mut Seals) {
         for word in [&b"a header of 16 by"[..], b"and a body"] {
             let mut sealed = Vec::new();
@@ -112,9 +112,9 @@ impl Conversation<'_> {
             let mut came = self.alter(&sealed);
             let is_whole = to.opener.open(&mut came).is_ok();
             assert_eq!(is_whole, came.len() == sealed.len() && came.starts_with(word));
-            assert!(is_whole || self.altered, "nobody altered it");
+            assert!(is_whole || self.altered, "an unaltered message is not decrypted");
             if !is_whole {
-                return; // and the connection ends
+                return; // the connection ends
             }
         }
     }

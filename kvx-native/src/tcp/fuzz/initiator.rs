@@ -1,4 +1,4 @@
-//! An initiator with transfers, whose owner answers whatever a script says.
+//! Fuzz target: an initiator with transfers, whose owner answers as a script says.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -23,24 +23,24 @@ use crate::tcp::memory::regions::TcpRemote;
 use crate::tcp::seal::Seal;
 
 pub(super) const LINK: LinkId = LinkId(1);
-/// Transfers at a time, each with memory of its own: three of the small lane, and one that is more
-/// than it takes.
+/// The block sizes of the concurrent transfers, each with its own memory: three for the small lane,
+/// and one that is too large for it.
 pub(super) const SLOTS: [u64; 4] = [64, 64, 128, 2100];
-/// Blocks of each, of which some are moved.
+/// The number of blocks of each, some of which are moved.
 pub(super) const BLOCKS: u32 = 32;
 
-/// A transfer has not settled, has, and how.
+/// The state of a transfer that has not settled; the others are its results.
 pub(super) const OPEN: u8 = 0;
 pub(super) const DONE: u8 = 1;
 const FAILED: u8 = 2;
 
-/// A place for a transfer.
+/// A slot for a transfer.
 pub(super) struct Slot {
     pub(super) watched: WatchedMemory,
     pub(super) posted: Option<(TransferId, Arc<AtomicU8>)>,
 }
 
-/// Local memory is found by the plan alone.
+/// A local region without behaviour: plans refer to their local memory directly.
 struct LocalByPlan;
 
 impl LocalRegion for LocalByPlan {
@@ -103,12 +103,12 @@ fn run(bytes: &[u8], seal: Seal) {
     settle(&mut slots, out);
     assert!(
         slots.iter().all(|slot| slot.posted.is_none()),
-        "a transfer has not settled at its link's end"
+        "a transfer did not settle at the end of its link"
     );
 }
 
 impl Slot {
-    /// For blocks of this size.
+    /// Creates a slot for blocks of this size.
     pub(super) fn new(block: u64) -> Self {
         let mut watched = WatchedMemory::new(BLOCKS as usize * block as usize);
         watched.keep();
@@ -116,7 +116,7 @@ impl Slot {
     }
 }
 
-/// A link whose lanes are up.
+/// Returns a link whose lanes are up.
 pub(super) fn opened() -> OpenedLink {
     let keys = Keys::new(&Invitation::from_bytes([2; 32]), None);
     let who = (who(3), keys, [8; 16]);
@@ -126,12 +126,12 @@ pub(super) fn opened() -> OpenedLink {
     peer
 }
 
-/// Which way a transfer of this `how` goes.
+/// Returns the operation of a transfer with this `how`.
 pub(super) fn op_of(how: u8) -> Op {
     if how & 4 == 0 { Op::Read } else { Op::Write }
 }
 
-/// Which blocks it moves: in this order here, in that order at the peer.
+/// Returns the blocks that it moves, in the order for `by`.
 pub(super) fn blocks(how: u8, by: u32) -> Indices {
     match how & 8 == 0 {
         true => (0..BLOCKS).into(),
@@ -139,10 +139,10 @@ pub(super) fn blocks(how: u8, by: u32) -> Indices {
     }
 }
 
-/// The factors of those orders.
+/// The multipliers of the orders here and at the peer.
 pub(super) const ORDERS: [u32; 2] = [3, 5];
 
-/// Posts a transfer in the free place `at`, to or from the peer's `region`.
+/// Posts a transfer in the free slot `at`, to or from the peer's `region`.
 pub(super) fn post(
     peer: &mut OpenedLink,
     slot: &mut Slot,
@@ -182,7 +182,7 @@ pub(super) fn post(
     peer.post(Arc::new(plan), id, done, out);
 }
 
-/// Lets all lanes do what they can. Errors: the link has ended.
+/// Runs all lanes until nothing moves. Returns an error if the link has ended.
 fn go_on(lanes: &mut Lanes, peer: &mut OpenedLink, slots: &mut [Slot; 4]) -> Result<(), ()> {
     let mut moves = true;
     while moves {
@@ -192,9 +192,9 @@ fn go_on(lanes: &mut Lanes, peer: &mut OpenedLink, slots: &mut [Slot; 4]) -> Res
             let says = |frame| match frame {
                 Frame::Read | Frame::Write | Frame::Data | Frame::Stop => {}
                 Frame::Cancel | Frame::Notify | Frame::Ping => {
-                    assert_eq!(key, 0, "{frame:?} on a bulk lane")
+                    assert_eq!(key, 0, "{frame:?} was sent on a bulk lane")
                 }
-                other => panic!("an initiator does not say {other:?}"),
+                other => panic!("an initiator does not send {other:?}"),
             };
             moves |= lanes.turn(key, |header| says(header.frame)).map_err(drop)?;
             let mut out = Outbox::default();
@@ -207,7 +207,7 @@ fn go_on(lanes: &mut Lanes, peer: &mut OpenedLink, slots: &mut [Slot; 4]) -> Res
     Ok(())
 }
 
-/// What the machine makes of it.
+/// Applies the effects as the machine does.
 pub(super) fn apply_effects(
     effect: Effect,
     lanes: &mut Lanes,
@@ -224,13 +224,13 @@ pub(super) fn apply_effects(
         Effect::Ended { transfer: None, .. } => return Ok(()),
         Effect::Failed { transfer, why, .. } => (transfer, why),
         Effect::Acked { id, .. } => return peer.acknowledged(id, out).map_err(drop),
-        other => panic!("an initiator does not say {other:?}"),
+        other => panic!("an initiator does not report {other:?}"),
     };
     peer.give_up(transfer, why, &mut lanes.conns, &mut lanes.scope, out, |_| {});
     Ok(())
 }
 
-/// Settles what a turn has settled: the memory of such a transfer stays as it is.
+/// Settles the results of a turn; the memory of these transfers must stay unchanged.
 pub(super) fn settle(slots: &mut [Slot; 4], mut out: Outbox) {
     kvx_backend::fuzz::deliver(&mut out);
     for slot in slots {

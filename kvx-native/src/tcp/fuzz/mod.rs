@@ -1,8 +1,8 @@
-//! What the fuzz targets of TCP call.
+//! The fuzz targets of TCP.
 //!
-//! The two ends of a lane are tried as the machine drives them, over socket pairs: a script says
-//! what the peer sends, in how large pieces, and what else happens meanwhile. Each script is run
-//! for each way to seal.
+//! They run the two ends of a lane as the machine does, over socket pairs. A script determines what
+//! the peer sends, in which piece sizes, and which events happen meanwhile. Each script runs with
+//! every seal.
 
 pub mod by_hand;
 pub(crate) mod frames;
@@ -40,14 +40,14 @@ use crate::tcp::memory::stages::DeviceStages;
 use crate::tcp::seal::Seal;
 use crate::tcp::socket::chunk::Bin;
 
-/// Bytes that a connection moves in a turn.
+/// The bytes that a connection moves in a turn.
 const SHARE: usize = 64 << 10;
-/// The most lanes of a script.
+/// The number of lanes in a script.
 const LANES: usize = 2;
-/// What payload of a script is made of, where it is not written out.
+/// The byte of payload that a script does not spell out.
 const FILLER: u8 = 0x5a;
 
-/// An agent that has room for notifications, or none.
+/// An agent with or without space for notifications.
 #[derive(Default)]
 struct Inbox(AtomicBool);
 
@@ -59,14 +59,14 @@ impl Events for Inbox {
     fn link(&self, _: LinkId, _: LinkState) {}
 }
 
-/// One end of a link's lanes, and their sockets' other ends.
+/// One end of a link's lanes, and the other ends of their sockets.
 struct Lanes {
     conns: Conns,
     scope: Scope,
     held: HeldBytes<Identity>,
     inbox: Arc<Inbox>,
     fars: Vec<Far>,
-    /// Bytes that the peers send at a time.
+    /// The bytes that the peers send at a time.
     piece: usize,
 }
 
@@ -74,23 +74,24 @@ struct Lanes {
 struct Far {
     socket: UnixStream,
     unsent: Vec<u8>,
-    /// The received bytes that make no whole header or record yet, the bytes that are left of their
-    /// frame, and whether they are sealed.
+    /// The received bytes of an incomplete header or record, the remaining bytes of their frame,
+    /// and whether they are sealed.
     begun: Vec<u8>,
     left: usize,
     is_sealed: bool,
     seals: Option<(Seal, Seals)>,
     reads: bool,
-    /// It sends nothing more when all is sent.
+    /// True if it sends nothing more once everything is sent.
     ends: bool,
 }
 
 impl Lanes {
-    /// Lanes of these roles, by number, that are sealed in this way, and the sockets' other ends.
+    /// Creates lanes with these roles, by number, and this seal, and the other ends of their
+    /// sockets.
     fn new(seal: Seal, role: impl Fn(usize, u8) -> Role) -> Self {
         let (mut nears, mut fars) = (Vec::new(), Vec::new());
         for _ in 0..LANES {
-            let (near, socket) = UnixStream::pair().expect("there are descriptors");
+            let (near, socket) = UnixStream::pair().expect("descriptors are available");
             socket.set_nonblocking(true).expect("it is open");
             let (ours, theirs) = seals();
             nears.push((near, ours));
@@ -108,7 +109,7 @@ impl Lanes {
         Lanes { fars, ..Lanes::over(nears, seal, role) }
     }
 
-    /// Lanes of these roles over these sockets, after a handshake.
+    /// Creates lanes with these roles over these sockets, after a handshake.
     fn over(
         sockets: Vec<(UnixStream, Seals)>,
         seal: Seal,
@@ -116,7 +117,7 @@ impl Lanes {
     ) -> Self {
         let inbox = Arc::new(Inbox::default());
         let context = AgentContext {
-            config: Config::read(&Options::new()).expect("there is a default for every option"),
+            config: Config::read(&Options::new()).expect("every option has a default"),
             agent: who(1),
             keys: Keys::new(&Invitation::from_bytes([2; 32]), None),
             secret: None,
@@ -153,8 +154,8 @@ impl Lanes {
         }
     }
 
-    /// A turn of one lane. Returns whether anything moved; calls `heard` with each header that its
-    /// peer gets. Errors end the link.
+    /// Runs a turn of one lane. Returns true if anything moved. Calls `heard` with each header that
+    /// its peer receives. An error ends the link.
     fn turn(&mut self, key: usize, mut heard: impl FnMut(Header)) -> Result<bool> {
         let wrote = self.fars[key].write(self.piece);
         let moved = self.turn_here(key)?;
@@ -162,7 +163,7 @@ impl Lanes {
         Ok(wrote + moved > 0)
     }
 
-    /// This end's part of it. Says how much moved.
+    /// Runs this end's part of a turn. Returns the bytes moved.
     fn turn_here(&mut self, key: usize) -> Result<usize> {
         let (conn, scope) = (&mut self.conns[key], &mut self.scope);
         conn.event(true, true, false);
@@ -171,7 +172,7 @@ impl Lanes {
         Ok(got + sent)
     }
 
-    /// All connections end, as the machine ends them.
+    /// Ends all connections as the machine does.
     fn end(&mut self) {
         for key in self.conns.iter().map(|(key, _)| key).collect::<Vec<_>>() {
             let Some(mut conn) = self.conns.remove(key) else { continue };
@@ -183,13 +184,13 @@ impl Lanes {
                 lane.release(&self.scope.context.deferred);
             }
         }
-        assert_eq!(self.scope.described, 0, "descriptions are counted that nobody holds");
+        assert_eq!(self.scope.described, 0, "descriptions are counted but not held");
         assert!(self.held.greediest(|_| true).is_none());
     }
 }
 
 impl Far {
-    /// Sends a piece of what is to be sent: not less than a part of it, so that a script ends.
+    /// Sends a piece of the unsent bytes, at least a certain fraction, so that a script ends.
     fn write(&mut self, piece: usize) -> usize {
         if self.unsent.is_empty() {
             if self.ends {
@@ -208,7 +209,7 @@ impl Far {
         }
     }
 
-    /// Takes what has come, and checks that it is whole frames in a row.
+    /// Receives bytes, and checks that they are a series of complete frames.
     fn read(&mut self, heard: &mut impl FnMut(Header)) {
         let mut buffer = [0; 32 << 10];
         while self.reads {
@@ -236,25 +237,25 @@ impl Far {
         }
     }
 
-    /// A header or a record has come.
+    /// Handles a complete header or record.
     fn whole(&mut self, len: usize, heard: &mut impl FnMut(Header)) {
         let mut came = std::mem::take(&mut self.begun);
         if let Some((_, seals)) = &mut self.seals {
-            seals.opener.open(&mut came).expect("a lane says what it has sealed, in its order");
+            seals.opener.open(&mut came).expect("a lane sends its sealed messages in order");
         }
         if self.left > 0 {
             self.left -= len;
             return;
         }
-        let header = came.first_chunk().expect("it is as long");
-        let header = Header::decode(header).expect("a lane says what its peer understands");
+        let header = came.first_chunk().expect("a header is complete");
+        let header = Header::decode(header).expect("a lane sends valid headers");
         self.left = header.len;
         self.is_sealed =
             self.seals.as_ref().is_some_and(|(seal, _)| seals_body(*seal, header.frame as u8));
         heard(header);
     }
 
-    /// A frame of this kind, be there one or not.
+    /// Sends a frame of this kind, which may be unknown.
     fn frame(&mut self, kind: u8, id: u64, body: &[u8]) {
         let len = body.len() as u32;
         let head = [&[kind, 0, 0, 0][..], &len.to_le_bytes(), &id.to_le_bytes()].concat();
@@ -277,14 +278,15 @@ impl Far {
     }
 }
 
-/// Returns true if what follows a header is sealed.
+/// Returns true if the bytes after a header of this kind are sealed.
 fn seals_body(seal: Seal, kind: u8) -> bool {
     seal == Seal::All || kind != Frame::Data as u8
 }
 
-/// Both ends of a lane, after a handshake.
+/// Returns the keys of both ends of a lane, after a handshake.
 pub(super) fn seals() -> (Seals, Seals) {
-    let mut initiator = NoiseHandshake::initiator(&[1; 32], &[]).expect("there are random numbers");
+    let mut initiator =
+        NoiseHandshake::initiator(&[1; 32], &[]).expect("random numbers are available");
     let mut owner = NoiseHandshake::responder(&[1; 32], &[]).expect("the same pattern");
     let mut said = Vec::new();
     initiator.write(&[], &mut said).expect("its turn");
@@ -295,31 +297,31 @@ pub(super) fn seals() -> (Seals, Seals) {
     (initiator.seals(), owner.seals())
 }
 
-/// What happens next.
+/// The next step of a script.
 enum FuzzStep<'a> {
     /// The peer of this lane sends a frame.
     Frame { lane: usize, kind: u8, id: u64, body: &'a [u8] },
-    /// The same, of so many bytes.
+    /// The peer sends a frame with a body of `len` filler bytes.
     Long { lane: usize, kind: u8, id: u64, len: usize },
-    /// It sends bytes that are what they are.
+    /// The peer sends arbitrary bytes.
     Bytes { lane: usize, bytes: &'a [u8] },
-    /// It reads, or does not.
+    /// The peer reads, or stops reading.
     Reads { lane: usize, reads: bool },
-    /// It sends nothing more.
+    /// The peer sends nothing more.
     Ends { lane: usize },
-    /// Peers send so many bytes at a time.
+    /// Peers send this many bytes at a time.
     Piece(usize),
-    /// Lanes move so much payload at a time.
+    /// Lanes move this much payload at a time.
     Payload(usize),
-    /// What only one kind of lane knows: which, and with what.
+    /// A step of one kind of lane: its number and its argument.
     Own(u8, u8),
 }
 
-/// Reads the next step; at the end of the script there is none.
+/// Reads the next step; `None` at the end of the script.
 fn next<'a>(script: &mut Reader<'a>) -> Option<FuzzStep<'a>> {
     let some = |script: &mut Reader<'a>, len: usize| script.bytes(len.min(script.left())).ok();
     let op = script.u8().ok()?;
-    // The highest bits: the lane, and whether the payload is written out.
+    // The highest bits are the lane, and whether the payload is filler.
     let lane = usize::from(op >> 7);
     let is_long = op & 0x40 != 0;
     Some(match op & 0x3f {
@@ -345,7 +347,7 @@ fn next<'a>(script: &mut Reader<'a>) -> Option<FuzzStep<'a>> {
 }
 
 impl Lanes {
-    /// Does what every kind of lane knows.
+    /// Executes a step that every kind of lane has.
     fn take(&mut self, step: &FuzzStep<'_>) {
         match *step {
             FuzzStep::Frame { lane, kind, id, body } => self.fars[lane].frame(kind, id, body),
@@ -366,7 +368,7 @@ fn who(number: u8) -> Identity {
     Identity { name: "peer".into(), incarnation: Incarnation([number; 16]) }
 }
 
-/// Memory, and what it held when nobody was to touch it any more.
+/// Memory, and its content since it must not be touched any more.
 struct WatchedMemory {
     memory: Arc<Memory>,
     kept: Option<Vec<u8>>,
@@ -379,21 +381,18 @@ impl WatchedMemory {
 
     fn content(&self) -> Vec<u8> {
         let mut content = vec![0; self.memory.len()];
-        self.memory.copy_out(0, &mut content).expect("it is as long as that");
+        self.memory.copy_out(0, &mut content).expect("the lengths are equal");
         content
     }
 
-    /// From now on nobody writes into it.
+    /// Expects the memory to stay unchanged from now on.
     fn keep(&mut self) {
         self.kept = Some(self.content());
     }
 
     fn check(&self) {
         if let Some(kept) = &self.kept {
-            assert!(
-                *kept == self.content(),
-                "memory was written to that must not be touched any more"
-            );
+            assert!(*kept == self.content(), "a write to memory that must not be touched any more");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! An owner, whose peer was let in and sends whatever a script says.
+//! Fuzz target: an owner with an authenticated peer, which sends what a script says.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,9 +16,10 @@ use crate::tcp::frames::{Frame, Header};
 use crate::tcp::memory::regions::ServedRegion;
 use crate::tcp::seal::Seal;
 
-/// Of the link whose lanes they are.
+/// The link of the lanes.
 pub(super) const LINK: [u8; 16] = [8; 16];
-/// Region `n` has the number `n`, `n` times so many bytes, and a key of bytes `n`.
+/// The length of region 1. Region `n` has the id `n`, `n` times this length, and a key of bytes
+/// `n`.
 const LEN: usize = 4096;
 const REGIONS: u64 = 3;
 
@@ -60,7 +61,7 @@ fn run(bytes: &[u8], seal: Seal) {
     lanes.end();
 }
 
-/// Lets all lanes do what they can. Errors: the link has ended.
+/// Runs all lanes until nothing moves. Returns an error if the link has ended.
 fn go_on(lanes: &mut Lanes, answers: &mut [Answers; LANES]) -> Result<(), ()> {
     let mut moves = true;
     while moves {
@@ -79,11 +80,11 @@ fn go_on(lanes: &mut Lanes, answers: &mut [Answers; LANES]) -> Result<(), ()> {
     Ok(())
 }
 
-/// Does what the machine does beyond one lane. Errors: the link has ended.
+/// Executes the machine's part beyond one lane. Returns an error if the link has ended.
 pub(super) fn take_effects(lanes: &mut Lanes) -> Result<(), ()> {
     for effect in std::mem::take(&mut lanes.scope.effects) {
         let Effect::Cancelled { link: LINK, lane, id } = effect else {
-            panic!("an owner does not say {effect:?}")
+            panic!("an owner does not report {effect:?}")
         };
         let Some(conn) = lanes.conns.get_mut(usize::from(lane)) else { continue };
         let Conn { role: Role::Served(lane), input, output, .. } = conn else { continue };
@@ -92,7 +93,7 @@ pub(super) fn take_effects(lanes: &mut Lanes) -> Result<(), ()> {
     Ok(())
 }
 
-/// Takes a region back, and asks its lanes to let go of it.
+/// Revokes a region and asks its lanes to release it.
 pub(super) fn revoke(lanes: &mut Lanes, served: &ServedRegion) {
     lanes.scope.context.regions.remove(served);
     for (_, conn) in lanes.conns.iter_mut() {
@@ -101,7 +102,7 @@ pub(super) fn revoke(lanes: &mut Lanes, served: &ServedRegion) {
     }
 }
 
-/// Has room for notifications, or none.
+/// Sets whether the agent has space for notifications.
 pub(super) fn set_room(lanes: &mut Lanes, has_room: bool) {
     lanes.inbox.0.store(!has_room, Ordering::Relaxed);
     for (_, conn) in lanes.conns.iter_mut() {
@@ -110,7 +111,7 @@ pub(super) fn set_room(lanes: &mut Lanes, has_room: bool) {
     }
 }
 
-/// What came for each request: its end is the last.
+/// The answers to each request, with the END as the last one.
 #[derive(Default)]
 struct Answers(HashMap<u64, bool>);
 
@@ -118,10 +119,10 @@ impl Answers {
     fn note(&mut self, header: Header) {
         let ended = self.0.entry(header.id).or_default();
         match header.frame {
-            Frame::Data => assert!(!*ended, "data after the end of {}", header.id),
+            Frame::Data => assert!(!*ended, "DATA after the END of {}", header.id),
             Frame::End => assert!(!std::mem::replace(ended, true), "{} ends twice", header.id),
             Frame::Ack | Frame::Alive => {}
-            other => panic!("an owner does not say {other:?}"),
+            other => panic!("an owner does not send {other:?}"),
         }
     }
 }

@@ -1,6 +1,6 @@
-//! Both ends of a link over socket pairs with small buffers: calls move fewer bytes than there are
-//! or none, transfers are cancelled and regions revoked, and one end may be killed at any time.
-//! Every choice comes from a seed.
+//! Both ends of a link over socket pairs with small buffers: calls move fewer bytes than available,
+//! or none, transfers are cancelled and regions revoked, and one end may be killed at any time. A
+//! seed determines every choice.
 
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
@@ -23,12 +23,12 @@ use crate::tcp::seal::Seal;
 use crate::tcp::socket::cut;
 
 const SEEDS: u64 = 2000;
-/// Reads come from this region of the owner's; writes of slot `n` go to the region `n` beyond it.
+/// The owner's region that reads read from. Writes of slot `n` go to region `SOURCE + 1 + n`.
 const SOURCE: u64 = 1;
-/// Turns in which all that was begun ends, when nobody is killed.
+/// The number of turns within which all operations end if neither end is killed.
 const ENOUGH: usize = 20_000;
 
-/// Who is killed in a run.
+/// The end that is killed in a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Killed {
     Nobody,
@@ -36,10 +36,10 @@ enum Killed {
     Initiator,
 }
 
-/// What a slot's transfer is to bring.
+/// The expected result of a slot's transfer.
 struct Wanted {
     how: u8,
-    /// What it moves from.
+    /// The content of the source.
     from: Vec<u8>,
 }
 
@@ -49,12 +49,12 @@ struct Pair {
     peer: Option<OpenedLink>,
     slots: [Slot; 4],
     wanted: [Option<Wanted>; 4],
-    /// Slots one of whose writes was given up: what it has sent may still arrive, later than the
+    /// True for slots with a write that was given up: its bytes may still arrive, even after the
     /// next one's.
     unsure: [bool; 4],
     owner: Lanes,
     regions: Vec<(Arc<ServedRegion>, WatchedMemory)>,
-    /// Notifications that were sent, and those that were acknowledged.
+    /// The numbers of sent and of acknowledged notifications.
     told: usize,
     acknowledged: Arc<std::sync::atomic::AtomicUsize>,
     posted: u64,
@@ -67,9 +67,9 @@ impl Pair {
         let seal = Seal::NAMED[random.below(Seal::NAMED.len())].1;
         let (mut ours, mut theirs) = (Vec::new(), Vec::new());
         for _ in 0..LANES {
-            let (near, far) = UnixStream::pair().expect("there are descriptors");
+            let (near, far) = UnixStream::pair().expect("descriptors are available");
             for socket in [&near, &far] {
-                // The kernel doubles it, and has a least size of its own.
+                // The kernel doubles the size and has a minimum.
                 let room = [1, 8 << 10, 64 << 10][random.below(3)];
                 rustix::net::sockopt::set_socket_send_buffer_size(socket.as_fd(), room)
                     .expect("it is open");
@@ -112,10 +112,10 @@ impl Pair {
 
     fn fill(&mut self, memory: &Memory) {
         let content: Vec<u8> = (0..memory.len()).map(|_| self.random.word() as u8).collect();
-        memory.copy_in(0, &content).expect("it is as long as that");
+        memory.copy_in(0, &content).expect("the lengths are equal");
     }
 
-    /// Something happens.
+    /// Lets a random event happen.
     fn step(&mut self) {
         let mut out = Outbox::default();
         let at = self.random.below(SLOTS.len());
@@ -174,7 +174,7 @@ impl Pair {
         peer.give_up(*id, why, &mut initiator.conns, &mut initiator.scope, out, |_| {});
     }
 
-    /// A turn of the initiator's lanes. Errors: its link has ended.
+    /// Runs a turn of the initiator's lanes. Returns an error if its link has ended.
     fn turn_initiator(&mut self) -> Result<(), ()> {
         let mut out = Outbox::default();
         let Pair { peer, initiator, .. } = self;
@@ -191,7 +191,7 @@ impl Pair {
         turned
     }
 
-    /// A turn of the owner's. Errors: its link has ended.
+    /// Runs a turn of the owner's lanes. Returns an error if its link has ended.
     fn turn_owner(&mut self) -> Result<(), ()> {
         for key in 0..LANES {
             self.owner.turn_here(key).map_err(drop)?;
@@ -200,7 +200,7 @@ impl Pair {
         Ok(())
     }
 
-    /// What a turn has settled: what arrived is right, and nobody writes to it any more.
+    /// Settles the results of a turn, and checks the content that has arrived.
     fn settle(&mut self, out: Outbox) {
         let before =
             [0, 1, 2, 3].map(|at| self.slots[at].posted.as_ref().map(|(_, how)| Arc::clone(how)));
@@ -232,19 +232,16 @@ impl Pair {
     }
 }
 
-/// The blocks that were moved are in `to` what they are in `from`, in these orders there.
+/// Checks that the moved blocks are equal in `to` and `from`, in these orders.
 fn is_there(how: u8, to: &[u8], from: &[u8], block: usize, orders: [u32; 2]) {
     let block_of = |content: &[u8], index: u32| content[index as usize * block..][..block].to_vec();
     let [to_order, from_order] = orders.map(|by| initiator::blocks(how, by));
     for (there, here) in (0..to_order.len()).map(|at| (to_order.at(at), from_order.at(at))) {
-        assert!(
-            block_of(to, there) == block_of(from, here),
-            "block {there} arrived with wrong bytes"
-        );
+        assert!(block_of(to, there) == block_of(from, here), "block {there} has wrong bytes");
     }
 }
 
-/// One run. Gives the number of transfers that arrived, and who was killed.
+/// Runs once. Returns the number of transfers that arrived, and the end that was killed.
 fn run(seed: u64) -> (u64, Killed) {
     cut::by(Some(seed));
     let mut pair = Pair::new(seed);
@@ -284,19 +281,19 @@ fn run(seed: u64) -> (u64, Killed) {
             ended = (0..ENOUGH).any(|_| pair.turn_owner().is_err());
         }
     }
-    assert!(ended, "what was begun does not end, or a killed peer is not noticed: {killed:?}");
+    assert!(ended, "operations do not end, or a killed peer is not noticed: {killed:?}");
     pair.check();
     pair.initiator.end();
     let mut out = Outbox::default();
     let why = Error::new(ErrorKind::PeerLost, "the run has ended");
-    let peer = pair.peer.take().expect("it is ended once");
+    let peer = pair.peer.take().expect("the link ends once");
     peer.lost(why, &pair.initiator.scope.context.deferred, &mut out);
     pair.settle(out);
     assert!(
         pair.slots.iter().all(|slot| slot.posted.is_none()),
-        "a transfer has not settled at its link's end"
+        "a transfer did not settle at the end of its link"
     );
-    // What lies in the sockets reaches the owner's memory, and no memory of the initiator's.
+    // Bytes in the sockets may reach the owner's memory, but not the initiator's.
     (0..100).any(|_| killed == Killed::Owner || pair.turn_owner().is_err());
     pair.check();
     pair.owner.end();
@@ -305,8 +302,8 @@ fn run(seed: u64) -> (u64, Killed) {
 }
 
 #[test]
-fn whatever_a_socket_takes_and_whoever_is_killed_transfers_arrive_whole_or_end() {
-    // Another range, or one seed of it: `KVX_SEED=17`.
+fn transfers_arrive_completely_or_end_under_short_calls_and_kills() {
+    // `KVX_SEED=17` runs one seed.
     let seeds = match std::env::var("KVX_SEED").map(|seed| seed.parse().expect("a number")) {
         Ok(seed) => seed..seed + 1,
         Err(_) => 0..SEEDS,

@@ -12,7 +12,7 @@ use super::{
 use crate::tcp::frames::{Frame, Header, Hello, VERSIONS, Versions, put_frame, read_refuse};
 use crate::tcp::seal::Seal;
 
-/// Only one end has a secret.
+/// Returns the error that only one end has a secret.
 fn one_sided(who: &str) -> Error {
     Error::new(
         ErrorKind::Authentication,
@@ -23,8 +23,8 @@ fn one_sided(who: &str) -> Error {
 }
 
 fn not_the_peer() -> Error {
-    let why = "the answer was altered, or does not prove that it is from the peer: look for a proxy or an attacker \
-               in between";
+    let why = "the answer was altered, or does not prove that it comes from the peer: look for a \
+               proxy or an attacker on the path";
     Error::new(ErrorKind::Malformed, why)
 }
 
@@ -37,7 +37,7 @@ pub(crate) enum InitiatorVerdict {
 
 /// The state of an initiator's handshake.
 enum Asked {
-    /// It has sent its hello, by the secret alone too if it has one.
+    /// It has sent its hello, and a second one with the secret alone if it has one.
     ToEnter { invited: Box<NoiseHandshake>, mistaken: Option<Box<NoiseHandshake>> },
     /// It has sent its identity.
     Confirmed(Option<Agreement>),
@@ -54,7 +54,7 @@ pub(crate) struct InitiatorHandshake {
 }
 
 impl InitiatorHandshake {
-    /// Puts the hello into `out`.
+    /// Writes the hello to `out`.
     pub(crate) fn start(
         keys: &Keys,
         own: Identity,
@@ -78,7 +78,8 @@ impl InitiatorHandshake {
         Ok(InitiatorHandshake { own, link, lane, wish, asked })
     }
 
-    /// Takes a frame of the owner's. `Some`: the end. An error ends the connection.
+    /// Takes a frame from the owner. Returns the verdict at the end of the handshake. An error ends
+    /// the connection.
     pub(crate) fn frame(
         &mut self,
         header: Header,
@@ -114,8 +115,8 @@ impl InitiatorHandshake {
     }
 }
 
-/// Interprets a refusal, which is not authenticated. Its kind says whether the owner has a secret.
-/// An owner with a secret reports a restart only to peers that have the secret too.
+/// Interprets a refusal, which is not authenticated. Its kind shows whether the owner has a secret.
+/// An owner with a secret reports a restart only to peers that also have it.
 fn refused(body: &[u8], have_secret: bool) -> Result<InitiatorVerdict> {
     let error = read_refuse(body);
     match (error.kind(), have_secret) {
@@ -129,7 +130,8 @@ fn refused(body: &[u8], have_secret: bool) -> Result<InitiatorVerdict> {
     }
 }
 
-/// Returns the agreed seal. Errors: the owner serves too many connections, or none in common.
+/// Returns the agreed seal, or an error if the owner serves too many connections or accepts no
+/// common seal.
 pub(super) fn read_welcome(said: &[u8], wish: Seal) -> Result<Seal> {
     let mut reader = Reader::new("Welcome", said);
     if reader.u8()? == NO_ROOM {
@@ -141,7 +143,7 @@ pub(super) fn read_welcome(said: &[u8], wish: Seal) -> Result<Seal> {
         return Err(no_version(Versions { min: version, max: version }, VERSIONS));
     }
     if seal < wish {
-        return Err(reader.malformed("less is sealed than was asked for"));
+        return Err(reader.malformed("the owner chose a weaker seal than requested"));
     }
     Ok(seal)
 }

@@ -16,9 +16,9 @@ use crate::tcp::seal::Seal;
 pub(crate) enum Step {
     /// Another frame follows.
     More,
-    /// The initiator is who it says, and this is the `lane`-th lane of its `link`.
+    /// The initiator is authenticated, and this is lane `lane` of its `link`.
     Entered { who: Identity, link: [u8; 16], lane: u8, seals: Agreement },
-    /// The initiator wants another agent, and the answer says so: close when that is sent.
+    /// The initiator expects another agent, and the answer says so: close once it is sent.
     Mistaken,
 }
 
@@ -27,9 +27,9 @@ pub(crate) struct OwnerHandshake {
     keys: Keys,
     /// The weakest seal that it accepts.
     wish: Seal,
-    /// It has welcomed an initiator that has the key.
+    /// The agreement, after it has welcomed an initiator that has the key.
     welcomed: Option<Agreement>,
-    /// The error for authenticated peers if no more connections are served.
+    /// The error for authenticated peers if the limit for connections is reached.
     full: Option<Error>,
 }
 
@@ -38,12 +38,12 @@ impl OwnerHandshake {
         OwnerHandshake { keys, wish, welcomed: None, full }
     }
 
-    /// Returns true if the initiator has said hello, by the key.
+    /// Returns true if the initiator has sent a valid hello.
     pub(crate) fn has_said_hello(&self) -> bool {
         self.welcomed.is_some()
     }
 
-    /// Takes a frame of the initiator's. An error ends the connection; `out` has a last answer.
+    /// Takes a frame from the initiator. An error ends the connection; `out` has the last answer.
     pub(crate) fn frame(&mut self, header: Header, body: &[u8], out: &mut Vec<u8>) -> Result<Step> {
         match (header.frame, self.welcomed.take()) {
             (Frame::Hello, None) => self.hello(body, out),
@@ -60,7 +60,7 @@ impl OwnerHandshake {
             put_refuse(out, &error);
             return Err(error);
         }
-        // All unauthenticated peers get the same answer, whatever they sent.
+        // All unauthenticated peers get the same answer, regardless of what they sent.
         let kind = if self.keys.have_secret() {
             ErrorKind::Authentication
         } else {

@@ -7,7 +7,7 @@ use super::initiator::read_welcome;
 use super::*;
 use crate::tcp::frames::{Frame, HEADER, Hello, VERSIONS, put_refuse};
 
-/// The initiator's. Longer than what random bytes spell.
+/// The initiator's name. Longer than any text that random bytes are likely to contain.
 const NAME: &str = "decode-on-host-0";
 
 fn who(name: &str, life: u8) -> Identity {
@@ -37,13 +37,13 @@ fn greets(keys: &Keys, wish: Seal) -> (InitiatorHandshake, Vec<u8>) {
 
 struct Conversation {
     initiator: Result<InitiatorVerdict>,
-    /// The result of its last step.
+    /// The result of the owner's last step.
     owner: Result<Step>,
-    /// Every frame, the initiator's first.
+    /// Every frame, beginning with the initiator's first.
     frames: Vec<Vec<u8>>,
 }
 
-/// The frames as they are; `alter` sees each before it arrives.
+/// Runs a handshake; `alter` sees each frame before it arrives.
 fn converse_altered(
     ours: &Keys,
     theirs: &Keys,
@@ -57,7 +57,7 @@ fn converse_altered(
         let header = Header::decode(said.first_chunk()?).ok()?;
         Some((header, said[HEADER..].get(..header.len)?.to_vec()))
     };
-    let cut_off = || Error::new(ErrorKind::PeerLost, "no whole frame came");
+    let cut_off = || Error::new(ErrorKind::PeerLost, "no complete frame arrived");
     loop {
         alter(frames.len() - 1, frames.last_mut().unwrap());
         let mut reply = Vec::new();
@@ -83,7 +83,8 @@ fn converse_altered(
     }
 }
 
-/// Between one that was invited by life `expected` and life 2 of the owner.
+/// Runs a handshake between an initiator invited by incarnation `expected` and incarnation 2 of the
+/// owner.
 fn converse(ours: Option<Secret>, theirs: Option<Secret>, expected: u8) -> Conversation {
     let wishes = (Seal::Control, Seal::Control);
     converse_altered(&keys(expected, ours), &keys(2, theirs), wishes, |_, _| {})
@@ -99,7 +100,7 @@ fn kind<T>(result: &Result<T>) -> Option<ErrorKind> {
 }
 
 #[test]
-fn the_same_secret_or_none_lets_in_who_was_invited() {
+fn the_same_secret_or_none_admits_an_invited_peer() {
     for secret in [None, secret(3)] {
         let done = converse(secret.clone(), secret, 2);
         assert!(!tells_a_name(&done), "to who listens");
@@ -112,7 +113,7 @@ fn the_same_secret_or_none_lets_in_who_was_invited() {
 }
 
 #[test]
-fn the_stricter_wish_counts() {
+fn the_stricter_seal_counts() {
     for (_, ours) in Seal::NAMED {
         for (_, theirs) in Seal::NAMED {
             let done = converse_altered(&keys(2, None), &keys(2, None), (ours, theirs), |_, _| {});
@@ -125,13 +126,13 @@ fn the_stricter_wish_counts() {
             assert_eq!((at_initiator, at_owner), (ours.max(theirs), ours.max(theirs)));
         }
     }
-    // An owner that has the key and wants less than it was asked for is not obeyed.
+    // An owner that has the key but chooses a weaker seal than requested is rejected.
     let says = [&[COME_IN][..], &VERSIONS.max.to_le_bytes(), &[Seal::Control.number()]].concat();
     assert_eq!(kind(&read_welcome(&says, Seal::All)), Some(ErrorKind::Malformed));
 }
 
 #[test]
-fn another_secret_or_a_missing_one_is_denied_on_both_ends_before_any_name_is_told() {
+fn a_wrong_or_missing_secret_is_denied_on_both_ends_before_any_name_is_sent() {
     let (a, b) = (secret(3), secret(4));
     for (ours, theirs) in [(a.clone(), b.clone()), (a.clone(), None), (None, b)] {
         for expected in [2, 9] {
@@ -146,14 +147,14 @@ fn another_secret_or_a_missing_one_is_denied_on_both_ends_before_any_name_is_tol
 }
 
 #[test]
-fn another_life_is_told_without_a_name_and_with_a_secret_only_by_who_has_it() {
+fn a_restart_is_reported_without_a_name_and_with_a_secret_only_by_its_holder() {
     for secret in [None, secret(3)] {
         let done = converse(secret.clone(), secret.clone(), 9);
         assert!(!tells_a_name(&done));
         assert!(matches!(done.initiator, Ok(InitiatorVerdict::Restarted)));
         assert_eq!(matches!(done.owner, Ok(Step::Mistaken)), secret.is_some());
     }
-    // Without it that is not believed.
+    // Without the secret, that answer is not trusted.
     let mut restarted = Vec::new();
     put_refuse(&mut restarted, &Error::new(ErrorKind::PeerRestarted, "restarted"));
     let (mut initiator, _) = greets(&keys(2, secret(3)), Seal::None);
@@ -171,7 +172,7 @@ fn another_life_is_told_without_a_name_and_with_a_secret_only_by_who_has_it() {
 }
 
 #[test]
-fn strangers_get_one_answer_whatever_they_say() {
+fn unauthenticated_peers_get_one_constant_answer() {
     for theirs in [None, secret(3)] {
         let answer = |hello: &[u8]| {
             let mut answer = Vec::new();
@@ -200,7 +201,7 @@ fn a_recorded_conversation_is_refused() {
     let (header, body) = frame(&recorded.frames[0]);
     let mut welcome = Vec::new();
     assert!(matches!(owning.frame(header, body, &mut welcome).unwrap(), Step::More));
-    assert_ne!(welcome, recorded.frames[1], "what it is answered it cannot read");
+    assert_ne!(welcome, recorded.frames[1], "the replaying peer cannot decrypt the answer");
     let (header, body) = frame(&recorded.frames[2]);
     let mut reply = Vec::new();
     assert_eq!(kind(&owning.frame(header, body, &mut reply)), Some(ErrorKind::Authentication));
@@ -208,7 +209,7 @@ fn a_recorded_conversation_is_refused() {
 }
 
 #[test]
-fn who_answers_for_another_and_cannot_prove_it_is_told_no_name() {
+fn an_impostor_without_proof_learns_no_name() {
     for secret in [None, secret(3)] {
         let (mut initiator, hello) = greets(&keys(2, secret), Seal::None);
         let mut imposter = OwnerHandshake::new(keys(2, self::secret(7)), Seal::None, None);
@@ -226,7 +227,7 @@ fn who_answers_for_another_and_cannot_prove_it_is_told_no_name() {
 }
 
 #[test]
-fn who_may_come_in_is_told_that_there_is_no_room_and_nobody_else() {
+fn only_an_authenticated_peer_learns_that_the_limit_is_reached() {
     for (invited, expected) in [(2, ErrorKind::Exhausted), (9, ErrorKind::PeerRestarted)] {
         let (mut initiator, hello) = greets(&keys(invited, None), Seal::None);
         let full = Some(Error::new(ErrorKind::Exhausted, "raise the limit"));

@@ -1,16 +1,16 @@
-//! Where an agent listens, as its metadata says it.
+//! The addresses at which an agent listens, as encoded in its metadata.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result};
 
-/// The version of the section. Later versions may add fields behind the addresses.
+/// The version of the section. Later versions may append fields after the addresses.
 const VERSION: u8 = 1;
-/// The most addresses of one agent.
+/// The limit for addresses of one agent.
 pub(crate) const MAX_ADDRESSES: usize = 16;
 
-/// The section of the metadata.
+/// Encodes the section of the metadata.
 pub(crate) fn encode(addresses: &[SocketAddr]) -> Vec<u8> {
     let mut out = Vec::new();
     out.put_u8(VERSION);
@@ -31,7 +31,7 @@ pub(crate) fn encode(addresses: &[SocketAddr]) -> Vec<u8> {
     out
 }
 
-/// The addresses to try, in order: 1 to 16.
+/// Decodes the addresses to try, in order: 1 to 16.
 pub(crate) fn decode(section: &[u8]) -> Result<Vec<SocketAddr>> {
     let mut reader = Reader::new("TCP address", section);
     let version = reader.u8()?;
@@ -40,16 +40,17 @@ pub(crate) fn decode(section: &[u8]) -> Result<Vec<SocketAddr>> {
     }
     let count = usize::from(reader.u8()?);
     if count == 0 || count > MAX_ADDRESSES {
-        return Err(
-            reader.malformed(format_args!("{count} addresses, 1 to {MAX_ADDRESSES} are allowed"))
-        );
+        return Err(reader
+            .malformed(format_args!("{count} addresses, but 1 to {MAX_ADDRESSES} are allowed")));
     }
     let addresses = (0..count)
         .map(|_| {
             let ip = match reader.u8()? {
                 4 => IpAddr::V4(Ipv4Addr::from(reader.array::<4>()?)),
                 6 => IpAddr::V6(Ipv6Addr::from(reader.array::<16>()?)),
-                other => return Err(reader.malformed(format_args!("an address of family {other}"))),
+                other => {
+                    return Err(reader.malformed(format_args!("unknown address family {other}")));
+                }
             };
             Ok(SocketAddr::new(ip, reader.u16()?))
         })
@@ -59,7 +60,7 @@ pub(crate) fn decode(section: &[u8]) -> Result<Vec<SocketAddr>> {
     {
         return Err(Error::new(
             ErrorKind::Malformed,
-            format!("malformed TCP address: {bad} is no address to connect to"),
+            format!("malformed TCP address: peers cannot connect to {bad}"),
         ));
     }
     if version == VERSION {
@@ -77,12 +78,12 @@ mod tests {
     }
 
     #[test]
-    fn addresses_of_both_families_travel() {
+    fn addresses_of_both_families_round_trip() {
         assert_eq!(decode(&encode(&sample())).unwrap(), sample());
     }
 
     #[test]
-    fn truncated_oversized_and_senseless_sections_are_malformed() {
+    fn truncated_oversized_and_unusable_sections_are_malformed() {
         let good = encode(&sample());
         for len in 0..good.len() {
             assert_eq!(decode(&good[..len]).unwrap_err().kind(), ErrorKind::Malformed);
@@ -90,7 +91,7 @@ mod tests {
         let mut longer = good.clone();
         longer.push(0);
         assert!(decode(&longer).is_err());
-        longer[0] = 2; // a later version may say more
+        longer[0] = 2; // a later version may append fields
         assert_eq!(decode(&longer).unwrap(), sample());
         assert!(decode(&encode(&["0.0.0.0:1".parse().unwrap()])).is_err());
         assert!(decode(&encode(&["127.0.0.1:0".parse().unwrap()])).is_err());

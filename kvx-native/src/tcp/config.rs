@@ -1,13 +1,13 @@
 //! The options of TCP: the table `tcp`.
 //!
-//! | option | default | what it does |
+//! | option | default | meaning |
 //! |---|---|---|
 //! | `bind` | `127.0.0.1` | the address (or name) to listen on; `0.0.0.0` and `::` need `advertise` |
-//! | `advertise` | the bound address | what peers connect to: addresses or names, each with or without a port |
-//! | `ports` | a free one | `7000` or `7000-7010`: the first free port is taken |
-//! | `connections` | 2 | bulk lanes of a link that this agent opens; a small lane comes on top |
-//! | `max_connections` | 12288 | connections of peers that are served at a time: enough for 4,096 peers |
-//! | `seal` | `all` toward other hosts with a secret, else `control` | `all`, `control` (all but payload) or `none`: the stricter wish of both ends counts |
+//! | `advertise` | the bound address | the addresses that peers connect to: addresses or names, each with or without a port |
+//! | `ports` | a free one | `7000` or `7000-7010`: the first free port is used |
+//! | `connections` | 2 | bulk lanes of a link that this agent opens, in addition to a small lane |
+//! | `max_connections` | 12288 | the limit for peers' connections: enough for 4,096 peers |
+//! | `seal` | `all` toward other hosts with a secret, else `control` | `all`, `control` (all but payload) or `none`: the stricter setting of both ends counts |
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::ops::RangeInclusive;
@@ -17,27 +17,28 @@ use kvx_core::{Error, ErrorKind, Options, Result};
 use crate::tcp::address::MAX_ADDRESSES;
 use crate::tcp::seal::Seal;
 
-/// Bulk lanes of a link, unless `tcp.connections` says otherwise.
+/// The bulk lanes of a link, unless `tcp.connections` says otherwise.
 const CONNECTIONS: u64 = 2;
-/// Connections served at a time, unless `tcp.max_connections` says otherwise.
-/// It is enough for 4,096 peers with a small lane and two bulk lanes each.
+/// The limit for peers' connections, unless `tcp.max_connections` says otherwise. It is enough for
+/// 4,096 peers with a small lane and two bulk lanes each.
 const MAX_CONNECTIONS: u64 = 4096 * (1 + CONNECTIONS);
 
 /// The parsed table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Config {
     pub(crate) bind: IpAddr,
-    /// What peers connect to; port 0 stands for the one that is bound. Empty: the bound address.
+    /// The addresses that peers connect to; port 0 stands for the bound one. If it is empty, peers
+    /// use the bound address.
     pub(crate) advertise: Vec<SocketAddr>,
     pub(crate) ports: Option<RangeInclusive<u16>>,
     pub(crate) connections: usize,
     pub(crate) max_connections: usize,
-    /// `None`: as it comes with the peer.
+    /// The seal, or `None` if it depends on the peer.
     pub(crate) seal: Option<Seal>,
 }
 
 impl Config {
-    /// Reads the table. Errors: `Invalid`, naming the option.
+    /// Reads the table. Returns `Invalid` with the name of the option.
     pub(crate) fn read(options: &Options) -> Result<Self> {
         let known = ["bind", "advertise", "ports", "connections", "max_connections", "seal"];
         let table = options.table("tcp", &known)?;
@@ -61,7 +62,8 @@ impl Config {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "option \"tcp.advertise\" is {}: peers cannot connect to that; write an address",
+                    "option \"tcp.advertise\" is {}: peers cannot connect to that; write an \
+                     address",
                     bad.ip()
                 ),
             ));
@@ -82,10 +84,10 @@ impl Config {
         })
     }
 
-    /// Returns the least that is sealed on a connection with `peer`. Without the option: everything
-    /// beyond this host if the fleet has a secret, else all but payload. Without a secret every
-    /// holder of the metadata is authenticated, and the metadata often travels by the same network:
-    /// sealed payload would be slower, and seldom safer.
+    /// Returns the weakest seal for a connection with `peer`. Without the option, everything to
+    /// other hosts is sealed if the fleet has a secret, and otherwise all but payload. Without a
+    /// secret every holder of the metadata is authenticated, and the metadata often travels over
+    /// the same network, so sealed payload would be slower and seldom safer.
     pub(crate) fn wish_toward(&self, peer: IpAddr, have_secret: bool) -> Seal {
         let is_near = peer.to_canonical().is_loopback();
         self.seal.unwrap_or(if have_secret && !is_near { Seal::All } else { Seal::Control })
@@ -102,7 +104,7 @@ fn parse_seal(text: &str) -> Result<Seal> {
     })
 }
 
-/// `7000`, or `7000-7010`.
+/// Parses `7000` or `7000-7010`.
 fn parse_ports(text: &str) -> Result<RangeInclusive<u16>> {
     let (from, to) = text.split_once('-').unwrap_or((text, text));
     match (from.trim().parse::<u16>(), to.trim().parse::<u16>()) {
@@ -110,13 +112,14 @@ fn parse_ports(text: &str) -> Result<RangeInclusive<u16>> {
         _ => Err(Error::new(
             ErrorKind::Invalid,
             format!(
-                "option \"tcp.ports\" is {text:?}; write a port such as \"7000\" or a range such as \"7000-7010\""
+                "option \"tcp.ports\" is {text:?}; write a port such as \"7000\" or a range such \
+                 as \"7000-7010\""
             ),
         )),
     }
 }
 
-/// An address or a name, with or without a port; 0 stands for none.
+/// Resolves an address or a name, with or without a port; 0 stands for no port.
 fn resolve(key: &str, text: &str) -> Result<SocketAddr> {
     if let Ok(ip) = text.trim_matches(['[', ']']).parse::<IpAddr>() {
         return Ok(SocketAddr::new(ip, 0));
@@ -132,7 +135,8 @@ fn resolve(key: &str, text: &str) -> Result<SocketAddr> {
         Error::new(
             ErrorKind::Invalid,
             format!(
-                "option \"tcp.{key}\" is {text:?}, {why}; write an address of this host or a name that resolves"
+                "option \"tcp.{key}\" is {text:?}, {why}; write an address of this host or a name \
+                 that resolves"
             ),
         )
     };
@@ -170,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_come_with_or_without_a_port_and_in_both_families() {
+    fn addresses_have_an_optional_port_and_either_family() {
         let config = read(
             r#"{"tcp": {"bind": "::1", "advertise": ["10.0.0.5", "[fd00::1]:81", "localhost:80"]}}"#,
         );
@@ -190,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sealed_is_named_or_comes_with_the_peer() {
+    fn the_seal_is_configured_or_depends_on_the_peer() {
         let (near, far): (IpAddr, IpAddr) =
             ("::ffff:127.0.0.1".parse().unwrap(), [10, 0, 0, 5].into());
         let config = read("{}").unwrap();

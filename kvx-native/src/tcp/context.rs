@@ -1,4 +1,4 @@
-//! The context of an agent: what its machine, links and regions share.
+//! The context of an agent, which its machine, links and regions share.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::tcp::seal::Seal;
 pub(crate) struct AgentContext {
     pub(crate) config: Config,
     pub(crate) agent: Identity,
-    /// The keys that peers prove themselves by.
+    /// The keys that authenticate peers.
     pub(crate) keys: Keys,
     pub(crate) secret: Option<Secret>,
     pub(crate) events: Arc<dyn Events>,
@@ -31,13 +31,13 @@ pub(crate) struct AgentContext {
 }
 
 impl AgentContext {
-    /// The least sealing that this end wants on a connection with a peer at this address.
+    /// Returns the weakest seal that this end accepts on a connection with a peer at this address.
     pub(crate) fn wish_toward(&self, peer: SocketAddr) -> Seal {
         self.config.wish_toward(peer.ip(), self.secret.is_some())
     }
 
-    /// Returns true in the process that opened the transport: only there does the machine run, not
-    /// in a forked child.
+    /// Returns true in the process that opened the transport. The machine runs only there, not in a
+    /// forked child.
     pub(crate) fn is_owner_process(&self) -> bool {
         std::process::id() == self.process
     }

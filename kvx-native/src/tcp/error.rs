@@ -1,4 +1,4 @@
-//! Errors as core's: what broke, with whom, and what to do.
+//! Errors with what failed, with which peer, and what to do.
 
 use std::net::SocketAddr;
 
@@ -8,16 +8,18 @@ use rustix::io::Errno;
 /// The backend's name.
 pub(crate) const NAME: &str = "TCP";
 
-/// Names the backend and the peer.
+/// Adds the backend and the peer to an error.
 pub(crate) fn of_peer(error: Error, peer: &Identity) -> Error {
     error.with_backend(NAME).with_peer(peer.name.clone())
 }
 
-/// A connect that did not come about.
+/// Returns the error of a failed connect.
 pub(crate) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
     if matches!(errno, Errno::MFILE | Errno::NFILE) {
         let error = Error::os(
-            format!("no socket for a connection to {address}: raise the limit of open files"),
+            format!(
+                "cannot create a socket to connect to {address}: raise the limit of open files"
+            ),
             errno,
         );
         return error.with_kind(ErrorKind::Exhausted);
@@ -25,7 +27,8 @@ pub(crate) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
     if matches!(errno, Errno::NOMEM | Errno::NOBUFS | Errno::AGAIN) {
         let error = Error::os(
             format!(
-                "this machine has no memory for a connection to {address} now: free memory, then post or connect again"
+                "this machine has no memory for a connection to {address}: free memory, then post \
+                 or connect again"
             ),
             errno,
         );
@@ -37,26 +40,27 @@ pub(crate) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
         }
         _ => "check the route and \"tcp.advertise\" of the peer",
     };
-    Error::os(format!("no connection to {address}; {hint}"), errno).with_kind(ErrorKind::PeerLost)
+    Error::os(format!("cannot connect to {address}; {hint}"), errno).with_kind(ErrorKind::PeerLost)
 }
 
-/// A handshake that was not finished in time.
+/// Returns the error of a handshake that was not finished in time.
 pub(crate) fn no_answer(address: SocketAddr) -> Error {
     Error::new(
         ErrorKind::PeerLost,
         format!(
-            "no answer from {address} in time: check that the peer runs and that a kvx agent listens there"
+            "no answer from {address} in time: check that the peer runs and that a kvx agent \
+             listens there"
         ),
     )
 }
 
-/// Work on a link that was lost before its user heard of it.
+/// Returns the error of work on a link that has been lost.
 pub(crate) fn gone() -> Error {
-    Error::new(ErrorKind::PeerLost, "the link to the peer is gone: connect again")
+    Error::new(ErrorKind::PeerLost, "the link to the peer has ended: connect again")
         .with_backend(NAME)
 }
 
-/// Work on something that was closed.
+/// Returns the error of work on something that was closed.
 pub(crate) fn closed(what: &'static str) -> Error {
     Error::new(ErrorKind::Closed, format!("{what} was closed")).with_backend(NAME)
 }

@@ -1,4 +1,4 @@
-//! A connected peer, as core holds it.
+//! A connected peer: the handle that core holds.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use crate::tcp::links::LinkStanding;
 use crate::tcp::machine::{Command, Machine};
 use crate::tcp::memory::regions::{TcpRemote, import};
 
-/// The capabilities of TCP.
+/// Returns the capabilities of TCP.
 pub(crate) fn capabilities() -> Capabilities {
     Capabilities {
         isolation: PerOp::same(Isolation::Owner),
@@ -30,7 +30,7 @@ pub(crate) fn capabilities() -> Capabilities {
         settles_without_peer: PerOp::BOTH,
         hung_page: HungPageScope::Peer,
         ordered: false,
-        // Memory of a device brings along who copies it.
+        // Memory of a device comes with the device access that copies it.
         local: MemoryKinds::ALL,
         remote: MemoryKinds::ALL,
     }
@@ -44,9 +44,9 @@ pub(crate) struct TcpLink {
     pub(crate) standing: Arc<LinkStanding>,
 }
 
-// SAFETY: a plan's local memory is touched only in turns of the machine's connections, of which
-// there is one at a time, while the plan's requests hold its blocks; they release them before its
-// ticket settles. Copies of a device that are under way, and an abandoned turn, delay that
+// SAFETY: a plan's local memory is touched only in turns of the machine's connections, one at a
+// time, while the plan's requests hold its blocks; they release the blocks before its ticket
+// settles. Copies of a device in progress, and an abandoned turn, delay that
 // (`DeferredCompletions`).
 unsafe impl Link for TcpLink {
     fn capabilities(&self) -> Arc<Capabilities> {
@@ -69,7 +69,7 @@ unsafe impl Link for TcpLink {
         let size = plan.size();
         let command = Command::Post { link: self.id, plan, id, done };
         if size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS {
-            // It is sent off on the calling thread.
+            // The calling thread sends it.
             self.reactor.submit_and_turn(command);
         } else {
             self.reactor.submit(command);

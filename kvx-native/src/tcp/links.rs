@@ -1,5 +1,5 @@
 //! Links that this end opened: their lanes, the transfers and notifications on them, and the
-//! silence of their peers.
+//! detection of silent peers.
 
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
@@ -23,14 +23,14 @@ use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::{BoundPlan, LinkId, Pair, Ticket};
 use kvx_core::{Identity, Result, TransferId};
 
-/// Transfers of at most so many bytes go over the small lane.
+/// The limit in bytes for transfers on the small lane.
 const SMALL: u64 = 64 << 10;
-/// Their descriptions must be small too.
+/// The limit in blocks for these transfers, because their descriptions must be small too.
 const SMALL_BLOCKS: u64 = 4096;
-/// Data of one request of a bulk transfer, about.
+/// The approximate bytes of data in one request of a bulk transfer.
 const PART: u64 = 4 << 20;
 
-/// The description of a link's state that users read.
+/// The description of a link's state for users.
 #[derive(Debug, Default)]
 pub(crate) struct LinkStanding(Mutex<Option<String>>);
 
@@ -49,9 +49,9 @@ pub(crate) struct UnsettledTransfer {
     pub(crate) plan: Arc<BoundPlan>,
     pub(crate) done: Ticket,
     pub(crate) parts: Vec<Part>,
-    /// The next part to be requested.
+    /// The index of the next part to request.
     pub(crate) next: usize,
-    /// Parts that are out.
+    /// The number of parts in flight.
     pub(crate) out: usize,
 }
 
@@ -59,15 +59,15 @@ pub(crate) struct UnsettledTransfer {
 pub(crate) struct OpenedLink {
     pub(crate) id: LinkId,
     pub(crate) who: Identity,
-    /// The number that all its lanes show.
+    /// The nonce that all its lanes present.
     pub(crate) nonce: [u8; 16],
     pub(crate) greeting_retries: u8,
-    /// The keys that prove this end to the peer.
+    /// The keys that authenticate this end to the peer.
     pub(crate) keys: Keys,
     pub(crate) addresses: Vec<SocketAddr>,
-    /// The address that is tried, or that answered.
+    /// The index of the address that is being tried, or that answered.
     pub(crate) address: usize,
-    /// Connections, by lane; the small one first.
+    /// The connections by lane, the small one first.
     pub(crate) lanes: Vec<Option<usize>>,
     pub(crate) lanes_up: usize,
     /// The time by which it must be up.
@@ -109,7 +109,8 @@ impl OpenedLink {
         }
     }
 
-    /// Sends the hello of a lane whose connect has ended, or returns why that failed.
+    /// Sends the hello of a lane whose connect has completed. Returns the error of a failed
+    /// connect.
     pub(crate) fn greet(&self, conn: &mut Conn, lane: u8, context: &AgentContext) -> Result<()> {
         socket::connected(conn.socket()).map_err(|errno| error::unreachable(conn.peer, errno))?;
         let (own, which, wish) =
@@ -124,8 +125,8 @@ impl OpenedLink {
         self.lanes_up == self.lanes.len()
     }
 
-    /// The time by which a connection that is begun now must be up. The small lane leaves time for
-    /// further addresses.
+    /// Returns the time by which a connection that begins now must be up. The small lane leaves
+    /// time for further addresses.
     pub(crate) fn lane_deadline(&self, lane: u8, longest: Duration, now: Instant) -> Instant {
         let left = self.up_by.saturating_duration_since(now);
         let addresses = self.addresses.len() - self.address;
@@ -133,7 +134,7 @@ impl OpenedLink {
         now + share.min(longest)
     }
 
-    /// Takes a transfer; `issue` follows. Returns whether it is a small one.
+    /// Adds a transfer; `issue` follows. Returns true if it is a small one.
     pub(crate) fn post(
         &mut self,
         plan: Arc<BoundPlan>,
@@ -159,7 +160,7 @@ impl OpenedLink {
         is_small
     }
 
-    /// Takes a notification; `issue` follows.
+    /// Adds a notification; `issue` follows.
     pub(crate) fn notify(&mut self, bytes: Box<[u8]>, done: Ticket, out: &mut Outbox) {
         if let Err((done, why)) = self.notices.add(bytes, done) {
             out.settle(done, Err(error::of_peer(why, &self.who)));
@@ -213,13 +214,13 @@ impl OpenedLink {
         sent
     }
 
-    /// Notes that the peer has sent something.
+    /// Records that the peer has sent something.
     pub(crate) fn note_activity(&mut self, now: Instant) {
         self.silence.note_activity(now);
     }
 
-    /// Notes whether an operation is in flight, counting those that were given up and have not
-    /// ended. Returns when to look at the silence, if that has just begun.
+    /// Records whether an operation is in flight, including those that were given up and have not
+    /// ended. Returns the time of the first silence check if that has just begun.
     pub(crate) fn note_busy(
         &mut self,
         now: Instant,
@@ -232,8 +233,8 @@ impl OpenedLink {
         Some(begun + Silence::step(timeout))
     }
 
-    /// Looks whether the peer is silent with work in flight. The first look that finds it so pings
-    /// it.
+    /// Checks whether the peer is silent with work in flight. Sends a ping at the first silent
+    /// check.
     pub(crate) fn look(
         &mut self,
         now: Instant,
@@ -242,7 +243,7 @@ impl OpenedLink {
         mut touched: impl FnMut(usize),
     ) -> SilenceStatus {
         if self.lanes.iter().flatten().any(|key| conns[*key].may_have_unread()) {
-            // it is this end that is slow: others have their turn, or a device
+            // this end is slow, because of other turns or a device
             self.note_activity(now);
         }
         let look = self.silence.look(now, timeout);
@@ -270,7 +271,7 @@ fn load(conn: &Conn) -> u64 {
     if let Role::Requests(lane) = &conn.role { lane.load() } else { u64::MAX }
 }
 
-/// Requests the next part of the next transfer of a queue. Returns whether there was one.
+/// Requests the next part of the next transfer of a queue. Returns true if there was one.
 fn issue_next(
     transfers: &mut HashMap<TransferId, UnsettledTransfer>,
     queue: &mut VecDeque<TransferId>,
@@ -309,8 +310,8 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(4);
 
-    /// A link that is up and waits for an acknowledgement since `now`, seen on a clock that the
-    /// test moves.
+    /// A link that is up and waits for an acknowledgement since `now`, on a clock that the test
+    /// moves.
     struct SilentPeer {
         peer: OpenedLink,
         conns: Conns,
@@ -345,7 +346,7 @@ mod tests {
             self.peer.look(self.now, TIMEOUT, &mut self.conns, |_| {})
         }
 
-        /// The number of pings.
+        /// Returns the number of pings.
         fn asked(&self) -> usize {
             let ping = Frame::Ping as u8;
             self.conns
@@ -357,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_silent_peer_is_asked_and_then_lost() {
+    fn a_silent_peer_is_pinged_and_then_lost() {
         let mut waiting = SilentPeer::new();
         let step = TIMEOUT / 4;
         assert_eq!(waiting.after(step), SilenceStatus::Ask(waiting.now + step));
@@ -368,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_whose_words_lie_unread_is_not_silent() {
+    fn a_peer_with_unread_bytes_is_not_silent() {
         let mut waiting = SilentPeer::new();
         for (_, conn) in waiting.conns.iter_mut() {
             conn.event(true, false, false);

@@ -1,4 +1,4 @@
-//! TCP: between hosts, and between anything that shares no memory.
+//! TCP: between hosts, and between processes that share no memory.
 //!
 //! The modules form layers. Each imports from its own layer and from those above it in this list,
 //! never from one below:
@@ -9,10 +9,10 @@
 //! 3. [`frames`]: the wire format, the handshake, and the buffers that frames are read from and
 //!    written to.
 //! 4. [`memory`]: registered regions, blocks as sources and sinks of payload, and completions that
-//!    wait until nothing touches their memory any more; `context` and `region` above it.
+//!    wait until nothing touches their memory any more; `context` and `region` build on it.
 //! 5. [`connections`]: one socket with its frames, as a lane of either end.
 //! 6. [`links`]: the lanes to one peer, and the transfers and notifications on them.
-//! 7. [`machine`]: all links and connections of an agent, worked on in bounded turns.
+//! 7. [`machine`]: all links and connections of an agent, served in bounded turns.
 //! 8. `link`, `transport`: core's traits on a handle of the machine.
 
 mod address;

@@ -1,4 +1,4 @@
-//! Registered regions, as core holds them.
+//! Registered regions: the handles that core holds.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use crate::tcp::context::AgentContext;
 use crate::tcp::memory::deferred::Concern;
 use crate::tcp::memory::regions::{ServedRegion, export};
 
-/// Has the machine end all access to a region, and settle the ticket then.
+/// A function that makes the machine end all access to a region, and then settle the ticket.
 type Revoke = Box<dyn Fn(RegionId, Ticket) + Send + Sync>;
 
 /// A registered region.
@@ -22,7 +22,8 @@ pub(crate) struct TcpRegion {
 }
 
 impl TcpRegion {
-    /// May block: a device's first region makes its bounce buffers. Errors: the device's.
+    /// Registers a region. May block, because a device's first region allocates its bounce buffers.
+    /// Returns the device's error.
     pub(crate) fn register(
         spec: RegionSpec,
         context: Arc<AgentContext>,
@@ -35,7 +36,7 @@ impl TcpRegion {
         Ok(TcpRegion { served, context, revoke: Box::new(revoke), export })
     }
 
-    /// The regions that these grids of a plan lie on, and the grids on them. Errors: `Invalid` for
+    /// Returns the regions of these grids of a plan, and the grids on them. Returns `Invalid` for
     /// regions of another transport.
     pub(crate) fn of(
         plan: &BoundPlan,
@@ -57,7 +58,7 @@ impl TcpRegion {
             region.ok_or_else(|| {
                 Error::new(
                     ErrorKind::Invalid,
-                    "a plan over TCP names a region of another transport",
+                    "a plan over TCP contains a region of another transport",
                 )
             })
         };
@@ -74,8 +75,8 @@ impl LocalRegion for TcpRegion {
         self.context.regions.remove(&self.served);
         let region = self.served.id;
         let deferred = Arc::clone(&self.context.deferred);
-        // No new access begins then; copies that a device has begun, and a turn that hangs, may
-        // still touch it.
+        // No new access begins then, but copies that a device has begun, and a turn that hangs, may
+        // still touch the region.
         let done = Ticket::new(move |result| {
             let concerns = |concern: &Concern| concern.touches(region);
             if let Some((done, result)) = deferred.hold(concerns, done, result) {
@@ -88,7 +89,7 @@ impl LocalRegion for TcpRegion {
 
 impl Drop for TcpRegion {
     fn drop(&mut self) {
-        // A forked child may have inherited the lock as somebody else's.
+        // A forked child may have inherited a lock that another thread held.
         if self.context.is_owner_process() {
             self.context.regions.remove(&self.served);
         }

@@ -1,6 +1,6 @@
-//! What is sealed on a lane whose handshake is done: frames, and payload too if the ends want that.
+//! The sealing of a lane after the handshake: frames, and payload too if the ends want that.
 //!
-//! A header is sealed on its own. What follows it is a stretch: records of
+//! A header is sealed separately. The bytes after it are sealed in records of
 //! [`RECORD`](kvx_noise::RECORD) bytes, the last one shorter, each with its tag.
 
 use std::fmt;
@@ -17,23 +17,24 @@ pub(crate) enum Seal {
 }
 
 impl Seal {
-    /// All of them, as options name them.
+    /// All seals, with their names in options.
     pub(crate) const NAMED: [(&str, Seal); 3] =
         [("none", Seal::None), ("control", Seal::Control), ("all", Seal::All)];
 
-    /// As it travels.
+    /// Returns the number on the wire.
     pub(crate) fn number(self) -> u8 {
         self as u8
     }
 
-    /// Errors: `Malformed`.
+    /// Returns the seal with this number, or `Malformed`.
     pub(crate) fn of_number(number: u8) -> Result<Self> {
         let found = Self::NAMED.into_iter().find(|(_, seal)| seal.number() == number);
         found.map(|(_, seal)| seal).ok_or_else(|| {
             Error::new(
                 ErrorKind::Malformed,
                 format!(
-                    "malformed handshake: nothing is sealed in way {number}; bring both ends to one release"
+                    "malformed handshake: unknown seal {number}; update kvx on both ends to the \
+                     same release"
                 ),
             )
         })
@@ -55,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_stricter_wish_is_the_greater_one() {
+    fn the_stricter_seal_is_the_greater_one() {
         assert_eq!(Seal::None.max(Seal::Control).max(Seal::All), Seal::All);
         for (_, seal) in Seal::NAMED {
             assert_eq!(Seal::of_number(seal.number()).unwrap(), seal);

@@ -1,4 +1,4 @@
-//! The backend, opened: a listener, a machine, and its thread.
+//! The open backend: a listener, a machine, and its thread.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -23,10 +23,10 @@ use crate::tcp::memory::stages::DeviceStages;
 use crate::tcp::region::TcpRegion;
 use crate::tcp::socket::listener::{Listener, host_addresses};
 
-/// TCP: the embedded transport between hosts, with nothing to install.
+/// The factory of TCP transports, the embedded transport between hosts, with nothing to install.
 ///
 /// Binds to loopback unless its options say otherwise; see the table of options in this crate's
-/// front page.
+/// documentation.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tcp;
 
@@ -51,8 +51,9 @@ impl Factory for Tcp {
             host_addresses().into_iter().map(|(name, ip)| format!("{name} {ip}")).collect();
         let caution = (!config.bind.is_loopback()).then(|| {
             format!(
-                "TCP listens on {}: give the fleet a shared secret, and the bytes of blocks are sealed between hosts \
-                 (\"tcp.seal\"); without one keep untrusted hosts off that network",
+                "TCP listens on {}: give the fleet a shared secret, and the bytes of blocks are \
+                 sealed between hosts (\"tcp.seal\"); without one keep untrusted hosts off that \
+                 network",
                 config.bind
             )
         });
@@ -109,10 +110,10 @@ fn open(context: Context) -> Result<TcpTransport> {
     Ok(TcpTransport { context, reactor, capabilities: capabilities(), address })
 }
 
-// SAFETY: the machine touches a plan's memory as `TcpLink` says. A region's memory is touched for
-// requests that hold it, and a revocation takes it out of the table and then from each of them,
-// before it settles; what a device still copies for one of them, and a turn that hangs in it, hold
-// the revocation up (`DeferredCompletions`).
+// SAFETY: the machine touches a plan's memory only as described for `TcpLink`. It touches a
+// region's memory for requests that hold the region. A revocation removes the region from the table
+// and then from each request before it settles; copies of a device in progress, and a turn that
+// hangs in the region, delay the revocation (`DeferredCompletions`).
 unsafe impl Transport for TcpTransport {
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities

@@ -1,9 +1,9 @@
 //! Deferred completions: tickets and answers that wait because a device or an abandoned turn may
 //! still touch memory.
 //!
-//! A stream that was given up stays in here until the device has ended its last copy, an abandoned
-//! turn until its thread returns. Then the machine settles what waits for them; after the machine
-//! has ended, the thread that calls `wake` does.
+//! A stream that was given up stays in this table until the device has ended its last copy, an
+//! abandoned turn until its thread returns. Then the machine settles everything that waits for
+//! them; after the machine has ended, the thread that calls `wake` does.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -48,7 +48,7 @@ impl Concern {
 /// A refusal that is sent to a peer once nothing of its request can land any more.
 #[derive(Clone, Debug)]
 pub(crate) struct LateAnswer {
-    /// The peer's link, and the lane of it.
+    /// The peer's link; `lane` is the number of its lane.
     pub(crate) link: [u8; 16],
     pub(crate) lane: u8,
     pub(crate) id: u64,
@@ -66,7 +66,7 @@ pub(crate) struct AbandonedTurn {
 impl AbandonedTurn {
     /// Marks it as abandoned.
     pub(crate) fn abandon(&self, token: u64) {
-        self.token.set(token).ok(); // once
+        self.token.set(token).ok(); // set once
     }
 
     pub(crate) fn is_abandoned(&self) -> bool {
@@ -75,7 +75,7 @@ impl AbandonedTurn {
 }
 
 /// The regions that an owner's end of a lane may touch in a turn: those that it sends from, and
-/// receives into. They are kept alive by its requests, not by this.
+/// those that it receives into. Its requests keep them alive, not this value.
 #[derive(Debug, Default)]
 pub(crate) struct ActiveRegions(Mutex<[Option<Weak<[Arc<ServedRegion>]>>; 2]>);
 
@@ -92,7 +92,7 @@ impl ActiveRegions {
         self.set(1, regions);
     }
 
-    /// The regions that it touches, and those that it receives into.
+    /// Returns the regions that it touches, and those that it receives into.
     pub(crate) fn concerns(&self) -> (Concern, Concern) {
         let [sends, receives] = {
             let touched = self.0.lock();
@@ -107,13 +107,13 @@ impl ActiveRegions {
     }
 }
 
-/// A stream of either kind that was given up, or an abandoned turn.
+/// A stream that was given up, or an abandoned turn.
 pub(crate) enum PendingAccess {
     Fetch(Fetch),
     Store(Store),
     Turn {
         turn: Arc<AbandonedTurn>,
-        /// The regions that it receives into.
+        /// The regions into which it receives.
         receives: Concern,
     },
 }
@@ -139,8 +139,8 @@ impl PendingAccess {
     }
 }
 
-/// A ticket that waits for several streams: settled with the last of them, forgotten with the first
-/// that is lost.
+/// A ticket that waits for several streams: it settles with the last of them, and is forgotten with
+/// the first that is lost.
 struct Hold(Mutex<Option<Settlement>>);
 
 impl Hold {
@@ -149,7 +149,7 @@ impl Hold {
     }
 }
 
-/// A stream that was given up, or an abandoned turn, and what waits for it.
+/// A stream that was given up, or an abandoned turn, and the operations that wait for it.
 struct Ended {
     stream: PendingAccess,
     concern: Concern,
@@ -157,10 +157,10 @@ struct Ended {
     holds: Vec<Arc<Hold>>,
 }
 
-/// See the module.
+/// Deferred completions: see the [module](self).
 #[derive(Default)]
 pub(crate) struct DeferredCompletions {
-    /// Has the machine look after a stream.
+    /// The function that makes the machine check a stream.
     wake: OnceLock<Box<dyn Fn(u64) + Send + Sync>>,
     tokens: AtomicU32,
     table: Mutex<PendingTable>,
@@ -168,11 +168,11 @@ pub(crate) struct DeferredCompletions {
 
 #[derive(Default)]
 struct PendingTable {
-    /// By token. Those that have lost a copy stay for ever.
+    /// The streams by token. Those that have lost a copy stay for ever.
     streams: HashMap<u64, Ended>,
     /// The number of turns among them whose threads have not returned.
     turns: usize,
-    /// The machine has ended.
+    /// True if the machine has ended.
     closed: bool,
 }
 
@@ -181,23 +181,23 @@ impl DeferredCompletions {
         self.table.lock()
     }
 
-    /// Sets the function that has the machine look after the stream of a token.
+    /// Sets the function that makes the machine check the stream of a token.
     pub(crate) fn wake_with(&self, wake: impl Fn(u64) + Send + Sync + 'static) {
         self.wake.set(Box::new(wake)).ok(); // once, when the transport opens
     }
 
-    /// A token for a stream of the connection at `key`.
+    /// Returns a new token for a stream of the connection at `key`.
     pub(crate) fn token(&self, key: usize) -> u64 {
         (key as u64) << 32 | u64::from(self.tokens.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// The connection whose stream it was.
+    /// Returns the connection to which the stream belonged.
     pub(crate) fn key(token: u64) -> usize {
         (token >> 32) as usize
     }
 
-    /// Notes that a stream can continue, or that a copy of one that was given up has ended. On any
-    /// thread.
+    /// Reports that a stream can continue, or that a copy of one that was given up has ended.
+    /// Callable from any thread.
     pub(crate) fn wake(&self, token: u64) {
         if let Some(wake) = self.wake.get() {
             wake(token);
@@ -208,7 +208,7 @@ impl DeferredCompletions {
         }
     }
 
-    /// Takes a stream that is given up. Returns the answer if it may be sent now.
+    /// Adds a stream that is given up. Returns the answer if it may be sent now.
     pub(crate) fn add(
         &self,
         token: u64,
@@ -224,7 +224,7 @@ impl DeferredCompletions {
         self.look(token).1 // the copies may have ended before the stream was in the table
     }
 
-    /// Takes an abandoned turn that touches this; `receives` of it may still be written to.
+    /// Adds an abandoned turn that touches this memory; it may still write to `receives`.
     pub(crate) fn add_turn(
         &self,
         token: u64,
@@ -236,7 +236,8 @@ impl DeferredCompletions {
         self.add(token, PendingAccess::Turn { turn, receives }, touches, None);
     }
 
-    /// Returns `Exhausted` if an abandoned turn may still write there, and overwrite a new write.
+    /// Returns `Exhausted` if an abandoned turn may still write to one of the regions and overwrite
+    /// a new write.
     pub(crate) fn check_writable(&self, regions: &[Arc<ServedRegion>]) -> Result<()> {
         let table = self.table();
         let writes = |region: RegionId| {
@@ -249,8 +250,8 @@ impl DeferredCompletions {
             None => Ok(()),
             Some(served) => {
                 let why = format!(
-                    "an earlier write to region {} hangs on an unresolved page fault and may still land: look after what \
-                     backs that memory, or have the owner register other memory",
+                    "an earlier write to region {} hangs on an unresolved page fault and may still \
+                     land: check what backs that memory, or have the owner register other memory",
                     served.id
                 );
                 Err(Error::new(ErrorKind::Exhausted, why))
@@ -258,8 +259,8 @@ impl DeferredCompletions {
         }
     }
 
-    /// Ends an abandoned turn whose thread has returned and given up the streams of its connection:
-    /// what waits for the turn waits for them now.
+    /// Ends an abandoned turn whose thread has returned and given up the streams of its connection.
+    /// Operations that waited for the turn wait for these streams now.
     pub(crate) fn end_turn(&self, turn: &AbandonedTurn) {
         let Some(token) = turn.token.get().copied() else {
             return debug_assert!(false, "only a turn that was abandoned ends here");
@@ -267,7 +268,7 @@ impl DeferredCompletions {
         let mut table = self.table();
         let waits = table.streams.get_mut(&token).map(|ended| std::mem::take(&mut ended.holds));
         let waits = waits.unwrap_or_default();
-        // The next connection in its place has later tokens.
+        // The next connection with this key has later tokens.
         let is_its = |other: &u64| {
             *other < token && DeferredCompletions::key(*other) == DeferredCompletions::key(token)
         };
@@ -290,7 +291,8 @@ impl DeferredCompletions {
         self.wake(token);
     }
 
-    /// Returns what can be settled and answered now that copies of this stream have ended.
+    /// Returns the results that can be settled and answered now that copies of this stream have
+    /// ended.
     pub(crate) fn look(&self, token: u64) -> (Vec<Settlement>, Option<LateAnswer>) {
         let mut table = self.table();
         let Entry::Occupied(mut entry) = table.streams.entry(token) else {
@@ -317,8 +319,8 @@ impl DeferredCompletions {
         }
     }
 
-    /// Settles a ticket once no stream and no turn touches what it concerns. Returns it if that is
-    /// so now.
+    /// Settles a ticket once no stream and no turn touches the memory that it concerns. Returns it
+    /// if that is already so.
     pub(crate) fn hold(
         &self,
         concerns: impl Fn(&Concern) -> bool,
@@ -331,7 +333,7 @@ impl DeferredCompletions {
         for ended in table.streams.values_mut().filter(|ended| concerns(&ended.concern)) {
             match ended.stream.copies() {
                 Copies::Lost => lost = true,
-                // If it has settled by now, its token is on the way.
+                // If it has settled by now, its token is about to arrive.
                 Copies::InFlight | Copies::Settled => ended.holds.push(Arc::clone(&hold)),
             }
         }
@@ -342,8 +344,8 @@ impl DeferredCompletions {
         Arc::into_inner(hold)?.take()
     }
 
-    /// Notes that the machine has ended. Returns what can be settled now; the rest settles when it
-    /// is woken.
+    /// Handles the end of the machine. Returns the results that can be settled now; the others
+    /// settle when `wake` is called.
     pub(crate) fn close(&self) -> Vec<Settlement> {
         let tokens: Vec<u64> = {
             let mut table = self.table();

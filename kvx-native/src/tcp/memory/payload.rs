@@ -11,15 +11,15 @@ use crate::tcp::memory::regions::{ServedRegion, ServedRegions};
 use crate::tcp::memory::stages::DeviceStage;
 use crate::tcp::socket::chunk::Chunk;
 
-/// The bytes of blocks, to be sent.
+/// The bytes of blocks to send.
 pub(crate) enum Source {
-    /// In host memory: the kernel takes them from there.
+    /// Blocks in host memory, from which the kernel reads directly.
     Host(HostBlocks),
-    /// On a device: they come through bounce buffers.
+    /// Blocks on a device, which are copied through bounce buffers.
     Device(Box<DeviceSource>),
 }
 
-/// A fetch, and how much of it is in the frame that is going out.
+/// A fetch, and how much of it is in the frame that is being sent.
 pub(crate) struct DeviceSource {
     token: u64,
     fetch: Fetch,
@@ -28,13 +28,13 @@ pub(crate) struct DeviceSource {
 }
 
 impl Source {
-    /// Blocks on a device; the copies begin now.
+    /// Creates a source for blocks on a device, and begins the copies.
     pub(crate) fn fetch(token: u64, mut fetch: Fetch, concern: Concern) -> Self {
-        fetch.resume().ok(); // what went wrong is said again when the first frame is made
+        fetch.resume().ok(); // an error is returned again for the first frame
         Source::Device(Box::new(DeviceSource { token, fetch, out: 0, concern }))
     }
 
-    /// Bytes that are in no frame yet.
+    /// Returns the number of bytes that are in no frame yet.
     pub(crate) fn left(&self) -> u64 {
         match self {
             Source::Host(blocks) => blocks.left(),
@@ -42,7 +42,7 @@ impl Source {
         }
     }
 
-    /// Returns true if it touches a region of the owner's.
+    /// Returns true if it touches this region of the owner.
     pub(crate) fn touches(&self, region: RegionId) -> bool {
         match self {
             Source::Host(blocks) => blocks.touches(region),
@@ -50,12 +50,12 @@ impl Source {
         }
     }
 
-    /// The owner's regions in host memory that it touches.
+    /// Returns the owner's regions in host memory that it touches.
     pub(crate) fn regions(&self) -> Option<&ServedRegions> {
         if let Source::Host(blocks) = self { blocks.regions() } else { None }
     }
 
-    /// The token that wakes it when it waits for a device.
+    /// Returns the token that wakes it when it waits for a device.
     pub(crate) fn token(&self) -> Option<u64> {
         match self {
             Source::Host(_) => None,
@@ -63,8 +63,9 @@ impl Source {
         }
     }
 
-    /// The frame before has gone out. Returns whether there is something for the next one now; if
-    /// not, and some is left, its token comes when there is. Errors: the device's.
+    /// Continues after the previous frame was sent. Returns true if bytes for the next frame are
+    /// available; if not, and some are left, its token arrives when they are. Returns the device's
+    /// error.
     pub(crate) fn resume(&mut self) -> Result<bool> {
         match self {
             Source::Host(blocks) => Ok(blocks.left() > 0),
@@ -77,8 +78,8 @@ impl Source {
         }
     }
 
-    /// Moves the next pieces into `chunk`: at most `max` bytes and as many pieces as one call
-    /// takes. They stay in place until the next [`resume`](Source::resume).
+    /// Adds the next pieces to `chunk`: at most `max` bytes and as many pieces as one call takes.
+    /// They stay in place until the next [`resume`](Source::resume).
     pub(crate) fn gather(&mut self, chunk: &mut Chunk, max: usize) {
         match self {
             Source::Host(blocks) => blocks.gather(chunk, max),
@@ -89,7 +90,7 @@ impl Source {
                     if len == 0 || chunk.is_full() {
                         break;
                     }
-                    chunk.push(slice.as_ptr().cast_mut(), len); // read only: it is sent
+                    chunk.push(slice.as_ptr().cast_mut(), len); // read-only: it is sent
                     room -= len;
                 }
                 fetching.out = max - room;
@@ -97,9 +98,9 @@ impl Source {
         }
     }
 
-    /// Its peer does not read: gives its bounce buffers back if others wait for one, after `spill`
-    /// has put the bytes of the frame that is going out elsewhere. If they come later, its token
-    /// does too.
+    /// Returns its bounce buffers because its peer does not read, if others wait for one, after
+    /// `spill` has saved the bytes of the frame that is being sent. If others come later, its token
+    /// arrives.
     pub(crate) fn make_way(&mut self, spill: impl FnOnce()) {
         let Source::Device(fetching) = self else { return };
         let DeviceSource { fetch, out, .. } = &mut **fetching;
@@ -112,7 +113,7 @@ impl Source {
         }
     }
 
-    /// Stops reading it, but for copies that a device has begun.
+    /// Stops reading the source, except for copies that a device has begun.
     pub(crate) fn stop(self, deferred: &DeferredCompletions) {
         if let Source::Device(fetching) = self {
             let DeviceSource { token, fetch, concern, .. } = *fetching;
@@ -121,15 +122,15 @@ impl Source {
     }
 }
 
-/// The place of bytes that are received.
+/// The place of received bytes.
 pub(crate) enum Sink {
-    /// In host memory: the kernel puts them there.
+    /// Blocks in host memory, to which the kernel writes directly.
     Host(HostBlocks),
-    /// On a device: they go through bounce buffers.
+    /// Blocks on a device, which are copied through bounce buffers.
     Device(Box<DeviceSink>),
 }
 
-/// A store.
+/// A store, and the memory that it touches.
 pub(crate) struct DeviceSink {
     token: u64,
     store: Store,
@@ -137,12 +138,12 @@ pub(crate) struct DeviceSink {
 }
 
 impl Sink {
-    /// Blocks on a device.
+    /// Creates a sink for blocks on a device.
     pub(crate) fn store(token: u64, store: Store, concern: Concern) -> Self {
         Sink::Device(Box::new(DeviceSink { token, store, concern }))
     }
 
-    /// Returns true if it touches a region of the owner's.
+    /// Returns true if it touches this region of the owner.
     pub(crate) fn touches(&self, region: RegionId) -> bool {
         match self {
             Sink::Host(blocks) => blocks.touches(region),
@@ -150,12 +151,12 @@ impl Sink {
         }
     }
 
-    /// The owner's regions in host memory that it touches.
+    /// Returns the owner's regions in host memory that it touches.
     pub(crate) fn regions(&self) -> Option<&ServedRegions> {
         if let Sink::Host(blocks) = self { blocks.regions() } else { None }
     }
 
-    /// The token that wakes it when it waits for a device.
+    /// Returns the token that wakes it when it waits for a device.
     pub(crate) fn token(&self) -> Option<u64> {
         match self {
             Sink::Host(_) => None,
@@ -163,8 +164,8 @@ impl Sink {
         }
     }
 
-    /// Moves the places of the next bytes into `chunk`, for at most `max` bytes. False: there is no
-    /// place now, and its token comes when there may be. Errors: the device's.
+    /// Adds the places of the next bytes to `chunk`, for at most `max` bytes. Returns false if
+    /// there is no place now; its token arrives when there may be one. Returns the device's error.
     pub(crate) fn fill(&mut self, chunk: &mut Chunk, max: usize) -> Result<bool> {
         match self {
             Sink::Host(blocks) => blocks.gather(chunk, max),
@@ -176,30 +177,30 @@ impl Sink {
         Ok(true)
     }
 
-    /// Notes that so many bytes were received where [`fill`](Sink::fill) said.
+    /// Records that `count` bytes were received in the places of [`fill`](Sink::fill).
     pub(crate) fn took(&mut self, count: usize) {
         if let Sink::Device(storing) = self {
             storing.store.received(count);
         }
     }
 
-    /// Notes that no payload is received for it now. Returns true if the places that it gave are
-    /// not its own any more.
+    /// Records that no payload is received for it now. Returns true if the places that it returned
+    /// are invalid from now on.
     pub(crate) fn pause(&mut self) -> bool {
         let Sink::Device(storing) = self else { return false };
         storing.store.pause();
         true
     }
 
-    /// Returns true if all that was received is where it belongs. If not, its token comes. Errors:
-    /// the device's.
+    /// Returns true if all received bytes have landed. Otherwise its token arrives. Returns the
+    /// device's error.
     pub(crate) fn has_landed(&mut self) -> Result<bool> {
         let Sink::Device(storing) = self else { return Ok(true) };
-        storing.store.room()?; // takes in the copies that have ended
+        storing.store.room()?; // processes the copies that have ended
         Ok(storing.store.left() == 0)
     }
 
-    /// Stops all writes into it, apart from copies that a device has begun: `answer` is sent when
+    /// Stops all writes to it, except for copies that a device has begun: `answer` is sent when
     /// they have ended. Returns the answer if it may be sent now.
     pub(crate) fn stop(
         self,
@@ -216,7 +217,7 @@ impl Sink {
     }
 }
 
-/// Blocks in host memory, worked off from the front.
+/// Blocks in host memory, which are consumed from the front.
 pub(crate) struct HostBlocks {
     memory: BlockMemory,
     cursor: Extents,
@@ -224,19 +225,20 @@ pub(crate) struct HostBlocks {
 
 /// The owner of the blocks' memory, which keeps it alive.
 enum BlockMemory {
-    /// The initiator's: the plan.
+    /// The initiator's plan.
     Plan(Arc<BoundPlan>),
-    /// The owner's.
+    /// The owner's regions.
     Served(ServedRegions),
 }
 
 impl HostBlocks {
-    /// The local side of a part of a plan.
+    /// Creates the local side of a part of a plan.
     pub(crate) fn local(plan: Arc<BoundPlan>, cursor: Extents) -> Self {
         HostBlocks { memory: BlockMemory::Plan(plan), cursor }
     }
 
-    /// Blocks that a peer asked for; the cursor's grids have been checked against the regions.
+    /// Creates blocks that a peer requested; the cursor's grids have been checked against the
+    /// regions.
     pub(crate) fn served(regions: Vec<Arc<ServedRegion>>, cursor: Extents) -> Self {
         HostBlocks { memory: BlockMemory::Served(regions.into()), cursor }
     }
@@ -267,14 +269,15 @@ impl HostBlocks {
                 BlockMemory::Served(regions) => &regions[extent.region as usize].memory,
             };
             debug_assert!(extent.offset + extent.len <= memory.len() as u64);
-            // In bounds: grids are checked against their regions before a cursor walks them.
+            // In bounds: grids are checked against their regions before a cursor iterates over
+            // them.
             chunk.push(memory.as_ptr().wrapping_add(extent.offset as usize), extent.len as usize);
             room -= extent.len;
         }
     }
 }
 
-/// Blocks on one device, to become a stream.
+/// Blocks on one device, to be used as a stream.
 pub(crate) struct StagedBlocks {
     stage: Arc<DeviceStage>,
     memories: Vec<Arc<Memory>>,
@@ -282,9 +285,11 @@ pub(crate) struct StagedBlocks {
 }
 
 impl StagedBlocks {
-    /// The blocks of `extents` in these regions; `Err(extents)`: they are host memory.
+    /// Returns the blocks of `extents` in these regions, or `Err(extents)` if they are in host
+    /// memory.
     ///
     /// # Errors
+    ///
     /// `Unsupported` for regions that do not lie on one stage.
     pub(crate) fn of(
         regions: &[Arc<ServedRegion>],
@@ -296,7 +301,8 @@ impl StagedBlocks {
         if numbers.any(|number| number != first) {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                "a request names memory of several devices: its initiator should have made several of it",
+                "a request names memory of several devices: its initiator must send one request \
+                 for each",
             ));
         }
         let Some(stage) = regions.first().and_then(|served| served.stage.clone()) else {
@@ -306,13 +312,13 @@ impl StagedBlocks {
         Ok(Ok(StagedBlocks { stage, memories, extents }))
     }
 
-    /// To be sent on this lane.
+    /// Returns a source for sending on this lane.
     pub(crate) fn source(self, lane: u8, token: u64, concern: Concern) -> Result<Source> {
         let fetch = self.stage.stager(lane).fetch(token, self.memories, self.extents)?;
         Ok(Source::fetch(token, fetch, concern))
     }
 
-    /// To be received on this lane.
+    /// Returns a sink for receiving on this lane.
     pub(crate) fn sink(self, lane: u8, token: u64, concern: Concern) -> Result<Sink> {
         let store = self.stage.stager(lane).store(token, self.memories, self.extents)?;
         Ok(Sink::store(token, store, concern))

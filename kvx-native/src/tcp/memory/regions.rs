@@ -1,4 +1,4 @@
-//! The owner's regions, and how remote access to them ends.
+//! The owner's regions, and the end of remote access to them.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ pub(crate) struct ServedRegion {
     pub(crate) stage: Option<Arc<DeviceStage>>,
 }
 
-/// Regions of the owner's, in the order of a request.
+/// Regions of the owner, in the order of a request.
 pub(crate) type ServedRegions = Arc<[Arc<ServedRegion>]>;
 
 /// All regions of one agent that TCP serves.
@@ -47,21 +47,21 @@ impl Regions {
         drop(revoked); // without the lock: it may be the last to hold the memory
     }
 
-    /// The regions that a request names, if it shows their keys. Errors: `Unregistered`, `Revoked`,
-    /// `WrongKey`.
+    /// Returns the regions that a request names, if it shows their keys. Returns `Unregistered`,
+    /// `Revoked` or `WrongKey` otherwise.
     pub(crate) fn open(&self, shown: &[(RegionId, RegionKey)]) -> Result<Vec<Arc<ServedRegion>>> {
         let table = self.table();
         shown.iter().map(|(id, key)| table.check(*id, key).cloned()).collect()
     }
 }
 
-/// The export for peers: the number of its stage, and nothing for host memory.
+/// Encodes the export for peers: the number of its stage, or nothing for host memory.
 pub(crate) fn export(stage: Option<&DeviceStage>) -> Vec<u8> {
     stage.map_or_else(Vec::new, |stage| stage.number.to_le_bytes().to_vec())
 }
 
-/// The number of a peer's stage; 0 for host memory. Later versions may say more. Errors:
-/// `Malformed`.
+/// Decodes the number of a peer's stage; 0 for host memory. Later versions may append fields.
+/// Returns `Malformed` for an invalid export.
 pub(crate) fn import(export: &[u8]) -> Result<u32> {
     match (export, export.first_chunk()) {
         ([], _) => Ok(0),
@@ -73,9 +73,9 @@ pub(crate) fn import(export: &[u8]) -> Result<u32> {
     }
 }
 
-/// A region of the peer: number, key and bounds are all it takes, and a plan has those.
+/// A region of the peer. Its id, key and bounds are all that TCP needs, and a plan has those.
 pub(crate) struct TcpRemote {
-    /// The number of the stage it lies on at the peer; 0: host memory.
+    /// The number of its stage at the peer; 0 for host memory.
     pub(crate) stage: u32,
 }
 
@@ -88,7 +88,7 @@ fn remote_stage(plan: &BoundPlan, region: u32) -> u32 {
 
 /// Returns true if a plan has device memory on either side.
 pub(crate) fn is_staged(plan: &BoundPlan) -> bool {
-    // One kind of memory a side: the first speaks for all.
+    // Each side has one kind of memory, so the first one is representative.
     let local = plan.locals().first().is_some_and(|local| local.memory.device_access().is_some());
     local || !plan.remotes().is_empty() && remote_stage(plan, 0) != 0
 }
@@ -96,7 +96,7 @@ pub(crate) fn is_staged(plan: &BoundPlan) -> bool {
 /// Returns true if a grid of a plan lies on the same stages as the one before it, so that one
 /// request may name both.
 pub(crate) fn share_stages(plan: &BoundPlan, pair: &Pair, grid: usize) -> bool {
-    // A stage of this end is one device's.
+    // A stage of this end belongs to one device.
     let device =
         |grid: usize| plan.local(pair.local[grid].region).memory.device_access().map(Arc::as_ptr);
     let stage = |grid: usize| remote_stage(plan, pair.remote[grid].region);
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn exports_say_on_which_stage_memory_lies() {
+    fn exports_name_the_stage_of_memory() {
         assert_eq!(import(&export(None)).unwrap(), 0);
         assert_eq!(import(&7u32.to_le_bytes()).unwrap(), 7);
         assert_eq!(import(&[7, 0, 0, 0, 99]).unwrap(), 7);

@@ -1,4 +1,4 @@
-//! Bounce buffers for device memory: one set of them per device.
+//! Bounce buffers for device memory: one set per device.
 
 use std::sync::Arc;
 
@@ -6,20 +6,20 @@ use crate::staging::{Buffers, Stager};
 use kvx_core::backend::sync::Mutex;
 use kvx_core::{DeviceAccess, Memory, Result};
 
-/// Small transfers have buffers of their own: bulk ones never keep them waiting.
+/// The buffers of small transfers, which are separate so that bulk ones never delay them.
 const SMALL: Buffers = Buffers { len: 64 << 10, count: 16, depth: 4 };
 
 /// The bounce buffers of one device.
 #[derive(Debug)]
 pub(crate) struct DeviceStage {
-    /// Its number, which peers receive: blocks of one request lie on one stage.
+    /// Its number, which peers receive: all blocks of one request lie on one stage.
     pub(crate) number: u32,
     small: Stager,
     bulk: Stager,
 }
 
 impl DeviceStage {
-    /// The buffers for streams of this lane.
+    /// Returns the buffers for streams of this lane.
     pub(crate) fn stager(&self, lane: u8) -> &Stager {
         if lane == 0 { &self.small } else { &self.bulk }
     }
@@ -30,8 +30,8 @@ impl DeviceStage {
 pub(crate) struct DeviceStages(Mutex<Vec<Arc<DeviceStage>>>);
 
 impl DeviceStages {
-    /// The stage for this memory; `None` for host memory. Its buffers are made now: may block.
-    /// Errors: the device's.
+    /// Returns the stage for this memory; `None` for host memory. Allocates its buffers now, and so
+    /// may block. Returns the device's error.
     pub(crate) fn of(
         &self,
         memory: &Memory,
@@ -44,7 +44,8 @@ impl DeviceStages {
         Ok(Some(stage))
     }
 
-    /// A turn hangs, whose lane may keep buffers of each. Returns whether there are any stages.
+    /// Allows additional buffers, because a hung turn's lane may keep some of each stage. Returns
+    /// true if there are any stages.
     pub(crate) fn do_without_some(&self) -> bool {
         let stages = self.0.lock().clone();
         for stage in &stages {

@@ -1,39 +1,41 @@
-//! Pieces of memory on their way to or from the kernel, and the memory for discarded bytes.
+//! Pieces of memory that the kernel sends from or receives into, and the memory for discarded
+//! bytes.
 
 use std::sync::Arc;
 
 use kvx_core::Memory;
 use kvx_core::backend::copy_shared;
 
-/// The most pieces of one system call, with room for what goes before and after the payload.
+/// The limit for pieces of one system call, with capacity for the bytes before and after the
+/// payload.
 pub(crate) const MAX_PIECES: usize = 1000;
 
-/// Bytes that are sent in place of bytes that may not be read any more.
+/// The bytes sent in place of bytes that must not be read any more.
 static ZEROS: [u8; FILLER] = [0; FILLER];
 const FILLER: usize = 64 << 10;
 
-/// Pieces of memory in the order in which bytes go through them.
+/// Pieces of memory, in the order in which bytes are transferred.
 #[derive(Default)]
 pub(crate) struct Chunk {
     pieces: Vec<libc::iovec>,
     at: usize,
     left: usize,
-    /// Bytes that went through since somebody asked.
+    /// The bytes transferred since the last call of `take_moved`.
     moved: usize,
 }
 
-// SAFETY: a chunk is addresses and lengths. The machine that owns it decides when they are
-// accessed: it keeps the memory's owner beside the chunk and redirects the chunk before it releases
-// that.
+// SAFETY: a chunk consists of addresses and lengths. The machine that owns it decides when they are
+// accessed: it keeps the memory's owner next to the chunk, and redirects the chunk before it
+// releases that owner.
 unsafe impl Send for Chunk {}
 
 impl Chunk {
-    /// Bytes that are left.
+    /// Returns the remaining bytes.
     pub(crate) fn left(&self) -> usize {
         self.left
     }
 
-    /// Empties it.
+    /// Empties the chunk.
     pub(crate) fn clear(&mut self) {
         self.pieces.clear();
         (self.at, self.left, self.moved) = (0, 0, 0);
@@ -44,18 +46,18 @@ impl Chunk {
         self.pieces.len() >= MAX_PIECES
     }
 
-    /// Adds a piece that follows the others.
+    /// Adds a piece after the others.
     pub(crate) fn push(&mut self, base: *mut u8, len: usize) {
         self.pieces.push(libc::iovec { iov_base: base.cast(), iov_len: len });
         self.left += len;
     }
 
-    /// The pieces that are left.
+    /// Returns the remaining pieces.
     pub(crate) fn pieces(&self) -> &[libc::iovec] {
         &self.pieces[self.at..]
     }
 
-    /// `count` bytes went through; not more than are left.
+    /// Records that `count` bytes were transferred, at most as many as are left.
     pub(crate) fn advance(&mut self, count: usize) {
         debug_assert!(count <= self.left);
         self.left -= count;
@@ -73,20 +75,20 @@ impl Chunk {
         }
     }
 
-    /// How many bytes went through since this was last asked.
+    /// Returns the bytes transferred since the last call.
     pub(crate) fn take_moved(&mut self) -> usize {
         std::mem::take(&mut self.moved)
     }
 
-    /// Writes as many of `bytes` as fit, and says how many.
+    /// Writes as many of `bytes` as fit. Returns how many.
     pub(crate) fn copy_in(&mut self, bytes: &[u8]) -> usize {
         let total = bytes.len().min(self.left);
         let mut left = &bytes[..total];
         while !left.is_empty() {
             let piece = self.pieces[self.at];
             let (now, later) = left.split_at(left.len().min(piece.iov_len));
-            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive
-            // and may write; `now` is a buffer of the connection, which no region overlaps.
+            // SAFETY: the piece names `iov_len` bytes of writable memory that the chunk's owner
+            // keeps alive; `now` is a buffer of the connection, which no region overlaps.
             unsafe { copy_shared(now.as_ptr(), piece.iov_base.cast(), now.len()) };
             self.advance(now.len());
             left = later;
@@ -94,17 +96,17 @@ impl Chunk {
         total
     }
 
-    /// Appends a copy of the next `len` bytes to `copy`; not more than are left.
+    /// Appends a copy of the next `len` bytes to `copy`, at most as many as are left.
     pub(crate) fn take(&mut self, len: usize, copy: &mut Vec<u8>) {
         let end = copy.len() + len;
         copy.reserve(len);
         while copy.len() < end {
             let piece = self.pieces[self.at];
             let now = piece.iov_len.min(end - copy.len());
-            // SAFETY: the piece names `iov_len` bytes of memory that the chunk's owner keeps alive
-            // and lets be read, and that others may write to; `copy` is a vector of the
-            // connection's, which no region overlaps, with capacity for `now` bytes more, which
-            // are initialized before its length includes them.
+            // SAFETY: the piece names `iov_len` bytes of readable memory that the chunk's owner
+            // keeps alive, and that others may write to. `copy` is a vector of the connection,
+            // which no region overlaps, with capacity for `now` more bytes, which are initialized
+            // before its length includes them.
             unsafe {
                 let to = copy.as_mut_ptr().add(copy.len());
                 copy_shared(piece.iov_base.cast_const().cast(), to, now);
@@ -114,7 +116,7 @@ impl Chunk {
         }
     }
 
-    /// Makes what is left come from a copy of it, which is `copy` from now on.
+    /// Replaces the remaining pieces with a copy of their bytes, which `copy` holds.
     pub(crate) fn copy_out(&mut self, copy: &mut Vec<u8>) {
         copy.clear();
         copy.reserve_exact(self.left);
@@ -122,24 +124,24 @@ impl Chunk {
         self.replace(copy);
     }
 
-    /// From here on it is these bytes.
+    /// Replaces the remaining pieces with these bytes.
     pub(crate) fn replace(&mut self, bytes: &mut [u8]) {
         self.clear();
         self.push(bytes.as_mut_ptr(), bytes.len());
     }
 
-    /// Makes what is left go into `bin` instead, whose content does not matter.
+    /// Makes the remaining bytes go to `bin` instead, whose content does not matter.
     pub(crate) fn discard_into(&mut self, bin: &Bin) {
         let left = self.left;
         self.fill_with(bin.0.as_ptr(), bin.0.len(), left);
     }
 
-    /// The next `count` bytes go into `bin`.
+    /// Makes the next `count` bytes go to `bin`.
     pub(crate) fn discard(&mut self, bin: &Bin, count: usize) {
         self.fill_with(bin.0.as_ptr(), bin.0.len(), count);
     }
 
-    /// Makes what is left come from zeros instead.
+    /// Makes the remaining bytes come from zeros instead.
     pub(crate) fn zero(&mut self) {
         let left = self.left;
         self.fill_with(ZEROS.as_ptr().cast_mut(), ZEROS.len(), left);
@@ -155,7 +157,7 @@ impl Chunk {
     }
 }
 
-/// Memory for discarded bytes, which several threads may write at once.
+/// Memory for discarded bytes, which several threads may write concurrently.
 #[derive(Clone)]
 pub(crate) struct Bin(Arc<Memory>);
 
@@ -178,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_go_through_the_pieces_in_order() {
+    fn bytes_are_transferred_through_the_pieces_in_order() {
         let mut buffers = [vec![0; 3], vec![0; 1], vec![0; 4]];
         let mut chunk = over(&mut buffers);
         assert_eq!(chunk.copy_in(&[1, 2]), 2);

@@ -1,4 +1,4 @@
-//! The socket that peers connect to.
+//! The listening socket to which peers connect.
 
 use std::ffi::CStr;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -10,10 +10,10 @@ use rustix::io::Errno;
 use crate::tcp::config::Config;
 use crate::tcp::socket::stream_socket;
 
-/// Connections that the kernel keeps until they are accepted.
+/// The limit for connections that the kernel keeps until they are accepted.
 const BACKLOG: i32 = 1024;
 
-/// A listening socket and what peers connect to.
+/// A listening socket, and the addresses that peers connect to.
 #[derive(Debug)]
 pub(crate) struct Listener {
     pub(crate) socket: Private,
@@ -21,12 +21,13 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
-    /// Binds as the configuration says.
+    /// Binds as configured.
     ///
     /// # Errors
-    /// A busy port names the port, the setting and a free one. A wildcard address without
-    /// `tcp.advertise` lists the addresses of this host. What else the system refuses comes with
-    /// its code.
+    ///
+    /// A busy port: names the port, the option and a free port. A wildcard address without
+    /// `tcp.advertise`: lists the addresses of this host. Other errors of the system include its
+    /// error code.
     pub(crate) fn open(config: &Config) -> Result<Self> {
         if config.bind.is_unspecified() && config.advertise.is_empty() {
             return Err(unspecified(config.bind));
@@ -115,8 +116,8 @@ fn unspecified(bind: IpAddr) -> Error {
     Error::new(
         ErrorKind::Invalid,
         format!(
-            "\"tcp.bind\" is {bind}, all addresses of this host, but peers need one to connect to: set \
-             \"tcp.advertise\" to one that they reach, of {}",
+            "\"tcp.bind\" is {bind}, which means all addresses of this host, but peers need a \
+             specific one: set \"tcp.advertise\" to one that they reach, of {}",
             list()
         ),
     )
@@ -128,7 +129,7 @@ fn list() -> String {
     if addresses.is_empty() { "none that is up".into() } else { addresses.join(", ") }
 }
 
-/// Interfaces that are up, with their addresses; those that only reach the same link are left out.
+/// Returns the addresses of interfaces that are up, except for link-local ones.
 pub(crate) fn host_addresses() -> Vec<(String, IpAddr)> {
     let mut first = std::ptr::null_mut();
     // SAFETY: `first` is a valid place for the list, which is freed below and nowhere else.
@@ -155,9 +156,11 @@ pub(crate) fn host_addresses() -> Vec<(String, IpAddr)> {
 }
 
 /// # Safety
-/// `address` is null or points to a socket address of the family that it names.
+///
+/// The caller ensures that `address` is null or points to a socket address of the family that it
+/// names.
 unsafe fn ip_of(address: *const libc::sockaddr) -> Option<IpAddr> {
-    // SAFETY: the caller's promise; each family has its own layout.
+    // SAFETY: the caller ensures that the pointer is valid; each family has its own layout.
     let ip = unsafe {
         match i32::from(address.as_ref()?.sa_family) {
             libc::AF_INET => {
@@ -180,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_socket_that_there_is_no_descriptor_for_is_a_limit_to_be_raised() {
+    fn a_missing_descriptor_names_the_limit_to_raise() {
         let error = refused([127, 0, 0, 1].into(), Errno::MFILE);
         assert_eq!(error.kind(), ErrorKind::Exhausted);
         assert!(error.sentence().contains("raise the limit of open files"), "{error}");
@@ -192,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_port_names_itself_the_setting_and_a_free_one() {
+    fn the_error_of_a_busy_port_names_the_port_the_option_and_a_free_one() {
         let first = open("{}").unwrap();
         let port = first.addresses[0].port();
         let error = open(&format!(r#"{{"tcp": {{"ports": {port}}}}}"#)).unwrap_err();
@@ -209,8 +212,8 @@ mod tests {
     }
 
     #[test]
-    fn the_first_free_port_of_a_range_is_taken() {
-        // A range around a port that is known to be free.
+    fn the_first_free_port_of_a_range_is_used() {
+        // A range around a port that was just free.
         let taken = open("{}").unwrap();
         let from = taken.addresses[0].port();
         let to = from.saturating_add(20);
@@ -219,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wildcard_without_an_advertised_address_lists_what_there_is() {
+    fn a_wildcard_without_an_advertised_address_lists_the_hosts_addresses() {
         for bind in ["0.0.0.0", "::"] {
             let error = open(&format!(r#"{{"tcp": {{"bind": "{bind}"}}}}"#)).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Invalid);
@@ -234,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_of_another_host_is_refused_with_those_of_this_one() {
+    fn the_error_of_another_hosts_address_lists_those_of_this_one() {
         let error = open(r#"{"tcp": {"bind": "192.0.2.1"}}"#).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid);
         assert!(error.sentence().contains("not an address of this host"), "{error}");

@@ -13,14 +13,14 @@ use kvx_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
-/// How long a connection is idle before the kernel asks whether the other host still exists.
+/// The time that a connection is idle before the kernel checks whether the other host still exists.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_PROBES: u32 = 3;
-/// How long sent bytes may stay unacknowledged, or the other end's window shut, at least.
+/// The minimum time for which sent bytes may stay unacknowledged, or the other end's window closed.
 const UNACKNOWLEDGED: Duration = Duration::from_secs(60);
 
-/// A TCP socket of the family of `address`, not blocking, not inherited.
+/// Creates a TCP socket of the family of `address`, non-blocking and not inherited.
 pub(crate) fn stream_socket(address: SocketAddr) -> Result<Private, Errno> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     rustix::net::socket_with(
@@ -42,7 +42,7 @@ pub(crate) fn connect(address: SocketAddr, peer_timeout: Duration) -> Result<Pri
     }
 }
 
-/// Options of every connection: no delay, and an end for half-dead ones.
+/// Sets the options of every connection: no delay, and timeouts for half-dead ones.
 pub(crate) fn tune(socket: &Private, peer_timeout: Duration) -> Result<(), Errno> {
     sockopt::set_tcp_nodelay(socket, true)?;
     sockopt::set_socket_keepalive(socket, true)?;
@@ -53,16 +53,17 @@ pub(crate) fn tune(socket: &Private, peer_timeout: Duration) -> Result<(), Errno
     sockopt::set_tcp_user_timeout(socket, u32::try_from(unacknowledged).unwrap_or(u32::MAX))
 }
 
-/// Returns true if a connect that was started has succeeded.
+/// Returns whether a connect that was started has succeeded.
 pub(crate) fn connected(socket: &Private) -> Result<(), Errno> {
     sockopt::socket_error(socket)??;
     rustix::net::getpeername(socket)?.map(|_| ()).ok_or(Errno::NOTCONN)
 }
 
-/// Sends from these pieces. `None`: the socket takes nothing now.
+/// Sends from these pieces. Returns `None` if the socket takes no bytes now.
 ///
 /// # Safety
-/// Each piece names readable memory.
+///
+/// The caller ensures that each piece names readable memory.
 pub(crate) unsafe fn send(socket: &Private, pieces: &mut [libc::iovec]) -> Result<Option<usize>> {
     #[cfg(test)]
     let Some(pieces) = cut::short(pieces) else { return Ok(None) };
@@ -71,23 +72,25 @@ pub(crate) unsafe fn send(socket: &Private, pieces: &mut [libc::iovec]) -> Resul
     message.msg_iov = pieces.as_mut_ptr();
     message.msg_iovlen = pieces.len();
     let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
-    // SAFETY: the header names `pieces`, which outlive the call; the caller vouches for what they
-    // name.
+    // SAFETY: the header names `pieces`, which outlive the call; the caller ensures that their
+    // memory is readable.
     let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &message, flags) };
     outcome(sent)
 }
 
-/// Receives into these pieces. `None`: nothing is there now. An error at the end of the stream.
+/// Receives into these pieces. Returns `None` if no bytes are available now, and an error at the
+/// end of the stream.
 ///
 /// # Safety
-/// Each piece names writable memory.
+///
+/// The caller ensures that each piece names writable memory.
 pub(crate) unsafe fn receive(
     socket: &Private,
     pieces: &mut [libc::iovec],
 ) -> Result<Option<usize>> {
     #[cfg(test)]
     let Some(pieces) = cut::short(pieces) else { return Ok(None) };
-    // SAFETY: the pieces outlive the call; the caller vouches for what they name.
+    // SAFETY: the pieces outlive the call; the caller ensures that their memory is writable.
     let got =
         unsafe { libc::readv(socket.as_raw_fd(), pieces.as_ptr(), pieces.len() as libc::c_int) };
     match outcome(got)? {
@@ -110,13 +113,14 @@ fn outcome(returned: libc::ssize_t) -> Result<Option<usize>> {
     }
 }
 
-/// An established connection failed.
+/// Returns the error of an established connection that failed.
 fn broken(errno: Errno) -> Error {
     Error::os("the connection to the peer broke: check whether it still runs", errno)
         .with_kind(ErrorKind::PeerLost)
 }
 
-/// Calls that move less than there is, or nothing, as a test's seed wants it.
+/// Fault injection: calls that move fewer bytes than possible, or none, as a test's seed
+/// determines.
 #[cfg(test)]
 pub(crate) mod cut {
     use std::cell::RefCell;
@@ -127,14 +131,15 @@ pub(crate) mod cut {
         static CUTS: RefCell<Option<Random>> = const { RefCell::new(None) };
     }
 
-    /// The calls of this thread are cut from now on, by this seed; or are not.
+    /// Starts the fault injection for this thread with this seed, or ends it.
     pub(crate) fn by(seed: Option<u64>) {
         CUTS.set(seed.map(Random::seeded));
     }
 
-    /// What a call may move of these pieces; `None`: it says that nothing can be moved now.
+    /// Returns the part of these pieces that a call may move; `None` if it must report that it
+    /// cannot move any now.
     pub(crate) fn short(pieces: &mut [libc::iovec]) -> Option<&mut [libc::iovec]> {
-        /// A call that is cut moves no more: some headers, or a part of a record.
+        /// The limit in bytes for a shortened call: some headers, or a part of a record.
         const MOST: usize = 3000;
         let Some(draw) = CUTS.with_borrow_mut(|cuts| cuts.as_mut().map(Random::word)) else {
             return Some(pieces);

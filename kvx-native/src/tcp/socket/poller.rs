@@ -1,7 +1,7 @@
-//! What wakes the machine: one epoll of all its sockets, and a timer in it.
+//! The events that wake the machine: one epoll of all its sockets, with a timer in it.
 //!
-//! The timer is a descriptor, not a longest sleep, because a turn on another thread (a post, a
-//! drive) may be the one that needs it while the machine's own thread sleeps already.
+//! The timer is a descriptor and not a limit for the sleep, because a turn on another thread (a
+//! post, a drive) may need it while the machine's own thread already sleeps.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
@@ -13,17 +13,17 @@ use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, 
 
 const LISTENER: u64 = u64::MAX;
 const TIMER: u64 = u64::MAX - 1;
-/// Events taken at a time.
+/// The number of events taken at a time.
 const EVENTS: usize = 256;
 
-/// What happened.
+/// An event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Event {
-    /// Somebody connects.
+    /// A peer connects.
     Connecting,
-    /// The timer.
+    /// The timer has expired.
     Timer,
-    /// A connection.
+    /// A connection is ready.
     Conn { key: usize, readable: bool, writable: bool, hung_up: bool },
 }
 
@@ -35,11 +35,14 @@ pub(crate) struct Poller {
     events: Vec<epoll::Event>,
 }
 
-// SAFETY: the data of its events are numbers, never pointers; all else is Send.
+// SAFETY: the data of its events are numbers, never pointers; all other fields are `Send`.
 unsafe impl Send for Poller {}
 
 fn refused(errno: Errno) -> Error {
-    Error::os("no epoll or timer descriptor for TCP: raise the limit of open files", errno)
+    Error::os(
+        "cannot create an epoll or timer descriptor for TCP: raise the limit of open files",
+        errno,
+    )
 }
 
 impl Poller {
@@ -68,12 +71,12 @@ impl Poller {
         make().map_err(refused)
     }
 
-    /// The descriptor that is readable when something has happened.
+    /// Returns the descriptor that is readable when an event has happened.
     pub(crate) fn fds(&self) -> &[RawFd; 1] {
         &self.fds
     }
 
-    /// Watches a connection: each change is told once. Closing the socket ends it.
+    /// Watches a connection; each change is reported once. Closing the socket ends the watch.
     pub(crate) fn watch(&self, key: usize, socket: impl AsFd) -> Result<()> {
         let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
         epoll::add(&self.epoll, socket, EventData::new_u64(key as u64), flags).map_err(refused)
@@ -84,7 +87,7 @@ impl Poller {
         epoll::delete(&self.epoll, socket).ok();
     }
 
-    /// Tells what has happened, without waiting.
+    /// Reports the events that have happened, without waiting.
     pub(crate) fn poll(&mut self, mut tell: impl FnMut(Event)) -> Result<()> {
         self.events.clear();
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -98,7 +101,7 @@ impl Poller {
             tell(match data.u64() {
                 LISTENER => Event::Connecting,
                 TIMER => {
-                    // empty if it was set again meanwhile
+                    // it is empty if the timer was set again meanwhile
                     rustix::io::read(&self.timer, &mut [0; 8]).ok();
                     self.armed = None;
                     Event::Timer
@@ -115,7 +118,7 @@ impl Poller {
         Ok(())
     }
 
-    /// The timer goes off at `at`, or earlier.
+    /// Sets the timer to `at`, or keeps an earlier time.
     pub(crate) fn by(&mut self, at: Instant, now: Instant) -> Result<()> {
         if self.armed.is_some_and(|armed| armed <= at) {
             return Ok(());

@@ -17,6 +17,6 @@ pub use shm::Shm;
 #[cfg(feature = "tcp")]
 pub use tcp::Tcp;
 
-/// A ticket and what to settle it with.
+/// A ticket, and the result with which to settle it.
 #[cfg(any(feature = "shm", feature = "tcp"))]
 type Settlement = (kvx_core::backend::Ticket, kvx_core::Result<()>);

@@ -1,8 +1,8 @@
-"""Another user, who attacks every socket that a process listens at: SECONDS PID OPENING.
+"""Attacks every socket on which a process listens, as another user: SECONDS PID HELLO.
 
-The opening, in hexadecimal digits, is what a stranger says over TCP who speaks the protocol and has no key.
+HELLO, in hexadecimal digits, is the first message of an unauthenticated peer over TCP.
 
-Says for each socket, in a line: its family, connections, and what was heard.
+Prints for each socket, in a line: its family, the number of connections, and the received messages.
 """
 
 import collections
@@ -14,13 +14,13 @@ import sys
 import time
 
 NOBODY = 65534
-# For each socket; the usual limit of descriptors is 1,024.
+# The limit for each socket; the usual limit of descriptors is 1,024.
 OPEN_AT_MOST = 200
 LISTENING = {"tcp": "0A", "unix": "00010000"}
 
 
 def sockets_of(pid):
-    """Addresses that the process listens at."""
+    """Yields the addresses on which the process listens."""
     inodes = set()
     for name in glob.glob(f"/proc/{pid}/fd/*"):
         try:
@@ -42,7 +42,7 @@ def sockets_of(pid):
 
 
 class Attack:
-    """Upon one socket: silence, garbage, a byte at a time, and openings by no key."""
+    """An attack on one socket: silence, garbage, one byte at a time, and unauthenticated hellos."""
 
     def __init__(self, family, kind, address):
         self.family, self.kind, self.address = family, kind, address
@@ -54,7 +54,7 @@ class Attack:
         stranger.settimeout(1)
         try:
             stranger.connect(self.address)
-        except OSError:  # among others, there is no room in its queue
+        except OSError:  # for example because its backlog is full
             stranger.close()
             return
         stranger.setblocking(False)

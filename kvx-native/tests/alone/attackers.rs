@@ -1,4 +1,5 @@
-//! Another user's process attacks all that an owner listens at, while other readers come and go.
+//! A process of another user attacks everything on which an owner listens, while other readers
+//! connect.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -26,8 +27,8 @@ fn pool(agent: &Agent) -> kvx_core::Region {
 }
 
 #[test(own_process)]
-fn another_user_keeps_nobody_waiting_and_learns_nothing() {
-    const TITLE: &str = "another_user_keeps_nobody_waiting_and_learns_nothing";
+fn another_user_delays_no_reader_and_learns_nothing() {
+    const TITLE: &str = "another_user_delays_no_reader_and_learns_nothing";
     if !rustix::process::geteuid().is_root() {
         return skip(
             TITLE,
@@ -36,8 +37,8 @@ fn another_user_keeps_nobody_waiting_and_learns_nothing() {
         );
     }
     for secret in [None, Some(3)] {
-        // SHM listens under the name as well, which is to be free.
-        let name = format!("an owner whom nobody knows {}", std::process::id());
+        // SHM also listens under the name, which must be free.
+        let name = format!("an unknown owner {}", std::process::id());
         let owners = ["SHM", "TCP"].map(|backend| (backend, agent(&name, backend, secret)));
         let _regions = owners.each_ref().map(|(_, owner)| pool(owner));
         let mut python = Command::new("python3");
@@ -69,7 +70,7 @@ fn another_user_keeps_nobody_waiting_and_learns_nothing() {
             assert!(connections.parse::<u32>().unwrap() > 100, "{said}");
             assert!(
                 family == "AF_UNIX" || !heard.is_empty(),
-                "a stranger's opening is answered over TCP: {said}"
+                "an unauthenticated hello is answered over TCP: {said}"
             );
             for (_, owner) in &owners {
                 for word in [name.as_bytes(), &owner.identity().incarnation.0].map(hex) {

@@ -1,4 +1,5 @@
-//! Tests that measure CPU time and waits: they want the machine for themselves, one after the other.
+//! Tests that measure CPU time and waits. They need an otherwise idle machine and run one after the
+//! other.
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
 mod attackers;

@@ -1,4 +1,4 @@
-//! What an idle agent costs.
+//! The CPU time of idle agents.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use crate::tcp_pair::Pair;
 use kvx_core::ErrorKind;
 use kvx_testkit::test;
 
-/// CPU time of this process's threads of that name, and how many there are.
+/// Returns the CPU time of this process's threads with that name, and their number.
 fn spent(name: &str) -> (Duration, usize) {
     let mut found = (Duration::ZERO, 0);
     for task in std::fs::read_dir("/proc/self/task").unwrap() {
@@ -26,7 +26,7 @@ fn connected_agents_without_work_sleep() {
     let pair = Pair::new(1 << 20);
     pair.still_works();
     let (before, threads) = spent("kvx-tcp");
-    assert_eq!(threads, 4, "one of each that has its turns, and one that watches over these");
+    assert_eq!(threads, 4, "each agent has a thread for turns and one that watches them");
     let quiet = pair.owner.wait_for_senders(b"never sent", 1, Duration::from_secs(3));
     assert_eq!(
         quiet.wait_blocking(Duration::from_secs(10)).unwrap_err().kind(),

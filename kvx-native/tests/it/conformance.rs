@@ -1,4 +1,4 @@
-//! SHM and TCP keep the contract: every clause, in one process and in two.
+//! The conformance suite over SHM and TCP: every clause, in one process and in two.
 
 use std::sync::{Arc, OnceLock};
 
@@ -14,7 +14,7 @@ pub(crate) fn registry(_: &str) -> Registry {
     registry
 }
 
-/// SHM over memory of the program's own, which is read through the kernel.
+/// SHM over the program's own memory, which is read through the kernel.
 const FOREIGN: Suite = Suite {
     label: "SHM-foreign",
     near: Backing::Owned,
@@ -23,18 +23,19 @@ const FOREIGN: Suite = Suite {
     ..Suite::over("SHM")
 };
 
-/// What TCP does beyond this host.
+/// The seal that TCP uses toward other hosts.
 const SEAL: &str = r#"{"tcp": {"seal": "all"}}"#;
 const SEALED: Suite =
     Suite { label: "TCP-sealed", options: SEAL, tier: Tier::Whole, ..Suite::over("TCP") };
 
-/// The one device of this process.
+/// Returns the single device of this process.
 fn device() -> kvx_core::Result<Arc<dyn Device>> {
     static DEVICE: OnceLock<Arc<TestDevice>> = OnceLock::new();
     Ok(Arc::new(Arc::clone(DEVICE.get_or_init(|| TestDevice::new(MemoryKind::Cuda)))))
 }
 
-/// Memory of a device on one side or on both. The usual tier runs the suites over the stand-in's devices (kvx-cuda).
+/// Returns a suite with device memory on one side or on both. The usual tier runs the suites over
+/// the stand-in's devices (kvx-cuda).
 const fn on_device(
     backend: &'static str,
     label: &'static str,
@@ -60,7 +61,7 @@ pub(crate) fn suites() -> Vec<Suite> {
         on_device("TCP", "TCP-to-device", Device, Owned),
         Suite { label: "SHM-namespace", ..Suite::over("SHM") }.in_another_namespace(),
         Suite { label: "TCP-namespace", ..Suite::over("TCP") }.in_another_namespace(),
-        // Not SHM, which refuses another user and another host in words.
+        // Not for SHM, which rejects another user and another host with an error.
         Suite { label: "TCP-user", ..Suite::over("TCP") }.as_another_user(),
         Suite {
             label: "TCP-hosts",

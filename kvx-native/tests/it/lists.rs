@@ -1,5 +1,5 @@
-//! Regions that are made known one by one, plans over lists of spans, and transfers driven by a
-//! loop of the caller's.
+//! Regions that are announced one by one, plans over lists of spans, and transfers that the caller
+//! drives.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ fn agent(name: &str, backend: &str) -> Agent {
     Agent::builder(name).backends([backend]).registry(registry.clone()).build().unwrap()
 }
 
-/// What byte `at` of the owner's region is.
+/// Returns byte `at` of the owner's region.
 fn content(at: u64) -> u8 {
     (at * 31 + at / 251) as u8
 }
@@ -32,7 +32,8 @@ struct Pair {
     remote: PeerRegion,
 }
 
-/// A reader that knew the owner before its region was there, and has learnt that region alone.
+/// A reader that connected before the owner's region existed, and has learnt only about that
+/// region.
 fn pair(backend: &str) -> Pair {
     let (owner, reader) = (agent("owner", backend), agent("reader", backend));
     let peer = reader.connect(owner.metadata().unwrap()).unwrap();
@@ -50,7 +51,7 @@ fn driven(mut transfer: Transfer) -> Result<Report> {
             assert!(transfer.is_settled());
             return result;
         }
-        assert!(Instant::now() < end, "it was driven for {CUT_OFF:?}");
+        assert!(Instant::now() < end, "the transfer did not end within {CUT_OFF:?}");
     }
 }
 
@@ -60,7 +61,8 @@ fn holds(region: &Region, at: u64, len: u64, wanted: impl Fn(u64) -> u8) -> bool
     got.iter().zip(0..).all(|(byte, offset)| *byte == wanted(offset))
 }
 
-/// Lengths, offsets and order as they come: blocks, neighbours, odd ones, one byte, none.
+/// Returns spans of various lengths, offsets and orders: blocks, neighbours, odd ones, one byte,
+/// none.
 fn spans() -> Vec<Span> {
     let mut spans: Vec<Span> =
         (0..64).map(|i| Span { local: i * 8192, remote: (63 - i) * 4096 + 5, len: 4096 }).collect();
@@ -88,7 +90,7 @@ fn spans_of_any_lengths_arrive(backend: &str) {
             "{local} {len} over {backend}"
         );
     }
-    // What lies between them stays as it was.
+    // The bytes between them are unchanged.
     assert!(holds(ours, 4096, 4096, |_| 0) && holds(ours, (1 << 20) + 1, 99, |_| 0));
 
     ours.copy_in(0, &[77; 10_000]).unwrap();
@@ -113,7 +115,7 @@ fn spans_of_any_lengths_arrive_over_tcp() {
 }
 
 #[test]
-fn spans_outside_or_on_top_of_each_other_are_refused() {
+fn spans_outside_or_overlapping_are_rejected() {
     let Pair { ours, remote, .. } = &pair("SHM");
     let plan = |spans: &[Span]| Plan::of_spans(Op::Read, [(ours.clone(), remote.clone(), spans)]);
     let len = LEN as u64;
@@ -129,7 +131,7 @@ fn spans_outside_or_on_top_of_each_other_are_refused() {
     assert_eq!(plan(&[]).unwrap().size().bytes, 0);
 }
 
-/// The worst lists cost what their length says: each length is another.
+/// A list with the worst case for its length: every span has another length.
 #[test]
 fn a_hundred_thousand_spans_of_different_lengths_are_one_transfer() {
     let Pair { ours, peer, remote, .. } = &pair("TCP");
@@ -150,7 +152,7 @@ fn a_hundred_thousand_spans_of_different_lengths_are_one_transfer() {
 }
 
 #[test]
-fn a_region_of_another_life_or_of_nobody_is_refused() {
+fn a_region_of_another_incarnation_or_agent_is_rejected() {
     let Pair { owner, reader, theirs, peer, remote, .. } = &pair("TCP");
     let again = agent("owner", "TCP");
     let other = again.register("late", Memory::owned(vec![0; 10])).unwrap();
@@ -162,7 +164,7 @@ fn a_region_of_another_life_or_of_nobody_is_refused() {
         peer.import_region(owner.metadata().unwrap()).unwrap_err().kind(),
         ErrorKind::Malformed
     );
-    peer.forget(remote); // and it can still be used
+    peer.forget(remote); // it can still be used
     let small = reader.register("small", Memory::owned(vec![0; 16])).unwrap();
     let span = vec![Span { local: 0, remote: 100, len: 16 }];
     let plan = Plan::of_spans(Op::Read, [(small.clone(), remote.clone(), span)]).unwrap();
@@ -170,12 +172,12 @@ fn a_region_of_another_life_or_of_nobody_is_refused() {
     assert!(holds(&small, 0, 16, |offset| content(100 + offset)));
     theirs.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     assert_eq!(theirs.metadata().unwrap_err().kind(), ErrorKind::Revoked);
-    assert!(driven(peer.post(&plan).unwrap()).is_err(), "its owner has taken it back");
+    assert!(driven(peer.post(&plan).unwrap()).is_err(), "its owner has revoked it");
 }
 
-/// What a driven transfer does not do by itself, its agent's thread does.
+/// A transfer that is no longer driven is completed by its agent's thread.
 #[test]
-fn a_transfer_that_nobody_drives_any_more_arrives_all_the_same() {
+fn a_transfer_that_is_no_longer_driven_still_completes() {
     let Pair { ours, peer, remote, .. } = &pair("TCP");
     let all = vec![Span { local: 0, remote: 0, len: LEN as u64 }];
     let plan = Plan::of_spans(Op::Read, [(ours.clone(), remote.clone(), all)]).unwrap();
@@ -190,7 +192,7 @@ fn a_transfer_that_nobody_drives_any_more_arrives_all_the_same() {
 }
 
 #[test]
-fn regions_cost_the_same_each_however_many_there_are() {
+fn the_cost_of_a_region_is_independent_of_their_number() {
     for backend in ["SHM", "TCP"] {
         let owner = agent("owner", backend);
         let memory = std::sync::Arc::new(Memory::owned(vec![0; 4096]));

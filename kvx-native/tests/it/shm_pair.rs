@@ -1,4 +1,4 @@
-//! SHM between two agents of one process.
+//! Tests of SHM between two agents of one process.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -32,7 +32,7 @@ fn blocks_are_read_and_written_between_pools_files_and_foreign_memory() {
                     "{ours:?} from {theirs:?}"
                 );
             }
-            // And back, to other places.
+            // Then back, to other places.
             for block in 0..BLOCKS {
                 local
                     .copy_in(
@@ -55,7 +55,7 @@ fn blocks_are_read_and_written_between_pools_files_and_foreign_memory() {
 }
 
 #[test]
-fn a_single_block_is_read_and_awaited() {
+fn a_single_block_is_read_asynchronously() {
     let (decode, prefill) = (agent("decode"), agent("prefill"));
     for on in BOTH {
         let local = region(&decode, &format!("{on:?}"), on, 4, 1);
@@ -96,7 +96,7 @@ fn an_agent_links_to_itself() {
 }
 
 #[test]
-fn notifications_of_any_length_arrive_once_also_through_a_full_queue() {
+fn notifications_of_any_length_arrive_once_even_through_a_full_queue() {
     let decode = agent("decode");
     let prefill = kvx_core::Agent::builder("prefill")
         .notifications(3, 64 << 10)
@@ -134,7 +134,7 @@ fn notifications_of_any_length_arrive_once_also_through_a_full_queue() {
 }
 
 #[test]
-fn a_revoked_region_is_refused_and_its_memory_is_given_back() {
+fn a_revoked_region_is_refused_and_its_memory_is_returned() {
     let (decode, prefill) = (agent("decode"), agent("prefill"));
     for on in BOTH {
         let local = region(&decode, &format!("{on:?}"), on, 8, 1);
@@ -149,7 +149,7 @@ fn a_revoked_region_is_refused_and_its_memory_is_given_back() {
         for plan in [&reading, &writing] {
             assert_eq!(run(&peer, plan).unwrap_err().kind(), ErrorKind::Revoked, "{plan:?} {on:?}");
         }
-        // The local region was lent for the write: it comes back as well.
+        // The local region was lent for the write, and is released as well.
         drop(reading);
         drop(writing);
         local.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
@@ -158,7 +158,7 @@ fn a_revoked_region_is_refused_and_its_memory_is_given_back() {
 }
 
 #[test]
-fn a_region_is_revoked_under_transfers_in_flight() {
+fn a_region_is_revoked_during_transfers() {
     let (decode, prefill) = (agent("decode"), agent("prefill"));
     const BLOCKS: u32 = 16 << 10;
     for on in BOTH {
@@ -175,14 +175,13 @@ fn a_region_is_revoked_under_transfers_in_flight() {
                 read(&local, &there, &all, &all)
             };
             run(&peer, &plan).unwrap();
-            // Some bytes have moved, and far from all: the watched block is written first and was
+            // Some bytes have moved, but by far not all: the watched block is written first and was
             // zeroed before.
             let watched = if writes { &remote } else { &local };
             watched.copy_in(0, &[0; BLOCK as usize]).unwrap();
             let begun = Instant::now();
             let memory = std::thread::scope(|scope| {
-                // Whatever happens to this thread meanwhile, transfers are in flight when it
-                // revokes.
+                // Transfers are in flight when this thread revokes, whenever it is scheduled.
                 let until_refused = scope.spawn(|| {
                     let mut transfers = VecDeque::<Transfer>::new();
                     loop {
@@ -204,7 +203,7 @@ fn a_region_is_revoked_under_transfers_in_flight() {
                     watched.copy_out(0, &mut first).unwrap();
                 }
                 let memory = remote.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
-                // From here on nobody else touches it. No block was ever filled with an even byte.
+                // From here on no transfer touches it. No block was ever filled with an even byte.
                 memory.copy_in(0, &vec![0x5a; memory.len()]).unwrap();
                 let (refused, others) = until_refused.join().unwrap();
                 assert_eq!(refused.kind(), ErrorKind::Revoked, "{refused}");
@@ -228,7 +227,7 @@ fn a_region_is_revoked_under_transfers_in_flight() {
 }
 
 #[test]
-fn a_cancelled_transfer_settles_and_the_link_works_on() {
+fn a_cancelled_transfer_settles_and_the_link_continues() {
     let (decode, prefill) = (agent("decode"), agent("prefill"));
     const BLOCKS: u32 = 16 << 10;
     let local = region(&decode, "kv", On::Foreign, BLOCKS, 1);
@@ -255,7 +254,7 @@ fn a_cancelled_transfer_settles_and_the_link_works_on() {
 }
 
 #[test]
-fn a_peer_that_shuts_down_is_lost_and_a_new_life_under_its_name_is_told() {
+fn a_peer_that_shuts_down_is_lost_and_a_new_incarnation_of_it_is_reported() {
     let decode = agent("decode");
     let prefill = agent("prefill of a_peer_that_shuts_down");
     let local = region(&decode, "kv", On::Pool, 4, 1);
@@ -280,7 +279,7 @@ fn a_peer_that_shuts_down_is_lost_and_a_new_life_under_its_name_is_told() {
 }
 
 #[test]
-fn foreign_memory_that_is_switched_off_says_so_and_pools_still_move() {
+fn disabled_foreign_memory_is_reported_and_pools_still_move() {
     let decode = agent("decode");
     let prefill = agent_with("prefill", r#"{"shm": {"foreign_memory": false}}"#);
     let (pool, foreign) =
@@ -390,13 +389,13 @@ fn a_shutdown_with_work_in_flight_ends_everything() {
         peer.notify(b"late", CUT_OFF).wait_blocking(CUT_OFF).unwrap_err().kind(),
         ErrorKind::Closed
     );
-    // The other end works on, and its memory is its own again.
+    // The other end keeps working, and its memory is no longer shared.
     remote.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     shut_down(&[&prefill]);
 }
 
 #[test]
-fn metadata_of_another_host_is_refused_with_the_reason() {
+fn metadata_of_another_host_is_rejected_with_the_reason() {
     let (decode, prefill) = (agent("decode"), agent("prefill"));
     let metadata = prefill.metadata().unwrap();
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
@@ -416,7 +415,7 @@ fn metadata_of_another_host_is_refused_with_the_reason() {
 }
 
 #[test]
-fn device_memory_is_refused_at_register() {
+fn device_memory_is_rejected_at_register() {
     use kvx_core::backend::{Direction, Piece, Ticket};
     use kvx_core::{DeviceAccess, DeviceId, Memory, Result};
     struct Gpu;
@@ -439,7 +438,7 @@ fn device_memory_is_refused_at_register() {
         }
     }
     let own = agent("own");
-    // SAFETY: nobody touches the address: `Gpu` copies nothing.
+    // SAFETY: no code touches the address, because `Gpu` copies nothing.
     let memory = unsafe {
         Memory::adopt_device(0x1000, 4096, DeviceId([1; 16]), std::sync::Arc::new(Gpu), ())
     };

@@ -1,4 +1,4 @@
-//! SHM between processes that stop, die, restart, or may not look into each other.
+//! Tests of SHM between processes that stop, die, restart, or may not access each other.
 
 use std::time::{Duration, Instant};
 
@@ -9,11 +9,10 @@ use kvx_core::{Agent, ErrorKind, Region};
 use kvx_testkit::{skip, test};
 
 const BLOCKS: u32 = 4096;
-/// A child has its role in this variable: a name, and words that say how it differs from its
-/// parent.
+/// The variable with a child's role: a name, and flags that make the child differ from its parent.
 const ROLE: &str = "KVX_SHM_TEST_ROLE";
 
-/// Starts a child in this role.
+/// Starts a child with this role.
 fn start(role: &str) -> Other {
     Other::start(ROLE, role)
 }
@@ -26,7 +25,7 @@ pub(crate) fn play_if_asked() {
     }
 }
 
-/// Owns two regions and answers questions; or reads those of its parent.
+/// Owns two regions and answers requests, or reads those of its parent.
 fn play(role: &str, mut line: child::Line) {
     for word in role.split(' ').skip(1) {
         match word {
@@ -36,7 +35,7 @@ fn play(role: &str, mut line: child::Line) {
             // SAFETY: `setresuid` takes numbers only.
             "nobody" => assert_eq!(unsafe { libc::setresuid(65534, 65534, 65534) }, 0),
             "crowded" => return be_crowded(&mut line),
-            other => panic!("no such word: {other}"),
+            other => panic!("unknown flag: {other}"),
         }
     }
     let own = agent(role.split(' ').next().unwrap());
@@ -114,7 +113,7 @@ fn all() -> Vec<u32> {
 }
 
 #[test]
-fn blocks_travel_between_processes() {
+fn blocks_are_read_and_written_between_processes() {
     for ours in BOTH {
         let Scene { own, local, mut other, peer } = scene("travel", ours);
         for (number, theirs) in BOTH.iter().enumerate() {
@@ -158,7 +157,8 @@ fn a_peer_killed_in_mid_transfer_is_lost_and_what_succeeded_is_right() {
         }
         assert!(killed.elapsed() < CUT_OFF);
         assert_eq!(run(&peer, &reading).unwrap_err().kind(), ErrorKind::PeerLost);
-        // Reads and writes carried the same bytes, so each block holds them whatever came through.
+        // Reads and writes carried the same bytes, so each block holds them regardless of which
+        // completed.
         for block in 0..BLOCKS {
             assert_eq!(filled_with(&local, block), pattern(2, block));
         }
@@ -198,7 +198,7 @@ fn a_stopped_peer_is_still_read_and_its_writes_wait() {
 }
 
 #[test]
-fn a_silent_peer_is_lost_but_its_writes_settle_only_when_it_lets_go() {
+fn a_silent_peer_is_lost_but_its_writes_settle_only_when_it_releases_the_memory() {
     let Scene { own, local, other, peer } = scene("silent", On::Foreign);
     let there = peer.region("Foreign").unwrap();
     let writing = write(&local, &there, &all(), &all());
@@ -207,7 +207,7 @@ fn a_silent_peer_is_lost_but_its_writes_settle_only_when_it_lets_go() {
     let transfer = peer.transfer(&writing).deadline(CUT_OFF).post().unwrap();
     let settled = transfer.settled();
     assert_eq!(transfer.wait_blocking(CUT_OFF).unwrap_err().kind(), ErrorKind::PeerLost);
-    // The peer is stopped, not dead: it could still read what the write was to carry.
+    // The peer is stopped, not dead: it could still read the source of the write.
     let revoked = local.revoke(Duration::from_millis(100)).wait_blocking(CUT_OFF);
     assert_eq!(revoked.unwrap_err().kind(), ErrorKind::StillShared);
     other.go_on();
@@ -222,7 +222,7 @@ fn a_restarted_peer_is_recognised() {
     let reading = read(&local, &peer.region("Pool").unwrap(), &[0], &[7]);
     run(&peer, &reading).unwrap();
     other.kill();
-    // Once it is known to be gone, its successor is asked for.
+    // Once the peer's end is known, the reader asks for its successor.
     until_lost(&peer);
     let mut again = start("restarted");
     let metadata = again.hear();
@@ -235,7 +235,7 @@ fn a_restarted_peer_is_recognised() {
 }
 
 #[test]
-fn a_stopped_reader_holds_a_region_until_it_lets_go_or_dies() {
+fn a_stopped_reader_holds_a_region_until_it_releases_it_or_dies() {
     for on in BOTH {
         for dies in [false, true] {
             let own = agent("lender");
@@ -265,10 +265,10 @@ fn a_stopped_reader_holds_a_region_until_it_lets_go_or_dies() {
     }
 }
 
-/// As root, a child without CAP_SYS_PTRACE may not look into this process; as anybody else, this
-/// process may not look into a child that is not dumpable.
+/// As root, a child without CAP_SYS_PTRACE may not access this process; as any other user, this
+/// process may not access a child that is not dumpable.
 #[test]
-fn what_the_kernel_refuses_to_read_is_unsupported_with_the_reason_and_pools_still_move() {
+fn memory_that_the_kernel_refuses_to_read_is_unsupported_and_pools_still_move() {
     let own = agent("parent");
     let regions = BOTH.map(|on| region(&own, &format!("{on:?}"), on, BLOCKS, 1));
     let told = |refused: &str| {
@@ -284,12 +284,13 @@ fn what_the_kernel_refuses_to_read_is_unsupported_with_the_reason_and_pools_stil
         assert_eq!(other.ask("read Pool 0"), "ok");
         assert_eq!(other.ask("read Pool 1"), "ok");
         told(&other.ask("read Foreign 0"));
-        // We may look into the child: it can write from any memory of its own, and so can be read.
+        // This process may access the child, so that the child can write from any memory and be
+        // read.
         for number in [0, 1] {
             assert_eq!(other.ask(&format!("write Pool {number}")), "ok");
             assert_eq!(other.ask(&format!("write Foreign {number}")), "ok");
         }
-        // The child pulls our writes: from pools only.
+        // The child pulls this end's writes, from pools only.
         let peer = own.connect(&metadata).unwrap();
         let there = peer.region("Foreign").unwrap();
         run(&peer, &write(&regions[0], &there, &[0], &[1])).unwrap();
@@ -311,9 +312,9 @@ fn what_the_kernel_refuses_to_read_is_unsupported_with_the_reason_and_pools_stil
 }
 
 #[test]
-fn a_process_of_another_user_is_turned_away() {
+fn a_process_of_another_user_is_rejected() {
     if !rustix::process::geteuid().is_root() {
-        const TITLE: &str = "a_process_of_another_user_is_turned_away";
+        const TITLE: &str = "a_process_of_another_user_is_rejected";
         return skip(TITLE, "only root becomes another user", "run the tests as root");
     }
     let own = agent("parent");
@@ -332,8 +333,9 @@ fn a_process_of_another_user_is_turned_away() {
     shut_down(&[&own]);
 }
 
-/// As a user without privileges: readers take no answers, until the kernel takes no more files of
-/// this user's. Says how much CPU a second of that costs, and that everything arrives in the end.
+/// Runs as an unprivileged user: readers take no answers until the kernel takes no more files of
+/// this user. Reports the CPU time of one second of that, and whether everything arrives in the
+/// end.
 fn be_crowded(line: &mut child::Line) {
     const FILES: u64 = 128;
     let limit = rustix::process::Rlimit { current: Some(FILES), maximum: Some(FILES) };
@@ -372,9 +374,9 @@ fn be_crowded(line: &mut child::Line) {
 }
 
 #[test]
-fn an_owner_whose_readers_take_no_files_sleeps_and_forgets_nothing() {
+fn an_owner_whose_readers_take_no_files_sleeps_and_loses_nothing() {
     if !rustix::process::geteuid().is_root() {
-        const TITLE: &str = "an_owner_whose_readers_take_no_files_sleeps_and_forgets_nothing";
+        const TITLE: &str = "an_owner_whose_readers_take_no_files_sleeps_and_loses_nothing";
         return skip(TITLE, "only root becomes another user", "run the tests as root");
     }
     let told = String::from_utf8(start("owner nobody crowded").hear()).unwrap();
@@ -383,7 +385,7 @@ fn an_owner_whose_readers_take_no_files_sleeps_and_forgets_nothing() {
     assert!(spent < 60, "{told}");
 }
 
-/// A reader by hand.
+/// A reader that uses the protocol directly.
 mod raw {
     use std::mem::MaybeUninit;
     use std::os::fd::OwnedFd;
@@ -401,7 +403,7 @@ mod raw {
     pub(super) struct Reader(OwnedFd);
 
     impl Reader {
-        /// Through the handshake.
+        /// Connects and completes the handshake.
         pub(super) fn greeted(metadata: &Metadata) -> Self {
             let address = &metadata.backends[0].1;
             let at = address.windows(8).position(|window| window == b"kvx-shm-").unwrap();
@@ -430,7 +432,7 @@ mod raw {
             rustix::net::send(&self.0, &message.encode(), SendFlags::NOSIGNAL).unwrap();
         }
 
-        /// A message, and whether a file came with it; the file is closed.
+        /// Receives a message, and whether it came with a file; the file is closed.
         fn hear(&self, within: Duration) -> Option<(Vec<u8>, bool)> {
             let until = Instant::now() + within;
             let mut buffer = vec![0; 1 << 16];
@@ -451,7 +453,7 @@ mod raw {
             }
         }
 
-        /// How many regions it is granted, with their files.
+        /// Returns the number of regions granted to it with their files.
         pub(super) fn grants(&self) -> usize {
             let heard = std::iter::from_fn(|| self.hear(Duration::from_secs(1)));
             heard

@@ -1,11 +1,12 @@
-//! Device memory over TCP and peers that do not do their part.
+//! Device memory over TCP with peers that do not read.
 
 use crate::tcp_pair::raw::{BARE, READ, Raw, blocks, frame, fresh, key_of};
 use crate::tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
 use kvx_core::{Grid, Memory, MemoryKind, Plan};
 use kvx_testkit::{TestDevice, test};
 
-/// More lanes than there are bounce buffers, and more bytes on each than the sockets hold.
+/// The number of lanes: more than the bounce buffers serve, with more bytes on each than the
+/// sockets hold.
 const STUCK: u8 = 40;
 const LEN: usize = 64 << 20;
 
@@ -36,7 +37,7 @@ fn peers_that_do_not_read_keep_no_bounce_buffers_from_others() {
     peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait_blocking(CUT_OFF).unwrap();
     assert!(Pair::all(&ours) == bytes);
 
-    // Who reads after all gets what it asked for.
+    // A lane that reads later still gets its answer.
     let mut late = stuck.into_iter().next().unwrap();
     let (mut first, mut second) = (Vec::new(), Vec::new());
     while first.len() + second.len() < 2 * LEN {

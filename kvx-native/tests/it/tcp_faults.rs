@@ -1,4 +1,4 @@
-//! Peers that stall, vanish or take back: transfers resolve, settle, and touch nothing afterwards.
+//! Peers that stall, vanish or revoke: transfers resolve, settle, and touch no memory afterwards.
 
 use std::time::Duration;
 
@@ -9,17 +9,17 @@ use kvx_testkit::test;
 
 const BIG: usize = 32 << 20;
 
-/// Ways in which bytes of memory go out: straight from there, or sealed in a copy.
+/// The ways in which bytes of memory are sent: directly from there, or sealed in a copy.
 const SEALS: [&str; 2] = ["control", "all"];
 
-/// A pair with a middleman.
+/// Returns a pair that is connected through a relay.
 fn relayed(relay: &Relay) -> Pair {
     sealed(relay, SEALS[0])
 }
 
-/// The same, sealed like this.
+/// Like [`relayed`], with this seal.
 fn sealed(relay: &Relay, seal: &str) -> Pair {
-    // One bulk lane, so that a stall is in the middle of a payload for sure.
+    // One bulk lane, so that a stall is certainly in the middle of a payload.
     let reader = agent_with("reader", r#"{"tcp": {"connections": 1}}"#, None);
     Pair::of(
         agent_with("owner", &relay.options(&format!(r#""seal": "{seal}""#)), None),
@@ -33,12 +33,12 @@ fn everything(pair: &Pair, read: bool) -> Plan {
     if read { pair.read(grid, all.clone(), all) } else { pair.write(grid, all.clone(), all) }
 }
 
-/// Shorter than a peer may be silent.
+/// Returns an agent with a shorter peer timeout.
 fn impatient(name: &str, timeout: Duration) -> Agent {
     Agent::builder(name).peer_timeout(timeout).registry(registry()).build().unwrap()
 }
 
-/// Gives up a transfer in the middle of its payload: it settles at once.
+/// Cancels a transfer in the middle of its payload, and checks that it settles at once.
 fn cancel_in_the_middle(relay: &Relay, pair: &Pair, read: bool) {
     let transfer = pair.peer.post(&everything(pair, read)).unwrap();
     let settled = transfer.settled();
@@ -48,7 +48,7 @@ fn cancel_in_the_middle(relay: &Relay, pair: &Pair, read: bool) {
     assert_eq!(transfer.wait_blocking(CUT_OFF).unwrap_err().kind(), ErrorKind::Cancelled);
 }
 
-/// Whatever was on its way has passed when later work on the same lanes has.
+/// Waits until late bytes have arrived: later work on the same lanes completes after them.
 fn let_late_bytes_pass(relay: &Relay, pair: &Pair) {
     relay.go_on();
     let grid = Grid::packed(1 << 20, 32);
@@ -58,11 +58,11 @@ fn let_late_bytes_pass(relay: &Relay, pair: &Pair) {
 }
 
 #[test]
-fn a_cancelled_read_settles_at_once_and_late_bytes_go_nowhere() {
+fn a_cancelled_read_settles_at_once_and_late_bytes_are_discarded() {
     for seal in SEALS {
         let relay = Relay::new();
         let pair = sealed(&relay, seal);
-        // In the middle of a payload.
+        // The stall is in the middle of a payload.
         relay.stall_answers(3_000_001);
         cancel_in_the_middle(&relay, &pair, true);
         pair.ours.copy_in(0, &vec![0x5a; BIG]).unwrap();
@@ -72,19 +72,19 @@ fn a_cancelled_read_settles_at_once_and_late_bytes_go_nowhere() {
 }
 
 #[test]
-fn a_cancelled_write_settles_at_once_and_sends_nothing_of_what_comes_later() {
+fn a_cancelled_write_settles_at_once_and_sends_no_later_content() {
     for seal in SEALS {
         let relay = Relay::new();
         let pair = sealed(&relay, seal);
         pair.ours.copy_in(0, &vec![1; BIG]).unwrap();
         relay.stall_requests(3_000_001);
         cancel_in_the_middle(&relay, &pair, false);
-        // What comes later into this memory is nobody's business.
+        // Later content of this memory must not be sent.
         pair.ours.copy_in(0, &vec![0x5a; BIG]).unwrap();
         let_late_bytes_pass(&relay, &pair);
         let later = |bytes: &[u8]| bytes.windows(64).any(|bytes| bytes == [0x5a; 64]);
         assert!(!later(&Pair::all(&pair.theirs)));
-        assert!(!relay.recorded().iter().any(|sent| later(sent)), "not even on the wire");
+        assert!(!relay.recorded().iter().any(|sent| later(sent)), "later content reached the wire");
     }
 }
 
@@ -101,7 +101,7 @@ fn a_transfer_whose_peer_is_silent_is_lost_after_the_peer_timeout() {
         let error = transfer.wait_blocking(CUT_OFF).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
         settled.wait_blocking(CUT_OFF).unwrap();
-        // The owner's side lives on.
+        // The owner still serves other peers.
         let late = agent("late");
         relay.go_on();
         late.connect(pair.owner.metadata().unwrap())
@@ -113,12 +113,12 @@ fn a_transfer_whose_peer_is_silent_is_lost_after_the_peer_timeout() {
 }
 
 #[test]
-fn a_transfer_to_a_lost_peer_whose_address_is_silent_says_that_it_is_lost() {
+fn a_transfer_to_a_lost_peer_with_a_silent_address_fails_with_peer_lost() {
     let relay = Relay::new();
     let pair = relayed(&relay);
     relay.cut();
     pair.peer.loss(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
-    // Who answers there now is asked, and nobody says.
+    // The reader connects to that address again, but gets no answer.
     relay.stall_answers(0);
     let posted =
         pair.peer.transfer(&everything(&pair, true)).deadline(Duration::from_millis(300)).post();
@@ -128,7 +128,7 @@ fn a_transfer_to_a_lost_peer_whose_address_is_silent_says_that_it_is_lost() {
 
 #[test]
 fn a_peer_that_is_busy_but_alive_is_not_lost() {
-    // The owner's agent takes no notifications, for several times the peer timeout.
+    // The owner's agent takes no notifications for several times the peer timeout.
     let owner =
         Agent::builder("owner").notifications(1, 64 << 10).registry(registry()).build().unwrap();
     let pair = Pair::of(owner, impatient("reader", Duration::from_millis(1500)), 4096);
@@ -174,7 +174,7 @@ fn a_cut_connection_fails_what_is_in_flight_at_once() {
 }
 
 #[test]
-fn a_revoked_region_is_let_go_at_once_though_its_readers_and_writers_stall() {
+fn a_revoked_region_is_released_at_once_although_its_readers_and_writers_stall() {
     for (read, seal) in [true, false].into_iter().flat_map(|read| SEALS.map(|seal| (read, seal))) {
         let relay = Relay::new();
         let pair = sealed(&relay, seal);
@@ -193,14 +193,11 @@ fn a_revoked_region_is_let_go_at_once_though_its_readers_and_writers_stall() {
         assert_eq!(error.kind(), ErrorKind::Revoked, "{error}");
         let mut theirs = vec![0; BIG];
         memory.copy_out(0, &mut theirs).unwrap();
-        assert!(
-            theirs.iter().all(|byte| *byte == 0x5a),
-            "nothing was written after the revocation"
-        );
+        assert!(theirs.iter().all(|byte| *byte == 0x5a), "bytes were written after the revocation");
         if read {
             assert!(
                 !Pair::all(&pair.ours).windows(64).any(|bytes| bytes == [0x5a; 64]),
-                "nothing was read after it"
+                "bytes were read after the revocation"
             );
         }
         let other = pair.owner.register("other", kvx_core::Memory::owned(vec![4; 4096])).unwrap();
@@ -232,7 +229,7 @@ fn an_owner_that_is_shut_down_is_a_lost_peer() {
 }
 
 #[test]
-fn nobody_who_answers_the_handshake_is_a_lost_peer_within_the_peer_timeout() {
+fn a_peer_that_does_not_answer_the_handshake_is_lost_within_the_peer_timeout() {
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let options = format!(r#"{{"tcp": {{"advertise": "{}"}}}}"#, silent.local_addr().unwrap());
     let owner = Agent::builder("owner")
@@ -247,7 +244,7 @@ fn nobody_who_answers_the_handshake_is_a_lost_peer_within_the_peer_timeout() {
 }
 
 #[test]
-fn random_work_with_random_cancels_moves_what_it_says() {
+fn random_transfers_with_random_cancels_move_the_right_bytes() {
     const SHARE: usize = 1 << 20;
     let pair = Pair::new(4 * SHARE);
     std::thread::scope(|scope| {
@@ -289,7 +286,7 @@ fn random_work_with_random_cancels_moves_what_it_says() {
                     settled.wait_blocking(CUT_OFF).unwrap();
                     if let Err(error) = &result {
                         assert!(cancelled && error.kind() == ErrorKind::Cancelled, "{error}");
-                        // What was on its way to the owner is over when the next transfer has begun there.
+                        // Late bytes of a write have landed when a read of that memory begins.
                         let grid = Grid { base, ..Grid::packed(64, 1) };
                         pair.peer
                             .post(&pair.read(grid, vec![0], vec![0]))
@@ -318,7 +315,7 @@ fn random_work_with_random_cancels_moves_what_it_says() {
 }
 
 #[test]
-fn a_peer_that_was_full_is_tried_again_on_the_same_handle() {
+fn a_peer_at_its_connection_limit_is_tried_again_on_the_same_handle() {
     let room_for_one = r#"{"tcp": {"connections": 1, "max_connections": 2}}"#;
     let owner = agent_with("owner", room_for_one, None);
     let first = agent_with("first", room_for_one, None);
@@ -334,7 +331,7 @@ fn a_peer_that_was_full_is_tried_again_on_the_same_handle() {
     assert!(peer.lost().is_none());
 }
 
-/// Asks until a link is up: an owner notices the end of a connection a moment later.
+/// Connects until a link is up: an owner notices the end of a connection with a delay.
 fn until_ready(peer: &kvx_core::Peer) {
     let until = std::time::Instant::now() + CUT_OFF;
     while let Err(error) = peer.ready(CUT_OFF).wait_blocking(CUT_OFF) {

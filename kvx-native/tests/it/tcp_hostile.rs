@@ -1,4 +1,4 @@
-//! Peers that are malformed, slow or hostile: they lose their connection, and nobody else notices.
+//! Malformed, slow or hostile peers lose their connection, and others do not notice.
 
 use std::io::{self, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -12,13 +12,13 @@ use kvx_core::backend::{Invitation, RegionKey};
 use kvx_core::{Agent, ErrorKind, Grid};
 use kvx_testkit::test;
 
-/// As END carries them.
+/// Error kinds as END carries them.
 const WRONG_KEY: u8 = 1;
 const UNREGISTERED: u8 = 2;
 const OUT_OF_BOUNDS: u8 = 4;
 const CANCELLED: u8 = 6;
 
-/// An agent that seals nothing, so that its peer may say frames by hand.
+/// Returns an agent that seals nothing, so that its peer can write frames directly.
 fn bare(name: &str) -> Agent {
     agent_with(name, BARE, None)
 }
@@ -27,7 +27,7 @@ fn bare_builder(name: &str) -> kvx_core::AgentBuilder {
     Agent::builder(name).options(kvx_core::Options::parse(BARE).unwrap())
 }
 
-/// A reader with a bare owner.
+/// Returns a reader with a bare owner.
 fn bare_pair(len: usize) -> Pair {
     Pair::of(bare("owner"), agent("reader"), len)
 }
@@ -45,7 +45,7 @@ fn garbage_costs_a_connection() {
 }
 
 #[test]
-fn lengths_beyond_their_bound_cost_a_connection() {
+fn lengths_above_their_limit_cost_a_connection() {
     let pair = bare_pair(4096);
     for kind in [HELLO, CONFIRM, REFUSE, READ, DATA, NOTIFY, 0, 200] {
         let mut raw = Raw::connect(address_of(&pair.owner));
@@ -73,7 +73,7 @@ fn lengths_beyond_their_bound_cost_a_connection() {
 }
 
 #[test]
-fn a_slow_handshake_ends_after_its_time_and_disturbs_nobody() {
+fn a_slow_handshake_times_out_and_disturbs_no_other_peer() {
     let pair = Pair::new(4096);
     let mut silent = Raw::connect(address_of(&pair.owner));
     let mut half = Raw::connect(address_of(&pair.owner));
@@ -89,10 +89,10 @@ fn a_slow_handshake_ends_after_its_time_and_disturbs_nobody() {
 }
 
 #[test]
-fn half_open_connections_are_bounded_and_keep_nobody_out() {
+fn half_open_connections_are_bounded_and_exclude_no_other_peer() {
     let pair = Pair::new(4096);
     let mut first = Raw::connect(address_of(&pair.owner));
-    // Less than a handshake may take.
+    // Less than the time limit of a handshake.
     first.0.set_read_timeout(Some(std::time::Duration::from_secs(3))).unwrap();
     let _crowd: Vec<_> = (0..600)
         .map(|_| {
@@ -101,7 +101,7 @@ fn half_open_connections_are_bounded_and_keep_nobody_out() {
             raw
         })
         .collect();
-    assert!(first.is_closed(), "the oldest makes room");
+    assert!(first.is_closed(), "the oldest connection is closed");
     Pair::of(agent("another owner"), agent("another reader"), 4096).still_works();
     let late = agent("late");
     let peer = late.connect(pair.owner.metadata().unwrap()).unwrap();
@@ -109,10 +109,11 @@ fn half_open_connections_are_bounded_and_keep_nobody_out() {
 }
 
 #[test]
-fn a_crowd_at_one_address_makes_room_by_itself() {
+fn half_open_connections_of_one_address_are_closed_before_those_of_others() {
     let pair = Pair::new(4096);
     let address = address_of(&pair.owner);
-    // The oldest, and silent: among those of its own address it would be the first to go.
+    // The oldest connection, and silent: if it came from the crowd's address, it would be closed
+    // first.
     let mut elsewhere = Raw::connect(address);
     let crowd: Vec<_> = (0..600)
         .map(|_| {
@@ -127,7 +128,7 @@ fn a_crowd_at_one_address_makes_room_by_itself() {
     pair.still_works();
 }
 
-/// A connection from this of the host's addresses.
+/// Connects from this address of the host.
 fn connected_from(from: [u8; 4], to: SocketAddr) -> TcpStream {
     use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
     let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
@@ -137,7 +138,7 @@ fn connected_from(from: [u8; 4], to: SocketAddr) -> TcpStream {
 }
 
 #[test]
-fn connections_beyond_the_limit_are_refused_with_the_setting() {
+fn connections_above_the_limit_are_refused_with_the_name_of_the_option() {
     let owner = agent_with("owner", r#"{"tcp": {"max_connections": 4}}"#, None);
     let pair = Pair::of(owner, agent("reader"), 4096);
     let late = agent("late");
@@ -148,7 +149,7 @@ fn connections_beyond_the_limit_are_refused_with_the_setting() {
 }
 
 #[test]
-fn a_stranger_learns_and_touches_nothing_and_gets_one_answer() {
+fn an_unauthenticated_peer_learns_and_touches_nothing_and_gets_one_answer() {
     for secret in [None, Some(3)] {
         let pair =
             Pair::of(agent_with("owner", "{}", secret), agent_with("reader", "{}", secret), 4096);
@@ -157,7 +158,8 @@ fn a_stranger_learns_and_touches_nothing_and_gets_one_answer() {
             frame(HELLO, 0, b"kvx-tcp\n\x03\0\x03\0?"),
         ];
         if secret.is_some() {
-            strangers.push(hello(&invitation_of(&pair.owner))); // who has the metadata and no secret
+            // A peer with the metadata but without the secret.
+            strangers.push(hello(&invitation_of(&pair.owner)));
         }
         let mut answers = Vec::new();
         for stranger in strangers {
@@ -173,7 +175,7 @@ fn a_stranger_learns_and_touches_nothing_and_gets_one_answer() {
         assert!(answers.iter().all(|one| *one == answers[0]));
         assert!(!answers[0].windows(5).any(|word| word == b"owner"));
         assert!(!answers[0].windows(16).any(|word| word == life));
-        // Straight to business.
+        // A request without a handshake.
         let (region, key) = key_of(&pair.owner, "kv");
         let mut raw = Raw::connect(address_of(&pair.owner));
         raw.send(&frame(READ, 1, &blocks(region, key, 64, 64, &[0])));
@@ -184,10 +186,10 @@ fn a_stranger_learns_and_touches_nothing_and_gets_one_answer() {
 }
 
 #[test]
-fn an_owner_says_nothing_that_a_guess_of_the_key_could_be_tried_at() {
+fn an_owner_sends_nothing_that_allows_guessing_the_key_offline() {
     let pair =
         Pair::of(agent_with("owner", "{}", Some(3)), agent_with("reader", "{}", Some(3)), 4096);
-    // Whatever is said without the key: the answer is the same to all, and made of no key at all.
+    // Whatever is sent without the key, the answer is always the same and depends on no key.
     let mut first = None;
     for seed in 0..20 {
         let mut raw = Raw::connect(address_of(&pair.owner));
@@ -195,13 +197,13 @@ fn an_owner_says_nothing_that_a_guess_of_the_key_could_be_tried_at() {
         let answer = raw.frame().unwrap();
         assert_eq!(*first.get_or_insert_with(|| answer.clone()), answer);
     }
-    // Who only connects hears nothing before it has spoken.
+    // A peer that only connects receives nothing before it has sent something.
     let mut silent = Raw::connect(address_of(&pair.owner));
     assert!(silent.frame().is_none());
 }
 
 #[test]
-fn a_recorded_session_cannot_be_played_again() {
+fn a_recorded_session_cannot_be_replayed() {
     for (secret, seal) in [(Some(3), "all"), (Some(3), "none"), (None, "control")] {
         let relay = tcp_pair::relay::Relay::new();
         let owner = agent_with("owner", &relay.options(&format!(r#""seal": "{seal}""#)), secret);
@@ -214,17 +216,18 @@ fn a_recorded_session_cannot_be_played_again() {
         for recorded in relay.recorded() {
             let mut raw = Raw::connect(relay.target());
             raw.send(&recorded);
-            // It has the key, or a record of who has: it is answered what it cannot read.
+            // The peer has the key, or a recording from such a peer: it gets an answer that it
+            // cannot decrypt.
             assert_eq!(raw.frame().map(|(kind, ..)| kind), Some(WELCOME));
             assert!(raw.frame().is_none());
         }
-        assert!(Pair::all(&pair.theirs).iter().all(|byte| *byte == 0), "nothing was written again");
+        assert!(Pair::all(&pair.theirs).iter().all(|byte| *byte == 0), "the replay wrote bytes");
         pair.still_works();
     }
 }
 
 #[test]
-fn requests_beyond_what_was_given_are_refused_and_write_nothing() {
+fn requests_for_other_memory_than_granted_are_refused_and_write_nothing() {
     let pair = bare_pair(4096);
     let (region, key) = key_of(&pair.owner, "kv");
     let wrong = RegionKey([0; 16]);
@@ -246,7 +249,7 @@ fn requests_beyond_what_was_given_are_refused_and_write_nothing() {
         raw.send(&frame(STOP, id + 1, &[]));
     }
     assert!(Pair::all(&pair.theirs) == pair.bytes);
-    // The connection has lost nothing by that.
+    // The connection still works.
     raw.send(&frame(READ, 77, &blocks(region, key, 64, 64, &[2])));
     assert_eq!(raw.answer(77).unwrap(), pair.bytes[128..192]);
     raw.send(&frame(WRITE, 78, &blocks(region, key, 64, 64, &[2])));
@@ -266,12 +269,12 @@ fn frames_out_of_order_cost_a_connection() {
     let good = blocks(region, key, 64, 64, &[0]);
     let bad: Vec<Vec<u8>> = vec![
         frame(DATA, 9, &[1; 10]),                                    // no such write
-        [frame(WRITE, 9, &good), frame(DATA, 9, &[1; 65])].concat(), // more than asked
-        [frame(WRITE, 9, &good), frame(READ, 9, &good)].concat(),    // twice
-        frame(DATA, 9, &[]),                                         // nothing
-        frame(END, 9, &[]),                                          // an owner's word
-        frame(ACK, 9, &[]),                                          // the same
-        hello(&invitation_of(&pair.owner)),                          // again
+        [frame(WRITE, 9, &good), frame(DATA, 9, &[1; 65])].concat(), // more than requested
+        [frame(WRITE, 9, &good), frame(READ, 9, &good)].concat(),    // the same id twice
+        frame(DATA, 9, &[]),                                         // no bytes
+        frame(END, 9, &[]),                                          // an owner's frame
+        frame(ACK, 9, &[]),                                          // an owner's frame
+        hello(&invitation_of(&pair.owner)),                          // a second hello
         frame(READ, 9, &good[..good.len() - 1]),                     // too short
         frame(READ, 9, &[&good[..], &[0]].concat()),                 // too long
         frame(READ, 9, &blocks(region, key, 64, 64, &[64])),         // beyond its own grid
@@ -289,7 +292,7 @@ fn frames_out_of_order_cost_a_connection() {
 }
 
 #[test]
-fn mutated_requests_never_reach_beyond_the_region() {
+fn mutated_requests_never_access_memory_outside_the_region() {
     let pair = bare_pair(4096);
     let (region, key) = key_of(&pair.owner, "kv");
     let stream = [
@@ -332,7 +335,7 @@ fn mutated_requests_never_reach_beyond_the_region() {
 }
 
 #[test]
-fn a_peer_that_asks_and_never_takes_the_answers_is_not_read_any_further() {
+fn reading_stops_from_a_peer_that_never_reads_its_answers() {
     let pair = bare_pair(1 << 20);
     let (region, key) = key_of(&pair.owner, "kv");
     let request = blocks(region, key, 1 << 20, 1, &[0]);
@@ -341,10 +344,10 @@ fn a_peer_that_asks_and_never_takes_the_answers_is_not_read_any_further() {
     for crowd in [reads, pings] {
         let mut raw = Raw::lane(&pair.owner);
         raw.0.set_nonblocking(true).unwrap();
-        // The kernel's buffers and the owner's queue take some; they do not take 256 MiB.
+        // The kernel's buffers and the owner's queue take some bytes, but not 256 MiB.
         let (mut taken, mut stuck) = (0usize, 0);
         while stuck < 100 {
-            assert!(taken < 256 << 20, "the owner reads and reads");
+            assert!(taken < 256 << 20, "the owner does not stop reading");
             match raw.0.write(&crowd[taken % crowd.len()..]) {
                 Ok(count) => (taken, stuck) = (taken + count, 0),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -365,24 +368,21 @@ fn unfinished_requests_of_one_peer_are_bounded_over_all_its_lanes() {
     let mut part = vec![READ, 0, 0, 0];
     part.put_u32(2 << 20);
     part.put_u64(1);
-    part.resize(2 << 20, 0); // all of it but the last bytes
+    part.resize(2 << 20, 0); // all but the last bytes
     let mut crowd: Vec<_> = (0..LANES).map(|_| Raw::lane(&pair.owner)).collect();
     for raw in &mut crowd {
         raw.send(&part);
     }
     let begun = std::time::Instant::now();
     pair.still_works();
-    assert!(
-        begun.elapsed() < std::time::Duration::from_secs(1),
-        "another reader is served meanwhile"
-    );
-    // 64 MiB for one peer: at most 32 of them.
+    assert!(begun.elapsed() < std::time::Duration::from_secs(1), "another reader waits too long");
+    // 64 MiB for one peer: at most 32 of these.
     at_most_are_open(&crowd, 32);
     pair.still_works();
 }
 
 #[test]
-fn descriptions_of_writes_whose_bytes_never_come_count_into_the_memory_of_their_peer() {
+fn descriptions_of_unfinished_writes_count_as_held_for_their_peer() {
     const LANES: usize = 60;
     const BLOCKS: u32 = 500_000;
     let pair = bare_pair(1 << 20);
@@ -393,13 +393,13 @@ fn descriptions_of_writes_whose_bytes_never_come_count_into_the_memory_of_their_
     for raw in &mut crowd {
         raw.send(&write);
     }
-    // 64 MiB for one peer, in steps of 64 KiB: at most 34 of them.
+    // 64 MiB for one peer, in steps of 64 KiB: at most 34 of these.
     at_most_are_open(&crowd, 34);
     pair.still_works();
 }
 
 #[test]
-fn a_flood_of_connections_that_prove_nothing_keeps_nobody_waiting() {
+fn a_flood_of_unauthenticated_connections_delays_no_other_peer() {
     let pair = Pair::new(4096);
     let address = address_of(&pair.owner);
     let flooding = std::sync::atomic::AtomicBool::new(true);
@@ -446,7 +446,7 @@ fn a_cancel_overtakes_the_payload_and_even_the_request() {
     let (mut small, mut bulk) =
         (Raw::lane_of(&pair.owner, link, 0), Raw::lane_of(&pair.owner, link, 1));
     let request = blocks(region, key, 64, 64, &[0]);
-    // In the middle of a payload: what came has been written, what comes is not.
+    // In the middle of a payload: bytes that have arrived are written, later ones are not.
     bulk.send(&frame(WRITE, 1, &request));
     bulk.send(&frame(DATA, 1, &[1; 64])[..16 + 10]);
     while Pair::all(&pair.theirs)[9] != 1 {
@@ -456,14 +456,14 @@ fn a_cancel_overtakes_the_payload_and_even_the_request() {
     assert_eq!(bulk.answer(1), Err(CANCELLED));
     bulk.send(&[1; 54]);
     bulk.send(&frame(STOP, 1, &[]));
-    // Before the request.
+    // Before the request arrives.
     small.send(&frame(CANCEL, 7, &[1]));
     small.send(&frame(PING, 0, &[]));
     assert_eq!(small.frame().unwrap().0, ALIVE);
     bulk.send(&frame(WRITE, 7, &request));
     bulk.send(&frame(DATA, 7, &[2; 64]));
     assert_eq!(bulk.answer(7), Err(CANCELLED));
-    // After its end, and for lanes and links that are not there: nothing happens.
+    // After its end, and for lanes and links that do not exist: no effect.
     small.send(&[frame(CANCEL, 7, &[1]), frame(CANCEL, 7, &[9])].concat());
     Raw::lane_of(&pair.owner, fresh(), 0).send(&frame(CANCEL, 8, &[1]));
     bulk.send(&frame(READ, 8, &blocks(region, key, 64, 64, &[1])));
@@ -471,7 +471,7 @@ fn a_cancel_overtakes_the_payload_and_even_the_request() {
     let now = Pair::all(&pair.theirs);
     assert_eq!(now[..10], [1; 10]);
     assert!(now[10..] == pair.bytes[10..]);
-    // Not without bound.
+    // The number of early cancels is bounded.
     for id in 100..5000 {
         small.send(&frame(CANCEL, id, &[1]));
     }
@@ -480,7 +480,7 @@ fn a_cancel_overtakes_the_payload_and_even_the_request() {
 }
 
 #[test]
-fn a_lane_that_comes_twice_costs_the_second_connection() {
+fn a_lane_opened_twice_costs_the_second_connection() {
     let pair = bare_pair(4096);
     let link = fresh();
     let mut first = Raw::lane_of(&pair.owner, link, 1);
@@ -506,7 +506,7 @@ fn too_many_notifications_at_once_cost_a_connection() {
 }
 
 #[test]
-fn notifications_that_wait_for_room_count_into_the_memory_of_their_peer() {
+fn parked_notifications_count_as_held_for_their_peer() {
     const LANES: usize = 80;
     let owner = bare_builder("owner")
         .notifications(1, 64 << 10)
@@ -522,18 +522,18 @@ fn notifications_that_wait_for_room_count_into_the_memory_of_their_peer() {
         raw.send(&window);
     }
     pair.still_works();
-    // 64 MiB for one peer: at most 64 of them.
+    // 64 MiB for one peer: at most 64 of these.
     at_most_are_open(&crowd, 64);
     pair.still_works();
 }
 
-/// Waits until the owner has ended all connections of the crowd but so many.
+/// Waits until the owner has closed all but `most` connections of the crowd.
 fn at_most_are_open(crowd: &[Raw], most: usize) {
     let is_open = |raw: &Raw| {
         raw.0.set_nonblocking(true).unwrap();
         let mut byte = [0];
         match raw.0.peek(&mut byte) {
-            Ok(count) => count > 0, // what was said before the end stands before it
+            Ok(count) => count > 0, // earlier bytes precede the end of the stream
             Err(error) => error.kind() == io::ErrorKind::WouldBlock,
         }
     };
@@ -548,7 +548,7 @@ fn at_most_are_open(crowd: &[Raw], most: usize) {
     }
 }
 
-/// A reader that is connected to whatever `owner` does after the handshakes of all lanes.
+/// Runs a reader that is connected to `owner`, which acts after the handshakes of all lanes.
 fn with_owner<T>(owner: impl FnOnce(Vec<Raw>) + Send, reader: impl FnOnce(&Pair) -> T) -> T {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -576,15 +576,15 @@ fn read_one(pair: &Pair) -> kvx_core::Result<kvx_core::Report> {
 }
 
 #[test]
-fn an_owner_that_answers_wrongly_is_dropped_and_writes_nowhere_else() {
+fn an_owner_with_invalid_answers_is_disconnected_and_writes_nowhere_else() {
     let answers: [fn(u64) -> Vec<u8>; 7] = [
-        |id| frame(DATA, id, &[7; 1025]),           // more than asked
-        |id| frame(DATA, id + 1, &[7; 1024]),       // nobody asked
-        |id| frame(DATA, id | 1 << 40, &[7; 1024]), // an id of old
-        |id| [frame(DATA, id, &[7; 1000]), frame(END, id, &[])].concat(), // less than asked
-        |id| [frame(DATA, id, &[7; 1024]), frame(DATA, id, &[7; 1])].concat(), // one too many
-        |id| frame(READ, id, &[]),                  // an initiator's word
-        |id| frame(END, id, &[0xff; 1000]),         // no sentence
+        |id| frame(DATA, id, &[7; 1025]),           // more than requested
+        |id| frame(DATA, id + 1, &[7; 1024]),       // not requested
+        |id| frame(DATA, id | 1 << 40, &[7; 1024]), // an old id
+        |id| [frame(DATA, id, &[7; 1000]), frame(END, id, &[])].concat(), // less than requested
+        |id| [frame(DATA, id, &[7; 1024]), frame(DATA, id, &[7; 1])].concat(), // one byte too many
+        |id| frame(READ, id, &[]),                  // an initiator's frame
+        |id| frame(END, id, &[0xff; 1000]),         // no valid text
     ];
     for (case, answer) in answers.into_iter().enumerate() {
         let owner = move |mut lanes: Vec<Raw>| {
@@ -610,7 +610,7 @@ fn an_owner_that_answers_wrongly_is_dropped_and_writes_nowhere_else() {
 }
 
 #[test]
-fn a_refusal_reaches_the_initiator_with_its_kind_and_the_link_lives_on() {
+fn a_refusal_reaches_the_initiator_with_its_kind_and_the_link_stays_up() {
     let owner = |mut lanes: Vec<Raw>| {
         let (_, id, _) = lanes[0].frame().unwrap();
         lanes[0].send(&frame(END, id, b"\x03\x0a\0\0\0taken\nback"));
@@ -628,7 +628,7 @@ fn a_refusal_reaches_the_initiator_with_its_kind_and_the_link_lives_on() {
 }
 
 #[test]
-fn nothing_begins_while_a_cancelled_write_may_be_on_its_way() {
+fn no_request_begins_while_a_cancelled_write_may_still_arrive() {
     let (seen, wait_until_seen) = channel();
     let (posted, wait_until_posted) = channel();
     let owner = move |mut lanes: Vec<Raw>| {
@@ -645,12 +645,12 @@ fn nothing_begins_while_a_cancelled_write_may_be_on_its_way() {
         for _ in 0..1000 {
             assert!(
                 lanes[0].peeked(READ).is_none(),
-                "it begins before the cancelled write has ended"
+                "a read begins before the cancelled write has ended"
             );
             std::thread::yield_now();
         }
         lanes[bulk].send(&frame(END, id, &[CANCELLED, 0, 0, 0, 0]));
-        // It asks whether we live, if that took long.
+        // A ping may arrive before, if that took long.
         let (kind, id) = std::iter::from_fn(|| lanes[0].frame())
             .map(|(kind, id, _)| (kind, id))
             .find(|(kind, _)| *kind != PING)

@@ -1,5 +1,5 @@
-//! Unresolved page faults: what waits for them, and what does not. Clause P12 has more, with
-//! processes.
+//! Unresolved page faults: the operations that wait for them, and those that do not. Clause P12 has
+//! more tests, with processes.
 
 use std::time::{Duration, Instant};
 
@@ -8,9 +8,9 @@ use kvx_core::{Agent, ErrorKind, Grid, Memory, MemoryKind, Peer, Plan, Region, T
 use kvx_testkit::{HungPage, TestDevice, skip, test};
 
 const LEN: usize = 4 << 20;
-/// Of what waits for the page.
+/// The deadline of operations that wait for the page.
 const DEADLINE: Duration = Duration::from_millis(500);
-/// It is not so, and does not become so.
+/// The time for which a condition must stay false.
 const STAYS: Duration = Duration::from_millis(300);
 
 fn cannot(test: &str) -> bool {
@@ -21,7 +21,7 @@ fn cannot(test: &str) -> bool {
     refused.is_some()
 }
 
-/// Reads all of a region of the peer's into this one.
+/// Reads all of a peer's region into this one.
 fn read(peer: &Peer, name: &str, into: &Region, deadline: Duration) -> Transfer {
     let whole = Grid::packed(LEN as u64, 1);
     let from = peer.region(name).unwrap().grid(whole).unwrap().blocks(vec![0]);
@@ -30,8 +30,8 @@ fn read(peer: &Peer, name: &str, into: &Region, deadline: Duration) -> Transfer 
 }
 
 #[test(own_process)]
-fn an_owners_page_holds_up_its_region_and_no_other() {
-    if cannot("an_owners_page_holds_up_its_region_and_no_other") {
+fn an_owners_page_fault_delays_its_region_and_no_other() {
+    if cannot("an_owners_page_fault_delays_its_region_and_no_other") {
         return;
     }
     let pair = Pair::new(LEN);
@@ -52,7 +52,7 @@ fn an_owners_page_holds_up_its_region_and_no_other() {
         held_up.wait_blocking(CUT_OFF).unwrap_err().kind(),
         ErrorKind::TimedOut | ErrorKind::PeerLost
     ));
-    // No turn touches this region, and a hung turn may still touch the other.
+    // No turn touches this region, although a hung turn may still touch the other.
     well.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     assert_eq!(
         pair.theirs.revoke(STAYS).wait_blocking(CUT_OFF).unwrap_err().kind(),
@@ -62,10 +62,13 @@ fn an_owners_page_holds_up_its_region_and_no_other() {
     drop(page);
     let until = Instant::now() + CUT_OFF;
     while kvx_core::quarantined_bytes() > 0 {
-        assert!(Instant::now() < until, "the memory stays quarantined although the page has come");
+        assert!(
+            Instant::now() < until,
+            "the memory stays quarantined although the page fault is resolved"
+        );
         std::thread::sleep(Duration::from_millis(10));
     }
-    // The reader connects again and goes on.
+    // The reader connects again and continues.
     let again = pair.owner.register("again", Memory::owned(pair.bytes.clone())).unwrap();
     let peer = pair.reader.connect(pair.owner.metadata().unwrap()).unwrap();
     read(&peer, "again", &pair.ours, CUT_OFF).wait_blocking(CUT_OFF).unwrap();
@@ -73,7 +76,7 @@ fn an_owners_page_holds_up_its_region_and_no_other() {
     drop(again);
 }
 
-/// Who is connected to this owner by one bulk lane, and has memory.
+/// Returns an agent that is connected to this owner by one bulk lane, and its region.
 fn connected(name: &str, owner: &Agent) -> (Agent, Region, Peer) {
     let agent = agent_with(name, r#"{"tcp": {"connections": 1}}"#, None);
     let into = agent.register("into", Memory::owned(vec![2; LEN])).unwrap();
@@ -83,8 +86,8 @@ fn connected(name: &str, owner: &Agent) -> (Agent, Region, Peer) {
 }
 
 #[test(own_process)]
-fn a_lane_that_hangs_keeps_no_bounce_buffers_from_others() {
-    if cannot("a_lane_that_hangs_keeps_no_bounce_buffers_from_others") {
+fn a_hung_lane_withholds_no_bounce_buffers_from_others() {
+    if cannot("a_hung_lane_withholds_no_bounce_buffers_from_others") {
         return;
     }
     let owner = agent("owner");
@@ -95,7 +98,7 @@ fn a_lane_that_hangs_keeps_no_bounce_buffers_from_others() {
     let (_other, others, other) = connected("other", &owner);
     let page = HungPage::of(host.memory()).unwrap();
     let mut held_up = vec![read(&greedy, "host", &into, DEADLINE)];
-    // More than there are buffers, in requests that come with the one that hangs.
+    // More than the buffers hold, in requests that arrive with the one that hangs.
     let grid = Grid::packed(100 << 10, 40);
     for block in 0..38 {
         let from = greedy.region("device").unwrap().grid(grid).unwrap().blocks(vec![block]);
@@ -110,8 +113,8 @@ fn a_lane_that_hangs_keeps_no_bounce_buffers_from_others() {
 }
 
 #[test(own_process)]
-fn nobody_writes_where_a_write_that_hangs_may_still_land() {
-    if cannot("nobody_writes_where_a_write_that_hangs_may_still_land") {
+fn no_write_is_accepted_where_a_hung_write_may_still_land() {
+    if cannot("no_write_is_accepted_where_a_hung_write_may_still_land") {
         return;
     }
     let owner = agent("owner");
@@ -131,7 +134,8 @@ fn nobody_writes_where_a_write_that_hangs_may_still_land() {
     assert!(matches!(hung.kind(), ErrorKind::TimedOut | ErrorKind::PeerLost), "{hung:?}");
 
     from.copy_in(0, &vec![2; LEN]).unwrap();
-    // A transfer may fail a moment before the handle counts as lost, and is shared until then.
+    // A transfer may fail a moment before the handle counts as lost, and the handle is reused until
+    // then.
     peer.loss(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     let peer = writer.connect(owner.metadata().unwrap()).unwrap();
     assert_eq!(write(&peer, &from, &[last], CUT_OFF).unwrap_err().kind(), ErrorKind::Exhausted);

@@ -1,4 +1,4 @@
-//! What somebody between two agents learns of what they say, and what comes of it when he alters it.
+//! Attackers on the path between two agents: what they learn, and the effect of altered bytes.
 
 use crate::tcp_pair;
 use crate::tcp_pair::relay::{Alteration, Relay};
@@ -6,11 +6,11 @@ use crate::tcp_pair::{CUT_OFF, Pair, agent_with, pattern};
 use kvx_core::{Agent, Grid, Memory, Plan, Region};
 use kvx_testkit::test;
 
-/// Bytes that are read, and that are written.
+/// The number of bytes that are read and written.
 const LEN: usize = 64;
 const WORD: &[u8] = b"the word";
 
-/// An owner behind a middleman: it lets one region be read, and another be written.
+/// An owner behind a relay, with one region to read and another to write.
 struct Owner {
     relay: Relay,
     agent: Agent,
@@ -19,7 +19,7 @@ struct Owner {
     bytes: Vec<u8>,
 }
 
-/// How a dialogue of a read, a write and a notification went.
+/// The result of a dialogue of a read, a write and a notification.
 struct Dialogue {
     read: bool,
     wrote: bool,
@@ -37,10 +37,10 @@ impl Owner {
         Owner { relay, agent, _source: source, target, bytes }
     }
 
-    /// What a reader says with it, which calls `ready` when it is connected. What is well is right: `payload` says
-    /// whether that is asked of payload, too.
+    /// Runs a dialogue with a reader, which calls `ready` once it is connected. Checks that
+    /// successful operations have the right result; `payload` includes their payload in that check.
     fn speak(&self, payload: bool, ready: impl FnOnce()) -> Dialogue {
-        // It leaves to the owner what is sealed.
+        // The reader leaves the seal to the owner.
         let reader =
             agent_with("the reader", r#"{"tcp": {"seal": "none", "connections": 1}}"#, Some(3));
         let written = pattern(LEN, 6);
@@ -59,10 +59,13 @@ impl Owner {
         let read = done(Plan::read(whole(&to), theirs("source")).unwrap());
         let wrote = done(Plan::write(whole(&from), theirs("target")).unwrap());
         let notified = peer.notify(WORD, CUT_OFF).wait_blocking(CUT_OFF).is_ok();
-        assert!(!read || !payload || Pair::all(&to) == self.bytes, "a read is well and wrong");
+        assert!(
+            !read || !payload || Pair::all(&to) == self.bytes,
+            "a successful read has wrong bytes"
+        );
         assert!(
             !wrote || !payload || Pair::all(&self.target) == written,
-            "a write is well and wrong"
+            "a successful write has wrong bytes"
         );
         let heard: Vec<_> = std::iter::from_fn(|| self.agent.try_notification()).collect();
         assert!(
@@ -72,13 +75,14 @@ impl Owner {
         Dialogue { read, wrote, notified }
     }
 
-    /// How many bytes have passed on the last dialogue's small lane.
+    /// Returns the bytes in each direction on the last dialogue's small lane.
     fn passed(&self) -> [usize; 2] {
         let small = |lanes: Vec<Vec<u8>>| lanes[lanes.len() - 2].len();
         [small(self.relay.recorded()), small(self.relay.answered())]
     }
 
-    /// Alters each byte that follows the handshake. Gives how many dialogues went well all the same, by direction.
+    /// Alters each byte after the handshake. Returns how many dialogues still succeeded, by
+    /// direction.
     fn well_when_altered(&self, payload: bool) -> [usize; 2] {
         let mut begun = [0; 2];
         let good = self.speak(true, || begun = self.passed());
@@ -96,18 +100,18 @@ impl Owner {
 }
 
 #[test]
-fn no_altered_byte_passes_where_everything_is_sealed() {
+fn no_altered_byte_is_accepted_if_everything_is_sealed() {
     assert_eq!(Owner::new("all").well_when_altered(true), [0, 0]);
 }
 
 #[test]
-fn no_altered_byte_passes_but_payload_where_control_is_sealed() {
-    // What is written, and what is read.
+fn no_altered_byte_but_payload_is_accepted_if_control_is_sealed() {
+    // The bytes that are written, and those that are read.
     assert_eq!(Owner::new("control").well_when_altered(false), [LEN, LEN]);
 }
 
 #[test]
-fn who_listens_learns_no_name_no_key_and_no_payload_that_is_sealed() {
+fn an_eavesdropper_learns_no_name_and_no_sealed_key_or_payload() {
     for (seal, payload_shows, control_shows) in
         [("all", false, false), ("control", true, false), ("none", true, true)]
     {
@@ -128,7 +132,7 @@ fn who_listens_learns_no_name_no_key_and_no_payload_that_is_sealed() {
 }
 
 #[test]
-fn much_in_many_pieces_goes_both_ways_however_it_is_sealed() {
+fn many_pieces_are_moved_in_both_directions_with_every_seal() {
     const ALL: usize = 8 << 20;
     for seal in ["none", "control", "all"] {
         let options = format!(r#"{{"tcp": {{"seal": "{seal}"}}}}"#);

@@ -1,4 +1,4 @@
-//! An agent whose process was stopped finds its links as they were: it was away, not its peers.
+//! An agent whose process was stopped keeps its links: it was away, not its peers.
 
 use std::net::TcpListener;
 use std::time::Duration;
@@ -9,12 +9,12 @@ use crate::tcp_pair::{CUT_OFF, agent_with, registry};
 use kvx_core::{Agent, ErrorKind, Grid, Memory, Options, Peer, Plan, Result};
 use kvx_testkit::test;
 
-/// How long the children let a peer be silent.
+/// The children's peer timeout.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// For what waits until the child goes on: it does not end by itself.
+/// The time limit for operations that end only when the child continues.
 const HELD: Duration = Duration::from_secs(30);
 
-/// A child has its role in this variable.
+/// The variable with a child's role.
 const ROLE: &str = "KVX_TCP_TEST_ROLE";
 
 /// Plays a role and ends the process, if it was started for that.
@@ -25,9 +25,9 @@ pub(crate) fn play_if_asked() {
     }
 }
 
-/// Connects to the parent, and says how that went.
+/// Connects to the parent, and reports the result.
 fn play(role: &str, mut line: Line) {
-    let options = if role == "connects" { BARE } else { "{}" }; // to an owner that is played by hand
+    let options = if role == "connects" { BARE } else { "{}" }; // for an owner that the test plays
     let options = Options::parse(options).unwrap();
     let own = Agent::builder(role)
         .options(options)
@@ -52,7 +52,7 @@ fn play(role: &str, mut line: Line) {
     line.hear();
 }
 
-/// Waits for the parent to take notifications: all but one of them are acknowledged when it does.
+/// Waits for the parent to take notifications, whereupon all but the first are acknowledged.
 fn waits(peer: &Peer, line: &mut Line) {
     let mut sent: Vec<_> = (0..5u8).map(|number| peer.notify([number], HELD)).collect();
     sent.remove(0).wait_blocking(HELD).unwrap();
@@ -65,7 +65,7 @@ fn told(result: Result<()>) -> String {
     result.map_or_else(|error| error.to_string(), |()| "ok".into())
 }
 
-/// Time passes, of which nothing happens for `owner`.
+/// Lets time pass without events for `owner`.
 fn pass(owner: &Agent, time: Duration) {
     assert_eq!(
         owner.wait_for_senders(b"never sent", 1, time).wait_blocking(CUT_OFF).unwrap_err().kind(),
@@ -74,7 +74,7 @@ fn pass(owner: &Agent, time: Duration) {
 }
 
 #[test]
-fn a_peer_is_not_lost_by_who_was_stopped_himself() {
+fn an_agent_that_was_stopped_does_not_lose_its_peer() {
     let owner =
         Agent::builder("owner").notifications(1, 64 << 10).registry(registry()).build().unwrap();
     let mut other = Other::start(ROLE, "waits");
@@ -83,7 +83,7 @@ fn a_peer_is_not_lost_by_who_was_stopped_himself() {
     other.stop();
     pass(&owner, PATIENCE * 2);
     other.go_on();
-    // It looks at its peer before it has another answer.
+    // The child checks its peer before it has another answer.
     pass(&owner, PATIENCE);
     for _ in 0..5 {
         owner.notification(CUT_OFF).join().unwrap();
@@ -92,7 +92,7 @@ fn a_peer_is_not_lost_by_who_was_stopped_himself() {
 }
 
 #[test]
-fn a_stopped_peer_is_lost_also_by_who_gives_one_write_after_the_other_up() {
+fn a_stopped_peer_is_lost_even_if_each_write_is_given_up_early() {
     let timeout = Duration::from_millis(800);
     let reader =
         Agent::builder("reader").peer_timeout(timeout).registry(registry()).build().unwrap();
@@ -106,20 +106,16 @@ fn a_stopped_peer_is_lost_also_by_who_gives_one_write_after_the_other_up() {
         |deadline: Duration| peer.transfer(&plan).deadline(deadline).post()?.wait_blocking(CUT_OFF);
     write(CUT_OFF).unwrap();
     other.stop();
-    // Each deadline is shorter than the peer may be silent, and nothing is in flight between two writes.
+    // Each deadline is shorter than the peer timeout, and nothing is in flight between two writes.
     let mut kinds = (0..30).map(|_| write(timeout / 4).unwrap_err().kind());
     let other_kind = kinds.find(|kind| *kind != ErrorKind::TimedOut);
-    assert_eq!(
-        other_kind,
-        Some(ErrorKind::PeerLost),
-        "none: 30 writes have timed out one after the other"
-    );
+    assert_eq!(other_kind, Some(ErrorKind::PeerLost), "30 consecutive writes timed out");
     assert_eq!(peer.loss(CUT_OFF).join().unwrap().kind(), ErrorKind::PeerLost);
     other.go_on();
 }
 
 #[test]
-fn an_answer_to_a_handshake_counts_that_came_while_the_asker_was_stopped() {
+fn an_answer_that_arrives_while_the_initiator_is_stopped_completes_the_handshake() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let advertised = format!(r#"{{"tcp": {{"advertise": "{}"}}}}"#, listener.local_addr().unwrap());
     let owner = agent_with("owner", &advertised, None);
@@ -131,7 +127,7 @@ fn an_answer_to_a_handshake_counts_that_came_while_the_asker_was_stopped() {
     assert_eq!(small.welcome(&invitation), 0);
     let mut bulk = [accept(), accept()];
     bulk[0].welcome(&invitation);
-    // All that its last lane waits for is the answer.
+    // Its last lane waits only for the answer.
     bulk[1].welcome_when(&invitation, || other.stop());
     pass(&owner, PATIENCE * 2);
     other.go_on();

@@ -25,7 +25,7 @@ fn scattered_blocks_arrive_where_the_plan_says() {
 }
 
 #[test]
-fn written_blocks_arrive_and_others_stay() {
+fn written_blocks_arrive_and_others_stay_unchanged() {
     let pair = Pair::new(4 << 20);
     pair.ours.copy_in(0, &vec![9; 4 << 20]).unwrap();
     let grid = Grid { base: 512, stride: 2048, length: 1024, count: 2000 };
@@ -87,10 +87,10 @@ fn many_transfers_at_once_from_many_threads() {
 }
 
 #[test]
-fn small_transfers_beside_large_ones_leave_every_byte_where_it_belongs() {
+fn small_transfers_during_large_ones_move_every_byte_correctly() {
     let pair = Pair::new(64 << 20);
     let (large, small) = (Grid::packed(64 << 10, 1024), Grid::packed(4096, 16));
-    // The first block is the small transfers' own.
+    // The first block belongs to the small transfers.
     let list: Vec<u32> = shuffled(1024, 9).into_iter().filter(|block| *block > 0).collect();
     let together = |plan: Plan| {
         let running = pair.peer.post(&plan).unwrap();
@@ -113,7 +113,7 @@ fn small_transfers_beside_large_ones_leave_every_byte_where_it_belongs() {
 }
 
 #[test]
-fn the_two_sides_may_be_cut_differently() {
+fn the_two_sides_may_have_different_grids() {
     let pair = Pair::new(1 << 20);
     let ours = Grid { base: 3, stride: 1111, length: 1000, count: 900 };
     let theirs = Grid { base: 100, stride: 1000, length: 1000, count: 1000 };
@@ -147,7 +147,7 @@ fn an_agent_may_be_linked_to_itself_and_to_another_of_its_process() {
 }
 
 #[test]
-fn the_same_plan_is_posted_again_and_again() {
+fn the_same_plan_can_be_posted_repeatedly() {
     let pair = Pair::new(1 << 20);
     let grid = Grid::packed(256, 4096);
     let list = shuffled(4096, 9);
@@ -159,7 +159,7 @@ fn the_same_plan_is_posted_again_and_again() {
 }
 
 #[test]
-fn notifications_are_binary_up_to_64_kib_and_held_back_not_lost() {
+fn notifications_are_binary_up_to_64_kib_and_wait_instead_of_being_lost() {
     let owner = kvx_core::Agent::builder("owner")
         .notifications(4, 64 << 10)
         .registry(tcp_pair::registry())
@@ -175,7 +175,7 @@ fn notifications_are_binary_up_to_64_kib_and_held_back_not_lost() {
         })
         .collect();
     let waiting: Vec<_> = sent.iter().map(|bytes| pair.peer.notify(bytes, CUT_OFF)).collect();
-    // The queue takes four: the rest waits, and so does not keep reads from being served.
+    // The queue takes four; the others wait and do not prevent reads.
     pair.still_works();
     let mut got: Vec<Vec<u8>> = (0..300)
         .map(|_| {
@@ -204,8 +204,8 @@ fn ipv6_and_an_advertised_name_work() {
 }
 
 #[test]
-fn an_address_that_does_not_answer_gives_way_to_the_next() {
-    // 127.0.0.1 refuses at port 1; the second address is right.
+fn an_address_that_does_not_answer_is_followed_by_the_next() {
+    // 127.0.0.1 refuses connections to port 1; the second address is right.
     let port = tcp_pair::raw::free_port();
     let options = format!(
         r#"{{"tcp": {{"ports": {port}, "advertise": ["127.0.0.1:1", "127.0.0.1:{port}"]}}}}"#
@@ -214,7 +214,7 @@ fn an_address_that_does_not_answer_gives_way_to_the_next() {
 }
 
 #[test]
-fn nobody_at_the_address_is_a_lost_peer() {
+fn an_address_without_a_listener_is_a_lost_peer() {
     let owner = agent("owner");
     let metadata = owner.metadata().unwrap();
     owner.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
@@ -227,7 +227,7 @@ fn nobody_at_the_address_is_a_lost_peer() {
 }
 
 #[test]
-fn a_restarted_agent_on_the_same_port_says_so() {
+fn a_restarted_agent_on_the_same_port_is_reported() {
     let port = tcp_pair::raw::free_port();
     let options = format!(r#"{{"tcp": {{"ports": {port}}}}}"#);
     let first = agent_with("owner", &options, None);
@@ -256,7 +256,7 @@ fn secrets_must_match_on_both_ends() {
 }
 
 #[test]
-fn shutdown_ends_what_is_in_flight() {
+fn shutdown_ends_transfers_in_flight() {
     let pair = Pair::new(64 << 20);
     let list = shuffled(16 << 10, 4);
     let plan = pair.read(Grid::packed(4096, 16 << 10), list.clone(), list);

@@ -1,4 +1,4 @@
-//! What a recorder is told of transfers, failures and quarantined memory.
+//! The metrics of transfers, failures and quarantined memory, as a recorder receives them.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -12,7 +12,8 @@ use metrics::{
     SharedString, Unit,
 };
 
-/// Sums of counters, last values of gauges, numbers of records of histograms; by name and labels.
+/// A recorder with sums of counters, last values of gauges, and numbers of records of histograms,
+/// by name and labels.
 #[derive(Clone, Default)]
 struct Told(Arc<Mutex<BTreeMap<String, f64>>>);
 
@@ -89,7 +90,7 @@ impl metrics::Recorder for Told {
 }
 
 #[test(own_process)]
-fn a_recorder_is_told_of_transfers_and_failures() {
+fn a_recorder_receives_transfers_and_failures() {
     let told = Told::default();
     metrics::set_global_recorder(told.clone()).ok().unwrap();
     kvx_core::describe_metrics();

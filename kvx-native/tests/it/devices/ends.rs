@@ -1,4 +1,4 @@
-//! Two agents with a test device each, over one backend.
+//! Two agents over one backend, each with a test device.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,13 +9,13 @@ use kvx_core::{
 };
 use kvx_testkit::TestDevice;
 
-/// Nothing here takes this long unless it hangs.
+/// The time limit for each step, which is exceeded only by a hang.
 pub(crate) const CUT_OFF: Duration = Duration::from_secs(8);
 pub(crate) const BLOCK: u64 = 4096;
 pub(crate) const BOTH: [&str; 2] = ["SHM", "TCP"];
 pub(crate) const OPS: [Op; 2] = [Op::Read, Op::Write];
 
-/// The device of one end.
+/// The end whose device is meant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Busy {
     Ours,
@@ -40,25 +40,25 @@ fn builder(name: &str, backends: &[&str], device: Option<&Arc<TestDevice>>) -> A
     }
 }
 
-/// An owner and a reader that is connected to it, with a region `kv` each.
+/// An owner and a reader that is connected to it, each with a region `kv`.
 pub(crate) struct Ends {
     pub(crate) owner: Agent,
     pub(crate) reader: Agent,
     devices: [Arc<TestDevice>; 2],
-    /// Content 1.
+    /// The reader's region, with content 1.
     pub(crate) ours: Region,
-    /// Content 2.
+    /// The owner's region, with content 2.
     pub(crate) theirs: Region,
     pub(crate) peer: Peer,
 }
 
 impl Ends {
-    /// Regions of `blocks` blocks, each on the end's device or in a pool.
+    /// Creates regions of `blocks` blocks, each on the end's device or in a pool.
     pub(crate) fn new(backend: &str, local: bool, remote: bool, blocks: u32) -> Self {
         Self::patient(backend, local, remote, blocks, CUT_OFF)
     }
 
-    /// The same, of agents whose peers may be silent for so long.
+    /// Like [`new`](Self::new), with agents whose peers may be silent for `timeout`.
     pub(crate) fn patient(
         backend: &str,
         local: bool,
@@ -95,11 +95,11 @@ impl Ends {
         &self.devices[busy as usize]
     }
 
-    /// Until that device has been asked for a copy that it does not do.
+    /// Waits until that device has been asked for a copy that it holds back.
     pub(crate) fn until_waiting(&self, busy: Busy) {
         let until = Instant::now() + CUT_OFF;
         while self.device(busy).waiting() == 0 {
-            assert!(Instant::now() < until, "the device is not asked");
+            assert!(Instant::now() < until, "the device is not asked for a copy");
             std::thread::yield_now();
         }
     }
@@ -108,14 +108,14 @@ impl Ends {
         seed.wrapping_mul(37).wrapping_add((block % 251) as u8) | 1
     }
 
-    /// New content.
+    /// Fills a region with content `seed`.
     pub(crate) fn fill(&self, region: &Region, seed: u8) {
         let blocks = region.memory().len() as u64 / BLOCK;
         let bytes = (0..blocks as u32).flat_map(|block| [Self::byte(seed, block); BLOCK as usize]);
         region.copy_in(0, &bytes.collect::<Vec<_>>()).unwrap();
     }
 
-    /// Panics unless the block holds what block `number` of content `seed` is.
+    /// Panics unless the block equals block `number` of content `seed`.
     pub(crate) fn check(region: &Region, block: u32, seed: u8, number: u32) {
         let mut bytes = [0; BLOCK as usize];
         region.copy_out(block as usize * BLOCK as usize, &mut bytes).unwrap();
@@ -126,7 +126,7 @@ impl Ends {
         );
     }
 
-    /// So many different blocks below 1000, in no order.
+    /// Returns `count` distinct blocks below 1000, unordered.
     pub(crate) fn scattered(count: u32, step: u32) -> Vec<u32> {
         (0..count).map(|at| at * step % 1000).collect()
     }
@@ -147,7 +147,7 @@ impl Ends {
         self.peer.transfer(&plan).deadline(CUT_OFF).post()?.wait_blocking(CUT_OFF)
     }
 
-    /// All blocks, to their own places.
+    /// Posts a transfer of all blocks to the same positions.
     pub(crate) fn post(&self, op: Op) -> Transfer {
         self.post_within(op, CUT_OFF)
     }
@@ -158,7 +158,7 @@ impl Ends {
         self.peer.transfer(&plan).deadline(deadline).post().unwrap()
     }
 
-    /// Moves a block each way, and puts the contents back.
+    /// Moves a block in each direction, and restores the contents.
     pub(crate) fn works(&self) {
         for (op, region, seed, other) in
             [(Op::Read, &self.ours, 2, 1), (Op::Write, &self.theirs, 1, 2)]

@@ -1,4 +1,4 @@
-//! Device memory over SHM and TCP: what happens while a device takes its time, fails, or forgets.
+//! Device memory over SHM and TCP: devices that are slow, fail, or lose copies.
 
 mod ends;
 mod routes;
@@ -11,7 +11,7 @@ use kvx_core::{Completion, ErrorKind, Op};
 use kvx_testkit::device::CopyOutcome;
 use kvx_testkit::test;
 
-/// Whether it ends within a moment in which it must not.
+/// Returns true if it ends within a moment in which it must not.
 fn ends_now<T>(completion: &mut Completion<T>) -> bool {
     let until = Instant::now() + Duration::from_millis(30);
     let mut context = Context::from_waker(Waker::noop());
@@ -25,7 +25,7 @@ fn ends_now<T>(completion: &mut Completion<T>) -> bool {
 }
 
 #[test]
-fn blocks_arrive_where_the_plan_says_and_others_stay() {
+fn blocks_arrive_where_the_plan_says_and_others_stay_unchanged() {
     for backend in BOTH {
         for op in OPS {
             for (local, remote) in [(true, true), (true, false), (false, true)] {
@@ -48,11 +48,11 @@ fn blocks_arrive_where_the_plan_says_and_others_stay() {
 }
 
 #[test]
-fn a_cancelled_transfer_settles_when_its_device_has_let_go() {
+fn a_cancelled_transfer_settles_when_its_device_has_ended_the_copies() {
     for backend in BOTH {
         for op in OPS {
             let ends = Ends::new(backend, true, true, 64);
-            // Who reads from SHM copies; over TCP each end copies its own side.
+            // Over SHM the reading end copies; over TCP each end copies its own side.
             let busy = match (backend, op) {
                 ("SHM", Op::Write) => Busy::Theirs,
                 _ => Busy::Ours,
@@ -76,8 +76,7 @@ fn nothing_is_written_after_a_late_transfer_has_settled() {
     for backend in BOTH {
         let ends = Ends::new(backend, true, true, 64);
         ends.device(Busy::Ours).hold();
-        // Long enough that the copy has begun before it, also on a machine that is busy with other
-        // things.
+        // Long enough that the copy has begun before, even on a busy machine.
         let transfer = ends.post_within(Op::Read, Duration::from_secs(3));
         ends.until_waiting(Busy::Ours);
         let mut settled = transfer.settled();
@@ -90,19 +89,19 @@ fn nothing_is_written_after_a_late_transfer_has_settled() {
         for block in 0..64 {
             Ends::check(&ends.ours, block, 9, block);
         }
-        let own = 1 + 64; // of what was filled and checked just now
+        let own = 1 + 64; // for the filling and the checks above
         assert_eq!(ends.device(Busy::Ours).counters().copies, copies + own);
         ends.works();
     }
 }
 
 #[test]
-fn a_device_that_takes_its_time_loses_no_peer() {
+fn a_slow_device_loses_no_peer() {
     const PATIENCE: Duration = Duration::from_millis(1500);
     let ends = Ends::patient("TCP", true, false, 64, PATIENCE);
     ends.device(Busy::Ours).hold();
-    // More than there are bounce buffers for: the peer's answers wait behind them, its signs of
-    // life among them.
+    // More than the bounce buffers hold: the peer's answers wait behind them, including its signs
+    // of life.
     let post = |block| {
         let plan = ends.plan(Op::Read, &[block], &[block]).unwrap();
         ends.peer.transfer(&plan).deadline(CUT_OFF * 3).post().unwrap()
@@ -144,7 +143,7 @@ fn a_revocation_waits_for_copies_from_and_to_the_region() {
 }
 
 #[test]
-fn a_revocation_waits_for_copies_of_a_connection_that_is_gone() {
+fn a_revocation_waits_for_copies_of_a_connection_that_has_ended() {
     for backend in BOTH {
         let ends = Ends::new(backend, true, true, 64);
         ends.device(Busy::Theirs).hold();
@@ -161,13 +160,13 @@ fn a_revocation_waits_for_copies_of_a_connection_that_is_gone() {
 }
 
 #[test]
-fn what_a_device_refuses_fails_its_transfer_alone() {
+fn a_copy_that_a_device_refuses_fails_only_its_transfer() {
     for backend in BOTH {
         for op in OPS {
             for busy in [Busy::Ours, Busy::Theirs] {
                 let ends = Ends::new(backend, true, true, 64);
                 if backend == "SHM" && (op == Op::Read) != (busy == Busy::Ours) {
-                    continue; // that device has nothing to do
+                    continue; // that device copies nothing
                 }
                 ends.device(busy).next([CopyOutcome::Fail]);
                 let failed = ends.post(op).wait_blocking(CUT_OFF).unwrap_err();
@@ -179,9 +178,9 @@ fn what_a_device_refuses_fails_its_transfer_alone() {
     }
 }
 
-/// What is lost stays in quarantine, which others look at.
+/// Runs in its own process because the lost memory stays quarantined, which other tests check.
 #[test(own_process)]
-fn a_lost_copy_quarantines_what_it_may_touch() {
+fn a_lost_copy_quarantines_the_memory_that_it_may_touch() {
     for backend in BOTH {
         let ends = Ends::new(backend, true, true, 64);
         ends.device(Busy::Ours).next([CopyOutcome::Forget]);
@@ -231,7 +230,7 @@ fn many_transfers_share_few_buffers() {
         for op in OPS {
             let mut transfers = Vec::new();
             for at in 0..16 {
-                // Each of them is in blocks of its own: one of 4 MiB, and some that are small.
+                // Each of them has its own blocks: one of 4 MiB, and some small ones.
                 let bulk = list(at * 1024, 1000);
                 transfers.push(ends.transfer(op, &bulk, &bulk));
                 for small in 1000..1010 {

@@ -1,4 +1,4 @@
-//! Which backend serves which memory, and what the route says of the other.
+//! The backend that serves each kind of memory, and the reasons in the route why others do not.
 
 use std::sync::Arc;
 
@@ -22,7 +22,8 @@ fn run(op: Op, agent: &Agent, ours: &Region, owner: &Agent) -> Result<Report> {
     peer.transfer(&plan).deadline(CUT_OFF).post()?.wait_blocking(CUT_OFF)
 }
 
-/// Both operations go over TCP if it is there; if not, the error says why SHM does not serve.
+/// Checks that both operations go over TCP if it is available, and that otherwise the error says
+/// why SHM does not serve them.
 fn goes_over_tcp(
     local: &dyn Fn() -> Memory,
     remote: &dyn Fn() -> Memory,
@@ -75,7 +76,7 @@ fn memory_that_a_device_does_not_open_goes_over_tcp() {
         (TestDevice::numbered(MemoryKind::Cuda, 1), TestDevice::numbered(MemoryKind::Cuda, 2));
     for local in [true, false] {
         let memory = || if local { ours.allocate(LEN) } else { Memory::pool(LEN).build().unwrap() };
-        // A write of host memory is pulled by the owner: no device has to open anything.
+        // The owner pulls a write of host memory, so no device must open anything.
         if local {
             goes_over_tcp(&memory, &|| theirs.allocate(LEN), Some(&ours), "does not reach");
         }
@@ -120,8 +121,8 @@ fn staged_device_memory_goes_through_the_host_where_shm_would_reach_it() {
         ours.copy_out(0, &mut bytes).unwrap();
         assert!(bytes == [2; LEN]);
         assert_eq!(device.counters().hops > 0, backend == "SHM");
-        // Host memory goes as ever, and a backend that stages nothing says why it does not take the
-        // device's.
+        // Host memory is unaffected, and a backend that cannot stage explains why it does not take
+        // the device's.
         let alone = agent("alone", &["SHM"]);
         alone.register("host", Memory::owned(vec![0; LEN])).unwrap();
         let registered = alone.register("kv", device.allocate(LEN));
@@ -164,10 +165,10 @@ fn two_devices_share_a_plan_over_tcp() {
 }
 
 #[test]
-fn what_was_opened_is_closed_when_it_is_taken_back_and_when_the_link_ends() {
+fn opened_memory_is_closed_when_it_is_revoked_and_when_the_link_ends() {
     let ends = Ends::new("SHM", true, true, 8);
     let device = ends.device(super::ends::Busy::Ours);
-    assert_eq!(device.allocations(), 2, "our own, and the peer's");
+    assert_eq!(device.allocations(), 2, "the local memory and the peer's");
     ends.theirs.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     assert_eq!(device.allocations(), 1);
 

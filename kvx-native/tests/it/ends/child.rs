@@ -1,4 +1,4 @@
-//! Another process: this program again, with a role to play. Its standard input is a socket to the parent.
+//! Another process: this program again, with a role. Its standard input is a socket to the parent.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -7,14 +7,14 @@ use std::process::{Child, Command, Stdio};
 
 use super::CUT_OFF;
 
-/// A child process; killed when it is dropped.
+/// A child process, killed when it is dropped.
 pub(crate) struct Other {
     process: Child,
     line: UnixStream,
 }
 
 impl Other {
-    /// Starts one whose `main` finds its role in this variable.
+    /// Starts a child whose `main` finds its role in this variable.
     pub(crate) fn start(variable: &str, role: &str) -> Self {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let process = Command::new(std::env::current_exe().unwrap())
@@ -32,10 +32,10 @@ impl Other {
     }
 
     pub(crate) fn hear(&mut self) -> Vec<u8> {
-        hear(&mut self.line).expect("the child speaks")
+        hear(&mut self.line).expect("the child answers")
     }
 
-    /// Says something and waits for the answer.
+    /// Sends a request and waits for the answer.
     pub(crate) fn ask(&mut self, what: &str) -> String {
         self.say(what.as_bytes());
         String::from_utf8(self.hear()).unwrap()
@@ -46,15 +46,15 @@ impl Other {
     }
 
     pub(crate) fn signal(&self, signal: libc::c_int) {
-        // SAFETY: a signal to our own child, which has not been waited for.
+        // SAFETY: this sends a signal to a child that has not been waited for.
         assert_eq!(unsafe { libc::kill(self.pid(), signal) }, 0);
     }
 
-    /// Stops it, and returns when it is.
+    /// Stops the child, and returns once it is stopped.
     pub(crate) fn stop(&self) {
         self.signal(libc::SIGSTOP);
         let mut status = 0;
-        // SAFETY: `status` outlives the call; without WNOWAIT nothing but the report of the stop is consumed.
+        // SAFETY: `status` outlives the call; the call consumes nothing but the report of the stop.
         let stopped = unsafe { libc::waitpid(self.pid(), &raw mut status, libc::WUNTRACED) };
         assert!(stopped == self.pid() && libc::WIFSTOPPED(status));
     }
@@ -89,7 +89,8 @@ fn hear(line: &mut UnixStream) -> Option<Vec<u8>> {
     Some(what)
 }
 
-/// In a child: its role by this variable, and its line to the parent. `None` elsewhere.
+/// Returns a child's role in this variable, and its line to the parent. Returns `None` in other
+/// processes.
 pub(crate) fn role(variable: &str) -> Option<(String, Line)> {
     let role = std::env::var(variable).ok()?;
     let line = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
@@ -104,7 +105,7 @@ impl Line {
         say(&mut self.0, what);
     }
 
-    /// `None`: the parent is gone.
+    /// Receives a message; `None` if the parent has ended.
     pub(crate) fn hear(&mut self) -> Option<Vec<u8>> {
         hear(&mut self.0)
     }

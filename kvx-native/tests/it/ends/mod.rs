@@ -1,4 +1,4 @@
-//! Two ends of a link for the tests of SHM: agents, regions and plans in few words.
+//! Two ends of a link for the tests of SHM: short helpers for agents, regions and plans.
 
 pub(crate) mod child;
 
@@ -11,7 +11,7 @@ use kvx_core::{
 use kvx_native::Shm;
 use rustix::fs::MemfdFlags;
 
-/// Nothing in these tests takes this long unless it hangs.
+/// The time limit for each step, which is exceeded only by a hang.
 pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
 
 pub(crate) fn registry() -> Registry {
@@ -20,7 +20,7 @@ pub(crate) fn registry() -> Registry {
     registry
 }
 
-/// An agent that speaks SHM and notices a silent peer within 800 ms.
+/// Returns an agent with SHM only, which notices a silent peer within 800 ms.
 pub(crate) fn agent(name: &str) -> Agent {
     Agent::builder(name)
         .peer_timeout(Duration::from_millis(800))
@@ -37,12 +37,12 @@ pub(crate) fn agent_with(name: &str, options: &str) -> Agent {
         .unwrap()
 }
 
-/// Which memory a region lies on.
+/// The kind of memory of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum On {
     Pool,
     Foreign,
-    /// A memory file of the program's own, adopted.
+    /// The program's own memory file, adopted.
     File,
 }
 
@@ -66,7 +66,7 @@ impl On {
 
 pub(crate) const BLOCK: u64 = 4096;
 
-/// A region of `blocks` blocks, each filled with what [`pattern`] says.
+/// Registers a region of `blocks` blocks, each filled with its [`pattern`].
 pub(crate) fn region(agent: &Agent, name: &str, on: On, blocks: u32, seed: u8) -> Region {
     let memory = Arc::new(on.memory(blocks as usize * BLOCK as usize));
     for block in 0..blocks {
@@ -81,7 +81,7 @@ pub(crate) fn pattern(seed: u8, block: u32) -> u8 {
     seed.wrapping_add((block % 251) as u8).wrapping_mul(31) | 1
 }
 
-/// The byte that fills a block; panics when its bytes differ.
+/// Returns the byte that fills a block. Panics if its bytes differ.
 pub(crate) fn filled_with(region: &Region, block: u32) -> u8 {
     let mut bytes = [0; BLOCK as usize];
     region.copy_out(block as usize * BLOCK as usize, &mut bytes).unwrap();
@@ -115,7 +115,7 @@ pub(crate) fn run(peer: &Peer, plan: &Plan) -> Result<Report> {
     peer.transfer(plan).deadline(CUT_OFF).post()?.wait_blocking(CUT_OFF)
 }
 
-/// The end of a peer is told by events: waits until it has been.
+/// Waits until the loss of the peer has been reported.
 pub(crate) fn until_lost(peer: &Peer) {
     let begun = Instant::now();
     while peer.lost().is_none() {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use kvx_core::{Agent, Grid, Memory, Options, Peer, Plan, Region, Registry, Secret};
 use kvx_native::Tcp;
 
-/// Nothing here takes longer unless it hangs.
+/// The time limit for each step, which is exceeded only by a hang.
 pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
 
 pub(crate) fn registry() -> Registry {
@@ -30,7 +30,7 @@ pub(crate) fn agent_with(name: &str, options: &str, secret: Option<u8>) -> Agent
     builder.registry(registry()).build().unwrap()
 }
 
-/// Bytes that differ from place to place.
+/// Returns bytes that differ from place to place.
 pub(crate) fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let mut state = seed | 1;
     let mut bytes = Vec::with_capacity(len + 8);
@@ -42,7 +42,7 @@ pub(crate) fn pattern(len: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// A permutation of `0..count`.
+/// Returns a permutation of `0..count`.
 pub(crate) fn shuffled(count: u32, seed: u64) -> Vec<u32> {
     let mut list: Vec<u32> = (0..count).collect();
     let mut state = seed | 1;
@@ -93,7 +93,7 @@ impl Pair {
         bytes
     }
 
-    /// One small read through everything.
+    /// Checks that one small read works.
     pub(crate) fn still_works(&self) {
         let plan = self.read(Grid::packed(64, 4), vec![3], vec![1]);
         self.peer.post(&plan).unwrap().wait_blocking(CUT_OFF).unwrap();

@@ -1,4 +1,4 @@
-//! The wire format by hand, for peers that do not keep to it.
+//! The wire format without an agent, for peers that violate it.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -17,7 +17,7 @@ pub(crate) const CONFIRM: u8 = 3;
 pub(crate) const ENTERED: u8 = 4;
 pub(crate) const REFUSE: u8 = 5;
 
-/// A handshake goes on by hand, and nothing is sealed after it: agents must want that, too.
+/// Options of agents that seal nothing, so that frames can be written directly after the handshake.
 pub(crate) const BARE: &str = r#"{"tcp": {"seal": "none"}}"#;
 pub(crate) const READ: u8 = 16;
 pub(crate) const WRITE: u8 = 17;
@@ -30,7 +30,7 @@ pub(crate) const PING: u8 = 23;
 pub(crate) const ALIVE: u8 = 24;
 pub(crate) const STOP: u8 = 25;
 
-/// A frame.
+/// Encodes a frame.
 pub(crate) fn frame(kind: u8, id: u64, body: &[u8]) -> Vec<u8> {
     let mut bytes = vec![kind, 0, 0, 0];
     bytes.put_u32(body.len() as u32);
@@ -39,7 +39,7 @@ pub(crate) fn frame(kind: u8, id: u64, body: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// The hello of somebody who has this invitation and no secret.
+/// Returns the hello of a peer with this invitation and without a secret.
 pub(crate) fn hello(invitation: &Invitation) -> Vec<u8> {
     initiator(invitation, fresh(), 1).1
 }
@@ -49,13 +49,13 @@ fn initiator(invitation: &Invitation, link: [u8; 16], lane: u8) -> (InitiatorByH
     InitiatorByHand::new(invitation, None, who, (link, lane)).unwrap()
 }
 
-/// What an agent's metadata invites by.
+/// Returns the invitation in an agent's metadata.
 pub(crate) fn invitation_of(agent: &Agent) -> Invitation {
     let metadata = Metadata::decode(&agent.metadata().unwrap()).unwrap();
     metadata.invited.unwrap().by
 }
 
-/// The nonce of a link.
+/// Returns a new nonce for a link.
 pub(crate) fn fresh() -> [u8; 16] {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let mut nonce = [5; 16];
@@ -63,7 +63,7 @@ pub(crate) fn fresh() -> [u8; 16] {
     nonce
 }
 
-/// A description of blocks of one packed grid.
+/// Encodes a description of blocks of one packed grid.
 pub(crate) fn blocks(
     region: RegionId,
     key: RegionKey,
@@ -86,7 +86,7 @@ pub(crate) fn blocks(
     body
 }
 
-/// Where an agent listens.
+/// Returns the address at which an agent listens.
 pub(crate) fn address_of(agent: &Agent) -> SocketAddr {
     let metadata = Metadata::decode(&agent.metadata().unwrap()).unwrap();
     let mut reader = Reader::new("address", &metadata.backends[0].1);
@@ -95,19 +95,19 @@ pub(crate) fn address_of(agent: &Agent) -> SocketAddr {
     SocketAddr::from((ip, reader.u16().unwrap()))
 }
 
-/// Number and key of an agent's region.
+/// Returns the id and key of an agent's region.
 pub(crate) fn key_of(agent: &Agent, name: &str) -> (RegionId, RegionKey) {
     let metadata = Metadata::decode(&agent.metadata().unwrap()).unwrap();
     let region = metadata.regions.iter().find(|region| &*region.name == name).unwrap();
     (region.id, region.key)
 }
 
-/// A port that is free now, and that the system gives to nobody who does not ask for it.
+/// Returns a port that is free now, and that the system assigns to no socket unless requested.
 pub(crate) fn free_port() -> u16 {
     kvx_testkit::free_port(0).unwrap()
 }
 
-/// A connection that speaks by hand.
+/// A connection on which a test writes frames.
 pub(crate) struct Raw(pub(crate) TcpStream);
 
 impl Raw {
@@ -122,12 +122,12 @@ impl Raw {
         Raw(stream)
     }
 
-    /// A lane to an agent without a secret and seals, through the handshake.
+    /// Connects a lane to an agent without secret and seals, and completes the handshake.
     pub(crate) fn lane(agent: &Agent) -> Self {
         Self::lane_of(agent, fresh(), 1)
     }
 
-    /// One of several lanes of a link.
+    /// Connects one of several lanes of a link.
     pub(crate) fn lane_of(agent: &Agent, link: [u8; 16], lane: u8) -> Self {
         let mut raw = Self::connect(address_of(agent));
         let (mut initiator, hello) = initiator(&invitation_of(agent), link, lane);
@@ -141,12 +141,13 @@ impl Raw {
         }
     }
 
-    /// The owner's part of a handshake without a secret, as whoever invited by this. Says which lane it is.
+    /// Plays the owner's part of a handshake without a secret, with this invitation. Returns the
+    /// lane.
     pub(crate) fn welcome(&mut self, invitation: &Invitation) -> u8 {
         self.welcome_when(invitation, || {})
     }
 
-    /// The same; calls `asked` before its last word, which answers what has come by then.
+    /// Like [`welcome`](Self::welcome), but calls `asked` before the last answer.
     pub(crate) fn welcome_when(&mut self, invitation: &Invitation, asked: impl FnOnce()) -> u8 {
         let mut owner = OwnerByHand::new(invitation, None);
         loop {
@@ -164,7 +165,8 @@ impl Raw {
         self.frame().map(|(kind, id, body)| frame(kind, id, &body))
     }
 
-    /// The id of the next frame, if it has come and is of this kind. It stays where it is.
+    /// Returns the id of the next frame, if it has arrived and is of this kind. Does not consume
+    /// it.
     pub(crate) fn peeked(&self, kind: u8) -> Option<u64> {
         let mut header = [0; 16];
         self.0.set_nonblocking(true).unwrap();
@@ -174,12 +176,12 @@ impl Raw {
         whole.then(|| u64::from_le_bytes(header[8..].try_into().unwrap()))
     }
 
-    /// Sends, whether or not the other end still listens.
+    /// Sends bytes. Returns false if the other end has closed.
     pub(crate) fn send(&mut self, bytes: &[u8]) -> bool {
         self.0.write_all(bytes).is_ok()
     }
 
-    /// The next frame; `None` when the other end has closed.
+    /// Receives the next frame; `None` when the other end has closed.
     pub(crate) fn frame(&mut self) -> Option<(u8, u64, Vec<u8>)> {
         let mut header = [0; 16];
         self.exactly(&mut header)?;
@@ -200,13 +202,13 @@ impl Raw {
         }
     }
 
-    /// The other end closes, whatever it says before.
+    /// Waits until the other end closes, and ignores frames before that.
     pub(crate) fn is_closed(&mut self) -> bool {
         while self.frame().is_some() {}
         true
     }
 
-    /// The payload and the end of a read.
+    /// Receives the payload and the END of a read.
     pub(crate) fn answer(&mut self, id: u64) -> Result<Vec<u8>, u8> {
         let mut got = Vec::new();
         loop {

@@ -1,4 +1,4 @@
-//! A middleman between two agents, who records, alters, stalls and cuts.
+//! A relay between two agents, which records, alters, stalls and cuts.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -12,7 +12,7 @@ pub(crate) struct Relay {
     state: Arc<State>,
 }
 
-/// Where a byte is altered: in which direction, and how many bytes pass before it.
+/// The byte to alter: its direction, and the number of bytes before it.
 #[derive(Clone, Copy)]
 pub(crate) struct Alteration {
     pub(crate) to_owner: bool,
@@ -27,18 +27,18 @@ struct State {
 
 #[derive(Default)]
 struct Inner {
-    /// What initiators sent, by connection.
+    /// The bytes that initiators sent, by connection.
     recorded: Vec<Vec<u8>>,
-    /// What came back.
+    /// The bytes that owners sent, by connection.
     answered: Vec<Vec<u8>>,
     /// The byte to alter on the next connection.
     alteration: Option<Alteration>,
     streams: Vec<TcpStream>,
-    /// Nothing from the owner passes after so many bytes.
+    /// The number of bytes from the owner that may still pass, if limited.
     to_initiator: Option<u64>,
-    /// Nothing to the owner passes after so many bytes.
+    /// The number of bytes to the owner that may still pass, if limited.
     to_owner: Option<u64>,
-    /// A stalled direction is waiting.
+    /// True if a stalled direction has bytes that wait.
     stuck: bool,
 }
 
@@ -75,24 +75,24 @@ impl Relay {
         relay
     }
 
-    /// Options for the owner behind it, with others of the table.
+    /// Returns options for the owner behind the relay, with `others` in the same table.
     pub(crate) fn options(&self, others: &str) -> String {
         let (target, listen) = (self.target, self.listen);
         let others = if others.is_empty() { String::new() } else { format!(", {others}") };
         format!(r#"{{"tcp": {{"ports": {target}, "advertise": "127.0.0.1:{listen}"{others}}}}}"#)
     }
 
-    /// Where the owner itself listens.
+    /// Returns the address on which the owner itself listens.
     pub(crate) fn target(&self) -> SocketAddr {
         SocketAddr::from(([127, 0, 0, 1], self.target))
     }
 
-    /// What the initiators have sent, by connection.
+    /// Returns the bytes that initiators sent, by connection.
     pub(crate) fn recorded(&self) -> Vec<Vec<u8>> {
         self.state.inner.lock().unwrap().recorded.clone()
     }
 
-    /// What came back to them.
+    /// Returns the bytes that owners sent, by connection.
     pub(crate) fn answered(&self) -> Vec<Vec<u8>> {
         self.state.inner.lock().unwrap().answered.clone()
     }
@@ -102,22 +102,22 @@ impl Relay {
         self.state.inner.lock().unwrap().alteration = Some(alteration);
     }
 
-    /// Lets so many bytes pass to the initiator, and no more.
+    /// Lets `after` more bytes pass to the initiator.
     pub(crate) fn stall_answers(&self, after: u64) {
         self.state.inner.lock().unwrap().to_initiator = Some(after);
     }
 
-    /// Lets so many bytes pass to the owner, and no more.
+    /// Lets `after` more bytes pass to the owner.
     pub(crate) fn stall_requests(&self, after: u64) {
         self.state.inner.lock().unwrap().to_owner = Some(after);
     }
 
-    /// Waits until the stall holds something back.
+    /// Waits until the stall holds bytes back.
     pub(crate) fn wait_until_stuck(&self) {
         let mut inner = self.state.inner.lock().unwrap();
         while !inner.stuck {
             let (guard, timeout) = self.state.changed.wait_timeout(inner, super::CUT_OFF).unwrap();
-            assert!(!timeout.timed_out(), "nothing reaches the stall");
+            assert!(!timeout.timed_out(), "no bytes reach the stall");
             inner = guard;
         }
     }
@@ -180,7 +180,7 @@ impl State {
         from.shutdown(Shutdown::Both).ok();
     }
 
-    /// How many of `wanted` bytes may pass; waits until it is at least one.
+    /// Returns how many of `wanted` bytes may pass; waits until it is at least one.
     fn allowed(&self, to_owner: bool, wanted: usize) -> usize {
         let mut inner = self.inner.lock().unwrap();
         loop {

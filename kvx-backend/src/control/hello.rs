@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn a_recorded_hello_is_asked_for_a_proof_that_it_does_not_have() {
+    fn a_replayed_hello_cannot_be_confirmed_with_the_recorded_proof() {
         let target = keys(1, A);
         let (greeting, hello) = Greeting::new(&me(), keys(1, A), b"").unwrap();
         let (version, welcome, _) = verify_hello(&target, VERSIONS, &hello)

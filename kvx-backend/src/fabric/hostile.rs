@@ -100,7 +100,7 @@ unsafe impl Fabric for Quiet {
         &[]
     }
     fn describe(&mut self, _: EndpointId) -> (String, Capabilities) {
-        unreachable!("no link from here comes up")
+        unreachable!("this end initiates no link that comes up")
     }
     fn unregister(&mut self, (): &()) -> Result<Unregister> {
         Ok(if self.busy { Unregister::Later } else { Unregister::Now })

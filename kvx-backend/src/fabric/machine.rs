@@ -191,7 +191,7 @@ impl<F: Fabric> Machine<F> {
         self.look_at_lanes();
     }
 
-    /// Schedules a check: what is counted here may become too much through other lanes, which
+    /// Schedules a check: the memory counted here may become too much because of other lanes, which
     /// cannot end this lane's sessions.
     pub(super) fn look_at_lanes(&mut self) {
         if Arc::strong_count(&self.held) > 1

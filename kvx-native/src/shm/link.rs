@@ -94,8 +94,7 @@ unsafe impl Link for ShmLink {
     }
 
     fn import(&self, region: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {
-        // Whether foreign memory can be read matters for reads only, and is checked when one is
-        // posted.
+        // Reads alone need to know whether foreign memory is readable; posting one checks that.
         let reach = Reach::import(region.export)?;
         if let Reach::Device(owner) = reach {
             openers(&self.endpoint.devices, Some(region.kind), owner)?;

@@ -145,7 +145,7 @@ fn a_peer_that_is_busy_but_alive_is_not_lost() {
 }
 
 #[test]
-fn a_cut_connection_fails_what_is_in_flight_at_once() {
+fn a_cut_connection_fails_transfers_in_flight_at_once() {
     for read in [true, false] {
         let relay = Relay::new();
         let pair = relayed(&relay);

@@ -175,7 +175,7 @@ impl Pair {
             }
         }
         self.given_back.iter().filter(|place| place.content.len() <= longest).for_each(|place| {
-            place.check("given back");
+            place.check("revoked");
         });
     }
 

@@ -72,7 +72,7 @@ fn a_cancelled_transfer_settles_when_its_device_has_ended_the_copies() {
 }
 
 #[test]
-fn nothing_is_written_after_a_late_transfer_has_settled() {
+fn no_bytes_are_written_after_a_late_transfer_has_settled() {
     for backend in BOTH {
         let ends = Ends::new(backend, true, true, 64);
         ends.device(Busy::Ours).hold();

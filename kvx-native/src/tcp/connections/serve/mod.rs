@@ -210,7 +210,7 @@ impl ServedLane {
         reading.source.stop(&scope.context.deferred);
     }
 
-    /// Cancels a request: what was not done yet is not done any more.
+    /// Cancels a request: work that was not done yet is not done any more.
     pub(crate) fn cancel(
         &mut self,
         id: u64,

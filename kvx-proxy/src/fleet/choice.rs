@@ -1,4 +1,4 @@
-//! Which of several instances gets a request.
+//! Chooses an instance for a request.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -8,18 +8,18 @@ use super::instance::{InFlight, Instance};
 use super::models::ModelName;
 use crate::setup::Choice;
 
-/// How much more than its share an instance may have to do before prefix affinity leaves it.
+/// The load, relative to its fair share, above which prefix affinity skips an instance.
 pub(super) const BOUND: f64 = 1.25;
 
 /// The requirements of a request on an instance.
 pub(crate) struct Requirements<'a> {
-    /// How many tokens it is, estimated.
+    /// The estimated number of tokens.
     pub(crate) tokens: u64,
     /// A hash of the beginning of its prompt.
     pub(crate) prefix: u64,
     /// The model, if it names one.
     pub(crate) model: Option<ModelName<'a>>,
-    /// Who has failed it already: taken only if there is nobody else.
+    /// Instances that have failed this request: chosen only if no other one is left.
     pub(crate) avoid: &'a [Arc<Instance>],
     pub(crate) now: Instant,
 }
@@ -33,18 +33,17 @@ pub(crate) struct RoundRobin {
 
 const STRIDE: f64 = 65536.0;
 
-/// The instances of one role, and how one of them is chosen.
+/// The instances of one role, and the policy that chooses one of them.
 pub(super) struct Candidates<'a> {
     pub(super) instances: &'a [Arc<Instance>],
     pub(super) turns: &'a RoundRobin,
     pub(super) choice: Choice,
-    /// For how long nobody else tries one that is tried again.
+    /// The time between two trial requests to an ejected instance.
     pub(super) eject_for: Duration,
 }
 
 impl<'a> Candidates<'a> {
-    /// Gives the request to one that `fits` and is open; if there is none, to one that was left out
-    /// and may be better than none.
+    /// Assigns the request to an open instance that `fits`, or else to a usable ejected one.
     pub(super) fn choose(
         &self,
         wanted: &Requirements<'_>,
@@ -56,14 +55,15 @@ impl<'a> Candidates<'a> {
         })
     }
 
-    /// Gives the request to one that `fits` and is open.
+    /// Assigns the request to an open instance that `fits`.
     pub(super) fn choose_open(
         &self,
         wanted: &Requirements<'_>,
         fits: impl Fn(&Instance) -> bool,
     ) -> Option<InFlight> {
         let open = |one: &Arc<Instance>| one.state.is_open(wanted.now) && fits(one);
-        // A trial that somebody else has just taken is gone for us: look again, but not for ever.
+        // A concurrent request may take an instance's only trial: choose again, a bounded number of
+        // times.
         for _ in 0..4 {
             let best = self.best_for(wanted, open)?;
             if let Some(taken) = best.take(wanted.tokens, wanted.now, self.eject_for) {
@@ -73,8 +73,8 @@ impl<'a> Candidates<'a> {
         None
     }
 
-    /// The best one that `may` be asked and that the request does not avoid; if there is none, the
-    /// best of those.
+    /// Returns the best instance that `may` serve the request, preferring those that the request
+    /// does not avoid.
     fn best_for(
         &self,
         wanted: &Requirements<'_>,
@@ -105,7 +105,7 @@ impl<'a> Candidates<'a> {
             |one: &Instance| (one.state.outstanding() + wanted.tokens) as f64 / one.setup.weight;
         match choice {
             Choice::LeastTokens => {
-                // Equal ones take turns.
+                // Instances with equal load take turns.
                 let start = turns.next.fetch_add(1, Relaxed) as usize % instances.len().max(1);
                 let (before, after) = instances.split_at(start);
                 least(after.iter().chain(before).filter(|one| may(one)), load)
@@ -114,7 +114,7 @@ impl<'a> Candidates<'a> {
                 let best = least(instances.iter().filter(|one| may(one)), |one| {
                     one.state.pass.load(Relaxed) as f64
                 })?;
-                // Whoever was away is not behind: it takes part from now on.
+                // An instance that was away does not catch up: it joins at the current pass.
                 let pass = best.state.pass.load(Relaxed).max(turns.pass.load(Relaxed));
                 turns.pass.store(pass, Relaxed);
                 best.state.pass.store(pass + (STRIDE / best.setup.weight) as u64, Relaxed);
@@ -127,35 +127,36 @@ impl<'a> Candidates<'a> {
                     weights += one.setup.weight;
                 }
                 let bound = (tokens as f64 / weights * BOUND).max(0.0);
-                // A request alone never exceeds its own bound on an idle instance.
+                // An idle instance accepts a request of any size.
                 let within = |one: &Arc<Instance>| {
                     may(one) && (one.state.outstanding() == 0 || load(one) <= bound)
                 };
                 let near = |one: &Instance| distance(wanted.prefix ^ one.hash, one);
                 least(instances.iter().filter(|one| within(one)), near)
-                    // All have so little to do that this request alone is beyond a share.
+                    // All instances have so little load that this request alone exceeds a fair
+                    // share.
                     .or_else(|| least(instances.iter().filter(|one| may(one)), load))
             }
         }
     }
 }
 
-/// Rendezvous hashing: each prefix orders the instances in its own way, which changes little when
-/// one comes or goes.
+/// Returns the distance for rendezvous hashing: each prefix orders the instances differently, and
+/// the order changes little when an instance joins or leaves.
 fn distance(mixed: u64, one: &Instance) -> f64 {
     // From 2^-53 to 1, so that the logarithm is finite.
     let uniform = ((mix(mixed) >> 11) + 1) as f64 / (1u64 << 53) as f64;
     -uniform.ln() / one.setup.weight
 }
 
-/// The last steps of splitmix64: every bit depends on all.
+/// Applies the last steps of splitmix64, so that every output bit depends on every input bit.
 fn mix(mut bits: u64) -> u64 {
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     bits ^ (bits >> 31)
 }
 
-/// A hash that is the same in every build and process: several proxies beside each other agree.
+/// Returns a hash that is the same in every build and process, so that several proxies agree.
 pub(crate) fn hash(bytes: &[u8]) -> u64 {
     mix(bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)

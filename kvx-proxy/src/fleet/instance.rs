@@ -1,4 +1,4 @@
-//! One server: what it has to do, whether it may be asked, and what was learnt of it.
+//! One server: its load, its health, and what the proxy has learned about it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,7 +10,7 @@ use kvx_vllm::params::recipe::concurrent::{MooncakeTarget, PushTarget};
 use super::models::Models;
 use crate::setup::{Health, InstanceSetup};
 
-/// What an instance does in its pool.
+/// The role of an instance in its pool.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
 )]
@@ -29,7 +29,7 @@ impl Role {
     }
 }
 
-/// Why an instance is left out for a while.
+/// The reason for an ejection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reason {
     Refused,
@@ -49,39 +49,41 @@ impl Reason {
     }
 }
 
-/// What a prefill instance has turned out to be.
+/// The detected kind of a prefill instance.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) enum PrefillKind {
-    /// It has not been asked yet.
+    /// Not detected yet.
     #[default]
     Unknown,
     /// Prefill first, then decode.
     Nixl,
-    /// Both legs at once; by data parallel rank, as far as their answers have said who they are.
+    /// Both legs run concurrently. Targets by data parallel rank; `None` until the rank's first
+    /// answer.
     Push(Vec<Option<PushTarget>>),
-    /// Both legs at once, to one of these ranks.
+    /// Both legs run concurrently, with one of these ranks.
     Mooncake(Vec<MooncakeTarget>),
 }
 
 /// Marks an instance that fails its health checks, or has not passed one yet.
 const DOWN: u64 = u64::MAX;
 
-/// One server in one role of one pool. A changed set-up makes another one with the same [`State`].
+/// One server in one role of one pool. A changed configuration creates a new instance with the same
+/// [`State`].
 #[derive(Debug)]
 pub(crate) struct Instance {
     pub(crate) setup: InstanceSetup,
     pub(crate) role: Role,
-    /// The pool's place in the fleet.
+    /// The pool's index in the fleet.
     pub(crate) pool: usize,
     pub(crate) pool_name: String,
-    /// Whether it came over `/instances`.
+    /// True if it was added through `/instances`.
     pub(crate) added: bool,
-    /// Its name as a number, for prefix affinity.
+    /// A hash of its name, for prefix affinity.
     pub(crate) hash: u64,
     pub(crate) state: Arc<State>,
 }
 
-/// What changes about an instance; it outlives changes of its set-up.
+/// The mutable state of an instance, kept when its configuration changes.
 #[derive(Debug)]
 pub(crate) struct State {
     started: Instant,
@@ -89,23 +91,23 @@ pub(crate) struct State {
     requests: AtomicU64,
     pub(crate) requests_total: AtomicU64,
     pub(crate) failures_total: AtomicU64,
-    /// 0: open. [`DOWN`]: closed by its health. Else closed until so many milliseconds after
-    /// `started`.
+    /// 0: open. [`DOWN`]: closed by failed health checks. Otherwise: closed until this many
+    /// milliseconds after `started`.
     closed_until: AtomicU64,
-    /// Whether it refused connections when it was left out.
+    /// True if it refused connections when it was ejected.
     refuses: AtomicBool,
-    /// Where round robin stands, in strides.
+    /// Its round-robin position, in strides.
     pub(super) pass: AtomicU64,
-    /// Which models it serves.
+    /// The models that it serves.
     pub(crate) models: Models,
-    /// A data parallel rank's turn.
+    /// Counts turns of its data parallel ranks.
     turn: AtomicU64,
     checked: AtomicBool,
-    /// Whether a request tries it after a time out.
+    /// True while one request tries it after an ejection.
     trying: AtomicBool,
     faults: Mutex<Faults>,
     kind: Mutex<PrefillKind>,
-    /// Whether it has ever answered as Mooncake's.
+    /// True once it has answered as a Mooncake instance.
     mooncake: AtomicBool,
 }
 
@@ -150,18 +152,20 @@ impl State {
         now.saturating_duration_since(self.started).as_millis() as u64 + 1
     }
 
-    /// Whether it may be asked: it is open, or its time out is over and one request may try it.
+    /// Returns true if it accepts requests: it is open, or its ejection has ended and one request
+    /// may try it.
     pub(crate) fn is_open(&self, now: Instant) -> bool {
         let closed_until = self.closed_until.load(Relaxed);
         closed_until == 0 || (closed_until != DOWN && self.millis(now) >= closed_until)
     }
 
-    /// Whether it is open without any doubt.
+    /// Returns true if it is open without restriction.
     pub(crate) fn is_sound(&self) -> bool {
         self.closed_until.load(Relaxed) == 0
     }
 
-    /// Whether it may be asked if nobody is open: it was left out for how it answered, if at all.
+    /// Returns true if it may serve requests when no instance is open: it is neither down nor
+    /// ejected for refused connections.
     pub(crate) fn is_usable(&self) -> bool {
         match self.closed_until.load(Relaxed) {
             0 => true,
@@ -170,18 +174,18 @@ impl State {
         }
     }
 
-    /// Whether its health checks fail, or none has passed yet.
+    /// Returns true if its health checks fail, or none has passed yet.
     pub(crate) fn is_down(&self) -> bool {
         self.closed_until.load(Relaxed) == DOWN
     }
 
-    /// Whether a health check has come to an end, however it ended.
+    /// Returns true if a health check has completed, whatever its result.
     pub(crate) fn is_checked(&self) -> bool {
         self.checked.load(Relaxed)
     }
 
-    /// Takes the right to ask it: after a time out only one gets it, and the next one a time out
-    /// later.
+    /// Returns true if a request may be sent. After an ejection, one request may try it per
+    /// `eject_for`.
     fn enter(&self, now: Instant, eject_for: Duration) -> bool {
         let closed_until = self.closed_until.load(Relaxed);
         if closed_until == 0 {
@@ -212,11 +216,10 @@ impl State {
         lock(&self.faults).last.clone()
     }
 
-    /// A request went well.
+    /// Records a successful request.
     pub(crate) fn succeeded(&self) {
-        // The usual case takes no lock: nothing was wrong before.
         if self.closed_until.load(Relaxed) == DOWN {
-            return; // A leg of old; its health decides.
+            return; // A leg from before: only a health check reopens it.
         }
         let mut faults = lock(&self.faults);
         if faults.requests > 0 || faults.ejected > 0 {
@@ -226,8 +229,8 @@ impl State {
         }
     }
 
-    /// A request failed. `alone` says that nobody else of its pool and role is open. Returns
-    /// whether it is left out now.
+    /// Records a failed request. `alone` means that no other instance of its pool and role is open.
+    /// Returns true if the instance is ejected now.
     pub(crate) fn failed(
         &self,
         reason: Reason,
@@ -244,12 +247,12 @@ impl State {
             return false;
         }
         let refused = reason == Reason::Refused;
-        // Better a sick one than none: only one that refuses connections is left out then.
+        // The last open instance is ejected only if it refuses connections.
         if alone && !refused {
             return false;
         }
-        // Whatever else was at work there when it was left out fails too, and says nothing new,
-        // unless it refuses now.
+        // Other requests in progress at the time of an ejection fail too. They change nothing,
+        // unless the instance refuses connections now.
         let says_more = refused && !self.refuses.load(Relaxed);
         if !self.is_open(now) && !self.trying.swap(false, Relaxed) && !says_more {
             return false;
@@ -261,7 +264,7 @@ impl State {
         true
     }
 
-    /// A health check passed. Returns whether the instance was down.
+    /// Records a passed health check. Returns true if the instance was down.
     pub(crate) fn healthy(&self) -> bool {
         self.checked.store(true, Relaxed);
         let mut faults = lock(&self.faults);
@@ -275,8 +278,8 @@ impl State {
         true
     }
 
-    /// A health check failed. `spared` says that it stays up all the same. Returns whether the
-    /// instance is down for it now.
+    /// Records a failed health check. With `spared` the instance stays up. Returns true if this
+    /// failure took it down.
     pub(crate) fn unhealthy(&self, words: &str, health: &Health, spared: bool) -> bool {
         let first = !self.checked.swap(true, Relaxed);
         let mut faults = lock(&self.faults);
@@ -306,7 +309,7 @@ impl State {
         self.mooncake.load(Relaxed)
     }
 
-    /// Forgets who its ranks are: it may have been restarted.
+    /// Forgets the targets of its ranks: it may have restarted.
     pub(crate) fn forget_ranks(&self) {
         let mut kind = lock(&self.kind);
         match &mut *kind {
@@ -316,8 +319,8 @@ impl State {
         }
     }
 
-    /// Learns from the answer of a prefill leg to a rank whether the instance pushes, and who that
-    /// rank is. Returns the rank's target if it does.
+    /// Learns from a rank's answer to a prefill leg whether the instance pushes. If so, stores and
+    /// returns the rank's target.
     pub(crate) fn learn_push(
         &self,
         params: &TransferParams,
@@ -347,7 +350,7 @@ impl State {
         Some(target)
     }
 
-    /// The next one of so many data parallel ranks.
+    /// Returns the next of `ranks` data parallel ranks.
     pub(crate) fn next_rank(&self, ranks: usize) -> usize {
         (self.turn.fetch_add(1, Relaxed) % ranks.max(1) as u64) as usize
     }
@@ -358,15 +361,14 @@ impl Instance {
         self.setup.name()
     }
 
-    /// The next one of its data parallel ranks, if the proxy shall pick one.
+    /// Returns the next data parallel rank, if the proxy chooses ranks for this instance.
     pub(crate) fn next_rank(&self) -> Option<usize> {
         let ranks = self.setup.ranks as usize;
         (ranks > 1).then(|| self.state.next_rank(ranks))
     }
 
-    /// Returns true if these two may serve a request together: they are of one pool, compatible as
-    /// far as the set-up names compatibility, and have a model in common as far as theirs are
-    /// known.
+    /// Returns true if both instances may serve a request together. They must be in one pool, must
+    /// not name different compatibilities, and must share a model if the models of both are known.
     pub(crate) fn pairs_with(&self, other: &Instance) -> bool {
         self.pool == other.pool
             && self.state.models.share_one(&other.state.models)
@@ -376,7 +378,7 @@ impl Instance {
             }
     }
 
-    /// Gives it a request of so many tokens, unless it may not be asked any more.
+    /// Assigns a request of `tokens` to it, if it still accepts requests.
     pub(super) fn take(
         self: &Arc<Self>,
         tokens: u64,
@@ -386,7 +388,7 @@ impl Instance {
         self.state.enter(now, eject_for).then(|| self.take_anyway(tokens))
     }
 
-    /// Gives it a request of so many tokens, though it may be left out.
+    /// Assigns a request of `tokens` to it, even if it is ejected.
     pub(super) fn take_anyway(self: &Arc<Self>, tokens: u64) -> InFlight {
         self.state.outstanding.fetch_add(tokens, Relaxed);
         self.state.requests.fetch_add(1, Relaxed);
@@ -395,7 +397,7 @@ impl Instance {
     }
 }
 
-/// A request that an instance has; it is counted as outstanding until this is dropped.
+/// A request assigned to an instance. It counts as outstanding until this is dropped.
 #[derive(Debug)]
 pub(crate) struct InFlight {
     pub(crate) instance: Arc<Instance>,
@@ -428,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn after_its_time_out_one_request_tries_it_and_success_opens_it() {
+    fn after_an_ejection_one_request_tries_the_instance_and_success_reopens_it() {
         let state = State::default();
         state.healthy();
         let now = Instant::now();
@@ -445,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_trial_doubles_the_time_out() {
+    fn a_failed_trial_doubles_the_ejection() {
         let state = State::default();
         state.healthy();
         let now = Instant::now();
@@ -459,14 +461,14 @@ mod tests {
     }
 
     #[test]
-    fn many_failures_at_once_are_one_reason() {
+    fn concurrent_failures_cause_one_ejection() {
         let state = State::default();
         state.healthy();
         let now = Instant::now();
         let ejections =
             (0..100).filter(|_| state.failed(Reason::Errors, "x", &health(), false, now)).count();
         assert_eq!(ejections, 1);
-        assert!(state.is_open(now + Duration::from_secs(11)), "the time out was not doubled");
+        assert!(state.is_open(now + Duration::from_secs(11)), "the ejection was not doubled");
     }
 
     #[test]
@@ -496,8 +498,8 @@ mod tests {
         state.healthy();
         assert!(!failed(Reason::Slow) && failed(Reason::Slow) && !state.is_open(now));
         assert!(state.is_usable());
-        assert!(failed(Reason::Refused) && !state.is_usable(), "that is news");
-        assert!(!failed(Reason::Refused), "and that is none");
+        assert!(failed(Reason::Refused) && !state.is_usable(), "a refusal ejects it again");
+        assert!(!failed(Reason::Refused), "a second refusal does not");
         state.succeeded();
         assert!(
             !failed(Reason::Slow) && failed(Reason::Slow) && state.is_usable(),
@@ -508,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn health_takes_it_down_and_brings_it_back() {
+    fn health_checks_take_an_instance_down_and_up() {
         let state = State::default();
         state.healthy();
         assert!(!state.unhealthy("refused", &health(), false));
@@ -518,7 +520,7 @@ mod tests {
             "only a check brings it back"
         );
         state.succeeded();
-        assert!(state.is_down(), "a request of old does not");
+        assert!(state.is_down(), "an earlier request does not");
         assert!(state.healthy() && state.is_sound());
     }
 

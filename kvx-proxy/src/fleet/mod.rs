@@ -1,4 +1,4 @@
-//! The current instances.
+//! The fleet of instances.
 
 pub(crate) mod choice;
 pub(crate) mod instance;
@@ -17,7 +17,7 @@ use models::{ModelName, ModelNames};
 
 use crate::setup::{Choice, Health, InstanceSetup, PoolConnector, Setup};
 
-/// A pool of the set-up.
+/// A configured pool.
 #[derive(Debug)]
 pub(crate) struct FleetPool {
     pub(crate) name: String,
@@ -25,7 +25,7 @@ pub(crate) struct FleetPool {
     pub(crate) bidirectional: bool,
 }
 
-/// All instances, in an order that does not matter. A changed set-up makes another one.
+/// All instances, in no particular order. A changed configuration creates a new fleet.
 #[derive(Debug)]
 pub(crate) struct Fleet {
     pub(crate) pools: Vec<FleetPool>,
@@ -36,14 +36,14 @@ pub(crate) struct Fleet {
     decode_turns: RoundRobin,
     choice: Choice,
     eject_for: std::time::Duration,
-    /// Held from the check which instances are left until one of them is left out: no other is left
-    /// out meanwhile.
+    /// Held from the check for remaining instances until an ejection, so that no other instance is
+    /// ejected in between.
     leaving_out: Arc<Mutex<()>>,
 }
 
 impl Fleet {
-    /// The fleet of a set-up. Instances that were there `before` keep their state, and those that
-    /// came over `/instances` stay as long as their pool does.
+    /// Builds the fleet of a configuration. Instances of the fleet `before` keep their state.
+    /// Instances added through `/instances` stay as long as their pool exists.
     pub(crate) fn new(setup: &Setup, before: Option<&Fleet>) -> Self {
         let mut fleet = Fleet {
             pools: Vec::new(),
@@ -80,7 +80,7 @@ impl Fleet {
         fleet
     }
 
-    /// This fleet with one instance added or changed.
+    /// Returns a copy with one instance added or changed.
     pub(crate) fn with(&self, pool: usize, role: Role, setup: InstanceSetup) -> Self {
         let mut fleet = self.copy();
         let name = setup.name().to_owned();
@@ -90,7 +90,7 @@ impl Fleet {
         fleet
     }
 
-    /// This fleet without one of its instances.
+    /// Returns a copy without one of its instances.
     pub(crate) fn without(&self, pool: usize, role: Role, name: &str) -> Self {
         let mut fleet = self.copy();
         fleet.of_mut(role).retain(|one| one.pool != pool || one.name() != name);
@@ -165,25 +165,25 @@ impl Fleet {
         }
     }
 
-    /// A prefill instance that some decode instance goes with.
+    /// Chooses a prefill instance that can be paired with a decode instance.
     pub(crate) fn choose_prefill(&self, wanted: &Requirements<'_>) -> Option<InFlight> {
         self.choose_prefill_if(wanted, false).or_else(|| self.choose_prefill_if(wanted, true))
     }
 
-    /// The same of instances that are open, or of those that were left out and are usable, too.
+    /// Chooses among open instances; with `usable`, also among usable ejected ones.
     fn choose_prefill_if(&self, wanted: &Requirements<'_>, usable: bool) -> Option<InFlight> {
         let decodes = |one: &Instance| {
             !one.setup.draining
                 && (one.state.is_open(wanted.now) || (usable && one.state.is_usable()))
                 && wanted.model.is_none_or(|model| one.state.models.serve(model))
         };
-        // Most pools name no compatibility and have the same models everywhere: one decode instance
-        // says it for all.
+        // Most pools name no compatibility and serve the same models everywhere: one decode
+        // instance is enough to check.
         let of_first_decode: Vec<Option<u64>> = (0..self.pools.len())
             .map(|pool| self.decode.iter().find(|one| one.pool == pool && decodes(one)))
             .map(|one| Some(one?.state.models.bits()))
             .collect();
-        // Where it does not, those of each pool do together.
+        // Otherwise check the models of all decode instances of each pool together.
         let of_all_decodes = OnceCell::new();
         let served_by_all = || {
             let mut served = vec![0; self.pools.len()];
@@ -208,13 +208,13 @@ impl Fleet {
         if usable { prefills.choose(wanted, fits) } else { prefills.choose_open(wanted, fits) }
     }
 
-    /// A decode instance that goes with a prefill instance.
+    /// Chooses a decode instance that can be paired with `prefill`.
     pub(crate) fn choose_partner(
         &self,
         prefill: &Instance,
         wanted: &Requirements<'_>,
     ) -> Option<InFlight> {
-        // Affinity is the business of whoever has the prompt's cache: the prefill side.
+        // Affinity applies to the prefill side, which caches the prompt.
         let choice = match self.choice {
             Choice::Prefix => Choice::LeastTokens,
             other => other,
@@ -223,12 +223,12 @@ impl Fleet {
             .choose(wanted, |one| one.pairs_with(prefill))
     }
 
-    /// A decode instance that does everything.
+    /// Chooses a decode instance that serves the request alone.
     pub(crate) fn choose_alone(&self, wanted: &Requirements<'_>) -> Option<InFlight> {
         self.choose_alone_that(wanted, |_| true)
     }
 
-    /// Takes a decode instance that `fits`.
+    /// Chooses a decode instance that `fits`.
     pub(crate) fn choose_alone_that(
         &self,
         wanted: &Requirements<'_>,
@@ -237,13 +237,13 @@ impl Fleet {
         self.candidates(Role::Decode).choose(wanted, fits)
     }
 
-    /// Takes a decode instance by its name, if it is open.
+    /// Assigns the request to the decode instance `name`, if it is open.
     pub(crate) fn take_decode(&self, name: &str, wanted: &Requirements<'_>) -> Option<InFlight> {
         self.candidates(Role::Decode).choose_open(wanted, |one| one.name() == name)
     }
 
-    /// A request failed. Returns whether its instance is left out now: the last one of its pool and
-    /// role never is for how it answers.
+    /// Records a failed request. Returns true if its instance is ejected now. The last instance of
+    /// its pool and role is never ejected for how it answers.
     pub(crate) fn failed(
         &self,
         instance: &Instance,
@@ -256,8 +256,8 @@ impl Fleet {
         instance.state.failed(reason, words, health, self.is_last(instance), now)
     }
 
-    /// A health check failed; `late` says that no answer came in time. Returns whether its instance
-    /// is down for it now: the last one of its pool and role never is for being late.
+    /// Records a failed health check; `late` means that it timed out. Returns true if this failure
+    /// took the instance down. A timeout never takes down the last instance of its pool and role.
     pub(crate) fn unhealthy(
         &self,
         instance: &Instance,
@@ -273,7 +273,7 @@ impl Fleet {
         self.leaving_out.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether no other instance of the same pool and role could take what this one gets.
+    /// Returns true if no other instance of the same pool and role could take over its requests.
     fn is_last(&self, instance: &Instance) -> bool {
         !self.of(instance.role).iter().any(|other| {
             other.pool == instance.pool
@@ -296,7 +296,8 @@ impl Fleet {
         })
     }
 
-    /// Whether a prefill and a decode instance for this model go together, be they up or not.
+    /// Returns true if a prefill and a decode instance for this model can be paired, whether or not
+    /// they are up.
     pub(crate) fn has_pair(&self, model: Option<ModelName<'_>>) -> bool {
         let serves = |one: &Instance| model.is_none_or(|model| one.state.models.serve(model));
         self.prefill.iter().any(|prefill| {

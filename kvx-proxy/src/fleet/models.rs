@@ -1,5 +1,5 @@
-//! Which instance serves which model: names as bits, so that a choice among hundreds looks at one
-//! word each.
+//! The models that each instance serves. Names are bits, so that a choice among hundreds of
+//! instances reads one integer for each.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use serde_json::Value;
 
-/// The numbers of model names, shared by a fleet: the first 63 have a bit each, all others one
-/// together, behind which the names themselves are compared.
+/// The bits of model names, shared by a fleet. The first 63 names have their own bits. All others
+/// share one bit, and are compared by name.
 #[derive(Debug, Default)]
 pub(crate) struct ModelNames(Mutex<Vec<String>>);
 
@@ -16,17 +16,17 @@ pub(crate) struct ModelNames(Mutex<Vec<String>>);
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ModelName<'a> {
     name: &'a str,
-    /// None if no instance ever named it.
+    /// Zero if no instance has listed it.
     bit: u64,
 }
 
-/// The bit of all names without one of their own.
+/// The bit shared by all names without their own.
 const OTHERS: u64 = 1 << OWN_BITS;
-/// How many names have one.
+/// The number of names with their own bit.
 const OWN_BITS: usize = 63;
 
 impl ModelNames {
-    /// The model of this name.
+    /// Looks up the bit of a name.
     pub(crate) fn named<'a>(&self, name: &'a str) -> ModelName<'a> {
         let names = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let bit = match names.iter().position(|known| known == name) {
@@ -47,16 +47,16 @@ impl ModelNames {
     }
 }
 
-/// What one instance has said that it serves.
+/// The models that one instance has listed.
 #[derive(Debug, Default)]
 pub(crate) struct Models {
-    /// None until it has said anything.
+    /// Zero until the instance has listed its models.
     bits: AtomicU64,
     cards: Mutex<Arc<BTreeMap<String, Value>>>,
 }
 
 impl Models {
-    /// The bits of the models that it may serve: all of them until it has said anything.
+    /// Returns the bits of the models that it may serve: all bits until it has listed any.
     pub(super) fn bits(&self) -> u64 {
         match self.bits.load(Relaxed) {
             0 => u64::MAX,
@@ -64,14 +64,14 @@ impl Models {
         }
     }
 
-    /// Whether it may serve this model.
+    /// Returns true if it may serve this model.
     pub(crate) fn serve(&self, model: ModelName<'_>) -> bool {
         let bits = self.bits.load(Relaxed);
         let alone = || model.bit != OTHERS || self.cards().contains_key(model.name);
         bits == 0 || (bits & model.bit != 0 && alone())
     }
 
-    /// Whether there is a model that both may serve.
+    /// Returns true if there is a model that both may serve.
     pub(super) fn share_one(&self, other: &Models) -> bool {
         let (ours, theirs) = (self.bits.load(Relaxed), other.bits.load(Relaxed));
         if ours == 0 || theirs == 0 || owned(ours & theirs) {
@@ -82,13 +82,12 @@ impl Models {
         ours & theirs != 0 && theirs_too(&other.cards())
     }
 
-    /// The cards of `/v1/models` by their ids; empty until it has said anything.
+    /// Returns the cards of `/v1/models` by id; empty until it has listed any.
     pub(crate) fn cards(&self) -> Arc<BTreeMap<String, Value>> {
         Arc::clone(&self.cards.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Takes an answer to `GET /v1/models`. Whatever is no list of models is as if nothing had been
-    /// said.
+    /// Stores an answer to `GET /v1/models`. Ignores an answer that is not a list of models.
     pub(crate) fn learn(&self, answer: &Value, names: &ModelNames) {
         let list =
             answer.get("data").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
@@ -104,7 +103,7 @@ impl Models {
     }
 }
 
-/// Whether a bit of these is one name's own.
+/// Returns true if one of these bits belongs to a single name.
 pub(super) fn owned(bits: u64) -> bool {
     bits & !OTHERS != 0
 }
@@ -114,14 +113,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_instance_serves_what_it_named_and_before_that_anything() {
+    fn an_instance_serves_any_model_until_it_lists_its_own() {
         let (names, models) = (ModelNames::default(), Models::default());
         assert!(models.serve(names.named("a")));
         models.learn(&serde_json::json!({"data": [{"id": "a"}, {"id": "b"}]}), &names);
         assert!(models.serve(names.named("a")) && models.serve(names.named("b")));
         assert!(!models.serve(names.named("c")));
         models.learn(&serde_json::json!({"error": "no"}), &names);
-        assert_eq!(models.cards().len(), 2, "an error says nothing");
+        assert_eq!(models.cards().len(), 2, "an error changes nothing");
     }
 
     fn of(names: &ModelNames, models: impl IntoIterator<Item = String>) -> Models {
@@ -136,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_share_a_bit_are_told_apart() {
+    fn names_that_share_a_bit_are_distinguished() {
         let names = ModelNames::default();
         let few = of(&names, ["first".to_owned()]);
         let many = of(&names, loras(0..100));
@@ -144,7 +143,7 @@ mod tests {
         assert!(!few.serve(names.named("lora-99")) && !many.serve(names.named("first")));
         assert!(
             !many.serve(names.named("lora-100")),
-            "it shares the bit of others, and is none of them"
+            "it shares their bit, but is a different name"
         );
         let later = of(&names, loras(100..200));
         assert!(later.serve(names.named("lora-100")) && !later.serve(names.named("lora-99")));
@@ -153,11 +152,11 @@ mod tests {
     }
 
     #[test]
-    fn who_has_a_model_for_each_bit_does_not_serve_any_model() {
+    fn an_instance_with_a_model_for_each_bit_does_not_serve_every_model() {
         let names = ModelNames::default();
         let all = of(&names, loras(0..64));
         assert!(!all.serve(names.named("another")));
         assert!(!all.share_one(&of(&names, ["another".to_owned()])));
-        assert!(all.share_one(&Models::default()), "who has said nothing may serve it");
+        assert!(all.share_one(&Models::default()), "an instance without a list may serve it");
     }
 }

@@ -34,7 +34,7 @@ fn the_least_outstanding_tokens_for_the_weight_win() {
     let other = fleet.choose_alone(&wanted(1, 0)).unwrap();
     assert_ne!(big.instance.name(), other.instance.name());
     drop((held, big, other));
-    assert!(fleet.decode.iter().all(|one| one.state.outstanding() == 0), "all is given back");
+    assert!(fleet.decode.iter().all(|one| one.state.outstanding() == 0), "all tokens are returned");
 }
 
 #[test]
@@ -52,7 +52,7 @@ fn equal_instances_take_turns() {
 }
 
 #[test]
-fn round_robin_keeps_to_the_weights_and_floods_nobody_that_was_away() {
+fn round_robin_follows_the_weights_and_does_not_flood_a_returning_instance() {
     let fleet = decodes("round-robin", &[1.0, 2.0, 1.0]);
     fleet.decode[2].state.unhealthy("x", &Default::default(), false);
     fleet.decode[2].state.unhealthy("x", &Default::default(), false);
@@ -77,7 +77,7 @@ fn a_prefix_keeps_its_instance_until_the_bound() {
 }
 
 #[test]
-fn prefixes_spread_and_move_little_when_an_instance_goes() {
+fn prefixes_spread_and_move_little_when_an_instance_leaves() {
     let fleet = decodes("prefix", &[1.0; 8]);
     let homes = |fleet: &Fleet| -> Vec<String> {
         (0..800u64)
@@ -94,7 +94,11 @@ fn prefixes_spread_and_move_little_when_an_instance_goes() {
     }
     let after = homes(&fleet.without(0, Role::Decode, "d3:1"));
     let moved = before.iter().zip(&after).filter(|(before, after)| before != after).count();
-    assert_eq!(moved, before.iter().filter(|home| *home == "d3:1").count(), "only its own move");
+    assert_eq!(
+        moved,
+        before.iter().filter(|home| *home == "d3:1").count(),
+        "only its prefixes move"
+    );
 }
 
 #[test]
@@ -106,7 +110,7 @@ fn affinity_takes_no_instance_beyond_its_bound() {
     for step in 0..4000u64 {
         let bits = choice::hash(&step.to_le_bytes());
         let tokens = 1 + bits % 1000;
-        // Three prefixes that everybody asks for.
+        // Three popular prefixes.
         let chosen =
             fleet.choose_alone(&wanted(tokens, choice::hash(&[(bits >> 40) as u8 % 3]))).unwrap();
         let total: u64 = fleet.decode.iter().map(|one| one.state.outstanding()).sum();
@@ -147,7 +151,7 @@ fn without_a_model_only_instances_with_a_common_one_are_paired() {
         "[[pool]]\nprefill = ['http://p1:1', 'http://p2:1', 'http://p3:1']
          decode = ['http://d1:1', 'http://d2:1', 'http://d3:1']",
     );
-    // The third of each have one of so many names that they share a bit with another one's.
+    // The third instance of each role has so many models that it shares a bit with another one's.
     let models = |number: u32| -> Vec<String> {
         let range = if number == 3 { 0..99 } else { 100 * number..100 * number + 1 };
         range.map(|model| format!("model-{model}")).collect()
@@ -176,7 +180,7 @@ fn without_a_model_only_instances_with_a_common_one_are_paired() {
 }
 
 #[test]
-fn whoever_failed_a_request_gets_it_again_only_if_alone() {
+fn an_instance_that_failed_a_request_gets_it_again_only_if_alone() {
     let fleet = decodes("least-tokens", &[1.0; 2]);
     let avoid = [Arc::clone(&fleet.decode[0])];
     for _ in 0..10 {
@@ -189,7 +193,7 @@ fn whoever_failed_a_request_gets_it_again_only_if_alone() {
 }
 
 #[test]
-fn a_reread_keeps_states_and_what_came_over_the_admin_endpoint() {
+fn a_reload_keeps_states_and_instances_added_over_the_admin_endpoint() {
     let text = "[[pool]]\ndecode = ['http://a:1', 'http://b:1']";
     let fleet = fleet(text);
     let held = fleet.choose_alone(&wanted(5, 0)).unwrap();
@@ -217,7 +221,7 @@ fn draining_and_closed_instances_get_nothing() {
 }
 
 #[test]
-fn whoever_was_slow_is_asked_again_once_nobody_else_is_left() {
+fn a_slow_instance_is_used_again_once_no_other_is_left() {
     let fleet = fleet(
         "[health]\neject_after = 1\n[[pool]]\nprefill = ['http://p0:1', 'http://p1:1']
          decode = ['http://d0:1', 'http://d1:1']",
@@ -235,16 +239,16 @@ fn whoever_was_slow_is_asked_again_once_nobody_else_is_left() {
         for _ in 0..5 {
             assert_ne!(fleet.choose_prefill(&wanted(1, 0)).unwrap().instance.name(), slow.name());
             let decode = fleet.choose_partner(&others[0], &wanted(1, 0)).unwrap();
-            assert_ne!(decode.instance.name(), slow.name(), "another one is there");
+            assert_ne!(decode.instance.name(), slow.name(), "another instance is up");
         }
-        // The last one says that it is ill.
+        // The last one fails its health checks.
         (0..2).for_each(|_| _ = fleet.unhealthy(last, "500", &health, false));
         for _ in 0..5 {
             let pair = pair().expect("a slow one is better than none");
             assert!(pair.contains(&slow.name().to_owned()), "{pair:?}");
         }
         assert!(fleet.is_ready() && !slow.state.is_sound());
-        assert!(!failed(slow, Reason::Slow), "it stays as it is");
+        assert!(!failed(slow, Reason::Slow), "its state does not change");
         assert!(pair().is_some());
         assert!(failed(slow, Reason::Refused) && pair().is_none() && !fleet.is_ready());
         slow.state.succeeded();
@@ -253,11 +257,11 @@ fn whoever_was_slow_is_asked_again_once_nobody_else_is_left() {
 }
 
 #[test]
-fn two_that_fail_at_once_are_not_both_left_out() {
+fn two_instances_that_fail_at_once_are_not_both_ejected() {
     let fleet = decodes("least-tokens", &[1.0; 2]);
     let health = Health { eject_after: 1, down_after: 1, ..Health::default() };
     let begin = std::sync::Barrier::new(2);
-    // To keep them takes a while, in which the other one may look who is left.
+    // Storing this text takes a while, in which the other thread may check who is left.
     let words = "late ".repeat(1 << 20);
     for round in 0..40 {
         std::thread::scope(|scope| {
@@ -281,7 +285,7 @@ fn two_that_fail_at_once_are_not_both_left_out() {
     }
 }
 
-/// The bar is 5 us; this only says that it is not off by orders of magnitude on a busy machine.
+/// The target is 5 us; this only checks that a busy machine is not off by orders of magnitude.
 #[test]
 fn a_choice_among_256_is_quick() {
     for choice in ["least-tokens", "round-robin", "prefix"] {

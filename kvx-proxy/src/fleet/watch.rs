@@ -1,4 +1,4 @@
-//! Watches over the instances: whether they are well, what they serve, and which recipe they need.
+//! Watches the instances: their health, their models, and the recipe that each needs.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,10 +14,10 @@ use crate::relay::core::{Core, LiveSetup};
 use crate::setup::{InstanceSetup, PoolConnector};
 use crate::upstream::Fault;
 
-/// Where a Mooncake bootstrap server listens if nothing else is said.
+/// The default port of a Mooncake bootstrap server.
 const BOOTSTRAP_PORT: u16 = 8998;
 
-/// Looks after all instances, for ever.
+/// Checks all instances periodically; never returns.
 pub(crate) async fn watch(core: Arc<Core>) {
     let mut models_at = Instant::now();
     loop {
@@ -30,7 +30,7 @@ pub(crate) async fn watch(core: Arc<Core>) {
         let every = live.setup.health.every;
         tokio::select! {
             () = tokio::time::sleep(every) => {}
-            // Something has changed or failed: look soon, but not as often as things fail.
+            // Something changed or failed: check soon, but not after every single failure.
             () = async {
                 core.look.notified().await;
                 tokio::time::sleep(every.min(Duration::from_secs(1))).await;
@@ -42,15 +42,15 @@ pub(crate) async fn watch(core: Arc<Core>) {
 /// The instances that a round checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WatchScope {
-    /// Everything about everyone.
+    /// All instances: health, models and kind.
     Everything,
-    /// Whether everyone is well.
+    /// All instances: health only.
     Health,
-    /// Everything about those that were never looked at.
+    /// Instances that were never checked: health, models and kind.
     Newcomers,
 }
 
-/// Asks every instance once, all at the same time.
+/// Checks the instances in scope once, all concurrently.
 pub(crate) async fn round(core: &Arc<Core>, live: &Arc<LiveSetup>, look: WatchScope) {
     let models = look != WatchScope::Health;
     let mut checks = JoinSet::new();
@@ -77,14 +77,14 @@ async fn check(core: &Core, live: &LiveSetup, instance: &Instance, models: bool)
             if fresh || models {
                 learn_models(live, instance).await;
             }
-            // Mooncake's ranks have ids of their own for each start: ask every time, it is one
-            // small answer.
+            // Mooncake's ranks get new ids at each start: query them every time; the answer is
+            // small.
             let mooncake = matches!(instance.state.kind(), PrefillKind::Mooncake(_));
             let asks = instance.role == Role::Prefill && (fresh || models || mooncake);
             match asks {
                 true => {
-                    let told = learn_kind(live, instance).await;
-                    told.map(drop).map_err(|fault| (fault.to_string(), fault.is_late()))
+                    let learned = learn_kind(live, instance).await;
+                    learned.map(drop).map_err(|fault| (fault.to_string(), fault.is_late()))
                 }
                 false => Ok(()),
             }
@@ -99,7 +99,7 @@ async fn check(core: &Core, live: &LiveSetup, instance: &Instance, models: bool)
         }
         Err((words, late)) => {
             core.errors.add(instance.name(), &words);
-            // One that is too busy to say how it is is better than none.
+            // An instance that is too busy to answer is better than none.
             if live.fleet.unhealthy(instance, &words, &live.setup.health, late) {
                 core.metrics.ejection(Reason::Health.as_str());
                 tracing::warn!(
@@ -129,7 +129,8 @@ async fn learn_models(live: &LiveSetup, instance: &Instance) {
     }
 }
 
-/// Which recipe a prefill instance needs; asks it if its pool's connector leaves that open.
+/// Determines the kind of a prefill instance. Queries its bootstrap server, unless the pool's
+/// connector is a NIXL one.
 pub(crate) async fn learn_kind(
     live: &LiveSetup,
     instance: &Instance,
@@ -143,7 +144,7 @@ pub(crate) async fn learn_kind(
         PoolConnector::Mooncake => PrefillKind::Mooncake(query(live, instance).await?),
         PoolConnector::Auto => match query(live, instance).await {
             Ok(targets) => PrefillKind::Mooncake(targets),
-            // One that is known for Mooncake's has only failed to answer.
+            // A known Mooncake instance has only failed to answer.
             Err(fault)
                 if instance.setup.bootstrap_port.is_some() || instance.state.was_mooncake() =>
             {
@@ -152,7 +153,7 @@ pub(crate) async fn learn_kind(
             Err(_) => PrefillKind::Nixl,
         },
     };
-    // A NIXL instance that pushes has shown so itself.
+    // A NIXL instance that pushes has shown so in an earlier answer.
     let kind = match (kind, known) {
         (PrefillKind::Nixl, push @ PrefillKind::Push(_))
             if connector != PoolConnector::NixlPull =>
@@ -165,20 +166,20 @@ pub(crate) async fn learn_kind(
     Ok(kind)
 }
 
-/// Where the bootstrap server of an instance listens, with scheme, as decode instances are told.
+/// Returns the URL of an instance's bootstrap server, as decode legs name it.
 pub(crate) fn bootstrap_address(setup: &InstanceSetup) -> String {
     let port = setup.bootstrap_port.unwrap_or(BOOTSTRAP_PORT);
     format!("http://{}:{port}", setup.url.host().unwrap_or_default())
 }
 
-/// Asks a bootstrap server for the ranks of its instance.
+/// Queries a bootstrap server for the ranks of its instance.
 pub(crate) async fn query(
     live: &LiveSetup,
     instance: &Instance,
 ) -> Result<Vec<MooncakeTarget>, Fault> {
     let address = bootstrap_address(&instance.setup);
     let broken = |why: String| Fault::Broken(format!("bootstrap server {address}: {why}"));
-    let url: Uri = address.parse().map_err(|_| broken("its address is no URL".to_owned()))?;
+    let url: Uri = address.parse().map_err(|_| broken("its address is not a URL".to_owned()))?;
     let server = InstanceSetup { url, h2c: false, ..instance.setup.clone() };
     let timeout = live.setup.health.timeout.min(live.upstream.connect_timeout());
     let (status, answer) =
@@ -200,12 +201,12 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn who_is_known_for_mooncakes_stays_it() {
-        // Nobody listens there.
+    async fn a_known_mooncake_instance_stays_one() {
+        // No server listens there.
         let text = "[[pool]]\nprefill = [{ url = 'http://127.77.0.1:1', bootstrap_port = 2 }, 'http://127.77.0.2:1']";
         let live = LiveSetup::new(crate::Setup::from_toml(text).unwrap(), None).unwrap();
-        let [told, open] = &live.fleet.prefill[..] else { panic!("two instances") };
-        assert!(learn_kind(&live, told).await.is_err());
+        let [named, open] = &live.fleet.prefill[..] else { panic!("two instances") };
+        assert!(learn_kind(&live, named).await.is_err());
         assert_eq!(learn_kind(&live, open).await.unwrap(), PrefillKind::Nixl);
         open.state.set_kind(PrefillKind::Mooncake(Vec::new()));
         open.state.forget_ranks();

@@ -1,13 +1,13 @@
-//! Server-sent events as they pass: cut at the ends of events, so that an error can always follow a
-//! whole one.
+//! Splits streams of server-sent events at the ends of events, so that an error event can always
+//! follow a complete event.
 
 use bytes::{Bytes, BytesMut};
 
-/// More than this without the end of an event is passed on as it is.
+/// The most bytes that are held without the end of an event; more are forwarded as they are.
 const LONGEST_HELD: usize = 4 << 20;
 
-/// Passes on complete events. Most events arrive as one piece, which is passed on at once without a
-/// copy.
+/// A splitter that forwards complete events only. Most events arrive as one piece, which is
+/// forwarded at once without a copy.
 #[derive(Debug, Default)]
 pub(crate) struct WholeEvents {
     held: BytesMut,
@@ -19,14 +19,14 @@ pub(crate) struct WholeEvents {
 }
 
 impl WholeEvents {
-    /// Takes the next bytes; gives those that may be passed on now.
+    /// Takes the next bytes, and returns those that may be forwarded now.
     pub(crate) fn push(&mut self, bytes: Bytes) -> Bytes {
         let ready = if self.held.is_empty() {
             let end = end_of_events(&bytes);
             self.held.extend_from_slice(&bytes[end..]);
             bytes.slice(..end)
         } else {
-            // The end may lie across the seam.
+            // An event may end across the old and the new bytes.
             let seam = self.held.len().saturating_sub(3);
             self.held.extend_from_slice(&bytes);
             match end_of_events(&self.held[seam..]) {
@@ -42,35 +42,34 @@ impl WholeEvents {
         ready
     }
 
-    /// Returns the rest of a stream that has ended in good order: an event without the empty line
-    /// behind it.
+    /// Returns the rest of a stream that has ended normally: an event without its final empty line.
     pub(crate) fn finish(&mut self) -> Bytes {
         let left = self.held.split().freeze();
         self.look(&left);
         left
     }
 
-    /// Whether `[DONE]` has passed.
+    /// Returns true if `[DONE]` has passed.
     pub(crate) fn done(&self) -> bool {
         self.done
     }
 
-    /// Whether an error of the instance has passed: it has said itself what went wrong.
+    /// Returns true if an error of the instance has passed, so that the client knows the reason.
     pub(crate) fn has_error(&self) -> bool {
         self.error.is_some()
     }
 
-    /// Whether an error of the instance's own has passed, none that is the client's.
+    /// Returns true if a server error has passed, as opposed to a client error.
     pub(crate) fn has_failed(&self) -> bool {
         self.error.is_some_and(|code| code >= 500)
     }
 
-    /// How many events with data have passed, `[DONE]` not counted.
+    /// Returns the number of events with data that have passed, without `[DONE]`.
     pub(crate) fn count(&self) -> u64 {
         self.count
     }
 
-    /// What must stand before an event of ours: an event that was too long to hold is cut.
+    /// Returns the text before an event of the proxy: it ends an event that was too long to hold.
     pub(crate) fn gap(&self) -> &'static str {
         if self.split { "\n\n" } else { "" }
     }
@@ -89,9 +88,9 @@ impl WholeEvents {
     }
 }
 
-/// Where the last whole event ends: behind an empty line.
+/// Returns the end of the last complete event: after an empty line.
 fn end_of_events(bytes: &[u8]) -> usize {
-    // From the end: the last line break that follows another.
+    // Search backwards for a line break that follows another.
     let mut at = bytes.len();
     while at >= 2 {
         let two = &bytes[at - 2..at];
@@ -103,10 +102,10 @@ fn end_of_events(bytes: &[u8]) -> usize {
     0
 }
 
-/// The status that an event's data name if they are an error: what vLLM sends in a stream whose
-/// request failed.
+/// Returns the status in an event's data if it is an error, which vLLM sends in the stream of a
+/// failed request.
 fn error_code(data: &[u8]) -> Option<u16> {
-    // Chunks start otherwise: do not parse them all.
+    // Ordinary chunks begin differently: do not parse them.
     if !(data.starts_with(b"{\"error\"") || data.starts_with(b"{ \"error\"")) {
         return None;
     }
@@ -115,14 +114,14 @@ fn error_code(data: &[u8]) -> Option<u16> {
     Some(code.and_then(|code| u16::try_from(code).ok()).unwrap_or(500))
 }
 
-/// Returns true if a stream begins with an error that is not the client's: no part of an answer has
-/// been passed on yet.
+/// Returns true if a stream begins with a server error: no part of an answer has been forwarded
+/// yet.
 pub(crate) fn opens_with_failure(bytes: &[u8]) -> bool {
     let first = bytes.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"data:"));
     first.and_then(|data| error_code(data.trim_ascii())).is_some_and(|code| code >= 500)
 }
 
-/// The same events without `kv_transfer_params`, which name hosts.
+/// Removes `kv_transfer_params`, which name hosts, from events.
 pub(crate) fn without_transfer_params(events: Bytes) -> Bytes {
     if !crate::request::names_transfer_params(&events) {
         return events;
@@ -145,7 +144,7 @@ pub(crate) fn without_transfer_params(events: Bytes) -> Bytes {
     rest.into()
 }
 
-/// An `error` event, in the words that vLLM and OpenAI's clients use.
+/// Returns an `error` event in the format that vLLM and OpenAI's clients use.
 pub(crate) fn error_event(message: &str, kind: &str, code: u16) -> Bytes {
     let error = serde_json::json!({"error": {"message": message, "type": kind, "param": null, "code": code}});
     format!("event: error\ndata: {error}\n\n").into()
@@ -224,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_event_is_one_event_whatever_the_words() {
+    fn an_error_event_is_one_event_for_any_message() {
         let event = error_event("two\nlines\n\n", "upstream_error", 502);
         assert_eq!(end_of_events(&event), event.len());
         assert_eq!(event.iter().filter(|byte| **byte == b'\n').count(), 3);

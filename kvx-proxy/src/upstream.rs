@@ -16,34 +16,36 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::setup::{InstanceSetup, Setup};
 
-/// The longest answer of an instance that is read as a whole: a prefill's, an error's, a list of
-/// models.
+/// The most bytes of an instance's answer that is read as a whole: a prefill's, an error's, a list
+/// of models.
 pub(crate) const WHOLE: usize = 16 << 20;
 
-/// Why a leg has no usable answer, in the order of a request's life.
+/// The reason that a leg has no usable answer, in the order of a request's life.
 #[derive(Debug)]
 pub(crate) enum Fault {
-    /// No connection: the instance has seen nothing.
+    /// The connection failed: the instance has not seen the request.
     Refused(String),
-    /// No connection in time, which says less of the instance: it has seen nothing either.
+    /// The connection timed out, which says less about the instance. It has not seen the request
+    /// either.
     Unreached(String),
-    /// It said that it cannot take the request now.
+    /// The instance answered that it cannot take the request now.
     Busy(Box<Response<Bytes>>),
-    /// It took the request and answered with an error of its own.
+    /// The instance took the request and answered with a server error.
     Status(Box<Response<Bytes>>),
-    /// It took the request, and the connection or the answer broke.
+    /// The instance took the request, and the connection or the answer broke.
     Broken(String),
-    /// It took the request, and said nothing for too long.
+    /// The instance took the request, and sent nothing for too long.
     Late(String),
 }
 
 impl Fault {
-    /// Whether the instance has done nothing for the request: another may be sent the very same.
+    /// Returns true if the instance has not begun the request, so that another one may get it
+    /// unchanged.
     pub(crate) fn not_accepted(&self) -> bool {
         matches!(self, Fault::Refused(_) | Fault::Unreached(_) | Fault::Busy(_))
     }
 
-    /// Whether nothing but time was too short.
+    /// Returns true if the only reason is a timeout.
     pub(crate) fn is_late(&self) -> bool {
         matches!(self, Fault::Late(_) | Fault::Unreached(_))
     }
@@ -62,7 +64,7 @@ impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Fault::Refused(why) => write!(f, "no connection: {why}"),
-            Fault::Unreached(why) => write!(f, "took no connection in time: {why}"),
+            Fault::Unreached(why) => write!(f, "accepted no connection in time: {why}"),
             Fault::Busy(response) | Fault::Status(response) => {
                 write!(f, "answered with status {}", response.status().as_u16())
             }
@@ -147,20 +149,20 @@ impl Upstream {
         Ok((status, serde_json::from_slice(&body).ok()))
     }
 
-    /// How long a connection may take.
+    /// Returns the timeout of a connection attempt.
     pub(crate) fn connect_timeout(&self) -> Duration {
         self.timeout
     }
 }
 
-/// Whether what caused an error is a time that was over.
+/// Returns true if a timeout is among the causes of an error.
 fn timed_out(error: &(dyn std::error::Error + 'static)) -> bool {
     std::iter::successors(Some(error), |error| error.source())
         .filter_map(|error| error.downcast_ref::<std::io::Error>())
         .any(|error| error.kind() == std::io::ErrorKind::TimedOut)
 }
 
-/// An error with what caused it, in one line.
+/// Returns an error and its causes in one line.
 pub(crate) fn words(error: &(dyn std::error::Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
@@ -211,16 +213,16 @@ pub(crate) async fn whole(
     }
 }
 
-/// Tells answers that end a leg from those that another instance may better: 503 and 429 say that
-/// nothing was done, other 5xx that it was tried. Their bodies are read, so that they can be passed
-/// on in the end.
+/// Separates final answers from those that another instance may improve. 503 and 429 mean that the
+/// instance did nothing, other 5xx that it tried. Reads the bodies of these, so that they can be
+/// forwarded in the end.
 pub(crate) async fn accepted(
     response: Response<Incoming>,
     until: Instant,
 ) -> Result<Response<Incoming>, Fault> {
     let status = response.status();
     let busy = matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS);
-    // 501 would be every instance's answer.
+    // Every instance would answer 501 alike.
     if !busy && (!status.is_server_error() || status == StatusCode::NOT_IMPLEMENTED) {
         return Ok(response);
     }
@@ -230,7 +232,7 @@ pub(crate) async fn accepted(
     Err(if busy { Fault::Busy(response) } else { Fault::Status(response) })
 }
 
-/// Sets what a JSON body of this proxy's own needs.
+/// Sets the headers of a JSON body.
 pub(crate) fn json_headers(headers: &mut HeaderMap, length: usize) {
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     headers.insert(CONTENT_LENGTH, HeaderValue::from(length));

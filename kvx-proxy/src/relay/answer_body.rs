@@ -1,4 +1,4 @@
-//! The body of an answer on its way to the client.
+//! Forwards the body of an answer to the client.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -27,12 +27,13 @@ use crate::upstream::{compact, words};
 pub(crate) struct AnswerResources {
     pub(crate) live: std::sync::Arc<LiveSetup>,
     pub(crate) decode: InFlight,
-    /// A prefill leg that is still at work; it ends with a client that goes away.
+    /// A prefill leg that is still running. Dropping it cancels the leg, as when the client
+    /// disconnects.
     pub(crate) prefill: Option<PrefillTask>,
     pub(crate) capture: Option<Capture>,
-    /// Its place among the requests at work, free again when this is dropped.
+    /// The admission slot of the request.
     pub(crate) _place: Option<tokio::sync::OwnedSemaphorePermit>,
-    /// When the request has to have ended.
+    /// The deadline of the request.
     pub(crate) until: Instant,
 }
 
@@ -45,7 +46,7 @@ pub(crate) fn pass(
     let AnswerHead { mut parts, mut first, rest, events, wants_done, is_turn, .. } = opened;
     headers::drop_hop_by_hop(&mut parts.headers);
     if events.is_some() {
-        // An error event may have to follow.
+        // The proxy may have to append an error event.
         parts.headers.remove(CONTENT_LENGTH);
     }
     record.stamp(&mut parts.headers);
@@ -68,7 +69,7 @@ pub(crate) fn pass(
         _ => RequestOutcome::UpstreamError,
     };
     if !status.is_success() {
-        // Nobody fetches its blocks: it ends, and frees them.
+        // No decode instance fetches the prefill's blocks: cancelling the leg frees them.
         held.prefill = None;
         held.capture = None;
     }
@@ -87,7 +88,7 @@ pub(crate) fn pass(
         idle,
         last: Instant::now(),
         sleep: Box::pin(tokio::time::sleep_until((Instant::now() + idle).min(held.until))),
-        // The sender lives as long as this: the core holds it.
+        // The core holds the sender for at least as long as this body lives.
         end: Box::pin(async move { drop(end.wait_for(|end| *end).await) }),
         outcome,
         status: status.as_u16(),
@@ -97,7 +98,8 @@ pub(crate) fn pass(
 }
 
 impl AnswerResources {
-    /// The answer has ended, with what its events have said.
+    /// Finishes the answer: records the outcome, and blames the instance for an error in its
+    /// events.
     fn end(
         mut self,
         mut record: Record,
@@ -111,7 +113,7 @@ impl AnswerResources {
                 &self.live,
                 instance,
                 Reason::Errors,
-                "decode leg: its stream said an error",
+                "decode leg: its stream reported an error",
             );
         } else {
             instance.state.succeeded();
@@ -143,14 +145,14 @@ struct AnswerBody {
     end: Pin<Box<dyn Future<Output = ()> + Send>>,
     outcome: RequestOutcome,
     status: u16,
-    /// None once it has ended.
+    /// `None` once the body has ended.
     work: Option<(Record, AnswerResources)>,
 }
 
 type FramePoll = Poll<Option<Result<Frame<Bytes>, std::io::Error>>>;
 
 impl AnswerBody {
-    /// The upstream has ended.
+    /// Handles the end of the instance's body.
     fn end(&mut self) -> FramePoll {
         let left = match &mut self.events {
             Some(events) => {
@@ -179,8 +181,8 @@ impl AnswerBody {
         }
     }
 
-    /// Ends an answer that the instance does not finish: by an error event, or by an error that
-    /// breaks the client's connection.
+    /// Ends an answer that the instance did not finish: with an error event in a stream, else by
+    /// breaking the client's connection.
     fn break_off(
         &mut self,
         outcome: RequestOutcome,
@@ -213,12 +215,12 @@ impl AnswerBody {
     }
 
     fn out_of_time(&mut self) -> FramePoll {
-        self.break_off(RequestOutcome::Timeout, "the request has had its time", None)
+        self.break_off(RequestOutcome::Timeout, "the request exceeded timeouts.request", None)
     }
 
     fn poll_time(&mut self, cx: &mut Context<'_>) -> FramePoll {
         if self.end.as_mut().poll(cx).is_ready() {
-            return self.break_off(RequestOutcome::BrokenOff, "this proxy ends", None);
+            return self.break_off(RequestOutcome::BrokenOff, "this proxy is shutting down", None);
         }
         loop {
             ready!(self.sleep.as_mut().poll(cx));
@@ -228,7 +230,7 @@ impl AnswerBody {
                 return self.out_of_time();
             }
             if now >= self.last + self.idle {
-                let why = format!("nothing came for {:?}", self.idle);
+                let why = format!("no data for {:?}", self.idle);
                 return self.break_off(RequestOutcome::Timeout, &why, Some(Reason::Slow));
             }
             self.sleep.as_mut().reset((self.last + self.idle).min(until));

@@ -1,4 +1,4 @@
-//! The beginning of an answer, held back until this answer is certain to be passed on.
+//! The beginning of an answer, held back until the proxy commits to forwarding it.
 
 use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
@@ -11,7 +11,7 @@ use tokio::time::{Instant, timeout_at};
 use crate::sse::{self, WholeEvents};
 use crate::upstream::{Fault, WHOLE, accepted, words};
 
-/// How much of an answer that is not streamed is held back: until its end, or this much.
+/// The most bytes of a non-streamed answer that are held back.
 const HELD: usize = 1 << 20;
 
 /// The kind of answer that a request expects.
@@ -19,10 +19,10 @@ const HELD: usize = 1 << 20;
 pub(crate) enum AnswerKind {
     /// A completion: a JSON object, or events that end with `[DONE]`.
     Completion,
-    /// A completion of an instance that says what it holds for the next turn: what it is passed on
-    /// without.
+    /// A completion whose `kv_transfer_params` name blocks for the next turn. They are removed
+    /// before it is forwarded.
     Turn,
-    /// Whatever the instance says.
+    /// Any answer, forwarded unchanged.
     Any,
 }
 
@@ -30,17 +30,17 @@ pub(crate) enum AnswerKind {
 #[derive(Debug)]
 pub(crate) struct AnswerHead {
     pub(crate) parts: Parts,
-    /// What may be passed on.
+    /// The bytes that may be forwarded now.
     pub(crate) first: Bytes,
-    /// The rest; none if `first` is all of it.
+    /// The rest; `None` if `first` is the whole body.
     pub(crate) rest: Option<Incoming>,
-    /// What watches the events, if they are.
+    /// The splitter of events, if the answer is an event stream.
     pub(crate) events: Option<WholeEvents>,
-    /// Whether events must end with `[DONE]`.
+    /// True if the events must end with `[DONE]`.
     pub(crate) wants_done: bool,
-    /// Whether `kv_transfer_params` stay here.
+    /// True if `kv_transfer_params` must be removed.
     pub(crate) is_turn: bool,
-    /// Whether it begins with an error of the instance's own: nothing of a real answer has come.
+    /// True if the stream begins with a server error, before any part of a real answer.
     pub(crate) is_error: bool,
 }
 
@@ -50,8 +50,8 @@ fn content_type_is(headers: &HeaderMap, wanted: &str) -> bool {
     })
 }
 
-/// Waits for the beginning of an answer: the first whole event of a stream, the end of anything
-/// else that is short.
+/// Waits for the beginning of an answer: the first complete event of a stream, or the end of any
+/// other short answer.
 pub(crate) async fn open(
     response: Response<Incoming>,
     kind: AnswerKind,
@@ -72,8 +72,8 @@ pub(crate) async fn open(
         }
         let frame = timeout_at(until, body.frame()).await.map_err(|_| {
             Fault::Late(match first.is_empty() {
-                true => "no byte of its answer in time".to_owned(),
-                false => "its answer did not go on".to_owned(),
+                true => "no byte of its answer arrived in time".to_owned(),
+                false => "its answer stopped".to_owned(),
             })
         })?;
         let data = match frame {
@@ -113,7 +113,7 @@ pub(crate) async fn open(
                 return Err(Fault::Broken("its stream ended without [DONE]".to_owned()));
             }
             None if plain && serde_json::from_slice::<serde::de::IgnoredAny>(&first).is_err() => {
-                let what = if first.is_empty() { "nothing" } else { "no JSON" };
+                let what = if first.is_empty() { "empty" } else { "not JSON" };
                 return Err(Fault::Broken(format!("its answer with status 200 is {what}")));
             }
             _ => {}

@@ -1,4 +1,4 @@
-//! Errors that the proxy answers itself, and its JSON responses.
+//! Errors that the proxy returns itself, and its JSON responses.
 
 use axum::body::Body;
 use hyper::header::{CONNECTION, HeaderValue, RETRY_AFTER};
@@ -7,7 +7,7 @@ use hyper::{Response, StatusCode};
 use crate::metrics::RequestOutcome;
 use crate::upstream::{Fault, json_headers};
 
-/// An error in OpenAI's form.
+/// An error in OpenAI's format.
 #[derive(Debug)]
 pub(crate) struct ApiError {
     pub(crate) status: StatusCode,
@@ -28,7 +28,7 @@ impl ApiError {
         ApiError { status, kind, message: message.into(), outcome, later: false, close: false }
     }
 
-    /// The client's mistake.
+    /// Returns a 400 for an invalid request.
     pub(crate) fn bad_request(message: impl Into<String>) -> Self {
         Self::new(
             StatusCode::BAD_REQUEST,
@@ -38,12 +38,12 @@ impl ApiError {
         )
     }
 
-    /// A client's mistake with a status of its own.
+    /// Returns a client error with another status.
     pub(crate) fn client(status: StatusCode, message: impl Into<String>) -> Self {
         Self::new(status, "invalid_request_error", RequestOutcome::ClientError, message)
     }
 
-    /// The client has no key, or a wrong one.
+    /// Returns a 401: the client sent no key, or a wrong one.
     pub(crate) fn unauthorized() -> Self {
         Self::new(
             StatusCode::UNAUTHORIZED,
@@ -53,7 +53,7 @@ impl ApiError {
         )
     }
 
-    /// Not now.
+    /// Returns a 503 that asks the client to retry later.
     pub(crate) fn unavailable(message: impl Into<String>) -> Self {
         let refusal = Self::new(
             StatusCode::SERVICE_UNAVAILABLE,
@@ -64,20 +64,20 @@ impl ApiError {
         ApiError { later: true, ..refusal }
     }
 
-    /// Never again on this connection.
+    /// Returns a 503 that also closes the connection.
     pub(crate) fn draining() -> Self {
         ApiError {
             close: true,
-            ..Self::unavailable("this proxy takes no more requests: it is about to end")
+            ..Self::unavailable("this proxy is shutting down and takes no more requests")
         }
     }
 
-    /// No time is left.
+    /// Returns a 504.
     pub(crate) fn timeout(message: impl Into<String>) -> Self {
         Self::new(StatusCode::GATEWAY_TIMEOUT, "upstream_timeout", RequestOutcome::Timeout, message)
     }
 
-    /// What an instance did, where its own answer cannot be passed on.
+    /// Returns the error for an instance's fault, if there is no answer of the instance to forward.
     pub(crate) fn upstream(instance: &str, fault: &Fault) -> Self {
         let message = format!("instance {instance} {fault}");
         match fault {

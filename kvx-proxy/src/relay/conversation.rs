@@ -1,5 +1,5 @@
-//! Bidirectional transfer: what the decode instance of a turn still holds, for the prefill of the
-//! next one.
+//! Bidirectional transfer: remembers the blocks that a turn's decode instance still holds, for the
+//! prefill of the next turn.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,21 +10,21 @@ use kvx_vllm::params::recipe::Answer;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 
-/// How long a decode instance of vLLM holds the blocks (`decoder_kv_blocks_ttl` is 480 s), less
-/// what the way takes.
+/// The time for which a vLLM decode instance holds the blocks (`decoder_kv_blocks_ttl` is 480 s),
+/// minus a margin for latency.
 const HELD_FOR: Duration = Duration::from_secs(470);
 const KEPT: usize = 16_384;
-/// An answer whose text is longer is not continued.
+/// The longest answer text, in bytes, that can be continued.
 const TEXT: usize = 1 << 20;
 
 type Hash = [u8; 32];
 
-/// A conversation of one client: another client's of the same name is another one.
+/// A conversation of one client. Conversations of two clients differ even if their names are equal.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Key(Hash);
 
 impl Key {
-    /// `authorization` is the client's own, as it came.
+    /// Hashes a conversation's name and the client's original `Authorization` header.
     pub(crate) fn new(conversation: &str, authorization: Option<&HeaderValue>) -> Self {
         let mut hash = Sha256::new();
         hash.update(authorization.map(HeaderValue::as_bytes).unwrap_or_default());
@@ -45,15 +45,15 @@ struct PastTurn {
     until: Instant,
 }
 
-/// The part of a turn's request that the next turn must repeat. Instances do not compare it: they
-/// would take blocks of another text for this one's.
+/// The part of a turn's request that the next turn must repeat. Instances do not compare it, and
+/// would use the blocks of a different text.
 #[derive(Clone, Debug, PartialEq)]
 enum TurnText {
     Messages(usize, Hash),
     Prompt(usize, Hash),
 }
 
-/// Keys that change what is generated, or how it is told, and never what a prompt's blocks hold.
+/// Keys that affect the generated answer or its format, but never the blocks of the prompt.
 const OF_THE_ANSWER: [&str; 22] = [
     "conversation_id",
     "frequency_penalty",
@@ -79,8 +79,8 @@ const OF_THE_ANSWER: [&str; 22] = [
     "user",
 ];
 
-/// All else that a body says: another model, tools, a template's arguments, a salt make other
-/// blocks of the same words.
+/// Hashes all other keys of a body. Another model, other tools, template arguments or a cache salt
+/// produce other blocks for the same text.
 fn hash_of_rest(body: &Value) -> Hash {
     let mut hash = Sha256::new();
     for (key, value) in body.as_object().into_iter().flatten() {
@@ -94,7 +94,7 @@ fn hash_of_rest(body: &Value) -> Hash {
 }
 
 fn hash_of(messages: &[Value]) -> Hash {
-    // Objects are written in the order of their keys: equal values, equal texts.
+    // Objects are written in key order, so that equal values give equal texts.
     let mut hash = Sha256::new();
     messages.iter().for_each(|message| hash.update(message.to_string()));
     hash.finalize().into()
@@ -109,7 +109,7 @@ impl TurnText {
         Some(TurnText::Prompt(prompt.len(), Sha256::digest(prompt).into()))
     }
 
-    /// Whether this body begins with what was said, and what was answered.
+    /// Returns true if this body begins with the turn's request and its answer.
     fn continues(&self, text: &str, body: &Value) -> bool {
         match self {
             TurnText::Messages(count, hash) => {
@@ -132,7 +132,7 @@ impl TurnText {
     }
 }
 
-/// The turns that may be continued; each once.
+/// The turns that may be continued, each at most once.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Conversations(Arc<Mutex<TurnStore>>);
 
@@ -143,16 +143,16 @@ struct TurnStore {
 }
 
 impl Conversations {
-    /// Takes the answer of the turn before this one, with the name of the instance that holds it,
-    /// if this body continues it in time.
+    /// Removes and returns the previous turn's answer and the name of the instance that holds its
+    /// blocks, if this body continues that turn in time.
     pub(crate) fn take(&self, key: &Key, body: &Value, now: Instant) -> Option<(Answer, String)> {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // Whoever only has its name does not end it.
+        // A request that only names the conversation does not remove its turn.
         let turn = kept.turns.get(key)?;
-        let goes_on = turn.until > now
+        let continues = turn.until > now
             && turn.rest == hash_of_rest(body)
             && turn.said.continues(&turn.text, body);
-        let turn = goes_on.then(|| kept.turns.remove(key))??;
+        let turn = continues.then(|| kept.turns.remove(key))??;
         Some((turn.answer, turn.decode))
     }
 
@@ -163,7 +163,7 @@ impl Conversations {
         while let Some((oldest, until)) = kept.order.front()
             && (kept.order.len() > KEPT || *until <= Instant::now())
         {
-            // A later turn of the same conversation stays.
+            // Keep a later turn of the same conversation.
             if kept.turns.get(oldest).is_some_and(|turn| turn.until == *until) {
                 kept.turns.remove(oldest);
             }
@@ -172,7 +172,7 @@ impl Conversations {
     }
 }
 
-/// Reads an answer as it passes, for the next turn.
+/// Reads an answer while it is forwarded, for the next turn.
 #[derive(Debug)]
 pub(crate) struct Capture {
     conversations: Conversations,
@@ -206,7 +206,7 @@ impl Capture {
         })
     }
 
-    /// Takes the next whole events, or the next bytes of a body.
+    /// Reads the next complete events, or the next bytes of a body.
     pub(crate) fn push(&mut self, bytes: &[u8]) {
         if self.failed {
             return;
@@ -226,7 +226,7 @@ impl Capture {
         }
     }
 
-    /// None for what cannot be continued: anything but plain text.
+    /// Returns `None` if the answer cannot be continued: if it has anything but plain text.
     fn chunk(&mut self, data: &[u8]) -> Option<()> {
         let chunk: Value = serde_json::from_slice(data).ok()?;
         let answer = Answer::from_body(&chunk).ok()?;
@@ -247,7 +247,7 @@ impl Capture {
         (self.text.len() <= TEXT).then_some(())
     }
 
-    /// The answer has ended well.
+    /// Stores the turn after its answer has ended successfully.
     pub(crate) fn keep(mut self, decode: &str) {
         if !self.streamed {
             let body = std::mem::take(&mut self.body);
@@ -335,14 +335,14 @@ mod tests {
             (0.5.into(), 9.into(), true.into());
         assert!(
             conversations.take(&key("a"), &same, Instant::now()).is_some(),
-            "the others ended nothing"
+            "the other bodies removed no turn"
         );
         let late = Instant::now() + HELD_FOR + Duration::from_secs(10);
         assert!(after_one_turn().take(&key("a"), &next("good day"), late).is_none());
     }
 
     #[test]
-    fn completions_go_on_with_prompt_and_text() {
+    fn a_completion_continues_with_prompt_and_text() {
         let conversations = Conversations::default();
         let asked = serde_json::json!({"prompt": "Once"});
         let mut capture = Capture::new(&conversations, key("a"), &asked, false).unwrap();
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_plain_text_or_holds_nothing_is_not_kept() {
+    fn answers_without_plain_text_or_held_blocks_are_not_kept() {
         for last in [
             format!(
                 "{{\"choices\": [{{\"message\": {{\"tool_calls\": [1]}}}}], \"kv_transfer_params\": {PARAMS}}}"

@@ -21,8 +21,8 @@ use crate::serve::keys::Keys;
 use crate::setup::Setup;
 use crate::upstream::{Fault, Upstream};
 
-/// The state made from a set-up. A new set-up replaces it as a whole; requests in progress keep the
-/// one that they began with.
+/// State built from a configuration. A new configuration replaces it as a whole; requests in
+/// progress keep the one that they began with.
 #[derive(Debug)]
 pub(crate) struct LiveSetup {
     pub(crate) setup: Arc<Setup>,
@@ -36,12 +36,12 @@ pub(crate) struct LiveSetup {
 impl LiveSetup {
     /// # Errors
     ///
-    /// A set-up that is not valid, or whose keys cannot be read.
+    /// Fails if the configuration is invalid or its keys cannot be read.
     pub(crate) fn new(setup: Setup, before: Option<&LiveSetup>) -> Result<Self> {
         setup.valid()?;
         let keys = setup.api_key_file.as_deref().map(Keys::from_file).transpose()?.map(Arc::new);
         let fleet = Fleet::new(&setup, before.map(|before| &*before.fleet));
-        // What has not changed keeps its connections and its places.
+        // Unchanged settings keep their connections and admission slots.
         let same = before.filter(|before| before.setup.timeouts.connect == setup.timeouts.connect);
         let upstream = same.map_or_else(|| Upstream::new(&setup), |before| before.upstream.clone());
         let same = before.filter(|before| before.setup.limits == setup.limits);
@@ -83,15 +83,15 @@ pub(crate) struct Core {
     pub(crate) errors: LastErrors,
     pub(crate) budget: RetryBudget,
     pub(crate) conversations: Conversations,
-    /// Held by whoever makes another set-up of the one that is.
+    /// Held while a new configuration replaces the current one.
     changes: tokio::sync::Mutex<()>,
     ids: Mutex<HashSet<String>>,
     stored: Mutex<ResponseOwners>,
-    /// Each request at work holds a clone; none is given out once a drain has begun.
+    /// Each request in progress holds a clone. `None` once a drain has begun.
     working: Mutex<Option<mpsc::Sender<()>>>,
-    /// Whether requests that are still at work have to end now.
+    /// True once requests still in progress must end.
     pub(crate) end: watch::Sender<bool>,
-    /// Wakes the watch over instances.
+    /// Wakes the task that watches the instances.
     pub(crate) look: tokio::sync::Notify,
 }
 
@@ -109,7 +109,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Core {
-    /// And what ends when the last request at work has, after a drain has begun.
+    /// Creates the shared state. The returned receiver closes once a drain has begun and the last
+    /// request has ended.
     pub(crate) fn new(live: LiveSetup, access: AccessLogger) -> (Self, mpsc::Receiver<()>) {
         let (working, none_works) = mpsc::channel(1);
         let core = Core {
@@ -133,12 +134,12 @@ impl Core {
         Arc::clone(&self.live.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Takes another set-up, once new instances have been asked how they are. It is read when its
-    /// turn has come: the last one to be asked for is the last one read.
+    /// Applies a new configuration after checking its new instances. Calls `read` under the lock,
+    /// so that the last caller's configuration is also the last one read.
     ///
     /// # Errors
     ///
-    /// As `read` and [`LiveSetup::new`]; then everything stays as it is.
+    /// Fails as `read` and [`LiveSetup::new`] do; the current configuration then stays.
     pub(crate) async fn replace(
         self: &Arc<Self>,
         read: impl FnOnce() -> Result<Setup>,
@@ -152,7 +153,7 @@ impl Core {
         Ok(())
     }
 
-    /// Changes the fleet, once new instances have been asked how they are.
+    /// Changes the fleet after checking its new instances.
     pub(crate) async fn change_fleet<E>(
         self: &Arc<Self>,
         change: impl FnOnce(&Fleet) -> std::result::Result<Fleet, E>,
@@ -164,14 +165,14 @@ impl Core {
         Ok(())
     }
 
-    /// What takes over is looked at first: requests find it up, if it is.
+    /// Checks new instances before the swap, so that requests find them up.
     async fn swap(self: &Arc<Self>, live: LiveSetup) {
         let live = Arc::new(live);
         round(self, &live, WatchScope::Newcomers).await;
         *self.live.write().unwrap_or_else(PoisonError::into_inner) = live;
     }
 
-    /// The right to be at work; none while draining.
+    /// Returns a token that a request in progress holds; `None` while draining.
     pub(crate) fn work(&self) -> Option<mpsc::Sender<()>> {
         lock(&self.working).clone()
     }
@@ -180,12 +181,12 @@ impl Core {
         lock(&self.working).is_none()
     }
 
-    /// From now on nobody gets the right to be at work.
+    /// Stops admitting requests.
     pub(crate) fn drain(&self) {
         *lock(&self.working) = None;
     }
 
-    /// Whether no other request at work has this id; then it is taken.
+    /// Reserves an id. Returns false if another request in progress has it.
     pub(crate) fn take_id(&self, id: &str) -> bool {
         lock(&self.ids).insert(id.to_owned())
     }
@@ -211,11 +212,11 @@ impl Core {
         lock(&self.stored).instances.get(response).cloned()
     }
 
-    /// Notes what a leg's failure says of its instance.
+    /// Records a leg's failure against its instance.
     pub(crate) fn blame(&self, live: &LiveSetup, instance: &Instance, fault: &Fault) {
         let what = format!("{} leg: {fault}", instance.role.as_str());
         let reason = match fault {
-            // One that is busy does what it can: it may be too busy to take connections.
+            // A busy instance is not broken: it may be too busy to accept connections.
             Fault::Late(_) | Fault::Busy(_) | Fault::Unreached(_) => Reason::Slow,
             Fault::Refused(_) => Reason::Refused,
             _ => Reason::Errors,
@@ -233,9 +234,9 @@ impl Core {
         self.errors.add(instance.name(), what);
         if live.fleet.failed(instance, reason, what, &live.setup.health, Instant::now()) {
             self.metrics.ejection(reason.as_str());
-            tracing::warn!(instance = instance.name(), what, "left out for a while");
+            tracing::warn!(instance = instance.name(), what, "ejected for a while");
         }
-        // It may have been restarted: who its ranks are is asked again.
+        // It may have restarted: query its ranks again.
         instance.state.forget_ranks();
         self.look.notify_one();
     }

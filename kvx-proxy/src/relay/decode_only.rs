@@ -22,7 +22,7 @@ pub(crate) async fn completion(
     let tokens = asked.prompt_tokens + asked.new_tokens;
     let prefix = asked.prefix(job.live.setup.prefix_tokens);
     let to = Destination { tokens, prefix, model: asked.model.as_deref(), stored_by: None };
-    // A generation has no effect but its answer: it may be begun again.
+    // A completion has no side effects, so it may be retried.
     run(job, sent, AnswerKind::Completion, &to, true).await
 }
 
@@ -64,7 +64,7 @@ fn choose(
         return fleet.take_decode(name, &job.requirements(to.tokens, 0, None, &[]));
     }
     let chosen = fleet.choose_alone(&job.requirements(to.tokens, to.prefix, model, avoid));
-    // Nobody serves this model: let an instance say so in its own words.
+    // No instance serves this model: let one of them answer with its own error.
     let unknown =
         model.is_some_and(|model| !fleet.decode.iter().any(|one| one.state.models.serve(model)));
     match chosen {
@@ -118,7 +118,7 @@ async fn run(
     }
 }
 
-/// The id of a stored response, from the beginning of its answer.
+/// Returns the id of a stored response, from the beginning of its answer.
 fn response_id(first: &[u8]) -> Option<String> {
     let head = &first[..first.len().min(64 << 10)];
     let start = head.windows(6).position(|six| six == b"\"resp_")? + 1;

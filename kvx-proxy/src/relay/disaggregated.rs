@@ -1,4 +1,4 @@
-//! Completions by a prefill and a decode instance.
+//! Serves completions with a prefill and a decode instance.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,7 +25,7 @@ use crate::upstream::Fault;
 enum ExpectedSource {
     /// Mooncake: nothing to compare.
     Rank,
-    /// NIXL push: the engine that the decode instance was told.
+    /// NIXL push: the engine that the decode leg names.
     Engine(String),
 }
 
@@ -37,13 +37,14 @@ struct Handover {
 
 /// Why a prefill produced no handover.
 enum HandoverError {
-    /// The client's mistake, with the instance's own answer.
+    /// An instance rejected the client's request with this answer.
     Rejected(Box<hyper::Response<bytes::Bytes>>),
-    /// The proxy's own error: no other instance does better.
+    /// The proxy's own error: another instance would not help.
     Refused(ApiError),
-    /// Another instance may do better.
+    /// Another instance may succeed.
     Failed(Fault),
-    /// Its first token ended the text: there is nothing to hand over, and nobody may wait for it.
+    /// The first token ended the text: there are no blocks to hand over, and no decode instance may
+    /// wait for them.
     Stopped,
 }
 
@@ -59,7 +60,7 @@ impl From<ApiError> for HandoverError {
     }
 }
 
-/// A completion: disaggregated if one transfer can serve it.
+/// Serves a completion, disaggregated if one transfer is enough for it.
 pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobResult {
     let live = Arc::clone(&job.live);
     let fleet = &live.fleet;
@@ -85,7 +86,7 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
         let wanted = job.requirements(asked.prompt_tokens, prefix, model, &avoid_prefill);
         let Some(prefill) = fleet.choose_prefill(&wanted) else {
             let words =
-                "no prefill instance and decode instance for this model are up: try again later";
+                "no pair of prefill and decode instances for this model is up: try again later";
             return job.give_up(last, words);
         };
         let prefill_instance = Arc::clone(&prefill.instance);
@@ -96,7 +97,7 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
                     Ok(handover) => handover,
                     Err(error) => break 'handover error,
                 };
-            // Decode instances one after the other, as long as none has accepted.
+            // Try decode instances one after the other until one accepts.
             loop {
                 let tokens = asked.prompt_tokens + asked.new_tokens;
                 let wanted = job.requirements(tokens, prefix, model, &avoid_decode);
@@ -104,7 +105,8 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
                     return job.give_up(last, "no decode instance is up: try again later");
                 };
                 let fault = match race(&job, &decode, sent.clone(), &mut beside).await {
-                    // Nothing of an answer has come: as if it had failed before its first byte.
+                    // No part of an answer has arrived: treat it as a failure before the first
+                    // byte.
                     RaceWinner::Answer(opened) if opened.is_error => {
                         prefill_instance.state.forget_ranks();
                         if !job.may_retry("decode") {
@@ -140,7 +142,8 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
                     }
                 };
                 avoid_decode.push(Arc::clone(&decode.instance));
-                // An instance that has not accepted leaves the parameters to another one.
+                // If the instance has not accepted the leg, another one can use the same
+                // parameters.
                 let same_parameters = fault.not_accepted();
                 last = Some((decode.instance.name().to_owned(), fault));
                 if !same_parameters {
@@ -165,7 +168,7 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
     }
 }
 
-/// Comes to what a decode leg needs: by waiting for the prefill leg, or by starting it.
+/// Prepares a decode leg: waits for the prefill leg, or starts it concurrently.
 async fn hand_over(
     job: &mut Job,
     prefill: InFlight,
@@ -184,7 +187,7 @@ async fn hand_over(
         },
         kind => kind,
     };
-    // Mooncake's targets are ranks themselves, and take turns by the same counter.
+    // Mooncake's targets are ranks already, and take turns by the same counter.
     let rank = if matches!(kind, PrefillKind::Mooncake(_)) { None } else { instance.next_rank() };
     match kind {
         PrefillKind::Mooncake(targets) => {
@@ -210,8 +213,8 @@ async fn hand_over(
     }
 }
 
-/// Mooncake's prefill side keeps blocks only for requests that end by their length, and the decode
-/// side would wait for minutes for those that do not.
+/// Removes stop conditions from a prefill leg. Mooncake's prefill side keeps blocks only for
+/// requests that end by their length; the decode side would wait minutes for others.
 fn ignore_stops(prefill: &mut Value) {
     if let Value::Object(body) = prefill {
         body.remove("stop");
@@ -234,9 +237,9 @@ fn push(
     Ok(concurrent_handover(job, prefill, legs, rank, ExpectedSource::Engine(target.engine_id)))
 }
 
-/// Returns a unique id for a push. The sides find each other by it, so that they must not confuse
-/// this attempt with an earlier one, or with a client's request of the same id. vLLM strips a
-/// suffix of eight hexadecimal digits, which this suffix is not.
+/// Returns a unique id for a push. Both sides match transfers by it, so an earlier attempt, or
+/// another request of the same client id, must not share it. vLLM strips a suffix of eight
+/// hexadecimal digits; this suffix has a different form.
 fn own_id(id: &XRequestId) -> Result<XRequestId, ApiError> {
     let bytes = random_id()?;
     let random: String = bytes[..5].iter().map(|byte| format!("{byte:02x}")).collect();
@@ -315,7 +318,7 @@ async fn race(
     mut sent: LegRequest,
     beside: &mut Option<(PrefillTask, ExpectedSource)>,
 ) -> RaceWinner {
-    // A decode leg beside its prefill waits for both.
+    // A decode leg that runs concurrently with its prefill waits for both.
     let extra = if beside.is_some() { job.live.setup.timeouts.prefill } else { Duration::ZERO };
     let until = (job.first_byte() + extra).min(job.until);
     let kind = match job.live.fleet.pools[decode.instance.pool].bidirectional {
@@ -341,7 +344,7 @@ async fn race(
 }
 
 impl ExpectedSource {
-    /// Whether the decode instance waits for what really comes.
+    /// Checks that the decode instance waits for the instance that sends the blocks.
     fn check(&self, answer: &Answer) -> Result<(), HandoverError> {
         match self {
             ExpectedSource::Rank if answer.finish_reason.as_deref() == Some("length") => Ok(()),
@@ -351,7 +354,7 @@ impl ExpectedSource {
                     answer.params.as_ref().and_then(|params| params.remote_engine_id.as_deref());
                 match engine {
                     Some(engine) if engine != told => Err(HandoverError::Failed(Fault::Broken(
-                        format!("its engine is {engine}, and the decode instance was told {told}"),
+                        format!("its engine is {engine}, but the decode leg named {told}"),
                     ))),
                     Some(_) => Ok(()),
                     None => {
@@ -363,12 +366,12 @@ impl ExpectedSource {
     }
 }
 
-/// This request's place in a conversation, if its pool transfers both ways.
+/// The request's position in a conversation, if its pool transfers both ways.
 struct ConversationTurn {
     key: Option<Key>,
-    /// What the decode instance of the turn before holds; it serves one prefill.
+    /// The blocks that the previous turn's decode instance holds; they serve one prefill.
     earlier: Option<(Answer, Version)>,
-    /// Who that was.
+    /// The name of that instance.
     decode: Option<String>,
     version: Version,
 }
@@ -399,7 +402,8 @@ impl ConversationTurn {
         turn
     }
 
-    /// The decode instance of the turn before, which has its prompt in its cache, or any.
+    /// Chooses the previous turn's decode instance, which has the prompt in its cache, or any
+    /// other.
     fn choose_decode(
         &mut self,
         job: &Job,
@@ -432,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn a_repeated_id_is_another_one_for_the_instances() {
+    fn repeated_client_ids_become_distinct_ids() {
         let asked = XRequestId::new("again").unwrap();
         let (one, other) = (own_id(&asked).unwrap(), own_id(&asked).unwrap());
         assert_ne!(one, other);
@@ -441,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn a_decode_instance_that_was_told_another_engine_is_not_waited_for() {
+    fn a_decode_leg_that_names_another_engine_is_abandoned() {
         let params = serde_json::json!({"remote_engine_id": "new"});
         let params = kvx_vllm::params::TransferParams::from_value(&params).unwrap();
         let answer = Answer { params: Some(params), finish_reason: None };

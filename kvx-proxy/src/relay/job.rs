@@ -33,13 +33,14 @@ pub(crate) struct Job {
     pub(crate) record: Record,
     pub(crate) method: Method,
     pub(crate) path: PathAndQuery,
-    /// The client's, ready for any leg.
+    /// The client's headers, filtered for any leg.
     pub(crate) headers: HeaderMap,
     pub(crate) id: XRequestId,
-    /// The client's own, as it came.
+    /// The client's original `Authorization` header.
     pub(crate) authorization: Option<HeaderValue>,
     pub(crate) until: Instant,
-    /// Whether its answer is to be streamed. Any other comes whole at its end, whenever that is.
+    /// True if the answer is streamed. Any other answer arrives as a whole, at the end of the
+    /// generation.
     pub(crate) streamed: bool,
     attempts: Attempts,
     place: Option<OwnedSemaphorePermit>,
@@ -52,7 +53,8 @@ pub(crate) type JobResult = Result<Response<Body>, Box<(Record, ApiError)>>;
 ///
 /// # Errors
 ///
-/// The kernel returned none: ids that are not random could name another request's blocks.
+/// Fails if the kernel returns no random bytes: predictable ids could name another request's
+/// blocks.
 pub(super) fn random_id() -> Result<[u8; 16], ApiError> {
     let mut bytes = [0; 16];
     match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
@@ -88,8 +90,8 @@ impl Job {
                 trace
             }
         };
-        // Requests in progress have distinct ids: instances tell them apart by them. From here on
-        // nothing fails, so that the record releases the id.
+        // Requests in progress have distinct ids, by which instances distinguish them. Nothing
+        // below can fail, so the record always releases the id.
         let id = match asked_id.filter(|id| core.take_id(id.as_str())) {
             Some(id) => id,
             None => {
@@ -152,11 +154,12 @@ impl Job {
             Err(AdmissionError::Full) => {
                 let waiting = admission.waiting();
                 Err(self.refused(ApiError::unavailable(format!(
-                    "{waiting} requests wait already: try again later"
+                    "{waiting} requests are queued already: try again later"
                 ))))
             }
-            Err(AdmissionError::TimedOut) => Err(self
-                .refused(ApiError::unavailable("too many requests are at work: try again later"))),
+            Err(AdmissionError::TimedOut) => Err(self.refused(ApiError::unavailable(
+                "too many requests are in progress: try again later",
+            ))),
         }
     }
 
@@ -191,7 +194,7 @@ impl Job {
         }
     }
 
-    /// Sends a leg whose answer is the client's, and blames the instance for what it did wrong.
+    /// Sends a leg whose answer goes to the client, and blames the instance for its faults.
     pub(crate) async fn answer(
         &self,
         instance: &InFlight,
@@ -205,7 +208,7 @@ impl Job {
             legs::answer(&self.core, &self.live, instance, self.method.clone(), sent, kind, until)
                 .await;
         if let Err(fault) = &answered {
-            // What is only passed on may be unknown to every instance.
+            // Every instance may answer a passed-through request with an error: that is no fault.
             let is_answer =
                 kind == AnswerKind::Any && matches!(fault, Fault::Busy(_) | Fault::Status(_));
             if !is_answer && !self.is_out_of_time(fault) {
@@ -215,7 +218,7 @@ impl Job {
         answered
     }
 
-    /// Returns when the answer to a leg that is sent now must have begun.
+    /// Returns the deadline for the first byte of a leg that is sent now.
     pub(crate) fn first_byte(&self) -> Instant {
         match self.streamed {
             true => self.until.min(Instant::now() + self.live.setup.timeouts.first_byte),
@@ -249,8 +252,7 @@ impl Job {
         pass(opened, self.record, held)
     }
 
-    /// Passes on an answer that has been read, of an instance that may be none of the decode
-    /// side's.
+    /// Forwards an answer that has been read completely, from an instance of either role.
     pub(crate) fn pass_whole(mut self, response: Response<bytes::Bytes>) -> Response<Body> {
         let (mut parts, body) = response.into_parts();
         headers::drop_hop_by_hop(&mut parts.headers);
@@ -264,7 +266,7 @@ impl Job {
         Response::from_parts(parts, Body::from(body))
     }
 
-    /// Ends when there is no further instance to ask: with the last failure if there was one.
+    /// Ends the request when no instance is left: with the last failure if there was one.
     pub(crate) fn give_up(self, last: Option<(String, Fault)>, otherwise: &str) -> JobResult {
         match last {
             Some((instance, fault)) => self.fail(&instance, fault),
@@ -272,7 +274,8 @@ impl Job {
         }
     }
 
-    /// Ends with the last failure: in the instance's own words if it had any.
+    /// Ends the request with the last failure, forwarding the instance's own answer if there is
+    /// one.
     pub(crate) fn fail(mut self, instance: &str, fault: Fault) -> JobResult {
         self.record.set_error(format!("instance {instance} {fault}"));
         match fault {

@@ -49,7 +49,8 @@ impl Drop for LegTimer<'_> {
 #[derive(Debug)]
 pub(crate) struct PrefillResult {
     pub(crate) answer: Answer,
-    /// What the decode leg must be written in: block ids in one flat list are vLLM 0.16's.
+    /// The version that determines the decode leg's format: one flat list of block ids means vLLM
+    /// 0.16.
     pub(crate) version: Version,
     pub(crate) time: Duration,
 }
@@ -57,9 +58,9 @@ pub(crate) struct PrefillResult {
 /// Why a prefill leg has no answer that the decode leg can use.
 #[derive(Debug)]
 pub(crate) enum PrefillEnd {
-    /// The instance answered the client's mistake: the answer is the client's.
+    /// The instance rejected the client's request: its answer goes to the client.
     Rejected(Box<Response<Bytes>>),
-    /// Another instance may do better.
+    /// Another instance may succeed.
     Failed(Fault),
 }
 
@@ -72,7 +73,7 @@ pub(crate) struct LegRequest {
 }
 
 impl LegRequest {
-    /// JSON to an instance whose answer is read here as well.
+    /// Builds a leg with a JSON body.
     pub(crate) fn json(path: &PathAndQuery, headers: &HeaderMap, body: &Value) -> Self {
         let body: Bytes = serde_json::to_vec(body).unwrap_or_default().into();
         let mut headers = headers.clone();
@@ -80,7 +81,7 @@ impl LegRequest {
         LegRequest { path: path.clone(), headers, body }
     }
 
-    /// The same to one data parallel rank of the instance.
+    /// Addresses the leg to one data parallel rank of the instance.
     pub(crate) fn for_rank(mut self, rank: Option<usize>) -> Self {
         const RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
         if let Some(rank) = rank {
@@ -90,7 +91,7 @@ impl LegRequest {
     }
 }
 
-/// Sends a prefill leg and reads its answer. Says of the instance what it has shown.
+/// Sends a prefill leg and reads its answer. Records the result in the instance's state.
 pub(crate) async fn prefill(
     core: &Core,
     live: &LiveSetup,
@@ -140,7 +141,7 @@ async fn prefill_answer(
         return Err(PrefillEnd::Rejected(Box::new(Response::from_parts(parts, body))));
     }
     let value: Value = serde_json::from_slice(&body)
-        .map_err(|_| failed(Fault::Broken("its answer with status 200 is no JSON".to_owned())))?;
+        .map_err(|_| failed(Fault::Broken("its answer with status 200 is not JSON".to_owned())))?;
     let answer =
         Answer::from_body(&value).map_err(|error| failed(Fault::Broken(error.to_string())))?;
     let flat =
@@ -148,8 +149,8 @@ async fn prefill_answer(
     Ok((answer, if flat { Version::V0_16 } else { Version::default() }))
 }
 
-/// A prefill leg that runs concurrently with a decode leg. Dropping it ends the leg, and its
-/// connection shows that to the instance.
+/// A prefill leg that runs concurrently with a decode leg. Dropping it cancels the leg and closes
+/// its connection, which the instance notices.
 #[derive(Debug)]
 pub(crate) struct PrefillTask(Option<JoinHandle<Result<PrefillResult, PrefillEnd>>>);
 
@@ -166,17 +167,17 @@ impl PrefillTask {
         PrefillTask(Some(tokio::spawn(leg.in_current_span())))
     }
 
-    /// Waits for its end; the second time, for ever.
+    /// Waits for the leg to end. A second call never returns.
     pub(crate) async fn ended(&mut self) -> Result<PrefillResult, PrefillEnd> {
         let Some(task) = &mut self.0 else { return std::future::pending().await };
         let ended = task.await;
         self.0 = None;
         ended.unwrap_or_else(|_| {
-            Err(PrefillEnd::Failed(Fault::Broken("the leg was given up".to_owned())))
+            Err(PrefillEnd::Failed(Fault::Broken("the leg was cancelled".to_owned())))
         })
     }
 
-    /// Lets it come to its own end.
+    /// Lets the leg run to its end.
     pub(crate) fn detach(mut self) {
         self.0 = None;
     }
@@ -190,7 +191,7 @@ impl Drop for PrefillTask {
     }
 }
 
-/// Sends a leg whose answer is the client's, and waits for its beginning.
+/// Sends a leg whose answer goes to the client, and waits for its beginning.
 pub(crate) async fn answer(
     core: &Core,
     live: &LiveSetup,

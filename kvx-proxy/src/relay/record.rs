@@ -1,4 +1,4 @@
-//! What is remembered of a request until it has ended: for metrics, the access log, and its span.
+//! The record of a request until it ends, for metrics, the access log, and its span.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -11,11 +11,11 @@ use super::core::Core;
 use crate::metrics::RequestOutcome;
 use crate::request::headers;
 
-/// A request at work. Whoever drops it before it has an outcome is a client that went away.
+/// A request in progress. Dropping it without an outcome means that the client disconnected.
 #[derive(Debug)]
 pub(crate) struct Record {
     core: Arc<Core>,
-    /// While one of these lives, a drain waits.
+    /// A drain waits until all of these are dropped.
     _working: tokio::sync::mpsc::Sender<()>,
     pub(crate) span: Span,
     pub(crate) id: String,
@@ -86,7 +86,7 @@ impl Record {
         }
     }
 
-    /// From here on no other request has this id, until this one has ended.
+    /// Marks the id as reserved. Dropping the record releases it.
     pub(crate) fn owns_id(&mut self) {
         self.id_is_known = true;
     }
@@ -136,7 +136,7 @@ impl Record {
         self.attempts = made;
     }
 
-    /// The answer's first byte goes to the client.
+    /// Records that the answer's first byte goes to the client.
     pub(crate) fn first_byte(&mut self, status: u16) {
         let time = self.started.elapsed();
         self.first_byte = Some(time);
@@ -151,7 +151,7 @@ impl Record {
         self.events = events;
     }
 
-    /// It has ended, with this status.
+    /// Records the outcome and the status.
     pub(crate) fn ended(&mut self, outcome: RequestOutcome, status: u16) {
         self.outcome = outcome;
         self.status = status;
@@ -170,7 +170,7 @@ impl Record {
     }
 }
 
-/// What logs keep of a text of the client's.
+/// Returns the part of a client's text that logs keep.
 fn cut(text: &str) -> &str {
     let end = (0..=256.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
     &text[..end.unwrap_or(0)]
@@ -180,7 +180,7 @@ impl Drop for Record {
     fn drop(&mut self) {
         let total = self.started.elapsed();
         if self.outcome == RequestOutcome::ClientGone && *self.core.end.borrow() {
-            // Nobody went away but this proxy.
+            // The proxy ended the request, not the client.
             self.outcome = RequestOutcome::BrokenOff;
         }
         let metrics = &self.core.metrics;

@@ -2,8 +2,8 @@
 
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 
-/// Retries are a share of requests, so that a sick fleet is not stormed: each request pays in, each
-/// retry takes out.
+/// A budget that limits retries to a share of all requests, so that retries do not overload a
+/// failing fleet. Each request deposits a share, and each retry takes one.
 #[derive(Debug)]
 pub(crate) struct RetryBudget {
     thousandths: AtomicI64,
@@ -19,7 +19,7 @@ impl Default for RetryBudget {
 }
 
 impl RetryBudget {
-    /// A request has come.
+    /// Adds the share of a new request.
     pub(crate) fn deposit(&self, share: f64) {
         let share = (share * 1000.0) as i64;
         let _ = self.thousandths.fetch_update(Relaxed, Relaxed, |have| {
@@ -46,9 +46,9 @@ pub(crate) struct Attempts {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RetryDecision {
     Yes,
-    /// The request has had its attempts.
+    /// The request has used all its attempts.
     OutOfAttempts,
-    /// All requests together have had theirs.
+    /// The budget of all requests is used up.
     OutOfBudget,
 }
 
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_has_its_attempts() {
+    fn attempts_of_a_request_are_limited() {
         let budget = RetryBudget::default();
         let mut tries = Attempts::new(3);
         assert_eq!([tries.decide(&budget), tries.decide(&budget)], [RetryDecision::Yes; 2]);
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn all_requests_have_a_share() {
+    fn retries_are_a_share_of_all_requests() {
         let budget = RetryBudget::default();
         let retries = |count| {
             (0..count)
@@ -96,6 +96,6 @@ mod tests {
         assert!((205..=215).contains(&first), "ten at the start and a fifth: {first}");
         assert!((199..=201).contains(&retries(1000)));
         (0..100_000).for_each(|_| budget.deposit(0.2));
-        assert!(budget.thousandths.load(Relaxed) <= MOST, "what was saved is bounded");
+        assert!(budget.thousandths.load(Relaxed) <= MOST, "deposits are bounded");
     }
 }

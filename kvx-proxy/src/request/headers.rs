@@ -1,4 +1,4 @@
-//! Which headers travel, and which decide something and do not.
+//! Filters clients' headers for the legs, and reads those that the proxy needs.
 
 use hyper::header::{
     ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderMap,
@@ -7,7 +7,7 @@ use hyper::header::{
 };
 use kvx_vllm::params::{X_REQUEST_ID, XRequestId};
 
-/// `X-kvx-route` of an answer: what was done.
+/// `X-kvx-route` of an answer: the route that the request took.
 pub(crate) const ROUTE: HeaderName = HeaderName::from_static("x-kvx-route");
 /// `X-Request-Id`.
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -26,7 +26,8 @@ const HOP_BY_HOP: [HeaderName; 9] = [
     HeaderName::from_static("proxy-connection"),
 ];
 
-/// Headers by which other routers and engines are told whom to ask. Clients do not say that here.
+/// Returns true for headers that choose an instance in other routers and engines. Clients cannot
+/// choose one here.
 fn names_a_host(name: &str) -> bool {
     const STARTS: [&str; 8] = [
         "x-prefill",
@@ -41,7 +42,7 @@ fn names_a_host(name: &str) -> bool {
     STARTS.iter().any(|start| name.starts_with(start))
 }
 
-/// Takes out what is meant for one connection only, also what `Connection` names.
+/// Removes hop-by-hop headers, including those that `Connection` names.
 pub(crate) fn drop_hop_by_hop(headers: &mut HeaderMap) {
     let named: Vec<HeaderName> = headers
         .get_all(CONNECTION)
@@ -55,8 +56,8 @@ pub(crate) fn drop_hop_by_hop(headers: &mut HeaderMap) {
     }
 }
 
-/// The client's headers, ready for any leg: without hop-by-hop ones, without those that name hosts,
-/// with a key where the client sent none (or where its key was for this proxy).
+/// Returns a client's headers for any leg: without hop-by-hop headers and headers that name hosts,
+/// and with `key` if the client sent no key (or if its key was for this proxy).
 pub(crate) fn for_instances(
     mut headers: HeaderMap,
     key: Option<&HeaderValue>,
@@ -72,41 +73,41 @@ pub(crate) fn for_instances(
         Some(key) if key_was_ours || !headers.contains_key(AUTHORIZATION) => {
             headers.insert(AUTHORIZATION, key.clone());
         }
-        // Instances learn no key that opens this proxy.
+        // Instances must not see a key for this proxy.
         None if key_was_ours => drop(headers.remove(AUTHORIZATION)),
         _ => {}
     }
     headers
 }
 
-/// For a leg whose answer is read here: it must not be compressed.
+/// Requests an uncompressed answer, for a leg whose answer the proxy reads.
 pub(crate) fn readable(headers: &mut HeaderMap) {
     headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
 }
 
-/// `Bearer KEY` as a value that logs do not show.
+/// Returns `Bearer KEY` as a header value that logs do not show.
 pub(crate) fn bearer(key: &str) -> Option<HeaderValue> {
     let mut value = HeaderValue::from_str(&format!("Bearer {key}")).ok()?;
     value.set_sensitive(true);
     Some(value)
 }
 
-/// The request id that a client sent.
+/// Returns the request id that a client sent.
 ///
 /// # Errors
 ///
-/// One that could not travel; the sentence is for the client.
+/// Fails if a header cannot carry the id. The message is for the client.
 pub(crate) fn request_id(headers: &HeaderMap) -> Result<Option<XRequestId>, String> {
     let Some(value) = headers.get(REQUEST_ID) else { return Ok(None) };
     let text = value.to_str().map_err(|_| {
         format!(
-            "{X_REQUEST_ID} has characters that a header cannot carry; send another, or none to have one made"
+            "{X_REQUEST_ID} has characters that a header cannot carry; send another id, or none to get a generated one"
         )
     })?;
     XRequestId::new(text).map(Some).map_err(|error| error.to_string())
 }
 
-/// The trace that a client's `traceparent` names, if it is one.
+/// Returns the trace id of a client's `traceparent`, if it is valid.
 pub(crate) fn trace_id(headers: &HeaderMap) -> Option<&str> {
     let text = headers.get(TRACEPARENT)?.to_str().ok()?;
     let mut parts = text.split('-');
@@ -121,7 +122,7 @@ pub(crate) fn trace_id(headers: &HeaderMap) -> Option<&str> {
     (whole && version != "ff" && !zero(trace) && !zero(span)).then_some(trace)
 }
 
-/// What the fuzz target calls: no panic, and nothing that decides anything is left.
+/// Checks for the fuzz target: no panic, and no header is left that must not reach an instance.
 pub(crate) fn fuzz(bytes: &[u8]) {
     let mut headers = HeaderMap::new();
     for line in bytes.split(|byte| *byte == b'\n').take(100) {
@@ -161,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_for_one_connection_or_names_a_host_stays_here() {
+    fn hop_by_hop_headers_and_headers_that_name_hosts_are_removed() {
         let sent = for_instances(
             headers(&[
                 ("host", "me"),
@@ -189,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn our_key_goes_where_the_client_sent_none_or_one_for_us() {
+    fn the_instance_key_replaces_a_missing_key_or_a_proxy_key() {
         let ours = bearer("ours").unwrap();
         let client = headers(&[("authorization", "Bearer c")]);
         let of = |headers: HeaderMap, was_ours| {

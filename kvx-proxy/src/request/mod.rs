@@ -1,4 +1,4 @@
-//! What a client asks: read once, and only as far as it decides anything.
+//! Parses clients' requests, as far as the proxy needs them.
 
 pub(crate) mod headers;
 
@@ -7,21 +7,21 @@ use serde_json::{Map, Value};
 
 use crate::fleet::choice;
 
-/// A byte of text is this many tokens, on average.
+/// The average number of tokens in a byte of text.
 const TOKENS_PER_BYTE: f64 = 0.25;
-/// What a part of a message that is no text is taken for.
+/// The estimated tokens of a message part that is not text.
 const TOKENS_PER_PART: u64 = 1024;
-/// Tokens that a request without a limit is taken to generate.
+/// The estimated tokens that a request without a limit generates.
 const NEW_TOKENS: u64 = 512;
 
 /// A completion or chat completion.
 #[derive(Clone, Debug)]
 pub(crate) struct CompletionRequest {
-    /// The body, without what a client may not say.
+    /// The body, without parameters that clients must not send.
     pub(crate) body: Value,
     pub(crate) model: Option<String>,
     pub(crate) stream: bool,
-    /// Why one transfer cannot serve it, if it cannot.
+    /// The reason that one transfer cannot serve it, if there is one.
     pub(crate) alone: Option<&'static str>,
     /// Estimated length of the prompt.
     pub(crate) prompt_tokens: u64,
@@ -32,16 +32,16 @@ pub(crate) struct CompletionRequest {
 }
 
 impl CompletionRequest {
-    /// Reads a body.
+    /// Parses a body.
     ///
     /// # Errors
     ///
-    /// A body that is no JSON object; the sentence is for the client.
+    /// Fails if the body is not a JSON object. The message is for the client.
     pub(crate) fn new(bytes: &[u8]) -> Result<Self, String> {
         let body: Value = serde_json::from_slice(bytes)
-            .map_err(|error| format!("the body is no JSON ({error}); send a JSON object"))?;
+            .map_err(|error| format!("the body is not JSON ({error}); send a JSON object"))?;
         let Value::Object(mut map) = body else {
-            return Err("the body is JSON, but no object; send a JSON object".to_owned());
+            return Err("the body is JSON, but not an object; send a JSON object".to_owned());
         };
         drop_transfer_params(&mut map);
         let text = |key| map.get(key).and_then(Value::as_str).map(str::to_owned);
@@ -57,7 +57,7 @@ impl CompletionRequest {
         })
     }
 
-    /// A hash of what the first so many tokens of the prompt are made of.
+    /// Returns a hash of the prompt's text up to about the first `tokens` tokens.
     pub(crate) fn prefix(&self, tokens: usize) -> u64 {
         let Value::Object(map) = &self.body else { return 0 };
         let mut beginning = Vec::new();
@@ -65,8 +65,8 @@ impl CompletionRequest {
         choice::hash(&beginning)
     }
 
-    /// Returns the most memory that it takes until it has an answer: for token ids, many times the
-    /// bytes that arrived. A leg's body exists as well, as values and as bytes.
+    /// Returns the most memory that the request needs until it has an answer. For token ids this is
+    /// many times the received bytes. It includes a leg's body, as values and as bytes.
     pub(crate) fn held(&self) -> usize {
         fn of(value: &Value) -> usize {
             size_of::<Value>()
@@ -82,19 +82,19 @@ impl CompletionRequest {
         3 * of(&self.body)
     }
 
-    /// The body as bytes.
+    /// Returns the body as bytes.
     pub(crate) fn bytes(&self) -> Bytes {
         serde_json::to_vec(&self.body).unwrap_or_default().into()
     }
 }
 
-/// Whether these bytes may have `kv_transfer_params` as a key: a search, before anything is parsed.
+/// Returns true if these bytes may contain the key `kv_transfer_params`. Searches without parsing.
 pub(crate) fn names_transfer_params(bytes: &[u8]) -> bool {
     const KEY: &[u8] = b"kv_transfer_params";
     bytes.windows(KEY.len()).any(|some| some == KEY)
 }
 
-/// An instance's whole answer without what it says for the next turn.
+/// Removes the parameters for the next turn from an instance's complete answer.
 pub(crate) fn without_transfer_params(body: Bytes) -> Bytes {
     if !names_transfer_params(&body) {
         return body;
@@ -109,8 +109,8 @@ pub(crate) fn without_transfer_params(body: Bytes) -> Bytes {
     }
 }
 
-/// Takes out `kv_transfer_params`, wherever an engine would look for it: it names hosts to connect
-/// to.
+/// Removes `kv_transfer_params` wherever an engine would read it: it names hosts to connect to.
+/// Returns true if there was any.
 fn drop_transfer_params(map: &mut Map<String, Value>) -> bool {
     let mut dropped = map.remove("kv_transfer_params").is_some();
     for nested in ["vllm_xargs", "extra_args", "extra_body"] {
@@ -121,29 +121,29 @@ fn drop_transfer_params(map: &mut Map<String, Value>) -> bool {
     dropped
 }
 
-/// A request that is passed on untouched, but for `kv_transfer_params`.
+/// A request that is forwarded unchanged, except for `kv_transfer_params`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct PassthroughRequest {
     pub(crate) body: Bytes,
     pub(crate) model: Option<String>,
-    /// The response that it goes on with.
+    /// The id of the response that it continues.
     pub(crate) before: Option<String>,
     pub(crate) stream: bool,
 }
 
 impl PassthroughRequest {
-    /// Reads a body. A form is not read: no engine looks for parameters in it.
+    /// Parses a body. Does not parse forms: no engine reads transfer parameters from them.
     ///
     /// # Errors
     ///
-    /// A body that is neither JSON nor a form: an engine may read more than we can. The sentence is
-    /// for the client.
+    /// Fails if the body is neither JSON nor a form: an engine may accept what this parser rejects.
+    /// The message is for the client.
     pub(crate) fn new(body: Bytes, is_form: bool) -> Result<Self, String> {
         if body.is_empty() || is_form {
             return Ok(PassthroughRequest { body, ..PassthroughRequest::default() });
         }
         let value = serde_json::from_slice(&body).map_err(|error| {
-            format!("the body is no JSON ({error}); send JSON or multipart/form-data")
+            format!("the body is not JSON ({error}); send JSON or multipart/form-data")
         })?;
         let Value::Object(mut map) = value else {
             return Ok(PassthroughRequest { body, ..PassthroughRequest::default() });
@@ -159,11 +159,11 @@ impl PassthroughRequest {
     }
 }
 
-/// Whether every server reads this path as it is written: routes are told apart by it.
+/// Checks that every server reads this path as it is written: the choice of a route depends on it.
 ///
 /// # Errors
 ///
-/// One that a server may read as another path; the sentence is for the client.
+/// Fails if a server may read it as another path. The message is for the client.
 pub(crate) fn plain_path(path: &str) -> Result<(), String> {
     let escaped = path.split('%').skip(1).any(|rest| {
         let code = rest.get(..2).and_then(|two| u8::from_str_radix(two, 16).ok());
@@ -183,9 +183,10 @@ fn limit(map: &Map<String, Value>) -> Option<&Value> {
     set("max_completion_tokens").or_else(|| set("max_tokens"))
 }
 
-/// Requests that go to a decode instance alone: those that an engine makes several of (one transfer
-/// serves one answer), those that need what only a computed prompt has, and those whose mistakes
-/// only the decode leg would show, after a prefill for nothing.
+/// Returns the reason to send a request to a decode instance alone, if there is one. One transfer
+/// serves one answer, so requests that an engine splits go alone. So do requests for data that only
+/// a computed prompt has, and requests with errors that only the decode leg would report, after a
+/// useless prefill.
 fn alone(map: &Map<String, Value>) -> Option<&'static str> {
     let set = |key| map.get(key).filter(|value: &&Value| !value.is_null());
     let several = |key| set(key).is_some_and(|count| count.as_u64() != Some(1));
@@ -237,7 +238,7 @@ fn alone(map: &Map<String, Value>) -> Option<&'static str> {
     }
 }
 
-/// Where the text of a request is.
+/// The location of a request's text.
 enum Prompt<'a> {
     None,
     Value(&'a Value),
@@ -274,15 +275,15 @@ impl<'a> Prompt<'a> {
         match self {
             Prompt::None => 1,
             Prompt::Value(value) => of(value).max(1),
-            // Roles and the template's own marks.
+            // 4 tokens for each role and the template's markers.
             Prompt::Messages(messages) => {
                 messages.iter().map(|one| message(one) + 4).sum::<u64>().max(1)
             }
         }
     }
 
-    /// Writes what the first so many tokens are made of; a little more or less does not matter, as
-    /// long as it is the same for the same beginning.
+    /// Writes the text of about the first `tokens` tokens. The length need not be exact, but equal
+    /// beginnings must give equal bytes.
     fn beginning(&self, tokens: usize, into: &mut Vec<u8>) {
         let most = (tokens as f64 / TOKENS_PER_BYTE) as usize;
         fn text(value: &Value, most: usize, into: &mut Vec<u8>) {
@@ -357,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_transfer_cannot_serve_goes_alone() {
+    fn requests_that_one_transfer_cannot_serve_go_to_decode_alone() {
         let cases = [
             (serde_json::json!({"prompt": "a"}), None),
             (serde_json::json!({"prompt": ["a"]}), None),
@@ -407,11 +408,11 @@ mod tests {
         let other = Bytes::from_static(b"{ \"input\":  1.50 , \"model\": \"m\" }");
         let sent = PassthroughRequest::new(other.clone(), false).unwrap();
         assert_eq!(sent.model.as_deref(), Some("m"));
-        assert_eq!(sent.body, other, "else it is passed on byte for byte");
+        assert_eq!(sent.body, other, "otherwise it is forwarded byte for byte");
     }
 
     #[test]
-    fn what_only_an_engine_can_read_is_not_passed_on() {
+    fn bodies_that_only_an_engine_can_parse_are_rejected() {
         let deep = [&b"{\"x\": "[..], &[b'['; 200], &[b']'; 200], b", \"kv_transfer_params\": 1}"]
             .concat();
         let utf16: Vec<u8> =
@@ -428,7 +429,7 @@ mod tests {
             );
             assert_eq!(PassthroughRequest::new(body.clone(), true).unwrap().body, body);
         }
-        assert!(PassthroughRequest::new(Bytes::new(), false).is_ok(), "nothing at all");
+        assert!(PassthroughRequest::new(Bytes::new(), false).is_ok(), "an empty body");
     }
 
     #[test]
@@ -484,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn a_body_that_is_no_object_is_refused_in_words() {
+    fn a_body_that_is_not_an_object_is_rejected_with_advice() {
         for bytes in [&b""[..], b"[1]", b"{", b"\xff", b"\"a\""] {
             assert!(CompletionRequest::new(bytes).unwrap_err().contains("send a JSON object"));
         }

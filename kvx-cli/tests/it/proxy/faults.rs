@@ -478,7 +478,7 @@ pub(crate) async fn an_instance_that_takes_no_connection_in_time_is_replaced_wit
             "{leg}: each was tried elsewhere"
         );
         let status = Call::get(proxy.port, "/status").send().await.text();
-        assert!(status.contains(&format!("{leg} leg: took no connection in time")), "{status}");
+        assert!(status.contains(&format!("{leg} leg: accepted no connection in time")), "{status}");
         assert_eq!([prefill.violations(), decode.violations()], [Vec::<String>::new(), Vec::new()]);
     }
 }
@@ -493,7 +493,7 @@ pub(crate) async fn the_last_instance_that_takes_no_connection_in_time_is_late_a
         let answer =
             Call::post(proxy.port, COMPLETIONS, &completion("nobody listens", 4)).send().await;
         assert_eq!(answer.status, 504, "{}", answer.text());
-        assert!(answer.text().contains("took no connection in time"), "{}", answer.text());
+        assert!(answer.text().contains("accepted no connection in time"), "{}", answer.text());
     }
     assert_eq!(proxy.metric("kvx_proxy_ejections_total", "").await, 0.0);
     assert_eq!(proxy.metric("kvx_proxy_instance_up", "").await, 2.0);

@@ -1,4 +1,4 @@
-//! What a set-up means, and what of it would not work now.
+//! Describes a configuration, and finds what would not work with it now.
 
 use std::sync::Arc;
 
@@ -12,11 +12,11 @@ use crate::relay::core::{Core, LiveSetup};
 use crate::serve;
 use crate::setup::{Finding, PoolConnector, Setup};
 
-/// All [findings](Setup::findings), whether its address can be listened on now, and what the
-/// instances say when they are asked now. Serves nothing.
+/// Returns the [findings](Setup::findings). Also checks that the address can be bound and that the
+/// instances answer. Serves no requests.
 pub async fn check(setup: Setup) -> Vec<Finding> {
     let mut found = setup.findings();
-    // Let go at once: what it is for is to fail.
+    // The listener closes at once: only a failure matters.
     if let Err(error) = serve::listen(&setup).await {
         found.push(Finding::Fails(error.to_string()));
     }
@@ -55,12 +55,12 @@ async fn instance(live: &LiveSetup, one: &Instance) -> Finding {
         && matches!(status.as_u16(), 401 | 403)
     {
         return Finding::Beware(format!(
-            "{role} {name} wants a key: set OPENAI_API_KEY, or its models are not known and clients must send theirs"
+            "{role} {name} requires a key: set OPENAI_API_KEY; otherwise its models are unknown and clients must send their own key"
         ));
     }
     let models = one.state.models.cards();
     let models = match models.len() {
-        0 => "says nothing of its models".to_owned(),
+        0 => "lists no models".to_owned(),
         _ => format!("serves {}", models.keys().cloned().collect::<Vec<_>>().join(", ")),
     };
     let connector = live.fleet.pools[one.pool].connector;
@@ -79,7 +79,7 @@ async fn instance(live: &LiveSetup, one: &Instance) -> Finding {
     Finding::Means(format!("{role} {name} is up, {models}{recipe}"))
 }
 
-/// Models that only one side of a pool serves.
+/// Reports models that only one side of a pool serves.
 fn pairs(fleet: &Fleet, found: &mut Vec<Finding>) {
     for (place, pool) in fleet.pools.iter().enumerate() {
         for (role, other) in [(Role::Prefill, Role::Decode), (Role::Decode, Role::Prefill)] {
@@ -96,7 +96,7 @@ fn pairs(fleet: &Fleet, found: &mut Vec<Finding>) {
                 let model = fleet.names.named(&name);
                 if !of(other).any(|one| one.state.models.serve(model)) {
                     found.push(Finding::Beware(format!(
-                        "pool {}: model {name} is served by {} instances only: nothing of it is disaggregated",
+                        "pool {}: only {} instances serve model {name}: its requests are not disaggregated",
                         pool.name,
                         role.as_str()
                     )));

@@ -1,11 +1,11 @@
-//! Keys that the environment gives.
+//! Keys from the environment.
 
-/// A key that is not printed.
+/// A key that `Debug` does not print.
 #[derive(Clone, PartialEq, Eq)]
 pub struct ApiKey(String);
 
 impl ApiKey {
-    /// Of this text.
+    /// Creates a key.
     pub fn new(text: impl Into<String>) -> Self {
         ApiKey(text.into())
     }

@@ -1,4 +1,5 @@
-//! Describes a set-up, and finds what would not work in it, without a request to any instance.
+//! Describes a configuration and finds what would not work in it, without a request to any
+//! instance.
 
 use super::{InstanceSetup, PoolConnector, Setup};
 use crate::log::AccessLogger;
@@ -6,11 +7,11 @@ use crate::log::AccessLogger;
 /// One line of `kvx proxy --check`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finding {
-    /// What something means.
+    /// The meaning of a setting.
     Means(String),
-    /// What works, and is worth a second look.
+    /// Something that works, but deserves a second look.
     Beware(String),
-    /// What would not work.
+    /// Something that would not work.
     Fails(String),
 }
 
@@ -20,8 +21,8 @@ fn is_local(instance: &InstanceSetup) -> bool {
 }
 
 impl Setup {
-    /// Returns what this set-up means, and what would not work. Sends no request to an instance,
-    /// which [`check`](crate::check) does.
+    /// Describes this configuration, and reports what would not work. Sends no requests to
+    /// instances; [`check`](crate::check) does.
     pub fn findings(&self) -> Vec<Finding> {
         use Finding::{Beware, Fails, Means};
         let mut found = Vec::new();
@@ -33,7 +34,7 @@ impl Setup {
         match &self.api_key_file {
             None if self.is_loopback() => {}
             None => found.push(Beware(
-                "anybody who reaches this address can use it: no api_key_file".to_owned(),
+                "anyone who can reach this address can use it: no api_key_file is set".to_owned(),
             )),
             Some(path) => match crate::serve::keys::Keys::from_file(path) {
                 Ok(keys) => found.push(Means(format!("clients need one of {} keys", keys.len()))),
@@ -41,7 +42,7 @@ impl Setup {
             },
         }
         if self.page && !self.is_loopback() {
-            let words = "anybody who reaches this address sees the instances at / and /status: page = false";
+            let words = "anyone who can reach this address sees the instances at / and /status; page = false hides them";
             found.push(Beware(words.to_owned()));
         }
         if let Err(error) = crate::serve::acceptor(self) {
@@ -51,7 +52,7 @@ impl Setup {
             found.push(Fails(error.to_string()));
         }
         if self.admin_api_key.is_none() {
-            found.push(Means("/instances is refused: ADMIN_API_KEY is not set".to_owned()));
+            found.push(Means("/instances is disabled: ADMIN_API_KEY is not set".to_owned()));
         }
         if self.local_below > 0 {
             let below = self.local_below;
@@ -61,15 +62,15 @@ impl Setup {
         }
         if self.pools.is_empty() {
             found.push(Fails(
-                "there is no instance: give [[pool]] with prefill and decode".to_owned(),
+                "there is no instance: add a [[pool]] with prefill and decode".to_owned(),
             ));
         }
         for pool in &self.pools {
             let name = &pool.name;
             let connector = match pool.connector.unwrap_or(self.connector) {
-                PoolConnector::Auto => "the connector that its prefill instances turn out to have",
+                PoolConnector::Auto => "the connector detected from its prefill instances",
                 PoolConnector::Nixl => {
-                    "NixlConnector: prefill, then decode; push if prefill instances say so"
+                    "NixlConnector: prefill, then decode; push if prefill instances announce it"
                 }
                 PoolConnector::NixlPull => "NixlPullConnector: prefill, then decode",
                 PoolConnector::NixlPush => {
@@ -84,12 +85,12 @@ impl Setup {
             )));
             if pool.decode.is_empty() {
                 found.push(Fails(format!(
-                    "pool {name} has no decode instance: nobody could answer"
+                    "pool {name} has no decode instance: no request can be answered"
                 )));
             }
             if pool.prefill.is_empty() {
                 found.push(Beware(format!(
-                    "pool {name} has no prefill instance: all goes to decode alone"
+                    "pool {name} has no prefill instance: all requests go to decode alone"
                 )));
             }
             let mut instances = pool.prefill.iter().chain(&pool.decode);
@@ -97,8 +98,8 @@ impl Setup {
                 && pool.prefill.iter().chain(&pool.decode).any(|one| !is_local(one))
             {
                 found.push(Beware(format!(
-                    "pool {name} has instances on this host and on others: the address that a prefill instance tells \
-                     must be one that decode instances reach (VLLM_NIXL_SIDE_CHANNEL_HOST is localhost if unset)"
+                    "pool {name} has instances on this host and on others: decode instances must reach the address \
+                     that a prefill instance announces (VLLM_NIXL_SIDE_CHANNEL_HOST is localhost if unset)"
                 )));
             }
             let unpaired = pool.prefill.iter().filter(|prefill| {
@@ -132,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_worth_a_second_look_or_would_not_work_is_told() {
+    fn warnings_and_failures_are_reported() {
         assert!(of(GOOD).iter().all(|finding| matches!(finding, Means(_))), "{:?}", of(GOOD));
         let open = format!("host = '0.0.0.0'\n{GOOD}");
         let (prefill, decode) =
@@ -151,7 +152,7 @@ mod tests {
             (
                 GOOD.replace(prefill, ""),
                 Beware(String::new()),
-                "has no prefill instance: all goes to decode alone",
+                "has no prefill instance: all requests go to decode alone",
             ),
             (
                 GOOD.replace("10.0.0.1", "127.0.0.1"),
@@ -171,7 +172,7 @@ mod tests {
             (
                 GOOD.replace(decode, ""),
                 Fails(String::new()),
-                "has no decode instance: nobody could answer",
+                "has no decode instance: no request can be answered",
             ),
             (
                 pair("old", "new"),
@@ -187,12 +188,12 @@ mod tests {
         ];
         for (text, kind, words) in cases {
             let found = of(&text);
-            let told = found.iter().any(|finding| {
+            let reported = found.iter().any(|finding| {
                 let (Means(said) | Beware(said) | Fails(said)) = finding;
                 std::mem::discriminant(finding) == std::mem::discriminant(&kind)
                     && said.contains(words)
             });
-            assert!(told, "{words}: {text}: {found:?}");
+            assert!(reported, "{words}: {text}: {found:?}");
         }
         let closed = of(&open.replace("host", "page = false\nhost"));
         assert_eq!(
@@ -203,12 +204,12 @@ mod tests {
     }
 
     #[test]
-    fn the_recipe_of_a_pool_is_told() {
+    fn the_recipe_of_a_pool_is_reported() {
         for (connector, words) in [
-            ("auto", "the connector that its prefill instances turn out to have"),
+            ("auto", "the connector detected from its prefill instances"),
             (
                 "NixlConnector",
-                "NixlConnector: prefill, then decode; push if prefill instances say so",
+                "NixlConnector: prefill, then decode; push if prefill instances announce it",
             ),
             ("NixlPullConnector", "NixlPullConnector: prefill, then decode"),
             (

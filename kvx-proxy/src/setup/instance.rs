@@ -1,4 +1,4 @@
-//! One server of a set-up: a URL, or a table.
+//! The configuration of one server: a URL or a table.
 
 use std::fmt;
 
@@ -9,42 +9,42 @@ use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
 use crate::error::{Error, Result};
 
-/// One server.
+/// The configuration of one server.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct InstanceSetup {
     /// Scheme `http`, host and port.
     pub url: Uri,
-    /// How much of the load it gets, compared with others.
+    /// The share of the load that it gets, relative to other instances.
     pub weight: f64,
-    /// Gets no new requests.
+    /// True if it gets no new requests.
     pub draining: bool,
-    /// Its data parallel ranks, if the proxy shall pick one by `X-data-parallel-rank`; 1 leaves
-    /// that to the instance.
+    /// The number of its data parallel ranks, if the proxy chooses one by `X-data-parallel-rank`;
+    /// with 1 the instance chooses.
     pub ranks: u32,
-    /// Where its Mooncake bootstrap server listens.
+    /// The port of its Mooncake bootstrap server.
     pub bootstrap_port: Option<u16>,
-    /// Whether it is spoken to by HTTP/2 without TLS.
+    /// True if the proxy uses HTTP/2 without TLS.
     pub h2c: bool,
-    /// Only instances of equal ones are paired; one without goes with all.
+    /// Instances with different values are not paired; one without a value pairs with all.
     pub compatibility: Option<String>,
 }
 
 impl InstanceSetup {
-    /// An instance at `http://HOST:PORT`.
+    /// Creates an instance from `http://HOST:PORT`.
     ///
     /// # Errors
     ///
-    /// A URL with another scheme, without a host, or with a path.
+    /// Fails if the URL has another scheme, no host, a user, or a path.
     pub fn new(url: &str) -> Result<Self> {
         let wrong =
             |why: &str| Error::new(format!("instance {url:?} {why}; write http://HOST:PORT"));
-        let uri: Uri = url.parse().map_err(|_| wrong("is no URL"))?;
+        let uri: Uri = url.parse().map_err(|_| wrong("is not a URL"))?;
         if uri.scheme().is_none() {
-            return Err(wrong("is no URL"));
+            return Err(wrong("is not a URL"));
         }
         if uri.scheme_str() != Some("http") {
-            return Err(wrong("has another scheme than http"));
+            return Err(wrong("has a scheme other than http"));
         }
         let authority = uri.authority().ok_or_else(|| wrong("has no host"))?;
         if authority.as_str().contains('@') || authority.host().is_empty() {
@@ -56,7 +56,7 @@ impl InstanceSetup {
         let port = authority.port_u16().unwrap_or(80);
         let url = format!("http://{}:{port}", authority.host()).parse();
         Ok(InstanceSetup {
-            url: url.map_err(|_| wrong("has a port that is none"))?,
+            url: url.map_err(|_| wrong("has an invalid port"))?,
             weight: 1.0,
             draining: false,
             ranks: 1,
@@ -66,7 +66,7 @@ impl InstanceSetup {
         })
     }
 
-    /// `HOST:PORT`, by which metrics, logs and errors name it.
+    /// Returns `HOST:PORT`, which names it in metrics, logs and errors.
     pub fn name(&self) -> &str {
         self.url.authority().map_or("", |authority| authority.as_str())
     }
@@ -86,7 +86,7 @@ pub(crate) struct InstanceTable {
 }
 
 impl InstanceTable {
-    /// The instance of the table, whose absent keys are as in `before`, or the defaults.
+    /// Builds the instance. Absent keys take the values of `before`, or the defaults.
     pub(crate) fn over(self, before: Option<&InstanceSetup>) -> Result<InstanceSetup> {
         let mut instance = match before {
             Some(before) => before.clone(),
@@ -96,14 +96,16 @@ impl InstanceTable {
         if let Some(weight) = self.weight {
             if !(weight > 0.0 && weight <= 1e6) {
                 return Err(Error::new(format!(
-                    "weight of {name} is {weight}; it takes a number above 0"
+                    "weight of {name} is {weight}; it must be a number above 0"
                 )));
             }
             instance.weight = weight;
         }
         if let Some(ranks) = self.ranks {
             if !(1..=65536).contains(&ranks) {
-                return Err(Error::new(format!("ranks of {name} is {ranks}; it takes 1 to 65536")));
+                return Err(Error::new(format!(
+                    "ranks of {name} is {ranks}; it must be 1 to 65536"
+                )));
             }
             instance.ranks = ranks;
         }
@@ -113,7 +115,7 @@ impl InstanceTable {
             Some("h2c") => instance.h2c = true,
             Some(other) => {
                 return Err(Error::new(format!(
-                    "http of {name} is {other:?}; it takes \"1.1\" or \"h2c\""
+                    "http of {name} is {other:?}; it must be \"1.1\" or \"h2c\""
                 )));
             }
         }

@@ -1,4 +1,5 @@
-//! What the proxy is told: a TOML file, the toys' command lines, or values.
+//! The configuration of the proxy: from a TOML file, the command lines of vLLM's toy proxies, or
+//! code.
 
 mod api_key;
 mod check;
@@ -26,69 +27,69 @@ use crate::error::{Error, Result};
 #[serde(default, deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Setup {
-    /// Where to listen: an address, or a name that resolves to one.
+    /// The address to listen on, or a name that resolves to one.
     pub host: String,
-    /// Where to listen; 0 takes any free port.
+    /// The port to listen on; 0 takes any free port.
     pub port: u16,
     /// The connector of pools that name none.
     pub connector: PoolConnector,
-    /// How instances are chosen.
+    /// The policy for choosing instances.
     pub choice: Choice,
-    /// How many tokens of a prompt [`Choice::Prefix`] looks at.
+    /// The number of a prompt's tokens that [`Choice::Prefix`] compares.
     pub prefix_tokens: usize,
     /// Prompts of fewer tokens go to decode alone.
     pub local_below: u64,
-    /// How long requests may go on once a drain has begun.
+    /// The time for which requests may continue once a drain has begun.
     #[serde(deserialize_with = "units::read_duration")]
     pub drain: Duration,
-    /// Where a JSON line per request goes.
+    /// The destination of the access log, which has one JSON line per request.
     pub access_log: AccessLog,
-    /// Whether `/` and `/status` answer.
+    /// Enables `/` and `/status`.
     pub page: bool,
-    /// A file with a key a line; clients need one of them.
+    /// A file with one key per line; clients need one of them.
     pub api_key_file: Option<PathBuf>,
     /// The certificate chain for clients, PEM. Needs the feature `tls`.
     pub tls_cert: Option<PathBuf>,
-    /// Its private key, PEM.
+    /// The private key of the certificate, PEM.
     pub tls_key: Option<PathBuf>,
-    /// How long things may take.
+    /// Timeouts.
     pub timeouts: Timeouts,
-    /// What is tried again.
+    /// Limits on retries.
     pub retries: Retries,
-    /// How instances are watched.
+    /// Health checks and ejections of instances.
     pub health: Health,
-    /// What clients may take up.
+    /// Limits on clients.
     pub limits: ClientLimits,
     /// The fleet.
     #[serde(rename = "pool")]
     pub pools: Vec<Pool>,
-    /// The bearer token for instances where a client sent no `Authorization`; from the environment
+    /// The bearer token for instances if a client sent no `Authorization`; from the environment
     /// only.
     #[serde(skip)]
     pub openai_api_key: Option<ApiKey>,
-    /// What opens `/instances`; from the environment only.
+    /// The key for `/instances`; from the environment only.
     #[serde(skip)]
     pub admin_api_key: Option<ApiKey>,
 }
 
-/// Which recipe a pool's instances need.
+/// The connector of a pool's instances, which determines the recipe of its requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 pub enum PoolConnector {
-    /// Asks: a prefill instance with a bootstrap server is Mooncake's, any other is NIXL's, pull or
-    /// push by its answers.
+    /// Detected. A prefill instance with a bootstrap server uses Mooncake; any other uses NIXL,
+    /// with pull or push as its answers show.
     #[default]
     #[serde(rename = "auto")]
     Auto,
-    /// NIXL, pull or push by what prefill instances answer.
+    /// NIXL, with pull or push as prefill instances' answers show.
     #[serde(rename = "NixlConnector")]
     Nixl,
-    /// NIXL, prefill and then decode.
+    /// NIXL: prefill, then decode.
     #[serde(rename = "NixlPullConnector")]
     NixlPull,
-    /// NIXL, both legs at once as soon as a prefill instance's first answer has said who it is.
+    /// NIXL: both legs at once, after a prefill instance's first answer has named its engine.
     #[serde(rename = "NixlPushConnector")]
     NixlPush,
-    /// Mooncake, both legs at once.
+    /// Mooncake: both legs at once.
     #[serde(rename = "MooncakeConnector")]
     Mooncake,
 }
@@ -99,28 +100,28 @@ fn from_name<T: for<'de> Deserialize<'de>>(what: &str, name: &str) -> Result<T> 
 }
 
 impl PoolConnector {
-    /// Reads the name that vLLM gives it.
+    /// Parses vLLM's name of a connector.
     ///
     /// # Errors
     ///
-    /// Another name; the sentence lists them.
+    /// Fails for any other name; the message lists the valid ones.
     pub fn from_name(name: &str) -> Result<Self> {
         from_name("connector", name)
     }
 }
 
 impl Choice {
-    /// Reads `least-tokens`, `round-robin` or `prefix`.
+    /// Parses `least-tokens`, `round-robin` or `prefix`.
     ///
     /// # Errors
     ///
-    /// Another name; the sentence lists them.
+    /// Fails for any other name; the message lists the valid ones.
     pub fn from_name(name: &str) -> Result<Self> {
         from_name("choice", name)
     }
 }
 
-/// How instances are chosen.
+/// The policy for choosing instances.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Choice {
@@ -129,12 +130,12 @@ pub enum Choice {
     LeastTokens,
     /// One after the other, by weight.
     RoundRobin,
-    /// The instance that had the same beginning of a prompt before, unless it has much more to do
+    /// The instance that has served the same prompt prefix before, unless it has much more load
     /// than the others.
     Prefix,
 }
 
-/// Where a JSON line per request goes.
+/// The destination of the access log.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum AccessLog {
     /// Nowhere.
@@ -142,7 +143,7 @@ pub enum AccessLog {
     /// Standard output.
     #[default]
     Stdout,
-    /// The end of a file.
+    /// A file that lines are appended to.
     File(PathBuf),
 }
 
@@ -153,7 +154,7 @@ impl<'de> Deserialize<'de> for AccessLog {
 }
 
 impl AccessLog {
-    /// `off`, `stdout`, or a path.
+    /// Parses `off`, `stdout`, or a path.
     pub fn from_name(name: &str) -> Self {
         match name {
             "off" => AccessLog::Off,
@@ -163,10 +164,10 @@ impl AccessLog {
     }
 }
 
-/// How long things may take.
+/// Timeouts.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-#[allow(missing_docs, reason = "the README's table says it")]
+#[allow(missing_docs, reason = "the README documents these keys")]
 pub struct Timeouts {
     #[serde(deserialize_with = "units::read_duration")]
     pub connect: Duration,
@@ -180,19 +181,19 @@ pub struct Timeouts {
     pub request: Duration,
 }
 
-/// What is tried again.
+/// Limits on retries.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-#[allow(missing_docs, reason = "the README's table says it")]
+#[allow(missing_docs, reason = "the README documents these keys")]
 pub struct Retries {
     pub attempts: u32,
     pub budget: f64,
 }
 
-/// How instances are watched.
+/// Health checks and ejections of instances.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-#[allow(missing_docs, reason = "the README's table says it")]
+#[allow(missing_docs, reason = "the README documents these keys")]
 pub struct Health {
     #[serde(deserialize_with = "units::read_duration")]
     pub every: Duration,
@@ -206,10 +207,10 @@ pub struct Health {
     pub models_every: Duration,
 }
 
-/// What clients may take up.
+/// Limits on clients.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-#[allow(missing_docs, reason = "the README's table says it")]
+#[allow(missing_docs, reason = "the README documents these keys")]
 pub struct ClientLimits {
     pub connections: usize,
     pub in_flight: usize,
@@ -235,15 +236,15 @@ pub struct ClientLimits {
 #[serde(default, deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Pool {
-    /// What metrics and logs call it.
+    /// The name in metrics and logs.
     pub name: String,
-    /// The recipe of its instances; the set-up's if none is named.
+    /// The connector of its instances; `None` takes that of [`Setup`].
     pub connector: Option<PoolConnector>,
-    /// Whether its instances have `bidirectional_kv_xfer`.
+    /// True if its instances use `bidirectional_kv_xfer`.
     pub bidirectional: bool,
-    /// Who computes prompts.
+    /// The instances that compute prompts.
     pub prefill: Vec<InstanceSetup>,
-    /// Who generates.
+    /// The instances that generate tokens.
     pub decode: Vec<InstanceSetup>,
 }
 
@@ -334,29 +335,29 @@ impl Default for Pool {
 }
 
 impl Setup {
-    /// Reads the text of a file.
+    /// Parses the text of a configuration file.
     ///
     /// # Errors
     ///
-    /// Names the line and key that are wrong; an unknown key is.
+    /// Fails if a key is unknown or a value is invalid; the message names the line and the key.
     pub fn from_toml(text: &str) -> Result<Self> {
         let setup: Setup = toml::from_str(text).map_err(|error| Error::new(error.to_string()))?;
         setup.valid()?;
         Ok(setup)
     }
 
-    /// Reads a file.
+    /// Reads a configuration file.
     ///
     /// # Errors
     ///
-    /// As [`from_toml`](Self::from_toml), and a file that cannot be read.
+    /// Fails as [`from_toml`](Self::from_toml) does, and if the file cannot be read.
     pub fn from_file(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .map_err(|error| Error::io(format_args!("cannot read {}", path.display()), error))?;
         Self::from_toml(&text).map_err(|error| Error::new(format!("{}: {error}", path.display())))
     }
 
-    /// Takes `OPENAI_API_KEY` and `ADMIN_API_KEY` from the environment.
+    /// Reads `OPENAI_API_KEY` and `ADMIN_API_KEY` from the environment.
     pub fn with_environment(mut self) -> Self {
         let set =
             |name| std::env::var(name).ok().filter(|value| !value.is_empty()).map(ApiKey::new);
@@ -365,7 +366,8 @@ impl Setup {
         self
     }
 
-    /// What cannot be right whatever the machine: checked for every set-up before it is used.
+    /// Checks for errors that do not depend on the machine. Every configuration is checked before
+    /// it is used.
     pub(crate) fn valid(&self) -> Result<()> {
         let mut names = std::collections::HashSet::new();
         for pool in &self.pools {
@@ -380,7 +382,7 @@ impl Setup {
                 if let Some(twice) = instances.iter().find(|instance| !seen.insert(instance.name()))
                 {
                     return Err(Error::new(format!(
-                        "pool {:?} has the {role} instance {} twice; leave one out, or give it a weight",
+                        "pool {:?} has the {role} instance {} twice; remove one, or give it a weight",
                         pool.name,
                         twice.name()
                     )));
@@ -395,17 +397,17 @@ impl Setup {
             ("limits.in_flight", self.limits.in_flight),
         ];
         if let Some((key, _)) = at_least_one.iter().find(|(_, value)| *value == 0) {
-            return Err(Error::new(format!("{key} is 0; it takes a number from 1")));
+            return Err(Error::new(format!("{key} is 0; it must be at least 1")));
         }
         if !(0.0..=10.0).contains(&self.retries.budget) {
             return Err(Error::new(format!(
-                "retries.budget is {}; it takes 0 to 10",
+                "retries.budget is {}; it must be 0 to 10",
                 self.retries.budget
             )));
         }
         if self.limits.headers < 8 << 10 {
             return Err(Error::new(
-                "limits.headers is below 8KiB, which no HTTP client is ready for",
+                "limits.headers is below 8KiB, which is too small for common HTTP clients",
             ));
         }
         if self.tls_cert.is_some() != self.tls_key.is_some() {
@@ -413,13 +415,13 @@ impl Setup {
         }
         if cfg!(not(feature = "tls")) && self.tls_cert.is_some() {
             return Err(Error::new(
-                "this build has no TLS: enable feature \"tls\", or put a TLS end in front",
+                "this build has no TLS: enable feature \"tls\", or put a TLS terminator in front",
             ));
         }
         Ok(())
     }
 
-    /// Whether it listens for this machine only.
+    /// Returns true if it listens on a loopback address only.
     pub(crate) fn is_loopback(&self) -> bool {
         self.host == "localhost"
             || self.host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
@@ -439,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_of_the_readme_is_the_defaults() {
+    fn the_readme_lists_the_defaults() {
         let readme = include_str!("../../README.md");
         let block =
             readme.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
@@ -452,15 +454,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn errors_name_what_is_wrong() {
         let cases = [
             ("prot = 8000", "prot"),
             ("connector = 'Nixl'", "NixlConnector"),
             ("drain = 5", "invalid type"),
-            ("drain = '5 days'", "no duration"),
-            ("[limits]\nbody = '5MB'", "no size"),
-            ("[[pool]]\nprefill = ['10.0.0.1:8100']", "no URL"),
-            ("[[pool]]\nprefill = ['https://10.0.0.1:8100']", "another scheme"),
+            ("drain = '5 days'", "not a duration"),
+            ("[limits]\nbody = '5MB'", "not a size"),
+            ("[[pool]]\nprefill = ['10.0.0.1:8100']", "not a URL"),
+            ("[[pool]]\nprefill = ['https://10.0.0.1:8100']", "a scheme other than http"),
             ("[[pool]]\nprefill = ['http://a:1/v1']", "has a path"),
             ("[[pool]]\nprefill = ['http://u@a:1']", "has a user"),
             ("[[pool]]\nprefill = [{ url = 'http://a:1', weigth = 2 }]", "weigth"),

@@ -4,12 +4,12 @@ use super::{InstanceSetup, Pool};
 use crate::error::{Error, Result};
 
 impl Pool {
-    /// `toy_proxy_server.py`: hosts and ports of prefill and decode instances. An empty list is its
-    /// default: `localhost`, 8100, 8200.
+    /// Builds a pool from the arguments of `toy_proxy_server.py`: hosts and ports of prefill and
+    /// decode instances. An empty list takes the toy's default: `localhost`, 8100, 8200.
     ///
     /// # Errors
     ///
-    /// Counts that do not match, and hosts that are none.
+    /// Fails if the numbers of hosts and ports differ, or a host is invalid.
     ///
     /// ```
     /// let pool = kvx_proxy::Pool::from_hosts_and_ports(&["10.0.0.1".into(), "::1".into()], &[8100, 8100], &[], &[]).unwrap();
@@ -29,12 +29,12 @@ impl Pool {
         })
     }
 
-    /// `mooncake_connector_proxy.py`: what stands behind each `--prefill`, a URL and perhaps a
-    /// bootstrap port or `none`, and each `--decode`.
+    /// Builds a pool from the arguments of `mooncake_connector_proxy.py`: each `--prefill` takes a
+    /// URL and optionally a bootstrap port or `none`; each `--decode` takes a URL.
     ///
     /// # Errors
     ///
-    /// Names what is neither, or stands in the wrong place.
+    /// Fails if an argument is invalid or in the wrong place; the message names it.
     ///
     /// ```
     /// let words = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
@@ -49,7 +49,7 @@ impl Pool {
         while let Some(word) = words.next() {
             if is_behind_url(word) {
                 return Err(Error::new(format!(
-                    "--prefill {word}: a bootstrap port stands behind the URL of its instance"
+                    "--prefill {word}: a bootstrap port must follow the URL of its instance"
                 )));
             }
             let mut instance = InstanceSetup::new(word)?;
@@ -60,7 +60,7 @@ impl Pool {
                 instance.bootstrap_port = Some(number.ok_or_else(|| {
                     let name = instance.name();
                     Error::new(format!(
-                        "bootstrap port {port} of {name} is no port from 1 to 65535"
+                        "bootstrap port {port} of {name} is not a port from 1 to 65535"
                     ))
                 })?);
             }
@@ -75,7 +75,7 @@ fn is_none(word: &str) -> bool {
     word.eq_ignore_ascii_case("none")
 }
 
-/// Whether a word is no instance, but says more of the one before it.
+/// Returns true if an argument belongs to the URL before it.
 fn is_behind_url(word: &str) -> bool {
     is_none(word) || word.bytes().all(|byte| byte.is_ascii_digit())
 }
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn who_names_no_bootstrap_port_has_mooncakes_own() {
+    fn without_a_bootstrap_port_mooncakes_default_is_used() {
         let words =
             ["http://10.0.0.1:8010", "http://10.0.0.2:8010", "9000", "http://[::1]:8010", "none"];
         let pool = Pool::from_urls(&words.map(str::to_owned), &[]).unwrap();

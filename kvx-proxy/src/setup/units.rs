@@ -1,4 +1,4 @@
-//! Durations and sizes as people write them.
+//! Parses durations and sizes.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ fn split(text: &str) -> Option<(f64, &str)> {
     Some((number.parse().ok()?, unit.trim()))
 }
 
-/// `250ms`, `5s`, `2m`, `1h`; at most a year.
+/// Parses `250ms`, `5s`, `2m` or `1h`; at most 366 days.
 pub(super) fn duration(text: &str) -> Option<Duration> {
     let (number, unit) = split(text)?;
     let seconds = match unit {
@@ -24,7 +24,7 @@ pub(super) fn duration(text: &str) -> Option<Duration> {
     (seconds <= 366.0 * 86400.0).then(|| Duration::from_secs_f64(seconds))
 }
 
-/// `64KiB`, `32MiB`, `1GiB`, or bytes.
+/// Parses `64KiB`, `32MiB`, `1GiB`, or a number of bytes.
 pub(super) fn size(text: &str) -> Option<usize> {
     let (number, unit) = split(text)?;
     let factor = match unit {
@@ -42,7 +42,7 @@ pub(super) fn read_duration<'de, D: Deserializer<'de>>(from: D) -> Result<Durati
     let text = String::deserialize(from)?;
     duration(&text).filter(|duration| !duration.is_zero()).ok_or_else(|| {
         D::Error::custom(format!(
-            "{text:?} is no duration; write \"250ms\", \"5s\", \"2m\" or \"1h\""
+            "{text:?} is not a duration; write \"250ms\", \"5s\", \"2m\" or \"1h\""
         ))
     })
 }
@@ -55,7 +55,7 @@ pub(super) fn read_size<'de, D: Deserializer<'de>>(from: D) -> Result<usize, D::
         Text(String),
     }
     let wrong = |text| {
-        D::Error::custom(format!("{text:?} is no size; write bytes, \"64KiB\" or \"32MiB\""))
+        D::Error::custom(format!("{text:?} is not a size; write bytes, \"64KiB\" or \"32MiB\""))
     };
     match Written::deserialize(from)? {
         Written::Bytes(bytes) => Ok(bytes as usize),

@@ -1,11 +1,11 @@
-//! What `kvx proxy --check` tells of a set-up and of the instances that it asks.
+//! The findings of `kvx proxy --check` about a configuration and the instances that it checks.
 
 use kvx_instance::{Connector, Instance, Settings};
 
 use crate::proxy::commands::{kvx_proxy, said};
 use crate::proxy::fleet::SetupFile;
 
-pub(crate) async fn tells_recipes_and_what_to_look_at_twice() {
+pub(crate) async fn reports_recipes_and_warnings() {
     let of = |models: &[&str]| {
         let models = models.iter().map(|name| (*name).to_owned()).collect();
         Instance::start(Settings { models, ..Settings::default() })
@@ -31,12 +31,12 @@ pub(crate) async fn tells_recipes_and_what_to_look_at_twice() {
     let serves = |instance: &Instance| format!("prefill {} is up, serves m", name(instance));
     let only = |model: &str, side: &str| {
         let why = format!(
-            "model {model} is served by {side} instances only: nothing of it is disaggregated"
+            "only {side} instances serve model {model}: its requests are not disaggregated"
         );
         format!("beware: pool default: {why}")
     };
     let instances = "pool default: 1 prefill and 1 decode instances";
-    // What is written, how it ends, and a line of what is said.
+    // The configuration, the exit status, and an expected line of the output.
     let cases = [
         (
             good.clone(),
@@ -54,7 +54,7 @@ pub(crate) async fn tells_recipes_and_what_to_look_at_twice() {
         (
             good.clone(),
             0,
-            format!("{instances}, the connector that its prefill instances turn out to have"),
+            format!("{instances}, the connector detected from its prefill instances"),
         ),
         (
             recipe("NixlPullConnector"),
@@ -66,8 +66,8 @@ pub(crate) async fn tells_recipes_and_what_to_look_at_twice() {
             pool(&prefill, &locked, ["", ""]),
             0,
             format!(
-                "beware: decode {} wants a key: set OPENAI_API_KEY, or its models are not known and clients must \
-                 send theirs",
+                "beware: decode {} requires a key: set OPENAI_API_KEY; otherwise its models are unknown and \
+                 clients must send their own key",
                 name(&locked)
             ),
         ),
@@ -76,7 +76,8 @@ pub(crate) async fn tells_recipes_and_what_to_look_at_twice() {
         (
             format!("host = \"0.0.0.0\"\n{good}"),
             0,
-            "beware: anybody who reaches this address can use it: no api_key_file".to_owned(),
+            "beware: anyone who can reach this address can use it: no api_key_file is set"
+                .to_owned(),
         ),
         (
             pool(&prefill, &decode, apart),
@@ -97,7 +98,7 @@ pub(crate) async fn tells_recipes_and_what_to_look_at_twice() {
         assert_eq!(
             beware,
             line.starts_with("beware: "),
-            "what is good is not looked at twice: {text}: {said}"
+            "only warnings are printed as warnings: {text}: {said}"
         );
     }
 }

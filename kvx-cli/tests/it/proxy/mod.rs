@@ -109,7 +109,7 @@ pub(crate) fn all_trials() -> Vec<Trial> {
             the_command_line_of_mooncake_connector_proxy_works_as_it_is,
             check_says_what_a_set_up_means_and_what_would_not_work,
             compare_tells_equal_endpoints_from_others, compare_exits_1_on_another_text_and_0_on_the_same;
-        check: tells_recipes_and_what_to_look_at_twice;
+        check: reports_recipes_and_warnings;
         signals:
             hangup_reads_the_file_again, hangup_reads_the_keys_again,
             termination_lets_streams_finish_and_takes_nothing_new, termination_ends_at_its_deadline;

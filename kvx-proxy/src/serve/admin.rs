@@ -1,4 +1,4 @@
-//! `/instances`: the fleet, for whoever has `ADMIN_API_KEY`.
+//! `/instances`: shows and changes the fleet, for clients with `ADMIN_API_KEY`.
 
 use std::sync::Arc;
 
@@ -99,13 +99,13 @@ async fn body_of(
     let body = tokio::time::timeout(time, Limited::new(body, 64 << 10).collect()).await;
     let bytes: Bytes = match body {
         Ok(Ok(collected)) => collected.to_bytes(),
-        _ => return Err(ApiError::bad_request("the body is too long, or did not come")),
+        _ => return Err(ApiError::bad_request("the body is too long, or did not arrive in time")),
     };
     serde_json::from_slice(&bytes)
-        .map_err(|error| ApiError::bad_request(format!("the body is no JSON object: {error}")))
+        .map_err(|error| ApiError::bad_request(format!("the body is not a JSON object: {error}")))
 }
 
-/// Where a body says, and the rest of it as an instance.
+/// Splits a body into the target and the settings of an instance.
 fn read(
     mut body: serde_json::Map<String, Value>,
 ) -> Result<(InstanceTarget, InstanceTable), ApiError> {
@@ -122,7 +122,7 @@ fn read(
 }
 
 impl InstanceTarget {
-    /// The place of its pool in this fleet; another fleet has others.
+    /// Returns the index of its pool in this fleet; another fleet may have other indices.
     fn pool_in(&self, fleet: &Fleet) -> Result<usize, ApiError> {
         let pools = &fleet.pools;
         let pool = match &self.pool {
@@ -131,7 +131,7 @@ impl InstanceTarget {
         };
         let names: Vec<&str> = pools.iter().map(|pool| pool.name.as_str()).collect();
         pool.ok_or_else(|| {
-            ApiError::bad_request(format!("there is no such pool; there are {names:?}"))
+            ApiError::bad_request(format!("there is no such pool; the pools are {names:?}"))
         })
     }
 }
@@ -148,7 +148,11 @@ pub(super) async fn add(State(core): State<Arc<Core>>, request: Request<Body>) -
             Ok(fleet.with(pool, role, table.over(before).map_err(refused)?))
         })
         .await?;
-        tracing::info!(instance = name, role = role.as_str(), "added or changed over /instances");
+        tracing::info!(
+            instance = name,
+            role = role.as_str(),
+            "added or changed through /instances"
+        );
         Ok(json_response(StatusCode::OK, &list_of(&core)))
     };
     answer(changed.await)
@@ -176,7 +180,7 @@ pub(super) async fn remove(
             }
         })
         .await?;
-        tracing::info!(instance = name, role = role.as_str(), "taken out over /instances");
+        tracing::info!(instance = name, role = role.as_str(), "removed through /instances");
         Ok(json_response(StatusCode::OK, &list_of(&core)))
     };
     answer(changed.await)

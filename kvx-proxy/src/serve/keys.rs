@@ -1,4 +1,4 @@
-//! The keys of clients.
+//! The API keys of clients.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -11,7 +11,7 @@ use subtle::{Choice, ConstantTimeEq as _};
 
 use crate::error::{Error, Result};
 
-/// Keys as hashes: equal lengths, compared in a time that tells nothing of them.
+/// Hashed keys: all have the same length, and are compared in constant time.
 #[derive(Clone)]
 pub(crate) struct Keys(Vec<[u8; 32]>);
 
@@ -26,8 +26,8 @@ fn hash(key: &[u8]) -> [u8; 32] {
 }
 
 impl Keys {
-    /// Reads a file with a key a line; empty lines and those with `#` in front are none. Others
-    /// must not be able to read it.
+    /// Reads a file with one key per line. Skips empty lines and lines that begin with `#`. Fails
+    /// if other users have access to the file.
     pub(crate) fn from_file(path: &Path) -> Result<Self> {
         let failed =
             |error| Error::io(format_args!("cannot read the keys in {}", path.display()), error);
@@ -35,7 +35,7 @@ impl Keys {
         let mode = file.metadata().map_err(failed)?.mode() & 0o7777;
         if mode & 0o077 != 0 {
             return Err(Error::new(format!(
-                "{} has keys and is open to others (mode {mode:03o}): chmod 600 it, and make new keys if they read it",
+                "{} has keys, but other users have access to it (mode {mode:03o}): chmod 600 it, and replace the keys if they were read",
                 path.display()
             )));
         }
@@ -43,7 +43,7 @@ impl Keys {
         file.read_to_string(&mut text).map_err(failed)?;
         let keys = Self::from_text(&text);
         match keys.len() {
-            0 => Err(Error::new(format!("{} has no key; write one a line", path.display()))),
+            0 => Err(Error::new(format!("{} has no key; write one per line", path.display()))),
             _ => Ok(keys),
         }
     }
@@ -54,7 +54,7 @@ impl Keys {
         Keys(lines.map(|line| hash(line.as_bytes())).collect())
     }
 
-    /// One key.
+    /// Hashes a single key.
     pub(crate) fn one(key: &str) -> Self {
         Keys(vec![hash(key.as_bytes())])
     }
@@ -65,16 +65,16 @@ impl Keys {
 
     fn has(&self, key: &[u8]) -> bool {
         let key = hash(key);
-        // All are compared, whichever it is.
+        // Compare all keys, so that the time does not depend on the match.
         self.0.iter().fold(Choice::from(0), |found, one| found | one.ct_eq(&key)).into()
     }
 
-    /// Whether a client shows one of them as a bearer token.
+    /// Returns true if the client sent one of the keys as a bearer token.
     pub(crate) fn admit(&self, headers: &HeaderMap) -> bool {
         bearer(headers).is_some_and(|key| self.has(key))
     }
 
-    /// As [`admit`](Self::admit), or as `x-api-key`.
+    /// Like [`admit`](Self::admit), but also accepts the key as `x-api-key`.
     pub(crate) fn admit_admin(&self, headers: &HeaderMap) -> bool {
         let named = headers.get("x-api-key").map(|value| value.as_bytes());
         named.or_else(|| bearer(headers)).is_some_and(|key| self.has(key))

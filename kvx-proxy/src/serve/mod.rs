@@ -34,7 +34,7 @@ use crate::log::AccessLogger;
 use crate::relay::core::{Core, LiveSetup};
 use crate::setup::Setup;
 
-/// A proxy that listens and does not serve yet.
+/// A proxy that listens but does not serve yet.
 #[derive(Debug)]
 pub struct Proxy {
     core: Arc<Core>,
@@ -44,7 +44,7 @@ pub struct Proxy {
     handle: Handle,
 }
 
-/// Changes a proxy while it [runs](Proxy::run).
+/// A handle that controls a proxy while it [runs](Proxy::run).
 #[derive(Clone, Debug)]
 pub struct Handle {
     core: Arc<Core>,
@@ -52,13 +52,13 @@ pub struct Handle {
     tls: Tls,
 }
 
-/// Accepts TLS on new connections; `None` without TLS.
+/// The TLS acceptor for new connections; `None` without TLS.
 #[cfg(feature = "tls")]
 pub(crate) type Acceptor = Option<tokio_rustls::TlsAcceptor>;
 #[cfg(not(feature = "tls"))]
 pub(crate) type Acceptor = Option<NoTls>;
 
-/// There is none in this build.
+/// A type without values: this build has no TLS.
 #[cfg(not(feature = "tls"))]
 #[derive(Clone)]
 pub(crate) enum NoTls {}
@@ -90,7 +90,7 @@ pub(crate) fn acceptor(setup: &Setup) -> Result<Acceptor> {
     }
 }
 
-/// Opens the address of a set-up.
+/// Binds the configured address.
 pub(crate) async fn listen(setup: &Setup) -> Result<TcpListener> {
     let host = setup.host.trim_start_matches('[').trim_end_matches(']');
     let listener = TcpListener::bind((host, setup.port)).await;
@@ -100,13 +100,13 @@ pub(crate) async fn listen(setup: &Setup) -> Result<TcpListener> {
 }
 
 impl Handle {
-    /// Takes another set-up, once its new instances have been asked how they are. Requests at work
-    /// go on as they began; what instances have to do and how they stand is kept. Where to listen,
-    /// limits of connections and the access log stay as they were.
+    /// Applies a new configuration after checking its new instances. Requests in progress continue
+    /// unchanged, and instances keep their load and health. The address, the limits of connections
+    /// and the access log do not change.
     ///
     /// # Errors
     ///
-    /// A set-up that cannot be used; the one before stays.
+    /// Fails if the configuration is invalid; the current one then stays.
     pub async fn replace(&self, setup: Setup) -> Result<()> {
         self.reread(|| Ok(setup)).await
     }
@@ -117,7 +117,9 @@ impl Handle {
             let setup = read()?;
             let acceptor = acceptor(&setup)?;
             if acceptor.is_some() != self.tls.now().is_some() {
-                return Err(Error::new("TLS is switched on and off by a restart only"));
+                return Err(Error::new(
+                    "TLS cannot be switched on or off while the proxy runs; restart it",
+                ));
             }
             next.set(acceptor);
             Ok(setup)
@@ -125,8 +127,8 @@ impl Handle {
         self.core.replace(read, || self.tls.set(next.now())).await
     }
 
-    /// Takes no more requests; [`run`](Proxy::run) ends when those at work have, or at the set-up's
-    /// deadline.
+    /// Stops taking requests. [`run`](Proxy::run) ends when the requests in progress have ended, or
+    /// at the configured deadline.
     pub fn drain(&self) {
         self.core.drain();
         self.drain.notify_one();
@@ -134,22 +136,22 @@ impl Handle {
 }
 
 impl Proxy {
-    /// Opens the address of a set-up. The access log goes to this process's standard output if it
-    /// goes there.
+    /// Binds the configured address. An access log to `stdout` goes to this process's standard
+    /// output.
     ///
     /// # Errors
     ///
-    /// A set-up that cannot be used, an address that cannot be opened, a log that cannot be
-    /// written.
+    /// Fails if the configuration is invalid, the address cannot be bound, or the access log cannot
+    /// be opened.
     pub async fn bind(setup: Setup) -> Result<Self> {
         Self::bind_with_output(setup, Box::new(std::io::stdout())).await
     }
 
-    /// As [`bind`](Self::bind), with a standard output of the caller's.
+    /// Like [`bind`](Self::bind), with the caller's writer instead of standard output.
     ///
     /// # Errors
     ///
-    /// As [`bind`](Self::bind).
+    /// Fails as [`bind`](Self::bind) does.
     pub async fn bind_with_output(setup: Setup, output: Box<dyn Write + Send>) -> Result<Self> {
         let live = LiveSetup::new(setup, None)?;
         let setup = Arc::clone(&live.setup);
@@ -164,17 +166,17 @@ impl Proxy {
         Ok(Proxy { core, none_works, listener, address, handle })
     }
 
-    /// Where it listens.
+    /// Returns the address that it listens on.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
     }
 
-    /// What changes it while it runs.
+    /// Returns a handle that controls it while it runs.
     pub fn handle(&self) -> Handle {
         self.handle.clone()
     }
 
-    /// Asks every instance once how it is: after this, requests find those that are up.
+    /// Checks every instance once, so that requests find those that are up.
     pub async fn check_instances(&self) {
         watch::round(&self.core, &self.core.live(), watch::WatchScope::Everything).await;
     }
@@ -183,7 +185,7 @@ impl Proxy {
     ///
     /// # Errors
     ///
-    /// None that a client or an instance can cause.
+    /// Never fails because of a client or an instance.
     pub async fn run(mut self) -> Result<()> {
         let watching = tokio::spawn(watch::watch(Arc::clone(&self.core)));
         let router = routes::router(Arc::clone(&self.core));
@@ -208,7 +210,7 @@ impl Proxy {
                 let stream = match self.listener.accept().await {
                     Ok((stream, _)) => stream,
                     Err(error) => {
-                        // Out of descriptors, most likely: some will be given back.
+                        // Probably out of file descriptors: wait until some are closed.
                         tracing::warn!(%error, "cannot accept a connection");
                         tokio::time::sleep(Duration::from_millis(100)).await;
                         continue;
@@ -232,10 +234,10 @@ impl Proxy {
         let end = async {
             self.handle.drain.notified().await;
             let deadline = Instant::now() + self.core.live().setup.drain;
-            tracing::info!("draining: no more requests are taken");
+            tracing::info!("draining: taking no more requests");
             // Ends when no request holds its sender any more.
             if tokio::time::timeout_at(deadline, self.none_works.recv()).await.is_err() {
-                tracing::warn!("the time to drain is over: what is at work ends now");
+                tracing::warn!("the drain deadline has passed: ending the requests in progress");
                 self.core.end.send_replace(true);
                 let _ = tokio::time::timeout(Duration::from_secs(1), self.none_works.recv()).await;
             }
@@ -246,7 +248,7 @@ impl Proxy {
         }
         watching.abort();
         drop(self.listener);
-        // Last bytes go out.
+        // Let connections send their last bytes.
         closing.send_replace(true);
         let _ = tokio::time::timeout(Duration::from_secs(1), closing.closed()).await;
         self.core.access.flush(Duration::from_secs(1));
@@ -276,7 +278,7 @@ fn http2_connections(limits: &crate::setup::ClientLimits) -> http2::Builder<Toki
     builder
 }
 
-/// The same, each answer given up if its client does not take it.
+/// Adds a stall timeout to each answer of a router.
 fn taken_in_time(router: axum::Router, core: &Arc<Core>) -> axum::Router {
     let (core, stall) = (Arc::clone(core), core.live().setup.limits.stall);
     router.layer(axum::middleware::map_response(move |response: Response<Body>| {
@@ -292,14 +294,14 @@ fn taken_in_time(router: axum::Router, core: &Arc<Core>) -> axum::Router {
     }))
 }
 
-/// What serves connections of HTTP/1.1.
+/// The builder and the service of HTTP/1.1 connections.
 #[derive(Clone)]
 struct Http1 {
     builder: http1::Builder,
     service: TowerToHyperService<axum::Router>,
 }
 
-/// What serves connections of HTTP/2.
+/// The builder and the service of HTTP/2 connections.
 #[derive(Clone)]
 struct Http2 {
     builder: http2::Builder<TokioExecutor>,
@@ -311,7 +313,7 @@ struct Connection {
     core: Arc<Core>,
     http1: Http1,
     http2: Http2,
-    /// Whether connections end once they are at rest.
+    /// True once idle connections must close.
     closing: Receiver<bool>,
     tls: Acceptor,
     #[cfg_attr(not(feature = "tls"), allow(dead_code, reason = "for TLS's handshake"))]
@@ -342,7 +344,8 @@ impl Connection {
 
     async fn http(self, stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, is_h2: bool) {
         let io = TokioIo::new(stall::StallTimeout::new(stream, self.stall));
-        // Told, not found out: whoever sends half a preface would wait without a timer.
+        // The protocol is not guessed from the bytes: a client that sends half a preface would wait
+        // without a timeout.
         let ended = match is_h2 {
             true => {
                 let connection = self.http2.builder.serve_connection(io, self.http2.service);
@@ -365,7 +368,8 @@ impl Connection {
     }
 }
 
-/// Serves a connection; once they are closing, to the end of what is at work on it.
+/// Serves a connection. Once `closing` is true, finishes the requests in progress on it, and closes
+/// it.
 async fn until_closing<C: Future>(
     connection: C,
     mut closing: Receiver<bool>,
@@ -380,12 +384,13 @@ async fn until_closing<C: Future>(
     connection.await
 }
 
-/// Serves a set-up until SIGTERM or SIGINT, and rereads it on SIGHUP. Calls `started` with the
-/// address after the first check of the instances.
+/// Runs a proxy until SIGTERM or SIGINT, and reloads its configuration on SIGHUP. Calls `started`
+/// with the address after the first check of the instances.
 ///
 /// # Errors
 ///
-/// As [`Proxy::bind`]. A set-up that cannot be reread is a line in the log; the one before stays.
+/// Fails as [`Proxy::bind`] does. A failed reload is only logged; the current configuration then
+/// stays.
 pub async fn serve(
     setup: Setup,
     reread: impl Fn() -> Result<Setup> + Send + Sync + 'static,
@@ -408,12 +413,12 @@ pub async fn serve(
         tokio::select! {
             ended = &mut running => return ended,
             _ = hangup.recv() => {
-                // Beside the serving: it asks instances.
+                // A task of its own: the reload waits for instances.
                 let (reread, handle) = (Arc::clone(&reread), handle.clone());
                 tokio::spawn(async move {
                     match handle.reread(|| reread()).await {
-                        Ok(()) => tracing::info!("the set-up was read again"),
-                        Err(error) => tracing::error!(%error, "the set-up stays as it was"),
+                        Ok(()) => tracing::info!("reloaded the configuration"),
+                        Err(error) => tracing::error!(%error, "cannot reload the configuration; the current one stays"),
                     }
                 });
             }

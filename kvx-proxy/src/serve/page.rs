@@ -1,4 +1,4 @@
-//! `/` and what it shows: `/status`.
+//! The status page `/` and its data, `/status`.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -16,7 +16,7 @@ use crate::relay::api_error::{ApiError, json_response};
 use crate::relay::core::Core;
 
 const PAGE: &str = include_str!("page.html");
-/// Nothing from elsewhere, and nothing but this page's own.
+/// Allows only the page's own style and script, and requests to this server.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; \
                       img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 

@@ -1,4 +1,5 @@
-//! `/v1/realtime`: a WebSocket, which one decode instance serves. Its bytes pass as they are.
+//! `/v1/realtime`: a WebSocket that one decode instance serves. The proxy forwards its bytes
+//! unchanged.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -23,13 +24,13 @@ use crate::relay::legs::LegRequest;
 use crate::request::headers;
 use crate::upstream::Fault;
 
-/// The only path of a WebSocket: its messages name no hosts. Messages of other paths might, and the
+/// The only WebSocket path: its messages name no hosts. Messages of other paths might, and the
 /// proxy could not remove them.
 const PATH: &str = "/v1/realtime";
-/// What a session is taken for when instances are chosen.
+/// The estimated tokens of a session, for the choice of an instance.
 const TOKENS: u64 = 1024;
 
-/// The client's connection, if it asks for a WebSocket here.
+/// Returns the client's connection if it requests a WebSocket on this path.
 pub(super) fn asked(parts: &mut Parts) -> Option<OnUpgrade> {
     let protocol = parts.headers.get(UPGRADE)?.to_str().ok()?;
     let is_ours = parts.method == Method::GET && parts.uri.path() == PATH;
@@ -37,7 +38,7 @@ pub(super) fn asked(parts: &mut Parts) -> Option<OnUpgrade> {
         .then(|| parts.extensions.remove::<OnUpgrade>())?
 }
 
-/// Asks a decode instance for the WebSocket. Whatever it answers but "yes" is the client's answer.
+/// Requests the WebSocket from a decode instance. Forwards any answer other than 101 to the client.
 pub(super) async fn realtime(job: Job, client: OnUpgrade) -> JobResult {
     let mut job = job.admit().await?;
     let live = Arc::clone(&job.live);
@@ -47,7 +48,7 @@ pub(super) async fn realtime(job: Job, client: OnUpgrade) -> JobResult {
     job.record.model(name.as_deref());
     job.streamed = true;
     let model = name.as_deref().map(|name| fleet.names.named(name));
-    // Nobody serves this model: an instance says so in its own words.
+    // No instance serves this model: let one answer with its own error.
     let model = model.filter(|model| fleet.decode.iter().any(|one| one.state.models.serve(*model)));
     let mut headers = job.headers.clone();
     headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
@@ -55,7 +56,7 @@ pub(super) async fn realtime(job: Job, client: OnUpgrade) -> JobResult {
     let sent = LegRequest { path: job.path.clone(), headers, body: Bytes::new() };
     let opens = |one: &Instance| !one.setup.h2c;
     if !fleet.decode.iter().any(|one| opens(one)) {
-        let words = "all decode instances are spoken to by HTTP/2, over which this proxy opens no WebSocket";
+        let words = "all decode instances use HTTP/2, over which this proxy opens no WebSocket";
         return Err(job.refused(ApiError::client(StatusCode::NOT_IMPLEMENTED, words)));
     }
     let mut avoid = Vec::new();
@@ -82,7 +83,7 @@ pub(super) async fn realtime(job: Job, client: OnUpgrade) -> JobResult {
     }
 }
 
-/// The instance has agreed: both connections are the WebSocket's from here on.
+/// Switches both connections to the WebSocket after the instance has accepted it.
 fn switch(mut job: Job, decode: InFlight, opened: AnswerHead, client: OnUpgrade) -> JobResult {
     let mut parts = opened.parts;
     let Some(instance) = parts.extensions.remove::<OnUpgrade>() else {
@@ -101,8 +102,8 @@ fn switch(mut job: Job, decode: InFlight, opened: AnswerHead, client: OnUpgrade)
     Ok(Response::from_parts(parts, Body::empty()))
 }
 
-/// Carries bytes both ways until both sides have ended, one breaks off, or nothing comes for too
-/// long. The request is at work as long.
+/// Copies bytes both ways until both sides end, one fails, or no bytes pass for too long. The
+/// request is in progress until then.
 async fn carry(mut job: Job, decode: InFlight, client: OnUpgrade, instance: OnUpgrade) {
     let (up, down) = (AtomicU64::new(0), AtomicU64::new(0));
     let mut end = job.core.end.subscribe();
@@ -137,7 +138,8 @@ async fn carry(mut job: Job, decode: InFlight, client: OnUpgrade, instance: OnUp
     drop(decode);
 }
 
-/// Copies to the end of what comes, and passes that end on. An error says which side it was.
+/// Copies until the end of the input, then shuts down the output. An error names the side that
+/// failed.
 async fn copy(
     mut from: impl AsyncRead + Unpin,
     mut to: impl AsyncWrite + Unpin,
@@ -155,7 +157,7 @@ async fn copy(
     }
 }
 
-/// Ends when nothing has passed for this long, or up to twice as long.
+/// Returns once no bytes have passed for `idle`, or up to twice as long.
 async fn silence(up: &AtomicU64, down: &AtomicU64, idle: Duration) {
     let passed = || up.load(Relaxed) + down.load(Relaxed);
     loop {
@@ -167,7 +169,7 @@ async fn silence(up: &AtomicU64, down: &AtomicU64, idle: Duration) {
     }
 }
 
-/// The model that a query names, as OpenAI's clients do.
+/// Returns the model that a query names, in the form that OpenAI's clients use.
 fn model(query: &str) -> Option<String> {
     let name = query.split('&').find_map(|pair| pair.strip_prefix("model="))?;
     let mut parts = name.split('%');

@@ -23,7 +23,7 @@ use crate::request::{CompletionRequest, PassthroughRequest, plain_path};
 
 type Shared = State<Arc<Core>>;
 
-/// All of it.
+/// Builds the router of all paths.
 pub(crate) fn router(core: Arc<Core>) -> Router {
     let clients = Router::new()
         .route("/v1/completions", post(completion))
@@ -83,18 +83,18 @@ fn respond(ended: JobResult) -> Response<Body> {
 }
 
 fn out_of_memory() -> ApiError {
-    ApiError::unavailable("too many long requests are at work: try again later")
+    ApiError::unavailable("too many long requests are in progress: try again later")
 }
 
-/// The body of a client, of bounded length and in bounded time, as it is; and its share of what all
-/// bodies may take.
+/// Reads a client's body within the limits of length and time. Also returns its share of the memory
+/// for all bodies.
 async fn body_of(
     live: &LiveSetup,
     headers: &HeaderMap,
     body: Body,
 ) -> Result<(Bytes, BodyPermit), ApiError> {
     if headers.get(CONTENT_ENCODING).is_some_and(|value| value != "identity") {
-        let words = "the body has a Content-Encoding; send it as it is";
+        let words = "the body has a Content-Encoding; send it unencoded";
         return Err(ApiError::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, words));
     }
     let (admission, limits) = (&live.admission, &live.setup.limits);
@@ -104,9 +104,9 @@ async fn body_of(
             format!("the body is longer than {} bytes, which is this proxy's limit", limits.body),
         )
     };
-    let told =
+    let announced =
         headers.get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
-    if told.is_some_and(|told| told > limits.body as u64) {
+    if announced.is_some_and(|announced| announced > limits.body as u64) {
         return Err(too_long());
     }
     let read = async {
@@ -118,7 +118,7 @@ async fn body_of(
                 Err(error) if error.is::<http_body_util::LengthLimitError>() => {
                     return Err(too_long());
                 }
-                Err(_) => return Err(ApiError::bad_request("the body broke off")),
+                Err(_) => return Err(ApiError::bad_request("the body ended early")),
             };
             if !admission.widen(&mut permit, read.len() + data.len()) {
                 return Err(out_of_memory());
@@ -131,12 +131,12 @@ async fn body_of(
         Ok(read) => read,
         Err(_) => Err(ApiError::client(
             StatusCode::REQUEST_TIMEOUT,
-            format!("the body did not come within {:?}", limits.body_time),
+            format!("the body did not arrive within {:?}", limits.body_time),
         )),
     }
 }
 
-/// Works on a request within its span, until this proxy has to end.
+/// Runs a request within its span, until the proxy must end.
 async fn until_the_end(
     core: &Core,
     span: Span,
@@ -175,7 +175,7 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
         drop(body);
         let held = asked.held();
         if held > job.live.setup.limits.bodies {
-            let words = "the body takes more memory than limits.bodies of this proxy has for all";
+            let words = "the body needs more memory than limits.bodies of this proxy allows";
             return Err(job.refused(ApiError::client(StatusCode::PAYLOAD_TOO_LARGE, words)));
         }
         if !job.live.admission.widen(&mut permit, held) {
@@ -188,8 +188,8 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
     until_the_end(&core, span, work).await
 }
 
-/// Returns true for vLLM's other paths that are passed on: none of those that change the state of
-/// an instance.
+/// Returns true for vLLM's other paths that are forwarded. Paths that change the state of an
+/// instance are not.
 fn is_passed(path: &str) -> bool {
     const VLLM: [&str; 12] = [
         "/tokenize",
@@ -216,7 +216,7 @@ async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
         return refuse(&core, &ApiError::bad_request(words));
     }
     if !is_passed(&path) {
-        let words = format!("{} {path} is nothing that this proxy passes on", parts.method);
+        let words = format!("{} {path} is not a request that this proxy forwards", parts.method);
         return refuse(&core, &ApiError::client(StatusCode::NOT_FOUND, words));
     }
     if matches!(path.as_str(), "/v1/completions" | "/v1/chat/completions") {
@@ -250,7 +250,7 @@ async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
             Ok(asked) => asked,
             Err(words) => return Err(job.refused(ApiError::bad_request(words))),
         };
-        // A stored response is asked of the instance that stored it.
+        // Only the instance that stored a response can serve it.
         let named = path.strip_prefix("/v1/responses/").and_then(|rest| rest.split('/').next());
         let stored_by =
             named.or(asked.before.as_deref()).and_then(|response| core.stored_by(response));
@@ -269,13 +269,13 @@ async fn models(State(core): Shared, request: Request<Body>) -> Response<Body> {
         for (id, card) in decode.state.models.cards().iter() {
             let model = fleet.names.named(id);
             let mut prefill = fleet.prefill.iter().filter(|one| one.pool == decode.pool).peekable();
-            // A pool without prefill instances serves what its decode instances do.
+            // A pool without prefill instances serves all models of its decode instances.
             if prefill.peek().is_none() || prefill.any(|one| one.state.models.serve(model)) {
                 union.entry(id.clone()).or_insert_with(|| card.clone());
             }
         }
     }
-    // Nobody has told us, for want of a key perhaps: an instance tells the client.
+    // No instance has listed models, perhaps for lack of a key: let one answer the client.
     if union.is_empty() && !fleet.decode.iter().any(|one| !one.state.models.cards().is_empty()) {
         return pass(State(core), request).await;
     }
@@ -294,10 +294,8 @@ async fn healthcheck(State(core): Shared) -> Response<Body> {
 
 async fn ready(State(core): Shared) -> Response<Body> {
     let words = match core.is_draining() {
-        true => "this proxy is about to end",
-        false if !core.live().fleet.is_ready() => {
-            "no prefill instance and decode instance are up together"
-        }
+        true => "this proxy is shutting down",
+        false if !core.live().fleet.is_ready() => "no pair of prefill and decode instances is up",
         false => return json_response(StatusCode::OK, &serde_json::json!({"ready": true})),
     };
     json_response(

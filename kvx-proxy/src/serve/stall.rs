@@ -14,7 +14,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, Sleep};
 
-/// A connection whose writes fail after the client has read nothing for a time.
+/// A connection whose writes fail after the client has read nothing for `patience`.
 pub(crate) struct StallTimeout<T> {
     inner: T,
     patience: Duration,
@@ -89,30 +89,31 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for StallTimeout<T> {
     }
 }
 
-/// An answer over HTTP/2 that is given up once its client has taken nothing of it for a time. A
-/// client that opens no window makes no write wait: its stream is not asked for anything, and would
-/// be held for ever.
+/// An answer over HTTP/2 that is dropped once its client has read nothing of it for a time. A
+/// client that opens no window makes no write wait: hyper does not poll its stream's body, which
+/// would be held for ever.
 pub(crate) struct BodyStallTimeout {
     inner: Arc<Mutex<BodyState>>,
     watch: AbortHandle,
 }
 
-/// Longer pieces go in parts of this: whoever reads slowly is seen to read.
+/// Longer pieces are split into parts of this length, so that slow reading shows.
 const PART: usize = 16 << 10;
 
 struct BodyState {
-    /// None once it is given up.
+    /// `None` once the answer is dropped.
     body: Option<Body>,
-    /// Of the last piece.
+    /// The rest of the last piece.
     rest: Bytes,
-    /// Who waits for the next piece.
+    /// Wakes the task that waits for the next piece.
     waker: Option<Waker>,
-    /// When the client was ready for more, last.
+    /// The time at which the client last asked for more.
     asked: Instant,
-    /// How long it may not be from then on: longer if there was nothing for it.
+    /// The time after `asked` until the answer is dropped: longer if there was no data for the
+    /// client.
     may_wait: Duration,
     patience: Duration,
-    /// How long an answer may be silent.
+    /// The time for which the answer itself may have no data.
     silence: Duration,
 }
 
@@ -121,7 +122,8 @@ fn lock(taken: &Mutex<BodyState>) -> MutexGuard<'_, BodyState> {
 }
 
 impl BodyStallTimeout {
-    /// `silence` is how long the answer itself may come to nothing: no fault of its client's.
+    /// Wraps an answer. `silence` is the time for which the answer itself may have no data, which
+    /// is not its client's fault.
     pub(crate) fn new(body: Body, patience: Duration, silence: Duration) -> Self {
         let taken = BodyState {
             body: Some(body),
@@ -138,7 +140,7 @@ impl BodyStallTimeout {
     }
 }
 
-/// Gives an answer up when its client has had its time.
+/// Drops the answer when its client has taken too long.
 async fn watch(inner: Weak<Mutex<BodyState>>) {
     loop {
         // Expected: the body was dropped before this task was aborted.
@@ -155,7 +157,7 @@ async fn watch(inner: Weak<Mutex<BodyState>>) {
         };
         let end = match end {
             Ok(end) => end,
-            // The body that would have woken it is gone.
+            // The dropped body would have woken the task.
             Err(waker) => {
                 drop(inner);
                 return waker.map_or((), Waker::wake);
@@ -185,7 +187,7 @@ impl hyper::body::Body for BodyStallTimeout {
         taken.may_wait = taken.patience + taken.silence;
         taken.waker = Some(cx.waker().clone());
         let Some(body) = &mut taken.body else {
-            let words = "the client has taken nothing of this answer for too long";
+            let words = "the client has read nothing of this answer for too long";
             return Poll::Ready(Some(Err(axum::Error::new(Error::new(
                 ErrorKind::TimedOut,
                 words,
@@ -228,7 +230,7 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     #[tokio::test]
-    async fn who_reads_nothing_is_given_up_and_who_reads_slowly_is_not() {
+    async fn a_client_that_reads_nothing_times_out_and_a_slow_one_does_not() {
         let (ours, theirs) = tokio::io::duplex(16);
         let mut writer = StallTimeout::new(ours, Duration::from_millis(50));
         let started = Instant::now();

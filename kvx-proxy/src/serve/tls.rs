@@ -11,7 +11,7 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
 use crate::error::{Error, Result};
 
-/// What a certificate chain and its key give.
+/// Builds an acceptor from a certificate chain and its key.
 pub(crate) fn acceptor(cert: &Path, key: &Path) -> Result<TlsAcceptor> {
     let wrong =
         |path: &Path, why: &dyn std::fmt::Display| Error::new(format!("{}: {why}", path.display()));
@@ -19,7 +19,7 @@ pub(crate) fn acceptor(cert: &Path, key: &Path) -> Result<TlsAcceptor> {
         .and_then(Iterator::collect)
         .map_err(|error| wrong(cert, &error))?;
     if chain.is_empty() {
-        return Err(wrong(cert, &"has no certificate; it takes a chain in PEM"));
+        return Err(wrong(cert, &"has no certificate; it must contain a PEM chain"));
     }
     let private = PrivateKeyDer::from_pem_file(key).map_err(|error| wrong(key, &error))?;
     // The provider is named here: no process-wide default is needed, and none is changed.

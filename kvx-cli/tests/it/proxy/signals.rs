@@ -84,7 +84,7 @@ pub(crate) async fn termination_lets_streams_finish_and_takes_nothing_new() {
         .await;
     let ready = Call::get(fleet.port(), "/ready").send().await.json();
     assert_eq!(ready["ready"], false);
-    assert!(ready["why"].as_str().is_some_and(|why| why.contains("about to end")), "{ready}");
+    assert!(ready["why"].as_str().is_some_and(|why| why.contains("shutting down")), "{ready}");
     let refused = Call::post(fleet.port(), COMPLETIONS, &completion("new", 1)).send().await;
     assert_eq!(
         (refused.status, refused.header("connection")),

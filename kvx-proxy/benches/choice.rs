@@ -1,7 +1,7 @@
 //! The cost of a choice among 256 instances: a prefill instance, and a decode instance that pairs
 //! with it.
 //!
-//! `cargo bench -p kvx-proxy --bench choice -- --bars` prints a JSON object a line.
+//! `cargo bench -p kvx-proxy --bench choice -- --bars` prints one JSON object per line.
 
 use std::hint::black_box;
 use std::time::Instant;

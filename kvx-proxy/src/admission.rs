@@ -12,7 +12,7 @@ use crate::setup::ClientLimits;
 #[derive(Debug)]
 pub(crate) struct RequestAdmission {
     places: Arc<Semaphore>,
-    /// For bodies, a permit a KiB.
+    /// Memory for request bodies: one permit per KiB.
     bodies: Arc<Semaphore>,
     waiting: AtomicUsize,
     queue: usize,
@@ -53,7 +53,7 @@ impl RequestAdmission {
         }
     }
 
-    /// A place, which is free again when the permit is dropped.
+    /// Waits for a slot. Dropping the permit frees the slot.
     pub(crate) async fn enter(&self) -> Result<OwnedSemaphorePermit, AdmissionError> {
         if let Ok(place) = Arc::clone(&self.places).try_acquire_owned() {
             return Ok(place);
@@ -67,8 +67,8 @@ impl RequestAdmission {
         place.map_err(|_| AdmissionError::TimedOut)?.map_err(|_| AdmissionError::Full)
     }
 
-    /// Extends a body's permit to so many bytes in all, and returns true if there was enough
-    /// memory. Does not wait: waiting bodies would hold what the others need.
+    /// Grows a body's permit to `bytes` in total, and returns false if there is not enough memory.
+    /// Does not wait: a waiting body would hold memory that other bodies need.
     pub(crate) fn widen(&self, permit: &mut BodyPermit, bytes: usize) -> bool {
         let have = permit.0.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
         let Ok(more) = u32::try_from(bytes.div_ceil(1024).saturating_sub(have)) else {
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn beyond_the_queue_nobody_waits() {
+    async fn requests_beyond_the_queue_are_rejected() {
         let admission = Arc::new(admission(1, 10_000));
         let first = admission.enter().await.unwrap();
         let second = tokio::spawn({
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn nobody_waits_for_ever_and_who_gives_up_is_not_counted() {
+    async fn waiting_is_bounded_and_cancelled_waiters_are_not_counted() {
         let admission = admission(1, 5);
         let _first = admission.enter().await.unwrap();
         assert_eq!(admission.enter().await.unwrap_err(), AdmissionError::TimedOut);

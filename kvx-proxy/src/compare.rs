@@ -1,4 +1,4 @@
-//! Whether two endpoints give the same answers.
+//! Compares the answers of two endpoints.
 
 use std::time::Duration;
 
@@ -28,14 +28,14 @@ use {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Comparison {
-    /// The first characters of the prompt, or what its token ids are.
+    /// The first characters of the prompt, or the number of its token ids.
     pub prompt: String,
-    /// What each answered: the text, or an error in words.
+    /// The answer of each endpoint: its text, or an error message.
     pub answers: [std::result::Result<String, String>; 2],
 }
 
 impl Comparison {
-    /// Whether both answered, and the same.
+    /// Returns true if both endpoints returned the same text.
     pub fn is_same(&self) -> bool {
         matches!(&self.answers, [Ok(one), Ok(other)] if one == other)
     }
@@ -44,10 +44,10 @@ impl Comparison {
 const WORDS: &str = "import os sys def class return yield lambda self args kwargs for while try except finally raise assert \
                      with open as file print range len str int list dict set tuple";
 
-/// The prompts: short and long texts, lengths around the edges of blocks of 16 and 128 tokens, one
-/// to three blocks of 16 and a token, 2,000 tokens, and beginnings that others have had before.
-/// Token ids have a length that no tokenizer changes; 2,000 and an answer's are within a context of
-/// 2,048.
+/// Returns the prompts: short and long texts, lengths around block boundaries of 16 and 128 tokens,
+/// one to three blocks of 16 plus one token, 2,000 tokens, and prefixes of earlier prompts. Prompts
+/// of token ids have the same length under any tokenizer; 2,000 tokens and an answer fit a context
+/// of 2,048.
 fn prompts() -> Vec<Value> {
     let words: Vec<&str> = WORDS.split_ascii_whitespace().collect();
     let mut prompts: Vec<Value> = vec!["Hello".into(), "def main():".into()];
@@ -66,7 +66,7 @@ fn prompts() -> Vec<Value> {
     prompts
 }
 
-/// How long a connection may take, and an answer.
+/// Timeouts of a connection attempt and of an answer.
 const CONNECT: Duration = Duration::from_secs(10);
 const ANSWER: Duration = Duration::from_secs(300);
 
@@ -75,8 +75,7 @@ type UpstreamConnector = HttpsConnector<HttpConnector>;
 #[cfg(not(feature = "tls"))]
 type UpstreamConnector = HttpConnector;
 
-/// Connections to either endpoint. They have a client of their own: the router's goes to servers by
-/// plain HTTP alone.
+/// Builds the HTTP client for both endpoints. The router's own client supports plain HTTP only.
 #[cfg_attr(not(feature = "tls"), expect(unused_variables, reason = "certificates are for https"))]
 fn client(endpoints: &[Endpoint]) -> Result<Client<UpstreamConnector, Full<Bytes>>> {
     let mut connector = HttpConnector::new();
@@ -87,7 +86,7 @@ fn client(endpoints: &[Endpoint]) -> Result<Client<UpstreamConnector, Full<Bytes
     let connector = {
         let provider = ring::default_provider();
         let builder = HttpsConnectorBuilder::new();
-        // Whom the system trusts, or the certificates in the file that SSL_CERT_FILE names.
+        // The system's trusted roots, or the certificates in the file that SSL_CERT_FILE names.
         let builder = if endpoints.iter().any(|endpoint| endpoint.0.starts_with("https")) {
             builder.with_provider_and_native_roots(provider).map_err(|error| {
                 Error::new(format!("this system's trusted certificates: {error}"))
@@ -96,28 +95,28 @@ fn client(endpoints: &[Endpoint]) -> Result<Client<UpstreamConnector, Full<Bytes
             let config = ClientConfig::builder_with_provider(Arc::new(provider))
                 .with_safe_default_protocol_versions()
                 .map_err(|error| Error::new(error.to_string()))?;
-            let nobody = config.with_root_certificates(RootCertStore::empty());
-            builder.with_tls_config(nobody.with_no_client_auth())
+            let no_roots = config.with_root_certificates(RootCertStore::empty());
+            builder.with_tls_config(no_roots.with_no_client_auth())
         };
         builder.https_or_http().enable_http1().wrap_connector(connector)
     };
     Ok(Client::builder(TokioExecutor::new()).pool_timer(TokioTimer::new()).build(connector))
 }
 
-/// Scheme, host and port of a server, and what stands before `/v1` in its paths.
+/// Scheme, host and port of a server, and the path prefix before `/v1`.
 #[derive(Debug)]
 struct Endpoint(String);
 
 impl Endpoint {
-    /// Takes `http://HOST:PORT` or `http://HOST:PORT/BASE`, also with the `/v1` of OpenAI's clients
-    /// at its end, and `https` where TLS is built in.
+    /// Parses `http://HOST:PORT` or `http://HOST:PORT/BASE`, with or without a trailing `/v1`.
+    /// Accepts `https` if TLS is built in.
     fn new(url: &str) -> Result<Self> {
         let wrong = |why: &str| {
             Error::new(format!(
                 "endpoint {url:?} {why}; write http://HOST:PORT, or http://HOST:PORT/BASE if it answers at BASE/v1"
             ))
         };
-        let uri: Uri = url.parse().map_err(|_| wrong("is no URL"))?;
+        let uri: Uri = url.parse().map_err(|_| wrong("is not a URL"))?;
         let scheme = match uri.scheme_str() {
             Some("http") => "http",
             Some("https") if cfg!(feature = "tls") => "https",
@@ -126,14 +125,14 @@ impl Endpoint {
                     "is https, and this build has no TLS: build with the feature `tls` (it needs a C compiler)",
                 ));
             }
-            _ => return Err(wrong("has another scheme than http and https")),
+            _ => return Err(wrong("has a scheme other than http and https")),
         };
         if uri.query().is_some() {
             return Err(wrong("has a query"));
         }
         let authority = uri.authority().ok_or_else(|| wrong("has no host"))?;
         if authority.as_str().contains('@') {
-            return Err(wrong("names a user; keys go by OPENAI_API_KEY"));
+            return Err(wrong("names a user; pass the key in OPENAI_API_KEY"));
         }
         let path = uri.path().trim_end_matches('/');
         let base = path.strip_suffix("/v1").unwrap_or(path).trim_end_matches('/');
@@ -149,7 +148,8 @@ impl Endpoint {
     ) -> std::result::Result<Value, String> {
         let until = Instant::now() + ANSWER;
         let mut request = Request::new(Full::default());
-        *request.uri_mut() = format!("{}{path}", self.0).parse().map_err(|_| "its path is none")?;
+        *request.uri_mut() =
+            format!("{}{path}", self.0).parse().map_err(|_| "the URL is invalid")?;
         let key = key.and_then(headers::bearer);
         *request.headers_mut() = headers::for_instances(HeaderMap::new(), key.as_ref(), false);
         if let Some(body) = body.map(Value::to_string) {
@@ -175,14 +175,18 @@ impl Endpoint {
     }
 }
 
-/// Sends the same prompts to two endpoints, at temperature 0, and hands each pair of answers to
-/// `each`. A URL is `http://HOST:PORT`, or `http://HOST:PORT/BASE` of a server that answers at
-/// `BASE/v1`; with the feature `tls` also `https`, of servers that the system trusts or the
-/// certificates in the file `SSL_CERT_FILE`. `model` is the first one's first if none is named.
+/// Sends the same prompts to two endpoints at temperature 0, and calls `each` with each pair of
+/// answers.
+///
+/// A URL is `http://HOST:PORT`, or `http://HOST:PORT/BASE` for a server that answers at `BASE/v1`.
+/// With the feature `tls` it may also be `https`; the trusted roots are the system's, or the
+/// certificates in the file that `SSL_CERT_FILE` names. Without `model`, the first model that the
+/// first endpoint lists is used.
 ///
 /// # Errors
 ///
-/// A URL that is none, or https without that feature, and a first endpoint that names no model.
+/// Fails if a URL is invalid, if it is `https` without that feature, or if `model` is `None` and
+/// the first endpoint lists no model.
 pub async fn compare(
     urls: [&str; 2],
     model: Option<&str>,
@@ -200,7 +204,7 @@ pub async fn compare(
                 models.map_err(|why| Error::new(format!("{}: GET /v1/models: {why}", urls[0])))?;
             let first = models.pointer("/data/0/id").and_then(Value::as_str);
             first.map(str::to_owned).ok_or_else(|| {
-                Error::new(format!("{} names no model; give one with --model", urls[0]))
+                Error::new(format!("{} lists no model; name one with --model", urls[0]))
             })?
         }
     };
@@ -211,7 +215,7 @@ pub async fn compare(
         let one = async |endpoint: &Endpoint| {
             let answer = endpoint.ask(&client, key, "/v1/completions", Some(&body)).await?;
             let text = answer.pointer("/choices/0/text").and_then(Value::as_str);
-            text.map(str::to_owned).ok_or_else(|| "an answer without choices".to_owned())
+            text.map(str::to_owned).ok_or_else(|| "the answer has no choices".to_owned())
         };
         let (first, second) = tokio::join!(one(&endpoints[0]), one(&endpoints[1]));
         let prompt = match &prompt {
@@ -253,7 +257,7 @@ mod tests {
             ("a:1", "scheme"),
             ("http://a:1/?x=1", "query"),
             ("http://me@a:1/", "user"),
-            ("no URL", "no URL"),
+            ("no URL", "not a URL"),
         ] {
             let error = Endpoint::new(url).unwrap_err().to_string();
             assert!(error.contains(why) && error.contains("http://HOST:PORT"), "{url}: {error}");
@@ -277,6 +281,6 @@ mod tests {
             prompt: String::new(),
             answers: [Err("x".to_owned()), Err("x".to_owned())],
         };
-        assert!(!failed.is_same(), "two failures are no answer");
+        assert!(!failed.is_same(), "two failures are not equal answers");
     }
 }

@@ -1,9 +1,9 @@
-//! Why something could not be done, in words.
+//! The error type of this crate.
 
 use std::fmt;
 
-/// A set-up that cannot be used, or a socket or file that could not be opened: a sentence that says
-/// what to do.
+/// An invalid configuration, or a socket or file that cannot be opened. Its message says what to
+/// do.
 ///
 /// ```
 /// let error = kvx_proxy::Setup::from_toml("prot = 8000").unwrap_err();
@@ -15,7 +15,7 @@ pub struct Error {
     source: Option<std::io::Error>,
 }
 
-/// What this crate's functions give.
+/// The result type of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
@@ -29,7 +29,7 @@ impl Error {
 }
 
 impl From<String> for Error {
-    /// A sentence of the caller's, for what it could not do to make a set-up.
+    /// Wraps a caller's message about a configuration that it could not build.
     fn from(sentence: String) -> Self {
         Error::new(sentence)
     }

@@ -1,25 +1,25 @@
-//! What the fuzz targets call, and a bounded, seeded run of each: any bytes, no panic.
+//! Entry points of the fuzz targets, and a bounded, seeded run of each: no input may cause a panic.
 
 /// The targets, by the names of their corpora.
 pub const TARGETS: &[(&str, fn(&[u8]))] =
     &[("proxy_sse", sse), ("proxy_body", body), ("proxy_headers", headers), ("proxy_setup", setup)];
 
-/// A stream of events, in pieces as long as its first byte says.
+/// Parses a stream of events, cut into pieces of the length in its first byte.
 pub fn sse(bytes: &[u8]) {
     crate::sse::fuzz(bytes);
 }
 
-/// The body of a completion.
+/// Parses the body of a completion.
 pub fn body(bytes: &[u8]) {
     crate::request::fuzz(bytes);
 }
 
-/// A client's headers, a line each.
+/// Parses a client's headers, one per line.
 pub fn headers(bytes: &[u8]) {
     crate::request::headers::fuzz(bytes);
 }
 
-/// A set-up file: an error, or a fleet.
+/// Parses a configuration file, and builds its fleet.
 pub fn setup(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
     if let Ok(setup) = crate::Setup::from_toml(text) {

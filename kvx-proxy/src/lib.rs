@@ -26,7 +26,7 @@ pub use setup::{
     Retries, Setup, Timeouts,
 };
 
-/// What the benchmark of choices calls.
+/// Entry points of the benchmark `choice`.
 #[doc(hidden)]
 pub mod bench {
     use std::time::Instant;
@@ -42,19 +42,20 @@ pub mod bench {
     }
 
     impl HealthyFleet {
-        /// The fleet of a set-up.
+        /// Builds the fleet of a configuration.
         pub fn new(setup: &crate::Setup) -> Self {
             let fleet = crate::fleet::Fleet::new(setup, None);
             fleet.all().for_each(|one| _ = one.state.healthy());
             HealthyFleet(fleet)
         }
 
-        /// One decode instance; whether there is one.
+        /// Chooses a decode instance, and returns true if there is one.
         pub fn choose(&self, tokens: u64, prefix: u64) -> bool {
             self.0.choose_alone(&wanted(tokens, prefix)).is_some()
         }
 
-        /// A prefill instance and one that goes with it; whether there are.
+        /// Chooses a prefill instance and a decode instance for it, and returns true if there are
+        /// both.
         pub fn choose_pair(&self, tokens: u64, prefix: u64) -> bool {
             let prefill = self.0.choose_prefill(&wanted(tokens, prefix));
             prefill.is_some_and(|prefill| {

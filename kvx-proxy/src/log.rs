@@ -14,20 +14,20 @@ use crate::error::{Error, Result};
 use crate::metrics::Metrics;
 use crate::setup::AccessLog;
 
-/// Writes a line per request on a separate thread: a slow reader of the log loses lines, and delays
-/// no request.
+/// A logger that writes one line per request on a separate thread: a slow log loses lines instead
+/// of delaying requests.
 #[derive(Clone, Debug)]
 pub(crate) struct AccessLogger(Option<(SyncSender<LogMessage>, Arc<AtomicUsize>)>);
 
 #[derive(Debug)]
 enum LogMessage {
     Text(String),
-    /// Everything before this is to be written; then this is dropped.
-    Flush(#[allow(dead_code, reason = "its end is what counts")] SyncSender<()>),
+    /// The writer drops the sender once everything before it is written.
+    Flush(#[allow(dead_code, reason = "dropping it is the signal")] SyncSender<()>),
 }
 
 const LINES: usize = 8192;
-/// Of lines that wait, in all.
+/// The total length of queued lines.
 const BYTES: usize = 8 << 20;
 
 fn unwritable(path: &Path, error: std::io::Error) -> Error {
@@ -35,15 +35,15 @@ fn unwritable(path: &Path, error: std::io::Error) -> Error {
 }
 
 impl AccessLogger {
-    /// A log that nothing is written to.
+    /// Returns a logger that discards every line.
     pub(crate) fn off() -> Self {
         AccessLogger(None)
     }
 
-    /// Whether the log could be opened; a file that was not there is not there after this.
+    /// Checks that the log can be opened. Removes the file again if it did not exist before.
     pub(crate) fn can_open(to: &AccessLog) -> Result<()> {
         let AccessLog::File(path) = to else { return Ok(()) };
-        // To open a pipe waits for whoever reads it.
+        // Opening a pipe would block until it has a reader.
         if std::fs::metadata(path).is_ok_and(|file| file.file_type().is_fifo()) {
             return Ok(());
         }
@@ -57,7 +57,7 @@ impl AccessLogger {
         opened.map_err(|error| unwritable(path, error))
     }
 
-    /// Opens the log; `stdout` is what [`AccessLog::Stdout`] means.
+    /// Opens the log; [`AccessLog::Stdout`] writes to `stdout`.
     pub(crate) fn open(to: &AccessLog, stdout: Box<dyn Write + Send>) -> Result<Self> {
         let writer: Box<dyn Write + Send> = match to {
             AccessLog::Off => return Ok(AccessLogger::off()),
@@ -89,7 +89,7 @@ impl AccessLogger {
     }
 }
 
-/// Until nobody can write any more, or the log cannot be written.
+/// Writes lines until all loggers are dropped or a write fails.
 fn write(
     lines: &Receiver<LogMessage>,
     bytes: &AtomicUsize,
@@ -108,14 +108,14 @@ fn write(
             }
         }
         if failed || to.flush().is_err() {
-            tracing::error!("the access log cannot be written any more");
+            tracing::error!("cannot write the access log; no more lines are logged");
             return;
         }
     }
 }
 
 impl AccessLogger {
-    /// Waits until what was logged is written, but not long: nobody may read it.
+    /// Waits until all queued lines are written, but not for long: the log's reader may be stuck.
     pub(crate) fn flush(&self, within: std::time::Duration) {
         let Some((sender, _)) = &self.0 else { return };
         let (done, written) = sync_channel(1);
@@ -125,13 +125,13 @@ impl AccessLogger {
     }
 }
 
-/// Seconds since 1970.
+/// Returns the seconds since the Unix epoch.
 pub(crate) fn now() -> f64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     (since.as_secs_f64() * 1e3).round() / 1e3
 }
 
-/// The last things that went wrong, for `/status`.
+/// The most recent errors, for `/status`.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct LastErrors(Arc<Mutex<VecDeque<serde_json::Value>>>);
 
@@ -164,7 +164,7 @@ mod tests {
 
     impl Write for BlockedWriter {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            let _ = self.0.recv_timeout(std::time::Duration::from_secs(10)); // an error: let
+            let _ = self.0.recv_timeout(std::time::Duration::from_secs(10)); // an error: released
             Ok(bytes.len())
         }
 
@@ -175,7 +175,7 @@ mod tests {
 
     #[test]
     fn lines_that_wait_are_bounded_in_bytes() {
-        let (let_go, stuck) = std::sync::mpsc::channel();
+        let (release, stuck) = std::sync::mpsc::channel();
         let access =
             AccessLogger::open(&AccessLog::Stdout, Box::new(BlockedWriter(stuck))).unwrap();
         let metrics = Metrics::default();
@@ -184,9 +184,9 @@ mod tests {
         }
         let dropped = metrics.log_lines_dropped.load(Relaxed);
         assert!((12..=13).contains(&dropped), "{dropped} of twenty lines of a MiB");
-        drop(let_go);
+        drop(release);
         access.flush(std::time::Duration::from_secs(5));
         access.line(&metrics, || "x".into());
-        assert_eq!(metrics.log_lines_dropped.load(Relaxed), dropped, "there is room again");
+        assert_eq!(metrics.log_lines_dropped.load(Relaxed), dropped, "the queue has space again");
     }
 }

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use crate::fleet::Fleet;
 
-/// A count with the values of its labels.
+/// Counts by the values of two labels.
 type Counts = Mutex<BTreeMap<(&'static str, &'static str), u64>>;
 
-/// Seconds, in buckets.
+/// A histogram of durations in seconds.
 #[derive(Debug)]
 pub(crate) struct Histogram {
     bounds: &'static [f64],
@@ -167,27 +167,22 @@ impl Metrics {
         add(&self.ejections, reason, "");
     }
 
-    /// How many requests have ended, in each way.
+    /// Returns the number of finished requests by outcome.
     pub(crate) fn outcomes(&self) -> BTreeMap<&'static str, u64> {
         let counts = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
         counts.iter().map(|((outcome, _), count)| (*outcome, *count)).collect()
     }
 
-    /// The text format of Prometheus.
+    /// Renders the metrics in the text format of Prometheus.
     pub(crate) fn text(&self, fleet: &Fleet) -> String {
         let mut text = String::with_capacity(16 << 10);
         let into = &mut text;
         let counters = [
-            ("requests", "Requests by how they ended.", ["outcome", ""], &self.requests),
-            ("routes", "What was done with requests, and why.", ["route", "reason"], &self.routes),
-            ("legs", "Requests to instances by how they ended.", ["leg", "outcome"], &self.legs),
-            ("retries", "Legs that were tried again.", ["leg", ""], &self.retries),
-            (
-                "ejections",
-                "Instances left out for a while, and why.",
-                ["reason", ""],
-                &self.ejections,
-            ),
+            ("requests", "Requests by outcome.", ["outcome", ""], &self.requests),
+            ("routes", "Routes of requests, by reason.", ["route", "reason"], &self.routes),
+            ("legs", "Requests to instances by outcome.", ["leg", "outcome"], &self.legs),
+            ("retries", "Retried legs.", ["leg", ""], &self.retries),
+            ("ejections", "Ejections of instances, by reason.", ["reason", ""], &self.ejections),
         ];
         for (name, help, labels, counts) in counters {
             head(into, &format!("kvx_proxy_{name}_total"), "counter", help);
@@ -230,20 +225,20 @@ impl Metrics {
             let _ = writeln!(into, "kvx_proxy_{name} {}", value.load(Relaxed));
         }
         let gauges = [
-            ("in_flight", "Requests at work.", &self.in_flight),
-            ("queued", "Requests that wait to be at work.", &self.queued),
-            ("connections", "Connections of clients.", &self.connections),
+            ("in_flight", "Requests in progress.", &self.in_flight),
+            ("queued", "Requests that wait for admission.", &self.queued),
+            ("connections", "Client connections.", &self.connections),
         ];
         for (name, help, value) in gauges {
             head(into, &format!("kvx_proxy_{name}"), "gauge", help);
             let _ = writeln!(into, "kvx_proxy_{name} {}", value.load(Relaxed));
         }
         let histograms = [
-            ("queue_seconds", "Waiting to be at work.", &self.queue),
-            ("ttft_seconds", "From the request to the first byte of its answer.", &self.ttft),
+            ("queue_seconds", "Time from a request to its admission.", &self.queue),
+            ("ttft_seconds", "Time from a request to the first byte of its answer.", &self.ttft),
             (
                 "time_per_token_seconds",
-                "Between events of a stream, the mean of each request.",
+                "Mean time between events of a stream, per request.",
                 &self.per_token,
             ),
         ];
@@ -255,7 +250,7 @@ impl Metrics {
             into,
             "kvx_proxy_leg_seconds",
             "histogram",
-            "A leg: prefill to its answer, decode to its first byte.",
+            "Time of a leg: a prefill until its answer, a decode until its first byte.",
         );
         self.prefill_leg.write(into, "kvx_proxy_leg_seconds", "leg=\"prefill\"");
         self.decode_leg.write(into, "kvx_proxy_leg_seconds", "leg=\"decode\"");
@@ -271,17 +266,17 @@ fn head(into: &mut String, name: &str, kind: &str, help: &str) {
 fn instances(into: &mut String, fleet: &Fleet) {
     type Read = fn(&crate::fleet::instance::State) -> u64;
     let rows: [(&str, &str, &str, Read); 5] = [
-        ("up", "gauge", "Whether it may be asked.", |state| {
+        ("up", "gauge", "1 if the instance accepts requests, else 0.", |state| {
             u64::from(state.is_open(Instant::now()))
         }),
-        ("outstanding_tokens", "gauge", "What it has to do, estimated.", |state| {
+        ("outstanding_tokens", "gauge", "Estimated tokens in progress.", |state| {
             state.outstanding()
         }),
-        ("requests", "gauge", "Requests that it has.", |state| state.requests()),
-        ("requests_total", "counter", "Requests that it got.", |state| {
+        ("requests", "gauge", "Requests in progress.", |state| state.requests()),
+        ("requests_total", "counter", "Requests sent to the instance.", |state| {
             state.requests_total.load(Relaxed)
         }),
-        ("failures_total", "counter", "Requests that it failed.", |state| {
+        ("failures_total", "counter", "Requests that the instance failed.", |state| {
             state.failures_total.load(Relaxed)
         }),
     ];

@@ -1,4 +1,4 @@
-//! A client that says one thing.
+//! A client that sends one request.
 
 use std::net::SocketAddr;
 
@@ -7,7 +7,8 @@ use tokio::net::TcpStream;
 
 use crate::CUT_OFF;
 
-/// Posts JSON with these header lines; what came back: the head in lower case, and the bytes behind it.
+/// Posts JSON with these header lines. Returns the answer's head in lower case, and the bytes after
+/// it.
 pub(crate) async fn post(
     to: SocketAddr,
     path: &str,

@@ -1,4 +1,4 @@
-//! More clients than connections are allowed.
+//! Tests with more clients than allowed connections.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 
 use crate::within;
 
-/// How long nothing has to come for a connection to count as one that waits.
+/// The silence after which a connection counts as waiting.
 const SILENCE: Duration = Duration::from_millis(500);
 
 async fn ask(to: SocketAddr) -> TcpStream {
@@ -22,7 +22,7 @@ async fn ask_again(stream: &mut TcpStream) {
     within(stream.write_all(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")).await;
 }
 
-/// The beginning of an answer.
+/// Checks the beginning of an answer.
 async fn answered(stream: &mut TcpStream) {
     let mut answer = [0; 1024];
     let length = within(stream.read(&mut answer)).await;
@@ -42,7 +42,7 @@ async fn a_connection_beyond_the_limit_is_served_when_another_has_ended() {
     let early = tokio::time::timeout(SILENCE, third.read_u8()).await;
     assert!(early.is_err(), "the third of two connections is not served yet: {early:?}");
     ask_again(&mut first).await;
-    answered(&mut first).await; // who has a connection goes on
+    answered(&mut first).await; // existing connections continue
     drop(second);
     answered(&mut third).await;
 }

@@ -1,4 +1,4 @@
-//! What both legs of a completion are sent.
+//! Tests of the requests that both legs of a completion send.
 
 use kvx_proxy::{Proxy, Setup};
 use serde_json::{Value, json};
@@ -6,7 +6,8 @@ use serde_json::{Value, json};
 use crate::client::post;
 use crate::upstream::{self, Upstream};
 
-/// A router in front of a prefill instance that answers with these blocks, and of a decode instance.
+/// Starts a router in front of a prefill instance that answers with these blocks, and of a decode
+/// instance.
 async fn router(blocks: &Value) -> (std::net::SocketAddr, Upstream, Upstream) {
     let params = json!({
         "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": blocks, "remote_engine_id": "e",
@@ -28,7 +29,7 @@ async fn router(blocks: &Value) -> (std::net::SocketAddr, Upstream, Upstream) {
     (address, prefill, decode)
 }
 
-/// The value of this header.
+/// Returns the value of a header.
 fn header<'a>(head: &'a str, name: &str) -> &'a str {
     let value = |line: &'a str| line.strip_prefix(name)?.strip_prefix(": ");
     head.lines().find_map(value).unwrap_or_else(|| panic!("no {name}: {head}"))
@@ -37,7 +38,7 @@ fn header<'a>(head: &'a str, name: &str) -> &'a str {
 #[tokio::test]
 async fn block_ids_are_written_as_their_prefill_instance_wrote_them() {
     let asked = json!({"model": "m", "prompt": "some words", "max_tokens": 5});
-    // One flat list is vLLM 0.16's and 0.17's form, a list for each group that of later ones.
+    // vLLM 0.16 and 0.17 write one flat list; later versions write a list for each group.
     for blocks in [json!([4, 5, 6]), json!([[4, 5, 6]]), json!([[4, 5], [6]])] {
         let (router, _prefill, decode) = router(&blocks).await;
         let (head, _) = post(router, "/v1/completions", "", &asked).await;
@@ -57,10 +58,10 @@ async fn block_ids_are_written_as_their_prefill_instance_wrote_them() {
 }
 
 #[tokio::test]
-async fn a_client_without_a_trace_has_one_begun_for_both_legs() {
+async fn a_request_without_a_trace_gets_one_for_both_legs() {
     let (router, prefill, decode) = router(&json!([[1]])).await;
     let asked = json!({"model": "m", "prompt": "some words", "max_tokens": 1});
-    // What no other service could go on with is no trace either.
+    // An invalid `traceparent` counts as none.
     for lines in ["", "tracestate: a=b\r\n", "traceparent: 00-0-0-00\r\ntracestate: a=b\r\n"] {
         let (head, _) = post(router, "/v1/completions", lines, &asked).await;
         assert!(
@@ -69,7 +70,7 @@ async fn a_client_without_a_trace_has_one_begun_for_both_legs() {
         );
     }
     let trace = |head: &String| {
-        assert!(!head.contains("tracestate"), "of no trace that goes on: {head}");
+        assert!(!head.contains("tracestate"), "of a trace that was replaced: {head}");
         let parts: Vec<_> = header(head, "traceparent").split('-').map(str::to_owned).collect();
         let [version, trace, span, flags] = &parts[..] else { panic!("four parts: {head}") };
         let is_id = |text: &str, length| {

@@ -1,4 +1,5 @@
-//! Clients of HTTP/2, whose windows are theirs: a connection on which nothing can be written looks idle.
+//! HTTP/2 clients, which control the windows of their streams: a connection on which nothing can be
+//! written looks idle.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -16,7 +17,7 @@ use crate::{CUT_OFF, within};
 
 const STALL: Duration = Duration::from_secs(1);
 
-/// A router in front of one decode instance, over TLS.
+/// Starts a router in front of one decode instance, over TLS.
 async fn router(instance: &Upstream) -> (SocketAddr, Handle) {
     let setup = format!(
         "port = 0\naccess_log = 'off'\nconnector = 'NixlConnector'\ntls_cert = {:?}\ntls_key = {:?}\n\
@@ -33,7 +34,7 @@ async fn router(instance: &Upstream) -> (SocketAddr, Handle) {
     (address, handle)
 }
 
-/// A client whose streams may get so many bytes before it has read some.
+/// Connects a client whose streams have this window, in bytes.
 async fn client(address: SocketAddr, window: u32) -> SendRequest<Full<Bytes>> {
     let stream = connect(address, &[b"h2"]).await;
     let mut builder = http2::Builder::new(TokioExecutor::new());
@@ -63,7 +64,7 @@ fn get(path: &str) -> Request<Full<Bytes>> {
     Request::get(format!("https://localhost{path}")).body(Full::default()).unwrap()
 }
 
-/// The beginning of a stream that goes on.
+/// Returns the beginning of a stream that does not end.
 fn stream_without_end() -> Pieces {
     let event = "data: {\"choices\": [{\"text\": \"a\"}]}\n\n";
     let head =
@@ -72,13 +73,13 @@ fn stream_without_end() -> Pieces {
 }
 
 #[tokio::test]
-async fn a_client_that_opens_no_window_holds_nothing_for_long() {
+async fn a_client_that_opens_no_window_holds_no_request_for_long() {
     let mut instance = Upstream::start(stream_without_end()).await;
     let (address, _handle) = router(&instance).await;
     let mut closed = client(address, 0).await;
     let _unread = send(&mut closed, completion("/v1/completions")).await;
     instance.left_alone().await;
-    send(&mut closed, get("/health")).await; // the connection itself did nothing wrong
+    send(&mut closed, get("/health")).await; // the connection itself is still fine
     let metrics = send(&mut client(address, 1 << 20).await, get("/metrics")).await;
     let metrics = within(metrics.into_body().collect()).await.to_bytes();
     let metrics = std::str::from_utf8(&metrics).unwrap();
@@ -88,7 +89,7 @@ async fn a_client_that_opens_no_window_holds_nothing_for_long() {
 }
 
 #[tokio::test]
-async fn who_reads_slowly_or_waits_for_an_instance_gets_it_all() {
+async fn slow_clients_and_clients_of_slow_instances_get_the_whole_answer() {
     const LENGTH: usize = 600_000;
     let head = format!(
         "HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: {LENGTH}\r\n\r\nx"
@@ -104,7 +105,7 @@ async fn who_reads_slowly_or_waits_for_an_instance_gets_it_all() {
         read += frame.unwrap().into_data().unwrap().len();
         if read - rested >= LENGTH / 40 {
             rested = read;
-            tokio::time::sleep(STALL / 20).await; // it is slow on purpose: all in all longer than the stall
+            tokio::time::sleep(STALL / 20).await; // deliberately slow: in total longer than the stall
         }
     }
     assert_eq!(read, LENGTH);

@@ -1,5 +1,5 @@
-//! The router inside a process of its user's: what only a program that embeds it sees, and clients that only a library
-//! can be.
+//! Tests of the router inside a program: behaviour that only an embedding program sees, and clients
+//! that need a library.
 
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
@@ -15,10 +15,10 @@ mod spans;
 mod tls;
 mod upstream;
 
-/// Whatever a test waits for, it does not wait longer.
+/// The timeout of every wait in these tests.
 const CUT_OFF: std::time::Duration = std::time::Duration::from_secs(10);
 
-/// Waits for something to go well.
+/// Waits for a future to succeed.
 async fn within<T, E: std::fmt::Debug>(waits: impl Future<Output = Result<T, E>>) -> T {
     tokio::time::timeout(CUT_OFF, waits).await.unwrap().unwrap()
 }

@@ -1,4 +1,4 @@
-//! Answers that nothing here looks into.
+//! Tests of answers that the router forwards without reading them.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::client::post;
 use crate::upstream::{self, Upstream};
 use crate::within;
 
-/// A router in front of these decode instances; it ends with the test's runtime.
+/// Starts a router in front of these decode instances; it ends with the test's runtime.
 async fn router(decode: &[Upstream]) -> SocketAddr {
     router_with(decode, "[timeouts]\nidle = '300ms'").await
 }
@@ -29,8 +29,8 @@ async fn router_with(decode: &[Upstream], lines: &str) -> SocketAddr {
 }
 
 #[tokio::test]
-async fn what_is_compressed_passes_as_it_is() {
-    // The beginning of a gzip file, and nothing that could be unpacked.
+async fn compressed_answers_pass_unchanged() {
+    // A gzip header without compressed data.
     let body = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03not really";
     let head = format!(
         "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-encoding: gzip\r\ncontent-length: {}\r\n\r\n",
@@ -46,7 +46,7 @@ async fn what_is_compressed_passes_as_it_is() {
 }
 
 #[tokio::test]
-async fn a_compressed_stream_that_goes_no_further_is_a_broken_connection_and_no_event() {
+async fn a_compressed_stream_that_stops_breaks_the_connection_without_an_event() {
     for (coding, piece) in
         [("", "data: {\"choices\": []}\n\n"), ("content-encoding: gzip\r\n", "\x1f\x08\x00")]
     {
@@ -70,7 +70,7 @@ async fn a_compressed_stream_that_goes_no_further_is_a_broken_connection_and_no_
 }
 
 #[tokio::test]
-async fn what_an_instance_says_for_one_connection_stays_here() {
+async fn hop_by_hop_headers_of_an_instance_are_removed() {
     const KEPT: &str = "x-own: kept";
     let body =
         json!({"choices": [{"index": 0, "text": "a", "finish_reason": "length"}]}).to_string();
@@ -98,7 +98,7 @@ async fn what_an_instance_says_for_one_connection_stays_here() {
         {
             assert!(!head.contains(&format!("\r\n{name}:")), "{name}: {head}");
         }
-        // The client has asked for this itself.
+        // The client requested this one.
         let connection: Vec<_> =
             head.lines().filter(|line| line.starts_with("connection:")).collect();
         assert_eq!(connection, ["connection: close"], "{head}");
@@ -106,7 +106,7 @@ async fn what_an_instance_says_for_one_connection_stays_here() {
 }
 
 #[tokio::test]
-async fn a_stored_response_is_asked_of_the_instance_that_stored_it() {
+async fn a_stored_response_is_served_by_the_instance_that_stored_it() {
     let answer = || upstream::json(&json!({"id": "resp_1", "object": "response"}));
     let decode = [
         Upstream::start(answer()).await,
@@ -124,7 +124,7 @@ async fn a_stored_response_is_asked_of_the_instance_that_stored_it() {
     let got: Vec<_> = decode.iter().map(|one| one.heads().len()).collect();
     let expected: Vec<_> = stored_by.iter().map(|first| first * 7).collect();
     assert_eq!(got, expected);
-    // To cancel one is asked of that instance as well; one that nobody here has stored, of any.
+    // That instance also gets the cancellation. Any instance gets that of an unknown response.
     for _ in 0..6 {
         let cancel = post(router, "/v1/responses/resp_1/cancel", "", &json!({})).await;
         assert!(
@@ -149,7 +149,7 @@ async fn a_stored_response_is_asked_of_the_instance_that_stored_it() {
 
 #[tokio::test]
 async fn a_client_that_reads_nothing_holds_no_instance_for_long() {
-    // More than sockets hold on the way.
+    // More than the sockets' buffers hold.
     let length = 64 << 20;
     let head = format!(
         "HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: {length}\r\n\r\n"
@@ -164,7 +164,7 @@ async fn a_client_that_reads_nothing_holds_no_instance_for_long() {
     within(stream.read_exact(&mut first)).await;
     assert_eq!(&first, b"HTTP/1.1 200");
     decode[0].left_alone().await;
-    // Another one reads on, slowly: all in all for longer.
+    // Another client reads slowly, in total for longer than the stall.
     let mut slow = within(TcpStream::connect(router)).await;
     within(slow.write_all(request)).await;
     let (mut read, mut bytes) = (0, vec![0; 2 << 20]);
@@ -173,7 +173,7 @@ async fn a_client_that_reads_nothing_holds_no_instance_for_long() {
         assert!(some > 0, "it ended after {read} bytes");
         read += some;
         if read / (4 << 20) > (read - some) / (4 << 20) {
-            tokio::time::sleep(Duration::from_millis(60)).await; // it is slow on purpose
+            tokio::time::sleep(Duration::from_millis(60)).await; // deliberately slow
         }
     }
 }

@@ -18,10 +18,11 @@ use tokio::task::JoinHandle;
 
 use crate::{CUT_OFF, within};
 
-/// An instance that answers every WebSocket with this, and says what it gets.
+/// An instance that answers every WebSocket request with the same text, and reports what it
+/// receives.
 struct Instance {
     address: SocketAddr,
-    /// Heads of requests for a WebSocket; then what comes; none at its end.
+    /// The heads of WebSocket requests, then the received texts, then `None` at the end.
     got: UnboundedReceiver<Option<String>>,
 }
 
@@ -92,7 +93,7 @@ async fn router(instances: &[&Instance], keys: &str) -> (SocketAddr, Handle, Joi
     (address, handle, tokio::spawn(async { proxy.run().await.unwrap() }))
 }
 
-/// Asks for a WebSocket; what was answered, and the connection.
+/// Requests a WebSocket. Returns the head of the answer, and the connection.
 async fn ask(router: SocketAddr, path: &str, lines: &str) -> (String, TcpStream) {
     let mut stream = within(TcpStream::connect(router)).await;
     let request = format!(
@@ -127,7 +128,7 @@ async fn wait_for(router: SocketAddr, line: &str) {
             return;
         }
         assert!(tokio::time::Instant::now() < end, "not in time: {line}; {text}");
-        tokio::time::sleep(Duration::from_millis(10)).await; // between looks, never in place of one
+        tokio::time::sleep(Duration::from_millis(10)).await; // between polls
     }
 }
 
@@ -161,7 +162,7 @@ async fn bytes_pass_both_ways_until_one_side_ends() {
         assert!(asked.contains(part), "{part}: {asked}");
     }
     assert!(!asked.contains("evil"), "{asked}");
-    assert_eq!(read(&mut stream, 5).await, "hello", "what came with the answer itself");
+    assert_eq!(read(&mut stream, 5).await, "hello", "the bytes that arrived with the answer");
     for word in ["one", "another"] {
         within(stream.write_all(word.as_bytes())).await;
         assert_eq!(instance.hears().await.as_deref(), Some(word));
@@ -175,13 +176,13 @@ async fn bytes_pass_both_ways_until_one_side_ends() {
 }
 
 #[tokio::test]
-async fn what_an_instance_answers_instead_reaches_the_client() {
+async fn an_instances_rejection_reaches_the_client() {
     let no = Instance::start("HTTP/1.1 403 Forbidden\r\ncontent-length: 6\r\n\r\nnobody").await;
     let (address, ..) = router(&[&no], "").await;
     let (answer, mut stream) = ask(address, "/v1/realtime", "").await;
     assert!(answer.starts_with("http/1.1 403") && !answer.contains("upgrade"), "{answer}");
     assert_eq!(read(&mut stream, 6).await, "nobody");
-    // One that takes nothing now is not the only one.
+    // A busy instance is skipped for another one.
     let busy =
         Instance::start("HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n").await;
     let mut other = Instance::start(YES).await;
@@ -196,7 +197,7 @@ async fn what_an_instance_answers_instead_reaches_the_client() {
 }
 
 #[tokio::test]
-async fn the_model_of_the_query_chooses() {
+async fn the_model_in_the_query_chooses_the_instance() {
     let mut instances =
         [Instance::of_model("a", YES).await, Instance::of_model("org/b", YES).await];
     let (router, ..) = router(&[&instances[0], &instances[1]], "").await;
@@ -210,11 +211,11 @@ async fn the_model_of_the_query_chooses() {
         assert_eq!(instances[place].hears().await, None);
         assert!(instances[1 - place].got.try_recv().is_err(), "{model}");
     }
-    // To a model that nobody has an instance says something in its own words.
+    // If no instance serves the model, one of them answers with its own error.
     assert!(ask(router, "/v1/realtime?model=c", "").await.0.starts_with("http/1.1 101"));
 }
 
-/// An instance of HTTP/2 alone.
+/// Starts an instance that supports HTTP/2 only.
 async fn http2() -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let instance = listener.local_addr().unwrap();
@@ -241,17 +242,17 @@ async fn router_of(decode: &str) -> SocketAddr {
 }
 
 #[tokio::test]
-async fn an_instance_of_http2_has_none() {
+async fn http2_instances_open_no_websocket() {
     let instance = http2().await;
     let router = router_of(&format!("{{ url = 'http://{instance}', http = 'h2c' }}")).await;
     let (answer, mut stream) = ask(router, "/v1/realtime", "").await;
     assert!(answer.starts_with("http/1.1 501"), "{answer}");
     let said = read(&mut stream, 100).await;
-    assert!(said.contains("all decode instances are spoken to by HTTP/2"), "{said}");
+    assert!(said.contains("all decode instances use HTTP/2"), "{said}");
 }
 
 #[tokio::test]
-async fn an_instance_of_http2_is_passed_over_for_one_that_opens_it() {
+async fn http2_instances_are_skipped_for_one_that_opens_it() {
     let (http2, plain) = (http2().await, Instance::start(YES).await);
     let decode = format!("{{ url = 'http://{http2}', http = 'h2c' }}, 'http://{}'", plain.address);
     let router = router_of(&decode).await;
@@ -268,7 +269,7 @@ async fn no_other_path_is_a_websocket() {
     for (path, status) in [
         ("/v1/completions", "405"), // as every GET
         ("/v1/chat/completions", "405"),
-        ("/v1/responses", "200"), // as a GET that asks for nothing else
+        ("/v1/responses", "200"), // as a plain GET
         ("/v1/%72ealtime", "400"),
         ("/metrics", "200"),
     ] {
@@ -289,7 +290,7 @@ async fn silence_and_a_drain_end_it() {
     let (_, mut stream) = ask(quiet, "/v1/realtime", "").await;
     assert_eq!(read(&mut stream, 5).await, "hello");
     assert!(instance.hears().await.is_some());
-    assert_eq!(within(stream.read(&mut [0])).await, 0, "nothing was said for too long");
+    assert_eq!(within(stream.read(&mut [0])).await, 0, "the connection was silent for too long");
     assert_eq!(instance.hears().await, None);
     wait_for(quiet, "kvx_proxy_requests_total{outcome=\"timeout\"} 1").await;
 

@@ -1,4 +1,4 @@
-//! What a request leaves behind: a span with both legs, a line in the access log, one trace.
+//! Tests of a request's records: a span with both legs, a line in the access log, one trace.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -35,11 +35,12 @@ impl Visit for Seen {
 }
 
 thread_local! {
-    /// What has ended on this thread: each test has one of its own.
+    /// The spans that have ended on this thread; each test has its own thread.
     static ENDED: RefCell<Vec<Seen>> = const { RefCell::new(Vec::new()) };
 }
 
-/// For the whole process: `tracing` remembers that nobody wanted a span, if another test has come to it first.
+/// A layer for the whole process: `tracing` caches that no subscriber wants a span, if another test
+/// creates that span first.
 struct Spans;
 
 impl<S: tracing::Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Spans {
@@ -63,7 +64,7 @@ impl<S: tracing::Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Spans {
     }
 }
 
-/// An output that is kept.
+/// A writer that keeps its output.
 #[derive(Clone, Default)]
 struct Kept(Arc<Mutex<Vec<u8>>>);
 

@@ -1,4 +1,4 @@
-//! Clients over TLS.
+//! Tests of clients over TLS.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -18,12 +18,12 @@ use crate::{CUT_OFF, within};
 
 const REQUEST: &[u8] = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n";
 
-/// A file with the certificate of `localhost`, or its key.
+/// Returns the path of the certificate of `localhost`, or of its key.
 pub(crate) fn file(name: &str) -> PathBuf {
     [env!("CARGO_MANIFEST_DIR"), "tests/it/testdata", name].iter().collect()
 }
 
-/// A connection of a client that trusts the certificate and speaks these protocols.
+/// Connects a client that trusts the certificate and offers these protocols.
 pub(crate) async fn connect(to: SocketAddr, protocols: &[&[u8]]) -> TlsStream<TcpStream> {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(file("cert.pem")).unwrap()).unwrap();
@@ -46,7 +46,7 @@ fn setup(cert: &str, key: &str) -> Setup {
 }
 
 #[tokio::test]
-async fn clients_are_served_over_tls_and_only_so() {
+async fn clients_are_served_over_tls_only() {
     let proxy = Proxy::bind(setup("cert.pem", "key.pem")).await.unwrap();
     let (address, handle) = (proxy.local_addr(), proxy.handle());
     let running = tokio::spawn(proxy.run());
@@ -54,7 +54,7 @@ async fn clients_are_served_over_tls_and_only_so() {
         let mut stream = connect(address, &[]).await;
         stream.write_all(REQUEST).await.unwrap();
         let mut answer = Vec::new();
-        // The other side may close without TLS's goodbye.
+        // The proxy may close without a TLS `close_notify`.
         let _ = stream.read_to_end(&mut answer).await;
         assert!(answer.starts_with(b"HTTP/1.1 200 OK"), "{}", answer.escape_ascii());
 
@@ -70,7 +70,7 @@ async fn clients_are_served_over_tls_and_only_so() {
 }
 
 #[tokio::test]
-async fn files_that_are_something_else_are_named() {
+async fn errors_name_files_with_the_wrong_content() {
     for (cert, key, words) in [
         ("key.pem", "key.pem", "key.pem: has no certificate"),
         ("cert.pem", "none.pem", "none.pem"),

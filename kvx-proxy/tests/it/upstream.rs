@@ -1,4 +1,4 @@
-//! An instance of few words: what it says is written out by each test.
+//! A scripted instance: each test writes its answers.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -10,13 +10,13 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::CUT_OFF;
 
-/// What a `POST` is answered: pieces, each after a pause.
+/// The answer to a `POST`: pieces, each after a pause.
 pub(crate) type Pieces = Vec<(Duration, Vec<u8>)>;
 
-/// A `POST` that it got: its head and its body.
+/// A received `POST`: its head and its body.
 type Post = (String, Vec<u8>);
 
-/// It ends with the test's runtime.
+/// A scripted instance, which ends with the test's runtime.
 pub(crate) struct Upstream {
     pub(crate) address: SocketAddr,
     posts: Arc<Mutex<Vec<Post>>>,
@@ -39,12 +39,12 @@ impl Upstream {
         Upstream { address, posts, gone }
     }
 
-    /// The heads of the `POST`s that it got, in lower case.
+    /// Returns the heads of the received `POST`s, in lower case.
     pub(crate) fn heads(&self) -> Vec<String> {
         self.posts.lock().unwrap().iter().map(|(head, _)| head.to_ascii_lowercase()).collect()
     }
 
-    /// The JSON that was in them.
+    /// Returns the JSON bodies of the received `POST`s.
     pub(crate) fn bodies(&self) -> Vec<serde_json::Value> {
         self.posts
             .lock()
@@ -57,11 +57,11 @@ impl Upstream {
     /// Waits until a connection that had a `POST` is closed.
     pub(crate) async fn left_alone(&mut self) {
         let gone = tokio::time::timeout(CUT_OFF, self.gone.recv()).await;
-        gone.expect("nobody waits for its answer any more").unwrap();
+        gone.expect("no client waits for its answer any more").unwrap();
     }
 }
 
-/// An answer of this status line, these headers and this body, at once.
+/// Returns a complete JSON answer, sent at once.
 pub(crate) fn json(body: &serde_json::Value) -> Pieces {
     let body = body.to_string();
     let head = format!(
@@ -109,8 +109,8 @@ async fn serve(
         posted = true;
         posts.lock().unwrap().push((head, body));
         for (pause, piece) in pieces.iter() {
-            tokio::time::sleep(*pause).await; // it is slow on purpose
-            stream.write_all(piece).await.ok(); // an error: the next look at the connection sees it
+            tokio::time::sleep(*pause).await; // deliberately slow
+            stream.write_all(piece).await.ok(); // an error: the next read sees it
         }
     }
 }

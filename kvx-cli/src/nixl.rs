@@ -1,4 +1,5 @@
-//! `kvx nixl`: the NIXLs of this machine, and kvx inside them as their backend KVX.
+//! `kvx nixl`: lists the NIXL installations of this machine, and installs kvx in them as backend
+//! KVX.
 
 mod check;
 
@@ -13,43 +14,43 @@ use serde::Serialize;
 use crate::Result;
 use crate::wheels::{self, Environments};
 
-/// What NIXL opens.
+/// The file name that NIXL opens.
 const PLUGIN: &str = "libplugin_KVX.so";
-/// Names the plug-in, if it does not lie beside this program.
+/// The variable that names the plug-in, if it is not next to this program.
 const VARIABLE: &str = "KVX_NIXL_PLUGIN";
 
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// One JSON object per NIXL.
+    /// Print one JSON object per NIXL.
     #[arg(long, conflicts_with_all = ["install", "remove", "check"])]
     json: bool,
-    /// Link the backend KVX into this NIXL: a Python environment, a folder of packages, a folder
-    /// with libnixl.so; or make this folder for NIXL_PLUGIN_DIR.
+    /// Link the backend KVX into this NIXL: a Python environment, a folder of packages, or a folder
+    /// with libnixl.so. Any other folder is created for NIXL_PLUGIN_DIR.
     #[arg(long, value_name = "DIR|WHEEL", conflicts_with_all = ["remove", "check"])]
     install: Option<PathBuf>,
-    /// Take back what --install has linked there.
+    /// Remove the link that --install has created there.
     #[arg(long, value_name = "DIR|WHEEL", conflicts_with = "check")]
     remove: Option<PathBuf>,
-    /// Run two agents of each NIXL in a wheel over KVX, and say what moved and how fast, beside its
-    /// own UCX.
+    /// Transfer blocks between two agents of each NIXL wheel, over KVX and over its own UCX, and
+    /// print the rates.
     #[arg(long)]
     check: bool,
 }
 
-/// A NIXL of this machine.
+/// A NIXL installation of this machine.
 #[derive(Serialize)]
 struct Nixl {
     library: PathBuf,
-    /// That of its wheel; one that was built from source tells none.
+    /// The version of its wheel; `None` if it was built from source.
     version: Option<String>,
-    /// Its name, where KVX can serve it.
+    /// Its name, if KVX supports it.
     serves: Option<String>,
-    /// Why KVX cannot.
+    /// The reason that KVX does not support it.
     refused: Option<String>,
     plugins: PathBuf,
-    /// What its backend KVX is now: a link to this.
+    /// The target of the link that is its backend KVX.
     installed: Option<PathBuf>,
-    /// Whether that leads somewhere.
+    /// True if that target exists.
     is_there: bool,
 }
 
@@ -71,16 +72,18 @@ impl Nixl {
         }
     }
 
-    /// What its backend KVX is, and what to do if it has none.
+    /// Describes its backend KVX, and what to do if it has none.
     fn installation(&self) -> String {
         match &self.installed {
             Some(target) if self.is_there => format!("its backend KVX is {}", target.display()),
             Some(target) => format!(
-                "its backend KVX is a link to {}, which is not there: kvx nixl --install {}, or --remove",
+                "its backend KVX is a link to {}, which does not exist: run kvx nixl --install {}, or --remove",
                 target.display(),
                 self.plugins.display()
             ),
-            None => format!("it has no backend KVX: kvx nixl --install {}", self.plugins.display()),
+            None => {
+                format!("it has no backend KVX: run kvx nixl --install {}", self.plugins.display())
+            }
         }
     }
 }
@@ -106,13 +109,17 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
         return Ok(());
     }
     if found.is_empty() {
-        writeln!(out, "no NIXL was found; looked in {} and where images have it", wheels::PLACES)?;
+        writeln!(
+            out,
+            "no NIXL was found; looked in {} and the usual places in images",
+            wheels::PLACES
+        )?;
     }
     for nixl in &found {
         writeln!(out, "{}", nixl.library.display())?;
         match (&nixl.serves, &nixl.refused) {
-            (Some(name), _) => writeln!(out, "  {name}: KVX serves it")?,
-            (None, Some(why)) => writeln!(out, "  KVX refuses it: {why}")?,
+            (Some(name), _) => writeln!(out, "  {name}: KVX supports it")?,
+            (None, Some(why)) => writeln!(out, "  KVX does not support it: {why}")?,
             (None, None) => {}
         }
         writeln!(out, "  {}", nixl.installation())?;
@@ -122,15 +129,15 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
         let has = if folder.join(PLUGIN).exists() { "KVX" } else { "no KVX" };
         writeln!(
             out,
-            "NIXL_PLUGIN_DIR is {}, which takes the place of all their folders and has {has}",
+            "NIXL_PLUGIN_DIR is {}, which replaces all their folders and has {has}",
             folder.display()
         )?;
     }
     Ok(())
 }
 
-/// The plug-in's file: the variable's, else the one beside this program or in the `lib` beside its
-/// folder.
+/// Returns the plug-in's file: the one that the variable names, else the one next to this program
+/// or in the `lib` next to its folder.
 fn plugin() -> Result<PathBuf> {
     let named = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()).map(PathBuf::from);
     let program = std::env::current_exe()?.canonicalize()?;
@@ -139,7 +146,7 @@ fn plugin() -> Result<PathBuf> {
     let found = named.into_iter().chain(beside).find(|file| file.is_file());
     let found = found.ok_or_else(|| {
         format!(
-            "{PLUGIN} does not lie beside this program: build it with `cargo build --release -p kvx-nixl`, or set \
+            "{PLUGIN} is not next to this program: build it with `cargo build --release -p kvx-nixl`, or set \
              {VARIABLE}"
         )
     })?;
@@ -173,9 +180,11 @@ fn is_ours(link: &Path) -> bool {
 
 fn install(place: &Path, plugin: &Path, out: &mut impl Write) -> Result<()> {
     if plugin.file_name().is_none_or(|name| name != PLUGIN) {
-        return Err(
-            format!("{} is not named {PLUGIN}, by which NIXL opens it", plugin.display()).into()
-        );
+        return Err(format!(
+            "{} must be named {PLUGIN}, the name that NIXL opens",
+            plugin.display()
+        )
+        .into());
     }
     for (folder, nixl) in folders_at(place) {
         if nixl.is_none() && place.join("pyvenv.cfg").exists() {
@@ -190,23 +199,32 @@ fn install(place: &Path, plugin: &Path, out: &mut impl Write) -> Result<()> {
             .map_err(|error| format!("{}: {error}", folder.display()))?;
         let link = folder.join(PLUGIN);
         if link.symlink_metadata().is_ok() && !is_ours(&link) {
-            return Err(format!("{} is not of kvx: remove it first", link.display()).into());
+            return Err(
+                format!("{} was not installed by kvx: remove it first", link.display()).into()
+            );
         }
-        // Under another name first: at no time is there none.
+        // Create the link under another name first, so that there is one at any time.
         let new = folder.join(format!(".{PLUGIN}.{}", std::process::id()));
         symlink(plugin, &new).map_err(|error| format!("{}: {error}", new.display()))?;
         std::fs::rename(&new, &link).inspect_err(|_| drop(std::fs::remove_file(&new)))?;
-        writeln!(out, "{} is {}", link.display(), plugin.display())?;
+        writeln!(out, "{} links to {}", link.display(), plugin.display())?;
         if nixl.is_none() {
             let folder = std::path::absolute(&folder)?;
-            writeln!(out, "no NIXL lies there: export NIXL_PLUGIN_DIR={}", folder.display())?;
             writeln!(
                 out,
-                "it takes the place of NIXL's own folder: such a process has the backend KVX alone"
+                "it has no NIXL; to use it, export NIXL_PLUGIN_DIR={}",
+                folder.display()
+            )?;
+            writeln!(
+                out,
+                "it replaces NIXL's own folder: a process with this variable has the backend KVX only"
             )?;
         }
     }
-    writeln!(out, "vLLM takes it by \"kv_connector_extra_config\": {{\"backends\": [\"KVX\"]}}")?;
+    writeln!(
+        out,
+        "vLLM selects it with \"kv_connector_extra_config\": {{\"backends\": [\"KVX\"]}}"
+    )?;
     Ok(())
 }
 
@@ -215,15 +233,17 @@ fn remove(place: &Path, out: &mut impl Write) -> Result<()> {
         folders_at(place).into_iter().map(|(folder, _)| folder.join(PLUGIN)).collect();
     let there: Vec<_> = links.iter().filter(|link| link.symlink_metadata().is_ok()).collect();
     if let Some(strange) = there.iter().find(|link| !is_ours(link)) {
-        return Err(format!("{} is not of kvx: it stays", strange.display()).into());
+        return Err(
+            format!("{} was not installed by kvx: it is not removed", strange.display()).into()
+        );
     }
     if there.is_empty() {
         let links: Vec<_> = links.iter().map(|link| link.display().to_string()).collect();
-        return Err(format!("{} is not there", links.join(", ")).into());
+        return Err(format!("{} does not exist", links.join(", ")).into());
     }
     for link in there {
         std::fs::remove_file(link)?;
-        writeln!(out, "{} is gone", link.display())?;
+        writeln!(out, "removed {}", link.display())?;
     }
     Ok(())
 }
@@ -232,7 +252,7 @@ fn remove(place: &Path, out: &mut impl Write) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// A folder that goes when it is dropped.
+    /// A folder that is removed when this is dropped.
     struct Folder(PathBuf);
 
     impl Drop for Folder {
@@ -248,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_for_the_variable_is_made_and_taken_back() {
+    fn a_folder_for_the_variable_is_created_and_removed() {
         let root = folder("install");
         let (plugin, place) = (root.0.join("built").join(PLUGIN), root.0.join("new/plugins"));
         std::fs::create_dir_all(root.0.join("built")).unwrap();
@@ -260,11 +280,18 @@ mod tests {
         }
         assert_eq!(std::fs::read_link(place.join(PLUGIN)).unwrap(), plugin);
         remove(&place, &mut Vec::new()).unwrap();
-        assert!(remove(&place, &mut Vec::new()).unwrap_err().to_string().contains("is not there"));
+        assert!(
+            remove(&place, &mut Vec::new()).unwrap_err().to_string().contains("does not exist")
+        );
         let stays = |place: &Path| {
             let refused = install(place, &plugin, &mut Vec::new()).unwrap_err().to_string();
-            assert!(refused.contains("is not of kvx"), "{refused}");
-            assert!(remove(place, &mut Vec::new()).unwrap_err().to_string().contains("it stays"));
+            assert!(refused.contains("was not installed by kvx"), "{refused}");
+            assert!(
+                remove(place, &mut Vec::new())
+                    .unwrap_err()
+                    .to_string()
+                    .contains("it is not removed")
+            );
             std::fs::remove_file(place.join(PLUGIN)).unwrap();
         };
         std::fs::write(place.join(PLUGIN), "somebody's").unwrap();
@@ -274,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nixl_is_found_by_any_of_its_folders_and_refused_in_words() {
+    fn a_nixl_is_found_by_any_of_its_folders_and_rejected_with_a_reason() {
         let root = folder("wheel");
         let packages = root.0.join("lib/python3.11/site-packages");
         let libraries = packages.join(".nixl_cu12.mesonpy.libs");
@@ -303,6 +330,6 @@ mod tests {
         assert!(nixl.installation().contains("no backend KVX"));
         symlink("/nowhere/libplugin_KVX.so", libraries.join("plugins").join(PLUGIN)).unwrap();
         let dangling = Nixl::of(&libraries.join("libnixl.so")).installation();
-        assert!(dangling.contains("is not there: kvx nixl --install"), "{dangling}");
+        assert!(dangling.contains("does not exist: run kvx nixl --install"), "{dangling}");
     }
 }

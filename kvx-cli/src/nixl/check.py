@@ -1,13 +1,13 @@
-"""Two NIXL agents in two processes move shuffled blocks; prints what moved and how fast. Ends by itself after a minute."""
+"""Moves shuffled blocks between two NIXL agents in two processes, and prints the rates. Exits after a minute at most."""
 import os, signal, struct, sys, time, types
 
 signal.alarm(60)
-if "torch" not in sys.modules:  # older wheels import it, and need nothing of it
+if "torch" not in sys.modules:  # older wheels import it without using it
     torch = types.ModuleType("torch")
     torch.Tensor = type("Tensor", (), {})
     sys.modules["torch"] = torch
 out = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what NIXL logs is no answer
+os.dup2(2, 1)  # keeps NIXL's log lines out of the results
 import ctypes, mmap, random
 from importlib import import_module
 

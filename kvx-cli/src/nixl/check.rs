@@ -1,5 +1,5 @@
-//! `kvx nixl --check`: two agents of a wheel's NIXL, in two processes, over KVX and over its own
-//! UCX.
+//! `kvx nixl --check`: transfers between two agents of a wheel's NIXL in two processes, over KVX
+//! and over its own UCX.
 
 use std::io::Write;
 use std::os::unix::fs::DirBuilderExt as _;
@@ -9,10 +9,10 @@ use std::process::{Command, Stdio};
 use super::{Nixl, PLUGIN};
 use crate::Result;
 
-/// Runs in the wheel's Python: `python -c SCRIPT BACKEND`.
+/// The script that runs in the wheel's Python: `python -c SCRIPT BACKEND`.
 const SCRIPT: &str = include_str!("check.py");
 
-/// A folder that goes when it is dropped.
+/// A folder that is removed when this is dropped.
 struct Folder(PathBuf);
 
 impl Drop for Folder {
@@ -21,13 +21,13 @@ impl Drop for Folder {
     }
 }
 
-/// The Python of the environment that a wheel's library lies in.
+/// Returns the Python of the environment that contains a wheel's library.
 fn python_of(library: &Path) -> Option<PathBuf> {
     library.ancestors().map(|folder| folder.join("bin/python3")).find(|python| python.exists())
 }
 
 pub(super) fn run(found: &[Nixl], plugin: &Path, out: &mut impl Write) -> Result<()> {
-    // Made anew and for this user alone: NIXL loads what lies there.
+    // Create a new folder for this user alone: NIXL loads the files in it.
     let name = format!(
         "kvx-nixl-check-{}-{:x}",
         std::process::id(),
@@ -44,7 +44,7 @@ pub(super) fn run(found: &[Nixl], plugin: &Path, out: &mut impl Write) -> Result
         let Some(python) = python_of(&nixl.library) else {
             writeln!(
                 out,
-                "{}: it is in no Python environment, so that nothing can be run",
+                "{}: it is not in a Python environment, so it cannot be checked",
                 nixl.library.display()
             )?;
             continue;
@@ -77,13 +77,13 @@ pub(super) fn run(found: &[Nixl], plugin: &Path, out: &mut impl Write) -> Result
             }
         }
     }
-    // What was run lies beside this program; what an engine finds is another matter.
+    // The checks above used the plug-in of this program; report what an engine finds as well.
     for nixl in found.iter().filter(|nixl| nixl.serves.is_some() && !nixl.is_there) {
         writeln!(out, "{}: {}", nixl.library.display(), nixl.installation())?;
     }
     match (checked, failed.is_empty()) {
         (0, _) => {
-            Err("no NIXL in a Python environment was found that KVX can serve; `kvx nixl` says why"
+            Err("no NIXL that KVX supports was found in a Python environment; `kvx nixl` says why"
                 .into())
         }
         (_, true) => Ok(()),

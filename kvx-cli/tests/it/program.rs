@@ -289,7 +289,7 @@ fn a_model_is_made_and_never_over_another() {
     let again = kvx(&arguments);
     assert!(text(&again.stderr).contains("holds a model already"), "{again:?}");
     let wrong = kvx(&["make-model", place, "--arch", "mamba"]);
-    assert!(text(&wrong.stderr).contains("--arch is llama, qwen2 or qwen3"), "{wrong:?}");
+    assert!(text(&wrong.stderr).contains("--arch must be llama, qwen2 or qwen3"), "{wrong:?}");
     std::fs::remove_dir_all(folder).unwrap();
 }
 
@@ -377,7 +377,7 @@ fn two_agents_of_a_nixl_are_checked_over_kvx() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     let said = text(&output.stdout);
     assert!(
-        said.contains("it has no backend KVX: kvx nixl --install"),
+        said.contains("it has no backend KVX: run kvx nixl --install"),
         "an engine would not find it: {said}"
     );
     for (backend, blocks) in [

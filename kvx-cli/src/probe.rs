@@ -1,4 +1,5 @@
-//! `kvx probe HOST:PORT`: what a prefill's side channel says, and whether an engine would fit it.
+//! `kvx probe HOST:PORT`: shows the handshake of a prefill's side channel, and checks whether a
+//! decode engine is compatible.
 
 use std::io::{ErrorKind, Write};
 use std::path::Path;
@@ -16,28 +17,28 @@ use serde_json::{Value, json};
 
 use super::Result;
 
-/// Nobody answered.
+/// The exit status if there is no answer.
 const NO_ANSWER: u8 = 2;
 
 /// Exit status: 0 if the peer fits, 1 if it does not, 2 if there is no answer or the arguments are
 /// invalid.
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// Where the side channel listens: VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT
+    /// The address of the side channel: VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT
     /// of the prefill
     #[arg(value_name = "HOST:PORT")]
     address: String,
-    /// Print it as JSON
+    /// Print JSON
     #[arg(long)]
     json: bool,
-    /// The arguments of `vllm serve` of the decode engine, which is checked against the prefill. Set
-    /// `kv_compat` in the KV transfer config to probe another version: a vLLM crashes when it is
-    /// asked for one that it does not speak
+    /// The arguments of `vllm serve` of the decode engine, which is checked against the prefill.
+    /// Set `kv_compat` in the KV transfer config to probe another version: a vLLM crashes on a
+    /// version that it does not support
     #[arg(last = true, value_name = "VLLM ARGUMENTS")]
     serve: Vec<String>,
 }
 
-/// Runs the command; says what ends the program.
+/// Runs the command, and returns the exit status.
 pub(crate) fn run(arguments: &Arguments, out: &mut dyn Write) -> Result<ExitCode> {
     let engine = Engine::read(&arguments.serve)?;
     let address = address(&arguments.address)?;
@@ -67,20 +68,22 @@ fn address(text: &str) -> Result<Address> {
         text.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse::<u16>().ok()?)));
     let (host, port) =
         parts.filter(|(host, port)| !host.is_empty() && *port > 0).ok_or_else(|| {
-            format!("{text:?} is no HOST:PORT; write for instance 10.0.0.1:5600 or [fd00::1]:5600")
+            format!(
+                "{text:?} is not HOST:PORT; write, for example, 10.0.0.1:5600 or [fd00::1]:5600"
+            )
         })?;
     Ok(Address { host: host.trim_start_matches('[').trim_end_matches(']').into(), port })
 }
 
-/// The engine that is to decode, as far as its arguments tell.
+/// The decode engine, as far as its arguments describe it.
 struct Engine {
     version: Version,
-    /// `None`: no arguments were given.
+    /// `None` if no arguments were given.
     config: Option<KvTransferConfig>,
     factors: CompatibilityFactors,
-    /// Why the hash cannot be computed.
+    /// The reason that the hash cannot be computed.
     unknown: Option<String>,
-    /// The model's weights are float32, and nobody says what they are served as.
+    /// True if the model's weights are float32 and no argument names the served type.
     is_float32: bool,
     block_size: Option<u64>,
 }
@@ -109,7 +112,7 @@ impl Engine {
                 .find_map(|key| whole[key].as_str().or(text[key].as_str()));
             dtype = written.map(str::to_owned);
         }
-        // As vLLM chooses: `auto` is the model's, and never float32.
+        // Choose as vLLM does: `auto` is the type of the model, but never float32.
         let chosen = option(&["--dtype"]).filter(|dtype| dtype != "auto");
         let is_float32 = chosen.is_none() && dtype.as_deref() == Some("float32");
         let chosen = chosen.or(dtype.filter(|dtype| dtype != "float32"));
@@ -132,7 +135,7 @@ impl Engine {
         let sized =
             factors.num_kv_heads > 0 && factors.head_size > 0 && factors.num_hidden_layers > 0;
         let unknown = if model.is_empty() && !written("model") {
-            Some("no model is named: give it as to `vllm serve`".to_owned())
+            Some("no model is named: name it as for `vllm serve`".to_owned())
         } else if !sized
             && !["num_kv_heads", "head_size", "num_hidden_layers"].iter().all(|key| written(key))
         {
@@ -149,7 +152,7 @@ impl Engine {
     }
 }
 
-/// `config.json` of a model whose folder is here.
+/// Reads `config.json` of a model whose folder is on this machine.
 fn model_config(model: &str) -> Result<Option<Value>> {
     let path = Path::new(model).join("config.json");
     match std::fs::read_to_string(&path) {
@@ -158,7 +161,7 @@ fn model_config(model: &str) -> Result<Option<Value>> {
             let config = serde_json::from_str(&text);
             Ok(Some(config.map_err(|error| format!("{} is not JSON: {error}", path.display()))?))
         }
-        // The name of a model whose folder is elsewhere.
+        // The name of a model whose folder is not on this machine.
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
             Ok(None)
         }
@@ -170,7 +173,7 @@ fn dashes(word: &str) -> String {
     word.split('=').next().unwrap_or_default().replace('_', "-")
 }
 
-/// The value of an option, written apart or with `=`; the last one counts.
+/// Returns the value of an option, separate or after `=`; the last one counts.
 fn option(rest: &[String], names: &[&str]) -> Option<String> {
     let position = rest
         .iter()
@@ -181,7 +184,7 @@ fn option(rest: &[String], names: &[&str]) -> Option<String> {
     }
 }
 
-/// What would not fit, and what else there is to say.
+/// The incompatibilities, and other notes.
 #[derive(Default)]
 struct ProbeVerdict {
     misfits: Vec<String>,
@@ -195,7 +198,7 @@ impl ProbeVerdict {
             verdict.misfits.push(error.sentence().to_owned());
         }
         if let Some(why) = &looked.refusal {
-            verdict.misfits.push(format!("it refuses: {why}"));
+            verdict.misfits.push(format!("it rejects this engine: {why}"));
             return Ok(verdict);
         }
         let metadata = match &looked.metadata {
@@ -203,7 +206,7 @@ impl ProbeVerdict {
             Err(error) => {
                 let version = engine.version;
                 verdict.misfits.push(format!(
-                    "its memory is not told as {version} does ({}): say its version by kv_compat in \
+                    "its metadata does not have the format of {version} ({}): set its version with kv_compat in \
                     --kv-transfer-config",
                     error.sentence()
                 ));
@@ -238,7 +241,7 @@ impl ProbeVerdict {
         let why = match explain(&engine.factors, &looked.hash)? {
             Some(differences) => {
                 let all: Vec<_> = differences.iter().map(ToString::to_string).collect();
-                format!("{}: give both the same, or write it in kv_connector_extra_config.factors", all.join(", and "))
+                format!("{}: use the same value on both sides, or set it in kv_connector_extra_config.factors", all.join(", and "))
             }
             None => "no known value of one or two factors explains it: compare model names as given to `vllm serve`, \
                      versions with their suffixes, and vLLM's log line of its factors"
@@ -287,7 +290,7 @@ impl ProbeVerdict {
         }
         if theirs.agent_metadata.is_empty() && theirs.kvx_metadata.is_none() {
             self.misfits.push(
-                "it tells neither of a NIXL agent nor of a kvx agent, so nothing can read from it; see \
+                "it publishes neither a NIXL agent nor a kvx agent, so no engine can read from it; see \
                 its log"
                     .to_owned(),
             );
@@ -341,12 +344,12 @@ fn in_words(arguments: &Arguments, looked: &Probe, verdict: &ProbeVerdict) -> St
         line("does not fit", misfit.clone());
     }
     if verdict.misfits.is_empty() && !arguments.serve.is_empty() {
-        line("fits", "nothing that could be compared differs".to_owned());
+        line("fits", "no compared value differs".to_owned());
     }
     text
 }
 
-/// The memory, if it was told.
+/// Returns the metadata, if the peer sent it.
 fn told(looked: &Probe) -> Option<&NixlAgentMetadata> {
     looked.metadata.as_ref().ok().filter(|_| looked.refusal.is_none())
 }
@@ -355,7 +358,7 @@ fn speaks(looked: &Probe) -> &'static str {
     match &looked.kvx {
         Ok(true) => "kvx, and vLLM's handshake",
         Ok(false) => "vLLM's handshake",
-        Err(_) => "kvx, which tells this end nothing of its own: the secrets differ",
+        Err(_) => "kvx, without its own metadata: the secrets differ",
     }
 }
 
@@ -375,7 +378,7 @@ fn or_none(text: &str) -> &str {
 fn bytes(blob: Option<&Vec<u8>>) -> String {
     match blob.filter(|blob| !blob.is_empty()) {
         Some(blob) => format!("{} bytes", blob.len()),
-        None => "not told".to_owned(),
+        None => "none".to_owned(),
     }
 }
 

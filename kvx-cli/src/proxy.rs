@@ -8,28 +8,28 @@ use kvx_proxy::{AccessLog, Choice, Finding, Pool, PoolConnector, Setup};
 
 use crate::Result;
 
-/// The command lines of vLLM's proxies, and a file for everything.
+/// The arguments of `kvx proxy`: those of vLLM's toy proxies, and a file for all settings.
 #[derive(Clone, clap::Args)]
 pub(crate) struct Arguments {
-    /// A TOML file with everything; flags win over it. It is read again on SIGHUP.
+    /// A TOML file with all settings; flags override it. SIGHUP reloads it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Where to listen [default: 127.0.0.1].
+    /// The address to listen on [default: 127.0.0.1].
     #[arg(long)]
     host: Option<String>,
-    /// Where to listen; 0 takes any free port [default: 8000].
+    /// The port to listen on; 0 takes any free port [default: 8000].
     #[arg(long)]
     port: Option<u16>,
     /// Hosts of prefill instances [default: localhost].
     #[arg(long, alias = "prefiller-host", num_args = 1.., value_name = "HOST")]
     prefiller_hosts: Vec<String>,
-    /// Their ports, one for each [default: 8100].
+    /// Ports of prefill instances, one for each host [default: 8100].
     #[arg(long, alias = "prefiller-port", num_args = 1.., value_name = "PORT")]
     prefiller_ports: Vec<u16>,
     /// Hosts of decode instances [default: localhost].
     #[arg(long, alias = "decoder-host", num_args = 1.., value_name = "HOST")]
     decoder_hosts: Vec<String>,
-    /// Their ports, one for each [default: 8200].
+    /// Ports of decode instances, one for each host [default: 8200].
     #[arg(long, alias = "decoder-port", num_args = 1.., value_name = "PORT")]
     decoder_ports: Vec<u16>,
     /// A prefill instance, and the port of its Mooncake bootstrap server, or `none`.
@@ -42,37 +42,37 @@ pub(crate) struct Arguments {
     /// name none.
     #[arg(long, value_name = "NAME")]
     connector: Option<String>,
-    /// How instances are chosen: least-tokens, round-robin or prefix.
+    /// The policy for choosing instances: least-tokens, round-robin or prefix.
     #[arg(long, value_name = "HOW")]
     choice: Option<String>,
     /// Send prompts of fewer tokens (estimated) to decode alone.
     #[arg(long, value_name = "TOKENS")]
     local_below: Option<u64>,
-    /// Where a JSON line per request goes: stdout, off, or a file.
+    /// The access log, one JSON line per request: stdout, off, or a file.
     #[arg(long, value_name = "FILE")]
     access_log: Option<String>,
-    /// A file with a key a line; clients then need one of them.
+    /// A file with one key per line; clients then need one of them.
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
     /// The certificate chain for clients, PEM.
     #[arg(long, value_name = "FILE")]
     tls_cert: Option<PathBuf>,
-    /// Its private key, PEM.
+    /// The private key of the certificate, PEM.
     #[arg(long, value_name = "FILE")]
     tls_key: Option<PathBuf>,
-    /// Say what this means and what would not work now; serve nothing. Exit status 1 if something
-    /// would not.
+    /// Explain the configuration and report what would not work now, without serving. Exit with 1
+    /// if something would not work.
     #[arg(long)]
     check: bool,
-    /// Send the same prompts to two endpoints, `http://HOST:PORT` or `http://HOST:PORT/BASE` of one
-    /// that answers at `BASE/v1`; https where TLS is built in. Exit status 1 if an answer differs
-    /// or does not come.
+    /// Send the same prompts to two endpoints: `http://HOST:PORT`, or `http://HOST:PORT/BASE` for
+    /// one that answers at `BASE/v1`; https if TLS is built in. Exit with 1 if an answer differs or
+    /// is missing.
     #[arg(long, num_args = 2, value_names = ["URL", "URL"], conflicts_with_all = ["check", "config"])]
     compare: Vec<String>,
-    /// The model of `--compare` [default: the first endpoint's first].
+    /// The model for `--compare` [default: the first model of the first endpoint].
     #[arg(long, requires = "compare")]
     model: Option<String>,
-    /// How many tokens each answer of `--compare` has.
+    /// The number of tokens of each answer of `--compare`.
     #[arg(long, default_value_t = 24, requires = "compare")]
     tokens: u32,
 }
@@ -90,7 +90,7 @@ impl Arguments {
             && self.decoder_ports.is_empty());
         let urls = !(self.prefill.is_empty() && self.decode.is_empty());
         if hosts && urls {
-            let words = "--prefill and --decode name the same instances as --prefiller-hosts and --decoder-hosts: use \
+            let words = "--prefill and --decode cannot be combined with --prefiller-hosts and --decoder-hosts: use \
                          one way or the other";
             return Err(words.into());
         }
@@ -145,7 +145,7 @@ pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<(
         move || arguments.setup().map_err(|error| kvx_proxy::Error::from(error.to_string()));
     let started = |address| eprintln!("kvx: listening on {scheme}://{address}");
     let served = runtime.block_on(kvx_proxy::serve(setup, reread, output, started));
-    // A name may still be looked up, or a log be read by nobody.
+    // A name lookup, or a write to a log without a reader, may still be in progress.
     runtime.shutdown_timeout(std::time::Duration::from_secs(1));
     Ok(served?)
 }
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_reach_the_set_up_and_win_over_the_file() {
+    fn flags_override_the_file() {
         let flags = "--local-below 300 --connector MooncakeConnector --choice prefix --api-key-file keys \
                      --access-log off --tls-cert cert --tls-key key --host ::1 --port 9";
         let file =
@@ -306,7 +306,11 @@ mod tests {
             );
             assert_eq!((&*setup.host, setup.port), ("::1", 9));
         }
-        assert_eq!(over.pools[0].decode[0].name(), "d:1", "what no flag names is the file's");
+        assert_eq!(
+            over.pools[0].decode[0].name(),
+            "d:1",
+            "settings without a flag come from the file"
+        );
         assert_eq!(
             (untouched.local_below, untouched.connector, untouched.choice),
             (1, PoolConnector::Nixl, Choice::RoundRobin)
@@ -334,7 +338,7 @@ mod tests {
             ("--choice best", "least-tokens"),
             ("--prefill a:1", "http://HOST:PORT"),
             ("--prefill http://a:1 some", "http://HOST:PORT"),
-            ("--prefill none", "behind the URL"),
+            ("--prefill none", "must follow the URL"),
         ];
         for (line, words) in cases {
             let error = setup(line).unwrap_err().to_string();

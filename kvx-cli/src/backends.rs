@@ -1,4 +1,4 @@
-//! `kvx backends`: every backend that kvx knows, whether it works here, and what to do if it does
+//! `kvx backends`: lists every backend that kvx knows, whether it works here, and what to do if
 //! not.
 
 use std::io::Write;
@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use crate::wheels::{self, FoundLibrary};
 use crate::{Result, routes};
 
-/// What stands behind `backends` on the command line.
+/// The arguments of `kvx backends`.
 #[derive(Args, Default)]
 pub(crate) struct Arguments {
     /// Print one JSON array of objects.
@@ -20,8 +20,8 @@ pub(crate) struct Arguments {
     /// Look for native libraries in Python environments, and print the variables to set.
     #[arg(long)]
     find: bool,
-    /// Start a second process with each available backend, move a block each way, and say how that
-    /// was done.
+    /// Start a second process with each available backend, move a block each way, and print the
+    /// route.
     #[arg(long)]
     routes: bool,
     /// List this backend only; exit with 1 and the reason if it cannot be used.
@@ -29,8 +29,8 @@ pub(crate) struct Arguments {
     require: Option<String>,
 }
 
-/// Runs the command. Errors: the registry's, for a required backend that cannot be used; or the
-/// output's.
+/// Runs the command. Fails with the registry's error if a required backend cannot be used, or if
+/// the output cannot be written.
 pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Write) -> Result<()> {
     let options = Options::new();
     let names = match &arguments.require {
@@ -54,7 +54,7 @@ pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Writ
     if arguments.find { tell_found(&found, &rows, out) } else { Ok(()) }
 }
 
-/// One backend.
+/// A row of the list.
 #[derive(Default, Serialize)]
 struct BackendRow {
     name: &'static str,
@@ -62,9 +62,9 @@ struct BackendRow {
     available: bool,
     version: Option<String>,
     library: Option<String>,
-    /// What it can use here, each with what that can do.
+    /// The usable devices, each with its capabilities.
     devices: Vec<String>,
-    /// How it reaches a second process of this host, if that was asked.
+    /// The route to a second process of this host, with `--routes`.
     route: Option<String>,
     reason: Option<String>,
     next_step: Option<String>,
@@ -106,8 +106,8 @@ impl BackendRow {
         Ok(row)
     }
 
-    /// Links to a second process. A backend that cannot do so says why; that is an error if it is
-    /// `required`.
+    /// Determines the route to a second process. A failure becomes the reason in the row, or an
+    /// error if the backend is `required`.
     fn route(&mut self, registry: &Registry, required: bool) -> Result<()> {
         match routes::of(self.name, registry) {
             Ok(route) => self.route = Some(route),
@@ -122,7 +122,7 @@ impl BackendRow {
         Ok(())
     }
 
-    /// A library that was found is the next step of a backend that lacks it.
+    /// Makes a found library the next step of a backend that lacks it.
     fn with(mut self, found: &[FoundLibrary]) -> Self {
         if let Some(found) =
             found.iter().find(|found| found.backend == self.name && !self.available)
@@ -188,7 +188,7 @@ fn tell_found(found: &[FoundLibrary], rows: &[BackendRow], out: &mut dyn Write) 
     if found.is_empty() {
         writeln!(
             out,
-            "No native library was found in Python environments (looked at {}).",
+            "No native library was found in Python environments (looked in {}).",
             wheels::PLACES
         )?;
         return Ok(());
@@ -196,12 +196,12 @@ fn tell_found(found: &[FoundLibrary], rows: &[BackendRow], out: &mut dyn Write) 
     writeln!(out, "Native libraries in Python environments:")?;
     for FoundLibrary { backend, variable, path } in found {
         let use_of_it = match rows.iter().find(|row| row.name == *backend) {
-            Some(row) if row.available => "  # not needed: it is available without",
+            Some(row) if row.available => "  # not needed: the backend works without it",
             Some(row) if row.compiled && *variable == wheels::MOONCAKE_ENGINE => {
-                "  # behind what `kvx mooncake-adapter` makes"
+                "  # opened by the library that `kvx mooncake-adapter` builds"
             }
             Some(row) if row.compiled => "",
-            _ => "  # no use yet: the backend is not in this build",
+            _ => "  # unused: the backend is not in this build",
         };
         writeln!(out, "export {variable}={}{use_of_it}", path.display())?;
     }
@@ -230,7 +230,7 @@ mod tests {
         BackendName { name: "WIRE", aliases: &[], feature: Some("wire") },
     ];
 
-    /// UCX without its library; WIRE, which works; RADIO, which works and is to be warned of.
+    /// A stub: UCX lacks its library, WIRE works, and RADIO works with warnings.
     struct Stub(&'static str);
 
     impl Factory for Stub {
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_has_a_line_for_every_known_backend_also_when_it_is_not_compiled_in() {
+    fn the_table_lists_every_known_backend_even_if_it_is_not_compiled_in() {
         assert_eq!(
             output(&Arguments::default()).unwrap(),
             "BACKEND    AVAILABLE  VERSION/LIBRARY        WHY NOT / NEXT STEP\n\
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn what_to_beware_of_stands_beside_a_backend_that_works() {
+    fn warnings_are_shown_for_a_backend_that_works() {
         let mut registry = Registry::new();
         registry.add(Stub("RADIO")).unwrap();
         let output = |json| {
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_required_and_works_is_listed_alone() {
+    fn a_required_backend_that_works_is_listed_alone() {
         let text =
             output(&Arguments { require: Some("wire".into()), ..Arguments::default() }).unwrap();
         assert_eq!(text.lines().count(), 3, "{text}");
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_required_and_does_not_work_is_the_registrys_sentence() {
+    fn a_required_backend_that_does_not_work_fails_with_the_registrys_error() {
         let sentences = [
             (
                 "UXC",
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_that_was_found_is_the_next_step_of_what_lacks_it() {
+    fn a_found_library_is_the_next_step_of_its_backend() {
         let found = [("UCX", "KVX_UCX_LIB"), ("RIXL", "KVX_RIXL_LIB"), ("WIRE", "KVX_WIRE_LIB")]
             .map(|(backend, variable)| FoundLibrary {
                 backend,
@@ -420,8 +420,8 @@ mod tests {
             String::from_utf8(out).unwrap(),
             "\nNative libraries in Python environments:\n\
              export KVX_UCX_LIB=/env/UCX\n\
-             export KVX_RIXL_LIB=/env/RIXL  # no use yet: the backend is not in this build\n\
-             export KVX_WIRE_LIB=/env/WIRE  # not needed: it is available without\n"
+             export KVX_RIXL_LIB=/env/RIXL  # unused: the backend is not in this build\n\
+             export KVX_WIRE_LIB=/env/WIRE  # not needed: the backend works without it\n"
         );
     }
 }

@@ -1,8 +1,9 @@
-//! Numbers of bytes as people write and read them.
+//! Parses and formats numbers of bytes.
 
-/// Reads `256M`, `64K`, `1G` or a plain number; the units are powers of 1024.
+/// Parses `256M`, `64K`, `1G` or a plain number; the units are powers of 1024.
 pub(crate) fn parse(text: &str) -> Result<u64, String> {
-    let wrong = || format!("{text:?} is no number of bytes: write one such as 64K, 256M or 1G");
+    let wrong =
+        || format!("{text:?} is not a number of bytes: write, for example, 64K, 256M or 1G");
     let (digits, shift) = match text.trim().char_indices().last() {
         Some((at, unit)) if !unit.is_ascii_digit() => {
             let shift = match unit.to_ascii_uppercase() {
@@ -19,7 +20,7 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
     number.checked_mul(1 << shift).ok_or_else(wrong)
 }
 
-/// Writes `256 MiB`, `64 KiB`, or plain bytes where no unit fits.
+/// Returns `256 MiB`, `64 KiB`, or plain bytes where no unit divides.
 pub(crate) fn show(bytes: u64) -> String {
     for (shift, unit) in [(30, "GiB"), (20, "MiB"), (10, "KiB")] {
         if bytes >= 1 << shift && bytes.is_multiple_of(1 << shift) {
@@ -43,10 +44,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_of_bytes_is_quoted() {
+    fn errors_quote_what_is_not_a_number_of_bytes() {
         for text in ["", "K", "12Q", "-1M", "1.5G", "99999999999G", "1MB", "7\u{e4}"] {
             assert!(
-                parse(text).unwrap_err().starts_with(&format!("{text:?} is no number of bytes"))
+                parse(text).unwrap_err().starts_with(&format!("{text:?} is not a number of bytes"))
             );
         }
     }

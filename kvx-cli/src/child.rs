@@ -1,4 +1,4 @@
-//! A process that is asked in lines and answers in lines.
+//! A child process that receives lines and answers with lines.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use crate::Result;
 
-/// The most lines of a child that wait to be read. A child that answers more waits; more lines of
-/// standard error are dropped.
+/// The most lines of a child that are buffered. A child that answers with more blocks; more lines
+/// of standard error are dropped.
 const UNHEARD: usize = 1024;
 
-/// Such a process. It is killed when this is dropped, and by the kernel when this process dies.
+/// A child process. It is killed when this is dropped, and by the kernel when this process dies.
 pub(crate) struct Child {
     name: String,
     process: std::process::Child,
@@ -21,14 +21,14 @@ pub(crate) struct Child {
 }
 
 impl Child {
-    /// Starts it. Call this on a thread that lives as long as the program: the kernel watches that
-    /// thread.
+    /// Starts a program. Call this on a thread that lives as long as this process: the kernel kills
+    /// the child when that thread ends.
     pub(crate) fn start(name: &str, mut command: Command) -> Result<Self> {
         command.stdout(Stdio::piped());
         Self::spawn(name, command)
     }
 
-    /// As [`start`](Self::start), of a program whose answers stand on standard error.
+    /// Like [`start`](Self::start), for a program that answers on standard error.
     #[cfg(all(feature = "serve", feature = "proxy"))]
     pub(crate) fn start_hearing_errors(name: &str, mut command: Command) -> Result<Self> {
         command.stdout(Stdio::null()).stderr(Stdio::piped());
@@ -55,7 +55,7 @@ impl Child {
             command.spawn().map_err(|error| format!("{name} could not be started: {error}"))?;
         let asked = process.stdin.take();
         let (send, answers) = mpsc::sync_channel(UNHEARD);
-        // Whatever a library writes: what is no UTF-8 is replaced.
+        // Libraries may write anything: replace invalid UTF-8.
         let lines = |output| {
             let lines = BufReader::new(output).split(b'\n').map_while(std::result::Result::ok);
             lines.map(|line| String::from_utf8_lossy(&line).into_owned())
@@ -70,19 +70,19 @@ impl Child {
             });
         } else if let Some(errors) = process.stderr.take() {
             let lines = lines(Box::new(errors) as Box<dyn Read + Send>);
-            // They are read to the end, so that the process never waits to be heard.
+            // Read to the end, so that the process never blocks on a full pipe.
             std::thread::spawn(move || lines.for_each(|line| drop(send.try_send(line))));
         }
         Ok(Child { name: name.to_owned(), process, asked, answers })
     }
 
-    /// What it was started as.
+    /// Returns the name that it was started with.
     #[cfg(all(feature = "serve", feature = "proxy"))]
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its process.
+    /// Returns its process id.
     pub(crate) fn pid(&self) -> u32 {
         self.process.id()
     }
@@ -90,14 +90,14 @@ impl Child {
     /// Sends a line.
     pub(crate) fn send_line(&mut self, line: &str) -> Result<()> {
         let Some(asked) = &mut self.asked else {
-            return Err(format!("{} takes no lines", self.name).into());
+            return Err(format!("{} accepts no more lines", self.name).into());
         };
         Ok(writeln!(asked, "{line}")
             .and_then(|()| asked.flush())
             .map_err(|error| format!("{}: {error}", self.name))?)
     }
 
-    /// The next line it writes.
+    /// Returns the next line that it writes.
     pub(crate) fn receive_line(&mut self, patience: Duration) -> Result<String> {
         match self.answers.recv_timeout(patience) {
             Ok(line) => Ok(line),
@@ -114,17 +114,17 @@ impl Child {
         }
     }
 
-    /// Stops it where it is, until it is killed.
+    /// Stops it with SIGSTOP, until it is killed.
     #[cfg(all(feature = "serve", feature = "proxy"))]
     pub(crate) fn stop(&self) -> Result<()> {
-        // SAFETY: plain system call. The process is not reaped, so the number is its own.
+        // SAFETY: plain system call. The process is not reaped, so the id is still its own.
         match unsafe { libc::kill(self.process.id().cast_signed(), libc::SIGSTOP) } {
             0 => Ok(()),
             _ => Err(std::io::Error::last_os_error().into()),
         }
     }
 
-    /// Kills it, by its process number, and waits until it has ended.
+    /// Kills it by its process id, and waits until it has ended.
     pub(crate) fn kill(&mut self) -> Result<()> {
         self.process.kill()?;
         let within = Duration::from_secs(10);
@@ -133,7 +133,7 @@ impl Child {
         })
     }
 
-    /// Says that there will be no more lines, and gives it a moment to end by itself.
+    /// Closes its input, and waits up to 5 s for it to exit.
     pub(crate) fn end(mut self) {
         self.asked = None;
         self.wait_for_exit(Duration::from_secs(5));
@@ -154,11 +154,11 @@ impl Child {
 impl Drop for Child {
     fn drop(&mut self) {
         if let Ok(None) = self.process.try_wait() {
-            // SAFETY: plain system call. The process is not reaped, so the number is that of its
+            // SAFETY: plain system call. The process is not reaped, so the id is still that of its
             // group.
             unsafe { libc::kill(-self.process.id().cast_signed(), libc::SIGKILL) };
         }
-        // Errors: it has ended already.
+        // An error: it has already ended.
         self.process.kill().ok();
         self.process.wait().ok();
     }

@@ -1,4 +1,4 @@
-//! `kvx config ARGS…`: what a set of vLLM's arguments means to kvx.
+//! `kvx config ARGS…`: explains what vLLM's arguments mean to kvx.
 
 use std::io::Write;
 use std::path::Path;
@@ -10,21 +10,21 @@ use kvx::{BackendStatus, Options, Registry, Result, Secret};
 use kvx_core::backend::{AutoOpen, Factory};
 
 const USAGE: &str = "\
-Says what vLLM's KV transfer arguments mean to kvx, in this environment and on this machine.
+Explains what vLLM's KV transfer arguments mean to kvx, in this environment and on this machine.
 
 Usage: kvx config [--json] ARGS...
 
-ARGS are those of `vllm serve`, as they are: --kv-transfer-config JSON, --kv-transfer-config.KEY VALUE,
---kv-transfer-config.KEY+ ITEM; the parallel sizes are read too, all others are listed as ignored.
-Prints the merged JSON, every value and where it came from, what follows from them (without a list of backends also
-whether vLLM peers can reach this engine), the backends it would open, and the warnings.
+ARGS are those of `vllm serve`, unchanged: --kv-transfer-config JSON, --kv-transfer-config.KEY VALUE,
+--kv-transfer-config.KEY+ ITEM. The parallel sizes are read too; all others are listed as ignored.
+Prints the merged JSON, every value and its source, the settings that follow (without a list of backends also
+whether vLLM peers can reach this engine), the backends that it would open, and the warnings.
 
-  --json    print it as JSON
-  --help    print this
+  --json    print JSON
+  --help    print this help
 
 Exit status: 0, 1 if the answer could not be written, or 2 if the arguments are not valid.";
 
-/// Runs the command with what stands behind `config` on the command line.
+/// Runs the command with the arguments after `config`.
 pub(crate) fn run(args: Vec<String>, registry: &Registry, out: &mut dyn Write) -> ExitCode {
     let said = if matches!(args.first().map(String::as_str), Some("--help" | "-h")) {
         writeln!(out, "{USAGE}")
@@ -38,7 +38,7 @@ pub(crate) fn run(args: Vec<String>, registry: &Registry, out: &mut dyn Write) -
         }
     };
     match said {
-        // Whoever reads our output, `head` say, has seen enough.
+        // The reader of the output, such as `head`, has closed it.
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
             eprintln!("kvx: {error}");
             ExitCode::FAILURE
@@ -63,7 +63,7 @@ fn output(
     Ok(if json { format!("{:#}", report.to_json()) } else { report.to_string() })
 }
 
-/// Whom an engine lets in here; never the secret itself.
+/// Describes which peers an engine accepts here; never contains the secret itself.
 fn secret() -> String {
     match Secret::from_environment() {
         Ok(Some(_)) => {
@@ -78,13 +78,14 @@ fn secret() -> String {
     }
 }
 
-/// The kernel drivers' control nodes; which memory they can transfer is the business of the GPU
-/// crates.
+/// Returns true if a kernel driver's control node exists. The GPU crates determine which memory can
+/// be transferred.
 fn gpu_present() -> bool {
     ["/dev/nvidiactl", "/dev/kfd"].iter().any(|node| Path::new(node).exists())
 }
 
-/// The named backends, or those that would be opened without a list, as they stand on this machine.
+/// Returns the named backends, or those that are opened without a list, with their status on this
+/// machine.
 fn openings(config: &KvTransferConfig, registry: &Registry) -> Result<Vec<Opening>> {
     let options = Options::from_json(config.extra().clone());
     if let Some(names) = config.backends()? {
@@ -112,7 +113,7 @@ fn named(
     options: &Options,
 ) -> Opening {
     if written.eq_ignore_ascii_case(BACKEND) {
-        let note = "kvx in the NIXL of vLLM peers: they load from here over the other ones named, or kvx's own order";
+        let note = "kvx in the NIXL of vLLM peers: they load from this engine over the other named backends, or in kvx's own order";
         return Opening { name: BACKEND.to_owned(), note: note.to_owned() };
     }
     let (name, standing) = match registry.status(written, options) {
@@ -157,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn each_named_backend_says_how_it_stands() {
+    fn each_named_backend_reports_its_status() {
         let text =
             lines(&["--kv-transfer-config.kv_connector_extra_config.backends+=ucx,nixl,UXC,kvx"])
                 .unwrap();
@@ -179,7 +180,7 @@ mod tests {
         assert!(text.starts_with("{\n") && text.contains("\"kv_role\": \"kv_both\""), "{text}");
     }
 
-    /// What is said of vLLM peers without a list holds for the backends of this build.
+    /// The report about vLLM peers without a list matches the backends of this build.
     #[test]
     fn without_a_list_rixl_is_not_opened() {
         let line = [

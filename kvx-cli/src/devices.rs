@@ -1,4 +1,4 @@
-//! `kvx devices`: the GPUs whose memory kvx can move here, or why there are none.
+//! `kvx devices`: lists the GPUs whose memory kvx can move here, or the reason why there are none.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::Result;
 
-/// What stands behind `devices` on the command line.
+/// The arguments of `kvx devices`.
 #[derive(Args)]
 pub(crate) struct Arguments {
     /// Print one JSON array of objects.
@@ -17,7 +17,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-/// Runs the command. Errors: why there are none, of each maker.
+/// Runs the command. Fails with each vendor's reason if there are none.
 pub(crate) fn run(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let devices = all()?;
     let abouts = devices.iter().map(|device| device.info());
@@ -46,11 +46,11 @@ pub(crate) fn run(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     Ok(())
 }
 
-/// All that this process sees; at least one.
+/// Returns all devices that this process sees: at least one.
 fn all() -> Result<Vec<Arc<Device>>> {
     #[cfg_attr(
         not(any(feature = "cuda", feature = "rocm")),
-        expect(unused_mut, reason = "nobody adds any")
+        expect(unused_mut, reason = "no feature adds any")
     )]
     let (mut devices, mut reasons): (Vec<Arc<Device>>, Vec<String>) = Default::default();
     #[cfg(feature = "cuda")]
@@ -72,7 +72,7 @@ fn all() -> Result<Vec<Arc<Device>>> {
     Err(format!("no device memory can be reached; {}", reasons.join("; ")).into())
 }
 
-/// The first one.
+/// Returns the first device.
 pub(crate) fn first() -> Result<Arc<Device>> {
     Ok(all()?.remove(0))
 }

@@ -54,18 +54,19 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
-    /// Show that answers made on moved KV cache are those of one server, what moving costs, and
-    /// the error of a client whose prefill is killed.
+    /// Demonstrate that answers from transferred KV cache equal those of a single server. Show the
+    /// cost of transfers, and the error that a client gets when its prefill is killed.
     Demo(demo::Arguments),
     /// Measure the cost of moving blocks, next to a limit that moves the same blocks without kvx.
     Bench(Box<bench::Arguments>),
     /// List the NIXL installations of this machine, and install kvx in them as backend KVX.
     Nixl(nixl::Arguments),
-    /// Make, or find, the library that leads kvx to the engine in Mooncake's wheel, and say what to
-    /// set.
+    /// Build or find the library that connects kvx to the engine in Mooncake's wheel, and print the
+    /// variables to set.
     #[cfg(feature = "mooncake")]
     MooncakeAdapter(mooncake_adapter::Arguments),
-    /// Ask a prefill's side channel for its handshake, and say what of an engine would not fit it.
+    /// Query the handshake of a prefill's side channel, and check whether a decode engine is
+    /// compatible.
     #[cfg(feature = "connector")]
     Probe(probe::Arguments),
     /// Create a fleet's secret: a file with a random key that only its owner can read.
@@ -77,7 +78,7 @@ enum Command {
     #[cfg(feature = "serve")]
     #[command(disable_help_flag = true)]
     Serve {
-        /// The arguments of `vllm serve`, as they are; `--help` says more.
+        /// The arguments of `vllm serve`, unchanged; see `--help`.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
@@ -86,10 +87,10 @@ enum Command {
     MakeModel(Box<make_model::Arguments>),
     /// Act as the companion program of another `kvx bench --beside`.
     BenchBeside(bench::CompanionArguments),
-    /// Own the other side's memory for `bench`, `demo` and `backends --routes`.
+    /// Own the target's memory for `bench`, `demo` and `backends --routes`.
     #[command(hide = true)]
     BenchTarget(bench::TargetArguments),
-    /// Run a rank of the model of `serve`.
+    /// Run a rank of a model for `serve`.
     #[cfg(feature = "serve")]
     #[command(hide = true)]
     ServeRank,
@@ -104,11 +105,11 @@ fn output_apart() -> std::io::Result<File> {
         /// output to a file or pipe until this process ends.
         static stdout: *mut libc::FILE;
     }
-    // SAFETY: nothing has been printed by it, and it makes a buffer of its own.
+    // SAFETY: this process has not printed through it yet, and the C library allocates its buffer.
     unsafe { libc::setvbuf(stdout, std::ptr::null_mut(), libc::_IOLBF, 0) };
     let output = std::io::stdout().as_fd().try_clone_to_owned()?;
-    // SAFETY: plain system call. Nobody owns the number of standard output, and nothing has been
-    // written to it.
+    // SAFETY: plain system call. No object owns the descriptor of standard output, and this process
+    // has not written to it.
     match unsafe { libc::dup2(libc::STDERR_FILENO, libc::STDOUT_FILENO) } {
         -1 => Err(std::io::Error::last_os_error()),
         _ => Ok(output.into()),
@@ -119,13 +120,14 @@ fn main() -> ExitCode {
     let command = Program::parse().command;
     #[cfg(feature = "libfabric")]
     if !matches!(command, Command::Backends(_)) {
-        // SAFETY: nothing has started a thread. (`backends` says what other programs get.)
+        // SAFETY: this process has not started a thread. (`backends` reports what other programs
+        // get.)
         unsafe { kvx::Libfabric::bound_kept_messages() };
     }
     let out = &mut match output_apart() {
         Ok(output) => LineWriter::new(output),
         Err(error) => {
-            eprintln!("kvx: no standard output: {error}");
+            eprintln!("kvx: cannot duplicate standard output: {error}");
             return ExitCode::FAILURE;
         }
     };
@@ -171,7 +173,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// The three sentences about a backend that cannot be used are the registry's, word for word.
+/// Returns true for the registry's three errors about an unusable backend, which are printed
+/// without a prefix.
 fn names_a_backend(error: &(dyn std::error::Error + 'static)) -> bool {
     let kind = error.downcast_ref::<kvx::Error>().map(kvx::Error::kind);
     matches!(
@@ -180,7 +183,7 @@ fn names_a_backend(error: &(dyn std::error::Error + 'static)) -> bool {
     )
 }
 
-/// Whoever reads our output, `head` say, has seen enough.
+/// Returns true if the reader of the output, such as `head`, has closed it.
 fn closed_by_reader(error: &(dyn std::error::Error + 'static)) -> bool {
     let io = error.downcast_ref::<std::io::Error>();
     io.is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)

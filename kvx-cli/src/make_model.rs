@@ -1,4 +1,5 @@
-//! `kvx make-model`: a model of random weights, for what needs a model and not its words.
+//! `kvx make-model`: writes a model with random weights, for tests that do not depend on its
+//! answers.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -8,60 +9,59 @@ use kvx_random_model::{ModelSpec, make_model};
 
 use crate::Result;
 
-/// The shape of the model.
+/// The arguments of `kvx make-model`: the shape of the model.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// Where to write it: a folder as Hugging Face has them, which vLLM and transformers load as
-    /// well.
+    /// The folder to write, in Hugging Face's format, which vLLM and transformers load as well.
     folder: PathBuf,
-    /// llama, qwen2 (biases) or qwen3 (normed queries and keys).
+    /// llama, qwen2 (with biases) or qwen3 (with normalized queries and keys).
     #[arg(long, default_value = "llama")]
     arch: String,
-    /// Layers.
+    /// Number of layers.
     #[arg(long, default_value_t = 4)]
     layers: usize,
-    /// Numbers that stand for a token between layers.
+    /// Hidden size: values per token between layers.
     #[arg(long, default_value_t = 256)]
     hidden: usize,
-    /// Numbers within the feed-forward part [default: twice --hidden].
+    /// Size of the feed-forward part [default: twice --hidden].
     #[arg(long)]
     intermediate: Option<usize>,
-    /// Heads of queries.
+    /// Query heads.
     #[arg(long, default_value_t = 8)]
     heads: usize,
-    /// Heads of keys and values [default: as many].
+    /// Key and value heads [default: --heads].
     #[arg(long)]
     kv_heads: Option<usize>,
-    /// Numbers of a head [default: --hidden by --heads].
+    /// Values per head [default: --hidden divided by --heads].
     #[arg(long)]
     head_dim: Option<usize>,
-    /// Tokens; those beyond the tokenizer's 259 mean no text.
+    /// Vocabulary size; tokens beyond the tokenizer's 259 have no text.
     #[arg(long, default_value_t = 259)]
     vocab: usize,
-    /// The longest sequence.
+    /// Longest sequence, in tokens.
     #[arg(long, default_value_t = 8192)]
     max_positions: usize,
     /// float32 or bfloat16.
     #[arg(long, default_value = "float32")]
     dtype: String,
-    /// The embedding is the last layer as well.
+    /// Use the embedding as the output layer too.
     #[arg(long)]
     tied: bool,
-    /// The same seed and shape give the same weights.
+    /// Seed of the weights; the same seed and shape give the same weights.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// The standard deviation of all matrices [default: what suits the width of each].
+    /// Standard deviation of all matrices [default: depends on the width of each].
     #[arg(long)]
     init: Option<f32>,
-    /// Files that the weights are spread over.
+    /// Number of files for the weights.
     #[arg(long, default_value_t = 1)]
     shards: usize,
-    /// A config.json whose every word is kept but the number of layers and of tokens.
+    /// A config.json to copy, except for the numbers of layers and tokens.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["arch", "hidden", "heads", "dtype", "tied"])]
     like: Option<PathBuf>,
 }
 
-/// Writes the model and says what it is.
+/// Writes the model, and prints its size.
 pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
     let Arguments {
         folder, layers, hidden, heads, vocab, max_positions, tied, seed, shards, ..
@@ -75,7 +75,7 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
             .map_err(|error| format!("{} is not JSON: {error}", path.display()))
     });
     let made = ModelSpec {
-        architecture: architecture.ok_or("--arch is llama, qwen2 or qwen3")?.0,
+        architecture: architecture.ok_or("--arch must be llama, qwen2 or qwen3")?.0,
         layers: *layers,
         hidden: *hidden,
         intermediate: arguments.intermediate.unwrap_or(2 * hidden),
@@ -84,7 +84,7 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
         head_dim: arguments.head_dim.unwrap_or(hidden / (*heads).max(1)),
         vocab: *vocab,
         max_positions: *max_positions,
-        dtype: dtype.ok_or("--dtype is float32 or bfloat16")?,
+        dtype: dtype.ok_or("--dtype must be float32 or bfloat16")?,
         tied: *tied,
         seed: *seed,
         init: arguments.init,
@@ -94,7 +94,7 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
     let bytes = make_model(folder, &made)?;
     writeln!(
         out,
-        "{}: {bytes} bytes of random weights. What it answers means nothing.",
+        "{}: {bytes} bytes of random weights. Its answers are meaningless.",
         folder.display()
     )?;
     Ok(())

@@ -1,5 +1,5 @@
-//! Finds out how a backend reaches a second process of this host: by a link to one and a block each
-//! way.
+//! Determines how a backend reaches a second process of this host: connects to one and moves a
+//! block each way.
 
 use std::time::{Duration, Instant};
 
@@ -10,28 +10,30 @@ use crate::Result;
 use crate::bench::pools::{PoolKind, Sizes};
 use crate::bench::target::TargetProcess;
 
-/// How long the other process may take to start, a link to come up, and a transfer or a shutdown to
+/// The timeout for the other process to start, a link to come up, and a transfer or a shutdown to
 /// end.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The longest life of the other process, should it not see that this one has ended.
+/// The time after which the other process exits, even if it does not notice that this one has
+/// ended.
 const LIFE: Duration = Duration::from_secs(600);
-/// UCX chooses how it gets and puts at the first of each, and is asked for it when it is idle. Old
-/// versions never say.
+/// The wait for UCX's protocols. UCX chooses them at the first get and the first put, and reports
+/// them when it is idle. Old versions never do.
 const CHOICE: Duration = Duration::from_secs(2);
-/// One block is read and written.
+/// The size of the block that is read and written.
 const BLOCK: u64 = 256;
 
 /// Returns the backend's description of a link to a second process of this program.
 ///
 /// # Errors
 ///
-/// There is no link, or a transfer over it failed.
+/// Fails if there is no link, or if a transfer over it fails.
 pub(crate) fn of(backend: &'static str, registry: &Registry) -> Result<String> {
     let agent = Agent::builder("routes").backends([backend]).registry(registry.clone()).build()?;
     let sizes = Sizes::kvx(1 << 20);
     let target = TargetProcess::start(&[backend], "{}", sizes, LIFE, PATIENCE)?;
     let route = through(&agent, target.metadata(backend)?);
-    // The link goes before the process that it leads to. How it ends says nothing of the route.
+    // Close the link before the process at its other end. The route does not depend on how the link
+    // ends.
     agent.shutdown(PATIENCE).join().ok();
     target.end();
     route
@@ -39,10 +41,10 @@ pub(crate) fn of(backend: &'static str, registry: &Registry) -> Result<String> {
 
 fn through(agent: &Agent, metadata: &[u8]) -> Result<String> {
     let grid = Grid::packed(BLOCK, 1);
-    let room = agent.register("room", Memory::pool(BLOCK as usize).build()?)?;
+    let local = agent.register("local", Memory::pool(BLOCK as usize).build()?)?;
     let peer = agent.connect(metadata)?;
     peer.ready(PATIENCE).join()?;
-    let (ours, theirs) = (room.grid(grid)?, peer.region(PoolKind::Kvx.name())?.grid(grid)?);
+    let (ours, theirs) = (local.grid(grid)?, peer.region(PoolKind::Kvx.name())?.grid(grid)?);
     for plan in [
         Plan::read(ours.blocks([0]), theirs.blocks([0]))?,
         Plan::write(ours.blocks([0]), theirs.blocks([0]))?,
@@ -52,7 +54,7 @@ fn through(agent: &Agent, metadata: &[u8]) -> Result<String> {
     settled(&peer)
 }
 
-/// The link's own words, once there is nothing to be added to them or no time is left.
+/// Returns the link's description once it is complete or the time is over.
 fn settled(peer: &Peer) -> Result<String> {
     let until = Instant::now() + CHOICE;
     loop {

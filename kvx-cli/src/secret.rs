@@ -1,4 +1,4 @@
-//! `kvx secret`: the key that a fleet's engines prove to each other.
+//! `kvx secret`: creates the key with which a fleet's engines authenticate each other.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -7,14 +7,14 @@ use kvx::Secret;
 
 use crate::Result;
 
-/// Where the secret goes.
+/// The arguments of `kvx secret`.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// The file to make; one that exists is left as it is.
+    /// The file to create; an existing file is not changed.
     file: PathBuf,
 }
 
-/// Makes the file and says what to do with it.
+/// Creates the file, and prints what to do with it.
 pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
     Secret::create(&arguments.file)?;
     let file = std::path::absolute(&arguments.file)?;
@@ -22,9 +22,9 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
     writeln!(out, "{file} has a new secret of 32 random bytes, which only its owner can read.")?;
     writeln!(
         out,
-        "Copy it to every host by a way that you trust, with mode 600, and set for each engine:"
+        "Copy it to every host over a channel that you trust, with mode 600, and set for each engine:"
     )?;
     writeln!(out, "KVX_SECRET_FILE={file}")?;
-    writeln!(out, "Whoever has it is let in; engines without it are refused.")?;
+    writeln!(out, "Peers with the secret are accepted; peers without it are rejected.")?;
     Ok(())
 }

@@ -1,15 +1,15 @@
-//! Native libraries that Python wheels and conda packages have brought, found by their known
-//! places. No Python runs.
+//! Finds native libraries of Python wheels and conda packages in their known places, without
+//! running Python.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-/// Where [`find`] looks, for people.
+/// The places where [`find`] looks, for messages.
 pub(crate) const PLACES: &str =
     "VIRTUAL_ENV, CONDA_PREFIX, ./.venv, each python3 on PATH, ~/.local, /usr/local, /usr";
 
-/// Names an engine that kvx opens behind an adapter: `kvx mooncake-adapter`.
+/// The variable that names the engine that an adapter opens; see `kvx mooncake-adapter`.
 pub(crate) const MOONCAKE_ENGINE: &str = "KVX_MOONCAKE_ENGINE";
 
 /// Places below a folder of packages (`site-packages`).
@@ -27,10 +27,10 @@ const IN_CONDA: &[WheelPattern] = &[
     WheelPattern::new("RIXL", "KVX_RIXL_LIB", "lib/libnixl_capi.so"),
 ];
 
-/// Where the folders of packages lie below the root of an environment.
+/// The paths of package folders below the root of an environment.
 const PACKAGES: &str = "lib*/python3*/*-packages";
 
-/// A library that is there.
+/// A library that exists.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct FoundLibrary {
     /// The backend that needs it.
@@ -53,7 +53,7 @@ impl WheelPattern {
     }
 }
 
-/// The roots of Python environments, the most particular ones first.
+/// The roots of Python environments, the most specific ones first.
 #[derive(Debug, Default)]
 pub(crate) struct Environments {
     roots: Vec<PathBuf>,
@@ -61,7 +61,7 @@ pub(crate) struct Environments {
 }
 
 impl Environments {
-    /// Those that this process's environment and the usual places lead to.
+    /// Returns those that this process's environment and the usual places lead to.
     pub(crate) fn of_process() -> Self {
         let named = |variable| {
             std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from)
@@ -79,7 +79,7 @@ impl Environments {
     }
 }
 
-/// Looks for every known library; each file once, by backend, and the most particular environment
+/// Returns every known library: each file once, by backend, and the most specific environment
 /// first.
 pub(crate) fn find(environments: &Environments) -> Vec<FoundLibrary> {
     let mut seen = BTreeSet::new();
@@ -110,9 +110,9 @@ pub(crate) fn find(environments: &Environments) -> Vec<FoundLibrary> {
     found
 }
 
-/// Where a wheel has its NIXL, below a folder of packages.
+/// The path of NIXL in a wheel, below a folder of packages.
 const NIXL: &str = ".nixl*.mesonpy.libs/libnixl.so";
-/// Where images and builds from source have theirs.
+/// The prefixes of NIXL in images and builds from source.
 const PREFIXES: [&str; 5] =
     ["usr/local/nixl", "usr/local/rixl", "opt/nixl", "opt/rixl", "opt/nvidia/nvda_nixl"];
 #[cfg(target_arch = "aarch64")]
@@ -120,8 +120,8 @@ const FOLDERS: [&str; 3] = ["lib/aarch64-linux-gnu", "lib64", "lib"];
 #[cfg(not(target_arch = "aarch64"))]
 const FOLDERS: [&str; 3] = ["lib/x86_64-linux-gnu", "lib64", "lib"];
 
-/// Every NIXL: of the environments' wheels, of the conda environment, and of images; each file
-/// once.
+/// Returns every NIXL of the environments' wheels, of the conda environment, and of images; each
+/// file once.
 pub(crate) fn nixls(environments: &Environments) -> Vec<PathBuf> {
     let of_wheels = environments.roots.iter().flat_map(|root| nixls_below(root));
     let of_conda = environments.conda.iter().flat_map(|root| matches(root, "lib/libnixl.so"));
@@ -129,14 +129,14 @@ pub(crate) fn nixls(environments: &Environments) -> Vec<PathBuf> {
     found.into_iter().map(|path| std::path::absolute(&path).unwrap_or(path)).collect()
 }
 
-/// Without those that are another one by a link.
+/// Removes paths that lead to the same file as an earlier one.
 fn once_each(paths: impl IntoIterator<Item = PathBuf>) -> Vec<PathBuf> {
     let mut seen = BTreeSet::new();
     let paths = paths.into_iter();
     paths.filter(|path| seen.insert(path.canonicalize().unwrap_or_else(|_| path.clone()))).collect()
 }
 
-/// Those of the wheels in one environment, or in one folder of packages; each file once.
+/// Returns those of the wheels in one environment, or in one folder of packages; each file once.
 pub(crate) fn nixls_below(root: &Path) -> Vec<PathBuf> {
     let mut packages = matches(root, PACKAGES);
     packages.push(root.to_owned());
@@ -149,7 +149,8 @@ fn nixls_of_images(root: &Path) -> Vec<PathBuf> {
     folders.map(|folder| folder.join("libnixl.so")).filter(|file| file.exists()).collect()
 }
 
-/// What exists below `root` and fits the pattern, whose parts may hold one `*` each; in order.
+/// Returns the existing paths below `root` that match the pattern, in order. Each part of it may
+/// have one `*`.
 fn matches(root: &Path, pattern: &str) -> Vec<PathBuf> {
     let mut paths = vec![root.to_owned()];
     for part in pattern.split('/') {
@@ -182,7 +183,7 @@ fn matches(root: &Path, pattern: &str) -> Vec<PathBuf> {
 mod tests {
     use super::*;
 
-    /// A folder of the test's own, gone at its end.
+    /// A folder of one test, removed when this is dropped.
     struct Folder(PathBuf);
 
     impl Folder {

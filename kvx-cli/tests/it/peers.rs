@@ -136,13 +136,13 @@ fn the_adapter_over_mooncakes_wheel_is_made_of_what_the_program_brings() {
         )
     );
     assert!(wrong.contains("wheel 0."), "{wrong}");
-    // What cannot be made leaves the old ones, and nothing else.
+    // A failed build leaves the old libraries, and no other files.
     let missing = "/nonexistent/c++";
     for (arguments, compiler, words) in [
         (&[&made, "--engine", &engine][..], missing, "could not be started"),
-        (&[&made, "--engine", &engine], "false", "could not make"),
-        (&[&made, "--engine", missing], "", "is no file"),
-        (&["--engine", &engine], "", "name a folder to make it in"),
+        (&[&made, "--engine", &engine], "false", "could not build"),
+        (&[&made, "--engine", missing], "", "is not a file"),
+        (&["--engine", &engine], "", "name a folder to build it in"),
     ] {
         let (worked, told, wrong) = run(arguments, compiler);
         assert!(!worked && told.is_empty() && wrong.contains(words), "{words}: {told}\n{wrong}");

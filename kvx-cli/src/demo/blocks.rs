@@ -1,4 +1,4 @@
-//! The content of the demo's pool and the blocks that are read, both known without the pool.
+//! The content of the demo's pool and the blocks that are read; both are known without the pool.
 
 use kvx::{Grid, Memory};
 
@@ -14,20 +14,20 @@ const READ: u32 = 1024;
 /// The pool's size is a multiple of this, so that blocks are whole words.
 pub(crate) const STEP: u64 = 1 << 20;
 
-/// The blocks of a pool of a certain size, and the scattered ones that are read.
+/// The blocks of a pool of a certain size, and the scattered blocks that are read.
 pub(crate) struct DemoBlocks {
-    /// Of the pool.
+    /// The grid of the pool.
     pub(crate) pool: Grid,
-    /// Of the reader's memory, which has room for what is read and no more.
+    /// The grid of the reader's memory, which holds exactly the blocks that are read.
     pub(crate) room: Grid,
-    /// Which ones of the pool.
+    /// The blocks of the pool that are read.
     pub(crate) from: Vec<u32>,
-    /// Where each of them goes.
+    /// The destination of each.
     pub(crate) to: Vec<u32>,
 }
 
 impl DemoBlocks {
-    /// Those of a pool of `size` bytes.
+    /// Chooses the blocks for a pool of `size` bytes.
     pub(crate) fn of(size: u64) -> Result<Self> {
         if size == 0 || !size.is_multiple_of(STEP) || usize::try_from(size).is_err() {
             return Err(
@@ -43,17 +43,17 @@ impl DemoBlocks {
         })
     }
 
-    /// Bytes of one block.
+    /// Returns the bytes of one block.
     pub(crate) fn length(&self) -> u64 {
         self.pool.length
     }
 
-    /// Bytes that are read.
+    /// Returns the bytes that are read.
     pub(crate) fn read_bytes(&self) -> u64 {
         bytes_of(&self.room)
     }
 
-    /// A pool with its content.
+    /// Allocates the pool, and fills it.
     pub(crate) fn filled_pool(&self) -> Result<Memory> {
         let bytes = bytes_of(&self.pool);
         let pool = Memory::pool(bytes as usize).build()?;
@@ -61,7 +61,7 @@ impl DemoBlocks {
         Ok(pool)
     }
 
-    /// Memory for what is read, all zeros.
+    /// Allocates zeroed memory for the blocks that are read.
     pub(crate) fn empty_room(&self) -> Result<Memory> {
         Ok(Memory::pool(self.read_bytes() as usize).build()?)
     }
@@ -71,13 +71,13 @@ impl DemoBlocks {
         Ok(content::wipe(room, self.read_bytes())?)
     }
 
-    /// Compares every block that was read with what the pool holds.
+    /// Compares every block that was read with the content of the pool.
     pub(crate) fn check(&self, room: &Memory) -> Result<()> {
         let pairs = self.from.iter().copied().zip(self.to.iter().copied());
         content::compare(room, self.length(), pairs)
     }
 
-    /// Copies the same blocks between two pools of this process: what no protocol can beat.
+    /// Copies the same blocks between two pools of this process, which no protocol can beat.
     pub(crate) fn copy(&self, pool: &Memory, room: &Memory) {
         let list = List { length: self.length() as usize, from: &self.from, to: &self.to };
         // SAFETY: the demo makes both memories of these sizes, registers neither with an agent that

@@ -8,21 +8,21 @@ use serde_json::{Value, json};
 
 use crate::Result;
 
-/// No answer takes longer.
+/// The timeout of an answer.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A streamed answer.
 #[derive(Debug, Default)]
 pub(super) struct StreamedAnswer {
     pub(super) tokens: Vec<u64>,
-    /// Until the first token.
+    /// The time until the first token.
     pub(super) first: Duration,
     pub(super) prompt_tokens: u64,
-    /// Of the prompt: in a cache, or moved.
+    /// The tokens of the prompt that were cached or transferred.
     pub(super) not_computed: u64,
 }
 
-/// Asks for a greedy answer of so many tokens, and reads it as it comes: `tell` is given each piece
+/// Requests a greedy answer of `count` tokens, and reads its stream. Calls `tell` with each piece
 /// of its text.
 pub(super) fn stream(
     port: u16,
@@ -43,7 +43,7 @@ pub(super) fn stream(
         answer.read_to_string(&mut line).map_err(late)?;
         return Err(format!("HTTP {status}: {}", line.trim()).into());
     }
-    // Sizes of chunks stand on lines of their own.
+    // Sizes of chunks are on separate lines.
     while answer.read_line(&mut line).map_err(late)? > 0 {
         if let Some(event) =
             line.strip_prefix("data: ").map(str::trim).filter(|event| *event != "[DONE]")
@@ -73,7 +73,7 @@ pub(super) fn stream(
     Ok(streamed)
 }
 
-/// Sends a request: the status, and the rest of the answer.
+/// Sends a request. Returns the status, and the rest of the answer.
 pub(super) fn send(
     port: u16,
     path: &str,
@@ -101,7 +101,7 @@ pub(super) fn send(
     Ok((status, answer))
 }
 
-/// The system calls an answer that does not come in time a call that would block.
+/// Describes a read timeout, which the system reports as a call that would block.
 fn late(error: std::io::Error) -> Box<dyn std::error::Error> {
     match error.kind() {
         std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut => {
@@ -123,12 +123,12 @@ impl Metrics {
         Ok(Metrics(text))
     }
 
-    /// The sum of a metric over its labels.
+    /// Returns the sum of a metric over its labels.
     pub(super) fn sum(&self, name: &str) -> f64 {
         self.each(name).map(|(_, value)| value).sum()
     }
 
-    /// A metric with its labels.
+    /// Returns the values of a metric with their labels.
     pub(super) fn each<'a>(&'a self, name: &'a str) -> impl Iterator<Item = (&'a str, f64)> {
         self.0.lines().filter_map(move |line| {
             let (labels, value) = line.strip_prefix(name)?.rsplit_once(' ')?;

@@ -1,4 +1,4 @@
-//! Prefill and decode servers and the proxy as processes, beside a single server.
+//! Runs prefill and decode servers, the proxy, and a single server as processes.
 
 use std::fs::DirBuilder;
 use std::io::Write;
@@ -17,10 +17,10 @@ use super::{Arguments, requests};
 use crate::Result;
 use crate::child::Child;
 
-/// Within this a server listens.
+/// The timeout for a server to listen.
 const START: Duration = Duration::from_secs(120);
 
-/// A server, and where it listens.
+/// A server and its port.
 pub(super) struct Server {
     pub(super) child: Child,
     pub(super) port: u16,
@@ -34,14 +34,14 @@ pub(super) struct Fleet {
     pub(super) proxy: Server,
 }
 
-/// Runs the demo over one backend after the other. `Ok` says that every answer was that of the
-/// single server.
+/// Runs the demo over one backend after the other. `Ok` means that every answer equals the single
+/// server's.
 pub(super) fn run(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     end_when_interrupted()?;
     if arguments.model.is_none() {
         writeln!(
             out,
-            "The model has random weights and its words mean nothing. What is shown is that they are the same."
+            "The model has random weights, so its answers are meaningless. The demo shows that they are equal."
         )?;
     }
     for backend in &arguments.backend {
@@ -54,7 +54,7 @@ pub(super) fn run(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
         let fleet = Fleet::start(arguments, backend, out)?;
         writeln!(
             out,
-            "  All of them listen after {:.1} s. The proxy shows them at http://127.0.0.1:{}/",
+            "  All of them listen after {:.1} s. The proxy's status page is http://127.0.0.1:{}/",
             begun.elapsed().as_secs_f64(),
             fleet.proxy.port
         )?;
@@ -73,7 +73,7 @@ impl Fleet {
         };
         let of = |block_size: u16, ranks| Role {
             block_size,
-            // A block that is larger than the decode's is made of such as the decode has.
+            // A block that is larger than the decode's consists of blocks of the decode's size.
             kernel_block_size: block_size.min(decode),
             ranks,
             backend: Some(backend),
@@ -95,8 +95,8 @@ impl Fleet {
     }
 }
 
-/// The model that is served. One that was made is removed as soon as it is dropped, as servers that
-/// listen have it mapped; a user's own is not in [`ours`] and stays.
+/// The served model. A folder that the demo created is removed when this is dropped: servers that
+/// listen have mapped the files. A user's own folder stays.
 struct Model {
     folder: PathBuf,
 }
@@ -139,8 +139,8 @@ impl Drop for Model {
     }
 }
 
-/// The model's folder, which is removed when this process ends. Its maker holds the lock until the
-/// model is complete.
+/// Locks the path of the folder that the demo created, which is removed when this process ends. Its
+/// creator holds the lock until the model is complete.
 fn model_folder() -> MutexGuard<'static, Option<PathBuf>> {
     static OURS: Mutex<Option<PathBuf>> = Mutex::new(None);
     OURS.lock().unwrap_or_else(PoisonError::into_inner)
@@ -148,12 +148,12 @@ fn model_folder() -> MutexGuard<'static, Option<PathBuf>> {
 
 fn remove(ours: &mut Option<PathBuf>) {
     if let Some(folder) = ours.take() {
-        // An error: somebody else has removed it.
+        // An error: it has been removed already.
         std::fs::remove_dir_all(folder).ok();
     }
 }
 
-/// Once this process is told to end, it leaves no folder; the kernel kills the servers with it.
+/// Removes the folder when a signal ends this process; the kernel kills the servers with it.
 fn end_when_interrupted() -> Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -168,7 +168,7 @@ fn end_when_interrupted() -> Result<()> {
                 _ = terminate.recv() => 143,
             }
         });
-        // It stays locked, so that none is made behind this.
+        // Keep it locked, so that no folder is created after this.
         let mut ours = model_folder();
         remove(&mut ours);
         std::process::exit(status)
@@ -177,7 +177,7 @@ fn end_when_interrupted() -> Result<()> {
     Ok(())
 }
 
-/// A new folder that nobody else reads.
+/// Creates a folder that no other user can read.
 fn folder_of_ours() -> Result<PathBuf> {
     for at in 0..1000 {
         let folder = std::env::temp_dir().join(format!("kvx-demo-{}-{at}", std::process::id()));
@@ -185,9 +185,11 @@ fn folder_of_ours() -> Result<PathBuf> {
             Ok(()) => return Ok(folder),
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
             Err(error) => {
-                return Err(
-                    format!("{}: {error}; TMPDIR says where to write", folder.display()).into()
-                );
+                return Err(format!(
+                    "{}: {error}; name another folder in TMPDIR",
+                    folder.display()
+                )
+                .into());
             }
         }
     }
@@ -199,13 +201,13 @@ fn program() -> Result<Command> {
     Ok(Command::new(std::env::current_exe()?))
 }
 
-/// What a server is there for.
+/// The role of a server.
 #[derive(Clone, Copy)]
 struct Role<'a> {
     block_size: u16,
     kernel_block_size: u16,
     ranks: u16,
-    /// The backend that it exchanges blocks over; without one it exchanges none.
+    /// The backend that it transfers blocks over; `None` if it transfers none.
     backend: Option<&'a str>,
     corrupt: bool,
 }
@@ -267,13 +269,13 @@ impl StartingServer {
         Ok(StartingServer(Child::start_hearing_errors(name, command)?))
     }
 
-    /// Waits until it does, and says so.
+    /// Waits until it listens, and prints its address.
     fn listens(mut self, out: &mut dyn Write) -> Result<Server> {
         let until = Instant::now() + START;
         let mut last = String::new();
         loop {
             let line = self.0.receive_line(until.saturating_duration_since(Instant::now()));
-            last = line.map_err(|error| format!("{error}; it last said: {last}"))?;
+            last = line.map_err(|error| format!("{error}; its last line: {last}"))?;
             let said = last.split_once("listening on http://127.0.0.1:");
             if let Some(port) = said.and_then(|(_, port)| port.trim().parse().ok()) {
                 writeln!(out, "  {} listens on http://127.0.0.1:{port}", self.0.name())?;

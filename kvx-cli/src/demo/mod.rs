@@ -1,5 +1,5 @@
-//! `kvx demo`: that an answer made on moved KV cache is the answer of one server; and what moving
-//! blocks costs.
+//! `kvx demo`: demonstrates that an answer from transferred KV cache equals a single server's, and
+//! what transfers cost.
 
 mod blocks;
 #[cfg(all(feature = "serve", feature = "proxy"))]
@@ -18,7 +18,7 @@ use kvx::Registry;
 
 use crate::{Result, bytes};
 
-/// What stands behind `demo` on the command line.
+/// The arguments of `kvx demo`.
 #[derive(Args)]
 pub(crate) struct Arguments {
     /// The backends to show, in this order.
@@ -34,29 +34,29 @@ pub(crate) struct Arguments {
     /// both.
     #[arg(long, value_name = "P:D", value_parser = ranks, default_value = "1")]
     tp: (u16, u16),
-    /// Tokens of a block at the prefill and at the decode servers; one number is for both. One of
-    /// two is a multiple of the other.
+    /// Tokens per block at the prefill and at the decode servers; one number is for both. One of
+    /// two must be a multiple of the other.
     #[arg(long, value_name = "P:D", value_parser = block_sizes, default_value = "16")]
     block_size: (u16, u16),
-    /// A model's folder, or a name in the local Hugging Face cache [default: one of random weights,
-    /// made for the demo].
+    /// A model's folder, or a name in the local Hugging Face cache [default: a new model with
+    /// random weights].
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
-    /// Spoil one moved block: the answer has to differ, and the demo ends with exit status 1.
+    /// Corrupt one transferred block: the answer must differ, and the demo exits with 1.
     #[arg(long)]
     corrupt: bool,
-    /// Leave the servers running until Ctrl-C, and say how to ask them.
+    /// Leave the servers running until Ctrl-C, and print an example request.
     #[arg(long)]
     serve: bool,
     /// Move blocks between two processes, without servers.
     #[arg(long, conflicts_with_all = ["prefillers", "decoders", "tp", "block_size", "model", "corrupt", "serve"])]
     transfer: bool,
-    /// With --transfer: the size of the pool. Its 4096 blocks are a 4096th of it each.
+    /// With --transfer: the size of the pool, which has 4096 blocks.
     #[arg(long, value_parser = bytes::parse, default_value = "256M", requires = "transfer")]
     size: u64,
 }
 
-/// Sizes of blocks, as they are written.
+/// Parses sizes of blocks.
 fn block_sizes(text: &str) -> std::result::Result<(u16, u16), String> {
     match two(text) {
         Some((prefill, decode)) if decode % prefill == 0 || prefill % decode == 0 => {
@@ -67,21 +67,21 @@ fn block_sizes(text: &str) -> std::result::Result<(u16, u16), String> {
     }
 }
 
-/// Numbers of ranks, as they are written.
+/// Parses numbers of ranks.
 fn ranks(text: &str) -> std::result::Result<(u16, u16), String> {
     let fits = |ranks: u16| matches!(ranks, 1 | 2 | 4 | 8);
     let both = two(text).filter(|(prefill, decode)| fits(*prefill) && fits(*decode));
     both.ok_or_else(|| "write 1, 2, 4 or 8, or two of them, as in 1:2".to_owned())
 }
 
-/// Two counts with a colon between them, or one that is for both.
+/// Parses two counts with a colon between them, or one that is for both.
 fn two(text: &str) -> Option<(u16, u16)> {
     let (prefill, decode) = text.split_once(':').unwrap_or((text, text));
     let count = |text: &str| text.parse().ok().filter(|count| *count > 0);
     Some((count(prefill)?, count(decode)?))
 }
 
-/// Runs the demo. `Ok` says that all of it held.
+/// Runs the demo. `Ok` means that every check has passed.
 pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Write) -> Result<()> {
     #[cfg(all(feature = "serve", feature = "proxy"))]
     if !arguments.transfer {
@@ -93,7 +93,7 @@ pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Writ
     #[cfg(not(all(feature = "serve", feature = "proxy")))]
     if !arguments.transfer {
         let words = "this kvx was built without the servers of the demo: build it with the features serve and proxy, or \
-                     move bare blocks by --transfer";
+                     move blocks without servers with --transfer";
         return Err(words.into());
     }
     transfer::run(&arguments.backend, arguments.size, registry, out)

@@ -1,4 +1,4 @@
-//! What is asked of the demo's servers, and what is shown of each answer.
+//! The requests to the demo's servers, and the display of their answers.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -12,11 +12,11 @@ use crate::{Result, bytes};
 
 /// Tokens of each answer.
 const TOKENS: usize = 24;
-/// Within this a decode server has begun to load.
+/// The timeout for a decode server to begin to load.
 const LOADING: Duration = Duration::from_secs(10);
 
-/// Asks both, and compares; in the end a prefill is killed. `begun`: when this backend's servers
-/// were started.
+/// Sends each prompt to the single server and to the fleet, and compares the answers. Kills a
+/// prefill in the end. `begun` is the time at which this backend's servers were started.
 pub(super) fn show(
     mut fleet: Fleet,
     arguments: &Arguments,
@@ -51,16 +51,16 @@ pub(super) fn show(
     }
     if different > 0 {
         let why =
-            if arguments.corrupt { ", as it has to be: a moved block was spoiled" } else { "" };
+            if arguments.corrupt { ", as expected: a transferred block was corrupted" } else { "" };
         return Err(format!("{different} answers are not those of the single server{why}").into());
     }
     if arguments.corrupt {
-        return Err("a moved block was spoiled, and every answer is the same: it was not the moved blocks that made them".into());
+        return Err("a transferred block was corrupted, but every answer is the same: they were not made from the transferred blocks".into());
     }
     let first = first.unwrap_or_default().as_secs_f64();
     writeln!(
         out,
-        "  Every answer is the single server's, token by token. The first one was there {first:.1} s after the start."
+        "  Every answer equals the single server's, token by token. The first one was complete {first:.1} s after the start."
     )?;
     if arguments.serve {
         writeln!(
@@ -84,7 +84,7 @@ fn computed(apart: &StreamedAnswer) -> u64 {
     apart.prompt_tokens.saturating_sub(apart.not_computed).max(1)
 }
 
-/// Equality by computing the prompt again would show nothing.
+/// Fails if the decode server computed the prompt again: equal answers would then prove nothing.
 fn assert_moved(computed: u64) -> Result<()> {
     match computed {
         1 => Ok(()),
@@ -92,10 +92,9 @@ fn assert_moved(computed: u64) -> Result<()> {
     }
 }
 
-/// What a client gets whose prefill dies while its blocks are moved.
+/// Shows what a client receives if its prefill dies during the transfer of its blocks.
 fn kill(mut prefill: Server, decode: &Server, single: &Server, out: &mut dyn Write) -> Result<()> {
-    // The two know each other before: it is the transfer that is interrupted, and not their
-    // handshake.
+    // Connect the two first: the kill must interrupt the transfer, not the handshake.
     ask(decode.port, &tokens(7, 40), Some(publish(&prefill, &tokens(7, 40))?))?;
     let prompt = tokens(8, 1500);
     let right = ask(single.port, &prompt, None)?;
@@ -116,7 +115,7 @@ fn kill(mut prefill: Server, decode: &Server, single: &Server, out: &mut dyn Wri
     let seconds = begun.elapsed().as_secs_f64();
     write!(
         out,
-        "  Process {} (prefill) was killed while its blocks were moved. ",
+        "  Process {} (prefill) was killed during the transfer of its blocks. ",
         prefill.child.pid()
     )?;
     match status {
@@ -125,11 +124,11 @@ fn kill(mut prefill: Server, decode: &Server, single: &Server, out: &mut dyn Wri
             "The client receives HTTP 500 after {seconds:.1} s: {}",
             answer["error"]["message"]
         )?,
-        // Shared memory is read without its owner.
+        // Shared memory can be read without its owner.
         200 if answer["choices"][0]["token_ids"] == right.1["choices"][0]["token_ids"] => {
             writeln!(
                 out,
-                "Its memory was still there: the client has the right answer after {seconds:.1} s."
+                "Its memory was still there: the client received the right answer after {seconds:.1} s."
             )?;
         }
         _ => {
@@ -144,7 +143,7 @@ fn kill(mut prefill: Server, decode: &Server, single: &Server, out: &mut dyn Wri
     Ok(())
 }
 
-/// Streams an answer, and shows its text as it comes.
+/// Streams an answer, and prints its text as it arrives.
 fn stream_aloud(
     who: &str,
     port: u16,
@@ -161,7 +160,7 @@ fn stream_aloud(
     Ok(streamed)
 }
 
-/// `kv_transfer_params` of a prompt that this server has computed.
+/// Lets a prefill server compute a prompt, and returns its `kv_transfer_params`.
 fn publish(prefill: &Server, prompt: &Value) -> Result<Value> {
     let (status, mut answer) = ask(prefill.port, prompt, Some(json!({"do_remote_decode": true})))?;
     match answer["kv_transfer_params"].take() {
@@ -172,7 +171,7 @@ fn publish(prefill: &Server, prompt: &Value) -> Result<Value> {
     }
 }
 
-/// A short greedy answer.
+/// Requests a short greedy answer.
 fn ask(port: u16, prompt: &Value, params: Option<Value>) -> Result<(u16, Value)> {
     let prefills = params.as_ref().is_some_and(|params| params["do_remote_decode"] == true);
     let body = json!({"prompt": prompt, "max_tokens": if prefills { 1 } else { 4 }, "temperature": 0, "ignore_eos": true,
@@ -207,7 +206,7 @@ fn row(
     Ok(out.flush()?)
 }
 
-/// Totals of what decode servers have read.
+/// Totals of the transfers of decode servers.
 struct TransferTotals {
     bytes: f64,
     blocks: f64,
@@ -218,7 +217,7 @@ struct TransferTotals {
 }
 
 impl TransferTotals {
-    /// So far.
+    /// Reads the totals so far.
     fn by(decodes: &[Server]) -> Result<Self> {
         let mut moved = TransferTotals {
             bytes: 0.0,
@@ -244,7 +243,7 @@ impl TransferTotals {
         Ok(moved)
     }
 
-    /// Since then.
+    /// Returns the difference from earlier totals.
     fn since(self, before: TransferTotals) -> TransferTotals {
         let had = |backend: &str| {
             before.transfers.iter().find(|(known, _)| known == backend).map_or(0.0, |had| had.1)
@@ -262,7 +261,7 @@ impl TransferTotals {
         }
     }
 
-    /// The backends by which they came.
+    /// Returns the backends that were used.
     fn route(&self) -> String {
         let used =
             self.transfers.iter().filter(|(_, count)| *count > 0.0).map(|(name, _)| name.as_str());
@@ -270,7 +269,7 @@ impl TransferTotals {
     }
 }
 
-/// Around the borders of blocks, with a beginning in common, long, and a chat.
+/// Returns prompts around the boundaries of blocks, with a common prefix, a long one, and a chat.
 fn prompts() -> Vec<(&'static str, Value)> {
     vec![
         ("one token", tokens(1, 1)),
@@ -284,7 +283,7 @@ fn prompts() -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// So many tokens, others for each `from`.
+/// Returns `count` tokens, which differ for each `from`.
 fn tokens(from: u64, count: u64) -> Value {
     json!((0..count).map(|at| 33 + (from * 31 + at * 7) % 90).collect::<Vec<_>>())
 }
@@ -294,7 +293,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_prompt_that_was_computed_again_shows_nothing() {
+    fn a_prompt_that_was_computed_again_is_an_error() {
         let answered = |not_computed| StreamedAnswer {
             prompt_tokens: 49,
             not_computed,

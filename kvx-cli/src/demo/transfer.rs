@@ -11,17 +11,17 @@ use crate::bench::pools::{PoolKind, Sizes};
 use crate::bench::target::{Ask, TargetProcess};
 use crate::{Result, bytes};
 
-/// How often everything is timed, in turn.
+/// The number of rounds, in which all alternate.
 const ROUNDS: usize = 5;
-/// How long a link may take to come up, and a transfer or a shutdown to end.
+/// The timeout for a link to come up, and a transfer or a shutdown to end.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// How long the owner may take to fill and publish its pool.
+/// The timeout for the owner to fill and publish its pool.
 const START: Duration = Duration::from_secs(60);
-/// The longest life of the owner, should it not see that its reader has ended.
+/// The time after which the owner exits, even if it does not notice that its reader has ended.
 const LIFE: Duration = Duration::from_secs(600);
 
-/// Runs the demo. `Ok` says that all of it held.
+/// Runs the demo. `Ok` means that every check has passed.
 pub(super) fn run(
     written: &[String],
     size: u64,
@@ -49,7 +49,7 @@ pub(super) fn run(
     )?;
     writeln!(
         out,
-        "The pool was published after {}; what a reader must know of it is {} bytes.",
+        "The pool was published after {}; its metadata is {} bytes.",
         seconds(start.elapsed()),
         owner.metadata(backends[0])?.len()
     )?;
@@ -70,7 +70,7 @@ pub(super) fn run(
     let bare = costs[0];
     writeln!(
         out,
-        "\n{} a read, median of {ROUNDS} rounds in turn:",
+        "\n{} per read, median of {ROUNDS} alternating rounds:",
         bytes::show(blocks.read_bytes())
     )?;
     let names = std::iter::once("bare copy").chain(backends.iter().copied());
@@ -86,27 +86,24 @@ pub(super) fn run(
     }
 
     owner.kill()?;
-    writeln!(out, "\nProcess {} was killed. The next read is told:", owner.pid())?;
+    writeln!(out, "\nProcess {} was killed. The next read fails:", owner.pid())?;
     for reader in &readers {
         let (after, error) = reader.read_until_told(&blocks)?;
         writeln!(out, "  {} after {}: {error}", reader.backend, seconds(after))?;
         if error.kind() != ErrorKind::PeerLost {
-            return Err(format!(
-                "this should have been {:?}, and was {:?}",
-                ErrorKind::PeerLost,
-                error.kind()
-            )
-            .into());
+            return Err(
+                format!("expected {:?}, got {:?}", ErrorKind::PeerLost, error.kind()).into()
+            );
         }
     }
     for reader in readers {
         reader.agent.shutdown(PATIENCE / 2).join()?;
     }
-    writeln!(out, "All of it held.")?;
+    writeln!(out, "All checks passed.")?;
     Ok(())
 }
 
-/// One agent that reads over one backend.
+/// An agent that reads over one backend.
 struct DemoReader {
     backend: &'static str,
     agent: Agent,
@@ -136,15 +133,15 @@ impl DemoReader {
         Ok(DemoReader { backend, agent, peer, room: std::sync::Arc::clone(region.memory()), plan })
     }
 
-    /// Reads all blocks once, and says how long that took.
+    /// Reads all blocks once, and returns the time that it took.
     fn read(&self) -> kvx::Result<Duration> {
         let start = Instant::now();
         self.peer.transfer(&self.plan).deadline(PATIENCE).post()?.wait_blocking(PATIENCE)?;
         Ok(start.elapsed())
     }
 
-    /// Reads until the loss of the owner has come to be known. What still succeeds must have
-    /// brought the right bytes.
+    /// Reads until a read reports the loss of the owner. Reads that still succeed must return the
+    /// right bytes.
     fn read_until_told(&self, blocks: &DemoBlocks) -> Result<(Duration, kvx::Error)> {
         let until = Instant::now() + PATIENCE;
         while Instant::now() < until {
@@ -155,15 +152,11 @@ impl DemoReader {
                 Err(error) => return Ok((asked.elapsed(), error)),
             }
         }
-        Err(format!(
-            "{} went on reading from a process that is dead for {PATIENCE:?}",
-            self.backend
-        )
-        .into())
+        Err(format!("{} still read from a dead process after {PATIENCE:?}", self.backend).into())
     }
 }
 
-/// The median cost of a bare copy, then of each reader; what the last round brought is checked.
+/// Returns the median cost of a bare copy, then of each reader. Checks the bytes of the last round.
 fn measure(readers: &[DemoReader], blocks: &DemoBlocks) -> Result<Vec<Duration>> {
     let (pool, room) = (blocks.filled_pool()?, blocks.empty_room()?);
     let mut costs = vec![Vec::with_capacity(ROUNDS); readers.len() + 1];
@@ -189,7 +182,7 @@ fn median(mut times: Vec<Duration>) -> Duration {
     times[times.len() / 2]
 }
 
-/// A time as people read it: `0.35 s`, `7.1 ms`, `82 us`.
+/// Formats a time: `0.35 s`, `7.1 ms`, `82 us`.
 fn seconds(time: Duration) -> String {
     match time.as_secs_f64() {
         long if long >= 0.1 => format!("{long:.2} s"),

@@ -154,7 +154,7 @@ fn succeeds(command: &mut Command) {
 #[cfg(all(feature = "serve", feature = "proxy"))]
 fn demo_holds(words: Words) {
     let said = printed(&mut words.kvx());
-    assert_eq!(said.matches("Every answer is the single server's").count(), 2, "{said}");
+    assert_eq!(said.matches("Every answer equals the single server's").count(), 2, "{said}");
     assert_eq!(said.matches("The next request is served.").count(), 2, "{said}");
 }
 

@@ -206,7 +206,7 @@ fn the_demo_holds_and_leaves_no_process_behind() {
     let output = kvx(&["demo", "--transfer", "--size", "4M"]);
     let story = text(&output.stdout);
     assert!(output.status.success(), "{story}\n{}", text(&output.stderr));
-    assert_eq!(story.lines().last(), Some("All of it held."));
+    assert_eq!(story.lines().last(), Some("All checks passed."));
     for backend in ["SHM", "TCP"] {
         let lost = format!("  {backend} after ");
         assert!(story.lines().any(|line| line.starts_with(&lost)), "{story}");

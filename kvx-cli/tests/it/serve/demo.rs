@@ -34,13 +34,17 @@ fn answers_on_moved_blocks_are_those_of_one_server_and_a_killed_prefill_is_told(
     assert_eq!(alone, told(&text, "apart: "));
     // Eight servers, two proxies and their pages.
     assert_eq!(text.matches(" listens on http://127.0.0.1:").count(), 12, "{text}");
-    assert_eq!(text.matches("The proxy shows them at http://127.0.0.1:").count(), 2, "{text}");
+    assert_eq!(text.matches("The proxy's status page is http://127.0.0.1:").count(), 2, "{text}");
     // A build for tests is slower, and other tests run beside it.
     let limit = if cfg!(debug_assertions) { 60.0 } else { 20.0 };
     let first =
-        text.split_once("The first one was there ").and_then(|(_, rest)| rest.split_once(" s "));
+        text.split_once("The first one was complete ").and_then(|(_, rest)| rest.split_once(" s "));
     assert!(first.unwrap().0.parse::<f64>().unwrap() < limit, "{text}");
-    assert_eq!(text.matches(" was killed while its blocks were moved. ").count(), 2, "{text}");
+    assert_eq!(
+        text.matches(" was killed during the transfer of its blocks. ").count(),
+        2,
+        "{text}"
+    );
     // Over TCP a prefill that is dead sends nothing; shared memory outlives it.
     let (_, over_tcp) = text.split_once("\nTCP: ").unwrap();
     assert!(over_tcp.contains("The client receives HTTP 500 "), "{text}");
@@ -180,5 +184,8 @@ fn a_models_own_folder_is_served_and_stays() {
 fn a_spoiled_block_makes_another_answer_and_the_demo_says_so() {
     let (output, text) = demo(&["--backend", "SHM", "--corrupt"]);
     assert_eq!(output.status.code(), Some(1), "{text}");
-    assert!(text.contains("DIFFERENT") && text.contains("a moved block was spoiled"), "{text}");
+    assert!(
+        text.contains("DIFFERENT") && text.contains("a transferred block was corrupted"),
+        "{text}"
+    );
 }

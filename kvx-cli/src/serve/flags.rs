@@ -53,10 +53,10 @@ pub(super) struct Flags {
     /// Blocks of the KV cache, instead of its bytes.
     #[arg(long, value_name = "BLOCKS", value_parser = count)]
     pub(super) num_gpu_blocks_override: Option<usize>,
-    /// Ranks of the model, each a process with a pool of its own: 1, 2, 4 or 8.
+    /// Ranks of the model, each a process with its own pool: 1, 2, 4 or 8.
     #[arg(long, value_name = "N", default_value = "1", value_parser = ranks)]
     pub(super) tensor_parallel_size: usize,
-    /// Engines, each with a pool of its own; at most 64.
+    /// Engines, each with its own pool; at most 64.
     #[arg(long, value_name = "N", default_value = "1", value_parser = engines)]
     pub(super) data_parallel_size: usize,
     /// Serve only this engine.
@@ -65,8 +65,8 @@ pub(super) struct Flags {
     /// Serve this many engines here; hosts that join serve the others.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(super) data_parallel_size_local: Option<usize>,
-    /// Where hosts join. Beyond loopback they prove the secret that KVX_SECRET_FILE names
-    /// [default: 127.0.0.1].
+    /// The address where hosts join. Beyond loopback they must prove the secret that
+    /// KVX_SECRET_FILE names [default: 127.0.0.1].
     #[arg(long, value_name = "HOST")]
     pub(super) data_parallel_address: Option<String>,
     /// The port where hosts join.
@@ -93,7 +93,7 @@ pub(super) struct Flags {
     /// The most tokens whose probabilities a request may have; -1: all.
     #[arg(long, value_name = "N", default_value = "20", value_parser = logprobs)]
     pub(super) max_logprobs: usize,
-    /// Whether requests get log probabilities or logits.
+    /// Return log probabilities, or logits.
     #[arg(long, value_name = "MODE", default_value = "raw_logprobs", value_parser = ["raw_logprobs", "raw_logits"])]
     pub(super) logprobs_mode: String,
     /// For `kvx demo --corrupt`.
@@ -136,7 +136,7 @@ const WITHOUT_EFFECT: &[(&str, bool, &str)] = &[
     ("async-scheduling", false, "steps run one after the other"),
 ];
 
-/// vLLM's short flags of several letters, which clap has no notion of.
+/// vLLM's short flags of several letters, which clap does not support.
 const SHORT_FORMS: &[(&str, &str)] = &[
     ("-tp", "--tensor-parallel-size"),
     ("-pp", "--pipeline-parallel-size"),
@@ -171,9 +171,10 @@ impl Flags {
         }
         flags.models.extend(flags.model.take());
         if let [first, second, ..] = &flags.models[..] {
-            return Err(
-                format!("two models are given, {first} and {second}: serve them apart").into()
-            );
+            return Err(format!(
+                "two models are given, {first} and {second}: start a server for each"
+            )
+            .into());
         }
         Ok(flags)
     }
@@ -184,7 +185,7 @@ impl Flags {
     }
 }
 
-/// The flags' help.
+/// Returns the flags' help text.
 pub(super) fn help() -> impl std::fmt::Display {
     command().render_help()
 }
@@ -242,7 +243,7 @@ fn message(error: &clap::Error) -> String {
     sentence.trim_start_matches("error: ").trim_end().to_owned()
 }
 
-/// A count, which may have a unit as in vLLM: `2k` is 2000, and `2K` 2048.
+/// Parses a count, which may have a unit as in vLLM: `2k` is 2000, and `2K` 2048.
 fn count(value: &str) -> Result<usize, String> {
     let (digits, unit) = match value.char_indices().last() {
         Some((at, unit)) if unit.is_ascii_alphabetic() => (&value[..at], Some(unit)),

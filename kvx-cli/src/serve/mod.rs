@@ -1,4 +1,4 @@
-//! `kvx serve MODEL`: the example server, by the command lines of `vllm serve`.
+//! `kvx serve MODEL`: the example server, with the command lines of `vllm serve`.
 
 mod flags;
 mod models;
@@ -24,14 +24,15 @@ const VARIABLES_WITHOUT_EFFECT: &[(&str, &str)] = &[
     ("HIP_VISIBLE_DEVICES", "this server computes on the CPU"),
 ];
 
-/// This program as a rank of a model: also when its file was replaced meanwhile.
+/// Returns the command that runs this program as a rank of a model, even if its file has been
+/// replaced.
 fn rank_process() -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("kvx").arg("serve-rank");
     command
 }
 
-/// The whole life of a rank of a model, in a process that a server has started.
+/// Runs a rank of a model, in a process that a server has started.
 pub(crate) fn run_rank() -> Result<()> {
     log_to_standard_error();
     Ok(rank::run()?)
@@ -45,9 +46,9 @@ fn log_to_standard_error() {
         .init();
 }
 
-/// Runs the command with what stands behind `serve` on the command line.
+/// Runs the command with the arguments after `serve`.
 pub(crate) fn run(arguments: Vec<String>, out: &mut dyn Write) -> Result<()> {
-    // Also where a variable is wrong: the help names them.
+    // Even if a variable is invalid: the help names the variables.
     if arguments.iter().any(|word| word == "-h" || word == "--help") {
         return Ok(writeln!(out, "{}", flags::help())?);
     }
@@ -77,7 +78,7 @@ pub(crate) fn run(arguments: Vec<String>, out: &mut dyn Write) -> Result<()> {
         );
         match started.address {
             Some(address) => eprintln!("kvx: listening on http://{address}"),
-            None => eprintln!("kvx: joined the head, which is asked for what this host computes"),
+            None => eprintln!("kvx: joined the head, which receives the requests for this host"),
         }
     };
     let runtime =
@@ -106,16 +107,17 @@ fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
         }
         Some(other) if cpu_attention => {
             return Err(format!(
-                "VLLM_KV_CACHE_LAYOUT is {other}: --attention-backend CPU_ATTN has HND alone"
+                "VLLM_KV_CACHE_LAYOUT is {other}: --attention-backend CPU_ATTN supports HND only"
             )
             .into());
         }
         None | Some(KvCacheLayout::Hnd | KvCacheLayout::Lbhnc) => PoolLayout::Hnd,
         Some(KvCacheLayout::Nhd | KvCacheLayout::Lbnhc) => PoolLayout::Nhd,
         Some(other) => {
-            return Err(
-                format!("VLLM_KV_CACHE_LAYOUT is {other}: this server has HND and NHD").into()
-            );
+            return Err(format!(
+                "VLLM_KV_CACHE_LAYOUT is {other}: this server supports HND and NHD"
+            )
+            .into());
         }
     };
     let mut names = flags.served_model_name;
@@ -153,7 +155,7 @@ fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
     })
 }
 
-/// Returns which ranks of data parallelism are here, and where the others are.
+/// Returns the data parallel ranks on this host, and the location of the others.
 fn data_parallel(flags: &Flags) -> Result<(Range<usize>, OtherEngines)> {
     let size = flags.data_parallel_size;
     let head = || {
@@ -186,7 +188,7 @@ fn data_parallel(flags: &Flags) -> Result<(Range<usize>, OtherEngines)> {
     }
 }
 
-/// Ready when the program was told to end. Told again, it ends at once.
+/// Returns a future that is ready after the first signal to end. The second signal exits at once.
 fn stop() -> Result<impl Future<Output = ()> + Send + 'static> {
     use tokio::signal::unix::{SignalKind, signal};
     let (mut interrupt, mut terminate) =
@@ -201,7 +203,7 @@ fn stop() -> Result<impl Future<Output = ()> + Send + 'static> {
             if again {
                 std::process::exit(130);
             }
-            eprintln!("kvx: waiting for answers to end; once more ends at once");
+            eprintln!("kvx: waiting for answers to end; a second signal exits at once");
             stopped.send_replace(true);
         }
     });

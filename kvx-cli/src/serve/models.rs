@@ -1,11 +1,11 @@
-//! Where a model's folder is.
+//! Finds a model's folder.
 
 use std::path::{Path, PathBuf};
 
 use crate::Result;
 
-/// The folder of a model: the one that is named, or the newest of that name in the local Hugging
-/// Face cache.
+/// Returns the folder of a model: the named folder, or the newest snapshot of that name in the
+/// local Hugging Face cache.
 pub(super) fn find(model: &str) -> Result<PathBuf> {
     if Path::new(model).is_dir() {
         return Ok(model.into());
@@ -24,14 +24,14 @@ fn find_in(model: &str, cache: Option<&Path>) -> Result<PathBuf> {
     found.ok_or_else(|| {
         let looked = cache.map_or("no Hugging Face cache".to_owned(), |cache| cache.display().to_string());
         format!(
-            "{model} is no folder, and {looked} does not have it; fetch it with `hf download {model}` (nothing is fetched \
-             here), give a model's folder, or write one of random weights with `kvx make-model FOLDER`"
+            "{model} is not a folder, and {looked} does not have it; fetch it with `hf download {model}` (kvx downloads \
+             nothing), name a model's folder, or create one with random weights by `kvx make-model FOLDER`"
         )
         .into()
     })
 }
 
-/// The cache, as Hugging Face's own tools look for it.
+/// Returns the cache folder, found as Hugging Face's own tools do.
 fn cache(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     let hub = variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE"));
     hub.or_else(|| Some(variable("HF_HOME")?.join("hub")))

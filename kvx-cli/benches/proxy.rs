@@ -1,14 +1,14 @@
-//! The cost of `kvx proxy` per request, next to a bare program that makes the same two calls, and
-//! its cost when idle.
+//! Measures the cost of `kvx proxy` per request, next to a bare program that makes the same two
+//! calls, and its cost when idle.
 //!
-//! 200 streams of 128 tokens at once, as fast as instances without a model give them, through one
-//! and then the other, in turn: latency and requests a second are those of a saturated machine.
-//! `cargo bench -p kvx-cli --bench proxy --
-//! --bars` prints a JSON object a line.
+//! 200 concurrent streams of 128 tokens run through one program and then the other, in turn, as
+//! fast as instances without a model generate them. Latency and requests per second are those of a
+//! saturated machine. `cargo bench -p kvx-cli --bench proxy -- --bars` prints one JSON object per
+//! line.
 //!
-//! `KVX_TOY_PROXY="PYTHON toy_proxy_server.py"` measures beside that program instead, which lies in
-//! vLLM's repository (tests/v1/kv_connector/nixl_integration) and needs fastapi, httpx and uvicorn:
-//! requests a second of processor time.
+//! `KVX_TOY_PROXY="PYTHON toy_proxy_server.py"` compares with that program instead, in requests per
+//! second of CPU time. It is in vLLM's repository (tests/v1/kv_connector/nixl_integration) and
+//! needs fastapi, httpx and uvicorn.
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -31,16 +31,17 @@ type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 const STREAMS: usize = 200;
 const TOKENS: u64 = 128;
-/// Of each program, in turn.
+/// The number of rounds of each program, which alternate.
 const ROUNDS: usize = 5;
 const ROUND: Duration = Duration::from_secs(3);
-/// How long the router is left alone.
+/// The time for which the idle router is measured.
 const QUIET: Duration = Duration::from_secs(20);
-/// The variable that makes this the bare program: the URLs of the prefill and the decode instance.
+/// The variable that turns this program into the bare one; it has the URLs of the prefill and the
+/// decode instance.
 const BARE: &str = "KVX_BARE_PROXY";
-/// The variable that says how vLLM's toy proxy is started.
+/// The variable with the command of vLLM's toy proxy.
 const TOY: &str = "KVX_TOY_PROXY";
-/// How many times as many requests as the toy a core must do.
+/// The target for requests per core, as a multiple of the toy's.
 const TIMES_THE_TOY: f64 = 10.0;
 
 fn main() -> Result<(), Failure> {
@@ -118,8 +119,7 @@ fn main() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Requests that each does in a second of a processor's time; the bare program shows what there is
-/// to be had.
+/// Compares the requests per second of CPU time. The bare program shows the upper limit.
 fn beside_the_toy(
     runtime: &tokio::runtime::Runtime,
     kvx: &Program,
@@ -138,7 +138,7 @@ fn beside_the_toy(
             continue; // everything is warm from here on
         }
         eprintln!(
-            "round {round}: requests a second and core: toy {of_toy:.1}; kvx {of_kvx:.1}; bare {of_bare:.1}"
+            "round {round}: requests per second and core: toy {of_toy:.1}; kvx {of_kvx:.1}; bare {of_bare:.1}"
         );
         times.push(of_kvx / of_toy);
         times_of_bare.push(of_bare / of_toy);
@@ -149,7 +149,7 @@ fn beside_the_toy(
     match times >= TIMES_THE_TOY {
         true => Ok(()),
         false => {
-            Err(format!("{times:.1} times the toy's requests, and {TIMES_THE_TOY} are asked")
+            Err(format!("{times:.1} times the toy's requests; the target is {TIMES_THE_TOY}")
                 .into())
         }
     }
@@ -164,14 +164,14 @@ fn median(mut figures: Vec<f64>) -> f64 {
     figures[figures.len() / 2]
 }
 
-/// A router, which ends with this.
+/// A router process, which is killed when this is dropped.
 struct Program {
     process: Child,
     port: u16,
 }
 
 impl Program {
-    /// Starts it, and reads where it listens.
+    /// Starts it, and reads the port that it listens on.
     fn start(command: &mut Command) -> Result<Self, Failure> {
         let mut process =
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
@@ -180,7 +180,7 @@ impl Program {
         let line = lines
             .by_ref()
             .map_while(Result::ok)
-            // The second are uvicorn's words.
+            // The second is uvicorn's message.
             .find_map(|line| {
                 let says = ["listening on ", "running on "]
                     .iter()
@@ -197,7 +197,7 @@ impl Program {
         Ok(program)
     }
 
-    /// What it has used of the processors.
+    /// Returns the CPU time that it has used.
     fn cpu(&self) -> Result<Duration, Failure> {
         let mut nanos = 0;
         for task in std::fs::read_dir(format!("/proc/{}/task", self.process.id()))? {
@@ -215,7 +215,7 @@ impl Drop for Program {
     }
 }
 
-/// What a program did in a round: milliseconds, and requests a second.
+/// The figures of a program in a round: milliseconds, and requests per second.
 #[derive(Debug)]
 struct Figures {
     requests: usize,
@@ -224,7 +224,7 @@ struct Figures {
     rate: f64,
 }
 
-/// As many streams as there are, each one request after the other, for a round.
+/// Runs all streams for a round, each one request after the other.
 async fn load(port: u16) -> Result<Figures, Failure> {
     let start = Instant::now();
     let workers: Vec<_> =
@@ -282,8 +282,8 @@ async fn load_once(port: u16) -> Result<(), Failure> {
     }
 }
 
-/// The bare program: a prefill, then a decode whose bytes are passed on. It checks, counts, retries
-/// and limits nothing.
+/// Runs the bare program: a prefill, then a decode whose bytes are forwarded. It checks, counts,
+/// retries and limits nothing.
 async fn serve_bare(urls: &str) -> Result<(), Failure> {
     let (prefill, decode) = urls.split_once(' ').ok_or("two URLs")?;
     let (prefill, decode) =

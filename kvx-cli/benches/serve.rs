@@ -1,13 +1,15 @@
-//! The first token of a prompt of 2,000 tokens, prefill and decode apart, beside what its parts
-//! cost: the prefill's own time, a bare transfer of the same blocks by `kvx bench`, and one step of
-//! the decode. `cargo bench -p kvx-cli --bench serve` prints a JSON object a backend, medians of
-//! rounds in milliseconds; the first token of a short prompt through `kvx proxy` beside that of a
-//! single server; and how long `kvx demo` takes to its first answer. The model has the KV cache of
-//! a large one and narrow layers, so that no minutes are spent on what lies before the transfer.
-//! With `-- --test` it takes one round of a small model.
+//! Measures the first token of a prompt of 2,000 tokens, with prefill and decode apart, next to the
+//! cost of its parts: the prefill's own time, a bare transfer of the same blocks by `kvx bench`,
+//! and one step of the decode.
+//!
+//! `cargo bench -p kvx-cli --bench serve` prints one JSON object per backend, with medians of
+//! rounds in milliseconds. It also prints the first token of a short prompt through `kvx proxy` and
+//! from a single server, and the time of `kvx demo` until its first answer. The model has the KV
+//! cache of a large one but narrow layers, so that little time is spent before the transfer. With
+//! `-- --test` it runs one round of a small model.
 #![allow(clippy::unwrap_used, reason = "a benchmark that cannot run may panic")]
 
-// Not all of what the tests ask a server for is asked here.
+// This benchmark uses only a part of the tests' server.
 #[allow(dead_code, reason = "the tests use the rest")]
 #[path = "../tests/it/serve/server.rs"]
 mod server;
@@ -21,27 +23,27 @@ use serde_json::{Value, json};
 
 use self::server::{LIMIT, Server, ServerArgs, greedy, model};
 
-/// It keeps 44 KiB of each token.
+/// A model with 44 KiB of KV cache per token.
 const NARROW: Shape =
     Shape { hidden: "256", intermediate: "512", layers: 11, kv_heads: 8, head_dim: 128 };
 const SMALL: Shape =
     Shape { hidden: "64", intermediate: "128", layers: 2, kv_heads: 8, head_dim: 8 };
 const PROMPT: u64 = 2000;
-/// Here what is paid for each request shows, and not for its tokens.
+/// The tokens of a short prompt, which shows the cost of a request rather than of its tokens.
 const SHORT: u64 = 30;
-/// Of short prompts, so many times as many as of the long ones.
+/// The number of rounds with short prompts for each round with long ones.
 const SHORT_ROUNDS: u64 = 10;
-/// Room in the pool for every round's prompt.
+/// Flags for a pool that holds every round's prompt.
 const POOL: &[&str] = &["--kv-cache-memory-bytes", "1G", "--max-model-len", "4096"];
 /// Tokens of a block.
 const BLOCK: u64 = 16;
-/// Of the bar: how many times as long as the bare transfer that of an engine may take.
+/// The target for the transfer of an engine, as a multiple of the bare transfer.
 const TRANSFER: f64 = 1.3;
 
 /// Seconds of all transfers of a server.
 const TRANSFERRED: &str = "vllm:nixl_xfer_time_seconds_sum";
 
-/// What of a model matters here.
+/// The shape of a model, as far as it matters here.
 #[derive(Clone, Copy)]
 struct Shape {
     hidden: &'static str,
@@ -66,10 +68,10 @@ impl Shape {
         model(&[&shape[..], numbers.as_flattened()].concat())
     }
 
-    /// Milliseconds of a read of the prompt's blocks by kvx alone, between processes as the engines
-    /// are.
+    /// Returns the milliseconds of a read of the prompt's blocks by kvx alone, between two
+    /// processes like the engines.
     fn bare_transfer(&self, backend: &str) -> f64 {
-        // Keys and values of two bytes.
+        // Keys and values have two bytes each.
         let block = 2 * 2 * BLOCK * self.kv_heads * self.head_dim;
         let count = self.layers * PROMPT.div_ceil(BLOCK);
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
@@ -91,18 +93,18 @@ fn main() {
     for (seed, backend) in [(0, "SHM"), (100, "TCP")] {
         let prefill = Server::with_peers(&model, backend, "fail", POOL);
         let decode = Server::with_peers(&model, backend, "fail", POOL);
-        apart(&prefill, &decode, &json!("they meet")); // the handshake is no part of the bar
+        apart(&prefill, &decode, &json!("they meet")); // the handshake is not part of the target
         let router = Server::proxy(&[&prefill], &[&decode], &[]);
         println!(
             "{}",
             short(backend, [&single, &router], seed + 1000..seed + 1000 + rounds * SHORT_ROUNDS)
         );
-        // Alone, prefill, transfer, bare transfer, step, first token apart, what of it is in no
-        // part.
+        // Alone, prefill, transfer, bare transfer, step, first token apart, and the rest of the
+        // latter.
         let mut figures: [Vec<f64>; 7] = Default::default();
         for round in seed..seed + rounds {
             let before = decode.metric(TRANSFERRED);
-            // Each round asks for what no cache has.
+            // Each round uses prompts that no cache has.
             let (leg, first, step) = apart(&prefill, &decode, &prompt(round * 2, PROMPT));
             let moved = (decode.metric(TRANSFERRED) - before) * 1e3;
             let bare = shape.bare_transfer(backend);
@@ -127,8 +129,8 @@ fn main() {
     std::fs::remove_dir_all(model).unwrap();
 }
 
-/// The first token of short prompts, by a single server and through a router; each right after the
-/// one before: only then do sockets wait for acknowledgements, where they may.
+/// Measures the first token of short prompts, from a single server and through a router. Each
+/// request follows the one before at once: only then can sockets wait for acknowledgements.
 fn short(backend: &str, servers: [&Server; 2], seeds: Range<u64>) -> Value {
     let [alone, apart] = servers.map(|server| {
         median(seeds.clone().map(|seed| stream(server, &prompt(seed, SHORT), None).0).collect())
@@ -139,7 +141,7 @@ fn short(backend: &str, servers: [&Server; 2], seeds: Range<u64>) -> Value {
     })
 }
 
-/// How long `kvx demo` takes from its start to the end of its first answer.
+/// Returns the time of `kvx demo` from its start to the end of its first answer.
 fn demo() -> Duration {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
     command.args(["demo", "--backend", "SHM"]).stdin(Stdio::null()).stdout(Stdio::piped());
@@ -155,15 +157,15 @@ fn demo() -> Duration {
     took
 }
 
-/// It begins with the digits of its seed, so that no two have a block in common.
+/// Returns a prompt that begins with the digits of its seed, so that no two share a block.
 fn prompt(seed: u64, tokens: u64) -> Value {
     let digits = [1, 90, 90 * 90].map(|place| seed / place);
     let rest = (digits.len() as u64..tokens).map(|at| seed + at * 17);
     json!(digits.into_iter().chain(rest).map(|token| 32 + token % 90).collect::<Vec<_>>())
 }
 
-/// Milliseconds of the prefill's leg, until the first token by both legs, and of a step of the
-/// decode.
+/// Returns the milliseconds of the prefill's leg, until the first token by both legs, and of a step
+/// of the decode.
 fn apart(prefill: &Server, decode: &Server, prompt: &Value) -> (f64, f64, f64) {
     let begun = Instant::now();
     let answer = prefill.tokens(prompt, 1, Some(&json!({"do_remote_decode": true})));
@@ -172,7 +174,7 @@ fn apart(prefill: &Server, decode: &Server, prompt: &Value) -> (f64, f64, f64) {
     (leg, leg + first, step)
 }
 
-/// Milliseconds until the first token, and between those that follow.
+/// Returns the milliseconds until the first token, and between those that follow.
 fn stream(server: &Server, prompt: &Value, params: Option<&Value>) -> (f64, f64) {
     let mut body = greedy(prompt, 16);
     body["stream"] = true.into();

@@ -228,7 +228,7 @@ mod tests {
                 "lib/libfabric.so.1",
             ],
         );
-        // The same environment by two names is one.
+        // Two names of one environment count once.
         let roots = vec![folder.0.clone(), folder.0.join("lib/..")];
         assert_eq!(
             found(&Environments { roots, conda: None }, &folder.0),

@@ -1,4 +1,5 @@
-//! Access to the other side's memory without kvx: mapped, by the kernel, or over a bare connection.
+//! Access to the other side's memory without kvx: through a mapping, through the kernel, or over a
+//! bare connection.
 
 use std::io::{Error, Result};
 use std::net::TcpStream;
@@ -10,11 +11,11 @@ use super::points::Shape;
 use super::pools::PoolLocation;
 use super::sealed;
 
-/// Moves a list once out of memory of another process: by copying where it is mapped here, else by
+/// Copies a list once from memory of another process: from a mapping if there is one, else through
 /// the kernel.
 ///
 /// # Safety
-/// The memory has all blocks of the list; nobody holds references into the destination.
+/// Both memories have all blocks of the list, and nobody holds references into the destination.
 pub(crate) unsafe fn fetch(
     mapped: Option<u64>,
     from: PoolLocation,
@@ -23,17 +24,19 @@ pub(crate) unsafe fn fetch(
 ) -> Result<()> {
     match mapped {
         Some(mapped) => {
-            // SAFETY: the caller's promise; a mapping stays for the life of this process.
+            // SAFETY: the caller guarantees that both memories have all blocks and that no
+            // references exist; a mapping stays for the life of this process.
             unsafe { bare::copy(mapped, to, list) };
             Ok(())
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the destination; the kernel checks the source.
         None => unsafe { bare::read(from.process, from.base, to, list) },
     }
 }
 
-/// Returns where the memory file of another process's pool is mapped for reading, every page
-/// present; `None` for a pool without a file. Maps it the first time, and keeps it mapped.
+/// Maps the memory file of another process's pool for reading, with every page present, and returns
+/// the address. Maps it only the first time, and keeps it mapped. Returns `None` for a pool without
+/// a file.
 pub(crate) fn map(from: PoolLocation, mapped: &mut Option<u64>) -> Result<Option<u64>> {
     let Some(file) = from.file else { return Ok(None) };
     if mapped.is_none() {
@@ -52,8 +55,8 @@ fn map_file(process: u32, file: i32, len: usize) -> Result<u64> {
     if base == libc::MAP_FAILED { Err(Error::last_os_error()) } else { Ok(base as u64) }
 }
 
-/// One end of a bare connection, with its share of each list: `of` is which lane, and of how many.
-/// `memory`: where the blocks begin, and whether they go sealed.
+/// Creates one end of a bare connection, with its share of each list. `of` is the lane's number and
+/// the number of lanes; `memory` is the start of the blocks, and true if they are sealed.
 pub(crate) fn share(
     socket: TcpStream,
     memory: (u64, bool),

@@ -1,4 +1,4 @@
-//! The flags of `kvx bench`, and the points that they ask for.
+//! The flags of `kvx bench`, and the points that they select.
 
 use std::time::Duration;
 
@@ -80,15 +80,15 @@ pub(crate) struct Arguments {
 }
 
 impl Arguments {
-    /// Checks what clap does not.
+    /// Checks the values that clap does not check.
     pub(crate) fn check(&self) -> Result<()> {
         if let Some(block) =
             self.block.iter().find(|block| **block == 0 || **block > 1 << 30 || **block % 8 != 0)
         {
-            return Err(format!("--block {block}: write a multiple of 8 of at most 1 GiB").into());
+            return Err(format!("--block {block}: write a multiple of 8, at most 1 GiB").into());
         }
         if self.count.contains(&0) || self.rounds == 0 || self.readers == Some(0) {
-            return Err("--count, --rounds and --readers are at least 1".into());
+            return Err("--count, --rounds and --readers must be at least 1".into());
         }
         if !(self.seconds > 0.0 && self.seconds <= 86_400.0) {
             return Err(format!("--seconds {}: write a time of up to a day", self.seconds).into());
@@ -96,7 +96,7 @@ impl Arguments {
         Ok(())
     }
 
-    /// The points that are asked for, in order, and those that are larger than is allowed.
+    /// Returns the selected points, in order, and those that exceed --max-total.
     pub(crate) fn sweep(&self, backends: &[&'static str]) -> (Vec<Point>, Vec<Point>) {
         let mut points = Vec::new();
         for backend in backends.iter().copied() {
@@ -126,12 +126,12 @@ impl Arguments {
         points.into_iter().partition(|point| point.shape.bytes() <= self.max_total)
     }
 
-    /// About how long the points take, on a machine that moves 2e9 bytes a second.
+    /// Returns the approximate time for the points, on a machine that moves 2e9 bytes per second.
     pub(crate) fn duration(&self, points: &[Point]) -> Duration {
         let parties = if self.beside.is_some() { 3.0 } else { 2.0 };
         let once = |point: &Point| point.shape.bytes() as f64 / 2e9;
         let seconds = points.iter().map(|point| {
-            // Filling and wiping pass over the memory four times; the comparison reads less.
+            // Filling and wiping pass over the memory four times; comparing reads less.
             let around = 4.0 * point.shape.memory() as f64 / 2e9;
             self.seconds.max(parties * self.rounds as f64 * once(point))
                 + around

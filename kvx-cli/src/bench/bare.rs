@@ -1,4 +1,4 @@
-//! Bare moves on this host: the same list of blocks between the same memory, with no protocol.
+//! Bare moves on this host: the same list of blocks between the same memory, without a protocol.
 //!
 //! This module uses no code of kvx, which could slow the limit down or speed it up.
 
@@ -11,7 +11,7 @@ const VECTORS: usize = 1024;
 /// The most bytes in one call on a socket.
 const CALL: usize = 1 << 20;
 
-/// Blocks of `length` bytes: block `from[i]` of the source goes to block `to[i]` of the
+/// A list of blocks of `length` bytes: block `from[i]` of the source goes to block `to[i]` of the
 /// destination.
 #[derive(Clone, Copy)]
 pub(crate) struct List<'a> {
@@ -29,7 +29,8 @@ pub(crate) unsafe fn copy(from: u64, to: u64, list: List<'_>) {
     for (source, destination) in list.from.iter().zip(list.to) {
         let source = (from as usize + *source as usize * list.length) as *const u8;
         let destination = (to as usize + *destination as usize * list.length) as *mut u8;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that both blocks are valid and that no references into the
+        // destination exist.
         unsafe { std::ptr::copy_nonoverlapping(source, destination, list.length) };
     }
 }
@@ -39,7 +40,7 @@ fn vector(base: u64, block: u32, length: usize, skipped: usize) -> libc::iovec {
     libc::iovec { iov_base: base as *mut libc::c_void, iov_len: length - skipped }
 }
 
-/// Reads out of another process, on this thread.
+/// Reads from another process, on this thread.
 ///
 /// # Safety
 /// As [`copy`], for the destination. The kernel checks the source.
@@ -64,14 +65,14 @@ pub(crate) unsafe fn read(process: u32, from: u64, to: u64, list: List<'_>) -> R
     Ok(())
 }
 
-/// Sends the blocks of a list, or receives them, otherwise than as they are. False: as
-/// [`BareConnection`]'s own way.
+/// A function that sends or receives the blocks of a list in another form than as they are. Returns
+/// false as [`BareConnection`]'s own way does.
 pub(crate) type Mover = Box<dyn FnMut(&mut TcpStream, &[u32], bool) -> Result<bool> + Send>;
 
 /// One end of a connection, and the blocks that go over it: one list each time, in turn.
 pub(crate) struct BareConnection {
     pub(crate) socket: TcpStream,
-    /// Of memory that outlives the lane, and that nobody holds references into.
+    /// The start of memory that outlives the lane, and that nobody holds references into.
     pub(crate) base: u64,
     pub(crate) length: usize,
     pub(crate) lists: Vec<Vec<u32>>,
@@ -80,8 +81,8 @@ pub(crate) struct BareConnection {
 }
 
 impl BareConnection {
-    /// Sends the next list, or receives it. False: the other end has closed instead of sending the
-    /// first byte.
+    /// Sends or receives the next list. Returns false if the other end closed instead of sending
+    /// the first byte.
     fn all(&mut self, send: bool) -> Result<bool> {
         let blocks = &self.lists[self.next];
         self.next = (self.next + 1) % self.lists.len();
@@ -125,7 +126,7 @@ impl BareConnection {
         Ok(true)
     }
 
-    /// The end that is asked: for each byte it sends its blocks, or it answers its blocks with a
+    /// Serves requests: sends its blocks for each byte received, or answers received blocks with a
     /// byte.
     pub(crate) fn serve(&mut self, sends: bool) -> Result<()> {
         while (!sends || self.socket.read(&mut [0])? == 1) && self.all(sends)? {
@@ -134,7 +135,7 @@ impl BareConnection {
         Ok(())
     }
 
-    /// The end that asks, so many times.
+    /// Makes `times` requests.
     fn ask(&mut self, sends: bool, times: u64) -> Result<()> {
         (0..times).try_for_each(|_| {
             self.socket.write_all(&[1][..usize::from(!sends)])?;
@@ -144,8 +145,8 @@ impl BareConnection {
     }
 }
 
-/// Moves the next lists of all lanes so many times, the first lane on this thread and each other on
-/// one of its own.
+/// Moves the next lists of all lanes `times` times: the first lane on this thread, and each other
+/// lane on its own thread.
 pub(crate) fn ask(lanes: &mut [BareConnection], sends: bool, times: u64) -> Result<()> {
     let Some((first, others)) = lanes.split_first_mut() else { return Ok(()) };
     std::thread::scope(|scope| {

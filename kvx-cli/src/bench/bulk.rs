@@ -1,4 +1,4 @@
-//! Small reads alone, and during a large transfer on the same link.
+//! Measures small reads alone, and during a large transfer on the same link.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -22,25 +22,25 @@ use super::rounds::{quantile, round, timed};
 use super::session::Session;
 use crate::{Result, bytes};
 
-/// Bytes of a small read.
+/// The size of a small read.
 const SMALL: u64 = 4096;
-/// Bytes of a block of the large transfer.
+/// The block size of the large transfer.
 pub(crate) const BLOCK: u64 = 1 << 20;
-/// The most memory that the target has: the large transfer reads it again and again.
+/// The most memory of the target: the large transfer reads it again and again.
 const SOURCE: u64 = 256 << 20;
-/// Turns of small reads alone and beside the large transfer.
+/// The number of turns of small reads, alone and during the large transfer.
 const TURNS: usize = 5;
 
-/// What is printed.
+/// The printed record.
 #[derive(Serialize)]
 struct BulkRecord {
     mode: &'static str,
     backend: &'static str,
     bulk_bytes: u64,
-    /// Large transfers that ended meanwhile.
+    /// Large transfers that ended during the small reads.
     bulk_done: u64,
     small: LatencyPair,
-    /// The same with bare connections, where that is what lies below.
+    /// Latencies over bare connections, if the backend uses connections.
     bare: Option<LatencyPair>,
 }
 
@@ -51,7 +51,7 @@ struct LatencyPair {
     alone_p99_us: f64,
     beside_p50_us: f64,
     beside_p99_us: f64,
-    /// How many times longer the 99th percentile is beside the large transfer.
+    /// The ratio of the 99th percentiles: during the large transfer to alone.
     times: f64,
 }
 
@@ -68,7 +68,7 @@ impl LatencyPair {
     }
 }
 
-/// How many blocks the large transfer of so many bytes has that `flag` asks for.
+/// Returns the number of blocks of a large transfer of `bulk` bytes, which `flag` requested.
 pub(crate) fn blocks_of(flag: &str, bulk: u64) -> Result<u32> {
     match u32::try_from(bulk / BLOCK) {
         Ok(0) => Err(format!("{flag} {bulk}: write at least {}", bytes::show(BLOCK)).into()),
@@ -90,7 +90,7 @@ pub(crate) fn run(
     let theirs = SOURCE.min(u64::from(blocks) * BLOCK);
     let about = Duration::from_secs_f64(2.0 * arguments.seconds + 3.0 * bulk as f64 / 1e9);
     let memory = bytes::show((ours + theirs) >> 20 << 20);
-    eprintln!("{backend}: {memory} of memory in all, about {} s", about.as_secs().max(1));
+    eprintln!("{backend}: {memory} of memory in total, about {} s", about.as_secs().max(1));
     let sizes = (Sizes::kvx(ours), Sizes::kvx(theirs));
     let mut session = Session::start(&[backend], registry, &arguments.options, sizes, about)?;
     content::wipe(session.pools.get(PoolKind::Kvx)?, ours)?;
@@ -158,7 +158,7 @@ fn reads_beside(
     Ok(ended)
 }
 
-/// Its result, if it has one by now.
+/// Returns the result of a transfer that has ended.
 fn finished(transfer: &mut Transfer) -> Option<kvx::Result<kvx::Report>> {
     match Pin::new(transfer).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(result) => Some(result),
@@ -204,7 +204,7 @@ fn sentence(record: &BulkRecord) -> String {
     let part = |pair: &LatencyPair| {
         let LatencyPair { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times } = pair;
         format!(
-            "alone p50 {alone_p50_us} us, p99 {alone_p99_us} us; beside p50 {beside_p50_us} us, p99 {beside_p99_us} us: \
+            "alone p50 {alone_p50_us} us, p99 {alone_p99_us} us; during it p50 {beside_p50_us} us, p99 {beside_p99_us} us: \
              {times} times"
         )
     };
@@ -213,5 +213,8 @@ fn sentence(record: &BulkRecord) -> String {
         .as_ref()
         .map_or_else(String::new, |bare| format!("; bare connections: {}", part(bare)));
     let (backend, bulk) = (record.backend, bytes::show(record.bulk_bytes));
-    format!("{backend} reads of 4 KiB beside transfers of {bulk}: {}{bare}", part(&record.small))
+    format!(
+        "{backend} reads of 4 KiB alone and during a transfer of {bulk}: {}{bare}",
+        part(&record.small)
+    )
 }

@@ -1,5 +1,5 @@
-//! A companion program: it moves the same bytes in rounds of its own, alternating with those of kvx.
-//! `BESIDE.md` is its protocol.
+//! A companion program, which moves the same bytes in its own rounds, alternating with those of
+//! kvx. `BESIDE.md` documents the protocol.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -24,11 +24,12 @@ pub(crate) enum PointAnswer {
 }
 
 impl Companion {
-    /// Starts it, as the shell understands it.
+    /// Starts it in a shell.
     pub(crate) fn start(program: &str) -> Result<Self> {
         let mut command = Command::new("sh");
         command.args(["-c", &format!("exec {program}")]);
-        // UCX, if the program uses it, logs where its answers go unless it is told otherwise.
+        // If the program uses UCX, UCX logs to standard output by default, among the program's
+        // answers.
         if std::env::var_os("UCX_LOG_FILE").is_none() {
             command.env("UCX_LOG_FILE", "stderr");
         }
@@ -51,7 +52,7 @@ impl Companion {
         }
     }
 
-    /// One round of the announced point.
+    /// Runs one round of the announced point.
     pub(crate) fn round(&mut self, bytes: u64, budget: Duration) -> Result<Round> {
         let start = Instant::now();
         self.child.send_line(&format!("go {:.6}", budget.as_secs_f64()))?;
@@ -59,8 +60,7 @@ impl Companion {
         let round = result(&answer, bytes).ok_or_else(|| {
             format!("the companion program answered {answer:?} to a round: `moved TIMES SECONDS` or `gbps RATE`")
         })?;
-        // A program that reports less time than it took may be right; one that reports more cannot
-        // be.
+        // The reported time may be less than the measured one, but never more.
         let most = start.elapsed().as_secs_f64();
         if answer.starts_with("moved") && round.seconds > most {
             return Err(format!(

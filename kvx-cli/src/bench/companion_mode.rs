@@ -1,5 +1,5 @@
-//! `kvx bench-beside`: kvx as the program beside a bench. For another build, other options, or
-//! another shape of as many bytes, measured in the same minute.
+//! `kvx bench-beside`: kvx as the companion program of another bench. Measures another build, other
+//! options, or another shape with the same number of bytes, in the same minute.
 
 use std::io::{BufRead, Write};
 use std::time::Duration;
@@ -15,19 +15,19 @@ use super::rounds::Round;
 use super::session::Session;
 use crate::{Result, bytes};
 
-/// What stands behind `bench-beside` on the command line. All of it: instead of what is announced.
+/// The arguments of `kvx bench-beside`, which override the announced point.
 #[derive(Args)]
 pub(crate) struct CompanionArguments {
-    /// Another backend.
+    /// Use another backend.
     #[arg(long, value_name = "NAME")]
     backend: Option<String>,
-    /// Blocks of another size; `--count` then sees to it that as many bytes are moved.
+    /// Use blocks of another size; `--count` must then give the same number of bytes.
     #[arg(long, value_name = "SIZE", value_parser = bytes::parse)]
     block: Option<u64>,
-    /// Another number of them in a transfer.
+    /// Use another number of blocks per transfer.
     #[arg(long, value_name = "N")]
     count: Option<u32>,
-    /// Another order of them.
+    /// Use another order of blocks.
     #[arg(long)]
     pattern: Option<Pattern>,
     /// Options of both agents: the JSON object kv_connector_extra_config.
@@ -35,14 +35,14 @@ pub(crate) struct CompanionArguments {
     options: String,
 }
 
-/// A point that was announced, ready to go.
+/// An announced point, ready to run.
 struct AnnouncedPoint {
     session: Session,
     point: Point,
     plans: Plans,
 }
 
-/// Answers the lines of BESIDE.md until there are no more.
+/// Answers the lines of BESIDE.md until standard input ends.
 pub(crate) fn run(
     arguments: &CompanionArguments,
     registry: &Registry,
@@ -73,7 +73,7 @@ pub(crate) fn run(
             }
             _ => {
                 return Err(format!(
-                    "{line:?} is no line of BESIDE.md, or no point was announced before it"
+                    "{line:?} is not a line of BESIDE.md, or no point was announced before it"
                 )
                 .into());
             }
@@ -108,7 +108,7 @@ impl AnnouncedPoint {
         if ours.bytes() != shape.bytes() {
             let (ours, theirs) = (bytes::show(ours.bytes()), bytes::show(shape.bytes()));
             return Err(format!(
-                "{ours} a transfer beside {theirs}: --block times --count must be as much"
+                "{ours} per transfer instead of {theirs}: --block times --count must give the same number of bytes"
             )
             .into());
         }
@@ -133,7 +133,7 @@ impl AnnouncedPoint {
     }
 }
 
-/// What follows the word `point`.
+/// The text after `point` in an announcement.
 struct Announcement<'a>(&'a str);
 
 impl<'a> Announcement<'a> {
@@ -162,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_protocol_documents_is_understood() {
+    fn the_documented_announcement_is_understood() {
         let line = include_str!("../../BESIDE.md")
             .lines()
             .find_map(|line| line.strip_prefix("    point "))

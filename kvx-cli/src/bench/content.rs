@@ -1,4 +1,4 @@
-//! The content of memory, which every side knows from a few numbers.
+//! The content of memory, which every side computes from a few numbers.
 
 use kvx::Memory;
 
@@ -6,11 +6,11 @@ use super::bare::List;
 use super::points::Shape;
 use crate::Result;
 
-/// Bytes that are written or compared at a time.
+/// The number of bytes that are written or compared at a time.
 const PIECE: usize = 256 << 10;
 
-/// Returns the 8 bytes at `offset`, a multiple of 8, of a source: never zero at an offset that a
-/// machine's memory has.
+/// Returns the 8 bytes at `offset`, a multiple of 8, of a source. They are never zero at an offset
+/// that exists in a machine's memory.
 fn word(offset: u64) -> u64 {
     (offset / 8 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
@@ -27,24 +27,24 @@ fn write(memory: &Memory, bytes: u64, content: impl Fn(u64) -> u64) -> kvx::Resu
     Ok(())
 }
 
-/// Makes the first `bytes` of memory a source.
+/// Fills the first `bytes` of memory with the content of a source.
 pub(crate) fn fill(memory: &Memory, bytes: u64) -> kvx::Result<()> {
     write(memory, bytes, word)
 }
 
-/// Makes the first `bytes` of memory a destination that nothing has arrived in.
+/// Zeroes the first `bytes` of memory, for a destination.
 pub(crate) fn wipe(memory: &Memory, bytes: u64) -> kvx::Result<()> {
     write(memory, bytes, |_| 0)
 }
 
-/// Compares every byte of a destination's first lists with what belongs there.
+/// Compares every byte of a destination's first lists with the expected content.
 pub(crate) fn check(memory: &Memory, shape: Shape, lists: u32) -> Result<()> {
     let pairs = shape.from().into_iter().zip(shape.to());
     compare(memory, shape.block, pairs.take((lists * shape.count) as usize))
 }
 
-/// Compares every byte of some blocks of a destination with the blocks of the source that belong
-/// there: pairs of both.
+/// Compares blocks of a destination with the blocks of the source that belong there. `pairs` holds
+/// the source's block, then the destination's.
 pub(crate) fn compare(
     memory: &Memory,
     block: u64,
@@ -72,7 +72,7 @@ pub(crate) fn compare(
     Ok(())
 }
 
-/// The lists of a shape, as the limit takes them.
+/// The block lists of a shape, as the limits use them.
 pub(crate) struct ShapeBlocks {
     shape: Shape,
     from: Vec<u32>,
@@ -84,7 +84,7 @@ impl ShapeBlocks {
         ShapeBlocks { shape, from: shape.from(), to: shape.to() }
     }
 
-    /// That of a transfer, by its number: they come round again and again.
+    /// Returns the list of a transfer, by its number: lists repeat after a while.
     pub(crate) fn list(&self, transfer: u64) -> List<'_> {
         let part = self.shape.part(transfer);
         List {

@@ -1,16 +1,16 @@
-//! CPU time of this process and of others, to the nanosecond.
+//! CPU time of this and other processes, in nanoseconds.
 
 use std::time::Duration;
 
-/// CPU time of all threads of a process so far; zero when it is gone.
+/// Returns the CPU time of all threads of a process so far, or zero if it does not exist.
 pub(crate) fn of(process: u32) -> Duration {
-    // How the kernel names another process's clock: the complement of its number, then the clock's
+    // The kernel's clock id of another process: the complement of its number, then the clock's
     // kind.
     const WHOLE_PROCESS: i32 = 2;
     read((!process.cast_signed() << 3) | WHOLE_PROCESS)
 }
 
-/// CPU time of this process and of another one.
+/// Returns the CPU time of this process and of another one, summed.
 pub(crate) fn ours_and(process: u32) -> Duration {
     of(std::process::id()) + of(process)
 }

@@ -1,8 +1,8 @@
-//! How long the bench waits.
+//! The timeouts of the bench.
 
 use std::time::Duration;
 
-/// For a link to come up, a transfer or a shutdown to end.
+/// The timeout for a link to come up, and a transfer or a shutdown to end.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
-/// For a round, or an answer of the target.
+/// The timeout for a round, or an answer of the target.
 pub(crate) const ANSWER_DEADLINE: Duration = Duration::from_secs(120);

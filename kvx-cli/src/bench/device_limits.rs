@@ -1,5 +1,4 @@
-//! The limits beside figures of device memory: bare copies by the driver, of as many bytes as a
-//! transfer.
+//! The limits for device memory: bare copies by the driver, of as many bytes as a transfer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +14,7 @@ use super::pools::PoolKind;
 use super::rounds::{Round, timed};
 use crate::{Result, devices};
 
-/// Copies between two memories of their own, each as large as a side's.
+/// A limit that copies between two separate memories, each as large as a side's.
 pub(crate) struct DeviceLimit {
     pub(crate) name: &'static str,
     driver: BareDriver,
@@ -24,7 +23,7 @@ pub(crate) struct DeviceLimit {
     to: Arc<Memory>,
     shape: Shape,
     blocks: ShapeBlocks,
-    /// A call for each block, instead of one for all bytes of a transfer.
+    /// True for a call per block, instead of one call for all bytes of a transfer.
     block_by_block: bool,
 }
 
@@ -51,13 +50,13 @@ impl DeviceLimit {
         Ok(limits)
     }
 
-    /// One copy within the device.
+    /// Returns the limit that is one copy within the device.
     pub(crate) fn within(device: &Arc<Device>, shape: Shape) -> Result<Self> {
         DeviceLimit::new(device, BareCopyDirection::Within, shape)
     }
 
     /// Returns the limit of a program without kernels, which copies the point's list block by
-    /// block. It uses the same memory: the two take turns.
+    /// block. It shares the memory of this limit, as the two alternate.
     fn one_by_one(&self, device: &Arc<Device>, shape: Shape) -> Result<Self> {
         Ok(DeviceLimit {
             name: "a call a block",
@@ -81,7 +80,7 @@ impl DeviceLimit {
             BareCopyDirection::ToDevice => ("copy to device", on_host()?, on_device()?),
         };
         let driver = driver(device)?;
-        // One copy moves a transfer's blocks as they lie.
+        // One copy moves a transfer's blocks in their order.
         let shape = Shape { pattern: Pattern::Adjacent, ..shape };
         let (from, to) = (Arc::new(from), Arc::new(to));
         Ok(DeviceLimit {
@@ -96,7 +95,7 @@ impl DeviceLimit {
         })
     }
 
-    /// Moves list after list, beginning with the one of this number.
+    /// Moves one list after the other, beginning with number `next`.
     pub(crate) fn round(&self, next: u64, budget: Duration, least: u64) -> Result<Round> {
         timed(budget, least, |nth| {
             let list = self.blocks.list(next + nth);
@@ -105,14 +104,16 @@ impl DeviceLimit {
             let at = |block: u32| (u64::from(block)) * list.length as u64;
             for (from, to) in list.from.iter().zip(list.to).take(calls) {
                 let (from, to) = (self.from.address() + at(*from), self.to.address() + at(*to));
-                // SAFETY: both memories have all blocks of the shape, and nobody else uses them.
+                // SAFETY: both memories have all blocks of the shape, and only this limit's rounds
+                // use them, one at a time.
                 unsafe { self.driver.copy(self.way, from, to, len) }?;
             }
             self.driver.wait()
         })
     }
 
-    /// Moves the first lists once, and compares what arrived. Gives the seconds that each took.
+    /// Moves the first lists once, and compares the bytes that arrived. Returns the seconds per
+    /// list.
     pub(crate) fn verify(&self, lists: u64) -> Result<f64> {
         content::fill(&self.from, self.shape.memory())?;
         content::wipe(&self.to, self.shape.memory())?;
@@ -122,7 +123,7 @@ impl DeviceLimit {
     }
 }
 
-/// The driver of a device.
+/// Opens the driver of a device.
 fn driver(device: &Arc<Device>) -> Result<BareDriver> {
     Ok(match device.kind() {
         MemoryKind::Rocm => BareDriver::hip()?,

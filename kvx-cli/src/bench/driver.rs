@@ -1,4 +1,4 @@
-//! The limit of a GPU: bare copies by its driver, with nothing around them.
+//! The limit of a GPU: bare copies by its driver.
 //!
 //! This module uses no code of kvx, which could slow the limit down or speed it up.
 
@@ -10,7 +10,7 @@ type DriverStatus = c_int;
 /// A context, a stream, or an address of the host.
 type DriverHandle = *mut c_void;
 
-/// Which way a copy goes.
+/// The direction of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BareCopyDirection {
     ToDevice,
@@ -18,7 +18,7 @@ pub(crate) enum BareCopyDirection {
     Within,
 }
 
-/// The driver of the first GPU, with a stream on it; used by one thread.
+/// The driver of the first GPU, with a stream on it. Only one thread uses it.
 pub(crate) struct BareDriver {
     stream: DriverHandle,
     copy: Copy,
@@ -46,7 +46,7 @@ enum Copy {
 const NON_BLOCKING: c_uint = 1;
 
 impl BareDriver {
-    /// That of NVIDIA's first device, which becomes this thread's.
+    /// Opens the driver of NVIDIA's first device, and makes the device current on this thread.
     pub(crate) fn cuda() -> Result<Self> {
         let library = open("KVX_CUDA_LIB", "libcuda.so.1")?;
         // SAFETY: the signatures are those of the driver's interface, which keeps them for a name.
@@ -73,7 +73,7 @@ impl BareDriver {
         }
     }
 
-    /// That of AMD's first device, which becomes this thread's.
+    /// Opens the driver of AMD's first device, and makes the device current on this thread.
     pub(crate) fn hip() -> Result<Self> {
         let library = open("KVX_HIP_LIB", "libamdhip64.so")?;
         // SAFETY: the signatures are those of HIP's interface, which keeps them for a name.
@@ -93,8 +93,8 @@ impl BareDriver {
     /// Starts a copy.
     ///
     /// # Safety
-    /// Both sides are valid memory of the kind that `way` says until [`wait`](BareDriver::wait) has
-    /// returned, and no references into the destination exist.
+    /// Both sides are valid memory of the kinds that `way` names until [`wait`](BareDriver::wait)
+    /// has returned, and no references into the destination exist.
     pub(crate) unsafe fn copy(
         &self,
         way: BareCopyDirection,
@@ -103,7 +103,8 @@ impl BareDriver {
         len: usize,
     ) -> Result<()> {
         let (source, destination) = (from as *const c_void, to as DriverHandle);
-        // SAFETY: the caller's promise; the stream lives as long as this.
+        // SAFETY: the caller guarantees that both sides are valid memory; the stream lives as long
+        // as this.
         let status = unsafe {
             match (&self.copy, way) {
                 (Copy::Cuda { to_device, .. }, BareCopyDirection::ToDevice) => {
@@ -139,12 +140,12 @@ fn check(what: &str, status: DriverStatus) -> Result<()> {
     if status == 0 {
         Ok(())
     } else {
-        Err(Error::other(format!("{what}: the driver says {status}")))
+        Err(Error::other(format!("{what}: the driver returned {status}")))
     }
 }
 
-/// The library that the process has open already: the one that the variable names, else that
-/// name's.
+/// Opens the driver's library, which the process has loaded already: the file that the variable
+/// names, or else `name`.
 fn open(variable: &str, name: &str) -> Result<DriverHandle> {
     let name = std::env::var(variable).unwrap_or_else(|_| name.to_owned());
     let path = CString::new(name.as_str())?;
@@ -162,6 +163,7 @@ unsafe fn symbol<F: std::marker::Copy>(library: DriverHandle, name: &CStr) -> Re
     if found.is_null() {
         return Err(Error::other(format!("the driver has no {}", name.to_string_lossy())));
     }
-    // SAFETY: a pointer to a function that the caller knows, of a pointer's size.
+    // SAFETY: the caller guarantees that the function has this type; a function pointer has the
+    // size of `found`.
     Ok(unsafe { std::mem::transmute_copy(&found) })
 }

@@ -1,4 +1,4 @@
-//! The figures of a point, and how they are printed.
+//! The figures of a point, and their printed form.
 
 use std::io::Write;
 
@@ -8,7 +8,8 @@ use super::points::{Backing, BenchOp, Pattern, Point, Wait, name};
 use super::rounds::{Ratio, Round, median, quantile, round};
 use crate::{Result, bytes};
 
-/// The fewest rounds whose median is a figure by itself; of fewer, the number is shown beside it.
+/// The fewest rounds whose median is printed alone; for fewer, the number of rounds is printed with
+/// it.
 pub(crate) const ENOUGH_ROUNDS: usize = 11;
 
 /// One line of output. The order of the fields is part of the format: new ones go to the end.
@@ -22,13 +23,13 @@ pub(crate) struct Figures {
     memory: Backing,
     wait: Wait,
     bytes: u64,
-    /// 1e9 bytes a second, the median of the rounds.
+    /// 1e9 bytes per second, the median of the rounds.
     gbps: f64,
     p50_us: f64,
     p99_us: f64,
     post_p50_us: f64,
     plan_us: f64,
-    /// CPU seconds of both processes for 1e9 bytes.
+    /// CPU seconds of both processes per 1e9 bytes.
     cpu_s_per_gb: f64,
     limit_name: Option<&'static str>,
     limit_gbps: Option<f64>,
@@ -36,16 +37,16 @@ pub(crate) struct Figures {
     ratio: Option<f64>,
     ratio_min: Option<f64>,
     ratio_max: Option<f64>,
-    /// Whether every byte arrived where it belongs.
+    /// True if all bytes arrived correctly.
     pub(crate) verified: bool,
     rounds: usize,
     limit_p50_us: Option<f64>,
-    /// Transfers until the same blocks come again.
+    /// The number of transfers until the same blocks repeat.
     lists: u32,
-    /// The best round's.
+    /// The rate of the best round.
     best_gbps: f64,
     limit_best_gbps: Option<f64>,
-    /// Limits of other parts of the way, and what else was measured with them.
+    /// Limits of other parts of the path, and further measurements.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     others: Vec<OtherLimit>,
     #[serde(flatten)]
@@ -57,7 +58,7 @@ pub(crate) struct Figures {
 struct OtherLimit {
     name: &'static str,
     gbps: f64,
-    /// kvx's part of it.
+    /// The ratio of kvx's rate to it.
     ratio: f64,
 }
 
@@ -75,14 +76,14 @@ struct BesideFigures {
 #[derive(Default)]
 pub(crate) struct Measurements {
     pub(crate) ours: Vec<Round>,
-    /// What bounds it: the slowest of these is its limit.
+    /// Rounds of the limits that bound the point: the slowest one is its limit.
     pub(crate) limits: Vec<(&'static str, Vec<Round>)>,
-    /// What only stands beside it.
+    /// Rounds of limits that are only shown.
     pub(crate) others: Vec<(&'static str, Vec<Round>)>,
     pub(crate) beside: Option<(String, Vec<Round>)>,
-    /// Seconds to build the plan, each time.
+    /// Seconds to build each plan.
     pub(crate) plans: Vec<f64>,
-    /// Of both processes, in kvx's rounds.
+    /// CPU seconds of both processes, in kvx's rounds.
     pub(crate) cpu_seconds: f64,
     pub(crate) verified: bool,
 }
@@ -162,7 +163,7 @@ impl Figures {
         })
     }
 
-    /// As a line of the table.
+    /// Formats the figures as a line of the table.
     fn row(&self) -> String {
         let limit =
             match (self.limit_name, self.limit_gbps, self.ratio, self.ratio_min, self.ratio_max) {
@@ -204,7 +205,7 @@ impl Figures {
     }
 }
 
-/// Where figures go.
+/// The output for figures.
 pub(crate) struct Output<'a> {
     out: &'a mut dyn Write,
     json: bool,
@@ -212,12 +213,12 @@ pub(crate) struct Output<'a> {
 }
 
 impl<'a> Output<'a> {
-    /// JSON lines, or a table for people.
+    /// Creates an output of JSON lines, or of a table.
     pub(crate) fn new(out: &'a mut dyn Write, json: bool) -> Self {
         Output { out, json, head: false }
     }
 
-    /// One point's.
+    /// Prints the figures of one point.
     pub(crate) fn figures(&mut self, figures: &Figures) -> Result<()> {
         if self.json {
             return self.record(figures, "");
@@ -248,7 +249,7 @@ impl<'a> Output<'a> {
         Ok(self.out.flush()?)
     }
 
-    /// A line of another shape: for programs the record, for people the sentence.
+    /// Prints a line of another form: the record as JSON, or the sentence for people.
     pub(crate) fn record(&mut self, record: &impl Serialize, sentence: &str) -> Result<()> {
         if self.json {
             writeln!(self.out, "{}", serde_json::to_string(record)?)?;
@@ -292,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fields_come_in_the_documented_order() {
+    fn the_fields_are_in_the_documented_order() {
         let text = serde_json::to_string(&figures()).unwrap();
         let order = "backend op block count pattern memory wait bytes gbps p50_us p99_us post_p50_us plan_us \
                      cpu_s_per_gb limit_name limit_gbps ratio ratio_min ratio_max verified";
@@ -305,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_what_the_rounds_say() {
+    fn figures_are_computed_from_the_rounds() {
         let figures = figures();
         assert_eq!(
             (figures.gbps, figures.limit_gbps, figures.ratio),

@@ -1,4 +1,4 @@
-//! CPU time of two processes that are connected and have nothing to do.
+//! Measures the CPU time of two processes that are connected and idle.
 
 use std::time::Duration;
 
@@ -14,13 +14,14 @@ use super::rounds::round;
 use super::session::Session;
 use crate::Result;
 
-/// What is moved before, so that nothing is left for the first transfer to do.
+/// The shape of the transfers before the measurement, which set up everything that the first
+/// transfer needs.
 const SHAPE: Shape =
     Shape { block: 4096, count: 64, lists: 1, pattern: Pattern::Scattered, seed: 1 };
-/// How long both may settle down after it.
+/// The time for both processes to become idle afterwards.
 const SETTLE: Duration = Duration::from_millis(500);
 
-/// What is printed.
+/// The printed record.
 #[derive(Serialize)]
 struct IdleRecord {
     mode: &'static str,

@@ -1,4 +1,4 @@
-//! The initiator: kvx's own side of what is measured.
+//! The initiator: kvx's local side of the measurement.
 
 use std::future::Future;
 use std::pin::pin;
@@ -16,11 +16,11 @@ use super::rounds::Round;
 use super::target::TargetProcess;
 use crate::Result;
 
-/// The number of first posts of a round that are timed, and then one post in so many: a prime, so
-/// that every list has its turn.
+/// The number of first posts of a round that are timed; after them, one post in this many is timed.
+/// A prime, so that every list has its turn.
 const TIMED_POSTS: u64 = 17;
 
-/// One backend's agent, connected with the target's.
+/// An agent with one backend, connected to the target's agent.
 pub(crate) struct Initiator {
     agent: Agent,
     pub(crate) peer: Peer,
@@ -28,7 +28,7 @@ pub(crate) struct Initiator {
 }
 
 impl Initiator {
-    /// Builds it and waits until its link is up.
+    /// Builds the agent, and waits until its link is up.
     pub(crate) fn connect(
         label: &str,
         backend: &str,
@@ -53,7 +53,7 @@ impl Initiator {
         Ok(found.map(|(_, region)| region).ok_or("this side has no memory of that kind")?)
     }
 
-    /// The plans of a point, one for each list.
+    /// Builds the plans of a point, one for each list.
     pub(crate) fn plans(&self, op: BenchOp, shape: Shape, memory: Backing) -> Result<Plans> {
         let ours = self.region(memory.local())?.grid(shape.grid())?;
         let theirs = self.peer.region(memory.remote().name())?.grid(shape.grid())?;
@@ -61,7 +61,7 @@ impl Initiator {
         let mut plans = Plans { plans: Vec::new(), took: Vec::new(), next: 0 };
         for transfer in 0..u64::from(shape.lists) {
             let part = shape.part(transfer);
-            // Each list is an allocation of its own, as an engine's block table is.
+            // Each list is a separate allocation, as an engine's block table is.
             let (from, to): (Arc<[u32]>, Arc<[u32]>) = (from[part.clone()].into(), to[part].into());
             let start = Instant::now();
             let plan = match op {
@@ -79,11 +79,11 @@ impl Initiator {
         Ok(self.peer.transfer(plan).deadline(DEADLINE).post()?)
     }
 
-    /// Moves list after list until `budget` has passed, and at least `least`.
+    /// Moves one list after the other until `budget` has passed, and at least `least` lists.
     ///
-    /// The time of a transfer has kvx's work and one reading of the clock, as in the loops of the
-    /// limits: where one ends, the next begins. A second reading times some of the posts, and costs
-    /// a hundredth of a small read.
+    /// The time of a transfer covers kvx's work and one clock reading, as in the loops of the
+    /// limits: the next transfer begins where one ends. A second reading times some of the posts,
+    /// at a hundredth of the cost of a small read.
     pub(crate) fn round(
         &self,
         plans: &mut Plans,
@@ -113,7 +113,7 @@ impl Initiator {
         Ok(round)
     }
 
-    /// Ends the agent.
+    /// Shuts the agent down.
     pub(crate) fn end(self) -> Result<()> {
         drop(self.regions);
         Ok(self.agent.shutdown(DEADLINE).join()?)
@@ -123,23 +123,23 @@ impl Initiator {
 /// The plans of a point, which take turns.
 pub(crate) struct Plans {
     plans: Vec<Plan>,
-    /// Seconds that each took to build.
+    /// Seconds to build each plan.
     pub(crate) took: Vec<f64>,
     next: usize,
 }
 
 impl Plans {
-    /// Only this one.
+    /// Creates a list of one plan.
     pub(crate) fn one(plan: Plan) -> Self {
         Plans { plans: vec![plan], took: Vec::new(), next: 0 }
     }
 
-    /// Begins with the first list again.
+    /// Starts again with the first list.
     pub(crate) fn rewind(&mut self) {
         self.next = 0;
     }
 
-    /// The next one.
+    /// Returns the next plan.
     pub(crate) fn next(&mut self) -> &Plan {
         let at = self.next % self.plans.len();
         self.next = at + 1;

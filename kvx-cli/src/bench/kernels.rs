@@ -1,4 +1,5 @@
-//! The kernels of the first GPU: blocks collected and spread, beside one copy of as many bytes.
+//! Measures the kernels of the first GPU that gather and scatter blocks, next to one copy of as
+//! many bytes.
 
 use std::sync::Arc;
 
@@ -17,7 +18,7 @@ use super::points::{Pattern, Shape};
 use super::rounds::{Party, Ratio, Round, interleave, median, round, timed};
 use crate::{Result, bytes, devices};
 
-/// What is printed.
+/// The printed record.
 #[derive(Serialize)]
 struct KernelRecord {
     mode: &'static str,
@@ -106,7 +107,7 @@ fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<KernelRe
     ];
     let done = interleave(&mut parties, arguments.rounds, arguments.seconds, || ())?;
     let [ours, limit] = &done[..] else {
-        return Err("two parties have two lists of rounds".into());
+        return Err("a party's rounds are missing".into());
     };
     let rate = |rounds: &[Round]| {
         median(rounds.iter().map(|round| shape.bytes() as f64 / round.seconds_each() / 1e9))

@@ -1,4 +1,4 @@
-//! The limits of a backend: which ones apply to a point, and their rounds.
+//! The limits of a backend: the limits that apply to a point, and their rounds.
 
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
@@ -16,14 +16,14 @@ use crate::Result;
 /// A way to move the same blocks between the same pools without kvx.
 pub(crate) struct Limit {
     pub(crate) name: &'static str,
-    /// True if kvx cannot be faster; else the limit is only shown next to kvx's figure.
+    /// True if kvx cannot be faster; otherwise the limit is only shown next to kvx's figure.
     pub(crate) bounds: bool,
     way: LimitMethod,
     /// The point that it moves between both sides' pools; `None` if it has separate memory.
     pub(crate) moves: Option<Point>,
     /// The number of its next transfer.
     next: u64,
-    /// Seconds that one took when it was last seen.
+    /// Seconds per transfer in its last round.
     seconds_each: f64,
 }
 
@@ -66,7 +66,7 @@ impl Limit {
         Limit { name, bounds: true, way, moves, next: 0, seconds_each: f64::MAX }
     }
 
-    /// Returns the limit of a point between memory of the hosts.
+    /// Returns the limit of a point between host memories.
     fn of(
         point: &Point,
         pools: &Pools,
@@ -97,7 +97,7 @@ impl Limit {
         Ok(Some(Limit::new(name, way, Some(*point))))
     }
 
-    /// Moves list after list until about `budget` has passed, and at least `least`.
+    /// Moves one list after the other until about `budget` has passed, and at least `least` lists.
     pub(crate) fn round(
         &mut self,
         target: &mut TargetProcess,
@@ -109,8 +109,8 @@ impl Limit {
         let next = self.next;
         let round = match &mut self.way {
             LimitMethod::Fetch { mapped, from, to, blocks } => {
-                // SAFETY: both sides' memory has all blocks of the point, and none of this process
-                // is lent out.
+                // SAFETY: both sides' memory has all blocks of the point, and this process holds no
+                // references into its own.
                 timed(budget, least, |nth| unsafe {
                     fetch(*mapped, *from, *to, blocks.list(next + nth))
                 })
@@ -135,7 +135,7 @@ impl Limit {
         Ok(round)
     }
 
-    /// Moves the first lists of a limit with separate memory, and compares what arrived.
+    /// Moves the first lists of a limit with separate memory, and compares the bytes that arrived.
     pub(crate) fn verify(&mut self, lists: u64) -> Result<()> {
         if let LimitMethod::Driver(limit) = &self.way {
             (self.next, self.seconds_each) = (lists, limit.verify(lists)?);
@@ -144,16 +144,16 @@ impl Limit {
     }
 }
 
-/// How kvx's data goes over TCP.
+/// The connections that carry kvx's data over TCP.
 #[derive(Clone, Copy)]
 pub(crate) struct DataLanes {
-    /// Over how many connections.
+    /// The number of connections.
     pub(crate) count: usize,
     /// True if payload is sealed.
     pub(crate) sealed: bool,
 }
 
-/// As many connections as kvx has, but none without a block, and the target's ends of them.
+/// Opens as many connections as kvx has, but none without a block, and has the target accept them.
 pub(crate) fn connect(
     point: &Point,
     base: u64,

@@ -16,10 +16,10 @@ use super::session::Session;
 use super::target::Ask;
 use crate::Result;
 
-/// The most bytes that are compared after they were moved, unless one transfer has more.
+/// The most bytes that are compared after a move, unless one transfer has more.
 const VERIFIED: u64 = 64 << 20;
 
-/// Measures a point in rounds, and calls `after_each` after each of them.
+/// Measures a point in rounds, and calls `after_each` after each round.
 pub(crate) fn point(
     session: &mut Session,
     point: &Point,
@@ -37,17 +37,18 @@ pub(crate) fn point(
     let Session { target, pools, mapped, data, .. } = session;
     let limits = Limit::all(point, pools, target, mapped, *data);
     let mut limits = limits.unwrap_or_else(|why| {
-        eprintln!("no limit beside {point}: {why}");
+        eprintln!("no limit for {point}: {why}");
         Vec::new()
     });
     for limit in &mut limits {
-        verify_limit(session, point, limit)
-            .map_err(|why| format!("{} beside {point} moved the wrong bytes: {why}", limit.name))?;
+        verify_limit(session, point, limit).map_err(|why| {
+            format!("the limit {} of {point} moved the wrong bytes: {why}", limit.name)
+        })?;
     }
     let beside_name = match beside.as_mut().map(|beside| beside.announce(point)).transpose()? {
         Some(PointAnswer::Ready(name)) => Some(name),
         Some(PointAnswer::Skips(why)) => {
-            eprintln!("nothing beside {point}: {why}");
+            eprintln!("the companion program skips {point}: {why}");
             None
         }
         None => None,
@@ -94,7 +95,7 @@ pub(crate) fn point(
     Figures::of(point, &measured)
 }
 
-/// Moves the first lists once over, and compares what arrived.
+/// Moves the first lists once, and compares the bytes that arrived.
 fn verify(session: &mut Session, point: &Point, plans: &mut Plans) -> Result<bool> {
     wipe_destination(session, point)?;
     plans.rewind();
@@ -111,7 +112,7 @@ fn verify(session: &mut Session, point: &Point, plans: &mut Plans) -> Result<boo
     Ok(held.is_ok())
 }
 
-/// Has a limit move the first lists, and compares what arrived.
+/// Moves the first lists with a limit, and compares the bytes that arrived.
 fn verify_limit(session: &mut Session, point: &Point, limit: &mut Limit) -> Result<()> {
     let lists = verified_lists(point);
     let Some(moves) = limit.moves else { return limit.verify(lists) };
@@ -121,7 +122,7 @@ fn verify_limit(session: &mut Session, point: &Point, limit: &mut Limit) -> Resu
     compare_destination(session, &moves)
 }
 
-/// How many lists are compared.
+/// Returns the number of lists that are compared.
 fn verified_lists(point: &Point) -> u64 {
     (VERIFIED / point.shape.bytes()).clamp(1, point.shape.lists.into())
 }
@@ -137,7 +138,7 @@ pub(crate) fn fill_source(session: &mut Session, point: &Point) -> Result<()> {
     Ok(())
 }
 
-/// Empties the destination.
+/// Zeroes the destination.
 fn wipe_destination(session: &mut Session, point: &Point) -> Result<()> {
     let ((_, memory), bytes) =
         (point.memory.source_and_destination(point.op), point.shape.memory());

@@ -1,12 +1,13 @@
-//! `kvx bench`: what moving blocks costs, beside a limit that moves the same blocks without kvx.
+//! `kvx bench`: measures the cost of moving blocks, next to a limit that moves the same blocks
+//! without kvx.
 //!
-//! A target process of its own owns the other side's memory. Every point moves one list of blocks
+//! A separate target process owns the other side's memory. Every point moves one list of blocks
 //! again and again, in rounds: kvx, the limit, and the companion program if there is one, in turn.
 //! The bench prints the median of the rounds, and the median of the ratios of each round, and
-//! compares what arrived byte by byte.
+//! compares the bytes that arrived.
 //!
 //! Layers, each of which imports only from those before it:
-//! 1. `points`, `pools`, `rounds`, `cpu`, `deadlines`, `progress`: what is measured, where, when;
+//! 1. `points`, `pools`, `rounds`, `cpu`, `deadlines`, `progress`: the points, their memory, and the timing;
 //! 2. `bare`, `driver`, `sealed`, `access`, `content`: moves without kvx, and their bytes;
 //! 3. `target`, `initiator`, `device_limits`, `limits`, `session`: both processes and the limits;
 //! 4. `figures`, `arguments`, `companion`, `measure`: a point and its figures;
@@ -53,7 +54,7 @@ use self::session::Session;
 pub(crate) use self::target::{TargetArguments, serve};
 use crate::{Result, bytes};
 
-/// Runs the bench. `for_people`: they read its output, unless they have asked for JSON.
+/// Runs the bench. With `for_people`, it prints a table unless JSON is requested.
 pub(crate) fn run(
     arguments: &Arguments,
     registry: &Registry,
@@ -99,24 +100,27 @@ fn points(
     let (points, left_out) = arguments.sweep(backends);
     for point in &left_out {
         let (total, most) = (bytes::show(point.shape.bytes()), bytes::show(arguments.max_total));
-        eprintln!("left out: {point} moves {total} a transfer, more than --max-total {most}");
+        eprintln!("left out: {point} moves {total} per transfer, more than --max-total {most}");
     }
     if points.is_empty() {
-        return Err("no point is left to be measured".into());
+        return Err("no point is left to measure".into());
     }
     let sizes = points::memory(&points);
     let about = arguments.duration(&points);
     let (count, about_s) = (points.len(), about.as_secs().max(1));
     let most = |of: fn(Sizes) -> u64| of(sizes.0).max(of(sizes.1));
     let memory = match (most(Sizes::on_host), most(Sizes::on_device)) {
-        (host, 0) => format!("{} of memory a side", bytes::show(host)),
+        (host, 0) => format!("{} of memory per side", bytes::show(host)),
         (host, device) => {
             let host = if host > 0 {
                 format!("{} of memory and ", bytes::show(host))
             } else {
                 String::new()
             };
-            format!("{host}{} of the GPU's a side, and twice as much beside", bytes::show(device))
+            format!(
+                "{host}{} of GPU memory per side, and twice as much for the limits",
+                bytes::show(device)
+            )
         }
     };
     eprintln!("{count} points, {memory}, about {about_s} s");
@@ -136,7 +140,7 @@ fn points(
     }
     session.end()?;
     if wrong > 0 {
-        return Err(format!("at {wrong} of {} points the wrong bytes arrived", points.len()).into());
+        return Err(format!("wrong bytes arrived at {wrong} of {} points", points.len()).into());
     }
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! Notifications: how long one takes to arrive after quiet, and beside large transfers between the
-//! same agents.
+//! Measures the delay of notifications after quiet, and during large transfers between the same
+//! agents.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
@@ -18,30 +18,30 @@ use super::pools::{PoolKind, Pools, Sizes};
 use super::rounds::{quantile, round};
 use crate::{Result, bytes};
 
-/// What a notification says.
+/// The content of a notification.
 const SAID: &[u8] = b"moved";
-/// How long nothing happens before a notification that is alone.
+/// The quiet time before a notification without transfers.
 const QUIET: Duration = Duration::from_millis(200);
-/// The pause between two notifications during transfers: longer than a thread polls for more before
-/// it sleeps.
+/// The pause between two notifications during transfers: longer than a thread polls before it
+/// sleeps.
 const GAP: Duration = Duration::from_millis(3);
-/// The least of either kind: fewer have no middle worth telling.
+/// The fewest notifications of either kind: fewer have no meaningful median.
 const LEAST: usize = 11;
 
-/// What is printed.
+/// The printed record.
 #[derive(Serialize)]
 struct NotificationsRecord {
     mode: &'static str,
     backend: &'static str,
     wait: Wait,
     bulk_bytes: u64,
-    /// Large transfers that ended meanwhile.
+    /// Large transfers that ended during the notifications.
     bulk_done: u64,
     alone: Delay,
     beside: Delay,
 }
 
-/// From the call that sends one until a thread that waits for it has it.
+/// The delay from the call that sends a notification until a waiting thread has it.
 #[derive(Serialize)]
 struct Delay {
     count: usize,
@@ -60,8 +60,8 @@ impl Delay {
     }
 }
 
-/// Measures one backend. Both agents are of this process, so that one clock tells when a
-/// notification left and arrived.
+/// Measures one backend. Both agents are in this process, so that one clock times the send and the
+/// arrival.
 pub(crate) fn run(
     arguments: &Arguments,
     backend: &'static str,
@@ -122,7 +122,7 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// Seconds that each of `count` notifications takes, `gap` after the one before.
+/// Returns the seconds that each of `count` notifications takes, sent with pauses of `gap`.
 fn delays(peer: &Peer, hearer: &Agent, count: usize, gap: Duration) -> Result<Vec<f64>> {
     let (heard, arrivals) = mpsc::channel();
     std::thread::scope(move |scope| {
@@ -130,7 +130,7 @@ fn delays(peer: &Peer, hearer: &Agent, count: usize, gap: Duration) -> Result<Ve
             for _ in 0..count {
                 let arrived = hearer.notification(DEADLINE).join().map(|_| Instant::now());
                 if heard.send(arrived).is_err() {
-                    break; // whoever sends them has given up
+                    break; // the sender has given up
                 }
             }
         });
@@ -146,7 +146,8 @@ fn delays(peer: &Peer, hearer: &Agent, count: usize, gap: Duration) -> Result<Ve
     })
 }
 
-/// The same while another thread moves the plan again and again. Gives how often it has, too.
+/// Measures the delays while another thread moves the plan again and again. Also returns the number
+/// of its transfers.
 fn beside_transfers(
     peer: &Peer,
     hearer: &Agent,
@@ -178,7 +179,7 @@ fn beside_transfers(
 fn sentence(record: &NotificationsRecord) -> String {
     let NotificationsRecord { backend, bulk_bytes, bulk_done, alone, beside, wait, .. } = record;
     format!(
-        "{backend} notifications: alone p50 {} us, p99 {} us; beside {bulk_done} reads of {} ({wait:?}) p50 {} us, p90 {} us, \
+        "{backend} notifications: alone p50 {} us, p99 {} us; during {bulk_done} reads of {} ({wait:?}) p50 {} us, p90 {} us, \
          p99 {} us",
         alone.p50_us,
         alone.p99_us,

@@ -1,4 +1,4 @@
-//! The points that are measured, and the order of their blocks.
+//! The measured points, and the order of their blocks.
 
 use std::fmt;
 
@@ -9,47 +9,47 @@ use serde::{Deserialize, Serialize};
 use super::pools::{PoolKind, Sizes};
 use crate::bytes;
 
-/// The most lists of a point. Each is a plan, and very small blocks fit into a cache all the same.
+/// The most lists of a point. Each is a plan, and very small blocks fit into a cache in any case.
 const MOST_LISTS: u64 = 256;
 
-/// What a transfer does.
+/// The direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum BenchOp {
-    /// From the target's memory into ours.
+    /// From the target's memory into the local memory.
     Read,
-    /// From our memory into the target's.
+    /// From the local memory into the target's memory.
     Write,
 }
 
-/// Which blocks are moved to which.
+/// The order of a transfer's blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Pattern {
-    /// All of them, in an order of their own on each side.
+    /// Shuffled, differently on each side.
     Scattered,
-    /// All of them in their order.
+    /// In ascending order.
     Adjacent,
 }
 
-/// What memory the sides have. Where it says one, both have it.
+/// The memory of both sides; a single name stands for both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Backing {
-    /// A pool of kvx's own.
+    /// A pool that kvx allocates.
     Kvx,
-    /// Memory that the program brought along: anonymous pages.
+    /// Memory that the program allocates: anonymous pages.
     Foreign,
     /// A pool on the first GPU.
     Device,
-    /// Here a pool on the first GPU, at the target one of kvx's own.
+    /// A pool on the first GPU at the initiator, and a pool of kvx at the target.
     DeviceHost,
-    /// Here a pool of kvx's own, at the target one on the first GPU.
+    /// A pool of kvx at the initiator, and a pool on the first GPU at the target.
     HostDevice,
 }
 
 impl Backing {
-    /// What this side has.
+    /// Returns the memory of this side.
     pub(crate) fn local(self) -> PoolKind {
         match self {
             Backing::Kvx | Backing::HostDevice => PoolKind::Kvx,
@@ -58,7 +58,7 @@ impl Backing {
         }
     }
 
-    /// What the target has.
+    /// Returns the memory of the target.
     pub(crate) fn remote(self) -> PoolKind {
         match self {
             Backing::Kvx | Backing::DeviceHost => PoolKind::Kvx,
@@ -67,7 +67,7 @@ impl Backing {
         }
     }
 
-    /// What the side has that the bytes come from, and then the one that they go to.
+    /// Returns the memory of the source, then that of the destination.
     pub(crate) fn source_and_destination(self, op: BenchOp) -> (PoolKind, PoolKind) {
         match op {
             BenchOp::Read => (self.remote(), self.local()),
@@ -80,54 +80,56 @@ impl Backing {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Wait {
-    /// `Transfer::wait`, which lends the link this thread.
+    /// `Transfer::wait`, which lets this thread drive the link.
     Block,
     /// `.await`: this thread sleeps until it is woken.
     Async,
 }
 
-/// Which bytes of the memory a point moves: enough to know the lists of blocks on any side and in
-/// any program.
+/// The bytes that a point moves: enough to compute the lists of blocks on any side and in any
+/// program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Shape {
-    /// Bytes of a block.
+    /// The bytes of a block.
     pub(crate) block: u64,
-    /// Blocks of a transfer.
+    /// The number of blocks per transfer.
     pub(crate) count: u32,
-    /// Transfers until the same blocks are moved again, so that no cache holds them.
+    /// The number of transfers until the same blocks are moved again, so that no cache holds them.
     pub(crate) lists: u32,
     pub(crate) pattern: Pattern,
-    /// Where the shuffle starts.
+    /// The seed of the shuffle.
     pub(crate) seed: u64,
 }
 
 impl Shape {
-    /// Bytes of a transfer.
+    /// Returns the bytes of a transfer.
     pub(crate) fn bytes(self) -> u64 {
         self.block * u64::from(self.count)
     }
 
-    /// Bytes of memory on each side.
+    /// Returns the bytes of memory on each side.
     pub(crate) fn memory(self) -> u64 {
         self.bytes() * u64::from(self.lists)
     }
 
-    /// All blocks of a side.
+    /// Returns all blocks of a side.
     pub(crate) fn grid(self) -> Grid {
         Grid::packed(self.block, self.count * self.lists)
     }
 
-    /// The blocks of the source, in the order in which they are moved: `count` in each transfer.
+    /// Returns the blocks of the source in the order in which they are moved: `count` in each
+    /// transfer.
     pub(crate) fn from(self) -> Vec<u32> {
         self.order(self.seed)
     }
 
-    /// The blocks of the destination: entry `i` gets entry `i` of the source.
+    /// Returns the blocks of the destination: entry `i` receives entry `i` of the source.
     pub(crate) fn to(self) -> Vec<u32> {
         self.order(self.seed + 1)
     }
 
-    /// The part of all blocks that a transfer moves, by its number: they repeat after `lists`.
+    /// Returns the part of all blocks that a transfer moves, by its number; parts repeat after
+    /// `lists`.
     pub(crate) fn part(self, transfer: u64) -> std::ops::Range<usize> {
         let start = (transfer % u64::from(self.lists)) as usize * self.count as usize;
         start..start + self.count as usize
@@ -141,7 +143,8 @@ impl Shape {
     }
 }
 
-/// The numbers below `count` in an order that depends only on `seed`. `BESIDE.md` says how.
+/// Returns the numbers below `count` in an order that depends only on `seed`, as `BESIDE.md`
+/// specifies.
 pub(crate) fn shuffled(count: u32, seed: u64) -> Vec<u32> {
     let mut state = seed;
     let mut random = || {
@@ -158,7 +161,7 @@ pub(crate) fn shuffled(count: u32, seed: u64) -> Vec<u32> {
     numbers
 }
 
-/// One point.
+/// A measured point.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Point {
     pub(crate) backend: &'static str,
@@ -169,7 +172,7 @@ pub(crate) struct Point {
 }
 
 impl Point {
-    /// For device memory that passes through the hosts' sockets: what these have to do.
+    /// Returns the part between the hosts, for device memory that passes through sockets.
     pub(crate) fn between_hosts(&self) -> Option<Point> {
         let on_device = [self.memory.local(), self.memory.remote()].contains(&PoolKind::Device);
         (on_device && self.backend == "TCP").then_some(Point { memory: Backing::Kvx, ..*self })
@@ -185,7 +188,7 @@ impl fmt::Display for Point {
     }
 }
 
-/// The memory that the points, and the limits beside them, need on this side and at the target.
+/// Returns the memory that the points and their limits need, on this side and at the target.
 pub(crate) fn memory(points: &[Point]) -> (Sizes, Sizes) {
     let (mut ours, mut theirs) = (Sizes::default(), Sizes::default());
     let needed = points.iter().flat_map(|point| [Some(*point), point.between_hosts()]);
@@ -196,12 +199,12 @@ pub(crate) fn memory(points: &[Point]) -> (Sizes, Sizes) {
     (ours, theirs)
 }
 
-/// What a user writes for it.
+/// Returns the name of a value on the command line.
 pub(crate) fn name(value: impl ValueEnum) -> String {
     value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
-/// How many transfers of `count` blocks a pool of that size holds.
+/// Returns the number of transfers of `count` blocks that a pool of this size holds.
 pub(crate) fn lists(block: u64, count: u32, pool: u64) -> u32 {
     let fit = pool / (block * u64::from(count));
     fit.min(u64::from(u32::MAX / count)).clamp(1, MOST_LISTS) as u32

@@ -10,20 +10,20 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Result, devices};
 
-/// One of a side's memories.
+/// A kind of memory of a side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum PoolKind {
-    /// Of kvx's own.
+    /// Allocated by kvx.
     Kvx,
-    /// Brought along.
+    /// Allocated by the program.
     Foreign,
     /// On the first GPU.
     Device,
 }
 
 impl PoolKind {
-    /// The name under which it is registered.
+    /// Returns the name under which it is registered.
     pub(crate) fn name(self) -> &'static str {
         match self {
             PoolKind::Kvx => "kvx",
@@ -33,7 +33,7 @@ impl PoolKind {
     }
 }
 
-/// Bytes of each memory of a side; it does not have those of none.
+/// The bytes of each memory of a side; zero means that the side does not have it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
 pub(crate) struct Sizes {
     #[arg(long)]
@@ -45,12 +45,12 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    /// So much of kvx's own, and nothing else.
+    /// Returns the sizes for a kvx pool only.
     pub(crate) fn kvx(bytes: u64) -> Self {
         Sizes { kvx: bytes, ..Sizes::default() }
     }
 
-    /// At least so much of that.
+    /// Raises the size of a pool to at least `bytes`.
     pub(crate) fn need(&mut self, pool: PoolKind, bytes: u64) {
         let size = match pool {
             PoolKind::Kvx => &mut self.kvx,
@@ -60,45 +60,45 @@ impl Sizes {
         *size = bytes.max(*size);
     }
 
-    /// Of the host.
+    /// Returns the bytes of host memory.
     pub(crate) fn on_host(self) -> u64 {
         self.kvx + self.foreign
     }
 
-    /// On the GPU.
+    /// Returns the bytes of GPU memory.
     pub(crate) fn on_device(self) -> u64 {
         self.device
     }
 
-    /// For another process's command line.
+    /// Returns the arguments for another process's command line.
     pub(crate) fn arguments(self) -> [String; 3] {
         [("kvx", self.kvx), ("foreign", self.foreign), ("device", self.device)]
             .map(|(name, bytes)| format!("--{name}={bytes}"))
     }
 }
 
-/// A side's memory, as far as the points need it.
+/// The memories of a side that the points need.
 pub(crate) struct Pools {
     kvx: Option<Arc<Memory>>,
     foreign: Option<Arc<Memory>>,
     device: Option<(Arc<Device>, Arc<Memory>)>,
 }
 
-/// How another process of this host reaches a pool without kvx.
+/// The location of a pool, by which another process of this host reaches it without kvx.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct PoolLocation {
-    /// Its process.
+    /// The process id.
     pub(crate) process: u32,
-    /// Its file there, for a pool of kvx's own.
+    /// The file descriptor there, for a kvx pool.
     pub(crate) file: Option<i32>,
-    /// Its address there.
+    /// The address there.
     pub(crate) base: u64,
-    /// Its size.
+    /// The size in bytes.
     pub(crate) len: usize,
 }
 
 impl Pools {
-    /// Of these sizes, every page present; none of a kind whose size is zero.
+    /// Allocates pools of these sizes, with every page present; none for a size of zero.
     pub(crate) fn of(sizes: Sizes) -> Result<Self> {
         let some = |bytes: u64| (bytes > 0).then_some(bytes as usize);
         let kvx = some(sizes.kvx).map(|len| Memory::pool(len).build()).transpose()?;
@@ -121,12 +121,12 @@ impl Pools {
         memory.ok_or_else(|| "this side has no memory of that kind".into())
     }
 
-    /// The GPU of this side.
+    /// Returns the GPU of this side.
     pub(crate) fn device(&self) -> Option<&Arc<Device>> {
         self.device.as_ref().map(|(device, _)| device)
     }
 
-    /// An agent that can move all of it.
+    /// Returns a builder of an agent that can move all pools.
     pub(crate) fn agent(&self, name: &str) -> kvx::AgentBuilder {
         let builder = Agent::builder(format!("{name}-{}", std::process::id()));
         match self.device() {
@@ -135,7 +135,7 @@ impl Pools {
         }
     }
 
-    /// All that there are.
+    /// Returns all pools that exist.
     pub(crate) fn all(&self) -> impl Iterator<Item = (PoolKind, &Arc<Memory>)> {
         [PoolKind::Kvx, PoolKind::Foreign, PoolKind::Device]
             .into_iter()
@@ -154,8 +154,8 @@ impl Pools {
     }
 }
 
-/// Memory as an engine might bring it along: anonymous, on transparent huge pages where the kernel
-/// gives them.
+/// Allocates memory as an engine might: anonymous, on transparent huge pages if the kernel provides
+/// them.
 fn anonymous(len: usize) -> Result<Memory> {
     let (access, flags) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
@@ -164,12 +164,13 @@ fn anonymous(len: usize) -> Result<Memory> {
     if base == libc::MAP_FAILED {
         return Err(format!("{len} bytes of memory: {}", std::io::Error::last_os_error()).into());
     }
-    // SAFETY: advice on the mapping just made. Without huge pages it fails, and nothing depends on
-    // it.
+    // SAFETY: advice on the mapping just made, which this function owns. It fails without huge
+    // pages, and nothing depends on it.
     unsafe { libc::madvise(base, len, libc::MADV_HUGEPAGE) };
-    // SAFETY: the mapping is `len` bytes that nobody else knows of.
+    // SAFETY: the mapping has `len` bytes, and only this function knows its address.
     unsafe { std::ptr::write_bytes(base.cast::<u8>(), 1, len) };
-    // SAFETY: the mapping stays until its owner is dropped, and nobody takes references into it.
+    // SAFETY: the mapping stays until its owner is dropped, and this program takes no references
+    // into it.
     Ok(unsafe { Memory::adopt(base.cast(), len, ForeignMapping { base: base as u64, len }) })
 }
 
@@ -180,8 +181,8 @@ struct ForeignMapping {
 
 impl Drop for ForeignMapping {
     fn drop(&mut self) {
-        // SAFETY: `anonymous` made the mapping, and it is unmapped once, when its memory is dropped
-        // and no one can access it.
+        // SAFETY: `anonymous` made the mapping. It is unmapped once, when its memory is dropped and
+        // nothing can access it.
         unsafe { libc::munmap(self.base as *mut libc::c_void, self.len) };
     }
 }

@@ -1,11 +1,11 @@
-//! A progress bar on standard error, while that is a terminal.
+//! A progress bar on standard error, if that is a terminal.
 
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 const WIDTH: usize = 24;
 
-/// Redraws itself in place; gone when it is cleared.
+/// A progress bar that redraws itself in place, until it is cleared.
 pub(crate) struct ProgressBar {
     shown: bool,
     started: Instant,
@@ -23,7 +23,7 @@ impl ProgressBar {
         }
     }
 
-    /// One more step is done.
+    /// Counts a completed step.
     pub(crate) fn step(&mut self, what: &str) {
         self.done += 1;
         if !self.shown {
@@ -39,7 +39,7 @@ impl ProgressBar {
         std::io::stderr().flush().ok();
     }
 
-    /// Makes room for a line of output.
+    /// Clears the line for other output.
     pub(crate) fn clear(&self) {
         if self.shown {
             eprint!("\r\x1b[K");

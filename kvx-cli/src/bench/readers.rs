@@ -1,4 +1,4 @@
-//! Many agents that read from one target at the same time: whether each gets its share.
+//! Measures many agents that read from one target concurrently, and whether each gets its share.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -20,20 +20,20 @@ use super::rounds::round;
 use super::target::TargetProcess;
 use crate::{Result, bytes};
 
-/// What each reader reads, again and again.
+/// The shape that each reader reads again and again.
 const SHAPE: Shape =
     Shape { block: 64 << 10, count: 64, lists: 1, pattern: Pattern::Scattered, seed: 1 };
 
-/// What is printed.
+/// The printed record.
 #[derive(Serialize)]
 struct ReadersRecord {
     mode: &'static str,
     backend: &'static str,
     readers: u32,
     seconds: f64,
-    /// Of all readers together.
+    /// The rate of all readers together.
     gbps: f64,
-    /// What the slowest and the fastest got, as parts of the mean.
+    /// The shares of the slowest and the fastest reader, relative to the mean.
     least_of_mean: f64,
     most_of_mean: f64,
 }
@@ -49,7 +49,7 @@ pub(crate) fn run(
     let about = Duration::from_secs_f64(arguments.seconds + f64::from(readers) / 20.0);
     let memory = bytes::show(SHAPE.bytes() * u64::from(readers + 1));
     eprintln!(
-        "{backend}: {readers} readers, {memory} of memory in all, about {} s",
+        "{backend}: {readers} readers, {memory} of memory in total, about {} s",
         about.as_secs().max(1)
     );
     let life = 10 * about + Duration::from_secs(600);
@@ -97,15 +97,15 @@ pub(crate) fn run(
     output.record(&record, &sentence)
 }
 
-/// Has every reader read all the time, from one thread. Gives how often each has, and in how much
-/// time.
+/// Runs all readers continuously from one thread. Returns the number of reads of each, and the
+/// elapsed time.
 fn read_all(initiators: &[Initiator], window: Duration) -> Result<(Vec<u64>, Duration)> {
     let (woken, ready) = mpsc::channel();
     let mut readers = Vec::new();
     for (at, initiator) in initiators.iter().enumerate() {
         let mut plans = initiator.plans(BenchOp::Read, SHAPE, Backing::Kvx)?;
         let plan = plans.next().clone();
-        // Once before it counts, so that no reader pays for its first time.
+        // Read once before the measurement, so that no reader pays for its first transfer.
         initiator.post(&plan)?.wait_blocking(DEADLINE)?;
         let waker = Waker::from(Arc::new(ReaderWaker { at, woken: woken.clone() }));
         readers.push((plan, waker));
@@ -119,7 +119,7 @@ fn read_all(initiators: &[Initiator], window: Duration) -> Result<(Vec<u64>, Dur
     (0..initiators.len()).try_for_each(|at| woken.send(at))?;
     let start = Instant::now();
     while start.elapsed() < window {
-        let at: usize = ready.recv_timeout(DEADLINE).map_err(|_| "no reader came to an end")?;
+        let at: usize = ready.recv_timeout(DEADLINE).map_err(|_| "no read ended in time")?;
         let (plan, waker) = &readers[at];
         while let Poll::Ready(result) =
             Pin::new(&mut transfers[at]).poll(&mut Context::from_waker(waker))
@@ -139,7 +139,7 @@ fn read_all(initiators: &[Initiator], window: Duration) -> Result<(Vec<u64>, Dur
     Ok((counts, took))
 }
 
-/// Says which reader has something to look at.
+/// A waker that names the reader to poll.
 struct ReaderWaker {
     at: usize,
     woken: Sender<usize>,

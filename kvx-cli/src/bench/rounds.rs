@@ -1,34 +1,34 @@
-//! Rounds in turn, and what is made of their times.
+//! Alternating rounds, and statistics of their times.
 
 use std::time::{Duration, Instant};
 
 use crate::Result;
 
-/// What one party did in one round.
+/// The result of one party's round.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Round {
-    /// How often it moved the blocks.
+    /// The number of times that it moved the blocks.
     pub(crate) times: u64,
-    /// In how much time, all together.
+    /// The seconds for all of them.
     pub(crate) seconds: f64,
-    /// Each time by itself, where that is known.
+    /// The seconds of each, if known.
     pub(crate) each: Vec<f64>,
-    /// How long posts kept their caller, where there are posts: some of them.
+    /// The seconds of posts, if there are any: a sample.
     pub(crate) posts: Vec<f64>,
 }
 
 impl Round {
-    /// Seconds that each time took.
+    /// Returns the seconds per move.
     pub(crate) fn seconds_each(&self) -> f64 {
         self.seconds / self.times as f64
     }
 }
 
-/// Something that moves the blocks for about as long as it is told.
+/// A function that moves the blocks for about the given time.
 pub(crate) type Party<'a> = Box<dyn FnMut(Duration) -> Result<Round> + 'a>;
 
-/// Runs all parties in turn, `rounds` times; who goes first changes from round to round. `seconds`
-/// is for all of it. Gives each party's rounds.
+/// Runs all parties in turn, `rounds` times; the first party changes from round to round. `seconds`
+/// is the total time. Returns each party's rounds.
 pub(crate) fn interleave(
     parties: &mut [Party<'_>],
     rounds: usize,
@@ -67,22 +67,22 @@ pub(crate) fn timed(
     Ok(round)
 }
 
-/// Rounds a figure to so many digits after the point.
+/// Rounds a figure to `digits` decimal places.
 pub(crate) fn round(value: f64, digits: i32) -> f64 {
     let scale = 10f64.powi(digits);
     (value * scale).round() / scale
 }
 
-/// The value below which this part of the values lies; none of none.
+/// Returns the value below which this part of the values lies, or `None` without values.
 pub(crate) fn quantile(values: impl IntoIterator<Item = f64>, part: f64) -> Option<f64> {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_unstable_by(f64::total_cmp);
     let last = values.len().checked_sub(1)?;
-    // The value whose rank is the next above.
+    // The value with the next rank above.
     Some(values[((part * values.len() as f64).ceil() as usize).saturating_sub(1).min(last)])
 }
 
-/// The middle one, or the mean of the two in the middle; none of none.
+/// Returns the middle value, or the mean of the two in the middle, or `None` without values.
 pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_unstable_by(f64::total_cmp);
@@ -94,7 +94,7 @@ pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     }
 }
 
-/// How one party stands beside another, round by round: above 1 it is the faster one.
+/// The ratio of two parties' speeds, round by round: above 1, the first is faster.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Ratio {
     pub(crate) median: f64,
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn a_ratio_is_taken_round_by_round() {
-        // The machine slows down to a fifth in the last round, for both alike.
+        // The machine slows down to a fifth in the last round, for both parties.
         let ours = [took(1.0), took(1.25), took(5.0)];
         let theirs = [took(0.8), took(1.0), took(4.5)];
         let ratio = Ratio::of(&ours, &theirs).unwrap();

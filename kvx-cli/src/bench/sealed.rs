@@ -1,4 +1,4 @@
-//! The limit where payload is sealed: frames as kvx seals them, by the same cipher, with no
+//! The limit for sealed payload: frames sealed as kvx does, with the same cipher but without a
 //! protocol.
 
 use std::io::{Error, ErrorKind, Read, Result, Write};
@@ -9,17 +9,17 @@ use aes_gcm::{Aes256Gcm, KeyInit as _};
 
 use super::bare::Mover;
 
-/// Bytes before a frame's payload.
+/// The bytes before a frame's payload.
 const HEADER: usize = 16;
-/// Bytes behind each sealed piece.
+/// The bytes after each sealed piece.
 const TAG: usize = 16;
-/// Payload of a record.
+/// The payload of a record.
 const RECORD: usize = (16 << 10) - TAG;
-/// Payload of a frame.
+/// The payload of a frame.
 const FRAME: usize = 16 * RECORD;
 
-/// Moves blocks of `length` bytes, of memory at `base` that outlives the lane and that nobody holds
-/// references into.
+/// Returns a mover of blocks of `length` bytes, in memory at `base` that outlives the lane and that
+/// nobody holds references into.
 pub(crate) fn mover(base: u64, length: usize) -> Mover {
     let mut sealing = Sealing::new();
     Box::new(move |socket, blocks, send| {
@@ -41,7 +41,7 @@ struct Sealing {
 }
 
 impl Sealing {
-    /// Both ends have the same key, which nobody is to be kept from.
+    /// Both ends use the same fixed key, which need not be secret.
     fn new() -> Self {
         Sealing { cipher: Box::new(Aes256Gcm::new(&[7; 32].into())), number: 0, frame: Vec::new() }
     }
@@ -53,7 +53,7 @@ impl Sealing {
         nonce
     }
 
-    /// Seals what was appended since `from`.
+    /// Seals the bytes after `from`.
     fn seal(&mut self, from: usize) {
         let nonce = self.nonce().into();
         let sealed =
@@ -61,7 +61,7 @@ impl Sealing {
         self.frame.extend_from_slice(&sealed.expect("it is short"));
     }
 
-    /// Opens so many bytes of the frame; their tag follows.
+    /// Opens `len` bytes of the frame, which their tag follows.
     fn open(&mut self, from: usize, len: usize) -> Result<()> {
         let nonce = self.nonce().into();
         let (piece, rest) = self.frame[from..].split_at_mut(len);
@@ -79,19 +79,19 @@ impl Sealing {
             self.frame.clear();
             self.frame.resize(HEADER, 1);
             self.seal(0);
-            let mut room = FRAME;
-            while room > 0 && blocks.left() > 0 {
+            let mut space = FRAME;
+            while space > 0 && blocks.left() > 0 {
                 let (from, mut record) = (self.frame.len(), RECORD);
                 while record > 0
                     && let Some((at, len)) = blocks.next(record)
                 {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the caller guarantees that the blocks can be read.
                     self.frame.extend_from_slice(unsafe {
                         std::slice::from_raw_parts(at as *const u8, len)
                     });
                     record -= len;
                 }
-                room -= self.frame.len() - from;
+                space -= self.frame.len() - from;
                 self.seal(from);
             }
             socket.write_all(&self.frame)?;
@@ -99,7 +99,7 @@ impl Sealing {
         Ok(())
     }
 
-    /// Receives blocks. False: the other end has closed instead of sending the first byte.
+    /// Receives blocks. Returns false if the other end closed instead of sending the first byte.
     ///
     /// # Safety
     /// They lie in memory that can be written, and nobody holds references into it.
@@ -122,7 +122,8 @@ impl Sealing {
                 self.open(from, record)?;
                 let mut at = 0;
                 while let Some((to, len)) = blocks.next(record - at) {
-                    // SAFETY: the caller's promise; the frame is a vector of our own.
+                    // SAFETY: the caller guarantees that the blocks can be written and that no
+                    // references exist; the frame is a separate vector.
                     unsafe {
                         std::ptr::copy_nonoverlapping(
                             self.frame[from + at..].as_ptr(),
@@ -139,12 +140,12 @@ impl Sealing {
     }
 }
 
-/// The bytes of blocks, in order.
+/// A cursor over the bytes of blocks, in order.
 struct Cursor<'a> {
     base: u64,
     length: usize,
     blocks: &'a [u32],
-    /// How many bytes of the first block were passed.
+    /// The number of bytes of the first block that were passed.
     within: usize,
 }
 
@@ -153,7 +154,8 @@ impl Cursor<'_> {
         self.blocks.len() * self.length - self.within
     }
 
-    /// Where the next bytes lie, and how many: at most `most`, none when none are left or wanted.
+    /// Returns the address and the length of the next bytes: at most `most`, or `None` if none are
+    /// left or wanted.
     fn next(&mut self, most: usize) -> Option<(usize, usize)> {
         let block = *self.blocks.first()? as usize;
         let len = most.min(self.length - self.within);

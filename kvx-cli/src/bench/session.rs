@@ -11,7 +11,7 @@ use super::pools::{Pools, Sizes};
 use super::target::TargetProcess;
 use crate::Result;
 
-/// Bulk connections of a TCP link, unless the option `tcp.connections` says otherwise.
+/// The bulk connections of a TCP link, unless the option `tcp.connections` is set.
 const TCP_CONNECTIONS: u64 = 2;
 
 /// A target, and an initiator for each backend.
@@ -19,14 +19,14 @@ pub(crate) struct Session {
     pub(crate) target: TargetProcess,
     pub(crate) pools: Pools,
     pub(crate) initiators: Vec<(&'static str, Initiator)>,
-    /// The target's pool, once the limit has mapped it.
+    /// The address of the target's pool, once the limit has mapped it.
     pub(crate) mapped: Option<u64>,
     pub(crate) data: DataLanes,
 }
 
 impl Session {
-    /// Starts the target, with so much memory on this side and there, and connects with it.
-    /// `about`: how long it will be needed.
+    /// Starts the target with the given sizes of memory on this side and there, and connects to it.
+    /// `about` is the expected time of use.
     pub(crate) fn start(
         backends: &[&'static str],
         registry: &Registry,
@@ -35,7 +35,7 @@ impl Session {
         about: Duration,
     ) -> Result<Self> {
         let life = 10 * about + Duration::from_secs(600);
-        // A device that there is not is told of before there is a target.
+        // Report a missing device before the target starts.
         let pools = Pools::of(ours)?;
         let target = TargetProcess::start(backends, options, theirs, life, DEADLINE)?;
         let connect = |backend: &&'static str| {
@@ -58,7 +58,7 @@ impl Session {
             .ok_or_else(|| format!("no agent for {backend} was started"))?)
     }
 
-    /// Ends both sides in good order.
+    /// Shuts both sides down.
     pub(crate) fn end(self) -> Result<()> {
         for (_, initiator) in self.initiators {
             initiator.end()?;

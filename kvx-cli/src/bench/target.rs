@@ -1,4 +1,4 @@
-//! The target: the process that owns the other side's memory, and how it is asked.
+//! The target: the process that owns the other side's memory, and its requests.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, Write};
@@ -19,7 +19,7 @@ use super::pools::{PoolKind, PoolLocation, Pools, Sizes};
 use crate::Result;
 use crate::child::Child;
 
-/// What stands behind `bench-target` on the command line.
+/// The arguments of `kvx bench-target`.
 #[derive(Args)]
 pub(crate) struct TargetArguments {
     #[arg(long, value_delimiter = ',')]
@@ -28,17 +28,17 @@ pub(crate) struct TargetArguments {
     options: String,
     #[command(flatten)]
     sizes: Sizes,
-    /// Seconds after which it ends, whatever happens.
+    /// Seconds after which it exits in any case.
     #[arg(long)]
     life: u64,
 }
 
-/// The first line of the target: its agents and its memory.
+/// The first line of the target, which describes its agents and its memory.
 #[derive(Serialize, Deserialize)]
 struct TargetIntroduction {
-    /// Each backend's agent.
+    /// The metadata of each backend's agent.
     metadata: BTreeMap<String, Vec<u8>>,
-    /// Where bare connections go.
+    /// The address for bare connections.
     address: SocketAddr,
     kvx: Option<PoolLocation>,
     foreign: Option<PoolLocation>,
@@ -47,15 +47,15 @@ struct TargetIntroduction {
 /// A request to the target, which answers with a number of seconds or an error.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 pub(crate) enum Ask {
-    /// Make the first bytes a source.
+    /// Fill the first bytes as a source.
     Fill { memory: PoolKind, bytes: u64 },
-    /// Make the first bytes an empty destination.
+    /// Zero the first bytes as a destination.
     Wipe { memory: PoolKind, bytes: u64 },
-    /// Compare the first lists of the destination with what belongs there.
+    /// Compare the first lists of the destination with the expected content.
     Check { memory: PoolKind, shape: Shape, lists: u32 },
-    /// Accept so many bare connections, and serve the blocks over them until they close.
+    /// Accept bare connections, and serve the blocks over them until they close.
     Lanes { op: BenchOp, memory: PoolKind, shape: Shape, lanes: usize, sealed: bool },
-    /// Pull lists out of that place: from which transfer on, and how many.
+    /// Pull `times` lists from that location, beginning with transfer `first`.
     Pull { memory: PoolKind, shape: Shape, from: PoolLocation, first: u64, times: u64 },
 }
 
@@ -68,7 +68,7 @@ pub(crate) fn serve(
     let life = Duration::from_secs(arguments.life);
     std::thread::spawn(move || {
         std::thread::sleep(life);
-        eprintln!("kvx: the target of a bench ends after its longest life of {life:?}");
+        eprintln!("kvx: the target of a bench exits after its maximum life of {life:?}");
         std::process::exit(1);
     });
     let pools = Pools::of(arguments.sizes)?;
@@ -106,7 +106,7 @@ pub(crate) fn serve(
 struct TargetServer {
     pools: Pools,
     listener: TcpListener,
-    /// The initiator's pool, once it has been pulled from.
+    /// The address of the initiator's pool, once it has been pulled from.
     mapped: Option<u64>,
 }
 
@@ -144,7 +144,8 @@ impl TargetServer {
             // The initiator has connected already.
             let (socket, _) = self.listener.accept()?;
             let mut lane = share(socket, (base, sealed), shape, &blocks, (lane, lanes))?;
-            // It ends with the connection, or with this process, whose memory lives as long.
+            // It ends with the connection, or with this process; the memory lives as long as this
+            // process.
             std::thread::spawn(move || lane.serve(op == BenchOp::Read));
         }
         Ok(())
@@ -162,22 +163,22 @@ impl TargetServer {
         let mapped = map(from, &mut self.mapped)?;
         let start = Instant::now();
         for transfer in transfers {
-            // SAFETY: both sides' memory has all blocks of the shape, and none of this process is
-            // lent out.
+            // SAFETY: both sides' memory has all blocks of the shape, and this process holds no
+            // references into its own.
             unsafe { fetch(mapped, from, memory.address(), blocks.list(transfer)) }?;
         }
         Ok(start.elapsed().as_secs_f64())
     }
 }
 
-/// The target's process, as the initiator holds it.
+/// The initiator's handle to the target's process.
 pub(crate) struct TargetProcess {
     child: Child,
     greeting: TargetIntroduction,
 }
 
 impl TargetProcess {
-    /// Starts one and waits until it is ready. It ends after `life` whatever happens.
+    /// Starts a target, and waits until it is ready. It exits after `life` in any case.
     pub(crate) fn start(
         backends: &[&str],
         options: &str,
@@ -198,23 +199,23 @@ impl TargetProcess {
         self.child.pid()
     }
 
-    /// Kills it by its process number.
+    /// Kills it by its process id.
     pub(crate) fn kill(&mut self) -> Result<()> {
         self.child.kill()
     }
 
-    /// Where bare connections go.
+    /// Returns the address for bare connections.
     pub(crate) fn address(&self) -> SocketAddr {
         self.greeting.address
     }
 
-    /// What its agent for this backend publishes.
+    /// Returns the metadata of its agent for this backend.
     pub(crate) fn metadata(&self, backend: &str) -> Result<&[u8]> {
         let metadata = self.greeting.metadata.get(backend);
         Ok(metadata.ok_or_else(|| format!("the target has no agent for {backend}"))?)
     }
 
-    /// Where its memory of the host lies.
+    /// Returns the location of its host memory.
     pub(crate) fn location(&self, pool: PoolKind) -> Result<PoolLocation> {
         let place = match pool {
             PoolKind::Kvx => self.greeting.kvx,
@@ -224,7 +225,7 @@ impl TargetProcess {
         place.ok_or_else(|| "the target has no memory of that kind on the host".into())
     }
 
-    /// Asks, and waits for the answer.
+    /// Sends a request, and waits for the answer.
     pub(crate) fn ask(&mut self, ask: Ask) -> Result<f64> {
         self.child.send_line(&serde_json::to_string(&ask)?)?;
         let answer: std::result::Result<f64, String> =
@@ -232,7 +233,7 @@ impl TargetProcess {
         Ok(answer.map_err(|why| format!("the target: {why}"))?)
     }
 
-    /// Lets it end by itself.
+    /// Closes its input, and waits for it to exit.
     pub(crate) fn end(self) {
         self.child.end();
     }

@@ -66,7 +66,7 @@ impl DemoBlocks {
         Ok(Memory::pool(self.read_bytes() as usize).build()?)
     }
 
-    /// Overwrites what was read.
+    /// Zeroes the blocks that were read.
     pub(crate) fn wipe(&self, room: &Memory) -> Result<()> {
         Ok(content::wipe(room, self.read_bytes())?)
     }

@@ -19,7 +19,7 @@ pub(super) struct Flags {
     /// or a name in the local Hugging Face cache.
     #[arg(value_name = "MODEL")]
     pub(super) models: Vec<String>,
-    /// The same as MODEL.
+    /// Another way to name MODEL.
     #[arg(long, value_name = "MODEL")]
     pub(super) model: Option<String>,
     /// The name that clients use for the model [default: MODEL].

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kvx_testkit::{output, test};
 use serde_json::Value;
 
-/// For a program that hangs: a sweep takes half a minute where the cores are busy.
+/// The time after which a program counts as hung: a sweep takes half a minute under load.
 const LIMIT: Duration = Duration::from_secs(300);
 
 fn bench(arguments: &[&str]) -> Command {
@@ -24,7 +24,7 @@ fn measured(arguments: &[&str]) -> Output {
     output(&mut bench(arguments), LIMIT)
 }
 
-/// Its JSON lines; it must have succeeded.
+/// Returns the JSON lines of a program that must have succeeded.
 fn lines(output: &Output) -> Vec<Value> {
     let (out, err) =
         (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -50,7 +50,7 @@ fn a_sweep_has_a_line_for_every_point_with_every_field_in_order() {
         for field in ["p50_us", "p99_us", "post_p50_us", "cpu_s_per_gb"] {
             assert!(number(field) > 0.0, "{field} in {line}");
         }
-        // Three decimals: a machine that stalls rounds single blocks down to nothing.
+        // Figures have three decimals: if the machine stalls, single blocks round down to zero.
         assert!(number("gbps") >= 0.0 && number("limit_gbps") >= 0.0, "{line}");
         assert!(number("plan_us") >= 0.0 && number("p50_us") <= number("p99_us"), "{line}");
         assert!(
@@ -93,7 +93,7 @@ fn both_ways_to_wait_and_both_patterns_are_measured() {
 }
 
 #[test]
-fn what_is_larger_than_allowed_is_left_out_by_name() {
+fn points_above_the_limit_are_left_out_with_a_message() {
     let sweep = [
         "--backend",
         "TCP",
@@ -113,18 +113,14 @@ fn what_is_larger_than_allowed_is_left_out_by_name() {
         told.contains("left out: TCP write 1 MiB x4 scattered kvx block moves 4 MiB"),
         "{told}"
     );
-    assert!(told.contains("1 points, 2 MiB of memory a side, about 1 s"), "{told}");
+    assert!(told.contains("1 points, 2 MiB of memory per side, about 1 s"), "{told}");
     let output = measured(&["--block", "1M", "--count", "4", "--max-total", "1M"]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(
-        stderr(&output).ends_with("kvx: no point is left to be measured\n"),
-        "{}",
-        stderr(&output)
-    );
+    assert!(stderr(&output).ends_with("kvx: no point is left to measure\n"), "{}", stderr(&output));
 }
 
 #[test]
-fn arguments_that_make_no_sense_are_refused() {
+fn invalid_arguments_are_rejected() {
     for (arguments, code) in [
         (["--block", "100"], 1),
         (["--count", "0"], 1),
@@ -138,7 +134,7 @@ fn arguments_that_make_no_sense_are_refused() {
         assert_eq!(output.status.code(), Some(code), "{arguments:?}");
         assert!(!output.stderr.is_empty() && output.stdout.is_empty());
     }
-    // The options decide whether a backend is there: before its library is looked for.
+    // The options are checked before the backend's library is looked for.
     let mut wrong = bench(&["--backend", "RIXL", "--options", r#"{"rixl": {"plugin": "../x"}}"#]);
     let output = output(wrong.env("KVX_RIXL_LIB", "/nonexistent"), LIMIT);
     assert!(stderr(&output).contains("rixl.plugin"), "{}", stderr(&output));
@@ -152,9 +148,9 @@ fn arguments_that_make_no_sense_are_refused() {
 }
 
 #[test]
-fn a_program_beside_is_asked_as_documented() {
-    // It claims four transfers in a microsecond of each round, has no writes, and keeps what it was
-    // told.
+fn a_companion_program_receives_the_documented_lines() {
+    // The program claims four transfers per microsecond of each round, supports no writes, and
+    // records the lines that it receives.
     let told = std::env::temp_dir().join(format!("kvx-beside-{}", std::process::id()));
     let program = format!(
         "sh -c 'while read -r word rest; do echo \"$word $rest\" >> {told}; case \"$word $rest\" in \
@@ -173,8 +169,9 @@ fn a_program_beside_is_asked_as_documented() {
     assert!(read["beside_ratio"].as_f64().unwrap() < 1.0, "{read}");
     assert!(write.get("beside_name").is_none(), "{write}");
     assert!(
-        stderr(&output)
-            .contains("nothing beside SHM write 4 KiB x8 scattered kvx block: no writes")
+        stderr(&output).contains(
+            "the companion program skips SHM write 4 KiB x8 scattered kvx block: no writes"
+        )
     );
     let heard: Vec<_> = heard.lines().collect();
     let point = "point backend=SHM op=read block=4096 count=8 lists=64 pattern=scattered seed=1 memory=kvx wait=block";
@@ -184,7 +181,7 @@ fn a_program_beside_is_asked_as_documented() {
 }
 
 #[test]
-fn a_program_beside_that_does_not_answer_as_documented_ends_the_bench() {
+fn a_companion_program_with_undocumented_answers_ends_the_bench() {
     let point = ["--backend", "SHM", "--op", "read", "--block", "4K", "--count", "8", "--beside"];
     for (program, why) in [
         (
@@ -204,7 +201,7 @@ fn a_program_beside_that_does_not_answer_as_documented_ends_the_bench() {
     }
 }
 
-/// The example of `BESIDE.md`, as it stands there.
+/// Runs the example of `BESIDE.md` unchanged.
 #[test]
 fn the_documented_program_works() {
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -310,7 +307,7 @@ fn the_target_does_not_outlive_a_bench_that_is_killed() {
 }
 
 #[test]
-fn the_limits_stay_small_and_know_nothing_of_kvx() {
+fn the_limits_stay_small_and_do_not_use_kvx() {
     for limit in
         [include_str!("../../src/bench/bare.rs"), include_str!("../../src/bench/driver.rs")]
     {
@@ -324,13 +321,13 @@ fn the_limits_stay_small_and_know_nothing_of_kvx() {
     }
 }
 
-/// `kvx` over a GPU that is made of host memory.
+/// Runs `kvx` on a stand-in GPU that consists of host memory.
 fn on_the_stand_in(mut command: Command) -> Output {
     output(command.env("KVX_CUDA_LIB", kvx_stand_in::library()), LIMIT)
 }
 
 #[test]
-fn device_memory_is_measured_beside_what_the_driver_does_by_itself() {
+fn device_memory_is_measured_next_to_bare_driver_copies() {
     let sweep = [
         "--memory",
         "device,device-host,host-device",
@@ -367,7 +364,7 @@ fn device_memory_is_measured_beside_what_the_driver_does_by_itself() {
 }
 
 #[test]
-fn kernels_are_measured_beside_one_copy() {
+fn kernels_are_measured_next_to_one_copy() {
     let output = on_the_stand_in(bench(&[
         "--kernels",
         "--block",
@@ -391,7 +388,7 @@ fn kernels_are_measured_beside_one_copy() {
 }
 
 #[test]
-fn devices_are_listed_or_it_is_said_why_there_are_none() {
+fn devices_are_listed_or_their_absence_is_explained() {
     let kvx = |arguments: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
         command.args(arguments);

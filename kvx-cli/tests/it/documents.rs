@@ -1,6 +1,6 @@
-//! The commands that the documents show. Those of `kvx` run here as they stand on the page, but for
-//! addresses, ports and files that this machine does not have; of the others it is known what runs
-//! them.
+//! The commands that the documents show. The commands of `kvx` run here as on the page, except for
+//! addresses, ports and files that this machine does not have. The other commands are listed with
+//! what runs them.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -26,17 +26,17 @@ use crate::proxy::run;
 use crate::serve::server::Server;
 use crate::this_test;
 
-/// How long a command may take.
+/// The timeout of a command.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// The steps of `cargo xtask test`.
 const STEPS: &str = "xtask/steps.toml";
 
-/// Commands that something else runs: the file that has them run, and words in it.
+/// Commands that run elsewhere: the file that runs them, and the text in it that shows so.
 const ELSEWHERE: &[(&str, &str, &str)] = &[
     ("cargo bench --bench costs", STEPS, "--bench costs -- --test\""),
     ("cargo xtask test --install", ".ci/run", "cargo xtask test --install"),
-    // The runner cannot run itself: what its options choose is tested.
+    // The runner cannot run itself: tests cover the choices of its options.
     ("cargo xtask test --whole", "xtask/src/test/steps.rs", "of(Tier::Whole, None)"),
     ("cargo xtask test --fast", "xtask/src/test/steps.rs", "of(Tier::Fast, None)"),
     ("cargo xtask test --crate kvx-core", "xtask/src/test/steps.rs", "of(Tier::Whole, Some("),
@@ -53,7 +53,7 @@ const ELSEWHERE: &[(&str, &str, &str)] = &[
     ("cargo xtask gpu --pack", STEPS, "\"xtask gpu --rehearse\""),
 ];
 
-/// Commands of `kvx`, each with what runs it.
+/// Commands of `kvx`, each with the function that runs it.
 const HERE: &[(&str, fn(Words))] = &[
     #[cfg(all(feature = "serve", feature = "proxy"))]
     ("cargo run --release -- demo", demo_holds),
@@ -92,7 +92,7 @@ const HERE: &[(&str, fn(Words))] = &[
 /// The mark of a command that no test can run.
 const NEEDS: &str = "needs an";
 
-/// The arguments of a command of `kvx`, and a folder of its own where it runs.
+/// The arguments of a command of `kvx`, and a separate folder where it runs.
 struct Words {
     words: Vec<String>,
     folder: PathBuf,
@@ -108,7 +108,7 @@ impl Words {
         Words { words, folder }
     }
 
-    /// Puts something of this machine in the place of the first word that is this one.
+    /// Replaces the first argument that equals `word` with one that is valid on this machine.
     #[track_caller]
     fn replace(&mut self, word: &str, by: impl Into<String>) {
         let found = self.words.iter_mut().find(|found| *found == word);
@@ -122,7 +122,7 @@ impl Words {
         command
     }
 
-    /// Replaces the port in the arguments of `kvx proxy` by a free one.
+    /// Returns the arguments of `kvx proxy` with a free port.
     #[cfg(feature = "proxy")]
     fn of_proxy(&self) -> Vec<&str> {
         self.words[1..].iter().map(String::as_str).chain(["--port", "0"]).collect()
@@ -131,7 +131,7 @@ impl Words {
 
 impl Drop for Words {
     fn drop(&mut self) {
-        std::fs::remove_dir_all(&self.folder).ok(); // what is left there is only in the way
+        std::fs::remove_dir_all(&self.folder).ok(); // an error leaves only unused files
     }
 }
 
@@ -139,7 +139,7 @@ fn said(output: &Output) -> String {
     String::from_utf8_lossy(&[&output.stdout[..], &output.stderr].concat()).into_owned()
 }
 
-/// Runs it to its end, and returns what it printed.
+/// Runs a command to its end, and returns its output.
 #[track_caller]
 fn printed(command: &mut Command) -> String {
     let output = output(command, LIMIT);
@@ -180,7 +180,7 @@ fn secret_is_made(words: Words) {
     kvx::Secret::from_file(words.folder.join("fleet.secret")).unwrap();
 }
 
-/// Asks an engine of a small model that has the name of a large one.
+/// Probes an engine of a small model that has the name of a large one.
 #[cfg(feature = "connector")]
 fn engine_is_probed(mut words: Words, told: &str) {
     let engine = prefill_of("Qwen/Qwen3-0.6B", "torch.float16");
@@ -222,7 +222,7 @@ fn mooncake_command_line_serves(mut words: Words) {
     .unwrap();
 }
 
-/// Writes `fleet.toml`, of these instances.
+/// Writes `fleet.toml` with these instances.
 #[cfg(feature = "proxy")]
 fn fleet_toml(words: &Words, prefill: &Instance, decode: &Instance) {
     let text = format!(
@@ -263,7 +263,7 @@ fn endpoints_are_compared(mut words: Words) {
     assert!(said.contains("the same answers"), "{said}");
 }
 
-/// Has the pages' model made where a test may write.
+/// Moves the pages' model to a folder that a test may write.
 #[cfg(feature = "serve")]
 fn model(words: &mut Words) -> String {
     let folder = words.folder.join("tiny").to_str().unwrap().to_owned();
@@ -295,7 +295,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// Every page for people; nothing that is hidden or built.
+/// Returns every Markdown page, except in hidden and build folders.
 fn pages() -> Vec<PathBuf> {
     let (mut pages, mut folders) = (Vec::new(), vec![root()]);
     while let Some(folder) = folders.pop() {
@@ -348,17 +348,17 @@ fn every_command_runs_or_names_what_it_needs() {
 }
 
 #[test]
-fn commands_that_something_else_runs_are_named_there() {
+fn commands_that_run_elsewhere_are_named_there() {
     for (command, file, words) in ELSEWHERE {
         let text = std::fs::read_to_string(root().join(file)).unwrap();
         assert!(
             text.contains(words),
-            "`{command}` is said to run by {file}, which has no {words:?}"
+            "`{command}` should be run by {file}, which does not contain {words:?}"
         );
     }
 }
 
-/// A trial for each command of `kvx` that a page shows.
+/// Returns a trial for each command of `kvx` that a page shows.
 pub(crate) fn trials() -> Vec<Trial> {
     let trials = HERE.iter().enumerate().map(|(at, (command, run))| {
         let name = format!("documents::{}", command.replace(' ', "_").replace('"', ""));

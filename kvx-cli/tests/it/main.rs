@@ -11,7 +11,7 @@ mod probe;
 mod program;
 #[cfg(feature = "proxy")]
 mod proxy;
-// It starts the router in front of its servers, and the demo.
+// The module starts the router in front of its servers, and the demo.
 #[cfg(all(feature = "serve", feature = "proxy"))]
 mod serve;
 
@@ -19,7 +19,7 @@ use std::process::ExitCode;
 
 use kvx_testkit::harness_main_with;
 
-/// The name of the test that this thread runs: the harness names the thread so.
+/// Returns the name of the test on this thread: the harness names threads after tests.
 fn this_test() -> String {
     std::thread::current().name().unwrap_or_default().to_owned()
 }
@@ -31,6 +31,6 @@ fn main() -> ExitCode {
     trials.extend(proxy::all_trials());
     #[cfg(all(feature = "serve", feature = "proxy"))]
     trials.extend(serve::guides::trials());
-    // Most of them wait most of the time.
+    // Run four at a time: most tests mostly wait.
     harness_main_with(trials, 4)
 }

@@ -1,5 +1,5 @@
-//! The program over other people's software, and beside it: what `cargo xtask test --install`
-//! installs.
+//! The program with third-party software, and compared with it, as installed by `cargo xtask test
+//! --install`.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -8,10 +8,10 @@ use std::time::Duration;
 use kvx_testkit::{output, test};
 use serde_json::Value;
 
-/// For a program that hangs.
+/// The time after which a program counts as hung.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// A library that kvx opens, and the Python of the wheel that has it.
+/// A library that kvx opens, and the Python of its wheel.
 struct Wheel {
     variable: &'static str,
     library: PathBuf,
@@ -19,7 +19,7 @@ struct Wheel {
 }
 
 impl Wheel {
-    /// Mooncake's with the adapter over it; or the test is skipped.
+    /// Returns Mooncake's wheel and the adapter, or skips the test.
     fn mooncake(test: &str) -> Option<Wheel> {
         let folder = Wheel::folder("mooncake");
         let library = Some(folder.join("libkvx_mooncake_adapter.so"));
@@ -28,11 +28,11 @@ impl Wheel {
             "KVX_MOONCAKE_LIB",
             library,
             &folder,
-            "Mooncake's wheel and the adapter are not there",
+            "Mooncake's wheel or the adapter is not installed",
         )
     }
 
-    /// NIXL's; or the test is skipped.
+    /// Returns NIXL's wheel, or skips the test.
     fn nixl(test: &str) -> Option<Wheel> {
         let folder = Wheel::folder("nixl");
         let pythons = std::fs::read_dir(folder.join("venv/lib")).into_iter().flatten().flatten();
@@ -71,12 +71,12 @@ impl Wheel {
         output(command.args(arguments).env(self.variable, &self.library), LIMIT)
     }
 
-    /// One point of `kvx bench`, with this script beside it. It moves bytes and checks them; how
-    /// fast is not asked here.
+    /// Measures one point of `kvx bench` with this script as its companion program. Checks that the
+    /// script moves bytes and verifies them, but not its speed.
     fn is_measured_beside(&self, backend: &str, script: &str, name: &str) {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(script);
         let beside = format!("'{}' '{}'", self.python.display(), script.display());
-        // So large that a rate of three decimals is not nothing if the one transfer of a round
+        // Large enough that a rate with three decimals is not zero if the one transfer of a round
         // takes half a second.
         let shape = ["--op", "read", "--block", "64K", "--count", "8", "--memory", "foreign"];
         let rounds = ["--rounds", "1", "--seconds", "0.05", "--pool", "2M"];
@@ -104,9 +104,9 @@ fn mooncakes_python_engine_is_measured_beside_kvx() {
 }
 
 #[test]
-fn the_adapter_over_mooncakes_wheel_is_made_of_what_the_program_brings() {
+fn the_adapter_for_mooncakes_wheel_is_built_from_the_programs_sources() {
     let wheel =
-        Wheel::mooncake("the_adapter_over_mooncakes_wheel_is_made_of_what_the_program_brings");
+        Wheel::mooncake("the_adapter_for_mooncakes_wheel_is_built_from_the_programs_sources");
     let Some(wheel) = wheel else { return };
     let environment = wheel.python.parent().and_then(Path::parent).unwrap();
     let pythons = std::fs::read_dir(environment.join("lib")).unwrap().flatten();

@@ -1,5 +1,5 @@
-//! `kvx probe` at the side channel of a connector in this process, at something else, and at
-//! nobody's.
+//! Tests of `kvx probe` with the side channel of a connector in this process, with another server,
+//! and with no server.
 
 use std::net::TcpListener;
 use std::path::Path;
@@ -75,7 +75,7 @@ fn said(output: &Output) -> String {
 }
 
 #[test]
-fn a_handshake_is_told_in_words_and_as_json() {
+fn a_handshake_is_printed_as_text_and_as_json() {
     let prefill = prefill();
     let address = prefill.address();
     let words = kvx(&["probe", &address]);
@@ -103,7 +103,7 @@ fn a_handshake_is_told_in_words_and_as_json() {
 }
 
 #[test]
-fn what_would_not_fit_is_explained_and_is_the_exit_status() {
+fn incompatibilities_are_explained_and_set_the_exit_status() {
     let prefill = prefill();
     let address = prefill.address();
     let probe = |further: &[&str]| {
@@ -165,7 +165,7 @@ fn weights_of_float32_and_a_broken_file_are_explained() {
 }
 
 #[test]
-fn who_does_not_answer_is_another_exit_status_than_who_does_not_fit() {
+fn no_answer_and_incompatibility_have_different_exit_statuses() {
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let http = TcpListener::bind("127.0.0.1:0").unwrap();
     let other = http.local_addr().unwrap().to_string();

@@ -8,7 +8,7 @@ use std::time::Duration;
 use kvx_testkit::{kill_after, output, test};
 use serde_json::Value;
 
-/// The program is killed after it.
+/// The time after which the program is killed.
 const LIMIT: Duration = Duration::from_secs(60);
 
 fn program(arguments: &[&str]) -> Command {
@@ -19,8 +19,8 @@ fn program(arguments: &[&str]) -> Command {
     command
 }
 
-/// NIXL's plug-in. Cargo leaves it there for those that depend on its crate; a user builds it by
-/// itself.
+/// Returns the path of NIXL's plug-in. Cargo builds it there for crates that depend on it; a user
+/// builds it separately.
 pub(crate) fn plug_in() -> PathBuf {
     Path::new(env!("CARGO_BIN_EXE_kvx")).with_file_name("deps").join("libplugin_KVX.so")
 }
@@ -36,7 +36,7 @@ fn text(bytes: &[u8]) -> &str {
 const UNKNOWN: &str = "backend \"UXC\" is unknown; did you mean UCX? known: UCX, LIBFABRIC, MOONCAKE, RIXL, SHM, TCP\n";
 
 #[test]
-fn backends_has_a_line_for_every_known_one() {
+fn backends_lists_every_known_backend() {
     let output = kvx(&["backends"]);
     assert!(output.status.success());
     let lines: Vec<_> = text(&output.stdout).lines().collect();
@@ -44,13 +44,13 @@ fn backends_has_a_line_for_every_known_one() {
         lines[0].starts_with("BACKEND") && lines[0].ends_with("WHY NOT / NEXT STEP"),
         "{lines:?}"
     );
-    let rows = lines[1..].iter().filter(|line| !line.starts_with(' ')); // what a backend can use is below it
+    let rows = lines[1..].iter().filter(|line| !line.starts_with(' ')); // the devices of a backend are below it
     let names: Vec<_> = rows.filter_map(|line| line.split_whitespace().next()).collect();
     assert_eq!(names, ["UCX", "LIBFABRIC", "MOONCAKE", "RIXL", "SHM", "TCP"]);
 }
 
 #[test]
-fn backends_json_is_one_array_with_the_capabilities_of_what_is_available() {
+fn backends_json_is_one_array_with_the_capabilities_of_available_backends() {
     let output = kvx(&["backends", "--json"]);
     let rows: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
     let row = |name: &str| rows.iter().find(|row| row["name"] == name).unwrap();
@@ -60,15 +60,14 @@ fn backends_json_is_one_array_with_the_capabilities_of_what_is_available() {
 }
 
 #[test]
-fn require_says_whether_a_backend_can_be_used_and_else_why_not() {
+fn require_reports_whether_a_backend_can_be_used() {
     assert!(kvx(&["backends", "--require", "tcp"]).status.success());
     let output = kvx(&["backends", "--require", "UXC"]);
     assert_eq!((output.status.code(), text(&output.stderr)), (Some(1), UNKNOWN));
     assert!(output.stdout.is_empty());
 }
 
-/// The rows of `kvx backends --routes --json` with UCX from this file, or from where the system has
-/// it.
+/// Returns the rows of `kvx backends --routes --json` with UCX from this file, or from the system.
 fn routes(ucx: Option<&Path>, settings: &[(&str, &str)]) -> Vec<Value> {
     let mut command = program(&["backends", "--routes", "--json"]);
     command.envs(ucx.map(|file| ("KVX_UCX_LIB", file))).envs(settings.iter().copied());
@@ -77,7 +76,7 @@ fn routes(ucx: Option<&Path>, settings: &[(&str, &str)]) -> Vec<Value> {
     serde_json::from_slice(&output.stdout).expect("the program prints JSON")
 }
 
-/// The UCX that the tests install beside the system's.
+/// Returns the UCX that the tests install in addition to the system's.
 fn installed_ucx() -> Option<PathBuf> {
     let venv = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/peers/ucx/venv/lib");
     let mut versions = std::fs::read_dir(venv).ok()?.flatten();
@@ -88,7 +87,7 @@ fn installed_ucx() -> Option<PathBuf> {
 }
 
 #[test]
-fn routes_say_how_each_backend_that_is_here_reaches_a_second_process() {
+fn routes_report_how_each_available_backend_reaches_a_second_process() {
     let installed = installed_ucx();
     for ucx in [None, installed.as_deref()] {
         let rows = routes(ucx, &[]);
@@ -111,9 +110,9 @@ fn routes_say_how_each_backend_that_is_here_reaches_a_second_process() {
 }
 
 #[test]
-fn what_libraries_log_is_neither_output_nor_an_answer() {
+fn log_lines_of_libraries_are_not_mixed_into_the_output() {
     let talkative = [("UCX_LOG_FILE", "stdout"), ("UCX_LOG_LEVEL", "info")];
-    let rows = routes(None, &talkative); // it is JSON, and the second process is understood
+    let rows = routes(None, &talkative); // valid JSON, although the second process logs as well
     assert!(rows.iter().any(|row| row["route"].is_string()), "{rows:#?}");
     let said = output(program(&["backends"]).envs(talkative), LIMIT);
     if rows.iter().any(|row| row["name"] == "UCX" && row["available"] == true) {
@@ -122,10 +121,10 @@ fn what_libraries_log_is_neither_output_nor_an_answer() {
 }
 
 #[test]
-fn a_backend_that_reaches_no_second_process_says_why() {
+fn a_backend_that_reaches_no_second_process_reports_the_reason() {
     let rows = routes(None, &[("UCX_TLS", "self")]);
     let row = |name: &str| rows.iter().find(|row| row["name"] == name).unwrap();
-    assert!(row("TCP")["route"].is_string(), "the others go on");
+    assert!(row("TCP")["route"].is_string(), "the other backends are still listed");
     if row("UCX")["available"] == true {
         let why = row("UCX")["reason"].as_str().unwrap();
         assert!(
@@ -141,7 +140,7 @@ fn a_backend_that_reaches_no_second_process_says_why() {
 }
 
 #[test]
-fn every_command_that_takes_a_backend_says_the_same() {
+fn every_command_that_takes_a_backend_has_the_same_errors() {
     for list in ["UXC", "SHM,UXC"] {
         let output = kvx(&["demo", "--transfer", "--backend", list]);
         assert_eq!((output.status.code(), text(&output.stderr)), (Some(1), UNKNOWN), "{list}");
@@ -149,7 +148,7 @@ fn every_command_that_takes_a_backend_says_the_same() {
 }
 
 #[test]
-fn find_prints_the_variable_of_what_a_python_environment_has() {
+fn find_prints_the_variable_of_a_library_in_a_python_environment() {
     let environment = std::env::temp_dir().join(format!("kvx-program-{}", std::process::id()));
     let library = environment.join("lib/python3.11/site-packages/libucx/lib/libucp.so.0");
     std::fs::create_dir_all(library.parent().unwrap()).unwrap();
@@ -165,7 +164,7 @@ fn find_prints_the_variable_of_what_a_python_environment_has() {
 }
 
 #[test]
-fn arguments_that_make_no_sense_exit_with_2() {
+fn invalid_arguments_exit_with_2() {
     for arguments in [
         &["no-such-command"][..],
         &["backends", "--no-such"],
@@ -182,7 +181,7 @@ fn arguments_that_make_no_sense_exit_with_2() {
 }
 
 #[test]
-fn what_cannot_be_written_is_an_error() {
+fn a_failed_write_is_an_error() {
     for command in ["config", "backends"] {
         let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
         let child = program(&[command]).stdout(full).stderr(Stdio::piped()).spawn().unwrap();
@@ -194,7 +193,7 @@ fn what_cannot_be_written_is_an_error() {
 }
 
 #[test]
-fn config_gets_what_stands_behind_it_as_it_is() {
+fn config_receives_its_arguments_unchanged() {
     let output = kvx(&["config", "--json", "--kv-transfer-config.kv_role", "kv_both"]);
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert!(output.status.success() && report.to_string().contains("kv_both"), "{report}");
@@ -202,7 +201,7 @@ fn config_gets_what_stands_behind_it_as_it_is() {
 }
 
 #[test]
-fn the_demo_holds_and_leaves_no_process_behind() {
+fn the_demo_passes_and_leaves_no_process_behind() {
     let output = kvx(&["demo", "--transfer", "--size", "4M"]);
     let story = text(&output.stdout);
     assert!(output.status.success(), "{story}\n{}", text(&output.stderr));
@@ -227,7 +226,8 @@ fn the_demo_runs_over_one_backend_too() {
 
 #[test]
 fn a_demo_that_ends_in_the_middle_leaves_no_process_behind() {
-    // Nobody reads its output, so it ends at its first line, when its owner has just been started.
+    // No process reads its output, so it ends at its first line, just after it has started its
+    // owner.
     let mut demo = program(&["demo", "--transfer", "--backend", "TCP", "--size", "3M"])
         .stdout(Stdio::piped())
         .spawn()
@@ -259,13 +259,13 @@ fn the_owner_of_the_demo_ends_with_its_reader() {
     let mut metadata = String::new();
     BufReader::new(owner.stdout.take().unwrap()).read_line(&mut metadata).unwrap();
     assert!(metadata.len() > 100, "{metadata:?}");
-    drop(owner.stdin.take()); // what the kernel does when the reader dies
+    drop(owner.stdin.take()); // as the kernel does when the reader dies
     let status = owner.wait().unwrap();
     assert!(status.success(), "the owner outlived its reader, or failed: {status}");
 }
 
 #[test]
-fn a_model_is_made_and_never_over_another() {
+fn a_model_is_created_and_never_overwritten() {
     let folder = std::env::temp_dir().join(format!("kvx-model-{}", std::process::id()));
     let place = folder.to_str().unwrap();
     let arguments = [
@@ -294,7 +294,7 @@ fn a_model_is_made_and_never_over_another() {
 }
 
 #[test]
-fn a_secret_is_made_for_its_owner_alone_and_never_over_another() {
+fn a_secret_is_created_for_its_owner_only_and_never_overwritten() {
     use std::os::unix::fs::PermissionsExt as _;
     let folder = std::env::temp_dir().join(format!("kvx-secret-made-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
@@ -318,7 +318,7 @@ fn a_secret_is_made_for_its_owner_alone_and_never_over_another() {
     );
     assert!(text(&again.stderr).contains("never overwritten"), "{}", text(&again.stderr));
     kvx::Secret::from_file(file).unwrap();
-    // `kvx config` says whether there is one, and never what it is.
+    // `kvx config` reports whether there is a secret, but never its content.
     let config = |variable: &str, value: &str| {
         let mut config = program(&["config", "--kv-transfer-config.kv_role", "kv_both"]);
         config.env_remove("KVX_SECRET_FILE").env(variable, value);
@@ -342,7 +342,7 @@ fn a_secret_is_made_for_its_owner_alone_and_never_over_another() {
 }
 
 #[test]
-fn nixls_are_listed_and_a_folder_for_the_plug_in_is_made_and_taken_back() {
+fn nixls_are_listed_and_a_folder_for_the_plug_in_is_created_and_removed() {
     assert!(kvx(&["nixl"]).status.success());
     let listed = kvx(&["nixl", "--json"]);
     assert!(listed.status.success());
@@ -360,7 +360,7 @@ fn nixls_are_listed_and_a_folder_for_the_plug_in_is_made_and_taken_back() {
     assert!(text(&installed.stdout).contains("export NIXL_PLUGIN_DIR="));
     assert!(folder.join("libplugin_KVX.so").exists(), "the link leads somewhere");
     assert!(kvx(&["nixl", "--remove", place]).status.success());
-    assert!(!kvx(&["nixl", "--remove", place]).status.success(), "it is gone");
+    assert!(!kvx(&["nixl", "--remove", place]).status.success(), "the link is removed");
     std::fs::remove_dir(folder).unwrap();
 }
 
@@ -389,7 +389,7 @@ fn two_agents_of_a_nixl_are_checked_over_kvx() {
     }
 }
 
-/// The environment of a peer, if `cargo xtask test --install` has made it.
+/// Returns the environment of a peer, if `cargo xtask test --install` has created it.
 pub(crate) fn peers(name: &str) -> Option<PathBuf> {
     let target = Path::new(env!("CARGO_BIN_EXE_kvx")).ancestors().nth(2)?;
     Some(target.join("peers").join(name).join("venv")).filter(|environment| environment.exists())

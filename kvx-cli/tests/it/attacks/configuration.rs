@@ -1,4 +1,4 @@
-//! C1: an operator misspells an option that protects the fleet, and only gets a warning.
+//! C1: an operator misspells an option that protects the fleet, and gets only a warning.
 
 use kvx_testkit::test;
 use serde_json::json;
@@ -11,7 +11,7 @@ fn config(extra: &serde_json::Value) -> (bool, String) {
 }
 
 #[test]
-fn a_seal_written_as_the_documents_name_it_seals() {
+fn the_documented_seal_option_seals() {
     let (flat, said) = config(&json!({"tcp.seal": "all"}));
     let (nested, right) = config(&json!({"tcp": {"seal": "all"}}));
     assert!(flat && nested, "{said}");
@@ -23,7 +23,7 @@ fn a_seal_written_as_the_documents_name_it_seals() {
 }
 
 #[test]
-fn what_was_meant_to_protect_stops_the_start_if_it_does_not() {
+fn a_misspelled_security_option_stops_the_start() {
     for (extra, words) in [
         (json!({"tcp.sael": "all"}), "did you mean tcp.seal?"),
         (json!({"seal": "all"}), "tcp.seal"),

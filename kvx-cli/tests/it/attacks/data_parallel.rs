@@ -1,5 +1,5 @@
-//! H3: a process without the secret joins the data-parallel port of `kvx serve`, gets prompts and
-//! answers them.
+//! H3: a process without the secret joins the data-parallel port of `kvx serve`, receives prompts
+//! and answers them.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
@@ -11,7 +11,7 @@ use serde_json::json;
 use crate::serve::hosts::secret;
 use crate::serve::server::{LIMIT, Server, ServerArgs, model};
 
-/// Joins as the second rank of two, without a proof. Returns what the head says to it.
+/// Joins as the second rank of two, without a proof. Returns the head's answer.
 fn join(port: u16, model: &str) -> Vec<u8> {
     let until = Instant::now() + LIMIT;
     let mut stream = loop {
@@ -26,7 +26,7 @@ fn join(port: u16, model: &str) -> Vec<u8> {
     stream
         .write_all(&[&(joining.len() as u32).to_be_bytes()[..], joining.as_bytes()].concat())
         .unwrap();
-    // Long enough for a head that lets it in: that answers at once.
+    // Long enough for a head that accepts the rank: it answers at once.
     stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
     let mut heard = Vec::new();
     let _ = stream.read_to_end(&mut heard);
@@ -34,7 +34,7 @@ fn join(port: u16, model: &str) -> Vec<u8> {
 }
 
 #[test]
-fn a_stranger_does_not_join_a_head_that_has_a_secret() {
+fn an_unauthenticated_process_does_not_join_a_head_with_a_secret() {
     let (model, port) = (model(&["--arch", "llama"]), free_port(1).unwrap());
     let port_text = port.to_string();
     let arguments = ["-dp", "2", "-dpl", "1", "-dpp", &port_text, "--max-model-len", "64"];

@@ -9,7 +9,7 @@ use kvx_testkit::test;
 use crate::attacks::kvx;
 
 #[test]
-fn keys_that_others_can_read_are_not_taken() {
+fn key_files_that_other_users_can_read_are_rejected() {
     let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("keys-{}", std::process::id()));
     std::fs::write(&file, "a-key\n").unwrap();
     for mode in [0o644, 0o640, 0o604] {

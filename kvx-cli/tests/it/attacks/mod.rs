@@ -1,5 +1,5 @@
-//! Attacks on the program's listeners and on its configuration. Each of them worked once, and has
-//! to fail.
+//! Attacks on the program's listeners and on its configuration. Each of them worked once, and must
+//! fail.
 
 mod configuration;
 mod data_parallel;
@@ -11,7 +11,7 @@ use kvx_testkit::output;
 
 use crate::serve::server::LIMIT;
 
-/// Runs `kvx` with these arguments to its end: whether it succeeded, and all that it said.
+/// Runs `kvx` with these arguments to its end. Returns true if it succeeded, and its output.
 fn kvx(arguments: &[&str]) -> (bool, String) {
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_kvx"));
     let output = output(command.args(arguments).env_remove("KVX_SECRET_FILE"), LIMIT);

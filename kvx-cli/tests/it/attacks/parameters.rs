@@ -1,5 +1,5 @@
-//! H5: a client of a decode writes other block numbers into its own `kv_transfer_params`, and gets
-//! another request's answer.
+//! H5: a client of a decode writes other block numbers into its own `kv_transfer_params`, and
+//! receives another request's answer.
 
 use kvx_testkit::test;
 use serde_json::{Value, json};
@@ -23,7 +23,7 @@ fn refused(decode: &Server, prompt: &Value, params: Value, what: &str) {
 }
 
 #[test]
-fn the_blocks_of_another_request_are_not_read_with_parameters_of_ones_own() {
+fn a_client_cannot_read_the_blocks_of_another_request() {
     let variables = [("KVX_SECRET_FILE", secret().to_str().unwrap())];
     let model = model(&["--arch", "llama"]);
     let servers = [(); 2].map(|()| {
@@ -31,7 +31,7 @@ fn the_blocks_of_another_request_are_not_read_with_parameters_of_ones_own() {
         Server::configured(&model, "TCP", &json!({"kv_load_failure_policy": "fail"}), told)
     });
     let [prefill, decode] = &servers;
-    // Equally long: nothing but their blocks tells the requests apart.
+    // Equally long, so that the requests differ in their blocks only.
     let (own, victims) = (prompt(1, 40), prompt(2, 40));
     let (mine, of_victim) = (published(prefill, &own), published(prefill, &victims));
     assert_ne!(mine["remote_block_ids"], of_victim["remote_block_ids"]);
@@ -60,13 +60,13 @@ fn the_blocks_of_another_request_are_not_read_with_parameters_of_ones_own() {
     let mut unsigned = mine.clone();
     unsigned.as_object_mut().unwrap().remove("kvx_signature");
     refused(decode, &own, unsigned, "unsigned");
-    // As the prefill has said it, it is loaded.
+    // With the prefill's own parameters, the decode loads the blocks.
     let answer = decode.tokens(&own, TOKENS, Some(&mine));
     assert_eq!(ids(&answer), ids(&prefill.tokens(&own, TOKENS, None)));
     assert_eq!(decode.metric("vllm:nixl_bytes_transferred_count"), 1.0);
 }
 
-/// Clients that are not on the decode's machine, where there is no secret.
+/// Uses clients on other hosts than the decode's, without a secret.
 #[test]
 fn without_a_secret_parameters_from_other_hosts_are_refused() {
     let Some(mut hosts) = Hosts::for_this_test(2) else { return };
@@ -103,7 +103,7 @@ fn without_a_secret_parameters_from_other_hosts_are_refused() {
         host.wait(&format!("http://localhost:{port}/health"));
     }
     let url = |port: u16| format!("http://{}:{port}/v1/completions", Hosts::address(1));
-    // A client gets parameters for its own prompt, and brings them to a decode.
+    // A client gets parameters for its own prompt, and sends them to a decode.
     let load = |client: &Host, decode: &str| {
         let mut ask = greedy(&prompt(1, 40), 1);
         ask["kv_transfer_params"] = json!({"do_remote_decode": true});

@@ -1,5 +1,4 @@
-//! L1: another user takes the path of the socket at which ranks join, and the server does not
-//! start.
+//! L1: another user takes the path of the socket where ranks join, and the server does not start.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,7 +9,7 @@ use serde_json::json;
 use crate::serve::server::{Server, greedy, model, prompt};
 
 #[test]
-fn the_socket_of_ranks_is_where_nobody_can_be_first() {
+fn other_users_cannot_take_the_path_of_the_ranks_socket() {
     let model = model(&["--arch", "llama", "--kv-heads", "2"]);
     let folder =
         Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("ranks-{}", std::process::id()));
@@ -36,7 +35,7 @@ fn the_socket_of_ranks_is_where_nobody_can_be_first() {
     ]);
     command.env("TMPDIR", &folder).env("VLLM_NIXL_SIDE_CHANNEL_PORT", "0");
     let server = Server::spawn(command);
-    // It has still to read its model.
+    // The server has not read its model yet.
     std::fs::create_dir(folder.join(format!("kvx-serve-{}-0", server.pid()))).unwrap();
     let server = server.listening();
     assert_eq!(server.ranks().len(), 1);

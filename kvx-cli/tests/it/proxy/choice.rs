@@ -1,4 +1,4 @@
-//! Which instances get a request.
+//! Tests of the choice of instances.
 
 use std::time::Duration;
 
@@ -102,7 +102,7 @@ pub(crate) async fn weights_count() {
     assert!((27..=33).contains(&got[0]), "{got:?}");
 }
 
-pub(crate) async fn ranks_are_asked_in_turn() {
+pub(crate) async fn ranks_take_turns() {
     let ranks = Settings { dp_size: 2, ..Settings::default() };
     let (mut prefill, mut decode) = (Instance::start(ranks.clone()), Instance::start(ranks));
     let text = format!(
@@ -114,7 +114,7 @@ pub(crate) async fn ranks_are_asked_in_turn() {
     let proxy = Proxy::start(&["--config", file.path()], &[]);
     proxy.wait_until("/ready", "it is ready", |status, _| status == 200).await;
     for count in 0..6 {
-        // A client that picks a rank itself does not get it.
+        // A client cannot choose a rank itself.
         let body = completion(&prompt(&format!("rank {count}"), 20), 2);
         let answer = Call::post(proxy.port, COMPLETIONS, &body)
             .header("x-data-parallel-rank", "1")
@@ -132,7 +132,7 @@ pub(crate) async fn ranks_are_asked_in_turn() {
             "{leg:?}: {ranks:?}"
         );
     }
-    // Also where it answers alone.
+    // Also for requests that the decode instance answers alone.
     for _ in 0..2 {
         let body = json!({"model": "m", "prompt": "alone", "max_tokens": 1, "n": 2});
         assert_eq!(Call::post(proxy.port, COMPLETIONS, &body).send().await.status, 200);

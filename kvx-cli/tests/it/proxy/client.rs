@@ -1,4 +1,5 @@
-//! A client of the router: whole answers, streams event by event, and whether they ended well.
+//! A client of the router: complete answers, streams event by event, and whether they ended
+//! normally.
 
 use std::time::{Duration, Instant};
 
@@ -10,10 +11,10 @@ use hyper::{Method, Request};
 use hyper_util::rt::TokioIo;
 use serde_json::{Value, json};
 
-/// Whatever a test waits for on a connection, it does not wait longer.
+/// The timeout of every wait for a connection.
 pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
 
-/// A request that is being put together.
+/// A builder of a request.
 pub(crate) struct Call {
     port: u16,
     request: hyper::http::request::Builder,
@@ -53,7 +54,7 @@ impl Call {
         self
     }
 
-    /// Sends it; the headers of the answer are there when this returns.
+    /// Sends the request, and returns once the headers of the answer have arrived.
     pub(crate) async fn try_open(self) -> Result<Open, String> {
         let Call { port, request, body, limit } = self;
         let opened = tokio::time::timeout(limit, async move {
@@ -98,7 +99,7 @@ impl Call {
         })
     }
 
-    /// Sends it and reads the whole answer.
+    /// Sends the request, and reads the whole answer.
     pub(crate) async fn send(self) -> Answer {
         self.try_send().await.expect("the router answers")
     }
@@ -128,7 +129,7 @@ impl Answer {
             .map_or("", |value| value.to_str().expect("headers of tests are text"))
     }
 
-    /// The text of a completion's choices.
+    /// Returns the texts of a completion's choices.
     pub(crate) fn texts(&self) -> Vec<String> {
         let body = self.json();
         assert_eq!(self.status, 200, "{body}");
@@ -140,7 +141,7 @@ impl Answer {
     }
 }
 
-/// An answer whose body is being read. Dropped, its connection is closed.
+/// An answer whose body is being read. Dropping this closes its connection.
 pub(crate) struct Open {
     pub(crate) status: u16,
     pub(crate) headers: HeaderMap,
@@ -151,18 +152,18 @@ pub(crate) struct Open {
 }
 
 impl Open {
-    /// The next piece of the body as it came; none at its proper end.
+    /// Returns the next piece of the body as it arrives, or `None` at its regular end.
     pub(crate) async fn piece(&mut self) -> Result<Option<Bytes>, String> {
         let left = self.until.saturating_duration_since(Instant::now());
         match tokio::time::timeout(left, self.body.frame()).await {
-            Err(_) => Err("the body did not go on in time".to_owned()),
+            Err(_) => Err("the body stopped: no piece in time".to_owned()),
             Ok(None) => Ok(None),
             Ok(Some(Ok(frame))) => Ok(frame.into_data().ok()),
             Ok(Some(Err(error))) => Err(format!("broken off: {error}")),
         }
     }
 
-    /// The next event of a stream.
+    /// Returns the next event of a stream.
     pub(crate) async fn event(&mut self) -> Result<Option<Event>, String> {
         loop {
             if let Some(end) = self.rest.windows(2).position(|two| two == b"\n\n") {
@@ -217,7 +218,7 @@ impl Open {
     }
 }
 
-/// Closed when dropped.
+/// A connection, which is closed when this is dropped.
 struct Connection(tokio::task::JoinHandle<()>);
 
 impl Drop for Connection {
@@ -226,14 +227,14 @@ impl Drop for Connection {
     }
 }
 
-/// What comes in a stream.
+/// An event of a stream.
 #[derive(Debug)]
 pub(crate) enum Event {
     Chunk(Value),
     Done,
 }
 
-/// A stream that has been read out.
+/// A stream that has been read to its end.
 #[derive(Debug, Default)]
 pub(crate) struct Streamed {
     pub(crate) status: u16,
@@ -242,9 +243,9 @@ pub(crate) struct Streamed {
     pub(crate) chunks: Vec<Value>,
     pub(crate) done: bool,
     pub(crate) error: Option<Value>,
-    /// How its connection broke, if it did.
+    /// The error of its connection, if it broke.
     pub(crate) broken: Option<String>,
-    /// When its first chunk had come, by the clock of all processes.
+    /// The time at which its first chunk had arrived, by the clock of all processes.
     pub(crate) begun: Option<Duration>,
 }
 
@@ -259,25 +260,25 @@ impl Streamed {
         self.chunks.push(chunk);
     }
 
-    /// Whether it is what one server would have streamed.
+    /// Returns true if a single server would have streamed the same.
     pub(crate) fn is_whole(&self) -> bool {
         self.status == 200 && self.done && self.error.is_none() && self.broken.is_none()
     }
 }
 
-/// The body of a completion.
+/// Returns the body of a completion.
 pub(crate) fn completion(prompt: &str, tokens: u64) -> Value {
     json!({"model": "m", "prompt": prompt, "max_tokens": tokens})
 }
 
-/// The same, streamed.
+/// Returns the body of a streamed completion.
 pub(crate) fn streamed(prompt: &str, tokens: u64) -> Value {
     let mut body = completion(prompt, tokens);
     body["stream"] = true.into();
     body
 }
 
-/// A prompt of about so many tokens, which no other test has.
+/// Returns a prompt of about `tokens` tokens, which no other test uses.
 pub(crate) fn prompt(name: &str, tokens: usize) -> String {
     let mut prompt = format!("{name}:");
     while prompt.len() < tokens * 4 {

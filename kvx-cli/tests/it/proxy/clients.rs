@@ -1,4 +1,4 @@
-//! Clients that people use: the `openai` package, and curl.
+//! Tests with common clients: the `openai` package, and curl.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,7 +10,7 @@ use serde_json::json;
 use crate::proxy::client::CUT_OFF;
 use crate::proxy::fleet::Fleet;
 
-/// Python with the `openai` package, as `cargo xtask test --install` leaves it.
+/// Returns the Python with the `openai` package that `cargo xtask test --install` installs.
 fn python() -> Option<PathBuf> {
     let environment = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/peers/openai/venv");
     let mut folders = std::fs::read_dir(environment.join("lib")).ok()?.flatten();
@@ -54,17 +54,17 @@ except APIError as error:
 print(json.dumps(said))
 "#;
 
-pub(crate) async fn the_openai_package_gets_what_it_asks_for() {
+pub(crate) async fn the_openai_package_gets_its_answers() {
     let Some(python) = python() else {
         skip(
-            "proxy::clients::the_openai_package_gets_what_it_asks_for",
+            "proxy::clients::the_openai_package_gets_its_answers",
             "the openai package is not installed",
             "cargo xtask test --install",
         );
         return;
     };
     let mut fleet = Fleet::new(1, 1).await;
-    // The last request with a transfer breaks off: 4 decodes go well before it.
+    // The last request with a transfer breaks off, after 4 successful decodes.
     fleet.decode[0].script(Script {
         leg: Some(Leg::Decode),
         times: 4,
@@ -87,10 +87,10 @@ pub(crate) async fn the_openai_package_gets_what_it_asks_for() {
     assert_eq!(said, expected);
 }
 
-pub(crate) async fn curl_gets_what_it_asks_for() {
+pub(crate) async fn curl_gets_its_answers() {
     if !output(Command::new("sh").args(["-c", "command -v curl"]), CUT_OFF).status.success() {
         skip(
-            "proxy::clients::curl_gets_what_it_asks_for",
+            "proxy::clients::curl_gets_its_answers",
             "curl is not installed",
             "apt-get install -y curl",
         );

@@ -1,4 +1,4 @@
-//! The command line: the toys' own, `--check`, `--compare`.
+//! Tests of the command line: the toy proxies' arguments, `--check`, and `--compare`.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -16,7 +16,7 @@ pub(crate) fn kvx_proxy(arguments: &[&str]) -> Output {
     kvx_proxy_with(&[], arguments)
 }
 
-/// With these variables in its environment.
+/// Runs `kvx proxy` with these variables in its environment.
 pub(crate) fn kvx_proxy_with(variables: &[(&str, &str)], arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
     command.envs(variables.iter().copied());
@@ -31,7 +31,7 @@ pub(crate) fn said(output: &Output) -> String {
     )
 }
 
-/// Fails unless requests are answered as one server would, and each instance has its part.
+/// Fails unless requests are answered as by a single server, and every instance takes part.
 pub(crate) async fn serves(proxy: &Proxy, prefill: &mut [Instance], decode: &mut [Instance]) {
     proxy.wait_until("/ready", "it is ready", |status, _| status == 200).await;
     let requests = (prefill.len().max(decode.len()) * 2) as u64;
@@ -47,12 +47,12 @@ pub(crate) async fn serves(proxy: &Proxy, prefill: &mut [Instance], decode: &mut
     assert!(prefill.iter_mut().chain(decode).all(|instance| instance.violations().is_empty()));
 }
 
-/// So many instances of this connector.
+/// Starts `count` instances with this connector.
 pub(crate) fn start(count: usize, connector: Connector) -> Vec<Instance> {
     (0..count).map(|_| Instance::start(Settings { connector, ..Settings::default() })).collect()
 }
 
-pub(crate) async fn the_command_line_of_toy_proxy_server_works_as_it_is() {
+pub(crate) async fn the_command_line_of_toy_proxy_server_works_unchanged() {
     let (mut prefill, mut decode) = (start(2, Connector::Pull), start(2, Connector::Pull));
     let port = |instance: &Instance| instance.port().to_string();
     for (p, d) in [("s", "s"), ("", "")] {
@@ -100,7 +100,7 @@ pub(crate) async fn the_command_line_of_toy_proxy_server_works_as_it_is() {
     assert!(!odd.status.success() && said(&odd).contains("prefill"), "{}", said(&odd));
 }
 
-pub(crate) async fn the_command_line_of_mooncake_connector_proxy_works_as_it_is() {
+pub(crate) async fn the_command_line_of_mooncake_connector_proxy_works_unchanged() {
     let (mut prefill, mut decode) = (start(2, Connector::Mooncake), start(1, Connector::Mooncake));
     let (urls, bootstraps): (Vec<_>, Vec<_>) = prefill
         .iter()
@@ -123,7 +123,7 @@ pub(crate) async fn the_command_line_of_mooncake_connector_proxy_works_as_it_is(
     serves(&proxy, &mut prefill, &mut decode).await;
 }
 
-pub(crate) async fn check_says_what_a_set_up_means_and_what_would_not_work() {
+pub(crate) async fn check_explains_a_configuration_and_its_errors() {
     let (prefill, decode) = (start(1, Connector::Pull), start(1, Connector::Pull));
     let log = std::env::temp_dir().join(format!("kvx-proxy-{}.log", std::process::id()));
     let good = format!(
@@ -160,7 +160,7 @@ pub(crate) async fn check_says_what_a_set_up_means_and_what_would_not_work() {
     }
 }
 
-pub(crate) async fn compare_tells_equal_endpoints_from_others() {
+pub(crate) async fn compare_distinguishes_equal_endpoints_from_others() {
     let (one, mut two) =
         (Instance::start(Settings::default()), Instance::start(Settings::default()));
     let (first, second) = (one.url(), two.url());
@@ -172,14 +172,14 @@ pub(crate) async fn compare_tells_equal_endpoints_from_others() {
     assert!(one.port() > 0);
 }
 
-/// An endpoint below a base path that answers each prompt with its length, but for one length. Its
-/// URL, base included. It ends with this program.
+/// Starts an endpoint below a base path that answers each prompt with its length, except for the
+/// length `odd`. Returns its URL, including the base. It ends with this program.
 fn endpoint(base: &'static str, odd: Option<usize>) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     std::thread::spawn(move || {
         for stream in listener.incoming().map_while(Result::ok) {
-            // An error: the other end has gone.
+            // An error: the client has disconnected.
             let _ = answer(&stream, base, odd);
         }
     });
@@ -224,10 +224,10 @@ pub(crate) async fn compare_exits_1_on_another_text_and_0_on_the_same() {
     let output = kvx_proxy(&["--compare", &one, &same]);
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));
     assert!(said(&output).contains("the same answers") && !said(&output).contains("DIFFERENT"));
-    // As OpenAI's clients are told where a server is.
+    // In the form that OpenAI's clients use.
     let output = kvx_proxy(&["--compare", &format!("{same}/v1"), &one]);
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));
-    // Each of these lengths is asked for, and no other answer hides it.
+    // Each of these lengths is tested, and no other answer hides the difference.
     for odd in [17, 33, 49, 2000] {
         let output = kvx_proxy(&["--compare", &one, &endpoint("", Some(odd))]);
         assert_eq!(output.status.code(), Some(1), "{odd}: {}", said(&output));

@@ -1,4 +1,4 @@
-//! Many connections that do nothing, and many that are slow.
+//! Tests with many idle connections and many slow ones.
 
 use kvx_instance::Settings;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -9,10 +9,11 @@ use crate::proxy::fleet::Plan;
 use crate::proxy::recipes::COMPLETIONS;
 
 const CROWD: usize = 1000;
-/// In KiB.
+/// The memory limit in KiB.
 const MEMORY: u64 = 128 << 10;
 
-/// Test, router and instances hold 3,000 descriptors each, more than most shells allow at first.
+/// Raises the limit of descriptors: test, router and instances hold 3,000 each, more than most
+/// shells allow by default.
 pub(crate) fn allow_descriptors() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);

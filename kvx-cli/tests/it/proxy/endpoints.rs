@@ -1,4 +1,4 @@
-//! The endpoints beside completions.
+//! Tests of the endpoints other than completions.
 
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ pub(crate) async fn models_are_those_that_both_sides_serve() {
         list["data"].as_array().unwrap().iter().map(|m| m["id"].as_str().unwrap()).collect();
     names.sort_unstable();
     assert_eq!((names, &list["object"]), (vec!["a", "b", "m"], &json!("list")));
-    // Only pairs whose model agrees.
+    // Only pairs with a common model.
     for model in ["a", "b"] {
         let body = json!({"model": model, "prompt": prompt(model, 30), "max_tokens": 3});
         for _ in 0..3 {
@@ -36,7 +36,7 @@ pub(crate) async fn models_are_those_that_both_sides_serve() {
     }
 }
 
-pub(crate) async fn what_is_no_completion_goes_to_a_decode_instance_untouched() {
+pub(crate) async fn other_requests_go_to_a_decode_instance_unchanged() {
     let mut fleet = Fleet::new(1, 1).await;
     let bytes: Vec<u8> = (0..=255).collect();
     for path in ["/v1/embeddings", "/v1/rerank", "/score", "/pooling", "/v1/audio/transcriptions"] {
@@ -66,11 +66,11 @@ pub(crate) async fn what_is_no_completion_goes_to_a_decode_instance_untouched() 
     assert_eq!((answer.status, &answer.json()["object"]), (200, &json!("response")));
     assert!(
         fleet.prefill[0].report().seen.iter().all(|seen| seen.method == "GET"),
-        "the router's own looks alone"
+        "only the router's own checks"
     );
 }
 
-pub(crate) async fn health_and_readiness_are_told() {
+pub(crate) async fn health_and_readiness_are_reported() {
     let mut fleet = Plan::of(2, 1, &Settings::default())
         .setup("[health]\nevery = \"100ms\"\ntimeout = \"100ms\"\n")
         .start()
@@ -119,7 +119,7 @@ pub(crate) async fn metrics_count_requests_and_legs() {
         4.0,
         "every admitted request, right or wrong"
     );
-    assert!(metric("kvx_proxy_queue_seconds_sum", "").await < 1.0, "there was room");
+    assert!(metric("kvx_proxy_queue_seconds_sum", "").await < 1.0, "no request was queued");
     assert_eq!(
         metric("kvx_proxy_time_per_token_seconds_count", "").await,
         0.0,
@@ -157,7 +157,7 @@ pub(crate) async fn metrics_count_requests_and_legs() {
     assert!((0.02..0.3).contains(&sum), "about 40 ms in each of two streams: {sum}");
 }
 
-pub(crate) async fn waiting_for_a_place_is_measured() {
+pub(crate) async fn the_wait_for_admission_is_measured() {
     let mut fleet =
         Plan::of(1, 1, &Settings::default()).setup("[limits]\nin_flight = 1\n").start().await;
     fleet.decode[0].script(Script { leg: Some(Leg::Decode), times: 1, fault: Fault::HangAfter(1) });
@@ -173,7 +173,7 @@ pub(crate) async fn waiting_for_a_place_is_measured() {
         1.0,
         "it has none yet"
     );
-    tokio::time::sleep(Duration::from_millis(120)).await; // what is measured
+    tokio::time::sleep(Duration::from_millis(120)).await; // the measured wait
     drop(first);
     assert_eq!(second.await.unwrap().texts(), [answer_to("waits for it", 2)]);
     assert_eq!(fleet.proxy.metric("kvx_proxy_queue_seconds_count", "").await, 2.0);
@@ -182,7 +182,7 @@ pub(crate) async fn waiting_for_a_place_is_measured() {
     assert_eq!(fleet.proxy.metric("kvx_proxy_queued", "").await, 0.0);
 }
 
-pub(crate) async fn instances_come_and_go_with_the_key_alone() {
+pub(crate) async fn instances_are_added_and_removed_only_with_the_key() {
     let fleet =
         Plan::of(1, 1, &Settings::default()).variable("ADMIN_API_KEY", "let me in").start().await;
     let mut added = Instance::start(Settings::default());
@@ -207,7 +207,7 @@ pub(crate) async fn instances_come_and_go_with_the_key_alone() {
         "kvx_proxy_instance_up{{pool=\"default\",role=\"decode\",instance=\"{}\"}} 1",
         &added.url()[7..]
     );
-    fleet.proxy.wait_until("/metrics", "it has been looked at", |_, text| text.contains(&up)).await;
+    fleet.proxy.wait_until("/metrics", "it has been checked", |_, text| text.contains(&up)).await;
     let before = added.report().decodes;
     for _ in 0..3 {
         Call::post(fleet.port(), COMPLETIONS, &completion("to the new one alone", 2))

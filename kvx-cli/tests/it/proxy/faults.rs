@@ -1,4 +1,5 @@
-//! Instances that fail, one fault at a time: what the client gets, and what becomes of the blocks.
+//! Tests of failing instances, one fault at a time: the client's answer, and the fate of the
+//! blocks.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ use crate::proxy::client::{CUT_OFF, Call, completion, prompt, streamed};
 use crate::proxy::fleet::{Plan, Proxy, SetupFile};
 use crate::proxy::recipes::COMPLETIONS;
 
-/// Short enough for a test, and nobody is thrown out on the way.
+/// Timeouts short enough for a test, without ejections.
 const PATIENT: &str = "[timeouts]\nconnect = \"500ms\"\nprefill = \"700ms\"\nfirst_byte = \"700ms\"\nidle = \"700ms\"\n\
                        [health]\nevery = \"60s\"\neject_after = 1000\n[retries]\nbudget = 1.0\n";
 
@@ -38,8 +39,7 @@ pub(crate) async fn a_failed_prefill_is_tried_on_another_instance() {
         Fault::Wrong(WrongAnswer::Empty),
     ] {
         let mut fleet = Plan::of(2, 1, &Settings::default()).setup(PATIENT).start().await;
-        // Only the first of the two instances fails; requests go to both of them in turn or by
-        // load.
+        // Only the first of the two instances fails; requests go to both in turn or by load.
         fleet.prefill[0].script(Script { leg: Some(Leg::Prefill), times: 1, fault: fault.clone() });
         for count in 0..3 {
             let prompt = prompt(&format!("{fault:?} {count}"), 30);
@@ -53,7 +53,7 @@ pub(crate) async fn a_failed_prefill_is_tried_on_another_instance() {
     }
 }
 
-pub(crate) async fn what_would_stop_a_decode_instance_never_reaches_it() {
+pub(crate) async fn requests_that_would_stop_a_decode_instance_never_reach_it() {
     for wrong in [
         WrongAnswer::NoRequestId,
         WrongAnswer::BothFlags,
@@ -79,10 +79,10 @@ pub(crate) async fn what_would_stop_a_decode_instance_never_reaches_it() {
     }
 }
 
-pub(crate) async fn a_decode_that_took_nothing_is_replaced_with_the_same_blocks() {
+pub(crate) async fn a_decode_that_accepted_nothing_is_replaced_with_the_same_blocks() {
     for refuses in [true, false] {
         let mut fleet = Plan::of(1, 2, &Settings::default()).setup(PATIENT).start().await;
-        // Which of the two is asked first is the router's choice: both say 503 once, or one refuses
+        // The router chooses the first of the two: both answer 503 once, or one refuses
         // connections.
         if refuses {
             fleet.decode[0].listen(false);
@@ -146,7 +146,7 @@ pub(crate) async fn a_decode_that_failed_before_its_first_byte_gets_a_fresh_pref
     }
 }
 
-pub(crate) async fn an_answer_that_is_not_streamed_has_the_time_of_its_request() {
+pub(crate) async fn an_answer_that_is_not_streamed_has_the_timeout_of_its_request() {
     let mut fleet = Plan::of(1, 1, &Settings::default()).setup(PATIENT).start().await;
     fleet.decode[0].delays(Delays { prefill_ms: 0, token_ms: 400 });
     let answer =
@@ -169,7 +169,7 @@ pub(crate) async fn an_answer_that_is_not_streamed_has_the_time_of_its_request()
     assert_eq!(sum(&mut fleet.prefill, |report| report.prefills), 1, "generated once");
 }
 
-pub(crate) async fn an_error_that_is_not_the_instances_is_no_blame() {
+pub(crate) async fn client_errors_do_not_count_against_the_instance() {
     let setup = PATIENT.replace("eject_after = 1000", "eject_after = 1");
     let mut fleet = Plan::of(1, 2, &Settings::default()).setup(&setup).start().await;
     for decode in &mut fleet.decode {
@@ -182,7 +182,7 @@ pub(crate) async fn an_error_that_is_not_the_instances_is_no_blame() {
     }
     assert_eq!(fleet.proxy.metric("kvx_proxy_retries_total", "").await, 0.0);
     assert_eq!(fleet.proxy.metric("kvx_proxy_ejections_total", "").await, 0.0);
-    // A stream that ends in an error of its own is a failure.
+    // A stream that ends with a server error is a failure.
     for decode in &mut fleet.decode {
         decode.script(Script { leg: Some(Leg::Decode), times: 1, fault: Fault::ErrorAfter(2) });
     }
@@ -195,7 +195,7 @@ pub(crate) async fn an_error_that_is_not_the_instances_is_no_blame() {
     assert_eq!(fleet.proxy.metric("kvx_proxy_ejections_total", "errors").await, 1.0);
 }
 
-pub(crate) async fn a_decode_that_refuses_ends_the_prefill_beside_it() {
+pub(crate) async fn a_decode_that_refuses_ends_its_concurrent_prefill() {
     let settings = Settings { connector: Connector::Mooncake, ..Settings::default() };
     let mut fleet = Plan::of(1, 1, &settings).setup(PATIENT).start().await;
     fleet.prefill[0].delays(Delays { prefill_ms: 30_000, token_ms: 0 });
@@ -215,8 +215,8 @@ pub(crate) async fn both_legs_at_once_fail_together_and_are_answered_by_others()
             _ => "connector = \"MooncakeConnector\"",
         };
         let mut fleet = Plan::of(2, 2, &settings).setup(PATIENT).pool(name).start().await;
-        // A prefill that breaks off behind its work is noticed before the decode, which has the
-        // blocks, can answer.
+        // The router notices a prefill that breaks off after its work before the decode, which has
+        // the blocks, can answer.
         for decode in &mut fleet.decode {
             decode.delays(Delays { prefill_ms: 0, token_ms: 50 });
         }
@@ -232,11 +232,11 @@ pub(crate) async fn both_legs_at_once_fail_together_and_are_answered_by_others()
             instances[0].script(once(leg, fault.clone()));
             let told = format!("{connector:?} {leg:?} {fault:?}");
             let before = sum(&mut fleet.prefill, |report| report.prefills);
-            // Who is asked is the router's choice: some request meets the fault.
+            // The router chooses the instances: some request meets the fault.
             failed += 1.0;
             let (mut asked, mut retries) = (0, 0.0);
             while retries < failed {
-                assert!(asked < 20, "{told}: nobody met the fault");
+                assert!(asked < 20, "{told}: no request met the fault");
                 let prompt = prompt(&format!("{told} {asked}"), 30);
                 let answer =
                     Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
@@ -244,10 +244,11 @@ pub(crate) async fn both_legs_at_once_fail_together_and_are_answered_by_others()
                 asked += 1;
                 retries = fleet.proxy.metric("kvx_proxy_retries_total", "").await;
             }
-            fleet.wait_until_idle(); // no leg waits for the other one for ever
-            assert_eq!(retries, failed, "{told}: one request was tried once more");
+            fleet.wait_until_idle(); // no leg waits for ever
+            assert_eq!(retries, failed, "{told}: one request was retried once");
             let prefills = sum(&mut fleet.prefill, |report| report.prefills) - before;
-            // Only what may have read the blocks, or left them, costs a second prefill.
+            // Only a fault after which the blocks may have been read, or left behind, costs a
+            // second prefill.
             let fresh = u64::from(fault == Fault::CloseFirst);
             assert_eq!(prefills, asked + fresh, "{told}");
         }
@@ -308,7 +309,7 @@ pub(crate) async fn an_instance_that_fails_is_ejected_and_tried_again() {
     while fleet.prefill[0].report().prefills == 0 {
         assert!(Instant::now() < end, "never tried again");
         assert_eq!(ask(fleet.port()).await.status, 200);
-        tokio::time::sleep(Duration::from_millis(20)).await; // between looks, never in place of one
+        tokio::time::sleep(Duration::from_millis(20)).await; // between polls
     }
 }
 
@@ -339,25 +340,24 @@ pub(crate) async fn the_last_instance_of_a_pool_is_not_ejected_for_its_latency()
     for instance in fleet.prefill.iter_mut().chain(&mut fleet.decode) {
         instance.health(None);
         let looks = instance.report().health_looks;
-        instance
-            .wait_until("it was late to say how it is", |report| report.health_looks > looks + 3);
+        instance.wait_until("its health check timed out", |report| report.health_looks > looks + 3);
     }
     assert_eq!(fleet.proxy.metric("kvx_proxy_ejections_total", "").await, 0.0);
     assert_eq!(fleet.proxy.metric("kvx_proxy_instance_up", "").await, 2.0);
     let end = Instant::now() + CUT_OFF;
     while !ask(fleet.port()).await.is_whole() {
-        assert!(Instant::now() < end, "they are as quick as they were, and get requests");
+        assert!(Instant::now() < end, "they are as fast as before, and get requests");
     }
 
-    // Not the last one: the same latency throws it out.
+    // An instance that is not the last one is ejected for the same latency.
     let mut fleet = Plan::of(2, 1, &Settings::default()).setup(setup).start().await;
     fleet.prefill[0].delays(slow(1000, 0));
     let end = Instant::now() + CUT_OFF;
     while fleet.proxy.metric("kvx_proxy_ejections_total", "reason=\"slow\"").await == 0.0 {
-        assert!(Instant::now() < end, "one of two is thrown out");
+        assert!(Instant::now() < end, "one of two is ejected");
         ask(fleet.port()).await;
     }
-    // Until it is the last one, long before its time out is over.
+    // Until it is the last one, long before its ejection ends.
     fleet.prefill[0].delays(slow(0, 0));
     fleet.prefill[1].kill();
     let end = Instant::now() + CUT_OFF;
@@ -366,12 +366,12 @@ pub(crate) async fn the_last_instance_of_a_pool_is_not_ejected_for_its_latency()
     }
 }
 
-/// Answers every `GET` with `{}`, until it takes no more connections: nobody accepts them, and no
-/// more may wait.
+/// A server that answers every `GET` with `{}`, until it stops accepting connections: then its
+/// backlog is full.
 struct Deaf {
     listener: Arc<TcpListener>,
     answers: tokio::task::JoinHandle<()>,
-    /// Ends them.
+    /// Stops the accept loop.
     no_more: Arc<Notify>,
     waiting: Vec<TcpStream>,
 }
@@ -390,11 +390,11 @@ impl Deaf {
                     accepted = listens.accept() => accepted.unwrap(),
                     () = ends.notified() => break,
                 };
-                // Questions of a router are short and come in one piece.
+                // Requests of a router are short, and arrive in one piece.
                 if stream.read(&mut [0; 4096]).await.is_ok_and(|read| read > 0) {
                     let answer = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\
                                   connection: close\r\n\r\n{}";
-                    stream.write_all(answer.as_bytes()).await.ok(); // an error: nobody waits for it
+                    stream.write_all(answer.as_bytes()).await.ok(); // an error: the router has disconnected
                 }
             }
         });
@@ -405,12 +405,12 @@ impl Deaf {
         format!("http://{}", self.listener.local_addr().unwrap())
     }
 
-    /// From now on a connection takes for ever.
+    /// Fills the backlog, so that connection attempts time out from now on.
     async fn take_none(&mut self) {
-        // Whoever is being answered is not cut off: that is another fault.
+        // Requests in progress are still answered: breaking them off would be another fault.
         self.no_more.notify_one();
         let answered = tokio::time::timeout(CUT_OFF, &mut self.answers).await;
-        answered.expect("nobody opens a connection and asks nothing").unwrap();
+        answered.expect("every open connection has a request").unwrap();
         let address = self.listener.local_addr().unwrap();
         let connect =
             || tokio::time::timeout(Duration::from_millis(300), TcpStream::connect(address));
@@ -461,7 +461,7 @@ pub(crate) async fn an_instance_that_takes_no_connection_in_time_is_replaced_wit
         assert_eq!(
             (report.prefills, report.read, report.pinned),
             (4, 4, 0),
-            "{leg}: none was made twice"
+            "{leg}: no leg was repeated"
         );
         assert_eq!(decode.report().decodes, 4, "{leg}");
         let legs = async |outcome| {
@@ -470,12 +470,12 @@ pub(crate) async fn an_instance_that_takes_no_connection_in_time_is_replaced_wit
                 .await
         };
         let late = legs("timeout").await;
-        assert!(late >= 1.0, "{leg}: it was asked");
-        assert_eq!(legs("refused").await, 0.0, "{leg}: nobody refused anything");
+        assert!(late >= 1.0, "{leg}: it was tried");
+        assert_eq!(legs("refused").await, 0.0, "{leg}: no instance refused anything");
         assert_eq!(
             proxy.metric("kvx_proxy_retries_total", leg).await,
             late,
-            "{leg}: each was tried elsewhere"
+            "{leg}: each was retried elsewhere"
         );
         let status = Call::get(proxy.port, "/status").send().await.text();
         assert!(status.contains(&format!("{leg} leg: accepted no connection in time")), "{status}");
@@ -499,7 +499,7 @@ pub(crate) async fn the_last_instance_that_takes_no_connection_in_time_is_late_a
     assert_eq!(proxy.metric("kvx_proxy_instance_up", "").await, 2.0);
 }
 
-pub(crate) async fn beyond_the_queue_is_503_with_a_time_to_come_back() {
+pub(crate) async fn requests_beyond_the_queue_get_503_with_retry_after() {
     let setup = "[limits]\nin_flight = 2\nqueue = 2\nqueue_wait = \"20s\"\n";
     let mut fleet = Plan::of(1, 1, &Settings::default()).setup(setup).start().await;
     fleet.prefill[0].delays(Delays { prefill_ms: 20_000, token_ms: 0 });
@@ -527,10 +527,10 @@ pub(crate) async fn beyond_the_queue_is_503_with_a_time_to_come_back() {
         .proxy
         .wait_until("/metrics", "none is left", |_, text| text.contains("kvx_proxy_in_flight 0"))
         .await;
-    assert_eq!(call().send().await.status, 200, "who went away holds no place");
+    assert_eq!(call().send().await.status, 200, "a client that disconnected holds no slot");
 }
 
-pub(crate) async fn blocks_that_nobody_can_read_any_more_are_free_by_their_lease() {
+pub(crate) async fn unreachable_blocks_are_freed_when_their_lease_ends() {
     let settings = Settings { lease_ms: 700, ..Settings::default() };
     let mut fleet = Plan::of(1, 1, &settings).setup(PATIENT).start().await;
     fleet.decode[0].script(Script { leg: Some(Leg::Decode), times: 10, fault: Fault::Status(503) });
@@ -541,7 +541,7 @@ pub(crate) async fn blocks_that_nobody_can_read_any_more_are_free_by_their_lease
     assert!(report.expired >= 1 && report.expired == report.prefills, "{report:?}");
 }
 
-pub(crate) async fn a_stopped_instance_costs_its_requests_their_time_out_and_no_more() {
+pub(crate) async fn requests_to_a_stopped_instance_only_time_out() {
     let mut fleet = Plan::of(2, 2, &Settings::default()).setup(PATIENT).start().await;
     fleet.prefill[0].stop();
     fleet.decode[0].stop();

@@ -1,4 +1,4 @@
-//! A fleet: instances, and the router in front of them, each a process.
+//! A fleet of instances and the router in front of them, each a process.
 
 use std::io::{BufRead as _, BufReader};
 use std::os::unix::fs::PermissionsExt as _;
@@ -14,20 +14,20 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::proxy::client::{CUT_OFF, Call};
 
-/// No router outlives it, whatever becomes of its test.
+/// The time after which a router is killed, whatever happens to its test.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// `kvx proxy`, in a process of its own.
+/// `kvx proxy` in a separate process.
 pub(crate) struct Proxy {
     pub(crate) port: u16,
     process: Child,
-    /// What it said on standard output: its access log.
+    /// Its standard output: the access log.
     out: Arc<Mutex<Vec<String>>>,
     err: Arc<Mutex<Vec<String>>>,
 }
 
 impl Proxy {
-    /// Starts it with these arguments and variables; it listens when this returns.
+    /// Starts it with these arguments and variables, and returns once it listens.
     pub(crate) fn start(arguments: &[&str], variables: &[(&str, &str)]) -> Self {
         let mut process = Command::new(env!("CARGO_BIN_EXE_kvx"))
             .arg("proxy")
@@ -68,12 +68,12 @@ impl Proxy {
         }
     }
 
-    /// What it said on standard error.
+    /// Returns its standard error so far.
     pub(crate) fn errors(&self) -> String {
         self.err.lock().expect("nothing panics with it").join("\n")
     }
 
-    /// What it said on standard output.
+    /// Returns its standard output so far.
     pub(crate) fn output(&self) -> String {
         self.out.lock().expect("nothing panics with it").join("\n")
     }
@@ -83,7 +83,7 @@ impl Proxy {
         kill_process(pid, signal).expect("it is not reaped, so its id is its own");
     }
 
-    /// Waits until it has ended: its exit status.
+    /// Waits until it has exited, and returns its exit status.
     pub(crate) async fn ended(&mut self, limit: Duration) -> i32 {
         let end = Instant::now() + limit;
         loop {
@@ -91,11 +91,11 @@ impl Proxy {
                 return status.code().unwrap_or(-1);
             }
             assert!(Instant::now() < end, "the router did not end within {limit:?}");
-            tokio::time::sleep(Duration::from_millis(5)).await; // between looks, never in place of one
+            tokio::time::sleep(Duration::from_millis(5)).await; // between polls
         }
     }
 
-    /// Its resident memory in KiB.
+    /// Returns its resident memory in KiB.
     pub(crate) fn resident(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))
             .expect("it runs");
@@ -106,7 +106,7 @@ impl Proxy {
         line.trim().trim_end_matches(" kB").parse().expect("a number of KiB")
     }
 
-    /// Waits until `GET path` answers as wanted.
+    /// Waits until `GET path` returns the wanted answer.
     pub(crate) async fn wait_until(
         &self,
         path: &str,
@@ -120,11 +120,11 @@ impl Proxy {
                 return;
             }
             assert!(Instant::now() < end, "not within {CUT_OFF:?}: {what}; {}", answer.text());
-            tokio::time::sleep(Duration::from_millis(10)).await; // between looks, never in place of one
+            tokio::time::sleep(Duration::from_millis(10)).await; // between polls
         }
     }
 
-    /// The sum of a metric's lines that contain this.
+    /// Returns the sum of a metric's lines that contain `part`.
     pub(crate) async fn metric(&self, name: &str, part: &str) -> f64 {
         let text = Call::get(self.port, "/metrics").send().await.text();
         let lines = text.lines().filter(|line| {
@@ -137,7 +137,7 @@ impl Proxy {
 
 impl Drop for Proxy {
     fn drop(&mut self) {
-        // Errors: it has ended already.
+        // An error: it has already exited.
         self.process.kill().ok();
         self.process.wait().ok();
         if std::thread::panicking() {
@@ -155,7 +155,7 @@ fn collect(
     std::thread::spawn(move || {
         for line in BufReader::new(stream).lines().map_while(Result::ok) {
             if let Some(told) = &told {
-                told.send(line.clone()).ok(); // an error: nobody waits any more
+                told.send(line.clone()).ok(); // an error: the receiver is gone
             }
             kept.lock().expect("nothing panics with it").push(line);
         }
@@ -163,7 +163,7 @@ fn collect(
     lines
 }
 
-/// A TOML file that ends with its test.
+/// A configuration file that is removed when this is dropped.
 pub(crate) struct SetupFile(PathBuf);
 
 impl SetupFile {
@@ -182,7 +182,7 @@ impl SetupFile {
 
     pub(crate) fn write(&self, text: &str) {
         std::fs::write(&self.0, text).expect("the temporary folder is writable");
-        // Some have keys.
+        // Some of the files contain keys.
         let alone = std::fs::Permissions::from_mode(0o600);
         std::fs::set_permissions(&self.0, alone).expect("the file is ours");
     }
@@ -198,7 +198,7 @@ impl Drop for SetupFile {
     }
 }
 
-/// What a fleet is made of.
+/// The configuration of a fleet.
 #[derive(Default)]
 pub(crate) struct Plan {
     prefill: Vec<Settings>,
@@ -209,7 +209,7 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// So many prefill and decode instances with these settings.
+    /// Creates a plan with this many prefill and decode instances and these settings.
     pub(crate) fn of(prefill: usize, decode: usize, settings: &Settings) -> Self {
         Plan {
             prefill: vec![settings.clone(); prefill],
@@ -228,13 +228,13 @@ impl Plan {
         self
     }
 
-    /// TOML before the pool.
+    /// Adds TOML before the pool.
     pub(crate) fn setup(mut self, text: &str) -> Self {
         self.setup = text.to_owned();
         self
     }
 
-    /// TOML within the pool.
+    /// Adds TOML within the pool.
     pub(crate) fn pool(mut self, text: &str) -> Self {
         self.pool = text.to_owned();
         self
@@ -245,7 +245,7 @@ impl Plan {
         self
     }
 
-    /// Starts it; the router is ready when this returns.
+    /// Starts the fleet, and returns once the router is ready.
     pub(crate) async fn start(self) -> Fleet {
         let instances =
             |settings: Vec<Settings>| settings.into_iter().map(Instance::start).collect::<Vec<_>>();
@@ -272,7 +272,7 @@ fn setup_text(setup: &str, pool: &str, prefill: &[Instance], decode: &[Instance]
     )
 }
 
-/// Instances and their router. At its end no rule of vLLM may have been broken.
+/// Instances and their router. Dropping it fails the test if a rule of vLLM was broken.
 pub(crate) struct Fleet {
     pub(crate) prefill: Vec<Instance>,
     pub(crate) decode: Vec<Instance>,
@@ -283,7 +283,7 @@ pub(crate) struct Fleet {
 }
 
 impl Fleet {
-    /// One of `prefill` and `decode` instances with everything as it comes.
+    /// Starts a fleet with default settings.
     pub(crate) async fn new(prefill: usize, decode: usize) -> Self {
         Plan::of(prefill, decode, &Settings::default()).start().await
     }
@@ -292,19 +292,19 @@ impl Fleet {
         self.proxy.port
     }
 
-    /// Writes the set-up again, with other instances behind it, and has it read (SIGHUP).
+    /// Rewrites the configuration with other instances, and reloads it (SIGHUP).
     pub(crate) fn reread(&self, prefill: &[Instance], decode: &[Instance]) {
         self.file.write(&setup_text(&self.setup, &self.pool, prefill, decode));
         self.proxy.signal(Signal::HUP);
     }
 
-    /// Has a file that makes no sense read.
+    /// Reloads an invalid file.
     pub(crate) fn reread_text(&self, text: &str) {
         self.file.write(text);
         self.proxy.signal(Signal::HUP);
     }
 
-    /// Waits until no instance works on anything, and no prefill's blocks wait for a reader.
+    /// Waits until no instance has work, and no prefill's blocks wait for a reader.
     pub(crate) fn wait_until_idle(&mut self) {
         for instance in self.prefill.iter_mut().chain(&mut self.decode) {
             instance.wait_until("it is idle", |report| report.running == 0);
@@ -317,9 +317,9 @@ impl Drop for Fleet {
         let instances = self.prefill.iter_mut().chain(&mut self.decode);
         let violations: Vec<_> = instances.flat_map(Instance::violations).collect();
         if !std::thread::panicking() {
-            assert!(violations.is_empty(), "what stops or deceives a vLLM: {violations:#?}");
+            assert!(violations.is_empty(), "these would stop or mislead a vLLM: {violations:#?}");
         } else if !violations.is_empty() {
-            eprintln!("what stops or deceives a vLLM: {violations:#?}");
+            eprintln!("these would stop or mislead a vLLM: {violations:#?}");
         }
     }
 }

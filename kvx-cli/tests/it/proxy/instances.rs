@@ -1,4 +1,4 @@
-//! The instances themselves, without a router: what they are strict about must be seen to fail.
+//! Tests of the test instances, without a router: their checks must be seen to fail.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::proxy::client::{Call, completion, prompt, streamed};
 
 const PATH: &str = "/v1/completions";
 
-/// What a router asks of a prefill instance, by hand.
+/// Sends the request that a router sends to a prefill instance.
 async fn prefill(instance: &Instance, prompt: &str) -> Value {
     let mut body = completion(prompt, 1);
     body["kv_transfer_params"] =
@@ -25,7 +25,7 @@ fn decode(prompt: &str, params: &Value) -> Value {
     body
 }
 
-pub(crate) async fn answer_what_one_server_answers() {
+pub(crate) async fn give_the_answers_of_a_single_server() {
     let mut instance = Instance::start(Settings::default());
     let prompt = prompt("alone", 40);
     let answer = Call::post(instance.port(), PATH, &completion(&prompt, 12)).send().await;
@@ -50,7 +50,7 @@ pub(crate) async fn hand_over_their_blocks_once() {
     assert_eq!((report.pinned, report.read, here.report().decodes), (0, 1, 1));
     assert_eq!(here.violations(), Vec::<String>::new());
     let again = Call::post(here.port(), PATH, &body).send().await.texts();
-    assert_ne!(again, [answer_to(&prompt, 8)], "whatever lies in the blocks by then");
+    assert_ne!(again, [answer_to(&prompt, 8)], "the blocks may hold other content by then");
     assert_eq!(here.violations().len(), 1);
 }
 
@@ -73,7 +73,7 @@ pub(crate) async fn stop_where_a_vllm_stops() {
         assert_eq!(Call::get(here.port(), "/health").send().await.status, 503);
         here.restart();
         assert_eq!(Call::get(here.port(), "/health").send().await.status, 200);
-        assert_eq!(here.violations().len(), 1, "it is not forgotten");
+        assert_eq!(here.violations().len(), 1, "the violation is still reported");
     }
 }
 
@@ -87,7 +87,7 @@ pub(crate) async fn notice_blocks_of_another_prompt() {
     assert_eq!(here.violations().len(), 1);
 }
 
-pub(crate) async fn count_what_nobody_reads() {
+pub(crate) async fn count_blocks_that_no_instance_reads() {
     let settings = Settings { lease_ms: 50, ..Settings::default() };
     let mut there = Instance::start(settings);
     let params = prefill(&there, &prompt("nobody", 40)).await;
@@ -98,7 +98,7 @@ pub(crate) async fn count_what_nobody_reads() {
         Call::post(here.port(), PATH, &decode(&prompt("nobody", 40), &params)).send().await;
     assert_eq!(answer.status, 500);
     assert_eq!(here.violations(), Vec::<String>::new(), "a fleet's fault, not the router's");
-    // A router that goes away during a prefill: nothing is kept.
+    // A router that disconnects during a prefill: the instance keeps no blocks.
     there.delays(kvx_instance::Delays { prefill_ms: 5_000, token_ms: 0 });
     let mut body = completion("gone", 1);
     body["kv_transfer_params"] = json!({"do_remote_decode": true});
@@ -108,7 +108,7 @@ pub(crate) async fn count_what_nobody_reads() {
     there.wait_until("it is aborted", |report| report.aborted_prefills == 1 && report.pinned == 0);
 }
 
-pub(crate) async fn do_what_they_are_told_to_do_wrong() {
+pub(crate) async fn produce_the_requested_faults() {
     let mut instance = Instance::start(Settings::default());
     let asked = streamed("wrong", 8);
     let once = |fault| Script { leg: Some(Leg::Alone), times: 1, fault };

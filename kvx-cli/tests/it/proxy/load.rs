@@ -1,5 +1,4 @@
-//! Faults under load: 200 streams, while instances are killed, stopped and restarted one after the
-//! other.
+//! Faults under load: 200 streams, while instances are killed, stopped and restarted in turn.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -14,25 +13,26 @@ use crate::proxy::recipes::COMPLETIONS;
 
 const STREAMS: usize = 200;
 const TOKENS: u64 = 16;
-/// Each request has an answer by then; the router is told two seconds less.
+/// The time within which each request has an answer; the router's timeout is two seconds less.
 const DEADLINE: Duration = Duration::from_secs(10);
 const LEASE: Duration = Duration::from_secs(5);
 const SETUP: &str = "[timeouts]\nconnect = \"500ms\"\nprefill = \"1500ms\"\nfirst_byte = \"1500ms\"\nidle = \"1500ms\"\n\
                      request = \"8s\"\n[health]\nevery = \"500ms\"\ntimeout = \"500ms\"\neject_for = \"500ms\"\n\
                      [retries]\nbudget = 1.0\n";
 
-/// How requests ended.
+/// Counts of requests by their result.
 #[derive(Default)]
 struct Ends {
     right: AtomicU64,
     /// An error before the first byte, with a status.
     refused: AtomicU64,
-    /// A right beginning, an error event, the end.
+    /// A correct beginning, an error event, the end.
     cut_short: AtomicU64,
 }
 
-/// Requests, one after the other, until it is over; each ends in one of the ways that a client can
-/// tell, or this panics. Their ids, and when something of their answers had come.
+/// Sends requests one after the other until the deadline. Panics unless each ends in a way that a
+/// client can recognize. Returns their ids, and the times at which parts of their answers had
+/// arrived.
 async fn stream(
     port: u16,
     number: usize,
@@ -72,8 +72,7 @@ async fn stream(
     begun
 }
 
-/// None of these requests, of which something had come to the client by then, has a leg that began
-/// later.
+/// Checks that no request of which a part had reached the client has a leg that began later.
 fn none_was_tried_again(passed_on: &HashMap<String, Duration>, legs: &[Begun]) {
     let mut answered: HashSet<&str> = HashSet::new();
     for leg in legs {
@@ -86,7 +85,7 @@ fn none_was_tried_again(passed_on: &HashMap<String, Duration>, legs: &[Begun]) {
     assert_eq!(answered.len(), passed_on.len(), "each has the leg that answered it");
 }
 
-/// What happens to each instance, and that it is over.
+/// Applies faults to an instance one after the other, and ends each of them.
 fn plague(instance: &mut Instance) {
     let while_it_lasts = || std::thread::sleep(Duration::from_millis(300));
     instance.kill();
@@ -140,7 +139,7 @@ pub(crate) async fn every_request_is_answered_while_instances_come_and_go() {
         right * 10 >= (right + refused + cut_short) * 7,
         "{right} right, {refused} refused, {cut_short} cut short"
     );
-    // What is left over is free by its lease and two seconds.
+    // Remaining blocks are freed by their lease and two seconds.
     let end = Instant::now() + LEASE + Duration::from_secs(2);
     let mut expired = 0;
     for instance in fleet.prefill.iter_mut().chain(&mut fleet.decode) {
@@ -151,14 +150,11 @@ pub(crate) async fn every_request_is_answered_while_instances_come_and_go() {
                 break;
             }
             assert!(Instant::now() < end, "blocks are left: {report:#?}");
-            std::thread::sleep(Duration::from_millis(20)); // between looks, never in place of one
+            std::thread::sleep(Duration::from_millis(20)); // between polls
         }
     }
     let known = retries as u64 + refused + cut_short;
-    assert!(
-        expired <= known,
-        "{expired} prefills were for nothing, and {known} requests had a fault"
-    );
+    assert!(expired <= known, "{expired} prefills were unused, and {known} requests had a fault");
     for count in 0..20 {
         let prompt = prompt(&format!("after all {count}"), 40);
         let answer = Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 2))

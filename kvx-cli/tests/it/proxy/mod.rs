@@ -1,7 +1,7 @@
 //! `kvx proxy` between clients and a fleet of instances, each a process.
 //!
-//! Instances are kvx-instance's: this program again. They stop where a vLLM 0.33 would, and say so
-//! at the end of each test.
+//! The instances are those of kvx-instance, which run in this program again. They stop where a vLLM
+//! 0.33 would stop, and report it at the end of each test.
 
 mod check;
 mod choice;
@@ -28,10 +28,10 @@ use kvx_testkit::Tier;
 use kvx_testkit::{Failure, is_own_process, run_in_own_process};
 use libtest_mimic::Trial;
 
-/// A test that takes longer has hung.
+/// The time after which a test counts as hung.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A test by the name of its module and its own.
+/// Creates trials from the names of modules and their tests.
 macro_rules! trials {
     ($($module:ident: $($test:ident),+;)+) => {
         vec![$($(trial(concat!(stringify!($module), "::", stringify!($test)), $module::$test)),+),+]
@@ -43,14 +43,14 @@ fn trial<F: Future<Output = ()>>(name: &str, test: impl FnOnce() -> F + Send + '
 }
 
 pub(crate) fn run<F: Future<Output = ()>>(test: impl FnOnce() -> F) -> Result<(), Failure> {
-    // The test itself waits for its instances without yielding; connections go on beside it.
+    // The test waits for its instances without yielding; connections proceed on the other thread.
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let ended = runtime.block_on(async { tokio::time::timeout(LIMIT, test()).await });
     ended.map_err(|_| Failure::new(format!("it has not ended within {LIMIT:?}")))
 }
 
-/// The trial of many connections, in a process that may have so many descriptors.
+/// The trial with many connections, in a process with a raised limit of descriptors.
 fn crowd() -> Trial {
     let name = "proxy::crowd::a_thousand_idle_and_a_thousand_slow_connections_stay_under_128_mib";
     kvx_testkit::trial(name, move || match is_own_process() {
@@ -65,73 +65,73 @@ fn crowd() -> Trial {
 pub(crate) fn all_trials() -> Vec<Trial> {
     let mut trials = trials! {
         instances:
-            answer_what_one_server_answers, hand_over_their_blocks_once, stop_where_a_vllm_stops,
-            notice_blocks_of_another_prompt, count_what_nobody_reads,
-            do_what_they_are_told_to_do_wrong;
+            give_the_answers_of_a_single_server, hand_over_their_blocks_once, stop_where_a_vllm_stops,
+            notice_blocks_of_another_prompt, count_blocks_that_no_instance_reads,
+            produce_the_requested_faults;
         recipes:
             pull_is_prefill_then_decode, push_is_both_legs_with_one_request_id,
             mooncake_is_both_legs_with_one_transfer_id, mooncake_ranks_take_turns,
             a_later_turn_loads_what_the_decode_instance_holds,
-            the_client_gets_what_one_server_would_answer, what_a_client_says_of_hosts_is_dropped;
+            the_client_gets_what_one_server_would_answer, hosts_that_a_client_names_are_dropped;
         endpoints:
             models_are_those_that_both_sides_serve,
-            what_is_no_completion_goes_to_a_decode_instance_untouched, health_and_readiness_are_told,
-            metrics_count_requests_and_legs, waiting_for_a_place_is_measured,
-            instances_come_and_go_with_the_key_alone;
+            other_requests_go_to_a_decode_instance_unchanged, health_and_readiness_are_reported,
+            metrics_count_requests_and_legs, the_wait_for_admission_is_measured,
+            instances_are_added_and_removed_only_with_the_key;
         passing:
-            status_and_content_type_of_the_instance_reach_the_client, a_stream_passes_as_it_comes,
+            status_and_content_type_of_the_instance_reach_the_client, a_stream_passes_as_it_arrives,
             an_error_after_the_first_byte_is_an_event_and_an_end,
-            headers_of_the_client_travel_and_hop_by_hop_ones_do_not,
+            headers_of_the_client_are_forwarded_except_hop_by_hop_ones,
             a_client_that_goes_away_ends_both_legs, a_client_that_goes_away_ends_both_legs_that_run_at_once,
             connections_to_instances_are_pooled_over_both_protocols;
         choice:
             round_robin_takes_turns, least_tokens_go_where_least_is_outstanding,
             a_prefix_stays_with_its_instance, short_prompts_stay_on_the_decode_side, weights_count,
-            ranks_are_asked_in_turn, without_a_model_instances_of_one_model_are_paired,
+            ranks_take_turns, without_a_model_instances_of_one_model_are_paired,
             only_compatible_instances_are_paired;
         faults:
             a_failed_prefill_is_tried_on_another_instance,
-            what_would_stop_a_decode_instance_never_reaches_it,
-            a_decode_that_took_nothing_is_replaced_with_the_same_blocks,
+            requests_that_would_stop_a_decode_instance_never_reach_it,
+            a_decode_that_accepted_nothing_is_replaced_with_the_same_blocks,
             a_decode_that_failed_before_its_first_byte_gets_a_fresh_prefill,
-            an_answer_that_is_not_streamed_has_the_time_of_its_request,
-            an_error_that_is_not_the_instances_is_no_blame, a_decode_that_refuses_ends_the_prefill_beside_it,
+            an_answer_that_is_not_streamed_has_the_timeout_of_its_request,
+            client_errors_do_not_count_against_the_instance, a_decode_that_refuses_ends_its_concurrent_prefill,
             both_legs_at_once_fail_together_and_are_answered_by_others, retries_have_a_budget,
             an_instance_that_fails_is_ejected_and_tried_again,
             the_last_instance_of_a_pool_is_not_ejected_for_its_latency,
             an_instance_that_takes_no_connection_in_time_is_replaced_with_the_same_blocks,
             the_last_instance_that_takes_no_connection_in_time_is_late_and_stays,
-            beyond_the_queue_is_503_with_a_time_to_come_back,
-            blocks_that_nobody_can_read_any_more_are_free_by_their_lease,
-            a_stopped_instance_costs_its_requests_their_time_out_and_no_more;
+            requests_beyond_the_queue_get_503_with_retry_after,
+            unreachable_blocks_are_freed_when_their_lease_ends,
+            requests_to_a_stopped_instance_only_time_out;
         commands:
-            the_command_line_of_toy_proxy_server_works_as_it_is,
-            the_command_line_of_mooncake_connector_proxy_works_as_it_is,
-            check_says_what_a_set_up_means_and_what_would_not_work,
-            compare_tells_equal_endpoints_from_others, compare_exits_1_on_another_text_and_0_on_the_same;
+            the_command_line_of_toy_proxy_server_works_unchanged,
+            the_command_line_of_mooncake_connector_proxy_works_unchanged,
+            check_explains_a_configuration_and_its_errors,
+            compare_distinguishes_equal_endpoints_from_others, compare_exits_1_on_another_text_and_0_on_the_same;
         check: reports_recipes_and_warnings;
         signals:
-            hangup_reads_the_file_again, hangup_reads_the_keys_again,
+            hangup_reloads_the_file, hangup_reloads_the_keys,
             termination_lets_streams_finish_and_takes_nothing_new, termination_ends_at_its_deadline;
         security:
-            it_binds_loopback_unless_told, clients_need_a_key_where_there_are_keys,
-            what_is_too_long_or_too_slow_is_refused,
-            what_is_no_http_or_no_sense_is_answered_and_closed,
+            it_binds_loopback_by_default, clients_need_a_key_where_there_are_keys,
+            requests_that_are_too_long_or_too_slow_are_rejected,
+            invalid_http_is_answered_and_closed,
             an_instance_with_a_key_gets_the_clients;
-        clients: the_openai_package_gets_what_it_asks_for, curl_gets_what_it_asks_for;
-        page: is_left_out_aloud_without_a_browser;
+        clients: the_openai_package_gets_its_answers, curl_gets_its_answers;
+        page: reports_that_it_is_left_out_without_a_browser;
         load: every_request_is_answered_while_instances_come_and_go;
     };
     trials.push(crowd());
     #[cfg(feature = "tls")]
     trials.extend(trials! {
         tls:
-            curl_is_served_over_it_and_only_so, compare_asks_over_it_whom_it_trusts,
+            curl_is_served_over_tls_only, compare_uses_tls_with_trusted_endpoints,
             check_reads_the_files_as_serving_does;
     });
     #[cfg(not(feature = "tls"))]
     {
-        trials.extend(trials! { tls: a_build_without_it_says_so; });
+        trials.extend(trials! { tls: a_build_without_tls_reports_it; });
         Tier::Whole.runs_or_says("clients over TLS");
     }
     if page::has_browser_or_says() {

@@ -1,5 +1,5 @@
-//! The page `/` in a browser. Only where the variable `KVX_BROWSER` names one, Debian's `chromium`
-//! for example: it is too large to install for every run.
+//! Tests of the page `/` in a browser, if the variable `KVX_BROWSER` names one, such as Debian's
+//! `chromium`: a browser is too large to install for every run.
 
 use std::ffi::OsString;
 use std::process::Command;
@@ -14,14 +14,14 @@ use crate::proxy::client::{CUT_OFF, Call, completion};
 use crate::proxy::fleet::{Fleet, Plan};
 use crate::proxy::recipes::COMPLETIONS;
 
-/// The variable that names the browser to use.
+/// The variable that names the browser.
 const VARIABLE: &str = "KVX_BROWSER";
 
 fn browser() -> Option<OsString> {
     std::env::var_os(VARIABLE).filter(|browser| !browser.is_empty())
 }
 
-/// Whether there is a browser. If there is none, it is said what that leaves out.
+/// Returns true if there is a browser. Otherwise prints which tests are left out.
 pub(crate) fn has_browser_or_says() -> bool {
     let has = browser().is_some();
     if !has {
@@ -32,7 +32,7 @@ pub(crate) fn has_browser_or_says() -> bool {
     has
 }
 
-pub(crate) async fn is_left_out_aloud_without_a_browser() {
+pub(crate) async fn reports_that_it_is_left_out_without_a_browser() {
     let listed = |browser: &str| {
         let program = std::env::current_exe().expect("this program has a path");
         let listed = output(Command::new(program).arg("--list").env(VARIABLE, browser), CUT_OFF);
@@ -44,7 +44,7 @@ pub(crate) async fn is_left_out_aloud_without_a_browser() {
     assert!(has && !String::from_utf8_lossy(&said).contains(VARIABLE), "{}", said.escape_ascii());
 }
 
-/// The page's document after its script has run for some seconds of its own time.
+/// Returns the page's document after its script has run for some seconds of virtual time.
 fn rendered(browser: &OsString, url: &str) -> String {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let (process, count) = (std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
@@ -67,12 +67,12 @@ fn rendered(browser: &OsString, url: &str) -> String {
             .args(["--virtual-time-budget=4000", "--dump-dom", url]),
         CUT_OFF * 5,
     );
-    std::fs::remove_dir_all(profile).ok(); // an error: the browser has made none
+    std::fs::remove_dir_all(profile).ok(); // an error: the browser has created none
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// The text of the first element with this id.
+/// Returns the text of the first element with this id.
 fn text<'a>(page: &'a str, id: &str) -> &'a str {
     let start = page.find(&format!("id=\"{id}\"")).unwrap_or_else(|| panic!("no {id}: {page}"));
     let inner = &page[start..];
@@ -107,12 +107,12 @@ pub(crate) async fn shows_instances_requests_and_errors_in_a_browser() {
     let errors = &page[page.find("id=\"errors\"").expect("a table of errors")..];
     assert!(
         errors.contains(&format!("<td>{}</td>", &fleet.prefill[0].url()[7..])),
-        "the error is told: {errors}"
+        "the error is listed: {errors}"
     );
     assert!(page.contains("id=\"silent\" role=\"status\" hidden"), "the router answers: {page}");
 }
 
-/// Serves this page, and at `/status` one look after the other; for ever.
+/// Serves this page, and one status after the other at `/status`; never returns.
 async fn serve_looks(listener: TcpListener, page: Vec<u8>, looks: Vec<String>) {
     let mut looks = looks.into_iter();
     let mut last = String::new();
@@ -143,8 +143,8 @@ pub(crate) async fn shows_rates_in_a_browser() {
     let fleet = Fleet::new(1, 1).await;
     let page = Call::get(fleet.port(), "/").send().await.body.to_vec();
     let mut status = Call::get(fleet.port(), "/status").send().await.json();
-    // From look to look, about a second, 40 more have ended: 10 of them in a way that is the
-    // fleet's fault.
+    // Between two polls, about a second apart, 40 more requests end: 10 of them by the fleet's
+    // fault.
     let looks = (0..100).map(|look| {
         let counts = [
             ("ok", 20),
@@ -166,7 +166,7 @@ pub(crate) async fn shows_rates_in_a_browser() {
         text(&page, id).parse::<f64>().unwrap_or_else(|_| panic!("{id} is no number: {page}"))
     };
     let (all, failed) = (rate("rate"), rate("failed_rate"));
-    // A look itself takes its time.
+    // A poll itself takes time.
     assert!((20.0..=40.5).contains(&all), "{all} a second; {page}");
     assert!(
         (failed * 4.0 - all).abs() <= 0.3,

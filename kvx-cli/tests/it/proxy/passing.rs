@@ -1,5 +1,5 @@
-//! Answers that pass through the router, where vLLM's toy proxies are wrong: statuses, streams,
-//! headers, clients that disconnect.
+//! Tests of answers that pass through the router, where vLLM's toy proxies are wrong: statuses,
+//! streams, headers, clients that disconnect.
 
 use std::time::{Duration, Instant};
 
@@ -38,13 +38,13 @@ pub(crate) async fn status_and_content_type_of_the_instance_reach_the_client() {
     assert_eq!(whole.header("content-type"), "application/json");
 }
 
-pub(crate) async fn a_stream_passes_as_it_comes() {
+pub(crate) async fn a_stream_passes_as_it_arrives() {
     let mut fleet = Fleet::new(1, 1).await;
     fleet.decode[0].script(decode_once(Fault::HangAfter(4)));
     let mut open = Call::post(fleet.port(), COMPLETIONS, &streamed("as it comes", 9)).open().await;
     let mut text = String::new();
     for _ in 0..4 {
-        // The fifth never comes: these were not held back for it.
+        // The fifth chunk never arrives: the router did not hold these back for it.
         let Ok(Some(Event::Chunk(chunk))) = open.event().await else { panic!("no chunk") };
         text += chunk["choices"][0]["text"].as_str().unwrap();
     }
@@ -96,7 +96,7 @@ pub(crate) async fn an_error_after_the_first_byte_is_an_event_and_an_end() {
     fleet.wait_until_idle();
 }
 
-pub(crate) async fn headers_of_the_client_travel_and_hop_by_hop_ones_do_not() {
+pub(crate) async fn headers_of_the_client_are_forwarded_except_hop_by_hop_ones() {
     let mut fleet =
         Plan::of(1, 1, &Settings::default()).variable("OPENAI_API_KEY", "ours").start().await;
     let parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
@@ -140,7 +140,7 @@ pub(crate) async fn headers_of_the_client_travel_and_hop_by_hop_ones_do_not() {
 pub(crate) async fn a_client_that_goes_away_ends_both_legs() {
     let mut fleet = Fleet::new(1, 1).await;
     let slow = Delays { prefill_ms: 20_000, token_ms: 20_000 };
-    // While its prefill runs.
+    // The client disconnects while its prefill runs.
     fleet.prefill[0].delays(slow);
     let call = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt("goes away", 40), 5));
     let waits = tokio::spawn(call.limit(Duration::from_secs(30)).try_send());
@@ -148,7 +148,7 @@ pub(crate) async fn a_client_that_goes_away_ends_both_legs() {
     waits.abort();
     let report = fleet.prefill[0].wait_until("the prefill ends", |report| report.running == 0);
     assert_eq!((report.aborted_prefills, report.pinned), (1, 0), "its blocks are free");
-    // While its decode has not answered, and while it streams.
+    // The client disconnects before its decode answers, and while it streams.
     fleet.prefill[0].delays(Delays::default());
     fleet.decode[0].delays(slow);
     for (count, body) in [(1, completion("gone", 5)), (2, streamed("gone", 5))] {
@@ -180,12 +180,12 @@ pub(crate) async fn a_client_that_goes_away_ends_both_legs_that_run_at_once() {
         let settings = Settings { connector, ..Settings::default() };
         let pool = format!("connector = \"{name}\"");
         let mut fleet = Plan::of(1, 1, &settings).pool(&pool).start().await;
-        // From here on the router knows who pushes.
+        // From here on the router knows which instances push.
         let first =
             Call::post(fleet.port(), COMPLETIONS, &completion("who are you", 2)).send().await;
         assert_eq!(first.status, 200, "{name}: {}", first.text());
 
-        // While the prefill computes, and the decode waits for it.
+        // The client disconnects while the prefill computes and the decode waits for it.
         fleet.prefill[0].delays(Delays { prefill_ms: 20_000, token_ms: 0 });
         for (count, body) in [(1, completion("gone", 5)), (2, streamed("gone", 5))] {
             let call = Call::post(fleet.port(), COMPLETIONS, &body);
@@ -202,7 +202,7 @@ pub(crate) async fn a_client_that_goes_away_ends_both_legs_that_run_at_once() {
             assert_eq!((report.decodes, report.aborted_decodes), (1, count), "{name}");
         }
 
-        // While the decode streams, and the prefill has yet to answer.
+        // The client disconnects while the decode streams, before the prefill answers.
         let cancelled = fleet
             .proxy
             .metric("kvx_proxy_legs_total", "leg=\"prefill\",outcome=\"cancelled\"")

@@ -1,5 +1,5 @@
-//! Each connector's recipe: the parameters of both legs, and that the client gets the answer of a
-//! single server.
+//! Tests of each connector's recipe: the parameters of both legs, and that the client gets the
+//! answer of a single server.
 
 use hyper::Method;
 use kvx_instance::{Connector, Instance, Leg, Seen, Settings, answer_to};
@@ -11,7 +11,7 @@ use crate::proxy::fleet::{Fleet, Plan};
 pub(crate) const COMPLETIONS: &str = "/v1/completions";
 pub(crate) const CHAT: &str = "/v1/chat/completions";
 
-/// The requests of a kind that an instance has got.
+/// Returns the requests of one kind that an instance has received.
 pub(crate) fn seen(instance: &mut Instance, leg: Leg) -> Vec<Seen> {
     instance.report().seen.into_iter().filter(|seen| seen.leg == Some(leg)).collect()
 }
@@ -20,7 +20,8 @@ fn of(connector: Connector) -> Settings {
     Settings { connector, ..Settings::default() }
 }
 
-/// A completion and a stream over both legs, with their blocks read and nothing left.
+/// Sends a completion and a stream over both legs; checks that their blocks are read and none is
+/// left.
 async fn serves_both_ways(fleet: &mut Fleet, name: &str) {
     let prompt = prompt(name, 50);
     for _ in 0..2 {
@@ -149,11 +150,11 @@ pub(crate) async fn a_later_turn_loads_what_the_decode_instance_holds() {
     assert_eq!(
         fleet.prefill[0].report().turns_loaded,
         4,
-        "what does not go on from there loads nothing"
+        "a request that does not continue the turn loads nothing"
     );
 }
 
-/// Without what differs between any two answers.
+/// Removes the fields that differ between any two answers.
 fn comparable(mut body: Value) -> Value {
     if let Some(object) = body.as_object_mut() {
         for key in ["id", "created", "kv_transfer_params"] {
@@ -226,7 +227,7 @@ pub(crate) async fn the_client_gets_what_one_server_would_answer() {
     }
 }
 
-pub(crate) async fn what_a_client_says_of_hosts_is_dropped() {
+pub(crate) async fn hosts_that_a_client_names_are_dropped() {
     let mut fleet = Fleet::new(1, 1).await;
     let evil = json!({
         "do_remote_prefill": true, "do_remote_decode": false, "remote_engine_id": "evil", "remote_request_id": "evil",
@@ -247,7 +248,7 @@ pub(crate) async fn what_a_client_says_of_hosts_is_dropped() {
         let answer = call.send().await;
         assert!(answer.status == 200 || answer.status == 400, "{}", answer.text());
     }
-    // What only an engine would read, or would read as another path.
+    // Bodies that only an engine would parse, and paths that it would read as another one.
     let text = "{\"x\": NaN, \"kv_transfer_params\": {\"remote_host\": \"evil\"}}";
     for (path, coding, status) in [
         ("/v1/embeddings", "identity", 400),

@@ -1,4 +1,4 @@
-//! Keys, limits and what is not said.
+//! Tests of keys, limits, and secrets in logs.
 
 use std::time::{Duration, Instant};
 
@@ -13,17 +13,17 @@ use crate::proxy::recipes::COMPLETIONS;
 
 const LIMITS: &str = "[limits]\nheaders = \"8KiB\"\nbody = \"64KiB\"\nbodies = \"1MiB\"\nheader_time = \"700ms\"\nbody_time = \"700ms\"\n";
 
-/// Sends these bytes, and reads until the other end closes or answers.
+/// Sends these bytes, and reads until the server closes or answers.
 async fn raw(port: u16, bytes: &[u8]) -> String {
     let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", port)).await.expect("it listens");
-    stream.write_all(bytes).await.ok(); // an error: it has closed before it had all
+    stream.write_all(bytes).await.ok(); // an error: the server closed early
     let mut answer = Vec::new();
     let read = tokio::time::timeout(CUT_OFF, stream.read_to_end(&mut answer)).await;
     assert!(read.is_ok(), "it holds the connection: {:?}", String::from_utf8_lossy(bytes));
     String::from_utf8_lossy(&answer).into_owned()
 }
 
-pub(crate) async fn it_binds_loopback_unless_told() {
+pub(crate) async fn it_binds_loopback_by_default() {
     let fleet = Fleet::new(1, 1).await;
     let port = format!(":{:04X}", fleet.port());
     let listening: Vec<_> = ["/proc/net/tcp", "/proc/net/tcp6"]
@@ -76,7 +76,7 @@ pub(crate) async fn clients_need_a_key_where_there_are_keys() {
     fleet.wait_until_idle();
 }
 
-pub(crate) async fn what_is_too_long_or_too_slow_is_refused() {
+pub(crate) async fn requests_that_are_too_long_or_too_slow_are_rejected() {
     let fleet = Plan::of(1, 1, &Settings::default()).setup(LIMITS).start().await;
     let long =
         Call::post(fleet.port(), COMPLETIONS, &completion(&"x".repeat(70_000), 1)).send().await;
@@ -106,7 +106,7 @@ pub(crate) async fn what_is_too_long_or_too_slow_is_refused() {
     );
 }
 
-pub(crate) async fn what_is_no_http_or_no_sense_is_answered_and_closed() {
+pub(crate) async fn invalid_http_is_answered_and_closed() {
     let fleet = Plan::of(1, 1, &Settings::default()).setup(LIMITS).start().await;
     for bytes in [
         &b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"[..],

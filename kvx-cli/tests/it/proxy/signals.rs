@@ -1,4 +1,4 @@
-//! SIGHUP and SIGTERM.
+//! Tests of SIGHUP and SIGTERM.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use crate::proxy::client::{CUT_OFF, Call, completion, prompt, streamed};
 use crate::proxy::fleet::{Fleet, Plan, SetupFile};
 use crate::proxy::recipes::COMPLETIONS;
 
-pub(crate) async fn hangup_reads_the_file_again() {
+pub(crate) async fn hangup_reloads_the_file() {
     let mut fleet = Fleet::new(1, 1).await;
     fleet.decode[0].delays(Delays { prefill_ms: 0, token_ms: 100 });
     let prompt = prompt("across a hangup", 30);
@@ -27,22 +27,22 @@ pub(crate) async fn hangup_reads_the_file_again() {
     }
     let before = fleet.prefill[0].report().prefills;
     Call::post(fleet.port(), COMPLETIONS, &completion("to the new ones", 1)).send().await.texts();
-    assert_eq!(fleet.prefill[0].report().prefills, before, "the old ones get nothing any more");
+    assert_eq!(fleet.prefill[0].report().prefills, before, "the old ones get no more requests");
     let rest = open.read_out().await;
-    assert!(rest.is_whole(), "a stream goes on: {rest:?}");
+    assert!(rest.is_whole(), "a stream continues: {rest:?}");
     assert!(answer_to(&prompt, 12).ends_with(&rest.text) && !rest.text.is_empty());
-    // A file that makes no sense changes nothing.
+    // An invalid file changes nothing.
     fleet.reread_text("prefil = 1\n");
     let end = Instant::now() + CUT_OFF;
     while !fleet.proxy.errors().contains("prefil") {
-        assert!(Instant::now() < end, "nothing is said of it: {}", fleet.proxy.errors());
-        tokio::time::sleep(Duration::from_millis(10)).await; // between looks, never in place of one
+        assert!(Instant::now() < end, "no error is logged: {}", fleet.proxy.errors());
+        tokio::time::sleep(Duration::from_millis(10)).await; // between polls
     }
     let answer = Call::post(fleet.port(), COMPLETIONS, &completion("still served", 1)).send().await;
     assert_eq!(answer.texts(), [answer_to("still served", 1)]);
 }
 
-pub(crate) async fn hangup_reads_the_keys_again() {
+pub(crate) async fn hangup_reloads_the_keys() {
     let keys = SetupFile::new("old-key\n");
     let setup = format!("api_key_file = \"{}\"", keys.path());
     let fleet = Plan::of(1, 1, &Settings::default()).setup(&setup).start().await;
@@ -52,20 +52,20 @@ pub(crate) async fn hangup_reads_the_keys_again() {
     };
     assert_eq!((status("old-key").await, status("new-key").await), (200, 401));
     keys.write("new-key\n");
-    assert_eq!(status("new-key").await, 401, "it has not been told");
+    assert_eq!(status("new-key").await, 401, "the file was not reloaded yet");
     fleet.proxy.signal(Signal::HUP);
     let end = Instant::now() + CUT_OFF;
     while status("new-key").await != 200 {
-        assert!(Instant::now() < end, "the new key opens nothing");
+        assert!(Instant::now() < end, "the new key is rejected");
     }
-    assert_eq!(status("old-key").await, 401, "what was taken out opens nothing any more");
+    assert_eq!(status("old-key").await, 401, "a removed key is rejected");
     // A file without a key changes nothing: it does not open the router to all.
     keys.write("# none\n");
     fleet.proxy.signal(Signal::HUP);
     let end = Instant::now() + CUT_OFF;
     while !fleet.proxy.errors().contains("has no key") {
-        assert!(Instant::now() < end, "nothing is said of it: {}", fleet.proxy.errors());
-        tokio::time::sleep(Duration::from_millis(10)).await; // between looks, never in place of one
+        assert!(Instant::now() < end, "no error is logged: {}", fleet.proxy.errors());
+        tokio::time::sleep(Duration::from_millis(10)).await; // between polls
     }
     assert_eq!((status("new-key").await, status("none").await), (200, 401));
 }
@@ -77,10 +77,10 @@ pub(crate) async fn termination_lets_streams_finish_and_takes_nothing_new() {
     open.event().await.unwrap();
     assert_eq!(Call::get(fleet.port(), "/ready").send().await.status, 200);
     fleet.proxy.signal(Signal::TERM);
-    // It goes on to listen: whoever spreads requests over routers is told.
+    // It keeps listening, so that load balancers receive its state.
     fleet
         .proxy
-        .wait_until("/ready", "it says that it is not ready", |status, _| status == 503)
+        .wait_until("/ready", "it reports that it is not ready", |status, _| status == 503)
         .await;
     let ready = Call::get(fleet.port(), "/ready").send().await.json();
     assert_eq!(ready["ready"], false);
@@ -111,5 +111,5 @@ pub(crate) async fn termination_ends_at_its_deadline() {
     assert!(!rest.is_whole() && (rest.error.is_some() || rest.broken.is_some()), "{rest:?}");
     fleet.proxy.ended(Duration::from_secs(5)).await;
     assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
-    fleet.decode[0].wait_until("the decode is told", |report| report.running == 0);
+    fleet.decode[0].wait_until("the decode is cancelled", |report| report.running == 0);
 }

@@ -1,4 +1,4 @@
-//! TLS for clients: the feature `tls`, which only the whole run has.
+//! Tests of TLS for clients: the feature `tls`, which only the whole run enables.
 
 #[cfg(feature = "tls")]
 use std::process::Command;
@@ -21,7 +21,7 @@ const CERT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvx-proxy/tests/it/t
 const KEY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvx-proxy/tests/it/testdata/key.pem");
 
 #[cfg(not(feature = "tls"))]
-pub(crate) async fn a_build_without_it_says_so() {
+pub(crate) async fn a_build_without_tls_reports_it() {
     for check in [&[][..], &["--check"]] {
         let flags = [&["--port", "0", "--tls-cert", CERT, "--tls-key", KEY], check].concat();
         let output = kvx_proxy(&flags);
@@ -34,10 +34,10 @@ pub(crate) async fn a_build_without_it_says_so() {
 }
 
 #[cfg(feature = "tls")]
-pub(crate) async fn curl_is_served_over_it_and_only_so() {
+pub(crate) async fn curl_is_served_over_tls_only() {
     if !output(Command::new("sh").args(["-c", "command -v curl"]), CUT_OFF).status.success() {
         skip(
-            "proxy::tls::curl_is_served_over_it_and_only_so",
+            "proxy::tls::curl_is_served_over_tls_only",
             "curl is not installed",
             "apt-get install -y curl",
         );
@@ -80,7 +80,7 @@ pub(crate) async fn curl_is_served_over_it_and_only_so() {
         let output = curl(flag, "https");
         assert!(output.status.success(), "{}", said(&output));
         let text = String::from_utf8_lossy(&output.stdout);
-        let (body, spoken) = text.rsplit_once('\n').expect("the version stands behind the answer");
+        let (body, spoken) = text.rsplit_once('\n').expect("the version follows the answer");
         let body: serde_json::Value = serde_json::from_str(body).expect("the answer is JSON");
         assert_eq!(body["choices"][0]["text"], answer_to("over TLS", 6), "{flag}");
         assert_eq!(spoken, version, "{flag}");
@@ -90,7 +90,7 @@ pub(crate) async fn curl_is_served_over_it_and_only_so() {
 }
 
 #[cfg(feature = "tls")]
-pub(crate) async fn compare_asks_over_it_whom_it_trusts() {
+pub(crate) async fn compare_uses_tls_with_trusted_endpoints() {
     let (prefill, decode) =
         (Instance::start(Settings::default()), Instance::start(Settings::default()));
     let pool = format!(
@@ -105,10 +105,10 @@ pub(crate) async fn compare_asks_over_it_whom_it_trusts() {
         kvx_proxy_with(&[("SSL_CERT_FILE", CERT)], &["--compare", &https, &decode.url()]);
     assert_eq!(compared.status.code(), Some(0), "{}", said(&compared));
     assert!(said(&compared).contains("the same answers"), "{}", said(&compared));
-    // The system does not know that certificate.
-    let stranger = kvx_proxy(&["--compare", &https, &decode.url()]);
-    assert_eq!(stranger.status.code(), Some(1), "{}", said(&stranger));
-    assert!(said(&stranger).contains("certificate"), "{}", said(&stranger));
+    // The system does not trust that certificate.
+    let untrusted = kvx_proxy(&["--compare", &https, &decode.url()]);
+    assert_eq!(untrusted.status.code(), Some(1), "{}", said(&untrusted));
+    assert!(said(&untrusted).contains("certificate"), "{}", said(&untrusted));
 }
 
 #[cfg(feature = "tls")]

@@ -1,4 +1,4 @@
-//! What blocks are moved over: one backend in the usual run, each in the whole one.
+//! The backends that transfer blocks: one backend in the usual run, each of them in the whole one.
 
 use std::path::{Path, PathBuf};
 
@@ -9,14 +9,14 @@ use crate::serve::server::{Server, ServerArgs};
 
 const BACKENDS: [&str; 5] = ["SHM", "TCP", "UCX", "LIBFABRIC", "RIXL"];
 
-/// One of them, and the variables that it needs.
+/// A backend, and the variables that it needs.
 pub(crate) struct Backend {
     pub(crate) name: &'static str,
     variables: Vec<(&'static str, String)>,
 }
 
 impl Backend {
-    /// A server that exchanges blocks over it; `fields` are of its `--kv-transfer-config`.
+    /// Starts a server that transfers blocks over it; `fields` are of its `--kv-transfer-config`.
     pub(crate) fn server(&self, model: &Path, fields: &Value, told: ServerArgs<'_>) -> Server {
         let own = self.variables.iter().map(|(name, value)| (*name, &**value));
         let variables: Vec<(&str, &str)> = told.variables.iter().copied().chain(own).collect();
@@ -24,7 +24,8 @@ impl Backend {
     }
 }
 
-/// This one in the usual run, all in the whole one. It says which are left out, and why.
+/// Returns the `usual` backend in the usual run, and all in the whole one. Reports which are left
+/// out, and why.
 pub(crate) fn backends(test: &str, usual: &str) -> Vec<Backend> {
     let wanted = |backend: &&str| {
         *backend == usual || Tier::Whole.runs_or_says(&format!("kvx serve: {test} over {backend}"))
@@ -32,7 +33,7 @@ pub(crate) fn backends(test: &str, usual: &str) -> Vec<Backend> {
     BACKENDS.into_iter().filter(wanted).filter_map(|backend| here(test, backend)).collect()
 }
 
-/// None, said to be skipped, where it is not here.
+/// Returns the backend, or reports a skip and returns `None` if it is not installed.
 fn here(test: &str, name: &'static str) -> Option<Backend> {
     let variables = match name {
         "RIXL" => {
@@ -41,12 +42,12 @@ fn here(test: &str, name: &'static str) -> Option<Backend> {
         _ => kvx::registry().require(name, &kvx::Options::new()).is_ok().then(Vec::new),
     };
     if variables.is_none() {
-        skip(test, &format!("{name} is not here"), "cargo xtask test --install");
+        skip(test, &format!("{name} is not installed"), "cargo xtask test --install");
     }
     variables.map(|variables| Backend { name, variables })
 }
 
-/// NIXL's library, as `cargo xtask test --install` leaves it.
+/// Returns NIXL's library that `cargo xtask test --install` installs.
 fn nixl() -> Option<PathBuf> {
     let environment = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/peers/nixl/venv/lib");
     let file = "site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so";

@@ -1,4 +1,4 @@
-//! Clients that people use.
+//! Tests with common clients.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::serve::server::{LIMIT, Server, ServerArgs, model};
 
-/// Python with the `openai` package, as `cargo xtask test --install` leaves it.
+/// Returns the Python with the `openai` package that `cargo xtask test --install` installs.
 fn python() -> Option<PathBuf> {
     let environment = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/peers/openai/venv");
     let mut folders = std::fs::read_dir(environment.join("lib")).ok()?.flatten();
@@ -46,10 +46,10 @@ print(json.dumps(said))
 "#;
 
 #[test]
-fn the_openai_package_gets_what_it_asks_for() {
+fn the_openai_package_gets_its_answers() {
     let Some(python) = python() else {
         skip(
-            "serve::clients::the_openai_package_gets_what_it_asks_for",
+            "serve::clients::the_openai_package_gets_its_answers",
             "the openai package is not installed",
             "cargo xtask test --install",
         );

@@ -13,7 +13,7 @@ use crate::serve::server::{LIMIT, model};
 
 fn demo(arguments: &[&str]) -> (Output, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
-    // It gives each request a minute by itself.
+    // Each request alone may take a minute.
     let output = kvx_testkit::output(command.arg("demo").args(arguments), LIMIT * 6);
     let text = format!(
         "{}{}",
@@ -28,14 +28,14 @@ fn answers_on_moved_blocks_are_those_of_one_server_and_a_killed_prefill_is_told(
     let (output, text) = demo(&["--prefillers", "2", "--decoders", "2", "--tp", "1:2"]);
     assert!(output.status.success(), "{text}");
     assert_eq!(text.matches("  equal\n").count(), 16, "{text}");
-    // The text of each answer is shown as it comes.
+    // The demo prints the text of each answer.
     let alone = told(&text, "alone: ");
     assert!(alone.len() == 16 && alone.iter().all(|told| told.chars().count() > 5), "{text}");
     assert_eq!(alone, told(&text, "apart: "));
     // Eight servers, two proxies and their pages.
     assert_eq!(text.matches(" listens on http://127.0.0.1:").count(), 12, "{text}");
     assert_eq!(text.matches("The proxy's status page is http://127.0.0.1:").count(), 2, "{text}");
-    // A build for tests is slower, and other tests run beside it.
+    // A test build is slower, and runs concurrently with other tests.
     let limit = if cfg!(debug_assertions) { 60.0 } else { 20.0 };
     let first =
         text.split_once("The first one was complete ").and_then(|(_, rest)| rest.split_once(" s "));
@@ -45,7 +45,7 @@ fn answers_on_moved_blocks_are_those_of_one_server_and_a_killed_prefill_is_told(
         2,
         "{text}"
     );
-    // Over TCP a prefill that is dead sends nothing; shared memory outlives it.
+    // Over TCP a dead prefill sends nothing; shared memory outlives it.
     let (_, over_tcp) = text.split_once("\nTCP: ").unwrap();
     assert!(over_tcp.contains("The client receives HTTP 500 "), "{text}");
     assert_eq!(text.matches("The next request is served.").count(), 2, "{text}");
@@ -55,14 +55,14 @@ fn answers_on_moved_blocks_are_those_of_one_server_and_a_killed_prefill_is_told(
     };
     let (shm, tcp) = rows.split_at(8);
     assert_eq!((with(shm, "SHM"), with(tcp, "TCP")), (8, 8), "{text}");
-    // Who meets a peer for the first time says what that took, and nobody does for ever.
+    // The first transfer with a peer prints the time of the handshake; later ones print `before`.
     assert!(
         (1..8).contains(&with(shm, "before")) && (1..8).contains(&with(tcp, "before")),
         "{text}"
     );
 }
 
-/// What stands behind these words, line by line.
+/// Returns the text after `words`, line by line.
 fn told<'a>(text: &'a str, words: &str) -> Vec<&'a str> {
     text.lines().filter_map(|line| line.trim_start().strip_prefix(words)).collect()
 }
@@ -112,7 +112,7 @@ fn a_demo_that_serves_leaves_nothing_when_it_is_interrupted() {
         let Some((_, rest)) = line.split_once("curl http://127.0.0.1:") else { continue };
         break rest.split('/').next().unwrap().parse().unwrap();
     };
-    // Whoever listens has the model mapped.
+    // Servers that listen have mapped the model.
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0, "the model is still there");
     assert!(TcpStream::connect(("127.0.0.1", port)).is_ok());
     rustix::process::kill_process(
@@ -128,7 +128,7 @@ fn a_demo_that_serves_leaves_nothing_when_it_is_interrupted() {
     }
 }
 
-/// Whether a process was started with this in its arguments.
+/// Returns true if a process was started with this in its arguments.
 fn runs(argument: &str) -> bool {
     let processes = std::fs::read_dir("/proc").unwrap().flatten();
     processes
@@ -181,7 +181,7 @@ fn a_models_own_folder_is_served_and_stays() {
 }
 
 #[test]
-fn a_spoiled_block_makes_another_answer_and_the_demo_says_so() {
+fn a_corrupted_block_changes_the_answer_and_the_demo_reports_it() {
     let (output, text) = demo(&["--backend", "SHM", "--corrupt"]);
     assert_eq!(output.status.code(), Some(1), "{text}");
     assert!(

@@ -1,5 +1,5 @@
-//! Faults of a fleet behind `kvx proxy`: the client has the right answer or a clear error in time,
-//! no block is kept beyond its lease, and the next answer is right.
+//! Faults of a fleet behind `kvx proxy`: the client receives the right answer or a clear error in
+//! time, no block is kept beyond its lease, and the next answer is right.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -14,16 +14,16 @@ use crate::serve::assert_same;
 use crate::serve::server::{LIMIT, Server, ServerArgs, completion, greedy, model, prompt};
 use crate::serve::transfers::published;
 
-/// How long a lease lasts, and a load may take.
+/// The duration of a lease, and the timeout of a load.
 const LEASE: Duration = Duration::from_secs(2);
-/// Beyond the lease no block is kept for longer than this.
+/// The longest time that a block is kept beyond its lease.
 const BEYOND: Duration = Duration::from_secs(2);
-/// An answer or an error is there after the time that a load may take, and this.
+/// The time within which there is an answer or an error: the timeout of a load, and this margin.
 const IN_TIME: Duration = LEASE.saturating_add(BEYOND);
 /// Tokens of each prompt.
 const PROMPT: u64 = 60;
 
-/// A server that may be a prefill or a decode.
+/// Starts a server that may be a prefill or a decode.
 fn engine(model: &Path, policy: &str) -> Server {
     let extra = json!({"backends": ["TCP"], "kv_lease_duration": LEASE.as_secs(), "load_timeout": LEASE.as_secs()});
     let fields = json!({"kv_load_failure_policy": policy, "kv_connector_extra_config": extra});
@@ -38,12 +38,13 @@ struct Fleet {
 }
 
 impl Fleet {
-    /// One decode that tells what fails, so many prefills, each of which has met the decode.
+    /// Starts one decode that reports failures, and prefills that have all been connected with it.
     fn start(prefills: usize) -> Fleet {
         Fleet::of(prefills, &model(&["--arch", "llama"]), "fail", || ())
     }
 
-    /// What fails is told, or computed by the decode, which starts after `between`.
+    /// Starts a fleet whose decode reports failures or computes failed prompts, by `policy`. The
+    /// decode starts after `between`.
     fn of(prefills: usize, folder: &Path, policy: &str, between: impl FnOnce()) -> Fleet {
         let single = Server::start(&model(&["--arch", "llama"]), ServerArgs::default());
         let prefills: Vec<Server> = (0..prefills).map(|_| engine(folder, policy)).collect();
@@ -57,7 +58,7 @@ impl Fleet {
         fleet
     }
 
-    /// The answer to a prompt is that of one server.
+    /// Checks that the answer to a prompt equals a single server's.
     fn serves(&self, prompt: u64) {
         let prompt = self::prompt(prompt, PROMPT);
         assert_same(
@@ -67,7 +68,7 @@ impl Fleet {
         );
     }
 
-    /// So is that of a server that is left alone.
+    /// Checks the same for a server without the proxy.
     fn serves_alone(&self, server: &Server) {
         let prompt = prompt(21, PROMPT);
         assert_same(
@@ -77,8 +78,8 @@ impl Fleet {
         );
     }
 
-    /// Lets the decode wait while `ask` asks for prompt 9, until its prefill has answered the
-    /// proxy: the prefill that has its blocks, and what `ask` gave.
+    /// Stops the decode while `ask` requests prompt 9, until its prefill has answered the proxy.
+    /// Returns the prefill that has its blocks, and the result of `ask`.
     fn published<T>(&self, ask: impl FnOnce() -> T) -> (&Server, T) {
         self.decode.signal(Signal::STOP);
         let before = self.proxy.metric("kvx_proxy_legs_total");
@@ -88,7 +89,7 @@ impl Fleet {
         (self.prefills.iter().find(keeps).expect("a prefill keeps blocks"), asked)
     }
 
-    /// The answer to prompt 9, with a fault after its prefill. It comes in time.
+    /// Returns the answer to prompt 9, with a fault after its prefill. It arrives in time.
     fn asked(&self, fault: impl FnOnce(&Server)) -> (u16, Value) {
         std::thread::scope(|scope| {
             let ask = || scope.spawn(|| self.proxy.post("/v1/completions", &body(9)));
@@ -101,7 +102,7 @@ impl Fleet {
         })
     }
 
-    /// The answer to prompt 9, or words of why there is none.
+    /// Checks that this is the right answer to prompt 9, or a clear error.
     fn assert_right_or_clear(&self, (status, answer): &(u16, Value)) {
         match status {
             200 => assert_same(
@@ -117,7 +118,8 @@ impl Fleet {
         }
     }
 
-    /// Of those that live no block is kept beyond its lease, and the next answer is right.
+    /// Checks that the living servers keep no block beyond its lease, and that the next answer is
+    /// right.
     fn assert_recovers(&self, living: &[&Server]) {
         for server in living {
             server.keeps_nothing(LEASE + BEYOND);
@@ -135,10 +137,10 @@ fn body(from: u64) -> Value {
     completion(&prompt(from, PROMPT), 6)
 }
 
-/// Reads so many bytes of a streamed answer, or all that come.
+/// Reads up to `bytes` bytes of a streamed answer.
 fn read(stream: &mut impl std::io::Read, bytes: u64) -> String {
     let mut text = Vec::new();
-    // An error: it was broken off, which is what some wait for.
+    // An error: the stream was broken off, which some tests expect.
     let _ = stream.take(bytes).read_to_end(&mut text);
     String::from_utf8_lossy(&text).into_owned()
 }
@@ -173,7 +175,8 @@ fn a_prefill_that_is_killed_while_its_blocks_are_fetched() {
     fleet.assert_recovers(&[&fleet.decode]);
 }
 
-/// No proxy asks another one: the decode tells it in time, or computes what did not come.
+/// The proxy does not retry with another prefill: the decode reports the failure in time, or
+/// computes the missing blocks.
 #[test]
 fn the_only_prefill_is_killed_or_stands_still_while_its_blocks_are_fetched() {
     let model = model(&["--arch", "llama"]);
@@ -188,7 +191,11 @@ fn the_only_prefill_is_killed_or_stands_still_while_its_blocks_are_fetched() {
             let answer = std::thread::scope(|scope| {
                 let asked = scope.spawn(|| fleet.decode.post("/v1/completions", &body));
                 while fleet.decode.metric("vllm:num_requests_waiting") != 1.0 {
-                    assert!(!asked.is_finished(), "answered before a look: {:?}", asked.join());
+                    assert!(
+                        !asked.is_finished(),
+                        "answered before the first poll: {:?}",
+                        asked.join()
+                    );
                 }
                 prefill.signal(signal);
                 asked.join().expect("an answer")
@@ -212,7 +219,7 @@ fn a_prefill_that_is_killed_after_its_blocks_were_fetched() {
     let mut stream = fleet.proxy.send("POST", "/v1/completions", Some(&streamed(9, 200)));
     let begin = read(&mut stream, 600);
     assert!(begin.contains("token_ids"), "{begin}");
-    // The prefill with one success more has served this request.
+    // The prefill with one more success has served this request.
     let served = fleet.prefills.iter().max_by(|one, other| {
         let served = |server: &Server| server.metric("vllm:request_success_total");
         served(one).total_cmp(&served(other))
@@ -244,7 +251,7 @@ fn a_decode_that_is_killed_leaves_no_block_leased() {
     assert!(answer.0 >= 500, "{}", answer.0);
     fleet.assert_right_or_clear(&answer);
     fleet.prefills[0].keeps_nothing(LEASE + BEYOND);
-    // Another one takes its place.
+    // Another decode replaces it.
     fleet.decode = engine(&model(&["--arch", "llama"]), "fail");
     fleet.proxy = proxy(&fleet.prefills, &fleet.decode);
     fleet.serves(20);
@@ -296,14 +303,14 @@ fn a_client_that_goes_while_its_blocks_are_fetched_leaves_none() {
 fn a_model_whose_disk_is_gone_ends_its_server_alone() {
     let model = model(&["--arch", "llama"]);
     let folder = copied(&model, "disk");
-    // Each side has the weights on a disk of its own: peers have to be told of the same path.
+    // Each side has the weights on a separate disk, but peers must be started with the same path.
     let disk = || {
         let weights = folder.join("model.safetensors");
         std::fs::remove_file(&weights).unwrap();
         std::fs::copy(model.join("model.safetensors"), &weights).unwrap();
         File::options().write(true).open(weights).unwrap()
     };
-    // What is mapped can no longer be read.
+    // The mapped files can no longer be read.
     let gone = |disk: &File| disk.set_len(0).unwrap();
 
     let of_prefill = disk();
@@ -328,7 +335,7 @@ fn a_model_whose_disk_is_gone_ends_its_server_alone() {
     fleet.serves_alone(&fleet.prefills[0]);
 }
 
-/// A copy of a model's folder that a test may spoil.
+/// Copies a model's folder, so that a test may corrupt it.
 fn copied(model: &Path, name: &str) -> PathBuf {
     let copy = model.with_extension(name);
     std::fs::create_dir_all(&copy).unwrap();

@@ -1,4 +1,4 @@
-//! Fleets behind `kvx proxy`: the answers are those of one server.
+//! Tests of fleets behind `kvx proxy`: the answers equal those of a single server.
 
 use std::path::Path;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::serve::transfers::apart;
 
 const LLAMA: &[&str] = &["--arch", "llama"];
 
-/// Each server has its turn, and answers are those of one server.
+/// Checks that each server has its turn, and that answers equal those of a single server.
 fn a_fleet_answers(name: &str, usual: &str, prefills: usize, decodes: usize) {
     let model = model(LLAMA);
     let single = Server::start(&model, ServerArgs::default());
@@ -69,7 +69,7 @@ fn a_prefill_pushes_its_blocks_to_the_decode() {
     blocks_are_pushed(&[], 0);
 }
 
-/// Each rank is a process of its own.
+/// Each rank is a separate process.
 #[test]
 fn ranks_push_their_blocks_to_ranks() {
     blocks_are_pushed(&["--tensor-parallel-size", "2"], 1);
@@ -103,7 +103,7 @@ fn blocks_are_pushed(arguments: &[&str], further_ranks: usize) {
     }
 }
 
-/// The decode checks what each rank of the prefill has written down of its blocks.
+/// The decode checks the digests that each rank of the prefill has published for its blocks.
 #[test]
 fn ranks_tell_digests_of_their_blocks() {
     let model = model(&["--arch", "llama", "--kv-heads", "2"]);
@@ -131,11 +131,12 @@ fn the_next_turn_loads_what_the_decode_has_added() {
 }
 
 fn the_next_turn_is_loaded(backend: &Backend, model: &Path, single: &Server) {
-    // Few tokens would be computed again: these are to be loaded.
+    // The decode would compute a few tokens again: these must be loaded.
     let extra = json!({"backends": [backend.name], "kv_lease_duration": 6, "bidirectional_kv_xfer": true,
                        "kv_recompute_threshold": 1});
     let fields = json!({"kv_load_failure_policy": "fail", "kv_connector_extra_config": extra});
-    // RIXL's library asks for no secret. Elsewhere both sign what they publish for each other.
+    // RIXL's library does not support a secret. With other backends, both sides sign the metadata
+    // that they publish for each other.
     let secret = (backend.name != "RIXL").then(|| ("KVX_SECRET_FILE", secret().to_str().unwrap()));
     let told = ServerArgs { arguments: &[], variables: secret.as_slice() };
     let [prefill, decode] = [(); 2].map(|()| backend.server(model, &fields, told));
@@ -154,10 +155,12 @@ fn the_next_turn_is_loaded(backend: &Backend, model: &Path, single: &Server) {
         assert_eq!(status, 200, "{answer}");
         answer
     };
-    // Random weights choose bytes that are no text; a later turn can only repeat an answer that is.
+    // Random weights may generate invalid UTF-8; a later turn can only repeat an answer that is
+    // text.
     let (first, right) = (0..200)
         .find_map(|at| {
-            // The answer fills the third block, so that the decode has one more than the prefill.
+            // The answer fills the third block, so that the decode has one block more than the
+            // prefill.
             let prompt = format!("{:.<46}", format!("{at}: a turn of a conversation"));
             let right = ask(single, &prompt);
             let text = right["choices"][0]["text"].as_str()?.to_owned();
@@ -182,7 +185,7 @@ fn the_next_turn_is_loaded(backend: &Backend, model: &Path, single: &Server) {
     std::fs::remove_file(file).unwrap();
 }
 
-/// By the variables of vLLM's guides.
+/// Uses the variables of vLLM's guides.
 #[test]
 fn blocks_that_nobody_fetches_are_free_after_the_time_that_is_said() {
     let model = model(LLAMA);
@@ -206,7 +209,7 @@ fn blocks_that_nobody_fetches_are_free_after_the_time_that_is_said() {
         let (status, answer) = prefill.post("/v1/completions", &body);
         assert_eq!(status, 200, "{connector}: {answer}");
         assert!(prefill.metric("kvx_blocks_kept") > 0.0, "{connector}");
-        // Without the variable: half a minute, and eight.
+        // The defaults without the variable: half a minute, and eight minutes.
         prefill.keeps_nothing(Duration::from_secs(3));
     }
 }
@@ -216,7 +219,7 @@ fn engines_of_data_parallelism_have_names_and_ports_of_their_own() {
     let model = model(LLAMA);
     let single = Server::start(&model, ServerArgs::default());
     let fields = json!({"kv_load_failure_policy": "fail"});
-    // Each engine has its own, the second one the next.
+    // Each engine has its own port; the second engine has the next one.
     let base = free_port(1).unwrap();
     let port = base.to_string();
     let variables = [("VLLM_NIXL_SIDE_CHANNEL_PORT", port.as_str())];
@@ -257,7 +260,7 @@ fn engines_of_data_parallelism_have_names_and_ports_of_their_own() {
         status == 400 && answer["error"]["message"].as_str().unwrap().contains("out of range"),
         "{answer}"
     );
-    // Whoever names none is served in turn.
+    // Requests without a rank are served in turn.
     for _ in 0..4 {
         prefill.tokens(&prompt(9, 20), 1, None);
     }

@@ -1,4 +1,4 @@
-//! The commands of vLLM's guides as they are, each on the host that the guide names.
+//! Tests of the commands of vLLM's guides, unchanged, each on the host that the guide names.
 
 use std::path::{Path, PathBuf};
 
@@ -10,14 +10,14 @@ use crate::serve::hosts::{Host, Hosts};
 use crate::serve::server::model;
 use crate::this_test;
 
-/// Commands and rules, by their ids.
+/// The commands and rules, by their ids.
 const GUIDES: &str = include_str!("guides.json");
 /// The page that names a test for each of them.
 const PAGE: &str = include_str!("../../../../docs/vllm-parity.md");
-/// What commands that leave the model open are run with.
+/// The model for commands that do not name one.
 const MODEL: &str = "Qwen/Qwen3-0.6B";
 
-/// A command's arguments, `kvx`'s own first, and its variables.
+/// Returns a command's arguments, beginning with `kvx`'s own, and its variables.
 fn command(id: &str) -> (Vec<String>, Vec<(String, String)>) {
     let guides: Value = serde_json::from_str(GUIDES).unwrap();
     let command = guides["commands"].as_array().unwrap().iter().find(|command| command["id"] == id);
@@ -38,15 +38,15 @@ fn run(host: &mut Host, id: &str, cache: &Path) {
     host.run(host.kvx(&arguments, &variables, cache));
 }
 
-/// The single server that answers are compared with.
+/// Starts the single server that answers are compared with.
 fn run_single(host: &mut Host, cache: &Path) {
     let arguments = ["serve", MODEL, "--port", "8300", "--host", "127.0.0.1"].map(str::to_owned);
     host.run(host.kvx(&arguments, &[], cache));
 }
 
-/// A Hugging Face cache that has a small model under the guides' names.
+/// Creates a Hugging Face cache that has a small model under the guides' names.
 fn cache(name: &str) -> PathBuf {
-    // Of a size that eight ranks can share.
+    // The size allows eight ranks to share the model.
     let model =
         model(&["--arch", "qwen3", "--heads", "8", "--kv-heads", "8", "--max-positions", "2048"]);
     let cache =
@@ -133,7 +133,7 @@ fn four_hosts(guide: &str) {
     assert_eq!(moved, 4.0 * 8.0, "each rank loads its heads of each prompt");
 }
 
-/// A part of the whole run: five hosts, and servers of eight ranks.
+/// Returns trials of the whole run only: five hosts, and servers of eight ranks.
 pub(crate) fn trials() -> impl Iterator<Item = Trial> {
     let of_guides = [
         ("the_older_guides_commands_for_four_hosts_work_as_they_are", "nixl-old"),
@@ -146,9 +146,10 @@ pub(crate) fn trials() -> impl Iterator<Item = Trial> {
     wanted.map(|(name, guide)| trial(format!("serve::guides::{name}"), move || four_hosts(guide)))
 }
 
-/// A prefill of one command and a decode of another, each on a host of its own as the guide's rule
-/// for hosts has it, and the proxy on a third: the tokens of one server, moved by this backend if
-/// one is named. Both servers get the arguments `more`, and the decode has these variables.
+/// Runs a prefill of one command and a decode of another, each on its own host as the guide's rule
+/// for hosts requires, and the proxy on a third. Checks that the tokens equal those of a single
+/// server, and were transferred by `backend` if one is named. Both servers get the arguments
+/// `more`, and the decode has these variables.
 fn pair(
     name: &str,
     [prefill, decode]: [&str; 2],
@@ -198,7 +199,7 @@ fn pair(
     }
     let moved = |name, label| hosts.each[1].metric(ports[1], name, label);
     assert_eq!(moved("vllm:nixl_bytes_transferred_count", ""), PROMPTS.len() as f64);
-    // Beside each load its generations are read.
+    // Each load also reads its generation counters.
     assert_eq!(moved("kvx_transfers_total", backend), 2.0 * PROMPTS.len() as f64);
 }
 
@@ -207,7 +208,7 @@ fn the_backend_that_the_guide_names_moves_the_blocks_however_it_is_written() {
     if let Err(why) = kvx::registry().require("LIBFABRIC", &kvx::Options::new()) {
         return skip(&this_test(), &why.to_string(), "cargo xtask test --install");
     }
-    // There is no card for it here: it would stay on loopback.
+    // There is no RDMA card here: without a domain, it would stay on loopback.
     let card = ["--kv-transfer-config.kv_connector_extra_config.libfabric.domain", "eth0"];
     pair("nixl.backend", ["nixl.backend.json", "nixl.backend.dotted"], &[], &card, "LIBFABRIC");
 }
@@ -218,8 +219,8 @@ fn the_guides_permuting_decode_works_as_it_is() {
     pair("nixl.permute", ["nixl.same-host.prefill", "nixl.permute"], &layout, &[], "");
 }
 
-/// Mooncake's commands, each on a separate host; both servers get the arguments `more`. The guide
-/// names no address: each command gets its host's, as on several hosts of any guide.
+/// Runs Mooncake's commands, each on a separate host; both servers get the arguments `more`. The
+/// guide names no address: each command gets its host's, as with several hosts in any guide.
 fn mooncakes_commands(name: &str, more: &[&str]) {
     let Some(mut hosts) = Hosts::for_this_test(3) else { return };
     let cache = cache(name);
@@ -261,7 +262,7 @@ fn mooncakes_commands_work_as_they_are_and_the_prefill_writes() {
     mooncakes_commands("mooncake", &[]);
 }
 
-/// The proxy asks for no bootstrap server: the prefill's answer says where it listens.
+/// The proxy queries no bootstrap server: the prefill's answer contains its address.
 #[test]
 fn mooncakes_commands_work_by_the_protocol_before_0_16_too() {
     let older = ["--kv-transfer-config.kv_connector_extra_config.kv_compat", "0.11"];
@@ -273,12 +274,12 @@ fn mooncakes_commands_work_by_the_protocol_before_0_16_too() {
 fn exists(test: &str) -> bool {
     let Some((file, function)) = test.rsplit_once("::") else { return false };
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kvx-vllm").join(file);
-    // Without white space: rustfmt may break a list between any two names.
+    // Ignore white space: rustfmt may break a list between any two names.
     let read = |file: &Path| std::fs::read_to_string(file).unwrap_or_default();
     let joined = |source: &str| source.split_whitespace().collect::<String>();
     let source = read(&file);
     let (names, suite) = (joined(&source), joined(&read(&file.with_file_name("mod.rs"))));
-    // Suites without `#[test]` list their tests, here or in the module of the suite.
+    // Suites without `#[test]` list their tests, in this file or in the module of the suite.
     if names.contains(&format!("(\"{function}\",")) {
         return true;
     }
@@ -313,9 +314,9 @@ fn the_page_names_a_test_for_each_command_and_rule() {
     }
     let suite = "../kvx-cli/tests/it/proxy/recipes.rs";
     for listed in [
-        "pull_is_prefill_then_decode",                       // behind the colon
+        "pull_is_prefill_then_decode",                       // after the colon
         "a_later_turn_loads_what_the_decode_instance_holds", // alone on its line
-        "what_a_client_says_of_hosts_is_dropped",            // the last one
+        "hosts_that_a_client_names_are_dropped",             // the last one
     ] {
         assert!(exists(&format!("{suite}::{listed}")), "{listed}");
     }

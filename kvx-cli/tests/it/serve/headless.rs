@@ -1,4 +1,4 @@
-//! Ranks of data parallelism on a second host, behind the one server that clients and the proxy
+//! Tests of data parallel ranks on a second host, behind the one server that clients and the proxy
 //! know.
 
 use std::time::Instant;
@@ -10,11 +10,11 @@ use crate::serve::hosts::{Host, Hosts};
 use crate::serve::server::{LIMIT, greedy, model, prompt};
 
 const HEAD: &str = "http://10.77.0.1:8000";
-/// A client chooses the second rank by it.
+/// The header with which a client chooses the second rank.
 const SECOND: &str = "x-data-parallel-rank: 1";
 const COMPLETIONS: &str = "/v1/completions";
 
-/// `kvx` with these words at the host of this number; its blocks are reached at its own address.
+/// Runs `kvx` with these arguments on a host; peers reach its blocks at the host's address.
 fn run(hosts: &mut Hosts, number: usize, words: &str, more: &[&str]) {
     let arguments: Vec<String> =
         words.split(' ').chain(more.iter().copied()).map(str::to_owned).collect();
@@ -29,18 +29,18 @@ fn tokens(host: &Host, url: &str, body: &Value) -> Value {
     answer["choices"][0]["token_ids"].clone()
 }
 
-/// What the second rank answers.
+/// Returns the second rank's answer.
 fn second_rank(host: &Host, body: &Value) -> (u16, String) {
     host.ask(&format!("{HEAD}{COMPLETIONS}"), Some(body), Some(SECOND))
 }
 
-/// Answered requests of a rank, as the head tells them.
+/// Returns the number of answered requests of a rank, as the head reports them.
 fn answered(host: &Host, rank: usize) -> f64 {
     host.metric(8000, "vllm:request_success_total", &format!("engine=\"{rank}\""))
 }
 
-/// A head with a rank, a second host with another, and a third host with the decode, the proxy and
-/// a single server.
+/// A fleet: a head with a rank, a second host with another rank, and a third host with the decode,
+/// the proxy and a single server.
 struct Fleet {
     hosts: Hosts,
     folder: String,
@@ -48,15 +48,15 @@ struct Fleet {
 }
 
 impl Fleet {
-    /// Starts the fleet; `prefill` is the proxy's argument for the head. Fails unless the proxy
-    /// answers as the single server does, and both ranks have prefilled for it.
+    /// Starts the fleet; `prefill` is the proxy's argument for the head. Fails unless the proxy's
+    /// answers equal the single server's, and both ranks have prefilled for it.
     fn start(kv_connector: &str, prefill: &str) -> Option<Fleet> {
         let transfer = json!({"kv_connector": kv_connector, "kv_role": "kv_both", "kv_load_failure_policy": "fail",
                               "kv_connector_extra_config": {"backends": ["TCP"]}});
         let folder = model(&["--arch", "llama"]).to_str().unwrap().to_owned();
         let mut fleet =
             Fleet { hosts: Hosts::for_this_test(3)?, folder, transfer: transfer.to_string() };
-        // The host is there first: it looks for its head.
+        // Start the second host first: it waits for its head.
         fleet.start_second();
         fleet.serve(1, "-dp 2 -dpl 1 -dpa 10.77.0.1");
         fleet.serve(3, "--port 8200");
@@ -75,7 +75,7 @@ impl Fleet {
             host.wait(&format!("http://{url}/health"));
         }
         decode.wait("http://localhost:8192/ready");
-        // The proxy knows the head alone; blocks come from either host.
+        // The proxy knows only the head; blocks arrive from either host.
         for at in 0..4 {
             let body = greedy(&prompt(at, 30 + 5 * at), 8);
             let answer = tokens(decode, "http://localhost:8192", &body);
@@ -101,7 +101,7 @@ fn ranks_on_a_second_host_answer_behind_the_head() {
     let [head, second, decode] = &mut fleet.hosts.each[..] else { unreachable!("three hosts") };
     assert_eq!(decode.metric(8200, "vllm:nixl_bytes_transferred_count", ""), 4.0);
 
-    // A chosen rank, streamed; and a request that it refuses in its own words.
+    // A stream from a chosen rank, and a request that the rank rejects with its own message.
     let body = greedy(&prompt(7, 40), 8);
     let right = tokens(decode, "http://localhost:8300", &body);
     assert_eq!(decode.streamed(&format!("{HEAD}{COMPLETIONS}"), &body, SECOND), right);
@@ -109,7 +109,7 @@ fn ranks_on_a_second_host_answer_behind_the_head() {
     assert_eq!(wrong.0, 400, "{wrong:?}");
     assert_eq!([0, 1].map(|rank| answered(head, rank)), [2.0, 3.0]);
 
-    // A lost host: its rank says so, and the others serve whoever names none.
+    // A lost host: requests to its rank fail, and the other ranks serve requests without a rank.
     second.stop();
     let until = Instant::now() + LIMIT;
     let gone = loop {
@@ -123,7 +123,7 @@ fn ranks_on_a_second_host_answer_behind_the_head() {
         assert_eq!(tokens(decode, HEAD, &body), right);
     }
 
-    // Started again it joins again.
+    // After a restart it joins again.
     fleet.start_second();
     let [_, _, decode] = &fleet.hosts.each[..] else { unreachable!("three hosts") };
     let until = Instant::now() + LIMIT;
@@ -148,7 +148,7 @@ fn ranks_on_a_second_host_register_at_the_heads_bootstrap_server() {
 }
 
 #[test]
-fn a_host_of_another_model_is_refused_in_words() {
+fn a_host_with_another_model_is_rejected_with_a_reason() {
     let Some(mut hosts) = Hosts::for_this_test(2) else { return };
     let folder = model(&["--arch", "llama"]);
     let folder = folder.to_str().unwrap();

@@ -1,4 +1,4 @@
-//! Hosts with ports and addresses of their own: network namespaces, on one switch if there are
+//! Hosts with their own ports and addresses: network namespaces, connected by a switch if there are
 //! several.
 
 use std::fs::File;
@@ -14,16 +14,16 @@ use serde_json::Value;
 use crate::serve::server::{LIMIT, sum};
 use crate::this_test;
 
-/// A host of its own. What runs there is killed when it is dropped.
+/// A host. Dropping it kills the processes that run there.
 pub(crate) struct Host {
     network: kvx_testkit::Host,
     secret: Option<&'static Path>,
     running: Vec<Child>,
-    /// What each of those says.
+    /// The logs of its processes.
     logs: Vec<PathBuf>,
 }
 
-/// The file of the secret that hosts have in common where they are several.
+/// Returns the file of the secret that several hosts share.
 pub(crate) fn secret() -> &'static Path {
     static MADE: OnceLock<PathBuf> = OnceLock::new();
     MADE.get_or_init(|| {
@@ -35,14 +35,14 @@ pub(crate) fn secret() -> &'static Path {
     })
 }
 
-/// Hosts that reach each other, and what they are plugged into.
+/// Hosts that reach each other, and their switch.
 pub(crate) struct Hosts {
     pub(crate) each: Vec<Host>,
     _switch: kvx_testkit::Hosts,
 }
 
 impl Hosts {
-    /// So many; none, and the test that asks is skipped, where there are none.
+    /// Creates `count` hosts. Skips the test and returns `None` if namespaces are not available.
     pub(crate) fn for_this_test(count: usize) -> Option<Hosts> {
         let mut hosts = kvx_testkit::Hosts::for_test(&this_test(), count).expect("hosts")?;
         let secret = (count > 1).then(secret);
@@ -53,14 +53,14 @@ impl Hosts {
         Some(Hosts { each, _switch: hosts })
     }
 
-    /// Of the host of this number, counted from 1.
+    /// Returns the address of a host, numbered from 1.
     pub(crate) fn address(number: usize) -> String {
         kvx_testkit::Hosts::address(number)
     }
 }
 
 impl Host {
-    /// `kvx` there.
+    /// Runs `kvx` on the host.
     pub(crate) fn kvx(
         &self,
         arguments: &[String],
@@ -74,7 +74,7 @@ impl Host {
         command
     }
 
-    /// Runs this until the end of the test.
+    /// Runs a command until the end of the test.
     pub(crate) fn run(&mut self, mut command: Command) {
         static LOGS: AtomicU32 = AtomicU32::new(0);
         let number = LOGS.fetch_add(1, Ordering::Relaxed);
@@ -89,14 +89,14 @@ impl Host {
         self.running.push(command.stdout(Stdio::null()).spawn().expect("kvx starts"));
     }
 
-    /// A JSON answer, or a text; none if there is no answer of success.
+    /// Returns a JSON answer or a text, or `None` without a successful answer.
     pub(crate) fn curl(&self, url: &str, body: Option<&Value>) -> Option<Value> {
         let (status, text) = self.ask(url, body, None);
         (status == 200).then(|| serde_json::from_str(&text).unwrap_or(Value::String(text)))
     }
 
-    /// Status and words of an answer; 0 if there is none. `header`: of the request, beside the
-    /// usual ones.
+    /// Returns the status and the text of an answer; the status is 0 if there is none. `header` is
+    /// sent in addition to the usual ones.
     pub(crate) fn ask(
         &self,
         url: &str,
@@ -116,7 +116,7 @@ impl Host {
         (status.parse().unwrap_or_default(), text.to_owned())
     }
 
-    /// The tokens of a streamed answer.
+    /// Returns the tokens of a streamed answer.
     pub(crate) fn streamed(&self, url: &str, body: &Value, header: &str) -> Value {
         let mut body = body.clone();
         body["stream"] = true.into();
@@ -131,7 +131,7 @@ impl Host {
             .collect()
     }
 
-    /// Ends what runs there.
+    /// Ends the host's processes.
     pub(crate) fn stop(&mut self) {
         for mut child in self.running.drain(..) {
             let _ = child.kill();
@@ -144,7 +144,7 @@ impl Host {
         while self.curl(url, None).is_none() {
             assert!(
                 Instant::now() < until,
-                "{url} does not answer; its host says\n{}",
+                "{url} does not answer; the logs of its host:\n{}",
                 self.said()
             );
             std::thread::sleep(Duration::from_millis(50));
@@ -155,7 +155,7 @@ impl Host {
         self.logs.iter().filter_map(|log| std::fs::read_to_string(log).ok()).collect()
     }
 
-    /// The sum of a metric of the server at this port, over labels that contain `label`.
+    /// Returns the sum of a metric of the server at this port, over labels that contain `label`.
     pub(crate) fn metric(&self, port: u16, name: &str, label: &str) -> f64 {
         let text = self.curl(&format!("http://localhost:{port}/metrics"), None).expect("metrics");
         sum(text.as_str().expect("they are text"), name, label)

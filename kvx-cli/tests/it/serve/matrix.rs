@@ -1,4 +1,5 @@
-//! Prefill and decode that differ, over each backend: the tokens are those of one server.
+//! Tests of prefills and decodes that differ, over each backend: the tokens equal those of a single
+//! server.
 
 use std::path::Path;
 
@@ -37,8 +38,8 @@ impl Side<'_> {
     }
 }
 
-/// Lengths around the borders of blocks of 16 and 64 tokens, two that begin alike, and one beyond
-/// several steps.
+/// Returns prompts with lengths around the boundaries of blocks of 16 and 64 tokens, two that begin
+/// alike, and one beyond several steps.
 fn prompts() -> Vec<Value> {
     let of = |seed: u64, len: u64| {
         json!((0..len).map(|at| 32 + (seed * 31 + at * 17) % 90).collect::<Vec<_>>())
@@ -51,7 +52,7 @@ fn prompts() -> Vec<Value> {
 const LLAMA: &[&str] = &["--arch", "llama", "--kv-heads", "4"];
 const QWEN: &[&str] = &["--arch", "qwen3", "--dtype", "bfloat16", "--kv-heads", "4"];
 
-/// In float32 and in bfloat16, over one backend in the usual run and over each in the whole one.
+/// Tests float32 and bfloat16, over one backend in the usual run and over each in the whole one.
 fn tokens_are_those_of_one_server(name: &str, usual: &str, prefill: Side<'_>, decode: Side<'_>) {
     for shape in [LLAMA, QWEN] {
         let model = model(shape);
@@ -68,19 +69,19 @@ fn tokens_are_those_of_one_server(name: &str, usual: &str, prefill: Side<'_>, de
                 let len = prompt.as_array().unwrap().len();
                 let answer = apart(&prefill, &decode, prompt, 10);
                 assert_same(&answer, right, format_args!("{name}: {len} tokens"));
-                // Nothing of the prompt was computed at the decode, but for the last token.
+                // The decode computed no part of the prompt, except for the last token.
                 assert_eq!(
                     answer["usage"]["prompt_tokens_details"]["cached_tokens"], len,
                     "{answer}"
                 );
             }
-            // Two of them begin alike: the prefill has what the second begins with.
+            // Two prompts begin alike: the prefill has the beginning of the second in its cache.
             assert!(prefill.metric("vllm:prefix_cache_hits_total") >= 64.0, "{name}");
-            // A second time the decode has the prompt in its own cache.
+            // The second time, the decode has the prompt in its own cache.
             let (right, prompt) = &right[9];
             let answer = apart(&prefill, &decode, prompt, 10);
             assert_same(&answer, right, format_args!("{name}: a second time"));
-            // A beginning that the decode has computed itself, and more that it loads.
+            // A prefix that the decode has computed itself, followed by blocks that it loads.
             let all: Vec<u64> = (0..150).map(|at| 40 + at * 11 % 70).collect();
             decode.tokens(&json!(all[..90]), 3, None);
             let answer = apart(&prefill, &decode, &json!(all), 10);
@@ -139,7 +140,8 @@ fn heads_first_into_larger_blocks_with_tokens_first() {
     tokens_are_those_of_one_server(name, "TCP", Side::default(), decode);
 }
 
-/// The pool is host memory: as in a vLLM on the CPU, it is the host buffer, and nothing is copied.
+/// The pool is host memory: as in a vLLM on the CPU, it is also the host buffer, and no copy is
+/// made.
 #[test]
 fn host_buffers() {
     let side = Side { fields: Some(("kv_buffer_device", "cpu")), ..Side::default() };
@@ -166,9 +168,9 @@ fn more_ranks_at_the_prefill() {
     tokens_are_those_of_one_server("more_ranks_at_the_prefill", "TCP", ranks, two);
 }
 
-/// Blocks of the prefill that are whole do not fit into smaller ones, as in vLLM.
+/// Whole blocks of the prefill do not fit into smaller ones, as in vLLM.
 #[test]
-fn smaller_blocks_at_the_decode_are_refused_or_computed() {
+fn smaller_blocks_at_the_decode_are_rejected_or_computed() {
     let model = model(LLAMA);
     let prefill = Server::with_peers(&model, "TCP", "fail", BLOCKS_OF_64);
     let prompt = json!((0..100).map(|at| 40 + at % 50).collect::<Vec<_>>());

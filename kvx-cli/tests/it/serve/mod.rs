@@ -1,4 +1,4 @@
-//! `kvx serve` as its clients and operators meet it.
+//! Tests of `kvx serve` from the view of its clients and operators.
 
 mod backends;
 mod clients;
@@ -26,8 +26,7 @@ pub(crate) fn ids(answer: &Value) -> Vec<u64> {
     ids.iter().map(|id| id.as_u64().expect("a token")).collect()
 }
 
-/// Asserts that both answers have the same tokens, and the same bits of all logits that they were
-/// chosen by.
+/// Asserts that both answers have the same tokens, chosen by bitwise equal logits.
 #[track_caller]
 fn assert_same(answer: &Value, right: &Value, what: impl std::fmt::Display) {
     assert_eq!(ids(answer), ids(right), "{what}");
@@ -37,7 +36,7 @@ fn assert_same(answer: &Value, right: &Value, what: impl std::fmt::Display) {
     }
 }
 
-/// The logits of all tokens, at each place of the answer.
+/// Returns the logits of all tokens, at each position of the answer.
 #[track_caller]
 fn logits(answer: &Value) -> Vec<BTreeMap<&str, u64>> {
     let places =
@@ -121,7 +120,7 @@ fn a_chat_uses_the_models_template_and_seeds_repeat() {
 }
 
 #[test]
-fn several_answers_logprobs_echo_and_stops_are_as_asked() {
+fn several_answers_logprobs_echo_and_stops_are_as_requested() {
     let server = Server::start(&model(&["--arch", "llama"]), ServerArgs::default());
     let ask = |more: Value| {
         let mut body =
@@ -141,7 +140,7 @@ fn several_answers_logprobs_echo_and_stops_are_as_asked() {
     assert_eq!(logprobs["tokens"].as_array().unwrap()[..3], [json!("a"), json!("b"), json!("c")]);
     assert!(logprobs["token_logprobs"][0].is_null() && logprobs["token_logprobs"][1].is_f64());
     assert_eq!(ask(json!({"echo": true, "max_tokens": 0}))["choices"][0]["text"], "abc");
-    // One token of the answer as a stop ends it there.
+    // One token of the answer, where a stop ends it.
     let plain = ask(json!({"return_token_ids": true}));
     let stop = ids(&plain)[3];
     let at = ids(&plain).iter().position(|id| *id == stop).unwrap();
@@ -153,7 +152,7 @@ fn several_answers_logprobs_echo_and_stops_are_as_asked() {
 }
 
 #[test]
-fn an_echo_counts_among_what_is_told() {
+fn an_echo_counts_towards_the_size_limit_of_answers() {
     let told = ServerArgs {
         arguments: &["--max-model-len", "256", "--max-logprobs", "20"],
         ..ServerArgs::default()
@@ -173,7 +172,7 @@ fn an_echo_counts_among_what_is_told() {
 }
 
 #[test]
-fn what_is_wrong_is_said_as_vllm_says_it() {
+fn errors_have_vllms_messages() {
     let server = Server::start(
         &model(&["--arch", "llama"]),
         ServerArgs { arguments: &["--max-model-len", "64"], ..ServerArgs::default() },
@@ -234,11 +233,11 @@ fn what_is_wrong_is_said_as_vllm_says_it() {
         assert_eq!((status, &answer["error"]["param"]), (400, &json!(field)), "{answer}");
         assert!(answer["error"]["message"].as_str().unwrap().contains("leave it out"), "{answer}");
     }
-    // What asks for nothing is no reason to refuse.
+    // Parameters without effect are accepted.
     let idle = json!({"messages": messages, "max_tokens": 1, "tool_choice": "none", "function_call": "none", "priority": 0,
                       "documents": [], "chat_template": null, "echo": false});
     assert_eq!(server.post("/v1/chat/completions", &idle).0, 200);
-    // Twice as long as the model takes can still be counted; beyond all sense it is not read.
+    // A prompt of twice the model's length can still be counted; a far longer one is not read.
     let (status, counted) = server.post("/tokenize", &json!({"prompt": "a".repeat(128)}));
     assert_eq!((status, &counted["count"]), (200, &json!(128)));
     for (path, body) in [
@@ -259,7 +258,7 @@ fn what_is_wrong_is_said_as_vllm_says_it() {
         (&row["id"], &row["max_model_len"], &row["parent"]),
         (&json!("m"), &json!(64), &Value::Null)
     );
-    // As vLLM has it: what the model was started as, and one permission.
+    // As in vLLM: the name that the model was started with, and one permission.
     assert_eq!(row["root"], model(&["--arch", "llama"]).to_str().unwrap());
     assert_eq!(row["permission"][0]["object"], "model_permission");
 }

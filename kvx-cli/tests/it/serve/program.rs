@@ -1,4 +1,4 @@
-//! How the program begins and ends.
+//! Tests of the program's start and end.
 
 use std::io::Read as _;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::serve::server::{LIMIT, Server, ServerArgs, completion, model, prompt}
 use crate::serve::transfers::{apart, published};
 
 #[test]
-fn what_keeps_it_from_serving_is_said_with_what_to_do() {
+fn startup_errors_say_what_to_do() {
     let here = model(&["--arch", "llama"]);
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
@@ -20,7 +20,7 @@ fn what_keeps_it_from_serving_is_said_with_what_to_do() {
         (&here, vec!["--port", &port], "take another --port"),
         (&empty.to_path_buf(), vec![], "config.json"),
         (&"Qwen/Qwen3-0.6B-is-not-here".into(), vec![], "hf download Qwen/Qwen3-0.6B-is-not-here"),
-        // Before anything is read.
+        // Reported before any file is read.
         (
             &empty.to_path_buf(),
             vec!["--block-size", "24", "--kernel-block-size", "16"],
@@ -50,7 +50,7 @@ fn flags_without_effect_are_reported() {
     let arguments = ["--gpu-memory-utilization", "0.8", "--enforce-eager", "--max-num-seqs", "1"];
     let told = ServerArgs { arguments: &arguments, variables: &[("CUDA_VISIBLE_DEVICES", "0")] };
     let server = Server::start(&model(&["--arch", "llama"]), told);
-    // One request at a time, and both are answered.
+    // One request runs at a time, and both are answered.
     let body =
         json!({"prompt": ["a", "b"], "max_tokens": 1500, "temperature": 0, "ignore_eos": true});
     let both = std::thread::scope(|scope| {
@@ -71,9 +71,9 @@ fn flags_without_effect_are_reported() {
     }
 }
 
-/// As in vLLM: whoever names the model otherwise is not known to have the same.
+/// As in vLLM: a peer that names the model differently does not count as having the same model.
 #[test]
-fn peers_have_to_name_the_model_in_the_same_words() {
+fn peers_must_use_the_same_name_for_the_model() {
     let model = model(&["--arch", "llama"]);
     let link = model.with_extension("link");
     let _ = std::fs::remove_file(&link);
@@ -110,7 +110,7 @@ fn an_interrupted_server_ends_what_it_has_begun() {
 }
 
 #[test]
-fn several_engines_tell_what_their_pools_have_together_and_end_when_interrupted() {
+fn several_engines_report_their_total_pool_and_end_when_interrupted() {
     let arguments =
         ["--data-parallel-size", "2", "--num-gpu-blocks-override", "8", "--max-model-len", "64"];
     let server = Server::start(
@@ -128,7 +128,7 @@ fn a_client_that_goes_ends_its_request_and_idle_costs_nothing() {
     let alone = Server::start(&model, ServerArgs::default());
     let body = json!({"prompt": "long", "max_tokens": 4000, "temperature": 0, "ignore_eos": true});
     drop(alone.send("POST", "/v1/completions", Some(&body)));
-    // Two that know each other, and have nothing to do either.
+    // Two connected servers without work.
     let [prefill, decode] = [(); 2].map(|()| Server::with_peers(&model, "TCP", "fail", &[]));
     apart(&prefill, &decode, &prompt(1, 40), 4);
     for server in [&alone, &prefill, &decode] {

@@ -1,4 +1,4 @@
-//! Ranks of a model in processes of their own: they come and go with their server.
+//! Tests of ranks of a model in separate processes, which start and end with their server.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ const RANKS: &[&str] = &["--tensor-parallel-size", "2"];
 
 fn assert_gone(ranks: &[Pid]) {
     let until = Instant::now() + LIMIT;
-    // Whoever adopts them has to wait for them as well.
+    // The process that adopts them must also reap them.
     let is_there = |pid: &Pid| {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()))
             .unwrap_or_default();
@@ -25,7 +25,7 @@ fn assert_gone(ranks: &[Pid]) {
     }
 }
 
-/// Waits until the server says that it cannot serve.
+/// Waits until the server reports that it cannot serve.
 fn assert_unwell(server: &Server) {
     let until = Instant::now() + LIMIT;
     while server.get("/health").0 != 503 {
@@ -63,7 +63,7 @@ fn ranks_are_processes_that_end_with_their_server() {
 }
 
 #[test]
-fn a_rank_that_is_killed_ends_its_engine_in_words() {
+fn a_killed_rank_ends_its_engine_with_a_reason() {
     let server = Server::start(
         &model(&["--arch", "llama"]),
         ServerArgs { arguments: RANKS, ..ServerArgs::default() },
@@ -99,13 +99,13 @@ fn a_killed_rank_of_a_prefill_or_a_decode_costs_its_server_alone() {
         assert_same(&answer, &single.tokens(&prompt, 6, None), from);
     };
     answers(&first, 1);
-    // It does nothing meanwhile, and is missed all the same.
+    // The server is idle at the time, and still notices the loss.
     kill_process(first.ranks()[0], Signal::KILL).unwrap();
     assert_unwell(&first);
     answers(&second, 2);
     prefill.keeps_nothing(Duration::from_secs(8));
     kill_process(prefill.ranks()[0], Signal::KILL).unwrap();
     assert_unwell(&prefill);
-    // What its decode has of it goes on.
+    // The decode continues with the blocks that it has.
     answers(&second, 3);
 }

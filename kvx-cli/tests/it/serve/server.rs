@@ -1,4 +1,4 @@
-//! `kvx serve` as a process, and a client that speaks HTTP by hand.
+//! `kvx serve` as a process, and a client with a minimal HTTP implementation.
 
 use std::collections::HashMap;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -12,13 +12,14 @@ use std::time::{Duration, Instant};
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
-/// Tokens that a model of random weights knows.
+/// The vocabulary size of a model with random weights.
 pub(crate) const VOCABULARY: usize = 259;
 
-/// Nothing takes longer.
+/// The timeout of every operation.
 pub(crate) const LIMIT: Duration = Duration::from_secs(30);
 
-/// A model of random weights that every test may read, made once for each shape.
+/// Returns the folder of a model with random weights that every test may read, created once for
+/// each shape.
 pub(crate) fn model(shape: &[&str]) -> PathBuf {
     static MADE: OnceLock<Mutex<HashMap<String, PathBuf>>> = OnceLock::new();
     let mut made = MADE.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
@@ -41,18 +42,18 @@ pub(crate) fn model(shape: &[&str]) -> PathBuf {
         .clone()
 }
 
-/// So many tokens, others for each `from`.
+/// Returns `count` tokens, which differ for each `from`.
 pub(crate) fn prompt(from: u64, count: u64) -> Value {
     json!((0..count).map(|at| 33 + (from * 31 + at * 7) % 90).collect::<Vec<_>>())
 }
 
-/// Asks for a greedy answer of so many tokens, by their numbers.
+/// Returns a request for a greedy answer of `count` tokens, by their ids.
 pub(crate) fn greedy(prompt: &Value, count: usize) -> Value {
     json!({"model": "m", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": true,
            "return_token_ids": true})
 }
 
-/// The same with the logits of all tokens at each place: what `assert_same` compares.
+/// Returns the same request with the logits of all tokens at each position, for `assert_same`.
 pub(crate) fn completion(prompt: &Value, count: usize) -> Value {
     let mut body = greedy(prompt, count);
     body["logprobs"] = (-1).into();
@@ -60,7 +61,7 @@ pub(crate) fn completion(prompt: &Value, count: usize) -> Value {
     body
 }
 
-/// The sum of a metric over its labels that contain `label`, in what `/metrics` shows.
+/// Returns the sum of a metric over its labels that contain `label`, in the text of `/metrics`.
 pub(crate) fn sum(text: &str, name: &str, label: &str) -> f64 {
     let of_it = text.lines().filter_map(|line| line.strip_prefix(name)?.rsplit_once(' '));
     let of_it = of_it.filter(|(labels, _)| labels.is_empty() || labels.starts_with('{'));
@@ -68,16 +69,16 @@ pub(crate) fn sum(text: &str, name: &str, label: &str) -> f64 {
     of_it.filter_map(|(_, value)| value.parse::<f64>().ok()).sum()
 }
 
-/// A running server. Dropped, it is killed.
+/// A running server, which is killed when this is dropped.
 pub(crate) struct Server {
     child: Child,
     pub(crate) port: u16,
     said: Mutex<Receiver<String>>,
-    /// What of that was heard before it listened.
+    /// The lines that were read before it listened.
     heard: Vec<String>,
 }
 
-/// What `kvx serve` is told beside the model and the port.
+/// The arguments of `kvx serve`, except for the model and the port.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct ServerArgs<'a> {
     pub(crate) arguments: &'a [&'a str],
@@ -89,7 +90,7 @@ impl Server {
         Server::try_start(model, told).listening()
     }
 
-    /// `kvx proxy` in front of these.
+    /// Starts `kvx proxy` in front of these servers.
     pub(crate) fn proxy(prefills: &[&Server], decodes: &[&Server], more: &[&str]) -> Server {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
         command.args(["proxy", "--port", "0", "--access-log", "off"]).args(more);
@@ -133,7 +134,7 @@ impl Server {
         self
     }
 
-    /// Starts it and does not wait.
+    /// Starts it without waiting.
     pub(crate) fn try_start(model: &Path, told: ServerArgs<'_>) -> Server {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
         command.arg("serve").arg(model).args([
@@ -160,7 +161,7 @@ impl Server {
             .stderr(Stdio::piped())
             .spawn()
             .expect("kvx starts");
-        // Whatever becomes of the test: no test takes this long.
+        // A limit in any case: no test takes this long.
         kvx_testkit::kill_after(&child, LIMIT * 10);
         let errors = child.stderr.take().expect("it is piped");
         let (says, said) = channel();
@@ -175,7 +176,7 @@ impl Server {
         Server { child, port: 0, said: Mutex::new(said), heard: Vec::new() }
     }
 
-    /// A server that takes part in transfers over these backends.
+    /// Starts a server that takes part in transfers over these backends.
     pub(crate) fn with_peers(model: &Path, backends: &str, policy: &str, more: &[&str]) -> Server {
         let config = json!({"kv_load_failure_policy": policy});
         Server::configured(
@@ -186,7 +187,7 @@ impl Server {
         )
     }
 
-    /// The same with these further fields of `--kv-transfer-config`.
+    /// Starts such a server with these further fields of `--kv-transfer-config`.
     pub(crate) fn configured(
         model: &Path,
         backends: &str,
@@ -220,7 +221,7 @@ impl Server {
         rustix::process::kill_process(pid, signal).expect("the server runs");
     }
 
-    /// The processes of its model's further ranks.
+    /// Returns the processes of its model's further ranks.
     pub(crate) fn ranks(&self) -> Vec<Pid> {
         let us = self.child.id().to_string();
         let of_process = |entry: std::fs::DirEntry| {
@@ -235,12 +236,12 @@ impl Server {
             .flatten()
             .filter_map(of_process)
             .collect();
-        // In the order in which they were started.
+        // In the order of their start.
         ranks.sort_by_key(|pid| pid.as_raw_nonzero());
         ranks
     }
 
-    /// How it has ended, and what it said.
+    /// Waits until it has exited. Returns its exit status and its output.
     pub(crate) fn ended(mut self) -> (ExitStatus, String) {
         let until = Instant::now() + LIMIT;
         loop {
@@ -254,7 +255,7 @@ impl Server {
         }
     }
 
-    /// Its time on a processor.
+    /// Returns its CPU time.
     pub(crate) fn processor_time(&self) -> Duration {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()))
             .expect("the server runs");
@@ -274,7 +275,7 @@ impl Server {
         self.call("GET", path, None)
     }
 
-    /// A request to one of several engines.
+    /// Sends a request to one of several engines.
     pub(crate) fn post_to(&self, engine: usize, path: &str, body: &Value) -> (u16, Value) {
         let header = format!("x-data-parallel-rank: {engine}\r\n");
         let (status, text) = answer(self.send_with(&header, "POST", path, Some(body)));
@@ -285,7 +286,7 @@ impl Server {
         answer(self.send(method, path, body))
     }
 
-    /// Sends a request and leaves the answer in the connection.
+    /// Sends a request, and returns the connection with the unread answer.
     pub(crate) fn send(&self, method: &str, path: &str, body: Option<&Value>) -> TcpStream {
         self.send_with("", method, path, body)
     }
@@ -303,7 +304,7 @@ impl Server {
         stream
     }
 
-    /// The events of a streamed answer.
+    /// Returns the events of a streamed answer.
     pub(crate) fn events(&self, path: &str, body: &Value) -> Vec<Value> {
         let (status, text) = self.call("POST", path, Some(body));
         assert_eq!(status, 200, "{text}");
@@ -315,12 +316,12 @@ impl Server {
         events.map(|event| serde_json::from_str(event).expect("events are JSON")).collect()
     }
 
-    /// The sum of a metric over its labels.
+    /// Returns the sum of a metric over its labels.
     pub(crate) fn metric(&self, name: &str) -> f64 {
         self.metric_of(name, "")
     }
 
-    /// The same over labels that contain `label`.
+    /// Returns the sum of a metric over labels that contain `label`.
     pub(crate) fn metric_of(&self, name: &str, label: &str) -> f64 {
         sum(&self.get("/metrics").1, name, label)
     }
@@ -330,7 +331,7 @@ impl Server {
         self.until("kvx_blocks_kept", within, |kept| kept == 0.0);
     }
 
-    /// Waits until a metric is as it should be.
+    /// Waits until a metric has a fitting value.
     pub(crate) fn until(&self, metric: &str, within: Duration, fits: impl Fn(f64) -> bool) {
         let until = Instant::now() + within;
         while !fits(self.metric(metric)) {
@@ -339,7 +340,7 @@ impl Server {
         }
     }
 
-    /// A greedy answer, with its tokens and the logits of all at each place.
+    /// Returns a greedy answer, with its tokens and the logits of all tokens at each position.
     pub(crate) fn tokens(&self, prompt: &Value, count: usize, params: Option<&Value>) -> Value {
         let mut body = completion(prompt, count);
         if let Some(params) = params {
@@ -358,7 +359,7 @@ impl Drop for Server {
     }
 }
 
-/// Reads an answer to its end: its status and its body.
+/// Reads an answer to its end, and returns its status and its body.
 fn answer(mut stream: TcpStream) -> (u16, String) {
     let mut text = Vec::new();
     stream.read_to_end(&mut text).expect("an answer in time");

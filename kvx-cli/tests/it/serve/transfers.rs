@@ -1,4 +1,5 @@
-//! Prefill and decode apart: the tokens of one server, and what happens when the prefill is gone.
+//! Tests of prefill and decode on separate servers: the tokens equal those of a single server, and
+//! the prefill may be lost.
 
 use kvx_testkit::test;
 use serde_json::{Value, json};
@@ -7,13 +8,13 @@ use crate::serve::backends::backends;
 use crate::serve::server::{LIMIT, Server, ServerArgs, model};
 use crate::serve::{assert_same, ids};
 
-/// Asks a prefill, then a decode, as a proxy does.
+/// Sends a request to a prefill, then to a decode, as a proxy does.
 pub(crate) fn apart(prefill: &Server, decode: &Server, prompt: &Value, count: usize) -> Value {
     let params = published(prefill, prompt);
     decode.tokens(prompt, count, Some(&params))
 }
 
-/// What a prefill says to the decode.
+/// Returns the parameters that a prefill publishes for the decode.
 pub(crate) fn published(prefill: &Server, prompt: &Value) -> Value {
     let answer = prefill.tokens(
         prompt,
@@ -28,14 +29,14 @@ pub(crate) fn published(prefill: &Server, prompt: &Value) -> Value {
     params
 }
 
-/// A hundred prompts, of up to eight blocks.
+/// Returns a hundred prompts of up to eight blocks.
 fn many() -> Vec<Value> {
     let tokens =
         |at: u64| (0..1 + at * 7 % 120).map(|token| 33 + (at + token * 3) % 80).collect::<Vec<_>>();
     (0..100).map(|at| json!(tokens(at))).collect()
 }
 
-/// Over one backend in the usual run, over each in the whole one.
+/// Runs over one backend in the usual run, and over each in the whole one.
 #[test]
 fn many_requests_at_once_are_all_right_and_no_block_stays() {
     let model = model(&["--arch", "llama"]);

@@ -310,7 +310,7 @@ fn in_words(arguments: &Arguments, looked: &Probe, verdict: &ProbeVerdict) -> St
     let mut text = String::new();
     let mut line = |name: &str, value: String| text.push_str(&format!("{name:<22}{value}\n"));
     line("side channel", format!("{} answers in {:?}", arguments.address, looked.round_trip));
-    line("speaks", speaks(looked).to_owned());
+    line("protocol", speaks(looked).to_owned());
     line("compatibility hash", looked.hash.to_string());
     if let Some(metadata) = told(looked) {
         line("engine id", metadata.engine_id.clone());

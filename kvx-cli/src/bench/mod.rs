@@ -7,7 +7,7 @@
 //! compares the bytes that arrived.
 //!
 //! Layers, each of which imports only from those before it:
-//! 1. `points`, `pools`, `rounds`, `cpu`, `deadlines`, `progress`: the points, their memory, and the timing;
+//! 1. `points`, `pools`, `rounds`, `cpu`, `deadlines`, `progress`: points, memory and timing;
 //! 2. `bare`, `driver`, `sealed`, `access`, `content`: moves without kvx, and their bytes;
 //! 3. `target`, `initiator`, `device_limits`, `limits`, `session`: both processes and the limits;
 //! 4. `figures`, `arguments`, `companion`, `measure`: a point and its figures;

@@ -63,7 +63,7 @@ impl Fault {
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Fault::Refused(why) => write!(f, "no connection: {why}"),
+            Fault::Refused(why) => write!(f, "could not be reached: {why}"),
             Fault::Unreached(why) => write!(f, "accepted no connection in time: {why}"),
             Fault::Busy(response) | Fault::Status(response) => {
                 write!(f, "answered with status {}", response.status().as_u16())

@@ -1,4 +1,74 @@
-#![doc = include_str!("../README.md")]
+//! kvx moves KV cache between LLM inference servers.
+//!
+//! A prefill server computes the keys and values of a prompt. A decode server reads them directly
+//! from the prefill server's memory, block by block, and generates the answer. kvx is the part
+//! between them: over UCX, libfabric, Mooncake or NIXL where they are installed, and over its own
+//! shared memory and TCP where nothing is.
+//!
+//! # Moving blocks
+//!
+//! An [`Agent`] owns connections and registered memory. [`Agent::register`] makes a [`Region`] that
+//! peers may access, and [`Agent::metadata`] describes the agent and its regions to them. The
+//! metadata is an invitation: an agent accepts no peer that does not have it.
+//!
+//! A [`Grid`] divides a region into equal blocks. A [`Plan`] pairs local and remote blocks; it is
+//! validated once and can be posted many times. [`Peer::post`] returns a [`Transfer`], a future that
+//! runs under any async runtime. [`Transfer::wait_blocking`] waits for it without one.
+//!
+//! ```
+//! use std::time::Duration;
+//!
+//! use kvx::{Grid, Memory, Plan, Result};
+//!
+//! fn main() -> Result<()> {
+//!     let prefill = kvx::agent("prefill-0").build()?;
+//!     let decode = kvx::agent("decode-0").build()?;
+//!     let pool = prefill.register("kv", Memory::pool(16 << 20).build()?)?;
+//!     let cache = decode.register("kv", Memory::pool(16 << 20).build()?)?;
+//!     let grid = Grid::packed(64 << 10, 256); // 256 blocks of 64 KiB
+//!     pool.copy_in(200 * (64 << 10), b"the keys and values of block 200")?;
+//!
+//!     let peer = decode.connect(prefill.metadata()?)?; // bytes: send them by any means
+//!     let (ours, theirs) = (cache.grid(grid)?, peer.region("kv")?.grid(grid)?);
+//!     // Block 200 into block 3, and block 17 into block 9.
+//!     let plan = Plan::read(ours.blocks([3, 9]), theirs.blocks([200, 17]))?;
+//!     let report = peer.post(&plan)?.wait_blocking(Duration::from_secs(5))?;
+//!
+//!     let mut got = [0; 32];
+//!     cache.copy_out(3 * (64 << 10), &mut got)?;
+//!     assert_eq!(&got, b"the keys and values of block 200");
+//!     println!("{} bytes over {} in {:?}", report.bytes, report.backend, report.transfer_time);
+//!     Ok(())
+//! }
+//! ```
+//!
+//! # Failures
+//!
+//! Every transfer has a deadline. After it, or when the peer is lost, the transfer *resolves* with
+//! an [`Error`], but a network card may still write to its blocks. The memory is free again once
+//! the transfer is *settled* ([`Transfer::settled`]). Memory whose remote access cannot be proven
+//! to have ended is quarantined: kvx keeps it and never frees it ([`quarantined_bytes`]).
+//! [`ErrorKind`] is what programs branch on; the sentence of an error says what to do next.
+//!
+//! # Engines
+//!
+//! With feature `connector`, the module `connector` makes an inference engine a prefill or decode
+//! instance of a fleet, beside engines of its kind and beside vLLM. Module [`config`] reads vLLM's
+//! `--kv-transfer-config`.
+//!
+//! # Features
+//!
+//! | feature | default | what it adds |
+//! |---|---|---|
+//! | `shm`, `tcp` | yes | the embedded transports, which need nothing at run time |
+//! | `ucx`, `libfabric`, `mooncake`, `rixl` | yes | a native library each, opened at run time |
+//! | `cuda`, `rocm` | no | device memory: modules `cuda` and `rocm` |
+//! | `connector` | no | vLLM's connectors for any engine |
+//! | `proxy` | no | the router of a prefill/decode fleet |
+//!
+//! kvx writes spans and events with [`tracing`](https://docs.rs/tracing) and values with
+//! [`metrics`](https://docs.rs/metrics); [`describe_metrics`] names them.
+
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 use kvx_core::backend::BackendName;
@@ -98,7 +168,10 @@ pub fn registry() -> Registry {
     registry
 }
 
-// Compiles the guide's code blocks as doc tests.
+// The code of these pages is compiled and run like that of every example.
 #[cfg(doctest)]
-#[doc = include_str!("../docs/life-of-a-transfer.md")]
-struct LifeOfATransfer;
+#[doc = include_str!("../README.md")]
+struct Readme;
+#[cfg(doctest)]
+#[doc = include_str!("../docs/library/failures.md")]
+struct FailuresAndDeadlines;

@@ -7,11 +7,10 @@ use kvx_testkit::test;
 
 use crate::examples;
 
-/// The URL that README's links begin with. Rustdoc shows README too, and relative links lead
-/// nowhere there.
-const TREE: &str = "https://github.com/kvx-project/kvx/blob/main/";
-
+/// The most lines of a page.
 const LONGEST_PAGE: usize = 200;
+/// The most bytes of README.
+const LONGEST_README: usize = 6656;
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -57,15 +56,11 @@ fn the_files_that_pages_name_are_there() {
         let links =
             text.split("](").skip(1).filter_map(|rest| rest.split_once(')')).map(|(link, _)| link);
         for link in links.filter(|link| !link.starts_with('#')) {
-            let in_tree = link.strip_prefix(TREE);
-            if in_tree.is_none() && (link.contains("://") || !is_path(link)) {
+            if link.contains("://") || !is_path(link) {
                 continue;
             }
-            let path = in_tree.unwrap_or(link).split('#').next().unwrap_or_default();
-            let file = if in_tree.is_some() { root().join(path) } else { folder.join(path) };
+            let file = folder.join(link.split('#').next().unwrap_or_default());
             assert!(file.exists(), "{}: no file {link}", shown(&page));
-            let in_rustdoc = page == root().join("README.md");
-            assert!(in_tree.is_some() || !in_rustdoc, "README.md: write {TREE}{link}");
         }
     }
     // CONTRIBUTING.md, which maps the repository, names files below the root.
@@ -101,8 +96,14 @@ fn no_page_is_too_long_to_be_read() {
 }
 
 #[test]
-fn every_example_is_run_by_the_tests_and_linked_from_the_readme() {
-    let readme = read(&root().join("README.md"));
+fn the_readme_is_short() {
+    let length = read(&root().join("README.md")).len();
+    assert!(length <= LONGEST_README, "README.md: {length} bytes, of {LONGEST_README}");
+}
+
+#[test]
+fn every_example_is_run_by_the_tests_and_linked_from_the_library_part() {
+    let library: String = pages_of("docs/library").iter().map(|page| read(page)).collect();
     let mut names = Vec::new();
     for path in entries(&root().join("examples"))
         .filter(|path| path.extension().is_some_and(|end| end == "rs"))
@@ -111,8 +112,8 @@ fn every_example_is_run_by_the_tests_and_linked_from_the_readme() {
         let is_run = examples::ALL.iter().any(|example| example.name == name);
         assert!(is_run, "tests/it/examples.rs does not run examples/{name}.rs");
         assert!(
-            readme.contains(&format!("]({TREE}examples/{name}.rs)")),
-            "README.md: no link to {name}"
+            library.contains(&format!("](../../examples/{name}.rs)")),
+            "docs/library: no link to {name}"
         );
         names.push(name);
     }
@@ -121,20 +122,26 @@ fn every_example_is_run_by_the_tests_and_linked_from_the_readme() {
     {
         let name = program.file_name().unwrap().to_str().unwrap();
         assert!(
-            readme.contains(&format!("]({TREE}interop/{name}/")),
-            "README.md: no link to interop/{name}"
+            library.contains(&format!("](../../interop/{name}/")),
+            "docs/library: no link to interop/{name}"
         );
     }
 }
 
+/// Returns the pages in a folder, and in those below it.
+fn pages_of(folder: &str) -> Vec<PathBuf> {
+    let folder = root().join(folder);
+    pages().into_iter().filter(|page| page.starts_with(&folder)).collect()
+}
+
 #[test]
-fn the_readme_leads_to_every_page_of_docs() {
-    let readme = read(&root().join("README.md"));
-    for page in entries(&root().join("docs")) {
-        let name = page.file_name().unwrap().to_str().unwrap();
-        assert!(
-            readme.contains(&format!("]({TREE}docs/{name})")),
-            "README.md: no link to docs/{name}"
-        );
+fn the_summary_leads_to_every_page_of_docs() {
+    let summary = read(&root().join("docs/SUMMARY.md"));
+    let pages = pages_of("docs");
+    for page in pages.iter().filter(|page| !page.ends_with("SUMMARY.md")) {
+        let name = shown(page);
+        let name = name.strip_prefix("docs/").unwrap();
+        assert!(summary.contains(&format!("]({name})")), "docs/SUMMARY.md: no link to {name}");
     }
+    assert!(pages.len() > 20, "{pages:?}");
 }

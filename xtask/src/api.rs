@@ -1,7 +1,7 @@
 //! `cargo xtask api`: lists the names that programs can reach, from rustdoc's JSON, which needs a
 //! nightly toolchain.
 //!
-//! The lists are committed in `docs/api`, so that a pull request shows the names that it adds and
+//! The lists are committed in `docs/project/api`, so that a pull request shows the names that it adds and
 //! removes.
 
 use std::collections::BTreeSet;
@@ -17,7 +17,7 @@ use crate::test::steps;
 use crate::{Result, root};
 
 /// The folder of the lists.
-const LISTS: &str = "docs/api";
+const LISTS: &str = "docs/project/api";
 
 /// A crate whose public names are listed.
 struct Listed {

@@ -56,12 +56,12 @@ pub(crate) enum Request {
         #[arg(long)]
         check: bool,
     },
-    /// Test and measure on this machine's NVIDIA GPU (docs/gpu.md)
+    /// Test and measure on this machine's NVIDIA GPU (docs/library/gpu.md)
     Gpu(GpuOptions),
     /// Run random work for hours while peers are killed, restarted and revoked
-    /// (docs/reliability.md)
+    /// (docs/project/reliability.md)
     Soak(SoakOptions),
-    /// Print tables of how transfers end when something fails (docs/reliability.md); twenty minutes
+    /// Print tables of how transfers end when something fails (docs/project/reliability.md); twenty minutes
     Faults(FaultsOptions),
 }
 
@@ -149,7 +149,7 @@ pub(crate) struct SoakOptions {
 /// The options of `cargo xtask faults`.
 #[derive(Args, Debug, PartialEq)]
 pub(crate) struct FaultsOptions {
-    /// Instead of agents let engines and their ranks fail (docs/reliability-of-loads.md); half an
+    /// Instead of agents let engines and their ranks fail (docs/project/reliability-of-loads.md); half an
     /// hour
     #[arg(value_name = "connector", value_parser = ["connector"], hide_possible_values = true)]
     pub(crate) connector: Option<String>,

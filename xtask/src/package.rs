@@ -32,7 +32,7 @@ pub(crate) fn run() -> Result<bool> {
     let deadline = Deadline::after(LIMIT);
     let everything = Metadata::of_everything()?;
     let mut failures = manifests(&everything);
-    let page = std::fs::read_to_string(root().join("docs/dependencies.md"))?;
+    let page = std::fs::read_to_string(root().join("docs/project/dependencies.md"))?;
     failures.extend(without_a_line(&everything, &page));
     failures.extend(denied(&everything.target_directory, deadline)?);
     if !failures.is_empty() {
@@ -58,7 +58,7 @@ fn manifests(workspace: &Metadata) -> Vec<String> {
     let ours: Vec<_> = published(workspace).collect();
     let mut wrong = Vec::new();
     for package in &ours {
-        for field in ["description", "license", "repository", "documentation", "readme"] {
+        for field in ["description", "license", "readme"] {
             if package.others.get(field).is_none_or(Value::is_null) {
                 wrong.push(format!("{package} has no {field}"));
             }
@@ -97,13 +97,13 @@ fn manifests(workspace: &Metadata) -> Vec<String> {
     wrong
 }
 
-/// Returns the dependencies of published crates that have no line in docs/dependencies.md.
+/// Returns the dependencies of published crates that have no line in docs/project/dependencies.md.
 fn without_a_line(workspace: &Metadata, page: &str) -> Vec<String> {
     let dependencies = published(workspace).flat_map(|package| &package.dependencies);
     let others =
         dependencies.filter(|it| it.path.is_none() && !page.contains(&format!("| {} |", it.name)));
     let names: BTreeSet<_> = others.map(|dependency| &dependency.name).collect();
-    names.iter().map(|name| format!("{name} has no line in docs/dependencies.md")).collect()
+    names.iter().map(|name| format!("{name} has no line in docs/project/dependencies.md")).collect()
 }
 
 /// Checks licences, duplicate versions and sources with cargo-deny; skips itself if that is not
@@ -244,7 +244,10 @@ mod tests {
         }
         assert!(!wrong.contains("tests 0.1.0"), "unpublished crates are not checked:\n{wrong}");
         let page = "| crate | why |\n|---|---|\n| libc | calls |\n";
-        assert_eq!(without_a_line(&metadata, page), ["rare has no line in docs/dependencies.md"]);
+        assert_eq!(
+            without_a_line(&metadata, page),
+            ["rare has no line in docs/project/dependencies.md"]
+        );
     }
 
     #[test]

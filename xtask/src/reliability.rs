@@ -1,6 +1,6 @@
 //! `cargo xtask soak` runs random work for any time. `cargo xtask faults` prints tables of how
 //! transfers end when something fails. Both are about agents or, with `connector`, about engines,
-//! and run the facade's tests (docs/reliability.md).
+//! and run the facade's tests (docs/project/reliability.md).
 
 use std::collections::BTreeSet;
 use std::process::Command;

@@ -125,7 +125,7 @@ def make(folder):
 
 
 def check(wheel):
-    """Follows the instructions of docs/vllm.md for the wheel, in a new environment with NIXL."""
+    """Follows the instructions of docs/operations/vllm.md for the wheel, in a new environment with NIXL."""
     environment = TARGET / "peers/wheel/clean"
     shutil.rmtree(environment, ignore_errors=True)
     run("python3", "-m", "venv", "--without-pip", str(environment))

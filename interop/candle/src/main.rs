@@ -2,7 +2,7 @@
 //! and candle computes with them. Nothing copies data between kvx and candle.
 //!
 //! Only tensors on the CPU: candle allocates those on CUDA devices from the driver's memory pools,
-//! which no fabric library can register (`docs/gpu.md`). Not tried on a device.
+//! which no fabric library can register (`docs/library/gpu.md`). Not tried on a device.
 
 use std::cell::Cell;
 use std::error::Error;

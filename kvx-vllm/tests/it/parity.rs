@@ -1,4 +1,4 @@
-//! Checks docs/vllm-parity.md: every item of the checklist names a test, and every named test
+//! Checks docs/project/vllm-parity.md: every item of the checklist names a test, and every named test
 //! exists.
 
 use std::collections::BTreeSet;
@@ -12,7 +12,7 @@ fn here() -> PathBuf {
 }
 
 fn page() -> String {
-    std::fs::read_to_string(here().join("../docs/vllm-parity.md")).unwrap()
+    std::fs::read_to_string(here().join("../docs/project/vllm-parity.md")).unwrap()
 }
 
 /// Returns the rows that name a test: item, file, function.
@@ -83,7 +83,10 @@ fn every_row_with_the_runtime_names_a_test_or_where_it_is_left() {
 #[test]
 fn every_test_that_the_page_names_exists() {
     let missing = missing(&here(), &page());
-    assert!(missing.is_empty(), "docs/vllm-parity.md names tests that do not exist: {missing:#?}");
+    assert!(
+        missing.is_empty(),
+        "docs/project/vllm-parity.md names tests that do not exist: {missing:#?}"
+    );
 }
 
 #[test]

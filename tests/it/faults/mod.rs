@@ -1,5 +1,5 @@
 //! Tests what happens to transfers when something fails, over each backend. A part of it runs here;
-//! `cargo xtask faults` runs all of it and prints the table of docs/reliability.md.
+//! `cargo xtask faults` runs all of it and prints the table of docs/project/reliability.md.
 
 mod panics;
 

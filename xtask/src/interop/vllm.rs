@@ -63,8 +63,11 @@ pub(super) fn run(options: &Options) -> Result<bool> {
     if options.set_up {
         return Ok(true);
     }
-    let (program, page) =
-        if options.kvx { ("run.py", "docs/vllm.md") } else { ("mixed.py", "docs/mixed-fleet.md") };
+    let (program, page) = if options.kvx {
+        ("run.py", "docs/operations/vllm.md")
+    } else {
+        ("mixed.py", "docs/operations/mixed-fleet.md")
+    };
     let mut run = Command::new(work.join("venv/bin/python"));
     run.arg(script(program)).arg(&work).arg(target.join("release")).arg(root().join(page));
     if !options.kvx {
@@ -91,14 +94,14 @@ mod tests {
 
     #[test]
     fn pages_have_the_command_lines_that_the_scripts_run() {
-        let page = text(&root().join("docs/vllm.md"));
+        let page = text(&root().join("docs/operations/vllm.md"));
         let line = page.lines().find(|line| line.starts_with("vllm serve MODEL ")).unwrap();
         for part in
             ["--kv-transfer-config '", "\"backends\": [\"KVX\"]", "\"kv_role\": \"kv_producer\""]
         {
             assert!(line.contains(part), "{line}");
         }
-        let page = text(&root().join("docs/mixed-fleet.md"));
+        let page = text(&root().join("docs/operations/mixed-fleet.md"));
         for program in ["vllm serve MODEL ", "kvx serve MODEL "] {
             let lines: Vec<_> = page.lines().filter(|line| line.starts_with(program)).collect();
             assert_eq!(lines.len(), 3, "mixed.py takes one of each: {lines:?}");

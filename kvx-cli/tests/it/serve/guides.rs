@@ -13,7 +13,7 @@ use crate::this_test;
 /// The commands and rules, by their ids.
 const GUIDES: &str = include_str!("guides.json");
 /// The page that names a test for each of them.
-const PAGE: &str = include_str!("../../../../docs/vllm-parity.md");
+const PAGE: &str = include_str!("../../../../docs/project/vllm-parity.md");
 /// The model for commands that do not name one.
 const MODEL: &str = "Qwen/Qwen3-0.6B";
 
@@ -307,7 +307,7 @@ fn the_page_names_a_test_for_each_command_and_rule() {
     let ids = ["commands", "rows"].into_iter().flat_map(|kind| guides[kind].as_array().unwrap());
     for id in ids.map(|command| command["id"].as_str().unwrap()) {
         let of_it: Vec<_> = rows.iter().filter(|row| row[0] == id).collect();
-        assert!(!of_it.is_empty(), "docs/vllm-parity.md does not name {id}");
+        assert!(!of_it.is_empty(), "docs/project/vllm-parity.md does not name {id}");
         for row in of_it {
             assert!(row[2] == "left" || exists(row[2]), "{id}: no test {}", row[2]);
         }

@@ -1,7 +1,7 @@
 """Runs real vLLMs and `kvx serve` in one fleet.
 
 `mixed.py WORK BUILT PAGE CASES [PART]...`: WORK contains vLLM's environment, and BUILT the programs
-of cargo. PAGE is docs/mixed-fleet.md, with the command lines to run. CASES is a JSON file with
+of cargo. PAGE is docs/operations/mixed-fleet.md, with the command lines to run. CASES is a JSON file with
 models and block sizes. Prints a table; exits with 1 if a check failed. Ends the processes that it
 has started, by process id."""
 

@@ -1,7 +1,7 @@
 """Runs an unpatched vLLM pair whose NIXL has the backend KVX.
 
 `run.py WORK BUILT PAGE [PART]...`: WORK contains the environment and the models, and BUILT the
-library. PAGE is docs/vllm.md, with the command line to run. Prints a table; exits with 1 if a check
+library. PAGE is docs/operations/vllm.md, with the command line to run. Prints a table; exits with 1 if a check
 failed."""
 
 import json

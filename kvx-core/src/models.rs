@@ -26,7 +26,7 @@ fn one_result_of_two_counts_and_who_waits_is_woken() {
             thread::spawn(move || promise.finish(Ok(value)).is_none())
         };
         let (one, two) = (finishes(1), finishes(2));
-        let got = Completion::of(Arc::clone(&promise)).wait(LONG).unwrap();
+        let got = Completion::of(Arc::clone(&promise)).wait_blocking(LONG).unwrap();
         let counted = [one.join().unwrap(), two.join().unwrap()];
         assert_eq!(counted, [got == 1, got == 2]);
     });
@@ -76,7 +76,7 @@ fn a_region_is_revoked_once_and_only_when_no_transfer_uses_it() {
                 Err(why) => assert_eq!(why.kind(), ErrorKind::Revoked),
             })
         };
-        region.revoke_at_shutdown().wait(LONG).unwrap();
+        region.revoke_at_shutdown().wait_blocking(LONG).unwrap();
         uses.join().unwrap();
     });
 }

@@ -87,6 +87,9 @@ const fn recent(name: &'static str, shape: Shape) -> KnownKey {
     KnownKey { since: Version::V0_22, ..known(name, shape) }
 }
 
+/// A key of MooncakeConnector that kvx accepts and does not implement.
+const REPLAY: &str = "prefill_side_swa_replay";
+
 /// The top-level keys of `kv_connector_extra_config` that vLLM's connectors and kvx read.
 const KNOWN_KEYS: &[KnownKey] = &[
     known("backends", Shape::Texts),
@@ -115,7 +118,7 @@ const KNOWN_KEYS: &[KnownKey] = &[
     known("mooncake_protocol", Shape::Text),
     known("device_name", Shape::Text),
     KnownKey { since: Version::V0_16, ..known("bootstrap_server_address", Shape::Text) },
-    KnownKey { since: Version::V0_20, ..known("prefill_side_swa_replay", Shape::Flag) },
+    KnownKey { since: Version::V0_20, ..known(REPLAY, Shape::Flag) },
     known("connectors", Shape::Any),
 ];
 
@@ -153,6 +156,10 @@ pub(super) fn check(object: &Map<String, Value>, version: Version) -> Result<Vec
             check_shape(key, value, known.shape)?;
             if let (Shape::Factors, Value::Object(factors)) = (known.shape, value) {
                 warnings.extend(unknown_factors(factors));
+            }
+            if key == REPLAY && value == &Value::Bool(true) {
+                let sentence = format!("{} has no effect in kvx; remove it", extra(key));
+                warnings.push(Warning::new(Concern::Unknown, sentence));
             }
             if !known.is_read(version) {
                 let sentence =
@@ -478,6 +485,36 @@ mod tests {
         for table in OPTION_TABLES {
             assert!(KNOWN_KEYS.iter().all(|known| known.name != table.name), "{}", table.name);
             assert!(table.keys.is_sorted(), "{}: {:?}", table.name, table.keys);
+        }
+    }
+
+    /// Returns the names in the first column of the table in this section of the page.
+    fn documented(page: &str, section: &str) -> Vec<String> {
+        let (_, rest) = page.split_once(&format!("\n## {section}\n")).unwrap();
+        let section = rest.split("\n## ").next().unwrap_or_default();
+        let keys = section.lines().filter(|line| line.starts_with("| `"));
+        let mut keys: Vec<_> =
+            keys.filter_map(|line| line.split('`').nth(1)).map(str::to_owned).collect();
+        keys.sort();
+        keys
+    }
+
+    #[test]
+    fn the_page_of_the_configuration_has_every_key_and_no_other() {
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/operations/configuration.md");
+        let page = std::fs::read_to_string(page).unwrap();
+        let mut known: Vec<_> = KNOWN_KEYS.iter().map(|known| known.name.to_owned()).collect();
+        known.sort();
+        assert_eq!(documented(&page, "kv_connector_extra_config"), known);
+        let options = OPTION_TABLES
+            .iter()
+            .flat_map(|table| table.keys.iter().map(|key| format!("{}.{key}", table.name)));
+        let mut options: Vec<_> = options.collect();
+        options.sort();
+        assert_eq!(documented(&page, "Backends"), options);
+        let (_, secure) = page.split_once("\n## kv_connector_extra_config\n").unwrap();
+        for key in SECURITY_KEYS {
+            assert!(secure.contains(&format!("| `{key}` (S) |")), "{key}");
         }
     }
 }

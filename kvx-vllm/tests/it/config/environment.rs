@@ -47,6 +47,7 @@ fn without_variables_the_defaults_are_vllms() {
     assert!(config.warnings().is_empty(), "{:?}", config.warnings());
 }
 
+// vLLM guide R17: its time until blocks are free
 #[test]
 fn every_variable_is_read() {
     let config = config(
@@ -97,6 +98,8 @@ fn an_invalid_variable_is_named_with_a_remedy() {
     assert!(error.contains("vLLM 0.20 knows NHD and HND"), "{error}");
 }
 
+// vLLM guide R4: a port for each data-parallel rank
+// vLLM guide R5: a port for each worker, by `kv_compat`
 #[test]
 fn side_channel_ports_follow_the_rule_of_each_version() {
     let worker = |dp, tp| RankNumbers { dp, tp, tp_size: 4 };
@@ -113,6 +116,7 @@ fn side_channel_ports_follow_the_rule_of_each_version() {
     }
 }
 
+// vLLM guide R16: its bootstrap port
 #[test]
 fn mooncake_has_one_bootstrap_port_and_before_a_port_for_each_worker() {
     let port = |version, dp, tp| {
@@ -168,6 +172,8 @@ fn blocks_are_released_by_timeout_until_0_21_and_by_lease_from_0_22() {
     assert_eq!((short.heartbeat(), short.extension()), (Duration::from_millis(500), seconds(2)));
 }
 
+// vLLM guide R7: the time until blocks that nobody fetched are free
+// vLLM guide R8: the older one
 #[test]
 fn the_abort_timeout_wins_when_set_and_warns_under_0_33() {
     for version in COMPATS {
@@ -185,6 +191,7 @@ fn the_abort_timeout_wins_when_set_and_warns_under_0_33() {
     }
 }
 
+// vLLM guide R1: NCCL_* means nothing
 #[test]
 fn nccl_variables_give_one_hint_that_names_them() {
     let variables = [("NCCL_SOCKET_IFNAME", "eth0"), ("NCCL_IB_HCA", "mlx5")];

@@ -158,6 +158,7 @@ fn a_version_covers_only_the_listed_releases() {
     }
 }
 
+// vLLM 56: before 0.16: a `kv_compat` of 0.11.1 to 0.15 is refused and says what to write
 #[test]
 fn who_writes_a_version_before_0_16_hears_what_stands_for_its_mooncake_connector() {
     let mooncake = |version: &str| {
@@ -252,6 +253,7 @@ fn kv_role_is_a_closed_set_and_goes_with_the_connector() {
     }
 }
 
+// vLLM guide R10: `kv_role` changes nothing
 #[test]
 fn kv_role_does_not_change_what_nixl_connector_does() {
     let variants = ["kv_producer", "kv_both", "kv_consumer"].map(|role| {
@@ -661,6 +663,22 @@ fn mooncake_settings_have_vllms_defaults() {
     assert_eq!(settings.bootstrap_server_address.as_deref(), Some("10.0.0.1:8998"));
     assert!(!settings.prefill_side_swa_replay);
     assert_eq!(self::config("{}").mooncake().num_workers, 10);
+}
+
+#[test]
+fn a_key_without_effect_is_warned_about() {
+    let with = |value: bool| {
+        let extra = format!(r#"{{"prefill_side_swa_replay": {value}}}"#);
+        let config = config(&format!(
+            r#"{{"kv_connector": "MooncakeConnector", "kv_role": "kv_producer",
+                "kv_connector_extra_config": {extra}}}"#,
+        ));
+        config.warnings().iter().map(|warning| warning.sentence().to_owned()).collect::<Vec<_>>()
+    };
+    let warned =
+        "kv_connector_extra_config.prefill_side_swa_replay has no effect in kvx; remove it";
+    assert_eq!(with(true), [warned]);
+    assert!(with(false).is_empty());
 }
 
 #[test]

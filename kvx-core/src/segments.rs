@@ -254,6 +254,8 @@ mod tests {
         pieces
     }
 
+    // vLLM 62: blocks that are neighbours on both sides are one piece: for every backend alike, in
+    //     the plan
     #[test]
     fn neighbours_merge_and_long_pieces_split() {
         let grid = Grid::packed(10, 100);

@@ -292,6 +292,7 @@ mod tests {
         stats
     }
 
+    // vLLM 27, 48: metrics reach a recorder under vLLM's names and labels
     #[test]
     fn a_recorder_gets_vllms_names_and_labels() {
         let told = Told::default();

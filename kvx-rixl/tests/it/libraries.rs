@@ -61,6 +61,7 @@ fn libraries() -> PathBuf {
 }
 
 /// The wheel as if it were of another version: its record says so.
+// vLLM guide R3: NIXL from elsewhere; RIXL on AMD devices has not been run
 fn a_version_out_of_range_is_refused_unless_it_is_asked_for() -> Outcome {
     let (folder, real) = (Folder::new("version")?, libraries());
     let copy = folder.0.join(real.file_name().expect("a name"));

@@ -170,6 +170,7 @@ mod tests {
         WorkerOutput { failed_recving: vec![failed], ..received(request) }
     }
 
+    // vLLM 39: all workers are needed, each counts once
     #[test]
     fn a_request_is_over_when_every_worker_has_said_so() {
         let mut aggregator = OutputAggregator::new(3);
@@ -185,6 +186,7 @@ mod tests {
         assert_eq!(aggregator.incomplete(), 0);
     }
 
+    // vLLM 39: one failed worker fails the request
     #[test]
     fn one_failed_worker_fails_the_request_with_all_their_invalid_blocks() {
         let mut aggregator = OutputAggregator::new(3);
@@ -194,6 +196,7 @@ mod tests {
         assert_eq!(whole.failed_recving[0].invalid, [2, 4, 7]);
     }
 
+    // vLLM 39: the count changes, votes are kept
     #[test]
     fn votes_outlive_a_change_of_the_world_size() {
         let mut aggregator = OutputAggregator::new(4);

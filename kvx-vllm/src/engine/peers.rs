@@ -339,6 +339,7 @@ mod tests {
         connection
     }
 
+    // vLLM 41: engines that answered wrongly are forgotten
     #[test]
     fn unused_engines_with_invalid_metadata_are_forgotten() {
         let mut peers = Peers::new(None);

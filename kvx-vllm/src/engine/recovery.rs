@@ -121,6 +121,7 @@ mod tests {
         assert_eq!(recovery(&[3], &[("a", &[3, 5], 32)]), [("a".to_owned(), 0, 32)]);
     }
 
+    // vLLM 31: requests that share an invalid block, and no others
     #[test]
     fn every_request_that_shares_an_invalid_block_is_affected_and_no_other() {
         let affected =
@@ -133,6 +134,7 @@ mod tests {
         assert_eq!(recovery(&[8], &[("a", &[3, 7, 8], 32)]), []);
     }
 
+    // vLLM 31: one failure after the other
     #[test]
     fn each_further_failure_cuts_further() {
         assert_eq!(recovery(&[4], &[("a", &[1, 2, 3, 4], 64)]), [("a".to_owned(), 48, 16)]);

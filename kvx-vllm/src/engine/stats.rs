@@ -311,6 +311,7 @@ mod tests {
         }
     }
 
+    // vLLM 48: recorded, aggregated, reduced
     #[test]
     fn stats_are_recorded_aggregated_and_reduced() {
         let (mut one, mut two) = (TransferStats::default(), TransferStats::default());
@@ -327,6 +328,7 @@ mod tests {
         );
     }
 
+    // vLLM 48: reset
     #[test]
     fn taken_stats_start_anew() {
         let mut stats = TransferStats::default();
@@ -341,6 +343,7 @@ mod tests {
         );
     }
 
+    // vLLM 48: failures alone are not empty
     #[test]
     fn a_snapshot_of_failures_only_is_not_empty() {
         let mut stats = TransferStats::default();
@@ -349,6 +352,7 @@ mod tests {
         assert_eq!(stats.reduce().transfers, 0);
     }
 
+    // vLLM 48: handshakes and notifications are failed transfers
     #[test]
     fn handshakes_and_notifications_count_as_failed_transfers() {
         let mut stats = TransferStats::default();
@@ -365,6 +369,7 @@ mod tests {
         );
     }
 
+    // vLLM 64: names and values; writes on one side, failed receives on the other
     #[test]
     fn a_mooncake_connector_counts_writes_and_failed_receives() {
         let (mut writes, mut asks) = (TransferStats::default(), TransferStats::default());
@@ -390,6 +395,7 @@ mod tests {
         );
     }
 
+    // vLLM 48: names, buckets and values for Prometheus
     #[test]
     fn every_value_goes_to_the_metric_that_vllm_names() {
         let mut stats = TransferStats::default();

@@ -20,12 +20,18 @@ const TOKENS: u32 = 40;
 pub(crate) fn cases() -> Vec<Case> {
     type Run = fn(&str) -> Check;
     let all: [(&str, Run); 7] = [
+        // vLLM 13, 14: a plain NIXL agent in Python reads, its completions are counted; over RIXL,
+        //     and with UCX alone in the list
         ("a_python_decode_reads_and_is_counted", decodes),
         ("heartbeats_of_5000_names_keep_a_lease_and_their_end_ends_it", leases),
+        // vLLM 14, 18: one is read and told, asked once, and the log says which way it went and why
         ("a_python_prefill_is_read_and_told", prefills),
         ("a_python_prefill_that_is_killed_and_restarted_costs_its_requests_alone", restarts),
+        // vLLM 14, 17: a kvx decode and one in Python load from one prefill at once
         ("a_kvx_and_a_python_decode_load_from_one_prefill_at_once", side_by_side),
+        // vLLM 7, 15, 16: two ranks of a NIXL engine in Python and one of kvx, each way
         ("two_python_ranks_and_one_of_kvx_read_from_each_other", ranks),
+        // vLLM 47: a plain NIXL agent that would write is not registered with
         ("a_decode_registers_with_no_python_prefill_that_would_write", refused_push),
     ];
     // For plain NIXL agents, UCX in the list means NIXL's plugin of that name.

@@ -82,6 +82,7 @@ pub(crate) async fn push_is_both_legs_with_one_request_id() {
     }
 }
 
+// vLLM guide R18: its roles in the proxy
 pub(crate) async fn mooncake_is_both_legs_with_one_transfer_id() {
     for pool in ["connector = \"MooncakeConnector\"", ""] {
         let mut fleet = Plan::of(1, 1, &of(Connector::Mooncake)).pool(pool).start().await;

@@ -95,11 +95,21 @@ fn one_host(guide: &str) {
     assert_eq!(host.metric(8200, "vllm:nixl_bytes_transferred_count", ""), PROMPTS.len() as f64);
 }
 
+// vLLM guide nixl-old.same-host.prefill: the older guide, one host: the tokens of one server
+//     through the proxy
+// vLLM guide nixl-old.same-host.decode: the older guide, one host: the tokens of one server through
+//     the proxy
+// vLLM guide nixl-old.same-host.proxy: the older guide, one host: the tokens of one server through
+//     the proxy
 #[test]
 fn the_older_guides_commands_for_one_host_work_as_they_are() {
     one_host("nixl-old");
 }
 
+// vLLM guide nixl.same-host.prefill: the guide, one host: the tokens of one server through the
+//     proxy
+// vLLM guide nixl.same-host.decode: the guide, one host: the tokens of one server through the proxy
+// vLLM guide nixl.same-host.proxy: the guide, one host: the tokens of one server through the proxy
 #[test]
 fn the_guides_commands_for_one_host_work_as_they_are() {
     one_host("nixl");
@@ -136,7 +146,23 @@ fn four_hosts(guide: &str) {
 /// Returns trials of the whole run only: five hosts, and servers of eight ranks.
 pub(crate) fn trials() -> impl Iterator<Item = Trial> {
     let of_guides = [
+        // vLLM guide nixl-old.four-hosts.prefill-A: the older guide, TP 8 on hosts of their own:
+        //     the same
+        // vLLM guide nixl-old.four-hosts.prefill-B: the older guide, TP 8 on hosts of their own:
+        //     the same
+        // vLLM guide nixl-old.four-hosts.decode-C: the older guide, TP 8 on hosts of their own: the
+        //     same
+        // vLLM guide nixl-old.four-hosts.decode-D: the older guide, TP 8 on hosts of their own: the
+        //     same
+        // vLLM guide nixl-old.four-hosts.proxy: the older guide, TP 8 on hosts of their own: the
+        //     same
         ("the_older_guides_commands_for_four_hosts_work_as_they_are", "nixl-old"),
+        // vLLM guide nixl.four-hosts.prefill-A: the guide, TP 8 on hosts of their own: the same
+        // vLLM guide nixl.four-hosts.prefill-B: the guide, TP 8 on hosts of their own: the same
+        // vLLM guide nixl.four-hosts.decode-C: the guide, TP 8 on hosts of their own: the same
+        // vLLM guide nixl.four-hosts.decode-D: the guide, TP 8 on hosts of their own: the same
+        // vLLM guide nixl.four-hosts.proxy: the guide, TP 8 on hosts of their own: the same
+        // vLLM guide R6: the prefill's address, on hosts of their own
         ("the_guides_commands_for_four_hosts_work_as_they_are", "nixl"),
     ];
     let is_wanted = |guide: &str| {
@@ -203,6 +229,10 @@ fn pair(
     assert_eq!(moved("kvx_transfers_total", backend), 2.0 * PROMPTS.len() as f64);
 }
 
+// vLLM guide nixl.backend.json: a backend by JSON; hosts of their own and the proxy, the interface
+//     named beside it: there is no card here
+// vLLM guide nixl.backend.dotted: a backend by dotted arguments; likewise
+// vLLM guide R2: another backend
 #[test]
 fn the_backend_that_the_guide_names_moves_the_blocks_however_it_is_written() {
     if let Err(why) = kvx::registry().require("LIBFABRIC", &kvx::Options::new()) {
@@ -213,6 +243,8 @@ fn the_backend_that_the_guide_names_moves_the_blocks_however_it_is_written() {
     pair("nixl.backend", ["nixl.backend.json", "nixl.backend.dotted"], &[], &card, "LIBFABRIC");
 }
 
+// vLLM guide nixl.permute: heads first into tokens first; hosts of their own and the proxy
+// vLLM guide R12: the string True
 #[test]
 fn the_guides_permuting_decode_works_as_it_is() {
     let layout = [("VLLM_KV_CACHE_LAYOUT", "NHD")];
@@ -257,26 +289,36 @@ fn mooncakes_commands(name: &str, more: &[&str]) {
     assert_eq!(wrote, PROMPTS.len() as f64);
 }
 
+// vLLM guide mooncake.prefill: on a host of its own, with its address beside it: the tokens of one
+//     server through the proxy
+// vLLM guide mooncake.decode: likewise
+// vLLM guide mooncake.proxy: likewise
+// vLLM guide R15: the same proxy, and clients at its port 8000
 #[test]
 fn mooncakes_commands_work_as_they_are_and_the_prefill_writes() {
     mooncakes_commands("mooncake", &[]);
 }
 
 /// The proxy queries no bootstrap server: the prefill's answer contains its address.
+// vLLM guide mooncake.prefill: the protocol before 0.16, by `kv_compat` 0.11: the same
+// vLLM guide mooncake.decode: the protocol before 0.16, by `kv_compat` 0.11: the same
+// vLLM guide mooncake.proxy: the protocol before 0.16, by `kv_compat` 0.11: the same
 #[test]
 fn mooncakes_commands_work_by_the_protocol_before_0_16_too() {
     let older = ["--kv-transfer-config.kv_connector_extra_config.kv_compat", "0.11"];
     mooncakes_commands("mooncake-older", &older);
 }
 
-/// Returns true if a file of the repository has this test: `FILE::NAME`, the file's path relative
-/// to kvx-vllm.
+/// Returns true if a file of the repository has this test: `FILE::NAME`.
 fn exists(test: &str) -> bool {
     let Some((file, function)) = test.rsplit_once("::") else { return false };
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kvx-vllm").join(file);
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(file);
     // Ignore white space: rustfmt may break a list between any two names.
     let read = |file: &Path| std::fs::read_to_string(file).unwrap_or_default();
-    let joined = |source: &str| source.split_whitespace().collect::<String>();
+    let joined = |source: &str| {
+        let code = source.lines().filter(|line| !line.trim().starts_with("//"));
+        code.flat_map(str::split_whitespace).collect::<String>()
+    };
     let source = read(&file);
     let (names, suite) = (joined(&source), joined(&read(&file.with_file_name("mod.rs"))));
     // Suites without `#[test]` list their tests, in this file or in the module of the suite.
@@ -312,7 +354,7 @@ fn the_page_names_a_test_for_each_command_and_rule() {
             assert!(row[2] == "left" || exists(row[2]), "{id}: no test {}", row[2]);
         }
     }
-    let suite = "../kvx-cli/tests/it/proxy/recipes.rs";
+    let suite = "kvx-cli/tests/it/proxy/recipes.rs";
     for listed in [
         "pull_is_prefill_then_decode",                       // after the colon
         "a_later_turn_loads_what_the_decode_instance_holds", // alone on its line
@@ -321,6 +363,6 @@ fn the_page_names_a_test_for_each_command_and_rule() {
         assert!(exists(&format!("{suite}::{listed}")), "{listed}");
     }
     for no_test in ["never_written", "exists"] {
-        assert!(!exists(&format!("../kvx-cli/tests/it/serve/guides.rs::{no_test}")), "{no_test}");
+        assert!(!exists(&format!("kvx-cli/tests/it/serve/guides.rs::{no_test}")), "{no_test}");
     }
 }

@@ -95,6 +95,8 @@ impl Fleet {
     }
 }
 
+// vLLM guide R9: ranks of data parallelism on several hosts behind one head, the proxy told of the
+//     head alone
 #[test]
 fn ranks_on_a_second_host_answer_behind_the_head() {
     let Some(mut fleet) = Fleet::start("NixlConnector", HEAD) else { return };
@@ -136,6 +138,7 @@ fn ranks_on_a_second_host_answer_behind_the_head() {
     assert_eq!(again.0, 200, "{again:?}");
 }
 
+// vLLM 56: data-parallel ranks on another host register at the head's bootstrap server
 #[test]
 fn ranks_on_a_second_host_register_at_the_heads_bootstrap_server() {
     let Some(fleet) = Fleet::start("MooncakeConnector", &format!("{HEAD} 8998")) else { return };

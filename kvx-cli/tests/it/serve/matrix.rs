@@ -129,6 +129,7 @@ fn heads_first_into_tokens_first() {
     tokens_are_those_of_one_server("heads_first_into_tokens_first", "SHM", prefill, decode);
 }
 
+// vLLM guide R12: heads first into tokens first, alike and into larger blocks
 #[test]
 fn heads_first_into_larger_blocks_with_tokens_first() {
     let decode = Side {

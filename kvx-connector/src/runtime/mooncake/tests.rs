@@ -67,6 +67,7 @@ fn post(body: &str) -> Vec<u8> {
     .into()
 }
 
+// vLLM 56: a bootstrap server on a socket: bodies, refusals in words, bounds
 #[test]
 fn a_worker_registers_and_is_found_and_all_else_is_refused_in_words() {
     run(async {
@@ -118,6 +119,7 @@ fn a_worker_registers_and_is_found_and_all_else_is_refused_in_words() {
     });
 }
 
+// vLLM 56: connections that say nothing make room
 #[test]
 fn connections_that_say_nothing_make_room() {
     run(async {
@@ -140,6 +142,7 @@ fn connections_that_say_nothing_make_room() {
     });
 }
 
+// vLLM 56: with the fleet's secret registrations are proven
 #[test]
 fn with_a_secret_only_those_register_who_prove_it() {
     run(async {
@@ -197,6 +200,7 @@ async fn impostor(answers: Vec<Option<Vec<u8>>>) -> Address {
     address
 }
 
+// vLLM 56: slow servers and those that are none: three attempts, within the limit
 #[test]
 fn servers_that_are_slow_or_none_are_asked_three_times_and_cost_no_more_than_the_limit() {
     run(async {
@@ -238,6 +242,7 @@ async fn dealer(at: SocketAddr) -> Client {
     Client::connect(SocketType::Dealer, &[at], limits, &Budget::new(2 << 20), LIMIT).await.unwrap()
 }
 
+// vLLM 61: hostile questions on a socket
 #[test]
 fn questions_that_cannot_be_right_are_answered_in_words_and_all_else_goes_on() {
     let (prefill, decode) =
@@ -299,6 +304,7 @@ fn fetches(prefill: &Connector, decode: &Connector) {
     lease.wait_blocking(LIMIT).unwrap();
 }
 
+// vLLM 61: layouts and grants that lie
 #[test]
 fn layouts_and_grants_that_lie_are_written_nowhere() {
     let rank = WorkerRank::default();

@@ -45,14 +45,17 @@ fn read_by(backend: &str, prefill: u32, decode: u32) {
     prompts_arrive(Fleet::new("prefill", backend, prefill), Fleet::new("decode", backend, decode));
 }
 
+// vLLM 8, 15: ranks in processes of their own: two prefill ranks, one decode rank
 fn two_ranks_are_read_by_one(backend: &str) {
     read_by(backend, 2, 1);
 }
 
+// vLLM 8, 15: one and two
 fn one_rank_is_read_by_two(backend: &str) {
     read_by(backend, 1, 2);
 }
 
+// vLLM 8, 15: two and two
 fn two_ranks_are_read_by_two(backend: &str) {
     read_by(backend, 2, 2);
 }
@@ -86,6 +89,7 @@ pub(crate) fn a_prompt_arrives_beside_the_engine(mut prefill: Fleet, decode: Con
     prefill.end();
 }
 
+// vLLM 10, 39: a step goes to them, and all of them are needed
 fn a_step_loop_orders_loads_of_joined_ranks(backend: &str) {
     let (mut prefill, mut decode) =
         (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));

@@ -176,6 +176,7 @@ mod tests {
         assert!(layouts.kept.is_empty() && layouts.last.is_empty());
     }
 
+    // vLLM 61: 1,024 layouts, the one used longest ago goes
     #[test]
     fn the_layout_that_was_used_longest_ago_goes_and_memory_is_bounded() {
         let mut layouts = Layouts::default();

@@ -45,6 +45,7 @@ fn two_reads(decode: &mut Rig, id: &str) -> Vec<Move> {
     reads(&decode.connected(0.0, connection, two))
 }
 
+// vLLM 23: a failed handshake fails who waited; only the awaited are reported
 #[test]
 fn a_failed_handshake_fails_who_waited_for_it_and_only_the_awaited_are_reported() {
     let mut decode = Rig::new(settings("d"));
@@ -71,6 +72,7 @@ fn a_failed_handshake_fails_who_waited_for_it_and_only_the_awaited_are_reported(
     );
 }
 
+// vLLM 24: a transfer that cannot be set up: all local blocks invalid
 #[test]
 fn a_transfer_that_cannot_be_described_fails_with_all_its_blocks() {
     let mut decode = Rig::new(recomputing());
@@ -93,6 +95,7 @@ fn a_transfer_that_cannot_be_described_fails_with_all_its_blocks() {
     assert!(decode.log[0].contains("transfer_setup_failed"), "{:?}", decode.log);
 }
 
+// vLLM 25: a failed read waits for its siblings
 #[test]
 fn a_failed_read_is_reported_after_the_last_of_its_siblings() {
     let mut decode = Rig::new(settings("d"));
@@ -106,6 +109,7 @@ fn a_failed_read_is_reported_after_the_last_of_its_siblings() {
     assert!(decode.worker.next_deadline().is_none());
 }
 
+// vLLM 25: a read that cannot be ended keeps its blocks, and counts as one failure
 #[test]
 fn a_read_that_cannot_be_ended_keeps_its_blocks_until_it_settles() {
     let mut decode = Rig::new(settings("d"));
@@ -124,6 +128,7 @@ fn a_read_that_cannot_be_ended_keeps_its_blocks_until_it_settles() {
     assert_eq!(decode.metric("vllm:nixl_num_failed_transfers"), 1.0, "one failure is counted once");
 }
 
+// vLLM 25: blocks of a read that is forgotten are lost, and nobody waits for them
 #[test]
 fn blocks_of_a_forgotten_read_are_lost_and_nobody_waits_for_them() {
     for already_failed in [true, false] {
@@ -161,6 +166,7 @@ fn blocks_held_after_a_deadline_are_lost_when_their_read_is_forgotten() {
     assert_eq!((decode.scheduler.blocks_held(), decode.scheduler.blocks_lost()), (0, 3));
 }
 
+// vLLM 12: so do a load that times out during the handshake, and refused parameters
 #[test]
 fn a_load_that_times_out_during_the_handshake_still_releases_the_prefill() {
     let mut decode =
@@ -274,6 +280,7 @@ fn the_time_of_a_load_counts_from_its_order() {
     assert_eq!(reads(&decode.step(1600.0))[0].deadline, at(1620.0));
 }
 
+// vLLM 26: a failed request reads and tells nothing more
 #[test]
 fn a_failed_request_reads_and_tells_nothing_more() {
     let mut decode = Rig::new(settings("d"));
@@ -285,6 +292,7 @@ fn a_failed_request_reads_and_tells_nothing_more() {
     assert!(decode.step(2.0).is_empty(), "it is not loaded again");
 }
 
+// vLLM 27: five kinds of failure with one and several groups, with context
 #[test]
 fn a_failure_is_logged_with_what_is_known() {
     for groups in [1, 2] {
@@ -333,6 +341,7 @@ fn a_failure_is_logged_with_what_is_known() {
     }
 }
 
+// vLLM 29: policy fail: the request ends with an error
 #[test]
 fn the_policy_fail_ends_a_request_with_an_error_and_names_its_wrong_blocks() {
     let mut decode = Rig::new(settings("d"));
@@ -346,6 +355,7 @@ fn the_policy_fail_ends_a_request_with_an_error_and_names_its_wrong_blocks() {
     assert!(decode.scheduler.is_empty());
 }
 
+// vLLM 30: recompute keeps the valid prefix and cuts the computed tokens
 #[test]
 fn the_policy_recompute_keeps_the_valid_prefix() {
     let mut decode = Rig::new(recomputing());
@@ -358,6 +368,7 @@ fn the_policy_recompute_keeps_the_valid_prefix() {
     assert_eq!(failed(&outcomes).1, Then::Recompute { computed: 2 * BLOCK });
 }
 
+// vLLM 31: several groups: the whole load counts as failed, nothing raises
 #[test]
 fn with_several_groups_a_failed_load_counts_as_a_whole() {
     let mut decode = Rig::new(Settings { groups: vec![None, None], ..recomputing() });

@@ -21,6 +21,7 @@ fn leased(seconds: u64) -> Settings {
     }
 }
 
+// vLLM 33: blocks stay until they are fetched; an abort does not free them
 #[test]
 fn blocks_of_a_prefill_stay_until_they_are_fetched() {
     let mut prefill = Rig::new(settings("p"));
@@ -88,6 +89,7 @@ fn requests_that_fill_no_block_need_no_step() {
     );
 }
 
+// vLLM 33: a short prompt keeps one block
 #[test]
 fn a_prefill_of_less_than_a_block_keeps_one() {
     let mut prefill = Rig::new(settings("p"));
@@ -96,6 +98,7 @@ fn a_prefill_of_less_than_a_block_keeps_one() {
     assert_eq!(prefill.outcomes(1.0), [freed("p-r")]);
 }
 
+// vLLM 33: only LENGTH_CAPPED and STOPPED publish
 #[test]
 fn only_normal_ends_publish() {
     for (status, publishes) in [
@@ -115,6 +118,7 @@ fn only_normal_ends_publish() {
     }
 }
 
+// vLLM 35: a lease of 6 s, then the blocks are free
 #[test]
 fn blocks_that_nobody_fetches_are_free_when_the_lease_ends() {
     let mut prefill = Rig::new(leased(6));
@@ -133,6 +137,7 @@ fn blocks_that_nobody_fetches_are_free_when_the_lease_ends() {
     assert_eq!(prefill.worker.next_deadline(), None);
 }
 
+// vLLM 36: deadlines are moved to the worker's clock
 #[test]
 fn a_deadline_is_moved_to_the_workers_clock() {
     let mut prefill = Rig::new(leased(30));
@@ -144,6 +149,7 @@ fn a_deadline_is_moved_to_the_workers_clock() {
     assert_eq!(prefill.worker.next_deadline(), Some(at(34.0)));
 }
 
+// vLLM 37: extension by the later of both; now equal to the end has expired
 #[test]
 fn a_heartbeat_extends_by_two_thirds_and_never_shortens() {
     let mut prefill = Rig::new(leased(30));
@@ -157,6 +163,7 @@ fn a_heartbeat_extends_by_two_thirds_and_never_shortens() {
     assert_eq!(prefill.outcomes(45.0), [freed("p-r")]);
 }
 
+// vLLM 37: the reaper looks past a renewed head
 #[test]
 fn the_reaper_looks_past_a_renewed_request() {
     let mut prefill = Rig::new(leased(30));
@@ -167,6 +174,7 @@ fn the_reaper_looks_past_a_renewed_request() {
     assert_eq!(prefill.outcomes(40.0), [freed("first")]);
 }
 
+// vLLM 37: grouped by engine, throttled to a sixth of the lease, ended one by one
 #[test]
 fn heartbeats_begin_with_the_request_and_go_to_its_engine_every_sixth_of_a_lease() {
     let mut decode = Rig::new(settings("d"));
@@ -201,6 +209,7 @@ fn heartbeats_begin_with_the_request_and_go_to_its_engine_every_sixth_of_a_lease
     );
 }
 
+// vLLM 37: ended with the load
 #[test]
 fn heartbeats_end_with_the_load() {
     let mut decode = Rig::new(settings("d"));
@@ -230,6 +239,7 @@ fn heartbeats_continue_while_another_request_loads_the_same_blocks() {
     assert_eq!(beats, [["p-r".into()]]);
 }
 
+// vLLM 37: 5,000 names in one, as vLLM sends them
 #[test]
 fn one_heartbeat_of_a_vllm_renews_five_thousand_leases() {
     let mut prefill = Rig::new(leased(30));
@@ -249,6 +259,7 @@ fn one_heartbeat_of_a_vllm_renews_five_thousand_leases() {
     assert_eq!(prefill.outcomes(45.0).len(), 5_000);
 }
 
+// vLLM 37: ignored for prefill legs
 #[test]
 fn a_prefill_leg_sends_no_heartbeat() {
     let mut prefill = Rig::new(settings("p"));
@@ -256,6 +267,7 @@ fn a_prefill_leg_sends_no_heartbeat() {
     assert!(prefill.scheduler.build_connector_meta(at(0.0)).heartbeats.is_empty());
 }
 
+// vLLM 37: a first heartbeat connects
 #[test]
 fn the_first_heartbeat_connects_and_is_sent_when_connected() {
     let mut decode = Rig::new(settings("d"));
@@ -406,6 +418,7 @@ fn a_completion_that_is_seconds_early_is_ignored() {
     assert_eq!(prefill.outcomes(2.5), []);
 }
 
+// vLLM 38: counted after expiry
 #[test]
 fn a_completion_after_the_lease_is_counted() {
     let mut prefill = Rig::new(leased(6));

@@ -64,6 +64,7 @@ fn no_answer(rig: &mut Rig, now: f64, connection: Connection) {
     );
 }
 
+// vLLM 40: idle engines are forgotten when a new one comes
 #[test]
 fn an_idle_engine_is_forgotten_when_a_new_one_comes() {
     let mut decode =
@@ -75,6 +76,7 @@ fn an_idle_engine_is_forgotten_when_a_new_one_comes() {
     assert_eq!(forgotten, [first]);
 }
 
+// vLLM 40: not when switched off, read from or heartbeated
 #[test]
 fn an_engine_that_is_used_or_without_a_ttl_is_not_forgotten() {
     let mut forever = Rig::new(Settings { engine_ttl: None, ..settings("d") });
@@ -108,6 +110,7 @@ fn an_engine_that_is_used_or_without_a_ttl_is_not_forgotten() {
     );
 }
 
+// vLLM 41: replaced after a confirmed handshake, other addresses kept
 #[test]
 fn an_engine_at_the_address_of_another_takes_its_place_once_it_is_confirmed() {
     let mut decode = Rig::new(settings("d"));
@@ -120,6 +123,7 @@ fn an_engine_at_the_address_of_another_takes_its_place_once_it_is_confirmed() {
     assert_ne!(old, other);
 }
 
+// vLLM 41: kept when the handshake fails
 #[test]
 fn the_old_engine_stays_when_the_handshake_with_the_new_one_fails() {
     let mut decode = Rig::new(settings("d"));
@@ -132,6 +136,7 @@ fn the_old_engine_stays_when_the_handshake_with_the_new_one_fails() {
     assert_eq!(load_whole(&mut decode, 7.0, "c", &at_address_of("h", "old", "c")).0, old);
 }
 
+// vLLM 41: goes with its last read
 #[test]
 fn a_replaced_engine_goes_with_its_last_read() {
     let mut decode = Rig::new(settings("d"));
@@ -142,6 +147,7 @@ fn a_replaced_engine_goes_with_its_last_read() {
     assert_eq!(decode.outcomes(2.0), [loaded("a", 40)]);
 }
 
+// vLLM 41: no negative cache
 #[test]
 fn an_engine_that_could_not_be_reached_is_asked_again_by_the_next_request() {
     let mut decode = Rig::new(settings("d"));
@@ -154,6 +160,7 @@ fn an_engine_that_could_not_be_reached_is_asked_again_by_the_next_request() {
     assert_ne!(again, connection);
 }
 
+// vLLM 41: same id, fresh descriptors: at once, then with a backoff from 1 to 60 s
 #[test]
 fn an_engine_whose_data_is_wrong_is_asked_anew_at_once_and_then_after_longer_and_longer_waits() {
     let mut decode = Rig::new(settings("d"));
@@ -217,6 +224,7 @@ fn an_engine_that_restarts_is_reached_as_soon_as_it_listens() {
     }
 }
 
+// vLLM 41: no probing on success or expiry
 #[test]
 fn success_and_expiry_ask_nobody() {
     let mut decode = Rig::new(settings("d"));
@@ -229,6 +237,7 @@ fn success_and_expiry_ask_nobody() {
     assert!(prefill.step(31.0).is_empty());
 }
 
+// vLLM 41: a higher registration shakes hands again
 #[test]
 fn a_higher_registration_asks_for_a_new_handshake() {
     let mut decode = Rig::new(settings("d"));
@@ -240,6 +249,8 @@ fn a_higher_registration_asks_for_a_new_handshake() {
     assert_eq!(reads(&decode.connected(1.0, connection, plan())).len(), 1);
 }
 
+// vLLM 41: a lower one too: the engine was restarted under its name (vLLM goes on with what it
+//     knows)
 #[test]
 fn a_lower_registration_is_of_an_engine_that_began_anew_under_its_name() {
     let mut decode = Rig::new(settings("d"));
@@ -271,6 +282,7 @@ fn heartbeats_carry_the_latest_registration() {
     assert_eq!(beats.iter().map(|beat| beat.peer.registration).collect::<Vec<_>>(), [0]);
 }
 
+// vLLM 41: a registration that rises meanwhile: who waited for the older one is refused
 #[test]
 fn a_registration_that_rises_during_the_handshake_starts_another() {
     let mut decode = Rig::new(settings("d"));
@@ -288,6 +300,7 @@ fn a_registration_that_rises_during_the_handshake_starts_another() {
     assert_eq!(decode.outcomes(3.0).len(), 1);
 }
 
+// vLLM 42: the one generation counter of sleep and wake
 #[test]
 fn an_engine_that_registers_anew_says_so() {
     let mut prefill = Rig::new(settings("p"));
@@ -314,6 +327,7 @@ fn the_loss_of_a_peer_releases_its_mappings() {
     assert_ne!(connection, other);
 }
 
+// vLLM 42: shutdown releases everything, and may be repeated
 #[test]
 fn shutdown_releases_every_connection_once() {
     let mut decode = Rig::new(settings("d"));

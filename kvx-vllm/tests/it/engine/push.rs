@@ -70,6 +70,7 @@ fn failed() -> MoveFailure {
     }
 }
 
+// vLLM 47: staged, sent to all ranks once connected
 #[test]
 fn a_decode_registers_with_all_ranks_once_it_is_connected() {
     let mut decode = decode();
@@ -92,6 +93,7 @@ fn a_decode_registers_with_all_ranks_once_it_is_connected() {
     assert!(decode.step(3.0).is_empty(), "once");
 }
 
+// vLLM 47: matched in both orders; done when the write is
 #[test]
 fn a_prefill_writes_when_it_has_both_in_either_order() {
     for registration_first in [true, false] {
@@ -121,6 +123,7 @@ fn a_prefill_writes_when_it_has_both_in_either_order() {
     }
 }
 
+// vLLM 47: matched without the suffix
 #[test]
 fn names_match_without_the_engines_own_suffix() {
     let mut prefill = prefill();
@@ -131,6 +134,7 @@ fn names_match_without_the_engines_own_suffix() {
     assert_eq!(note_of(&write).unwrap(), "cmpl-u-0-0000abcd:1", "the decode engine's name");
 }
 
+// vLLM 47: never guessed when two have the name
 #[test]
 fn two_requests_of_one_shared_name_are_not_guessed_apart() {
     let mut prefill = prefill();
@@ -150,6 +154,7 @@ fn two_requests_of_one_shared_name_are_not_guessed_apart() {
     );
 }
 
+// vLLM 47: incomplete registrations dropped
 #[test]
 fn a_registration_that_lacks_something_is_dropped() {
     let mut prefill = prefill();
@@ -246,6 +251,7 @@ fn a_decode_is_notified_after_all_writes_into_its_memory_types() {
     assert_eq!(notes(&prefill.actions()), [(0, "r:1".to_owned())]);
 }
 
+// vLLM 47: watchdog of the prefill
 #[test]
 fn a_registration_nobody_prefills_for_is_forgotten() {
     let mut prefill = Rig::new(Settings {
@@ -258,6 +264,7 @@ fn a_registration_nobody_prefills_for_is_forgotten() {
     assert!(prefill.worker.is_empty());
 }
 
+// vLLM 47: a failure survives until the lease ends
 #[test]
 fn a_failed_write_leaves_the_blocks_until_the_lease_ends_and_reports_them_once() {
     let mut prefill = prefill();
@@ -270,6 +277,7 @@ fn a_failed_write_leaves_the_blocks_until_the_lease_ends_and_reports_them_once()
     assert_eq!(prefill.outcomes(60.0), []);
 }
 
+// vLLM 47: expiry during a write is reported once, after it
 #[test]
 fn a_lease_that_ends_during_a_write_waits_for_it() {
     let mut prefill = prefill();
@@ -282,6 +290,7 @@ fn a_lease_that_ends_during_a_write_waits_for_it() {
     assert!(prefill.log.is_empty(), "the decode has the blocks: {:?}", prefill.log);
 }
 
+// vLLM 47: and a kvx decode that renews no lease is not written to any longer
 #[test]
 fn a_decode_that_renews_no_lease_is_not_written_to_any_longer() {
     let granted = |id: &str| {
@@ -304,6 +313,7 @@ fn a_decode_that_renews_no_lease_is_not_written_to_any_longer() {
     assert_eq!(prefill.outcomes(60.0), []);
 }
 
+// vLLM 47: heartbeats renew pushed requests
 #[test]
 fn heartbeats_renew_by_the_shared_name() {
     let mut prefill = prefill();
@@ -313,6 +323,7 @@ fn heartbeats_renew_by_the_shared_name() {
     assert_eq!(prefill.outcomes(40.0).len(), 1);
 }
 
+// vLLM 47: completions of all ranks and stages
 #[test]
 fn a_decode_waits_for_all_ranks_that_write() {
     let mut decode = decode();
@@ -329,6 +340,7 @@ fn a_decode_waits_for_all_ranks_that_write() {
     assert_eq!(decode.outcomes(1.0), [loaded("r", 40)]);
 }
 
+// vLLM 47: MLA: every decode rank is written to
 #[test]
 fn a_latent_cache_is_written_to_every_decode_rank() {
     let mut prefill = prefill();
@@ -349,6 +361,7 @@ fn a_latent_cache_is_written_to_every_decode_rank() {
     assert_eq!(prefill.outcomes(1.0).len(), 1);
 }
 
+// vLLM 47: watchdog of the decode
 #[test]
 fn a_decode_that_is_not_written_to_in_time_fails_when_it_cannot_be_written_to_any_more() {
     let patient = Settings { push_timeout: Duration::from_secs(200), ..push(settings("d")) };

@@ -61,6 +61,7 @@ fn factors(value: &Value) -> CompatibilityFactors {
     factors
 }
 
+// vLLM 2: exact text and hash from the factors
 #[test]
 fn golden_hashes_from_their_factors() {
     let entries = golden::json("compatibility_hash.json");
@@ -74,6 +75,7 @@ fn golden_hashes_from_their_factors() {
     }
 }
 
+// vLLM 2: hashes of live vLLM and of the rule
 #[test]
 fn golden_hashes_that_a_live_vllm_sent() {
     let entries = golden::json("compatibility_hash.json");

@@ -34,6 +34,7 @@ fn golden_connector_versions() {
     });
 }
 
+// vLLM 9: requests, and frames of the answer, of each version
 #[test]
 fn golden_requests_and_the_frames_that_answer_them() {
     each(|version, entry| {
@@ -53,6 +54,7 @@ fn golden_requests_and_the_frames_that_answer_them() {
     });
 }
 
+// vLLM 21: the keys of the metadata in each version
 #[test]
 fn golden_metadata() {
     each(|version, entry| {
@@ -88,6 +90,7 @@ fn golden_metadata() {
     });
 }
 
+// vLLM 2: the factors of each version since 0.16
 #[test]
 fn golden_hashes() {
     each(|version, entry| {
@@ -102,6 +105,7 @@ fn golden_hashes() {
     });
 }
 
+// vLLM 13: the answer's keys in each version
 #[test]
 fn golden_params() {
     each(|version, entry| {
@@ -122,6 +126,7 @@ fn golden_params() {
     });
 }
 
+// vLLM 43: the number in completions of each version
 #[test]
 fn golden_notifications_of_each_version() {
     each(|version, entry| {

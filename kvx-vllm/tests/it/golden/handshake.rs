@@ -117,6 +117,7 @@ fn golden_metadata_written_from_values_equals_the_capture() {
     }
 }
 
+// vLLM 1: the same over vLLM's captured bytes, both ends
 #[test]
 fn golden_exchange_between_our_two_ends() {
     for capture in captured() {

@@ -37,6 +37,7 @@ fn heads(case: &Value) -> Heads {
     }
 }
 
+// vLLM 43: TP mapping, both ways, GQA replication, consumer counts
 #[test]
 fn golden_tensor_parallel_mapping() {
     let file = golden::json("golden_tp_mapping.json");
@@ -72,6 +73,7 @@ fn golden_tensor_parallel_mapping() {
     }
 }
 
+// vLLM 43: DCP ranks and consumer counts
 #[test]
 fn golden_context_parallel_mapping() {
     let file = golden::json("golden_tp_mapping.json");
@@ -86,6 +88,7 @@ fn golden_context_parallel_mapping() {
     }
 }
 
+// vLLM 55: replicated heads both ways; the sender's plans of vLLM
 #[test]
 fn golden_mooncake_sender_plans() {
     let file = golden::json("golden_mooncake_plan.json");
@@ -109,6 +112,7 @@ fn golden_mooncake_sender_plans() {
     }
 }
 
+// vLLM 45: descriptor ids by group and per-region capacity
 #[test]
 fn golden_descriptor_ids() {
     let file = golden::json("descriptors.json");
@@ -180,6 +184,7 @@ fn rows(value: &Value) -> Vec<Row> {
     value.as_array().unwrap().iter().map(row).collect()
 }
 
+// vLLM 22: MLA as a single region; strided rows
 #[test]
 fn golden_strided_rows() {
     let file = golden::json("descriptors.json");

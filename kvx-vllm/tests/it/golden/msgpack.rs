@@ -312,6 +312,7 @@ fn golden_mooncake_responses() {
     );
 }
 
+// vLLM 47: PUSH_REG: prefix and payload, byte for byte
 #[test]
 fn golden_push_registrations() {
     let pick = |case: &'_ Case| {

@@ -214,6 +214,11 @@ fn allowed(consumer: &Engine, producer: &Engine, model: &Model, permute: bool) -
     consumer.block_tokens.is_multiple_of(producer.block_tokens) && all.all(fits)
 }
 
+// vLLM 11: a prompt shorter than a block still moves one block (tokens from 1 up in the byte-exact
+//     runs)
+// vLLM 15: TP pairs (1,1) (2,1) (4,2) (4,4) and all others up to 8, every byte checked
+// vLLM 43: split local blocks, offsets, lengths: every byte
+// vLLM 47: MLA: a writing producer reaches every consumer rank; completion counts with pp
 #[test]
 fn every_element_arrives_between_engines_of_any_shape() {
     let (mut pulled, mut pushed, mut refused) = (0, 0, 0);

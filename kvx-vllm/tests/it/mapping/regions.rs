@@ -46,6 +46,7 @@ fn map(local: &Caches, stages: &[Geometry], groups: usize) -> Result<PeerMap> {
     PeerMap::new(Op::Read, local, Tp::new(0, 1).unwrap(), &remote, &options)
 }
 
+// vLLM 21: regions, lengths, base addresses, memory type per buffer device
 #[test]
 fn layers_become_regions_in_natural_order() {
     let caches = caches(vec![
@@ -70,6 +71,7 @@ fn layers_become_regions_in_natural_order() {
     assert_eq!(MemoryType::of_buffer_device("tpu").unwrap_err().kind(), ErrorKind::Invalid);
 }
 
+// vLLM 21: K and V in one or two regions, halves, layers that share memory
 #[test]
 fn k_and_v_apart_are_two_regions_and_halves_are_one_in_two_parts() {
     let apart = LayerCache {
@@ -139,6 +141,7 @@ fn rows() -> Caches {
     caches((0..4).map(row).collect()).unwrap()
 }
 
+// vLLM 22: packed rows are registered whole, padding is not moved
 #[test]
 fn whole_rows_are_registered_and_their_padding_is_not_moved() {
     let caches = rows();
@@ -179,6 +182,7 @@ fn one_row(names: &[&str], lens: &[u64]) -> NixlAgentMetadata {
     metadata
 }
 
+// vLLM 22: a peer's packed rows are split into layers
 #[test]
 fn rows_of_a_peer_are_split_into_layers() {
     let names = ["layers.0", "layers.1", "layers.2", "layers.3"];
@@ -206,6 +210,7 @@ fn rows_of_a_peer_are_split_into_layers() {
     assert_eq!(Geometry::advertised(&elsewhere).unwrap_err().kind(), ErrorKind::Malformed);
 }
 
+// vLLM 22: per-region capacities
 #[test]
 fn regions_of_different_capacity_are_bounded_by_their_own() {
     let sized = |name: &str, base, group, blocks| LayerCache { blocks, ..layer(name, base, group) };
@@ -236,6 +241,10 @@ fn regions_of_different_capacity_are_bounded_by_their_own() {
     assert_eq!(moves(vec![[1].into()], vec![[1].into()]).unwrap_err().kind(), ErrorKind::Invalid);
 }
 
+// vLLM 8: regions of pipeline stages aggregated by (pp, tp); every rank needed
+// vLLM 22: pipeline pairing by layer name; missing, duplicate, inconsistent refused
+// vLLM 44: pp ranks: stages and lanes per stage
+// vLLM 47: layer-name alignment; missing, duplicate, inconsistent refused
 #[test]
 fn stages_of_a_pipeline_are_paired_by_layer_names() {
     let layers = |range: std::ops::Range<u64>| {
@@ -290,6 +299,7 @@ fn stages_of_a_pipeline_are_paired_by_layer_names() {
     refused(&[Geometry::new(other_group.collect(), KvLayout::Lbhnc, 16, 1, 0).unwrap()], "group");
 }
 
+// vLLM 21: what is advertised to each version is what a peer understands
 #[test]
 fn what_is_advertised_is_what_a_peer_understands() {
     let two_groups = caches(vec![
@@ -347,6 +357,7 @@ fn unsupported_metadata_is_rejected_with_a_reason() {
     }
 }
 
+// vLLM 21: the metadata of a live vLLM is a geometry, and is advertised byte for byte
 #[test]
 fn golden_captured_metadata_is_a_geometry() {
     let read = |side: &str| {

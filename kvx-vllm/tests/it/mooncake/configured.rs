@@ -83,6 +83,7 @@ fn variables_and_keys_are_used() {
     assert_eq!(port.bootstrap, Bootstrap::Own(9100));
 }
 
+// vLLM 56: the owner is TP 0, PP 0, DP 0
 #[test]
 fn the_first_rank_of_a_prefill_serves_the_bootstrap_server() {
     let first = WorkerRank::default();
@@ -115,6 +116,7 @@ fn other_data_parallel_ranks_register_at_the_host_of_the_first() {
     assert_eq!(bootstrap(1, "10.0.0.1", named), at("10.0.0.9", 1));
 }
 
+// vLLM 56: an external address is checked
 #[test]
 fn an_external_address_that_is_none_is_refused_by_its_key() {
     for bad in ["h", "h:0", ":1", "h:65536", "http://h:1", "::1:80"] {

@@ -54,6 +54,7 @@ fn answers_for_other_requests_are_counted_and_change_nothing() {
     assert!(decode.scheduler.is_loading(&"d-2".into()));
 }
 
+// vLLM 58: a decode asks all ranks and stages that hold a part
 #[test]
 fn every_worker_that_holds_a_part_is_asked_and_waited_for() {
     // (own rank, own size, prefill's tensor and pipeline size) and the expected workers.
@@ -86,6 +87,7 @@ fn every_worker_that_holds_a_part_is_asked_and_waited_for() {
     assert!(matches!(decode.outcomes(0.0)[..], [Outcome::Failed { .. }]));
 }
 
+// vLLM 61: steady pulls omit the layout, LAYOUT_MISS, peers without an echo
 #[test]
 fn the_layout_is_left_out_once_the_prefill_has_named_it_and_sent_again_when_it_asks() {
     let mut decode = Rig::decode();
@@ -120,6 +122,7 @@ fn the_layout_is_left_out_once_the_prefill_has_named_it_and_sent_again_when_it_a
     assert!(matches!(decode.outcomes(0.2)[..], [Outcome::Failed { .. }]));
 }
 
+// vLLM 59: a failed load waits for every worker, or for the fence
 #[test]
 fn a_failed_load_waits_for_every_worker_or_for_the_fence() {
     for fenced in [true, false] {
@@ -189,6 +192,7 @@ fn a_settled_answer_ends_the_wait_for_the_fence() {
     assert!(decode.outcomes(0.3).is_empty(), "it is reported only once");
 }
 
+// vLLM 59: FINISH settles what is pending, and only that
 #[test]
 fn an_end_without_a_word_fails_those_that_wait_and_no_others() {
     for status in [Finish, Error] {
@@ -495,6 +499,7 @@ fn invalid_answers_do_not_affect_other_loads() {
     assert_eq!(fences(&decode.actions()), 1);
 }
 
+// vLLM 58: roles
 #[test]
 fn legs_of_the_other_role_and_addresses_that_are_none_are_refused_in_words() {
     let refused = |settings: Settings, leg: MooncakeLeg| {

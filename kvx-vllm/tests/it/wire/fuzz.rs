@@ -102,6 +102,7 @@ fn messages_of_ranks() {
     run("group", &seeds, group::fuzz::group);
 }
 
+// vLLM 3: any bytes at all
 #[test]
 fn handshake_payloads() {
     run(

@@ -1,4 +1,4 @@
-//! An agent's address: its section of the metadata.
+//! An agent's UCX address: UCX's section of the metadata.
 
 use kvx_backend::checksum;
 use kvx_core::Result;
@@ -7,13 +7,13 @@ use kvx_core::backend::wire::{Reader, Writer};
 use crate::error::NAME;
 use crate::ffi::Version;
 
-/// The longest worker address that is taken from a peer.
+/// The maximum length of a worker address from a peer.
 const MAX_WORKER: usize = 64 << 10;
 
-/// Where a worker is reached.
+/// The address of a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Address {
-    /// The UCX that made it.
+    /// The version of UCX that made the address.
     pub(crate) version: Version,
     /// UCX's own address.
     pub(crate) worker: Box<[u8]>,
@@ -22,7 +22,7 @@ pub(crate) struct Address {
 impl Address {
     const FORM: u8 = 1;
 
-    /// A number for the worker, the same at both ends.
+    /// Returns a number that identifies the worker, equal at both ends.
     pub(crate) fn number(&self) -> u64 {
         checksum::fnv1a(&self.worker)
     }
@@ -36,13 +36,13 @@ impl Address {
         checksum::append(out)
     }
 
-    /// Errors: `Malformed`, `Incompatible`.
+    /// Decodes an address. Errors: `Malformed`, `Incompatible`.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Address> {
         let mut reader = Reader::new("UCX address", checksum::strip("UCX address", bytes)?);
         checksum::check_form(NAME, "address", reader.u8()?, Self::FORM)?;
         let version = Version::new(reader.u32()?, reader.u32()?, reader.u32()?);
         if reader.left() == 0 || reader.left() > MAX_WORKER {
-            return Err(reader.malformed("no worker has such an address"));
+            return Err(reader.malformed("its worker address is empty or too long"));
         }
         Ok(Address { version, worker: reader.bytes(reader.left())?.into() })
     }

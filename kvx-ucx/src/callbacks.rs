@@ -1,8 +1,8 @@
-//! Notes UCX's callbacks for the machine.
+//! Records what UCX's callbacks report, for the state machine.
 //!
-//! Callbacks run inside calls into UCX, so they only note: the machine reads the notes when the
-//! call has returned. Everything here is touched by the thread that has the machine, one at a time;
-//! that is what makes `Rc` and `Cell` do.
+//! Callbacks run inside calls into UCX, so they only record; the machine reads the records when the
+//! call returns. Only the thread that holds the machine's lock touches anything here, which is why
+//! `Rc` and `Cell` are sufficient.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
@@ -16,12 +16,12 @@ use crate::error;
 use crate::ffi::bindings_1_13::{ucp_ep_h, ucs_status_t};
 use crate::ffi::{CompletionHandler, Message, MessageHandler, Status};
 
-/// The longest message that is taken from a peer.
+/// The maximum length of a message from a peer.
 pub(crate) const MAX_MESSAGE: usize = 16 << 10;
 
-/// Precedes each message: which worker sends it, by which of the endpoints that it has made, and
-/// which endpoint of the receiver's it takes for the other end of that (0: it has not heard of
-/// one).
+/// The header of each message. It names the sending worker, the endpoint over which that worker
+/// sends, and the receiver's endpoint that the sender takes for the other end (0 if it does not
+/// know one yet).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MessageHeader {
     pub(crate) worker: u64,
@@ -32,7 +32,7 @@ pub(crate) struct MessageHeader {
 impl MessageHeader {
     pub(crate) const LEN: usize = 24;
 
-    /// A message as it is sent.
+    /// Returns `message` with this header in front.
     pub(crate) fn frame(self, message: &[u8]) -> Vec<u8> {
         let mut frame = Vec::with_capacity(Self::LEN + message.len());
         for number in [self.worker, self.endpoint, self.answers] {
@@ -50,50 +50,50 @@ impl MessageHeader {
     }
 }
 
-/// The content of a worker's last message: no bytes. All other messages of kvx are longer.
+/// The content of a worker's last message: no bytes. All other kvx messages have at least one.
 pub(crate) const FAREWELL: &[u8] = &[];
 
-/// A message that has arrived, with its header.
+/// A received message with its header.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct IncomingMessage {
     pub(crate) from: MessageHeader,
     pub(crate) message: Vec<u8>,
 }
 
-/// The notes.
+/// The events that callbacks have recorded.
 #[derive(Default)]
 pub(crate) struct CallbackNotes {
     messages: RefCell<Vec<IncomingMessage>>,
     flushed: RefCell<Vec<Event>>,
     /// Endpoints that have failed, by their handles.
     failed: RefCell<Vec<(EndpointHandle, Status)>>,
-    /// Jobs of which pieces have ended.
+    /// Jobs that have completed pieces.
     ended: RefCell<Vec<JobId>>,
-    /// Pieces that UCX has. Below zero where some end before their turn has counted them: a post
-    /// that finds the connection broken ends those before it.
+    /// Pieces that UCX has. Negative while some have ended before `PieceCounter::posted` counted
+    /// them: a post that finds the connection broken ends the pieces before it.
     pieces: Cell<isize>,
-    /// Operations of other kinds that UCX has.
+    /// Operations other than pieces that UCX has.
     others: Cell<usize>,
 }
 
-/// UCX's handle of an endpoint, as a name for it.
+/// UCX's handle of an endpoint, used only to identify it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct EndpointHandle(pub(crate) usize);
 
 impl CallbackNotes {
-    /// Returns whether there is nothing to take.
+    /// Returns whether nothing is recorded.
     pub(crate) fn is_empty(&self) -> bool {
         self.has_only_ended() && self.ended.borrow().is_empty()
     }
 
-    /// Returns whether there is nothing but pieces that have ended.
+    /// Returns whether only completed pieces are recorded.
     fn has_only_ended(&self) -> bool {
         self.messages.borrow().is_empty()
             && self.flushed.borrow().is_empty()
             && self.failed.borrow().is_empty()
     }
 
-    /// Pieces that UCX has.
+    /// Returns the number of pieces that UCX has.
     pub(crate) fn pieces(&self) -> isize {
         self.pieces.get()
     }
@@ -108,17 +108,18 @@ impl CallbackNotes {
         self.failed.take()
     }
 
-    /// Drops the failure of an endpoint, which was closed.
+    /// Drops the recorded failure of an endpoint that has been closed.
     pub(crate) fn forget_failure(&self, endpoint: EndpointHandle) {
         self.failed.borrow_mut().retain(|(failed, _)| *failed != endpoint);
     }
 
-    /// Takes the messages that have arrived.
+    /// Takes the messages that have been received.
     pub(crate) fn take_messages(&self) -> Vec<IncomingMessage> {
         self.messages.take()
     }
 
-    /// Takes the operations that have ended. `counters` has those of jobs by their numbers.
+    /// Takes the operations that have ended. `counters` holds the counter of each job by the job's
+    /// number.
     pub(crate) fn take_ended(&self, counters: &[Rc<PieceCounter>], into: &mut Vec<Event>) {
         into.append(&mut self.flushed.borrow_mut());
         for job in self.ended.borrow_mut().drain(..) {
@@ -143,10 +144,10 @@ impl MessageHandler for CallbackNotes {
                 backend = error::NAME,
                 header,
                 length,
-                "a message of no kvx agent is ignored"
+                "ignored a message that no kvx agent sent"
             );
         };
-        // SAFETY: the driver keeps its inbox longer than its worker.
+        // SAFETY: the fabric drops its worker before its notes.
         let notes = unsafe { this.as_ref() };
         notes.messages.borrow_mut().push(IncomingMessage { from, message: message.data.to_vec() });
     }
@@ -158,24 +159,24 @@ pub(crate) unsafe extern "C" fn endpoint_failed(
     endpoint: ucp_ep_h,
     status: ucs_status_t,
 ) {
-    // SAFETY: as in `on_message`, the driver keeps its notes longer than its worker.
+    // SAFETY: the fabric drops its worker before its notes, as in `on_message`.
     let Some(notes) = (unsafe { target.cast::<CallbackNotes>().as_ref() }) else {
         return debug_assert!(false, "UCX passes the argument that it was given");
     };
     notes.failed.borrow_mut().push((EndpointHandle(endpoint as usize), Status(status)));
 }
 
-/// The pieces of one job, and then of the next of the same number: the driver keeps it longer than
-/// its worker.
+/// Counts the pieces of a job, and later those of the next job with the same number. The fabric
+/// drops its worker before its counters.
 pub(crate) struct PieceCounter {
     job: JobId,
     notes: Rc<CallbackNotes>,
-    /// Pieces of all jobs that are under way to this one's peer: posted, and not taken as ended.
+    /// Pieces of all jobs that are posted to this job's peer and not yet taken as ended.
     to_peer: RefCell<Rc<Cell<usize>>>,
-    /// Pieces that have ended since the machine took the notes.
+    /// Pieces that have ended since the machine last read the notes.
     ended: Cell<u32>,
     failed: Cell<Option<Status>>,
-    /// The job is on the list of those with ended pieces.
+    /// True if the job is on the list of jobs with completed pieces.
     noted: Cell<bool>,
 }
 
@@ -191,17 +192,18 @@ impl PieceCounter {
         })
     }
 
-    /// For the callbacks of pieces.
+    /// Returns the target of the pieces' callbacks.
     pub(crate) fn target(&self) -> NonNull<PieceCounter> {
         NonNull::from(self)
     }
 
-    /// A turn has posted pieces to the peer that has so many under way: `pending` ones, whose
-    /// callbacks come, or have come if one failed after them, and `done` ones, which have ended.
+    /// Counts the pieces that a turn has posted. `to_peer` counts all pieces in flight to the peer.
+    /// `pending` pieces have a callback, which may already have run if a later piece failed; `done`
+    /// pieces ended during the post.
     pub(crate) fn posted(&self, to_peer: &Rc<Cell<usize>>, pending: u32, done: u32) {
         to_peer.set(to_peer.get() + (pending + done) as usize);
-        // A job has one peer: with another, this is another job, and nothing of the one before it
-        // is under way.
+        // A job has one peer. Another peer means that a new job uses this number, and the previous
+        // job has no pieces in flight.
         if !Rc::ptr_eq(&self.to_peer.borrow(), to_peer) {
             *self.to_peer.borrow_mut() = Rc::clone(to_peer);
         }
@@ -211,8 +213,8 @@ impl PieceCounter {
         }
     }
 
-    /// Returns whether so many pieces, which are all it has, have ended well, and nothing else has
-    /// happened: then they are not told of any more.
+    /// Takes the job's `pieces` without an event if all of them succeeded and nothing else is
+    /// recorded. Returns whether it did.
     pub(crate) fn take_back(&self, pieces: u32) -> bool {
         let notes = &*self.notes;
         let alone = notes.ended.borrow().len() == 1 && self.noted.get() && notes.has_only_ended();
@@ -226,7 +228,7 @@ impl PieceCounter {
         true
     }
 
-    /// Takes the pieces that have ended.
+    /// Takes the pieces that have ended, and returns their number.
     fn take_pieces(&self) -> u32 {
         let ended = self.ended.take();
         let to_peer = self.to_peer.borrow();
@@ -234,7 +236,7 @@ impl PieceCounter {
         ended
     }
 
-    /// Pieces have ended.
+    /// Records that pieces have ended.
     fn ended(&self, pieces: u32) {
         self.ended.set(self.ended.get() + pieces);
         if !self.noted.replace(true) {
@@ -245,7 +247,7 @@ impl PieceCounter {
 
 impl CompletionHandler for PieceCounter {
     unsafe fn on_completion(this: NonNull<Self>, outcome: Result<(), Status>) {
-        // SAFETY: the driver keeps it longer than its worker.
+        // SAFETY: the fabric drops its worker before its counters.
         let counter = unsafe { this.as_ref() };
         counter.notes.pieces.set(counter.notes.pieces.get() - 1);
         if let Err(status) = outcome {
@@ -255,25 +257,25 @@ impl CompletionHandler for PieceCounter {
     }
 }
 
-/// An operation that learns of once, and owns what UCX reads meanwhile: its callback, or who posted
-/// it, takes it back.
+/// The target of a single callback. It owns what UCX reads during the operation. Its callback frees
+/// it, or the poster if no callback follows.
 pub(crate) struct OneShotOperation {
     notes: Rc<CallbackNotes>,
     what: CallbackEvent,
 }
 
-/// The event that a callback tells of.
+/// What an operation's callback reports.
 pub(crate) enum CallbackEvent {
-    /// A message is on its way: it counts among those of its peer.
+    /// A message is sent. It counts among the peer's unsent messages until then.
     Sent { frame: Vec<u8>, waiting: Rc<Cell<usize>> },
-    /// The flush of a job.
+    /// A job's flush has ended.
     Flushed(JobId),
-    /// An operation without an event of its own.
+    /// The operation has ended, and nobody needs an event.
     Ended,
 }
 
 impl OneShotOperation {
-    /// Hands it to an operation.
+    /// Allocates the target of an operation's callback.
     pub(crate) fn start(
         what: CallbackEvent,
         notes: &Rc<CallbackNotes>,
@@ -285,25 +287,25 @@ impl OneShotOperation {
         NonNull::from(Box::leak(Box::new(OneShotOperation { notes: Rc::clone(notes), what })))
     }
 
-    /// The frame that UCX is to send.
+    /// Returns the frame that UCX sends.
     ///
     /// # Safety
-    /// `this` was handed over and not taken back.
+    /// `this` came from [`start`](OneShotOperation::start) and has not been freed.
     pub(crate) unsafe fn frame<'a>(this: NonNull<OneShotOperation>) -> &'a [u8] {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         match unsafe { &this.as_ref().what } {
             CallbackEvent::Sent { frame, .. } => frame,
             CallbackEvent::Flushed(_) | CallbackEvent::Ended => &[],
         }
     }
 
-    /// The operation has ended without a callback, or none has begun.
+    /// Frees the target: its callback has run, or none will.
     ///
     /// # Safety
-    /// As [`frame`](OneShotOperation::frame).
+    /// `this` came from [`start`](OneShotOperation::start) and has not been freed; nobody uses it
+    /// afterwards.
     pub(crate) unsafe fn take_back(this: NonNull<OneShotOperation>) {
-        // SAFETY: it was leaked by `hand_over`, and nobody else takes it back: the caller's
-        // promise.
+        // SAFETY: `start` leaked it, and the caller guarantees that nobody else frees it.
         let once = unsafe { Box::from_raw(this.as_ptr()) };
         once.notes.others.set(once.notes.others.get() - 1);
         if let CallbackEvent::Sent { waiting, .. } = &once.what {
@@ -314,14 +316,14 @@ impl OneShotOperation {
 
 impl CompletionHandler for OneShotOperation {
     unsafe fn on_completion(this: NonNull<Self>, outcome: Result<(), Status>) {
-        // SAFETY: handed over to this operation, whose only callback this is.
+        // SAFETY: the poster passed it to this operation, whose only callback this is.
         let once = unsafe { this.as_ref() };
         if let CallbackEvent::Flushed(job) = once.what {
             let result = outcome.map_err(error::piece_error);
             once.notes.flushed.borrow_mut().push(Event::Flushed { job, result });
         }
-        // SAFETY: handed over to this operation, whose only callback this is. The failure of its
-        // endpoint reports that a message could not be sent.
+        // SAFETY: the poster passed it to this operation, whose only callback this is. A message
+        // that could not be sent needs no event: its endpoint reports a failure.
         unsafe { OneShotOperation::take_back(this) };
     }
 }
@@ -355,28 +357,28 @@ mod tests {
         counter.posted(&to_peer, 3, 1);
         assert_eq!(to_peer.get(), 4);
         assert_eq!((moved(&notes, &counters), notes.pieces()), (vec![(1, 1, true)], 3));
-        // SAFETY: three callbacks are due, and the tally is alive.
+        // SAFETY: three callbacks are due, and the counter is alive.
         unsafe {
             PieceCounter::on_completion(target, Ok(()));
             PieceCounter::on_completion(target, Err(Status(UCS_ERR_CANCELED)));
         }
         assert_eq!((to_peer.get(), moved(&notes, &counters)), (3, vec![(1, 2, false)]));
-        // SAFETY: three callbacks are due, and the tally is alive.
+        // SAFETY: three callbacks are due, and the counter is alive.
         unsafe { PieceCounter::on_completion(target, Ok(())) };
         assert_eq!(moved(&notes, &counters), [(1, 1, true)]);
         assert!(notes.is_quiet() && notes.is_empty() && to_peer.get() == 0);
     }
 
     #[test]
-    fn pieces_may_end_while_their_turn_goes_on() {
+    fn pieces_may_end_before_their_turn_counts_them() {
         let (notes, counters) = counters();
         let (counter, to_peer) = (&counters[1], Rc::default());
-        // SAFETY: the callback of the first of two pieces, which the post of the second has ended.
+        // SAFETY: the callback of the first of two pieces; the post of the second ended it.
         unsafe { PieceCounter::on_completion(counter.target(), Err(Status(UCS_ERR_CANCELED))) };
         counter.posted(&to_peer, 2, 0);
         assert_eq!((notes.pieces(), to_peer.get()), (1, 2));
         assert_eq!(moved(&notes, &counters), [(1, 1, false)]);
-        // SAFETY: the other's.
+        // SAFETY: the callback of the second piece.
         unsafe { PieceCounter::on_completion(counter.target(), Err(Status(UCS_ERR_CANCELED))) };
         assert_eq!(moved(&notes, &counters), [(1, 1, false)]);
         assert!(notes.is_quiet() && notes.is_empty() && to_peer.get() == 0);
@@ -392,31 +394,31 @@ mod tests {
         assert_eq!((one.get(), other.get()), (10, 5));
         moved(&notes, &counters);
         assert_eq!((one.get(), other.get()), (0, 0));
-        // Another job of the same number.
+        // A second job with the same number.
         counters[0].posted(&other, 0, 2);
         assert_eq!((one.get(), other.get()), (0, 2));
         assert!(counters[0].take_back(2) && other.get() == 0);
     }
 
     #[test]
-    fn pieces_that_end_within_their_post_are_taken_back_when_nothing_else_has_happened() {
+    fn pieces_that_end_during_their_post_need_no_event_if_nothing_else_is_recorded() {
         let (notes, counters) = counters();
         let ([_, counter, other], to_peer) = (&counters, Rc::default());
         let post = |counter: &Rc<PieceCounter>, outcome| {
             counter.posted(&to_peer, 1, 0);
-            // SAFETY: its one callback.
+            // SAFETY: the piece's only callback.
             unsafe { PieceCounter::on_completion(counter.target(), outcome) };
         };
-        assert!(!counter.take_back(0), "nothing has ended");
+        assert!(!counter.take_back(0), "no piece has ended");
         post(counter, Ok(()));
         counter.posted(&to_peer, 0, 1);
         assert!(!counter.take_back(1) && counter.take_back(2) && notes.is_empty());
         counter.posted(&to_peer, 1, 1);
         assert!(!counter.take_back(1), "one has not ended");
-        // SAFETY: its callback.
+        // SAFETY: the piece's only callback.
         unsafe { PieceCounter::on_completion(counter.target(), Ok(())) };
         post(other, Ok(()));
-        assert!(!counter.take_back(2), "another job's has ended as well");
+        assert!(!counter.take_back(2), "a piece of another job has ended as well");
         assert_eq!(moved(&notes, &counters), [(1, 2, true), (2, 1, true)]);
         post(counter, Err(Status(UCS_ERR_CANCELED)));
         assert!(!counter.take_back(1), "it has failed");
@@ -424,7 +426,7 @@ mod tests {
         post(counter, Ok(()));
         let from = MessageHeader { worker: 7, endpoint: 3, answers: 9 };
         notes.messages.borrow_mut().push(IncomingMessage { from, message: Vec::new() });
-        assert!(!counter.take_back(1), "a message has come as well");
+        assert!(!counter.take_back(1), "a message was received as well");
         assert_eq!(
             (moved(&notes, &counters), notes.take_messages().len()),
             (vec![(1, 1, true)], 1)
@@ -432,13 +434,13 @@ mod tests {
     }
 
     #[test]
-    fn letters_bear_their_senders_mark_and_nothing_else_is_taken() {
+    fn messages_carry_a_header_and_others_are_ignored() {
         let notes = CallbackNotes::default();
         let from = MessageHeader { worker: 7, endpoint: 3, answers: 9 };
         let frame = from.frame(b"text");
         let long = vec![0; MAX_MESSAGE + 1];
         let receive = |header: &[u8], data: &[u8]| {
-            // SAFETY: the inbox is alive.
+            // SAFETY: the notes are alive.
             unsafe { CallbackNotes::on_message(NonNull::from(&notes), Message { header, data }) };
         };
         receive(&frame[..MessageHeader::LEN], &frame[MessageHeader::LEN..]);
@@ -455,10 +457,10 @@ mod tests {
         let waiting = Rc::new(Cell::new(0));
         let told = CallbackEvent::Sent { frame: b"frame".to_vec(), waiting: Rc::clone(&waiting) };
         let once = OneShotOperation::start(told, &notes);
-        // SAFETY: it was handed over just now.
+        // SAFETY: it is newly allocated.
         assert_eq!(unsafe { OneShotOperation::frame(once) }, b"frame");
         assert_eq!((waiting.get(), notes.is_quiet()), (1, false));
-        // SAFETY: its one callback.
+        // SAFETY: its only callback.
         unsafe { OneShotOperation::on_completion(once, Ok(())) };
         assert_eq!((waiting.get(), notes.is_quiet()), (0, true));
     }

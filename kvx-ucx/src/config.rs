@@ -1,4 +1,4 @@
-//! The options of UCX: the table `ucx`, and what it means for UCX's own settings.
+//! The options of UCX: the table `ucx`, and how it maps to UCX's own settings.
 //!
 //! | option | UCX's variable | |
 //! |---|---|---|
@@ -6,25 +6,25 @@
 //! | `net_devices` | `UCX_NET_DEVICES` | devices, likewise: `["mlx5_0:1"]` |
 //! | `set` | any | a list of `"NAME=value"`, with or without `UCX_` |
 //!
-//! `num_threads`, a key beside the table as vLLM has it, is how many threads make progress, each
-//! with its worker; 1. Transfers of more than 1 MiB are striped over them.
+//! `num_threads`, a key outside the table as in vLLM, is the number of progress threads, each with
+//! its own worker; default 1. Transfers of more than 1 MiB are striped over them.
 //!
-//! An option wins over the environment and UCX's configuration files, and those win over what kvx
-//! sets on its own:
+//! An option overrides the environment and UCX's configuration files, which override kvx's
+//! defaults:
 //!
 //! | setting | why |
 //! |---|---|
-//! | `RNDV_THRESH=inf` | kvx sends no message by rendezvous; with it, and failures of peers being reported, UCX refuses zero-copy lanes whose registrations cannot be invalidated, such as cma and tcp, and emulates gets and puts |
-//! | `MM_ERROR_HANDLING=y` | shared memory then may report failures of peers, and so may be used at all |
-//! | `KEEPALIVE_INTERVAL=1s` | how soon a dead peer is noticed that is silent on its lanes; UCX's own is 20 s |
-//! | `TCP_TX_SEG_SIZE=256k`, `TCP_RX_SEG_SIZE=256k` | twice the rate of emulated gets over tcp, for buffers of that size per connection |
+//! | `RNDV_THRESH=inf` | kvx sends no message by rendezvous. With rendezvous on and peer failures reported, UCX refuses zero-copy lanes whose registrations cannot be invalidated, such as cma and tcp, and emulates gets and puts |
+//! | `MM_ERROR_HANDLING=y` | shared memory can report peer failures; UCX does not use it otherwise |
+//! | `KEEPALIVE_INTERVAL=1s` | how often UCX checks a peer that is silent on its lanes; UCX's default is 20 s |
+//! | `TCP_TX_SEG_SIZE=256k`, `TCP_RX_SEG_SIZE=256k` | doubles the rate of emulated gets over tcp, at the cost of buffers of this size per connection |
 
 use std::path::{Path, PathBuf};
 
 use kvx_core::{Error, ErrorKind, Options, Result, Table};
 
-/// Settings of kvx for those that the user does not set. The last column has further variables of
-/// the same meaning.
+/// kvx's defaults for settings that the user has not set. The last column lists further variables
+/// with the same meaning.
 const DEFAULTS: &[(&str, &str, &[&str])] = &[
     ("RNDV_THRESH", "inf", &[]),
     ("MM_ERROR_HANDLING", "y", &["POSIX_ERROR_HANDLING", "SYSV_ERROR_HANDLING"]),
@@ -33,32 +33,32 @@ const DEFAULTS: &[(&str, &str, &[&str])] = &[
     ("TCP_RX_SEG_SIZE", "256k", &[]),
 ];
 
-/// Threads of an agent without the option `num_threads`.
+/// The number of progress threads without the option `num_threads`.
 pub(crate) const NUM_THREADS: u32 = 1;
-/// A configuration file of UCX is not read further than this.
+/// kvx reads at most this many bytes of a UCX configuration file.
 const MAX_FILE: usize = 1 << 20;
 
 /// The parsed table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Config {
-    /// UCX's settings as the options give them: names without `UCX_`.
+    /// UCX settings from the options: names without `UCX_`.
     chosen: Vec<Setting>,
     pub(crate) num_threads: usize,
 }
 
-/// One of UCX's settings.
+/// A setting of UCX.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Setting {
     /// The variable's name without `UCX_`.
     pub(crate) name: String,
     pub(crate) value: String,
-    /// The user set it, so that it is an error if UCX rejects it. A default may be unknown to a
-    /// version.
+    /// True if the user set it: UCX must then accept it. Some versions do not know all of kvx's
+    /// defaults.
     pub(crate) required: bool,
 }
 
 impl Config {
-    /// Reads the table. Errors: `Invalid`, naming the option.
+    /// Parses the table. Errors: `Invalid`, naming the option.
     pub(crate) fn read(options: &Options) -> Result<Self> {
         let table = options.table("ucx", &["net_devices", "set", "tls"])?;
         let mut chosen = Vec::new();
@@ -75,8 +75,8 @@ impl Config {
         Ok(Config { chosen, num_threads })
     }
 
-    /// The settings to give UCX, from the environment of this process and the configuration files
-    /// that the library at `library` reads.
+    /// Returns the settings to pass to UCX, given the environment of this process and the
+    /// configuration files that the library at `library` reads.
     pub(crate) fn settings(&self, library: &Path) -> Vec<Setting> {
         let in_files: Vec<_> = files(library).iter().flat_map(|file| read_settings(file)).collect();
         self.settings_unless(|name| {
@@ -96,8 +96,8 @@ impl Config {
         tls.is_some_and(|tls| tls.split(',').any(|transport| transport.trim() == "tcp"))
     }
 
-    /// The settings to give UCX beside those that the user has set; `is_set` says which, by name
-    /// without `UCX_`.
+    /// Returns the settings to pass to UCX besides those that the user has set; `is_set` reports
+    /// these by name, without `UCX_`.
     fn settings_unless(&self, is_set: impl Fn(&str) -> bool) -> Vec<Setting> {
         let chosen = |name: &str| self.chosen.iter().any(|setting| setting.name == name);
         let defaults = DEFAULTS.iter().filter(|(name, _, others)| {
@@ -116,7 +116,7 @@ fn required(name: &str, value: String) -> Setting {
     Setting { name: name.to_owned(), value, required: true }
 }
 
-/// A list as UCX writes it: with commas.
+/// Joins a list with commas, as UCX writes it.
 fn list(table: &Table<'_>, key: &str) -> Result<Option<String>> {
     let Some(items) = table.texts(key)? else { return Ok(None) };
     if items.is_empty() || items.iter().any(|item| item.trim().is_empty()) {
@@ -131,7 +131,7 @@ fn list(table: &Table<'_>, key: &str) -> Result<Option<String>> {
     Ok(Some(items.join(",")))
 }
 
-/// `UCX_NAME=value` or `NAME=value`.
+/// Parses `UCX_NAME=value` or `NAME=value`.
 fn assignment(text: &str) -> Result<Setting> {
     let wrong = || {
         Error::new(
@@ -153,7 +153,7 @@ fn assignment(text: &str) -> Result<Setting> {
     }
 }
 
-/// Returns where UCX looks for `ucx.conf`.
+/// Returns the paths at which UCX looks for `ucx.conf`.
 fn files(library: &Path) -> Vec<PathBuf> {
     let mut folders = vec![PathBuf::from("/etc/ucx")];
     if let Some(folder) = library.parent() {
@@ -165,14 +165,14 @@ fn files(library: &Path) -> Vec<PathBuf> {
     folders.into_iter().map(|folder| folder.join("ucx.conf")).collect()
 }
 
-/// The transports that the last of these configuration files names.
+/// Returns the transports that the last of these configuration files names.
 fn named_transports(files: &[PathBuf]) -> Option<String> {
     let mut named =
         files.iter().flat_map(|file| read_settings(file)).filter(|(name, _)| name == "TLS");
     named.next_back().map(|(_, tls)| tls)
 }
 
-/// The settings of a configuration file for every machine: names without `UCX_`, and values.
+/// Returns a configuration file's settings for all machines: names without `UCX_`, and values.
 fn read_settings(file: &Path) -> Vec<(String, String)> {
     use std::io::Read as _;
 
@@ -185,8 +185,8 @@ fn read_settings(file: &Path) -> Vec<(String, String)> {
     parse_settings(&text).map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }
 
-/// The lines before the first section: a section is for one kind of machine, and the files that
-/// come with UCX have only such.
+/// Parses the lines before the first section. A section applies to one kind of machine; the files
+/// that UCX installs consist of sections only.
 fn parse_settings(text: &str) -> impl Iterator<Item = (&str, &str)> {
     let lines = text.lines().map(str::trim).take_while(|line| !line.starts_with('['));
     let set = lines.filter_map(|line| line.strip_prefix("UCX_")?.split_once('='));
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_list_with_tcp_in_it_names_tcp() {
+    fn only_a_list_that_contains_tcp_names_tcp() {
         let names =
             |json: &str| read(json).unwrap().names_tcp(Path::new("/nowhere/lib/libucp.so.0"));
         assert!(names(r#"{"ucx": {"tls": "tcp"}}"#) && names(r#"{"ucx": {"tls": ["rc", "tcp"]}}"#));
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_configuration_file_counts_before_its_sections() {
+    fn only_settings_before_the_first_section_count() {
         let text = "# UCX_TLS=x\n UCX_RNDV_THRESH=8k\n\n[Grace]\nUCX_KEEPALIVE_INTERVAL=3s\n";
         assert_eq!(parse_settings(text).collect::<Vec<_>>(), [("RNDV_THRESH", "8k")]);
         let folder = std::env::temp_dir().join(format!("kvx-ucx-config-{}", std::process::id()));
@@ -307,7 +307,7 @@ mod tests {
         assert_eq!(
             named_transports(&[last, overruled, first]).as_deref(),
             Some("sm"),
-            "the last file counts"
+            "the last file wins"
         );
         std::fs::remove_dir_all(folder).unwrap();
         assert!(read_settings(Path::new("/nowhere/ucx.conf")).is_empty());

@@ -1,4 +1,4 @@
-//! UCX's status codes as kvx's errors.
+//! Maps UCX's status codes to kvx's errors.
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
@@ -17,21 +17,22 @@ const SCARCE: &str =
 const CONFIGURED: &str = "check the options of the table ucx and the variables UCX_*; UCX_LOG_LEVEL=info says what UCX has found";
 const UNKNOWN: &str = "UCX_LOG_LEVEL=info makes UCX say more";
 
-/// The meaning of a status, and what to do next. The first row that holds it counts.
+/// The error kind of each range of statuses, and what to do next. The first row that contains a
+/// status applies.
 const ROWS: &[(RangeInclusive<ucs_status_t>, ErrorKind, &str)] = &[
-    // Ranges that UCX reserves: a broken link, an endpoint whose peer has failed.
+    // Ranges that UCX reserves: link failures and endpoint failures.
     (UCS_ERR_LAST_LINK_FAILURE..=UCS_ERR_FIRST_LINK_FAILURE, ErrorKind::PeerLost, GONE),
     (UCS_ERR_LAST_ENDPOINT_FAILURE..=UCS_ERR_FIRST_ENDPOINT_FAILURE, ErrorKind::PeerLost, GONE),
     (UCS_ERR_CONNECTION_RESET..=UCS_ERR_REJECTED, ErrorKind::PeerLost, GONE),
     (UCS_ERR_TIMED_OUT..=UCS_ERR_TIMED_OUT, ErrorKind::PeerLost, GONE),
-    // A read of a process that has ended.
+    // A read from a process that has ended.
     (UCS_ERR_IO_ERROR..=UCS_ERR_IO_ERROR, ErrorKind::PeerLost, GONE),
-    // kvx cancels nothing in UCX: the endpoint was closed under the operation, as it failed.
+    // kvx cancels nothing in UCX: the endpoint failed and was closed during the operation.
     (UCS_ERR_CANCELED..=UCS_ERR_CANCELED, ErrorKind::PeerLost, GONE),
     (
         UCS_ERR_UNREACHABLE..=UCS_ERR_UNREACHABLE,
         ErrorKind::Unsupported,
-        "both ends need a transport in common that notices the end of its peer: tcp, an RDMA card's, or sm with \
+        "both ends need a common transport that detects peer failures: tcp, RDMA, or shared memory with \
          UCX_MM_ERROR_HANDLING=y; check UCX_TLS and UCX_NET_DEVICES on both",
     ),
     (UCS_ERR_NOT_IMPLEMENTED..=UCS_ERR_NOT_IMPLEMENTED, ErrorKind::Unsupported, CONFIGURED),
@@ -39,8 +40,8 @@ const ROWS: &[(RangeInclusive<ucs_status_t>, ErrorKind, &str)] = &[
     (
         UCS_ERR_NO_DEVICE..=UCS_ERR_NO_DEVICE,
         ErrorKind::Unavailable,
-        "no device of this machine fits the options of the table ucx and the variables UCX_*: `ucx_info -d` lists what \
-         there is",
+        "no device of this machine matches the options of the table ucx and the variables UCX_*: `ucx_info -d` lists \
+         the devices",
     ),
     (UCS_ERR_NO_ELEM..=UCS_ERR_NO_ELEM, ErrorKind::Invalid, CONFIGURED),
     (UCS_ERR_INVALID_PARAM..=UCS_ERR_INVALID_PARAM, ErrorKind::Invalid, CONFIGURED),
@@ -51,10 +52,11 @@ const ROWS: &[(RangeInclusive<ucs_status_t>, ErrorKind, &str)] = &[
     (ucs_status_t::MIN..=ucs_status_t::MAX, ErrorKind::Native, UNKNOWN),
 ];
 
-/// The way to learn more.
+/// How to find out which limit.
 const SAYS_WHICH: &str = "UCX_LOG_LEVEL=info says which";
 
-/// Returns the error for a status that `what` ended with: what to do next, UCX's code and its text.
+/// Returns the error for a `status` that ended `what`, with what to do next and UCX's code and
+/// text.
 pub(crate) fn native(what: impl Display, status: Status) -> Error {
     let row = ROWS.iter().find(|(statuses, ..)| statuses.contains(&status.0));
     let (_, kind, cure) = row.expect("the last row holds every status");
@@ -63,10 +65,10 @@ pub(crate) fn native(what: impl Display, status: Status) -> Error {
         .with_native(i64::from(status.0), status.text())
 }
 
-/// Returns why there is no worker: no peer has part in that, whatever UCX's answer is to mean
-/// elsewhere.
+/// Returns the error for a worker that UCX did not create. No peer is involved, so the kinds of
+/// peer failures do not apply.
 pub(crate) fn worker_error(status: Status) -> Error {
-    const WHAT: &str = "UCX gives no worker";
+    const WHAT: &str = "UCX cannot create a worker";
     let error = native(WHAT, status);
     match error.kind() {
         ErrorKind::PeerLost => {
@@ -81,11 +83,11 @@ pub(crate) fn worker_error(status: Status) -> Error {
     }
 }
 
-/// Returns why a piece of a transfer has failed.
+/// Returns the error of a failed piece of a transfer.
 pub(crate) fn piece_error(status: Status) -> Error {
     let error = native("UCX could not move a piece of the transfer", status);
     match error.kind() {
-        // So it says also when the peer's memory is gone with the peer.
+        // UCX reports this status also when the peer has ended and its memory is gone.
         ErrorKind::Exhausted => {
             let why = format!(
                 "UCX could not move a piece of the transfer: check whether the peer still runs; if it does, {SCARCE}"
@@ -103,14 +105,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_worker_that_there_is_none_of_is_no_peers_fault() {
+    fn a_failed_worker_is_not_reported_as_a_peers_fault() {
         let error = worker_error(Status(-3));
         assert_eq!(error.kind(), ErrorKind::Exhausted);
         assert!(error.sentence().contains("ulimit -n"), "{error}");
         assert_eq!(
             native("", Status(-3)).kind(),
             ErrorKind::PeerLost,
-            "no other kinds are told apart here"
+            "all other statuses have this kind"
         );
     }
 
@@ -154,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn no_row_is_out_of_reach() {
+    fn every_row_is_reachable() {
         for (at, (statuses, ..)) in ROWS.iter().enumerate() {
             let first =
                 |status: ucs_status_t| ROWS.iter().position(|(row, ..)| row.contains(&status));

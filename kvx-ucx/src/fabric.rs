@@ -1,4 +1,4 @@
-//! UCX as a fabric of kvx-backend.
+//! UCX as a `Fabric` of kvx-backend.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
@@ -23,53 +23,53 @@ use crate::memory::{Local, MemoryRegistrar, Remote, RemoteKeys};
 use crate::peers::{PeerWorker, Peers, lost_link};
 use crate::route;
 
-/// The number of kvx's active messages.
+/// The id of kvx's active messages.
 const MESSAGE: u32 = 0;
-/// The most pieces under way to one peer: those of a stopped one must not keep others waiting.
+/// The maximum number of pieces in flight to one peer, so that a stopped peer does not delay
+/// others.
 const WINDOW: usize = 512;
-/// The most pieces that are posted in a turn.
+/// The maximum number of pieces posted in a turn.
 const TURN: u32 = 64;
-/// The most bytes that are moved within the turn that posts them, if UCX can.
+/// The maximum number of bytes moved within the turn that posts them, if UCX can.
 const SMALL: u64 = INLINE_BYTES;
-/// The most messages to one peer that UCX has not sent.
+/// The maximum number of messages to one peer that UCX has not sent.
 const UNSENT: usize = 256;
-/// Rounds of progress between two readings of the clock, and how long a turn makes progress.
+/// Rounds of progress between two readings of the clock, and the time after which a turn ends.
 const ROUNDS: (u32, Duration) = (4, Duration::from_micros(50));
-/// Some descriptors of UCX fail to wake: the longest sleep while something is awaited.
+/// The longest sleep while events are awaited: some of UCX's descriptors fail to wake.
 const SAFETY: Duration = Duration::from_millis(20);
-/// How long the first message to a peer may be on its way. Each side makes its endpoint meanwhile,
-/// which costs UCX some 20 ms of a core: where others want that core as well, a multiple of it
-/// passes before the peer has anything to answer.
+/// The time that the first message to a peer may take. Each side creates its endpoint in that time,
+/// which costs UCX about 20 ms of CPU; on a loaded machine a multiple of that passes before the
+/// peer can answer.
 pub(crate) const SETS_UP: Duration = Duration::from_secs(2);
-/// How long the end waits for messages that are being sent, and then for operations that were
-/// broken off.
+/// The time that `end` waits for unsent messages, and then for operations that were cancelled.
 const LAST_WAITS: (Duration, Duration) = (Duration::from_millis(40), Duration::from_millis(20));
 
-/// One worker with its endpoints.
+/// A worker with its endpoints.
 pub(crate) struct UcxFabric {
-    /// `None` after the end.
+    /// `None` after `end`.
     worker: Option<Worker>,
     fds: [RawFd; 1],
     notes: Rc<CallbackNotes>,
-    /// By the numbers of their jobs. UCX has their addresses, which must stay while this grows.
+    /// Indexed by job number. UCX has their addresses, which must stay the same while this vector
+    /// grows.
     counters: Vec<Rc<PieceCounter>>,
     peers: Peers,
     keys: RemoteKeys,
-    /// Events of links that happened outside of progress.
+    /// Events of links that occurred outside of `poll`.
     events: Vec<Event>,
     registrar: Arc<MemoryRegistrar>,
     capabilities: Capabilities,
-    /// The user has named tcp, and accepts what its links do to a target.
+    /// True if the user has named tcp, and so accepts that UCX may abort a target over it.
     tcp: bool,
 }
 
-// SAFETY: the machine's lock lets one thread at a time in, which is what UCX's thread mode
-// SERIALIZED asks for, and what `Rc` and `Cell` need: every clone of them is in here, or in UCX's
-// hands.
+// SAFETY: the machine's lock admits one thread at a time, as UCX's thread mode SERIALIZED requires,
+// and `Rc` and `Cell` too: every clone is in this struct, or in UCX.
 unsafe impl Send for UcxFabric {}
 
 impl UcxFabric {
-    /// Errors: UCX's, when it delivers no messages.
+    /// Creates the fabric. Errors: UCX's, if it delivers no messages.
     pub(crate) fn new(
         worker: Worker,
         own_worker: u64,
@@ -78,10 +78,11 @@ impl UcxFabric {
         tcp: bool,
     ) -> Result<UcxFabric> {
         let notes = Rc::new(CallbackNotes::default());
-        // SAFETY: the fabric's `notes` is dropped after its worker: `end`, and the order of its
+        // SAFETY: the fabric drops its `notes` after its worker: see `end` and the order of its
         // fields.
-        unsafe { worker.deliver(MESSAGE, std::ptr::NonNull::from(&*notes)) }
-            .map_err(|status| error::native("UCX delivers no messages", status))?;
+        unsafe { worker.deliver(MESSAGE, std::ptr::NonNull::from(&*notes)) }.map_err(|status| {
+            error::native("UCX does not accept a handler for kvx's messages", status)
+        })?;
         Ok(UcxFabric {
             fds: [worker.descriptor().as_raw_fd()],
             worker: Some(worker),
@@ -96,7 +97,7 @@ impl UcxFabric {
         })
     }
 
-    /// Breaks the links to a peer and closes its endpoint.
+    /// Breaks the links to a peer, except `but`, and closes its endpoint.
     fn break_links(&mut self, at: usize, but: Option<EndpointId>, why: &Error) {
         if self.worker.is_none() {
             return;
@@ -111,10 +112,9 @@ impl UcxFabric {
         }));
     }
 
-    /// Breaks the links to a peer that has ended, if there is one, before other events are
-    /// reported.
+    /// Breaks the links to the peer at `at`, if any, before other events are reported.
     fn break_lost_links(&mut self, at: Option<usize>, why: &'static str, events: &mut Vec<Event>) {
-        let Some(at) = at else { return }; // the message breaks nothing, as nearly all do
+        let Some(at) = at else { return }; // as for nearly all messages
         self.break_links(at, None, &Error::new(ErrorKind::PeerLost, why).with_backend(NAME));
         events.append(&mut self.events);
     }
@@ -137,10 +137,9 @@ impl UcxFabric {
         }
     }
 
-    /// Between processes UCX copies in the progress after the post: has it do so now, which spares
-    /// a small transfer another turn. Returns whether so many pieces, all that UCX has, have ended
-    /// in as many steps: if something else has made a step as well, somebody must look for what is
-    /// to be done next.
+    /// Makes progress right after a post: between processes UCX copies there, so a small transfer
+    /// needs no other turn. Returns whether all pieces that UCX has ended, in as many steps as
+    /// there are `pieces`. If progress made other steps as well, the machine must handle them.
     fn end_now(&self, pieces: usize) -> bool {
         let (Some(worker), true) = (&self.worker, self.notes.pieces() == pieces as isize) else {
             return false;
@@ -155,7 +154,7 @@ impl UcxFabric {
         self.notes.pieces() == 0 && steps == pieces
     }
 
-    /// Reports the endpoints that have failed, and everything else that callbacks noted.
+    /// Reports failed endpoints, and everything else that callbacks have recorded.
     fn take_notes(&mut self, events: &mut Vec<Event>) {
         for (handle, status) in self.notes.take_failed() {
             if let Some(at) = self.peers.of_handle(handle) {
@@ -166,7 +165,7 @@ impl UcxFabric {
                 self.break_links(at, None, &why.with_kind(ErrorKind::PeerLost));
             }
         }
-        // Links break first, so that what fails with them fails for that reason.
+        // Report broken links first, so that their operations fail for that reason.
         events.append(&mut self.events);
         for IncomingMessage { from, message } in self.notes.take_messages() {
             if message == FAREWELL {
@@ -176,7 +175,7 @@ impl UcxFabric {
                 let over = self.peers.note_message(from);
                 self.break_lost_links(
                     over,
-                    "the peer has given up this connection and made another",
+                    "the peer dropped this connection and made another",
                     events,
                 );
                 events.push(Event::Message(message));
@@ -185,7 +184,7 @@ impl UcxFabric {
         self.notes.take_ended(&self.counters, events);
     }
 
-    /// Sends the messages that wait, ends the operations in flight, and releases everything.
+    /// Sends the remaining messages, ends the operations in flight, and releases everything.
     fn end(&mut self) {
         let Some(worker) = self.worker.take() else { return }; // stopped before it is dropped
         let wait = |longest: Duration| {
@@ -197,25 +196,26 @@ impl UcxFabric {
             }
         };
         for (endpoint, peer) in self.peers.endpoints() {
-            // SAFETY: this thread has the machine, and the endpoint is open.
-            // Who does not hear it learns of it later.
+            // SAFETY: this thread holds the machine's lock, and the endpoint is open.
+            // A peer that does not receive the message detects the end later.
             unsafe { post(endpoint, peer, FAREWELL, &self.notes) }.ok();
             let ended = OneShotOperation::start(CallbackEvent::Ended, &self.notes);
-            // SAFETY: this thread has the machine, the worker is alive, the endpoint is open.
+            // SAFETY: this thread holds the machine's lock, the worker is alive, the endpoint is
+            // open.
             match unsafe { endpoint.flush(ended) } {
                 PostOutcome::Pending => {}
-                // SAFETY: no callback will come.
+                // SAFETY: no callback follows.
                 PostOutcome::Done | PostOutcome::Failed(_) => unsafe {
                     OneShotOperation::take_back(ended)
                 },
             }
         }
         wait(LAST_WAITS.0);
-        // SAFETY: this thread has the machine, and the worker is alive.
+        // SAFETY: this thread holds the machine's lock, and the worker is alive.
         unsafe { self.peers.close_all(&self.notes) };
         wait(LAST_WAITS.1);
         self.keys.clear();
-        // Nothing is sent, received or served without the worker.
+        // Without the worker, UCX sends, receives and serves nothing.
         drop(worker);
         self.notes.take_ended(&self.counters, &mut Vec::new());
         self.registrar.worker_ended();
@@ -225,7 +225,7 @@ impl UcxFabric {
 /// Sends a message to a peer over its endpoint.
 ///
 /// # Safety
-/// This thread has the machine, and the endpoint is open.
+/// This thread holds the machine's lock, and the endpoint is open.
 unsafe fn post(
     endpoint: &Endpoint,
     peer: &PeerWorker,
@@ -235,17 +235,17 @@ unsafe fn post(
     let told =
         CallbackEvent::Sent { frame: peer.header.frame(message), waiting: Rc::clone(&peer.unsent) };
     let once = OneShotOperation::start(told, notes);
-    // SAFETY: it was handed over just now, and UCX keeps it until the end.
+    // SAFETY: `start` has just returned it, and only the callback or a `take_back` below frees it.
     let (header, message) = unsafe { OneShotOperation::frame(once) }.split_at(MessageHeader::LEN);
-    // SAFETY: the caller's promise; `once` keeps the frame until the end.
+    // SAFETY: guaranteed by the caller; `once` owns the frame until the operation ends.
     match unsafe { endpoint.send(MESSAGE, header, message, once) } {
         PostOutcome::Pending => {}
-        // SAFETY: no callback will come.
+        // SAFETY: no callback follows.
         PostOutcome::Done => unsafe { OneShotOperation::take_back(once) },
         PostOutcome::Failed(status) => {
-            // SAFETY: no callback will come.
+            // SAFETY: no callback follows.
             unsafe { OneShotOperation::take_back(once) };
-            return Err(error::native("UCX does not send a message to the peer", status)
+            return Err(error::native("UCX could not send a message to the peer", status)
                 .with_kind(ErrorKind::PeerLost));
         }
     }
@@ -258,8 +258,8 @@ impl Drop for UcxFabric {
     }
 }
 
-// SAFETY: UCX touches the memory of a piece until it returns `PostOutcome::Done` or calls back, and
-// only then is the piece reported as `Moved`. After `end` there is no worker.
+// SAFETY: UCX accesses a piece's memory until it returns `PostOutcome::Done` or calls back, and
+// only then does the fabric report the piece as `Moved`. After `end` there is no worker.
 unsafe impl Fabric for UcxFabric {
     type Local = Local;
     type Remote = Remote;
@@ -268,8 +268,8 @@ unsafe impl Fabric for UcxFabric {
     fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
         let Some(worker) = &self.worker else { return Err(lost_link()) };
         let address = Address::decode(address)?;
-        // SAFETY: this thread has the machine; `end` closes all endpoints; the inbox outlives the
-        // worker.
+        // SAFETY: this thread holds the machine's lock; `end` closes all endpoints; the notes
+        // outlive the worker.
         unsafe { self.peers.connect(endpoint, address, worker, &self.notes) }
     }
 
@@ -282,7 +282,7 @@ unsafe impl Fabric for UcxFabric {
         if peer.unsent.get() >= UNSENT {
             return Ok(SendStatus::Later);
         }
-        // SAFETY: this thread has the machine, and the endpoint is open.
+        // SAFETY: this thread holds the machine's lock, and the endpoint is open.
         unsafe { post(endpoint, peer, message, &self.notes) }.map(|()| SendStatus::Taken)
     }
 
@@ -292,7 +292,7 @@ unsafe impl Fabric for UcxFabric {
 
     fn unpack(&mut self, endpoint: EndpointId, region: &RemoteSpec<'_>) -> Result<Remote> {
         let Some((endpoint, _)) = self.peers.of(endpoint) else { return Err(lost_link()) };
-        // SAFETY: this thread has the machine, and the endpoint is open.
+        // SAFETY: this thread holds the machine's lock, and the endpoint is open.
         unsafe { self.keys.unpack(endpoint, region) }
     }
 
@@ -314,9 +314,9 @@ unsafe impl Fabric for UcxFabric {
             let remote = job.remote(piece.remote_region);
             let (key, at) = (self.keys.of(remote), remote.base + piece.remote_offset);
             let len = piece.len as usize;
-            // SAFETY: this thread has the machine, and the endpoint is open. Core checked that the
-            // piece lies within its region, which the job keeps until the piece is reported; the
-            // tally lives as long as the driver.
+            // SAFETY: this thread holds the machine's lock, and the endpoint is open. Core checked
+            // that the piece lies within its region, which the job keeps until the piece is
+            // reported; the counter lives as long as the fabric.
             let posted =
                 unsafe { endpoint.transfer(op, (local, len), memory, (at, key), counter.target()) };
             match posted {
@@ -349,13 +349,13 @@ unsafe impl Fabric for UcxFabric {
             return Ok(FlushCompletion::WithPieces);
         };
         let once = OneShotOperation::start(CallbackEvent::Flushed(job), &self.notes);
-        // SAFETY: this thread has the machine, and the endpoint is open.
+        // SAFETY: this thread holds the machine's lock, and the endpoint is open.
         match unsafe { endpoint.flush(once) } {
             PostOutcome::Pending => return Ok(FlushCompletion::Later),
-            // SAFETY: no callback will come.
+            // SAFETY: no callback follows.
             PostOutcome::Done => unsafe { OneShotOperation::take_back(once) },
             PostOutcome::Failed(status) => {
-                // SAFETY: no callback will come.
+                // SAFETY: no callback follows.
                 unsafe { OneShotOperation::take_back(once) };
                 return Err(error::piece_error(status));
             }
@@ -385,7 +385,7 @@ unsafe impl Fabric for UcxFabric {
     }
 
     fn arm(&mut self, waiting: bool) -> Result<reactor::Armed> {
-        // UCX has chosen protocols meanwhile: they are looked at when there is time.
+        // UCX has chosen protocols since: the machine reads them when it is idle.
         self.events.extend(self.peers.take_changed().map(Event::Changed));
         if !self.notes.is_empty() || !self.events.is_empty() {
             return Ok(reactor::Armed::Again);
@@ -394,7 +394,7 @@ unsafe impl Fabric for UcxFabric {
         match worker.arm() {
             Ok(ArmOutcome::Busy) => Ok(reactor::Armed::Busy),
             Ok(ArmOutcome::Sleep) => Ok(reactor::Armed::Sleep(waiting.then_some(SAFETY))),
-            Err(status) => Err(error::native("UCX cannot be slept on", status)),
+            Err(status) => Err(error::native("UCX does not arm its wake-up descriptor", status)),
         }
     }
 
@@ -407,7 +407,7 @@ unsafe impl Fabric for UcxFabric {
             (Some((endpoint, peer)), Some(worker)) => {
                 let protocols =
                     if peer.has_moved() { worker.printed_with_protocols() } else { String::new() };
-                // SAFETY: this thread has the machine, and the endpoint is open.
+                // SAFETY: this thread holds the machine's lock, and the endpoint is open.
                 unsafe { route::describe(endpoint, peer.version, &protocols, &self.capabilities) }
             }
             _ => ("not connected".into(), self.capabilities.clone()),
@@ -416,9 +416,9 @@ unsafe impl Fabric for UcxFabric {
 
     fn rejection(&mut self, endpoint: EndpointId) -> Option<Error> {
         let (endpoint, _) = self.peers.of(endpoint).filter(|_| !self.tcp)?;
-        // SAFETY: this thread has the machine, and the endpoint is open.
+        // SAFETY: this thread holds the machine's lock, and the endpoint is open.
         unsafe { route::is_over_tcp(endpoint) }.then(|| {
-            let why = "UCX reaches this peer over tcp only, where it ends the target's process when a reader goes away amid its reads: \
+            let why = "UCX reaches this peer over tcp only, and aborts the target's process if this peer's agent ends during a read: \
                        use the backend TCP, or name tcp in ucx.tls";
             Error::new(ErrorKind::Unsupported, why).with_backend(NAME)
         })

@@ -1,4 +1,4 @@
-//! The factory.
+//! The factory of UCX transports.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,54 +21,53 @@ use crate::ffi::{self, Library, Worker};
 use crate::memory::{MemoryRegistrar, kinds};
 use crate::route::{KILLED_AMID, SHARED_QUEUES};
 
-/// How a peer's end becomes known that does not close its connections: by UCX's keepalive, of which
-/// several must fail. A first link has the time to make its endpoints besides.
+/// The time within which kvx detects a peer that ended without closing its connections: several of
+/// UCX's keepalives must fail. A first link needs time to create its endpoints as well.
 const LOSS: Duration = Duration::from_secs(5).saturating_add(SETS_UP);
-/// UCX answers gets over tcp by messages, and takes it for a fault of its own when the answer
-/// cannot be sent. Seen with 1.13.1 and 1.22.0: `Fatal: unexpected error: Endpoint timeout`.
-const OVER_TCP: &str = "over tcp UCX ends the process of a target whose peer goes away amid its reads: such links are used only if ucx.tls or UCX_TLS names tcp; the backend TCP serves them else";
-/// Transports of UCX over RDMA cards begin with these.
+/// UCX answers gets over tcp with messages, and aborts when it cannot send an answer. Seen with
+/// 1.13.1 and 1.22.0: `Fatal: unexpected error: Endpoint timeout`.
+const OVER_TCP: &str = "over tcp, UCX aborts the target's process if the reading peer ends during a read: kvx uses UCX over tcp only if ucx.tls or UCX_TLS names tcp, and otherwise the backend TCP";
+/// Prefixes of UCX's RDMA transports.
 const RDMA: &[&str] = &["rc", "dc", "ud", "srd", "gga"];
 
-/// Makes UCX transports: over RDMA cards, between GPUs and through shared memory, whatever the UCX
-/// of this machine reaches.
+/// Creates UCX transports over RDMA cards, between GPUs and through shared memory, depending on the
+/// UCX of this machine.
 ///
-/// Every worker of UCX serves messages that read and write whatever address they name, whether or
-/// not it was registered: peers are trusted
-/// ([`Isolation::Cooperative`](kvx_core::Isolation::Cooperative)).
+/// Every UCX worker serves messages that read and write any address, registered or not. Peers are
+/// therefore trusted ([`Isolation::Cooperative`](kvx_core::Isolation::Cooperative)).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ucx;
 
 impl Ucx {
-    /// Threads of an agent without the option `num_threads`.
+    /// The number of progress threads without the option `num_threads`.
     pub const NUM_THREADS: u32 = config::NUM_THREADS;
 }
 
-/// The promises that hold for whatever lanes UCX chooses; a link knows better.
+/// Returns the capabilities that hold whichever lanes UCX chooses; a link reports more exact ones.
 fn capabilities(memory: MemoryKinds) -> Capabilities {
     Capabilities { idle: Idle::Asleep, peer_loss_within: Some(LOSS), ..of_library(memory) }
 }
 
-/// Runs `start`, which may start UCX's own thread, and names that after kvx.
+/// Runs `start`, and names the thread that UCX may start in it.
 fn named<T>(start: impl FnOnce() -> T) -> T {
     threads::rename_new("async", "kvx-ucx async", start)
 }
 
-/// A context with these options. Errors: `Invalid`, `Unavailable`, UCX's.
+/// Creates a context with these options. Errors: `Invalid`, `Unavailable`, UCX's.
 fn context(library: &'static Library, options: &Options) -> Result<Arc<ffi::UcxContext>> {
     let settings = Config::read(options)?.settings(library.path());
     ffi::UcxContext::new(library, &settings).map_err(|(status, setting)| match setting {
         Some(setting) => error::native(format!("UCX refuses the setting {setting}"), status)
             .with_kind(ErrorKind::Invalid),
-        None => error::native(
-            "UCX finds no transport that it may use: check UCX_TLS and \"ucx.tls\"",
-            status,
-        )
-        .with_kind(ErrorKind::Unavailable),
+        None => {
+            error::native("UCX finds no usable transport: check UCX_TLS and \"ucx.tls\"", status)
+                .with_kind(ErrorKind::Unavailable)
+        }
     })
 }
 
-/// The devices that a context may use: `transport/device`, as UCX prints its resources.
+/// Returns the devices that a context may use, as `transport/device`, from UCX's description of its
+/// resources.
 fn resources(printed: &str) -> Vec<(&str, &str)> {
     let resources = printed
         .lines()
@@ -98,7 +97,7 @@ impl Factory for Ucx {
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
         let library = ffi::LIBRARY.open()?;
         let context = named(|| context(library, options)).map_err(|why| {
-            Unavailable::because(why.to_string(), "correct the setting, or remove it")
+            Unavailable::because(why.to_string(), "correct the setting or remove it")
         })?;
         let printed = context.printed();
         let resources = resources(&printed);
@@ -111,7 +110,7 @@ impl Factory for Ucx {
         let mut cautions = Vec::new();
         if !rdma && !cards.is_empty() {
             cautions.push(format!(
-                "it uses none of the RDMA cards ({}): it was built without them, or its settings leave them out",
+                "UCX uses none of this machine's RDMA cards ({}): it was built without RDMA, or its settings exclude the cards",
                 cards.join(", ")
             ));
         }
@@ -137,7 +136,8 @@ impl Factory for Ucx {
     }
 }
 
-/// The workers of an agent, and all that belongs to them. Errors: `Unavailable`, `Invalid`, UCX's.
+/// Returns the workers of an agent with everything they need. Errors: `Unavailable`, `Invalid`,
+/// UCX's.
 pub(crate) fn parts(agent: &Context) -> Result<(Parts<UcxFabric>, Vec<LaneParts<UcxFabric>>)> {
     let library = ffi::LIBRARY.open().map_err(|why| unavailable(NAME, why))?;
     let config = Config::read(&agent.options)?;

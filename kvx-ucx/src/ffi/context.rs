@@ -16,33 +16,31 @@ use crate::config::Setting;
 /// Settings that every version knows.
 const KNOWN: &[&str] = &["TLS", "NET_DEVICES"];
 
-/// UCX with one configuration. Shared by its workers, and by threads: UCX locks it.
+/// UCX with one configuration. Workers and threads share it: UCX locks it.
 pub(crate) struct UcxContext {
     raw: NonNull<ucp_context>,
     library: &'static Library,
-    /// Whether the user asked for settings whose names UCX may not know.
+    /// True if the user chose settings whose names UCX may not know.
     takes_any_name: bool,
 }
 
-// SAFETY: it was created with `mt_workers_shared`, so UCX serialises what several threads do with
-// it.
+// SAFETY: it was created with `mt_workers_shared`, so UCX serialises the calls of several threads.
 unsafe impl Send for UcxContext {}
-// SAFETY: it was created with `mt_workers_shared`, so UCX serialises what several threads do with
-// it.
+// SAFETY: it was created with `mt_workers_shared`, so UCX serialises the calls of several threads.
 unsafe impl Sync for UcxContext {}
 
 impl UcxContext {
-    /// A context for one-sided operations and active messages with descriptors to sleep on.
-    /// `settings` win over the environment.
+    /// Creates a context for one-sided operations and active messages, with wake-up descriptors.
+    /// `settings` override the environment.
     ///
     /// # Errors
-    /// UCX's status, and the setting that it refused, if it was one.
+    /// UCX's status, and the setting that it rejected, if that was the reason.
     pub(crate) fn new(
         library: &'static Library,
         settings: &[Setting],
     ) -> Result<Arc<UcxContext>, (Status, Option<String>)> {
         let functions = library.functions();
-        // UCX opens modules here, which may do to signal handlers what the library may.
+        // UCX loads modules here, which may change signal handlers as the library itself may.
         loader::with_signals_kept(|| {
             let config = UcpConfig::read(library).map_err(|status| (status, None))?;
             for setting in settings {
@@ -57,7 +55,7 @@ impl UcxContext {
                             name,
                             value,
                             ?status,
-                            "UCX does not take a default of kvx's"
+                            "UCX rejects one of kvx's default settings"
                         )
                     }
                 }
@@ -74,8 +72,8 @@ impl UcxContext {
                 ..ucp_params_t::default()
             };
             let mut raw = ptr::null_mut();
-            // SAFETY: the structures are those of 1.13, which is what the call says; the fields
-            // that the mask names are set; the configuration is alive.
+            // SAFETY: the structures are those of 1.13, the version that the call passes; the
+            // fields that the mask names are set; the configuration is alive.
             let status = unsafe {
                 (functions.ucp_init_version)(1, 13, &params, config.raw.as_ptr(), &mut raw)
             };
@@ -99,13 +97,13 @@ impl UcxContext {
         self.library
     }
 
-    /// Returns whether the user asked for settings whose names UCX may not know: then its warnings
-    /// are for the user.
+    /// Returns whether the user chose settings whose names UCX may not know. UCX's warnings then
+    /// concern the user.
     pub(super) fn takes_any_name(&self) -> bool {
         self.takes_any_name
     }
 
-    /// The kinds of memory that it moves, a bit for each of UCX's constants.
+    /// Returns the kinds of memory that the context can move, a bit for each of UCX's constants.
     pub(crate) fn memory_types(&self) -> u64 {
         let mut attributes = ucp_context_attr_t {
             field_mask: u64::from(UCP_ATTR_FIELD_MEMORY_TYPES),
@@ -117,9 +115,9 @@ impl UcxContext {
         Status::check(status).map_or(1 << UCS_MEMORY_TYPE_HOST, |()| attributes.memory_types)
     }
 
-    /// UCX's description of its devices and transports.
+    /// Returns UCX's description of its devices and transports.
     pub(crate) fn printed(&self) -> String {
-        // SAFETY: the context is alive, and so is the stream during the call.
+        // SAFETY: the context is alive, and the stream is open during the call.
         printed(|stream| unsafe {
             (self.library.functions().ucp_context_print_info)(self.raw(), stream)
         })
@@ -128,14 +126,14 @@ impl UcxContext {
     /// Registers memory.
     ///
     /// # Safety
-    /// It stays allocated until the [`MappedMemory`] is dropped.
+    /// The memory stays allocated until the [`MappedMemory`] is dropped.
     ///
     /// # Errors
     /// UCX's status.
     pub(crate) unsafe fn map(self: &Arc<Self>, memory: &MapParams) -> Result<MappedMemory, Status> {
         let MapParams(params) = memory;
         let mut raw = ptr::null_mut();
-        // SAFETY: the context is alive, and the memory is: the caller's promise.
+        // SAFETY: the context is alive; the caller guarantees that the memory is too.
         let status =
             unsafe { (self.library.functions().ucp_mem_map)(self.raw(), params, &mut raw) };
         Status::check(status)?;
@@ -146,16 +144,16 @@ impl UcxContext {
 
 impl Drop for UcxContext {
     fn drop(&mut self) {
-        // SAFETY: workers and memory hold a reference to the context, so none is left.
+        // SAFETY: workers and mapped memory hold a reference to the context, so none is left.
         unsafe { (self.library.functions().ucp_cleanup)(self.raw()) };
     }
 }
 
-/// The first version that knows the settings of transports by the names of their variables.
+/// The first version in which the names of transport settings have the transport's prefix.
 const PREFIXED: Version = Version::new(1, 17, 0);
 
 /// A configuration: the environment's, then the explicit settings. Some settings, such as the log
-/// level, apply to the whole process at once.
+/// level, apply to the whole process immediately.
 pub(super) struct UcpConfig {
     raw: NonNull<ucp_config_t>,
     library: &'static Library,
@@ -164,7 +162,7 @@ pub(super) struct UcpConfig {
 impl UcpConfig {
     pub(super) fn read(library: &'static Library) -> Result<UcpConfig, Status> {
         let mut raw = ptr::null_mut();
-        // SAFETY: without a prefix and a file the environment is read.
+        // SAFETY: with a null prefix and file name, UCX reads the environment.
         Status::check(unsafe {
             (library.functions().ucp_config_read)(ptr::null(), ptr::null(), &mut raw)
         })?;
@@ -173,7 +171,7 @@ impl UcpConfig {
     }
 
     pub(super) fn set(&self, name: &str, value: &str) -> Result<(), Status> {
-        // Old versions know the settings of a transport without its name.
+        // Older versions know a transport's settings without the prefix.
         let name = match name {
             "TCP_TX_SEG_SIZE" | "TCP_RX_SEG_SIZE" if self.library.version() < PREFIXED => {
                 &name["TCP_".len()..]
@@ -202,12 +200,12 @@ impl Drop for UcpConfig {
     }
 }
 
-/// Memory to be registered, as UCX learns of it.
+/// UCX's parameters of a registration.
 pub(crate) struct MapParams(pub(crate) ucp_mem_map_params_t);
 
 impl MapParams {
-    /// `length` bytes at `address`. Without `memory_type` UCX finds the kind of memory out; its
-    /// constant for "unknown" is another number in each version, so it is not passed.
+    /// Describes `length` bytes at `address`. Without `memory_type` UCX detects the kind of memory.
+    /// UCX's constant for "unknown" differs between versions, so kvx never passes it.
     pub(crate) fn new(
         address: *mut u8,
         length: usize,
@@ -227,7 +225,7 @@ impl MapParams {
     }
 }
 
-/// Registered memory.
+/// A registration of memory.
 pub(crate) struct MappedMemory {
     raw: NonNull<ucp_mem>,
     is_unmapped: bool,
@@ -240,12 +238,12 @@ unsafe impl Send for MappedMemory {}
 unsafe impl Sync for MappedMemory {}
 
 impl MappedMemory {
-    /// For the parameters of operations on it.
+    /// Returns the handle that operations on this memory take.
     pub(crate) fn raw(&self) -> ucp_mem_h {
         self.raw.as_ptr()
     }
 
-    /// The key by which peers reach it.
+    /// Returns the key with which peers access the memory.
     ///
     /// # Errors
     /// UCX's status.
@@ -259,7 +257,7 @@ impl MappedMemory {
         Status::check(status)?;
         // SAFETY: UCX has stored a buffer of that length.
         let key = unsafe { std::slice::from_raw_parts(buffer.cast::<u8>(), length) }.to_vec();
-        // SAFETY: the buffer came from the call above and is not used any more.
+        // SAFETY: the call above returned the buffer, and nobody uses it afterwards.
         unsafe { (functions.ucp_rkey_buffer_release)(buffer) };
         Ok(PackedKey(key))
     }
@@ -267,7 +265,7 @@ impl MappedMemory {
     /// Ends the registration.
     ///
     /// # Errors
-    /// UCX's status: it keeps the memory registered.
+    /// UCX's status: the memory stays registered.
     pub(crate) fn unmap(mut self) -> Result<(), Status> {
         self.end()
     }
@@ -275,8 +273,8 @@ impl MappedMemory {
     fn end(&mut self) -> Result<(), Status> {
         self.is_unmapped = true;
         let functions = self.context.library.functions();
-        // SAFETY: it is alive, as both callers consume it, and operations on it have ended: the
-        // transport keeps it until then.
+        // SAFETY: it is alive, as both callers consume it; the transport keeps it until the
+        // operations on it have ended.
         Status::check(unsafe { (functions.ucp_mem_unmap)(self.context.raw(), self.raw()) })
     }
 }
@@ -291,6 +289,6 @@ impl Drop for MappedMemory {
     }
 }
 
-/// A key as it travels.
+/// A packed key, as it is sent to peers.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct PackedKey(pub(crate) Vec<u8>);

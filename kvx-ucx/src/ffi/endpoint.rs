@@ -1,4 +1,4 @@
-//! An endpoint: a connection of one worker to another, and the operations on it.
+//! An endpoint: a connection from one worker to another, and the operations on it.
 
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
@@ -10,17 +10,17 @@ use super::print::printed;
 use super::request::{CompletionHandler, PostOutcome, with_callback};
 use super::status::Status;
 
-/// An endpoint. Not closed when dropped: [`close`](Endpoint::close) is an operation that takes
-/// time.
+/// An endpoint. Dropping it does not close it: [`close`](Endpoint::close) is an asynchronous
+/// operation.
 ///
-/// All calls come from the one thread that uses its worker, while the worker is alive; none follows
-/// `close`. The transport's machine upholds this.
+/// Only the thread that uses the worker calls it, while the worker is alive and not after `close`.
+/// The transport's machine upholds this.
 pub(crate) struct Endpoint {
     raw: NonNull<ucp_ep>,
     functions: &'static Functions,
 }
 
-// SAFETY: used as its worker is, by one thread at a time.
+// SAFETY: only one thread at a time uses it, like its worker.
 unsafe impl Send for Endpoint {}
 
 impl Endpoint {
@@ -32,15 +32,14 @@ impl Endpoint {
         self.raw.as_ptr()
     }
 
-    /// Reads the memory at `remote` into `local`, or writes it the other way. The end of a write
-    /// says that `local` is free; that the bytes have arrived is said by the end of a
-    /// [`flush`](Endpoint::flush) that is posted later.
+    /// Reads the memory at `remote` into `local`, or writes it the other way. A completed write
+    /// means only that `local` may be reused. The bytes have arrived when a
+    /// [`flush`](Endpoint::flush) that was posted later completes.
     ///
     /// # Safety
-    /// The worker is alive, this is the one thread that uses it, and the endpoint is not closed.
-    /// `local` is so many bytes, within `memory` if that is given, which nobody touches until the
-    /// end of a read, and nobody writes to until the end of a write; `target` is alive until the
-    /// end.
+    /// The worker is alive, no other thread uses it, and the endpoint is not closed. `local` has
+    /// that many bytes, within `memory` if given. Until the operation ends, nobody accesses them
+    /// (read) or writes to them (write), and `target` is alive.
     pub(crate) unsafe fn transfer<T: CompletionHandler>(
         &self,
         op: Op,
@@ -52,7 +51,7 @@ impl Endpoint {
         let param = with_memory(with_callback(target), memory);
         let (local, key) = (local.cast::<c_void>(), key.raw());
         let Functions { ucp_get_nbx: get, ucp_put_nbx: put, .. } = self.functions;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         PostOutcome::read(unsafe {
             match op {
                 Op::Read => get(self.raw(), local, length, remote, key, &param),
@@ -61,12 +60,12 @@ impl Endpoint {
         })
     }
 
-    /// Ends when everything that was posted before it has arrived.
+    /// Completes when everything that was posted before has arrived.
     ///
     /// # Safety
-    /// As [`transfer`](Endpoint::transfer), but for the memory.
+    /// As for [`transfer`](Endpoint::transfer), except for the memory.
     pub(crate) unsafe fn flush<T: CompletionHandler>(&self, target: NonNull<T>) -> PostOutcome {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         PostOutcome::read(unsafe {
             (self.functions.ucp_ep_flush_nbx)(self.raw(), &with_callback(target))
         })
@@ -75,7 +74,8 @@ impl Endpoint {
     /// Sends an active message, eagerly.
     ///
     /// # Safety
-    /// As [`transfer`](Endpoint::transfer); header and data stay as they are until the end.
+    /// As for [`transfer`](Endpoint::transfer); header and data do not change until the operation
+    /// ends.
     pub(crate) unsafe fn send<T: CompletionHandler>(
         &self,
         id: u32,
@@ -86,7 +86,7 @@ impl Endpoint {
         let mut param = with_callback(target);
         param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
         param.flags = UCP_AM_SEND_FLAG_EAGER;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         PostOutcome::read(unsafe {
             (self.functions.ucp_am_send_nbx)(
                 self.raw(),
@@ -103,13 +103,13 @@ impl Endpoint {
     /// Unpacks a peer's key for this endpoint.
     ///
     /// # Safety
-    /// The worker is alive, this is the one thread that uses it, and the endpoint is not closed.
+    /// The worker is alive, no other thread uses it, and the endpoint is not closed.
     ///
     /// # Errors
-    /// UCX's status: `UCS_ERR_UNREACHABLE` when no lane of the endpoint reaches that memory.
+    /// UCX's status: `UCS_ERR_UNREACHABLE` if no lane of the endpoint reaches that memory.
     pub(crate) unsafe fn unpack(&self, key: &[u8]) -> Result<RemoteKey, Status> {
         let mut raw = ptr::null_mut();
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let status = unsafe {
             (self.functions.ucp_ep_rkey_unpack)(self.raw(), key.as_ptr().cast(), &mut raw)
         };
@@ -118,31 +118,32 @@ impl Endpoint {
         Ok(RemoteKey { raw, functions: self.functions })
     }
 
-    /// Closes the endpoint at once: operations in flight end with an error, by their callbacks,
-    /// during progress.
+    /// Closes the endpoint immediately. Operations in flight fail, and their callbacks run during
+    /// progress.
     ///
     /// # Safety
-    /// As [`transfer`](Endpoint::transfer), but for the memory; no key that was unpacked for it is
-    /// used any more. Keys may be dropped later: that touches no endpoint.
+    /// As for [`transfer`](Endpoint::transfer), except for the memory. Nobody uses a key that was
+    /// unpacked for the endpoint afterwards. Keys may be dropped later: that does not access the
+    /// endpoint.
     pub(crate) unsafe fn close<T: CompletionHandler>(self, target: NonNull<T>) -> PostOutcome {
         let mut param = with_callback(target);
         param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
         param.flags = UCP_EP_CLOSE_FLAG_FORCE;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         PostOutcome::read(unsafe { (self.functions.ucp_ep_close_nbx)(self.raw(), &param) })
     }
 
-    /// UCX's description of the endpoint: its lanes and, from 1.14 or so, its protocols.
+    /// Returns UCX's description of the endpoint: its lanes and, since about 1.14, its protocols.
     ///
     /// # Safety
-    /// As [`unpack`](Endpoint::unpack).
+    /// As for [`unpack`](Endpoint::unpack).
     pub(crate) unsafe fn printed(&self) -> String {
-        // SAFETY: the caller's promise; the stream is open during the call.
+        // SAFETY: guaranteed by the caller; the stream is open during the call.
         printed(|stream| unsafe { (self.functions.ucp_ep_print_info)(self.raw(), stream) })
     }
 }
 
-/// Operations on registered memory, posted by the hundred.
+/// Sets the memory of an operation that is posted many times.
 fn with_memory(mut param: ucp_request_param_t, memory: Option<ucp_mem_h>) -> ucp_request_param_t {
     param.op_attr_mask |= UCP_OP_ATTR_FLAG_MULTI_SEND;
     if let Some(memory) = memory {
@@ -152,14 +153,14 @@ fn with_memory(mut param: ucp_request_param_t, memory: Option<ucp_mem_h>) -> ucp
     param
 }
 
-/// A peer's key, unpacked. Dropped by the thread that uses the worker, while that is alive; its
-/// endpoint may be closed by then.
+/// A peer's unpacked key. The thread that uses the worker drops it while the worker is alive; the
+/// endpoint may already be closed.
 pub(crate) struct RemoteKey {
     raw: NonNull<ucp_rkey>,
     functions: &'static Functions,
 }
 
-// SAFETY: used as its worker is, by one thread at a time.
+// SAFETY: only one thread at a time uses it, like its worker.
 unsafe impl Send for RemoteKey {}
 
 impl RemoteKey {
@@ -170,7 +171,7 @@ impl RemoteKey {
 
 impl Drop for RemoteKey {
     fn drop(&mut self) {
-        // SAFETY: it is alive; the operations that used it have ended, which the transport upholds.
+        // SAFETY: it is alive; the transport keeps it until the operations that use it have ended.
         unsafe { (self.functions.ucp_rkey_destroy)(self.raw()) };
     }
 }

@@ -1,4 +1,4 @@
-//! The UCX that this process has opened.
+//! The UCX that this process has loaded.
 
 use std::ffi::CStr;
 use std::path::Path;
@@ -10,19 +10,20 @@ use kvx_core::backend::Unavailable;
 use super::bindings_1_13::Functions;
 use super::conflict;
 
-/// The variable that names the library.
+/// The environment variable that names the library.
 pub(crate) const VARIABLE: &str = "KVX_UCX_LIB";
 const NAMES: &[&str] = &["libucp.so.0"];
-const CURE: &str = "install UCX 1.13 or newer (Debian: libucx0; from PyPI: libucx-cu12), or set KVX_UCX_LIB to its libucp.so.0";
-const ONE_ONLY: &str = "unset KVX_UCX_LIB to use the one that is loaded, or set it to that file";
+const CURE: &str = "install UCX 1.13 or newer, the same version on all hosts (Debian: libucx0; from PyPI: libucx-cu12), or set KVX_UCX_LIB to its libucp.so.0";
+const ONE_ONLY: &str = "unset KVX_UCX_LIB to use the loaded library, or set it to that file";
 
-/// The oldest version that the bindings fit.
+/// The oldest supported version: the one that the bindings are generated from. Peers need not have
+/// the same version, but 1.22 cannot unpack the remote keys of 1.13.
 const OLDEST: Version = Version::new(1, 13, 0);
 
-/// An open libucp, with the functions of 1.13.
+/// A loaded libucp with the functions of 1.13.
 pub(crate) type Library = BoundLibrary<Functions, Version>;
 
-/// The library that `KVX_UCX_LIB` names, else `libucp.so.0`.
+/// The library that `KVX_UCX_LIB` names, otherwise `libucp.so.0`.
 pub(crate) static LIBRARY: ProcessLibrary<Functions, Version> = ProcessLibrary::new(load);
 
 fn load() -> Result<Library, Unavailable> {
@@ -32,12 +33,11 @@ fn load() -> Result<Library, Unavailable> {
     loader::with_signals_kept(|| {
         let library = Search::new(VARIABLE, NAMES, CURE).open()?;
         let find = |name: &'static CStr| library.address(name);
-        // SAFETY: the loader answers with the symbol of that name; that it is the function which
-        // the headers of this library declare is what its version says, below, and what its soname
-        // (libucp.so.0) promises.
+        // SAFETY: the loader returns the symbol of that name. The soname (libucp.so.0) promises,
+        // and the version check below confirms, that it is the function that the headers declare.
         let functions = unsafe { Functions::find(find) }?;
         let (mut major, mut minor, mut patch) = (0, 0, 0);
-        // SAFETY: three integers to write to; may be called before anything else.
+        // SAFETY: the call writes three integers, and is allowed before any other.
         unsafe { (functions.ucp_get_version)(&mut major, &mut minor, &mut patch) };
         let version = Version::new(major, minor, patch);
         if version < OLDEST || version.major != OLDEST.major {

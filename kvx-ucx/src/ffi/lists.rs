@@ -1,6 +1,5 @@
-//! The scatter-gather datatype: many pieces in one put. The bindings are tested with it; the
-//! transport posts pieces one by one, which is as fast over cma and tcp, and works with every
-//! version.
+//! The scatter-gather datatype: many pieces in one put. Only tests use it. The transport posts
+//! pieces one by one, which is as fast over cma and tcp and works with every version.
 
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
@@ -11,13 +10,13 @@ use super::library::{LIBRARY, Library};
 use super::request::{CompletionHandler, PostOutcome, with_callback};
 use super::{Endpoint, RemoteKey, Version};
 
-/// Returns whether puts of lists go over every lane. 1.22 takes them only on cards whose driver has
-/// a plug-in for it, and an endpoint on which it refuses one is lost.
+/// Returns whether every lane takes puts of lists. 1.22 takes them only on cards whose driver has a
+/// plug-in for them; an endpoint that refuses one is unusable afterwards.
 pub(super) fn is_supported_by(library: &Library) -> bool {
     library.version() >= Version::new(1, 23, 0)
 }
 
-/// Pieces of one put: position `i` of each list is piece `i`.
+/// The pieces of one put: position `i` of each list describes piece `i`.
 #[derive(Default)]
 pub(super) struct Sgl {
     buffers: Vec<*mut c_void>,
@@ -43,11 +42,12 @@ impl Sgl {
         self.keys.push(key.raw());
     }
 
-    /// Writes all pieces as one operation; its end means what that of [`Endpoint::put`] means.
+    /// Writes all pieces as one operation. Its completion means the same as that of
+    /// [`Endpoint::put`].
     ///
     /// # Safety
-    /// As [`Endpoint::put`] for every piece; the list is neither changed nor dropped until the end;
-    /// the library [takes them](is_supported_by).
+    /// As for [`Endpoint::put`], for every piece. The list is neither changed nor dropped until the
+    /// operation ends. The library [supports lists](is_supported_by).
     pub(super) unsafe fn put<T: CompletionHandler>(
         &self,
         endpoint: &Endpoint,
@@ -93,9 +93,10 @@ impl Sgl {
         };
         let put = LIBRARY.functions().ucp_put_nbx;
         let (list, param) = ((&raw const local).cast(), (&raw const param).cast());
-        // SAFETY: the caller's promise. Both descriptors are copied by the call, the arrays are the
-        // list's. The parameters begin with those of 1.13; a library that has the datatype reads
-        // what follows them. Address and key of the call itself are unused with a remote list.
+        // SAFETY: guaranteed by the caller. The call copies both descriptors; the list owns the
+        // arrays. The parameters begin with those of 1.13; a library that has the datatype also
+        // reads the fields after them. With a remote list, the call's own address and key are
+        // unused.
         PostOutcome::read(unsafe { put(endpoint.raw(), list, count, 0, ptr::null_mut(), param) })
     }
 }

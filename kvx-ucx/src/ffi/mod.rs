@@ -1,9 +1,9 @@
 //! UCX's C interface: generated bindings, the library that is opened, and thin owners of its
 //! handles.
 //!
-//! The bindings are those of 1.13, which later versions keep; what the scatter-gather datatype of
-//! 1.22 adds is a second file: it is tested, and not used, since it was measured to be no faster
-//! than puts of one block. Both are written by `cargo xtask bindings`.
+//! The bindings are those of 1.13, which later versions keep. A second file holds the
+//! scatter-gather datatype of 1.22, which only tests use: it was measured to be no faster than
+//! single puts. `cargo xtask bindings` generates both.
 
 #[rustfmt::skip]
 #[allow(missing_docs, non_camel_case_types, unreachable_pub, dead_code, reason = "generated")]

@@ -1,12 +1,12 @@
-//! Copies of bytes from peers, for UCX to read.
+//! Copies bytes from peers for UCX to read.
 //!
-//! UCX reads addresses and keys without being told their length, and trusts them: it is shown a
-//! copy that zeros follow.
+//! UCX reads addresses and keys without knowing their length, and trusts them. It therefore gets a
+//! copy that is followed by zeros.
 
-/// Zeros behind the bytes: more than any count in them could skip.
+/// The number of zeros after the bytes: more than any count in the bytes could skip.
 const MARGIN: usize = 4096;
 
-/// A copy that zeros follow.
+/// Returns a copy that is followed by zeros.
 pub(crate) fn pad(bytes: &[u8]) -> Vec<u8> {
     let mut copy = Vec::with_capacity(bytes.len() + MARGIN);
     copy.extend_from_slice(bytes);
@@ -19,7 +19,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn zeros_follow_what_ucx_is_shown() {
+    fn zeros_follow_the_bytes_that_ucx_reads() {
         let shown = pad(b"key");
         assert_eq!((&shown[..3], shown.len()), (b"key".as_slice(), 3 + MARGIN));
         assert!(shown[3..].iter().all(|byte| *byte == 0));

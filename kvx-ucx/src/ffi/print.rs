@@ -1,13 +1,14 @@
-//! Catches the text that UCX prints about itself.
+//! Captures UCX's descriptions of its objects.
 
 use std::ffi::c_char;
 
 use libc::FILE;
 
-/// The text that `print` writes to the stream; empty if there is no memory for one.
+/// Returns the text that `print` writes to the stream, or an empty text if there is no memory for
+/// it.
 pub(super) fn printed(print: impl FnOnce(*mut FILE)) -> String {
     let (mut text, mut length): (*mut c_char, usize) = (std::ptr::null_mut(), 0);
-    // SAFETY: both are written when the stream is closed, below, and outlive it.
+    // SAFETY: closing the stream below writes both variables, which outlive it.
     let stream = unsafe { libc::open_memstream(&raw mut text, &raw mut length) };
     if stream.is_null() {
         return String::new();
@@ -21,7 +22,7 @@ pub(super) fn printed(print: impl FnOnce(*mut FILE)) -> String {
     // SAFETY: closing has stored the buffer and its length.
     let bytes = unsafe { std::slice::from_raw_parts(text.cast::<u8>(), length) };
     let printed = String::from_utf8_lossy(bytes).into_owned();
-    // SAFETY: the buffer is the caller's to free, and is not used any more.
+    // SAFETY: `open_memstream` leaves the buffer to its caller, which does not use it afterwards.
     unsafe { libc::free(text.cast()) };
     printed
 }
@@ -31,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_printed_comes_back() {
+    fn printed_text_is_captured() {
         let text = printed(|stream| {
             for _ in 0..3000 {
                 // SAFETY: the stream is open, and the format takes no arguments.

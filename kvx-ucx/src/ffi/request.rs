@@ -1,4 +1,4 @@
-//! Requests: what UCX returns for an operation that is still under way.
+//! Requests: the handles that UCX returns for operations in progress.
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
@@ -10,20 +10,20 @@ use super::bindings_1_13::{
 use super::library::LIBRARY;
 use super::status::Status;
 
-/// The answer to an operation that was posted.
+/// The outcome of posting an operation.
 #[derive(Debug)]
 #[must_use = "an operation that is pending completes later"]
 pub(crate) enum PostOutcome {
-    /// Done; no callback will come.
+    /// The operation has completed; no callback follows.
     Done,
-    /// Not begun; no callback will come.
+    /// The operation was not started; no callback follows.
     Failed(Status),
-    /// Under way: its callback will come, and frees the request.
+    /// The operation is in progress. Its callback follows, and frees the request.
     Pending,
 }
 
 impl PostOutcome {
-    /// Reads what an `_nbx` call returned (`UCS_PTR_STATUS` and its kin).
+    /// Converts the return value of an `_nbx` call (`UCS_PTR_STATUS` and similar macros).
     pub(super) fn read(answer: ucs_status_ptr_t) -> PostOutcome {
         match (NonNull::new(answer), Status::of_pointer(answer as usize)) {
             (None, _) => PostOutcome::Done,
@@ -33,18 +33,18 @@ impl PostOutcome {
     }
 }
 
-/// Is told of the end of an operation, whose user data points to it.
+/// Handles the completion of an operation whose user data points to it.
 pub(crate) trait CompletionHandler {
-    /// The operation has ended. Runs inside a call into UCX (progress, or a closing endpoint): it
-    /// may post, but must not destroy the worker, and must not panic.
+    /// Called when the operation has ended, during a call into UCX (progress, or closing an
+    /// endpoint). It may post operations, but must not destroy the worker and must not panic.
     ///
     /// # Safety
-    /// `this` is what was passed to [`with_callback`], alive.
+    /// `this` is the pointer that was passed to [`with_callback`], and is alive.
     unsafe fn on_completion(this: NonNull<Self>, outcome: Result<(), Status>);
 }
 
-/// Parameters of a send-like operation (get, put, flush, close, active message) whose end `target`
-/// learns of. `target` must be alive until then: the poster upholds that.
+/// Returns the parameters of a send-like operation (get, put, flush, close, active message) that
+/// calls `target` when it ends. The poster keeps `target` alive until then.
 pub(crate) fn with_callback<T: CompletionHandler>(target: NonNull<T>) -> ucp_request_param_t {
     let mut param = ucp_request_param_t {
         op_attr_mask: UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
@@ -55,7 +55,7 @@ pub(crate) fn with_callback<T: CompletionHandler>(target: NonNull<T>) -> ucp_req
     param
 }
 
-/// Frees the request and tells its target.
+/// Frees the request and notifies its target.
 unsafe extern "C" fn on_completion<T: CompletionHandler>(
     request: *mut c_void,
     status: ucs_status_t,
@@ -66,7 +66,7 @@ unsafe extern "C" fn on_completion<T: CompletionHandler>(
     let Some(target) = NonNull::new(target.cast::<T>()) else {
         return debug_assert!(false, "UCX passes the user data that it was given");
     };
-    // SAFETY: the poster's promise, see `with_callback`.
+    // SAFETY: the poster keeps the target alive, see `with_callback`.
     unsafe { T::on_completion(target, Status::check(status)) };
 }
 

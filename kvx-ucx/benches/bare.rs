@@ -1,12 +1,12 @@
-//! A bare UCP loop between two processes: what UCX gives without kvx, to measure kvx beside.
+//! A bare UCP loop between two processes: the performance of UCX without kvx, as a baseline.
 //!
 //! - Without arguments it is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`).
 //! - `get SIZE WINDOW` and `put SIZE WINDOW` move one buffer over and over, `WINDOW` operations in
 //!   flight, as `ucx_perftest -t ucp_get -O WINDOW` does, and print the time of one and GB/s.
 //!
-//! The library is `KVX_UCX_LIB`, else `libucp.so.0`; settings are UCX's own and the environment's,
-//! and failures of the peer are not asked for: the fastest that UCX is. It uses nothing of kvx but
-//! the bindings and the kit for baselines.
+//! The library is `KVX_UCX_LIB`, otherwise `libucp.so.0`; settings are UCX's own and the
+//! environment's. Peer failures are not reported, which is UCX's fastest mode. Of kvx it uses only
+//! the bindings and the test kit's baseline module.
 
 use kvx_backend::baseline::{
     self, Baseline, BlockPair, Channel, HugeMemory, Point, answer, repeat,
@@ -18,7 +18,8 @@ use std::ptr::{null, null_mut};
 use std::time::Duration;
 use std::{cell::Cell, mem::zeroed};
 
-/// A context with its one worker, and the operations in flight, which callbacks count.
+/// A context with its only worker, and the number of operations in flight, which callbacks
+/// decrement.
 struct Ucp {
     functions: Functions,
     context: ucp_context_h,
@@ -35,7 +36,7 @@ impl Ucp {
         let search = Search::new("KVX_UCX_LIB", &["libucp.so.0"], "install UCX 1.13 or newer");
         let library = search.open().expect("UCX");
         let find = |name: &'static CStr| library.address(name);
-        // SAFETY: each call is one that ucp.h describes, on handles that the calls before it have
+        // SAFETY: ucp.h allows each call on the handles that the calls before it have created.
         // made.
         unsafe {
             let functions = Functions::find(find).expect("every function of UCX 1.13");
@@ -53,12 +54,11 @@ impl Ucp {
     }
 
     fn progress(&self) -> u32 {
-        // SAFETY: the worker lives as long as the program; there is one thread.
+        // SAFETY: the worker lives as long as the program, which has one thread.
         unsafe { (self.functions.ucp_worker_progress)(self.worker) }
     }
 
-    /// Counts an operation that was posted, and makes progress while more than `left` are in
-    /// flight.
+    /// Counts a posted operation, and makes progress while more than `left` are in flight.
     fn posted(&self, answer: ucs_status_ptr_t, left: usize) {
         match answer as isize {
             0 => {}
@@ -73,7 +73,7 @@ impl Ucp {
 
 unsafe extern "C" fn ended(request: *mut c_void, status: ucs_status_t, ucp: *mut c_void) {
     let ucp = ucp.cast::<Ucp>();
-    // SAFETY: `transfer` passes the leaked `Ucp`, and UCX a request that nobody else frees.
+    // SAFETY: `transfer` passes the leaked `Ucp`, and UCX passes a request that nobody else frees.
     let in_flight = unsafe {
         ((*ucp).functions.ucp_request_free)(request);
         &(*ucp).in_flight
@@ -96,8 +96,8 @@ impl Memory {
         params.field_mask =
             u64::from(UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH);
         (params.address, params.length) = (bytes.as_ptr().cast(), length);
-        // SAFETY: the memory is as long, and `Memory` unmaps it before it goes; then as in
-        // `Ucp::open`.
+        // SAFETY: the memory has that length, and `Memory` unmaps it before freeing it; the handles
+        // are valid, as in `Ucp::open`.
         unsafe {
             check("ucp_mem_map", (ucp.functions.ucp_mem_map)(ucp.context, &params, &mut handle));
         }
@@ -107,20 +107,21 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: nothing is in flight between points.
+        // SAFETY: no operation is in flight between points.
         unsafe { (self.ucp.functions.ucp_mem_unmap)(self.ucp.context, self.handle) };
     }
 }
 
-/// Numbers that are no length: make progress until the next number; do nothing until then.
+/// Requests that are not lengths: `PROGRESS` makes progress until the next request, `REST` does
+/// nothing until then.
 const PROGRESS: usize = 0;
 const REST: usize = usize::MAX;
 
-/// Runs the other process, which allocates memory of the lengths that it receives.
+/// Runs the target process, which allocates memory of the lengths that it receives.
 fn serve(channel: &Channel) {
     let (ucp, mut memory) = (Ucp::open(), None);
     let (mut address, mut length) = (null_mut(), 0);
-    // SAFETY: the worker lives; the address is UCX's, and never released.
+    // SAFETY: the worker is alive; UCX owns the address, which is never released.
     channel.send(0, unsafe {
         check(
             "address",
@@ -130,8 +131,7 @@ fn serve(channel: &Channel) {
     });
     while let Some((request, _)) = channel.receive() {
         if request == PROGRESS {
-            // An idle target must not take the core, or half of the core, that the initiator copies
-            // on.
+            // An idle target must not take CPU time from the initiator, which may copy on its core.
             let mut idle = 0;
             while !channel.wait(Duration::from_millis(u64::from(idle > 20))) {
                 idle = if (0..256).map(|_| ucp.progress()).sum::<u32>() > 0 { 0 } else { idle + 1 };
@@ -140,7 +140,8 @@ fn serve(channel: &Channel) {
             drop(memory.take());
             let shared = memory.insert(Memory::new(ucp, request));
             let (mut key, mut length) = (null_mut(), 0);
-            // SAFETY: context and registration live; the packed key is UCX's, and never released.
+            // SAFETY: context and registration are alive; UCX owns the packed key, which is never
+            // released.
             channel.send(shared.bytes.as_ptr().expose_provenance(), unsafe {
                 check(
                     "key",
@@ -157,7 +158,7 @@ fn serve(channel: &Channel) {
     }
 }
 
-/// The first process, with memory of one length in both.
+/// The initiator process, and memory of one length in both processes.
 struct Initiator {
     ucp: &'static Ucp,
     target: Channel,
@@ -169,11 +170,11 @@ struct Initiator {
 
 impl Initiator {
     fn new() -> Initiator {
-        // SAFETY: the program has one thread, and has not opened UCX yet.
+        // SAFETY: the program has one thread, and has not loaded UCX yet.
         let target = unsafe { baseline::fork(|channel| serve(&channel)) };
         let ucp = Ucp::open();
         let ((_, address), mut endpoint) = (target.receive().expect("its address"), null_mut());
-        // SAFETY: the field that the mask names is set, to a whole address of the other process.
+        // SAFETY: the field that the mask names is set, to a complete address of the other process.
         unsafe {
             let mut params: ucp_ep_params_t = zeroed();
             params.field_mask = u64::from(UCP_EP_PARAM_FIELD_REMOTE_ADDRESS);
@@ -191,13 +192,13 @@ impl Initiator {
         self.target.send(length, &[]);
         let (remote, packed) = self.target.receive().expect("address and key");
         let unpack = self.ucp.functions.ucp_ep_rkey_unpack;
-        // SAFETY: the endpoint is open and the key whole.
+        // SAFETY: the endpoint is open, and the key is complete.
         check("rkey", unsafe { unpack(self.endpoint, packed.as_ptr().cast(), &mut self.key) });
         (self.remote, self.memory) = (remote, Some(Memory::new(self.ucp, length)));
     }
 
-    /// Reads or writes blocks, neighbours on both sides as one, `window` at a time; waits for the
-    /// last.
+    /// Reads or writes blocks, adjacent ones in one operation, with `window` in flight. Waits for
+    /// the last.
     fn move_blocks(&self, read: bool, block: usize, window: usize, pairs: &[BlockPair]) {
         let (ucp, memory) = (self.ucp, self.memory.as_ref().expect("there is memory"));
         let mut param = ucp_request_param_t {

@@ -15,12 +15,11 @@ mod route;
 
 pub use factory::Ucx;
 
-/// The generated bindings to libucp, for programs that drive UCX themselves: no part of kvx, and
-/// without its promises.
+/// The generated bindings to libucp, for programs that call UCX directly. They are not part of
+/// kvx's API, and kvx's guarantees do not cover them.
 ///
-/// [`Functions`](raw::Functions) is filled by the program that opened the library. Types and
-/// constants are those of UCX 1.13; [`sgl`](raw::sgl) is what the scatter-gather datatype of 1.22
-/// adds.
+/// The program that loads the library fills [`Functions`](raw::Functions). Types and constants are
+/// those of UCX 1.13; [`sgl`](raw::sgl) has the scatter-gather datatype of 1.22.
 #[cfg(feature = "raw")]
 pub mod raw {
     pub use crate::ffi::bindings_1_13::*;

@@ -1,4 +1,4 @@
-//! Registered memory, and keys to that of peers.
+//! Registered memory, and the keys of peers' memory.
 
 use std::sync::Arc;
 
@@ -16,14 +16,14 @@ use crate::error;
 use crate::ffi::bindings_1_13::*;
 use crate::ffi::{self, Endpoint, MapParams, MappedMemory, RemoteKey, UcxContext, Version, pad};
 
-/// The longest packed key that is taken from a peer.
+/// The maximum length of a packed key from a peer.
 const MAX_KEY: usize = 64 << 10;
-/// Where a packed key says of which kind its memory is, behind a map of memory domains: in all
-/// versions from 1.13 to this one.
+/// The offset of the memory kind in a packed key, after a map of memory domains, in all versions
+/// from 1.13 to `KIND_KNOWN`.
 const KIND_AT: usize = 8;
 const KIND_KNOWN: Version = Version::new(1, 23, u32::MAX);
 
-/// UCX's word for a kind of memory.
+/// Returns UCX's constant for a kind of memory.
 fn memory_type(kind: MemoryKind) -> ucs_memory_type_t {
     match kind {
         MemoryKind::Host | MemoryKind::Pinned => UCS_MEMORY_TYPE_HOST,
@@ -32,12 +32,13 @@ fn memory_type(kind: MemoryKind) -> ucs_memory_type_t {
     }
 }
 
-/// A region, as UCX learns of it. UCX finds out on its own which device's it is.
+/// Returns the registration parameters of a region. UCX detects the device that its memory belongs
+/// to.
 fn mapping(memory: &Memory) -> MapParams {
     MapParams::new(memory.as_ptr(), memory.len(), Some(memory_type(memory.kind())))
 }
 
-/// The kinds that a context moves, by UCX's set of them.
+/// Returns the kinds of memory in UCX's bit set.
 pub(crate) fn kinds(types: u64) -> MemoryKinds {
     let moves = |kind: &MemoryKind| kind.is_host() || types & (1 << memory_type(*kind)) != 0;
     let kinds: Vec<MemoryKind> = MemoryKind::ALL.into_iter().filter(moves).collect();
@@ -50,14 +51,14 @@ pub(crate) struct Local {
     registration: Arc<Registration<MappedMemory>>,
 }
 
-/// The handle that operations on it are given; valid until it is unmapped, before which they have
-/// ended.
+/// The handle that operations on a region take. It is valid until the region is unmapped;
+/// operations have ended by then.
 #[derive(Clone, Copy)]
 struct Handle(ucp_mem_h);
 
-// SAFETY: a number that is only carried; the context behind it is locked by UCX.
+// SAFETY: a handle that is only passed to UCX, which locks the context behind it.
 unsafe impl Send for Handle {}
-// SAFETY: a number that is only carried; the context behind it is locked by UCX.
+// SAFETY: a handle that is only passed to UCX, which locks the context behind it.
 unsafe impl Sync for Handle {}
 
 impl Local {
@@ -65,8 +66,8 @@ impl Local {
         self.handle.0
     }
 
-    /// Ends the registration. Operations on it have ended: the machine upholds that. Errors: UCX
-    /// keeps it, so that peers may still reach the memory.
+    /// Ends the registration. The machine ensures that operations on it have ended. Errors: UCX
+    /// keeps the registration, and peers may still access the memory.
     pub(crate) fn unmap(&self) -> Result<()> {
         self.registration.end()
     }
@@ -74,21 +75,20 @@ impl Local {
 
 impl RegistrationHandle for MappedMemory {
     fn close(self) -> Result<()> {
-        self.unmap().map_err(|status| error::native("UCX does not end a registration", status))
+        self.unmap().map_err(|status| error::native("UCX could not end a registration", status))
     }
 }
 
-/// A context, and every registration with it: none outlives its memory, nor the end of the agent's
-/// last worker.
+/// A context and its registrations. No registration outlives its memory or the agent's last worker.
 pub(crate) struct MemoryRegistrar {
-    /// `None` after the end of the last worker.
+    /// `None` after the last worker has ended.
     open: Mutex<Option<OpenContext>>,
     registrations: Registrations<MappedMemory>,
 }
 
 struct OpenContext {
     context: Arc<UcxContext>,
-    /// Workers that have not ended.
+    /// The number of workers that have not ended.
     workers: usize,
 }
 
@@ -102,8 +102,8 @@ impl MemoryRegistrar {
         self.open.lock().as_ref().map(|open| Arc::clone(&open.context)).ok_or_else(closed)
     }
 
-    /// Notes that a worker has ended, and nothing of it is in flight any more. After the last one:
-    /// ends all registrations, and releases the context.
+    /// Records that a worker has ended, with none of its operations in flight. After the last
+    /// worker, ends all registrations and releases the context.
     pub(crate) fn worker_ended(&self) {
         let open = self.open.lock().take_if(|open| {
             open.workers -= 1;
@@ -115,8 +115,8 @@ impl MemoryRegistrar {
     }
 }
 
-// SAFETY: `Local` keeps the registration until it is revoked or the agent ends; the memory is
-// core's to keep.
+// SAFETY: `Local` keeps the registration until the region is revoked or the agent ends; core keeps
+// the memory until then.
 unsafe impl Registrar<Local> for MemoryRegistrar {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let refused = |what: &'static str| {
@@ -137,7 +137,7 @@ unsafe impl Registrar<Local> for MemoryRegistrar {
     }
 }
 
-/// A region of a peer, as one endpoint knows it: where it begins, and the number of its key.
+/// A peer's region as one endpoint knows it: its base address, and the number of its key.
 pub(crate) struct Remote {
     pub(crate) base: u64,
     pub(crate) key: usize,
@@ -150,7 +150,8 @@ impl Drop for Remote {
     }
 }
 
-/// The keys of peers: UCX wants them dropped while the worker lives, by the thread that uses it.
+/// The keys of peers. UCX requires that the thread that uses the worker drops them while the worker
+/// is alive.
 #[derive(Default)]
 pub(crate) struct RemoteKeys {
     keys: Slab<RemoteKey>,
@@ -158,16 +159,16 @@ pub(crate) struct RemoteKeys {
 }
 
 impl RemoteKeys {
-    /// The key of a [`Remote`].
+    /// Returns the key of a [`Remote`].
     #[inline]
     pub(crate) fn of(&self, remote: &Remote) -> &RemoteKey {
         &self.keys[remote.key]
     }
 
-    /// Makes a granted region usable on `endpoint`. Errors: `Malformed`, `Unsupported`.
+    /// Unpacks the key of a granted region for `endpoint`. Errors: `Malformed`, `Unsupported`.
     ///
     /// # Safety
-    /// As [`Endpoint::unpack`].
+    /// As for [`Endpoint::unpack`].
     pub(crate) unsafe fn unpack(
         &mut self,
         endpoint: &Endpoint,
@@ -178,25 +179,25 @@ impl RemoteKeys {
         let mut reader = Reader::new("UCX key", export);
         let base = reader.u64()?;
         if base.checked_add(region.len).is_none() || reader.left() > MAX_KEY {
-            return Err(reader.malformed("no such region can be"));
+            return Err(reader.malformed("its address, length or key is invalid"));
         }
         let packed = reader.bytes(reader.left())?;
-        // UCX takes the kind for an index, and looks nowhere whether it is one.
+        // UCX uses the kind as an index without a bounds check.
         let is_known = ffi::LIBRARY.opened().is_some_and(|library| library.version() <= KIND_KNOWN);
         if is_known
             && packed.get(KIND_AT).map(|kind| u32::from(*kind)) != Some(memory_type(region.kind))
         {
             return Err(reader.malformed("it is for another kind of memory"));
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let key = unsafe { endpoint.unpack(&pad(packed)) }.map_err(|status| {
-            error::native("UCX reaches this region of the peer by none of its lanes", status)
+            error::native("UCX reaches this region of the peer over none of its lanes", status)
                 .with_kind(ErrorKind::Unsupported)
         })?;
         Ok(Remote { base, key: self.keys.insert(key), unused: Arc::clone(&self.unused) })
     }
 
-    /// Drops the keys that nobody uses any more.
+    /// Drops the keys that are no longer used.
     pub(crate) fn drop_unused(&mut self) {
         let unused = std::mem::take(&mut *self.unused.lock());
         for key in unused {
@@ -204,7 +205,7 @@ impl RemoteKeys {
         }
     }
 
-    /// Drops all of them.
+    /// Drops all keys.
     pub(crate) fn clear(&mut self) {
         self.keys.clear();
     }
@@ -223,7 +224,7 @@ mod tests {
     use crate::versions;
 
     #[test]
-    fn ucx_is_told_where_a_devices_memory_is_and_of_which_kind() {
+    fn ucx_gets_the_address_and_the_kind_of_device_memory() {
         let typed = u64::from(UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE);
         let told = |memory: &Memory| {
             let MapParams(params) = mapping(memory);
@@ -238,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_context_moves_the_kinds_that_it_says_and_host_memory() {
+    fn a_context_moves_host_memory_and_the_kinds_that_it_reports() {
         assert_eq!(kinds(0), MemoryKinds::HOST);
         assert_eq!(kinds(1 << UCS_MEMORY_TYPE_HOST), MemoryKinds::HOST);
         let cuda = kinds(1 << UCS_MEMORY_TYPE_CUDA);
@@ -248,8 +249,8 @@ mod tests {
 
     const PAGE: u64 = 4096;
 
-    /// Calls `body` with what a region of [`PAGE`] bytes exports, and with what becomes of an
-    /// export that is unpacked for a region of so many bytes and of this kind.
+    /// Calls `body` with the export of a region of [`PAGE`] bytes, and with a function that unpacks
+    /// an export for a region of the given length and kind.
     fn exported(body: impl FnOnce(&[u8], &mut dyn FnMut(&[u8], u64, MemoryKind) -> Result<()>)) {
         let library = ffi::LIBRARY.open().expect("the parent has found it");
         let settings = Config::read(&Options::new()).unwrap().settings(library.path());
@@ -258,7 +259,7 @@ mod tests {
         let notes = Box::<CallbackNotes>::default();
         let target = (&raw const *notes).cast_mut().cast();
         let address = far.address().unwrap();
-        // SAFETY: the inbox outlives the worker, which destroys its endpoints.
+        // SAFETY: the notes outlive the worker, which destroys its endpoints.
         let endpoint = unsafe { near.connect(&address, endpoint_failed, target) }.unwrap();
         let (mut keys, registrar) = (RemoteKeys::default(), MemoryRegistrar::new(context, 1));
         let memory = Arc::new(Memory::owned(vec![0; PAGE as usize]));
@@ -290,7 +291,7 @@ mod tests {
                     altered[at] ^= 0x80;
                     refused(&altered, PAGE, MemoryKind::Host);
                 }
-                // Who makes the checksum again is refused what no key can be.
+                // With a valid checksum, kvx still rejects bytes that no key has.
                 let resealed = |alter: &dyn Fn(&mut Vec<u8>)| {
                     let mut bytes = export[..bytes].to_vec();
                     alter(&mut bytes);

@@ -1,17 +1,17 @@
 //! Peers: one UCX endpoint for each worker of a peer, shared by all links to it.
 //!
-//! UCX pairs the endpoints of two workers by the order in which they were made. If both sides made
-//! one for each link, one side's endpoint of one link would be paired with the other's of another,
-//! and the end of one link would break the other. So there is one endpoint for each peer's worker,
-//! and it stays when the last link over it has been closed: the peer may just be making its next
-//! one. It goes when either side fails or ends. A worker that ends says so, by a message of no
-//! bytes: UCX's own look at a peer asks after its process, and an endpoint to a worker that is gone
-//! would stay as long as that.
+//! UCX pairs the endpoints of two workers by the order in which they were created. With an endpoint
+//! for each link, one side's endpoint of one link could be paired with the other side's endpoint of
+//! another, and closing one link would break the other. So all links to a peer's worker share one
+//! endpoint. It stays open when the last link closes, because the peer may be opening its next
+//! link, and is closed when either side fails or ends. A worker that ends sends a message of no
+//! bytes: UCX checks only whether a peer's process is alive, so an endpoint to a worker that has
+//! ended would otherwise stay open as long as that process.
 //!
 //! A side that has replaced its endpoint may send over the new one before the other side has
-//! noticed the end of the old one, which must not be used for answers then. So each message names
-//! the endpoint that sent it and the receiver's endpoint that it answers, if known: see
-//! [`Peers::note_message`].
+//! detected the end of the old one. The other side must not use the old one for answers then. So
+//! each message names the endpoint that sent it and, if known, the receiver's endpoint that it
+//! answers: see [`Peers::note_message`].
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -30,54 +30,54 @@ use crate::callbacks::{
 use crate::error::{self, NAME};
 use crate::ffi::{Endpoint, PostOutcome, Status, Version, Worker, pad};
 
-/// A peer's worker.
+/// A worker of a peer.
 pub(crate) struct PeerWorker {
     worker: u64,
     pub(crate) version: Version,
-    /// The mark of messages to it: the number of this endpoint, and that of the peer's own, once it
-    /// is known.
+    /// The header of messages to it: the number of the local endpoint, and of the peer's own once
+    /// it is known.
     pub(crate) header: MessageHeader,
-    /// `None`: closed, and only its links have not been notified yet.
+    /// `None` if it is closed and only the notification of its links is outstanding.
     endpoint: Option<Endpoint>,
     links: Vec<EndpointId>,
-    /// Messages that UCX has not sent yet.
+    /// The number of messages that UCX has not sent yet.
     pub(crate) unsent: Rc<Cell<usize>>,
-    /// Pieces that are under way to it.
+    /// The number of pieces in flight to it.
     pub(crate) pieces: Rc<Cell<usize>>,
-    /// Operations that have been posted: UCX chooses how to do them when the first comes.
+    /// The kinds of operations posted so far. UCX chooses the protocol of a kind at the first one.
     moved: Vec<Op>,
 }
 
 impl PeerWorker {
-    /// Returns whether something has been posted to it.
+    /// Returns whether any operation has been posted to it.
     pub(crate) fn has_moved(&self) -> bool {
         !self.moved.is_empty()
     }
 
-    /// Returns whether such an operation has been posted to it.
+    /// Returns whether an operation of this kind has been posted to it.
     #[inline]
     pub(crate) fn has_moved_by(&self, op: Op) -> bool {
         self.moved.contains(&op)
     }
 }
 
-/// The most workers to which no endpoint leads and whose messages are remembered.
+/// The maximum number of unconnected workers whose messages are remembered.
 const MAX_UNCONNECTED: usize = 1024;
 
 pub(crate) struct Peers {
-    /// The number of its own worker.
+    /// The number of the local worker.
     own_worker: u64,
-    /// How many endpoints were made.
+    /// The number of endpoints created so far.
     made: u64,
     peers: Slab<PeerWorker>,
     /// By the worker's number.
     by_worker: HashMap<u64, usize>,
-    /// By the worker's number, the endpoint of the last message from workers to which no local
+    /// By the worker's number: the endpoint of the last message from a worker to which no local
     /// endpoint leads yet.
     unconnected: HashMap<u64, u64>,
     by_handle: HashMap<EndpointHandle, usize>,
     by_link: BTreeMap<EndpointId, usize>,
-    /// Links whose peers were first read or written since they were described.
+    /// Links to peers whose first read or write was posted since they were described.
     changed: Vec<EndpointId>,
 }
 
@@ -95,11 +95,11 @@ impl Peers {
         }
     }
 
-    /// A message came. Returns the place of the peer whose endpoint is of no use any more, because
-    /// the peer has given up its own and made another.
+    /// Records a message's header. Returns the peer whose endpoint has become unusable, because the
+    /// peer closed its own and created another.
     pub(crate) fn note_message(&mut self, from: MessageHeader) -> Option<usize> {
         let Some(&at) = self.by_worker.get(&from.worker) else {
-            // What answers an endpoint of ours answers one that is closed.
+            // A message that answers a local endpoint answers one that is closed.
             if from.answers == 0 {
                 if self.unconnected.len() >= MAX_UNCONNECTED {
                     self.unconnected.clear();
@@ -119,19 +119,18 @@ impl Peers {
         None
     }
 
-    /// A worker has said that it ends: gives the place of the peer, to which no endpoint is of any
-    /// use.
+    /// Records that a worker has ended. Returns its peer, whose endpoint has become unusable.
     pub(crate) fn note_farewell(&mut self, from: MessageHeader) -> Option<usize> {
         self.unconnected.remove(&from.worker);
         self.by_worker.get(&from.worker).copied()
     }
 
-    /// Leads a link to `address`. Errors: `PeerLost`, also when no transport reaches it: UCX does
-    /// not tell the two apart.
+    /// Connects a link to `address`. Errors: `PeerLost`, also if no transport reaches it: UCX does
+    /// not distinguish the two.
     ///
     /// # Safety
-    /// This thread is the one that uses the worker, which `close_all` is called before the end of;
-    /// `notes` outlives it.
+    /// No other thread uses the worker, `close_all` is called before the worker is dropped, and
+    /// `notes` outlives the worker.
     pub(crate) unsafe fn connect(
         &mut self,
         link: EndpointId,
@@ -146,7 +145,7 @@ impl Peers {
             return Ok(());
         }
         let target = NonNull::from(&**notes).as_ptr().cast();
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let endpoint = unsafe { worker.connect(&pad(&address.worker), endpoint_failed, target) }
             .map_err(unreachable)?;
         let handle = EndpointHandle(endpoint.raw() as usize);
@@ -171,14 +170,14 @@ impl Peers {
         Ok(())
     }
 
-    /// The open endpoint of a link, and its peer.
+    /// Returns the open endpoint of a link, and its peer.
     #[inline]
     pub(crate) fn of(&self, link: EndpointId) -> Option<(&Endpoint, &PeerWorker)> {
         let peer = self.peers.get(*self.by_link.get(&link)?)?;
         peer.endpoint.as_ref().map(|endpoint| (endpoint, peer))
     }
 
-    /// Such an operation was posted on a link for the first time.
+    /// Records that a link has posted its first operation of this kind.
     pub(crate) fn note_moved(&mut self, link: EndpointId, op: Op) {
         if let Some(&at) = self.by_link.get(&link) {
             let peer = &mut self.peers[at];
@@ -187,34 +186,34 @@ impl Peers {
         }
     }
 
-    /// Links of which there is more to tell than when they were described.
+    /// Takes the links whose description has changed.
     pub(crate) fn take_changed(&mut self) -> impl Iterator<Item = EndpointId> + use<> {
         std::mem::take(&mut self.changed).into_iter()
     }
 
-    /// The open endpoints, and their peers.
+    /// Returns the open endpoints and their peers.
     pub(crate) fn endpoints(&self) -> impl Iterator<Item = (&Endpoint, &PeerWorker)> {
         self.peers.iter().filter_map(|(_, peer)| Some((peer.endpoint.as_ref()?, peer)))
     }
 
-    /// The place of the peer whose endpoint has failed.
+    /// Returns the peer of an endpoint.
     pub(crate) fn of_handle(&self, handle: EndpointHandle) -> Option<usize> {
         self.by_handle.get(&handle).copied()
     }
 
-    /// The place of a link's peer.
+    /// Returns the peer of a link.
     pub(crate) fn of_link(&self, link: EndpointId) -> Option<usize> {
         self.by_link.get(&link).copied()
     }
 
-    /// Closes a peer's endpoint at once; its operations in flight end. Returns the links that used
-    /// it.
+    /// Closes a peer's endpoint immediately; its operations in flight end. Returns the links that
+    /// used it.
     ///
     /// # Safety
-    /// This thread is the one that uses the worker, which is alive.
+    /// No other thread uses the worker, which is alive.
     pub(crate) unsafe fn close(&mut self, at: usize, notes: &Rc<CallbackNotes>) -> Vec<EndpointId> {
-        // UCX may report the failure of an endpoint that was closed, and whose peer was forgotten,
-        // in the same turn.
+        // In the same turn, UCX may report the failure of an endpoint that is already closed and
+        // whose peer is removed.
         let peer = self.peers.get_mut(at);
         let Some((peer, endpoint)) =
             peer.and_then(|peer| peer.endpoint.take().map(|it| (peer, it)))
@@ -226,21 +225,21 @@ impl Peers {
         self.by_worker.remove(&peer.worker);
         self.by_handle.remove(&handle);
         let ended = OneShotOperation::start(CallbackEvent::Ended, notes);
-        // SAFETY: the caller's promise. Keys touch no endpoint when they are dropped, in 1.13 as in
-        // 1.22, so those of operations that are still ending may be dropped later.
+        // SAFETY: guaranteed by the caller. Dropping a key does not access an endpoint in 1.13 or
+        // 1.22, so the keys of operations that are still ending may be dropped later.
         match unsafe { endpoint.close(ended) } {
             PostOutcome::Pending => {}
-            // SAFETY: no callback will come.
+            // SAFETY: no callback follows.
             PostOutcome::Done | PostOutcome::Failed(_) => unsafe {
                 OneShotOperation::take_back(ended)
             },
         }
-        notes.forget_failure(handle); // its name may be given to another
+        notes.forget_failure(handle); // UCX may reuse the handle
         self.remove_unused(at);
         links
     }
 
-    /// A link has ended.
+    /// Removes a link that has ended.
     pub(crate) fn disconnect(&mut self, link: EndpointId) {
         if let Some(at) = self.by_link.remove(&link)
             && let Some(peer) = self.peers.get_mut(at)
@@ -259,26 +258,26 @@ impl Peers {
     /// Closes every endpoint.
     ///
     /// # Safety
-    /// As [`close`](Peers::close).
+    /// As for [`close`](Peers::close).
     pub(crate) unsafe fn close_all(&mut self, notes: &Rc<CallbackNotes>) {
         let all: Vec<usize> = self.peers.iter().map(|(at, _)| at).collect();
         for at in all {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { self.close(at, notes) };
         }
     }
 }
 
 fn unreachable(status: Status) -> Error {
-    // UCX does not tell a peer that is gone from one with which it has no transport in common.
+    // UCX does not distinguish a peer that has ended from one with which it shares no transport.
     error::native(
-        "UCX does not reach this peer: it is gone, or the two have no transport in common",
+        "UCX does not reach this peer: it has ended, or the two have no transport in common",
         status,
     )
     .with_kind(ErrorKind::PeerLost)
 }
 
-/// Work on a link whose endpoint is closed.
+/// Returns the error of operations on a link whose endpoint is closed.
 pub(crate) fn lost_link() -> Error {
     link_lost().with_backend(NAME)
 }
@@ -287,7 +286,7 @@ pub(crate) fn lost_link() -> Error {
 mod tests {
     use super::*;
 
-    /// A side with an endpoint to worker 7, of number `endpoint`, that has heard of the peer's
+    /// Returns a side with an endpoint of number `endpoint` to worker 7 that knows the peer's
     /// `answers`.
     fn side(endpoint: u64, answers: u64) -> Peers {
         let mut peers = Peers::new(1);
@@ -313,9 +312,9 @@ mod tests {
 
     #[test]
     fn ends_of_a_connection_find_each_other() {
-        assert_eq!(heard(side(3, 0), 5, 0), (false, 5), "both have made one");
+        assert_eq!(heard(side(3, 0), 5, 0), (false, 5), "both have created one");
         assert_eq!(heard(side(3, 0), 5, 3), (false, 5), "the answer to ours");
-        assert_eq!(heard(side(3, 5), 5, 0), (false, 5), "what was sent before it heard of ours");
+        assert_eq!(heard(side(3, 5), 5, 0), (false, 5), "sent before the peer knew of ours");
         assert_eq!(
             heard(side(3, 4), 5, 3),
             (false, 5),
@@ -324,14 +323,14 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_from_an_endpoint_that_was_given_up_says_nothing() {
+    fn messages_from_a_closed_endpoint_are_ignored() {
         assert_eq!(heard(side(3, 0), 5, 2), (false, 0), "it answers one of ours that is closed");
         assert_eq!(heard(side(3, 6), 5, 2), (false, 6));
         assert_eq!(heard(side(3, 6), 5, 0), (false, 6));
     }
 
     #[test]
-    fn a_peer_that_made_another_endpoint_unasked_has_given_up_the_one_we_lead_to() {
+    fn a_new_endpoint_of_a_peer_that_answers_none_replaces_its_old_one() {
         assert_eq!(heard(side(3, 5), 6, 0), (true, 5));
         let mut peers = side(3, 5);
         peers.note_message(MessageHeader { worker: 7, endpoint: 6, answers: 0 });

@@ -1,10 +1,10 @@
-//! Which protocols UCX has chosen for gets and puts, out of what it prints.
+//! Reads from UCX's descriptions which protocols it has chosen for gets and puts.
 //!
-//! UCX decides that for each kind of memory key when the first of them is posted, and a worker
-//! prints it then, in tables that name the endpoint's configuration; versions before 1.14 or so
-//! print none.
+//! UCX chooses a protocol for each kind of memory key when the first operation is posted. From then
+//! on a worker prints it, in tables that name the endpoint's configuration. Versions before about
+//! 1.14 print none.
 
-/// One of UCX's tables.
+/// A table that UCX has printed.
 #[derive(Debug, PartialEq, Eq)]
 struct ProtocolTable<'a> {
     /// The endpoint's configuration: `kvx intra-node cfg#0`.
@@ -15,9 +15,9 @@ struct ProtocolTable<'a> {
     rows: Vec<[&'a str; 3]>,
 }
 
-/// `gets: 0..inf zero-copy cma/memory; puts: …`, for the configuration of the endpoint: `endpoint`
-/// is what `ucp_ep_print_info` printed, `worker` what `ucp_worker_print_info` did. Empty while UCX
-/// has chosen nothing, and with versions that have no tables.
+/// Returns the protocols of the endpoint's configuration, such as `gets: 0..inf zero-copy
+/// cma/memory; puts: …`. `endpoint` is the output of `ucp_ep_print_info`, `worker` that of
+/// `ucp_worker_print_info`. Empty if UCX has chosen nothing yet, or its version prints no tables.
 pub(crate) fn chosen(endpoint: &str, worker: &str) -> String {
     let Some(configuration) = tables(endpoint).first().map(|table| table.configuration) else {
         return String::new();
@@ -43,7 +43,7 @@ impl ProtocolTable<'_> {
     }
 }
 
-/// The tables of what UCX printed: each a configuration, a title, and rows.
+/// Parses the tables in UCX's output: a configuration, a title and rows each.
 fn tables(printed: &str) -> Vec<ProtocolTable<'_>> {
     let mut tables: Vec<ProtocolTable<'_>> = Vec::new();
     for line in printed.lines() {

@@ -1,4 +1,4 @@
-//! Reads the lanes of an endpoint, and what they mean for its promises.
+//! Reads the lanes of an endpoint, and derives its capabilities from them.
 
 use std::fmt::{self, Write as _};
 
@@ -7,47 +7,47 @@ use kvx_core::{Capabilities, PerOp};
 use crate::ffi::{self, Endpoint, Library, Version};
 use crate::protocols;
 
-/// Transports over which UCX reads and writes memory of the peer without the peer's CPU. Over
-/// others, tcp among them, it sends messages that the peer's worker answers.
+/// Transports over which UCX accesses the peer's memory without the peer's CPU. Over others,
+/// including tcp, it sends messages that the peer's worker answers.
 const DIRECT: &[&str] = &["cma", "cuda_ipc", "dc", "gdr_copy", "knem", "rc", "rocm_ipc", "xpmem"];
-/// The first version whose gets and puts use the lanes that are called `rma_bw`; before it they are
-/// for rendezvous alone.
+/// The first version whose gets and puts use the `rma_bw` lanes; before, these lanes are only for
+/// rendezvous.
 const BANDWIDTH_LANES: Version = Version::new(1, 20, 0);
-/// UCX's queues of messages in shared memory.
+/// UCX transports whose messages go through queues in shared memory.
 pub(crate) const SHARED_QUEUES: &[&str] = &["posix", "sysv", "xpmem"];
-/// The risk of these queues: the message of a sender that was killed stays in the queue unfinished.
-/// Seen with 1.13.1, whose data goes there as well, and with 1.22.0.
-pub(crate) const KILLED_AMID: &str = "a process that is killed amid a message through shared memory can leave the other's UCX deaf to all peers (rare since 1.20; before, data goes so too); SHM serves peers of this host without that";
+/// The risk of these queues: a killed sender can leave an unfinished message in the queue for ever.
+/// Seen with 1.13.1, which also moves data through them, and with 1.22.0.
+pub(crate) const KILLED_AMID: &str = "a process that is killed while it sends a message through shared memory can stop the receiver's UCX from receiving from any peer (rare since 1.20; older versions also move data that way); the backend SHM does not have this problem";
 
-/// The route's text about an endpoint, and its promises. `worker`: what its worker prints of the
-/// protocols that UCX has chosen, if it has done so.
+/// Returns the route's text about an endpoint, and its capabilities. `worker` is the worker's
+/// output with the protocols that UCX has chosen, or empty.
 ///
 /// # Safety
-/// As [`Endpoint::printed`].
+/// As for [`Endpoint::printed`].
 pub(crate) unsafe fn describe(
     endpoint: &Endpoint,
     peer: Version,
     worker: &str,
     declared: &Capabilities,
 ) -> (String, Capabilities) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let printed = unsafe { endpoint.printed() };
     let ours = ffi::LIBRARY.opened().map_or(peer, Library::version);
     let lanes: Vec<UcxLane<'_>> = printed.lines().filter_map(UcxLane::read).collect();
     let mut sentence = sentence(ours, peer, &lanes);
     let chosen = protocols::chosen(&printed, worker);
     if !chosen.is_empty() {
-        write!(sentence, "; UCX's choice: {chosen}").expect("a string takes all");
+        write!(sentence, "; protocols: {chosen}").expect("a string takes all");
     }
     (sentence, promise(ours, &lanes, declared))
 }
 
-/// Returns whether memory is moved, or asked for, over UCX's tcp.
+/// Returns whether gets or puts use UCX's tcp, for data or for requests.
 ///
 /// # Safety
-/// As [`Endpoint::printed`].
+/// As for [`Endpoint::printed`].
 pub(crate) unsafe fn is_over_tcp(endpoint: &Endpoint) -> bool {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let printed = unsafe { endpoint.printed() };
     let ours = ffi::LIBRARY.opened().map_or(BANDWIDTH_LANES, Library::version);
     over_tcp(ours, &printed.lines().filter_map(UcxLane::read).collect::<Vec<_>>())
@@ -58,7 +58,7 @@ fn over_tcp(version: Version, lanes: &[UcxLane<'_>]) -> bool {
     !is_direct(version, lanes) && lanes.iter().any(|lane| lane.transport == "tcp" && asks(lane))
 }
 
-/// A way of an endpoint, as UCX prints it.
+/// A lane of an endpoint, as UCX prints it.
 #[derive(Debug, PartialEq, Eq)]
 struct UcxLane<'a> {
     transport: &'a str,
@@ -67,7 +67,7 @@ struct UcxLane<'a> {
 }
 
 impl<'a> UcxLane<'a> {
-    /// Reads `lane[2]:  5:cma/memory.0 md[4] -> md[4]/cma/sysdev[255] rma_bw#0`.
+    /// Parses `lane[2]:  5:cma/memory.0 md[4] -> md[4]/cma/sysdev[255] rma_bw#0`.
     fn read(line: &'a str) -> Option<UcxLane<'a>> {
         let (_, rest) =
             line.trim_start_matches(['#', ' ']).strip_prefix("lane[")?.split_once(':')?;
@@ -93,7 +93,7 @@ impl<'a> UcxLane<'a> {
     }
 
     fn is_direct(&self) -> bool {
-        // rc_mlx5, dc_mlx5, rc_verbs are ways of rc and dc.
+        // rc_mlx5, dc_mlx5 and rc_verbs are variants of rc and dc.
         let family = self.transport.split_once('_').map_or(self.transport, |(family, _)| family);
         DIRECT.contains(&self.transport) || matches!(family, "rc" | "dc")
     }

@@ -1,4 +1,5 @@
-//! The bindings and the owners of handles, on every version of UCX: two workers of this process.
+//! Tests the bindings and the owners of handles on every version of UCX, with two workers in this
+//! process.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -16,7 +17,7 @@ use super::*;
 use crate::config::{Config, Setting};
 use crate::versions;
 
-/// Runs `test`, the full name of a test, on every version: in a process each, which calls `body`.
+/// Runs `test`, the full name of a test, in a process for each version; that process calls `body`.
 fn on_every_version(test: &str, body: fn(&'static Library)) {
     versions::on_each(test, |version| {
         let library = LIBRARY.open().expect("the parent has found it");
@@ -26,7 +27,7 @@ fn on_every_version(test: &str, body: fn(&'static Library)) {
     });
 }
 
-/// Counts what ends, and keeps the last error.
+/// Counts completed operations and keeps the last error.
 #[derive(Default)]
 struct Ends {
     count: Cell<usize>,
@@ -35,7 +36,7 @@ struct Ends {
 
 impl CompletionHandler for Ends {
     unsafe fn on_completion(this: NonNull<Self>, outcome: Result<(), Status>) {
-        // SAFETY: the test keeps it until all have ended.
+        // SAFETY: the test keeps it until all operations have ended.
         let ends = unsafe { this.as_ref() };
         ends.count.set(ends.count.get() + 1);
         ends.error.set(outcome.err().or(ends.error.get()));
@@ -48,7 +49,7 @@ impl Ends {
     }
 }
 
-/// The active messages that came.
+/// The active messages received.
 #[derive(Default)]
 struct Mail(Cell<Vec<(Vec<u8>, Vec<u8>)>>);
 
@@ -74,13 +75,13 @@ fn until(workers: [&Worker; 2], mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Waits for `posted`, whose callback counts in `ends`.
+/// Waits for the end of `posted`, whose callback counts in `ends`.
 fn ending(workers: [&Worker; 2], ends: &Ends, posted: PostOutcome) -> Result<(), Status> {
     match posted {
         PostOutcome::Done => {}
         PostOutcome::Failed(status) => return Err(status),
         PostOutcome::Pending => {
-            // Memory that others write to is read only after the end.
+            // Memory that peers write to is read only after the operation has ended.
             let before = ends.count.get();
             until(workers, || ends.count.get() > before);
         }
@@ -92,7 +93,7 @@ fn finish(workers: [&Worker; 2], ends: &Ends, posted: PostOutcome) {
     assert_eq!(ending(workers, ends, posted), Ok(()));
 }
 
-/// Returns what kvx sets when the user restricts UCX to `tls`.
+/// Returns kvx's settings when the user restricts UCX to `tls`.
 fn settings(library: &Library, tls: &str) -> Vec<Setting> {
     let options = Options::parse(&format!(r#"{{"ucx": {{"tls": {tls:?}}}}}"#)).unwrap();
     Config::read(&options).unwrap().settings(library.path())
@@ -104,7 +105,7 @@ fn everything_over(library: &'static Library, tls: &str) {
         (Worker::new(&context).expect("a worker"), Worker::new(&context).expect("a worker"));
     let workers = [&near, &far];
     let (ends, mail) = (Ends::default(), Mail::default());
-    // SAFETY: `mail` outlives the workers' use here: nothing is sent later.
+    // SAFETY: `mail` outlives the last use of the workers; nothing is sent later.
     unsafe { far.deliver(7, NonNull::from(&mail)) }.expect("a handler");
     let address = far.address().expect("an address");
     // SAFETY: closed below.
@@ -116,7 +117,7 @@ fn everything_over(library: &'static Library, tls: &str) {
     let mut near_bytes = vec![0_u8; far_bytes.len()];
     let map = |memory: &mut [u8]| {
         let mapping = MapParams::new(memory.as_mut_ptr(), memory.len(), None);
-        // SAFETY: both live longer than what is mapped.
+        // SAFETY: both outlive the registrations.
         unsafe { context.map(&mapping) }.expect("mapped")
     };
     let (at_far, at_near) = (map(&mut far_bytes), map(&mut near_bytes));
@@ -128,7 +129,8 @@ fn everything_over(library: &'static Library, tls: &str) {
     for piece in 0..count {
         let at = piece * 1000;
         let back = (count - 1 - piece) * 1000;
-        // SAFETY: within both; they and `ends` outlive the operation, which is waited for.
+        // SAFETY: within both regions, which outlive the operation, as `ends` does; the test waits
+        // for it.
         let posted = unsafe {
             let (local, remote) = (local.add(back), remote.add(at) as u64);
             let memory = Some(at_near.raw());
@@ -148,16 +150,16 @@ fn everything_over(library: &'static Library, tls: &str) {
     if lists::is_supported_by(library) {
         let mut list = Sgl::default();
         for piece in 0..count {
-            // SAFETY: within both.
+            // SAFETY: within both regions.
             let (local, remote) =
                 unsafe { (local.add(piece * 1000), remote.add(piece * 1000) as u64) };
             list.push(local, 500 + piece, at_near.raw(), remote, &key);
         }
-        // SAFETY: as above, and `list` is kept until the end.
+        // SAFETY: as for the transfer above; `list` outlives the operation.
         finish(workers, &ends, unsafe { list.put(&endpoint, ends.target()) });
     }
     for piece in (0..count).filter(|_| !lists::is_supported_by(library)) {
-        // SAFETY: as above.
+        // SAFETY: as for the transfer above.
         let posted = unsafe {
             let (local, remote) = (local.add(piece * 1000), remote.add(piece * 1000) as u64);
             let (local, memory) = ((local, 500 + piece), Some(at_near.raw()));
@@ -165,7 +167,7 @@ fn everything_over(library: &'static Library, tls: &str) {
         };
         finish(workers, &ends, posted);
     }
-    // SAFETY: as above.
+    // SAFETY: one thread, and the endpoint is open; `ends` outlives the operation.
     finish(workers, &ends, unsafe { endpoint.flush(ends.target()) });
     for piece in 0..count {
         let written = far_bytes[piece * 1000..][..1000].iter().filter(|byte| **byte == 11).count();
@@ -175,7 +177,7 @@ fn everything_over(library: &'static Library, tls: &str) {
         );
     }
 
-    // SAFETY: both texts are constants.
+    // SAFETY: both texts are constants; `ends` outlives the operation.
     finish(workers, &ends, unsafe { endpoint.send(7, b"header", b"data", ends.target()) });
     let mut letters = Vec::new();
     until(workers, || {
@@ -196,12 +198,12 @@ fn everything_over(library: &'static Library, tls: &str) {
         (_, _) => "gets: 0..inf zero-copy cma/memory; puts: 0..inf zero-copy cma/memory",
     };
     let told = crate::protocols::chosen(&lanes, &worker);
-    // 1.23 tells of lists as well.
+    // 1.23 lists the protocols of lists as well.
     let own = told.strip_prefix(chosen).unwrap_or_else(|| panic!("{told}\n{worker}"));
     assert_eq!(own.is_empty(), !lists::is_supported_by(library), "{told}");
 
     drop(key);
-    // SAFETY: its key is dropped and nothing is in flight.
+    // SAFETY: its key is dropped, and no operation is in flight.
     finish(workers, &ends, unsafe { endpoint.close(ends.target()) });
     drop((at_near, at_far));
     assert_eq!(Arc::strong_count(&context), 3, "the two workers and this");
@@ -243,7 +245,7 @@ fn messages_that_a_worker_would_have_to_fetch_are_refused() {
             );
             let workers = [&near, &far];
             let (ends, mail) = (Ends::default(), Mail::default());
-            // SAFETY: `mail` outlives the workers' use here: nothing is sent later.
+            // SAFETY: `mail` outlives the last use of the workers; nothing is sent later.
             unsafe { far.deliver(7, NonNull::from(&mail)) }.expect("a handler");
             let address = far.address().expect("an address");
             // SAFETY: closed below.
@@ -254,7 +256,7 @@ fn messages_that_a_worker_would_have_to_fetch_are_refused() {
             param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
             param.flags = UCP_AM_SEND_FLAG_RNDV;
             let send = library.functions().ucp_am_send_nbx;
-            // SAFETY: one thread, the endpoint is open, and the bytes stay until the end.
+            // SAFETY: one thread, the endpoint is open, and the bytes outlive the operation.
             let posted = PostOutcome::read(unsafe {
                 send(
                     endpoint.raw(),
@@ -266,7 +268,7 @@ fn messages_that_a_worker_would_have_to_fetch_are_refused() {
                     &param,
                 )
             });
-            ending(workers, &ends, posted).ok(); // some versions tell the sender
+            ending(workers, &ends, posted).ok(); // some versions report an error to the sender
             // SAFETY: both texts are constants.
             finish(workers, &ends, unsafe { endpoint.send(7, b"", b"eager", ends.target()) });
             let mut letters = Vec::new();
@@ -275,7 +277,7 @@ fn messages_that_a_worker_would_have_to_fetch_are_refused() {
                 !letters.is_empty()
             });
             assert_eq!(letters, [(Vec::new(), b"eager".to_vec())]);
-            // SAFETY: nothing is in flight.
+            // SAFETY: no operation is in flight.
             finish(workers, &ends, unsafe { endpoint.close(ends.target()) });
         },
     );
@@ -309,7 +311,7 @@ fn the_first_version_that_knows_lists_knows_them_as_they_are_described() {
             let ends = Ends::default();
             let mut memory = vec![0_u8; 100];
             let mapping = MapParams::new(memory.as_mut_ptr(), memory.len(), None);
-            // SAFETY: it is dropped after the mapping.
+            // SAFETY: the memory is freed after the registration.
             let mapped = unsafe { context.map(&mapping) }.expect("mapped");
             let (address, key) = (far.address().expect("an address"), mapped.key().expect("a key"));
             // SAFETY: closed below.
@@ -319,13 +321,13 @@ fn the_first_version_that_knows_lists_knows_them_as_they_are_described() {
             let key = unsafe { endpoint.unpack(&key.0) }.expect("an unpacked key");
             let mut list = Sgl::default();
             list.push(memory.as_ptr(), 50, mapped.raw(), memory.as_ptr() as u64 + 50, &key);
-            // SAFETY: memory and list stay until the end. What it lacks is a lane that takes it:
-            // had it read other lengths or another datatype, it would say that a parameter is
-            // wrong.
+            // SAFETY: memory and list outlive the operation. UCX fails it because no lane takes it;
+            // if UCX had read other lengths or another datatype, it would report an invalid
+            // parameter.
             let posted = unsafe { list.put(&endpoint, ends.target()) };
             assert_eq!(ending([&near, &far], &ends, posted), Err(Status(UCS_ERR_CANCELED)));
             drop(key);
-            // SAFETY: its key is dropped and nothing is in flight.
+            // SAFETY: its key is dropped, and no operation is in flight.
             let closing = unsafe { endpoint.close(ends.target()) };
             ending([&near, &far], &ends, closing).ok();
         },
@@ -337,7 +339,7 @@ fn a_refused_setting_is_named() {
     on_every_version("ffi::tests::a_refused_setting_is_named", |library| {
         let options = Options::parse(r#"{"ucx": {"set": "RNDV_SCHEME=no such scheme"}}"#).unwrap();
         let settings = Config::read(&options).unwrap().settings(library.path());
-        let (_, setting) = UcxContext::new(library, &settings).err().expect("it is refused");
+        let (_, setting) = UcxContext::new(library, &settings).err().expect("it is rejected");
         assert_eq!(setting.as_deref(), Some("UCX_RNDV_SCHEME=no such scheme"));
     });
 }

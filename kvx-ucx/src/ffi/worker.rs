@@ -1,4 +1,4 @@
-//! A worker: makes progress, and owns endpoints and active messages.
+//! A worker: makes progress, and owns endpoints and handlers of active messages.
 
 use std::ffi::{c_int, c_void};
 use std::marker::PhantomData;
@@ -15,8 +15,8 @@ use super::log;
 use super::print::printed;
 use super::status::Status;
 
-/// A worker of thread mode SERIALIZED: any thread may use it, one at a time. That is what not being
-/// `Sync` says.
+/// A worker in thread mode SERIALIZED: any thread may use it, one at a time. It is therefore not
+/// `Sync`.
 pub(crate) struct Worker {
     raw: NonNull<ucp_worker>,
     descriptor: RawFd,
@@ -24,27 +24,27 @@ pub(crate) struct Worker {
     one_at_a_time: PhantomData<std::cell::Cell<()>>,
 }
 
-// SAFETY: thread mode SERIALIZED allows one thread after another, which `&mut` or a lock provides:
-// it is not `Sync`.
+// SAFETY: thread mode SERIALIZED allows one thread after another; `&mut` or a lock provides that,
+// as the type is not `Sync`.
 unsafe impl Send for Worker {}
 
-/// The answer to arming.
+/// The outcome of arming a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ArmOutcome {
     /// The descriptor becomes readable when there is something to do.
     Sleep,
-    /// There is something to do now: progress, then arm again.
+    /// There is something to do now: make progress, then arm again.
     Busy,
 }
 
-/// An active message, during the call that brings it.
+/// An active message, valid during the call that delivers it.
 pub(crate) struct Message<'a> {
     pub(crate) header: &'a [u8],
     pub(crate) data: &'a [u8],
 }
 
 impl Worker {
-    /// Errors: UCX's status.
+    /// Creates a worker. Errors: UCX's status.
     pub(crate) fn new(context: &Arc<UcxContext>) -> Result<Worker, Status> {
         let functions = context.library().functions();
         let params = ucp_worker_params_t {
@@ -56,8 +56,8 @@ impl Worker {
         // SAFETY: the context is alive, and the field that the mask names is set.
         let mut create =
             || unsafe { (functions.ucp_worker_create)(context.raw(), &params, &mut raw) };
-        // Old versions warn, on standard output, of defaults of kvx's for transports that are not
-        // used; but also of names that they do not know, which new ones refuse.
+        // Older versions print warnings on standard output about kvx's settings for transports that
+        // are not in use. They also warn of unknown names there, which newer versions reject.
         let is_old = context.library().version() < Version::new(1, 21, 0);
         let quiet = is_old && !context.takes_any_name();
         let status = if quiet { log::with_less_log(context.library(), create) } else { create() };
@@ -84,7 +84,7 @@ impl Worker {
         self.context.library().functions()
     }
 
-    /// The worker's address, for peers.
+    /// Returns the worker's address, for peers.
     ///
     /// # Errors
     /// UCX's status.
@@ -102,13 +102,14 @@ impl Worker {
         Ok(copy)
     }
 
-    /// One round of progress: how much was done, 0 for nothing. Callbacks run in it.
+    /// Makes one round of progress, in which callbacks run. Returns how much was done; 0 for
+    /// nothing.
     pub(crate) fn progress(&self) -> u32 {
-        // SAFETY: the worker is alive; this is the one thread that uses it.
+        // SAFETY: the worker is alive, and no other thread uses it.
         unsafe { (self.functions().ucp_worker_progress)(self.raw()) }
     }
 
-    /// Asks for the descriptor to become readable. Errors: UCX's status.
+    /// Arms the descriptor: it becomes readable at the next event. Errors: UCX's status.
     pub(crate) fn arm(&self) -> Result<ArmOutcome, Status> {
         // SAFETY: the worker is alive.
         match unsafe { (self.functions().ucp_worker_arm)(self.raw()) } {
@@ -118,37 +119,35 @@ impl Worker {
         }
     }
 
-    /// The descriptor to sleep on, after [`arm`](Worker::arm). It belongs to the worker.
+    /// Returns the descriptor to sleep on after [`arm`](Worker::arm). It belongs to the worker.
     pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
-        // SAFETY: UCX keeps it open until the worker is destroyed, which the borrow forbids
-        // meanwhile.
+        // SAFETY: UCX keeps it open until the worker is destroyed, which the borrow prevents.
         unsafe { BorrowedFd::borrow_raw(self.descriptor) }
     }
 
-    /// UCX's description of the worker.
+    /// Returns UCX's description of the worker.
     pub(crate) fn printed(&self) -> String {
-        // SAFETY: the worker is alive, and so is the stream during the call.
+        // SAFETY: the worker is alive, and the stream is open during the call.
         printed(|stream| unsafe { (self.functions().ucp_worker_print_info)(self.raw(), stream) })
     }
 
-    /// UCX's description of the worker, with the protocols that it has chosen for gets and puts so
-    /// far.
+    /// Returns UCX's description of the worker, with the protocols that UCX has chosen for gets and
+    /// puts so far.
     ///
-    /// UCX adds those if it logs at the level `debug` at that moment.
+    /// UCX adds those only while its log level is `debug`.
     pub(crate) fn printed_with_protocols(&self) -> String {
         log::with_debug_log(self.context.library(), || self.printed())
     }
 
-    /// An endpoint to the worker behind `address`, in error mode PEER: when the peer fails, its
-    /// operations end with an error and `failed` is called once with `target`, during progress.
+    /// Creates an endpoint to the worker at `address`, in error mode PEER: when the peer fails, the
+    /// endpoint's operations end with an error, and progress calls `failed` once with `target`.
     ///
     /// # Safety
-    /// `target` is alive until the endpoint is closed. The endpoint is closed, and its closing has
-    /// ended, before the worker is dropped.
+    /// `target` is alive until the endpoint is closed. The endpoint is closed, and the close
+    /// operation has ended, before the worker is dropped.
     ///
     /// # Errors
-    /// UCX's status: `UCS_ERR_UNREACHABLE` when no transport of both sides reports failures of the
-    /// peer.
+    /// UCX's status: `UCS_ERR_UNREACHABLE` if no transport of both sides reports peer failures.
     pub(crate) unsafe fn connect(
         &self,
         address: &[u8],
@@ -174,7 +173,7 @@ impl Worker {
             .ok_or(Status(UCS_ERR_NO_MEMORY))
     }
 
-    /// Has active messages of number `id` delivered whole to `T`, during progress.
+    /// Delivers active messages with this `id` whole to `target`, during progress.
     ///
     /// # Safety
     /// `target` is alive until the worker is dropped.
@@ -207,18 +206,18 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // SAFETY: nobody else has it. Endpoints that are still open are destroyed with it.
+        // SAFETY: nobody else has it. UCX destroys the endpoints that are still open with it.
         unsafe { (self.functions().ucp_worker_destroy)(self.raw()) };
     }
 }
 
 /// Receives active messages.
 pub(crate) trait MessageHandler {
-    /// A message has come. Messages that were sent eagerly alone come here: others are refused. It
-    /// may post, but must not destroy the worker, and must not panic.
+    /// Called for each active message that was sent eagerly; others are rejected. It may post
+    /// operations, but must not destroy the worker and must not panic.
     ///
     /// # Safety
-    /// `this` is what was passed to [`Worker::deliver`], alive.
+    /// `this` is the pointer that was passed to [`Worker::deliver`], and is alive.
     unsafe fn on_message(this: NonNull<Self>, message: Message<'_>);
 }
 
@@ -230,35 +229,35 @@ unsafe extern "C" fn on_message<T: MessageHandler>(
     length: usize,
     param: *const ucp_am_recv_param_t,
 ) -> ucs_status_t {
-    // SAFETY: UCX passes a structure of its own.
+    // SAFETY: UCX passes a valid structure.
     if unsafe { (*param).recv_attr } & u64::from(UCP_AM_RECV_ATTR_FLAG_RNDV) != 0 {
-        // Kvx sends nothing that way, and a sender of another kind may not make it fetch.
+        // kvx sends nothing by rendezvous, and no other sender may make the receiver fetch data.
         return UCS_ERR_UNSUPPORTED;
     }
-    // SAFETY: UCX passes both with their lengths, for the time of the call.
+    // SAFETY: UCX passes both with their lengths; they are valid during the call.
     let message =
         unsafe { Message { header: bytes(header, header_length), data: bytes(data, length) } };
     let Some(target) = NonNull::new(target.cast::<T>()) else {
         debug_assert!(false, "UCX passes the argument that it was given");
         return UCS_OK;
     };
-    // SAFETY: the caller of `deliver` promised that it is alive.
+    // SAFETY: the caller of `deliver` keeps it alive.
     unsafe { T::on_message(target, message) };
     UCS_OK
 }
 
 /// # Safety
-/// `length` bytes lie at `address`, for `'a`, unless it is 0.
+/// Unless `address` is null, `length` bytes at it are valid for `'a`.
 unsafe fn bytes<'a>(address: *const c_void, length: usize) -> &'a [u8] {
     if length == 0 {
         return &[];
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { std::slice::from_raw_parts(address.cast(), length) }
 }
 
-/// No field set: `sockaddr` has pointers, so there is no `Default`.
+/// Returns parameters without any field set: `sockaddr` has pointers, so the type has no `Default`.
 fn unset_endpoint_params() -> ucp_ep_params_t {
-    // SAFETY: integers and pointers that UCX does not look at unless the mask names them.
+    // SAFETY: integers and pointers that UCX ignores unless the mask names them.
     unsafe { std::mem::zeroed() }
 }

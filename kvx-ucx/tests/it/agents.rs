@@ -1,4 +1,4 @@
-//! Whole agents: what their routes tell, on each version, and how versions get on with each other.
+//! Tests whole agents: their routes on each version, and agents with different versions.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::Stdio;
@@ -29,7 +29,7 @@ fn agent_with(name: &str, options: &str, memory: Vec<u8>) -> Outcome<(Agent, Reg
 }
 
 /// Reads the first half of the peer's region into the first half of the local one, and writes the
-/// second half to the peer's.
+/// local second half to the peer's.
 fn both_ways(near: &Region, peer: &Peer) -> kvx_core::Result<()> {
     half_each_way(near, peer, Grid::packed(BLOCK, BLOCKS))
 }
@@ -45,7 +45,7 @@ fn half_each_way(near: &Region, peer: &Peer, grid: Grid) -> kvx_core::Result<()>
     Ok(())
 }
 
-/// The first byte of the first and of the last block.
+/// Returns the first byte of the first and of the last block.
 fn ends(region: &Region) -> Outcome<(u8, u8)> {
     let mut bytes = vec![0; BLOCK as usize * BLOCKS as usize];
     region.copy_out(0, &mut bytes)?;
@@ -61,7 +61,7 @@ fn the_route_tells_which_protocols_ucx_has_chosen() {
         assert!(peer.route().to_string().contains("lanes "), "{}", peer.route());
         both_ways(&ours, &peer).unwrap();
         assert_eq!((ends(&ours).unwrap(), ends(&theirs).unwrap()), ((2, 1), (2, 1)));
-        // 1.13 has no tables of them.
+        // 1.13 prints no tables of protocols.
         let (gets, puts) = if version.number >= (1, 22) {
             ("gets: 0..inf zero-copy", "puts: 0..inf zero-copy")
         } else {
@@ -81,9 +81,9 @@ fn the_route_tells_which_protocols_ucx_has_chosen() {
     });
 }
 
-/// Returns how many ranges of addresses this process has mapped.
+/// Returns the number of address ranges that this process has mapped.
 fn mappings() -> usize {
-    std::fs::read_to_string("/proc/self/maps").expect("there is a list of them").lines().count()
+    std::fs::read_to_string("/proc/self/maps").expect("Linux lists them").lines().count()
 }
 
 #[test]
@@ -99,21 +99,21 @@ fn peers_that_were_shut_down_leave_nothing_behind() {
             both_ways(&ours, &from).unwrap();
             goes.shutdown(PATIENCE).wait_blocking(PATIENCE).unwrap();
             drop((goes, ours, from));
-            // Over this link as well it is heard of without a word of this side's.
+            // The far side detects the end over this link as well, without sending anything.
             let until = Instant::now() + PATIENCE;
             while to.lost().is_none() {
-                assert!(Instant::now() < until, "{number} is there still");
+                assert!(Instant::now() < until, "agent {number} is still connected");
                 std::thread::sleep(Duration::from_millis(1));
             }
             after.push(mappings());
         }
-        // Where UCX goes through shared memory an endpoint to a worker has three of them.
+        // Over shared memory, UCX maps three ranges for an endpoint.
         let (first, last) = (after[2], after[11]);
         assert!(last <= first + 9, "{after:?}");
     });
 }
 
-/// Returns how many threads of an agent make progress: each sets its name when it first runs.
+/// Returns the number of progress threads of an agent. Each sets its name when it first runs.
 fn threads_of(agent: &str) -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
@@ -124,7 +124,7 @@ fn threads_of(agent: &str) -> usize {
 fn as_many_threads_make_progress_as_were_asked_for_whatever_the_peer_has() {
     const NAME: &str =
         "agents::as_many_threads_make_progress_as_were_asked_for_whatever_the_peer_has";
-    /// So large that each thread moves a part of every transfer.
+    /// Large enough that each thread moves a part of every transfer.
     const LARGE: usize = 64 << 10;
     let content = |first: u8| (0..BLOCKS as u8).flat_map(|block| [first + block; LARGE]).collect();
     let with = |threads: usize| format!(r#"{{"num_threads": {threads}}}"#);
@@ -155,10 +155,10 @@ fn as_many_threads_make_progress_as_were_asked_for_whatever_the_peer_has() {
     });
 }
 
-/// In a child: the metadata of the owner that it is to reach; empty in the owner.
+/// Set in a child: the owner's metadata in the reader; empty in the owner.
 const OWNER: &str = "KVX_UCX_TEST_OWNER";
 
-/// Plays the owner or the one that reaches it, if this process was started for that.
+/// Runs the owner or the reader if this process was started for that.
 pub(crate) fn play_if_asked() {
     let Ok(owner) = std::env::var(OWNER) else { return };
     let version = versions::chosen().expect("a version");
@@ -194,7 +194,7 @@ fn an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused() {
         let metadata =
             lines.find_map(|line| line.strip_prefix("metadata ").map(str::to_owned)).unwrap();
         let output = kvx_testkit::output(reader.env(OWNER, metadata), 3 * PATIENCE);
-        drop(owner.stdin.take()); // the owner looks at its memory and ends
+        drop(owner.stdin.take()); // the owner checks its memory and ends
         let told: Vec<String> = lines.collect();
         let (read, wrong) =
             (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -203,7 +203,7 @@ fn an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused() {
     }
 }
 
-/// Lends its region until its standard input ends.
+/// Serves its region until its standard input is closed.
 fn own(version: &Version) -> Outcome {
     let (agent, region) = agent("owner", 2)?;
     let metadata: String = agent.metadata()?.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -222,7 +222,8 @@ fn reach(version: &Version, metadata: &str) -> Outcome {
     let peer = agent.connect(&metadata)?;
     let reached = both_ways(&region, &peer);
     if version.number > (1, 13) {
-        // It does not unpack the keys of so old a version, and says so before anything is moved.
+        // The new version does not unpack the keys of the old one, and reports that before any
+        // transfer.
         assert_eq!(reached.map_err(|why| why.kind()), Err(ErrorKind::Unsupported));
         assert_eq!(ends(&region)?, (1, 1));
     } else {

@@ -1,9 +1,9 @@
-//! UCX keeps the contract: every clause, in one process and in two, over tcp, over shared memory
-//! and by default, on each version.
+//! Runs the conformance suite on each version of UCX: every clause, in one process and in two, over
+//! tcp, over shared memory and by default.
 //!
-//! A process opens one UCX, so the program starts itself again for each version, with [`SUITES`]
-//! set and the arguments that it was given. Such a process runs the clauses of its version alone,
-//! and prints their results.
+//! A process can load only one UCX, so the program starts itself for each version, with [`SUITES`]
+//! set and its own arguments. Such a child runs the clauses of its version alone and prints their
+//! results.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -18,25 +18,25 @@ use libtest_mimic::{Arguments, Trial};
 use crate::registry;
 use crate::versions::{self, Version};
 
-/// Set in a process that runs the suites of its version.
+/// Set in a child that runs the suites of its version.
 const SUITES: &str = "KVX_UCX_TEST_SUITES";
 
 const TCP: &str = r#"{"ucx": {"tls": "tcp"}}"#;
 const SHARED: &str = r#"{"ucx": {"tls": "sm"}}"#;
 const THREADS: &str = r#"{"num_threads": 2}"#;
 const GAPS: &[Gap] = &[];
-/// The variable that adds suites through shared memory alone: on one host UCX chooses the same
+/// The variable that adds suites through shared memory alone. On one host UCX chooses the same
 /// lanes by default.
 const MORE: &str = "KVX_UCX_TEST_MORE";
-/// Of 1.13 through shared memory.
+/// The gaps of 1.13 through shared memory.
 const QUEUES: &[Gap] = &[Gap {
     clause: "P11",
-    reason: "a message that its sender was killed in stays in the queue, and the survivor hears nobody (in 8 of 20 \
+    reason: "a killed sender leaves an unfinished message in the queue, and the receiver gets no more messages (in 8 of 20 \
              runs, with 512 MiB in flight; 1.22 copies by cma)",
     rate: GapRate::Sometimes { broken: 8, runs: 20 },
 }];
-/// All suites of a version. Each clause has a limit of its own: this one is for a library that
-/// hangs as its process ends.
+/// For all suites of a version. Each clause has its own limit; this one ends a library that hangs
+/// as its process exits.
 const LIMIT: Duration = Duration::from_secs(20 * 60);
 
 const fn suite(label: &'static str, options: &'static str) -> Suite {
@@ -47,7 +47,7 @@ fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
     device::first(kvx_cuda::devices, |device, len| device.pool(len).build())
 }
 
-/// From an NVIDIA device to the same one.
+/// From NVIDIA device memory to memory of the same device.
 const DEVICE: Suite = Suite {
     near: Backing::Device,
     far: Backing::Device,
@@ -55,7 +55,8 @@ const DEVICE: Suite = Suite {
     ..suite("UCX-1.22-device", "{}")
 };
 
-/// Over tcp, over shared memory and cma, by default; with several threads.
+/// Returns a version's suites: over tcp, over shared memory and cma, by default, and with several
+/// threads.
 fn suites(version: &Version) -> Vec<Suite> {
     let (mut suites, through_shared_memory) = match version.label {
         "UCX-1.13" => (
@@ -82,7 +83,7 @@ fn suites(version: &Version) -> Vec<Suite> {
     suites
 }
 
-/// The versions whose suites this run has. NIXL's copy of 1.23 crashes when its process ends.
+/// Returns the versions that this run tests. NIXL's copy of 1.23 crashes when its process exits.
 fn of_this_run() -> impl Iterator<Item = &'static Version> {
     versions::of_this_run().filter(|version| !version.ends_badly)
 }
@@ -95,8 +96,7 @@ pub(crate) fn missing_versions() -> impl Iterator<Item = Trial> {
     })
 }
 
-/// Runs the suites of each version that is installed, in a process each. Returns whether all of
-/// them passed.
+/// Runs the suites of each installed version in its own process. Returns whether all passed.
 pub(crate) fn run_each_version() -> bool {
     let arguments = Arguments::from_args();
     let may_have = |version: &&Version| match &arguments.filter {
@@ -107,7 +107,7 @@ pub(crate) fn run_each_version() -> bool {
     for version in of_this_run().filter(may_have) {
         let Ok(mut command) = version.command() else { continue };
         command.args(std::env::args_os().skip(1)).env(SUITES, "1");
-        let mut suites = command.spawn().expect("this program starts again");
+        let mut suites = command.spawn().expect("this program can be started");
         kill_after(&suites, LIMIT);
         let ended = suites.wait().expect("it is our child");
         if !ended.success() {
@@ -118,12 +118,12 @@ pub(crate) fn run_each_version() -> bool {
     all
 }
 
-/// Runs the suites and nothing else if this process was started for that.
+/// Runs only the suites if this process was started for that.
 pub(crate) fn run_suites_if_asked() -> Option<ExitCode> {
     std::env::var_os(SUITES)?;
     let version = versions::chosen().expect("it was started for a version");
     let mut arguments = Arguments::from_args();
-    // One clause at a time: two of them, with what UCX's threads spin, are too much for two cores.
+    // One clause at a time: with the threads that UCX spins, two are too much for two cores.
     arguments.test_threads.get_or_insert(1);
     let trials = conformance_trials(registry, &suites(version));
     Some(libtest_mimic::run(&arguments, trials).exit_code())

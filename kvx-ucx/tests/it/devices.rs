@@ -1,4 +1,4 @@
-//! Device memory that UCX does not reach, on each version.
+//! Tests device memory that UCX cannot access, on each version.
 
 use kvx_testkit::device::goes_elsewhere;
 use kvx_testkit::test;

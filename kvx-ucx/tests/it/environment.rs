@@ -1,5 +1,5 @@
-//! UCX's own variables mean in kvx what they mean to UCX, on each version: what the user sets wins
-//! over kvx's defaults, and an option over both.
+//! Tests on each version that UCX's variables mean the same in kvx as in UCX: the user's settings
+//! override kvx's defaults, and an option overrides both.
 
 use std::time::{Duration, Instant};
 
@@ -11,11 +11,11 @@ use crate::registry;
 use crate::versions::{self, Version};
 
 const PATIENCE: Duration = Duration::from_secs(10);
-/// For a whole child, each of whose waits has its own end.
+/// For a whole child, whose waits have their own limits.
 const LIMIT: Duration = Duration::from_secs(60);
 const BLOCK: u64 = 64 << 10;
 const BLOCKS: u32 = 16;
-/// A process with this variable is a child that reports; its value is the options.
+/// Set in a child, which prints a report; its value is the options.
 const REPORT_OPTIONS: &str = "KVX_UCX_TEST_OPTIONS";
 
 type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
@@ -25,7 +25,7 @@ type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
 struct ChildReport {
     /// `transport/device`, as `kvx backends` shows them.
     devices: Vec<String>,
-    /// The route of a peer in the same process that was read and written, or why there is none.
+    /// The route to a peer in the same process after a read and a write, or why there is none.
     route: String,
 }
 
@@ -76,12 +76,12 @@ fn route(options: &Options, version: &Version) -> Outcome<String> {
         Ok((bytes[0], bytes[bytes.len() - 1]))
     };
     assert_eq!((ends(&ours)?, ends(&theirs)?), ((7, 4), (7, 4)), "the bytes are there");
-    // kvx's messages are sent eagerly, whatever the user sets: their receivers refuse others.
+    // kvx sends its messages eagerly whatever the user sets: receivers reject others.
     let long = vec![7; MAX_NOTIFICATION];
     peer.notify(&long, PATIENCE).wait_blocking(PATIENCE)?;
     assert!(*distant.notification(PATIENCE).join()?.bytes == *long, "it came");
     let until = Instant::now() + PATIENCE;
-    // 1.13 has no tables of what it chose.
+    // 1.13 prints no tables of its choice.
     let complete = |route: &str| {
         version.number < (1, 22) || route.contains("gets: ") && route.contains("puts: ")
     };
@@ -115,7 +115,7 @@ fn run_child(
     (ChildReport { devices, route: line("route ") }, said)
 }
 
-/// Calls `body` for each version, with a function that runs a child with that version.
+/// Calls `body` for each version with a function that runs a child on that version.
 fn on_each(test: &str, body: impl Fn(&Version, &dyn Fn(&[(&str, &str)], &str) -> ChildReport)) {
     versions::with_each_installed(test, |version| {
         body(version, &|variables, options| run_child(version, variables, options).0);
@@ -164,9 +164,9 @@ fn network_devices_are_those_that_ucx_net_devices_names() {
     });
 }
 
-/// With rendezvous on, UCX does without lanes whose registrations cannot be invalidated: cma is
-/// one. Without error handling, shared memory carries no messages between peers that want to know
-/// of failures.
+/// With rendezvous on, UCX does not use lanes whose registrations cannot be invalidated, such as
+/// cma. Without error handling, shared memory carries no messages between peers that want failure
+/// reports.
 #[test]
 fn what_the_user_sets_wins_over_the_defaults_of_kvx() {
     on_each("what_the_user_sets_wins_over_the_defaults_of_kvx", |version, run| {
@@ -185,7 +185,7 @@ fn what_the_user_sets_wins_over_the_defaults_of_kvx() {
                     && unguarded.route.contains("gets and puts by cma")
             );
         } else {
-            // Before 1.20 cma is for rendezvous alone.
+            // Before 1.20, cma is only for rendezvous.
             assert!(
                 unguarded.route.starts_with("none: UCX reaches this peer over tcp only"),
                 "{unguarded:?}"
@@ -206,11 +206,11 @@ fn an_option_wins_over_the_variable() {
     });
 }
 
-/// New versions refuse a name that they do not know; old ones warn of it, once they know what
+/// Newer versions reject unknown names. Older ones warn about them once they know which settings
 /// nothing has used.
 #[test]
-fn a_setting_that_ucx_does_not_know_is_told() {
-    versions::with_each_installed("a_setting_that_ucx_does_not_know_is_told", |version| {
+fn an_unknown_setting_is_reported() {
+    versions::with_each_installed("an_unknown_setting_is_reported", |version| {
         let (report, said) = run_child(version, &[], r#"{"ucx": {"set": "NO_SUCH_SETTING=1"}}"#);
         if version.number >= (1, 22) {
             assert!(
@@ -226,11 +226,11 @@ fn a_setting_that_ucx_does_not_know_is_told() {
     });
 }
 
-/// Old versions have some under other names, which kvx translates.
+/// Older versions use other names for some settings; kvx translates them.
 #[test]
-fn settings_bear_the_names_of_their_variables_on_every_version() {
+fn settings_have_the_names_of_their_variables_on_every_version() {
     versions::with_each_installed(
-        "settings_bear_the_names_of_their_variables_on_every_version",
+        "settings_have_the_names_of_their_variables_on_every_version",
         |version| {
             let set = r#""TCP_TX_SEG_SIZE=64k", "TCP_RX_SEG_SIZE=64k", "KEEPALIVE_INTERVAL=2s", "MM_ERROR_HANDLING=y", "RNDV_THRESH=inf""#;
             let (report, said) =

@@ -1,4 +1,4 @@
-//! The integration tests of UCX.
+//! The integration tests of kvx-ucx.
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
 mod agents;

@@ -1,9 +1,8 @@
 //! The versions of UCX that tests run on: Debian's 1.13, the wheel's 1.22, and 1.23 from NIXL's
 //! wheel.
 //!
-//! A process can open one UCX only, and which is decided by `KVX_UCX_LIB` when it opens it. So a
-//! test program starts itself again once per version, with that variable set and [`CHILD`] to tell
-//! that it is such a child.
+//! A process can load only one UCX, the one that `KVX_UCX_LIB` names at that time. So a test
+//! program starts itself once per version, with that variable and [`CHILD`] set.
 
 #![allow(dead_code, reason = "each program that shares this uses a part of it")]
 
@@ -18,14 +17,14 @@ const CHILD: &str = "KVX_UCX_TEST_VERSION";
 
 /// A version that tests run on.
 pub(crate) struct Version {
-    /// As test names show it.
+    /// The label in test names.
     pub(crate) label: &'static str,
-    /// What `ucp_get_version` says.
+    /// Major and minor number as `ucp_get_version` reports them.
     pub(crate) number: (u32, u32),
-    /// True if its process dies in exit handlers after a success: the network library
-    /// that NIXL's wheel brings for its card modules does that when it is loaded without NIXL.
+    /// True if its process crashes in exit handlers after a success. The network library that
+    /// NIXL's wheel includes for its card modules does that when it is loaded without NIXL.
     pub(crate) ends_badly: bool,
-    /// The least tier that tests run on it in.
+    /// The lowest tier that includes it.
     tier: Tier,
     cure: &'static str,
     file: fn() -> Option<PathBuf>,
@@ -60,12 +59,12 @@ pub(crate) const VERSIONS: &[Version] = &[
     },
 ];
 
-/// The versions that tests run on in this run's tier.
+/// Returns the versions that this run's tier includes.
 pub(crate) fn of_this_run() -> impl Iterator<Item = &'static Version> {
     VERSIONS.iter().filter(|version| version.tier.runs_or_says(version.label))
 }
 
-/// The version that this process was started for; `None` in the process that starts the others.
+/// Returns the version that this process was started for; `None` in the parent.
 pub(crate) fn chosen() -> Option<&'static Version> {
     let label = std::env::var(CHILD).ok()?;
     Some(
@@ -77,19 +76,19 @@ pub(crate) fn chosen() -> Option<&'static Version> {
 }
 
 impl Version {
-    /// Its `libucp.so.0`.
+    /// Returns its `libucp.so.0`.
     ///
     /// # Errors
-    /// Reason and cure when it is not there.
+    /// Reason and remedy if it is missing.
     pub(crate) fn library(&self) -> Result<PathBuf, (String, &'static str)> {
         (self.file)()
-            .ok_or_else(|| (format!("{}: its library is not there", self.label), self.cure))
+            .ok_or_else(|| (format!("{}: its library is not installed", self.label), self.cure))
     }
 
-    /// This test program again, to run on this version; arguments are the caller's business.
+    /// Returns a command that starts this test program on this version; the caller adds arguments.
     ///
     /// # Errors
-    /// Reason and cure when the library is not there.
+    /// Reason and remedy if the library is missing.
     pub(crate) fn command(&self) -> Result<Command, (String, &'static str)> {
         let file = self.library()?;
         let mut command =
@@ -99,8 +98,8 @@ impl Version {
     }
 }
 
-/// Calls `body` for each version that is there and ends well; names the others as parts of `test`
-/// that are skipped.
+/// Calls `body` for each version that is installed and exits cleanly. Reports the others as skipped
+/// parts of `test`.
 pub(crate) fn with_each_installed(test: &str, body: impl Fn(&Version)) {
     for version in of_this_run().filter(|version| !version.ends_badly) {
         match version.command() {
@@ -110,10 +109,10 @@ pub(crate) fn with_each_installed(test: &str, body: impl Fn(&Version)) {
     }
 }
 
-/// How long a test may take on a version.
+/// The time limit of a test on one version.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Runs `test`, the full name of a test, on every version: in a process each, which calls `body`.
+/// Runs `test`, the full name of a test, in a process for each version; that process calls `body`.
 pub(crate) fn on_each(test: &str, body: impl FnOnce(&Version)) {
     if let Some(version) = chosen() {
         return body(version);
@@ -124,7 +123,7 @@ pub(crate) fn on_each(test: &str, body: impl FnOnce(&Version)) {
                 let child = command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
                 if let Err(failure) = kvx_testkit::run_one_test(test, child, LIMIT) {
                     let told = failure.to_string();
-                    // Its process may die after it.
+                    // Its process may crash after the test.
                     let passed =
                         version.ends_badly && told.contains(kvx_testkit::DIED_AFTER_PASSING);
                     assert!(passed, "{test} on {}: {told}", version.label);
@@ -135,25 +134,25 @@ pub(crate) fn on_each(test: &str, body: impl FnOnce(&Version)) {
     }
 }
 
-/// The system's library, which Debian 12 has as 1.13: other versions are other systems' business.
+/// Returns the system's library: 1.13 on Debian 12. Other systems may have other versions.
 fn debian() -> Option<PathBuf> {
     let folders =
         ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"];
     folders.iter().map(|folder| Path::new(folder).join("libucp.so.0")).find(|file| file.exists())
 }
 
-/// The wheel's.
+/// Returns the wheel's library.
 fn wheel() -> Option<PathBuf> {
     in_environment("ucx", "libucx/lib", "libucp.so.0")
 }
 
-/// The one that comes with NIXL, under a name of its own.
+/// Returns the library in NIXL's wheel, which has another name.
 fn nixl() -> Option<PathBuf> {
     in_environment("nixl", "nixl_cu12.libs", "libucp-")
 }
 
-/// The file in the environment of `peer` that `cargo xtask test --install` made, below the folder
-/// that cargo builds in.
+/// Returns the file in the environment of `peer` that `cargo xtask test --install` created below
+/// cargo's target folder.
 fn in_environment(peer: &str, folder: &str, name: &str) -> Option<PathBuf> {
     let program = std::env::current_exe().ok()?;
     let usual = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target");

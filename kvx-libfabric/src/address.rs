@@ -1,4 +1,4 @@
-//! An agent's address: its section of the metadata.
+//! An agent's libfabric address: LIBFABRIC's section of the metadata.
 
 use kvx_backend::checksum;
 use kvx_core::backend::wire::{Reader, Writer};
@@ -8,30 +8,29 @@ use crate::config::MAX_RAILS;
 use crate::error::NAME;
 use crate::wake_socket;
 
-/// The longest address of an endpoint, and the longest name of a provider, that are taken from a
-/// peer.
+/// The maximum length of an endpoint's address and of a provider's name from a peer.
 const MAX_ADDRESS: usize = 256;
 const MAX_PROVIDER: usize = 64;
 
-/// How the endpoints of an agent are reached.
+/// The addresses of an agent's endpoints.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Address {
     /// The provider's name, and the number and version of its protocol.
     pub(crate) provider: String,
     pub(crate) protocol: (u32, u32),
-    /// An endpoint's address for each rail; the first takes messages.
+    /// The address of the endpoint on each rail; the first one receives messages.
     pub(crate) rails: Vec<Box<[u8]>>,
-    /// For shared memory.
+    /// Set if the provider is shared memory.
     pub(crate) host: Option<HostProcess>,
 }
 
-/// A process of this host, for a provider that reads and writes its memory.
+/// A process on this host, for a provider that accesses its memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct HostProcess {
-    /// Its number, and where in it a known value can be read.
+    /// The process id; `probe` is the address of a known value in its memory.
     pub(crate) process: u32,
     pub(crate) probe: u64,
-    /// The name of the socket by which it is woken.
+    /// The name of the socket that wakes it.
     pub(crate) wake_name: Box<[u8]>,
 }
 
@@ -56,7 +55,7 @@ impl Address {
         checksum::append(out)
     }
 
-    /// Errors: `Malformed`, `Incompatible`.
+    /// Decodes an address. Errors: `Malformed`, `Incompatible`.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Address> {
         let mut reader =
             Reader::new("LIBFABRIC address", checksum::strip("LIBFABRIC address", bytes)?);
@@ -65,7 +64,7 @@ impl Address {
         let protocol = (reader.u32()?, reader.u32()?);
         let count = usize::from(reader.u8()?);
         if !(1..=MAX_RAILS).contains(&count) {
-            return Err(reader.malformed("no agent has so many rails"));
+            return Err(reader.malformed("its number of rails is 0 or too large"));
         }
         let mut rails = Vec::with_capacity(count);
         for _ in 0..count {
@@ -83,11 +82,11 @@ impl Address {
         Ok(Address { provider, protocol, rails, host })
     }
 
-    /// Checks that local endpoints can reach it. Errors: `Incompatible`, `Malformed`.
+    /// Checks that local endpoints can reach this address. Errors: `Incompatible`, `Malformed`.
     pub(crate) fn check(&self, ours: &Address, texts: bool) -> Result<()> {
         if (&self.provider, self.protocol) != (&ours.provider, ours.protocol) {
             let why = format!(
-                "the peer is over {} (protocol {}.{}), this agent over {} ({}.{}): name one \"libfabric.provider\" at both",
+                "the peer uses provider {} (protocol {}.{}), this agent {} ({}.{}): set the same \"libfabric.provider\" on both",
                 self.provider,
                 self.protocol.0,
                 self.protocol.1,
@@ -101,22 +100,22 @@ impl Address {
         if !self.rails.iter().all(|rail| has_form_of(own, rail, texts))
             || self.host.is_some() != ours.host.is_some()
         {
-            let why = "malformed LIBFABRIC address: the provider has no such addresses";
+            let why = "malformed LIBFABRIC address: it does not have the form of the provider's addresses";
             return Err(Error::new(ErrorKind::Malformed, why).with_backend(NAME));
         }
         Ok(())
     }
 }
 
-/// Returns whether a provider that reads `own` as an address reads all of `other` and nothing
-/// behind it.
+/// Returns whether a provider that reads `own` as an address reads all of `other` and nothing after
+/// it.
 fn has_form_of(own: &[u8], other: &[u8], texts: bool) -> bool {
     if texts {
         return other.last() == Some(&0)
             && !other[..other.len() - 1].contains(&0)
             && other.len() > 1;
     }
-    // Socket addresses begin with their family, which says how long they are.
+    // Socket addresses begin with their family, which determines their length.
     other.len() == own.len() && other.get(..2) == own.get(..2)
 }
 
@@ -155,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_provider_is_shown_addresses_of_its_own_form_alone() {
+    fn a_provider_gets_only_addresses_of_its_own_form() {
         let ours = somewhere();
         let with = |rail: &[u8]| Address { rails: vec![rail.into()], ..somewhere() };
         assert!(with(b"fi_shm://8:0\0").check(&ours, true).is_ok());

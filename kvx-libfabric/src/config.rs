@@ -2,31 +2,31 @@
 //!
 //! | option | |
 //! |---|---|
-//! | `provider` | libfabric's name of it: `"efa"`, `"verbs"`, `"tcp"`, `"shm"`; the first of these that there is, `shm` excepted |
-//! | `domain` | the cards or interfaces to be used, an endpoint for each: `["rdmap0s6", "rdmap1s6"]`; all cards, or for `tcp` the loopback interface |
-//! | `rails` | the most endpoints that one region's transfers are spread over; 4 |
+//! | `provider` | libfabric's name of the provider: `"efa"`, `"verbs"`, `"tcp"`, `"shm"`; default: the first available one of these except `shm` |
+//! | `domain` | the cards or interfaces to use, with an endpoint on each: `["rdmap0s6", "rdmap1s6"]`; default: all cards, or the loopback interface for `tcp` |
+//! | `rails` | the maximum number of endpoints that one region's transfers use; default 4 |
 //!
-//! The variables `FI_*` are read by libfabric itself and win over whatever kvx would have chosen:
-//! with `FI_PROVIDER`, it shows kvx no other provider.
+//! libfabric reads the variables `FI_*` itself, and they override kvx's choices: with `FI_PROVIDER`
+//! set, kvx sees no other provider.
 
 use kvx_core::{Error, ErrorKind, Options, Result};
 
-/// The most endpoints of an agent.
+/// The maximum number of endpoints of an agent.
 pub(crate) const MAX_RAILS: usize = 32;
-/// For one region's transfers, unless `rails` says otherwise.
+/// The maximum number of rails of one region without the option `rails`.
 const RAILS: u64 = 4;
 
 /// The parsed table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Config {
     pub(crate) provider: Option<String>,
-    /// Empty: whatever suits the provider.
+    /// Empty: kvx chooses the domains.
     pub(crate) domains: Vec<String>,
     pub(crate) rails: usize,
 }
 
 impl Config {
-    /// Reads the table. Errors: `Invalid`, naming the option.
+    /// Parses the table. Errors: `Invalid`, naming the option.
     pub(crate) fn read(options: &Options) -> Result<Self> {
         let table = options.table("libfabric", &["domain", "provider", "rails"])?;
         let provider = table.text("provider")?.map(str::to_owned);

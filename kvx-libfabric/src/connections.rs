@@ -1,11 +1,12 @@
-//! Ends an endpoint's connections although others have its sockets open.
+//! Ends an endpoint's connections even if other processes have its sockets open.
 //!
-//! libfabric (1.17 over `tcp`) lets a program that is started while an agent is open inherit its
-//! sockets, and at the end closes descriptors only. The connections would live on with that
-//! program: peers would keep theirs, one for each such end, and an agent that is new at the address
-//! would wait for an answer.
+//! A program that is started while an agent is open inherits libfabric's sockets (1.17 over `tcp`),
+//! and libfabric closes only its own descriptors. The connections would then stay open as long as
+//! that program: peers would keep one descriptor for each such connection, and a new agent at the
+//! same address would wait for an answer.
 //!
-//! What belongs to an endpoint is what its queue waits for, as the kernel tells it of an epoll.
+//! An endpoint's sockets are those that its completion queue waits for: the kernel lists them for
+//! an epoll.
 
 use std::fs;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -13,17 +14,17 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use kvx_core::backend::fork;
 use rustix::net::{AddressFamily, Shutdown};
 
-/// How deep queues wait for queues: an endpoint's waits for one of connections and one of messages.
-/// The inner ones live as long as it does: all queues have one number as files.
+/// The maximum nesting of epolls: an endpoint's waits for one of connections and one of messages.
+/// The inner ones live as long as the outer one: all epolls have the same inode number.
 const DEPTH: usize = 3;
 
-/// Sockets over IP, by descriptors of its own: libfabric's may be closed.
+/// Duplicates of IP sockets: libfabric may close its own descriptors first.
 #[derive(Default)]
 pub(crate) struct Connections(Vec<OwnedFd>);
 
 impl Connections {
-    /// Finds the sockets that a queue waits for, itself or through others. Finds none in a forked
-    /// child, which must not end them.
+    /// Finds the sockets that a queue waits for, directly or through other queues. Finds none in a
+    /// forked child, which must not end the connections.
     pub(crate) fn of(queue: RawFd) -> Self {
         let mut found = Connections::default();
         if fork::count() == 0 {
@@ -33,20 +34,20 @@ impl Connections {
     }
 
     fn look(&mut self, queue: RawFd, depth: usize) {
-        // The program's own queues, perhaps.
+        // A queue that is nested more deeply belongs to the program, if it exists at all.
         let Some(deeper) = depth.checked_sub(1) else { return };
-        // Another thread may close a descriptor meanwhile.
+        // Another thread may close the descriptor concurrently.
         let Ok(told) = fs::read_to_string(format!("/proc/self/fdinfo/{queue}")) else { return };
         for (number, inode) in told.lines().filter_map(waited_for) {
-            // SAFETY: takes numbers.
+            // SAFETY: takes only integers.
             let copy = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 0) };
             if copy < 0 {
                 continue;
             }
-            // SAFETY: it was made just now.
+            // SAFETY: `fcntl` has just created it.
             let copy = unsafe { OwnedFd::from_raw_fd(copy) };
-            // A descriptor that was closed while others have the socket open is still told of, and
-            // its number may be somebody else's.
+            // The kernel still lists a closed descriptor if others have its socket open, and its
+            // number may then belong to another file.
             if !rustix::fs::fstat(&copy).is_ok_and(|file| file.st_ino == inode) {
                 continue;
             }
@@ -64,17 +65,17 @@ impl Connections {
         }
     }
 
-    /// Shuts the connections down in every process that has them open. Sent bytes arrive, and peers
-    /// are notified.
+    /// Shuts the connections down in all processes that have them open. Sent bytes still arrive,
+    /// and peers are notified.
     pub(crate) fn end(self) {
         for socket in self.0 {
-            // One that its peer has ended has nothing to end.
+            // Fails if the peer has already ended the connection.
             let _ended = rustix::net::shutdown(&socket, Shutdown::Both);
         }
     }
 }
 
-/// The descriptor and the file's number in a line of what the kernel tells of an epoll.
+/// Parses the descriptor and the inode number in a line of an epoll's `fdinfo`.
 fn waited_for(line: &str) -> Option<(RawFd, u64)> {
     let mut words = line.strip_prefix("tfd:")?.split_whitespace();
     let number = words.next()?.parse().ok()?;
@@ -103,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_queue_waits_for_ends_although_another_has_it_open_and_nothing_else_does() {
+    fn only_connections_that_a_queue_waits_for_end_even_if_shared() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let pair = || {
             let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -115,7 +116,7 @@ mod tests {
         let inner = queue_of(&[&ours, &signal]);
         let outer = queue_of(&[&inner]);
 
-        // The queue goes on to tell of a number that becomes another's.
+        // The queue still lists a descriptor whose number now belongs to another socket.
         let number = ours.as_raw_fd();
         drop(ours);
         let stale = rustix::io::fcntl_dupfd_cloexec(&others, number).unwrap();
@@ -127,8 +128,12 @@ mod tests {
         of_others.set_nonblocking(true).unwrap();
         signalled.set_nonblocking(true).unwrap();
         let open = std::io::ErrorKind::WouldBlock;
-        assert_eq!(of_others.read(&mut [0]).unwrap_err().kind(), open, "nobody's but its own");
-        assert_eq!(signalled.read(&mut [0]).unwrap_err().kind(), open, "it is not over IP");
+        assert_eq!(
+            of_others.read(&mut [0]).unwrap_err().kind(),
+            open,
+            "a socket that the queue does not wait for"
+        );
+        assert_eq!(signalled.read(&mut [0]).unwrap_err().kind(), open, "it is not an IP socket");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! libfabric's error numbers as kvx's errors.
+//! Maps libfabric's error numbers to kvx's errors.
 
 use std::fmt::Display;
 
@@ -15,12 +15,12 @@ const GONE: &str = "check whether the peer still runs, and the network to it";
 const SCARCE: &str =
     "raise the limits of this process (ulimit -l, -n; /dev/shm) or transfer less at once";
 const CONFIGURED: &str = "check the options of the table libfabric and the variables FI_*; `fi_info` lists what libfabric has";
-const REFUSED: &str = "the peer's provider does not let this be reached: it was taken back, or the metadata is another's";
-const UNKNOWN: &str = "FI_LOG_LEVEL=warn makes libfabric say more";
+const REFUSED: &str = "the peer's provider denies access: the region was revoked, or the metadata belongs to another agent";
+const UNKNOWN: &str = "set FI_LOG_LEVEL=warn for details from libfabric";
 
-/// The meaning of an error number, and what to do next.
+/// Returns the error kind of an error number, and what to do next.
 fn row(errno: i32) -> (ErrorKind, &'static str) {
-    // The numbers of libfabric's own stand in an enumeration of C's, which is unsigned.
+    // libfabric's own numbers are an unsigned enumeration in C.
     const OVERRUN: i32 = FI_EOVERRUN.cast_signed();
     const NO_KEY: i32 = FI_ENOKEY.cast_signed();
     const NO_ADDRESS: i32 = FI_ENOAV.cast_signed();
@@ -39,11 +39,11 @@ fn row(errno: i32) -> (ErrorKind, &'static str) {
         | libc::ENETUNREACH
         | libc::ENETDOWN
         | libc::ENETRESET
-        // A process that shared memory was to be read from, or whose shared memory is gone.
+        // The other process, or its shared memory, has gone.
         | libc::ESRCH
         | libc::ENOENT
-        // kvx cancels nothing in libfabric: the connection was closed under the operation, as it
-        // failed.
+        // kvx cancels nothing in libfabric: the connection failed and was closed during the
+        // operation.
         | libc::ECANCELED => (ErrorKind::PeerLost, GONE),
         libc::EACCES | libc::EPERM | libc::EKEYREJECTED | NO_KEY => (ErrorKind::Native, REFUSED),
         libc::ENOMEM | libc::ENOBUFS | libc::ENOSPC | libc::EMFILE | libc::ENFILE | OVERRUN | NO_RECEIVE => {
@@ -65,16 +65,16 @@ pub(crate) fn native(what: impl Display, errno: Errno) -> Error {
         .with_native(i64::from(errno.0), errno.text())
 }
 
-/// Returns the error of an operation that has failed.
+/// Returns the error of a failed operation.
 pub(crate) fn operation_error(what: &str, failed: FailedOperation) -> Error {
     let FailedOperation { errno, provider, .. } = failed;
     let (kind, cure) = row(errno.0);
-    let text = format!("{}; the provider's own number is {provider}", errno.text());
+    let text = format!("{}; the provider's error code is {provider}", errno.text());
     let error = Error::new(kind, format!("libfabric could not move {what}: {cure}"));
     error.with_backend(NAME).with_native(i64::from(errno.0), text)
 }
 
-/// Work on a link that is lost.
+/// Returns the error of operations on a lost link.
 pub(crate) fn lost_link() -> Error {
     link_lost().with_backend(NAME)
 }

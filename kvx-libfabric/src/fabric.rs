@@ -1,4 +1,4 @@
-//! libfabric as a fabric of kvx-backend.
+//! libfabric as a `Fabric` of kvx-backend.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -22,53 +22,54 @@ use crate::providers::{self, SETS_UP};
 use crate::rail::{MAX_MESSAGE, PostOutcome, Rail, RailEvent};
 use crate::wake_socket::WakeSocket;
 
-/// The most messages to one peer that the provider has.
+/// The maximum number of messages to one peer that the provider has.
 const UNSENT: usize = 16;
-/// How often in a turn a rail is read while it has something to tell.
+/// How often a turn reads a rail that still has completions.
 const READS: usize = 8;
-/// The longest sleep while something is awaited, although descriptors wake.
+/// The longest sleep while events are awaited, even though descriptors wake the reactor.
 const SAFETY: Duration = Duration::from_millis(20);
-/// Without a descriptor: the sleep between two looks, while something is awaited and otherwise.
+/// Without a descriptor: the sleep between two polls while events are awaited, and otherwise.
 const LOOKS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
-/// How long to look for more before sleeping, at first and at most: see [`patience_after`].
+/// The time to poll before sleeping, initially and at most: see [`patience_after`].
 const PATIENCE: (Duration, Duration) = (Duration::from_micros(50), Duration::from_micros(400));
-/// How long to look for more over shared memory. Each look takes a lock that peers spin on, forever
-/// if this process is killed or stopped then; so agents wake each other instead.
+/// The time to poll over shared memory. Each poll takes a lock that peers spin on, forever if this
+/// process is killed or stopped while it holds the lock. So agents wake each other instead.
 const PATIENCE_WITH_SOCKET: Duration = Duration::from_micros(5);
-/// Delays before a post that found no capacity is tried again: the first, and the longest.
+/// Delays before a post that found no capacity is retried: the first, and the longest.
 const RETRIES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
-/// How long the end waits for messages that are being sent.
+/// The time that `end` waits for messages that are being sent.
 const FAREWELL: Duration = Duration::from_millis(40);
 
 /// The endpoints of an agent.
 pub(crate) struct LibfabricFabric {
-    /// Empty after the end.
+    /// Empty after `end`.
     pub(crate) rails: Vec<Rail>,
     ours: Arc<Address>,
-    /// The most pieces that are posted in a turn.
+    /// The maximum number of pieces posted in a turn.
     turn: u32,
-    /// Endpoints' addresses are texts.
+    /// True if addresses of endpoints are text.
     texts: bool,
     pub(crate) peers: Peers,
-    /// Peers of this host wake this agent by it, where the provider has nothing to sleep on.
+    /// The socket by which peers on this host wake this agent, if the provider has no descriptor to
+    /// sleep on.
     wake_socket: Option<WakeSocket>,
-    /// For neighbours over shared memory in this process.
+    /// Set over shared memory, for neighbours in this process.
     neighbour: Option<Neighbour>,
     fds: Vec<RawFd>,
-    /// Links that broke outside of progress.
+    /// Events of links that broke outside of `poll`.
     broken: Vec<Event>,
-    /// The endpoint of a post that found no capacity, and when it is tried again: no event reports
-    /// capacity.
+    /// The endpoint of a post that found no capacity, and the time of its retry: no event reports
+    /// free capacity.
     retry: Option<(EndpointId, Instant)>,
     pause: Duration,
-    /// The provider has served a peer, of which it reports nothing.
+    /// True if the provider has served a peer; it reports no details.
     serves: bool,
     patience: Duration,
-    /// Since when it sleeps.
+    /// The start of the current sleep.
     sleeps: Option<Instant>,
-    /// How many pieces may be posted together.
+    /// The maximum number of pieces per operation.
     pub(crate) together: usize,
-    /// The buffer for them.
+    /// The buffer in which pieces are gathered.
     pub(crate) bundle: Bundle,
     registrar: Arc<MemoryRegistrar>,
     capabilities: Capabilities,
@@ -131,7 +132,7 @@ impl LibfabricFabric {
         self.peers.of(endpoint)
     }
 
-    /// Lets one rail work.
+    /// Polls one rail, and adds its events. Returns how many completions there were.
     fn read(&mut self, at: usize, events: &mut Vec<Event>) -> usize {
         let LibfabricFabric { rails, peers, broken, .. } = self;
         let (mut done, mut sent, mut lost) = (0, Vec::new(), Vec::new());
@@ -160,10 +161,7 @@ impl LibfabricFabric {
                 Ok(true) => {}
                 Ok(false) => break,
                 Err(errno) => {
-                    tracing::error!(
-                        ?errno,
-                        "libfabric's completion queue does not answer any more"
-                    );
+                    tracing::error!(?errno, "libfabric's completion queue has failed");
                     break;
                 }
             }
@@ -177,7 +175,8 @@ impl LibfabricFabric {
         done
     }
 
-    /// Schedules another try for a post that found no capacity. Returns whether none was scheduled.
+    /// Schedules a retry of a post that found no capacity. Returns whether none was scheduled
+    /// before.
     fn schedule_retry(&mut self, endpoint: EndpointId) -> bool {
         let new = self.retry.is_none();
         if new {
@@ -187,7 +186,7 @@ impl LibfabricFabric {
         new
     }
 
-    /// Wakes a peer that has nothing else to sleep on.
+    /// Wakes a peer that has no descriptor to sleep on.
     fn wake_peer(&mut self, at: usize) -> Result<()> {
         match (&self.wake_socket, self.peers.peer(at).and_then(|peer| peer.wake_at.as_ref())) {
             (Some(ours), Some(theirs)) => ours.wake(theirs),
@@ -195,8 +194,8 @@ impl LibfabricFabric {
         }
     }
 
-    /// Finishes sending messages, and releases everything. Returns whether it is certain that the
-    /// provider touches no local memory any more.
+    /// Finishes sending messages, and releases everything. Returns whether the provider certainly
+    /// no longer accesses local memory.
     fn end(&mut self) -> bool {
         let until = Instant::now() + FAREWELL;
         while !self.rails.iter().all(Rail::is_quiet) && Instant::now() < until {
@@ -208,19 +207,19 @@ impl LibfabricFabric {
         self.peers.clear(&self.rails);
         self.registrar.close();
         if self.wake_socket.is_some() && self.peers.unanswered {
-            // A peer that has yet to read this endpoint's name crashes if it finds no shared memory
-            // under it (seen with libfabric 1.17): the endpoint stays open.
+            // A peer that has not yet read this endpoint's name crashes if the shared memory of
+            // that name is gone (seen with libfabric 1.17). So the endpoint stays open.
             std::mem::forget(
                 self.rails.iter().map(|rail| Arc::clone(rail.endpoint())).collect::<Vec<_>>(),
             );
         }
         if let Some(neighbour) = self.neighbour.take() {
-            // Over shared memory only calls by this process touch memory, so another owner of the
+            // Over shared memory only calls of this process access memory, so another owner of the
             // endpoint may close it later.
             self.rails.drain(..).for_each(Rail::leave);
             drop(neighbour);
         }
-        // Nothing is sent, received or served without endpoints.
+        // Without endpoints, libfabric sends, receives and serves nothing.
         let mut certain = true;
         for mut rail in self.rails.drain(..) {
             certain &= rail.close();
@@ -235,14 +234,14 @@ impl Drop for LibfabricFabric {
     }
 }
 
-/// Returns how long to look for more, after a sleep. Where bytes stream, their sender pauses for as
-/// long as it copies them into its socket: a target that slept meanwhile was woken more than once
-/// for each MB, and took a sixth longer.
+/// Returns the time to poll before sleeping, given the length of the last sleep. The sender of a
+/// stream pauses while it copies bytes into its socket. A target that slept in these pauses was
+/// woken more than once per MB and took a sixth longer.
 fn patience_after(before: Duration, slept: Duration) -> Duration {
     if slept < PATIENCE.1 { (before * 2).min(PATIENCE.1) } else { PATIENCE.0 }
 }
 
-/// Reports pieces that have ended, in one event with those before if they belong to the same job.
+/// Reports completed pieces, in one event with the previous ones if they belong to the same job.
 #[inline]
 fn report_pieces(events: &mut Vec<Event>, job: JobId, count: u32, result: Result<()>) {
     if let (Ok(()), Some(Event::Completed { job: last, pieces, result: Ok(()) })) =
@@ -255,7 +254,7 @@ fn report_pieces(events: &mut Vec<Event>, job: JobId, count: u32, result: Result
     events.push(Event::Completed { job, pieces: count, result });
 }
 
-/// Returns why an operation has failed; a peer that is lost is noted.
+/// Returns the error of a failed operation, and records whether the peer is lost.
 fn peer_error(
     what: &str,
     peer: usize,
@@ -278,9 +277,9 @@ fn broken_links<'a>(
     links.map(|endpoint| Event::Broken { endpoint, why: why.clone(), gone: false })
 }
 
-// SAFETY: libfabric touches the memory of a piece until it reports its end, and that is what is
-// reported as `Moved`; a piece that was not posted is not touched. After `end` there are no
-// endpoints.
+// SAFETY: libfabric accesses the memory of a piece until it reports the operation's end, and only
+// then does the fabric report `Moved`. It does not access a piece that was not posted. After `end`
+// there are no endpoints.
 unsafe impl Fabric for LibfabricFabric {
     type Local = Local;
     type Remote = Remote;
@@ -306,18 +305,18 @@ unsafe impl Fabric for LibfabricFabric {
         let Some(at) = self.peers.of(endpoint) else { return Err(lost_link()) };
         let Some(rail) = self.rails.first() else { return Err(lost_link()) };
         if let Some(host) = self.peers.peer(at).and_then(|peer| peer.address.host.as_ref()) {
-            // A process that was killed may have left a lock behind on which this would spin.
+            // A killed process may have left a lock held on which this call would spin.
             process_copy::check(host.process, host.probe)
                 .map_err(|why| why.with_kind(ErrorKind::PeerLost))?;
         }
         let to = self.peers.peer_number(at, 0, 0, rail)?;
-        // Messages to a stopped peer stay with the provider: others still find buffers.
+        // The provider keeps messages to a stopped peer; this bound leaves buffers for other peers.
         let most = UNSENT.min(self.rails[0].sends());
         if self.peers.peer(at).is_some_and(|peer| peer.unsent >= most) {
             return Ok(SendStatus::Later);
         }
         let posted = self.rails[0].send(at, to, message).map_err(|errno| {
-            error::native("libfabric does not send a message to the peer", errno)
+            error::native("libfabric could not send a message to the peer", errno)
                 .with_kind(ErrorKind::PeerLost)
         })?;
         if let Some(peer) = self.peers.peer(at) {
@@ -332,7 +331,7 @@ unsafe impl Fabric for LibfabricFabric {
                 peer.probe.as_mut().map_or(Ok(()), PeerProbe::check)?;
             }
         }
-        // Without capacity, the peer must make some, or take this endpoint's name.
+        // Without capacity, the peer must free some, or read this endpoint's name first.
         if posted == PostOutcome::Posted || self.schedule_retry(endpoint) {
             self.wake_peer(at)?;
         }
@@ -387,8 +386,8 @@ unsafe impl Fabric for LibfabricFabric {
     }
 
     fn sever(&mut self, endpoint: EndpointId) {
-        // libfabric ends the operations to one peer only when its connection breaks, or with the
-        // endpoint.
+        // libfabric ends the operations to one peer only when its connection breaks or the endpoint
+        // closes.
         self.peers.sever(endpoint);
     }
 
@@ -402,17 +401,17 @@ unsafe impl Fabric for LibfabricFabric {
         }
         events.append(&mut self.broken);
         let done: usize = (0..self.rails.len()).map(|at| self.read(at, events)).sum();
-        // A target continues to look for requests for a while: to ask whether it may sleep costs
-        // more than to look.
+        // A target that has served a request polls on for a while: asking whether it may sleep
+        // costs more than polling.
         let done = done + usize::from(std::mem::take(&mut self.serves));
         if !self.broken.is_empty() {
-            // Links break first, so that what fails with them fails for that reason.
+            // Report broken links first, so that their operations fail for that reason.
             events.splice(0..0, self.broken.drain(..));
         }
         if !events.is_empty() {
             (self.retry, self.pause) = (None, RETRIES.0);
         } else if let Some((endpoint, _)) = self.retry.take_if(|(_, at)| *at <= Instant::now()) {
-            // There may be capacity. Any event makes the machine try again, and this one has no
+            // There may be capacity now. Any event makes the machine retry, and this one has no
             // other effect on the link.
             events.push(Event::Ready(endpoint));
         }
@@ -427,7 +426,7 @@ unsafe impl Fabric for LibfabricFabric {
         }
         let mut longest = waiting.then_some(SAFETY);
         if self.wake_socket.as_ref().is_some_and(WakeSocket::take_wakes) {
-            return Ok(Armed::Again); // what was put there since may not have been seen
+            return Ok(Armed::Again); // completions added since then may not have been seen
         }
         for rail in &self.rails {
             match rail.endpoint().wait_method() {
@@ -445,7 +444,7 @@ unsafe impl Fabric for LibfabricFabric {
             let left = at.saturating_duration_since(Instant::now());
             longest = Some(longest.map_or(left, |longest| longest.min(left)));
         }
-        // One that ends by the clock says nothing of a sender's pauses.
+        // A sleep that ends by its timeout says nothing about the sender's pauses.
         self.sleeps = longest.is_none().then(Instant::now);
         Ok(Armed::Sleep(longest))
     }
@@ -475,7 +474,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn short_sleeps_make_patient_and_a_long_one_takes_it_back() {
+    fn short_sleeps_double_the_patience_and_a_long_one_resets_it() {
         let (short, long) = (Duration::from_micros(90), Duration::from_millis(3));
         let mut patience = PATIENCE.0;
         for micros in [100, 200, 400, 400] {

@@ -1,4 +1,4 @@
-//! The factory.
+//! The factory of libfabric transports.
 
 use std::sync::Arc;
 
@@ -21,20 +21,20 @@ use crate::rail::Rail;
 use crate::topology::Topology;
 use crate::wake_socket::WakeSocket;
 
-/// Makes libfabric transports: over EFA, verbs and whatever else has a provider, over sockets and
-/// shared memory.
+/// Creates libfabric transports: over EFA, verbs and other providers, over sockets and over shared
+/// memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Libfabric;
 
 impl Libfabric {
-    /// Bounds what libfabric keeps of messages from unauthenticated senders over sockets: sets
-    /// `FI_OFI_RXM_BUFFER_SIZE` and `FI_OFI_RXM_EAGER_LIMIT` for it and for what it starts. Where one of the two is set it
-    /// leaves them alone, and beside a card for RDMA, with which this was never tried. See
-    /// SECURITY.md.
+    /// Bounds the messages from unauthenticated senders that libfabric keeps over sockets. Sets
+    /// `FI_OFI_RXM_BUFFER_SIZE` and `FI_OFI_RXM_EAGER_LIMIT` in the environment of this process and
+    /// of programs that it starts. Does nothing if either is set already, or if the machine has an
+    /// RDMA card, on which this is untested. See SECURITY.md.
     ///
     /// # Safety
-    /// No other thread uses the environment meanwhile: call it first in `main`, before anything
-    /// starts threads.
+    /// No other thread uses the environment during the call. Call it first in `main`, before
+    /// anything starts threads.
     pub unsafe fn bound_kept_messages() {
         // SAFETY: the caller guarantees that no other thread uses the environment.
         unsafe { providers::bound_kept_messages() }
@@ -57,7 +57,7 @@ impl Factory for Libfabric {
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
         let library = ffi::LIBRARY.open()?;
         let because =
-            |why: Error| Unavailable::because(why.to_string(), "correct the setting, or remove it");
+            |why: Error| Unavailable::because(why.to_string(), "correct the setting or remove it");
         let config = Config::read(options).map_err(because)?;
         let devices = drivers();
         let chosen = providers::choose(library, &config, !devices.is_empty()).map_err(because)?;
@@ -68,7 +68,7 @@ impl Factory for Libfabric {
         let mut cautions = Vec::new();
         if !rdma && config.provider.is_none() {
             cautions.push(format!(
-                "no RDMA provider is used: {provider} over {} serves; \"libfabric.provider\" and \"libfabric.domain\" name others",
+                "libfabric uses {provider} over {}, which is not RDMA: set \"libfabric.provider\" and \"libfabric.domain\" to choose others",
                 used.join(", ")
             ));
         }
@@ -93,7 +93,7 @@ impl Factory for Libfabric {
     }
 }
 
-/// The endpoints of an agent, and all that belongs to them. Errors: `Unavailable`, `Invalid`,
+/// Returns the endpoints of an agent with everything they need. Errors: `Unavailable`, `Invalid`,
 /// libfabric's.
 pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
     let library = ffi::LIBRARY.open().map_err(|why| unavailable(NAME, why))?;
@@ -109,7 +109,7 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
     let (mut rails, mut near, mut addresses) = (Vec::new(), Vec::new(), Vec::new());
     for info in chosen.iter().flat_map(Infos::iter) {
         let domain = Domain::open(library, info).map_err(|errno| {
-            let what = format!("libfabric does not open {} on {}", info.provider(), info.domain());
+            let what = format!("libfabric could not open {} on {}", info.provider(), info.domain());
             error::native(what, errno)
         })?;
         let rail = Rail::open(&domain, rails.is_empty())?;
@@ -157,12 +157,12 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
 
 fn first(chosen: &[Infos]) -> Result<&Info> {
     chosen.iter().flat_map(Infos::iter).next().ok_or_else(|| {
-        Error::new(ErrorKind::Unavailable, "libfabric shows no domain: check FI_PROVIDER")
+        Error::new(ErrorKind::Unavailable, "libfabric lists no domain: check FI_PROVIDER")
             .with_backend(NAME)
     })
 }
 
-/// The kinds of device whose drivers this machine runs.
+/// Returns the kinds of device whose drivers run on this machine.
 fn drivers() -> Vec<MemoryKind> {
     let drivers = [("/proc/driver/nvidia", MemoryKind::Cuda), ("/sys/class/kfd", MemoryKind::Rocm)];
     drivers
@@ -172,7 +172,7 @@ fn drivers() -> Vec<MemoryKind> {
         .collect()
 }
 
-/// The route's text.
+/// Returns the route's text.
 fn described(library: &Library, first: &Info, chosen: &[Infos]) -> String {
     let domains: Vec<String> = chosen.iter().flat_map(Infos::iter).map(Info::domain).collect();
     let (name, version) = (first.provider(), first.provider_version());

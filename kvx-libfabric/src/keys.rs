@@ -1,4 +1,4 @@
-//! Registers memory under keys that nobody guesses.
+//! Registers memory under keys that cannot be guessed.
 
 use std::sync::Arc;
 
@@ -8,23 +8,23 @@ use crate::error::{self, NAME};
 use crate::ffi::bindings_1_17::FI_ENOKEY;
 use crate::ffi::{Domain, Errno, MemoryDescription, Registration};
 
-/// How often another key is drawn when one is taken.
+/// How often another key is drawn if one is in use.
 const DRAWS: usize = 8;
 
-/// A key that nobody guesses, as long as the provider has them.
+/// Returns a random key of the provider's key size.
 fn random_key(size: usize) -> Result<u64> {
     let mut random = [0_u8; 8];
     rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
-        .map_err(|cause| Error::os("no random key can be drawn", cause).with_backend(NAME))?;
+        .map_err(|cause| Error::os("could not generate a random key", cause).with_backend(NAME))?;
     let kept = size.clamp(1, 8);
     random[kept..].fill(0);
     Ok(u64::from_le_bytes(random))
 }
 
-/// Registers memory under a key that is not taken.
+/// Registers memory under a key that is not in use.
 ///
 /// # Safety
-/// The memory stays until the registration is dropped.
+/// The memory stays valid until the registration is dropped.
 pub(crate) unsafe fn register(
     domain: &Arc<Domain>,
     described: MemoryDescription<'_>,
@@ -32,12 +32,12 @@ pub(crate) unsafe fn register(
     let mut draws = 0;
     loop {
         let key = random_key(domain.info().key_size())?;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         match unsafe { domain.register(described, key) } {
             Ok(registration) => return Ok(registration),
             Err(Errno(errno)) if errno == FI_ENOKEY.cast_signed() && draws < DRAWS => draws += 1,
             Err(errno) => {
-                let what = format!("{} does not register this memory", domain.info().provider());
+                let what = format!("{} could not register this memory", domain.info().provider());
                 return Err(error::native(what, errno));
             }
         }

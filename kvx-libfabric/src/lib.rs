@@ -23,12 +23,11 @@ mod wake_socket;
 
 pub use factory::Libfabric;
 
-/// The generated bindings to libfabric, for programs that drive it themselves: no part of kvx, and
-/// without its promises.
+/// The generated bindings to libfabric, for programs that call it directly. They are not part of
+/// kvx's API, and kvx's guarantees do not cover them.
 ///
-/// [`Functions`](raw::Functions) is filled by the program that opened the library; everything else
-/// is called through the tables of functions that libfabric's objects carry. Types and constants
-/// are those of 1.17.
+/// The program that loads the library fills [`Functions`](raw::Functions). All other functions are
+/// called through the tables in libfabric's objects. Types and constants are those of 1.17.
 #[cfg(feature = "raw")]
 pub mod raw {
     pub use crate::ffi::bindings_1_17::*;

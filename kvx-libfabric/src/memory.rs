@@ -1,4 +1,4 @@
-//! Registered memory, and keys to that of peers.
+//! Registered memory, and the keys of peers' memory.
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::AsFd;
@@ -21,9 +21,9 @@ use crate::keys;
 use crate::providers::is_shared_memory;
 use crate::topology::{self, BusPlace, Topology};
 
-/// The first version that registers a file of a device's memory.
+/// The first version that can register a dma-buf file of device memory.
 const WITH_FILES: Version = Version::of(1, 20);
-/// libfabric's number of a kind of device.
+/// Returns libfabric's number of a kind of device.
 fn interface(kind: MemoryKind) -> Option<fi_hmem_iface> {
     match kind {
         MemoryKind::Host | MemoryKind::Pinned => None,
@@ -34,30 +34,30 @@ fn interface(kind: MemoryKind) -> Option<fi_hmem_iface> {
 
 /// A local region.
 pub(crate) struct Local {
-    /// Where it is registered: the local rail, and what operations on it are given.
+    /// The local rails on which it is registered, with the descriptor that operations take.
     rails: Box<[(usize, Descriptor)]>,
     registrations: Arc<Registration<ffi::Registration>>,
 }
 
-/// Valid until the region is unmapped, before which operations on it have ended.
+/// Valid until the region is unmapped; operations on it have ended by then.
 #[derive(Clone, Copy)]
 struct Descriptor(*mut c_void);
 
-// SAFETY: a number that is only carried.
+// SAFETY: a handle that is only passed to libfabric.
 unsafe impl Send for Descriptor {}
-// SAFETY: a number that is only carried.
+// SAFETY: a handle that is only passed to libfabric.
 unsafe impl Sync for Descriptor {}
 
 impl Local {
-    /// The rail for a region's `turn`th piece, and what the operation is given.
+    /// Returns the rail of a region's `turn`th piece, and the descriptor for the operation.
     #[inline]
     pub(crate) fn rail(&self, turn: usize) -> (usize, *mut c_void) {
         let (rail, descriptor) = self.rails[turn % self.rails.len()];
         (rail, descriptor.0)
     }
 
-    /// Ends the registrations. Operations on it have ended: the machine upholds that. Errors: the
-    /// provider keeps one, so that peers may still reach the memory.
+    /// Ends the registrations. The machine ensures that operations on them have ended. Errors: the
+    /// provider keeps a registration, and peers may still access the memory.
     pub(crate) fn unmap(&self) -> Result<()> {
         self.registrations.end()
     }
@@ -66,19 +66,19 @@ impl Local {
 impl RegistrationHandle for ffi::Registration {
     fn close(self) -> Result<()> {
         ffi::Registration::close(self)
-            .map_err(|errno| error::native("the provider does not end a registration", errno))
+            .map_err(|errno| error::native("the provider could not end a registration", errno))
     }
 }
 
-/// A rail as memory is registered with it.
+/// A rail for the purpose of registration.
 pub(crate) struct RailPlace {
     pub(crate) endpoint: Arc<Endpoint>,
     pub(crate) place: Option<BusPlace>,
 }
 
-/// The rails, and every registration with them: none outlives its memory, nor the end of the agent.
+/// The rails and all registrations. No registration outlives its memory or the agent.
 pub(crate) struct MemoryRegistrar {
-    /// `None` after the end.
+    /// `None` after `close`.
     rails: Mutex<Option<Arc<OpenRails>>>,
     registrations: Registrations<ffi::Registration>,
 }
@@ -86,7 +86,7 @@ pub(crate) struct MemoryRegistrar {
 struct OpenRails {
     rails: Vec<RailPlace>,
     topology: Topology,
-    /// The most rails of one region.
+    /// The maximum number of rails per region.
     most: usize,
 }
 
@@ -96,7 +96,7 @@ impl MemoryRegistrar {
         MemoryRegistrar { rails: Mutex::new(Some(rails)), registrations: Registrations::default() }
     }
 
-    /// Ends all registrations, and releases the endpoints. No operation is in flight any more.
+    /// Ends all registrations, and releases the endpoints, when no operation is in flight.
     pub(crate) fn close(&self) {
         drop(self.rails.lock().take());
         self.registrations.close();
@@ -104,7 +104,7 @@ impl MemoryRegistrar {
 }
 
 impl OpenRails {
-    /// Registers memory with a rail.
+    /// Registers memory on a rail.
     fn register(&self, rail: usize, memory: &Memory) -> Result<ffi::Registration> {
         let domain = self.rails[rail].endpoint.domain();
         let (address, len, read_only) = (memory.address(), memory.len(), memory.is_read_only());
@@ -127,8 +127,10 @@ impl OpenRails {
                 // SAFETY: core keeps the memory until the region is released, after `unmap`.
                 match unsafe { keys::register(domain, with_file) } {
                     Ok(registration) => return Ok(registration),
-                    // The provider may still ask the device's driver on its own.
-                    Err(why) => tracing::debug!(%why, "the provider takes no file of this memory"),
+                    // The provider may still query the device's driver itself.
+                    Err(why) => {
+                        tracing::debug!(%why, "the provider does not accept a dma-buf of this memory")
+                    }
                 }
             }
         }
@@ -137,14 +139,14 @@ impl OpenRails {
     }
 }
 
-// SAFETY: `Local` keeps the registrations until it is revoked or the agent ends; the memory is
-// core's to keep.
+// SAFETY: `Local` keeps the registrations until the region is revoked or the agent ends; core keeps
+// the memory until then.
 unsafe impl Registrar<Local> for MemoryRegistrar {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let open = self.rails.lock().clone().ok_or_else(closed)?;
         let places: Vec<Option<&BusPlace>> =
             open.rails.iter().map(|rail| rail.place.as_ref()).collect();
-        // One rail is the nearest, wherever it is.
+        // A single rail is always the nearest.
         let place = if places.len() > 1 { open.topology.of_memory(memory) } else { None };
         let near = topology::nearest(place.as_ref(), &places, open.most);
         let (mut rails, mut keys, mut registrations) = (Vec::new(), Vec::new(), Vec::new());
@@ -154,10 +156,10 @@ unsafe impl Registrar<Local> for MemoryRegistrar {
             let info = endpoint.domain().info();
             if info.wants(FI_MR_ENDPOINT) {
                 endpoint.enable(&registration).map_err(|errno| {
-                    error::native("the provider does not enable this memory", errno)
+                    error::native("the provider could not enable this memory", errno)
                 })?;
             }
-            // Over shared memory we copy to and from addresses, whatever the provider would want.
+            // Over shared memory kvx copies by address, whatever the provider requires.
             let by_address = info.wants(FI_MR_VIRT_ADDR) || is_shared_memory(&info.provider());
             let base = if by_address { memory.address() } else { 0 };
             keys.push(Key { rail, base, key: registration.key() });
@@ -169,11 +171,11 @@ unsafe impl Registrar<Local> for MemoryRegistrar {
     }
 }
 
-/// How a region is reached over one of its owner's rails.
+/// The access to a region over one of its owner's rails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Key {
     pub(crate) rail: usize,
-    /// The provider's number for its first byte: its address, or 0.
+    /// The provider's number of its first byte: its address, or 0.
     pub(crate) base: u64,
     pub(crate) key: u64,
 }
@@ -188,24 +190,24 @@ fn encode(keys: &[Key]) -> Vec<u8> {
     checksum::append(out)
 }
 
-/// A region of a peer.
+/// A peer's region.
 pub(crate) struct Remote(Box<[Key]>);
 
 impl Remote {
-    /// Reads the export of a region of an agent with so many rails. Errors: `Malformed`.
+    /// Decodes the export of a region of an agent with `rails` rails. Errors: `Malformed`.
     pub(crate) fn decode(region: &RemoteSpec<'_>, rails: usize) -> Result<Remote> {
         let mut reader =
             Reader::new("LIBFABRIC keys", checksum::strip("LIBFABRIC keys", region.export)?);
         let count = usize::from(reader.u8()?);
         if !(1..=MAX_RAILS).contains(&count) {
-            return Err(reader.malformed("no region has so many"));
+            return Err(reader.malformed("its number of keys is 0 or too large"));
         }
         let mut keys = Vec::with_capacity(count);
         for _ in 0..count {
             let key =
                 Key { rail: usize::from(reader.u8()?), base: reader.u64()?, key: reader.u64()? };
             if key.rail >= rails || key.base.checked_add(region.len).is_none() {
-                return Err(reader.malformed("no such region can be"));
+                return Err(reader.malformed("its address range is invalid"));
             }
             keys.push(key);
         }
@@ -213,7 +215,7 @@ impl Remote {
         Ok(Remote(keys.into()))
     }
 
-    /// How the `turn`th piece is reached.
+    /// Returns the key for the `turn`th piece.
     #[inline]
     pub(crate) fn key(&self, turn: usize) -> Key {
         self.0[turn % self.0.len()]
@@ -231,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_travel_as_they_are_and_only_such_as_can_be() {
+    fn keys_are_encoded_unchanged_and_invalid_ones_are_rejected() {
         let keys = [Key { rail: 0, base: 0, key: 7 }, Key { rail: 1, base: 4096, key: u64::MAX }];
         let remote = decode(&encode(&keys), 1 << 40).unwrap();
         assert_eq!((remote.key(0), remote.key(1), remote.key(2)), (keys[0], keys[1], keys[0]));

@@ -1,9 +1,9 @@
-//! Endpoints of this process over shared memory.
+//! Endpoints over shared memory in this process.
 //!
-//! libfabric (seen with 1.17) maps an endpoint's shared memory once in a process: its neighbours
-//! there use the very same mapping, and run into nothing when the endpoint is closed. So an
-//! endpoint stays open while a neighbour leads to it, and before it is closed every other one
-//! forgets it, also one that was only told its name.
+//! libfabric (seen with 1.17) maps an endpoint's shared memory once per process. Neighbours, the
+//! other endpoints in the process, use the same mapping and crash when the endpoint is closed. So
+//! an endpoint stays open while a neighbour leads to it. Before it is closed, every other endpoint
+//! forgets it, including one that only knows its name.
 
 use std::sync::Arc;
 
@@ -14,12 +14,12 @@ use crate::ffi::Endpoint;
 struct OpenEndpoint {
     address: Box<[u8]>,
     endpoint: Arc<Endpoint>,
-    /// Its own agent, and neighbours that lead to it.
+    /// The number of its users: its own agent, and neighbours that lead to it.
     users: usize,
 }
 
 static OPEN: Mutex<Vec<OpenEndpoint>> = Mutex::new(Vec::new());
-/// One at a time closes an endpoint: those that it forgets, and that forget it, are open meanwhile.
+/// Serialises closing: all endpoints that are involved stay open meanwhile.
 static CLOSING: Mutex<()> = Mutex::new(());
 
 /// Keeps an endpoint of this process open.
@@ -27,7 +27,7 @@ static CLOSING: Mutex<()> = Mutex::new(());
 pub(crate) struct Neighbour(Box<[u8]>);
 
 impl Neighbour {
-    /// An agent's own.
+    /// Registers an agent's own endpoint.
     pub(crate) fn new(address: &[u8], endpoint: &Arc<Endpoint>) -> Self {
         let endpoint = Arc::clone(endpoint);
         let mut open = OPEN.lock();
@@ -35,7 +35,7 @@ impl Neighbour {
         Neighbour(address.into())
     }
 
-    /// Another one. `None`: it has been closed.
+    /// Finds another agent's endpoint. Returns `None` if it has been closed.
     pub(crate) fn find(address: &[u8]) -> Option<Self> {
         let mut open = OPEN.lock();
         let found = open.iter_mut().find(|open| *open.address == *address)?;
@@ -60,13 +60,16 @@ impl Drop for Neighbour {
             open.iter().map(|open| Arc::clone(&open.endpoint)).collect();
         drop(open);
         for other in &others {
-            // SAFETY: the address is one that this provider gave.
+            // SAFETY: this provider created the address.
             match unsafe { other.insert(&ended.address) } {
                 Ok(number) => other.remove(number),
-                Err(errno) => tracing::debug!(?errno, "a neighbour does not forget an endpoint"),
+                Err(errno) => tracing::debug!(
+                    ?errno,
+                    "a neighbour could not remove the address of an endpoint"
+                ),
             }
         }
-        drop(ended); // closes it, unless its agent is about to
+        drop(ended); // closes it, unless its agent still holds it and will
         drop(closing);
     }
 }

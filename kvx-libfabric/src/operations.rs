@@ -1,5 +1,5 @@
-//! The operations that were posted on an endpoint and have not ended. The provider is given an
-//! address for each, and returns it.
+//! The operations that are posted on an endpoint and have not ended. Each has an address, its
+//! context, which the provider returns when it ends.
 
 use std::cell::UnsafeCell;
 use std::ffi::c_void;
@@ -7,19 +7,19 @@ use std::sync::Arc;
 
 use kvx_backend::fabric::JobId;
 
-/// What an operation is for.
+/// The purpose of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Operation {
-    /// So many pieces of a transfer.
+    /// `count` pieces of a transfer.
     Pieces { job: JobId, peer: usize, count: u32 },
-    /// A message in this buffer.
+    /// Sends the message in this buffer.
     Send { buffer: usize, peer: usize },
-    /// A buffer for a message.
+    /// Receives a message into this buffer.
     Receive { buffer: usize },
 }
 
-/// Memory that some providers use while an operation lasts, as large as the largest asks for
-/// (`struct fi_context2`). Providers that want none never touch it, so it costs no cache.
+/// Memory that some providers use during an operation, of the largest size that any requires
+/// (`struct fi_context2`). Providers that need none never access it, so it costs no cache.
 #[repr(C, align(64))]
 pub(crate) struct OperationContext(UnsafeCell<[u8; 64]>);
 
@@ -28,16 +28,16 @@ unsafe impl Send for OperationContext {}
 // SAFETY: only the provider reads or writes its bytes.
 unsafe impl Sync for OperationContext {}
 
-/// The operations of one endpoint, which keeps their contexts.
+/// The operations of one endpoint, with their contexts.
 pub(crate) struct Operations {
     contexts: Arc<[OperationContext]>,
-    /// By the place of the context.
+    /// Indexed like the contexts.
     posted: Box<[Option<Operation>]>,
     free: Vec<usize>,
 }
 
 impl Operations {
-    /// For at most so many at a time.
+    /// Creates it for at most `most` concurrent operations.
     pub(crate) fn new(most: usize) -> Self {
         Operations {
             contexts: (0..most).map(|_| OperationContext(UnsafeCell::new([0; 64]))).collect(),
@@ -46,12 +46,12 @@ impl Operations {
         }
     }
 
-    /// Returns what the endpoint is to keep.
+    /// Returns the contexts, which the endpoint must keep.
     pub(crate) fn contexts(&self) -> Arc<[OperationContext]> {
         Arc::clone(&self.contexts)
     }
 
-    /// Notes an operation, and gives what it is posted with. `None`: there are too many.
+    /// Records an operation, and returns its context; `None` if there are too many.
     #[inline]
     pub(crate) fn add(&mut self, operation: Operation) -> Option<*mut c_void> {
         let at = self.free.pop()?;
@@ -59,7 +59,8 @@ impl Operations {
         Some(self.contexts[at].0.get().cast())
     }
 
-    /// An operation has ended, or was not posted. `None`: there is no such operation.
+    /// Removes an operation that has ended or was not posted; `None` if there is none with this
+    /// context.
     #[inline]
     pub(crate) fn take(&mut self, context: *mut c_void) -> Option<Operation> {
         let offset = context.addr().checked_sub(self.contexts.as_ptr().addr())?;
@@ -82,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn each_comes_back_once_by_its_own_context() {
+    fn each_operation_is_found_once_by_its_context() {
         let mut operations = Operations::new(3);
         let contexts: Vec<_> = (0..3).map(|job| operations.add(piece(job)).unwrap()).collect();
         assert_eq!(operations.add(piece(3)), None, "no room");

@@ -1,8 +1,8 @@
 //! Checks whether a process listens at a peer's socket.
 //!
-//! libfabric's connectionless endpoints connect on their own, and try again forever when no process
-//! listens (seen with `tcp;ofi_rxm` of 1.17). So when a peer has accepted no message for a while,
-//! kvx connects to it by a separate socket.
+//! libfabric's connectionless endpoints connect implicitly, and retry forever if no process listens
+//! (seen with `tcp;ofi_rxm` of 1.17). So when a peer has accepted no message for a while, kvx
+//! connects to it with a separate socket.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::OwnedFd;
@@ -27,13 +27,13 @@ pub(crate) struct PeerProbe {
 }
 
 impl PeerProbe {
-    /// `None` for an address that is not of a socket.
+    /// Returns `None` if the address is not a socket address.
     pub(crate) fn new(address: &[u8]) -> Option<Self> {
         let (at, next) = (socket_address(address)?, Instant::now() + PATIENCE);
         Some(PeerProbe { at, next, pause: PATIENCE, socket: None })
     }
 
-    /// Probes, if it is time, and checks the answer. Errors: `PeerLost` when no process listens.
+    /// Probes if it is time, and checks the result. Errors: `PeerLost` if no process listens.
     pub(crate) fn check(&mut self) -> Result<()> {
         let now = Instant::now();
         let answer = match &self.socket {
@@ -47,10 +47,10 @@ impl PeerProbe {
         };
         match answer {
             Err(cause @ (Errno::CONNREFUSED | Errno::HOSTUNREACH | Errno::NETUNREACH)) => {
-                let why = format!("nobody listens at {}: the peer's agent has ended", self.at);
+                let why = format!("no process listens at {}: the peer's agent has ended", self.at);
                 Err(Error::os(why, cause).with_kind(ErrorKind::PeerLost).with_backend(NAME))
             }
-            _ => Ok(()), // it listens, or is on its way to say so
+            _ => Ok(()), // it listens, or has not answered yet
         }
     }
 
@@ -64,7 +64,7 @@ impl PeerProbe {
     }
 }
 
-/// A C socket address.
+/// Parses a C socket address.
 fn socket_address(bytes: &[u8]) -> Option<SocketAddr> {
     let family = i32::from(u16::from_ne_bytes(*bytes.first_chunk()?));
     let port = u16::from_be_bytes(*bytes.get(2..)?.first_chunk()?);
@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_absent_peer_is_found_after_a_while_and_a_listening_one_is_left_alone() {
+    fn an_absent_peer_is_detected_after_a_while_and_a_listening_one_is_not_lost() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port().to_be_bytes();
         let family = (libc::AF_INET as u16).to_ne_bytes();
@@ -98,13 +98,13 @@ mod tests {
         drop(listener);
         let mut nobody = PeerProbe::new(&address).unwrap();
         nobody.next -= PATIENCE;
-        // The first was let in before, and finds out when it asks anew.
+        // The first was accepted before, and detects the end when it probes again.
         for probe in [&mut there, &mut nobody] {
             let until = Instant::now() + Duration::from_secs(10);
             let why = loop {
                 match probe.check() {
                     Err(why) => break why,
-                    Ok(()) => assert!(Instant::now() < until, "nobody is there"),
+                    Ok(()) => assert!(Instant::now() < until, "the absence was not detected"),
                 }
             };
             assert_eq!(why.kind(), ErrorKind::PeerLost);

@@ -1,5 +1,5 @@
-//! Peers: an entry in each rail's table of addresses for each of a peer's rails, shared by all
-//! links to it.
+//! Peers: an entry in the address vector of each local rail for each of a peer's rails, shared by
+//! all links to it.
 
 use std::collections::HashMap;
 
@@ -16,41 +16,41 @@ use crate::peer_probe::PeerProbe;
 use crate::rail::Rail;
 use crate::wake_socket;
 
-/// A peer, whose endpoints are one for each of its rails.
+/// A peer, with an endpoint on each of its rails.
 pub(crate) struct PeerEndpoints {
     pub(crate) address: Address,
-    /// By the local rail, then by the peer's: filled as they are used.
+    /// By local rail, then by the peer's rail; filled on first use.
     table: Box<[Box<[Option<ffi::PeerNumber>]>]>,
     pub(crate) wake_at: Option<SocketAddrUnix>,
     links: Vec<EndpointId>,
-    /// It has taken a message.
+    /// True once it has accepted a message.
     pub(crate) answers: bool,
-    /// It takes none at the moment.
+    /// Set while it accepts no messages.
     pub(crate) probe: Option<PeerProbe>,
-    /// Dropped when no table has it any more.
+    /// Dropped when no address vector has the peer any more.
     _neighbour: Option<Neighbour>,
-    /// Messages to it that the provider has.
+    /// The number of messages to it that the provider has.
     pub(crate) unsent: usize,
 }
 
 struct PeerLink {
     peer: usize,
-    /// Nothing more is posted on it.
+    /// True if nothing more is posted on it.
     severed: bool,
 }
 
 #[derive(Default)]
 pub(crate) struct Peers {
-    /// A peer was called that has never answered, and so may still do so.
+    /// True if a message was sent to a peer that has never answered, and so may still do so.
     pub(crate) unanswered: bool,
     peers: Slab<PeerEndpoints>,
-    /// By the address of the rail that takes messages.
+    /// By the address of the rail that receives messages.
     by_address: HashMap<Box<[u8]>, usize>,
     links: HashMap<EndpointId, PeerLink>,
 }
 
 impl Peers {
-    /// Leads a link to `address`, over `rails` of ours. Errors: `Malformed`, libfabric's.
+    /// Connects a link to `address` over the local `rails`. Errors: `Malformed`, libfabric's.
     pub(crate) fn connect(
         &mut self,
         link: EndpointId,
@@ -60,7 +60,7 @@ impl Peers {
         let at = match self.by_address.get(&address.rails[0]) {
             Some(&at) if self.peers[at].address == address => at,
             Some(_) => {
-                let why = "malformed LIBFABRIC address: another peer is at the same place";
+                let why = "malformed LIBFABRIC address: another peer has the same endpoint";
                 return Err(Error::new(ErrorKind::Malformed, why).with_backend(NAME));
             }
             None => {
@@ -98,7 +98,7 @@ impl Peers {
         Ok(())
     }
 
-    /// The place of a link's peer, if something may be posted on it.
+    /// Returns the peer of a link, if operations may be posted on it.
     #[inline]
     pub(crate) fn of(&self, link: EndpointId) -> Option<usize> {
         self.links.get(&link).filter(|link| !link.severed).map(|link| link.peer)
@@ -108,7 +108,8 @@ impl Peers {
         self.peers.get_mut(at)
     }
 
-    /// The peer's rail `their_rail` in the table of the local rail `our_rail`. Errors: libfabric's.
+    /// Returns the number of the peer's rail `their_rail` in the local rail `our_rail`. Errors:
+    /// libfabric's.
     #[inline]
     pub(crate) fn peer_number(
         &mut self,
@@ -121,10 +122,11 @@ impl Peers {
         match peer.table[our_rail][their_rail] {
             Some(address) => Ok(address),
             None => {
-                // SAFETY: `Address::check` has compared its form with that of its own.
+                // SAFETY: `Address::check` has compared its form with that of the rail's own
+                // address.
                 let address = unsafe { rail.endpoint().insert(&peer.address.rails[their_rail]) }
                     .map_err(|errno| {
-                        error::native("libfabric has no way to the peer", errno)
+                        error::native("libfabric could not resolve the peer's address", errno)
                             .with_kind(ErrorKind::PeerLost)
                     })?;
                 peer.table[our_rail][their_rail] = Some(address);
@@ -133,16 +135,16 @@ impl Peers {
         }
     }
 
-    /// Nothing more is posted on a link.
+    /// Marks a link on which nothing more is posted.
     pub(crate) fn sever(&mut self, link: EndpointId) {
         if let Some(link) = self.links.get_mut(&link) {
             link.severed = true;
         }
     }
 
-    /// A peer cannot be reached: gives its links that were not severed yet.
+    /// Severs the links of an unreachable peer. Returns those that were not severed before.
     pub(crate) fn break_off(&mut self, at: usize) -> Vec<EndpointId> {
-        // Pieces of a peer whose links were all closed meanwhile may fail later.
+        // Pieces may fail after all links of their peer were closed.
         let Some(peer) = self.peers.get(at) else { return Vec::new() };
         let mut broken = Vec::new();
         for number in &peer.links {
@@ -155,7 +157,7 @@ impl Peers {
         broken
     }
 
-    /// A link has ended.
+    /// Removes a link that has ended.
     pub(crate) fn disconnect(&mut self, link: EndpointId, rails: &[Rail]) {
         if let Some(PeerLink { peer: at, .. }) = self.links.remove(&link)
             && let Some(peer) = self.peers.get_mut(at)
@@ -165,7 +167,7 @@ impl Peers {
         }
     }
 
-    /// A message to a peer has ended.
+    /// Records that a message to a peer has ended.
     pub(crate) fn sent(&mut self, at: usize, rails: &[Rail]) {
         if let Some(peer) = self.peers.get_mut(at) {
             peer.unsent -= 1;
@@ -173,7 +175,7 @@ impl Peers {
         }
     }
 
-    /// Forgets a peer without links, unless the provider still has messages to it.
+    /// Removes a peer that has no links, unless the provider still has messages to it.
     fn remove_unused(&mut self, at: usize, rails: &[Rail]) {
         if self.peers.get(at).is_some_and(|peer| peer.links.is_empty() && peer.unsent == 0) {
             let peer = self.peers.remove(at);
@@ -182,7 +184,7 @@ impl Peers {
         }
     }
 
-    /// Forgets all of them.
+    /// Removes all peers.
     pub(crate) fn clear(&mut self, rails: &[Rail]) {
         self.by_address.clear();
         self.links.clear();

@@ -1,5 +1,5 @@
-//! Posts pieces of a transfer: chooses the rail, bundles them, and puts them back while the
-//! provider has no capacity.
+//! Posts pieces of a transfer: chooses the rail, bundles pieces, and returns them to the job while
+//! the provider has no capacity.
 
 use std::ffi::c_void;
 
@@ -14,19 +14,18 @@ use crate::memory::{Local, Remote};
 use crate::process_copy;
 use crate::rail::{Post, PostOutcome};
 
-/// How a piece goes: over which of our rails, with what, to where.
+/// The path of a piece: the local rail, the local memory's descriptor and the remote position.
 pub(crate) struct PiecePath {
     pub(crate) rail: usize,
     pub(crate) descriptor: *mut c_void,
     pub(crate) remote: ffi::RemoteRange,
 }
 
-/// The state of a job: how often something of it was posted, which says over which rail the next
-/// pieces go.
+/// A job's number of posts so far, from which the rail of its next pieces follows.
 #[derive(Default)]
 pub(crate) struct PostingState(usize);
 
-/// Pieces that are posted together, over one rail to one of the peer's.
+/// Pieces of one operation, from one local rail to one of the peer's rails.
 #[derive(Default)]
 pub(crate) struct Bundle {
     rail: usize,
@@ -39,14 +38,14 @@ pub(crate) struct Bundle {
 pub(crate) enum PieceOutcome {
     /// The pieces are in flight, and the provider will report their end.
     Posted,
-    /// The pieces were copied, and have ended.
+    /// The pieces were copied and have completed.
     Copied,
     /// The provider has no capacity now.
     NoCapacity,
 }
 
 impl LibfabricFabric {
-    /// How the `turn`th piece of a transfer to a peer goes. Errors: libfabric's.
+    /// Returns the path of the `turn`th piece of a transfer to a peer. Errors: libfabric's.
     #[inline]
     pub(crate) fn path(
         &mut self,
@@ -63,7 +62,7 @@ impl LibfabricFabric {
         Ok(PiecePath { rail, descriptor, remote })
     }
 
-    /// Takes the next pieces of a job that go the same way.
+    /// Gathers the next pieces of a job that have the same path.
     fn gather(
         &mut self,
         at: usize,
@@ -73,7 +72,7 @@ impl LibfabricFabric {
         let mut bundle = Bundle { bytes: 0, ..std::mem::take(&mut self.bundle) };
         bundle.segments.clear();
         bundle.ranges.clear();
-        // Jobs begin at different rails.
+        // Jobs begin on different rails.
         let turn = job.id().number().wrapping_add(job.state().0);
         while bundle.ranges.len() < self.together
             && bundle.bytes < most
@@ -99,8 +98,8 @@ impl LibfabricFabric {
         Ok(bundle)
     }
 
-    /// Posts the next pieces of a job, `most` bytes of them or a little more. Returns what became
-    /// of them, how many they were, and their bytes; `None`: there is none.
+    /// Posts the next pieces of a job: `most` bytes of them, or slightly more. Returns the outcome,
+    /// the number of pieces and their bytes; `None` if no piece is left.
     pub(crate) fn post_some(
         &mut self,
         at: usize,
@@ -113,7 +112,7 @@ impl LibfabricFabric {
         let gone = match count {
             0 => Ok(PieceOutcome::NoCapacity),
             // SAFETY: core checked that each piece lies within its region, which the job keeps
-            // until it is reported.
+            // until the piece is reported.
             _ => unsafe { self.post(post, bundle.rail, &bundle.ranges) },
         };
         match gone {
@@ -129,17 +128,17 @@ impl LibfabricFabric {
     /// Posts pieces; over shared memory copies them instead, see [`process_copy`].
     ///
     /// # Safety
-    /// As [`Rail::post`].
+    /// As for [`Rail::post`].
     ///
     /// [`Rail::post`]: crate::rail::Rail::post
     #[inline]
     unsafe fn post(&mut self, post: Post, rail: usize, pieces: &[Range]) -> Result<PieceOutcome> {
         if let Some(host) = self.peers.peer(post.peer).and_then(|peer| peer.address.host.as_ref()) {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             return unsafe { process_copy::copy(host.process, post.op, pieces) }
                 .map(|()| PieceOutcome::Copied);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         match unsafe { self.rails[rail].post(post, pieces) } {
             Ok(PostOutcome::Posted) => Ok(PieceOutcome::Posted),
             Ok(PostOutcome::Later) => Ok(PieceOutcome::NoCapacity),

@@ -1,8 +1,9 @@
-//! Copies between processes of this host by the kernel, as libfabric's shared memory makes them.
+//! Copies between processes of this host through the kernel, as libfabric's shared memory provider
+//! does.
 //!
-//! kvx makes them itself. The provider of 1.17 holds a lock in the target's part of shared memory
-//! while the kernel copies, and every other user of it spins: a process that was killed in the
-//! middle of a copy left its target, and all of the target's other peers, spinning forever.
+//! kvx copies itself because the provider of 1.17 holds a lock in the target's shared memory while
+//! the kernel copies, and all other users of that memory spin on it. A process that was killed
+//! during a copy left its target, and all of the target's other peers, spinning forever.
 
 use std::io;
 use std::sync::atomic::AtomicU64;
@@ -12,21 +13,21 @@ use kvx_core::{Error, ErrorKind, Op, Result};
 use crate::error::NAME;
 use crate::ffi::Range;
 
-/// The value that a peer finds at the probe's address.
+/// The value at the probe's address.
 const VALUE: u64 = 0x6b76_785f_7072_6f62;
 static PROBE: AtomicU64 = AtomicU64::new(VALUE);
 
-/// The probe's address, which peers look at.
+/// Returns the address of the probe, which peers read.
 pub(crate) fn probe() -> u64 {
     (&raw const PROBE).addr() as u64
 }
 
-/// Looks at the probe's address in another process. Errors: `PeerLost` if it is gone, `Unsupported`
-/// if it may not be copied from.
+/// Reads the probe of another process. Errors: `PeerLost` if the process has ended, `Unsupported`
+/// if the kernel denies the copy.
 pub(crate) fn check(process: u32, probe: u64) -> Result<()> {
     let mut value = 0_u64;
     let ours = libc::iovec { iov_base: (&raw mut value).cast(), iov_len: 8 };
-    // SAFETY: the eight bytes are ours.
+    // SAFETY: the eight bytes belong to this function.
     let copied = unsafe { copy_some(process, Op::Read, &[ours], &[at(probe, 8)]) };
     let refused = |why: String| {
         let cure = "check kernel.yama.ptrace_scope, and that both run as one user in one container; or use the backend SHM or TCP";
@@ -38,20 +39,20 @@ pub(crate) fn check(process: u32, probe: u64) -> Result<()> {
     };
     match copied {
         Ok(8) if value == VALUE => Ok(()),
-        Ok(_) => refused(format!("process {process} is another one here")),
+        Ok(_) => refused(format!("process {process} is another process in this PID namespace")),
         Err(cause) if cause.raw_os_error() == Some(libc::ESRCH) => Err(ended(process, cause)),
         Err(cause) => refused(cause.to_string()),
     }
 }
 
-/// The most ranges that are copied at a time.
+/// The maximum number of ranges per copy.
 pub(crate) const TOGETHER: usize = 64;
 
-/// Reads ranges from the memory of another process, or writes them there: at most [`TOGETHER`].
-/// Errors: `PeerLost`, or the kernel's, with a part of them copied.
+/// Reads ranges from the memory of another process, or writes them to it: at most [`TOGETHER`].
+/// Errors: `PeerLost`, or the kernel's, after a partial copy.
 ///
 /// # Safety
-/// The local ranges are the caller's to write for a read, and nobody writes to them for a write.
+/// For a read, the caller owns the local ranges; for a write, nobody writes to them.
 pub(crate) unsafe fn copy(process: u32, op: Op, ranges: &[Range]) -> Result<()> {
     let (mut ours, mut theirs) = ([at(0, 0); TOGETHER], [at(0, 0); TOGETHER]);
     for (place, Range { local, len, remote, .. }) in ranges.iter().enumerate() {
@@ -60,11 +61,11 @@ pub(crate) unsafe fn copy(process: u32, op: Op, ranges: &[Range]) -> Result<()> 
     }
     let (mut ours, mut theirs) = (&mut ours[..ranges.len()], &mut theirs[..ranges.len()]);
     while !ours.is_empty() {
-        // SAFETY: they are the rest of what the caller promises.
+        // SAFETY: the remaining part of the ranges that the caller guarantees.
         match unsafe { copy_some(process, op, ours, theirs) } {
             Ok(0) if ours.iter().any(|range| range.iov_len > 0) => {
                 return Err(
-                    Error::new(ErrorKind::Native, "the kernel copies nothing").with_backend(NAME)
+                    Error::new(ErrorKind::Native, "the kernel copied no bytes").with_backend(NAME)
                 );
             }
             Ok(count) => (ours, theirs) = (behind(ours, count), behind(theirs, count)),
@@ -80,12 +81,12 @@ pub(crate) unsafe fn copy(process: u32, op: Op, ranges: &[Range]) -> Result<()> 
     Ok(())
 }
 
-/// A range of another process.
+/// Returns a range of another process.
 fn at(address: u64, len: usize) -> libc::iovec {
     libc::iovec { iov_base: address as *mut _, iov_len: len }
 }
 
-/// The rest of ranges of which the first `count` bytes are done.
+/// Returns the part of the ranges after the first `count` bytes.
 fn behind(ranges: &mut [libc::iovec], mut count: usize) -> &mut [libc::iovec] {
     let whole = ranges.iter().take_while(|range| {
         let done = range.iov_len <= count;
@@ -103,10 +104,10 @@ fn behind(ranges: &mut [libc::iovec], mut count: usize) -> &mut [libc::iovec] {
     left
 }
 
-/// Works as [`copy`], as far as the kernel comes in one call.
+/// Works like [`copy`], but returns after one call of the kernel.
 ///
 /// # Safety
-/// As [`copy`].
+/// As for [`copy`].
 unsafe fn copy_some(
     process: u32,
     op: Op,
@@ -114,7 +115,8 @@ unsafe fn copy_some(
     theirs: &[libc::iovec],
 ) -> io::Result<usize> {
     let (process, count) = (process.cast_signed(), ours.len() as libc::c_ulong);
-    // SAFETY: here the kernel touches nothing but the local ranges, which is the caller's promise.
+    // SAFETY: in this process the kernel accesses only the local ranges, which the caller
+    // guarantees.
     let copied = unsafe {
         match op {
             Op::Read => {
@@ -138,7 +140,7 @@ mod tests {
     use super::*;
     use crate::ffi::{PeerNumber, RemoteRange};
 
-    /// The number of a process that has ended.
+    /// Returns the id of a process that has ended.
     fn ended() -> u32 {
         let mut child = std::process::Command::new("true").spawn().unwrap();
         child.kill().unwrap();
@@ -147,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_known_by_what_stands_in_it() {
+    fn a_process_is_recognised_by_its_probe() {
         check(std::process::id(), probe()).unwrap();
         let other = AtomicU64::new(7);
         let elsewhere = (&raw const other).addr() as u64;
@@ -160,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_are_copied_both_ways_or_it_is_said_why_not() {
+    fn ranges_are_copied_both_ways_or_an_error_says_why_not() {
         let this_process = std::process::id();
         let (mut near, mut far) = ([1_u8; 100], [2_u8; 100]);
         let theirs = (&raw mut far).addr() as u64;
@@ -171,7 +173,7 @@ mod tests {
             descriptor: std::ptr::null_mut(),
             remote: RemoteRange { peer: PeerNumber::none(), address: remote, key: 0 },
         };
-        // SAFETY: the arrays are ours, and so long.
+        // SAFETY: the arrays belong to the test, and have that length.
         let copy = |op, process, ranges: &[Range]| unsafe { copy(process, op, ranges) };
         copy(
             Op::Read,
@@ -184,7 +186,7 @@ mod tests {
             copy(Op::Read, this_process, &[range(0, 9, 8)]).unwrap_err().kind(),
             ErrorKind::Native
         );
-        // What lies before a place that is not there is copied all the same.
+        // The bytes before an unmapped address are copied all the same.
         let error =
             copy(Op::Write, this_process, &[range(0, 1, theirs + 99), range(0, 1, 8)]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Native);
@@ -199,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_goes_on_where_the_kernel_stopped() {
+    fn a_copy_continues_where_the_kernel_stopped() {
         let lens =
             |ranges: &[libc::iovec]| ranges.iter().map(|range| range.iov_len).collect::<Vec<_>>();
         let mut ranges = [at(100, 4), at(200, 0), at(300, 6)];

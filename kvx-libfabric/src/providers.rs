@@ -1,4 +1,4 @@
-//! Which provider is used, on which domains, and what can be promised of it.
+//! Chooses the provider and its domains, and determines its capabilities.
 
 use std::time::Duration;
 
@@ -13,25 +13,23 @@ use crate::error::{self, NAME};
 use crate::ffi::bindings_1_17::{FI_MR_PROV_KEY, FI_MR_VIRT_ADDR};
 use crate::ffi::{Info, Infos, Library, ProviderQuery, Version};
 
-/// A provider that kvx knows, by the first word of its name.
+/// A provider that kvx knows, by the first part of its name.
 struct KnownProvider {
     name: &'static str,
     rdma: bool,
-    /// The first version of libfabric whose provider of this name is used.
+    /// The first version of libfabric whose provider of this name kvx uses.
     since: Version,
     isolation: Isolation,
-    /// Whether the provider at the target must be called for its memory to be read and written.
+    /// True if peers can access the target's memory only while it calls the provider.
     target_cpu: bool,
-    /// Whether what was posted ends whatever the peer does.
+    /// True if posted operations end whatever the peer does.
     settles: bool,
 }
 
-/// In the order of preference. EFA and verbs are not known to work before 1.21: NIXL, which is run
-/// over both, asks for that version, and 1.17 has neither `FI_MR_DMABUF` nor EFA's
-/// writes by the card.
+/// In order of preference. EFA and verbs are not known to work before 1.21, the version that NIXL
+/// requires for both; 1.17 has neither `FI_MR_DMABUF` nor EFA's hardware writes.
 const KNOWN: &[KnownProvider] = &[
-    // Cards of the first generations emulate writes with the target's CPU, and no attribute tells
-    // them apart.
+    // Early cards emulate writes with the target's CPU, and no attribute tells which.
     KnownProvider {
         name: "efa",
         rdma: true,
@@ -48,7 +46,7 @@ const KNOWN: &[KnownProvider] = &[
         target_cpu: false,
         settles: true,
     },
-    // Its owner's library checks key and range of each request, and answers it.
+    // The owner's library checks key and range of each request, and answers it.
     KnownProvider {
         name: "tcp",
         rdma: false,
@@ -57,7 +55,7 @@ const KNOWN: &[KnownProvider] = &[
         target_cpu: true,
         settles: false,
     },
-    // We copy out of, or into, the other process, before a post returns.
+    // kvx copies from or to the other process before a post returns.
     KnownProvider {
         name: SHARED,
         rdma: false,
@@ -68,7 +66,7 @@ const KNOWN: &[KnownProvider] = &[
     },
 ];
 
-/// The assumption about other providers.
+/// The properties of unknown providers.
 const OTHER: KnownProvider = KnownProvider {
     name: "",
     rdma: false,
@@ -78,13 +76,13 @@ const OTHER: KnownProvider = KnownProvider {
     settles: false,
 };
 
-/// The provider over shared memory.
+/// The shared memory provider.
 const SHARED: &str = "shm";
-/// How long the first message to a peer may be on its way: the provider makes a connection for it,
-/// or exchanges names, in several turns of both ends, each of which may have to wait for a core.
+/// The time that the first message to a peer may take. The provider creates a connection, or
+/// exchanges names, in several turns of both ends, each of which may have to wait for CPU time.
 pub(crate) const SETS_UP: Duration = Duration::from_secs(2);
-/// How a peer's end becomes known that closes no connection: pings that it does not answer, or its
-/// process on this host. A first link has the time to make its connection besides.
+/// The time within which kvx detects a peer that ended without closing its connections: by
+/// unanswered pings, or by its process on this host. A first link needs time to connect as well.
 const LOSS: Duration = Duration::from_secs(5).saturating_add(SETS_UP);
 
 fn known(provider: &str) -> &'static KnownProvider {
@@ -92,31 +90,32 @@ fn known(provider: &str) -> &'static KnownProvider {
     KNOWN.iter().find(|known| known.name == first).unwrap_or(&OTHER)
 }
 
-/// Returns whether it reads and writes memory of processes of this host.
+/// Returns whether the provider accesses memory of processes on this host.
 pub(crate) fn is_shared_memory(provider: &str) -> bool {
     known(provider).name == SHARED
 }
 
-/// Returns whether it has a card that does so on its own.
+/// Returns whether the provider uses a card that accesses memory itself.
 pub(crate) fn is_rdma(provider: &str) -> bool {
     known(provider).rdma
 }
 
-/// The most pieces that are posted in a turn: more at a time lower the rate of some cards.
+/// Returns the maximum number of pieces per turn: more lower the rate of some cards.
 pub(crate) fn turn(provider: &str) -> u32 {
     if is_rdma(provider) { 32 } else { 64 }
 }
 
-/// How large ofi_rxm's buffers may be: they hold kvx's messages then, and a flood of messages costs
-/// little.
+/// The largest buffer size of ofi_rxm at which a flood of messages is harmless; such buffers hold
+/// kvx's messages.
 const SMALL: usize = 4352;
-/// Their size, and what ofi_rxm compares with a peer's when it connects. No attribute tells either.
+/// Variables for the buffer size, and for the limit that ofi_rxm compares with the peer's when it
+/// connects. No attribute reports either.
 const SIZE: &str = "FI_OFI_RXM_BUFFER_SIZE";
 const LIMIT: &str = "FI_OFI_RXM_EAGER_LIMIT";
-const UNBOUNDED: &str = "whoever reaches its port can have ofi_rxm keep messages without a bound, and others wait meanwhile: set FI_OFI_RXM_BUFFER_SIZE=4352 and FI_OFI_RXM_EAGER_LIMIT=16384 in the environment (`kvx serve` does), or use the backend TCP";
-const ALONE: &str = "ofi_rxm refuses peers whose FI_OFI_RXM_BUFFER_SIZE is another, or is not set: set FI_OFI_RXM_EAGER_LIMIT=16384 beside it";
+const UNBOUNDED: &str = "anyone who can reach its port can make ofi_rxm buffer messages without a bound and delay other peers: set FI_OFI_RXM_BUFFER_SIZE=4352 and FI_OFI_RXM_EAGER_LIMIT=16384 in the environment (`kvx serve` does), or use the backend TCP";
+const ALONE: &str = "ofi_rxm refuses peers whose FI_OFI_RXM_BUFFER_SIZE differs or is not set: also set FI_OFI_RXM_EAGER_LIMIT=16384";
 
-/// Returns what the operator should know of a provider, if anything.
+/// Returns a warning about a provider for the operator, if any.
 pub(crate) fn caution(provider: &str) -> Option<&'static str> {
     if provider != "tcp;ofi_rxm" {
         return None;
@@ -129,13 +128,13 @@ pub(crate) fn caution(provider: &str) -> Option<&'static str> {
     }
 }
 
-/// The values that bound it, which the cautions name.
+/// The values that bound the buffers, as the warnings say.
 const BOUNDED: [(&str, &str); 2] = [(SIZE, "4352"), (LIMIT, "16384")];
 
 /// See [`Libfabric::bound_kept_messages`](crate::Libfabric::bound_kept_messages).
 ///
 /// # Safety
-/// No other thread uses the environment meanwhile.
+/// No other thread uses the environment during the call.
 pub(crate) unsafe fn bound_kept_messages() {
     if !rdma_devices().is_empty()
         || BOUNDED.iter().any(|(variable, _)| std::env::var_os(variable).is_some())
@@ -143,12 +142,12 @@ pub(crate) unsafe fn bound_kept_messages() {
         return;
     }
     for (variable, value) in BOUNDED {
-        // SAFETY: the caller vouches for it that nobody else looks.
+        // SAFETY: the caller guarantees that no other thread uses the environment.
         unsafe { std::env::set_var(variable, value) };
     }
 }
 
-/// Its promises, beside those that a link knows.
+/// Returns the provider's capabilities, except those that depend on the link.
 pub(crate) fn capabilities(provider: &str, idle: Idle, memory: MemoryKinds) -> Capabilities {
     let KnownProvider { isolation, target_cpu, settles, .. } = *known(provider);
     Capabilities {
@@ -161,14 +160,14 @@ pub(crate) fn capabilities(provider: &str, idle: Idle, memory: MemoryKinds) -> C
     }
 }
 
-/// The kinds of memory that a provider moves when the machine has devices of these kinds.
+/// Returns the kinds of memory that a provider moves on a machine with these kinds of device.
 pub(crate) fn kinds(info: &Info, devices: &[MemoryKind]) -> MemoryKinds {
     let moves = |kind: &MemoryKind| kind.is_host() || info.has_devices() && devices.contains(kind);
     MemoryKinds::of(&MemoryKind::ALL.into_iter().filter(moves).collect::<Vec<_>>())
 }
 
-/// The provider that is used, an entry for each rail. `devices`: ask it to reach device memory, if
-/// it can. Errors: `Unavailable`, `Unsupported`, libfabric's.
+/// Chooses the provider, with an entry for each rail. `devices` requests access to device memory,
+/// if the provider supports it. Errors: `Unavailable`, `Unsupported`, libfabric's.
 pub(crate) fn choose(
     library: &'static Library,
     config: &Config,
@@ -186,11 +185,15 @@ pub(crate) fn choose(
     let rails = on_domains(&found, config, &provider)?;
     rails
         .into_iter()
-        .map(|info| info.copy().map_err(|errno| error::native("no memory for a name", errno)))
+        .map(|info| {
+            info.copy()
+                .map_err(|errno| error::native("no memory to copy an entry of fi_getinfo", errno))
+        })
         .collect()
 }
 
-/// The first provider of those that kvx prefers that there is, else the first that libfabric shows.
+/// Returns the first available provider in kvx's order of preference, otherwise the first that
+/// libfabric lists.
 fn preferred(library: &'static Library) -> Result<String> {
     for known in
         KNOWN.iter().filter(|known| known.name != SHARED && library.version() >= known.since)
@@ -206,24 +209,23 @@ fn preferred(library: &'static Library) -> Result<String> {
     }
     let all = query(library, ProviderQuery::default())?;
     all.iter().next().map(Info::provider).ok_or_else(|| {
-        let why = "libfabric has no provider with which memory of peers is read and written: check FI_PROVIDER, and `fi_info`";
+        let why = "libfabric has no provider that supports FI_RMA on RDM endpoints: check FI_PROVIDER and `fi_info`";
         Error::new(ErrorKind::Unavailable, why).with_backend(NAME)
     })
 }
 
 fn query(library: &'static Library, asked: ProviderQuery<'_>) -> Result<Infos> {
-    Infos::find(library, asked)
-        .map_err(|errno| error::native("libfabric does not say what it has", errno))
+    Infos::find(library, asked).map_err(|errno| error::native("fi_getinfo failed", errno))
 }
 
-/// Errors: `Unavailable`, with the version that is needed.
+/// Checks the version that a provider needs. Errors: `Unavailable`, with that version.
 fn check_version(library: &Library, provider: &str) -> Result<()> {
     let known = known(provider);
     if library.version() >= known.since {
         return Ok(());
     }
     let why = format!(
-        "{provider} is used from libfabric {} on, and {} is {}: set KVX_LIBFABRIC_LIB to a newer one (EFA's installer brings one)",
+        "kvx uses {provider} from libfabric {} on, and {} is {}: set KVX_LIBFABRIC_LIB to a newer one (EFA's installer includes one)",
         known.since,
         library.path().display(),
         library.version()
@@ -231,8 +233,8 @@ fn check_version(library: &Library, provider: &str) -> Result<()> {
     Err(Error::new(ErrorKind::Unavailable, why).with_backend(NAME))
 }
 
-/// Over shared memory bytes are moved by copies from process to process alone. Errors:
-/// `Unavailable`, where somebody does not want them.
+/// Checks that copies between processes are allowed: kvx moves bytes over shared memory in no other
+/// way. Errors: `Unavailable`, if the user forbids them.
 fn check_copies() -> Result<()> {
     const VARIABLE: &str = "FI_SHM_DISABLE_CMA";
     let value = std::env::var(VARIABLE).unwrap_or_default().to_ascii_lowercase();
@@ -240,17 +242,17 @@ fn check_copies() -> Result<()> {
         return Ok(());
     }
     let why = format!(
-        "kvx moves bytes over shm by copies from process to process, which {VARIABLE}={value} forbids: unset it, or use the backend SHM"
+        "kvx moves bytes over shm by copies between processes, which {VARIABLE}={value} forbids: unset it, or use the backend SHM"
     );
     Err(Error::new(ErrorKind::Unavailable, why).with_backend(NAME))
 }
 
-/// The offers of a provider. Errors: `Unavailable`; `Unsupported` if it does not say when writes
-/// can be seen.
+/// Returns the entries of a provider. Errors: `Unavailable`; `Unsupported` if it does not accept
+/// `FI_DELIVERY_COMPLETE`. ofi_rxm accepts it itself, and verbs below it ignores it.
 fn find(library: &'static Library, provider: &str, devices: bool) -> Result<Infos> {
-    // Over shared memory a post copies before it returns. Asked to say so, 1.17 would have the
-    // target's CPU copy instead; asked to reach devices as well, and it would report a write before
-    // its bytes can be seen.
+    // Over shared memory a post copies before it returns. With `FI_DELIVERY_COMPLETE`, 1.17 would
+    // let the target's CPU copy; with `FI_HMEM`, it would report a write before its bytes are
+    // visible.
     let shared = is_shared_memory(provider);
     let asked = ProviderQuery { provider: Some(provider), devices: false, delivery: !shared };
     if devices && !shared {
@@ -265,14 +267,13 @@ fn find(library: &'static Library, provider: &str, devices: bool) -> Result<Info
     }
     let without = query(library, ProviderQuery { delivery: false, ..asked })?;
     let (kind, why) = if without.iter().next().is_some() {
-        let why = "cannot say when written bytes can be seen at the target (FI_DELIVERY_COMPLETE), which notifications after their data need";
+        let why = "does not report when written bytes are visible at the target (FI_DELIVERY_COMPLETE), which notifications require";
         (
             ErrorKind::Unsupported,
             format!("libfabric's provider {provider} {why}: name another \"libfabric.provider\""),
         )
     } else {
-        let why =
-            "with which memory of peers is read and written over endpoints without connections";
+        let why = "that supports FI_RMA on RDM endpoints";
         let cure =
             "name another \"libfabric.provider\", or check FI_PROVIDER; `fi_info` lists them";
         (ErrorKind::Unavailable, format!("libfabric has no provider {provider} {why}: {cure}"))
@@ -280,8 +281,8 @@ fn find(library: &'static Library, provider: &str, devices: bool) -> Result<Info
     Err(Error::new(kind, why).with_backend(NAME))
 }
 
-/// The entry of each domain that is used: those that were named; else every card, or the loopback
-/// interface.
+/// Returns the entries of the domains to use: the configured ones, otherwise every card or the
+/// loopback interface.
 fn on_domains<'a>(found: &'a Infos, config: &Config, provider: &str) -> Result<Vec<&'a Info>> {
     let of = |domain: &str| found.iter().find(|info| info.domain() == domain);
     let mut domains: Vec<String> = Vec::new();
@@ -310,11 +311,11 @@ fn on_domains<'a>(found: &'a Infos, config: &Config, provider: &str) -> Result<V
     if is_shared_memory(provider) {
         return Ok(found.iter().take(1).collect());
     }
-    // Whoever wants to be reached from other hosts says so.
+    // To be reachable from other hosts, the user must name an interface.
     Ok(vec![of("lo").ok_or_else(|| missing("lo"))?])
 }
 
-/// Every provider on every domain, with what it can do.
+/// Lists every provider on every domain, with its properties.
 pub(crate) fn list(library: &'static Library) -> Result<Vec<String>> {
     let all = query(library, ProviderQuery::default())?;
     let delivering = query(library, ProviderQuery { delivery: true, ..ProviderQuery::default() })?;
@@ -324,7 +325,11 @@ pub(crate) fn list(library: &'static Library) -> Result<Vec<String>> {
         let same = |other: &Info| other.provider() == provider && other.domain() == domain;
         let mut can = vec![
             if info.wants(FI_MR_VIRT_ADDR) { "by address" } else { "by offset" },
-            if info.wants(FI_MR_PROV_KEY) { "its own keys" } else { "our keys" },
+            if info.wants(FI_MR_PROV_KEY) {
+                "keys chosen by the provider"
+            } else {
+                "keys chosen by kvx"
+            },
         ];
         if is_shared_memory(&provider) {
             can.push("bytes copied by kvx through the kernel");

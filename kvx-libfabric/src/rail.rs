@@ -1,5 +1,5 @@
-//! One endpoint on one domain, with the operations that are posted on it: pieces of transfers, and
-//! messages on the first rail.
+//! One endpoint on one domain, with its posted operations: pieces of transfers and, on the first
+//! rail, messages.
 
 use std::cell::UnsafeCell;
 use std::ffi::c_void;
@@ -18,23 +18,24 @@ use crate::ffi::{
 use crate::keys;
 use crate::operations::{Operation, Operations};
 
-/// The longest message: shared memory takes no longer one without the target's CPU.
+/// The maximum length of a message: shared memory takes longer ones only with the target's CPU.
 pub(crate) const MAX_MESSAGE: usize = 4096;
-/// Buffers for messages in and out.
+/// The numbers of buffers for received and sent messages.
 const RECEIVES: usize = 64;
 const SENDS: usize = 64;
-/// The most pieces that are in flight on a rail, and those of them that lead to one peer.
+/// The maximum number of pieces in flight on a rail, and of those to one peer.
 const WINDOW: (usize, usize) = (2048, 512);
 
-/// Whether something was posted.
+/// The outcome of a post.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PostOutcome {
     Posted,
-    /// Too much is in flight, the peer has no capacity now, or there is no connection yet.
+    /// Not posted: too much is in flight, the peer has no capacity now, or there is no connection
+    /// yet.
     Later,
 }
 
-/// The job and the peer of pieces that are posted, and their operation.
+/// The operation, job and peer of pieces to post.
 #[derive(Clone, Copy)]
 pub(crate) struct Post {
     pub(crate) op: Op,
@@ -42,37 +43,38 @@ pub(crate) struct Post {
     pub(crate) peer: usize,
 }
 
-/// An operation that has ended on a rail.
+/// The end of an operation on a rail.
 pub(crate) enum RailEvent {
     Pieces { job: JobId, peer: usize, count: u32, failed: Option<FailedOperation> },
     Send { peer: usize, failed: Option<FailedOperation> },
     Message(Vec<u8>),
 }
 
-/// How long the end waits for a thread that registers memory just now, and so has the endpoint.
+/// The time that `close` waits for a thread that is just registering memory and so holds the
+/// endpoint.
 const LAST_USE: Duration = Duration::from_millis(40);
 
 /// One rail.
 pub(crate) struct Rail {
-    /// `None` after the end.
+    /// `None` after `close`.
     endpoint: Option<Arc<Endpoint>>,
     operations: Operations,
     messages: Option<MessagePool>,
     pieces: InFlightPieces,
 }
 
-/// The numbers of pieces in flight.
+/// Counts pieces in flight.
 struct InFlightPieces {
     all: usize,
     most: usize,
-    /// By the peer's place.
+    /// Indexed by peer.
     of: Vec<usize>,
 }
 
 impl InFlightPieces {
-    /// Returns whether so many more fit. Those of a stopped peer stay in the provider's queue,
-    /// which all peers share. So no peer has more than are left for others, at most half of a small
-    /// queue, and some ten stopped peers leave capacity.
+    /// Returns whether `count` more pieces fit. Pieces to a stopped peer stay in the provider's
+    /// queue, which all peers share. So no peer gets more than the capacity that is left for
+    /// others, and at most half of a small queue; about ten stopped peers still leave capacity.
     #[inline]
     fn fit(&self, peer: usize, count: usize) -> bool {
         let peers = self.of.get(peer).copied().unwrap_or_default();
@@ -96,11 +98,11 @@ impl InFlightPieces {
 }
 
 impl Rail {
-    /// An endpoint that can be slept on, if the provider has such. `messages`: it carries messages.
-    /// Errors: libfabric's.
+    /// Opens an endpoint, with a descriptor to sleep on if the provider has one. `messages`: the
+    /// endpoint carries messages. Errors: libfabric's.
     pub(crate) fn open(domain: &Arc<Domain>, messages: bool) -> Result<Rail> {
         let info = domain.info();
-        let what = || format!("libfabric does not open {} on {}", info.provider(), info.domain());
+        let what = || format!("libfabric could not open {} on {}", info.provider(), info.domain());
         let most = info.depth().clamp(1, WINDOW.0);
         let messages = if messages { Some(MessagePool::new(domain)?) } else { None };
         let operations =
@@ -111,7 +113,7 @@ impl Rail {
             tracing::debug!(
                 provider = info.provider(),
                 ?errno,
-                "the provider has nothing to sleep on"
+                "the provider has no descriptor to sleep on"
             );
             open(false)
         });
@@ -119,8 +121,9 @@ impl Rail {
         let endpoint = Some(Arc::new(endpoint));
         let pieces = InFlightPieces { all: 0, most, of: Vec::new() };
         let mut rail = Rail { endpoint, operations, messages, pieces };
-        rail.post_receives()
-            .map_err(|errno| error::native("libfabric takes no buffers for messages", errno))?;
+        rail.post_receives().map_err(|errno| {
+            error::native("libfabric could not take buffers for messages", errno)
+        })?;
         Ok(rail)
     }
 
@@ -128,12 +131,12 @@ impl Rail {
         open(&self.endpoint)
     }
 
-    /// Ends it, and leaves the closing of its endpoint to who else has it.
+    /// Ends the rail, and lets the endpoint's other owners close it.
     pub(crate) fn leave(mut self) {
         self.endpoint = None;
     }
 
-    /// Ends it. Returns whether it is certain that the provider touches nothing any more that it
+    /// Ends the rail. Returns whether the provider certainly no longer accesses the memory that it
     /// was given.
     pub(crate) fn close(&mut self) -> bool {
         let Some(mut endpoint) = self.endpoint.take() else { return true };
@@ -149,35 +152,35 @@ impl Rail {
                     endpoint = shared;
                     std::thread::sleep(Duration::from_micros(100));
                 }
-                Err(_) => break false, // its last owner closes it, at an unknown time
+                Err(_) => break false, // its last owner closes it later
             }
         };
         connections.end();
         certain
     }
 
-    /// Returns how many messages may be sent now.
+    /// Returns how many messages can be sent now.
     pub(crate) fn sends(&self) -> usize {
         self.messages.as_ref().map_or(0, |messages| messages.free.len())
     }
 
-    /// Returns whether the provider has no piece and no message to send.
+    /// Returns whether the provider has no pieces and no messages to send.
     pub(crate) fn is_quiet(&self) -> bool {
         self.pieces.all == 0
             && self.messages.as_ref().is_none_or(|messages| messages.free.len() == SENDS)
     }
 
-    /// Returns how many pieces may be posted together.
+    /// Returns the maximum number of pieces per operation.
     pub(crate) fn together(&self) -> usize {
         self.endpoint().domain().info().ranges().min(MAX_RANGES).min(self.pieces.most)
     }
 
-    /// Posts pieces that go the same way as one operation: at least one, and at most
+    /// Posts pieces with the same path as one operation: at least one, and at most
     /// [`together`](Rail::together).
     ///
     /// # Safety
-    /// The local memory is the pieces' until they are reported as [`RailEvent::Pieces`], or the
-    /// rail is dropped.
+    /// The pieces own the local memory until they are reported as [`RailEvent::Pieces`] or the rail
+    /// is dropped.
     #[inline]
     pub(crate) unsafe fn post(
         &mut self,
@@ -193,8 +196,8 @@ impl Rail {
             return Ok(PostOutcome::Later);
         };
         let endpoint = open(&self.endpoint);
-        // SAFETY: the caller's promise; the context is the provider's until the provider returns
-        // it, and outlives the endpoint.
+        // SAFETY: guaranteed by the caller. The provider owns the context until it returns it; the
+        // context outlives the endpoint.
         let answer = unsafe {
             match pieces {
                 [range] => endpoint.transfer(op, *range, context),
@@ -228,7 +231,7 @@ impl Rail {
         };
         let bytes = messages.shared.buffers[RECEIVES + buffer].0.get().cast::<u8>();
         let len = message.len().min(MAX_MESSAGE);
-        // SAFETY: a free buffer has no other user, and is as long as that; the provider has it
+        // SAFETY: a free buffer has no other user and is at least that long; the provider owns it
         // until it returns the context.
         let answer = unsafe {
             bytes.copy_from_nonoverlapping(message.as_ptr(), len);
@@ -244,8 +247,8 @@ impl Rail {
         }
     }
 
-    /// Lets the provider work, and reports the operations that have ended. Returns whether any had.
-    /// Errors: the endpoint cannot be used any more.
+    /// Makes progress, and reports the operations that have ended. Returns whether there were any.
+    /// Errors: the endpoint has become unusable.
     pub(crate) fn read(&mut self, mut report: impl FnMut(RailEvent)) -> Result<bool, Errno> {
         let (operations, messages, pieces) =
             (&mut self.operations, &mut self.messages, &mut self.pieces);
@@ -256,7 +259,7 @@ impl Rail {
                 }
             } else if !context.is_null() {
                 tracing::error!(
-                    "libfabric reports the end of an operation that was not posted: report it"
+                    "libfabric reports the end of an operation that was not posted: report this as a bug"
                 );
             }
         })?;
@@ -269,7 +272,7 @@ impl Rail {
                 }
                 None => tracing::warn!(
                     ?failed,
-                    "libfabric reports a failure of nothing that was posted"
+                    "libfabric reports a failure of an operation that was not posted"
                 ),
             }
         }
@@ -277,7 +280,7 @@ impl Rail {
         Ok(!matches!(read, Read::Nothing))
     }
 
-    /// Gives the provider the buffers for messages that it does not have.
+    /// Posts the buffers for messages that the provider does not have.
     fn post_receives(&mut self) -> Result<(), Errno> {
         let Some(messages) = &mut self.messages else { return Ok(()) };
         while let Some(buffer) = messages.unposted.pop() {
@@ -286,8 +289,8 @@ impl Rail {
                 return Ok(());
             };
             let bytes = messages.shared.buffers[buffer].0.get().cast();
-            // SAFETY: a buffer that is not posted has no user; the provider has it until it returns
-            // the context.
+            // SAFETY: a buffer that is not posted has no user; the provider owns it until it
+            // returns the context.
             let answer = unsafe {
                 open(&self.endpoint).receive(bytes, MAX_MESSAGE, messages.descriptor(), context)
             };
@@ -309,10 +312,10 @@ impl Drop for Rail {
 
 #[inline]
 fn open(endpoint: &Option<Arc<Endpoint>>) -> &Arc<Endpoint> {
-    endpoint.as_ref().expect("nobody uses a rail after its end")
+    endpoint.as_ref().expect("a rail is not used after its end")
 }
 
-/// The meaning of the end of an operation; its buffer is free again.
+/// Converts the end of an operation to an event, and frees its buffer.
 #[inline]
 fn ended(
     operation: Operation,
@@ -333,11 +336,11 @@ fn ended(
         (Operation::Receive { buffer }, Some(messages)) => {
             messages.unposted.push(buffer);
             if let Some(failed) = failed {
-                tracing::debug!(?failed, "a message did not arrive");
+                tracing::debug!(?failed, "receiving a message failed");
                 return None;
             }
             let bytes = messages.shared.buffers[buffer].0.get().cast::<u8>();
-            // SAFETY: the provider has given it back, with so many bytes in it.
+            // SAFETY: the provider has returned the buffer, with that many bytes in it.
             Some(RailEvent::Message(
                 unsafe { std::slice::from_raw_parts(bytes, len.min(MAX_MESSAGE)) }.to_vec(),
             ))
@@ -349,26 +352,25 @@ fn ended(
 #[repr(C, align(64))]
 struct Buffer(UnsafeCell<[u8; MAX_MESSAGE]>);
 
-// SAFETY: only raw copies touch it, by the owner of the rail or by the provider.
+// SAFETY: only raw copies access it, by the owner of the rail or by the provider.
 unsafe impl Send for Buffer {}
-// SAFETY: only raw copies touch it, by the owner of the rail or by the provider.
+// SAFETY: only raw copies access it, by the owner of the rail or by the provider.
 unsafe impl Sync for Buffer {}
 
-/// Buffers for messages.
+/// The buffers for messages.
 struct MessagePool {
     shared: Arc<MessageBuffers>,
-    /// Of those for sends, the ones that the provider does not have, counted from the first of
-    /// them.
+    /// Send buffers that the provider does not have, by index among the send buffers.
     free: Vec<usize>,
-    /// Of those for receives, likewise.
+    /// Receive buffers that the provider does not have.
     unposted: Vec<usize>,
 }
 
-/// What the endpoint keeps.
+/// The buffers, which the endpoint keeps for the provider.
 struct MessageBuffers {
-    /// Ended before the memory goes.
+    /// Dropped before the memory.
     registration: Option<Registration>,
-    /// Those for receives first.
+    /// The receive buffers come first.
     buffers: Box<[Buffer]>,
 }
 

@@ -1,4 +1,4 @@
-//! Which cards are near which memory, out of what the kernel shows in `/sys` and `/proc`.
+//! Finds out which cards are near which memory, from `/sys` and `/proc`.
 
 use std::path::{Path, PathBuf};
 
@@ -6,22 +6,23 @@ use kvx_core::{DeviceId, Memory, MemoryKind};
 
 use crate::ffi::PciAddress;
 
-/// A place in this machine: a NUMA node, and the bridges down to it from the root of its PCI buses.
+/// A location in this machine: a NUMA node, and the bridges down to it from the root of its PCI
+/// bus.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct BusPlace {
     node: Option<u32>,
-    /// Empty for what is on no PCI bus: host memory.
+    /// Empty for locations that are not on a PCI bus, such as host memory.
     bridges: Vec<String>,
 }
 
-/// Further than any way within one root of PCI buses.
+/// Larger than any distance below one PCI root.
 const SAME_NODE: usize = 64;
 const UNKNOWN_NODE: usize = 96;
 const OTHER_NODE: usize = 128;
 
 impl BusPlace {
-    /// Returns how many bridges are between two places, if they have a root of PCI buses in common:
-    /// then traffic between them stays off the memory's buses. Else it depends on the nodes.
+    /// Returns the number of bridges between two locations below the same PCI root: traffic between
+    /// them does not use the memory bus. Otherwise the distance depends on the NUMA nodes.
     fn distance(&self, other: &BusPlace) -> usize {
         let common = self.bridges.iter().zip(&other.bridges).take_while(|(a, b)| a == b).count();
         if common > 0 {
@@ -35,7 +36,7 @@ impl BusPlace {
     }
 }
 
-/// What the kernel shows of a machine.
+/// The kernel's description of a machine.
 pub(crate) struct Topology {
     sys: PathBuf,
     proc: PathBuf,
@@ -50,7 +51,8 @@ impl Topology {
         Topology { sys: root.join("sys"), proc: root.join("proc") }
     }
 
-    /// Returns where a card is: by the address that its provider knows, else by its name.
+    /// Returns the location of a card, by its PCI address if the provider reports it, otherwise by
+    /// its name.
     pub(crate) fn of_card(&self, pci: Option<PciAddress>, name: &str) -> Option<BusPlace> {
         match pci {
             Some(pci) => self.of_pci(&pci.to_string()),
@@ -60,7 +62,7 @@ impl Topology {
         }
     }
 
-    /// Returns where memory is.
+    /// Returns the location of memory.
     pub(crate) fn of_memory(&self, memory: &Memory) -> Option<BusPlace> {
         match memory.kind() {
             MemoryKind::Host | MemoryKind::Pinned => {
@@ -75,17 +77,17 @@ impl Topology {
         self.of_folder(&self.sys.join("bus/pci/devices").join(address))
     }
 
-    /// A device's own folder, whatever links lead to it.
+    /// Returns the location of a device, after resolving symbolic links to its folder.
     fn of_folder(&self, folder: &Path) -> Option<BusPlace> {
         let folder = folder.canonicalize().ok()?;
         let below = folder.strip_prefix(self.sys.join("devices").canonicalize().ok()?).ok()?;
         let bridges = below.iter().map(|name| name.to_string_lossy().into_owned()).collect();
         let node = std::fs::read_to_string(folder.join("numa_node")).ok();
-        // The kernel says -1 where there is one node, or the firmware does not tell.
+        // The kernel reports -1 if there is only one node, or if the firmware does not report it.
         Some(BusPlace { node: node.and_then(|node| node.trim().parse().ok()), bridges })
     }
 
-    /// The GPU whose UUID the driver shows for an address.
+    /// Finds the GPU whose UUID the driver reports.
     fn of_cuda(&self, device: DeviceId) -> Option<BusPlace> {
         let cards = std::fs::read_dir(self.proc.join("driver/nvidia/gpus")).ok()?;
         let wanted: String = device.0.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -98,8 +100,8 @@ impl Topology {
         self.of_pci(&found?.file_name().to_string_lossy())
     }
 
-    /// The GPU whose number the driver shows, with its address as one number; or which is known by
-    /// its address, having no number.
+    /// Finds the GPU by the number that the driver reports, or by its PCI address if it has no
+    /// number.
     fn of_rocm(&self, device: DeviceId) -> Option<BusPlace> {
         let text = std::str::from_utf8(&device.0).unwrap_or_default().trim_end_matches('\0');
         if text.contains(':') {
@@ -124,8 +126,8 @@ impl Topology {
     }
 }
 
-/// Returns the rails that are nearest to a place, at most so many; the first ones for an unknown
-/// place.
+/// Returns the rails nearest to a location, at most `most`; the first ones if the location is
+/// unknown.
 pub(crate) fn nearest(
     to: Option<&BusPlace>,
     rails: &[Option<&BusPlace>],
@@ -142,11 +144,11 @@ pub(crate) fn nearest(
     near
 }
 
-/// The NUMA node of a page. `None`: the kernel knows none.
+/// Returns the NUMA node of a page; `None` if the kernel does not know it.
 fn node_of(address: *mut u8) -> Option<u32> {
     const NODE_OF_ADDRESS: libc::c_long = 1 | 2; // MPOL_F_NODE, MPOL_F_ADDR
     let mut node: libc::c_int = -1;
-    // SAFETY: the kernel writes one integer, and reads nothing of what is at the address.
+    // SAFETY: the kernel writes one integer, and does not read memory at the address.
     let answer = unsafe {
         libc::syscall(
             libc::SYS_get_mempolicy,
@@ -164,7 +166,7 @@ fn node_of(address: *mut u8) -> Option<u32> {
 mod tests {
     use super::*;
 
-    /// Makes files and links of a record: `file PATH CONTENT` and `link PATH TARGET`.
+    /// Files and links created from a record with lines `file PATH CONTENT` and `link PATH TARGET`.
     struct Recorded(PathBuf);
 
     impl Recorded {
@@ -205,7 +207,8 @@ mod tests {
         (0..8).map(|at| topology.of_card(None, &format!("mlx5_{at}")).expect("a card")).collect()
     }
 
-    /// As kvx-cuda makes them: the bytes of the UUID that the driver shows in hexadecimal.
+    /// Returns the location of a GPU. Its id has the form that kvx-cuda creates: the bytes of the
+    /// UUID that the driver reports in hexadecimal.
     fn gpu(topology: &Topology, number: u8) -> Option<BusPlace> {
         topology.of_cuda(DeviceId([0xa0 + number; 16]))
     }
@@ -233,7 +236,11 @@ mod tests {
         assert_eq!(nearest(Some(&host(0)), &rails, 8), [0, 1, 2, 3]);
         assert_eq!(nearest(Some(&host(1)), &rails, 2), [4, 5]);
         assert_eq!(nearest(None, &rails, 3), [0, 1, 2]);
-        assert_eq!(nearest(Some(&host(0)), &[None, None], 8), [0, 1], "rails that are on no bus");
+        assert_eq!(
+            nearest(Some(&host(0)), &[None, None], 8),
+            [0, 1],
+            "rails whose location is unknown"
+        );
         assert!(nearest(Some(&host(0)), &[], 8).is_empty());
     }
 
@@ -267,8 +274,8 @@ mod tests {
             file sys/class/kfd/kfd/topology/nodes/0/properties cpu_cores_count 64\\nunique_id 0\\nlocation_id 0\n\
             file sys/class/kfd/kfd/topology/nodes/1/properties simd_count 304\\nlocation_id 49408\\ndomain 0\\nunique_id 1311768467463790320";
         let recorded = Recorded::new("amd", record);
-        // As kvx-rocm makes them: the UUID that HIP gives is the driver's number in hexadecimal,
-        // and a GPU without one has its address.
+        // The ids have the form that kvx-rocm creates: HIP's UUID is the driver's number in
+        // hexadecimal, and a GPU without one has its PCI address.
         let device = DeviceId(*b"123456789abcdef0");
         let place = recorded.topology().of_rocm(device).expect("a GPU");
         assert_eq!((place.node, place.bridges.len()), (Some(1), 3));

@@ -1,4 +1,4 @@
-//! Peers that have an agent's metadata and not the fleet's secret, and use libfabric directly.
+//! Peers that have an agent's metadata but not the fleet's secret, and use libfabric directly.
 
 use std::time::Duration;
 

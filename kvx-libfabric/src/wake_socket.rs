@@ -1,9 +1,9 @@
-//! Wakes a peer of this host whose provider has nothing to sleep on.
+//! Wakes a peer on this host whose provider has no descriptor to sleep on.
 //!
-//! A write to shared memory wakes no process, and polling costs either CPU or time. So each agent
-//! over such a provider has a socket in the kernel's abstract namespace, and an agent that has left
-//! data for a peer sends an empty datagram to it. A datagram that a full socket drops is not
-//! missed: the peer is about to wake.
+//! A write to shared memory wakes no process, and polling costs CPU or latency. So each agent over
+//! such a provider has a socket in the kernel's abstract namespace. An agent that has left data for
+//! a peer sends an empty datagram to its socket. If the socket is full, the datagram may be
+//! dropped: the peer is about to wake anyway.
 
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 
@@ -14,22 +14,22 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFla
 
 use crate::error::NAME;
 
-/// The longest name that is taken from a peer.
+/// The maximum length of a name from a peer.
 pub(crate) const MAX_NAME: usize = 64;
-/// How many wakes are taken at a time: they say nothing, but a full socket would stay readable.
+/// The number of wakes taken per call. They carry no data, but a non-empty socket stays readable.
 const WAKES: usize = 64;
 
-/// Our own, by which peers wake us.
+/// This agent's socket, by which peers wake it.
 pub(crate) struct WakeSocket {
     socket: Private,
     name: Vec<u8>,
 }
 
 impl WakeSocket {
-    /// Errors: `Exhausted`.
+    /// Creates the socket. Errors: `Exhausted`.
     pub(crate) fn new() -> Result<Self> {
         let os = |cause: Errno| {
-            Error::os("no socket to be woken by: raise ulimit -n", cause)
+            Error::os("could not create the socket that wakes this agent: raise ulimit -n", cause)
                 .with_kind(ErrorKind::Exhausted)
                 .with_backend(NAME)
         };
@@ -44,7 +44,7 @@ impl WakeSocket {
         Ok(WakeSocket { socket: socket.into(), name })
     }
 
-    /// By what peers know it.
+    /// Returns the name by which peers know it.
     pub(crate) fn name(&self) -> &[u8] {
         &self.name
     }
@@ -53,7 +53,7 @@ impl WakeSocket {
         self.socket.as_raw_fd()
     }
 
-    /// Takes the wakes that have arrived. Returns whether any had.
+    /// Takes the wakes that have arrived. Returns whether there were any.
     pub(crate) fn take_wakes(&self) -> bool {
         let mut nothing = [0_u8; 1];
         let mut wakes = (0..WAKES).map(|_| {
@@ -66,23 +66,26 @@ impl WakeSocket {
         }
     }
 
-    /// Wakes a peer by its socket. Errors: `PeerLost` when nobody is there.
+    /// Wakes a peer by its socket. Errors: `PeerLost` if the socket does not exist.
     pub(crate) fn wake(&self, at: &SocketAddrUnix) -> Result<()> {
         match rustix::net::sendto(self.socket.as_fd(), &[], SendFlags::DONTWAIT, at) {
             Ok(_) | Err(Errno::AGAIN | Errno::NOBUFS | Errno::INTR) => Ok(()),
             Err(cause) => {
-                let why = "no socket is at the peer's end: its agent has ended, or runs in another network namespace";
+                let why = "the peer's wake-up socket does not exist: its agent has ended, or runs in another network namespace";
                 Err(Error::os(why, cause).with_kind(ErrorKind::PeerLost).with_backend(NAME))
             }
         }
     }
 }
 
-/// The socket of this name of a peer's. Errors: `Malformed`.
+/// Returns the address of a peer's socket. Errors: `Malformed`.
 pub(crate) fn socket_of(name: &[u8]) -> Result<SocketAddrUnix> {
     let wrong = || {
-        Error::new(ErrorKind::Malformed, "malformed LIBFABRIC address: no socket has such a name")
-            .with_backend(NAME)
+        Error::new(
+            ErrorKind::Malformed,
+            "malformed LIBFABRIC address: the name of its socket is invalid",
+        )
+        .with_backend(NAME)
     };
     if !(1..=MAX_NAME).contains(&name.len()) {
         return Err(wrong());
@@ -95,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn wakes_stay_until_they_are_taken_and_nobody_can_be_woken_who_is_gone() {
+    fn wakes_stay_until_they_are_taken_and_waking_a_closed_socket_fails() {
         let (ours, theirs) = (WakeSocket::new().unwrap(), WakeSocket::new().unwrap());
         let to = socket_of(theirs.name()).unwrap();
         let is_woken = |socket: &WakeSocket| {
@@ -120,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn only_names_that_a_socket_can_have_are_taken() {
+    fn only_valid_socket_names_are_accepted() {
         assert!(socket_of(b"").is_err());
         assert!(socket_of(&[7; MAX_NAME + 1]).is_err());
         assert!(socket_of(&[7; MAX_NAME]).is_ok());

@@ -1,6 +1,6 @@
-//! An unordered fabric made of any provider: pieces are handed to it late and in random order, and
-//! what it tells comes late and in random order. On it, a notification that does not wait for each
-//! piece that it speaks of comes too early.
+//! An unordered fabric over any provider. It posts pieces late and in random order, and reports
+//! completions late and in random order. On it, a notification that does not wait for all of its
+//! pieces arrives too early.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::posting::{PiecePath, PostingState};
 use crate::rail::{Post, PostOutcome};
 
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The most pieces that are held back.
+/// The maximum number of pieces that are held back.
 const HELD: usize = 256;
 
 struct Shuffling {
@@ -31,7 +31,7 @@ struct Shuffling {
     seed: u64,
 }
 
-// SAFETY: pieces are plain addresses, which the machine's lock guards with all else.
+// SAFETY: pieces are plain addresses; the machine's lock guards them with everything else.
 unsafe impl Send for Shuffling {}
 
 impl Shuffling {
@@ -49,13 +49,13 @@ impl Shuffling {
         }
     }
 
-    /// Posts some of what is held back.
+    /// Posts some of the pieces that are held back.
     fn let_go(&mut self) {
         let mut held = std::mem::take(&mut self.held);
         self.shuffle(&mut held);
         let count = if held.len() > 8 { held.len() / 3 } else { held.len() };
         for (rail, post, range) in held.split_off(held.len() - count) {
-            // SAFETY: the machine keeps the memory until the piece, which was counted as posted, is
+            // SAFETY: the piece is counted as posted, and the machine keeps its memory until it is
             // reported.
             match unsafe { self.inner.rail(rail).post(post, &[range]) } {
                 Ok(PostOutcome::Posted) => {}
@@ -70,7 +70,7 @@ impl Shuffling {
     }
 }
 
-// SAFETY: as `Driver`; pieces that are held back are not touched.
+// SAFETY: as for `LibfabricFabric`; nothing accesses pieces that are held back.
 unsafe impl Fabric for Shuffling {
     type Local = Local;
     type Remote = Remote;
@@ -191,7 +191,8 @@ impl Factory for Unordered {
     }
 }
 
-/// Rounds of a write of scattered blocks with a notification: when it comes, every block is there.
+/// Writes scattered blocks with a notification, repeatedly: when the notification arrives, all
+/// blocks have arrived.
 fn notifications_wait(test: &str, options: &str) {
     const BLOCK: u64 = 1024;
     const BLOCKS: u32 = 1000;
@@ -219,7 +220,7 @@ fn notifications_wait(test: &str, options: &str) {
     let grid = || Grid::packed(BLOCK, BLOCKS);
     let (local, remote) =
         (ours.grid(grid()).unwrap(), peer.region("kv").unwrap().grid(grid()).unwrap());
-    // 7 has no divisor in common with the number of blocks.
+    // 7 is coprime to the number of blocks.
     let from: Vec<u32> = (0..BLOCKS).map(|at| at * 7 % BLOCKS).collect();
     let to: Vec<u32> = (0..BLOCKS).rev().collect();
     let plan = Plan::write(local.blocks(from), remote.blocks(to)).unwrap();
@@ -231,7 +232,7 @@ fn notifications_wait(test: &str, options: &str) {
         let mut came = vec![0; sent.len()];
         theirs.copy_out(0, &mut came).unwrap();
         let missing = came.iter().filter(|byte| **byte != round).count();
-        assert_eq!(missing, 0, "bytes were missing when the notification of round {round} came");
+        assert_eq!(missing, 0, "bytes were missing when the notification of round {round} arrived");
         transfer.wait_blocking(PATIENCE).unwrap();
     }
 }

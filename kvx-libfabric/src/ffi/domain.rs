@@ -1,4 +1,4 @@
-//! A domain: one card, or one network interface, with the memory that is registered with it.
+//! A domain: one card or network interface, with the memory that is registered on it.
 
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -12,11 +12,11 @@ use super::errno::Errno;
 use super::info::{Info, Infos};
 use super::library::Library;
 
-/// A function out of an object's table. libfabric fills the functions that a provider lacks with
-/// ones that say so.
+/// Reads a function from an object's table. Where a provider lacks a function, libfabric sets one
+/// that returns an error.
 macro_rules! function {
     ($object:expr, $table:ident, $name:ident) => {
-        (*(*$object).$table).$name.expect("libfabric leaves no function of its first release out")
+        (*(*$object).$table).$name.expect("libfabric sets all functions of its first release")
     };
 }
 pub(super) use function;
@@ -24,7 +24,7 @@ pub(super) use function;
 /// Closes an object. Errors: another object still uses it.
 ///
 /// # Safety
-/// It is one that libfabric made, and is not used afterwards.
+/// libfabric created the object, and nobody uses it afterwards.
 pub(super) unsafe fn try_close(object: *mut fid) -> Result<(), Errno> {
     // SAFETY: every object begins with its `fid`.
     Errno::check(unsafe { function!(object, ops, close)(object) }).map(|_| ())
@@ -33,38 +33,36 @@ pub(super) unsafe fn try_close(object: *mut fid) -> Result<(), Errno> {
 /// Closes an object, and logs the error.
 ///
 /// # Safety
-/// It is one that libfabric made, and is not used afterwards.
+/// libfabric created the object, and nobody uses it afterwards.
 pub(super) unsafe fn close(object: *mut fid, what: &'static str) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     if let Err(errno) = unsafe { try_close(object) } {
         tracing::warn!(what, ?errno, "libfabric did not close an object");
     }
 }
 
-/// An open domain. It was asked for with `FI_THREAD_COMPLETION`: any thread may register memory,
-/// while one at a time uses an endpoint and what that is bound to.
+/// An open domain. It was opened with `FI_THREAD_COMPLETION`: any thread may register memory, but
+/// only one thread at a time may use an endpoint and the objects bound to it.
 pub(crate) struct Domain {
     raw: NonNull<fid_domain>,
     fabric: NonNull<fid_fabric>,
     info: Infos,
 }
 
-// SAFETY: libfabric serialises what several threads do with a domain and its registrations; see
-// above.
+// SAFETY: libfabric serialises concurrent uses of a domain and its registrations; see above.
 unsafe impl Send for Domain {}
-// SAFETY: libfabric serialises what several threads do with a domain and its registrations; see
-// above.
+// SAFETY: libfabric serialises concurrent uses of a domain and its registrations; see above.
 unsafe impl Sync for Domain {}
 
 impl Domain {
-    /// Errors: libfabric's.
+    /// Opens a domain. Errors: libfabric's.
     pub(crate) fn open(library: &'static Library, info: &Info) -> Result<Arc<Domain>, Errno> {
         let info = info.copy()?;
         let first = info.iter().next().ok_or(Errno(libc::ENOMEM))?;
-        // Providers start their machinery here, which may do to signal handlers what a library may.
+        // Providers initialise here, which may change signal handlers as any library may.
         let (fabric, raw) = loader::with_signals_kept(|| {
             let mut fabric = ptr::null_mut();
-            // SAFETY: the attributes are libfabric's own, of the list that the domain keeps.
+            // SAFETY: libfabric created the attributes, in the list that the domain keeps.
             let answer = unsafe {
                 (library.functions().fi_fabric)(
                     first.fabric_attributes(),
@@ -75,7 +73,7 @@ impl Domain {
             Errno::check(answer)?;
             let fabric = NonNull::new(fabric).ok_or(Errno(libc::ENOMEM))?;
             let mut raw = ptr::null_mut();
-            // SAFETY: the fabric is open, and the info is of it.
+            // SAFETY: the fabric is open, and the info belongs to it.
             let answer = unsafe {
                 function!(fabric.as_ptr(), ops, domain)(
                     fabric.as_ptr(),
@@ -87,7 +85,7 @@ impl Domain {
             match (Errno::check(answer), NonNull::new(raw)) {
                 (Ok(_), Some(raw)) => Ok((fabric, raw)),
                 (answer, _) => {
-                    // SAFETY: nothing was made of it.
+                    // SAFETY: no object was opened in it.
                     unsafe { close(&raw mut (*fabric.as_ptr()).fid, "fabric") };
                     Err(answer.err().unwrap_or(Errno(libc::ENOMEM)))
                 }
@@ -104,20 +102,20 @@ impl Domain {
         self.fabric.as_ptr()
     }
 
-    /// Returns its description.
+    /// Returns the domain's `fi_info`.
     pub(crate) fn info(&self) -> &Info {
         self.info.iter().next().expect("a domain is opened with its info")
     }
 
-    /// Registers memory. `key` is used if the application chooses the keys. Registered memory can
-    /// be reached by peers once [`Registration::enable`]d, where that is wanted, and else from now
-    /// on.
+    /// Registers memory. `key` is used if the provider lets the application choose keys. Peers can
+    /// access the memory immediately or, if the provider requires [`Registration::enable`], after
+    /// that.
     ///
     /// # Safety
-    /// The memory stays until the [`Registration`] is dropped.
+    /// The memory stays valid until the [`Registration`] is dropped.
     ///
     /// # Errors
-    /// libfabric's; `FI_ENOKEY` when the key is taken.
+    /// libfabric's; `FI_ENOKEY` if the key is in use.
     pub(crate) unsafe fn register(
         self: &Arc<Self>,
         memory: MemoryDescription<'_>,
@@ -135,7 +133,7 @@ impl Domain {
         let mut flags = 0;
         if let Some((interface, ordinal)) = memory.device {
             asked.iface = interface;
-            asked.device.cuda = ordinal; // a device of any interface is a number at this place
+            asked.device.cuda = ordinal; // every interface has its device number at this offset
         }
         if let Some((descriptor, offset)) = memory.file {
             let base = memory.address as *mut _;
@@ -145,7 +143,7 @@ impl Domain {
         }
         let mut raw = ptr::null_mut();
         // SAFETY: the domain is open; the attributes and what they point to outlive the call; the
-        // memory stays, which is the caller's promise.
+        // caller guarantees that the memory does too.
         let answer = unsafe {
             let domain = self.raw.as_ptr();
             function!(domain, mr, regattr)(
@@ -163,7 +161,7 @@ impl Domain {
 
 impl Drop for Domain {
     fn drop(&mut self) {
-        // SAFETY: endpoints and registrations hold the domain, so none is left.
+        // SAFETY: endpoints and registrations hold a reference to the domain, so none is left.
         unsafe {
             close(&raw mut (*self.raw.as_ptr()).fid, "domain");
             close(&raw mut (*self.fabric.as_ptr()).fid, "fabric");
@@ -171,10 +169,10 @@ impl Drop for Domain {
     }
 }
 
-/// Registers a range of the file rather than of addresses: libfabric 1.20 and later.
+/// Registers a range of a dma-buf file instead of addresses: libfabric 1.20 and later.
 const FI_MR_DMABUF: u64 = 1 << 40;
 
-/// What the attributes of a registration point to with that flag.
+/// The dma-buf that the attributes of a registration point to with that flag.
 #[repr(C)]
 struct FabricDmaBuf {
     fd: c_int,
@@ -183,8 +181,8 @@ struct FabricDmaBuf {
     base: *mut libc::c_void,
 }
 
-/// The attributes of a registration, with zeros for the fields that later versions have behind
-/// those of 1.17.
+/// The attributes of a registration, followed by zeros for the fields that versions after 1.17
+/// have.
 #[repr(C)]
 #[derive(Default)]
 struct Attributes {
@@ -192,39 +190,39 @@ struct Attributes {
     later: [u64; 8],
 }
 
-/// Memory to be registered.
+/// The parameters of a registration.
 #[derive(Clone, Copy)]
 pub(crate) struct MemoryDescription<'a> {
     pub(crate) address: u64,
     pub(crate) len: usize,
-    /// Nobody writes to it.
+    /// True if nobody writes to the memory.
     pub(crate) read_only: bool,
-    /// libfabric's number of the kind of device, and the driver's of the device.
+    /// libfabric's number of the kind of device, and the driver's number of the device.
     pub(crate) device: Option<(fi_hmem_iface, c_int)>,
-    /// The file that the device's driver made of it, and where in that it begins.
+    /// The dma-buf file from the device's driver, and the offset of the memory in it.
     pub(crate) file: Option<(BorrowedFd<'a>, u64)>,
 }
 
-/// Registered memory.
+/// A registration of memory.
 pub(crate) struct Registration {
     raw: NonNull<fid_mr>,
     is_closed: bool,
     _domain: Arc<Domain>,
 }
 
-// SAFETY: as the domain that it belongs to.
+// SAFETY: as for its domain.
 unsafe impl Send for Registration {}
-// SAFETY: as the domain that it belongs to.
+// SAFETY: as for its domain.
 unsafe impl Sync for Registration {}
 
 impl Registration {
-    /// For operations of its own on it.
+    /// Returns the descriptor for local operations on this memory.
     pub(crate) fn descriptor(&self) -> *mut libc::c_void {
         // SAFETY: it is open.
         unsafe { (*self.raw.as_ptr()).mem_desc }
     }
 
-    /// For operations of peers.
+    /// Returns the key for peers' operations.
     pub(crate) fn key(&self) -> u64 {
         // SAFETY: it is open.
         unsafe { (*self.raw.as_ptr()).key }
@@ -235,15 +233,15 @@ impl Registration {
         unsafe { &raw mut (*self.raw.as_ptr()).fid }
     }
 
-    /// Ends it. Operations on the memory have ended. Errors: libfabric's, which keeps the memory
-    /// registered.
+    /// Ends the registration, after all operations on the memory. Errors: libfabric's; the memory
+    /// stays registered.
     pub(crate) fn close(mut self) -> Result<(), Errno> {
         self.is_closed = true;
         // SAFETY: it is open, and not used afterwards: `Drop` does not close it again.
         unsafe { try_close(self.fid()) }
     }
 
-    /// Lets it be reached through an endpoint: what `FI_MR_ENDPOINT` asks for.
+    /// Enables access through an endpoint, as `FI_MR_ENDPOINT` requires.
     ///
     /// # Safety
     /// `endpoint` is open.
@@ -268,7 +266,7 @@ impl Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         if !self.is_closed {
-            // SAFETY: operations on it have ended: the transport keeps it until then.
+            // SAFETY: the transport keeps it until the operations on it have ended.
             unsafe { close(self.fid(), "registration") };
         }
     }

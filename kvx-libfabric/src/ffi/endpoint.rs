@@ -1,4 +1,4 @@
-//! An endpoint with its queue of completions and its table of peers' addresses.
+//! An endpoint with its completion queue and its address vector.
 
 use std::any::Any;
 use std::ffi::{c_int, c_void};
@@ -13,29 +13,29 @@ use super::bindings_1_17::*;
 use super::domain::{Domain, Registration, close, function, try_close};
 use super::errno::Errno;
 
-/// The longest address that is looked at.
+/// The maximum length of an address.
 const MAX_ADDRESS: usize = 256;
-/// The most completions that are read at a time.
+/// The maximum number of completions per read.
 const BATCH: usize = 64;
-/// How many names for shared memory are tried.
+/// The number of names for shared memory that are tried.
 const NAMES: usize = 64;
 
-/// A peer's address, as the table numbers it.
+/// A peer's number in the address vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct PeerNumber(fi_addr_t);
 
 #[cfg(test)]
 impl PeerNumber {
-    /// Nobody's.
+    /// Returns a number that no peer has.
     pub(crate) fn none() -> Self {
         PeerNumber(u64::MAX)
     }
 }
 
-/// The most ranges of one operation.
+/// The maximum number of ranges per operation.
 pub(crate) const MAX_RANGES: usize = 4;
 
-/// A range of local memory, and one of a peer's that is as long.
+/// A range of local memory, and a range of a peer's memory of the same length.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Range {
     pub(crate) local: *mut u8,
@@ -44,10 +44,10 @@ pub(crate) struct Range {
     pub(crate) remote: RemoteRange,
 }
 
-// SAFETY: addresses that are only carried.
+// SAFETY: only endpoints use the addresses; this type just stores them.
 unsafe impl Send for Range {}
 
-/// Memory of a peer.
+/// A position in a peer's memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RemoteRange {
     pub(crate) peer: PeerNumber,
@@ -55,41 +55,42 @@ pub(crate) struct RemoteRange {
     pub(crate) key: u64,
 }
 
-/// How it is known that there is something to do.
+/// How the reactor detects that there is something to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WaitMethod {
-    /// This descriptor is readable then, after [`Endpoint::may_sleep`].
+    /// This descriptor becomes readable, if [`Endpoint::may_sleep`] was called before.
     Descriptor(RawFd),
-    /// By looking.
+    /// Only by polling.
     Never,
 }
 
-/// An operation that has ended well.
+/// A successful operation.
 pub(crate) struct CompletedOperation {
-    /// What it was posted with.
+    /// The context that it was posted with.
     pub(crate) context: *mut c_void,
-    /// The bytes that a message had.
+    /// The length of a message.
     pub(crate) len: usize,
 }
 
-/// An operation that has failed.
+/// A failed operation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FailedOperation {
-    /// What it was posted with, unless the provider has lost that.
+    /// The context that it was posted with, unless the provider has lost it.
     pub(crate) context: *mut c_void,
     pub(crate) errno: Errno,
-    /// The provider's own number.
+    /// The provider's own error code.
     pub(crate) provider: c_int,
 }
 
-/// The answer of [`Endpoint::read`].
+/// The outcome of [`Endpoint::read`].
 pub(crate) enum Read {
     Nothing,
     Completed,
     Failed(FailedOperation),
 }
 
-/// An open endpoint. What the provider was given is its own until the endpoint is dropped.
+/// An open endpoint. Until it is dropped, the provider owns the buffers and contexts that it was
+/// given.
 pub(crate) struct Endpoint {
     raw: NonNull<fid_ep>,
     queue: NonNull<fid_cq>,
@@ -99,24 +100,23 @@ pub(crate) struct Endpoint {
     flags: u64,
     domain: Arc<Domain>,
     is_closed: bool,
-    /// What the provider is given: freed after the endpoint is closed.
+    /// Memory that the provider uses; freed after the endpoint is closed.
     given: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: libfabric keeps nothing that belongs to a thread.
+// SAFETY: libfabric keeps no thread-local state of endpoints.
 unsafe impl Send for Endpoint {}
-// SAFETY: only the owner of its rail posts, reads and looks addresses up, which the transport's
-// machine upholds. Others enable memory, which libfabric serialises; and have an
-// endpoint over shared memory forget a neighbour, where the provider locks its table whatever was
-// asked for.
+// SAFETY: only the owner of the rail posts, reads and inserts addresses; the transport's machine
+// upholds that. Other threads enable memory, which libfabric serialises, or make an endpoint over
+// shared memory forget a neighbour, for which the provider always locks its address vector.
 unsafe impl Sync for Endpoint {}
 
 impl Endpoint {
-    /// An endpoint that takes and posts operations. `sleeps`: ask for a descriptor to wait for.
-    /// `given`: what it keeps for the provider.
+    /// Opens an endpoint. `sleeps` requests a descriptor to wait for. The endpoint keeps `given`
+    /// for the provider.
     ///
     /// # Errors
-    /// libfabric's; `FI_ENOSYS` and others when the provider has no such descriptor.
+    /// libfabric's; `FI_ENOSYS` and others if the provider has no such descriptor.
     pub(crate) fn open(
         domain: &Arc<Domain>,
         sleeps: bool,
@@ -126,8 +126,8 @@ impl Endpoint {
         loader::with_signals_kept(|| {
             let make = || Endpoint::make(domain, sleeps, Arc::clone(&given));
             let mut made = make();
-            // A process of the same number that was killed may have left shared memory of the same
-            // name; the next name is another.
+            // A killed process with the same process id may have left shared memory of the same
+            // name. Each try uses the next name.
             for _ in 0..NAMES {
                 if matches!(made, Err(Errno(libc::EBUSY))) {
                     made = make();
@@ -219,8 +219,8 @@ impl Endpoint {
         })
     }
 
-    /// Closes it. Errors: the provider keeps it, and may still touch the memory of its operations
-    /// and what it was given, which is never freed then.
+    /// Closes the endpoint. Errors: the provider keeps it, and may still access the memory of its
+    /// operations and `given`, which is then never freed.
     pub(crate) fn close(mut self) -> Result<(), Errno> {
         self.end()
     }
@@ -243,12 +243,12 @@ impl Endpoint {
         Ok(())
     }
 
-    /// The domain.
+    /// Returns the domain.
     pub(crate) fn domain(&self) -> &Arc<Domain> {
         &self.domain
     }
 
-    /// How it is known that there is something to do.
+    /// Returns how the reactor detects that there is something to do.
     pub(crate) fn wait_method(&self) -> WaitMethod {
         self.wait_method
     }
@@ -257,16 +257,17 @@ impl Endpoint {
         self.raw.as_ptr().cast()
     }
 
-    /// Lets memory be reached through it: what `FI_MR_ENDPOINT` asks for. Errors: libfabric's.
+    /// Enables access to memory through this endpoint, as `FI_MR_ENDPOINT` requires. Errors:
+    /// libfabric's.
     pub(crate) fn enable(&self, memory: &Registration) -> Result<(), Errno> {
         // SAFETY: the endpoint is open.
         unsafe { memory.enable(self.fid()) }
     }
 
-    /// Returns where peers reach it. Errors: libfabric's.
+    /// Returns the address at which peers reach the endpoint. Errors: libfabric's.
     pub(crate) fn address(&self) -> Result<Vec<u8>, Errno> {
         let (mut bytes, mut len) = (vec![0_u8; MAX_ADDRESS], MAX_ADDRESS);
-        // SAFETY: there are so many bytes to write to.
+        // SAFETY: the buffer has that many bytes.
         let answer = unsafe {
             function!(self.raw.as_ptr(), cm, getname)(
                 self.fid(),
@@ -279,14 +280,14 @@ impl Endpoint {
         Ok(bytes)
     }
 
-    /// Takes a peer's address into the table. It must have the form of its own: `address_like` says
-    /// so. Errors: libfabric's.
+    /// Inserts a peer's address, which must have the form of this endpoint's own address: see
+    /// `Address::check`. Errors: libfabric's.
     ///
     /// # Safety
-    /// `address` is as long as the provider reads.
+    /// `address` is at least as long as the provider reads.
     pub(crate) unsafe fn insert(&self, address: &[u8]) -> Result<PeerNumber, Errno> {
         let mut number = u64::MAX;
-        // SAFETY: one address, of the length that the provider reads: the caller's promise.
+        // SAFETY: one address; the caller guarantees that it is as long as the provider reads.
         let answer = unsafe {
             let table = self.table.as_ptr();
             function!(table, ops, insert)(
@@ -305,23 +306,23 @@ impl Endpoint {
         }
     }
 
-    /// Forgets a peer.
+    /// Removes a peer's address.
     pub(crate) fn remove(&self, peer: PeerNumber) {
         let mut number = peer.0;
         let table = self.table.as_ptr();
         // SAFETY: the number came from the table.
         let answer = unsafe { function!(table, ops, remove)(table, &mut number, 1, 0) };
         if let Err(errno) = Errno::check(answer) {
-            tracing::debug!(?errno, "libfabric did not forget an address");
+            tracing::debug!(?errno, "libfabric did not remove an address");
         }
     }
 
     /// Posts a receive.
     ///
     /// # Safety
-    /// The buffer is `len` bytes, covered by `descriptor` if the provider wants one, and not
-    /// touched until the provider returns `context`, which is an address of 64 bytes that are the
-    /// provider's until then.
+    /// The buffer has `len` bytes, covered by `descriptor` if the provider needs one, and nobody
+    /// accesses it until the provider returns `context`. `context` points to 64 bytes that belong
+    /// to the provider until then.
     #[inline]
     pub(crate) unsafe fn receive(
         &self,
@@ -331,7 +332,7 @@ impl Endpoint {
         context: *mut c_void,
     ) -> Result<(), Errno> {
         let raw = self.raw.as_ptr();
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let answer = unsafe {
             function!(raw, msg, recv)(raw, buffer.cast(), len, descriptor, u64::MAX, context)
         };
@@ -341,7 +342,7 @@ impl Endpoint {
     /// Posts a message.
     ///
     /// # Safety
-    /// As [`receive`](Endpoint::receive).
+    /// As for [`receive`](Endpoint::receive).
     #[inline]
     pub(crate) unsafe fn send(
         &self,
@@ -352,7 +353,7 @@ impl Endpoint {
         context: *mut c_void,
     ) -> Result<(), Errno> {
         let raw = self.raw.as_ptr();
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let answer = unsafe {
             function!(raw, msg, send)(raw, buffer.cast(), len, descriptor, peer.0, context)
         };
@@ -362,7 +363,7 @@ impl Endpoint {
     /// Posts a read of a range of the peer's memory into local memory, or a write the other way.
     ///
     /// # Safety
-    /// As [`receive`](Endpoint::receive) for a read; during a write nobody writes to the local
+    /// As for [`receive`](Endpoint::receive) for a read; during a write nobody writes to the local
     /// memory.
     #[inline]
     pub(crate) unsafe fn transfer(
@@ -373,7 +374,7 @@ impl Endpoint {
     ) -> Result<(), Errno> {
         let (raw, local) = (self.raw.as_ptr(), local.cast::<c_void>());
         let RemoteRange { peer: PeerNumber(peer), address, key } = remote;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let answer = unsafe {
             match op {
                 Op::Read => function!(raw, rma, read)(
@@ -387,12 +388,12 @@ impl Endpoint {
         Errno::check_count(answer).map(|_| ())
     }
 
-    /// Posts a read of ranges of the peer's memory into as many local ones, or a write the other
-    /// way, as one operation: at most [`MAX_RANGES`] and as many as the provider takes, to one
-    /// peer.
+    /// Posts a read of ranges of one peer's memory into as many local ranges, or a write the other
+    /// way, as one operation. There are at most [`MAX_RANGES`], and at most as many as the provider
+    /// takes.
     ///
     /// # Safety
-    /// As [`transfer`](Endpoint::transfer), for each range.
+    /// As for [`transfer`](Endpoint::transfer), for each range.
     pub(crate) unsafe fn transfer_all(
         &self,
         op: Op,
@@ -420,7 +421,7 @@ impl Endpoint {
             data: 0,
         };
         let raw = self.raw.as_ptr();
-        // SAFETY: the caller's promise; what describes the ranges is copied.
+        // SAFETY: guaranteed by the caller; the provider copies the descriptions of the ranges.
         let answer = unsafe {
             match op {
                 Op::Read => function!(raw, rma, readmsg)(raw, &message, self.flags),
@@ -430,18 +431,18 @@ impl Endpoint {
         Errno::check_count(answer).map(|_| ())
     }
 
-    /// Lets the provider work, and takes what has ended. Errors: libfabric's.
+    /// Makes progress, and reports completions. Errors: libfabric's.
     #[inline]
     pub(crate) fn read(&self, mut each: impl FnMut(CompletedOperation)) -> Result<Read, Errno> {
         let queue = self.queue.as_ptr();
         let mut entries = [const { std::mem::MaybeUninit::<fi_cq_msg_entry>::uninit() }; BATCH];
-        // SAFETY: the queue has entries of this form, and there is room for so many.
+        // SAFETY: the queue has entries of this format, and the array has that many.
         let answer =
             unsafe { function!(queue, ops, read)(queue, entries.as_mut_ptr().cast(), BATCH) };
         match Errno::check_count(answer) {
             Ok(count) => {
                 for entry in &entries[..count.min(BATCH)] {
-                    // SAFETY: the call has written so many.
+                    // SAFETY: the call has written that many entries.
                     let entry = unsafe { entry.assume_init_ref() };
                     each(CompletedOperation { context: entry.op_context, len: entry.len });
                 }
@@ -456,13 +457,13 @@ impl Endpoint {
     fn read_failed(&self) -> Result<Read, Errno> {
         let queue = self.queue.as_ptr();
         let mut entry = fi_cq_err_entry::default();
-        // SAFETY: the entry asks for no further data.
+        // SAFETY: the entry requests no error data.
         let answer = unsafe { function!(queue, ops, readerr)(queue, &mut entry, 0) };
         match Errno::check_count(answer) {
             Ok(0) | Err(Errno(libc::EAGAIN)) => Ok(Read::Nothing),
             Ok(_) => Ok(Read::Failed(FailedOperation {
                 context: entry.op_context,
-                // Some providers store the negative number.
+                // Some providers store a negative number.
                 errno: Errno(entry.err.saturating_abs()),
                 provider: entry.prov_errno,
             })),
@@ -470,7 +471,8 @@ impl Endpoint {
         }
     }
 
-    /// Returns whether the descriptor will tell of whatever comes: to be asked before each sleep.
+    /// Returns whether the descriptor will report every event from now on; call it before each
+    /// sleep.
     pub(crate) fn may_sleep(&self) -> bool {
         let fabric = self.domain.fabric();
         let mut watched = self.queue.as_ptr().cast::<fid>();
@@ -481,11 +483,11 @@ impl Endpoint {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        self.end().ok(); // logged, and what the provider may touch is kept
+        self.end().ok(); // logged; memory that the provider may access is kept
     }
 }
 
-/// An object that is closed unless the endpoint gets whole.
+/// An object that is closed unless the endpoint is opened completely.
 struct Opened<T>(NonNull<T>, &'static str);
 
 impl<T> Opened<T> {
@@ -496,7 +498,7 @@ impl<T> Opened<T> {
 
 impl<T> Drop for Opened<T> {
     fn drop(&mut self) {
-        // SAFETY: objects of libfabric begin with their `fid`; this one is open and not used
+        // SAFETY: libfabric's objects begin with their `fid`; this one is open and not used
         // afterwards.
         unsafe { close(self.0.as_ptr().cast(), self.1) };
     }

@@ -1,4 +1,5 @@
-//! libfabric's offers: a list of `fi_info`, each a provider on a domain with all of its attributes.
+//! The results of `fi_getinfo`: a list of `fi_info`, each a provider on a domain with its
+//! attributes.
 
 use std::ffi::{CStr, CString, c_char};
 use std::fmt;
@@ -10,12 +11,12 @@ use super::bindings_1_17::*;
 use super::errno::Errno;
 use super::library::{INTERFACE, LIBRARY, Library, Version};
 
-/// The capabilities that an endpoint of ours needs of whatever provider.
+/// The capabilities that kvx requires of every provider.
 const CAPS: u64 = (FI_MSG | FI_RMA) as u64;
-/// The modes that kvx can serve if a provider wants them: memory for each operation.
+/// The modes that kvx supports if a provider requires them: memory for each operation.
 const MODE: u64 = FI_CONTEXT | FI_CONTEXT2;
-/// The rules of registration that are kept, if a provider has them. Not `FI_MR_RAW` (keys longer
-/// than 8 bytes) and not `FI_MR_MMU_NOTIFY` (whose pages come and go).
+/// The registration modes that kvx supports if a provider requires them. Not `FI_MR_RAW` (keys
+/// longer than 8 bytes) and not `FI_MR_MMU_NOTIFY` (memory whose pages may be unmapped).
 const MR_MODE: u32 = FI_MR_LOCAL
     | FI_MR_VIRT_ADDR
     | FI_MR_ALLOCATED
@@ -24,18 +25,20 @@ const MR_MODE: u32 = FI_MR_LOCAL
     | FI_MR_RMA_EVENT
     | FI_MR_COLLECTIVE;
 
-/// What is asked of providers beside what all of them must have.
+/// Requirements besides those for all providers.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ProviderQuery<'a> {
-    /// One provider; all of them if none is named.
+    /// The provider; all providers if `None`.
     pub(crate) provider: Option<&'a str>,
-    /// That it reaches device memory.
+    /// Requires access to device memory.
     pub(crate) devices: bool,
-    /// That the end of a write says that the bytes are visible at the target.
+    /// Requires `FI_DELIVERY_COMPLETE`: the bytes of a completed write are visible at the target.
+    /// `ofi_rxm` accepts it for every provider below it; over verbs, a completed write was only
+    /// acknowledged by the card.
     pub(crate) delivery: bool,
 }
 
-/// A list, which libfabric allocated.
+/// A list that libfabric allocated.
 pub(crate) struct Infos(*mut fi_info);
 
 // SAFETY: the list is plain memory that nobody changes.
@@ -44,7 +47,7 @@ unsafe impl Send for Infos {}
 unsafe impl Sync for Infos {}
 
 impl Infos {
-    /// The offers that fit. Empty when there is none.
+    /// Returns the matching entries, which may be none.
     ///
     /// # Errors
     /// libfabric's.
@@ -52,18 +55,16 @@ impl Infos {
         library: &'static Library,
         asked: ProviderQuery<'_>,
     ) -> Result<Infos, Errno> {
-        // SAFETY: "none" makes a new one with all of its parts.
+        // SAFETY: a null argument creates a new `fi_info` with all of its parts.
         let hints = NonNull::new(unsafe { (library.functions().fi_dupinfo)(ptr::null()) });
         let hints = Infos(hints.ok_or(Errno(libc::ENOMEM))?.as_ptr());
-        // SAFETY: a new `fi_info` has all parts that are written here; the strings are libfabric's
-        // to free.
+        // SAFETY: a new `fi_info` has all parts that are written here; libfabric frees the strings.
         unsafe {
             let info = &mut *hints.0;
             info.caps = CAPS | if asked.devices { FI_HMEM } else { 0 };
             info.mode = MODE;
             (*info.ep_attr).type_ = FI_EP_RDM;
-            // The program's threads register memory; of all else, one thread at a time makes
-            // progress.
+            // Any thread may register memory; apart from that, one thread at a time makes progress.
             (*info.domain_attr).threading = FI_THREAD_COMPLETION;
             (*info.domain_attr).resource_mgmt = FI_RM_ENABLED;
             let devices = if asked.devices { FI_MR_HMEM } else { 0 };
@@ -75,8 +76,8 @@ impl Infos {
             }
         }
         let mut found = ptr::null_mut();
-        // Providers are opened here, which may do to signal handlers what a library may.
-        // SAFETY: the hints are whole; the answer is a list of its own.
+        // Providers initialise here, which may change signal handlers as any library may.
+        // SAFETY: the hints are complete; the answer is a separate list.
         let answer = loader::with_signals_kept(|| unsafe {
             let getinfo = library.functions().fi_getinfo;
             getinfo(INTERFACE.packed(), ptr::null(), ptr::null(), 0, hints.0, &mut found)
@@ -88,11 +89,11 @@ impl Infos {
         }
     }
 
-    /// Each of them, in libfabric's order of preference.
+    /// Iterates over the entries, in libfabric's order of preference.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Info> {
         let mut next = self.0.cast_const();
         std::iter::from_fn(move || {
-            // SAFETY: the list is alive as long as `self`, and `Info` is a name for its entries.
+            // SAFETY: the list lives as long as `self`, and `Info` has the layout of its entries.
             let info = unsafe { next.cast::<Info>().as_ref() }?;
             next = info.0.next;
             Some(info)
@@ -103,13 +104,13 @@ impl Infos {
 impl Drop for Infos {
     fn drop(&mut self) {
         if !self.0.is_null() {
-            // SAFETY: it is ours, and nobody uses it any more.
+            // SAFETY: this is the only owner, and nobody uses the list afterwards.
             unsafe { (LIBRARY.functions().fi_freeinfo)(self.0) };
         }
     }
 }
 
-/// A copy that libfabric frees.
+/// Returns a copy that libfabric frees.
 fn copied(text: &str) -> Result<*mut c_char, Errno> {
     let text = CString::new(text).map_err(|_| Errno(libc::EINVAL))?;
     // SAFETY: it is a C string.
@@ -118,7 +119,7 @@ fn copied(text: &str) -> Result<*mut c_char, Errno> {
         .ok_or(Errno(libc::ENOMEM))
 }
 
-/// Where a card sits on the PCI buses of this machine.
+/// The address of a card on this machine's PCI buses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct PciAddress {
     pub(crate) domain: u16,
@@ -133,7 +134,7 @@ impl fmt::Display for PciAddress {
     }
 }
 
-/// One provider on one domain.
+/// A provider on a domain.
 #[repr(transparent)]
 pub(crate) struct Info(fi_info);
 
@@ -142,9 +143,9 @@ impl Info {
         (&raw const self.0).cast_mut()
     }
 
-    /// A copy of its own.
+    /// Returns a separate copy.
     pub(crate) fn copy(&self) -> Result<Infos, Errno> {
-        // SAFETY: it is whole, and the copy is a list of one.
+        // SAFETY: it is complete, and the copy is a list with one entry.
         let copy = unsafe { (LIBRARY.functions().fi_dupinfo)(self.raw()) };
         if copy.is_null() { Err(Errno(libc::ENOMEM)) } else { Ok(Infos(copy)) }
     }
@@ -173,81 +174,81 @@ impl Info {
         self.0.fabric_attr
     }
 
-    /// The provider's name, with those that it runs on: `tcp;ofi_rxm`.
+    /// Returns the name of the provider, including the layers above the core provider:
+    /// `tcp;ofi_rxm`.
     pub(crate) fn provider(&self) -> String {
         text(self.fabric().prov_name)
     }
 
-    /// The domain's name: that of a card, or of a network interface.
+    /// Returns the domain's name: that of a card or a network interface.
     pub(crate) fn domain(&self) -> String {
         text(self.attributes().name)
     }
 
-    /// The number of the protocol on the wire, and its version.
+    /// Returns the number and version of the wire protocol.
     pub(crate) fn protocol(&self) -> (u32, u32) {
         (self.endpoint().protocol, self.endpoint().protocol_version)
     }
 
-    /// The provider's own version.
+    /// Returns the provider's own version.
     pub(crate) fn provider_version(&self) -> Version {
         let packed = self.fabric().prov_version;
         Version::of(packed >> 16, packed & 0xffff)
     }
 
-    /// Returns whether a rule of registration applies.
+    /// Returns whether the provider requires a registration mode.
     pub(crate) fn wants(&self, rule: u32) -> bool {
         self.attributes().mr_mode.cast_unsigned() & rule != 0
     }
 
-    /// Returns whether it reaches device memory.
+    /// Returns whether the provider can access device memory.
     pub(crate) fn has_devices(&self) -> bool {
         self.0.caps & FI_HMEM != 0
     }
 
-    /// Returns whether somebody must call the provider at the target for its memory to be read and
-    /// written.
+    /// Returns whether the target must call the provider for peers to access its memory.
     pub(crate) fn is_progressed_by_hand(&self) -> bool {
         self.attributes().data_progress == FI_PROGRESS_MANUAL
     }
 
-    /// Returns how many bytes of a key are used.
+    /// Returns the number of bytes in a key.
     pub(crate) fn key_size(&self) -> usize {
         self.attributes().mr_key_size
     }
 
-    /// Returns how many operations it takes at a time.
+    /// Returns how many operations may be in flight.
     pub(crate) fn depth(&self) -> usize {
         self.transmits().size
     }
 
-    /// Returns how many ranges an operation on remote memory may have, on both sides.
+    /// Returns how many ranges an operation may have on each side.
     pub(crate) fn ranges(&self) -> usize {
         self.transmits().iov_limit.min(self.transmits().rma_iov_limit).max(1)
     }
 
-    /// The flags of operations that are posted with flags.
+    /// Returns the flags of operations that take flags.
     pub(crate) fn flags(&self) -> u64 {
         self.transmits().op_flags
     }
 
-    /// The longest message or piece.
+    /// Returns the maximum length of a message or piece.
     pub(crate) fn longest(&self) -> u64 {
         self.endpoint().max_msg_size as u64
     }
 
-    /// Returns whether its addresses are texts rather than of a fixed length.
+    /// Returns whether addresses are text rather than of a fixed length.
     pub(crate) fn has_text_addresses(&self) -> bool {
         self.0.addr_format == FI_ADDR_STR
     }
 
-    /// Returns where its card sits, if the provider says so.
+    /// Returns the PCI address of the card, if the provider reports it.
     pub(crate) fn pci(&self) -> Option<PciAddress> {
-        // SAFETY: both are null or whole.
+        // SAFETY: both are null or valid.
         let bus = unsafe { self.0.nic.as_ref()?.bus_attr.as_ref() }?;
         if bus.bus_type != FI_BUS_PCI {
             return None;
         }
-        // SAFETY: the kind of bus says which part it is.
+        // SAFETY: the bus type tells which member of the union is valid.
         let fi_pci_attr { domain_id, bus_id, device_id, function_id } = unsafe { bus.attr.pci };
         Some(PciAddress {
             domain: domain_id,
@@ -258,7 +259,7 @@ impl Info {
     }
 }
 
-/// A text of libfabric's; empty if there is none.
+/// Returns a text from libfabric; empty if it is null.
 fn text(pointer: *const c_char) -> String {
     if pointer.is_null() {
         return String::new();

@@ -1,4 +1,4 @@
-//! The libfabric that this process has opened.
+//! The libfabric that this process has loaded.
 
 use std::ffi::CStr;
 use std::fmt;
@@ -9,15 +9,15 @@ use kvx_core::backend::Unavailable;
 
 use super::bindings_1_17::{FI_MAJOR_VERSION, FI_MINOR_VERSION, Functions};
 
-/// The variable that names the library.
+/// The environment variable that names the library.
 const VARIABLE: &str = "KVX_LIBFABRIC_LIB";
 const NAMES: &[&str] = &["libfabric.so.1"];
-/// Where the installer of AWS's EFA puts its own.
+/// The paths at which AWS's EFA installer puts its libfabric.
 const FILES: &[&str] =
     &["/opt/amazon/efa/lib64/libfabric.so.1", "/opt/amazon/efa/lib/libfabric.so.1"];
 const CURE: &str = "install libfabric 1.17 or newer (Debian: libfabric1), or set KVX_LIBFABRIC_LIB to its libfabric.so.1";
 
-/// The version of a library, and of the interface that a program asks for.
+/// The version of a library, or of the interface that a program requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Version {
     pub(crate) major: u32,
@@ -29,7 +29,7 @@ impl Version {
         Version { major, minor }
     }
 
-    /// As libfabric packs it.
+    /// Returns the version as libfabric encodes it.
     pub(crate) const fn packed(self) -> u32 {
         self.major << 16 | self.minor
     }
@@ -45,11 +45,12 @@ impl fmt::Display for Version {
     }
 }
 
-/// The version of the bindings: what is asked of every library, and the oldest that has it.
+/// The version of the bindings: kvx requests this interface from every library, and it is the
+/// oldest supported version.
 pub(crate) const INTERFACE: Version = Version::of(FI_MAJOR_VERSION, FI_MINOR_VERSION);
 
-/// Returns the version of a symbol whose structures are those of the bindings; newer libraries have
-/// others by default.
+/// Returns the version of a symbol whose structures match the bindings; newer libraries use others
+/// by default.
 #[cfg_attr(not(feature = "raw"), expect(unreachable_pub, reason = "public with the feature raw"))]
 pub fn symbol_version(name: &CStr) -> &'static CStr {
     match name.to_bytes() {
@@ -59,10 +60,10 @@ pub fn symbol_version(name: &CStr) -> &'static CStr {
     }
 }
 
-/// An open libfabric, with the functions of 1.17 that are symbols.
+/// A loaded libfabric with the functions of 1.17 that are symbols.
 pub(crate) type Library = BoundLibrary<Functions, Version>;
 
-/// The library that `KVX_LIBFABRIC_LIB` names, else `libfabric.so.1`.
+/// The library that `KVX_LIBFABRIC_LIB` names, otherwise `libfabric.so.1`.
 pub(crate) static LIBRARY: ProcessLibrary<Functions, Version> = ProcessLibrary::new(load);
 
 fn load() -> Result<Library, Unavailable> {
@@ -70,8 +71,8 @@ fn load() -> Result<Library, Unavailable> {
         let library =
             Search::new(VARIABLE, NAMES, CURE).files(FILES.iter().map(PathBuf::from)).open()?;
         let find = |name: &'static CStr| library.versioned_address(name, symbol_version(name));
-        // SAFETY: the loader answers with the symbol of that name and version, which is the
-        // function that the headers of 1.17 declare.
+        // SAFETY: the loader returns the symbol of that name and version, which is the function
+        // that the headers of 1.17 declare.
         let functions = unsafe { Functions::find(find) }?;
         // SAFETY: it has no preconditions.
         let version = Version::unpack(unsafe { (functions.fi_version)() });

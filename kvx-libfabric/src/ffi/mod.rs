@@ -1,10 +1,9 @@
 //! libfabric's C interface: generated bindings, the library that is opened, and thin owners of its
 //! objects.
 //!
-//! Few functions of libfabric are symbols. The rest of its interface is inline in C: calls through
-//! tables of functions that each object carries. The wrappers here make those calls; the bindings
-//! are those of 1.17, which later versions keep for programs that ask for the symbols of that
-//! version.
+//! Few of libfabric's functions are symbols. The others are inline functions in C, which call
+//! through tables of functions in each object; the wrappers here do the same. The bindings are
+//! those of 1.17. Later versions keep them for programs that request that version's symbols.
 
 #[rustfmt::skip]
 #[allow(missing_docs, non_camel_case_types, unreachable_pub, dead_code, reason = "generated")]

@@ -1,4 +1,4 @@
-//! libfabric behind its wrappers: two endpoints of this process.
+//! Tests the wrappers of libfabric with two endpoints in this process.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -11,8 +11,8 @@ use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// An endpoint of a provider with 64 bytes for each operation; `None` where libfabric is not
-/// installed, which is said.
+/// Opens an endpoint of a provider with 64 bytes for each operation. Returns `None` if libfabric is
+/// not installed, and reports that.
 fn endpoint(provider: &str, test: &str) -> Option<Endpoint> {
     let library = match LIBRARY.open() {
         Ok(library) => library,
@@ -30,24 +30,24 @@ fn endpoint(provider: &str, test: &str) -> Option<Endpoint> {
     Some(Endpoint::open(&domain, provider != "shm", Arc::new(())).unwrap())
 }
 
-/// Two endpoints of a provider.
+/// Opens two endpoints of a provider.
 fn pair(provider: &str, test: &str) -> Option<(Endpoint, Endpoint)> {
     Some((endpoint(provider, test)?, endpoint(provider, test)?))
 }
 
-/// Repeats a post while there is no room, or no connection, and lets both ends work.
+/// Retries a post while there is no capacity or no connection, and makes progress on both ends.
 fn post(ends: [&Endpoint; 2], mut post: impl FnMut() -> Result<(), Errno>) {
     let until = Instant::now() + PATIENCE;
     while let Err(errno) = post() {
         assert_eq!(errno, Errno(libc::EAGAIN));
-        assert!(Instant::now() < until, "there is no room for ever");
+        assert!(Instant::now() < until, "there has been no capacity for too long");
         for end in ends {
             assert!(matches!(end.read(|_| panic!("nothing was posted")).unwrap(), Read::Nothing));
         }
     }
 }
 
-/// Lets both ends work until an operation of the first has ended.
+/// Makes progress on both ends until an operation of the first has ended.
 fn wait([first, other]: [&Endpoint; 2]) -> Result<*mut c_void, FailedOperation> {
     let until = Instant::now() + PATIENCE;
     let mut ended = None;
@@ -88,7 +88,7 @@ fn bytes_go_both_ways(provider: &str, test: &str) {
     let (mut ours, theirs) = (vec![1_u8; 8192], vec![2_u8; 8192]);
     let mut contexts = [[0_u64; 8]; 2];
     let [first, second] = contexts.each_mut().map(|context| context.as_mut_ptr().cast::<c_void>());
-    // SAFETY: both memories, and the contexts, outlive all operations, which are waited for.
+    // SAFETY: both memories and the contexts outlive all operations, which the test waits for.
     unsafe {
         let (local, lent) = (
             near.domain().register(described(&ours), 7).unwrap(),
@@ -110,12 +110,12 @@ fn bytes_go_both_ways(provider: &str, test: &str) {
     assert!(
         ours[..4096].iter().all(|byte| *byte == 2) && ours[4096..].iter().all(|byte| *byte == 1)
     );
-    // SAFETY: the memory is there, and nothing is in flight on it any more.
+    // SAFETY: the memory is allocated, and no operation on it is in flight.
     let came = |at: usize| unsafe { theirs.as_ptr().wrapping_add(at).read_volatile() };
     assert_eq!([came(0), came(4095), came(4096)], [1, 1, 2]);
 }
 
-/// Has libfabric answer that an object is in use when it is closed; it stays open.
+/// Makes libfabric report that an object is in use when it is closed; the object stays open.
 ///
 /// # Safety
 /// The object is open.
@@ -146,7 +146,11 @@ fn an_object_that_the_provider_keeps_is_reported() {
     };
     assert_eq!(registration.close(), Err(Errno(libc::EBUSY)));
     assert_eq!(other.close(), Err(Errno(libc::EBUSY)));
-    assert_eq!(Arc::strong_count(&given), 2, "the provider may still use what it was given");
+    assert_eq!(
+        Arc::strong_count(&given),
+        2,
+        "the provider may still use the memory that it was given"
+    );
     end.close().unwrap();
 }
 
@@ -191,7 +195,7 @@ fn ranges_go_together_over_sockets() {
     }
     let first = |memory: &[u8]| {
         [0, 1, 2, 3, 4, 5, 6, 7].map(|at| {
-            // SAFETY: the memory is there, and nothing is in flight on it any more.
+            // SAFETY: the memory is allocated, and no operation on it is in flight.
             unsafe { memory.as_ptr().add(at * 100).read_volatile() }
         })
     };
@@ -247,7 +251,7 @@ fn an_endpoint_over_sockets_may_be_slept_on_and_one_over_shared_memory_not() {
     let Some(sockets) = endpoint("tcp;ofi_rxm", test) else { return };
     let Some(shared) = endpoint("shm", test) else { return };
     assert!(matches!(sockets.wait_method(), WaitMethod::Descriptor(descriptor) if descriptor >= 0));
-    assert!(sockets.may_sleep(), "nothing has come");
+    assert!(sockets.may_sleep(), "no event has occurred");
     assert_eq!(shared.wait_method(), WaitMethod::Never);
 }
 
@@ -259,8 +263,8 @@ fn shared_memory_that_a_process_of_this_number_left_is_passed_over() {
     let name = address.trim_end_matches('\0').strip_prefix("fi_shm://").unwrap();
     let (before, number) = name.rsplit_once(':').unwrap();
     let number: u32 = number.parse().unwrap();
-    // A killed process leaves such files. Several, as tests beside this one take some of the next
-    // names.
+    // Killed processes leave such files. Create several, because concurrent tests take some of the
+    // next names.
     let copy = format!("/dev/shm/{name}-left");
     std::fs::copy(format!("/dev/shm/{name}"), &copy).unwrap();
     let names: Vec<String> =
@@ -270,7 +274,7 @@ fn shared_memory_that_a_process_of_this_number_left_is_passed_over() {
     std::fs::remove_file(copy).unwrap();
     let next = endpoint("shm", test).unwrap().address().unwrap();
     for path in left {
-        std::fs::remove_file(path).ok(); // the library removes those that it came upon
+        std::fs::remove_file(path).ok(); // the library removes the files that it finds
     }
     assert_ne!(next, address.as_bytes());
 }

@@ -1,11 +1,11 @@
-//! A bare libfabric loop between two processes: what libfabric gives without kvx, to measure kvx
-//! beside. `PROVIDER DOMAIN` (`tcp lo`, `shm shm`) is a program for `kvx bench --beside` (see
-//! `kvx-cli/BESIDE.md`); with `pingpong SIZE` behind it sends messages to and fro, as `fi_pingpong
-//! -e rdm -S SIZE` does.
+//! A bare libfabric loop between two processes: the performance of libfabric without kvx, as a
+//! baseline. `PROVIDER DOMAIN` (`tcp lo`, `shm shm`) runs it for `kvx bench --beside` (see
+//! `kvx-cli/BESIDE.md`). With `pingpong SIZE` as well, it sends messages back and forth, as
+//! `fi_pingpong -e rdm -S SIZE` does.
 //!
-//! The library is `KVX_LIBFABRIC_LIB`, else `libfabric.so.1`; settings are the environment's. A
-//! write counts when its bytes have arrived (`FI_DELIVERY_COMPLETE`; over shm a post copies before
-//! it returns). It uses nothing of kvx but the bindings and the kit for baselines.
+//! The library is `KVX_LIBFABRIC_LIB`, otherwise `libfabric.so.1`; settings come from the
+//! environment. A write counts when it completes with `FI_DELIVERY_COMPLETE`; over shm a post
+//! copies before it returns. Of kvx it uses only the bindings and the test kit's baseline module.
 
 use kvx_backend::baseline::{self, Baseline, BlockPair, Channel, HugeMemory, Point, answer};
 use kvx_backend::loader::Search;
@@ -15,7 +15,7 @@ use std::ffi::{CStr, CString};
 use std::ptr::{null, null_mut};
 use std::time::{Duration, Instant};
 
-/// Calls a function of an object out of its table.
+/// Calls a function from an object's table.
 macro_rules! call {
     ($object:expr, $table:ident.$name:ident($($argument:expr),*)) => {{
         let object = $object;
@@ -29,8 +29,8 @@ fn check(what: &str, answer: impl Into<i64>) -> i64 {
     answer
 }
 
-/// One of the two processes: its endpoint, which leads to the other's, and memory of one length in
-/// both.
+/// One of the two processes: its endpoint, which is connected to the other's, and memory of one
+/// length in both.
 struct End {
     info: *mut fi_info,
     domain: *mut fid_domain,
@@ -39,7 +39,7 @@ struct End {
     peer: u64,
     other: Channel,
     memory: Option<Memory>,
-    /// What the other process calls its first byte, and its key.
+    /// The other process's base address and key.
     remote: [u64; 2],
     in_flight: Cell<usize>,
 }
@@ -50,12 +50,12 @@ struct Memory {
     registration: *mut fid_mr,
 }
 
-/// Numbers that are no length: make progress until the next number; do nothing until then; answer
-/// messages of a length.
+/// Requests that are not lengths: make progress until the next request; do nothing until then;
+/// answer messages of a length.
 const PROGRESS: usize = 0;
 const REST: usize = usize::MAX;
 const ANSWER: usize = usize::MAX - 1;
-const MESSAGES: usize = 2000; // to and fro in one measurement
+const MESSAGES: usize = 2000; // back and forth in one measurement
 
 impl End {
     fn new(provider: &str, wanted: &str, other: Channel) -> End {
@@ -63,8 +63,8 @@ impl End {
         let library = search.open().expect("libfabric");
         let find = |name: &'static CStr| library.versioned_address(name, symbol_version(name));
         let none = null_mut();
-        // SAFETY: each call is one that libfabric's manual describes, on objects that the calls
-        // before it have made.
+        // SAFETY: libfabric's manual allows each call on the objects that the calls before it have
+        // created.
         unsafe {
             let functions = Functions::find(find).expect("every function of 1.17");
             let hints = (functions.fi_dupinfo)(null());
@@ -112,17 +112,18 @@ impl End {
     }
 
     /// Registers memory in place of the last. Returns the two numbers by which the other process
-    /// reaches it.
+    /// accesses it.
     fn allocate(&mut self, length: usize) -> [u64; 2] {
         if let Some(Memory { registration, .. }) = self.memory.take() {
-            // SAFETY: nothing is in flight between points.
+            // SAFETY: no operation is in flight between points.
             unsafe { call!(registration.cast::<fid>(), ops.close()) };
         }
         let bytes = HugeMemory::new(length, true);
         let access = FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
         let (mut mr, access) = (null_mut(), u64::from(access));
         let (start, at) = (bytes.as_ptr().cast_const().cast(), bytes.as_ptr().addr() as u64);
-        // SAFETY: the memory is as long, and is registered until it goes; the domain is open.
+        // SAFETY: the memory has that length, and stays allocated while it is registered; the
+        // domain is open.
         unsafe {
             check(
                 "fi_mr_reg",
@@ -135,10 +136,10 @@ impl End {
         }
     }
 
-    /// Takes what has ended.
+    /// Reads completions.
     fn progress(&self) {
         let mut entries = [fi_cq_msg_entry::default(); 64];
-        // SAFETY: there is room for so many entries of the form that the queue was opened with.
+        // SAFETY: the array has that many entries of the format that the queue was opened with.
         let answer = unsafe { call!(self.cq, ops.read(entries.as_mut_ptr().cast(), 64)) };
         if answer != -(libc::EAGAIN as isize) {
             self.in_flight
@@ -146,7 +147,7 @@ impl End {
         }
     }
 
-    /// Posts as soon as there is room, and makes progress while more than `left` are in flight.
+    /// Posts once there is capacity, and makes progress while more than `left` are in flight.
     fn post(&self, left: usize, post: impl Fn() -> isize) {
         let mut answer = post();
         while answer == -(libc::EAGAIN as isize) {
@@ -185,12 +186,13 @@ impl End {
         self.wait(0);
     }
 
-    /// Sends a message and takes the other's, or the other way round.
+    /// Sends a message and receives the other's, or the other way round.
     fn message(&self, first: bool, size: usize) {
         let Memory { bytes, registration: mr } = self.memory.as_ref().expect("there is memory");
         let (End { ep, peer, .. }, none, out) = (self, null_mut(), bytes.as_ptr());
         let into = out.wrapping_add(size);
-        // SAFETY: there is room for two messages, one each way, and one of each is in flight.
+        // SAFETY: the memory holds two messages, one for each direction, and one of each is in
+        // flight.
         unsafe {
             let desc = (**mr).mem_desc;
             self.post(usize::from(first), || {
@@ -200,7 +202,7 @@ impl End {
         }
     }
 
-    /// Runs the other process.
+    /// Runs the target process.
     fn serve(&mut self) {
         while let Some((request, bytes)) = self.other.receive() {
             if request == PROGRESS {
@@ -261,7 +263,7 @@ fn main() {
         _ => return eprintln!("usage: kvx-libfabric-bare PROVIDER DOMAIN [pingpong SIZE]"),
     };
     let open = |other| End::new(provider, domain, other);
-    // SAFETY: the program has one thread, and has not opened libfabric yet.
+    // SAFETY: the program has one thread, and has not loaded libfabric yet.
     let other = unsafe { baseline::fork(|channel| open(channel).serve()) };
     let mut end = open(other);
     match size {

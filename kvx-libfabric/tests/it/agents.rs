@@ -1,4 +1,4 @@
-//! Whole agents: rails, providers that do not meet, and what is said of what there is.
+//! Tests whole agents: rails, agents with different providers, and what `kvx backends` lists.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ const SHARED: &str = r#"{"libfabric": {"provider": "shm"}}"#;
 
 type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
 
-/// Returns whether libfabric is installed here; says so if it is not.
+/// Returns whether libfabric is installed here; reports a skipped test if it is not.
 fn is_installed(test: &str) -> bool {
     match Options::parse(ONE)
         .and_then(|options| registry("").require("LIBFABRIC", &options).map(|_| ()))
@@ -32,7 +32,7 @@ fn is_installed(test: &str) -> bool {
     }
 }
 
-/// An agent with a region of which block `n` holds `content + n`.
+/// Returns an agent with a region whose block `n` holds `content + n`.
 fn agent(name: &str, options: &str, content: u8) -> Outcome<(Agent, Region)> {
     let builder = Agent::builder(name).backends(["LIBFABRIC"]).options(Options::parse(options)?);
     let agent = builder.registry(registry("")).build()?;
@@ -42,8 +42,8 @@ fn agent(name: &str, options: &str, content: u8) -> Outcome<(Agent, Region)> {
     Ok((agent, region))
 }
 
-/// Reads the first half of the peer's region into ours, last block first, and writes our second
-/// half to the peer's.
+/// Reads the first half of the peer's region into the local one, last block first, and writes the
+/// local second half to the peer's.
 fn both_ways(near: &Region, peer: &Peer) -> Outcome {
     peer.ready(PATIENCE).wait_blocking(PATIENCE)?;
     let grid = || Grid::packed(BLOCK, BLOCKS);
@@ -57,7 +57,7 @@ fn both_ways(near: &Region, peer: &Peer) -> Outcome {
     Ok(())
 }
 
-/// The first and the last byte of each block.
+/// Returns the first and the last byte of each block.
 fn edges(region: &Region) -> Outcome<Vec<[u8; 2]>> {
     let mut bytes = vec![0; BLOCK as usize * BLOCKS as usize];
     region.copy_out(0, &mut bytes)?;
@@ -65,8 +65,8 @@ fn edges(region: &Region) -> Outcome<Vec<[u8; 2]>> {
 }
 
 #[test]
-fn transfers_are_spread_over_rails_of_whatever_number() {
-    if !is_installed("transfers_are_spread_over_rails_of_whatever_number") {
+fn transfers_are_spread_over_any_number_of_rails() {
+    if !is_installed("transfers_are_spread_over_any_number_of_rails") {
         return;
     }
     for (near_domains, far_domains) in [(TWO, TWO), (TWO, ONE), (ONE, TWO), (THREE, TWO)] {
@@ -96,8 +96,8 @@ fn transfers_are_spread_over_rails_of_whatever_number() {
 }
 
 #[test]
-fn two_providers_do_not_meet_and_say_what_to_do() {
-    if !is_installed("two_providers_do_not_meet_and_say_what_to_do") {
+fn agents_with_different_providers_get_an_error_that_says_what_to_do() {
+    if !is_installed("agents_with_different_providers_get_an_error_that_says_what_to_do") {
         return;
     }
     let ((near, _), (far, _)) = (agent("near", ONE, 1).unwrap(), agent("far", SHARED, 2).unwrap());
@@ -110,12 +110,12 @@ fn two_providers_do_not_meet_and_say_what_to_do() {
 }
 
 #[test]
-fn what_there_is_and_what_it_can_do_is_listed() {
-    if !is_installed("what_there_is_and_what_it_can_do_is_listed") {
+fn providers_are_listed_with_their_properties() {
+    if !is_installed("providers_are_listed_with_their_properties") {
         return;
     }
     let (_, standing) = registry("").status("LIBFABRIC", &Options::parse(ONE).unwrap()).unwrap();
-    let BackendStatus::Available(available) = standing else { panic!("it was available just now") };
+    let BackendStatus::Available(available) = standing else { panic!("it was available before") };
     let line = |name: &str| available.devices.iter().find(|line| line.starts_with(name)).cloned();
     let tcp = line("tcp;ofi_rxm/lo (").unwrap();
     assert!(tcp.contains("delivery") && !tcp.contains("not used"), "{tcp}");
@@ -127,8 +127,8 @@ fn what_there_is_and_what_it_can_do_is_listed() {
 }
 
 #[test]
-fn a_provider_or_domain_that_is_not_there_is_named() {
-    if !is_installed("a_provider_or_domain_that_is_not_there_is_named") {
+fn a_missing_provider_or_domain_is_named() {
+    if !is_installed("a_missing_provider_or_domain_is_named") {
         return;
     }
     let refused = |options: &str| {
@@ -141,7 +141,7 @@ fn a_provider_or_domain_that_is_not_there_is_named() {
     assert!(why.contains("no provider nothing") && why.contains("fi_info"), "{why}");
     let why = refused(r#"{"libfabric": {"provider": "tcp;ofi_rxm", "domain": "nowhere9"}}"#);
     assert!(why.contains("no domain nowhere9") && why.contains("lo"), "{why}");
-    // Too old here, or without a card.
+    // The library is too old here, or there is no card.
     let why = refused(r#"{"libfabric": {"provider": "efa"}}"#);
     assert!(why.contains("from libfabric 1.21 on") || why.contains("no provider efa"), "{why}");
 }

@@ -1,5 +1,5 @@
-//! A process with small buffers of ofi_rxm's and one with the usual ones reach each other, and
-//! report what they risk.
+//! Tests that a process with small ofi_rxm buffers and one with default buffers reach each other,
+//! and that each reports its risk.
 
 use std::process::Command;
 
@@ -11,22 +11,22 @@ const BLOCK: u64 = 4096;
 const BLOCKS: u32 = 64;
 const BYTES: usize = BLOCK as usize * BLOCKS as usize;
 const PROVIDER: &str = "tcp;ofi_rxm";
-/// What SECURITY.md tells operators to set, and its values.
+/// The variables and values that SECURITY.md recommends.
 const SIZE: (&str, &str) = ("FI_OFI_RXM_BUFFER_SIZE", "4352");
 const LIMIT: (&str, &str) = ("FI_OFI_RXM_EAGER_LIMIT", "16384");
-/// A process that has this variable prints its cautions and its route, and exits. With this value
-/// it bounds its buffers.
+/// Set in a process that prints its warnings and its route, and exits. With the value `BOUNDS` it
+/// bounds its buffers.
 const REPORT: &str = "KVX_LIBFABRIC_REPORT";
 const BOUNDS: &str = "bounds";
 
-/// Plays the process that prints cautions and route, if this one was started for that.
+/// Prints warnings and route if this process was started for that.
 pub(crate) fn report_if_asked() {
     let Ok(kind) = std::env::var(REPORT) else { return };
     if kind == BOUNDS {
-        // SAFETY: nothing has started a thread.
+        // SAFETY: no other thread has been started yet.
         unsafe { kvx_libfabric::Libfabric::bound_kept_messages() };
     }
-    report().expect("it was available just now");
+    report().expect("it was available before");
     std::process::exit(0);
 }
 
@@ -38,13 +38,13 @@ fn cautions_about_buffers_are_right() -> Check {
     })
 }
 
-/// Prints the cautions and the route.
+/// Prints the warnings and the route.
 fn report() -> Check {
     let mut registry = Registry::new();
     registry.add(kvx_libfabric::Libfabric)?;
     let options = Options::parse(&processes::options(PROVIDER))?;
     let (_, status) = registry.status("LIBFABRIC", &options)?;
-    let BackendStatus::Available(available) = status else { panic!("it was available just now") };
+    let BackendStatus::Available(available) = status else { panic!("it was available before") };
     let agent = Agent::builder("tells")
         .backends(["LIBFABRIC"])
         .options(options)
@@ -62,7 +62,7 @@ fn cautions_name_what_is_not_set() -> Check {
         (&[SIZE], "", Some("refuses peers")),
         (&[SIZE, LIMIT], "", None),
         (&[], BOUNDS, None),
-        (&[SIZE], BOUNDS, Some("refuses peers")), // somebody has chosen
+        (&[SIZE], BOUNDS, Some("refuses peers")), // the user's choice is kept
     ] {
         let mut process = Command::new(std::env::current_exe()?);
         process.env_remove(SIZE.0).env_remove(LIMIT.0).envs(set.iter().copied()).env(REPORT, kind);
@@ -91,7 +91,7 @@ async fn small_buffers_and_the_usual_ones_reach_each_other(setup: Setup) -> Chec
     let grid = Grid::packed(BLOCK, BLOCKS);
     let backwards = || (0..BLOCKS).rev().collect::<Vec<_>>();
 
-    // The usual ones go to the small ones,
+    // From default buffers to small ones,
     let peer = pair.connect().await?;
     let read = Plan::read(
         near.grid(grid)?.blocks(backwards()),

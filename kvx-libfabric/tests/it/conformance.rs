@@ -1,5 +1,5 @@
-//! libfabric keeps the contract: every clause, in one process and in two, over sockets and over
-//! shared memory.
+//! Runs the conformance suite over libfabric: every clause, in one process and in two, over sockets
+//! and over shared memory.
 
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
     device::first(kvx_cuda::devices, |device, len| device.pool(len).build())
 }
 
-/// From an NVIDIA device to the same one.
+/// From NVIDIA device memory to memory of the same device.
 const DEVICE: Suite = Suite {
     label: "LIBFABRIC-device",
     near: Backing::Device,

@@ -1,4 +1,4 @@
-//! Device memory that libfabric's providers do not reach.
+//! Tests device memory that libfabric's providers cannot access.
 
 use kvx_core::{Options, Registry};
 use kvx_testkit::device::goes_elsewhere;

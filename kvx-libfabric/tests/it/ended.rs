@@ -1,5 +1,5 @@
-//! An agent that ends leaves its peers nothing, though programs live on that were started while it
-//! was open.
+//! Tests that an agent that ends leaves nothing behind in its peers, even if programs that were
+//! started while it was open still run.
 
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
@@ -11,12 +11,12 @@ use crate::registry;
 
 const PATIENCE: Duration = Duration::from_secs(10);
 const GRID: Grid = Grid::packed(4096, 4);
-/// Agents that come and go.
+/// The number of agents that start and end.
 const ROUNDS: usize = 8;
 
 type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
 
-/// A program that has inherited what libfabric lets it inherit.
+/// A program that has inherited libfabric's sockets.
 struct Program(Child);
 
 impl Program {
@@ -47,7 +47,7 @@ fn agent(name: &str) -> Outcome<(Agent, Region)> {
     Ok((agent, region))
 }
 
-/// Connects both ways, and reads once each way.
+/// Connects both ways, and reads once in each direction.
 fn meet(one: &(Agent, Region), other: &(Agent, Region)) -> Outcome {
     for ((agent, region), (owner, _)) in [(one, other), (other, one)] {
         let peer = agent.connect(owner.metadata()?)?;
@@ -66,7 +66,7 @@ fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("there is /proc").count()
 }
 
-/// Waits until there are no more descriptors than `most`.
+/// Waits until at most `most` descriptors are open.
 fn shrink_to(most: usize) {
     let until = Instant::now() + PATIENCE;
     while descriptors() > most {
@@ -80,10 +80,9 @@ fn shrink_to(most: usize) {
 }
 
 #[test(own_process)]
-fn what_an_agent_holds_does_not_depend_on_how_many_peers_have_come_and_gone() {
+fn an_agent_keeps_no_resources_of_peers_that_have_ended() {
     if let Err(why) = registry("").require("LIBFABRIC", &options()) {
-        const TEST: &str =
-            "what_an_agent_holds_does_not_depend_on_how_many_peers_have_come_and_gone";
+        const TEST: &str = "an_agent_keeps_no_resources_of_peers_that_have_ended";
         let cure = "cargo xtask test --install on Debian 12";
         return kvx_testkit::skip(TEST, &why.to_string(), cure);
     }

@@ -1,5 +1,5 @@
-//! A process that is killed in the middle of its writes over shared memory leaves their target to
-//! others.
+//! Tests that a process that is killed during its writes over shared memory does not block other
+//! users of their target.
 
 use std::time::Instant;
 
@@ -10,14 +10,18 @@ use kvx_testkit::{Check, PostSpec, Setup, test};
 const BLOCK: u64 = 64 << 10;
 const BLOCKS: u32 = 512;
 const BYTES: usize = BLOCK as usize * BLOCKS as usize;
-/// Kills in the middle of writes; a process that is killed when all of its own have ended is not
-/// one.
+/// The number of kills during writes. A process that is killed after all of its writes have ended
+/// does not count.
 const KILLS: usize = 3;
 const ROUNDS: usize = 10 * KILLS;
 
 #[test]
-fn the_target_of_a_killed_process_works_on() -> Check {
-    processes::check("the_target_of_a_killed_process_works_on", "shm", kill_in_the_middle_of_writes)
+fn the_target_of_a_killed_process_stays_usable() -> Check {
+    processes::check(
+        "the_target_of_a_killed_process_stays_usable",
+        "shm",
+        kill_in_the_middle_of_writes,
+    )
 }
 
 async fn kill_in_the_middle_of_writes(setup: Setup) -> Check {
@@ -33,7 +37,7 @@ async fn kill_in_the_middle_of_writes(setup: Setup) -> Check {
         pair.far_region("own", BYTES, 2)?;
         let there = pair.connect_back()?;
         let process = pair.far.process()?.pid();
-        // In random order, so that nothing is merged; that of 0 goes first.
+        // In random order, so that blocks are not merged; block 0 is written first.
         let order: Vec<u32> = (0..BLOCKS).map(|number| number * 7 % BLOCKS).collect();
         let all = |region| PostSpec {
             write: true,
@@ -67,14 +71,14 @@ async fn kill_in_the_middle_of_writes(setup: Setup) -> Check {
     Ok(())
 }
 
-/// Kills a process when something of its writes has arrived, and more is on its way.
+/// Kills a process when the first byte of its writes has arrived and others are in flight.
 fn kill_at_the_first_byte(process: u32, region: &Region) {
     let (before, until) = (kvx_testkit::byte_at(1, 0), Instant::now() + PATIENCE);
     let mut first = [before];
     while first[0] == before && Instant::now() < until {
         region.copy_out(0, &mut first).expect("it is registered");
     }
-    // SAFETY: takes numbers. The process is a child that was not waited for, so its number is not
+    // SAFETY: takes only integers. The process is a child that was not waited for, so its id is not
     // reused.
     unsafe { libc::kill(process.cast_signed(), libc::SIGKILL) };
 }

@@ -1,4 +1,4 @@
-//! The integration tests of LIBFABRIC.
+//! The integration tests of kvx-libfabric.
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
 mod agents;

@@ -1,4 +1,4 @@
-//! Shared by tests of two processes.
+//! Helpers for tests of two processes.
 
 use std::time::Duration;
 
@@ -9,12 +9,12 @@ use crate::registry;
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Options that name a provider.
+/// Returns options that name a provider.
 pub(crate) fn options(provider: &str) -> String {
     format!(r#"{{"libfabric": {{"provider": "{provider}"}}}}"#)
 }
 
-/// Runs the test of this name over a provider, or skips it where libfabric is not installed.
+/// Runs the named test over a provider, or skips it if libfabric is not installed.
 pub(crate) fn check(name: &str, provider: &str, test: impl AsyncFnOnce(Setup) -> Check) -> Check {
     let options = options(provider);
     match registry("").require("LIBFABRIC", &Options::parse(&options)?) {

@@ -1,4 +1,4 @@
-//! A stopped process is reached over shared memory, however much is moved past it: more than any of
+//! Tests that a stopped process stays accessible over shared memory for more transfers than any of
 //! its queues can hold.
 
 use crate::processes::{self, PATIENCE};
@@ -30,7 +30,7 @@ async fn read_and_write_while_it_is_stopped(setup: Setup) -> Check {
         Plan::of(op, [(near.grid(grid)?.blocks(all.collect::<Vec<_>>()), remote)])
     };
     let (read, write) = (plan(Op::Read)?, plan(Op::Write)?);
-    // The keys are fetched while it runs.
+    // Fetch the keys while the process runs.
     peer.transfer(&read).deadline(PATIENCE).post()?.await?;
     near.copy_in(0, &vec![0; BYTES])?;
 
@@ -48,7 +48,7 @@ async fn read_and_write_while_it_is_stopped(setup: Setup) -> Check {
     pair.far.process()?.go_on()?;
     assert!(pair.far.copy_out(far, 0, BYTES)? == came, "what was written");
 
-    // Its queue gets empty again: messages pass.
+    // After it continues, it empties its queue: messages pass.
     peer.notify(b"here", PATIENCE).await?;
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! The adapter over a wheel's engine, as source: the wheel exports C++, of which only a compiler
-//! knows the calls.
+//! The source of the adapter over a wheel's engine. The wheel exports only C++, which a compiler
+//! must call.
 
 /// The adapter's source files, in the order of inclusion.
 const ADAPTER: [(&str, &str); 3] = [
@@ -8,8 +8,8 @@ const ADAPTER: [(&str, &str); 3] = [
     ("adapter.cpp", include_str!("../adapter/adapter.cpp")),
 ];
 
-/// The libraries' names, and each as one file of C++17 that includes nothing but the system's
-/// headers.
+/// Returns the names of the libraries and their sources. Each is one file of C++17 that includes
+/// only system headers.
 pub(crate) fn sources() -> [(&'static str, String); 2] {
     let is_ours =
         |line: &str| ADAPTER.iter().any(|(name, _)| line == format!("#include \"{name}\""));
@@ -24,7 +24,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_sources_include_no_file_of_ours_and_have_every_function() {
+    fn the_sources_include_only_system_headers_and_have_every_function() {
         let [(_, adapter), (_, etcd)] = sources();
         assert!(!adapter.contains("#include \"") && !etcd.contains("#include"));
         for name in ["createTransferEngine", "kvx_mooncake_load", "kvx_mooncake_version"] {

@@ -1,11 +1,12 @@
-//! An agent's address: its section of the metadata.
+//! An agent's Mooncake address: MOONCAKE's section of the metadata.
 
 use kvx_core::{Error, ErrorKind, Result};
 
-/// The longest address of a peer.
+/// The maximum length of a peer's address.
 const MAX_ADDRESS: usize = 512;
 
-/// The name of a segment: `host:port`, or what a metadata server knows it by. Errors: `Malformed`.
+/// Returns the name of a segment: `host:port`, or the name that a metadata server knows. Errors:
+/// `Malformed`.
 pub(crate) fn checked(address: &[u8]) -> Result<&str> {
     let text = std::str::from_utf8(address).ok().filter(|text| {
         (1..=MAX_ADDRESS).contains(&text.len())
@@ -15,7 +16,7 @@ pub(crate) fn checked(address: &[u8]) -> Result<&str> {
         let shown = String::from_utf8_lossy(&address[..address.len().min(80)]).into_owned();
         Error::new(
             ErrorKind::Malformed,
-            format!("{shown:?} is no address of a Mooncake engine: it is host:port"),
+            format!("{shown:?} is not the address of a Mooncake engine: expected host:port"),
         )
     })
 }
@@ -25,7 +26,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_checked_before_the_engine_sees_them() {
+    fn addresses_are_checked_before_the_engine_gets_them() {
         assert_eq!(checked(b"10.0.0.1:15000").expect("an address"), "10.0.0.1:15000");
         assert!(checked(b"[fd00::1]:15000").is_ok());
         for bad in [&b""[..], b"a b", b"a\0b", &[0xff, 0xfe], &[b'x'; 600]] {

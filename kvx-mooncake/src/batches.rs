@@ -1,5 +1,5 @@
-//! Batches in flight: the progress of each, piece by piece where the engine does not tell that of
-//! the whole batch.
+//! Batches in flight, and their progress. If the engine does not report the state of a whole batch,
+//! each piece is queried.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,11 +11,11 @@ use kvx_core::{Error, ErrorKind};
 use crate::error;
 use crate::ffi::{Batch, Engine, TransferState};
 
-/// How often the pieces of a batch are looked at one by one though the batch says that it is
-/// moving: an engine does not count some ends.
+/// How often the pieces of a batch in progress are queried one by one: the engine does not count
+/// all ends.
 const DOUBTS: Duration = Duration::from_secs(1);
 
-/// A batch that the engine moves.
+/// A batch in flight.
 pub(crate) struct InFlightBatch {
     pub(crate) batch: Batch,
     pub(crate) job: JobId,
@@ -23,13 +23,13 @@ pub(crate) struct InFlightBatch {
     pub(crate) to: Arc<str>,
     /// The length of each piece.
     pub(crate) lens: Box<[u64]>,
-    /// All of them.
+    /// The sum of their lengths.
     pub(crate) bytes: u64,
-    /// Why some of them failed.
+    /// Why pieces failed, if any did.
     pub(crate) failed: Option<BatchFailure>,
-    /// Pieces that have ended, in order.
+    /// The number of pieces that have ended, in order.
     ended: usize,
-    /// When its pieces are looked at one by one.
+    /// The time of the last query of each piece.
     doubted: Instant,
 }
 
@@ -45,7 +45,7 @@ impl InFlightBatch {
         InFlightBatch { batch, job, endpoint, to, lens, bytes, failed: None, ended: 0, doubted }
     }
 
-    /// Looks how far it is. Returns whether all of it has ended.
+    /// Queries the batch. Returns whether all of it has ended.
     fn look(&mut self, engine: &Engine, now: Instant) -> bool {
         if self.ended == 0 && self.failed.is_none() {
             match engine.batch_state(&self.batch) {
@@ -97,7 +97,7 @@ impl Batches {
         self.0.is_empty()
     }
 
-    /// Looks at the next batch, in turn, and returns it if it has ended.
+    /// Queries the next batch in turn, and returns it if it has ended.
     pub(crate) fn poll_next(&mut self, engine: &Engine, now: Instant) -> Option<InFlightBatch> {
         let mut moving = self.0.pop_front()?;
         if moving.look(engine, now) {
@@ -108,7 +108,7 @@ impl Batches {
     }
 }
 
-/// The reason for which pieces failed.
+/// The failure of a batch's pieces.
 #[derive(Clone, Debug)]
 pub(crate) struct BatchFailure {
     count: usize,
@@ -117,13 +117,14 @@ pub(crate) struct BatchFailure {
 }
 
 impl BatchFailure {
-    /// Returns the error. `lives`: the peer is known to; `log`: the engine's last lines.
+    /// Returns the error. `lives`: the peer is known to be alive; `log`: the engine's last log
+    /// lines.
     pub(crate) fn error(&self, lives: bool, log: &Option<String>) -> Error {
         let BatchFailure { count, why, code } = self;
         let said =
             log.as_deref().map_or_else(String::new, |log| format!("; it last logged: {log}"));
         let why = format!("{why}{said}");
-        let peer = if lives { "though the peer lives" } else { "and the peer may be gone" };
+        let peer = if lives { "although the peer is alive" } else { "and the peer may have ended" };
         Error::new(
             ErrorKind::Native,
             format!(
@@ -134,7 +135,7 @@ impl BatchFailure {
     }
 }
 
-/// A batch that has failed, until it is known whether the peer lives.
+/// A failed batch whose peer is being probed.
 pub(crate) struct FailedBatch {
     pub(crate) job: JobId,
     pub(crate) endpoint: EndpointId,
@@ -144,7 +145,7 @@ pub(crate) struct FailedBatch {
 }
 
 impl FailedBatch {
-    /// Its end.
+    /// Returns the event for its end.
     pub(crate) fn moved(&self, why: Error) -> Event {
         Event::Completed { job: self.job, pieces: self.pieces, result: Err(why) }
     }

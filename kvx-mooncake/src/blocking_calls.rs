@@ -1,8 +1,8 @@
-//! Threads for the engine's calls that block: opening segments, sending notifications,
-//! unregistering memory. Toward a stopped peer the first two take a minute each.
+//! Threads for the engine's blocking calls: opening segments, sending notifications, unregistering
+//! memory. The first two take a minute each if the peer is stopped.
 //!
-//! Calls to one destination are made in order, by one thread at a time. A thread that is held up by
-//! a destination keeps nobody else waiting: others are started beside it.
+//! Calls to one destination are made in order, by one thread at a time. A thread that a destination
+//! blocks delays no other destination: other threads are started.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::ffi::{CStr, CString};
@@ -19,34 +19,34 @@ use crate::ffi::{Engine, SegmentId, block_sigpipe};
 use crate::frames;
 use crate::memory::{EndingRegion, Local, RegisteredRanges};
 
-/// The name of the notifications of kvx's own links, which tells them from others.
+/// The name of notifications on kvx's own links, which distinguishes them from others.
 pub(crate) const TAG: &CStr = c"kvx-link-1";
-/// The longest text of one notification: the engine takes 128 KiB and refuses 1 MiB.
+/// The maximum length of a notification's text: the engine accepts 128 KiB and rejects 1 MiB.
 const MAX_TEXT: usize = 112 << 10;
-/// The most bytes that wait for one destination.
+/// The maximum number of bytes that wait for one destination.
 const MAX_WAITING: usize = 1 << 20;
-/// A thread that a call has kept for so long counts as held up: another one may be started beside
-/// it.
+/// A thread counts as blocked after a call has taken this long; another thread may then be started.
 const HELD_UP: Duration = Duration::from_millis(100);
-/// How long a thread waits for work before it ends.
+/// The time that a thread waits for work before it ends.
 const IDLE: Duration = Duration::from_secs(10);
-/// The most threads: each may be held up by another stopped peer.
+/// The maximum number of threads: each may be blocked by another stopped peer.
 const MAX_THREADS: usize = 1024;
 const STACK: usize = 256 << 10;
-/// Delays between two checks whether connections of ended processes are drained.
+/// The first and the longest delay between checks whether connections of ended processes are
+/// drained.
 const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
-/// The destination of calls that lead to no peer: unregistering memory. No peer has an address like
-/// that.
+/// The destination of calls that concern no peer: unregistering memory. No peer has such an
+/// address.
 const OWN: &str = "";
-/// Ends the name under which a peer is probed: not behind other calls that lead there.
+/// A suffix of the destination for probes, so that they do not wait for other calls to the peer.
 const PROBED: &str = "probed";
-/// How long the last calls may take when the fabric ends.
+/// The time that the last calls may take when the fabric ends.
 const LAST_CALLS: Duration = Duration::from_millis(300);
 
-/// A call of the engine, by what it is for.
+/// A call of the engine.
 enum Call {
-    /// `asks`: whether anybody listens there, which the engine does not ask about a segment that it
-    /// has had before.
+    /// Opens a segment. `asks`: also checks whether a process listens there, because the engine
+    /// does not check a segment that it has opened before.
     Open {
         asks: bool,
     },
@@ -74,8 +74,8 @@ pub(crate) enum CallReport {
         endpoint: EndpointId,
         result: Result<()>,
     },
-    /// A region was unregistered. `dead`: an error, if it is unknown whether bytes of ended
-    /// processes can still reach it.
+    /// A region was unregistered. `dead` is an error if bytes of ended processes may still reach
+    /// it.
     Unregister {
         region: RegionId,
         left: Result<EndingRegion>,
@@ -93,16 +93,16 @@ struct CallPool {
     work: Condvar,
     done: Condvar,
     reports: Mailbox<CallReport>,
-    /// Calls wait and there are enough threads, which may all be held up: to be looked at again.
+    /// Calls are waiting, and there are enough threads, but all may be blocked: check again later.
     short: AtomicBool,
-    /// The number of threads to have beside those that a peer holds up.
+    /// The number of threads besides those that a peer blocks.
     wanted: usize,
 }
 
 #[derive(Default)]
 struct Queues {
     destinations: HashMap<Arc<str>, Destination>,
-    /// Destinations with calls that no thread makes.
+    /// Destinations with calls that no thread is making.
     ready: VecDeque<Arc<str>>,
     threads: usize,
     idle: usize,
@@ -114,14 +114,14 @@ struct Destination {
     calls: VecDeque<Call>,
     bytes: usize,
     segment: Option<SegmentId>,
-    /// Since when a thread makes its calls.
+    /// The time at which a thread started the destination's current call.
     since: Option<Instant>,
-    /// No endpoint leads there any more: to be forgotten when all calls are made.
+    /// No endpoint leads there any more: remove the destination when all calls are made.
     left: bool,
 }
 
 impl BlockingCalls {
-    /// Errors: `Exhausted` without a descriptor to wake the machine by.
+    /// Creates the queue. Errors: `Exhausted` without a descriptor to wake the machine.
     pub(crate) fn new(wanted: usize) -> Result<Self> {
         Ok(BlockingCalls {
             shared: Arc::new(CallPool {
@@ -136,14 +136,14 @@ impl BlockingCalls {
         })
     }
 
-    /// Opens the peer's segment. `asks`: nobody else will find out whether the peer lives, as a
-    /// handshake would.
+    /// Opens the peer's segment. `asks`: also checks whether the peer is alive, if no handshake
+    /// will.
     pub(crate) fn open(&self, engine: &Arc<Engine>, to: &Arc<str>, asks: bool) -> Result<()> {
         self.enqueue(engine, to, Call::Open { asks }, 0).map(|_| ())
     }
 
-    /// Asks whether somebody is there, beside all other calls: a peer that is stopped holds those
-    /// up for a minute.
+    /// Checks whether a process listens there, without waiting for other calls: a stopped peer
+    /// blocks those for a minute.
     pub(crate) fn probe(&self, engine: &Arc<Engine>, to: &Arc<str>) -> Result<()> {
         let probed = Arc::from(format!("{to} {PROBED}"));
         let sent = self.enqueue(engine, &probed, Call::Probe(Arc::clone(to)), 0);
@@ -151,7 +151,7 @@ impl BlockingCalls {
         sent.map(|_| ())
     }
 
-    /// Sends a frame of a link. Returns false where its queue is full.
+    /// Sends a frame of a link. Returns false if its queue is full.
     pub(crate) fn frame(
         &self,
         engine: &Arc<Engine>,
@@ -207,10 +207,10 @@ impl BlockingCalls {
         Ok(true)
     }
 
-    /// Drops the messages of an endpoint that wait.
+    /// Drops an endpoint's waiting messages.
     pub(crate) fn forget(&self, to: &str, endpoint: EndpointId) {
         let mut state = self.shared.lock();
-        // Its last call may have been made meanwhile.
+        // Its last call may have been made already.
         let Some(destination) = state.destinations.get_mut(to) else { return };
         let mut gone = 0;
         destination.calls.retain(|call| match call {
@@ -227,18 +227,18 @@ impl BlockingCalls {
         destination.bytes -= gone;
     }
 
-    /// No endpoint leads to this destination any more.
+    /// Records that no endpoint leads to this destination any more.
     pub(crate) fn leave(&self, to: &str) {
         let mut state = self.shared.lock();
-        let Some(there) = state.destinations.get_mut(to) else { return }; // nothing was asked of it
+        let Some(there) = state.destinations.get_mut(to) else { return }; // no call was made to it
         there.left = true;
         if there.calls.is_empty() && there.since.is_none() {
             state.destinations.remove(to);
         }
     }
 
-    /// Starts a thread if calls wait because others are held up. Returns whether that may still be
-    /// so.
+    /// Starts a thread if calls wait because other threads are blocked. Returns whether calls may
+    /// still wait.
     pub(crate) fn start_a_thread_if_short(&self, engine: &Arc<Engine>) -> Result<bool> {
         if self.shared.short.swap(false, Ordering::Relaxed) {
             let state = self.shared.lock();
@@ -249,13 +249,13 @@ impl BlockingCalls {
         Ok(self.shared.short.load(Ordering::Relaxed))
     }
 
-    /// The outcomes of calls.
+    /// Returns the mailbox of the outcomes of calls.
     pub(crate) fn reports(&self) -> &Mailbox<CallReport> {
         &self.shared.reports
     }
 
-    /// Sends what waits, for a moment, and lets the threads end. Those that a stopped peer holds up
-    /// end when it lets them.
+    /// Makes the remaining calls for a moment, and ends the threads. A thread that a stopped peer
+    /// blocks ends when its call returns.
     pub(crate) fn close(&self) {
         let until = Instant::now() + LAST_CALLS;
         let mut state = self.shared.lock();
@@ -289,7 +289,7 @@ impl CallPool {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until a thread has done something, or for so long.
+    /// Waits until a thread has completed a call, or until the timeout.
     fn wait_for_done<'a>(
         &self,
         state: MutexGuard<'a, Queues>,
@@ -323,7 +323,7 @@ impl CallPool {
         let run = move || {
             block_sigpipe();
             shared.run(&engine);
-            drop(engine); // perhaps the last to have it: then the engine ends here
+            drop(engine); // ends the engine if this is its last reference
             shared.lock().threads -= 1;
             shared.done.notify_all();
         };
@@ -333,14 +333,14 @@ impl CallPool {
         {
             state.threads -= 1;
             if state.threads == 0 {
-                let why = "no thread for Mooncake's blocking calls: raise the limit of threads";
+                let why = "could not start a thread for Mooncake's blocking calls: raise the limit of threads";
                 return Err(Error::os(why, error).with_kind(ErrorKind::Exhausted));
             }
         }
         Ok(())
     }
 
-    /// The life of a thread.
+    /// Runs a thread.
     fn run(self: &Arc<Self>, engine: &Arc<Engine>) {
         let mut state = self.lock();
         loop {
@@ -359,7 +359,7 @@ impl CallPool {
                 }
                 continue;
             };
-            // `forget` may have dropped its calls meanwhile, and `leave` the destination.
+            // `forget` may have dropped its calls, and `leave` the destination.
             let Some(destination) = state.destinations.get_mut(&to) else { continue };
             let calls = take(&mut destination.calls);
             destination.bytes = 0;
@@ -375,7 +375,7 @@ impl CallPool {
             (destination.segment, destination.since) = (segment, None);
             if !destination.calls.is_empty() {
                 state.ready.push_back(to);
-                // Somebody else may have gone away meanwhile, with work left for nobody.
+                // Another thread may have ended with work left over.
                 self.work.notify_one();
             } else if destination.left {
                 state.destinations.remove(&to);
@@ -383,7 +383,7 @@ impl CallPool {
         }
     }
 
-    /// Makes calls in order; gives the segment as it is known then.
+    /// Makes calls in order. Returns the segment as it is known afterwards.
     fn run_calls(
         &self,
         engine: &Engine,
@@ -436,8 +436,8 @@ impl CallPool {
         segment
     }
 
-    /// Unregisters regions, and waits until what the dead had sent for them was read to its end.
-    /// Others that come meanwhile are unregistered at once.
+    /// Unregisters regions, and waits until the engine has read everything that ended processes
+    /// sent for them. Regions that arrive meanwhile are unregistered immediately.
     fn unregister_all(&self, engine: &Engine, mut calls: VecDeque<Call>) {
         let (mut leaving, mut waited_for) = (Vec::new(), None::<BTreeSet<u64>>);
         let mut pause = LOOKS.0;
@@ -454,7 +454,7 @@ impl CallPool {
             let dead = match engine.connections_of_ended_processes() {
                 Ok(None) => None,
                 Ok(Some(found)) => {
-                    // Connections that appeared after the first check cannot reach the region.
+                    // Connections that appeared after the first check cannot access the region.
                     let left = waited_for
                         .take()
                         .map_or_else(|| found.clone(), |earlier| &earlier & &found);
@@ -473,7 +473,7 @@ impl CallPool {
             pause = (pause * 2).min(LOOKS.1);
             let mut state = self.lock();
             if state.closed {
-                return std::mem::forget(leaving); // the engine ends, or all is kept
+                return std::mem::forget(leaving); // the engine ends, or all memory is kept
             }
             if let Some(own) = state.destinations.get_mut(OWN) {
                 calls = take(&mut own.calls);

@@ -1,11 +1,11 @@
-//! Promises of the engine's transports.
+//! Capabilities of the engine's transports.
 
 use std::time::Duration;
 
 use kvx_backend::capabilities::of_library;
 use kvx_core::{Capabilities, MemoryKind, MemoryKinds, PerOp};
 
-/// Returns what Mooncake promises over one of its transports.
+/// Returns Mooncake's capabilities over one of its transports.
 pub(crate) fn capabilities(protocol: &str) -> Capabilities {
     let tcp = protocol == "tcp";
     let memory = if tcp {

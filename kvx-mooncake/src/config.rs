@@ -1,18 +1,18 @@
-//! The options of Mooncake: the table `mooncake`, and the keys of vLLM's MooncakeConnector at the
-//! top.
+//! The options of Mooncake: the table `mooncake`, and the top-level keys of vLLM's
+//! MooncakeConnector.
 //!
 //! | option | default | what it does |
 //! |---|---|---|
-//! | `mooncake_protocol` | `rdma` with an RDMA device, else `tcp` | the transport; one that is not there is an error |
+//! | `mooncake_protocol` | `rdma` with an RDMA device, else `tcp` | the transport; an unavailable one is an error |
 //! | `device_name` | all | RDMA devices, separated by commas |
-//! | `num_workers` | 10 | threads for calls of the engine that block, beside those that wait for a stopped peer |
-//! | `host` | `127.0.0.1` | the name or address that peers reach this host by |
+//! | `num_workers` | 10 | threads for the engine's blocking calls, in addition to those that wait for a stopped peer |
+//! | `host` | `127.0.0.1` | the name or address at which peers reach this host |
 //! | `metadata` | `P2PHANDSHAKE` | or an `http://`, `https://` or `etcd://` server that the engine was built with |
-//! | `location` | the engine looks | the node of registered host memory: `cpu:0`; devices go by their numbers |
-//! | `any_version` | false | use a wheel that this release was not tried with |
+//! | `location` | chosen by the engine | the node of registered host memory: `cpu:0`; devices use their numbers |
+//! | `any_version` | false | accept a wheel that this release was not tested with |
 //!
-//! The first three may also stand at the top of `kv_connector_extra_config`, where vLLM has them;
-//! the table wins.
+//! The first three may also be at the top level of `kv_connector_extra_config`, as in vLLM; the
+//! table wins.
 
 use std::ops::RangeInclusive;
 
@@ -31,8 +31,7 @@ const KEYS: &[&str] = &[
     "num_workers",
 ];
 const PEER_TO_PEER: &str = "P2PHANDSHAKE";
-/// Schemes of metadata servers. The engine ends the process when it meets one that it does not
-/// know.
+/// Schemes of metadata servers. The engine aborts the process for an unknown scheme.
 const SERVERS: &[&str] = &["http://", "https://", "etcd://"];
 const PROTOCOLS: &[&str] = &["rdma", "tcp"];
 const WORKERS: RangeInclusive<u64> = 1..=256;
@@ -43,7 +42,7 @@ pub(crate) struct Config {
     pub(crate) engine_options: EngineOptions,
     pub(crate) workers: usize,
     pub(crate) any_version: bool,
-    /// Where host memory lies.
+    /// The node of host memory.
     pub(crate) node: Option<String>,
 }
 
@@ -89,7 +88,8 @@ impl Config {
                 .is_some_and(|node| !node.is_empty() && node.bytes().all(|b| b.is_ascii_digit()))
         };
         if let Some(bad) = node.as_deref().filter(|text| !is_node(text)) {
-            let wanted = "a node of host memory, such as cpu:0; a device's memory is known by the device's number";
+            let wanted =
+                "a node of host memory, such as cpu:0; device memory has the device's number";
             return Err(wrong("mooncake.location", bad, wanted));
         }
         let workers = table.number("num_workers", WORKERS)?.or(top.number("num_workers", WORKERS)?);
@@ -101,7 +101,7 @@ impl Config {
         })
     }
 
-    /// Returns whether the engine needs its client for etcd.
+    /// Returns whether the engine needs its etcd client.
     pub(crate) fn etcd(&self) -> bool {
         self.engine_options.metadata.starts_with("etcd://")
     }
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn the_default_is_what_the_machine_has() {
+    fn the_default_protocol_depends_on_the_machines_devices() {
         assert_eq!(read("{}", &[]).expect("defaults").engine_options.protocol, "tcp");
         let config = read("{}", &["mlx5_0"]).expect("defaults");
         assert_eq!((config.engine_options.protocol.as_str(), config.workers), ("rdma", 10));
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn vllms_keys_count_and_the_table_wins() {
+    fn vllms_keys_are_read_and_the_table_wins() {
         let top =
             r#"{"mooncake_protocol": "rdma", "device_name": "mlx5_0, mlx5_1", "num_workers": 3}"#;
         let config = read(top, &[]).expect("vLLM's keys");
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_engine_would_die_of_is_refused() {
+    fn options_that_would_abort_the_engine_are_rejected() {
         for bad in ["redis://127.0.0.1", "nonsense", "", "file:///x"] {
             let error =
                 read(&format!(r#"{{"mooncake": {{"metadata": "{bad}"}}}}"#), &[]).unwrap_err();

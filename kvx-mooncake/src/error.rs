@@ -1,11 +1,11 @@
-//! The engine's numbers as kvx's errors.
+//! Maps the engine's error codes to kvx's errors.
 
 use kvx_core::{Error, ErrorKind};
 
 /// The backend's name.
 pub(crate) const NAME: &str = "MOONCAKE";
 
-/// The engine's list of errors: calls return the number or its negative.
+/// The engine's error codes: calls return the code or its negative.
 const CODES: &[(i32, ErrorKind, &str)] = &[
     (1, ErrorKind::Invalid, "invalid argument"),
     (2, ErrorKind::Exhausted, "too many requests for the batch"),
@@ -15,7 +15,11 @@ const CODES: &[(i32, ErrorKind, &str)] = &[
     (7, ErrorKind::Overlap, "the address range overlaps memory that is registered already"),
     (8, ErrorKind::Unsupported, "no transport serves the peer's segment"),
     (101, ErrorKind::PeerLost, "the peer's name does not resolve"),
-    (102, ErrorKind::PeerLost, "the socket failed: nobody listens there, or nobody answers"),
+    (
+        102,
+        ErrorKind::PeerLost,
+        "the socket failed: no process listens there, or it does not answer",
+    ),
     (103, ErrorKind::Malformed, "malformed JSON"),
     (104, ErrorKind::PeerLost, "the peer rejected the handshake"),
     (200, ErrorKind::PeerLost, "the peer's metadata cannot be had"),
@@ -28,40 +32,38 @@ const CODES: &[(i32, ErrorKind, &str)] = &[
     (999, ErrorKind::Unsupported, "not implemented"),
 ];
 
-/// An error from what a call returned; `said`: the engine's own words.
+/// Returns the error for a call's result; `said` is the engine's own message.
 pub(crate) fn of_code(doing: &str, code: i32, said: Option<String>) -> Error {
     let known = CODES.iter().find(|(known, ..)| Some(*known) == code.checked_abs());
-    let (kind, text) = known
-        .map_or((ErrorKind::Native, "an error that kvx has no name for"), |(_, kind, text)| {
-            (*kind, text)
-        });
+    let (kind, text) =
+        known.map_or((ErrorKind::Native, "an unknown error"), |(_, kind, text)| (*kind, text));
     let text = said.map_or_else(|| text.to_owned(), |said| format!("{text}: {said}"));
     Error::new(kind, format!("Mooncake failed in {doing}; its log on standard error may say more"))
         .with_native(i64::from(code), text)
 }
 
-/// Returns whether `submitTransfer` gives this code before it hands anything to a transport.
+/// Returns whether `submitTransfer` returns this code before it passes anything to a transport.
 pub(crate) fn is_before_start(code: i32) -> bool {
     matches!(code, 1 | 2 | 8)
 }
 
-/// The meaning of a piece's state that is neither moving nor completed.
+/// Returns the code and text of a piece's state that is neither in progress nor completed.
 pub(crate) fn of_state(state: i32) -> (i64, &'static str) {
     let text = match state {
         2 => "invalid",
         3 => "cancelled",
         5 => "timed out",
         6 => "failed",
-        _ => "a state that kvx has no name for",
+        _ => "an unknown state",
     };
     (i64::from(state), text)
 }
 
-/// Returns the error of a peer at whose address no process listens.
+/// Returns the error for a peer at whose address no process listens.
 pub(crate) fn lost(to: &str) -> Error {
     Error::new(
         ErrorKind::PeerLost,
-        format!("nobody listens at {to} any more: connect again once the peer runs"),
+        format!("no process listens at {to} any more: connect again once the peer runs"),
     )
 }
 

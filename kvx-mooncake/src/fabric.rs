@@ -1,5 +1,5 @@
-//! Mooncake's engine as a fabric of kvx-backend: posts batches, and reports their ends and those of
-//! blocking calls.
+//! Mooncake's engine as a `Fabric` of kvx-backend: posts batches, and reports the ends of batches
+//! and of blocking calls.
 
 use std::collections::HashMap;
 use std::os::fd::RawFd;
@@ -21,60 +21,60 @@ use crate::frames;
 use crate::memory::{Local, RegisteredRanges, Remote};
 use crate::peers::{Links, NotificationState, Phase, foreign_text};
 
-/// The most pieces of a batch.
+/// The maximum number of pieces per batch.
 const BATCH_PIECES: usize = 64;
-/// The most bytes of a batch, unless one piece is longer.
+/// The maximum number of bytes per batch, unless a single piece is longer.
 const BATCH_BYTES: u64 = 1 << 20;
-/// The most pieces under way to one peer: far below what its queue takes (1,024, and as many that
-/// wait for admission).
+/// The maximum number of pieces in flight to one peer: far below the capacity of the engine's queue
+/// (1,024, and as many that wait for admission).
 const PEER_PIECES: usize = 256;
-/// The most bytes under way to one peer: what a small transfer has to wait for.
+/// The maximum number of bytes in flight to one peer: a small transfer has to wait for them.
 const PEER_BYTES: u64 = 8 << 20;
-/// Batches that are looked at in one turn.
+/// The number of batches queried in one turn.
 const LOOKED_AT: usize = 64;
-/// How often the engine is asked for notifications, at most.
+/// The shortest interval between queries for notifications.
 const LISTENS: Duration = Duration::from_micros(20);
-/// How long something that has happened makes it likely that more does at once.
+/// The time after an event during which another event is likely.
 const BUSY: Duration = Duration::from_millis(20);
-/// Sleeps meanwhile; while pieces are under way or answers awaited; and while calls wait for a
-/// thread.
+/// The sleep during that time; while pieces are in flight or answers are awaited; and while calls
+/// wait for a thread.
 const SHORTEST: Duration = Duration::from_micros(60);
 const AWAITING: Duration = Duration::from_micros(250);
 const SHORT_OF_THREADS: Duration = Duration::from_millis(1);
-/// Later, sleeps are this part of the time in which nothing has happened, and at most so long: a
-/// wake-up costs some 70 microseconds of a core, and nothing of the engine's wakes.
+/// Later, a sleep is this fraction of the time without events, up to a maximum: a wake-up costs
+/// about 70 µs of CPU, and the engine wakes no thread.
 const PART: u32 = 20;
 const LONGEST: Duration = Duration::from_millis(20);
-/// The longest frame of a link.
+/// The maximum length of a frame of a link.
 const MAX_FRAME: usize = 48 << 10;
-/// How long it may take until both ends have opened the other's segment, before which the peer
-/// cannot answer: each starts a thread for it and asks the other's engine twice. Some milliseconds,
-/// where nobody else wants the cores.
+/// The time that both ends may need to open each other's segment, before which the peer cannot
+/// answer: each starts a thread for it and queries the other's engine twice. It takes some
+/// milliseconds on an idle machine.
 const SETS_UP: Duration = Duration::from_secs(5);
 
 pub(crate) struct MooncakeFabric {
-    /// Until the end.
+    /// `None` after the end.
     engine: Option<Arc<Engine>>,
     calls: BlockingCalls,
     ranges: Arc<RegisteredRanges>,
     protocol: String,
     fds: [RawFd; 1],
-    /// The name by which foreign agents know us.
+    /// The name by which foreign agents know this one.
     own_name: std::ffi::CString,
     links: Links,
     in_flight: Batches,
     suspects: Vec<FailedBatch>,
-    /// Regions that are being unregistered, and how that has ended.
+    /// Regions that are being unregistered, with the outcome once it is known.
     leaving: HashMap<RegionId, Option<Result<()>>>,
-    /// A peer was lost, and may have died.
+    /// True if a peer was lost, and may have died.
     any_lost: bool,
-    /// Notifications were taken that have not been handed over.
+    /// Notifications that have been taken but not delivered.
     notified: Vec<Event>,
     pieces: Vec<EnginePiece>,
     last_event: Instant,
-    /// When the engine is asked for notifications again.
+    /// The time of the next query for notifications.
     listens: Instant,
-    /// Pieces may be in flight that the engine neither accepted nor rejected.
+    /// True if pieces may be in flight that the engine neither accepted nor rejected.
     untracked: bool,
 }
 
@@ -139,7 +139,7 @@ impl MooncakeFabric {
         }
     }
 
-    /// Finds out whether the peer is gone, before the failure of a batch is reported.
+    /// Finds out whether the peer has ended, before a batch's failure is reported.
     fn suspect(&mut self, engine: &Arc<Engine>, suspect: FailedBatch, events: &mut Vec<Event>) {
         let broken = self
             .links
@@ -175,8 +175,8 @@ impl MooncakeFabric {
             }
             return;
         }
-        // The peer's segment may have changed. A peer that does not answer is not asked, because
-        // that takes a minute.
+        // The peer's segment may have changed. A peer that does not answer is not queried again,
+        // because that takes a minute.
         if let Some(engine) = &self.engine
             && (alive == Some(true) || engine.asks_a_server())
             && let Some(peer) = self.links.peers.get_mut(to)
@@ -209,7 +209,7 @@ impl MooncakeFabric {
                         continue;
                     };
                     match &result {
-                        // So that core tries again what the peer's segment kept waiting.
+                        // So that core retries the work that waited for the peer's segment.
                         _ if endpoint.phase == Phase::Open => events.push(Event::Ready(id)),
                         _ if endpoint.phase != Phase::Opening => {}
                         Ok(_) => {
@@ -239,7 +239,7 @@ impl MooncakeFabric {
                 let ended = left.and_then(|left| match proven {
                     Ok(()) => left.end(),
                     Err(why) => {
-                        std::mem::forget(left); // for ever
+                        std::mem::forget(left); // kept for the life of the process
                         Err(why)
                     }
                 });
@@ -260,16 +260,16 @@ impl MooncakeFabric {
             match frames::decode(text) {
                 Ok(frames) => notified.extend(frames.into_iter().map(Event::Message)),
                 Err(why) => {
-                    tracing::debug!(%why, "Mooncake brought something that no kvx agent sends")
+                    tracing::debug!(%why, "Mooncake delivered a notification that no kvx agent sends")
                 }
             }
         })
     }
 }
 
-// SAFETY: local memory is handed to the engine in `advance` only, with each piece counted, and a
-// piece is reported when the engine reports its end, after which it writes nothing (measured).
-// `stop` says true only when no piece is under way.
+// SAFETY: only `advance` passes local memory to the engine, and counts each piece. A piece is
+// reported when the engine reports its end, after which the engine writes nothing (measured).
+// `stop` returns true only when no piece is in flight.
 unsafe impl Fabric for MooncakeFabric {
     type Local = Local;
     type Remote = Remote;
@@ -287,8 +287,8 @@ unsafe impl Fabric for MooncakeFabric {
         SETS_UP
     }
 
-    /// Regions added later: over RDMA their keys are part of what the peer said when its segment
-    /// was opened.
+    /// Handles regions that were added later: over RDMA, their keys are part of the segment's
+    /// description.
     fn update(&mut self, endpoint: EndpointId, _address: &[u8]) -> Result<()> {
         let Some(to) = self.links.endpoints.get(&endpoint).map(|endpoint| Arc::clone(&endpoint.to))
         else {
@@ -339,7 +339,7 @@ unsafe impl Fabric for MooncakeFabric {
         let to = Arc::clone(&endpoint.to);
         let Some(peer) = self.links.peers.get_mut(&to) else { return Ok(0) };
         let Some(segment) = peer.segment.filter(|_| !peer.refreshing) else {
-            return Ok(0); // until it is opened
+            return Ok(0); // the segment is not open yet
         };
         let (op, mut bytes) = (job.op(), 0);
         self.pieces.clear();
@@ -374,7 +374,7 @@ unsafe impl Fabric for MooncakeFabric {
             }
             Err(refused) => {
                 if !refused.unstarted {
-                    // Never reported: the ticket is not settled, and the memory stays in
+                    // Never reported: the ticket does not settle, and the memory stays in
                     // quarantine.
                     job.add_in_flight(count as u32);
                     self.untracked = true;
@@ -385,10 +385,11 @@ unsafe impl Fabric for MooncakeFabric {
         }
     }
 
-    /// The engine cannot stop what it has begun: a stopped peer's pieces end after 30 s each.
+    /// Does not stop the engine's operations, because it cannot cancel: pieces to a stopped peer
+    /// end after 30 s each.
     fn sever(&mut self, endpoint: EndpointId) {
         self.any_lost = true;
-        // Disconnected before.
+        // The endpoint was disconnected before.
         let Some(there) = self.links.endpoints.get_mut(&endpoint) else { return };
         there.phase = Phase::Broken;
         let to = Arc::clone(&there.to);
@@ -408,7 +409,7 @@ unsafe impl Fabric for MooncakeFabric {
     fn poll(&mut self, events: &mut Vec<Event>) -> Turn {
         let Some(engine) = self.engine.clone() else { return Turn::did(0) };
         let (before, now) = (events.len(), Instant::now());
-        // Whoever spins on a transfer must not keep the engine's lock busy.
+        // A caller that polls a transfer must not keep the engine's lock busy.
         if now >= self.listens {
             self.listens = now + LISTENS;
             self.take_notifications(&engine);
@@ -422,13 +423,12 @@ unsafe impl Fabric for MooncakeFabric {
         if count > 0 {
             self.last_event = now;
         }
-        // Looking costs more than sleeping when nothing has happened for long: there is no end of
-        // it.
+        // Polling costs more than sleeping when nothing has happened for long.
         let (look_for, look_until) = match self.in_flight.is_empty() {
             false => (Duration::from_micros(100), None),
             true => (Duration::from_micros(20), Some(self.last_event + BUSY)),
         };
-        // The engine's threads take some 30 microseconds a piece, and it tells who asks.
+        // The engine takes about 30 µs per piece, and reports its end only when queried.
         Turn { look_for, look_until, ends_unannounced: true, ..Turn::did(count) }
     }
 
@@ -440,8 +440,8 @@ unsafe impl Fabric for MooncakeFabric {
             Some(engine) => self.calls.start_a_thread_if_short(engine)?,
             None => false,
         };
-        // The engine wakes no thread, so it is polled, and sooner when more is expected. During
-        // activity the interval does not depend on pieces in flight, so that a post need not wake
+        // The engine wakes no thread, so it is polled, more often when events are expected. While
+        // it is active, the interval does not depend on pieces in flight, so a post need not wake
         // this thread to shorten its sleep.
         let quiet = self.last_event.elapsed();
         Ok(Armed::Sleep(Some(match () {
@@ -458,7 +458,7 @@ unsafe impl Fabric for MooncakeFabric {
 
     fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities) {
         let to =
-            self.links.endpoints.get(&endpoint).map_or("a peer that is gone", |there| &*there.to);
+            self.links.endpoints.get(&endpoint).map_or("a peer that was lost", |there| &*there.to);
         (format!("Mooncake over {} to {to}", self.protocol), capabilities(&self.protocol))
     }
 
@@ -468,7 +468,7 @@ unsafe impl Fabric for MooncakeFabric {
             Some(None) => {}
             None => self.calls.unregister(&self.engine()?, &self.ranges, local)?,
         }
-        self.leaving.insert(local.region, None); // reports are taken on this thread
+        self.leaving.insert(local.region, None); // this thread takes the reports
         Ok(Unregister::Later)
     }
 
@@ -476,11 +476,11 @@ unsafe impl Fabric for MooncakeFabric {
         self.calls.close();
         let Some(engine) = self.engine.take() else { return true };
         if !self.in_flight.is_empty() || self.untracked {
-            // It writes to memory that is quarantined, for as long as it likes.
+            // The engine may write to quarantined memory at any time.
             std::mem::forget((engine, Arc::clone(&self.ranges)));
             return false;
         }
-        // A thread that waits for a stopped peer keeps the engine, which serves peers until that
+        // A thread that waits for a stopped peer holds the engine, which serves peers until that
         // thread returns.
         let ended = Arc::into_inner(engine).is_some() || self.ranges.is_empty();
         if !ended {
@@ -512,7 +512,7 @@ unsafe impl Fabric for MooncakeFabric {
 }
 
 impl MooncakeFabric {
-    /// Tells core at the next turn: it holds the job now.
+    /// Reports the break to core at the next turn: core holds the job now.
     fn break_off_later(&mut self, id: EndpointId, why: Error) {
         let mut told = Vec::new();
         self.break_off(id, why.with_kind(ErrorKind::PeerLost), &mut told);

@@ -1,4 +1,4 @@
-//! The backend: whether it can run here, and how it is opened.
+//! The backend: whether it is available here, and how it is opened.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,29 +20,30 @@ use crate::fabric::MooncakeFabric;
 use crate::ffi::{Engine, Library, LoadOptions};
 use crate::memory::{MemoryRegistrar, RegisteredRanges};
 
-/// The Mooncake Transfer Engine, opened at run time. It opens only when it is named.
+/// The Mooncake Transfer Engine, loaded at run time. It is used only if a list of backends names
+/// it.
 #[derive(Clone, Debug, Default)]
 pub struct Mooncake {
     files: Vec<PathBuf>,
 }
 
 impl Mooncake {
-    /// Looks for the library where the environment and the dynamic linker say.
+    /// Searches for the library as the environment and the dynamic linker specify.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Also looks at these files, last: for a program that brings the library.
+    /// Also tries these files, last: for a program that includes the library.
     #[must_use]
     pub fn or_files(mut self, files: impl IntoIterator<Item = PathBuf>) -> Self {
         self.files.extend(files);
         self
     }
 
-    /// The names of two shared libraries, and the C++17 that `kvx mooncake-adapter` makes each of.
-    /// The first exports Mooncake's C functions and calls the engine in Mooncake's wheel. The
-    /// second lies beside it: that engine loads it instead of its client for etcd.
-    /// `KVX_MOONCAKE_LIB` names the first, `KVX_MOONCAKE_ENGINE` the engine.
+    /// Returns the names of two shared libraries, and the C++17 source that `kvx mooncake-adapter`
+    /// compiles each from. The first exports Mooncake's C functions and calls the engine in
+    /// Mooncake's wheel. The second is installed in the same folder: that engine loads it instead
+    /// of its etcd client. `KVX_MOONCAKE_LIB` names the first, `KVX_MOONCAKE_ENGINE` the engine.
     pub fn adapter_sources() -> [(&'static str, String); 2] {
         adapter::sources()
     }
@@ -80,8 +81,8 @@ impl Factory for Mooncake {
         let devices = rdma_devices();
         if config.engine_options.protocol == "rdma" && devices.is_empty() {
             return Err(Unavailable::because(
-                "mooncake_protocol is rdma, and this machine has no RDMA device",
-                "set it to tcp, or leave it out; kvx takes no other transport in its place",
+                "mooncake_protocol is rdma, but this machine has no RDMA device",
+                "set it to tcp, or remove it; kvx does not substitute another transport",
             ));
         }
         Ok(Availability {
@@ -101,7 +102,7 @@ impl Factory for Mooncake {
     }
 }
 
-/// Opens the transport of an agent over this library.
+/// Opens an agent's transport over this library.
 pub(crate) fn open(
     library: &'static Library,
     config: Config,

@@ -1,20 +1,20 @@
-//! Bytes of any value in the engine's notifications, which are C strings in JSON: base64, several
-//! frames in one.
+//! Encodes arbitrary bytes for the engine's notifications, which are C strings in JSON: base64,
+//! with several frames in one notification.
 
 use kvx_core::{Error, ErrorKind, Result};
 
 const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-/// Between frames.
+/// Separates frames.
 const GAP: u8 = b' ';
-/// The longest text that is read: the engine itself takes less than a megabyte.
+/// The maximum length of a text that is decoded: the engine itself accepts less than a megabyte.
 const MAX_TEXT: usize = 1 << 20;
 
-/// Returns how long the text of a frame of so many bytes is, with the gap behind it.
+/// Returns the length of a frame's text with the gap after it, for `bytes` bytes.
 pub(crate) fn text_len(bytes: usize) -> usize {
     bytes.div_ceil(3) * 4 + 1
 }
 
-/// Adds a frame to a text.
+/// Appends a frame to a text.
 pub(crate) fn append(text: &mut Vec<u8>, frame: &[u8]) {
     if !text.is_empty() {
         text.push(GAP);
@@ -29,7 +29,7 @@ pub(crate) fn append(text: &mut Vec<u8>, frame: &[u8]) {
     }
 }
 
-/// The frames of a text. Errors: `Malformed`.
+/// Decodes the frames of a text. Errors: `Malformed`.
 pub(crate) fn decode(text: &[u8]) -> Result<Vec<Vec<u8>>> {
     if text.len() > MAX_TEXT {
         return Err(malformed("it is too long"));
@@ -42,11 +42,11 @@ fn decode_one(text: &[u8]) -> Result<Vec<u8>> {
     for four in text.chunks(4) {
         let mut word = 0;
         for (at, letter) in four.iter().enumerate() {
-            let value = value(*letter).ok_or_else(|| malformed("a letter is none of base64's"))?;
+            let value = value(*letter).ok_or_else(|| malformed("a character is not base64"))?;
             word |= u32::from(value) << (18 - 6 * at);
         }
         if four.len() == 1 {
-            return Err(malformed("it is cut off"));
+            return Err(malformed("it is truncated"));
         }
         let [_, a, b, c] = word.to_be_bytes();
         bytes.extend_from_slice(&[a, b, c][..four.len() - 1]);
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_of_any_bytes_and_lengths_come_back() {
+    fn frames_of_any_bytes_and_lengths_are_decoded_unchanged() {
         let mut state = 1;
         for _ in 0..200 {
             let frames: Vec<Vec<u8>> = (0..1 + random(&mut state) % 4)
@@ -95,11 +95,11 @@ mod tests {
         }
         let mut text = Vec::new();
         append(&mut text, b"any carnal pleas");
-        assert_eq!(text, b"YW55IGNhcm5hbCBwbGVhcw", "the usual alphabet, without padding");
+        assert_eq!(text, b"YW55IGNhcm5hbCBwbGVhcw", "the standard alphabet, without padding");
     }
 
     #[test]
-    fn what_is_no_frame_is_refused_and_bounded() {
+    fn invalid_frames_are_rejected_and_lengths_bounded() {
         for bad in [&b""[..], b" ", b"A", b"AA=", b"AAAA ", b"AA\0A", "é".as_bytes()] {
             assert!(decode(bad).is_err(), "{bad:?}");
         }

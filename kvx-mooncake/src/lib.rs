@@ -18,13 +18,13 @@ mod peers;
 
 pub use factory::Mooncake;
 
-/// The generated bindings, for programs that drive the engine themselves: no part of kvx, and
-/// without its promises.
+/// The generated bindings, for programs that call the engine directly. They are not part of kvx's
+/// API, and kvx's guarantees do not cover them.
 #[cfg(feature = "raw")]
 pub mod raw {
     pub use crate::ffi::bindings::*;
 
-    /// What only the adapter over a wheel has.
+    /// The functions that only the adapter over a wheel has.
     pub mod adapter {
         pub use crate::ffi::adapter_bindings::*;
     }

@@ -11,20 +11,21 @@ use kvx_core::{Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
 
 use crate::ffi::Engine;
 
-/// A local region, and the range in which the engine knows it.
+/// A local region, and the registered range that contains it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Local {
     pub(crate) region: RegionId,
     range: u64,
 }
 
-/// Local memory as the engine knows it. It takes no byte twice, and kvx's regions may share memory.
+/// Memory that is registered with the engine. The engine rejects overlapping ranges, but kvx's
+/// regions may share memory.
 #[derive(Debug, Default)]
 pub(crate) struct RegisteredRanges {
-    /// Held while the engine registers or unregisters a range, which may ask a server: another
+    /// Held while the engine registers or unregisters a range, which may query a server: another
     /// region of the same memory must wait.
     turn: Mutex<()>,
-    /// Held for a moment only.
+    /// Held only briefly.
     known: Mutex<RangeTable>,
 }
 
@@ -32,7 +33,7 @@ pub(crate) struct RegisteredRanges {
 struct RangeTable {
     /// By address.
     ranges: BTreeMap<u64, Range>,
-    /// Regions that are unregistered, but that earlier operations may still reach.
+    /// The number of unregistered regions that earlier operations may still access.
     ending: usize,
 }
 
@@ -40,14 +41,15 @@ struct RangeTable {
 struct Range {
     end: u64,
     regions: usize,
-    /// Agents that are not kvx may have its metadata.
+    /// True if agents that are not kvx may have its metadata.
     is_published: bool,
-    /// Of the region that it was registered for, which may end before others that lie in it.
+    /// The memory of the region that it was registered for, which may end before other regions in
+    /// it.
     memory: Arc<Memory>,
 }
 
 impl RegisteredRanges {
-    /// Registers a region's memory, unless it lies in a range that is registered.
+    /// Registers a region's memory, unless it is within a registered range.
     fn add(
         &self,
         region: RegionId,
@@ -76,19 +78,19 @@ impl RegisteredRanges {
         Ok(Local { region, range: address })
     }
 
-    /// Notes that agents that are not kvx get the metadata of all registered ranges.
+    /// Records that agents that are not kvx get the metadata of all registered ranges.
     fn publish(&self) {
         self.known.lock().ranges.values_mut().for_each(|range| range.is_published = true);
     }
 
-    /// Returns whether no memory can be reached through the engine.
+    /// Returns whether no memory is accessible through the engine.
     pub(crate) fn is_empty(&self) -> bool {
         let known = self.known.lock();
         known.ranges.is_empty() && known.ending == 0
     }
 
-    /// A region ends: unregisters its range when no other lies in it. A range that the engine keeps
-    /// stays, and its memory.
+    /// Removes a region, and unregisters its range if no other region is in it. If the engine fails
+    /// to unregister the range, the range and its memory stay.
     pub(crate) fn remove(
         self: &Arc<Self>,
         local: &Local,
@@ -97,7 +99,7 @@ impl RegisteredRanges {
         let _turn = self.turn.lock();
         if self.known.lock().ranges.get(&local.range).is_some_and(|range| range.regions <= 1) {
             unregister(local.range).inspect_err(|_| {
-                // The engine still has the range, so the end of the next region in it tries again.
+                // The engine still has the range, so the end of the next region in it retries.
                 if let Some(range) = self.known.lock().ranges.get_mut(&local.range) {
                     range.regions = 0;
                 }
@@ -118,8 +120,8 @@ impl RegisteredRanges {
     }
 }
 
-/// A region that admits no new operation. Dropped once earlier operations have ended; until then
-/// the engine may touch its memory.
+/// A region that admits no new operation. It is dropped when earlier operations have ended; until
+/// then the engine may access its memory.
 #[derive(Debug)]
 pub(crate) struct EndingRegion {
     ranges: Arc<RegisteredRanges>,
@@ -128,13 +130,13 @@ pub(crate) struct EndingRegion {
 }
 
 impl EndingRegion {
-    /// Ends it. Errors: `StillShared` when agents that are not kvx may have an operation in flight
-    /// that reaches it.
+    /// Ends it. Errors: `StillShared` if agents that are not kvx may have an operation in flight
+    /// that accesses it.
     pub(crate) fn end(mut self) -> Result<()> {
         if !self.is_published {
             return Ok(());
         }
-        std::mem::forget(self.memory.take()); // of a region that may have ended before
+        std::mem::forget(self.memory.take()); // it may belong to a region that ended earlier
         let why = "an agent that is not kvx has the metadata of this region, and cannot confirm that it has released \
                    it: its memory is kept";
         Err(Error::new(ErrorKind::StillShared, why))
@@ -148,21 +150,21 @@ impl Drop for EndingRegion {
     }
 }
 
-/// A region of the peer.
+/// A peer's region.
 #[derive(Debug)]
 pub(crate) struct Remote {
     pub(crate) address: u64,
 }
 
 impl Remote {
-    /// From what the peer's metadata says. Errors: `Malformed`.
+    /// Decodes a region from the peer's metadata. Errors: `Malformed`.
     pub(crate) fn read(export: &[u8]) -> Result<Self> {
         match export.try_into() {
             Ok(address) => Ok(Remote { address: u64::from_le_bytes(address) }),
             Err(_) => Err(Error::new(
                 ErrorKind::Malformed,
                 format!(
-                    "malformed region: Mooncake's have 8 bytes, and this one has {}",
+                    "malformed region: Mooncake's regions have 8 bytes, this one has {}",
                     export.len()
                 ),
             )),
@@ -174,12 +176,13 @@ impl Remote {
 pub(crate) struct MemoryRegistrar {
     pub(crate) engine: Weak<Engine>,
     pub(crate) ranges: Arc<RegisteredRanges>,
-    /// The node of host memory, as the operator names it.
+    /// The node of host memory that the operator has set.
     pub(crate) node: Option<String>,
 }
 
-// SAFETY: peers reach registered memory by address; its range keeps it, and core keeps that of each
-// region in it, until `Fabric::unregister` has reported that no peer reaches it any more.
+// SAFETY: peers access registered memory by address. Its range keeps it, and core keeps the memory
+// of each region in the range, until `Fabric::unregister` has reported that no peer accesses it any
+// more.
 unsafe impl Registrar<Local> for MemoryRegistrar {
     fn register(&self, region: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let engine = self.engine.upgrade().ok_or_else(closed)?;
@@ -201,8 +204,8 @@ unsafe impl Registrar<Local> for MemoryRegistrar {
     }
 }
 
-/// Returns the location of memory in the engine's notation: the device of this number in this
-/// process; the node that the operator names; or any place, which the engine finds out.
+/// Returns the location of memory in the engine's notation: the device's number in this process;
+/// the node that the operator has set; or any, which the engine resolves.
 fn location(memory: &Memory, node: Option<&str>) -> String {
     match memory.device_access() {
         Some(device) if memory.kind() == MemoryKind::Cuda => format!("cuda:{}", device.ordinal()),
@@ -219,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_is_named_by_its_number_and_host_memory_by_the_node_that_the_operator_says() {
+    fn device_memory_has_the_devices_number_and_host_memory_the_configured_node() {
         let device = TestDevice::new(MemoryKind::Cuda);
         let (on_device, on_host) = (device.allocate(4096), Memory::owned(vec![0; 64]));
         for node in [None, Some("cpu:1")] {
@@ -228,9 +231,9 @@ mod tests {
         }
     }
 
-    /// Some bytes of a page.
+    /// Returns some bytes of a page.
     fn part(page: &Arc<Memory>, from: usize, len: usize) -> Arc<Memory> {
-        // SAFETY: within the page, which is kept as long as this.
+        // SAFETY: within the page, which lives as long as this memory.
         Arc::new(unsafe { Memory::adopt(page.as_ptr().add(from), len, Arc::clone(page)) })
     }
 
@@ -240,10 +243,10 @@ mod tests {
         let page = Arc::new(Memory::owned(vec![0; 4096]));
         let add = |from, len| ranges.add(RegionId(1), &part(&page, from, len), || Ok(()));
         let shared = |from, len| {
-            ranges.add(RegionId(2), &part(&page, from, len), || panic!("it is registered already"))
+            ranges.add(RegionId(2), &part(&page, from, len), || panic!("it is already registered"))
         };
         let whole = add(1000, 100).expect("free");
-        let inner = shared(1020, 80).expect("it lies in the first");
+        let inner = shared(1020, 80).expect("it is within the first");
         let _neighbour = add(1100, 50).expect("it begins where the first ends");
         for (from, len) in [(990, 20), (1090, 20), (900, 1000)] {
             assert_eq!(add(from, len).unwrap_err().kind(), ErrorKind::Unsupported, "{from} {len}");
@@ -269,21 +272,20 @@ mod tests {
             removed.expect("the engine gave it up").end().unwrap_err().kind(),
             ErrorKind::StillShared
         );
-        assert!(unregistered, "nothing new is admitted");
+        assert!(unregistered, "no new operation is admitted");
         let refused = ranges
             .add(RegionId(3), &part(&page, 3000, 1), || Err(Error::new(ErrorKind::Native, "no")));
         assert!(refused.is_err());
-        add(3000, 1).expect("what was refused is not kept");
+        add(3000, 1).expect("a rejected region is not kept");
     }
 
-    /// A region that lies in another, which has ended; and whether that one's memory is still
-    /// there.
+    /// Returns a region within another that has ended, and a reference to that one's memory.
     fn outlived() -> (Arc<RegisteredRanges>, Local, Weak<Memory>) {
         let ranges = Arc::new(RegisteredRanges::default());
         let page = Arc::new(Memory::owned(vec![0; 4096]));
         let (outer, inner) = (part(&page, 0, 4096), part(&page, 1024, 64));
         let whole = ranges.add(RegionId(1), &outer, || Ok(())).expect("free");
-        let within = ranges.add(RegionId(2), &inner, || Ok(())).expect("it lies in the first");
+        let within = ranges.add(RegionId(2), &inner, || Ok(())).expect("it is within the first");
         ranges.remove(&whole, |_| Ok(())).expect("it ends").end().expect("not published");
         (ranges, within, Arc::downgrade(&outer))
     }
@@ -291,7 +293,11 @@ mod tests {
     #[test]
     fn memory_stays_while_the_engine_has_it_or_an_operation_may_be_in_flight() {
         let (ranges, within, kept) = outlived();
-        assert_eq!(kept.strong_count(), 1, "the engine knows all of it, for the region within");
+        assert_eq!(
+            kept.strong_count(),
+            1,
+            "the engine has all of it registered, for the inner region"
+        );
         let kept_by_engine = ranges.remove(&within, |_| Err(Error::new(ErrorKind::Native, "no")));
         assert!(kept_by_engine.is_err() && kept.strong_count() == 1 && !ranges.is_empty());
         let ending = ranges.remove(&within, |_| Ok(())).expect("now it does");
@@ -306,10 +312,11 @@ mod tests {
         let refuse = |_| Err(Error::new(ErrorKind::Native, "no"));
         ranges.remove(&within, refuse).expect_err("the engine keeps the range");
         let page = Arc::new(Memory::owned(vec![0; 4096]));
-        // SAFETY: never used; only the address counts.
+        // SAFETY: never used; only the address matters.
         let same = Arc::new(unsafe { Memory::adopt(within.range as *mut u8, 64, page) });
-        let next =
-            ranges.add(RegionId(3), &same, || panic!("it is registered")).expect("it lies in it");
+        let next = ranges
+            .add(RegionId(3), &same, || panic!("it is registered"))
+            .expect("it is within the range");
         ranges.remove(&next, refuse).expect_err("the engine still keeps the range");
         ranges.remove(&next, |_| Ok(())).expect("unregistered").end().expect("not published");
         assert!(ranges.is_empty());
@@ -324,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_travels_in_eight_bytes() {
+    fn an_address_is_encoded_in_eight_bytes() {
         assert_eq!(
             Remote::read(&0x7f00_1234_u64.to_le_bytes()).expect("an address").address,
             0x7f00_1234

@@ -10,16 +10,16 @@ use kvx_core::{Error, ErrorKind, Result};
 use crate::address;
 use crate::ffi::SegmentId;
 
-/// How far an endpoint is.
+/// The phase of an endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
     Opening,
     Open,
-    /// Told to core; nothing is posted any more.
+    /// Reported to core; nothing more is posted.
     Broken,
 }
 
-/// A notification to a foreign agent, which core shows until it is taken.
+/// A notification to a foreign agent, which core repeats until it is accepted.
 #[derive(Debug, Default)]
 pub(crate) enum NotificationState {
     #[default]
@@ -36,19 +36,19 @@ pub(crate) struct Endpoint {
     pub(crate) note: NotificationState,
 }
 
-/// An engine of a peer, whatever the number of endpoints that lead to it: its queue is one.
+/// An engine of a peer, shared by all endpoints that lead to it: it has one queue.
 #[derive(Debug, Default)]
 pub(crate) struct PeerEngine {
     pub(crate) segment: Option<SegmentId>,
-    /// Endpoints that lead there.
+    /// The number of endpoints that lead to it.
     pub(crate) endpoints: usize,
-    /// Pieces under way.
+    /// The number of pieces in flight.
     pub(crate) pieces: usize,
-    /// Bytes in them.
+    /// The number of bytes in flight.
     pub(crate) bytes: u64,
-    /// Its own description is being asked for again.
+    /// True while its segment is being fetched again.
     pub(crate) refreshing: bool,
-    /// It is being asked whether it lives.
+    /// True while it is being probed.
     pub(crate) probing: bool,
 }
 
@@ -60,7 +60,7 @@ pub(crate) struct Links {
 }
 
 impl Links {
-    /// Adds an endpoint. Errors: `Malformed` for an address that is none.
+    /// Adds an endpoint. Errors: `Malformed` for an invalid address.
     pub(crate) fn add(
         &mut self,
         id: EndpointId,
@@ -83,7 +83,7 @@ impl Links {
         Ok(to)
     }
 
-    /// Takes an endpoint out. Returns where it led, if nobody else's does.
+    /// Removes an endpoint. Returns its destination if no other endpoint leads there.
     pub(crate) fn remove(&mut self, id: EndpointId) -> Option<Arc<str>> {
         let Endpoint { to, .. } = self.endpoints.remove(&id)?;
         let peer = self.peers.get_mut(&to)?;
@@ -91,7 +91,8 @@ impl Links {
         self.forget_unused(&to).then_some(to)
     }
 
-    /// A peer that nobody leads to, and whose pieces have all ended, is forgotten.
+    /// Removes a peer that no endpoint leads to and whose pieces have all ended. Returns whether it
+    /// did.
     pub(crate) fn forget_unused(&mut self, to: &str) -> bool {
         let unused = self.peers.get(to).is_some_and(|peer| peer.endpoints == 0 && peer.pieces == 0);
         if unused {
@@ -100,7 +101,7 @@ impl Links {
         unused
     }
 
-    /// The endpoints that lead to a peer.
+    /// Returns the endpoints that lead to a peer.
     pub(crate) fn leading_to(&self, to: &str) -> Vec<EndpointId> {
         self.endpoints
             .iter()
@@ -110,7 +111,7 @@ impl Links {
     }
 }
 
-/// A notification for a foreign agent. Errors: `Unsupported`, for what the engine cannot carry.
+/// Encodes a notification for a foreign agent. Errors: `Unsupported` if the engine cannot carry it.
 pub(crate) fn foreign_text(bytes: &[u8]) -> Result<CString> {
     let refused = |what| {
         let why = format!(
@@ -118,7 +119,7 @@ pub(crate) fn foreign_text(bytes: &[u8]) -> Result<CString> {
         );
         Error::new(ErrorKind::Unsupported, why)
     };
-    std::str::from_utf8(bytes).map_err(|_| refused("bytes that are no UTF-8"))?;
+    std::str::from_utf8(bytes).map_err(|_| refused("bytes that are not UTF-8"))?;
     CString::new(bytes).map_err(|_| refused("a NUL"))
 }
 
@@ -127,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_peer_stays_as_long_as_somebody_leads_to_it_or_pieces_are_under_way() {
+    fn a_peer_stays_while_an_endpoint_leads_to_it_or_pieces_are_in_flight() {
         let mut links = Links::default();
         let [one, two] = [1, 2].map(EndpointId::from_number);
         let to = links.add(one, b"h:1", false).expect("an address");

@@ -1,4 +1,4 @@
-//! One transfer engine: segments, memory, batches, notifications.
+//! A transfer engine: segments, memory, batches, notifications.
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -18,25 +18,25 @@ use crate::error;
 /// The arguments of an engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct EngineOptions {
-    /// `P2PHANDSHAKE`, or where a metadata server is.
+    /// `P2PHANDSHAKE`, or the URL of a metadata server.
     pub(crate) metadata: String,
-    /// The name or address that peers reach this host by.
+    /// The name or address at which peers reach this host.
     pub(crate) host: String,
     /// `tcp` or `rdma`.
     pub(crate) protocol: String,
-    /// Network devices; empty: all.
+    /// Network devices; all if empty.
     pub(crate) devices: Vec<String>,
 }
 
-/// The metadata of engines that ask each other.
+/// The value of `metadata` with which engines query each other.
 pub(crate) const PEER_TO_PEER: &str = "P2PHANDSHAKE";
 
-/// A peer's segment, as an engine numbers it.
+/// The engine's number of a peer's segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SegmentId(i32);
 
-/// A batch of an engine: a pointer in disguise, which the engine never checks. Only
-/// [`Engine::submit`] makes one, and [`Engine::free`] takes it.
+/// A batch of an engine: a pointer in the form of a number, which the engine never checks. Only
+/// [`Engine::submit`] creates one, and [`Engine::free`] consumes it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Batch(u64);
 
@@ -50,62 +50,62 @@ pub(crate) struct EnginePiece {
     pub(crate) len: u64,
 }
 
-/// Where a task or a batch stands.
+/// The state of a piece or a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TransferState {
     InProgress,
-    /// With so many bytes.
+    /// Completed, with this number of bytes.
     Completed(u64),
-    /// It ended otherwise, with the engine's number for that.
+    /// Ended in another state, with the engine's code.
     Failed(i32),
 }
 
-/// A batch that was not taken.
+/// A batch that the engine did not accept.
 #[derive(Debug)]
 pub(crate) struct SubmitError {
     pub(crate) why: Error,
-    /// Nothing of it was started. Otherwise nobody knows.
+    /// True if no piece was started; otherwise that is unknown.
     pub(crate) unstarted: bool,
 }
 
-/// A transfer engine. Dropping it ends its threads; it must not be dropped while a batch is under
-/// way.
+/// A transfer engine. Dropping it ends its threads. It must not be dropped while a batch is in
+/// flight.
 pub(crate) struct Engine {
     handle: NonNull<c_void>,
     library: &'static Library,
     name: String,
-    /// Where it listens, on all interfaces: not where its name leads, if a metadata server knows
-    /// it.
+    /// The port at which it listens, on all interfaces. With a metadata server, its name does not
+    /// contain this port.
     port: Option<u16>,
-    /// Where its peers' bytes come in, if its own threads read them.
+    /// The ports at which its own threads receive data from peers, if they do.
     data_ports: Option<BTreeSet<u16>>,
-    /// No metadata server: a name is where its engine listens.
+    /// True without a metadata server: an engine listens at the address that is its name.
     peer_to_peer: bool,
 }
 
-// SAFETY: the engine's methods lock by themselves, and upstream shares engines between threads; one
-// thread at a time uses a batch, because its number is neither cloned nor shared.
+// SAFETY: the engine's methods lock internally, and upstream shares engines between threads. Only
+// one thread at a time uses a batch, because its number is neither cloned nor shared.
 unsafe impl Send for Engine {}
-// SAFETY: the engine's methods lock by themselves, and upstream shares engines between threads; one
-// thread at a time uses a batch, because its number is neither cloned nor shared.
+// SAFETY: the engine's methods lock internally, and upstream shares engines between threads. Only
+// one thread at a time uses a batch, because its number is neither cloned nor shared.
 unsafe impl Sync for Engine {}
 
-/// The most addresses of a name that are asked for a listener.
+/// The maximum number of a name's addresses that are probed.
 const ADDRESSES: usize = 8;
-/// The shortages of a moment that the kernel may answer with.
+/// Errors of the kernel for temporary shortages.
 const SHORT_OF: [i32; 5] = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM, libc::EAGAIN];
-/// How often the tcp transport is asked for.
+/// How often the tcp transport is tried.
 const TCP_TRIES: u32 = 4;
 
-/// Engines are made one at a time: installing a transport must not meet another one.
+/// Engines are created one at a time: two must not install a transport concurrently.
 static MAKING: Mutex<()> = Mutex::new(());
 
 impl Engine {
     /// Starts an engine with one transport.
     ///
     /// # Errors
-    /// `Invalid` for text with a NUL; `Unavailable` when the engine does not start, or has not the
-    /// transport.
+    /// `Invalid` for text with a NUL; `Unavailable` if the engine does not start or does not have
+    /// the transport.
     pub(crate) fn start(
         library: &'static Library,
         engine_options: &EngineOptions,
@@ -116,13 +116,14 @@ impl Engine {
         .map_err(|why| Error::new(ErrorKind::Exhausted, why.to_string()))?
     }
 
-    /// Works as [`start`](Engine::start), on this thread and with a library that is being tried.
+    /// Works like [`start`](Engine::start), but on this thread and with a library that is being
+    /// tested.
     pub(super) fn make(
         library: &'static Library,
         engine_options: &EngineOptions,
     ) -> Result<Engine> {
-        // The tcp transport looks for a free port and binds it later: another program may have
-        // taken it meanwhile.
+        // The tcp transport chooses a free port and binds it later: another program may take it in
+        // between.
         let tries = if engine_options.protocol == "tcp" { TCP_TRIES } else { 1 };
         for _ in 0..tries {
             if let Some(engine) = Engine::try_make(library, engine_options)? {
@@ -130,13 +131,13 @@ impl Engine {
             }
         }
         let why = format!(
-            "Mooncake has no transport {} here: choose another by mooncake_protocol; kvx takes none in its place",
+            "Mooncake has no transport {} here: choose another with mooncake_protocol; kvx does not use another in its place",
             engine_options.protocol
         );
         Err(Error::new(ErrorKind::Unavailable, why))
     }
 
-    /// `None` without the transport that is asked for.
+    /// Returns `None` if the engine does not have the requested transport.
     fn try_make(
         library: &'static Library,
         engine_options: &EngineOptions,
@@ -144,8 +145,8 @@ impl Engine {
         let _one_at_a_time = MAKING.lock();
         let metadata = c_string("the metadata server", &engine_options.metadata)?;
         let host = c_string("the host", &engine_options.host)?;
-        // Engines in peer-to-peer mode choose a free port and are named after it. Others get one
-        // here.
+        // Engines in peer-to-peer mode choose a free port and use it in their name. Others get a
+        // port here.
         let peer_to_peer = engine_options.metadata == PEER_TO_PEER;
         let port = if peer_to_peer { 0 } else { free_port()? };
         let name = if peer_to_peer {
@@ -174,7 +175,7 @@ impl Engine {
                     discovers,
                 )
             },
-            // SAFETY: all texts outlive the call; `devices` holds as many texts as it says.
+            // SAFETY: all texts outlive the call; `devices` has as many texts as its length says.
             (Some(adapter), devices) => unsafe {
                 (adapter.kvx_mooncake_create)(
                     metadata.as_ptr(),
@@ -193,9 +194,9 @@ impl Engine {
             }
         };
         let Some(handle) = NonNull::new(made) else {
-            let said = library.last_error().unwrap_or_else(|| "it gave no reason".into());
+            let said = library.last_error().unwrap_or_else(|| "the engine gave no reason".into());
             let why = format!(
-                "Mooncake's engine does not start with metadata {} and host {}: {said}",
+                "Mooncake's engine did not start with metadata {} and host {}: {said}",
                 engine_options.metadata, engine_options.host
             );
             return Err(Error::new(ErrorKind::Unavailable, why));
@@ -208,7 +209,7 @@ impl Engine {
             data_ports: None,
             peer_to_peer,
         };
-        // SAFETY: the handle lives, and the transport needs no arguments.
+        // SAFETY: the handle is alive, and the transport needs no arguments.
         let transport = unsafe {
             (library.functions().installTransport)(
                 engine.raw(),
@@ -222,7 +223,7 @@ impl Engine {
         let listens_at = engine.own_name();
         engine.port = listens_at.as_ref().ok().and_then(|at| at.rsplit_once(':')?.1.parse().ok());
         if engine_options.protocol == "tcp" {
-            // Another listener that starts meanwhile counts as the engine's, too: the end of a
+            // Another listener that starts concurrently is taken for the engine's too: the end of a
             // region then waits for its peers as well.
             let new = listening_ports
                 .and_then(|before| Ok(&incoming::listening_ports()? - &before))
@@ -236,7 +237,7 @@ impl Engine {
 
     fn own_name(&self) -> Result<String> {
         let mut buffer = [0; 512];
-        // SAFETY: the buffer is as long as it says.
+        // SAFETY: the buffer has the given length.
         let code = unsafe {
             (self.library.functions().getLocalIpAndPort)(
                 self.raw(),
@@ -259,32 +260,32 @@ impl Engine {
         error::of_code(doing, code, self.library.last_error())
     }
 
-    /// The name that peers open its segment by.
+    /// Returns the name by which peers open its segment.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
 
-    /// Returns what it last logged as errors: results say little.
+    /// Returns the last errors that it logged: results contain little detail.
     pub(crate) fn log(&self) -> Option<String> {
         self.library.log()
     }
 
-    /// Makes memory reachable for every peer.
+    /// Registers memory, so that every peer can access it.
     ///
     /// # Safety
-    /// The memory stays until [`unregister`](Engine::unregister) has returned.
+    /// The memory stays valid until [`unregister`](Engine::unregister) has returned.
     pub(crate) unsafe fn register(&self, address: u64, len: usize, location: &str) -> Result<()> {
         let location = c_string("a location", location)?;
         let register = self.library.functions().registerLocalMemory;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let code =
             unsafe { register(self.raw(), address as *mut c_void, len, location.as_ptr(), 1) };
         if code == 0 { Ok(()) } else { Err(self.error("registering memory", code)) }
     }
 
-    /// Ends that for operations that begin later.
+    /// Unregisters memory: operations that begin later cannot access it.
     pub(crate) fn unregister(&self, address: u64) -> Result<()> {
-        // SAFETY: an address only; one that is not registered is an error.
+        // SAFETY: takes only an address; one that is not registered is an error.
         let code = unsafe {
             (self.library.functions().unregisterLocalMemory)(self.raw(), address as *mut c_void)
         };
@@ -292,12 +293,12 @@ impl Engine {
     }
 
     /// Returns the connections over which bytes of an ended process of this host may still arrive
-    /// for memory that is not registered now. `None`: not known yet. Errors: it will not be known.
+    /// for unregistered memory. `None`: not known yet. Errors: it cannot be known.
     pub(crate) fn connections_of_ended_processes(&self) -> Result<Option<BTreeSet<u64>>> {
-        // A network device ends what it is at when memory is unregistered, and takes nothing more
-        // from the device's other side, which the kernel has reset by then.
+        // An RDMA device stops its access when memory is unregistered. It accepts nothing more from
+        // the other side of the connection, which the kernel has reset by then.
         let Some(ports) = &self.data_ports else { return Ok(Some(BTreeSet::new())) };
-        let why = "whether bytes of an ended process can still arrive is unknown: the region's memory is kept";
+        let why = "kvx cannot tell whether bytes of an ended process may still arrive: it keeps the region's memory";
         if ports.is_empty() {
             return Err(Error::new(ErrorKind::StillShared, why));
         }
@@ -309,7 +310,7 @@ impl Engine {
         }
     }
 
-    /// Fetches the segment of the peer of this name. Blocks for a minute if the peer is stopped.
+    /// Fetches the segment of the peer with this name. Blocks for a minute if the peer is stopped.
     pub(crate) fn open_segment(&self, name: &str) -> Result<SegmentId> {
         let text = c_string("the peer's address", name)?;
         // SAFETY: the text outlives the call.
@@ -322,14 +323,14 @@ impl Engine {
         }
     }
 
-    /// Returns whether names are known to a metadata server alone: nobody need listen where a name
-    /// seems to lead.
+    /// Returns whether only a metadata server can resolve names: a process need not listen at the
+    /// address in the name.
     pub(crate) fn asks_a_server(&self) -> bool {
         !self.peer_to_peer
     }
 
-    /// Returns whether a process listens at the address that serves the peer's segment. `None`:
-    /// unknown. Blocks for seconds at most, unless a name server does.
+    /// Returns whether a process listens at the address that serves the peer's segment; `None` if
+    /// that is unknown. Blocks for seconds at most, unless name resolution takes longer.
     pub(crate) fn probe(&self, name: &str) -> Option<bool> {
         if self.asks_a_server() { None } else { probe(name) }
     }
@@ -337,11 +338,11 @@ impl Engine {
     /// Starts to move pieces.
     ///
     /// # Safety
-    /// The local memory stays until [`piece_state`](Engine::piece_state) has said of each piece
-    /// that it has ended.
+    /// The local memory stays valid until [`piece_state`](Engine::piece_state) has reported the end
+    /// of each piece.
     pub(crate) unsafe fn submit(&self, pieces: &[EnginePiece]) -> Result<Batch, SubmitError> {
         let functions = self.library.functions();
-        // SAFETY: a number only.
+        // SAFETY: takes only a number.
         let batch = unsafe { (functions.allocateBatchID)(self.raw(), pieces.len()) };
         if batch == u64::MAX {
             let why = Error::new(
@@ -351,38 +352,39 @@ impl Engine {
             return Err(SubmitError { why, unstarted: true });
         }
         let mut requests: Vec<transfer_request> = pieces.iter().map(request).collect();
-        // SAFETY: as many requests as it says, which the engine copies; their memory is the
-        // caller's promise.
+        // SAFETY: the array has that many requests, which the engine copies; the caller guarantees
+        // their memory.
         let code = unsafe {
             (functions.submitTransfer)(self.raw(), batch, requests.as_mut_ptr(), requests.len())
         };
         if code == 0 {
             return Ok(Batch(batch));
         }
-        // Before it hands anything to a transport it says these.
+        // The engine returns these codes before it passes anything to a transport.
         let unstarted = error::is_before_start(code);
         if unstarted {
-            // SAFETY: nothing was started, and nobody has the number.
+            // SAFETY: nothing was started, and nobody else has the number.
             unsafe { (functions.freeBatchID)(self.raw(), batch) };
         }
         Err(SubmitError { why: self.error("submitting a batch", code), unstarted })
     }
 
-    /// Returns the state of a whole batch, if the engine has one: failed as soon as one piece is.
+    /// Returns the state of a whole batch, if the engine supports that: failed as soon as one piece
+    /// has failed.
     pub(crate) fn batch_state(&self, batch: &Batch) -> Option<TransferState> {
         let ask = self.library.adapter()?.kvx_mooncake_batch_status;
         let mut status = transfer_status::default();
-        // SAFETY: the batch lives, because `free` takes it.
+        // SAFETY: the batch is alive, because only `free` consumes it.
         let code = unsafe { ask(self.raw(), batch.0, &raw mut status) };
         (code == 0).then(|| state(&status))
     }
 
-    /// Returns where one piece stands. Errors: the engine does not know; the piece may be under
-    /// way.
+    /// Returns the state of one piece. Errors: the engine does not know; the piece may be in
+    /// flight.
     pub(crate) fn piece_state(&self, batch: &Batch, piece: usize) -> Result<TransferState> {
         match self.query_piece(batch, piece)? {
-            // The engine looks at the bytes before the end: of a piece that ended in between it
-            // says too few, once.
+            // The engine reads the number of bytes before the state. If the piece ends in between,
+            // the first answer has too few bytes.
             TransferState::Completed(_) => self.query_piece(batch, piece),
             state => Ok(state),
         }
@@ -390,7 +392,7 @@ impl Engine {
 
     fn query_piece(&self, batch: &Batch, piece: usize) -> Result<TransferState> {
         let mut status = transfer_status::default();
-        // SAFETY: the batch lives, because `free` takes it.
+        // SAFETY: the batch is alive, because only `free` consumes it.
         let code = unsafe {
             (self.library.functions().getTransferStatus)(
                 self.raw(),
@@ -408,14 +410,14 @@ impl Engine {
 
     /// Frees a batch whose pieces have all ended.
     pub(crate) fn free(&self, batch: Batch) {
-        // SAFETY: the number is used up.
+        // SAFETY: this consumes the number.
         let code = unsafe { (self.library.functions().freeBatchID)(self.raw(), batch.0) };
         if code != 0 {
-            tracing::debug!(code, "Mooncake keeps a batch that has ended");
+            tracing::debug!(code, "Mooncake did not free a batch that has ended");
         }
     }
 
-    /// Sends a notification. Blocks: a minute, if the peer is stopped.
+    /// Sends a notification. Blocks for a minute if the peer is stopped.
     pub(crate) fn notify(&self, segment: SegmentId, name: &CStr, text: &CStr) -> Result<()> {
         let message = notify_msg { name: name.as_ptr().cast_mut(), msg: text.as_ptr().cast_mut() };
         // SAFETY: both texts outlive the call, which copies them.
@@ -425,20 +427,21 @@ impl Engine {
         if code == 0 { Ok(()) } else { Err(self.error("sending a notification", code)) }
     }
 
-    /// Hands the notifications that came in to `take`: name and text.
+    /// Passes the received notifications to `take`: name and text. Returns their number.
     pub(crate) fn notifications(&self, mut take: impl FnMut(&[u8], &[u8])) -> usize {
         let functions = self.library.functions();
         let mut count: c_int = 0;
-        // SAFETY: a number to write to.
+        // SAFETY: the call writes one number.
         let messages = unsafe { (functions.getNotifsFromEngine)(self.raw(), &raw mut count) };
         let Some(messages) = NonNull::new(messages) else { return 0 };
         let count = usize::try_from(count).unwrap_or(0);
-        // SAFETY: the engine gives as many as it says, and they stay until they are freed below.
+        // SAFETY: the engine returns that many messages, which stay valid until they are freed
+        // below.
         for message in unsafe { std::slice::from_raw_parts(messages.as_ptr(), count) } {
             if message.name.is_null() || message.msg.is_null() {
                 continue;
             }
-            // SAFETY: both are C strings of the engine's.
+            // SAFETY: both are C strings from the engine.
             unsafe {
                 take(
                     CStr::from_ptr(message.name).to_bytes(),
@@ -446,7 +449,7 @@ impl Engine {
                 )
             };
         }
-        // SAFETY: what was given, once.
+        // SAFETY: frees the messages from the call above, once.
         unsafe { (functions.freeNotifsMsgBuf)(messages.as_ptr(), count as c_int) };
         count
     }
@@ -454,7 +457,8 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // The engine's listener looks up once a second, or when somebody calls: somebody does.
+        // The engine's listener checks for its end once a second, or when a connection arrives:
+        // connect to it.
         let ended = AtomicBool::new(false);
         std::thread::scope(|scope| {
             if let Some(own) = self.port.map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port))) {
@@ -465,25 +469,26 @@ impl Drop for Engine {
                         TcpStream::connect_timeout(&own, Duration::from_millis(100)).ok();
                     }
                 };
-                // Without a thread it takes the second.
+                // Without the thread, the engine takes the second.
                 std::thread::Builder::new()
                     .name("kvx-mooncake".into())
                     .spawn_scoped(scope, call)
                     .ok();
             }
-            // SAFETY: the last use of the handle; the owner saw to it that no batch is under way.
+            // SAFETY: the last use of the handle; the owner ensures that no batch is in flight.
             unsafe { (self.library.functions().destroyTransferEngine)(self.raw()) };
             ended.store(true, Ordering::Release);
         });
     }
 }
 
-/// Returns whether a process listens at `name`. `None`: unknown.
+/// Returns whether a process listens at `name`; `None` if that is unknown.
 fn probe(name: &str) -> Option<bool> {
     probe_at(&name.to_socket_addrs().ok()?.collect::<Vec<_>>())
 }
 
-/// Returns whether somebody listens at one of these: nobody does where each of them refuses.
+/// Returns whether a process listens at one of these addresses; none does if each refuses the
+/// connection.
 fn probe_at(addresses: &[SocketAddr]) -> Option<bool> {
     let mut all_refuse = (1..=ADDRESSES).contains(&addresses.len());
     for address in addresses.iter().take(ADDRESSES) {
@@ -496,7 +501,7 @@ fn probe_at(addresses: &[SocketAddr]) -> Option<bool> {
 }
 
 fn probe_one(address: &SocketAddr) -> Option<bool> {
-    // A process that dies closes its files one after the other: once more a moment later.
+    // A process that dies closes its files one after the other: check again after a moment.
     for _ in 0..3 {
         match TcpStream::connect_timeout(address, Duration::from_secs(1)) {
             Ok(_) => std::thread::sleep(Duration::from_millis(10)),
@@ -509,11 +514,12 @@ fn probe_one(address: &SocketAddr) -> Option<bool> {
     Some(true)
 }
 
-/// A port that is free now: the engine listens on all interfaces.
+/// Returns a free port: the engine listens on all interfaces.
 fn free_port() -> Result<u16> {
     let found = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|free| free.local_addr());
     found.map(|address| address.port()).map_err(|error| {
-        Error::os("no free port for the engine", error).with_kind(ErrorKind::Exhausted)
+        Error::os("could not find a free port for the engine", error)
+            .with_kind(ErrorKind::Exhausted)
     })
 }
 
@@ -534,16 +540,13 @@ fn state(status: &transfer_status) -> TransferState {
     match status.status {
         4 => TransferState::Completed(status.transferred_bytes),
         failed @ (2 | 3 | 5 | 6) => TransferState::Failed(failed),
-        _ => TransferState::InProgress, // for all that is known of it
+        _ => TransferState::InProgress, // an unknown state is not an end
     }
 }
 
 fn c_string(what: &str, text: &str) -> Result<CString> {
     CString::new(text).map_err(|_| {
-        Error::new(
-            ErrorKind::Invalid,
-            format!("{what} has a NUL in it: {text:?}; write it without"),
-        )
+        Error::new(ErrorKind::Invalid, format!("{what} contains a NUL: {text:?}; remove it"))
     })
 }
 
@@ -552,7 +555,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_listens_where_every_address_refuses() {
+    fn no_process_listens_if_every_address_refuses() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port is free");
         let listens = listener.local_addr().expect("it has one");
         let gone = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port is free");
@@ -560,15 +563,15 @@ mod tests {
         drop(gone);
         let unreachable = SocketAddr::from((Ipv4Addr::BROADCAST, 1)); // over TCP
         assert_eq!(probe_at(&[refuses]), Some(false));
-        assert_eq!(probe_at(&[refuses, listens]), Some(true), "the second address is asked too");
-        assert_eq!(probe_at(&[refuses, unreachable]), None, "somebody may live there");
+        assert_eq!(probe_at(&[refuses, listens]), Some(true), "the second address is probed too");
+        assert_eq!(probe_at(&[refuses, unreachable]), None, "a process may listen there");
         assert_eq!(probe_at(&[unreachable, refuses]), None);
-        assert_eq!(probe_at(&[refuses; ADDRESSES + 1]), None, "one was not asked");
+        assert_eq!(probe_at(&[refuses; ADDRESSES + 1]), None, "one was not probed");
         assert_eq!(probe_at(&[]), None);
     }
 
     #[test]
-    fn only_what_the_engine_is_known_to_end_with_is_an_end() {
+    fn only_known_final_states_are_an_end() {
         let state = |status| state(&transfer_status { status, transferred_bytes: 7 });
         assert_eq!(state(4), TransferState::Completed(7));
         for failed in [2, 3, 5, 6] {

@@ -1,16 +1,16 @@
 //! Finds connections over which bytes from ended processes may still arrive.
 //!
-//! The bytes that a process had sent before it was killed still arrive: the kernel keeps them, here
-//! until the engine has read them into memory, and at the other end, which has no owner any more,
-//! until there is space here. So a connection to the engine is known to be at its end only when the
-//! engine has closed it; and one that looks open is known to bring nothing of the kind only when
-//! its other end, of which the kernel tells, has an owner. That the process's own end comes before
-//! is the kernel's order: its sockets are closed before anybody sees that it has ended.
+//! The bytes that a process sent before it was killed still arrive. The kernel keeps them: here
+//! until the engine has read them, and at the other end, whose socket has no owner any more, until
+//! there is space here. So a connection to the engine has certainly ended only when the engine has
+//! closed it. A connection that looks open certainly delivers no such bytes only if its other end
+//! has an owner; the kernel reports that for sockets on this host. The kernel closes a process's
+//! sockets before anyone can see that the process has ended, so the order is safe.
 //!
-//! Other ends on other hosts, or in another network's namespace, the kernel does not tell of. Nor
-//! does kvx see processes end on other hosts: it gives nothing back because of them. What it cannot
-//! see: a peer in this namespace of processes and another one of networks, and connections that a
-//! child of the peer has without having started a program.
+//! The kernel does not report ends on other hosts or in another network namespace. kvx does not
+//! detect the end of processes on other hosts either, and releases no memory because of them. Not
+//! covered: a peer in this PID namespace but in another network namespace, and connections that a
+//! child of the peer holds without having started a program.
 
 use std::collections::BTreeSet;
 use std::fs::{DirEntry, File};
@@ -18,11 +18,11 @@ use std::io::{Error, Read as _, Result, Write as _};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
 
-/// States of a connection, in the kernel's numbers.
+/// States of a connection, as the kernel numbers them.
 const ESTABLISHED: u8 = 1;
 const LISTENS: u8 = 10;
 
-/// The ports at which this process listens.
+/// Returns the ports at which this process listens.
 pub(super) fn listening_ports() -> Result<BTreeSet<u16>> {
     let listens = |fd: &RawFd| state(*fd) == Some(LISTENS);
     let local = open_files()?.into_iter().filter(listens).filter_map(own);
@@ -30,14 +30,14 @@ pub(super) fn listening_ports() -> Result<BTreeSet<u16>> {
 }
 
 /// Returns the inode numbers of the connections to these ports over which bytes of an ended process
-/// of this host may still arrive. `None`: not known yet, as some connections wait to be accepted.
-/// Errors: the kernel does not say.
+/// of this host may still arrive. `None`: not known yet, because connections wait to be accepted.
+/// Errors: the kernel does not tell.
 pub(super) fn from_ended_processes(ports: &BTreeSet<u16>) -> Result<Option<BTreeSet<u64>>> {
     let (mut found, mut kernel) = (BTreeSet::new(), None);
     for fd in open_files()? {
-        // A descriptor may be given to another file at any moment. The connections that matter are
-        // there from the beginning, and are looked at under their own, unless the engine closes
-        // them meanwhile: then they have ended.
+        // A descriptor may refer to another file at any moment. The relevant connections exist from
+        // the beginning, and are checked under their own inode; if the engine closes them
+        // meanwhile, they have ended.
         let Some(local) = own(fd).filter(|local| ports.contains(&local.port())) else { continue };
         let Some(connection) = file(fd) else { continue };
         match state(fd) {
@@ -53,8 +53,8 @@ pub(super) fn from_ended_processes(ports: &BTreeSet<u16>) -> Result<Option<BTree
                     Some(kernel) => kernel,
                     none => none.insert(Kernel::new()?),
                 };
-                // This end, to see whether the kernel tells at all: without that part it knows of
-                // no connection.
+                // Check that the kernel reports this end: without tcp_diag it reports no
+                // connection.
                 let told = kernel.state(local, remote)?.is_some();
                 if !told && state(fd) == Some(ESTABLISHED) {
                     return Err(untold());
@@ -67,21 +67,21 @@ pub(super) fn from_ended_processes(ports: &BTreeSet<u16>) -> Result<Option<BTree
                     _ => drop(found.insert(connection)),
                 }
             }
-            Some(_) => drop(found.insert(connection)), // the engine has not read to its end yet
+            Some(_) => drop(found.insert(connection)), // the engine has not read everything yet
         }
     }
     Ok(Some(found))
 }
 
 fn untold() -> Error {
-    Error::other("the kernel does not tell of connections, as where it has no tcp_diag")
+    Error::other("the kernel does not report TCP connections: it may lack tcp_diag")
 }
 
-/// The numbers of this process's files.
+/// Returns the descriptors of this process.
 fn open_files() -> Result<Vec<RawFd>> {
     let number = |entry: DirEntry| entry.file_name().to_str().and_then(|name| name.parse().ok());
     std::fs::read_dir("/proc/self/fd")?
-        .map(|entry| number(entry?).ok_or_else(|| Error::other("a file has no number")))
+        .map(|entry| number(entry?).ok_or_else(|| Error::other("a descriptor is not a number")))
         .collect()
 }
 
@@ -95,24 +95,24 @@ fn peer(fd: RawFd) -> Option<SocketAddr> {
     name(fd, libc::getpeername)
 }
 
-/// One end of what is a connection of the internet, if this is one.
+/// Returns the address of one end of an internet connection, if the descriptor is one.
 fn name(fd: RawFd, ask: Name) -> Option<SocketAddr> {
-    // SAFETY: all zeros are an address of no family.
+    // SAFETY: all zeros are a valid address without a family.
     let mut address: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
     let mut len = size_of_val(&address) as libc::socklen_t;
     // SAFETY: the buffer holds any address, and `len` is its size. The call only queries the
-    // descriptor, whatever it is.
+    // descriptor, whatever it refers to.
     if unsafe { ask(fd, (&raw mut address).cast(), &raw mut len) } != 0 {
         return None;
     }
     match i32::from(address.ss_family) {
         libc::AF_INET => {
-            // SAFETY: an address of this family is one of these.
+            // SAFETY: an address of this family has this type.
             let remote = unsafe { &*(&raw const address).cast::<libc::sockaddr_in>() };
             Some((remote.sin_addr.s_addr.to_ne_bytes(), u16::from_be(remote.sin_port)).into())
         }
         libc::AF_INET6 => {
-            // SAFETY: an address of this family is one of these.
+            // SAFETY: an address of this family has this type.
             let remote = unsafe { &*(&raw const address).cast::<libc::sockaddr_in6>() };
             Some((remote.sin6_addr.s6_addr, u16::from_be(remote.sin6_port)).into())
         }
@@ -120,21 +120,22 @@ fn name(fd: RawFd, ask: Name) -> Option<SocketAddr> {
     }
 }
 
-/// The number of a file, which it has for its life.
+/// Returns the inode number of a file, which does not change.
 fn file(fd: RawFd) -> Option<u64> {
-    // SAFETY: all zeros are such a description.
+    // SAFETY: all zeros are a valid value.
     let mut told: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: the buffer holds the result. The call only queries the descriptor, whatever it is.
+    // SAFETY: the buffer holds the result. The call only queries the descriptor, whatever it refers
+    // to.
     (unsafe { libc::fstat(fd, &raw mut told) } == 0).then_some(told.st_ino)
 }
 
-/// Returns how many connections wait at a listener to be accepted.
+/// Returns the number of connections that wait at a listener to be accepted.
 fn waiting(fd: RawFd) -> Option<u32> {
-    // SAFETY: all zeros are such a description.
+    // SAFETY: all zeros are a valid value.
     let mut told: libc::tcp_info = unsafe { std::mem::zeroed() };
     let mut len = size_of_val(&told) as libc::socklen_t;
     // SAFETY: the buffer holds the result, and `len` is its size. The call only queries the
-    // descriptor, whatever it is.
+    // descriptor, whatever it refers to.
     let code = unsafe {
         libc::getsockopt(
             fd,
@@ -144,14 +145,14 @@ fn waiting(fd: RawFd) -> Option<u32> {
             &raw mut len,
         )
     };
-    (code == 0).then_some(told.tcpi_unacked) // of a listener it is that
+    (code == 0).then_some(told.tcpi_unacked) // for a listener: the length of its queue
 }
 
-/// The state of a connection over TCP, if this is one.
+/// Returns the state of a TCP connection, if the descriptor is one.
 fn state(fd: RawFd) -> Option<u8> {
     let (mut state, mut len) = (0_u8, 1);
     // SAFETY: the buffer holds the first byte of the result, which is the state. The call only
-    // queries the descriptor, whatever it is.
+    // queries the descriptor, whatever it refers to.
     let told = unsafe {
         libc::getsockopt(
             fd,
@@ -164,29 +165,29 @@ fn state(fd: RawFd) -> Option<u8> {
     (told == 0).then_some(state)
 }
 
-/// The kernel's interface that tells of connections.
+/// The kernel's interface for querying connections.
 struct Kernel(File);
 
 const NETLINK_SOCK_DIAG: libc::c_int = 4;
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
-/// The header of a message, in both directions.
+/// The length of a message's header, in both directions.
 const HEADER: usize = 16;
 
 impl Kernel {
     fn new() -> Result<Self> {
-        // It answers within the question.
+        // The kernel answers during the request.
         let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-        // SAFETY: numbers only.
+        // SAFETY: takes only integers.
         let fd = unsafe { libc::socket(libc::AF_NETLINK, kind, NETLINK_SOCK_DIAG) };
         if fd < 0 {
             return Err(Error::last_os_error());
         }
-        // SAFETY: it is new, and nobody else's.
+        // SAFETY: it is new, and has no other owner.
         Ok(Kernel(File::from(unsafe { OwnedFd::from_raw_fd(fd) })))
     }
 
-    /// The state of the end of a connection that is `local`, and leads to `remote`. `None`: there
-    /// is none.
+    /// Returns the state of the connection's end at `local` that leads to `remote`; `None` if it
+    /// does not exist.
     fn state(&mut self, local: SocketAddr, remote: SocketAddr) -> Result<Option<u8>> {
         let [local, remote] =
             [local, remote].map(|end| SocketAddr::new(end.ip().to_canonical(), end.port()));
@@ -221,7 +222,8 @@ impl Kernel {
     }
 }
 
-/// An address as the kernel is asked for it: of the shorter ones four bytes count.
+/// Returns an address as the kernel's request encodes it; an IPv4 address uses the first four
+/// bytes.
 fn octets(address: IpAddr) -> [u8; 16] {
     match address {
         IpAddr::V4(four) => {
@@ -239,7 +241,8 @@ mod tests {
 
     use super::*;
 
-    /// A listener on all interfaces, as the engine's, and both ends of a connection to it.
+    /// Returns a listener's port on all interfaces, like the engine's, and both ends of a
+    /// connection to it.
     fn connection() -> (BTreeSet<u16>, TcpStream, TcpStream) {
         let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).expect("a port is free");
         let port = listener.local_addr().expect("it has one").port();
@@ -253,26 +256,26 @@ mod tests {
         from_ended_processes(ports).expect("the kernel tells").is_some_and(|found| found.is_empty())
     }
 
-    /// Writes as much as goes in.
+    /// Writes until the buffers are full.
     fn fill(mut sender: &TcpStream) {
         sender.set_nonblocking(true).expect("a socket");
         while sender.write(&[7; 1 << 16]).is_ok() {}
     }
 
     #[test]
-    fn what_a_closed_end_has_sent_is_over_when_this_end_is_closed() {
+    fn bytes_of_a_closed_end_may_arrive_until_this_end_is_closed() {
         let (ports, sender, mut receiver) = connection();
-        assert!(over(&ports), "its owner lives, and may go on");
+        assert!(over(&ports), "its owner is alive");
         fill(&sender);
-        assert!(over(&ports), "what is not over for the living, they say themselves");
+        assert!(over(&ports), "live processes report their own operations");
         drop(sender);
         assert_eq!(
             state(std::os::fd::AsRawFd::as_raw_fd(&receiver)),
             Some(ESTABLISHED),
-            "its end is not here yet"
+            "its end has not arrived yet"
         );
-        assert!(!over(&ports), "much of it is still with the kernel");
-        let read = std::io::copy(&mut receiver, &mut std::io::sink()).expect("all of it comes");
+        assert!(!over(&ports), "the kernel still holds many bytes");
+        let read = std::io::copy(&mut receiver, &mut std::io::sink()).expect("all bytes arrive");
         assert!(read > 1 << 16);
         assert!(!over(&ports), "the reader has not closed it");
         drop(receiver);
@@ -280,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_to_be_accepted_is_not_done() {
+    fn connections_that_wait_to_be_accepted_are_not_done() {
         let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).expect("a port is free");
         let port = listener.local_addr().expect("it has one").port();
         let ports = BTreeSet::from([port]);
@@ -299,14 +302,14 @@ mod tests {
     }
 
     #[test]
-    fn what_came_before_a_reset_is_not_over_either() {
+    fn bytes_before_a_reset_may_still_arrive() {
         let (ports, sender, mut receiver) = connection();
         receiver.write_all(b"unread, so that the other end is reset").expect("it is open");
         fill(&sender);
         drop(sender);
         assert!(
             !over(&ports)
-                && receiver.read(&mut [0; 64]).expect("it came before") > 0
+                && receiver.read(&mut [0; 64]).expect("the bytes arrived before the reset") > 0
                 && !over(&ports)
         );
         drop(receiver);

@@ -1,4 +1,4 @@
-//! The Mooncake that this process has opened.
+//! The Mooncake library that this process has loaded.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::path::{Path, PathBuf};
@@ -9,36 +9,36 @@ use kvx_core::backend::sync::Mutex;
 
 use super::{adapter_bindings, bindings, self_test, sockets};
 
-/// The variable that names the library.
+/// The environment variable that names the library.
 const VARIABLE: &str = "KVX_MOONCAKE_LIB";
 const NAMES: &[&str] = &["libtransfer_engine.so"];
 const CURE: &str = "install Mooncake's libtransfer_engine.so, or the wheel mooncake-transfer-engine-non-cuda, and run \
                     `kvx mooncake-adapter FOLDER`, which says what to set";
-/// Where the wheel's engine asks for these it is the one for CUDA.
+/// If a wheel's engine needs these libraries, it is the wheel for CUDA.
 const OF_CUDA: [&str; 2] = ["libcudart", "libcuda."];
 const CURE_OF_CUDA: &str = "this is Mooncake's wheel for CUDA: install NVIDIA's driver and CUDA's runtime (pip install \
                             nvidia-cuda-runtime-cu12, its lib folder in LD_LIBRARY_PATH), or the wheel \
                             mooncake-transfer-engine-non-cuda in its place";
 const CURE_OF_A_WHEEL: &str = "apt install libpython3.11 libibverbs1 libnuma1 libcurl4";
 const INHERITED: &str = "start them before agents, or with all other files closed";
-/// How grave the lines of the engine's log are.
+/// Severities of lines in the engine's log.
 const ERRORS: c_int = 2;
 const FATAL: c_int = 3;
-/// Wheels that the adapter's layouts were tried with.
+/// The wheel versions that the adapter's layouts were tested with.
 const KNOWN_WHEELS: &[&str] = &["0.3.13.post1"];
 
-/// A program's wishes of the library.
+/// What a program requires of the library.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct LoadOptions {
-    /// Further files to look for.
+    /// Further files to try.
     pub(crate) files: Vec<PathBuf>,
-    /// Also a wheel that this release was not tried with.
+    /// True to accept a wheel that this release was not tested with.
     pub(crate) any_version: bool,
-    /// With its client for etcd.
+    /// True to load its etcd client.
     pub(crate) etcd: bool,
 }
 
-/// An open library, for the life of the process: the first that was asked for is the only one.
+/// A loaded library, for the life of the process: only the first one that was requested is used.
 pub(crate) struct Library {
     functions: bindings::Functions,
     adapter: Option<adapter_bindings::Functions>,
@@ -48,18 +48,17 @@ pub(crate) struct Library {
 }
 
 static OPENED: OpenOnce<Library> = OpenOnce::new();
-/// Held while a library is opened. Lists the libraries that failed their self-test, and why: their
-/// state is unknown, and their two engines stay forever, so they are not tried again.
+/// Held while a library is loaded. Lists the libraries that failed their self-test, with the
+/// reason. Their state is unknown and their two engines stay forever, so they are not tried again.
 static OPENING: Mutex<Vec<(PathBuf, Unavailable)>> = Mutex::new(Vec::new());
 
 impl Library {
-    /// Opens the library and tries it, once in a process: what the engine does to signals is
-    /// undone, its threads are named, and an engine that answers otherwise than expected is
-    /// refused.
+    /// Loads and tests the library, once per process. Undoes the engine's changes to signal
+    /// handlers, names its threads, and rejects an engine that behaves unexpectedly.
     ///
     /// # Errors
-    /// The candidates that were tried, and the cure; the next call tries again. Or how the engine
-    /// failed its self-test.
+    /// The candidates that were tried, and the remedy; the next call tries again. Or the reason why
+    /// the engine failed its self-test.
     pub(crate) fn open(wanted: &LoadOptions) -> Result<&'static Library, Unavailable> {
         let refused = &mut *OPENING.lock();
         if let Some(library) = OPENED.opened() {
@@ -75,7 +74,7 @@ impl Library {
                 }
                 if sockets::keep_from_children(&before) == 0 {
                     tracing::warn!(
-                        "children of this process inherit what Mooncake's engine has open: {INHERITED}"
+                        "children of this process inherit the sockets of Mooncake's engine: {INHERITED}"
                     );
                 }
                 library.run_self_test().inspect_err(|why| {
@@ -94,49 +93,49 @@ impl Library {
             .map_err(explained)?;
         let path = library.path().to_owned();
         let find = |name: &'static CStr| library.address(name);
-        // SAFETY: these names are Mooncake's C interface, or the adapter's, whose headers the
-        // bindings are made of.
+        // SAFETY: these names are Mooncake's C interface, or the adapter's; the bindings were
+        // generated from their headers.
         let functions = unsafe { bindings::Functions::find(find) }?;
-        // SAFETY: these names are Mooncake's C interface, or the adapter's, whose headers the
-        // bindings are made of; nobody else has names like these.
+        // SAFETY: these names are Mooncake's C interface, or the adapter's; the bindings were
+        // generated from their headers, and no other library has such names.
         let adapter = unsafe { adapter_bindings::Functions::find(find) }.ok();
         let mut version = "of unknown version".to_owned();
         if let Some(adapter) = &adapter {
-            // SAFETY: the text stays until this thread's next call.
+            // SAFETY: the text stays valid until this thread's next call.
             let wheel = unsafe { text((adapter.kvx_mooncake_version)()) }.unwrap_or_default();
             if !wanted.any_version && !KNOWN_WHEELS.contains(&wheel.as_str()) {
                 return Err(unknown_wheel(&wheel));
             }
-            // SAFETY: it may be called at any time; handlers that it installs are put back by the
-            // caller.
+            // SAFETY: it may be called at any time; the caller restores signal handlers that it
+            // changes.
             let why = unsafe { text((adapter.kvx_mooncake_load)(wanted.etcd.into())) };
             if let Some(why) = why {
                 return Err(not_loaded(&path, &why));
             }
             version = format!("wheel {wheel}");
         }
-        // A libtransfer_engine.so has what it was built with, and says itself when that is not
-        // etcd.
+        // A libtransfer_engine.so has the clients that it was built with, and reports itself if
+        // etcd is not among them.
         let etcd = adapter.is_none() || wanted.etcd;
         Ok(Library { functions, adapter, path, version, etcd })
     }
 
     fn run_self_test(&self) -> Result<(), Unavailable> {
-        // It makes mistakes on purpose, of which the engine would complain. Later, errors concern
-        // the user.
+        // The self-test makes deliberate mistakes, which the engine would log as errors. Later
+        // errors concern the user.
         self.log_from(FATAL);
         let tried = self_test::run(self, self_test::PATIENCE);
         self.log_from(ERRORS);
         tried.map_err(|why| {
             let path = self.path.display();
             let missing = format!(
-                "the engine of {path} failed its self-test: {why}; MC_LOG_LEVEL=INFO shows what it logs meanwhile"
+                "the engine of {path} failed its self-test: {why}; MC_LOG_LEVEL=INFO shows its log"
             );
             Unavailable::because(missing, CURE)
         })
     }
 
-    /// How grave a line of the engine's has to be from now on, unless the environment says it.
+    /// Sets the minimum severity of the engine's log, unless the environment sets it.
     fn log_from(&self, severity: c_int) {
         if let Some(adapter) = &self.adapter {
             // SAFETY: it may be called at any time.
@@ -149,12 +148,12 @@ impl Library {
             return Ok(());
         }
         Err(Unavailable::because(
-            "the engine was loaded without its client for etcd, because another agent came first",
-            "build the agent whose metadata is in etcd before others",
+            "the engine was loaded without its etcd client, for an earlier agent of this process",
+            "build the agent whose metadata is in etcd first",
         ))
     }
 
-    /// Does the same with other functions.
+    /// Returns a library with other functions.
     #[cfg(test)]
     pub(super) fn with(
         &self,
@@ -173,7 +172,7 @@ impl Library {
         self.adapter.as_ref()
     }
 
-    /// The file.
+    /// Returns the library's file.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -185,18 +184,18 @@ impl Library {
 
     /// Returns the error text of this thread's last call, if the engine has one.
     pub(super) fn last_error(&self) -> Option<String> {
-        // SAFETY: the text stays until this thread's next call.
+        // SAFETY: the text stays valid until this thread's next call.
         unsafe { text((self.adapter?.kvx_mooncake_error)()) }.filter(|text| !text.is_empty())
     }
 
-    /// Returns what the engine last logged as errors.
+    /// Returns the last errors that the engine logged.
     pub(crate) fn log(&self) -> Option<String> {
-        // SAFETY: the text stays until this thread's next call.
+        // SAFETY: the text stays valid until this thread's next call.
         unsafe { text((self.adapter?.kvx_mooncake_log)()) }.filter(|text| !text.is_empty())
     }
 }
 
-/// Explains the error to people who named the wheel's own file.
+/// Explains the error if the user named the wheel's own file.
 fn explained(mut why: Unavailable) -> Unavailable {
     let named = why
         .value
@@ -215,7 +214,7 @@ fn explained(mut why: Unavailable) -> Unavailable {
     why
 }
 
-/// The wheel's engine lacks something.
+/// Returns the error of a wheel's engine that cannot be loaded.
 fn not_loaded(adapter: &Path, why: &str) -> Unavailable {
     let is_for_cuda = OF_CUDA.iter().any(|library| why.contains(library));
     Unavailable::because(
@@ -239,9 +238,9 @@ fn unknown_wheel(version: &str) -> Unavailable {
     )
 }
 
-/// Runs `run` on a thread whose name the engine's threads inherit, and its signal mask with it: the
-/// engine writes to sockets that a peer may close, which must not end a program that does not
-/// ignore SIGPIPE.
+/// Runs `run` on a thread whose name and signal mask the engine's threads inherit. The engine
+/// writes to sockets that a peer may close; that must not end a program that does not ignore
+/// SIGPIPE.
 pub(super) fn on_named_thread<T: Send>(
     run: impl FnOnce() -> Result<T, Unavailable> + Send,
 ) -> Result<T, Unavailable> {
@@ -255,17 +254,17 @@ pub(super) fn on_named_thread<T: Send>(
             Ok(Ok(result)) => result,
             Ok(Err(panic)) => std::panic::resume_unwind(panic),
             Err(error) => Err(Unavailable::because(
-                format!("no thread to start the engine on: {error}"),
+                format!("could not start the thread that starts the engine: {error}"),
                 "raise the limit of threads",
             )),
         }
     })
 }
 
-/// For this thread and those that it starts.
+/// Blocks SIGPIPE for this thread and threads that it starts.
 pub(crate) fn block_sigpipe() {
-    // SAFETY: a set on the stack is emptied, gets one signal, and is handed over; the old mask is
-    // not asked for.
+    // SAFETY: initialises a set on the stack, adds one signal and passes it; the old mask is not
+    // requested.
     unsafe {
         let mut set = std::mem::zeroed();
         libc::sigemptyset(&raw mut set);
@@ -275,9 +274,9 @@ pub(crate) fn block_sigpipe() {
 }
 
 /// # Safety
-/// Null, or a C string that stays for the length of the call.
+/// Null, or a C string that stays valid during the call.
 unsafe fn text(text: *const c_char) -> Option<String> {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
@@ -296,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wheel_for_cuda_is_told_from_one_that_lacks_something_else() {
+    fn a_wheel_for_cuda_is_distinguished_from_one_that_lacks_another_library() {
         let cure = |missing: &str| {
             let why =
                 format!("{missing}: cannot open shared object file: No such file or directory");
@@ -311,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_wheel_is_named_with_those_that_are_known() {
+    fn an_unknown_wheel_is_reported_with_the_known_versions() {
         let why = unknown_wheel("9.9").to_string();
         assert!(
             why.contains("9.9") && why.contains(KNOWN_WHEELS[0]) && why.contains("any_version"),

@@ -1,5 +1,5 @@
-//! Tries an engine before kvx trusts it: its C++ layouts are known for some versions only, and a
-//! wrong one corrupts memory in silence.
+//! Tests an engine before kvx uses it: its C++ layouts are known for some versions only, and a
+//! wrong layout silently corrupts memory.
 
 use std::ffi::CString;
 use std::time::{Duration, Instant};
@@ -11,19 +11,19 @@ use super::engine::{
 };
 use super::library::Library;
 
-/// How long pieces may take, and a notification on its way. The engine's calls that open a segment
-/// and send a notification have their own time limits, and cannot be interrupted.
+/// The time that pieces may take, and the delivery of a notification. The engine's calls that open
+/// a segment and send a notification have their own time limits, and cannot be interrupted.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 const LEN: usize = 512 << 10;
-/// What lies around the pieces and must stay.
+/// The bytes around the pieces, which must not change.
 const UNTOUCHED: u8 = 0xA5;
 
-/// Two engines of this process exchange bytes over loopback, and the notification within
-/// `heard_within`. The library is not in use yet. What a failed step leaves behind stays forever:
-/// two engines and 1 MiB.
+/// Lets two engines of this process exchange bytes over loopback, and a notification within
+/// `heard_within`. The library is not in use yet. A failed step leaves two engines and 1 MiB behind
+/// forever.
 pub(super) fn run(library: &Library, heard_within: Duration) -> Result<(), String> {
-    // SAFETY: only the engines below keep the reference. When this returns they have been dropped,
-    // or are forgotten: then no call uses them any more, and the native engine, which continues,
+    // SAFETY: only the engines below keep the reference. When this returns they have been dropped
+    // or forgotten. A forgotten engine makes no more calls; the native engine, which continues,
     // does not have the reference.
     let library: &'static Library = unsafe { &*std::ptr::from_ref(library) };
     let engine_options = EngineOptions {
@@ -40,11 +40,11 @@ pub(super) fn run(library: &Library, heard_within: Duration) -> Result<(), Strin
     let (near, far) = (std::ptr::from_mut(near), std::ptr::from_mut(far));
     let trial = Trial { library, ours: &ours, theirs: &theirs, near, far, heard_within };
     if let Err((step, why)) = trial.run() {
-        std::mem::forget((ours, theirs)); // who knows what they are at
+        std::mem::forget((ours, theirs)); // their state is unknown
         return Err(format!("{step}: {why}"));
     }
     drop((ours, theirs));
-    // SAFETY: both came from `leak`, all transfers have ended, and the engines are gone.
+    // SAFETY: both came from `leak`, all transfers have ended, and the engines are dropped.
     unsafe {
         drop(Box::from_raw(near));
         drop(Box::from_raw(far));
@@ -74,9 +74,9 @@ fn named<T>(step: &'static str, result: Result<T, Error>) -> Step<T> {
 impl Trial<'_> {
     fn run(&self) -> Step {
         let (near, far) = (self.near as *mut u8 as u64, self.far as *mut u8 as u64);
-        // SAFETY: both buffers stay until everything has ended, or forever.
+        // SAFETY: both buffers stay valid until everything has ended, or forever.
         named("registering", unsafe { self.ours.register(near, LEN, "*") })?;
-        // SAFETY: both buffers stay until everything has ended, or forever.
+        // SAFETY: both buffers stay valid until everything has ended, or forever.
         named("registering", unsafe { self.theirs.register(far, LEN, "*") })?;
         let segment = named("opening a segment", self.ours.open_segment(self.theirs.name()))?;
         self.test_read(segment, near, far)?;
@@ -87,7 +87,7 @@ impl Trial<'_> {
     }
 
     fn transfer(&self, pieces: &[EnginePiece]) -> Step<Vec<TransferState>> {
-        // SAFETY: as `run` says.
+        // SAFETY: `run` keeps the memory.
         let batch = unsafe { self.ours.submit(pieces) }
             .map_err(|refused| ("submitting", refused.why.to_string()))?;
         let states = self.wait_for_pieces(&batch, pieces.len())?;
@@ -97,7 +97,7 @@ impl Trial<'_> {
         Ok(states)
     }
 
-    /// Checks that the state of the whole batch is what its pieces add up to.
+    /// Checks that the state of the whole batch matches the states of its pieces.
     fn test_batch_state(&self, batch: &Batch, pieces: &[TransferState]) -> Step {
         let bytes = pieces.iter().map(|piece| match piece {
             TransferState::Completed(bytes) => Some(*bytes),
@@ -105,7 +105,7 @@ impl Trial<'_> {
         });
         let bytes: Option<u64> = bytes.sum();
         match (self.ours.batch_state(batch), bytes) {
-            (None, _) => Ok(()), // nobody trusts what is not there
+            (None, _) => Ok(()), // kvx does not use the state of whole batches then
             (Some(TransferState::Completed(said)), Some(bytes)) if said == bytes => Ok(()),
             (Some(TransferState::Failed(_)), None) => Ok(()),
             (whole, _) => {
@@ -114,8 +114,8 @@ impl Trial<'_> {
         }
     }
 
-    /// A mistake has a number, and text where the engine has any. The mistake is a piece that the
-    /// batch has not.
+    /// Checks that a mistake returns a code, and a text if the engine has texts. The mistake is a
+    /// query for a piece that the batch does not have.
     fn test_error(&self, batch: &Batch, beyond: usize) -> Step {
         const INVALID: i64 = 1;
         const STEP: &str = "asking for a piece that is not there";
@@ -145,7 +145,7 @@ impl Trial<'_> {
                             std::thread::yield_now()
                         }
                         TransferState::InProgress => {
-                            return Err(("waiting", "a piece did not end".to_owned()));
+                            return Err(("waiting", "a piece did not end in time".to_owned()));
                         }
                         ended => return Ok(ended),
                     }
@@ -154,8 +154,8 @@ impl Trial<'_> {
             .collect()
     }
 
-    /// Three pieces of different lengths: with a wrong layout of requests the second is not what
-    /// was asked.
+    /// Reads three pieces of different lengths: with a wrong layout of requests, the second one
+    /// differs.
     fn test_read(&self, segment: SegmentId, near: u64, far: u64) -> Step {
         const SHAPE: [(usize, usize, usize); 3] =
             [(1, 3, 7), (5000, 70_001, 4109), (100_000, 200_001, 300_001)];
@@ -183,7 +183,7 @@ impl Trial<'_> {
         Ok(())
     }
 
-    /// Some of what was read goes back to another place.
+    /// Writes some of the bytes that were read to another place.
     fn test_write(&self, segment: SegmentId, near: u64, far: u64) -> Step {
         const LEN: usize = 65_537;
         const LOCAL: usize = 100_000;

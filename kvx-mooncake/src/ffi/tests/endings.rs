@@ -1,5 +1,5 @@
-//! The ends of pieces, and of what a dead process had sent: the real engine, with some of its
-//! answers replaced.
+//! Tests the ends of pieces, and of bytes that an ended process had sent, with the real engine and
+//! some of its answers replaced.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -24,24 +24,24 @@ const CUT_OFF: Duration = Duration::from_secs(10);
 const SHORT: Duration = Duration::from_millis(300);
 const LEN: usize = 8192;
 
-/// Batches that were allocated and not freed.
+/// The number of batches that were allocated and not freed.
 static BATCHES: AtomicI64 = AtomicI64::new(0);
-/// Whether the second piece of a batch is said to be under way.
+/// True while the second piece of a batch is reported as in progress.
 static SECOND_MOVES: AtomicBool = AtomicBool::new(false);
 
 unsafe extern "C" fn allocation_counted(engine: *mut c_void, size: usize) -> u64 {
     BATCHES.fetch_add(1, Ordering::SeqCst);
-    // SAFETY: the caller's arguments.
+    // SAFETY: passes the caller's arguments on.
     unsafe { (real_functions().allocateBatchID)(engine, size) }
 }
 
 unsafe extern "C" fn freeing_counted(engine: *mut c_void, batch: u64) -> c_int {
     BATCHES.fetch_sub(1, Ordering::SeqCst);
-    // SAFETY: the caller's arguments.
+    // SAFETY: passes the caller's arguments on.
     unsafe { (real_functions().freeBatchID)(engine, batch) }
 }
 
-/// The first piece has failed, and the second is still under way for as long as the test says.
+/// The first piece has failed, and the second stays in progress as long as the test says.
 struct FirstFailed;
 impl PieceAnswer for FirstFailed {
     fn change(piece: usize, code: c_int, status: &mut transfer_status) -> c_int {
@@ -54,16 +54,16 @@ impl PieceAnswer for FirstFailed {
     }
 }
 
-/// A batch has failed as soon as one of its pieces has.
+/// Reports a batch as failed as soon as one of its pieces has failed.
 unsafe extern "C" fn all_failed(_: *mut c_void, _: u64, status: *mut transfer_status) -> c_int {
-    // SAFETY: the place that the caller gave for the answer.
+    // SAFETY: the caller passed this location for the answer.
     unsafe { *status = transfer_status { status: 6, transferred_bytes: 0 } };
     0
 }
 
 #[test]
-fn a_batch_that_has_failed_is_not_over_while_one_of_its_pieces_moves() {
-    const TEST: &str = "a_batch_that_has_failed_is_not_over_while_one_of_its_pieces_moves";
+fn a_failed_batch_has_not_ended_while_one_of_its_pieces_moves() {
+    const TEST: &str = "a_failed_batch_has_not_ended_while_one_of_its_pieces_moves";
     let Some((real, functions, of_adapter)) = real(TEST) else { return };
     let asked = Functions {
         allocateBatchID: allocation_counted,
@@ -72,14 +72,14 @@ fn a_batch_that_has_failed_is_not_over_while_one_of_its_pieces_moves() {
         ..functions
     };
     let whole = adapter_bindings::Functions { kvx_mooncake_batch_status: all_failed, ..of_adapter };
-    // For the life of the process: pieces that go wrong may still be under way.
+    // For the life of the process: failed pieces may still be in flight.
     let [near, far] = [0, 7].map(|byte| Vec::leak(vec![byte; LEN]).as_mut_ptr() as u64);
     for of_adapter in [Some(whole), None] {
         let made = |library| engine(library, &[]).expect("an engine");
         let (ours, theirs) = (made(real.with(asked, of_adapter)), made(real.with(functions, None)));
-        // SAFETY: the memory stays forever.
+        // SAFETY: the memory stays valid forever.
         unsafe { ours.register(near, LEN, "*") }.expect("it is free");
-        // SAFETY: as above.
+        // SAFETY: the memory stays valid forever.
         unsafe { theirs.register(far, LEN, "*") }.expect("it is free");
         let segment = ours.open_segment(theirs.name()).expect("it is there");
         let piece = |at: u64| EnginePiece {
@@ -90,7 +90,7 @@ fn a_batch_that_has_failed_is_not_over_while_one_of_its_pieces_moves() {
             len: 4096,
         };
         SECOND_MOVES.store(true, Ordering::SeqCst);
-        // SAFETY: the memory stays forever.
+        // SAFETY: the memory stays valid forever.
         let batch = unsafe { ours.submit(&[piece(0), piece(4096)]) }.expect("it is taken");
         assert_eq!(ours.piece_state(&batch, 0).expect("it is there"), TransferState::Failed(6));
         let mut batches = Batches::default();
@@ -105,7 +105,7 @@ fn a_batch_that_has_failed_is_not_over_while_one_of_its_pieces_moves() {
         let now = Instant::now();
         for later in 0..5 {
             let now = now + later * Duration::from_secs(1);
-            assert!(batches.poll_next(&ours, now).is_none(), "a piece is under way");
+            assert!(batches.poll_next(&ours, now).is_none(), "a piece is in flight");
         }
         assert_eq!(BATCHES.load(Ordering::SeqCst), 1);
         SECOND_MOVES.store(false, Ordering::SeqCst);
@@ -114,7 +114,7 @@ fn a_batch_that_has_failed_is_not_over_while_one_of_its_pieces_moves() {
             if let Some(ended) = batches.poll_next(&ours, now) {
                 break ended;
             }
-            assert!(Instant::now() < until, "the second piece has been moved long since");
+            assert!(Instant::now() < until, "the second piece must have ended by now");
             std::thread::yield_now();
         };
         assert!(ended.failed.is_some() && batches.is_empty());
@@ -123,7 +123,7 @@ fn a_batch_that_has_failed_is_not_over_while_one_of_its_pieces_moves() {
     }
 }
 
-/// Submissions that were carried out and denied.
+/// The number of submissions that were carried out but reported as failed.
 static DENIED: AtomicUsize = AtomicUsize::new(0);
 
 unsafe extern "C" fn done_and_denied(
@@ -133,12 +133,12 @@ unsafe extern "C" fn done_and_denied(
     count: usize,
 ) -> c_int {
     DENIED.fetch_add(1, Ordering::SeqCst);
-    // SAFETY: the caller's arguments.
+    // SAFETY: passes the caller's arguments on.
     unsafe { (real_functions().submitTransfer)(engine, batch, requests, count) };
     -1
 }
 
-/// MOONCAKE over a library of the test's own.
+/// MOONCAKE over the test's own library.
 struct Over(&'static Library);
 
 impl Factory for Over {
@@ -173,8 +173,8 @@ fn agent(name: &str, factory: Arc<dyn Factory>) -> Agent {
 }
 
 #[test]
-fn what_may_have_been_started_is_forgotten_and_its_memory_kept() {
-    const TEST: &str = "what_may_have_been_started_is_forgotten_and_its_memory_kept";
+fn pieces_that_may_have_been_started_keep_their_memory() {
+    const TEST: &str = "pieces_that_may_have_been_started_keep_their_memory";
     let Some((real, functions, of_adapter)) = real(TEST) else { return };
     let denies = Functions { submitTransfer: done_and_denied, ..functions };
     let library = Box::leak(Box::new(real.with(denies, Some(of_adapter))));
@@ -202,12 +202,12 @@ fn what_may_have_been_started_is_forgotten_and_its_memory_kept() {
     let why = settled.wait_blocking(CUT_OFF).expect_err("whether it is in flight is unknown");
     assert_eq!(why.kind(), ErrorKind::Forgotten, "{why}");
     drop((plan, decode));
-    assert!(kept.strong_count() > 0, "the engine may write to it for ever");
+    assert!(kept.strong_count() > 0, "the engine may write to it at any time");
     drop(theirs);
-    prefill.shutdown(SHORT).wait_blocking(CUT_OFF).ok(); // nobody has let go of its region
+    prefill.shutdown(SHORT).wait_blocking(CUT_OFF).ok(); // the reader has not released its region
 }
 
-/// Listens as the engine's data port does: it is taken for one.
+/// Listens like the engine's data port, and is taken for one.
 static DATA_PORT: Mutex<Option<TcpListener>> = Mutex::new(None);
 
 unsafe extern "C" fn listens_too(
@@ -216,14 +216,14 @@ unsafe extern "C" fn listens_too(
     arguments: *mut *mut c_void,
 ) -> *mut c_void {
     *DATA_PORT.lock().expect("nobody panics") = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).ok();
-    // SAFETY: the caller's arguments.
+    // SAFETY: passes the caller's arguments on.
     unsafe { (real_functions().installTransport)(engine, name, arguments) }
 }
 
-/// A connection that an engine would read from stays open on this side after the other has ended.
+/// Keeps a connection that an engine would read from open on this side after the other has ended.
 #[test]
-fn memory_is_given_back_when_what_the_dead_had_sent_was_read_to_its_end() {
-    const TEST: &str = "memory_is_given_back_when_what_the_dead_had_sent_was_read_to_its_end";
+fn memory_is_released_when_everything_that_an_ended_process_sent_was_read() {
+    const TEST: &str = "memory_is_released_when_everything_that_an_ended_process_sent_was_read";
     let Some((real, functions, of_adapter)) = real(TEST) else { return };
     let listens = Functions { installTransport: listens_too, ..functions };
     let owner =
@@ -234,17 +234,17 @@ fn memory_is_given_back_when_what_the_dead_had_sent_was_read_to_its_end() {
     let port = listener.local_addr().expect("it has one").port();
     let sender = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("somebody listens");
     let receiver = listener.accept().expect("somebody has connected").0;
-    region("of the living")
+    region("of a live peer")
         .revoke(CUT_OFF)
         .wait_blocking(CUT_OFF)
-        .expect("a live peer is asked otherwise");
+        .expect("a live peer is asked in another way");
     drop(sender);
     let why = region("of the dead")
         .revoke(SHORT)
         .wait_blocking(CUT_OFF)
-        .expect_err("it was not read to its end");
+        .expect_err("not all bytes were read");
     assert_eq!(why.kind(), ErrorKind::StillShared, "{why}");
     drop(receiver);
     region("of nobody").revoke(CUT_OFF).wait_blocking(CUT_OFF).expect("all is read");
-    owner.shutdown(CUT_OFF).wait_blocking(CUT_OFF).expect("nothing is under way");
+    owner.shutdown(CUT_OFF).wait_blocking(CUT_OFF).expect("no operation is in flight");
 }

@@ -1,4 +1,4 @@
-//! The real engine with some of its functions replaced.
+//! Tests of the real engine with some of its functions replaced.
 
 mod endings;
 mod real_engine;

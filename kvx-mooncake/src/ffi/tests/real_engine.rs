@@ -1,4 +1,4 @@
-//! The real engine, for tests that put a function of their own in the place of one of its.
+//! The real engine, for tests that replace some of its functions.
 
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use super::super::bindings::{Functions, transfer_status};
 use super::super::engine::{Engine, EngineOptions, PEER_TO_PEER};
 use super::super::library::{Library, LoadOptions};
 
-/// The real functions, to which replaced ones pass most of their calls on.
+/// The real functions, to which replacements pass most calls.
 static REAL: OnceLock<(Functions, adapter_bindings::Functions)> = OnceLock::new();
 
 pub(super) fn real_functions() -> &'static Functions {
@@ -20,39 +20,39 @@ pub(super) fn real_adapter_functions() -> &'static adapter_bindings::Functions {
     &REAL.get().expect("set before anybody asks").1
 }
 
-/// An answer to the question for a piece's state, made of the real one.
+/// An answer to the query for a piece's state, derived from the real one.
 pub(super) trait PieceAnswer {
-    /// Changes the state in place. Returns the code of the answer.
+    /// Changes the state in place. Returns the result of the call.
     fn change(piece: usize, code: c_int, status: &mut transfer_status) -> c_int;
 }
 
-/// Answers as `A` does.
+/// Answers like `A`.
 pub(super) unsafe extern "C" fn answer_as<A: PieceAnswer>(
     engine: *mut c_void,
     batch: u64,
     piece: usize,
     status: *mut transfer_status,
 ) -> c_int {
-    // SAFETY: the caller's arguments, and the place that it gave for the answer.
+    // SAFETY: passes the caller's arguments on; the caller passed the location for the answer.
     unsafe {
         let code = (real_functions().getTransferStatus)(engine, batch, piece, status);
         A::change(piece, code, &mut *status)
     }
 }
 
-/// The adapter as `cargo xtask peers mooncake` builds it.
+/// Returns the adapter that `cargo xtask peers mooncake` builds.
 pub(super) fn adapter() -> Option<PathBuf> {
-    let program = std::env::current_exe().expect("a program knows where it lies");
+    let program = std::env::current_exe().expect("the program's path is known");
     let file = "peers/mooncake/libkvx_mooncake_adapter.so";
     program.ancestors().map(|folder| folder.join(file)).find(|file| file.exists())
 }
 
-/// The real library with its functions; or the test is skipped.
+/// Returns the real library and its functions, or skips the test.
 pub(super) fn real(
     test: &str,
 ) -> Option<(&'static Library, Functions, adapter_bindings::Functions)> {
     let Some(file) = adapter() else {
-        let why = "Mooncake's wheel and the adapter are not there";
+        let why = "Mooncake's wheel and the adapter are not installed";
         kvx_testkit::skip(test, why, "cargo xtask peers mooncake");
         return None;
     };
@@ -72,7 +72,7 @@ fn engine_options(devices: &[&str]) -> EngineOptions {
     }
 }
 
-/// An engine of a library that stays as long as the engine.
+/// Starts an engine of a library that lives as long as the engine.
 pub(super) fn engine(library: Library, devices: &[&str]) -> kvx_core::Result<Engine> {
     Engine::start(Box::leak(Box::new(library)), &engine_options(devices))
 }

@@ -1,5 +1,5 @@
-//! The real engine with one of its functions replaced: by one that answers wrongly, which is
-//! refused, or by one that notes what kvx asks of it.
+//! Tests with one function of the real engine replaced, either by one that answers wrongly, which
+//! kvx must detect, or by one that records kvx's requests.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
@@ -21,7 +21,7 @@ use super::real_engine::{
 use crate::batches::{Batches, InFlightBatch};
 use crate::memory::{MemoryRegistrar, RegisteredRanges};
 
-/// How long a notification that never comes is waited for.
+/// The time to wait for a notification that never arrives.
 const MUTE: Duration = Duration::from_millis(100);
 
 type Ask = unsafe extern "C" fn(*mut c_void, u64, usize, *mut transfer_status) -> c_int;
@@ -63,7 +63,7 @@ unsafe extern "C" fn all_is_completed(
     _: u64,
     status: *mut transfer_status,
 ) -> c_int {
-    // SAFETY: the place that the caller gave for the answer.
+    // SAFETY: the caller passed this location for the answer.
     unsafe { *status = transfer_status { status: 4, transferred_bytes: 16 } };
     0
 }
@@ -74,7 +74,7 @@ unsafe extern "C" fn the_second_to_another_address(
     requests: *mut transfer_request,
     count: usize,
 ) -> c_int {
-    // SAFETY: as many requests as the caller says, which are its own to change.
+    // SAFETY: the caller passes that many requests, which may be changed.
     unsafe {
         if let Some(second) = std::slice::from_raw_parts_mut(requests, count).get_mut(1) {
             second.target_offset += 1;
@@ -89,7 +89,7 @@ unsafe extern "C" fn writes_read(
     requests: *mut transfer_request,
     count: usize,
 ) -> c_int {
-    // SAFETY: as above; both ends of every request are memory of the self-test's.
+    // SAFETY: as above; both ends of every request are memory of the self-test.
     unsafe {
         for request in std::slice::from_raw_parts_mut(requests, count) {
             request.opcode = 0;
@@ -118,7 +118,7 @@ unsafe extern "C" fn sent_nothing(_: *mut c_void, _: u64, _: notify_msg) -> c_in
 
 unsafe extern "C" fn sent_another(engine: *mut c_void, segment: u64, message: notify_msg) -> c_int {
     let other = notify_msg { msg: c"hullo".as_ptr().cast_mut(), ..message };
-    // SAFETY: the caller's arguments, and a text that stays.
+    // SAFETY: passes the caller's arguments on, and a text that stays valid.
     unsafe { (real_functions().genNotifyInEngine)(engine, segment, other) }
 }
 
@@ -134,7 +134,7 @@ unsafe extern "C" fn no_transport(
     null_mut()
 }
 
-/// Pieces that were asked for one by one, and batches as a whole.
+/// The numbers of queries for pieces and for whole batches.
 static PIECES_ASKED: AtomicUsize = AtomicUsize::new(0);
 static BATCHES_ASKED: AtomicUsize = AtomicUsize::new(0);
 
@@ -152,11 +152,11 @@ unsafe extern "C" fn batch_counted(
     status: *mut transfer_status,
 ) -> c_int {
     BATCHES_ASKED.fetch_add(1, Ordering::Relaxed);
-    // SAFETY: the caller's arguments.
+    // SAFETY: passes the caller's arguments on.
     unsafe { (real_adapter_functions().kvx_mooncake_batch_status)(engine, batch, status) }
 }
 
-/// The devices of the engine that was last made with any.
+/// The devices of the last engine that was created with any.
 static DEVICES: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 unsafe extern "C" fn devices_noted(
@@ -168,7 +168,7 @@ unsafe extern "C" fn devices_noted(
     devices: *const *const c_char,
     count: usize,
 ) -> *mut c_void {
-    // SAFETY: as many C strings as the caller says, and the rest are its arguments.
+    // SAFETY: the caller passes that many C strings; the rest are its arguments.
     unsafe {
         let named = std::slice::from_raw_parts(devices, count).iter();
         let named = named.map(|device| CStr::from_ptr(*device).to_string_lossy().into_owned());
@@ -179,7 +179,7 @@ unsafe extern "C" fn devices_noted(
     }
 }
 
-/// The location of the memory that was last registered.
+/// The location of the memory that was registered last.
 static LOCATION: Mutex<String> = Mutex::new(String::new());
 
 unsafe extern "C" fn location_noted(
@@ -189,7 +189,7 @@ unsafe extern "C" fn location_noted(
     location: *const c_char,
     _: c_int,
 ) -> c_int {
-    // SAFETY: a C string of the caller's.
+    // SAFETY: a C string from the caller.
     let location = unsafe { CStr::from_ptr(location) }.to_string_lossy().into_owned();
     *LOCATION.lock().expect("nobody panics with it") = location;
     0
@@ -201,8 +201,8 @@ fn is_refused(library: &Library, heard_within: Duration, said: &[&str]) {
 }
 
 #[test]
-fn an_engine_that_answers_wrongly_is_refused_with_the_reason() {
-    let test = "an_engine_that_answers_wrongly_is_refused_with_the_reason";
+fn an_engine_that_answers_wrongly_is_rejected_with_the_reason() {
+    let test = "an_engine_that_answers_wrongly_is_rejected_with_the_reason";
     let Some((real, functions, of_adapter)) = real(test) else { return };
     let refused = |wrong: Functions, of_adapter: adapter_bindings::Functions, said: &[&str]| {
         is_refused(&real.with(wrong, Some(of_adapter)), self_test::PATIENCE, said);
@@ -234,12 +234,12 @@ fn an_engine_that_answers_wrongly_is_refused_with_the_reason() {
     is_refused(&real.with(mute, Some(of_adapter)), MUTE, &["notifying: [] arrived"]);
     let another = Functions { genNotifyInEngine: sent_another, ..functions };
     refused(another, of_adapter, &["notifying", "hullo"]);
-    // Nothing of this spoils the real one.
+    // These changes do not affect the real engine.
     self_test::run(real, self_test::PATIENCE).expect("the real one passes again");
 }
 
-/// As a `libtransfer_engine.so` that was installed from source: it says less, and is tried and used
-/// by the same code.
+/// A `libtransfer_engine.so` that was installed from source reports less; the same code tests and
+/// uses it.
 #[test]
 fn an_engine_without_the_adapters_functions_is_tried_all_the_same() {
     let test = "an_engine_without_the_adapters_functions_is_tried_all_the_same";
@@ -261,26 +261,26 @@ fn an_engine_without_the_adapters_functions_is_tried_all_the_same() {
 }
 
 #[test]
-fn a_batch_is_asked_for_as_a_whole_where_that_can_be_and_else_piece_by_piece() {
-    const TEST: &str = "a_batch_is_asked_for_as_a_whole_where_that_can_be_and_else_piece_by_piece";
+fn a_batch_is_queried_as_a_whole_if_possible_and_otherwise_piece_by_piece() {
+    const TEST: &str = "a_batch_is_queried_as_a_whole_if_possible_and_otherwise_piece_by_piece";
     const COUNT: usize = 8;
     const LEN: u64 = 512;
     let Some((real, functions, of_adapter)) = real(TEST) else { return };
     let counted = Functions { getTransferStatus: answer_as::<CountedPieces>, ..functions };
     let whole =
         adapter_bindings::Functions { kvx_mooncake_batch_status: batch_counted, ..of_adapter };
-    // For the life of the process: a batch that went wrong may still be under way.
+    // For the life of the process: pieces of a failed batch may still be in flight.
     let [near, far] =
         [0, 7].map(|byte| Vec::leak(vec![byte; COUNT * LEN as usize]).as_mut_ptr() as u64);
     for of_adapter in [Some(whole), None] {
         let ours = engine(real.with(counted, of_adapter), &[]).expect("an engine");
         let theirs = engine(real.with(functions, of_adapter), &[]).expect("another");
-        // SAFETY: the memory stays forever.
+        // SAFETY: the memory stays valid forever.
         unsafe { ours.register(near, COUNT * LEN as usize, "*") }.expect("it is free");
-        // SAFETY: as above.
+        // SAFETY: the memory stays valid forever.
         unsafe { theirs.register(far, COUNT * LEN as usize, "*") }.expect("it is free");
         let segment = ours.open_segment(theirs.name()).expect("it is there");
-        // The last is beyond what is registered, or within.
+        // The last piece is within registered memory, or beyond it.
         for beyond in [0, LEN] {
             let pieces: Vec<_> = (0..COUNT as u64)
                 .map(|at| EnginePiece {
@@ -293,7 +293,7 @@ fn a_batch_is_asked_for_as_a_whole_where_that_can_be_and_else_piece_by_piece() {
                 .map(|piece| EnginePiece { remote: piece.remote + beyond, ..piece })
                 .collect();
             let begun = Instant::now();
-            // SAFETY: the memory stays forever.
+            // SAFETY: the memory stays valid forever.
             let batch = unsafe { ours.submit(&pieces) }.expect("it is taken");
             let until = begun + self_test::PATIENCE;
             while (0..COUNT).any(|piece| {
@@ -343,8 +343,8 @@ fn a_transport_that_the_engine_does_not_install_is_an_error() {
 }
 
 #[test]
-fn the_engine_is_told_of_the_devices_that_are_named() {
-    let test = "the_engine_is_told_of_the_devices_that_are_named";
+fn the_engine_gets_the_devices_that_are_named() {
+    let test = "the_engine_gets_the_devices_that_are_named";
     let Some((real, functions, of_adapter)) = real(test) else { return };
     let noted = adapter_bindings::Functions { kvx_mooncake_create: devices_noted, ..of_adapter };
     for devices in [&["mlx5_1"][..], &["mlx5_1", "mlx5_0"]] {
@@ -355,8 +355,8 @@ fn the_engine_is_told_of_the_devices_that_are_named() {
 }
 
 #[test]
-fn the_engine_is_told_on_which_device_memory_is() {
-    let test = "the_engine_is_told_on_which_device_memory_is";
+fn the_engine_gets_the_device_of_memory() {
+    let test = "the_engine_gets_the_device_of_memory";
     let Some((real, functions, of_adapter)) = real(test) else { return };
     let noted = Functions { registerLocalMemory: location_noted, ..functions };
     let engine = Arc::new(engine(real.with(noted, Some(of_adapter)), &[]).expect("an engine"));

@@ -1,8 +1,10 @@
-// The C functions of transfer_engine.h and adapter.h over the engine of Mooncake's Python wheel, which exports its C++ class only.
+// The C functions of transfer_engine.h and adapter.h over the engine of Mooncake's Python wheel,
+// which exports only its C++ class.
 //
-// The wheel is not linked but opened, by its absolute path, and every function is looked up by its mangled name: this
-// file builds without the wheel, and names what another wheel lacks. The layouts below are the engine's; kvx refuses
-// versions that they were not tried with, and tries them at start-up.
+// The wheel is not linked but loaded, by its absolute path, and every function is resolved by its
+// mangled name: this file compiles without the wheel, and reports functions that another wheel
+// lacks. The layouts below are the engine's. kvx rejects versions that they were not tested with,
+// and tests them at start-up.
 
 #include "adapter.h"
 
@@ -65,7 +67,7 @@ struct alignas(16) Engine {
     char storage[256]; // the engine's object has 56
 };
 
-// The engine's functions: as free functions, whose first argument is the object.
+// The engine's functions as free functions, whose first argument is the object.
 
 struct Functions {
     void (*construct)(Engine *, bool);
@@ -118,7 +120,7 @@ const Symbol symbols[] = {
 
 thread_local string last_error;
 
-// Runs what may throw; an exception is an error with its text.
+// Runs a function that may throw; an exception becomes an error with its text.
 template <typename T, typename F>
 T guarded(T failed, F &&run) {
     last_error.clear();
@@ -127,7 +129,7 @@ T guarded(T failed, F &&run) {
     } catch (const std::exception &error) {
         last_error = string("the engine threw an exception: ") + error.what();
     } catch (...) {
-        last_error = "the engine threw something that is no exception";
+        last_error = "the engine threw something other than an exception";
     }
     return failed;
 }
@@ -137,14 +139,15 @@ int told(const Status &status) {
     return status.code;
 }
 
-// The engine logs by glog: a listener of ours keeps what it says of errors, which its results do not say.
+// The engine logs with glog. A listener keeps its error lines, because its results do not contain
+// them.
 
 constexpr int ERROR = 2;
 constexpr size_t KEPT = 8;
 std::mutex log_lock;
-auto &log_lines = *new std::deque<string>; // for ever: the engine's threads log until the process is gone
+auto &log_lines = *new std::deque<string>; // never freed: the engine's threads log until the process ends
 
-// The beginning of glog's virtual table for listeners.
+// The beginning of the virtual table of glog's LogSink.
 class Listener {
 public:
     virtual ~Listener() = default;
@@ -159,15 +162,16 @@ public:
 };
 
 void listen_to_log(void *engine) {
-    // Looked up through the engine, because the wheel brings a glog of its own.
+    // Resolved through the engine, because the wheel includes its own glog.
     auto add = reinterpret_cast<void (*)(Listener *)>(dlsym(engine, "_ZN6google10AddLogSinkEPNS_7LogSinkE"));
-    if (add) add(new Listener); // for the life of the process, as the engine
+    if (add) add(new Listener); // for the life of the process, like the engine
 }
 
-// Where glog keeps how grave a line has to be: the engine has set it when it is loaded. Null when it is not ours to change.
+// The location of glog's minimum severity, which the engine sets when it is loaded. Null if the
+// adapter must not change it.
 int *log_level = nullptr;
 
-// Whether the environment says how the engine logs, by its own variables or by glog's.
+// Returns whether the environment configures the engine's log, by its own variables or by glog's.
 bool chosen_by_environment() {
     for (char **variable = environ; *variable; ++variable) {
         for (const char *begin : {"MC_LOG_LEVEL=", "MC_LOG_DIR=", "GLOG_"}) {
@@ -192,7 +196,7 @@ string folder_of(const string &path) {
     return slash == string::npos ? "." : path.substr(0, slash);
 }
 
-// Python's record of an installed wheel is a folder `<name>-<version>.dist-info` beside the package's.
+// pip records an installed wheel as a folder `<name>-<version>.dist-info` beside the package's.
 string wheel_version(const string &engine) {
     DIR *folder = opendir((folder_of(engine) + "/..").c_str());
     if (!folder) return "";
@@ -225,12 +229,14 @@ string linker_says() {
 string load(bool etcd) {
     const string file = engine_file();
     if (file.empty()) return "KVX_MOONCAKE_ENGINE is not set: it names the wheel's mooncake/engine.so";
-    // The engine is a Python module. It needs Python's symbols, globally, and no Python that runs.
+    // The engine is a Python module. It needs Python's symbols, globally, but no running
+    // interpreter.
     if (!dlsym(RTLD_DEFAULT, "PyInstanceMethod_Type") &&
         !dlopen("libpython3.11.so.1.0", RTLD_NOW | RTLD_GLOBAL | RTLD_NODELETE))
         return linker_says();
-    // Its client for etcd is written in Go, whose runtime would start threads and take signals for ever. The stand-in has
-    // the same name for the dynamic linker, which therefore does not look for another.
+    // Its etcd client is written in Go, whose runtime would start threads and take signals
+    // permanently. The stand-in has the same name for the dynamic linker, which therefore loads no
+    // other.
     const string stand_in = own_folder() + "/libetcd_wrapper.so";
     if (!etcd && !dlopen(stand_in.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE)) return linker_says();
     const bool is_theirs = dlopen(file.c_str(), RTLD_NOW | RTLD_NOLOAD) != nullptr;
@@ -268,7 +274,7 @@ Engine *create(const char *metadata, const char *local_name, const char *ip, uin
 
 Engine *of(void *engine) { return static_cast<Engine *>(engine); }
 
-// Handles count up from 0; a refusal is a small negative number in a type without a sign.
+// Handles count up from 0; an error is a small negative number in an unsigned type.
 int32_t segment(uint64_t handle) { return static_cast<int32_t>(static_cast<int64_t>(handle)); }
 
 char *copied(const string &text) {

@@ -1,7 +1,7 @@
 /* The part of Mooncake's C API that kvx calls.
  *
- * `libtransfer_engine.so` of a Mooncake that was installed from source has them, and so has the adapter, over the engine
- * of a Python wheel. Bindings are generated from this file. */
+ * The `libtransfer_engine.so` of a Mooncake that was installed from source exports these functions, and so does the
+ * adapter over the engine of a Python wheel. The bindings are generated from this file. */
 #ifndef KVX_MOONCAKE_TRANSFER_ENGINE_H
 #define KVX_MOONCAKE_TRANSFER_ENGINE_H
 
@@ -30,7 +30,7 @@ struct notify_msg {
     char *msg;
 };
 
-/* Results: 0 or a number of the engine's error list, positive or negative. Engines are pointers, batches are numbers. */
+/* Results: 0 or an error code of the engine, positive or negative. Engines are pointers, batches are numbers. */
 void *createTransferEngine(const char *metadata, const char *local_name, const char *ip, uint64_t rpc_port,
                            int auto_discover);
 void destroyTransferEngine(void *engine);

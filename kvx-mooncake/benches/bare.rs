@@ -1,10 +1,10 @@
-//! A bare loop over Mooncake's engine between two processes: what it gives without kvx, to measure
-//! kvx beside.
+//! A bare loop over Mooncake's engine between two processes: the performance of the engine without
+//! kvx, as a baseline.
 //!
 //! It is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`). Each transfer is one batch,
-//! whose state it asks for until it has ended, as the Python engine does. The library is the
-//! adapter that `KVX_MOONCAKE_LIB` names; it uses nothing of kvx but the bindings and the kit for
-//! baselines.
+//! whose state it queries until it has ended, as the Python engine does. The library is the adapter
+//! that `KVX_MOONCAKE_LIB` names. Of kvx it uses only the bindings and the test kit's baseline
+//! module.
 
 use kvx_backend::baseline::{self, Baseline, Channel, HugeMemory, Point, answer};
 use kvx_backend::loader::Search;
@@ -13,7 +13,7 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr::null_mut;
 
 const COMPLETED: i32 = 4;
-/// From here on a batch has ended otherwise; 0 and 1 mean that it moves.
+/// The first state in which a batch has ended; 0 and 1 mean that it is in progress.
 const INVALID: i32 = 2;
 
 /// An engine with the tcp transport.
@@ -30,8 +30,8 @@ impl BareEngine {
         let library = search.open().expect("the adapter");
         let find = |name: &'static CStr| library.address(name);
         let mut name = [0; 512];
-        // SAFETY: each call is as transfer_engine.h and adapter.h describe it, on handles that the
-        // calls before have made.
+        // SAFETY: transfer_engine.h and adapter.h allow each call on the handles that the calls
+        // before it have created.
         unsafe {
             let functions = Functions::find(find).expect("Mooncake's functions");
             let adapter = adapter::Functions::find(find).expect("the adapter's functions");
@@ -39,7 +39,7 @@ impl BareEngine {
             assert!(why.is_null(), "{:?}", CStr::from_ptr(why));
             let (metadata, host) = (c"P2PHANDSHAKE".as_ptr(), c"127.0.0.1".as_ptr());
             let handle = (functions.createTransferEngine)(metadata, host, host, 0, 0);
-            assert!(!handle.is_null(), "the engine does not start");
+            assert!(!handle.is_null(), "the engine did not start");
             assert!(
                 !(functions.installTransport)(handle, c"tcp".as_ptr(), null_mut()).is_null(),
                 "no tcp"
@@ -55,18 +55,18 @@ impl BareEngine {
         let address = HugeMemory::new(len, foreign).leak();
         let start = std::ptr::with_exposed_provenance_mut(address);
         let register = self.functions.registerLocalMemory;
-        // SAFETY: the memory is as long, and stays.
+        // SAFETY: the memory has that length, and stays valid.
         let code = unsafe { register(self.handle, start, len, c"*".as_ptr(), 1) };
         assert_eq!(code, 0, "registering memory");
         address
     }
 
-    /// Moves all of it in one batch. Returns the state in which the batch ended.
+    /// Moves all pieces in one batch. Returns the state in which the batch ended.
     fn submit(&self, requests: &mut [transfer_request]) -> i32 {
         let Functions { allocateBatchID, submitTransfer, freeBatchID, .. } = self.functions;
         let mut status = transfer_status::default();
-        // SAFETY: the requests name memory of both processes that stays forever; the batch is freed
-        // once.
+        // SAFETY: the requests name memory of both processes that stays valid forever; the batch is
+        // freed once.
         unsafe {
             let batch = allocateBatchID(self.handle, requests.len());
             let code = submitTransfer(self.handle, batch, requests.as_mut_ptr(), requests.len());
@@ -82,7 +82,7 @@ impl BareEngine {
     }
 }
 
-/// Runs the other process: sends its name, and allocates memory of the lengths that it receives.
+/// Runs the target process: sends its name, and allocates memory of the lengths that it receives.
 fn serve(channel: &Channel) {
     let engine = BareEngine::start();
     channel.send(0, engine.name.as_bytes_with_nul());
@@ -91,7 +91,7 @@ fn serve(channel: &Channel) {
     }
 }
 
-/// The first process.
+/// The initiator process.
 struct Initiator {
     engine: BareEngine,
     target: Channel,
@@ -101,7 +101,7 @@ struct Initiator {
 
 impl Initiator {
     fn new() -> Initiator {
-        // SAFETY: the program has one thread, and has not opened the engine yet.
+        // SAFETY: the program has one thread, and has not loaded the engine yet.
         let target = unsafe { baseline::fork(|channel| serve(&channel)) };
         let engine = BareEngine::start();
         let name = CString::from_vec_with_nul(target.receive().expect("its name").1);
@@ -109,7 +109,7 @@ impl Initiator {
         // SAFETY: the name outlives the call.
         let segment =
             unsafe { (engine.functions.openSegmentNoCache)(engine.handle, name.as_ptr()) };
-        assert!(segment >= 0, "its segment does not open");
+        assert!(segment >= 0, "its segment could not be opened");
         Initiator { engine, target, segment, requests: Vec::new() }
     }
 }
@@ -129,7 +129,7 @@ impl Baseline for Initiator {
         self.requests = point.pairs.iter().map(request).collect();
         match self.engine.submit(&mut self.requests[point.list(0)]) {
             COMPLETED => None,
-            state => Some(format!("the engine ends a batch of {} with {state}", point.count)),
+            state => Some(format!("the engine ended a batch of {} in state {state}", point.count)),
         }
     }
 

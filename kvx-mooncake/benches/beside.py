@@ -2,8 +2,9 @@
 
     kvx bench --backend MOONCAKE --beside "target/peers/mooncake/venv/bin/python kvx-mooncake/benches/beside.py"
 
-The engine fails batches above the length of its queue. What it cannot move as one batch is a `skip` with that reason;
-with MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=32768 in its environment it can. (At 131072 the engine keeps its default.)"""
+The engine fails batches longer than its queue. A point that it cannot move as one batch is a `skip`
+with that reason; with MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=32768 in its environment it can. (At 131072
+the engine keeps its default.)"""
 import ctypes
 import mmap
 import multiprocessing
@@ -17,7 +18,7 @@ def engine():
     from mooncake.engine import TransferEngine
     engine = TransferEngine()
     if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
-        raise SystemExit("the engine does not start")
+        raise SystemExit("the engine did not start")
     return engine
 
 
@@ -25,14 +26,15 @@ HUGE = 2 << 20
 
 
 def registered(engine, size, value, foreign):
-    # On pages as kvx's: its pools are shared memory, what a program brings along is private; huge, if the kernel has them.
+    # Pages as in kvx: its pools are shared memory, foreign memory is private; huge pages if the
+    # kernel has them.
     kind = mmap.MAP_PRIVATE if foreign else mmap.MAP_SHARED
     memory = mmap.mmap(-1, size + HUGE, flags=kind | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     address = -(-ctypes.addressof(ctypes.c_char.from_buffer(memory)) // HUGE) * HUGE
     ctypes.memset(address, value, size)
     if engine.register_memory(address, size) != 0:
-        raise SystemExit("the engine does not register memory")
+        raise SystemExit("the engine could not register memory")
     return memory, address
 
 
@@ -91,7 +93,7 @@ class Point:
 
 point = None
 if __name__ == "__main__":
-    # What the engine prints on standard output would be taken for an answer: it goes to standard error.
+    # The protocol uses standard output, so the engine's output goes to standard error.
     sys.stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

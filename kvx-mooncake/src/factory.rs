@@ -57,8 +57,8 @@ impl Mooncake {
     }
 }
 
-const CAUTION: &str = "Mooncake's engine listens on all interfaces whatever it is told, and lets everybody who reaches \
-                       its ports read and write registered memory, without authentication: keep untrusted hosts off the network";
+const CAUTION: &str = "Mooncake's engine always listens on all interfaces, and lets anyone who can reach \
+                       its ports read and write registered memory without authentication: keep untrusted hosts off the network";
 
 impl Factory for Mooncake {
     fn name(&self) -> &'static str {

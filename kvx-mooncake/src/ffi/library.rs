@@ -207,8 +207,8 @@ fn explained(mut why: Unavailable) -> Unavailable {
         why.missing =
             format!("{VARIABLE} names a wheel's engine, which has no C interface: {}", why.missing);
         why.cure =
-            "run `kvx mooncake-adapter FOLDER` with this file behind --engine, and set what \
-                    it says"
+            "run `kvx mooncake-adapter FOLDER --engine` with this file, and set the variables \
+                    that it prints"
                 .to_owned();
     }
     why
@@ -226,15 +226,17 @@ fn not_loaded(adapter: &Path, why: &str) -> Unavailable {
 fn unknown_wheel(version: &str) -> Unavailable {
     let known = KNOWN_WHEELS.join(", ");
     let missing = match version {
-        "" => "the wheel's version is unknown: KVX_MOONCAKE_ENGINE names no mooncake/engine.so"
-            .to_owned(),
+        "" => {
+            "the wheel's version is unknown: KVX_MOONCAKE_ENGINE does not name a mooncake/engine.so"
+                .to_owned()
+        }
         version => {
-            format!("the wheel is of version {version}, and the adapter was tried with {known}")
+            format!("the wheel has version {version}, but the adapter was tested with {known}")
         }
     };
     Unavailable::because(
         missing,
-        format!("install version {known}, or try this one with the option mooncake.any_version"),
+        format!("install version {known}, or accept this one with the option mooncake.any_version"),
     )
 }
 

@@ -1,4 +1,5 @@
-//! That the engine lets everybody in is said in the log of each agent, beside where it listens.
+//! Tests that each agent logs a warning that the engine accepts everyone, with the address at which
+//! it listens.
 
 use std::fmt::{Debug, Write as _};
 use std::sync::{Arc, Mutex};
@@ -14,7 +15,7 @@ use crate::adapter;
 
 const CUT_OFF: Duration = Duration::from_secs(10);
 
-/// What was said as a warning, a line each.
+/// The logged warnings, a line each.
 #[derive(Clone, Default)]
 struct Warnings(Arc<Mutex<String>>);
 
@@ -48,8 +49,8 @@ impl Subscriber for Warnings {
 }
 
 #[test(own_process)]
-fn each_agent_says_in_the_log_that_the_engine_lets_everybody_in() {
-    const TEST: &str = "each_agent_says_in_the_log_that_the_engine_lets_everybody_in";
+fn each_agent_warns_that_the_engine_accepts_everyone() {
+    const TEST: &str = "each_agent_warns_that_the_engine_accepts_everyone";
     if adapter::or_skip(TEST).is_none() {
         return;
     }

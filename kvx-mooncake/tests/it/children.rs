@@ -1,5 +1,5 @@
-//! Processes that a program starts get nothing of what the engine has open: what the engine closes
-//! must be closed.
+//! Tests that child processes do not inherit the engine's sockets, so that a socket that the engine
+//! closes is closed.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ fn children_inherit_no_socket_of_the_engine() {
     let remote = peer.region("kv").unwrap().grid(grid).unwrap().blocks([1]);
     let plan = Plan::read(ours.grid(grid).unwrap().blocks([0]), remote).unwrap();
     peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait_blocking(CUT_OFF).unwrap();
-    // Both engines listen now, and the connection that moved the block stays open.
+    // Both engines listen, and the connection that moved the block stays open.
     let own = std::fs::read_dir("/proc/self/fd")
         .unwrap()
         .filter_map(|entry| entry.unwrap().path().read_link().ok());
@@ -43,7 +43,7 @@ fn children_inherit_no_socket_of_the_engine() {
     prefill.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }
 
-/// Sockets that a process has which is started now: this one may have been given some.
+/// Returns the sockets of a newly started process: this one may itself have inherited some.
 fn sockets_of_a_child() -> Vec<String> {
     let mut child = Command::new("ls");
     let output = kvx_testkit::output(child.args(["-l", "/proc/self/fd"]), CUT_OFF);

@@ -1,5 +1,5 @@
-//! Mooncake over TCP keeps the contract, but for what its engine cannot do: every clause, in one
-//! process and in two.
+//! Runs the conformance suite over Mooncake's TCP, except for gaps of its engine: every clause, in
+//! one process and in two.
 
 use kvx_testkit::{Gap, GapRate, Suite};
 

@@ -1,4 +1,4 @@
-//! Device memory that Mooncake's TCP does not reach.
+//! Tests device memory that Mooncake's TCP cannot access.
 
 use kvx_testkit::device::goes_elsewhere;
 use kvx_testkit::test;

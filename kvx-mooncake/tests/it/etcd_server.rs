@@ -1,5 +1,5 @@
-//! Engines that find each other by etcd. The engine's client for it is loaded with the engine or
-//! never: hence a process of its own.
+//! Tests engines that find each other through etcd. The engine's etcd client can be loaded only
+//! with the engine, hence a separate process.
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -12,11 +12,11 @@ use kvx_testkit::test;
 use crate::adapter;
 use crate::exchange::{self, CUT_OFF};
 
-/// How long etcd may take to start: it waits for the disk several times.
+/// The time that etcd may take to start: it waits for the disk several times.
 const STARTS_WITHIN: Duration = Duration::from_secs(60);
 const TEST: &str = "agents_find_each_other_by_etcd";
 
-/// A server with nothing in it. Killed when dropped.
+/// An empty server. Killed when dropped.
 struct Etcd {
     process: Child,
     folder: PathBuf,
@@ -24,7 +24,7 @@ struct Etcd {
 }
 
 impl Etcd {
-    /// `None` where it is not installed.
+    /// Starts a server; `None` if etcd is not installed.
     fn start() -> Option<Etcd> {
         let until = Instant::now() + STARTS_WITHIN;
         let mut etcd = Etcd::try_to_start()?;
@@ -32,7 +32,7 @@ impl Etcd {
             assert!(Instant::now() < until, "etcd does not answer");
             std::thread::sleep(Duration::from_millis(10));
             if etcd.process.try_wait().unwrap().is_some() {
-                // The port was free, and another program has taken it since.
+                // The port was free, but another program has taken it since.
                 etcd = Etcd::try_to_start()?;
             }
         }
@@ -78,9 +78,9 @@ impl Etcd {
         Ok(answer.contains("\"health\":\"true\""))
     }
 
-    /// Returns how many keys it has.
+    /// Returns the server's answer with the number of its keys.
     fn keys(&self) -> String {
-        // All keys from the first: a NUL, in base64, for both ends.
+        // All keys: a NUL byte in base64 as both ends of the range.
         let body = r#"{"key":"AA==","range_end":"AA==","count_only":true}"#;
         let len = body.len();
         self.ask(&format!("POST /v3/kv/range HTTP/1.0\r\nContent-Length: {len}\r\n\r\n{body}"))
@@ -104,11 +104,11 @@ fn agents_find_each_other_by_etcd() {
     let Some(etcd) = Etcd::start() else {
         return kvx_testkit::skip(TEST, "etcd is not installed", "apt install etcd-server");
     };
-    assert!(!etcd.keys().contains("\"count\""), "nobody has told it anything: {}", etcd.keys());
+    assert!(!etcd.keys().contains("\"count\""), "it has no keys yet: {}", etcd.keys());
     exchange::by_way_of(&format!("etcd://{}", etcd.address), || {
         assert!(
             etcd.keys().contains("\"count\":\""),
-            "the engines have told it of themselves: {}",
+            "the engines have registered themselves: {}",
             etcd.keys()
         );
     });

@@ -1,4 +1,4 @@
-//! Two agents that find each other by a metadata server, and move blocks.
+//! Two agents that find each other through a metadata server and move blocks.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use crate::adapter;
 
 pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
 
-/// `meanwhile` runs while both are there.
+/// Runs `meanwhile` while both are open.
 pub(crate) fn by_way_of(server: &str, meanwhile: impl FnOnce()) {
     let agent = |name: &str| {
         let mut options = Options::new();

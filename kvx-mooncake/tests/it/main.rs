@@ -1,7 +1,7 @@
-//! The integration tests of MOONCAKE.
+//! The integration tests of kvx-mooncake.
 //!
-//! Most of them have a process of their own: a process opens one engine, which has one log and its
-//! own listeners.
+//! Most of them have their own process, because a process loads one engine, which has one log and
+//! its own listeners.
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
 mod adapter;

@@ -1,4 +1,5 @@
-//! Engines that find each other by a metadata server of the web instead of asking each other.
+//! Tests engines that find each other through an HTTP metadata server instead of querying each
+//! other.
 
 use std::collections::HashMap;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -14,7 +15,7 @@ use crate::python::{Python, content};
 
 type Entries = Arc<Mutex<HashMap<String, Vec<u8>>>>;
 
-/// Serves what Mooncake's engine asks for: a value for each key, by GET, PUT and DELETE.
+/// Serves the engine's requests: GET, PUT and DELETE of a value for each key.
 fn serve(stream: TcpStream, entries: &Entries) -> std::io::Result<()> {
     stream.set_read_timeout(Some(CUT_OFF))?;
     let mut reader = BufReader::new(stream.try_clone()?);
@@ -55,7 +56,7 @@ fn serve(stream: TcpStream, entries: &Entries) -> std::io::Result<()> {
     (&stream).write_all(&body)
 }
 
-/// A server with nothing in it, and its address.
+/// Returns the address and the entries of an empty server.
 fn server() -> (String, Entries) {
     let entries = Entries::default();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -76,20 +77,17 @@ fn agents_find_each_other_by_a_metadata_server() {
     }
     let (url, entries) = server();
     exchange::by_way_of(&url, || {
-        assert!(
-            !entries.lock().unwrap().is_empty(),
-            "the engines have told the server of themselves"
-        );
+        assert!(!entries.lock().unwrap().is_empty(), "the engines have registered themselves");
     });
 }
 
-/// An engine caches a peer's segment, with the port for its data, and fetches it again only on
-/// request. With a metadata server the peer keeps its name after a restart, whatever ports it gets.
+/// An engine caches a peer's segment, with its data port, and fetches it again only on request.
+/// With a metadata server the peer keeps its name after a restart, whatever ports it gets.
 #[test(own_process)]
-fn a_python_that_was_started_again_under_its_name_is_reached_again() {
-    const TEST: &str = "a_python_that_was_started_again_under_its_name_is_reached_again";
+fn a_python_engine_that_restarts_under_its_name_is_reached_again() {
+    const TEST: &str = "a_python_engine_that_restarts_under_its_name_is_reached_again";
     let Some(adapter) = adapter::or_skip(TEST) else { return };
-    const NAME: &str = "127.0.0.1:1"; // no more than a name: nobody listens there
+    const NAME: &str = "127.0.0.1:1"; // only a name: no process listens there
     const BLOCK: usize = 4096;
     const LEN: usize = 1 << 16;
     let (url, _) = server();
@@ -125,11 +123,11 @@ fn a_python_that_was_started_again_under_its_name_is_reached_again() {
             assert_eq!(
                 error.kind(),
                 ErrorKind::Native,
-                "the engine calls where nobody listens any more: {error}"
+                "the engine connects to the old port: {error}"
             );
-            assert_eq!(block(2), [0; BLOCK], "nothing was moved by what failed");
+            assert_eq!(block(2), [0; BLOCK], "the failed transfer moved nothing");
         }
-        Ok(_) => assert_eq!(block(2), content_of(3), "it has drawn the same port again"),
+        Ok(_) => assert_eq!(block(2), content_of(3), "it got the same port again"),
     }
     read(python.address, 4).unwrap();
     assert_eq!(block(4), content_of(5));

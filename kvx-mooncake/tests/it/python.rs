@@ -1,4 +1,4 @@
-//! A process of Python with Mooncake's own engine.
+//! A Python process with Mooncake's own engine.
 
 #![allow(dead_code, reason = "each program of tests uses some of it")]
 
@@ -12,24 +12,24 @@ use rustix::process::{Pid, Signal};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The agent of `agent.py`. Killed when dropped.
+/// The agent in `agent.py`. Killed when dropped.
 pub(crate) struct Python {
     process: Child,
     stdin: ChildStdin,
     answers: Receiver<String>,
-    /// What other agents connect to.
+    /// The name to which other agents connect.
     pub(crate) name: String,
-    /// Where its memory lies.
+    /// The address of its memory.
     pub(crate) address: u64,
 }
 
 impl Python {
-    /// Starts one with so many bytes, by the environment that the adapter was built in.
+    /// Starts one with `bytes` bytes, in the Python environment in which the adapter was built.
     pub(crate) fn start(adapter: &Path, bytes: usize) -> Python {
         Python::start_with(adapter, bytes, &[])
     }
 
-    /// Does the same, by a name of its own at a metadata server.
+    /// Starts one with its own name at a metadata server.
     pub(crate) fn start_as(adapter: &Path, bytes: usize, name: &str, metadata: &str) -> Python {
         Python::start_with(adapter, bytes, &[name, metadata])
     }
@@ -41,7 +41,7 @@ impl Python {
             .arg(bytes.to_string())
             .args(more)
             .env("MC_LOG_LEVEL", "ERROR")
-            // What it tells a metadata server of itself.
+            // The address that it registers at a metadata server.
             .env("MC_TCP_BIND_ADDRESS", "127.0.0.1")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -74,7 +74,7 @@ impl Python {
         self.answer()
     }
 
-    /// Bytes of its memory.
+    /// Returns bytes of its memory.
     pub(crate) fn get(&mut self, offset: usize, len: usize) -> Vec<u8> {
         let hex = self.ask(&format!("get {offset} {len}"));
         let byte = |two: &[u8]| {
@@ -88,7 +88,7 @@ impl Python {
         rustix::process::kill_process(pid, signal).expect("it is our child");
     }
 
-    /// Stops it, and waits until each of its threads has stopped: one that still ran would serve a
+    /// Stops it, and waits until each of its threads has stopped: a running one would serve a
     /// transfer.
     pub(crate) fn stop(&self) {
         self.signal(Signal::STOP);
@@ -123,7 +123,7 @@ impl Drop for Python {
     }
 }
 
-/// Returns what byte `at` of its memory is at first.
+/// Returns the initial value of byte `at` of its memory.
 pub(crate) fn content(at: usize) -> u8 {
     let at = at % (1 << 16);
     ((at * 31) >> 3 ^ at) as u8

@@ -1,5 +1,5 @@
-//! kvx and Mooncake's own Python engine: each reads from and writes to the other, and the other may
-//! stop or die.
+//! Tests kvx with Mooncake's own Python engine: each reads and writes the other's memory, and the
+//! other may stop or die.
 
 use std::net::TcpStream;
 use std::path::Path;
@@ -18,8 +18,8 @@ const BLOCKS: usize = 256;
 const LEN: usize = BLOCK * BLOCKS;
 
 fn agent(name: &str) -> Agent {
-    // One thread for blocking calls, so that a call that a stopped peer holds up would keep all
-    // others waiting.
+    // One thread for blocking calls, so that a call that a stopped peer blocks would delay all
+    // others.
     agent_with(name, r#"{"mooncake": {"num_workers": 1, "mooncake_protocol": "tcp"}}"#)
 }
 
@@ -39,7 +39,7 @@ struct Pair {
     peer: Peer,
 }
 
-/// An agent of kvx with zeros, connected to an agent of Python.
+/// Returns a kvx agent with zeros, connected to a Python agent.
 fn pair(name: &str, adapter: &Path, len: usize) -> Pair {
     pair_of(agent(name), adapter, len)
 }
@@ -124,12 +124,16 @@ fn the_python_engine_reads_from_and_writes_to_kvx() {
     assert_ne!(
         python.ask(&format!("read {name} {} 0 16", address + LEN as u64)),
         "0",
-        "beyond the region"
+        "after the end of the region"
     );
-    // An agent with its metadata may have begun an operation: the memory is not released.
+    // An agent with its metadata may have started an operation, so the memory is not released.
     let revoked = region.revoke(CUT_OFF).wait_blocking(CUT_OFF);
     assert_eq!(revoked.unwrap_err().kind(), ErrorKind::StillShared);
-    assert_ne!(python.ask(&format!("read {name} {address} 0 16")), "0", "but nothing new begins");
+    assert_ne!(
+        python.ask(&format!("read {name} {address} 0 16")),
+        "0",
+        "but no new operation is admitted"
+    );
 }
 
 #[test(own_process)]
@@ -145,7 +149,7 @@ fn notifications_go_both_ways_and_text_only_toward_python() {
         let refused = pair.peer.notify(bad, CUT_OFF).wait_blocking(CUT_OFF);
         assert_eq!(refused.unwrap_err().kind(), ErrorKind::Unsupported);
     }
-    // With its data, and not before it.
+    // The notification arrives after its data.
     pair.region.copy_in(0, &[7; BLOCK]).unwrap();
     let plan = pair.plan(true, &[0], &[3]);
     pair.peer
@@ -174,9 +178,9 @@ fn a_hundred_thousand_blocks_move_with_default_settings() {
     };
     const COUNT: u32 = 100_000;
     const SMALL: usize = 512;
-    // Which fabric it is, is no setting of it: Python's is told as well.
+    // The protocol is not a setting under test: Python gets the same.
     let agent = agent_with("bulk", r#"{"mooncake_protocol": "tcp"}"#);
-    // A multiple of 64 KiB, in which the content repeats.
+    // A multiple of 64 KiB, after which the content repeats.
     let pair = pair_of(agent, &adapter, 800 << 16);
     let grid = Grid::packed(SMALL as u64, COUNT);
     let scattered = |by: u32| -> Vec<u32> {
@@ -189,7 +193,7 @@ fn a_hundred_thousand_blocks_move_with_default_settings() {
         there.grid(grid).unwrap().blocks(remote.clone()),
     )
     .unwrap();
-    assert_eq!(plan.size().segments, u64::from(COUNT), "nothing to be merged");
+    assert_eq!(plan.size().segments, u64::from(COUNT), "no blocks can be merged");
     pair.run(&plan, Duration::from_secs(60)).unwrap();
     let mut all = vec![0; COUNT as usize * SMALL];
     pair.region.copy_out(0, &mut all).unwrap();
@@ -203,11 +207,11 @@ fn a_hundred_thousand_blocks_move_with_default_settings() {
 }
 
 #[test(own_process)]
-fn what_is_not_registered_fails_with_text_and_the_link_works_on() {
-    const TEST: &str = "what_is_not_registered_fails_with_text_and_the_link_works_on";
+fn unregistered_memory_fails_with_a_text_and_the_link_stays_usable() {
+    const TEST: &str = "unregistered_memory_fails_with_a_text_and_the_link_stays_usable";
     let Some(adapter) = adapter::or_skip(TEST) else { return };
-    // The engines of a process have one log, of which the last few lines are kept: here are no
-    // others.
+    // The engines of a process share one log, of which the last few lines are kept. This process
+    // has no others.
     let pair = pair("prober", &adapter, LEN);
     let beyond = pair
         .peer
@@ -222,10 +226,10 @@ fn what_is_not_registered_fails_with_text_and_the_link_works_on() {
     assert_eq!(error.kind(), ErrorKind::Native, "{error}");
     let native = error.native().unwrap();
     assert!(native.code == 6 && native.text.contains("failed"), "{error}");
-    assert!(native.text.contains("rejected"), "the engine's own words: {error}");
+    assert!(native.text.contains("rejected"), "the engine's own message: {error}");
     pair.run(&pair.plan(false, &[1], &[2]), CUT_OFF).unwrap();
     assert_eq!(pair.block(1), content_of(2));
-    assert_eq!(pair.block(0), vec![0; BLOCK], "nothing was moved by what failed");
+    assert_eq!(pair.block(0), vec![0; BLOCK], "the failed transfer moved nothing");
 }
 
 #[test(own_process)]
@@ -239,9 +243,9 @@ fn a_killed_python_is_lost_at_once() {
     let error = pair.run(&plan, CUT_OFF).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
     assert!(begun.elapsed() < CUT_OFF / 2, "it took {:?}", begun.elapsed());
-    // The transfer is told first.
+    // The transfer's failure is reported first.
     while pair.peer.lost().is_none() {
-        assert!(begun.elapsed() < CUT_OFF, "the loss is not noticed");
+        assert!(begun.elapsed() < CUT_OFF, "the loss is not detected");
         std::thread::sleep(Duration::from_millis(1));
     }
     let foreign = pair.agent.connect_foreign("MOONCAKE", pair.python.name.as_bytes()).unwrap();
@@ -252,8 +256,8 @@ fn a_killed_python_is_lost_at_once() {
 }
 
 #[test(own_process)]
-fn a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on() {
-    const TEST: &str = "a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on";
+fn a_transfer_to_a_stopped_python_ends_by_its_deadline_and_its_memory_stays_until_it_continues() {
+    const TEST: &str = "a_transfer_to_a_stopped_python_ends_by_its_deadline_and_its_memory_stays_until_it_continues";
     let Some(adapter) = adapter::or_skip(TEST) else { return };
     const DEADLINE: Duration = Duration::from_millis(300);
     let pair = pair("waiter", &adapter, LEN);
@@ -270,7 +274,7 @@ fn a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on() {
     assert_eq!(
         revoked.unwrap_err().kind(),
         ErrorKind::StillShared,
-        "the engine may write to it still"
+        "the engine may still write to it"
     );
     pair.python.go_on();
     settled.wait_blocking(CUT_OFF).unwrap();
@@ -280,11 +284,11 @@ fn a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on() {
     assert_eq!(pair.block(1), content_of(2));
 }
 
-/// The engine cannot stop what it has begun, nor end while it does it: it writes to memory of which
-/// nobody else may be given a byte.
+/// The engine can neither cancel operations nor end while they run. It writes to memory that must
+/// not be reused.
 #[test(own_process)]
-fn what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined() {
-    const TEST: &str = "what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined";
+fn memory_of_operations_to_a_stopped_python_is_quarantined_at_a_shutdown() {
+    const TEST: &str = "memory_of_operations_to_a_stopped_python_is_quarantined_at_a_shutdown";
     let Some(adapter) = adapter::or_skip(TEST) else { return };
     const DEADLINE: Duration = Duration::from_millis(300);
     let pair = pair("deserter", &adapter, LEN);
@@ -298,13 +302,13 @@ fn what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined() {
     let settled = transfer.settled();
     assert_eq!(transfer.wait_blocking(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
     let Pair { agent, region, python, peer } = pair;
-    agent.shutdown(DEADLINE).wait_blocking(CUT_OFF).ok(); // the peer was told of the region: it says so
+    agent.shutdown(DEADLINE).wait_blocking(CUT_OFF).ok(); // an error: foreign agents have the region's metadata
     assert_eq!(settled.wait_blocking(CUT_OFF).unwrap_err().kind(), ErrorKind::Forgotten);
     drop((region, peer, plan, agent));
     let memory = memory.upgrade().expect("the engine may write to it");
-    assert!(TcpStream::connect(name).is_ok(), "the engine ended while pieces were under way");
+    assert!(TcpStream::connect(name).is_ok(), "the engine ended while pieces were in flight");
     python.go_on();
-    // What comes now lands where it was asked for.
+    // Bytes that arrive now are written to the requested memory.
     let until = Instant::now() + CUT_OFF;
     for (local, remote) in [(0, 1), (2, 3), (4, 5), (6, 7)] {
         loop {
@@ -313,15 +317,17 @@ fn what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined() {
             if bytes == content_of(remote) {
                 break;
             }
-            assert!(Instant::now() < until, "block {local} does not come");
+            assert!(Instant::now() < until, "block {local} did not arrive");
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 }
 
 #[test(own_process)]
-fn a_stopped_python_keeps_no_other_waiting() {
-    let Some(adapter) = adapter::or_skip("a_stopped_python_keeps_no_other_waiting") else { return };
+fn a_stopped_python_does_not_delay_other_peers() {
+    let Some(adapter) = adapter::or_skip("a_stopped_python_does_not_delay_other_peers") else {
+        return;
+    };
     let pair = pair("diplomat", &adapter, LEN);
     let mut other = Python::start(&adapter, LEN);
     pair.python.stop();
@@ -334,11 +340,11 @@ fn a_stopped_python_keeps_no_other_waiting() {
     held_up.wait_blocking(CUT_OFF).unwrap();
 }
 
-/// The engine's calls cannot be broken off: one that a stopped peer holds keeps the engine. What is
-/// left of it serves no memory, and is gone when the call returns.
+/// The engine's calls cannot be interrupted: one that a stopped peer blocks keeps the engine alive.
+/// It serves no memory, and ends when the call returns.
 #[test(own_process)]
-fn a_stopped_python_keeps_the_engine_for_a_while_and_none_of_its_memory() {
-    const TEST: &str = "a_stopped_python_keeps_the_engine_for_a_while_and_none_of_its_memory";
+fn a_stopped_python_keeps_the_engine_for_a_while_but_no_memory() {
+    const TEST: &str = "a_stopped_python_keeps_the_engine_for_a_while_but_no_memory";
     let Some(adapter) = adapter::or_skip(TEST) else { return };
     let Pair { agent, region, python, peer } = pair("held", &adapter, LEN);
     let mut other = Python::start(&adapter, LEN);
@@ -347,22 +353,22 @@ fn a_stopped_python_keeps_the_engine_for_a_while_and_none_of_its_memory() {
     assert_eq!(other.ask(&read), "0");
     python.stop();
     let held = peer.notify(b"are you there?", CUT_OFF);
-    // There should be one thread, so another one comes only because the first is held up.
+    // There is one thread by default; another starts only because the first is blocked.
     let next = agent.connect_foreign("MOONCAKE", other.name.as_bytes()).unwrap();
     next.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     let begun = Instant::now();
-    agent.shutdown(CUT_OFF).wait_blocking(CUT_OFF).ok(); // other agents were told of the region: it says so
+    agent.shutdown(CUT_OFF).wait_blocking(CUT_OFF).ok(); // an error: foreign agents have the region's metadata
     assert!(begun.elapsed() < CUT_OFF / 2, "it took {:?}", begun.elapsed());
     drop((region, peer, next, held, agent));
     let listens = || TcpStream::connect(&name).is_ok();
-    assert!(listens(), "the engine went while a call was under way");
+    assert!(listens(), "the engine ended during a call");
     assert_eq!(other.ask(&read), "-1");
     python.go_on();
     let begun = Instant::now();
     while listens() {
         assert!(
             begun.elapsed() < CUT_OFF / 2,
-            "the engine stays though its last call has returned"
+            "the engine stays although its last call has returned"
         );
         std::thread::sleep(Duration::from_millis(1));
     }

@@ -1,5 +1,5 @@
-//! The engine's log does not fill the program's: what its errors say is there, and everything where
-//! the environment asks for it.
+//! Tests that the engine's log does not flood the program's: only its errors appear, and everything
+//! if the environment asks for it.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -11,13 +11,13 @@ use kvx_testkit::test;
 use crate::adapter;
 
 const CUT_OFF: Duration = Duration::from_secs(10);
-/// Set in the process whose output is looked at: what it does.
+/// Set in the process whose output is tested, to what it does.
 const DOES: &str = "KVX_MOONCAKE_TEST_DOES";
 const LOOKS_FOR_BACKENDS: &str = "looks for backends";
 const MEETS_AN_ERROR: &str = "meets an error";
 const BLOCK: usize = 4096;
 
-/// Plays the process whose output is looked at, if this one was started for that.
+/// Runs the process whose output is tested, if this process was started for that.
 pub(crate) fn play_if_asked() {
     let Ok(does) = std::env::var(DOES) else { return };
     match does.as_str() {
@@ -28,8 +28,8 @@ pub(crate) fn play_if_asked() {
     std::process::exit(0);
 }
 
-/// Returns what a process that does this writes to standard error, where this is the environment's
-/// word on logging.
+/// Returns what a process that does this writes to standard error, with these variables for
+/// logging.
 fn said(does: &str, logging: &[(&str, &str)]) -> String {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.env(DOES, does);
@@ -54,8 +54,8 @@ fn tcp() -> Options {
 }
 
 #[test]
-fn whoever_looks_for_backends_reads_nothing_of_the_engines_log() {
-    const TEST: &str = "whoever_looks_for_backends_reads_nothing_of_the_engines_log";
+fn listing_backends_prints_nothing_of_the_engines_log() {
+    const TEST: &str = "listing_backends_prints_nothing_of_the_engines_log";
     if !is_there(TEST) {
         return;
     }

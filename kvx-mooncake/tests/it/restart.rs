@@ -1,5 +1,5 @@
-//! An engine that is started again under the name of the one before has other ports for its bytes:
-//! it is asked for them anew.
+//! Tests that an engine that restarts under the same name, with other data ports, is queried for
+//! its ports again.
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -17,9 +17,9 @@ const CUT_OFF: Duration = Duration::from_secs(10);
 const BLOCK: usize = 4096;
 const LEN: usize = 1 << 16;
 
-/// The name of an engine that is started again. Mooncake names an engine after the port at which it
-/// is asked what it is, which it takes at random, and one that was asked cannot have it again for a
-/// minute. So that port is one of this process, which asks whichever engine there is now.
+/// The name of an engine that restarts. Mooncake names an engine after its metadata port, which it
+/// chooses at random and cannot bind again for a minute after it was queried. So this process owns
+/// the port, and forwards queries to the current engine.
 struct Name {
     text: String,
     engine: Arc<Mutex<String>>,
@@ -27,7 +27,7 @@ struct Name {
 
 impl Name {
     fn of(python: &Python) -> Self {
-        // As long as the engine's own, in whose place it is put.
+        // As long as the engine's own name, which it replaces in answers.
         let mut listeners = (0..100).map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
         let listener = listeners.find(|at| at.local_addr().unwrap().port() >= 10_000).unwrap();
         let text = listener.local_addr().unwrap().to_string();
@@ -38,7 +38,7 @@ impl Name {
             for asking in listener.incoming() {
                 let (asking, name, engine) =
                     (asking.unwrap(), text.clone(), engine.lock().unwrap().clone());
-                // An error: that engine has ended, or nothing was asked.
+                // An error means that the engine has ended, or that the query was empty.
                 std::thread::spawn(move || ask(asking, &name, &engine).ok());
             }
         });
@@ -51,7 +51,7 @@ impl Name {
     }
 }
 
-/// Passes a question on to an engine, and gives its answer in the name of `name`.
+/// Forwards a query to an engine, and returns its answer with the name replaced by `name`.
 fn ask(mut asking: TcpStream, name: &str, engine: &str) -> std::io::Result<()> {
     let mut theirs = TcpStream::connect(engine)?;
     let (mut from, mut to) = (asking.try_clone()?, theirs.try_clone()?);
@@ -61,7 +61,7 @@ fn ask(mut asking: TcpStream, name: &str, engine: &str) -> std::io::Result<()> {
     });
     let mut answer = Vec::new();
     theirs.set_read_timeout(Some(CUT_OFF))?;
-    theirs.read_to_end(&mut answer)?; // it answers once, and hangs up
+    theirs.read_to_end(&mut answer)?; // it answers once, and closes the connection
     for at in 0..answer.len().saturating_sub(name.len()) {
         if answer[at..].starts_with(engine.as_bytes()) {
             answer[at..at + name.len()].copy_from_slice(name.as_bytes());
@@ -70,7 +70,7 @@ fn ask(mut asking: TcpStream, name: &str, engine: &str) -> std::io::Result<()> {
     asking.write_all(&answer)
 }
 
-/// Moves the fourth block of the memory of `python` to the first one of a region, or the other way.
+/// Moves the fourth block of Python's memory to the first one of a region, or the other way.
 fn moves(write: bool, peer: &Peer, python: &Python, region: &Region) -> kvx_core::Result<()> {
     let grid = Grid::packed(BLOCK as u64, (LEN / BLOCK) as u32);
     let theirs =
@@ -99,14 +99,14 @@ fn reached_again(adapter: &Path) {
     peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     reads(&peer, &first, &region);
 
-    let mut second = Python::start(adapter, LEN); // while the other has its ports
+    let mut second = Python::start(adapter, LEN); // while the first still has its ports
     name.leads_to(&second);
     first.kill();
     let why = moves(false, &peer, &second, &region).unwrap_err();
     assert_eq!(
         why.kind(),
         ErrorKind::Native,
-        "a transfer in flight fails, and the peer is there: {why}"
+        "a transfer in flight fails, but the peer is not lost: {why}"
     );
     reads(&peer, &second, &region);
     region.copy_in(0, &[0xC3; BLOCK]).unwrap();
@@ -116,8 +116,8 @@ fn reached_again(adapter: &Path) {
 }
 
 #[test(own_process)]
-fn an_engine_started_again_under_the_same_name_is_reached_again() {
-    const NAME: &str = "an_engine_started_again_under_the_same_name_is_reached_again";
+fn an_engine_that_restarts_under_the_same_name_is_reached_again() {
+    const NAME: &str = "an_engine_that_restarts_under_the_same_name_is_reached_again";
     if let Some(adapter) = adapter::or_skip(NAME) {
         reached_again(&adapter);
     }

@@ -1,6 +1,6 @@
-//! A peer that is stopped for longer than the engine waits: transfers in flight have failed then,
-//! and nothing of them moves any more when the peer continues. The engine waits 30 s, or as long as
-//! its variables say: hence a separate process with other values.
+//! Tests a peer that is stopped for longer than the engine waits: transfers in flight fail, and
+//! move nothing more when the peer continues. The engine waits 30 s, or as long as its variables
+//! say, hence a separate process with other values.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,20 +11,20 @@ use kvx_testkit::{Check, is_own_process, run_in_own_process, test};
 use crate::adapter;
 use crate::python::{Python, content};
 
-/// For what takes seconds, where nobody else wants the cores.
+/// For operations that take seconds on an idle machine.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How long the memory is looked at that nobody may touch.
+/// The time during which memory that nobody may write is observed.
 const LOOKS: Duration = Duration::from_millis(300);
 const SMALL: usize = 4096;
-/// As long as a piece can be.
+/// The maximum length of a piece.
 const LARGE: usize = 1 << 20;
 const LEN: usize = 8 * LARGE;
-/// As many as the engine moves to one peer at a time, and none beside another.
+/// As many as the engine moves to one peer at a time, none adjacent to another.
 const BLOCKS: [u32; 4] = [0, 2, 4, 6];
-/// Small ones between large ones.
+/// Small blocks between large ones.
 const OTHERS: [u32; 4] = [256, 258, 260, 262];
 
-/// The byte that fills the memory after the end.
+/// The byte that fills the memory after the failure.
 const OVER: u8 = 0xBB;
 
 struct Pair {
@@ -50,7 +50,7 @@ impl Pair {
         bytes
     }
 
-    /// Moves blocks while Python is stopped, until that has failed. Then overwrites the local
+    /// Moves blocks while Python is stopped, until the transfer fails. Then overwrites the local
     /// blocks and lets Python continue.
     fn fails(&mut self, write: bool, block: usize) {
         let plan = self.plan(write, block, BLOCKS);
@@ -59,24 +59,20 @@ impl Pair {
         let transfer = self.peer.transfer(&plan).deadline(PATIENCE).post().unwrap();
         let settled = transfer.settled();
         let why = transfer.wait_blocking(PATIENCE).unwrap_err();
-        assert_eq!(
-            why.kind(),
-            ErrorKind::Native,
-            "the engine gave up before anybody else did: {why}"
-        );
+        assert_eq!(why.kind(), ErrorKind::Native, "the engine gave up first: {why}");
         settled.wait_blocking(PATIENCE).unwrap();
         self.region.copy_in(0, &vec![OVER; LEN]).unwrap();
         self.python.go_on();
         let until = Instant::now() + LOOKS;
         while Instant::now() < until {
-            assert!(self.bytes().iter().all(|byte| *byte == OVER), "something came after the end");
+            assert!(self.bytes().iter().all(|byte| *byte == OVER), "bytes arrived after the end");
             let found = self.python.ask(&format!("find {}", "bb".repeat(SMALL)));
-            assert_eq!(found, "-1", "something was read after the end");
+            assert_eq!(found, "-1", "bytes were read after the end");
         }
     }
 
-    /// Waits until the peer works: where the cores are busy it may be silent for a second on its
-    /// own.
+    /// Waits until the peer responds: on a busy machine it may be silent for a second even if it
+    /// runs.
     fn works(&self) {
         let (plan, until) = (self.plan(false, SMALL, OTHERS), Instant::now() + PATIENCE);
         loop {
@@ -101,9 +97,8 @@ impl Pair {
 }
 
 #[test]
-fn what_has_failed_for_a_stopped_peer_stays_as_it_is_when_the_peer_goes_on() -> Check {
-    const TEST: &str =
-        "silent::what_has_failed_for_a_stopped_peer_stays_as_it_is_when_the_peer_goes_on";
+fn failed_transfers_move_nothing_when_the_stopped_peer_continues() -> Check {
+    const TEST: &str = "silent::failed_transfers_move_nothing_when_the_stopped_peer_continues";
     let Some(adapter) = adapter::or_skip(TEST) else { return Ok(()) };
     if !is_own_process() {
         let variables = [("MC_TCP_STATUS_TIMEOUT_SEC", "1"), ("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")];

@@ -1,4 +1,5 @@
-//! An engine that cannot be used is an error with the reason, and nothing is used in its place.
+//! Tests that an unusable engine is an error with the reason, and that kvx does not use another in
+//! its place.
 
 use kvx_core::{ErrorKind, Options, Registry};
 use kvx_mooncake::Mooncake;
@@ -8,14 +9,14 @@ use crate::adapter;
 
 const VARIABLE: &str = "KVX_MOONCAKE_LIB";
 
-/// A process opens one library, so the wrong one has to come first.
+/// A process loads one library, so the wrong one has to be tried first.
 #[test(own_process)]
-fn what_is_not_there_is_an_error() {
+fn a_missing_library_or_transport_is_an_error() {
     another_library_is_refused_by_the_symbol_that_it_lacks();
-    a_transport_that_is_not_there_is_an_error();
+    a_missing_transport_is_an_error();
 }
 
-const TEST: &str = "what_is_not_there_is_an_error";
+const TEST: &str = "a_missing_library_or_transport_is_an_error";
 
 fn another_library_is_refused_by_the_symbol_that_it_lacks() {
     if std::env::var_os(VARIABLE).is_some() {
@@ -32,12 +33,12 @@ fn another_library_is_refused_by_the_symbol_that_it_lacks() {
                 sentence.contains("libm.so.6 has no symbol createTransferEngine"),
                 "{sentence}"
             );
-            assert!(sentence.contains("kvx mooncake-adapter"), "it says what to do: {sentence}");
+            assert!(sentence.contains("kvx mooncake-adapter"), "it names a remedy: {sentence}");
         }
     }
 }
 
-fn a_transport_that_is_not_there_is_an_error() {
+fn a_missing_transport_is_an_error() {
     if adapter::or_skip(TEST).is_none() {
         return;
     }

@@ -1,4 +1,4 @@
-//! Which library is opened, and which engine: what the environment names, and nothing in its place.
+//! Tests which library and engine are loaded: those that the environment names, and no others.
 
 use std::ffi::OsStr;
 use std::os::unix::fs::symlink;
@@ -13,13 +13,13 @@ use kvx_testkit::{Check, is_own_process, run_in_own_process, test};
 use crate::adapter;
 
 const LIBRARY: &str = "KVX_MOONCAKE_LIB";
-/// The name by which it is looked for otherwise.
+/// The name under which the library is searched for by default.
 const SONAME: &str = "libtransfer_engine.so";
 const ENGINE: &str = "KVX_MOONCAKE_ENGINE";
-/// For Python, which is asked one thing.
+/// The time limit of a single Python command.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// The version and the file of what is opened, or why nothing is.
+/// Returns the version and the file of the loaded library, or why none is loaded.
 fn opened(registry: &Registry, options: &str) -> Result<(String, PathBuf), String> {
     let found = registry.require("MOONCAKE", &Options::parse(options).unwrap());
     found.map(|(_, found)| (found.version, found.library.unwrap())).map_err(|error| {
@@ -43,17 +43,17 @@ fn a_library_that_the_variable_names_is_opened() -> Check {
     Ok(())
 }
 
-/// Runs the test of this name in a process with this variable, and no other that chooses a library.
+/// Runs the named test in a process with this variable, and no other that selects a library.
 fn run_over(test: &str, variable: &str, value: &OsStr) -> Check {
     run_in_own_process(test, |command| {
         command.env_remove(LIBRARY).env_remove(ENGINE).env(variable, value);
     })
 }
 
-/// Whoever names one does not want another, though there are some that would work.
+/// A user who names a library does not want another, even if it would work.
 #[test]
-fn what_the_variable_names_is_opened_or_nothing() -> Check {
-    const TEST: &str = "which_library::what_the_variable_names_is_opened_or_nothing";
+fn only_the_library_that_the_variable_names_is_opened() -> Check {
+    const TEST: &str = "which_library::only_the_library_that_the_variable_names_is_opened";
     if adapter::or_skip(TEST).is_none() {
         return Ok(());
     }
@@ -66,19 +66,19 @@ fn what_the_variable_names_is_opened_or_nothing() -> Check {
     Ok(())
 }
 
-/// A folder of other names for what is there. Gone when dropped.
+/// A folder with other names of existing files. Removed when dropped.
 struct Folder(PathBuf);
 
 impl Folder {
     fn new(name: &str) -> Folder {
         let path = std::env::temp_dir().join(format!("kvx-{name}-{}", std::process::id()));
-        std::fs::remove_dir_all(&path).ok(); // of a process with the same number that was killed
+        std::fs::remove_dir_all(&path).ok(); // left by a killed process with the same process id
         std::fs::create_dir(&path).unwrap();
         Folder(path)
     }
 
-    /// The adapter under the name of the library in whose place it is, with what it opens from its
-    /// own folder.
+    /// Contains the adapter under the name of the library that it replaces, with the files that it
+    /// loads from its own folder.
     fn of_library(adapter: &Path) -> Folder {
         let folder = Folder::new("library");
         symlink(adapter, folder.0.join(SONAME)).unwrap();
@@ -87,7 +87,7 @@ impl Folder {
         folder
     }
 
-    /// As Python installs a wheel: the engine beside the adapter, under another version.
+    /// Contains the engine and the adapter as Python installs a wheel, under another version.
     fn of_wheel(version: &str, adapter: &Path) -> Folder {
         let python = adapter.parent().unwrap().join("venv/bin/python");
         let asks = "import sysconfig; print(sysconfig.get_path('platlib'))";
@@ -97,7 +97,7 @@ impl Folder {
         let name = "mooncake_transfer_engine_non_cuda";
         std::fs::create_dir(wheel.0.join(format!("{name}-{version}.dist-info"))).unwrap();
         std::fs::create_dir(wheel.0.join("mooncake")).unwrap();
-        // What the engine needs is found beside it, by names that are its own.
+        // The engine's dependencies are in its own folder, under their own names.
         for file in std::fs::read_dir(packages.join("mooncake")).unwrap() {
             let file = file.unwrap();
             symlink(file.path(), wheel.0.join("mooncake").join(file.file_name())).unwrap();
@@ -115,8 +115,9 @@ impl Drop for Folder {
 }
 
 #[test]
-fn an_engine_of_another_version_is_refused_unless_it_is_wanted() -> Check {
-    const TEST: &str = "which_library::an_engine_of_another_version_is_refused_unless_it_is_wanted";
+fn an_engine_of_another_version_is_rejected_unless_it_is_accepted() -> Check {
+    const TEST: &str =
+        "which_library::an_engine_of_another_version_is_rejected_unless_it_is_accepted";
     let Some(adapter) = adapter::or_skip(TEST) else { return Ok(()) };
     if !is_own_process() {
         let wheel = Folder::of_wheel("9.9", &adapter);
@@ -133,15 +134,15 @@ fn an_engine_of_another_version_is_refused_unless_it_is_wanted() -> Check {
 }
 
 #[test]
-fn a_library_of_the_usual_name_is_opened_where_no_variable_names_one() -> Check {
+fn a_library_of_the_default_name_is_opened_if_no_variable_names_one() -> Check {
     const TEST: &str =
-        "which_library::a_library_of_the_usual_name_is_opened_where_no_variable_names_one";
+        "which_library::a_library_of_the_default_name_is_opened_if_no_variable_names_one";
     let Some(adapter) = adapter::or_skip(TEST) else { return Ok(()) };
     if !is_own_process() {
         let folder = Folder::of_library(&adapter);
         return run_over(TEST, "LD_LIBRARY_PATH", folder.0.as_os_str());
     }
-    // It comes before the files that a program brings.
+    // It has priority over the files that a program includes.
     let (_, file) = opened(&adapter::registry(""), TCP).unwrap();
     assert_eq!(file.file_name(), Some(OsStr::new(SONAME)), "{file:?}");
     Ok(())

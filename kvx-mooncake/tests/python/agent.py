@@ -1,14 +1,14 @@
-"""A plain Mooncake agent for tests: the wheel's own engine, asked in lines and answering in lines.
+"""A plain Mooncake agent for tests: the wheel's own engine, with commands and answers a line each.
 
-Started as `agent.py BYTES`, or `agent.py BYTES NAME METADATA` with a metadata server; says `ready HOST:PORT ADDRESS` for its registered
-memory. Byte `i` is content(i)."""
+Started as `agent.py BYTES`, or `agent.py BYTES NAME METADATA` with a metadata server. Prints
+`ready HOST:PORT ADDRESS` for its registered memory, whose byte `i` is content(i)."""
 import ctypes
 import mmap
 import os
 import signal
 import sys
 
-# What the engine prints on standard output would be taken for an answer: it goes to standard error.
+# Answers go to standard output, so the engine's output goes to standard error.
 sys.stdout = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 

@@ -1,4 +1,4 @@
-//! An agent's address: its section of the metadata.
+//! An agent's NIXL address: RIXL's section of the metadata.
 
 use kvx_backend::checksum;
 use kvx_core::backend::MAX_NAME;
@@ -9,22 +9,22 @@ use crate::blob::Blob;
 use crate::error::NAME;
 use crate::memory::Export;
 
-/// The name under which NIXL knows an agent of kvx: each life has its own.
+/// Returns the name under which NIXL knows a kvx agent: each incarnation has its own.
 pub(crate) fn name_of(agent: &Identity) -> String {
     format!("{}@{}", agent.name, agent.incarnation)
 }
 
-/// How an agent is reached; travels in its metadata.
+/// The address of an agent, as its metadata contains it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Address {
     pub(crate) name: String,
-    /// NIXL's own: a blob without memory.
+    /// NIXL's own metadata: a blob without memory.
     pub(crate) blob: Vec<u8>,
-    /// A page that peers may try out.
+    /// A page that peers read and write in their trials.
     pub(crate) page: Export,
 }
 
-/// The longest address: some hundred bytes for each network device.
+/// The maximum length of the blob: some hundred bytes for each network device.
 const MAX_CONNECTION: usize = 256 << 10;
 
 impl Address {
@@ -38,7 +38,7 @@ impl Address {
         checksum::append(out)
     }
 
-    /// Errors: `Malformed`, `Incompatible`.
+    /// Decodes an address. Errors: `Malformed`, `Incompatible`.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = Reader::new("RIXL address", checksum::strip("RIXL address", bytes)?);
         checksum::check_form(NAME, "address", reader.u8()?, Self::FORM)?;

@@ -1,4 +1,4 @@
-//! The lock that lets one thread at a time call NIXL, and for which the reactor never waits.
+//! The lock that admits one thread at a time to NIXL, and for which the reactor never waits.
 
 use std::ops::{Deref, DerefMut};
 use std::os::fd::RawFd;
@@ -12,27 +12,28 @@ use kvx_core::backend::sync::{Mutex, MutexGuard};
 
 use crate::ffi::NixlAgent;
 
-/// The agent behind a lock of kvx's own. NIXL's locks are held for a third of a second while a
-/// peer's address is loaded; the reactor asks for this one first, does something else while another
-/// thread holds it, and is woken when that thread releases it.
+/// The agent behind kvx's own lock. NIXL holds its locks for a third of a second while it loads a
+/// peer's address. The reactor tries this lock first, does other work while another thread holds
+/// it, and is woken when that thread releases it.
 pub(crate) struct AgentLock {
     agent: Mutex<Option<NixlAgent>>,
-    /// Threads that wait: the reactor, which comes often and briefly, lets them go first.
+    /// The number of waiting threads. The reactor, which takes the lock often and briefly, lets
+    /// them go first.
     waiting: AtomicUsize,
-    /// Wakes the reactor when another thread has released the agent, which may have read what would
-    /// have woken the reactor.
+    /// Wakes the reactor when another thread has released the agent: that thread may have read the
+    /// data that would have woken the reactor.
     released: Mailbox<()>,
-    /// Requests are in progress, so that the agent cannot be destroyed.
+    /// True while requests are in progress, so that the agent cannot be destroyed.
     in_progress: AtomicBool,
 }
 
-/// The agent; `None` once it is gone.
+/// The agent; `None` after it was destroyed.
 pub(crate) type AgentGuard<'a> = MutexGuard<'a, Option<NixlAgent>>;
 
-/// The agent, for a thread other than the reactor: wakes the reactor when it is dropped.
+/// The locked agent, for threads other than the reactor. Dropping it wakes the reactor.
 pub(crate) struct WakingGuard<'a> {
     agent_lock: &'a AgentLock,
-    /// There until it is dropped.
+    /// `Some` until it is dropped.
     locked: Option<AgentGuard<'a>>,
 }
 
@@ -58,7 +59,7 @@ impl Drop for WakingGuard<'_> {
 }
 
 impl AgentLock {
-    /// Errors: `Exhausted`.
+    /// Creates the lock. Errors: `Exhausted`.
     pub(crate) fn new(agent: NixlAgent) -> Result<Arc<Self>> {
         let agent_lock = Arc::new(AgentLock::around(Some(agent))?);
         let mut open = OPEN.lock();
@@ -66,8 +67,8 @@ impl AgentLock {
         open.push(Arc::downgrade(&agent_lock));
         drop(open);
         AT_EXIT.get_or_init(|| {
-            // SAFETY: a function without arguments that unwinds nowhere. NIXL is loaded, so its own
-            // end comes later.
+            // SAFETY: a function without arguments that does not unwind. NIXL is already loaded, so
+            // its own exit handlers run later.
             unsafe { libc::atexit(close_all) };
             std::process::id()
         });
@@ -83,17 +84,17 @@ impl AgentLock {
         })
     }
 
-    /// Readable once another thread has released the agent.
+    /// Returns a descriptor that is readable once another thread has released the agent.
     pub(crate) fn released_fd(&self) -> RawFd {
         self.released.fd()
     }
 
-    /// The reactor looks now: makes it unreadable until the next time.
+    /// Makes the descriptor unreadable until the next release, because the reactor polls now.
     pub(crate) fn clear_released(&self) {
         self.released.take();
     }
 
-    /// Notes whether requests are in progress.
+    /// Records whether requests are in progress.
     pub(crate) fn note_in_progress(&self, in_progress: bool) {
         self.in_progress.store(in_progress, Ordering::SeqCst);
     }
@@ -103,7 +104,7 @@ impl AgentLock {
         self.in_progress.load(Ordering::SeqCst)
     }
 
-    /// Waits for its turn.
+    /// Waits for the lock.
     pub(crate) fn lock(&self) -> WakingGuard<'_> {
         self.waiting.fetch_add(1, Ordering::SeqCst);
         let locked = self.agent.lock();
@@ -111,8 +112,8 @@ impl AgentLock {
         WakingGuard { agent_lock: self, locked: Some(locked) }
     }
 
-    /// For the reactor: `None` if another thread has it or waits for it, which wakes the reactor
-    /// later.
+    /// Takes the lock for the reactor. Returns `None` if another thread holds it or waits for it;
+    /// that thread wakes the reactor later.
     pub(crate) fn try_lock(&self) -> Option<AgentGuard<'_>> {
         if self.waiting.load(Ordering::SeqCst) > 0 {
             return None;
@@ -123,18 +124,18 @@ impl AgentLock {
 
 /// All agents that may be open.
 static OPEN: Mutex<Vec<Weak<AgentLock>>> = Mutex::new(Vec::new());
-/// Set once their end at the program's exit is arranged: by this process.
+/// The id of the process that has registered the exit handler.
 static AT_EXIT: OnceLock<u32> = OnceLock::new();
-/// How long the exit of a program waits for an agent that is at work.
+/// The time that the exit of a program waits for an agent in use.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
-/// A program that exits while an agent is open would end in NIXL's threads, whose libraries' tables
-/// are gone.
+/// Closes all agents at the exit of the program. Otherwise NIXL's threads would crash, because the
+/// static data of their libraries is already destroyed.
 extern "C" fn close_all() {
     if AT_EXIT.get() != Some(&std::process::id()) {
-        return; // a fork has no threads of NIXL's
+        return; // a forked child has no NIXL threads
     }
-    // A thread that opens an agent while the program exits.
+    // Another thread is opening an agent during the exit.
     let Some(open) = OPEN.try_lock() else { return };
     let until = Instant::now() + LAST_PATIENCE;
     for agent_lock in open.iter().filter_map(Weak::upgrade) {
@@ -171,7 +172,7 @@ mod tests {
             rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&now))
                 == Ok(1)
         };
-        drop(agent_lock.try_lock().expect("nobody is there"));
+        drop(agent_lock.try_lock().expect("nobody holds it"));
         assert!(!wakes(), "the reactor does not wake itself");
         let locked = agent_lock.lock();
         assert!(agent_lock.try_lock().is_none() && !wakes());

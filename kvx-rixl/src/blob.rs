@@ -11,14 +11,14 @@ use kvx_core::{Error, Result};
 
 use crate::ffi::{MemorySegment, Range};
 
-/// The longest blob that is read; 44 bytes a region are usual.
+/// The maximum length of a blob; 44 bytes per region are typical.
 pub(crate) const MAX_BLOB: usize = 16 << 20;
-/// The longest name: kvx's own are a name, `@` and 32 digits.
+/// The maximum length of a name: kvx's own are a name, `@` and 32 digits.
 const MAX_AGENT_NAME: usize = MAX_NAME + 33;
 const MAGIC: &[u8] = b"nixlSerDes|";
-/// The length of a descriptor's beginning: address, length, device.
+/// The length of a descriptor's fixed part: address, length, device.
 const DESCRIPTOR: usize = 24;
-/// Its kinds of memory: it crashes on others.
+/// NIXL's kinds of memory: it crashes on others.
 const KINDS: std::ops::RangeInclusive<i32> = 0..=4;
 
 /// The content of a blob.
@@ -26,7 +26,7 @@ const KINDS: std::ops::RangeInclusive<i32> = 0..=4;
 pub(crate) struct Blob<'a> {
     /// The agent's name.
     pub(crate) agent: &'a str,
-    /// How it is reached: plugins and their addresses.
+    /// The plugins and their addresses.
     pub(crate) connections: Vec<(&'a str, &'a [u8])>,
     /// Its memory: address, length and device, with the plugin's key.
     pub(crate) memory: Vec<BlobMemory<'a>>,
@@ -43,7 +43,7 @@ pub(crate) struct BlobMemory<'a> {
 }
 
 impl BlobMemory<'_> {
-    /// Returns where it lies, if that is memory.
+    /// Returns the range, if its kind is memory.
     pub(crate) fn range(&self) -> Option<Range> {
         let segment = [MemorySegment::Host, MemorySegment::Device]
             .into_iter()
@@ -52,7 +52,7 @@ impl BlobMemory<'_> {
     }
 }
 
-/// Takes a field that holds a name.
+/// Reads a field that holds a name.
 fn name<'a>(fields: &mut Reader<'a>, tag: &str) -> Result<&'a str> {
     let data = fields.tagged(tag)?;
     let fits =
@@ -62,7 +62,7 @@ fn name<'a>(fields: &mut Reader<'a>, tag: &str) -> Result<&'a str> {
 }
 
 impl<'a> Blob<'a> {
-    /// Looks through a blob. Errors: `Malformed`.
+    /// Parses a blob. Errors: `Malformed`.
     pub(crate) fn read(bytes: &'a [u8]) -> Result<Self> {
         let mut fields = Reader::new("NIXL blob", bytes);
         if bytes.len() > MAX_BLOB {
@@ -77,12 +77,12 @@ impl<'a> Blob<'a> {
             blob.connections.push((plugin, fields.tagged("c")?));
         }
         if fields.tagged("")? != b"MemSection" {
-            return Err(fields.malformed("no section of memory"));
+            return Err(fields.malformed("the memory section is missing"));
         }
         for _ in 0..fields.tagged_count("nixlSecElms", 20)? {
             name(&mut fields, "bknd")?;
             if fields.tagged("nixlDList")? != b"nixlSDList" {
-                return Err(fields.malformed("a list of a form that kvx does not know"));
+                return Err(fields.malformed("a list has an unknown format"));
             }
             let kind = i32::from_le_bytes(fields.tagged_array("t")?);
             if !KINDS.contains(&kind) {
@@ -109,7 +109,7 @@ impl<'a> Blob<'a> {
     }
 }
 
-/// The blob of an agent of which it tells the name alone: no way to it, and no memory.
+/// Returns the blob of an agent with its name only, without connections and memory.
 pub(crate) fn of_name(agent: &CStr) -> Vec<u8> {
     let mut out = MAGIC.to_vec();
     out.put_tagged("Agent", agent.to_bytes());
@@ -119,7 +119,7 @@ pub(crate) fn of_name(agent: &CStr) -> Vec<u8> {
     out
 }
 
-/// For errors about blobs.
+/// Returns an error about a blob.
 pub(crate) fn malformed(why: &'static str) -> Error {
     Reader::new("NIXL blob", &[]).malformed(why)
 }
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_blob_is_read_to_its_last_byte() {
+    fn a_blob_is_parsed_to_its_last_byte() {
         let bytes = blob();
         let read = Blob::read(&bytes).unwrap();
         assert_eq!(
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_no_kind_is_refused() {
+    fn memory_of_an_unknown_kind_is_rejected() {
         let bytes = blob();
         let at = bytes.windows(10).position(|word| word == b"nixlSDList").unwrap() + 20;
         for (kind, fits) in [(0, true), (4, true), (5, false), (-1, false)] {

@@ -1,24 +1,24 @@
 //! The options of the table `rixl`.
 //!
-//! | option | default | what it does |
+//! | option | default | meaning |
 //! |---|---|---|
 //! | `plugin` | the first of `UCX`, `LIBFABRIC` in `backends`, else `UCX` | NIXL's plugin that moves the bytes |
 //! | `params` | the plugin's own | an object of strings, passed to the plugin: `{"engine_config": "TLS=tcp"}` |
-//! | `progress_thread` | false with `UCX`, else true | whether NIXL gets a thread of its own, which sleeps until something comes |
-//! | `any_version` | false | use a wheel of a version that this release does not know |
+//! | `progress_thread` | false with `UCX`, else true | whether NIXL gets its own thread, which sleeps until an event |
+//! | `any_version` | false | accept a wheel of a version that this release does not know |
 
 use kvx_core::{Error, ErrorKind, Options, Result};
 
 use crate::ffi::UCX;
 
 const KEYS: &[&str] = &["any_version", "params", "plugin", "progress_thread"];
-/// Backends of kvx that are plugins of NIXL as well, and NIXL's own name.
+/// kvx backends that are also NIXL plugins, and NIXL's own name.
 pub(crate) const SPEAKS_FOR: &[&str] = &["UCX", "LIBFABRIC", "NIXL"];
-/// The plugin that needs no thread of NIXL's, because its sockets wake kvx's thread. NIXL's thread
-/// would read the data before kvx sees why it was woken; other plugins, such as `LIBFABRIC`, move
+/// The plugin that needs no NIXL thread, because its sockets wake kvx's thread. NIXL's thread would
+/// read the data before kvx detects why it was woken; other plugins, such as `LIBFABRIC`, move
 /// nothing without it.
 const WITHOUT_THREAD: &str = UCX;
-/// Backends of kvx that are plugins.
+/// kvx backends that are NIXL plugins.
 const PLUGINS: &[&str] = &[UCX, "LIBFABRIC"];
 
 /// The parsed options.

@@ -1,10 +1,9 @@
-//! Finds out whether a peer can still be reached after something failed, which NIXL's C interface
-//! does not tell.
+//! Finds out whether a peer is still reachable after a failure; NIXL's C interface does not tell.
 //!
-//! UCX gives a connection up over the first error on it, whether the peer has ended or memory that
-//! it named is gone, and refuses all that comes after; NIXL still knows the peer. A read of no
-//! bytes touches no memory and waits for no answer of the peer's, but it is refused all the same.
-//! Other plugins may refuse it for reasons of their own: they are not asked.
+//! UCX closes a connection on its first error, whether the peer has ended or memory that it named
+//! is gone, and rejects everything afterwards; NIXL still knows the peer. A read of no bytes
+//! accesses no memory and does not wait for the peer, but a broken connection rejects it too. Other
+//! plugins may reject it for other reasons, so kvx does not use it with them.
 
 use std::ffi::CStr;
 
@@ -19,12 +18,12 @@ pub(crate) enum ConnectionState {
     Broken,
     /// It carries requests, or its state cannot be known.
     Works,
-    /// As before, and the read of no bytes waits for what else is in progress.
+    /// Still unknown: the read of no bytes waits for earlier operations.
     Pending(Request),
 }
 
-/// Looks whether a peer can be reached that NIXL knows. `there`: some memory of the peer's that
-/// NIXL knows.
+/// Checks whether a peer that NIXL knows is reachable. `there`: some memory of the peer that NIXL
+/// knows.
 pub(crate) fn look(agent: &NixlAgent, peer: &CStr, there: &Range) -> ConnectionState {
     if !agent.is_over_ucx() {
         return ConnectionState::Works;

@@ -1,14 +1,14 @@
-//! Measures whether a peer's memory is reached without the peer's CPU, which NIXL does not tell.
+//! Measures whether a peer's memory is accessible without the peer's CPU, which NIXL does not tell.
 //!
-//! Over the kernel's cross-memory attach a post has moved its bytes when it returns, and takes
-//! hardly longer than the kernel itself. Over TCP, UCX asks the peer's process to read and write
-//! for it. A post may have ended all the same when it returns, because a peer with a core of its
-//! own answers while the poster still looks; but it takes some eight times as long. A network card
-//! takes its time, too, and is not told from that: such a link promises less than it could.
+//! Over the kernel's cross-memory attach, a post has moved its bytes when it returns, and takes
+//! hardly longer than the kernel itself. Over TCP, UCX asks the peer's process to read and write. A
+//! post may still have ended when it returns, because a peer with its own core answers while the
+//! poster polls; but it takes some eight times as long. A network card takes longer as well, and
+//! cannot be distinguished from that: such a link reports less than it could.
 //!
-//! A link says nothing before that is known, so that it promises the same from its first day on.
-//! How long the trial takes is the peer's business as much as the handshake's own messages are, and
-//! the handshake's patience is for both.
+//! A link carries no messages before the result is known, so its capabilities do not change. The
+//! duration of the trial depends on the peer as the handshake's messages do, and the handshake's
+//! time limit covers both.
 
 use std::collections::BTreeMap;
 use std::ffi::CStr;
@@ -22,22 +22,21 @@ use crate::ffi::{MemorySegment, NixlAgent, Range, Request, State};
 use crate::peer_loader::Name;
 use crate::peers::{NixlRegion, PeerAccess, Peers};
 
-/// The bytes of a peer's page that are read, or written, at once: enough to tell one copy by the
-/// kernel from a conversation.
+/// The number of bytes per read or write of a peer's page: enough to distinguish one copy by the
+/// kernel from a message exchange.
 const LEN: u64 = 64 << 10;
-/// How often each operation is tried, after the first time, which waits until both ends have found
-/// each other.
+/// The number of trials per operation, after the first one, which waits until both ends have
+/// connected.
 const TIMES: usize = 16;
-/// The most of them that may be late, because of other traffic on the link.
+/// The maximum number of late posts, which other traffic on the link may cause.
 const MOST_LATE: usize = 4;
-/// The fastest of the others takes at most so many times as long as the kernel takes for the same
-/// bytes.
+/// The fastest post in time takes at most this multiple of the kernel's time for the same bytes.
 const MOST_TIMES_THE_KERNEL: u32 = 3;
 /// The size of the page: one part that peers read, one that they write, and two for this side.
 const PAGE: u64 = 4 * LEN;
 
-/// The page of this process that peers may read, and write to, when they try out what a link can
-/// do. Never freed, because the last such access is unknown.
+/// Returns the page of this process that peers read and write in their trials. It is never freed,
+/// because the last such access is unknown.
 pub(crate) fn page() -> Range {
     static ADDRESS: OnceLock<u64> = OnceLock::new();
     let address = *ADDRESS
@@ -45,15 +44,15 @@ pub(crate) fn page() -> Range {
     Range { segment: MemorySegment::Host, address, len: PAGE, device: 0 }
 }
 
-/// Returns how long the kernel takes at best to move as many bytes from a process to another.
-/// `None`: it refuses, and so nothing reaches a peer by that way.
+/// Returns the kernel's best time to move that many bytes between processes; `None` if it refuses,
+/// so that no peer is accessible that way.
 fn kernel_takes() -> Option<Duration> {
     let own = page().address;
     let from = libc::iovec { iov_base: own as *mut libc::c_void, iov_len: LEN as usize };
     let to = libc::iovec { iov_base: (own + PAGE / 2) as *mut libc::c_void, iov_len: LEN as usize };
     let once = || {
         let begun = Instant::now();
-        // SAFETY: both lie within the page, which is never freed and to whose bytes no reference
+        // SAFETY: both ranges are in the page, which is never freed and to whose bytes no reference
         // exists.
         let moved = unsafe { libc::process_vm_readv(libc::getpid(), &to, 1, &from, 1, 0) };
         (moved == LEN as isize).then(|| begun.elapsed())
@@ -61,25 +60,25 @@ fn kernel_takes() -> Option<Duration> {
     (0..TIMES).map(|_| once()).min().flatten()
 }
 
-/// How the posts of a trial have gone.
+/// The results of the posts of a trial.
 struct TrialTimes {
     posted: usize,
-    /// How many of them took their time.
+    /// The number of posts that had not ended when they returned.
     late: usize,
-    /// How long the fastest of the others took.
+    /// The time of the fastest other post.
     fastest: Duration,
 }
 
 impl TrialTimes {
     const NEW: Self = TrialTimes { posted: 0, late: 0, fastest: Duration::MAX };
 
-    /// Returns which of the two operations is posted next; `None`: enough is known.
+    /// Returns which of the two operations is posted next; `None` when enough is known.
     fn next(&self) -> Option<usize> {
         let operation = self.posted / (1 + TIMES);
         (self.late <= MOST_LATE && operation < 2).then_some(operation)
     }
 
-    /// One was posted. `took`: how long, if it had ended then.
+    /// Records a post. `took` is its duration if it had ended when it returned.
     fn note(&mut self, took: Option<Duration>) {
         let is_first = self.posted.is_multiple_of(1 + TIMES);
         self.posted += 1;
@@ -90,8 +89,8 @@ impl TrialTimes {
         }
     }
 
-    /// Returns which operations need the peer's CPU, where the kernel takes so long for as many
-    /// bytes. The same path carries both: one that needs the peer speaks for the other.
+    /// Returns which operations need the peer's CPU, given the kernel's time for as many bytes.
+    /// Both use the same path, so if one needs the peer, both do.
     fn verdict(&self, kernel_takes: Option<Duration>) -> PerOp {
         let by_the_kernel = self.late <= MOST_LATE
             && kernel_takes.is_some_and(|takes| self.fastest <= takes * MOST_TIMES_THE_KERNEL);
@@ -99,20 +98,20 @@ impl TrialTimes {
     }
 }
 
-/// A peer that is being tried out.
+/// A peer in a trial.
 struct CpuTrial {
     /// Its page.
     page: Arc<NixlRegion>,
-    /// Who waits for it.
+    /// The endpoints that wait for the result.
     endpoints: Vec<EndpointId>,
-    /// A read and a write; made when NIXL knows the page.
+    /// A read and a write; created when NIXL knows the page.
     requests: Option<[Arc<Request>; 2]>,
     times: TrialTimes,
-    /// The last post is in progress.
+    /// True while the last post is in progress.
     flies: bool,
 }
 
-/// Where a trial stands.
+/// The outcome of a step of a trial.
 enum TrialStep {
     /// The request is in progress.
     InProgress(Arc<Request>),
@@ -120,8 +119,8 @@ enum TrialStep {
 }
 
 impl CpuTrial {
-    /// Reads and writes some of the peer's page, until something takes its time. Errors: what NIXL
-    /// answers.
+    /// Reads and writes parts of the peer's page until an operation does not end immediately.
+    /// Errors: what NIXL answers.
     fn step(&mut self, agent: &NixlAgent, peer: &CStr) -> Result<TrialStep> {
         let requests = match &self.requests {
             Some(requests) => requests,
@@ -145,7 +144,7 @@ impl CpuTrial {
     }
 }
 
-/// Reads and writes do not touch the same bytes, on either side.
+/// Creates the requests. Reads and writes access different bytes on both sides.
 fn requests(agent: &NixlAgent, peer: &CStr, page: &Range) -> Result<[Arc<Request>; 2]> {
     let request = |op, offset| -> Result<_> {
         let (mut local, mut remote) = (agent.list(MemorySegment::Host)?, agent.list(page.segment)?);
@@ -156,16 +155,16 @@ fn requests(agent: &NixlAgent, peer: &CStr, page: &Range) -> Result<[Arc<Request
     Ok([request(Op::Read, 0)?, request(Op::Write, LEN)?])
 }
 
-/// The peers that are being tried out.
+/// The peers in a trial.
 #[derive(Default)]
 pub(crate) struct CpuTrials {
     by_peer: BTreeMap<Name, CpuTrial>,
-    /// Endpoints that wait no more.
+    /// Endpoints whose trial has finished.
     finished: Vec<EndpointId>,
 }
 
 impl CpuTrials {
-    /// An endpoint wants to know what its peer can do. `page`: the peer's.
+    /// Starts a trial for an endpoint. `page`: the peer's page.
     pub(crate) fn begin(&mut self, peers: &Peers, endpoint: EndpointId, page: Arc<NixlRegion>) {
         if peers.reach(endpoint).is_some() {
             return;
@@ -183,17 +182,17 @@ impl CpuTrials {
         self.by_peer.entry(name).or_insert_with(new).endpoints.push(endpoint);
     }
 
-    /// Returns whether an endpoint waits.
+    /// Returns whether an endpoint waits for a result.
     pub(crate) fn is_waiting(&self, endpoint: EndpointId) -> bool {
         self.by_peer.values().any(|trial| trial.endpoints.contains(&endpoint))
     }
 
-    /// Endpoints that need not wait any more since the last call.
+    /// Takes the endpoints whose trial has finished since the last call.
     pub(crate) fn take_finished(&mut self) -> impl Iterator<Item = EndpointId> {
         std::mem::take(&mut self.finished).into_iter()
     }
 
-    /// An endpoint does not want to know any more.
+    /// Removes an endpoint from its trial.
     pub(crate) fn forget(&mut self, endpoint: EndpointId) {
         self.by_peer.retain(|_, trial| {
             trial.endpoints.retain(|other| *other != endpoint);
@@ -201,8 +200,8 @@ impl CpuTrials {
         });
     }
 
-    /// Notes that a request of a trial has ended. A failed one says nothing about the CPU; the link
-    /// reports the failure.
+    /// Records that a request of a trial has ended. A failed one gives no information about the
+    /// CPU; the link reports the failure.
     pub(crate) fn note_ended(&mut self, peers: &mut Peers, name: &Name, failed: bool) {
         if failed {
             self.finish(peers, name, PerOp::BOTH);
@@ -211,8 +210,8 @@ impl CpuTrials {
         }
     }
 
-    /// Requests in progress to a peer were given up. Endpoints that wait for another life of it go
-    /// on waiting.
+    /// Restarts the trial of a peer whose requests in progress were given up. Endpoints that wait
+    /// for another incarnation continue to wait.
     pub(crate) fn restart(&mut self, name: &Name) {
         if let Some(trial) = self.by_peer.get_mut(name) {
             (trial.requests, trial.times, trial.flies) = (None, TrialTimes::NEW, false);
@@ -226,7 +225,7 @@ impl CpuTrials {
         }
     }
 
-    /// Continues the trials that can. Returns the requests that are in progress then.
+    /// Continues the trials that can. Returns the requests that are then in progress.
     pub(crate) fn advance(
         &mut self,
         agent: &NixlAgent,
@@ -254,7 +253,7 @@ impl CpuTrials {
                 }
                 Ok(Some(TrialStep::Over(reach))) => over.push((Arc::clone(name), reach)),
                 Err(why) => {
-                    tracing::debug!(peer = ?name, %why, "a link could not be tried out");
+                    tracing::debug!(peer = ?name, %why, "the trial of a link failed");
                     over.push((Arc::clone(name), PerOp::BOTH));
                 }
             }
@@ -266,7 +265,7 @@ impl CpuTrials {
     }
 }
 
-/// Has NIXL load a region of a peer, unless it has. Returns whether the region is loaded now.
+/// Asks NIXL to load a peer's region, unless it has. Returns whether the region is loaded.
 pub(crate) fn load_region(
     agent: &NixlAgent,
     peers: &mut Peers,
@@ -294,7 +293,7 @@ mod tests {
         Some(Duration::from_micros(us))
     }
 
-    /// A trial whose posts take so long, by their number.
+    /// Returns the times of a trial whose posts take the given durations, by their number.
     fn tried(took: impl Fn(usize) -> Option<Duration>) -> TrialTimes {
         let mut times = TrialTimes::NEW;
         while times.next().is_some() {
@@ -303,7 +302,8 @@ mod tests {
         times
     }
 
-    /// The first read and the first write, which wait until both ends have found each other.
+    /// Returns whether a post is the first read or write, which waits until both ends have
+    /// connected.
     fn is_first(at: usize) -> bool {
         [0, 17].contains(&at)
     }
@@ -322,10 +322,10 @@ mod tests {
         );
     }
 
-    /// Late posts among 34, the fastest of the others, the kernel's own time; whether the peer's
-    /// CPU was in the way.
+    /// Rows: late posts among 34, the time of the fastest other post, the kernel's time, and
+    /// whether the peer's CPU is needed.
     #[test]
-    fn the_peers_cpu_is_in_the_way_of_what_is_slow_or_late() {
+    fn slow_or_late_posts_show_that_the_peers_cpu_is_needed() {
         let rows = [
             (0, us(10), us(10), false),
             (0, us(30), us(10), false),
@@ -336,7 +336,7 @@ mod tests {
         ];
         for (late, fastest, kernel_takes, in_the_way) in rows {
             for rest in [us(1000), fastest] {
-                // The first of either operation counts for nothing, and some writes are late.
+                // The first post of either operation is ignored, and some writes are late.
                 let took = |at| match at {
                     _ if is_first(at) => us(1).filter(|_| late == 0),
                     18.. if at < 18 + late => None,

@@ -1,4 +1,4 @@
-//! NIXL's answers as kvx's errors.
+//! Maps NIXL's status codes to kvx's errors.
 
 use kvx_core::{Error, ErrorKind};
 
@@ -24,11 +24,12 @@ impl Status {
             NIXL_CAPI_ERROR_NOT_FOUND => {
                 "not found: no metadata of the agent, or no plugin that serves the request"
             }
-            _ => "an error that kvx has no name for",
+            _ => "an unknown error",
         }
     }
 
-    /// As an error. NIXL's own words are on standard error, if NIXL_LOG_LEVEL lets them.
+    /// Converts the status to an error. NIXL's own message is on standard error, if NIXL_LOG_LEVEL
+    /// permits.
     pub(crate) fn error(self, doing: &str) -> Error {
         Error::new(
             ErrorKind::Native,

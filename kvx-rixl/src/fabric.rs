@@ -1,4 +1,4 @@
-//! NIXL as a fabric of kvx-backend.
+//! NIXL as a `Fabric` of kvx-backend.
 
 use std::collections::VecDeque;
 use std::ffi::CStr;
@@ -26,34 +26,34 @@ use flights::{FlightPurpose, InFlightRequest};
 
 mod flights;
 
-/// Begins the notifications between kvx agents: all others come from, or go to, foreign agents.
+/// The prefix of notifications between kvx agents: all others are from or for foreign agents.
 const MAGIC: &[u8] = b"\0kvx/rixl\x01\n";
-/// The most descriptors of a slice: some 2 microseconds each.
+/// The maximum number of descriptors per slice: some 2 µs each.
 const SLICE_PIECES: usize = 64;
-/// The most bytes of a piece, and of a slice of a transfer that has several. Over shared memory a
-/// post copies before it returns, and a message waits for its end; UCX copies as many bytes at a
-/// time, so shorter slices cost throughput.
+/// The maximum number of bytes of a piece, and of a slice if the transfer has several. Over shared
+/// memory a post copies before it returns, and a message waits for its end. UCX copies that many
+/// bytes at a time, so shorter slices cost throughput.
 const SLICE_BYTES: u64 = 512 << 10;
-/// The most bytes of a transfer that may be one slice.
+/// The maximum number of bytes of a transfer that is posted as one slice.
 const ONE_SLICE: u64 = 1 << 20;
-/// How long it may take until both ends have loaded the other's address, and the link was tried
-/// out: a third of a second each, where nobody else wants the cores.
+/// The time until both ends have loaded the other's address and the trial of the link has ended: a
+/// third of a second each on an idle machine.
 const SETS_UP: Duration = Duration::from_secs(5);
-/// The most slices in progress to one peer.
+/// The maximum number of slices in progress to one peer.
 const DEPTH: usize = 32;
 
 /// The state of a transfer.
 #[derive(Default)]
 pub(crate) struct TransferState {
     lease: Option<SliceLease>,
-    /// NIXL has loaded the peer's regions for this transfer.
+    /// True once NIXL has loaded the peer's regions for this transfer.
     regions_loaded: bool,
 }
 
-/// A region of a peer.
+/// A peer's region.
 pub(crate) struct Remote(Arc<NixlRegion>);
 
-/// Lists to make requests from: for host memory and for devices, by side.
+/// The lists from which requests are created: for host memory and for devices, on each side.
 #[derive(Default)]
 struct Lists {
     local: [Option<TransferList>; 2],
@@ -83,19 +83,19 @@ pub(crate) struct NixlFabric {
     lists: Lists,
     kept: Arc<DescriptorBudget>,
     flights: Vec<InFlightRequest>,
-    /// Others were given up: nothing tells of their end.
+    /// True if requests were given up: their end is unknown.
     gave_up: bool,
     trials: CpuTrials,
-    /// The events to be told next.
+    /// The events to report next.
     events: VecDeque<Event>,
-    /// An endpoint of a transfer that found somebody else at NIXL: it tries again.
+    /// The endpoint of a transfer that found the agent in use, to be retried.
     waits_for_lock: Option<EndpointId>,
     sleeps: SleepTimer,
     wakes: WakeSet,
     fds: [RawFd; 1],
     capabilities: Capabilities,
     description: String,
-    /// Devices move what peers ask for.
+    /// True if the machine has RDMA devices, which serve peers without the CPU.
     has_rdma: bool,
 }
 
@@ -134,7 +134,7 @@ impl NixlFabric {
         })
     }
 
-    /// Sends, if that is possible now. Errors: `PeerLost`.
+    /// Sends a notification, if that is possible now. Errors: `PeerLost`.
     fn notify(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<SendStatus> {
         let PeerAccess::Open(name, ..) = self.peers.access(endpoint)? else {
             return Ok(SendStatus::Later);
@@ -142,14 +142,14 @@ impl NixlFabric {
         let Some(locked) = self.agent_lock.try_lock() else { return Ok(SendStatus::Later) };
         match agent(&locked)?.notify(name, bytes) {
             Ok(()) => Ok(SendStatus::Taken),
-            // NIXL names no reason; nothing else makes it refuse a message to an agent that it
-            // knows.
+            // NIXL gives no reason; it rejects a message to an agent that it knows for no other
+            // reason.
             Err(status) => Err(status.error("sending to the peer").with_kind(ErrorKind::PeerLost)),
         }
     }
 
-    /// Loads the peer's regions that a transfer names into NIXL. Returns whether all of them are
-    /// loaded now.
+    /// Asks NIXL to load the peer's regions that a transfer names. Returns whether all of them are
+    /// loaded.
     fn load_regions(
         peers: &mut Peers,
         agent: &NixlAgent,
@@ -168,8 +168,8 @@ impl NixlFabric {
         Ok(true)
     }
 
-    /// Makes the next slice of a transfer, of at most so many bytes, and returns whether it is the
-    /// last; `None`: there is none.
+    /// Creates the next slice of a transfer, of at most `most` bytes. Returns it with whether it is
+    /// the last; `None` if no piece is left.
     fn make(
         lists: &mut Lists,
         agent: &NixlAgent,
@@ -190,7 +190,7 @@ impl NixlFabric {
             remote.add(theirs.address + piece.remote_offset, piece.len, theirs.device);
             bytes += piece.len;
             pieces += 1;
-            // One more is looked at, so that the last slice knows that it is the last.
+            // Look at one more piece, to know whether this slice is the last.
             let Some(next) = job.next_piece() else { break true };
             if pieces >= SLICE_PIECES || bytes + next.len > most {
                 job.put_back(next);
@@ -203,8 +203,8 @@ impl NixlFabric {
     }
 }
 
-// SAFETY: a slice is posted by `advance` alone, and reported when NIXL has said that its request is
-// no longer in progress, also after its peer was lost. With requests in progress, `stop` says
+// SAFETY: only `advance` posts slices. A slice is reported when NIXL has reported that its request
+// is no longer in progress, also after its peer was lost. With requests in progress, `stop` returns
 // false.
 unsafe impl Fabric for NixlFabric {
     type Local = Local;
@@ -251,7 +251,7 @@ unsafe impl Fabric for NixlFabric {
         if range.len < region.len {
             return Err(Error::new(
                 ErrorKind::Malformed,
-                "the region is longer than what NIXL knows of it",
+                "the region is longer than its description for NIXL",
             ));
         }
         Ok(Remote(Arc::new(NixlRegion::new(range, blob))))
@@ -308,8 +308,8 @@ unsafe impl Fabric for NixlFabric {
                 slice
             }
         };
-        // SAFETY: core keeps the local memory and has checked its bounds until the slice is
-        // reported; the request is not in progress, because a lease has it to itself and its last
+        // SAFETY: core has checked the bounds of the local memory and keeps it until the slice is
+        // reported. The request is not in progress, because its lease is exclusive and its last
         // transfer has ended.
         let state = unsafe { agent.post(&slice.request) };
         match state {
@@ -321,9 +321,9 @@ unsafe impl Fabric for NixlFabric {
             State::Failed(status) => {
                 let why = self.attribute_error(agent, &name, status.error("a transfer"));
                 if Self::may_continue(status, &why) {
-                    tracing::warn!(peer = ?name, %why, "pieces of a post that failed may be under way: their memory is kept");
+                    tracing::warn!(peer = ?name, %why, "a post failed, but some of its pieces may be in progress: kvx keeps their memory");
                     self.give_up(slice.request);
-                    job.add_in_flight(1); // which is never reported
+                    job.add_in_flight(1); // never reported
                 }
                 return Err(why);
             }
@@ -344,8 +344,8 @@ unsafe impl Fabric for NixlFabric {
     }
 
     fn poll(&mut self, events: &mut Vec<Event>) -> Turn {
-        // Asked first: once the plugin has read the data, the descriptors no longer show that it
-        // has woken this thread.
+        // Check this first: once the plugin has read the data, the descriptors no longer show that
+        // it has woken this thread.
         let woken = self.sleeps.is_asleep() && self.wakes.take();
         self.peers.take_loaded(events);
         let agent_lock = Arc::clone(&self.agent_lock);
@@ -365,7 +365,7 @@ unsafe impl Fabric for NixlFabric {
                     self.note_in_progress();
                 }
                 self.advance_trials(agent);
-                // Ended transfers are reported before messages: their waiter drives this turn.
+                // Report ended transfers before messages: their waiter drives this turn.
                 if self.events.is_empty() {
                     let before = events.len();
                     agent.notifications(|from, bytes| events.push(parse_notification(from, bytes)));
@@ -376,8 +376,8 @@ unsafe impl Fabric for NixlFabric {
         events.extend(self.events.drain(..));
         self.sleeps.looked(woken, messages > 0, !events.is_empty());
         let (look_for, look_until) = self.sleeps.looks();
-        // UCX works for as long as it finds something to do, and what peers move over TCP is that:
-        // up to a second.
+        // UCX works as long as it finds something to do, and peers' transfers over TCP are such
+        // work: up to a second.
         let own_thread_only =
             !self.has_rdma && (self.peers.needs_cpu || self.ranges.any_published());
         Turn { look_for, look_until, own_thread_only, ..Turn::did(events.len()) }
@@ -404,7 +404,7 @@ unsafe impl Fabric for NixlFabric {
             return (format!("{}{how}", self.description), capabilities);
         }
         let text = format!(
-            "{}, to an agent that is not kvx: nobody acknowledges a notification, notices silence, or gives memory back",
+            "{}, to an agent that is not kvx: it does not acknowledge notifications, its silence is not detected, and memory that it knows is never released",
             self.description
         );
         (
@@ -430,13 +430,13 @@ unsafe impl Fabric for NixlFabric {
         self.lists = Lists::default();
         if in_flight {
             tracing::warn!(
-                "requests of NIXL are still in progress: its agent and their memory are kept"
+                "NIXL requests are still in progress: kvx keeps the agent and the requests' memory"
             );
             std::mem::forget(gone);
             return false;
         }
         drop(gone);
-        // A foreign agent with the metadata of memory may reach it as long as this process lives.
+        // A foreign agent with the metadata of memory may access it as long as this process lives.
         !self.ranges.any_published()
     }
 
@@ -447,7 +447,7 @@ unsafe impl Fabric for NixlFabric {
         for earlier in self.peers.earlier_endpoints(endpoint) {
             let why = Error::new(
                 ErrorKind::PeerLost,
-                "another life, or a newer description, of this agent was connected",
+                "this agent was connected again with newer metadata",
             );
             self.events.push_back(Event::Broken { endpoint: earlier, why, gone: false });
         }
@@ -466,7 +466,7 @@ unsafe impl Fabric for NixlFabric {
     }
 }
 
-/// A notification of kvx's own, or of somebody else.
+/// Parses a notification of a kvx agent, or of a foreign agent.
 fn parse_notification(from: &CStr, bytes: &[u8]) -> Event {
     match bytes.strip_prefix(MAGIC) {
         Some(message) => Event::Message(message.to_vec()),

@@ -1,4 +1,4 @@
-//! The factory.
+//! The factory of RIXL transports.
 
 use std::ffi::CString;
 use std::os::fd::RawFd;
@@ -28,18 +28,19 @@ use crate::peer_loader::PeerLoader;
 use crate::peers::Peers;
 use crate::wake_set::{self, WakeSet};
 
-/// The longest that NIXL's thread sleeps; it wakes when something comes.
+/// The longest sleep of NIXL's thread; it wakes on events.
 const THREAD_SLEEPS: Duration = Duration::from_secs(1);
-/// How long it may take to open: half a second with UCX, and some more with cards for RDMA.
+/// The time limit for opening: it takes half a second with UCX, and longer with RDMA cards.
 const OPENS_WITHIN: Duration = Duration::from_secs(60);
 
-/// Makes transports over NIXL's C interface: NIXL 1.x, for CUDA or for ROCm, and its fork RIXL.
+/// Creates transports over NIXL's C interface: NIXL 1.x, for CUDA or for ROCm, and its fork RIXL.
 ///
-/// Opened only when it is named.
+/// Used only if a list of backends names it.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Rixl;
 
-/// NIXL's promises whatever its plugin does underneath, which its interface does not tell.
+/// Returns the capabilities that hold for every plugin; NIXL's interface does not report the
+/// plugin's own.
 fn capabilities() -> Capabilities {
     let mut kinds = vec![MemoryKind::Host, MemoryKind::Pinned];
     if Path::new("/dev/nvidiactl").exists() {
@@ -84,7 +85,7 @@ impl Factory for Rixl {
             rdma: false,
             capabilities: capabilities(),
             cautions: vec![
-                "its plugins listen on the network devices that they find, and serve whoever knows an agent's metadata; \
+                "its plugins listen on all network devices and serve anyone who has an agent's metadata; \
                  UCX_NET_DEVICES, or rixl.params {\"engine_config\": \"NET_DEVICES=…\"}, restricts UCX"
                     .to_owned(),
             ],
@@ -107,7 +108,7 @@ impl Factory for Rixl {
         let page = agent.export(&cpu_trials::page()).map_err(|why| why.with_backend(NAME))?;
         let page = Export { range: cpu_trials::page(), blob: page.into() };
         let address = Address { name, blob, page }.encode();
-        // Else no peer would understand it.
+        // Otherwise peers could not decode it.
         Address::decode(&address).map_err(|why| why.with_backend(NAME))?;
         let agent_lock = AgentLock::new(agent).map_err(|why| why.with_backend(NAME))?;
         let ranges = Arc::new(RegisteredRanges::new(Arc::clone(&agent_lock)));
@@ -140,8 +141,8 @@ impl Factory for Rixl {
     }
 }
 
-/// Makes the agent on a thread of kvx's name, which NIXL's own threads inherit; and says which
-/// descriptors it made.
+/// Creates the agent on a thread with kvx's name, which NIXL's own threads inherit. Also returns
+/// the descriptors that it created.
 fn open_agent(
     library: &'static Library,
     config: &Config,
@@ -168,7 +169,7 @@ fn open_agent(
     })
 }
 
-/// Runs `open` on a thread of this name, which is left to itself after `limit`.
+/// Runs `open` on a thread of this name, which is abandoned after `limit`.
 ///
 /// Errors: its own; `TimedOut`.
 fn run_within<T: Send + 'static>(
@@ -179,21 +180,21 @@ fn run_within<T: Send + 'static>(
     let (sender, opened) = channel();
     let thread = std::thread::Builder::new().name(name).spawn(move || sender.send(open()).is_ok());
     let thread = thread.map_err(|error| {
-        Error::os("a thread for NIXL could not be started", error).with_kind(ErrorKind::Exhausted)
+        Error::os("could not start a thread for NIXL", error).with_kind(ErrorKind::Exhausted)
     })?;
     match opened.recv_timeout(limit) {
         Err(RecvTimeoutError::Timeout) => Err(Error::new(
             ErrorKind::TimedOut,
             format!(
-                "NIXL has not opened its plugin within {limit:?}: NIXL_LOG_LEVEL=debug tells what it waits for"
+                "NIXL has not opened its plugin within {limit:?}: NIXL_LOG_LEVEL=debug shows why"
             ),
         )),
         Ok(opened) => {
-            thread.join().ok(); // it has nothing more to do
+            thread.join().ok(); // it has finished
             opened
         }
         Err(RecvTimeoutError::Disconnected) => {
-            // The panic hook has told why.
+            // The panic hook has reported why.
             Err(Error::new(ErrorKind::Native, "opening NIXL panicked"))
         }
     }
@@ -204,7 +205,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_waits_for_ever_until_nixl_has_opened() {
+    fn opening_nixl_has_a_time_limit() {
         let name = || "opens".to_owned();
         let opened = run_within(Duration::MAX, name(), || {
             Ok(std::thread::current().name().map(str::to_owned))

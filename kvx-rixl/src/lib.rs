@@ -21,8 +21,8 @@ mod wake_set;
 
 pub use factory::Rixl;
 
-/// The generated bindings, for programs that drive NIXL themselves: no part of kvx, and without its
-/// promises.
+/// The generated bindings, for programs that call NIXL directly. They are not part of kvx's API,
+/// and kvx's guarantees do not cover them.
 #[cfg(feature = "raw")]
 pub mod raw {
     pub use crate::ffi::bindings::*;

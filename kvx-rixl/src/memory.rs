@@ -17,20 +17,20 @@ use crate::error::NAME;
 use crate::ffi::{MemorySegment, Range};
 
 /// The local memory that is registered with NIXL. NIXL finds registrations by address: two regions
-/// of one range share a registration, and ranges that overlap otherwise are rejected, because NIXL
-/// could not tell them apart.
+/// with the same range share a registration. kvx rejects ranges that overlap otherwise, because
+/// NIXL could not distinguish them.
 pub(crate) struct RegisteredRanges {
     agent_lock: Arc<AgentLock>,
     /// Locked only while the agent's lock is held, so no thread waits for it.
     registered: Mutex<HashMap<Range, RangeUse>>,
-    /// Foreign agents may know some of it, for as long as they run.
+    /// True if foreign agents may know some of it, for as long as they run.
     any_published: AtomicBool,
 }
 
 #[derive(Clone, Copy, Default)]
 struct RangeUse {
     regions: usize,
-    /// Foreign agents may know the range; NIXL cannot revoke their access.
+    /// True if foreign agents may know the range; NIXL cannot revoke their access.
     is_published: bool,
 }
 
@@ -39,9 +39,8 @@ pub(crate) struct Local {
     pub(crate) range: Range,
 }
 
-/// Returns the range of some memory in NIXL's terms: a device has the number that its driver gives
-/// it in this process, and host memory has 0. Peers use the same number, which is in the exported
-/// metadata.
+/// Returns the range of memory in NIXL's terms: a device has the number that its driver gives it in
+/// this process, host memory has 0. Peers use the same number, which is in the exported metadata.
 pub(crate) fn range_of(memory: &Memory) -> Range {
     let device = memory.device_access().map_or(0, |device| u64::from(device.ordinal()));
     let segment = if memory.kind().is_host() { MemorySegment::Host } else { MemorySegment::Device };
@@ -67,7 +66,7 @@ impl RegisteredRanges {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "the region overlaps another of {} bytes at {:#x}, and NIXL cannot tell them apart: register the \
+                    "the region overlaps another of {} bytes at {:#x}, and NIXL cannot distinguish them: register the \
                      whole range once, and use grids on it",
                     other.len, other.address
                 ),
@@ -83,7 +82,7 @@ impl RegisteredRanges {
         }
         let blob = agent.export(&range).inspect_err(|_| {
             if is_new && let Err(why) = agent.deregister(&range) {
-                tracing::warn!(%why, "NIXL keeps memory of a region that failed to register: quarantined");
+                tracing::warn!(%why, "a region failed to register, but NIXL keeps its memory: it is quarantined");
                 registered.insert(range, RangeUse::default());
                 std::mem::forget(Arc::clone(memory));
             }
@@ -93,8 +92,8 @@ impl RegisteredRanges {
     }
 
     /// Ends one region's use of a range, and deregisters the range with its last region. Returns
-    /// `Later` while another thread holds the agent, which wakes the reactor when it is released.
-    /// Errors: `StillShared`, if foreign agents may know the range; NIXL's own.
+    /// `Later` while another thread holds the agent; its release wakes the reactor. Errors:
+    /// `StillShared` if foreign agents may know the range; NIXL's.
     pub(crate) fn remove(&self, range: &Range) -> Result<Unregister> {
         let Some(locked) = self.agent_lock.try_lock() else { return Ok(Unregister::Later) };
         let mut registered = self.registered.lock();
@@ -108,7 +107,7 @@ impl RegisteredRanges {
         uses.regions = uses.regions.saturating_sub(1);
         if uses.regions == 0 {
             // On an error the range stays in the table, because NIXL still has it: the end of the
-            // next region there tries again.
+            // next region there retries.
             locked.as_ref().ok_or_else(closed)?.deregister(range)?;
             registered.remove(range);
         }
@@ -121,7 +120,7 @@ impl RegisteredRanges {
     }
 }
 
-// SAFETY: NIXL uses a registration until `remove`, which the fabric calls when no peer reaches it
+// SAFETY: NIXL uses a registration until `remove`, which the fabric calls when no peer accesses it
 // any more; on an error of `remove` the fabric quarantines the memory.
 unsafe impl Registrar<Local> for RegisteredRanges {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
@@ -143,11 +142,11 @@ unsafe impl Registrar<Local> for RegisteredRanges {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Export {
     pub(crate) range: Range,
-    /// NIXL's own description of it.
+    /// NIXL's own description of the region.
     pub(crate) blob: Box<[u8]>,
 }
 
-/// The longest description of one region.
+/// The maximum length of the description of one region.
 const MAX_EXPORT: usize = 64 << 10;
 
 impl Export {
@@ -162,14 +161,18 @@ impl Export {
         checksum::append(out)
     }
 
-    /// Errors: `Malformed`, `Incompatible`.
+    /// Decodes an export. Errors: `Malformed`, `Incompatible`.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = Reader::new("RIXL region", checksum::strip("RIXL region", bytes)?);
         checksum::check_form(NAME, "region", reader.u8()?, Self::FORM)?;
         let segment = match reader.u8()? {
             0 => MemorySegment::Host,
             1 => MemorySegment::Device,
-            other => return Err(reader.malformed(format_args!("no memory has the number {other}"))),
+            other => {
+                return Err(
+                    reader.malformed(format_args!("no kind of memory has the number {other}"))
+                );
+            }
         };
         let range =
             Range { segment, address: reader.u64()?, len: reader.u64()?, device: reader.u64()? };
@@ -179,14 +182,14 @@ impl Export {
     }
 
     /// Checks that the blob describes this range of this agent's memory, and nothing else. NIXL
-    /// drops an agent when any blob contradicts what it knows of it, whichever peer sent the blob.
-    /// Errors: `Malformed`.
+    /// drops an agent when any blob contradicts what it knows of the agent, whichever peer sent the
+    /// blob. Errors: `Malformed`.
     pub(crate) fn check(&self, agent: &str) -> Result<()> {
         let said = Blob::read(&self.blob)?;
         let is_it = |there: &BlobMemory<'_>| there.range() == Some(self.range);
         match &said.memory[..] {
             [one] if said.agent == agent && said.connections.is_empty() && is_it(one) => Ok(()),
-            _ => Err(malformed("it describes something else than the region")),
+            _ => Err(malformed("it describes something other than the region")),
         }
     }
 }
@@ -199,7 +202,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_export_travels_whole_or_not_at_all() {
+    fn an_export_is_decoded_unchanged_or_rejected() {
         let range =
             Range { segment: MemorySegment::Device, address: 1 << 40, len: 4096, device: 3 };
         let export = Export { range, blob: b"nixlSerDes|".as_slice().into() };
@@ -225,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_region_waits_for_no_other_thread() {
+    fn ending_a_region_does_not_wait_for_other_threads() {
         let agent_lock = Arc::new(AgentLock::around(None).unwrap());
         let ranges = RegisteredRanges::new(Arc::clone(&agent_lock));
         let range = Range { segment: MemorySegment::Host, address: 4096, len: 64, device: 0 };
@@ -236,11 +239,7 @@ mod tests {
         }
         drop(locked);
         assert_eq!(ranges.remove(&range).unwrap(), Unregister::Now);
-        assert_eq!(
-            ranges.registered.lock()[&range].regions,
-            1,
-            "a postponed request has not counted"
-        );
+        assert_eq!(ranges.registered.lock()[&range].regions, 1, "a postponed call does not count");
     }
 
     #[test]
@@ -258,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_goes_by_its_number_in_this_process() {
+    fn a_device_has_its_number_in_this_process() {
         let device = TestDevice::new(MemoryKind::Cuda);
         assert_ne!(device.device(), DeviceId::HOST);
         let memory = device.allocate(4096);

@@ -1,4 +1,4 @@
-//! The thread for calls of NIXL that take long: loading a peer's address, and forgetting it.
+//! The thread for slow calls of NIXL: loading a peer's address, and removing it.
 
 use std::ffi::CStr;
 use std::os::fd::RawFd;
@@ -15,26 +15,26 @@ use crate::blob;
 /// A peer's name.
 pub(crate) type Name = Arc<CStr>;
 
-/// A call that takes long; made in the order of asking.
+/// A slow call; calls are made in order.
 pub(crate) enum LoadTask {
-    /// Loads a blob and connects; the answer is a [`LoadResult`].
+    /// Loads a blob and connects; produces a [`LoadResult`].
     Load { peer: Name, load: u64, blob: Vec<u8> },
-    /// Has NIXL know a lost peer's name again, and no way to it, which there may not be any more;
-    /// the answer is a [`LoadResult`].
+    /// Loads only a lost peer's name, without a connection, which may be impossible by now;
+    /// produces a [`LoadResult`].
     Name { peer: Name, load: u64 },
-    /// Forgets a peer.
+    /// Removes a peer.
     Forget { peer: Name },
 }
 
-/// A [`LoadTask::Load`] or [`LoadTask::Name`] has ended.
+/// The result of a [`LoadTask::Load`] or [`LoadTask::Name`].
 pub(crate) struct LoadResult {
     pub(crate) peer: Name,
-    /// Its number.
+    /// The number of the load.
     pub(crate) load: u64,
     pub(crate) result: Result<()>,
 }
 
-/// The thread, and what it has done.
+/// The thread, and its results.
 pub(crate) struct PeerLoader {
     tasks: Option<Sender<LoadTask>>,
     answers: Arc<Mailbox<LoadResult>>,
@@ -42,7 +42,7 @@ pub(crate) struct PeerLoader {
 }
 
 impl PeerLoader {
-    /// Starts it. Errors: `Exhausted`.
+    /// Starts the thread. Errors: `Exhausted`.
     pub(crate) fn start(name: String, agent_lock: Arc<AgentLock>) -> Result<Self> {
         let answers = Arc::new(Mailbox::new()?);
         let (tasks, todo) = channel();
@@ -51,13 +51,12 @@ impl PeerLoader {
             .name(name)
             .spawn(move || serve(&todo, &agent_lock, &theirs));
         let thread = thread.map_err(|error| {
-            Error::os("a thread for NIXL could not be started", error)
-                .with_kind(ErrorKind::Exhausted)
+            Error::os("could not start a thread for NIXL", error).with_kind(ErrorKind::Exhausted)
         })?;
         Ok(PeerLoader { tasks: Some(tasks), answers, thread: Some(thread) })
     }
 
-    /// Readable when something has ended.
+    /// Returns a descriptor that is readable when there are results.
     pub(crate) fn fd(&self) -> RawFd {
         self.answers.fd()
     }
@@ -68,7 +67,7 @@ impl PeerLoader {
         }
     }
 
-    /// Returns the results of the loads that have ended.
+    /// Takes the results.
     pub(crate) fn take(&self) -> Vec<LoadResult> {
         self.answers.take()
     }
@@ -100,7 +99,7 @@ fn serve(todo: &Receiver<LoadTask>, agent_lock: &AgentLock, answers: &Mailbox<Lo
             LoadTask::Load { peer, load, blob } => {
                 let result = agent.load(&blob).and_then(|name| {
                     if name.as_bytes() != peer.to_bytes() {
-                        return Err(blob::malformed("it names another agent than it seemed to"));
+                        return Err(blob::malformed("NIXL reads another agent's name in it"));
                     }
                     agent.connect(&peer)
                 });

@@ -1,4 +1,4 @@
-//! The peers that NIXL knows, by name, with one address each; and the endpoints that lead to them.
+//! The peers that NIXL knows, by name, with one address each, and the endpoints that lead to them.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString};
@@ -13,11 +13,11 @@ use crate::blob::{Blob, BlobMemory, malformed};
 use crate::ffi::Range;
 use crate::peer_loader::{LoadResult, LoadTask, Name, PeerLoader};
 
-/// A region of a peer, which NIXL learns of when a transfer first needs it.
+/// A peer's region, which NIXL loads when a transfer first needs it.
 pub(crate) struct NixlRegion {
     pub(crate) range: Range,
     pub(crate) blob: Box<[u8]>,
-    /// The load of the peer's address that the region was loaded for; 0: none.
+    /// The load of the peer's address for which the region was loaded; 0 if for none.
     loaded_for: AtomicU64,
 }
 
@@ -32,17 +32,17 @@ impl NixlRegion {
     }
 }
 
-/// How NIXL stands to a peer.
+/// The state of a peer in NIXL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PeerState {
-    /// NIXL loads it just now.
+    /// NIXL is loading it.
     Loading,
     Ready,
-    /// It must be forgotten and loaded again, because it uses an address of memory for something
-    /// else now.
+    /// It must be removed and loaded again, because it uses a memory address for something else
+    /// now.
     Stale,
-    /// The peer is lost. `watched`: NIXL has loaded it once more, so that the end of requests can
-    /// be seen.
+    /// The peer is lost. `watched`: NIXL has loaded its name again, so that the end of requests can
+    /// be detected.
     Lost {
         watched: bool,
     },
@@ -50,49 +50,50 @@ enum PeerState {
 
 struct PeerAgent {
     blob: Vec<u8>,
-    /// The part of the blob that says how it is reached.
+    /// The part of the blob with its plugins and addresses.
     connections: Vec<u8>,
-    /// The number of this load; requests of another one cannot be posted.
+    /// The number of this load; requests of another load cannot be posted.
     load: u64,
     state: PeerState,
     endpoints: Vec<EndpointId>,
     /// The regions that NIXL has loaded, whether or not they are still used.
     exports: Vec<Arc<NixlRegion>>,
-    /// Requests in progress.
+    /// The number of requests in progress.
     flights: usize,
-    /// The same when it was lost, or NIXL last told of it after that.
+    /// That number when the peer was lost, or when NIXL last reported an end after that.
     in_flight_at_load: usize,
-    /// Which operations need its CPU, once that is known.
+    /// The operations that need its CPU, once that is known.
     reach: Option<PerOp>,
-    /// Another life of the same name, or a new connection after this one was lost; begins when this
-    /// one is gone.
+    /// Another incarnation of the same name, or a new connection after this one was lost. It starts
+    /// when this one is removed.
     next: Option<(Vec<u8>, Vec<EndpointId>)>,
 }
 
 struct Endpoint {
-    /// `None`: this agent itself.
+    /// `None` if it leads to this agent itself.
     peer: Option<Name>,
     foreign: bool,
-    /// The peer has opened it, and may move bytes over it before anything is found out.
+    /// True if the peer has opened it, and may move bytes over it before its trial.
     accepted: bool,
     severed: bool,
 }
 
-/// Whether an endpoint can be used.
+/// Whether an endpoint is usable.
 pub(crate) enum PeerAccess<'a> {
-    /// It leads to this name, by this load; so many requests to it are in progress.
+    /// It leads to this name with this load; the last field is the number of requests in progress
+    /// to the peer.
     Open(&'a Name, u64, usize),
     /// Not yet, or not now.
     Later,
 }
 
-/// All of them.
+/// All peers.
 pub(crate) struct Peers {
     own_name: Name,
-    /// As for a peer: this agent itself.
+    /// The operations that need the CPU if an endpoint leads to this agent itself.
     my_reach: Option<PerOp>,
-    /// Some of them need a CPU to move data, as over TCP, or may need this process's: not yet found
-    /// out.
+    /// True if some of them need a CPU to move data, as over TCP, or may need this process's
+    /// because their trial has not ended.
     pub(crate) needs_cpu: bool,
     loads: PeerLoader,
     next_load: u64,
@@ -117,12 +118,13 @@ impl Peers {
         }
     }
 
-    /// This agent's own name.
+    /// Returns this agent's own name.
     pub(crate) fn own_name(&self) -> &CStr {
         &self.own_name
     }
 
-    /// An endpoint that leads to whom the blob names. What the blob says of memory is told as well.
+    /// Connects an endpoint to the agent that the blob names. NIXL also gets the memory in the
+    /// blob.
     pub(crate) fn connect(
         &mut self,
         endpoint: EndpointId,
@@ -135,7 +137,7 @@ impl Peers {
         let name = Name::from(name);
         if name == self.own_name {
             if foreign {
-                let why = "this is the blob of the agent itself: connect with its metadata";
+                let why = "this is the blob of this agent: connect with its kvx metadata";
                 return Err(Error::new(ErrorKind::Invalid, why));
             }
             self.endpoints.insert(
@@ -145,7 +147,7 @@ impl Peers {
             return Ok(true);
         }
         if said.connections.is_empty() {
-            return Err(malformed("it does not say how the agent is reached"));
+            return Err(malformed("it has no plugin with an address"));
         }
         let connections = connections_of(&said);
         let found = Endpoint { peer: Some(name.clone()), foreign, accepted: false, severed: false };
@@ -159,8 +161,8 @@ impl Peers {
                     peer.endpoints.push(endpoint);
                     return Ok(peer.state == PeerState::Ready);
                 }
-                // NIXL knows one life and one description of a name: the new one waits until nobody
-                // uses the old.
+                // NIXL knows one incarnation and one description of a name: the new one waits until
+                // the old one is unused.
                 let (next, waiting) = peer.next.get_or_insert_with(Default::default);
                 *next = blob.to_vec();
                 waiting.push(endpoint);
@@ -169,7 +171,7 @@ impl Peers {
         Ok(false)
     }
 
-    /// An endpoint that a peer has opened.
+    /// Adds an endpoint that a peer has opened.
     pub(crate) fn accept(&mut self, endpoint: EndpointId, blob: &[u8]) -> Result<()> {
         self.connect(endpoint, blob, false)?;
         if let Some(endpoint) = self.endpoints.get_mut(&endpoint) {
@@ -179,7 +181,7 @@ impl Peers {
         Ok(())
     }
 
-    /// Whom an endpoint leads to.
+    /// Returns the name of an endpoint's peer.
     pub(crate) fn name(&self, endpoint: EndpointId) -> Option<Name> {
         Some(
             self.endpoints
@@ -190,7 +192,7 @@ impl Peers {
         )
     }
 
-    /// Returns which operations need the CPU of whom an endpoint leads to, if that is known.
+    /// Returns the operations that need the CPU of an endpoint's peer, if that is known.
     pub(crate) fn reach(&self, endpoint: EndpointId) -> Option<PerOp> {
         match &self.endpoints.get(&endpoint)?.peer {
             None => self.my_reach,
@@ -200,9 +202,9 @@ impl Peers {
         }
     }
 
-    /// It was found out.
+    /// Records the operations that need the peer's CPU.
     pub(crate) fn set_reach(&mut self, endpoint: EndpointId, reach: PerOp) {
-        // The endpoint may be disconnected while its link is being tried out.
+        // The endpoint may be disconnected during its trial.
         let Some(found) = self.endpoints.get(&endpoint) else { return };
         let peer = found.peer.as_ref().map(|name| self.by_name.get_mut(name));
         match peer {
@@ -222,7 +224,7 @@ impl Peers {
             || accepted.any(|(endpoint, _)| self.reach(*endpoint) != Some(PerOp::NEITHER));
     }
 
-    /// Endpoints of an earlier life of a name, whose successor waits: they are lost.
+    /// Returns the endpoints of an earlier incarnation whose successor waits: they are lost.
     pub(crate) fn earlier_endpoints(&self, endpoint: EndpointId) -> Vec<EndpointId> {
         let name = self.endpoints.get(&endpoint).and_then(|endpoint| endpoint.peer.as_ref());
         let Some(peer) = name.and_then(|name| self.by_name.get(name)) else { return Vec::new() };
@@ -271,7 +273,7 @@ impl Peers {
         let Some(name) = &found.peer else { return Ok(PeerAccess::Open(&self.own_name, 1, 0)) };
         let peer = self.by_name.get(name).ok_or_else(|| lost("the endpoint is gone"))?;
         if !peer.endpoints.contains(&endpoint) {
-            return Ok(PeerAccess::Later); // its life has not begun
+            return Ok(PeerAccess::Later); // its incarnation has not started
         }
         match peer.state {
             PeerState::Ready => Ok(PeerAccess::Open(name, peer.load, peer.flights)),
@@ -296,8 +298,8 @@ impl Peers {
         (!is_loaded_for).then_some(&export.blob[..])
     }
 
-    /// Returns whether NIXL may load a region now. NIXL has no way to replace a range; it drops the
-    /// whole peer instead. So the peer is loaded again when nothing is in progress.
+    /// Returns whether NIXL may load a region now. NIXL cannot replace a range, and drops the whole
+    /// peer instead. So the peer is loaded again when no request is in progress.
     pub(crate) fn may_load_region(
         &mut self,
         endpoint: EndpointId,
@@ -318,7 +320,7 @@ impl Peers {
         true
     }
 
-    /// Notes that NIXL has loaded a region.
+    /// Records that NIXL has loaded a region.
     pub(crate) fn note_loaded_region(&mut self, endpoint: EndpointId, export: &Arc<NixlRegion>) {
         if let Some(peer) = self.peer_of(endpoint) {
             export.loaded_for.store(peer.load, Ordering::Relaxed);
@@ -326,7 +328,7 @@ impl Peers {
         }
     }
 
-    /// Loads a stale peer again, once nothing is in progress.
+    /// Loads a stale peer again when no request is in progress.
     fn refresh(&mut self, endpoint: EndpointId) {
         let Some(name) = self.endpoints.get(&endpoint).and_then(|endpoint| endpoint.peer.clone())
         else {
@@ -353,7 +355,7 @@ impl Peers {
         });
     }
 
-    /// A request to this peer is in progress, or no longer.
+    /// Records that a request to this peer is in progress.
     pub(crate) fn note_posted(&mut self, peer: &CStr) {
         if let Some(peer) = self.by_name.get_mut(peer) {
             peer.flights += 1;
@@ -369,8 +371,8 @@ impl Peers {
         }
     }
 
-    /// Returns whether NIXL can be asked about requests to this peer: not before it has loaded its
-    /// address, nor between its loss and the load that follows.
+    /// Returns whether NIXL can be queried about requests to this peer: not before it has loaded
+    /// its address, nor between its loss and the load that follows.
     pub(crate) fn can_be_asked(&self, peer: &CStr) -> bool {
         let unknown = |peer: &PeerAgent| {
             matches!(peer.state, PeerState::Loading | PeerState::Lost { watched: false })
@@ -378,30 +380,30 @@ impl Peers {
         self.by_name.get(peer).is_none_or(|peer| !unknown(peer))
     }
 
-    /// NIXL was asked about a request to a peer that it has dropped since. Returns whether that
-    /// peer is known here: then the request may be in progress still.
+    /// Records that NIXL was queried about a request to a peer that it has dropped since. Returns
+    /// whether the peer is known here: then the request may still be in progress.
     pub(crate) fn note_dropped(&mut self, name: &CStr, events: &mut Vec<Event>) -> bool {
         let Some(peer) = self.by_name.get_mut(name) else { return false };
         match peer.state {
-            // NIXL had loaded the peer once more and has dropped it again. Before 1.5 it does so
-            // for each request whose failure it notices; if none has ended since, it never answers.
+            // NIXL had loaded the peer again and has dropped it again. Before 1.5 it does so for
+            // each request whose failure it detects; if none has ended since, it never answers.
             PeerState::Lost { watched: true } if peer.flights < peer.in_flight_at_load => {
                 self.watch(name)
             }
             PeerState::Lost { watched: true } => {
                 peer.state = PeerState::Lost { watched: false };
-                tracing::warn!(peer = ?name, "NIXL tells no more of requests to a lost peer: their memory is kept");
+                tracing::warn!(peer = ?name, "NIXL does not report the end of requests to a lost peer: kvx keeps their memory");
             }
             _ => self.lose(name, false, events),
         }
         true
     }
 
-    /// Has NIXL load a lost peer once more: it does not answer about requests to an agent that it
-    /// does not know.
+    /// Asks NIXL to load a lost peer's name again: it does not answer about requests to an agent
+    /// that it does not know.
     fn watch(&mut self, name: &CStr) {
         let Some(peer) = self.by_name.get_mut(name) else {
-            return debug_assert!(false, "the peer was found a moment ago");
+            return debug_assert!(false, "the peer was found before");
         };
         peer.state = PeerState::Lost { watched: peer.flights == 0 };
         peer.in_flight_at_load = peer.flights;
@@ -412,20 +414,20 @@ impl Peers {
         }
     }
 
-    /// Returns whether a peer is lost, and is kept for the requests that are in progress to it.
+    /// Returns whether a peer is lost, and kept only for its requests in progress.
     pub(crate) fn is_lost(&self, name: &CStr) -> bool {
         self.by_name.get(name).is_some_and(|peer| matches!(peer.state, PeerState::Lost { .. }))
     }
 
-    /// Some memory of a peer's that NIXL knows.
+    /// Returns some memory of a peer that NIXL knows.
     pub(crate) fn any_memory(&self, name: &CStr) -> Option<Range> {
         let peer = self.by_name.get(name)?;
         let loaded = peer.exports.first().map(|export| export.range);
         loaded.or_else(|| Blob::read(&peer.blob).ok()?.memory.iter().find_map(BlobMemory::range))
     }
 
-    /// NIXL has dropped a peer, or knows it (`known`) and does not reach it: it is lost, with all
-    /// its endpoints.
+    /// Records that a peer is lost, with all its endpoints: NIXL has dropped it, or knows it
+    /// (`known`) but cannot reach it.
     pub(crate) fn lose(&mut self, name: &CStr, known: bool, events: &mut Vec<Event>) {
         // Its last endpoint may have been disconnected while requests to it were in progress.
         let Some(peer) = self.by_name.get_mut(name) else { return };
@@ -441,7 +443,7 @@ impl Peers {
         let Some(peer) = self.by_name.get(name) else {
             return debug_assert!(false, "watching forgets no peer");
         };
-        let why = "the connection broke: the peer's process has ended, or the network between has";
+        let why = "the connection broke: the peer's process has ended, or the network has failed";
         events.extend(peer.endpoints.iter().map(|endpoint| Event::Broken {
             endpoint: *endpoint,
             why: lost(why),
@@ -449,7 +451,7 @@ impl Peers {
         }));
     }
 
-    /// Takes what the thread has done.
+    /// Takes the results of the loading thread.
     pub(crate) fn take_loaded(&mut self, events: &mut Vec<Event>) {
         for LoadResult { peer: name, load, result } in self.loads.take() {
             let Some(peer) = self.by_name.get_mut(&name).filter(|peer| peer.load == load) else {
@@ -457,13 +459,13 @@ impl Peers {
             };
             match (peer.state, result) {
                 (PeerState::Lost { .. }, Ok(())) => peer.state = PeerState::Lost { watched: true },
-                // Nobody can say any more what becomes of its requests: they keep their memory.
+                // The end of its requests will never be known: kvx keeps their memory.
                 (PeerState::Lost { .. }, Err(why)) => {
-                    tracing::warn!(peer = ?name, %why, "requests to a lost peer cannot be watched: their memory is kept");
+                    tracing::warn!(peer = ?name, %why, "the end of requests to a lost peer cannot be detected: kvx keeps their memory");
                 }
                 (_, Ok(())) => {
                     peer.state = PeerState::Ready;
-                    // To links of kvx it says only that what waited can be tried again.
+                    // For links between kvx agents, this only triggers a retry of waiting work.
                     events.extend(peer.endpoints.iter().map(|endpoint| Event::Ready(*endpoint)));
                 }
                 (_, Err(why)) => {
@@ -485,7 +487,7 @@ impl Peers {
         }
     }
 
-    /// An endpoint goes. With its last one, the peer is forgotten: says which.
+    /// Removes an endpoint. With its last one, the peer is removed: returns its name.
     pub(crate) fn disconnect(&mut self, endpoint: EndpointId) -> Option<Name> {
         let name = self.endpoints.remove(&endpoint)?.peer?;
         let peer = self.by_name.get_mut(&name)?;
@@ -511,7 +513,7 @@ impl Peers {
     }
 }
 
-/// How an agent is reached, as bytes to compare.
+/// Returns an agent's plugins and addresses as bytes to compare.
 fn connections_of(said: &Blob<'_>) -> Vec<u8> {
     let mut out = Vec::new();
     for (plugin, address) in &said.connections {

@@ -1,8 +1,8 @@
 //! Requests that a plan keeps from post to post.
 //!
-//! NIXL's requests can be posted again, and making one costs as much as moving a small block. The
-//! first transfer of a plan makes them, slice by slice; the next ones only post them. One transfer
-//! at a time has them: another that comes meanwhile makes its own.
+//! NIXL's requests can be posted again, and creating one costs as much as moving a small block. The
+//! first transfer of a plan creates them, slice by slice; later ones only post them. One transfer
+//! at a time uses them: a concurrent one creates its own.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -11,10 +11,10 @@ use kvx_core::backend::sync::Mutex;
 
 use crate::ffi::Request;
 
-/// The most descriptors that an agent's plans keep, some 64 bytes each on either side.
+/// The maximum number of descriptors that an agent's plans keep, some 64 bytes each on either side.
 const MOST_KEPT: usize = 1 << 20;
 
-/// How many descriptors the plans of an agent keep.
+/// The number of descriptors that an agent's plans keep.
 #[derive(Default)]
 pub(crate) struct DescriptorBudget(AtomicUsize);
 
@@ -25,9 +25,9 @@ pub(crate) struct PreparedRequests {
     slices: Mutex<Option<Slices>>,
 }
 
-/// A plan's slices, all of them.
+/// All slices of a plan.
 struct Slices {
-    /// Of the peer's address; requests do not survive another load.
+    /// The load of the peer's address; requests do not survive another load.
     load: u64,
     slices: Vec<Slice>,
     descriptors: usize,
@@ -40,28 +40,28 @@ impl Drop for Slices {
     }
 }
 
-/// The pieces that are posted at once, as a request.
+/// Pieces that are posted together, as one request.
 #[derive(Clone)]
 pub(crate) struct Slice {
     pub(crate) request: Arc<Request>,
     pub(crate) bytes: u64,
-    /// How many descriptors it has.
+    /// The number of its descriptors.
     pub(crate) pieces: usize,
 }
 
-/// A transfer's part in them, until all its pieces have ended.
+/// A transfer's exclusive use of the requests, until all its pieces have ended.
 #[derive(Default)]
 pub(crate) struct SliceLease {
     of: Option<Arc<PreparedRequests>>,
     slices: Option<Slices>,
-    /// All of them were there.
+    /// True if all slices existed at the start.
     whole: bool,
     next: usize,
 }
 
 impl SliceLease {
-    /// Takes the requests that the plan keeps, unless another transfer has them. `load`: the load
-    /// of the peer's address that they must belong to.
+    /// Takes the requests that the plan keeps, unless another transfer uses them. `load`: the load
+    /// of the peer's address to which they must belong.
     pub(crate) fn take(
         prepared: &Arc<PreparedRequests>,
         load: u64,
@@ -82,8 +82,7 @@ impl SliceLease {
         SliceLease { of: Some(Arc::clone(prepared)), slices: Some(slices), whole, next: 0 }
     }
 
-    /// The next slice of those that were there, and whether it is the last; `None`: it is to be
-    /// made.
+    /// Returns the next existing slice, and whether it is the last; `None` if it must be created.
     pub(crate) fn next(&mut self) -> Option<(Slice, bool)> {
         let slices = &self.slices.as_ref().filter(|_| self.whole)?.slices;
         let slice = slices.get(self.next)?.clone();
@@ -91,12 +90,12 @@ impl SliceLease {
         Some((slice, self.next == slices.len()))
     }
 
-    /// A slice was made.
+    /// Keeps a newly created slice.
     pub(crate) fn keep(&mut self, slice: &Slice) {
         if self.whole {
             return;
         }
-        // Another transfer has the plan's, or they are too many.
+        // Another transfer uses the plan's requests, or there are too many.
         let Some(slices) = &mut self.slices else { return };
         if slices.kept.0.fetch_add(slice.pieces, Ordering::Relaxed) + slice.pieces > MOST_KEPT {
             slices.kept.0.fetch_sub(slice.pieces, Ordering::Relaxed);
@@ -107,7 +106,7 @@ impl SliceLease {
         slices.slices.push(slice.clone());
     }
 
-    /// The last slice was made: the next transfer finds all of them.
+    /// Records that the last slice was created: the next transfer finds all of them.
     pub(crate) fn complete(&mut self) {
         self.whole = self.slices.is_some();
         self.next = self.slices.as_ref().map_or(0, |slices| slices.slices.len());
@@ -116,7 +115,7 @@ impl SliceLease {
 
 impl Drop for SliceLease {
     fn drop(&mut self) {
-        let Some(prepared) = self.of.take() else { return }; // another transfer has them
+        let Some(prepared) = self.of.take() else { return }; // another transfer uses them
         if let Some(slices) = self.slices.take()
             && self.whole
         {

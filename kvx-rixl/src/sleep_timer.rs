@@ -1,42 +1,42 @@
-//! Chooses how long the thread sleeps before it asks NIXL again: the longer, the longer nothing has
-//! come.
+//! Chooses how long the thread sleeps before it polls NIXL again: the longer nothing has happened,
+//! the longer.
 
 use std::time::{Duration, Instant};
 
-/// While requests are in progress: their end wakes nobody.
+/// The sleep while requests are in progress: their end wakes no thread.
 const IN_FLIGHT: Duration = Duration::from_micros(50);
 /// The shortest sleep.
 const SHORTEST: Duration = Duration::from_micros(50);
-/// A sleep is this part of the time in which nothing has come.
+/// A sleep is this fraction of the time without events.
 const PART: u32 = 4;
-/// How long something that has arrived makes it likely that more comes at once.
+/// The time after an event during which more are likely.
 const BUSY: Duration = Duration::from_millis(2);
 
 /// The longest sleeps.
 struct SleepLimits {
-    /// Answers are awaited.
+    /// While answers are awaited.
     waiting: Duration,
     idle: Duration,
 }
 
-/// The plugin's descriptors wake the thread; the clock is for wakes that are lost.
+/// The limits if the plugin's descriptors wake the thread; the timeout is for lost wakes.
 const WOKEN: SleepLimits =
     SleepLimits { waiting: Duration::from_millis(1), idle: Duration::from_millis(50) };
-/// No descriptor wakes it, or that is not known yet: messages over RDMA wake none. A look
-/// costs up to 70 microseconds of a core that has slept, and an idle agent may take a hundredth of
-/// one.
+/// The limits if no descriptor wakes the thread, or that is not known yet: messages over RDMA wake
+/// none. A poll costs up to 70 µs of a core that has slept, and an idle agent may use a hundredth
+/// of a core.
 const BY_THE_CLOCK: SleepLimits =
     SleepLimits { waiting: Duration::from_micros(250), idle: Duration::from_millis(10) };
 
-/// When something came last, and whether the sleeper was woken for it.
+/// Records the time of the last event, and whether the thread was woken for it.
 pub(crate) struct SleepTimer {
     last_came: Instant,
-    /// Since [`slept`](SleepTimer::slept).
+    /// True since [`slept`](SleepTimer::slept).
     asleep: bool,
-    /// By whether what came after the last sleep had woken the sleeper.
+    /// Depends on whether the event after the last sleep had woken the thread.
     longest: &'static SleepLimits,
-    /// The last message that came to a sleeper had not woken it: once may be chance, as it came
-    /// just before the look.
+    /// True if the last message during a sleep had not woken the thread. Once may be a coincidence,
+    /// if it arrived just before the poll.
     missed: bool,
 }
 
@@ -50,18 +50,18 @@ impl SleepTimer {
         }
     }
 
-    /// A sleep follows.
+    /// Records that a sleep follows.
     pub(crate) fn slept(&mut self) {
         self.asleep = true;
     }
 
-    /// Returns whether no look followed the last sleep.
+    /// Returns whether no poll has followed the last sleep.
     pub(crate) fn is_asleep(&self) -> bool {
         self.asleep
     }
 
-    /// Notes a look. `woken`: the plugin had woken the sleeper. `messages`: some have arrived.
-    /// `came`: they have, or something else has.
+    /// Records a poll. `woken`: the plugin had woken the thread. `messages`: messages have arrived.
+    /// `came`: messages or other events have.
     pub(crate) fn looked(&mut self, woken: bool, messages: bool, came: bool) {
         let slept = std::mem::take(&mut self.asleep);
         if messages && slept {
@@ -72,7 +72,7 @@ impl SleepTimer {
             }
         }
         if came || woken {
-            self.last_came = Instant::now(); // what has woken may be had only a moment later
+            self.last_came = Instant::now(); // the data that woke the thread may become readable later
         }
     }
 
@@ -86,8 +86,8 @@ impl SleepTimer {
         (self.last_came.elapsed() / PART).clamp(SHORTEST, longest)
     }
 
-    /// Returns how long to go on looking before that, and until when at most: not at all when idle,
-    /// since each look has its price.
+    /// Returns how long to poll before sleeping, and until when at most. An idle thread does not
+    /// poll, because each poll has a cost.
     pub(crate) fn looks(&self) -> (Duration, Option<Instant>) {
         (Duration::from_micros(20), Some(self.last_came + BUSY))
     }
@@ -104,13 +104,13 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// However long this test is kept from its core, something has only just come.
+    /// Returns a timer with a very recent event, however slowly this test runs.
     fn just_heard() -> SleepTimer {
         SleepTimer { last_came: Instant::now() + LONG, ..SleepTimer::new() }
     }
 
     #[test]
-    fn sleeps_grow_while_nothing_comes_and_end_somewhere() {
+    fn sleeps_grow_without_events_up_to_a_limit() {
         assert_eq!(just_heard().next(false, false), SHORTEST);
         assert!(
             quiet_for(Duration::from_millis(8), &WOKEN).next(false, false)
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_has_just_heard_something_goes_on_looking() {
+    fn polling_continues_after_an_event() {
         let idle = quiet_for(BUSY, &WOKEN);
         let looks =
             |sleeps: &SleepTimer| sleeps.looks().1.is_some_and(|until| until > Instant::now());
@@ -138,10 +138,10 @@ mod tests {
     }
 
     #[test]
-    fn a_plugin_that_does_not_wake_is_asked_by_the_clock_until_it_does() {
+    fn a_plugin_that_does_not_wake_the_thread_is_polled_until_it_does() {
         let longest = |sleeps: &SleepTimer| quiet_for(LONG, sleeps.longest).next(false, false);
         let mut sleeps = SleepTimer::new();
-        // What comes while nobody sleeps says nothing.
+        // A message that arrives outside of a sleep gives no information.
         sleeps.looked(true, true, true);
         assert_eq!(longest(&sleeps), BY_THE_CLOCK.idle);
         sleeps.slept();
@@ -155,7 +155,7 @@ mod tests {
             sleeps.looked(false, true, true);
         };
         unwoken(&mut sleeps);
-        assert_eq!(longest(&sleeps), WOKEN.idle, "once may be chance");
+        assert_eq!(longest(&sleeps), WOKEN.idle, "once may be a coincidence");
         unwoken(&mut sleeps);
         assert_eq!(longest(&sleeps), BY_THE_CLOCK.idle);
         sleeps.slept();
@@ -165,6 +165,6 @@ mod tests {
         sleeps.slept();
         sleeps.looked(true, true, true);
         unwoken(&mut sleeps);
-        assert_eq!(longest(&sleeps), WOKEN.idle, "two, and not one after the other");
+        assert_eq!(longest(&sleeps), WOKEN.idle, "two, but not consecutive");
     }
 }

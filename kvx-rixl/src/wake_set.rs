@@ -1,12 +1,12 @@
-//! Wakes the reactor: when the thread that loads addresses has done so, when the agent's lock is
-//! free again, and by UCX's sockets.
+//! Wakes the reactor: when the loading thread has a result, when the agent's lock is released, and
+//! by UCX's sockets.
 //!
-//! NIXL wakes nobody: its interface has no descriptor. But UCX watches its sockets by descriptors
-//! of its own, and looking for those that were not there before the plugin was opened finds them.
-//! They are watched and never read; one that belongs to somebody else wakes the reactor in vain.
-//! Where none is found, or data does not arrive by a socket, kvx polls NIXL at intervals. The same
-//! holds for a plugin with a NIXL thread: if that reads the message before the kernel looks whether
-//! to wake this thread, the descriptor is no longer readable.
+//! NIXL wakes no thread: its interface has no descriptor. But UCX watches its sockets with epoll
+//! descriptors, which kvx finds by comparing the process's descriptors before and after the plugin
+//! is opened. kvx watches them and never reads them; a descriptor that belongs to another component
+//! causes spurious wakes. If none is found, or data does not arrive by a socket, kvx polls NIXL at
+//! intervals. The same applies with a NIXL thread: if it reads the message before the kernel checks
+//! whether to wake this thread, the descriptor is no longer readable.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
 use kvx_core::{Error, ErrorKind, Result};
 use rustix::event::epoll;
 
-/// Descriptors of this process that watch others.
+/// Returns the epoll descriptors of this process.
 fn watchers() -> BTreeSet<RawFd> {
     let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
     let watchers = entries.filter(|entry| {
@@ -24,46 +24,46 @@ fn watchers() -> BTreeSet<RawFd> {
     watchers.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// Runs `start`, and gives what it returns with the watching descriptors that it has made.
+/// Runs `start`. Returns its result and the epoll descriptors that it has created.
 pub(crate) fn new_watchers<T>(start: impl FnOnce() -> T) -> (T, Vec<RawFd>) {
     let before = watchers();
     let started = start();
     (started, watchers().difference(&before).copied().collect())
 }
 
-/// Whose a descriptor is.
+/// The owner of a descriptor.
 const KVX: u64 = 0;
 const PLUGIN: u64 = 1;
 
-/// One descriptor for all that wakes.
+/// A single descriptor for all wakes.
 pub(crate) struct WakeSet {
     set: OwnedFd,
 }
 
 impl WakeSet {
-    /// Watches `own`, which outlive it, and what the plugin has made. Errors: `Exhausted`.
+    /// Watches `own`, which outlive the set, and the plugin's descriptors. Errors: `Exhausted`.
     pub(crate) fn new(own: &[RawFd], plugins: &[RawFd]) -> Result<Self> {
         let exhausted = |cause| {
-            Error::os("no readiness queue: raise ulimit -n", cause).with_kind(ErrorKind::Exhausted)
+            Error::os("could not create an epoll descriptor: raise ulimit -n", cause)
+                .with_kind(ErrorKind::Exhausted)
         };
         for plugins in [plugins, &[]] {
             let set = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(exhausted)?;
             for own in own {
-                // SAFETY: the fabric owns whose they are, and the set.
+                // SAFETY: the fabric owns both the descriptors' owners and the set.
                 let own = unsafe { BorrowedFd::borrow_raw(*own) };
                 epoll::add(&set, own, epoll::EventData::new_u64(KVX), epoll::EventFlags::IN)
                     .map_err(exhausted)?;
             }
             for fd in plugins {
-                // SAFETY: only asked of the kernel, which refuses a descriptor that is closed by
-                // now; it is removed from the set when it is closed later. New data is reported
+                // SAFETY: the descriptor is only passed to the kernel, which rejects a closed one
+                // and removes it from the set when it is closed later. New data is reported only
                 // once, because its owner reads it.
                 let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
                 let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
                 epoll::add(&set, fd, epoll::EventData::new_u64(PLUGIN), flags).ok();
             }
-            // The kernel limits how deep such sets may lie in each other, and this one goes into
-            // another.
+            // The kernel limits the nesting of epolls, and this one is added to another.
             let outer = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(exhausted)?;
             match epoll::add(&outer, &set, epoll::EventData::new_u64(0), epoll::EventFlags::IN) {
                 Ok(()) => return Ok(WakeSet { set }),
@@ -71,7 +71,7 @@ impl WakeSet {
                 Err(_) => {}
             }
         }
-        Err(Error::new(ErrorKind::Native, "no set of descriptors could be made"))
+        Err(Error::new(ErrorKind::Native, "could not create a set of descriptors"))
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
@@ -107,7 +107,7 @@ mod tests {
         let wakes = WakeSet::new(&[loads.as_raw_fd()], &[theirs.as_raw_fd()]).unwrap();
         assert!(!wakes.take());
         rustix::io::write(&inner, &1_u64.to_ne_bytes()).unwrap();
-        // Nobody reads it, and still it wakes only once.
+        // Nobody reads it, but it wakes only once.
         assert!(wakes.take() && !wakes.take());
         rustix::io::write(&loads, &1_u64.to_ne_bytes()).unwrap();
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -119,6 +119,6 @@ mod tests {
             Some(&now),
         );
         assert_eq!(readable, Ok(1), "kvx's own descriptor wakes as well");
-        assert!(!wakes.take(), "and says nothing of the plugin's");
+        assert!(!wakes.take(), "but does not count as the plugin's");
     }
 }

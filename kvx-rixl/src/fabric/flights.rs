@@ -1,4 +1,4 @@
-//! Requests in progress, and what their end says of the peer.
+//! Requests in progress, and what their end tells about the peer.
 
 use std::sync::Arc;
 
@@ -14,9 +14,9 @@ use crate::peer_loader::Name;
 #[derive(Clone, Copy)]
 pub(super) enum FlightPurpose {
     Job(JobId),
-    /// It tries the link out.
+    /// A request of a link's trial.
     Trial,
-    /// It looks whether the peer can be reached.
+    /// A check whether the peer is reachable.
     Look,
 }
 
@@ -28,8 +28,8 @@ pub(super) struct InFlightRequest {
 }
 
 impl NixlFabric {
-    /// Finds out whether an error at a peer means that it is lost: `PeerLost`, if NIXL has dropped
-    /// the peer over it, or does not reach it any more.
+    /// Finds out whether an error at a peer means that it is lost: `PeerLost` if NIXL has dropped
+    /// the peer because of it, or can no longer reach it.
     pub(super) fn attribute_error(&mut self, agent: &NixlAgent, name: &Name, why: Error) -> Error {
         if **name == *self.peers.own_name() {
             return why;
@@ -46,21 +46,21 @@ impl NixlFabric {
             }
         }
         let mut events = Vec::new();
-        // Asked once more: NIXL may have dropped the peer over the look.
+        // Check again: NIXL may have dropped the peer during the check.
         self.peers.lose(name, agent.knows(name), &mut events);
         self.events.extend(events);
         why.with_kind(ErrorKind::PeerLost)
     }
 
-    /// Returns whether pieces may be under way whose post has failed: over what it refuses a plugin
-    /// forgets those before it, without an end to them, and so it does over the flush that follows
-    /// the last. What NIXL does not know it has not begun. A connection that is broken carries
-    /// none: proven over TCP and cross-memory attach, not over cards for RDMA.
+    /// Returns whether pieces of a failed post may be in progress. If the plugin rejects a piece,
+    /// or the flush after the last one, it forgets the pieces before without ending them. NIXL
+    /// starts nothing for a peer that it does not know. A broken connection carries no pieces:
+    /// proven over TCP and cross-memory attach, but not over RDMA cards.
     pub(super) fn may_continue(status: Status, why: &Error) -> bool {
         !status.is_not_found() && why.kind() != ErrorKind::PeerLost
     }
 
-    /// A request is in progress, and nobody will say when it has ended: it is never released.
+    /// Keeps a request in progress whose end nobody will report: it is never released.
     pub(super) fn give_up(&mut self, request: Arc<Request>) {
         std::mem::forget(request);
         self.gave_up = true;
@@ -68,26 +68,26 @@ impl NixlFabric {
     }
 
     /// Drops a peer's trials after its last endpoint. NIXL reports nothing more about their
-    /// requests, which read and write pages that are never freed.
+    /// requests, which access pages that are never freed.
     pub(super) fn abandon(&mut self, peer: &Name) {
         let gone: Vec<_> = self.flights.extract_if(.., |flight| flight.peer == *peer).collect();
         gone.into_iter().for_each(|flight| self.give_up(flight.request));
         self.trials.restart(peer);
     }
 
-    /// Notes whether the agent can be destroyed.
+    /// Records whether the agent can be destroyed.
     pub(super) fn note_in_progress(&self) {
         self.agent_lock.note_in_progress(self.gave_up || !self.flights.is_empty());
     }
 
-    /// A request is in progress.
+    /// Records a request in progress.
     pub(super) fn track(&mut self, purpose: FlightPurpose, request: Arc<Request>, peer: &Name) {
         self.peers.note_posted(peer);
         self.flights.push(InFlightRequest { purpose, request, peer: Arc::clone(peer) });
         self.note_in_progress();
     }
 
-    /// Asks after the requests in progress.
+    /// Queries the requests in progress.
     pub(super) fn poll_flights(&mut self, agent: &NixlAgent) {
         let (mut at, mut events) = (0, Vec::new());
         while let Some(InFlightRequest { purpose, request, peer }) = self.flights.get(at) {
@@ -95,8 +95,8 @@ impl NixlFabric {
                 at += 1;
                 continue;
             }
-            // Before 1.5 a refusal looks like the failure by which NIXL notices that a peer has
-            // died: so it is asked first.
+            // Before 1.5, this answer looks like the failure by which NIXL detects that a peer has
+            // died, so check first whether it knows the peer.
             let known = agent.names_refusals() || agent.knows(peer);
             let result = match agent.state(request) {
                 State::InProgress => {
@@ -104,7 +104,7 @@ impl NixlFabric {
                     continue;
                 }
                 State::Done => Ok(()),
-                // It was not asked after: NIXL does not know the peer any more.
+                // NIXL no longer knows the peer, so the request was not queried.
                 State::Failed(status)
                     if (!known || status.is_not_found())
                         && self.peers.note_dropped(peer, &mut events) =>
@@ -131,7 +131,7 @@ impl NixlFabric {
         self.events.extend(events);
     }
 
-    /// Goes on with finding out what peers can do.
+    /// Continues the trials of peers.
     pub(super) fn advance_trials(&mut self, agent: &NixlAgent) {
         for (peer, request) in self.trials.advance(agent, &mut self.peers) {
             self.track(FlightPurpose::Trial, request, &peer);

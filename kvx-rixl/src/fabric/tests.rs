@@ -1,4 +1,4 @@
-//! kvx's end of NIXL, and a bare agent that works only when the test lets it.
+//! Tests kvx's side of NIXL with a bare agent that makes progress only when the test lets it.
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ fn opened(name: &str) -> NixlAgent {
     opened_over("UCX", name)
 }
 
-/// Over TCP the peer has its part in all that is moved.
+/// Opens an agent over a plugin. Over TCP, the peer takes part in every transfer.
 fn opened_over(plugin: &str, name: &str) -> NixlAgent {
     let params = [("engine_config".to_owned(), "NET_DEVICES=lo,TLS=tcp".to_owned())];
     let settings = Settings { name, plugin, params: &params, progress_thread: None };
@@ -55,7 +55,7 @@ fn range(memory: &[u8]) -> Range {
     }
 }
 
-/// Drives kvx's end until `done` returns true for it and the events so far.
+/// Drives kvx's side until `done` returns true for it and the events so far.
 fn until(
     near: &mut NixlFabric,
     mut done: impl FnMut(&mut NixlFabric, &[Event]) -> bool,
@@ -68,7 +68,7 @@ fn until(
     events
 }
 
-/// Connects kvx's end with whom the blob describes.
+/// Connects kvx's side with the agent that the blob describes.
 fn connected(near: &mut NixlFabric, far: &mut NixlAgent, blob: &[u8]) {
     near.connect_foreign(EndpointId::from_number(1), blob).expect("well formed");
     until(near, |_, events| {
@@ -77,7 +77,7 @@ fn connected(near: &mut NixlFabric, far: &mut NixlAgent, blob: &[u8]) {
     });
 }
 
-/// Connects kvx's end with the far agent, which tells of its memory.
+/// Connects kvx's side with the far agent, which publishes its memory.
 fn linked(near: &mut NixlFabric, far: &mut NixlAgent, theirs: &[u8]) -> Name {
     far.register(&range(theirs)).expect("registered");
     let blob = far.whole().expect("a blob");
@@ -85,8 +85,8 @@ fn linked(near: &mut NixlFabric, far: &mut NixlAgent, theirs: &[u8]) -> Name {
     Name::from(c"far")
 }
 
-/// Has a request in progress, which ends when the far agent works. `ours` outlives the process's
-/// use of NIXL.
+/// Posts a request, which ends when the far agent makes progress. `ours` outlives the process's use
+/// of NIXL.
 fn note_posted(
     op: Op,
     near: &mut NixlFabric,
@@ -102,7 +102,7 @@ fn note_posted(
         list
     };
     let request = agent.request(op, &list(ours), &list(theirs), name).expect("a request");
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     assert_eq!(unsafe { agent.post(&request) }, State::InProgress);
     near.track(FlightPurpose::Job(JobId::from_number(0)), Arc::new(request), name);
 }
@@ -111,9 +111,9 @@ fn moved(events: &[Event]) -> bool {
     events.iter().any(|events| matches!(events, Event::Completed { .. }))
 }
 
-/// NIXL drops an agent over metadata that contradicts what it knows, and answers "not found" then
-/// when it is asked about a request that is still in progress with that agent: kvx does not report
-/// the end of the request before its last byte has arrived.
+/// NIXL drops an agent because of metadata that contradicts what it knows, and then answers "not
+/// found" about a request that is still in progress with that agent. kvx does not report the end of
+/// the request before its last byte has arrived.
 fn dropped_while_in_progress() {
     let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
@@ -127,24 +127,24 @@ fn dropped_while_in_progress() {
     let agent = locked.as_ref().expect("it is open");
     agent.load(&region).expect("the far region");
     note_posted(Op::Read, &mut near, agent, &name, &ours, &theirs);
-    let key = region.len() - 2; // a bar ends the field, and the blob
+    let key = region.len() - 2; // `|` ends the field and the blob
     region[key] ^= 0x55;
     assert!(agent.load(&region).is_err() && !agent.knows(&name));
     drop(locked);
 
     let events = until(&mut near, |_, events| !events.is_empty());
     assert!(matches!(events[..], [Event::Broken { .. }]), "{events:?}");
-    // SAFETY: bytes of `ours`, which NIXL writes in the calls of this thread.
+    // SAFETY: bytes of `ours`, which NIXL writes during calls of this thread.
     let arrived = || ours.iter().all(|byte| unsafe { std::ptr::read_volatile(byte) } == CONTENT);
     let events = until(&mut near, |_, events| {
         far.notifications(|_, _| {});
-        assert!(!moved(events) || arrived(), "it is said to have ended, and has not");
+        assert!(!moved(events) || arrived(), "it is reported as ended, but has not");
         arrived()
     });
     if !moved(&events) {
-        assert!(!near.stop(), "nobody can tell that it has ended, and its memory is kept");
+        assert!(!near.stop(), "its end is unknown, so its memory is kept");
     }
-    std::mem::forget((near, ours)); // what is kept is kept
+    std::mem::forget((near, ours)); // kvx keeps this memory for the life of the process
 }
 
 #[test]
@@ -155,8 +155,8 @@ fn a_request_goes_on_when_nixl_drops_its_agent() {
     );
 }
 
-/// A link that goes while it is tried out leaves a request in progress: it is neither released nor
-/// asked after again, not even when another agent of that name comes.
+/// A link that ends during its trial leaves a request in progress, which is neither released nor
+/// queried again, not even when another agent of that name is connected.
 fn gone_while_tried_out() {
     let (mut near, far) = (near(), opened("far"));
     far.register(&cpu_trials::page()).expect("registered");
@@ -169,18 +169,18 @@ fn gone_while_tried_out() {
     let identity = Identity { name: "far".into(), incarnation: Incarnation([0; 16]) };
     let endpoint = EndpointId::from_number(1);
     near.connect(endpoint, &identity, &address).expect("well formed");
-    until(&mut near, |near, _| !near.flights.is_empty()); // the far end does not work
+    until(&mut near, |near, _| !near.flights.is_empty()); // the far end makes no progress
     let request = Arc::clone(&near.flights[0].request);
     near.disconnect(endpoint);
     let again = EndpointId::from_number(2);
     near.connect(again, &identity, &address).expect("well formed");
     until(&mut near, |near, _| matches!(near.peers.access(again), Ok(PeerAccess::Open(_, _, 1))));
-    assert_eq!(near.flights.len(), 1, "the earlier one does not count");
-    assert!(Arc::strong_count(&request) > 1, "nobody releases it");
+    assert_eq!(near.flights.len(), 1, "the earlier one is not counted");
+    assert!(Arc::strong_count(&request) > 1, "it is not released");
     near.disconnect(again);
     assert!(
         near.flights.is_empty() && near.agent_lock.is_in_progress(),
-        "nor when the program exits"
+        "not even at the exit of the program"
     );
     assert!(!near.stop(), "its agent is kept");
     std::mem::forget((near, far));
@@ -201,13 +201,13 @@ fn what_was_begun_before_a_refusal_ends_with_a_broken_connection_alone() {
     assert!(may_continue(Status::BACKEND, ErrorKind::Native));
     assert!(
         !may_continue(Status::BACKEND, ErrorKind::PeerLost),
-        "nothing goes over the connection any more"
+        "the connection carries nothing any more"
     );
-    assert!(!may_continue(Status::NOT_FOUND, ErrorKind::Native), "nothing was begun");
+    assert!(!may_continue(Status::NOT_FOUND, ErrorKind::Native), "nothing was started");
 }
 
-/// A failure on a connection that works loses nothing, whether or not something else is in progress
-/// on it; one on a connection whose peer has ended loses the peer.
+/// A failure on a working connection loses no peer, whether or not other operations are in progress
+/// on it. A failure on a connection whose peer has ended loses the peer.
 fn found_out() {
     let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
@@ -243,7 +243,7 @@ fn found_out() {
     assert_eq!(
         (failed(&mut near), near.flights.len()),
         (ErrorKind::Native, 2),
-        "it is answered after the write"
+        "it ends after the write"
     );
     let events = note_ended(&mut near);
     assert!(matches!(events[..], [Event::Completed { result: Ok(()), .. }]), "{events:?}");
@@ -274,8 +274,8 @@ fn a_peer_whose_connection_is_broken_is_lost() {
     wheel::alone("fabric::tests::a_peer_whose_connection_is_broken_is_lost", found_out);
 }
 
-/// Returns whether NIXL still answers about requests in progress to a peer that failed: it has
-/// dropped the peer, or has noticed that it no longer reaches it.
+/// Returns whether kvx may query NIXL about requests in progress to a peer that failed: NIXL has
+/// dropped the peer, or has detected that it can no longer reach it.
 fn asked_after_the_blame(dropped: bool) -> bool {
     let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
@@ -286,7 +286,7 @@ fn asked_after_the_blame(dropped: bool) -> bool {
     note_posted(Op::Read, &mut near, agent, &name, &ours, &theirs);
     if dropped {
         let mut region = far.export(&range(&theirs)).expect("a blob");
-        let key = region.len() - 2; // a bar ends the field, and the blob
+        let key = region.len() - 2; // `|` ends the field and the blob
         region[key] ^= 0x55;
         assert!(agent.load(&region).is_err());
     } else {
@@ -316,8 +316,8 @@ fn a_lost_peer_that_nixl_has_dropped_is_loaded_once_more() {
     wheel::alone("fabric::tests::a_lost_peer_that_nixl_has_dropped_is_loaded_once_more", body);
 }
 
-/// All that is in progress to a peer ends with it, also where NIXL drops the peer over the first
-/// end that it finds out, and nobody answers at its address any more.
+/// All requests in progress to a peer end with it, even if NIXL drops the peer at the first end
+/// that it detects and no process listens at its address any more.
 fn ended_with_the_peer() {
     let (theirs, ours) = (vec![CONTENT; LEN], [0; 3].map(|byte| vec![byte; LEN]));
     let (mut near, mut far) = (near(), opened("far"));
@@ -337,7 +337,7 @@ fn ended_with_the_peer() {
         _ => false,
     };
     assert_eq!(events.iter().filter(lost).count(), 3, "{events:?}");
-    assert!(near.stop(), "nothing is in progress");
+    assert!(near.stop(), "no request is in progress");
     std::mem::forget(ours);
 }
 
@@ -351,14 +351,14 @@ fn what_is_in_progress_to_a_peer_ends_with_it() {
 
 const OTHER: &str = "OTHER";
 
-/// A folder of plugins with UCX under its name and another one. Removed when dropped.
+/// A folder of plugins with UCX under its own name and another one. Removed when dropped.
 struct Plugins(PathBuf);
 
 impl Plugins {
     fn beside(library: &Path) -> std::io::Result<Self> {
         let plugins =
             Plugins(std::env::temp_dir().join(format!("kvx-rixl-plugins-{}", std::process::id())));
-        // Left by a process with the same number that was killed.
+        // Left by a killed process with the same process id.
         std::fs::remove_dir_all(&plugins.0).ok();
         std::fs::create_dir_all(plugins.folder())?;
         let wheel = library.parent().expect("a folder");
@@ -366,7 +366,7 @@ impl Plugins {
             let file = plugins.folder().join(format!("libplugin_{name}.so"));
             symlink(wheel.join("plugins/libplugin_UCX.so"), file)?;
         }
-        // Where a plugin looks for what it needs.
+        // The place where a plugin searches for its dependencies.
         symlink(wheel.with_file_name("nixl_cu12.libs"), plugins.0.join("nixl_cu12.libs"))?;
         Ok(plugins)
     }
@@ -411,7 +411,7 @@ fn a_plugin_other_than_ucx_is_not_asked_by_a_read_of_no_bytes() {
     wheel::alone_with(NAME, &[("NIXL_PLUGIN_DIR", &plugins.folder())], unasked);
 }
 
-/// Callers stay out of NIXL where peers move bytes by this side's CPU, which would hold them up.
+/// Callers do not call NIXL if peers' transfers use this side's CPU: such a call could take long.
 fn callers_stay_out() {
     let mut near = near();
     let only = |near: &mut NixlFabric| near.poll(&mut Vec::new()).own_thread_only;

@@ -26,15 +26,15 @@ pub(crate) struct Settings<'a> {
     pub(crate) name: &'a str,
     pub(crate) plugin: &'a str,
     pub(crate) params: &'a [(String, String)],
-    /// Whether NIXL has a thread of its own, which sleeps this long unless something happens.
+    /// The longest sleep of NIXL's own thread; `None` without such a thread.
     pub(crate) progress_thread: Option<Duration>,
 }
 
-/// An agent. Not for two threads at a time; dropped, it is destroyed.
+/// An agent, for one thread at a time. Dropping it destroys it.
 pub(crate) struct NixlAgent {
     functions: &'static Functions,
     raw: nixl_agent,
-    /// Keeps the one plugin: whatever is done, it does.
+    /// Names the one plugin: it carries out all operations.
     args: nixl_opt_args,
     backend: nixl_backend,
     notifications: nixl_notif_map,
@@ -43,19 +43,19 @@ pub(crate) struct NixlAgent {
     names_refusals: bool,
 }
 
-// SAFETY: NIXL's objects belong to no thread; `&mut self` and the lock around an agent see to one
+// SAFETY: NIXL's objects belong to no thread; `&mut self` and the lock around an agent ensure one
 // caller at a time.
 unsafe impl Send for NixlAgent {}
 
-/// NIXL 1.5 looks for a file of settings in the user's home, and makes no agent where it may not
-/// look.
+/// Returns a hint for an error: NIXL 1.5 reads a settings file in the user's home, and creates no
+/// agent if that directory is not accessible.
 fn unreadable_home(home: Option<OsString>) -> String {
     let hidden = home.map(|home| Path::new(&home).join(".nixl.cfg")).filter(|path| {
         std::fs::metadata(path).is_err_and(|why| why.kind() == std::io::ErrorKind::PermissionDenied)
     });
     hidden.map_or_else(String::new, |path| {
         format!(
-            " ({} may not be read by this user: set HOME to a folder of its own)",
+            " ({} is not readable for this user: set HOME to a folder that it may read)",
             path.display()
         )
     })
@@ -67,7 +67,8 @@ fn c_string(what: &str, text: &str) -> Result<CString> {
 }
 
 impl NixlAgent {
-    /// Makes an agent and its plugin's backend; takes half a second. Errors: what NIXL answers.
+    /// Creates an agent and its plugin's backend, which takes half a second. Errors: what NIXL
+    /// answers.
     pub(crate) fn open(library: &'static Library, settings: &Settings<'_>) -> Result<Self> {
         let functions = library.functions();
         let check =
@@ -78,8 +79,7 @@ impl NixlAgent {
         let delay = settings.progress_thread.unwrap_or_default().as_micros();
         let config = nixl_agent_config {
             enable_prog_thread: with_thread,
-            // The agent is behind a lock of kvx's own; what NIXL's own thread touches has locks in
-            // the plugin.
+            // The agent is behind kvx's own lock; the plugin locks what NIXL's own thread accesses.
             thread_sync: NIXL_CAPI_THREAD_SYNC_NONE as i32,
             num_workers: 1,
             pthr_delay_us: u64::try_from(delay).unwrap_or(u64::MAX),
@@ -95,8 +95,8 @@ impl NixlAgent {
             over_ucx: settings.plugin == UCX,
             names_refusals: false,
         };
-        // SAFETY: strings that end in NUL, a configuration as the header has it, and places for
-        // handles; `Drop` destroys the objects that exist, whichever call fails.
+        // SAFETY: C strings, a configuration as the header declares it, and locations for handles;
+        // `Drop` destroys the objects that exist, whichever call fails.
         unsafe {
             let made = (functions.nixl_capi_create_configured_agent)(
                 name.as_ptr(),
@@ -143,17 +143,17 @@ impl NixlAgent {
         Status::check(status).map_err(|status| status.error(doing))
     }
 
-    /// Takes over bytes that NIXL allocated.
+    /// Copies and frees bytes that NIXL allocated.
     ///
     /// # Safety
-    /// `data` came from `malloc`, has `len` bytes, and is nobody else's.
+    /// `data` came from `malloc`, has `len` bytes, and has no other owner.
     unsafe fn take(data: *mut c_void, len: usize) -> Vec<u8> {
         if data.is_null() {
             return Vec::new();
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let bytes = unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len) }.to_vec();
-        // SAFETY: the caller's promise; nobody refers to it any more.
+        // SAFETY: guaranteed by the caller; nobody uses it afterwards.
         unsafe { libc::free(data) };
         bytes
     }
@@ -163,18 +163,17 @@ impl NixlAgent {
         self.over_ucx
     }
 
-    /// Returns whether it tells that it does not know an agent from what else it refuses: NIXL 1.5
-    /// does.
+    /// Returns whether it distinguishes an unknown agent from other errors: NIXL 1.5 does.
     pub(crate) fn names_refusals(&self) -> bool {
         self.names_refusals
     }
 
-    /// How this agent is reached, without its memory.
+    /// Returns the metadata that peers need to connect, without memory.
     pub(crate) fn connection(&self) -> Result<Vec<u8>> {
         self.part_of(&[])
     }
 
-    /// The description of one registered range that peers need to reach it.
+    /// Returns the metadata of one registered range.
     pub(crate) fn export(&self, range: &Range) -> Result<Vec<u8>> {
         self.part_of(std::slice::from_ref(range))
     }
@@ -182,33 +181,33 @@ impl NixlAgent {
     fn part_of(&self, ranges: &[Range]) -> Result<Vec<u8>> {
         let list = RegistrationList::of(self.functions, ranges)?;
         let (mut data, mut len) = (ptr::null_mut(), 0);
-        // SAFETY: live handles, and places for the answer.
+        // SAFETY: live handles, and locations for the answer.
         let status = unsafe {
             (self.functions.nixl_capi_get_local_partial_md)(
                 self.raw, list.raw, &mut data, &mut len, self.args,
             )
         };
         self.check("describing the agent", status)?;
-        // SAFETY: the call has succeeded, so these are bytes of its own making.
+        // SAFETY: the call has succeeded, so it has allocated these bytes.
         Ok(unsafe { Self::take(data, len) })
     }
 
-    /// All that a foreign agent wants to know of this one.
+    /// Returns the metadata of all registered memory, for a foreign agent.
     pub(crate) fn whole(&self) -> Result<Vec<u8>> {
         let (mut data, mut len) = (ptr::null_mut(), 0);
-        // SAFETY: a live handle, and places for the answer.
+        // SAFETY: a live handle, and locations for the answer.
         let status =
             unsafe { (self.functions.nixl_capi_get_local_md)(self.raw, &mut data, &mut len) };
         self.check("describing the agent", status)?;
-        // SAFETY: the call has succeeded, so these are bytes of its own making.
+        // SAFETY: the call has succeeded, so it has allocated these bytes.
         Ok(unsafe { Self::take(data, len) })
     }
 
-    /// Takes a peer's blob in; gives the peer's name. May take a third of a second. The blob must
-    /// have been looked through: NIXL trusts it.
+    /// Loads a peer's blob, and returns the peer's name. May take a third of a second. The blob
+    /// must have been validated: NIXL trusts it.
     pub(crate) fn load(&self, blob: &[u8]) -> Result<String> {
         let mut name: *mut c_char = ptr::null_mut();
-        // SAFETY: a live handle, bytes with their length, a place for a string.
+        // SAFETY: a live handle, bytes with their length, a location for a string.
         let status = unsafe {
             (self.functions.nixl_capi_load_remote_md)(
                 self.raw,
@@ -220,18 +219,18 @@ impl NixlAgent {
         self.check("loading a peer's metadata", status)?;
         // SAFETY: the call has succeeded, so this is a C string from `malloc`.
         let text = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
-        // SAFETY: nobody refers to it any more.
+        // SAFETY: nobody uses it afterwards.
         unsafe { libc::free(name.cast()) };
         Ok(text)
     }
 
-    /// Forgets a peer and closes the connection.
+    /// Removes a peer, and closes the connection.
     pub(crate) fn forget(&self, peer: &CStr) {
-        // SAFETY: a live handle and a C string. That it is not known is no error here.
+        // SAFETY: a live handle and a C string. An unknown peer is not an error here.
         unsafe { (self.functions.nixl_capi_invalidate_remote_md)(self.raw, peer.as_ptr()) };
     }
 
-    /// Connects to a peer whose metadata was loaded.
+    /// Connects to a peer whose metadata is loaded.
     pub(crate) fn connect(&self, peer: &CStr) -> Result<()> {
         // SAFETY: live handles and a C string.
         let status = unsafe {
@@ -240,15 +239,14 @@ impl NixlAgent {
         self.check("connecting", status)
     }
 
-    /// Returns whether a peer's metadata is there. NIXL drops it when the plugin finds the peer
-    /// disconnected.
+    /// Returns whether NIXL has a peer's metadata. It drops the metadata when the plugin finds the
+    /// peer disconnected.
     pub(crate) fn knows(&self, peer: &CStr) -> bool {
         self.look_up(peer).is_ok()
     }
 
     fn look_up(&self, peer: &CStr) -> Result<(), Status> {
-        // SAFETY: a live handle and a C string; without a list nothing of the peer's memory is
-        // asked for.
+        // SAFETY: a live handle and a C string; without a list the call checks no memory.
         Status::check(unsafe {
             (self.functions.nixl_capi_check_remote_md)(self.raw, peer.as_ptr(), ptr::null_mut())
         })
@@ -257,14 +255,14 @@ impl NixlAgent {
     /// Registers memory with the plugin.
     pub(crate) fn register(&self, range: &Range) -> Result<()> {
         let list = RegistrationList::of(self.functions, std::slice::from_ref(range))?;
-        // SAFETY: live handles. That the memory is there until it is deregistered is the caller's
-        // duty, which `kvx_backend::fabric` has taken over.
+        // SAFETY: live handles. `kvx_backend::fabric` ensures that the memory stays valid until it
+        // is deregistered.
         let status =
             unsafe { (self.functions.nixl_capi_register_mem)(self.raw, list.raw, self.args) };
         self.check("registering memory", status)
     }
 
-    /// Takes a registration back.
+    /// Deregisters memory.
     pub(crate) fn deregister(&self, range: &Range) -> Result<()> {
         let list = RegistrationList::of(self.functions, std::slice::from_ref(range))?;
         // SAFETY: live handles.
@@ -273,12 +271,12 @@ impl NixlAgent {
         self.check("deregistering memory", status)
     }
 
-    /// A list of this agent's.
+    /// Creates a list of this agent.
     pub(crate) fn list(&self, segment: MemorySegment) -> Result<TransferList> {
         TransferList::new(self.functions, segment)
     }
 
-    /// Prepares a transfer between two lists of as many ranges.
+    /// Prepares a transfer between two lists with equally many ranges.
     pub(crate) fn request(
         &self,
         op: Op,
@@ -291,7 +289,7 @@ impl NixlAgent {
             Op::Write => NIXL_CAPI_XFER_OP_WRITE,
         };
         let mut raw = ptr::null_mut();
-        // SAFETY: live handles, a C string, a place for a handle.
+        // SAFETY: live handles, a C string, a location for a handle.
         let status = unsafe {
             (self.functions.nixl_capi_create_xfer_req)(
                 self.raw,
@@ -310,30 +308,31 @@ impl NixlAgent {
     /// Starts a request that is not in progress.
     ///
     /// # Safety
-    /// The memory of its lists stays until the request is no longer in progress.
+    /// The memory in its lists stays valid until the request is no longer in progress.
     pub(crate) unsafe fn post(&self, request: &Request) -> State {
-        // SAFETY: live handles; the memory is the caller's promise.
+        // SAFETY: live handles; the caller guarantees the memory.
         State::of(unsafe {
             (self.functions.nixl_capi_post_xfer_req)(self.raw, request.raw, ptr::null_mut())
         })
     }
 
-    /// Returns where a request stands that was posted; lets the plugin work.
+    /// Makes progress, and returns the state of a posted request.
     pub(crate) fn state(&self, request: &Request) -> State {
         // SAFETY: live handles.
         State::of(unsafe { (self.functions.nixl_capi_get_xfer_status)(self.raw, request.raw) })
     }
 
-    /// Requests that were dropped; [`release`](Agent::release) frees them.
+    /// Returns the dropped requests; [`release`](Agent::release) frees them.
     pub(crate) fn unreleased(&self) -> &Arc<UnreleasedRequests> {
         &self.unreleased
     }
 
-    /// Frees requests that were dropped. None of them is in progress: one that is has an owner.
+    /// Frees the dropped requests. None of them is in progress, because such a request has an
+    /// owner.
     pub(crate) fn release(&self) {
         for raw in self.unreleased.take() {
-            // SAFETY: a handle that was made by this agent, is not in progress, and is released
-            // once, here.
+            // SAFETY: this agent created the handle, which is not in progress and is released once,
+            // here.
             unsafe {
                 (self.functions.nixl_capi_release_xfer_req)(self.raw, raw);
                 (self.functions.nixl_capi_destroy_xfer_req)(raw);
@@ -341,9 +340,9 @@ impl NixlAgent {
         }
     }
 
-    /// Sends a peer a notification.
+    /// Sends a notification to a peer.
     pub(crate) fn notify(&self, peer: &CStr, bytes: &[u8]) -> Result<(), Status> {
-        // SAFETY: live handles, a C string, bytes with their length, which are copied.
+        // SAFETY: live handles, a C string, bytes with their length, which NIXL copies.
         Status::check(unsafe {
             (self.functions.nixl_capi_gen_notif)(
                 self.raw,
@@ -355,13 +354,14 @@ impl NixlAgent {
         })
     }
 
-    /// Lets the plugin work, and takes the notifications that have arrived: sender and bytes.
+    /// Makes progress, and takes the notifications that have arrived: sender and bytes.
     pub(crate) fn notifications(&mut self, mut each: impl FnMut(&CStr, &[u8])) {
         let (functions, map) = (self.functions, self.notifications);
         let mut agents = 0;
-        // SAFETY: live handles and places for numbers.
+        // SAFETY: live handles and locations for numbers.
         unsafe {
-            // An error of one kind of connection leaves what others have brought in the map.
+            // After an error of one kind of connection, the map still holds the notifications of
+            // others.
             (functions.nixl_capi_get_notifs)(self.raw, map, ptr::null_mut());
             (functions.nixl_capi_notif_map_size)(map, &mut agents);
         }
@@ -370,7 +370,8 @@ impl NixlAgent {
         }
         for at in 0..agents {
             let (mut name, mut count) = (ptr::null(), 0);
-            // SAFETY: live handles and places for numbers; the name lives until the map is cleared.
+            // SAFETY: live handles and locations for numbers; the name lives until the map is
+            // cleared.
             // A name with a NUL byte is not found again.
             unsafe {
                 if (functions.nixl_capi_notif_map_get_agent_at)(map, at, &mut name)
@@ -383,7 +384,7 @@ impl NixlAgent {
             }
             for index in 0..count {
                 let (mut data, mut len) = (ptr::null(), 0);
-                // SAFETY: live handles and places for numbers; the bytes live until the map is
+                // SAFETY: live handles and locations for numbers; the bytes live until the map is
                 // cleared, and `each` keeps none of them.
                 unsafe {
                     let status = (functions.nixl_capi_notif_map_get_notif)(
@@ -405,8 +406,7 @@ impl Drop for NixlAgent {
         if !self.raw.is_null() {
             self.release();
         }
-        // SAFETY: each handle was made by `open`, is not null where it is destroyed, and is
-        // destroyed once, here.
+        // SAFETY: `open` created each handle; those that are not null are destroyed once, here.
         unsafe {
             if !self.notifications.is_null() {
                 (self.functions.nixl_capi_destroy_notif_map)(self.notifications);
@@ -424,7 +424,7 @@ impl Drop for NixlAgent {
     }
 }
 
-/// Parameters of a plugin, while it is opened.
+/// A plugin's parameters while it is being opened.
 struct Params {
     functions: &'static Functions,
     raw: nixl_params,
@@ -433,7 +433,7 @@ struct Params {
 impl Drop for Params {
     fn drop(&mut self) {
         if !self.raw.is_null() {
-            // SAFETY: made once and destroyed once, here.
+            // SAFETY: created once and destroyed once, here.
             unsafe { (self.functions.nixl_capi_destroy_params)(self.raw) };
         }
     }

@@ -1,4 +1,4 @@
-//! The NIXL that this process has opened.
+//! The NIXL that this process has loaded.
 
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
@@ -9,12 +9,12 @@ use kvx_core::backend::Unavailable;
 
 use super::bindings::Functions;
 
-/// The variable that names the library.
+/// The environment variable that names the library.
 pub(crate) const VARIABLE: &str = "KVX_RIXL_LIB";
 const NAMES: &[&str] = &["libnixl_capi.so"];
 pub(crate) const CURE: &str = "install NIXL 1.x (from PyPI: nixl-cu12, without its dependencies) and set KVX_RIXL_LIB to its \
      libnixl_capi.so, which `kvx backends --find` finds; the package called rixl there is another product";
-/// Where the images of ROCm and NVIDIA have it, below the root of the file system.
+/// Where the images of ROCm and NVIDIA have the library, below the root of the file system.
 const PREFIXES: &[&str] = &[
     "usr/local/rixl",
     "opt/rixl",
@@ -28,7 +28,7 @@ const FOLDERS: [&str; 3] = ["lib/x86_64-linux-gnu", "lib64", "lib"];
 #[cfg(not(target_arch = "x86_64"))]
 const FOLDERS: [&str; 3] = ["lib/aarch64-linux-gnu", "lib64", "lib"];
 
-/// The libraries of images, those that are there.
+/// Returns the libraries of images that exist.
 fn in_images(root: &Path) -> impl Iterator<Item = PathBuf> {
     let folders = PREFIXES
         .iter()
@@ -36,37 +36,39 @@ fn in_images(root: &Path) -> impl Iterator<Item = PathBuf> {
     folders.map(|folder| folder.join(NAMES[0])).filter(|file| file.exists())
 }
 
-/// A wheel brings a copy of this with its UCX, which makes the copy's symbols global and then loads
-/// the system's beside it: the two take each other's places, and the process crashes when it exits.
-/// Loaded first, the system's keeps its own.
+/// The system library of which wheels contain a copy with their UCX. That copy's symbols become
+/// global, and the wheel then loads the system's library as well: their symbols mix, and the
+/// process crashes when it exits. If the system's is loaded first, it keeps its own symbols.
 const SYSTEM_LIBNL: &str = "libnl-route-3.so.200";
 
-/// Returns whether the functions that kvx calls are those of the header. Compared: NIXL's sources
-/// of 1.0, 1.1, 1.4 and after, and RIXL's. Run: 1.1.0 and 1.5.1 by the tests, 1.4.0 by hand; no
-/// RIXL.
+/// Returns whether kvx supports a version: the functions that it calls are those of the header.
+/// Compared: the sources of NIXL 1.0, 1.1, 1.4 and later, and of RIXL. Run: 1.1.0 and 1.5.1 by the
+/// tests, 1.4.0 by hand; no RIXL.
 fn is_supported(version: Version) -> bool {
     version.major == 1
 }
 
-/// An open libnixl_capi, with its version if something beside it tells: the C interface does not.
+/// A loaded libnixl_capi, with its version if files beside it tell: the C interface does not report
+/// it.
 pub(crate) type Library = BoundLibrary<Functions, Option<Version>>;
 
-/// The library of this process: the first that was asked for is the only one.
+/// The library of this process: only the first one that was requested is used.
 static OPENED: OpenOnce<Library> = OpenOnce::new();
 
-/// Opens the library that `KVX_RIXL_LIB` names, else `libnixl_capi.so`, else that of a known image.
+/// Loads the library that `KVX_RIXL_LIB` names, otherwise `libnixl_capi.so`, otherwise that of a
+/// known image.
 ///
 /// # Errors
-/// The candidates that were tried, and the cure. The next call tries again.
+/// The candidates that were tried, and the remedy. The next call tries again.
 pub(crate) fn open(any_version: bool) -> Result<&'static Library, Unavailable> {
     let library = OPENED.open(|| load(Path::new("/")))?;
     match library.version() {
         Some(version) if !any_version && !is_supported(version) => Err(Unavailable::because(
             format!(
-                "{} is NIXL {version}, and kvx speaks to 1.0 and later 1.x",
+                "{} is NIXL {version}, and kvx supports 1.0 and later 1.x",
                 library.path().display()
             ),
-            format!("{CURE}; or set rixl.any_version to try it all the same"),
+            format!("{CURE}; or set rixl.any_version to use it anyway"),
         )),
         _ => Ok(library),
     }
@@ -74,12 +76,12 @@ pub(crate) fn open(any_version: bool) -> Result<&'static Library, Unavailable> {
 
 fn load(root: &Path) -> Result<Library, Unavailable> {
     loader::with_signals_kept(|| {
-        loader::preload(SYSTEM_LIBNL).ok(); // where it is absent, nothing conflicts
+        loader::preload(SYSTEM_LIBNL).ok(); // if it is absent, nothing conflicts
         let library = Search::new(VARIABLE, NAMES, CURE).files(in_images(root)).open()?;
         let find = |name: &'static CStr| library.address(name);
-        // SAFETY: the loader answers with the symbol of that name; that it is the function of the
-        // header is what its name, which no other library uses, and the version checked by `open`
-        // say.
+        // SAFETY: the loader returns the symbol of that name. The name, which no other library
+        // uses, and the version, which `open` checks, guarantee that it is the function in the
+        // header.
         let functions = unsafe { Functions::find(find) }?;
         let version = Version::of_wheel(library.path());
         Ok(BoundLibrary::new(library, functions, version))
@@ -93,9 +95,9 @@ mod tests {
     use super::*;
     use crate::wheel;
 
-    /// An image with libraries in several places: the first is opened.
+    /// Tests that the first library of an image with several is loaded.
     fn of_an_image() {
-        let ours = wheel::library().expect("this process was started because it is there");
+        let ours = wheel::library().expect("this process was started because it is installed");
         let root = std::env::temp_dir().join(format!("kvx-rixl-image-{}", std::process::id()));
         let places = ["usr/local/rixl/lib64", "usr/local/nixl/lib", "opt/nvidia/nvda_nixl/lib64"];
         let places = places.map(|place| root.join(place));
@@ -114,7 +116,7 @@ mod tests {
     #[test]
     fn the_library_of_an_image_is_found_in_its_place() {
         const NAME: &str = "ffi::library::tests::the_library_of_an_image_is_found_in_its_place";
-        // An empty value counts as none.
+        // An empty value counts as unset.
         wheel::alone_with(NAME, &[(VARIABLE, Path::new(""))], of_an_image);
     }
 }

@@ -9,7 +9,7 @@ use super::bindings::{
 };
 use super::status::Status;
 
-/// Which memory a list speaks of.
+/// The kind of memory in a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum MemorySegment {
     Host,
@@ -17,7 +17,7 @@ pub(crate) enum MemorySegment {
 }
 
 impl MemorySegment {
-    /// As NIXL has it.
+    /// Returns NIXL's constant.
     pub(crate) fn number(self) -> i32 {
         let number = match self {
             MemorySegment::Host => NIXL_CAPI_MEM_DRAM,
@@ -27,7 +27,7 @@ impl MemorySegment {
     }
 }
 
-/// A range of memory that is registered as one.
+/// A contiguous range of registered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Range {
     pub(crate) segment: MemorySegment,
@@ -37,7 +37,7 @@ pub(crate) struct Range {
 }
 
 impl Range {
-    /// Returns whether they share bytes.
+    /// Returns whether the two ranges share bytes.
     pub(crate) fn overlaps(&self, other: &Range) -> bool {
         (self.segment, self.device) == (other.segment, other.device)
             && self.address < other.address.saturating_add(other.len)
@@ -45,7 +45,7 @@ impl Range {
     }
 }
 
-/// A list of what is registered.
+/// A list of ranges for registration.
 pub(super) struct RegistrationList {
     pub(super) raw: nixl_reg_dlist,
     functions: &'static Functions,
@@ -55,13 +55,13 @@ impl RegistrationList {
     pub(super) fn of(functions: &'static Functions, ranges: &[Range]) -> Result<Self> {
         let segment = ranges.first().map_or(MemorySegment::Host, |range| range.segment);
         let mut raw = ptr::null_mut();
-        // SAFETY: a pointer to write a handle to.
+        // SAFETY: a location for a handle.
         let status = unsafe { (functions.nixl_capi_create_reg_dlist)(segment.number(), &mut raw) };
         Status::check(status).map_err(|status| status.error("making a list"))?;
         let list = RegistrationList { raw, functions };
         for range in ranges {
             let (address, len) = (range.address as usize, range.len as usize);
-            // SAFETY: the list lives; no metadata is passed.
+            // SAFETY: the list is alive; no metadata is passed.
             let status = unsafe {
                 (functions.nixl_capi_reg_dlist_add_desc)(
                     raw,
@@ -80,12 +80,12 @@ impl RegistrationList {
 
 impl Drop for RegistrationList {
     fn drop(&mut self) {
-        // SAFETY: made by `of` and destroyed once, here.
+        // SAFETY: created by `of` and destroyed once, here.
         unsafe { (self.functions.nixl_capi_destroy_reg_dlist)(self.raw) };
     }
 }
 
-/// A list of what is to be moved, used again and again.
+/// A list of ranges to transfer, which is reused.
 pub(crate) struct TransferList {
     pub(super) raw: nixl_xfer_dlist,
     functions: &'static Functions,
@@ -97,7 +97,7 @@ unsafe impl Send for TransferList {}
 impl TransferList {
     pub(super) fn new(functions: &'static Functions, segment: MemorySegment) -> Result<Self> {
         let mut raw = ptr::null_mut();
-        // SAFETY: a pointer to write a handle to.
+        // SAFETY: a location for a handle.
         let status = unsafe { (functions.nixl_capi_create_xfer_dlist)(segment.number(), &mut raw) };
         Status::check(status).map_err(|status| status.error("making a list"))?;
         Ok(TransferList { raw, functions })
@@ -105,7 +105,7 @@ impl TransferList {
 
     #[inline]
     pub(crate) fn add(&mut self, address: u64, len: u64, device: u64) {
-        // SAFETY: the list lives. It cannot fail but for want of memory.
+        // SAFETY: the list is alive. The call fails only for lack of memory.
         unsafe {
             (self.functions.nixl_capi_xfer_dlist_add_desc)(
                 self.raw,
@@ -117,14 +117,14 @@ impl TransferList {
     }
 
     pub(crate) fn clear(&mut self) {
-        // SAFETY: the list lives. It cannot fail but for want of memory.
+        // SAFETY: the list is alive. The call fails only for lack of memory.
         unsafe { (self.functions.nixl_capi_xfer_dlist_clear)(self.raw) };
     }
 }
 
 impl Drop for TransferList {
     fn drop(&mut self) {
-        // SAFETY: made by `new` and destroyed once, here.
+        // SAFETY: created by `new` and destroyed once, here.
         unsafe { (self.functions.nixl_capi_destroy_xfer_dlist)(self.raw) };
     }
 }

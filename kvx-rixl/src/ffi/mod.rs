@@ -1,5 +1,4 @@
-//! NIXL's C interface: generated bindings, the library that is opened, and thin owners of its
-//! handles.
+//! NIXL's C interface: generated bindings, the loaded library, and thin owners of its handles.
 
 #[rustfmt::skip]
 #[allow(missing_docs, non_camel_case_types, unreachable_pub, dead_code, reason = "generated")]

@@ -1,4 +1,5 @@
-//! The plugins beside the library, and why one does not load: NIXL says only that there is none.
+//! The plugins beside the library, and why one cannot be loaded: NIXL reports only that there is
+//! none.
 
 use std::path::{Path, PathBuf};
 
@@ -10,14 +11,14 @@ use super::library::{CURE, Library};
 /// NIXL's own variable for the folder of its plugins.
 const FOLDER: &str = "NIXL_PLUGIN_DIR";
 
-/// A plugin that loads.
+/// A plugin that can be loaded.
 pub(crate) struct Plugin {
-    /// Its file.
+    /// The plugin's file.
     pub(crate) path: PathBuf,
 }
 
 impl Plugin {
-    /// Loads a plugin, as NIXL will. Errors: the libraries that it misses, by name.
+    /// Loads a plugin, as NIXL will. Errors: the names of the libraries that it lacks.
     pub(crate) fn check(library: &Library, name: &str) -> Result<Plugin, Unavailable> {
         let folder = match std::env::var_os(FOLDER).filter(|folder| !folder.is_empty()) {
             Some(folder) => PathBuf::from(folder),
@@ -28,7 +29,7 @@ impl Plugin {
             let there = names(&folder);
             let there = if there.is_empty() { "none".to_owned() } else { there.join(", ") };
             return Err(Unavailable::because(
-                format!("NIXL has no plugin {name} in {}; there are {there}", folder.display()),
+                format!("NIXL has no plugin {name} in {}; available: {there}", folder.display()),
                 format!("name one of these in rixl.plugin, or {CURE}"),
             ));
         }
@@ -39,18 +40,18 @@ impl Plugin {
                 let why = if missing.is_empty() {
                     reason
                 } else {
-                    format!("it misses {}", missing.join(", "))
+                    format!("missing {}", missing.join(", "))
                 };
                 Err(Unavailable::because(
-                    format!("NIXL's plugin {} does not load: {why}", path.display()),
-                    "install what it misses, or name another plugin in rixl.plugin",
+                    format!("NIXL's plugin {} cannot be loaded: {why}", path.display()),
+                    "install the missing libraries, or name another plugin in rixl.plugin",
                 ))
             }
         }
     }
 }
 
-/// The plugins of a folder.
+/// Returns the names of the plugins in a folder.
 fn names(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let names = entries.filter_map(|entry| {

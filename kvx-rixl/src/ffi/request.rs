@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::bindings::nixl_xfer_req;
 
-/// A request that is not in progress unless its owner knows so. Dropped anywhere, it goes to
+/// A request, which is not in progress unless its owner keeps it. When dropped, it goes to
 /// [`UnreleasedRequests`].
 pub(crate) struct Request {
     pub(super) raw: nixl_xfer_req,
@@ -28,7 +28,7 @@ impl Drop for Request {
     }
 }
 
-/// Requests that nobody needs and nobody has released yet.
+/// Dropped requests that have not been released yet.
 #[derive(Default)]
 pub(crate) struct UnreleasedRequests {
     raw: Mutex<Vec<Raw>>,
@@ -36,7 +36,7 @@ pub(crate) struct UnreleasedRequests {
 
 struct Raw(nixl_xfer_req);
 
-// SAFETY: as `Request`.
+// SAFETY: as for `Request`.
 unsafe impl Send for Raw {}
 
 impl UnreleasedRequests {

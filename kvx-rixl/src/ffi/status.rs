@@ -1,4 +1,4 @@
-//! `nixl_capi_status_t`.
+//! NIXL's status codes, `nixl_capi_status_t`.
 
 #[cfg(test)]
 use super::bindings::NIXL_CAPI_ERROR_BACKEND;
@@ -6,11 +6,11 @@ use super::bindings::{
     NIXL_CAPI_ERROR_NOT_FOUND, NIXL_CAPI_IN_PROG, NIXL_CAPI_SUCCESS, nixl_status,
 };
 
-/// NIXL's answer to a call, other than success.
+/// A status other than success.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Status(nixl_status);
 
-/// Where a transfer stands.
+/// The state of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
     Done,
@@ -24,18 +24,18 @@ impl Status {
     #[cfg(test)]
     pub(crate) const NOT_FOUND: Self = Status(NIXL_CAPI_ERROR_NOT_FOUND);
 
-    /// `Ok` for success alone.
+    /// Returns `Ok` only for success.
     pub(super) fn check(status: nixl_status) -> Result<(), Status> {
         if status == NIXL_CAPI_SUCCESS { Ok(()) } else { Err(Status(status)) }
     }
 
-    /// Returns whether nothing was done, because NIXL knows no such agent. NIXL before 1.5, and
-    /// RIXL, do not tell it from other errors.
+    /// Returns whether nothing was done because NIXL does not know the agent. NIXL before 1.5, and
+    /// RIXL, do not distinguish that from other errors.
     pub(crate) fn is_not_found(self) -> bool {
         self.0 == NIXL_CAPI_ERROR_NOT_FOUND
     }
 
-    /// NIXL's number.
+    /// Returns NIXL's code.
     pub(crate) fn code(self) -> nixl_status {
         self.0
     }

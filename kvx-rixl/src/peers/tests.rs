@@ -1,9 +1,9 @@
-//! The table of peers, without NIXL.
+//! Tests of the table of peers, without NIXL.
 
 use super::*;
 use crate::agent_lock::AgentLock;
 
-/// None, of an agent that has no NIXL.
+/// Returns an empty table of an agent without NIXL.
 fn nobody() -> Peers {
     let closed = Arc::new(AgentLock::around(None).unwrap());
     Peers::new(c"near".to_owned(), PeerLoader::start("loads".to_owned(), closed).unwrap())
@@ -24,7 +24,7 @@ fn a_dropped_peer_is_loaded_once_more_and_not_for_ever() {
     assert!(!peers.can_be_asked(&name) && peers.next_load == 2 && events.len() == 1);
 }
 
-/// Before 1.5, NIXL drops a peer anew over each request whose failure it finds out.
+/// Before 1.5, NIXL drops a peer again for each request whose failure it detects.
 #[test]
 fn a_peer_is_loaded_again_as_long_as_its_requests_end() {
     for known in [false, true] {
@@ -41,13 +41,13 @@ fn a_peer_is_loaded_again_as_long_as_its_requests_end() {
             assert!(peers.note_dropped(&name, &mut events));
             assert!(
                 !peers.can_be_asked(&name) && peers.next_load == loads + 1,
-                "the others are asked after again"
+                "the others are queried again"
             );
         }
         peers.by_name.get_mut(&name).unwrap().state = PeerState::Lost { watched: true };
         let loads = peers.next_load;
         assert!(peers.note_dropped(&name, &mut events) && !peers.can_be_asked(&name));
-        assert_eq!(peers.next_load, loads, "none has ended: not for ever");
+        assert_eq!(peers.next_load, loads, "none has ended: not again");
     }
 }
 
@@ -71,7 +71,7 @@ fn who_moves_bytes_with_a_cpus_help_is_noted_until_it_goes() {
     assert!(peers.needs_cpu, "another does not change that");
     peers.disconnect(endpoints[0]);
     assert!(!peers.needs_cpu);
-    // Who has come may read and write before anything is found out of the way.
+    // A peer that has opened an endpoint may read and write before the trial has ended.
     let third = EndpointId::from_number(3);
     peers.endpoints.insert(
         third,

@@ -76,7 +76,7 @@ fn a_version_out_of_range_is_refused_unless_it_is_asked_for() -> Outcome {
     std::fs::create_dir(folder.0.join("nixl_cu12-2.0.0.dist-info"))?;
     let library = copy.join("libnixl_capi.so");
     let refused = run_child("{}", "KVX_RIXL_LIB", &library)?;
-    let why = format!("{} is NIXL 2.0.0, and kvx speaks to 1.0 and later 1.x", library.display());
+    let why = format!("{} is NIXL 2.0.0, and kvx supports 1.0 and later 1.x", library.display());
     let lines: Vec<_> = refused.lines().collect();
     assert!(lines[0].contains(&why) && lines[0].contains("rixl.any_version"), "{refused}");
     assert!(lines[1].starts_with("no agent: ") && lines[1].contains("NIXL 2.0.0"), "{refused}");
@@ -97,7 +97,7 @@ fn what_a_plugin_misses_is_named() -> Outcome {
     let path = folder.0.join("libplugin_UCX.so");
     std::fs::write(&path, plugin)?;
     let refused = run_child("{}", "NIXL_PLUGIN_DIR", &folder.0)?;
-    let why = format!("NIXL's plugin {} does not load: it misses ", path.display());
+    let why = format!("NIXL's plugin {} cannot be loaded: missing ", path.display());
     let (_, missed) = refused.split_once(&why).unwrap_or_else(|| panic!("{refused}"));
     assert!(missed.contains("libno-such.so0") && !missed.contains("libc.so"), "{refused}");
     Ok(())

@@ -1,11 +1,12 @@
-//! A bare loop over NIXL's C interface between two processes: what it gives without kvx, to measure
-//! kvx beside.
+//! A bare loop over NIXL's C interface between two processes: the performance of NIXL without kvx,
+//! as a baseline.
 //!
-//! It is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`). Requests are prepared before
-//! the rounds, one for each list, with neighbours merged; each transfer posts the next of them and
-//! asks for its state until it has ended. Neither agent has NIXL's thread. The library is what
-//! `KVX_RIXL_LIB` names; it uses nothing of kvx but the bindings and the kit for baselines. With
-//! arguments it measures notifications beside transfers instead ([`notices`]).
+//! It is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`). It prepares the requests
+//! before the rounds, one for each list, with adjacent pieces merged. Each transfer posts the next
+//! of them and queries its state until it has ended. Neither agent has NIXL's thread. The library
+//! is the one that `KVX_RIXL_LIB` names. Of kvx it uses only the bindings and the test kit's
+//! baseline module. With arguments it measures notifications during transfers instead
+//! ([`notices`]).
 
 mod notices;
 
@@ -16,8 +17,8 @@ use std::ffi::{CStr, c_int, c_void};
 use std::ptr::{null, null_mut};
 use std::time::Duration;
 
-/// How often a target without an order lets NIXL work, because the first request waits until both
-/// ends have answered each other.
+/// How often an idle target makes progress, because the first request waits until both ends have
+/// connected.
 const LOOKS: Duration = Duration::from_millis(20);
 
 /// An agent with the plugin UCX.
@@ -29,21 +30,21 @@ struct NixlAgent {
 }
 
 fn done(code: nixl_status) {
-    assert_eq!(code, NIXL_CAPI_SUCCESS, "NIXL refuses");
+    assert_eq!(code, NIXL_CAPI_SUCCESS, "NIXL rejects a call");
 }
 
 impl NixlAgent {
     fn start(name: &CStr) -> NixlAgent {
-        // The system's before the wheel's, as kvx-rixl does it: with both in turn the process
-        // crashes at its end.
+        // The system's before the wheel's, as in kvx-rixl: with both in the other order, the
+        // process crashes when it exits.
         loader::preload("libnl-route-3.so.200").ok();
         let search = Search::new("KVX_RIXL_LIB", &[], "set it to libnixl_capi.so");
         let library = search.open().expect("NIXL");
         let find = |name: &'static CStr| library.address(name);
         let (mut raw, mut params, mut backend) = (null_mut(), null_mut(), null_mut());
         let (mut args, mut notifications) = (null_mut(), null_mut());
-        // SAFETY: each call is as nixl_capi.h describes it, on handles that the calls before have
-        // made.
+        // SAFETY: nixl_capi.h allows each call on the handles that the calls before it have
+        // created.
         unsafe {
             let nixl = Functions::find(find).expect("NIXL's functions");
             let config = nixl_agent_config { num_workers: 1, ..nixl_agent_config::default() };
@@ -63,7 +64,7 @@ impl NixlAgent {
     fn memory(&self, len: usize, foreign: bool) -> usize {
         let (address, mut list) = (HugeMemory::new(len, foreign).leak(), null_mut());
         let add = self.nixl.nixl_capi_reg_dlist_add_desc;
-        // SAFETY: a list of this agent's; the memory is as long, and stays.
+        // SAFETY: a list of this agent; the memory has that length, and stays valid.
         unsafe {
             done((self.nixl.nixl_capi_create_reg_dlist)(NIXL_CAPI_MEM_DRAM as c_int, &mut list));
             done(add(list, address, len, 0, null(), 0));
@@ -72,10 +73,10 @@ impl NixlAgent {
         address
     }
 
-    /// How to reach it and all of its memory.
+    /// Returns the metadata with which peers access all of its memory.
     fn metadata(&self) -> Vec<u8> {
         let (mut data, mut len) = (null_mut::<c_void>(), 0);
-        // SAFETY: places for the answer, which is so many bytes.
+        // SAFETY: locations for the answer, which has that many bytes.
         unsafe {
             done((self.nixl.nixl_capi_get_local_md)(self.raw, &mut data, &mut len));
             std::slice::from_raw_parts(data.cast::<u8>(), len).to_vec()
@@ -84,7 +85,7 @@ impl NixlAgent {
 
     fn load(&self, metadata: &[u8]) {
         let mut name = null_mut();
-        // SAFETY: bytes that another agent's `metadata` gave, with their length.
+        // SAFETY: bytes from another agent's `metadata`, with their length.
         done(unsafe {
             (self.nixl.nixl_capi_load_remote_md)(
                 self.raw,
@@ -100,11 +101,11 @@ impl NixlAgent {
         done(unsafe { (self.nixl.nixl_capi_get_notifs)(self.raw, self.notifications, null_mut()) });
     }
 
-    /// A request that moves `pieces`: here, there, and how long.
+    /// Returns a request that moves `pieces`: local address, remote address and length.
     fn request(&self, read: bool, pieces: &[[usize; 3]]) -> nixl_xfer_req {
         let list = |end: usize| {
             let mut list = null_mut();
-            // SAFETY: a list of this agent's, of memory that stays.
+            // SAFETY: a list of this agent, of memory that stays valid.
             unsafe {
                 done((self.nixl.nixl_capi_create_xfer_dlist)(
                     NIXL_CAPI_MEM_DRAM as c_int,
@@ -119,14 +120,14 @@ impl NixlAgent {
         let op = if read { NIXL_CAPI_XFER_OP_READ } else { NIXL_CAPI_XFER_OP_WRITE } as c_int;
         let (create, target, mut request) =
             (self.nixl.nixl_capi_create_xfer_req, c"target".as_ptr(), null_mut());
-        // SAFETY: lists of as many ranges, of memory of both agents.
+        // SAFETY: lists with equally many ranges, of memory of both agents.
         done(unsafe { create(self.raw, op, list(0), list(1), target, &mut request, self.args) });
         request
     }
 
     fn transfer(&self, request: nixl_xfer_req) {
-        // SAFETY: a request of this agent's that is not in progress, posted once and asked for
-        // until it has ended.
+        // SAFETY: a request of this agent that is not in progress, posted once and queried until it
+        // has ended.
         unsafe {
             let mut state = (self.nixl.nixl_capi_post_xfer_req)(self.raw, request, null_mut());
             while state == NIXL_CAPI_IN_PROG {
@@ -137,7 +138,7 @@ impl NixlAgent {
     }
 }
 
-/// Runs the other process: allocates memory of the lengths that it receives, and has NIXL work
+/// Runs the target process: allocates memory of the lengths that it receives, and makes progress
 /// meanwhile.
 fn serve(channel: &Channel) {
     let agent = NixlAgent::start(c"target");
@@ -154,7 +155,7 @@ fn serve(channel: &Channel) {
     }
 }
 
-/// Puts pieces together that are neighbours at both ends.
+/// Merges pieces that are adjacent at both ends.
 fn merged(pieces: impl Iterator<Item = [usize; 3]>) -> Vec<[usize; 3]> {
     let mut runs: Vec<[usize; 3]> = Vec::new();
     for [our_memory, their_memory, len] in pieces {
@@ -176,23 +177,25 @@ fn main() {
             ["notices", _, how] => notices::serve(&channel, how == "polls"),
             _ => serve(&channel),
         }
-        // SAFETY: ends the process. NIXL's libraries do not survive a usual exit everywhere.
+        // SAFETY: ends the process. NIXL's libraries do not survive a regular exit everywhere.
         unsafe { libc::_exit(0) };
     };
-    // SAFETY: the program has one thread, and has not opened NIXL yet.
+    // SAFETY: the program has one thread, and has not loaded NIXL yet.
     let target = unsafe { baseline::fork(serve) };
     match arguments[..] {
-        ["notices", slice, _] => notices::read(&target, slice.parse().expect("bytes of a slice")),
+        ["notices", slice, _] => {
+            notices::read(&target, slice.parse().expect("the number of bytes per slice"))
+        }
         _ => {
             let agent = NixlAgent::start(c"initiator");
             answer("NIXL", &mut Initiator { agent, target, requests: Vec::new() });
         }
     }
-    // SAFETY: as for the other process.
+    // SAFETY: as for the target process.
     unsafe { libc::_exit(0) };
 }
 
-/// The first process.
+/// The initiator process.
 struct Initiator {
     agent: NixlAgent,
     target: Channel,
@@ -205,7 +208,7 @@ impl Baseline for Initiator {
         let local_memory = self.agent.memory(point.bytes(), point.foreign);
         let request = [&[point.foreign.into()], self.agent.metadata().as_slice()].concat();
         self.target.send(point.bytes(), &request);
-        let (remote_memory, metadata) = self.target.receive().expect("the other lives");
+        let (remote_memory, metadata) = self.target.receive().expect("the target is alive");
         self.agent.load(&metadata);
         let request = |list| {
             let pieces = point.pairs[point.list(list)].iter().map(|(local, remote)| {

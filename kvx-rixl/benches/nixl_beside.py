@@ -3,9 +3,9 @@
 
     kvx bench --backend RIXL --beside "target/peers/nixl/venv/bin/python kvx-rixl/benches/nixl_beside.py"
 
-Requests are prepared before the rounds, one for each list, and posted again and again: the fastest way to use NIXL.
-Neither side has NIXL's progress thread, which takes a core of its own and makes each call slower.
-NIXL_BESIDE_MAKE=1 prints, on standard error, what preparing one request costs.
+Requests are prepared before the rounds, one for each list, and posted repeatedly: the fastest way to use
+NIXL. Neither side has NIXL's progress thread, which occupies a core and makes each call slower.
+NIXL_BESIDE_MAKE=1 prints the cost of preparing one request to standard error.
 """
 
 import json
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-# What NIXL and UCX log on standard output would be taken for an answer: it goes to standard error.
+# The protocol uses standard output, so the output of NIXL and UCX goes to standard error.
 sys.stdout = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
@@ -44,7 +44,8 @@ class Side:
     def __init__(self, name, size, fill, foreign):
         self.agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
         self.agent.create_backend("UCX", {"engine_config": "NET_DEVICES=lo"})
-        # As kvx's: its pools are shared memory, what a program brings along is private, on huge pages if the kernel has them.
+        # Pages as in kvx: its pools are shared memory, foreign memory is private; huge pages if the
+        # kernel has them.
         kind = mmap.MAP_PRIVATE if foreign else mmap.MAP_SHARED
         self.pages = mmap.mmap(-1, size + HUGE, flags=kind | mmap.MAP_ANONYMOUS)
         self.pages.madvise(MADV_HUGEPAGE)
@@ -59,7 +60,8 @@ class Side:
 def serve():
     side = None
     while True:
-        # The first request waits until both ends have answered each other, and NIXL works only when it is asked.
+        # The first request waits until both ends have connected, and NIXL makes progress only in
+        # calls.
         while not select.select([sys.stdin], [], [], 0.02)[0]:
             if side:
                 side.agent.get_new_notifs()
@@ -141,7 +143,7 @@ class Point:
 
 
 def main():
-    # Each point gets agents of its own, so that its memory can be what it says.
+    # Each point gets its own agents, so that its memory can have the requested properties.
     child = None
     for line in sys.stdin:
         word, *rest = line.split()

@@ -1,9 +1,10 @@
-//! Notifications beside transfers, without kvx: `kvx-rixl-bare notices SLICE polls|sleeps`.
+//! Measures notifications during transfers, without kvx: `kvx-rixl-bare notices SLICE polls
+//! sleeps`.
 //!
-//! One thread reads 64 MiB again and again in slices of so many bytes, each a request of its own,
-//! and sends what another thread has asked for between two of them: NIXL has no other place for it.
-//! The target is a process that asks NIXL all the time (`polls`), or one that sleeps until the
-//! plugin's descriptors wake it (`sleeps`).
+//! One thread reads 64 MiB repeatedly in slices of `SLICE` bytes, each a separate request. Between
+//! two slices it sends the notifications that another thread has requested: NIXL has no other place
+//! for them. The target is a process that polls NIXL all the time (`polls`), or one that sleeps
+//! until the plugin's descriptors wake it (`sleeps`).
 
 use std::collections::BTreeSet;
 use std::os::fd::RawFd;
@@ -15,26 +16,26 @@ use super::{NixlAgent, done};
 use kvx_backend::baseline::{Channel, shuffled};
 use kvx_rixl::raw::NIXL_CAPI_SUCCESS;
 
-/// Bytes of all blocks together, and of one.
+/// The number of bytes of all blocks, and of one.
 const BYTES: usize = 64 << 20;
 const BLOCK: usize = 1 << 20;
-/// How many are sent, and how long after one the next is.
+/// The number of notifications, and the time between two of them.
 const COUNT: usize = 500;
 const GAP: Duration = Duration::from_millis(3);
-/// How long the target waits for one at most.
+/// The time that the target waits for one at most.
 const PATIENCE: u64 = 5_000_000_000;
-/// What the last one says.
+/// The content of the last one.
 const END: u64 = 0;
 
-/// The clock of both processes, in nanoseconds.
+/// Returns the time of a clock that both processes share, in nanoseconds.
 fn now() -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: a place for the answer.
+    // SAFETY: a location for the answer.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// Descriptors of this process that watch others.
+/// Returns the epoll descriptors of this process.
 fn watchers() -> BTreeSet<RawFd> {
     let entries = std::fs::read_dir("/proc/self/fd").expect("this process").flatten();
     let watchers = entries.filter(|entry| {
@@ -43,7 +44,7 @@ fn watchers() -> BTreeSet<RawFd> {
     watchers.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// The target: lends its memory, and tells how long each notification took to arrive.
+/// Runs the target: serves its memory, and reports how long each notification took to arrive.
 pub(crate) fn serve(channel: &Channel, polls: bool) {
     let before = watchers();
     let agent = NixlAgent::start(c"target");
@@ -65,8 +66,8 @@ pub(crate) fn serve(channel: &Channel, polls: bool) {
     while now() - heard < PATIENCE {
         if !polls {
             let mut event = libc::epoll_event { events: 0, u64: 0 };
-            // SAFETY: a place for one event. The time-out covers events from before the descriptors
-            // were added.
+            // SAFETY: a location for one event. The time-out covers events from before the
+            // descriptors were added.
             unsafe { libc::epoll_wait(set, &mut event, 1, 20) };
         }
         agent.look();
@@ -92,10 +93,10 @@ pub(crate) fn serve(channel: &Channel, polls: bool) {
     println!("no notification for {} s", PATIENCE / 1_000_000_000);
 }
 
-/// The notifications that the last look has found.
+/// Returns the notifications that the last poll has found.
 fn taken(agent: &NixlAgent) -> Vec<u64> {
     let (nixl, map, mut agents, mut sent) = (&agent.nixl, agent.notifications, 0, Vec::new());
-    // SAFETY: live handles, places for answers; the bytes live until the map is cleared.
+    // SAFETY: live handles, locations for answers; the bytes live until the map is cleared.
     unsafe {
         done((nixl.nixl_capi_notif_map_size)(map, &mut agents));
         for at in 0..agents {
@@ -118,12 +119,12 @@ fn taken(agent: &NixlAgent) -> Vec<u64> {
     sent
 }
 
-/// The initiator: reads, and sends what the other thread asks for.
+/// Runs the initiator: reads, and sends the notifications that the other thread requests.
 pub(crate) fn read(channel: &Channel, slice: usize) {
     let agent = NixlAgent::start(c"initiator");
     let our_memory = agent.memory(BYTES, false);
     channel.send(0, &agent.metadata());
-    let (their_memory, metadata) = channel.receive().expect("the other lives");
+    let (their_memory, metadata) = channel.receive().expect("the target is alive");
     agent.load(&metadata);
     let blocks = BYTES / BLOCK;
     let places = shuffled(blocks, 1).into_iter().zip(shuffled(blocks, 2));
@@ -162,7 +163,7 @@ pub(crate) fn read(channel: &Channel, slice: usize) {
         println!("slices of {slice}: {:.1} GB/s", moved as f64 / (now() - begun) as f64);
     });
     say(&agent, END);
-    // Until the target has said what it has found and closes its end.
+    // Until the target has reported its results and closes its end.
     channel.receive();
 }
 

@@ -1,7 +1,7 @@
 /* The part of NIXL's C API that kvx calls. Bindings are generated from this file.
  *
- * `libnixl_capi.so` of NIXL 1.x has it, for CUDA and for ROCm, and so has that of RIXL, whose sources of this interface are those of
- * NIXL 1.0 and 1.1. None of what came later (memory views, lists that name an agent for each entry, custom parameters) is here. */
+ * The `libnixl_capi.so` of NIXL 1.x has it, for CUDA and for ROCm, and so has RIXL's, whose sources of this interface are those of
+ * NIXL 1.0 and 1.1. Later additions (memory views, lists with an agent for each entry, custom parameters) are not included. */
 #ifndef KVX_NIXL_CAPI_H
 #define KVX_NIXL_CAPI_H
 
@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Every function answers with one of these. The codes of the C++ API are folded into them: a lost peer is BACKEND. Before 1.5
+/* Every function returns one of these. The codes of the C++ API are mapped to them: a lost peer is BACKEND. Before 1.5
  * all of them are BACKEND. */
 enum {
     NIXL_CAPI_SUCCESS = 0,
@@ -59,7 +59,7 @@ nixl_status nixl_capi_create_opt_args(nixl_opt_args *args);
 nixl_status nixl_capi_opt_args_add_backend(nixl_opt_args args, nixl_backend backend);
 nixl_status nixl_capi_destroy_opt_args(nixl_opt_args args);
 
-/* Metadata; bytes that come back are freed by the caller. */
+/* Metadata; the caller frees the returned bytes. */
 nixl_status nixl_capi_get_local_md(nixl_agent agent, void **data, size_t *len);
 nixl_status nixl_capi_get_local_partial_md(nixl_agent agent, nixl_reg_dlist descs, void **data, size_t *len, nixl_opt_args args);
 nixl_status nixl_capi_load_remote_md(nixl_agent agent, const void *data, size_t len, char **agent_name);

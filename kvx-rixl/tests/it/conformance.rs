@@ -1,9 +1,9 @@
-//! RIXL keeps the contract over NIXL's UCX plugin: every clause, in one process and in two, on each
-//! release.
+//! Runs the conformance suite over NIXL's UCX plugin: every clause, in one process and in two, on
+//! each release.
 //!
-//! A process opens one NIXL, so the program starts itself again for each release, with [`SUITES`]
-//! set and the arguments that it was given. Such a process runs the clauses of its release alone,
-//! and prints their results.
+//! A process can load only one NIXL, so the program starts itself for each release, with [`SUITES`]
+//! set and its own arguments. Such a child runs the clauses of its release alone and prints their
+//! results.
 
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
@@ -17,16 +17,16 @@ use libtest_mimic::{Arguments, Trial};
 
 use crate::{registry, wheel};
 
-/// Set in a process that runs the suites of a release: its name.
+/// Set in a child that runs the suites of a release, to the release's name.
 const SUITES: &str = "KVX_RIXL_TEST_RELEASE";
 const GAPS: &[Gap] = &[];
-/// The variable that adds the older release's suite over TCP, which the newer one has as well.
+/// The variable that adds the older release's suite over TCP, which the newer one always runs.
 const MORE: &str = "KVX_RIXL_TEST_MORE";
-/// All suites of a release. Each clause has a limit of its own: this one is for a library that
-/// hangs as its process ends.
+/// For all suites of a release. Each clause has its own limit; this one ends a library that hangs
+/// as its process exits.
 const LIMIT: Duration = Duration::from_secs(20 * 60);
 
-/// As UCX chooses on one host: bytes by the kernel's cross-memory attach, messages by TCP over
+/// UCX's choice on one host: data by the kernel's cross-memory attach, messages by TCP over
 /// loopback.
 const CMA: Suite = Suite {
     gaps: GAPS,
@@ -34,7 +34,7 @@ const CMA: Suite = Suite {
     ..Suite::over("RIXL")
 };
 
-/// As between hosts without RDMA: UCX asks the peer's process to read and write for it.
+/// The case of hosts without RDMA: UCX asks the peer's process to read and write.
 const TCP: Suite = Suite {
     tier: Tier::Whole,
     label: "RIXL-tcp",
@@ -42,8 +42,8 @@ const TCP: Suite = Suite {
     ..CMA
 };
 
-/// While NIXL has a thread of its own, as plugins other than UCX need. That thread reads what has
-/// come before kvx's is woken for it, which goes by the clock then.
+/// With NIXL's own thread, which plugins other than UCX need. That thread reads messages before
+/// kvx's thread is woken for them, so kvx polls at intervals.
 const THREAD: Suite = Suite {
     tier: Tier::Whole,
     label: "RIXL-thread",
@@ -55,7 +55,7 @@ fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
     device::first(kvx_cuda::devices, |device, len| device.pool(len).build())
 }
 
-/// From an NVIDIA device to the same one.
+/// From NVIDIA device memory to memory of the same device.
 const DEVICE: Suite = Suite {
     label: "RIXL-device",
     near: Backing::Device,
@@ -64,7 +64,7 @@ const DEVICE: Suite = Suite {
     ..CMA
 };
 
-/// Over the C interface that RIXL has: NIXL names no reason when it refuses something.
+/// Over the C interface that RIXL has: NIXL gives no reason when it rejects a call.
 const CMA_AS_RIXL: Suite = Suite { label: "RIXL-1.1", ..CMA };
 const TCP_AS_RIXL: Suite = Suite { label: "RIXL-1.1-tcp", ..TCP };
 
@@ -86,8 +86,8 @@ fn suites(release: &str) -> Vec<Suite> {
     vec![CMA, TCP, THREAD, DEVICE, namespace, user, hosts.on_two_hosts()]
 }
 
-/// The releases whose suites this run has, with this program over each. A library that the
-/// environment names takes the place of all.
+/// Returns the releases that this run tests, with this program over each. A library that the
+/// environment names replaces all.
 fn of_this_run() -> Vec<(&'static str, Result<Command, (&'static str, &'static str)>)> {
     if std::env::var_os("KVX_RIXL_LIB").is_some() {
         let program = std::env::current_exe().expect("the running program has a path");
@@ -105,18 +105,17 @@ pub(crate) fn missing_releases() -> impl Iterator<Item = Trial> {
     })
 }
 
-/// Runs the suites of each release that is installed, in a process each. Returns whether all of
-/// them passed.
+/// Runs the suites of each installed release in its own process. Returns whether all passed.
 pub(crate) fn run_each_release() -> bool {
     let arguments = Arguments::from_args();
     if arguments.exact && arguments.filter.is_some_and(|title| !title.starts_with("RIXL")) {
-        return true; // it names another test
+        return true; // the filter names another test
     }
     let mut all = true;
     for (release, command) in of_this_run() {
         let Ok(mut command) = command else { continue };
         command.args(std::env::args_os().skip(1)).env(SUITES, release);
-        let mut suites = command.spawn().expect("this program starts again");
+        let mut suites = command.spawn().expect("this program can be started");
         kill_after(&suites, LIMIT);
         let ended = suites.wait().expect("it is our child");
         if !ended.success() {
@@ -127,7 +126,7 @@ pub(crate) fn run_each_release() -> bool {
     all
 }
 
-/// Runs the suites of a release and nothing else if this process was started for that.
+/// Runs only the suites of a release if this process was started for that.
 pub(crate) fn run_suites_if_asked() -> Option<ExitCode> {
     let release = std::env::var(SUITES).ok()?;
     let mut arguments = Arguments::from_args();

@@ -1,4 +1,4 @@
-//! Device memory that NIXL's plugin does not reach.
+//! Tests device memory that NIXL's plugin cannot access.
 
 use kvx_testkit::device::goes_elsewhere;
 use libtest_mimic::Trial;

@@ -1,4 +1,4 @@
-//! Hostile metadata is rejected before NIXL, which trusts its input, loads it.
+//! Tests that hostile metadata is rejected before NIXL, which trusts its input, loads it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,14 +14,15 @@ const CUT_OFF: Duration = Duration::from_secs(10);
 const BLOCK: u64 = 4096;
 const BLOCKS: u32 = 64;
 const LEN: usize = BLOCK as usize * BLOCKS as usize;
-/// What the victim's memory holds.
+/// The content of the victim's memory.
 const CONTENT: u8 = 7;
-/// Set in a process that serves until its standard input ends: its agent's name.
+/// Set in a process that serves until its standard input is closed, to its agent's name.
 const SERVES: &str = "KVX_RIXL_TEST_SERVES_AS_VICTIM";
-/// What stands before the kind of memory in one of NIXL's lists of descriptors.
+/// The bytes before the kind of memory in one of NIXL's descriptor lists.
 const LIST: &[u8] = b"nixlSDList|t\x04\0\0\0\0\0\0\0";
 
-/// Over TCP the peer's process takes part in all that is moved: while it is stopped, nothing ends.
+/// Opens an agent over TCP, where the peer's process takes part in every transfer: while it is
+/// stopped, nothing ends.
 fn agent(name: &str) -> kvx_core::Result<Agent> {
     let options =
         Options::parse(r#"{"rixl": {"params": {"engine_config": "NET_DEVICES=lo,TLS=tcp"}}}"#)?;
@@ -45,7 +46,7 @@ fn from_hex(text: &str) -> Result<Vec<u8>, Failed> {
     Ok(bytes.collect::<Result<_, _>>()?)
 }
 
-/// An agent of another process, and its metadata.
+/// Starts an agent in another process, and returns its metadata.
 fn victim() -> Result<(Child, Vec<u8>), Failed> {
     let victim = Child::start_self(SERVES, "victim")?;
     let metadata = from_hex(&victim.hear(CUT_OFF)?)?;
@@ -60,7 +61,7 @@ fn serve(name: &str) -> kvx_core::Result<()> {
     Ok(())
 }
 
-/// Returns `metadata` with another NIXL description of its region, and with a new checksum, as an
+/// Returns `metadata` with another NIXL description of its region and a new checksum, as an
 /// attacker would write it.
 fn with_description(
     metadata: &[u8],
@@ -79,9 +80,10 @@ fn with_description(
     metadata.encode()
 }
 
-/// A peer whose region is described as another agent's, with another key: NIXL would drop that
-/// agent over it, and a transfer with it would seem to have ended while its bytes still come.
-fn nobody_speaks_for_another_agent() -> Outcome {
+/// A peer describes its region as another agent's, with another key. NIXL would drop that agent
+/// because of it, and a transfer with that agent would seem to have ended while its bytes still
+/// arrive.
+fn a_peer_cannot_describe_another_agents_memory() -> Outcome {
     let (victim_process, victims) = victim()?;
     let (near, hostile) = (agent("near")?, agent("hostile")?);
     let ours = near.register("kv", Memory::owned(vec![0; LEN]))?;
@@ -92,7 +94,7 @@ fn nobody_speaks_for_another_agent() -> Outcome {
     let described = Metadata::decode(&victims)?.regions[0].exports[0].1.clone();
     let altered = with_description(&hostile.metadata()?, |own| {
         *own = described;
-        let key = own.len() - 10; // the checksum, and the bar that ends a field, are behind it
+        let key = own.len() - 10; // the checksum and the field's final `|` follow it
         own[key] ^= 0x55;
     })?;
     let hostile = near.connect(&altered)?;
@@ -108,20 +110,19 @@ fn nobody_speaks_for_another_agent() -> Outcome {
     assert_eq!(report.bytes, LEN as u64);
     let mut got = vec![0; LEN];
     ours.copy_out(0, &mut got)?;
-    assert!(got.iter().all(|byte| *byte == CONTENT), "the victim's bytes are there");
+    assert!(got.iter().all(|byte| *byte == CONTENT), "the victim's bytes have arrived");
     Ok(())
 }
 
-/// Overwrites the kind of memory in a description by NIXL.
+/// Overwrites the kind of memory in one of NIXL's descriptions.
 fn with_kind(described: &mut [u8], kind: i32) {
     let at = described.windows(LIST.len()).position(|window| window == LIST).expect("a list")
         + LIST.len();
     described[at..at + 4].copy_from_slice(&kind.to_le_bytes());
 }
 
-/// NIXL crashes over kinds of memory that it does not have: in a region's description, and in a
-/// foreign agent's.
-fn memory_of_no_kind_is_refused() -> Outcome {
+/// NIXL crashes on unknown kinds of memory, in a region's description and in a foreign agent's.
+fn memory_of_an_unknown_kind_is_rejected() -> Outcome {
     let (near, far) = (agent("near")?, agent("far")?);
     let ours = near.register("kv", Memory::owned(vec![0; LEN]))?;
     let _theirs = far.register("kv", Memory::owned(vec![9; LEN]))?;
@@ -149,7 +150,7 @@ fn memory_of_no_kind_is_refused() -> Outcome {
     Ok(())
 }
 
-/// Serves and ends the process, if that is what this process was started for.
+/// Serves and exits if this process was started for that.
 pub(crate) fn serve_if_asked() {
     let Ok(name) = std::env::var(SERVES) else { return };
     serve(&name).expect("it serves");
@@ -159,7 +160,10 @@ pub(crate) fn serve_if_asked() {
 pub(crate) fn trials() -> [Trial; 2] {
     let test = |name, test: fn() -> Outcome| with_nixl(format!("hostile::{name}"), test);
     [
-        test("nobody_speaks_for_another_agent", nobody_speaks_for_another_agent),
-        test("memory_of_no_kind_is_refused", memory_of_no_kind_is_refused),
+        test(
+            "a_peer_cannot_describe_another_agents_memory",
+            a_peer_cannot_describe_another_agents_memory,
+        ),
+        test("memory_of_an_unknown_kind_is_rejected", memory_of_an_unknown_kind_is_rejected),
     ]
 }

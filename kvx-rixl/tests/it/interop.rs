@@ -1,4 +1,4 @@
-//! kvx and NIXL's own Python agent, each with the other.
+//! Tests kvx with NIXL's own Python agent, in both directions.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ fn agent(name: &str) -> Agent {
     agent_over("", name)
 }
 
-/// Over these transports of UCX: `,TLS=tcp`; none: all.
+/// Opens an agent over these transports of UCX: `,TLS=tcp`; all if empty.
 fn agent_over(tls: &str, name: &str) -> Agent {
     let options = json!({"rixl": {"params": {"engine_config": format!("NET_DEVICES=lo{tls}")}}});
     let options = Options::parse(&options.to_string()).expect("JSON");
@@ -33,10 +33,11 @@ fn agent_over(tls: &str, name: &str) -> Agent {
         .options(options)
         .registry(registry(""))
         .build()
-        .expect("NIXL is there")
+        .expect("NIXL is installed")
 }
 
-/// The word at a byte offset of a region that was filled with `seed`, as the Python side has it.
+/// Returns the 8 bytes at an offset of a region that was filled with `seed`, as the Python side
+/// computes them.
 fn word(seed: u64, offset: u64) -> [u8; 8] {
     (offset / 8).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(seed).to_le_bytes()
 }
@@ -49,7 +50,7 @@ fn filled(len: usize, seed: u64) -> Memory {
     Memory::owned(bytes(seed, 0, len as u64))
 }
 
-/// All numbers below `count`, in an order of their own.
+/// Returns all numbers below `count` in a random order.
 fn shuffled(count: u32, mut seed: u64) -> Vec<u32> {
     let mut numbers: Vec<u32> = (0..count).collect();
     for at in (1..count as usize).rev() {
@@ -90,8 +91,8 @@ fn moved(
     Ok(run(posting.post()?)?)
 }
 
-/// Python's memory is read and written, in lists of 1 to 8192 blocks, of several regions, and
-/// strided.
+/// kvx reads and writes Python's memory, in lists of 1 to 8192 blocks, in several regions, and with
+/// strides.
 fn python_serves(interpreter: PathBuf) -> Outcome {
     let mut python = Python::start(&interpreter, "python-serves", &[LEN, LEN]);
     for region in 0..2 {
@@ -133,7 +134,7 @@ fn python_serves(interpreter: PathBuf) -> Outcome {
             to.iter().zip(&from).take(count).map(|(to, from)| (at(to), at(from), BLOCK)).collect();
         assert!(python.holds(round, 7, &blocks), "{count} blocks arrived");
     }
-    // A slice of each block, as tensor parallelism takes it.
+    // A slice of each block, as tensor parallelism reads it.
     python.ask(json!({"do": "fill", "region": 0, "seed": 5}));
     let remote = theirs(&peer, &python, 0, LEN)?;
     let slice = Grid { base: 2048, stride: BLOCK, length: 1024, count: 512 };
@@ -151,7 +152,7 @@ fn python_serves(interpreter: PathBuf) -> Outcome {
         assert!(got == bytes(5, u64::from(block) * BLOCK + 2048, 1024), "slice {block}");
     }
     two_regions_in_one_plan(&mut python, &peer, &ours)?;
-    // What lies outside of what Python registered is refused by NIXL, and the link works on.
+    // NIXL rejects memory that Python has not registered, and the link stays usable.
     let beyond = peer.foreign(python.at[0] ^ 1 << 45, BLOCK, MemoryKind::Host, 0)?;
     let one = Grid::packed(BLOCK, 1);
     let plan = Plan::read(ours[0].grid(one)?.blocks(&[0][..]), beyond.grid(one)?.blocks(&[0][..]))?;
@@ -162,7 +163,7 @@ fn python_serves(interpreter: PathBuf) -> Outcome {
     Ok(())
 }
 
-/// One plan reads from both of Python's regions, into both of ours.
+/// One plan reads from both of Python's regions into both of kvx's.
 fn two_regions_in_one_plan(python: &mut Python, peer: &Peer, ours: &[Region; 2]) -> Outcome {
     const HALF: usize = 300;
     let (grid, to, from) =
@@ -193,7 +194,7 @@ fn two_regions_in_one_plan(python: &mut Python, peer: &Peer, ours: &[Region; 2])
     Ok(())
 }
 
-/// kvx's memory is read and written by Python.
+/// Python reads and writes kvx's memory.
 fn kvx_serves(interpreter: PathBuf) -> Outcome {
     let agent = agent("kvx-serves");
     let ours =
@@ -238,7 +239,8 @@ fn kvx_serves(interpreter: PathBuf) -> Outcome {
         assert!(got == bytes(12, u64::from(*from) * BLOCK, BLOCK), "block {to} was written");
     }
     strided_lists_move_slices(&mut python, &name["name"], &ours)?;
-    // Python has the metadata of the memory, which cannot be revoked: the memory is not released.
+    // Python has the metadata of the memory, and its access cannot be revoked: the memory is not
+    // released.
     let [published, _] = ours;
     assert_eq!(
         published.revoke(CUT_OFF).wait_blocking(CUT_OFF).map(drop).map_err(|why| why.kind()),
@@ -248,7 +250,7 @@ fn kvx_serves(interpreter: PathBuf) -> Outcome {
 }
 
 /// Python's strided lists: a slice of each of kvx's blocks, read into a packed list and written
-/// back elsewhere.
+/// back to another place.
 fn strided_lists_move_slices(python: &mut Python, name: &Value, ours: &[Region; 2]) -> Outcome {
     const SLICE: u64 = 1024;
     const SLICES: u32 = 4096;
@@ -275,7 +277,7 @@ fn strided_lists_move_slices(python: &mut Python, name: &Value, ours: &[Region; 
     Ok(())
 }
 
-/// Notifications travel both ways as they are, alone and after data.
+/// Notifications arrive unchanged in both directions, alone and after data.
 fn notifications_are_bytes_both_ways(interpreter: PathBuf) -> Outcome {
     let agent = agent("kvx-talks");
     let region = agent.register("kv", filled(LEN, 1))?;
@@ -299,12 +301,13 @@ fn notifications_are_bytes_both_ways(interpreter: PathBuf) -> Outcome {
     assert_eq!(heard["heard"][0][1], hex(b"written\0"));
     let blocks: Vec<_> =
         (0..u64::from(BLOCKS)).map(|block| (block * BLOCK, block * BLOCK, BLOCK)).collect();
-    assert!(python.holds(0, 1, &blocks), "the data was there before its notification");
+    assert!(python.holds(0, 1, &blocks), "the data arrived before its notification");
     Ok(())
 }
 
-/// Python is killed while kvx reads, each time into memory of its own: each transfer ends, with the
-/// right bytes or with an error; another Python serves on, and so does one of the same name.
+/// Python is killed while kvx reads, each time into separate memory. Each transfer ends, with the
+/// right bytes or with an error. Another Python continues to serve, and so does a new one with the
+/// same name.
 fn python_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
     let agent = agent("kvx-survives");
     let near = agent.register("kv", Memory::owned(vec![0; LEN]))?;
@@ -334,7 +337,7 @@ fn python_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
     let right = |error: &kvx_core::Error| error.kind() == ErrorKind::PeerLost;
     for (region, flying) in regions.iter().zip(flying) {
         match run(flying) {
-            Ok(_) => assert!(holds(region, 21)?, "what ended well is there"),
+            Ok(_) => assert!(holds(region, 21)?, "a successful read has its bytes"),
             Err(why) => assert!(right(&why), "{why:?}"),
         }
     }
@@ -345,7 +348,7 @@ fn python_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
     let check = |peer: &Peer, python: &Python, seed| -> Outcome {
         let remote = theirs(peer, python, 0, LEN)?;
         moved(Op::Read, peer, (&near, grid, &order), (&remote, grid, &order), None)?;
-        assert!(holds(&near, seed)?, "what {seed} has");
+        assert!(holds(&near, seed)?, "the bytes of {seed}");
         Ok(())
     };
     check(&second, &other, 22)?;
@@ -355,10 +358,10 @@ fn python_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
     check(&second, &other, 22)
 }
 
-/// Over TCP nothing ends without Python's help: all that flies while it does not help fails when it
-/// is killed, and settles. NIXL's C interface does not say why, nor does it forget the agent over
-/// it; kvx finds out.
-fn what_flies_when_python_is_killed_fails(interpreter: PathBuf) -> Outcome {
+/// Over TCP nothing ends without Python's help. All requests in flight fail and settle when a
+/// Python that does not help is killed. NIXL's C interface neither gives the reason nor drops the
+/// agent; kvx finds out.
+fn requests_in_flight_fail_when_python_is_killed(interpreter: PathBuf) -> Outcome {
     let agent = agent_over(",TLS=tcp", "kvx-loses");
     let near = agent.register("kv", Memory::owned(vec![0; LEN]))?;
     let mut python = Python::start(&interpreter, "python-stalls", &[LEN]);
@@ -369,7 +372,7 @@ fn what_flies_when_python_is_killed_fails(interpreter: PathBuf) -> Outcome {
     moved(Op::Read, &peer, (&near, grid, &order), (&remote, grid, &order), None)?;
     let mut got = vec![0; 256 * BLOCK as usize];
     near.copy_out(0, &mut got)?;
-    assert!(got == bytes(41, 0, 256 * BLOCK), "it works as long as Python does");
+    assert!(got == bytes(41, 0, 256 * BLOCK), "it works while Python helps");
 
     assert_eq!(python.ask(json!({"do": "stall"})), json!({"stalled": true}));
     let (ours, theirs) = (near.grid(grid)?, remote.grid(grid)?);
@@ -389,9 +392,9 @@ fn what_flies_when_python_is_killed_fails(interpreter: PathBuf) -> Outcome {
     Ok(())
 }
 
-/// While Python moves all it can to and from kvx's memory over TCP, which needs kvx's own CPU,
-/// kvx's callers work on with somebody else.
-fn callers_work_on_while_python_streams(interpreter: PathBuf) -> Outcome {
+/// While Python moves as much as it can to and from kvx's memory over TCP, which needs kvx's own
+/// CPU, kvx's callers can use other peers.
+fn callers_are_not_delayed_while_python_streams(interpreter: PathBuf) -> Outcome {
     const LARGE: usize = 16 << 20;
     const AT_A_TIME: u32 = 4;
     let (agent, other) = (agent_over(",TLS=tcp", "kvx-busy"), agent_over(",TLS=tcp", "kvx-other"));
@@ -412,12 +415,12 @@ fn callers_work_on_while_python_streams(interpreter: PathBuf) -> Outcome {
         assert_eq!(python.hear(), json!({"begun": true}));
         let until = Instant::now() + 2 * CUT_OFF;
         let end = loop {
-            assert!(Instant::now() < until, "{op}: Python does not come to an end");
+            assert!(Instant::now() < until, "{op}: Python did not finish");
             near.copy_in(0, &[0; 4 * BLOCK as usize])?;
             peer.transfer(&plan).deadline(CUT_OFF).post()?.wait_blocking(CUT_OFF)?;
             let mut got = vec![0; BLOCK as usize];
             near.copy_out(BLOCK as usize, &mut got)?;
-            assert!(got == bytes(3, 2 * BLOCK, BLOCK), "the block is there");
+            assert!(got == bytes(3, 2 * BLOCK, BLOCK), "the block has arrived");
             let cancelled = peer.transfer(&plan).deadline(CUT_OFF).post()?;
             cancelled.cancel();
             let end = cancelled.wait_blocking(CUT_OFF).map(drop).map_err(|why| why.kind());
@@ -435,9 +438,9 @@ fn callers_work_on_while_python_streams(interpreter: PathBuf) -> Outcome {
     Ok(())
 }
 
-/// NIXL knows one agent of a name. A later agent of the same name, or a newer description, replaces
-/// the earlier one, whose handles stay valid and report that it is lost.
-fn the_latest_of_a_name_takes_its_place(interpreter: PathBuf) -> Outcome {
+/// NIXL knows one agent of a name. A later agent of the same name, or newer metadata, replaces the
+/// earlier one, whose handles stay valid and report that it is lost.
+fn the_latest_agent_of_a_name_replaces_earlier_ones(interpreter: PathBuf) -> Outcome {
     const SMALL: usize = 1 << 20;
     let agent = agent("kvx-follows");
     let near = agent.register("kv", Memory::owned(vec![0; SMALL]))?;
@@ -451,7 +454,7 @@ fn the_latest_of_a_name_takes_its_place(interpreter: PathBuf) -> Outcome {
         reads(peer, python, region)?;
         let mut got = vec![0; SMALL];
         near.copy_out(0, &mut got)?;
-        assert!(got == bytes(seed, 0, SMALL as u64), "what {seed} has");
+        assert!(got == bytes(seed, 0, SMALL as u64), "the bytes of {seed}");
         Ok(())
     };
     let lost = |peer: &Peer, python: &Python| -> Outcome {
@@ -477,8 +480,8 @@ fn the_latest_of_a_name_takes_its_place(interpreter: PathBuf) -> Outcome {
     lost(&old, &first)
 }
 
-/// kvx is stopped and killed during a transfer of Python's, which over TCP ends only with kvx's
-/// help. Python gets an error, and works with a new kvx of the same name.
+/// kvx is stopped and killed during a transfer by Python, which over TCP ends only with kvx's help.
+/// Python gets an error, and works with a new kvx of the same name.
 fn kvx_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
     let mut python = Python::start(&interpreter, "python-survives", &[SERVED]);
     for (life, flying) in ["READ", "WRITE"].into_iter().enumerate() {
@@ -495,7 +498,10 @@ fn kvx_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
             json!({"state": "DONE"}),
             "life {life}"
         );
-        assert!(python.holds(0, 31, &[(0, 0, SERVED as u64)]), "what life {life} has was read");
+        assert!(
+            python.holds(0, 31, &[(0, 0, SERVED as u64)]),
+            "the bytes of incarnation {life} were read"
+        );
         served.stop()?;
         python.tell(transfer("fly", flying));
         assert_eq!(python.hear(), json!({"posted": "PROC"}), "life {life}");
@@ -506,19 +512,19 @@ fn kvx_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
     Ok(())
 }
 
-/// Bytes of the memory of a process that serves.
+/// The size of the memory of a process that serves.
 const SERVED: usize = 4 << 20;
 
-/// Serves Python until it is killed. Over TCP, all that Python does takes this process's help.
+/// Serves Python until it is killed. Over TCP, all of Python's operations need this process's help.
 fn serve(name: &str) {
     let agent = agent_over(",TLS=tcp", name);
     let region = agent.register("kv", filled(SERVED, 31)).expect("memory can be registered");
-    println!("{}", hex(&agent.foreign_metadata("RIXL").expect("it can be told")));
+    println!("{}", hex(&agent.foreign_metadata("RIXL").expect("metadata can be exported")));
     println!("{}", region.memory().address());
     std::io::stdin().read_line(&mut String::new()).ok();
 }
 
-/// Serves and ends the process, if that is what this process was started for.
+/// Serves and exits if this process was started for that.
 pub(crate) fn serve_if_asked() {
     let Ok(name) = std::env::var(SERVES) else { return };
     serve(&name);
@@ -536,9 +542,18 @@ pub(crate) fn trials() -> [Trial; 8] {
         test("kvx_serves", kvx_serves),
         test("notifications_are_bytes_both_ways", notifications_are_bytes_both_ways),
         test("python_is_killed_and_starts_again", python_is_killed_and_starts_again),
-        test("what_flies_when_python_is_killed_fails", what_flies_when_python_is_killed_fails),
-        test("the_latest_of_a_name_takes_its_place", the_latest_of_a_name_takes_its_place),
-        test("callers_work_on_while_python_streams", callers_work_on_while_python_streams),
+        test(
+            "requests_in_flight_fail_when_python_is_killed",
+            requests_in_flight_fail_when_python_is_killed,
+        ),
+        test(
+            "the_latest_agent_of_a_name_replaces_earlier_ones",
+            the_latest_agent_of_a_name_replaces_earlier_ones,
+        ),
+        test(
+            "callers_are_not_delayed_while_python_streams",
+            callers_are_not_delayed_while_python_streams,
+        ),
         test("kvx_is_killed_and_starts_again", kvx_is_killed_and_starts_again),
     ]
 }

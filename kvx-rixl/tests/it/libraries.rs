@@ -1,4 +1,4 @@
-//! Which libraries are taken, and what is said of those that are not.
+//! Tests which libraries are accepted, and the reports about those that are not.
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -12,10 +12,10 @@ use libtest_mimic::{Failed, Trial};
 use crate::{Outcome, registry, with_nixl};
 
 const CUT_OFF: Duration = Duration::from_secs(10);
-/// Set in a process that says what it thinks of its library: the options.
+/// Set in a process that reports on its library, to the options.
 const REPORT: &str = "KVX_RIXL_TEST_REPORT";
 
-/// A folder that goes when it is dropped.
+/// A folder that is removed when it is dropped.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -32,8 +32,8 @@ impl Drop for Folder {
     }
 }
 
-/// Returns what `kvx backends` would say of the library that the environment names, and what comes
-/// of an agent over it.
+/// Returns what `kvx backends` would report about the library that the environment names, and
+/// whether an agent opens over it.
 fn report(options: &str) -> String {
     let options = Options::parse(options).expect("JSON");
     let available = match kvx_rixl::Rixl.available(&options) {
@@ -46,7 +46,7 @@ fn report(options: &str) -> String {
     format!("{available}\n{agent}")
 }
 
-/// Runs a child that opens another library. Returns its report.
+/// Runs a child that loads another library. Returns its report.
 fn run_child(options: &str, variable: &str, value: &Path) -> Result<String, Failed> {
     let mut again = Command::new(std::env::current_exe()?);
     let output = kvx_testkit::output(again.env(REPORT, options).env(variable, value), CUT_OFF);
@@ -54,15 +54,14 @@ fn run_child(options: &str, variable: &str, value: &Path) -> Result<String, Fail
     Ok(String::from_utf8(output.stdout)?)
 }
 
-/// The folder of the wheel's libraries, whose name tells the wheel's.
+/// Returns the folder of the wheel's libraries, whose name contains the wheel's.
 fn libraries() -> PathBuf {
     let library = PathBuf::from(std::env::var_os("KVX_RIXL_LIB").expect("it was set"));
     library.parent().expect("a folder").to_owned()
 }
 
-/// The wheel as if it were of another version: its record says so.
-// vLLM guide R3: NIXL from elsewhere; RIXL on AMD devices has not been run
-fn a_version_out_of_range_is_refused_unless_it_is_asked_for() -> Outcome {
+/// The wheel's record claims another version.
+fn a_version_out_of_range_is_rejected_unless_it_is_accepted() -> Outcome {
     let (folder, real) = (Folder::new("version")?, libraries());
     let copy = folder.0.join(real.file_name().expect("a name"));
     std::fs::create_dir(&copy)?;
@@ -70,7 +69,7 @@ fn a_version_out_of_range_is_refused_unless_it_is_asked_for() -> Outcome {
         let entry = entry?;
         symlink(entry.path(), copy.join(entry.file_name()))?;
     }
-    // What the wheel's libraries need lies beside them.
+    // The dependencies of the wheel's libraries are in the folder beside them.
     let beside = real.parent().expect("a folder").join("nixl_cu12.libs");
     symlink(beside, folder.0.join("nixl_cu12.libs"))?;
     std::fs::create_dir(folder.0.join("nixl_cu12-2.0.0.dist-info"))?;
@@ -85,8 +84,8 @@ fn a_version_out_of_range_is_refused_unless_it_is_asked_for() -> Outcome {
     Ok(())
 }
 
-/// A plugin whose need of the C++ library has become one of something that is nowhere.
-fn what_a_plugin_misses_is_named() -> Outcome {
+/// A plugin whose dependency on the C++ library was changed to one that does not exist.
+fn the_missing_libraries_of_a_plugin_are_named() -> Outcome {
     const NEEDED: &[u8] = b"libstdc++.so.6\0";
     const NOWHERE: &[u8] = b"libno-such.so0\0";
     let folder = Folder::new("plugin")?;
@@ -103,8 +102,7 @@ fn what_a_plugin_misses_is_named() -> Outcome {
     Ok(())
 }
 
-/// Plays the process that prints the state of its library and ends, if this one was started for
-/// that.
+/// Prints the state of its library and exits, if this process was started for that.
 pub(crate) fn report_if_asked() {
     let Ok(options) = std::env::var(REPORT) else { return };
     println!("{}", report(&options));
@@ -115,9 +113,12 @@ pub(crate) fn trials() -> [Trial; 2] {
     let test = |name, test: fn() -> Outcome| with_nixl(format!("libraries::{name}"), test);
     [
         test(
-            "a_version_out_of_range_is_refused_unless_it_is_asked_for",
-            a_version_out_of_range_is_refused_unless_it_is_asked_for,
+            "a_version_out_of_range_is_rejected_unless_it_is_accepted",
+            a_version_out_of_range_is_rejected_unless_it_is_accepted,
         ),
-        test("what_a_plugin_misses_is_named", what_a_plugin_misses_is_named),
+        test(
+            "the_missing_libraries_of_a_plugin_are_named",
+            the_missing_libraries_of_a_plugin_are_named,
+        ),
     ]
 }

@@ -1,4 +1,4 @@
-//! The integration tests of RIXL.
+//! The integration tests of kvx-rixl.
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
 mod conformance;
@@ -23,7 +23,7 @@ fn registry(_: &str) -> Registry {
     registry
 }
 
-/// The test of this title, which has NIXL in a process of its own.
+/// Returns the test of this title, which runs with NIXL in its own process.
 fn with_nixl(title: String, test: impl FnOnce() -> Outcome + Send + 'static) -> Trial {
     trial(title.clone(), move || {
         let mut outcome = Ok(());
@@ -45,7 +45,7 @@ fn main() -> ExitCode {
     trials.extend(interop::trials());
     trials.extend(libraries::trials());
     if wheel::is_alone() {
-        return harness_main(trials); // it runs one test
+        return harness_main(trials); // a child runs one test
     }
     trials.extend(conformance::missing_releases());
     let code = harness_main(trials);

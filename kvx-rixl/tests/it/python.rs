@@ -1,4 +1,4 @@
-//! A NIXL agent in Python, told what to do.
+//! A NIXL agent in Python that follows commands.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-/// How long an answer may take.
+/// The time limit for an answer.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The program; killed when dropped.
@@ -16,7 +16,7 @@ pub(crate) struct Python {
     process: Child,
     stdin: ChildStdin,
     answers: Receiver<String>,
-    /// Where its regions lie.
+    /// The addresses of its regions.
     pub(crate) at: Vec<u64>,
     pub(crate) metadata: Vec<u8>,
 }
@@ -27,7 +27,7 @@ impl Python {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python/nixl_agent.py");
         let mut process = Command::new(python)
             .arg(script)
-            // What they say of the ends of peers is what the tests are about.
+            // The tests themselves check how peers end, so NIXL and UCX need not log it.
             .envs([("NIXL_LOG_LEVEL", "fatal"), ("UCX_LOG_LEVEL", "fatal")])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -56,7 +56,7 @@ impl Python {
         agent
     }
 
-    /// Has it register one more region, and describe itself anew.
+    /// Registers one more region in it, and gets its new metadata.
     pub(crate) fn registers_more(&mut self, size: usize) {
         let more = self.ask(json!({"do": "more", "size": size}));
         self.metadata = from_hex(more["metadata"].as_str().expect("text"));
@@ -74,7 +74,7 @@ impl Python {
         serde_json::from_str(&answer).expect("the agent answers in JSON")
     }
 
-    /// Returns what it has said by now.
+    /// Returns its next message, if there is one by now.
     pub(crate) fn heard(&mut self) -> Option<Value> {
         match self.answers.try_recv() {
             Ok(answer) => Some(serde_json::from_str(&answer).expect("the agent answers in JSON")),
@@ -88,7 +88,7 @@ impl Python {
         self.hear()
     }
 
-    /// Returns whether blocks of a region hold what they should: to, from, length.
+    /// Returns whether blocks of a region have the expected content: to, from, length.
     pub(crate) fn holds(&mut self, region: usize, seed: u64, blocks: &[(u64, u64, u64)]) -> bool {
         self.ask(json!({"do": "check", "region": region, "seed": seed, "blocks": blocks}))["right"]
             == json!(true)

@@ -1,7 +1,7 @@
-//! The releases of NIXL that tests run on: wheels below the folder that cargo builds in.
+//! The releases of NIXL that tests run on: wheels below cargo's target folder.
 //!
-//! A process opens one of them, which `KVX_RIXL_LIB` names: so tests start their program again with
-//! that variable set.
+//! A process can load only one of them, which `KVX_RIXL_LIB` names. So tests start their program
+//! again with that variable set.
 #![allow(dead_code, reason = "each test program uses its part")]
 
 use std::path::{Path, PathBuf};
@@ -10,17 +10,17 @@ use std::time::Duration;
 
 use kvx_testkit::Tier;
 
-/// Why nothing runs without it, and what to do.
+/// The reason and remedy if it is not installed.
 pub(crate) const ABSENT: (&str, &str) =
     ("a wheel of nixl-cu12 is not installed", "cargo xtask test --install");
 
-/// The release that most tests run on, and whose Python is the other end of some: the folder of its
+/// The release that most tests run on, and whose Python is the peer of some: the folder of its
 /// environment, as `cargo xtask test --install` names it.
 pub(crate) const NEWEST: &str = "nixl";
-/// One with the C interface that RIXL has, to the letter: refusals of all kinds are one.
+/// A release with exactly RIXL's C interface: all errors have the same code.
 pub(crate) const AS_RIXL: &str = "nixl-1.1";
 
-/// The releases that tests run on in this run's tier.
+/// Returns the releases that this run's tier includes.
 pub(crate) fn of_this_run() -> impl Iterator<Item = &'static str> {
     [(NEWEST, Tier::Fast), (AS_RIXL, Tier::Whole)]
         .into_iter()
@@ -34,7 +34,7 @@ fn environments(release: &str) -> impl Iterator<Item = PathBuf> {
     targets.into_iter().map(move |target| target.join("peers").join(release).join("venv"))
 }
 
-/// Its `libnixl_capi.so`.
+/// Returns its `libnixl_capi.so`.
 pub(crate) fn library() -> Option<PathBuf> {
     library_of(NEWEST)
 }
@@ -49,32 +49,32 @@ fn library_of(release: &str) -> Option<PathBuf> {
     })
 }
 
-/// Its Python.
+/// Returns its Python.
 pub(crate) fn python() -> Option<PathBuf> {
     environments(NEWEST)
         .map(|environment| environment.join("bin/python"))
         .find(|python| python.exists())
 }
 
-/// This program, over a library.
+/// Returns a command that starts this program over a library.
 fn again(library: &Path) -> Command {
     let mut again = Command::new(std::env::current_exe().expect("the running program has a path"));
-    // NIXL and UCX talk; what they say of the ends of peers is what the tests are about.
+    // The tests themselves check how peers end, so NIXL and UCX need not log it.
     again.env("KVX_RIXL_LIB", library).env("NIXL_LOG_LEVEL", "fatal").env("UCX_LOG_LEVEL", "fatal");
     again
 }
 
-/// This program again, to run over a release.
+/// Returns a command that starts this program over a release.
 ///
 /// # Errors
-/// Reason and cure when its wheel is not installed.
+/// Reason and remedy if its wheel is not installed.
 pub(crate) fn command(release: &str) -> Result<Command, (&'static str, &'static str)> {
     library_of(release).map(|library| again(&library)).ok_or(ABSENT)
 }
 
 /// Set in a process that [`alone`] has started.
 const ALONE: &str = "KVX_RIXL_TEST_ALONE";
-/// How long such a process may take.
+/// The time limit of such a process.
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// Returns whether this process is one of those.
@@ -82,17 +82,17 @@ pub(crate) fn is_alone() -> bool {
     std::env::var_os(ALONE).is_some()
 }
 
-/// Runs `body`, that of the test of this full name, with NIXL in a process of its own.
+/// Runs `body`, of the test with this full name, with NIXL in its own process.
 pub(crate) fn alone(test: &str, body: impl FnOnce()) {
     alone_with(test, &[], body);
 }
 
-/// The same with these variables.
+/// Works like [`alone`], with these variables.
 pub(crate) fn alone_with(test: &str, variables: &[(&str, &Path)], body: impl FnOnce()) {
     alone_over(&[NEWEST], test, variables, body);
 }
 
-/// The same over each release of this run's tier.
+/// Works like [`alone`], over each release of this run's tier.
 pub(crate) fn alone_on_each(test: &str, body: impl FnOnce()) {
     alone_over(&Vec::from_iter(of_this_run()), test, &[], body);
 }

@@ -1,4 +1,4 @@
-"""A NIXL agent that does what it is told: a line of JSON in, a line of JSON out. Used by interop.rs."""
+"""A NIXL agent that follows commands: a line of JSON in, a line of JSON out. Used by interop.rs."""
 
 import ctypes
 import json
@@ -7,7 +7,7 @@ import select
 import sys
 import time
 
-# What NIXL and UCX log on standard output would be taken for an answer: it goes to standard error.
+# Answers go to standard output, so the output of NIXL and UCX goes to standard error.
 sys.stdout = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
@@ -18,7 +18,7 @@ STEP = 0x9E3779B97F4A7C15
 
 
 def words(seed, count):
-    """What a region is filled with: interop.rs knows it as well."""
+    """Returns the initial content of a region, which interop.rs computes as well."""
     return np.arange(count, dtype=np.uint64) * np.uint64(STEP) + np.uint64(seed)
 
 
@@ -33,14 +33,14 @@ class Agent:
         return {"metadata": self.agent.get_agent_metadata().hex(), "at": [memory.ctypes.data for memory in self.memory]}
 
     def more(self, size):
-        """Registers another region: the agent's description of itself is a newer one then."""
+        """Registers another region, so that the agent has newer metadata."""
         memory = np.zeros(size // 8, dtype=np.uint64)
         self.memory.append(memory)
         self.also = self.agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], mem_type="DRAM")
         return {"metadata": self.agent.get_agent_metadata().hex(), "at": memory.ctypes.data}
 
     def stall(self):
-        """Helps nobody any more: without a thread of its own, NIXL works only when it is asked."""
+        """Stops making progress: without its own thread, NIXL makes progress only in calls."""
         print(json.dumps({"stalled": True}), flush=True)
         time.sleep(60)
 
@@ -53,7 +53,7 @@ class Agent:
         return {}
 
     def check(self, region, seed, blocks):
-        """Whether block `to` holds what block `from` of a region filled with `seed` holds: (to, from, address of words)."""
+        """Returns whether block `to` has the content of block `from` of a region filled with `seed`."""
         memory = self.memory[region]
         for to, origin, length in blocks:
             want = words(0, length // 8) + np.uint64((origin // 8 * STEP + seed) % 2**64)
@@ -78,7 +78,7 @@ class Agent:
         return {"state": state}
 
     def strided(self, op, peer, local, remote, length, blocks, patience=10.0):
-        """Blocks of two lists (address, stride, count), which NIXL keeps as they are."""
+        """Moves blocks of two strided lists (address, stride, count)."""
         def prepared(name, side):
             address, stride, count = side
             return self.agent.prep_xfer_dlist(name, np.array([[address, length, 0, stride, count]], dtype=np.uint64), "DRAM")
@@ -91,11 +91,11 @@ class Agent:
         return {"state": state}
 
     def fly(self, op, peer, local, remote, length):
-        """A transfer that says when it is posted, and how it ends."""
+        """Reports when a transfer is posted, and how it ends."""
         return self.transfer(op, peer, local, remote, length, posted=lambda state: print(json.dumps({"posted": state}), flush=True))
 
     def pour(self, op, peer, local, remote, length, depth, seconds):
-        """So many transfers at a time, each posted again when it has ended."""
+        """Keeps `depth` transfers in flight, each posted again when it has ended."""
         lists = [self.agent.get_xfer_descs([(address, length, 0)], "DRAM") for address in (local, remote)]
         handles = [self.agent.initialize_xfer(op, *lists, peer, b"") for _ in range(depth)]
         states, until, times = [self.agent.transfer(handle) for handle in handles], time.monotonic() + seconds, 0
@@ -125,11 +125,11 @@ class Agent:
 
 
 def main():
-    # It ends with whoever started it.
+    # Ends together with the process that started it.
     ctypes.CDLL(None).prctl(1, 9)
     agent = Agent()
     while True:
-        # Without a thread of its own, NIXL works only when it is asked.
+        # Without its own thread, NIXL makes progress only in calls.
         while not select.select([sys.stdin], [], [], 0.0005)[0]:
             if hasattr(agent, "agent"):
                 agent.listen()

@@ -1,5 +1,5 @@
-//! The GPUs whose memory NIXL's user may register, by the driver's own numbers for them: NIXL's
-//! numbers are those.
+//! The GPUs whose memory NIXL's user may register. kvx uses the driver's device numbers, as NIXL
+//! does.
 
 use std::sync::Arc;
 
@@ -7,12 +7,12 @@ use kvx::MemoryKind;
 use kvx_core::DeviceAccess as _;
 use kvx_gpu::Device;
 
-/// The GPUs of this process, which are some; or why none are offered.
+/// The GPUs of this process, at least one, or the reason why the backend offers none.
 pub(crate) struct Devices(Result<Vec<Arc<Device>>, String>);
 
 impl Devices {
-    /// Returns the devices of NVIDIA's driver, or else those of AMD's: a NIXL is built for one
-    /// maker. Starts the driver, but nothing on a device.
+    /// Returns the devices of NVIDIA's driver, otherwise those of AMD's: a NIXL is built for one
+    /// vendor. Starts the driver, but nothing on a device.
     pub(crate) fn find() -> Devices {
         let found = kvx::cuda::devices().or_else(|cuda| {
             let rocm = |rocm: kvx_core::backend::Unavailable| {
@@ -27,8 +27,8 @@ impl Devices {
         self.0.as_deref().unwrap_or_default()
     }
 
-    /// None of them where no backend `reaches` their kind of memory: NIXL would take it as served,
-    /// and every registration of it would fail. `open`: the backends that were asked, for people.
+    /// Offers no devices if no backend `reaches` their kind of memory: NIXL would take the memory
+    /// as supported, and every registration would fail. `open` names the backends in the reason.
     pub(crate) fn only_if(self, reaches: impl Fn(MemoryKind) -> bool, open: &str) -> Devices {
         Devices(self.0.and_then(|all| {
             match all.iter().map(|device| device.kind()).find(|kind| !reaches(*kind)) {
@@ -38,7 +38,7 @@ impl Devices {
         }))
     }
 
-    /// Describes the devices, for a line of the log.
+    /// Describes the devices for a log line.
     pub(crate) fn describe(&self) -> String {
         match &self.0 {
             Err(why) => format!("memory of GPUs is not offered: {why}"),
@@ -53,7 +53,7 @@ impl Devices {
         }
     }
 
-    /// The device of this number. Errors: there is none.
+    /// Returns the device with this number. Errors: it does not exist.
     pub(crate) fn of(&self, ordinal: u64) -> Result<&Arc<Device>, String> {
         let all = self.0.as_ref().map_err(|_| self.describe())?;
         let found = all.iter().find(|device| u64::from(device.info().ordinal) == ordinal);

@@ -1,4 +1,4 @@
-//! The kvx agent behind a NIXL backend, and the handles that NIXL holds of it.
+//! The kvx agent behind a NIXL backend, and the objects that NIXL holds by handles.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,12 +18,12 @@ use crate::request::{ReleaseOutcome, Request};
 use crate::settings::PluginSettings;
 use crate::status::{NixlResult, NixlStatus};
 
-/// The most notifications that one call hands over, and the bytes of them.
+/// The maximum number of notifications, and of their bytes, per call.
 const MOST_AT_ONCE: (usize, usize) = (4096, 64 << 20);
-/// The longest that the end of an engine may take.
+/// The time limit for ending an engine.
 const END: Duration = Duration::from_secs(10);
 
-/// An entry of NIXL's lists: a range, and the handle of the memory that it lies in.
+/// An entry of NIXL's lists: a range, and the handle of the memory that contains it.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(crate) struct Descriptor {
@@ -33,47 +33,48 @@ pub(crate) struct Descriptor {
     pub(crate) memory: NixlHandle,
 }
 
-/// One backend KVX of one NIXL agent.
+/// A backend KVX of a NIXL agent.
 pub(crate) struct Engine {
     agent: Agent,
     settings: PluginSettings,
     devices: Devices,
-    /// How peers reach this agent; the same for its life, as NIXL wants it.
+    /// The metadata with which peers connect to this agent; constant, as NIXL requires.
     introduction: Vec<u8>,
     memory: Handles<Range>,
     requests: Handles<Request>,
-    /// Requests that were released in flight.
+    /// True if requests were released in flight.
     leftovers: AtomicBool,
     peers: Mutex<HashMap<String, IntroducedPeer>>,
     assembly: Mutex<Assembly>,
-    /// Notifications on their way, to tell of those that fail.
+    /// Notifications in flight, so that failures can be reported.
     sent: Mutex<Vec<(String, Completion<()>)>>,
-    /// Numbers of regions and of long notifications.
+    /// The next number of a region or a long notification.
     numbers: AtomicU64,
 }
 
-/// A peer, and how it introduced itself.
+/// A peer, and its introduction.
 struct IntroducedPeer {
     introduction: Box<[u8]>,
     peer: Peer,
-    /// Its route was logged.
+    /// True once its route was logged.
     told: bool,
 }
 
-/// Reports an error in a line, and returns NIXL's number for it.
+/// Logs an error in one line, and returns NIXL's status for it.
 pub(crate) fn report(what: &str, error: &kvx::Error) -> NixlStatus {
     warn(format_args!("{what}: {error}"));
     NixlStatus::from(error)
 }
 
 impl Engine {
-    /// Errors: told in a line.
+    /// Creates the backend. Errors: logged in one line.
     pub(crate) fn new(
         name: &str,
         parameters: &[(String, String)],
         nixl: &str,
     ) -> NixlResult<Engine> {
-        Self::build(name, parameters, nixl).map_err(|error| report("no backend KVX", &error))
+        Self::build(name, parameters, nixl)
+            .map_err(|error| report("the backend KVX could not be created", &error))
     }
 
     fn build(name: &str, parameters: &[(String, String)], nixl: &str) -> kvx::Result<Engine> {
@@ -124,7 +125,7 @@ impl Engine {
 
     // Memory.
 
-    /// The GPUs whose memory may be registered.
+    /// Returns the GPUs whose memory may be registered.
     pub(crate) fn devices(&self) -> &Devices {
         &self.devices
     }
@@ -133,7 +134,7 @@ impl Engine {
         let (base, len) = (memory.address(), memory.len() as u64);
         let name = format!("{base:x}.{}", self.number());
         let region = self.agent.register(&name, memory);
-        let region = region.map_err(|error| report("memory is not registered", &error))?;
+        let region = region.map_err(|error| report("memory could not be registered", &error))?;
         Ok(self.memory.add(Range { base, len, owner: RangeOwner::Ours(region) }))
     }
 
@@ -148,9 +149,9 @@ impl Engine {
             }
             Err(error) => {
                 let Range { base, len, .. } = &*range;
-                // NIXL drops the error that follows.
+                // NIXL drops the error that this returns.
                 always(format_args!(
-                    "do not free the {len} bytes at {base:#x}: a peer may still touch them, and could not be asked by \
+                    "do not free the {len} bytes at {base:#x}: a peer may still access them, and did not answer by \
                      the deadline: {error}"
                 ));
                 Err(NixlStatus::Backend)
@@ -158,7 +159,7 @@ impl Engine {
         }
     }
 
-    /// Returns what peers need to use the memory.
+    /// Returns the metadata with which peers use the memory.
     pub(crate) fn public_data(&self, handle: NixlHandle) -> NixlResult<Vec<u8>> {
         let range = self.memory.get(handle).ok_or(NixlStatus::NotFound)?;
         let RangeOwner::Ours(region) = &range.owner else { return Err(NixlStatus::InvalidParam) };
@@ -222,7 +223,7 @@ impl Engine {
         }
         let remote = IntroducedPeer { introduction: introduction.into(), peer, told: false };
         let before = self.peers.lock().insert(agent.to_owned(), remote);
-        drop(before); // without the lock: links may close here
+        drop(before); // without the lock: this may close links
         Ok(())
     }
 
@@ -231,8 +232,8 @@ impl Engine {
         drop(gone);
     }
 
-    /// The peer of this name. One that was lost, being silent, is tried anew; this agent itself
-    /// needs no introduction.
+    /// Returns the peer of this name. Reconnects to one that was lost because it was silent. This
+    /// agent itself needs no introduction.
     fn peer(&self, agent: &str) -> NixlResult<Peer> {
         let known = self
             .peers
@@ -265,7 +266,7 @@ impl Engine {
         }
     }
 
-    /// Tells how a peer is reached, once for each life of its handle.
+    /// Logs how a peer is reached, once for each of its handles.
     fn tell_route(&self, agent: &str) {
         let route = match self.peers.lock().get_mut(agent) {
             Some(remote) if !remote.told => {
@@ -296,7 +297,7 @@ impl Engine {
         Ok(self.requests.add(Request::new(agent.to_owned(), plan)))
     }
 
-    /// The ranges of two lists, by the memory that they lie in.
+    /// Pairs the ranges of two lists, grouped by the memory that contains them.
     fn pair_up(
         &self,
         local: &[Descriptor],
@@ -384,7 +385,7 @@ impl Engine {
         Ok(status)
     }
 
-    /// Releases a request. One that is released once more, or was never there, is gone already.
+    /// Releases a request. One that was released before, or never existed, is already gone.
     pub(crate) fn release(&self, handle: NixlHandle) -> NixlResult {
         let Some(request) = self.requests.get(handle) else { return Ok(()) };
         match request.release(self.settings.deadline) {
@@ -413,14 +414,14 @@ impl Engine {
         let Some(bytes) = note else { return Ok(Vec::new()) };
         notes(self.number(), bytes).ok_or_else(|| {
             warn(format_args!(
-                "a notification of {} bytes, at most {MAX_NOTE} are sent",
+                "a notification has {} bytes, but the limit is {MAX_NOTE}",
                 bytes.len()
             ));
             NixlStatus::InvalidParam
         })
     }
 
-    /// Sends a notification, without being polled. A later call reports its failure.
+    /// Sends a notification; sending needs no polling. A later call reports its failure.
     pub(crate) fn notify(&self, agent: &str, note: &[u8]) -> NixlResult {
         let peer = self.peer(agent)?;
         for note in self.notes(Some(note))? {
@@ -444,8 +445,8 @@ impl Engine {
         let mut assembly = self.assembly.lock();
         let mut got = Vec::new();
         let mut bytes = 0;
-        // Notifications that arrive meanwhile are for the next call, so that senders cannot block a
-        // caller.
+        // Notifications that arrive during the loop are for the next call, so that senders cannot
+        // block the caller.
         while got.len() < MOST_AT_ONCE.0
             && bytes < MOST_AT_ONCE.1
             && let Some(next) = self.agent.try_notification()
@@ -455,11 +456,11 @@ impl Engine {
                 Got::Whole(bytes) => got.push((next.from.name.to_string(), bytes)),
                 Got::Part => {}
                 Got::Instead(dropped) => warn(format_args!(
-                    "a notification of which {dropped} bytes have come is dropped: too many are unfinished, and it is \
+                    "dropped a notification after {dropped} received bytes: too many are incomplete, and it is \
                      the oldest of the sender that has the most"
                 )),
                 Got::Nonsense => warn(format_args!(
-                    "agent {}: a notification that makes no sense",
+                    "agent {}: received a malformed notification",
                     next.from.name
                 )),
             }
@@ -467,7 +468,7 @@ impl Engine {
         got
     }
 
-    /// Ends everything, by a deadline.
+    /// Ends the agent within a time limit.
     pub(crate) fn end(self) {
         let peers = std::mem::take(&mut *self.peers.lock());
         drop(peers);
@@ -479,7 +480,7 @@ impl Engine {
     }
 }
 
-/// Forgets the notifications that have arrived, and tells of those that have not.
+/// Removes the notifications that have arrived, and logs those that have failed.
 fn prune(sent: &mut Vec<(String, Completion<()>)>) {
     sent.retain_mut(|(agent, sending)| match crate::request::now(sending) {
         None => true,

@@ -1,5 +1,5 @@
-//! Numbers in the place of pointers: what NIXL hands back twice, or after its end, is found to be
-//! gone.
+//! Numbers instead of pointers: a handle that NIXL passes again after its object has ended is
+//! detected.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -7,12 +7,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvx_core::backend::sync::Mutex;
 
-/// What an opaque pointer of NIXL's stands for. Never zero.
+/// The value of an opaque pointer in NIXL. Never zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub(crate) struct NixlHandle(pub(crate) u64);
 
-/// Things that NIXL holds by their handles.
+/// The objects that NIXL holds by handles.
 pub(crate) struct Handles<T> {
     held: Mutex<HashMap<NixlHandle, Arc<T>>>,
     last: AtomicU64,
@@ -39,12 +39,12 @@ impl<T> Handles<T> {
         self.held.lock().remove(&handle)
     }
 
-    /// Returns whether there is one that `is` says.
+    /// Returns whether `is` is true for any of them.
     pub(crate) fn any(&self, is: impl Fn(&T) -> bool) -> bool {
         self.held.lock().values().any(|thing| is(thing))
     }
 
-    /// Takes out those that `gone` says.
+    /// Removes and returns those for which `gone` is true.
     pub(crate) fn extract(&self, gone: impl Fn(&T) -> bool) -> Vec<Arc<T>> {
         self.held.lock().extract_if(|_, thing| gone(thing)).map(|(_, thing)| thing).collect()
     }

@@ -1,5 +1,5 @@
-//! The NIXL that has loaded this library: its folder, its version, and whether its interface is
-//! known.
+//! The NIXL that has loaded this library: its folder, its version, and whether kvx knows its
+//! interface.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -10,18 +10,19 @@ use crate::log::warn;
 use crate::version::{self, ANY};
 use crate::vtable::{self, SlotOrder, TableRefusal};
 
-/// A NIXL whose interface is known.
+/// A NIXL with a known interface.
 pub(crate) struct Installation {
     pub(crate) order: SlotOrder,
-    /// Its name for people.
+    /// Its name in messages.
     pub(crate) name: String,
 }
 
 impl Installation {
-    /// The one in this process.
+    /// Returns the NIXL in this process.
     ///
     /// # Errors
-    /// No library, several that differ, a version that was not tried, or a table that is not whole.
+    /// There is none, there are several that differ, the version was not tested, or the table is
+    /// incomplete.
     pub(crate) fn of_process() -> Result<Installation, TableRefusal> {
         let maps = std::fs::read_to_string("/proc/self/maps")
             .map_err(|error| TableRefusal(error.to_string()))?;
@@ -69,23 +70,23 @@ impl Installation {
     }
 }
 
-/// The files called `libnixl.so` in the list of what a process has mapped.
+/// Returns the files called `libnixl.so` in the list of a process's mappings.
 fn libraries(maps: &str) -> BTreeSet<&Path> {
     let paths = maps.lines().filter_map(|line| line.find('/').map(|at| Path::new(&line[at..])));
     paths.filter(|path| path.file_name().is_some_and(|name| name == "libnixl.so")).collect()
 }
 
-/// Returns what KVX thinks of the NIXL whose `libnixl.so` this is: its name, or why it is refused.
+/// Returns the name of the NIXL with this `libnixl.so`, or the reason why KVX rejects it.
 pub fn verdict(library: &Path) -> Result<String, TableRefusal> {
     Installation::at(library, false).map(|installed| installed.name)
 }
 
-/// The version of the wheel that brought a `libnixl.so`.
+/// Returns the version of the wheel that contains a `libnixl.so`.
 pub fn version_of(library: &Path) -> Option<String> {
     Version::of_wheel(library).map(|version| version.to_string())
 }
 
-/// The folder of plug-ins that belongs to a `libnixl.so`.
+/// Returns the folder of plug-ins that belongs to a `libnixl.so`.
 pub fn plugins_of(library: &Path) -> PathBuf {
     library.parent().unwrap_or(Path::new("/")).join("plugins")
 }

@@ -1,5 +1,5 @@
 #![doc = include_str!("../README.md")]
-// NIXL opens `libplugin_NAME.so`.
+// NIXL loads `libplugin_NAME.so`.
 #![allow(non_snake_case, reason = "the name of the library is NIXL's rule")]
 
 #[cfg(all(target_os = "linux", target_pointer_width = "64", target_endian = "little"))]

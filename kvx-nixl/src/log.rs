@@ -1,5 +1,5 @@
-//! Lines for the operator, on standard error beside NIXL's own, which `NIXL_LOG_LEVEL` holds back
-//! alike.
+//! Writes lines for the operator to standard error, where NIXL writes its own. `NIXL_LOG_LEVEL`
+//! applies to both.
 
 use std::fmt::Display;
 use std::io::Write as _;
@@ -24,23 +24,23 @@ fn level() -> Level {
     })
 }
 
-/// Something to know once.
+/// Logs information that is relevant once.
 pub(crate) fn info(line: impl Display) {
     if level() <= Level::Info {
         always(line);
     }
 }
 
-/// Something that went wrong.
+/// Logs a problem.
 pub(crate) fn warn(line: impl Display) {
     if level() <= Level::Warning {
         always(line);
     }
 }
 
-/// Logs an event that is reported in no other way. A line that cannot be written is lost: standard
-/// error has no reader then.
+/// Logs an event that is reported in no other way. If the line cannot be written, it is lost:
+/// standard error has no reader then.
 pub(crate) fn always(line: impl Display) {
-    // At once: other processes write there, too.
+    // In a single write: other processes write there, too.
     let _ = std::io::stderr().write_all(format!("KVX: {line}\n").as_bytes());
 }

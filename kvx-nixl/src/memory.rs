@@ -1,4 +1,4 @@
-//! Memory that NIXL's user registers: ours, and what we know of a peer's.
+//! Memory of this agent and of peers that NIXL's user registers or loads.
 
 use std::sync::{Arc, OnceLock};
 
@@ -6,25 +6,25 @@ use kvx::{Peer, PeerRegion, Region};
 
 use crate::status::{NixlResult, NixlStatus};
 
-/// A registered range, as prepared lists name it.
+/// A registered range, as prepared lists refer to it.
 pub(crate) struct Range {
     pub(crate) base: u64,
     pub(crate) len: u64,
     pub(crate) owner: RangeOwner,
 }
 
-/// Whose memory it is.
+/// The owner of a range.
 pub(crate) enum RangeOwner {
-    /// This agent's.
+    /// This agent.
     Ours(Region),
-    /// A peer's.
+    /// A peer.
     Theirs(Peer, PeerRegion),
-    /// This agent's, as the other end of transfers to itself.
+    /// This agent, as the remote end of transfers to itself.
     Mirror(Arc<Range>, OnceLock<PeerRegion>),
 }
 
 impl Range {
-    /// Returns where an address lies in it.
+    /// Returns the offset of an address in the range.
     pub(crate) fn offset(&self, address: u64, len: u64) -> NixlResult<u64> {
         let offset = address.checked_sub(self.base).ok_or(NixlStatus::InvalidParam)?;
         match offset.checked_add(len) {

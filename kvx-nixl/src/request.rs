@@ -1,4 +1,4 @@
-//! A transfer request of NIXL's: prepared once, posted again and again, released at last.
+//! A transfer request of NIXL: prepared once, posted any number of times, then released.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -11,8 +11,8 @@ use kvx_core::backend::sync::Mutex;
 use crate::log::warn;
 use crate::status::{NixlResult, NixlStatus};
 
-/// How long a release waits for a transfer that it has cancelled, before it answers that it is
-/// active.
+/// The time that a release waits for a transfer that it has cancelled, before it reports that the
+/// transfer is active.
 const PATIENCE: Duration = Duration::from_millis(50);
 
 /// A prepared transfer.
@@ -23,17 +23,18 @@ pub(crate) struct Request {
 }
 
 struct Flight {
-    /// What may still touch memory.
+    /// The transfer that may still access memory.
     transfer: Option<Transfer>,
-    /// Parts of its notification that the peer has not taken: it is done when it has them.
+    /// Parts of its notification that the peer has not accepted yet: the request has succeeded when
+    /// it has accepted all.
     parts: Vec<Completion<()>>,
     status: NixlStatus,
-    /// Released while it was in flight.
+    /// True if it was released in flight.
     released: bool,
 }
 
 impl Flight {
-    /// Returns its status, which `look` finds out.
+    /// Updates and returns its status. `look` drives the transfer.
     fn ask(
         &mut self,
         look: impl FnOnce(&mut Transfer) -> Option<kvx::Result<Report>>,
@@ -80,7 +81,7 @@ impl Flight {
     }
 }
 
-/// The result of what it is, if it is there. Waits for nothing and wakes nobody.
+/// Returns the result if it is ready. Neither waits nor wakes a task.
 pub(crate) fn now<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
     match Pin::new(future).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(result) => Some(result),
@@ -88,19 +89,19 @@ pub(crate) fn now<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
     }
 }
 
-/// Returns whether where TCP listens may be the reason.
+/// Returns whether the address at which TCP listens may be the cause.
 fn is_of_the_way(error: &kvx::Error) -> bool {
     matches!(error.kind(), kvx::ErrorKind::NoRoute | kvx::ErrorKind::PeerLost)
 }
 
-/// What came of a release.
+/// The outcome of a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReleaseOutcome {
-    /// Nobody touches its memory: it may go.
+    /// Nobody accesses its memory any more: it may be freed.
     Gone,
-    /// It cannot end yet.
+    /// It has not ended yet.
     Active,
-    /// It has not ended by the deadline either: its memory must stay.
+    /// It has not ended by the deadline either: its memory must stay valid.
     Stuck,
 }
 
@@ -115,8 +116,8 @@ impl Request {
         Request { peer, plan, flight: Mutex::new(flight) }
     }
 
-    /// Posts it; the last of the notifications follows the data. `Active` while an earlier post may
-    /// still touch its memory.
+    /// Posts it; the last of the notifications follows the data. Returns `Active` while an earlier
+    /// post may still access its memory.
     pub(crate) fn post(
         &self,
         peer: &Peer,
@@ -148,21 +149,21 @@ impl Request {
         }
     }
 
-    /// Returns its status; drives the link meanwhile.
+    /// Returns its status, and drives the link.
     pub(crate) fn check(&self, cure: &str) -> NixlStatus {
         self.flight.lock().ask(Transfer::drive, &self.peer, cure)
     }
 
-    /// Cancels the transfer and returns whether it has ended. Waits until the deadline at the
-    /// second call, and if the result was reported.
+    /// Cancels the transfer, and returns whether it has ended. Waits until the deadline at the
+    /// second call, or if the result was reported before.
     pub(crate) fn release(&self, deadline: Duration) -> ReleaseOutcome {
         let (settled, again) = {
             let mut flight = self.flight.lock();
             let Some(transfer) = &flight.transfer else { return ReleaseOutcome::Gone };
             transfer.cancel();
             let settled = transfer.settled();
-            // NIXL listens to the answer only while it knows of no result: after one, this call is
-            // the last.
+            // NIXL evaluates the answer only while it has no result: after one, this call is the
+            // last.
             let last = flight.status != NixlStatus::InProgress;
             (settled, std::mem::replace(&mut flight.released, true) || last)
         };
@@ -176,12 +177,12 @@ impl Request {
         }
     }
 
-    /// Returns whether it was released in flight, ended or not.
+    /// Returns whether it was released in flight, even if it has ended since.
     pub(crate) fn is_released(&self) -> bool {
         self.flight.lock().released
     }
 
-    /// Returns whether it was released in flight, and has ended since.
+    /// Returns whether it was released in flight and has ended since.
     pub(crate) fn is_over(&self) -> bool {
         let flight = self.flight.lock();
         flight.released && flight.transfer.as_ref().is_none_or(Transfer::is_settled)

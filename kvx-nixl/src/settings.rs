@@ -1,5 +1,5 @@
-//! The settings of the operator: NIXL's parameters, `KVX_…` variables, and the address of vLLM's
-//! side channel.
+//! The operator's settings: NIXL's parameters, `KVX_…` variables, and the address of vLLM's side
+//! channel.
 
 use std::fmt;
 use std::net::{IpAddr, TcpListener};
@@ -8,7 +8,7 @@ use std::time::Duration;
 use kvx::{Error, ErrorKind, Options, Result};
 use kvx_core::backend::nearest;
 
-/// Parameters and their variables.
+/// The parameters and their variables.
 const KNOWN: [(&str, &str); 7] = [
     ("backends", "KVX_BACKENDS"),
     ("deadline", "KVX_DEADLINE"),
@@ -18,33 +18,33 @@ const KNOWN: [(&str, &str); 7] = [
     ("tcp.ports", "KVX_TCP_PORTS"),
     ("tcp.seal", "KVX_TCP_SEAL"),
 ];
-/// Where vLLM's connector listens: it passes no parameters, and TCP listens there too.
+/// The variable with the address at which vLLM's connector listens. vLLM passes no parameters, so
+/// TCP listens there too.
 const SIDE_CHANNEL: &str = "VLLM_NIXL_SIDE_CHANNEL_HOST";
 const DEADLINE: Duration = Duration::from_secs(30);
 const LONGEST: f64 = 86_400.0;
 
-/// What was set.
+/// The parsed settings.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct PluginSettings {
-    /// The only backends, if some were named.
+    /// The names of the backends, if they are restricted.
     pub(crate) backends: Option<Vec<String>>,
-    /// For a transfer, and for taking memory back.
+    /// For a transfer, and for deregistering memory.
     pub(crate) deadline: Duration,
-    /// The file of the fleet's secret.
+    /// The file with the fleet's secret.
     pub(crate) secret_file: Option<String>,
     pub(crate) options: Options,
-    /// Where TCP listens, and who said so.
+    /// The address at which TCP listens, and the source of that setting.
     bind: (String, &'static str),
-    /// What else was set, for people: never the secret itself.
+    /// Other settings for the log, without the secret itself.
     more: Vec<String>,
 }
 
 impl PluginSettings {
-    /// From NIXL's parameters, then the environment.
+    /// Reads NIXL's parameters, then the environment.
     ///
     /// # Errors
-    /// `Invalid` for a parameter that is none and for a value that makes no sense; the sentence
-    /// names it.
+    /// `Invalid` for an unknown parameter or an invalid value, which the message names.
     pub(crate) fn read(
         parameters: &[(String, String)],
         variable: impl Fn(&str) -> Option<String>,
@@ -60,7 +60,7 @@ impl PluginSettings {
                 )));
             }
         }
-        // Empty is not said.
+        // An empty value counts as unset.
         let some = |value: &str| Some(value.trim().to_owned()).filter(|value| !value.is_empty());
         let told = |which: &str| {
             let (_, named) = KNOWN.iter().find(|(known, _)| *known == which)?;
@@ -71,8 +71,8 @@ impl PluginSettings {
             let given = given.map(|value| (value, "its parameter"));
             given.or_else(|| Some((some(&variable(named)?)?, *named)))
         };
-        // But for a secret: who meant to have one does not run without. Core refuses an empty
-        // variable, and KVX_SECRET.
+        // Except for a secret: an operator who names one must not run without it. Core rejects an
+        // empty variable, and KVX_SECRET.
         if parameters.iter().any(|(name, value)| name == "secret_file" && some(value).is_none()) {
             return Err(invalid(
                 "parameter \"secret_file\" is empty: name a file, or leave it out".into(),
@@ -116,7 +116,7 @@ impl PluginSettings {
         })
     }
 
-    /// Returns what to do when no peer can be reached, if TCP is the reason.
+    /// Returns what to do when no peer can be reached, if TCP is the cause.
     pub(crate) fn cure(&self) -> &'static str {
         let loopback = self.bind.0.parse().is_ok_and(|bind: IpAddr| bind.is_loopback());
         if loopback {
@@ -146,7 +146,7 @@ fn seconds(value: &str, by: &str) -> Result<Duration> {
     })
 }
 
-/// Returns whether it is an address, not of all interfaces, that can be listened on.
+/// Returns whether it is an address to listen on that is not the wildcard address.
 fn is_of_this_machine(host: &str) -> bool {
     host.parse().is_ok_and(|ip: IpAddr| !ip.is_unspecified() && TcpListener::bind((ip, 0)).is_ok())
 }
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_said_is_loopback_and_thirty_seconds() {
+    fn the_defaults_are_loopback_and_thirty_seconds() {
         let settings = read(&[], &[]).unwrap();
         assert_eq!((settings.deadline, &settings.backends), (DEADLINE, &None));
         assert_eq!(settings.to_string(), "deadline 30s, tcp.bind 127.0.0.1 (the default)");
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_set_is_said_and_no_secret() {
+    fn settings_are_shown_without_the_secret() {
         let parameters = [("secret_file", "/run/fleet"), ("tcp.advertise", "10.0.0.5,10.0.0.6")];
         let said = read(&parameters, &[]).unwrap().to_string();
         let expected = ", tcp.advertise 10.0.0.5,10.0.0.6 (its parameter), the secret in /run/fleet (its parameter)";
@@ -212,22 +212,22 @@ mod tests {
         let told = read(&[], &[("KVX_SECRET", "hush")]).unwrap();
         assert!(
             !format!("{told} {told:?}").contains("hush"),
-            "core refuses it, and nobody repeats it"
+            "core rejects it, and it is not shown"
         );
     }
 
     #[test]
-    fn tcp_listens_where_vllm_does_if_that_is_here() {
+    fn tcp_listens_at_vllms_address_if_it_is_local() {
         let of = |host| read(&[], &[(SIDE_CHANNEL, host)]).unwrap().bind.0;
         assert_eq!(of("127.0.0.2"), "127.0.0.2");
-        // Of documentation; all interfaces; no address.
+        // An address for documentation; all interfaces; not an address.
         for other in ["192.0.2.1", "0.0.0.0", "localhost", ""] {
             assert_eq!(of(other), "127.0.0.1", "{other}");
         }
     }
 
     #[test]
-    fn what_makes_no_sense_is_named() {
+    fn invalid_settings_are_named() {
         let error = read(&[("backend", "SHM")], &[]).unwrap_err();
         assert!(error.sentence().contains("did you mean \"backends\""), "{error}");
         for bad in ["0", "-1", "soon", "1e9", "nan", "inf"] {

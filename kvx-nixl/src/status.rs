@@ -1,4 +1,4 @@
-//! What NIXL is told, in its own numbers.
+//! NIXL's status codes.
 
 use kvx::{Error, ErrorKind};
 
@@ -19,7 +19,7 @@ pub(crate) enum NixlStatus {
     Cancelled = -11,
 }
 
-/// What comes of a call: done, or why not.
+/// The result of a call: done, or the reason why not.
 pub(crate) type NixlResult<T = ()> = Result<T, NixlStatus>;
 
 impl From<&Error> for NixlStatus {

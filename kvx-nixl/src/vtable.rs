@@ -1,10 +1,10 @@
-//! The order of a NIXL's table of virtual functions, read from the file of a plug-in that came with
-//! it.
+//! The order of a NIXL's table of virtual functions, read from the file of a plug-in that is part
+//! of it.
 //!
-//! NIXL's number for its plug-in interface has been 1 in all releases, while functions came and
-//! went in the middle of the table: 28 of them until 0.9, 31 in 0.10, 27 since 1.0. The dynamic
+//! The number of NIXL's plug-in interface has been 1 in all releases, although functions were added
+//! to and removed from the middle of the table: 28 until 0.9, 31 in 0.10, 27 since 1.0. The dynamic
 //! symbols of a plug-in name the function of each slot, with the types of its parameters. The file
-//! is only read, and nothing of it is believed: each number is checked before it is used.
+//! is only read, and not trusted: each number is checked before it is used.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,7 +14,7 @@ use kvx_backend::elf::Elf;
 
 use Function::*;
 
-/// A function that KVX has, in the order that all releases have kept.
+/// The functions that KVX implements, in the order that all releases have kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 #[allow(missing_docs, reason = "the names are NIXL's")]
@@ -41,10 +41,10 @@ pub enum Function {
     GenNotif,
 }
 
-/// How many there are.
+/// The number of functions.
 pub const FUNCTIONS: usize = 20;
 
-/// The ends of their mangled names: the function's name and the types of its parameters. `$` is
+/// The suffixes of their mangled names: the function's name and the types of its parameters. `$` is
 /// `std::string`.
 const NAMES: [(Function, &str); FUNCTIONS] = [
     (SupportsRemote, "14supportsRemoteEv"),
@@ -76,19 +76,19 @@ const NAMES: [(Function, &str); FUNCTIONS] = [
 ];
 const STRING: &str = "NSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE";
 
-/// Plug-ins that come with NIXL and need no library that is not there.
+/// Plug-ins that are part of NIXL and depend on no missing library.
 pub const PLUGINS: [&str; 4] = ["UCX", "POSIX", "OBJ", "LIBFABRIC"];
 
-/// The most slots that a table may have. NIXL's has 27 to 31.
+/// The maximum number of slots of a table. NIXL's has 27 to 31.
 pub const MAX_SLOTS: usize = 64;
 const MAX_FILE: u64 = 256 << 20;
 const MAX_SECTIONS: usize = 4096;
 const MAX_SYMBOLS: usize = 1 << 20;
 const MAX_RELOCATIONS: usize = 1 << 22;
-/// The most names of one function that are looked at.
+/// The maximum number of names of one function that are checked.
 const MAX_NAMES: usize = 64;
 
-/// Why a table is not taken, in one sentence.
+/// The reason why a table is rejected, in one sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TableRefusal(pub String);
 
@@ -102,24 +102,24 @@ fn refuse<T>(why: impl Into<String>) -> Result<T, TableRefusal> {
     Err(TableRefusal(why.into()))
 }
 
-/// The slots of the destructors, the first ones.
+/// The number of slots for destructors, at the start.
 pub const DESTRUCTORS: usize = 2;
 
-/// The number of functions for GPUs between `releaseReqH` and `getPublicData` in the releases:
-/// since 1.0, until 0.9, and in 0.10.
+/// The number of GPU functions between `releaseReqH` and `getPublicData` in the releases: since
+/// 1.0, until 0.9, and in 0.10.
 const GPU_SLOTS: [usize; 3] = [3, 4, 7];
 
-/// What each slot of the table is: a function of KVX's, or none of them.
+/// The content of each slot of the table: a function of KVX, or none.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlotOrder(Vec<Option<Function>>);
 
 impl SlotOrder {
-    /// The slots.
+    /// Returns the slots.
     pub fn slots(&self) -> &[Option<Function>] {
         &self.0
     }
 
-    /// Returns whether KVX's functions have the same places in both.
+    /// Returns whether KVX's functions are in the same slots in both.
     pub(crate) fn agrees(&self, other: &SlotOrder) -> bool {
         let placed = |order: &SlotOrder| {
             order.0.iter().rposition(Option::is_some).map_or(0, |last| last + 1)
@@ -128,9 +128,9 @@ impl SlotOrder {
         self.0[..ours] == other.0[..theirs]
     }
 
-    /// Returns whether the functions are in the order of all tried releases, with unknown functions
-    /// only where those have some: the destructors, as many as theirs between `releaseReqH` and
-    /// `getPublicData`, and any at the end.
+    /// Returns whether the functions are in the order of all tested releases, with unknown
+    /// functions only where those have some: the destructors, the GPU functions between
+    /// `releaseReqH` and `getPublicData`, and any at the end.
     fn is_known(&self) -> bool {
         let is_unknown = |at: usize| self.0[at].is_none();
         let all: Vec<_> = self.0.iter().flatten().copied().collect();
@@ -146,11 +146,11 @@ impl SlotOrder {
     }
 }
 
-/// The order in the plug-ins of this folder, in which they all have to agree.
+/// Returns the order in the plug-ins of this folder, which must all agree.
 ///
 /// # Errors
-/// No plug-in there tells, two of them differ, or, unless `any` is set, the order is one that no
-/// tried release has.
+/// No plug-in there shows it, two of them differ, or, unless `any` is set, no tested release has
+/// the order.
 pub fn order_in(folder: &Path, any: bool) -> Result<SlotOrder, TableRefusal> {
     let mut found: Option<(&str, SlotOrder)> = None;
     let mut reasons = Vec::new();
@@ -168,7 +168,7 @@ pub fn order_in(folder: &Path, any: bool) -> Result<SlotOrder, TableRefusal> {
         match (order, &found) {
             (Err(why), _) => reasons.push(format!("{name}: {why}")),
             (Ok(order), None) => found = Some((name, order)),
-            // A plug-in may have further functions behind NIXL's: slots for all of them are
+            // A plug-in may have further functions after NIXL's: slots for all of them are
             // harmless.
             (Ok(order), Some((_, first))) if order.agrees(first) => {
                 if order.0.len() > first.0.len() {
@@ -183,7 +183,8 @@ pub fn order_in(folder: &Path, any: bool) -> Result<SlotOrder, TableRefusal> {
         }
     }
     match found {
-        // A plug-in whose table is not whole beside one whose is: one of them is not this NIXL's.
+        // One plug-in's table is complete and another's is not: one of them does not belong to this
+        // NIXL.
         Some(_) if !reasons.is_empty() => refuse(reasons.join("; ")),
         Some((name, order)) if !any && !order.is_known() => refuse(format!(
             "its plug-in {name} has the functions in an order that no tried release has"
@@ -196,11 +197,11 @@ pub fn order_in(folder: &Path, any: bool) -> Result<SlotOrder, TableRefusal> {
     }
 }
 
-/// The order in one plug-in's file.
+/// Returns the order in one plug-in's file.
 ///
 /// # Errors
-/// The file is not a shared library of this machine, it has no table of a backend, or one that has
-/// not each function once.
+/// The file is not a shared library for this machine, or it has no backend table with each function
+/// exactly once.
 pub fn order(file: &[u8]) -> Result<SlotOrder, TableRefusal> {
     let mut found: Option<SlotOrder> = None;
     for table in tables(file)?.iter().filter(|table| is_of_a_backend(table)) {
@@ -216,15 +217,15 @@ pub fn order(file: &[u8]) -> Result<SlotOrder, TableRefusal> {
     found.ok_or_else(|| TableRefusal("it has no table of a backend's functions".into()))
 }
 
-/// Returns whether it has most of the functions. NIXL's base class has the few that need no
+/// Returns whether a table has most of the functions. NIXL's base class has the few that need no
 /// backend.
 fn is_of_a_backend(table: &[Vec<&str>]) -> bool {
     let has = |name: &str| table.iter().flatten().any(|symbol| symbol.ends_with(name));
     NAMES.iter().filter(|(_, name)| has(&name.replace('$', STRING))).count() > FUNCTIONS / 2
 }
 
-/// Returns which function is in which slot. Errors: one is missing, or in two slots, or a slot is
-/// two of them.
+/// Returns the function of each slot. Errors: a function is missing or in two slots, or a slot has
+/// two functions.
 fn place(table: &[Vec<&str>]) -> Result<SlotOrder, TableRefusal> {
     let names = NAMES.map(|(function, name)| (function, name.replace('$', STRING)));
     let Some(slots) = table.get(2..).filter(|slots| slots.len() <= MAX_SLOTS) else {
@@ -290,7 +291,7 @@ fn sections(elf: Elf<'_>) -> Option<Vec<Section>> {
     (0..count as u64)
         .map(|number| {
             let at = headers.checked_add(number * size)?;
-            elf.array::<64>(at)?; // the whole of it is there
+            elf.array::<64>(at)?; // it is complete
             let field = |offset: u64| at.checked_add(offset);
             Some(Section {
                 kind: elf.u32(field(4)?)?,
@@ -302,7 +303,7 @@ fn sections(elf: Elf<'_>) -> Option<Vec<Section>> {
         .collect()
 }
 
-/// The whole entries of a section, of which there are at most `most`.
+/// Returns the complete entries of a section, at most `most`.
 fn entries(
     elf: Elf<'_>,
     section: &Section,
@@ -315,7 +316,8 @@ fn entries(
         .then(|| (0..count).map(move |number| start + number * 24))
 }
 
-/// The symbols in each slot of each table `_ZTV…Engine`, with the two words before the functions.
+/// Returns the symbols in each slot of each table `_ZTV…Engine`, including the two words before the
+/// functions.
 fn tables(file: &[u8]) -> Result<Vec<Vec<Vec<&str>>>, TableRefusal> {
     let Some(elf) = Elf::new(file).filter(|elf| elf.u16(18) == Some(machine::NUMBER)) else {
         return refuse("it is no shared library of this machine");
@@ -355,7 +357,7 @@ fn tables_of(elf: Elf<'_>) -> Option<Vec<Vec<Vec<&str>>>> {
         for at in entries(elf, section, MAX_RELOCATIONS)? {
             looked_at += 1;
             if looked_at > MAX_RELOCATIONS {
-                return None; // sections that overlap: no linker writes them
+                return None; // overlapping sections, which no linker writes
             }
             let (offset, kind, index) = (elf.u64(at)?, elf.u32(at + 8)?, elf.u32(at + 12)?);
             let slot = engines.iter().zip(&mut tables).find_map(|(engine, table)| {

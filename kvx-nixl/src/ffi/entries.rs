@@ -1,4 +1,4 @@
-//! The functions of the table.
+//! The functions in the table.
 
 use std::ffi::{c_int, c_void};
 use std::ptr::addr_of;
@@ -14,7 +14,7 @@ use crate::log::warn;
 use crate::status::{NixlResult, NixlStatus};
 use crate::vtable::Function;
 
-/// The function of a slot.
+/// Returns the function of a slot.
 pub(super) fn address_of(function: Function) -> *const c_void {
     match function {
         Function::SupportsRemote | Function::SupportsLocal | Function::SupportsNotif => {
@@ -40,17 +40,17 @@ pub(super) fn address_of(function: Function) -> *const c_void {
     }
 }
 
-/// Runs the body of a function on the engine: what it answers, in NIXL's numbers.
+/// Calls `body` with the engine. Returns its result as NIXL's status.
 ///
 /// # Safety
-/// `this` is an object that `create` made and `destroy` has not freed.
+/// `create` returned `this`, and `destroy` has not freed it.
 unsafe fn on(this: *const Object, body: impl FnOnce(&Engine) -> NixlResult<NixlStatus>) -> c_int {
     let whole = guarded(|| {
         if let Err(error) = kvx_core::backend::fork::check() {
             warn(error);
             return Err(NixlStatus::Backend);
         }
-        // SAFETY: the caller's promise; the engine is shared by all threads.
+        // SAFETY: guaranteed by the caller; all threads share the engine.
         body(unsafe { &*addr_of!((*this).ours) })
     });
     match whole {
@@ -63,58 +63,59 @@ fn done(outcome: NixlResult) -> NixlResult<NixlStatus> {
     outcome.map(|()| NixlStatus::Success)
 }
 
-/// Hands a handle out.
+/// Writes a handle to `out`.
 ///
 /// # Safety
 /// `out` is writable.
 unsafe fn give(handle: NixlResult<NixlHandle>, out: *mut NixlHandle) -> NixlResult<NixlStatus> {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     handle.map(|handle| unsafe {
         out.write(handle);
         NixlStatus::Success
     })
 }
 
-/// As all below that only answer a constant, it has nothing that could panic.
+/// Returns true. Like all functions below that return a constant, it cannot panic.
 extern "C" fn yes(_: *const Object) -> bool {
     true
 }
 
 fn listed(kinds: &[c_int]) -> Vector<c_int> {
     let mut list = Vector::<c_int>::EMPTY;
-    // SAFETY: it is empty, and has room for as many as are copied there.
+    // SAFETY: it is empty, and has space for the elements that are copied.
     unsafe {
         Vector::grow(&mut list, kinds.len()).copy_from_nonoverlapping(kinds.as_ptr(), kinds.len())
     };
     list
 }
 
-/// Returns the kinds of memory that KVX can serve. NIXL calls this of every plug-in, also of unused
-/// ones, so it starts no driver.
+/// Returns the kinds of memory that KVX can serve. NIXL calls this for every plug-in, including
+/// unused ones, so it starts no driver.
 pub(super) extern "C" fn kinds() -> Vector<c_int> {
     guarded(|| listed(&[HOST, DEVICE])).unwrap_or(Vector::EMPTY)
 }
 
-/// What this agent serves: memory of GPUs where there are some. NIXL registers no other with it.
+/// Returns the kinds that this agent serves: GPU memory if there are GPUs. NIXL registers no other
+/// kind with it.
 unsafe extern "C" fn kinds_of(this: *const Object) -> Vector<c_int> {
     let kinds = guarded(|| {
-        // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
+        // SAFETY: NIXL passes an object that `create` returned and `destroy` has not freed.
         let engine = unsafe { &*addr_of!((*this).ours) };
         listed(if engine.devices().all().is_empty() { &[HOST] } else { &[HOST, DEVICE] })
     });
     kinds.unwrap_or(Vector::EMPTY)
 }
 
-/// Of slots that are not KVX's: `NIXL_ERR_NOT_SUPPORTED`.
+/// Returns `NIXL_ERR_NOT_SUPPORTED`, in slots that KVX does not implement.
 pub(super) extern "C" fn unsupported(_: *const Object) -> c_int {
     NixlStatus::NotSupported as c_int
 }
 
-/// The destructor that leaves the memory: NIXL has no use for it.
+/// The destructor that does not free the memory: NIXL does not use it.
 pub(super) extern "C" fn end(_: *mut Object) {}
 
-// SAFETY, of all below: NIXL calls them through the table of an object that `create` made, with
-// strings, lists and places for results that are good for the call.
+// SAFETY (all functions below): NIXL calls them through the table of an object that `create`
+// returned, with strings, lists and result locations that are valid during the call.
 
 unsafe extern "C" fn register(
     this: *mut Object,
@@ -122,7 +123,7 @@ unsafe extern "C" fn register(
     kind: *const c_int,
     out: *mut NixlHandle,
 ) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
+    // SAFETY: NIXL passes an object that `create` returned and `destroy` has not freed.
     unsafe {
         on(this, |engine| {
             let memory = adopt(&*blob, *kind, engine.devices())?;
@@ -132,17 +133,17 @@ unsafe extern "C" fn register(
 }
 
 unsafe extern "C" fn deregister(this: *mut Object, memory: NixlHandle) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
+    // SAFETY: NIXL passes an object that `create` returned and `destroy` has not freed.
     unsafe { on(this, |engine| done(engine.deregister(memory))) }
 }
 
-/// Links come up by themselves: when a peer introduces itself, or this agent first names itself.
+/// Does nothing: links open when a peer introduces itself, or when this agent first names itself.
 unsafe extern "C" fn connect(_: *mut Object, _: *const Str) -> c_int {
     NixlStatus::Success as c_int
 }
 
 unsafe extern "C" fn disconnect(this: *mut Object, agent: *const Str) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
+    // SAFETY: NIXL passes an object that `create` returned and `destroy` has not freed.
     unsafe {
         on(this, |engine| {
             engine.forget_peer(&Str::text(agent));
@@ -152,7 +153,7 @@ unsafe extern "C" fn disconnect(this: *mut Object, agent: *const Str) -> c_int {
 }
 
 unsafe extern "C" fn unload(this: *mut Object, memory: NixlHandle) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
+    // SAFETY: NIXL passes an object that `create` returned and `destroy` has not freed.
     unsafe {
         on(this, |engine| {
             engine.unload(memory);
@@ -170,7 +171,7 @@ unsafe extern "C" fn prepare(
     out: *mut NixlHandle,
     _: *const BackendArgs,
 ) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
+    // SAFETY: NIXL passes an object that `create` returned and `destroy` has not freed.
     unsafe {
         on(this, |engine| {
             let op = if *op == 0 { Op::Read } else { Op::Write };
@@ -190,7 +191,7 @@ unsafe extern "C" fn post(
     request: *const NixlHandle,
     extra: *const BackendArgs,
 ) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
+    // SAFETY: NIXL passes an object that `create` returned and `destroy` has not freed.
     unsafe {
         on(this, |engine| {
             let has_note = !extra.is_null() && (*extra).has_note;
@@ -201,17 +202,17 @@ unsafe extern "C" fn post(
 }
 
 unsafe extern "C" fn check(this: *const Object, request: NixlHandle) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
+    // SAFETY: NIXL passes an object that `create` returned and `destroy` has not freed.
     unsafe { on(this, |engine| engine.check(request)) }
 }
 
 unsafe extern "C" fn release(this: *const Object, request: NixlHandle) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
+    // SAFETY: NIXL passes an object that `create` returned and `destroy` has not freed.
     unsafe { on(this, |engine| done(engine.release(request))) }
 }
 
 unsafe extern "C" fn public_data(this: *const Object, memory: NixlHandle, out: *mut Str) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
+    // SAFETY: NIXL passes an object that `create` returned and `destroy` has not freed.
     unsafe {
         on(this, |engine| {
             Str::set(out, &engine.public_data(memory)?);
@@ -221,7 +222,7 @@ unsafe extern "C" fn public_data(this: *const Object, memory: NixlHandle, out: *
 }
 
 unsafe extern "C" fn introduction(this: *const Object, out: *mut Str) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
+    // SAFETY: NIXL passes an object that `create` returned and `destroy` has not freed.
     unsafe {
         on(this, |engine| {
             Str::set(out, engine.introduction());
@@ -235,7 +236,7 @@ unsafe extern "C" fn load_peer(
     agent: *const Str,
     introduction: *const Str,
 ) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
+    // SAFETY: NIXL passes an object that `create` returned and `destroy` has not freed.
     unsafe {
         on(this, |engine| done(engine.load_peer(&Str::text(agent), Str::bytes(introduction))))
     }
@@ -248,7 +249,7 @@ unsafe extern "C" fn load_remote(
     agent: *const Str,
     out: *mut NixlHandle,
 ) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
+    // SAFETY: NIXL passes an object that `create` returned and `destroy` has not freed.
     unsafe {
         on(this, |engine| {
             let (address, len, data) =
@@ -263,13 +264,13 @@ unsafe extern "C" fn load_local(
     memory: NixlHandle,
     out: *mut NixlHandle,
 ) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
+    // SAFETY: NIXL passes an object that `create` returned and `destroy` has not freed.
     unsafe { on(this, |engine| give(engine.load_local(memory), out)) }
 }
 
 unsafe extern "C" fn notifications(this: *mut Object, out: *mut Vector<[Str; 2]>) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed; NIXL
-    // hands over an empty list, and each of its strings is made.
+    // SAFETY: NIXL passes an object that `create` returned and `destroy` has not freed, and an
+    // empty list, in which each string is initialised.
     unsafe {
         on(this, |engine| {
             if !Vector::slice(out).is_empty() {
@@ -290,6 +291,6 @@ unsafe extern "C" fn notifications(this: *mut Object, out: *mut Vector<[Str; 2]>
 }
 
 unsafe extern "C" fn notify(this: *const Object, agent: *const Str, note: *const Str) -> c_int {
-    // SAFETY: NIXL calls it with an object that `create` made and `destroy` has not freed.
+    // SAFETY: NIXL passes an object that `create` returned and `destroy` has not freed.
     unsafe { on(this, |engine| done(engine.notify(&Str::text(agent), Str::bytes(note)))) }
 }

@@ -1,5 +1,5 @@
-//! Objects of libstdc++ that NIXL passes, laid out by hand (Itanium ABI, the layout of GCC since
-//! 5).
+//! Objects of libstdc++ that NIXL passes, with the layout declared by hand (Itanium ABI, GCC's
+//! layout since 5).
 
 use std::ffi::{CStr, c_void};
 use std::ptr::{addr_of, addr_of_mut, null_mut};
@@ -7,8 +7,8 @@ use std::sync::OnceLock;
 
 use libloading::os::unix::{Library, RTLD_LAZY, RTLD_LOCAL};
 
-/// The process's own `operator new` and `operator delete`: what NIXL frees must come from where it
-/// frees to.
+/// The process's own `operator new` and `operator delete`: NIXL frees memory from this library, and
+/// this library frees NIXL's, so both must use the same heap.
 struct Heap {
     new: unsafe extern "C" fn(usize) -> *mut c_void,
     delete: unsafe extern "C" fn(*mut c_void),
@@ -21,9 +21,10 @@ pub(super) fn find_heap() -> Result<(), String> {
     if HEAP.get().is_some() {
         return Ok(());
     }
-    // A program may bring its own (tcmalloc, jemalloc), and the linker then gives it to all.
+    // A program may have its own (tcmalloc, jemalloc), which the linker then uses for all
+    // libraries.
     let program = Library::this();
-    // SAFETY: libstdc++ is in this process already: NIXL is written in C++.
+    // SAFETY: libstdc++ is already loaded: NIXL is written in C++.
     let library = unsafe { Library::open(Some("libstdc++.so.6"), RTLD_LAZY | RTLD_LOCAL) };
     let library = library.map_err(|error| error.to_string())?;
     // SAFETY: the mangled name encodes this signature.
@@ -50,22 +51,22 @@ pub(super) fn find_heap() -> Result<(), String> {
 }
 
 fn heap() -> &'static Heap {
-    HEAP.get().expect("found before NIXL got the plug-in")
+    HEAP.get().expect("`nixl_plugin_init` has found the heap")
 }
 
-/// Bytes from `operator new`.
+/// Allocates bytes with `operator new`.
 unsafe fn allocate<T>(bytes: usize) -> *mut T {
-    // SAFETY: `operator new` of any size is sound; it throws only where Rust would abort.
+    // SAFETY: `operator new` is sound for any size; it throws only where Rust would abort.
     unsafe { (heap().new)(bytes) }.cast()
 }
 
 /// Frees memory from `operator new`.
 unsafe fn free<T>(at: *mut T) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { (heap().delete)(at.cast()) }
 }
 
-/// `std::string`. Up to 15 bytes lie in `small`; else the capacity does.
+/// `std::string`. Up to 15 bytes are in `small`, which otherwise holds the capacity.
 #[repr(C)]
 pub(super) struct Str {
     at: *mut u8,
@@ -76,43 +77,43 @@ pub(super) struct Str {
 impl Str {
     const SMALL: usize = 15;
 
-    /// Its bytes.
+    /// Returns its bytes.
     ///
     /// # Safety
     /// `this` is a live `std::string` that nobody changes for `'a`.
     pub(super) unsafe fn bytes<'a>(this: *const Str) -> &'a [u8] {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { std::slice::from_raw_parts((*this).at, (*this).len) }
     }
 
-    /// As text; what is no UTF-8 is replaced.
+    /// Returns its text; invalid UTF-8 is replaced.
     ///
     /// # Safety
-    /// As [`bytes`](Str::bytes).
+    /// As for [`bytes`](Str::bytes).
     pub(super) unsafe fn text(this: *const Str) -> String {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         String::from_utf8_lossy(unsafe { Str::bytes(this) }).into_owned()
     }
 
-    /// Returns whether this memory looks like a string of at most `longest` bytes. Follows no
-    /// pointer.
+    /// Returns whether this memory looks like a string of at most `longest` bytes. Does not follow
+    /// the pointer.
     ///
     /// # Safety
     /// 32 bytes at `this` are readable.
     pub(super) unsafe fn is_plausible(this: *const Str, longest: usize) -> bool {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let (at, len, small) =
             unsafe { ((*this).at, (*this).len, addr_of!((*this).small).cast::<u8>()) };
         let inside = std::ptr::eq(at, small);
         len <= longest && (inside == (len <= Str::SMALL) || !inside) && !at.is_null()
     }
 
-    /// Makes one where there is none.
+    /// Creates a string in uninitialised memory.
     ///
     /// # Safety
-    /// `this` has room for it, and stays where it is.
+    /// `this` has space for it, and does not move.
     pub(super) unsafe fn make(this: *mut Str, bytes: &[u8]) {
-        // SAFETY: the caller's promise; the buffer is one byte longer than the bytes that are
+        // SAFETY: guaranteed by the caller; the buffer is one byte longer than the bytes that are
         // written before the zero.
         unsafe {
             let small = addr_of_mut!((*this).small).cast::<u8>();
@@ -129,12 +130,13 @@ impl Str {
         }
     }
 
-    /// Ends it.
+    /// Destroys the string.
     ///
     /// # Safety
-    /// `this` is a live `std::string`, and is none afterwards.
+    /// `this` is a live `std::string`, and is not used as one afterwards.
     pub(super) unsafe fn end(this: *mut Str) {
-        // SAFETY: the caller's promise; a string that points elsewhere owns what it points to.
+        // SAFETY: guaranteed by the caller; a string that does not point to `small` owns its
+        // buffer.
         unsafe {
             if (*this).at != addr_of_mut!((*this).small).cast() {
                 free((*this).at);
@@ -147,7 +149,7 @@ impl Str {
     /// # Safety
     /// `this` is a live `std::string`.
     pub(super) unsafe fn set(this: *mut Str, bytes: &[u8]) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             Str::end(this);
             Str::make(this, bytes);
@@ -167,12 +169,12 @@ impl<T> Vector<T> {
     pub(super) const EMPTY: Vector<T> =
         Vector { begin: null_mut(), end: null_mut(), room: null_mut() };
 
-    /// Its elements.
+    /// Returns its elements.
     ///
     /// # Safety
     /// It is a live vector of `T` that nobody changes for `'a`.
     pub(super) unsafe fn slice<'a>(this: *const Vector<T>) -> &'a [T] {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             if (*this).begin.is_null() {
                 return &[];
@@ -184,12 +186,12 @@ impl<T> Vector<T> {
         }
     }
 
-    /// Room for `count` elements, which the caller writes; all of them count as written.
+    /// Allocates `count` elements, which count as initialised; the caller writes all of them.
     ///
     /// # Safety
     /// `this` is a live, empty vector.
     pub(super) unsafe fn grow(this: *mut Vector<T>, count: usize) -> *mut T {
-        // SAFETY: the caller's promise; the old buffer is released.
+        // SAFETY: guaranteed by the caller; the old buffer is released.
         unsafe {
             if !(*this).begin.is_null() {
                 free((*this).begin);
@@ -222,9 +224,9 @@ struct Node {
 }
 
 impl Map {
-    /// An empty one. Its only bucket is on the heap, so that it may be moved.
+    /// Returns an empty map. Its only bucket is on the heap, so it may be moved.
     pub(super) fn empty() -> Map {
-        // SAFETY: eight bytes were asked for.
+        // SAFETY: eight bytes were allocated.
         let buckets = unsafe {
             let buckets: *mut usize = allocate(8);
             buckets.write(0);
@@ -233,13 +235,13 @@ impl Map {
         Map { buckets, count: 1, first: null_mut(), size: 0, load: 1.0, next: 0, single: 0 }
     }
 
-    /// Its pairs, at most a thousand.
+    /// Returns its pairs, at most a thousand.
     ///
     /// # Safety
     /// `this` is a live map that nobody changes meanwhile.
     pub(super) unsafe fn pairs(this: *const Map) -> Vec<(String, String)> {
         let mut pairs = Vec::new();
-        // SAFETY: the caller's promise: each node is one of a list that ends.
+        // SAFETY: guaranteed by the caller: the nodes form a list that ends.
         unsafe {
             let mut node = (*this).first;
             while !node.is_null() && pairs.len() < 1000 {
@@ -250,12 +252,12 @@ impl Map {
         pairs
     }
 
-    /// Ends an [`empty`](Map::empty) one.
+    /// Destroys an [`empty`](Map::empty) map.
     ///
     /// # Safety
-    /// It is one, and nothing was put into it.
+    /// It is a map from `empty`, and nothing was inserted.
     pub(super) unsafe fn end_empty(this: *mut Map) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { free((*this).buckets) };
     }
 }
@@ -268,13 +270,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn strings_of_all_lengths_come_back() {
-        find_heap().expect("libstdc++ is on this machine");
+    fn strings_of_all_lengths_are_read_back() {
+        find_heap().expect("libstdc++ is installed");
         for len in [0, 1, 15, 16, 17, 100_000] {
             let bytes = vec![7u8; len];
             let mut string = std::mem::MaybeUninit::<Str>::uninit();
             let string = string.as_mut_ptr();
-            // SAFETY: made before it is read, and ended once.
+            // SAFETY: initialised before it is read, and destroyed once.
             unsafe {
                 Str::make(string, b"something longer than before");
                 Str::set(string, &bytes);
@@ -288,9 +290,9 @@ mod tests {
 
     #[test]
     fn a_vector_holds_what_was_written() {
-        find_heap().expect("libstdc++ is on this machine");
+        find_heap().expect("libstdc++ is installed");
         let mut vector = Vector::<u32>::EMPTY;
-        // SAFETY: grown from empty, written in full, and released once.
+        // SAFETY: grown from empty, written completely, and released once.
         unsafe {
             assert!(Vector::slice(&vector).is_empty());
             let at = Vector::grow(&mut vector, 2);

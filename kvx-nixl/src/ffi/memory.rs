@@ -1,4 +1,4 @@
-//! Memory at an address that NIXL gives, as kvx's.
+//! Adopts memory at an address from NIXL.
 
 use std::ffi::c_int;
 
@@ -16,16 +16,16 @@ pub(super) const HOST: c_int = 0;
 /// `VRAM_SEG`.
 pub(super) const DEVICE: c_int = 1;
 
-/// The memory that a user of NIXL's registers. Errors: told in a line.
+/// Adopts the memory that NIXL's user registers. Errors: logged in one line.
 ///
 /// # Safety
-/// NIXL's contract of `registerMem`: its user keeps the range valid until `deregisterMem` has
-/// returned without an error, and expects peers to write to it meanwhile.
+/// The contract of `registerMem`: NIXL's user keeps the range valid until `deregisterMem` has
+/// returned without an error, and expects peers to write to it.
 pub(super) unsafe fn adopt(blob: &Blob, kind: c_int, devices: &Devices) -> NixlResult<Memory> {
     let Blob { address, len, device, .. } = *blob;
     match kind {
-        // Nothing is owned here, so that quarantine frees nothing.
-        // SAFETY: the caller's promise.
+        // kvx does not own the memory, so quarantine frees nothing.
+        // SAFETY: guaranteed by the caller.
         HOST => Ok(unsafe { Memory::adopt(address as *mut u8, len, ()) }),
         DEVICE => {
             let device = devices.of(device).map_err(|why| {
@@ -34,9 +34,9 @@ pub(super) unsafe fn adopt(blob: &Blob, kind: c_int, devices: &Devices) -> NixlR
                 ));
                 NixlStatus::InvalidParam
             })?;
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             let adopted = unsafe { device.adopt(DevicePtr(address), len, ()) };
-            adopted.map_err(|error| report("memory is not registered", &error))
+            adopted.map_err(|error| report("memory could not be registered", &error))
         }
         _ => Err(NixlStatus::NotSupported),
     }

@@ -1,7 +1,8 @@
-//! NIXL's C++ interface: its objects laid out by hand, the table of virtual functions, and the
-//! functions in it.
+//! NIXL's C++ interface: its objects with a layout declared by hand, the table of virtual
+//! functions, and the functions in it.
 //!
-//! Each function is entered by NIXL with pointers that are good for the call, on any thread, and no
+//! NIXL calls each function with pointers that are valid during the call, on any thread. No
+//! function unwinds.
 //! panic leaves it.
 
 mod entries;
@@ -62,7 +63,7 @@ type Lock = [u64; 6];
 #[cfg(not(target_arch = "aarch64"))]
 type Lock = [u64; 5];
 
-/// `nixlBackendEngine`, and what is ours behind it.
+/// `nixlBackendEngine`, followed by kvx's own fields.
 #[repr(C)]
 struct Object {
     table: *const *const c_void,
@@ -103,17 +104,17 @@ const _: () = assert!(
 );
 
 const NAME: &std::ffi::CStr = c"KVX";
-/// A kvx agent's name has at most so many bytes.
+/// The maximum length of a kvx agent's name in bytes.
 const LONGEST_NAME: usize = kvx_core::backend::MAX_NAME;
 
-/// The table of all engines, for the life of the process, and the NIXL that it is for.
+/// The table of all engines, for the life of the process, and the NIXL that it belongs to.
 struct EngineTable {
     functions: Vec<*const c_void>,
     nixl: String,
 }
 // SAFETY: addresses of functions.
 unsafe impl Send for EngineTable {}
-// SAFETY: addresses of functions; never changed.
+// SAFETY: addresses of functions, which never change.
 unsafe impl Sync for EngineTable {}
 
 static TABLE: OnceLock<EngineTable> = OnceLock::new();
@@ -127,8 +128,8 @@ fn table() -> Result<&'static EngineTable, TableRefusal> {
     }
     let Installation { order, name } = Installation::of_process()?;
     libstdcxx::find_heap().map_err(TableRefusal)?;
-    // Offset to the top, no type information, and the two destructors: of the object, and with its
-    // memory.
+    // Offset to the top, no type information, and the two destructors: one for the object only, one
+    // that also frees its memory.
     let mut functions = vec![null(), null()];
     functions.extend(order.slots().iter().enumerate().map(|(at, slot)| match (at, slot) {
         (0, _) => entries::end as *const c_void,
@@ -139,7 +140,8 @@ fn table() -> Result<&'static EngineTable, TableRefusal> {
     Ok(TABLE.get_or_init(|| EngineTable { functions, nixl: name }))
 }
 
-/// What NIXL calls after it has opened the library. Null is a refusal, which is told.
+/// The function that NIXL calls after it has loaded the library. A null result is a refusal, which
+/// is logged.
 #[unsafe(no_mangle)]
 #[allow(unreachable_pub, reason = "the linker reaches it")]
 pub extern "C" fn nixl_plugin_init() -> *const c_void {
@@ -153,7 +155,7 @@ pub extern "C" fn nixl_plugin_init() -> *const c_void {
     }
 }
 
-/// What NIXL calls before it closes the library, which stays.
+/// The function that NIXL calls before it unloads the library, which stays loaded.
 #[unsafe(no_mangle)]
 #[allow(unreachable_pub, reason = "the linker reaches it")]
 pub extern "C" fn nixl_plugin_fini() {}
@@ -171,7 +173,7 @@ extern "C" fn options() -> Map {
     Map::empty()
 }
 
-/// Runs what could panic; nothing comes of it if it did, which is told.
+/// Runs a body that may panic. Returns `None` if it did, and logs that.
 fn guarded<T>(body: impl FnOnce() -> T) -> Option<T> {
     let done = catch_unwind(AssertUnwindSafe(body));
     if done.is_err() {
@@ -180,22 +182,22 @@ fn guarded<T>(body: impl FnOnce() -> T) -> Option<T> {
     done.ok()
 }
 
-/// Makes an engine. Null is a refusal, which is told.
+/// Creates an engine. A null result is a refusal, which is logged.
 unsafe extern "C" fn create(setup: *const InitParams) -> *mut Object {
-    // SAFETY: NIXL's parameters are good for the call.
+    // SAFETY: NIXL's parameters are valid during the call.
     guarded(|| unsafe { make(setup) }).flatten().unwrap_or(null_mut())
 }
 
 unsafe fn make(setup: *const InitParams) -> Option<*mut Object> {
     let table = TABLE.get()?;
-    // SAFETY: NIXL's parameters are readable; their strings are only followed once they look like
+    // SAFETY: NIXL's parameters are readable; their strings are only followed if they look like
     // strings.
     unsafe {
         let (kind, agent) = (addr_of!((*setup).kind), addr_of!((*setup).agent));
         let plausible = Str::is_plausible(kind, 15) && Str::bytes(kind) == NAME.to_bytes();
         if !plausible || !Str::is_plausible(agent, 1 << 20) || (*setup).parameters.is_null() {
             warn(format_args!(
-                "{} hands over its parameters in a way that KVX does not know",
+                "{} passes its parameters in a layout that KVX does not know",
                 table.nixl
             ));
             return None;
@@ -224,12 +226,12 @@ unsafe fn make(setup: *const InitParams) -> Option<*mut Object> {
     }
 }
 
-/// Ends an engine and gives its memory back.
+/// Destroys an engine, and frees its memory.
 unsafe extern "C" fn destroy(object: *mut Object) {
     if object.is_null() || kvx_core::backend::fork::check().is_err() {
-        return; // in a fork nothing of a transport is dropped
+        return; // a forked child drops no transport
     }
-    // SAFETY: NIXL destroys what `create` gave it once, when no call is under way.
+    // SAFETY: NIXL destroys each object from `create` once, when no call is in progress.
     let engine = unsafe {
         Str::end(addr_of_mut!((*object).kind));
         Str::end(addr_of_mut!((*object).agent));
@@ -247,9 +249,9 @@ mod tests {
 
     use super::*;
 
-    /// Returns what `create` makes of these parameters, spoilt before it sees them.
+    /// Returns the result of `create` for these parameters after `spoil` has changed them.
     fn created(spoil: impl FnOnce(&mut InitParams)) -> *mut Object {
-        libstdcxx::find_heap().expect("libstdc++ is on this machine");
+        libstdcxx::find_heap().expect("libstdc++ is installed");
         TABLE.get_or_init(|| EngineTable {
             functions: vec![null(); 64],
             nixl: "a NIXL of this test".to_owned(),
@@ -257,8 +259,8 @@ mod tests {
         let parameters = Map::empty();
         let mut setup = MaybeUninit::<InitParams>::zeroed();
         let at = setup.as_mut_ptr();
-        // SAFETY: all of it is written, or may be zero, before it is read; its strings stay where
-        // they are made and leak.
+        // SAFETY: everything is written, or may be zero, before it is read; the strings are leaked
+        // and do not move.
         unsafe {
             Str::make(addr_of_mut!((*at).kind), NAME.to_bytes());
             Str::make(addr_of_mut!((*at).agent), b"an agent with a name of more than 15 bytes");
@@ -269,18 +271,18 @@ mod tests {
     }
 
     #[test]
-    fn parameters_that_lie_elsewhere_are_refused_and_no_pointer_of_theirs_is_followed() {
+    fn parameters_in_another_layout_are_rejected_without_following_pointers() {
         let object = created(|_| {});
-        assert!(!object.is_null(), "as NIXL lays them out");
-        // SAFETY: it was made a moment ago, and nobody else has it.
+        assert!(!object.is_null(), "NIXL's layout");
+        // SAFETY: it is newly created, and has no other owner.
         unsafe { destroy(object) };
         let fits_none: [fn(&mut InitParams); 4] = [
             |setup| std::mem::swap(&mut setup.kind, &mut setup.agent),
             |setup| setup.parameters = null(),
-            // Where its text is expected lies nothing.
-            // SAFETY: a string of zeros is no live one, and nobody follows it.
+            // A zeroed string in place of the agent's name.
+            // SAFETY: a zeroed string is not a live one, and nobody follows it.
             |setup| setup.agent = unsafe { MaybeUninit::zeroed().assume_init() },
-            // A field more in front: all lie 8 bytes later.
+            // An additional field in front: all others are 8 bytes later.
             |setup| {
                 let at: *mut u8 = (&raw mut *setup).cast();
                 // SAFETY: both ranges are within it.
@@ -293,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn no_panic_leaves_a_call() {
+    fn panics_do_not_unwind_out_of_a_call() {
         assert_eq!(guarded(|| 1), Some(1));
         assert_eq!(guarded(|| -> u8 { panic!("of this test") }), None);
     }

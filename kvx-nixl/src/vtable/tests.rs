@@ -6,8 +6,8 @@ use super::*;
 
 const TABLE: u64 = 0x8000;
 
-/// The names of a whole table as NIXL 1.x has it: destructors, three unknown functions in the
-/// middle, and one more at the end.
+/// Returns the names of a complete table as in NIXL 1.x: destructors, three unknown functions in
+/// the middle, and another one at the end.
 fn whole() -> Vec<String> {
     let mangled = |name: &str| format!("_ZN10nixlMyImpl{}", name.replace('$', STRING));
     let mut names = vec!["_ZN10nixlMyImplD1Ev".to_owned(), "_ZN10nixlMyImplD0Ev".to_owned()];
@@ -21,7 +21,7 @@ fn whole() -> Vec<String> {
     names
 }
 
-/// A shared library with such a table: sections for symbols, their names, and relocations.
+/// Returns a shared library with such a table: sections for symbols, their names, and relocations.
 fn file(names: &[String]) -> Vec<u8> {
     let mut strings = vec![0];
     let mut symbols = vec![0; 24];
@@ -37,7 +37,7 @@ fn file(names: &[String]) -> Vec<u8> {
         let value = 0x1000 + at as u64;
         symbol(name, value, 1);
         relocations.extend((TABLE + 16 + 8 * at as u64).to_le_bytes());
-        // By the symbol's number, and by its address: linkers write both.
+        // By the symbol's number, and by its address: linkers write both forms.
         let (kind, index, address) = if at % 2 == 0 {
             (machine::ABSOLUTE, at as u32 + 1, 0)
         } else {
@@ -71,7 +71,7 @@ fn file(names: &[String]) -> Vec<u8> {
     file
 }
 
-/// A folder of plug-ins that goes when it is dropped.
+/// A folder of plug-ins that is removed when it is dropped.
 struct Folder(std::path::PathBuf);
 
 impl Folder {
@@ -109,7 +109,7 @@ fn a_whole_table_gives_each_function_its_slot() {
 #[test]
 fn a_table_that_lacks_a_function_is_refused() {
     let mut names = whole();
-    names[12] = "_ZN10nixlMyImpl8postXferEv".to_owned(); // other parameters are another function
+    names[12] = "_ZN10nixlMyImpl8postXferEv".to_owned(); // other parameters make it another function
     assert_eq!(
         refusal("lacks", &[("UCX", file(&names))]),
         "UCX: its table lacks the function PostXfer"
@@ -137,7 +137,7 @@ fn swapped_functions_are_refused_unless_any_order_is_asked_for() {
         order_in(&folder.0, true).unwrap().slots()[13..15],
         [Some(ReleaseReq), Some(CheckXfer)]
     );
-    // An unknown function where no release has one moves all that follow.
+    // An unknown function at an unexpected position shifts all functions after it.
     let mut names = whole();
     names.insert(5, "_ZN17nixlBackendEngine8unknownEv".to_owned());
     assert!(refusal("unknown", &[("UCX", file(&names))]).contains("no tried release"));
@@ -159,7 +159,7 @@ fn as_many_unknown_functions_as_in_some_release_are_accepted() {
 fn plug_ins_of_one_folder_have_to_agree() {
     let short = whole()[..whole().len() - 1].to_vec();
     let folder = Folder::new("agree", &[("UCX", file(&short)), ("POSIX", file(&whole()))]);
-    assert_eq!(order_in(&folder.0, false).unwrap().slots().len(), 26, "room for the longer one");
+    assert_eq!(order_in(&folder.0, false).unwrap().slots().len(), 26, "slots for the longer one");
     let mut shifted = whole();
     shifted.remove(15);
     let why = refusal("differ", &[("UCX", file(&whole())), ("POSIX", file(&shifted))]);
@@ -193,7 +193,7 @@ fn every_truncation_is_refused() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 20_000, ..ProptestConfig::default() })]
 
-    /// Damaged anywhere: an order or a refusal, in no time and no memory to speak of.
+    /// For any damage, the result is an order or a refusal, without noticeable time or memory.
     #[test]
     fn damage_is_an_order_or_a_refusal(
         places in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
@@ -208,7 +208,7 @@ proptest! {
         }
     }
 
-    /// Numbers that lead out of the file, or to the limits.
+    /// Offsets that lead out of the file, or to the limits.
     #[test]
     fn wild_numbers_are_an_order_or_a_refusal(
         words in prop::collection::vec((any::<prop::sample::Index>(), prop::sample::select(vec![

@@ -1,8 +1,8 @@
 """NIXL's Python API over KVX and over its own UCX, in one run, rounds interleaved: `beside_ucx.py shm|tcp|idle|metadata PLUGINS`, where
 PLUGINS is a folder with libplugin_KVX.so. Prints a JSON object a line.
 
-A pair of processes for each backend, of which one alone runs at a time: the other is stopped meanwhile, so that a thread of
-UCX's that spins takes nothing from KVX. Host memory in pages of 4 KiB, blocks in random places."""
+There is a pair of processes for each backend, and only one pair runs at a time: the other is stopped, so that a spinning
+UCX thread takes no CPU from KVX. Host memory in pages of 4 KiB, blocks at random positions."""
 
 import ctypes
 import json
@@ -45,7 +45,7 @@ def text(name):
 
 
 class Side:
-    """An agent in a process of its own: what `Process` calls."""
+    """The agent in another process, which `Process` calls."""
 
     def __init__(self, role, backend, thread):
         self.role, self.backend, self.thread = role, backend, thread
@@ -74,7 +74,7 @@ class Side:
         self.peer = text(self.nixl.add_remote_agent(metadata))
 
     def prepare(self, theirs, block, count):
-        """Blocks in random places; the seconds that NIXL takes for a request."""
+        """Prepares blocks at random positions; returns the seconds that NIXL needs for a request."""
         order = np.random.default_rng(7)
         self.block, self.ours = block, order.permutation(POOL // block)[:count].astype(np.uint64)
         self.theirs = order.permutation(POOL // block)[:count].astype(np.uint64)
@@ -108,7 +108,7 @@ class Side:
         return time.perf_counter() - started, posted - started
 
     def round(self):
-        """The medians of a round: until it is done, and until the post returns."""
+        """Returns the medians of a round: until it is done, and until the post returns."""
         self.once()
         times, end = [], time.perf_counter() + ROUND
         while time.perf_counter() < end or len(times) < 3:
@@ -116,7 +116,7 @@ class Side:
         return statistics.median(whole for whole, _ in times), statistics.median(post for _, post in times)
 
     def bare(self, owner):
-        """The median of a round of nothing but the kernel's copies, as large as they are taken."""
+        """Returns the median of a round of only the kernel's copies, of the largest size that it accepts."""
         readv = ctypes.CDLL(None).process_vm_readv
         readv.restype = ctypes.c_ssize_t
         readv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
@@ -140,12 +140,12 @@ class Side:
         return time.process_time() - before
 
     def many(self):
-        """Metadata of many agents with many regions each, and the seconds that it took to get it."""
+        """Returns metadata of many agents with many regions each, and the seconds that it took."""
         self.others = [self.agent(f"owner-{number}") for number in range(AGENTS)]
         self.rooms = [mmap.mmap(-1, REGIONS << 16) for _ in self.others]
         for agent, room in zip(self.others, self.rooms):
             base = ctypes.addressof(ctypes.c_char.from_buffer(room))
-            # Every other page, so that no two are one.
+            # Every other page, so that no two are merged.
             ranges = [(base + (number << 16), 4096, 0, "") for number in range(REGIONS)]
             agent.register_memory(ranges, mem_type="DRAM", backends=[self.backend])
 
@@ -177,7 +177,7 @@ def serve(role, backend, thread):
 
 
 class Process:
-    """A Side elsewhere."""
+    """A `Side` in another process."""
 
     def __init__(self, role, backend, thread, environment):
         command = [sys.executable, os.path.abspath(__file__), role, backend, "thread" if thread else "no-thread"]
@@ -196,7 +196,7 @@ class Process:
 
 
 class Pair:
-    """A reader and an owner over one backend; they run inside `with` alone."""
+    """A reader and an owner over one backend; they run only inside `with`."""
 
     def __init__(self, backend, route, thread, plugins):
         environment = dict(os.environ, NIXL_LOG_LEVEL="error", UCX_LOG_LEVEL="error", UCX_NET_DEVICES="lo")
@@ -242,7 +242,7 @@ def pairs(route, thread, plugins):
 
 
 def fill(found):
-    """All pools, a part of each in turn: where the kernel puts pages makes a fifth of a difference."""
+    """Fills all pools alternately, part by part: the placement of pages affects results by a fifth."""
     processes = [process for pair in found for process in (pair.owner, pair.reader)]
     [process.allocate() for process in processes]
     for first in range(0, POOL // 8, 1 << 19):
@@ -297,7 +297,7 @@ def transfers(route, plugins):
 
 
 def idle(plugins):
-    """With NIXL's defaults, after a transfer."""
+    """Measures idle CPU with NIXL's defaults, after a transfer."""
     percent = {}
     for pair in pairs("shm", True, plugins):
         try:

@@ -14,7 +14,7 @@ COMMANDS = {
 
 
 def kvx():
-    """The program `kvx` in the place of this process."""
+    """Replaces this process with the program `kvx`."""
     os.execv(KVX, ["kvx", *sys.argv[1:]])
 
 
@@ -23,7 +23,7 @@ def main():
     if command not in COMMANDS:
         sys.exit("usage: python -m kvx_nixl install | check | remove | list\n"
                  "(before `pip uninstall kvx-nixl`: remove)")
-    os.environ["VIRTUAL_ENV"] = sys.prefix  # where `kvx nixl` looks
+    os.environ["VIRTUAL_ENV"] = sys.prefix  # where `kvx nixl` searches
     os.execv(KVX, ["kvx", "nixl", *COMMANDS[command]])
 
 

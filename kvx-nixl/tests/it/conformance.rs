@@ -1,5 +1,5 @@
-//! The backend KVX inside real NIXLs, through their Python API: tests/python/conformance.py over
-//! each wheel and each route, memory of GPUs with the stand-in for their drivers.
+//! Tests the backend KVX in real NIXLs, through their Python API: tests/python/conformance.py over
+//! each wheel and each route; GPU memory with a stand-in for the drivers.
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -14,18 +14,18 @@ use crate::wheels::{self, Folder, NEWEST, NEWEST_VERSION, ROUNDS, Wheel};
 
 const SCRIPT: &str = "conformance.py";
 const CUT_OFF: Duration = Duration::from_secs(60);
-/// A million rounds are not of every day: `KVX_NIXL_TEST_ROUNDS=1000000`.
+/// The time limit of `KVX_NIXL_TEST_ROUNDS=1000000`, which is not part of regular runs.
 const CUT_OFF_OF_MANY: Duration = Duration::from_secs(900);
-/// Under valgrind all takes its time. It runs where [`VALGRIND`] is set.
+/// The time limit under valgrind, which is slow. Those tests run only if [`VALGRIND`] is set.
 const CUT_OFF_OF_VALGRIND: Duration = Duration::from_secs(590);
 const VALGRIND: &str = "KVX_NIXL_TEST_VALGRIND";
 const ROUTES: [&str; 2] = ["SHM", "TCP"];
-/// With both: what a device does not reach over SHM goes over TCP.
+/// With both backends, memory that a device cannot access over SHM goes over TCP.
 const WITH_BOTH: [&str; 3] = ["SHM", "TCP", "SHM,TCP"];
-/// A backend that reaches no memory of the stand-in's devices: it has its own ways to the drivers.
+/// A backend that cannot access the stand-in's device memory, because it calls the drivers itself.
 const WITHOUT_DEVICES: &str = "UCX";
 
-/// In conformance.py, by their names.
+/// The tests in conformance.py, by name.
 const TESTS: &[&str] = &[
     "prepped_and_direct_reads_and_writes",
     "reposts",
@@ -53,11 +53,11 @@ const TESTS: &[&str] = &[
     "many_rounds_do_not_grow",
 ];
 
-/// A test of memory of GPUs.
+/// A test of GPU memory.
 struct OnGpus {
-    /// In conformance.py.
+    /// The test in conformance.py.
     test: &'static str,
-    /// Whose driver there is: a variable, which names the stand-in.
+    /// The variable that names the stand-in as a driver, if there is one.
     driver: Option<&'static str>,
     routes: &'static [&'static str],
 }
@@ -74,7 +74,7 @@ const NOT_OFFERED: &str = "memory_of_gpus_that_is_not_offered";
 const CUDA: &str = "KVX_CUDA_LIB";
 const HIP: &str = "KVX_HIP_LIB";
 
-/// What standard error has to hold when a test has passed: the test, the route.
+/// The text that standard error must contain when a test has passed, by test and route.
 const LINES: &[(&str, &str, &str)] = &[
     ("two_agents_in_one_process", "SHM", "KVX: agent a reaches b by SHM: chosen, shared memory"),
     (
@@ -96,14 +96,14 @@ const LINES: &[(&str, &str, &str)] = &[
     ),
 ];
 
-/// Heaps of other makers in the process, and glibc's own that checks: a library, its Debian
-/// package, and a variable.
+/// Other heaps in the process, and glibc's own with checks: a library, its Debian package, and a
+/// variable.
 const HEAPS: &[(&str, &str, (&str, &str))] = &[
     ("libc_malloc_debug.so.0", "libc6", ("MALLOC_CHECK_", "3")),
     ("libtcmalloc_minimal.so.4", "libtcmalloc-minimal4", ("TCMALLOC_RECLAIM_MEMORY", "1")),
     ("libjemalloc.so.2", "libjemalloc2", ("MALLOC_CONF", "abort_conf:true,junk:true")),
 ];
-/// What runs on them: what crosses the border in all its forms.
+/// The tests that run with them: all forms of data that cross the C++ interface.
 const ON_HEAPS: &[&str] = &[
     "prepped_and_direct_reads_and_writes",
     "notifications_of_all_lengths",
@@ -113,7 +113,7 @@ const ON_HEAPS: &[&str] = &[
     "what_makes_no_sense_is_refused",
 ];
 
-/// What runs under valgrind, in one process.
+/// The tests that run under valgrind, in one process.
 const UNDER_VALGRIND: &[&str] = &["two_agents_in_one_process", "transfers_to_itself"];
 
 type Outcome = Result<(), Failed>;
@@ -133,8 +133,8 @@ fn line_of(test: &str, route: &str) -> &'static str {
     LINES.iter().find(|(of, over, _)| (*of, *over) == (test, route)).map_or("", |(_, _, line)| line)
 }
 
-/// Does the same with the stand-in in the place of a maker's driver, or without any; no driver of
-/// this machine's.
+/// Runs a test with the stand-in in place of a vendor's driver, or without any; no real driver is
+/// used.
 fn on_gpus(
     wheel: &Wheel,
     plugins: &Path,
@@ -167,7 +167,7 @@ fn on_gpus(
     told(kvx_testkit::output(script.arg(of.test), CUT_OFF), line_of(of.test, route))
 }
 
-/// Does the same on another heap, in all of its processes.
+/// Runs a test with another heap in all of its processes.
 fn on_a_heap(
     wheel: &Wheel,
     plugins: &Path,
@@ -184,11 +184,11 @@ fn on_a_heap(
     told(kvx_testkit::output(&mut script, CUT_OFF), "")
 }
 
-/// Runs the same under valgrind: no report has a frame of the library. Memory that is alive at the
-/// end is no error.
+/// Runs a test under valgrind: no report has a frame of the library. Memory that is still allocated
+/// at the end is not an error.
 fn under_valgrind(wheel: &Wheel, plugins: &Path, test: &str) -> Outcome {
     let reports = Folder::new(&format!("valgrind-{test}"))?;
-    let file = reports.0.join("reports.xml"); // there, frames name their libraries
+    let file = reports.0.join("reports.xml"); // in this format, frames name their libraries
     let script = wheel.script(SCRIPT, plugins, &[], "SHM");
     let mut command = Command::new("valgrind");
     command.args(["--error-limit=no", "--num-callers=40", "--xml=yes"]);
@@ -208,11 +208,11 @@ fn under_valgrind(wheel: &Wheel, plugins: &Path, test: &str) -> Outcome {
     let said = std::fs::read_to_string(file)?;
     assert!(
         said.contains("<tool>memcheck</tool>") && said.contains("</valgrindoutput>"),
-        "valgrind has looked"
+        "valgrind has run"
     );
     let is_one = |report: &&str| {
-        // With XML output valgrind always lists memory that is alive at the end; and the kernel
-        // ignores the size of a mask that is null.
+        // With XML output valgrind always lists memory that is still allocated at the end. The
+        // kernel ignores the size of a null mask.
         let is_leak = report.contains("<kind>Leak_");
         let is_null = report.contains("Syscall param epoll_pwait(sigsetsize)");
         report.contains("libplugin_KVX.so</obj>") && !is_leak && !is_null
@@ -232,7 +232,7 @@ fn told(output: Output, line: &str) -> Outcome {
     Err(format!("{:?}, {line:?}\n{said}", output.status).into())
 }
 
-/// The wheel under another record or with other plug-ins, in a folder of its own.
+/// A copy of the wheel with another record or other plug-ins, in its own folder.
 struct Doctored {
     folder: Folder,
     packages: PathBuf,
@@ -264,7 +264,7 @@ impl Doctored {
         self.packages.join(format!(".nixl_cu12.mesonpy.libs/plugins/libplugin_{name}.so"))
     }
 
-    /// Refused in words, and the process lives to tell.
+    /// Tests that the plug-in rejects the wheel with this message, and that the process survives.
     fn refused(&self, wheel: &Wheel, plugins: &Path, sentence: &str) -> Outcome {
         let output = run(
             wheel,
@@ -284,7 +284,7 @@ impl Doctored {
     }
 }
 
-fn an_unknown_version_is_refused_unless_it_is_asked_for(wheel: &Wheel, plugins: &Path) -> Outcome {
+fn an_unknown_version_is_rejected_unless_it_is_accepted(wheel: &Wheel, plugins: &Path) -> Outcome {
     let doctored = Doctored::new(wheel, "version", "9.8.7")?;
     doctored.refused(wheel, plugins, "NIXL 9.8.7 was not tried with KVX")?;
     let mut command =
@@ -297,9 +297,9 @@ fn an_unknown_version_is_refused_unless_it_is_asked_for(wheel: &Wheel, plugins: 
     Ok(())
 }
 
-/// A NIXL without a record of its version, as source builds are, is served, and a line says by
-/// what.
-fn a_source_build_is_served_by_its_tables(wheel: &Wheel, plugins: &Path) -> Outcome {
+/// A NIXL without a record of its version, such as a source build, is supported; a log line says
+/// how its interface was determined.
+fn a_source_build_is_supported_by_its_tables(wheel: &Wheel, plugins: &Path) -> Outcome {
     let doctored = Doctored::new(wheel, "source", NEWEST_VERSION)?;
     std::fs::remove_dir(doctored.packages.join(format!("nixl_cu12-{NEWEST_VERSION}.dist-info")))?;
     let before = std::slice::from_ref(&doctored.packages);
@@ -307,11 +307,11 @@ fn a_source_build_is_served_by_its_tables(wheel: &Wheel, plugins: &Path) -> Outc
     told(output, "does not tell its version: KVX goes by the tables of its plug-ins")
 }
 
-/// A byte of a function's name in a sibling, and a sibling that is cut off.
-fn a_doctored_sibling_is_refused(wheel: &Wheel, plugins: &Path) -> Outcome {
+/// Changes a byte of a function's name in another plug-in, then truncates that plug-in.
+fn a_damaged_sibling_is_rejected(wheel: &Wheel, plugins: &Path) -> Outcome {
     let doctored = Doctored::new(wheel, "sibling", NEWEST_VERSION)?;
     let whole = std::fs::read(doctored.sibling("UCX"))?;
-    // Everywhere: tools that change a library's paths leave old names behind.
+    // Everywhere: tools that change a library's paths leave old names in place.
     let name = b"9checkXferEP15nixlBackendReqH";
     let mut other = whole.clone();
     for at in (0..whole.len() - name.len()).filter(|at| whole[*at..].starts_with(name)) {
@@ -325,7 +325,7 @@ fn a_doctored_sibling_is_refused(wheel: &Wheel, plugins: &Path) -> Outcome {
     Ok(())
 }
 
-/// Agents of UCX, of both, and of KVX, in a wheel that KVX is linked into.
+/// Runs agents with UCX, with both, and with KVX, in a wheel that KVX is linked into.
 fn a_fleet_rolls_over(wheel: &Wheel, plugins: &Path) -> Outcome {
     let doctored = Doctored::new(wheel, "rolling", NEWEST_VERSION)?;
     symlink(plugins.join("libplugin_KVX.so"), doctored.sibling("KVX"))?;
@@ -336,12 +336,12 @@ fn a_fleet_rolls_over(wheel: &Wheel, plugins: &Path) -> Outcome {
     done
 }
 
-/// Makes a test whose processes have a limit of their own.
+/// Returns a test whose processes have their own time limit.
 fn trial(name: String, test: impl FnOnce() -> Outcome + Send + 'static) -> Trial {
     trial_within(CUT_OFF_OF_MANY + CUT_OFF, name, test)
 }
 
-/// Returns the tests of this run, with the library under test in a folder and numpy in another.
+/// Returns the tests of this run. One folder contains the library under test, the other numpy.
 pub(crate) fn trials(plugins: &Folder, borrowed: &Folder) -> Vec<Trial> {
     let (wheels, mut trials) = wheels::of_this_run("conformance");
     for (release, wheel) in wheels {
@@ -371,7 +371,7 @@ pub(crate) fn trials(plugins: &Folder, borrowed: &Folder) -> Vec<Trial> {
     trials
 }
 
-/// Returns a test that is skipped because a package is not installed.
+/// Returns a skipped test for a package that is not installed.
 fn missing(title: String, package: &'static str, cure: &'static str) -> Trial {
     let name = title.clone();
     trial(name, move || {
@@ -380,7 +380,7 @@ fn missing(title: String, package: &'static str, cure: &'static str) -> Trial {
     })
 }
 
-/// Returns the tests that run in one release alone.
+/// Returns the tests that run in one release only.
 fn of_the_newest(wheel: &'static Wheel, plugins: &Path) -> Vec<Trial> {
     let mut trials = Vec::new();
     for (heap, package, variable) in HEAPS {
@@ -417,9 +417,9 @@ fn of_the_newest(wheel: &'static Wheel, plugins: &Path) -> Vec<Trial> {
         }
     }
     let own: [(&str, fn(&Wheel, &Path) -> Outcome); 4] = [
-        ("an_unknown_version_is_refused", an_unknown_version_is_refused_unless_it_is_asked_for),
-        ("a_source_build_is_served", a_source_build_is_served_by_its_tables),
-        ("a_doctored_sibling_is_refused", a_doctored_sibling_is_refused),
+        ("an_unknown_version_is_rejected", an_unknown_version_is_rejected_unless_it_is_accepted),
+        ("a_source_build_is_supported", a_source_build_is_supported_by_its_tables),
+        ("a_damaged_sibling_is_rejected", a_damaged_sibling_is_rejected),
         ("a_fleet_rolls_over", a_fleet_rolls_over),
     ];
     for (name, test) in own {

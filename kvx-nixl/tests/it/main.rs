@@ -17,7 +17,7 @@ fn main() -> ExitCode {
     let plugins = wheels::Folder::of_plugins("plugins").expect("a new folder");
     let borrowed = wheels::numpy("numpy").expect("a new folder");
     trials.extend(conformance::trials(&plugins, &borrowed));
-    // Conformance measures times: one after the other.
+    // Conformance measures times, so tests run one after the other.
     let code = harness_main_with(trials, 1);
     drop((plugins, borrowed));
     code

@@ -1,5 +1,5 @@
-//! A kvx agent in a process without NIXL, and a NIXL agent with the backend KVX in another, both
-//! ways.
+//! Tests a kvx agent in a process without NIXL with a NIXL agent that has the backend KVX in
+//! another, in both directions.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdin, Stdio};
@@ -20,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 const MIB: usize = 1 << 20;
 const ROUTES: [&str; 2] = ["SHM", "TCP"];
 
-/// Names the driver of GPUs: the stand-in.
+/// The variable that names the GPU driver: the stand-in.
 const DRIVER: &str = "KVX_CUDA_LIB";
 
 type Test = fn(&Setting) -> Result<(), Failed>;
@@ -29,15 +29,15 @@ const TESTS: &[(&str, Test)] = &[
     ("nixl_reads_and_writes_memory_of_kvx", nixl_reads_and_writes_memory_of_kvx),
     ("notifications_of_all_lengths_go_both_ways", notifications_of_all_lengths_go_both_ways),
     ("memory_of_gpus_goes_both_ways", memory_of_gpus_goes_both_ways),
-    ("memory_that_is_registered_later_is_learnt", memory_that_is_registered_later_is_learnt),
-    ("a_killed_and_restarted_nixl_is_told_apart", a_killed_and_restarted_nixl_is_told_apart),
+    ("memory_that_is_registered_later_is_usable", memory_that_is_registered_later_is_usable),
+    ("a_killed_and_restarted_nixl_is_distinguished", a_killed_and_restarted_nixl_is_distinguished),
     (
-        "a_nixl_without_the_backend_is_refused_in_words",
-        a_nixl_without_the_backend_is_refused_in_words,
+        "a_nixl_without_the_backend_is_rejected_with_the_reason",
+        a_nixl_without_the_backend_is_rejected_with_the_reason,
     ),
 ];
 
-/// What a test runs with.
+/// The environment of a test.
 struct Setting {
     wheel: Wheel,
     plugins: Folder,
@@ -45,7 +45,7 @@ struct Setting {
     route: &'static str,
 }
 
-/// The NIXL agent of a serve.py.
+/// The NIXL agent in a serve.py.
 struct Nixl {
     process: Child,
     commands: ChildStdin,
@@ -53,7 +53,7 @@ struct Nixl {
 }
 
 impl Nixl {
-    /// An agent "nixl" with a region of so many bytes, all of them 0.
+    /// Starts an agent "nixl" with a region of `size` bytes, all of them 0.
     fn new(setting: &Setting, size: usize) -> Result<Nixl, Failed> {
         let before = [setting.borrowed.0.clone()];
         let mut script =
@@ -83,7 +83,7 @@ impl Nixl {
         unhex(&answer)
     }
 
-    /// Until it ends, and whether that went well.
+    /// Runs a transfer to its end, and returns whether it succeeded.
     fn moved(
         &mut self,
         op: &str,
@@ -121,12 +121,12 @@ fn unhex(value: &Value) -> Result<Vec<u8>, Failed> {
     pairs.collect()
 }
 
-/// Bytes that differ from place to place.
+/// Returns bytes that depend on their position.
 fn content(seed: usize, len: usize) -> Vec<u8> {
     (0..len).map(|at| (seed + at * 31 + at / 257) as u8).collect()
 }
 
-/// Pieces of many lengths in no order: local offset, remote offset, length.
+/// Returns pieces of different lengths in random order: local offset, remote offset, length.
 fn pieces(count: u64) -> Vec<(u64, u64, u64)> {
     (0..count)
         .map(|at| {
@@ -143,7 +143,7 @@ fn agent(setting: &Setting) -> kvx::Result<Agent> {
     kvx::agent("kvx").backends([setting.route]).build()
 }
 
-/// A region of kvx's own memory and one of adopted memory.
+/// Registers a region of kvx's own memory and one of adopted memory.
 fn regions(agent: &Agent) -> kvx::Result<[Region; 2]> {
     let own = agent.register("own", Memory::pool(4 * MIB).build()?)?;
     let foreign = agent.register("foreign", Memory::owned(vec![0; 4 * MIB]))?;
@@ -167,7 +167,7 @@ fn kvx_reads_and_writes_memory_of_nixl(setting: &Setting) -> Result<(), Failed> 
             region.copy_out(local as usize, &mut ours)?;
             assert!(
                 theirs[remote as usize..][..ours.len()] == ours,
-                "what was written at {remote}"
+                "the bytes written at {remote}"
             );
         }
         let fresh = content(seed + 100, MIB);
@@ -182,7 +182,7 @@ fn kvx_reads_and_writes_memory_of_nixl(setting: &Setting) -> Result<(), Failed> 
         for (local, remote, len) in [(5, 77, 500_000), (600_000, 0, 70), (0, 9, 1)] {
             let mut got = vec![0; len];
             region.copy_out(local, &mut got)?;
-            assert!(got == fresh[remote..][..len], "what was read from {remote}");
+            assert!(got == fresh[remote..][..len], "the bytes read from {remote}");
         }
     }
     assert_eq!(peer.peer().route().chosen(), Some(setting.route));
@@ -213,12 +213,12 @@ fn nixl_reads_and_writes_memory_of_kvx(setting: &Setting) -> Result<(), Failed> 
         for &(local, remote, len) in &pieces {
             let right =
                 got[local as usize..][..len as usize] == ours[remote as usize..][..len as usize];
-            assert!(right, "what NIXL has read from {remote}");
+            assert!(right, "the bytes that NIXL read from {remote}");
         }
         nixl.moved("WRITE", theirs, &[(4, 100, 300_000), (0, 0, 3)], b"written")?;
         let mut written = vec![0; 300_000];
         region.copy_out(100, &mut written)?;
-        assert!(written == nixl.bytes(json!(["peek", 4, 300_000]))?, "what NIXL has written");
+        assert!(written == nixl.bytes(json!(["peek", 4, 300_000]))?, "the bytes that NIXL wrote");
     }
     let mut heard = Vec::new();
     while heard.len() < 8 {
@@ -228,7 +228,7 @@ fn nixl_reads_and_writes_memory_of_kvx(setting: &Setting) -> Result<(), Failed> 
     }
     heard.sort();
     assert_eq!(heard, [vec![b"read".to_vec(); 4], vec![b"written".to_vec(); 4]].concat());
-    // What was revoked is an error there, and both live on.
+    // Access to a revoked region is an error there, and both agents survive.
     let [own, foreign] = regions;
     let address = own.memory().address();
     own.revoke(LIMIT).wait_blocking(LIMIT)?;
@@ -236,7 +236,7 @@ fn nixl_reads_and_writes_memory_of_kvx(setting: &Setting) -> Result<(), Failed> 
     nixl.moved("READ", foreign.memory().address(), &[(0, 0, 4096)], b"")
 }
 
-/// The next notification from NIXL, put together.
+/// Returns the next notification from NIXL, after assembling its parts.
 fn hear(agent: &Agent, assembly: &mut Assembly) -> Result<Box<[u8]>, Failed> {
     let end = Instant::now() + LIMIT;
     loop {
@@ -294,12 +294,12 @@ fn memory_of_gpus_goes_both_ways(setting: &Setting) -> Result<(), Failed> {
         .wait_blocking(LIMIT)?;
     let mut got = vec![0; 20_000];
     ours.copy_out(7, &mut got)?;
-    assert!(got == there, "what kvx has read");
+    assert!(got == there, "the bytes that kvx read");
     ours.copy_in(50_000, &here)?;
     peer.peer()
         .post(&peer.plan(Op::Write, &ours, [(50_000, theirs + 50_000, 20_000)])?)?
         .wait_blocking(LIMIT)?;
-    assert!(nixl.bytes(json!(["peek", 50_000, 20_000, 1]))? == here, "what kvx has written");
+    assert!(nixl.bytes(json!(["peek", 50_000, 20_000, 1]))? == here, "the bytes that kvx wrote");
 
     let address = ours.memory().address();
     for (op, from, to) in [("READ", 50_000, 200_000), ("WRITE", 100, 300_000)] {
@@ -307,13 +307,13 @@ fn memory_of_gpus_goes_both_ways(setting: &Setting) -> Result<(), Failed> {
         let command = json!(["move", op, "kvx", address, [pair], hex(b""), "direct", 1, 0, 1]);
         assert_eq!(nixl.call(command)?, "DONE", "{op}");
     }
-    assert!(nixl.bytes(json!(["peek", 200_000, 20_000, 1]))? == here, "what NIXL has read");
+    assert!(nixl.bytes(json!(["peek", 200_000, 20_000, 1]))? == here, "the bytes that NIXL read");
     ours.copy_out(300_000, &mut got)?;
-    assert!(got == there, "what NIXL has written");
+    assert!(got == there, "the bytes that NIXL wrote");
     Ok(())
 }
 
-fn memory_that_is_registered_later_is_learnt(setting: &Setting) -> Result<(), Failed> {
+fn memory_that_is_registered_later_is_usable(setting: &Setting) -> Result<(), Failed> {
     let mut nixl = Nixl::new(setting, MIB)?;
     let agent = agent(setting)?;
     let mut peer = NixlPeer::connect(&agent, &nixl.bytes(json!(["metadata"]))?)?;
@@ -341,7 +341,7 @@ fn memory_that_is_registered_later_is_learnt(setting: &Setting) -> Result<(), Fa
     Ok(())
 }
 
-fn a_killed_and_restarted_nixl_is_told_apart(setting: &Setting) -> Result<(), Failed> {
+fn a_killed_and_restarted_nixl_is_distinguished(setting: &Setting) -> Result<(), Failed> {
     let mut nixl = Nixl::new(setting, MIB)?;
     let agent = agent(setting)?;
     let mut peer = NixlPeer::connect(&agent, &nixl.bytes(json!(["metadata"]))?)?;
@@ -366,7 +366,7 @@ fn a_killed_and_restarted_nixl_is_told_apart(setting: &Setting) -> Result<(), Fa
     Ok(())
 }
 
-fn a_nixl_without_the_backend_is_refused_in_words(setting: &Setting) -> Result<(), Failed> {
+fn a_nixl_without_the_backend_is_rejected_with_the_reason(setting: &Setting) -> Result<(), Failed> {
     let agent = agent(setting)?;
     let blob = |agent: &str, connections| NixlBlob {
         agent: agent.into(),
@@ -416,7 +416,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials
 }
 
-/// Runs the test of this title in a process with the stand-in in the place of the driver of GPUs.
+/// Runs the test of this title in a process with the stand-in in place of the GPU driver.
 fn with_a_stand_in(title: &str) -> Result<(), Failed> {
     let names = Folder::new(&title.replace("::", "-"))?;
     Ok(run_in_own_process(title, |command| kvx_stand_in::stand_in(command, &[DRIVER], &names.0))?)

@@ -1,5 +1,5 @@
-//! Wheels of NIXL that `cargo xtask test --install` has installed, and the library under test in a
-//! folder for them.
+//! The wheels of NIXL that `cargo xtask test --install` has installed, and folders with the library
+//! under test for them.
 
 use std::ffi::OsString;
 use std::os::unix::fs::symlink;
@@ -9,23 +9,23 @@ use std::process::Command;
 use kvx_testkit::{Tier, is_asked_for, is_own_process, skip, trial};
 use libtest_mimic::Trial;
 
-/// Environments of wheels, as `cargo xtask test --install` names them. The one that vLLM asks for
-/// is tested each time; one whose table is of the first 1.x by the whole run; the others where
-/// [`MORE`] is set.
+/// Environments of wheels, as `cargo xtask test --install` names them. The release that vLLM
+/// requires is tested in each run; one with the table of the first 1.x in the whole run; the others
+/// if [`MORE`] is set.
 const RELEASES: [&str; 4] = ["nixl-1.5", "nixl-1.1", NEWEST, "nixl-0.10"];
-/// This one has numpy, which serves all of them.
+/// The release whose numpy all of them use.
 pub(crate) const NEWEST: &str = "nixl";
 /// Its version.
 pub(crate) const NEWEST_VERSION: &str = "1.5.1";
-/// The variable that has further releases tested, and installed.
+/// The variable that adds further releases to the tests and the installation.
 const MORE: &str = "KVX_NIXL_TEST_MORE";
 
-/// The releases that this run tests, of those that are installed, and a skipped test for each other
-/// one. `what`: of which tests.
+/// Returns the installed releases that this run tests, and a skipped test for each missing one.
+/// `what` names the tests.
 pub(crate) fn of_this_run(what: &str) -> (Vec<(&'static str, Wheel)>, Vec<Trial>) {
     let is_wanted = |release: &&str| match *release {
         "nixl-1.5" => true,
-        // A process that runs one test of another one's has all to choose from.
+        // A process that runs a single test of another process can use all releases.
         NEWEST | "nixl-0.10" if is_own_process() => true,
         NEWEST | "nixl-0.10" => is_asked_for(MORE, &format!("{what} in NIXL of {release}")),
         other => Tier::Whole.runs_or_says(&format!("{what} in NIXL of {other}")),
@@ -43,11 +43,11 @@ pub(crate) fn of_this_run(what: &str) -> (Vec<(&'static str, Wheel)>, Vec<Trial>
     (found, missing)
 }
 
-/// Why nothing runs without a wheel, and what to do.
+/// The reason and remedy if a wheel is missing.
 const ABSENT: (&str, &str) =
     ("a wheel of nixl-cu12 is not installed", "cargo xtask test --install");
 
-/// A folder with the newest wheel's numpy, for the others.
+/// Creates a folder with the newest wheel's numpy, for the others.
 pub(crate) fn numpy(name: &str) -> std::io::Result<Folder> {
     let folder = Folder::new(name)?;
     if let Some(newest) = Wheel::find(NEWEST) {
@@ -58,10 +58,10 @@ pub(crate) fn numpy(name: &str) -> std::io::Result<Folder> {
     Ok(folder)
 }
 
-/// The variable that says how many rounds `many_rounds_do_not_grow` makes.
+/// The variable with the number of rounds of `many_rounds_do_not_grow`.
 pub(crate) const ROUNDS: &str = "KVX_NIXL_TEST_ROUNDS";
 
-/// A wheel of NIXL: its Python, and the folder that its packages lie in.
+/// A wheel of NIXL: its Python, and the folder with its packages.
 pub(crate) struct Wheel {
     pub(crate) python: PathBuf,
     pub(crate) packages: PathBuf,
@@ -88,8 +88,9 @@ impl Wheel {
         self.packages.join(".nixl_cu12.mesonpy.libs")
     }
 
-    /// A script of tests/python, with these plug-ins and these packages before the wheel's own.
-    /// Of KVX's variables only the backends are set, and [`ROUNDS`] if this process has it.
+    /// Returns a command for a script in tests/python, with these plug-ins and these packages
+    /// before the wheel's own. Of KVX's variables it sets only the backends, and [`ROUNDS`] if this
+    /// process has it.
     pub(crate) fn script(
         &self,
         name: &str,
@@ -114,7 +115,7 @@ impl Wheel {
     }
 }
 
-/// A folder that goes when it is dropped.
+/// A folder that is removed when it is dropped.
 pub(crate) struct Folder(pub(crate) PathBuf);
 
 impl Folder {
@@ -124,7 +125,7 @@ impl Folder {
         Ok(Folder(folder))
     }
 
-    /// With the library that was built with this test.
+    /// Creates a folder with the library that was built with this test.
     pub(crate) fn of_plugins(name: &str) -> std::io::Result<Folder> {
         let program = std::env::current_exe()?;
         let library = program.parent().expect("a folder").join("libplugin_KVX.so");

@@ -1,4 +1,4 @@
-"""A NIXL agent with the backend KVX, and one in a process of its own, for the tests beside this file."""
+"""A NIXL agent with the backend KVX, and one in its own process, for the tests in this folder."""
 
 import ctypes
 import glob
@@ -11,7 +11,7 @@ import sys
 import time
 import types
 
-# What NIXL logs on standard output would be taken for an answer: it goes to standard error.
+# Answers go to standard output, so NIXL's log goes to standard error.
 ANSWERS = os.fdopen(os.dup(1), "wb")
 os.dup2(2, 1)
 
@@ -33,7 +33,7 @@ TABLE = np.concatenate([TABLE, TABLE])
 
 
 def content(seed, offset, count):
-    """Bytes of a region filled with this seed."""
+    """Returns bytes of a region that was filled with this seed."""
     start = offset % PERIOD
     if count <= PERIOD:
         return TABLE[start:start + count] + np.uint8(seed)
@@ -41,13 +41,13 @@ def content(seed, offset, count):
 
 
 def kind_of(gpu):
-    """NIXL's name for memory of this GPU, or of the host."""
+    """Returns NIXL's name for memory of this GPU, or of the host."""
     return "DRAM" if gpu is None else "VRAM"
 
 
 class Gpu:
-    """Memory of a GPU, used like an array of bytes. Through the functions of the driver that KVX_CUDA_LIB or KVX_HIP_LIB names,
-    without kvx."""
+    """GPU memory with the interface of an array of bytes. It calls the driver that KVX_CUDA_LIB or
+    KVX_HIP_LIB names, without kvx."""
 
     CUDA = {"allocate": "cuMemAlloc_v2", "wait": "cuStreamSynchronize"}
     HIP = {"allocate": "hipMalloc", "wait": "hipStreamSynchronize"}
@@ -103,7 +103,7 @@ class Gpu:
 
 
 class Agent:
-    """A NIXL agent with the backend KVX, or with others, and regions of its own."""
+    """A NIXL agent with the backend KVX, or with others, and its own regions."""
 
     def __init__(self, name, sizes=(), seed=0, params=None, backends=("KVX",), gpu=None, **config):
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[], **config)
@@ -115,7 +115,7 @@ class Agent:
             self.more(size, seed, gpu)
 
     def more(self, size, seed=0, gpu=None):
-        """One more region: of the host, or of a GPU by its number."""
+        """Registers another region, of the host or of the GPU with this number."""
         self.memory.append(np.zeros(size, np.uint8) if gpu is None else Gpu(size, gpu))
         if seed:
             self.fill(seed, len(self.memory) - 1)
@@ -154,7 +154,7 @@ class Agent:
         self.nixl.send_notif(to, note)
 
     def hear(self, count, seconds=CUT_OFF):
-        """The notifications that come until there are so many."""
+        """Returns the next `count` notifications, or those that arrive in time."""
         end, got = time.time() + seconds, []
         while len(got) < count and time.time() < end:
             for name, notes in self.nixl.get_new_notifs().items():
@@ -163,7 +163,7 @@ class Agent:
         return got
 
     def direct(self, op, peer, theirs, pairs, note=b"", ours=None, gpu=None, peer_gpu=None, region=0):
-        """A request from lists of (local offset, remote offset, length); of memory of GPUs by their numbers."""
+        """Prepares a request from lists of (local offset, remote offset, length), for GPUs by their numbers."""
         ours = self.at(region) if ours is None else ours
         local = self.nixl.get_xfer_descs([(ours + l, n, gpu or 0) for l, _, n in pairs], kind_of(gpu))
         remote = self.nixl.get_xfer_descs([(theirs + r, n, peer_gpu or 0) for _, r, n in pairs], kind_of(peer_gpu))
@@ -184,7 +184,7 @@ class Agent:
             return f"ERR {type(error).__name__}"
 
     def end(self, handle, seconds=CUT_OFF):
-        """The state in which a posted request ends, and after how long."""
+        """Returns the state in which a posted request ends, and the time that it took."""
         started, state = time.time(), "PROC"
         while state == "PROC" and time.time() < started + seconds:
             state = self.state(handle)
@@ -201,7 +201,7 @@ class Agent:
         return self.run(self.direct("READ", peer, theirs, [(0, 0, 4096)]), note)
 
     def begin(self, op, peer, moves, note, gpu=None):
-        """Posts (region, local offset, remote address, length) and gives a number for `finish`; of this GPU on both sides."""
+        """Posts (region, local offset, remote address, length), of this GPU on both sides; returns a number for `finish`."""
         local = self.nixl.get_xfer_descs([(self.at(r) + o, n, gpu or 0) for r, o, _, n in moves], kind_of(gpu))
         remote = self.nixl.get_xfer_descs([(t, n, gpu or 0) for _, _, t, n in moves], kind_of(gpu))
         handle = self.nixl.initialize_xfer(op, local, remote, peer, note)
@@ -222,7 +222,7 @@ class Agent:
         return state
 
     def cpu(self, seconds):
-        """CPU seconds that this process takes while it sleeps."""
+        """Returns the CPU seconds that this process uses while it sleeps."""
         before = time.process_time()
         time.sleep(seconds)
         return time.process_time() - before
@@ -242,7 +242,7 @@ def read(stream):
 
 
 def state_of(path):
-    """The letter of a thread's state in its `stat`; nothing, if the thread has ended."""
+    """Returns the letter of a thread's state in its `stat`; None if the thread has ended."""
     try:
         with open(path) as stat:
             return stat.read().rsplit(")", 1)[1].split()[0]
@@ -272,7 +272,7 @@ class Peer:
         return read(self.process.stdout)
 
     def until_stopped(self):
-        """All its threads stand still: each stops for itself, some after the first."""
+        """Waits until all its threads have stopped: they stop one after the other."""
         end = time.time() + CUT_OFF
         while any(state_of(path) not in ("T", None) for path in glob.glob(f"/proc/{self.process.pid}/task/*/stat")):
             check(time.time() < end, "the peer stops")
@@ -300,7 +300,7 @@ def serve():
 
 
 def pair(size=4 * MIB, seed=7, params=None):
-    """A reader here, an owner there whose region is filled, and the owner's name and address."""
+    """Returns a reader here, an owner there with a filled region, and the owner's name and address."""
     owner = Peer("owner", (size,), seed, params)
     reader = Agent("reader", (size,), 0, params)
     owner.load(reader.metadata())
@@ -308,7 +308,7 @@ def pair(size=4 * MIB, seed=7, params=None):
 
 
 def shuffled(count, length, seed=1, room=None):
-    """Blocks of one length in random places on both sides."""
+    """Returns blocks of one length at random positions on both sides."""
     order = np.random.default_rng(seed)
     room = room or count
     local, remote = order.permutation(room)[:count], order.permutation(room)[:count]

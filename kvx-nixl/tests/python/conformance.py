@@ -1,5 +1,5 @@
-"""Conformance of the backend KVX through NIXL's Python API: `conformance.py NAME` runs one test, against a peer in a process
-of its own. conformance.rs runs them all, over each wheel and each route."""
+"""Conformance of the backend KVX through NIXL's Python API: `conformance.py NAME` runs one test, with a peer in
+another process. conformance.rs runs them all, over each wheel and each route."""
 
 import os
 import resource
@@ -21,7 +21,7 @@ def prepped_and_direct_reads_and_writes():
         check(arrived(reader, pairs, 7), "the bytes of a read")
         touched = set(l // 4096 for l, _, _ in pairs)
         free = next(block for block in range(1024) if block not in touched)
-        check(not reader.memory[0][free * 4096:(free + 1) * 4096].any(), "what lies between is left alone")
+        check(not reader.memory[0][free * 4096:(free + 1) * 4096].any(), "the bytes in between are unchanged")
         reader.nixl.release_xfer_handle(handle)
     reader.fill(9)
     for make in (reader.prepped, reader.direct):
@@ -79,7 +79,7 @@ def notifications_of_all_lengths():
     notes = [bytes(content(5, length, length)) for length in lengths]
     for note in notes:
         reader.notify(name, note)
-    # Both ends poll nothing meanwhile: they leave and arrive by themselves.
+    # Neither end polls meanwhile: notifications are sent and arrive without polling.
     time.sleep(0.5)
     got = owner.hear(len(notes))
     check(sorted(note for _, note in got) == sorted(notes), f"{[len(note) for _, note in got]}")
@@ -144,11 +144,11 @@ def a_killed_peer():
     end, state = time.time() + CUT_OFF, "RepostActive"
     while "RepostActive" in state and time.time() < end:
         state = reader.run(handle)  # a thread may be in its last copy
-    # Some releases forget an agent that was lost, so that it is not found.
+    # Some releases forget a lost agent, so that it is not found.
     check("RemoteDisconnect" in state or "NotFound" in state, f"after its death: {state}")
     reader.nixl.release_xfer_handle(handle)
     third = reader.load(other.metadata())
-    check(reader.run(reader.direct("READ", third, other.at(), [(0, 0, MIB)])) == "DONE", "the agent works on")
+    check(reader.run(reader.direct("READ", third, other.at(), [(0, 0, MIB)])) == "DONE", "the agent is still usable")
     check(reader.holds(3, 0, MIB), "with right bytes")
 
 
@@ -174,7 +174,7 @@ def a_stopped_peer():
         again = reader.prepped("READ", name, theirs, pairs)
         state = reader.run(again)
         time.sleep(0.05)
-    check(state == "DONE", f"when it goes on: {state}")
+    check(state == "DONE", f"when it continues: {state}")
 
 
 def a_restarted_peer():
@@ -200,7 +200,7 @@ def release_in_mid_transfer():
         reader.nixl.transfer(handle)
         reader.nixl.release_xfer_handle(handle)
         reader.memory[0][:] = 0
-        check(not reader.memory[0].any(), "nothing is written after a release")
+        check(not reader.memory[0].any(), "no bytes arrive after a release")
         time.sleep(0.01)
         check(not reader.memory[0].any(), "nor later")
     if ROUTE != "TCP":
@@ -219,8 +219,8 @@ def release_in_mid_transfer():
         reader.nixl.release_xfer_handle(handle)
     reader.memory[0][:] = 0
     time.sleep(0.2)
-    check(not reader.memory[0].any(), "nothing is written after the last release")
-    check(reader.run(reader.prepped("READ", name, theirs, pairs)) == "DONE", "the agent works on")
+    check(not reader.memory[0].any(), "no bytes arrive after the last release")
+    check(reader.run(reader.prepped("READ", name, theirs, pairs)) == "DONE", "the agent is still usable")
 
 
 def deregister_under_a_reading_peer():
@@ -234,18 +234,18 @@ def deregister_under_a_reading_peer():
             done.start()
         reader.memory[0][:] = 0
         states.append(reader.run(handle))
-        check(states[-1] != "DONE" or arrived(reader, pairs[::13], 7), f"what is read is right: {states}")
+        check(states[-1] != "DONE" or arrived(reader, pairs[::13], 7), f"the bytes are right: {states}")
         if states[-1] != "DONE":
             break
     done.join()
-    check(states[-1].startswith("ERR"), f"after it has gone: {states[-1]}")
-    check(len(states) > 5, "before it has gone")
+    check(states[-1].startswith("ERR"), f"after it has ended: {states[-1]}")
+    check(len(states) > 5, "before it has ended")
 
 
 def deregister_under_a_stopped_peer():
-    """A reader stands still in the middle of a read. Over TCP the owner serves it and knows its own end. Over SHM the reader
-    copies by itself and cannot be asked: by the deadline a line says not to free the memory, which conformance.rs looks
-    for. NIXL 1.x drops the error."""
+    """A reader is stopped during a read. Over TCP the owner serves it, and knows when it has stopped sending. Over SHM the
+    reader copies itself and cannot answer: at the deadline a log line says not to free the memory, which conformance.rs
+    checks. NIXL 1.x drops the error."""
     owner, reader = Agent("owner", (64 * MIB,), 7, {"deadline": "2"}), Peer("reader", (64 * MIB,), 0)
     owner.load(reader.metadata())
     name = reader.load(owner.metadata())
@@ -262,7 +262,7 @@ def deregister_under_a_stopped_peer():
     check(seconds < 1 if ROUTE == "TCP" else 1.5 < seconds < 4, f"after {seconds} s")
     state = reader.finish(reader.answer())
     check(ROUTE != "TCP" or state.startswith("ERR"), f"it was in the middle of a read: {state}")
-    check(state != "PROC", "when it goes on, its read has an end")
+    check(state != "PROC", "when it continues, its read ends")
 
 
 def two_agents_in_one_process():
@@ -275,8 +275,8 @@ def two_agents_in_one_process():
 
 
 def sglangs_calls():
-    """The prefill writes layer by layer into a decode that never loads its metadata, in chunks whose notifications the decode
-    counts; on a GPU, if there is one. As SGLang's disaggregation/nixl does."""
+    """The prefill writes layer by layer to a decode that never loads its metadata, in chunks whose notifications the decode
+    counts, like SGLang's disaggregation/nixl; on a GPU, if there is one."""
     layers, page, aux = 4, 4096, 1024
     gpu = 0 if os.path.exists(os.environ.get("KVX_CUDA_LIB", "")) else None
     decode, prefill = Agent("decode", [MIB] * layers, gpu=gpu), Peer("prefill", [MIB] * layers, 9, gpu=gpu)
@@ -298,14 +298,14 @@ def sglangs_calls():
         check({note for _, note in heard} == expected and len(heard) == 4, f"room {room}: {heard}")
         for layer in range(layers):
             right = all(decode.holds(9, int(f) * page, page, place=int(t) * page, region=layer) for f, t in zip(theirs, ours))
-            check(right, f"room {room}, layer {layer}, when the notifications are there")
+            check(right, f"room {room}, layer {layer}, when the notifications have arrived")
         check(decode.holds(9, aux, aux, place=room * aux, region=layers), "the last piece")
         check([prefill.finish(handle) for handle in handles] == ["DONE"] * 4, "the prefill's view")
 
 
 def dynamos_calls():
-    """Whole blocks and single layers of two layouts, read, written, and moved within one agent; nobody is notified. As Dynamo's
-    block manager does."""
+    """Reads, writes and moves within one agent whole blocks and single layers of two layouts, without notifications, like
+    Dynamo's block manager."""
     worker, other = Agent("worker", [4 * MIB, 4 * MIB]), Peer("other", [4 * MIB], 5)
     name = worker.load(other.metadata())
     far, block, layer = other.at(), 65536, 8192
@@ -339,7 +339,8 @@ def memory_of_gpus_both_ways():
                 owner.fill(7, far)
                 state = reader.run(make(op, name, there, pairs, **options), b"done")
                 if ROUTE == "SHM" and not source and target:
-                    # No device reaches the host's memory of another process; with TCP beside SHM, that takes TCP.
+                    # No device can access the host's memory of another process; with both SHM and
+                    # TCP, TCP is used.
                     check("NotSupported" in state, f"{op}, {case}: {state}")
                     continue
                 check(state == "DONE", f"{op}, {case}: {state}")
@@ -348,15 +349,15 @@ def memory_of_gpus_both_ways():
                     check(arrived(reader, pairs, 7, ours), f"the bytes of a read, {case}")
                 else:
                     check(all(owner.holds(9, l, n, r, far) for l, r, n in pairs), f"the bytes of a write, {case}")
-                check(reader.holds(9, free * 16384, 16384, free * 16384, ours), "what lies between is left alone")
+                check(reader.holds(9, free * 16384, 16384, free * 16384, ours), "the bytes in between are unchanged")
     owner.drop(1)
     state = reader.run(reader.direct("READ", name, on_a_gpu, pairs, gpu=0, peer_gpu=1, region=1))
-    check(state.startswith("ERR"), f"after it has gone: {state}")
+    check(state.startswith("ERR"), f"after it has ended: {state}")
     check(reader.run(reader.direct("READ", name, theirs, pairs)) == "DONE", "memory of the host stays")
 
 
 def memory_of_gpus_that_are_not_there():
-    """Refused; told by a line, which conformance.rs looks for."""
+    """The registration is rejected; conformance.rs checks the log line."""
     agent = Agent("alone", (MIB,))
     gpu, host = Gpu(MIB, 0), agent.at()
     for at, number in ((gpu.at, 9), (gpu.at, 1), (host, 0)):
@@ -368,9 +369,9 @@ def memory_of_gpus_that_are_not_there():
 
 
 def memory_of_gpus_that_is_not_offered():
-    """There is no driver, or no open backend that reaches its devices. Refused, and the rest of the agent's metadata is as it was.
-    That holds unless the caller names KVX for it: NIXL then keeps an empty list of that memory, and no peer loads the whole of such
-    metadata; what it has of the host's memory, it loads."""
+    """There is no driver, or no open backend that reaches its devices. The registration is rejected, and the rest of the
+    agent's metadata is unchanged. If the caller names KVX for it, NIXL keeps an empty list of that memory, and no peer loads
+    the complete metadata; it does load partial metadata of the host's memory."""
     owner, reader = Agent("owner", (MIB,), 7), Peer("reader", (MIB,))
     check(owner.nixl.get_backend_mem_types("KVX") == ["DRAM_SEG"], "the backend offers no memory of GPUs")
     for named in ([], ["KVX"]):
@@ -384,7 +385,7 @@ def memory_of_gpus_that_is_not_offered():
             name = reader.load(owner.metadata())
             check(reader.once(name, owner.at(), b"") == "DONE" and reader.holds(7, 0, 4096), "a peer loads all of it, and reads")
         owner.more(MIB, 8)
-        check(reader.load(owner.partial(-1)) == name, "metadata of what was registered afterwards")
+        check(reader.load(owner.partial(-1)) == name, "metadata of memory that was registered afterwards")
         check(reader.once(name, owner.at(-1), b"") == "DONE" and reader.holds(8, 0, 4096), "a read of it")
 
 
@@ -412,12 +413,12 @@ def telemetry():
         plain.nixl.get_xfer_telemetry(handle)
     except Exception:
         return
-    raise AssertionError("telemetry that nobody has asked for")
+    raise AssertionError("telemetry that was not requested")
 
 
 def many_regions_take_linear_time():
     def seconds(count):
-        """Of CPU, which other programs do not lengthen."""
+        """Returns CPU time, which does not depend on other programs."""
         owner, reader = Agent("owner"), Agent("reader", (4096,))
         memory = content(7, 0, count * 4096)
         at = memory.ctypes.data
@@ -433,15 +434,15 @@ def many_regions_take_linear_time():
     few = many = float("inf")
     for rounds in range(1, 10):
         few, many = min(few, seconds(1000)), min(many, seconds(10_000))
-        # A thousand take 4 ms, which the caches of a busy machine change by half.
+        # A thousand take 4 ms, which varies by half with the caches of a busy machine.
         if rounds >= 3 and many < 15 * few:
             return
     check(False, f"{many} s for 10,000 regions, {few} s for 1,000")
 
 
 def rolling_over():
-    """A fleet of UCX becomes one of KVX, instance by instance: with both in between, none of which has to reach one that it has
-    nothing in common with. As vLLM does, memory is registered with all backends of an agent, and transfers name none."""
+    """A fleet with UCX is changed to KVX, instance by instance, through instances with both; none needs to reach one with
+    which it shares no backend. As in vLLM, memory is registered with all backends of an agent, and transfers name none."""
     fleet = {"ucx": ["UCX"], "both": ["UCX", "KVX"], "as well": ["UCX", "KVX"], "kvx": ["KVX"]}
     agents = [Agent(name, (MIB,), seed, backends=backends) for seed, (name, backends) in enumerate(fleet.items(), 3)]
     for ours in agents:
@@ -527,7 +528,7 @@ def what_makes_no_sense_is_refused():
         reader.load(reader.metadata()[:-40])
     except Exception:
         pass
-    check(reader.run(reader.direct("READ", name, theirs, [(0, 0, MIB)])) == "DONE", "the agent works on")
+    check(reader.run(reader.direct("READ", name, theirs, [(0, 0, MIB)])) == "DONE", "the agent is still usable")
 
 
 def a_forked_child_is_told():
@@ -539,7 +540,7 @@ def a_forked_child_is_told():
         os._exit(0 if state.startswith("ERR") else 1)
     _, status = os.waitpid(child, 0)
     check(status == 0, f"the child's transfer is an error: {status}")
-    check(reader.run(handle) == "DONE" and reader.holds(7, 0, 4096), "the parent works on")
+    check(reader.run(handle) == "DONE" and reader.holds(7, 0, 4096), "the parent is still usable")
 
 
 def many_rounds_do_not_grow():

@@ -1,5 +1,5 @@
-"""An agent of agent.py for a program in another language: each line of standard input is a JSON list, a method and its
-arguments; each line of standard output is its answer. Bytes are {"hex": ...}. The first line has the agent's own arguments."""
+"""Runs an agent of agent.py for a program in another language: each line of standard input is a JSON list of a method and
+its arguments, each line of standard output is the answer. Bytes are {"hex": ...}. The first line has the agent's arguments."""
 
 import json
 import os

@@ -1,15 +1,15 @@
-//! Grids recognised in lists of copies: fewer and larger calls for the driver.
+//! Recognises grids in lists of copies, so that the driver gets fewer and larger calls.
 
 use crate::driver::Rows;
 use kvx_core::backend::Hop;
 
-/// Fewer rows than this are copied one by one.
+/// The minimum number of rows of a grid; fewer are copied one by one.
 const FEWEST_ROWS: usize = 4;
 
-/// The longest pitch that drivers take.
+/// The largest pitch that drivers accept.
 const LONGEST_PITCH: u64 = i32::MAX as u64;
 
-/// Puts pieces together that continue each other on both sides, and drops empty ones.
+/// Merges pieces that are contiguous on both sides, and drops empty ones.
 pub(super) fn merge(pieces: impl Iterator<Item = Hop>) -> Vec<Hop> {
     let mut lines: Vec<Hop> = Vec::with_capacity(pieces.size_hint().0);
     for piece in pieces.filter(|piece| piece.len > 0) {
@@ -29,14 +29,15 @@ fn ends_at(begin: u64, line: &Hop) -> u64 {
     begin.wrapping_add(line.len as u64)
 }
 
-/// One call of the driver.
+/// A call of the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CopyCall {
     Line(Hop),
     Rows(Rows),
 }
 
-/// The calls that copy `lines`, in their order: runs of equal ones at equal distances become rows.
+/// Returns the calls that copy `lines`, in their order. Runs of equal lengths at equal distances
+/// become rows.
 pub(super) fn copy_calls(mut lines: &[Hop]) -> impl Iterator<Item = CopyCall> {
     std::iter::from_fn(move || {
         let first = lines.first()?;
@@ -51,7 +52,7 @@ pub(super) fn copy_calls(mut lines: &[Hop]) -> impl Iterator<Item = CopyCall> {
     })
 }
 
-/// How many lines from the first on are rows of one grid, and their distances.
+/// Returns the number of lines at the start that are rows of one grid, and their distances.
 fn run(lines: &[Hop]) -> (usize, usize, usize) {
     let [first, second, ..] = lines else { return (lines.len(), 0, 0) };
     let pitches = |a: &Hop, b: &Hop| {
@@ -67,7 +68,7 @@ fn run(lines: &[Hop]) -> (usize, usize, usize) {
     (more + 1, same.0 as usize, same.1 as usize)
 }
 
-/// The least distance of rows as long as `line`: they do not overlap.
+/// Returns the smallest distance of rows as long as `line` that do not overlap.
 fn a_row(line: &Hop) -> u64 {
     line.len as u64
 }
@@ -81,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn what_continues_on_both_sides_is_one_line() {
+    fn pieces_that_are_contiguous_on_both_sides_are_one_line() {
         let pieces =
             [hop(0, 100, 10), hop(10, 110, 5), hop(15, 200, 5), hop(20, 205, 0), hop(20, 205, 1)];
         assert_eq!(merge(pieces.into_iter()), [hop(0, 100, 15), hop(15, 200, 6)]);
@@ -101,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_grid_stays_lines() {
+    fn lines_that_are_not_a_grid_stay_lines() {
         let few: Vec<_> = (0..3).map(|at| hop(at * 64, at * 16, 16)).collect();
         let backwards: Vec<_> = (0..8).map(|at| hop(1000 - at * 64, at * 16, 16)).collect();
         let overlapping: Vec<_> = (0..8).map(|at| hop(at * 8, at * 16, 16)).collect();
@@ -115,7 +116,7 @@ mod tests {
 
     #[test]
     fn every_byte_is_in_one_step() {
-        // Lists made of runs of all lengths, whose runs touch each other.
+        // Lists of runs of all lengths, adjacent to each other.
         let mut lines = Vec::new();
         for count in 1..12u64 {
             let base = 1_000_000 * count;

@@ -19,10 +19,10 @@ use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::{Direction, DmaBuf, Hop, IpcHandle, Piece, Ticket};
 use kvx_core::{DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, Result};
 
-/// A GPU, and kvx's machine for it. Give it to an agent with
+/// A GPU, with kvx's thread and state for it. Pass it to an agent with
 /// [`AgentBuilder::device`](kvx_core::AgentBuilder::device).
 ///
-/// Nothing happens on the device before it is used; the first use makes its context, which takes
+/// Creating it does nothing on the device. The first use creates the device's context, which takes
 /// time and memory.
 pub struct Device {
     driver: Arc<Driver>,
@@ -34,8 +34,8 @@ pub struct Device {
 }
 
 impl Device {
-    /// The machine for the device of a driver. One for each device and process: memory belongs to
-    /// the one that made it.
+    /// Creates the device of a driver. There must be only one for each device and process: memory
+    /// belongs to the one that created it.
     pub(crate) fn new(driver: Driver) -> Arc<Self> {
         let driver = Arc::new(driver);
         Arc::new(Device {
@@ -53,8 +53,8 @@ impl Device {
         self.driver.info()
     }
 
-    /// A pool for KV cache on this device: other processes can open it and other cards reach it, as
-    /// far as the device has such. `build` makes it.
+    /// Builds a pool for KV cache on this device. Other processes can open it and other cards can
+    /// access it, as far as the device supports that. Call `build` to create it.
     pub fn pool(self: &Arc<Self>, len: usize) -> DevicePoolBuilder {
         DevicePoolBuilder::new(self, len)
     }
@@ -62,34 +62,34 @@ impl Device {
     /// Adopts memory that the program, or a framework in it, has allocated on this device.
     ///
     /// Errors: `Invalid` for addresses of the host or of other devices; `Unsupported` for managed
-    /// memory and for memory from the driver's own pools, which other processes and cards cannot be
-    /// given: the sentence says what to do.
+    /// memory and for memory from the driver's own pools, which cannot be shared with other
+    /// processes and cards. The message says what to do.
     ///
     /// # Safety
     /// The memory stays valid until `owner` is dropped. kvx drops it once no copy and no peer can
-    /// touch the memory, or never (quarantine).
+    /// access the memory, or never (quarantine).
     pub unsafe fn adopt(
         self: &Arc<Self>,
         address: DevicePtr,
         len: usize,
         owner: impl Any + Send + Sync,
     ) -> Result<Memory> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { adopt(self, address, len, owner) }
     }
 
-    /// Settles `done` when all has ended that the program has put on a stream of its own so far:
-    /// kvx's copies do not wait for that.
+    /// Settles `done` when the work that the program has put on its own stream so far has ended.
+    /// kvx's copies do not wait for that work.
     ///
     /// # Safety
-    /// The stream is one of this device's, and lives until `done` has settled.
+    /// The stream belongs to this device, and lives until `done` has settled.
     pub unsafe fn after(&self, stream: StreamHandle, done: Ticket) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.ask(DeviceWork::Behind(stream), std::iter::empty(), done) };
     }
 
-    /// Collects blocks into the packed bytes at `packed`: of each grid those that the indices
-    /// choose. All lie on this device, or are reached by it.
+    /// Collects the blocks that the indices select of each grid into the packed bytes at `packed`.
+    /// All of them are on this device or accessible from it.
     ///
     /// # Safety
     /// All blocks and the packed bytes are valid memory until `done` has settled.
@@ -100,14 +100,14 @@ impl Device {
         indices: &Arc<[u32]>,
         done: Ticket,
     ) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.grids(true, packed, grids, indices, done) };
     }
 
     /// Spreads the packed bytes at `packed` over blocks: the reverse of [`gather`](Device::gather).
     ///
     /// # Safety
-    /// As [`gather`](Device::gather).
+    /// As for [`gather`](Device::gather).
     pub unsafe fn scatter(
         &self,
         packed: DevicePtr,
@@ -115,12 +115,12 @@ impl Device {
         indices: &Arc<[u32]>,
         done: Ticket,
     ) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.grids(false, packed, grids, indices, done) };
     }
 
-    /// Copies blocks while two of their dimensions change places; not in place. Settles with
-    /// `Unsupported` if the device has no kernels, with `Invalid` for sides of different counts.
+    /// Copies blocks and swaps two of their dimensions; not in place. Settles with `Unsupported` if
+    /// the device has no kernels, and with `Invalid` if the sides have different numbers of blocks.
     ///
     /// # Safety
     /// All blocks are valid memory until `done` has settled, and those that are written do not
@@ -143,12 +143,12 @@ impl Device {
             )));
         }
         let work = DeviceWork::Permute { to: to.clone(), from: from.clone(), swap };
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.ask(work, [to.base.0, from.base.0].into_iter(), done) };
     }
 
     /// # Safety
-    /// As [`gather`](Device::gather).
+    /// As for [`gather`](Device::gather).
     unsafe fn grids(
         &self,
         gather: bool,
@@ -164,7 +164,7 @@ impl Device {
             indices: Arc::clone(indices),
         };
         let addresses = grids.iter().map(|grid| grid.base).chain([packed]);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.ask(work, addresses, done) };
     }
 
@@ -176,8 +176,8 @@ impl Device {
         &self.exported
     }
 
-    /// Hands work to the device's thread. `addresses`: one in each allocation that may be another
-    /// process's.
+    /// Passes work to the device's thread. `addresses` has one address in each allocation that may
+    /// belong to another process.
     ///
     /// # Safety
     /// All memory that the work names is valid until `done` has settled.
@@ -190,14 +190,14 @@ impl Device {
         match self.thread() {
             Ok(thread) => {
                 let owners = self.imports.owners(addresses);
-                // SAFETY: the caller's promise.
+                // SAFETY: guaranteed by the caller.
                 unsafe { thread.ask(DeviceJob { work, owners, done }) }
             }
             Err(error) => done.settle(Err(error)),
         }
     }
 
-    /// The thread, started on first use.
+    /// Returns the thread, which is started on first use.
     fn thread(&self) -> Result<&DeviceThread> {
         kvx_core::backend::fork::check()?;
         if let Some(thread) = self.thread.get() {
@@ -211,7 +211,8 @@ impl Device {
         Ok(self.thread.get_or_init(|| thread))
     }
 
-    /// The allocation around a range, if one holds all of it.
+    /// Returns the allocation that contains the start of a range, and whether it contains all of
+    /// it.
     fn around(&self, address: u64, len: usize) -> Result<(Range<u64>, bool)> {
         let allocation = self.driver.allocation(address)?;
         let end = address.checked_add(len as u64).filter(|_| len > 0).ok_or_else(|| {
@@ -225,7 +226,7 @@ impl Device {
     }
 }
 
-// SAFETY: only the device's thread copies, and it settles a ticket when an event behind its copies
+// SAFETY: only the device's thread copies, and it settles a ticket when an event after its copies
 // is reached.
 unsafe impl DeviceAccess for Device {
     fn kind(&self) -> MemoryKind {
@@ -241,7 +242,7 @@ unsafe impl DeviceAccess for Device {
     }
 
     fn pinned(&self, len: usize) -> Result<Memory> {
-        self.thread()?; // loads the kernels: here it may take its time
+        self.thread()?; // loads the kernels: a delay is acceptable here
         pin(&self.driver, &self.pinned, len)
     }
 
@@ -268,7 +269,7 @@ unsafe impl DeviceAccess for Device {
             return done.settle(Ok(()));
         }
         let addresses = pieces.iter().map(|piece| piece.device);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.ask(DeviceWork::Lines { way, lines }, addresses, done) };
     }
 
@@ -278,7 +279,7 @@ unsafe impl DeviceAccess for Device {
             return done.settle(Ok(()));
         }
         let addresses = hops.iter().flat_map(|hop| [hop.from, hop.to]);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             self.ask(DeviceWork::Lines { way: CopyDirection::Within, lines }, addresses, done)
         };
@@ -339,17 +340,18 @@ unsafe impl DeviceAccess for Device {
         }
         let access = Arc::clone(&self) as Arc<dyn DeviceAccess>;
         if named.owner == ProcessId::current() {
-            // Drivers refuse what a process has shared itself; here it is where it always was.
+            // Drivers reject memory that this process has shared itself; use it at its own address.
             let inside = self.driver.enter()?;
             let allocation = self.driver.allocation(named.base)?;
             drop(inside);
             if allocation != (named.base..named.base.saturating_add(named.len)) {
                 return Err(Error::new(
                     ErrorKind::Revoked,
-                    "the device memory that was shared is freed",
+                    "the shared device memory has been freed",
                 ));
             }
-            // SAFETY: who shares memory keeps it until nobody uses it any more, as `share` says.
+            // SAFETY: the process that shares memory keeps it until nobody uses it any more, as
+            // `share` requires.
             return Ok(unsafe {
                 Memory::adopt_device(named.base + handle.offset, len, owner, access, ())
             });
@@ -361,14 +363,14 @@ unsafe impl DeviceAccess for Device {
             if reached == Some(false) {
                 return Err(self
                     .driver
-                    .lacks("no way to the peer's device: their memory meets on the host"));
+                    .lacks("no access to the peer's device: the transfer goes through the host"));
             }
         }
         let (address, all, held) = self.imports.open(&handle.bytes, &named)?;
         if !within(all) {
             return Err(outside());
         }
-        // SAFETY: the range lies in what was opened, and stays so until `held` is dropped.
+        // SAFETY: the range is inside the opened memory, which stays open until `held` is dropped.
         Ok(unsafe { Memory::adopt_device(address + handle.offset, len, owner, access, held) })
     }
 
@@ -378,13 +380,13 @@ unsafe impl DeviceAccess for Device {
         let page = rustix::param::page_size() as u64;
         let start = address - address % page;
         let end = (address + len as u64).next_multiple_of(page);
-        // Memory of several mappings in a row ends elsewhere than its first one: the driver knows
+        // Memory with several consecutive mappings ends after its first mapping: the driver decides
         // whether that works.
         if start < allocation.start || (whole && end > allocation.end) {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "{len} bytes at {address:#x} share a page with other memory: a descriptor has whole pages of \
+                    "{len} bytes at {address:#x} share a page with other memory: a descriptor contains whole pages of \
                      {page} bytes; \
                      make the pool with Device::pool"
                 ),

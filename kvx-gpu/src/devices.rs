@@ -17,17 +17,17 @@ pub struct Devices {
 }
 
 impl Devices {
-    /// Looks for nothing yet.
+    /// Creates an empty list without loading anything.
     pub const fn new(vendor: &'static Vendor) -> Self {
         Devices { vendor, library: OpenOnce::new(), devices: Mutex::new(Vec::new()) }
     }
 
-    /// Returns the devices in the driver's order; each time the same ones. The first call opens the
-    /// driver, and nothing is started on a device before it is used.
+    /// Returns the devices in the driver's order; each call returns the same ones. The first call
+    /// loads the driver, but does nothing on a device.
     ///
     /// # Errors
-    /// The reason why there are none: no library, one that is too old or does not start, or no
-    /// device; with what to do. The next call tries again.
+    /// The reason why there are none: no library, one that is too old or fails to initialise, or no
+    /// device; and what to do. The next call tries again.
     pub fn list(&'static self) -> Result<Vec<Arc<Device>>, Unavailable> {
         let library = self.library.open(|| Library::load(self.vendor))?;
         let mut devices = self.devices.lock();

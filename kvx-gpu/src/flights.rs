@@ -1,4 +1,4 @@
-//! Keeps the work that streams have taken (flights), which ends in the order of its events.
+//! Tracks the work on streams (flights), which ends in the order of its events.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use kvx_core::backend::Ticket;
 use kvx_core::backend::sync::catch_panic;
 use kvx_core::{Error, ErrorKind, Result};
 
-/// How long a driver may answer with errors that say nothing of the work before that work counts as
-/// lost.
+/// The time that a driver may return errors that give no information about work before that work
+/// counts as lost.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Work that a stream was given.
+/// Work on a stream.
 pub(super) struct Flight {
     pub(super) done: Ticket,
-    /// An error: not all of it was started.
+    /// An error if not all of it was started.
     pub(super) started: Result<()>,
     /// Processes whose memory it reads or writes.
     pub(super) owners: Vec<Arc<ProcessWatch>>,
@@ -26,17 +26,17 @@ pub(super) struct Flight {
 }
 
 impl Flight {
-    /// Nobody touches its memory any more.
+    /// Settles the ticket: nobody accesses the memory any more.
     fn settle(self, ended: Result<()>, tables: &mut Tables) {
         tables.give(self.tables);
         let result = ended.and(self.started).and_then(|()| {
-            // Looked at after the bytes have come: memory of a process that has ended may have been
-            // anything by then.
+            // Check this after the bytes have arrived: memory of a process that has ended may have
+            // been reused by then.
             match self.owners.iter().any(|owner| owner.is_exiting()) {
                 false => Ok(()),
                 true => Err(Error::new(
                     ErrorKind::PeerLost,
-                    "the process whose device memory was copied has ended meanwhile: what came is not to be used",
+                    "the process whose device memory was copied has ended: do not use the copied bytes",
                 )),
             }
         });
@@ -50,18 +50,18 @@ pub(super) struct StreamFlights {
     flights: VecDeque<(Flight, FlightEvent)>,
 }
 
-/// The event behind a flight.
+/// The event after a flight.
 struct FlightEvent {
     event: Option<EventHandle>,
     recorded: bool,
-    /// Since when the driver gives no answer.
+    /// The time since which the driver has given no answer.
     silent: Option<Instant>,
 }
 
-/// The answer of a look at a stream.
+/// The result of polling a stream.
 pub(super) struct StreamLook {
     pub(super) ended: usize,
-    /// The driver has given the device up.
+    /// Set if the driver has given the device up.
     pub(super) broken: Option<Error>,
 }
 
@@ -74,10 +74,10 @@ impl StreamFlights {
         self.flights.is_empty()
     }
 
-    /// Takes in what was just put on the stream.
+    /// Adds work that was just put on the stream.
     pub(super) fn push(&mut self, flight: Flight, driver: &Driver, events: &mut SpareEvents) {
         let mut mark = FlightEvent { event: None, recorded: false, silent: None };
-        // An error is met again, and dealt with, by the next look.
+        // The next poll hits and handles the error again.
         mark.record(self.stream, driver, events).ok();
         self.flights.push_back((flight, mark));
     }
@@ -92,7 +92,7 @@ impl StreamFlights {
         let mut look = StreamLook { ended: 0, broken: None };
         while let Some((_, mark)) = self.flights.front_mut() {
             let reached = mark.record(self.stream, driver, events).and_then(|event| {
-                // SAFETY: the event lives and is recorded.
+                // SAFETY: the event is alive and recorded.
                 unsafe { driver.is_reached(event) }
             });
             let lost = match reached {
@@ -118,9 +118,9 @@ impl StreamFlights {
                     flight.settle(Ok(()), tables);
                 }
                 Some(error) => {
-                    // Its ticket is dropped, and so its memory quarantined; the event and the
-                    // tables may be in use.
-                    tracing::error!(%error, "a driver does not tell whether its copies have ended");
+                    // Dropping its ticket quarantines its memory; the event and the tables may be
+                    // in use.
+                    tracing::error!(%error, "a driver does not report whether its copies have ended");
                     catch_panic(|| drop(flight));
                 }
             }
@@ -128,7 +128,7 @@ impl StreamFlights {
         look
     }
 
-    /// The driver does no more work: ends all flights with its error.
+    /// Ends all flights with an error, because the driver does no more work.
     pub(super) fn fail(&mut self, error: &Error, tables: &mut Tables) {
         for (flight, _) in self.flights.drain(..) {
             flight.settle(Err(error.clone()), tables);
@@ -137,7 +137,7 @@ impl StreamFlights {
 }
 
 impl FlightEvent {
-    /// The event, recorded: at the latest now, behind all that is on the stream.
+    /// Returns the event; records it now if it is not recorded yet, after all work on the stream.
     fn record(
         &mut self,
         stream: StreamHandle,
@@ -149,7 +149,7 @@ impl FlightEvent {
             None => *self.event.insert(events.take(driver)?),
         };
         if !self.recorded {
-            // SAFETY: both live; the stream's lane is this one's.
+            // SAFETY: both are alive; this is the stream's only lane.
             unsafe { driver.record(event, stream) }?;
             self.recorded = true;
         }
@@ -172,7 +172,7 @@ impl SpareEvents {
 
     pub(super) fn end(&mut self, driver: &Driver) {
         for event in self.0.drain(..) {
-            // SAFETY: it came from `take`, and no flight has it.
+            // SAFETY: it came from `take`, and no flight uses it.
             if let Err(error) = unsafe { driver.destroy_event(event) } {
                 tracing::debug!(%error, "an event was not destroyed");
             }
@@ -180,7 +180,7 @@ impl SpareEvents {
     }
 }
 
-/// The driver's answer.
+/// Returns the driver's code.
 pub(super) fn code(error: &Error) -> i64 {
     error.native().map_or(0, |native| native.code)
 }

@@ -1,4 +1,4 @@
-//! Memory of other processes: each allocation is opened once, however many regions lie in it.
+//! Memory of other processes: each allocation is opened once, however many regions it contains.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsFd, OwnedFd, RawFd};
@@ -13,14 +13,14 @@ use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::backend::{IpcHandle, fork};
 use kvx_core::{Error, ErrorKind, Result};
 
-/// The form of the handles of this release.
+/// The format of this release's handles.
 const FORM: u8 = 1;
 
-/// The name of an allocation among processes.
+/// The handle of an allocation for other processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SharedHandle {
     pub(super) owner: ProcessId,
-    /// Where its owner has it.
+    /// Its address in the owner's process.
     pub(super) base: u64,
     pub(super) len: u64,
     pub(super) name: AllocationName,
@@ -28,9 +28,9 @@ pub(super) struct SharedHandle {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum AllocationName {
-    /// The driver's.
+    /// The driver's handle.
     Driver(Vec<u8>),
-    /// A descriptor that its owner has open.
+    /// A descriptor that the owner has open.
     Descriptor(RawFd),
 }
 
@@ -54,7 +54,7 @@ impl SharedHandle {
         out
     }
 
-    /// Errors: `Malformed`, `Incompatible`.
+    /// Decodes a handle. Errors: `Malformed`, `Incompatible`.
     pub(super) fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = Reader::new("the handle of device memory", bytes);
         if bytes.len() > IpcHandle::LONGEST {
@@ -63,7 +63,7 @@ impl SharedHandle {
         if reader.u8()? != FORM {
             return Err(Error::new(
                 ErrorKind::Incompatible,
-                "the peer's kvx names its device memory in another way: use the same release on both ends",
+                "the peer's kvx uses another format for handles of device memory: use the same release on both ends",
             ));
         }
         let owner = ProcessId::decode(&mut reader)?;
@@ -71,7 +71,7 @@ impl SharedHandle {
         let name = match reader.u8()? {
             0 => AllocationName::Driver(reader.bytes(reader.left())?.to_vec()),
             1 => AllocationName::Descriptor(reader.u32()?.cast_signed()),
-            other => return Err(reader.malformed(format_args!("form {other} of a name"))),
+            other => return Err(reader.malformed(format_args!("unknown kind {other} of handle"))),
         };
         reader.end()?;
         Ok(SharedHandle { owner, base, len, name })
@@ -81,8 +81,7 @@ impl SharedHandle {
 /// The allocations of other processes that a device has opened.
 pub(super) struct Imports {
     driver: Arc<Driver>,
-    /// Held over calls of the driver, alone: an allocation that is being closed must not be opened
-    /// at the same time.
+    /// Held during calls of the driver: an allocation must not be opened while it is being closed.
     one: Mutex<()>,
     table: Mutex<ImportTable>,
     forks: u64,
@@ -98,7 +97,7 @@ struct ImportedAllocation {
     uses: usize,
     address: u64,
     len: u64,
-    /// For what was not opened by the driver's name.
+    /// Set if it was imported through a descriptor.
     mapped: Option<MappedMemory>,
     owner: Arc<ProcessWatch>,
 }
@@ -109,8 +108,8 @@ impl Imports {
         Arc::new(Imports { driver: Arc::clone(driver), one, table, forks: fork::count() })
     }
 
-    /// Opens an allocation, or counts one more use of it. Says where it is, and how long. Errors:
-    /// `PeerLost` for an owner that is gone; `Unsupported`; `Exhausted`.
+    /// Opens an allocation, or counts another use of it. Returns its address and length. Errors:
+    /// `PeerLost` if the owner has ended; `Unsupported`; `Exhausted`.
     pub(super) fn open(
         self: &Arc<Self>,
         key: &[u8],
@@ -157,7 +156,7 @@ impl Imports {
             }
             Error::new(
                 ErrorKind::Unsupported,
-                "device memory is shared between processes that see each other: run both in one PID namespace",
+                "sharing device memory requires that both processes are in one PID namespace",
             )
         })
     }
@@ -191,21 +190,22 @@ impl Imports {
     /// Closes an allocation; logs the driver's error. The device is current on the thread.
     ///
     /// # Safety
-    /// `map` returned both, and nobody uses the memory any more.
+    /// `map` returned both, and nobody uses the memory afterwards.
     unsafe fn close(&self, address: u64, mapped: Option<MappedMemory>) {
         let closed = match mapped {
-            // SAFETY: the driver opened the address in `map`, and the caller promises that nobody
+            // SAFETY: the driver opened the address in `map`, and the caller guarantees that nobody
             // uses it.
             None => unsafe { self.driver.close(address) },
-            // SAFETY: the driver imported it in `map`, and the caller promises that nobody uses it.
+            // SAFETY: the driver imported it in `map`, and the caller guarantees that nobody uses
+            // it.
             Some(mapped) => unsafe { self.driver.unmap(mapped) },
         };
         if let Err(error) = closed {
-            tracing::warn!(%error, "a peer's device memory was not closed");
+            tracing::warn!(%error, "a peer's device memory could not be closed");
         }
     }
 
-    /// The processes whose memory lies at these addresses.
+    /// Returns the processes that own the memory at these addresses.
     pub(super) fn owners(&self, addresses: impl Iterator<Item = u64>) -> Vec<Arc<ProcessWatch>> {
         let table = self.table.lock();
         let mut owners: Vec<Arc<ProcessWatch>> = Vec::new();
@@ -233,11 +233,11 @@ fn owner_ended() -> Error {
     Error::new(ErrorKind::PeerLost, "the process that shared this device memory has ended")
 }
 
-/// A copy of another process's descriptor.
+/// Duplicates another process's descriptor.
 fn take_descriptor(owner: &ProcessWatch, number: RawFd) -> Result<OwnedFd> {
     pidfd_getfd(owner.fd(), number, PidfdGetfdFlags::empty()).map_err(|error| {
         Error::os(
-            "the kernel does not let this process take the descriptor of a peer's device memory: run both as one \
+            "the kernel does not allow this process to take the descriptor of a peer's device memory: run both as one \
              user, with \
              kernel.yama.ptrace_scope=0 or CAP_SYS_PTRACE, or let the owner make its pool without virtual memory",
             error,
@@ -246,7 +246,7 @@ fn take_descriptor(owner: &ProcessWatch, number: RawFd) -> Result<OwnedFd> {
     })
 }
 
-/// One use of an opened allocation, which is closed with the last.
+/// A use of an opened allocation, which is closed with the last one.
 pub(super) struct ImportGuard {
     imports: Arc<Imports>,
     key: Vec<u8>,
@@ -256,7 +256,7 @@ impl Drop for ImportGuard {
     fn drop(&mut self) {
         let Imports { driver, one, table, forks } = &*self.imports;
         if fork::count() != *forks {
-            return; // a child after fork has no device
+            return; // a forked child has no device
         }
         let _one = one.lock();
         let closed = {
@@ -272,9 +272,9 @@ impl Drop for ImportGuard {
         };
         let Some(opened) = closed else { return };
         match driver.enter() {
-            // SAFETY: opened once, and this was its last use.
+            // SAFETY: it was opened once, and this was its last use.
             Ok(_current) => unsafe { self.imports.close(opened.address, opened.mapped) },
-            Err(error) => tracing::warn!(%error, "a peer's device memory was not closed"),
+            Err(error) => tracing::warn!(%error, "a peer's device memory could not be closed"),
         }
     }
 }
@@ -283,14 +283,14 @@ impl Drop for ImportGuard {
 mod tests {
     use super::*;
 
-    /// Returns the identity that a child of this process would state of itself.
+    /// Returns the identity that a child of this process would have.
     fn identity_of(child: u32) -> ProcessId {
         let stat = std::fs::read_to_string(format!("/proc/{child}/stat")).unwrap();
         let (_, fields) = stat.rsplit_once(')').unwrap();
         let started: u64 = fields.split_ascii_whitespace().nth(19).unwrap().parse().unwrap();
         let mut bytes = Vec::new();
         ProcessId::current().encode(&mut bytes);
-        bytes.truncate(24); // the host and the namespace, which are the same
+        bytes.truncate(24); // the host and the namespace, which are equal
         bytes.put_u32(child);
         bytes.put_u64(started);
         ProcessId::decode(&mut Reader::new("an identity", &bytes)).unwrap()
@@ -301,7 +301,7 @@ mod tests {
         let mut owner = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let id = identity_of(owner.id());
         owner.kill().unwrap();
-        // Not waited for, so that the process can still be watched.
+        // Do not wait for it, so that the process can still be watched.
         while !id.watch().unwrap().unwrap().has_ended() {
             std::thread::yield_now();
         }
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn handles_travel_and_wrong_ones_are_refused() {
+    fn handles_are_decoded_unchanged_and_invalid_ones_are_rejected() {
         for name in [AllocationName::Driver(vec![7; 64]), AllocationName::Descriptor(19)] {
             let handle =
                 SharedHandle { owner: ProcessId::current(), base: 1 << 40, len: 1 << 30, name };
@@ -329,7 +329,7 @@ mod tests {
             assert!(bytes.len() <= IpcHandle::LONGEST);
             assert_eq!(SharedHandle::decode(&bytes).unwrap(), handle);
             for len in 0..54 {
-                // All but the name, whose length the driver judges.
+                // All truncations except of the driver's handle, whose length the driver checks.
                 SharedHandle::decode(&bytes[..len]).unwrap_err();
             }
         }

@@ -2,20 +2,23 @@
 #![doc = include_str!("../README.md")]
 //! GPU memory: one implementation for the devices of every vendor.
 //!
-//! `kvx-cuda` and `kvx-rocm` give the data of their vendor's driver, and the few calls that have
-//! another form in each ([`driver`]). Everything else is written once, here: opening and calling
-//! the driver, and [`Device`], which is the [`DeviceAccess`](kvx_core::DeviceAccess) that agents
-//! take. It makes pools and adopts memory of other programs, recognises grids in lists of copies,
-//! settles tickets when events are reached, shares memory between processes and launches the
-//! [`kernels`].
+//! `kvx-cuda` and `kvx-rocm` provide the data of their vendor's driver, and the few calls that
+//! differ ([`driver`]). Everything else is implemented here: loading and calling the driver, and
+//! [`Device`], which is the [`DeviceAccess`](kvx_core::DeviceAccess) that agents take. It creates
+//! pools and adopts memory of other programs, recognises grids in lists of copies, settles tickets
+//! when events are reached, shares memory between processes, and launches the [`kernels`].
 //!
-//! A device has one thread, and only that thread uses the device's streams: posting a copy pushes
-//! it on a queue, the contexts of the program's own threads stay as they are, and a driver that
-//! blocks blocks no other thread. It sleeps while nothing is in flight.
+//! A device has one thread, and only that thread uses the device's streams. Posting a copy only
+//! adds it to the thread's queue, and the contexts of the program's own threads stay unchanged. If
+//! a driver call blocks on that thread, posting does not block, but all later copies of the device
+//! wait in the queue, and their tickets settle only after the call has returned. Other calls may
+//! block: the first post waits until the thread has started; creating pools, adopting, pinning,
+//! sharing and opening memory call the driver on the caller's thread; dropping the device waits for
+//! its queued work. The thread sleeps while no work is in flight.
 //!
-//! Copies of different calls run in the order of their calls in each direction, and in none between
-//! directions. They do not wait for what the program has put on streams of its own: wait for that
-//! first, with [`Device::after`] or with the program's own means.
+//! Copies of different calls run in the order of their calls in each direction, and in no order
+//! between directions. They do not wait for work that the program has put on its own streams: wait
+//! for that first, with [`Device::after`] or with the program's own means.
 
 mod copies;
 mod device;

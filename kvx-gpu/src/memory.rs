@@ -1,4 +1,4 @@
-//! Memory of a device: pools and adopted pointers.
+//! Device memory: pools and adopted pointers.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -13,8 +13,8 @@ use kvx_core::backend::fork;
 use kvx_core::backend::sync::Mutex;
 use kvx_core::{Completion, Deadline, DeviceAccess, Error, ErrorKind, Memory, Result};
 
-/// Pools are as long as a multiple of this, and so begin at one: drivers give out smaller memory in
-/// parts of such a page, and of a part no other card can be given a descriptor.
+/// The length of a pool is a multiple of this, and so is its address. Drivers take smaller
+/// allocations from parts of such a page, for which they export no descriptor to other cards.
 const PAGE: usize = 2 << 20;
 
 /// Builds a pool on a device. See [`Device::pool`].
@@ -31,17 +31,17 @@ impl DevicePoolBuilder {
         DevicePoolBuilder { device: Arc::clone(device), len, virtual_memory: false }
     }
 
-    /// Makes it of the driver's virtual memory management, not of a plain allocation: for programs
-    /// that map the same memory elsewhere. Other processes open it through a descriptor, which the
-    /// kernel must let them take (ptrace scope).
+    /// Creates it with the driver's virtual memory management instead of a plain allocation, for
+    /// programs that map the same memory elsewhere. Other processes open it through a descriptor,
+    /// which the kernel must let them take (ptrace scope).
     pub fn virtual_memory(mut self) -> Self {
         self.virtual_memory = true;
         self
     }
 
-    /// Makes the pool, filled with zeros: new memory may hold what another part of the process has
-    /// freed. Errors: `Invalid` for zero bytes, `Exhausted` when the device has not enough memory,
-    /// `Unsupported` for virtual memory that it does not have.
+    /// Creates the pool, filled with zeros, because new memory may contain what another part of the
+    /// process has freed. Errors: `Invalid` for zero bytes, `Exhausted` if the device does not have
+    /// enough memory, `Unsupported` for virtual memory that it does not support.
     pub fn build(self) -> Result<Memory> {
         let DevicePoolBuilder { device, len, virtual_memory } = self;
         let whole =
@@ -68,8 +68,8 @@ impl DevicePoolBuilder {
         };
         let address = allocation.address();
         let (filled, ticket) = Completion::with_ticket();
-        // SAFETY: the allocation is held until the completion ends, and forever if its end is not
-        // known.
+        // SAFETY: the allocation is held until the completion ends, or forever if its end is
+        // unknown.
         unsafe { device.ask(DeviceWork::Zero { address, len: whole }, std::iter::empty(), ticket) };
         if let Err(error) = filled.wait_blocking(Deadline::default_for_transfers()) {
             if matches!(error.kind(), ErrorKind::Forgotten | ErrorKind::TimedOut) {
@@ -78,14 +78,14 @@ impl DevicePoolBuilder {
             return Err(error);
         }
         let id = device.driver().info().id;
-        // SAFETY: the memory is the allocation's, which frees it when it is dropped.
+        // SAFETY: the memory belongs to the allocation, which frees it when it is dropped.
         Ok(unsafe {
             Memory::adopt_device(address, len, id, device as Arc<dyn DeviceAccess>, allocation)
         })
     }
 }
 
-/// A device's memory; gives it back when dropped.
+/// A device's memory, freed when dropped.
 struct Allocation {
     device: Arc<Device>,
     held: AllocationKind,
@@ -113,11 +113,11 @@ impl Allocation {
 impl Drop for Allocation {
     fn drop(&mut self) {
         if fork::count() != self.forks {
-            return; // a child after fork has no device
+            return; // a forked child has no device
         }
         let driver = self.device.driver();
         let freed = driver.enter().and_then(|_inside| match &self.held {
-            // SAFETY: it came from `allocate`, and `Memory` is gone, so nobody uses it any more.
+            // SAFETY: it came from `allocate`, and `Memory` is dropped, so nobody uses it any more.
             AllocationKind::Allocated(address) => unsafe { driver.free(*address) },
             AllocationKind::Mapped(mapped) => {
                 self.device.exported().lock().remove(&mapped.address);
@@ -126,18 +126,18 @@ impl Drop for Allocation {
             }
         });
         if let Err(error) = freed {
-            tracing::warn!(%error, "memory of a device was not freed");
+            tracing::warn!(%error, "device memory could not be freed");
         }
     }
 }
 
-/// Descriptors of virtual memory that other processes may take, by its address.
+/// Descriptors of virtual memory that other processes may take, by address.
 pub(super) type ExportedFiles = Mutex<BTreeMap<u64, OwnedFd>>;
 
-/// Looks at a pointer of the program's, and makes it memory of the device.
+/// Checks a pointer of the program, and makes it memory of the device.
 ///
 /// # Safety
-/// As [`Memory::adopt_device`].
+/// As for [`Memory::adopt_device`].
 pub(super) unsafe fn adopt(
     device: &Arc<Device>,
     DevicePtr(address): DevicePtr,
@@ -153,14 +153,15 @@ pub(super) unsafe fn adopt(
         ));
     };
     let inside = driver.enter()?;
-    // Both ends: memory of several mappings in a row is one to its program and many to the driver.
+    // Check both ends: memory with several consecutive mappings is one range to its program, but
+    // several to the driver.
     for end in [address, last] {
         let pointer = driver.classify(end)?;
         match pointer.place {
             PointerPlace::Device => {}
             PointerPlace::Unknown => {
                 return invalid(format!(
-                    "{end:#x} is no address that {} knows: memory of the host is adopted with Memory::adopt, and a \
+                    "{} does not know the address {end:#x}: adopt host memory with Memory::adopt; a \
                      range must end where its allocation does",
                     info.driver
                 ));
@@ -174,14 +175,14 @@ pub(super) unsafe fn adopt(
                 return Err(Error::new(
                     ErrorKind::Unsupported,
                     format!(
-                        "{end:#x} is managed memory, which moves between host and devices: allocate it as plain memory"
+                        "{end:#x} is managed memory, which migrates between host and devices: allocate it as plain memory"
                     ),
                 ));
             }
         }
         if pointer.ordinal != info.ordinal as i32 {
             return invalid(format!(
-                "{end:#x} lies on device {}, and this is device {} ({}): adopt it with that device",
+                "{end:#x} is on device {}, but this is device {} ({}): adopt it with that device",
                 pointer.ordinal, info.ordinal, info.name
             ));
         }
@@ -191,11 +192,11 @@ pub(super) unsafe fn adopt(
     }
     drop(inside);
     let access = Arc::clone(device) as Arc<dyn DeviceAccess>;
-    // SAFETY: the caller's promise, and the pointer is one of this device.
+    // SAFETY: guaranteed by the caller, and the pointer belongs to this device.
     Ok(unsafe { Memory::adopt_device(address, len, info.id, access, owner) })
 }
 
-/// Memory of a driver's pool.
+/// Returns the error for memory from a driver's pool.
 pub(super) fn pool_error(address: u64, driver: &str) -> Error {
     Error::new(
         ErrorKind::Unsupported,

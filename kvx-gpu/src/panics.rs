@@ -1,4 +1,4 @@
-//! A driver that panics: nobody waits for its device in vain.
+//! Tests a driver that panics: all waits for its device end.
 
 use std::ffi::{c_char, c_int};
 use std::ops::Range;
@@ -42,7 +42,7 @@ static VENDOR: Vendor = Vendor {
     calls: |_, _| Err(kvx_core::backend::Unavailable::because("a test", "")),
 };
 
-/// Panics at its first copy, once the test sends to it.
+/// Panics at its first copy, after the test has sent a message.
 struct PanickingCalls(Mutex<Receiver<()>>);
 
 // SAFETY: it has no memory and copies nothing.
@@ -77,7 +77,7 @@ unsafe impl VendorCalls for PanickingCalls {
 
     unsafe fn copy(&self, _: CopyDirection, _: Hop, _: StreamHandle) -> CallResult {
         self.0.lock().recv_timeout(LONG).ok();
-        panic!("a driver panics, as a test wants it");
+        panic!("a driver panics, as the test requires");
     }
 
     unsafe fn copy_rows(&self, _: CopyDirection, _: Rows, _: StreamHandle) -> CallResult {
@@ -118,13 +118,13 @@ fn a_driver_that_panics_leaves_no_ticket_behind() {
     let device = device(wait);
     let ask = |device: &Device| {
         let (completion, ticket) = Completion::with_ticket();
-        // SAFETY: nothing is copied.
+        // SAFETY: the driver copies no bytes.
         unsafe { device.hop(&[Hop { from: 4096, to: 8192, len: 64 }], ticket) };
         completion
     };
     let (first, second) = (ask(&device), ask(&device));
     go.send(()).unwrap();
-    // The driver may have begun the first: its memory is quarantined.
+    // The driver may have started the first copy: its memory is quarantined.
     assert_eq!(first.wait_blocking(LONG).unwrap_err().kind(), ErrorKind::Forgotten);
     second.wait_blocking(LONG).unwrap_err();
     let error = ask(&device).wait_blocking(LONG).unwrap_err();

@@ -13,7 +13,7 @@ use kvx_core::{Error, ErrorKind, Memory, Result};
 pub(super) struct PinnedRanges(Mutex<BTreeMap<u64, usize>>);
 
 impl PinnedRanges {
-    /// Returns whether all of these ranges lie in it.
+    /// Returns whether all of these ranges are pinned.
     pub(super) fn has_all(&self, mut ranges: impl Iterator<Item = (u64, usize)>) -> bool {
         let pinned = self.0.lock();
         let mut last = 0..0;
@@ -43,27 +43,27 @@ impl Drop for PinnedBuffer {
         }
         self.pinned.0.lock().remove(&self.base);
         let unpinned = self.driver.enter().and_then(|_inside| {
-            // SAFETY: it came from `pin`, and `Memory` is gone, so nobody uses it any more.
+            // SAFETY: it came from `pin`, and `Memory` is dropped, so nobody uses it any more.
             unsafe { self.driver.unpin(self.base as *mut u8) }
         });
         if let Err(error) = unpinned {
-            tracing::warn!(%error, "pinned memory was not freed");
+            tracing::warn!(%error, "pinned memory could not be freed");
         }
     }
 }
 
-/// Host memory, pinned and zeroed.
+/// Allocates pinned, zeroed host memory.
 pub(super) fn pin(driver: &Arc<Driver>, pinned: &Arc<PinnedRanges>, len: usize) -> Result<Memory> {
     if len == 0 {
         return Err(Error::new(
             ErrorKind::Invalid,
-            "0 bytes of pinned memory: ask for at least one",
+            "cannot allocate 0 bytes of pinned memory: allocate at least one",
         ));
     }
     let inside = driver.enter()?;
     let base = driver.pin(len)?;
     drop(inside);
-    // SAFETY: new memory of that length, which nobody else has seen. It may hold what another
+    // SAFETY: new memory of that length, which nobody else uses. It may contain what another
     // process left.
     unsafe { base.write_bytes(0, len) };
     pinned.0.lock().insert(base as u64, len);
@@ -73,6 +73,6 @@ pub(super) fn pin(driver: &Arc<Driver>, pinned: &Arc<PinnedRanges>, len: usize) 
         pinned: Arc::clone(pinned),
         forks: fork::count(),
     };
-    // SAFETY: the memory is the owner's, and stays pinned until that is dropped.
+    // SAFETY: the owner keeps the memory allocated and pinned until it is dropped.
     Ok(unsafe { Memory::adopt_pinned(base, len, owner) })
 }

@@ -1,4 +1,4 @@
-//! The one thread of a device: it alone talks to the device's streams.
+//! The thread of a device, which alone uses the device's streams.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,21 +17,21 @@ use kvx_core::backend::sync::{Condvar, Mutex, catch_panic, pause_between_looks};
 use kvx_core::backend::{Hop, Ticket};
 use kvx_core::{Error, ErrorKind, Result};
 
-/// A piece of work for the thread.
+/// Work for the thread.
 pub(super) enum DeviceWork {
-    /// Copies that are merged already.
+    /// Copies that are already merged.
     Lines { way: CopyDirection, lines: Vec<Hop> },
-    /// Zeros.
+    /// Fills memory with zeros.
     Zero { address: u64, len: usize },
-    /// Nothing but to say when a stream of the program's has come this far.
+    /// Settles when a stream of the program has completed its current work.
     Behind(StreamHandle),
-    /// Blocks of grids to packed bytes, or the other way.
+    /// Copies blocks of grids to packed bytes, or the other way.
     Grids { gather: bool, packed: u64, grids: Vec<DeviceGrid>, indices: Arc<[u32]> },
-    /// Blocks whose dimensions change places.
+    /// Copies blocks and swaps their dimensions.
     Permute { to: StridedBlocks, from: StridedBlocks, swap: Swap },
 }
 
-/// Work, and whom it concerns.
+/// Work, with its ticket and the processes involved.
 pub(super) struct DeviceJob {
     pub(super) work: DeviceWork,
     /// Processes whose memory it reads or writes.
@@ -39,7 +39,7 @@ pub(super) struct DeviceJob {
     pub(super) done: Ticket,
 }
 
-/// A running thread. Dropped, it does what it was asked for, and ends.
+/// A running thread. Dropping it waits until it has done its work and ended.
 pub(super) struct DeviceThread {
     shared: Arc<ThreadState>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -54,11 +54,11 @@ struct ThreadState {
 struct JobQueue {
     jobs: VecDeque<DeviceJob>,
     stop: bool,
-    /// Nobody looks into it any more.
+    /// True once the thread takes no more jobs.
     ended: bool,
 }
 
-/// When the thread ends, and be it by a panic, nobody waits for it in vain.
+/// Settles the jobs that were never started when the thread ends, even by a panic.
 struct EndGuard<'a>(&'a ThreadState);
 
 impl Drop for EndGuard<'_> {
@@ -81,7 +81,7 @@ fn end_error() -> Error {
 }
 
 impl DeviceThread {
-    /// Starts it. Errors: what the driver says to the first calls on a device.
+    /// Starts the thread. Errors: those of the first driver calls on a device.
     pub(super) fn start(driver: Arc<Driver>, pinned: Arc<PinnedRanges>) -> Result<Self> {
         let shared = Arc::new(ThreadState { queue: Mutex::default(), changed: Condvar::new() });
         let (started, ready) = std::sync::mpsc::sync_channel(1);
@@ -93,25 +93,25 @@ impl DeviceThread {
                 driver.enter().and_then(|inside| Ok((inside, Streams::new(&driver, &pinned)?)));
             match begun {
                 Ok((_inside, mut streams)) => {
-                    started.send(Ok(())).ok(); // the starter waits for it
+                    started.send(Ok(())).ok(); // the starting thread waits for it
                     ours.run(&mut streams);
                 }
                 Err(error) => _ = started.send(Err(error)),
             }
         };
         let thread = std::thread::Builder::new().name(name).spawn(run).map_err(|error| {
-            Error::os("the thread of a device could not be started", error)
+            Error::os("could not start the thread of a device", error)
                 .with_kind(ErrorKind::Exhausted)
         })?;
-        // The sender ends with the thread.
+        // The thread drops the sender when it ends.
         let begun = ready.recv().unwrap_or_else(|_| Err(end_error()));
         begun.map(|()| DeviceThread { shared, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Hands it a job; its ticket settles when the work has ended.
+    /// Queues a job; its ticket settles when the work has ended.
     ///
     /// # Safety
-    /// All memory that the work names is valid until then.
+    /// All memory that the work refers to stays valid until then.
     pub(super) unsafe fn ask(&self, job: DeviceJob) {
         let mut queue = self.shared.queue.lock();
         if queue.ended {
@@ -127,7 +127,7 @@ impl DeviceThread {
 impl Drop for DeviceThread {
     fn drop(&mut self) {
         if kvx_core::backend::fork::check().is_err() {
-            return; // the thread is the parent's
+            return; // the thread belongs to the parent
         }
         self.shared.queue.lock().stop = true;
         self.shared.changed.notify_all();
@@ -140,11 +140,11 @@ impl Drop for DeviceThread {
     }
 }
 
-/// How long it looks without a pause after the last thing that happened: as long as a small copy
+/// The time after an event during which the thread polls without a pause: as long as a small copy
 /// takes.
 const EAGER: Duration = Duration::from_micros(30);
-/// Its shortest and its longest pause. In between it pauses for a part of the time that nothing has
-/// happened for.
+/// The shortest and the longest pause. In between, a pause is a fraction of the time without
+/// events.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_micros(200));
 
 impl ThreadState {
@@ -165,7 +165,7 @@ impl ThreadState {
         }
     }
 
-    /// Takes the jobs there are; sleeps first if there are none, as long as is fit. Says whether to
+    /// Takes the queued jobs. Without any, waits for an appropriate time first. Returns whether to
     /// stop.
     fn wait(
         &self,
@@ -194,20 +194,20 @@ impl ThreadState {
     }
 }
 
-/// Up to so many calls of the driver are made one by one.
+/// Up to this number of driver calls are made one by one.
 const FEW_CALLS: usize = 8;
-/// The same within a device, where a call takes longer than the bytes do.
+/// That number within a device, where a call takes longer than moving the bytes.
 const FEW_CALLS_WITHIN: usize = 2;
-/// Copies of one batch.
+/// The number of copies per batch.
 const BATCH: usize = 1024;
-/// Bytes of a hop in its table.
+/// The number of bytes of a hop in its table.
 const HOP: usize = 24;
 
-/// The streams of a device and what is on them. Lives on its thread.
+/// The streams of a device and their work. Used only on its thread.
 struct Streams<'a> {
     driver: &'a Driver,
     pinned: &'a PinnedRanges,
-    /// One for each way, in the order of [`CopyDirection`]; then streams of the program's.
+    /// One for each direction, in the order of [`CopyDirection`]; then streams of the program.
     lanes: Vec<StreamFlights>,
     events: SpareEvents,
     tables: Tables,
@@ -215,7 +215,7 @@ struct Streams<'a> {
     broken: Option<Error>,
 }
 
-/// Lanes of the device's own.
+/// The number of the device's own lanes.
 const OWN: usize = 3;
 
 impl<'a> Streams<'a> {
@@ -227,7 +227,7 @@ impl<'a> Streams<'a> {
         let kernels = driver.load_kernels();
         if let Err(error) = &kernels {
             let device = &driver.info().name;
-            tracing::warn!(%error, device, "no kernels: scattered blocks are copied one by one, and none is permuted");
+            tracing::warn!(%error, device, "no kernels are available: scattered blocks are copied one by one, and blocks cannot be permuted");
         }
         let (events, tables) = (SpareEvents::default(), Tables::default());
         Ok(Streams { driver, pinned, lanes, events, tables, kernels, broken: None })
@@ -237,7 +237,7 @@ impl<'a> Streams<'a> {
         self.lanes.iter().all(StreamFlights::is_empty)
     }
 
-    /// Starts work. Whatever happens, its ticket settles once nothing of it is on a stream.
+    /// Starts work. In any case, its ticket settles once none of it is on a stream.
     fn start(&mut self, DeviceJob { work, owners, done }: DeviceJob) {
         if let Some(error) = &self.broken {
             let error = error.clone();
@@ -248,7 +248,7 @@ impl<'a> Streams<'a> {
             DeviceWork::Behind(stream) => {
                 self.lanes.push(StreamFlights::new(*stream));
                 let flight = Flight { done, started: Ok(()), owners, tables: Vec::new() };
-                let lane = self.lanes.last_mut().expect("one was pushed just now");
+                let lane = self.lanes.last_mut().expect("one was pushed before");
                 return lane.push(flight, self.driver, &mut self.events);
             }
             DeviceWork::Zero { .. } | DeviceWork::Grids { .. } | DeviceWork::Permute { .. } => {
@@ -276,7 +276,7 @@ impl<'a> Streams<'a> {
         self.lanes[way as usize].push(flight, self.driver, &mut self.events);
     }
 
-    /// Settles what has ended, and says how much that was.
+    /// Settles the flights that have ended, and returns their number.
     fn look(&mut self) -> usize {
         let mut ended = 0;
         let mut broken = None;
@@ -300,7 +300,7 @@ impl<'a> Streams<'a> {
         ended
     }
 
-    /// The driver has ended all work of this process, and does no more.
+    /// Records that the driver has ended all work of this process and does no more.
     fn give_up(&mut self, error: Error) -> Error {
         let device = &self.driver.info().name;
         tracing::error!(%error, device, "the driver has given up the device for this process");
@@ -321,9 +321,9 @@ impl<'a> Streams<'a> {
         self.events.end(self.driver);
         self.tables.end(self.driver);
         for lane in self.lanes.drain(..).take(OWN) {
-            // SAFETY: its own stream, on which nothing is in flight.
+            // SAFETY: one of the device's own streams, on which no work is in flight.
             if let Err(error) = unsafe { self.driver.destroy_stream(lane.stream) } {
-                tracing::debug!(%error, code = code(&error), "a stream was not destroyed");
+                tracing::debug!(%error, code = code(&error), "a stream could not be destroyed");
             }
         }
     }
@@ -337,8 +337,8 @@ impl<'a> Streams<'a> {
     ) -> Result<()> {
         let few = if way == CopyDirection::Within { FEW_CALLS_WITHIN } else { FEW_CALLS };
         let calls = copy_calls(lines).take(few + 1).count();
-        // Copy engines leave the processors to the model; within a device small copies are too slow
-        // for them.
+        // Copy engines leave the processors to the model; within a device they are too slow for
+        // small copies.
         let batches = self.driver.has_batches();
         if calls > few && batches && way != CopyDirection::Within {
             return self.batches(lines, stream);
@@ -350,7 +350,7 @@ impl<'a> Streams<'a> {
             return self.batches(lines, stream);
         }
         for step in copy_calls(lines) {
-            // SAFETY: as in `start`: each step is made of lines of the work.
+            // SAFETY: as in `start`: each step consists of lines of the work.
             unsafe {
                 match step {
                     CopyCall::Line(line) => self.driver.copy(way, line, stream),
@@ -368,7 +368,7 @@ impl<'a> Streams<'a> {
         })
     }
 
-    /// Returns whether kernels reach both sides: the host's must be pinned.
+    /// Returns whether kernels can access both sides: the host's side must be pinned.
     fn reached_by_kernels(&self, way: CopyDirection, lines: &[Hop]) -> bool {
         match way {
             CopyDirection::Within => true,
@@ -394,7 +394,7 @@ impl<'a> Streams<'a> {
         Ok(())
     }
 
-    /// As many indices at a time as fit into a table.
+    /// Launches the kernel for as many indices at a time as fit into a table.
     fn grids(
         &mut self,
         gather: bool,
@@ -452,7 +452,7 @@ impl<'a> Streams<'a> {
         Ok(())
     }
 
-    /// Puts a table on the device; it stays until the flight that gets `tables` has ended.
+    /// Copies a table to the device; it stays until the flight that gets `tables` has ended.
     fn table(
         &mut self,
         bytes: &[u8],
@@ -460,7 +460,7 @@ impl<'a> Streams<'a> {
         tables: &mut Vec<KernelTable>,
     ) -> Result<u64> {
         tables.push(self.tables.take(self.driver)?);
-        let table = tables.last_mut().expect("one was pushed just now");
+        let table = tables.last_mut().expect("one was pushed before");
         table.fill(self.driver, bytes, stream)
     }
 
@@ -470,12 +470,12 @@ impl<'a> Streams<'a> {
         let function = at.and_then(|at| functions.get(at)).ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, format!("kernel {} was not loaded", launch.entry))
         })?;
-        // SAFETY: as in `start`; `Launch` lays the parameters out as its kernel takes them.
+        // SAFETY: as in `start`; `Launch` encodes the parameters as its kernel takes them.
         unsafe { self.driver.launch(*function, launch.grid, THREADS, &launch.parameters, stream) }
     }
 }
 
-/// The blocks of a grid that the indices choose, as copies to the packed bytes or from them.
+/// Returns the blocks of a grid that the indices select, as copies to or from the packed bytes.
 fn block_copies(
     gather: bool,
     packed: u64,

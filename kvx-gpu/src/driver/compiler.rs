@@ -6,10 +6,10 @@ use kvx_core::{Error, ErrorKind, Result};
 
 use super::functions::{CallResult, CompilerFunctions, Failure, Program};
 
-/// The longest code or log that is read: more than any kernel of kvx has.
+/// The maximum length of code or a log: more than any kernel of kvx has.
 const LONGEST: usize = 64 << 20;
 
-/// Compiles `source` to code for a device. Errors: `Native`, with the log of the compiler `name`.
+/// Compiles `source` for a device. Errors: `Native`, with the log of the compiler `name`.
 pub(crate) fn compile(
     compiler: &CompilerFunctions,
     name: &str,
@@ -17,20 +17,20 @@ pub(crate) fn compile(
     options: &[CString],
 ) -> Result<Vec<u8>> {
     let source = CString::new(source).map_err(|error| {
-        Error::new(ErrorKind::Invalid, "source with a NUL in it").with_source(error)
+        Error::new(ErrorKind::Invalid, "the source contains a NUL").with_source(error)
     })?;
     let mut program: Program = std::ptr::null_mut();
     let (none, none_named) = (std::ptr::null(), std::ptr::null());
-    // SAFETY: strings that end in NUL, no headers, and a place for the program, as the compiler's
-    // header declares.
+    // SAFETY: C strings, no headers, and a location for the program, as the compiler's header
+    // declares.
     let created = unsafe {
         let (program, title) = (&raw mut program, c"kvx".as_ptr());
         compiler.create(program, source.as_ptr(), title, 0, none, none_named)
     };
     created.map_err(|failure| error(name, failure, ""))?;
     let code = compile_program(compiler, name, program, options);
-    // SAFETY: the program was created above, and nobody uses it any more.
-    unsafe { compiler.destroy(&raw mut program) }.ok(); // there is nothing to do about it
+    // SAFETY: the program was created above, and nobody uses it afterwards.
+    unsafe { compiler.destroy(&raw mut program) }.ok(); // a failure only leaks it
     code
 }
 
@@ -41,10 +41,10 @@ fn compile_program(
     options: &[CString],
 ) -> Result<Vec<u8>> {
     let options: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
-    // SAFETY: the program lives; the options end in NUL and outlive the call.
+    // SAFETY: the program is alive; the options end in NUL and outlive the call.
     let compiled = unsafe { compiler.compile(program, options.len() as c_int, options.as_ptr()) };
     if let Err(failure) = compiled {
-        // SAFETY: `read` gives places for a length and for as many bytes.
+        // SAFETY: `read` passes locations for a length and for that many bytes.
         let log = read(
             |len| unsafe { compiler.log_size(program, len) },
             |text| unsafe { compiler.log(program, text) },
@@ -53,7 +53,7 @@ fn compile_program(
         let log = CStr::from_bytes_until_nul(&log).unwrap_or_default().to_string_lossy();
         return Err(error(name, failure, &log));
     }
-    // SAFETY: `read` gives places for a length and for as many bytes.
+    // SAFETY: `read` passes locations for a length and for that many bytes.
     let code = read(
         |len| unsafe { compiler.code_size(program, len) },
         |code| unsafe { compiler.code(program, code) },
@@ -61,7 +61,7 @@ fn compile_program(
     code.map_err(|failure| error(name, failure, ""))
 }
 
-/// Reads bytes of a compiler, whose length `size` stores and which `fill` then writes.
+/// Reads bytes from a compiler: `size` stores their length, and `fill` then writes them.
 fn read(
     size: impl FnOnce(*mut usize) -> CallResult,
     fill: impl FnOnce(*mut c_char) -> CallResult,

@@ -17,20 +17,19 @@ use super::types::{
 use super::virtual_memory::VirtualMemory;
 use crate::kernels::ENTRIES;
 
-/// The driver of one device. Except where they say otherwise, calls are made while the device is
-/// current on the thread ([`Driver::enter`]). Errors carry the driver's own code and text
-/// ([`Error::native`]).
+/// The driver of one device. Unless stated otherwise, calls require that the device is current on
+/// the thread ([`Driver::enter`]). Errors carry the driver's own code and text ([`Error::native`]).
 pub(crate) struct Driver {
     library: &'static Library,
     number: DeviceNumber,
     info: DeviceInfo,
     /// All devices of this process.
     all: Arc<[(DeviceId, DeviceNumber)]>,
-    /// The device's context, once it was needed.
+    /// The device's context, once it has been needed.
     context: OnceLock<Context>,
 }
 
-/// The device is current on this thread while this lives.
+/// Keeps the device current on this thread until it is dropped.
 pub(crate) struct CurrentDevice<'a> {
     driver: &'a Driver,
     previous: Context,
@@ -40,16 +39,16 @@ impl Drop for CurrentDevice<'_> {
     fn drop(&mut self) {
         if let Err(failure) = self.driver.library.calls.leave(self.previous) {
             let error = self.driver.error(failure);
-            tracing::debug!(%error, "a device stayed current");
+            tracing::debug!(%error, "a device could not be made non-current");
         }
     }
 }
 
 impl Driver {
-    /// Lists the drivers of all devices that the process sees; nothing is started on them.
+    /// Returns the drivers of all devices that the process sees. Does nothing on them.
     ///
     /// # Errors
-    /// Why there are none, and what to do.
+    /// The reason why there are none, and what to do.
     pub(crate) fn all(library: &'static Library) -> Result<Vec<Driver>, Unavailable> {
         let found: Vec<_> = (0..library.device_count()?)
             .map(|ordinal| device_info(library, ordinal))
@@ -77,7 +76,7 @@ impl Driver {
         self.library.is_fatal(code)
     }
 
-    /// Returns an error for what this driver or device does not have.
+    /// Returns an error for a feature that this driver or device lacks.
     pub(crate) fn lacks(&self, what: &str) -> Error {
         let DeviceInfo { driver, name, version, .. } = &self.info;
         Error::new(ErrorKind::Unsupported, format!("{name} with {driver} {version} has {what}"))
@@ -91,13 +90,13 @@ impl Driver {
         }
     }
 
-    /// Turns a failure into an error.
+    /// Converts a failure to an error.
     fn check<T>(&self, result: CallResult<T>) -> Result<T> {
         result.map_err(|failure| self.error(failure))
     }
 
-    /// Makes the device current on this thread. The first call makes its context, which takes time
-    /// and memory.
+    /// Makes the device current on this thread. The first call creates its context, which takes
+    /// time and memory.
     pub(crate) fn enter(&self) -> Result<CurrentDevice<'_>> {
         kvx_core::backend::fork::check()?;
         let calls = &self.library.calls;
@@ -112,19 +111,19 @@ impl Driver {
         Ok(CurrentDevice { driver: self, previous })
     }
 
-    /// Allocates memory that other processes can open and other cards can reach, where the device
-    /// has such.
+    /// Allocates memory that other processes can open and other cards can access, if the device
+    /// supports that.
     pub(crate) fn allocate(&self, len: usize) -> Result<u64> {
         let mut address = 0;
-        // SAFETY: a place for one address.
+        // SAFETY: a location for one address.
         self.check(unsafe { self.library.functions.allocate(&raw mut address, len) })?;
         Ok(address)
     }
 
-    /// Frees it.
+    /// Frees an allocation.
     ///
     /// # Safety
-    /// It came from `allocate`, and nobody uses it any more.
+    /// It came from `allocate`, and nobody uses it afterwards.
     pub(crate) unsafe fn free(&self, address: u64) -> Result<()> {
         // SAFETY: the caller promises that nobody uses it.
         self.check(unsafe { self.library.functions.free(address) })
@@ -140,16 +139,16 @@ impl Driver {
         }
     }
 
-    /// Maps virtual memory with physical memory behind it, which [`export`](Driver::export) can
+    /// Maps virtual memory to new physical memory, which [`export`](Driver::export) can share.
     /// share.
     pub(crate) fn map(&self, len: usize) -> Result<MappedMemory> {
         self.check(self.virtual_memory()?.map(len))
     }
 
-    /// Unmaps and releases it.
+    /// Unmaps and releases mapped memory.
     ///
     /// # Safety
-    /// It came from `map` or `import`, and nobody uses it any more.
+    /// It came from `map` or `import`, and nobody uses it afterwards.
     pub(crate) unsafe fn unmap(&self, mapped: MappedMemory) -> Result<()> {
         // SAFETY: the caller promises that nobody uses it.
         self.check(unsafe { self.virtual_memory()?.unmap(mapped) })
@@ -160,68 +159,69 @@ impl Driver {
         self.check(self.virtual_memory()?.export(mapped))
     }
 
-    /// Maps what another process has exported.
+    /// Maps physical memory that another process has exported.
     pub(crate) fn import(&self, file: BorrowedFd<'_>, len: usize) -> Result<MappedMemory> {
         let by_pointer = self.library.version < self.library.vendor.imports_descriptors;
         self.check(self.virtual_memory()?.import(file, len, by_pointer))
     }
 
-    /// Allocates pinned host memory, which kernels reach at the same address, and which the CPU
-    /// reads as fast as any other.
+    /// Allocates pinned host memory, which kernels access at the same address, and which the CPU
+    /// reads as fast as other memory.
     pub(crate) fn pin(&self, len: usize) -> Result<*mut u8> {
         const PORTABLE: u32 = 1; // for all devices; not write-combined, which the CPU reads slowly
         let mut base = std::ptr::null_mut();
         let functions = &self.library.functions;
-        // SAFETY: a place for one pointer.
+        // SAFETY: a location for one pointer.
         self.check(unsafe { functions.allocate_pinned(&raw mut base, len, PORTABLE) })?;
         Ok(base.cast())
     }
 
-    /// Frees it.
+    /// Frees pinned memory.
     ///
     /// # Safety
-    /// It came from `pin`, and nobody uses it any more.
+    /// It came from `pin`, and nobody uses it afterwards.
     pub(crate) unsafe fn unpin(&self, base: *mut u8) -> Result<()> {
         // SAFETY: the caller promises that nobody uses it.
         self.check(unsafe { self.library.functions.free_pinned(base.cast()) })
     }
 
-    /// Returns what the driver knows of an address.
+    /// Returns the driver's information about an address.
     pub(crate) fn classify(&self, address: u64) -> Result<PointerInfo> {
         self.check(self.library.calls.classify(address))
     }
 
-    /// Returns the allocation that an address of a device lies in.
+    /// Returns the allocation that contains an address on a device.
     pub(crate) fn allocation(&self, address: u64) -> Result<Range<u64>> {
         let (mut base, mut len) = (0, 0);
         let functions = &self.library.functions;
-        // SAFETY: a place for each of the two numbers.
+        // SAFETY: a location for each of the two numbers.
         self.check(unsafe { functions.allocation(&raw mut base, &raw mut len, address) })?;
         Ok(base..base.saturating_add(len as u64))
     }
 
-    /// Returns whether this device reaches the memory of another; `None` if this process does not
-    /// see the other one, so that only a try can tell.
+    /// Returns whether this device can access the memory of another; `None` if this process does
+    /// not see the other one, so that only an attempt can tell.
     pub(crate) fn reaches(&self, other: DeviceId) -> Result<Option<bool>> {
         let Some((_, other)) = self.all.iter().find(|(id, _)| *id == other) else {
             return Ok(None);
         };
         let mut answer = 0;
         let functions = &self.library.functions;
-        // SAFETY: a place for one number; both devices are ones that the driver named.
+        // SAFETY: a location for one number; the driver named both devices.
         self.check(unsafe { functions.can_access_peer(&raw mut answer, self.number, *other) })?;
         Ok(Some(answer != 0 || *other == self.number))
     }
 
-    /// Returns what another process needs to open an allocation, which begins at `base`.
+    /// Returns the handle with which another process opens the allocation that begins at `base`.
     pub(crate) fn share(&self, base: u64) -> Result<Vec<u8>> {
         let mut handle = IpcMemoryHandle([0; 64]);
-        // SAFETY: a place for one handle.
+        // SAFETY: a location for one handle.
         self.check(unsafe { self.library.functions.share(&raw mut handle, base) })?;
         Ok(handle.0.to_vec())
     }
 
-    /// Opens what another process has shared; once for each allocation. The bytes come from a peer.
+    /// Opens memory that another process has shared, once for each allocation. The bytes come from
+    /// a peer.
     pub(crate) fn open(&self, handle: &[u8]) -> Result<u64> {
         const LAZY_PEER_ACCESS: u32 = 1;
         let bytes = handle.try_into().map_err(|_| {
@@ -230,43 +230,43 @@ impl Driver {
             Error::new(ErrorKind::Malformed, sentence)
         })?;
         let (mut address, functions) = (0, &self.library.functions);
-        // SAFETY: a place for one address; the driver judges the handle.
+        // SAFETY: a location for one address; the driver validates the handle.
         self.check(unsafe {
             functions.open(&raw mut address, IpcMemoryHandle(bytes), LAZY_PEER_ACCESS)
         })?;
         Ok(address)
     }
 
-    /// Closes it.
+    /// Closes opened memory.
     ///
     /// # Safety
-    /// It came from `open`, and nobody uses it any more.
+    /// It came from `open`, and nobody uses it afterwards.
     pub(crate) unsafe fn close(&self, address: u64) -> Result<()> {
         // SAFETY: the caller promises that nobody uses it.
         self.check(unsafe { self.library.functions.close(address) })
     }
 
-    /// Exports a range as a descriptor for cards of other vendors, and returns where in it the
-    /// range begins. Both ends of the range are multiples of the host's page. Errors:
+    /// Exports a range as a descriptor for cards of other vendors, and returns the offset of the
+    /// range in it. Both ends of the range are multiples of the host's page size. Errors:
     /// `Unsupported`.
     pub(crate) fn dma_buf(&self, range: Range<u64>) -> Result<(OwnedFd, u64)> {
         let exported = self.check(self.library.calls.dma_buf(self.number, range));
         exported.map_err(|error| error.with_kind(ErrorKind::Unsupported))
     }
 
-    /// Creates a stream that waits for no other.
+    /// Creates a stream that does not wait for others.
     pub(crate) fn create_stream(&self) -> Result<StreamHandle> {
         const NON_BLOCKING: u32 = 1;
         let mut stream = StreamHandle(0);
-        // SAFETY: a place for one handle.
+        // SAFETY: a location for one handle.
         self.check(unsafe { self.library.functions.create_stream(&raw mut stream, NON_BLOCKING) })?;
         Ok(stream)
     }
 
-    /// Destroys it, once its work is done.
+    /// Destroys a stream, once its work is done.
     ///
     /// # Safety
-    /// It came from `create_stream` and is not used any more.
+    /// It came from `create_stream`, and nobody uses it afterwards.
     pub(crate) unsafe fn destroy_stream(&self, stream: StreamHandle) -> Result<()> {
         // SAFETY: the caller promises that it is not used.
         self.check(unsafe { self.library.functions.destroy_stream(stream) })
@@ -276,35 +276,35 @@ impl Driver {
     pub(crate) fn create_event(&self) -> Result<EventHandle> {
         const NO_TIMES: u32 = 2;
         let mut event = EventHandle(0);
-        // SAFETY: a place for one handle.
+        // SAFETY: a location for one handle.
         self.check(unsafe { self.library.functions.create_event(&raw mut event, NO_TIMES) })?;
         Ok(event)
     }
 
-    /// Destroys it.
+    /// Destroys an event.
     ///
     /// # Safety
-    /// It came from `create_event` and is not used any more.
+    /// It came from `create_event`, and nobody uses it afterwards.
     pub(crate) unsafe fn destroy_event(&self, event: EventHandle) -> Result<()> {
         // SAFETY: the caller promises that it is not used.
         self.check(unsafe { self.library.functions.destroy_event(event) })
     }
 
-    /// Records an event behind the work that is on the stream.
+    /// Records an event after the work that is on the stream.
     ///
     /// # Safety
-    /// Both live.
+    /// Both are alive.
     pub(crate) unsafe fn record(&self, event: EventHandle, stream: StreamHandle) -> Result<()> {
-        // SAFETY: the caller promises that both live.
+        // SAFETY: the caller guarantees that both are alive.
         self.check(unsafe { self.library.functions.record_event(event, stream) })
     }
 
-    /// Returns whether all that was on the stream before the event is done.
+    /// Returns whether all work on the stream before the event is done.
     ///
     /// # Safety
-    /// It lives and was recorded.
+    /// It is alive and was recorded.
     pub(crate) unsafe fn is_reached(&self, event: EventHandle) -> Result<bool> {
-        // SAFETY: the caller promises that it lives.
+        // SAFETY: the caller guarantees that it is alive.
         match unsafe { self.library.functions.query_event(event) } {
             Err(Failure::Status(_, status::NOT_READY)) => Ok(false),
             result => self.check(result).map(|()| true),
@@ -314,7 +314,7 @@ impl Driver {
     /// Starts one copy.
     ///
     /// # Safety
-    /// Both sides are valid until an event behind it is reached.
+    /// Both sides stay valid until an event after the copy is reached.
     pub(crate) unsafe fn copy(
         &self,
         way: CopyDirection,
@@ -328,7 +328,7 @@ impl Driver {
     /// Starts a copy of rows.
     ///
     /// # Safety
-    /// As [`copy`](Driver::copy).
+    /// As for [`copy`](Driver::copy).
     pub(crate) unsafe fn copy_rows(
         &self,
         way: CopyDirection,
@@ -344,10 +344,10 @@ impl Driver {
         self.library.calls.has_batches()
     }
 
-    /// Starts many copies by one call. After an error some may have been started.
+    /// Starts many copies with one call. After an error some may have been started.
     ///
     /// # Safety
-    /// As [`copy`](Driver::copy), for each.
+    /// As for [`copy`](Driver::copy), for each copy.
     pub(crate) unsafe fn copy_batch(&self, lines: &[Hop], stream: StreamHandle) -> Result<()> {
         // SAFETY: the caller promises valid sides.
         self.check(unsafe { self.library.calls.copy_batch(lines, stream) })
@@ -356,31 +356,31 @@ impl Driver {
     /// Fills memory with zeros.
     ///
     /// # Safety
-    /// The memory is valid until an event behind it is reached.
+    /// The memory stays valid until an event after the call is reached.
     pub(crate) unsafe fn zero(&self, address: u64, len: usize, stream: StreamHandle) -> Result<()> {
         // SAFETY: the caller promises valid memory.
         self.check(unsafe { self.library.functions.fill(address, 0, len, stream) })
     }
 
-    /// Loads the [kernels](crate::kernels), in the order of their [`ENTRIES`]: their text if the
-    /// driver compiles it, else what the run-time compiler makes of their source.
+    /// Loads the [kernels](crate::kernels), in the order of their [`ENTRIES`]: as text if the
+    /// driver compiles it, otherwise as compiled from source by the run-time compiler.
     pub(crate) fn load_kernels(&self) -> Result<Vec<FunctionHandle>> {
         let compiled = || self.load_module(&self.library.compile_kernels(self.number)?);
         let module = match self.library.vendor.kernels {
             None => compiled()?,
             Some(text) => self.load_module(c_string(text)?.as_bytes_with_nul()).or_else(|refused| {
-                tracing::debug!(error = %refused, "the driver refuses kvx's kernels: compiling them");
+                tracing::debug!(error = %refused, "the driver rejects kvx's kernels: compiling them from source");
                 compiled().map_err(|error| error.with_source(refused))
             })?,
         };
         ENTRIES.iter().map(|entry| self.module_function(module, entry)).collect()
     }
 
-    /// Loads an image: text that ends in NUL, or a binary, which says its own length. It stays for
-    /// the life of the process.
+    /// Loads an image: text that ends in NUL, or a binary, which contains its own length. It stays
+    /// loaded for the life of the process.
     fn load_module(&self, image: &[u8]) -> Result<ModuleHandle> {
         let mut module = ModuleHandle(0);
-        // SAFETY: a place for one handle; the image ends by itself.
+        // SAFETY: a location for one handle; the image contains its own end.
         self.check(unsafe {
             self.library.functions.load_module(&raw mut module, image.as_ptr().cast())
         })?;
@@ -390,7 +390,7 @@ impl Driver {
     fn module_function(&self, module: ModuleHandle, entry: &str) -> Result<FunctionHandle> {
         let name = c_string(entry)?;
         let (mut function, functions) = (FunctionHandle(0), &self.library.functions);
-        // SAFETY: a place for one handle; the module lives, and the name ends in NUL.
+        // SAFETY: a location for one handle; the module is alive, and the name ends in NUL.
         self.check(unsafe { functions.module_function(&raw mut function, module, name.as_ptr()) })?;
         Ok(function)
     }
@@ -398,8 +398,8 @@ impl Driver {
     /// Starts a kernel.
     ///
     /// # Safety
-    /// The parameters are what the kernel takes, and name memory that is valid until an event
-    /// behind it is reached.
+    /// The parameters have the types that the kernel takes, and refer to memory that stays valid
+    /// until an event after the launch is reached.
     pub(crate) unsafe fn launch(
         &self,
         function: FunctionHandle,
@@ -410,7 +410,7 @@ impl Driver {
     ) -> Result<()> {
         let mut places: Vec<_> =
             parameters.iter().map(|value| (&raw const *value).cast_mut().cast()).collect();
-        // SAFETY: the caller promises the parameters, which the driver reads before it returns.
+        // SAFETY: the caller guarantees the parameters, which the driver reads before it returns.
         self.check(unsafe {
             let (places, none) = (places.as_mut_ptr(), std::ptr::null_mut());
             let functions = &self.library.functions;
@@ -421,7 +421,7 @@ impl Driver {
 
 fn c_string(text: &str) -> Result<CString> {
     CString::new(text).map_err(|error| {
-        Error::new(ErrorKind::Invalid, "a NUL in kvx's kernels").with_source(error)
+        Error::new(ErrorKind::Invalid, "kvx's kernels contain a NUL").with_source(error)
     })
 }
 
@@ -431,12 +431,12 @@ fn device_info(
 ) -> Result<(DeviceNumber, DeviceInfo), Unavailable> {
     let functions = &library.functions;
     let (mut number, mut uuid) = (0, [0; 16]);
-    // SAFETY: a place for one number.
+    // SAFETY: a location for one number.
     let named = unsafe { functions.device(&raw mut number, ordinal) };
-    // SAFETY: `text` gives a place for as many bytes as it says.
+    // SAFETY: `text` passes a buffer with its length.
     let bus = text(|text, len| unsafe { functions.device_bus(text, len, number) });
     let id = named.and_then(|()| {
-        // SAFETY: a place for one UUID of a device that the driver has named.
+        // SAFETY: a location for one UUID of a device that the driver has named.
         let asked = unsafe { functions.device_uuid(&raw mut uuid, number) };
         library.calls.device_id(asked.map(|()| uuid), &bus)
     });
@@ -450,11 +450,11 @@ fn device_info(
             Failure::Other(error) => error.to_string(),
         };
         Unavailable::because(
-            format!("{} does not name device {ordinal}: {reason}", library.path.display()),
-            format!("see what {} lists", vendor.device_list),
+            format!("{} does not describe device {ordinal}: {reason}", library.path.display()),
+            format!("check the list of {}", vendor.device_list),
         )
     })?;
-    // SAFETY: `text` gives a place for as many bytes as it says.
+    // SAFETY: `text` passes a buffer with its length.
     let name = text(|text, len| unsafe { functions.device_name(text, len, number) });
     let info = DeviceInfo {
         kind: library.vendor.kind,
@@ -468,10 +468,10 @@ fn device_info(
     Ok((number, info))
 }
 
-/// Returns a text that the driver writes; empty if it writes none.
+/// Returns a text that the driver writes, or an empty text if it writes none.
 fn text(write: impl FnOnce(*mut c_char, c_int) -> CallResult) -> String {
     let mut text = [0u8; 256];
-    // As many bytes as is said, and the last stays NUL.
+    // The driver writes at most the given number of bytes, and the last one stays NUL.
     write(text.as_mut_ptr().cast(), text.len() as c_int - 1).ok();
     CStr::from_bytes_until_nul(&text).unwrap_or_default().to_string_lossy().into_owned()
 }

@@ -1,5 +1,5 @@
-//! The functions that CUDA and HIP have in common, under different names: the names are a vendor's
-//! data, the functions are found by them in the vendor's library.
+//! The functions that CUDA and HIP share under different names. A vendor provides the names, by
+//! which the functions are resolved in its library.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
@@ -17,10 +17,10 @@ use super::types::{
 pub enum Failure {
     /// A function returned a status other than success.
     Status(&'static CStr, Status),
-    /// The driver or the device does not have it: the rest of a sentence that begins with
-    /// "this device has".
+    /// The driver or the device lacks something: the rest of a sentence that begins with "this
+    /// device has".
     Missing(String),
-    /// An error of something else than the driver.
+    /// An error outside the driver.
     Other(Error),
 }
 
@@ -28,7 +28,7 @@ pub enum Failure {
 pub type CallResult<T = ()> = Result<T, Failure>;
 
 impl Failure {
-    /// Turns the status that `function` returned into a result.
+    /// Converts the status that `function` returned to a result.
     pub fn check(function: &'static CStr, status: Status) -> CallResult {
         match status {
             status::SUCCESS => Ok(()),
@@ -43,8 +43,8 @@ impl From<Error> for Failure {
     }
 }
 
-/// Declares the names of functions, and the table of them once they are found. Calling a function
-/// of the table checks its status.
+/// Declares the names of functions, and a table of the resolved functions. Calling a function of
+/// the table checks its status.
 macro_rules! functions {
     (
         $(#[$about_names:meta])* names $Names:ident
@@ -57,7 +57,7 @@ macro_rules! functions {
 
         #[cfg(test)]
         impl $Names {
-            /// Placeholders for a table that is not filled by name.
+            /// Placeholders for a table that is not resolved by name.
             pub(crate) const UNUSED: Self = $Names { $($name: c"",)* };
         }
 
@@ -68,7 +68,7 @@ macro_rules! functions {
         }
 
         impl $Table {
-            /// Finds all of them. Errors: the first that the library does not have.
+            /// Resolves all functions. Errors: the first one that the library lacks.
             ///
             /// # Safety
             /// The library's functions of these names have these signatures.
@@ -76,11 +76,11 @@ macro_rules! functions {
                 library: &NativeLibrary,
                 names: &$Names,
             ) -> Result<Self, Unavailable> {
-                // SAFETY: the caller promises the signatures.
+                // SAFETY: the caller guarantees the signatures.
                 Ok($Table { $($name: (names.$name, unsafe { library.symbol(names.$name) }?),)* })
             }
 
-            /// Functions that succeed and do nothing.
+            /// Returns functions that succeed and do nothing.
             #[cfg(test)]
             pub(crate) fn idle() -> Self {
                 $Table {
@@ -95,11 +95,11 @@ macro_rules! functions {
                 $(#[$about])*
                 ///
                 /// # Safety
-                /// The arguments are what the driver's documentation asks for.
+                /// The arguments are valid for the driver's function.
                 #[allow(clippy::too_many_arguments, reason = "the driver's")]
                 pub(crate) unsafe fn $name(&self, $($argument: $type),*) -> CallResult {
                     let (name, function) = self.$name;
-                    // SAFETY: the caller promises the arguments.
+                    // SAFETY: the caller guarantees the arguments.
                     Failure::check(name, unsafe { function($($argument),*) })
                 }
             )*
@@ -123,7 +123,7 @@ functions! {
     fn device_uuid(uuid: *mut [u8; 16], device: DeviceNumber);
     /// Gets a device's address on the bus.
     fn device_bus(text: *mut c_char, len: c_int, device: DeviceNumber);
-    /// Asks whether a device reaches another one's memory.
+    /// Asks whether a device can access another one's memory.
     fn can_access_peer(answer: *mut c_int, device: DeviceNumber, other: DeviceNumber);
     /// Allocates device memory.
     fn allocate(address: *mut Address, len: usize);
@@ -133,11 +133,11 @@ functions! {
     fn allocate_pinned(base: *mut *mut c_void, len: usize, flags: c_uint);
     /// Frees pinned host memory.
     fn free_pinned(base: *mut c_void);
-    /// Fills memory. CUDA takes one byte and HIP an int: both find a zero in a zero.
+    /// Fills memory. CUDA takes a byte and HIP an int; kvx only passes zero.
     fn fill(address: Address, value: c_int, len: usize, stream: StreamHandle);
-    /// Gets the allocation around an address.
+    /// Gets the allocation that contains an address.
     fn allocation(base: *mut Address, len: *mut usize, address: Address);
-    /// Names an allocation for other processes.
+    /// Gets a handle of an allocation for other processes.
     fn share(handle: *mut IpcMemoryHandle, base: Address);
     /// Opens another process's allocation.
     fn open(address: *mut Address, handle: IpcMemoryHandle, flags: c_uint);
@@ -151,7 +151,7 @@ functions! {
     fn create_event(event: *mut EventHandle, flags: c_uint);
     /// Destroys an event.
     fn destroy_event(event: EventHandle);
-    /// Puts an event on a stream.
+    /// Records an event on a stream.
     fn record_event(event: EventHandle, stream: StreamHandle);
     /// Asks whether an event is reached.
     fn query_event(event: EventHandle);
@@ -181,7 +181,7 @@ functions! {
     /// A driver's functions for virtual memory.
     table VirtualMemoryFunctions
 
-    /// Gets what lengths must be a multiple of.
+    /// Gets the granularity of lengths.
     fn granularity(len: *mut usize, memory: *const PhysicalMemory, kind: c_int);
     /// Reserves addresses.
     fn reserve(address: *mut Address, len: usize, align: usize, wish: Address, flags: u64);
@@ -205,7 +205,7 @@ functions! {
 
 /// A compiler's program.
 pub(crate) type Program = *mut c_void;
-/// Strings that end in NUL.
+/// C strings.
 pub(crate) type Strings = *const *const c_char;
 
 functions! {

@@ -1,4 +1,4 @@
-//! A vendor's library, opened and initialised.
+//! A vendor's library, loaded and initialised.
 
 use std::ffi::{CStr, c_int};
 use std::path::PathBuf;
@@ -13,31 +13,30 @@ use super::types::{DeviceNumber, Status, status};
 use super::vendor::{Vendor, VendorCalls};
 use crate::kernels::SOURCE;
 
-/// An open library, for the life of the process.
+/// A loaded library, for the life of the process.
 pub(crate) struct Library {
     pub(crate) vendor: &'static Vendor,
     pub(crate) calls: Box<dyn VendorCalls>,
     pub(crate) functions: Functions,
-    /// `None`: an older driver, which has pools of plain memory only.
+    /// `None` for an older driver, which has only pools of plain memory.
     pub(crate) virtual_memory: Option<VirtualMemoryFunctions>,
-    /// The compiler, where it is in the driver's own library.
+    /// The compiler, if it is in the driver's own library.
     pub(crate) compiler: Option<CompilerFunctions>,
     pub(crate) version: c_int,
     pub(crate) path: PathBuf,
 }
 
 impl Library {
-    /// Opens the library and initialises it. Errors: the candidates that were tried, and the cure.
+    /// Loads and initialises the library. Errors: the candidates that were tried, and the remedy.
     pub(crate) fn load(vendor: &'static Vendor) -> Result<Library, Unavailable> {
         loader::with_signals_kept(|| {
             let file = vendor.library.open()?;
-            // SAFETY: the signature is that of the vendor's interface, which all releases share;
-            // that this is the vendor's library is what its name promises, or the user who named
-            // it.
+            // SAFETY: all releases of the vendor's interface have this signature. The library's
+            // name, or the user who named the library, guarantees that it is the vendor's.
             let get_version: unsafe extern "C" fn(*mut c_int) -> Status =
                 unsafe { file.symbol(vendor.version) }?;
             let mut version = 0;
-            // SAFETY: a place for one number; may be called before anything else.
+            // SAFETY: a location for one number; the call is allowed before any other.
             let status = unsafe { get_version(&raw mut version) };
             if status == status::SUCCESS && version < vendor.oldest {
                 let [found, oldest] = [version, vendor.oldest].map(vendor.format_version);
@@ -48,7 +47,7 @@ impl Library {
                 ));
             }
             // SAFETY: `Vendor` names functions that have these signatures in every release from the
-            // oldest on; that this is the vendor's library was said above.
+            // oldest on; the library is the vendor's, see above.
             let library = unsafe {
                 Library {
                     vendor,
@@ -66,10 +65,11 @@ impl Library {
         })
     }
 
-    /// Returns the number of devices, at least one. Errors: why there is none, and what to do.
+    /// Returns the number of devices, at least one. Errors: the reason why there is none, and what
+    /// to do.
     pub(crate) fn device_count(&self) -> Result<c_int, Unavailable> {
         let mut count = 0;
-        // SAFETY: a place for one number.
+        // SAFETY: a location for one number.
         let counted = unsafe { self.functions.device_count(&raw mut count) };
         self.check_start(match counted {
             Ok(()) if count < 1 => status::NO_DEVICE,
@@ -98,21 +98,21 @@ impl Library {
         });
         let Vendor { name: driver, noun, .. } = self.vendor;
         let name = name.unwrap_or_else(|| format!("{driver} status {status}"));
-        let text = text.unwrap_or_else(|| format!("the {noun} has no text for it"));
+        let text = text.unwrap_or_else(|| format!("the {noun} has no text for this status"));
         format!("{name}: {text}")
     }
 
-    /// Returns the error for a status: `Exhausted` for memory, else `Native`, with the driver's
-    /// code and text.
+    /// Returns the error for a status: `Exhausted` for memory, otherwise `Native`, with the
+    /// driver's code and text.
     pub(crate) fn error(&self, function: &'static CStr, status: Status) -> Error {
         let Vendor { noun, kernel_log, .. } = self.vendor;
         let (kind, sentence) = match status {
             status::OUT_OF_MEMORY => (
                 ErrorKind::Exhausted,
-                "the device has not enough memory: free some, or ask for less".to_owned(),
+                "the device does not have enough memory: free some, or allocate less".to_owned(),
             ),
             status::DEINITIALIZED => {
-                (ErrorKind::Closed, format!("the {noun} has ended with the process"))
+                (ErrorKind::Closed, format!("the {noun} was shut down with the process"))
             }
             status if self.is_fatal(status.into()) => (
                 ErrorKind::Native,
@@ -121,16 +121,16 @@ impl Library {
                      it: start the process again, and see dmesg for lines of {kernel_log}"
                 ),
             ),
-            _ => (ErrorKind::Native, format!("the {noun} refused: its text says why")),
+            _ => (ErrorKind::Native, format!("a call of the {noun} failed: its text says why")),
         };
-        // Versions of a function that are part of its symbol only.
+        // Remove the version of a function, which is only part of its symbol.
         let function = function.to_str().unwrap_or_default().trim_end_matches("_v2");
         Error::new(kind, sentence)
             .with_operation(function)
             .with_native(status.into(), self.describe(status))
     }
 
-    /// Returns whether the driver does no more work for the process after an error of this code.
+    /// Returns whether an error with this code ends the driver's work for the process.
     pub(crate) fn is_fatal(&self, code: i64) -> bool {
         self.vendor.fatal.iter().any(|codes| codes.contains(&code))
     }
@@ -144,8 +144,8 @@ impl Library {
                 let found = loader::with_signals_kept(|| {
                     let file = vendor.library.open()?;
                     tracing::debug!(path = %file.path().display(), "compiling kvx's kernels");
-                    // SAFETY: the signatures are those of the compiler's header, the same in every
-                    // release that has one of these file names.
+                    // SAFETY: the signatures are those of the compiler's header, equal in all
+                    // releases with one of these file names.
                     unsafe { CompilerFunctions::find(&file, &vendor.functions) }
                 });
                 found.map_err(|why| Error::new(ErrorKind::Unavailable, why.to_string()))?

@@ -1,6 +1,6 @@
-//! The driver of a vendor's devices. Everything is written once here; a crate for a vendor gives
-//! the names of its functions and other data ([`Vendor`]), and the calls that have another form in
-//! each driver ([`VendorCalls`]).
+//! The driver of a vendor's devices. The shared code is here; a vendor's crate provides the names
+//! of its functions and other data ([`Vendor`]), and the calls that differ between drivers
+//! ([`VendorCalls`]).
 
 mod compiler;
 mod device_driver;

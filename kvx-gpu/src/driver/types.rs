@@ -1,50 +1,50 @@
-//! Plain data of drivers: handles, addresses and the numbers that CUDA and HIP have in common.
+//! Plain data of drivers: handles, addresses, and the numbers that CUDA and HIP share.
 
 use std::ffi::{c_int, c_uchar, c_void};
 
 use kvx_core::{DeviceId, MemoryKind};
 
-/// A `CUresult` or a `hipError_t`: a plain number, because a newer driver has newer ones.
+/// A `CUresult` or a `hipError_t`: a plain number, because newer drivers have additional ones.
 pub type Status = c_int;
-/// An address on a device. HIP declares it as a pointer, which is passed like a number of 64 bits.
+/// An address on a device. HIP declares it as a pointer, which is passed like a 64-bit number.
 pub type Address = u64;
 /// A `CUdevice`, or the number that HIP has for a device.
 pub type DeviceNumber = c_int;
 
-/// Statuses, which HIP has from CUDA.
+/// Statuses, which HIP has taken from CUDA.
 pub mod status {
     use super::Status;
 
     /// No error.
     pub const SUCCESS: Status = 0;
-    /// An argument is wrong; asked about a pointer: the driver does not know it.
+    /// An argument is invalid; for a query about a pointer: the driver does not know it.
     pub const INVALID_VALUE: Status = 1;
-    /// The device has not enough memory.
+    /// The device does not have enough memory.
     pub const OUT_OF_MEMORY: Status = 2;
-    /// The driver has ended with the process.
+    /// The driver was shut down with the process.
     pub const DEINITIALIZED: Status = 4;
     /// The process sees no device.
     pub const NO_DEVICE: Status = 100;
     /// An event is not reached yet.
     pub const NOT_READY: Status = 600;
-    /// This release does not have it.
+    /// This release does not support it.
     pub const NOT_SUPPORTED: Status = 801;
 }
 
-/// The description of a device, which is known before it is used.
+/// The description of a device, available before it is used.
 #[derive(Clone, Debug)]
 pub struct DeviceInfo {
     /// The kind of its memory.
     pub kind: MemoryKind,
     /// The driver, as errors name it: `CUDA`, `HIP`.
     pub driver: &'static str,
-    /// The device's identity, the same in every process.
+    /// The device's identity, equal in all processes.
     pub id: DeviceId,
-    /// The device's number in this process, which differs from process to process.
+    /// The device's number in this process; it may differ in other processes.
     pub ordinal: u32,
-    /// The vendor's name for it.
+    /// The vendor's name of the device.
     pub name: String,
-    /// Its address on the bus, as `lspci` writes it.
+    /// Its PCI address, as `lspci` prints it.
     pub bus: String,
     /// The driver's version and the file it was loaded from.
     pub version: String,
@@ -91,47 +91,48 @@ pub enum CopyDirection {
 pub struct Rows {
     /// The address at which the first is read.
     pub from: u64,
-    /// The distance of one to the next; not less than `width`.
+    /// The distance from one to the next; at least `width`.
     pub from_pitch: usize,
     /// The address at which the first is written.
     pub to: u64,
-    /// The distance of one to the next; not less than `width`.
+    /// The distance from one to the next; at least `width`.
     pub to_pitch: usize,
-    /// Bytes of one.
+    /// The number of bytes per piece.
     pub width: usize,
     /// The number of pieces.
     pub count: usize,
 }
 
-/// The memory that a pointer leads to.
+/// The kind of memory that a pointer refers to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PointerPlace {
-    /// Memory that the driver does not know: the host's, or nobody's.
+    /// Memory that the driver does not know: host memory, or an invalid address.
     Unknown,
     /// Host memory that the driver has pinned.
     Pinned,
-    /// Memory that the driver moves between host and devices.
+    /// Memory that the driver migrates between host and devices.
     Managed,
     /// Memory of a device.
     Device,
 }
 
-/// A driver's knowledge of a pointer.
+/// The driver's information about a pointer.
 #[derive(Clone, Copy, Debug)]
 pub struct PointerInfo {
-    /// The memory that it leads to.
+    /// The kind of memory.
     pub place: PointerPlace,
     /// The device's number in this process.
     pub ordinal: i32,
-    /// The memory belongs to a pool of the driver, which no other process or card can be given.
+    /// True if the memory belongs to a pool of the driver, which cannot be shared with other
+    /// processes or cards.
     pub is_pooled: bool,
 }
 
-/// Virtual memory of a device with physical memory behind it.
+/// Virtual memory of a device that is mapped to physical memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MappedMemory {
     pub(crate) address: Address,
-    /// A multiple of what the driver maps.
+    /// A multiple of the driver's granularity.
     pub(crate) len: usize,
     /// The driver's handle of the physical memory.
     pub(crate) handle: u64,
@@ -155,7 +156,7 @@ pub struct Location {
 /// A `CUmemAllocationProp` or a `hipMemAllocationProp`.
 #[repr(C)]
 pub(crate) struct PhysicalMemory {
-    /// 1: pinned, which all memory of devices is.
+    /// 1: pinned, as all device memory is.
     pub(crate) kind: c_int,
     /// 1: file descriptors.
     pub(crate) handles: c_int,
@@ -175,7 +176,7 @@ pub(crate) struct Access {
     pub(crate) flags: c_int,
 }
 
-// The layouts of the drivers' interfaces, on machines of 64 bits.
+// The layouts of the drivers' interfaces on 64-bit machines.
 const _: () = {
     assert!(size_of::<PhysicalMemory>() == 32);
     assert!(size_of::<Access>() == 12);

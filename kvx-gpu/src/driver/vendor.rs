@@ -1,4 +1,4 @@
-//! A vendor's driver: its data, and the calls that have another form in each driver.
+//! A vendor's driver: its data, and the calls that differ between drivers.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::ops::{Range, RangeInclusive};
@@ -22,56 +22,56 @@ pub struct Vendor {
     pub name: &'static str,
     /// The noun for it in errors: `driver`, `runtime`.
     pub noun: &'static str,
-    /// Its lines in the kernel's log: `NVRM`, `amdgpu`.
+    /// The prefix of its lines in the kernel's log: `NVRM`, `amdgpu`.
     pub kernel_log: &'static str,
     /// The command that lists devices: `nvidia-smi`, `rocminfo`.
     pub device_list: &'static str,
     /// The file of its library.
     pub library: LibraryFile,
-    /// The oldest version that kvx works with.
+    /// The oldest supported version.
     pub oldest: c_int,
-    /// Writes a version as people do.
+    /// Formats a version.
     pub format_version: fn(c_int) -> String,
-    /// Returns why no device can be used after `status`, beginning with `; ` or empty, and what to
-    /// do.
+    /// Returns details on why no device is usable after `status`, beginning with `; ` or empty, and
+    /// what to do.
     pub advice: fn(Status) -> (String, &'static str),
-    /// The function that gets its version.
+    /// The function that returns its version.
     pub version: &'static CStr,
     /// The names of its functions.
     pub functions: FunctionNames,
     /// The names of its functions for virtual memory, which older drivers do not have.
     pub virtual_memory: VirtualMemoryNames,
-    /// The first version whose import of virtual memory takes a descriptor, where older ones take a
+    /// The first version whose import of virtual memory takes a descriptor; older ones take a
     /// pointer to it.
     pub imports_descriptors: c_int,
-    /// The statuses after which the driver does no more work for the process: all work on its
+    /// The statuses after which the driver does no more work for the process and all work on its
     /// streams has ended.
     pub fatal: &'static [RangeInclusive<i64>],
-    /// The kernels as text that it compiles itself, if it does.
+    /// The kernels as text, if the driver compiles it.
     pub kernels: Option<&'static str>,
     /// The run-time compiler of its kernels.
     pub compiler: CompilerLibrary,
-    /// Finds the functions for [`VendorCalls`] in its library, which has a version.
+    /// Resolves the functions for [`VendorCalls`] in its library, which has the given version.
     ///
     /// # Safety
     /// The library is this vendor's.
     pub calls: unsafe fn(&NativeLibrary, c_int) -> Result<Box<dyn VendorCalls>, Unavailable>,
 }
 
-/// The way to find a library.
+/// How to find a library.
 pub struct LibraryFile {
     /// The variable that names it.
     pub variable: &'static str,
     /// Its names for the dynamic linker.
     pub names: &'static [&'static str],
-    /// A file to look at after the names.
+    /// A file to try after the names.
     pub file: Option<&'static str>,
-    /// The way to get it.
+    /// How to install it.
     pub cure: &'static str,
 }
 
 impl LibraryFile {
-    /// Opens it. Errors: everything that was tried, and the cure.
+    /// Loads it. Errors: everything that was tried, and the remedy.
     pub fn open(&self) -> Result<NativeLibrary, Unavailable> {
         let files = self.file.map(PathBuf::from);
         Search::new(self.variable, self.names, self.cure).files(files).open()
@@ -82,49 +82,49 @@ impl LibraryFile {
 pub struct CompilerLibrary {
     /// Its name in errors.
     pub name: &'static str,
-    /// The file of its library, which is asked unless the driver's has its functions.
+    /// The compiler's own library, used unless the driver's contains the functions.
     pub library: LibraryFile,
     /// The names of its functions.
     pub functions: CompilerNames,
 }
 
-/// The calls that have another form in each driver.
+/// The calls that differ between drivers.
 ///
 /// # Safety
-/// The calls do what they say. Copies leave memory untouched once an event behind them on their
-/// stream is reached.
+/// The calls have the documented effects. Copies do not access memory once an event after them on
+/// their stream is reached.
 pub unsafe trait VendorCalls: Send + Sync {
     /// Initialises the driver.
     fn initialize(&self) -> Status {
         status::SUCCESS
     }
 
-    /// Returns the driver's name and text for a status: strings that end in NUL and live as long as
-    /// the driver, or null.
+    /// Returns the driver's name and text for a status: C strings that live as long as the driver,
+    /// or null.
     fn describe(&self, status: Status) -> [*const c_char; 2];
 
-    /// Returns the identity of a device by its UUID, or by its address on the bus where devices may
+    /// Returns the identity of a device from its UUID, or from its PCI address for devices that may
     /// have no UUID.
     fn device_id(&self, uuid: CallResult<[u8; 16]>, bus: &str) -> CallResult<DeviceId>;
 
-    /// Makes the context of a device. It lives as long as the process.
+    /// Creates the context of a device. It lives as long as the process.
     fn context(&self, device: DeviceNumber) -> CallResult<Context>;
 
     /// Makes a device current on this thread, and returns the context that was current before.
     fn enter(&self, context: Context) -> CallResult<Context>;
 
-    /// Makes current again what [`enter`](VendorCalls::enter) returned.
+    /// Restores the context that [`enter`](VendorCalls::enter) returned.
     fn leave(&self, previous: Context) -> CallResult;
 
-    /// Returns what the driver knows of an address.
+    /// Returns the driver's information about an address.
     fn classify(&self, address: u64) -> CallResult<PointerInfo>;
 
-    /// Exports a range as a descriptor for cards of other vendors, and returns where in it the
-    /// range begins. Both ends are multiples of the host's page.
+    /// Exports a range as a descriptor for cards of other vendors, and returns the offset of the
+    /// range in it. Both ends are multiples of the host's page size.
     fn dma_buf(&self, device: DeviceNumber, range: Range<u64>) -> CallResult<(OwnedFd, u64)>;
 
-    /// Returns whether a device's virtual memory is made for access by other cards; `None` if it
-    /// cannot be shared.
+    /// Returns whether other cards can access a device's virtual memory; `None` if it cannot be
+    /// shared.
     fn virtual_memory_for_rdma(&self, device: DeviceNumber) -> Option<bool> {
         _ = device;
         Some(false)
@@ -133,13 +133,13 @@ pub unsafe trait VendorCalls: Send + Sync {
     /// Starts a copy.
     ///
     /// # Safety
-    /// Both sides are valid until an event behind it is reached.
+    /// Both sides stay valid until an event after the copy is reached.
     unsafe fn copy(&self, way: CopyDirection, line: Hop, stream: StreamHandle) -> CallResult;
 
     /// Starts a copy of rows.
     ///
     /// # Safety
-    /// Both sides are valid until an event behind it is reached.
+    /// Both sides stay valid until an event after the copy is reached.
     unsafe fn copy_rows(&self, way: CopyDirection, rows: Rows, stream: StreamHandle) -> CallResult;
 
     /// Returns whether [`copy_batch`](VendorCalls::copy_batch) works.
@@ -147,10 +147,10 @@ pub unsafe trait VendorCalls: Send + Sync {
         false
     }
 
-    /// Starts many copies by one call. After an error some may have been started.
+    /// Starts many copies with one call. After an error some may have been started.
     ///
     /// # Safety
-    /// Both sides of each are valid until an event behind it is reached.
+    /// Both sides of each copy stay valid until an event after it is reached.
     unsafe fn copy_batch(&self, lines: &[Hop], stream: StreamHandle) -> CallResult {
         _ = (lines, stream);
         Err(Failure::Missing("no batched copies".into()))

@@ -1,4 +1,4 @@
-//! Virtual memory management: addresses and physical memory apart.
+//! Virtual memory management: separate addresses and physical memory.
 
 use std::ffi::c_void;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -8,14 +8,14 @@ use kvx_core::{Error, ErrorKind};
 use super::functions::{CallResult, VirtualMemoryFunctions};
 use super::types::{Access, DeviceNumber, Location, MappedMemory, PhysicalMemory};
 
-/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`, and the same of HIP.
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`, and HIP's equivalent.
 const DESCRIPTOR: i32 = 1;
 
 /// The virtual memory of a device.
 pub(crate) struct VirtualMemory<'a> {
     pub(crate) functions: &'a VirtualMemoryFunctions,
     pub(crate) device: DeviceNumber,
-    /// Other cards access its memory.
+    /// True if other cards can access its memory.
     pub(crate) for_rdma: bool,
 }
 
@@ -24,7 +24,7 @@ impl VirtualMemory<'_> {
         Location { kind: 1, id: self.device }
     }
 
-    /// Creates physical memory with addresses.
+    /// Creates physical memory and maps it.
     pub(crate) fn map(&self, len: usize) -> CallResult<MappedMemory> {
         let physical = PhysicalMemory {
             kind: 1,
@@ -37,25 +37,25 @@ impl VirtualMemory<'_> {
             reserved: [0; 4],
         };
         let mut page = 0;
-        // SAFETY: a place for one number; 0 asks for the least that works.
+        // SAFETY: a location for one number; 0 requests the minimum granularity.
         unsafe { self.functions.granularity(&raw mut page, &raw const physical, 0) }?;
         let len = len.checked_next_multiple_of(page.max(1)).ok_or_else(|| {
             let sentence = format!("a pool of {len} bytes is larger than the address space");
             Error::new(ErrorKind::Invalid, sentence)
         })?;
         let mut handle = 0;
-        // SAFETY: a place for one handle.
+        // SAFETY: a location for one handle.
         unsafe { self.functions.create(&raw mut handle, len, &raw const physical, 0) }?;
         self.place(handle, len)
     }
 
-    /// Gives physical memory addresses. Releases it if that fails.
+    /// Maps physical memory to new addresses. Releases it on failure.
     fn place(&self, handle: u64, len: usize) -> CallResult<MappedMemory> {
         let functions = self.functions;
         let access = Access { location: self.location(), flags: 3 };
         let mut address = 0;
-        // SAFETY: the handle is one that the caller got for `len` bytes. Each step undoes those
-        // before it if it fails, when no caller has the address yet.
+        // SAFETY: the handle is for `len` bytes. Each step undoes the previous ones on failure,
+        // when no caller has the address yet.
         let placed = unsafe {
             functions.reserve(&raw mut address, len, 0, 0, 0).and_then(|()| {
                 let mapped = functions.map(address, len, 0, handle, 0).and_then(|()| {
@@ -65,7 +65,7 @@ impl VirtualMemory<'_> {
                 mapped.inspect_err(|_| _ = functions.free_addresses(address, len))
             })
         };
-        // SAFETY: nothing maps the memory after an error.
+        // SAFETY: after an error the memory is not mapped.
         placed.inspect_err(|_| _ = unsafe { functions.release(handle) })?;
         Ok(MappedMemory { address, len, handle })
     }
@@ -73,10 +73,10 @@ impl VirtualMemory<'_> {
     /// Releases addresses and physical memory.
     ///
     /// # Safety
-    /// It came from `map` or `import`, and nobody uses it any more.
+    /// It came from `map` or `import`, and nobody uses it afterwards.
     pub(crate) unsafe fn unmap(&self, mapped: MappedMemory) -> CallResult {
         let MappedMemory { address, len, handle } = mapped;
-        // SAFETY: the caller promises that nobody uses it.
+        // SAFETY: the caller guarantees that nobody uses it.
         let [unmapped, freed, released] = unsafe {
             [
                 self.functions.unmap(address, len),
@@ -90,14 +90,14 @@ impl VirtualMemory<'_> {
     /// Exports the physical memory as a descriptor.
     pub(crate) fn export(&self, mapped: MappedMemory) -> CallResult<OwnedFd> {
         let mut file = -1;
-        // SAFETY: a place for one descriptor; the handle is one of `map`'s.
+        // SAFETY: a location for one descriptor; the handle came from `map`.
         unsafe { self.functions.export(&raw mut file, mapped.handle, DESCRIPTOR, 0) }?;
-        // SAFETY: the driver made it for this call, and nobody else has it.
+        // SAFETY: the driver created it for this call, and nobody else has it.
         Ok(unsafe { OwnedFd::from_raw_fd(file) })
     }
 
-    /// Maps what another process has exported. The interface takes the descriptor in the place of a
-    /// pointer, or, `by_pointer`, a pointer to it.
+    /// Maps physical memory that another process has exported. The interface takes the descriptor
+    /// in place of a pointer or, with `by_pointer`, a pointer to it.
     pub(crate) fn import(
         &self,
         file: BorrowedFd<'_>,
@@ -110,8 +110,8 @@ impl VirtualMemory<'_> {
             false => file as usize as *mut c_void,
         };
         let mut handle = 0;
-        // SAFETY: a place for one handle, and for the length of the call one with the descriptor,
-        // which the driver judges.
+        // SAFETY: a location for one handle and, during the call, one with the descriptor, which
+        // the driver validates.
         unsafe { self.functions.import(&raw mut handle, shared, DESCRIPTOR) }?;
         self.place(handle, len)
     }

@@ -1,55 +1,54 @@
-//! The arguments with which a driver launches a kernel: its entry, the size of the grid, and
-//! numbers.
+//! The arguments of a kernel launch: its entry, the size of the grid, and numbers.
 
 use kvx_core::backend::Hop;
 use kvx_core::{Error, ErrorKind, Result};
 
 use super::Swap;
 
-/// Threads of a block of every launch, in one dimension.
+/// The number of threads per block of every launch, in one dimension.
 pub const THREADS: u32 = 256;
 
 /// The names of the kernels.
 pub const ENTRIES: [&str; 4] = ["kvx_gather", "kvx_scatter", "kvx_hops", "kvx_permute"];
 
-/// Bytes that one block of threads moves at a time, if they are aligned.
+/// The number of bytes that a block of threads moves at a time, if they are aligned.
 const PIECE: u64 = THREADS as u64 * 4 * 16;
 
-/// The most that drivers take in the second and third dimension of a grid.
+/// The maximum size that drivers accept for the second and third dimension of a grid.
 const MOST: u64 = 65_535;
 
-/// One grid of a grid set on a device: its blocks lie at `base + index * stride`, and one after the
-/// other from `at` on in the packed bytes.
+/// A grid of a grid set on a device. Its blocks are at `base + index * stride`, and contiguous from
+/// `at` on in the packed bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceGrid {
-    /// Where block 0 begins; an address, or for the [reference](super::reference) an offset.
+    /// The start of block 0: an address, or an offset for the [reference](super::reference).
     pub base: u64,
-    /// From block to block.
+    /// The distance from block to block.
     pub stride: u64,
-    /// Bytes of a block.
+    /// The number of bytes of a block.
     pub length: u64,
-    /// Where its first block begins in the packed bytes.
+    /// The start of its first block in the packed bytes.
     pub at: u64,
 }
 
-/// Where the blocks of a permutation are: at `base + index * stride`.
+/// The location of the blocks of a permutation: at `base + index * stride`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaunchBlocks {
-    /// Address of block 0.
+    /// The address of block 0.
     pub base: u64,
-    /// From block to block.
+    /// The distance from block to block.
     pub stride: u64,
-    /// Address of an array of `u32`, one for each block; 0: the blocks lie in order.
+    /// The address of an array of `u32`, one for each block; 0 if the blocks are in order.
     pub indices: u64,
 }
 
-/// A launch: [`THREADS`] threads in blocks of one dimension, no shared memory, and parameters of 64
-/// bits each.
+/// A launch: blocks of [`THREADS`] threads in one dimension, no shared memory, and 64-bit
+/// parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
     /// The kernel, one of [`ENTRIES`].
     pub entry: &'static str,
-    /// Blocks of threads in each dimension. A smaller grid does the same work with fewer
+    /// The number of thread blocks in each dimension. A smaller grid does the same work with fewer
     /// processors.
     pub grid: [u32; 3],
     /// The kernel's parameters, in order.
@@ -57,8 +56,8 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// Collects blocks into packed bytes: of each grid of `table` the blocks that `count` indices
-    /// choose. `grids` is the address of the [encoded](encode_grids) table, `indices` that of the
+    /// Collects blocks into packed bytes: the blocks of each grid of `table` that `count` indices
+    /// select. `grids` is the address of the [encoded](encode_grids) table, `indices` that of the
     /// `u32`s.
     pub fn gather(
         packed: u64,
@@ -98,8 +97,7 @@ impl Launch {
         }
     }
 
-    /// Copies that have nothing in common: `hops` is the address of the [encoded](encode_hops)
-    /// table.
+    /// Copies unrelated ranges: `hops` is the address of the [encoded](encode_hops) table.
     pub fn hops(hops: u64, table: &[Hop]) -> Self {
         let longest = table.iter().map(|hop| hop.len as u64).max().unwrap_or(0);
         let count = table.len() as u64;
@@ -110,7 +108,7 @@ impl Launch {
         }
     }
 
-    /// Reorders the dimensions of `count` blocks, from one place to another. Errors: `Invalid` for
+    /// Swaps dimensions of `count` blocks, from one location to another. Errors: `Invalid` for
     /// blocks of 4 GiB or more.
     pub fn permute(to: LaunchBlocks, from: LaunchBlocks, count: usize, swap: Swap) -> Result<Self> {
         let length = swap.length().filter(|length| *length <= u64::from(u32::MAX));
@@ -124,8 +122,7 @@ impl Launch {
         let count = count as u64;
         Ok(Launch {
             entry: "kvx_permute",
-            // One unit a thread at a time: finding where it comes from takes longer than to move
-            // it.
+            // One unit per thread at a time: computing its source takes longer than moving it.
             grid: [blocks(count), pieces(length, PIECE / 4), 1],
             parameters: vec![
                 to.base,
@@ -144,7 +141,7 @@ impl Launch {
     }
 }
 
-/// The first dimension of a grid; drivers refuse one of nothing.
+/// Returns the first dimension of a grid; drivers reject 0.
 fn blocks(count: u64) -> u32 {
     count.clamp(1, i32::MAX as u64) as u32
 }
@@ -153,12 +150,12 @@ fn pieces(longest: u64, piece: u64) -> u32 {
     longest.div_ceil(piece).clamp(1, MOST) as u32
 }
 
-/// A table of grids as the kernels read it, to be copied to an address that is a multiple of 8.
+/// Encodes a table of grids for the kernels, to be copied to an address that is a multiple of 8.
 pub fn encode_grids(table: &[DeviceGrid]) -> Vec<u8> {
     encode(table.iter().map(|grid| [grid.base, grid.stride, grid.length, grid.at]))
 }
 
-/// A table of hops as the kernel reads it, to be copied to an address that is a multiple of 8.
+/// Encodes a table of hops for the kernel, to be copied to an address that is a multiple of 8.
 pub fn encode_hops(table: &[Hop]) -> Vec<u8> {
     encode(table.iter().map(|hop| [hop.from, hop.to, hop.len as u64]))
 }

@@ -1,13 +1,13 @@
-//! Kernels that move blocks within and between devices: their source, their launches, and what they
-//! do in plain Rust.
+//! Kernels that move blocks within and between devices: their source, their launches, and a
+//! reference in plain Rust.
 //!
-//! One source serves CUDA and HIP. `cargo xtask kernels` compiles it to the PTX beside it, which
-//! any driver of CUDA 12.0 or newer loads on any device since compute capability 7.0; for HIP it is
-//! compiled at run time by hipRTC.
+//! One source serves CUDA and HIP. `cargo xtask kernels` compiles it to the PTX in this folder,
+//! which any driver of CUDA 12.0 or newer loads on any device with compute capability 7.0 or newer.
+//! For HIP, hipRTC compiles it at run time.
 //!
-//! The kernels take bytes, and choose the widest unit of 16, 8, 4, 2 or 1 bytes that the addresses
-//! are aligned to: elements of every size are served. They trust their arguments: who launches
-//! checks the bounds.
+//! The kernels move bytes in the widest unit of 16, 8, 4, 2 or 1 bytes to which the addresses are
+//! aligned, so they support elements of every size. They trust their arguments: the caller checks
+//! the bounds.
 
 mod launch;
 pub mod reference;
@@ -16,7 +16,7 @@ mod swap;
 pub use launch::{DeviceGrid, ENTRIES, Launch, LaunchBlocks, THREADS, encode_grids, encode_hops};
 pub use swap::Swap;
 
-/// The source, for NVRTC and hipRTC alike.
+/// The source, for NVRTC and hipRTC.
 pub const SOURCE: &str = include_str!("kernels.cu");
 
 /// The source compiled for CUDA.

@@ -1,7 +1,7 @@
-//! The kernels in plain Rust on byte slices: for hosts, and as the measure that tests hold the
-//! kernels to.
+//! The kernels in plain Rust on byte slices: for use on the host, and as the reference for tests of
+//! the kernels.
 //!
-//! Bases are offsets in the slices. Bounds are checked block by block: after an error, blocks
+//! Bases are offsets in the slices. Bounds are checked block by block: after an error, the blocks
 //! before it have been moved.
 
 use std::ops::Range;
@@ -11,7 +11,7 @@ use kvx_core::{Error, ErrorKind, Result};
 
 use super::{DeviceGrid, Swap};
 
-/// Collects into `packed` the blocks of each grid that the indices choose. Errors: `OutOfBounds`.
+/// Collects the blocks that the indices select of each grid into `packed`. Errors: `OutOfBounds`.
 pub fn gather(
     region: &[u8],
     grids: &[DeviceGrid],
@@ -28,7 +28,7 @@ pub fn gather(
     Ok(())
 }
 
-/// Spreads `packed` over the blocks of each grid that the indices choose. Errors: `OutOfBounds`.
+/// Spreads `packed` over the blocks that the indices select of each grid. Errors: `OutOfBounds`.
 pub fn scatter(
     region: &mut [u8],
     grids: &[DeviceGrid],
@@ -55,14 +55,14 @@ pub fn hops(from: &[u8], to: &mut [u8], hops: &[Hop]) -> Result<()> {
     Ok(())
 }
 
-/// Where the blocks of a permutation are in a slice: at `base + index * stride`.
+/// The location of the blocks of a permutation in a slice: at `base + index * stride`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockLayout<'a> {
-    /// Where block 0 begins.
+    /// The start of block 0.
     pub base: u64,
-    /// From block to block.
+    /// The distance from block to block.
     pub stride: u64,
-    /// One index for each block; `None`: the blocks lie in order.
+    /// One index for each block; `None` if the blocks are in order.
     pub indices: Option<&'a [u32]>,
 }
 
@@ -78,7 +78,7 @@ impl BlockLayout<'_> {
     }
 }
 
-/// Reorders the dimensions of `count` blocks. Errors: `OutOfBounds`, also for too few indices.
+/// Swaps dimensions of `count` blocks. Errors: `OutOfBounds`, also for too few indices.
 pub fn permute(
     (from, from_place): (&[u8], BlockLayout<'_>),
     (to, to_place): (&mut [u8], BlockLayout<'_>),
@@ -94,8 +94,8 @@ pub fn permute(
     Ok(())
 }
 
-/// Reorders the dimensions of one block. Errors: `OutOfBounds` if a slice has another length than
-/// the block.
+/// Swaps dimensions of one block. Errors: `OutOfBounds` if a slice does not have the length of the
+/// block.
 pub fn permute_block(from: &[u8], to: &mut [u8], swap: Swap) -> Result<()> {
     if swap.length() != Some(from.len() as u64) || from.len() != to.len() {
         return Err(out_of_bounds(0, swap.length().unwrap_or(u64::MAX), from.len().min(to.len())));
@@ -103,7 +103,7 @@ pub fn permute_block(from: &[u8], to: &mut [u8], swap: Swap) -> Result<()> {
     if from.is_empty() {
         return Ok(());
     }
-    // They multiply to the length of a slice.
+    // Their product is the length of a slice.
     let [rows, columns, run] = [swap.rows, swap.columns, swap.run].map(|number| number as usize);
     let plane = rows * columns * run;
     for (from, to) in from.chunks_exact(plane).zip(to.chunks_exact_mut(plane)) {
@@ -116,7 +116,7 @@ pub fn permute_block(from: &[u8], to: &mut [u8], swap: Swap) -> Result<()> {
     Ok(())
 }
 
-/// The bytes of a block in a slice of `within` bytes.
+/// Returns the byte range of a block in a slice of `within` bytes.
 fn range(base: u64, index: u64, stride: u64, length: u64, within: usize) -> Result<Range<usize>> {
     let start = index.checked_mul(stride).and_then(|offset| offset.checked_add(base));
     let end = start.and_then(|start| start.checked_add(length)).filter(|end| *end <= within as u64);

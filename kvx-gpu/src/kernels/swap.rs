@@ -2,9 +2,9 @@
 
 use kvx_core::{Error, ErrorKind, Result};
 
-/// A block of the shape `[outer, rows, columns, run]` becomes one of `[outer, columns, rows, run]`.
-/// KV caches need no more: the content of one head and token stays together, and the dimensions
-/// around it change places.
+/// Changes a block of the shape `[outer, rows, columns, run]` to `[outer, columns, rows, run]`. KV
+/// caches need no more: the content of one head and token stays together, and the dimensions around
+/// it are swapped.
 ///
 /// ```
 /// use kvx_gpu::kernels::{Swap, reference};
@@ -17,61 +17,61 @@ use kvx_core::{Error, ErrorKind, Result};
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Swap {
-    /// How often the rest repeats.
+    /// The number of repetitions of the rest.
     pub outer: u64,
-    /// The outer of the dimensions that change places.
+    /// The outer one of the swapped dimensions.
     pub rows: u64,
-    /// The inner one.
+    /// The inner one of the swapped dimensions.
     pub columns: u64,
-    /// Bytes that stay together.
+    /// The number of bytes that stay together.
     pub run: u64,
 }
 
 impl Swap {
-    /// From heads before tokens (HND) to tokens before heads (NHD); `content` is the bytes of one
-    /// head's content of one token.
+    /// Converts heads before tokens (HND) to tokens before heads (NHD); `content` is the number of
+    /// bytes of one head of one token.
     pub const fn heads_to_tokens(heads: u64, tokens: u64, content: u64) -> Self {
         Swap { outer: 1, rows: heads, columns: tokens, run: content }
     }
 
-    /// From tokens before heads (NHD) to heads before tokens (HND).
+    /// Converts tokens before heads (NHD) to heads before tokens (HND).
     pub const fn tokens_to_heads(heads: u64, tokens: u64, content: u64) -> Self {
         Swap { outer: 1, rows: tokens, columns: heads, run: content }
     }
 
-    /// From `ratio` blocks with heads before tokens, one after the other, to one block of the same
-    /// layout, which has `tokens` tokens. Blocks with tokens first need none of this. Errors:
-    /// `Invalid` if `ratio` does not divide `tokens`.
+    /// Merges `ratio` consecutive blocks with heads before tokens into one block of the same layout
+    /// with `tokens` tokens. Blocks with tokens first need no conversion. Errors: `Invalid` if
+    /// `ratio` does not divide `tokens`.
     pub fn merge(ratio: u64, heads: u64, tokens: u64, content: u64) -> Result<Self> {
         Ok(Swap { outer: 1, rows: ratio, columns: heads, run: run(ratio, tokens, content)? })
     }
 
-    /// From one block with heads before tokens to `ratio` blocks, one after the other. Errors as
+    /// Splits one block with heads before tokens into `ratio` consecutive blocks. Errors as for
     /// [`merge`](Swap::merge).
     pub fn split(ratio: u64, heads: u64, tokens: u64, content: u64) -> Result<Self> {
         Ok(Swap { outer: 1, rows: heads, columns: ratio, run: run(ratio, tokens, content)? })
     }
 
-    /// From `ratio` blocks with heads before tokens, one after the other, to one block with tokens
-    /// before heads, which has `tokens` tokens. Errors as [`merge`](Swap::merge).
+    /// Merges `ratio` consecutive blocks with heads before tokens into one block with tokens before
+    /// heads and `tokens` tokens. Errors as for [`merge`](Swap::merge).
     pub fn merge_to_tokens(ratio: u64, heads: u64, tokens: u64, content: u64) -> Result<Self> {
         run(ratio, tokens, content)?;
         Ok(Swap { outer: ratio, rows: heads, columns: tokens / ratio, run: content })
     }
 
-    /// The permutation that undoes this one.
+    /// Returns the permutation that undoes this one.
     #[must_use]
     pub const fn back(self) -> Self {
         Swap { rows: self.columns, columns: self.rows, ..self }
     }
 
-    /// Bytes of a block; `None` if no number of 64 bits says it.
+    /// Returns the number of bytes of a block; `None` if it does not fit into 64 bits.
     pub fn length(&self) -> Option<u64> {
         self.outer.checked_mul(self.rows)?.checked_mul(self.columns)?.checked_mul(self.run)
     }
 }
 
-/// The bytes of one head in one of `ratio` parts of a block.
+/// Returns the number of bytes of one head in one of `ratio` parts of a block.
 fn run(ratio: u64, tokens: u64, content: u64) -> Result<u64> {
     let part = if ratio > 0 && tokens.is_multiple_of(ratio) { Some(tokens / ratio) } else { None };
     part.and_then(|part| part.checked_mul(content)).ok_or_else(|| {

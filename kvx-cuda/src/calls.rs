@@ -1,4 +1,4 @@
-//! The calls that have another form in CUDA's driver than in HIP.
+//! The calls that differ between CUDA's driver and HIP.
 
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 use std::ops::Range;
@@ -25,7 +25,7 @@ type Batch = unsafe extern "C" fn(
     StreamHandle,
 ) -> Status;
 
-/// The first form of the function, which also stores the number of the copy that failed.
+/// The first form of the function, which also stores the index of the copy that failed.
 type FirstBatch = unsafe extern "C" fn(
     *mut Address,
     *mut Address,
@@ -62,7 +62,7 @@ pub(crate) struct CudaCalls {
 }
 
 impl CudaCalls {
-    /// Finds the functions of the process's only driver. Errors: a function is missing, or the
+    /// Resolves the functions of the process's only driver. Errors: a function is missing, or the
     /// process has loaded another driver.
     ///
     /// # Safety
@@ -72,8 +72,8 @@ impl CudaCalls {
         version: c_int,
     ) -> Result<Box<dyn VendorCalls>, Unavailable> {
         conflict::check(library)?;
-        // SAFETY: the driver keeps the functions of a name and number as they are, and the caller
-        // promises that this is the driver.
+        // SAFETY: the driver never changes the function of a name and version, and the caller
+        // guarantees that this is the driver.
         Ok(Box::new(unsafe {
             CudaCalls {
                 version,
@@ -96,10 +96,10 @@ impl CudaCalls {
         }))
     }
 
-    /// Returns an attribute of a device; 0 for what the driver does not know.
+    /// Returns an attribute of a device; 0 if the driver does not know it.
     fn attribute(&self, attribute: c_int, device: DeviceNumber) -> c_int {
         let mut value = 0;
-        // SAFETY: a place for one number; the device is one that the driver named.
+        // SAFETY: a location for one number; the driver named the device.
         let status = unsafe { (self.attribute)(&raw mut value, attribute, device) };
         if status == status::SUCCESS { value } else { 0 }
     }
@@ -153,14 +153,14 @@ struct Copy2d {
 /// A `CUmemcpyAttributes`.
 #[repr(C)]
 struct BatchAttributes {
-    /// 1: sources are read in the order of the stream.
+    /// 1: sources are read in stream order.
     order: c_int,
     source: Location,
     target: Location,
     flags: c_uint,
 }
 
-// The layouts of the driver's interface, which does not change, on machines of 64 bits.
+// The layouts of the driver's interface, which does not change, on 64-bit machines.
 const _: () = {
     assert!(size_of::<Copy2d>() == 128);
     assert!(size_of::<BatchAttributes>() == 24);
@@ -176,19 +176,19 @@ impl CopySide {
     }
 }
 
-// SAFETY: each method is the driver's call of that meaning; an event that the driver says is
-// reached has all before it on its stream behind it.
+// SAFETY: each method makes the documented call of the driver; when the driver reports an event as
+// reached, all work before it on its stream has ended.
 unsafe impl VendorCalls for CudaCalls {
     fn initialize(&self) -> Status {
-        // SAFETY: the one argument must be 0.
+        // SAFETY: the only argument must be 0.
         unsafe { (self.initialize)(0) }
     }
 
     fn describe(&self, status: Status) -> [*const c_char; 2] {
         [self.error_name, self.error_text].map(|function| {
             let mut text = std::ptr::null();
-            // SAFETY: a place for one pointer, which the driver fills with a string of its own, or
-            // with null.
+            // SAFETY: a location for one pointer, which the driver sets to its own string, or to
+            // null.
             let known = unsafe { function(status, &raw mut text) } == status::SUCCESS;
             if known { text } else { std::ptr::null() }
         })
@@ -198,10 +198,10 @@ unsafe impl VendorCalls for CudaCalls {
         uuid.map(DeviceId)
     }
 
-    /// Retains the primary context of a device, which all of a process shares.
+    /// Retains the primary context of a device, which the whole process shares.
     fn context(&self, device: DeviceNumber) -> CallResult<Context> {
         let mut context = Context(0);
-        // SAFETY: the device is one that the driver named; a place for one handle.
+        // SAFETY: the driver named the device; a location for one handle.
         let status = unsafe { (self.retain_context)(&raw mut context, device) };
         Failure::check(c"cuDevicePrimaryCtxRetain", status).map(|()| context)
     }
@@ -214,7 +214,7 @@ unsafe impl VendorCalls for CudaCalls {
 
     fn leave(&self, _: Context) -> CallResult {
         let mut context = Context(0);
-        // SAFETY: takes away what `enter` put on this thread's stack of contexts.
+        // SAFETY: removes what `enter` pushed onto this thread's stack of contexts.
         let status = unsafe { (self.pop_context)(&raw mut context) };
         Failure::check(c"cuCtxPopCurrent", status)
     }
@@ -233,12 +233,12 @@ unsafe impl VendorCalls for CudaCalls {
             (&raw mut ordinal).cast(),
             (&raw mut pool).cast(),
         ];
-        // SAFETY: a place of its size for the answer to each question.
+        // SAFETY: for each query, a location of the answer's size.
         let status = unsafe {
             (self.pointer_attributes)(4, asked.as_mut_ptr(), answers.as_mut_ptr(), address)
         };
         if status != status::INVALID_VALUE {
-            // Otherwise it is memory that the driver does not know.
+            // Otherwise the driver does not know the memory.
             Failure::check(c"cuPointerGetAttributes", status)?;
         }
         let place = match kind {
@@ -252,7 +252,7 @@ unsafe impl VendorCalls for CudaCalls {
 
     fn dma_buf(&self, device: DeviceNumber, range: Range<u64>) -> CallResult<(OwnedFd, u64)> {
         const DMA_BUF: i32 = 1;
-        /// Addresses as the bus has them, where the CPU and the device are joined otherwise
+        /// Requests PCIe addresses, on systems where CPU and device have another connection
         /// (GB200).
         const OVER_PCIE: u64 = 1;
         if self.attribute(attribute::DMA_BUF, device) == 0 {
@@ -267,10 +267,10 @@ unsafe impl VendorCalls for CudaCalls {
         };
         let export = |flags| {
             let (mut file, len) = (-1, (range.end - range.start) as usize);
-            // SAFETY: a place for one descriptor; what the range is the driver looks at.
+            // SAFETY: a location for one descriptor; the driver validates the range.
             let status = unsafe { export(&raw mut file, range.start, len, DMA_BUF, flags) };
             Failure::check(c"cuMemGetHandleForAddressRange", status)?;
-            // SAFETY: the driver made it for this call, and nobody else has it.
+            // SAFETY: the driver created it for this call, and nobody else has it.
             Ok((unsafe { OwnedFd::from_raw_fd(file) }, 0))
         };
         match self.version >= 12_080 {
@@ -287,7 +287,7 @@ unsafe impl VendorCalls for CudaCalls {
 
     unsafe fn copy(&self, way: CopyDirection, line: Hop, stream: StreamHandle) -> CallResult {
         let Hop { from, to, len } = line;
-        // SAFETY: the caller promises valid sides.
+        // SAFETY: guaranteed by the caller: both sides are valid.
         let (function, status) = unsafe {
             match way {
                 CopyDirection::ToDevice => {
@@ -312,8 +312,8 @@ unsafe impl VendorCalls for CudaCalls {
             width,
             height: count,
         };
-        // SAFETY: the caller promises valid sides; the driver reads the description before it
-        // returns.
+        // SAFETY: guaranteed by the caller: both sides are valid; the driver reads the description
+        // before it returns.
         let status = unsafe { (self.copy_rows)(&raw const copy, stream) };
         Failure::check(c"cuMemcpy2DAsync", status)
     }
@@ -331,8 +331,8 @@ unsafe impl VendorCalls for CudaCalls {
         let (mut first, mut failed, count) = (0, 0, lines.len());
         let (to, from, lens) = (to.as_mut_ptr(), from.as_mut_ptr(), lens.as_mut_ptr());
         let (attributes, first) = (&raw mut attributes, &raw mut first);
-        // SAFETY: lists of as many entries as is said, one set of attributes for all, which the
-        // driver reads before it returns; the caller promises valid sides.
+        // SAFETY: lists of the given length and one set of attributes for all, which the driver
+        // reads before it returns; the caller guarantees that both sides are valid.
         let status = unsafe {
             match (self.batch, self.first_batch) {
                 (Some(batch), _) => batch(to, from, lens, count, attributes, first, 1, stream),

@@ -1,8 +1,8 @@
 //! Rejects a second driver: one process must not use two copies of libcuda.
 //!
-//! Streams and addresses that a framework gets from one copy mean nothing to the other. A library
-//! that opens `libcuda.so.1` after kvx gets kvx's copy, because the dynamic linker serves that name
-//! with the loaded file. A framework that opened another file before kvx keeps it, though.
+//! Streams and addresses from one copy of libcuda are invalid in another. A library that loads
+//! `libcuda.so.1` after kvx gets kvx's copy, because the dynamic linker resolves that name to the
+//! loaded file. A framework that loaded another file before kvx keeps that file.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -15,7 +15,7 @@ const CURE: &str = "one driver serves a process: unset KVX_CUDA_LIB, or set it t
 
 /// Checks that the process has loaded no other driver than `opened`. Errors: the other file.
 pub(crate) fn check(opened: &NativeLibrary) -> Result<(), Unavailable> {
-    // Known by its name alone: the dynamic linker has then found the loaded file.
+    // If only the name is known, the dynamic linker has found the loaded file.
     let Ok(opened) = opened.path().canonicalize() else { return Ok(()) };
     let loaded = loader::loaded_files().into_iter().filter(|file| is_driver(file));
     let mut loaded = loaded.filter_map(|file| file.canonicalize().ok());

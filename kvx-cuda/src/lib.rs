@@ -17,15 +17,15 @@ pub use kvx_gpu::{
 
 static DEVICES: Devices = Devices::new(&vendor::NVIDIA);
 
-/// Returns the NVIDIA devices that this process sees, in the driver's order; each time the same
-/// ones.
+/// Returns the NVIDIA devices that this process sees, in the driver's order; each call returns the
+/// same ones.
 ///
-/// The call starts no device; its first use does. `CUDA_VISIBLE_DEVICES`, as of the first call,
-/// chooses what the process sees.
+/// The call does nothing on a device; the first use of a device starts it. `CUDA_VISIBLE_DEVICES`,
+/// as of the first call, restricts the devices.
 ///
 /// # Errors
-/// The reason why there are none: no driver, one that is too old or does not start, or no device;
-/// with what to do. The next call tries again.
+/// The reason why there are none: no driver, one that is too old or fails to initialise, or no
+/// device; and what to do. The next call tries again.
 pub fn devices() -> Result<Vec<Arc<Device>>, Unavailable> {
     DEVICES.list()
 }

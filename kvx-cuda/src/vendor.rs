@@ -11,11 +11,11 @@ use kvx_gpu::kernels::PTX;
 
 use crate::calls::CudaCalls;
 
-/// The driver is the toolkit's stub.
+/// The library is the toolkit's stub, not the driver.
 const STUB_LIBRARY: Status = 34;
-/// NVIDIA's fabric manager does not run.
+/// NVIDIA's fabric manager is not running.
 const SYSTEM_NOT_READY: Status = 802;
-/// Library and kernel module are of different releases.
+/// Library and kernel module are from different releases.
 const SYSTEM_DRIVER_MISMATCH: Status = 803;
 
 pub(crate) static NVIDIA: Vendor = Vendor {
@@ -31,7 +31,7 @@ pub(crate) static NVIDIA: Vendor = Vendor {
         cure: "install NVIDIA's driver, which brings libcuda.so.1; in a container, pass the GPUs in (docker run \
                --gpus all, with NVIDIA's container toolkit); or set KVX_CUDA_LIB to the file",
     },
-    // CUDA 11.4: the first that knows a part of a device (MIG) by its own UUID.
+    // CUDA 11.4: the first release that identifies a part of a device (MIG) by its own UUID.
     oldest: 11_040,
     format_version,
     advice,
@@ -86,8 +86,8 @@ pub(crate) static NVIDIA: Vendor = Vendor {
         714..=719, // illegal instructions, addresses and launches
         810..=810, // MPS client terminated
     ],
-    // Text that the driver compiles; it refuses that in a container without its compiler, and if it
-    // is older than CUDA 12.0.
+    // The driver compiles this text, unless it is in a container without its compiler, or older
+    // than CUDA 12.0.
     kernels: Some(PTX),
     compiler: CompilerLibrary {
         name: "NVRTC",
@@ -98,7 +98,7 @@ pub(crate) static NVIDIA: Vendor = Vendor {
             cure: "install a driver of CUDA 12.0 or newer; or NVRTC of CUDA's toolkit, and set KVX_NVRTC_LIB if it is \
                    not found",
         },
-        // A binary for this very device: needs neither a version of PTX nor the driver's compiler.
+        // A binary for this device, which needs neither a PTX version nor the driver's compiler.
         functions: CompilerNames {
             create: c"nvrtcCreateProgram",
             compile: c"nvrtcCompileProgram",
@@ -123,18 +123,18 @@ fn advice(status: Status) -> (String, &'static str) {
             let visible = visible.map(|value| format!("; CUDA_VISIBLE_DEVICES={value}"));
             return (
                 visible.unwrap_or_default(),
-                "see what nvidia-smi lists; in a container, pass the GPUs in; CUDA_VISIBLE_DEVICES must name one",
+                "check the list of nvidia-smi; in a container, pass the GPUs in; CUDA_VISIBLE_DEVICES must name one",
             );
         }
         STUB_LIBRARY => {
-            "this is the toolkit's stub: take its folder out of LD_LIBRARY_PATH, or set KVX_CUDA_LIB"
+            "this is the toolkit's stub: remove its folder from LD_LIBRARY_PATH, or set KVX_CUDA_LIB"
         }
         SYSTEM_DRIVER_MISMATCH => {
-            "the library and the kernel's module are of different releases: load the new module (reboot), or in a \
+            "the library and the kernel module are from different releases: load the new module (reboot), or in a \
              container take the host's library"
         }
-        SYSTEM_NOT_READY => "start NVIDIA's fabric manager, and see nvidia-smi",
-        _ => "see whether nvidia-smi works, and dmesg for lines of NVRM",
+        SYSTEM_NOT_READY => "start NVIDIA's fabric manager, and check nvidia-smi",
+        _ => "check whether nvidia-smi works, and the lines of NVRM in dmesg",
     };
     (String::new(), cure)
 }

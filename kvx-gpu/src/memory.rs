@@ -201,9 +201,8 @@ pub(super) fn pool_error(address: u64, driver: &str) -> Error {
     Error::new(
         ErrorKind::Unsupported,
         format!(
-            "{address:#x} comes from a memory pool of {driver} (the async allocator), which no other process and \
-             no card \
-             can be given: make the KV pool with Device::pool and hand its address to the framework, or let the \
+            "{address:#x} is from a memory pool of {driver} (the async allocator), which cannot be shared with other \
+             processes and cards: create the KV pool with Device::pool and pass its address to the framework, or let the \
              framework allocate without pools (PyTorch: its native allocator; cudarc: result::malloc_sync)"
         ),
     )

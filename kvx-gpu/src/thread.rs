@@ -196,7 +196,7 @@ impl ThreadState {
 
 /// Up to this number of driver calls are made one by one.
 const FEW_CALLS: usize = 8;
-/// That number within a device, where a call takes longer than moving the bytes.
+/// The same limit within a device, where a call takes longer than moving the bytes.
 const FEW_CALLS_WITHIN: usize = 2;
 /// The number of copies per batch.
 const BATCH: usize = 1024;

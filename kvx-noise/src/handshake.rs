@@ -1,4 +1,4 @@
-//! The handshake, and the libraries that do its arithmetic.
+//! The handshake, and the libraries with its cryptography.
 
 use std::fmt;
 
@@ -17,17 +17,16 @@ use snow::{Builder, HandshakeState};
 
 use crate::seal::Seals;
 
-/// Neither end has a lasting key of its own: the key that both have is mixed in before the first
-/// word.
+/// Neither end has a static key; the shared key is mixed in before the first message.
 const PATTERN: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
-/// Bytes of a key.
+/// The number of bytes of a key.
 pub const KEY: usize = 32;
-/// Bytes that prove what goes before them.
+/// The number of bytes of an authentication tag.
 pub const TAG: usize = 16;
-/// Bytes of a message without a payload.
+/// The number of bytes of a message without a payload.
 pub const MESSAGE: usize = KEY + TAG;
 
-/// The key of a fleet's secret for one purpose, which the label names.
+/// Derives a key from a fleet's secret for the purpose that the label names.
 pub fn derive_key(secret: &Secret, label: &[u8]) -> [u8; KEY] {
     let mut mac =
         Hmac::<Sha256>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
@@ -35,12 +34,12 @@ pub fn derive_key(secret: &Secret, label: &[u8]) -> [u8; KEY] {
     mac.finalize().into_bytes().into()
 }
 
-/// One end of a handshake of two messages, the initiator's first. Each end proves by its message
+/// One end of a handshake of two messages, the initiator's first. Each end proves with its message
 /// that it has the key.
 pub struct NoiseHandshake(HandshakeState);
 
 impl NoiseHandshake {
-    /// The end that speaks first. Both ends give the same `prologue`, which does not travel.
+    /// Creates the end that sends first. Both ends pass the same `prologue`, which is not sent.
     pub fn initiator(key: &[u8; KEY], prologue: &[u8]) -> Result<Self> {
         builder(key, prologue)
             .and_then(Builder::build_initiator)
@@ -48,7 +47,7 @@ impl NoiseHandshake {
             .map_err(broken)
     }
 
-    /// The end that answers.
+    /// Creates the end that answers.
     pub fn responder(key: &[u8; KEY], prologue: &[u8]) -> Result<Self> {
         builder(key, prologue)
             .and_then(Builder::build_responder)
@@ -56,7 +55,7 @@ impl NoiseHandshake {
             .map_err(broken)
     }
 
-    /// Appends this end's message, [`MESSAGE`] bytes beyond the payload.
+    /// Appends this end's message to `out`: [`MESSAGE`] bytes and the payload.
     pub fn write(&mut self, payload: &[u8], out: &mut Vec<u8>) -> Result<()> {
         let at = out.len();
         out.resize(at + MESSAGE + payload.len(), 0);
@@ -65,7 +64,7 @@ impl NoiseHandshake {
         Ok(())
     }
 
-    /// The payload of the other end's message, if that end has our key.
+    /// Returns the payload of the other end's message, if that end has the same key.
     pub fn read(&mut self, message: &[u8]) -> Option<Vec<u8>> {
         let mut payload = vec![0; message.len()];
         let len = self.0.read_message(message, &mut payload).ok()?;
@@ -73,10 +72,10 @@ impl NoiseHandshake {
         Some(payload)
     }
 
-    /// Returns the seals for all later messages, with one key for each direction. Both messages of
-    /// the handshake must have been written and read.
+    /// Returns the ciphers for all later messages, with one key for each direction. Both messages
+    /// of the handshake must have been written and read.
     pub fn seals(&mut self) -> Seals {
-        debug_assert!(self.0.is_handshake_finished(), "its keys are not made by both ends yet");
+        debug_assert!(self.0.is_handshake_finished(), "the handshake has not finished");
         let (to_responder, to_initiator) = self.0.dangerously_get_raw_split();
         match self.0.is_initiator() {
             true => Seals::of(&to_responder, &to_initiator),
@@ -95,12 +94,12 @@ fn builder<'a>(key: &'a [u8; KEY], prologue: &'a [u8]) -> Result<Builder<'a>, sn
     Builder::with_resolver(PATTERN.parse()?, Box::new(Algorithms)).psk(0, key)?.prologue(prologue)
 }
 
-/// What fails without a fault of the peer's: randomness.
+/// Returns the error for a failure that the peer has not caused: missing randomness.
 fn broken(error: snow::Error) -> Error {
     Error::new(ErrorKind::Native, format!("Noise failed ({error:?}): try again"))
 }
 
-/// Finds what the pattern's name asks for.
+/// Provides the algorithms that the pattern's name specifies.
 struct Algorithms;
 
 impl CryptoResolver for Algorithms {
@@ -121,7 +120,7 @@ impl CryptoResolver for Algorithms {
     }
 }
 
-/// The system's random numbers.
+/// The system's random number generator.
 struct System;
 
 impl Random for System {
@@ -209,12 +208,12 @@ impl Hash for Sha {
     }
 }
 
-/// AES-256-GCM by the processor's instructions where it has them, found out at run time.
+/// AES-256-GCM, with the processor's instructions if it has them, which is detected at run time.
 #[derive(Default)]
 pub(crate) struct AesGcm(Option<Box<Aes256Gcm>>);
 
 impl AesGcm {
-    /// Of this key.
+    /// Creates the cipher for a key.
     pub(crate) fn new(key: &[u8; KEY]) -> Self {
         AesGcm(Some(Box::new(Aes256Gcm::new(key.into()))))
     }
@@ -223,14 +222,15 @@ impl AesGcm {
         self.0.as_deref().expect("a cipher is used after its key was set")
     }
 
-    /// As Noise numbers its messages.
+    /// Returns the nonce for a message number, as Noise defines it.
     fn nonce(number: u64) -> [u8; 12] {
         let mut nonce = [0; 12];
         nonce[4..].copy_from_slice(&number.to_be_bytes());
         nonce
     }
 
-    /// Encrypts the message of this number where it lies, or on its way. Gives what proves it.
+    /// Encrypts the message with this number, in place or into another buffer. Returns the
+    /// authentication tag.
     pub(crate) fn seal(
         &self,
         number: u64,
@@ -242,7 +242,7 @@ impl AesGcm {
         sealed.expect("it is shorter than 64 GiB").into()
     }
 
-    /// Decrypts the message of this number in place. Returns false, and leaves garbage, if the
+    /// Decrypts the message with this number in place. Returns false, and leaves garbage, if the
     /// message was altered.
     pub(crate) fn open(
         &self,
@@ -303,7 +303,7 @@ mod tests {
 
     /// A dialogue that other implementations of Noise publish for this pattern.
     #[test]
-    fn it_speaks_noise_as_others_do() {
+    fn it_interoperates_with_other_implementations_of_noise() {
         let prologue = bytes("4a6f686e2047616c74");
         let key = bytes("54686973206973206d7920417573747269616e20706572737065637469766521");
         let key: &[u8; KEY] = key[..].try_into().unwrap();
@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn another_key_another_prologue_and_what_is_cut_short_are_not_read() {
+    fn another_key_or_prologue_and_truncated_messages_are_rejected() {
         let said = |key: u8, prologue: &[u8]| {
             let mut said = Vec::new();
             let mut initiator = NoiseHandshake::initiator(&[key; KEY], prologue).unwrap();

@@ -7,19 +7,19 @@ use snow::types::Cipher as _;
 
 use crate::handshake::{AesGcm, KEY, TAG};
 
-/// The most bytes of a sealed message: with its tag it is 16 KiB.
+/// The maximum number of bytes of a message; with its tag it is 16 KiB.
 pub const RECORD: usize = (16 << 10) - TAG;
-/// Bytes of the length that a sealed piece of a stream has before it.
+/// The number of bytes of the length before a sealed piece of a stream.
 const LENGTH: usize = 2;
-/// Messages by one key, then both ends take the next one. That is 16 GiB at most, far below the
-/// bounds of AES-GCM.
+/// The number of messages per key, after which both ends derive the next key. That is at most 16
+/// GiB, far below the limits of AES-GCM.
 const ONE_KEY: u64 = 1 << 20;
 
-/// Both directions of a connection, as its handshake gives them.
+/// The two directions of a connection after its handshake.
 pub struct Seals {
-    /// Of what this end says.
+    /// Seals this end's messages.
     pub sealer: Sealer,
-    /// Of what the other one says.
+    /// Opens the other end's messages.
     pub opener: Opener,
 }
 
@@ -38,7 +38,7 @@ impl fmt::Debug for Seals {
 /// The messages of one direction.
 struct Direction {
     cipher: AesGcm,
-    /// Of the next message.
+    /// The number of the next message.
     number: u64,
 }
 
@@ -47,7 +47,7 @@ impl Direction {
         Direction { cipher: AesGcm::new(key), number: 0 }
     }
 
-    /// The number of the next message, by whose key it goes.
+    /// Returns the number of the next message, after changing the key if necessary.
     fn next(&mut self) -> u64 {
         if self.number == ONE_KEY {
             self.cipher.rekey();
@@ -58,7 +58,7 @@ impl Direction {
     }
 }
 
-/// Seals what goes out.
+/// Seals outgoing messages.
 pub struct Sealer(Direction);
 
 impl Sealer {
@@ -69,7 +69,7 @@ impl Sealer {
         out.extend_from_slice(&tag);
     }
 
-    /// Seals a stretch.
+    /// Seals a byte range.
     pub fn seal(&mut self, stretch: &[u8], out: &mut Vec<u8>) {
         for record in stretch.chunks(RECORD) {
             out.extend_from_slice(record);
@@ -77,7 +77,7 @@ impl Sealer {
         }
     }
 
-    /// Seals bytes of a stream, in pieces of at most a record, each behind its length.
+    /// Seals bytes of a stream, in pieces of at most a record, each with its length in front.
     pub fn seal_stream(&mut self, bytes: &[u8], out: &mut Vec<u8>) {
         for piece in bytes.chunks(RECORD) {
             let length = u16::try_from(piece.len() + TAG).expect("a record is shorter than 64 KiB");
@@ -86,18 +86,18 @@ impl Sealer {
         }
     }
 
-    /// The message that was sealed last has not left, and never will: the next one goes by its
-    /// number.
+    /// Reuses the number of the last sealed message for the next one, because the message was not
+    /// sent and never will be.
     pub fn take_back(&mut self) {
         self.0.number -= 1;
     }
 }
 
-/// Opens what comes in.
+/// Opens incoming messages.
 pub struct Opener(Direction);
 
 impl Opener {
-    /// Opens a message that lies before its tag, where it lies. Errors: `Malformed`.
+    /// Opens a message in place; its tag follows it. Errors: `Malformed`.
     pub fn open(&mut self, message: &mut [u8]) -> Result<()> {
         let number = self.0.next();
         let is_whole = message
@@ -108,17 +108,15 @@ impl Opener {
         if is_whole { Ok(()) } else { Err(Error::new(ErrorKind::Malformed, why)) }
     }
 
-    /// Opens the pieces of a stream that have come whole: appends their contents to `out`, and
-    /// leaves the rest in `sealed`. Errors: `Malformed`.
+    /// Opens the complete pieces of a stream: appends their contents to `out`, and leaves the rest
+    /// in `sealed`. Errors: `Malformed`.
     pub fn open_stream(&mut self, sealed: &mut Vec<u8>, out: &mut Vec<u8>) -> Result<()> {
         let mut opened = 0;
         while let Some((length, rest)) = sealed[opened..].split_first_chunk_mut::<LENGTH>() {
             let length = usize::from(u16::from_be_bytes(*length));
             if !(TAG..=RECORD + TAG).contains(&length) {
                 let most = RECORD + TAG;
-                let why = format!(
-                    "a sealed piece of {length} bytes is announced, at most {most} are sealed"
-                );
+                let why = format!("a sealed piece has {length} bytes, but the limit is {most}");
                 return Err(Error::new(ErrorKind::Malformed, why));
             }
             let Some(piece) = rest.get_mut(..length) else { break };
@@ -136,7 +134,7 @@ mod tests {
     use super::*;
     use crate::NoiseHandshake;
 
-    /// Both ends, after a handshake.
+    /// Returns both ends after a handshake.
     fn seals() -> (Seals, Seals) {
         let mut initiator = NoiseHandshake::initiator(&[1; KEY], &[]).unwrap();
         let mut responder = NoiseHandshake::responder(&[1; KEY], &[]).unwrap();
@@ -158,12 +156,12 @@ mod tests {
             sealed
         };
         let (first, second, third) = (seal(b"first"), seal(b"second"), seal(b"third"));
-        assert!(ours.opener.open(&mut first.clone()).is_err(), "its own words come back");
+        assert!(ours.opener.open(&mut first.clone()).is_err(), "its own message is reflected");
         let mut again = first.clone();
         theirs.opener.open(&mut again).unwrap();
         assert_eq!(again[..5], *b"first");
         theirs.opener.open(&mut second.clone()).unwrap();
-        // Each of these is an end for the connection: what comes behind it is not opened either.
+        // Each of these ends the connection: later messages are not opened either.
         assert_eq!(
             theirs.opener.open(&mut second.clone()).unwrap_err().kind(),
             ErrorKind::Malformed,
@@ -173,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_is_opened_as_it_comes() {
+    fn a_stream_is_opened_as_it_arrives() {
         let (mut ours, mut theirs) = seals();
         let said: Vec<u8> = (0..2 * RECORD + 5).map(|at| at as u8).collect();
         let mut sealed = Vec::new();
@@ -191,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_taken_back_is_not_missed() {
+    fn a_message_that_was_taken_back_leaves_no_gap() {
         let (mut ours, mut theirs) = seals();
         let mut sealed = Vec::new();
         ours.sealer.seal(b"never sent", &mut sealed);
@@ -215,7 +213,7 @@ mod tests {
         };
         let (first, last) = (pass(None), pass(Some(ONE_KEY - 1)));
         let next = pass(None);
-        assert!(next != first && next != last, "by the old key");
+        assert!(next != first && next != last, "with the old key");
         assert_eq!(ours.sealer.0.number, 1);
     }
 }

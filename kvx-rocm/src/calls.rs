@@ -1,5 +1,6 @@
-//! The calls that have another form in HIP than in CUDA's driver. Whatever differs between HIP's
-//! releases 5, 6 and 7 is asked by functions that do not: no structure of device properties, and no
+//! The calls that differ between HIP and CUDA's driver. kvx supports HIP 5, 6 and 7 with functions
+//! that are equal in all of them: it uses no structure of device properties, and no constant whose
+//! number has changed.
 //! constant whose number has changed.
 
 use std::ffi::{c_char, c_int, c_uint};
@@ -14,7 +15,7 @@ use kvx_gpu::driver::{
     PointerPlace, Rows, Status, StreamHandle, VendorCalls, status,
 };
 
-/// HIP 6.0, where kinds of memory got new numbers.
+/// HIP 6.0, which renumbered the kinds of memory.
 const NEW_MEMORY_KINDS: c_int = 60_000_000;
 
 /// The layer below HIP, which has loaded a library of this name.
@@ -25,8 +26,7 @@ const HSA: LibraryFile = LibraryFile {
     cure: "install ROCm 5.6 or newer, and Linux 6.2 or newer or the module amdgpu-dkms",
 };
 
-/// A `hipPointerAttribute_t`, the same in all releases; the meaning of the numbers of `kind` is
-/// not.
+/// A `hipPointerAttribute_t`, equal in all releases, except for the meaning of `kind`.
 #[repr(C)]
 struct PointerAttributes {
     kind: c_int,
@@ -37,7 +37,7 @@ struct PointerAttributes {
     flags: c_uint,
 }
 
-// On machines of 64 bits.
+// On 64-bit machines.
 const _: () = assert!(size_of::<PointerAttributes>() == 32);
 
 pub(crate) struct HipCalls {
@@ -58,7 +58,7 @@ pub(crate) struct HipCalls {
         c_int,
         StreamHandle,
     ) -> Status,
-    /// Not in older releases.
+    /// `None` in older releases.
     pointer_attribute: Option<unsafe extern "C" fn(*mut usize, c_int, Address) -> Status>,
     /// Since HIP 7.0.
     dma_buf: Option<unsafe extern "C" fn(*mut c_int, Address, usize, c_int, u64) -> Status>,
@@ -71,8 +71,8 @@ impl HipCalls {
         library: &NativeLibrary,
         version: c_int,
     ) -> Result<Box<dyn VendorCalls>, Unavailable> {
-        // SAFETY: the signatures are those of HIP's interface, the same in all releases, and the
-        // caller promises that this is HIP.
+        // SAFETY: the signatures are those of HIP's interface, equal in all releases, and the
+        // caller guarantees that this is HIP.
         Ok(Box::new(unsafe {
             HipCalls {
                 version,
@@ -90,63 +90,63 @@ impl HipCalls {
     }
 
     fn set_device(&self, Context(device): Context) -> CallResult {
-        // SAFETY: the device is one that the runtime named.
+        // SAFETY: the runtime named the device.
         Failure::check(c"hipSetDevice", unsafe { (self.set_device)(device as c_int) })
     }
 
-    /// Returns whether the runtime says that memory belongs to a pool of its own; older ones cannot
-    /// say.
+    /// Returns whether the runtime reports that memory belongs to one of its own pools; older ones
+    /// do not report it.
     fn is_pooled(&self, address: u64) -> bool {
         const MEMORY_POOL: i32 = 17;
         let Some(ask) = self.pointer_attribute else { return false };
         let mut pool = 0;
-        // SAFETY: a place for one handle.
+        // SAFETY: a location for one handle.
         let status = unsafe { ask(&raw mut pool, MEMORY_POOL, address) };
         status == status::SUCCESS && pool != 0
     }
 
-    /// Exports a range by HIP; `None` if this release does not do it.
+    /// Exports a range with HIP; `None` if this release does not support it.
     fn dma_buf_by_hip(&self, range: &Range<u64>) -> CallResult<Option<(OwnedFd, u64)>> {
         const DMA_BUF: i32 = 1;
         let Some(export) = self.dma_buf else { return Ok(None) };
         let (mut file, len) = (-1, (range.end - range.start) as usize);
-        // SAFETY: a place for one descriptor; what the range is the runtime looks at.
+        // SAFETY: a location for one descriptor; the runtime validates the range.
         let status = unsafe { export(&raw mut file, range.start, len, DMA_BUF, 0) };
         if status == status::NOT_SUPPORTED {
             return Ok(None);
         }
         Failure::check(c"hipMemGetHandleForAddressRange", status)?;
-        // SAFETY: the runtime made it for this call, and nobody else has it.
+        // SAFETY: the runtime created it for this call, and nobody else has it.
         Ok(Some((unsafe { OwnedFd::from_raw_fd(file) }, 0)))
     }
 }
 
-/// Exports a range by the layer below HIP.
+/// Exports a range with the layer below HIP.
 fn dma_buf_by_hsa(range: &Range<u64>) -> CallResult<(OwnedFd, u64)> {
     type Export = unsafe extern "C" fn(Address, usize, *mut c_int, *mut u64) -> c_int;
     let found = loader::with_signals_kept(|| {
         let library = HSA.open()?;
-        // SAFETY: the signature is that of its header, the same in all releases that have the
+        // SAFETY: the signature is that of its header, equal in all releases that have the
         // function.
         unsafe { library.symbol::<Export>(c"hsa_amd_portable_export_dmabuf") }
     });
     let export = found.map_err(|why| Failure::Missing(format!("no dma-buf descriptors: {why}")))?;
     let (mut file, mut offset, len) = (-1, 0, (range.end - range.start) as usize);
-    // SAFETY: a place for each of the two; what the range is the runtime looks at. HIP has
-    // initialised it.
+    // SAFETY: a location for each of the two; the runtime, which HIP has initialised, validates the
+    // range.
     let status = unsafe { export(range.start, len, &raw mut file, &raw mut offset) };
     if status != 0 {
-        let sentence = "the ROCm runtime gives no dma-buf descriptor: it needs Linux 6.2 or newer, or amdgpu-dkms";
+        let sentence = "the ROCm runtime did not export a dma-buf descriptor: it needs Linux 6.2 or newer, or amdgpu-dkms";
         return Err(Error::new(ErrorKind::Unsupported, sentence)
             .with_operation("hsa_amd_portable_export_dmabuf")
             .with_native(status.into(), format!("hsa_status_t {status:#x}"))
             .into());
     }
-    // SAFETY: the runtime made it for this call, and nobody else has it.
+    // SAFETY: the runtime created it for this call, and nobody else has it.
     Ok((unsafe { OwnedFd::from_raw_fd(file) }, offset))
 }
 
-/// Returns the place that a number of `hipMemoryType` stands for.
+/// Returns the place that a `hipMemoryType` stands for.
 fn place(kind: c_int, has_new_kinds: bool) -> PointerPlace {
     match (has_new_kinds, kind) {
         (true, 1) | (false, 0) => PointerPlace::Pinned,
@@ -165,15 +165,16 @@ fn copy_kind(way: CopyDirection) -> c_int {
     }
 }
 
-// SAFETY: each method is the runtime's call of that meaning; an event that the runtime says is
-// reached has all before it on its stream behind it.
+// SAFETY: each method makes the documented call of the runtime; when the runtime reports an event
+// as reached, all work before it on its stream has ended.
 unsafe impl VendorCalls for HipCalls {
     fn describe(&self, status: Status) -> [*const c_char; 2] {
-        // SAFETY: the runtime answers with a string of its own.
+        // SAFETY: the runtime returns its own string.
         [self.error_name, self.error_text].map(|function| unsafe { function(status) })
     }
 
-    /// The UUID; for devices that have none, which give nothing or `XX`, the address on the bus.
+    /// Returns the UUID, or the PCI address for devices without one, for which HIP returns an error
+    /// or `XX`.
     fn device_id(&self, uuid: CallResult<[u8; 16]>, bus: &str) -> CallResult<DeviceId> {
         Ok(device_id(uuid.ok(), bus))
     }
@@ -184,7 +185,7 @@ unsafe impl VendorCalls for HipCalls {
 
     fn enter(&self, context: Context) -> CallResult<Context> {
         let mut previous = 0;
-        // SAFETY: a place for one number.
+        // SAFETY: a location for one number.
         Failure::check(c"hipGetDevice", unsafe { (self.get_device)(&raw mut previous) })?;
         self.set_device(context)?;
         Ok(Context(previous.cast_unsigned() as usize))
@@ -203,10 +204,10 @@ unsafe impl VendorCalls for HipCalls {
             is_managed: 0,
             flags: 0,
         };
-        // SAFETY: a place for one structure.
+        // SAFETY: a location for one structure.
         let status = unsafe { (self.pointer_attributes)(&raw mut found, address) };
         if status == status::INVALID_VALUE {
-            // HIP 5's answer for memory that it does not know.
+            // The answer of HIP 5 for memory that it does not know.
             let place = PointerPlace::Unknown;
             return Ok(PointerInfo { place, ordinal: -1, is_pooled: false });
         }
@@ -228,7 +229,7 @@ unsafe impl VendorCalls for HipCalls {
 
     unsafe fn copy(&self, way: CopyDirection, line: Hop, stream: StreamHandle) -> CallResult {
         let Hop { from, to, len } = line;
-        // SAFETY: the caller promises valid sides.
+        // SAFETY: guaranteed by the caller: both sides are valid.
         let status = unsafe { (self.copy)(to, from, len, copy_kind(way), stream) };
         Failure::check(c"hipMemcpyAsync", status)
     }
@@ -236,7 +237,7 @@ unsafe impl VendorCalls for HipCalls {
     unsafe fn copy_rows(&self, way: CopyDirection, rows: Rows, stream: StreamHandle) -> CallResult {
         let Rows { from, from_pitch, to, to_pitch, width, count } = rows;
         let kind = copy_kind(way);
-        // SAFETY: the caller promises valid sides.
+        // SAFETY: guaranteed by the caller: both sides are valid.
         let status =
             unsafe { (self.copy_rows)(to, to_pitch, from, from_pitch, width, count, kind, stream) };
         Failure::check(c"hipMemcpy2DAsync", status)
@@ -259,7 +260,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_without_a_uuid_is_known_by_its_bus() {
+    fn a_device_without_a_uuid_is_identified_by_its_pci_address() {
         let bus = "0000:c3:00.0";
         for none in [None, Some([0; 16]), Some(*b"XX\0\0\0\0\0\0\0\0\0\0\0\0\0\0")] {
             assert_eq!(&device_id(none, bus).0[..12], bus.as_bytes());
@@ -268,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn device_memory_is_no_host_memory_in_any_release() {
+    fn device_memory_is_never_taken_for_host_memory() {
         assert_eq!([0, 1, 2, 3].map(|kind| place(kind, true)), {
             use PointerPlace::*;
             [Unknown, Pinned, Device, Managed]

@@ -16,13 +16,14 @@ pub use kvx_gpu::{
 
 static DEVICES: Devices = Devices::new(&vendor::AMD);
 
-/// Returns the AMD devices that this process sees, in the runtime's order; each time the same ones.
+/// Returns the AMD devices that this process sees, in the runtime's order; each call returns the
+/// same ones.
 ///
-/// The call starts no device; its first use does. `ROCR_VISIBLE_DEVICES` and
-/// `HIP_VISIBLE_DEVICES`, as of the first call, choose what the process sees.
+/// The call does nothing on a device; the first use of a device starts it. `ROCR_VISIBLE_DEVICES`
+/// and `HIP_VISIBLE_DEVICES`, as of the first call, restrict the devices.
 ///
 /// # Errors
-/// The reason why there are none: no runtime, one that is too old, or no device; with what to do.
+/// The reason why there are none: no runtime, one that is too old, or no device; and what to do.
 /// The next call tries again.
 pub fn devices() -> Result<Vec<Arc<Device>>, Unavailable> {
     DEVICES.list()

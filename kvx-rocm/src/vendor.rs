@@ -20,7 +20,7 @@ pub(crate) static AMD: Vendor = Vendor {
     library: LibraryFile {
         variable: "KVX_HIP_LIB",
         names: &["libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so"],
-        // Where AMD's packages put it, which is in no path of the dynamic linker's.
+        // AMD's packages install it there, which is not in the dynamic linker's path.
         file: Some("/opt/rocm/lib/libamdhip64.so"),
         cure: "install ROCm's HIP runtime (AMD: hip-runtime-amd; Debian: libamdhip64-5), or set KVX_HIP_LIB to its \
                libamdhip64.so",
@@ -77,7 +77,7 @@ pub(crate) static AMD: Vendor = Vendor {
         719..=719, // launch failure
     ],
     kernels: None,
-    // HIP 5 and 6 have it in the same file as all else.
+    // In HIP 5 and 6 it is in the same file as the runtime.
     compiler: CompilerLibrary {
         name: "hipRTC",
         library: LibraryFile {
@@ -111,16 +111,18 @@ fn advice(status: Status) -> (String, &'static str) {
         ),
         (Err(error), _) => (
             format!("; /dev/kfd: {error}"),
-            "let this user open /dev/kfd and /dev/dri/renderD*: the groups render and video",
+            "allow this user to open /dev/kfd and /dev/dri/renderD*: add it to the groups render and video",
         ),
         (Ok(_), status::NO_DEVICE) => {
             let set = |name| std::env::var(name).ok().map(|value| format!("; {name}={value}"));
             let visible = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"];
             (
                 visible.into_iter().filter_map(set).collect(),
-                "see what rocminfo lists; ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES must name one",
+                "check the list of rocminfo; ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES must name one",
             )
         }
-        (Ok(_), _) => (String::new(), "see whether rocminfo works, and dmesg for lines of amdgpu"),
+        (Ok(_), _) => {
+            (String::new(), "check whether rocminfo works, and the lines of amdgpu in dmesg")
+        }
     }
 }

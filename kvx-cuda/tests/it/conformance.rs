@@ -1,4 +1,4 @@
-//! SHM and TCP keep the contract over NVIDIA devices.
+//! Runs the conformance suites of SHM and TCP over NVIDIA devices.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
     device::first(kvx_cuda::devices, |device, len| device.pool(len).build())
 }
 
-/// The suites; in the whole tier also with device memory on one side.
+/// Returns the suites; the whole tier also has suites with device memory on one side.
 pub(crate) fn suites() -> Vec<Suite> {
     use Backing::{Device, Owned, Pool};
     let on_one = |backend, label, near, far| Suite {

@@ -1,5 +1,5 @@
-//! The integration tests of kvx over NVIDIA devices: those of the stand-in, a library with the
-//! driver's functions that is made of host memory; or, if `KVX_CUDA_LIB` names a driver, its own.
+//! The integration tests of kvx over NVIDIA devices. The driver is the stand-in, a library with the
+//! driver's functions over host memory, or the library that `KVX_CUDA_LIB` names.
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
 mod conformance;

@@ -1,4 +1,4 @@
-//! The contract's suites over a maker's devices and the embedded transports.
+//! The conformance suites over a vendor's devices and the embedded transports.
 
 use kvx_core::Registry;
 use kvx_testkit::{Backing, DeviceSource, Suite, Tier};
@@ -12,7 +12,8 @@ pub(crate) fn registry(_: &str) -> Registry {
     registry
 }
 
-/// Every clause, in one process and in two, with device memory on both sides, from this tier on.
+/// Returns all clauses, in one process and in two, with device memory on both sides, from this tier
+/// on.
 pub(crate) fn suites(device: DeviceSource, tier: Tier) -> Vec<Suite> {
     use Backing::Device;
     let over = |backend, label| Suite {

@@ -1,5 +1,5 @@
-//! Kernels where the driver takes no PTX of kvx's: NVIDIA's own compiler, which needs no device,
-//! makes a binary of the source.
+//! Tests kernels if the driver rejects kvx's PTX: NVIDIA's own compiler, which needs no device,
+//! compiles the source to a binary.
 
 use std::path::PathBuf;
 
@@ -9,7 +9,7 @@ use crate::devices::{Bench, LONG, ROLE};
 
 pub(crate) const NAME: &str = "kernels_are_compiled_where_the_driver_takes_no_ptx";
 
-/// A process of its own: a device loads its kernels once.
+/// Runs in its own process, because a device loads its kernels once.
 pub(crate) fn compiles_the_kernels(_: &Bench<'_>) {
     let Some(library) = library() else {
         let wheel = "the wheel nvidia-cuda-nvrtc-cu12 is not installed";
@@ -17,10 +17,10 @@ pub(crate) fn compiles_the_kernels(_: &Bench<'_>) {
     };
     let role = format!("compiled {}", library.display());
     let child = Child::start_self(ROLE, &role).expect("a process starts");
-    assert_eq!(child.hear(LONG).expect("it says how it went"), "compiled");
+    assert_eq!(child.hear(LONG).expect("it reports the result"), "compiled");
 }
 
-/// The wheel's, below the folder that cargo builds in.
+/// Returns the wheel's library, below cargo's target folder.
 fn library() -> Option<PathBuf> {
     let program = std::env::current_exe().ok()?;
     let mut environments = program.ancestors().map(|target| target.join("peers/nvrtc/venv/lib"));

@@ -1,5 +1,5 @@
-//! NVIDIA's names for what the tests count and make fail, and the tests that only NVIDIA's devices
-//! have.
+//! NVIDIA's names of the functions that tests count or make fail, and the tests that exist only for
+//! NVIDIA's devices.
 
 use std::sync::OnceLock;
 
@@ -38,8 +38,8 @@ fn copy_on_a_stream(from: u64, to: u64, len: usize) -> StreamHandle {
     use cudarc::driver::result::{self, stream::StreamKind};
     static STREAM: OnceLock<usize> = OnceLock::new();
     let device = result::device::get(0).unwrap();
-    // SAFETY: cudarc's context is the device's primary one, of which this test holds one use; all
-    // of it lives on.
+    // SAFETY: cudarc's context is the device's primary one, which this test has retained; both stay
+    // valid.
     unsafe {
         result::ctx::set_current(result::primary_ctx::retain(device).unwrap()).unwrap();
         let made = || result::stream::create(StreamKind::NonBlocking).unwrap() as usize;
@@ -62,7 +62,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     )
 }
 
-/// In a process of its own, which loads the other driver before kvx does.
+/// Runs in its own process, which loads the other driver before kvx does.
 fn second_driver_is_refused(_: &Bench<'_>) {
     let child = Child::start_self(ROLE, "unavailable second-driver").expect("a process starts");
     let answer = child.hear(LONG).expect("it says why");
@@ -70,12 +70,12 @@ fn second_driver_is_refused(_: &Bench<'_>) {
     assert!(answer.contains("one driver serves a process"), "{answer}");
 }
 
-/// Another user of cudarc in the process meets the library that kvx has opened.
+/// Tests that another user of cudarc in the process gets the library that kvx has loaded.
 fn cudarc_has_the_same_library(bench: &Bench<'_>) {
     bench.device.pinned(64).unwrap(); // the device is in use
     let before = bench.control.calls("cuDevicePrimaryCtxRetain");
     let device = cudarc::driver::result::device::get(0).unwrap();
-    // SAFETY: a device that the driver named.
+    // SAFETY: the driver named the device.
     let context = unsafe { cudarc::driver::result::primary_ctx::retain(device) }.unwrap();
     assert!(!context.is_null());
     assert_eq!(
@@ -89,8 +89,8 @@ fn cudarc_has_the_same_library(bench: &Bench<'_>) {
 
 fn pool_memory_is_refused(bench: &Bench<'_>) {
     let device = cudarc::driver::result::device::get(0).unwrap();
-    // SAFETY: cudarc's context is the device's primary one, of which this test holds one use; the
-    // stream is the null stream, and the memory is freed by nobody before the process ends.
+    // SAFETY: cudarc's context is the device's primary one, which this test has retained; the
+    // stream is the null stream, and nobody frees the memory before the process ends.
     let address = unsafe {
         let context = cudarc::driver::result::primary_ctx::retain(device).unwrap();
         cudarc::driver::result::ctx::set_current(context).unwrap();
@@ -98,7 +98,7 @@ fn pool_memory_is_refused(bench: &Bench<'_>) {
         cudarc::driver::result::ctx::set_current(std::ptr::null_mut()).unwrap();
         address
     };
-    // SAFETY: refused.
+    // SAFETY: the call rejects the memory.
     let error = unsafe { bench.device.adopt(DevicePtr(address), 4096, ()) }.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.to_string().contains("Device::pool"), "{error}");

@@ -1,16 +1,18 @@
-// kvx's kernels: this one text is compiled by NVRTC for CUDA and by hipRTC for HIP, and includes nothing.
+// kvx's kernels. NVRTC compiles this text for CUDA and hipRTC for HIP; it includes no headers.
 //
-// Every parameter is one 64-bit integer, so that a launch is a list of numbers under both. Addresses may be of this
-// device, of a peer, or opened from another process. Every loop strides by the launch's grid: any grid computes the same,
-// and a small one leaves processors to the model. Arguments are trusted: who launches has checked the bounds.
+// Every parameter is a 64-bit integer, so that a launch is a list of numbers for both. Addresses
+// may be on this device, on a peer, or opened from another process. Every loop strides by the
+// launch's grid: any grid computes the same, and a small one leaves processors to the model.
+// Arguments are trusted: the caller has checked the bounds.
 //
-// x of the grid goes over blocks, y over the pieces of a block, z over the grids of a grid set.
+// The grid's x covers blocks, y the pieces of a block, z the grids of a grid set.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define THREADS 256
-// Units that a thread has under way at once: loads wait for memory together, not one after the other.
+// The number of units that a thread moves at once: its loads wait for memory together, not one
+// after the other.
 #define BATCH 4
 #define PIECE (THREADS * BATCH)
 
@@ -18,7 +20,8 @@ struct alignas(16) Wide {
     u32 words[4];
 };
 
-// A grid of a grid set: its blocks lie at base + index * stride, and one after the other from packed + at on.
+// A grid of a grid set: its blocks are at base + index * stride, and contiguous from packed + at
+// on.
 struct Grid {
     u64 base, stride, length, at;
 };
@@ -52,7 +55,7 @@ __device__ __forceinline__ void copy_units(u64 to, u64 from, u64 length) {
     }
 }
 
-// By the widest unit that both addresses are aligned to.
+// Copies with the widest unit to which both addresses are aligned.
 __device__ __forceinline__ void copy(u64 to, u64 from, u64 length) {
     const u64 both = to | from;
     if (both % 16 == 0) {
@@ -90,7 +93,7 @@ kvx_scatter(u64 packed, u64 grids, u64 grid_count, u64 indices, u64 count) {
     }
 }
 
-// Copies that have nothing in common: from and to any addresses, each of its own length.
+// Copies unrelated ranges: any addresses, each with its own length.
 extern "C" __global__ void __launch_bounds__(THREADS)
 kvx_hops(u64 hops, u64 count) {
     for (u64 at = blockIdx.x; at < count; at += gridDim.x) {
@@ -99,7 +102,8 @@ kvx_hops(u64 hops, u64 count) {
     }
 }
 
-// From [outer, rows, columns, run] to [outer, columns, rows, run], in the order of the output: stores stay together.
+// From [outer, rows, columns, run] to [outer, columns, rows, run], in the order of the output:
+// stores are contiguous.
 template <typename Unit>
 __device__ __forceinline__ void swap_units(u64 to, u64 from, u32 outer, u32 rows, u32 columns, u32 run) {
     Unit *target = reinterpret_cast<Unit *>(to);
@@ -108,7 +112,8 @@ __device__ __forceinline__ void swap_units(u64 to, u64 from, u32 outer, u32 rows
     const u64 units = static_cast<u64>(outer) * rows * columns * run;
     const u64 step = static_cast<u64>(gridDim.y) * THREADS;
     for (u64 at = static_cast<u64>(blockIdx.y) * THREADS + threadIdx.x; at < units; at += step) {
-        // A block is below 4 GiB, so that this arithmetic is in 32 bits, which is several times as fast.
+        // A block is smaller than 4 GiB, so 32-bit arithmetic suffices, which is several times as
+        // fast.
         u32 rest = static_cast<u32>(at);
         const u32 inside = rest % run;
         rest /= run;

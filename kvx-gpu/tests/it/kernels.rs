@@ -1,4 +1,4 @@
-//! The kernels: their source, run on the host, does what their reference in Rust does.
+//! Tests that the kernels' source, run on the host, does the same as the reference in Rust.
 
 mod on_host;
 
@@ -13,7 +13,7 @@ use proptest::prelude::*;
 
 use on_host::{OnHost, compiled};
 
-/// Bytes that differ from their neighbours and from those of another seed.
+/// Returns bytes that differ from adjacent bytes and from those of another seed.
 fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -24,7 +24,7 @@ fn pattern(len: usize, seed: u64) -> Vec<u8> {
     (0..len).map(|_| next()).collect()
 }
 
-/// Bytes at an address that is a multiple of 16, plus some.
+/// Bytes at an address with a given offset from a multiple of 16.
 struct Aligned {
     bytes: Vec<u8>,
     start: usize,
@@ -42,18 +42,18 @@ impl Aligned {
         self.bytes[self.start..].as_mut_ptr() as u64
     }
 
-    /// The content; what is around it must be as it was.
+    /// Returns the content, after checking that the bytes around it are unchanged.
     fn content(&self, len: usize) -> &[u8] {
         let (before, rest) = self.bytes.split_at(self.start);
         assert!(
             before.iter().chain(&rest[len..]).all(|byte| *byte == 0xee),
-            "bytes beside it were written"
+            "bytes around it were written"
         );
         &rest[..len]
     }
 }
 
-/// The grid that a launch asks for, and others which must do the same.
+/// Returns the launch with its own grid and with others, which must have the same effect.
 fn with_grids(launch: Launch) -> Vec<Launch> {
     let grids = [launch.grid, [1, 1, 1], [3, 2, 2]];
     grids.into_iter().map(|grid| Launch { grid, ..launch.clone() }).collect()
@@ -95,7 +95,7 @@ fn blocks_of_four_gigabytes_are_not_permuted() {
     );
 }
 
-/// Small shapes of elements of 1, 2 and 4 bytes, and of whole rows of them.
+/// Returns small shapes with elements of 1, 2 and 4 bytes, and with whole rows of them.
 fn shapes() -> impl Iterator<Item = Swap> {
     let runs = [1, 2, 3, 4, 6, 8, 16, 20, 48];
     let dimensions = (1..=2).flat_map(|outer| {
@@ -106,7 +106,7 @@ fn shapes() -> impl Iterator<Item = Swap> {
 }
 
 #[test]
-fn every_byte_of_a_permuted_block_is_where_the_formula_puts_it() {
+fn every_byte_of_a_permuted_block_is_at_its_computed_position() {
     for swap in shapes() {
         let from = pattern(swap.length().expect("small") as usize, 1);
         let mut to = vec![0; from.len()];
@@ -127,9 +127,9 @@ fn every_byte_of_a_permuted_block_is_where_the_formula_puts_it() {
     }
 }
 
-/// Sub-blocks by the definition: token `t` of head `h` is in sub-block `t / small`, at `t % small`.
+/// Sub-blocks by definition: token `t` of head `h` is in sub-block `t / small`, at `t % small`.
 #[test]
-fn sub_blocks_become_one_block_and_come_back() {
+fn sub_blocks_are_merged_and_split_again() {
     for (ratio, heads, small, content) in [(1, 1, 1, 1), (2, 3, 2, 2), (3, 2, 4, 4), (4, 5, 1, 8)] {
         let tokens = ratio * small;
         let parts = pattern((heads * tokens * content) as usize, 2);
@@ -166,7 +166,7 @@ fn sub_blocks_become_one_block_and_come_back() {
     for (ratio, tokens) in [(0, 4), (3, 4), (5, 4)] {
         for make in [Swap::merge, Swap::split, Swap::merge_to_tokens] {
             assert_eq!(
-                make(ratio, 2, tokens, 2).expect_err("no such blocks").kind(),
+                make(ratio, 2, tokens, 2).expect_err("the ratio does not divide the tokens").kind(),
                 ErrorKind::Invalid
             );
         }
@@ -174,7 +174,7 @@ fn sub_blocks_become_one_block_and_come_back() {
 }
 
 #[test]
-fn the_reference_refuses_what_is_out_of_bounds() {
+fn the_reference_rejects_blocks_out_of_bounds() {
     let grid = DeviceGrid { base: 8, stride: 16, length: 8, at: 0 };
     let mut packed = [0; 16];
     let mut region = [0; 48];
@@ -218,8 +218,8 @@ fn the_reference_refuses_what_is_out_of_bounds() {
     }
 }
 
-/// A gather and a scatter of the source, beside the reference. `beyond`: how far addresses are from
-/// a multiple of 16.
+/// Compares a gather and a scatter of the source with the reference. `beyond`: the offset of
+/// addresses from a multiple of 16.
 fn compare_over_grids(
     on_host: &OnHost,
     grids: &[DeviceGrid],
@@ -250,7 +250,7 @@ fn compare_over_grids(
         let mut source = Aligned::new(&content, beyond);
         let mut packed = Aligned::new(&vec![0; len as usize], beyond);
         let (launch, _table) = launches(source.address(), packed.address(), Launch::gather);
-        // SAFETY: the reference found all of it within the bounds of the two.
+        // SAFETY: the reference found all blocks within the bounds of the two.
         unsafe { on_host.run(&launch[turn]) };
         assert!(
             packed.content(len as usize) == gathered,
@@ -316,7 +316,7 @@ fn hops_do_what_the_reference_does() {
             table.map(|hop| Hop { from: source + hop.from, to: target + hop.to, len: hop.len });
         let mut encoded = Aligned::new(&encode_hops(&placed), 0);
         let launch = &with_grids(Launch::hops(encoded.address(), &placed))[turn];
-        // SAFETY: the reference found all of it within the bounds of the two.
+        // SAFETY: the reference found all ranges within the bounds of the two.
         unsafe { on_host.run(launch) };
         assert!(to.content(9000) == expected, "{launch:?}");
     }
@@ -359,7 +359,7 @@ fn permutations_do_what_the_reference_does() {
                 with_grids(Launch::permute(target, source, 2, swap).expect("a small block"))
             {
                 to.bytes[to.start..to.start + region].fill(0);
-                // SAFETY: the reference found all of it within the bounds of the two.
+                // SAFETY: the reference found all blocks within the bounds of the two.
                 unsafe { on_host.run(&launch) };
                 assert!(to.content(region) == expected, "{swap:?} {launch:?}");
             }
@@ -367,8 +367,8 @@ fn permutations_do_what_the_reference_does() {
     }
 }
 
-/// Grids of a grid set that do not touch each other, with their packed places; and the bytes of the
-/// region.
+/// Generates disjoint grids of a grid set with their packed positions, indices, and the number of
+/// bytes of the region.
 fn grid_sets() -> impl Strategy<Value = (Vec<DeviceGrid>, Vec<u32>, usize)> {
     let grids = prop::collection::vec((1_u64..40, 0_u64..20), 1..4);
     let indices = Just((0_u32..6).collect::<Vec<_>>()).prop_shuffle().prop_flat_map(|all| {
@@ -402,14 +402,14 @@ proptest! {
     #![proptest_config(many_cases())]
 
     #[test]
-    fn what_is_gathered_is_scattered_to_where_it_was((grids, indices, len) in grid_sets(), seed: u64) {
+    fn gathered_blocks_are_scattered_to_their_original_positions((grids, indices, len) in grid_sets(), seed: u64) {
         let content = pattern(len, seed);
         let packed_len: u64 = grids.iter().map(|grid| grid.length * indices.len() as u64).sum();
         let mut packed = vec![0; packed_len as usize];
         reference::gather(&content, &grids, &indices, &mut packed).expect("within bounds");
         let mut target = vec![0; len];
         reference::scatter(&mut target, &grids, &indices, &packed).expect("within bounds");
-        // The chosen blocks are there, and nothing else.
+        // The chosen blocks have been written, and nothing else.
         let mut expected = vec![0; len];
         for (grid, index) in grids.iter().flat_map(|grid| indices.iter().map(move |index| (grid, *index))) {
             let start = (grid.base + u64::from(index) * grid.stride) as usize;

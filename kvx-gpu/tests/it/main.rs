@@ -1,4 +1,4 @@
-//! The integration tests of what NVIDIA's and AMD's devices have in common.
+//! The integration tests of the code that NVIDIA's and AMD's devices share.
 
 mod kernels;
 

@@ -1,4 +1,4 @@
-//! SHM and TCP keep the contract over AMD devices.
+//! Runs the conformance suites of SHM and TCP over AMD devices.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
     device::first(kvx_rocm::devices, |device, len| device.pool(len).build())
 }
 
-/// Both makers' devices are driven by the same code: the usual tier runs the suites over CUDA's
-/// alone.
+/// Returns the suites. Both vendors' devices use the same code, so the usual tier runs the suites
+/// only over CUDA's.
 pub(crate) fn suites() -> Vec<Suite> {
     native::suites(first_device, Tier::Whole)
 }

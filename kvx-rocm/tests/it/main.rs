@@ -1,5 +1,5 @@
-//! The integration tests of kvx over AMD devices: those of the stand-in, a library with HIP's
-//! functions that is made of host memory; or, if `KVX_HIP_LIB` names a library, its own.
+//! The integration tests of kvx over AMD devices. The runtime is the stand-in, a library with HIP's
+//! functions over host memory, or the library that `KVX_HIP_LIB` names.
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
 mod conformance;

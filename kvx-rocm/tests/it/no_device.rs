@@ -1,4 +1,4 @@
-//! AMD's own library, on a machine without a device of AMD's.
+//! Tests AMD's own library on a machine without an AMD device.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use kvx_testkit::{Check, is_own_process, run_in_own_process, skip, test};
 use crate::{devices, stand_in};
 
 const NAME: &str = "no_device::the_library_without_a_device_says_what_is_missing";
-/// Set in the process that must not start again with the stand-in.
+/// Set in the process that must not start itself again with the stand-in.
 const AMDS_OWN: &str = "KVX_TEST_AMDS_OWN_LIBRARY";
 
 /// Returns whether this is the process of the test below.
@@ -15,7 +15,7 @@ pub(crate) fn is_asked() -> bool {
     std::env::var_os(AMDS_OWN).is_some()
 }
 
-/// Runs in a process of its own, which has AMD's library where the others have the stand-in.
+/// Runs in its own process, with AMD's library where the other tests have the stand-in.
 #[test]
 fn the_library_without_a_device_says_what_is_missing() -> Check {
     if !is_own_process() {
@@ -33,7 +33,7 @@ fn the_library_without_a_device_says_what_is_missing() -> Check {
     Ok(())
 }
 
-/// Debian's package has all that HIP needs, so that its answer is about the device.
+/// Debian's package contains everything that HIP needs, so its error is about the device.
 fn says_what_is_missing() {
     if Path::new("/dev/kfd").exists() {
         return skip(NAME, "this machine has /dev/kfd", "run it on a machine without AMD's GPUs");
@@ -48,6 +48,6 @@ fn says_what_is_missing() {
         "{told}"
     );
     assert!(told.contains("/dev/kfd is not there") && told.contains("amdgpu"), "{told}");
-    // Asked again, it says the same.
+    // A second call returns the same error.
     assert_eq!(kvx_rocm::devices().expect_err("there is no device"), why);
 }

@@ -1,4 +1,4 @@
-//! AMD's names for what the tests count and make fail.
+//! AMD's names of the functions that tests count or make fail.
 
 use std::ffi::{CStr, CString, c_int, c_uint, c_void};
 use std::sync::OnceLock;
@@ -41,8 +41,8 @@ fn copy_on_a_stream(from: u64, to: u64, len: usize) -> StreamHandle {
     type Copy = unsafe extern "C" fn(u64, u64, usize, c_int, usize) -> c_int;
     const WITHIN: c_int = 3;
     static STREAM: OnceLock<usize> = OnceLock::new();
-    // SAFETY: these are the functions' types in HIP's header; the stream is never ended, and the
-    // memory is the test's.
+    // SAFETY: the functions have these types in HIP's header; the stream is never destroyed, and
+    // the test owns the memory.
     unsafe {
         let make = std::mem::transmute::<*mut c_void, Make>(symbol(c"hipStreamCreateWithFlags"));
         let copy = std::mem::transmute::<*mut c_void, Copy>(symbol(c"hipMemcpyAsync"));
@@ -56,11 +56,11 @@ fn copy_on_a_stream(from: u64, to: u64, len: usize) -> StreamHandle {
     }
 }
 
-/// A function of the library that kvx-rocm has opened.
+/// Returns a function of the library that kvx-rocm has loaded.
 fn symbol(name: &CStr) -> *mut c_void {
     let path = std::env::var("KVX_HIP_LIB").expect("the tests run with the library named");
     let path = CString::new(path).expect("a path has no zero byte");
-    // SAFETY: both are C strings, and the library is open already.
+    // SAFETY: both are C strings, and the library is already loaded.
     let found = unsafe { libc::dlsym(libc::dlopen(path.as_ptr(), libc::RTLD_NOW), name.as_ptr()) };
     assert!(!found.is_null(), "{name:?}");
     found

@@ -1,4 +1,4 @@
-//! Copies: right bytes, few calls, tickets that settle when they should.
+//! Tests copies: their bytes, the number of driver calls, and when tickets settle.
 
 use kvx_core::DeviceAccess as _;
 use kvx_core::backend::{Direction, Hop, Piece};
@@ -39,7 +39,7 @@ fn bytes_go_in_and_come_out(bench: &Bench<'_>) {
     assert!(back == bytes);
 }
 
-/// Pieces with one host buffer, one after the other in it.
+/// Returns pieces with consecutive ranges of one host buffer.
 fn pieces(memory: &Memory, host: &Memory, blocks: &[(u64, usize)]) -> Vec<Piece> {
     let mut at = 0;
     let piece = |(offset, len): &(u64, usize)| {
@@ -54,8 +54,8 @@ fn pieces(memory: &Memory, host: &Memory, blocks: &[(u64, usize)]) -> Vec<Piece>
     blocks.iter().map(piece).collect()
 }
 
-/// Copies blocks out and, changed, back in; says how often each function was called for the first
-/// of these.
+/// Copies blocks out and, changed, back in. Returns how often each function was called for the
+/// first copy.
 fn out_and_in(
     bench: &Bench<'_>,
     host: &Memory,
@@ -68,14 +68,14 @@ fn out_and_in(
     let pieces = pieces(&pool, host, blocks);
     let calls = || functions.iter().map(|name| bench.control.calls(name)).collect::<Vec<_>>();
     let before = calls();
-    // SAFETY: the pieces lie in the pool and in the buffer, which outlive the waits.
+    // SAFETY: the pieces are in the pool and the buffer, which outlive the waits.
     settled(|done| unsafe { bench.device.copy(Direction::ToHost, &pieces, done) }).unwrap();
     let counted = calls().iter().zip(before).map(|(after, before)| after - before).collect();
     let expected: Vec<u8> =
         blocks.iter().flat_map(|(at, len)| &bytes[*at as usize..][..*len]).copied().collect();
     let mut came = vec![0; total];
     host.copy_out(0, &mut came).unwrap();
-    assert!(came == expected, "what came out is what was there");
+    assert!(came == expected, "the copied bytes are those of the pool");
     came.iter_mut().for_each(|byte| *byte ^= 0xa5);
     host.copy_in(0, &came).unwrap();
     // SAFETY: as above.
@@ -86,7 +86,7 @@ fn out_and_in(
     }
     assert!(
         all_of(&pool) == changed,
-        "the blocks are at their places, and no other byte has changed"
+        "the blocks are at their positions, and no other byte has changed"
     );
     counted
 }
@@ -112,7 +112,7 @@ fn pieces_that_continue_each_other_are_one_call(bench: &Bench<'_>) {
     assert_eq!(calls, [0, 0, 0]);
 }
 
-/// Blocks that are no grid, and do not continue each other.
+/// Returns blocks that are neither a grid nor contiguous.
 fn scattered(count: u64) -> Vec<(u64, usize)> {
     (0..count).map(|at| (at * 2048 + at * at % 700, 1000 + (at * 37 % 300) as usize)).collect()
 }
@@ -128,10 +128,10 @@ fn scattered_blocks_are_few_calls(bench: &Bench<'_>) {
 fn scattered_blocks_of_memory_that_is_not_pinned(bench: &Bench<'_>) {
     let host = Memory::owned(vec![0; 1 << 20]);
     let calls = out_and_in(bench, &host, &scattered(300), &[bench.maker.names.launch]);
-    assert_eq!(calls, [0], "kernels do not reach it");
+    assert_eq!(calls, [0], "kernels cannot access it");
 }
 
-/// Hops from one pool to another, checked; says how many launches they were.
+/// Copies from one pool to another and checks the bytes. Returns the number of launches.
 fn hop(bench: &Bench<'_>, blocks: &[(u64, u64, usize)]) -> u64 {
     let (source, target) = (pattern(3, 1 << 20), pattern(4, 1 << 20));
     let (from, to) = (filled(&bench.device, &source), filled(&bench.device, &target));
@@ -142,7 +142,7 @@ fn hop(bench: &Bench<'_>, blocks: &[(u64, u64, usize)]) -> u64 {
     };
     let hops: Vec<_> = blocks.iter().map(hops).collect();
     let before = bench.control.calls(bench.maker.names.launch);
-    // SAFETY: the hops lie in the pools, which outlive the wait, and write to each place once.
+    // SAFETY: the hops are in the pools, which outlive the wait, and write each position once.
     settled(|done| unsafe { bench.device.hop(&hops, done) }).unwrap();
     let launches = bench.control.calls(bench.maker.names.launch) - before;
     let mut expected = target;
@@ -158,7 +158,7 @@ fn hops_are_one_launch(bench: &Bench<'_>) {
     let blocks: Vec<_> =
         (0..200u64).map(|at| (at * 4001, (at * 71 % 200) * 5000, 1 + at as usize * 19)).collect();
     assert_eq!(hop(bench, &blocks), 1);
-    assert_eq!(hop(bench, &[(5, 77, 100_000)]), 0, "one is the driver's own copy");
+    assert_eq!(hop(bench, &[(5, 77, 100_000)]), 0, "one hop is a plain copy of the driver");
     let grid: Vec<_> = (0..100).map(|at| (at * 8192, at * 4096 * 2 + 1, 4096)).collect();
     assert_eq!(hop(bench, &grid), 0, "so is a grid");
 }
@@ -212,7 +212,7 @@ fn a_late_event_is_waited_for(bench: &Bench<'_>) {
 
 fn nothing_to_copy_settles_at_once(bench: &Bench<'_>) {
     let (outcome, ticket) = watched();
-    // SAFETY: no memory is named.
+    // SAFETY: no memory is passed.
     unsafe { bench.device.copy(Direction::ToHost, &[], ticket) };
     assert!(matches!(*outcome.lock().unwrap(), Some(Ok(()))));
 }

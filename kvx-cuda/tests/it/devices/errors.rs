@@ -1,4 +1,4 @@
-//! A driver's errors reach the caller with their reason, and tickets settle.
+//! Tests that a driver's errors reach the caller with their reason, and that tickets settle.
 
 use kvx_core::DeviceAccess as _;
 use kvx_core::ErrorKind;
@@ -51,8 +51,8 @@ fn refused_in_the_middle(bench: &Bench<'_>) {
     let error = settled(|done| unsafe { bench.device.copy(Direction::ToDevice, &pieces, done) })
         .unwrap_err();
     assert_eq!(error.native().map(|native| native.code), Some(999));
-    // It has settled, so the three that were started have ended: this is what no copy changes any
-    // more.
+    // The ticket has settled, so the three copies that were started have ended and the bytes no
+    // longer change.
     let now = all_of(&pool);
     for at in 0..3 {
         assert!(now[at * 9000..][..500].iter().all(|byte| *byte == 0), "piece {at} was started");
@@ -74,19 +74,19 @@ fn asked_again(bench: &Bench<'_>) {
     assert!(all_of(&pool) == [8; 4096]);
 }
 
-/// A process of its own: the device has then ended all work of it.
+/// Runs in its own process, because the device ends all of its work.
 fn illegal(_: &Bench<'_>) {
     let child = Child::start_self(ROLE, "illegal").expect("a process starts");
     assert_eq!(child.hear(LONG).expect("it says how it went"), "all tickets settled");
 }
 
-/// A process of its own: what a driver has given up stays so.
+/// Runs in its own process, because a driver that has failed stays so.
 fn broken(_: &Bench<'_>) {
     let child = Child::start_self(ROLE, "broken").expect("a process starts");
     assert_eq!(child.hear(LONG).expect("it says how it went"), "all tickets settled");
 }
 
-/// A process of its own: what it has quarantined stays so.
+/// Runs in its own process, because the quarantined memory stays so.
 fn never_answers(_: &Bench<'_>) {
     let child = Child::start_self(ROLE, "silent").expect("a process starts");
     assert_eq!(child.hear(LONG).expect("it says how it went"), "lost one copy");
@@ -123,7 +123,7 @@ fn unavailable(_: &Bench<'_>) {
     }
 }
 
-/// For [`super::roles`]: whether the copy has ended is unknown, so its ticket is dropped; later
+/// For [`super::roles`]: it is unknown whether the copy has ended, so its ticket is dropped; later
 /// copies work.
 pub(crate) fn say_nothing(bench: &Bench<'_>) {
     let pool = bench.device.pool(4096).build().unwrap();
@@ -134,7 +134,7 @@ pub(crate) fn say_nothing(bench: &Bench<'_>) {
     assert!(all_of(&pool)[..64] == [2; 64]);
 }
 
-/// For [`super::roles`]: copies fail with the driver's error, and so does all that comes later.
+/// For [`super::roles`]: copies fail with the driver's error, and so do all later ones.
 pub(crate) fn break_the_device(bench: &Bench<'_>) {
     let pool = bench.device.pool(1 << 20).build().unwrap();
     let host = bench.device.pinned(1 << 20).unwrap();
@@ -144,7 +144,7 @@ pub(crate) fn break_the_device(bench: &Bench<'_>) {
     let outcomes: Vec<_> = (0..4)
         .map(|at| {
             let (outcome, ticket) = super::watched();
-            // SAFETY: the memory is never freed: the process ends first.
+            // SAFETY: the memory is never freed, because the process ends first.
             unsafe {
                 match at % 2 {
                     0 => bench.device.copy(Direction::ToDevice, &[piece], ticket),
@@ -169,19 +169,18 @@ pub(crate) fn break_the_device(bench: &Bench<'_>) {
     std::mem::forget((pool, host));
 }
 
-/// For [`super::roles`]: a kernel reads where there is no memory, which ends all work on the
-/// device.
+/// For [`super::roles`]: a kernel reads unmapped memory, which ends all work on the device.
 pub(crate) fn reach_where_nothing_is(bench: &Bench<'_>) {
     let pool = bench.device.pool(1 << 20).build().unwrap();
     let nowhere = 1 << 44;
-    // Apart on both sides and of different lengths: no grid, so a launch.
+    // Neither contiguous nor of equal length: not a grid, so a launch.
     let hop = |at: u64| Hop {
         from: nowhere + at * 10_000,
         to: pool.address() + at * 20_000,
         len: 1000 + at as usize * 16,
     };
     let hops: Vec<_> = (0..8).map(hop).collect();
-    // SAFETY: no memory of this program's own is read, and the pool is never freed: the process
+    // SAFETY: no memory of this program is read, and the pool is never freed, because the process
     // ends first.
     let error = settled(|done| unsafe { bench.device.hop(&hops, done) }).unwrap_err();
     assert!(error.to_string().contains("start the process again"), "{error}");

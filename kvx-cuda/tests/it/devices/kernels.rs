@@ -1,4 +1,4 @@
-//! Kernels, launched by the machine, against what they do in plain Rust.
+//! Compares kernels that the device's thread launches with their reference in plain Rust.
 
 use std::sync::Arc;
 
@@ -34,7 +34,7 @@ pub(crate) fn gather_scatter(bench: &Bench<'_>, indices: &[u32], stride: u64, le
     let packed = bench.device.pool((2 * count * length) as usize).build().unwrap();
     let chosen: Arc<[u32]> = indices.into();
     let at = DevicePtr(packed.address());
-    // SAFETY: all blocks lie in pools that outlive the waits, here and below.
+    // SAFETY: all blocks are in pools that outlive the waits, here and below.
     settled(|done| unsafe { bench.device.gather(at, &grids(pool.address()), &chosen, done) })
         .unwrap();
     let mut expected = vec![0; packed.len()];
@@ -84,8 +84,8 @@ fn permute(bench: &Bench<'_>) {
         let at = |base: u64, selection| StridedBlocks { base: DevicePtr(base), stride, selection };
         let source = at(from.address(), BlockSelection::Indices(Arc::clone(&indices)));
         let target = at(to.address(), BlockSelection::First(4));
-        // SAFETY: all blocks lie in pools that outlive the wait, and those that are written are
-        // apart.
+        // SAFETY: all blocks are in pools that outlive the wait, and those that are written do not
+        // overlap.
         settled(|done| unsafe { bench.device.permute(&target, &source, swap, done) }).unwrap();
         let mut expected = vec![0; bytes.len()];
         let place = |indices| reference::BlockLayout { base: 0, stride, indices };
@@ -102,19 +102,19 @@ fn different_counts(bench: &Bench<'_>) {
         selection: BlockSelection::First(count),
     };
     let swap = Swap::heads_to_tokens(2, 2, 16);
-    // SAFETY: nothing is copied.
+    // SAFETY: the call copies no bytes.
     let error = settled(|done| unsafe { bench.device.permute(&side(1), &side(2), swap, done) })
         .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
 }
 
-/// For [`super::roles`]: the driver takes no kernels of kvx's, but those that a compiler of the
-/// machine's makes.
+/// For [`super::roles`]: the driver rejects kvx's kernels, but accepts those that a compiler on the
+/// machine has compiled.
 pub(crate) fn compiled_on_this_machine(bench: &Bench<'_>) {
     let load = bench.maker.names.load;
     bench.control.fail(load, 222, 1);
     gather_and_scatter(bench);
     permute(bench);
-    assert_eq!(bench.control.calls(load), 2, "refused, and taken");
+    assert_eq!(bench.control.calls(load), 2, "rejected, then accepted");
     assert!(bench.control.calls(bench.maker.names.launch) > 0);
 }

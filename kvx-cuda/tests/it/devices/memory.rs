@@ -1,4 +1,4 @@
-//! Memory: pools, adopted pointers, pinned buffers, descriptors.
+//! Tests memory: pools, adopted pointers, pinned buffers, descriptors.
 
 use std::sync::Arc;
 
@@ -16,13 +16,13 @@ pub(crate) const ANYWHERE: &[(&str, Test)] = &[
 
 pub(crate) const TESTS: &[(&str, Test)] = &[
     ("a_device_is_the_same_each_time_and_has_a_name", the_same_each_time),
-    ("memory_is_given_back", memory_is_given_back),
+    ("memory_is_freed", memory_is_freed),
     ("pointers_that_are_not_this_devices_are_refused", other_pointers_are_refused),
     ("a_descriptor_says_where_the_range_begins", a_descriptor),
     ("every_release_of_the_library_tells_memory_apart", every_release),
 ];
 
-/// Processes of their own: a library has one version.
+/// Runs in separate processes, because a library has one version.
 fn every_release(bench: &Bench<'_>) {
     for release in bench.maker.releases {
         let child =
@@ -51,8 +51,8 @@ fn the_same_each_time(bench: &Bench<'_>) {
     );
 }
 
-fn memory_is_given_back(bench: &Bench<'_>) {
-    drop(filled(&bench.device, &[1; 64])); // what the machine keeps for itself is there from now on
+fn memory_is_freed(bench: &Bench<'_>) {
+    drop(filled(&bench.device, &[1; 64])); // from now on, the device's own memory is allocated
     let before = bench.control.allocated();
     let pool = bench.device.pool(5 << 20).build().unwrap();
     assert_eq!(pool.len(), 5 << 20);
@@ -72,11 +72,11 @@ fn pinned_memory_is_host_memory(bench: &Bench<'_>) {
 }
 
 fn a_pointer_is_adopted(bench: &Bench<'_>) {
-    // A framework's memory: here another pool plays it.
+    // The memory of a framework, for which another pool stands in.
     let bytes = pattern(8, 100_000);
     let theirs = Arc::new(filled(&bench.device, &bytes));
     let at = DevicePtr(theirs.address() + 1000);
-    // SAFETY: the pool is kept by the owner that goes with it.
+    // SAFETY: the owner that is passed along keeps the pool.
     let memory = unsafe { bench.device.adopt(at, 90_000, Arc::clone(&theirs)) }.unwrap();
     assert_eq!((memory.kind(), memory.device()), (bench.maker.kind, bench.device.info().id));
     assert!(all_of(&memory) == bytes[1000..91_000]);
@@ -87,7 +87,7 @@ fn a_pointer_is_adopted(bench: &Bench<'_>) {
 
 fn other_pointers_are_refused(bench: &Bench<'_>) {
     let adopt = |address: u64, len| {
-        // SAFETY: refused, or of memory that outlives what is made of it.
+        // SAFETY: the call rejects the memory, or it outlives the adopted memory.
         unsafe { bench.device.adopt(DevicePtr(address), len, ()) }
     };
     let plain = vec![0u8; 4096];
@@ -108,7 +108,7 @@ fn other_pointers_are_refused(bench: &Bench<'_>) {
     assert_eq!(
         adopt(pool.address(), 64 << 20).unwrap_err().kind(),
         ErrorKind::Invalid,
-        "it ends in nobody's memory"
+        "it ends in unallocated memory"
     );
     assert_eq!(adopt(pool.address(), 0).unwrap_err().kind(), ErrorKind::Invalid);
     adopt(pool.address(), 4096).unwrap();

@@ -1,6 +1,6 @@
-//! kvx's promises for the devices of any maker, shown with the stand-in: the tests of `kvx-cuda`
-//! and of `kvx-rocm`. Where a variable names another library, that one is tested, as far as it
-//! needs no command of the stand-in's.
+//! Tests kvx's guarantees for the devices of any vendor with the stand-in: the tests of `kvx-cuda`
+//! and `kvx-rocm`. If a variable names another library, they test that one, as far as they need no
+//! command of the stand-in.
 
 mod copies;
 mod errors;
@@ -21,19 +21,19 @@ use kvx_stand_in::Control;
 use kvx_testkit::{Check, Failure, is_own_process, run_in_own_process, trial};
 use libtest_mimic::Trial;
 
-/// What differs between the makers.
+/// The properties that differ between vendors.
 pub(crate) struct Maker {
     pub(crate) kind: MemoryKind,
     pub(crate) devices: fn() -> Result<Vec<Arc<Device>>, Unavailable>,
-    /// The variable that names the library, and further ones that tests set to the stand-in.
+    /// The variable that names the library, and others that tests set to the stand-in.
     pub(crate) variables: &'static [&'static str],
     pub(crate) visible: &'static str,
-    /// The version that makes a library too old, as a command.
+    /// The stand-in's command for a version that is too old.
     pub(crate) too_old: &'static str,
-    /// Versions that it may have, as commands.
+    /// The stand-in's commands for supported versions.
     pub(crate) releases: &'static [&'static str],
     pub(crate) names: Names,
-    /// Puts a copy on a stream of the program's, always the same one: from, to, bytes.
+    /// Puts a copy on a stream of the program, always the same one: from, to, bytes.
     pub(crate) copy_on_a_stream: fn(u64, u64, usize) -> StreamHandle,
 }
 
@@ -51,14 +51,14 @@ pub(crate) struct Names {
     pub(crate) load: &'static str,
 }
 
-/// What a test gets.
+/// The device and the stand-in's controls for a test.
 pub(crate) struct Bench<'a> {
     pub(crate) maker: &'static Maker,
     pub(crate) control: Commands<'a>,
     pub(crate) device: Arc<Device>,
 }
 
-/// The stand-in's commands; there are none over another library.
+/// The stand-in's commands; `None` with another library.
 #[derive(Clone, Copy)]
 pub(crate) struct Commands<'a>(Option<&'a Control>);
 
@@ -70,27 +70,28 @@ impl Deref for Commands<'_> {
     }
 }
 
-/// Does something with the first device, and with the stand-in's commands if it is the stand-in's.
+/// Calls `act` with the first device, and with the stand-in's commands if the device is the
+/// stand-in's.
 pub(crate) fn with_a_device<T>(maker: &'static Maker, act: impl FnOnce(&Bench<'_>) -> T) -> T {
     let control = over_the_stand_in(maker).then(Control::open);
     let device = Arc::clone(&(maker.devices)().expect("the library has devices")[0]);
     act(&Bench { maker, control: Commands(control.as_ref()), device })
 }
 
-/// Whether the library to be tested is the stand-in.
+/// Returns whether the library under test is the stand-in.
 pub(crate) fn over_the_stand_in(maker: &Maker) -> bool {
     let named = std::env::var_os(maker.variables[0]).unwrap_or_default();
     std::path::Path::new(&named).file_name() == kvx_stand_in::library().file_name()
 }
 
-/// Longer than anything takes.
+/// A timeout that is longer than anything takes.
 pub(crate) const LONG: Duration = Duration::from_secs(8);
 
 pub(crate) const ROLE: &str = "KVX_DEVICE_ROLE";
 
 type Test = fn(&Bench<'_>);
 
-/// Plays a role in one of the tests and ends the process, if it was started for that.
+/// Plays a role in one of the tests and exits, if this process was started for that.
 pub(crate) fn play_if_asked(maker: &'static Maker) {
     if let Ok(role) = std::env::var(ROLE) {
         roles::play(maker, &role);
@@ -98,8 +99,7 @@ pub(crate) fn play_if_asked(maker: &'static Maker) {
     }
 }
 
-/// Returns the tests of a maker, and those that it has `more`: with the stand-in only, and with any
-/// library.
+/// Returns the tests of a vendor, and `more`: with the stand-in only, and with any library.
 pub(crate) fn trials(
     maker: &'static Maker,
     more: &[(&'static str, Test)],
@@ -123,7 +123,8 @@ pub(crate) fn trials(
         let title = format!("devices::{name}");
         trial(title.clone(), move || match is_own_process() {
             true => check(maker, test),
-            // The others and the clauses would meet what it makes slow or broken.
+            // In this process, other tests and clauses would be affected by what it makes slow or
+            // broken.
             false => run_in_own_process(&title, |_| {}),
         })
     });
@@ -142,7 +143,7 @@ fn check(maker: &'static Maker, test: Test) -> Check {
     }
 }
 
-/// Bytes that tell where they are from.
+/// Returns bytes that depend on their position and the seed.
 pub(crate) fn pattern(seed: u32, len: usize) -> Vec<u8> {
     (0..len as u32)
         .map(|at| (at.wrapping_mul(0x9e37_79b1).rotate_left(9) ^ seed.wrapping_mul(77)) as u8)
@@ -155,28 +156,28 @@ pub(crate) fn all_of(memory: &Memory) -> Vec<u8> {
     bytes
 }
 
-/// A pool with bytes in it.
+/// Returns a pool that contains bytes.
 pub(crate) fn filled(device: &Arc<Device>, bytes: &[u8]) -> Memory {
-    let pool = device.pool(bytes.len()).build().expect("there is room for a small pool");
+    let pool = device.pool(bytes.len()).build().expect("a small pool fits");
     pool.copy_in(0, bytes).expect("a pool takes bytes");
     pool
 }
 
-/// Gives a ticket away and waits until it settles.
+/// Passes a ticket on and waits until it settles.
 pub(crate) fn settled(give: impl FnOnce(Ticket)) -> Result<()> {
     let (completion, ticket) = Completion::with_ticket();
     give(ticket);
     completion.wait_blocking(LONG)
 }
 
-/// A ticket, and what it settled with so far.
+/// Returns a ticket, and the result with which it has settled so far.
 pub(crate) fn watched() -> (Arc<Mutex<Option<Result<()>>>>, Ticket) {
     let outcome = Arc::new(Mutex::new(None));
     let ours = Arc::clone(&outcome);
     (outcome, Ticket::new(move |result| *ours.lock().unwrap() = Some(result)))
 }
 
-/// Waits until something is so.
+/// Waits until a condition is true.
 pub(crate) fn until(what: &str, so: impl Fn() -> bool) {
     let begun = std::time::Instant::now();
     while !so() {

@@ -1,4 +1,4 @@
-//! The parts that processes of a test play.
+//! The roles that processes of a test play.
 
 use std::io::{BufRead as _, Write as _};
 
@@ -12,7 +12,7 @@ use kvx_core::{DeviceId, ErrorKind};
 use kvx_gpu::kernels::Swap;
 use kvx_gpu::{BlockSelection, DevicePtr, StridedBlocks};
 
-/// Plays a role; ends when its parent does, or says so.
+/// Plays a role; ends together with its parent, or when the parent requests it.
 pub(crate) fn play(maker: &'static Maker, role: &str) {
     let words: Vec<_> = role.split(' ').collect();
     match words[..] {
@@ -66,7 +66,7 @@ fn hear() -> String {
     line.trim_end().to_owned()
 }
 
-/// Before anything else happens in this process.
+/// Sets a variable before anything else happens in this process.
 fn set(variable: &str, value: &str) {
     // SAFETY: the process has one thread.
     unsafe { std::env::set_var(variable, value) };
@@ -96,7 +96,7 @@ fn own(maker: &'static Maker, visible: &str, mapped: bool) {
     });
 }
 
-/// Says ordinal and device, hears what to open, and says what it read.
+/// Prints ordinal and device, receives the handle to open, and prints what it has read.
 fn reader(maker: &'static Maker, visible: &str) {
     set(maker.visible, visible);
     with_a_device(maker, |bench| {
@@ -146,8 +146,8 @@ fn without_kernels(bench: &Bench<'_>) {
     say("copied, not permuted");
 }
 
-/// As in a program that is built with `panic=abort`: any panic ends the process before it can say
-/// anything.
+/// Runs like a program that is built with `panic=abort`: any panic ends the process before it can
+/// print anything.
 fn unavailable(maker: &'static Maker, why: &str) {
     std::panic::set_hook(Box::new(|_| std::process::abort()));
     match why {
@@ -155,11 +155,11 @@ fn unavailable(maker: &'static Maker, why: &str) {
         "no-device" => set("KVX_STAND_IN", "devices 0"),
         "too-old" => set("KVX_STAND_IN", maker.too_old),
         "second-driver" => {
-            // For the dynamic linker, another file is another library.
+            // The dynamic linker takes another file for another library.
             let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("second-driver");
             let copy = folder.join("libcuda.so.1");
             std::fs::create_dir_all(&folder).expect("a folder for the copy");
-            std::fs::remove_file(&copy).ok(); // of an earlier run
+            std::fs::remove_file(&copy).ok(); // from an earlier run
             std::fs::copy(kvx_stand_in::library(), &copy).expect("a copy of the stand-in");
             kvx_backend::loader::preload(&copy).expect("the copy loads");
         }

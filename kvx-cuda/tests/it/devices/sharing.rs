@@ -1,4 +1,4 @@
-//! Memory of other processes.
+//! Tests memory of other processes.
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ pub(crate) const TESTS: &[(&str, Test)] = &[
     ("every_release_of_the_library_maps_virtual_memory_of_another_process", every_release),
 ];
 
-/// A process with a pool; says what to open.
+/// A process with a pool, which prints the handle to open.
 pub(crate) struct Owner {
     pub(crate) child: Child,
     pub(crate) device: DeviceId,
@@ -54,15 +54,15 @@ pub(crate) fn unhex(text: &str) -> Vec<u8> {
         .collect()
 }
 
-/// What an owner's pool holds, from the offset on that it shares.
+/// Returns the content of an owner's pool, from the offset that it shares.
 pub(crate) fn owned() -> Vec<u8> {
     pattern(9, 1 << 20)
 }
 
-/// Where in its pool an owner shares, and how much.
+/// The part of its pool that an owner shares: offset and length.
 pub(crate) const SHARED: (usize, usize) = (4096, 500_000);
 
-/// Reads all of what is shared, in scattered blocks.
+/// Reads all shared bytes, in scattered blocks.
 pub(crate) fn read(
     bench: &Bench<'_>,
     owner: DeviceId,
@@ -81,7 +81,7 @@ pub(crate) fn read(
             len: block,
         })
         .collect();
-    // SAFETY: the hops lie in memory that outlives the wait.
+    // SAFETY: the hops are in memory that outlives the wait.
     settled(|done| unsafe { bench.device.hop(&hops, done) })?;
     Ok(all_of(&ours))
 }
@@ -102,7 +102,7 @@ fn both_see_device_0(_: &Bench<'_>) {
     let line = reader.hear(LONG).expect("the reader says what it sees");
     let (ordinal, device) = line.split_once(' ').expect("two words");
     assert_eq!(ordinal, "0");
-    assert_ne!(unhex(device), owner.device.0, "both call theirs 0, and each is another");
+    assert_ne!(unhex(device), owner.device.0, "both have number 0, but they are different devices");
     let Owner { device, handle, .. } = &owner;
     reader.say(&format!("{} {} {}", hex(&device.0), handle.offset, hex(&handle.bytes))).unwrap();
     assert_eq!(
@@ -126,7 +126,7 @@ fn opened_once(bench: &Bench<'_>) {
     assert_eq!(second.address(), first.address() + 5000);
     assert!(all_of(&second) == expected()[5000..6000]);
     drop(first);
-    assert!(all_of(&second) == expected()[5000..6000], "the other use goes on");
+    assert!(all_of(&second) == expected()[5000..6000], "the other use continues");
     assert_eq!((bench.control.calls(open), bench.control.calls(close)), (before.0 + 1, before.1));
     drop(second);
     assert_eq!(bench.control.calls(close), before.1 + 1);
@@ -145,7 +145,7 @@ fn an_owners_death(bench: &Bench<'_>) {
     let error = theirs.copy_out(0, &mut [0; 1000]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
     let again = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap_err();
-    assert_eq!(again.kind(), ErrorKind::PeerLost, "also while it is still open: {again}");
+    assert_eq!(again.kind(), ErrorKind::PeerLost, "even while it is still open: {again}");
     drop(theirs);
     let error = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
@@ -180,11 +180,11 @@ fn made_up(bench: &Bench<'_>) {
     for at in 0..good.bytes.len() {
         let mut bytes = good.bytes.clone();
         bytes[at] ^= 0x40;
-        open(&IpcHandle { bytes, offset: 0 }, 10).ok(); // anything but a crash
+        open(&IpcHandle { bytes, offset: 0 }, 10).ok(); // any result except a crash
     }
-    // A length that the owner does not have: what the driver has opened counts.
+    // A length that the owner does not have: the length of the opened memory counts.
     let mut longer = good.bytes.clone();
-    longer[45..53].copy_from_slice(&[0xff; 8]); // after the form, the process and the base
+    longer[45..53].copy_from_slice(&[0xff; 8]); // after the format, the process and the base
     let all = IpcHandle { bytes: longer, offset: 0 };
     assert_eq!(open(&all, 1 << 30).unwrap_err().kind(), ErrorKind::Malformed);
 }
@@ -221,7 +221,7 @@ fn virtual_memory(bench: &Bench<'_>) {
     drop(filled(&bench.device, &[1; 16]));
 }
 
-/// Processes of their own: a library has one version.
+/// Runs in separate processes, because a library has one version.
 fn every_release(bench: &Bench<'_>) {
     for release in bench.maker.releases {
         let child =

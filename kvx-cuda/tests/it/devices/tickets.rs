@@ -1,4 +1,4 @@
-//! A program's own doings around a device: streams of its own, tickets that panic, forks.
+//! Tests a program's own use of a device: its streams, tickets that panic, and forks.
 
 use std::time::Instant;
 
@@ -25,19 +25,19 @@ fn after(bench: &Bench<'_>) {
     bench.control.command("delay 50000");
     let stream = (bench.maker.copy_on_a_stream)(from.address(), to.address(), bytes.len());
     bench.control.command("delay 0");
-    // SAFETY: the stream is never ended.
+    // SAFETY: the stream is never destroyed.
     settled(|done| unsafe { bench.device.after(stream, done) }).unwrap();
-    assert!(all_of(&to) == bytes, "what the program had put on its stream has ended");
-    // Streams stop, so that nothing can have come.
+    assert!(all_of(&to) == bytes, "the work on the program's stream has ended");
+    // Stop all streams, so that no event can occur.
     bench.control.command("hold");
     let (outcome, ticket) = watched();
     (bench.maker.copy_on_a_stream)(to.address(), from.address(), bytes.len());
     // SAFETY: as above.
     unsafe { bench.device.after(stream, ticket) };
     std::thread::yield_now();
-    assert!(outcome.lock().unwrap().is_none(), "nothing has come");
+    assert!(outcome.lock().unwrap().is_none(), "no event has occurred");
     bench.control.command("release");
-    until("the stream goes on", || outcome.lock().unwrap().is_some());
+    until("the stream continues", || outcome.lock().unwrap().is_some());
     outcome.lock().unwrap().take().unwrap().unwrap();
 }
 
@@ -45,9 +45,9 @@ fn a_ticket_that_panics(bench: &Bench<'_>) {
     let bytes = pattern(42, 4096);
     let pool = filled(&bench.device, &bytes);
     let hop = Hop { from: pool.address(), to: pool.address() + 1024, len: 1024 };
-    // A panic of which the hook says nothing: what a log shows of panics is what nobody wanted.
+    // A panic without the hook, because a log should contain only unexpected panics.
     let ticket =
-        Ticket::new(|_| std::panic::resume_unwind(Box::new("a ticket of the program's panics")));
+        Ticket::new(|_| std::panic::resume_unwind(Box::new("a ticket of the program panics")));
     // SAFETY: the pool outlives the wait for the second hop, which ends after the first.
     unsafe { bench.device.hop(&[hop], ticket) };
     // SAFETY: as above.
@@ -55,58 +55,58 @@ fn a_ticket_that_panics(bench: &Bench<'_>) {
     assert!(all_of(&pool)[1024..2048] == bytes[..1024]);
 }
 
-/// A process of its own, which forks.
+/// Runs in its own process, which forks.
 fn a_fork(_: &Bench<'_>) {
     let child = Child::start_self(ROLE, "fork").expect("a process starts");
     assert_eq!(child.hear(LONG).expect("it says how it went"), "the fork was told so");
 }
 
-/// For [`super::roles`]: every call of a fork says `Forked`, and what it drops is the parent's
-/// still.
+/// For [`super::roles`]: every call in a forked child returns `Forked`, and objects that it drops
+/// stay the parent's.
 pub(crate) fn fork(bench: &Bench<'_>) {
     let bytes = pattern(43, 1 << 20);
     let (pool, pinned) = (filled(&bench.device, &bytes), bench.device.pinned(4096).unwrap());
     let mut inherited = Some((pool, pinned));
-    // SAFETY: the fork calls nothing but what a fork may call of kvx, and ends without running
-    // anything of this program's.
+    // SAFETY: the child calls only functions that kvx allows in a fork, and ends without running
+    // other code of this program.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
         let wrong = calls_of_a_fork(bench, inherited.take().expect("it is taken once"));
-        // SAFETY: it ends the fork at once.
+        // SAFETY: ends the child at once.
         unsafe { libc::_exit(wrong.unwrap_or(0)) };
     }
     let (mut status, begun) = (0, Instant::now());
-    // SAFETY: a place for one number.
+    // SAFETY: a location for one number.
     while unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) } == 0 {
         if begun.elapsed() > LONG / 2 {
-            // SAFETY: it is this process's child, and not yet waited for.
+            // SAFETY: it is this process's child, which has not been waited for.
             unsafe { libc::kill(pid, libc::SIGKILL) };
         }
         std::thread::sleep(std::time::Duration::from_millis(1));
     }
     assert_eq!(
         status, 0,
-        "the number of the call of a fork that was not refused, in the upper byte; or it hung"
+        "the number of the child's call that was not rejected, in the upper byte; or it hung"
     );
-    let (pool, pinned) = inherited.expect("the fork took its own");
+    let (pool, pinned) = inherited.expect("only the child took it");
     assert!(all_of(&pool) == bytes);
     let piece = Piece { device: pool.address(), host: pinned.as_ptr(), len: 4096 };
     // SAFETY: both outlive the wait.
     settled(|done| unsafe { bench.device.copy(Direction::ToHost, &[piece], done) }).unwrap();
 }
 
-/// The number of the first call that was not answered with `Forked`.
+/// Returns the number of the first call that did not return `Forked`.
 fn calls_of_a_fork(bench: &Bench<'_>, (pool, pinned): (Memory, Memory)) -> Option<i32> {
     let (device, address) = (&bench.device, pool.address());
     let piece = Piece { device: address, host: pinned.as_ptr(), len: 64 };
     let hop = Hop { from: address, to: address + 64, len: 64 };
-    // At once: nobody in a fork would answer later.
+    // The answer must be immediate: no thread of a forked child answers later.
     let answer = |give: &dyn Fn(Ticket)| {
         let (outcome, ticket) = watched();
         give(ticket);
         outcome.lock().unwrap().take().unwrap_or(Ok(()))
     };
-    // SAFETY: nothing is copied, here and below.
+    // SAFETY: the calls copy no bytes, here and below.
     let copied = answer(&|done| unsafe { device.copy(Direction::ToHost, &[piece], done) });
     // SAFETY: as above.
     let hopped = answer(&|done| unsafe { device.hop(&[hop], done) });

@@ -1,4 +1,5 @@
-// The kernels on a host, for tests: one thread after the other, since none of them waits for another.
+// Runs the kernels on the host, for tests: one thread after the other, because none waits for
+// another.
 
 struct Dimensions {
     unsigned x, y, z;
@@ -25,7 +26,7 @@ static void launch(const unsigned *grid, Kernel kernel) {
     }
 }
 
-// `kernel` is a place in the list of entries.
+// `kernel` is an index in the list of entries.
 extern "C" void kvx_launch_on_host(unsigned kernel, const unsigned *grid, const u64 *p) {
     switch (kernel) {
     case 0:

@@ -1,4 +1,4 @@
-//! The source of the kernels, compiled for the host.
+//! The kernels' source, compiled for the host.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,12 +8,12 @@ use std::time::Duration;
 use kvx_gpu::kernels::{ENTRIES, Launch};
 use libloading::{Library, Symbol};
 
-/// The compiler is killed after it.
+/// The time after which the compiler is killed.
 const LIMIT: Duration = Duration::from_secs(60);
 
 type Run = unsafe extern "C" fn(kernel: u32, grid: *const u32, parameters: *const u64);
 
-/// The kernels on the host; `None` where there is no C++ compiler, which is noted as a skip of
+/// Returns the kernels on the host; `None` without a C++ compiler, which is reported as a skip of
 /// `test`.
 pub(crate) fn compiled(test: &str) -> Option<&'static OnHost> {
     static COMPILED: OnceLock<Option<OnHost>> = OnceLock::new();
@@ -30,14 +30,15 @@ impl OnHost {
     /// Runs a launch to its end.
     ///
     /// # Safety
-    /// Its parameters are addresses of this process, and what the kernel does with them is right.
+    /// Its parameters are addresses of this process, and the kernel's accesses through them are
+    /// valid.
     pub(crate) unsafe fn run(&self, launch: &Launch) {
         let kernel =
             ENTRIES.iter().position(|entry| *entry == launch.entry).expect("a kernel of ours");
-        // SAFETY: `on_host.cpp` defines it so.
+        // SAFETY: `on_host.cpp` defines it with this signature.
         let run: Symbol<'_, Run> =
             unsafe { self.0.get(b"kvx_launch_on_host") }.expect("it is there");
-        // SAFETY: the caller answers for the addresses; there are as many parameters as the kernel
+        // SAFETY: the caller guarantees the addresses; there are as many parameters as the kernel
         // takes, which `the_compiled_kernels_take_what_is_launched` compares.
         unsafe { run(kernel as u32, launch.grid.as_ptr(), launch.parameters.as_ptr()) };
     }
@@ -56,16 +57,16 @@ fn compile() -> Option<OnHost> {
         "-fno-strict-aliasing",
         "-Wno-unknown-pragmas",
     ]);
-    // A unit wider than an address is aligned to, which this processor would let pass, ends the
-    // test.
+    // Abort the test at an access wider than its address is aligned to, which this processor would
+    // allow.
     compile.args(["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]);
     compile.arg("-I").arg(root.join("src/kernels")).arg(root.join("tests/it/kernels/on_host.cpp"));
     let mut compiler = compile.arg("-o").arg(&library).spawn().ok()?;
     kvx_testkit::kill_after(&compiler, LIMIT);
     let status = compiler.wait().expect("it is our child");
     assert!(status.success(), "{compile:?}: {status}");
-    // SAFETY: the library is the one just made and runs nothing when it is opened.
-    let opened = unsafe { Library::new(&library) }.expect("what was just compiled");
-    std::fs::remove_file(&library).expect("what was just compiled");
+    // SAFETY: the library was just compiled, and runs no code when it is loaded.
+    let opened = unsafe { Library::new(&library) }.expect("the compiled library");
+    std::fs::remove_file(&library).expect("the compiled library");
     Some(OnHost(opened))
 }

@@ -190,7 +190,7 @@ fn pieces_that_may_have_been_started_keep_their_memory() {
     let sender = peer.region("kv").expect("it was told").grid(grid).expect("it fits");
     let receiver = ours.grid(grid).expect("it fits");
     let plan = Plan::read(receiver.blocks([0]), sender.blocks([1])).expect("they fit");
-    let transfer = peer.transfer(&plan).deadline(CUT_OFF).post().expect("there is room");
+    let transfer = peer.transfer(&plan).deadline(CUT_OFF).post().expect("the request is accepted");
     let settled = transfer.settled();
     let why = transfer.wait_blocking(CUT_OFF).expect_err("it was denied");
     assert_eq!(why.kind(), ErrorKind::PeerLost, "{why}");

@@ -21,7 +21,8 @@ pub(crate) fn check(opened: &NativeLibrary) -> Result<(), Unavailable> {
     let mut loaded = loaded.filter_map(|file| file.canonicalize().ok());
     let Some(other) = loaded.find(|other| *other != opened) else { return Ok(()) };
     let (opened, other) = (opened.display(), other.display());
-    let why = format!("{opened} cannot be used beside {other}, which this process has loaded");
+    let why =
+        format!("{opened} cannot be used together with {other}, which this process has loaded");
     Err(Unavailable::because(why, CURE))
 }
 

@@ -66,7 +66,7 @@ pub(crate) fn trials() -> Vec<Trial> {
 fn second_driver_is_refused(_: &Bench<'_>) {
     let child = Child::start_self(ROLE, "unavailable second-driver").expect("a process starts");
     let answer = child.hear(LONG).expect("it says why");
-    assert!(answer.contains("beside") && answer.contains("libcuda.so.1, which"), "{answer}");
+    assert!(answer.contains("together with") && answer.contains("libcuda.so.1, which"), "{answer}");
     assert!(answer.contains("one driver serves a process"), "{answer}");
 }
 

@@ -32,8 +32,13 @@ const SAFETY_CLAUSES: &[&str] = &["O2", "O3", "O4", "O5", "O6", "O7", "O8", "N3"
 /// Words in the names of security tests that have no clause.
 const SECURITY_WORDS: &[&str] = &[
     "hostile",
+    "attacker",
     "stranger",
     "strangers",
+    "authentication",
+    "unauthenticated",
+    "altered",
+    "replayed",
     "secret",
     "forged",
     "attackers",

@@ -175,3 +175,24 @@ struct Readme;
 #[cfg(doctest)]
 #[doc = include_str!("../docs/library/failures.md")]
 struct FailuresAndDeadlines;
+#[cfg(doctest)]
+#[doc = include_str!("../docs/library/concepts.md")]
+struct Concepts;
+#[cfg(doctest)]
+#[doc = include_str!("../docs/library/first-program.md")]
+struct FirstProgram;
+#[cfg(all(doctest, target_os = "linux"))]
+#[doc = include_str!("../docs/library/memory.md")]
+struct MemoryOfAnEngine;
+#[cfg(doctest)]
+#[doc = include_str!("../docs/library/notifications.md")]
+struct Notifications;
+#[cfg(doctest)]
+#[doc = include_str!("../docs/library/observability.md")]
+struct MetricsAndTracing;
+#[cfg(all(doctest, target_os = "linux", feature = "cuda"))]
+#[doc = include_str!("../docs/library/gpu.md")]
+struct GpuMemory;
+#[cfg(all(doctest, feature = "connector"))]
+#[doc = include_str!("../docs/library/engines.md")]
+struct PrefillAndDecodeEngines;

@@ -5,6 +5,7 @@ use std::io::Write;
 
 use clap::Args;
 use kvx::{BackendStatus, Options, Registry};
+use kvx_core::backend::AutoOpen;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -51,6 +52,9 @@ pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Writ
         return Ok(());
     }
     table(&rows, out)?;
+    if arguments.require.is_none() {
+        writeln!(out, "\n{}", default_choice(&rows))?;
+    }
     if arguments.find { tell_found(&found, &rows, out) } else { Ok(()) }
 }
 
@@ -62,6 +66,8 @@ struct BackendRow {
     available: bool,
     version: Option<String>,
     library: Option<String>,
+    /// The order of preference, if an agent opens it without a list of backends.
+    default_order: Option<u32>,
     /// The usable devices, each with its capabilities.
     devices: Vec<String>,
     /// The route to a second process of this host, with `--routes`.
@@ -77,6 +83,13 @@ impl BackendRow {
         match registry.status(name, options)?.1 {
             BackendStatus::Available(found) => {
                 row.available = true;
+                let placement = registry.require(name, options)?.0.placement();
+                let is_opened = match placement.auto_open {
+                    AutoOpen::Open => true,
+                    AutoOpen::OpenWithRdma => found.rdma,
+                    AutoOpen::Skip => false,
+                };
+                row.default_order = is_opened.then_some(placement.order);
                 row.version = Some(found.version);
                 row.library = found.library.map(|path| path.display().to_string());
                 row.devices = found.devices;
@@ -143,44 +156,84 @@ impl BackendRow {
         self
     }
 
-    fn cells(&self) -> [String; 4] {
-        let parts = |parts: [&Option<String>; 2], between: &str| {
-            let parts: Vec<_> = parts.into_iter().flatten().map(String::as_str).collect();
-            if parts.is_empty() { "-".to_owned() } else { parts.join(between) }
-        };
-        [
-            self.name.to_owned(),
-            if self.available { "yes" } else { "no" }.to_owned(),
-            parts([&self.version, &self.library], " "),
-            parts([&self.reason, &self.next_step], ": "),
-        ]
+    fn cells(&self) -> [String; 3] {
+        let parts: Vec<_> =
+            [&self.version, &self.library].into_iter().flatten().map(String::as_str).collect();
+        let version = if parts.is_empty() { "-".to_owned() } else { parts.join(" ") };
+        let available = if self.available { "yes" } else { "no" };
+        [self.name.to_owned(), available.to_owned(), version]
+    }
+
+    /// Returns what the table shows below the row.
+    fn details(&self) -> Vec<String> {
+        let reason = self.reason.iter().map(|reason| format!("why: {reason}"));
+        let next = if self.available { "note" } else { "do" };
+        let next_step = self.next_step.iter().map(|step| format!("{next}: {step}"));
+        let devices = self.devices.iter().map(|device| format!("device: {device}"));
+        let route = self.route.iter().map(|route| format!("to a second process: {route}"));
+        devices.chain(route).chain(reason).chain(next_step).collect()
     }
 }
 
-const HEADINGS: [&str; 4] = ["BACKEND", "AVAILABLE", "VERSION/LIBRARY", "WHY NOT / NEXT STEP"];
+const HEADINGS: [&str; 3] = ["BACKEND", "AVAILABLE", "VERSION AND LIBRARY"];
+
+/// The most columns of a line of details.
+const WIDTH: usize = 100;
 
 fn table(rows: &[BackendRow], out: &mut dyn Write) -> Result<()> {
-    let heading = (HEADINGS.map(str::to_owned), None);
-    let lines: Vec<_> =
-        std::iter::once(heading).chain(rows.iter().map(|row| (row.cells(), Some(row)))).collect();
+    let cells: Vec<_> = rows.iter().map(BackendRow::cells).collect();
     let width = |column: usize| {
-        lines.iter().map(|(cells, _)| cells[column].chars().count()).max().unwrap_or(0)
+        let cells = cells.iter().map(|cells| cells[column].chars().count());
+        cells.chain([HEADINGS[column].len()]).max().unwrap_or(0)
     };
-    let widths = [width(0), width(1), width(2)];
-    for ([name, available, version, why], row) in &lines {
-        writeln!(
-            out,
-            "{name:<0$}  {available:<1$}  {version:<2$}  {why}",
-            widths[0], widths[1], widths[2]
-        )?;
-        for device in row.iter().flat_map(|row| &row.devices) {
-            writeln!(out, "  - {device}")?;
-        }
-        if let Some(route) = row.and_then(|row| row.route.as_ref()) {
-            writeln!(out, "  - to a second process: {route}")?;
+    let (name_width, available_width) = (width(0), width(1));
+    let mut line = |[name, available, version]: [&str; 3]| {
+        writeln!(out, "{name:<name_width$}  {available:<available_width$}  {version}")
+    };
+    line(HEADINGS)?;
+    for (row, cells) in rows.iter().zip(&cells) {
+        line(cells.each_ref().map(String::as_str))?;
+        for detail in row.details() {
+            for wrapped in wrap(&detail) {
+                writeln!(out, "  {wrapped}")?;
+            }
         }
     }
     Ok(())
+}
+
+/// Breaks a text between words into lines of at most [`WIDTH`] columns, but for longer words. The
+/// second and later ones are indented.
+fn wrap(text: &str) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split_whitespace() {
+        let Some(line) = lines.last_mut() else { break };
+        if line.trim_start().is_empty() || line.chars().count() + 1 + word.chars().count() <= WIDTH
+        {
+            if !line.trim_start().is_empty() {
+                line.push(' ');
+            }
+            line.push_str(word);
+        } else {
+            lines.push(format!("  {word}"));
+        }
+    }
+    lines
+}
+
+/// Returns a sentence that says which backends an agent uses without a list.
+fn default_choice(rows: &[BackendRow]) -> String {
+    let mut opened: Vec<_> =
+        rows.iter().filter_map(|row| Some((row.default_order?, row.name))).collect();
+    opened.sort_unstable();
+    let opened: Vec<_> = opened.into_iter().map(|(_, name)| name).collect();
+    if opened.is_empty() {
+        return "No backend here is used unless a list of backends names it.".to_owned();
+    }
+    format!(
+        "Without a list of backends, the first of {} that serves a peer moves the blocks.",
+        opened.join(", ")
+    )
 }
 
 fn tell_found(found: &[FoundLibrary], rows: &[BackendRow], out: &mut dyn Write) -> Result<()> {
@@ -215,7 +268,7 @@ mod tests {
 
     use kvx::{Capabilities, Error, ErrorKind};
     use kvx_core::backend::{
-        AutoOpen, Availability, BackendName, Context, Factory, Placement, Transport, Unavailable,
+        Availability, BackendName, Context, Factory, Placement, Transport, Unavailable,
     };
     use kvx_core::{HungPageScope, Idle, Isolation, MemoryKinds, PerOp, Revocation};
 
@@ -297,12 +350,15 @@ mod tests {
     fn the_table_lists_every_known_backend_even_if_it_is_not_compiled_in() {
         assert_eq!(
             output(&Arguments::default()).unwrap(),
-            "BACKEND    AVAILABLE  VERSION/LIBRARY        WHY NOT / NEXT STEP\n\
-             UCX        no         -                      \
-             libucp.so.0 not found (KVX_UCX_LIB unset; tried libucp.so.0): apt install libucx0\n\
-             LIBFABRIC  no         -                      not in this build: enable feature \"libfabric\"\n\
-             RIXL       no         -                      not in this release\n\
-             WIRE       yes        7.1 /lib/libwire.so.7  -\n  - wire0: reads and writes\n"
+            "BACKEND    AVAILABLE  VERSION AND LIBRARY\n\
+             UCX        no         -\n  \
+             why: libucp.so.0 not found (KVX_UCX_LIB unset; tried libucp.so.0)\n  \
+             do: apt install libucx0\n\
+             LIBFABRIC  no         -\n  \
+             why: not in this build\n  do: enable feature \"libfabric\"\n\
+             RIXL       no         -\n  why: not in this release\n\
+             WIRE       yes        7.1 /lib/libwire.so.7\n  device: wire0: reads and writes\n\
+             \nNo backend here is used unless a list of backends names it.\n"
         );
     }
 
@@ -317,6 +373,7 @@ mod tests {
             "available",
             "version",
             "library",
+            "default_order",
             "devices",
             "route",
             "reason",
@@ -333,7 +390,7 @@ mod tests {
             Value::Object(rows[0].clone()),
             json!({
                 "name": "UCX", "compiled": true, "available": false, "version": null, "library": null,
-                "devices": [], "route": null, "reason": "libucp.so.0 not found (KVX_UCX_LIB unset; tried libucp.so.0)",
+                "default_order": null, "devices": [], "route": null, "reason": "libucp.so.0 not found (KVX_UCX_LIB unset; tried libucp.so.0)",
                 "next_step": "apt install libucx0", "capabilities": null,
             })
         );
@@ -364,9 +421,23 @@ mod tests {
         let caution = "everybody hears it; say nothing secret";
         let table = output(false);
         let row = table.lines().nth(1).unwrap();
-        assert!(row.starts_with("RADIO    yes") && row.ends_with(caution), "{table}");
+        assert!(row.starts_with("RADIO    yes"), "{table}");
+        assert!(table.lines().any(|line| line == format!("  note: {caution}")), "{table}");
         let rows: Value = serde_json::from_str(&output(true)).unwrap();
         assert_eq!((&rows[0]["available"], &rows[0]["next_step"]), (&json!(true), &json!(caution)));
+    }
+
+    #[test]
+    fn details_are_wrapped_and_the_default_choice_is_in_the_order_of_preference() {
+        let lines = wrap(&"word ".repeat(30));
+        assert_eq!(lines.iter().map(String::len).collect::<Vec<_>>(), [99, 51]);
+        assert_eq!(wrap(&"x".repeat(200)), ["x".repeat(200)]);
+        let row = |name, default_order| BackendRow { name, default_order, ..BackendRow::default() };
+        let rows = [row("TCP", Some(90)), row("UCX", None), row("SHM", Some(10))];
+        assert_eq!(
+            default_choice(&rows),
+            "Without a list of backends, the first of SHM, TCP that serves a peer moves the blocks."
+        );
     }
 
     #[test]

@@ -41,10 +41,13 @@ fn backends_lists_every_known_backend() {
     assert!(output.status.success());
     let lines: Vec<_> = text(&output.stdout).lines().collect();
     assert!(
-        lines[0].starts_with("BACKEND") && lines[0].ends_with("WHY NOT / NEXT STEP"),
+        lines[0].starts_with("BACKEND") && lines[0].ends_with("VERSION AND LIBRARY"),
         "{lines:?}"
     );
-    let rows = lines[1..].iter().filter(|line| !line.starts_with(' ')); // the devices of a backend are below it
+    let end = lines.iter().position(|line| line.is_empty()).expect("the default choice follows");
+    assert!(lines[end + 1].contains("the first of SHM, TCP"), "{lines:?}");
+    assert!(lines.iter().all(|line| line.chars().count() <= 120), "{lines:?}");
+    let rows = lines[1..end].iter().filter(|line| !line.starts_with(' ')); // details are below a backend
     let names: Vec<_> = rows.filter_map(|line| line.split_whitespace().next()).collect();
     assert_eq!(names, ["UCX", "LIBFABRIC", "MOONCAKE", "RIXL", "SHM", "TCP"]);
 }

@@ -1,5 +1,5 @@
 //! The smallest backend that keeps kvx's contract, with the conformance suite that tests it.
-//! kvx-backend's README.md explains it.
+//! docs/backends/writing.md explains it.
 //!
 //! Its stand-in for a native library loses nothing and guarantees no order: it sends messages as
 //! datagrams over Unix sockets and copies pieces with `process_vm_readv` and `process_vm_writev`,

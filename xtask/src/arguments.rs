@@ -149,7 +149,7 @@ pub(crate) struct SoakOptions {
 /// The options of `cargo xtask faults`.
 #[derive(Args, Debug, PartialEq)]
 pub(crate) struct FaultsOptions {
-    /// Instead of agents let engines and their ranks fail (docs/project/reliability-of-loads.md); half an
+    /// Instead of agents let engines and their ranks fail (docs/project/reliability.md); half an
     /// hour
     #[arg(value_name = "connector", value_parser = ["connector"], hide_possible_values = true)]
     pub(crate) connector: Option<String>,

@@ -79,7 +79,7 @@ pub fn flood_with_hellos<F: Fabric>(
 
 const TO: EndpointId = EndpointId(1);
 /// The number of hellos in a burst, and the pause after it: without a pause libfabric's ofi_rxm may
-/// read without end and starve the owner (kvx-libfabric/DECISIONS.md).
+/// read without end and starve the owner (docs/project/decisions/libfabric-buffers.md).
 const BURST: (usize, Duration) = (32, Duration::from_millis(1));
 
 struct HelloSender<F> {

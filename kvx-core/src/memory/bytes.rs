@@ -102,7 +102,8 @@ mod tests {
         }
     }
 
-    /// ThreadSanitizer reports a data race here if the copies are plain: see `DECISIONS.md`.
+    /// ThreadSanitizer reports a data race here if the copies are plain
+    /// (docs/project/decisions/shared-copies.md).
     #[test]
     fn threads_copy_in_and_out_of_the_same_bytes_at_once() {
         let (memory, done) = (Memory::owned(vec![1; 4096]), AtomicBool::new(false));

@@ -167,7 +167,7 @@ impl AccessLog {
 /// Timeouts.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-#[allow(missing_docs, reason = "the README documents these keys")]
+#[allow(missing_docs, reason = "docs/operations/configuration.md documents these keys")]
 pub struct Timeouts {
     #[serde(deserialize_with = "units::read_duration")]
     pub connect: Duration,
@@ -184,7 +184,7 @@ pub struct Timeouts {
 /// Limits on retries.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-#[allow(missing_docs, reason = "the README documents these keys")]
+#[allow(missing_docs, reason = "docs/operations/configuration.md documents these keys")]
 pub struct Retries {
     pub attempts: u32,
     pub budget: f64,
@@ -193,7 +193,7 @@ pub struct Retries {
 /// Health checks and ejections of instances.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-#[allow(missing_docs, reason = "the README documents these keys")]
+#[allow(missing_docs, reason = "docs/operations/configuration.md documents these keys")]
 pub struct Health {
     #[serde(deserialize_with = "units::read_duration")]
     pub every: Duration,
@@ -210,7 +210,7 @@ pub struct Health {
 /// Limits on clients.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-#[allow(missing_docs, reason = "the README documents these keys")]
+#[allow(missing_docs, reason = "docs/operations/configuration.md documents these keys")]
 pub struct ClientLimits {
     pub connections: usize,
     pub in_flight: usize,

@@ -336,8 +336,9 @@ fn prefill_stopped_and_killed(backend: &str) -> Check {
 
 /// The first tested UCX whose gets and puts need no queues on one host. When a process with an
 /// older UCX is killed in the middle of a message, the message's reader receives nothing from new
-/// peers afterwards, and reads from the dead process stay held: see kvx-ucx/DECISIONS.md. Versions
-/// between 1.13 and this one were not tested.
+/// peers afterwards, and reads from the dead process stay held
+/// (docs/project/decisions/ucx-shared-memory.md). Versions between 1.13 and this one were not
+/// tested.
 const OUTLIVES_KILLS: (u32, u32) = (1, 22);
 
 /// Returns environment variables for engines whose backend survives the kill of a peer: those of a

@@ -187,12 +187,12 @@ fn table(rows: &[BackendRow], out: &mut dyn Write) -> Result<()> {
         cells.chain([HEADINGS[column].len()]).max().unwrap_or(0)
     };
     let (name_width, available_width) = (width(0), width(1));
-    let mut line = |[name, available, version]: [&str; 3]| {
-        writeln!(out, "{name:<name_width$}  {available:<available_width$}  {version}")
+    let line = |[name, available, version]: [&str; 3]| {
+        format!("{name:<name_width$}  {available:<available_width$}  {version}")
     };
-    line(HEADINGS)?;
+    writeln!(out, "{}", line(HEADINGS))?;
     for (row, cells) in rows.iter().zip(&cells) {
-        line(cells.each_ref().map(String::as_str))?;
+        writeln!(out, "{}", line(cells.each_ref().map(String::as_str)))?;
         for detail in row.details() {
             for wrapped in wrap(&detail) {
                 writeln!(out, "  {wrapped}")?;

@@ -47,7 +47,8 @@ pub unsafe trait Transport: Send + Sync {
     /// Returns true if the transport moves device memory through host buffers, as
     /// `kv_buffer_device: "cpu"` requires
     /// ([`AgentBuilder::stage_device_memory`](crate::AgentBuilder::stage_device_memory)). Core then
-    /// does not ask other transports to register such memory.
+    /// does not ask other transports to register such memory. Transports around a native library
+    /// return false: staging needs the target's CPU, which these libraries are there to avoid.
     fn stages_devices(&self) -> bool {
         false
     }

@@ -4,7 +4,8 @@
 //! other block numbers, the client would get another request's data. If the fleet has a secret, the
 //! engine that holds the blocks signs their parameters for as long as it keeps them. Routers write
 //! the parameters of MooncakeConnector and of push, which name no blocks and are unsigned: there
-//! the engines authenticate each other with the secret when they connect.
+//! the engines authenticate each other with the secret when they connect. The flags are not signed
+//! either: a proxy makes a decode's answer the parameters of the next turn's prefill leg.
 
 use std::fmt;
 use std::sync::Arc;

@@ -200,12 +200,20 @@ mod tests {
 
     #[test]
     fn commands_of_documents_are_accepted() {
-        let docs =
-            std::fs::read_dir(crate::root().join("docs")).unwrap().map(|file| file.unwrap().path());
-        let pages =
-            docs.chain(["README.md", "CONTRIBUTING.md"].map(|name| crate::root().join(name)));
-        let pages = pages.filter(|page| page.is_file());
-        let text: String = pages.map(|page| std::fs::read_to_string(page).unwrap()).collect();
+        let mut pages =
+            vec![crate::root().join("README.md"), crate::root().join("CONTRIBUTING.md")];
+        let mut folders = vec![crate::root().join("docs")];
+        while let Some(folder) = folders.pop() {
+            for path in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+                match path.is_dir() {
+                    true => folders.push(path),
+                    false if path.extension().is_some_and(|end| end == "md") => pages.push(path),
+                    false => {}
+                }
+            }
+        }
+        let text: String =
+            pages.iter().map(|page| std::fs::read_to_string(page).unwrap()).collect();
         let commands: Vec<_> =
             text.lines().filter_map(|line| line.strip_prefix("cargo xtask ")).collect();
         assert!(commands.len() > 5, "{commands:?}");

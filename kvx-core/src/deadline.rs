@@ -1,4 +1,7 @@
 //! Deadlines, and the thread of an agent that enforces them.
+//!
+//! The public API has no value for "never". There is no injectable clock: transports wait for
+//! sockets, the kernel and libraries, none of which knows virtual time, so tests use short times.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;

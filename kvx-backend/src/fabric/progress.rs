@@ -244,7 +244,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_librarys_scheduling_request_reaches_the_reactor_after_a_turn_without_a_poll() {
+    fn the_library_scheduling_request_reaches_the_reactor_after_a_turn_without_a_poll() {
         let (mut machine, queued, mut out) = (machine(), Queued::default(), Outbox::default());
         assert!(!machine.progress(&queued, &mut out).own_thread_only);
         machine.fabric.alone = true;

@@ -238,11 +238,13 @@ fn prefills(backend: &str) -> Check {
     let line = |of: &str| log.lines().find(|line| line.contains(of)).unwrap_or_default().to_owned();
     let (connected, load) = (line("connected to a worker of a peer"), line("kvx_load{request=d1"));
     ensure(
-        connected.contains("route=RIXL") && connected.contains("as_nixl=it says nothing of kvx"),
+        connected.contains("route=RIXL")
+            && connected.contains("as_nixl=the answer has no metadata of kvx"),
         || log.clone(),
     )?;
     ensure(
-        load.contains("backend=\"RIXL\"") && load.contains("nixl=\"it says nothing of kvx\""),
+        load.contains("backend=\"RIXL\"")
+            && load.contains("nixl=\"the answer has no metadata of kvx\""),
         || log.clone(),
     )
 }

@@ -206,19 +206,36 @@ fn table(rows: &[BackendRow], out: &mut dyn Write) -> Result<()> {
 /// second and later ones are indented.
 fn wrap(text: &str) -> Vec<String> {
     let mut lines = vec![String::new()];
-    for word in text.split_whitespace() {
+    for word in words(text) {
         let Some(line) = lines.last_mut() else { break };
         if line.trim_start().is_empty() || line.chars().count() + 1 + word.chars().count() <= WIDTH
         {
             if !line.trim_start().is_empty() {
                 line.push(' ');
             }
-            line.push_str(word);
+            line.push_str(&word);
         } else {
             lines.push(format!("  {word}"));
         }
     }
     lines
+}
+
+/// Splits a text into words. A command between backquotes is one word, to be copied.
+fn words(text: &str) -> Vec<String> {
+    let mut words: Vec<String> = Vec::new();
+    let mut is_command = false;
+    for word in text.split_whitespace() {
+        match words.last_mut().filter(|_| is_command) {
+            Some(command) => {
+                command.push(' ');
+                command.push_str(word);
+            }
+            None => words.push(word.to_owned()),
+        }
+        is_command ^= word.matches('`').count() % 2 == 1;
+    }
+    words
 }
 
 /// Returns a sentence that says which backends an agent uses without a list.
@@ -432,6 +449,8 @@ mod tests {
         let lines = wrap(&"word ".repeat(30));
         assert_eq!(lines.iter().map(String::len).collect::<Vec<_>>(), [99, 51]);
         assert_eq!(wrap(&"x".repeat(200)), ["x".repeat(200)]);
+        let command = format!("`run {}`", "word ".repeat(30).trim());
+        assert_eq!(wrap(&format!("do: {command} now")).len(), 3);
         let row = |name, default_order| BackendRow { name, default_order, ..BackendRow::default() };
         let rows = [row("TCP", Some(90)), row("UCX", None), row("SHM", Some(10))];
         assert_eq!(

@@ -1,6 +1,6 @@
 //! Bare moves on this host: the same list of blocks between the same memory, without a protocol.
 //!
-//! This module uses no code of kvx, which could slow the limit down or speed it up.
+//! This module uses none of the library's code, which could slow the limit down or speed it up.
 
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::TcpStream;

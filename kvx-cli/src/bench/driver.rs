@@ -1,6 +1,6 @@
 //! The limit of a GPU: bare copies by its driver.
 //!
-//! This module uses no code of kvx, which could slow the limit down or speed it up.
+//! This module uses none of the library's code, which could slow the limit down or speed it up.
 
 use std::ffi::{CStr, CString, c_int, c_uint, c_void};
 use std::io::{Error, Result};

@@ -17,7 +17,7 @@ fn refused(decode: &Server, prompt: &Value, params: Value, what: &str) {
     let (status, answer) = decode.post("/v1/completions", &body);
     assert_eq!(status, 403, "{what}: {answer}");
     assert!(
-        answer["error"]["message"].as_str().unwrap().contains("signed") || what == "unsigned",
+        answer["error"]["message"].as_str().unwrap().contains("signature") || what == "unsigned",
         "{answer}"
     );
 }

@@ -1,9 +1,9 @@
 //! Filters clients' headers for the legs, and reads those that the proxy needs.
 
 use hyper::header::{
-    ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderMap,
-    HeaderName, HeaderValue, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
-    TRANSFER_ENCODING, UPGRADE,
+    ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE,
+    EXPECT, HOST, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE,
+    TRAILER, TRANSFER_ENCODING, UPGRADE,
 };
 use kvx_vllm::params::{X_REQUEST_ID, XRequestId};
 
@@ -26,6 +26,10 @@ const HOP_BY_HOP: [HeaderName; 9] = [
     HeaderName::from_static("proxy-connection"),
 ];
 
+/// Headers that decide how a body is read. `Connection` cannot remove them: an instance would read
+/// another body than the one that this proxy filtered.
+const OF_THE_BODY: [HeaderName; 2] = [CONTENT_TYPE, CONTENT_ENCODING];
+
 /// Returns true for headers that choose an instance in other routers and engines. Clients cannot
 /// choose one here.
 fn names_a_host(name: &str) -> bool {
@@ -42,7 +46,8 @@ fn names_a_host(name: &str) -> bool {
     STARTS.iter().any(|start| name.starts_with(start))
 }
 
-/// Removes hop-by-hop headers, including those that `Connection` names.
+/// Removes hop-by-hop headers, including those that `Connection` names, except for headers of the
+/// body.
 pub(crate) fn drop_hop_by_hop(headers: &mut HeaderMap) {
     let named: Vec<HeaderName> = headers
         .get_all(CONNECTION)
@@ -50,6 +55,7 @@ pub(crate) fn drop_hop_by_hop(headers: &mut HeaderMap) {
         .filter_map(|value| value.to_str().ok())
         .flat_map(|list| list.split(','))
         .filter_map(|name| name.trim().parse().ok())
+        .filter(|name| !OF_THE_BODY.contains(name))
         .collect();
     for name in named.iter().chain(&HOP_BY_HOP) {
         headers.remove(name);
@@ -107,6 +113,31 @@ pub(crate) fn request_id(headers: &HeaderMap) -> Result<Option<XRequestId>, Stri
     XRequestId::new(text).map(Some).map_err(|error| error.to_string())
 }
 
+/// Returns the boundary of a `multipart/form-data` body; `None` for other types.
+///
+/// # Errors
+///
+/// Fails if the form has no boundary. The message is for the client.
+pub(crate) fn form_boundary(content_type: &HeaderValue) -> Result<Option<&str>, String> {
+    let Ok(text) = content_type.to_str() else { return Ok(None) };
+    let mut parts = text.split(';').map(str::trim);
+    if !parts.next().is_some_and(|kind| kind.eq_ignore_ascii_case("multipart/form-data")) {
+        return Ok(None);
+    }
+    let boundary = parts.find_map(|part| {
+        let (name, value) = part.split_once('=')?;
+        let value = value.trim();
+        let value =
+            value.strip_prefix('"').and_then(|rest| rest.strip_suffix('"')).unwrap_or(value);
+        let fits = !value.is_empty() && value.len() <= 70;
+        (name.trim().eq_ignore_ascii_case("boundary") && fits).then_some(value)
+    });
+    match boundary {
+        Some(boundary) => Ok(Some(boundary)),
+        None => Err("multipart/form-data needs a boundary of 1 to 70 characters".to_owned()),
+    }
+}
+
 /// Returns the trace id of a client's `traceparent`, if it is valid.
 pub(crate) fn trace_id(headers: &HeaderMap) -> Option<&str> {
     let text = headers.get(TRACEPARENT)?.to_str().ok()?;
@@ -140,8 +171,10 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     if let Some(trace) = trace_id(&headers) {
         assert_eq!(trace.len(), 32);
     }
+    let of_the_body = OF_THE_BODY.map(|name| headers.get(&name).cloned());
     let sent = for_instances(headers, bearer("k").as_ref(), false);
     assert!(sent.contains_key(AUTHORIZATION));
+    assert_eq!(OF_THE_BODY.map(|name| sent.get(&name).cloned()), of_the_body);
     for name in sent.keys() {
         assert!(
             !HOP_BY_HOP.contains(name) && *name != HOST && !names_a_host(name.as_str()),
@@ -187,6 +220,46 @@ mod tests {
         let mut names: Vec<&str> = sent.keys().map(HeaderName::as_str).collect();
         names.sort_unstable();
         assert_eq!(names, ["authorization", "openai-organization", "traceparent", "x-request-id"]);
+    }
+
+    #[test]
+    fn connection_cannot_remove_headers_of_the_body() {
+        let sent = for_instances(
+            headers(&[
+                ("connection", "content-type, Content-Encoding, x-mine"),
+                ("content-type", "multipart/form-data; boundary=x"),
+                ("content-encoding", "identity"),
+                ("x-mine", "1"),
+            ]),
+            None,
+            false,
+        );
+        assert_eq!(sent[CONTENT_TYPE], "multipart/form-data; boundary=x");
+        assert_eq!(sent[CONTENT_ENCODING], "identity");
+        assert!(!sent.contains_key("x-mine"));
+    }
+
+    #[test]
+    fn forms_name_their_boundary() {
+        let boundary = |text: &'static str| {
+            form_boundary(&HeaderValue::from_static(text)).map(|of| of.map(str::to_owned))
+        };
+        for form in [
+            "multipart/form-data; boundary=x-1",
+            "Multipart/Form-Data;charset=utf-8; Boundary=\"x-1\"",
+        ] {
+            assert_eq!(boundary(form), Ok(Some("x-1".to_owned())), "{form}");
+        }
+        for other in ["application/json", "multipart/mixed; boundary=x", "multipart/form-data-x"] {
+            assert_eq!(boundary(other), Ok(None), "{other}");
+        }
+        for wrong in [
+            "multipart/form-data",
+            "multipart/form-data; boundary=",
+            "multipart/form-data; boundary=\"\"",
+        ] {
+            assert!(boundary(wrong).is_err(), "{wrong}");
+        }
     }
 
     #[test]

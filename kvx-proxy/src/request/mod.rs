@@ -132,15 +132,24 @@ pub(crate) struct PassthroughRequest {
 }
 
 impl PassthroughRequest {
-    /// Parses a body. Does not parse forms: no engine reads transfer parameters from them.
+    /// Parses a body. Does not parse forms, which begin with their boundary: no engine reads
+    /// transfer parameters from them.
     ///
     /// # Errors
     ///
-    /// Fails if the body is neither JSON nor a form: an engine may accept what this parser rejects.
-    /// The message is for the client.
-    pub(crate) fn new(body: Bytes, is_form: bool) -> Result<Self, String> {
-        if body.is_empty() || is_form {
-            return Ok(PassthroughRequest { body, ..PassthroughRequest::default() });
+    /// Fails if the body is neither JSON nor the form that its type announces: an engine may accept
+    /// what this parser rejects. The message is for the client.
+    pub(crate) fn new(body: Bytes, boundary: Option<&str>) -> Result<Self, String> {
+        let begins =
+            |boundary| body.strip_prefix(b"--").is_some_and(|rest| rest.starts_with(boundary));
+        match boundary {
+            Some(boundary) if !body.is_empty() && !begins(boundary.as_bytes()) => {
+                return Err(format!(
+                    "the body is not multipart/form-data: it does not begin with --{boundary}"
+                ));
+            }
+            None if !body.is_empty() => {}
+            _ => return Ok(PassthroughRequest { body, ..PassthroughRequest::default() }),
         }
         let value = serde_json::from_slice(&body).map_err(|error| {
             format!("the body is not JSON ({error}); send JSON or multipart/form-data")
@@ -328,7 +337,7 @@ impl<'a> Prompt<'a> {
 /// recipes accept every request that takes two legs.
 pub(crate) fn fuzz(bytes: &[u8]) {
     let sent =
-        PassthroughRequest::new(Bytes::copy_from_slice(bytes), false).unwrap_or_default().body;
+        PassthroughRequest::new(Bytes::copy_from_slice(bytes), None).unwrap_or_default().body;
     let clean = |value: &Value| {
         assert!(value.get("kv_transfer_params").is_none());
         assert!(
@@ -403,10 +412,10 @@ mod tests {
         let text = br#"{"prompt": "a", "kv_transfer_param\u0073": {"remote_host": "evil"}, "vllm_xargs": {"kv_transfer_params": 1, "x": 2}}"#;
         let asked = CompletionRequest::new(text).unwrap();
         assert_eq!(asked.body, serde_json::json!({"prompt": "a", "vllm_xargs": {"x": 2}}));
-        let sent = PassthroughRequest::new(Bytes::from_static(text), false).unwrap();
+        let sent = PassthroughRequest::new(Bytes::from_static(text), None).unwrap();
         assert!(!String::from_utf8_lossy(&sent.body).contains("evil"));
         let other = Bytes::from_static(b"{ \"input\":  1.50 , \"model\": \"m\" }");
-        let sent = PassthroughRequest::new(other.clone(), false).unwrap();
+        let sent = PassthroughRequest::new(other.clone(), None).unwrap();
         assert_eq!(sent.model.as_deref(), Some("m"));
         assert_eq!(sent.body, other, "otherwise it is forwarded byte for byte");
     }
@@ -422,14 +431,24 @@ mod tests {
         for body in [&nan[..], br#"{"x": Infinity, "kv_transfer_params": 1}"#, lone, &utf16, &deep]
         {
             let body = Bytes::copy_from_slice(body);
-            assert!(
-                PassthroughRequest::new(body.clone(), false).is_err(),
-                "{}",
-                body.escape_ascii()
-            );
-            assert_eq!(PassthroughRequest::new(body.clone(), true).unwrap().body, body);
+            for boundary in [None, Some("x")] {
+                let parsed = PassthroughRequest::new(body.clone(), boundary);
+                assert!(parsed.is_err(), "{boundary:?}: {}", body.escape_ascii());
+            }
         }
-        assert!(PassthroughRequest::new(Bytes::new(), false).is_ok(), "an empty body");
+        assert!(PassthroughRequest::new(Bytes::new(), None).is_ok(), "an empty body");
+    }
+
+    #[test]
+    fn forms_begin_with_their_boundary() {
+        let form = Bytes::from_static(
+            b"--x\r\ncontent-disposition: form-data; name=\"a\"\r\n\r\n\xff\r\n--x--\r\n",
+        );
+        assert_eq!(PassthroughRequest::new(form.clone(), Some("x")).unwrap().body, form);
+        for other in [&b"{\"kv_transfer_params\": {}}"[..], b"-x\r\n", b"--y\r\n", b" --x\r\n"] {
+            let other = Bytes::from_static(other);
+            assert!(PassthroughRequest::new(other.clone(), Some("x")).is_err(), "{other:?}");
+        }
     }
 
     #[test]

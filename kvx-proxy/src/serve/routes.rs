@@ -19,7 +19,7 @@ use crate::relay::api_error::{ApiError, json_response};
 use crate::relay::core::{Core, LiveSetup};
 use crate::relay::job::{Job, JobResult};
 use crate::relay::{decode_only, disaggregated};
-use crate::request::{CompletionRequest, PassthroughRequest, plain_path};
+use crate::request::{CompletionRequest, PassthroughRequest, headers, plain_path};
 
 type Shared = State<Arc<Core>>;
 
@@ -75,7 +75,7 @@ fn respond(ended: JobResult) -> Response<Body> {
             record.set_error(refusal.message.clone());
             let mut response = refusal.response();
             if let Ok(id) = HeaderValue::from_str(&record.id) {
-                response.headers_mut().insert(crate::request::headers::REQUEST_ID, id);
+                response.headers_mut().insert(headers::REQUEST_ID, id);
             }
             response
         }
@@ -93,7 +93,10 @@ async fn body_of(
     headers: &HeaderMap,
     body: Body,
 ) -> Result<(Bytes, BodyPermit), ApiError> {
-    if headers.get(CONTENT_ENCODING).is_some_and(|value| value != "identity") {
+    if headers.get_all(CONTENT_TYPE).iter().nth(1).is_some() {
+        return Err(ApiError::bad_request("the body has two Content-Types; send one"));
+    }
+    if headers.get_all(CONTENT_ENCODING).iter().any(|value| value != "identity") {
         let words = "the body has a Content-Encoding; send it unencoded";
         return Err(ApiError::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, words));
     }
@@ -243,10 +246,8 @@ async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
             }
             None => {}
         }
-        let form = parts.headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
-        let is_form =
-            form.is_some_and(|kind| kind.to_ascii_lowercase().starts_with("multipart/form-data"));
-        let asked = match PassthroughRequest::new(body, is_form) {
+        let boundary = parts.headers.get(CONTENT_TYPE).map_or(Ok(None), headers::form_boundary);
+        let asked = match boundary.and_then(|boundary| PassthroughRequest::new(body, boundary)) {
             Ok(asked) => asked,
             Err(words) => return Err(job.refused(ApiError::bad_request(words))),
         };

@@ -3,6 +3,8 @@
 
 mod configuration;
 mod data_parallel;
+mod forms;
+mod http;
 mod keys;
 mod parameters;
 mod ranks;

@@ -39,6 +39,8 @@ pub(crate) async fn models_are_those_that_both_sides_serve() {
 pub(crate) async fn other_requests_go_to_a_decode_instance_unchanged() {
     let mut fleet = Fleet::new(1, 1).await;
     let bytes: Vec<u8> = (0..=255).collect();
+    let head = b"--x\r\ncontent-disposition: form-data; name=\"file\"\r\n\r\n";
+    let bytes = [&head[..], &bytes, b"\r\n--x--\r\n"].concat();
     for path in ["/v1/embeddings", "/v1/rerank", "/score", "/pooling", "/v1/audio/transcriptions"] {
         let answer = Call::new(fleet.port(), Method::POST, &format!("{path}?a=1&b=%20"))
             .header("content-type", "multipart/form-data; boundary=x")

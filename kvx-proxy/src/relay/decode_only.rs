@@ -2,6 +2,7 @@
 
 use hyper::Method;
 use hyper::header::{CONTENT_LENGTH, HeaderValue};
+use serde::de::{Deserialize as _, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use super::answer_head::AnswerKind;
 use super::job::{Job, JobResult};
@@ -98,8 +99,10 @@ async fn run(
                 continue;
             }
             Ok(opened) => {
-                if job.path.path() == "/v1/responses"
-                    && let Some(id) = response_id(&opened.first)
+                if job.method == Method::POST
+                    && job.path.path() == "/v1/responses"
+                    && opened.parts.status.is_success()
+                    && let Some(id) = response_id(&opened.first, opened.events.is_some())
                 {
                     job.core.store(id, decode.instance.name());
                 }
@@ -118,13 +121,60 @@ async fn run(
     }
 }
 
-/// Returns the id of a stored response, from the beginning of its answer.
-fn response_id(first: &[u8]) -> Option<String> {
-    let head = &first[..first.len().min(64 << 10)];
-    let start = head.windows(6).position(|six| six == b"\"resp_")? + 1;
-    let length =
-        head[start..].iter().position(|byte| *byte == b'"').filter(|length| *length <= 128)?;
-    String::from_utf8(head[start..start + length].to_vec()).ok()
+/// Returns the id of a stored response, from the beginning of its answer: an object, or an event
+/// with one. Clients choose other texts in it.
+fn response_id(first: &[u8], is_stream: bool) -> Option<String> {
+    let (json, path) = match is_stream {
+        false => (first, &["id"][..]),
+        true => {
+            let mut lines = first.split(|byte| matches!(byte, b'\n' | b'\r'));
+            (lines.find_map(|line| line.strip_prefix(b"data:"))?, &["response", "id"][..])
+        }
+    };
+    let mut id = None;
+    // Expected: an error at the end of the beginning.
+    let _ = TextAt { path, found: &mut id }
+        .deserialize(&mut serde_json::Deserializer::from_slice(json));
+    id.filter(|id| id.len() <= 128)
+}
+
+/// A reader of the text at a path of keys in a JSON object, which may end early.
+struct TextAt<'a> {
+    path: &'a [&'static str],
+    found: &'a mut Option<String>,
+}
+
+impl<'de> DeserializeSeed<'de> for TextAt<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+        if self.path.is_empty() {
+            *self.found = Some(String::deserialize(from)?);
+            return Ok(());
+        }
+        from.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for TextAt<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        let TextAt { path, found } = self;
+        while let Some(key) = map.next_key::<String>()? {
+            match path {
+                [first, rest @ ..] if key == *first => {
+                    return map.next_value_seed(TextAt { path: rest, found });
+                }
+                _ => map.next_value::<IgnoredAny>()?,
+            };
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]
@@ -133,11 +183,29 @@ mod tests {
 
     #[test]
     fn the_id_of_a_response_is_found() {
-        assert_eq!(response_id(b"{\"id\": \"resp_0a\", \"x\": 1}").as_deref(), Some("resp_0a"));
+        let found = |first: &[u8], is_stream| response_id(first, is_stream);
+        let object = br#"{"object": "response", "id": "resp_0a", "x": 1}"#;
+        assert_eq!(found(object, false).as_deref(), Some("resp_0a"));
+        let beginning = br#"{"id": "resp_0a", "output": [{"te"#;
+        assert_eq!(found(beginning, false).as_deref(), Some("resp_0a"));
         let event = b"event: response.created\ndata: {\"response\":{\"id\":\"resp_1\"}}\n\n";
-        assert_eq!(response_id(event).as_deref(), Some("resp_1"));
-        for none in [&b"{}"[..], b"\"resp_", b"\"resp_without end"] {
-            assert_eq!(response_id(none), None);
+        assert_eq!(found(event, true).as_deref(), Some("resp_1"));
+        for none in
+            [&b"{}"[..], b"\"resp_", b"\"resp_without end", br#"{"id": 5}"#, br#"{"id": "resp_"#]
+        {
+            assert_eq!(found(none, false), None, "{}", none.escape_ascii());
         }
+        assert_eq!(found(format!("{{\"id\": \"{}\"}}", "x".repeat(129)).as_bytes(), false), None);
+    }
+
+    #[test]
+    fn texts_of_clients_are_no_ids() {
+        let object = br#"{"instructions": "resp_other", "metadata": {"id": "resp_other"}, "id": "resp_own"}"#;
+        assert_eq!(response_id(object, false).as_deref(), Some("resp_own"));
+        let beginning = br#"{"instructions": "resp_other", "input": [{"id": "resp_other"}], "te"#;
+        assert_eq!(response_id(beginning, false), None);
+        let event =
+            [&b"data: {\"id\": \"resp_other\", \"response\": "[..], object, b"}\n\n"].concat();
+        assert_eq!(response_id(&event, true).as_deref(), Some("resp_own"));
     }
 }

@@ -86,6 +86,11 @@ pub(super) fn post(port: u16, path: &str, lines: &str, body: &[u8]) -> String {
     send(port, &[head.as_bytes(), body].concat())
 }
 
+/// Sends a `GET` with these header lines, and returns the whole answer.
+pub(super) fn get(port: u16, path: &str, lines: &str) -> String {
+    send(port, format!("GET {path} HTTP/1.1\r\nhost: x\r\n{lines}\r\n").as_bytes())
+}
+
 /// Sends these bytes, and reads until the server closes the connection.
 fn send(port: u16, bytes: &[u8]) -> String {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();

@@ -8,6 +8,7 @@ mod http;
 mod keys;
 mod parameters;
 mod ranks;
+mod responses;
 
 use kvx_testkit::output;
 

@@ -1,4 +1,5 @@
-//! The status page `/` and its data, `/status`.
+//! The status page `/` and its data, `/status`. The page has no data of its own: it asks for a key
+//! where clients need one.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;

@@ -31,14 +31,18 @@ pub(crate) fn router(core: Arc<Core>) -> Router {
         .route("/v1/models", get(models))
         .fallback(pass)
         .layer(middleware::from_fn_with_state(Arc::clone(&core), admit));
+    // They name the instances.
+    let operators = Router::new()
+        .route("/metrics", get(metrics))
+        .route("/status", get(page::status))
+        .route_layer(middleware::from_fn_with_state(Arc::clone(&core), admit));
     Router::new()
         .route("/health", get(|| async { StatusCode::OK }))
         .route("/healthcheck", get(healthcheck))
         .route("/ready", get(ready))
-        .route("/metrics", get(metrics))
         .route("/instances", get(admin::list).post(admin::add).delete(admin::remove))
         .route("/", get(page::page))
-        .route("/status", get(page::status))
+        .merge(operators)
         .fallback_service(clients.with_state(Arc::clone(&core)))
         .with_state(core)
 }

@@ -41,8 +41,9 @@ impl Setup {
                 Err(error) => found.push(Fails(error.to_string())),
             },
         }
-        if self.page && !self.is_loopback() {
-            let words = "anyone who can reach this address sees the instances at / and /status; page = false hides them";
+        if self.page && self.api_key_file.is_none() && !self.is_loopback() {
+            let words = "anyone who can reach this address sees the instances at / and /status; page = false hides them \
+                         there, and api_key_file closes /metrics too";
             found.push(Beware(words.to_owned()));
         }
         if let Err(error) = crate::serve::acceptor(self) {

@@ -46,7 +46,7 @@ pub struct Setup {
     pub access_log: AccessLog,
     /// Enables `/` and `/status`.
     pub page: bool,
-    /// A file with one key per line; clients need one of them.
+    /// A file with one key per line; clients need one of them, also for `/status` and `/metrics`.
     pub api_key_file: Option<PathBuf>,
     /// The certificate chain for clients, PEM. Needs the feature `tls`.
     pub tls_cert: Option<PathBuf>,

@@ -9,6 +9,7 @@ mod keys;
 mod parameters;
 mod ranks;
 mod responses;
+mod status;
 
 use kvx_testkit::output;
 

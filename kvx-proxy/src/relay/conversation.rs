@@ -2,7 +2,8 @@
 //! prefill of the next turn.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hyper::header::HeaderValue;
@@ -16,6 +17,12 @@ const HELD_FOR: Duration = Duration::from_secs(470);
 const KEPT: usize = 16_384;
 /// The longest answer text, in bytes, that can be continued.
 const TEXT: usize = 1 << 20;
+/// The memory, in bytes, of all turns that are kept and of all answers that are being read.
+const BUDGET: usize = 64 << 20;
+/// The most that one of them may take of it.
+const LARGEST: usize = 4 * TEXT;
+/// The memory of a turn without its parameters.
+const TURN: usize = 1024;
 
 type Hash = [u8; 32];
 
@@ -41,8 +48,53 @@ struct PastTurn {
     decode: String,
     said: TurnText,
     rest: Hash,
-    text: String,
+    text: AnswerText,
     until: Instant,
+    _share: Share,
+}
+
+/// The length and the hash of an answer's text.
+#[derive(Debug)]
+struct AnswerText(usize, Hash);
+
+impl AnswerText {
+    fn is(&self, text: &str) -> bool {
+        text.len() == self.0 && Hash::from(Sha256::digest(text)) == self.1
+    }
+}
+
+/// A part of the memory of all conversations, released on drop.
+#[derive(Debug, Default)]
+struct Share {
+    used: Arc<AtomicUsize>,
+    bytes: usize,
+}
+
+impl Share {
+    fn shrink(&mut self, less: usize) {
+        let less = less.min(self.bytes);
+        self.used.fetch_sub(less, Relaxed);
+        self.bytes -= less;
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.shrink(self.bytes);
+    }
+}
+
+/// Returns the memory that a value takes, at most.
+fn memory(value: &Value) -> usize {
+    size_of::<Value>()
+        + match value {
+            Value::String(text) => text.len(),
+            Value::Array(list) => list.iter().map(memory).sum(),
+            Value::Object(map) => {
+                map.iter().map(|(key, value)| 64 + key.len() + memory(value)).sum()
+            }
+            _ => 0,
+        }
 }
 
 /// The part of a turn's request that the next turn must repeat. Instances do not compare it, and
@@ -110,7 +162,7 @@ impl TurnText {
     }
 
     /// Returns true if this body begins with the turn's request and its answer.
-    fn continues(&self, text: &str, body: &Value) -> bool {
+    fn continues(&self, text: &AnswerText, body: &Value) -> bool {
         match self {
             TurnText::Messages(count, hash) => {
                 let Some(messages) = body.get("messages").and_then(Value::as_array) else {
@@ -118,7 +170,10 @@ impl TurnText {
                 };
                 let Some(answer) = messages.get(*count) else { return false };
                 answer.get("role").and_then(Value::as_str) == Some("assistant")
-                    && answer.get("content").and_then(Value::as_str) == Some(text)
+                    && answer
+                        .get("content")
+                        .and_then(Value::as_str)
+                        .is_some_and(|said| text.is(said))
                     && hash_of(&messages[..*count]) == *hash
             }
             TurnText::Prompt(length, hash) => {
@@ -126,15 +181,19 @@ impl TurnText {
                 prompt
                     .get(..*length)
                     .is_some_and(|before| Hash::from(Sha256::digest(before)) == *hash)
-                    && prompt[*length..].starts_with(text)
+                    && prompt[*length..].get(..text.0).is_some_and(|said| text.is(said))
             }
         }
     }
 }
 
-/// The turns that may be continued, each at most once.
+/// The turns that may be continued, each at most once, within a budget of memory.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Conversations(Arc<Mutex<TurnStore>>);
+pub(crate) struct Conversations {
+    kept: Arc<Mutex<TurnStore>>,
+    /// The bytes of all shares.
+    used: Arc<AtomicUsize>,
+}
 
 #[derive(Debug, Default)]
 struct TurnStore {
@@ -142,11 +201,27 @@ struct TurnStore {
     order: VecDeque<(Key, Instant)>,
 }
 
+impl TurnStore {
+    /// Forgets the oldest turn. Returns false if there is none.
+    fn forget_oldest(&mut self) -> bool {
+        let Some((oldest, until)) = self.order.pop_front() else { return false };
+        // Keep a later turn of the same conversation.
+        if self.turns.get(&oldest).is_some_and(|turn| turn.until == until) {
+            self.turns.remove(&oldest);
+        }
+        true
+    }
+}
+
 impl Conversations {
+    fn kept(&self) -> MutexGuard<'_, TurnStore> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Removes and returns the previous turn's answer and the name of the instance that holds its
     /// blocks, if this body continues that turn in time.
     pub(crate) fn take(&self, key: &Key, body: &Value, now: Instant) -> Option<(Answer, String)> {
-        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.kept();
         // A request that only names the conversation does not remove its turn.
         let turn = kept.turns.get(key)?;
         let continues = turn.until > now
@@ -157,18 +232,30 @@ impl Conversations {
     }
 
     fn keep(&self, key: Key, turn: PastTurn) {
-        let kept = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = &mut *self.kept();
         kept.order.push_back((key.clone(), turn.until));
         kept.turns.insert(key, turn);
-        while let Some((oldest, until)) = kept.order.front()
-            && (kept.order.len() > KEPT || *until <= Instant::now())
+        while kept.order.len() > KEPT
+            || kept.order.front().is_some_and(|(_, until)| *until <= Instant::now())
         {
-            // Keep a later turn of the same conversation.
-            if kept.turns.get(oldest).is_some_and(|turn| turn.until == *until) {
-                kept.turns.remove(oldest);
-            }
-            kept.order.pop_front();
+            kept.forget_oldest();
         }
+    }
+
+    /// Grows a share, for which the oldest turns are forgotten. Returns false if it would be too
+    /// large, or if answers that are being read use the whole budget.
+    fn grow(&self, share: &mut Share, more: usize) -> bool {
+        if share.bytes.saturating_add(more) > LARGEST {
+            return false;
+        }
+        let fits = |used: usize| (used + more <= BUDGET).then_some(used + more);
+        while self.used.fetch_update(Relaxed, Relaxed, fits).is_err() {
+            if !self.kept().forget_oldest() {
+                return false;
+            }
+        }
+        share.bytes += more;
+        true
     }
 }
 
@@ -181,8 +268,10 @@ pub(crate) struct Capture {
     rest: Hash,
     streamed: bool,
     answer: Answer,
-    text: String,
+    text: Sha256,
+    text_length: usize,
     body: Vec<u8>,
+    share: Share,
     failed: bool,
 }
 
@@ -193,6 +282,10 @@ impl Capture {
         body: &Value,
         streamed: bool,
     ) -> Option<Self> {
+        let mut share = Share { used: Arc::clone(&conversations.used), bytes: 0 };
+        if !conversations.grow(&mut share, TURN) {
+            return None;
+        }
         Some(Capture {
             conversations: conversations.clone(),
             key,
@@ -200,8 +293,10 @@ impl Capture {
             rest: hash_of_rest(body),
             streamed,
             answer: Answer::default(),
-            text: String::new(),
+            text: Sha256::new(),
+            text_length: 0,
             body: Vec::new(),
+            share,
             failed: false,
         })
     }
@@ -212,7 +307,7 @@ impl Capture {
             return;
         }
         if !self.streamed {
-            self.failed = self.body.len() + bytes.len() > 4 * TEXT;
+            self.failed = !self.conversations.grow(&mut self.share, bytes.len());
             if !self.failed {
                 self.body.extend_from_slice(bytes);
             }
@@ -230,7 +325,13 @@ impl Capture {
     fn chunk(&mut self, data: &[u8]) -> Option<()> {
         let chunk: Value = serde_json::from_slice(data).ok()?;
         let answer = Answer::from_body(&chunk).ok()?;
-        self.answer.params = answer.params.or(self.answer.params.take());
+        if answer.params.is_some() {
+            let more = memory(&chunk["kv_transfer_params"]);
+            if !self.conversations.grow(&mut self.share, more) {
+                return None;
+            }
+            self.answer.params = answer.params;
+        }
         if let Some(choice) = chunk.get("choices").and_then(|choices| choices.get(0)) {
             let said = choice.get("delta").or_else(|| choice.get("message")).unwrap_or(choice);
             let absent = |key| {
@@ -241,16 +342,19 @@ impl Capture {
                 return None;
             }
             for key in ["content", "text"] {
-                self.text.push_str(said.get(key).and_then(Value::as_str).unwrap_or_default());
+                let text = said.get(key).and_then(Value::as_str).unwrap_or_default();
+                self.text.update(text);
+                self.text_length += text.len();
             }
         }
-        (self.text.len() <= TEXT).then_some(())
+        (self.text_length <= TEXT).then_some(())
     }
 
     /// Stores the turn after its answer has ended successfully.
     pub(crate) fn keep(mut self, decode: &str) {
         if !self.streamed {
             let body = std::mem::take(&mut self.body);
+            self.share.shrink(body.len());
             self.failed |= self.chunk(&body).is_none();
         }
         let held = self.answer.params.as_ref().is_some_and(|params| params.do_remote_decode);
@@ -262,8 +366,9 @@ impl Capture {
             decode: decode.to_owned(),
             said: self.said,
             rest: self.rest,
-            text: self.text,
+            text: AnswerText(self.text_length, self.text.finalize().into()),
             until: Instant::now() + HELD_FOR,
+            _share: self.share,
         };
         self.conversations.keep(self.key, turn);
     }
@@ -354,6 +459,43 @@ mod tests {
         capture.keep("d:1");
         let body = serde_json::json!({"prompt": "Once upon a time"});
         assert!(conversations.take(&key("a"), &body, Instant::now()).is_some());
+    }
+
+    #[test]
+    fn turns_share_one_budget() {
+        let conversations = Conversations::default();
+        let ids = vec!["1"; 10_000].join(",");
+        let params = PARAMS.replace('\n', " ").replace("[[1]]", &format!("[[{ids}]]"));
+        let last = format!(
+            "data: {{\"choices\": [{{\"delta\": {{\"content\": \"good day\"}}}}], \"kv_transfer_params\": {params}}}\n\n"
+        );
+        let turns = 2 * BUDGET / (10_000 * size_of::<Value>());
+        for turn in 0..turns {
+            let key = key(&turn.to_string());
+            let mut capture = Capture::new(&conversations, key, &first(), true).unwrap();
+            capture.push(last.as_bytes());
+            capture.keep("d:1");
+            assert!(conversations.used.load(Relaxed) <= BUDGET);
+        }
+        assert!(conversations.used.load(Relaxed) > BUDGET / 2);
+        let take = |turn: usize| {
+            conversations.take(&key(&turn.to_string()), &next("good day"), Instant::now())
+        };
+        assert!(take(0).is_none() && take(turns - 1).is_some(), "the oldest are forgotten");
+        let mut share = Share { used: Arc::clone(&conversations.used), bytes: 0 };
+        assert!(!conversations.grow(&mut share, LARGEST + 1));
+        let mut all: Vec<Share> = Vec::new();
+        while conversations.grow(&mut share, LARGEST) {
+            all.push(std::mem::replace(
+                &mut share,
+                Share { used: Arc::clone(&conversations.used), bytes: 0 },
+            ));
+        }
+        assert_eq!((all.len(), conversations.kept().turns.len()), (BUDGET / LARGEST, 0));
+        let none = Capture::new(&conversations, key("a"), &first(), true);
+        assert!(none.is_none(), "answers that are being read keep their memory");
+        drop((all, share));
+        assert_eq!(conversations.used.load(Relaxed), 0);
     }
 
     #[test]

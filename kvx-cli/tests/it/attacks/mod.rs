@@ -10,6 +10,7 @@ mod parameters;
 mod ranks;
 mod responses;
 mod status;
+mod turns;
 
 use kvx_testkit::output;
 

@@ -97,12 +97,14 @@ impl Proxy {
 
     /// Returns its resident memory in KiB.
     pub(crate) fn resident(&self) -> u64 {
+        self.memory("VmRSS:")
+    }
+
+    fn memory(&self, field: &str) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))
             .expect("it runs");
-        let line = status
-            .lines()
-            .find_map(|line| line.strip_prefix("VmRSS:"))
-            .expect("a process has memory");
+        let line =
+            status.lines().find_map(|line| line.strip_prefix(field)).expect("a process has memory");
         line.trim().trim_end_matches(" kB").parse().expect("a number of KiB")
     }
 

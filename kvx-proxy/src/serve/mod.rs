@@ -1,6 +1,8 @@
 //! Listens, serves connections, and shuts down.
 
+mod address_limit;
 mod admin;
+mod idle;
 pub(crate) mod keys;
 mod page;
 mod realtime;
@@ -17,9 +19,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use axum::body::Body;
-use hyper::Response;
-use hyper::body::Body as _;
+use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::{http1, http2};
+use hyper::service::{Service as _, service_fn};
+use hyper::{Request, Response};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -28,11 +31,16 @@ use tokio::sync::watch::{Receiver, Sender};
 use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio::time::Instant;
 
+use self::address_limit::AddressLimit;
+use self::idle::OpenRequests;
 use crate::error::{Error, Result};
 use crate::fleet::watch;
 use crate::log::AccessLogger;
 use crate::relay::core::{Core, LiveSetup};
 use crate::setup::Setup;
+
+/// The least time between two warnings about an address with too many connections.
+const WARNINGS: Duration = Duration::from_secs(10);
 
 /// A proxy that listens but does not serve yet.
 #[derive(Debug)]
@@ -199,6 +207,8 @@ impl Proxy {
             service: TowerToHyperService::new(router),
         };
         let places = Arc::new(Semaphore::new(limits.connections.min(Semaphore::MAX_PERMITS)));
+        let addresses = AddressLimit::new(limits.connections_per_address);
+        let mut warned: Option<Instant> = None;
         let closing = Sender::new(false);
         let accept = async {
             loop {
@@ -207,14 +217,25 @@ impl Proxy {
                     debug_assert!(false, "the semaphore is never closed");
                     return;
                 };
-                let stream = match self.listener.accept().await {
-                    Ok((stream, _)) => stream,
+                let (stream, client) = match self.listener.accept().await {
+                    Ok(accepted) => accepted,
                     Err(error) => {
                         // Probably out of file descriptors: wait until some are closed.
                         tracing::warn!(%error, "cannot accept a connection");
                         tokio::time::sleep(Duration::from_millis(100)).await;
                         continue;
                     }
+                };
+                let Some(of_address) = addresses.enter(client.ip()) else {
+                    if warned.is_none_or(|at| at.elapsed() >= WARNINGS) {
+                        warned = Some(Instant::now());
+                        let address = client.ip();
+                        tracing::warn!(
+                            %address,
+                            "closed a connection: its address has limits.connections_per_address others"
+                        );
+                    }
+                    continue;
                 };
                 let serving = Connection {
                     core: Arc::clone(&self.core),
@@ -227,7 +248,7 @@ impl Proxy {
                 };
                 tokio::spawn(async move {
                     serving.connection(stream).await;
-                    drop(place);
+                    drop((place, of_address));
                 });
             }
         };
@@ -316,7 +337,7 @@ struct Connection {
     /// True once idle connections must close.
     closing: Receiver<bool>,
     tls: Acceptor,
-    #[cfg_attr(not(feature = "tls"), allow(dead_code, reason = "for TLS's handshake"))]
+    /// The time of TLS's handshake, and the life of an idle HTTP/2 connection.
     header_time: Duration,
     stall: Duration,
 }
@@ -348,8 +369,17 @@ impl Connection {
         // without a timeout.
         let ended = match is_h2 {
             true => {
-                let connection = self.http2.builder.serve_connection(io, self.http2.service);
-                until_closing(connection, self.closing, http2::Connection::graceful_shutdown).await
+                let requests = OpenRequests::default();
+                let (service, open) = (self.http2.service, requests.clone());
+                let service = service_fn(move |request: Request<Incoming>| {
+                    let open = open.begin();
+                    let answer = service.call(request);
+                    async move { answer.await.map(|answer| open.until_sent(answer)) }
+                });
+                let connection = self.http2.builder.serve_connection(io, service);
+                let idle = || requests.idle_for(self.header_time);
+                until_closing(connection, self.closing, idle, http2::Connection::graceful_shutdown)
+                    .await
             }
             false => {
                 let connection = self.http1.builder.serve_connection(io, self.http1.service);
@@ -357,31 +387,41 @@ impl Connection {
                 until_closing(
                     connection,
                     self.closing,
+                    // hyper's timeout of the next headers ends idle connections.
+                    std::future::pending,
                     http1::UpgradeableConnection::graceful_shutdown,
                 )
                 .await
             }
         };
-        if let Err(error) = ended {
-            tracing::debug!(%error, "a connection ended early");
+        match ended {
+            Some(Ok(())) => {}
+            Some(Err(error)) => tracing::debug!(%error, "a connection ended early"),
+            None => tracing::debug!("closed a connection whose client does not let it end"),
         }
     }
 }
 
-/// Serves a connection. Once `closing` is true, finishes the requests in progress on it, and closes
-/// it.
-async fn until_closing<C: Future>(
+/// Serves a connection. Once it is `idle`, or `closing` is true, finishes the requests in progress
+/// on it, and closes it. Returns `None` if the client kept it open for so long that it was `idle`
+/// again.
+async fn until_closing<C: Future, I: Future<Output = ()>>(
     connection: C,
     mut closing: Receiver<bool>,
+    idle: impl Fn() -> I,
     shut_down: impl FnOnce(Pin<&mut C>),
-) -> C::Output {
+) -> Option<C::Output> {
     let mut connection = pin!(connection);
     tokio::select! {
-        ended = connection.as_mut() => return ended,
+        ended = connection.as_mut() => return Some(ended),
         _ = closing.wait_for(|closing| *closing) => {}
+        () = idle() => {}
     }
     shut_down(connection.as_mut());
-    connection.await
+    tokio::select! {
+        ended = connection => Some(ended),
+        () = idle() => None,
+    }
 }
 
 /// Runs a proxy until SIGTERM or SIGINT, and reloads its configuration on SIGHUP. Calls `started`

@@ -46,6 +46,11 @@ impl Setup {
                          there, and api_key_file closes /metrics too";
             found.push(Beware(words.to_owned()));
         }
+        if self.limits.connections_per_address >= self.limits.connections {
+            let words = "one address can take all connections, also those of /health: \
+                         limits.connections_per_address is not below limits.connections";
+            found.push(Beware(words.to_owned()));
+        }
         if let Err(error) = crate::serve::acceptor(self) {
             found.push(Fails(error.to_string()));
         }
@@ -179,6 +184,11 @@ mod tests {
                 pair("old", "new"),
                 Fails(String::new()),
                 "no decode instance is compatible with prefill 10.0.0.1:1",
+            ),
+            (
+                format!("[limits]\nconnections = 100\n{GOOD}"),
+                Beware(String::new()),
+                "one address can take all connections",
             ),
             (String::new(), Fails(String::new()), "there is no instance"),
             (

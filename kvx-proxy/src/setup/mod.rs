@@ -213,6 +213,7 @@ pub struct Health {
 #[allow(missing_docs, reason = "docs/operations/configuration.md documents these keys")]
 pub struct ClientLimits {
     pub connections: usize,
+    pub connections_per_address: usize,
     pub in_flight: usize,
     pub queue: usize,
     #[serde(deserialize_with = "units::read_duration")]
@@ -309,6 +310,7 @@ impl Default for ClientLimits {
     fn default() -> Self {
         ClientLimits {
             connections: 4096,
+            connections_per_address: 2048,
             in_flight: 1024,
             queue: 1024,
             queue_wait: Duration::from_secs(30),
@@ -394,6 +396,7 @@ impl Setup {
             ("health.down_after", self.health.down_after as usize),
             ("health.eject_after", self.health.eject_after as usize),
             ("limits.connections", self.limits.connections),
+            ("limits.connections_per_address", self.limits.connections_per_address),
             ("limits.in_flight", self.limits.in_flight),
         ];
         if let Some((key, _)) = at_least_one.iter().find(|(_, value)| *value == 0) {

@@ -10,6 +10,7 @@ use hyper::client::conn::http2::{self, SendRequest};
 use hyper::{Request, Response, Version};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use kvx_proxy::{Handle, Proxy, Setup};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use crate::tls::{connect, file};
 use crate::upstream::{Pieces, Upstream};
@@ -19,9 +20,13 @@ const STALL: Duration = Duration::from_secs(1);
 
 /// Starts a router in front of one decode instance, over TLS.
 async fn router(instance: &Upstream) -> (SocketAddr, Handle) {
+    router_with(instance, "").await
+}
+
+async fn router_with(instance: &Upstream, limits: &str) -> (SocketAddr, Handle) {
     let setup = format!(
         "port = 0\naccess_log = 'off'\nconnector = 'NixlConnector'\ntls_cert = {:?}\ntls_key = {:?}\n\
-         [timeouts]\nidle = '5s'\n[limits]\nstall = '{}ms'\n[[pool]]\ndecode = ['http://{}']",
+         [timeouts]\nidle = '5s'\n[limits]\nstall = '{}ms'\n{limits}\n[[pool]]\ndecode = ['http://{}']",
         file("cert.pem"),
         file("key.pem"),
         STALL.as_millis(),
@@ -109,4 +114,58 @@ async fn slow_clients_and_clients_of_slow_instances_get_the_whole_answer() {
         }
     }
     assert_eq!(read, LENGTH);
+}
+
+/// The life of idle connections in these tests.
+const HEADER_TIME: Duration = Duration::from_millis(300);
+
+async fn router_with_short_lives(instance: &Upstream) -> SocketAddr {
+    let limits = format!("header_time = '{}ms'", HEADER_TIME.as_millis());
+    router_with(instance, &limits).await.0
+}
+
+#[tokio::test]
+async fn idle_connections_are_closed_whatever_their_clients_do() {
+    let instance = Upstream::start(stream_without_end()).await;
+    let address = router_with_short_lives(&instance).await;
+    // A usual client, after a request.
+    let stream = connect(address, &[b"h2"]).await;
+    let builder = http2::Builder::new(TokioExecutor::new());
+    let (mut sender, connection) = within(builder.handshake(TokioIo::new(stream))).await;
+    let connection = tokio::spawn(connection);
+    drop(send(&mut sender, get("/health")).await);
+    let _ = within(connection).await; // an error: the proxy's `close_notify` was not awaited
+    // A client that sends nothing, not even HTTP/2's preface.
+    let mut silent = connect(address, &[b"h2"]).await;
+    // An error: the proxy closes without TLS's `close_notify`.
+    let _ = tokio::time::timeout(CUT_OFF, silent.read_to_end(&mut Vec::new())).await.unwrap();
+    // A client that only sends pings.
+    let mut pinging = connect(address, &[b"h2"]).await;
+    within(pinging.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0")).await;
+    let (mut answers, mut pings) = tokio::io::split(pinging);
+    let pinging = async {
+        while pings.write_all(b"\0\0\x08\x06\0\0\0\0\0a ping..").await.is_ok() {
+            tokio::time::sleep(HEADER_TIME / 10).await; // often enough to keep a connection
+        }
+    };
+    let mut heard = Vec::new();
+    let closed = async {
+        tokio::select! {
+            () = pinging => {}
+            _ = answers.read_to_end(&mut heard) => {}
+        }
+    };
+    tokio::time::timeout(CUT_OFF, closed).await.unwrap();
+}
+
+#[tokio::test]
+async fn connections_with_a_request_are_not_idle() {
+    let instance = Upstream::start(stream_without_end()).await;
+    let address = router_with_short_lives(&instance).await;
+    let mut client = client(address, 1 << 20).await;
+    let mut stream = send(&mut client, completion("/v1/completions")).await.into_body();
+    let first = tokio::time::timeout(CUT_OFF, stream.frame()).await.unwrap();
+    assert!(!first.unwrap().unwrap().into_data().unwrap().is_empty());
+    tokio::time::sleep(HEADER_TIME * 3).await; // the life of an idle connection passes
+    send(&mut client, get("/health")).await;
 }

@@ -2,6 +2,7 @@
 //! fail.
 
 mod configuration;
+mod connections;
 mod data_parallel;
 mod forms;
 mod http;

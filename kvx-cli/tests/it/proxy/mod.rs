@@ -5,7 +5,7 @@
 
 mod check;
 mod choice;
-mod client;
+pub(crate) mod client;
 mod clients;
 pub(crate) mod commands;
 mod crowd;

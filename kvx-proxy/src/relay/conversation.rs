@@ -11,6 +11,8 @@ use kvx_vllm::params::recipe::Answer;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 
+use crate::request::json::{JsonObject, for_each, get, hash_into, with_text};
+
 /// The time for which a vLLM decode instance holds the blocks (`decoder_kv_blocks_ttl` is 480 s),
 /// minus a margin for latency.
 const HELD_FOR: Duration = Duration::from_secs(470);
@@ -133,55 +135,58 @@ const OF_THE_ANSWER: [&str; 22] = [
 
 /// Hashes all other keys of a body. Another model, other tools, template arguments or a cache salt
 /// produce other blocks for the same text.
-fn hash_of_rest(body: &Value) -> Hash {
+fn hash_of_rest(body: &JsonObject) -> Hash {
     let mut hash = Sha256::new();
-    for (key, value) in body.as_object().into_iter().flatten() {
-        let is_text = matches!(key.as_str(), "messages" | "prompt");
-        if !is_text && !OF_THE_ANSWER.contains(&key.as_str()) {
-            hash.update(Value::from(key.as_str()).to_string());
-            hash.update(value.to_string());
+    for (key, value) in body.iter() {
+        if !matches!(key, "messages" | "prompt") && !OF_THE_ANSWER.contains(&key) {
+            hash_into(&mut hash, Value::from(key).to_string().as_bytes());
+            hash_into(&mut hash, value);
         }
     }
-    hash.finalize().into()
-}
-
-fn hash_of(messages: &[Value]) -> Hash {
-    // Objects are written in key order, so that equal values give equal texts.
-    let mut hash = Sha256::new();
-    messages.iter().for_each(|message| hash.update(message.to_string()));
     hash.finalize().into()
 }
 
 impl TurnText {
-    fn of(body: &Value) -> Option<Self> {
-        if let Some(messages) = body.get("messages").and_then(Value::as_array) {
-            return Some(TurnText::Messages(messages.len(), hash_of(messages)));
+    fn of(body: &JsonObject) -> Option<Self> {
+        if let Some(messages) = body.get("messages").filter(|text| text.starts_with('[')) {
+            let (mut count, mut hash) = (0, Sha256::new());
+            for_each(messages, |message| {
+                count += 1;
+                hash_into(&mut hash, message.as_bytes());
+                true
+            });
+            return Some(TurnText::Messages(count, hash.finalize().into()));
         }
-        let prompt = body.get("prompt")?.as_str()?;
-        Some(TurnText::Prompt(prompt.len(), Sha256::digest(prompt).into()))
+        let of = |prompt: &str| TurnText::Prompt(prompt.len(), Sha256::digest(prompt).into());
+        with_text(body.get("prompt")?, of)
     }
 
     /// Returns true if this body begins with the turn's request and its answer.
-    fn continues(&self, text: &AnswerText, body: &Value) -> bool {
+    fn continues(&self, text: &AnswerText, body: &JsonObject) -> bool {
         match self {
             TurnText::Messages(count, hash) => {
-                let Some(messages) = body.get("messages").and_then(Value::as_array) else {
-                    return false;
-                };
-                let Some(answer) = messages.get(*count) else { return false };
-                answer.get("role").and_then(Value::as_str) == Some("assistant")
-                    && answer
-                        .get("content")
-                        .and_then(Value::as_str)
-                        .is_some_and(|said| text.is(said))
-                    && hash_of(&messages[..*count]) == *hash
+                let (mut seen, mut before, mut follows) = (0, Sha256::new(), false);
+                for_each(body.get("messages").unwrap_or_default(), |message| {
+                    if seen < *count {
+                        seen += 1;
+                        hash_into(&mut before, message.as_bytes());
+                        return true;
+                    }
+                    let value = |key| get(message, key).unwrap_or_default();
+                    follows = with_text(value("role"), |role| role == "assistant") == Some(true)
+                        && with_text(value("content"), |said| text.is(said)) == Some(true);
+                    false
+                });
+                follows && Hash::from(before.finalize()) == *hash
             }
             TurnText::Prompt(length, hash) => {
-                let Some(prompt) = body.get("prompt").and_then(Value::as_str) else { return false };
-                prompt
-                    .get(..*length)
-                    .is_some_and(|before| Hash::from(Sha256::digest(before)) == *hash)
-                    && prompt[*length..].get(..text.0).is_some_and(|said| text.is(said))
+                let follows = |prompt: &str| {
+                    prompt.split_at_checked(*length).is_some_and(|(before, after)| {
+                        after.get(..text.0).is_some_and(|said| text.is(said))
+                            && Hash::from(Sha256::digest(before)) == *hash
+                    })
+                };
+                with_text(body.get("prompt").unwrap_or_default(), follows) == Some(true)
             }
         }
     }
@@ -220,7 +225,12 @@ impl Conversations {
 
     /// Removes and returns the previous turn's answer and the name of the instance that holds its
     /// blocks, if this body continues that turn in time.
-    pub(crate) fn take(&self, key: &Key, body: &Value, now: Instant) -> Option<(Answer, String)> {
+    pub(crate) fn take(
+        &self,
+        key: &Key,
+        body: &JsonObject,
+        now: Instant,
+    ) -> Option<(Answer, String)> {
         let mut kept = self.kept();
         // A request that only names the conversation does not remove its turn.
         let turn = kept.turns.get(key)?;
@@ -279,7 +289,7 @@ impl Capture {
     pub(crate) fn new(
         conversations: &Conversations,
         key: Key,
-        body: &Value,
+        body: &JsonObject,
         streamed: bool,
     ) -> Option<Self> {
         let mut share = Share { used: Arc::clone(&conversations.used), bytes: 0 };
@@ -385,13 +395,21 @@ mod tests {
         Key::new("c", Some(&who.parse().unwrap()))
     }
 
-    fn first() -> Value {
-        serde_json::json!({"messages": [{"role": "user", "content": "hello"}]})
+    fn body(value: &Value) -> JsonObject {
+        JsonObject::new(value.to_string().into()).unwrap().unwrap()
     }
 
-    fn next(answer: &str) -> Value {
+    fn first() -> JsonObject {
+        body(&serde_json::json!({"messages": [{"role": "user", "content": "hello"}]}))
+    }
+
+    fn next_value(answer: &str) -> Value {
         serde_json::json!({"messages": [{"role": "user", "content": "hello"},
             {"role": "assistant", "content": answer}, {"role": "user", "content": "and?"}]})
+    }
+
+    fn next(answer: &str) -> JsonObject {
+        body(&next_value(answer))
     }
 
     fn after_one_turn() -> Conversations {
@@ -422,24 +440,28 @@ mod tests {
 
     #[test]
     fn another_text_is_not_continued() {
-        let mut other = next("good day");
+        let mut other = next_value("good day");
         other["messages"][0]["content"] = "hullo".into();
-        let mut bodies =
-            vec![next("good night"), first(), other, serde_json::json!({"prompt": "hello"})];
+        let mut bodies = vec![
+            next("good night"),
+            first(),
+            body(&other),
+            body(&serde_json::json!({"prompt": "hello"})),
+        ];
         for key in ["model", "tools", "chat_template_kwargs", "cache_salt", "mm_processor_kwargs"] {
-            let mut other = next("good day");
+            let mut other = next_value("good day");
             other[key] = "another".into();
-            bodies.push(other);
+            bodies.push(body(&other));
         }
         let conversations = after_one_turn();
         for body in bodies {
-            assert!(conversations.take(&key("a"), &body, Instant::now()).is_none(), "{body}");
+            assert!(conversations.take(&key("a"), &body, Instant::now()).is_none(), "{body:?}");
         }
-        let mut same = next("good day");
+        let mut same = next_value("good day");
         (same["temperature"], same["max_tokens"], same["stream"]) =
             (0.5.into(), 9.into(), true.into());
         assert!(
-            conversations.take(&key("a"), &same, Instant::now()).is_some(),
+            conversations.take(&key("a"), &body(&same), Instant::now()).is_some(),
             "the other bodies removed no turn"
         );
         let late = Instant::now() + HELD_FOR + Duration::from_secs(10);
@@ -449,16 +471,16 @@ mod tests {
     #[test]
     fn a_completion_continues_with_prompt_and_text() {
         let conversations = Conversations::default();
-        let asked = serde_json::json!({"prompt": "Once"});
+        let asked = body(&serde_json::json!({"prompt": "Once"}));
         let mut capture = Capture::new(&conversations, key("a"), &asked, false).unwrap();
-        let body =
+        let answer =
             format!("{{\"choices\": [{{\"text\": \" upon\"}}], \"kv_transfer_params\": {PARAMS}}}");
-        let (one, other) = body.split_at(20);
+        let (one, other) = answer.split_at(20);
         capture.push(one.as_bytes());
         capture.push(other.as_bytes());
         capture.keep("d:1");
-        let body = serde_json::json!({"prompt": "Once upon a time"});
-        assert!(conversations.take(&key("a"), &body, Instant::now()).is_some());
+        let next = body(&serde_json::json!({"prompt": "Once upon a time"}));
+        assert!(conversations.take(&key("a"), &next, Instant::now()).is_some());
     }
 
     #[test]

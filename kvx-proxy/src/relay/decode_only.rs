@@ -19,10 +19,14 @@ pub(crate) async fn completion(
 ) -> JobResult {
     job.record.route("decode_alone", reason);
     job.streamed = asked.stream;
-    let sent = LegRequest::json(&job.path, &job.headers, &asked.body);
+    let sent = LegRequest::json(&job.path, &job.headers, asked.body.text());
     let tokens = asked.prompt_tokens + asked.new_tokens;
-    let prefix = asked.prefix(job.live.setup.prefix_tokens);
-    let to = Destination { tokens, prefix, model: asked.model.as_deref(), stored_by: None };
+    let to = Destination {
+        tokens,
+        prefix: asked.prefix,
+        model: asked.model.as_deref(),
+        stored_by: None,
+    };
     // A completion has no side effects, so it may be retried.
     run(job, sent, AnswerKind::Completion, &to, true).await
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use kvx_vllm::Version;
 use kvx_vllm::params::recipe::concurrent::{self, Legs, PushTarget};
 use kvx_vllm::params::recipe::{Answer, sequential};
@@ -18,6 +19,7 @@ use super::legs::{self, LegRequest, PrefillEnd, PrefillTask};
 use crate::fleet::instance::{InFlight, Instance, PrefillKind};
 use crate::fleet::watch;
 use crate::request::CompletionRequest;
+use crate::request::json::JsonObject;
 use crate::setup::PoolConnector;
 use crate::upstream::Fault;
 
@@ -38,7 +40,7 @@ struct Handover {
 /// Why a prefill produced no handover.
 enum HandoverError {
     /// An instance rejected the client's request with this answer.
-    Rejected(Box<hyper::Response<bytes::Bytes>>),
+    Rejected(Box<hyper::Response<Bytes>>),
     /// The proxy's own error: another instance would not help.
     Refused(ApiError),
     /// Another instance may succeed.
@@ -76,7 +78,7 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
     }
     job.record.route("disaggregated", "");
     job.streamed = asked.stream;
-    let prefix = asked.prefix(live.setup.prefix_tokens);
+    let prefix = asked.prefix;
     let mut avoid_prefill: Vec<Arc<Instance>> = Vec::new();
     let mut avoid_decode: Vec<Arc<Instance>> = Vec::new();
     let mut last: Option<(String, Fault)> = None;
@@ -172,7 +174,7 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
 async fn hand_over(
     job: &mut Job,
     prefill: InFlight,
-    body: &Value,
+    body: &JsonObject,
     turn: &mut ConversationTurn,
 ) -> Result<Handover, HandoverError> {
     let instance = Arc::clone(&prefill.instance);
@@ -193,12 +195,13 @@ async fn hand_over(
         PrefillKind::Mooncake(targets) => {
             let target = &targets[instance.state.next_rank(targets.len())];
             let id = MooncakeTransferId::from_random(random_id()?);
-            let mut legs = concurrent::mooncake_legs(body, &id, target)?;
+            let sketch = Value::Object(body.sketch());
+            let mut legs = concurrent::mooncake_legs(&sketch, &id, target)?;
             ignore_stops(&mut legs.prefill);
             Ok(concurrent_handover(
                 job,
                 prefill,
-                legs,
+                LegBodies::new(body, &sketch, &legs),
                 Some(target.dp_rank as usize),
                 ExpectedSource::Rank,
             ))
@@ -226,14 +229,15 @@ fn ignore_stops(prefill: &mut Value) {
 fn push(
     job: &mut Job,
     prefill: InFlight,
-    body: &Value,
+    body: &JsonObject,
     rank: Option<usize>,
     target: PushTarget,
 ) -> Result<Handover, HandoverError> {
     let id = own_id(&job.id)?;
     let value = id.as_str().parse().expect("an id fits a header");
     job.headers.insert(crate::request::headers::REQUEST_ID, value);
-    let legs = concurrent::push_legs(body, &id, &target)?;
+    let sketch = Value::Object(body.sketch());
+    let legs = LegBodies::new(body, &sketch, &concurrent::push_legs(&sketch, &id, &target)?);
     Ok(concurrent_handover(job, prefill, legs, rank, ExpectedSource::Engine(target.engine_id)))
 }
 
@@ -247,17 +251,33 @@ fn own_id(id: &XRequestId) -> Result<XRequestId, ApiError> {
         .unwrap_or_else(|_| XRequestId::from_random(bytes)))
 }
 
+/// The bodies of two concurrent legs.
+struct LegBodies {
+    prefill: Bytes,
+    decode: Bytes,
+}
+
+impl LegBodies {
+    /// Applies what a recipe made of a body's sketch to the body.
+    fn new(body: &JsonObject, sketch: &Value, legs: &Legs) -> Self {
+        LegBodies {
+            prefill: body.with_changes(sketch, &legs.prefill),
+            decode: body.with_changes(sketch, &legs.decode),
+        }
+    }
+}
+
 fn concurrent_handover(
     job: &Job,
     prefill: InFlight,
-    legs: Legs,
+    legs: LegBodies,
     rank: Option<usize>,
     told: ExpectedSource,
 ) -> Handover {
-    let sent = LegRequest::json(&job.path, &job.headers, &legs.prefill).for_rank(rank);
+    let sent = LegRequest::json(&job.path, &job.headers, legs.prefill).for_rank(rank);
     let task = PrefillTask::start(&job.core, &job.live, prefill, sent, job.until);
     Handover {
-        sent: LegRequest::json(&job.path, &job.headers, &legs.decode),
+        sent: LegRequest::json(&job.path, &job.headers, legs.decode),
         beside: Some((task, told)),
     }
 }
@@ -265,17 +285,21 @@ fn concurrent_handover(
 async fn sequential_handover(
     job: &mut Job,
     prefill: InFlight,
-    body: &Value,
+    body: &JsonObject,
     turn: &mut ConversationTurn,
     rank: Option<usize>,
     connector: PoolConnector,
 ) -> Result<Handover, HandoverError> {
     let bidirectional = job.live.fleet.pools[prefill.instance.pool].bidirectional;
+    let sketch = Value::Object(body.sketch());
     let leg = match turn.earlier.take().filter(|_| bidirectional) {
-        Some((earlier, version)) => sequential::prefill_leg_of_later_turn(body, &earlier, version)?,
-        None => sequential::prefill_leg(body)?,
+        Some((earlier, version)) => {
+            sequential::prefill_leg_of_later_turn(&sketch, &earlier, version)?
+        }
+        None => sequential::prefill_leg(&sketch)?,
     };
-    let sent = LegRequest::json(&job.path, &job.headers, &leg).for_rank(rank);
+    let leg = body.with_changes(&sketch, &leg);
+    let sent = LegRequest::json(&job.path, &job.headers, leg).for_rank(rank);
     let ended = legs::prefill(&job.core, &job.live, &prefill, sent, job.until).await;
     let prefilled = ended.map_err(handover_error)?;
     job.record.prefill(prefill.instance.name(), Some(prefilled.time));
@@ -283,7 +307,7 @@ async fn sequential_handover(
         let setup = &prefill.instance.setup;
         prefill.instance.state.learn_push(params, rank.unwrap_or(0), setup.ranks as usize);
     }
-    let leg = match sequential::decode_leg(body, &prefilled.answer, prefilled.version) {
+    let leg = match sequential::decode_leg(&sketch, &prefilled.answer, prefilled.version) {
         Ok(leg) => leg,
         Err(error) => {
             let fault = Fault::Broken(error.to_string());
@@ -295,7 +319,8 @@ async fn sequential_handover(
         job.core.metrics.without_transfer.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     }
     turn.version = prefilled.version;
-    Ok(Handover { sent: LegRequest::json(&job.path, &job.headers, &leg.body), beside: None })
+    let leg = body.with_changes(&sketch, &leg.body);
+    Ok(Handover { sent: LegRequest::json(&job.path, &job.headers, leg), beside: None })
 }
 
 fn handover_error(end: PrefillEnd) -> HandoverError {
@@ -377,7 +402,7 @@ struct ConversationTurn {
 }
 
 impl ConversationTurn {
-    fn of(job: &Job, asked: &CompletionRequest, body: &mut Value) -> Self {
+    fn of(job: &Job, asked: &CompletionRequest, body: &mut JsonObject) -> Self {
         let mut turn = ConversationTurn {
             key: None,
             earlier: None,
@@ -388,9 +413,7 @@ impl ConversationTurn {
         if !job.live.fleet.pools.iter().any(|pool| pool.bidirectional) {
             return turn;
         }
-        if let Value::Object(body) = body {
-            body.remove("conversation_id");
-        }
+        body.remove("conversation_id");
         let key = Key::new(id, job.authorization.as_ref());
         if let Some((answer, decode)) =
             job.core.conversations.take(&key, body, std::time::Instant::now())

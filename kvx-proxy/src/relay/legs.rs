@@ -74,8 +74,7 @@ pub(crate) struct LegRequest {
 
 impl LegRequest {
     /// Builds a leg with a JSON body.
-    pub(crate) fn json(path: &PathAndQuery, headers: &HeaderMap, body: &Value) -> Self {
-        let body: Bytes = serde_json::to_vec(body).unwrap_or_default().into();
+    pub(crate) fn json(path: &PathAndQuery, headers: &HeaderMap, body: Bytes) -> Self {
         let mut headers = headers.clone();
         json_headers(&mut headers, body.len());
         LegRequest { path: path.clone(), headers, body }

@@ -1,24 +1,27 @@
 //! Parses clients' requests, as far as the proxy needs them.
 
 pub(crate) mod headers;
+pub(crate) mod json;
+mod prompt;
 
 use bytes::Bytes;
 use serde_json::{Map, Value};
 
+use self::json::{JsonObject, with_text};
+use self::prompt::{Prompt, first_two};
 use crate::fleet::choice;
 
-/// The average number of tokens in a byte of text.
-const TOKENS_PER_BYTE: f64 = 0.25;
-/// The estimated tokens of a message part that is not text.
-const TOKENS_PER_PART: u64 = 1024;
 /// The estimated tokens that a request without a limit generates.
 const NEW_TOKENS: u64 = 512;
+/// The longest name of a model, and the longest id, in bytes.
+const NAME: usize = 1024;
+const ID: usize = 256;
 
 /// A completion or chat completion.
 #[derive(Clone, Debug)]
 pub(crate) struct CompletionRequest {
     /// The body, without parameters that clients must not send.
-    pub(crate) body: Value,
+    pub(crate) body: JsonObject,
     pub(crate) model: Option<String>,
     pub(crate) stream: bool,
     /// The reason that one transfer cannot serve it, if there is one.
@@ -27,65 +30,66 @@ pub(crate) struct CompletionRequest {
     pub(crate) prompt_tokens: u64,
     /// Estimated length of the answer.
     pub(crate) new_tokens: u64,
+    /// A hash of the beginning of the prompt.
+    pub(crate) prefix: u64,
     /// `conversation_id`, if there is one.
     pub(crate) conversation: Option<String>,
 }
 
 impl CompletionRequest {
-    /// Parses a body.
+    /// Parses a body. Hashes the prompt up to about its first `prefix_tokens` tokens.
     ///
     /// # Errors
     ///
     /// Fails if the body is not a JSON object. The message is for the client.
-    pub(crate) fn new(bytes: &[u8]) -> Result<Self, String> {
-        let body: Value = serde_json::from_slice(bytes)
-            .map_err(|error| format!("the body is not JSON ({error}); send a JSON object"))?;
-        let Value::Object(mut map) = body else {
+    pub(crate) fn new(bytes: Bytes, prefix_tokens: usize) -> Result<Self, String> {
+        let not_json = |error: serde_json::Error| {
+            format!("the body is not JSON ({error}); send a JSON object")
+        };
+        let Some(mut body) = JsonObject::new(bytes).map_err(not_json)? else {
             return Err("the body is JSON, but not an object; send a JSON object".to_owned());
         };
-        drop_transfer_params(&mut map);
-        let text = |key| map.get(key).and_then(Value::as_str).map(str::to_owned);
-        let new_tokens = limit(&map).and_then(Value::as_u64).unwrap_or(NEW_TOKENS);
+        drop_transfer_params(&mut body).map_err(not_json)?;
+        let sketch = body.sketch();
+        let new_tokens = limit(&sketch).and_then(Value::as_u64).unwrap_or(NEW_TOKENS);
+        let prompt = Prompt::of(&body);
         Ok(CompletionRequest {
-            model: text("model"),
-            stream: map.get("stream") == Some(&Value::Bool(true)),
-            alone: alone(&map),
-            prompt_tokens: Prompt::of(&map).tokens(),
+            model: model(&body)?,
+            stream: sketch.get("stream") == Some(&Value::Bool(true)),
+            alone: alone(&sketch, &body),
+            prompt_tokens: prompt.tokens(),
             new_tokens: new_tokens.min(1 << 20),
-            conversation: text("conversation_id").filter(|id| !id.is_empty() && id.len() <= 256),
-            body: Value::Object(map),
+            prefix: choice::hash(&prompt.beginning(prefix_tokens)),
+            conversation: short_text(&body, "conversation_id", ID).filter(|id| !id.is_empty()),
+            body,
         })
     }
 
-    /// Returns a hash of the prompt's text up to about the first `tokens` tokens.
-    pub(crate) fn prefix(&self, tokens: usize) -> u64 {
-        let Value::Object(map) = &self.body else { return 0 };
-        let mut beginning = Vec::new();
-        Prompt::of(map).beginning(tokens, &mut beginning);
-        choice::hash(&beginning)
-    }
-
-    /// Returns the most memory that the request needs until it has an answer. For token ids this is
-    /// many times the received bytes. It includes a leg's body, as values and as bytes.
+    /// Returns the most memory that the request needs until it has an answer: its body, and the
+    /// bodies of two legs.
     pub(crate) fn held(&self) -> usize {
-        fn of(value: &Value) -> usize {
-            size_of::<Value>()
-                + match value {
-                    Value::String(text) => text.len(),
-                    Value::Array(list) => list.iter().map(of).sum(),
-                    Value::Object(map) => {
-                        map.iter().map(|(key, value)| 64 + key.len() + of(value)).sum()
-                    }
-                    _ => 0,
-                }
-        }
-        3 * of(&self.body)
+        let (values, keys) = self.body.memory();
+        3 * values + keys
     }
+}
 
-    /// Returns the body as bytes.
-    pub(crate) fn bytes(&self) -> Bytes {
-        serde_json::to_vec(&self.body).unwrap_or_default().into()
+/// Returns the name of the model, if there is one.
+///
+/// # Errors
+///
+/// Fails if it is longer than any name. The message is for the client.
+fn model(body: &JsonObject) -> Result<Option<String>, String> {
+    let is_text = body.get("model").is_some_and(|model| model.starts_with('"'));
+    match short_text(body, "model", NAME) {
+        None if is_text => Err(format!("the model's name is longer than {NAME} bytes")),
+        model => Ok(model),
     }
+}
+
+/// Returns a text of at most `most` bytes.
+fn short_text(body: &JsonObject, key: &str, most: usize) -> Option<String> {
+    let text = |text: &str| (text.len() <= most).then(|| text.to_owned());
+    with_text(body.get(key)?, text).flatten()
 }
 
 /// Returns true if these bytes may contain the key `kv_transfer_params`. Searches without parsing.
@@ -110,15 +114,21 @@ pub(crate) fn without_transfer_params(body: Bytes) -> Bytes {
 }
 
 /// Removes `kv_transfer_params` wherever an engine would read it: it names hosts to connect to.
-/// Returns true if there was any.
-fn drop_transfer_params(map: &mut Map<String, Value>) -> bool {
-    let mut dropped = map.remove("kv_transfer_params").is_some();
-    for nested in ["vllm_xargs", "extra_args", "extra_body"] {
-        if let Some(Value::Object(inner)) = map.get_mut(nested) {
-            dropped |= inner.remove("kv_transfer_params").is_some();
+///
+/// # Errors
+///
+/// Fails if an object that may have it cannot be read.
+fn drop_transfer_params(body: &mut JsonObject) -> serde_json::Result<()> {
+    body.remove("kv_transfer_params");
+    for key in ["vllm_xargs", "extra_args", "extra_body"] {
+        let Some(nested) = body.value(key) else { continue };
+        if let Some(mut nested) = JsonObject::new(nested)?
+            && nested.remove("kv_transfer_params")
+        {
+            body.insert(key, nested.text());
         }
     }
-    dropped
+    Ok(())
 }
 
 /// A request that is forwarded unchanged, except for `kv_transfer_params`.
@@ -151,20 +161,19 @@ impl PassthroughRequest {
             None if !body.is_empty() => {}
             _ => return Ok(PassthroughRequest { body, ..PassthroughRequest::default() }),
         }
-        let value = serde_json::from_slice(&body).map_err(|error| {
+        let not_json = |error: serde_json::Error| {
             format!("the body is not JSON ({error}); send JSON or multipart/form-data")
-        })?;
-        let Value::Object(mut map) = value else {
+        };
+        let Some(mut object) = JsonObject::new(body.clone()).map_err(not_json)? else {
             return Ok(PassthroughRequest { body, ..PassthroughRequest::default() });
         };
-        let text = |key| map.get(key).and_then(Value::as_str).map(str::to_owned);
-        let (model, before) = (text("model"), text("previous_response_id"));
-        let stream = map.get("stream") == Some(&Value::Bool(true));
-        let body = match drop_transfer_params(&mut map) {
-            true => serde_json::to_vec(&map).unwrap_or_default().into(),
-            false => body,
-        };
-        Ok(PassthroughRequest { body, model, before, stream })
+        drop_transfer_params(&mut object).map_err(not_json)?;
+        Ok(PassthroughRequest {
+            model: model(&object)?,
+            before: short_text(&object, "previous_response_id", ID),
+            stream: object.get("stream") == Some("true"),
+            body: object.text(),
+        })
     }
 }
 
@@ -196,7 +205,7 @@ fn limit(map: &Map<String, Value>) -> Option<&Value> {
 /// serves one answer, so requests that an engine splits go alone. So do requests for data that only
 /// a computed prompt has, and requests with errors that only the decode leg would report, after a
 /// useless prefill.
-fn alone(map: &Map<String, Value>) -> Option<&'static str> {
+fn alone(map: &Map<String, Value>, body: &JsonObject) -> Option<&'static str> {
     let set = |key| map.get(key).filter(|value: &&Value| !value.is_null());
     let several = |key| set(key).is_some_and(|count| count.as_u64() != Some(1));
     if several("n") {
@@ -234,110 +243,24 @@ fn alone(map: &Map<String, Value>) -> Option<&'static str> {
     if set("prompt_embeds").is_some() {
         return Some("prompt_embeds");
     }
+    let elements = |key| first_two(body.get(key).unwrap_or_default());
     match (set("prompt"), set("messages")) {
-        (None, Some(Value::Array(messages))) if !messages.is_empty() => None,
+        (None, Some(Value::Array(_))) if elements("messages")[0].is_some() => None,
         (Some(Value::String(_)), None) => None,
-        (Some(Value::Array(list)), None) => match list.as_slice() {
-            [Value::Number(_), ..] => None,
-            [Value::String(_)] => None,
-            [Value::Array(_)] => None,
+        (Some(Value::Array(_)), None) => match elements("prompt") {
+            [Some(one), _] if prompt::is_number(one) => None,
+            [Some(one), None] if one.starts_with(['"', '[']) => None,
             _ => Some("prompt list"),
         },
         _ => Some("no prompt"),
     }
 }
 
-/// The location of a request's text.
-enum Prompt<'a> {
-    None,
-    Value(&'a Value),
-    Messages(&'a [Value]),
-}
-
-impl<'a> Prompt<'a> {
-    fn of(map: &'a Map<String, Value>) -> Self {
-        match (map.get("messages"), map.get("prompt")) {
-            (Some(Value::Array(messages)), _) => Prompt::Messages(messages),
-            (_, Some(prompt)) => Prompt::Value(prompt),
-            _ => Prompt::None,
-        }
-    }
-
-    fn tokens(&self) -> u64 {
-        fn of(value: &Value) -> u64 {
-            match value {
-                Value::String(text) => (text.len() as f64 * TOKENS_PER_BYTE).ceil() as u64,
-                Value::Number(_) => 1,
-                Value::Array(list) => list.iter().map(of).sum(),
-                _ => 0,
-            }
-        }
-        let part = |part: &Value| match part.get("text") {
-            Some(text) => of(text),
-            None => TOKENS_PER_PART,
-        };
-        let message = |message: &Value| match message.get("content") {
-            Some(Value::Array(parts)) => parts.iter().map(part).sum(),
-            Some(text) => of(text),
-            None => 0,
-        };
-        match self {
-            Prompt::None => 1,
-            Prompt::Value(value) => of(value).max(1),
-            // 4 tokens for each role and the template's markers.
-            Prompt::Messages(messages) => {
-                messages.iter().map(|one| message(one) + 4).sum::<u64>().max(1)
-            }
-        }
-    }
-
-    /// Writes the text of about the first `tokens` tokens. The length need not be exact, but equal
-    /// beginnings must give equal bytes.
-    fn beginning(&self, tokens: usize, into: &mut Vec<u8>) {
-        let most = (tokens as f64 / TOKENS_PER_BYTE) as usize;
-        fn text(value: &Value, most: usize, into: &mut Vec<u8>) {
-            let left = most.saturating_sub(into.len());
-            match value {
-                Value::String(text) => {
-                    into.extend_from_slice(&text.as_bytes()[..text.len().min(left)])
-                }
-                Value::Number(id) => {
-                    into.extend_from_slice(&(id.as_u64().unwrap_or(0) as u32).to_le_bytes())
-                }
-                Value::Array(list) => list.iter().take(most).for_each(|one| {
-                    if into.len() < most {
-                        text(one, most, into);
-                    }
-                }),
-                Value::Object(map) => {
-                    for key in ["role", "content", "text"] {
-                        if let Some(inner) = map.get(key) {
-                            text(inner, most, into);
-                        }
-                    }
-                }
-                _ => {}
-            }
-        }
-        match self {
-            Prompt::None => {}
-            Prompt::Value(value) => text(value, most, into),
-            Prompt::Messages(messages) => {
-                messages.iter().for_each(|one| {
-                    if into.len() < most {
-                        text(one, most, into);
-                    }
-                });
-            }
-        }
-    }
-}
-
 /// Checks for the fuzz target: no panic, no parameter is left that clients may not send, and the
 /// recipes accept every request that takes two legs.
 pub(crate) fn fuzz(bytes: &[u8]) {
-    let sent =
-        PassthroughRequest::new(Bytes::copy_from_slice(bytes), None).unwrap_or_default().body;
+    let bytes = Bytes::copy_from_slice(bytes);
+    let sent = PassthroughRequest::new(bytes.clone(), None).unwrap_or_default().body;
     let clean = |value: &Value| {
         assert!(value.get("kv_transfer_params").is_none());
         assert!(
@@ -347,14 +270,29 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     if let Ok(value) = serde_json::from_slice::<Value>(&sent) {
         clean(&value);
     }
-    let Ok(asked) = CompletionRequest::new(bytes) else { return };
-    clean(&asked.body);
-    asked.prefix(16);
-    let again = CompletionRequest::new(&asked.bytes()).expect("a parsed request is valid JSON");
-    assert_eq!((again.alone, again.prompt_tokens), (asked.alone, asked.prompt_tokens));
+    let parsed = serde_json::from_slice::<Value>(&bytes);
+    let Ok(asked) = CompletionRequest::new(bytes, 16) else { return };
+    let value: Value = serde_json::from_slice(&asked.body.text()).expect("it is valid JSON");
+    clean(&value);
+    let mut parsed = parsed.expect("what is taken is valid JSON");
+    for object in ["", "/vllm_xargs", "/extra_args", "/extra_body"] {
+        if let Some(Value::Object(object)) = parsed.pointer_mut(object) {
+            object.remove("kv_transfer_params");
+        }
+    }
+    assert_eq!(value, parsed, "nothing else is changed");
+    let again = CompletionRequest::new(asked.body.text(), 16).expect("it is valid JSON");
+    assert_eq!(
+        (again.alone, again.prompt_tokens, again.prefix),
+        (asked.alone, asked.prompt_tokens, asked.prefix)
+    );
     if asked.alone.is_none() {
         use kvx_vllm::params::recipe::sequential;
-        sequential::prefill_leg(&asked.body).expect("one transfer serves it");
+        let sketch = Value::Object(asked.body.sketch());
+        let leg = sequential::prefill_leg(&sketch).expect("one transfer serves it");
+        let leg = asked.body.with_changes(&sketch, &leg);
+        let leg: Value = serde_json::from_slice(&leg).expect("it is valid JSON");
+        assert_eq!(leg, sequential::prefill_leg(&value).expect("one transfer serves it"));
     }
 }
 
@@ -363,7 +301,7 @@ mod tests {
     use super::*;
 
     fn asked(body: Value) -> CompletionRequest {
-        CompletionRequest::new(body.to_string().as_bytes()).unwrap()
+        CompletionRequest::new(body.to_string().into(), 32).unwrap()
     }
 
     #[test]
@@ -410,8 +348,9 @@ mod tests {
     #[test]
     fn parameters_of_a_client_are_dropped_however_they_are_written() {
         let text = br#"{"prompt": "a", "kv_transfer_param\u0073": {"remote_host": "evil"}, "vllm_xargs": {"kv_transfer_params": 1, "x": 2}}"#;
-        let asked = CompletionRequest::new(text).unwrap();
-        assert_eq!(asked.body, serde_json::json!({"prompt": "a", "vllm_xargs": {"x": 2}}));
+        let asked = CompletionRequest::new(Bytes::from_static(text), 32).unwrap();
+        let body: Value = serde_json::from_slice(&asked.body.text()).unwrap();
+        assert_eq!(body, serde_json::json!({"prompt": "a", "vllm_xargs": {"x": 2}}));
         let sent = PassthroughRequest::new(Bytes::from_static(text), None).unwrap();
         assert!(!String::from_utf8_lossy(&sent.body).contains("evil"));
         let other = Bytes::from_static(b"{ \"input\":  1.50 , \"model\": \"m\" }");
@@ -473,8 +412,8 @@ mod tests {
     #[test]
     fn numbers_travel_as_they_are() {
         let text = r#"{"prompt":"a","seed":18446744073709551615,"temperature":0.30000000000000004,"top_p":0.1}"#;
-        let asked = CompletionRequest::new(text.as_bytes()).unwrap();
-        assert_eq!(&asked.bytes()[..], text.as_bytes());
+        let asked = CompletionRequest::new(text.into(), 32).unwrap();
+        assert_eq!(asked.body.text(), text);
     }
 
     #[test]
@@ -492,21 +431,25 @@ mod tests {
 
     #[test]
     fn the_same_beginning_is_the_same_prefix() {
-        let chat = |last: &str| {
-            asked(serde_json::json!({"messages": [
-                {"role": "system", "content": "s".repeat(200)}, {"role": "user", "content": last}]}))
+        let prefix = |body: Value, tokens| {
+            CompletionRequest::new(body.to_string().into(), tokens).unwrap().prefix
         };
-        assert_eq!(chat("a").prefix(32), chat("b").prefix(32));
-        assert_ne!(chat("a").prefix(256), chat("b").prefix(256));
-        let ids = |last: u32| asked(serde_json::json!({"prompt": [1, 2, 3, last]}));
-        assert_eq!(ids(4).prefix(3), ids(5).prefix(3));
-        assert_ne!(ids(4).prefix(4), ids(5).prefix(4));
+        let chat = |last: &str| {
+            serde_json::json!({"messages": [
+                {"role": "system", "content": "s".repeat(200)}, {"role": "user", "content": last}]})
+        };
+        assert_eq!(prefix(chat("a"), 32), prefix(chat("b"), 32));
+        assert_ne!(prefix(chat("a"), 256), prefix(chat("b"), 256));
+        let ids = |last: u32| serde_json::json!({"prompt": [1, 2, 3, last]});
+        assert_eq!(prefix(ids(4), 3), prefix(ids(5), 3));
+        assert_ne!(prefix(ids(4), 4), prefix(ids(5), 4));
     }
 
     #[test]
     fn a_body_that_is_not_an_object_is_rejected_with_advice() {
         for bytes in [&b""[..], b"[1]", b"{", b"\xff", b"\"a\""] {
-            assert!(CompletionRequest::new(bytes).unwrap_err().contains("send a JSON object"));
+            let error = CompletionRequest::new(Bytes::from_static(bytes), 32).unwrap_err();
+            assert!(error.contains("send a JSON object"), "{error}");
         }
     }
 }

@@ -143,6 +143,31 @@ async fn body_of(
     }
 }
 
+/// Bodies above this are parsed on a thread that may block, so that other requests do not wait.
+const LONG: usize = 64 << 10;
+
+/// Parses the body of an admitted request, whose share of the memory it keeps. Nothing is parsed
+/// before admission, so that at most `limits.in_flight` bodies are.
+async fn parsed<T: Send + 'static>(
+    body: Bytes,
+    permit: BodyPermit,
+    parse: impl FnOnce(Bytes) -> Result<T, String> + Send + 'static,
+) -> Result<(T, BodyPermit), ApiError> {
+    let is_long = body.len() > LONG;
+    let parse = move || match parse(body) {
+        Ok(parsed) => Ok((parsed, permit)),
+        Err(words) => Err(ApiError::bad_request(words)),
+    };
+    match is_long {
+        false => parse(),
+        true => match tokio::task::spawn_blocking(parse).await {
+            Ok(parsed) => parsed,
+            // It panicked, or the program ends.
+            Err(error) => Err(ApiError::unavailable(format!("the body was not parsed: {error}"))),
+        },
+    }
+}
+
 /// Runs a request within its span, until the proxy must end.
 async fn until_the_end(
     core: &Core,
@@ -171,15 +196,17 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
             let words = "the body's Content-Type is not application/json";
             return Err(job.refused(ApiError::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, words)));
         }
-        let (body, mut permit) = match body_of(&job.live, &parts.headers, body).await {
+        let (body, permit) = match body_of(&job.live, &parts.headers, body).await {
             Ok(body) => body,
             Err(refusal) => return Err(job.refused(refusal)),
         };
-        let asked = match CompletionRequest::new(&body) {
-            Ok(asked) => asked,
-            Err(words) => return Err(job.refused(ApiError::bad_request(words))),
+        let mut job = job.admit().await?;
+        let prefix_tokens = job.live.setup.prefix_tokens;
+        let parse = move |body| CompletionRequest::new(body, prefix_tokens);
+        let (asked, mut permit) = match parsed(body, permit, parse).await {
+            Ok(parsed) => parsed,
+            Err(refusal) => return Err(job.refused(refusal)),
         };
-        drop(body);
         let held = asked.held();
         if held > job.live.setup.limits.bodies {
             let words = "the body needs more memory than limits.bodies of this proxy allows";
@@ -188,7 +215,6 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
         if !job.live.admission.widen(&mut permit, held) {
             return Err(job.refused(out_of_memory()));
         }
-        let mut job = job.admit().await?;
         job.record.model(asked.model.as_deref());
         disaggregated::completion(job, asked).await
     };
@@ -239,7 +265,7 @@ async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
     let span = job.record.span.clone();
     let websocket = realtime::asked(&mut parts);
     let work = async {
-        let (body, _permit) = match body_of(&job.live, &parts.headers, body).await {
+        let (body, permit) = match body_of(&job.live, &parts.headers, body).await {
             Ok(body) => body,
             Err(refusal) => return Err(job.refused(refusal)),
         };
@@ -250,16 +276,20 @@ async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
             }
             None => {}
         }
-        let boundary = parts.headers.get(CONTENT_TYPE).map_or(Ok(None), headers::form_boundary);
-        let asked = match boundary.and_then(|boundary| PassthroughRequest::new(body, boundary)) {
-            Ok(asked) => asked,
-            Err(words) => return Err(job.refused(ApiError::bad_request(words))),
+        let mut job = job.admit().await?;
+        let kind = parts.headers.get(CONTENT_TYPE).cloned();
+        let parse = move |body| {
+            let boundary = kind.as_ref().map_or(Ok(None), headers::form_boundary)?;
+            PassthroughRequest::new(body, boundary)
+        };
+        let (asked, _permit) = match parsed(body, permit, parse).await {
+            Ok(parsed) => parsed,
+            Err(refusal) => return Err(job.refused(refusal)),
         };
         // Only the instance that stored a response can serve it.
         let named = path.strip_prefix("/v1/responses/").and_then(|rest| rest.split('/').next());
         let stored_by =
             named.or(asked.before.as_deref()).and_then(|response| core.stored_by(response));
-        let mut job = job.admit().await?;
         job.record.model(asked.model.as_deref());
         decode_only::passthrough(job, asked, stored_by).await
     };

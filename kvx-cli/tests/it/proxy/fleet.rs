@@ -100,6 +100,11 @@ impl Proxy {
         self.memory("VmRSS:")
     }
 
+    /// Returns the most resident memory that it has had, in KiB.
+    pub(crate) fn peak(&self) -> u64 {
+        self.memory("VmHWM:")
+    }
+
     fn memory(&self, field: &str) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))
             .expect("it runs");

@@ -11,7 +11,7 @@ use crate::proxy::client::{CUT_OFF, Call, completion};
 use crate::proxy::fleet::{Fleet, Plan, Proxy, SetupFile};
 use crate::proxy::recipes::COMPLETIONS;
 
-const LIMITS: &str = "[limits]\nheaders = \"8KiB\"\nbody = \"64KiB\"\nbodies = \"1MiB\"\nheader_time = \"700ms\"\nbody_time = \"700ms\"\n";
+const LIMITS: &str = "[limits]\nheaders = \"8KiB\"\nbody = \"64KiB\"\nbodies = \"128KiB\"\nheader_time = \"700ms\"\nbody_time = \"700ms\"\n";
 
 /// Sends these bytes, and reads until the server closes or answers.
 async fn raw(port: u16, bytes: &[u8]) -> String {
@@ -97,9 +97,9 @@ pub(crate) async fn requests_that_are_too_long_or_too_slow_are_rejected() {
         .send()
         .await;
     assert_eq!(endless.status, 400, "{}", endless.text());
-    let ids = json!({"model": "m", "prompt": vec![1; 20_000], "max_tokens": 1});
+    let ids = json!({"model": "m", "prompt": vec![1; 25_000], "max_tokens": 1});
     let wide = Call::post(fleet.port(), COMPLETIONS, &ids).send().await;
-    assert_eq!(wide.status, 413, "in memory it is many times as long: {}", wide.text());
+    assert_eq!(wide.status, 413, "with its legs it is three times as long: {}", wide.text());
     assert_eq!(
         Call::post(fleet.port(), COMPLETIONS, &completion("well", 1)).send().await.status,
         200

@@ -197,7 +197,7 @@ mod tests {
         let trust = ParamsTrust::new(Some(&Secret::from_bytes([1; Secret::LEN])), ["10.0.0.1"]);
         for (key, value) in [
             ("remote_request_id", Value::Null),
-            ("remote_engine_id", "".into()),
+            ("remote_engine_id", Value::Null),
             ("remote_host", Value::Null),
             ("remote_port", Value::Null),
             ("transfer_mode", "push".into()), // without tp_size

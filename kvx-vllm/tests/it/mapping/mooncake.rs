@@ -154,7 +154,7 @@ fn regions_are_paired_by_name_and_occurrence_or_else_by_position() {
         SendMap::new(&producer, tp, &asked)
             .unwrap_err()
             .to_string()
-            .contains("2 regions here but 1 at the peer")
+            .contains("is in 2 regions here but in 1 at the peer")
     );
 }
 

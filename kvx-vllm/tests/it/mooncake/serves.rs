@@ -212,7 +212,7 @@ fn blocks_are_kept_until_all_readers_have_had_them() {
             let writes = prefill.asked_and_connected(0.1, number as u64, &wanted);
             // The same worker asks again, but is written to only once.
             let again = refusal(&prefill.asked(0.1, 1000 + number as u64, &wanted));
-            assert!(again.err_msg.unwrap().contains("before"));
+            assert!(again.err_msg.unwrap().contains("already"));
             prefill.written(0.2, writes[0].id);
         }
         assert_eq!(prefill.outcomes(0.3), [free("p-1")], "{readers:?}");

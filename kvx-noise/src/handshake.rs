@@ -1,6 +1,8 @@
 //! The handshake, and the libraries with its cryptography.
 
 use std::fmt;
+use std::mem::MaybeUninit;
+use std::ops::{Deref, DerefMut};
 
 use aes_gcm::aead::AeadInOut as _;
 use aes_gcm::aead::inout::InOutBuf;
@@ -14,6 +16,7 @@ use snow::params::{CipherChoice, DHChoice, HashChoice};
 use snow::resolvers::CryptoResolver;
 use snow::types::{Cipher, Dh, Hash, Random};
 use snow::{Builder, HandshakeState};
+use zeroize::{Zeroize as _, Zeroizing};
 
 use crate::seal::Seals;
 
@@ -26,24 +29,27 @@ pub const TAG: usize = 16;
 /// The number of bytes of a message without a payload.
 pub const MESSAGE: usize = KEY + TAG;
 
+/// A key that is erased when it is dropped.
+pub type Key = Zeroizing<[u8; KEY]>;
+
 /// Derives a key from a fleet's secret for the purpose that the label names.
-pub fn derive_key(secret: &Secret, label: &[u8]) -> [u8; KEY] {
+pub fn derive_key(secret: &Secret, label: &[u8]) -> Key {
     let mut mac =
         Hmac::<Sha256>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
     mac.update(label);
-    mac.finalize().into_bytes().into()
+    Key::new(mac.finalize().into_bytes().into())
 }
 
 /// One end of a handshake of two messages, the initiator's first. Each end proves with its message
-/// that it has the key.
-pub struct NoiseHandshake(HandshakeState);
+/// that it has the key. Its keys are erased when it is dropped.
+pub struct NoiseHandshake(ErasedState);
 
 impl NoiseHandshake {
     /// Creates the end that sends first. Both ends pass the same `prologue`, which is not sent.
     pub fn initiator(key: &[u8; KEY], prologue: &[u8]) -> Result<Self> {
         builder(key, prologue)
             .and_then(Builder::build_initiator)
-            .map(NoiseHandshake)
+            .map(NoiseHandshake::of)
             .map_err(broken)
     }
 
@@ -51,8 +57,12 @@ impl NoiseHandshake {
     pub fn responder(key: &[u8; KEY], prologue: &[u8]) -> Result<Self> {
         builder(key, prologue)
             .and_then(Builder::build_responder)
-            .map(NoiseHandshake)
+            .map(NoiseHandshake::of)
             .map_err(broken)
+    }
+
+    fn of(state: HandshakeState) -> Self {
+        NoiseHandshake(ErasedState(Box::new(MaybeUninit::new(state))))
     }
 
     /// Appends this end's message to `out`: [`MESSAGE`] bytes and the payload.
@@ -76,17 +86,50 @@ impl NoiseHandshake {
     /// of the handshake must have been written and read.
     pub fn seals(&mut self) -> Seals {
         debug_assert!(self.0.is_handshake_finished(), "the handshake has not finished");
-        let (to_responder, to_initiator) = self.0.dangerously_get_raw_split();
-        match self.0.is_initiator() {
+        let (mut to_responder, mut to_initiator) = self.0.dangerously_get_raw_split();
+        let seals = match self.0.is_initiator() {
             true => Seals::of(&to_responder, &to_initiator),
             false => Seals::of(&to_initiator, &to_responder),
-        }
+        };
+        to_responder.zeroize();
+        to_initiator.zeroize();
+        seals
     }
 }
 
 impl fmt::Debug for NoiseHandshake {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("NoiseHandshake")
+    }
+}
+
+/// Snow's state, whose memory is erased when it is dropped. Snow leaves the key of both ends and
+/// the key from which all later ones derive in it.
+struct ErasedState(Box<MaybeUninit<HandshakeState>>);
+
+impl Deref for ErasedState {
+    type Target = HandshakeState;
+
+    fn deref(&self) -> &HandshakeState {
+        // SAFETY: the only constructor, `NoiseHandshake::of`, initialises the state, and only
+        // `drop` ends it.
+        unsafe { self.0.assume_init_ref() }
+    }
+}
+
+impl DerefMut for ErasedState {
+    fn deref_mut(&mut self) -> &mut HandshakeState {
+        // SAFETY: the only constructor, `NoiseHandshake::of`, initialises the state, and only
+        // `drop` ends it.
+        unsafe { self.0.assume_init_mut() }
+    }
+}
+
+impl Drop for ErasedState {
+    fn drop(&mut self) {
+        // SAFETY: the state is initialised until here, and nothing can use it after `drop`.
+        unsafe { self.0.assume_init_drop() };
+        self.0.zeroize();
     }
 }
 
@@ -126,7 +169,7 @@ struct System;
 impl Random for System {
     fn try_fill_bytes(&mut self, dest: &mut [u8]) -> Result<(), snow::Error> {
         for bytes in dest.chunks_mut(KEY) {
-            let random = random_key().map_err(|_| snow::Error::Rng)?;
+            let random = Key::new(random_key().map_err(|_| snow::Error::Rng)?);
             bytes.copy_from_slice(&random[..bytes.len()]);
         }
         Ok(())
@@ -137,6 +180,12 @@ impl Random for System {
 struct X25519 {
     private: [u8; KEY],
     public: [u8; KEY],
+}
+
+impl Drop for X25519 {
+    fn drop(&mut self) {
+        self.private.zeroize();
+    }
 }
 
 impl Dh for X25519 {
@@ -158,9 +207,9 @@ impl Dh for X25519 {
     }
 
     fn generate(&mut self, rng: &mut dyn Random) -> Result<(), snow::Error> {
-        let mut private = [0; KEY];
-        rng.try_fill_bytes(&mut private)?;
-        self.set(&private);
+        let mut private = Key::default();
+        rng.try_fill_bytes(&mut private[..])?;
+        self.set(&private[..]);
         Ok(())
     }
 
@@ -265,6 +314,13 @@ impl Cipher for AesGcm {
         *self = AesGcm::new(key);
     }
 
+    /// Like Noise's default, but erases the new key after its use.
+    fn rekey(&mut self) {
+        let mut key = Key::default();
+        self.seal(u64::MAX, &[], (&mut key[..]).into());
+        self.set(&key);
+    }
+
     fn encrypt(&self, number: u64, with: &[u8], message: &[u8], out: &mut [u8]) -> usize {
         let (sealed, rest) = out.split_at_mut(message.len());
         let whole = InOutBuf::new(message, sealed).expect("they are equally long");
@@ -314,8 +370,8 @@ mod tests {
         let fixed = |end: usize| {
             builder(key, &prologue).unwrap().fixed_ephemeral_key_for_testing_only(&ephemeral[end])
         };
-        let mut initiator = NoiseHandshake(fixed(0).build_initiator().unwrap());
-        let mut responder = NoiseHandshake(fixed(1).build_responder().unwrap());
+        let mut initiator = NoiseHandshake::of(fixed(0).build_initiator().unwrap());
+        let mut responder = NoiseHandshake::of(fixed(1).build_responder().unwrap());
         let mut said = Vec::new();
         initiator.write(&bytes("4c756477696720766f6e204d69736573"), &mut said).unwrap();
         let expected = "ca35def5ae56cec33dc2036731ab14896bc4c75dbb07a61f879f8e3afa4c7944\
@@ -364,5 +420,32 @@ mod tests {
         for len in 0..good.len() {
             assert!(read(&good[..len]).is_none(), "{len} bytes");
         }
+    }
+    #[test]
+    fn freed_memory_contains_no_key() {
+        let key: [u8; KEY] = std::array::from_fn(|at| 0x41 + at as u8);
+        let private = [[0x91; KEY], [0x92; KEY]];
+        let end = |end: usize| {
+            builder(&key, &[]).unwrap().fixed_ephemeral_key_for_testing_only(&private[end])
+        };
+        let mut initiator =
+            Box::new(NoiseHandshake::of(end(0).build_initiator().expect("a valid pattern")));
+        let mut responder =
+            Box::new(NoiseHandshake::of(end(1).build_responder().expect("a valid pattern")));
+        let unfinished = Box::new(NoiseHandshake::initiator(&key, &[]).unwrap());
+        let mut message = Vec::new();
+        initiator.write(&[], &mut message).unwrap();
+        responder.read(&message).unwrap();
+        message.clear();
+        responder.write(&[], &mut message).unwrap();
+        initiator.read(&message).unwrap();
+        let (to_responder, to_initiator) = initiator.0.dangerously_get_raw_split();
+        let (mut ours, theirs) = (Box::new(initiator.seals()), Box::new(responder.seals()));
+        let keys = [key, private[0], private[1], to_responder, to_initiator];
+        let freed = crate::freed::containing(&keys, || {
+            ours.sealer.rekey_for_test();
+            drop((initiator, responder, unfinished, ours, theirs));
+        });
+        assert_eq!(freed, 0, "freed blocks contain keys");
     }
 }

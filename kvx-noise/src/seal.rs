@@ -86,6 +86,11 @@ impl Sealer {
         }
     }
 
+    #[cfg(test)]
+    pub(crate) fn rekey_for_test(&mut self) {
+        self.0.cipher.rekey();
+    }
+
     /// Reuses the number of the last sealed message for the next one, because the message was not
     /// sent and never will be.
     pub fn take_back(&mut self) {

@@ -16,7 +16,7 @@ mod tests;
 
 use kvx_backend::control::proof::Keys;
 use kvx_core::{Error, ErrorKind};
-use kvx_noise::{KEY, Seals};
+use kvx_noise::{Key, Seals};
 
 use crate::tcp::frames::{Header, Versions};
 use crate::tcp::seal::Seal;
@@ -48,12 +48,12 @@ fn no_version(owner: Versions, initiator: Versions) -> Error {
     )
 }
 
-fn invited_key(keys: &Keys) -> [u8; KEY] {
-    keys.both(INVITED, &[]).proof()
+fn invited_key(keys: &Keys) -> Key {
+    Key::new(keys.both(INVITED, &[]).proof())
 }
 
-fn mistaken_key(keys: &Keys) -> Option<[u8; KEY]> {
-    Some(keys.secret(MISTAKEN, &[])?.proof())
+fn mistaken_key(keys: &Keys) -> Option<Key> {
+    Some(Key::new(keys.secret(MISTAKEN, &[])?.proof()))
 }
 
 /// Returns the prologue of the hello with the secret alone: all bytes before it.

@@ -9,6 +9,7 @@ use kvx_core::backend::Events;
 use kvx_core::{Identity, Secret};
 
 use crate::tcp::config::Config;
+use crate::tcp::limit::ConnectionLimit;
 use crate::tcp::memory::deferred::DeferredCompletions;
 use crate::tcp::memory::regions::Regions;
 use crate::tcp::memory::stages::DeviceStages;
@@ -17,6 +18,8 @@ use crate::tcp::seal::Seal;
 /// The configuration, keys and tables of an agent.
 pub(crate) struct AgentContext {
     pub(crate) config: Config,
+    /// The limit for connections that peers open.
+    pub(crate) limit: Arc<ConnectionLimit>,
     pub(crate) agent: Identity,
     /// The keys that authenticate peers.
     pub(crate) keys: Keys,

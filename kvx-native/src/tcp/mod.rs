@@ -3,7 +3,8 @@
 //! The modules form layers. Each imports from its own layer and from those above it in this list,
 //! never from one below:
 //!
-//! 1. `error`, `address`, `seal`, `config`: values without state.
+//! 1. `error`, `address`, `seal`, `config`: values without state. `limit`: the number of peers'
+//!    connections.
 //! 2. [`socket`]: system calls, the listener, readiness, and the pieces of memory that one call
 //!    moves.
 //! 3. [`frames`]: the wire format, the handshake, and the buffers that frames are read from and
@@ -22,6 +23,7 @@ mod context;
 mod error;
 mod frames;
 pub(crate) mod fuzz;
+mod limit;
 mod link;
 mod links;
 mod machine;

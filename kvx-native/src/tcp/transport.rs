@@ -15,6 +15,7 @@ use crate::tcp::address;
 use crate::tcp::config::Config;
 use crate::tcp::context::AgentContext;
 use crate::tcp::error::NAME;
+use crate::tcp::limit::ConnectionLimit;
 use crate::tcp::link::{TcpLink, capabilities};
 use crate::tcp::links::{LinkStanding, OpenedLink};
 use crate::tcp::machine::{Command, Machine};
@@ -88,6 +89,7 @@ fn open(context: Context) -> Result<TcpTransport> {
     let name = format!("kvx-tcp {}", context.agent.name);
     let events = Arc::clone(&context.events);
     let context = Arc::new(AgentContext {
+        limit: ConnectionLimit::new(config.max_connections),
         config,
         agent: context.agent,
         keys: Keys::new(&context.invitation, context.secret.as_ref()),

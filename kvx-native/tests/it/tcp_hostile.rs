@@ -149,6 +149,30 @@ fn connections_above_the_limit_are_refused_with_the_name_of_the_option() {
 }
 
 #[test]
+fn handshakes_at_once_do_not_exceed_the_limit_for_connections() {
+    let options = r#"{"tcp": {"max_connections": 4, "seal": "none"}}"#;
+    // The reader's link takes three of the four.
+    let pair = Pair::of(agent_with("owner", options, None), agent("reader"), 4096);
+    let begun: Vec<_> = (0..8).map(|_| Raw::welcomed(&pair.owner)).collect();
+    let mut entered = Vec::new();
+    for (mut raw, confirm) in begun {
+        if confirm.is_some_and(|confirm| raw.send(&confirm))
+            && raw.frame().is_some_and(|(kind, ..)| kind == ENTERED)
+        {
+            entered.push(raw);
+        }
+    }
+    assert_eq!(entered.len(), 1, "connections beside the reader's three");
+    // A handshake that ends early frees its place.
+    drop(entered);
+    let until = std::time::Instant::now() + CUT_OFF;
+    while Raw::welcomed(&pair.owner).1.is_none() {
+        assert!(std::time::Instant::now() < until, "the place is not free again");
+    }
+    pair.still_works();
+}
+
+#[test]
 fn an_unauthenticated_peer_learns_and_touches_nothing_and_gets_one_answer() {
     for secret in [None, Some(3)] {
         let pair =

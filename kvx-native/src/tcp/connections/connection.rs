@@ -80,9 +80,9 @@ impl Role {
             }
             Role::Greeted(handshake) => match handshake.frame(header, body, &mut output.control)? {
                 Step::More => Ok(Change::Stay),
-                Step::Entered { who, link, lane, seals } => {
+                Step::Entered { who, link, lane, seals, place } => {
                     scope.effects.push(Effect::Entered { key });
-                    let served = ServedLane::new(key, who, link, lane);
+                    let served = ServedLane::new(key, who, (link, lane), place);
                     Ok(Change::Become { role: Role::Served(Box::new(served)), lane, seals })
                 }
                 Step::Mistaken => {

@@ -35,7 +35,7 @@ pub(crate) fn handshake(bytes: &[u8]) {
     for _ in 0..2 {
         let mut answer = Vec::new();
         match conversation.pass(&said, |header, body| owner.frame(header, body, &mut answer)) {
-            Some(Ok(Step::Entered { who: initiator, link, lane, seals })) => {
+            Some(Ok(Step::Entered { who: initiator, link, lane, seals, .. })) => {
                 assert!(same && !conversation.altered, "an unauthenticated peer is admitted");
                 assert!(
                     initiator == who(3) && (link, lane) == ([8; 16], 1),

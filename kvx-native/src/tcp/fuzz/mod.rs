@@ -34,6 +34,7 @@ use crate::tcp::connections::lane::Scope;
 use crate::tcp::connections::table::Conns;
 use crate::tcp::context::AgentContext;
 use crate::tcp::frames::{Frame, HEADER, Header, MAX_DATA};
+use crate::tcp::limit::ConnectionLimit;
 use crate::tcp::memory::deferred::DeferredCompletions;
 use crate::tcp::memory::regions::Regions;
 use crate::tcp::memory::stages::DeviceStages;
@@ -118,6 +119,7 @@ impl Lanes {
         let inbox = Arc::new(Inbox::default());
         let context = AgentContext {
             config: Config::read(&Options::new()).expect("every option has a default"),
+            limit: ConnectionLimit::new(1),
             agent: who(1),
             keys: Keys::new(&Invitation::from_bytes([2; 32]), None),
             secret: None,

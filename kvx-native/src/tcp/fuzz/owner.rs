@@ -30,7 +30,7 @@ pub(crate) fn owner(bytes: &[u8]) {
 
 fn run(bytes: &[u8], seal: Seal) {
     let mut lanes = Lanes::new(seal, |key, lane| {
-        Role::Served(Box::new(ServedLane::new(key, who(3), LINK, lane)))
+        Role::Served(Box::new(ServedLane::new(key, who(3), (LINK, lane), None)))
     });
     let mut regions: Vec<(Arc<ServedRegion>, WatchedMemory)> = (1..=REGIONS)
         .map(|number| {

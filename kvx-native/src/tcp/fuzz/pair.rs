@@ -80,8 +80,9 @@ impl Pair {
         }
         let request =
             |key, lane| Role::Requests(Box::new(RequestLane::new(key, initiator::LINK, lane)));
-        let served =
-            |key, lane| Role::Served(Box::new(ServedLane::new(key, who(3), owner::LINK, lane)));
+        let served = |key, lane| {
+            Role::Served(Box::new(ServedLane::new(key, who(3), (owner::LINK, lane), None)))
+        };
         let mut pair = Pair {
             initiator: Lanes::over(ours, seal, request),
             peer: Some(initiator::opened()),

@@ -205,7 +205,6 @@ impl Machine {
             TurnRole::Ours(link) => self.lose(link, hangs(), out),
             TurnRole::Greeted => self.handshakes -= 1,
             TurnRole::Served { link, lane, .. } => {
-                self.served -= 1;
                 if self.lanes.get(&(link, lane)) == Some(&key) {
                     self.lanes.remove(&(link, lane));
                 }

@@ -75,7 +75,6 @@ pub(crate) struct Machine {
     /// The time of the last small transfer, of this end or of a peer.
     small_at: Option<Instant>,
     pub(crate) handshakes: usize,
-    pub(crate) served: usize,
     /// Connections of peers, by link and lane.
     pub(crate) lanes: HashMap<([u8; 16], u8), usize>,
     /// The rate limit of warnings about closed connections.
@@ -107,7 +106,6 @@ impl Machine {
             bursting: false,
             small_at: None,
             handshakes: 0,
-            served: 0,
             lanes: HashMap::new(),
             closed: RateLimited::default(),
             strays: RateLimited::default(),
@@ -174,7 +172,6 @@ impl Machine {
         match &conn.role {
             Role::Greeted(_) => self.handshakes -= 1,
             Role::Served(lane) => {
-                self.served -= 1;
                 self.scope.described -= lane.described();
                 if self.lanes.get(&(lane.link, lane.lane)) == Some(&key) {
                     self.lanes.remove(&(lane.link, lane.lane));

@@ -5,6 +5,7 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_backend::reactor::Outbox;
@@ -65,20 +66,10 @@ impl Machine {
 
     fn handshake(&self, peer: SocketAddr) -> Role {
         let context = &self.scope.context;
-        let max = context.config.max_connections;
-        let full = (self.served >= max).then(|| {
-            Error::new(
-                ErrorKind::Exhausted,
-                format!(
-                    "the peer serves {max} connections already (\"tcp.max_connections\"): raise \
-                     that, or try later"
-                ),
-            )
-        });
         Role::Greeted(Box::new(OwnerHandshake::new(
             context.keys.clone(),
             context.wish_toward(peer),
-            full,
+            Some(Arc::clone(&context.limit)),
         )))
     }
 
@@ -110,7 +101,6 @@ impl Machine {
     /// Handles that a peer's lane is up.
     pub(crate) fn entered(&mut self, key: usize, now: Instant, out: &mut Outbox) {
         self.handshakes -= 1;
-        self.served += 1;
         let Some(Conn { role: Role::Served(lane), peer, .. }) = self.conns.get(key) else {
             return debug_assert!(false, "a connection has rejoined when its effects are applied");
         };

@@ -141,6 +141,16 @@ impl Raw {
         }
     }
 
+    /// Connects a lane like [`lane`](Self::lane), but only up to the owner's first answer. Returns
+    /// the frame that ends the handshake, or `None` if the owner refused.
+    pub(crate) fn welcomed(agent: &Agent) -> (Self, Option<Vec<u8>>) {
+        let mut raw = Self::connect(address_of(agent));
+        let (mut initiator, hello) = initiator(&invitation_of(agent), fresh(), 1);
+        raw.send(&hello);
+        let answer = initiator.take(&raw.whole_frame().expect("an answer"));
+        (raw, answer.ok().map(|(confirm, _)| confirm))
+    }
+
     /// Plays the owner's part of a handshake without a secret, with this invitation. Returns the
     /// lane.
     pub(crate) fn welcome(&mut self, invitation: &Invitation) -> u8 {

@@ -18,6 +18,7 @@ use crate::tcp::context::AgentContext;
 use crate::tcp::frames::input::Input;
 use crate::tcp::frames::output::Output;
 use crate::tcp::frames::{Frame, Header, put_bare, put_end};
+use crate::tcp::limit::ConnectionPlace;
 use crate::tcp::memory::deferred::{ActiveRegions, Concern, DeferredCompletions};
 use crate::tcp::memory::payload::{HostBlocks, Sink, Source, StagedBlocks};
 use crate::tcp::memory::regions::ServedRegion;
@@ -54,6 +55,9 @@ pub(crate) struct ServedLane {
     /// The peer's link, and the number of the lane in it.
     pub(crate) link: [u8; 16],
     pub(crate) lane: u8,
+    /// Its place among the connections of peers. If its turn hangs, it keeps the place until the
+    /// turn ends.
+    _place: Option<ConnectionPlace>,
     /// The id of the last request.
     last_id: Option<u64>,
     /// Requests that were cancelled before they arrived.
@@ -89,12 +93,20 @@ fn concern(regions: &[Arc<ServedRegion>]) -> Concern {
 }
 
 impl ServedLane {
-    pub(crate) fn new(key: usize, who: Identity, link: [u8; 16], lane: u8) -> Self {
+    /// Serves this lane of the peer's link. `place` is `None` in tests without a limit for
+    /// connections.
+    pub(crate) fn new(
+        key: usize,
+        who: Identity,
+        (link, lane): ([u8; 16], u8),
+        place: Option<ConnectionPlace>,
+    ) -> Self {
         ServedLane {
             key,
             who,
             link,
             lane,
+            _place: place,
             last_id: None,
             cancelled: HashSet::new(),
             reads: WorkQueue::default(),

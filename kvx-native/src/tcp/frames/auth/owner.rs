@@ -1,5 +1,7 @@
 //! The owner's side of a handshake.
 
+use std::sync::Arc;
+
 use kvx_backend::control::Refusal;
 use kvx_backend::control::proof::{Keys, unauthenticated};
 use kvx_core::backend::wire::{Reader, Writer};
@@ -10,6 +12,7 @@ use super::{
     Agreement, COME_IN, NO_ROOM, before_mistaken, invited_key, mistaken_key, no_version, unexpected,
 };
 use crate::tcp::frames::{Frame, Header, Hello, VERSIONS, Versions, put_frame, put_refuse};
+use crate::tcp::limit::{ConnectionLimit, ConnectionPlace};
 use crate::tcp::seal::Seal;
 
 /// The state of a handshake on the owner's side, after a frame.
@@ -17,7 +20,14 @@ pub(crate) enum Step {
     /// Another frame follows.
     More,
     /// The initiator is authenticated, and this is lane `lane` of its `link`.
-    Entered { who: Identity, link: [u8; 16], lane: u8, seals: Agreement },
+    Entered {
+        who: Identity,
+        link: [u8; 16],
+        lane: u8,
+        seals: Agreement,
+        /// `None` without a limit for connections.
+        place: Option<ConnectionPlace>,
+    },
     /// The initiator expects another agent, and the answer says so: close once it is sent.
     Mistaken,
 }
@@ -27,15 +37,16 @@ pub(crate) struct OwnerHandshake {
     keys: Keys,
     /// The weakest seal that it accepts.
     wish: Seal,
-    /// The agreement, after it has welcomed an initiator that has the key.
-    welcomed: Option<Agreement>,
-    /// The error for authenticated peers if the limit for connections is reached.
-    full: Option<Error>,
+    /// The agreement, after it has welcomed an initiator that has the key, with the place that the
+    /// connection has from then on.
+    welcomed: Option<(Agreement, Option<ConnectionPlace>)>,
+    /// The limit for connections.
+    limit: Option<Arc<ConnectionLimit>>,
 }
 
 impl OwnerHandshake {
-    pub(crate) fn new(keys: Keys, wish: Seal, full: Option<Error>) -> Self {
-        OwnerHandshake { keys, wish, welcomed: None, full }
+    pub(crate) fn new(keys: Keys, wish: Seal, limit: Option<Arc<ConnectionLimit>>) -> Self {
+        OwnerHandshake { keys, wish, welcomed: None, limit }
     }
 
     /// Returns true if the initiator has sent a valid hello.
@@ -47,7 +58,7 @@ impl OwnerHandshake {
     pub(crate) fn frame(&mut self, header: Header, body: &[u8], out: &mut Vec<u8>) -> Result<Step> {
         match (header.frame, self.welcomed.take()) {
             (Frame::Hello, None) => self.hello(body, out),
-            (Frame::Confirm, Some(sealed)) => confirm(body, sealed, out),
+            (Frame::Confirm, Some((agreement, place))) => confirm(body, agreement, place, out),
             _ => Err(unexpected(header)),
         }
     }
@@ -105,13 +116,15 @@ impl OwnerHandshake {
         let mut reader = Reader::new("Hello", said);
         let seal = Seal::of_number(reader.u8()?)?.max(self.wish);
         reader.end()?;
+        // Handshakes that are not confirmed yet count, so that many at once cannot exceed the limit.
+        let place = self.limit.as_ref().map(ConnectionLimit::take).transpose();
         let mut says = Vec::new();
-        match &self.full {
-            Some(full) => {
+        match &place {
+            Err(full) => {
                 says.put_u8(NO_ROOM);
                 Refusal::from(full).encode(&mut says);
             }
-            None => {
+            Ok(_) => {
                 says.put_u8(COME_IN);
                 says.put_u16(VERSIONS.common(theirs).unwrap_or(VERSIONS.max));
                 says.put_u8(seal.number());
@@ -120,18 +133,19 @@ impl OwnerHandshake {
         let mut message = Vec::new();
         noise.write(&says, &mut message)?;
         put_frame(out, Frame::Welcome, 0, |out| out.put(&message));
-        match self.full.take() {
-            Some(full) => Err(full),
-            None => {
-                self.welcomed = Some((seal, Box::new(noise.seals())));
-                Ok(Step::More)
-            }
-        }
+        let place = place?;
+        self.welcomed = Some(((seal, Box::new(noise.seals())), place));
+        Ok(Step::More)
     }
 }
 
 /// Verifies the initiator's last message, which cannot be a replay.
-fn confirm(body: &[u8], (seal, mut seals): Agreement, out: &mut Vec<u8>) -> Result<Step> {
+fn confirm(
+    body: &[u8],
+    (seal, mut seals): Agreement,
+    place: Option<ConnectionPlace>,
+    out: &mut Vec<u8>,
+) -> Result<Step> {
     let mut said = body.to_vec();
     seals.opener.open(&mut said).map_err(|_| unauthenticated())?;
     said.truncate(body.len() - TAG);
@@ -139,5 +153,5 @@ fn confirm(body: &[u8], (seal, mut seals): Agreement, out: &mut Vec<u8>) -> Resu
     let (link, lane, who) = (reader.array()?, reader.u8()?, reader.identity()?);
     reader.end()?;
     put_frame(out, Frame::Entered, 0, |out| seals.sealer.seal_end(0, out));
-    Ok(Step::Entered { who, link, lane, seals: (seal, seals) })
+    Ok(Step::Entered { who, link, lane, seals: (seal, seals), place })
 }

@@ -6,6 +6,7 @@ use kvx_core::{Identity, Incarnation, Result, Secret};
 use super::initiator::read_welcome;
 use super::*;
 use crate::tcp::frames::{Frame, HEADER, Hello, VERSIONS, put_refuse};
+use crate::tcp::limit::ConnectionLimit;
 
 /// The initiator's name. Longer than any text that random bytes are likely to contain.
 const NAME: &str = "decode-on-host-0";
@@ -230,7 +231,7 @@ fn an_impostor_without_proof_learns_no_name() {
 fn only_an_authenticated_peer_learns_that_the_limit_is_reached() {
     for (invited, expected) in [(2, ErrorKind::Exhausted), (9, ErrorKind::PeerRestarted)] {
         let (mut initiator, hello) = greets(&keys(invited, None), Seal::None);
-        let full = Some(Error::new(ErrorKind::Exhausted, "raise the limit"));
+        let full = Some(ConnectionLimit::new(0));
         let mut owning = OwnerHandshake::new(keys(2, None), Seal::None, full);
         let (header, body) = frame(&hello);
         let mut answer = Vec::new();

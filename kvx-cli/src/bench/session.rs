@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx::Registry;
+use kvx::{Registry, Secret};
 
 use super::deadlines::DEADLINE;
 use super::initiator::Initiator;
@@ -46,7 +46,10 @@ impl Session {
         let options: serde_json::Value = serde_json::from_str(options)?;
         let data = DataLanes {
             count: options["tcp"]["connections"].as_u64().unwrap_or(TCP_CONNECTIONS) as usize,
-            sealed: options["tcp"]["seal"] == "all",
+            sealed: match options["tcp"]["seal"].as_str() {
+                Some(seal) => seal == "all",
+                None => Secret::from_environment()?.is_some(),
+            },
         };
         Ok(Session { target, pools, initiators, mapped: None, data })
     }

@@ -1,6 +1,5 @@
 //! The context of an agent, which its machine, links and regions share.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,9 +33,9 @@ pub(crate) struct AgentContext {
 }
 
 impl AgentContext {
-    /// Returns the weakest seal that this end accepts on a connection with a peer at this address.
-    pub(crate) fn wish_toward(&self, peer: SocketAddr) -> Seal {
-        self.config.wish_toward(peer.ip(), self.secret.is_some())
+    /// Returns the weakest seal that this end accepts on a connection.
+    pub(crate) fn wish(&self) -> Seal {
+        self.config.wish(self.secret.is_some())
     }
 
     /// Returns true in the process that opened the transport. The machine runs only there, not in a

@@ -113,8 +113,7 @@ impl OpenedLink {
     /// connect.
     pub(crate) fn greet(&self, conn: &mut Conn, lane: u8, context: &AgentContext) -> Result<()> {
         socket::connected(conn.socket()).map_err(|errno| error::unreachable(conn.peer, errno))?;
-        let (own, which, wish) =
-            (context.agent.clone(), (self.nonce, lane), context.wish_toward(conn.peer));
+        let (own, which, wish) = (context.agent.clone(), (self.nonce, lane), context.wish());
         let handshake =
             InitiatorHandshake::start(&self.keys, own, which, wish, &mut conn.output.control)?;
         conn.role = Role::Greeting { link: self.id, lane, handshake: Box::new(handshake) };

@@ -53,8 +53,7 @@ impl Factory for Tcp {
         let caution = (!config.bind.is_loopback()).then(|| {
             format!(
                 "TCP listens on {}: give the fleet a shared secret, and the bytes of blocks are \
-                 sealed between hosts (\"tcp.seal\"); without one keep untrusted hosts off that \
-                 network",
+                 sealed (\"tcp.seal\"); without one keep untrusted hosts off that network",
                 config.bind
             )
         });

@@ -45,7 +45,7 @@ impl Machine {
                         );
                         continue;
                     }
-                    self.admit(Conn::new(socket, peer, self.handshake(peer), now + HANDSHAKE), now);
+                    self.admit(Conn::new(socket, peer, self.handshake(), now + HANDSHAKE), now);
                 }
                 Err(Errno::AGAIN) => {
                     self.accepting = false;
@@ -64,13 +64,10 @@ impl Machine {
         ACCEPTS
     }
 
-    fn handshake(&self, peer: SocketAddr) -> Role {
+    fn handshake(&self) -> Role {
         let context = &self.scope.context;
-        Role::Greeted(Box::new(OwnerHandshake::new(
-            context.keys.clone(),
-            context.wish_toward(peer),
-            Some(Arc::clone(&context.limit)),
-        )))
+        let (keys, limit) = (context.keys.clone(), Arc::clone(&context.limit));
+        Role::Greeted(Box::new(OwnerHandshake::new(keys, context.wish(), Some(limit))))
     }
 
     fn admit(&mut self, conn: Conn, now: Instant) {

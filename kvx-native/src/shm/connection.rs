@@ -1,6 +1,6 @@
 //! A connection: one control socket and its state, on both ends.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashSet, VecDeque};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,6 +17,7 @@ use rustix::io::Errno;
 
 use super::error::error;
 use super::host::PeerProcess;
+use super::lent::LentRegions;
 use super::memory::{CopyMethod, PeerRegion, Regions};
 use super::messages::{Message, Probe};
 use super::shared_link::{Import, SharedLink};
@@ -29,9 +30,6 @@ use crate::described::{Described, Side};
 /// The limit for messages that wait for a peer to read them; a peer that exceeds it is
 /// disconnected.
 const MAX_QUEUED: usize = 64 << 10;
-
-/// The approximate bytes of a region that a peer lends: its entry and its mapping.
-const LENT: usize = 256;
 
 /// The peer for which memory is counted.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -152,7 +150,7 @@ pub(crate) struct Connection {
     pub(crate) to_peer: NoticesToPeer,
 
     /// Regions that the peer lent to this end, from which it pulls the peer's writes.
-    pub(crate) lent: HashMap<RegionId, Result<PeerRegion>>,
+    pub(crate) lent: LentRegions,
     /// The number of unfinished parts of the peer's writes.
     pub(crate) pulls: usize,
     /// The bytes of memory that they take, including parts whose answer is not awaited any more.
@@ -196,7 +194,7 @@ impl Connection {
             waiting: Vec::new(),
             writes: Writes::default(),
             to_peer: NoticesToPeer::default(),
-            lent: HashMap::new(),
+            lent: LentRegions::default(),
             pulls: 0,
             pulls_bytes: 0,
             from_peer: NoticesFromPeer::default(),
@@ -349,8 +347,8 @@ impl Connection {
     /// Counts the memory that is now held for the peer. Returns `Exhausted` for a peer over its
     /// limit.
     pub(crate) fn note_held(&mut self, held: &mut HeldBytes<HeldBytesOwner>) -> Result<()> {
-        let lent = self.lent.len() * LENT;
-        let bytes = self.from_peer.held() + self.queued_bytes + self.pulls_bytes + lent;
+        let bytes =
+            self.from_peer.held() + self.queued_bytes + self.pulls_bytes + self.lent.bytes();
         if HeldBytes::<HeldBytesOwner>::rounded_to_step(bytes) == self.counted {
             return Ok(());
         }

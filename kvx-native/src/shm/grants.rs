@@ -9,17 +9,21 @@ use kvx_backend::control::errors::{closed, malformed, revoked, still_shared};
 use kvx_backend::control::{ControlMessage, Refusal};
 use kvx_backend::reactor::Outbox;
 use kvx_core::backend::{RegionKey, Ticket};
-use kvx_core::{RegionId, Result};
+use kvx_core::{ErrorKind, RegionId, Result};
 
-use super::connection::End;
-use super::error::NAME;
+use super::connection::{End, HeldBytesOwner};
+use super::error::{NAME, error};
 use super::machine::Machine;
 use super::memory::{CopyMethod, PeerRegion, RevokedRegion, quarantine};
-use super::messages::RegionAccess;
+use super::messages::{Location, RegionAccess};
 use super::work::{Populate, Work};
 
 /// The limit for regions that one peer may lend.
 const MAX_LENT: usize = 16 << 10;
+/// The limit for those that are mapped here or opened on a device, over all connections of the
+/// peer's process. The kernel allows this process 65,530 mappings (`vm.max_map_count`), and starts
+/// no thread once they are used up.
+const MAX_MAPPINGS: usize = 4096;
 /// The bytes of a mapping that one turn makes present.
 const POPULATE_STEP: usize = 2 << 20;
 
@@ -49,7 +53,7 @@ impl Machine {
 
     /// Takes a region that a peer lends for pulling its writes. Releases one that cannot be opened
     /// at once; the peer lends it again for its next write. Returns `Malformed` for a region that
-    /// this end already holds.
+    /// this end already holds, `Exhausted` for a process that lends too many.
     pub(crate) fn take_lend(
         &mut self,
         at: usize,
@@ -57,9 +61,16 @@ impl Machine {
         access: RegionAccess,
         file: Option<&OwnedFd>,
     ) -> Result<()> {
-        let connection = &mut self.connections[at];
-        if connection.lent.len() >= MAX_LENT || matches!(connection.lent.get(&id), Some(Ok(_))) {
+        let connection = &self.connections[at];
+        if connection.lent.len() >= MAX_LENT || matches!(connection.lent.get(id), Some(Ok(_))) {
             return Err(malformed("a peer lends a region twice, or too many regions"));
+        }
+        let is_mapping = !matches!(access.at, Location::Address(_));
+        if is_mapping && self.mappings_lent_by(connection.held_bytes_owner()) >= MAX_MAPPINGS {
+            return Err(error(
+                ErrorKind::Exhausted,
+                format!("the peer's process lends more than {MAX_MAPPINGS} pools"),
+            ));
         }
         // An unfit region is refused when a write names it; other writes continue.
         let held = PeerRegion::of(id, access, file, &self.devices);
@@ -69,6 +80,12 @@ impl Machine {
         }
         self.connections[at].lent.insert(id, held);
         Ok(())
+    }
+
+    /// Returns the number of mappings of regions that a process lends.
+    fn mappings_lent_by(&self, owner: Option<HeldBytesOwner>) -> usize {
+        let its = self.connections.iter().filter(|(_, other)| other.held_bytes_owner() == owner);
+        its.map(|(_, connection)| connection.lent.mappings()).sum()
     }
 
     /// Schedules making a new mapping's pages present while the machine is idle, so that transfers
@@ -151,7 +168,7 @@ impl Machine {
             work.settle(reason.clone(), out);
         }
         let connection = &mut self.connections[at];
-        if let Some(Err(_)) = connection.lent.remove(&id) {
+        if let Some(Err(_)) = connection.lent.remove(id) {
             return; // it was released already
         }
         connection.shut_windows(|held| held.id == id);

@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvx_backend::control::RegionTable;
 use kvx_backend::control::errors::still_shared;
@@ -151,6 +152,37 @@ pub(crate) struct Mapping {
     mapped: usize,
     /// True if every page exists, so that reading all of them costs no memory.
     filled: bool,
+    _counted: CountedMapping,
+}
+
+/// The limit for mappings of peers' pools in this process, over all its agents: half of those that
+/// the kernel allows it.
+const MAX_MAPPINGS: usize = 32 << 10;
+static MAPPINGS: AtomicUsize = AtomicUsize::new(0);
+
+/// A mapping that counts against [`MAX_MAPPINGS`] as long as this lives.
+#[derive(Debug)]
+struct CountedMapping;
+
+impl CountedMapping {
+    /// Returns `Exhausted` above the limit.
+    fn new() -> Result<Self> {
+        let counted = CountedMapping;
+        let before = MAPPINGS.fetch_add(1, Ordering::Relaxed);
+        if before < MAX_MAPPINGS {
+            return Ok(counted);
+        }
+        Err(error(
+            ErrorKind::Exhausted,
+            format!("this process maps {MAX_MAPPINGS} pools of peers already: register fewer"),
+        ))
+    }
+}
+
+impl Drop for CountedMapping {
+    fn drop(&mut self) {
+        MAPPINGS.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 // SAFETY: a mapping belongs to the process, and any thread may unmap it.
@@ -202,6 +234,7 @@ impl Mapping {
                  it with pre_touch",
             ));
         }
+        let counted = CountedMapping::new()?;
         let no_room = |cause: Errno| {
             Error::os(format!("cannot map a peer's pool of {len} bytes: raise ulimit -v"), cause)
                 .with_kind(ErrorKind::Exhausted)
@@ -221,7 +254,7 @@ impl Mapping {
         }
         .map_err(no_room)?;
         let base = NonNull::new(base).ok_or_else(|| no_room(Errno::FAULT))?;
-        let mapping = Mapping { base, mapped, filled };
+        let mapping = Mapping { base, mapped, filled, _counted: counted };
         // Both are optional: a child after fork does not need the mapping, and huge pages make it
         // faster.
         for advice in [Advice::LinuxDontFork, Advice::LinuxHugepage] {

@@ -8,7 +8,7 @@
 //!
 //! 1. values: `error`, `config`, `host`, `address`, [`messages`];
 //! 2. memory and copying: `memory`, `copy`, `completion`, `copy_threads`;
-//! 3. sockets and connections: `socket`, `window`, `shared_link`, `writes`, `connection`;
+//! 3. sockets and connections: `socket`, `window`, `shared_link`, `writes`, `lent`, `connection`;
 //! 4. transfers: `inline`, `flights`, `work`;
 //! 5. the machine: `machine`, and its parts in `handshake`, `grants`, `reads`, `pulls`,
 //!    `flight_turns`, `notices` and `disconnect`;
@@ -32,6 +32,7 @@ mod host;
 #[cfg(test)]
 mod hostile;
 mod inline;
+mod lent;
 mod link;
 mod machine;
 mod memory;

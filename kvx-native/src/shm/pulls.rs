@@ -76,7 +76,7 @@ impl Machine {
         let theirs = from
             .regions
             .iter()
-            .map(|(id, _)| match lent.get(id) {
+            .map(|(id, _)| match lent.get(*id) {
                 Some(Ok(held)) => Ok(held),
                 Some(Err(unfit)) => Err(unfit.clone()),
                 None => Err(error(

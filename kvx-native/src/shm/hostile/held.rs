@@ -15,7 +15,9 @@ use kvx_core::{Grid, Identity, Incarnation, Memory, Options, RegionId, Sender};
 use kvx_testkit::newcomers_amid;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::{CUT_OFF, Raw, a_good_client_works, agent, invitation, socket_of, target};
+use super::{
+    CUT_OFF, Raw, a_good_client_works, agent, invitation, memory_file, sealed, socket_of, target,
+};
 use crate::described::Described;
 use crate::shm::config::Config;
 use crate::shm::machine::Machine;
@@ -102,6 +104,34 @@ fn a_process_has_one_budget_for_all_its_connections_and_new_clients_are_served()
         Ok(Shared::Alive)
     ) {}
     target.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+}
+
+/// The connections of one process lend as many mappings as they like. Beyond the limit of mappings
+/// the kernel would start no thread for this process any more.
+#[test]
+fn a_process_lends_a_bounded_number_of_mappings_over_all_its_connections() {
+    const LIMIT: usize = 4096;
+    let mut machine = machine(64 << 20, 256 << 20);
+    let file = memory_file(4096, sealed());
+    let raws: Vec<Raw> = (0..3).map(|_| shaken(&mut machine)).collect();
+    let mut most: usize = 0;
+    for raw in &raws {
+        for id in 0..2_500 {
+            let access = RegionAccess { len: 4096, at: Location::File };
+            let lend = Message::Lend { id: RegionId(id), access }.encode();
+            if socket::send(raw.0.as_fd(), &lend, Some(file.as_fd())).is_err() {
+                break; // it was disconnected
+            }
+            turns(&mut machine);
+            most = most.max(machine.connections.iter().map(|(_, one)| one.lent.mappings()).sum());
+        }
+    }
+    assert_eq!(most, LIMIT, "mappings");
+    assert!(!machine.held.is_empty(), "mappings are not counted");
+    // A new process is served.
+    let (_another, others) = Another::to(&machine.socket_name(), 1);
+    shake(&mut machine, &others[0]);
+    assert!(is_served(&mut machine, &others[0]));
 }
 
 /// An agent without space for notifications.

@@ -105,7 +105,8 @@ impl PoolBuilder {
     }
 
     /// Sets whether to touch every page now, which is the default. A first touch during a transfer
-    /// costs two to fifteen times as much as the copy.
+    /// costs two to fifteen times as much as the copy. Peers over SHM do not map a pool whose pages
+    /// were not touched, and read it as slowly as other memory.
     pub fn pre_touch(mut self, touch: bool) -> Self {
         self.touch = touch;
         self

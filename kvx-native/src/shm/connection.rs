@@ -423,8 +423,8 @@ impl Connection {
         for local in plan.locals() {
             if self.granted.grant(local.id) {
                 let access = regions.access(local.id, &local.memory);
-                let lend = Message::Lend { id: local.id, access };
-                self.send_with(poller, lend, Some(Arc::clone(&local.memory)));
+                let file = access.is_file().then(|| Arc::clone(&local.memory));
+                self.send_with(poller, Message::Lend { id: local.id, access }, file);
             }
         }
         self.writes.start(id, plan, done);

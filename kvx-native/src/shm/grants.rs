@@ -37,12 +37,10 @@ impl Machine {
         match self.regions.check(id, key) {
             Ok(memory) => {
                 connection.granted.grant(id);
-                let rest = self.regions.access(id, &memory).grant_rest();
-                connection.send_with(
-                    &self.poller,
-                    ControlMessage::Grant { import, rest: &rest },
-                    Some(memory),
-                );
+                let access = self.regions.access(id, &memory);
+                let rest = access.grant_rest();
+                let grant = ControlMessage::Grant { import, rest: &rest };
+                connection.send_with(&self.poller, grant, access.is_file().then_some(memory));
             }
             Err(refused) => {
                 let why = Refusal::from(&refused);

@@ -11,7 +11,7 @@ use kvx_core::backend::fork::Private;
 use kvx_core::backend::{Invitation, IpcHandle, Metadata, PlacedGrid, RegionKey};
 use kvx_core::{Agent, DeviceId, ErrorKind, Grid, Memory, Plan, Region, RegionId, Registry};
 use rustix::event::{PollFd, PollFlags};
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 
 use kvx_backend::control::proof::Keys;
 use kvx_backend::control::violations::{
@@ -213,11 +213,23 @@ fn block(id: RegionId, key: RegionKey, grid: Grid) -> Described {
 }
 
 fn memory_file(size: u64, seals: SealFlags) -> OwnedFd {
-    let file =
-        rustix::fs::memfd_create("kvx-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
-            .unwrap();
-    rustix::fs::ftruncate(&file, size).unwrap();
+    let file = unsealed_file(size);
+    rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, size).unwrap();
     rustix::fs::fcntl_add_seals(&file, seals).unwrap();
+    file
+}
+
+/// Returns a sealed memory file without pages.
+fn sparse_file(size: u64) -> OwnedFd {
+    let file = unsealed_file(size);
+    rustix::fs::fcntl_add_seals(&file, sealed()).unwrap();
+    file
+}
+
+fn unsealed_file(size: u64) -> OwnedFd {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = rustix::fs::memfd_create("kvx-test", flags).unwrap();
+    rustix::fs::ftruncate(&file, size).unwrap();
     file
 }
 
@@ -415,6 +427,33 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_continues() {
     target.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }
 
+/// Checks a peer whose small writes name the missing pages of a large pool: copying them would
+/// allocate them at the target's expense.
+#[test]
+fn a_writer_does_not_make_the_target_pay_for_missing_pages() {
+    const SPARSE: u64 = 256 << 20;
+    let (target, region) = target();
+    let (id, key) = (region.id(), region_key(&target.metadata().unwrap(), &region));
+    let (raw, file) = (Raw::shaken(&target), sparse_file(SPARSE));
+    let lent = RegionId(1);
+    let access = RegionAccess { len: SPARSE, at: Location::File };
+    raw.send(Message::Lend { id: lent, access }, Some(&file));
+    let released = raw.next().expect("still connected");
+    assert_eq!(released, Message::Shared(Shared::Released { id: lent }).encode());
+    let blocks = (SPARSE / LEN as u64) as u32;
+    for index in (0..blocks).step_by(64) {
+        let mut from = block(lent, RegionKey([0; 16]), Grid::packed(LEN as u64, blocks));
+        from.indices = (index..index + 1).into();
+        let into = block(id, key, Grid::packed(LEN as u64, 1));
+        raw.send(Message::Write { write: index.into(), into, from }, None);
+        assert_eq!(raw.refusal(), ErrorKind::Unsupported);
+    }
+    assert_eq!(rustix::fs::fstat(&file).unwrap().st_blocks, 0, "pages were allocated");
+    untouched(&region);
+    a_good_client_works(&target, &region);
+    target.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+}
+
 /// Checks an owner that passes files which would kill a reader that trusted them. `memory.rs` tests
 /// which files those are.
 #[test]
@@ -426,8 +465,9 @@ fn an_owner_that_passes_unfit_files_is_refused() {
     let good = || RegionAccess { len, at: Location::File };
     let handle = IpcHandle { bytes: vec![7; 64], offset: 0 };
     let device = Location::Device { device: DeviceId([1; 16]), handle };
-    let cases: [(RegionAccess, Option<OwnedFd>, ErrorKind); 4] = [
+    let cases: [(RegionAccess, Option<OwnedFd>, ErrorKind); 5] = [
         (good(), Some(memory_file(len, SealFlags::empty())), ErrorKind::PermissionDenied),
+        (good(), Some(sparse_file(len)), ErrorKind::Unsupported),
         (good(), None, ErrorKind::Exhausted),
         (RegionAccess { len, at: device }, None, ErrorKind::Unsupported),
         (

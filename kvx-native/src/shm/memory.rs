@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::ffi::c_void;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,7 +12,7 @@ use kvx_backend::control::errors::still_shared;
 use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::{IpcHandle, RegionKey, RegionSpec, Ticket};
 use kvx_core::{DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
-use rustix::fs::SealFlags;
+use rustix::fs::{Mode, OFlags, SealFlags, SeekFrom};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
@@ -22,7 +22,7 @@ use super::messages::{Location, RegionAccess};
 /// The way in which other processes reach a region, as encoded in the metadata.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reach {
-    /// A kvx pool, whose sealed file is passed on request.
+    /// A kvx pool all of whose pages exist, whose sealed file is passed on request.
     Pool,
     /// Any other host memory, by `process_vm_readv`.
     Foreign,
@@ -33,10 +33,12 @@ pub(crate) enum Reach {
 impl Reach {
     /// Returns how `memory` is reached.
     pub(crate) fn of(memory: &Memory) -> Self {
+        // Peers do not map a pool with missing pages, which they would have to pay for.
+        let is_filled = memory.pool_properties().is_some_and(|pool| pool.touched);
         match (memory.device_access(), memory.shared_file()) {
             (Some(_), _) => Reach::Device(memory.device()),
-            (None, Some(_)) => Reach::Pool,
-            (None, None) => Reach::Foreign,
+            (None, Some(_)) if is_filled => Reach::Pool,
+            (None, _) => Reach::Foreign,
         }
     }
 
@@ -145,13 +147,12 @@ pub(crate) fn quarantine(region: RevokedRegion, done: Ticket) {
     std::mem::forget(region);
 }
 
-/// A peer's pool, mapped read-only into this process.
+/// A peer's pool, mapped read-only into this process. Each of its pages exists, so that reading
+/// them costs this process no memory.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     base: NonNull<c_void>,
     mapped: usize,
-    /// True if every page exists, so that reading all of them costs no memory.
-    filled: bool,
     _counted: CountedMapping,
 }
 
@@ -199,8 +200,8 @@ const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 
 impl Mapping {
     /// Maps the first `len` bytes of a file that a peer passed. Returns `PermissionDenied` for a
-    /// file that is unsealed or too short, `Exhausted` if this process has no address space for the
-    /// mapping.
+    /// file that is unsealed or too short, `Unsupported` for one with missing pages, `Exhausted` if
+    /// this process has no address space for the mapping.
     pub(crate) fn of(file: &OwnedFd, len: u64) -> Result<Self> {
         let unfit = |why: String| {
             error(
@@ -220,18 +221,20 @@ impl Mapping {
         if len == 0 || size < len {
             return Err(unfit(format!("has {size} bytes instead of {len}")));
         }
-        let page =
-            u64::try_from(stat.st_blksize).unwrap_or(1).max(rustix::param::page_size() as u64);
-        let mapped = len.checked_next_multiple_of(page).unwrap_or(size).min(size);
         let huge = rustix::fs::fstatfs(file).is_ok_and(|fs| fs.f_type == HUGETLBFS_MAGIC);
-        let filled = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512) >= mapped;
-        if huge && !filled {
-            // Reading a missing huge page for the first time would kill this process if none is in
-            // reserve.
+        let page = match huge {
+            true => u64::try_from(stat.st_blksize).unwrap_or(1).max(1),
+            false => rustix::param::page_size() as u64,
+        };
+        let mapped = len.checked_next_multiple_of(page).unwrap_or(size).min(size);
+        // Reading a missing page allocates it at this process's expense, and a missing huge page
+        // would kill this process if none is in reserve. The seals prevent removing pages later.
+        let whole = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512) >= size;
+        if !whole && (huge || has_holes(file, mapped)) {
             return Err(error(
                 ErrorKind::Unsupported,
-                "the peer's pool lies on huge pages that are not allocated: its owner must build \
-                 it with pre_touch",
+                "the peer's pool has pages that are not allocated: its owner must build it with \
+                 pre_touch",
             ));
         }
         let counted = CountedMapping::new()?;
@@ -254,7 +257,7 @@ impl Mapping {
         }
         .map_err(no_room)?;
         let base = NonNull::new(base).ok_or_else(|| no_room(Errno::FAULT))?;
-        let mapping = Mapping { base, mapped, filled, _counted: counted };
+        let mapping = Mapping { base, mapped, _counted: counted };
         // Both are optional: a child after fork does not need the mapping, and huge pages make it
         // faster.
         for advice in [Advice::LinuxDontFork, Advice::LinuxHugepage] {
@@ -272,7 +275,7 @@ impl Mapping {
     /// Makes `step` bytes of pages from `from` on present, so that no transfer has to. Returns the
     /// next offset, or `None` if it is done or not possible here.
     pub(crate) fn populate(&self, from: usize, step: usize) -> Option<usize> {
-        if !self.filled || from >= self.mapped {
+        if from >= self.mapped {
             return None;
         }
         let len = step.min(self.mapped - from);
@@ -286,6 +289,16 @@ impl Mapping {
         touched.ok()?;
         Some(from + len)
     }
+}
+
+/// Returns true if pages are missing in the first `len` bytes of a file, or if that cannot be known.
+fn has_holes(file: &OwnedFd, len: u64) -> bool {
+    // The peer shares the offset of the descriptor that it passed, so it stays as it is.
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let Ok(own) = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) else {
+        return true;
+    };
+    !matches!(rustix::fs::seek(own, SeekFrom::Hole(0)), Ok(hole) if hole >= len)
 }
 
 impl Drop for Mapping {
@@ -432,15 +445,24 @@ pub(crate) fn shared_by_device(memory: &Memory) -> Result<Option<IpcHandle>> {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
+
     use rustix::fs::MemfdFlags;
 
     use super::*;
 
     fn file(size: u64, seals: SealFlags) -> OwnedFd {
+        file_with(size, 0..size, seals)
+    }
+
+    /// Returns a memory file that has only the pages of these bytes, which are written.
+    fn file_with(size: u64, pages: Range<u64>, seals: SealFlags) -> OwnedFd {
         let file =
             rustix::fs::memfd_create("kvx-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
                 .unwrap();
         rustix::fs::ftruncate(&file, size).unwrap();
+        let bytes = vec![0u8; (pages.end - pages.start) as usize];
+        assert_eq!(rustix::io::pwrite(&file, &bytes, pages.start), Ok(bytes.len()));
         rustix::fs::fcntl_add_seals(&file, seals).unwrap();
         file
     }
@@ -462,6 +484,29 @@ mod tests {
         let (pipe, _other) = rustix::pipe::pipe().unwrap();
         assert_eq!(Mapping::of(&pipe, 1).unwrap_err().kind(), ErrorKind::PermissionDenied);
         Mapping::of(&file(4096, SEALS), 4096).unwrap();
+    }
+
+    #[test]
+    fn files_with_missing_pages_are_never_mapped() {
+        /// The size of a huge page, which the kernel may use.
+        const HALF: u64 = 2 << 20;
+        for (pages, len) in [(0..0, HALF), (HALF..2 * HALF, HALF), (0..HALF, 2 * HALF)] {
+            let sparse = file_with(2 * HALF, pages.clone(), SEALS);
+            let refused = Mapping::of(&sparse, len).unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::Unsupported, "{pages:?}: {refused}");
+            assert!(refused.to_string().contains("pre_touch"), "{refused}");
+        }
+        // Beyond the region's bytes pages may be missing.
+        let part = file_with(2 * HALF, 0..HALF, SEALS);
+        rustix::fs::seek(&part, SeekFrom::Start(5)).unwrap();
+        Mapping::of(&part, HALF).unwrap();
+        assert_eq!(rustix::fs::tell(&part).unwrap(), 5, "the owner's offset has changed");
+    }
+
+    #[test]
+    fn a_pool_with_missing_pages_is_not_passed_as_a_file() {
+        let sparse = Memory::pool(4096).pre_touch(false).build().unwrap();
+        assert_eq!(Reach::of(&sparse), Reach::Foreign);
     }
 
     #[test]

@@ -213,6 +213,11 @@ impl Probe {
 }
 
 impl RegionAccess {
+    /// Returns true if the region's file comes with the message.
+    pub(crate) fn is_file(&self) -> bool {
+        self.at == Location::File
+    }
+
     /// Appends the encoding, for a grant or a loan.
     pub(crate) fn encode(&self, out: &mut Vec<u8>) {
         out.put_u64(self.len);

@@ -76,11 +76,14 @@ pub(crate) enum AfterProbe {
     Confirm { proof: Proof, theirs: Result<()> },
 }
 
-/// A link that waits for space in the peer's queue of clients.
+/// A link that is not up: it waits for space in the peer's queue of clients, or for the peer's
+/// answer.
 pub(crate) struct Connecting {
     pub(crate) link: Arc<SharedLink>,
     pub(crate) socket: Vec<u8>,
     pub(crate) until: Instant,
+    /// How often it may greet again after the peer closed during the handshake.
+    pub(crate) retries: u8,
 }
 
 /// A packet that waits for space in the socket.
@@ -110,6 +113,10 @@ pub(crate) struct Connection {
     pub(crate) phase: Phase,
     /// The greeting of this end, until the peer answers it.
     pub(crate) greeting: Option<Greeting>,
+    /// The attempt that opened this connection, on the initiator's side.
+    pub(crate) attempt: Option<Connecting>,
+    /// True if the peer has sent a valid hello.
+    pub(crate) has_said_hello: bool,
     pub(crate) probing: Option<Probing>,
     /// The claim that the peer must prove before the connection is up.
     pub(crate) awaited: Option<Claim>,
@@ -173,6 +180,8 @@ impl Connection {
             process: Arc::new(process),
             phase: Phase::Hello(now + patience),
             greeting: None,
+            attempt: None,
+            has_said_hello: false,
             probing: None,
             awaited: None,
             link,

@@ -1,10 +1,12 @@
 //! The start of connections.
 
+use std::cmp::Reverse;
+use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::control::errors::malformed;
+use kvx_backend::control::errors::{closed, malformed};
 use kvx_backend::control::proof::unauthenticated;
 use kvx_backend::control::{ControlMessage, Greeting, Refusal, VERSIONS, verify_hello};
 use kvx_backend::reactor::{DetachedWork, Outbox};
@@ -31,6 +33,8 @@ const AGAIN: Duration = Duration::from_millis(10);
 const MAX_ACCEPTED: usize = if cfg!(test) { 64 } else { 4096 };
 /// The limit for additional clients whose handshake is not done.
 const MAX_HALF_OPEN: usize = 256;
+/// The limit for greeting again after the target closed the connection during the handshake.
+pub(crate) const MAX_GREETING_RETRIES: u8 = 20;
 /// The limit for clients accepted in one turn.
 const ACCEPT_BATCH: usize = 16;
 
@@ -38,7 +42,8 @@ impl Machine {
     /// Initiates a link.
     pub(crate) fn connect(&mut self, link: Arc<SharedLink>, socket: Vec<u8>, out: &mut Outbox) {
         let until = Instant::now() + self.patience();
-        self.try_connect(Connecting { link, socket, until }, out);
+        let retries = MAX_GREETING_RETRIES;
+        self.try_connect(Connecting { link, socket, until, retries }, out);
     }
 
     pub(crate) fn connect_again(&mut self, now: Instant, out: &mut Outbox) {
@@ -64,7 +69,7 @@ impl Machine {
             found = socket::connect(&name_socket_name(&link.peer.name));
         }
         let begun = match found {
-            Ok(socket) => self.begin(socket, link.clone()),
+            Ok(socket) => self.begin(socket, connecting),
             Err(Errno::AGAIN) => {
                 self.connecting.push(connecting);
                 return self.look_by(Instant::now() + AGAIN);
@@ -81,7 +86,8 @@ impl Machine {
         PATIENCE.min(self.peer_timeout)
     }
 
-    fn begin(&mut self, socket: Private, link: Arc<SharedLink>) -> Result<()> {
+    fn begin(&mut self, socket: Private, attempt: Connecting) -> Result<()> {
+        let link = Arc::clone(&attempt.link);
         let process = PeerProcess::behind(socket.as_fd())?;
         check_user(&process)?;
         if process.has_ended() {
@@ -93,11 +99,31 @@ impl Machine {
         let id = link.id;
         let mut connection = Connection::new(socket, process, Some(link), now, self.patience());
         connection.greeting = Some(greeting);
+        connection.attempt = Some(attempt);
         let at = self.admit(connection)?;
         self.links.insert(id, at);
         self.connections[at]
             .send(&self.poller, ControlMessage::Hello { versions: VERSIONS, body: &body });
         Ok(())
+    }
+
+    /// Greets again if the peer closed the connection during the handshake, as a target does to one
+    /// of too many half-open connections. Returns false if the link is lost instead.
+    pub(crate) fn greet_again(&mut self, at: usize, out: &mut Outbox) -> bool {
+        let connection = &mut self.connections[at];
+        let may_retry =
+            |attempt: &mut Connecting| attempt.retries > 0 && attempt.until > Instant::now();
+        if !matches!(connection.phase, Phase::Hello(_)) {
+            return false;
+        }
+        let Some(mut attempt) = connection.attempt.take_if(may_retry) else { return false };
+        attempt.retries -= 1;
+        // The link has not ended with this connection.
+        self.links.remove(&attempt.link.id);
+        self.end(at, closed().with_backend(NAME), End::Proven, None, out);
+        self.connecting.push(attempt);
+        self.look_by(Instant::now());
+        true
     }
 
     fn admit(&mut self, mut connection: Connection) -> Result<usize> {
@@ -177,20 +203,29 @@ impl Machine {
         }
     }
 
-    /// Ends the oldest half-open connection if there are too many of them.
+    /// Ends a half-open connection if there are too many of them: one of the process that has most,
+    /// preferably one without a valid hello, and among those the oldest.
     fn make_room(&mut self, out: &mut Outbox) {
         let half_open =
             self.connections.iter().filter_map(|(at, connection)| match connection.phase {
-                Phase::Hello(until) if connection.link.is_none() => Some((until, at)),
+                Phase::Hello(until) if connection.link.is_none() => Some((until, at, connection)),
                 _ => None,
             });
         let half_open: Vec<_> = half_open.collect();
         if half_open.len() < MAX_HALF_OPEN {
             return;
         }
-        if let Some((_, oldest)) = half_open.into_iter().min() {
+        let mut crowds = HashMap::<i32, usize>::new();
+        for (_, _, connection) in &half_open {
+            *crowds.entry(connection.process.pid).or_default() += 1;
+        }
+        let first_to_go = half_open.into_iter().min_by_key(|(until, at, connection)| {
+            let crowd = crowds.get(&connection.process.pid).copied();
+            (Reverse(crowd), connection.has_said_hello, *until, *at)
+        });
+        if let Some(at) = first_to_go.map(|(_, at, _)| at) {
             self.end(
-                oldest,
+                at,
                 error(ErrorKind::Exhausted, "too many clients did not finish the handshake"),
                 End::Ours,
                 None,
@@ -215,8 +250,7 @@ impl Machine {
         versions: (u16, u16),
         body: &[u8],
     ) -> Result<()> {
-        let connection = &self.connections[at];
-        if connection.awaited.is_some() || connection.probing.is_some() {
+        if self.connections[at].has_said_hello {
             return Err(malformed("a second hello"));
         }
         let heard = verify_hello(&self.keys, versions, body);
@@ -229,6 +263,7 @@ impl Machine {
             }
         };
         let probe = Probe::of_hello(greeted.rest)?;
+        self.connections[at].has_said_hello = true;
         let then = AfterProbe::Welcome { from: greeted.from, draft: greeted.welcome };
         self.probe_later(at, Probing { probe, then });
         Ok(())

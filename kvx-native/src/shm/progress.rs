@@ -135,6 +135,9 @@ impl Machine {
                 )),
                 Ok(RecvOutcome::End) => {
                     let died = connection.process.has_ended_with(connection.socket.as_fd());
+                    if !died && self.greet_again(at, out) {
+                        break;
+                    }
                     let reason = if died { peer_died() } else { peer_closed() }.with_backend(NAME);
                     self.end(at, reason.clone(), End::Proven, Some(LinkState::Lost(reason)), out);
                     break;

@@ -6,6 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvx_backend::control::violations::greet;
 use kvx_backend::control::{ControlMessage as Shared, HeldBytes};
 use kvx_backend::reactor::Outbox;
 use kvx_core::backend::{
@@ -13,13 +14,17 @@ use kvx_core::backend::{
 };
 use kvx_core::{Grid, Identity, Incarnation, Memory, Options, RegionId, Sender};
 use kvx_testkit::newcomers_amid;
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::{
-    CUT_OFF, Raw, a_good_client_works, agent, invitation, memory_file, sealed, socket_of, target,
+    CUT_OFF, NO_PROBE, Raw, a_good_client_works, agent, in_place_of, invitation, memory_file,
+    sealed, socket_of, target,
 };
 use crate::described::Described;
 use crate::shm::config::Config;
+use crate::shm::handshake::MAX_GREETING_RETRIES;
 use crate::shm::machine::Machine;
 use crate::shm::memory::Regions;
 use crate::shm::messages::{Location, Message, RegionAccess};
@@ -39,12 +44,19 @@ impl Another {
         let numbers: Vec<_> = sockets.iter().map(AsRawFd::as_raw_fd).collect();
         let name = SocketAddrUnix::new_abstract_name(name).unwrap();
         let mut command = std::process::Command::new("sleep");
-        // SAFETY: between fork and exec the closure only calls connect, which is async-signal-safe;
-        // the sockets are open.
+        // SAFETY: between fork and exec the closure only calls connect and sched_yield, which are
+        // async-signal-safe; the sockets are open.
         unsafe {
             command.arg("100").pre_exec(move || {
                 for number in &numbers {
-                    rustix::net::connect(BorrowedFd::borrow_raw(*number), &name)?;
+                    let socket = BorrowedFd::borrow_raw(*number);
+                    // Until there is space in the queue of clients.
+                    while let Err(why) = rustix::net::connect(socket, &name) {
+                        if why != Errno::AGAIN {
+                            return Err(why.into());
+                        }
+                        rustix::thread::sched_yield();
+                    }
                 }
                 Ok(())
             });
@@ -104,6 +116,66 @@ fn a_process_has_one_budget_for_all_its_connections_and_new_clients_are_served()
         Ok(Shared::Alive)
     ) {}
     target.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+}
+
+fn is_closed(raw: &Raw) -> bool {
+    let mut polled = [PollFd::new(&raw.0, PollFlags::empty())];
+    let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+    rustix::event::poll(&mut polled, Some(&now)).unwrap() > 0
+}
+
+/// Another process opens half-open connections without end, silent or with half a handshake. The
+/// oldest one is a different process's.
+#[test]
+fn a_process_closes_no_half_open_connection_but_its_own() {
+    let (target, region) = target();
+    let metadata = target.metadata().unwrap();
+    let name = &metadata[socket_of(&metadata)];
+    let ours = Raw::to(&target);
+    let (_another, raws) = Another::to(name, 260);
+    for raw in &raws[250..] {
+        raw.say(&greet(&invitation(&target), None, &NO_PROBE.hello_rest()).unwrap().1).ok();
+    }
+    let (_more, more) = Another::to(name, 40);
+    // All but 256 are closed.
+    let until = Instant::now() + CUT_OFF;
+    let all = || raws.iter().chain(&more).chain([&ours]);
+    while all().filter(|raw| is_closed(raw)).count() < 45 {
+        assert!(Instant::now() < until, "half-open connections are not bounded");
+        std::thread::yield_now();
+    }
+    assert!(!is_closed(&ours), "another process closed this one's connection");
+    ours.say(&ours.greet(&invitation(&target), || ())).unwrap();
+    assert!(ours.is_served());
+    a_good_client_works(&target, &region);
+    target.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+}
+
+/// A target with too many half-open connections closes one of them before it has read the hello.
+#[test]
+fn an_initiator_whose_connection_is_closed_in_the_handshake_greets_again() {
+    let owner = agent("owner");
+    let (metadata, listener) = in_place_of(&owner);
+    let reader = agent("reader");
+    let peer = reader.connect(metadata).unwrap();
+    for _ in 0..3 {
+        drop(Raw::accepted(&listener));
+    }
+    let raw = Raw::accepted(&listener);
+    raw.welcome(&owner, &NO_PROBE);
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+    // A target that never welcomes it is lost.
+    let (metadata, listener) = in_place_of(&owner);
+    let patient = agent("patient");
+    let peer = patient.connect(metadata).unwrap();
+    for _ in 0..=MAX_GREETING_RETRIES {
+        drop(Raw::accepted(&listener));
+    }
+    let lost = peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap_err();
+    assert_eq!(lost.kind(), kvx_core::ErrorKind::PeerLost, "{lost}");
+    for agent in [reader, patient, owner] {
+        agent.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+    }
 }
 
 /// The connections of one process lend as many mappings as they like. Beyond the limit of mappings

@@ -21,6 +21,7 @@ use kvx_core::backend::{
 use kvx_core::{ErrorKind, Grid, Indices, Memory, Op, RegionId, TransferId};
 use kvx_testkit::Random;
 
+use super::handshake::MAX_GREETING_RETRIES;
 use super::inline::read_inline;
 use super::memory::Reach;
 use super::progress::Command;
@@ -426,6 +427,7 @@ impl Pair {
         }
         self.owner.set_room(true);
         self.ends(&BY);
+        let was_up = self.up().is_some();
         cut::break_next();
         self.until("a packet", |pair| !cut::will_break() || pair.is_idle() && pair.up().is_some());
         if cut::will_break() {
@@ -433,6 +435,26 @@ impl Pair {
             self.ends(&BY);
             self.until("a packet", |_| !cut::will_break());
         }
+        if !was_up {
+            self.until("the end, or a second greeting", |pair| {
+                pair.is_gone() || pair.has_greeted_again() || pair.up().is_some()
+            });
+            if self.has_greeted_again() {
+                self.close();
+            }
+        }
+    }
+
+    fn is_gone(&self) -> bool {
+        self.link.as_ref().is_none_or(|link| link.shared.gone.get().is_some())
+    }
+
+    /// Returns true if the owner closed during the handshake, after which the initiator tried
+    /// again.
+    fn has_greeted_again(&self) -> bool {
+        let machine = &self.initiator.machine;
+        let attempts = machine.connections.iter().filter_map(|(_, one)| one.attempt.as_ref());
+        attempts.chain(&machine.connecting).any(|attempt| attempt.retries < MAX_GREETING_RETRIES)
     }
 
     /// Gives both ends a turn, which sends at most one packet if packets are counted, and checks

@@ -5,6 +5,8 @@ use crate::{DecodeError, DecodeErrorKind};
 
 /// The deepest nesting of values that is read. The deepest known message has four levels.
 const MAX_DEPTH: usize = 16;
+/// The approximate bytes that an allocator adds to an allocation.
+const ALLOCATION: usize = 16;
 
 /// A reader of a message's values, each checked against the bytes that remain.
 #[derive(Clone, Debug)]
@@ -12,6 +14,8 @@ pub struct MsgpackReader<'a> {
     what: &'static str,
     field: Option<&'static str>,
     left: &'a [u8],
+    /// The bytes of memory that lists and texts may still take.
+    budget: usize,
 }
 
 /// The head of a value: a scalar or byte string with its content, or the number of items that
@@ -46,7 +50,7 @@ impl Head<'_> {
 impl<'a> MsgpackReader<'a> {
     /// Starts reading a message of at most `max` bytes. Errors call it `what`.
     pub fn new(what: &'static str, bytes: &'a [u8], max: usize) -> Result<Self> {
-        let reader = MsgpackReader { what, field: None, left: bytes };
+        let reader = MsgpackReader { what, field: None, left: bytes, budget: usize::MAX };
         if bytes.len() > max {
             return Err(
                 reader.malformed(format_args!("{} bytes exceed the limit of {max}", bytes.len()))
@@ -57,7 +61,33 @@ impl<'a> MsgpackReader<'a> {
 
     /// Starts reading a value that was skipped before. Errors call it the field `field` of `what`.
     pub fn field(what: &'static str, field: &'static str, bytes: &'a [u8]) -> Self {
-        MsgpackReader { what, field: Some(field), left: bytes }
+        MsgpackReader { what, field: Some(field), left: bytes, budget: usize::MAX }
+    }
+
+    /// Limits the memory of the lists and texts that are read from now on, however few bytes encode
+    /// them.
+    pub(crate) fn with_budget(self, budget: usize) -> Self {
+        MsgpackReader { budget, ..self }
+    }
+
+    /// Returns the rest of the limit.
+    pub(crate) fn budget(&self) -> usize {
+        self.budget
+    }
+
+    /// Counts the memory of `count` values before it is allocated.
+    pub(crate) fn keep<T>(&mut self, count: usize) -> Result<()> {
+        if count == 0 {
+            return Ok(());
+        }
+        let bytes = count.saturating_mul(size_of::<T>()).saturating_add(ALLOCATION);
+        match self.budget.checked_sub(bytes) {
+            Some(left) => {
+                self.budget = left;
+                Ok(())
+            }
+            None => Err(self.malformed("its values take more memory than is allowed for them")),
+        }
     }
 
     /// Returns a `Malformed` error about this message.
@@ -210,7 +240,9 @@ impl<'a> MsgpackReader<'a> {
 
     /// Reads a string and copies it.
     pub fn owned_text(&mut self) -> Result<String> {
-        self.text().map(str::to_owned)
+        let text = self.text()?;
+        self.keep::<u8>(text.len())?;
+        Ok(text.to_owned())
     }
 
     /// Reads bytes.
@@ -259,6 +291,7 @@ impl<'a> MsgpackReader<'a> {
         mut item: impl FnMut(&mut Self) -> Result<T>,
     ) -> Result<Vec<T>> {
         let len = self.array(max)?;
+        self.keep::<T>(len)?;
         let mut items = Vec::with_capacity(len);
         for _ in 0..len {
             items.push(item(self)?);

@@ -1,10 +1,14 @@
 //! Messages that are maps with known keys. Order, absence and unknown keys survive decoding and
 //! encoding.
 
+use std::cell::Cell;
+
 use crate::msgpack::{MsgpackReader, MsgpackWriter, Result};
 
 /// The most keys in a map with known keys.
 const MAX_KEYS: usize = 256;
+/// The most bytes of memory that the lists and texts of a map take, however few bytes encode them.
+const MAX_KEPT: usize = 64 << 20;
 
 /// The keys of a map as it was read: their order, the known ones that were present, and the unknown
 /// ones with their values.
@@ -54,6 +58,8 @@ pub(in crate::wire) struct RecordFields<'a> {
     what: &'static str,
     values: Vec<(&'static str, &'a [u8])>,
     shape: Shape,
+    /// The bytes of memory that lists and texts may still take.
+    budget: Cell<usize>,
 }
 
 impl<'a> RecordFields<'a> {
@@ -66,7 +72,8 @@ impl<'a> RecordFields<'a> {
         known: &[&'static str],
     ) -> Result<Self> {
         let mut reader = MsgpackReader::new(what, bytes, max)?;
-        let mut fields = RecordFields { what, values: Vec::new(), shape: Shape::default() };
+        let (values, shape, budget) = (Vec::new(), Shape::default(), Cell::new(MAX_KEPT));
+        let mut fields = RecordFields { what, values, shape, budget };
         for _ in 0..reader.map(MAX_KEYS)? {
             let key = reader.text()?;
             let value = reader.skip()?;
@@ -98,7 +105,10 @@ impl<'a> RecordFields<'a> {
         let Some((_, bytes)) = self.values.iter().find(|(known, _)| *known == key) else {
             return Ok(None);
         };
-        read(&mut MsgpackReader::field(self.what, key, bytes)).map(Some)
+        let mut reader = MsgpackReader::field(self.what, key, bytes).with_budget(self.budget.get());
+        let value = read(&mut reader)?;
+        self.budget.set(reader.budget());
+        Ok(Some(value))
     }
 
     /// Reads the field, which must be present.

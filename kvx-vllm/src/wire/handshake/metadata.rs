@@ -140,8 +140,9 @@ impl NixlAgentMetadata {
     ///
     /// # Errors
     ///
-    /// Malformed bytes, more regions than [`MAX_REGIONS`](Self::MAX_REGIONS), or the absence of a
-    /// key that this version always writes, which the error names.
+    /// Malformed bytes, more regions than [`MAX_REGIONS`](Self::MAX_REGIONS), lists and texts that
+    /// take more than 64 MiB of memory, or the absence of a key that this version always writes,
+    /// which the error names.
     pub fn decode(bytes: &[u8], version: Version) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         let addresses = |reader: &mut MsgpackReader<'_>| {
@@ -275,6 +276,7 @@ impl NixlAgentMetadata {
 
 fn packed_members(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Vec<PackedMember>> {
     let count = reader.map(NixlAgentMetadata::MAX_REGIONS)?;
+    reader.keep::<PackedMember>(count)?;
     let mut members = Vec::with_capacity(count);
     for _ in 0..count {
         let layer = reader.owned_text()?;

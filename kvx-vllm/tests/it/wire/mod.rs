@@ -2,5 +2,6 @@
 
 mod fuzz;
 mod handshake;
+mod memory;
 mod notifications;
 mod steps;

@@ -68,6 +68,14 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
+/// Runs `f`. Returns its result, and the most bytes that this thread allocated meanwhile.
+pub(super) fn most_allocated<T>(f: impl FnOnce() -> T) -> (T, usize) {
+    let before = NOW.get();
+    MOST.set(before);
+    let value = f();
+    (value, (MOST.get() - before) as usize)
+}
+
 /// The memory that decoding may take: for each byte of the message, and in addition.
 const EACH: usize = 64;
 const ONCE: usize = 32 << 20;
@@ -236,17 +244,14 @@ impl Values {
 
 /// Decodes the bytes, and checks the memory that this took.
 fn within_the_bound(bytes: &[u8]) -> (Option<ConnectorMeta>, Option<WorkerOutput>) {
-    let before = NOW.get();
-    MOST.set(before);
-    let meta = ConnectorMeta::decode(bytes).ok();
-    let output = WorkerOutput::decode(bytes).ok();
-    let took = (MOST.get() - before) as usize;
+    let decode = || (ConnectorMeta::decode(bytes).ok(), WorkerOutput::decode(bytes).ok());
+    let (read, took) = most_allocated(decode);
     assert!(
         took <= EACH * bytes.len() + ONCE,
         "{took} bytes of memory for a message of {}",
         bytes.len()
     );
-    (meta, output)
+    read
 }
 
 fn encoded_messages_decode(seed: u64) {

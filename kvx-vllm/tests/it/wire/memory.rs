@@ -1,0 +1,43 @@
+//! Attacks on the memory of a decoder: messages whose values take many times their bytes.
+
+use kvx_testkit::test;
+use kvx_vllm::Version;
+use kvx_vllm::wire::NixlAgentMetadata;
+
+use super::steps::most_allocated;
+
+/// The most memory that a message's values may take while it is decoded.
+const LIMIT: usize = 64 << 20;
+
+/// Returns metadata of this number of regions, as an engine would write it.
+fn metadata(regions: usize) -> NixlAgentMetadata {
+    let mut metadata = NixlAgentMetadata::new("engine", Version::V0_33);
+    metadata.kv_caches_base_addr = vec![0x7f00_0000_0000; regions];
+    metadata.block_lens = vec![4096; regions];
+    metadata.block_strides = vec![4096; regions];
+    metadata.region_names = Some(vec!["model.layers.0.self_attn.attn".into(); regions]);
+    metadata.block_size = 16;
+    metadata
+}
+
+#[test]
+fn metadata_takes_bounded_memory_however_few_bytes_encode_it() {
+    let decode = |metadata: &NixlAgentMetadata| {
+        let bytes = metadata.encode();
+        assert!(bytes.len() <= NixlAgentMetadata::MAX_LEN, "{} bytes", bytes.len());
+        most_allocated(|| NixlAgentMetadata::decode(&bytes, Version::V0_33))
+    };
+    let (read, took) = decode(&metadata(NixlAgentMetadata::MAX_REGIONS));
+    assert_eq!(read.unwrap().regions(), NixlAgentMetadata::MAX_REGIONS);
+    assert!(took <= LIMIT, "{took} bytes");
+    let mut empty_names = metadata(1);
+    empty_names.region_members = vec![vec![String::new(); 64_000]; 64];
+    let mut short_names = metadata(1);
+    short_names.region_members = vec![vec!["a".into(); 64_000]; 32];
+    for hostile in [empty_names, short_names] {
+        let (refused, took) = decode(&hostile);
+        let why = refused.err().map(|why| why.to_string()).unwrap_or_default();
+        assert!(why.contains("more memory than is allowed"), "{why} {took} bytes");
+        assert!(took <= LIMIT + (1 << 20), "{took} bytes");
+    }
+}

@@ -253,6 +253,13 @@ impl<'a> MsgpackReader<'a> {
         }
     }
 
+    /// Reads bytes and copies them.
+    pub(crate) fn owned_binary(&mut self) -> Result<Vec<u8>> {
+        let bytes = self.binary()?;
+        self.keep::<u8>(bytes.len())?;
+        Ok(bytes.to_owned())
+    }
+
     /// Reads bytes or a string, as bytes.
     pub fn binary_or_text(&mut self) -> Result<&'a [u8]> {
         match self.head()? {

@@ -158,7 +158,8 @@ impl PullRequest {
     ///
     /// # Errors
     ///
-    /// Malformed bytes; the error names a missing key.
+    /// Malformed bytes, or lists and texts that take more than 64 MiB of memory; the error names a
+    /// missing key.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         let addresses =
@@ -207,6 +208,7 @@ impl PullRequest {
 
 fn pulled(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Vec<PulledRequest>> {
     let count = reader.map(PullRequest::MAX_ITEMS)?;
+    reader.keep::<PulledRequest>(count)?;
     let mut requests = Vec::with_capacity(count);
     for _ in 0..count {
         let request_id = reader.owned_text()?;
@@ -222,9 +224,10 @@ fn pulled(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Vec<PulledRequest>>
 
 fn grants(reader: &mut MsgpackReader<'_>) -> msgpack::Result<BTreeMap<String, Vec<Vec<u8>>>> {
     let regions = |reader: &mut MsgpackReader<'_>| {
-        reader.list(PushGrant::MAX_REGIONS, |reader| Ok(reader.binary()?.to_vec()))
+        reader.list(PushGrant::MAX_REGIONS, MsgpackReader::owned_binary)
     };
     let count = reader.map(PullRequest::MAX_ITEMS)?;
+    reader.keep::<(String, Vec<Vec<u8>>)>(count)?;
     (0..count).map(|_| Ok((reader.owned_text()?, regions(reader)?))).collect()
 }
 

@@ -3,6 +3,7 @@
 use kvx_testkit::test;
 use kvx_vllm::Version;
 use kvx_vllm::wire::NixlAgentMetadata;
+use kvx_vllm::wire::mooncake::{PullRequest, PulledRequest};
 
 use super::steps::most_allocated;
 
@@ -35,6 +36,40 @@ fn metadata_takes_bounded_memory_however_few_bytes_encode_it() {
     let mut short_names = metadata(1);
     short_names.region_members = vec![vec!["a".into(); 64_000]; 32];
     for hostile in [empty_names, short_names] {
+        let (refused, took) = decode(&hostile);
+        let why = refused.err().map(|why| why.to_string()).unwrap_or_default();
+        assert!(why.contains("more memory than is allowed"), "{why} {took} bytes");
+        assert!(took <= LIMIT + (1 << 20), "{took} bytes");
+    }
+}
+
+/// Returns a request for this number of requests, each with this number of groups and blocks.
+fn pull(requests: usize, groups: usize, blocks: u32) -> PullRequest {
+    let mut pull = PullRequest::new("decode", 1, 1, 0);
+    let pulled = |number: usize| PulledRequest {
+        request_id: format!("cmpl-{number}"),
+        transfer_id: format!("xfer-{number}"),
+        block_ids: vec![(1000..1000 + blocks).collect(); groups],
+    };
+    pull.req_blocks = (0..requests).map(pulled).collect();
+    pull
+}
+
+#[test]
+fn a_pull_request_takes_bounded_memory_however_few_bytes_encode_it() {
+    let decode = |pull: &PullRequest| {
+        let bytes = pull.encode();
+        assert!(bytes.len() <= PullRequest::MAX_LEN, "{} bytes", bytes.len());
+        most_allocated(|| PullRequest::decode(&bytes))
+    };
+    let (read, took) = decode(&pull(100, 2, 2500));
+    assert_eq!(read.unwrap().req_blocks.len(), 100);
+    assert!(took <= LIMIT, "{took} bytes");
+    let empty_groups = pull(47, 60_000, 0);
+    let mut empty_grants = pull(1, 1, 1);
+    let grants = |number: usize| (number.to_string(), vec![Vec::new(); 1000]);
+    empty_grants.kvx_grants = (0..3000).map(grants).collect();
+    for hostile in [empty_groups, empty_grants] {
         let (refused, took) = decode(&hostile);
         let why = refused.err().map(|why| why.to_string()).unwrap_or_default();
         assert!(why.contains("more memory than is allowed"), "{why} {took} bytes");

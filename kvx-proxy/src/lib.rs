@@ -13,6 +13,8 @@ mod metrics;
 mod relay;
 mod request;
 mod serve;
+#[doc(hidden)]
+pub mod server;
 mod setup;
 mod sse;
 mod upstream;

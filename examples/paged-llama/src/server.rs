@@ -15,7 +15,7 @@ use tokio::net::TcpListener;
 
 use crate::corruption::CorruptingMover;
 use crate::engine::{Engine, Forward, Limits, Mover, NoMover, Running};
-use crate::http::{self, Hosts, JOIN_TIMEOUT, JoinRequest, Recorder, Service, SharedConfig};
+use crate::http::{self, Hosts, JOIN_TIMEOUT, JoinRequest, Keys, Recorder, Service, SharedConfig};
 use crate::kv::{self, Kv, KvTransferConfig, ParamsTrust, Secret};
 use crate::model::{Chunk, Config, Dtype, Model, ModelError, Pool, PoolLayout, Result};
 use crate::rank::{self, AllRanks, RankProcess, RankSetup, RankSockets};
@@ -39,6 +39,8 @@ pub struct Options {
     pub host: String,
     /// The port to listen on; 0 for any free one.
     pub port: u16,
+    /// The keys of clients, if they need one.
+    pub keys: Option<Keys>,
     /// Tokens per block.
     pub block_size: usize,
     /// Tokens per block of the pool, which peers see; `--block-size` is a multiple of it.
@@ -406,7 +408,7 @@ pub async fn serve(
             }
         }
         started();
-        http::serve(listener, service, stop, DRAIN).await.map_err(ModelError::of)
+        http::serve(listener, service, options.keys, stop, DRAIN).await.map_err(ModelError::of)
     };
     let served = served.await;
     let stop_all = || {

@@ -3,6 +3,8 @@
 use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, error, parser};
 use kvx_core::backend::nearest;
 
+use super::security;
+
 /// Serves a model as `vllm serve` does: OpenAI's HTTP API, and KV cache from and to other servers.
 ///
 /// It is an example on the CPU, not an engine to tune.
@@ -31,6 +33,10 @@ pub(super) struct Flags {
     /// The port to listen on; 0 takes any free port.
     #[arg(long, default_value_t = 8000)]
     pub(super) port: u16,
+    /// Keys of clients: all paths but /health, /ping, /version and /metrics then need one, as
+    /// `Authorization: Bearer KEY` [default: VLLM_API_KEY, which `ps` does not show].
+    #[arg(long, value_name = "KEY", num_args = 1.., action = ArgAction::Set)]
+    pub(super) api_key: Vec<String>,
     /// The most tokens of a prompt and its answer together.
     #[arg(long, value_name = "TOKENS", value_parser = count)]
     pub(super) max_model_len: Option<usize>,
@@ -230,6 +236,9 @@ fn message(error: &clap::Error) -> String {
         .flatten();
     if let Some(unknown) = unknown {
         let unknown = unknown.to_string();
+        if let Some(refused) = security::refused_flag(&unknown) {
+            return refused;
+        }
         let command = command();
         let known = command.get_arguments().filter_map(Arg::get_long).chain(["kv-transfer-config"]);
         let known: Vec<String> = known.map(|name| format!("--{name}")).collect();
@@ -323,6 +332,9 @@ mod tests {
         let all = parse("m --max-logprobs -1 --logprobs-mode raw_logits").unwrap();
         assert_eq!((all.max_logprobs, &*all.logprobs_mode), (usize::MAX, "raw_logits"));
         let backend = |name| parse(&format!("m --attention-backend {name}")).unwrap();
+        let keys = parse("m --api-key a b --api_key=c").unwrap();
+        assert_eq!(keys.api_key, ["c"]);
+        assert_eq!(parse("m --api-key a b").unwrap().api_key, ["a", "b"]);
         assert!(backend("CPU_ATTN").cpu_attention() && backend("CPU_ATTN").notes.is_empty());
         assert!(!backend("FLASH_ATTN").cpu_attention() && backend("FLASH_ATTN").notes.len() == 1);
     }
@@ -382,6 +394,12 @@ mod tests {
             ("m --prot 1", "unknown flag --prot; did you mean --port?"),
             ("m --kv_transfer_confg {}", "did you mean --kv-transfer-config?"),
             ("m -x", "unknown flag -x"),
+            (
+                "m --ssl_keyfile=k --ssl-certfile c",
+                "--ssl-keyfile is not supported: this server has no TLS",
+            ),
+            ("m --uds s", "--uds is not supported"),
+            ("m --api-key", "a value is required for '--api-key <KEY>...'"),
             ("m --port many", "invalid value 'many' for '--port <PORT>'"),
             ("m --port 65536", "65536 is not in 0..=65535"),
             ("m --port", "a value is required for '--port <PORT>'"),

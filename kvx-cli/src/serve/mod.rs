@@ -2,6 +2,7 @@
 
 mod flags;
 mod models;
+mod security;
 
 use std::io::{IsTerminal as _, Write};
 use std::ops::Range;
@@ -59,7 +60,8 @@ pub(crate) fn run(arguments: Vec<String>, out: &mut dyn Write) -> Result<()> {
     for note in &flags.notes {
         eprintln!("kvx: {note}");
     }
-    for (name, reason) in VARIABLES_WITHOUT_EFFECT {
+    security::check_variables(|name| std::env::var_os(name).is_some())?;
+    for (name, reason) in VARIABLES_WITHOUT_EFFECT.iter().chain(security::WITHOUT_EFFECT) {
         if std::env::var_os(name).is_some() {
             eprintln!("kvx: {name} has no effect: {reason}");
         }
@@ -120,6 +122,7 @@ fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
             .into());
         }
     };
+    let keys = security::keys(&flags.api_key, std::env::var_os(security::API_KEY).as_deref())?;
     let mut names = flags.served_model_name;
     if names.is_empty() {
         names.push(model.clone());
@@ -131,6 +134,7 @@ fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
         names,
         host: flags.host,
         port: flags.port,
+        keys,
         block_size: flags.block_size,
         kernel_block_size: flags.kernel_block_size.unwrap_or(flags.block_size),
         ranks: flags.tensor_parallel_size,

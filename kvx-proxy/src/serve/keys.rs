@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 
 /// Hashed keys: all have the same length, and are compared in constant time.
 #[derive(Clone)]
-pub(crate) struct Keys(Vec<[u8; 32]>);
+pub struct Keys(Vec<[u8; 32]>);
 
 impl std::fmt::Debug for Keys {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -51,12 +51,17 @@ impl Keys {
     fn from_text(text: &str) -> Self {
         let lines =
             text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
-        Keys(lines.map(|line| hash(line.as_bytes())).collect())
+        Self::new(lines.map(str::as_bytes))
+    }
+
+    /// Hashes these keys.
+    pub fn new<'a>(keys: impl IntoIterator<Item = &'a [u8]>) -> Self {
+        Keys(keys.into_iter().map(hash).collect())
     }
 
     /// Hashes a single key.
     pub(crate) fn one(key: &str) -> Self {
-        Keys(vec![hash(key.as_bytes())])
+        Self::new([key.as_bytes()])
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -70,7 +75,7 @@ impl Keys {
     }
 
     /// Returns true if the client sent one of the keys as a bearer token.
-    pub(crate) fn admit(&self, headers: &HeaderMap) -> bool {
+    pub fn admit(&self, headers: &HeaderMap) -> bool {
         bearer(headers).is_some_and(|key| self.has(key))
     }
 

@@ -1,9 +1,10 @@
 //! OpenAI's HTTP API as vLLM serves it.
 //!
 //! Layers, each of which imports only from those before it: `error`, `fields`, `metrics`, `noise`;
-//! `client` and `handshake`; `head` and `hosts`; `service`; `prompt`; `request`; `response`;
+//! `api_key`, `client` and `handshake`; `head` and `hosts`; `service`; `prompt`; `request`; `response`;
 //! `stream` and `tokenize`; and this module, which routes and serves.
 
+mod api_key;
 mod client;
 mod error;
 mod fields;
@@ -23,13 +24,13 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::{DefaultBodyLimit, State};
 use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderMap, Response, StatusCode};
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
+use axum::{Router, middleware};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
@@ -44,6 +45,7 @@ use self::request::CompletionRequest;
 use self::response::PartialAnswer;
 use self::service::Shared;
 pub use self::service::{Readers, Service};
+pub use kvx_proxy::server::Keys;
 
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT_COMPLETIONS: &str = "/v1/chat/completions";
@@ -51,7 +53,8 @@ const CHAT_COMPLETIONS: &str = "/v1/chat/completions";
 /// The longest body, in bytes; the server rejects longer ones.
 const LONGEST_BODY: usize = 16 << 20;
 
-/// Serves clients until `stop` is ready and running answers have ended, at most `drain` later.
+/// Serves clients until `stop` is ready and running answers have ended, at most `drain` later. With
+/// `keys`, clients need one of them.
 ///
 /// # Errors
 ///
@@ -59,6 +62,7 @@ const LONGEST_BODY: usize = 16 << 20;
 pub async fn serve(
     listener: TcpListener,
     service: Arc<Service>,
+    keys: Option<Keys>,
     stop: impl Future<Output = ()> + Send + 'static,
     drain: Duration,
 ) -> std::io::Result<()> {
@@ -67,7 +71,11 @@ pub async fn serve(
         stop.await;
         stopped.send_replace(true);
     };
-    let router = router(service).into_make_service_with_connect_info::<Client>();
+    let router = match keys {
+        Some(keys) => router(service).layer(middleware::from_fn_with_state(keys, api_key::check)),
+        None => router(service),
+    };
+    let router = router.into_make_service_with_connect_info::<Client>();
     let serving = axum::serve(Clients(listener), router).with_graceful_shutdown(stop);
     let late = async move {
         // An error means that the server was stopped.

@@ -1,6 +1,7 @@
 //! Attacks on the program's listeners and on its configuration. Each of them worked once, and must
 //! fail.
 
+mod api_keys;
 mod bodies;
 mod configuration;
 mod connections;

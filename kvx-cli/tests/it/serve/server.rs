@@ -275,6 +275,17 @@ impl Server {
         self.call("GET", path, None)
     }
 
+    /// Sends a request with further lines of headers; it has no body if `body` is `None`.
+    pub(crate) fn call_with(
+        &self,
+        headers: &str,
+        method: &str,
+        path: &str,
+        body: Option<&Value>,
+    ) -> (u16, String) {
+        answer(self.send_with(headers, method, path, body))
+    }
+
     /// Sends a request to one of several engines.
     pub(crate) fn post_to(&self, engine: usize, path: &str, body: &Value) -> (u16, Value) {
         let header = format!("x-data-parallel-rank: {engine}\r\n");

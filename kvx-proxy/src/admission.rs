@@ -12,16 +12,19 @@ use crate::setup::ClientLimits;
 #[derive(Debug)]
 pub(crate) struct RequestAdmission {
     places: Arc<Semaphore>,
-    /// Memory for request bodies: one permit per KiB.
-    bodies: Arc<Semaphore>,
+    bodies: BodyMemory,
     waiting: AtomicUsize,
     queue: usize,
     wait: Duration,
 }
 
+/// Memory for request bodies: one permit per KiB.
+#[derive(Clone, Debug)]
+pub struct BodyMemory(Arc<Semaphore>);
+
 /// A body's share of the memory for all bodies, released on drop.
 #[derive(Debug, Default)]
-pub(crate) struct BodyPermit(Option<OwnedSemaphorePermit>);
+pub struct BodyPermit(Option<OwnedSemaphorePermit>);
 
 /// Why a request is not admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,9 +47,7 @@ impl RequestAdmission {
     pub(crate) fn new(limits: &ClientLimits) -> Self {
         RequestAdmission {
             places: Arc::new(Semaphore::new(limits.in_flight.min(Semaphore::MAX_PERMITS))),
-            bodies: Arc::new(Semaphore::new(
-                limits.bodies.div_ceil(1024).min(Semaphore::MAX_PERMITS),
-            )),
+            bodies: BodyMemory::new(limits.bodies),
             waiting: AtomicUsize::new(0),
             queue: limits.queue,
             wait: limits.queue_wait,
@@ -67,9 +68,30 @@ impl RequestAdmission {
         place.map_err(|_| AdmissionError::TimedOut)?.map_err(|_| AdmissionError::Full)
     }
 
+    /// Returns the memory for request bodies.
+    pub(crate) fn bodies(&self) -> &BodyMemory {
+        &self.bodies
+    }
+
+    /// Grows a body's permit as [`BodyMemory::widen`] does.
+    pub(crate) fn widen(&self, permit: &mut BodyPermit, bytes: usize) -> bool {
+        self.bodies.widen(permit, bytes)
+    }
+
+    pub(crate) fn waiting(&self) -> usize {
+        self.waiting.load(Relaxed)
+    }
+}
+
+impl BodyMemory {
+    /// Returns memory of this size.
+    pub fn new(bytes: usize) -> Self {
+        BodyMemory(Arc::new(Semaphore::new(bytes.div_ceil(1024).min(Semaphore::MAX_PERMITS))))
+    }
+
     /// Grows a body's permit to `bytes` in total, and returns false if there is not enough memory.
     /// Does not wait: a waiting body would hold memory that other bodies need.
-    pub(crate) fn widen(&self, permit: &mut BodyPermit, bytes: usize) -> bool {
+    pub fn widen(&self, permit: &mut BodyPermit, bytes: usize) -> bool {
         let have = permit.0.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
         let Ok(more) = u32::try_from(bytes.div_ceil(1024).saturating_sub(have)) else {
             return false;
@@ -77,16 +99,12 @@ impl RequestAdmission {
         if more == 0 {
             return true;
         }
-        let Ok(taken) = Arc::clone(&self.bodies).try_acquire_many_owned(more) else { return false };
+        let Ok(taken) = Arc::clone(&self.0).try_acquire_many_owned(more) else { return false };
         match &mut permit.0 {
             Some(held) => held.merge(taken),
             none => *none = Some(taken),
         }
         true
-    }
-
-    pub(crate) fn waiting(&self) -> usize {
-        self.waiting.load(Relaxed)
     }
 }
 

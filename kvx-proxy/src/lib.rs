@@ -2,6 +2,7 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod admission;
+mod body;
 mod check;
 mod compare;
 mod error;

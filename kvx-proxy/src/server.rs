@@ -1,3 +1,7 @@
 //! The protection of listeners, which `kvx serve` shares with the proxy.
 
+pub use crate::admission::{BodyMemory, BodyPermit};
+pub use crate::body::{BodyError, read_body};
 pub use crate::serve::keys::Keys;
+pub use crate::serve::listener::serve_http1;
+pub use crate::setup::ClientLimits;

@@ -358,7 +358,7 @@ pub async fn serve(
     };
     let hosts =
         Arc::new(Hosts::new(shared.clone(), engines.len()..everywhere, options.secret.clone()));
-    let trust = options.trust();
+    let (trust, keys) = (options.trust(), options.keys.clone());
     let service = Arc::new(Service {
         engines: running.iter().map(|one| one.engine().clone()).collect(),
         tokenizer,
@@ -368,6 +368,7 @@ pub async fn serve(
         prompt_details: options.prompt_details,
         most_logprobs: options.most_logprobs,
         recorder,
+        request_limits: http::RequestLimits::default(),
         readers: http::Readers::default(),
         turn: AtomicUsize::new(0),
         hosts: hosts.clone(),
@@ -408,7 +409,8 @@ pub async fn serve(
             }
         }
         started();
-        http::serve(listener, service, options.keys, stop, DRAIN).await.map_err(ModelError::of)
+        http::serve(listener, service, keys, stop, DRAIN).await;
+        Ok(())
     };
     let served = served.await;
     let stop_all = || {

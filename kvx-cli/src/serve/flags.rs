@@ -27,8 +27,8 @@ pub(super) struct Flags {
     /// The name that clients use for the model [default: MODEL].
     #[arg(long, value_name = "NAME", num_args = 1.., action = ArgAction::Append)]
     pub(super) served_model_name: Vec<String>,
-    /// The address to listen on.
-    #[arg(long, default_value = "0.0.0.0")]
+    /// The address to listen on; 0.0.0.0 is all addresses of this host.
+    #[arg(long, default_value = "127.0.0.1")]
     pub(super) host: String,
     /// The port to listen on; 0 takes any free port.
     #[arg(long, default_value_t = 8000)]
@@ -323,6 +323,7 @@ mod tests {
             (&["Qwen/Qwen3-0.6B".to_owned()][..], 8100, Some(2000))
         );
         assert_eq!(flags.served_model_name, ["a", "b"]);
+        assert_eq!(flags.host, "127.0.0.1");
         assert_eq!(flags.notes, ["--enforce-eager has no effect: nothing is compiled or captured"]);
         let flags = parse("m --served-model-name a -tp 2 -dp=3").unwrap();
         assert_eq!(

@@ -4,6 +4,7 @@ mod address_limit;
 mod admin;
 mod idle;
 pub(crate) mod keys;
+pub(crate) mod listener;
 mod page;
 mod realtime;
 mod routes;

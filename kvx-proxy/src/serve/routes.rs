@@ -7,14 +7,14 @@ use axum::extract::State;
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
 use axum::{Router, middleware};
-use bytes::{Bytes, BytesMut};
-use http_body_util::{BodyExt, Limited};
-use hyper::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderValue};
+use bytes::Bytes;
+use hyper::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, Response, StatusCode};
 use tracing::{Instrument as _, Span};
 
 use super::{admin, page, realtime};
 use crate::admission::BodyPermit;
+use crate::body::{BodyError, read_body};
 use crate::relay::api_error::{ApiError, json_response};
 use crate::relay::core::{Core, LiveSetup};
 use crate::relay::job::{Job, JobResult};
@@ -87,7 +87,7 @@ fn respond(ended: JobResult) -> Response<Body> {
 }
 
 fn out_of_memory() -> ApiError {
-    ApiError::unavailable("too many long requests are in progress: try again later")
+    ApiError::unavailable(BodyError::NoMemory.to_string())
 }
 
 /// Reads a client's body within the limits of length and time. Also returns its share of the memory
@@ -104,43 +104,11 @@ async fn body_of(
         let words = "the body has a Content-Encoding; send it unencoded";
         return Err(ApiError::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, words));
     }
-    let (admission, limits) = (&live.admission, &live.setup.limits);
-    let too_long = || {
-        ApiError::client(
-            StatusCode::PAYLOAD_TOO_LARGE,
-            format!("the body is longer than {} bytes, which is this proxy's limit", limits.body),
-        )
-    };
-    let announced =
-        headers.get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
-    if announced.is_some_and(|announced| announced > limits.body as u64) {
-        return Err(too_long());
-    }
-    let read = async {
-        let (mut body, mut read, mut permit) =
-            (Limited::new(body, limits.body), BytesMut::new(), BodyPermit::default());
-        while let Some(frame) = body.frame().await {
-            let data = match frame {
-                Ok(frame) => frame.into_data().unwrap_or_default(),
-                Err(error) if error.is::<http_body_util::LengthLimitError>() => {
-                    return Err(too_long());
-                }
-                Err(_) => return Err(ApiError::bad_request("the body ended early")),
-            };
-            if !admission.widen(&mut permit, read.len() + data.len()) {
-                return Err(out_of_memory());
-            }
-            read.extend_from_slice(&data);
-        }
-        Ok((read.freeze(), permit))
-    };
-    match tokio::time::timeout(limits.body_time, read).await {
-        Ok(read) => read,
-        Err(_) => Err(ApiError::client(
-            StatusCode::REQUEST_TIMEOUT,
-            format!("the body did not arrive within {:?}", limits.body_time),
-        )),
-    }
+    let read = read_body(live.admission.bodies(), &live.setup.limits, headers, body).await;
+    read.map_err(|error| match error {
+        BodyError::NoMemory => out_of_memory(),
+        error => ApiError::client(error.status(), error.to_string()),
+    })
 }
 
 /// Bodies above this are parsed on a thread that may block, so that other requests do not wait.

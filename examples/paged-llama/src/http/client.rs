@@ -3,41 +3,18 @@
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
 
-use axum::extract::connect_info::{ConnectInfo, Connected};
-use axum::extract::{FromRequestParts, Request};
+use axum::body::Body;
+use axum::extract::{ConnectInfo, FromRequestParts};
 use axum::http::request::Parts;
-use axum::http::{HeaderName, HeaderValue, StatusCode};
+use axum::http::{HeaderName, HeaderValue, Request, StatusCode};
 use axum::middleware::Next;
 use axum::response::Response;
-use axum::serve::{IncomingStream, Listener};
-use tokio::net::{TcpListener, TcpStream};
 
 use super::error::{ApiError, Result};
 use crate::kv::{ParamsTrust, TransferParams};
 
 /// The header in which the head passes the client's location to its hosts.
 pub(super) const CLIENT: HeaderName = HeaderName::from_static("x-kvx-client");
-
-/// A listener that disables Nagle's algorithm. Otherwise the second piece of an answer would wait
-/// until the client acknowledges the first, for up to 40 ms.
-pub(crate) struct Clients(pub(super) TcpListener);
-
-impl Listener for Clients {
-    type Io = TcpStream;
-    type Addr = SocketAddr;
-
-    async fn accept(&mut self) -> (TcpStream, SocketAddr) {
-        let (stream, address) = Listener::accept(&mut self.0).await;
-        if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "the client disconnected before it was served");
-        }
-        (stream, address)
-    }
-
-    fn local_addr(&self) -> std::io::Result<SocketAddr> {
-        self.0.local_addr()
-    }
-}
 
 /// The location of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,14 +33,13 @@ impl Client {
     }
 }
 
-impl Connected<IncomingStream<'_, Clients>> for Client {
-    fn connect_info(stream: IncomingStream<'_, Clients>) -> Self {
-        Client::at(stream.remote_addr().ip())
-    }
+/// Sets the client's location from the address of its connection.
+pub(super) fn set_by_address<B>(request: &mut Request<B>, address: SocketAddr) {
+    request.extensions_mut().insert(ConnectInfo(Client::at(address.ip())));
 }
 
 /// Sets the client's location from the head's header. Only the head sends requests to its hosts.
-pub(super) async fn set_by_head(mut request: Request, next: Next) -> Response {
+pub(super) async fn set_by_head(mut request: Request<Body>, next: Next) -> Response {
     let is_local =
         request.headers().get(CLIENT).is_some_and(|client| *client == Client::ThisMachine.header());
     let client = if is_local { Client::ThisMachine } else { Client::Elsewhere };
@@ -215,15 +191,5 @@ mod tests {
         for params in no_blocks.map(|value| TransferParams::from_value(&value).unwrap()) {
             assert_eq!(check_params(&trust, Client::Elsewhere, &params), Ok(()), "{params:?}");
         }
-    }
-
-    #[tokio::test]
-    async fn no_piece_of_an_answer_waits_for_the_one_before_it() {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let mut clients = Clients(listener);
-        let (client, served) = tokio::join!(TcpStream::connect(address), clients.accept());
-        assert!(served.0.nodelay().unwrap());
-        drop(client.unwrap());
     }
 }

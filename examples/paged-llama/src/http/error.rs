@@ -42,6 +42,7 @@ impl ApiError {
             403 => "PermissionDeniedError",
             404 => "NotFoundError",
             405 => "MethodNotAllowedError",
+            408 => "RequestTimeoutError",
             413 => "RequestEntityTooLargeError",
             415 => "UnsupportedMediaTypeError",
             501 => "NotImplementedError",

@@ -6,6 +6,7 @@ use axum::http::{HeaderMap, StatusCode};
 use serde_json::{Map, Value};
 
 use super::error::{ApiError, Result};
+use super::json;
 
 /// Fields that change vLLM's answers but are not supported here. The server rejects them instead of
 /// ignoring them.
@@ -174,8 +175,7 @@ pub(crate) fn parse_json(headers: &HeaderMap, body: &[u8]) -> Result<Value> {
         let words = "Unsupported Media Type: Only 'application/json' is allowed";
         return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, words));
     }
-    serde_json::from_slice(body)
-        .map_err(|error| ApiError::bad(format!("JSON decode error: {error}")))
+    json::parse(body).map_err(|error| ApiError::bad(format!("JSON decode error: {error}")))
 }
 
 fn short(value: &Value) -> String {

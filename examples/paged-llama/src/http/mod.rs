@@ -1,16 +1,20 @@
 //! OpenAI's HTTP API as vLLM serves it.
 //!
-//! Layers, each of which imports only from those before it: `error`, `fields`, `metrics`, `noise`;
-//! `api_key`, `client` and `handshake`; `head` and `hosts`; `service`; `prompt`; `request`; `response`;
-//! `stream` and `tokenize`; and this module, which routes and serves.
+//! Layers, each of which imports only from those before it: `error`, `json`, `limits`, `metrics` and
+//! `noise`; `fields`; `api_key`, `client` and `handshake`; `head` and `hosts`; `service`; `body`;
+//! `prompt`; `request`; `response`; `stream` and `tokenize`; and this module, which routes and
+//! serves.
 
 mod api_key;
+mod body;
 mod client;
 mod error;
 mod fields;
 mod handshake;
 mod head;
 mod hosts;
+mod json;
+mod limits;
 mod metrics;
 mod noise;
 mod prompt;
@@ -24,8 +28,8 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use axum::body::{Body, Bytes};
-use axum::extract::{DefaultBodyLimit, State};
+use axum::body::Body;
+use axum::extract::State;
 use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderMap, Response, StatusCode};
 use axum::response::IntoResponse;
@@ -34,58 +38,40 @@ use axum::{Router, middleware};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
-use self::client::{Client, Clients};
+use self::body::RequestBody;
+use self::client::Client;
 use self::error::{ApiError, Result, answer};
 use self::fields::parse_json;
 pub(crate) use self::handshake::{JOIN_TIMEOUT, JoinRequest, SharedConfig, check_reach};
 pub(crate) use self::head::follow;
 pub(crate) use self::hosts::Hosts;
+pub use self::limits::RequestLimits;
 pub use self::metrics::Recorder;
 use self::request::CompletionRequest;
 use self::response::PartialAnswer;
 use self::service::Shared;
 pub use self::service::{Readers, Service};
 pub use kvx_proxy::server::Keys;
+use kvx_proxy::server::serve_http1;
 
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT_COMPLETIONS: &str = "/v1/chat/completions";
 
-/// The longest body, in bytes; the server rejects longer ones.
-const LONGEST_BODY: usize = 16 << 20;
-
 /// Serves clients until `stop` is ready and running answers have ended, at most `drain` later. With
 /// `keys`, clients need one of them.
-///
-/// # Errors
-///
-/// Fails if the listener fails.
 pub async fn serve(
     listener: TcpListener,
     service: Arc<Service>,
     keys: Option<Keys>,
-    stop: impl Future<Output = ()> + Send + 'static,
+    stop: impl Future<Output = ()>,
     drain: Duration,
-) -> std::io::Result<()> {
-    let (stopped, mut stopping) = tokio::sync::watch::channel(false);
-    let stop = async move {
-        stop.await;
-        stopped.send_replace(true);
-    };
+) {
+    let limits = service.request_limits.clients.clone();
     let router = match keys {
         Some(keys) => router(service).layer(middleware::from_fn_with_state(keys, api_key::check)),
         None => router(service),
     };
-    let router = router.into_make_service_with_connect_info::<Client>();
-    let serving = axum::serve(Clients(listener), router).with_graceful_shutdown(stop);
-    let late = async move {
-        // An error means that the server was stopped.
-        let _ = stopping.wait_for(|stopped| *stopped).await;
-        tokio::time::sleep(drain).await;
-    };
-    tokio::select! {
-        served = serving => served,
-        () = late => Ok(()),
-    }
+    serve_http1(listener, router, &limits, client::set_by_address, stop, drain).await;
 }
 
 pub(crate) fn router(service: Arc<Service>) -> Router {
@@ -103,7 +89,6 @@ pub(crate) fn router(service: Arc<Service>) -> Router {
         .method_not_allowed_fallback(|| async {
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed")
         })
-        .layer(DefaultBodyLimit::max(LONGEST_BODY))
         .with_state(service)
 }
 
@@ -111,7 +96,7 @@ async fn completions(
     State(service): Shared,
     client: Client,
     headers: HeaderMap,
-    body: Bytes,
+    body: RequestBody,
 ) -> Result<Response<Body>> {
     complete(service, false, client, headers, body).await
 }
@@ -120,7 +105,7 @@ async fn chat_completions(
     State(service): Shared,
     client: Client,
     headers: HeaderMap,
-    body: Bytes,
+    body: RequestBody,
 ) -> Result<Response<Body>> {
     complete(service, true, client, headers, body).await
 }
@@ -130,15 +115,21 @@ async fn complete(
     chat: bool,
     client: Client,
     headers: HeaderMap,
-    body: Bytes,
+    body: RequestBody,
 ) -> Result<Response<Body>> {
     let rank = service.rank(&headers)?;
     let Some(engine) = service.engines.get(rank) else {
         let path = if chat { CHAT_COMPLETIONS } else { COMPLETIONS };
-        return service.hosts.ask(rank, path, client, &headers, body).await;
+        return service.hosts.ask(rank, path, client, &headers, body.bytes().clone()).await;
     };
     let read = move |service: &Service| {
-        CompletionRequest::read(service, chat, client, &headers, &parse_json(&headers, &body)?)
+        CompletionRequest::read(
+            service,
+            chat,
+            client,
+            &headers,
+            &parse_json(&headers, body.bytes())?,
+        )
     };
     let asked = service.read(read).await?;
     if !service.is_alive() {

@@ -9,6 +9,7 @@ use tokio::sync::Semaphore;
 
 use super::error::{ApiError, Result};
 use super::hosts::{Hosts, RANK};
+use super::limits::RequestLimits;
 use super::metrics::Recorder;
 use crate::engine::{Engine, Limits};
 use crate::kv::ParamsTrust;
@@ -39,6 +40,8 @@ pub struct Service {
     pub most_logprobs: usize,
     /// The metrics of `/metrics`.
     pub recorder: Recorder,
+    /// The limits on clients.
+    pub request_limits: RequestLimits,
     /// The permits to tokenize a request.
     pub readers: Readers,
     /// The number of requests that were assigned to ranks in turn.

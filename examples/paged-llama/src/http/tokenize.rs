@@ -1,10 +1,11 @@
 //! `/tokenize` and `/detokenize`.
 
-use axum::body::{Body, Bytes};
+use axum::body::Body;
 use axum::extract::State;
 use axum::http::{HeaderMap, Response, StatusCode};
 use serde_json::{Value, json};
 
+use super::body::RequestBody;
 use super::error::{ApiError, Result, answer};
 use super::fields::{Fields, parse_json};
 use super::prompt;
@@ -13,9 +14,10 @@ use super::service::{Service, Shared};
 pub(super) async fn tokenize(
     State(service): Shared,
     headers: HeaderMap,
-    body: Bytes,
+    body: RequestBody,
 ) -> Result<Response<Body>> {
-    let body = service.read(move |service| tokens(service, &parse_json(&headers, &body)?)).await?;
+    let body =
+        service.read(move |service| tokens(service, &parse_json(&headers, body.bytes())?)).await?;
     Ok(answer(StatusCode::OK, &body))
 }
 
@@ -39,9 +41,10 @@ fn tokens(service: &Service, body: &Value) -> Result<Value> {
 pub(super) async fn detokenize(
     State(service): Shared,
     headers: HeaderMap,
-    body: Bytes,
+    body: RequestBody,
 ) -> Result<Response<Body>> {
-    let body = service.read(move |service| text(service, &parse_json(&headers, &body)?)).await?;
+    let body =
+        service.read(move |service| text(service, &parse_json(&headers, body.bytes())?)).await?;
     Ok(answer(StatusCode::OK, &body))
 }
 

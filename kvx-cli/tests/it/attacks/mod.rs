@@ -3,6 +3,7 @@
 
 mod api_keys;
 mod bodies;
+mod clients;
 mod configuration;
 mod connections;
 mod data_parallel;

@@ -17,7 +17,8 @@ const PAGE: &str = include_str!("../../../../docs/project/vllm-parity.md");
 /// The model for commands that do not name one.
 const MODEL: &str = "Qwen/Qwen3-0.6B";
 
-/// Returns a command's arguments, beginning with `kvx`'s own, and its variables.
+/// Returns a command's arguments, beginning with `kvx`'s own, and its variables. Servers get
+/// `--host`, since kvx listens on loopback by default.
 fn command(id: &str) -> (Vec<String>, Vec<(String, String)>) {
     let guides: Value = serde_json::from_str(GUIDES).unwrap();
     let command = guides["commands"].as_array().unwrap().iter().find(|command| command["id"] == id);
@@ -27,8 +28,10 @@ fn command(id: &str) -> (Vec<String>, Vec<(String, String)>) {
         (1..=5).fold(text, |text, at| text.replace(&format!("${{IP{at}}}"), &Hosts::address(at)))
     };
     let program = [command["program"].as_str().unwrap().to_owned()];
-    let arguments =
-        program.into_iter().chain(command["args"].as_array().unwrap().iter().map(filled)).collect();
+    let host = ["--host", "0.0.0.0"].map(str::to_owned);
+    let host = host.into_iter().filter(|_| command["program"] == "serve");
+    let arguments = command["args"].as_array().unwrap().iter().map(filled);
+    let arguments = program.into_iter().chain(arguments).chain(host).collect();
     let variables = command["env"].as_object().unwrap().iter();
     (arguments, variables.map(|(name, value)| (name.clone(), filled(value))).collect())
 }

@@ -86,7 +86,14 @@ impl Fleet {
     }
 
     fn serve(&mut self, host: usize, words: &str) {
-        let transfer = ["--kv-transfer-config", self.transfer.as_str(), "--served-model-name", "m"];
+        let transfer = [
+            "--kv-transfer-config",
+            self.transfer.as_str(),
+            "--served-model-name",
+            "m",
+            "--host",
+            "0.0.0.0",
+        ];
         run(&mut self.hosts, host, &format!("serve {} {words}", self.folder), &transfer);
     }
 

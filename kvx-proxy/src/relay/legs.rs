@@ -171,8 +171,12 @@ impl PrefillTask {
         let Some(task) = &mut self.0 else { return std::future::pending().await };
         let ended = task.await;
         self.0 = None;
-        ended.unwrap_or_else(|_| {
-            Err(PrefillEnd::Failed(Fault::Broken("the leg was cancelled".to_owned())))
+        ended.unwrap_or_else(|error| {
+            let why = match error.is_panic() {
+                true => "a bug in the router ended the leg: its log shows the panic",
+                false => "the leg was cancelled",
+            };
+            Err(PrefillEnd::Failed(Fault::Broken(why.to_owned())))
         })
     }
 

@@ -61,10 +61,10 @@ impl SendMap {
                     "layers of several KV cache groups share it".into(),
                 )));
             };
-            let theirs = told.registered_group_indices.get(place).copied();
-            if theirs.is_some_and(|theirs| theirs != i64::from(group)) {
+            let theirs = told.registered_group_indices.get(place);
+            if let Some(theirs) = theirs.filter(|theirs| **theirs != i64::from(group)) {
                 let sentence =
-                    format!("it is in KV cache group {group} here and {theirs:?} at the peer");
+                    format!("it is in KV cache group {group} here and {theirs} at the peer");
                 return Err(context(incompatible(sentence)));
             }
             let (stride, len) = (told.block_lens[place], told.kv_block_lens[place]);

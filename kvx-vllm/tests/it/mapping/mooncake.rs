@@ -156,6 +156,10 @@ fn regions_are_paired_by_name_and_occurrence_or_else_by_position() {
             .to_string()
             .contains("is in 2 regions here but in 1 at the peer")
     );
+    let mut asked = told(&caches(&["b", "a"], heads, 1, true, 0), 0, 1);
+    asked.registered_group_indices = vec![1; 4];
+    let why = SendMap::new(&producer, tp, &asked).unwrap_err().to_string();
+    assert!(why.contains("in KV cache group 0 here and 1 at the peer"), "{why}");
 }
 
 // vLLM 55: a stage without a layer of the consumer's writes nothing

@@ -117,7 +117,7 @@ fn the_adapter_for_mooncakes_wheel_is_built_from_the_programs_sources() {
     let mut find = Command::new(env!("CARGO_BIN_EXE_kvx"));
     find.args(["backends", "--find"]).env("VIRTUAL_ENV", environment).env_remove(wheel.variable);
     let found = String::from_utf8_lossy(&output(&mut find, LIMIT).stdout).into_owned();
-    assert!(found.contains("run `kvx mooncake-adapter FOLDER --engine "), "{found}");
+    assert!(found.contains("`kvx mooncake-adapter FOLDER --engine "), "{found}");
     let run = |arguments: &[&str], compiler: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
         let output =

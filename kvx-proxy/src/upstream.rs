@@ -94,7 +94,9 @@ impl Upstream {
             .timer(TokioTimer::new())
             // vLLM closes idle connections after 5 s: never take one that it is about to close.
             .pool_idle_timeout(Duration::from_secs(4))
-            .http1_max_buf_size(512 << 10)
+            // hyper doubles its read buffer up to this while an instance sends faster than the client
+            // reads. It also bounds the head of an answer.
+            .http1_max_buf_size(32 << 10)
             .http2_keep_alive_interval(Duration::from_secs(20))
             .http2_initial_stream_window_size(1 << 20)
             .http2_initial_connection_window_size(16 << 20);

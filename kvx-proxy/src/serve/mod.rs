@@ -14,7 +14,7 @@ mod tls;
 
 use std::io::Write;
 use std::net::SocketAddr;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -377,14 +377,14 @@ impl Connection {
                     let answer = service.call(request);
                     async move { answer.await.map(|answer| open.until_sent(answer)) }
                 });
-                let connection = self.http2.builder.serve_connection(io, service);
+                let connection = Box::pin(self.http2.builder.serve_connection(io, service));
                 let idle = || requests.idle_for(self.header_time);
                 until_closing(connection, self.closing, idle, http2::Connection::graceful_shutdown)
                     .await
             }
             false => {
                 let connection = self.http1.builder.serve_connection(io, self.http1.service);
-                let connection = connection.with_upgrades();
+                let connection = Box::pin(connection.with_upgrades());
                 until_closing(
                     connection,
                     self.closing,
@@ -405,14 +405,13 @@ impl Connection {
 
 /// Serves a connection. Once it is `idle`, or `closing` is true, finishes the requests in progress
 /// on it, and closes it. Returns `None` if the client kept it open for so long that it was `idle`
-/// again.
+/// again. The connection is boxed: otherwise the task of each would have space for every protocol.
 async fn until_closing<C: Future, I: Future<Output = ()>>(
-    connection: C,
+    mut connection: Pin<Box<C>>,
     mut closing: Receiver<bool>,
     idle: impl Fn() -> I,
     shut_down: impl FnOnce(Pin<&mut C>),
 ) -> Option<C::Output> {
-    let mut connection = pin!(connection);
     tokio::select! {
         ended = connection.as_mut() => return Some(ended),
         _ = closing.wait_for(|closing| *closing) => {}

@@ -254,8 +254,8 @@ mod tests {
         pieces
     }
 
-    // vLLM 62: blocks that are neighbours on both sides are one piece: for every backend alike, in
-    //     the plan
+    // vLLM 62: the plan merges blocks that are adjacent on both sides into one segment, for every
+    //     backend
     #[test]
     fn neighbours_merge_and_long_pieces_split() {
         let grid = Grid::packed(10, 100);

@@ -41,9 +41,9 @@ fn refused(device: &str, driver: &Path, words: &str) -> Result<(), Failure> {
 pub(crate) fn trials() -> impl Iterator<Item = Trial> {
     type Run = fn() -> Result<(), Failure>;
     let all: [(&str, Run); 4] = [
-        // vLLM 21: and on devices: two engines over the stand-in driver, NVIDIA's
+        // vLLM 21: two engines load between pools on devices, over the stand-in for NVIDIA's driver
         ("two_engines_load_from_pools_on_cuda_devices", || loads("cuda")),
-        // vLLM 21: and AMD's
+        // vLLM 21: two engines load between pools on devices, over the stand-in for AMD's driver
         ("two_engines_load_from_pools_on_hip_devices", || loads("hip")),
         ("a_missing_driver_is_named_in_the_error", || {
             refused("cuda", Path::new("/none/libcuda.so.1"), "/none/libcuda.so.1")

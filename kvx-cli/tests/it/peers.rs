@@ -157,7 +157,8 @@ fn nixls_python_agent_is_measured_beside_kvx() {
     wheel.is_measured_beside("RIXL", "kvx-rixl/benches/nixl_beside.py", "nixl");
 }
 
-// vLLM guide R14: Mooncake's wheel
+// vLLM guide R14: with Mooncake's wheel, `kvx backends` warns that the engine listens on all
+//     interfaces without authentication
 #[test]
 fn backends_says_that_mooncakes_engine_lets_everybody_in() {
     let wheel = Wheel::mooncake("backends_says_that_mooncakes_engine_lets_everybody_in");

@@ -405,7 +405,7 @@ fn stopped_before_its_write(prefill: &Connector) -> (WorkerRank, kvx_vllm::engin
     }
 }
 
-// vLLM 47: a decode refuses writes after it has fenced a request
+// vLLM 47: after a decode has fenced a request, a late write changes none of its bytes
 #[test]
 fn a_write_that_comes_after_the_decode_has_given_up_changes_no_byte() {
     for (backend, late) in [("SHM", false), ("SHM", true), ("TCP", false), ("TCP", true)] {

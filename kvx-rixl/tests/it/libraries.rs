@@ -61,7 +61,8 @@ fn libraries() -> PathBuf {
 }
 
 /// The wheel's record claims another version.
-// vLLM guide R3: NIXL from elsewhere; RIXL on AMD devices has not been run
+// vLLM guide R3: a NIXL library from another source than the wheel is accepted or rejected by its
+//     version; RIXL on AMD devices has not been run
 fn a_version_out_of_range_is_rejected_unless_it_is_accepted() -> Outcome {
     let (folder, real) = (Folder::new("version")?, libraries());
     let copy = folder.0.join(real.file_name().expect("a name"));

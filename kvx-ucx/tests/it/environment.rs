@@ -122,7 +122,7 @@ fn on_each(test: &str, body: impl Fn(&Version, &dyn Fn(&[(&str, &str)], &str) ->
     });
 }
 
-// vLLM guide R1: UCX_TLS
+// vLLM guide R1: `UCX_TLS` selects UCX's transports
 #[test]
 fn transports_are_those_that_ucx_tls_names() {
     on_each("transports_are_those_that_ucx_tls_names", |version, run| {
@@ -154,7 +154,7 @@ fn transports_are_those_that_ucx_tls_names() {
     });
 }
 
-// vLLM guide R1: UCX_NET_DEVICES
+// vLLM guide R1: `UCX_NET_DEVICES` selects UCX's network devices
 #[test]
 fn network_devices_are_those_that_ucx_net_devices_names() {
     on_each("network_devices_are_those_that_ucx_net_devices_names", |_, run| {

@@ -170,7 +170,7 @@ mod tests {
         WorkerOutput { failed_recving: vec![failed], ..received(request) }
     }
 
-    // vLLM 39: all workers are needed, each counts once
+    // vLLM 39: a request is finished when all workers have reported, each counted once
     #[test]
     fn a_request_is_over_when_every_worker_has_said_so() {
         let mut aggregator = OutputAggregator::new(3);
@@ -196,7 +196,7 @@ mod tests {
         assert_eq!(whole.failed_recving[0].invalid, [2, 4, 7]);
     }
 
-    // vLLM 39: the count changes, votes are kept
+    // vLLM 39: reports of workers are kept when the number of workers changes
     #[test]
     fn votes_outlive_a_change_of_the_world_size() {
         let mut aggregator = OutputAggregator::new(4);

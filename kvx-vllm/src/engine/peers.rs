@@ -339,7 +339,7 @@ mod tests {
         connection
     }
 
-    // vLLM 41: engines that answered wrongly are forgotten
+    // vLLM 41: engines that answered with invalid metadata are forgotten
     #[test]
     fn unused_engines_with_invalid_metadata_are_forgotten() {
         let mut peers = Peers::new(None);

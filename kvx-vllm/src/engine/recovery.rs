@@ -121,7 +121,7 @@ mod tests {
         assert_eq!(recovery(&[3], &[("a", &[3, 5], 32)]), [("a".to_owned(), 0, 32)]);
     }
 
-    // vLLM 31: requests that share an invalid block, and no others
+    // vLLM 31: an invalid block affects all requests that share it, and no others
     #[test]
     fn every_request_that_shares_an_invalid_block_is_affected_and_no_other() {
         let affected =
@@ -134,7 +134,7 @@ mod tests {
         assert_eq!(recovery(&[8], &[("a", &[3, 7, 8], 32)]), []);
     }
 
-    // vLLM 31: one failure after the other
+    // vLLM 31: each further failure cuts the computed tokens further
     #[test]
     fn each_further_failure_cuts_further() {
         assert_eq!(recovery(&[4], &[("a", &[1, 2, 3, 4], 64)]), [("a".to_owned(), 48, 16)]);

@@ -311,7 +311,7 @@ mod tests {
         }
     }
 
-    // vLLM 48: recorded, aggregated, reduced
+    // vLLM 48: statistics are recorded, aggregated and reduced
     #[test]
     fn stats_are_recorded_aggregated_and_reduced() {
         let (mut one, mut two) = (TransferStats::default(), TransferStats::default());
@@ -328,7 +328,7 @@ mod tests {
         );
     }
 
-    // vLLM 48: reset
+    // vLLM 48: statistics start from zero after they are taken
     #[test]
     fn taken_stats_start_anew() {
         let mut stats = TransferStats::default();
@@ -343,7 +343,7 @@ mod tests {
         );
     }
 
-    // vLLM 48: failures alone are not empty
+    // vLLM 48: statistics with failures only are not empty
     #[test]
     fn a_snapshot_of_failures_only_is_not_empty() {
         let mut stats = TransferStats::default();
@@ -352,7 +352,7 @@ mod tests {
         assert_eq!(stats.reduce().transfers, 0);
     }
 
-    // vLLM 48: handshakes and notifications are failed transfers
+    // vLLM 48: failed handshakes and notifications count as failed transfers
     #[test]
     fn handshakes_and_notifications_count_as_failed_transfers() {
         let mut stats = TransferStats::default();
@@ -369,7 +369,8 @@ mod tests {
         );
     }
 
-    // vLLM 64: names and values; writes on one side, failed receives on the other
+    // vLLM 64: metrics have vLLM's names and values, with writes on the prefill and failed receives
+    //     on the decode
     #[test]
     fn a_mooncake_connector_counts_writes_and_failed_receives() {
         let (mut writes, mut asks) = (TransferStats::default(), TransferStats::default());
@@ -395,7 +396,7 @@ mod tests {
         );
     }
 
-    // vLLM 48: names, buckets and values for Prometheus
+    // vLLM 48: Prometheus metrics have vLLM's names, buckets and values
     #[test]
     fn every_value_goes_to_the_metric_that_vllm_names() {
         let mut stats = TransferStats::default();

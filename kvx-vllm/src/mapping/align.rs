@@ -290,7 +290,7 @@ mod tests {
         assert_eq!(pair(units, &[2, 3], &ten, None), ((8..14).collect(), (5..=10).collect()));
     }
 
-    // vLLM 45: logical to kernel blocks with each side's ratio
+    // vLLM 45: logical blocks expand to kernel blocks by each side's own ratio
     #[test]
     fn kernel_blocks_expand_with_each_sides_own_ratio() {
         // Logical blocks of 32 and 64 tokens, kernel blocks of 16 at both.
@@ -306,7 +306,8 @@ mod tests {
         assert_eq!(list(&expand(&[3, 9].into(), 2, 0..4).unwrap()), [6, 7, 18, 19]);
     }
 
-    // vLLM 46: cap to the prompt: less wanted than the producer has; partial last block
+    // vLLM 46: a load is capped to the prompt when the producer has more tokens, with a partial
+    //     last block
     #[test]
     fn a_consumer_may_want_less_than_the_producer_has() {
         let units = Units::equal(16).unwrap();
@@ -321,7 +322,7 @@ mod tests {
         assert_eq!(pair(units, &[7, 8, 9], &[1, 2, 3], Some((17, 17))), (vec![7, 8], vec![1, 2]));
     }
 
-    // vLLM 45: sliding windows: clipped lists paired at their common end
+    // vLLM 45: sliding windows: clipped block lists are paired at their common end
     #[test]
     fn windows_are_paired_at_their_common_end() {
         // A window of 16 tokens: 2 blocks of 16 at the consumer, 5 of 4 at the producer, after 42

@@ -57,7 +57,7 @@ fn exactly(bytes: u128, of: u128) -> String {
 mod tests {
     use super::*;
 
-    // vLLM 43: hetero block rules
+    // vLLM 43: block lengths are checked for peers of different TP and block sizes
     #[test]
     fn lengths_follow_the_heads_of_a_rank() {
         let check = |own, theirs, heads, sizes: (u32, u32), ratio| {

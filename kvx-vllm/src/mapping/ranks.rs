@@ -315,7 +315,7 @@ mod tests {
         mapping.unwrap().rank_offset()
     }
 
-    // vLLM 43: draft offsets
+    // vLLM 43: the heads of a draft model start at the right offset in the producer's block
     #[test]
     fn draft_heads_start_where_the_facts_say() {
         assert_eq!(offset(3, 8, 1, 8), 3);
@@ -334,7 +334,7 @@ mod tests {
         assert_eq!(of(1).handshake_ranks(), [4, 5, 6, 7]);
     }
 
-    // vLLM 43: consumer count == readers
+    // vLLM 43: a producer rank's consumer count equals the number of its readers
     #[test]
     fn every_producer_rank_counts_as_many_readers_as_it_has() {
         for consumer_size in [1, 2, 4, 8] {

@@ -111,7 +111,7 @@ fn flat_block_ids_are_one_group() {
     }
 }
 
-// vLLM 46: a decode instance's answer: do_remote_decode true, expiry exported
+// vLLM 46: a decode's answer has `do_remote_decode` true and an expiry time
 #[test]
 fn a_bidirectional_answer_carries_when_the_blocks_go() {
     let mut held = remote();
@@ -239,7 +239,7 @@ fn parameters_that_stop_an_engine_are_never_written() {
     );
 }
 
-// vLLM 47: push parameters: tp_size in place of block ids
+// vLLM 47: push parameters have `tp_size` in place of block ids
 #[test]
 fn push_needs_the_size_in_place_of_the_blocks() {
     let mut pushed = remote();

@@ -17,7 +17,7 @@ const DEADLINE: Duration = Duration::from_secs(3);
 pub(crate) fn cases() -> Vec<Case> {
     vec![
         Case::new("neighbouring_dialects_do_not_meet", "TCP", Tier::Usual, some),
-        // vLLM 2: what differs is refused, both named
+        // vLLM 2: versions with different protocols reject each other with an error that names both
         Case::new("equal_dialects_meet_and_no_others", "TCP", Tier::Whole, all),
         Case::new("the_check_of_dialects_can_be_switched_off", "TCP", Tier::Usual, unchecked),
         Case::new("the_abort_variable_holds_on_either_side", "TCP", Tier::Usual, abort_variable),

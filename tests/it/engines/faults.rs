@@ -35,29 +35,32 @@ fn large_prompts() -> Shape {
 
 pub(crate) fn cases() -> Vec<Case> {
     let all: [(&str, fn(&str) -> Check); 9] = [
-        // vLLM 24, 25, 42: a dead peer fails its loads in time, and nothing of it is left
+        // vLLM 24, 25, 42: loads from a killed prefill fail in time, and everything that belongs to
+        //     it is released
         ("a_prefill_that_is_killed_fails_its_loads", prefill_killed),
-        // vLLM 24, 33: loads from a prefill that stands still end by their deadlines; when it goes
-        //     on, their blocks are not written
+        // vLLM 24, 33: loads from a stopped prefill fail by their deadlines, and it does not write
+        //     their blocks when it continues
         ("a_prefill_that_is_stopped_costs_the_deadline_and_no_block", prefill_stopped),
-        // vLLM 24, 33: so do those from one that is killed then, and their blocks come back (over
-        //     UCX 1.22; 1.13 keeps them)
+        // vLLM 24, 33: loads from a stopped prefill that is then killed fail by their deadlines,
+        //     and their blocks are released (over UCX 1.22; 1.13 keeps them)
         (
             "a_stopped_prefill_that_is_killed_costs_the_deadline_and_no_block",
             prefill_stopped_and_killed,
         ),
-        // vLLM 41: a prefill that restarts under its old name, or a new one
+        // vLLM 41: a prefill that restarts, under its old name or a new one, is not mistaken for
+        //     the old one
         ("a_prefill_that_restarts_is_not_taken_for_the_old_one", prefill_restarted),
-        // vLLM 35: blocks for a decode that is killed come back with their lease
+        // vLLM 35: blocks for a decode that is killed are free when their lease ends
         ("a_decode_that_is_killed_costs_a_lease", decode_killed),
-        // vLLM 35, 38: so do those for one that stands still, and nothing that it loads afterwards
-        //     is wrong
+        // vLLM 35, 38: blocks for a stopped decode are free when their lease ends, and nothing that
+        //     it loads afterwards is wrong
         ("a_decode_that_is_stopped_costs_a_lease", decode_stopped),
-        // vLLM 41: a decode that restarts under its old name, or a new one
+        // vLLM 41: a decode that restarts, under its old name or a new one, loads what the old one
+        //     requested
         ("a_decode_that_restarts_loads_what_the_old_one_wanted", decode_restarted),
-        // vLLM 33: blocks that are given up go back on both sides
+        // vLLM 33: aborted loads and leases release their blocks on both sides
         ("loads_and_leases_can_be_given_up", aborts),
-        // vLLM 35, 38: blocks that nobody fetches come back, and who comes later is refused
+        // vLLM 35, 38: blocks that nobody fetches become free, and a later fetch is rejected
         ("blocks_that_nobody_fetches_come_back", nobody_comes),
     ];
     let mut cases = Vec::new();
@@ -75,10 +78,11 @@ pub(crate) fn cases() -> Vec<Case> {
         }
     }
     let pushes: [(&str, fn(&str) -> Check); 4] = [
-        // vLLM 47: blocks that were given up are not written, whatever a stopped prefill does when
-        //     it goes on
+        // vLLM 47: a stopped prefill that continues does not write to blocks that the decode has
+        //     abandoned
         ("blocks_that_a_decode_has_given_up_are_not_written", fenced),
-        // vLLM 47: nor when it is killed, and they come back
+        // vLLM 47: a stopped prefill that is then killed does not write to blocks that the decode
+        //     has abandoned, and they are released
         (
             "blocks_that_a_decode_has_given_up_are_not_written_by_a_prefill_that_is_killed",
             fenced_and_killed,
@@ -98,7 +102,7 @@ pub(crate) fn cases() -> Vec<Case> {
         written_decode_stopped,
     ));
     let asks: [(&str, fn(&str) -> Check); 7] = [
-        // vLLM 59: what a decode has given up is fenced: nothing is written there
+        // vLLM 59: blocks that a decode has abandoned are fenced, and nothing is written there
         ("blocks_that_an_asking_decode_has_given_up_are_not_written", |backend| {
             HAVE_MET.into_iter().try_for_each(|have_met| {
                 given_up(
@@ -117,17 +121,18 @@ pub(crate) fn cases() -> Vec<Case> {
         ("an_asked_prefill_that_is_killed_fails_its_loads", |backend| {
             killed_prefill(|| Two::mooncake(backend), Way::Writes)
         }),
-        // vLLM 60: a decode killed: blocks come back at the time limit
+        // vLLM 60: blocks for a killed decode are free at the time limit
         ("an_asking_decode_that_is_killed_costs_the_time_limit", |backend| {
             killed_decode(|| Two::mooncake(backend))
         }),
-        // vLLM 59: a prefill killed, and restarted at the same address
+        // vLLM 59: a prefill that is killed and restarted at its address is not mistaken for the
+        //     old one
         ("an_asked_prefill_that_restarts_is_not_taken_for_the_old_one", |backend| {
             [true, false]
                 .into_iter()
                 .try_for_each(|same| restarted_prefill(Two::mooncake_keeping(backend, 60)?, same))
         }),
-        // vLLM 60: aborts on either side
+        // vLLM 60: either side can abort pull requests and transfers
         ("questions_and_transfers_can_be_given_up", |backend| aborted(Two::mooncake(backend)?)),
         ("transfers_that_nobody_asks_for_come_back", |backend| {
             nobody_comes_to(Two::mooncake(backend)?)

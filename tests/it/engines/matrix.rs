@@ -14,40 +14,43 @@ const BACKENDS: [&str; 5] = ["SHM", "TCP", "UCX", "LIBFABRIC", "RIXL"];
 /// backend, and the first over each.
 pub(crate) fn cases() -> Vec<Case> {
     let all: [(&str, fn(&str) -> Check); 12] = [
-        // vLLM 1, 14, 17: prompts of any length arrive between processes, over sockets
+        // vLLM 1, 14, 17: prompts of any length are transferred between processes, over sockets
         ("prompts_of_any_length_arrive", lengths),
-        // vLLM 30, 32, 34: a decode's prefix cache: none, part or all of a prompt
+        // vLLM 30, 32, 34: a load works with none, part or all of a prompt in the decode's prefix
+        //     cache
         ("a_cached_prefix_is_not_loaded", prefixes),
-        // vLLM 14, 17: loads from several engines are under way at once
+        // vLLM 14, 17: loads from several engines run concurrently
         ("two_prefills_serve_four_decodes", fleets),
-        // vLLM 7, 15, 16: ranks are divided and joined, with fewer heads than ranks too
+        // vLLM 7, 15, 16: heads are split and joined between TP sizes, also with fewer heads than
+        //     ranks
         ("ranks_are_divided_and_joined", ranks),
-        // vLLM 16: a latent goes to every rank
+        // vLLM 16: MLA: every rank loads the latent cache
         ("a_latent_is_loaded_by_every_rank", latents),
-        // vLLM 22: logical blocks of 16 and 64 tokens
+        // vLLM 22: loads work with logical blocks of 16 and 64 tokens
         ("logical_blocks_of_16_and_64_tokens_fit", blocks),
-        // vLLM 26, 45: bytes are permuted and zeroed after a load
+        // vLLM 26, 45: blocks are permuted and zeroed after a load
         ("heads_first_becomes_tokens_first", layouts),
         ("two_engines_prefill_for_each_other_at_once", both_ways),
         ("one_prefill_serves_decodes_over_two_backends", side_by_side),
         ("turns_of_a_conversation_go_there_and_back", conversation),
-        // vLLM 8, 22: the stages of a pipeline are asked and read by their layers
+        // vLLM 8, 22: a load asks every pipeline stage, and reads from each its layers
         ("stages_of_a_pipeline_are_joined", stages),
-        // vLLM 41: ranks of data parallelism are engines with names of their own
+        // vLLM 41: data-parallel ranks are engines with their own names
         ("data_parallel_ranks_are_engines_of_their_own", data_parallel),
     ];
     let mut cases = Vec::new();
     for backend in BACKENDS {
         let usual = matches!(backend, "SHM" | "TCP");
         let tier = if usual { Tier::Usual } else { Tier::Whole };
-        // vLLM 47: push between processes and ranks of any number, a latent too
+        // vLLM 47: push works between processes with any numbers of ranks, also for MLA
         cases.push(Case::new("a_prefill_writes_prompts_to_its_decodes", backend, tier, pushes));
         let (tier, run): (_, fn(&str) -> Check) = (Tier::Whole, eight_ranks);
-        // vLLM 15: eight ranks from eight, pull and push
+        // vLLM 15: eight ranks load from eight ranks, by pull and by push
         cases.push(Case::new("eight_ranks_load_from_eight", backend, tier, run));
         cases.push(Case::new(
-            // vLLM 8, 15: ranks in processes of their own over SHM, TCP, UCX, LIBFABRIC and RIXL: 2
-            //     to 1, 1 to 2, 4 to 2, more ranks than heads, latents, stages; read and written
+            // vLLM 8, 15: ranks in separate processes read and write over SHM, TCP, UCX, LIBFABRIC
+            //     and RIXL: 2 to 1, 1 to 2, 4 to 2, more ranks than heads, latent caches, pipeline
+            //     stages
             "ranks_in_processes_are_divided_and_joined",
             backend,
             tier,
@@ -70,8 +73,8 @@ pub(crate) fn cases() -> Vec<Case> {
     for backend in ["SHM", "UCX", "LIBFABRIC", "RIXL", "MOONCAKE"] {
         let tier = if backend == "SHM" { Tier::Usual } else { Tier::Whole };
         cases.push(Case::new(
-            // vLLM 45: the same over SHM, and in the whole tier over UCX, LIBFABRIC, RIXL and
-            //     MOONCAKE
+            // vLLM 45: peers access host copies of pools on devices over SHM, and in the whole test
+            //     tier over UCX, LIBFABRIC, RIXL and MOONCAKE
             "copies_of_pools_on_devices_are_what_peers_see",
             backend,
             tier,
@@ -79,18 +82,19 @@ pub(crate) fn cases() -> Vec<Case> {
         ));
     }
     let asks: [(&str, fn(&str) -> Check); 8] = [
-        // vLLM 58: prompts of any length, partial hits, 2P4D, ranks, latents, stages, between
-        //     processes over SHM, TCP and MOONCAKE
+        // vLLM 58: the MooncakeConnector cases cover prompts of any length, partial prefix hits,
+        //     2P4D, ranks, latent caches and pipeline stages, between processes over SHM, TCP and
+        //     MOONCAKE
         ("prompts_of_any_length_are_written_to_who_asks", lengths),
         ("a_cached_prefix_is_not_asked_for", prefixes),
         ("two_asked_prefills_serve_four_decodes", fleets),
-        // vLLM 58: TP 2 to 1, 1 to 2 and others
+        // vLLM 58: the MooncakeConnector splits and joins heads for TP 2 to 1, 1 to 2 and others
         ("ranks_that_are_asked_are_divided_and_joined", ranks),
         ("a_latent_is_written_to_every_rank_that_asks", latents),
-        // vLLM 63: blocks of another size are refused
+        // vLLM 63: the MooncakeConnector rejects a decode with another block size
         ("logical_blocks_of_64_tokens_are_asked_for_and_of_16_refused", equal_blocks),
         ("two_engines_ask_each_other_at_once", both_ways),
-        // vLLM 58: PP 2 to 1
+        // vLLM 58: the MooncakeConnector joins pipeline stages (PP 2 to 1)
         ("stages_that_are_asked_are_joined", stages),
     ];
     for (name, run) in asks {

@@ -16,23 +16,25 @@ const TOKENS: u32 = 40;
 
 pub(crate) fn cases() -> Vec<Case> {
     let all: [(&'static str, fn(&str) -> Check); 5] = [
-        // vLLM 61: LAYOUT_MISS and steady pulls, toward pyzmq and msgspec; bytes by Mooncake's own
-        //     engine
+        // vLLM 61: a kvx prefill handles pull requests with and without a layout, and answers
+        //     LAYOUT_MISS to a Python decode with pyzmq and msgspec; Mooncake's own engine moves
+        //     the bytes
         ("a_python_decode_asks_and_is_written", decodes),
         ("a_python_decode_hears_of_an_abort_and_lets_go", endings),
-        // vLLM 61: the same in the other role
+        // vLLM 61: a kvx decode sends its layout once, then omits it, toward a Python prefill with
+        //     pyzmq and msgspec; Mooncake's own engine moves the bytes
         ("a_python_prefill_is_asked_and_writes", prefills),
         ("a_python_prefill_that_fails_and_restarts_costs_its_requests_alone", failures),
         ("a_kvx_decode_over_tcp_and_one_in_python_are_served_at_once", side_by_side),
     ];
     let older: [(&'static str, fn(&str) -> Check); 3] = [
-        // vLLM 58: before 0.16: toward pyzmq and msgspec, several requests by one question; bytes
-        //     by Mooncake's own engine
+        // vLLM 58: before 0.16: a Python decode with pyzmq and msgspec loads several requests by
+        //     one pull request, and Mooncake's own engine moves the bytes
         ("before_0_16_a_python_decode_asks_and_is_written", older_decodes),
-        // vLLM 58: before 0.16: two of its ranks ask their own of the prefill, by port + tensor
-        //     rank
+        // vLLM 58: before 0.16: two Python decode ranks each ask the prefill rank of their number,
+        //     at port + tensor rank
         ("before_0_16_each_python_rank_is_written_by_its_own_of_the_prefill", older_ranks),
-        // vLLM 58, 59: one rank of it in the other role
+        // vLLM 58, 59: before 0.16: a kvx decode loads from one rank of a Python prefill
         ("before_0_16_a_python_prefill_is_asked_and_writes", older_prefills),
     ];
     let cases = |all: &[(&'static str, fn(&str) -> Check)], tier: Tier| -> Vec<Case> {

@@ -20,18 +20,20 @@ const TOKENS: u32 = 40;
 pub(crate) fn cases() -> Vec<Case> {
     type Run = fn(&str) -> Check;
     let all: [(&str, Run); 7] = [
-        // vLLM 13, 14: a plain NIXL agent in Python reads, its completions are counted; over RIXL,
-        //     and with UCX alone in the list
+        // vLLM 13, 14: a plain NIXL agent in Python reads from a kvx prefill, which counts its
+        //     completions, over RIXL, and with UCX alone in the list of backends
         ("a_python_decode_reads_and_is_counted", decodes),
         ("heartbeats_of_5000_names_keep_a_lease_and_their_end_ends_it", leases),
-        // vLLM 14, 18: one is read and told, asked once, and the log says which way it went and why
+        // vLLM 14, 18: a kvx decode reads from a plain NIXL prefill in Python after one handshake,
+        //     notifies it, and logs the route with its reason
         ("a_python_prefill_is_read_and_told", prefills),
         ("a_python_prefill_that_is_killed_and_restarted_costs_its_requests_alone", restarts),
-        // vLLM 14, 17: a kvx decode and one in Python load from one prefill at once
+        // vLLM 14, 17: a kvx decode and a Python decode load from one prefill concurrently
         ("a_kvx_and_a_python_decode_load_from_one_prefill_at_once", side_by_side),
-        // vLLM 7, 15, 16: two ranks of a NIXL engine in Python and one of kvx, each way
+        // vLLM 7, 15, 16: two ranks of a NIXL engine in Python and one of kvx load from each other
         ("two_python_ranks_and_one_of_kvx_read_from_each_other", ranks),
-        // vLLM 47: a plain NIXL agent that would write is not registered with
+        // vLLM 47: a decode does not register with a plain NIXL agent in Python that would write to
+        //     it
         ("a_decode_registers_with_no_python_prefill_that_would_write", refused_push),
     ];
     // For plain NIXL agents, UCX in the list means NIXL's plugin of that name.

@@ -15,7 +15,7 @@ fn decode_once(fault: Fault) -> Script {
     Script { leg: Some(Leg::Decode), times: 1, fault }
 }
 
-// vLLM 65: the proxy's media type is the instance's
+// vLLM 65: the proxy forwards the instance's status and content type to the client
 pub(crate) async fn status_and_content_type_of_the_instance_reach_the_client() {
     let mut fleet = Fleet::new(1, 1).await;
     for status in [400, 404, 422] {

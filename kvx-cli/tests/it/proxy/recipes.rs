@@ -82,7 +82,8 @@ pub(crate) async fn push_is_both_legs_with_one_request_id() {
     }
 }
 
-// vLLM guide R18: its roles in the proxy
+// vLLM guide R18: `kvx proxy` sends a prefill leg and a decode leg to Mooncake's instances, with
+//     one transfer id
 pub(crate) async fn mooncake_is_both_legs_with_one_transfer_id() {
     for pool in ["connector = \"MooncakeConnector\"", ""] {
         let mut fleet = Plan::of(1, 1, &of(Connector::Mooncake)).pool(pool).start().await;

@@ -23,7 +23,7 @@ fn demo(arguments: &[&str]) -> (Output, String) {
     (output, text)
 }
 
-// vLLM guide R13: answers are those of one server, through the proxy
+// vLLM guide R13: answers through the proxy equal those of a single server
 #[test]
 fn answers_on_moved_blocks_are_those_of_one_server_and_a_killed_prefill_is_told() {
     let (output, text) = demo(&["--prefillers", "2", "--decoders", "2", "--tp", "1:2"]);

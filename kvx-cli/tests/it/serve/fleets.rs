@@ -186,8 +186,10 @@ fn the_next_turn_is_loaded(backend: &Backend, model: &Path, single: &Server) {
 }
 
 /// Uses the variables of vLLM's guides.
-// vLLM guide R7: likewise by `kvx serve`
-// vLLM guide R17: likewise by `kvx serve`
+// vLLM guide R7: `kvx serve` frees blocks that nobody fetched after
+//     `VLLM_NIXL_ABORT_REQUEST_TIMEOUT`
+// vLLM guide R17: `kvx serve` frees blocks that nobody fetched after
+//     `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`
 #[test]
 fn blocks_that_nobody_fetches_are_free_after_the_time_that_is_said() {
     let model = model(LLAMA);
@@ -216,7 +218,8 @@ fn blocks_that_nobody_fetches_are_free_after_the_time_that_is_said() {
     }
 }
 
-// vLLM guide R4: likewise by `kvx serve`, and a name for each
+// vLLM guide R4: `kvx serve` gives each data-parallel rank its own side-channel port and engine
+//     name
 #[test]
 fn engines_of_data_parallelism_have_names_and_ports_of_their_own() {
     let model = model(LLAMA);

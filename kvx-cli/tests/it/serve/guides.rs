@@ -98,21 +98,23 @@ fn one_host(guide: &str) {
     assert_eq!(host.metric(8200, "vllm:nixl_bytes_transferred_count", ""), PROMPTS.len() as f64);
 }
 
-// vLLM guide nixl-old.same-host.prefill: the older guide, one host: the tokens of one server
-//     through the proxy
-// vLLM guide nixl-old.same-host.decode: the older guide, one host: the tokens of one server through
-//     the proxy
-// vLLM guide nixl-old.same-host.proxy: the older guide, one host: the tokens of one server through
-//     the proxy
+// vLLM guide nixl-old.same-host.prefill: older guide, prefill on one host: tokens through the proxy
+//     equal those of a single server
+// vLLM guide nixl-old.same-host.decode: older guide, decode on one host: tokens through the proxy
+//     equal those of a single server
+// vLLM guide nixl-old.same-host.proxy: older guide, proxy on one host: its tokens equal those of a
+//     single server
 #[test]
 fn the_older_guides_commands_for_one_host_work_as_they_are() {
     one_host("nixl-old");
 }
 
-// vLLM guide nixl.same-host.prefill: the guide, one host: the tokens of one server through the
-//     proxy
-// vLLM guide nixl.same-host.decode: the guide, one host: the tokens of one server through the proxy
-// vLLM guide nixl.same-host.proxy: the guide, one host: the tokens of one server through the proxy
+// vLLM guide nixl.same-host.prefill: newer guide, prefill on one host: tokens through the proxy
+//     equal those of a single server
+// vLLM guide nixl.same-host.decode: newer guide, decode on one host: tokens through the proxy equal
+//     those of a single server
+// vLLM guide nixl.same-host.proxy: newer guide, proxy on one host: its tokens equal those of a
+//     single server
 #[test]
 fn the_guides_commands_for_one_host_work_as_they_are() {
     one_host("nixl");
@@ -149,23 +151,29 @@ fn four_hosts(guide: &str) {
 /// Returns trials of the whole run only: five hosts, and servers of eight ranks.
 pub(crate) fn trials() -> impl Iterator<Item = Trial> {
     let of_guides = [
-        // vLLM guide nixl-old.four-hosts.prefill-A: the older guide, TP 8 on hosts of their own:
-        //     the same
-        // vLLM guide nixl-old.four-hosts.prefill-B: the older guide, TP 8 on hosts of their own:
-        //     the same
-        // vLLM guide nixl-old.four-hosts.decode-C: the older guide, TP 8 on hosts of their own: the
-        //     same
-        // vLLM guide nixl-old.four-hosts.decode-D: the older guide, TP 8 on hosts of their own: the
-        //     same
-        // vLLM guide nixl-old.four-hosts.proxy: the older guide, TP 8 on hosts of their own: the
-        //     same
+        // vLLM guide nixl-old.four-hosts.prefill-A: older guide, prefill A with TP 8 on its own
+        //     host: tokens through the proxy equal those of a single server
+        // vLLM guide nixl-old.four-hosts.prefill-B: older guide, prefill B with TP 8 on its own
+        //     host: tokens through the proxy equal those of a single server
+        // vLLM guide nixl-old.four-hosts.decode-C: older guide, decode C with TP 8 on its own host:
+        //     tokens through the proxy equal those of a single server
+        // vLLM guide nixl-old.four-hosts.decode-D: older guide, decode D with TP 8 on its own host:
+        //     tokens through the proxy equal those of a single server
+        // vLLM guide nixl-old.four-hosts.proxy: older guide, proxy for four hosts with TP 8: its
+        //     tokens equal those of a single server
         ("the_older_guides_commands_for_four_hosts_work_as_they_are", "nixl-old"),
-        // vLLM guide nixl.four-hosts.prefill-A: the guide, TP 8 on hosts of their own: the same
-        // vLLM guide nixl.four-hosts.prefill-B: the guide, TP 8 on hosts of their own: the same
-        // vLLM guide nixl.four-hosts.decode-C: the guide, TP 8 on hosts of their own: the same
-        // vLLM guide nixl.four-hosts.decode-D: the guide, TP 8 on hosts of their own: the same
-        // vLLM guide nixl.four-hosts.proxy: the guide, TP 8 on hosts of their own: the same
-        // vLLM guide R6: the prefill's address, on hosts of their own
+        // vLLM guide nixl.four-hosts.prefill-A: newer guide, prefill A with TP 8 on its own host:
+        //     tokens through the proxy equal those of a single server
+        // vLLM guide nixl.four-hosts.prefill-B: newer guide, prefill B with TP 8 on its own host:
+        //     tokens through the proxy equal those of a single server
+        // vLLM guide nixl.four-hosts.decode-C: newer guide, decode C with TP 8 on its own host:
+        //     tokens through the proxy equal those of a single server
+        // vLLM guide nixl.four-hosts.decode-D: newer guide, decode D with TP 8 on its own host:
+        //     tokens through the proxy equal those of a single server
+        // vLLM guide nixl.four-hosts.proxy: newer guide, proxy for four hosts with TP 8: its tokens
+        //     equal those of a single server
+        // vLLM guide R6: decodes on other hosts reach each prefill at the address that it
+        //     advertises
         ("the_guides_commands_for_four_hosts_work_as_they_are", "nixl"),
     ];
     let is_wanted = |guide: &str| {
@@ -232,10 +240,11 @@ fn pair(
     assert_eq!(moved("kvx_transfers_total", backend), 2.0 * PROMPTS.len() as f64);
 }
 
-// vLLM guide nixl.backend.json: a backend by JSON; hosts of their own and the proxy, the interface
-//     named beside it: there is no card here
-// vLLM guide nixl.backend.dotted: a backend by dotted arguments; likewise
-// vLLM guide R2: another backend
+// vLLM guide nixl.backend.json: a backend chosen by a JSON argument moves blocks between hosts,
+//     behind the proxy; the test also names the network interface, as there is no RDMA card
+// vLLM guide nixl.backend.dotted: a backend chosen by dotted arguments moves blocks between hosts,
+//     behind the proxy; the test also names the network interface, as there is no RDMA card
+// vLLM guide R2: a backend other than the default UCX moves the blocks (here LIBFABRIC)
 #[test]
 fn the_backend_that_the_guide_names_moves_the_blocks_however_it_is_written() {
     if let Err(why) = kvx::registry().require("LIBFABRIC", &kvx::Options::new()) {
@@ -246,8 +255,9 @@ fn the_backend_that_the_guide_names_moves_the_blocks_however_it_is_written() {
     pair("nixl.backend", ["nixl.backend.json", "nixl.backend.dotted"], &[], &card, "LIBFABRIC");
 }
 
-// vLLM guide nixl.permute: heads first into tokens first; hosts of their own and the proxy
-// vLLM guide R12: the string True
+// vLLM guide nixl.permute: a decode with tokens first loads from a prefill with heads first on
+//     another host, behind the proxy
+// vLLM guide R12: `enable_permute_local_kv` is accepted as the string True
 #[test]
 fn the_guides_permuting_decode_works_as_it_is() {
     let layout = [("VLLM_KV_CACHE_LAYOUT", "NHD")];
@@ -292,20 +302,25 @@ fn mooncakes_commands(name: &str, more: &[&str]) {
     assert_eq!(wrote, PROMPTS.len() as f64);
 }
 
-// vLLM guide mooncake.prefill: on a host of its own, with its address beside it: the tokens of one
-//     server through the proxy
-// vLLM guide mooncake.decode: likewise
-// vLLM guide mooncake.proxy: likewise
-// vLLM guide R15: the same proxy, and clients at its port 8000
+// vLLM guide mooncake.prefill: prefill on its own host, with its address in `VLLM_HOST_IP`: tokens
+//     through the proxy equal those of a single server
+// vLLM guide mooncake.decode: decode on its own host, with its address in `VLLM_HOST_IP`: tokens
+//     through the proxy equal those of a single server
+// vLLM guide mooncake.proxy: proxy on its own host, with its address in `VLLM_HOST_IP`: its tokens
+//     equal those of a single server
+// vLLM guide R15: the guide's proxy command works unchanged, and clients send to its port 8000
 #[test]
 fn mooncakes_commands_work_as_they_are_and_the_prefill_writes() {
     mooncakes_commands("mooncake", &[]);
 }
 
 /// The proxy queries no bootstrap server: the prefill's answer contains its address.
-// vLLM guide mooncake.prefill: the protocol before 0.16, by `kv_compat` 0.11: the same
-// vLLM guide mooncake.decode: the protocol before 0.16, by `kv_compat` 0.11: the same
-// vLLM guide mooncake.proxy: the protocol before 0.16, by `kv_compat` 0.11: the same
+// vLLM guide mooncake.prefill: prefill with `kv_compat` 0.11, the protocol before 0.16: tokens
+//     through the proxy equal those of a single server
+// vLLM guide mooncake.decode: decode with `kv_compat` 0.11, the protocol before 0.16: tokens
+//     through the proxy equal those of a single server
+// vLLM guide mooncake.proxy: proxy in front of servers with `kv_compat` 0.11, the protocol before
+//     0.16: its tokens equal those of a single server
 #[test]
 fn mooncakes_commands_work_by_the_protocol_before_0_16_too() {
     let older = ["--kv-transfer-config.kv_connector_extra_config.kv_compat", "0.11"];

@@ -102,8 +102,8 @@ impl Fleet {
     }
 }
 
-// vLLM guide R9: ranks of data parallelism on several hosts behind one head, the proxy told of the
-//     head alone
+// vLLM guide R9: data-parallel ranks run on several hosts behind one head, and the proxy knows only
+//     the head
 #[test]
 fn ranks_on_a_second_host_answer_behind_the_head() {
     let Some(mut fleet) = Fleet::start("NixlConnector", HEAD) else { return };

@@ -129,7 +129,8 @@ fn heads_first_into_tokens_first() {
     tokens_are_those_of_one_server("heads_first_into_tokens_first", "SHM", prefill, decode);
 }
 
-// vLLM guide R12: heads first into tokens first, alike and into larger blocks
+// vLLM guide R12: a decode with tokens first loads from a prefill with heads first into larger
+//     blocks (`heads_first_into_tokens_first` holds blocks of equal size)
 #[test]
 fn heads_first_into_larger_blocks_with_tokens_first() {
     let decode = Side {

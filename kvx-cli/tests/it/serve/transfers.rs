@@ -66,8 +66,10 @@ fn many_requests_at_once_are_all_right_and_no_block_stays() {
     }
 }
 
-// vLLM 29: HTTP 500, or an error event in a stream, by a server on top of this
-// vLLM guide R11: both policies
+// vLLM 29: with policy `fail`, `kvx serve` answers a failed load with HTTP 500, or with an error
+//     event in a stream
+// vLLM guide R11: after a failed load, policy `fail` ends the request, and `recompute` computes its
+//     blocks on the decode
 #[test]
 fn a_prefill_that_is_gone_fails_the_request_or_it_is_computed_here() {
     let model = model(&["--arch", "llama"]);

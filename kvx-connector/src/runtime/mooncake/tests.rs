@@ -67,7 +67,8 @@ fn post(body: &str) -> Vec<u8> {
     .into()
 }
 
-// vLLM 56: a bootstrap server on a socket: bodies, refusals in words, bounds
+// vLLM 56: a bootstrap server on a socket accepts vLLM's bodies, and rejects invalid and oversized
+//     requests with an error that says why
 #[test]
 fn a_worker_registers_and_is_found_and_all_else_is_refused_in_words() {
     run(async {
@@ -119,7 +120,7 @@ fn a_worker_registers_and_is_found_and_all_else_is_refused_in_words() {
     });
 }
 
-// vLLM 56: connections that say nothing make room
+// vLLM 56: a bootstrap server at its connection limit closes the oldest silent connection
 #[test]
 fn connections_that_say_nothing_make_room() {
     run(async {
@@ -142,7 +143,7 @@ fn connections_that_say_nothing_make_room() {
     });
 }
 
-// vLLM 56: with the fleet's secret registrations are proven
+// vLLM 56: with a fleet secret, only workers that prove knowledge of the secret can register
 #[test]
 fn with_a_secret_only_those_register_who_prove_it() {
     run(async {
@@ -200,7 +201,7 @@ async fn impostor(answers: Vec<Option<Vec<u8>>>) -> Address {
     address
 }
 
-// vLLM 56: slow servers and those that are none: three attempts, within the limit
+// vLLM 56: a slow or invalid bootstrap server is queried three times, within the time limit
 #[test]
 fn servers_that_are_slow_or_none_are_asked_three_times_and_cost_no_more_than_the_limit() {
     run(async {
@@ -242,7 +243,8 @@ async fn dealer(at: SocketAddr) -> Client {
     Client::connect(SocketType::Dealer, &[at], limits, &Budget::new(2 << 20), LIMIT).await.unwrap()
 }
 
-// vLLM 61: hostile questions on a socket
+// vLLM 61: invalid pull requests on a socket get an error that says why, and other requests
+//     continue
 #[test]
 fn questions_that_cannot_be_right_are_answered_in_words_and_all_else_goes_on() {
     let (prefill, decode) =
@@ -304,7 +306,7 @@ fn fetches(prefill: &Connector, decode: &Connector) {
     lease.wait_blocking(LIMIT).unwrap();
 }
 
-// vLLM 61: layouts and grants that lie
+// vLLM 61: a prefill writes nothing for a pull request with a false layout or false grants
 #[test]
 fn layouts_and_grants_that_lie_are_written_nowhere() {
     let rank = WorkerRank::default();

@@ -86,7 +86,8 @@ async fn ask(server: &SideServer, secret: Option<Secret>) -> Result<HandshakeOut
     asker(secret).ask(&at("127.0.0.1", server.address().port), &[RANK], expectation()).await
 }
 
-// vLLM 1: the handshake's proof, and what is told after it
+// vLLM 1: a kvx decode proves the shared secret in the handshake, and receives all metadata after
+//     it
 #[test]
 fn a_kvx_decode_is_told_everything_once_it_may_be() {
     run(async {
@@ -205,7 +206,7 @@ fn a_mismatch_is_reported_with_the_setting_to_change() {
     });
 }
 
-// vLLM 9: versions without a clock frame are asked in their own form
+// vLLM 9: a peer of a version without a clock frame receives requests in that version's form
 #[test]
 fn a_version_older_than_clocks_is_asked_in_its_own_form() {
     run(async {

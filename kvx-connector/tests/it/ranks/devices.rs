@@ -97,18 +97,20 @@ fn read_by(backend: &str, prefill: Side, decode: Side) {
     prompts_arrive(fleet(prefill), fleet(decode));
 }
 
-// vLLM 8, 15, 21: and those of ranks in processes of their own: two prefill ranks, one decode rank
+// vLLM 8, 15, 21: one decode rank reads from two prefill ranks, with pools on devices and ranks in
+//     separate processes
 fn on_devices_two_ranks_are_read_by_one(backend: &str) {
     read_by(backend, on_device("prefill", 2), on_device("decode", 1));
 }
 
-// vLLM 8, 15, 21: one and two
+// vLLM 8, 15, 21: two decode ranks read from one prefill rank, with pools on devices and ranks in
+//     separate processes
 fn on_devices_one_rank_is_read_by_two(backend: &str) {
     read_by(backend, on_device("prefill", 1), on_device("decode", 2));
 }
 
 /// A rank without a pool on a device opens no device, so these reads go over TCP.
-// vLLM 21: from devices into host memory, of which SHM leaves reads to TCP
+// vLLM 21: ranks read from pools on devices into host memory, which SHM leaves to TCP
 fn on_devices_ranks_are_read_into_host_memory(backend: &str) {
     let extra = if backend == "SHM" { BOTH.to_owned() } else { extra(backend) };
     for (from, to) in [(2, 1), (1, 2)] {
@@ -117,14 +119,14 @@ fn on_devices_ranks_are_read_into_host_memory(backend: &str) {
     }
 }
 
-// vLLM 21: and from host memory
+// vLLM 21: ranks read from host memory into pools on devices
 fn on_devices_ranks_read_from_host_memory(backend: &str) {
     for (from, to) in [(2, 1), (1, 2)] {
         read_by(backend, in_host_memory("prefill", from), on_device("decode", to));
     }
 }
 
-// vLLM 21, 47: and by push
+// vLLM 21, 47: ranks push blocks between pools on devices
 fn on_devices_ranks_write_and_are_written_to(backend: &str) {
     let fleet = |(engine, tp, start): Side| {
         let builder = builder("NixlPushConnector", engine, &extra(backend), CUDA);
@@ -172,7 +174,7 @@ fn calls_of_a_load(extra: &str, buffer: &str) -> [u64; 2] {
 
 /// SHM comes first, and would move bytes from device to device. TCP has buffers, and SHM uses host
 /// copies.
-// vLLM 45: with TCP alone nothing is kept: bytes go through its buffers as they move
+// vLLM 45: with TCP alone no host copy is kept: bytes pass through TCP's buffers as they move
 fn on_devices_bytes_go_through_buffers_of_the_host(_: &str) {
     let [opened, _] = calls_of_a_load(BOTH, CUDA);
     let ways = [extra("TCP"), BOTH.to_owned()].map(|extra| calls_of_a_load(&extra, "cpu"));
@@ -190,7 +192,7 @@ fn copied(connector: &str, (engine, tp, start): Side, backend: &str) -> Fleet {
 }
 
 /// SHM alone cannot read a device into host memory, and would refuse these.
-// vLLM 45: the same in the processes of ranks
+// vLLM 45: peers of ranks in separate processes access host copies of pools on devices
 fn on_devices_peers_see_copies_on_the_host(backend: &str) {
     let pulled = |from: Side, to: Side| {
         prompts_arrive(

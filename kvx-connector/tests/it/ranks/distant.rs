@@ -102,7 +102,8 @@ fn free(request: &str) -> Vec<Outcome> {
     vec![Outcome::Free { request: request.into(), kept: Kept::Request }]
 }
 
-// vLLM 8, 15: and on two hosts, each second rank on the other one
+// vLLM 8, 15: engines with several ranks load across two hosts, with every second rank on the other
+//     host
 fn blocks_are_free_when_all_words_are_raised(backend: &str) {
     taken_back_blocks_are_noticed(backend, |prefill| {
         assert!(prefill.outcomes_ready_blocking(LIMIT));

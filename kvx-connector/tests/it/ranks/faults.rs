@@ -112,7 +112,7 @@ pub(crate) fn killed_in_mid_load(backend: &str, rank: usize) -> (Fleet, Fleet, L
     (prefill, decode, error)
 }
 
-// vLLM 24, 39: one that is killed fails the load that it has, and those that follow
+// vLLM 24, 39: a rank that is killed fails its load in progress and all later loads
 fn a_rank_that_is_killed_in_mid_load_fails_it(backend: &str) {
     let (prefill, decode, error) = killed_in_mid_load(backend, 0);
     assert!(error.held.is_empty(), "the killed process touches nothing any more");
@@ -120,7 +120,7 @@ fn a_rank_that_is_killed_in_mid_load_fails_it(backend: &str) {
     decode.connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
-// vLLM 24, 33: one that stands still costs the deadline, and its blocks
+// vLLM 24, 33: a load with a stopped rank fails at its deadline and loses its blocks
 fn a_stopped_rank_costs_its_deadline_and_blocks(backend: &str) {
     let (mut prefill, mut decode) =
         (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
@@ -181,7 +181,7 @@ fn a_stopped_prefill_rank_costs_loads_their_deadline(backend: &str) {
     decode.end();
 }
 
-// vLLM 30: reuse of its blocks is noticed even then
+// vLLM 30: a reader detects reused blocks even while the prefill's rank is stopped
 fn a_reader_notices_reuse_while_a_rank_is_stopped(backend: &str) {
     let (mut prefill, decode) =
         (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 1));

@@ -81,7 +81,8 @@ fn refused(prefill: &Fleet) {
     assert!(error.to_string().contains("has given its caches back"), "{error}");
 }
 
-// vLLM 10, 39: they give their caches back, and register others of another number of blocks
+// vLLM 10, 39: all ranks of an engine release their caches and register new ones with another
+//     number of blocks
 fn all_ranks_register_other_blocks_anew(backend: &str) {
     let (mut prefill, mut decode) =
         (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));

@@ -45,17 +45,17 @@ fn read_by(backend: &str, prefill: u32, decode: u32) {
     prompts_arrive(Fleet::new("prefill", backend, prefill), Fleet::new("decode", backend, decode));
 }
 
-// vLLM 8, 15: ranks in processes of their own: two prefill ranks, one decode rank
+// vLLM 8, 15: one decode rank reads from two prefill ranks, each rank in a separate process
 fn two_ranks_are_read_by_one(backend: &str) {
     read_by(backend, 2, 1);
 }
 
-// vLLM 8, 15: one and two
+// vLLM 8, 15: two decode ranks read from one prefill rank, each rank in a separate process
 fn one_rank_is_read_by_two(backend: &str) {
     read_by(backend, 1, 2);
 }
 
-// vLLM 8, 15: two and two
+// vLLM 8, 15: two decode ranks read from two prefill ranks, each rank in a separate process
 fn two_ranks_are_read_by_two(backend: &str) {
     read_by(backend, 2, 2);
 }
@@ -89,7 +89,7 @@ pub(crate) fn a_prompt_arrives_beside_the_engine(mut prefill: Fleet, decode: Con
     prefill.end();
 }
 
-// vLLM 10, 39: a step goes to them, and all of them are needed
+// vLLM 10, 39: a step's message goes to all joined ranks, and the load needs all of them
 fn a_step_loop_orders_loads_of_joined_ranks(backend: &str) {
     let (mut prefill, mut decode) =
         (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));

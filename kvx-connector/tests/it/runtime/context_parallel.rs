@@ -87,19 +87,19 @@ fn each_rank_gets_its_part(start: fn(&str, &str) -> ConnectorBuilder) {
     end([decode, prefill]);
 }
 
-// vLLM 43: DCP ranks of equal sizes read each its part
+// vLLM 43: with equal DCP sizes, each rank reads its part of the sequence
 #[test]
 fn ranks_that_share_a_sequence_read_each_its_part() {
     each_rank_gets_its_part(rig::builder);
 }
 
-// vLLM 43, 47: and are written each its part
+// vLLM 43, 47: with equal DCP sizes, a push writes each rank's part of the sequence to it
 #[test]
 fn ranks_that_share_a_sequence_are_written_each_its_part() {
     each_rank_gets_its_part(rig::Engine::push_builder);
 }
 
-// vLLM 43: unequal ones are refused in words
+// vLLM 43: a peer with a different DCP size is rejected with an error that says why
 #[test]
 fn a_peer_that_divides_its_sequences_otherwise_is_refused_in_words() {
     let prefill = Engine::new(rig::builder("prefill", "{}"), 2);
@@ -113,7 +113,7 @@ fn a_peer_that_divides_its_sequences_otherwise_is_refused_in_words() {
 }
 
 /// Otherwise its ranks would be taken for parts of the sequence that they do not hold.
-// vLLM 43: a peer whose handshake says another size than its parameters is refused
+// vLLM 43: a peer whose handshake and parameters state different DCP sizes is rejected
 #[test]
 fn a_peer_whose_handshake_says_another_size_is_refused_in_words() {
     let prefill = Engine::new(rig::builder("prefill", "{}"), 1);

@@ -9,7 +9,7 @@ use kvx_vllm::params::TransferParams;
 
 use super::rig::{BLOCK, Engine, LIMIT, SIZES, lists, moves_prompts};
 
-// vLLM 21: pools are registered and read in host memory
+// vLLM 21: pools in host memory are registered and read
 #[test]
 fn a_prompt_is_published_here_and_fetched_there() {
     moves_prompts(Engine::new, "d", "SHM", (1, 1));

@@ -94,7 +94,7 @@ fn a_backend_with_small_buffers_needs_no_copies() {
     }
 }
 
-// vLLM 45: host buffers: blocks are copied to the host by chunks before they are told of
+// vLLM 45: with host buffers, blocks are copied to the host in chunks before they are advertised
 #[test]
 fn what_is_computed_is_copied_once() {
     let ([here, _], prefill, decode) = pair();
@@ -130,7 +130,7 @@ fn what_is_computed_is_copied_once() {
 }
 
 /// One request has the block twice, another request in between.
-// vLLM 45: a block that another request had meanwhile is copied anew
+// vLLM 45: a block that another request used in the meantime is copied to the host again
 #[test]
 fn a_block_that_changes_hands_is_copied_anew() {
     let ([here, _], prefill, decode) = pair();
@@ -166,7 +166,7 @@ fn a_block_that_changes_hands_is_copied_anew() {
 
 /// The request in between keeps nothing for a peer, and the device is slow: the first copy would
 /// contain its tokens.
-// vLLM 45: what was copied of a request that is preempted counts no more
+// vLLM 45: host copies made for a preempted request no longer count
 #[test]
 fn what_was_copied_of_a_preempted_request_counts_no_more() {
     let ([here, _], prefill, decode) = pair();
@@ -324,7 +324,7 @@ fn digests_are_of_the_copies() {
 }
 
 /// An engine with a step loop learns of a load when its blocks are on the device, and not before.
-// vLLM 45: and to the device before they count as loaded
+// vLLM 45: with host buffers, blocks are copied to the device before they count as loaded
 #[test]
 fn a_step_loop_hears_of_blocks_on_the_device() {
     let ([_, there], prefill, decode) = pair();

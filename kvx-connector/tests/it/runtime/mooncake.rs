@@ -88,7 +88,7 @@ fn load(prefill: &Engine, decode: &Engine, request: &str) -> Result<Loaded, Load
     loaded
 }
 
-// vLLM 56: a server that is down, or restarted; workers register again
+// vLLM 56: workers register again with a bootstrap server that was down or restarted
 #[test]
 fn a_bootstrap_server_that_is_down_or_restarted_costs_what_asks_it_then_and_nothing_else() {
     let port = free_port();
@@ -130,7 +130,7 @@ fn a_bootstrap_server_that_is_down_or_restarted_costs_what_asks_it_then_and_noth
     again.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 
-// vLLM 56, 58: a port that is taken; roles
+// vLLM 56, 58: a bootstrap port that is in use, and a leg that contradicts `kv_role`, are rejected
 #[test]
 fn a_port_that_is_taken_and_legs_of_the_other_role_are_refused_in_words() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -167,7 +167,7 @@ fn a_port_that_is_taken_and_legs_of_the_other_role_are_refused_in_words() {
     lease.wait_blocking(LIMIT).unwrap();
 }
 
-// vLLM 57, 60: a step loop, whichever leg is first
+// vLLM 57, 60: a step loop completes a transfer whichever leg is first
 #[test]
 fn parameters_are_those_that_routers_write_and_a_step_loop_takes_them_in_either_order() {
     let (prefill, decode) =
@@ -271,7 +271,7 @@ fn older(engine: &str, extra: &str, tp: u32) -> Engine {
     Engine::mooncake(engine, &extra.to_string(), tp)
 }
 
-// vLLM 58: before 0.16: prompts and ranks over sockets, between kvx
+// vLLM 58: before 0.16: kvx engines with several ranks transfer prompts over sockets
 #[test]
 fn before_0_16_a_prompt_is_written_to_the_decode_that_asks_without_a_bootstrap_server() {
     for (backend, sizes) in [("SHM", (1, 1)), ("TCP", (1, 1)), ("TCP", (2, 2))] {

@@ -30,7 +30,7 @@ fn heads_are_written_to_their_workers_whatever_the_numbers_of_them() {
     }
 }
 
-// vLLM 47: registrations of any length
+// vLLM 47: a registration longer than one notification is sent in parts
 #[test]
 fn a_registration_longer_than_a_notification_travels_in_parts() {
     let blocks = 30_000;
@@ -74,7 +74,8 @@ fn arrive(engine: &Engine, request: &RequestId, tokens: u32, params: &TransferPa
     engine.connector.on_new_request(arrival).unwrap();
 }
 
-// vLLM 47: either side may be first, names differ in the engines' suffixes
+// vLLM 47: a push works whichever side is first, with request names that differ in the engines'
+//     suffixes
 #[test]
 fn a_step_loop_pushes_whichever_side_is_first_and_no_worker_is_written_to_before_it_is_told() {
     let (prefill, decode) =
@@ -146,7 +147,7 @@ fn a_step_loop_pushes_whichever_side_is_first_and_no_worker_is_written_to_before
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
 }
 
-// vLLM 47: the watchdog of a decode that nobody writes to
+// vLLM 47: the watchdog fails a load of a decode that no prefill writes to
 #[test]
 fn a_load_that_nobody_pushes_fails_in_time_and_the_next_one_works() {
     let (prefill, decode) =

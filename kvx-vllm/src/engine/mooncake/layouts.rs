@@ -176,7 +176,7 @@ mod tests {
         assert!(layouts.kept.is_empty() && layouts.last.is_empty());
     }
 
-    // vLLM 61: 1,024 layouts, the one used longest ago goes
+    // vLLM 61: a prefill keeps 1,024 layouts and evicts the least recently used one
     #[test]
     fn the_layout_that_was_used_longest_ago_goes_and_memory_is_bounded() {
         let mut layouts = Layouts::default();

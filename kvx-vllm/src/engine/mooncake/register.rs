@@ -122,7 +122,8 @@ mod tests {
         WorkerRegistration { engine_id, dp_rank, rank: WorkerRank { pp: 0, tp }, addr, kvx_ttl }
     }
 
-    // vLLM 56: registered twice is no error, differing is; the dead are forgotten
+    // vLLM 56: an equal repeated registration is accepted, a different one is an error, and dead
+    //     workers are forgotten
     #[test]
     fn a_worker_registers_again_and_no_other_takes_its_place() {
         let mut register = BootstrapRegister::default();

@@ -322,7 +322,7 @@ mod tests {
         Ok(ranks.into_iter().map(|rank| (rank.pp, rank.tp)).collect())
     }
 
-    // vLLM 8: every pipeline and tensor rank of the peer is asked
+    // vLLM 8: the handshake asks every pipeline and tensor rank of the peer
     #[test]
     fn all_stages_of_the_ranks_that_are_read_are_asked() {
         assert_eq!(asked((3, 4), 2, 1), Ok(vec![(0, 1)]));

@@ -230,7 +230,7 @@ fn malformed(why: &str) -> Error {
 mod tests {
     use super::*;
 
-    // vLLM 56: the bodies of /register and /query
+    // vLLM 56: the bodies of `/register` and `/query` equal vLLM's
     #[test]
     fn bodies_are_those_of_vllm() {
         let body = br#"{"engine_id":"e0","dp_rank":1,"tp_rank":3,"pp_rank":2,"addr":"tcp://10.0.0.1:4711"}"#;

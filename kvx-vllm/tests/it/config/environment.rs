@@ -47,7 +47,8 @@ fn without_variables_the_defaults_are_vllms() {
     assert!(config.warnings().is_empty(), "{:?}", config.warnings());
 }
 
-// vLLM guide R17: its time until blocks are free
+// vLLM guide R17: `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT` sets the time until a prefill frees its
+//     blocks
 #[test]
 fn every_variable_is_read() {
     let config = config(
@@ -98,8 +99,8 @@ fn an_invalid_variable_is_named_with_a_remedy() {
     assert!(error.contains("vLLM 0.20 knows NHD and HND"), "{error}");
 }
 
-// vLLM guide R4: a port for each data-parallel rank
-// vLLM guide R5: a port for each worker, by `kv_compat`
+// vLLM guide R4: each data-parallel rank has its own port: the base port plus the rank
+// vLLM guide R5: each worker has its own port in the versions of `kv_compat` with the older rule
 #[test]
 fn side_channel_ports_follow_the_rule_of_each_version() {
     let worker = |dp, tp| RankNumbers { dp, tp, tp_size: 4 };
@@ -116,7 +117,8 @@ fn side_channel_ports_follow_the_rule_of_each_version() {
     }
 }
 
-// vLLM guide R16: its bootstrap port
+// vLLM guide R16: `VLLM_MOONCAKE_BOOTSTRAP_PORT` defaults to 8998, and before 0.16 each worker has
+//     its own port
 #[test]
 fn mooncake_has_one_bootstrap_port_and_before_a_port_for_each_worker() {
     let port = |version, dp, tp| {
@@ -172,8 +174,9 @@ fn blocks_are_released_by_timeout_until_0_21_and_by_lease_from_0_22() {
     assert_eq!((short.heartbeat(), short.extension()), (Duration::from_millis(500), seconds(2)));
 }
 
-// vLLM guide R7: the time until blocks that nobody fetched are free
-// vLLM guide R8: the older one
+// vLLM guide R7: `VLLM_NIXL_ABORT_REQUEST_TIMEOUT` sets the time until blocks that nobody fetched
+//     are free
+// vLLM guide R8: `VLLM_NIXL_ABORT_REQUEST_TIMEOUT` of the older guide works for each `kv_compat`
 #[test]
 fn the_abort_timeout_wins_when_set_and_warns_under_0_33() {
     for version in COMPATS {
@@ -191,7 +194,7 @@ fn the_abort_timeout_wins_when_set_and_warns_under_0_33() {
     }
 }
 
-// vLLM guide R1: NCCL_* means nothing
+// vLLM guide R1: `NCCL_*` variables have no effect, and a warning says so
 #[test]
 fn nccl_variables_give_one_hint_that_names_them() {
     let variables = [("NCCL_SOCKET_IFNAME", "eth0"), ("NCCL_IB_HCA", "mlx5")];

@@ -158,7 +158,8 @@ fn a_version_covers_only_the_listed_releases() {
     }
 }
 
-// vLLM 56: before 0.16: a `kv_compat` of 0.11.1 to 0.15 is refused and says what to write
+// vLLM 56: before 0.16: a `kv_compat` of 0.11.1 to 0.15 is rejected with an error that says what to
+//     write
 #[test]
 fn who_writes_a_version_before_0_16_hears_what_stands_for_its_mooncake_connector() {
     let mooncake = |version: &str| {
@@ -253,7 +254,7 @@ fn kv_role_is_a_closed_set_and_goes_with_the_connector() {
     }
 }
 
-// vLLM guide R10: `kv_role` changes nothing
+// vLLM guide R10: `kv_role` does not change what NixlConnector does
 #[test]
 fn kv_role_does_not_change_what_nixl_connector_does() {
     let variants = ["kv_producer", "kv_both", "kv_consumer"].map(|role| {

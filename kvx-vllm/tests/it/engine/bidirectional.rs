@@ -42,7 +42,8 @@ fn ends(rig: &mut Rig, now: f64, id: &str, tokens: u32) -> Finished {
     rig.scheduler.request_finished(at(now), &id.into(), ending)
 }
 
-// vLLM 46: the decode's answer: expiry on its clock, freed at its end
+// vLLM 46: a decode's answer carries an expiry time on the decode's clock, at which its blocks are
+//     freed
 #[test]
 fn a_decode_keeps_its_blocks_and_says_until_when() {
     let mut decode = Rig::new(both("d"));
@@ -63,7 +64,8 @@ fn a_decode_keeps_its_blocks_and_says_until_when() {
     assert_eq!(decode.outcomes(482.0).len(), 1, "whether or not a peer has read them");
 }
 
-// vLLM 46: a completion that overtakes the word that the blocks are kept
+// vLLM 46: a completion may arrive before the decode's worker learns that the decode keeps the
+//     blocks
 #[test]
 fn a_completion_may_overtake_the_word_that_a_decode_keeps_its_blocks() {
     let mut decode = Rig::new(both("d"));
@@ -79,7 +81,7 @@ fn a_completion_may_overtake_the_word_that_a_decode_keeps_its_blocks() {
     assert_eq!(decode.metric("vllm:nixl_num_notifications_after_expiry"), 0.0);
 }
 
-// vLLM 46: two turns; no second read after rescheduling
+// vLLM 46: two turns load in both directions, and a rescheduled request is not read again
 #[test]
 fn two_turns_load_forth_and_back() {
     let mut prefill = Rig::new(both("p"));
@@ -107,7 +109,7 @@ fn two_turns_load_forth_and_back() {
     assert_eq!(decode.outcomes(1.0).len(), 1);
 }
 
-// vLLM 46: capped to the prompt, partial last block
+// vLLM 46: a prefill's load is capped to the prompt, with a partial last block
 #[test]
 fn no_more_than_the_prompt_is_fetched_and_the_last_block_may_be_partial() {
     let mut prefill = Rig::new(both("p"));
@@ -124,7 +126,7 @@ fn no_more_than_the_prompt_is_fetched_and_the_last_block_may_be_partial() {
     );
 }
 
-// vLLM 46: threshold 64
+// vLLM 46: fewer than 64 remaining tokens are computed instead of loaded
 #[test]
 fn few_tokens_are_computed_and_the_decode_is_told() {
     let mut prefill = Rig::new(both("p"));
@@ -137,7 +139,7 @@ fn few_tokens_are_computed_and_the_decode_is_told() {
     assert_eq!(prefill.outcomes(0.0), []);
 }
 
-// vLLM 46: declined within 5 s of expiry, and counted as expired
+// vLLM 46: blocks within 5 s of their expiry are not loaded, and count as expired
 #[test]
 fn blocks_about_to_expire_are_declined_and_computed() {
     let mut prefill = Rig::new(both("p"));
@@ -161,7 +163,8 @@ fn blocks_about_to_expire_are_declined_and_computed() {
     assert_eq!(prefill.matched(1.0, "t", 0), 150);
 }
 
-// vLLM 46: the expiry is on the clock that the listener shows, whatever clocks the workers have
+// vLLM 46: an expiry time refers to the clock that the listener sends, whatever clocks the workers
+//     have
 #[test]
 fn an_expiry_is_on_the_clock_that_the_listener_shows() {
     // The decode's scheduler counts from 5000 s, the prefill's worker from 40 s, and its scheduler
@@ -205,7 +208,7 @@ fn an_expiry_is_on_the_clock_that_the_listener_shows() {
     }
 }
 
-// vLLM 46: a full hit skips the gates
+// vLLM 46: a full prefix hit skips the checks of the token threshold and the expiry
 #[test]
 fn a_whole_prompt_in_the_cache_asks_neither_threshold_nor_expiry() {
     let mut prefill = Rig::new(both("p"));
@@ -225,7 +228,7 @@ fn a_decode_without_a_token_count_is_not_read_from() {
     assert_eq!(prefill.matched(0.0, "r", 0), 0);
 }
 
-// vLLM 46: ignored where it is off
+// vLLM 46: a decode's blocks are not loaded where bidirectional transfer is disabled
 #[test]
 fn an_offer_of_a_decode_is_ignored_where_it_is_not_switched_on() {
     let mut prefill = Rig::new(settings("p"));

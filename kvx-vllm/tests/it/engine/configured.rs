@@ -25,7 +25,8 @@ fn settings(connector: &str, extra: &str) -> kvx_core::Result<Settings> {
     Settings::from_config(&config, 0, Address { host: "h".into(), port: 5600 })
 }
 
-// vLLM 37: sent to whoever leases, however this engine frees its own blocks; never to an older vLLM
+// vLLM 37: heartbeats go to every peer whose version uses leases, however this engine frees its own
+//     blocks; an older vLLM never gets one
 #[test]
 fn heartbeats_follow_from_the_dialect_and_not_from_how_this_engine_frees_its_own_blocks() {
     let fixed = Surroundings::default().variable("VLLM_NIXL_ABORT_REQUEST_TIMEOUT", "77");
@@ -108,7 +109,7 @@ fn every_kv_compat_has_a_dialect_and_the_oldest_the_ports_of_their_time() {
     );
 }
 
-// vLLM 2: factors that an operator writes
+// vLLM 2: compatibility factors in the configuration override those that kvx derives
 #[test]
 fn factors_of_the_configuration_win_over_what_kvx_knows() {
     let extra = r#""kv_compat": "0.28", "factors": {"model": "/models/qwen", "vllm_version": "0.28.0+cu129",

@@ -45,7 +45,8 @@ fn two_reads(decode: &mut Rig, id: &str) -> Vec<Move> {
     reads(&decode.connected(0.0, connection, two))
 }
 
-// vLLM 23: a failed handshake fails who waited; only the awaited are reported
+// vLLM 23: a failed handshake fails the requests that wait for it, and only awaited loads are
+//     reported
 #[test]
 fn a_failed_handshake_fails_who_waited_for_it_and_only_the_awaited_are_reported() {
     let mut decode = Rig::new(settings("d"));
@@ -72,7 +73,7 @@ fn a_failed_handshake_fails_who_waited_for_it_and_only_the_awaited_are_reported(
     );
 }
 
-// vLLM 24: a transfer that cannot be set up: all local blocks invalid
+// vLLM 24: a transfer that cannot be set up fails with all its local blocks invalid
 #[test]
 fn a_transfer_that_cannot_be_described_fails_with_all_its_blocks() {
     let mut decode = Rig::new(recomputing());
@@ -95,7 +96,7 @@ fn a_transfer_that_cannot_be_described_fails_with_all_its_blocks() {
     assert!(decode.log[0].contains("transfer_setup_failed"), "{:?}", decode.log);
 }
 
-// vLLM 25: a failed read waits for its siblings
+// vLLM 25: a failed read is reported after its sibling reads have ended
 #[test]
 fn a_failed_read_is_reported_after_the_last_of_its_siblings() {
     let mut decode = Rig::new(settings("d"));
@@ -109,7 +110,8 @@ fn a_failed_read_is_reported_after_the_last_of_its_siblings() {
     assert!(decode.worker.next_deadline().is_none());
 }
 
-// vLLM 25: a read that cannot be ended keeps its blocks, and counts as one failure
+// vLLM 25: a read that cannot be cancelled keeps its blocks until it settles, and counts as one
+//     failure
 #[test]
 fn a_read_that_cannot_be_ended_keeps_its_blocks_until_it_settles() {
     let mut decode = Rig::new(settings("d"));
@@ -128,7 +130,7 @@ fn a_read_that_cannot_be_ended_keeps_its_blocks_until_it_settles() {
     assert_eq!(decode.metric("vllm:nixl_num_failed_transfers"), 1.0, "one failure is counted once");
 }
 
-// vLLM 25: blocks of a read that is forgotten are lost, and nobody waits for them
+// vLLM 25: blocks of a forgotten read are lost, and no request waits for them
 #[test]
 fn blocks_of_a_forgotten_read_are_lost_and_nobody_waits_for_them() {
     for already_failed in [true, false] {
@@ -166,7 +168,8 @@ fn blocks_held_after_a_deadline_are_lost_when_their_read_is_forgotten() {
     assert_eq!((decode.scheduler.blocks_held(), decode.scheduler.blocks_lost()), (0, 3));
 }
 
-// vLLM 12: so do a load that times out during the handshake, and refused parameters
+// vLLM 12: a load that times out during the handshake releases the prefill's blocks
+//     (`refused_parameters_release_the_blocks_that_they_name` holds rejected parameters)
 #[test]
 fn a_load_that_times_out_during_the_handshake_still_releases_the_prefill() {
     let mut decode =
@@ -280,7 +283,7 @@ fn the_time_of_a_load_counts_from_its_order() {
     assert_eq!(reads(&decode.step(1600.0))[0].deadline, at(1620.0));
 }
 
-// vLLM 26: a failed request reads and tells nothing more
+// vLLM 26: a failed request starts no further reads and sends no further notifications
 #[test]
 fn a_failed_request_reads_and_tells_nothing_more() {
     let mut decode = Rig::new(settings("d"));
@@ -292,7 +295,8 @@ fn a_failed_request_reads_and_tells_nothing_more() {
     assert!(decode.step(2.0).is_empty(), "it is not loaded again");
 }
 
-// vLLM 27: five kinds of failure with one and several groups, with context
+// vLLM 27: five kinds of failures are logged with their context, with one KV cache group and with
+//     several
 #[test]
 fn a_failure_is_logged_with_what_is_known() {
     for groups in [1, 2] {
@@ -341,7 +345,7 @@ fn a_failure_is_logged_with_what_is_known() {
     }
 }
 
-// vLLM 29: policy fail: the request ends with an error
+// vLLM 29: policy `fail` ends the request with an error
 #[test]
 fn the_policy_fail_ends_a_request_with_an_error_and_names_its_wrong_blocks() {
     let mut decode = Rig::new(settings("d"));
@@ -355,7 +359,7 @@ fn the_policy_fail_ends_a_request_with_an_error_and_names_its_wrong_blocks() {
     assert!(decode.scheduler.is_empty());
 }
 
-// vLLM 30: recompute keeps the valid prefix and cuts the computed tokens
+// vLLM 30: policy `recompute` keeps the valid prefix and cuts the computed tokens
 #[test]
 fn the_policy_recompute_keeps_the_valid_prefix() {
     let mut decode = Rig::new(recomputing());
@@ -368,7 +372,8 @@ fn the_policy_recompute_keeps_the_valid_prefix() {
     assert_eq!(failed(&outcomes).1, Then::Recompute { computed: 2 * BLOCK });
 }
 
-// vLLM 31: several groups: the whole load counts as failed, nothing raises
+// vLLM 31: with several KV cache groups, a failed load counts as failed as a whole, and nothing
+//     raises
 #[test]
 fn with_several_groups_a_failed_load_counts_as_a_whole() {
     let mut decode = Rig::new(Settings { groups: vec![None, None], ..recomputing() });

@@ -21,7 +21,7 @@ fn leased(seconds: u64) -> Settings {
     }
 }
 
-// vLLM 33: blocks stay until they are fetched; an abort does not free them
+// vLLM 33: a prefill's blocks stay until they are fetched, and an abort does not free them
 #[test]
 fn blocks_of_a_prefill_stay_until_they_are_fetched() {
     let mut prefill = Rig::new(settings("p"));
@@ -89,7 +89,7 @@ fn requests_that_fill_no_block_need_no_step() {
     );
 }
 
-// vLLM 33: a short prompt keeps one block
+// vLLM 33: a prompt shorter than a block keeps one block
 #[test]
 fn a_prefill_of_less_than_a_block_keeps_one() {
     let mut prefill = Rig::new(settings("p"));
@@ -98,7 +98,7 @@ fn a_prefill_of_less_than_a_block_keeps_one() {
     assert_eq!(prefill.outcomes(1.0), [freed("p-r")]);
 }
 
-// vLLM 33: only LENGTH_CAPPED and STOPPED publish
+// vLLM 33: only prefills that end as LENGTH_CAPPED or STOPPED publish their blocks
 #[test]
 fn only_normal_ends_publish() {
     for (status, publishes) in [
@@ -118,7 +118,7 @@ fn only_normal_ends_publish() {
     }
 }
 
-// vLLM 35: a lease of 6 s, then the blocks are free
+// vLLM 35: blocks that nobody fetches are free when their lease of 6 s ends
 #[test]
 fn blocks_that_nobody_fetches_are_free_when_the_lease_ends() {
     let mut prefill = Rig::new(leased(6));
@@ -137,7 +137,7 @@ fn blocks_that_nobody_fetches_are_free_when_the_lease_ends() {
     assert_eq!(prefill.worker.next_deadline(), None);
 }
 
-// vLLM 36: deadlines are moved to the worker's clock
+// vLLM 36: a lease's deadline is converted to the worker's clock
 #[test]
 fn a_deadline_is_moved_to_the_workers_clock() {
     let mut prefill = Rig::new(leased(30));
@@ -149,7 +149,7 @@ fn a_deadline_is_moved_to_the_workers_clock() {
     assert_eq!(prefill.worker.next_deadline(), Some(at(34.0)));
 }
 
-// vLLM 37: extension by the later of both; now equal to the end has expired
+// vLLM 37: a heartbeat extends a lease to the later of both ends; a lease that ends now has expired
 #[test]
 fn a_heartbeat_extends_by_two_thirds_and_never_shortens() {
     let mut prefill = Rig::new(leased(30));
@@ -163,7 +163,7 @@ fn a_heartbeat_extends_by_two_thirds_and_never_shortens() {
     assert_eq!(prefill.outcomes(45.0), [freed("p-r")]);
 }
 
-// vLLM 37: the reaper looks past a renewed head
+// vLLM 37: the expiry scan continues past a renewed lease at the head of the queue
 #[test]
 fn the_reaper_looks_past_a_renewed_request() {
     let mut prefill = Rig::new(leased(30));
@@ -174,7 +174,8 @@ fn the_reaper_looks_past_a_renewed_request() {
     assert_eq!(prefill.outcomes(40.0), [freed("first")]);
 }
 
-// vLLM 37: grouped by engine, throttled to a sixth of the lease, ended one by one
+// vLLM 37: heartbeats are grouped by engine, sent at most once per sixth of the lease, and end one
+//     request at a time
 #[test]
 fn heartbeats_begin_with_the_request_and_go_to_its_engine_every_sixth_of_a_lease() {
     let mut decode = Rig::new(settings("d"));
@@ -209,7 +210,7 @@ fn heartbeats_begin_with_the_request_and_go_to_its_engine_every_sixth_of_a_lease
     );
 }
 
-// vLLM 37: ended with the load
+// vLLM 37: heartbeats of a request end with its load
 #[test]
 fn heartbeats_end_with_the_load() {
     let mut decode = Rig::new(settings("d"));
@@ -239,7 +240,7 @@ fn heartbeats_continue_while_another_request_loads_the_same_blocks() {
     assert_eq!(beats, [["p-r".into()]]);
 }
 
-// vLLM 37: 5,000 names in one, as vLLM sends them
+// vLLM 37: one heartbeat with 5,000 request names, as vLLM sends it, renews all their leases
 #[test]
 fn one_heartbeat_of_a_vllm_renews_five_thousand_leases() {
     let mut prefill = Rig::new(leased(30));
@@ -259,7 +260,7 @@ fn one_heartbeat_of_a_vllm_renews_five_thousand_leases() {
     assert_eq!(prefill.outcomes(45.0).len(), 5_000);
 }
 
-// vLLM 37: ignored for prefill legs
+// vLLM 37: a prefill leg sends no heartbeats
 #[test]
 fn a_prefill_leg_sends_no_heartbeat() {
     let mut prefill = Rig::new(settings("p"));
@@ -267,7 +268,7 @@ fn a_prefill_leg_sends_no_heartbeat() {
     assert!(prefill.scheduler.build_connector_meta(at(0.0)).heartbeats.is_empty());
 }
 
-// vLLM 37: a first heartbeat connects
+// vLLM 37: the first heartbeat to an engine connects to it
 #[test]
 fn the_first_heartbeat_connects_and_is_sent_when_connected() {
     let mut decode = Rig::new(settings("d"));
@@ -418,7 +419,7 @@ fn a_completion_that_is_seconds_early_is_ignored() {
     assert_eq!(prefill.outcomes(2.5), []);
 }
 
-// vLLM 38: counted after expiry
+// vLLM 38: a completion that arrives after its lease has expired is counted
 #[test]
 fn a_completion_after_the_lease_is_counted() {
     let mut prefill = Rig::new(leased(6));

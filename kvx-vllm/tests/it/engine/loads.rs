@@ -13,7 +13,7 @@ use super::rig::{
     BLOCK, Rig, at, blocks, loaded, note_of, notes, pairs, plan, prefilled, reads, remote, settings,
 };
 
-// vLLM 10: the step's message holds one load with its own blocks
+// vLLM 10: a step's message holds one load with the blocks of its request
 #[test]
 fn a_load_orders_its_own_blocks() {
     let mut decode = Rig::new(settings("d"));
@@ -28,7 +28,7 @@ fn a_load_orders_its_own_blocks() {
     );
 }
 
-// vLLM 11: a prompt shorter than a block is one block
+// vLLM 11: a prompt shorter than a block is loaded as one block
 #[test]
 fn a_prompt_shorter_than_a_block_is_one_block() {
     let mut decode = Rig::new(settings("d"));
@@ -49,7 +49,7 @@ fn a_cached_prefix_reads_the_end_of_the_remote_list() {
     assert_eq!(pairs(&reads[0]), [(100, 502), (101, 503)]);
 }
 
-// vLLM 12: an abort before the blocks releases the prefill
+// vLLM 12: an abort before the allocation of blocks releases the prefill's blocks
 #[test]
 fn a_request_that_ends_before_it_has_blocks_releases_the_prefill() {
     let mut decode = Rig::new(settings("d"));
@@ -79,7 +79,7 @@ fn a_prefill_publishes_exactly_the_blocks_of_its_tokens() {
     assert_eq!(value["do_remote_decode"], false);
 }
 
-// vLLM 5: parameters of the scheduler half carry tp_size, dcp_size, transfer_mode
+// vLLM 5: the scheduler's parameters carry `tp_size`, `dcp_size` and `transfer_mode`
 #[test]
 fn a_prefill_says_how_it_is_spread_and_who_moves_the_data() {
     let mut of_ranks = settings("p");
@@ -92,7 +92,7 @@ fn a_prefill_says_how_it_is_spread_and_who_moves_the_data() {
     assert_eq!(value["transfer_mode"], "pull");
 }
 
-// vLLM 13: remote_num_tokens and the cached tokens are exported
+// vLLM 13: a prefill exports `remote_num_tokens` and its number of cached tokens
 #[test]
 fn a_prefill_exports_the_tokens_that_it_found_cached() {
     let mut prefill = Rig::new(settings("p"));
@@ -219,7 +219,7 @@ fn fewer_tokens_with_a_sliding_window_are_refused() {
     assert!(matches!(&decode.outcomes(0.0)[..], [Outcome::Failed { .. }]));
 }
 
-// vLLM 45: a prefill is told how many tokens to cut
+// vLLM 45: a prefill leaves the last tokens of the prompt to the decode, as many as configured
 #[test]
 fn a_prefill_is_told_how_many_tokens_to_leave_to_the_decode() {
     let mut prefill = Rig::new(kvx_vllm::engine::Settings { prefill_backoff: 3, ..settings("p") });
@@ -231,7 +231,7 @@ fn a_prefill_is_told_how_many_tokens_to_leave_to_the_decode() {
     assert_eq!((cut("decode"), cut("unknown")), (0, 0));
 }
 
-// vLLM 45: a load is over when that is done, not before
+// vLLM 45: a load whose blocks need reordering is reported after the reordering
 #[test]
 fn blocks_that_are_reordered_are_loaded_when_that_is_done() {
     let finish = |actions: &[Action]| match actions {
@@ -275,8 +275,8 @@ fn blocks_that_are_reordered_are_loaded_when_that_is_done() {
     assert!(matches!(&decode.outcomes(2.0)[..], [Outcome::Free { .. }]));
 }
 
-// vLLM 14: four requests, one handshake, each reported once
-// vLLM 17: loads run at the same time after one handshake
+// vLLM 14: four requests to one engine share a handshake, and each is reported once
+// vLLM 17: loads from one engine run concurrently after one handshake
 #[test]
 fn four_requests_to_one_engine_share_a_handshake_and_each_is_reported_once() {
     let mut decode = Rig::new(settings("d"));
@@ -298,7 +298,8 @@ fn four_requests_to_one_engine_share_a_handshake_and_each_is_reported_once() {
     assert_eq!(reads(&decode.step(3.0)).len(), 1);
 }
 
-// vLLM 15: a step does not wait for the handshake, (D,P) TP (1,1) (2,1) (4,2) (4,4)
+// vLLM 15: a step does not wait for the handshake, with (decode, prefill) TP sizes of (1,1) (2,1)
+//     (4,2) (4,4)
 #[test]
 fn a_step_never_waits_for_the_handshake() {
     for (d, p) in [(1, 1), (2, 1), (4, 2), (4, 4)] {
@@ -332,7 +333,8 @@ fn a_step_never_waits_for_the_handshake() {
     }
 }
 
-// vLLM 16: more prefill ranks than decode ranks: one read each
+// vLLM 16: with more prefill ranks than decode ranks, a decode rank reads each of its source ranks
+//     once
 #[test]
 fn a_decode_with_fewer_ranks_reads_every_source_rank_once() {
     let mut decode = Rig::new(settings("d"));
@@ -353,8 +355,8 @@ fn a_decode_with_fewer_ranks_reads_every_source_rank_once() {
     assert_eq!(decode.outcomes(2.0), [loaded("r", 40)]);
 }
 
-// vLLM 16: MLA: one read and notifications
-// vLLM 18: the notification names the request as the prefill does
+// vLLM 16: MLA: one prefill rank is read, and the other ranks get notifications
+// vLLM 18: a notification names the request as the prefill does
 #[test]
 fn a_latent_cache_is_read_once_and_the_other_ranks_are_told_by_the_prefills_name_of_the_request() {
     let mut decode = Rig::new(settings("d"));
@@ -367,7 +369,7 @@ fn a_latent_cache_is_read_once_and_the_other_ranks_are_told_by_the_prefills_name
     assert_eq!(notes(&actions), [(1, "p-r:1".to_owned()), (2, "p-r:1".to_owned())]);
 }
 
-// vLLM 19: an empty load is reported only if it is awaited
+// vLLM 19: a load without blocks is reported only if it is awaited
 #[test]
 fn a_load_without_blocks_is_reported_only_if_it_is_awaited() {
     let mut decode = Rig::new(settings("d"));
@@ -399,7 +401,7 @@ fn an_aborted_prefill_is_dropped_by_the_worker_and_releases_nothing() {
     assert!(prefill.worker.is_empty() && prefill.scheduler.is_empty());
 }
 
-// vLLM 34: an allocation that is said twice loads once, also after preemption
+// vLLM 34: a second allocation for a request does not load it again, also after a preemption
 #[test]
 fn a_second_allocation_does_not_load_again() {
     let mut decode = Rig::new(settings("d"));
@@ -411,7 +413,7 @@ fn a_second_allocation_does_not_load_again() {
     assert!(decode.step(2.0).is_empty());
 }
 
-// vLLM 28: told after both halves, and not after a failure
+// vLLM 28: a load from two kinds of memory is notified after both parts, and not after a failure
 #[test]
 fn halves_in_two_kinds_of_memory_are_told_once_after_both() {
     let mut decode = Rig::new(settings("d"));
@@ -429,7 +431,7 @@ fn halves_in_two_kinds_of_memory_are_told_once_after_both() {
     assert_eq!(notes(&decode.read_done(2.0, &moves[0])), [(0, "p-r:1".to_owned())]);
 }
 
-// vLLM 45: one token less from a prefill with state-space layers or speculation
+// vLLM 45: a prefill with state-space layers or speculative decoding hands over one token less
 #[test]
 fn a_prefill_that_hands_over_less_than_the_prompt_leaves_the_rest_to_the_decode() {
     let mut decode = Rig::new(kvx_vllm::engine::Settings { prefill_backoff: 1, ..settings("d") });
@@ -466,7 +468,7 @@ fn generations_are_read_after_the_data_and_before_the_notification() {
     assert_eq!(decode.outcomes(1.0), [loaded("r", 40)]);
 }
 
-// vLLM 30: exactly the wrong blocks are named
+// vLLM 30: an error for stale blocks names exactly the invalid blocks
 #[test]
 fn a_stale_reference_is_refused_with_exactly_the_stale_blocks() {
     let mut from = remote("p", "p-r", blocks(500, 64), 64);

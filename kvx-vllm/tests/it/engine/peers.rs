@@ -64,7 +64,7 @@ fn no_answer(rig: &mut Rig, now: f64, connection: Connection) {
     );
 }
 
-// vLLM 40: idle engines are forgotten when a new one comes
+// vLLM 40: idle engines are forgotten when a new engine connects
 #[test]
 fn an_idle_engine_is_forgotten_when_a_new_one_comes() {
     let mut decode =
@@ -76,7 +76,7 @@ fn an_idle_engine_is_forgotten_when_a_new_one_comes() {
     assert_eq!(forgotten, [first]);
 }
 
-// vLLM 40: not when switched off, read from or heartbeated
+// vLLM 40: an engine is kept if no TTL is set, while it is read from, and while heartbeats go to it
 #[test]
 fn an_engine_that_is_used_or_without_a_ttl_is_not_forgotten() {
     let mut forever = Rig::new(Settings { engine_ttl: None, ..settings("d") });
@@ -110,7 +110,8 @@ fn an_engine_that_is_used_or_without_a_ttl_is_not_forgotten() {
     );
 }
 
-// vLLM 41: replaced after a confirmed handshake, other addresses kept
+// vLLM 41: an engine is replaced by a new one at its address after a confirmed handshake; engines
+//     at other addresses are kept
 #[test]
 fn an_engine_at_the_address_of_another_takes_its_place_once_it_is_confirmed() {
     let mut decode = Rig::new(settings("d"));
@@ -123,7 +124,7 @@ fn an_engine_at_the_address_of_another_takes_its_place_once_it_is_confirmed() {
     assert_ne!(old, other);
 }
 
-// vLLM 41: kept when the handshake fails
+// vLLM 41: an engine is kept when the handshake with a new one at its address fails
 #[test]
 fn the_old_engine_stays_when_the_handshake_with_the_new_one_fails() {
     let mut decode = Rig::new(settings("d"));
@@ -136,7 +137,7 @@ fn the_old_engine_stays_when_the_handshake_with_the_new_one_fails() {
     assert_eq!(load_whole(&mut decode, 7.0, "c", &at_address_of("h", "old", "c")).0, old);
 }
 
-// vLLM 41: goes with its last read
+// vLLM 41: a replaced engine is disconnected after its last read
 #[test]
 fn a_replaced_engine_goes_with_its_last_read() {
     let mut decode = Rig::new(settings("d"));
@@ -147,7 +148,7 @@ fn a_replaced_engine_goes_with_its_last_read() {
     assert_eq!(decode.outcomes(2.0), [loaded("a", 40)]);
 }
 
-// vLLM 41: no negative cache
+// vLLM 41: a failed connection is not cached: the next request to the engine tries again
 #[test]
 fn an_engine_that_could_not_be_reached_is_asked_again_by_the_next_request() {
     let mut decode = Rig::new(settings("d"));
@@ -160,7 +161,8 @@ fn an_engine_that_could_not_be_reached_is_asked_again_by_the_next_request() {
     assert_ne!(again, connection);
 }
 
-// vLLM 41: same id, fresh descriptors: at once, then with a backoff from 1 to 60 s
+// vLLM 41: an engine with invalid descriptors is asked for fresh ones under its old id at once,
+//     then with a backoff from 1 to 60 s
 #[test]
 fn an_engine_whose_data_is_wrong_is_asked_anew_at_once_and_then_after_longer_and_longer_waits() {
     let mut decode = Rig::new(settings("d"));
@@ -224,7 +226,7 @@ fn an_engine_that_restarts_is_reached_as_soon_as_it_listens() {
     }
 }
 
-// vLLM 41: no probing on success or expiry
+// vLLM 41: neither a success nor an expiry probes a peer
 #[test]
 fn success_and_expiry_ask_nobody() {
     let mut decode = Rig::new(settings("d"));
@@ -237,7 +239,7 @@ fn success_and_expiry_ask_nobody() {
     assert!(prefill.step(31.0).is_empty());
 }
 
-// vLLM 41: a higher registration shakes hands again
+// vLLM 41: a higher registration generation starts a new handshake
 #[test]
 fn a_higher_registration_asks_for_a_new_handshake() {
     let mut decode = Rig::new(settings("d"));
@@ -249,8 +251,8 @@ fn a_higher_registration_asks_for_a_new_handshake() {
     assert_eq!(reads(&decode.connected(1.0, connection, plan())).len(), 1);
 }
 
-// vLLM 41: a lower one too: the engine was restarted under its name (vLLM goes on with what it
-//     knows)
+// vLLM 41: a lower registration generation starts a new handshake, as the engine restarted under
+//     its name (vLLM keeps its old metadata)
 #[test]
 fn a_lower_registration_is_of_an_engine_that_began_anew_under_its_name() {
     let mut decode = Rig::new(settings("d"));
@@ -282,7 +284,8 @@ fn heartbeats_carry_the_latest_registration() {
     assert_eq!(beats.iter().map(|beat| beat.peer.registration).collect::<Vec<_>>(), [0]);
 }
 
-// vLLM 41: a registration that rises meanwhile: who waited for the older one is refused
+// vLLM 41: if the registration generation rises during a handshake, requests that wait for the
+//     older one fail
 #[test]
 fn a_registration_that_rises_during_the_handshake_starts_another() {
     let mut decode = Rig::new(settings("d"));
@@ -300,7 +303,7 @@ fn a_registration_that_rises_during_the_handshake_starts_another() {
     assert_eq!(decode.outcomes(3.0).len(), 1);
 }
 
-// vLLM 42: the one generation counter of sleep and wake
+// vLLM 42: sleep and wake raise one generation counter, which the parameters carry
 #[test]
 fn an_engine_that_registers_anew_says_so() {
     let mut prefill = Rig::new(settings("p"));
@@ -327,7 +330,7 @@ fn the_loss_of_a_peer_releases_its_mappings() {
     assert_ne!(connection, other);
 }
 
-// vLLM 42: shutdown releases everything, and may be repeated
+// vLLM 42: shutdown releases everything, and can be repeated
 #[test]
 fn shutdown_releases_every_connection_once() {
     let mut decode = Rig::new(settings("d"));

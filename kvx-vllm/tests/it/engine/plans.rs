@@ -66,7 +66,7 @@ fn regions_in_two_kinds_of_memory_take_two_moves_of_each_lane() {
     assert_eq!(plan.completions, 1);
 }
 
-// vLLM 45: blocks of a group are bounded by the regions of the group
+// vLLM 45: block ids of a KV cache group are limited by the regions of that group
 #[test]
 fn each_kv_cache_group_is_bounded_by_its_own_regions() {
     let layer = |at: u64, group: u32, blocks: u32| LayerCache {

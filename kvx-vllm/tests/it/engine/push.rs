@@ -70,7 +70,7 @@ fn failed() -> MoveFailure {
     }
 }
 
-// vLLM 47: staged, sent to all ranks once connected
+// vLLM 47: a decode holds its registration until it is connected, and sends it to all prefill ranks
 #[test]
 fn a_decode_registers_with_all_ranks_once_it_is_connected() {
     let mut decode = decode();
@@ -93,7 +93,8 @@ fn a_decode_registers_with_all_ranks_once_it_is_connected() {
     assert!(decode.step(3.0).is_empty(), "once");
 }
 
-// vLLM 47: matched in both orders; done when the write is
+// vLLM 47: prefill and registration are matched in either order, and the request ends with the
+//     write
 #[test]
 fn a_prefill_writes_when_it_has_both_in_either_order() {
     for registration_first in [true, false] {
@@ -123,7 +124,7 @@ fn a_prefill_writes_when_it_has_both_in_either_order() {
     }
 }
 
-// vLLM 47: matched without the suffix
+// vLLM 47: requests are matched by name without the engine's suffix
 #[test]
 fn names_match_without_the_engines_own_suffix() {
     let mut prefill = prefill();
@@ -134,7 +135,7 @@ fn names_match_without_the_engines_own_suffix() {
     assert_eq!(note_of(&write).unwrap(), "cmpl-u-0-0000abcd:1", "the decode engine's name");
 }
 
-// vLLM 47: never guessed when two have the name
+// vLLM 47: a registration whose name fits two requests is not assigned to either
 #[test]
 fn two_requests_of_one_shared_name_are_not_guessed_apart() {
     let mut prefill = prefill();
@@ -154,7 +155,7 @@ fn two_requests_of_one_shared_name_are_not_guessed_apart() {
     );
 }
 
-// vLLM 47: incomplete registrations dropped
+// vLLM 47: incomplete registrations are dropped
 #[test]
 fn a_registration_that_lacks_something_is_dropped() {
     let mut prefill = prefill();
@@ -251,7 +252,7 @@ fn a_decode_is_notified_after_all_writes_into_its_memory_types() {
     assert_eq!(notes(&prefill.actions()), [(0, "r:1".to_owned())]);
 }
 
-// vLLM 47: watchdog of the prefill
+// vLLM 47: the prefill's watchdog forgets a registration for which no prefill arrives
 #[test]
 fn a_registration_nobody_prefills_for_is_forgotten() {
     let mut prefill = Rig::new(Settings {
@@ -264,7 +265,7 @@ fn a_registration_nobody_prefills_for_is_forgotten() {
     assert!(prefill.worker.is_empty());
 }
 
-// vLLM 47: a failure survives until the lease ends
+// vLLM 47: a failed write keeps the blocks until the lease ends
 #[test]
 fn a_failed_write_leaves_the_blocks_until_the_lease_ends_and_reports_them_once() {
     let mut prefill = prefill();
@@ -277,7 +278,7 @@ fn a_failed_write_leaves_the_blocks_until_the_lease_ends_and_reports_them_once()
     assert_eq!(prefill.outcomes(60.0), []);
 }
 
-// vLLM 47: expiry during a write is reported once, after it
+// vLLM 47: a lease that expires during a write is reported once, after the write
 #[test]
 fn a_lease_that_ends_during_a_write_waits_for_it() {
     let mut prefill = prefill();
@@ -290,7 +291,7 @@ fn a_lease_that_ends_during_a_write_waits_for_it() {
     assert!(prefill.log.is_empty(), "the decode has the blocks: {:?}", prefill.log);
 }
 
-// vLLM 47: and a kvx decode that renews no lease is not written to any longer
+// vLLM 47: a kvx decode that no longer renews its lease is no longer written to
 #[test]
 fn a_decode_that_renews_no_lease_is_not_written_to_any_longer() {
     let granted = |id: &str| {
@@ -313,7 +314,7 @@ fn a_decode_that_renews_no_lease_is_not_written_to_any_longer() {
     assert_eq!(prefill.outcomes(60.0), []);
 }
 
-// vLLM 47: heartbeats renew pushed requests
+// vLLM 47: heartbeats renew the leases of pushed requests
 #[test]
 fn heartbeats_renew_by_the_shared_name() {
     let mut prefill = prefill();
@@ -323,7 +324,7 @@ fn heartbeats_renew_by_the_shared_name() {
     assert_eq!(prefill.outcomes(40.0).len(), 1);
 }
 
-// vLLM 47: completions of all ranks and stages
+// vLLM 47: a decode waits for the completions of all ranks and stages that write to it
 #[test]
 fn a_decode_waits_for_all_ranks_that_write() {
     let mut decode = decode();
@@ -361,7 +362,7 @@ fn a_latent_cache_is_written_to_every_decode_rank() {
     assert_eq!(prefill.outcomes(1.0).len(), 1);
 }
 
-// vLLM 47: watchdog of the decode
+// vLLM 47: the decode's watchdog fails a load that is not written in time
 #[test]
 fn a_decode_that_is_not_written_to_in_time_fails_when_it_cannot_be_written_to_any_more() {
     let patient = Settings { push_timeout: Duration::from_secs(200), ..push(settings("d")) };

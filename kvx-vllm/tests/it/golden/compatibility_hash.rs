@@ -61,7 +61,7 @@ fn factors(value: &Value) -> CompatibilityFactors {
     factors
 }
 
-// vLLM 2: exact text and hash from the factors
+// vLLM 2: the exact JSON text and hash follow from the compatibility factors
 #[test]
 fn golden_hashes_from_their_factors() {
     let entries = golden::json("compatibility_hash.json");
@@ -75,7 +75,7 @@ fn golden_hashes_from_their_factors() {
     }
 }
 
-// vLLM 2: hashes of live vLLM and of the rule
+// vLLM 2: compatibility hashes equal those that a live vLLM sent
 #[test]
 fn golden_hashes_that_a_live_vllm_sent() {
     let entries = golden::json("compatibility_hash.json");

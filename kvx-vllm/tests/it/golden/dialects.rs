@@ -34,7 +34,7 @@ fn golden_connector_versions() {
     });
 }
 
-// vLLM 9: requests, and frames of the answer, of each version
+// vLLM 9: handshake requests and answer frames equal those of each version
 #[test]
 fn golden_requests_and_the_frames_that_answer_them() {
     each(|version, entry| {
@@ -54,7 +54,7 @@ fn golden_requests_and_the_frames_that_answer_them() {
     });
 }
 
-// vLLM 21: the keys of the metadata in each version
+// vLLM 21: agent metadata has the keys of each version
 #[test]
 fn golden_metadata() {
     each(|version, entry| {
@@ -90,7 +90,7 @@ fn golden_metadata() {
     });
 }
 
-// vLLM 2: the factors of each version since 0.16
+// vLLM 2: the compatibility hash has the factors of each version since 0.16
 #[test]
 fn golden_hashes() {
     each(|version, entry| {
@@ -105,7 +105,7 @@ fn golden_hashes() {
     });
 }
 
-// vLLM 13: the answer's keys in each version
+// vLLM 13: a prefill's answer has the keys of each version
 #[test]
 fn golden_params() {
     each(|version, entry| {
@@ -126,7 +126,7 @@ fn golden_params() {
     });
 }
 
-// vLLM 43: the number in completions of each version
+// vLLM 43: a completion carries the number that each version expects
 #[test]
 fn golden_notifications_of_each_version() {
     each(|version, entry| {

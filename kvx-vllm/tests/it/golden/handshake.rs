@@ -117,7 +117,7 @@ fn golden_metadata_written_from_values_equals_the_capture() {
     }
 }
 
-// vLLM 1: the same over vLLM's captured bytes, both ends
+// vLLM 1: both ends of a kvx handshake exchange vLLM's captured bytes
 #[test]
 fn golden_exchange_between_our_two_ends() {
     for capture in captured() {

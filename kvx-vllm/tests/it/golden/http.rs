@@ -82,7 +82,7 @@ fn golden_params_read_and_write_back() {
 }
 
 /// A kvx prefill instance writes the same keys as vLLM.
-// vLLM 13: the answer's keys, remote_num_tokens among them, are those that were captured
+// vLLM 13: a prefill's answer has the captured keys, with `remote_num_tokens`
 #[test]
 fn golden_params_are_written_anew_as_they_were_captured() {
     for (name, capture) in captures() {

@@ -37,7 +37,7 @@ fn heads(case: &Value) -> Heads {
     }
 }
 
-// vLLM 43: TP mapping, both ways, GQA replication, consumer counts
+// vLLM 43: TP ranks are mapped in both directions, with GQA replication and consumer counts
 #[test]
 fn golden_tensor_parallel_mapping() {
     let file = golden::json("golden_tp_mapping.json");
@@ -73,7 +73,7 @@ fn golden_tensor_parallel_mapping() {
     }
 }
 
-// vLLM 43: DCP ranks and consumer counts
+// vLLM 43: DCP ranks are mapped, with consumer counts
 #[test]
 fn golden_context_parallel_mapping() {
     let file = golden::json("golden_tp_mapping.json");
@@ -88,7 +88,7 @@ fn golden_context_parallel_mapping() {
     }
 }
 
-// vLLM 55: replicated heads both ways; the sender's plans of vLLM
+// vLLM 55: sender plans equal vLLM's, with replicated heads in both directions
 #[test]
 fn golden_mooncake_sender_plans() {
     let file = golden::json("golden_mooncake_plan.json");
@@ -112,7 +112,7 @@ fn golden_mooncake_sender_plans() {
     }
 }
 
-// vLLM 45: descriptor ids by group and per-region capacity
+// vLLM 45: descriptor ids follow from the group and the capacity of each region
 #[test]
 fn golden_descriptor_ids() {
     let file = golden::json("descriptors.json");
@@ -184,7 +184,7 @@ fn rows(value: &Value) -> Vec<Row> {
     value.as_array().unwrap().iter().map(row).collect()
 }
 
-// vLLM 22: MLA as a single region; strided rows
+// vLLM 22: MLA is a single region, and rows may be strided
 #[test]
 fn golden_strided_rows() {
     let file = golden::json("descriptors.json");

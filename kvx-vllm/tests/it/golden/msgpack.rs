@@ -312,7 +312,7 @@ fn golden_mooncake_responses() {
     );
 }
 
-// vLLM 47: PUSH_REG: prefix and payload, byte for byte
+// vLLM 47: PUSH_REG notifications equal vLLM's byte for byte, prefix and payload
 #[test]
 fn golden_push_registrations() {
     let pick = |case: &'_ Case| {

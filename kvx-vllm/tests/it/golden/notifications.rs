@@ -24,7 +24,7 @@ fn check(entry: &Value, expected: EngineNotification) {
     assert_eq!(read.encode(), bytes);
 }
 
-// vLLM 43: the completion carries the number of readers
+// vLLM 43: a completion carries the number of readers
 #[test]
 fn golden_completions() {
     for entry in entries("completion") {
@@ -36,7 +36,7 @@ fn golden_completions() {
     }
 }
 
-// vLLM 37: heartbeats on the wire, several ids, bounded length
+// vLLM 37: heartbeats have vLLM's format, carry several ids, and are bounded in length
 #[test]
 fn golden_heartbeats() {
     for entry in entries("heartbeat") {

@@ -89,7 +89,8 @@ fn written(heads: Heads, (p_tp, d_tp, d_rank): (u32, u32, u32), stages: &[&[&str
     assert_eq!(bytes.len() as u64, whole, "{heads:?} {p_tp} -> {d_tp}, rank {d_rank}");
 }
 
-// vLLM 55: every byte of every head written once, any sizes, MLA, pipeline stages apart
+// vLLM 55: every byte of every head is written once, for any TP sizes, for MLA and for separate
+//     pipeline stages
 #[test]
 fn every_byte_of_every_head_is_written_once_between_engines_of_any_sizes() {
     let kinds = [Heads::Replicated, Heads::Sharded(1), Heads::Sharded(2), Heads::Sharded(8)];
@@ -108,7 +109,8 @@ fn every_byte_of_every_head_is_written_once_between_engines_of_any_sizes() {
 
 /// A vLLM rejects a request with a different layer number; its error message is the only source of
 /// this rule.
-// vLLM 55: a layer's number, without which a vLLM refuses *(seen with 0.32)*
+// vLLM 55: a layer is identified by its number, without which a vLLM rejects the request *(seen
+//     with 0.32)*
 #[test]
 fn a_layer_is_told_by_the_number_in_its_name() {
     let layers = [
@@ -128,7 +130,7 @@ fn a_layer_is_told_by_the_number_in_its_name() {
     assert_eq!(told(&without, 0, 1).registered_layer_indices, [0]);
 }
 
-// vLLM 55: regions paired by the name of the layer and its occurrence, else by position
+// vLLM 55: regions are paired by layer name and occurrence, or else by position
 #[test]
 fn regions_are_paired_by_name_and_occurrence_or_else_by_position() {
     let heads = Heads::Sharded(2);
@@ -162,7 +164,7 @@ fn regions_are_paired_by_name_and_occurrence_or_else_by_position() {
     assert!(why.contains("in KV cache group 0 here and 1 at the peer"), "{why}");
 }
 
-// vLLM 55: a stage without a layer of the consumer's writes nothing
+// vLLM 55: a pipeline stage that has none of the consumer's layers writes nothing
 #[test]
 fn a_stage_without_a_layer_of_the_consumers_writes_nothing() {
     let heads = Heads::Sharded(2);

@@ -214,11 +214,11 @@ fn allowed(consumer: &Engine, producer: &Engine, model: &Model, permute: bool) -
     consumer.block_tokens.is_multiple_of(producer.block_tokens) && all.all(fits)
 }
 
-// vLLM 11: a prompt shorter than a block still moves one block (tokens from 1 up in the byte-exact
-//     runs)
-// vLLM 15: TP pairs (1,1) (2,1) (4,2) (4,4) and all others up to 8, every byte checked
-// vLLM 43: split local blocks, offsets, lengths: every byte
-// vLLM 47: MLA: a writing producer reaches every consumer rank; completion counts with pp
+// vLLM 11: a prompt shorter than a block moves one block (the byte-exact runs start at one token)
+// vLLM 15: every byte arrives with TP pairs (1,1) (2,1) (4,2) (4,4) and all others up to 8
+// vLLM 43: every byte arrives with split local blocks, and with any offsets and lengths
+// vLLM 47: MLA: a producer that writes reaches every consumer rank, and completion counts include
+//     pipeline stages
 #[test]
 fn every_element_arrives_between_engines_of_any_shape() {
     let (mut pulled, mut pushed, mut refused) = (0, 0, 0);

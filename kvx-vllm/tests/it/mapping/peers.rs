@@ -117,7 +117,7 @@ fn ranks(map: &PeerMap, moves: &Moves) -> (Vec<u32>, Vec<u32>) {
     (read, moves.notify_only.iter().map(|source| rank(*source)).collect())
 }
 
-// vLLM 6: layout mismatch fails; LBHNC into LBNHC with enable_permute_local_kv
+// vLLM 6: a layout mismatch is rejected; `enable_permute_local_kv` permutes LBHNC into LBNHC
 #[test]
 fn a_layout_mismatch_is_refused_or_permuted() {
     let tokens_first = Side { layout: KvLayout::Lbnhc, ..SIDE };
@@ -143,8 +143,8 @@ fn a_layout_mismatch_is_refused_or_permuted() {
     assert!(!a.reads(0, b, &groups(1)).unwrap().finishing().unwrap().reorders());
 }
 
-// vLLM 7: replicated GQA block length accepted, wrong one refused; head split needs contiguous
-//     heads
+// vLLM 7: block lengths of replicated GQA heads are accepted and wrong ones rejected; a split of
+//     heads needs contiguous heads
 #[test]
 fn block_lengths_follow_heads_and_wrong_ones_are_refused() {
     // Two heads on eight ranks and on four ranks: every rank holds one.
@@ -172,7 +172,7 @@ fn heads_are_divided_only_where_they_are_ranges_of_bytes() {
     assert_eq!((lane.remote.grid.base, lane.remote.grid.length), (4 * 4096, 4 * 4096));
 }
 
-// vLLM 16: P_TP > D_TP: one read per source rank
+// vLLM 16: with more producer ranks than consumer ranks, each source rank is read once
 #[test]
 fn a_producer_of_more_ranks_is_read_once_per_rank() {
     let (two, eight) = (Side { tp: 2, ..SIDE }, Side { tp: 8, ..SIDE });
@@ -186,8 +186,8 @@ fn a_producer_of_more_ranks_is_read_once_per_rank() {
     assert_eq!(map.consumers(), 1);
 }
 
-// vLLM 12: empty lists move nothing and tell every rank
-// vLLM 16: MLA: one read, the other ranks get a bare notification
+// vLLM 12: empty block lists move nothing and notify every rank
+// vLLM 16: MLA: one rank is read, and the other ranks get a notification only
 #[test]
 fn a_replicated_latent_is_read_once_and_the_other_ranks_are_told() {
     let latent = Side { heads: Heads::Replicated, ..SIDE };
@@ -206,7 +206,7 @@ fn a_replicated_latent_is_read_once_and_the_other_ranks_are_told() {
     assert_eq!((map.consumers(), map.sources()[0].rank().tp), (2, 1));
 }
 
-// vLLM 7: MLA target with a draft's head slices (NVFP4 left out)
+// vLLM 7: an MLA target is combined with the head slices of a draft model (without NVFP4)
 #[test]
 fn heads_of_a_draft_are_divided_beside_a_latent() {
     let draft = Side { heads: Heads::Replicated, draft: Some(Heads::Sharded(8)), ..SIDE };
@@ -228,7 +228,7 @@ fn heads_of_a_draft_are_divided_beside_a_latent() {
     refused(other.reads(0, draft, &groups(1)), ErrorKind::Incompatible, "layouts differ");
 }
 
-// vLLM 22: sizes that do not divide are declined
+// vLLM 22: block sizes that do not divide each other are rejected
 #[test]
 fn block_sizes_that_do_not_divide_are_declined() {
     for (own, theirs, word) in [(16, 32, "multiple"), (48, 32, "multiple"), (16, 5, "multiple")] {
@@ -255,7 +255,7 @@ fn block_sizes_that_do_not_divide_are_declined() {
     refused(written, ErrorKind::Incompatible, "equal sizes");
 }
 
-// vLLM 22: hetero block splits stay within the request's blocks
+// vLLM 22: blocks split for a peer's block size stay within the request's blocks
 #[test]
 fn sub_blocks_stay_within_the_requests_blocks() {
     let map = SIDE.reads(0, Side { tokens: 4, ..SIDE }, &groups(1)).unwrap();
@@ -273,7 +273,7 @@ fn sub_blocks_stay_within_the_requests_blocks() {
     assert_eq!(moved.ranks[0].pairings[0].remote.as_list().unwrap(), [9, 10]);
 }
 
-// vLLM 45: post-processing zeroes the untransferred tail
+// vLLM 45: post-processing zeroes the tail that was not transferred
 #[test]
 fn what_was_not_filled_becomes_zero() {
     let map = SIDE.reads(0, Side { tokens: 4, ..SIDE }, &groups(1)).unwrap();
@@ -346,7 +346,7 @@ fn units_that_were_paired_elsewhere_give_the_same_moves() {
     }
 }
 
-// vLLM 47: completions of a writing producer: all stages and ranks
+// vLLM 47: a consumer expects completions from all stages and ranks of a producer that writes
 #[test]
 fn completions_count_all_stages_and_ranks_that_write() {
     for (consumer, producer, expected) in [(1, 1, 1), (2, 1, 1), (1, 4, 4), (2, 8, 4)] {
@@ -358,7 +358,7 @@ fn completions_count_all_stages_and_ranks_that_write() {
     }
 }
 
-// vLLM 28: regions of different memory kinds are paired apart
+// vLLM 28: regions in different kinds of memory are paired separately
 #[test]
 fn kinds_of_memory_are_moved_apart() {
     let mixed = SIDE.caches_with(|layer| {
@@ -375,7 +375,7 @@ fn kinds_of_memory_are_moved_apart() {
     assert_eq!(moves(&map, &[1], &[2]).unwrap().ranks[0].pairings.len(), 2);
 }
 
-// vLLM 45: groups with lists of their own, windows, cached prefixes
+// vLLM 45: each KV cache group has its own block lists, windows and cached prefixes
 #[test]
 fn groups_have_lists_of_their_own() {
     let two_groups = |side: Side| {

@@ -46,7 +46,8 @@ fn map(local: &Caches, stages: &[Geometry], groups: usize) -> Result<PeerMap> {
     PeerMap::new(Op::Read, local, Tp::new(0, 1).unwrap(), &remote, &options)
 }
 
-// vLLM 21: regions, lengths, base addresses, memory type per buffer device
+// vLLM 21: layers become regions with lengths, base addresses and the memory type of the buffer
+//     device
 #[test]
 fn layers_become_regions_in_natural_order() {
     let caches = caches(vec![
@@ -71,7 +72,7 @@ fn layers_become_regions_in_natural_order() {
     assert_eq!(MemoryType::of_buffer_device("tpu").unwrap_err().kind(), ErrorKind::Invalid);
 }
 
-// vLLM 21: K and V in one or two regions, halves, layers that share memory
+// vLLM 21: K and V are one or two regions or two halves of one, and layers may share memory
 #[test]
 fn k_and_v_apart_are_two_regions_and_halves_are_one_in_two_parts() {
     let apart = LayerCache {
@@ -141,7 +142,7 @@ fn rows() -> Caches {
     caches((0..4).map(row).collect()).unwrap()
 }
 
-// vLLM 22: packed rows are registered whole, padding is not moved
+// vLLM 22: packed rows are registered whole, and their padding is not moved
 #[test]
 fn whole_rows_are_registered_and_their_padding_is_not_moved() {
     let caches = rows();
@@ -210,7 +211,7 @@ fn rows_of_a_peer_are_split_into_layers() {
     assert_eq!(Geometry::advertised(&elsewhere).unwrap_err().kind(), ErrorKind::Malformed);
 }
 
-// vLLM 22: per-region capacities
+// vLLM 22: each region is limited by its own capacity
 #[test]
 fn regions_of_different_capacity_are_bounded_by_their_own() {
     let sized = |name: &str, base, group, blocks| LayerCache { blocks, ..layer(name, base, group) };
@@ -241,10 +242,12 @@ fn regions_of_different_capacity_are_bounded_by_their_own() {
     assert_eq!(moves(vec![[1].into()], vec![[1].into()]).unwrap_err().kind(), ErrorKind::Invalid);
 }
 
-// vLLM 8: regions of pipeline stages aggregated by (pp, tp); every rank needed
-// vLLM 22: pipeline pairing by layer name; missing, duplicate, inconsistent refused
-// vLLM 44: pp ranks: stages and lanes per stage
-// vLLM 47: layer-name alignment; missing, duplicate, inconsistent refused
+// vLLM 8: regions of pipeline stages are collected by (pp, tp), and every rank is required
+// vLLM 22: pipeline stages are paired by layer name; missing, duplicate and inconsistent names are
+//     rejected
+// vLLM 44: each pipeline stage of the peer is a source with its own lanes
+// vLLM 47: pushed layers are aligned by name; missing, duplicate and inconsistent names are
+//     rejected
 #[test]
 fn stages_of_a_pipeline_are_paired_by_layer_names() {
     let layers = |range: std::ops::Range<u64>| {
@@ -299,7 +302,7 @@ fn stages_of_a_pipeline_are_paired_by_layer_names() {
     refused(&[Geometry::new(other_group.collect(), KvLayout::Lbhnc, 16, 1, 0).unwrap()], "group");
 }
 
-// vLLM 21: what is advertised to each version is what a peer understands
+// vLLM 21: each version is sent only metadata that it understands
 #[test]
 fn what_is_advertised_is_what_a_peer_understands() {
     let two_groups = caches(vec![
@@ -357,7 +360,7 @@ fn unsupported_metadata_is_rejected_with_a_reason() {
     }
 }
 
-// vLLM 21: the metadata of a live vLLM is a geometry, and is advertised byte for byte
+// vLLM 21: metadata of a live vLLM is parsed as a geometry and written back byte for byte
 #[test]
 fn golden_captured_metadata_is_a_geometry() {
     let read = |side: &str| {

@@ -83,7 +83,7 @@ fn variables_and_keys_are_used() {
     assert_eq!(port.bootstrap, Bootstrap::Own(9100));
 }
 
-// vLLM 56: the owner is TP 0, PP 0, DP 0
+// vLLM 56: the worker with TP, PP and DP rank 0 owns the bootstrap server
 #[test]
 fn the_first_rank_of_a_prefill_serves_the_bootstrap_server() {
     let first = WorkerRank::default();
@@ -116,7 +116,7 @@ fn other_data_parallel_ranks_register_at_the_host_of_the_first() {
     assert_eq!(bootstrap(1, "10.0.0.1", named), at("10.0.0.9", 1));
 }
 
-// vLLM 56: an external address is checked
+// vLLM 56: an invalid external address of the bootstrap server is rejected
 #[test]
 fn an_external_address_that_is_none_is_refused_by_its_key() {
     for bad in ["h", "h:0", ":1", "h:65536", "http://h:1", "::1:80"] {

@@ -109,7 +109,7 @@ fn said(actions: &[MooncakeAction]) -> Option<(u64, &[u8])> {
     answers.first().copied()
 }
 
-// vLLM 56, 58: before 0.16: the question and the answers byte for byte
+// vLLM 56, 58: before 0.16: pull requests and answers equal vLLM's byte for byte
 #[test]
 fn messages_are_those_of_vllm() {
     let mut asked = told((0, 1), 7);
@@ -135,7 +135,7 @@ fn messages_are_those_of_vllm() {
     assert_eq!(PullRequest::decode(&kvx.kvx_question.unwrap()).unwrap(), asked);
 }
 
-// vLLM 56, 58: before 0.16: what a prefill answers its client, and whom a decode asks by it
+// vLLM 56, 58: before 0.16: a prefill's answer to its client names the address that a decode asks
 #[test]
 fn a_prefill_answers_where_it_listens_and_vllm_finds_its_keys() {
     let params = prefilled(&mut rig(Role::Producer), "cmpl-x-0-0123abcd", 10);
@@ -205,7 +205,7 @@ fn requests_are_sent_separately_and_fail_separately() {
     assert_eq!(decode.outcomes(0.1), [loaded("d-2")]);
 }
 
-// vLLM 58, 59: before 0.16: one answer for all, when nothing is written any more
+// vLLM 58, 59: before 0.16: a decode gets one answer for all its requests, after the last write
 #[test]
 fn a_plain_decode_is_written_and_hears_one_answer_for_all() {
     let mut prefill = rig(Role::Producer);

@@ -54,7 +54,7 @@ fn answers_for_other_requests_are_counted_and_change_nothing() {
     assert!(decode.scheduler.is_loading(&"d-2".into()));
 }
 
-// vLLM 58: a decode asks all ranks and stages that hold a part
+// vLLM 58: a decode asks all ranks and stages that hold a part of its blocks
 #[test]
 fn every_worker_that_holds_a_part_is_asked_and_waited_for() {
     // (own rank, own size, prefill's tensor and pipeline size) and the expected workers.
@@ -87,7 +87,8 @@ fn every_worker_that_holds_a_part_is_asked_and_waited_for() {
     assert!(matches!(decode.outcomes(0.0)[..], [Outcome::Failed { .. }]));
 }
 
-// vLLM 61: steady pulls omit the layout, LAYOUT_MISS, peers without an echo
+// vLLM 61: later pull requests omit the layout, LAYOUT_MISS has it sent again, and peers that do
+//     not echo its id always get it
 #[test]
 fn the_layout_is_left_out_once_the_prefill_has_named_it_and_sent_again_when_it_asks() {
     let mut decode = Rig::decode();
@@ -122,7 +123,7 @@ fn the_layout_is_left_out_once_the_prefill_has_named_it_and_sent_again_when_it_a
     assert!(matches!(decode.outcomes(0.2)[..], [Outcome::Failed { .. }]));
 }
 
-// vLLM 59: a failed load waits for every worker, or for the fence
+// vLLM 59: a failed load ends after every worker has answered, or after its fence
 #[test]
 fn a_failed_load_waits_for_every_worker_or_for_the_fence() {
     for fenced in [true, false] {
@@ -192,7 +193,7 @@ fn a_settled_answer_ends_the_wait_for_the_fence() {
     assert!(decode.outcomes(0.3).is_empty(), "it is reported only once");
 }
 
-// vLLM 59: FINISH settles what is pending, and only that
+// vLLM 59: FINISH settles exactly the requests that are pending
 #[test]
 fn an_end_without_a_word_fails_those_that_wait_and_no_others() {
     for status in [Finish, Error] {
@@ -499,7 +500,7 @@ fn invalid_answers_do_not_affect_other_loads() {
     assert_eq!(fences(&decode.actions()), 1);
 }
 
-// vLLM 58: roles
+// vLLM 58: legs that contradict the engine's role are rejected
 #[test]
 fn legs_of_the_other_role_and_addresses_that_are_none_are_refused_in_words() {
     let refused = |settings: Settings, leg: MooncakeLeg| {

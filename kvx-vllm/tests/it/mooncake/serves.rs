@@ -75,7 +75,7 @@ fn writes_of(prefill: &mut Rig, now: f64, ask: u64, transfer: &str) -> Vec<Move>
     writes(&prefill.asked(now, ask, &question(D1, &[("d", transfer, &[100, 101, 102])])))
 }
 
-// vLLM 60: a thousand questions that wait keep nobody from being served
+// vLLM 60: a thousand waiting pull requests do not delay the ones that can be served
 #[test]
 fn a_thousand_that_wait_keep_nobody_from_being_served() {
     let mut prefill = Rig::prefill();
@@ -115,7 +115,8 @@ fn a_request_for_several_transfers_is_answered_one_by_one() {
     );
 }
 
-// vLLM 60: an abort of the prefill wakes the decode at once, also one that asks later
+// vLLM 60: an abort of the prefill fails a waiting decode at once, and also a decode that asks
+//     later
 #[test]
 fn an_abort_wakes_the_decode_that_waits_and_tells_the_one_that_asks_later() {
     for status in [Status::Aborted, Status::Failed, Status::Stopped] {
@@ -133,7 +134,7 @@ fn an_abort_wakes_the_decode_that_waits_and_tells_the_one_that_asks_later() {
     }
 }
 
-// vLLM 57: only LENGTH_CAPPED delays
+// vLLM 57: only a prefill that ends as LENGTH_CAPPED delays freeing its blocks
 #[test]
 fn only_a_prefill_that_was_cut_at_its_length_keeps_its_blocks() {
     for (status, keeps) in [
@@ -177,7 +178,7 @@ fn a_time_limit_during_a_write_waits_for_it() {
     assert_eq!(prefill.outcomes(480.5), [free("p-1")]);
 }
 
-// vLLM 60: and ends the wait for a prefill that never comes
+// vLLM 60: the time limit ends a decode's wait for a prefill that never arrives
 #[test]
 fn who_waits_for_a_prefill_that_never_comes_hears_so_in_vllms_words() {
     let mut prefill = Rig::prefill();
@@ -190,7 +191,7 @@ fn who_waits_for_a_prefill_that_never_comes_hears_so_in_vllms_words() {
     assert!(prefill.worker.is_empty());
 }
 
-// vLLM 58: need_send: a prefill waits for all readers, also of stages
+// vLLM 58: `need_send`: a prefill waits for all its readers, also those of several pipeline stages
 #[test]
 fn blocks_are_kept_until_all_readers_have_had_them() {
     // Own rank and size, the decode's size and stages, and the ranks that must all have asked.
@@ -367,7 +368,7 @@ fn a_replica_that_does_not_send_says_so_at_once() {
     assert_eq!(prefill.outcomes(0.2), [free("p-1")]);
 }
 
-// vLLM 63: groups of another number are an error
+// vLLM 63: a pull request with a wrong number of KV cache groups is an error
 #[test]
 fn a_decode_whose_memory_does_not_fit_is_told_why() {
     let mut prefill = Rig::prefill();

@@ -133,7 +133,7 @@ fn an_error_answer_gives_an_error_with_its_message() {
     assert_eq!(stream.push(format!("data: {body}\n").as_bytes()).unwrap_err().key(), "error");
 }
 
-// vLLM 46: the later turn's prefill leg is given that answer
+// vLLM 46: the prefill leg of a later turn carries the parameters of the decode's answer
 #[test]
 fn answers_of_the_wrong_leg_are_told_apart() {
     let mut from_decode = handed_over();

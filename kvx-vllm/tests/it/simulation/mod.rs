@@ -40,11 +40,11 @@ const EACH: Duration = Duration::from_millis(120);
 
 /// The tests that run all seeds.
 const ALL_SEEDS: &[(&str, fn())] = &[
-    // vLLM 32: no wrong block is kept by a request that recomputes, none is taken for loaded
+    // vLLM 32: a recomputing request keeps no invalid block, and no invalid block counts as loaded
     // vLLM 34: blocks of loads in flight stay reserved, whatever happens
     ("every_request_ends_and_no_block_is_leaked_reused_early_or_stale", engines_of_one_dialect),
-    // vLLM 59, 60: before 0.16, to kvx and to plain agents: reorder, loss, restarts and aborts in
-    //     virtual time, every fourth seed
+    // vLLM 59, 60: before 0.16: transfers with kvx and plain agents survive reordering, loss,
+    //     restarts and aborts in virtual time, in every fourth seed
     ("every_transfer_ends_and_no_block_is_leaked_reused_early_or_written_late", mooncake_engines),
     ("the_same_holds_between_engines_of_unequal_dialects", engines_of_unequal_dialects),
 ];

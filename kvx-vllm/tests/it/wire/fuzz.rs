@@ -102,7 +102,7 @@ fn messages_of_ranks() {
     run("group", &seeds, group::fuzz::group);
 }
 
-// vLLM 3: any bytes at all
+// vLLM 3: arbitrary bytes as a handshake payload cause no panic
 #[test]
 fn handshake_payloads() {
     run(

@@ -65,7 +65,7 @@ fn shake(listener: &Listener, mut handshake: Handshake) -> Result<HandshakenPeer
     handshake.finish()
 }
 
-// vLLM 1: a prefill side's handshake arrives; the agent's bytes are unchanged
+// vLLM 1: a prefill's handshake arrives with the agent's bytes unchanged
 #[test]
 fn the_agents_bytes_arrive_as_the_prefill_side_published_them() {
     let mut listener = Listener::new(hash());
@@ -94,7 +94,7 @@ fn metadata_is_kept_by_pipeline_and_tensor_rank() {
     assert_eq!(devices, [(0, 1, 1), (0, 2, 2), (1, 1, 11), (1, 2, 12)]);
 }
 
-// vLLM 8: a legacy version cannot ask for a stage
+// vLLM 8: a legacy version cannot ask for a pipeline stage
 #[test]
 fn a_legacy_dialect_cannot_ask_for_a_pipeline_stage() {
     for version in [Version::V0_16, Version::V0_20] {
@@ -108,8 +108,8 @@ fn a_legacy_dialect_cannot_ask_for_a_pipeline_stage() {
     }
 }
 
-// vLLM 2: every differing factor is refused, the escape hatch passes
-// vLLM 5: the transfer mode changes the hash
+// vLLM 2: a difference in any factor is rejected, unless the check is disabled
+// vLLM 5: the transfer mode changes the compatibility hash
 #[test]
 fn a_different_factor_is_a_different_hash_and_is_refused() {
     let changes: [(&str, fn(&mut CompatibilityFactors)); 12] = [
@@ -154,7 +154,7 @@ fn a_different_factor_is_a_different_hash_and_is_refused() {
     }
 }
 
-// vLLM 2: block size and layout are no factors
+// vLLM 2: block size and layout are not part of the compatibility hash
 #[test]
 fn block_size_and_layout_are_no_factors() {
     let mut other = metadata("prefill");
@@ -175,7 +175,7 @@ fn draft(change: impl FnOnce(&mut SpeculativeFactors)) -> CompatibilityHash {
     with.hash().unwrap()
 }
 
-// vLLM 4: method, model and revisions of a draft model change the hash
+// vLLM 4: method, model and revisions of a draft model change the compatibility hash
 #[test]
 fn what_a_draft_model_is_changes_the_hash() {
     let plain = draft(|_| ());
@@ -189,14 +189,14 @@ fn what_a_draft_model_is_changes_the_hash() {
     assert_ne!(plain, draft(|factors| factors.kv_cache_dtype = Some("fp8".to_owned())));
 }
 
-// vLLM 4: an inherited cache type equals one that is named
+// vLLM 4: a draft model's inherited cache type hashes like an explicit one
 #[test]
 fn a_draft_model_that_inherits_the_targets_cache_type_is_the_same_as_one_that_names_it() {
     assert_eq!(draft(|_| ()), draft(|factors| factors.kv_cache_dtype = Some("auto".to_owned())));
 }
 
 /// The draft's attention backend is visible in its blocks, which are checked after the handshake.
-// vLLM 4: a draft model's attention backend is not hashed
+// vLLM 4: a draft model's attention backend is not part of the compatibility hash
 #[test]
 fn a_draft_models_attention_backend_is_no_factor() {
     let mut with = factors();
@@ -222,7 +222,7 @@ fn older_dialects_have_the_factors_that_they_had() {
     assert_eq!(keys(Version::V0_33), [false, true, true, true]);
 }
 
-// vLLM 5: parameters tell tp_size, dcp_size and transfer_mode
+// vLLM 5: transfer parameters carry `tp_size`, `dcp_size` and `transfer_mode`
 #[test]
 fn parameters_tell_the_topology_and_the_mode() {
     let mut remote = RemoteBlocks::new("prefill", "r", "h", 5600, vec![vec![1]]);
@@ -239,7 +239,7 @@ fn parameters_tell_the_topology_and_the_mode() {
     }
 }
 
-// vLLM 3: bad msgpack and missing fields, outer and inner, are errors
+// vLLM 3: invalid msgpack and missing fields, outer and inner, are errors
 #[test]
 fn bytes_that_cannot_be_read_are_an_error_of_their_own() {
     let truncated = |mut bytes: Vec<u8>| {
@@ -276,7 +276,7 @@ fn bytes_that_cannot_be_read_are_an_error_of_their_own() {
 }
 
 /// As in vLLM, a peer of another version gets a version error, not one about unreadable metadata.
-// vLLM 3: the checks come in vLLM's order
+// vLLM 3: the handshake's checks run in vLLM's order
 #[test]
 fn the_checks_come_in_vllms_order() {
     let other_hash = CompatibilityHash::foreign("other");
@@ -398,7 +398,7 @@ fn keys_that_a_version_lacks_are_written_only_with_non_default_values() {
     assert_eq!((read.block_strides, read.kvx_metadata), (vec![128], Some(vec![1, 2, 3])));
 }
 
-// vLLM 9: the listener appends its clock for who can read it
+// vLLM 9: the listener appends its clock for versions that can read it
 #[test]
 fn the_answer_carries_the_clock_for_who_can_read_it() {
     let mut listener = Listener::new(hash());
@@ -417,7 +417,7 @@ fn the_answer_carries_the_clock_for_who_can_read_it() {
     assert_eq!(frames(&newer)[2], frames(&older)[2]);
 }
 
-// vLLM 9: the offset is that of the shortest round trip
+// vLLM 9: the clock offset is that of the shortest round trip
 #[test]
 fn the_clock_offset_is_that_of_the_shortest_round_trip() {
     let mut handshake =
@@ -608,7 +608,7 @@ fn the_tag_may_be_text_as_vllm_takes_it() {
     assert!(listener.answer(&message, at(0)).unwrap().refusal().is_none());
 }
 
-// vLLM 8: an engine with stages refuses a legacy peer
+// vLLM 8: an engine with pipeline stages rejects a legacy peer
 #[test]
 fn an_engine_with_stages_refuses_a_peer_that_cannot_name_them() {
     let mut listener = Listener::new(hash());
@@ -620,7 +620,7 @@ fn an_engine_with_stages_refuses_a_peer_that_cannot_name_them() {
     assert_eq!(frames, 3, "an older peer expects one frame");
 }
 
-// vLLM 41: a changed registration is a new generation for the parameters
+// vLLM 41: a changed registration raises the generation that the parameters carry
 #[test]
 fn a_changed_registration_is_a_new_generation() {
     let mut listener = Listener::new(hash());

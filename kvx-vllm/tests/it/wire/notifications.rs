@@ -32,7 +32,7 @@ fn malformed_notifications_are_errors() {
     }
 }
 
-// vLLM 47: malformed registrations are errors, not crashes
+// vLLM 47: malformed push registrations are errors, not crashes
 #[test]
 fn malformed_registrations_are_errors_that_name_the_key() {
     for (map, named) in [
@@ -89,7 +89,7 @@ fn notifications_that_would_be_misread_are_not_created() {
     assert_eq!(EngineNotification::done("a:b,c", 3).unwrap().encode(), b"a:b,c:3");
 }
 
-// vLLM 37: many requests share heartbeats
+// vLLM 37: many requests share heartbeat messages
 #[test]
 fn many_requests_share_heartbeats_that_every_transport_carries() {
     let ids: Vec<String> = (0..5000).map(|index| format!("cmpl-{index:036}-0-0123abcd")).collect();

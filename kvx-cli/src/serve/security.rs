@@ -54,9 +54,9 @@ const REFUSED_VARIABLES: &[(&str, &str)] = &[
 pub(super) const WITHOUT_EFFECT: &[(&str, &str)] = &[
     ("VLLM_SERVER_DEV_MODE", "there are no paths for developers here"),
     ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "adapters are not supported"),
-    ("VLLM_ALLOW_INSECURE_SERIALIZATION", "nothing is unpickled here"),
+    ("VLLM_ALLOW_INSECURE_SERIALIZATION", "this server unpickles no data"),
     ("VLLM_DEBUG_LOG_API_SERVER_RESPONSE", "answers are not logged here"),
-    ("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "nothing is downloaded here"),
+    ("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "this server downloads no media"),
     ("VLLM_PLUGINS", "no plug-in of vLLM is loaded here"),
 ];
 

@@ -88,7 +88,7 @@ impl JsonObject {
         self.fields.iter().map(|(key, value)| (key.clone(), sketched(value))).collect()
     }
 
-    /// Returns the text of this object after the changes that somebody made to its sketch.
+    /// Returns the text of this object after the changes that were made to its sketch.
     pub(crate) fn with_changes(&self, sketch: &Value, changed: &Value) -> Bytes {
         let (Value::Object(before), Value::Object(after)) = (sketch, changed) else {
             debug_assert!(false, "a sketch is an object, and so is every leg");

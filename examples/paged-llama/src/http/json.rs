@@ -17,7 +17,7 @@ const ELEMENT: usize = 2 * size_of::<Value>();
 const FIELD: usize = 2 * (size_of::<String>() + size_of::<Value>());
 /// The first node of an object, which has space for 11 fields.
 const OBJECT: usize = 6 * FIELD;
-/// What an allocation takes in addition to its length.
+/// The overhead of an allocation beyond its length.
 const ALLOCATION: usize = 32;
 
 /// Parses a text.

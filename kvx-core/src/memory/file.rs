@@ -13,7 +13,8 @@ const HUGE: u64 = 2 << 20;
 
 impl Memory {
     /// Adopts the first `len` bytes of a memory file of the program (a memfd, also on huge pages).
-    /// Peers on this host map it like a [`pool`](Memory::pool), and read it as fast.
+    /// Peers on this host map it like a [`pool`](Memory::pool), and read it as fast, unless pages
+    /// beyond `len` are missing in the file.
     ///
     /// kvx maps the file once more and keeps its content. The program's own mappings stay as they
     /// are. kvx seals the file's size and prevents new writable mappings, so map it first. Peers on

@@ -58,7 +58,8 @@ pub struct PoolProperties {
     pub numa_node: Option<u32>,
     /// True if the pages are locked in memory.
     pub locked: bool,
-    /// True if every page was touched before the pool was returned.
+    /// True if every page was touched before the pool was returned, also those of an adopted file
+    /// that lie beyond the memory.
     pub touched: bool,
 }
 
@@ -259,10 +260,14 @@ impl PoolMapping {
         }
     }
 
-    /// Records the properties of an adopted file, all of whose pages are present now.
+    /// Records the properties of an adopted file, whose mapped pages are present now. Pages beyond
+    /// them may be missing, and peers do not map such a file.
     pub(super) fn note_found(&mut self) {
-        self.granted =
-            PoolProperties { pages: self.pages(), touched: true, ..self.granted.clone() };
+        let touched = rustix::fs::fstat(&self.file).is_ok_and(|stat| {
+            let bytes = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512);
+            u64::try_from(stat.st_size).is_ok_and(|size| bytes >= size)
+        });
+        self.granted = PoolProperties { pages: self.pages(), touched, ..self.granted.clone() };
     }
 
     fn advise(&self, advice: Advice) -> Result<(), rustix::io::Errno> {

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::ffi::c_void;
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,7 +12,7 @@ use kvx_backend::control::errors::still_shared;
 use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::{IpcHandle, RegionKey, RegionSpec, Ticket};
 use kvx_core::{DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
-use rustix::fs::{Mode, OFlags, SealFlags, SeekFrom};
+use rustix::fs::SealFlags;
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
@@ -229,8 +229,9 @@ impl Mapping {
         let mapped = len.checked_next_multiple_of(page).unwrap_or(size).min(size);
         // Reading a missing page allocates it at this process's expense, and a missing huge page
         // would kill this process if none is in reserve. The seals prevent removing pages later.
-        let whole = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512) >= size;
-        if !whole && (huge || has_holes(file, mapped)) {
+        // `lseek` would find the holes, but waits for a lock that the peer's writes to the file
+        // hold, also while they wait for a page fault.
+        if u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512) < size {
             return Err(error(
                 ErrorKind::Unsupported,
                 "the peer's pool has pages that are not allocated: its owner must build it with \
@@ -289,16 +290,6 @@ impl Mapping {
         touched.ok()?;
         Some(from + len)
     }
-}
-
-/// Returns true if pages are missing in the first `len` bytes of a file, or if that cannot be known.
-fn has_holes(file: &OwnedFd, len: u64) -> bool {
-    // The peer shares the offset of the descriptor that it passed, so it stays as it is.
-    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    let Ok(own) = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) else {
-        return true;
-    };
-    !matches!(rustix::fs::seek(own, SeekFrom::Hole(0)), Ok(hole) if hole >= len)
 }
 
 impl Drop for Mapping {
@@ -490,23 +481,27 @@ mod tests {
     fn files_with_missing_pages_are_never_mapped() {
         /// The size of a huge page, which the kernel may use.
         const HALF: u64 = 2 << 20;
-        for (pages, len) in [(0..0, HALF), (HALF..2 * HALF, HALF), (0..HALF, 2 * HALF)] {
+        let first = 0..HALF;
+        // Also if pages are missing only beyond the region's bytes.
+        for (pages, len) in
+            [(0..0, HALF), (HALF..2 * HALF, HALF), (first.clone(), 2 * HALF), (first, HALF)]
+        {
             let sparse = file_with(2 * HALF, pages.clone(), SEALS);
             let refused = Mapping::of(&sparse, len).unwrap_err();
             assert_eq!(refused.kind(), ErrorKind::Unsupported, "{pages:?}: {refused}");
             assert!(refused.to_string().contains("pre_touch"), "{refused}");
         }
-        // Beyond the region's bytes pages may be missing.
-        let part = file_with(2 * HALF, 0..HALF, SEALS);
-        rustix::fs::seek(&part, SeekFrom::Start(5)).unwrap();
-        Mapping::of(&part, HALF).unwrap();
-        assert_eq!(rustix::fs::tell(&part).unwrap(), 5, "the owner's offset has changed");
     }
 
     #[test]
     fn a_pool_with_missing_pages_is_not_passed_as_a_file() {
         let sparse = Memory::pool(4096).pre_touch(false).build().unwrap();
         assert_eq!(Reach::of(&sparse), Reach::Foreign);
+        let [whole, part] = [0..4 << 20, 0..2 << 20].map(|pages| {
+            let file = file_with(4 << 20, pages, SealFlags::empty());
+            Reach::of(&Memory::adopt_file(file, 2 << 20).unwrap())
+        });
+        assert_eq!((whole, part), (Reach::Pool, Reach::Foreign));
     }
 
     #[test]

@@ -421,6 +421,7 @@ mod tests {
             assert!(read(&good[..len]).is_none(), "{len} bytes");
         }
     }
+
     #[test]
     fn freed_memory_contains_no_key() {
         let key: [u8; KEY] = std::array::from_fn(|at| 0x41 + at as u8);

@@ -21,7 +21,7 @@ use crate::tcp::machine::{HANDSHAKE, Machine};
 use crate::tcp::memory::deferred::LateAnswer;
 use crate::tcp::socket;
 
-/// The limit for connections whose handshake is not done; another one drops the oldest.
+/// The limit for connections whose handshake is not done.
 const MAX_HANDSHAKES: usize = 512;
 /// The limit for connections accepted in one turn.
 const ACCEPTS: usize = 32;

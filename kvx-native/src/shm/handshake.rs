@@ -296,8 +296,9 @@ impl Machine {
         self.to_probe.push_back(at);
     }
 
-    /// Begins the next probe.
-    pub(crate) fn next_probe(&mut self) -> Option<ProbeWork> {
+    /// Begins the next probe. A process whose earlier probe hangs is not probed: each could hang
+    /// another thread.
+    pub(crate) fn next_probe(&mut self, out: &mut Outbox) -> Option<ProbeWork> {
         while let Some(at) = self.to_probe.pop_front() {
             // Expected: the connection has ended, and another may have its place.
             let Some(connection) = self.connections.get_mut(at) else { continue };
@@ -317,18 +318,19 @@ impl Machine {
                 reachability: Ok(()),
             };
             self.probed = Some((at, probing));
-            return Some(work);
+            if !self.hung_probes.contains(&work.pid) {
+                return Some(work);
+            }
+            self.take_probe(Err(hung_probe()), out);
         }
         None
     }
 
     /// Abandons the probe that is under way: it hangs.
     pub(crate) fn abandon_probe(&mut self, out: &mut Outbox) {
-        let hangs = error(
-            ErrorKind::Unsupported,
-            "unresolved page fault in the memory by which the other end shows that it can be read",
-        );
-        self.take_probe(Err(hangs), out);
+        let connection = self.probed.as_ref().and_then(|(at, _)| self.connections.get(*at));
+        self.hung_probes.extend(connection.map(|connection| connection.process.pid));
+        self.take_probe(Err(hung_probe()), out);
     }
 
     /// Continues the handshake whose probe was under way.
@@ -422,9 +424,18 @@ impl DetachedWork<Machine> for ProbeWork {
         machine.take_probe(self.reachability, out);
     }
 
-    fn rejoin_late(&mut self, _: &mut Machine) {}
+    fn rejoin_late(&mut self, machine: &mut Machine) {
+        machine.hung_probes.remove(&self.pid);
+    }
 
     fn release(self) {}
+}
+
+fn hung_probe() -> Error {
+    error(
+        ErrorKind::Unsupported,
+        "unresolved page fault in the memory by which the other end shows that it can be read",
+    )
 }
 
 fn nobody_listens() -> Error {

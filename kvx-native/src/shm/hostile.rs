@@ -567,6 +567,32 @@ fn an_initiators_probe_that_hangs_holds_up_nobody_else() {
     target.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
 }
 
+/// A process opens more connections with such a probe than threads of a reactor may hang.
+#[test]
+fn a_process_hangs_one_thread_with_all_its_probes() {
+    let name = "shm::hostile::a_process_hangs_one_thread_with_all_its_probes";
+    let Some((page, probe)) = hung_probe(name) else { return };
+    let (target, region) = target();
+    let mut raws = Vec::new();
+    for _ in 0..70 {
+        let raw = Raw::to(&target);
+        let (greeting, hello) = greet(&invitation(&target), None, &probe.hello_rest()).unwrap();
+        raw.say(&hello).unwrap();
+        let welcome = raw.next().expect("an answer");
+        let Ok(Shared::Welcome { version, body }) = Shared::decode(&welcome) else {
+            panic!("{welcome:?}")
+        };
+        let (rest, _) = greeting.verify_welcome(version, body).unwrap();
+        let (_, reads_us) = Probe::of_welcome(rest).unwrap();
+        assert_eq!(reads_us.unwrap_err().kind, ErrorKind::Unsupported);
+        raws.push(raw);
+    }
+    a_good_client_works(&target, &region);
+    drop(page);
+    a_good_client_works(&target, &region);
+    target.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+}
+
 /// A target names such a page.
 #[test]
 fn a_targets_probe_that_hangs_holds_up_nobody_else() {

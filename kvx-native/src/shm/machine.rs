@@ -1,6 +1,6 @@
 //! The machine: its state, and its timers.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -52,6 +52,8 @@ pub(crate) struct Machine {
     pub(crate) to_probe: VecDeque<usize>,
     /// The connection whose probe is under way.
     pub(crate) probed: Option<(usize, Probing)>,
+    /// The processes whose abandoned probe still hangs.
+    pub(crate) hung_probes: HashSet<i32>,
     pub(crate) connecting: Vec<Connecting>,
     /// Revocations, by the connections whose peers hold the region.
     pub(crate) recalls: Recalls<usize, (RevokedRegion, Ticket)>,
@@ -106,6 +108,7 @@ impl Machine {
             links: HashMap::new(),
             to_probe: VecDeque::new(),
             probed: None,
+            hung_probes: HashSet::new(),
             connecting: Vec::new(),
             recalls: Recalls::default(),
             turns: WorkQueue::default(),

@@ -310,8 +310,8 @@ impl Progress for Machine {
         }
     }
 
-    fn next_work(&mut self, _: &mut Outbox) -> Option<ProbeWork> {
-        self.next_probe()
+    fn next_work(&mut self, out: &mut Outbox) -> Option<ProbeWork> {
+        self.next_probe(out)
     }
 
     fn abandon(&mut self, out: &mut Outbox) {

@@ -1,5 +1,6 @@
 //! Metrics of an engine's transfers for the program's recorder and log, under vLLM's names.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use metrics::{
@@ -21,6 +22,8 @@ const UNKNOWN: &str = "kvx_unknown_requests";
 pub(super) const HANDSHAKE: &str = "kvx_handshake_seconds";
 /// The time from the first observation to the line in the log.
 const EVERY: Duration = Duration::from_secs(10);
+/// The maximum number of failed handshakes whose repetitions are left out of the log.
+const MAX_HANDSHAKES: usize = 16;
 
 /// Describes the connector's metrics to the installed recorder. Call it once after installing one.
 /// [`METRICS`] has the bucket bounds, which exporters take in their own ways.
@@ -75,8 +78,9 @@ pub(super) struct Metrics {
     quarantined: Gauge,
     unknown: Counter,
     unknown_log: RefusalLog,
-    /// The last failed handshake in the log, and until when its repetitions are left out.
-    handshake: Option<(Time, TransferFailure)>,
+    /// The failed handshakes in the log, and until when their repetitions are left out; the oldest
+    /// first.
+    handshakes: VecDeque<(Time, TransferFailure)>,
     /// True if the metrics have the names of a MooncakeConnector.
     mooncake: bool,
     unsaid: TransferStats,
@@ -106,7 +110,7 @@ impl Metrics {
             quarantined: metrics::gauge!(QUARANTINED, &labels),
             unknown: metrics::counter!(UNKNOWN, &labels),
             unknown_log: RefusalLog::default(),
-            handshake: None,
+            handshakes: VecDeque::new(),
             unsaid: TransferStats::default(),
             due: Time::default(),
         }
@@ -148,11 +152,16 @@ impl Metrics {
         ) {
             return false;
         }
-        let repeats = self.handshake.as_ref().is_some_and(|(until, known)| {
-            now < *until && (&known.engine, &known.error) == (&failure.engine, &failure.error)
-        });
+        self.handshakes.retain(|(until, _)| now < *until);
+        let repeats = self
+            .handshakes
+            .iter()
+            .any(|(_, known)| (&known.engine, &known.error) == (&failure.engine, &failure.error));
         if !repeats {
-            self.handshake = Some((now + EVERY, failure.clone()));
+            if self.handshakes.len() == MAX_HANDSHAKES {
+                self.handshakes.pop_front();
+            }
+            self.handshakes.push_back((now + EVERY, failure.clone()));
         }
         repeats
     }
@@ -346,8 +355,11 @@ mod tests {
         assert!(!metrics.repeats_handshake(at(1), &failure));
         assert!(metrics.repeats_handshake(at(2), &failure));
         assert!(!metrics.repeats_handshake(at(2), &read));
+        assert!(!metrics.repeats_handshake(at(3), &other));
+        assert!(metrics.repeats_handshake(at(4), &failure), "two peers fail in turn");
+        assert!(metrics.repeats_handshake(at(5), &other));
         assert!(!metrics.repeats_handshake(at(11), &failure));
-        assert!(!metrics.repeats_handshake(at(12), &other));
+        assert!(!metrics.repeats_handshake(at(13), &other));
     }
 
     #[test]

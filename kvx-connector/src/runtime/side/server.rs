@@ -44,7 +44,10 @@ struct SideHandler {
     clock: Clock,
     secret: Option<Secret>,
     told: Mutex<SideListeners>,
+    /// Limits the log lines about kvx decodes without a valid proof.
     refusals: RefusalLog,
+    /// Limits the log lines about other refused handshakes.
+    handshakes: Arc<RefusalLog>,
 }
 
 #[derive(Debug)]
@@ -75,6 +78,7 @@ impl SideServer {
             secret: settings.secret.clone(),
             told: Mutex::new(told),
             refusals: RefusalLog::default(),
+            handshakes: Arc::default(),
         });
         let mut routers = Vec::new();
         for port in &settings.ports {
@@ -200,16 +204,22 @@ async fn busy(taken: SocketAddr, ports: usize) -> Error {
 #[derive(Debug, Default)]
 pub(crate) struct Session {
     challenge: Option<[u8; 32]>,
-    /// The refusal of a question in vLLM's form. A kvx decode asks again, as a kvx, on the same
-    /// connection.
-    refused: Option<Error>,
+    /// The refusal of a question in vLLM's form, and the limit of its log lines. A kvx decode asks
+    /// again, as a kvx, on the same connection.
+    refused: Option<(Error, Arc<RefusalLog>)>,
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
-        if let Some(refusal) = &self.refused {
-            tracing::info!(%refusal, "a handshake was refused");
+        if let Some((refusal, log)) = &self.refused {
+            log_refusal(log, refusal);
         }
+    }
+}
+
+fn log_refusal(log: &RefusalLog, refusal: &Error) {
+    if let Some(unsaid) = log.count() {
+        tracing::info!(%refusal, unsaid, "a handshake was refused");
     }
 }
 
@@ -237,9 +247,9 @@ impl Handler for SideHandler {
 impl SideHandler {
     fn answer_anybody(&self, session: &mut Session, message: &[Vec<u8>]) -> Result<Vec<Arc<[u8]>>> {
         let nonce = kvx_core::backend::random_key()?;
-        let told = self.told.lock();
-        let reply = told.anybody.answer(message, self.clock.now())?;
-        session.refused = reply.refusal().cloned();
+        let reply = self.told.lock().anybody.answer(message, self.clock.now())?;
+        session.refused =
+            reply.refusal().map(|refusal| (refusal.clone(), Arc::clone(&self.handshakes)));
         let mut payload = HandshakePayload::decode(reply.payload())?;
         payload.kvx_challenge =
             Some(KvxChallenge { secret: self.secret.is_some(), nonce }.encode());
@@ -253,7 +263,6 @@ impl SideHandler {
         message: &[Vec<u8>],
         question: &[u8],
     ) -> Result<Vec<Arc<[u8]>>> {
-        let told = self.told.lock();
         let asked = KvxRequest::decode(question).and_then(|request| {
             proof::check_question(self.secret.as_ref(), challenge, &request).map(|()| request)
         });
@@ -263,13 +272,15 @@ impl SideHandler {
                 if let Some(unsaid) = self.refusals.count() {
                     tracing::warn!(%refusal, unsaid, "the side channel refused a kvx decode");
                 }
+                let told = self.told.lock();
                 let reply = told.invited.answer_with(message, self.clock.now(), Err(refusal))?;
                 return Ok(reply.frames().map(Arc::from).collect());
             }
         };
-        let reply = told.invited.answer_with(message, self.clock.now(), Ok(request.request))?;
+        let (now, asked) = (self.clock.now(), Ok(request.request));
+        let reply = self.told.lock().invited.answer_with(message, now, asked)?;
         if let Some(refusal) = reply.refusal() {
-            tracing::info!(%refusal, "a handshake was refused");
+            log_refusal(&self.handshakes, refusal);
         }
         let (Some(secret), Some(challenge)) = (&self.secret, &challenge) else {
             return Ok(reply.frames().map(Arc::from).collect());

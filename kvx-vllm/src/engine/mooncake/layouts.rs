@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use sha2::{Digest, Sha256};
 
@@ -12,8 +13,10 @@ use crate::wire::mooncake::PullRequest;
 
 /// The maximum number of named layouts, as in vLLM.
 const MAX_LAYOUTS: usize = 1024;
-/// The maximum size of the layouts in bytes.
+/// The maximum size of the named layouts in bytes.
 const MAX_BYTES: usize = 64 << 20;
+/// The maximum size of all layouts in bytes, including those that only waiting requests use.
+const MAX_IN_USE: usize = 2 * MAX_BYTES;
 
 /// A decode worker to write to, with one layout of its memory.
 #[derive(Debug)]
@@ -23,6 +26,14 @@ pub struct Target {
     pub(super) peer: Arc<RemoteEngine>,
     /// The approximate size in bytes.
     bytes: usize,
+    /// The size of all layouts in memory.
+    in_use: Arc<AtomicUsize>,
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        self.in_use.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
 }
 
 /// A decode worker, independent of its layout.
@@ -44,12 +55,11 @@ impl DecodeWorker {
 }
 
 impl Target {
-    /// Creates a target from a pull with a layout.
-    fn of(request: &PullRequest) -> Self {
+    /// Creates a target from a pull with a layout, and adds its size to `in_use`.
+    fn of(request: &PullRequest, in_use: &Arc<AtomicUsize>) -> Self {
         let told = request.of_worker();
-        let bytes = told.encode();
         let digest: String =
-            Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
+            Sha256::digest(told.encode()).iter().map(|byte| format!("{byte:02x}")).collect();
         let peer = RemoteEngine {
             engine: digest.into(),
             address: Address { host: told.remote_hostname.as_str().into(), port: told.remote_port },
@@ -58,8 +68,9 @@ impl Target {
             dcp_size: 1,
             registration: 0,
         };
-        // Numbers take more bytes in memory than on the wire.
-        Target { peer: Arc::new(peer), bytes: bytes.len() * 8, told }
+        let bytes = size_of::<Self>() + layout_bytes(&told);
+        in_use.fetch_add(bytes, Ordering::Relaxed);
+        Target { peer: Arc::new(peer), bytes, told, in_use: Arc::clone(in_use) }
     }
 
     /// Returns the worker's rank, as far as its pull contains it.
@@ -72,6 +83,22 @@ impl Target {
     }
 }
 
+/// Returns the approximate memory of a layout's lists in bytes.
+fn layout_bytes(told: &PullRequest) -> usize {
+    let addresses = [&told.kv_caches_base_addr, &told.block_lens, &told.kv_block_lens];
+    let indices = [
+        &told.registered_layer_indices,
+        &told.registered_group_indices,
+        &told.registered_row_offsets,
+    ];
+    let (names, shared) = (&told.registered_layer_names, &told.registered_shared_group_ids);
+    let numbers = addresses.iter().map(|list| list.len()).sum::<usize>()
+        + indices.into_iter().chain(shared).map(Vec::len).sum::<usize>();
+    let texts = names.iter().map(String::len).sum::<usize>()
+        + told.kvx_metadata.as_ref().map_or(0, Vec::len);
+    numbers * size_of::<u64>() + (names.len() + shared.len()) * size_of::<Vec<u8>>() + texts
+}
+
 /// The result of looking up a pull's layout.
 #[derive(Debug)]
 pub(super) enum Found {
@@ -81,6 +108,8 @@ pub(super) enum Found {
     New(Arc<Target>, Option<Arc<Target>>),
     /// The layout is unknown or no longer stored.
     Missing,
+    /// The layout is new, but the others already take too much memory.
+    Full,
 }
 
 /// The layouts by worker and name, least recently used first.
@@ -89,7 +118,10 @@ pub(super) struct Layouts {
     kept: VecDeque<((DecodeWorker, u64), Arc<Target>)>,
     /// The last layout of each worker.
     last: BTreeMap<DecodeWorker, Arc<Target>>,
+    /// The size of the named layouts.
     bytes: usize,
+    /// The size of all layouts in memory.
+    in_use: Arc<AtomicUsize>,
 }
 
 impl Layouts {
@@ -107,11 +139,14 @@ impl Layouts {
             None if !brings => return Found::Missing,
             None => {}
         }
-        let mut target = Arc::new(Target::of(request));
+        let mut target = Arc::new(Target::of(request, &self.in_use));
         let before = self.last.get(&name.0).cloned();
         let same = before.as_ref().filter(|before| before.id() == target.id());
         if let Some(same) = same {
             target = Arc::clone(same);
+        }
+        if self.in_use.load(Ordering::Relaxed) > MAX_IN_USE {
+            return Found::Full;
         }
         let replaced = before.filter(|before| before.id() != target.id());
         if name.1 == 0 {
@@ -188,7 +223,7 @@ mod tests {
         assert_eq!(layouts.kept.len(), MAX_LAYOUTS);
         assert!(matches!(layouts.find(&asked(1, 1, &[])), Found::Known(_)), "it was used just now");
         assert!(matches!(layouts.find(&asked(1, 2, &[])), Found::Missing));
-        for id in 1..40 {
+        for id in 1..200 {
             layouts.find(&asked(2, id, &vec![id; 60_000]));
             assert!(layouts.bytes <= MAX_BYTES, "{}", layouts.bytes);
         }
@@ -196,5 +231,29 @@ mod tests {
             layouts.bytes,
             layouts.kept.iter().map(|(_, target)| target.bytes).sum::<usize>()
         );
+        assert!(layouts.kept.len() < 200, "the oldest are dropped");
+    }
+
+    #[test]
+    fn layouts_that_only_waiting_requests_use_are_bounded() {
+        let mut layouts = Layouts::default();
+        let mut large = asked(1, 0, &[1; PullRequest::MAX_ITEMS]);
+        large.block_lens = vec![1; PullRequest::MAX_ITEMS];
+        large.kv_block_lens = vec![1; PullRequest::MAX_ITEMS];
+        let mut waiting = Vec::new();
+        let refused = loop {
+            large.remote_port += 1;
+            match layouts.find(&large) {
+                Found::New(target, None) => waiting.push(target),
+                other => break other,
+            }
+        };
+        assert!(matches!(refused, Found::Full), "{refused:?}");
+        let size: usize = waiting.iter().map(|target| target.bytes).sum();
+        assert!(size <= MAX_IN_USE && size > MAX_IN_USE - (2 << 20), "{size} bytes");
+        waiting.pop();
+        assert!(matches!(layouts.find(&large), Found::New(..)), "one of the others has ended");
+        drop(waiting);
+        assert_eq!(layouts.in_use.load(Ordering::Relaxed), 0);
     }
 }

@@ -186,13 +186,7 @@ impl MooncakeWorker {
         let result = question.and_then(|request| self.checked(request));
         let (request, readers) = match result {
             Ok(checked) => checked,
-            Err(error) => {
-                let mut response = PullResponse::new(PullStatus::Error);
-                response.err_msg = Some(error.to_string());
-                response.kvx_settled = true;
-                self.answer(ask, form, &response);
-                return Err(error);
-            }
+            Err(error) => return self.refuse(ask, form, error),
         };
         let wants = request
             .req_blocks
@@ -205,7 +199,11 @@ impl MooncakeWorker {
                 self.answer(ask, form, &PullResponse::new(PullStatus::LayoutMiss));
                 return Ok(());
             }
-            Found::Missing => (None, None),
+            Found::Full if wants => {
+                let why = "the memory layouts of waiting decodes take too much memory; retry later";
+                return self.refuse(ask, form, Error::new(ErrorKind::Exhausted, why));
+            }
+            Found::Missing | Found::Full => (None, None),
         };
         if let Some(replaced) = replaced {
             self.forget_target(now, replaced.id());
@@ -236,6 +234,15 @@ impl MooncakeWorker {
             self.serve(now, &asker, wanted, grant);
         }
         Ok(())
+    }
+
+    /// Answers a pull with an error, and returns the error for the log.
+    fn refuse(&mut self, ask: AskId, form: AnswerForm, error: Error) -> Result<()> {
+        let mut response = PullResponse::new(PullStatus::Error);
+        response.err_msg = Some(error.to_string());
+        response.kvx_settled = true;
+        self.answer(ask, form, &response);
+        Err(error)
     }
 
     /// Rejects invalid pulls. Returns how many workers read from this one.

@@ -22,7 +22,7 @@ use crate::wire::{EngineNotification, PushGrant, PushRegistration};
 /// The maximum number of registrations that wait for a prefill, and of those remembered as served.
 /// It bounds what peers can make this engine store.
 const MAX_REGISTRATIONS: usize = 65_536;
-/// The maximum size in bytes of the registrations that wait.
+/// The maximum size in bytes of the registrations that wait, and of the names remembered as served.
 const MAX_BYTES: usize = 64 << 20;
 
 /// A decode's registration of blocks for a request.
@@ -55,6 +55,11 @@ impl Registration {
     fn written(&self, ranks: u32) -> Option<Arc<[u8]>> {
         EngineNotification::done(self.request.as_str(), ranks).ok().map(|done| done.encode().into())
     }
+}
+
+/// Returns the length of both names in bytes.
+fn name_bytes((engine, request): &(EngineId, RequestId)) -> usize {
+    engine.as_str().len() + request.as_str().len()
 }
 
 /// A request whose blocks are being written.
@@ -114,6 +119,8 @@ pub(super) struct Pushes {
     /// Served or withdrawn registrations. A repeated one must not match the next request of that
     /// name.
     served: BTreeSet<(EngineId, RequestId)>,
+    /// The size of the names in `served` in bytes.
+    served_bytes: usize,
     served_until: Deadlines<(EngineId, RequestId)>,
 }
 
@@ -129,6 +136,7 @@ impl Pushes {
             running: BTreeMap::new(),
             again: Deadlines::default(),
             served: BTreeSet::new(),
+            served_bytes: 0,
             served_until: Deadlines::default(),
         }
     }
@@ -138,7 +146,7 @@ impl Pushes {
             self.take_registration(request.as_str());
         }
         while let Some(served) = self.served_until.take_reached(now) {
-            self.served.remove(&served);
+            self.forget_served(&served);
         }
     }
 
@@ -189,11 +197,20 @@ impl Pushes {
     fn serve(&mut self, now: Time, registration: &Registration) {
         let served = (registration.peer.engine.clone(), registration.request.clone());
         self.served_until.set(served.clone(), now + self.timeout);
-        self.served.insert(served);
-        while self.served.len() > MAX_REGISTRATIONS
+        let bytes = name_bytes(&served);
+        if self.served.insert(served) {
+            self.served_bytes += bytes;
+        }
+        while (self.served.len() > MAX_REGISTRATIONS || self.served_bytes > MAX_BYTES)
             && let Some(oldest) = self.served_until.take_next()
         {
-            self.served.remove(&oldest);
+            self.forget_served(&oldest);
+        }
+    }
+
+    fn forget_served(&mut self, served: &(EngineId, RequestId)) {
+        if self.served.remove(served) {
+            self.served_bytes -= name_bytes(served);
         }
     }
 
@@ -571,5 +588,34 @@ impl Worker {
             failure.blocks = push.blocks.groups().iter().map(|group| group.len()).collect();
         }
         failure
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_names_of_served_registrations_are_bounded_in_bytes() {
+        let mut pushes = Pushes::new(Duration::from_secs(10));
+        let address = Address { host: "h".into(), port: 1 };
+        let engine = EngineId::from("d");
+        let (tp_size, pp_size, dcp_size, registration) = (1, 1, 1, 0);
+        let peer =
+            Arc::new(RemoteEngine { engine, address, tp_size, pp_size, dcp_size, registration });
+        for number in 0..70 {
+            let registration = Registration {
+                request: format!("{number}{}", "x".repeat(1 << 20)).into(),
+                peer: Arc::clone(&peer),
+                blocks: BlockLists::default(),
+                grants: [].into(),
+                until: Time::default(),
+            };
+            pushes.serve(Time::default(), &registration);
+            assert!(pushes.served_bytes <= MAX_BYTES, "{}", pushes.served_bytes);
+        }
+        assert_eq!(pushes.served.len(), 63);
+        pushes.forget_late(Time::from_origin(Duration::from_secs(11)));
+        assert_eq!((pushes.served.len(), pushes.served_bytes), (0, 0));
     }
 }

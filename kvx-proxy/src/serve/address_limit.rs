@@ -11,7 +11,7 @@ type Counts = Arc<Mutex<HashMap<IpAddr, usize>>>;
 #[derive(Debug)]
 pub(super) struct AddressLimit {
     counts: Counts,
-    most: usize,
+    pub(super) most: usize,
 }
 
 /// A connection's place among those of its address.

@@ -1,28 +1,85 @@
-//! The listener of `kvx serve`, with the proxy's limits.
+//! Accepts clients within the limits of connections, for the proxy and for `kvx serve`.
 
+use std::future::pending;
 use std::net::SocketAddr;
-use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
 use hyper::Request;
 use hyper::body::Incoming;
+use hyper::server::conn::http1;
 use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
 use tokio::sync::watch::Sender;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::address_limit::AddressLimit;
-use super::http1_connections;
+use super::address_limit::{AddressLimit, AddressPlace};
 use super::stall::StallTimeout;
+use super::{http1_connections, until_closing};
 use crate::setup::ClientLimits;
 
 /// The least time between two warnings about an address with too many connections.
 const WARNINGS: Duration = Duration::from_secs(10);
+
+/// A listener that limits the connections of all clients, and those of one address.
+#[derive(Debug)]
+pub(super) struct ClientListener {
+    listener: TcpListener,
+    places: Arc<Semaphore>,
+    addresses: AddressLimit,
+    /// How to allow more connections of one address.
+    advice: &'static str,
+    warned: Option<Instant>,
+}
+
+/// A connection's place among all, and among those of its address. Dropping it frees both.
+#[derive(Debug)]
+pub(super) struct ConnectionPlace {
+    _of_all: OwnedSemaphorePermit,
+    _of_address: AddressPlace,
+}
+
+impl ClientListener {
+    pub(super) fn new(listener: TcpListener, limits: &ClientLimits, advice: &'static str) -> Self {
+        ClientListener {
+            listener,
+            places: Arc::new(Semaphore::new(limits.connections.min(Semaphore::MAX_PERMITS))),
+            addresses: AddressLimit::new(limits.connections_per_address),
+            advice,
+            warned: None,
+        }
+    }
+
+    /// Accepts a connection within the limits. Closes connections beyond the limit of their
+    /// address. Returns `None` only if the semaphore is closed, which it never is.
+    pub(super) async fn accept(&mut self) -> Option<(TcpStream, SocketAddr, ConnectionPlace)> {
+        loop {
+            // Beyond the limit of all, connections wait in the system's queue.
+            let Ok(of_all) = Arc::clone(&self.places).acquire_owned().await else {
+                debug_assert!(false, "the semaphore is never closed");
+                return None;
+            };
+            let (stream, client) = accept(&self.listener).await;
+            if let Some(of_address) = self.addresses.enter(client.ip()) {
+                let place = ConnectionPlace { _of_all: of_all, _of_address: of_address };
+                return Some((stream, client, place));
+            }
+            if self.warned.is_none_or(|warned| warned.elapsed() >= WARNINGS) {
+                self.warned = Some(Instant::now());
+                tracing::warn!(
+                    "closed a connection of {}, which has {} already; {}",
+                    client.ip(),
+                    self.addresses.most,
+                    self.advice
+                );
+            }
+        }
+    }
+}
 
 /// Serves clients over HTTP/1.1 until `stop` is ready and the requests in progress have ended, at
 /// most `drain` later. Calls `locate` with each request and its client's address.
@@ -38,55 +95,26 @@ pub async fn serve_http1(
     drain: Duration,
 ) {
     let (builder, service) = (http1_connections(limits), TowerToHyperService::new(router));
-    let places = Arc::new(Semaphore::new(limits.connections.min(Semaphore::MAX_PERMITS)));
-    let addresses = AddressLimit::new(limits.connections_per_address);
+    let advice = "a higher limit of file descriptors (ulimit -n) may allow more";
+    let mut listener = ClientListener::new(listener, limits, advice);
     let closing = Sender::new(false);
     let accept = async {
-        let mut warned = None;
-        loop {
-            // Beyond the limit, connections wait in the system's queue.
-            let Ok(place) = Arc::clone(&places).acquire_owned().await else {
-                debug_assert!(false, "the semaphore is never closed");
-                return;
-            };
-            let (stream, address) = accept(&listener).await;
-            let Some(of_address) = addresses.enter(address.ip()) else {
-                if warned.is_none_or(|warned: Instant| warned.elapsed() > WARNINGS) {
-                    warned = Some(Instant::now());
-                    tracing::warn!(
-                        "closed a connection of {}, which has {} already; a higher \
-                         limit of file descriptors (ulimit -n) may allow more",
-                        address.ip(),
-                        limits.connections_per_address
-                    );
-                }
-                continue;
-            };
+        while let Some((stream, address, place)) = listener.accept().await {
             let (service, locate) = (service.clone(), locate.clone());
             let service = service_fn(move |mut request: Request<Incoming>| {
                 locate(&mut request, address);
                 service.call(request)
             });
             let io = TokioIo::new(StallTimeout::new(stream, limits.stall));
-            let connection = builder.serve_connection(io, service);
-            let mut closing = closing.subscribe();
+            let connection = Box::pin(builder.serve_connection(io, service));
+            let closing = closing.subscribe();
             tokio::spawn(async move {
-                let mut connection = pin!(connection);
-                let ended = tokio::select! {
-                    ended = connection.as_mut() => Some(ended),
-                    _ = closing.wait_for(|closing| *closing) => None,
-                };
-                let ended = match ended {
-                    Some(ended) => ended,
-                    None => {
-                        connection.as_mut().graceful_shutdown();
-                        connection.await
-                    }
-                };
-                if let Err(error) = ended {
+                let shut_down = http1::Connection::graceful_shutdown;
+                let ended = until_closing(connection, closing, pending, shut_down).await;
+                if let Some(Err(error)) = ended {
                     tracing::debug!(%error, "a connection ended early");
                 }
-                drop((place, of_address));
+                drop(place);
             });
         }
     };
@@ -123,8 +151,6 @@ async fn accept(listener: &TcpListener) -> (TcpStream, SocketAddr) {
 
 #[cfg(test)]
 mod tests {
-    use std::future::pending;
-
     use axum::routing::get;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::TcpSocket;

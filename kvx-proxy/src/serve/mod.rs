@@ -29,19 +29,16 @@ use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch::{Receiver, Sender};
-use tokio::sync::{Notify, Semaphore, mpsc};
+use tokio::sync::{Notify, mpsc};
 use tokio::time::Instant;
 
-use self::address_limit::AddressLimit;
 use self::idle::OpenRequests;
+use self::listener::ClientListener;
 use crate::error::{Error, Result};
 use crate::fleet::watch;
 use crate::log::AccessLogger;
 use crate::relay::core::{Core, LiveSetup};
 use crate::setup::Setup;
-
-/// The least time between two warnings about an address with too many connections.
-const WARNINGS: Duration = Duration::from_secs(10);
 
 /// A proxy that listens but does not serve yet.
 #[derive(Debug)]
@@ -207,37 +204,11 @@ impl Proxy {
             builder: http1_connections(&limits),
             service: TowerToHyperService::new(router),
         };
-        let places = Arc::new(Semaphore::new(limits.connections.min(Semaphore::MAX_PERMITS)));
-        let addresses = AddressLimit::new(limits.connections_per_address);
-        let mut warned: Option<Instant> = None;
+        let advice = "raise limits.connections_per_address to allow more";
+        let mut listener = ClientListener::new(self.listener, &limits, advice);
         let closing = Sender::new(false);
         let accept = async {
-            loop {
-                // Beyond the limit, connections wait in the system's queue.
-                let Ok(place) = Arc::clone(&places).acquire_owned().await else {
-                    debug_assert!(false, "the semaphore is never closed");
-                    return;
-                };
-                let (stream, client) = match self.listener.accept().await {
-                    Ok(accepted) => accepted,
-                    Err(error) => {
-                        // Probably out of file descriptors: wait until some are closed.
-                        tracing::warn!(%error, "cannot accept a connection");
-                        tokio::time::sleep(Duration::from_millis(100)).await;
-                        continue;
-                    }
-                };
-                let Some(of_address) = addresses.enter(client.ip()) else {
-                    if warned.is_none_or(|at| at.elapsed() >= WARNINGS) {
-                        warned = Some(Instant::now());
-                        let address = client.ip();
-                        tracing::warn!(
-                            %address,
-                            "closed a connection: its address has limits.connections_per_address others"
-                        );
-                    }
-                    continue;
-                };
+            while let Some((stream, _, place)) = listener.accept().await {
                 let serving = Connection {
                     core: Arc::clone(&self.core),
                     http1: http1.clone(),
@@ -249,7 +220,7 @@ impl Proxy {
                 };
                 tokio::spawn(async move {
                     serving.connection(stream).await;
-                    drop((place, of_address));
+                    drop(place);
                 });
             }
         };
@@ -269,7 +240,7 @@ impl Proxy {
             () = end => {}
         }
         watching.abort();
-        drop(self.listener);
+        drop(listener);
         // Let connections send their last bytes.
         closing.send_replace(true);
         let _ = tokio::time::timeout(Duration::from_secs(1), closing.closed()).await;
@@ -345,7 +316,6 @@ struct Connection {
 
 impl Connection {
     async fn connection(self, stream: TcpStream) {
-        let _ = stream.set_nodelay(true);
         self.core.metrics.connections.fetch_add(1, Relaxed);
         let core = Arc::clone(&self.core);
         match &self.tls {

@@ -56,7 +56,7 @@ struct PastTurn {
 }
 
 /// The length and the hash of an answer's text.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq)]
 struct AnswerText(usize, Hash);
 
 impl AnswerText {
@@ -66,7 +66,7 @@ impl AnswerText {
 }
 
 /// A part of the memory of all conversations, released on drop.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Share {
     used: Arc<AtomicUsize>,
     bytes: usize,
@@ -223,6 +223,11 @@ impl Conversations {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Returns an empty part of the memory.
+    fn share(&self) -> Share {
+        Share { used: Arc::clone(&self.used), bytes: 0 }
+    }
+
     /// Removes and returns the previous turn's answer and the name of the instance that holds its
     /// blocks, if this body continues that turn in time.
     pub(crate) fn take(
@@ -231,13 +236,21 @@ impl Conversations {
         body: &JsonObject,
         now: Instant,
     ) -> Option<(Answer, String)> {
-        let mut kept = self.kept();
+        // The lock is not held while the body is hashed: a long one takes a while.
+        let (said, rest, text) = {
+            let kept = self.kept();
+            let turn = kept.turns.get(key).filter(|turn| turn.until > now)?;
+            (turn.said.clone(), turn.rest, turn.text.clone())
+        };
         // A request that only names the conversation does not remove its turn.
+        if rest != hash_of_rest(body) || !said.continues(&text, body) {
+            return None;
+        }
+        let mut kept = self.kept();
+        // Meanwhile another request may have taken the turn, or ended a later one.
         let turn = kept.turns.get(key)?;
-        let continues = turn.until > now
-            && turn.rest == hash_of_rest(body)
-            && turn.said.continues(&turn.text, body);
-        let turn = continues.then(|| kept.turns.remove(key))??;
+        let is_same = turn.said == said && turn.rest == rest && turn.text == text;
+        let turn = is_same.then(|| kept.turns.remove(key))??;
         Some((turn.answer, turn.decode))
     }
 
@@ -292,7 +305,7 @@ impl Capture {
         body: &JsonObject,
         streamed: bool,
     ) -> Option<Self> {
-        let mut share = Share { used: Arc::clone(&conversations.used), bytes: 0 };
+        let mut share = conversations.share();
         if !conversations.grow(&mut share, TURN) {
             return None;
         }
@@ -504,14 +517,11 @@ mod tests {
             conversations.take(&key(&turn.to_string()), &next("good day"), Instant::now())
         };
         assert!(take(0).is_none() && take(turns - 1).is_some(), "the oldest are forgotten");
-        let mut share = Share { used: Arc::clone(&conversations.used), bytes: 0 };
+        let mut share = conversations.share();
         assert!(!conversations.grow(&mut share, LARGEST + 1));
         let mut all: Vec<Share> = Vec::new();
         while conversations.grow(&mut share, LARGEST) {
-            all.push(std::mem::replace(
-                &mut share,
-                Share { used: Arc::clone(&conversations.used), bytes: 0 },
-            ));
+            all.push(std::mem::replace(&mut share, conversations.share()));
         }
         assert_eq!((all.len(), conversations.kept().turns.len()), (BUDGET / LARGEST, 0));
         let none = Capture::new(&conversations, key("a"), &first(), true);

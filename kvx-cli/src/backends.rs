@@ -207,15 +207,13 @@ fn table(rows: &[BackendRow], out: &mut dyn Write) -> Result<()> {
 fn wrap(text: &str) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in words(text) {
-        let Some(line) = lines.last_mut() else { break };
-        if line.trim_start().is_empty() || line.chars().count() + 1 + word.chars().count() <= WIDTH
-        {
-            if !line.trim_start().is_empty() {
+        match lines.last_mut() {
+            Some(line) if line.is_empty() => line.push_str(&word),
+            Some(line) if line.chars().count() + 1 + word.chars().count() <= WIDTH => {
                 line.push(' ');
+                line.push_str(&word);
             }
-            line.push_str(&word);
-        } else {
-            lines.push(format!("  {word}"));
+            _ => lines.push(format!("  {word}")),
         }
     }
     lines

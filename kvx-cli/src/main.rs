@@ -99,7 +99,7 @@ enum Command {
 /// Returns standard output for kvx alone, and redirects descriptor 1 to standard error. Libraries
 /// such as UCX log to standard output: their lines would be taken for figures and answers.
 fn output_apart() -> std::io::Result<File> {
-    // SAFETY: as <stdio.h> declares it.
+    // SAFETY: <stdio.h> declares it with this type.
     unsafe extern "C" {
         /// C's standard output, where libraries print. Unless its buffering changes, it keeps the
         /// output to a file or pipe until this process ends.

@@ -130,7 +130,7 @@ fn a_driver_that_panics_leaves_no_ticket_behind() {
     let error = ask(&device).wait_blocking(LONG).unwrap_err();
     assert!(error.sentence().contains("the thread of the device has ended"), "{error}");
     let (completion, ticket) = Completion::with_ticket();
-    // SAFETY: as above.
+    // SAFETY: the driver copies no bytes.
     unsafe { device.gather(DevicePtr(0), &[], &[0].into(), ticket) };
     completion.wait_blocking(LONG).unwrap_err();
     drop(device);

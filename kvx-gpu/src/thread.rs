@@ -350,7 +350,8 @@ impl<'a> Streams<'a> {
             return self.batches(lines, stream);
         }
         for step in copy_calls(lines) {
-            // SAFETY: as in `start`: each step consists of lines of the work.
+            // SAFETY: each step consists of lines of the work, whose memory the caller of
+            // `DeviceThread::ask` keeps until the ticket settles.
             unsafe {
                 match step {
                     CopyCall::Line(line) => self.driver.copy(way, line, stream),
@@ -363,7 +364,8 @@ impl<'a> Streams<'a> {
 
     fn batches(&self, lines: &[Hop], stream: StreamHandle) -> Result<()> {
         lines.chunks(BATCH).try_for_each(|batch| {
-            // SAFETY: as in `start`.
+            // SAFETY: the caller of `DeviceThread::ask` keeps the memory of all lines until the
+            // ticket settles.
             unsafe { self.driver.copy_batch(batch, stream) }
         })
     }
@@ -470,7 +472,8 @@ impl<'a> Streams<'a> {
         let function = at.and_then(|at| functions.get(at)).ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, format!("kernel {} was not loaded", launch.entry))
         })?;
-        // SAFETY: as in `start`; `Launch` encodes the parameters as its kernel takes them.
+        // SAFETY: the caller of `DeviceThread::ask` keeps the memory until the ticket settles;
+        // `Launch` encodes the parameters as its kernel takes them.
         unsafe { self.driver.launch(*function, launch.grid, THREADS, &launch.parameters, stream) }
     }
 }

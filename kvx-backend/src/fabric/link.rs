@@ -56,8 +56,8 @@ impl<F: Fabric> FabricLink<F> {
     }
 }
 
-// SAFETY: the same as for `FabricTransport`: a fabric touches local memory only for unreported
-// pieces, and the machine settles a ticket once all pieces of its job were reported.
+// SAFETY: a fabric touches local memory only for unreported pieces, and the machine settles a
+// ticket once all pieces of its job were reported.
 unsafe impl<F: Fabric> Link for FabricLink<F> {
     fn capabilities(&self) -> Arc<Capabilities> {
         let known = self.shared.known.lock();

@@ -43,8 +43,9 @@ mod imp {
                 clobber_abi("C"),
             );
         }
-        // SAFETY: as for x86-64: arguments in their registers, `clobber_abi` for what changes, and
-        // the caller promises that both ranges are valid.
+        // SAFETY: this calls `memcpy` by the C calling convention: the arguments are in their
+        // registers, and `clobber_abi` names all registers that the call may change. `memcpy`
+        // accesses only the two ranges, which the caller promises are valid.
         #[cfg(target_arch = "aarch64")]
         unsafe {
             asm!(

@@ -261,7 +261,7 @@ fn compare_over_grids(
         let mut target = Aligned::new(&content, beyond);
         let mut packed = Aligned::new(&spread, beyond);
         let (launch, _table) = launches(target.address(), packed.address(), Launch::scatter);
-        // SAFETY: as above.
+        // SAFETY: the reference found all blocks within the bounds of the two.
         unsafe { on_host.run(&launch[turn]) };
         assert!(
             target.content(region) == scattered,

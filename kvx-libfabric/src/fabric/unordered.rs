@@ -70,7 +70,8 @@ impl Shuffling {
     }
 }
 
-// SAFETY: as for `LibfabricFabric`; nothing accesses pieces that are held back.
+// SAFETY: `LibfabricFabric` touches local memory only for pieces that it has taken and not
+// reported; pieces that are held back here were not given to it yet.
 unsafe impl Fabric for Shuffling {
     type Local = Local;
     type Remote = Remote;

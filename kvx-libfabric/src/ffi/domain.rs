@@ -210,9 +210,11 @@ pub(crate) struct Registration {
     _domain: Arc<Domain>,
 }
 
-// SAFETY: as for its domain.
+// SAFETY: libfabric serialises concurrent uses of a registration, like those of its domain, which
+// outlives it.
 unsafe impl Send for Registration {}
-// SAFETY: as for its domain.
+// SAFETY: libfabric serialises concurrent uses of a registration, like those of its domain, which
+// outlives it.
 unsafe impl Sync for Registration {}
 
 impl Registration {

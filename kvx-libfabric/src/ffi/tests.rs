@@ -172,7 +172,8 @@ fn ranges_go_together_over_sockets() {
     theirs[300..400].fill(3);
     let mut context = [0_u64; 8];
     let context = context.as_mut_ptr().cast();
-    // SAFETY: as above.
+    // SAFETY: the vectors and the context outlive the operations, which the test waits for, and the
+    // registrations.
     unsafe {
         let local = near.domain().register(described(&ours), 7).unwrap();
         let lent = far.domain().register(described(&theirs), 9).unwrap();
@@ -210,7 +211,8 @@ fn over_sockets_the_owner_refuses_what_is_outside_and_what_has_another_key() {
         let Some((near, far)) = pair("tcp;ofi_rxm", test) else { return };
         let (mut ours, theirs) = (vec![1_u8; 4096], vec![2_u8; 8192]);
         let mut context = [0_u64; 8];
-        // SAFETY: as above.
+        // SAFETY: the vectors and the context outlive the operation, which the test waits for, and
+        // the registrations, which this block drops.
         unsafe {
             let local = near.domain().register(described(&ours), 7).unwrap();
             let lent = far.domain().register(described(&theirs), 9).unwrap();

@@ -245,8 +245,9 @@ impl Flight {
                 let (process, sides) = (Arc::clone(&self.process), Arc::clone(&self.load.sides));
                 let peer = self.peer.clone();
                 let batch = Batch { number, peer, process, mapped, hops, bytes, sides, completion };
-                // SAFETY: as for `hop` below; the only memory that `sides` does not keep is the
-                // local memory of a read, which the ticket keeps.
+                // SAFETY: core, and `checked` for a pull, checked all pieces against the lengths of
+                // their regions. `sides` keeps all memory but the local memory of a read, which the
+                // ticket keeps.
                 unsafe { copying.take(batch) }?;
             }
             // SAFETY: core, and `checked` for a pull, checked all pieces against the lengths of

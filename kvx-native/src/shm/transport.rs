@@ -121,9 +121,9 @@ impl ShmTransport {
     }
 }
 
-// SAFETY: see `ShmLink` for plans. The table of regions keeps a region's memory until it is
-// revoked; after that the machine keeps it until every peer with a grant has released it or has
-// died.
+// SAFETY: links keep a plan's memory (see `ShmLink`). The table of regions keeps a region's memory
+// until it is revoked; after that the machine keeps it until every peer with a grant has released
+// it or has died.
 unsafe impl Transport for ShmTransport {
     fn capabilities(&self) -> &Capabilities {
         &self.endpoint.capabilities

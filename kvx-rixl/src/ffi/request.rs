@@ -36,7 +36,7 @@ pub(crate) struct UnreleasedRequests {
 
 struct Raw(nixl_xfer_req);
 
-// SAFETY: as for `Request`.
+// SAFETY: a handle; every use of it goes through its agent, which is behind a lock.
 unsafe impl Send for Raw {}
 
 impl UnreleasedRequests {

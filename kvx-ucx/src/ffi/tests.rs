@@ -155,11 +155,13 @@ fn everything_over(library: &'static Library, tls: &str) {
                 unsafe { (local.add(piece * 1000), remote.add(piece * 1000) as u64) };
             list.push(local, 500 + piece, at_near.raw(), remote, &key);
         }
-        // SAFETY: as for the transfer above; `list` outlives the operation.
+        // SAFETY: all ranges are within both regions, which outlive the operation, as `list` and
+        // `ends` do; `finish` waits for it.
         finish(workers, &ends, unsafe { list.put(&endpoint, ends.target()) });
     }
     for piece in (0..count).filter(|_| !lists::is_supported_by(library)) {
-        // SAFETY: as for the transfer above.
+        // SAFETY: within both regions, which outlive the operation, as `ends` does; the test waits
+        // for it.
         let posted = unsafe {
             let (local, remote) = (local.add(piece * 1000), remote.add(piece * 1000) as u64);
             let (local, memory) = ((local, 500 + piece), Some(at_near.raw()));

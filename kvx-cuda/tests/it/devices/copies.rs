@@ -78,7 +78,7 @@ fn out_and_in(
     assert!(came == expected, "the copied bytes are those of the pool");
     came.iter_mut().for_each(|byte| *byte ^= 0xa5);
     host.copy_in(0, &came).unwrap();
-    // SAFETY: as above.
+    // SAFETY: the pieces are in the pool and the buffer, which outlive the waits.
     settled(|done| unsafe { bench.device.copy(Direction::ToDevice, &pieces, done) }).unwrap();
     let mut changed = bytes;
     for (at, len) in blocks {

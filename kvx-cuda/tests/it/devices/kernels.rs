@@ -41,7 +41,7 @@ pub(crate) fn gather_scatter(bench: &Bench<'_>, indices: &[u32], stride: u64, le
     reference::gather(&bytes, &grids(0), indices, &mut expected).unwrap();
     assert!(all_of(&packed) == expected);
     let other = bench.device.pool(1 << 20).build().unwrap();
-    // SAFETY: as above.
+    // SAFETY: all blocks are in pools that outlive the wait.
     settled(|done| unsafe { bench.device.scatter(at, &grids(other.address()), &chosen, done) })
         .unwrap();
     let mut spread = vec![0; 1 << 20];

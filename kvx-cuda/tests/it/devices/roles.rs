@@ -139,7 +139,7 @@ fn without_kernels(bench: &Bench<'_>) {
     };
     let (to, from) = (side(to.address()), side(from.address()));
     let swap = Swap::heads_to_tokens(2, 4, 64);
-    // SAFETY: as above.
+    // SAFETY: the memory outlives the wait.
     let error =
         settled(|done| unsafe { bench.device.permute(&to, &from, swap, done) }).unwrap_err();
     assert!([ErrorKind::Native, ErrorKind::Unavailable].contains(&error.kind()), "{error}");

@@ -32,7 +32,7 @@ fn after(bench: &Bench<'_>) {
     bench.control.command("hold");
     let (outcome, ticket) = watched();
     (bench.maker.copy_on_a_stream)(to.address(), from.address(), bytes.len());
-    // SAFETY: as above.
+    // SAFETY: the stream is never destroyed.
     unsafe { bench.device.after(stream, ticket) };
     std::thread::yield_now();
     assert!(outcome.lock().unwrap().is_none(), "no event has occurred");
@@ -50,7 +50,7 @@ fn a_ticket_that_panics(bench: &Bench<'_>) {
         Ticket::new(|_| std::panic::resume_unwind(Box::new("a ticket of the program panics")));
     // SAFETY: the pool outlives the wait for the second hop, which ends after the first.
     unsafe { bench.device.hop(&[hop], ticket) };
-    // SAFETY: as above.
+    // SAFETY: the pool outlives the wait for this hop.
     settled(|done| unsafe { bench.device.hop(&[hop], done) }).unwrap();
     assert!(all_of(&pool)[1024..2048] == bytes[..1024]);
 }
@@ -108,10 +108,10 @@ fn calls_of_a_fork(bench: &Bench<'_>, (pool, pinned): (Memory, Memory)) -> Optio
     };
     // SAFETY: the calls copy no bytes, here and below.
     let copied = answer(&|done| unsafe { device.copy(Direction::ToHost, &[piece], done) });
-    // SAFETY: as above.
+    // SAFETY: the call copies no bytes.
     let hopped = answer(&|done| unsafe { device.hop(&[hop], done) });
     let at = DevicePtr(address);
-    // SAFETY: as above.
+    // SAFETY: the call copies no bytes.
     let gathered = answer(&|done| unsafe { device.gather(at, &[], &[0].into(), done) });
     let answers: [Result<()>; 9] = [
         copied,

@@ -89,7 +89,8 @@ unsafe extern "C" fn writes_read(
     requests: *mut transfer_request,
     count: usize,
 ) -> c_int {
-    // SAFETY: as above; both ends of every request are memory of the self-test.
+    // SAFETY: the caller passes that many requests, which may be changed; both ends of every
+    // request are memory of the self-test.
     unsafe {
         for request in std::slice::from_raw_parts_mut(requests, count) {
             request.opcode = 0;

@@ -19,7 +19,7 @@ pub use kvx_vllm::Version;
 pub use kvx_vllm::engine::{
     Address, Allocation, Arrival, BlockLists, BlockReference, Ending, EngineId, Finished, Kept,
     LoadFailure, METRICS, MOONCAKE_METRICS, Matched, NotLoaded, Outcome, ParamsTrust, RequestId,
-    Settings, Status, Then, Time, WorkerRank,
+    Settings, Status, Then, Time, Withheld, WorkerRank,
 };
 pub use kvx_vllm::mapping::{
     Caches, DenseShape, Heads, KvLayout, KvTensors, LayerCache, MemoryType,

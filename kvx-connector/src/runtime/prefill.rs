@@ -12,7 +12,9 @@ use super::connector::{Connector, arrive};
 use super::outcomes::{Outcomes, Released};
 use super::requests;
 use super::slot::Slot;
-use kvx_vllm::engine::{Address, Arrival, BlockLists, Ending, Finished, Kept, RequestId, Status};
+use kvx_vllm::engine::{
+    Address, Arrival, BlockLists, Ending, Finished, Kept, RequestId, Status, Withheld,
+};
 use kvx_vllm::params::{
     MooncakeLeg, MooncakeParams, MooncakeTransferId, ParamsError, TransferMode, TransferParams,
 };
@@ -46,8 +48,9 @@ impl<'a> Prefill<'a> {
     /// # Errors
     /// - `Invalid`: a request of this name has not ended; `tokens` is 0; the lists of `blocks` do
     ///   not match the KV cache groups, hold too few blocks for the tokens, or name a block beyond
-    ///   the registered caches; a rank is lost or has no caches registered; or the blocks could not
-    ///   be copied to the host.
+    ///   the registered caches; or a rank has no caches registered.
+    /// - `PeerLost`: a rank of this engine is lost.
+    /// - `Native`: the blocks could not be copied to the host.
     /// - `Closed`: the connector was shut down.
     pub fn publish(
         &self,
@@ -90,17 +93,18 @@ impl<'a> Prefill<'a> {
             deadline: None,
         };
         let shared = connector.shared();
-        let refused = |why: &dyn fmt::Display| {
+        let refused = |kind: ErrorKind, why: &dyn fmt::Display| {
             if shared.is_closed() {
                 return Error::new(
                     ErrorKind::Closed,
                     format!("request {request} cannot be published: the connector was shut down"),
                 );
             }
-            Error::new(ErrorKind::Invalid, format!("request {request} cannot be published: {why}"))
+            Error::new(kind, format!("request {request} cannot be published: {why}"))
         };
         let wait = |outcomes: &mut Outcomes| outcomes.wait_for_release(&request, Kept::Request);
-        let slot = arrive(shared, arrival, wait).map_err(|why| refused(&why))?;
+        let slot =
+            arrive(shared, arrival, wait).map_err(|why| refused(ErrorKind::Invalid, &why))?;
         let ending = Ending {
             status: Status::LengthCapped,
             blocks,
@@ -113,14 +117,17 @@ impl<'a> Prefill<'a> {
                 Ok((Lease { connector: connector.clone(), request, slot, over: false }, params))
             }
             Finished { delay_free: true, .. } if connector.settings().mooncake.is_some() => {
-                let params = decode_leg(connector, asked, tokens).map_err(|why| refused(&why))?;
+                let params = decode_leg(connector, asked, tokens)
+                    .map_err(|why| refused(ErrorKind::Invalid, &why))?;
                 Ok((Lease { connector: connector.clone(), request, slot, over: false }, params))
             }
             Finished { withheld, .. } => {
                 let mut state = shared.state.lock();
                 state.outcomes.forget_release(&request, Kept::Request, &slot);
                 drop(state);
-                Err(refused(&withheld.unwrap_or("the connector keeps nothing for a decode")))
+                let kept_nothing = Withheld::invalid("the connector keeps nothing for a decode");
+                let withheld = withheld.unwrap_or(kept_nothing);
+                Err(refused(withheld.kind, &withheld))
             }
         }
     }

@@ -10,7 +10,10 @@ use super::outcomes::{LoadEnd, Released};
 use super::shared::Shared;
 use super::slot::Slot;
 use super::state::State;
-use kvx_vllm::engine::{Ending, Finished, Kept, Outcome, RequestId, Settings, Status, Time};
+use kvx_core::ErrorKind;
+use kvx_vllm::engine::{
+    Ending, Finished, Kept, Outcome, RequestId, Settings, Status, Time, Withheld,
+};
 use kvx_vllm::params::TransferMode;
 
 /// Ends a request, in whatever state it is. May block while blocks are hashed or copied.
@@ -33,7 +36,10 @@ pub(super) fn finish(shared: &Arc<Shared>, request: &RequestId, mut ending: Endi
         (finished, ranks, fresh, remote)
     });
     if !saved {
-        finished.withheld = Some("its blocks could not be copied to the host: see the log");
+        finished.withheld = Some(Withheld {
+            kind: ErrorKind::Native,
+            reason: "its blocks could not be copied to the host: see the log",
+        });
     }
     ranks.iter().for_each(|(rank, own)| copies::publish_digests(shared, *rank, own, &fresh));
     await_digests(remote);
@@ -123,12 +129,13 @@ fn end(
     let mut finished = state.scheduler.request_finished(now, request, ending);
     if wrong && given == Status::Failed && !blocks.is_empty() {
         let given_back = state.ranks.remote().any(|(_, remote)| RemoteRank::has_given_back(remote));
-        finished.withheld.get_or_insert(match state.publication.published {
+        let lacks_rank = state.ranks.missing().is_some();
+        let reason = match state.publication.published {
             _ if given_back => {
                 "a rank of this engine has given its caches back: call JoinedRank::register in \
                  its process"
             }
-            _ if state.ranks.missing().is_some() => {
+            _ if lacks_rank => {
                 "a rank of this engine is missing: the result of Connector::group names it"
             }
             None => "no caches are registered: call Rank::register first",
@@ -137,7 +144,9 @@ fn end(
                  ConnectorBuilder::groups"
             }
             Some(_) => "one of its blocks lies beyond the registered caches",
-        });
+        };
+        let kind = if lacks_rank && !given_back { ErrorKind::PeerLost } else { ErrorKind::Invalid };
+        finished.withheld.get_or_insert(Withheld { kind, reason });
     }
     if finished.params.is_some()
         && let Some(published) = &mut state.publication.published

@@ -66,6 +66,7 @@ pub use recovery::{Affected, Holding, Recovery};
 pub use remote::RemoteEngine;
 pub use scheduler::{
     Allocation, Arrival, Ending, Finished, Matched, NotLoaded, Outcome, Scheduler, Status, Then,
+    Withheld,
 };
 pub use settings::{ConsumerRule, Settings, SideChannels, release_of};
 pub use stats::{METRICS, MOONCAKE_METRICS, Metric, Summary, TransferStats, Transferred};

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use self::heartbeats::Heartbeats;
 pub use self::outcome::{Outcome, Then};
-pub use self::publish::{Ending, Finished, Status};
+pub use self::publish::{Ending, Finished, Status, Withheld};
 use super::remote::RemoteEngine;
 use super::settings::Settings;
 use super::step::{ConnectorMeta, ReceiveOrder, RemoteRequest};

@@ -1,11 +1,14 @@
 //! The end of a request: whether the engine keeps its blocks for a peer, and the parameters that it
 //! publishes.
 
-use crate::config::BlockRelease;
+use std::fmt;
+
+use kvx_core::ErrorKind;
 
 use super::super::generations::BlockReference;
 use super::super::step::SendOrder;
 use super::{LoadStage, Publishes, Scheduler};
+use crate::config::BlockRelease;
 use crate::ids::{BlockLists, RequestId};
 use crate::params::{RemoteBlocks, TransferMode, TransferParams};
 use crate::time::Time;
@@ -63,7 +66,29 @@ pub struct Finished {
     /// The `kv_transfer_params` for the answer.
     pub params: Option<TransferParams>,
     /// The reason why there are none although the request asked for them.
-    pub withheld: Option<&'static str>,
+    pub withheld: Option<Withheld>,
+}
+
+/// A reason for publishing no parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Withheld {
+    /// The kind of the error that a caller gets.
+    pub kind: ErrorKind,
+    /// The reason, and what to do.
+    pub reason: &'static str,
+}
+
+impl Withheld {
+    /// The caller's mistake.
+    pub fn invalid(reason: &'static str) -> Self {
+        Withheld { kind: ErrorKind::Invalid, reason }
+    }
+}
+
+impl fmt::Display for Withheld {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.reason)
+    }
 }
 
 impl Publishes {
@@ -95,7 +120,9 @@ impl Scheduler {
             _ if !publishes.after(ending.status) => Finished::default(),
             _ => match self.publish(now, request, publishes, ending) {
                 Ok(params) => Finished { delay_free: true, params, withheld: None },
-                Err(why) => Finished { withheld: Some(why), ..Finished::default() },
+                Err(reason) => {
+                    Finished { withheld: Some(Withheld::invalid(reason)), ..Finished::default() }
+                }
             },
         };
         if announced && !finished.delay_free {

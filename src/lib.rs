@@ -70,6 +70,7 @@
 //! [`metrics`](https://docs.rs/metrics); [`describe_metrics`] names them.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
+#![forbid(unsafe_code)]
 
 use kvx_core::backend::BackendName;
 

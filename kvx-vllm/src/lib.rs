@@ -17,6 +17,7 @@
 //! 7. `engine`: scheduler and worker as state machines
 //! 8. `group`: messages between a kvx engine and its ranks in other processes
 #![cfg_attr(docsrs, feature(doc_cfg))]
+#![forbid(unsafe_code)]
 
 #[cfg(feature = "events")]
 mod decode_error;

@@ -1,6 +1,8 @@
 //! The attribute `#[kvx_testkit::test]`. It reads a function without a Rust parser, because it only
 //! needs its attributes and its name.
 
+#![forbid(unsafe_code)]
+
 use proc_macro::{Delimiter, TokenStream, TokenTree};
 
 /// Registers a function as a test of a program that ends its `main` with

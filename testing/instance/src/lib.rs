@@ -12,6 +12,8 @@
 //! An instance runs the test program again: its `main` must first call [`run_if_asked`].
 //! [`Instance::start`] starts an instance.
 
+#![forbid(unsafe_code)]
+
 mod blocks;
 mod call;
 mod commands;

@@ -151,7 +151,7 @@ impl NixlPeer {
                 return Err(Error::new(
                     ErrorKind::Malformed,
                     format!(
-                        "agent {}: {} bytes at {:#x} whose backend says {}",
+                        "agent {} lists {} bytes at {:#x}, but its KVX metadata lists {}",
                         blob.agent,
                         range.len,
                         range.address,

@@ -184,7 +184,11 @@ impl<'a> Reader<'a> {
     pub fn tagged_count(&mut self, tag: &str, least: usize) -> Result<usize> {
         let count = u64::from_le_bytes(self.tagged_array(tag)?);
         let fits = usize::try_from(count).ok().filter(|count| *count <= self.left() / least);
-        fits.ok_or_else(|| self.malformed(format!("the field {tag:?} counts more than there is")))
+        fits.ok_or_else(|| {
+            self.malformed(format!(
+                "the field {tag:?} counts more items than the bytes left can hold"
+            ))
+        })
     }
 
     /// Checks that no bytes are left.

@@ -48,7 +48,10 @@ impl DevicePoolBuilder {
             len.checked_next_multiple_of(PAGE).filter(|whole| *whole > 0).ok_or_else(|| {
                 Error::new(
                     ErrorKind::Invalid,
-                    format!("a pool of {len} bytes: ask for at least one, and for fewer"),
+                    format!(
+                        "a pool cannot have {len} bytes: ask for 1 to {}",
+                        usize::MAX / PAGE * PAGE
+                    ),
                 )
             })?;
         let allocation = {

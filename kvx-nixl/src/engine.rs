@@ -163,7 +163,7 @@ impl Engine {
     pub(crate) fn public_data(&self, handle: NixlHandle) -> NixlResult<Vec<u8>> {
         let range = self.memory.get(handle).ok_or(NixlStatus::NotFound)?;
         let RangeOwner::Ours(region) = &range.owner else { return Err(NixlStatus::InvalidParam) };
-        region.metadata().map_err(|error| report("memory has no metadata", &error))
+        region.metadata().map_err(|error| report("cannot describe memory for peers", &error))
     }
 
     pub(crate) fn load_remote(
@@ -177,7 +177,7 @@ impl Engine {
         let region = peer.import_region(data).map_err(|error| report(agent, &error))?;
         if kvx::Place::len(&region) != len {
             warn(format_args!(
-                "agent {agent}: memory of {len} bytes whose metadata is of {}",
+                "agent {agent} lists memory of {len} bytes, but its KVX metadata lists {}",
                 kvx::Place::len(&region)
             ));
             return Err(NixlStatus::Mismatch);
@@ -359,7 +359,9 @@ impl Engine {
                     return Err(NixlStatus::InvalidParam);
                 };
                 let region = region.metadata().and_then(|bytes| peer.import_region(&bytes));
-                let region = region.map_err(|error| report("memory of this agent", &error))?;
+                let region = region.map_err(|error| {
+                    report("cannot use this agent's own memory as a peer's", &error)
+                })?;
                 Ok(learnt.get_or_init(|| region).clone())
             }
         }
@@ -456,8 +458,8 @@ impl Engine {
                 Got::Whole(bytes) => got.push((next.from.name.to_string(), bytes)),
                 Got::Part => {}
                 Got::Instead(dropped) => warn(format_args!(
-                    "dropped a notification after {dropped} received bytes: too many are incomplete, and it is \
-                     the oldest of the sender that has the most"
+                    "dropped an incomplete notification, of which {dropped} bytes had arrived: too many are \
+                     incomplete, most of them from its sender"
                 )),
                 Got::Nonsense => warn(format_args!(
                     "agent {}: received a malformed notification",

@@ -229,10 +229,10 @@ fn is_of_a_backend(table: &[Vec<&str>]) -> bool {
 fn place(table: &[Vec<&str>]) -> Result<SlotOrder, TableRefusal> {
     let names = NAMES.map(|(function, name)| (function, name.replace('$', STRING)));
     let Some(slots) = table.get(2..).filter(|slots| slots.len() <= MAX_SLOTS) else {
-        return refuse(format!("a table of {} functions", table.len()));
+        return refuse(format!("its table has {} slots", table.len()));
     };
     if slots.len() < DESTRUCTORS {
-        return refuse("a table without destructors");
+        return refuse("its table has no destructors");
     }
     let mut order = vec![None; slots.len()];
     for (function, name) in &names {
@@ -242,7 +242,7 @@ fn place(table: &[Vec<&str>]) -> Result<SlotOrder, TableRefusal> {
             (Some(at), None) if order[at].is_none() => order[at] = Some(*function),
             (Some(_), None) => {
                 return refuse(format!(
-                    "one slot of its table is two functions, {function:?} is one"
+                    "one slot of its table has two functions, {function:?} and another"
                 ));
             }
             (Some(_), Some(_)) => {

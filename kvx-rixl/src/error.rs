@@ -17,7 +17,7 @@ impl Status {
         match self.code() {
             NIXL_CAPI_IN_PROG => "in progress",
             NIXL_CAPI_ERROR_INVALID_PARAM => "an invalid parameter",
-            NIXL_CAPI_ERROR_BACKEND => "an error that its C interface does not name",
+            NIXL_CAPI_ERROR_BACKEND => "an error of its backend",
             NIXL_CAPI_ERROR_INVALID_STATE => "an invalid state",
             NIXL_CAPI_ERROR_EXCEPTION => "an exception",
             NIXL_CAPI_ERROR_NO_TELEMETRY => "no telemetry",

@@ -80,7 +80,9 @@ pub(crate) fn connect(size: usize) -> Result<(Shard, Vec<RankSockets>)> {
     if size == 1 {
         return Ok((Shard::alone(), Vec::new()));
     }
-    let told = |error: std::io::Error| ModelError::new(format!("the ranks' sockets: {error}"));
+    let told = |error: std::io::Error| {
+        ModelError::new(format!("cannot create the sockets of the ranks: {error}"))
+    };
     let (mut ours, mut others) = (Vec::new(), Vec::new());
     for rank in 1..size {
         let (head, member) = UnixStream::pair().map_err(told)?;
@@ -100,9 +102,9 @@ pub(crate) fn start_thread(setup: &RankSetup, sockets: RankSockets) -> Result<Ar
         }
     };
     let thread = std::thread::Builder::new().name(format!("engine-{engine}-{rank}"));
-    thread
-        .spawn(follow)
-        .map_err(|error| ModelError::new(format!("the thread of rank {rank}: {error}")))?;
+    thread.spawn(follow).map_err(|error| {
+        ModelError::new(format!("cannot start the thread of rank {rank}: {error}"))
+    })?;
     Ok(memory)
 }
 

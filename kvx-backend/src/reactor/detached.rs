@@ -152,8 +152,8 @@ impl<P: Progress> ReactorShared<P> {
                     if !std::mem::replace(&mut driven.warned, true) {
                         tracing::error!(
                             reactor = self.name, %why,
-                            "all peers wait for an unresolved page fault: no thread can continue \
-                             without the one that hangs"
+                            "a thread hangs in an unresolved page fault, and no other thread could \
+                             be started in its place: all peers of this backend wait"
                         );
                     }
                     return true;

@@ -18,7 +18,7 @@ impl<T> Mailbox<T> {
     /// Creates a mailbox. Returns `Exhausted` without a descriptor.
     pub fn new() -> Result<Self> {
         let wake = Wake::new().map_err(|cause| {
-            Error::os("no eventfd for a mailbox: raise ulimit -n", cause)
+            Error::os("cannot create an eventfd for a mailbox: raise ulimit -n", cause)
                 .with_kind(ErrorKind::Exhausted)
         })?;
         Ok(Mailbox { messages: Mutex::default(), is_full: AtomicBool::new(false), wake })

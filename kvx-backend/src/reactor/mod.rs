@@ -91,7 +91,8 @@ pub trait Progress: Send + Sized + 'static {
 /// Returns the error of a machine that has no descriptor for its epoll, or cannot watch another
 /// one.
 pub fn no_poller(cause: rustix::io::Errno) -> Error {
-    Error::os("no readiness queue: raise ulimit -n", cause).with_kind(ErrorKind::Exhausted)
+    Error::os("cannot create an epoll descriptor, or add one to it: raise ulimit -n", cause)
+        .with_kind(ErrorKind::Exhausted)
 }
 
 /// The limit in bytes for one turn, so that others get theirs.

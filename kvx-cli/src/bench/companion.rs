@@ -46,7 +46,7 @@ impl Companion {
             }
             ("skip", why) => Ok(PointAnswer::Skips(why.trim().to_owned())),
             _ => Err(format!(
-                "the companion program answered {answer:?} to a point: `ready NAME` or `skip REASON`"
+                "the companion program answered {answer:?} to a point instead of `ready NAME` or `skip REASON`"
             )
             .into()),
         }
@@ -58,13 +58,13 @@ impl Companion {
         self.child.send_line(&format!("go {:.6}", budget.as_secs_f64()))?;
         let answer = self.child.receive_line(ANSWER_DEADLINE + budget)?;
         let round = result(&answer, bytes).ok_or_else(|| {
-            format!("the companion program answered {answer:?} to a round: `moved TIMES SECONDS` or `gbps RATE`")
+            format!("the companion program answered {answer:?} to a round instead of `moved TIMES SECONDS` or `gbps RATE`")
         })?;
         // The reported time may be less than the measured one, but never more.
         let most = start.elapsed().as_secs_f64();
         if answer.starts_with("moved") && round.seconds > most {
             return Err(format!(
-                "the companion program reports {} s for a round of {most} s",
+                "the companion program reports {} s for a round that took only {most} s",
                 round.seconds
             )
             .into());

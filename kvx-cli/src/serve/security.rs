@@ -46,7 +46,7 @@ const REFUSED_FLAGS: &[(&str, &str)] = &[
 /// Variables of vLLM that restrict clients in a way that this server does not support, and why.
 /// They are errors: the operator would rely on them.
 const REFUSED_VARIABLES: &[(&str, &str)] = &[
-    ("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "the time of idle connections is fixed here"),
+    ("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "the timeout of idle connections is fixed here"),
     ("VLLM_MAX_N_SEQUENCES", "a request has at most 256 answers here"),
 ];
 

@@ -101,7 +101,7 @@ impl DensePool {
         let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
         if !matches!(model.layout, KvLayout::Lbhnc | KvLayout::Lbnhc) {
             return invalid(format!(
-                "a dense pool in layout {}: LBHNC and LBNHC are possible",
+                "a dense pool cannot have layout {}: use LBHNC or LBNHC",
                 model.layout
             ));
         }
@@ -271,7 +271,7 @@ impl DensePool {
         }
         Err(Error::new(
             ErrorKind::Invalid,
-            format!("there are views of {given} layers, and the pool has {wanted} layers"),
+            format!("{given} layers were given, but the pool has {wanted}"),
         ))
     }
 }
@@ -342,7 +342,7 @@ impl Prefill<'_> {
         if self.mode() == TransferMode::Push {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                "blocks of a dense pool are not pushed: write kv_connector NixlConnector",
+                "NixlPushConnector cannot push blocks of a dense pool: set kv_connector to NixlConnector",
             ));
         }
         let blocks = pool.save(tokens, views)?;

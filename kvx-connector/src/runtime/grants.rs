@@ -198,7 +198,7 @@ impl Grants {
     }
 }
 
-/// Returns the error of a grant for a request that was given up.
+/// Returns the error of a grant for a request that was aborted.
 pub(super) fn given_up() -> Error {
-    Error::new(ErrorKind::Revoked, "the request was given up, so no peer may write for it")
+    Error::new(ErrorKind::Revoked, "the request was aborted, so no peer may write for it")
 }

@@ -125,7 +125,7 @@ impl<'a> Prefill<'a> {
                 let mut state = shared.state.lock();
                 state.outcomes.forget_release(&request, Kept::Request, &slot);
                 drop(state);
-                let kept_nothing = Withheld::invalid("the connector keeps nothing for a decode");
+                let kept_nothing = Withheld::invalid("the connector keeps no blocks for a decode");
                 let withheld = withheld.unwrap_or(kept_nothing);
                 Err(refused(withheld.kind, &withheld))
             }

@@ -162,10 +162,9 @@ async fn words(
     let own = shared
         .registered(rank)
         .ok_or_else(|| Error::new(ErrorKind::Revoked, "the caches were given back"))?;
-    let region = worker
-        .words
-        .as_ref()
-        .ok_or_else(|| Error::new(ErrorKind::Unregistered, "the peer has no words"))?;
+    let region = worker.words.as_ref().ok_or_else(|| {
+        Error::new(ErrorKind::Unregistered, "the peer has no generation counters")
+    })?;
     let count = u32::try_from(kvx_core::Place::len(region) / WORD).unwrap_or(u32::MAX);
     let theirs = (region, Grid::packed(WORD, count));
     // The generation of the pool, then those of the blocks.

@@ -123,7 +123,7 @@ impl AgentHandle {
         for (name, done) in closing {
             let ended = match done {
                 Ok(ends) => ends.into_iter().try_for_each(|end| end.wait_blocking(patience)),
-                Err(error) => Err(Error::os("could not start a thread to close it", error)),
+                Err(error) => Err(Error::os("could not start the thread that closes it", error)),
             };
             stuck.extend(ended.err().map(|error| format!("{name}: {error}")));
         }

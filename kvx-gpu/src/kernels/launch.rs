@@ -115,7 +115,7 @@ impl Launch {
         let length = length.ok_or_else(|| {
             Error::new(
                 ErrorKind::Invalid,
-                format!("a permutation of {swap:?}: blocks have less than 4 GiB"),
+                format!("cannot permute blocks of 4 GiB or more: {swap:?}"),
             )
         })?;
         let Swap { outer, rows, columns, run } = swap;

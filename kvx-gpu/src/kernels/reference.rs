@@ -127,5 +127,8 @@ fn range(base: u64, index: u64, stride: u64, length: u64, within: usize) -> Resu
 }
 
 fn out_of_bounds(start: u64, length: u64, within: usize) -> Error {
-    Error::new(ErrorKind::OutOfBounds, format!("{length} bytes from offset {start} of {within}"))
+    Error::new(
+        ErrorKind::OutOfBounds,
+        format!("{length} bytes at offset {start} are outside a buffer of {within} bytes"),
+    )
 }

@@ -109,7 +109,8 @@ impl Trial<'_> {
             (Some(TransferState::Completed(said)), Some(bytes)) if said == bytes => Ok(()),
             (Some(TransferState::Failed(_)), None) => Ok(()),
             (whole, _) => {
-                Err(("asking for a batch's state", format!("it is {whole:?}, of {pieces:?}")))
+                let why = format!("it is {whole:?}, but its pieces are {pieces:?}");
+                Err(("asking for a batch's state", why))
             }
         }
     }
@@ -129,7 +130,7 @@ impl Trial<'_> {
         {
             return Err((
                 STEP,
-                format!("the engine gives no reason, or another than {INVALID}: {why}"),
+                format!("the engine returns no text, or a code other than {INVALID}: {why}"),
             ));
         }
         Ok(())
@@ -242,7 +243,7 @@ impl Trial<'_> {
         if heard != [(name.into_bytes(), text.into_bytes())] {
             let heard: Vec<_> =
                 heard.iter().map(|(_, text)| String::from_utf8_lossy(text)).collect();
-            return Err(("notifying", format!("{heard:?} arrived, and one \"hello\" was sent")));
+            return Err(("notifying", format!("one \"hello\" was sent, but {heard:?} arrived")));
         }
         Ok(())
     }

@@ -362,7 +362,7 @@ impl Machine {
             }
             AfterProbe::Confirm { proof, theirs } => {
                 let Some(link) = connection.link.clone() else {
-                    return Err(malformed("a welcome to a target"));
+                    return Err(malformed("a welcome from the initiator"));
                 };
                 link.reachability.set(Reachability { ours, theirs }).ok(); // a handshake ends once
                 connection.peer = Some(link.peer.clone());

@@ -368,7 +368,7 @@ impl Connection {
         match ended {
             Some(Ok(())) => {}
             Some(Err(error)) => tracing::debug!(%error, "a connection ended early"),
-            None => tracing::debug!("closed a connection whose client does not let it end"),
+            None => tracing::debug!("closed a connection that did not end in time"),
         }
     }
 }

@@ -212,9 +212,9 @@ fn factors_of<'a>(key: &str, value: &'a Value) -> Result<&'a Map<String, Value>>
         return Err(wrong("an object of factors, {\"model\": …}"));
     };
     match object.iter().find(|(_, value)| has_fraction(value)) {
-        Some((name, _)) => {
-            Err(wrong(&format!("{name} without a fraction: vLLM hashes no fractions")))
-        }
+        Some((name, _)) => Err(wrong(&format!(
+            "{name} without a fraction: kvx cannot hash fractions as vLLM does"
+        ))),
         None => Ok(object),
     }
 }

@@ -254,7 +254,10 @@ impl KvTransferConfig {
         if !added.is_empty() {
             warn(
                 Concern::Version,
-                format!("{}: {version} has no such field yet; kvx reads it", added.join(", ")),
+                format!(
+                    "{}: {version} does not know this field yet; kvx uses it",
+                    added.join(", ")
+                ),
             );
         }
         let nixl =

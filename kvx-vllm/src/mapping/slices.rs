@@ -64,14 +64,14 @@ impl RegionPair {
         if !consumer.length.is_multiple_of(parts * pieces * smaller)
             || !producer.length.is_multiple_of(parts)
         {
-            return Err(self.outside("its blocks cannot be divided evenly"));
+            return Err(self.outside("blocks cannot be divided evenly among the ranks"));
         }
         let len = own_part / pieces / smaller;
         let start = u64::from(mapping.rank_offset()).checked_mul(own_part / smaller);
         let Some(start) =
             start.filter(|start| start.checked_add(len).is_some_and(|end| end <= their_part))
         else {
-            return Err(self.outside("its heads are outside the producer's blocks"));
+            return Err(self.outside("the consumer's heads are outside the producer's blocks"));
         };
         let mut slices = Vec::new();
         for part in 0..parts {
@@ -84,7 +84,9 @@ impl RegionPair {
                 slices.push(Slice { phase: None, consumer, producer });
             } else if parts == 1 && consumer.is_packed() {
                 let Some(count) = consumer.count.checked_mul(ratio) else {
-                    return Err(self.outside("its sub-blocks cannot be counted in 32 bits"));
+                    return Err(
+                        self.outside("the consumer's sub-blocks cannot be counted in 32 bits")
+                    );
                 };
                 let consumer = Grid { base: own, stride: len, length: len, count };
                 slices.push(Slice { phase: None, consumer, producer });

@@ -101,7 +101,7 @@ impl EngineNotification {
                     let start: String = id.chars().take(64).collect();
                     return Err(invalid(
                         &start,
-                        "it starts like this and is too long for a notification",
+                        "it is too long for a notification; only its first 64 characters are shown",
                     ));
                 }
                 beats.push(Vec::new());

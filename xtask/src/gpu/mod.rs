@@ -126,7 +126,7 @@ fn test(kit: &Kit, check: &Check, quick: bool, real: bool) -> Result<String> {
     let finished = process::run(command, LIMIT, Output::Shown)?;
     let (passed, skipped) = harness::passed_and_skipped(&finished.output);
     if !finished.succeeded() {
-        return Err(format!("{} after {passed} tests passed", finished.end).into());
+        return Err(format!("{}, after {passed} tests had passed", finished.end).into());
     }
     // A library that does not work with the stand-in makes tests skip, but must work with a real
     // device.

@@ -212,7 +212,7 @@ impl Engine {
         let thread = std::thread::Builder::new()
             .name(format!("engine-{number}"))
             .spawn(run)
-            .map_err(|error| Error::new(format!("the engine's thread: {error}")))?;
+            .map_err(|error| Error::new(format!("cannot start the engine's thread: {error}")))?;
         Ok(Running { engine, thread: Some(thread) })
     }
 

@@ -209,7 +209,7 @@ impl Hosts {
         body: Bytes,
     ) -> std::result::Result<Response<Body>, ApiError> {
         let gone = || {
-            ApiError::internal(format!("rank {rank} has gone; see the head's log for the reason"))
+            ApiError::internal(format!("rank {rank} is lost; see the head's log for the reason"))
         };
         let host = self.joined().iter().find(|host| host.ranks.contains(&rank)).cloned();
         let JoinedHost { ranks, mut asking } = host.ok_or_else(gone)?;
@@ -452,7 +452,7 @@ mod tests {
             .await
             .unwrap_err();
         assert_eq!(
-            (refusal.status, refusal.words.contains("rank 3 has gone")),
+            (refusal.status, refusal.words.contains("rank 3 is lost")),
             (StatusCode::INTERNAL_SERVER_ERROR, true)
         );
     }

@@ -187,8 +187,8 @@ fn shares(config: &Config, shard: &Shard) -> Result<(Range<usize>, Range<usize>)
     }
     if heads * head_dim % PARTS != 0 || intermediate % PARTS != 0 {
         return Err(ModelError::new(format!(
-            "sums of {} and of {intermediate} numbers must consist of {PARTS} equal parts; use a \
-             model whose sizes can be divided by that",
+            "the model's sizes {} (heads times head_dim) and {intermediate} (intermediate_size) \
+             must be multiples of {PARTS}; use another model",
             heads * head_dim
         )));
     }

@@ -127,7 +127,7 @@ fn ranks_on_a_second_host_answer_behind_the_head() {
             break gone;
         }
     };
-    assert!(gone.0 == 500 && gone.1.contains("rank 1 has gone"), "{gone:?}");
+    assert!(gone.0 == 500 && gone.1.contains("rank 1 is lost"), "{gone:?}");
     for _ in 0..2 {
         assert_eq!(tokens(decode, HEAD, &body), right);
     }

@@ -182,7 +182,7 @@ impl JoinedRank {
             Some(SentGenerations::Own(memory)) if memory.len() >= words => Ok(memory),
             _ => Err(Error::new(
                 ErrorKind::Malformed,
-                "the engine has sent no words for these caches",
+                "the engine has sent no generation counters for these caches",
             )),
         };
         let memory = memory.into_iter().map(Into::into).collect();

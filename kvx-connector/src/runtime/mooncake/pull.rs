@@ -167,7 +167,7 @@ async fn with_grants(
     if asked > 0 && message.req_blocks.is_empty() {
         return Err(Error::new(
             ErrorKind::Revoked,
-            "the requests were given up, so the prefill must not write for them",
+            "the requests were aborted, so the prefill must not write for them",
         ));
     }
     Ok(message)

@@ -31,11 +31,11 @@ pub enum Idle {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Revocation {
-    /// By the owner alone, whatever its peers do.
+    /// The owner ends it alone, whatever its peers do.
     Owner,
-    /// When each connected peer has confirmed or is dead. A stopped peer delays it.
+    /// It ends when each connected peer has confirmed or is dead. A stopped peer delays it.
     Confirmed,
-    /// Not while peers live: the memory stays quarantined.
+    /// It does not end while a peer lives: the memory stays quarantined.
     Never,
 }
 

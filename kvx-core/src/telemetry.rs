@@ -1,5 +1,4 @@
-//! Metrics through the `metrics` facade, and a `tracing` span per transfer. Without a recorder or a
-//! subscriber, neither has an effect.
+//! Metrics of transfers, through the `metrics` facade. Without a recorder they have no effect.
 
 use std::time::Duration;
 

@@ -60,7 +60,8 @@ struct PeerAgent {
     exports: Vec<Arc<NixlRegion>>,
     /// The number of requests in progress.
     flights: usize,
-    /// That number when the peer was lost, or when NIXL last reported an end after that.
+    /// The number of requests in progress when the peer was lost, or when NIXL last reported an end
+    /// after that.
     in_flight_at_load: usize,
     /// The operations that need its CPU, once that is known.
     reach: Option<PerOp>,

@@ -1,7 +1,6 @@
 //! The calls that differ between HIP and CUDA's driver. kvx supports HIP 5, 6 and 7 with functions
 //! that are equal in all of them: it uses no structure of device properties, and no constant whose
 //! number has changed.
-//! constant whose number has changed.
 
 use std::ffi::{c_char, c_int, c_uint};
 use std::ops::Range;

@@ -188,7 +188,7 @@ pub(crate) fn is_installed(peer: &str, wheel: &str, target: &Path) -> bool {
 pub(crate) struct Environment(pub(crate) PathBuf);
 
 impl Environment {
-    /// Returns that of a peer.
+    /// Returns the environment of a peer.
     pub(crate) fn of(target: &Path, peer: &str) -> Environment {
         Environment(target.join("peers").join(peer).join("venv"))
     }

@@ -23,7 +23,7 @@ pub(crate) struct Metadata {
     workspace_root: PathBuf,
 }
 
-/// A package of it, borrowed.
+/// A borrowed package of [`Metadata`].
 pub(crate) type Package<'a> = &'a PackageMetadata;
 
 /// A package as cargo describes it.

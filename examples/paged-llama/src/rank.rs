@@ -109,7 +109,7 @@ pub(crate) fn start_thread(setup: &RankSetup, sockets: RankSockets) -> Result<Ar
 }
 
 impl RankSetup {
-    /// Opens its share of the model, and allocates its pool.
+    /// Opens this rank's share of the model, and allocates its pool.
     fn open(&self, socket: UnixStream) -> Result<(Model, crate::model::Pool, Arc<Memory>)> {
         let shard = Shard::member(self.rank, self.size, socket);
         let model = Model::open(&self.folder, shard)?.with_threads(self.threads);

@@ -91,7 +91,7 @@ impl<P: Hash + Eq + Clone> HeldBytes<P> {
     /// Checks whether a peer may open another connection.
     ///
     /// # Errors
-    /// `Exhausted` for a peer that exceeds its limit without it.
+    /// `Exhausted` for a peer that already exceeds its limit.
     pub fn check(&self, who: &P) -> Result<()> {
         if self.by_peer.get(who).is_some_and(|held| *held > self.one_peer) {
             Err(self.too_much())

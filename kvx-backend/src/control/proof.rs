@@ -13,7 +13,7 @@ use sha2::Sha256;
 
 /// The length of a proof in bytes.
 pub const PROOF: usize = 32;
-/// A proof, as it travels.
+/// A proof, as its bytes in a message.
 pub type Proof = [u8; PROOF];
 
 /// The keys with which an end of a link makes its proofs.

@@ -130,7 +130,7 @@ pub(super) enum Flush {
 pub(super) struct JobState<F: Fabric> {
     pub(super) session: u64,
     pub(super) transfer: TransferId,
-    /// The remaining segments of the plan, which they own.
+    /// The remaining segments of the plan. They own the plan.
     pub(super) segments: Segments,
     pub(super) stripe: Stripe,
     /// The number of segments to skip before the next one.

@@ -2,7 +2,6 @@
 //! and a link uses all of them. A large transfer is cut into stripes, one for each lane. A small
 //! one uses the lane of the thread that posts it, which is the lane that this thread drives while
 //! it waits.
-//! drives while it waits.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -20,7 +20,7 @@ const MAX_FIRST_MESSAGE: usize = MAX_ADDRESS + 4 * MAX_NAME;
 
 /// The limit for frames that arrive ahead of a missing one.
 const MAX_EARLY: usize = 1024;
-/// The limit in bytes for these frames.
+/// The limit in bytes for frames that arrive ahead of a missing one.
 const MAX_EARLY_BYTES: usize = 4 << 20;
 
 /// The header of a frame.
@@ -110,7 +110,7 @@ impl Outgoing {
         self.queue.len()
     }
 
-    /// Returns the bytes that they take.
+    /// Returns the bytes of memory that the queued frames take.
     pub(super) fn held(&self) -> usize {
         self.bytes
     }
@@ -129,7 +129,7 @@ pub(super) struct Incoming {
     early: BTreeMap<u32, (bool, Box<[u8]>)>,
     early_bytes: usize,
     partial: Vec<u8>,
-    /// True if a message was completed; the first one may be longer.
+    /// True once the first message is complete. That one may be longer than the others.
     begun: bool,
 }
 
@@ -162,7 +162,7 @@ impl Incoming {
         Ok(whole)
     }
 
-    /// Returns the bytes that it keeps.
+    /// Returns the bytes of memory that early frames and the unfinished message take.
     pub(super) fn held(&self) -> usize {
         self.early_bytes + self.early.len() * ENTRY_OVERHEAD + self.partial.capacity()
     }

@@ -95,7 +95,7 @@ pub fn no_poller(cause: rustix::io::Errno) -> Error {
         .with_kind(ErrorKind::Exhausted)
 }
 
-/// The limit in bytes for one turn, so that others get theirs.
+/// The limit in bytes for one turn, so that other turns are not delayed for long.
 pub const SLICE: u64 = 1 << 20;
 
 /// The result of [`Progress::arm`].
@@ -202,7 +202,7 @@ struct Driven<P: Progress> {
     thread: TurnThread,
     /// True if it was logged that this turn hangs and no thread can continue.
     warned: bool,
-    /// Results of a turn from before its work was detached.
+    /// The results that a turn produced before its work was detached.
     untold: Outbox,
 }
 

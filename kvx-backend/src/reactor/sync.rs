@@ -62,7 +62,7 @@ impl Condvar {
     }
 }
 
-/// A descriptor that is readable from a ring until the next drain.
+/// A descriptor that becomes readable when it is rung, and stays so until the next drain.
 pub(super) struct Wake {
     fd: OwnedFd,
     /// The model's knowledge of whether the descriptor is readable: loom switches threads only at

@@ -24,10 +24,10 @@ const LOOKS_IN_FUTEX: u32 = 100;
 #[derive(Debug, Default)]
 pub(super) struct WatchedTurns {
     count: AtomicU64,
-    /// The number of the running piece, and its thread; 0 if there is none.
+    /// The number of the running piece of work, and its thread; 0 if there is none.
     under_way: AtomicU64,
     thread: AtomicI32,
-    /// True if the watch sleeps until a piece begins.
+    /// True if the watch sleeps until a piece of work begins.
     asleep: AtomicBool,
     ended: Mutex<bool>,
     changed: Condvar,
@@ -38,8 +38,8 @@ thread_local! {
 }
 
 impl WatchedTurns {
-    /// Records that a piece begins on this thread, which has the machine's lock. Returns its
-    /// number.
+    /// Records that a piece of work begins on this thread, which has the machine's lock. Returns
+    /// the number of the piece.
     pub(super) fn begin(&self) -> u64 {
         let number = self.count.load(Ordering::Relaxed) + 1;
         self.count.store(number, Ordering::Relaxed);
@@ -53,13 +53,13 @@ impl WatchedTurns {
         number
     }
 
-    /// Records that the piece of this number has ended, unless it was abandoned and another one
-    /// runs.
+    /// Records that piece `number` has ended. Does nothing if another piece runs because this one
+    /// was abandoned.
     pub(super) fn end(&self, number: u64) {
         self.under_way.compare_exchange(number, 0, Ordering::Relaxed, Ordering::Relaxed).ok();
     }
 
-    /// Returns true if the piece of this number runs.
+    /// Returns true if piece `number` runs.
     pub(super) fn is_under_way(&self, number: u64) -> bool {
         self.under_way.load(Ordering::Relaxed) == number
     }

@@ -17,14 +17,14 @@ pub(crate) struct Companion {
 
 /// A companion's answer to a point.
 pub(crate) enum PointAnswer {
-    /// It takes part, under this name.
+    /// The program measures the point, under this name.
     Ready(String),
-    /// It does not support the point, for this reason.
+    /// The program does not support the point, for this reason.
     Skips(String),
 }
 
 impl Companion {
-    /// Starts it in a shell.
+    /// Starts the program in a shell.
     pub(crate) fn start(program: &str) -> Result<Self> {
         let mut command = Command::new("sh");
         command.args(["-c", &format!("exec {program}")]);
@@ -46,7 +46,8 @@ impl Companion {
             }
             ("skip", why) => Ok(PointAnswer::Skips(why.trim().to_owned())),
             _ => Err(format!(
-                "the companion program answered {answer:?} to a point instead of `ready NAME` or `skip REASON`"
+                "the companion program answered {answer:?} to a point instead of `ready NAME` or \
+                 `skip REASON`"
             )
             .into()),
         }
@@ -58,7 +59,10 @@ impl Companion {
         self.child.send_line(&format!("go {:.6}", budget.as_secs_f64()))?;
         let answer = self.child.receive_line(ANSWER_DEADLINE + budget)?;
         let round = result(&answer, bytes).ok_or_else(|| {
-            format!("the companion program answered {answer:?} to a round instead of `moved TIMES SECONDS` or `gbps RATE`")
+            format!(
+                "the companion program answered {answer:?} to a round instead of \
+                 `moved TIMES SECONDS` or `gbps RATE`"
+            )
         })?;
         // The reported time may be less than the measured one, but never more.
         let most = start.elapsed().as_secs_f64();
@@ -72,7 +76,7 @@ impl Companion {
         Ok(round)
     }
 
-    /// Ends it.
+    /// Ends the program.
     pub(crate) fn end(self) {
         self.child.end();
     }

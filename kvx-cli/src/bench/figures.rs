@@ -58,7 +58,7 @@ pub(crate) struct Figures {
 struct OtherLimit {
     name: &'static str,
     gbps: f64,
-    /// The ratio of kvx's rate to it.
+    /// The ratio of kvx's rate to this limit's.
     ratio: f64,
 }
 

@@ -160,7 +160,7 @@ impl RegisteredCaches {
         self.regions.iter().map(grant).collect()
     }
 
-    /// Notes a grant, so that it is revoked with the caches.
+    /// Records a grant, so that it is revoked with the caches.
     pub(super) fn has_granted(&self, granted: &Arc<GrantedWrites>) {
         let mut all = self.granted.lock();
         all.retain(|earlier| earlier.strong_count() > 0);

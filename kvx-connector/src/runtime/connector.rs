@@ -169,7 +169,7 @@ impl Connector {
         true
     }
 
-    /// Notes that all workers have computed the first `tokens` tokens of a request.
+    /// Records that all workers have computed the first `tokens` tokens of a request.
     ///
     /// The devices have ended that work, and the blocks stay unchanged until the request ends or is
     /// [preempted](Self::preempted). `blocks` are the request's lists from the first token on, as
@@ -183,7 +183,7 @@ impl Connector {
         copies::computed(self.shared(), request, blocks, tokens);
     }
 
-    /// Notes that other requests get the blocks of a request before it ends. Forgets what was
+    /// Records that other requests get the blocks of a request before it ends. Forgets what was
     /// [computed](Self::computed).
     pub fn preempted(&self, request: &RequestId) {
         self.shared().state.lock().saves.forget(request);

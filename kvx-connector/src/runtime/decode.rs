@@ -263,7 +263,7 @@ fn ended(
 pub struct Fetch {
     connector: Connector,
     request: RequestId,
-    /// The tokens that the engine had before.
+    /// The number of tokens of the prompt that the engine had before the load.
     computed: u32,
     slot: Arc<Slot<LoadEnd>>,
     /// The result, if the load never started.

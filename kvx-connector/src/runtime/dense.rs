@@ -95,7 +95,7 @@ impl DensePool {
     ///
     /// # Errors
     /// - `Invalid`: the model has no layers, heads or bytes, the number of blocks is 0, or the
-    ///   layout is another one.
+    /// layout is neither LBHNC nor LBNHC.
     /// - `Exhausted`: there is not enough memory.
     pub fn new(model: DenseModel, blocks: u32) -> Result<Self> {
         let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
@@ -162,7 +162,7 @@ impl DensePool {
         self.0.free.lock().len()
     }
 
-    /// Takes back the blocks that failed loads no longer hold.
+    /// Returns to the pool those blocks of failed loads that no transfer can write to any more.
     fn sweep(&self) {
         let held = std::mem::take(&mut *self.0.held.lock());
         for (held, mut blocks) in held {

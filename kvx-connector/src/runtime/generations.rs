@@ -76,10 +76,10 @@ pub(super) struct GenerationState {
     generations: Generations<GenerationTable>,
     memory: Arc<Memory>,
     requests: HashMap<RequestId, BlockLists>,
-    /// The number of those requests that have a block.
+    /// The number of published requests that hold a block, by block.
     readers: HashMap<u32, u32>,
-    /// Blocks of those requests that were whole when they were published. Later tokens go to other
-    /// blocks.
+    /// Blocks of published requests that were whole when they were published. Later tokens go to
+    /// other blocks.
     whole: HashSet<u32>,
     /// The counterpart of `readers` for the blocks of each group, if they have digests.
     digested: Option<HashMap<(u32, u32), u32>>,

@@ -10,7 +10,7 @@ use tokio::sync::{OnceCell, oneshot};
 use kvx_vllm::engine::{RequestId, WorkerRank};
 use kvx_vllm::wire::PushGrant;
 
-/// The time after which a revocation that has not ended is waited for again.
+/// The delay before another wait for a revocation that has not ended.
 const RETRY: Duration = Duration::from_secs(60);
 
 /// The regions that peers may write into for one request, by worker.
@@ -114,7 +114,7 @@ impl Grants {
         self.by_request.insert(request.clone(), Grant::Active(Arc::clone(writes)));
     }
 
-    /// Notes that a foreign agent is about to learn where the blocks of a request are. Returns
+    /// Records that a foreign agent is about to learn where the blocks of a request are. Returns
     /// false if the request is fenced: the agent must not learn it then.
     pub(super) fn open_to_foreign(&mut self, request: &RequestId) -> bool {
         let before = self.by_request.get(request);
@@ -139,7 +139,7 @@ impl Grants {
         Ok(writes)
     }
 
-    /// Notes a grant that no peer knows of, so that it is revoked.
+    /// Records a grant that no peer knows of, so that it is revoked.
     pub(super) fn discard(&mut self, writes: Arc<GrantedWrites>) {
         self.spent.push(writes);
     }
@@ -162,7 +162,7 @@ impl Grants {
         Arc::clone(self.collected.entry(request.clone()).or_default())
     }
 
-    /// Notes that a rank asks for the grants of all ranks.
+    /// Records that a rank asks for the grants of all ranks.
     pub(super) fn want(&mut self, rank: WorkerRank, request: RequestId) {
         self.wanted.push((rank, request));
     }
@@ -178,7 +178,7 @@ impl Grants {
         due
     }
 
-    /// Notes a question to the engine. Returns the receiver of the answer.
+    /// Records a question to the engine. Returns the receiver of the answer.
     pub(super) fn ask(&mut self, request: &RequestId) -> oneshot::Receiver<GrantsOfRanks> {
         let (sender, answer) = oneshot::channel();
         self.asked.insert(request.clone(), sender);

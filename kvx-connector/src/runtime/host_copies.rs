@@ -109,7 +109,7 @@ impl HostCopies {
         )))
     }
 
-    /// Notes blocks that are to be saved.
+    /// Records blocks that are to be saved.
     pub(super) fn order(&self, of: u64, blocks: &[Unsaved]) {
         let mut saved = self.saved.lock();
         for block in blocks {
@@ -173,7 +173,7 @@ impl HostCopies {
         }
     }
 
-    /// Errors: `StillShared` if a copy may never end.
+    /// Checks that copying has not stopped for good. Errors: `StillShared` if a copy may never end.
     pub(super) fn check(&self) -> Result<()> {
         let why = |why: &String| {
             let why = format!("copies between host and device have stopped for good: {why}");

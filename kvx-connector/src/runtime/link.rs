@@ -100,7 +100,7 @@ pub(super) struct WriteGrant {
 
 impl WriteGrant {
     /// Imports the grants for one part of a write. Returns `None` if the decode grants nothing,
-    /// because it is not a kvx.
+    /// because it is not a kvx engine.
     pub(super) fn of(order: &Move, worker: &LinkedWorker, source: &Source) -> Result<Option<Self>> {
         let Some(imported) = ImportedRegions::of(order, &worker.peer)? else { return Ok(None) };
         let regions = PeerRegions::granted(&imported.regions)?;

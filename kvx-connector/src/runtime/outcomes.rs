@@ -9,7 +9,7 @@ use std::task::Waker;
 use super::slot::Slot;
 use kvx_vllm::engine::{Kept, Outcome, RequestId};
 
-/// How blocks ended that were leased to a decode or held by a load.
+/// The end of blocks that were leased to a decode or held by a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Released {
     /// The decode has read the leased blocks, or does not want them. The engine may reuse them. A
@@ -94,7 +94,7 @@ impl Outcomes {
         }
     }
 
-    /// Notes that a lease has expired. Returns false if that is known.
+    /// Records that a lease has expired. Returns false if that is known.
     pub(super) fn expire(&mut self, request: &RequestId) -> bool {
         self.expired.insert(request.clone())
     }
@@ -160,7 +160,7 @@ impl Outcomes {
         at.is_some_and(|at| self.queue.remove(at).is_some())
     }
 
-    /// Notes that the outcomes that follow are those of a shutdown.
+    /// Records that the outcomes that follow are those of a shutdown.
     pub(super) fn close(&mut self) {
         self.closing = true;
     }

@@ -121,7 +121,7 @@ pub(super) struct ImportedRegions {
 
 impl ImportedRegions {
     /// Imports the grants for the worker that a write goes to. Returns `None` if the decode grants
-    /// nothing, because it is not a kvx.
+    /// nothing, because it is not a kvx engine.
     pub(super) fn of(order: &Move, peer: &Peer) -> Result<Option<Self>> {
         let Part { rank, .. } = order.part;
         let Some(grant) =

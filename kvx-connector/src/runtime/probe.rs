@@ -18,10 +18,10 @@ pub struct Probe {
     /// The worker's memory, as far as the peer discloses it. An error if the answer does not fit
     /// the version or is empty.
     pub metadata: Result<NixlAgentMetadata>,
-    /// The reason why a kvx sent no metadata, if it did not.
+    /// The reason why a kvx engine sent no metadata, if it did not.
     pub refusal: Option<String>,
-    /// True if the peer is a kvx that has proved to have the same secret, if there is one. An error
-    /// if only one of the two ends has a secret.
+    /// True if the peer is a kvx engine that has proved to have the same secret, if there is one.
+    /// An error if only one of the two ends has a secret.
     pub kvx: Result<bool>,
     /// The time until the first answer.
     pub round_trip: Duration,

@@ -114,7 +114,7 @@ impl WorkerKind {
         }
     }
 
-    /// Notes that the worker's caches are given back.
+    /// Records that the worker's caches are given back.
     pub(super) fn give_back(&mut self, now: Time) {
         match self {
             WorkerKind::Nixl(worker) => worker.caches_given_back(now),
@@ -282,7 +282,7 @@ impl RankState {
         std::mem::take(&mut self.fills.due)
     }
 
-    /// Notes that a load was copied to the device, or that the copy failed.
+    /// Records that a load was copied to the device, or that the copy failed.
     pub(super) fn filled(&mut self, request: RequestId, blocks: BlockLists, result: Result<()>) {
         self.fills.done.push((request, blocks, result));
     }

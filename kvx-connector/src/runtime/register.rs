@@ -22,7 +22,7 @@ use kvx_vllm::group::ToHead;
 use kvx_vllm::mapping::Caches;
 use kvx_vllm::wire::mooncake::PullRequest;
 
-/// The receiver of the news that caches are in use, and what to send it.
+/// The recipient of the notification that caches are in use, and the content of the notification.
 pub(super) enum RegistrationNotice {
     /// Peers have been notified. Carries the number of the engine's registration, if the side
     /// channel counts them, and the description for decodes of a MooncakeConnector.

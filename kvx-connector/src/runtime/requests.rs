@@ -73,9 +73,9 @@ pub(super) fn abandon(shared: &Shared, request: &RequestId, slot: &Slot<LoadEnd>
     })
 }
 
-/// Takes a request's blocks back from its peers. Its lease is gone, so no task waits for their
-/// release. In push this engine itself may be reading them, and ranks on other hosts have to raise
-/// their generations: the engine then gets an outcome.
+/// Withdraws the blocks of a request that peers may read. Its lease is gone, so no task waits for
+/// their release. In push this engine itself may be reading them, and ranks on other hosts have to
+/// raise their generations: the engine then gets an outcome.
 pub(super) fn withdraw(shared: &Shared, request: &RequestId, slot: &Arc<Slot<Released>>) {
     let kept = Kept::Request;
     let outcome = shared.with_state(|state, now| {

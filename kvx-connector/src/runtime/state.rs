@@ -215,7 +215,7 @@ impl State {
         Ok(())
     }
 
-    /// Notes that parameters of a host are used although they are not signed. Returns the host the
+    /// Records that parameters of a host are used although they are not signed. Returns the host the
     /// first time.
     pub(super) fn note_unsigned(
         &mut self,

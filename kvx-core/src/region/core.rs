@@ -108,7 +108,7 @@ impl RegionCore {
         self.revoking.load(Ordering::SeqCst)
     }
 
-    /// Notes that a plan which uses the region was bound to a link.
+    /// Records that a plan which uses the region was bound to a link.
     pub(crate) fn bound(&self, plan: Weak<dyn KeepsBound>) {
         self.bindings.lock().add(plan);
     }

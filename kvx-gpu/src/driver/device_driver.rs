@@ -140,7 +140,6 @@ impl Driver {
     }
 
     /// Maps virtual memory to new physical memory, which [`export`](Driver::export) can share.
-    /// share.
     pub(crate) fn map(&self, len: usize) -> Result<MappedMemory> {
         self.check(self.virtual_memory()?.map(len))
     }

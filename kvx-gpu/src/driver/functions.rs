@@ -193,7 +193,7 @@ functions! {
     fn release(handle: u64);
     /// Maps physical memory at addresses.
     fn map(address: Address, len: usize, offset: usize, handle: u64, flags: u64);
-    /// Unmaps it.
+    /// Unmaps addresses.
     fn unmap(address: Address, len: usize);
     /// Lets a device access addresses.
     fn set_access(address: Address, len: usize, access: *const Access, count: usize);

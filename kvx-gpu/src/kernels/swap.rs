@@ -52,8 +52,8 @@ impl Swap {
         Ok(Swap { outer: 1, rows: heads, columns: ratio, run: run(ratio, tokens, content)? })
     }
 
-    /// Merges `ratio` consecutive blocks with heads before tokens into one block with tokens before
-    /// heads and `tokens` tokens. Errors as for [`merge`](Swap::merge).
+    /// Merges `ratio` consecutive HND blocks into one NHD block of `tokens` tokens. Errors as for
+    /// [`merge`](Swap::merge).
     pub fn merge_to_tokens(ratio: u64, heads: u64, tokens: u64, content: u64) -> Result<Self> {
         run(ratio, tokens, content)?;
         Ok(Swap { outer: ratio, rows: heads, columns: tokens / ratio, run: content })

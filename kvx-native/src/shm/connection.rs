@@ -160,7 +160,8 @@ pub(crate) struct Connection {
     pub(crate) lent: LentRegions,
     /// The number of unfinished parts of the peer's writes.
     pub(crate) pulls: usize,
-    /// The bytes of memory that they take, including parts whose answer is not awaited any more.
+    /// The bytes of memory that these parts take, including parts whose answer is not awaited any
+    /// more.
     pub(crate) pulls_bytes: usize,
     pub(crate) from_peer: NoticesFromPeer,
     /// The bytes that are counted as held for the peer.
@@ -267,7 +268,8 @@ impl Connection {
         self.busy_windows.iter().any(|(looked, _)| id.is_none_or(|id| id == *looked))
     }
 
-    /// Returns the result of the last such check.
+    /// Returns true if any window was busy at the last call of
+    /// [`has_busy_windows`](Self::has_busy_windows).
     pub(crate) fn had_busy_windows(&self) -> bool {
         !self.busy_windows.is_empty()
     }

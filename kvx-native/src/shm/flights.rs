@@ -83,7 +83,7 @@ impl Load {
 enum Route {
     Hop(Arc<dyn DeviceAccess>),
     Copy(Arc<dyn DeviceAccess>, Direction),
-    /// A copying thread, without a device.
+    /// A copying thread moves it, without a device.
     Thread {
         mapped: bool,
     },

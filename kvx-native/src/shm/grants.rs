@@ -20,9 +20,9 @@ use super::work::{Populate, Work};
 
 /// The limit for regions that one peer may lend.
 const MAX_LENT: usize = 16 << 10;
-/// The limit for those that are mapped here or opened on a device, over all connections of the
-/// peer's process. The kernel allows this process 65,530 mappings (`vm.max_map_count`), and starts
-/// no thread once they are used up.
+/// The limit for lent regions that are mapped here or opened on a device, over all connections of
+/// the peer's process. The kernel allows this process 65,530 mappings (`vm.max_map_count`), and
+/// starts no thread once they are used up.
 const MAX_MAPPINGS: usize = 4096;
 /// The bytes of a mapping that one turn makes present.
 const POPULATE_STEP: usize = 2 << 20;

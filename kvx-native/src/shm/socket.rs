@@ -241,7 +241,7 @@ impl Poller {
         self.crowded.set(true);
     }
 
-    /// Returns true if that has happened since the last call.
+    /// Returns true if [`mark_crowded`](Self::mark_crowded) was called since the last call of this.
     pub(crate) fn take_crowded(&self) -> bool {
         self.crowded.take()
     }

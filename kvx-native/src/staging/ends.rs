@@ -159,7 +159,6 @@ impl Store {
     /// # Errors
     ///
     /// As for [`Fetch::resume`].
-    /// As [`Fetch::resume`].
     pub(crate) fn room(&mut self) -> Result<Option<&mut [u8]>> {
         let stream = &mut self.stream;
         stream.look()?;

@@ -30,7 +30,7 @@
 //! that stream a turn. Any thread may call it, possibly during a call into this module and so
 //! during the machine's own turn, but never under a lock: let it submit a command. A call may be
 //! spurious, and may happen once more after a stream is dropped.
-//! more after a stream is dropped.
+//!
 //! **Settling.** A transfer or revocation that uses the device memory of a stream may settle only
 //! when [`copies`](Fetch::copies) of a stopped or finished stream returns
 //! [`Settled`](Copies::Settled). On [`Lost`](Copies::Lost) its ticket must be dropped, because the
@@ -65,11 +65,12 @@ use stream::{SharedStream, Stream, StreamBlocks};
 /// The number and size of bounce buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Buffers {
-    /// The size of one in bytes.
+    /// The size of one buffer in bytes.
     pub(crate) len: usize,
-    /// The limit for fetches, and separately for stores. They are allocated when first needed.
+    /// The limit for buffers of fetches, and separately for those of stores. They are allocated
+    /// when first needed.
     pub(crate) count: usize,
-    /// The limit for one stream at a time.
+    /// The limit for the buffers of one stream at a time.
     pub(crate) depth: usize,
 }
 

@@ -143,8 +143,8 @@ impl Pool {
         }
     }
 
-    /// Allows as many additional buffers if none is free: some streams may keep theirs, and the
-    /// next ones that they get, for long.
+    /// Allows `count` more buffers if none is free: some streams may keep theirs, and the next ones
+    /// that they get, for long.
     pub(super) fn do_without_some(&self) {
         let mut state = self.state.lock();
         if !state.free.is_empty() || state.made < self.count + state.more {

@@ -139,7 +139,7 @@ pub(super) struct Stream {
     pub(super) pieces: Vec<Piece>,
     /// The copies, in the order of their bytes.
     pub(super) started: VecDeque<StreamCopy>,
-    /// The number of the first of them.
+    /// The number of the first copy in `started`.
     pub(super) first: u64,
     /// Lists of extents for reuse.
     pub(super) spare: Vec<Vec<Extent>>,

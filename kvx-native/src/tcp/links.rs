@@ -25,7 +25,8 @@ use kvx_core::{Identity, Result, TransferId};
 
 /// The limit in bytes for transfers on the small lane.
 const SMALL: u64 = 64 << 10;
-/// The limit in blocks for these transfers, because their descriptions must be small too.
+/// The limit in blocks for transfers on the small lane, because their descriptions must be small
+/// too.
 const SMALL_BLOCKS: u64 = 4096;
 /// The approximate bytes of data in one request of a bulk transfer.
 const PART: u64 = 4 << 20;

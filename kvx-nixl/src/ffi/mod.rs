@@ -3,7 +3,6 @@
 //!
 //! NIXL calls each function with pointers that are valid during the call, on any thread. No
 //! function unwinds.
-//! panic leaves it.
 
 mod entries;
 mod libstdcxx;

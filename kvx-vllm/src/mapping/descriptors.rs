@@ -83,7 +83,7 @@ pub struct RemoteRegionRow {
     pub local_block_len: u64,
     /// The number of the peer's ranks that fill a local block.
     pub sources: u32,
-    /// The start of the local heads in the peer's block, in local block lengths.
+    /// The position of the local heads in the peer's block, in units of the local block's length.
     pub rank_offset: u32,
     /// The number of the peer's blocks in a local block.
     pub ratio: u32,

@@ -178,7 +178,8 @@ impl Mapping {
         &self.slots
     }
 
-    /// Returns the start of this rank's heads in the producer's block, in local block lengths.
+    /// Returns the position of this rank's heads in the producer's block, in units of the local
+    /// block's length.
     pub fn rank_offset(&self) -> u32 {
         self.rank_offset
     }

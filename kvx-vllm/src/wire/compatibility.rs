@@ -12,7 +12,7 @@ use super::python_json;
 use crate::Version;
 use crate::params::TransferMode;
 
-/// A compatibility hash: 64 hexadecimal digits, if it comes from a vLLM or a kvx.
+/// A compatibility hash: 64 hexadecimal digits, if it comes from vLLM or kvx.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct CompatibilityHash(String);
 

@@ -10,7 +10,7 @@ pub type Wake = Arc<dyn Fn() + Send + Sync>;
 
 /// Moves blocks from and to peers. No method blocks.
 pub trait Mover: Send {
-    /// Notes that a request has arrived.
+    /// Records that a request has arrived.
     fn on_request(&mut self, request: &str, prompt_tokens: usize, params: Option<&TransferParams>);
 
     /// Returns the number of tokens beyond the first `computed` ones that a peer has.

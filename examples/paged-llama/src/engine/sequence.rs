@@ -33,7 +33,7 @@ pub(super) struct Sequence {
     hashes: Vec<Hash>,
     text: Text,
     prompt_logprobs: Vec<Logprob>,
-    /// The number of those that were sent.
+    /// The number of `prompt_logprobs` that were sent.
     prompt_told: usize,
     arrived: Instant,
     last: Instant,

@@ -1,4 +1,4 @@
-//! The check of clients' API keys, as vLLM's `--api-key` has it.
+//! Checks clients' API keys, as vLLM does with `--api-key`.
 
 use axum::extract::{Request, State};
 use axum::http::header::WWW_AUTHENTICATE;

@@ -9,15 +9,15 @@ use serde_json::{Map, Number, Value};
 /// The most memory of a value, in bytes. As many values exist at once as requests are read into
 /// tokens.
 const MOST_MEMORY: usize = 32 << 20;
-/// The least capacity of a list that is not empty.
+/// The bytes counted for a list that is not empty: its smallest capacity.
 const LIST: usize = 4 * size_of::<Value>();
-/// A further element of a list, whose capacity may be twice its length.
+/// The bytes counted for each further element of a list, whose capacity may be twice its length.
 const ELEMENT: usize = 2 * size_of::<Value>();
-/// A field of an object. The tree's nodes are at least half full.
+/// The bytes counted for a field of an object. The tree's nodes are at least half full.
 const FIELD: usize = 2 * (size_of::<String>() + size_of::<Value>());
-/// The first node of an object, which has space for 11 fields.
+/// The bytes counted for the first node of an object, which has space for 11 fields.
 const OBJECT: usize = 6 * FIELD;
-/// The overhead of an allocation beyond its length.
+/// The bytes counted for an allocation in addition to its length.
 const ALLOCATION: usize = 32;
 
 /// Parses a text.

@@ -209,7 +209,7 @@ fn refuse_what_is_not_computed(json: &Value) -> Result<()> {
     }
 }
 
-/// The largest size that is not a mistake: products of three sizes still fit.
+/// The largest size that is accepted: the product of three sizes still fits into 64 bits.
 const LARGEST: u64 = 1 << 21;
 
 fn size(json: &Value, name: &str) -> Result<usize> {

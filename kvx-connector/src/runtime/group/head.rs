@@ -10,9 +10,9 @@ use kvx_vllm::group::ToHead;
 /// The channel from a rank's process to its engine.
 pub(in crate::runtime) struct HeadHandle {
     up: UnboundedSender<ToHead>,
-    /// How often this rank has reported that it gives caches back.
+    /// The number of times that this rank has reported that it gives caches back.
     told: u64,
-    /// How often the engine has confirmed that.
+    /// The number of those reports that the engine has confirmed.
     knows: watch::Sender<u64>,
 }
 
@@ -21,7 +21,7 @@ impl HeadHandle {
         HeadHandle { up, told: 0, knows: watch::Sender::new(0) }
     }
 
-    /// Sends a message. Ignores an engine that has gone.
+    /// Sends a message. Does nothing if the engine has ended.
     pub(in crate::runtime) fn send(&self, what: ToHead) {
         self.up.send(what).ok();
     }
@@ -33,7 +33,7 @@ impl HeadHandle {
         ReleaseConfirmation { number: self.told, knows: self.knows.subscribe() }
     }
 
-    /// Notes the engine's confirmation of caches that were given back.
+    /// Records the engine's confirmation of caches that were given back.
     pub(super) fn confirm(&self) {
         self.knows.send_modify(|knows| *knows = knows.saturating_add(1));
     }

@@ -44,13 +44,13 @@ pub(in crate::runtime) struct RankProcess {
 
 /// The stage of a rank's life.
 enum RankStage {
-    /// Its process has not joined yet.
+    /// The rank's process has not joined yet.
     Awaited,
-    /// It has joined, and has not registered its caches.
+    /// The process has joined, and has not registered its caches.
     Joined { process: Arc<str> },
-    /// It has registered its caches.
+    /// The process has registered its caches.
     Registered { process: Arc<str>, metadata: Box<NixlAgentMetadata>, host_copies: bool },
-    /// It has given its caches back, and has not registered others.
+    /// The process has given its caches back, and has not registered others.
     GaveBack { process: Arc<str> },
     /// The rank is gone for good. `proven`: its process touches no memory any more.
     Lost { why: Arc<str>, proven: bool },
@@ -148,7 +148,7 @@ impl RemoteRank {
         self.life.as_deref().is_some_and(|life| life.has_ended(Duration::ZERO))
     }
 
-    /// Takes the registration of its caches.
+    /// Takes the registration of the rank's caches.
     pub(in crate::runtime) fn registered(
         &mut self,
         registered: NixlAgentMetadata,
@@ -174,8 +174,8 @@ impl RemoteRank {
         }
     }
 
-    /// Notes that it gets counters for caches that it registers next. Errors: it has registered
-    /// caches.
+    /// Records that the rank gets counters for the caches that it registers next. Errors: it has
+    /// registered caches.
     pub(in crate::runtime) fn expect_caches(&mut self) -> Result<()> {
         match &self.stage {
             RankStage::Registered { .. } => return Err(out_of_turn()),
@@ -188,12 +188,13 @@ impl RemoteRank {
         Ok(())
     }
 
-    /// Returns whether it is on another host, and so has its own counters.
+    /// Returns whether the rank is on another host, and so has its own counters.
     pub(in crate::runtime) fn is_distant(&self) -> bool {
         self.distant
     }
 
-    /// Asks it to raise the counters of blocks, if it has its own. A lost rank never confirms it.
+    /// Asks the rank to raise the counters of blocks, if it has its own. A lost rank never confirms
+    /// that.
     pub(in crate::runtime) fn raise(&mut self, StaleBlocks { blocks, stamp }: &StaleBlocks) {
         if !self.distant {
             return;
@@ -205,19 +206,19 @@ impl RemoteRank {
         }
     }
 
-    /// Notes that it has raised its counters up to this number.
+    /// Records that the rank has raised its counters up to this number.
     pub(in crate::runtime) fn has_raised(&mut self, number: u64) {
         self.raised = self.raised.max(number.min(self.raising));
     }
 
-    /// Returns the number of the last raise, if it has not confirmed that.
+    /// Returns the number of the last raise, if the rank has not confirmed it.
     pub(in crate::runtime) fn last_unraised(&self) -> Option<u64> {
         (self.raised < self.raising && !matches!(self.stage, RankStage::Lost { proven: true, .. }))
             .then_some(self.raising)
     }
 
-    /// Returns whether it has carried out the raise of this number. `None`: that will never be
-    /// known.
+    /// Returns whether the rank has carried out the raise of this number. `None`: that will never
+    /// be known.
     pub(in crate::runtime) fn is_raised(&self, number: u64) -> Option<bool> {
         match &self.stage {
             _ if self.raised >= number => Some(true),
@@ -226,13 +227,13 @@ impl RemoteRank {
         }
     }
 
-    /// Returns whether it has caches or is about to register some. All ranks share the same
+    /// Returns whether the rank has caches or is about to register some. All ranks share the same
     /// generations.
     pub(in crate::runtime) fn has_words(&self) -> bool {
         self.has_words
     }
 
-    /// Notes that it gives its caches back. Errors: it has none.
+    /// Records that the rank gives its caches back. Errors: it has none.
     pub(in crate::runtime) fn release_caches(&mut self) -> Result<()> {
         match &self.stage {
             RankStage::Registered { process, .. } => {
@@ -247,7 +248,7 @@ impl RemoteRank {
         Ok(())
     }
 
-    /// Returns whether it has joined and given its caches back.
+    /// Returns whether the rank has joined and given its caches back.
     pub(in crate::runtime) fn has_given_back(&self) -> bool {
         matches!(self.stage, RankStage::GaveBack { .. })
     }
@@ -304,8 +305,8 @@ impl RemoteRank {
         }
     }
 
-    /// Sends a message. A rank that does not read its messages is lost. One that has gone is
-    /// noticed by the reading task.
+    /// Sends a message. A rank that does not read its messages is lost. The reading task notices a
+    /// rank that has ended.
     pub(in crate::runtime) fn send(&mut self, message: ToRank, file: Option<OwnedFd>) {
         let full = self
             .to
@@ -316,7 +317,7 @@ impl RemoteRank {
         }
     }
 
-    /// Takes its report.
+    /// Takes the report of the rank.
     pub(in crate::runtime) fn take_output(&mut self) -> WorkerOutput {
         std::mem::take(&mut self.output)
     }
@@ -344,14 +345,14 @@ impl RemoteRank {
         said.stats.aggregate(output.stats);
     }
 
-    /// Asks it for the digests of blocks that are about to be published. The tasks end when it has
-    /// written them or is lost.
+    /// Asks the rank for the digests of blocks that are about to be published. The tasks end when
+    /// the rank has written them or is lost.
     pub(in crate::runtime) fn digest(&mut self, fresh: &[Fresh]) -> Vec<Task> {
         self.ask_for(fresh, |number, fresh| ToRank::Digest { number, fresh })
     }
 
-    /// Asks it to copy blocks of a request to the host. The tasks end when it has done so or is
-    /// lost.
+    /// Asks the rank to copy blocks of a request to the host. The tasks end when the rank has done
+    /// so or is lost.
     pub(in crate::runtime) fn save(
         &mut self,
         of: u64,
@@ -385,7 +386,7 @@ impl RemoteRank {
         asked
     }
 
-    /// Asks for its grants for a request. The answer fails if it is lost.
+    /// Asks the rank for its grants for a request. The answer fails if the rank is lost.
     pub(in crate::runtime) fn grant(
         &mut self,
         request: &RequestId,
@@ -398,7 +399,7 @@ impl RemoteRank {
         answer
     }
 
-    /// Delivers its grants.
+    /// Delivers the grants of the rank.
     pub(in crate::runtime) fn granted(
         &mut self,
         request: &RequestId,
@@ -409,14 +410,15 @@ impl RemoteRank {
         }
     }
 
-    /// Ends a task, which it has carried out or which has failed.
+    /// Ends a task, which the rank has carried out or which has failed.
     pub(in crate::runtime) fn has_done(&mut self, number: u64, failed: Option<String>) {
         if let Some(done) = self.tasks.remove(&number) {
             done.set(failed.map_or(Ok(()), Err));
         }
     }
 
-    /// Notes its loss. `proven`: its process touches no memory any more. The first reason counts.
+    /// Records the loss of the rank. `proven`: its process touches no memory any more. The first
+    /// reason counts.
     pub(in crate::runtime) fn lose(&mut self, why: &str, mut proven: bool) {
         let process = match &self.stage {
             RankStage::Lost { .. } => return,
@@ -481,7 +483,7 @@ impl RemoteRank {
         said.finished_sending.extend(sends);
     }
 
-    /// Asks it to end. The slot receives the result.
+    /// Asks the rank to end. The slot receives the result.
     pub(in crate::runtime) fn shutdown(&mut self, deadline: Deadline) -> Arc<Slot<Result<()>>> {
         let ending = Slot::new();
         match self.stage {
@@ -496,7 +498,7 @@ impl RemoteRank {
         ending
     }
 
-    /// Returns the state of the memory of a rank that has gone.
+    /// Returns the state of the memory of a rank that is lost.
     fn memory_state(&self) -> Result<()> {
         match &self.stage {
             RankStage::Lost { why, proven: false } => Err(Error::new(
@@ -508,7 +510,7 @@ impl RemoteRank {
     }
 }
 
-/// Returns the error of a message that must not come at this point.
+/// Returns the error of a message that must not arrive at this point.
 pub(in crate::runtime) fn out_of_turn() -> Error {
     Error::new(ErrorKind::Malformed, "the rank sent a message out of turn")
 }

@@ -35,7 +35,7 @@ use kvx_vllm::group::{ToHead, ToRank};
 
 /// The number of processes that may be connected without having named their rank. Others wait.
 const UNKNOWN: usize = 64;
-/// The number of those from one address. More are dropped.
+/// The limit for such processes at one address. Further connections are dropped.
 const OF_ONE_ADDRESS: usize = 48;
 /// The delay before another attempt to accept a connection.
 const AGAIN: Duration = Duration::from_millis(10);
@@ -95,11 +95,12 @@ impl RankListener {
 #[derive(Clone, Default)]
 struct UnprovenCounts(Arc<Mutex<BTreeMap<IpAddr, usize>>>);
 
-/// One of those connections, counted until it is dropped.
+/// A connection whose peer is still unknown. It is counted until this is dropped.
 struct UnprovenConnection(UnprovenCounts, IpAddr);
 
 impl UnprovenCounts {
-    /// Counts a connection. Returns `None` if there are [`OF_ONE_ADDRESS`] already.
+    /// Counts a connection from the address `of`. Returns `None` if there are [`OF_ONE_ADDRESS`]
+    /// already.
     fn one_more(&self, of: IpAddr) -> Option<UnprovenConnection> {
         let mut counts = self.0.lock();
         let count = counts.entry(of).or_default();

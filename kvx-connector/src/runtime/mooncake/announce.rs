@@ -1,5 +1,5 @@
-//! Workers of a prefill announce repeatedly where they listen. So a restarted bootstrap server
-//! learns of them again, and one forgets workers that have left.
+//! Workers of a prefill announce repeatedly where they listen. A restarted bootstrap server thus
+//! learns of them again, and a running one forgets workers that have stopped.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;

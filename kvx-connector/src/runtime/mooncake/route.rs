@@ -18,8 +18,8 @@ use kvx_vllm::mapping::{MemoryType, SendLane, SendMap};
 #[derive(Debug)]
 pub(in super::super) struct WriteRoute {
     pub(super) peer: Peer,
-    /// True for a plain Mooncake agent, which is written to by address. A kvx is written to through
-    /// the grants of each request.
+    /// True for a plain Mooncake agent, which is written to by address. A kvx engine is written to
+    /// through the grants of each request.
     pub(super) foreign: bool,
     /// The lanes, by KV cache group and the kind of local memory.
     pub(super) lanes: BTreeMap<(u32, MemoryType), Lanes>,

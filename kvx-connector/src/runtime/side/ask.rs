@@ -45,7 +45,7 @@ pub(crate) struct HandshakeOutcome {
 #[derive(Debug)]
 pub(crate) struct ProbeAnswer {
     pub(crate) payload: HandshakePayload,
-    /// The kind of the peer. An error if it is a kvx and only one end has a secret.
+    /// The kind of the peer. An error if it is a kvx engine and only one end has a secret.
     pub(crate) standing: Result<PeerKind>,
     pub(crate) round_trip: Duration,
 }
@@ -53,11 +53,11 @@ pub(crate) struct ProbeAnswer {
 /// The kind of engine behind a side channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PeerKind {
-    /// Not a kvx: a vLLM, reached through its NIXL blob.
+    /// A vLLM engine, reached through its NIXL blob.
     Foreign,
-    /// A kvx. Neither end has a secret.
+    /// A kvx engine. Neither end has a secret.
     Kvx,
-    /// A kvx. Both ends have proved that they have the same secret.
+    /// A kvx engine. Both ends have proved that they have the same secret.
     Proven,
 }
 
@@ -210,7 +210,7 @@ impl SideClient {
     }
 }
 
-/// Returns the challenge in an answer, if a kvx has sent it.
+/// Returns the challenge in an answer, if a kvx engine has sent it.
 fn challenge(answer: &Message) -> Result<Option<KvxChallenge>> {
     // The state machine reports answers that cannot be decoded.
     let payload = answer.frames().first().and_then(|frame| HandshakePayload::decode(frame).ok());

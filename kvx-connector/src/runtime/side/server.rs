@@ -205,7 +205,7 @@ async fn busy(taken: SocketAddr, ports: usize) -> Error {
 pub(crate) struct Session {
     challenge: Option<[u8; 32]>,
     /// The refusal of a question in vLLM's form, and the limit of its log lines. A kvx decode asks
-    /// again, as a kvx, on the same connection.
+    /// again, in kvx's form, on the same connection.
     refused: Option<(Error, Arc<RefusalLog>)>,
 }
 

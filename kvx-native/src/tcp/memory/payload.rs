@@ -19,7 +19,7 @@ pub(crate) enum Source {
     Device(Box<DeviceSource>),
 }
 
-/// A fetch, and how much of it is in the frame that is being sent.
+/// A fetch of bytes from a device, and how much of it is in the frame that is being sent.
 pub(crate) struct DeviceSource {
     token: u64,
     fetch: Fetch,
@@ -130,7 +130,7 @@ pub(crate) enum Sink {
     Device(Box<DeviceSink>),
 }
 
-/// A store, and the memory that it touches.
+/// A store of received bytes on a device, and the memory that it writes to.
 pub(crate) struct DeviceSink {
     token: u64,
     store: Store,

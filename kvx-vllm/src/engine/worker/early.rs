@@ -69,7 +69,7 @@ impl EarlyCompletions {
         (now < early.since + VALID_FOR).then_some(early.completions)
     }
 
-    /// Notes that a request has ended.
+    /// Records that a request has ended.
     pub(super) fn note_end(&mut self, request: RequestId) {
         if self.ended.len() == MAX_ENTRIES {
             self.ended.pop_front();

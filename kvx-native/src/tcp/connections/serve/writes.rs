@@ -12,7 +12,7 @@ use crate::tcp::memory::payload::Sink;
 
 /// The limit for unfinished writes of a peer on one lane.
 const MAX_WRITES: usize = 1024;
-/// The limit in bytes for the descriptions of these writes.
+/// The limit in bytes for the descriptions of a peer's unfinished writes on one lane.
 const MAX_WRITES_DESCRIBED: usize = 16 << 20;
 
 /// A write that is being received.

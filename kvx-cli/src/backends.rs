@@ -149,7 +149,7 @@ impl BackendRow {
             };
             self.next_step = Some(match self.next_step {
                 Some(feature) if !self.compiled => format!("{feature}, then {set}"),
-                None => format!("with a release that has it, {set}"),
+                None => format!("in a release with this backend, {set}"),
                 Some(_) => set,
             });
         }
@@ -499,7 +499,7 @@ mod tests {
         assert_eq!(row("UCX").next_step.as_deref(), Some("set KVX_UCX_LIB=/env/UCX"));
         assert_eq!(
             row("RIXL").next_step.as_deref(),
-            Some("with a release that has it, set KVX_RIXL_LIB=/env/RIXL")
+            Some("in a release with this backend, set KVX_RIXL_LIB=/env/RIXL")
         );
         assert_eq!(row("WIRE").next_step, None);
         let mut out = Vec::new();

@@ -129,7 +129,8 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
         let has = if folder.join(PLUGIN).exists() { "KVX" } else { "no KVX" };
         writeln!(
             out,
-            "NIXL_PLUGIN_DIR is {}, which replaces all their folders and has {has}",
+            "NIXL_PLUGIN_DIR is {}, which replaces the plug-in folders of all of these, and has \
+             {has}",
             folder.display()
         )?;
     }

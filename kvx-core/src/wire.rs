@@ -41,7 +41,9 @@ impl<'a> Reader<'a> {
                 self.left = left;
                 Ok(bytes)
             }
-            None if injected("trust-lengths") => panic!("{len} bytes were believed to be there"),
+            None if injected("trust-lengths") => {
+                panic!("the length {len} was trusted, as injected")
+            }
             None => {
                 Err(self.malformed(format_args!("{len} bytes wanted, {} left", self.left.len())))
             }

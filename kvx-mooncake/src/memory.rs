@@ -67,8 +67,8 @@ impl RegisteredRanges {
             return Ok(Local { region, range: *begin });
         }
         if known.ranges.range(..end).next_back().is_some_and(|(_, range)| range.end > address) {
-            let why = "Mooncake takes no memory twice, and this overlaps another region's without lying in it: register \
-                       the larger one first";
+            let why = "Mooncake registers no byte twice, and this region shares bytes with another \
+                       without lying within it: register one that contains both first";
             return Err(Error::new(ErrorKind::Unsupported, why));
         }
         drop(known);

@@ -69,7 +69,7 @@ pub(super) enum Grant {
     /// Peers must not write any more. Kept until the request is over, because another worker may
     /// still be about to register it.
     Fenced(Arc<GrantedWrites>),
-    /// A Mooncake agent that is not a kvx knows where the memory is. Its writes cannot be ended.
+    /// A plain Mooncake agent knows where the memory is. Its writes cannot be ended.
     Foreign(Arc<GrantedWrites>),
 }
 

@@ -274,7 +274,7 @@ fn no_digests(peer: &RemoteEngine, worker: &LinkedWorker) -> Error {
         ErrorKind::Incompatible,
         format!(
             "kvx_digest is set here, and engine {} publishes no digests of its blocks{why}: set kvx_digest in its \
-             kv_connector_extra_config too if it is a kvx, or remove it here",
+             kv_connector_extra_config too if it runs kvx, or remove it here",
             peer.engine
         ),
     )

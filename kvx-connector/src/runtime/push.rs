@@ -63,8 +63,8 @@ fn writers(
     for at in ranks {
         let worker = link.worker(*at).map_err(|error| (*at, error))?;
         if worker.as_nixl.is_some() {
-            let why = "a prefill that is a plain NIXL agent writes by no grant, and its writes cannot be ended: \
-                       let it be read from (kv_connector NixlConnector on both sides)";
+            let why = "a prefill that is a plain NIXL agent writes without a grant, so its writes \
+                       cannot be ended: set kv_connector NixlConnector on both sides";
             return Err((*at, Error::new(ErrorKind::Unsupported, why)));
         }
     }

@@ -170,7 +170,7 @@ impl Vectors {
         }
     }
 
-    /// Reads all of these. The bytes count only if the process is still the original one, which the
+    /// Reads all `hops`. The bytes count only if the process is still the original one, which the
     /// caller checks.
     ///
     /// # Safety

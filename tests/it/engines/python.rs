@@ -314,7 +314,7 @@ fn refused_push(backend: &str) -> Check {
     decode.decode(&Load::new("one", 1, TOKENS), &params, CUT_OFF)?;
     let why = decode.fails("one", CUT_OFF)?;
     ensure(
-        why.contains("writes by no grant") && why.contains("kv_connector NixlConnector"),
+        why.contains("writes without a grant") && why.contains("kv_connector NixlConnector"),
         || why,
     )?;
     decode.all_free(GRACE)?;

@@ -196,8 +196,8 @@ fn name_foreign(shared: &Shared, rank: WorkerRank, message: &mut PullRequest) ->
     let own = shared.registered(rank).ok_or_else(caches_are_gone)?;
     let name = own.agent.foreign_metadata(MOONCAKE).map_err(|error| {
         let why = format!(
-            "the prefill is not a kvx, and this decode has no Mooncake engine for \
-             it to write to: add MOONCAKE to kv_connector_extra_config.backends ({error})"
+            "the prefill does not run kvx, and this decode has no Mooncake engine for it to write \
+             to: add MOONCAKE to kv_connector_extra_config.backends ({error})"
         );
         Error::new(error.kind(), why)
     })?;

@@ -72,7 +72,7 @@ impl WriteRoute {
             false => Some(ImportedRegions::of(order, &self.peer)?.ok_or_else(|| {
                 Error::new(
                     ErrorKind::Malformed,
-                    "the decode is a kvx, but grants no memory to write into",
+                    "the decode runs kvx, but grants no memory to write into",
                 )
             })?),
         };

@@ -427,7 +427,7 @@ fn before_0_16_a_req_socket_gets_one_answer_and_other_loads_succeed() {
         let answer = PullResponse::decode(&answer.frames()[0]).unwrap();
         assert!(
             answer.kvx_settled && answer.err_msg.unwrap().contains("for engine former"),
-            "in words to a kvx"
+            "a kvx engine gets the reason"
         );
         // A message above the limit.
         let sent = client.send(&[&vec![0xc1; PullRequest::MAX_LEN + 1]], LIMIT).await;

@@ -76,13 +76,13 @@ impl Child {
         Ok(Child { name: name.to_owned(), process, asked, answers })
     }
 
-    /// Returns the name that it was started with.
+    /// Returns the name that the child was started with.
     #[cfg(all(feature = "serve", feature = "proxy"))]
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
 
-    /// Returns its process id.
+    /// Returns the child's process id.
     pub(crate) fn pid(&self) -> u32 {
         self.process.id()
     }
@@ -97,7 +97,7 @@ impl Child {
             .map_err(|error| format!("{}: {error}", self.name))?)
     }
 
-    /// Returns the next line that it writes.
+    /// Returns the next line that the child writes.
     pub(crate) fn receive_line(&mut self, patience: Duration) -> Result<String> {
         match self.answers.recv_timeout(patience) {
             Ok(line) => Ok(line),
@@ -114,7 +114,7 @@ impl Child {
         }
     }
 
-    /// Stops it with SIGSTOP, until it is killed.
+    /// Stops the child with SIGSTOP, until it is killed.
     #[cfg(all(feature = "serve", feature = "proxy"))]
     pub(crate) fn stop(&self) -> Result<()> {
         // SAFETY: plain system call. The process is not reaped, so the id is still its own.
@@ -124,7 +124,7 @@ impl Child {
         }
     }
 
-    /// Kills it by its process id, and waits until it has ended.
+    /// Kills the child by its process id, and waits until it has ended.
     pub(crate) fn kill(&mut self) -> Result<()> {
         self.process.kill()?;
         let within = Duration::from_secs(10);
@@ -133,7 +133,7 @@ impl Child {
         })
     }
 
-    /// Closes its input, and waits up to 5 s for it to exit.
+    /// Closes the child's input, and waits up to 5 s for it to exit.
     pub(crate) fn end(mut self) {
         self.asked = None;
         self.wait_for_exit(Duration::from_secs(5));

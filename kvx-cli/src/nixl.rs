@@ -43,7 +43,7 @@ struct Nixl {
     library: PathBuf,
     /// The version of its wheel; `None` if it was built from source.
     version: Option<String>,
-    /// Its name, if KVX supports it.
+    /// The name of the installation, if KVX supports it.
     serves: Option<String>,
     /// The reason that KVX does not support it.
     refused: Option<String>,

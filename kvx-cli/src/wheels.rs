@@ -37,7 +37,7 @@ pub(crate) struct FoundLibrary {
     pub(crate) backend: &'static str,
     /// The variable that names it.
     pub(crate) variable: &'static str,
-    /// Its file.
+    /// The library's file.
     pub(crate) path: PathBuf,
 }
 
@@ -61,7 +61,7 @@ pub(crate) struct Environments {
 }
 
 impl Environments {
-    /// Returns those that this process's environment and the usual places lead to.
+    /// Returns the environments that this process's variables and the usual places lead to.
     pub(crate) fn of_process() -> Self {
         let named = |variable| {
             std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from)
@@ -136,7 +136,8 @@ fn once_each(paths: impl IntoIterator<Item = PathBuf>) -> Vec<PathBuf> {
     paths.filter(|path| seen.insert(path.canonicalize().unwrap_or_else(|_| path.clone()))).collect()
 }
 
-/// Returns those of the wheels in one environment, or in one folder of packages; each file once.
+/// Returns the NIXLs of the wheels in one environment, or in one folder of packages; each file
+/// once.
 pub(crate) fn nixls_below(root: &Path) -> Vec<PathBuf> {
     let mut packages = matches(root, PACKAGES);
     packages.push(root.to_owned());

@@ -137,7 +137,7 @@ pub const MAX_NAME: usize = 255;
 /// An agent, by name and incarnation.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Identity {
-    /// The name that its owner gave it.
+    /// The agent's name, which its program chose.
     pub name: Arc<str>,
     /// The run of the agent.
     pub incarnation: Incarnation,
@@ -162,7 +162,7 @@ impl fmt::Debug for Identity {
 pub struct Sender<'a> {
     /// The sending agent's name.
     pub name: &'a str,
-    /// Its incarnation.
+    /// The sender's incarnation.
     pub incarnation: Incarnation,
 }
 

@@ -48,7 +48,7 @@ impl Device {
         })
     }
 
-    /// Returns its description.
+    /// Returns the description of the device.
     pub fn info(&self) -> &DeviceInfo {
         self.driver.info()
     }

@@ -20,7 +20,7 @@ const FORM: u8 = 1;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SharedHandle {
     pub(super) owner: ProcessId,
-    /// Its address in the owner's process.
+    /// The allocation's address in the owner's process.
     pub(super) base: u64,
     pub(super) len: u64,
     pub(super) name: AllocationName,

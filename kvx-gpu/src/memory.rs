@@ -31,9 +31,9 @@ impl DevicePoolBuilder {
         DevicePoolBuilder { device: Arc::clone(device), len, virtual_memory: false }
     }
 
-    /// Creates it with the driver's virtual memory management instead of a plain allocation, for
-    /// programs that map the same memory elsewhere. Other processes open it through a descriptor,
-    /// which the kernel must let them take (ptrace scope).
+    /// Creates the pool with the driver's virtual memory management instead of a plain allocation,
+    /// for programs that map the same memory elsewhere. Other processes open it through a
+    /// descriptor, which the kernel must let them take (ptrace scope).
     pub fn virtual_memory(mut self) -> Self {
         self.virtual_memory = true;
         self

@@ -37,7 +37,7 @@ pub(crate) struct Operations {
 }
 
 impl Operations {
-    /// Creates it for at most `most` concurrent operations.
+    /// Creates the table for at most `most` concurrent operations.
     pub(crate) fn new(most: usize) -> Self {
         Operations {
             contexts: (0..most).map(|_| OperationContext(UnsafeCell::new([0; 64]))).collect(),

@@ -95,7 +95,7 @@ struct CallPool {
     reports: Mailbox<CallReport>,
     /// Calls are waiting, and there are enough threads, but all may be blocked: check again later.
     short: AtomicBool,
-    /// The number of threads besides those that a peer blocks.
+    /// The number of threads to run, in addition to those that a peer blocks.
     wanted: usize,
 }
 

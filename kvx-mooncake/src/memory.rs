@@ -130,8 +130,8 @@ pub(crate) struct EndingRegion {
 }
 
 impl EndingRegion {
-    /// Ends it. Errors: `StillShared` if agents that are not kvx may have an operation in flight
-    /// that accesses it.
+    /// Ends the region. Errors: `StillShared` if agents that are not kvx may have an operation in
+    /// flight that accesses it.
     pub(crate) fn end(mut self) -> Result<()> {
         if !self.is_published {
             return Ok(());

@@ -13,7 +13,7 @@ use crate::vtable::{self, SlotOrder, TableRefusal};
 /// A NIXL with a known interface.
 pub(crate) struct Installation {
     pub(crate) order: SlotOrder,
-    /// Its name in messages.
+    /// The installation's name in messages.
     pub(crate) name: String,
 }
 

@@ -15,11 +15,11 @@ pub(crate) struct Range {
 
 /// The owner of a range.
 pub(crate) enum RangeOwner {
-    /// This agent.
+    /// Memory of this agent.
     Ours(Region),
     /// A peer.
     Theirs(Peer, PeerRegion),
-    /// This agent, as the remote end of transfers to itself.
+    /// Memory of this agent, as the remote end of transfers to itself.
     Mirror(Arc<Range>, OnceLock<PeerRegion>),
 }
 

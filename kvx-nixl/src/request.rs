@@ -97,11 +97,11 @@ fn is_of_the_way(error: &kvx::Error) -> bool {
 /// The outcome of a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReleaseOutcome {
-    /// Nobody accesses its memory any more: it may be freed.
+    /// Nobody accesses the request's memory any more: it may be freed.
     Gone,
-    /// It has not ended yet.
+    /// The transfer has not ended yet.
     Active,
-    /// It has not ended by the deadline either: its memory must stay valid.
+    /// The transfer has not ended by the deadline either: its memory must stay valid.
     Stuck,
 }
 
@@ -116,8 +116,8 @@ impl Request {
         Request { peer, plan, flight: Mutex::new(flight) }
     }
 
-    /// Posts it; the last of the notifications follows the data. Returns `Active` while an earlier
-    /// post may still access its memory.
+    /// Posts the request; the last of the notifications follows the data. Returns `Active` while an
+    /// earlier post may still access its memory.
     pub(crate) fn post(
         &self,
         peer: &Peer,
@@ -149,7 +149,7 @@ impl Request {
         }
     }
 
-    /// Returns its status, and drives the link.
+    /// Returns the request's status, and drives the link.
     pub(crate) fn check(&self, cure: &str) -> NixlStatus {
         self.flight.lock().ask(Transfer::drive, &self.peer, cure)
     }

@@ -14,13 +14,13 @@ use crate::setup::ClientLimits;
 /// Why a body was not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BodyError {
-    /// It is longer than this limit.
+    /// The body is longer than this limit.
     TooLong(usize),
     /// The client disconnected, or sent something else than HTTP.
     EndedEarly,
-    /// It did not arrive within this time.
+    /// The body did not arrive within this time.
     Late(Duration),
-    /// Other bodies use all the memory for them.
+    /// Other bodies use all the memory for bodies.
     NoMemory,
 }
 

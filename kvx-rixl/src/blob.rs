@@ -28,7 +28,7 @@ pub(crate) struct Blob<'a> {
     pub(crate) agent: &'a str,
     /// The plugins and their addresses.
     pub(crate) connections: Vec<(&'a str, &'a [u8])>,
-    /// Its memory: address, length and device, with the plugin's key.
+    /// The agent's memory: address, length and device, with the plugin's key.
     pub(crate) memory: Vec<BlobMemory<'a>>,
 }
 

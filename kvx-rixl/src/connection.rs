@@ -16,7 +16,7 @@ use crate::ffi::{MemorySegment, NixlAgent, Range, Request, State};
 pub(crate) enum ConnectionState {
     /// NIXL rejects every request to the peer.
     Broken,
-    /// It carries requests, or its state cannot be known.
+    /// The connection carries requests, or its state cannot be known.
     Works,
     /// Still unknown: the read of no bytes waits for earlier operations.
     Pending(Request),

@@ -100,7 +100,7 @@ impl TrialTimes {
 
 /// A peer in a trial.
 struct CpuTrial {
-    /// Its page.
+    /// The peer's page.
     page: Arc<NixlRegion>,
     /// The endpoints that wait for the result.
     endpoints: Vec<EndpointId>,

@@ -38,8 +38,8 @@ enum PeerState {
     /// NIXL is loading it.
     Loading,
     Ready,
-    /// It must be removed and loaded again, because it uses a memory address for something else
-    /// now.
+    /// The region must be removed and loaded again, because it uses a memory address for something
+    /// else now.
     Stale,
     /// The peer is lost. `watched`: NIXL has loaded its name again, so that the end of requests can
     /// be detected.
@@ -81,8 +81,8 @@ struct Endpoint {
 
 /// Whether an endpoint is usable.
 pub(crate) enum PeerAccess<'a> {
-    /// It leads to this name with this load; the last field is the number of requests in progress
-    /// to the peer.
+    /// The endpoint leads to this name with this load; the last field is the number of requests in
+    /// progress to the peer.
     Open(&'a Name, u64, usize),
     /// Not yet, or not now.
     Later,

@@ -152,7 +152,7 @@ fn install_debian_packages(packages: &BTreeMap<&str, &str>, deadline: Deadline) 
     Ok(())
 }
 
-/// Returns those of `packages` that `dpkg-query` did not list as installed.
+/// Returns the names in `packages` that `dpkg-query` did not list as installed.
 fn missing<'a>(packages: &BTreeMap<&'a str, &str>, output: &str) -> Vec<&'a str> {
     let installed: Vec<_> =
         output.lines().filter_map(|line| line.strip_prefix("installed ")).collect();
@@ -193,12 +193,12 @@ impl Environment {
         Environment(target.join("peers").join(peer).join("venv"))
     }
 
-    /// Returns its Python, which exists once a package was installed.
+    /// Returns the environment's Python, which exists once a package was installed.
     pub(crate) fn python(&self) -> PathBuf {
         self.0.join("bin/python")
     }
 
-    /// Returns the first path below the folder of its packages that exists.
+    /// Returns the first path below the folder of the environment's packages that exists.
     pub(crate) fn find(&self, below: &str) -> Option<PathBuf> {
         let pythons = std::fs::read_dir(self.0.join("lib")).into_iter().flatten().flatten();
         pythons
@@ -206,7 +206,7 @@ impl Environment {
             .find(|path| path.symlink_metadata().is_ok())
     }
 
-    /// Returns whether it holds the wheel in this version, without running Python.
+    /// Returns whether the environment holds the wheel in this version, without running Python.
     fn has(&self, name: &str, version: &str) -> bool {
         let record =
             format!("{}-{version}.dist-info", name.replace(['-', '.'], "_").to_ascii_lowercase());

@@ -41,7 +41,7 @@ pub(crate) struct PackageMetadata {
     /// The tables `[package.metadata.…]`.
     metadata: Value,
     pub(crate) rust_version: Option<String>,
-    /// Its dependencies of all kinds.
+    /// The package's dependencies of all kinds.
     pub(crate) dependencies: Vec<Dependency>,
     /// The other fields, such as `description` and `keywords`.
     #[serde(flatten)]

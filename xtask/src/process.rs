@@ -48,24 +48,24 @@ pub(crate) enum Output {
     Shown,
     /// Standard output is kept and not shown; standard error is inherited.
     Kept,
-    /// Both are kept, in one order, and not shown.
+    /// Both streams are kept, in one order, and not shown.
     Quiet,
 }
 
 /// A child that has ended.
 pub(crate) struct Finished {
-    /// How it ended.
+    /// How the child ended.
     pub(crate) end: End,
-    /// Its output (standard output alone for [`Output::Kept`]).
+    /// The child's output (standard output alone for [`Output::Kept`]).
     pub(crate) output: String,
 }
 
 /// How a child ended.
 #[derive(Debug, PartialEq)]
 pub(crate) enum End {
-    /// It exited, or a signal killed it.
+    /// The child exited, or a signal killed it.
     Exited(ExitStatus),
-    /// xtask killed it with its process group after this limit.
+    /// xtask killed the child with its process group after this limit.
     TimedOut(Duration),
 }
 

@@ -85,12 +85,12 @@ impl<F, V: Copy> BoundLibrary<F, V> {
         &self.native
     }
 
-    /// Returns its functions.
+    /// Returns the library's functions.
     pub fn functions(&self) -> &F {
         &self.functions
     }
 
-    /// Returns its version.
+    /// Returns the library's version.
     pub fn version(&self) -> V {
         self.version
     }

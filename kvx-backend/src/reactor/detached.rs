@@ -52,7 +52,7 @@ pub trait DetachedWork<M>: Send + Sized {
     /// Does the work. The machine is not locked.
     fn run(&mut self);
 
-    /// Returns its results to the machine, whose turn continues.
+    /// Returns the results of the work to the machine, whose turn continues.
     fn rejoin(self, machine: &mut M, out: &mut Outbox);
 
     /// Removes abandoned work, which has ended, from the machine's accounts. Not called after the

@@ -7,9 +7,9 @@ use crate::Result;
 /// The result of one party's round.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Round {
-    /// The number of times that it moved the blocks.
+    /// The number of times that the party moved the blocks.
     pub(crate) times: u64,
-    /// The seconds for all of them.
+    /// The seconds for all of these moves.
     pub(crate) seconds: f64,
     /// The seconds of each, if known.
     pub(crate) each: Vec<f64>,

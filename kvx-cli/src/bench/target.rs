@@ -199,7 +199,7 @@ impl TargetProcess {
         self.child.pid()
     }
 
-    /// Kills it by its process id.
+    /// Kills the target by its process id.
     pub(crate) fn kill(&mut self) -> Result<()> {
         self.child.kill()
     }
@@ -209,13 +209,13 @@ impl TargetProcess {
         self.greeting.address
     }
 
-    /// Returns the metadata of its agent for this backend.
+    /// Returns the metadata of the target's agent for this backend.
     pub(crate) fn metadata(&self, backend: &str) -> Result<&[u8]> {
         let metadata = self.greeting.metadata.get(backend);
         Ok(metadata.ok_or_else(|| format!("the target has no agent for {backend}"))?)
     }
 
-    /// Returns the location of its host memory.
+    /// Returns the location of the target's host memory.
     pub(crate) fn location(&self, pool: PoolKind) -> Result<PoolLocation> {
         let place = match pool {
             PoolKind::Kvx => self.greeting.kvx,
@@ -233,7 +233,7 @@ impl TargetProcess {
         Ok(answer.map_err(|why| format!("the target: {why}"))?)
     }
 
-    /// Closes its input, and waits for it to exit.
+    /// Closes the target's input, and waits for it to exit.
     pub(crate) fn end(self) {
         self.child.end();
     }

@@ -354,8 +354,8 @@ impl Prefill<'_> {
     }
 }
 
-/// A lease and its blocks, which return to the pool when it ends. Dropping it before takes the
-/// blocks back, as dropping a [`Lease`] does.
+/// A lease and its blocks, which return to the pool when it ends. Dropping it before withdraws the
+/// blocks, as dropping a [`Lease`] does.
 #[must_use = "dropping a lease takes the blocks back"]
 #[derive(Debug)]
 pub struct DenseLease {

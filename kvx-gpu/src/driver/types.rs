@@ -44,7 +44,7 @@ pub struct DeviceInfo {
     pub ordinal: u32,
     /// The vendor's name of the device.
     pub name: String,
-    /// Its PCI address, as `lspci` prints it.
+    /// The device's PCI address, as `lspci` prints it.
     pub bus: String,
     /// The driver's version and the file it was loaded from.
     pub version: String,

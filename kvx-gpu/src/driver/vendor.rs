@@ -60,18 +60,18 @@ pub struct Vendor {
 
 /// How to find a library.
 pub struct LibraryFile {
-    /// The variable that names it.
+    /// The variable that names the library.
     pub variable: &'static str,
-    /// Its names for the dynamic linker.
+    /// The library's names for the dynamic linker.
     pub names: &'static [&'static str],
     /// A file to try after the names.
     pub file: Option<&'static str>,
-    /// How to install it.
+    /// How to install the library.
     pub cure: &'static str,
 }
 
 impl LibraryFile {
-    /// Loads it. Errors: everything that was tried, and the remedy.
+    /// Loads the library. Errors: everything that was tried, and the remedy.
     pub fn open(&self) -> Result<NativeLibrary, Unavailable> {
         let files = self.file.map(PathBuf::from);
         Search::new(self.variable, self.names, self.cure).files(files).open()
@@ -80,11 +80,11 @@ impl LibraryFile {
 
 /// A run-time compiler of kernels, as data.
 pub struct CompilerLibrary {
-    /// Its name in errors.
+    /// The compiler's name in errors.
     pub name: &'static str,
     /// The compiler's own library, used unless the driver's contains the functions.
     pub library: LibraryFile,
-    /// The names of its functions.
+    /// The names of the compiler's functions.
     pub functions: CompilerNames,
 }
 

@@ -177,7 +177,7 @@ impl Library {
         &self.path
     }
 
-    /// Returns its version, as far as it is known.
+    /// Returns the library's version, as far as it is known.
     pub(crate) fn version(&self) -> &str {
         &self.version
     }

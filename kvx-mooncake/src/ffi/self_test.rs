@@ -115,8 +115,8 @@ impl Trial<'_> {
         }
     }
 
-    /// Checks that a mistake returns a code, and a text if the engine has texts. The mistake is a
-    /// query for a piece that the batch does not have.
+    /// Checks that an invalid call returns an error code, and a text if the engine has texts. The
+    /// call is a query for a piece that the batch does not have.
     fn test_error(&self, batch: &Batch, beyond: usize) -> Step {
         const INVALID: i64 = 1;
         const STEP: &str = "asking for a piece that is not there";

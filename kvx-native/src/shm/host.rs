@@ -68,9 +68,10 @@ fn network_namespace() -> Option<u64> {
 /// The process at the other end of a socket: its identity, and whether it lives.
 #[derive(Debug)]
 pub(crate) struct PeerProcess {
-    /// Its number in the local PID namespace; 0 if it runs in one that is not visible here.
+    /// The process's number in the local PID namespace; 0 if it runs in one that is not visible
+    /// here.
     pub(crate) pid: i32,
-    /// Its user, as seen in the local user namespace.
+    /// The process's user, as seen in the local user namespace.
     pub(crate) uid: u32,
     life: Life,
 }

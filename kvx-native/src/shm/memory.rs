@@ -42,7 +42,7 @@ impl Reach {
         }
     }
 
-    /// Encodes it for the metadata.
+    /// Encodes for the metadata how the region is reached.
     pub(crate) fn export(self) -> Vec<u8> {
         match self {
             Reach::Pool => vec![1, 0],

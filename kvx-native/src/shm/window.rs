@@ -42,7 +42,7 @@ impl Shutter {
         *self.window.write().unwrap_or_else(PoisonError::into_inner) = Some(window);
     }
 
-    /// Shuts it. Returns true if no copy is in progress; otherwise the caller checks
+    /// Shuts the window. Returns true if no copy is in progress; otherwise the caller checks
     /// [again](Self::is_free).
     pub(crate) fn shut(&self) -> bool {
         self.shut.store(true, Ordering::SeqCst);

@@ -83,7 +83,7 @@ impl Pull {
         self.into.iter().any(|(into, _)| *into == id)
     }
 
-    /// Converts it into a flight, which a device or a thread moves.
+    /// Converts the pull into a flight, which a device or a thread moves.
     pub(crate) fn flight(self, mover: Mover) -> (FlightPurpose, Load) {
         let Pull { write, pieces, places, from, into, left, cost, .. } = self;
         let (into, targets) = into.into_iter().unzip();

@@ -121,7 +121,7 @@ impl Pool {
         }
     }
 
-    /// Takes a buffer back, for the first stream that waits, or as a free one.
+    /// Returns a buffer to the pool: to the first stream that waits, or as a free one.
     fn give(self: &Arc<Self>, memory: Memory) {
         let mut bounce = BounceBuffer::new(memory, self);
         loop {

@@ -167,7 +167,8 @@ extern "C" fn version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// It cannot panic: NIXL has this function from `nixl_plugin_init`, which finds the heap first.
+/// Returns the plug-in's options. It cannot panic: NIXL has this function from `nixl_plugin_init`,
+/// which finds the heap first.
 extern "C" fn options() -> Map {
     Map::empty()
 }

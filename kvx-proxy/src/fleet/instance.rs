@@ -96,7 +96,7 @@ pub(crate) struct State {
     closed_until: AtomicU64,
     /// True if it refused connections when it was ejected.
     refuses: AtomicBool,
-    /// Its round-robin position, in strides.
+    /// The instance's round-robin position, in strides.
     pub(super) pass: AtomicU64,
     /// The models that it serves.
     pub(crate) models: Models,

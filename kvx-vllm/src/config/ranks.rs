@@ -30,7 +30,7 @@ impl Default for RankNumbers {
 pub enum BlockRelease {
     /// When the lease ends, unless the decode side renews it.
     Lease(LeaseTime),
-    /// This long after the prefill, regardless of the decode side.
+    /// When this time has passed since the prefill, regardless of the decode side.
     After(Duration),
 }
 

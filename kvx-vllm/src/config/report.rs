@@ -48,7 +48,7 @@ struct Line {
 /// A backend that would be opened, or a named backend that cannot be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Opening {
-    /// Its name.
+    /// The backend's name.
     pub name: String,
     /// A remark on the backend; empty for none.
     pub note: String,

@@ -67,7 +67,7 @@ pub struct Move {
     pub part: Part,
     /// The blocks, pair by pair.
     pub groups: Arc<[GroupMove]>,
-    /// These blocks as logical lists.
+    /// The moved blocks as logical lists.
     pub lists: MoveLists,
     /// A notification that the runtime sends to the same worker once the data has arrived, and only
     /// then.

@@ -33,11 +33,11 @@ impl fmt::Display for BlockReference {
 /// A logical block that no peer could read before, and whose digest is not written yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fresh {
-    /// Its KV cache group.
+    /// The block's KV cache group.
     pub group: u32,
-    /// Its number.
+    /// The block's number.
     pub block: u32,
-    /// The identifier of its pool.
+    /// The identifier of the block's pool.
     pub pool: u64,
     /// The block's generation counter.
     pub generation: u64,
@@ -46,12 +46,12 @@ pub struct Fresh {
 /// A logical block that was computed on a device and has to be copied to the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unsaved {
-    /// Its KV cache group.
+    /// The block's KV cache group.
     pub group: u32,
-    /// Its number.
+    /// The block's number.
     pub block: u32,
-    /// Its position in the request. Two contents of one block differ in their position or in their
-    /// request.
+    /// The block's position in the request. Two contents of one block differ in their position or
+    /// in their request.
     pub place: u32,
 }
 

@@ -14,9 +14,9 @@ use crate::ids::RequestId;
 pub struct Holding<'a> {
     /// The request.
     pub request: &'a RequestId,
-    /// Its blocks from the first token on, in the model's only KV cache group.
+    /// The request's blocks from the first token on, in the model's only KV cache group.
     pub blocks: &'a [u32],
-    /// The number of its tokens that count as computed, including loaded tokens.
+    /// The number of the request's tokens that count as computed, including loaded tokens.
     pub computed: u32,
 }
 

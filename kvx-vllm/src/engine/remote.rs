@@ -7,14 +7,14 @@ use crate::ids::{Address, EngineId};
 pub struct RemoteEngine {
     /// The engine that is expected at the address.
     pub engine: EngineId,
-    /// The address of its side channel.
+    /// The address of the engine's side channel.
     pub address: Address,
-    /// Its tensor-parallel size.
+    /// The engine's tensor-parallel size.
     pub tp_size: u32,
-    /// Its pipeline-parallel size.
+    /// The engine's pipeline-parallel size.
     pub pp_size: u32,
-    /// Its decode-context-parallel size.
+    /// The engine's decode-context-parallel size.
     pub dcp_size: u32,
-    /// The number of times that it had registered its memory again.
+    /// The number of times that the engine had registered its memory again.
     pub registration: u64,
 }

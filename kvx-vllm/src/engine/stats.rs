@@ -8,7 +8,7 @@ use super::failure::FailureKind;
 /// A metric under the name that vLLM gives it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Metric {
-    /// Its Prometheus name. Labels are the model's name and the engine.
+    /// The metric's Prometheus name. Labels are the model's name and the engine.
     pub name: &'static str,
     /// Upper bounds of a histogram's buckets; `None` for a counter.
     pub buckets: Option<&'static [f64]>,

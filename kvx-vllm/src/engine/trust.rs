@@ -34,7 +34,7 @@ pub struct ParamsTrust {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Untrusted {
-    /// They have no signature. Contains the host that they name.
+    /// The parameters have no signature. Contains the host that they name.
     Unsigned(Arc<str>),
     /// The signature is wrong: the parameters were altered, or the secrets differ.
     Altered,

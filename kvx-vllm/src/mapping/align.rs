@@ -31,7 +31,7 @@ pub enum Clip {
     /// The producer's list begins with the sequence. The consumer's list omits the blocks that it
     /// has cached.
     Whole,
-    /// Both are clipped to the last blocks of a sliding window.
+    /// Both lists are clipped to the last blocks of a sliding window.
     Window,
 }
 

@@ -32,7 +32,7 @@ pub enum KvTensors {
 pub struct LayerCache {
     /// The layer's name.
     pub name: Arc<str>,
-    /// The start of its blocks.
+    /// The start of the layer's blocks.
     pub tensors: KvTensors,
     /// The number of kernel blocks.
     pub blocks: u32,
@@ -41,11 +41,11 @@ pub struct LayerCache {
     /// The bytes from one block to the next. More than `block_len` for padded blocks and for rows
     /// of several layers.
     pub block_stride: u64,
-    /// Its KV cache group.
+    /// The layer's KV cache group.
     pub group: u32,
-    /// The distribution of its heads over ranks.
+    /// The distribution of the layer's heads over ranks.
     pub heads: Heads,
-    /// The type of its memory.
+    /// The type of the layer's memory.
     pub memory: MemoryType,
 }
 

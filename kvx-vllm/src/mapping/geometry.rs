@@ -119,7 +119,7 @@ impl KvRegion {
         self.grid().end()?.checked_add(self.base)
     }
 
-    /// Returns its blocks as a grid relative to its base.
+    /// Returns the region's blocks as a grid relative to its base.
     pub fn grid(&self) -> Grid {
         Grid { base: 0, stride: self.block_stride, length: self.block_len, count: self.blocks }
     }

@@ -56,8 +56,8 @@ impl Tp {
 pub enum Heads {
     /// One latent that every rank holds in full (MLA).
     Replicated,
-    /// This many KV heads in the whole model, spread evenly. With more ranks than heads,
-    /// neighbouring ranks hold the same head.
+    /// The model has this many KV heads, spread evenly. With more ranks than heads, neighbouring
+    /// ranks hold the same head.
     Sharded(u32),
 }
 

@@ -60,7 +60,7 @@ pub enum MooncakeLeg {
     Decode {
         /// The engine of the prefill instance's data parallel rank.
         remote_engine_id: String,
-        /// Its bootstrap server, with scheme: `http://10.0.0.1:8998`.
+        /// The prefill's bootstrap server, with scheme: `http://10.0.0.1:8998`.
         remote_bootstrap_addr: String,
     },
 }

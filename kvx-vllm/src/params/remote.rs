@@ -37,29 +37,29 @@ impl TransferMode {
 /// Blocks that another engine holds for a request, checked by [`TransferParams::remote_blocks`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct RemoteBlocks {
-    /// The engine that holds them.
+    /// The engine that holds the blocks.
     pub engine_id: String,
     /// The request's id in that engine. Notifications to the engine must use it.
     pub request_id: String,
-    /// The host of its side channel.
+    /// The host of the engine's side channel.
     pub host: String,
-    /// The port of its side channel.
+    /// The port of the engine's side channel.
     pub port: u16,
     /// Logical block ids, one list for each KV cache group. Empty in push mode, where the prefill
     /// side knows them.
     pub block_ids: Vec<Vec<u32>>,
-    /// The larger of its tensor-parallel and decode-context-parallel sizes, at least 1.
+    /// The larger of the engine's tensor-parallel and decode-context-parallel sizes, at least 1.
     pub tp_size: u32,
-    /// Its decode-context-parallel size, at least 1.
+    /// The engine's decode-context-parallel size, at least 1.
     pub dcp_size: u32,
-    /// Its pipeline-parallel size, at least 1.
+    /// The engine's pipeline-parallel size, at least 1.
     pub pp_size: u32,
     /// The number of tokens that the blocks hold, if the engine reports it.
     pub num_tokens: Option<u64>,
-    /// The time at which it releases the blocks, in seconds on its own monotonic clock. Decode
-    /// instances report it.
+    /// The time at which the engine releases the blocks, in seconds on its own monotonic clock.
+    /// Decode instances report it.
     pub expiry_time: Option<f64>,
-    /// The number of changes to its registration.
+    /// The number of changes to the engine's registration.
     pub registration_generation: u64,
     /// The side that moves the data.
     pub mode: TransferMode,

@@ -49,7 +49,7 @@ pub struct TransferParams {
     pub remote_block_ids: Option<Vec<Vec<u32>>>,
     /// The form of the block ids that serde writes.
     pub(super) block_id_form: BlockIdForm,
-    /// The engine that holds them.
+    /// The engine that holds the blocks.
     pub remote_engine_id: Option<String>,
     /// The request's id in that engine. Its notifications must use it.
     pub remote_request_id: Option<String>,
@@ -57,20 +57,20 @@ pub struct TransferParams {
     pub remote_host: Option<String>,
     /// The port of that engine's side channel.
     pub remote_port: Option<u16>,
-    /// The number of tensor-parallel ranks that hold the blocks: the larger of its TP and DCP
-    /// sizes.
+    /// The number of tensor-parallel ranks that hold the blocks: the larger of the engine's TP and
+    /// DCP sizes.
     pub tp_size: Option<u32>,
-    /// Its decode-context-parallel size.
+    /// The engine's decode-context-parallel size.
     pub dcp_size: Option<u32>,
-    /// Its pipeline-parallel size.
+    /// The engine's pipeline-parallel size.
     pub pp_size: Option<u32>,
-    /// The number of tokens that its blocks hold.
+    /// The number of tokens that the engine's blocks hold.
     pub remote_num_tokens: Option<u64>,
     /// The time at which a decode instance releases its blocks, in seconds on its own monotonic
     /// clock.
     pub remote_blocks_expiry_time: Option<f64>,
-    /// The number of changes to its registration. A higher number than in the last handshake
-    /// requires a new handshake.
+    /// The number of changes to the engine's registration. A higher number than in the last
+    /// handshake requires a new handshake.
     pub remote_registration_generation: Option<u64>,
     /// The side that moves the data.
     pub transfer_mode: Option<TransferMode>,

@@ -19,13 +19,13 @@ pub struct PushRegistration {
     pub request_id: String,
     /// The decode side's engine id.
     pub decode_engine_id: Option<String>,
-    /// The host of its side channel.
+    /// The host of the decode side's side channel.
     pub decode_host: Option<String>,
-    /// The port of its side channel.
+    /// The port of the decode side's side channel.
     pub decode_port: Option<u16>,
-    /// Its tensor-parallel size.
+    /// The decode side's tensor-parallel size.
     pub decode_tp_size: Option<u32>,
-    /// Its logical blocks, one list for each KV cache group.
+    /// The decode side's logical blocks, one list for each KV cache group.
     pub local_block_ids: Vec<Vec<u32>>,
     /// The prefill side's engine id, as the decode side received it.
     pub remote_engine_id: Option<String>,

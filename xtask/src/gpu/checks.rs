@@ -32,7 +32,7 @@ pub(crate) struct Check {
     pub(crate) name: String,
     /// A description for the output.
     pub(crate) what: String,
-    /// Its name in the kit.
+    /// The program's name in the kit.
     pub(crate) program: String,
     #[serde(default)]
     pub(crate) arguments: Vec<String>,

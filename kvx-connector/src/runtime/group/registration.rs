@@ -100,9 +100,9 @@ pub(super) fn take_registration(
     Ok(())
 }
 
-/// Takes back the caches of a rank. Peers cannot find the rank any more, and nothing is published
-/// or loaded until it has registered others. Its counters stay until then, because peers may still
-/// read them. May block.
+/// Handles the release of a rank's caches. Peers cannot find the rank any more, and nothing is
+/// published or loaded until it has registered others. Its counters stay until then, because peers
+/// may still read them. May block.
 pub(super) fn take_back(shared: &Shared, rank: WorkerRank) -> Result<()> {
     let listening = shared.listening.lock();
     shared.with_state(|state, now| {

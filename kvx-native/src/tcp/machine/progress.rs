@@ -150,12 +150,12 @@ impl Progress for Machine {
 /// A connection that has its turn, with everything that it works on.
 pub(crate) struct InFlightTurn {
     key: usize,
-    /// Its link, if this end opened it.
+    /// The connection's link, if this end opened it.
     link: Option<LinkId>,
     conn: Box<Conn>,
     scope: Box<Scope>,
     share: usize,
-    /// The bytes that it received and sent.
+    /// The bytes that the connection received and sent.
     moved: Result<(usize, usize)>,
 }
 
@@ -184,13 +184,13 @@ impl DetachedWork<Machine> for InFlightTurn {
 
 /// The budget of a turn of the machine, and its work so far.
 pub(crate) struct Budget {
-    /// The time at which it began.
+    /// The time at which the turn began.
     now: Instant,
     brief: bool,
     beside_small: bool,
-    /// The number of small connections that may have their turn.
+    /// The number of small connections that may still have their turn.
     small: usize,
-    /// The bytes that are left for them.
+    /// The bytes that are left for small connections.
     left: usize,
     /// The bytes that are left for bulk connections, once it is their turn.
     bulk: Option<usize>,

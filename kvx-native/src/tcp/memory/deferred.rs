@@ -58,13 +58,13 @@ pub(crate) struct LateAnswer {
 /// The state of a turn that may have been abandoned.
 #[derive(Debug, Default)]
 pub(crate) struct AbandonedTurn {
-    /// Its token, set when it is abandoned.
+    /// The turn's token, set when it is abandoned.
     token: OnceLock<u64>,
     is_over: AtomicBool,
 }
 
 impl AbandonedTurn {
-    /// Marks it as abandoned.
+    /// Marks the turn as abandoned.
     pub(crate) fn abandon(&self, token: u64) {
         self.token.set(token).ok(); // set once
     }

@@ -98,9 +98,9 @@ impl Source {
         }
     }
 
-    /// Returns its bounce buffers because its peer does not read, if others wait for one, after
-    /// `spill` has saved the bytes of the frame that is being sent. If others come later, its token
-    /// arrives.
+    /// Releases the bounce buffers of a source whose peer does not read, if others wait for one,
+    /// after `spill` has saved the bytes of the frame that is being sent. If others come later, the
+    /// source's token arrives.
     pub(crate) fn make_way(&mut self, spill: impl FnOnce()) {
         let Source::Device(fetching) = self else { return };
         let DeviceSource { fetch, out, .. } = &mut **fetching;

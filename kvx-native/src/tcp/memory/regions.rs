@@ -15,7 +15,7 @@ use crate::tcp::memory::stages::DeviceStage;
 pub(crate) struct ServedRegion {
     pub(crate) id: RegionId,
     pub(crate) memory: Arc<Memory>,
-    /// Its bounce buffers, if it lies on a device.
+    /// The bounce buffers of the region, if it lies on a device.
     pub(crate) stage: Option<Arc<DeviceStage>>,
 }
 

@@ -12,7 +12,7 @@ const SMALL: Buffers = Buffers { len: 64 << 10, count: 16, depth: 4 };
 /// The bounce buffers of one device.
 #[derive(Debug)]
 pub(crate) struct DeviceStage {
-    /// Its number, which peers receive: all blocks of one request lie on one stage.
+    /// The stage's number, which peers receive: all blocks of one request lie on one stage.
     pub(crate) number: u32,
     small: Stager,
     bulk: Stager,

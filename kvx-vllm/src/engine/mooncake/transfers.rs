@@ -16,7 +16,7 @@ const MAX_OVER: usize = 65_536;
 #[derive(Debug)]
 pub(super) struct MooncakeTransfer {
     pub(super) request: RequestId,
-    /// Its blocks, once they are computed.
+    /// The blocks of the request, once they are computed.
     pub(super) ready: Option<BlockLists>,
     /// The time until which the computed blocks are kept.
     pub(super) until: Time,

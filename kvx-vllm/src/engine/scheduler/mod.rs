@@ -43,13 +43,13 @@ pub struct Arrival<'a> {
 pub enum NotLoaded {
     /// The parameters are invalid.
     Params(ParamsError),
-    /// They promise tokens, but do not name blocks for them in each KV cache group.
+    /// The parameters promise tokens, but do not name blocks for them in each KV cache group.
     TooFewBlocks,
     /// A request of that name has not ended yet, or has blocks that a peer may still access.
     Known,
-    /// They name a host that is not in [`Settings::allowed_hosts`].
+    /// The parameters name a host that is not in [`Settings::allowed_hosts`].
     HostNotAllowed(Arc<str>),
-    /// No engine of this fleet has signed them.
+    /// No engine of this fleet has signed the parameters.
     Untrusted(Untrusted),
     /// The connector was shut down.
     Closed,

@@ -16,24 +16,24 @@ use crate::time::Time;
 /// The way in which a request has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Status {
-    /// It has reached its maximum number of tokens. A prefill leg always ends like this, after one
-    /// token.
+    /// The request has reached its maximum number of tokens. A prefill leg always ends like this,
+    /// after one token.
     LengthCapped,
     /// The model has stopped.
     Stopped,
     /// The client has disconnected, or the request was rejected.
     Aborted,
-    /// It has failed.
+    /// The request has failed.
     Failed,
 }
 
 /// A request that ends, and its blocks.
 #[derive(Clone, Debug)]
 pub struct Ending {
-    /// The way in which it has ended.
+    /// The way in which the request has ended.
     pub status: Status,
-    /// Its blocks from the first token on, group by group. A group with a sliding window needs at
-    /// least the blocks of the window.
+    /// The blocks of the request from the first token on, group by group. A group with a sliding
+    /// window needs at least the blocks of the window.
     pub blocks: BlockLists,
     /// The number of tokens whose KV is in the blocks.
     pub computed: u32,

@@ -14,7 +14,7 @@ use crate::time::Time;
 /// The effect of a completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Counted {
-    /// It was the last one: the engine may free the blocks.
+    /// The completion was the last one: the engine may free the blocks.
     Last,
     /// The request needs further completions.
     OneOfSeveral,

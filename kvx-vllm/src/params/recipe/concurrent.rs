@@ -44,9 +44,9 @@ pub struct Legs {
 /// A data-parallel rank of a prefill instance with the MooncakeConnector.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MooncakeTarget {
-    /// Its data-parallel rank.
+    /// The data-parallel rank.
     pub dp_rank: u32,
-    /// Its engine id.
+    /// The rank's engine id.
     pub engine_id: String,
     /// The instance's bootstrap server, with scheme.
     pub bootstrap_addr: String,
@@ -112,15 +112,15 @@ pub fn mooncake_legs(
 /// starts before the prefill instance answers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PushTarget {
-    /// Its `engine_id`, as configured.
+    /// The instance's `engine_id`, as configured.
     pub engine_id: String,
-    /// The host of its side channel.
+    /// The host of the instance's side channel.
     pub host: String,
-    /// The port of its side channel.
+    /// The port of the instance's side channel.
     pub port: u16,
-    /// Its tensor-parallel size.
+    /// The instance's tensor-parallel size.
     pub tp_size: u32,
-    /// Its pipeline-parallel size.
+    /// The instance's pipeline-parallel size.
     pub pp_size: u32,
 }
 

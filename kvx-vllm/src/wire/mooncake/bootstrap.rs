@@ -38,7 +38,7 @@ pub struct ListedEngine {
     pub engine_id: String,
     /// True for a kvx engine. Only kvx's bootstrap server sets it.
     pub is_kvx: bool,
-    /// The addresses of its workers.
+    /// The addresses of the engine's workers.
     pub workers: BTreeMap<WorkerRank, String>,
 }
 
@@ -146,7 +146,7 @@ impl Directory {
 }
 
 impl ListedEngine {
-    /// Returns its tensor- and pipeline-parallel sizes.
+    /// Returns the engine's tensor- and pipeline-parallel sizes.
     ///
     /// # Errors
     ///

@@ -55,8 +55,8 @@ pub(crate) struct ServedLane {
     /// The peer's link, and the number of the lane in it.
     pub(crate) link: [u8; 16],
     pub(crate) lane: u8,
-    /// Its place among the connections of peers. If its turn hangs, it keeps the place until the
-    /// turn ends.
+    /// The lane's place among the connections of peers. If its turn hangs, it keeps the place until
+    /// the turn ends.
     _place: Option<ConnectionPlace>,
     /// The id of the last request.
     last_id: Option<u64>,

@@ -37,9 +37,9 @@ pub(crate) enum InitiatorVerdict {
 
 /// The state of an initiator's handshake.
 enum Asked {
-    /// It has sent its hello, and a second one with the secret alone if it has one.
+    /// The initiator has sent its hello, and a second one with the secret alone if it has one.
     ToEnter { invited: Box<NoiseHandshake>, mistaken: Option<Box<NoiseHandshake>> },
-    /// It has sent its identity.
+    /// The initiator has sent its identity.
     Confirmed(Option<Agreement>),
 }
 

@@ -357,7 +357,9 @@ fn region(value: &mut Reader<'_>) -> Result<RegionInfo> {
     let device = if kind.is_host() { DeviceId::HOST } else { DeviceId(value.array()?) };
     let count = usize::from(value.u8()?);
     if count > MAX_BACKENDS {
-        return Err(value.malformed(format_args!("exports for {count} backends")));
+        return Err(
+            value.malformed(format_args!("exports for {count} backends, at most {MAX_BACKENDS}"))
+        );
     }
     let mut exports = Vec::<(u8, Vec<u8>)>::with_capacity(count);
     for _ in 0..count {

@@ -97,7 +97,7 @@ struct ImportedAllocation {
     uses: usize,
     address: u64,
     len: u64,
-    /// Set if it was imported through a descriptor.
+    /// Set if the allocation was imported through a descriptor.
     mapped: Option<MappedMemory>,
     owner: Arc<ProcessWatch>,
 }

@@ -40,7 +40,7 @@ pub(crate) struct RankSetup {
     pub(crate) folder: PathBuf,
     pub(crate) threads: usize,
     pub(crate) shape: PoolShape,
-    /// The KV heads of the whole model.
+    /// The number of KV heads of the whole model.
     pub(crate) kv_heads: usize,
     /// Tokens per block of the engine.
     pub(crate) block_size: usize,

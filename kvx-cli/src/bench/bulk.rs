@@ -37,7 +37,7 @@ struct BulkRecord {
     mode: &'static str,
     backend: &'static str,
     bulk_bytes: u64,
-    /// Large transfers that ended during the small reads.
+    /// The number of large transfers that ended during the small reads.
     bulk_done: u64,
     small: LatencyPair,
     /// Latencies over bare connections, if the backend uses connections.

@@ -35,7 +35,7 @@ struct NotificationsRecord {
     backend: &'static str,
     wait: Wait,
     bulk_bytes: u64,
-    /// Large transfers that ended during the notifications.
+    /// The number of large transfers that ended during the notifications.
     bulk_done: u64,
     alone: Delay,
     beside: Delay,

@@ -73,7 +73,7 @@ impl Sealing {
     /// Sends blocks.
     ///
     /// # Safety
-    /// They lie in memory that can be read.
+    /// The blocks lie in memory that can be read.
     unsafe fn send(&mut self, socket: &mut TcpStream, mut blocks: Cursor<'_>) -> Result<()> {
         while blocks.left() > 0 {
             self.frame.clear();
@@ -102,7 +102,7 @@ impl Sealing {
     /// Receives blocks. Returns false if the other end closed instead of sending the first byte.
     ///
     /// # Safety
-    /// They lie in memory that can be written, and nobody holds references into it.
+    /// The blocks lie in memory that can be written, and nobody holds references into it.
     unsafe fn receive(&mut self, socket: &mut TcpStream, mut blocks: Cursor<'_>) -> Result<bool> {
         let mut is_first = true;
         while blocks.left() > 0 {

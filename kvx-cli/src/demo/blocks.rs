@@ -7,9 +7,9 @@ use crate::bench::content;
 use crate::bench::points::shuffled;
 use crate::{Result, bytes};
 
-/// Blocks in the pool.
+/// The number of blocks in the pool.
 const IN_POOL: u32 = 4096;
-/// Blocks that are read.
+/// The number of blocks that are read.
 const READ: u32 = 1024;
 /// The pool's size is a multiple of this, so that blocks are whole words.
 pub(crate) const STEP: u64 = 1 << 20;

@@ -18,7 +18,7 @@ pub(super) struct StreamedAnswer {
     /// The time until the first token.
     pub(super) first: Duration,
     pub(super) prompt_tokens: u64,
-    /// The tokens of the prompt that were cached or transferred.
+    /// The number of prompt tokens that were cached or transferred.
     pub(super) not_computed: u64,
 }
 

@@ -63,11 +63,11 @@ pub fn describe_metrics() {
 pub(super) struct Report {
     pub(super) failures: Vec<TransferFailure>,
     pub(super) stats: TransferStats,
-    /// Heartbeats and answers of peers for requests that no worker knows.
+    /// The number of heartbeats and answers of peers for requests that no worker knows.
     pub(super) unknown_requests: u64,
-    /// Blocks that something may still write to.
+    /// The number of blocks that something may still write to.
     pub(super) held: usize,
-    /// Blocks that are never released.
+    /// The number of blocks that are never released.
     pub(super) lost: usize,
 }
 

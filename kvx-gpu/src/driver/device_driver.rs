@@ -123,7 +123,7 @@ impl Driver {
     /// Frees an allocation.
     ///
     /// # Safety
-    /// It came from `allocate`, and nobody uses it afterwards.
+    /// `address` came from `allocate`, and nobody uses it afterwards.
     pub(crate) unsafe fn free(&self, address: u64) -> Result<()> {
         // SAFETY: the caller promises that nobody uses it.
         self.check(unsafe { self.library.functions.free(address) })
@@ -147,7 +147,7 @@ impl Driver {
     /// Unmaps and releases mapped memory.
     ///
     /// # Safety
-    /// It came from `map` or `import`, and nobody uses it afterwards.
+    /// `mapped` came from `map` or `import`, and nobody uses it afterwards.
     pub(crate) unsafe fn unmap(&self, mapped: MappedMemory) -> Result<()> {
         // SAFETY: the caller promises that nobody uses it.
         self.check(unsafe { self.virtual_memory()?.unmap(mapped) })
@@ -178,7 +178,7 @@ impl Driver {
     /// Frees pinned memory.
     ///
     /// # Safety
-    /// It came from `pin`, and nobody uses it afterwards.
+    /// `base` came from `pin`, and nobody uses it afterwards.
     pub(crate) unsafe fn unpin(&self, base: *mut u8) -> Result<()> {
         // SAFETY: the caller promises that nobody uses it.
         self.check(unsafe { self.library.functions.free_pinned(base.cast()) })
@@ -239,7 +239,7 @@ impl Driver {
     /// Closes opened memory.
     ///
     /// # Safety
-    /// It came from `open`, and nobody uses it afterwards.
+    /// `address` came from `open`, and nobody uses it afterwards.
     pub(crate) unsafe fn close(&self, address: u64) -> Result<()> {
         // SAFETY: the caller promises that nobody uses it.
         self.check(unsafe { self.library.functions.close(address) })
@@ -265,7 +265,7 @@ impl Driver {
     /// Destroys a stream, once its work is done.
     ///
     /// # Safety
-    /// It came from `create_stream`, and nobody uses it afterwards.
+    /// `stream` came from `create_stream`, and nobody uses it afterwards.
     pub(crate) unsafe fn destroy_stream(&self, stream: StreamHandle) -> Result<()> {
         // SAFETY: the caller promises that it is not used.
         self.check(unsafe { self.library.functions.destroy_stream(stream) })
@@ -283,7 +283,7 @@ impl Driver {
     /// Destroys an event.
     ///
     /// # Safety
-    /// It came from `create_event`, and nobody uses it afterwards.
+    /// `event` came from `create_event`, and nobody uses it afterwards.
     pub(crate) unsafe fn destroy_event(&self, event: EventHandle) -> Result<()> {
         // SAFETY: the caller promises that it is not used.
         self.check(unsafe { self.library.functions.destroy_event(event) })
@@ -292,7 +292,7 @@ impl Driver {
     /// Records an event after the work that is on the stream.
     ///
     /// # Safety
-    /// Both are alive.
+    /// The event and the stream are alive.
     pub(crate) unsafe fn record(&self, event: EventHandle, stream: StreamHandle) -> Result<()> {
         // SAFETY: the caller guarantees that both are alive.
         self.check(unsafe { self.library.functions.record_event(event, stream) })
@@ -301,7 +301,7 @@ impl Driver {
     /// Returns whether all work on the stream before the event is done.
     ///
     /// # Safety
-    /// It is alive and was recorded.
+    /// The event is alive and was recorded.
     pub(crate) unsafe fn is_reached(&self, event: EventHandle) -> Result<bool> {
         // SAFETY: the caller guarantees that it is alive.
         match unsafe { self.library.functions.query_event(event) } {
@@ -313,7 +313,7 @@ impl Driver {
     /// Starts one copy.
     ///
     /// # Safety
-    /// Both sides stay valid until an event after the copy is reached.
+    /// The memory on both sides stays valid until an event after the copy is reached.
     pub(crate) unsafe fn copy(
         &self,
         way: CopyDirection,

@@ -133,13 +133,13 @@ pub unsafe trait VendorCalls: Send + Sync {
     /// Starts a copy.
     ///
     /// # Safety
-    /// Both sides stay valid until an event after the copy is reached.
+    /// The memory on both sides stays valid until an event after the copy is reached.
     unsafe fn copy(&self, way: CopyDirection, line: Hop, stream: StreamHandle) -> CallResult;
 
     /// Starts a copy of rows.
     ///
     /// # Safety
-    /// Both sides stay valid until an event after the copy is reached.
+    /// The memory on both sides stays valid until an event after the copy is reached.
     unsafe fn copy_rows(&self, way: CopyDirection, rows: Rows, stream: StreamHandle) -> CallResult;
 
     /// Returns whether [`copy_batch`](VendorCalls::copy_batch) works.
@@ -150,7 +150,7 @@ pub unsafe trait VendorCalls: Send + Sync {
     /// Starts many copies with one call. After an error some may have been started.
     ///
     /// # Safety
-    /// Both sides of each copy stay valid until an event after it is reached.
+    /// The memory on both sides of each copy stays valid until an event after the copy is reached.
     unsafe fn copy_batch(&self, lines: &[Hop], stream: StreamHandle) -> CallResult {
         _ = (lines, stream);
         Err(Failure::Missing("no batched copies".into()))

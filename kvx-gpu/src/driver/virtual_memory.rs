@@ -73,7 +73,7 @@ impl VirtualMemory<'_> {
     /// Releases addresses and physical memory.
     ///
     /// # Safety
-    /// It came from `map` or `import`, and nobody uses it afterwards.
+    /// `mapped` came from `map` or `import`, and nobody uses it afterwards.
     pub(crate) unsafe fn unmap(&self, mapped: MappedMemory) -> CallResult {
         let MappedMemory { address, len, handle } = mapped;
         // SAFETY: the caller guarantees that nobody uses it.

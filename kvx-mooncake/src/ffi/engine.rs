@@ -260,7 +260,7 @@ impl Engine {
         error::of_code(doing, code, self.library.last_error())
     }
 
-    /// Returns the name by which peers open its segment.
+    /// Returns the name by which peers open this engine's segment.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }

@@ -34,7 +34,7 @@ pub(crate) struct LoadOptions {
     pub(crate) files: Vec<PathBuf>,
     /// True to accept a wheel that this release was not tested with.
     pub(crate) any_version: bool,
-    /// True to load its etcd client.
+    /// True to load the engine's etcd client.
     pub(crate) etcd: bool,
 }
 

@@ -40,7 +40,7 @@ impl Work {
 
 /// A read in progress.
 pub(crate) struct Read {
-    /// The connection whose peer's memory is read.
+    /// The index of the connection whose peer's memory is read.
     pub(crate) at: usize,
     pub(crate) id: TransferId,
     pub(crate) pieces: ReadPieces,
@@ -59,7 +59,7 @@ impl Read {
 
 /// A part of a peer's write.
 pub(crate) struct Pull {
-    /// The connection over which it arrived.
+    /// The index of the connection over which the request arrived.
     pub(crate) at: usize,
     pub(crate) write: u64,
     pub(crate) pieces: PullPieces,

@@ -17,7 +17,7 @@ use kvx_core::{Error, ErrorKind, Options, Result};
 use crate::tcp::address::MAX_ADDRESSES;
 use crate::tcp::seal::Seal;
 
-/// The bulk lanes of a link, unless `tcp.connections` says otherwise.
+/// The number of bulk lanes of a link, unless `tcp.connections` says otherwise.
 const CONNECTIONS: u64 = 2;
 /// The limit for peers' connections, unless `tcp.max_connections` says otherwise. It is enough for
 /// 4,096 peers with a small lane and two bulk lanes each.

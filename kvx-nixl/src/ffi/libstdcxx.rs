@@ -77,7 +77,7 @@ pub(super) struct Str {
 impl Str {
     const SMALL: usize = 15;
 
-    /// Returns its bytes.
+    /// Returns the string's bytes.
     ///
     /// # Safety
     /// `this` is a live `std::string` that nobody changes for `'a`.
@@ -86,7 +86,7 @@ impl Str {
         unsafe { std::slice::from_raw_parts((*this).at, (*this).len) }
     }
 
-    /// Returns its text; invalid UTF-8 is replaced.
+    /// Returns the string's text; invalid UTF-8 is replaced.
     ///
     /// # Safety
     /// As for [`bytes`](Str::bytes).
@@ -144,7 +144,7 @@ impl Str {
         }
     }
 
-    /// Replaces its content.
+    /// Replaces the string's content.
     ///
     /// # Safety
     /// `this` is a live `std::string`.
@@ -169,10 +169,10 @@ impl<T> Vector<T> {
     pub(super) const EMPTY: Vector<T> =
         Vector { begin: null_mut(), end: null_mut(), room: null_mut() };
 
-    /// Returns its elements.
+    /// Returns the vector's elements.
     ///
     /// # Safety
-    /// It is a live vector of `T` that nobody changes for `'a`.
+    /// `this` is a live vector of `T` that nobody changes for `'a`.
     pub(super) unsafe fn slice<'a>(this: *const Vector<T>) -> &'a [T] {
         // SAFETY: guaranteed by the caller.
         unsafe {
@@ -235,7 +235,7 @@ impl Map {
         Map { buckets, count: 1, first: null_mut(), size: 0, load: 1.0, next: 0, single: 0 }
     }
 
-    /// Returns its pairs, at most a thousand.
+    /// Returns the map's pairs, at most a thousand.
     ///
     /// # Safety
     /// `this` is a live map that nobody changes meanwhile.
@@ -255,7 +255,7 @@ impl Map {
     /// Destroys an [`empty`](Map::empty) map.
     ///
     /// # Safety
-    /// It is a map from `empty`, and nothing was inserted.
+    /// `this` is a map from `empty`, and nothing was inserted.
     pub(super) unsafe fn end_empty(this: *mut Map) {
         // SAFETY: guaranteed by the caller.
         unsafe { free((*this).buckets) };

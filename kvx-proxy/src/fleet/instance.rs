@@ -115,7 +115,7 @@ pub(crate) struct State {
 struct Faults {
     health: u32,
     requests: u32,
-    /// Ejections in a row.
+    /// The number of ejections in a row.
     ejected: u32,
     last: Option<String>,
 }

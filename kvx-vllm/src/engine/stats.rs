@@ -93,7 +93,7 @@ pub struct Transferred {
     pub time: Duration,
     /// The time to post the transfer.
     pub post: Duration,
-    /// Bytes moved.
+    /// The number of bytes moved.
     pub bytes: u64,
     /// The number of contiguous pieces of memory, after merging neighbours.
     pub descriptors: u64,
@@ -251,7 +251,7 @@ fn percentile_90(sorted: &[f64]) -> f64 {
 /// succeeded, all values but the counters are 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Summary {
-    /// Transfers that succeeded.
+    /// The number of transfers that succeeded.
     pub transfers: u64,
     /// Mean duration in ms.
     pub time_ms: f64,
@@ -267,11 +267,11 @@ pub struct Summary {
     pub throughput: f64,
     /// Mean number of descriptors.
     pub descriptors: f64,
-    /// Transfers, handshakes and notifications that failed.
+    /// The number of transfers, handshakes and notifications that failed.
     pub failed_transfers: u64,
-    /// Requests whose blocks no peer fetched.
+    /// The number of requests whose blocks no peer fetched.
     pub expired: u64,
-    /// Completions that arrived after the blocks were freed.
+    /// The number of completions that arrived after the blocks were freed.
     pub after_expiry: u64,
 }
 

@@ -38,11 +38,11 @@ pub struct ReceiveOrder {
     pub local: BlockLists,
     /// The blocks at the peer.
     pub remote: RemoteRequest,
-    /// Tokens that need no load. The first block to fill holds the token after them.
+    /// The number of tokens that need no load. The first block to fill holds the token after them.
     pub computed: u32,
-    /// Tokens of the prompt that are available after the load.
+    /// The number of prompt tokens that are available after the load.
     pub end: u32,
-    /// Tokens that the peer's blocks hold, at least `end`.
+    /// The number of tokens that the peer's blocks hold, at least `end`.
     pub held_there: u32,
     /// True if the scheduler waits for a report.
     pub awaited: bool,

@@ -19,9 +19,9 @@ pub struct Units {
 /// The ends of both lists in a sequence, in tokens from its start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tokens {
-    /// The tokens that the producer's list covers.
+    /// The number of tokens that the producer's list covers.
     pub producer: u32,
-    /// The tokens that the consumer wants in the end; at most `producer`.
+    /// The number of tokens that the consumer wants in the end; at most `producer`.
     pub wanted: u32,
 }
 
@@ -39,11 +39,11 @@ pub enum Clip {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Aligned {
     units: Units,
-    /// Units of the consumer's list before the first common one.
+    /// The number of units of the consumer's list before the first common one.
     pub consumer_skip: u64,
-    /// Units of the producer's list before the first common one.
+    /// The number of units of the producer's list before the first common one.
     pub producer_skip: u64,
-    /// Common units.
+    /// The number of common units.
     pub count: u64,
 }
 

@@ -19,7 +19,7 @@ use super::permute::BlockShape;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DenseShape {
-    /// The heads on this rank.
+    /// The number of heads on this rank.
     pub heads: usize,
     /// The capacity in tokens.
     pub tokens: usize,

@@ -64,7 +64,7 @@ pub struct PeerMap {
     pub(super) op: Op,
     pub(super) units: Units,
     pub(super) ratio: u32,
-    /// The local kernel blocks in a logical block.
+    /// The number of local kernel blocks in a logical block.
     pub(super) kernel_per_logical: u32,
     pub(super) clips: Vec<Clip>,
     pub(super) sources: Vec<Source>,

@@ -85,9 +85,9 @@ pub fn permute_axes(
 /// The dimensions of a block of one layer on one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockShape {
-    /// The heads on this rank.
+    /// The number of heads on this rank.
     pub heads: usize,
-    /// The tokens.
+    /// The number of tokens.
     pub tokens: usize,
     /// The bytes of one head's content for one token.
     pub content: usize,

@@ -61,11 +61,11 @@ pub struct CompatibilityFactors {
     pub model: String,
     /// The type as torch names it: `torch.bfloat16`.
     pub dtype: String,
-    /// The KV heads of the whole model.
+    /// The number of KV heads of the whole model.
     pub num_kv_heads: u32,
     /// The number of values in a head.
     pub head_size: u32,
-    /// The layers of the whole model.
+    /// The number of layers of the whole model.
     pub num_hidden_layers: u32,
     /// `FLASH_ATTN`, `FLASHINFER`, `CPU_ATTN`, …
     pub attn_backend_name: String,

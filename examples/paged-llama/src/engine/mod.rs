@@ -45,7 +45,7 @@ pub trait Forward: Send {
 pub struct Limits {
     /// Tokens per block.
     pub block_size: usize,
-    /// Blocks of the pool.
+    /// The number of blocks in the pool.
     pub blocks: usize,
     /// The longest sequence, prompt and answer together.
     pub model_len: usize,

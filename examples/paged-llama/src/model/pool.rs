@@ -29,7 +29,7 @@ pub struct PoolShape {
     pub blocks: usize,
     /// Tokens per block.
     pub block_tokens: usize,
-    /// The KV heads of this rank.
+    /// The number of KV heads of this rank.
     pub kv_heads: usize,
     pub head_dim: usize,
     pub dtype: Dtype,

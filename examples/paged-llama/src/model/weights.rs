@@ -17,7 +17,7 @@ pub(super) struct Weights {
     /// The last matrix, from the last layer's numbers to a logit for each token. Each rank has all
     /// of it; rank 0 computes with it.
     pub(super) scores: Linear,
-    /// This rank's query heads.
+    /// The number of query heads of this rank.
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
 }

@@ -58,7 +58,7 @@ pub(super) struct Serve {
     /// The decode's grant for the writes, if it is a kvx decode.
     grant: Vec<Vec<u8>>,
     connection: Option<Connection>,
-    /// Writes that may still read local blocks and write remote ones.
+    /// The number of writes that may still read local blocks and write remote ones.
     unsettled: usize,
     /// The local request whose blocks are being written. Another request may have the transfer's
     /// name later.

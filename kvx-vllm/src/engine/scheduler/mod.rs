@@ -87,7 +87,7 @@ impl std::error::Error for NotLoaded {}
 /// The number of tokens that can be loaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Matched {
-    /// The tokens beyond those that the engine has.
+    /// The number of tokens beyond those that the engine has.
     pub tokens: u32,
     /// True if the tokens arrive while other requests run. The request then waits for an
     /// [`Outcome`].

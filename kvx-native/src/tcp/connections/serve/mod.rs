@@ -141,8 +141,8 @@ impl ServedLane {
         scope: &mut Scope,
     ) -> Result<(u64, Result<RequestedBlocks>)> {
         scope.small_came |= self.lane == 0;
-        if self.last_id.is_some_and(|last| last >= id) {
-            return Err(malformed(format_args!("request {id} follows {:?}", self.last_id)));
+        if let Some(last) = self.last_id.filter(|last| *last >= id) {
+            return Err(malformed(format_args!("request {id} follows {last}: ids must increase")));
         }
         self.last_id = Some(id);
         let mut reader = Reader::new("request", body);

@@ -57,7 +57,7 @@ impl ProcessId {
         })
     }
 
-    /// Returns true if it is, or was, a process of this system and PID namespace.
+    /// Returns true if the id is of a current or former process of this system and PID namespace.
     pub fn is_local(&self) -> bool {
         host_identity().is_ok_and(|host| self.is_process_of(host))
     }

@@ -72,7 +72,7 @@ impl Nixl {
         }
     }
 
-    /// Describes its backend KVX, and what to do if it has none.
+    /// Describes the backend KVX of this NIXL, and what to do if there is none.
     fn installation(&self) -> String {
         match &self.installed {
             Some(target) if self.is_there => format!("its backend KVX is {}", target.display()),

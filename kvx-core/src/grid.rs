@@ -12,13 +12,13 @@ use crate::{Error, ErrorKind, MemoryKind, Result, fork};
 pub trait Place: sealed::Sealed {
     /// Returns the length in bytes.
     fn len(&self) -> u64;
-    /// Returns true if it has no bytes.
+    /// Returns true if the range has no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
     /// Returns the kind of memory.
     fn kind(&self) -> MemoryKind;
-    /// Returns true if nothing may write to it: see
+    /// Returns true if nothing may write to the range: see
     /// [`Memory::adopt_shared`](crate::Memory::adopt_shared).
     fn is_read_only(&self) -> bool;
     /// Returns the address space and the address of the first byte, by which core recognises two

@@ -177,12 +177,12 @@ impl Request {
         }
     }
 
-    /// Returns whether it was released in flight, even if it has ended since.
+    /// Returns whether the request was released in flight, even if it has ended since.
     pub(crate) fn is_released(&self) -> bool {
         self.flight.lock().released
     }
 
-    /// Returns whether it was released in flight and has ended since.
+    /// Returns whether the request was released in flight and has ended since.
     pub(crate) fn is_over(&self) -> bool {
         let flight = self.flight.lock();
         flight.released && flight.transfer.as_ref().is_none_or(Transfer::is_settled)

@@ -146,7 +146,7 @@ fn seconds(value: &str, by: &str) -> Result<Duration> {
     })
 }
 
-/// Returns whether it is an address to listen on that is not the wildcard address.
+/// Returns whether `host` is an address to listen on that is not the wildcard address.
 fn is_of_this_machine(host: &str) -> bool {
     host.parse().is_ok_and(|ip: IpAddr| !ip.is_unspecified() && TcpListener::bind((ip, 0)).is_ok())
 }

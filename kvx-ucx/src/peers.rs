@@ -49,12 +49,12 @@ pub(crate) struct PeerWorker {
 }
 
 impl PeerWorker {
-    /// Returns whether any operation has been posted to it.
+    /// Returns whether any operation has been posted to the peer.
     pub(crate) fn has_moved(&self) -> bool {
         !self.moved.is_empty()
     }
 
-    /// Returns whether an operation of this kind has been posted to it.
+    /// Returns whether an operation of this kind has been posted to the peer.
     #[inline]
     pub(crate) fn has_moved_by(&self, op: Op) -> bool {
         self.moved.contains(&op)

@@ -122,15 +122,15 @@ impl Metadata {
 }
 
 impl PackageMetadata {
-    /// Returns whether it has a library, and its manifest does not say how docs.rs builds its
-    /// documentation.
+    /// Returns whether the package has a library, and its manifest does not say how docs.rs builds
+    /// its documentation.
     pub(crate) fn lacks_docs_rs(&self) -> bool {
         let has_library =
             self.targets.iter().any(|target| target.kind.first().is_some_and(|kind| kind == "lib"));
         has_library && !self.metadata["docs"]["rs"].is_object()
     }
 
-    /// Returns the folder of its manifest.
+    /// Returns the folder of the package's manifest.
     pub(crate) fn folder(&self) -> &Path {
         self.manifest_path.parent().unwrap_or(Path::new(""))
     }
@@ -145,7 +145,7 @@ impl PackageMetadata {
         self.metadata["kvx"]["seconds"].as_u64()
     }
 
-    /// Returns whether it is a member of the workspace: all packages from paths are.
+    /// Returns whether the package is a member of the workspace: all packages from paths are.
     pub(crate) fn is_member(&self) -> bool {
         self.source.is_none()
     }

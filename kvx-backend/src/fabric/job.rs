@@ -17,12 +17,12 @@ pub struct Job<'a, F: Fabric> {
 }
 
 impl<F: Fabric> Job<'_, F> {
-    /// Returns the id that reports of its pieces carry.
+    /// Returns the id that reports of the job's pieces carry.
     pub fn id(&self) -> JobId {
         self.id
     }
 
-    /// Returns the endpoint to which it is posted.
+    /// Returns the endpoint to which the job is posted.
     pub fn endpoint(&self) -> EndpointId {
         EndpointId(self.running.session)
     }
@@ -197,7 +197,7 @@ impl<F: Fabric> JobState<F> {
         self.segments.bound()
     }
 
-    /// Returns true if it uses the peer's region with this id.
+    /// Returns true if the job uses the peer's region with this id.
     pub(super) fn uses(&self, id: kvx_core::RegionId) -> bool {
         self.plan().remotes().iter().any(|remote| remote.id == id)
     }
@@ -209,7 +209,8 @@ impl<F: Fabric> JobState<F> {
                 || self.all_posted && (self.op_is_read() || self.flush == Flush::Done))
     }
 
-    /// Returns true if it is a failed write whose pieces may not have arrived at the target yet.
+    /// Returns true if the job is a failed write whose pieces may not have arrived at the target
+    /// yet.
     pub(super) fn is_failed_on_its_way(&self) -> bool {
         let failed = self.failed.is_some() && self.posted && self.in_flight == 0;
         failed && !self.op_is_read() && self.flush == Flush::NotYet

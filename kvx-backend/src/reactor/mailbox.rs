@@ -39,7 +39,7 @@ impl<T> Mailbox<T> {
         self.wake.ring();
     }
 
-    /// Returns true if it is empty.
+    /// Returns true if the mailbox is empty.
     pub fn is_empty(&self) -> bool {
         !self.is_full.load(Ordering::Acquire)
     }

@@ -270,7 +270,7 @@ impl StartingServer {
         Ok(StartingServer(Child::start_hearing_errors(name, command)?))
     }
 
-    /// Waits until it listens, and prints its address.
+    /// Waits until the server listens, and prints its address.
     fn listens(mut self, out: &mut dyn Write) -> Result<Server> {
         let until = Instant::now() + START;
         let mut last = String::new();

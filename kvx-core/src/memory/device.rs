@@ -89,10 +89,10 @@ pub struct DmaBuf {
 /// The implementation accesses the memory of a [`copy`](DeviceAccess::copy) only until its ticket
 /// settles.
 pub unsafe trait DeviceAccess: Send + Sync {
-    /// Returns the kind of memory that it copies.
+    /// Returns the kind of memory that this access copies.
     fn kind(&self) -> MemoryKind;
 
-    /// Returns the device whose memory it copies.
+    /// Returns the device whose memory this access copies.
     fn device(&self) -> DeviceId;
 
     /// Returns the number that the driver gives the device in this process, for libraries that need

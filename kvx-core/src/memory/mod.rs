@@ -216,7 +216,7 @@ impl Memory {
         self.len
     }
 
-    /// Returns true if it has no bytes.
+    /// Returns true if the memory has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -15,7 +15,7 @@ pub(crate) trait NeedsLink: Send + Sync {
     /// Returns why a backend could not carry it, if that backend was tried.
     fn refusal(&self, backend: &'static str) -> Option<Error>;
 
-    /// Returns true if it has already ended, so that it need not be started.
+    /// Returns true if the transfer has already ended, so that it need not be started.
     fn has_ended(&self) -> bool;
 
     /// Called when this link serves it.

@@ -32,7 +32,7 @@ impl<T> Mutex<T> {
         Mutex { is_locked: AtomicBool::new(false), value: sync::Mutex::new(value) }
     }
 
-    /// Blocks until it has the lock.
+    /// Blocks until this thread has the lock.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         loop {
             match self.try_lock() {

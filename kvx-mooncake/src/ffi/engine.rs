@@ -265,7 +265,7 @@ impl Engine {
         &self.name
     }
 
-    /// Returns the last errors that it logged: results contain little detail.
+    /// Returns the last errors that the engine logged: results contain little detail.
     pub(crate) fn log(&self) -> Option<String> {
         self.library.log()
     }

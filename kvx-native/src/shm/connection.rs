@@ -94,7 +94,7 @@ struct Packet {
 }
 
 impl Packet {
-    /// Returns the bytes of memory that it takes.
+    /// Returns the bytes of memory that the packet takes.
     fn cost(&self) -> usize {
         self.bytes.capacity() + ENTRY_OVERHEAD
     }

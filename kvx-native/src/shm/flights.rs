@@ -170,12 +170,12 @@ pub(crate) struct Flight {
 }
 
 impl Flight {
-    /// Returns true if it reads the peer's region with this id.
+    /// Returns true if the flight reads the peer's region with this id.
     pub(crate) fn reads(&self, at: usize, id: RegionId) -> bool {
         self.at == Some(at) && self.load.from.contains(&id)
     }
 
-    /// Returns the local regions that it writes for a peer.
+    /// Returns the local regions that the flight writes for a peer.
     pub(crate) fn ours(&self) -> &[RegionId] {
         match &self.purpose {
             FlightPurpose::Read { .. } => &[],

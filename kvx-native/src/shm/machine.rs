@@ -129,7 +129,7 @@ impl Machine {
         Arc::clone(&self.flights.reactor)
     }
 
-    /// Returns the name of the socket on which it listens.
+    /// Returns the name of the socket on which the machine listens.
     pub(crate) fn socket_name(&self) -> Vec<u8> {
         self.socket_name.clone()
     }

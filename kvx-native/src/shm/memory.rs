@@ -268,7 +268,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Returns the address of its first byte.
+    /// Returns the address of the mapping's first byte.
     pub(crate) fn base(&self) -> u64 {
         self.base.as_ptr() as u64
     }

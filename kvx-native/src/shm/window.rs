@@ -80,7 +80,7 @@ pub(crate) struct View<'a> {
 }
 
 impl View<'_> {
-    /// Returns true if it has been shut meanwhile.
+    /// Returns true if the window has been shut meanwhile.
     pub(crate) fn is_shut(&self) -> bool {
         self.shut.load(Ordering::SeqCst)
     }

@@ -51,7 +51,7 @@ pub(crate) struct Read {
 }
 
 impl Read {
-    /// Returns true if it reads from the peer's region with this id.
+    /// Returns true if this reads from the peer's region with this id.
     pub(crate) fn reads(&self, id: RegionId) -> bool {
         self.pieces.0.bound().remotes().iter().any(|remote| remote.id == id)
     }

@@ -93,8 +93,8 @@ impl Fetch {
         self.stream.pool.is_scarce(&self.stream.shared)
     }
 
-    /// Releases its buffers. Unsent bytes are copied again from the next [`resume`](Fetch::resume)
-    /// on.
+    /// Releases the stream's buffers. Unsent bytes are copied again from the next
+    /// [`resume`](Fetch::resume) on.
     pub(crate) fn rewind(&mut self) {
         let mut sent = std::mem::take(&mut self.at) as u64;
         let again = self.copied.drain(..).map(|HostBytes { mut extents, .. }| {
@@ -117,7 +117,7 @@ impl Fetch {
         self.at = 0;
     }
 
-    /// Returns the state of its copies.
+    /// Returns the state of the stream's copies.
     pub(crate) fn copies(&self) -> Copies {
         self.stream.copies()
     }
@@ -226,7 +226,7 @@ impl Store {
         self.filling = None;
     }
 
-    /// Returns the state of its copies.
+    /// Returns the state of the stream's copies.
     pub(crate) fn copies(&self) -> Copies {
         self.stream.copies()
     }

@@ -152,20 +152,20 @@ impl State {
         now.saturating_duration_since(self.started).as_millis() as u64 + 1
     }
 
-    /// Returns true if it accepts requests: it is open, or its ejection has ended and one request
-    /// may try it.
+    /// Returns true if the instance accepts requests: it is open, or its ejection has ended and one
+    /// request may try it.
     pub(crate) fn is_open(&self, now: Instant) -> bool {
         let closed_until = self.closed_until.load(Relaxed);
         closed_until == 0 || (closed_until != DOWN && self.millis(now) >= closed_until)
     }
 
-    /// Returns true if it is open without restriction.
+    /// Returns true if the instance is open without restriction.
     pub(crate) fn is_sound(&self) -> bool {
         self.closed_until.load(Relaxed) == 0
     }
 
-    /// Returns true if it may serve requests when no instance is open: it is neither down nor
-    /// ejected for refused connections.
+    /// Returns true if the instance may serve requests when no instance is open: it is neither down
+    /// nor ejected for refused connections.
     pub(crate) fn is_usable(&self) -> bool {
         match self.closed_until.load(Relaxed) {
             0 => true,
@@ -174,7 +174,7 @@ impl State {
         }
     }
 
-    /// Returns true if its health checks fail, or none has passed yet.
+    /// Returns true if the instance's health checks fail, or none has passed yet.
     pub(crate) fn is_down(&self) -> bool {
         self.closed_until.load(Relaxed) == DOWN
     }
@@ -184,8 +184,8 @@ impl State {
         self.checked.load(Relaxed)
     }
 
-    /// Returns true if a request may be sent. After an ejection, one request may try it per
-    /// `eject_for`.
+    /// Returns true if a request may be sent to the instance. After an ejection, one request may
+    /// try it per `eject_for`.
     fn enter(&self, now: Instant, eject_for: Duration) -> bool {
         let closed_until = self.closed_until.load(Relaxed);
         if closed_until == 0 {

@@ -56,7 +56,8 @@ pub(crate) struct Models {
 }
 
 impl Models {
-    /// Returns the bits of the models that it may serve: all bits until it has listed any.
+    /// Returns the bits of the models that the instance may serve: all bits until it has listed
+    /// any.
     pub(super) fn bits(&self) -> u64 {
         match self.bits.load(Relaxed) {
             0 => u64::MAX,
@@ -64,7 +65,7 @@ impl Models {
         }
     }
 
-    /// Returns true if it may serve this model.
+    /// Returns true if the instance may serve this model.
     pub(crate) fn serve(&self, model: ModelName<'_>) -> bool {
         let bits = self.bits.load(Relaxed);
         let alone = || model.bit != OTHERS || self.cards().contains_key(model.name);
@@ -82,7 +83,7 @@ impl Models {
         ours & theirs != 0 && theirs_too(&other.cards())
     }
 
-    /// Returns the cards of `/v1/models` by id; empty until it has listed any.
+    /// Returns the cards of `/v1/models` by id; empty until the instance has listed any.
     pub(crate) fn cards(&self) -> Arc<BTreeMap<String, Value>> {
         Arc::clone(&self.cards.lock().unwrap_or_else(PoisonError::into_inner))
     }

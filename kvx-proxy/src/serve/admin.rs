@@ -122,7 +122,7 @@ fn read(
 }
 
 impl InstanceTarget {
-    /// Returns the index of its pool in this fleet; another fleet may have other indices.
+    /// Returns the index of the target's pool in this fleet; another fleet may have other indices.
     fn pool_in(&self, fleet: &Fleet) -> Result<usize, ApiError> {
         let pools = &fleet.pools;
         let pool = match &self.pool {

@@ -172,12 +172,12 @@ impl Proxy {
         Ok(Proxy { core, none_works, listener, address, handle })
     }
 
-    /// Returns the address that it listens on.
+    /// Returns the address that the proxy listens on.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
     }
 
-    /// Returns a handle that controls it while it runs.
+    /// Returns a handle that controls the proxy while it runs.
     pub fn handle(&self) -> Handle {
         self.handle.clone()
     }
@@ -187,7 +187,7 @@ impl Proxy {
         watch::round(&self.core, &self.core.live(), watch::WatchScope::Everything).await;
     }
 
-    /// Serves until it has been [drained](Handle::drain).
+    /// Serves until the proxy has been [drained](Handle::drain).
     ///
     /// # Errors
     ///

@@ -424,7 +424,7 @@ impl Setup {
         Ok(())
     }
 
-    /// Returns true if it listens on a loopback address only.
+    /// Returns true if the proxy listens on a loopback address only.
     pub(crate) fn is_loopback(&self) -> bool {
         self.host == "localhost"
             || self.host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())

@@ -158,12 +158,12 @@ impl NixlAgent {
         bytes
     }
 
-    /// Returns whether its plugin is UCX.
+    /// Returns whether the agent's plugin is UCX.
     pub(crate) fn is_over_ucx(&self) -> bool {
         self.over_ucx
     }
 
-    /// Returns whether it distinguishes an unknown agent from other errors: NIXL 1.5 does.
+    /// Returns whether NIXL distinguishes an unknown agent from other errors: NIXL 1.5 does.
     pub(crate) fn names_refusals(&self) -> bool {
         self.names_refusals
     }

@@ -79,7 +79,8 @@ impl LaneSet {
         self.key.group
     }
 
-    /// Returns the number of blocks in its grids, here and at the peer. Every index is below it.
+    /// Returns the number of blocks in the set's grids, here and at the peer. Every index is below
+    /// it.
     pub fn counts(&self) -> (u32, u32) {
         (self.local_count, self.remote_count)
     }
@@ -130,8 +131,8 @@ impl Source {
         &self.sets
     }
 
-    /// Returns the pairs of memory types that its sets connect, here and at the peer. A request
-    /// takes one plan for each.
+    /// Returns the pairs of memory types that the source's sets connect, here and at the peer. A
+    /// request takes one plan for each.
     pub fn memories(&self) -> Vec<(MemoryType, MemoryType)> {
         let mut memories: Vec<_> = self.sets.iter().map(LaneSet::memory).collect();
         memories.sort_unstable();

@@ -139,7 +139,7 @@ impl Sided {
     }
 }
 
-/// One group's lists in all forms that sets need.
+/// The lists of one group, in all forms that the lane sets need.
 struct Forms {
     whole: Option<Sided>,
     /// One for each sub-block; empty if no set needs them.

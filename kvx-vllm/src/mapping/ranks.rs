@@ -156,8 +156,8 @@ impl Mapping {
         })
     }
 
-    /// Returns the ranks that each group is read from. The position is the piece of the local
-    /// block.
+    /// Returns, for each group, the ranks that it is read from. The position of a rank in the list
+    /// is the piece of the local block that it fills.
     pub fn sources_per_group(&self) -> &[Vec<u32>] {
         &self.sources_per_group
     }

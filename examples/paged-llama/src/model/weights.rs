@@ -130,7 +130,7 @@ impl Weights {
 }
 
 impl Linear {
-    /// Returns whether its products are parts of sums.
+    /// Returns whether the products of this matrix are parts of sums.
     pub(super) fn is_partial(&self) -> bool {
         self.parts != 1 || self.cols.len() < self.matrix.shape[1]
     }

@@ -143,7 +143,7 @@ impl RemoteRank {
         Ok(down)
     }
 
-    /// Returns whether its process has ended, although the rank does not count as lost yet.
+    /// Returns whether the rank's process has ended, although the rank does not count as lost yet.
     pub(in crate::runtime) fn has_ended(&self) -> bool {
         self.life.as_deref().is_some_and(|life| life.has_ended(Duration::ZERO))
     }

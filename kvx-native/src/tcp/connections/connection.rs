@@ -34,7 +34,7 @@ pub(crate) enum Role {
 }
 
 impl Role {
-    /// Returns the link and lane that it belongs to, if this end opened it.
+    /// Returns the link and lane that the connection belongs to, if this end opened it.
     pub(crate) fn lane(&self) -> Option<(LinkId, u8)> {
         match self {
             Role::Connecting { link, lane } | Role::Greeting { link, lane, .. } => {
@@ -201,7 +201,7 @@ impl Conn {
         }
     }
 
-    /// Returns the bytes of the descriptions that it holds for a peer.
+    /// Returns the bytes of the descriptions that the connection holds for a peer.
     pub(crate) fn described(&self) -> usize {
         if let Role::Served(lane) = &self.role { lane.described() } else { 0 }
     }
@@ -220,8 +220,8 @@ impl Conn {
         }
     }
 
-    /// Records whether its socket takes no bytes while it has streams. Returns the time of the next
-    /// check if that has just begun.
+    /// Records whether the socket takes no bytes while the connection has streams. Returns the time
+    /// of the next check if that has just begun.
     pub(crate) fn note_if_full(&mut self, now: Instant) -> Option<Instant> {
         if self.writable
             || self.full_since.is_some()
@@ -258,7 +258,7 @@ impl Conn {
         }
     }
 
-    /// Returns true if its socket may have unread bytes.
+    /// Returns true if the socket may have unread bytes.
     pub(crate) fn may_have_unread(&self) -> bool {
         self.readable
     }
@@ -274,7 +274,8 @@ impl Conn {
         self.closing || self.role.up().is_some_and(|lane| lane.is_paused(&self.output, described))
     }
 
-    /// Runs its turn: receives and sends about `share` bytes each. Returns both amounts.
+    /// Runs the connection's turn: receives and sends about `share` bytes each. Returns both
+    /// amounts.
     pub(crate) fn serve(
         &mut self,
         share: usize,

@@ -113,7 +113,7 @@ pub(crate) trait LaneEnd {
     /// Returns true if there are frames with payload.
     fn has_frames(&self) -> bool;
 
-    /// Returns true if it has blocks of a device to send.
+    /// Returns true if the lane has blocks of a device to send.
     fn has_streams(&self) -> bool;
 
     /// Releases resources for which others wait, because its peer does not read.

@@ -102,7 +102,7 @@ impl Frame {
         Frame::Stop,
     ];
 
-    /// Returns true if it belongs to the handshake.
+    /// Returns true if the frame belongs to the handshake.
     pub(crate) fn is_greeting(self) -> bool {
         (self as u8) < Frame::Read as u8
     }

@@ -92,7 +92,7 @@ impl ActiveRegions {
         self.set(1, regions);
     }
 
-    /// Returns the regions that it touches, and those that it receives into.
+    /// Returns the regions that the turn touches, and those that it receives into.
     pub(crate) fn concerns(&self) -> (Concern, Concern) {
         let [sends, receives] = {
             let touched = self.0.lock();

@@ -42,7 +42,7 @@ impl Source {
         }
     }
 
-    /// Returns true if it touches this region of the owner.
+    /// Returns true if the source touches this region of the owner.
     pub(crate) fn touches(&self, region: RegionId) -> bool {
         match self {
             Source::Host(blocks) => blocks.touches(region),
@@ -55,7 +55,7 @@ impl Source {
         if let Source::Host(blocks) = self { blocks.regions() } else { None }
     }
 
-    /// Returns the token that wakes it when it waits for a device.
+    /// Returns the token that wakes the source when it waits for a device.
     pub(crate) fn token(&self) -> Option<u64> {
         match self {
             Source::Host(_) => None,
@@ -143,7 +143,7 @@ impl Sink {
         Sink::Device(Box::new(DeviceSink { token, store, concern }))
     }
 
-    /// Returns true if it touches this region of the owner.
+    /// Returns true if the sink touches this region of the owner.
     pub(crate) fn touches(&self, region: RegionId) -> bool {
         match self {
             Sink::Host(blocks) => blocks.touches(region),
@@ -156,7 +156,7 @@ impl Sink {
         if let Sink::Host(blocks) = self { blocks.regions() } else { None }
     }
 
-    /// Returns the token that wakes it when it waits for a device.
+    /// Returns the token that wakes the sink when it waits for a device.
     pub(crate) fn token(&self) -> Option<u64> {
         match self {
             Sink::Host(_) => None,

@@ -528,7 +528,7 @@ impl Scheduler {
         self.requests.len() + self.sending.len() + self.held.len()
     }
 
-    /// Returns whether it knows no request.
+    /// Returns whether the scheduler's side knows no request.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -62,7 +62,7 @@ impl Local {
         }
     }
 
-    /// Stops all access to it, except for copies that a device has begun.
+    /// Stops all access to the local side, except for copies that a device has begun.
     fn stop(self, deferred: &DeferredCompletions) {
         match self {
             Local::From(source) => source.stop(deferred),
@@ -74,7 +74,7 @@ impl Local {
 }
 
 impl Request {
-    /// Returns true if its END has arrived but its bytes have not landed.
+    /// Returns true if the END of the request has arrived but its bytes have not landed.
     fn is_landing(&self) -> bool {
         self.waiting && self.op == Op::Read
     }

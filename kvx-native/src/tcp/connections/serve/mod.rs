@@ -121,13 +121,13 @@ impl ServedLane {
         }
     }
 
-    /// Returns the number of bytes that it holds for its peer: descriptions, and notifications that
-    /// do not fit into the agent's queue.
+    /// Returns the number of bytes that the lane holds for its peer: descriptions, and
+    /// notifications that do not fit into the agent's queue.
     pub(crate) fn held(&self) -> usize {
         self.described() + self.notices.held()
     }
 
-    /// Returns the bytes of all descriptions that it holds.
+    /// Returns the bytes of all descriptions that the lane holds.
     pub(crate) fn described(&self) -> usize {
         self.reads_described + self.writes_described
     }

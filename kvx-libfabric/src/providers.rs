@@ -187,7 +187,7 @@ pub(crate) fn choose(
         .into_iter()
         .map(|info| {
             info.copy()
-                .map_err(|errno| error::native("no memory to copy an entry of fi_getinfo", errno))
+                .map_err(|errno| error::native("could not copy an entry of fi_getinfo", errno))
         })
         .collect()
 }

@@ -63,7 +63,7 @@ impl Installation {
             .map_err(|why| TableRefusal(format!("{name} is not one that KVX can serve: {why}")))?;
         if version.is_none() {
             warn(format_args!(
-                "{name} does not tell its version: KVX goes by the tables of its plug-ins"
+                "{name} reports no version: KVX relies on the function tables of its plug-ins"
             ));
         }
         Ok(Installation { order, name })

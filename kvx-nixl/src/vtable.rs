@@ -146,11 +146,11 @@ impl SlotOrder {
     }
 }
 
-/// Returns the order in the plug-ins of this folder, which must all agree.
+/// Returns the order of the slots in the plug-ins of this folder, which must all agree.
 ///
 /// # Errors
-/// No plug-in there shows it, two of them differ, or, unless `any` is set, no tested release has
-/// the order.
+/// No plug-in there shows the order, two of them differ, or, unless `any` is set, no tested release
+/// has that order.
 pub fn order_in(folder: &Path, any: bool) -> Result<SlotOrder, TableRefusal> {
     let mut found: Option<(&str, SlotOrder)> = None;
     let mut reasons = Vec::new();
@@ -197,7 +197,7 @@ pub fn order_in(folder: &Path, any: bool) -> Result<SlotOrder, TableRefusal> {
     }
 }
 
-/// Returns the order in one plug-in's file.
+/// Returns the order of the slots in one plug-in's file.
 ///
 /// # Errors
 /// The file is not a shared library for this machine, or it has no backend table with each function

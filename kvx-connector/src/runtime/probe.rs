@@ -46,7 +46,8 @@ pub fn probe(
     limit: Duration,
 ) -> Result<Probe> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|error| Error::os("no runtime for the side channel", error))?;
+    let runtime = runtime
+        .map_err(|error| Error::os("could not start a runtime for the side channel", error))?;
     let asker = SideClient::new(Clock::new(), secret, SideChannels::OfEngine).with_limit(limit);
     let looked = runtime.block_on(asker.look(address, rank, version));
     // Do not wait for a name that is still being resolved.

@@ -263,8 +263,8 @@ async fn read_words(
     Ok(words)
 }
 
-/// Returns whether the state that a handshake described is gone. The grant of a write may end at
-/// any time, without that.
+/// Returns whether the state that a handshake described is gone. A revoked region shows that for a
+/// read only: the grant of a write may end at any time.
 fn is_gone(op: Op, error: &Error) -> bool {
     match error.kind() {
         ErrorKind::PeerLost | ErrorKind::PeerRestarted => true,

@@ -1,4 +1,4 @@
-//! Hosts that are this machine, and the addresses for data that follow from them.
+//! Finds out which hosts are this machine, and which address TCP uses for data accordingly.
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::time::Duration;

@@ -72,8 +72,8 @@ pub(crate) struct Peers {
     peers: Slab<PeerWorker>,
     /// By the worker's number.
     by_worker: HashMap<u64, usize>,
-    /// By the worker's number: the endpoint of the last message from a worker to which no local
-    /// endpoint leads yet.
+    /// For workers to which no local endpoint leads yet, by their numbers: the endpoint over which
+    /// the worker's last message came.
     unconnected: HashMap<u64, u64>,
     by_handle: HashMap<EndpointHandle, usize>,
     by_link: BTreeMap<EndpointId, usize>,

@@ -1,8 +1,9 @@
 //! Mooncake's C interface: generated bindings, the library that is opened, and thin owners of its
 //! handles.
 //!
-//! The first bindings are those of `libtransfer_engine.so`, the second those of functions that only
-//! this crate's adapter has. `cargo xtask bindings` generates both from the headers in this crate.
+//! `bindings` are those of `libtransfer_engine.so`, and `adapter_bindings` those of functions that
+//! only this crate's adapter has. `cargo xtask bindings` generates both from the headers in this
+//! crate.
 
 #[rustfmt::skip]
 #[allow(missing_docs, non_camel_case_types, non_snake_case, unreachable_pub, reason = "generated")]

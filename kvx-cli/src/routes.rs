@@ -54,7 +54,7 @@ fn through(agent: &Agent, metadata: &[u8]) -> Result<String> {
     settled(&peer)
 }
 
-/// Returns the link's description once it is complete or the time is over.
+/// Returns the link's description once it is complete, or its state after [`CHOICE`].
 fn settled(peer: &Peer) -> Result<String> {
     let until = Instant::now() + CHOICE;
     loop {

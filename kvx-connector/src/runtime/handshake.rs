@@ -170,7 +170,7 @@ async fn link_worker(
         None => (None, "the answer has no metadata of kvx".to_owned()),
         Some(bytes) => match link(own.agent.connect(bytes)).await {
             Ok(peer) => (Some((peer, Metadata::decode(bytes)?)), String::new()),
-            Err(error) => (None, format!("kvx's own metadata failed: {error}")),
+            Err(error) => (None, format!("no link by kvx's own metadata: {error}")),
         },
     };
     let no_way = |other: &str| {
@@ -192,7 +192,7 @@ async fn link_worker(
             let peer =
                 link(known.as_ref().map(|known| known.peer().clone()).map_err(Clone::clone)).await;
             let failed = |error: Error| {
-                Error::new(error.kind(), no_way(&format!("kvx in its NIXL failed: {error}")))
+                Error::new(error.kind(), no_way(&format!("no link to kvx in its NIXL: {error}")))
             };
             let (known, peer) = (known.map_err(failed)?, peer.map_err(failed)?);
             (peer, PeerRegions::in_nixl(&known))
@@ -202,7 +202,7 @@ async fn link_worker(
             let failed = |error: Error| {
                 Error::new(
                     error.kind(),
-                    no_way(&format!("the connection as a NIXL agent failed: {error}")),
+                    no_way(&format!("no link to it as a plain NIXL agent: {error}")),
                 )
             };
             let peer = peer.map_err(failed)?;

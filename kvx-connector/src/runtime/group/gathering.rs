@@ -18,7 +18,7 @@ pub(in crate::runtime) enum JoinAddress {
 /// The ranks that are expected to join. Dropping it removes the socket.
 pub(in crate::runtime) struct Gathering {
     at: JoinAddress,
-    /// Settled when all ranks have joined, or one will not.
+    /// Settled when all ranks have joined, or when one certainly will not.
     ticket: Option<Ticket>,
     /// True once all ranks have joined. Caches that a rank gives back afterwards have no deadline.
     whole: bool,

@@ -26,7 +26,7 @@ impl NixlRegion {
         NixlRegion { range, blob, loaded_for: AtomicU64::new(0) }
     }
 
-    /// Returns whether NIXL has loaded it for this load of the peer's address.
+    /// Returns whether NIXL has loaded the region for this load of the peer's address.
     pub(crate) fn is_loaded_for(&self, load: u64) -> bool {
         self.loaded_for.load(Ordering::Relaxed) == load
     }

@@ -50,7 +50,7 @@ struct Nixl {
     plugins: PathBuf,
     /// The target of the link that is its backend KVX.
     installed: Option<PathBuf>,
-    /// True if that target exists.
+    /// True if the target of the link exists.
     is_there: bool,
 }
 

@@ -20,7 +20,7 @@ pub struct StridedBlocks {
 /// A choice of blocks.
 #[derive(Clone, Debug)]
 pub enum BlockSelection {
-    /// The first blocks, in this number.
+    /// This many blocks, from the first one on.
     First(usize),
     /// The blocks of these indices.
     Indices(Arc<[u32]>),

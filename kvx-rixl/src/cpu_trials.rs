@@ -65,7 +65,7 @@ struct TrialTimes {
     posted: usize,
     /// The number of posts that had not ended when they returned.
     late: usize,
-    /// The time of the fastest other post.
+    /// The time of the fastest post that had ended when it returned.
     fastest: Duration,
 }
 

@@ -70,8 +70,8 @@ pub(crate) struct Notes {
     pub(crate) left_to_the_whole: BTreeSet<String>,
 }
 
-/// Parses the text of such a file. A line of another form is a skip too, so that a typing error
-/// hides no skip.
+/// Parses the notes in a file that tests append to. A line of another form is a skip too, so that a
+/// typing error hides no skip.
 fn parse(text: &str) -> Notes {
     let mut notes = Notes::default();
     for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {

@@ -46,7 +46,7 @@ use kvx_core::{Error, ErrorKind, Result};
 
 /// A piece of a turn that may hang on an unresolved page fault. See the [module](self).
 pub trait DetachedWork<M>: Send + Sized {
-    /// False if such work does not exist, so that no watch is needed.
+    /// False if a machine has no work that may hang, so that no watch is needed.
     const MAY_HANG: bool = true;
 
     /// Does the work. The machine is not locked.
@@ -137,8 +137,8 @@ impl<P: Progress> ReactorShared<P> {
         false
     }
 
-    /// Abandons the turn of this number, which hangs. The watch repeats the call while the turn
-    /// hangs. Returns false if the machine has ended.
+    /// Abandons turn `number`, which hangs. The watch repeats the call while the turn hangs.
+    /// Returns false if the machine has ended.
     pub(super) fn abandon_turn(self: &Arc<Self>, number: u64) -> bool {
         let mut machine = self.machine.lock();
         let Some(driven) = machine.as_mut() else { return false }; // it has ended

@@ -145,7 +145,7 @@ impl Sleep {
         self.drivers.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Ends such a turn.
+    /// Ends the turn that [`begin_driving`](Self::begin_driving) began.
     #[inline]
     pub(super) fn end_driving(&self) {
         self.driven_at.store(self.at(Some(Duration::ZERO)), Ordering::Relaxed);

@@ -199,7 +199,7 @@ impl Flight {
     }
 
     /// Returns the next batch: pieces that one device moves in one direction. Returns an error for
-    /// a piece that none can move.
+    /// a piece that no device or thread can move.
     fn batch(&mut self) -> Result<Option<(Route, Vec<Hop>, u64)>> {
         let (mut hops, mut bytes, mut way): (Vec<Hop>, u64, Option<Route>) = (Vec::new(), 0, None);
         while way.as_ref().is_none_or(|way| bytes < way.batch())

@@ -21,7 +21,7 @@ const KEPT: usize = 16_384;
 const TEXT: usize = 1 << 20;
 /// The memory, in bytes, of all turns that are kept and of all answers that are being read.
 const BUDGET: usize = 64 << 20;
-/// The most that one of them may take of it.
+/// The most memory, in bytes, that one turn or one answer may take.
 const LARGEST: usize = 4 * TEXT;
 /// The memory of a turn without its parameters.
 const TURN: usize = 1024;

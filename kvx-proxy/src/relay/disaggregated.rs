@@ -396,7 +396,7 @@ struct ConversationTurn {
     key: Option<Key>,
     /// The blocks that the previous turn's decode instance holds; they serve one prefill.
     earlier: Option<(Answer, Version)>,
-    /// The name of that instance.
+    /// The name of the previous turn's decode instance.
     decode: Option<String>,
     version: Version,
 }

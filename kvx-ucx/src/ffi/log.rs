@@ -10,7 +10,7 @@ use super::library::Library;
 
 /// UCX's default log level.
 const USUAL: &str = "warn";
-/// UCX's number of that level; higher levels are more verbose.
+/// UCX's number of the log level `warn`; higher levels are more verbose.
 const WARN: c_int = 2;
 /// The return values of a handler: UCX stops at this handler, or calls the next one.
 const STOP: c_int = 0;

@@ -14,7 +14,7 @@ use crate::time::Time;
 /// The least time between two renewed handshakes with an engine. It doubles each time until a
 /// transfer succeeds.
 const FIRST_WAIT: Duration = Duration::from_secs(1);
-/// The upper limit of that time.
+/// The upper limit of the time between two renewed handshakes.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 /// The answer to whether an engine is reachable now.

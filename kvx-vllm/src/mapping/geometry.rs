@@ -42,7 +42,7 @@ impl RegionGroup {
         }
     }
 
-    /// Returns whether blocks of `group` are in such a region.
+    /// Returns whether blocks of `group` are in a region of this group.
     pub fn covers(self, group: u32) -> bool {
         self == RegionGroup::Shared || self == RegionGroup::Of(group)
     }

@@ -23,7 +23,7 @@ pub struct Registration<T>(Mutex<State<T>>);
 enum State<T> {
     Open(Vec<T>),
     Ended,
-    /// The library did not close all of them.
+    /// The library did not close all of the handles.
     Kept(Error),
 }
 

@@ -41,11 +41,11 @@ pub(crate) struct Arguments {
 #[derive(Serialize)]
 struct Nixl {
     library: PathBuf,
-    /// The version of its wheel; `None` if it was built from source.
+    /// The version of the installation's wheel; `None` if it was built from source.
     version: Option<String>,
     /// The name of the installation, if KVX supports it.
     serves: Option<String>,
-    /// The reason that KVX does not support it.
+    /// The reason that KVX does not support the installation.
     refused: Option<String>,
     plugins: PathBuf,
     /// The target of the link that is its backend KVX.

@@ -33,9 +33,9 @@ const PACKAGES: &str = "lib*/python3*/*-packages";
 /// A library that exists.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct FoundLibrary {
-    /// The backend that needs it.
+    /// The backend that needs the library.
     pub(crate) backend: &'static str,
-    /// The variable that names it.
+    /// The variable that names the library.
     pub(crate) variable: &'static str,
     /// The library's file.
     pub(crate) path: PathBuf,

@@ -31,11 +31,11 @@ pub enum Idle {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Revocation {
-    /// The owner ends it alone, whatever its peers do.
+    /// The owner ends the access alone, whatever its peers do.
     Owner,
-    /// It ends when each connected peer has confirmed or is dead. A stopped peer delays it.
+    /// The access ends when each connected peer has confirmed or is dead. A stopped peer delays it.
     Confirmed,
-    /// It does not end while a peer lives: the memory stays quarantined.
+    /// The access does not end while a peer lives: the memory stays quarantined.
     Never,
 }
 
@@ -170,9 +170,9 @@ pub struct Capabilities {
     /// True if data becomes visible at the target in the order in which it was posted. kvx never
     /// relies on it.
     pub ordered: bool,
-    /// The kinds of memory that it reaches at the initiator.
+    /// The kinds of memory that the transport reaches at the initiator.
     pub local: MemoryKinds,
-    /// The kinds of memory that it reaches at the peer.
+    /// The kinds of memory that the transport reaches at the peer.
     pub remote: MemoryKinds,
 }
 

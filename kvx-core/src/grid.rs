@@ -18,7 +18,7 @@ pub trait Place: sealed::Sealed {
     }
     /// Returns the kind of memory.
     fn kind(&self) -> MemoryKind;
-    /// Returns true if nothing may write to the range: see
+    /// Returns true if the range is read-only: see
     /// [`Memory::adopt_shared`](crate::Memory::adopt_shared).
     fn is_read_only(&self) -> bool;
     /// Returns the address space and the address of the first byte, by which core recognises two

@@ -8,9 +8,9 @@ use crate::grid::Indices;
 /// A piece that is contiguous on both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// The position of its local region in [`BoundPlan::locals`].
+    /// The position of the piece's local region in [`BoundPlan::locals`].
     pub local_region: u32,
-    /// The position of its remote region in [`BoundPlan::remotes`].
+    /// The position of the piece's remote region in [`BoundPlan::remotes`].
     pub remote_region: u32,
     /// The offset in the local region.
     pub local_offset: u64,

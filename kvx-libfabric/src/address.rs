@@ -30,7 +30,7 @@ pub(crate) struct HostProcess {
     /// The process id; `probe` is the address of a known value in its memory.
     pub(crate) process: u32,
     pub(crate) probe: u64,
-    /// The name of the socket that wakes it.
+    /// The name of the socket that wakes the process.
     pub(crate) wake_name: Box<[u8]>,
 }
 

@@ -34,7 +34,7 @@ fn interface(kind: MemoryKind) -> Option<fi_hmem_iface> {
 
 /// A local region.
 pub(crate) struct Local {
-    /// The local rails on which it is registered, with the descriptor that operations take.
+    /// The local rails on which the region is registered, with the descriptor that operations take.
     rails: Box<[(usize, Descriptor)]>,
     registrations: Arc<Registration<ffi::Registration>>,
 }

@@ -14,7 +14,7 @@ use crate::ffi::Endpoint;
 struct OpenEndpoint {
     address: Box<[u8]>,
     endpoint: Arc<Endpoint>,
-    /// The number of its users: its own agent, and neighbours that lead to it.
+    /// The number of users of the endpoint: its own agent, and neighbours that lead to it.
     users: usize,
 }
 

@@ -23,13 +23,13 @@ pub(crate) struct PeerEndpoints {
     table: Box<[Box<[Option<ffi::PeerNumber>]>]>,
     pub(crate) wake_at: Option<SocketAddrUnix>,
     links: Vec<EndpointId>,
-    /// True once it has accepted a message.
+    /// True once the peer has accepted a message.
     pub(crate) answers: bool,
-    /// Set while it accepts no messages.
+    /// Set while the peer accepts no messages.
     pub(crate) probe: Option<PeerProbe>,
     /// Dropped when no address vector has the peer any more.
     _neighbour: Option<Neighbour>,
-    /// The number of messages to it that the provider has.
+    /// The number of messages to the peer that the provider has.
     pub(crate) unsent: usize,
 }
 

@@ -26,8 +26,9 @@ struct KnownProvider {
     settles: bool,
 }
 
-/// In order of preference. EFA and verbs are not known to work before 1.21, the version that NIXL
-/// requires for both; 1.17 has neither `FI_MR_DMABUF` nor EFA's hardware writes.
+/// The known providers, in order of preference. EFA and verbs are not known to work before 1.21,
+/// the version that NIXL requires for both; 1.17 has neither `FI_MR_DMABUF` nor EFA's hardware
+/// writes.
 const KNOWN: &[KnownProvider] = &[
     // Early cards emulate writes with the target's CPU, and no attribute tells which.
     KnownProvider {

@@ -43,8 +43,8 @@ struct Range {
     regions: usize,
     /// True if agents that are not kvx may have its metadata.
     is_published: bool,
-    /// The memory of the region that it was registered for, which may end before other regions in
-    /// it.
+    /// The memory of the region that the range was registered for, which may end before other
+    /// regions in it.
     memory: Arc<Memory>,
 }
 

@@ -40,9 +40,9 @@ pub(crate) struct Endpoint {
 #[derive(Debug, Default)]
 pub(crate) struct PeerEngine {
     pub(crate) segment: Option<SegmentId>,
-    /// The number of endpoints that lead to it.
+    /// The number of endpoints that lead to the engine.
     pub(crate) endpoints: usize,
-    /// The number of pieces in flight.
+    /// The number of pieces in flight to the engine.
     pub(crate) pieces: usize,
     /// The number of bytes in flight.
     pub(crate) bytes: u64,

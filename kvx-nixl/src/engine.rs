@@ -56,7 +56,7 @@ pub(crate) struct Engine {
 struct IntroducedPeer {
     introduction: Box<[u8]>,
     peer: Peer,
-    /// True once its route was logged.
+    /// True once the peer's route was logged.
     told: bool,
 }
 

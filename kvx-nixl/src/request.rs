@@ -25,11 +25,11 @@ pub(crate) struct Request {
 struct Flight {
     /// The transfer that may still access memory.
     transfer: Option<Transfer>,
-    /// Parts of its notification that the peer has not accepted yet: the request has succeeded when
-    /// it has accepted all.
+    /// Parts of the request's notification that the peer has not accepted yet: the request has
+    /// succeeded when it has accepted all.
     parts: Vec<Completion<()>>,
     status: NixlStatus,
-    /// True if it was released in flight.
+    /// True if the request was released in flight.
     released: bool,
 }
 
@@ -97,7 +97,7 @@ fn is_of_the_way(error: &kvx::Error) -> bool {
 /// The outcome of a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReleaseOutcome {
-    /// Nobody accesses the request's memory any more: it may be freed.
+    /// The request's memory is not accessed any more, and may be freed.
     Gone,
     /// The transfer has not ended yet.
     Active,

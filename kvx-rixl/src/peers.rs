@@ -35,7 +35,7 @@ impl NixlRegion {
 /// The state of a peer in NIXL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PeerState {
-    /// NIXL is loading it.
+    /// NIXL is loading the region.
     Loading,
     Ready,
     /// The region must be removed and loaded again, because it uses a memory address for something
@@ -63,7 +63,7 @@ struct PeerAgent {
     /// The number of requests in progress when the peer was lost, or when NIXL last reported an end
     /// after that.
     in_flight_at_load: usize,
-    /// The operations that need its CPU, once that is known.
+    /// The operations that need the peer's CPU, once that is known.
     reach: Option<PerOp>,
     /// Another incarnation of the same name, or a new connection after this one was lost. It starts
     /// when this one is removed.
@@ -71,10 +71,10 @@ struct PeerAgent {
 }
 
 struct Endpoint {
-    /// `None` if it leads to this agent itself.
+    /// `None` if the endpoint leads to this agent itself.
     peer: Option<Name>,
     foreign: bool,
-    /// True if the peer has opened it, and may move bytes over it before its trial.
+    /// True if the peer has opened the endpoint, and may move bytes over it before its trial.
     accepted: bool,
     severed: bool,
 }

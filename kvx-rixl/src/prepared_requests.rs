@@ -45,7 +45,7 @@ impl Drop for Slices {
 pub(crate) struct Slice {
     pub(crate) request: Arc<Request>,
     pub(crate) bytes: u64,
-    /// The number of its descriptors.
+    /// The number of the slice's descriptors.
     pub(crate) pieces: usize,
 }
 

@@ -52,8 +52,8 @@ pub(crate) struct Setting {
     /// The variable's name without `UCX_`.
     pub(crate) name: String,
     pub(crate) value: String,
-    /// True if the user set it: UCX must then accept it. Some versions do not know all of kvx's
-    /// defaults.
+    /// True if the user set the setting: UCX must then accept it. Some versions do not know all of
+    /// kvx's defaults.
     pub(crate) required: bool,
 }
 

@@ -37,12 +37,12 @@ pub(crate) struct PeerWorker {
     /// The header of messages to it: the number of the local endpoint, and of the peer's own once
     /// it is known.
     pub(crate) header: MessageHeader,
-    /// `None` if it is closed and only the notification of its links is outstanding.
+    /// `None` if the endpoint is closed and only the notification of its links is outstanding.
     endpoint: Option<Endpoint>,
     links: Vec<EndpointId>,
     /// The number of messages that UCX has not sent yet.
     pub(crate) unsent: Rc<Cell<usize>>,
-    /// The number of pieces in flight to it.
+    /// The number of pieces in flight to the peer.
     pub(crate) pieces: Rc<Cell<usize>>,
     /// The kinds of operations posted so far. UCX chooses the protocol of a kind at the first one.
     moved: Vec<Op>,

@@ -42,12 +42,12 @@ pub(crate) struct Table {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Peer {
-    /// The environment variable with which `--install` installs it.
+    /// The environment variable with which `--install` installs the peer.
     variable: Option<String>,
     #[serde(default)]
     debian: DebianPackages,
     wheels: Wheels,
-    /// Shared libraries that connect kvx to it.
+    /// Shared libraries that connect kvx to the peer.
     #[serde(default)]
     pub(crate) libraries: Vec<peers::SharedLibrary>,
 }

@@ -34,7 +34,7 @@ pub(crate) struct PackageMetadata {
     pub(crate) version: String,
     pub(crate) manifest_path: PathBuf,
     source: Option<String>,
-    /// The registries that it may be published to; `None` for any.
+    /// The registries that the package may be published to; `None` for any.
     pub(crate) publish: Option<Vec<String>>,
     pub(crate) features: BTreeMap<String, Value>,
     pub(crate) targets: Vec<Target>,
@@ -80,7 +80,7 @@ pub(crate) fn artifacts(output: &str) -> impl Iterator<Item = Artifact> {
 #[derive(Deserialize)]
 pub(crate) struct Dependency {
     pub(crate) name: String,
-    /// The versions that it may have; `*` when the manifest names none.
+    /// The versions that the dependency may have; `*` when the manifest names none.
     #[serde(rename = "req")]
     pub(crate) requirement: String,
     /// The path of the dependency, unless it comes from the registry.

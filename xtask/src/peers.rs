@@ -22,7 +22,7 @@ pub(crate) struct SharedLibrary {
     /// The headers that the source includes, relative to the root of the repository.
     #[serde(default)]
     headers: Vec<PathBuf>,
-    /// The name by which the dynamic linker knows it, if that is not the file's.
+    /// The name by which the dynamic linker knows the library, if that is not the file's.
     soname: Option<String>,
     /// A macro that is set to the absolute path of a file below the folder of the packages.
     path_macro: Option<(String, String)>,

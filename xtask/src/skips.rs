@@ -31,7 +31,7 @@ pub(crate) const VARIABLE: &str = "KVX_SKIPS";
 pub(crate) struct Skip {
     /// The test.
     pub(crate) name: String,
-    /// The reason why it did not run.
+    /// The reason why the test did not run.
     pub(crate) reason: String,
     /// The remedy.
     pub(crate) cure: String,

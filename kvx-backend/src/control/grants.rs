@@ -177,9 +177,9 @@ impl<P: Hash + Eq, R> Recalls<P, R> {
 pub enum ImportState<W, H> {
     /// The owner has not answered.
     Pending(W),
-    /// The owner granted it.
+    /// The owner granted the region.
     Granted(H),
-    /// The owner denied or revoked it.
+    /// The owner denied or revoked the region.
     Refused(Error),
 }
 

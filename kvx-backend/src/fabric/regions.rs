@@ -15,7 +15,7 @@ pub(super) struct RegionRecord<L> {
     pub(super) id: RegionId,
     pub(super) key: RegionKey,
     pub(super) local: L,
-    /// The number of lanes that have not released it.
+    /// The number of lanes that have not released the region.
     holders: AtomicUsize,
     /// The region's memory, until it is freed.
     memory: Mutex<Option<Arc<Memory>>>,

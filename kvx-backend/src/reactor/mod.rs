@@ -45,8 +45,8 @@ pub trait Progress: Send + Sized + 'static {
     /// A request from another thread.
     type Command: Send + 'static;
 
-    /// The work of its turns that may hang on an unresolved page fault. [`NoWork`] for a machine
-    /// that touches no memory of programs, or only on other threads.
+    /// The work of the machine's turns that may hang on an unresolved page fault. [`NoWork`] for a
+    /// machine that touches no memory of programs, or only on other threads.
     type Work: DetachedWork<Self>;
 
     /// Takes a command. Only records it; [`progress`](Progress::progress) follows and does the

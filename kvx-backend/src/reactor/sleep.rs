@@ -22,7 +22,8 @@ const DRIVEN: Duration = Duration::from_micros(50);
 pub(super) struct Sleep {
     /// True from before the last check for work until the reactor is awake again.
     asleep: AtomicBool,
-    /// True if it sleeps only for [`STAYS_AWAY`], because another thread drives the machine.
+    /// True if the reactor sleeps only for [`STAYS_AWAY`], because another thread drives the
+    /// machine.
     stays_away: AtomicBool,
     /// The time at which a sleeping reactor wakes without a wake-up, in nanoseconds since
     /// `started`.

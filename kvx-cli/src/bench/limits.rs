@@ -19,11 +19,11 @@ pub(crate) struct Limit {
     /// True if kvx cannot be faster; otherwise the limit is only shown next to kvx's figure.
     pub(crate) bounds: bool,
     way: LimitMethod,
-    /// The point that it moves between both sides' pools; `None` if it has separate memory.
+    /// The point that the limit moves between both sides' pools; `None` if it has separate memory.
     pub(crate) moves: Option<Point>,
-    /// The number of its next transfer.
+    /// The number of the limit's next transfer.
     next: u64,
-    /// Seconds per transfer in its last round.
+    /// The seconds per transfer in the limit's last round.
     seconds_each: f64,
 }
 

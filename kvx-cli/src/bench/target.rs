@@ -28,7 +28,7 @@ pub(crate) struct TargetArguments {
     options: String,
     #[command(flatten)]
     sizes: Sizes,
-    /// The number of seconds after which it exits in any case.
+    /// The number of seconds after which the target exits in any case.
     #[arg(long)]
     life: u64,
 }

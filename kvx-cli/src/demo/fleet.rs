@@ -207,7 +207,7 @@ struct Role<'a> {
     block_size: u16,
     kernel_block_size: u16,
     ranks: u16,
-    /// The backend that it transfers blocks over; `None` if it transfers none.
+    /// The backend that the server transfers blocks over; `None` if it transfers none.
     backend: Option<&'a str>,
     corrupt: bool,
 }

@@ -23,7 +23,7 @@ use kvx_vllm::params::{TransferMode, TransferParams};
 /// The part of a model that a rank keeps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DenseModel {
-    /// The names of its layers, in the order of the views.
+    /// The names of the rank's layers, in the order of the views.
     pub layers: Vec<Arc<str>>,
     /// The number of KV heads of the whole model, over all ranks.
     pub heads: u32,

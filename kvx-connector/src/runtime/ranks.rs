@@ -24,7 +24,7 @@ use kvx_vllm::wire::mooncake::PullRequest;
 pub(super) enum WorkerKind {
     Nixl(Box<Worker>),
     Mooncake(Box<MooncakeWorker>),
-    /// In a process of its own, where it runs NixlConnector's protocol.
+    /// A worker in a process of its own, where it runs NixlConnector's protocol.
     Remote(Box<RemoteRank>),
 }
 

@@ -50,7 +50,7 @@ pub(super) fn finish(shared: &Arc<Shared>, request: &RequestId, mut ending: Endi
 pub(super) enum AbandonedLoad {
     /// The load had ended already.
     Ended(LoadEnd),
-    /// Workers still have its blocks. The slot receives their release.
+    /// Workers still have the load's blocks. The slot receives their release.
     Held(Arc<Slot<Released>>),
     /// The load had not started.
     NotBegun,

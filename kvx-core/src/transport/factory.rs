@@ -44,11 +44,11 @@ pub struct Availability {
     pub version: String,
     /// The library's file; `None` for an embedded transport.
     pub library: Option<PathBuf>,
-    /// The devices or interfaces that it found.
+    /// The devices or interfaces that the backend found.
     pub devices: Vec<String>,
-    /// True if it has an RDMA device.
+    /// True if the backend has an RDMA device.
     pub rdma: bool,
-    /// The capabilities that hold for all its links.
+    /// The capabilities that hold for all links of the backend.
     pub capabilities: Capabilities,
     /// Warnings to the operator before the backend is used, such as a listener on all interfaces.
     pub cautions: Vec<String>,
@@ -57,7 +57,7 @@ pub struct Availability {
 /// The agent, the settings and the services that a transport is opened with.
 #[derive(Clone)]
 pub struct Context {
-    /// The agent that it serves.
+    /// The agent that the transport serves.
     pub agent: Identity,
     /// All options; a backend reads the table with its own name.
     pub options: Options,

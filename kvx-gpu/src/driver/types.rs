@@ -34,7 +34,7 @@ pub mod status {
 /// The description of a device, available before it is used.
 #[derive(Clone, Debug)]
 pub struct DeviceInfo {
-    /// The kind of its memory.
+    /// The kind of the device's memory.
     pub kind: MemoryKind,
     /// The driver, as errors name it: `CUDA`, `HIP`.
     pub driver: &'static str,

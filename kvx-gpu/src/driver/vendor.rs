@@ -16,7 +16,7 @@ use super::types::{
 
 /// A vendor's driver, as data.
 pub struct Vendor {
-    /// The kind of its devices' memory.
+    /// The kind of the vendor's device memory.
     pub kind: MemoryKind,
     /// The driver, as errors name it: `CUDA`, `HIP`.
     pub name: &'static str,
@@ -26,7 +26,7 @@ pub struct Vendor {
     pub kernel_log: &'static str,
     /// The command that lists devices: `nvidia-smi`, `rocminfo`.
     pub device_list: &'static str,
-    /// The file of its library.
+    /// The file of the driver's library.
     pub library: LibraryFile,
     /// The oldest supported version.
     pub oldest: c_int,
@@ -35,11 +35,11 @@ pub struct Vendor {
     /// Returns details on why no device is usable after `status`, beginning with `; ` or empty, and
     /// what to do.
     pub advice: fn(Status) -> (String, &'static str),
-    /// The function that returns its version.
+    /// The function that returns the driver's version.
     pub version: &'static CStr,
-    /// The names of its functions.
+    /// The names of the driver's functions.
     pub functions: FunctionNames,
-    /// The names of its functions for virtual memory, which older drivers do not have.
+    /// The names of the driver's functions for virtual memory, which older drivers do not have.
     pub virtual_memory: VirtualMemoryNames,
     /// The first version whose import of virtual memory takes a descriptor; older ones take a
     /// pointer to it.

@@ -27,7 +27,7 @@ pub struct DeviceGrid {
     pub stride: u64,
     /// The number of bytes of a block.
     pub length: u64,
-    /// The start of its first block in the packed bytes.
+    /// The start of the grid's first block in the packed bytes.
     pub at: u64,
 }
 

@@ -66,7 +66,7 @@ pub(crate) enum WaitMethod {
 
 /// A successful operation.
 pub(crate) struct CompletedOperation {
-    /// The context that it was posted with.
+    /// The context that the operation was posted with.
     pub(crate) context: *mut c_void,
     /// The length of a message.
     pub(crate) len: usize,
@@ -75,7 +75,7 @@ pub(crate) struct CompletedOperation {
 /// A failed operation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FailedOperation {
-    /// The context that it was posted with, unless the provider has lost it.
+    /// The context that the operation was posted with, unless the provider has lost it.
     pub(crate) context: *mut c_void,
     pub(crate) errno: Errno,
     /// The provider's own error code.

@@ -74,10 +74,10 @@ pub(crate) struct Engine {
     handle: NonNull<c_void>,
     library: &'static Library,
     name: String,
-    /// The port at which it listens, on all interfaces. With a metadata server, its name does not
-    /// contain this port.
+    /// The port at which the engine listens, on all interfaces. With a metadata server, its name
+    /// does not contain this port.
     port: Option<u16>,
-    /// The ports at which its own threads receive data from peers, if they do.
+    /// The ports at which the engine's own threads receive data from peers, if they do.
     data_ports: Option<BTreeSet<u16>>,
     /// True without a metadata server: an engine listens at the address that is its name.
     peer_to_peer: bool,

@@ -18,7 +18,7 @@ use libc::{SOCK_CLOEXEC, sockaddr, socklen_t};
 pub(super) struct File {
     name: CString,
     base: usize,
-    /// The address of its dynamic section.
+    /// The address of the file's dynamic section.
     dynamic: usize,
     /// The addresses that became read-only after linking.
     sealed: Range<usize>,

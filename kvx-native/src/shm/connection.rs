@@ -89,7 +89,7 @@ pub(crate) struct Connecting {
 /// A packet that waits for space in the socket.
 struct Packet {
     bytes: Vec<u8>,
-    /// The memory whose file is sent with it.
+    /// The memory whose file is sent with the packet.
     memory: Option<Arc<Memory>>,
 }
 

@@ -70,7 +70,7 @@ pub(crate) struct Pull {
     /// Local regions that it writes to, and their memory.
     pub(crate) into: Vec<(RegionId, Arc<Memory>)>,
     pub(crate) left: u64,
-    /// The bytes of memory that it takes.
+    /// The bytes of memory that the pull takes.
     pub(crate) cost: usize,
 }
 

@@ -33,9 +33,9 @@ struct Write {
     parts: PartCutter,
     unanswered: usize,
     queued: bool,
-    /// The error with which it will settle; no further part is sent.
+    /// The error with which the write will settle; no further part is sent.
     failed: Option<Error>,
-    /// True if a part of it has been pulled.
+    /// True if a part of the write has been pulled.
     moved: bool,
     done: Ticket,
 }

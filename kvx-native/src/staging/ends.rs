@@ -144,7 +144,7 @@ pub(crate) struct Store {
 /// The buffer into which bytes are received.
 pub(super) struct PartialBuffer {
     bounce: BounceBuffer,
-    /// The number of bytes in the blocks planned for it.
+    /// The number of bytes in the blocks planned for the buffer.
     len: usize,
     /// The number of bytes received.
     at: usize,

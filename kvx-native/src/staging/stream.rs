@@ -148,7 +148,7 @@ pub(super) struct Stream {
 
 pub(super) struct StreamCopy {
     pub(super) len: usize,
-    /// The extents that it copies from a device, in case they must be copied again.
+    /// The extents that the copy reads from a device, in case they must be copied again.
     pub(super) extents: Vec<Extent>,
     pub(super) landed: bool,
     pub(super) bounce: Option<BounceBuffer>,

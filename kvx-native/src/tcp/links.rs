@@ -60,7 +60,7 @@ pub(crate) struct UnsettledTransfer {
 pub(crate) struct OpenedLink {
     pub(crate) id: LinkId,
     pub(crate) who: Identity,
-    /// The nonce that all its lanes present.
+    /// The nonce that all lanes of the link present.
     pub(crate) nonce: [u8; 16],
     pub(crate) greeting_retries: u8,
     /// The keys that authenticate this end to the peer.
@@ -71,7 +71,7 @@ pub(crate) struct OpenedLink {
     /// The connections by lane, the small one first.
     pub(crate) lanes: Vec<Option<usize>>,
     pub(crate) lanes_up: usize,
-    /// The time by which it must be up.
+    /// The time by which the link must be up.
     up_by: Instant,
     pub(crate) standing: Arc<LinkStanding>,
     pub(crate) transfers: HashMap<TransferId, UnsettledTransfer>,

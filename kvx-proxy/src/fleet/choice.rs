@@ -15,9 +15,9 @@ pub(super) const BOUND: f64 = 1.25;
 pub(crate) struct Requirements<'a> {
     /// The estimated number of tokens.
     pub(crate) tokens: u64,
-    /// A hash of the beginning of its prompt.
+    /// A hash of the beginning of the request's prompt.
     pub(crate) prefix: u64,
-    /// The model, if it names one.
+    /// The model, if the request names one.
     pub(crate) model: Option<ModelName<'a>>,
     /// Instances that have failed this request: chosen only if no other one is left.
     pub(crate) avoid: &'a [Arc<Instance>],

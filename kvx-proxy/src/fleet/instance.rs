@@ -76,9 +76,9 @@ pub(crate) struct Instance {
     /// The pool's index in the fleet.
     pub(crate) pool: usize,
     pub(crate) pool_name: String,
-    /// True if it was added through `/instances`.
+    /// True if the instance was added through `/instances`.
     pub(crate) added: bool,
-    /// A hash of its name, for prefix affinity.
+    /// A hash of the instance's name, for prefix affinity.
     pub(crate) hash: u64,
     pub(crate) state: Arc<State>,
 }
@@ -94,20 +94,20 @@ pub(crate) struct State {
     /// 0: open. [`DOWN`]: closed by failed health checks. Otherwise: closed until this many
     /// milliseconds after `started`.
     closed_until: AtomicU64,
-    /// True if it refused connections when it was ejected.
+    /// True if the instance refused connections when it was ejected.
     refuses: AtomicBool,
     /// The instance's round-robin position, in strides.
     pub(super) pass: AtomicU64,
-    /// The models that it serves.
+    /// The models that the instance serves.
     pub(crate) models: Models,
-    /// Counts turns of its data parallel ranks.
+    /// Counts the turns of the instance's data parallel ranks.
     turn: AtomicU64,
     checked: AtomicBool,
-    /// True while one request tries it after an ejection.
+    /// True while one request tries the instance after an ejection.
     trying: AtomicBool,
     faults: Mutex<Faults>,
     kind: Mutex<PrefillKind>,
-    /// True once it has answered as a Mooncake instance.
+    /// True once the instance has answered as a Mooncake instance.
     mooncake: AtomicBool,
 }
 

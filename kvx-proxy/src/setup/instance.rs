@@ -15,14 +15,14 @@ use crate::error::{Error, Result};
 pub struct InstanceSetup {
     /// Scheme `http`, host and port.
     pub url: Uri,
-    /// The share of the load that it gets, relative to other instances.
+    /// The share of the load that the instance gets, relative to other instances.
     pub weight: f64,
-    /// True if it gets no new requests.
+    /// True if the instance gets no new requests.
     pub draining: bool,
-    /// The number of its data parallel ranks, if the proxy chooses one by `X-data-parallel-rank`;
-    /// with 1 the instance chooses.
+    /// The number of the instance's data parallel ranks, if the proxy chooses one by
+    /// `X-data-parallel-rank`; with 1 the instance chooses.
     pub ranks: u32,
-    /// The port of its Mooncake bootstrap server.
+    /// The port of the instance's Mooncake bootstrap server.
     pub bootstrap_port: Option<u16>,
     /// True if the proxy uses HTTP/2 without TLS.
     pub h2c: bool,

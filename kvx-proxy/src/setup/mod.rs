@@ -239,9 +239,9 @@ pub struct ClientLimits {
 pub struct Pool {
     /// The name in metrics and logs.
     pub name: String,
-    /// The connector of its instances; `None` takes that of [`Setup`].
+    /// The connector of the pool's instances; `None` takes that of [`Setup`].
     pub connector: Option<PoolConnector>,
-    /// True if its instances use `bidirectional_kv_xfer`.
+    /// True if the pool's instances use `bidirectional_kv_xfer`.
     pub bidirectional: bool,
     /// The instances that compute prompts.
     pub prefill: Vec<InstanceSetup>,

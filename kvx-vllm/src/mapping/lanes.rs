@@ -42,7 +42,7 @@ pub(super) struct SetKey {
 pub struct LaneSet {
     pub(super) key: SetKey,
     pub(super) lanes: Arc<[u32]>,
-    /// The number of blocks that all its lanes have.
+    /// The number of blocks that all lanes of the set have.
     pub(super) local_count: u32,
     pub(super) remote_count: u32,
     /// The bytes of one index through all lanes.

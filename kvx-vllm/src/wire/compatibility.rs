@@ -95,7 +95,7 @@ pub struct SpeculativeFactors {
     pub revision: Option<String>,
     /// The revision of the draft model's code, if one was given.
     pub code_revision: Option<String>,
-    /// True if it drafts several tokens at once.
+    /// True if the model drafts several tokens at once.
     pub parallel_drafting: bool,
     /// The draft model's `kv_cache_dtype`; `None` for the target's.
     pub kv_cache_dtype: Option<String>,

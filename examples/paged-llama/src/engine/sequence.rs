@@ -26,7 +26,7 @@ pub(super) struct Sequence {
     /// blocks.
     pub(super) cached: usize,
     pub(super) external: usize,
-    /// The range of its blocks that a peer is filling.
+    /// The range of the request's blocks that a peer is filling.
     pub(super) filled: Range<usize>,
     /// The request has had blocks before.
     pub(super) begun: bool,

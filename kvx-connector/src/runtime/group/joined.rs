@@ -53,7 +53,7 @@ pub struct JoinedRank {
 enum SentGenerations {
     /// Counters in this file, which the engine raises.
     File(OwnedFd),
-    /// Counters of this process, which it raises when the engine asks for it.
+    /// Counters of this process, which this process raises when the engine asks for it.
     Own(Arc<Memory>),
 }
 

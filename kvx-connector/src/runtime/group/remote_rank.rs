@@ -68,7 +68,7 @@ pub(in crate::runtime) struct RemoteRank {
     /// True if the rank is on another host and raises its own counters. `raising` and `raised`
     /// count the raises that it was asked for and has confirmed.
     distant: bool,
-    /// The pidfd of its process, if that runs on this host.
+    /// The pidfd of the rank's process, if that runs on this host.
     life: Option<Arc<ProcessHandle>>,
     raising: u64,
     raised: u64,
@@ -81,9 +81,9 @@ pub(in crate::runtime) struct RemoteRank {
     /// Tasks for digests and host copies, by the number of the request for them.
     tasks: BTreeMap<u64, Task>,
     last_task: u64,
-    /// Receivers of its grants, by request.
+    /// The receivers of the rank's grants, by request.
     granting: BTreeMap<RequestId, oneshot::Sender<Result<Vec<Vec<u8>>>>>,
-    /// The receiver of its end.
+    /// The receiver of the rank's end.
     ending: Option<Arc<Slot<Result<()>>>>,
 }
 

@@ -133,7 +133,7 @@ struct Connections {
 
 #[derive(Debug)]
 struct OpenConnection {
-    /// The time of its last message, in milliseconds since the start.
+    /// The time of the connection's last message, in milliseconds since the start.
     heard: Arc<AtomicU64>,
     task: AbortHandle,
 }

@@ -140,22 +140,22 @@ fn out_of_turn(header: Header) -> Error {
 pub(crate) struct Conn {
     socket: Arc<Private>,
     pub(crate) peer: SocketAddr,
-    /// True if it has precedence over bulk connections.
+    /// True if the connection has precedence over bulk connections.
     pub(crate) small: bool,
-    /// True if it waits in a queue of the machine.
+    /// True if the connection waits in a queue of the machine.
     pub(crate) queued: bool,
-    /// The time by which its handshake must be done.
+    /// The time by which the connection's handshake must be done.
     pub(crate) deadline: Option<Instant>,
-    /// True if it must be closed once its output is sent.
+    /// True if the connection must be closed once its output is sent.
     pub(crate) closing: bool,
     readable: bool,
     writable: bool,
     /// True if the other end has closed, so that a short read does not mean that nothing more
     /// arrives.
     hung_up: bool,
-    /// The time since when its socket takes no bytes, if that matters to others.
+    /// The time since when the socket takes no bytes, if that matters to others.
     full_since: Option<Instant>,
-    /// The bytes that are counted as held for its peer.
+    /// The bytes that are counted as held for the peer.
     held: usize,
     pub(crate) input: Input,
     pub(crate) output: Output,

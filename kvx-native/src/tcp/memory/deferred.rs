@@ -113,7 +113,7 @@ pub(crate) enum PendingAccess {
     Store(Store),
     Turn {
         turn: Arc<AbandonedTurn>,
-        /// The regions into which it receives.
+        /// The regions into which the stream or turn receives.
         receives: Concern,
     },
 }

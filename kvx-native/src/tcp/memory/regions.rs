@@ -75,7 +75,7 @@ pub(crate) fn import(export: &[u8]) -> Result<u32> {
 
 /// A region of the peer. Its id, key and bounds are all that TCP needs, and a plan has those.
 pub(crate) struct TcpRemote {
-    /// The number of its stage at the peer; 0 for host memory.
+    /// The number of the region's stage at the peer; 0 for host memory.
     pub(crate) stage: u32,
 }
 

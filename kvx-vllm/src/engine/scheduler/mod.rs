@@ -30,9 +30,9 @@ pub(super) const EXPIRY_MARGIN: Duration = Duration::from_secs(5);
 pub struct Arrival<'a> {
     /// The engine's name of the request, never used twice.
     pub request: &'a RequestId,
-    /// The number of tokens in its prompt.
+    /// The number of tokens in the request's prompt.
     pub prompt_tokens: u32,
-    /// `kv_transfer_params`, if it has any.
+    /// `kv_transfer_params`, if the request has any.
     pub params: Option<&'a TransferParams>,
     /// The time by which the whole request must have ended.
     pub deadline: Option<Time>,

@@ -8,10 +8,10 @@ use crate::params::{ParamsError, TransferParams, fields};
 /// The part of an instance's answer that a proxy needs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Answer {
-    /// The parameters of its KV cache blocks, if any.
+    /// The parameters of the answer's KV cache blocks, if any.
     pub params: Option<TransferParams>,
-    /// The reason why its first choice ended: `length` for a prefill leg, `stop` if its one token
-    /// ended the text.
+    /// The reason why the answer's first choice ended: `length` for a prefill leg, `stop` if its
+    /// one token ended the text.
     pub finish_reason: Option<String>,
 }
 

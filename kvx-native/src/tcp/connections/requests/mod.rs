@@ -82,7 +82,7 @@ impl Request {
 
 /// A lane that is up.
 pub(crate) struct RequestLane {
-    /// The key of its connection.
+    /// The key of the lane's connection.
     key: usize,
     pub(crate) link: LinkId,
     /// The number of the lane; 0 is the small one.

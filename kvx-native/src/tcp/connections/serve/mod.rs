@@ -49,7 +49,7 @@ struct RequestedBlocks {
 
 /// The owner's end of a lane that a peer opened.
 pub(crate) struct ServedLane {
-    /// The key of its connection.
+    /// The key of the lane's connection.
     key: usize,
     pub(crate) who: Identity,
     /// The peer's link, and the number of the lane in it.
@@ -75,7 +75,7 @@ pub(crate) struct ServedLane {
     /// The bytes of the descriptions of `writes`.
     writes_described: usize,
     notices: NoticesFromPeer,
-    /// The regions that its turn touches, in case the turn hangs.
+    /// The regions that the lane's turn touches, in case the turn hangs.
     pub(crate) touched: Arc<ActiveRegions>,
 }
 

@@ -48,7 +48,7 @@ pub(crate) struct InitiatorHandshake {
     own: Identity,
     link: [u8; 16],
     lane: u8,
-    /// The weakest seal that it accepts.
+    /// The weakest seal that the initiator accepts.
     wish: Seal,
     asked: Asked,
 }

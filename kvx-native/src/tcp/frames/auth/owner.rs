@@ -35,7 +35,7 @@ pub(crate) enum Step {
 /// The owner's side of a handshake.
 pub(crate) struct OwnerHandshake {
     keys: Keys,
-    /// The weakest seal that it accepts.
+    /// The weakest seal that the owner accepts.
     wish: Seal,
     /// The agreement, after it has welcomed an initiator that has the key, with the place that the
     /// connection has from then on.

@@ -22,7 +22,7 @@ const CODES: &[(i32, ErrorKind, &str)] = &[
     ),
     (103, ErrorKind::Malformed, "malformed JSON"),
     (104, ErrorKind::PeerLost, "the peer rejected the handshake"),
-    (200, ErrorKind::PeerLost, "the peer's metadata cannot be had"),
+    (200, ErrorKind::PeerLost, "the peer's metadata could not be fetched"),
     (201, ErrorKind::Native, "the endpoint failed"),
     (202, ErrorKind::Native, "the device's context failed"),
     (300, ErrorKind::Native, "a NUMA call failed"),

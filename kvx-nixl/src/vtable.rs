@@ -229,7 +229,11 @@ fn is_of_a_backend(table: &[Vec<&str>]) -> bool {
 fn place(table: &[Vec<&str>]) -> Result<SlotOrder, TableRefusal> {
     let names = NAMES.map(|(function, name)| (function, name.replace('$', STRING)));
     let Some(slots) = table.get(2..).filter(|slots| slots.len() <= MAX_SLOTS) else {
-        return refuse(format!("its table has {} slots", table.len()));
+        return refuse(format!(
+            "its table has {} slots: kvx supports 2 to {}",
+            table.len(),
+            MAX_SLOTS + 2
+        ));
     };
     if slots.len() < DESTRUCTORS {
         return refuse("its table has no destructors");

@@ -77,7 +77,7 @@ fn run(ratio: u64, tokens: u64, content: u64) -> Result<u64> {
     part.and_then(|part| part.checked_mul(content)).ok_or_else(|| {
         Error::new(
             ErrorKind::Invalid,
-            format!("a block of {tokens} tokens does not consist of {ratio} blocks"),
+            format!("a block of {tokens} tokens cannot be divided into {ratio} equal blocks"),
         )
     })
 }

@@ -199,7 +199,7 @@ impl Trial<'_> {
             len: LEN as u64,
         }])?;
         if states != [TransferState::Completed(LEN as u64)] {
-            return Err(("writing", format!("it ended as {states:?}")));
+            return Err(("writing", format!("the transfer ended as {states:?}")));
         }
         // SAFETY: the piece has ended, and nobody else has the buffer.
         let far = unsafe { &*self.far };
@@ -226,7 +226,7 @@ impl Trial<'_> {
             [TransferState::Failed(_)] => Ok(()),
             _ => Err((
                 "reading unregistered memory",
-                format!("it ended as {states:?}, and should have failed"),
+                format!("the transfer ended as {states:?}, and should have failed"),
             )),
         }
     }

@@ -186,7 +186,7 @@ fn add_ids(
             if let Some(beyond) = blocks.iter().find(|block| *block >= count) {
                 return Err(Error::new(
                     ErrorKind::OutOfBounds,
-                    format!("block {beyond} of region {region}, which has {count} blocks"),
+                    format!("block {beyond} does not exist: region {region} has {count} blocks"),
                 ));
             }
             ids.extend(blocks.iter().map(|block| first + u64::from(*block)));

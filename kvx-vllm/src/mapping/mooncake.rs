@@ -91,7 +91,7 @@ impl SenderPair {
     /// heads.
     fn by_head(&self, heads: u32) -> Result<SenderPlan> {
         if heads == 0 {
-            return Err(Error::new(ErrorKind::Invalid, "a cache of 0 KV heads"));
+            return Err(Error::new(ErrorKind::Invalid, "a cache needs at least one KV head"));
         }
         let (p, d) = (self.producer, self.consumer);
         let own = Heads::first(heads, p.rank(), p.size());

@@ -114,7 +114,7 @@ impl Mapping {
     ) -> Result<Self> {
         let handshake = handshake_ranks(consumer, producer_size, producer_dcp)?;
         if heads == Heads::Sharded(0) {
-            return Err(invalid("a cache of 0 KV heads"));
+            return Err(invalid("a cache needs at least one KV head"));
         }
         if matches!(heads, Heads::Sharded(_)) && (consumer.dcp > 1 || producer_dcp > 1) {
             return Err(invalid(

@@ -281,7 +281,7 @@ async fn welcome(
             members::lose(shared, rank, "it has not read the engine's setup", false);
             Err(Error::new(
                 ErrorKind::PeerLost,
-                format!("{} left while it joined", rank_name(rank)),
+                format!("{} did not read the engine's setup when it joined", rank_name(rank)),
             ))
         }
     }

@@ -255,7 +255,7 @@ fn an_engine_without_the_adapters_functions_is_tried_all_the_same() {
     ask(answer_as::<FailedIsCompleted>, &["reading unregistered memory", "Completed(16)"]);
     ask(answer_as::<NoPieceIsWrong>, &["not there", "should be an error"]);
     let unopened = Functions { openSegmentNoCache: no_segment, ..functions };
-    refused(unopened, &["segment", "the peer's metadata cannot be had"]);
+    refused(unopened, &["segment", "the peer's metadata could not be fetched"]);
     let devices = engine(real.with(functions, None), &["mlx5_0"]).err().expect("it takes none");
     assert_eq!(devices.kind(), ErrorKind::Unsupported);
     assert!(devices.sentence().contains("device_name"), "{devices}");

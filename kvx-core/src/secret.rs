@@ -204,7 +204,8 @@ fn this_user() -> Option<u32> {
     Some(rustix::process::geteuid().as_raw())
 }
 
-/// `std` does not provide it. A file that only its owner can open has been opened, though.
+/// `None`: `std` does not provide the user's id. Only its owner can open a file that passed the
+/// check of its mode, and this process has opened it.
 #[cfg(all(unix, any(not(target_os = "linux"), kvx_portable)))]
 fn this_user() -> Option<u32> {
     None

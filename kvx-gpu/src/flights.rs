@@ -18,9 +18,9 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// Work on a stream.
 pub(super) struct Flight {
     pub(super) done: Ticket,
-    /// An error if not all of it was started.
+    /// An error if not all of the work was started.
     pub(super) started: Result<()>,
-    /// Processes whose memory it reads or writes.
+    /// Processes whose memory the work reads or writes.
     pub(super) owners: Vec<Arc<ProcessWatch>>,
     pub(super) tables: Vec<KernelTable>,
 }

@@ -35,7 +35,7 @@ pub(crate) struct PeerEndpoints {
 
 struct PeerLink {
     peer: usize,
-    /// True if nothing more is posted on it.
+    /// True if nothing more is posted on the link.
     severed: bool,
 }
 

@@ -44,7 +44,7 @@ impl WakeSocket {
         Ok(WakeSocket { socket: socket.into(), name })
     }
 
-    /// Returns the name by which peers know it.
+    /// Returns the name by which peers know the socket.
     pub(crate) fn name(&self) -> &[u8] {
         &self.name
     }

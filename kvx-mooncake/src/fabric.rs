@@ -36,13 +36,13 @@ const LOOKED_AT: usize = 64;
 const LISTENS: Duration = Duration::from_micros(20);
 /// The time after an event during which another event is likely.
 const BUSY: Duration = Duration::from_millis(20);
-/// The sleep during that time; while pieces are in flight or answers are awaited; and while calls
-/// wait for a thread.
+/// The sleeps within [`BUSY`] of an event; while pieces are in flight or answers are awaited; and
+/// while calls wait for a thread.
 const SHORTEST: Duration = Duration::from_micros(60);
 const AWAITING: Duration = Duration::from_micros(250);
 const SHORT_OF_THREADS: Duration = Duration::from_millis(1);
-/// Later, a sleep is this fraction of the time without events, up to a maximum: a wake-up costs
-/// about 70 µs of CPU, and the engine wakes no thread.
+/// After [`BUSY`], a sleep is 1 / `PART` of the time without events, at most [`LONGEST`]: a wake-up
+/// costs about 70 µs of CPU, and the engine wakes no thread.
 const PART: u32 = 20;
 const LONGEST: Duration = Duration::from_millis(20);
 /// The maximum length of a frame of a link.

@@ -19,7 +19,7 @@ pub(crate) enum Phase {
     Broken,
 }
 
-/// A notification to a foreign agent, which core repeats until it is accepted.
+/// The state of a notification to a foreign agent. Core repeats it until the agent accepts it.
 #[derive(Debug, Default)]
 pub(crate) enum NotificationState {
     #[default]
@@ -46,9 +46,9 @@ pub(crate) struct PeerEngine {
     pub(crate) pieces: usize,
     /// The number of bytes in flight.
     pub(crate) bytes: u64,
-    /// True while its segment is being fetched again.
+    /// True while the engine's segment is being fetched again.
     pub(crate) refreshing: bool,
-    /// True while it is being probed.
+    /// True while the peer is being probed.
     pub(crate) probing: bool,
 }
 

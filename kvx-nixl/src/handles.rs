@@ -39,7 +39,7 @@ impl<T> Handles<T> {
         self.held.lock().remove(&handle)
     }
 
-    /// Returns whether `is` is true for any of them.
+    /// Returns whether `is` is true for any of the things that have a handle.
     pub(crate) fn any(&self, is: impl Fn(&T) -> bool) -> bool {
         self.held.lock().values().any(|thing| is(thing))
     }

@@ -23,7 +23,7 @@ pub(crate) struct RegisteredRanges {
     agent_lock: Arc<AgentLock>,
     /// Locked only while the agent's lock is held, so no thread waits for it.
     registered: Mutex<HashMap<Range, RangeUse>>,
-    /// True if foreign agents may know some of it, for as long as they run.
+    /// True if foreign agents may know a range, for as long as they run.
     any_published: AtomicBool,
 }
 

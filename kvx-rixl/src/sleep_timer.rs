@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 const IN_FLIGHT: Duration = Duration::from_micros(50);
 /// The shortest sleep.
 const SHORTEST: Duration = Duration::from_micros(50);
-/// A sleep is this fraction of the time without events.
+/// A sleep is 1 / `PART` of the time without events.
 const PART: u32 = 4;
 /// The time after an event during which more are likely.
 const BUSY: Duration = Duration::from_millis(2);

@@ -38,7 +38,7 @@ const OWN_PROCESS: &str = "KVX_TEST_OWN_PROCESS";
 pub struct RegisteredTest {
     /// The function's path, with the crate's name.
     pub path: &'static str,
-    /// True if it runs in a separate process.
+    /// True if the test runs in a separate process.
     pub own_process: bool,
     /// The test.
     pub run: fn() -> Result<(), Failed>,

@@ -34,8 +34,8 @@ use crate::ffi::{Endpoint, PostOutcome, Status, Version, Worker, pad};
 pub(crate) struct PeerWorker {
     worker: u64,
     pub(crate) version: Version,
-    /// The header of messages to it: the number of the local endpoint, and of the peer's own once
-    /// it is known.
+    /// The header of messages to the worker: the number of the local endpoint, and of the peer's
+    /// own once it is known.
     pub(crate) header: MessageHeader,
     /// `None` if the endpoint is closed and only the notification of its links is outstanding.
     endpoint: Option<Endpoint>,

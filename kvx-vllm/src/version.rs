@@ -25,8 +25,8 @@ pub enum Version {
     V0_16,
     /// vLLM 0.20: block ids per KV cache group; a failed load fails the request.
     V0_20,
-    /// vLLM 0.21: kernel blocks in a logical block, tokens in the answer; the prefill side may read
-    /// from the decode side.
+    /// vLLM 0.21: handshakes report the kernel blocks in a logical block, and answers the number of
+    /// tokens; the prefill side may read from the decode side.
     V0_21,
     /// vLLM 0.22 to 0.25: leases and heartbeats.
     V0_22,

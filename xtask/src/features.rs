@@ -73,8 +73,8 @@ fn check_dependencies(metadata: &Metadata, deadline: Deadline) -> Result<Vec<Str
     Ok(failures)
 }
 
-/// Compiles core as it compiles on other systems, without Linux's modules and their dependencies,
-/// without a warning.
+/// Compiles core as on other systems: without Linux's modules and their dependencies. A warning
+/// fails it.
 fn core_is_portable(metadata: &Metadata, deadline: Deadline) -> Result<Option<String>> {
     let flags = "--cfg kvx_portable -D warnings";
     let shown = format!("RUSTFLAGS=\"{flags}\" cargo check -p {CORE}");

@@ -10,7 +10,7 @@ use crate::process::{self, Output};
 
 /// The limit of one call of cargo, with its build.
 const LIMIT: Duration = Duration::from_secs(45 * 60);
-/// The models, by the name of their modules.
+/// The arguments that select Loom's models, by the name of their modules.
 const MODELS: &str = "test --package kvx-core --package kvx-backend --lib -- models::";
 /// The tests that ThreadSanitizer watches: core's unit tests; SHM's, except three that count
 /// descriptors and need a process and two minutes to themselves; and transfers between agents of

@@ -40,7 +40,7 @@ impl ForeignNotices {
         self.queue.is_empty()
     }
 
-    /// Delivers as many as `deliver` takes.
+    /// Delivers the waiting notifications, the oldest first, until `deliver` reports a full queue.
     pub(super) fn deliver(
         &mut self,
         mut deliver: impl FnMut(&str, &[u8]) -> Result<(), QueueFull>,

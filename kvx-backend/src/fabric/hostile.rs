@@ -39,15 +39,15 @@ pub(super) struct Quiet {
     endpoints: HashSet<EndpointId>,
     inbox: Vec<Vec<u8>>,
     foreign: Vec<Event>,
-    /// True if it has no capacity for messages.
+    /// True if the fabric has no capacity for messages.
     pub(super) full: bool,
-    /// True if it cannot reach any endpoint.
+    /// True if the fabric cannot reach any endpoint.
     unreachable: bool,
-    /// True if it cannot unregister a region now.
+    /// True if the fabric cannot unregister a region now.
     pub(super) busy: bool,
-    /// True if it does not confirm that it has shut down.
+    /// True if the fabric does not confirm that it has shut down.
     pub(super) kept: bool,
-    /// True if it must be driven by its own thread only.
+    /// True if the fabric must be driven by its own thread only.
     pub(super) alone: bool,
 }
 

@@ -201,7 +201,7 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// Records that this end holds less for a peer.
+    /// Updates the count of memory that this end holds for a peer, after it has released some.
     pub(super) fn held_less(&mut self, number: u64) {
         if let Some(session) = self.sessions.get_mut(&number) {
             session.note_held(&self.held).ok(); // an excess is noticed when it grows

@@ -166,7 +166,8 @@ impl<F: Fabric> Session<F> {
         held.lock().note(&self.held_bytes_owner(), &mut self.counted, bytes)
     }
 
-    /// Counts nothing for the peer any more, because the session ends or counts for another owner.
+    /// Ends the count of memory that the session holds for the peer, because the session ends or
+    /// counts for another owner.
     pub(super) fn release_held(&mut self, held: &SharedHeldBytes) {
         if self.counted > 0 {
             // An excess of the peer's other sessions is noticed with them.
@@ -266,7 +267,7 @@ impl<F: Fabric> Session<F> {
         Ok(())
     }
 
-    /// Passes notifications for a foreign agent to the library, as far as it takes them.
+    /// Passes notifications for a foreign agent to the library until the library accepts no more.
     pub(super) fn notify_foreign(
         &mut self,
         fabric: &mut F,

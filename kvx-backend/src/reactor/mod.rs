@@ -200,7 +200,7 @@ struct Driven<P: Progress> {
     /// thread that runs it.
     detached: u64,
     thread: TurnThread,
-    /// True if it was logged that this turn hangs and no thread can continue.
+    /// True if the log already says that this turn hangs and no thread can continue.
     warned: bool,
     /// The results that a turn produced before its work was detached.
     untold: Outbox,

@@ -78,7 +78,7 @@ impl IpcHandle {
 pub struct DmaBuf {
     /// The descriptor.
     pub file: OwnedFd,
-    /// The offset of the range in it.
+    /// The offset of the range in the descriptor's memory.
     pub offset: u64,
 }
 

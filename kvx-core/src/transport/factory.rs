@@ -85,12 +85,12 @@ pub struct Placement {
     pub speaks_for: &'static [&'static str],
 }
 
-/// When a backend is opened although no list names it.
+/// The condition under which an agent opens a backend that no list names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AutoOpen {
     /// Always.
     Open,
-    /// If it reports an RDMA device.
+    /// If the backend reports an RDMA device.
     OpenWithRdma,
     /// Never.
     Skip,

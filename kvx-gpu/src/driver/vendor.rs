@@ -20,9 +20,9 @@ pub struct Vendor {
     pub kind: MemoryKind,
     /// The driver, as errors name it: `CUDA`, `HIP`.
     pub name: &'static str,
-    /// The noun for it in errors: `driver`, `runtime`.
+    /// The noun that errors use for the driver: `driver`, `runtime`.
     pub noun: &'static str,
-    /// The prefix of its lines in the kernel's log: `NVRM`, `amdgpu`.
+    /// The prefix of the driver's lines in the kernel's log: `NVRM`, `amdgpu`.
     pub kernel_log: &'static str,
     /// The command that lists devices: `nvidia-smi`, `rocminfo`.
     pub device_list: &'static str,

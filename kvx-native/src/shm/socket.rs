@@ -265,7 +265,7 @@ impl Poller {
         ready
     }
 
-    /// Waits until a descriptor is ready, or for that long.
+    /// Waits until a descriptor is ready, or until `longest` has passed.
     pub(crate) fn wait(&self, longest: std::time::Duration) {
         let mut polled = [rustix::event::PollFd::new(&self.epoll, rustix::event::PollFlags::IN)];
         let longest = rustix::time::Timespec {

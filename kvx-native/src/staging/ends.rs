@@ -51,7 +51,7 @@ impl Fetch {
         }
     }
 
-    /// Returns the next contiguous bytes. If it is empty with some bytes [`left`](Fetch::left),
+    /// Returns the next contiguous bytes. If there are none, with some bytes [`left`](Fetch::left),
     /// wait for the stream's token.
     pub(crate) fn bytes(&self) -> &[u8] {
         self.slices().next().unwrap_or_default()
@@ -87,8 +87,8 @@ impl Fetch {
         self.stream.left() + (copied - self.at) as u64
     }
 
-    /// Returns true if others wait for a buffer while its peer does not read. If it returns false,
-    /// the stream's token arrives when they do.
+    /// Returns true if other streams wait for a buffer while this one's peer does not read.
+    /// Otherwise the stream's token arrives when others begin to wait.
     pub(crate) fn is_in_the_way(&self) -> bool {
         self.stream.pool.is_scarce(&self.stream.shared)
     }

@@ -22,14 +22,14 @@ pub(super) struct SharedStream {
 /// The events of a stream since its last turn.
 #[derive(Default)]
 pub(super) struct StreamEvents {
-    /// True if it waits in the pool's queue, or was granted a buffer.
+    /// True if the stream waits in the pool's queue, or was granted a buffer.
     pub(super) queued: bool,
     granted: Option<BounceBuffer>,
     /// The copies that have ended, by number, with their buffer if the stream wants it.
     landed: Vec<(u64, Result<Option<BounceBuffer>>)>,
     in_flight: usize,
     lost: bool,
-    /// True if it takes no more buffers.
+    /// True if the stream takes no more buffers.
     stopped: bool,
 }
 

@@ -378,7 +378,7 @@ impl Instance {
             }
     }
 
-    /// Assigns a request of `tokens` to it, if it still accepts requests.
+    /// Assigns a request of `tokens` to the instance, if it still accepts requests.
     pub(super) fn take(
         self: &Arc<Self>,
         tokens: u64,
@@ -388,7 +388,7 @@ impl Instance {
         self.state.enter(now, eject_for).then(|| self.take_anyway(tokens))
     }
 
-    /// Assigns a request of `tokens` to it, even if it is ejected.
+    /// Assigns a request of `tokens` to the instance, even if it is ejected.
     pub(super) fn take_anyway(self: &Arc<Self>, tokens: u64) -> InFlight {
         self.state.outstanding.fetch_add(tokens, Relaxed);
         self.state.requests.fetch_add(1, Relaxed);

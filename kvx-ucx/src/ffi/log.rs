@@ -75,7 +75,7 @@ pub(super) fn with_less_log<T>(library: &'static Library, act: impl FnOnce() -> 
 /// Log lines of any thread meanwhile are suppressed. If the user has configured UCX's logging,
 /// nothing changes.
 pub(super) fn with_debug_log<T>(library: &'static Library, act: impl FnOnce() -> T) -> T {
-    /// Level and handlers belong to the process: one agent at a time.
+    /// Held while an agent changes the log's level and handlers, which belong to the process.
     static ONE: Mutex<()> = Mutex::new(());
     let handlers = HandlerStack::find(library.native()).filter(|_| !is_set_by_user());
     let Some(handlers) = handlers else { return act() };

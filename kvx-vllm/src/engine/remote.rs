@@ -1,4 +1,4 @@
-//! Peers.
+//! The description of a peer in a request's parameters.
 
 use crate::ids::{Address, EngineId};
 

@@ -178,7 +178,7 @@ impl PeerMap {
         self.op
     }
 
-    /// Returns the peer's ranks that get notifications: all stages of all of them.
+    /// Returns the peer's ranks that get notifications, each with all its stages.
     pub fn sources(&self) -> &[Source] {
         &self.sources
     }
@@ -324,7 +324,7 @@ fn check_kinds(
         ));
     }
     if options.groups.is_empty() {
-        return Err(invalid("a model of no KV cache groups"));
+        return Err(invalid("a model needs at least one KV cache group"));
     }
     if options.groups.iter().any(|(kind, _)| *kind == GroupKind::StateSpace) {
         return Err(unsupported("state-space (Mamba) groups cannot be transferred".into()));

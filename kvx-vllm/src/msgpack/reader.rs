@@ -70,7 +70,7 @@ impl<'a> MsgpackReader<'a> {
         MsgpackReader { budget, ..self }
     }
 
-    /// Returns the rest of the limit.
+    /// Returns the memory that is left of the limit of [`with_budget`](Self::with_budget).
     pub(crate) fn budget(&self) -> usize {
         self.budget
     }

@@ -26,9 +26,9 @@ const LISTS: [&str; 2] = ["alone", "fast"];
 pub(crate) struct TestProgram {
     /// The arguments with which `cargo test` runs it and no other.
     pub(crate) title: String,
-    /// True if it must run alone, because other programs would disturb its measurements.
+    /// True if the program must run alone, because other programs would disturb its measurements.
     pub(crate) alone: bool,
-    /// The lowest tier that it is a part of.
+    /// The lowest tier that the program is a part of.
     pub(crate) tier: Tier,
     /// The approximate run time in seconds: the longest programs start first.
     pub(crate) seconds: u64,

@@ -64,7 +64,7 @@ pub struct Limits {
 /// A prompt and the options of its answer.
 #[derive(Debug)]
 pub struct Request {
-    /// The engine's unique name for it, never reused.
+    /// The engine's unique name for the request, never reused.
     pub name: String,
     /// The tokens of the prompt, at least one.
     pub prompt: Vec<u32>,
@@ -80,7 +80,7 @@ pub struct Request {
     pub stop_tokens: Vec<u32>,
     /// Texts that end the answer.
     pub stop: Vec<String>,
-    /// Includes the text that ended the answer in it.
+    /// Includes in the answer the text that ended it.
     pub include_stop: bool,
     /// Omits special tokens from the text.
     pub skip_special: bool,

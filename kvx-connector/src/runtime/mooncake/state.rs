@@ -21,7 +21,7 @@ const ANSWERS: usize = 64 << 20;
 pub(in super::super) struct MooncakeState {
     /// Routes to the memory of decodes.
     routes: Mutex<HashMap<(WorkerRank, Connection), Arc<WriteRoute>>>,
-    /// Questions that wait for answers.
+    /// The tasks of pulls that wait for answers.
     pulls: Mutex<HashMap<(WorkerRank, PullId), AbortHandle>>,
     pub(super) askers: Askers,
     /// The budget of answers in memory.

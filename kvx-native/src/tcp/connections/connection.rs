@@ -193,7 +193,7 @@ impl Conn {
         held.note(&lane.who, &mut self.held, bytes)
     }
 
-    /// Counts nothing for its peer any more.
+    /// Ends the count of memory that the connection holds for its peer.
     pub(crate) fn release_held(&mut self, held: &mut HeldBytes<Identity>) {
         if let Role::Served(lane) = &self.role {
             // An excess of this peer's other connections is noticed in their turns.

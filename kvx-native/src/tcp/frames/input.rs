@@ -37,7 +37,7 @@ pub(crate) struct Input {
     pub(crate) state: ReadState,
     /// The places of the payload that is being received.
     pub(crate) chunk: Chunk,
-    /// True if there is no place for it now, because a device must copy first.
+    /// True if there is no place for the payload now, because a device must copy first.
     pub(crate) stalled: bool,
     /// Decrypts sealed bytes; `opens_payload` is true if payload is sealed too.
     opener: Option<Opener>,

@@ -35,7 +35,7 @@ pub(crate) struct Output {
     bare: Vec<u8>,
 }
 
-/// The limit in bytes for payload of a frame that is sealed with it: it is copied, and stays in the
+/// The limit in bytes for the payload of a sealed frame: the payload is copied, and stays in the
 /// cache until it is sent.
 const MAX_SEALED: usize = 16 * RECORD;
 

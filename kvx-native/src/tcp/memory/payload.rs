@@ -184,24 +184,24 @@ impl Sink {
         }
     }
 
-    /// Records that no payload is received for it now. Returns true if the places that it returned
-    /// are invalid from now on.
+    /// Records that no payload is received for the sink now. Returns true if the places that
+    /// [`fill`](Sink::fill) returned are invalid from now on.
     pub(crate) fn pause(&mut self) -> bool {
         let Sink::Device(storing) = self else { return false };
         storing.store.pause();
         true
     }
 
-    /// Returns true if all received bytes have landed. Otherwise its token arrives. Returns the
-    /// device's error.
+    /// Returns true if all received bytes have landed. Otherwise the stream's token arrives once
+    /// they have. Returns the device's error.
     pub(crate) fn has_landed(&mut self) -> Result<bool> {
         let Sink::Device(storing) = self else { return Ok(true) };
         storing.store.room()?; // processes the copies that have ended
         Ok(storing.store.left() == 0)
     }
 
-    /// Stops all writes to it, except for copies that a device has begun: `answer` is sent when
-    /// they have ended. Returns the answer if it may be sent now.
+    /// Stops all writes to the sink's memory, except for copies that a device has begun: `answer`
+    /// is sent when they have ended. Returns the answer if it may be sent now.
     pub(crate) fn stop(
         self,
         deferred: &DeferredCompletions,

@@ -65,7 +65,7 @@ pub struct Finished {
     pub delay_free: bool,
     /// The `kv_transfer_params` for the answer.
     pub params: Option<TransferParams>,
-    /// The reason why there are none although the request asked for them.
+    /// The reason why there are no `params` although the request asked for them.
     pub withheld: Option<Withheld>,
 }
 
@@ -79,7 +79,7 @@ pub struct Withheld {
 }
 
 impl Withheld {
-    /// The caller's mistake.
+    /// Creates the reason for a mistake of the caller.
     pub fn invalid(reason: &'static str) -> Self {
         Withheld { kind: ErrorKind::Invalid, reason }
     }

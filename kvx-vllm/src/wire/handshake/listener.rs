@@ -13,7 +13,7 @@ use crate::wire::CompatibilityHash;
 /// The most frames before a request that are returned unread: the identity, and frames that brokers
 /// add.
 const MAX_ENVELOPE: usize = 8;
-/// The most bytes in each of them: ZeroMQ's limit for identities.
+/// The most bytes in each of these frames: ZeroMQ's limit for identities.
 const MAX_IDENTITY: usize = 255;
 
 /// The listener that answers handshakes for all workers of an engine. Its input is a message that a

@@ -39,8 +39,8 @@ struct Request {
     transfer: Option<TransferId>,
     /// The local side, as long as it may be touched.
     local: Option<Local>,
-    /// True if it waits for a device: a write for bytes to send, or a read whose END has arrived
-    /// for its bytes to land.
+    /// True if the request waits for a device: a write for bytes to send, or a read whose END has
+    /// arrived for its bytes to land.
     waiting: bool,
     /// The bytes of payload that are still to be received or sent.
     left: u64,

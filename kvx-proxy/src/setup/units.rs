@@ -49,17 +49,17 @@ pub(super) fn read_duration<'de, D: Deserializer<'de>>(from: D) -> Result<Durati
 
 pub(super) fn read_size<'de, D: Deserializer<'de>>(from: D) -> Result<usize, D::Error> {
     #[derive(serde::Deserialize)]
-    #[serde(untagged)]
-    enum Written {
+    #[serde(untagged, expecting = "not a size; write bytes, \"64KiB\" or \"32MiB\"")]
+    enum WrittenSize {
         Bytes(u64),
         Text(String),
     }
     let wrong = |text| {
         D::Error::custom(format!("{text:?} is not a size; write bytes, \"64KiB\" or \"32MiB\""))
     };
-    match Written::deserialize(from)? {
-        Written::Bytes(bytes) => Ok(bytes as usize),
-        Written::Text(text) => size(&text).ok_or_else(|| wrong(text)),
+    match WrittenSize::deserialize(from)? {
+        WrittenSize::Bytes(bytes) => Ok(bytes as usize),
+        WrittenSize::Text(text) => size(&text).ok_or_else(|| wrong(text)),
     }
 }
 
@@ -79,5 +79,11 @@ mod tests {
         for text in ["", "KiB", "5KB", "-1", "99999999GiB"] {
             assert_eq!(size(text), None, "{text:?}");
         }
+    }
+
+    #[test]
+    fn an_error_names_what_a_size_may_be() {
+        let error = read_size(serde_json::json!([1])).unwrap_err();
+        assert_eq!(error.to_string(), "not a size; write bytes, \"64KiB\" or \"32MiB\"");
     }
 }

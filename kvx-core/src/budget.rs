@@ -32,7 +32,7 @@ impl Default for Limits {
 }
 
 #[derive(Default)]
-struct Used {
+struct BudgetUse {
     transfers: usize,
     description_bytes: usize,
     waiting: Vec<Arc<Promise<()>>>,
@@ -40,7 +40,7 @@ struct Used {
 
 pub(crate) struct Budget {
     limits: Limits,
-    used: Mutex<Used>,
+    used: Mutex<BudgetUse>,
     changed: Condvar,
 }
 
@@ -74,7 +74,7 @@ impl Budget {
         Ok(())
     }
 
-    fn fits(&self, used: &Used, description: usize) -> bool {
+    fn fits(&self, used: &BudgetUse, description: usize) -> bool {
         used.transfers < self.limits.transfers
             && (used.transfers == 0
                 || used.description_bytes + description <= self.limits.description_bytes)

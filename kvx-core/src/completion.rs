@@ -85,7 +85,7 @@ impl<T> Promise<T> {
         T: Send + 'static,
     {
         let Some(at) = deadline.instant() else { return };
-        let watch = clock.watch(at, Arc::new(Timed { promise: Arc::downgrade(self), late }));
+        let watch = clock.watch(at, Arc::new(TimedPromise { promise: Arc::downgrade(self), late }));
         let mut state = self.state.lock();
         state.until = Some(at);
         if !state.done {
@@ -214,12 +214,12 @@ impl Settle for Promise<()> {
 }
 
 /// A promise with the error that it gets at its deadline.
-struct Timed<T, F> {
+struct TimedPromise<T, F> {
     promise: Weak<Promise<T>>,
     late: F,
 }
 
-impl<T: Send, F: Fn() -> Error + Send + Sync> Expire for Timed<T, F> {
+impl<T: Send, F: Fn() -> Error + Send + Sync> Expire for TimedPromise<T, F> {
     fn expire(self: Arc<Self>) {
         if let Some(promise) = self.promise.upgrade() {
             promise.finish(Err((self.late)()));

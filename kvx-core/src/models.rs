@@ -43,9 +43,9 @@ fn a_future_is_woken_by_its_result() {
 }
 
 /// A registration whose revocation settles at once. It checks that no transfer uses the memory.
-struct Unused(Arc<AtomicUsize>);
+struct UnusedRegion(Arc<AtomicUsize>);
 
-impl LocalRegion for Unused {
+impl LocalRegion for UnusedRegion {
     fn export(&self) -> &[u8] {
         &[]
     }
@@ -64,7 +64,7 @@ impl LocalRegion for Unused {
 fn a_region_is_revoked_once_and_only_when_no_transfer_uses_it() {
     loom::model(|| {
         let users = Arc::new(AtomicUsize::new(0));
-        let region = Arc::new(core_of(Arc::new(Unused(Arc::clone(&users)))));
+        let region = Arc::new(core_of(Arc::new(UnusedRegion(Arc::clone(&users)))));
         let uses = {
             let (region, users) = (Arc::clone(&region), Arc::clone(&users));
             thread::spawn(move || match region.pin() {

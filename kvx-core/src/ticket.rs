@@ -80,13 +80,13 @@ mod tests {
     use crate::{Error, ErrorKind};
 
     #[derive(Default)]
-    struct Seen {
+    struct SettleCounts {
         settled: AtomicU32,
         forgotten: AtomicU32,
         failed: Mutex<Option<ErrorKind>>,
     }
 
-    impl Settle for Seen {
+    impl Settle for SettleCounts {
         fn settled(self: Arc<Self>, result: Result<()>) {
             self.settled.fetch_add(1, Ordering::Relaxed);
             *self.failed.lock().unwrap() = result.err().map(|error| error.kind());
@@ -98,22 +98,22 @@ mod tests {
 
     #[test]
     fn a_settled_ticket_is_not_forgotten() {
-        let seen = Arc::new(Seen::default());
-        Ticket::of(seen.clone()).settle(Err(Error::new(ErrorKind::PeerLost, "gone")));
+        let counts = Arc::new(SettleCounts::default());
+        Ticket::of(counts.clone()).settle(Err(Error::new(ErrorKind::PeerLost, "gone")));
         assert_eq!(
-            (seen.settled.load(Ordering::Relaxed), seen.forgotten.load(Ordering::Relaxed)),
+            (counts.settled.load(Ordering::Relaxed), counts.forgotten.load(Ordering::Relaxed)),
             (1, 0)
         );
-        assert_eq!(*seen.failed.lock().unwrap(), Some(ErrorKind::PeerLost));
+        assert_eq!(*counts.failed.lock().unwrap(), Some(ErrorKind::PeerLost));
     }
 
     #[test]
     fn a_dropped_wrapper_forgets_the_ticket_inside() {
-        let seen = Arc::new(Seen::default());
-        let inner = Ticket::of(seen.clone());
+        let counts = Arc::new(SettleCounts::default());
+        let inner = Ticket::of(counts.clone());
         drop(Ticket::new(move |result| inner.settle(result)));
         assert_eq!(
-            (seen.settled.load(Ordering::Relaxed), seen.forgotten.load(Ordering::Relaxed)),
+            (counts.settled.load(Ordering::Relaxed), counts.forgotten.load(Ordering::Relaxed)),
             (0, 1)
         );
     }

@@ -167,9 +167,9 @@ mod tests {
     use super::*;
 
     /// Files and links created from a record with lines `file PATH CONTENT` and `link PATH TARGET`.
-    struct Recorded(PathBuf);
+    struct RecordedTree(PathBuf);
 
-    impl Recorded {
+    impl RecordedTree {
         fn new(name: &str, record: &str) -> Self {
             let root =
                 std::env::temp_dir().join(format!("kvx-libfabric-{name}-{}", std::process::id()));
@@ -187,7 +187,7 @@ mod tests {
                     other => panic!("{other} is neither a file nor a link"),
                 }
             }
-            Recorded(root)
+            RecordedTree(root)
         }
 
         fn topology(&self) -> Topology {
@@ -195,7 +195,7 @@ mod tests {
         }
     }
 
-    impl Drop for Recorded {
+    impl Drop for RecordedTree {
         fn drop(&mut self) {
             std::fs::remove_dir_all(&self.0).ok();
         }
@@ -215,7 +215,7 @@ mod tests {
 
     #[test]
     fn each_gpu_of_an_eight_gpu_server_has_the_card_of_its_own_switch() {
-        let recorded = Recorded::new("each", EIGHT);
+        let recorded = RecordedTree::new("each", EIGHT);
         let topology = recorded.topology();
         let places = cards(&topology);
         let rails: Vec<Option<&BusPlace>> = places.iter().map(Some).collect();
@@ -228,7 +228,7 @@ mod tests {
 
     #[test]
     fn host_memory_has_the_cards_of_its_node_and_unknown_memory_the_first() {
-        let recorded = Recorded::new("host", EIGHT);
+        let recorded = RecordedTree::new("host", EIGHT);
         let topology = recorded.topology();
         let places = cards(&topology);
         let rails: Vec<Option<&BusPlace>> = places.iter().map(Some).collect();
@@ -246,7 +246,7 @@ mod tests {
 
     #[test]
     fn a_gpu_whose_own_card_is_not_used_takes_those_of_its_node() {
-        let recorded = Recorded::new("other", EIGHT);
+        let recorded = RecordedTree::new("other", EIGHT);
         let topology = recorded.topology();
         let places = cards(&topology);
         let rails: Vec<Option<&BusPlace>> = places[1..].iter().map(Some).collect();
@@ -256,7 +256,7 @@ mod tests {
 
     #[test]
     fn a_card_is_found_by_address_and_by_name_alike() {
-        let recorded = Recorded::new("names", EIGHT);
+        let recorded = RecordedTree::new("names", EIGHT);
         let topology = recorded.topology();
         let pci = PciAddress { domain: 0, bus: 0x18, device: 0, function: 0 };
         let place = topology.of_card(Some(pci), "another").expect("a card");
@@ -273,7 +273,7 @@ mod tests {
             file sys/devices/pci0000:c0/0000:c0:01.1/0000:c1:00.0/numa_node 1\n\
             file sys/class/kfd/kfd/topology/nodes/0/properties cpu_cores_count 64\\nunique_id 0\\nlocation_id 0\n\
             file sys/class/kfd/kfd/topology/nodes/1/properties simd_count 304\\nlocation_id 49408\\ndomain 0\\nunique_id 1311768467463790320";
-        let recorded = Recorded::new("amd", record);
+        let recorded = RecordedTree::new("amd", record);
         // The ids have the form that kvx-rocm creates: HIP's UUID is the driver's number in
         // hexadecimal, and a GPU without one has its PCI address.
         let device = DeviceId(*b"123456789abcdef0");

@@ -20,17 +20,17 @@ use crate::{Result, root};
 const LISTS: &str = "docs/project/api";
 
 /// A crate whose public names are listed.
-struct Listed {
+struct ListedCrate {
     package: &'static str,
     library: &'static str,
     /// The module whose names are for authors of backends and are counted apart.
     apart: Option<&'static str>,
 }
 
-const CRATES: [Listed; 3] = [
-    Listed { package: "kvx-transfer", library: "kvx", apart: None },
-    Listed { package: "kvx-connector", library: "kvx_connector", apart: None },
-    Listed { package: "kvx-core", library: "kvx_core", apart: Some("backend") },
+const CRATES: [ListedCrate; 3] = [
+    ListedCrate { package: "kvx-transfer", library: "kvx", apart: None },
+    ListedCrate { package: "kvx-connector", library: "kvx_connector", apart: None },
+    ListedCrate { package: "kvx-core", library: "kvx_core", apart: Some("backend") },
 ];
 
 /// A name that a program can reach, with what it names.
@@ -148,7 +148,7 @@ impl Surface {
     }
 
     /// Returns the list as it is committed, its first line with the counts.
-    fn list(&self, listed: &Listed) -> String {
+    fn list(&self, listed: &ListedCrate) -> String {
         let is_apart = |name: &&Name| Some(name.path[0].as_str()) == listed.apart;
         let count = |names: &mut dyn Iterator<Item = &Name>| {
             names.filter(|name| name.kind != "module").count()
@@ -212,7 +212,7 @@ mod tests {
                   "inner": {"module": {"items": [9]}}},
             "9": {"visibility": "public", "attrs": [], "name": "Link", "inner": {"trait": {}}}
         }, "paths": {"90": {"kind": "struct"}}});
-        let listed = Listed { package: "k", library: "k", apart: Some("backend") };
+        let listed = ListedCrate { package: "k", library: "k", apart: Some("backend") };
         assert_eq!(
             Surface::read(&document).list(&listed),
             "k: 2 public names beside 1 in backend, 1 hidden ones (cargo xtask api)\n\n\

@@ -28,7 +28,7 @@ const FAREWELL: Duration = Duration::from_secs(5);
 const LAST_PATIENCE: Duration = Duration::from_millis(150);
 
 /// The reason why a session needs attention.
-enum Due {
+enum AttentionReason {
     /// The peer must be asked for a sign of life.
     Ask,
     /// The peer has been silent for too long.
@@ -190,18 +190,18 @@ impl<F: Fabric> Machine<F> {
         self.next_look = None;
         self.unfinished_hellos.retain(|_, greeting| greeting.until > now);
         let soon = now + self.time_between_looks();
-        let mut due: Vec<(u64, Due)> = Vec::new();
+        let mut due: Vec<(u64, AttentionReason)> = Vec::new();
         let mut again: Option<Instant> =
             self.unfinished_hellos.values().map(|greeting| greeting.until).min();
         let mut look_at = |at: Instant| again = Some(again.map_or(at, |next| next.min(at)));
         for (number, session) in &mut self.sessions {
             let look = match session.phase {
                 Phase::Greeting(until) if until <= now => {
-                    due.push((*number, Due::Unanswered));
+                    due.push((*number, AttentionReason::Unanswered));
                     continue;
                 }
                 Phase::Leaving(until) if until <= now => {
-                    due.push((*number, Due::Gone));
+                    due.push((*number, AttentionReason::Gone));
                     continue;
                 }
                 Phase::Greeting(until) | Phase::Leaving(until) => {
@@ -219,9 +219,9 @@ impl<F: Fabric> Machine<F> {
             }
             let ended = session.process.as_ref().is_some_and(ProcessWatch::has_ended);
             match look {
-                _ if ended => due.push((*number, Due::Died)),
-                SilenceStatus::Ask(_) => due.push((*number, Due::Ask)),
-                SilenceStatus::Lost => due.push((*number, Due::Silent)),
+                _ if ended => due.push((*number, AttentionReason::Died)),
+                SilenceStatus::Ask(_) => due.push((*number, AttentionReason::Ask)),
+                SilenceStatus::Lost => due.push((*number, AttentionReason::Silent)),
                 SilenceStatus::Idle | SilenceStatus::Until(_) => {}
             }
         }
@@ -230,11 +230,11 @@ impl<F: Fabric> Machine<F> {
         }
         for (number, due) in due {
             match due {
-                Due::Ask => self.send(number, &ControlMessage::Ping, out),
-                Due::Gone => self.remove(number, out),
-                Due::Died => self.peer_died(number, out),
-                Due::Unanswered => self.fail_handshake(number, out),
-                Due::Silent => {
+                AttentionReason::Ask => self.send(number, &ControlMessage::Ping, out),
+                AttentionReason::Gone => self.remove(number, out),
+                AttentionReason::Died => self.peer_died(number, out),
+                AttentionReason::Unanswered => self.fail_handshake(number, out),
+                AttentionReason::Silent => {
                     let why = peer_silent(self.peer_timeout).with_backend(self.name);
                     self.lose(number, why, false, out);
                 }

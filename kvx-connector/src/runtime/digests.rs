@@ -338,10 +338,10 @@ mod tests {
     }
 
     /// A block of a region: its bytes and its published digest.
-    type Kept = ([u8; LEN], u64);
+    type DigestedBlock = ([u8; LEN], u64);
 
     /// Creates the contents of a pool in one life and generation.
-    fn contents(random: &mut Random, pool: u64, generation: u64) -> Vec<[Kept; REGIONS]> {
+    fn contents(random: &mut Random, pool: u64, generation: u64) -> Vec<[DigestedBlock; REGIONS]> {
         let block = |block| {
             std::array::from_fn(|region| {
                 // Some blocks have the same bytes.
@@ -355,7 +355,11 @@ mod tests {
     }
 
     /// Checks two requested blocks against what arrived for them: bytes and digests.
-    fn check(layout: &Layout, asked: [u32; 2], arrived: &[[Kept; REGIONS]; 2]) -> BTreeSet<u32> {
+    fn check(
+        layout: &Layout,
+        asked: [u32; 2],
+        arrived: &[[DigestedBlock; REGIONS]; 2],
+    ) -> BTreeSet<u32> {
         let place = |asked: u32| asked.wrapping_mul(5) % BLOCKS;
         let read = [Pairing {
             set: 0,

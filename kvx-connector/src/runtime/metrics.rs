@@ -215,9 +215,9 @@ mod tests {
 
     /// Everything that was recorded, by name and labels, and the names that were described.
     #[derive(Clone, Default)]
-    struct Told(Arc<Mutex<BTreeMap<String, Vec<f64>>>>, Arc<Mutex<Vec<String>>>);
+    struct RecordedValues(Arc<Mutex<BTreeMap<String, Vec<f64>>>>, Arc<Mutex<Vec<String>>>);
 
-    struct Cell(Told, String);
+    struct Cell(RecordedValues, String);
 
     impl Cell {
         fn push(&self, value: f64) {
@@ -252,7 +252,7 @@ mod tests {
         }
     }
 
-    impl Told {
+    impl RecordedValues {
         fn cell(&self, key: &Key) -> Arc<Cell> {
             let labels: Vec<_> =
                 key.labels().map(|label| format!("{}={}", label.key(), label.value())).collect();
@@ -264,7 +264,7 @@ mod tests {
         }
     }
 
-    impl Recorder for Told {
+    impl Recorder for RecordedValues {
         fn describe_counter(&self, name: KeyName, _: Option<Unit>, _: SharedString) {
             self.1.lock().unwrap().push(name.as_str().to_owned());
         }
@@ -304,8 +304,8 @@ mod tests {
     // vLLM 27, 48: metrics reach a recorder under vLLM's names and labels
     #[test]
     fn a_recorder_gets_vllms_names_and_labels() {
-        let told = Told::default();
-        metrics::with_local_recorder(&told, || {
+        let recorded = RecordedValues::default();
+        metrics::with_local_recorder(&recorded, || {
             describe_metrics();
             Metrics::new("m", "e", &settings()).record(Time::default(), &stats());
         });
@@ -319,8 +319,8 @@ mod tests {
         ];
         let wanted =
             wanted.map(|(name, value)| (format!("{name} model_name=m engine=e"), vec![value]));
-        assert_eq!(told.take(), BTreeMap::from(wanted));
-        let described = told.1.lock().unwrap().clone();
+        assert_eq!(recorded.take(), BTreeMap::from(wanted));
+        let described = recorded.1.lock().unwrap().clone();
         assert!(
             METRICS.iter().all(|metric| described.iter().any(|name| name == metric.name)),
             "{described:?}"
@@ -334,16 +334,16 @@ mod tests {
 
     #[test]
     fn gauges_show_the_last_value_and_counters_add_up() {
-        let told = Told::default();
+        let recorded = RecordedValues::default();
         let mut metrics =
-            metrics::with_local_recorder(&told, || Metrics::new("m", "e", &settings()));
+            metrics::with_local_recorder(&recorded, || Metrics::new("m", "e", &settings()));
         let report = |held, lost| Report { held, lost, unknown_requests: 2, ..Report::default() };
         metrics.write(at(1), &report(4, 0));
         metrics.write(at(2), &report(1, 3));
-        let told = told.take();
-        assert_eq!(told["kvx_unknown_requests model_name=m engine=e"], [2.0, 2.0]);
-        assert_eq!(told["kvx_held_blocks model_name=m engine=e"], [4.0, 1.0]);
-        assert_eq!(told["kvx_quarantined_blocks model_name=m engine=e"], [0.0, 3.0]);
+        let recorded = recorded.take();
+        assert_eq!(recorded["kvx_unknown_requests model_name=m engine=e"], [2.0, 2.0]);
+        assert_eq!(recorded["kvx_held_blocks model_name=m engine=e"], [4.0, 1.0]);
+        assert_eq!(recorded["kvx_quarantined_blocks model_name=m engine=e"], [0.0, 3.0]);
     }
 
     #[test]

@@ -108,7 +108,7 @@ pub(super) struct ConnectorEnd {
 
 /// The workers' reports, for the part of a turn that runs without the lock.
 #[derive(Default)]
-pub(super) struct Collected {
+pub(super) struct CollectedReports {
     /// True if the engine has new outcomes.
     pub(super) has_news: bool,
     pub(super) wakers: Vec<Waker>,
@@ -246,9 +246,9 @@ impl State {
     }
 
     /// Takes the workers' reports through the scheduler to their receivers.
-    pub(super) fn collect(&mut self, now: Time) -> Collected {
+    pub(super) fn collect(&mut self, now: Time) -> CollectedReports {
         let mut outputs = self.ranks.take_outputs(now);
-        let mut collected = Collected::default();
+        let mut collected = CollectedReports::default();
         if let Some(head) = &self.head {
             for (_, mut output) in outputs {
                 collected.report.unknown_requests += std::mem::take(&mut output.unknown_requests);

@@ -22,7 +22,7 @@ impl PeerInner {
         let (closed, more, waiting) = {
             let mut state = self.state.lock();
             state.lost.get_or_insert_with(|| error.clone());
-            let closed = Closed::all(&mut state, &error);
+            let closed = ClosedLinks::all(&mut state, &error);
             (closed, std::mem::take(&mut state.parked), std::mem::take(&mut state.awaiting_loss))
         };
         self.agent.clock.interrupt(&Reason::Lost(self.id, error.clone()));
@@ -107,15 +107,15 @@ impl PeerInner {
 
 /// Links that were closed under a peer's lock, to be released without it.
 #[derive(Default)]
-struct Closed {
+struct ClosedLinks {
     links: Vec<(LinkId, Arc<dyn Link>)>,
     _imports: Vec<HashMap<RegionId, Imported>>,
     _bindings: Vec<Released>,
 }
 
-impl Closed {
+impl ClosedLinks {
     fn all(state: &mut PeerState, error: &Error) -> Self {
-        let mut closed = Closed::default();
+        let mut closed = ClosedLinks::default();
         if let Some((id, Some(link))) = state.probe.take() {
             closed.links.push((id, link));
         }
@@ -156,7 +156,7 @@ impl Drop for PeerInner {
         let closed = Error::new(ErrorKind::Closed, "the peer's handle was dropped");
         let (links, parked, waiting) = {
             let mut state = self.state.lock();
-            let links = Closed::all(&mut state, &closed);
+            let links = ClosedLinks::all(&mut state, &closed);
             (links, std::mem::take(&mut state.parked), std::mem::take(&mut state.awaiting_loss))
         };
         links.finish(&self.agent);

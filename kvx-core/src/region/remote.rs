@@ -11,9 +11,9 @@ use crate::{MemoryKind, Result};
 
 /// A region of a peer, as the peer's metadata describes it. Cheap to clone.
 #[derive(Clone)]
-pub struct PeerRegion(Arc<Theirs>);
+pub struct PeerRegion(Arc<PeerRegionInner>);
 
-struct Theirs {
+struct PeerRegionInner {
     peer: Identity,
     what: What,
 }
@@ -26,7 +26,7 @@ pub(crate) enum What {
 
 impl PeerRegion {
     pub(crate) fn new(peer: Identity, what: What) -> Self {
-        PeerRegion(Arc::new(Theirs { peer, what }))
+        PeerRegion(Arc::new(PeerRegionInner { peer, what }))
     }
 
     pub(crate) fn peer(&self) -> &Identity {

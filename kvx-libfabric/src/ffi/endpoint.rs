@@ -159,7 +159,8 @@ impl Endpoint {
             )
         };
         Errno::check(answer)?;
-        let queue = Opened(NonNull::new(queue).ok_or(Errno(libc::ENOMEM))?, "completion queue");
+        let queue =
+            CloseOnDrop(NonNull::new(queue).ok_or(Errno(libc::ENOMEM))?, "completion queue");
         let mut attributes = fi_av_attr { type_: FI_AV_UNSPEC, ..fi_av_attr::default() };
         let mut table = ptr::null_mut();
         // SAFETY: the domain is open.
@@ -172,7 +173,7 @@ impl Endpoint {
             )
         };
         Errno::check(answer)?;
-        let table = Opened(NonNull::new(table).ok_or(Errno(libc::ENOMEM))?, "address table");
+        let table = CloseOnDrop(NonNull::new(table).ok_or(Errno(libc::ENOMEM))?, "address table");
         let mut raw = ptr::null_mut();
         // SAFETY: the domain is open, and its info is what it was opened with.
         let answer = unsafe {
@@ -180,7 +181,7 @@ impl Endpoint {
             function!(raw_domain, ops, endpoint)(raw_domain, info, &mut raw, ptr::null_mut())
         };
         Errno::check(answer)?;
-        let raw = Opened(NonNull::new(raw).ok_or(Errno(libc::ENOMEM))?, "endpoint");
+        let raw = CloseOnDrop(NonNull::new(raw).ok_or(Errno(libc::ENOMEM))?, "endpoint");
         // SAFETY: all three are open, and begin with their `fid`.
         unsafe {
             let own = raw.0.as_ptr().cast::<fid>();
@@ -488,15 +489,15 @@ impl Drop for Endpoint {
 }
 
 /// An object that is closed unless the endpoint is opened completely.
-struct Opened<T>(NonNull<T>, &'static str);
+struct CloseOnDrop<T>(NonNull<T>, &'static str);
 
-impl<T> Opened<T> {
+impl<T> CloseOnDrop<T> {
     fn keep(self) -> NonNull<T> {
         std::mem::ManuallyDrop::new(self).0
     }
 }
 
-impl<T> Drop for Opened<T> {
+impl<T> Drop for CloseOnDrop<T> {
     fn drop(&mut self) {
         // SAFETY: libfabric's objects begin with their `fid`; this one is open and not used
         // afterwards.

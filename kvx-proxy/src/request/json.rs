@@ -35,7 +35,7 @@ impl JsonObject {
     /// Fails if [`Value`] would not parse the text, or if it has too many or too long keys.
     pub(crate) fn new(text: Bytes) -> serde_json::Result<Option<Self>> {
         // Engines parse values that stay text here: they must not accept what this parser rejects.
-        walk(&text, &mut Nothing)?;
+        walk(&text, &mut DiscardingSink)?;
         if !text.trim_ascii_start().starts_with(b"{") {
             return Ok(None);
         }
@@ -166,9 +166,9 @@ trait Sink {
 }
 
 /// A receiver that only lets the value be parsed.
-struct Nothing;
+struct DiscardingSink;
 
-impl Sink for Nothing {
+impl Sink for DiscardingSink {
     fn part(&mut self, _: u8, _: &[u8]) {}
 }
 

@@ -105,21 +105,21 @@ impl Lists {
 }
 
 /// The lists as local and remote, with their largest indices.
-struct Sided {
+struct SideLists {
     local: Indices,
     remote: Indices,
     local_max: u32,
     remote_max: u32,
 }
 
-impl Sided {
+impl SideLists {
     fn of(op: Op, lists: Lists) -> Option<Self> {
         let (local, remote) = match op {
             Op::Read => (lists.consumer, lists.producer),
             Op::Write => (lists.producer, lists.consumer),
         };
         let (local_max, remote_max) = (local.max()?, remote.max()?);
-        Some(Sided { local, remote, local_max, remote_max })
+        Some(SideLists { local, remote, local_max, remote_max })
     }
 
     fn check(&self, group: usize, set: &LaneSet) -> Result<()> {
@@ -141,9 +141,9 @@ impl Sided {
 
 /// The lists of one group, in all forms that the lane sets need.
 struct Forms {
-    whole: Option<Sided>,
+    whole: Option<SideLists>,
     /// One for each sub-block; empty if no set needs them.
-    phases: Vec<Option<Sided>>,
+    phases: Vec<Option<SideLists>>,
 }
 
 impl PeerMap {
@@ -264,8 +264,8 @@ impl PeerMap {
             self.sources.iter().flat_map(|source| &source.sets).any(|set| set.key.phase.is_some());
         let phases = if phased { 0..self.ratio } else { 0..0 };
         let phases =
-            phases.map(|phase| Sided::of(self.op, lists.phase(phase, self.ratio))).collect();
-        Forms { phases, whole: Sided::of(self.op, lists) }
+            phases.map(|phase| SideLists::of(self.op, lists.phase(phase, self.ratio))).collect();
+        Forms { phases, whole: SideLists::of(self.op, lists) }
     }
 }
 

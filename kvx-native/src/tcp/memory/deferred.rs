@@ -150,7 +150,7 @@ impl Hold {
 }
 
 /// A stream that was given up, or an abandoned turn, and the operations that wait for it.
-struct Ended {
+struct EndedStream {
     stream: PendingAccess,
     concern: Concern,
     answer: Option<LateAnswer>,
@@ -169,7 +169,7 @@ pub(crate) struct DeferredCompletions {
 #[derive(Default)]
 struct PendingTable {
     /// The streams by token. Those that have lost a copy stay for ever.
-    streams: HashMap<u64, Ended>,
+    streams: HashMap<u64, EndedStream>,
     /// The number of turns among them whose threads have not returned.
     turns: usize,
     /// True if the machine has ended.
@@ -220,7 +220,9 @@ impl DeferredCompletions {
         if stream.copies() == Copies::Settled {
             return answer;
         }
-        self.table().streams.insert(token, Ended { stream, concern, answer, holds: Vec::new() });
+        self.table()
+            .streams
+            .insert(token, EndedStream { stream, concern, answer, holds: Vec::new() });
         self.look(token).1 // the copies may have ended before the stream was in the table
     }
 
@@ -301,7 +303,7 @@ impl DeferredCompletions {
         match entry.get().stream.copies() {
             Copies::InFlight => (Vec::new(), None),
             Copies::Settled => {
-                let Ended { stream, answer, holds, .. } = entry.remove();
+                let EndedStream { stream, answer, holds, .. } = entry.remove();
                 drop(table);
                 drop(stream);
                 (

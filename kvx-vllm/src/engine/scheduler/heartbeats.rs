@@ -11,7 +11,7 @@ use crate::time::Time;
 
 /// The requests of one peer, each with the number of local requests that want it.
 #[derive(Debug)]
-struct Wanted {
+struct WantedRequests {
     peer: Arc<RemoteEngine>,
     requests: BTreeMap<RequestId, u32>,
 }
@@ -21,7 +21,7 @@ pub(super) struct Heartbeats {
     /// The interval; `None`: peers keep blocks for a fixed time and ignore heartbeats.
     every: Option<Duration>,
     last: Option<Time>,
-    peers: BTreeMap<EngineId, Wanted>,
+    peers: BTreeMap<EngineId, WantedRequests>,
 }
 
 impl Heartbeats {
@@ -33,10 +33,10 @@ impl Heartbeats {
         if self.every.is_none() {
             return;
         }
-        let wanted = self
-            .peers
-            .entry(peer.engine.clone())
-            .or_insert_with(|| Wanted { peer: Arc::clone(peer), requests: BTreeMap::new() });
+        let wanted = self.peers.entry(peer.engine.clone()).or_insert_with(|| WantedRequests {
+            peer: Arc::clone(peer),
+            requests: BTreeMap::new(),
+        });
         // The latest registration counts, even if an engine restarted with a lower one.
         wanted.peer = Arc::clone(peer);
         *wanted.requests.entry(request.clone()).or_default() += 1;
@@ -72,7 +72,7 @@ impl Heartbeats {
             return Vec::new();
         }
         self.last = Some(now);
-        let heartbeat = |wanted: &Wanted| Heartbeat {
+        let heartbeat = |wanted: &WantedRequests| Heartbeat {
             peer: Arc::clone(&wanted.peer),
             requests: wanted.requests.keys().cloned().collect(),
         };

@@ -122,7 +122,7 @@ struct Load {
 }
 
 /// Rejected parameters, and the blocks that they name, if any.
-struct Refused {
+struct RefusedParams {
     why: NotLoaded,
     remote: Option<RemoteRequest>,
 }
@@ -255,7 +255,7 @@ impl Scheduler {
             if let Some(source) = source {
                 match self.load(source, params, arrival) {
                     Ok(load) => entry.load = Some(load),
-                    Err(Refused { why, remote }) => {
+                    Err(RefusedParams { why, remote }) => {
                         let by = now + self.settings.load_timeout;
                         self.next
                             .receive
@@ -301,19 +301,19 @@ impl Scheduler {
         source: LoadSource,
         params: &TransferParams,
         arrival: Arrival<'_>,
-    ) -> Result<Load, Refused> {
+    ) -> Result<Load, RefusedParams> {
         let remote = params
             .remote_blocks_for(self.settings.mode)
-            .map_err(|error| Refused { why: NotLoaded::Params(error), remote: None })?;
+            .map_err(|error| RefusedParams { why: NotLoaded::Params(error), remote: None })?;
         let allowed = self.settings.allowed_hosts.as_ref();
         if allowed.is_some_and(|allowed| !allowed.contains(&remote.host)) {
-            return Err(Refused {
+            return Err(RefusedParams {
                 why: NotLoaded::HostNotAllowed(remote.host.into()),
                 remote: None,
             });
         }
         let trusted = self.settings.trust.check(&remote);
-        trusted.map_err(|why| Refused { why: NotLoaded::Untrusted(why), remote: None })?;
+        trusted.map_err(|why| RefusedParams { why: NotLoaded::Untrusted(why), remote: None })?;
         let reference = remote.block_reference.as_ref().and_then(|text| text.parse().ok());
         let wanted = arrival.prompt_tokens.saturating_sub(self.settings.prefill_backoff);
         let tokens = |tokens: u64| u32::try_from(tokens).unwrap_or(u32::MAX);
@@ -351,7 +351,7 @@ impl Scheduler {
             let whole = groups.iter().zip(&self.settings.groups).filter(|(_, clip)| clip.is_none());
             let none = whole.clone().any(|(blocks, _)| blocks.is_empty());
             if end > 0 && (none || groups.len() != self.settings.groups.len()) {
-                return Err(Refused { why: NotLoaded::TooFewBlocks, remote: Some(remote) });
+                return Err(RefusedParams { why: NotLoaded::TooFewBlocks, remote: Some(remote) });
             }
             // The peer has the blocks of a window that ends at its last token, not of an earlier
             // one.

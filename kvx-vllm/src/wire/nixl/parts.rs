@@ -48,7 +48,7 @@ pub fn notes(number: u64, bytes: &[u8]) -> Option<Vec<Box<[u8]>>> {
     Some(bytes.chunks(ROOM).enumerate().map(note).collect())
 }
 
-struct Unfinished {
+struct UnfinishedNotification {
     from: Incarnation,
     number: u64,
     parts: Vec<Option<Box<[u8]>>>,
@@ -58,7 +58,7 @@ struct Unfinished {
 /// An assembly of many senders' notifications from their parts.
 #[derive(Default)]
 pub struct Assembly {
-    unfinished: VecDeque<Unfinished>,
+    unfinished: VecDeque<UnfinishedNotification>,
     kept: usize,
 }
 
@@ -99,7 +99,7 @@ impl Assembly {
         }
         let known = self.unfinished.iter().position(|it| it.from == from && it.number == number);
         let known = known.unwrap_or_else(|| {
-            self.unfinished.push_back(Unfinished {
+            self.unfinished.push_back(UnfinishedNotification {
                 from,
                 number,
                 parts: vec![None; count],

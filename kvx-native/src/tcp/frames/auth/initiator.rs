@@ -36,7 +36,7 @@ pub(crate) enum InitiatorVerdict {
 }
 
 /// The state of an initiator's handshake.
-enum Asked {
+enum HandshakeState {
     /// The initiator has sent its hello, and a second one with the secret alone if it has one.
     ToEnter { invited: Box<NoiseHandshake>, mistaken: Option<Box<NoiseHandshake>> },
     /// The initiator has sent its identity.
@@ -50,7 +50,7 @@ pub(crate) struct InitiatorHandshake {
     lane: u8,
     /// The weakest seal that the initiator accepts.
     wish: Seal,
-    asked: Asked,
+    state: HandshakeState,
 }
 
 impl InitiatorHandshake {
@@ -74,8 +74,8 @@ impl InitiatorHandshake {
         }
         let hello = Hello { versions: VERSIONS, invited: &by_both, mistaken: &by_secret };
         put_frame(out, Frame::Hello, 0, |out| out.put(&hello.encode()));
-        let asked = Asked::ToEnter { invited: Box::new(invited), mistaken };
-        Ok(InitiatorHandshake { own, link, lane, wish, asked })
+        let state = HandshakeState::ToEnter { invited: Box::new(invited), mistaken };
+        Ok(InitiatorHandshake { own, link, lane, wish, state })
     }
 
     /// Takes a frame from the owner. Returns the verdict at the end of the handshake. An error ends
@@ -86,15 +86,15 @@ impl InitiatorHandshake {
         body: &[u8],
         out: &mut Vec<u8>,
     ) -> Result<Option<InitiatorVerdict>> {
-        match (header.frame, &mut self.asked) {
-            (Frame::Refuse, Asked::ToEnter { mistaken, .. }) => {
+        match (header.frame, &mut self.state) {
+            (Frame::Refuse, HandshakeState::ToEnter { mistaken, .. }) => {
                 refused(body, mistaken.is_some()).map(Some)
             }
-            (Frame::Mistaken, Asked::ToEnter { mistaken: Some(noise), .. }) => {
+            (Frame::Mistaken, HandshakeState::ToEnter { mistaken: Some(noise), .. }) => {
                 noise.read(body).ok_or_else(not_the_peer)?;
                 Ok(Some(InitiatorVerdict::Restarted))
             }
-            (Frame::Welcome, Asked::ToEnter { invited, .. }) => {
+            (Frame::Welcome, HandshakeState::ToEnter { invited, .. }) => {
                 let said = invited.read(body).ok_or_else(not_the_peer)?;
                 let seal = read_welcome(&said, self.wish)?;
                 let mut seals = invited.seals();
@@ -102,10 +102,10 @@ impl InitiatorHandshake {
                 confirm.put_u8(self.lane);
                 confirm.put_identity(&self.own);
                 put_frame(out, Frame::Confirm, 0, |out| seals.sealer.seal(&confirm, out));
-                self.asked = Asked::Confirmed(Some((seal, Box::new(seals))));
+                self.state = HandshakeState::Confirmed(Some((seal, Box::new(seals))));
                 Ok(None)
             }
-            (Frame::Entered, Asked::Confirmed(sealed)) => {
+            (Frame::Entered, HandshakeState::Confirmed(sealed)) => {
                 let (seal, mut seals) = sealed.take().ok_or_else(|| unexpected(header))?;
                 seals.opener.open(&mut body.to_vec())?;
                 Ok(Some(InitiatorVerdict::Welcome((seal, seals))))

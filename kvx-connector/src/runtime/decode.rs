@@ -62,11 +62,11 @@ impl fmt::Display for LoadError {
 impl std::error::Error for LoadError {}
 
 impl LoadError {
-    /// Builds the error of a load that never started.
-    pub(super) fn refused(failure: LoadFailure) -> Self {
+    /// Builds the error of a load that never started. The engine had `computed` tokens before.
+    pub(super) fn refused(why: String, computed: u32) -> Self {
         LoadError {
-            failure,
-            then: Then::Recompute { computed: 0 },
+            failure: LoadFailure::Refused(why),
+            then: Then::Recompute { computed },
             invalid: Vec::new(),
             held: HeldBlocks::nothing(),
         }
@@ -158,7 +158,7 @@ fn begin(
     slot: &Arc<Slot<LoadEnd>>,
 ) -> Option<EarlyEnd> {
     let early = |end| Some(EarlyEnd { end, known: false });
-    let refused = |why: String| early(Err(LoadError::refused(LoadFailure::Refused(why))));
+    let refused = |why: String| early(Err(LoadError::refused(why, computed)));
     let settings = connector.settings();
     if !params.do_remote_prefill {
         return refused("the parameters name no remote prefill (do_remote_prefill)".into());
@@ -211,7 +211,7 @@ fn begin(
     let arrival = Arrival { request, prompt_tokens, params: Some(params), deadline: Some(until) };
     let shared = connector.shared();
     if let Err(why) = arrive(shared, arrival, |outcomes| outcomes.wait_for_load(request, slot)) {
-        let end = Err(LoadError::refused(LoadFailure::Refused(why.to_string())));
+        let end = Err(LoadError::refused(why.to_string(), computed));
         return Some(EarlyEnd { end, known: why == NotLoaded::Known });
     }
     let external = connector.get_num_new_matched_tokens(request, computed).tokens;

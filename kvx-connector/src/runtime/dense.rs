@@ -13,7 +13,7 @@ use kvx_core::{Deadline, Error, ErrorKind, Memory, Result};
 use super::decode::{Decode, Fetch, HeldBlocks, LoadError, Loaded};
 use super::outcomes::Released;
 use super::prefill::{Lease, Prefill};
-use kvx_vllm::engine::{BlockLists, LoadFailure, RequestId};
+use kvx_vllm::engine::{BlockLists, RequestId};
 use kvx_vllm::mapping::{
     BlockRows, BlockShape, Caches, DenseShape, Heads, KvLayout, KvTensors, LayerCache, MemoryType,
     rows_from_block, rows_into_block,
@@ -397,9 +397,9 @@ impl Decode<'_> {
     /// dense tensor for each sequence. The caches of `pool` have to be registered.
     ///
     /// # Errors
-    /// Those of [`fetch`](Self::fetch), and [`LoadFailure::Refused`] if too few blocks of the pool
-    /// are free or the views do not fit the model. The contents of the views are then unspecified.
-    /// The error names no blocks, as all of them belong to the pool.
+    /// Those of [`fetch`](Self::fetch), and [`Refused`](kvx_vllm::engine::LoadFailure::Refused) if
+    /// too few blocks of the pool are free or the views do not fit the model. The contents of the
+    /// views are then unspecified. The error names no blocks, as all of them belong to the pool.
     pub async fn load(
         &self,
         request: impl Into<RequestId>,
@@ -409,7 +409,7 @@ impl Decode<'_> {
         views: &mut [[DenseViewMut<'_>; 2]],
         deadline: impl Into<Deadline>,
     ) -> Result<Loaded, LoadError> {
-        let refused = |why: Error| LoadError::refused(LoadFailure::Refused(why.to_string()));
+        let refused = |why: Error| LoadError::refused(why.to_string(), 0);
         let blocks = pool.take(tokens).map_err(refused)?;
         let mut loading =
             PendingLoad(Some((self.fetch(request, params, 0, blocks.lists(), deadline), blocks)));

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use kvx_connector::{Decode, Loaded, Prefill, Released};
 use kvx_testkit::test;
-use kvx_vllm::engine::LoadFailure;
+use kvx_vllm::engine::{LoadFailure, Then};
 use kvx_vllm::params::TransferParams;
 
 use super::rig::{BLOCK, Engine, LIMIT, SIZES, lists, moves_prompts};
@@ -108,6 +108,7 @@ fn blocks_that_do_not_match_the_tokens_at_hand_are_refused() {
             let error = fetch(computed, there).unwrap_err();
             let refused = matches!(&error.failure, LoadFailure::Refused(why) if why.contains(word));
             assert!(refused && error.held.is_empty(), "{computed} {there:?}: {error}");
+            assert_eq!(error.then, Then::Recompute { computed }, "the engine keeps what it had");
         }
         // The prefill's lease still holds all its blocks.
         assert_eq!(fetch(0, &[7, 1, 30]).unwrap(), Loaded { tokens: 0..tokens });

@@ -19,7 +19,8 @@ pub enum Then {
     Fail,
     /// The request continues on this engine, which computes all tokens but the first `computed`.
     Recompute {
-        /// The number of tokens before the first invalid block; 0 if the request had no blocks yet.
+        /// The number of tokens before the first invalid block. It counts the tokens that the
+        /// engine had before the load. 0 if the request had no blocks yet.
         computed: u32,
     },
 }

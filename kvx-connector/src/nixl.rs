@@ -7,12 +7,13 @@
 //! [`notes`](kvx_vllm::wire::nixl::notes) and [`Assembly`](kvx_vllm::wire::nixl::Assembly).
 //!
 //! ```
-//! use kvx_connector::nixl::{self, NixlPeer};
+//! # mod kvx { pub use {kvx_connector as connector, kvx_core::Op}; }
+//! use kvx::connector::nixl::{self, NixlPeer};
 //! # fn example(agent: kvx_core::Agent, cache: kvx_core::Region, theirs: &[u8]) -> kvx_core::Result<()> {
 //! let ours: Vec<u8> = nixl::blob(&agent, [&cache])?; // theirs: agent.add_remote_agent(ours)
 //! let peer = NixlPeer::connect(&agent, theirs)?; // theirs: agent.get_agent_metadata()
 //! // 4 KiB from an address of the NIXL agent's into the first block here.
-//! let plan = peer.plan(kvx_core::Op::Read, &cache, [(0, 0x7f00_0000_1000, 4096)])?;
+//! let plan = peer.plan(kvx::Op::Read, &cache, [(0, 0x7f00_0000_1000, 4096)])?;
 //! peer.peer().transfer(&plan).notify(*b"request-7:1").post()?.wait_blocking(std::time::Duration::from_secs(5))?;
 //! # Ok(())
 //! # }

@@ -9,7 +9,8 @@ use std::fmt;
 /// releases, such as 0.12 to 0.15 and 0.18 to 0.19.
 ///
 /// ```
-/// use kvx_vllm::Version;
+/// # mod kvx { pub mod connector { pub use kvx_vllm::Version; } }
+/// use kvx::connector::Version;
 /// assert_eq!(Version::default(), Version::V0_33);
 /// assert!(Version::V0_16 < Version::V0_20);
 /// assert_eq!(Version::V0_32.connector_version(), 14);

@@ -58,8 +58,10 @@ pub struct DenseViewMut<'a> {
 /// Blocks of the connector, for an engine whose tensors have no blocks. Cheap to clone.
 ///
 /// ```
-/// use kvx_vllm::mapping::{DenseShape, KvLayout};
-/// use kvx_connector::{DenseModel, DensePool, DenseView, DenseViewMut};
+/// # mod kvx { pub use kvx_connector as connector; }
+/// use kvx::connector::{
+///     DenseModel, DensePool, DenseShape, DenseView, DenseViewMut, KvLayout,
+/// };
 ///
 /// let layout = KvLayout::Lbhnc;
 /// let layers = vec!["layers.0.attn".into()];

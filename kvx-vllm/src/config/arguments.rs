@@ -139,7 +139,8 @@ fn value(written: &str, text: &str, warnings: &mut Vec<Warning>) -> Result<Value
 /// or an equals sign, or ending in a plus) stay JSON.
 ///
 /// ```
-/// use kvx_vllm::config::{Given, dotted_arguments};
+/// # use kvx_vllm as kvx;
+/// use kvx::config::{Given, dotted_arguments};
 /// let given = Given::from_json(r#"{"kv_role": "kv_both", "kv_connector_extra_config": {"backends": ["UCX"]}}"#)?;
 /// let arguments = dotted_arguments(given.object());
 /// assert_eq!(arguments, [

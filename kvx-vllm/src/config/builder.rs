@@ -11,7 +11,8 @@ use super::transfer_config::KvTransferConfig;
 /// A builder of a [`KvTransferConfig`], with the same checks and defaults as JSON text.
 ///
 /// ```
-/// use kvx_vllm::config::{KvTransferConfig, LoadFailurePolicy, Role};
+/// # use kvx_vllm as kvx;
+/// use kvx::config::{KvTransferConfig, LoadFailurePolicy, Role};
 /// let config = KvTransferConfig::builder("NixlConnector")
 ///     .role(Role::Both)
 ///     .engine_id("decode-0")

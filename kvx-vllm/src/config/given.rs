@@ -53,7 +53,8 @@ impl fmt::Display for ValueSource {
 /// `"tcp.seal"` means `{"tcp": {"seal": …}}`; the same holds for all of kvx's own tables.
 ///
 /// ```
-/// use kvx_vllm::config::Given;
+/// # use kvx_vllm as kvx;
+/// use kvx::config::Given;
 /// let (given, rest) = Given::from_arguments([
 ///     "--port", "8100",
 ///     "--kv-transfer-config", r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both"}"#,

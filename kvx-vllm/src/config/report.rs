@@ -18,7 +18,8 @@ use crate::Version;
 /// The report that `kvx config` prints. `Display` writes its text.
 ///
 /// ```
-/// use kvx_vllm::config::{ConfigReport, KvTransferConfig, Surroundings};
+/// # use kvx_vllm as kvx;
+/// use kvx::config::{ConfigReport, KvTransferConfig, Surroundings};
 /// let (config, rest) = KvTransferConfig::from_arguments(
 ///     ["--kv-transfer-config.kv_connector=NixlConnector", "--kv-transfer-config.kv_role=kv_consumer", "-tp", "2"],
 ///     &Surroundings::default(),

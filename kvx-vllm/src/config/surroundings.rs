@@ -29,7 +29,8 @@ pub(super) const VARIABLES: &[&str] =
 /// can set all of it.
 ///
 /// ```
-/// use kvx_vllm::config::{KvTransferConfig, RankNumbers, Surroundings};
+/// # use kvx_vllm as kvx;
+/// use kvx::config::{KvTransferConfig, RankNumbers, Surroundings};
 /// let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_PORT", "5700");
 /// let config = KvTransferConfig::from_json("{}", &surroundings)?;
 /// assert_eq!(config.side_channel_port(RankNumbers { dp: 2, ..RankNumbers::default() })?, 5702);

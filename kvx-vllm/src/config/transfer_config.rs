@@ -19,7 +19,8 @@ use kvx_core::{AgentBuilder, Error, ErrorKind, Options, Result};
 /// `kv_connector_extra_config`.
 ///
 /// ```
-/// use kvx_vllm::config::{KvTransferConfig, LoadFailurePolicy, Surroundings};
+/// # use kvx_vllm as kvx;
+/// use kvx::config::{KvTransferConfig, LoadFailurePolicy, Surroundings};
 /// let config = KvTransferConfig::from_json(
 ///     r#"{"kv_connector": "NixlConnector", "kv_role": "kv_producer",
 ///         "kv_connector_extra_config": {"backends": ["UCX", "TCP"], "kv_compat": "0.16"}}"#,
@@ -70,7 +71,8 @@ impl KvTransferConfig {
     /// [`resolve`](Self::resolve).
     ///
     /// ```
-    /// use kvx_vllm::config::{KvTransferConfig, Surroundings};
+    /// # use kvx_vllm as kvx;
+    /// use kvx::config::{KvTransferConfig, Surroundings};
     /// let command_line = "serve --kv-transfer-config.kv_connector NixlConnector --kv-transfer-config.kv_role kv_both \
     ///                     --kv-transfer-config.kv_connector_extra_config.backends+ LIBFABRIC --port 8100";
     /// let (config, rest) =
@@ -375,11 +377,14 @@ impl KvTransferConfig {
     /// through the host (`kv_buffer_device`).
     ///
     /// ```no_run
-    /// # let registry = kvx_core::Registry::new();
-    /// use kvx_vllm::config::{KvTransferConfig, Surroundings};
+    /// # mod kvx {
+    /// #     pub use kvx_vllm::config;
+    /// #     pub fn agent(name: &str) -> kvx_core::AgentBuilder { kvx_core::Agent::builder(name) }
+    /// # }
+    /// use kvx::config::{KvTransferConfig, Surroundings};
     /// let json = r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both"}"#;
     /// let config = KvTransferConfig::from_json(json, &Surroundings::of_process())?;
-    /// let agent = config.apply(kvx_core::Agent::builder("decode-0").registry(registry)).build()?;
+    /// let agent = config.apply(kvx::agent("decode-0")).build()?;
     /// # Ok::<(), kvx_core::Error>(())
     /// ```
     pub fn apply(&self, builder: AgentBuilder) -> AgentBuilder {

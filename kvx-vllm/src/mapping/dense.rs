@@ -10,7 +10,8 @@ use super::permute::BlockShape;
 /// bytes (a head's dimensions of one token) for each head and token, at fixed strides.
 ///
 /// ```
-/// use kvx_vllm::mapping::DenseShape;
+/// # mod kvx { pub mod connector { pub use kvx_vllm::mapping::DenseShape; } }
+/// use kvx::connector::DenseShape;
 /// // [head][token][dim], 8 heads of 128 two-byte elements, with a capacity of 4096 tokens.
 /// let shape = DenseShape::heads_outermost(8, 4096, 256);
 /// assert_eq!((shape.head_stride, shape.token_stride), (4096 * 256, 256));

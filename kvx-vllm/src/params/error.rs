@@ -6,7 +6,8 @@ use std::fmt;
 /// to do.
 ///
 /// ```
-/// use kvx_vllm::params::TransferParams;
+/// # mod kvx { pub mod connector { pub use kvx_vllm::params::TransferParams; } }
+/// use kvx::connector::TransferParams;
 /// let error = TransferParams::from_value(&serde_json::json!({"remote_port": "5600"})).unwrap_err();
 /// assert_eq!(error.key(), "remote_port");
 /// ```

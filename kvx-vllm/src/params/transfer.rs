@@ -21,8 +21,8 @@ use crate::Version;
 /// ([`to_value`](Self::to_value)).
 ///
 /// ```
-/// use kvx_vllm::Version;
-/// use kvx_vllm::params::TransferParams;
+/// # mod kvx { pub mod connector { pub use kvx_vllm::{Version, params::TransferParams}; } }
+/// use kvx::connector::{TransferParams, Version};
 /// # fn main() -> Result<(), kvx_vllm::params::ParamsError> {
 /// let answer = serde_json::json!({
 ///     "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[28, 29, 30]],

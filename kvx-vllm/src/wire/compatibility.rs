@@ -39,8 +39,8 @@ impl fmt::Display for CompatibilityHash {
 /// are interpreted: no other check compares them.
 ///
 /// ```
-/// use kvx_vllm::Version;
-/// use kvx_vllm::wire::CompatibilityFactors;
+/// # mod kvx { pub mod connector { pub use kvx_vllm::{Version, wire::CompatibilityFactors}; } }
+/// use kvx::connector::{CompatibilityFactors, Version};
 /// let mut factors = CompatibilityFactors::new(Version::V0_33, "Qwen/Qwen3-0.6B");
 /// factors.num_kv_heads = 8;
 /// factors.head_size = 128;

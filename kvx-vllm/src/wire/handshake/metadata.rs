@@ -28,14 +28,14 @@ pub struct PackedMember {
 /// survive. A new message has the keys of its version.
 ///
 /// ```
-/// use kvx_vllm::Version;
-/// use kvx_vllm::wire::NixlAgentMetadata;
+/// # mod kvx { pub mod connector { pub use kvx_vllm::{Version, wire::NixlAgentMetadata}; } }
+/// use kvx::connector::{NixlAgentMetadata, Version};
 /// let mut metadata = NixlAgentMetadata::new("prefill-0", Version::V0_33);
 /// metadata.kv_caches_base_addr = vec![0x7f00_0000_0000];
 /// metadata.block_lens = vec![4096];
 /// metadata.block_strides = vec![4096];
 /// metadata.num_blocks = 4;
-/// metadata.kvx_metadata = Some(b"what kvx_core::Agent::metadata gives".to_vec());
+/// metadata.kvx_metadata = Some(b"what kvx::Agent::metadata gives".to_vec());
 /// let bytes = metadata.encode();
 /// assert_eq!(NixlAgentMetadata::decode(&bytes, Version::V0_33)?, metadata);
 /// # Ok::<(), kvx_core::Error>(())

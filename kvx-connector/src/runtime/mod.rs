@@ -23,31 +23,6 @@
 //!    `shutdown`, `notifications`, and those of `group` and `mooncake`
 //! 7. the thread that starts them: `dispatch`, `thread`
 //! 8. the API of the engine: `connector`, `builder`, `rank`, `prefill`, `decode`, `dense`, `probe`
-//!
-//! ```no_run
-//! # use kvx_connector::{BlockLists, Caches, CompatibilityFactors, TransferParams, WorkerRank};
-//! # use std::{sync::Arc, time::Duration};
-//! # async fn engine(config: kvx_vllm::config::KvTransferConfig, registry: kvx_core::Registry, factors: CompatibilityFactors,
-//! #     caches: Caches, memory: Arc<kvx_core::Memory>, blocks: BlockLists, answer: TransferParams,
-//! # ) -> Result<(), Box<dyn std::error::Error>> {
-//! use kvx_connector::{Connector, Decode, Prefill};
-//! let connector = Connector::builder(&config, registry, factors).build().await?;
-//! connector.rank(WorkerRank::default())?.register(caches, [memory])?;
-//!
-//! // Prefill: these blocks hold 100 tokens, and stay as they are until the decode has them. It gets the parameters.
-//! let (lease, params) = Prefill::new(&connector).publish("cmpl-1", blocks.clone(), 100)?;
-//! lease.released().await;
-//!
-//! // Decode: fills its blocks with what a prefill has published.
-//! match Decode::new(&connector).fetch("cmpl-2", &answer, 0, blocks, Duration::from_secs(30)).await {
-//!     Ok(loaded) => println!("tokens {:?} are there", loaded.tokens),
-//!     Err(error) => {
-//!         println!("{error}; {:?}", error.then);
-//!         error.held.released().await;
-//!     }
-//! }
-//! # Ok(()) }
-//! ```
 
 mod builder;
 mod caches;

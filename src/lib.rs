@@ -53,8 +53,8 @@
 //! # Engines
 //!
 //! With feature `connector`, the module `connector` makes an inference engine a prefill or decode
-//! instance of a fleet, beside engines of its kind and beside vLLM. Module [`config`] reads vLLM's
-//! `--kv-transfer-config`.
+//! instance of a fleet, beside engines of its kind and beside vLLM. Its page starts with two engines
+//! in one program. Module [`config`] has vLLM's `--kv-transfer-config`, read or built.
 //!
 //! # Features
 //!
@@ -65,6 +65,9 @@
 //! | `cuda`, `rocm` | no | device memory: modules `cuda` and `rocm` |
 //! | `connector` | no | vLLM's connectors for any engine |
 //! | `proxy` | no | the router of a prefill/decode fleet |
+//!
+//! The package is `kvx-transfer`:
+//! `kvx = { package = "kvx-transfer", path = "…", features = ["connector"] }`.
 //!
 //! kvx writes spans and events with [`tracing`](https://docs.rs/tracing) and values with
 //! [`metrics`](https://docs.rs/metrics); [`describe_metrics`] names them.

@@ -6,7 +6,8 @@
 //! so.
 //!
 //! [`Given`] is the input and [`Surroundings`] its environment. Both resolve to a
-//! [`KvTransferConfig`], which [`ConfigReport`] describes for a person.
+//! [`KvTransferConfig`], which [`ConfigReport`] describes for a person. A program that has no such
+//! input calls [`KvTransferConfig::builder`].
 
 mod arguments;
 mod builder;

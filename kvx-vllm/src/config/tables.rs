@@ -327,7 +327,8 @@ pub const NUM_THREADS: u32 = 1;
 pub(super) const DEFAULTS_OF_VLLM: &[(&str, &str)] =
     &[("num_threads", "4"), ("load_timeout", "none"), ("kvx_digest", "none")];
 
-/// The values of `kv_connector_extra_config` that NixlConnector reads, with their defaults.
+/// The values of `kv_connector_extra_config` that NixlConnector reads, with their defaults. Keys
+/// with a duration take a number of seconds.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct NixlSettings {

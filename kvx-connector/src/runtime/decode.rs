@@ -107,12 +107,12 @@ impl<'a> Decode<'a> {
     ///   published; a request of this name has not ended; this engine has no caches registered or
     ///   has lost a rank; or the connector was shut down. After the start it means that the
     ///   parameters do not fit the peer: block numbers beyond its pool, or an old registration.
-    /// - [`Handshake`](LoadFailure::Handshake): the prefill could not be reached, or is
-    ///   incompatible with this engine.
+    /// - [`Handshake`](LoadFailure::Handshake): the prefill could not be reached, has restarted, or
+    ///   is incompatible with this engine.
     /// - [`Transfer`](LoadFailure::Transfer): a read, a registration or a notification failed, or
     ///   the connector was shut down.
-    /// - [`Stale`](LoadFailure::Stale), [`Corrupt`](LoadFailure::Corrupt): the prefill had reused
-    ///   the blocks, or their contents do not match its digests.
+    /// - [`Stale`](LoadFailure::Stale), [`Corrupt`](LoadFailure::Corrupt): the lease had ended, or
+    ///   the contents do not match the prefill's digests.
     /// - [`Expiring`](LoadFailure::Expiring), [`NotPushed`](LoadFailure::NotPushed): the peer is
     ///   about to free the blocks, or did not write them in time.
     /// - [`Deadline`](LoadFailure::Deadline): the deadline or `load_timeout` passed.
@@ -469,6 +469,6 @@ impl Drop for HeldBlocks {
 
 impl fmt::Debug for HeldBlocks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Held").field(&self.0.as_ref().map(|held| &held.request)).finish()
+        f.debug_tuple("HeldBlocks").field(&self.0.as_ref().map(|held| &held.request)).finish()
     }
 }

@@ -14,7 +14,7 @@ pub enum LoadFailure {
     Handshake(String),
     /// A read, a registration or a notification failed.
     Transfer(String),
-    /// The peer reused the blocks for another request before they were read.
+    /// The lease ended, or the peer reused the blocks, before they were read.
     Stale,
     /// Blocks do not match the digests that the peer published.
     Corrupt,

@@ -30,7 +30,7 @@ pub use crate::transport::{
 /// process.
 pub mod fork {
     #[cfg(all(target_os = "linux", not(kvx_portable)))]
-    pub use crate::fork::Private;
+    pub use crate::fork::{LibraryDescriptors, Private};
     pub use crate::fork::{check, count};
 }
 

@@ -5,9 +5,14 @@ use crate::{Error, ErrorKind, Result};
 
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
 mod imp {
+    use std::cell::RefCell;
+    use std::collections::BTreeMap;
+    use std::mem::MaybeUninit;
     use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd as _, OwnedFd, RawFd};
-    use std::sync::Once;
     use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
+    use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+
+    use crate::fault_injection::injected;
 
     static FORKS: AtomicU64 = AtomicU64::new(0);
     static WATCH: Once = Once::new();
@@ -22,12 +27,73 @@ mod imp {
     /// A descriptor of `/dev/null`, which replaces private descriptors in a child.
     static NOWHERE: AtomicI32 = AtomicI32::new(-1);
 
+    type FindDescriptors = Box<dyn Fn(&mut Vec<RawFd>) + Send + Sync>;
+    /// The functions of all [`LibraryDescriptors`], by number.
+    static LIBRARIES: Mutex<BTreeMap<u64, FindDescriptors>> = Mutex::new(BTreeMap::new());
+    static LIBRARY_NUMBERS: AtomicU64 = AtomicU64::new(0);
+
+    /// The device and inode numbers of an open file.
+    type FileId = (libc::dev_t, libc::ino_t);
+
+    thread_local! {
+        /// The descriptors of libraries at the fork that this thread performs.
+        static FOUND: RefCell<Vec<(RawFd, FileId)>> = const { RefCell::new(Vec::new()) };
+    }
+
+    fn libraries() -> MutexGuard<'static, BTreeMap<u64, FindDescriptors>> {
+        LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn file_of(number: RawFd) -> Option<FileId> {
+        let mut stat = MaybeUninit::<libc::stat>::uninit();
+        // SAFETY: `stat` is valid for the call, which accepts any number.
+        if unsafe { libc::fstat(number, stat.as_mut_ptr()) } != 0 {
+            return None;
+        }
+        // SAFETY: the call has succeeded, and so has filled `stat`.
+        let stat = unsafe { stat.assume_init() };
+        Some((stat.st_dev, stat.st_ino))
+    }
+
+    extern "C" fn before_fork() {
+        // In a forked child, no thread may ever release the lock.
+        if FORKS.load(Ordering::Relaxed) > 0 || injected("fork-keeps") {
+            return;
+        }
+        let mut numbers = Vec::new();
+        libraries().values().for_each(|find| find(&mut numbers));
+        if numbers.is_empty() {
+            return;
+        }
+        let files = numbers.into_iter().filter_map(|number| Some((number, file_of(number)?)));
+        let files = files.collect();
+        // Fails only on a thread that ends.
+        FOUND.try_with(|found| found.replace(files)).ok();
+    }
+
+    extern "C" fn in_parent() {
+        FOUND.try_with(RefCell::take).ok();
+    }
+
     extern "C" fn in_child() {
         FORKS.fetch_add(1, Ordering::Relaxed);
         let nowhere = NOWHERE.load(Ordering::Relaxed);
         if nowhere < 0 {
             return;
         }
+        let replace_found = |found: &RefCell<Vec<(RawFd, FileId)>>| {
+            for (number, file) in &*found.borrow() {
+                // Another thread may have closed the descriptor, and opened another file, before
+                // the fork.
+                if file_of(*number) == Some(*file) {
+                    // SAFETY: the number still belongs to the file that the owner of the
+                    // library has listed, and names an open file afterwards. `dup3` is
+                    // async-signal-safe.
+                    unsafe { libc::dup3(nowhere, *number, libc::O_CLOEXEC) };
+                }
+            }
+        };
+        FOUND.try_with(replace_found).ok();
         for (word, bits) in KEPT.iter().enumerate().take(USED.load(Ordering::Relaxed)) {
             let mut left = bits.load(Ordering::Relaxed);
             while left != 0 {
@@ -43,10 +109,26 @@ mod imp {
 
     fn watch() {
         WATCH.call_once(|| {
-            // SAFETY: `in_child` uses only atomics and async-signal-safe system calls, as a forked
-            // child must.
-            unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+            // SAFETY: `in_child` uses only atomics, memory that `before_fork` has filled, and
+            // async-signal-safe system calls, as a forked child must.
+            unsafe { libc::pthread_atfork(Some(before_fork), Some(in_parent), Some(in_child)) };
         });
+    }
+
+    /// Opens [`NOWHERE`], if that has not been done.
+    fn open_nowhere() {
+        if NOWHERE.load(Ordering::Relaxed) < 0
+            && let Ok(nowhere) =
+                std::fs::OpenOptions::new().read(true).write(true).open("/dev/null")
+        {
+            let nowhere = OwnedFd::from(nowhere);
+            if NOWHERE
+                .compare_exchange(-1, nowhere.as_raw_fd(), Ordering::Relaxed, Ordering::Relaxed)
+                .is_ok()
+            {
+                let _kept = nowhere.into_raw_fd(); // until the process ends
+            }
+        }
     }
 
     /// Returns the number of forks between this process and the first one that called this
@@ -68,21 +150,8 @@ mod imp {
     impl From<OwnedFd> for Private {
         fn from(descriptor: OwnedFd) -> Self {
             watch();
-            if NOWHERE.load(Ordering::Relaxed) < 0
-                && let Ok(nowhere) =
-                    std::fs::OpenOptions::new().read(true).write(true).open("/dev/null")
-            {
-                let nowhere = OwnedFd::from(nowhere);
-                if NOWHERE
-                    .compare_exchange(-1, nowhere.as_raw_fd(), Ordering::Relaxed, Ordering::Relaxed)
-                    .is_ok()
-                {
-                    let _kept = nowhere.into_raw_fd(); // until the process ends
-                }
-            }
-            if let Some((word, bit)) =
-                place(&descriptor).filter(|_| !crate::fault_injection::injected("fork-keeps"))
-            {
+            open_nowhere();
+            if let Some((word, bit)) = place(&descriptor).filter(|_| !injected("fork-keeps")) {
                 USED.fetch_max(word + 1, Ordering::Relaxed);
                 KEPT[word].fetch_or(bit, Ordering::Relaxed);
             }
@@ -121,6 +190,35 @@ mod imp {
         }
     }
 
+    /// Descriptors that a library opens and closes itself, which a forked child does not keep open,
+    /// like those of [`Private`]. They are found anew before each fork.
+    ///
+    /// A child that is started without a fork handler (`posix_spawn`) inherits those that are not
+    /// closed on exec.
+    #[derive(Debug)]
+    pub struct LibraryDescriptors(u64);
+
+    impl LibraryDescriptors {
+        /// Calls `find` before each fork, on the thread that forks, to append the numbers of the
+        /// descriptors. `find` must wait for no other thread, and must not panic.
+        pub fn new(find: impl Fn(&mut Vec<RawFd>) + Send + Sync + 'static) -> Self {
+            watch();
+            open_nowhere();
+            let number = LIBRARY_NUMBERS.fetch_add(1, Ordering::Relaxed);
+            libraries().insert(number, Box::new(find));
+            LibraryDescriptors(number)
+        }
+    }
+
+    impl Drop for LibraryDescriptors {
+        fn drop(&mut self) {
+            // In a forked child, no thread may ever release the lock.
+            if FORKS.load(Ordering::Relaxed) == 0 {
+                libraries().remove(&self.0);
+            }
+        }
+    }
+
     /// Returns the array element and the bit of a descriptor in the table, if it has one.
     fn place(descriptor: &OwnedFd) -> Option<(usize, u64)> {
         let number =
@@ -134,13 +232,22 @@ mod imp {
 
         use super::*;
 
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        enum Kind {
+            Private,
+            OfLibrary,
+            Inherited,
+        }
+
         #[test]
         fn a_forked_child_does_not_keep_a_private_descriptor_open() {
-            for private in [true, false] {
+            for kind in [Kind::Private, Kind::OfLibrary, Kind::Inherited] {
                 let (mut reader, writer) = std::io::pipe().unwrap();
                 let writer = OwnedFd::from(writer);
                 let number = writer.as_raw_fd();
-                let (one, other) = if private {
+                let _library = (kind == Kind::OfLibrary)
+                    .then(|| LibraryDescriptors::new(move |found| found.push(number)));
+                let (one, other) = if kind == Kind::Private {
                     (Some(Private::from(writer)), None)
                 } else {
                     (None, Some(writer))
@@ -163,9 +270,9 @@ mod imp {
                 reader.read_to_end(&mut Vec::new()).unwrap();
                 let took = begun.elapsed();
                 assert_eq!(
-                    private,
+                    kind != Kind::Inherited,
                     took < std::time::Duration::from_millis(700),
-                    "{private}: {took:?}"
+                    "{kind:?}: {took:?}"
                 );
                 // SAFETY: `child` is this process's child, and only this test waits for it.
                 unsafe {
@@ -177,6 +284,7 @@ mod imp {
                 KEPT.iter().all(|word| word.load(Ordering::Relaxed) == 0),
                 "closed descriptors leave the table"
             );
+            assert!(libraries().is_empty() && FOUND.with_borrow(Vec::is_empty));
         }
     }
 }
@@ -189,9 +297,9 @@ mod imp {
     }
 }
 
-#[cfg(all(target_os = "linux", not(kvx_portable)))]
-pub use imp::Private;
 pub use imp::count;
+#[cfg(all(target_os = "linux", not(kvx_portable)))]
+pub use imp::{LibraryDescriptors, Private};
 
 /// Checks that this process is not a fork.
 ///

@@ -5,22 +5,40 @@
 //! that program: peers would keep one descriptor for each such connection, and a new agent at the
 //! same address would wait for an answer.
 //!
+//! A forked child inherits them too. It would hide the death of its parent: peers would wait for
+//! answers on these connections, and new peers at the address of the parent. So a forked child
+//! closes them ([`LibraryDescriptors`]).
+//!
 //! An endpoint's sockets are those that its completion queue waits for: the kernel lists them for
 //! an epoll.
 
 use std::fs;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
-use kvx_core::backend::fork;
+use kvx_core::backend::fork::{self, LibraryDescriptors};
 use rustix::net::{AddressFamily, Shutdown};
 
 /// The maximum nesting of epolls: an endpoint's waits for one of connections and one of messages.
 /// The inner ones live as long as the outer one: all epolls have the same inode number.
 const DEPTH: usize = 3;
 
-/// Duplicates of IP sockets: libfabric may close its own descriptors first.
+/// Returns a guard for as long as the queue is open: forked children do not keep open the sockets
+/// that it waits for at the fork.
+pub(crate) fn kept_from_children(queue: RawFd) -> LibraryDescriptors {
+    LibraryDescriptors::new(move |numbers| {
+        numbers.extend(Connections::of(queue).0.iter().map(|socket| socket.number));
+    })
+}
+
+/// IP sockets of libfabric.
 #[derive(Default)]
-pub(crate) struct Connections(Vec<OwnedFd>);
+pub(crate) struct Connections(Vec<Socket>);
+
+struct Socket {
+    /// libfabric's own descriptor, which it may close at any time.
+    number: RawFd,
+    copy: OwnedFd,
+}
 
 impl Connections {
     /// Finds the sockets that a queue waits for, directly or through other queues. Finds none in a
@@ -58,7 +76,7 @@ impl Connections {
                         AddressFamily::INET | AddressFamily::INET6
                     ) =>
                 {
-                    self.0.push(copy);
+                    self.0.push(Socket { number, copy });
                 }
                 _ => self.look(copy.as_raw_fd(), deeper),
             }
@@ -68,9 +86,9 @@ impl Connections {
     /// Shuts the connections down in all processes that have them open. Sent bytes still arrive,
     /// and peers are notified.
     pub(crate) fn end(self) {
-        for socket in self.0 {
+        for Socket { copy, .. } in self.0 {
             // Fails if the peer has already ended the connection.
-            let _ended = rustix::net::shutdown(&socket, Shutdown::Both);
+            let _ended = rustix::net::shutdown(&copy, Shutdown::Both);
         }
     }
 }

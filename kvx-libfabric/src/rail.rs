@@ -7,9 +7,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_backend::fabric::JobId;
+use kvx_core::backend::fork::LibraryDescriptors;
 use kvx_core::{Op, Result};
 
-use crate::connections::Connections;
+use crate::connections::{self, Connections};
 use crate::error;
 use crate::ffi::{
     CompletedOperation, Domain, Endpoint, Errno, FailedOperation, MAX_RANGES, MemoryDescription,
@@ -58,6 +59,8 @@ const LAST_USE: Duration = Duration::from_millis(40);
 pub(crate) struct Rail {
     /// `None` after `close`.
     endpoint: Option<Arc<Endpoint>>,
+    /// The endpoint's sockets, for as long as it is open.
+    sockets: Option<LibraryDescriptors>,
     operations: Operations,
     messages: Option<MessagePool>,
     pieces: InFlightPieces,
@@ -118,9 +121,13 @@ impl Rail {
             open(false)
         });
         let endpoint = endpoint.map_err(|errno| error::native(what(), errno))?;
+        let sockets = match endpoint.wait_method() {
+            WaitMethod::Descriptor(queue) => Some(connections::kept_from_children(queue)),
+            WaitMethod::Never => None,
+        };
         let endpoint = Some(Arc::new(endpoint));
         let pieces = InFlightPieces { all: 0, most, of: Vec::new() };
-        let mut rail = Rail { endpoint, operations, messages, pieces };
+        let mut rail = Rail { endpoint, sockets, operations, messages, pieces };
         rail.post_receives().map_err(|errno| {
             error::native("libfabric could not take buffers for messages", errno)
         })?;
@@ -144,6 +151,7 @@ impl Rail {
             WaitMethod::Descriptor(queue) => Connections::of(queue),
             WaitMethod::Never => Connections::default(),
         };
+        self.sockets = None; // its queue may be closed from here on
         let until = Instant::now() + LAST_USE;
         let certain = loop {
             match Arc::try_unwrap(endpoint) {

@@ -1,11 +1,11 @@
-//! Tests that a process that is killed during its writes over shared memory does not block other
-//! users of their target.
+//! Tests killed processes: their forked children do not hide their death, and writes over shared
+//! memory that they have left do not block other users of their target.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::processes::{self, PATIENCE};
 use kvx_core::Region;
-use kvx_testkit::{Check, PostSpec, Setup, test};
+use kvx_testkit::{Check, Moment, PostSpec, Setup, Trouble, fault, test};
 
 const BLOCK: u64 = 64 << 10;
 const BLOCKS: u32 = 512;
@@ -14,6 +14,25 @@ const BYTES: usize = BLOCK as usize * BLOCKS as usize;
 /// does not count.
 const KILLS: usize = 3;
 const ROUNDS: usize = 10 * KILLS;
+
+/// The time in which a death is noticed. A handshake that nobody answers takes 7 s.
+const PROMPTLY: Duration = Duration::from_secs(2);
+
+#[test]
+fn a_forked_child_hides_no_death_at_any_moment() -> Check {
+    processes::check(
+        "a_forked_child_hides_no_death_at_any_moment",
+        "tcp;ofi_rxm",
+        async |setup: Setup| {
+            for moment in Moment::ALL {
+                let ended = fault(&setup, Trouble::KilledBesideAChild, moment, PATIENCE)?;
+                assert!(ended.after < PROMPTLY, "{moment}: noticed after {:?}", ended.after);
+                assert!(ended.settled.is_some(), "{moment}: memory is kept while the child lives");
+            }
+            Ok(())
+        },
+    )
+}
 
 #[test]
 fn the_target_of_a_killed_process_stays_usable() -> Check {

@@ -74,6 +74,12 @@ impl Claim {
     }
 }
 
+/// Returns a claim under the fleet's secret alone. Without a secret its key is known to everybody,
+/// so that the proof shows accidental changes only.
+pub fn of_fleet(secret: Option<&Secret>, label: &str, said: &[&[u8]]) -> Claim {
+    Claim::new(secret.map_or(&[], |secret| secret.bytes()), label, said)
+}
+
 fn keyed(key: &[u8]) -> Hmac<Sha256> {
     <Hmac<Sha256> as KeyInit>::new_from_slice(key).expect("HMAC takes keys of any length")
 }

@@ -1,5 +1,5 @@
-//! A peer without authentication that reaches a library's port, for tests: it sends hand-made
-//! hellos over a library instance of its own.
+//! Attackers without the fleet's secret, for tests: one reaches a library's port, and sends
+//! hand-made hellos over a library instance of its own; another one alters metadata.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,6 +10,7 @@ use kvx_core::{Error, ErrorKind, Identity, Incarnation, Options, Result, Secret,
 use super::handshake::hello_rest;
 use super::lanes;
 use super::library::{EndpointId, Fabric, SendStatus};
+use super::signed::{Part, PartSigner};
 use super::stream::Outgoing;
 use super::transport::Parts;
 use crate::checksum;
@@ -54,12 +55,13 @@ pub fn flood_with_hellos<F: Fabric>(
     let invitation = owner.invited.ok_or_else(missing)?.by;
     let (_, section) =
         owner.backends.iter().find(|(name, _)| **name == *parts.name).ok_or_else(missing)?;
+    let signer = PartSigner::new(parts.name, Some(secret.clone()));
     let mut library = parts.fabric;
-    library.connect(TO, &owner.identity, lanes::decode(section)?[0])?;
+    library.connect(TO, &owner.identity, signer.addresses(&owner.identity, section)?[0])?;
     let mut sender = HelloSender { library, said: 0 };
     let until = Instant::now() + time;
     while sender.said == 0 || Instant::now() < until {
-        for flip in [0x01, 0x80, 0xff] {
+        for flip in FLIPS {
             for at in 0..plain.len() {
                 let address = checksum::append(altered(plain, at, flip));
                 sender.say(&hello(&invitation, wrong, &address)?)?;
@@ -77,6 +79,53 @@ pub fn flood_with_hellos<F: Fabric>(
     Ok(sender.said)
 }
 
+/// Returns the metadata of `owner` once for each byte of the first address of `backend` and each of
+/// three changes of it, which would crash a process that parses it: under a fresh checksum, under
+/// another name, so that one process can connect with all of them, and signed with the secret
+/// `wrong`.
+///
+/// # Errors
+///
+/// `Malformed` or `Authentication` if the metadata is not that of an agent with `secret`.
+pub fn with_altered_addresses(
+    backend: &'static str,
+    owner: &Metadata,
+    (secret, wrong): (&Secret, Option<&Secret>),
+) -> Result<Vec<Metadata>> {
+    let missing = || Error::new(ErrorKind::Malformed, "the owner does not list the backend");
+    let position = owner.backends.iter().position(|(name, _)| **name == *backend);
+    let position = position.ok_or_else(missing)?;
+    let signer = PartSigner::new(backend, Some(secret.clone()));
+    let forger = PartSigner::new(backend, wrong.cloned());
+    let addresses = signer.addresses(&owner.identity, &owner.backends[position].1)?;
+    let plain = checksum::strip("address", addresses[0])?;
+    let forged = (0..plain.len()).flat_map(|at| FLIPS.map(|flip| altered(plain, at, flip)));
+    let metadata = forged.enumerate().map(|(number, address)| {
+        let first = std::iter::once(checksum::append(address));
+        let rest = addresses[1..].iter().map(|address| address.to_vec());
+        let all: Vec<_> = first.chain(rest).map(Ok).collect();
+        let mut metadata = owner.clone();
+        metadata.identity.name = format!("{}-{number}", owner.identity.name).into();
+        let section = lanes::encode(all.into_iter())?;
+        metadata.backends[position].1 = forger.sign(Part::Addresses, &metadata.identity, section);
+        Ok(metadata)
+    });
+    metadata.collect()
+}
+
+/// Removes the signature from a backend's export of a region.
+pub fn strip_signature(export: &mut Vec<u8>) {
+    export.truncate(export.len().saturating_sub(PROOF));
+}
+
+/// Signs a backend's export of a region of `owner`, which has no secret.
+pub fn sign_export(backend: &'static str, owner: &Identity, export: &mut Vec<u8>) {
+    let signer = PartSigner::new(backend, None);
+    *export = signer.sign(Part::Export, owner, std::mem::take(export));
+}
+
+/// The changes of a byte.
+const FLIPS: [u8; 3] = [0x01, 0x80, 0xff];
 const TO: EndpointId = EndpointId(1);
 /// The number of hellos in a burst, and the pause after it: without a pause libfabric's ofi_rxm may
 /// read without end and starve the owner (docs/project/decisions/libfabric-buffers.md).

@@ -14,6 +14,7 @@ use super::library::Fabric;
 use super::machine::Machine;
 use super::progress::Command;
 use super::shared_link::{Import, RemoteMemory, SharedLink};
+use super::signed::{Part, PartSigner};
 use crate::error::{check_notification, other_peer};
 use crate::reactor::{Reactor, SLICE};
 
@@ -25,6 +26,7 @@ pub(super) struct FabricLink<F: Fabric> {
     pub(super) name: &'static str,
     pub(super) lanes: Lanes<F>,
     pub(super) capabilities: Arc<Capabilities>,
+    pub(super) signer: PartSigner,
     pub(super) shared: Arc<SharedLink>,
     pub(super) foreign: bool,
     pub(super) imports: AtomicU64,
@@ -75,8 +77,7 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
         if *peer.identity != self.shared.peer {
             return Err(other_peer(&self.shared.peer, peer.identity).with_backend(self.name));
         }
-        let addresses =
-            lanes::decode(peer.address).map_err(|error| error.with_backend(self.name))?;
+        let addresses = self.signer.addresses(peer.identity, peer.address)?;
         for (lane, address) in self.lanes().iter().zip(addresses.iter().cycle()) {
             let (link, address) = (Arc::clone(&self.shared), (*address).into());
             lane.submit(Command::Update { link, address });
@@ -90,7 +91,8 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
             let why = "this link leads to a foreign agent: use RemoteGrid::at";
             return Err(Error::new(ErrorKind::Unsupported, why).with_backend(self.name));
         }
-        self.import_as(kind, RemoteMemory::Region { id, key, len, kind, export: export.into() })
+        let export = self.signer.verify(Part::Export, &self.shared.peer, export)?.into();
+        self.import_as(kind, RemoteMemory::Region { id, key, len, kind, export })
     }
 
     fn import_foreign(&self, range: ForeignRange) -> Result<Arc<dyn RemoteRegion>> {

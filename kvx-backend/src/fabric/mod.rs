@@ -32,6 +32,7 @@ mod progress;
 mod regions;
 mod session;
 mod shared_link;
+mod signed;
 mod stream;
 mod transfers;
 mod transport;

@@ -15,6 +15,7 @@ use super::machine::Machine;
 use super::progress::Command;
 use super::regions::{RegionHandle, RegionRecord, Regions};
 use super::shared_link::SharedLink;
+use super::signed::{Part, PartSigner};
 use crate::control::proof::Keys;
 use crate::error::closed;
 use crate::reactor::Reactor;
@@ -85,6 +86,8 @@ pub fn open_lanes<F: Fabric>(
         lanes.collect::<Result<Vec<_>>>()?.into_iter().unzip::<_, _, Vec<_>, _>();
     Ok(Arc::new(FabricTransport {
         name,
+        me: context.agent,
+        signer: PartSigner::new(name, context.secret.clone()),
         lanes: reactors.into(),
         capabilities: Arc::new(capabilities),
         regions,
@@ -99,6 +102,8 @@ type Address = Arc<dyn Fn() -> Result<Vec<u8>> + Send + Sync>;
 
 struct FabricTransport<F: Fabric> {
     name: &'static str,
+    me: Identity,
+    signer: PartSigner,
     lanes: Lanes<F>,
     capabilities: Arc<Capabilities>,
     regions: Arc<Regions<F::Local>>,
@@ -139,6 +144,7 @@ impl<F: Fabric> FabricTransport<F> {
             name: self.name,
             lanes: Arc::clone(&self.lanes),
             capabilities: Arc::clone(&self.capabilities),
+            signer: self.signer.clone(),
             shared,
             foreign,
             imports: AtomicU64::new(0),
@@ -155,8 +161,9 @@ unsafe impl<F: Fabric> Transport for FabricTransport<F> {
     }
 
     fn address(&self) -> Result<Vec<u8>> {
-        lanes::encode(self.addresses.iter().map(|address| address()))
-            .map_err(|error| error.with_backend(self.name))
+        let addresses = lanes::encode(self.addresses.iter().map(|address| address()))
+            .map_err(|error| error.with_backend(self.name))?;
+        Ok(self.signer.sign(Part::Addresses, &self.me, addresses))
     }
 
     fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
@@ -177,6 +184,7 @@ unsafe impl<F: Fabric> Transport for FabricTransport<F> {
             .registrar
             .register(region.id, &region.memory)
             .map_err(|error| error.with_backend(self.name))?;
+        let export = self.signer.sign(Part::Export, &self.me, export);
         let record = Arc::new(RegionRecord::new(region, local, self.lanes.len()));
         self.regions.open(Arc::clone(&record));
         let (lanes, regions) = (Arc::clone(&self.lanes), Arc::clone(&self.regions));
@@ -190,8 +198,7 @@ unsafe impl<F: Fabric> Transport for FabricTransport<F> {
 
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
         self.check_open()?;
-        let addresses =
-            lanes::decode(peer.address).map_err(|error| error.with_backend(self.name))?;
+        let addresses = self.signer.addresses(peer.identity, peer.address)?;
         let keys = Keys::new(&peer.invitation, self.secret.as_ref());
         Ok(self.link(id, peer.identity.clone(), &addresses, Some(keys)))
     }

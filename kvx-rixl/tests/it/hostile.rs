@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvx_backend::fabric::attacker::{sign_export, strip_signature};
 use kvx_core::backend::Metadata;
 use kvx_core::{Agent, ErrorKind, Grid, Memory, Options, Peer, Plan, Region, Transfer};
 use kvx_testkit::Child;
@@ -61,8 +62,8 @@ fn serve(name: &str) -> kvx_core::Result<()> {
     Ok(())
 }
 
-/// Returns `metadata` with another NIXL description of its region and a new checksum, as an
-/// attacker would write it.
+/// Returns `metadata` with another NIXL description of its region, a new checksum and a new
+/// signature, as an attacker in a fleet without a secret would write it.
 fn with_description(
     metadata: &[u8],
     alter: impl FnOnce(&mut Vec<u8>),
@@ -70,12 +71,14 @@ fn with_description(
     let mut metadata = Metadata::decode(metadata)?;
     let mut region = (*metadata.regions[0]).clone();
     let described = &mut region.exports[0].1;
+    strip_signature(described);
     alter(described);
     let end = described.len() - 8;
     let sum = described[..end].iter().fold(0xcbf2_9ce4_8422_2325, |sum: u64, byte| {
         (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
     });
     described[end..].copy_from_slice(&sum.to_le_bytes());
+    sign_export("RIXL", &metadata.identity, described);
     metadata.regions[0] = Arc::new(region);
     metadata.encode()
 }
@@ -91,7 +94,8 @@ fn a_peer_cannot_describe_another_agents_memory() -> Outcome {
     let victim = near.connect(&victims)?;
     victim.ready(CUT_OFF).wait_blocking(CUT_OFF)?;
     read(&ours, &victim)?.wait_blocking(CUT_OFF)?;
-    let described = Metadata::decode(&victims)?.regions[0].exports[0].1.clone();
+    let mut described = Metadata::decode(&victims)?.regions[0].exports[0].1.clone();
+    strip_signature(&mut described);
     let altered = with_description(&hostile.metadata()?, |own| {
         *own = described;
         let key = own.len() - 10; // the checksum and the field's final `|` follow it

@@ -9,6 +9,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
+use kvx_core::backend::LinkProcess;
 use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -74,12 +75,7 @@ impl ProcessId {
     ///
     /// `Exhausted` if this process has no descriptor left for the watch.
     pub fn watch(&self) -> Result<Option<ProcessWatch>> {
-        let short = |cause: io::Error| {
-            let why =
-                "no descriptor to watch the peer's process with: raise ulimit -n, then try again";
-            Error::os(why, cause).with_kind(ErrorKind::Exhausted)
-        };
-        if !host_identity().map(|host| self.is_process_of(host)).map_err(short)? {
+        if !host_identity().map(|host| self.is_process_of(host)).map_err(no_descriptor)? {
             return Ok(None);
         }
         let Some(pid) = i32::try_from(self.number).ok().and_then(Pid::from_raw) else {
@@ -87,13 +83,50 @@ impl ProcessId {
         };
         let pidfd = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
             Ok(pidfd) => pidfd,
-            Err(full @ (Errno::MFILE | Errno::NFILE)) => return Err(short(full.into())),
+            Err(full @ (Errno::MFILE | Errno::NFILE)) => return Err(no_descriptor(full.into())),
             Err(_) => return Ok(None),
         };
         // The watch was opened first: if the number was reused, the new process started later.
-        let same = start_time(self.number).map_err(short)? == Some(self.started);
+        let same = start_time(self.number).map_err(no_descriptor)? == Some(self.started);
         Ok(same.then_some(ProcessWatch { pidfd, number: self.number }))
     }
+
+    /// Watches the process if it is the one at the other end of a link: a peer may claim the
+    /// identity of any process.
+    ///
+    /// # Errors
+    ///
+    /// `PermissionDenied` if it is another process, `PeerLost` if it has ended, `Unsupported` if it
+    /// cannot be watched, `Exhausted` if this process has no descriptor left for the watch.
+    pub fn watch_peer(&self, peer: LinkProcess<'_>) -> Result<ProcessWatch> {
+        let other = || {
+            let why = format!(
+                "the peer is process {}, and names another one, {}",
+                peer.number, self.number
+            );
+            Error::new(ErrorKind::PermissionDenied, why)
+        };
+        if !self.is_local() || self.number != peer.number {
+            return Err(other());
+        }
+        let Some(pidfd) = peer.pidfd else {
+            let why = "the kernel does not let this process watch the peer's process";
+            return Err(Error::new(ErrorKind::Unsupported, why));
+        };
+        let pidfd = pidfd.try_clone_to_owned().map_err(no_descriptor)?;
+        let started = start_time(self.number).map_err(no_descriptor)?;
+        let watch = ProcessWatch { pidfd, number: self.number };
+        // The number belonged to the peer when the start time was read, unless the peer has ended.
+        if watch.has_ended() {
+            return Err(Error::new(ErrorKind::PeerLost, "the peer's process has ended"));
+        }
+        if started == Some(self.started) { Ok(watch) } else { Err(other()) }
+    }
+}
+
+fn no_descriptor(cause: io::Error) -> Error {
+    let why = "no descriptor to watch the peer's process with: raise ulimit -n, then try again";
+    Error::os(why, cause).with_kind(ErrorKind::Exhausted)
 }
 
 /// Returns the boot id and the PID namespace. Returns an error if no descriptor is left.
@@ -182,9 +215,20 @@ mod tests {
         assert!(!watched.has_ended() && !watched.is_exiting());
         assert!(ProcessId { started: id.started + 1, ..id }.watch().unwrap().is_none());
         assert!(ProcessId { boot: [1; 16], ..id }.watch().unwrap().is_none());
+        let peer = LinkProcess { number: child.id(), pidfd: Some(watched.fd()) };
+        let refused = |id: ProcessId, peer| id.watch_peer(peer).unwrap_err().kind();
+        assert!(!id.watch_peer(peer).unwrap().has_ended());
+        let denied = ErrorKind::PermissionDenied;
+        assert_eq!(refused(ProcessId::current(), peer), denied, "it claims to be this process");
+        assert_eq!(refused(ProcessId { started: id.started + 1, ..id }, peer), denied);
+        assert_eq!(refused(ProcessId { boot: [1; 16], ..id }, peer), denied);
+        let invisible = LinkProcess { number: 0, ..peer };
+        assert_eq!(refused(id, invisible), denied);
+        assert_eq!(refused(id, LinkProcess { pidfd: None, ..peer }), ErrorKind::Unsupported);
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(watched.has_ended() && watched.is_exiting());
         assert!(id.watch().unwrap().is_none());
+        assert_eq!(refused(id, peer), ErrorKind::PeerLost);
     }
 }

@@ -7,6 +7,7 @@ use std::os::fd::AsRawFd;
 use std::sync::{Arc, OnceLock};
 
 use super::copies::merge;
+use super::exports;
 use super::imports::{AllocationName, Imports, SharedHandle};
 use super::kernels::{DeviceGrid, Swap};
 use super::memory::{DevicePoolBuilder, ExportedFiles, adopt, pool_error};
@@ -16,7 +17,7 @@ use super::thread::{DeviceJob, DeviceThread, DeviceWork};
 use crate::driver::{CopyDirection, DeviceInfo, Driver, StreamHandle};
 use kvx_backend::process::ProcessId;
 use kvx_core::backend::sync::Mutex;
-use kvx_core::backend::{Direction, DmaBuf, Hop, IpcHandle, Piece, Ticket};
+use kvx_core::backend::{Direction, DmaBuf, Hop, IpcHandle, LinkProcess, Piece, Ticket};
 use kvx_core::{DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, Result};
 
 /// A GPU, with kvx's thread and state for it. Pass it to an agent with
@@ -285,7 +286,8 @@ unsafe impl DeviceAccess for Device {
         };
     }
 
-    fn share(&self, address: u64, len: usize) -> Result<IpcHandle> {
+    fn share(&self, memory: &Arc<Memory>) -> Result<IpcHandle> {
+        let (address, len) = (memory.address(), memory.len());
         let _inside = self.driver.enter()?;
         let (allocation, whole) = self.around(address, len)?;
         if !whole {
@@ -318,10 +320,17 @@ unsafe impl DeviceAccess for Device {
             len: allocation.end - allocation.start,
             name,
         };
+        exports::add(memory);
         Ok(IpcHandle { bytes: handle.encode(), offset: address - allocation.start })
     }
 
-    fn open(self: Arc<Self>, owner: DeviceId, handle: &IpcHandle, len: usize) -> Result<Memory> {
+    fn open(
+        self: Arc<Self>,
+        owner: DeviceId,
+        process: LinkProcess<'_>,
+        handle: &IpcHandle,
+        len: usize,
+    ) -> Result<Memory> {
         let named = SharedHandle::decode(&handle.bytes)?;
         let within = |all: u64| {
             handle.offset.checked_add(len as u64).is_some_and(|end| len > 0 && end <= all)
@@ -340,22 +349,30 @@ unsafe impl DeviceAccess for Device {
         }
         let access = Arc::clone(&self) as Arc<dyn DeviceAccess>;
         if named.owner == ProcessId::current() {
-            // Drivers reject memory that this process has shared itself; use it at its own address.
-            let inside = self.driver.enter()?;
-            let allocation = self.driver.allocation(named.base)?;
-            drop(inside);
-            if allocation != (named.base..named.base.saturating_add(named.len)) {
+            if process.number != std::process::id() {
                 return Err(Error::new(
-                    ErrorKind::Revoked,
-                    "the shared device memory has been freed",
+                    ErrorKind::PermissionDenied,
+                    "a peer in another process shares device memory of this one",
                 ));
             }
-            // SAFETY: the process that shares memory keeps it until nobody uses it any more, as
-            // `share` requires.
-            return Ok(unsafe {
-                Memory::adopt_device(named.base + handle.offset, len, owner, access, ())
-            });
+            let address = named.base.checked_add(handle.offset).ok_or_else(outside)?;
+            let shared = exports::find(owner, address, len).ok_or_else(|| {
+                Error::new(
+                    ErrorKind::Revoked,
+                    "the device memory is not shared, or has been freed: fetch the peer's metadata \
+                     again",
+                )
+            })?;
+            // SAFETY: the range lies in shared memory, which lives as long as `shared`.
+            return Ok(unsafe { Memory::adopt_device(address, len, owner, access, shared) });
         }
+        if !named.owner.is_local() {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "sharing device memory requires that both processes are in one PID namespace",
+            ));
+        }
+        let watch = named.owner.watch_peer(process)?;
         if owner != self.device() {
             let inside = self.driver.enter()?;
             let reached = self.driver.reaches(owner)?;
@@ -366,7 +383,7 @@ unsafe impl DeviceAccess for Device {
                     .lacks("no access to the peer's device: the transfer goes through the host"));
             }
         }
-        let (address, all, held) = self.imports.open(&handle.bytes, &named)?;
+        let (address, all, held) = self.imports.open(&handle.bytes, &named, watch)?;
         if !within(all) {
             return Err(outside());
         }

@@ -108,12 +108,15 @@ impl Imports {
         Arc::new(Imports { driver: Arc::clone(driver), one, table, forks: fork::count() })
     }
 
-    /// Opens an allocation, or counts another use of it. Returns its address and length. Errors:
-    /// `PeerLost` if the owner has ended; `Unsupported`; `Exhausted`.
+    /// Opens an allocation of `owner`, or counts another use of it. Returns its address and length.
+    /// Errors: `PeerLost` if the owner has ended; `Unsupported`; `Exhausted`.
+    ///
+    /// The caller has checked that the peer that sent the handle is its owner.
     pub(super) fn open(
         self: &Arc<Self>,
         key: &[u8],
         handle: &SharedHandle,
+        owner: ProcessWatch,
     ) -> Result<(u64, u64, ImportGuard)> {
         let _one = self.one.lock();
         if let Some(opened) = self.table.lock().by_handle.get_mut(key) {
@@ -123,7 +126,7 @@ impl Imports {
             opened.uses += 1;
             return Ok((opened.address, opened.len, self.used(key)));
         }
-        let owner = Arc::new(self.watch(&handle.owner)?);
+        let owner = Arc::new(owner);
         let (address, len, mapped) = {
             let _current = self.driver.enter()?;
             match self.map(handle, &owner) {
@@ -147,18 +150,6 @@ impl Imports {
 
     fn used(self: &Arc<Self>, key: &[u8]) -> ImportGuard {
         ImportGuard { imports: Arc::clone(self), key: key.to_vec() }
-    }
-
-    fn watch(&self, owner: &ProcessId) -> Result<ProcessWatch> {
-        owner.watch()?.ok_or_else(|| {
-            if owner.is_local() {
-                return owner_ended();
-            }
-            Error::new(
-                ErrorKind::Unsupported,
-                "sharing device memory requires that both processes are in one PID namespace",
-            )
-        })
     }
 
     fn map(
@@ -300,9 +291,9 @@ mod tests {
     fn the_error_for_an_owner_that_ended_keeps_the_drivers() {
         let mut owner = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let id = identity_of(owner.id());
+        let watch = id.watch().unwrap().unwrap();
         owner.kill().unwrap();
-        // Do not wait for it, so that the process can still be watched.
-        while !id.watch().unwrap().unwrap().has_ended() {
+        while !watch.has_ended() {
             std::thread::yield_now();
         }
         let handle = SharedHandle {
@@ -313,7 +304,7 @@ mod tests {
         };
         let (_, never) = std::sync::mpsc::channel();
         let imports = Imports::new(&Arc::new(crate::panics::driver(never)));
-        let error = imports.open(&handle.encode(), &handle).map(drop).unwrap_err();
+        let error = imports.open(&handle.encode(), &handle, watch).map(drop).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::PeerLost);
         let cause = std::error::Error::source(&error).expect("the driver's error").to_string();
         assert!(cause.contains("64 bytes"), "{cause}");

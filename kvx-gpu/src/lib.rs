@@ -24,6 +24,7 @@ mod copies;
 mod device;
 mod devices;
 pub mod driver;
+mod exports;
 mod flights;
 mod imports;
 mod kernel_tables;

@@ -3,7 +3,7 @@
 
 use std::any::Any;
 #[cfg(unix)]
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -72,6 +72,19 @@ impl IpcHandle {
     pub const LONGEST: usize = 256;
 }
 
+/// The process at the other end of a link, as the kernel reports it.
+#[derive(Clone, Copy, Debug)]
+pub struct LinkProcess<'a> {
+    /// Its number in the PID namespace of this process; 0 if it is not visible here.
+    pub number: u32,
+    /// A pidfd of it; `None` if the kernel provides none.
+    #[cfg(unix)]
+    pub pidfd: Option<BorrowedFd<'a>>,
+    /// This system has no pidfds.
+    #[cfg(not(unix))]
+    pub pidfd: Option<&'a std::convert::Infallible>,
+}
+
 /// A range of device memory, as a descriptor that other vendors' network cards can register.
 #[cfg(unix)]
 #[derive(Debug)]
@@ -121,27 +134,38 @@ pub unsafe trait DeviceAccess: Send + Sync {
         done.settle(Err(cannot(self.kind(), "copies within the device")));
     }
 
-    /// Lets other processes of this host open a range of the device's memory, as long as this
-    /// process lives and the memory is not freed.
+    /// Lets other processes of this host open memory of the device, as long as this process lives
+    /// and the memory is not freed.
     ///
     /// # Errors
     /// `Unsupported`, with the reason and the cure, if the driver cannot share the memory.
-    fn share(&self, address: u64, len: usize) -> Result<IpcHandle> {
-        _ = (address, len);
+    fn share(&self, memory: &Arc<Memory>) -> Result<IpcHandle> {
+        _ = memory;
         Err(cannot(self.kind(), "sharing with other processes"))
     }
 
-    /// Opens memory that another process shared. The memory is on the device `owner`, which may
-    /// differ from this one if the two reach each other. Dropping the returned memory closes it.
+    /// Opens memory that the peer in `process` shared. The memory is on the device `owner`, which
+    /// may differ from this one if the two reach each other. Dropping the returned memory closes
+    /// it.
+    ///
+    /// A handle comes from the peer, and may name any process. Memory of another process than
+    /// `process` is not opened, even if that process has shared it with this one.
     ///
     /// The bytes are unspecified once the process that shared them has died. After a copy, check
     /// that it was still alive.
     ///
     /// # Errors
-    /// `Unsupported` if the driver cannot open it; `Malformed` for a wrong handle; `PeerLost` if
-    /// the process that shared it is gone.
-    fn open(self: Arc<Self>, owner: DeviceId, handle: &IpcHandle, len: usize) -> Result<Memory> {
-        _ = (owner, handle, len);
+    /// `Unsupported` if the driver cannot open it; `Malformed` for a wrong handle;
+    /// `PermissionDenied` for one that names another process; `PeerLost` if the process that shared
+    /// it is gone.
+    fn open(
+        self: Arc<Self>,
+        owner: DeviceId,
+        process: LinkProcess<'_>,
+        handle: &IpcHandle,
+        len: usize,
+    ) -> Result<Memory> {
+        _ = (owner, process, handle, len);
         Err(cannot(self.kind(), "memory of other processes"))
     }
 

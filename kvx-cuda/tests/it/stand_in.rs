@@ -1,10 +1,10 @@
 //! NVIDIA's names of the functions that tests count or make fail, and the tests that exist only for
 //! NVIDIA's devices.
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use kvx_core::DeviceAccess as _;
-use kvx_core::{ErrorKind, MemoryKind};
+use kvx_core::{ErrorKind, Memory, MemoryKind};
 use kvx_gpu::{DevicePtr, StreamHandle};
 use kvx_testkit::Child;
 use libtest_mimic::Trial;
@@ -102,7 +102,10 @@ fn pool_memory_is_refused(bench: &Bench<'_>) {
     let error = unsafe { bench.device.adopt(DevicePtr(address), 4096, ()) }.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.to_string().contains("Device::pool"), "{error}");
-    let error = bench.device.share(address, 4096).unwrap_err();
+    let (id, access) = (bench.device.info().id, Arc::clone(&bench.device));
+    // SAFETY: nobody touches the memory, which nobody frees before the process ends.
+    let memory = unsafe { Memory::adopt_device(address, 4096, id, access, ()) };
+    let error = bench.device.share(&Arc::new(memory)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.to_string().contains("pool of CUDA"), "{error}");
 }

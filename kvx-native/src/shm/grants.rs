@@ -71,7 +71,7 @@ impl Machine {
             ));
         }
         // An unfit region is refused when a write names it; other writes continue.
-        let held = PeerRegion::of(id, access, file, &self.devices);
+        let held = PeerRegion::of(id, access, file, &self.devices, &connection.process);
         match &held {
             Ok(held) => self.populate(at, held),
             Err(_) => self.connections[at].send(&self.poller, ControlMessage::Released { id }),

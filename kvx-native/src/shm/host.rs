@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
+use kvx_core::backend::LinkProcess;
 use kvx_core::{ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
@@ -121,6 +122,11 @@ impl PeerProcess {
             None => pidfd_of(who.pid).map_err(no_connection)?,
         };
         Ok(PeerProcess { pid: who.pid, uid: who.uid, life })
+    }
+
+    /// Returns the process as devices expect it, which open memory of no other one.
+    pub(crate) fn of_link(&self) -> LinkProcess<'_> {
+        LinkProcess { number: u32::try_from(self.pid).unwrap_or(0), pidfd: self.life() }
     }
 
     /// Returns a descriptor that becomes readable when the process ends.

@@ -17,6 +17,7 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::error::{NAME, error};
+use super::host::PeerProcess;
 use super::messages::{Location, RegionAccess};
 
 /// The way in which other processes reach a region, as encoded in the metadata.
@@ -335,20 +336,22 @@ pub(crate) enum CopyMethod {
 }
 
 impl PeerRegion {
-    /// Opens a region as its owner describes it, with the file that came with the description.
-    /// Returns `PermissionDenied`, `Exhausted` or `Malformed`, or the error of a device that cannot
-    /// open it, usually `Unsupported`.
+    /// Opens a region as its owner in `process` describes it, with the file that came with the
+    /// description. Returns `PermissionDenied`, `Exhausted` or `Malformed`, or the error of a
+    /// device that cannot open it, usually `Unsupported`.
     pub(crate) fn of(
         id: RegionId,
         access: RegionAccess,
         file: Option<&OwnedFd>,
         devices: &[Arc<dyn DeviceAccess>],
+        process: &PeerProcess,
     ) -> Result<Self> {
         let len = access.len;
         let place = match (access.at, file) {
             (Location::Address(base), _) => CopySource { base, method: CopyMethod::Remote },
             (Location::Device { device, handle }, _) => {
-                let open_device_memory = open_device_memory(devices, device, &handle, len)?;
+                let open_device_memory =
+                    open_device_memory(devices, device, process, &handle, len)?;
                 CopySource {
                     base: open_device_memory.address(),
                     method: CopyMethod::Device(Arc::new(open_device_memory)),
@@ -396,6 +399,7 @@ pub(crate) fn openers(
 fn open_device_memory(
     devices: &[Arc<dyn DeviceAccess>],
     owner: DeviceId,
+    process: &PeerProcess,
     handle: &IpcHandle,
     len: u64,
 ) -> Result<Memory> {
@@ -403,7 +407,7 @@ fn open_device_memory(
         .map_err(|_| error(ErrorKind::Malformed, "a peer's region exceeds the address space"))?;
     let mut refused = None;
     for device in openers(devices, None, owner)? {
-        match Arc::clone(device).open(owner, handle, len) {
+        match Arc::clone(device).open(owner, process.of_link(), handle, len) {
             Ok(memory) => return Ok(memory),
             // The first device is the most likely one, so its error is the most useful.
             Err(why) => refused = refused.or(Some(why)),
@@ -417,9 +421,9 @@ fn open_device_memory(
 /// Returns the handle with which other processes open memory of a device, or `None` for host
 /// memory. May block. Returns the device's error, `Unsupported` for memory that its driver does not
 /// share.
-pub(crate) fn shared_by_device(memory: &Memory) -> Result<Option<IpcHandle>> {
+pub(crate) fn shared_by_device(memory: &Arc<Memory>) -> Result<Option<IpcHandle>> {
     let Some(access) = memory.device_access() else { return Ok(None) };
-    let shared = access.share(memory.address(), memory.len());
+    let shared = access.share(memory);
     match shared.map_err(|why| why.with_backend(NAME))? {
         handle if handle.bytes.len() <= IpcHandle::LONGEST => Ok(Some(handle)),
         handle => Err(error(

@@ -217,6 +217,7 @@ impl Machine {
     ) -> Result<()> {
         let connection = &mut self.connections[at];
         let import = connection.imports.take_answer(number)?;
+        let process = &connection.process;
         let held = answer.and_then(|access| {
             if access.len != import.len {
                 return Err(error(
@@ -228,7 +229,7 @@ impl Machine {
                     ),
                 ));
             }
-            PeerRegion::of(import.id, access, file.as_ref(), &self.devices)
+            PeerRegion::of(import.id, access, file.as_ref(), &self.devices, process)
         });
         if let Ok(held) = &held {
             self.populate(at, held);

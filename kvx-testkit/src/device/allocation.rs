@@ -5,8 +5,8 @@ use std::ffi::c_void;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 
-use kvx_core::backend::IpcHandle;
 use kvx_core::backend::wire::{Reader, Writer};
+use kvx_core::backend::{IpcHandle, LinkProcess};
 use kvx_core::{Error, ErrorKind, Result};
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 use rustix::io::Errno;
@@ -70,15 +70,19 @@ impl Allocation {
         Ok(IpcHandle { bytes, offset })
     }
 
-    /// Opens the memory that another process shared.
+    /// Opens the memory that the process at the other end of a link shared.
     ///
     /// # Errors
-    /// `Malformed` for a wrong handle; `PeerLost` if its owner is gone; `Exhausted` if this process
-    /// lacks descriptors or memory.
-    pub(super) fn open(handle: &IpcHandle) -> Result<Self> {
+    /// `Malformed` for a wrong handle; `PermissionDenied` for one of another process; `PeerLost` if
+    /// its owner is gone; `Exhausted` if this process lacks descriptors or memory.
+    pub(super) fn open(owner: LinkProcess<'_>, handle: &IpcHandle) -> Result<Self> {
         let mut reader = Reader::new("handle of the test device", &handle.bytes);
         let (process, fd, inode) = (reader.u32()?, reader.u32()?, reader.u64()?);
         reader.end()?;
+        if process != owner.number {
+            let why = format!("the peer is process {}, and names {process}", owner.number);
+            return Err(Error::new(ErrorKind::PermissionDenied, why));
+        }
         let path = format!("/proc/{process}/fd/{fd}");
         let gone = |cause| {
             let short = matches!(cause, Errno::MFILE | Errno::NFILE);

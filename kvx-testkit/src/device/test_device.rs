@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use kvx_core::backend::sync::{Condvar, Mutex, MutexGuard};
-use kvx_core::backend::{Direction, Hop, IpcHandle, Piece, Ticket};
+use kvx_core::backend::{Direction, Hop, IpcHandle, LinkProcess, Piece, Ticket};
 use kvx_core::{DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, Result};
 
 use super::access::Device;
@@ -245,7 +245,8 @@ unsafe impl DeviceAccess for TestDevice {
         self.ask(CopyWork::Hops(hops.to_vec()), done);
     }
 
-    fn share(&self, address: u64, len: usize) -> Result<IpcHandle> {
+    fn share(&self, memory: &Arc<Memory>) -> Result<IpcHandle> {
+        let (address, len) = (memory.address(), memory.len());
         let state = self.shared.lock();
         if let Some(why) = state.refusal[0] {
             return Err(Error::new(ErrorKind::Unsupported, why));
@@ -254,7 +255,13 @@ unsafe impl DeviceAccess for TestDevice {
         allocation.share(address - base)
     }
 
-    fn open(self: Arc<Self>, owner: DeviceId, handle: &IpcHandle, len: usize) -> Result<Memory> {
+    fn open(
+        self: Arc<Self>,
+        owner: DeviceId,
+        process: LinkProcess<'_>,
+        handle: &IpcHandle,
+        len: usize,
+    ) -> Result<Memory> {
         if let Some(why) = self.shared.lock().refusal[1] {
             return Err(Error::new(ErrorKind::Unsupported, why));
         }
@@ -265,7 +272,7 @@ unsafe impl DeviceAccess for TestDevice {
             );
             return Err(Error::new(ErrorKind::Unsupported, why));
         }
-        let allocation = Allocation::open(handle)?;
+        let allocation = Allocation::open(process, handle)?;
         if handle.offset.checked_add(len as u64).is_none_or(|end| end > allocation.len() as u64) {
             return Err(Error::new(
                 ErrorKind::Malformed,
@@ -487,10 +494,12 @@ mod tests {
     #[test]
     fn what_is_shared_is_opened_and_seen_from_both_sides() {
         let (ours, theirs) = (TestDevice::new(MemoryKind::Cuda), TestDevice::new(MemoryKind::Cuda));
-        let memory = ours.allocate(8192);
-        let handle = ours.share(memory.address() + 4096, 100).unwrap();
+        let memory = Arc::new(ours.allocate(8192));
+        let whole = ours.share(&memory).unwrap();
+        let handle = IpcHandle { offset: whole.offset + 4096, ..whole };
         let id = ours.device();
-        let opened = theirs.clone().open(id, &handle, 100).unwrap();
+        let this = LinkProcess { number: std::process::id(), pidfd: None };
+        let opened = theirs.clone().open(id, this, &handle, 100).unwrap();
         memory.copy_in(4096, b"shared").unwrap();
         let local = theirs.allocate(6);
         let (done, ticket) = kvx_core::Completion::with_ticket();
@@ -505,8 +514,11 @@ mod tests {
         assert_eq!(theirs.allocations(), 1);
 
         let refused = |device: &Arc<TestDevice>, handle: &IpcHandle, len| {
-            device.clone().open(id, handle, len).map(drop).unwrap_err().kind()
+            device.clone().open(id, this, handle, len).map(drop).unwrap_err().kind()
         };
+        let other = LinkProcess { number: 1, ..this };
+        let stolen = theirs.clone().open(id, other, &handle, 1).map(drop);
+        assert_eq!(stolen.unwrap_err().kind(), ErrorKind::PermissionDenied);
         assert_eq!(
             refused(&TestDevice::numbered(MemoryKind::Cuda, 1), &handle, 1),
             ErrorKind::Unsupported
@@ -520,9 +532,9 @@ mod tests {
         assert_eq!(refused(&theirs, &handle, 1), ErrorKind::PeerLost);
         theirs.refuse_to_open("no IPC here");
         assert_eq!(refused(&theirs, &handle, 1), ErrorKind::Unsupported);
-        let more = ours.allocate(1);
+        let more = Arc::new(ours.allocate(1));
         ours.refuse_to_share("pool memory");
-        assert_eq!(ours.share(more.address(), 1).unwrap_err().sentence(), "pool memory");
+        assert_eq!(ours.share(&more).unwrap_err().sentence(), "pool memory");
     }
 
     #[test]

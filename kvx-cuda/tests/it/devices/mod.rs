@@ -4,6 +4,7 @@
 
 mod copies;
 mod errors;
+mod forgery;
 mod kernels;
 mod memory;
 mod roles;
@@ -117,7 +118,7 @@ pub(crate) fn trials(
     .concat();
     if over_the_stand_in(maker) {
         tests.extend([copies::TESTS, errors::TESTS, kernels::TESTS, memory::TESTS].concat());
-        tests.extend([sharing::TESTS, tickets::TESTS, more].concat());
+        tests.extend([forgery::TESTS, sharing::TESTS, tickets::TESTS, more].concat());
     }
     let trials = tests.into_iter().map(|(name, test)| {
         let title = format!("devices::{name}");

@@ -1,10 +1,11 @@
 //! The roles that processes of a test play.
 
 use std::io::{BufRead as _, Write as _};
+use std::sync::Arc;
 
-use super::sharing::{SHARED, hex, map_anothers, owned, read, sum, unhex};
+use super::sharing::{Life, SHARED, hex, map_anothers, owned, read, sum, unhex};
 use super::{
-    Bench, Maker, all_of, errors, filled, kernels, memory, settled, tickets, with_a_device,
+    Bench, Maker, all_of, errors, filled, forgery, kernels, memory, settled, tickets, with_a_device,
 };
 use kvx_core::DeviceAccess as _;
 use kvx_core::backend::IpcHandle;
@@ -18,6 +19,7 @@ pub(crate) fn play(maker: &'static Maker, role: &str) {
     match words[..] {
         ["owner", visible] | ["owner", visible, "mapped"] => own(maker, visible, words.len() == 3),
         ["reader", visible] => reader(maker, visible),
+        ["forger"] => with_a_device(maker, forgery::attack),
         ["release", release, version] => {
             set("KVX_STAND_IN", &format!("{release} {version}"));
             with_a_device(maker, memory::kinds);
@@ -55,12 +57,12 @@ pub(crate) fn play(maker: &'static Maker, role: &str) {
     }
 }
 
-fn say(line: &str) {
+pub(crate) fn say(line: &str) {
     println!("{line}");
     std::io::stdout().flush().expect("the parent listens");
 }
 
-fn hear() -> String {
+pub(crate) fn hear() -> String {
     let mut line = String::new();
     std::io::stdin().lock().read_line(&mut line).expect("the parent speaks, or ends");
     line.trim_end().to_owned()
@@ -79,16 +81,14 @@ fn own(maker: &'static Maker, visible: &str, mapped: bool) {
         let pool = bench.device.pool(1 << 20);
         let pool = if mapped { pool.virtual_memory() } else { pool }.build().expect("a pool");
         pool.copy_in(0, &owned()).expect("a pool takes bytes");
-        let handle = bench
-            .device
-            .share(pool.address() + SHARED.0 as u64, SHARED.1)
-            .expect("a pool is shared");
+        let pool = Arc::new(pool);
+        let handle = bench.device.share(&pool).expect("a pool is shared");
         let about = bench.device.info();
         say(&format!(
             "{} {} {} {}",
             about.ordinal,
             hex(&about.id.0),
-            handle.offset,
+            handle.offset + SHARED.0 as u64,
             hex(&handle.bytes)
         ));
         hear();
@@ -104,10 +104,11 @@ fn reader(maker: &'static Maker, visible: &str) {
         say(&format!("{} {}", about.ordinal, hex(&about.id.0)));
         let line = hear();
         let words: Vec<_> = line.split(' ').collect();
-        let [device, offset, handle] = words[..] else { panic!("the parent says {line}") };
+        let [owner, device, offset, handle] = words[..] else { panic!("the parent says {line}") };
+        let owner = Life::of(owner.parse().expect("a number"));
         let device = DeviceId(unhex(device).try_into().expect("16 bytes"));
         let handle = IpcHandle { bytes: unhex(handle), offset: offset.parse().expect("a number") };
-        match read(bench, device, &handle) {
+        match read(bench, &owner, device, &handle) {
             Ok(bytes) => say(&format!("read {}", sum(&bytes))),
             Err(error) => say(&format!("{:?}: {error}", error.kind())),
         }

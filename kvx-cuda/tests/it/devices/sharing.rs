@@ -1,11 +1,14 @@
 //! Tests memory of other processes.
 
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 
 use kvx_core::DeviceAccess as _;
-use kvx_core::backend::{Hop, IpcHandle};
-use kvx_core::{DeviceId, ErrorKind};
+use kvx_core::backend::{Hop, IpcHandle, LinkProcess};
+use kvx_core::{DeviceId, ErrorKind, Memory, Result};
+use kvx_gpu::Device;
 use kvx_testkit::Child;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern, settled};
 
@@ -27,8 +30,39 @@ pub(crate) const TESTS: &[(&str, Test)] = &[
 /// A process with a pool, which prints the handle to open.
 pub(crate) struct Owner {
     pub(crate) child: Child,
+    pub(crate) life: Life,
     pub(crate) device: DeviceId,
     pub(crate) handle: IpcHandle,
+}
+
+/// A process, as the kernel reports it to a peer.
+pub(crate) struct Life {
+    number: u32,
+    pidfd: OwnedFd,
+}
+
+impl Life {
+    pub(crate) fn of(number: u32) -> Self {
+        let pid = Pid::from_raw(number.cast_signed()).expect("a process has a number");
+        let pidfd = pidfd_open(pid, PidfdFlags::empty()).expect("it lives, or was not waited for");
+        Life { number, pidfd }
+    }
+
+    pub(crate) fn of_this_process() -> Self {
+        Life::of(std::process::id())
+    }
+
+    /// Opens memory with a handle from this process.
+    pub(crate) fn open(
+        &self,
+        device: &Arc<Device>,
+        owner: DeviceId,
+        handle: &IpcHandle,
+        len: usize,
+    ) -> Result<Memory> {
+        let process = LinkProcess { number: self.number, pidfd: Some(self.pidfd.as_fd()) };
+        Arc::clone(device).open(owner, process, handle, len)
+    }
 }
 
 impl Owner {
@@ -40,7 +74,17 @@ impl Owner {
         assert_eq!(ordinal, "0");
         let device = DeviceId(unhex(device).try_into().expect("16 bytes"));
         let handle = IpcHandle { bytes: unhex(handle), offset: offset.parse().expect("a number") };
-        Owner { child, device, handle }
+        let life = Life::of(child.pid());
+        Owner { child, life, device, handle }
+    }
+
+    fn open(&self, bench: &Bench<'_>, handle: &IpcHandle, len: usize) -> Result<Memory> {
+        self.life.open(&bench.device, self.device, handle, len)
+    }
+
+    /// Reads all shared bytes, in scattered blocks.
+    fn read(&self, bench: &Bench<'_>) -> Result<Vec<u8>> {
+        read(bench, &self.life, self.device, &self.handle)
     }
 }
 
@@ -62,14 +106,15 @@ pub(crate) fn owned() -> Vec<u8> {
 /// The part of its pool that an owner shares: offset and length.
 pub(crate) const SHARED: (usize, usize) = (4096, 500_000);
 
-/// Reads all shared bytes, in scattered blocks.
+/// Reads all bytes that a process shares, in scattered blocks.
 pub(crate) fn read(
     bench: &Bench<'_>,
+    process: &Life,
     owner: DeviceId,
     handle: &IpcHandle,
-) -> kvx_core::Result<Vec<u8>> {
+) -> Result<Vec<u8>> {
     let len = SHARED.1;
-    let theirs = Arc::clone(&bench.device).open(owner, handle, len)?;
+    let theirs = process.open(&bench.device, owner, handle, len)?;
     assert_eq!(theirs.device(), owner);
     let ours = bench.device.pool(len).build()?;
     let block = 10_000;
@@ -93,7 +138,7 @@ fn expected() -> Vec<u8> {
 fn read_from_another_process(bench: &Bench<'_>) {
     let owner = Owner::start("owner 0");
     assert_eq!(owner.device, bench.device.info().id);
-    assert!(read(bench, owner.device, &owner.handle).unwrap() == expected());
+    assert!(owner.read(bench).unwrap() == expected());
 }
 
 fn both_see_device_0(_: &Bench<'_>) {
@@ -103,8 +148,9 @@ fn both_see_device_0(_: &Bench<'_>) {
     let (ordinal, device) = line.split_once(' ').expect("two words");
     assert_eq!(ordinal, "0");
     assert_ne!(unhex(device), owner.device.0, "both have number 0, but they are different devices");
-    let Owner { device, handle, .. } = &owner;
-    reader.say(&format!("{} {} {}", hex(&device.0), handle.offset, hex(&handle.bytes))).unwrap();
+    let Owner { child, device, handle, .. } = &owner;
+    let (device, bytes) = (hex(&device.0), hex(&handle.bytes));
+    reader.say(&format!("{} {device} {} {bytes}", child.pid(), handle.offset)).unwrap();
     assert_eq!(
         reader.hear(LONG).expect("the reader says what it read"),
         format!("read {}", sum(&expected()))
@@ -119,10 +165,9 @@ fn opened_once(bench: &Bench<'_>) {
     let owner = Owner::start("owner 0");
     let (open, close) = (bench.maker.names.open, bench.maker.names.close);
     let before = (bench.control.calls(open), bench.control.calls(close));
-    let device = || Arc::clone(&bench.device);
-    let first = device().open(owner.device, &owner.handle, 1000).unwrap();
+    let first = owner.open(bench, &owner.handle, 1000).unwrap();
     let later = IpcHandle { offset: owner.handle.offset + 5000, ..owner.handle.clone() };
-    let second = device().open(owner.device, &later, 1000).unwrap();
+    let second = owner.open(bench, &later, 1000).unwrap();
     assert_eq!(second.address(), first.address() + 5000);
     assert!(all_of(&second) == expected()[5000..6000]);
     drop(first);
@@ -130,7 +175,7 @@ fn opened_once(bench: &Bench<'_>) {
     assert_eq!((bench.control.calls(open), bench.control.calls(close)), (before.0 + 1, before.1));
     drop(second);
     assert_eq!(bench.control.calls(close), before.1 + 1);
-    drop(device().open(owner.device, &later, 1000).unwrap());
+    drop(owner.open(bench, &later, 1000).unwrap());
     assert_eq!(
         (bench.control.calls(open), bench.control.calls(close)),
         (before.0 + 2, before.1 + 2)
@@ -139,35 +184,36 @@ fn opened_once(bench: &Bench<'_>) {
 
 fn an_owners_death(bench: &Bench<'_>) {
     let mut owner = Owner::start("owner 0");
-    let theirs = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap();
+    let theirs = owner.open(bench, &owner.handle, 1000).unwrap();
     assert!(all_of(&theirs) == expected()[..1000]);
     owner.child.kill().unwrap();
     let error = theirs.copy_out(0, &mut [0; 1000]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
-    let again = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap_err();
+    let again = owner.open(bench, &owner.handle, 1000).unwrap_err();
     assert_eq!(again.kind(), ErrorKind::PeerLost, "even while it is still open: {again}");
     drop(theirs);
-    let error = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap_err();
+    let error = owner.open(bench, &owner.handle, 1000).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
 }
 
 fn opened_in_place(bench: &Bench<'_>) {
     let bytes = pattern(10, 300_000);
-    let pool = filled(&bench.device, &bytes);
-    let handle = bench.device.share(pool.address() + 1000, 200_000).unwrap();
-    let again = Arc::clone(&bench.device).open(bench.device.info().id, &handle, 200_000).unwrap();
-    assert_eq!(again.address(), pool.address() + 1000);
-    drop((again, pool));
-    let gone =
-        Arc::clone(&bench.device).open(bench.device.info().id, &handle, 200_000).unwrap_err();
-    assert!([ErrorKind::Revoked, ErrorKind::Native].contains(&gone.kind()), "{gone}");
+    let pool = Arc::new(filled(&bench.device, &bytes));
+    let handle = bench.device.share(&pool).unwrap();
+    let this = Life::of_this_process();
+    let open = |len| this.open(&bench.device, bench.device.info().id, &handle, len);
+    let again = open(200_000).unwrap();
+    assert_eq!(again.address(), pool.address());
+    drop(pool);
+    assert!(all_of(&again) == bytes[..200_000], "it lives as long as a peer has it open");
+    drop(again);
+    let gone = open(200_000).unwrap_err();
+    assert_eq!(gone.kind(), ErrorKind::Revoked, "{gone}");
 }
 
 fn made_up(bench: &Bench<'_>) {
     let owner = Owner::start("owner 0");
-    let open = |handle: &IpcHandle, len| {
-        Arc::clone(&bench.device).open(owner.device, handle, len).map(drop)
-    };
+    let open = |handle: &IpcHandle, len| owner.open(bench, handle, len).map(drop);
     let good = &owner.handle;
     let far = IpcHandle { offset: 1 << 40, ..good.clone() };
     assert_eq!(open(&far, 10).unwrap_err().kind(), ErrorKind::Malformed);
@@ -192,32 +238,31 @@ fn made_up(bench: &Bench<'_>) {
 fn no_way(bench: &Bench<'_>) {
     let owner = Owner::start("owner 1");
     bench.control.command("no-peers");
-    let error = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap_err();
+    let error = owner.open(bench, &owner.handle, 1000).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
 }
 
 fn virtual_memory(bench: &Bench<'_>) {
     let bytes = pattern(20, 3 << 20);
     let before = bench.control.allocated();
-    let pool = bench.device.pool(3 << 20).virtual_memory().build().unwrap();
+    let pool = Arc::new(bench.device.pool(3 << 20).virtual_memory().build().unwrap());
     pool.copy_in(0, &bytes).unwrap();
     assert!(all_of(&pool) == bytes);
     bench.device.dma_buf(pool.address(), pool.len()).unwrap();
-    let handle = bench.device.share(pool.address(), pool.len()).unwrap();
-    let again =
-        Arc::clone(&bench.device).open(bench.device.info().id, &handle, pool.len()).unwrap();
+    let handle = bench.device.share(&pool).unwrap();
+    let (this, id) = (Life::of_this_process(), bench.device.info().id);
+    let again = this.open(&bench.device, id, &handle, pool.len()).unwrap();
     assert_eq!(again.address(), pool.address());
     drop((again, pool));
     assert_eq!(bench.control.allocated(), before);
 
     let mut owner = Owner::start("owner 0 mapped");
-    let read_it = || read(bench, owner.device, &owner.handle);
-    assert!(read_it().unwrap() == expected());
-    let kept = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap();
+    assert!(owner.read(bench).unwrap() == expected());
+    let kept = owner.open(bench, &owner.handle, 1000).unwrap();
     owner.child.kill().unwrap();
     assert_eq!(kept.copy_out(0, &mut [0; 1000]).unwrap_err().kind(), ErrorKind::PeerLost);
     drop(kept);
-    assert_eq!(read(bench, owner.device, &owner.handle).unwrap_err().kind(), ErrorKind::PeerLost);
+    assert_eq!(owner.read(bench).unwrap_err().kind(), ErrorKind::PeerLost);
     drop(filled(&bench.device, &[1; 16]));
 }
 
@@ -233,5 +278,5 @@ fn every_release(bench: &Bench<'_>) {
 /// For [`super::roles`].
 pub(crate) fn map_anothers(bench: &Bench<'_>) {
     let owner = Owner::start("owner 0 mapped");
-    assert!(read(bench, owner.device, &owner.handle).unwrap() == expected());
+    assert!(owner.read(bench).unwrap() == expected());
 }

@@ -1,5 +1,6 @@
 //! Tests a program's own use of a device: its streams, tickets that panic, and forks.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use kvx_core::DeviceAccess as _;
@@ -65,7 +66,8 @@ fn a_fork(_: &Bench<'_>) {
 /// stay the parent's.
 pub(crate) fn fork(bench: &Bench<'_>) {
     let bytes = pattern(43, 1 << 20);
-    let (pool, pinned) = (filled(&bench.device, &bytes), bench.device.pinned(4096).unwrap());
+    let pool = Arc::new(filled(&bench.device, &bytes));
+    let pinned = bench.device.pinned(4096).unwrap();
     let mut inherited = Some((pool, pinned));
     // SAFETY: the child calls only functions that kvx allows in a fork, and ends without running
     // other code of this program.
@@ -96,7 +98,7 @@ pub(crate) fn fork(bench: &Bench<'_>) {
 }
 
 /// Returns the number of the first call that did not return `Forked`.
-fn calls_of_a_fork(bench: &Bench<'_>, (pool, pinned): (Memory, Memory)) -> Option<i32> {
+fn calls_of_a_fork(bench: &Bench<'_>, (pool, pinned): (Arc<Memory>, Memory)) -> Option<i32> {
     let (device, address) = (&bench.device, pool.address());
     let piece = Piece { device: address, host: pinned.as_ptr(), len: 64 };
     let hop = Hop { from: address, to: address + 64, len: 64 };
@@ -119,7 +121,7 @@ fn calls_of_a_fork(bench: &Bench<'_>, (pool, pinned): (Memory, Memory)) -> Optio
         gathered,
         pool.copy_in(0, &[1]),
         pool.copy_out(0, &mut [0]),
-        device.share(address, 64).map(drop),
+        device.share(&pool).map(drop),
         device.dma_buf(address, 64).map(drop),
         device.pinned(64).map(drop),
         device.pool(64).build().map(drop),

@@ -458,8 +458,8 @@ impl Engine {
                 Got::Whole(bytes) => got.push((next.from.name.to_string(), bytes)),
                 Got::Part => {}
                 Got::Instead(dropped) => warn(format_args!(
-                    "dropped an incomplete notification, of which {dropped} bytes had arrived: too many are \
-                     incomplete, most of them from its sender"
+                    "dropped an incomplete notification, of which {dropped} bytes had arrived: too \
+                     many are incomplete, most of them from its sender"
                 )),
                 Got::Nonsense => warn(format_args!(
                     "agent {}: received a malformed notification",

@@ -169,8 +169,8 @@ fn data_parallel(flags: &Flags) -> Result<(Range<usize>, OtherEngines)> {
     let (local, start) = (flags.data_parallel_size_local, flags.data_parallel_start_rank);
     match (flags.data_parallel_rank, flags.headless) {
         (Some(_), headless) if headless || local.is_some() || start.is_some() => {
-            Err("--data-parallel-rank starts an independent server of one rank: leave it out, or leave out \
-                 --headless, --data-parallel-size-local and --data-parallel-start-rank"
+            Err("--data-parallel-rank starts an independent server of one rank: leave it out, or \
+                 leave out --headless, --data-parallel-size-local and --data-parallel-start-rank"
                 .into())
         }
         (Some(rank), _) => Ok((rank..rank.saturating_add(1), OtherEngines::Independent)),

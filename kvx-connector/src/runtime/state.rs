@@ -215,8 +215,8 @@ impl State {
         Ok(())
     }
 
-    /// Records that parameters of a host are used although they are not signed. Returns the host the
-    /// first time.
+    /// Records that parameters of a host are used although they are not signed. Returns the host
+    /// the first time.
     pub(super) fn note_unsigned(
         &mut self,
         params: &TransferParams,

@@ -58,15 +58,15 @@ fn warnings(config: &KvTransferConfig, advertise: &str) -> Vec<String> {
     let data = hosts::written_tcp_bind(config).filter(|bind| !is_loopback(bind));
     if let Some(bind) = data.filter(|_| is_loopback(advertise)) {
         warnings.push(format!(
-            "the side channel is advertised at {advertise}, which on another machine means that machine itself, but \
-             kv_connector_extra_config.tcp.bind is {bind}: set VLLM_NIXL_SIDE_CHANNEL_HOST to an address of this \
-             machine that peers can reach"
+            "the side channel is advertised at {advertise}, which on another machine means \
+             that machine itself, but kv_connector_extra_config.tcp.bind is {bind}: set \
+             VLLM_NIXL_SIDE_CHANNEL_HOST to an address of this machine that peers can reach"
         ));
     }
     if matches!(advertise, "0.0.0.0" | "::") {
         warnings.push(format!(
-            "the side channel is advertised at {advertise}, which other machines cannot connect to: set \
-             VLLM_NIXL_SIDE_CHANNEL_HOST to an address that they can reach, and \
+            "the side channel is advertised at {advertise}, which other machines cannot connect \
+             to: set VLLM_NIXL_SIDE_CHANNEL_HOST to an address that they can reach, and \
              kv_connector_extra_config.side_channel_bind to {advertise}"
         ));
     }

@@ -51,8 +51,9 @@ impl Sequence {
         request: Request,
         told: UnboundedSender<PieceResult>,
         counts: Arc<EngineMetrics>,
+        tokenizer: &Tokenizer,
     ) -> Self {
-        let detokenizer = Detokenizer::after(&request.prompt, request.skip_special);
+        let detokenizer = Detokenizer::after(tokenizer, &request.prompt, request.skip_special);
         let text = Text::new(detokenizer, request.stop.clone(), request.include_stop);
         let now = Instant::now();
         Sequence {

@@ -71,7 +71,8 @@ impl EngineLoop {
             for command in first.into_iter().chain(commands.try_iter()) {
                 match command {
                     Command::Add(request, told) => {
-                        self.add(Sequence::new(*request, told, self.counts.clone()));
+                        let counts = self.counts.clone();
+                        self.add(Sequence::new(*request, told, counts, &self.tokenizer));
                     }
                     Command::Abort(name) => self.abort(&name),
                     Command::Look => {}

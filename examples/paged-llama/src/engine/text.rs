@@ -1,6 +1,6 @@
 //! The growing text of an answer, and the texts that end it.
 
-use crate::tokenizer::{Detokenizer, Tokenizer};
+use crate::tokenizer::{Detokenizer, Tokenizer, begun};
 
 /// The text of an answer. It retains text that may be the beginning of a stop.
 #[derive(Debug)]
@@ -25,17 +25,19 @@ impl Text {
         may_stop: bool,
     ) -> (String, Option<String>) {
         self.kept += &self.detokenizer.push(tokenizer, token);
-        if !may_stop {
+        if !may_stop || self.stops.is_empty() {
             return (std::mem::take(&mut self.kept), None);
         }
+        // A stop counts as soon as it is there, also if the text after it may still change.
+        let mut text = self.kept.clone() + &self.detokenizer.retained(tokenizer);
         // The first stop in the text counts; of those at the same place, the one that was named
         // first.
-        let found =
-            self.stops.iter().filter_map(|stop| Some((self.kept.find(stop.as_str())?, stop)));
+        let found = self.stops.iter().filter_map(|stop| Some((text.find(stop.as_str())?, stop)));
         if let Some((at, stop)) = found.min_by_key(|(at, _)| *at) {
             let stop = stop.clone();
-            self.kept.truncate(if self.include_stop { at + stop.len() } else { at });
-            return (std::mem::take(&mut self.kept), Some(stop));
+            text.truncate(if self.include_stop { at + stop.len() } else { at });
+            self.kept.clear();
+            return (text, Some(stop));
         }
         let certain = self.kept.len() - self.begun();
         (self.kept.drain(..certain).collect(), None)
@@ -50,24 +52,21 @@ impl Text {
 
     /// Returns how many bytes at the end may be the beginning of a stop.
     fn begun(&self) -> usize {
-        let begins = |stop: &String| {
-            let most = stop.len().min(self.kept.len() + 1);
-            let lengths = (1..most).rev().filter(|length| stop.is_char_boundary(*length));
-            lengths.into_iter().find(|length| self.kept.ends_with(&stop[..*length]))
-        };
-        self.stops.iter().filter_map(begins).max().unwrap_or(0)
+        self.stops.iter().filter_map(|stop| begun(&self.kept, stop)).max().unwrap_or(0)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
-    use crate::tokenizer::tests::bytes;
+    use crate::tokenizer::tests::{bytes, words};
 
     fn run(text: &str, stops: &[&str], include: bool) -> (Vec<String>, Option<String>) {
         let tokenizer = bytes();
         let stops = stops.iter().map(|stop| (*stop).to_owned()).collect();
-        let mut grown = Text::new(Detokenizer::after(&[], true), stops, include);
+        let mut grown = Text::new(Detokenizer::after(&tokenizer, &[], true), stops, include);
         let mut pieces = Vec::new();
         for byte in text.bytes() {
             let (piece, stop) = grown.push(&tokenizer, byte.into(), true);
@@ -100,5 +99,17 @@ mod tests {
     fn the_first_stop_in_the_text_counts_and_characters_stay_whole() {
         let (pieces, stop) = run("aé世b", &["b", "世"], false);
         assert_eq!((pieces.concat().as_str(), stop.as_deref()), ("aé", Some("世")));
+    }
+
+    #[test]
+    fn a_stop_counts_before_the_text_after_it_is_certain() {
+        let names = ["<s>", "</s>", "a", "<0x0A>", "<0xE4>"].map(str::to_owned);
+        let tokenizer = words(&names, &json!({"type": "ByteFallback"}));
+        let detokenizer = Detokenizer::after(&tokenizer, &[], true);
+        let mut text = Text::new(detokenizer, vec!["\n".into()], false);
+        assert_eq!(text.push(&tokenizer, 2, true), ("a".into(), None));
+        assert_eq!(text.push(&tokenizer, 4, true), (String::new(), None));
+        assert_eq!(text.push(&tokenizer, 2, true), ("\u{fffd}a".into(), None));
+        assert_eq!(text.push(&tokenizer, 3, true), (String::new(), Some("\n".into())));
     }
 }

@@ -1,6 +1,7 @@
 //! Text to tokens and back: `tokenizer.json`, the chat template, and the other files of a model's
 //! folder that concern text.
 
+mod decoder;
 mod detokenizer;
 mod generation;
 mod template;
@@ -9,6 +10,8 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
+use self::decoder::Decoder;
+pub(crate) use self::decoder::begun;
 pub(crate) use self::detokenizer::Detokenizer;
 pub use self::generation::Generation;
 use self::template::Template;
@@ -17,6 +20,7 @@ use crate::model::{Config, ModelError as Error, Result};
 /// A model's tokenizer and chat template.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    decoder: Decoder,
     template: Option<Template>,
     generation: Generation,
 }
@@ -46,7 +50,16 @@ impl Tokenizer {
             .map_err(|error| Error::new(format!("{}: {error}", path.display())))?;
         let config = read_object(&folder.join("tokenizer_config.json"))?;
         let template = Template::open(folder, &config)?;
-        Ok(Tokenizer { inner, template, generation: Generation::of(model) })
+        Tokenizer::new(inner, template, Generation::of(model))
+    }
+
+    fn new(
+        inner: tokenizers::Tokenizer,
+        template: Option<Template>,
+        generation: Generation,
+    ) -> Result<Self> {
+        let decoder = serde_json::to_value(inner.get_decoder()).map_err(Error::of)?;
+        Ok(Tokenizer { decoder: Decoder::of(&decoder), inner, template, generation })
     }
 
     /// Returns the defaults of requests.
@@ -66,7 +79,19 @@ impl Tokenizer {
 
     /// Returns the text of tokens; invalid bytes become `U+FFFD`.
     pub fn decode(&self, tokens: &[u32], skip_special: bool) -> String {
+        // Some decoders panic without a token.
+        if !tokens.iter().any(|token| self.name_to_decode(*token, skip_special).is_some()) {
+            return String::new();
+        }
         self.inner.decode(tokens, skip_special).unwrap_or_default()
+    }
+
+    /// Returns one token as the decoder sees it; `None` for a token that is not in the vocabulary,
+    /// and for a special one if `skip_special`.
+    fn name_to_decode(&self, token: u32, skip_special: bool) -> Option<String> {
+        let name = self.inner.id_to_token(token)?;
+        let skipped = skip_special && self.inner.get_added_vocabulary().is_special_token(&name);
+        (!skipped).then_some(name)
     }
 
     /// Returns the text of one token, empty if the token is only a part of a character.
@@ -114,42 +139,53 @@ pub(crate) mod tests {
 
     /// Returns a tokenizer with one token per byte; 256 ends a text and 257 begins one.
     pub(crate) fn bytes() -> Tokenizer {
-        let mut letters: Vec<char> =
-            (33u8..=126).chain(161..=172).chain(174..=255).map(char::from).collect();
-        let printed: Vec<u8> = letters.iter().map(|letter| *letter as u8).collect();
-        let mut vocab = Map::new();
-        let mut next = 256;
-        for byte in 0..=255u8 {
-            let letter = match printed.iter().position(|printed| *printed == byte) {
-                Some(at) => letters[at],
-                None => {
-                    letters.push(char::from_u32(next).expect("the number is a letter"));
-                    next += 1;
-                    letters[letters.len() - 1]
-                }
-            };
-            vocab.insert(letter.to_string(), byte.into());
-        }
-        let special = |id: u32, content: &str| {
-            serde_json::json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
-                               "normalized": false, "special": true})
-        };
+        let vocab = (0..).zip(byte_letters()).map(|(id, letter)| (letter.to_string(), id.into()));
         let byte_level = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
                                             "use_regex": false});
-        let file = serde_json::json!({
+        tokenizer(&serde_json::json!({
             "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
             "added_tokens": [special(256, "<end>"), special(257, "<begin>")],
             "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
             "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-                      "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []},
-        });
+                      "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
+                      "vocab": Map::from_iter(vocab), "merges": []},
+        }))
+    }
+
+    /// Returns the tokenizer of this `tokenizer.json`; 256 ends a text.
+    fn tokenizer(file: &Value) -> Tokenizer {
         let inner =
             tokenizers::Tokenizer::from_bytes(file.to_string()).expect("the tokenizer is valid");
-        Tokenizer {
-            inner,
-            template: None,
-            generation: Generation { ends: vec![256], ..Generation::default() },
-        }
+        let generation = Generation { ends: vec![256], ..Generation::default() };
+        Tokenizer::new(inner, None, generation).expect("the decoder is valid")
+    }
+
+    /// Returns a tokenizer with these words as tokens 0, 1, …; the first two are special.
+    pub(crate) fn words(words: &[String], decoder: &Value) -> Tokenizer {
+        let vocab = (0..).zip(words).map(|(id, word)| (word.clone(), Value::from(id)));
+        let specials = (0..).zip(&words[..2]).map(|(id, word)| special(id, word));
+        tokenizer(&serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "pre_tokenizer": null,
+            "post_processor": null, "added_tokens": specials.collect::<Vec<_>>(), "decoder": decoder,
+            "model": {"type": "WordLevel", "vocab": Map::from_iter(vocab), "unk_token": "<s>"},
+        }))
+    }
+
+    /// Returns an entry of `added_tokens`.
+    fn special(id: u32, content: &str) -> Value {
+        serde_json::json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                           "normalized": false, "special": true})
+    }
+
+    /// Returns the letters by which byte-level vocabularies name the bytes 0 to 255.
+    pub(super) fn byte_letters() -> Vec<char> {
+        let printed = |byte: &u8| matches!(byte, 33..=126 | 161..=172 | 174..=255);
+        let mut others = (256..).filter_map(char::from_u32);
+        let letters = (0..=255u8).map(|byte| match printed(&byte) {
+            true => char::from(byte),
+            false => others.next().expect("the number is a letter"),
+        });
+        letters.collect()
     }
 
     #[test]

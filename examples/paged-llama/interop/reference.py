@@ -1,8 +1,10 @@
 """Prints what transformers computes for a model: logits, tokens, and the tokenizer's output. tests/it/reference.rs runs it.
 
-Reads one JSON object per line, {"folder", "prompt", "count", "text", "messages"}; answers with one per line.
+Reads one JSON object per line, {"folder", "gguf", "prompt", "count", "text", "messages"}; answers with one per line.
+The weights come from the file gguf if it is not null, the tokenizer always from the folder.
 """
 import json
+import os
 import sys
 
 import torch
@@ -12,7 +14,11 @@ torch.set_num_threads(2)
 for line in sys.stdin:
     asked = json.loads(line)
     folder, tokens = asked["folder"], list(asked["prompt"])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    weights, more = folder, {}
+    if asked["gguf"]:
+        weights, file = os.path.split(asked["gguf"])
+        more = {"gguf_file": file}
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32, attn_implementation="eager", **more).eval()
     logits, greedy = None, []
     with torch.no_grad():
         for _ in range(asked["count"]):

@@ -21,5 +21,11 @@ fn main() -> ExitCode {
             reference::compare_with_transformers(python)
         })
     });
-    harness_main(recorded.chain(live))
+    let imported = reference::python().zip(reference::imported()).map(|(python, model)| {
+        let name = "reference::answers_of_an_imported_model_are_those_of_transformers";
+        trial_within(reference::PYTHON_LIMIT, name, move || {
+            reference::compare_imported(python, model)
+        })
+    });
+    harness_main(recorded.chain(live).chain(imported))
 }

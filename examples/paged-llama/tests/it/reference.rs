@@ -4,6 +4,7 @@
 
 use std::ffi::OsString;
 use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -22,6 +23,10 @@ use crate::folder::Folder;
 const PYTHON: &str = "KVX_TRANSFORMERS_PYTHON";
 /// The environment variable that records the answers.
 const RECORD: &str = "KVX_TRANSFORMERS_RECORD";
+/// The environment variables with a GGUF file, and the folder that `import_gguf.py` made of it as
+/// float32.
+const GGUF: &str = "KVX_TRANSFORMERS_GGUF";
+const IMPORTED: &str = "KVX_TRANSFORMERS_IMPORTED";
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/vectors/reference.json");
 /// The largest difference from transformers' logits, which are summed in another order.
 const NEAR: f32 = 1e-4;
@@ -135,8 +140,8 @@ fn prompt(len: usize) -> Vec<u32> {
 }
 
 /// Returns the logits after the prompt, and the tokens that follow, each the likeliest.
-fn ours(folder: &Folder, mut tokens: Vec<u32>, count: usize) -> (Vec<f32>, Vec<u32>) {
-    let model = Model::open(folder.path(), Shard::alone()).unwrap();
+fn ours(folder: &Path, mut tokens: Vec<u32>, count: usize) -> (Vec<f32>, Vec<u32>) {
+    let model = Model::open(folder, Shard::alone()).unwrap();
     let blocks: Vec<u32> = (0..(tokens.len() + count).div_ceil(16) as u32).collect();
     let mut pool =
         Pool::allocate(model.pool_shape(blocks.len(), 16, Dtype::F32, PoolLayout::Hnd)).unwrap();
@@ -161,7 +166,8 @@ fn ours(folder: &Folder, mut tokens: Vec<u32>, count: usize) -> (Vec<f32>, Vec<u
 pub(crate) fn compare_with_recorded(case: Case) {
     let recorded: Value = serde_json::from_str(&std::fs::read_to_string(FILE).unwrap()).unwrap();
     let folder = Folder::with(&case.made);
-    compare(&case, &folder, &recorded[case.name]);
+    let theirs = &recorded[case.name];
+    compare(case.name, folder.path(), prompt(case.prompt), theirs);
 }
 
 /// Compares all cases with the answers of transformers, and records them if requested.
@@ -170,8 +176,8 @@ pub(crate) fn compare_with_transformers(python: OsString) {
     let mut answers = Map::new();
     for case in cases() {
         let folder = Folder::with(&case.made);
-        let theirs = python.ask(&folder, &prompt(case.prompt), COUNT);
-        let far = compare(&case, &folder, &theirs);
+        let theirs = python.ask(folder.path(), None, &prompt(case.prompt), COUNT);
+        let far = compare(case.name, folder.path(), prompt(case.prompt), &theirs);
         println!("{}: differences of at most {far:.1e}", case.name);
         answers.insert(case.name.into(), theirs);
     }
@@ -182,10 +188,26 @@ pub(crate) fn compare_with_transformers(python: OsString) {
     }
 }
 
+/// Returns the GGUF file and the folder made of it, if this run has them.
+pub(crate) fn imported() -> Option<(PathBuf, PathBuf)> {
+    Some((std::env::var_os(GGUF)?.into(), std::env::var_os(IMPORTED)?.into()))
+}
+
+/// Compares the answer of a model that `import_gguf.py` converted with that of transformers, which
+/// reads the GGUF file with its own code.
+pub(crate) fn compare_imported(python: OsString, (gguf, folder): (PathBuf, PathBuf)) {
+    let tokenizer = Tokenizer::open(&folder, &Config::read(&folder).unwrap()).unwrap();
+    let prompt = tokenizer.encode("Gravity is the force that", true).unwrap();
+    let theirs = Python::start(python).ask(&folder, Some(gguf.as_path()), &prompt, 24);
+    let greedy: Vec<u32> = serde_json::from_value(theirs["greedy"].clone()).unwrap();
+    println!("{:?}", tokenizer.decode(&greedy, true));
+    let far = compare("imported", &folder, prompt, &theirs);
+    println!("differences of at most {far:.1e}");
+}
+
 /// Returns the largest difference of the logits.
-fn compare(case: &Case, folder: &Folder, theirs: &Value) -> f32 {
-    let name = case.name;
-    let (logits, greedy) = ours(folder, prompt(case.prompt), COUNT);
+fn compare(name: &str, folder: &Path, prompt: Vec<u32>, theirs: &Value) -> f32 {
+    let (logits, greedy) = ours(folder, prompt, theirs["greedy"].as_array().unwrap().len());
     let numbers =
         |name: &str| theirs[name].as_array().unwrap_or_else(|| panic!("no {name}")).iter();
     let far =
@@ -199,7 +221,7 @@ fn compare(case: &Case, folder: &Folder, theirs: &Value) -> f32 {
         "{name}"
     );
     assert_eq!(theirs["back"], TEXT, "{name}: transformers must decode its own tokens");
-    let tokenizer = Tokenizer::open(folder.path(), &Config::read(folder.path()).unwrap()).unwrap();
+    let tokenizer = Tokenizer::open(folder, &Config::read(folder).unwrap()).unwrap();
     assert_eq!(json!(tokenizer.encode(TEXT, true).unwrap()), theirs["ids"], "{name}");
     let chat = tokenizer
         .chat(&messages(), &Map::from_iter([("add_generation_prompt".into(), true.into())]))
@@ -224,8 +246,8 @@ impl Python {
         Python { child, answers }
     }
 
-    fn ask(&mut self, folder: &Folder, prompt: &[u32], count: usize) -> Value {
-        let mut asked = json!({"folder": folder.path(), "prompt": prompt, "count": count});
+    fn ask(&mut self, folder: &Path, gguf: Option<&Path>, prompt: &[u32], count: usize) -> Value {
+        let mut asked = json!({"folder": folder, "gguf": gguf, "prompt": prompt, "count": count});
         (asked["text"], asked["messages"]) = (TEXT.into(), messages());
         writeln!(self.child.stdin.as_mut().unwrap(), "{asked}").unwrap();
         let mut line = String::new();

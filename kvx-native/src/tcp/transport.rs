@@ -1,5 +1,6 @@
 //! The open backend: a listener, a machine, and its thread.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -45,25 +46,18 @@ impl Factory for Tcp {
     }
 
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
-        let config = Config::read(options).map_err(|error| {
+        Config::read(options).map_err(|error| {
             Unavailable::because(error.sentence().to_owned(), "correct the option")
         })?;
         let devices =
             host_addresses().into_iter().map(|(name, ip)| format!("{name} {ip}")).collect();
-        let caution = (!config.bind.is_loopback()).then(|| {
-            format!(
-                "TCP listens on {}: give the fleet a shared secret, and the bytes of blocks are \
-                 sealed (\"tcp.seal\"); without one keep untrusted hosts off that network",
-                config.bind
-            )
-        });
         Ok(Availability {
             version: env!("CARGO_PKG_VERSION").into(),
             library: None,
             devices,
             rdma: false,
             capabilities: capabilities(),
-            cautions: caution.into_iter().collect(),
+            cautions: Vec::new(),
         })
     }
 
@@ -81,9 +75,22 @@ struct TcpTransport {
     address: Vec<u8>,
 }
 
+/// Returns the warning about an address that other hosts can reach, in a fleet without a secret.
+fn caution(bind: IpAddr, has_secret: bool) -> Option<String> {
+    (!bind.is_loopback() && !has_secret).then(|| {
+        format!(
+            "TCP listens on {bind} without a shared secret: set one, which also encrypts blocks \
+             (\"tcp.seal\"), or keep untrusted hosts off that network"
+        )
+    })
+}
+
 fn open(context: Context) -> Result<TcpTransport> {
     let config = Config::read(&context.options)?;
     let listener = Listener::open(&config)?;
+    if let Some(caution) = caution(config.bind, context.secret.is_some()) {
+        tracing::warn!(backend = NAME, "{caution}");
+    }
     let address = address::encode(&listener.addresses);
     let name = format!("kvx-tcp {}", context.agent.name);
     let events = Arc::clone(&context.events);
@@ -159,5 +166,20 @@ unsafe impl Transport for TcpTransport {
     fn shutdown(&self, done: Ticket) {
         self.reactor.stop();
         done.settle(Ok(()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    #[test]
+    fn an_address_for_other_hosts_is_a_caution_only_without_a_secret() {
+        let (here, elsewhere) = (Ipv4Addr::LOCALHOST.into(), Ipv4Addr::new(10, 0, 0, 1).into());
+        let cautioned = |bind, has_secret| caution(bind, has_secret).is_some();
+        assert_eq!((cautioned(here, false), cautioned(elsewhere, true)), (false, false));
+        assert!(caution(elsewhere, false).is_some_and(|caution| caution.contains("10.0.0.1")));
     }
 }

@@ -96,8 +96,21 @@ impl Meters {
     }
 }
 
+/// Creates the series that have no value before something fails: without them, `increase` over a
+/// counter misses the first failure.
+pub(crate) fn start() {
+    for kind in ErrorKind::ALL {
+        failures(*kind);
+    }
+    metrics::gauge!("kvx_quarantined_bytes").increment(0.0);
+}
+
 pub(crate) fn failed(error: &Error) {
-    metrics::counter!("kvx_failures_total", "kind" => label(error.kind())).increment(1);
+    failures(error.kind()).increment(1);
+}
+
+fn failures(kind: ErrorKind) -> Counter {
+    metrics::counter!("kvx_failures_total", "kind" => label(kind))
 }
 
 /// Returns the metric label of an error kind. Two kinds share the label `denied`, which dashboards

@@ -13,7 +13,7 @@ use crate::memory::DeviceAccess;
 use crate::metadata::AdmissionTerms;
 use crate::registry::Registry;
 use crate::sync::Mutex;
-use crate::telemetry::Meters;
+use crate::telemetry::{self, Meters};
 use crate::transport::{Admission, AutoOpen, Context, Events};
 use crate::{Error, ErrorKind, Options, Result, Secret, fork};
 
@@ -166,6 +166,7 @@ impl AgentBuilder {
         };
         let invited =
             AdmissionTerms { by: context.invitation, with_secret: context.secret.is_some() };
+        telemetry::start();
         let opened = open(&registry, named.as_deref(), &context)?;
         let (budget, inbox) = (Budget::new(self.budget), Inbox::new(self.inbox));
         let agent =

@@ -47,11 +47,20 @@ pub(crate) fn run(arguments: &Arguments, out: &mut dyn Write) -> Result<ExitCode
     let looked = match probe(&address, rank, engine.version, secret, Duration::from_secs(5)) {
         Ok(looked) => looked,
         Err(error) => {
+            // The peer has answered, to refuse this secret.
+            let answered = error.kind() == kvx::ErrorKind::Authentication;
             if arguments.json {
-                writeln!(out, "{:#}", json!({"answered": false, "error": error.to_string()}))?;
+                let failure = match answered {
+                    true => {
+                        json!({"answered": true, "fits": false, "misfits": [error.to_string()]})
+                    }
+                    false => json!({"answered": false, "error": error.to_string()}),
+                };
+                writeln!(out, "{failure:#}")?;
             }
-            eprintln!("kvx: no answer from {}: {error}", arguments.address);
-            return Ok(ExitCode::from(NO_ANSWER));
+            let what = if answered { "does not fit" } else { "no answer" };
+            eprintln!("kvx: {what}: {}: {error}", arguments.address);
+            return Ok(if answered { ExitCode::FAILURE } else { ExitCode::from(NO_ANSWER) });
         }
     };
     let verdict = ProbeVerdict::of(&looked, &engine)?;
@@ -198,7 +207,10 @@ impl ProbeVerdict {
             verdict.misfits.push(error.sentence().to_owned());
         }
         if let Some(why) = &looked.refusal {
-            verdict.misfits.push(format!("it rejects this engine: {why}"));
+            // Without the secret, a kvx answers this engine as it answers a vLLM.
+            if looked.kvx.is_ok() {
+                verdict.misfits.push(format!("it rejects this engine: {why}"));
+            }
             return Ok(verdict);
         }
         let metadata = match &looked.metadata {
@@ -311,7 +323,9 @@ fn in_words(arguments: &Arguments, looked: &Probe, verdict: &ProbeVerdict) -> St
     let mut line = |name: &str, value: String| text.push_str(&format!("{name:<22}{value}\n"));
     line("side channel", format!("{} answers in {:?}", arguments.address, looked.round_trip));
     line("protocol", speaks(looked).to_owned());
-    line("compatibility hash", looked.hash.to_string());
+    if looked.refusal.is_none() {
+        line("compatibility hash", looked.hash.to_string());
+    }
     if let Some(metadata) = told(looked) {
         line("engine id", metadata.engine_id.clone());
         line(

@@ -16,6 +16,13 @@ use kvx::connector::{
 use kvx_testkit::test;
 use serde_json::Value;
 
+#[cfg(all(feature = "serve", feature = "proxy"))]
+use crate::serve::{
+    hosts::secret,
+    server::{Server, ServerArgs, model, prompt},
+    transfers::published,
+};
+
 const LIMIT: Duration = Duration::from_secs(60);
 
 fn kvx(arguments: &[&str]) -> Output {
@@ -162,6 +169,37 @@ fn weights_of_float32_and_a_broken_file_are_explained() {
         status == Some(1) && text.contains(&format!("{model}/config.json is not JSON")),
         "{text}"
     );
+}
+
+#[cfg(all(feature = "serve", feature = "proxy"))]
+#[test]
+fn secrets_that_differ_are_the_only_misfit() {
+    let others =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("probe-{}.secret", std::process::id()));
+    kvx::Secret::create(&others).unwrap();
+    let (fleets, others) = (secret().to_str().unwrap(), others.to_str().unwrap());
+    let model = model(&["--arch", "llama"]);
+    let serve = |variables: &[(&str, &str)]| {
+        let told = ServerArgs { arguments: &[], variables };
+        Server::configured(&model, "TCP", &serde_json::json!({}), told)
+    };
+    let (with, without) = (serve(&[("KVX_SECRET_FILE", fleets)]), serve(&[]));
+    for (prefill, secret, why) in [
+        (&with, None, "the prefill has a shared secret and this engine has none"),
+        (&with, Some(others), "the shared secrets of decode and prefill differ"),
+        (&without, Some(others), "this engine has a shared secret and the prefill has none"),
+    ] {
+        let port = published(prefill, &prompt(1, 20))["remote_port"].to_string();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
+        command.args(["probe", &format!("127.0.0.1:{port}")]).env_remove("KVX_SECRET_FILE");
+        command.envs(secret.map(|file| ("KVX_SECRET_FILE", file)));
+        let output = kvx_testkit::output(&mut command, LIMIT);
+        let text = said(&output);
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(text.contains(why) && text.matches("does not fit").count() == 1, "{text}");
+        assert!(!text.contains("no NIXL agent that"), "the answer to a vLLM: {text}");
+    }
+    std::fs::remove_file(others).unwrap();
 }
 
 #[test]

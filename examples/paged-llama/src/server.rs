@@ -373,6 +373,7 @@ pub async fn serve(
         turn: AtomicUsize::new(0),
         hosts: hosts.clone(),
         trust,
+        refused_params: http::RefusedParams::default(),
     });
     let started =
         || started(&ServerInfo { address, model_len: limits.model_len, blocks, pool_bytes });

@@ -2,6 +2,8 @@
 
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::extract::{ConnectInfo, FromRequestParts};
@@ -15,6 +17,12 @@ use crate::kv::{ParamsTrust, TransferParams};
 
 /// The header in which the head passes the client's location to its hosts.
 pub(super) const CLIENT: HeaderName = HeaderName::from_static("x-kvx-client");
+
+/// The shortest time between two log lines about refused parameters.
+const APART: Duration = Duration::from_secs(10);
+
+/// The length in characters at which such a line is cut.
+const LONGEST_REFUSAL: usize = 512;
 
 /// The location of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +61,27 @@ impl<S: Sync> FromRequestParts<S> for Client {
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> std::result::Result<Self, Infallible> {
         Ok(parts.extensions.get::<ConnectInfo<Client>>().map_or(Client::Elsewhere, |info| info.0))
+    }
+}
+
+/// The log of refused parameters: any client can cause a refusal, and most often a secret that is
+/// missing at one engine does.
+#[derive(Debug, Default)]
+pub(crate) struct RefusedParams(Mutex<Option<Instant>>);
+
+impl RefusedParams {
+    /// Logs a refusal, unless it has logged one in the last ten seconds.
+    pub(super) fn log(&self, refusal: &ApiError) {
+        let now = Instant::now();
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.is_some_and(|last| now < last + APART) {
+            return;
+        }
+        *last = Some(now);
+        drop(last);
+        // The host in it comes from the client.
+        let why: String = refusal.words.chars().take(LONGEST_REFUSAL).collect();
+        tracing::warn!(status = refusal.status.as_u16(), "refused kv_transfer_params: {why}");
     }
 }
 

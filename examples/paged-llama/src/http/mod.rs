@@ -40,6 +40,7 @@ use tokio::net::TcpListener;
 
 use self::body::RequestBody;
 use self::client::Client;
+pub(crate) use self::client::RefusedParams;
 use self::error::{ApiError, Result, answer};
 use self::fields::parse_json;
 pub(crate) use self::handshake::{JOIN_TIMEOUT, JoinRequest, SharedConfig, check_reach};

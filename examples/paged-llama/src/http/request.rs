@@ -179,7 +179,8 @@ impl CompletionRequest {
         };
         asked.check(service)?;
         if let (Some(trust), Some(params)) = (&service.trust, &asked.transfer) {
-            client::check_params(trust, client, params)?;
+            let checked = client::check_params(trust, client, params);
+            checked.inspect_err(|refusal| service.refused_params.log(refusal))?;
         }
         Ok(asked)
     }

@@ -7,6 +7,7 @@ use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use tokio::sync::Semaphore;
 
+use super::client::RefusedParams;
 use super::error::{ApiError, Result};
 use super::hosts::{Hosts, RANK};
 use super::limits::RequestLimits;
@@ -51,6 +52,8 @@ pub struct Service {
     /// The check of `kv_transfer_params`; `None` without peers, where the parameters have no
     /// effect.
     pub(crate) trust: Option<ParamsTrust>,
+    /// The log of parameters that fail this check.
+    pub(crate) refused_params: RefusedParams,
 }
 
 /// Permits that limit how many requests are tokenized concurrently: a long text takes seconds.

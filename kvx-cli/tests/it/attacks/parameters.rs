@@ -2,6 +2,7 @@
 //! receives another request's answer.
 
 use kvx_testkit::test;
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::serve::hosts::{Host, Hosts, secret};
@@ -64,6 +65,13 @@ fn a_client_cannot_read_the_blocks_of_another_request() {
     let answer = decode.tokens(&own, TOKENS, Some(&mine));
     assert_eq!(ids(&answer), ids(&prefill.tokens(&own, TOKENS, None)));
     assert_eq!(decode.metric("vllm:nixl_bytes_transferred_count"), 1.0);
+    // The refusals do not flood the log.
+    let [_, decode] = servers;
+    decode.signal(Signal::TERM);
+    let (_, log) = decode.ended();
+    let refusals: Vec<_> = log.lines().filter(|line| line.contains("refused kv_tr")).collect();
+    assert!((1..5).contains(&refusals.len()), "five refusals: {log}");
+    assert!(refusals.iter().all(|line| line.contains("KVX_SECRET_FILE")), "{log}");
 }
 
 /// Uses clients on other hosts than the decode's, without a secret.

@@ -14,6 +14,7 @@ use super::tables::{self, DEFAULTS_OF_VLLM, MooncakeSettings, NixlSettings};
 use super::transfer_config::KvTransferConfig;
 use super::warning::Warning;
 use crate::Version;
+use crate::ids::is_loopback;
 
 /// The report that `kvx config` prints. `Display` writes its text.
 ///
@@ -282,6 +283,9 @@ fn derived(config: &KvTransferConfig, sizes: Sizes) -> Vec<(&'static str, String
                 port_rule(config)
             ),
         ));
+        if opens_tcp(config) {
+            out.push(("kvx's TCP", tcp(config, host)));
+        }
         let release = match config.block_release() {
             BlockRelease::After(after) => format!("{} s after the prefill", after.as_secs_f64()),
             BlockRelease::Lease(lease) => format!(
@@ -326,6 +330,30 @@ fn derived(config: &KvTransferConfig, sizes: Sizes) -> Vec<(&'static str, String
         ));
     }
     out
+}
+
+fn opens_tcp(config: &KvTransferConfig) -> bool {
+    let is = |name: &str, wanted: &str| name.eq_ignore_ascii_case(wanted);
+    match config.backends() {
+        Ok(Some(names)) => {
+            names.iter().any(|name| is(name, "TCP")) || names.iter().all(|name| is(name, "KVX"))
+        }
+        Ok(None) => true,
+        Err(_) => false,
+    }
+}
+
+/// Describes where kvx's TCP listens. Only the engine's machine knows its addresses.
+fn tcp(config: &KvTransferConfig, host: &str) -> String {
+    match config.extra().get("tcp").and_then(|tcp| tcp.get("bind")?.as_str()) {
+        Some(bind) => format!("listens at {bind} (tcp.bind)"),
+        None if is_loopback(host) => "listens at 127.0.0.1; for peers on other hosts set \
+             VLLM_NIXL_SIDE_CHANNEL_HOST, or tcp.bind"
+            .to_owned(),
+        None => {
+            format!("listens at {host} if that is an address of this machine, else at 127.0.0.1")
+        }
+    }
 }
 
 /// Returns the rule that derives a rank's port, and the source of the base port.

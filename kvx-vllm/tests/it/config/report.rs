@@ -139,6 +139,26 @@ fn without_a_backend_list_the_report_mentions_vllm_peers() {
 }
 
 #[test]
+fn the_report_says_where_tcp_listens() {
+    let said = |host: &str, bind: Option<&'static str>| {
+        let here = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", host);
+        let mut line = vec!["--kv-transfer-config.kv_connector=NixlConnector"];
+        line.push("--kv-transfer-config.kv_role=kv_both");
+        line.extend(bind);
+        report(&line, &here).to_string()
+    };
+    let bind = "--kv-transfer-config.kv_connector_extra_config.tcp.bind=10.0.0.9";
+    for (host, bind, line) in [
+        ("localhost", None, "kvx's TCP: listens at 127.0.0.1; for peers on other hosts set"),
+        ("10.0.0.1", None, "kvx's TCP: listens at 10.0.0.1 if that is an address of this machine"),
+        ("10.0.0.1", Some(bind), "kvx's TCP: listens at 10.0.0.9 (tcp.bind)\n"),
+    ] {
+        let text = said(host, bind);
+        assert!(text.contains(line), "{text}");
+    }
+}
+
+#[test]
 fn the_json_report_has_the_same_content() {
     let line = [
         "--kv-transfer-config.kv_connector=NixlConnector",

@@ -170,7 +170,7 @@ async fn link_worker(
         None => (None, "the answer has no metadata of kvx".to_owned()),
         Some(bytes) => match link(own.agent.connect(bytes)).await {
             Ok(peer) => (Some((peer, Metadata::decode(bytes)?)), String::new()),
-            Err(error) => (None, format!("no link by kvx's own metadata: {error}")),
+            Err(error) => (None, format!("the connection to its kvx agent failed: {error}")),
         },
     };
     let no_way = |other: &str| {
@@ -185,7 +185,10 @@ async fn link_worker(
             (peer, regions)
         }
         None if metadata.agent_metadata.is_empty() => {
-            return Err(Error::new(ErrorKind::NoRoute, no_way("and it has no metadata of NIXL")));
+            return Err(Error::new(
+                ErrorKind::NoRoute,
+                no_way("it has no NIXL agent to fall back on"),
+            ));
         }
         None if NixlPeer::is_offered(&metadata.agent_metadata) => {
             let known = NixlPeer::connect(&own.agent, &metadata.agent_metadata);
@@ -215,7 +218,7 @@ async fn link_worker(
         pp = rank.pp,
         tp = rank.tp,
         route = %peer.route(),
-        as_nixl = %why_not,
+        as_nixl = (!why_not.is_empty()).then(|| tracing::field::display(&why_not)),
         "connected to a worker of a peer"
     );
     let sets = (0..source.sets().len()).map(|set| {

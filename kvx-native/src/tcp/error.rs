@@ -48,8 +48,8 @@ pub(crate) fn no_answer(address: SocketAddr) -> Error {
     Error::new(
         ErrorKind::PeerLost,
         format!(
-            "no answer from {address} in time: check that the peer runs and that a kvx agent \
-             listens there"
+            "no answer from {address} in time: check that the peer runs, that a kvx agent listens \
+             there, and that no firewall drops packets to this port"
         ),
     )
 }

@@ -182,7 +182,8 @@ impl TransferFailure {
             ..TransferFailure::new(
                 FailureKind::LeaseExpired,
                 format!(
-                    "no decode fetched its blocks in time; raise {setting} to keep them longer"
+                    "no decode fetched its blocks in time: the decodes' log says why; raise \
+                     {setting} to keep them longer"
                 ),
             )
         }

@@ -231,8 +231,8 @@ fn unanswered(error: Error, address: &Address, engine: &str) -> Error {
     let cure = match error.kind() {
         ErrorKind::PeerLost | ErrorKind::TimedOut if is_loopback(host) => {
             "; that is this machine: if the engine is on another one, set \
-             VLLM_NIXL_SIDE_CHANNEL_HOST there to an address that can be reached from here (and \
-             kv_connector_extra_config.tcp.bind, unless TCP shall listen at that address too)"
+             VLLM_NIXL_SIDE_CHANNEL_HOST there to an address that can be reached from here (TCP \
+             listens there too, unless kv_connector_extra_config.tcp.bind names another address)"
         }
         ErrorKind::PeerLost | ErrorKind::TimedOut => {
             "; the instance is down, its listener has ended, or a firewall drops the packets: \

@@ -53,7 +53,7 @@ impl Client {
                 Err(_) => {
                     last = Error::new(
                         ErrorKind::TimedOut,
-                        format!("no connection to {address} within {share:?}"),
+                        format!("no connection to {address} within {share:.1?}"),
                     );
                 }
             }
@@ -68,7 +68,7 @@ impl Client {
     pub(crate) async fn ask(&mut self, question: &[u8], limit: Duration) -> Result<Message> {
         match timeout(limit, self.exchange(question, limit)).await {
             Ok(done) => done,
-            Err(_) => Err(Error::new(ErrorKind::TimedOut, format!("no answer within {limit:?}"))),
+            Err(_) => Err(Error::new(ErrorKind::TimedOut, format!("no answer within {limit:.1?}"))),
         }
     }
 
@@ -130,7 +130,7 @@ pub(crate) async fn resolve(host: &str, port: u16, limit: Duration) -> Result<Ve
         Err(_) => {
             return Err(Error::new(
                 ErrorKind::TimedOut,
-                format!("host {host:?} did not resolve within {limit:?}"),
+                format!("host {host:?} did not resolve within {limit:.1?}"),
             ));
         }
     };

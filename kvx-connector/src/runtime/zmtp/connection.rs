@@ -56,7 +56,7 @@ fn ended() -> Error {
 fn late(limit: Duration, what: &str) -> Error {
     Error::new(
         ErrorKind::TimedOut,
-        format!("the other end of the side channel {what} within {limit:?}"),
+        format!("the other end of the side channel {what} within {limit:.1?}"),
     )
 }
 

@@ -127,9 +127,9 @@ impl Metrics {
         }
         if report.unknown_requests > 0 {
             self.unknown.increment(report.unknown_requests);
-            if let Some(unsaid) = self.unknown_log.count() {
+            if let Some(suppressed) = self.unknown_log.count() {
                 let count = report.unknown_requests;
-                tracing::debug!(count, unsaid, "peers named requests that are not known here");
+                tracing::debug!(count, suppressed, "peers named requests that are not known here");
             }
         }
         if !report.stats.is_empty() {

@@ -46,8 +46,8 @@ pub(super) async fn receive(shared: Arc<Shared>, rank: WorkerRank, agent: Agent)
                     )),
                 };
                 let Err(error) = heard else { continue };
-                if let Some(unsaid) = log.count() {
-                    tracing::warn!(%from, %error, unsaid, "a notification was refused");
+                if let Some(suppressed) = log.count() {
+                    tracing::warn!(%from, %error, suppressed, "a notification was refused");
                 }
             }
             Err(error) if error.kind() == ErrorKind::TimedOut => {}

@@ -94,20 +94,17 @@ async fn check(core: &Core, live: &LiveSetup, instance: &Instance, models: bool)
     match well {
         Ok(()) => {
             if instance.state.healthy() {
-                tracing::info!(instance = instance.name(), role = instance.role.as_str(), "is up");
+                let role = instance.role.as_str();
+                tracing::info!(instance = instance.name(), role, "an instance is up");
             }
         }
-        Err((words, late)) => {
-            core.errors.add(instance.name(), &words);
+        Err((why, late)) => {
+            core.errors.add(instance.name(), &why);
             // An instance that is too busy to answer is better than none.
-            if live.fleet.unhealthy(instance, &words, &live.setup.health, late) {
+            if live.fleet.unhealthy(instance, &why, &live.setup.health, late) {
                 core.metrics.ejection(Reason::Health.as_str());
-                tracing::warn!(
-                    instance = instance.name(),
-                    role = instance.role.as_str(),
-                    words,
-                    "is down"
-                );
+                let role = instance.role.as_str();
+                tracing::warn!(instance = instance.name(), role, why, "an instance is down");
             }
         }
     }

@@ -234,7 +234,11 @@ impl Core {
         self.errors.add(instance.name(), what);
         if live.fleet.failed(instance, reason, what, &live.setup.health, Instant::now()) {
             self.metrics.ejection(reason.as_str());
-            tracing::warn!(instance = instance.name(), what, "ejected for a while");
+            tracing::warn!(
+                instance = instance.name(),
+                why = what,
+                "an instance is ejected for a while"
+            );
         }
         // It may have restarted: query its ranks again.
         instance.state.forget_ranks();

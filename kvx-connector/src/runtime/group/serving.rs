@@ -195,8 +195,8 @@ pub(super) async fn gather(shared: Arc<Shared>, listener: RankListener) {
 }
 
 fn log_refusal(log: &RefusalLog, error: &Error) {
-    if let Some(unsaid) = log.count() {
-        tracing::warn!(%error, unsaid, "a process that tried to join was refused");
+    if let Some(suppressed) = log.count() {
+        tracing::warn!(%error, suppressed, "a process that tried to join was refused");
     }
 }
 

@@ -181,8 +181,8 @@ impl BootstrapState {
                     )
                 },
                 Err(error) => {
-                    if let Some(unsaid) = self.refusals.count() {
-                        tracing::warn!(%error, unsaid, "the bootstrap server refused a registration");
+                    if let Some(suppressed) = self.refusals.count() {
+                        tracing::warn!(%error, suppressed, "the bootstrap server refused a registration");
                     }
                     refusal(&error)
                 }

@@ -78,9 +78,9 @@ fn answer(older: bool, frames: impl IntoIterator<Item = Vec<u8>>) -> Vec<Vec<u8>
 impl DecodeChannel {
     fn log_refusal(&self, taken: Result<()>) {
         if let Err(error) = taken
-            && let Some(unsaid) = self.refusals.count()
+            && let Some(suppressed) = self.refusals.count()
         {
-            tracing::warn!(%error, unsaid, "a decode's question was refused");
+            tracing::warn!(%error, suppressed, "a decode's question was refused");
         }
     }
 }

@@ -91,7 +91,8 @@ impl SideServer {
         let address = Address { host: Arc::clone(&settings.advertise), port: first.local().port() };
         let server = SideServer { address, handler, routers };
         let at: Vec<_> = server.listens_at().collect();
-        tracing::info!(?at, told = %server.address.host, "the side channel listens");
+        let secret = settings.secret.is_some();
+        tracing::info!(?at, advertised = %server.address.host, secret, "the side channel listens");
         Ok(server)
     }
 
@@ -218,8 +219,8 @@ impl Drop for Session {
 }
 
 fn log_refusal(log: &RefusalLog, refusal: &Error) {
-    if let Some(unsaid) = log.count() {
-        tracing::info!(%refusal, unsaid, "a handshake was refused");
+    if let Some(suppressed) = log.count() {
+        tracing::info!(%refusal, suppressed, "a handshake was refused");
     }
 }
 
@@ -269,8 +270,8 @@ impl SideHandler {
         let request = match asked {
             Ok(request) => request,
             Err(refusal) => {
-                if let Some(unsaid) = self.refusals.count() {
-                    tracing::warn!(%refusal, unsaid, "the side channel refused a kvx decode");
+                if let Some(suppressed) = self.refusals.count() {
+                    tracing::warn!(%refusal, suppressed, "the side channel refused a kvx decode");
                 }
                 let told = self.told.lock();
                 let reply = told.invited.answer_with(message, self.clock.now(), Err(refusal))?;

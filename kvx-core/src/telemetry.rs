@@ -100,7 +100,7 @@ impl Meters {
 /// counter misses the first failure.
 pub(crate) fn start() {
     for kind in ErrorKind::ALL {
-        failures(*kind);
+        failures(*kind).increment(0);
     }
     metrics::gauge!("kvx_quarantined_bytes").increment(0.0);
 }

@@ -14,7 +14,7 @@ use super::super::refusal_log::RefusalLog;
 use super::super::setup::MOONCAKE;
 use super::super::shared::Shared;
 use super::super::zmtp::{
-    ConnectionHandler, MessageLimits, Received, Router, RouterConnection, RouterLimits,
+    ConnectionHandler, MessageLimits, PeerLimits, Received, Router, RouterConnection, RouterLimits,
 };
 use super::bootstrap::BootstrapServer;
 use super::channels::{Channels, Listeners};
@@ -26,10 +26,15 @@ use kvx_vllm::wire::mooncake::{
 };
 
 /// The limits for the decodes of a worker. Each waiting load has a connection.
-const LIMITS: RouterLimits = RouterLimits {
+const DECODES: PeerLimits = PeerLimits {
     connections: 4096,
     message: MessageLimits { frames: 4, bytes: PullRequest::MAX_LEN },
     bytes: 4 * PullRequest::MAX_LEN,
+};
+/// The limits for all connections.
+const LIMITS: RouterLimits = RouterLimits {
+    unauthenticated: DECODES,
+    authenticated: DECODES,
     answers: 64 << 20,
     patience: Duration::from_secs(5),
 };

@@ -10,7 +10,7 @@ use tokio::net::TcpListener;
 
 use super::super::clock::Clock;
 use super::super::refusal_log::RefusalLog;
-use super::super::zmtp::{Handler, MessageLimits, Router, RouterLimits, resolve};
+use super::super::zmtp::{Handler, MessageLimits, PeerLimits, Router, RouterLimits, resolve};
 use super::{SideSettings, proof};
 use kvx_vllm::engine::{Address, WorkerRank};
 use kvx_vllm::wire::{
@@ -21,11 +21,14 @@ use kvx_vllm::wire::{
 const QUESTION: MessageLimits = MessageLimits { frames: 16, bytes: 4 << 10 };
 
 /// The limits for peers: 512 silent ones take less than 1 MiB, 512 with a whole question each 4
-/// MiB, and those that do not read their answers as much as two of the longest answers.
+/// MiB.
+const PEERS: PeerLimits = PeerLimits { connections: 512, message: QUESTION, bytes: 4 << 20 };
+
+/// The limits for all connections, of which each serves one handshake. Peers that do not read their
+/// answers take as much as two of the longest answers.
 const LIMITS: RouterLimits = RouterLimits {
-    connections: 512,
-    message: QUESTION,
-    bytes: 4 << 20,
+    unauthenticated: PEERS,
+    authenticated: PEERS,
     answers: 2 * HandshakePayload::MAX_LEN,
     patience: Duration::from_secs(5),
 };

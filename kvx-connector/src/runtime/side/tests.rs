@@ -298,7 +298,7 @@ fn ipv6_works_and_workers_may_have_separate_ports() {
 fn workers_of_which_some_are_kvx_and_some_not_are_refused() {
     use std::sync::Arc;
 
-    use crate::runtime::zmtp::{Handler, MessageLimits, Router, RouterLimits};
+    use crate::runtime::zmtp::{Handler, MessageLimits, PeerLimits, Router, RouterLimits};
     use kvx_vllm::wire::{HandshakePayload, KvxChallenge};
 
     /// Answers one question as vLLM would, the other as kvx does.
@@ -322,10 +322,10 @@ fn workers_of_which_some_are_kvx_and_some_not_are_refused() {
         for kvx_first in [false, true] {
             let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
             let message = MessageLimits { frames: 4, bytes: 1 << 16 };
+            let peers = PeerLimits { connections: 8, message, bytes: 1 << 20 };
             let limits = RouterLimits {
-                connections: 8,
-                message,
-                bytes: 1 << 20,
+                unauthenticated: peers,
+                authenticated: peers,
                 answers: 1 << 20,
                 patience: SHORT,
             };

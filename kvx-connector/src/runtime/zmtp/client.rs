@@ -85,6 +85,11 @@ impl Client {
         self.connection.send(&[envelope, question].concat(), limit).await
     }
 
+    /// Sets the limits of the following answers, after the peer has authenticated.
+    pub(crate) fn set_limits(&mut self, limits: MessageLimits, budget: &Arc<Budget>) {
+        self.connection.set_limits(limits, budget);
+    }
+
     /// Returns whether the socket can be used again: no unexpected data has arrived, and the other
     /// end has not closed it.
     pub(crate) fn is_quiet(&self) -> bool {

@@ -91,6 +91,12 @@ impl SocketConnection {
             && matches!(rustix::net::recv(&self.stream, &mut [0; 1], look), Err(Errno::AGAIN))
     }
 
+    /// Sets the limits of the following messages. Must be called between two messages.
+    pub(super) fn set_limits(&mut self, limits: MessageLimits, budget: &Arc<Budget>) {
+        debug_assert!(self.decoder.is_between(), "a message has arrived in part");
+        self.decoder = Decoder::new(limits, budget);
+    }
+
     async fn greet(&mut self, kind: SocketType) -> Result<()> {
         self.stream.set_nodelay(true).map_err(broken)?;
         let mut out = zmtp::greeting().to_vec();

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvx_core::ErrorKind;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
 use super::*;
 use kvx_vllm::zmtp::{self, Command};
@@ -53,7 +53,8 @@ fn run<F: Future>(test: F) -> F::Output {
 
 fn limits(patience: Duration, connections: usize) -> RouterLimits {
     let message = MessageLimits { frames: 4, bytes: 1 << 20 };
-    RouterLimits { connections, message, bytes: 4 << 20, answers: 4 << 20, patience }
+    let peers = PeerLimits { connections, message, bytes: 4 << 20 };
+    RouterLimits { unauthenticated: peers, authenticated: peers, answers: 4 << 20, patience }
 }
 
 async fn echo(patience: Duration, connections: usize) -> (Router, SocketAddr) {
@@ -64,6 +65,38 @@ async fn echo(patience: Duration, connections: usize) -> (Router, SocketAddr) {
     (router, address)
 }
 
+/// Echoes messages, and authenticates peers that send `secret`.
+struct AuthenticatingEcho;
+
+impl ConnectionHandler for AuthenticatingEcho {
+    async fn talk(&self, mut peer: RouterConnection) -> kvx_core::Result<()> {
+        while let Some(message) = peer.receive().await? {
+            let frame = message.frames()[1].clone();
+            drop(message);
+            if frame == b"secret" {
+                peer.set_authenticated()?;
+            }
+            peer.send(&[frame]).await?;
+        }
+        Ok(())
+    }
+}
+
+/// Serves four unauthenticated peers with messages of 64 bytes, and four authenticated ones.
+async fn authenticating_echo() -> Router {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let mut limits = limits(LIMIT, 4);
+    limits.unauthenticated.message.bytes = 64;
+    Router::serve_by(listener, limits, Arc::new(AuthenticatingEcho)).unwrap()
+}
+
+/// Opens a connection from another address of this host, which has greeted and may send any bytes.
+async fn raw_from(last: u8, address: SocketAddr) -> TcpStream {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind(SocketAddr::from(([127, 0, 0, last], 0))).unwrap();
+    greeted(socket.connect(address).await.unwrap()).await
+}
+
 async fn client(kind: SocketType, address: SocketAddr) -> kvx_core::Result<Client> {
     let limits = MessageLimits { frames: 4, bytes: 1 << 20 };
     Client::connect(kind, &[address], limits, &Budget::new(2 << 20), LIMIT).await
@@ -71,7 +104,10 @@ async fn client(kind: SocketType, address: SocketAddr) -> kvx_core::Result<Clien
 
 /// Opens a connection that has greeted and may send any bytes.
 async fn raw(address: SocketAddr) -> TcpStream {
-    let mut stream = TcpStream::connect(address).await.unwrap();
+    greeted(TcpStream::connect(address).await.unwrap()).await
+}
+
+async fn greeted(mut stream: TcpStream) -> TcpStream {
     let mut out = zmtp::greeting().to_vec();
     Command::Ready { kind: Some(SocketType::Dealer), identity: b"me".to_vec() }.put(&mut out);
     stream.write_all(&out).await.unwrap();
@@ -197,6 +233,65 @@ fn a_connection_above_the_limit_replaces_the_most_silent_one() {
         }
         assert!(is_closed(&mut silent[0]).await);
         assert!(router.connections() <= 4);
+    });
+}
+
+#[test]
+fn no_number_of_unauthenticated_connections_closes_an_authenticated_one() {
+    run(async {
+        let router = authenticating_echo().await;
+        let mut waiting = client(SocketType::Dealer, router.local()).await.unwrap();
+        waiting.ask(b"secret", LIMIT).await.unwrap();
+        let mut crowd = Vec::new();
+        for _ in 0..3 * 4 {
+            crowd.push(raw_from(1, router.local()).await);
+        }
+        assert!(is_closed(&mut crowd[0]).await);
+        assert_eq!(router.connections(), 4 + 1);
+        waiting.ask(&vec![1; 1 << 19], LIMIT).await.unwrap();
+    });
+}
+
+#[test]
+fn a_connection_of_the_address_that_has_most_is_closed_first() {
+    run(async {
+        let (router, address) = echo(LIMIT, 4).await;
+        // This one is the most silent.
+        let mut waiting = client(SocketType::Dealer, address).await.unwrap();
+        let mut crowd = Vec::new();
+        for _ in 0..3 * 4 {
+            crowd.push(raw_from(2, address).await);
+        }
+        assert!(is_closed(&mut crowd[0]).await);
+        assert_eq!(router.connections(), 4);
+        waiting.ask(b"q", LIMIT).await.unwrap();
+    });
+}
+
+#[test]
+fn an_unauthenticated_peer_sends_only_short_messages() {
+    run(async {
+        let router = authenticating_echo().await;
+        let mut peer = raw(router.local()).await;
+        peer.write_all(b"\x00\x41").await.unwrap(); // the head of 65 bytes
+        assert!(is_closed(&mut peer).await);
+    });
+}
+
+#[test]
+fn unfinished_messages_of_one_address_leave_memory_for_others() {
+    run(async {
+        let (_router, address) = echo(LIMIT, 16).await;
+        let mut crowd = Vec::new();
+        for _ in 0..6 {
+            let mut peer = raw_from(2, address).await;
+            // All but the last byte of the longest message. An error: it was closed.
+            let head = b"\x02\x00\x00\x00\x00\x00\x10\x00\x00";
+            let _ = peer.write_all(&[&head[..], &vec![0; (1 << 20) - 1]].concat()).await;
+            crowd.push(peer);
+        }
+        let mut other = client(SocketType::Dealer, address).await.unwrap();
+        other.ask(&vec![1; (1 << 20) - 64], LIMIT).await.unwrap();
     });
 }
 

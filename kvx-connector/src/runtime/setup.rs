@@ -48,6 +48,13 @@ impl Setup {
         }
     }
 
+    /// Returns whether plain Mooncake agents, which cannot prove a secret, are served: the option
+    /// `unauthenticated` names their backend.
+    pub(super) fn admits_mooncake_agents(&self) -> bool {
+        let named = self.options.unauthenticated().unwrap_or_default();
+        named.iter().any(|name| self.registry.canonical(name).is_ok_and(|name| name == MOONCAKE))
+    }
+
     /// Sets the address that TCP binds. Without `tcp.bind` it is this host's own address, if it
     /// names one of this machine: then peers elsewhere reach both the side channel and the data, or
     /// neither.

@@ -8,9 +8,9 @@
 //! and, for each request, a region with a separate key. Revoking that region ends all writes. To a
 //! plain Mooncake agent, as in vLLM's workers, the backend `MOONCAKE` writes by address.
 //!
-//! Layers, lowest to highest: `http`, `proof`, `client`, `bootstrap`; `askers`, `idle_clients`,
-//! `route`, `channels` and `state`, which the connector holds; `connect`, `pull`, `announce` and
-//! `channel`, which do what the workers ask for.
+//! Layers, lowest to highest: `http`, `proof`, `client`, `bootstrap`; `session`, `prefill_connection`;
+//! `askers`, `idle_clients`, `route`, `channels` and `state`, which the connector holds; `connect`,
+//! `pull`, `announce` and `channel`, which do what the workers ask for.
 
 mod announce;
 mod askers;
@@ -21,9 +21,11 @@ mod client;
 mod connect;
 mod http;
 mod idle_clients;
+mod prefill_connection;
 mod proof;
 mod pull;
 mod route;
+mod session;
 mod state;
 #[cfg(test)]
 mod tests;

@@ -5,23 +5,22 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{Error, ErrorKind, Result, Secret};
 
 use super::super::caches::caches_are_gone;
 use super::super::setup::MOONCAKE;
 use super::super::shared::Shared;
-use super::super::zmtp::{Client, MessageLimits, SocketType, resolve};
+use super::super::zmtp::{SocketType, resolve};
 use super::super::{copies, push};
-use super::{client, proof};
+use super::client;
+use super::prefill_connection::PrefillConnection;
 use kvx_vllm::engine::mooncake::{PullId, QueryId, Unanswered};
 use kvx_vllm::engine::{Address, RequestId, Time, WorkerRank};
 use kvx_vllm::wire::mooncake::{
     OlderAnswer, OlderPullRequest, PullRequest, PullResponse, PullStatus, PulledRequest,
 };
 
-/// The limits of an answer, with frames that later versions may add.
-const ANSWER: MessageLimits = MessageLimits { frames: 4, bytes: PullResponse::MAX_LEN };
-/// The time limit for a worker's greeting, and for sending a question.
+/// The time limit for a connection to a worker, and for sending a question.
 const LIMIT: Duration = Duration::from_secs(10);
 
 /// Returns whether a question asks for blocks, and does not only end a request.
@@ -74,6 +73,12 @@ async fn exchange(
         Error::new(ErrorKind::Malformed, format!("{address} is not of the form tcp://host:port"))
     })?;
     let older = shared.is_older_mooncake();
+    let secret = shared.secret.as_ref().filter(|_| is_kvx);
+    // The worker proves the secret before memory is granted to it.
+    let mut connection = match shared.mooncake.idle.take(&address, secret.is_some()) {
+        Some(kept) => kept,
+        None => connect(shared, &at, secret, deadline).await?,
+    };
     // The grant may stem from another worker's question, before this worker started its load.
     copies::idle(shared, rank, left(shared, deadline).into()).await?;
     let message = with_grants(shared, rank, message, is_kvx).await?;
@@ -83,56 +88,52 @@ async fn exchange(
         (true, false) => OlderPullRequest::plain(&message)?.encode(),
     };
     drop(message);
-    let secret = shared.secret.as_ref().filter(|_| is_kvx);
-    let sealed = match secret {
-        None => None,
-        Some(secret) => Some((secret, proof::seal_question(secret, &bytes)?)),
-    };
-    let limit = LIMIT.min(left(shared, deadline));
-    let mut client = match shared.mooncake.idle.take(&address) {
-        Some(client) => client,
-        None => {
-            let addresses = resolve(&at.host, at.port, limit).await?;
-            let kind = if older { SocketType::Req } else { SocketType::Dealer };
-            Client::connect(kind, &addresses, ANSWER, &shared.mooncake.answers, limit).await?
-        }
-    };
+    // Expected race: the worker closes an idle connection while memory is registered.
+    if !connection.is_quiet() {
+        connection = connect(shared, &at, secret, deadline).await?;
+    }
     *delivered = true;
-    let mut frames = vec![&bytes[..]];
-    frames.extend(sealed.iter().map(|(_, (_, seal))| &seal[..]));
-    client.send(&frames, limit).await?;
+    connection.send(&bytes, LIMIT.min(left(shared, deadline))).await?;
     drop(bytes);
     loop {
         let limit = left(shared, deadline);
         let late = || Error::new(ErrorKind::TimedOut, "the prefill did not answer in time");
         let answer =
-            tokio::time::timeout(limit, client.receive(LIMIT)).await.map_err(|_| late())??;
-        let frame = |at: usize| answer.frames().get(at).map_or(&[][..], Vec::as_slice);
-        let (answer, seal) = (frame(0), frame(1));
-        if let Some((secret, (nonce, _))) = &sealed {
-            proof::check_answer(secret, nonce, answer, seal)?;
-        }
+            tokio::time::timeout(limit, connection.receive(LIMIT)).await.map_err(|_| late())??;
         if older && !is_kvx {
-            let answer = OlderAnswer::decode(answer);
+            let answer = OlderAnswer::decode(&answer);
             if answer.is_ok() {
-                shared.mooncake.idle.keep(address, client);
+                shared.mooncake.idle.keep(address, connection);
             }
             shared
                 .report_mooncake(rank, |worker, now| worker.older_answered_with(now, pull, answer));
             return Ok(());
         }
         // Decoded before the lock, because it may be long.
-        let answer = PullResponse::decode(answer);
+        let answer = PullResponse::decode(&answer);
         if answer.as_ref().is_ok_and(|answer| answer.status == PullStatus::Continue) {
             shared.report_mooncake(rank, |worker, now| worker.answered_with(now, pull, answer));
             continue;
         }
         if answer.is_ok() {
-            shared.mooncake.idle.keep(address, client);
+            shared.mooncake.idle.keep(address, connection);
         }
         shared.report_mooncake(rank, |worker, now| worker.answered_with(now, pull, answer));
         return Ok(());
     }
+}
+
+/// Connects to a worker. With a secret, both ends prove it.
+async fn connect(
+    shared: &Shared,
+    at: &Address,
+    secret: Option<&Secret>,
+    deadline: Time,
+) -> Result<PrefillConnection> {
+    let limit = LIMIT.min(left(shared, deadline));
+    let addresses = resolve(&at.host, at.port, limit).await?;
+    let kind = if shared.is_older_mooncake() { SocketType::Req } else { SocketType::Dealer };
+    PrefillConnection::open(kind, &addresses, secret, &shared.mooncake.answers, limit).await
 }
 
 fn left(shared: &Shared, deadline: Time) -> Duration {

@@ -372,10 +372,10 @@ fn a_connection_is_kept_for_the_next_question_until_its_other_end_leaves() {
         let listed = client::query(prefill.address(), LIMIT).await.unwrap();
         let at = &listed.engine(prefill.engine_id().as_str()).unwrap().workers[&rank];
         let idle = &decode.shared().mooncake.idle;
-        let mut kept = idle.take(at).expect("it has answered");
-        assert!(idle.take(at).is_none(), "one asks by it");
-        let answer = kept.ask(b"nonsense", LIMIT).await.unwrap();
-        let answer = PullResponse::decode(answer.frames().last().unwrap()).unwrap();
+        let mut kept = idle.take(at, false).expect("it has answered");
+        assert!(idle.take(at, false).is_none(), "one asks by it");
+        kept.send(b"nonsense", LIMIT).await.unwrap();
+        let answer = PullResponse::decode(&kept.receive(LIMIT).await.unwrap()).unwrap();
         assert_eq!(answer.status, PullStatus::Error);
         idle.keep(at.as_str().into(), kept);
     });
@@ -390,7 +390,7 @@ fn a_connection_is_kept_for_the_next_question_until_its_other_end_leaves() {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         idle.keep("tcp://there:1".into(), kept);
-        assert!(idle.take("tcp://there:1").is_none(), "the other end has left");
+        assert!(idle.take("tcp://there:1", false).is_none(), "the other end has left");
     });
 }
 

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{IsTerminal as _, LineWriter, Write as _};
 use std::path::PathBuf;
 
-use kvx_proxy::{AccessLog, Choice, Finding, Pool, PoolConnector, Setup};
+use kvx_proxy::{AccessLog, Choice, Finding, FleetSecret, Pool, PoolConnector, Setup};
 
 use crate::Result;
 
@@ -84,6 +84,8 @@ impl Arguments {
             None => Setup::default(),
         }
         .with_environment();
+        let secret = kvx::Secret::from_environment()?;
+        setup.fleet_secret = secret.map(|secret| FleetSecret::new(*secret.bytes()));
         let hosts = !(self.prefiller_hosts.is_empty()
             && self.prefiller_ports.is_empty()
             && self.decoder_hosts.is_empty()

@@ -1,5 +1,6 @@
 //! The fleet of instances.
 
+pub(crate) mod bootstrap;
 pub(crate) mod choice;
 pub(crate) mod instance;
 pub(crate) mod models;

@@ -3,19 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use hyper::Uri;
 use hyper::header::{AUTHORIZATION, HeaderMap};
-use kvx_vllm::params::recipe::concurrent::MooncakeTarget;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
+use super::bootstrap::{QueryFault, query};
 use super::instance::{Instance, PrefillKind, Reason, Role};
 use crate::relay::core::{Core, LiveSetup};
-use crate::setup::{InstanceSetup, PoolConnector};
+use crate::setup::PoolConnector;
 use crate::upstream::Fault;
-
-/// The default port of a Mooncake bootstrap server.
-const BOOTSTRAP_PORT: u16 = 8998;
 
 /// Checks all instances periodically; never returns.
 pub(crate) async fn watch(core: Arc<Core>) {
@@ -141,8 +137,9 @@ pub(crate) async fn learn_kind(
         PoolConnector::Mooncake => PrefillKind::Mooncake(query(live, instance).await?),
         PoolConnector::Auto => match query(live, instance).await {
             Ok(targets) => PrefillKind::Mooncake(targets),
+            Err(QueryFault::Denied(fault)) => return Err(fault),
             // A known Mooncake instance has only failed to answer.
-            Err(fault)
+            Err(QueryFault::Failed(fault))
                 if instance.setup.bootstrap_port.is_some() || instance.state.was_mooncake() =>
             {
                 return Err(fault);
@@ -161,36 +158,6 @@ pub(crate) async fn learn_kind(
     };
     instance.state.set_kind(kind.clone());
     Ok(kind)
-}
-
-/// Returns the URL of an instance's bootstrap server, as decode legs name it.
-pub(crate) fn bootstrap_address(setup: &InstanceSetup) -> String {
-    let port = setup.bootstrap_port.unwrap_or(BOOTSTRAP_PORT);
-    format!("http://{}:{port}", setup.url.host().unwrap_or_default())
-}
-
-/// Queries a bootstrap server for the ranks of its instance.
-pub(crate) async fn query(
-    live: &LiveSetup,
-    instance: &Instance,
-) -> Result<Vec<MooncakeTarget>, Fault> {
-    let address = bootstrap_address(&instance.setup);
-    let broken = |why: String| Fault::Broken(format!("bootstrap server {address}: {why}"));
-    let url: Uri = address.parse().map_err(|_| broken("its address is not a URL".to_owned()))?;
-    let server = InstanceSetup { url, h2c: false, ..instance.setup.clone() };
-    let timeout = live.setup.health.timeout.min(live.upstream.connect_timeout());
-    let (status, answer) =
-        live.upstream.get_json(&server, "/query", HeaderMap::new(), timeout).await?;
-    let answer = match answer {
-        Some(answer) if status.is_success() => answer,
-        _ => return Err(broken(format!("GET /query answered {} without JSON", status.as_u16()))),
-    };
-    let targets =
-        MooncakeTarget::from_query(&address, &answer).map_err(|error| broken(error.to_string()))?;
-    match targets.is_empty() {
-        true => Err(broken("no rank has registered yet".to_owned())),
-        false => Ok(targets),
-    }
 }
 
 #[cfg(test)]

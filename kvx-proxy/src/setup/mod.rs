@@ -14,7 +14,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde::de::Deserializer;
 
-pub use api_key::ApiKey;
+pub use api_key::{ApiKey, FleetSecret};
 pub use check::Finding;
 pub use instance::InstanceSetup;
 pub(crate) use instance::InstanceTable;
@@ -70,6 +70,10 @@ pub struct Setup {
     /// The key for `/instances`; from the environment only.
     #[serde(skip)]
     pub admin_api_key: Option<ApiKey>,
+    /// The fleet's secret, which the proxy proves to the bootstrap servers of Mooncake instances;
+    /// from the program only.
+    #[serde(skip)]
+    pub fleet_secret: Option<FleetSecret>,
 }
 
 /// The connector of a pool's instances, which determines the recipe of its requests.
@@ -271,6 +275,7 @@ impl Default for Setup {
             pools: Vec::new(),
             openai_api_key: None,
             admin_api_key: None,
+            fleet_secret: None,
         }
     }
 }
@@ -438,9 +443,16 @@ mod tests {
     #[test]
     fn no_key_is_printed() {
         let key = Some(ApiKey::new("hush"));
-        let setup = Setup { openai_api_key: key.clone(), admin_api_key: key, ..Setup::default() };
+        let secret = Some(FleetSecret::new([217; 32]));
+        let setup = Setup {
+            openai_api_key: key.clone(),
+            admin_api_key: key,
+            fleet_secret: secret,
+            ..Setup::default()
+        };
         let printed = format!("{setup:?}");
         assert!(printed.contains("ApiKey") && !printed.contains("hush"), "{printed}");
+        assert!(printed.contains("FleetSecret") && !printed.contains("217"), "{printed}");
     }
 
     #[test]

@@ -120,8 +120,7 @@ mod tests {
         let words =
             ["http://10.0.0.1:8010", "http://10.0.0.2:8010", "9000", "http://[::1]:8010", "none"];
         let pool = Pool::from_urls(&words.map(str::to_owned), &[]).unwrap();
-        let addresses: Vec<_> =
-            pool.prefill.iter().map(crate::fleet::watch::bootstrap_address).collect();
+        let addresses: Vec<_> = pool.prefill.iter().map(crate::fleet::bootstrap::address).collect();
         assert_eq!(
             addresses,
             ["http://10.0.0.1:8998", "http://10.0.0.2:9000", "http://[::1]:8998"]

@@ -4,6 +4,7 @@
 //! This module needs no HTTP client or runtime: bodies are [`serde_json::Value`]s, recipes are
 //! functions.
 
+mod bootstrap_request;
 mod error;
 mod fields;
 mod mooncake;
@@ -14,6 +15,7 @@ mod request_id;
 mod transfer;
 mod uuid;
 
+pub use bootstrap_request::BootstrapRequest;
 pub use error::ParamsError;
 pub use mooncake::{MooncakeLeg, MooncakeParams, MooncakeTransferId};
 pub use mooncake_older::{KvxPrefill, OlderMooncakeLeg, OlderMooncakeParams};

@@ -51,8 +51,10 @@ impl Fleet {
     /// Starts the fleet; `prefill` is the proxy's argument for the head. Fails unless the proxy's
     /// answers equal the single server's, and both ranks have prefilled for it.
     fn start(kv_connector: &str, prefill: &str) -> Option<Fleet> {
+        // The test reads the list of workers without a proof, as a vLLM would.
+        let extra = json!({"backends": ["TCP"], "unauthenticated": ["MOONCAKE"]});
         let transfer = json!({"kv_connector": kv_connector, "kv_role": "kv_both", "kv_load_failure_policy": "fail",
-                              "kv_connector_extra_config": {"backends": ["TCP"]}});
+                              "kv_connector_extra_config": extra});
         let folder = model(&["--arch", "llama"]).to_str().unwrap().to_owned();
         let mut fleet =
             Fleet { hosts: Hosts::for_this_test(3)?, folder, transfer: transfer.to_string() };

@@ -2,8 +2,8 @@
 //! look them up.
 //!
 //! It serves vLLM's `POST /register` and `GET /query` over HTTP. [`BootstrapRegister`] decides what
-//! to remember. This module has the socket, its limits and the authentication of workers
-//! ([`proof`]).
+//! to remember. This module has the socket, its limits and the authentication of clients
+//! ([`BootstrapRequest`]).
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -20,9 +20,9 @@ use tokio::time::timeout;
 use super::super::clock::Clock;
 use super::super::refusal_log::RefusalLog;
 use super::http::{Exchange, HttpMessage};
-use super::proof;
 use kvx_vllm::engine::WorkerRank;
 use kvx_vllm::engine::mooncake::BootstrapRegister;
+use kvx_vllm::params::BootstrapRequest;
 use kvx_vllm::wire::mooncake::WorkerRegistration;
 
 /// The number of connections. A further one replaces the oldest.
@@ -41,7 +41,10 @@ pub(super) struct BootstrapServer {
 #[derive(Debug)]
 struct BootstrapState {
     clock: Clock,
+    /// The secret that clients have to prove.
     secret: Option<Secret>,
+    /// True if queries need no proof.
+    open_queries: bool,
     register: Mutex<BootstrapRegister>,
     refusals: RefusalLog,
 }
@@ -54,10 +57,16 @@ struct HttpAnswer {
 }
 
 impl BootstrapServer {
-    /// Serves all connections, on tasks of the current runtime.
-    pub(super) fn serve(listener: TcpListener, clock: Clock, secret: Option<Secret>) -> Self {
+    /// Serves all connections, on tasks of the current runtime. With a secret, workers have to
+    /// prove it, and unless `open_queries` decodes and routers too.
+    pub(super) fn serve(
+        listener: TcpListener,
+        clock: Clock,
+        secret: Option<Secret>,
+        open_queries: bool,
+    ) -> Self {
         let (register, refusals) = (Mutex::default(), RefusalLog::default());
-        let state = Arc::new(BootstrapState { clock, secret, register, refusals });
+        let state = Arc::new(BootstrapState { clock, secret, open_queries, register, refusals });
         let accepting = tokio::spawn(accept(listener, Arc::clone(&state))).abort_handle();
         BootstrapServer { state, accepting }
     }
@@ -108,7 +117,7 @@ async fn accept(listener: TcpListener, state: Arc<BootstrapState>) {
 
 async fn converse(stream: TcpStream, from: SocketAddr, state: Arc<BootstrapState>) {
     let mut exchange = Exchange::new(stream);
-    // The nonce of the last answer, good for one registration on this connection.
+    // The nonce of the last answer, good for one request on this connection.
     let mut nonce: Option<String> = None;
     loop {
         let (answer, goes_on) =
@@ -122,7 +131,7 @@ async fn converse(stream: TcpStream, from: SocketAddr, state: Arc<BootstrapState
             };
         nonce.clone_from(&answer.nonce);
         let start = format!("HTTP/1.1 {}", answer.status);
-        let nonce_line = answer.nonce.map(|nonce| format!("{}: {nonce}", proof::NONCE));
+        let nonce_line = answer.nonce.map(|nonce| format!("{}: {nonce}", BootstrapRequest::NONCE));
         let mut headers =
             vec![if goes_on { "Connection: keep-alive" } else { "Connection: close" }];
         headers.extend(nonce_line.as_deref());
@@ -148,61 +157,90 @@ fn refusal(error: &Error) -> HttpAnswer {
         ErrorKind::Busy => "503 Service Unavailable",
         _ => "400 Bad Request",
     };
-    HttpAnswer {
-        status,
-        nonce: None,
-        body: json!({"detail": error.to_string()}).to_string().into_bytes(),
-    }
+    detail(status, &error.to_string())
+}
+
+/// Builds an answer with a sentence, in the form of vLLM's server.
+fn detail(status: &'static str, detail: &str) -> HttpAnswer {
+    let body = json!({"detail": detail}).to_string().into_bytes();
+    HttpAnswer { status, nonce: None, body }
 }
 
 impl BootstrapState {
     fn answer(&self, request: &HttpMessage, nonce: Option<String>) -> HttpAnswer {
         let [method, target, _] = &request.start;
         let path = target.split('?').next().unwrap_or_default();
-        let ok = |body: Vec<u8>| HttpAnswer { status: "200 OK", nonce: None, body };
-        let detail = |status, detail: &str| HttpAnswer {
-            status,
-            nonce: None,
-            body: json!({"detail": detail}).to_string().into_bytes(),
-        };
-        match (method.as_str(), path) {
-            ("GET", "/query") => {
-                let listed = self.register.lock().directory(self.clock.now());
-                ok(listed.encode())
+        let kind = match (method.as_str(), path) {
+            ("GET", "/query") => BootstrapRequest::Query,
+            ("POST", "/register") => BootstrapRequest::Register,
+            (_, "/query" | "/register") => {
+                return detail("405 Method Not Allowed", "Method Not Allowed");
             }
-            ("POST", "/register") => match self.registered(request, nonce) {
-                Ok(None) => ok(json!({"status": "ok"}).to_string().into_bytes()),
-                Ok(Some(nonce)) => HttpAnswer {
-                    nonce: Some(nonce),
-                    ..detail(
-                        "401 Unauthorized",
-                        "workers of this fleet have to prove its shared secret: set \
-                         KVX_SECRET_FILE",
-                    )
-                },
-                Err(error) => {
-                    if let Some(suppressed) = self.refusals.count() {
-                        tracing::warn!(%error, suppressed, "the bootstrap server refused a registration");
-                    }
-                    refusal(&error)
+            _ => return detail("404 Not Found", "Not Found"),
+        };
+        let answered = match self.challenge(kind, request, nonce) {
+            Ok(Some(nonce)) => {
+                let why = "this fleet has a shared secret, which workers, decodes and routers have \
+                           to prove: set KVX_SECRET_FILE; vLLM cannot prove it: name MOONCAKE in \
+                           kv_connector_extra_config.unauthenticated of the prefill to let it in";
+                return HttpAnswer { nonce: Some(nonce), ..detail("401 Unauthorized", why) };
+            }
+            Ok(None) => self.serve(kind, &request.body),
+            Err(error) => Err(error),
+        };
+        answered.map_or_else(
+            |error| {
+                if let Some(suppressed) = self.refusals.count() {
+                    tracing::warn!(%error, suppressed, "the bootstrap server refused a request");
                 }
+                refusal(&error)
             },
-            (_, "/query" | "/register") => detail("405 Method Not Allowed", "Method Not Allowed"),
-            _ => detail("404 Not Found", "Not Found"),
-        }
+            |body| HttpAnswer { status: "200 OK", nonce: None, body },
+        )
     }
 
-    /// Takes a registration. Returns a nonce if the worker has to prove the secret with it first.
-    fn registered(&self, request: &HttpMessage, nonce: Option<String>) -> Result<Option<String>> {
-        if let Some(secret) = &self.secret {
-            let Some(proof) = request.header(&proof::PROOF.to_ascii_lowercase()) else {
-                let fresh = kvx_core::backend::random_key()?;
-                return Ok(Some(fresh.iter().map(|byte| format!("{byte:02x}")).collect()));
-            };
-            proof::check(secret, nonce.as_deref(), &request.body, proof)?;
+    /// Returns a nonce if the client has to prove the secret with it first.
+    ///
+    /// Errors: `Authentication`: its proof is wrong.
+    fn challenge(
+        &self,
+        kind: BootstrapRequest,
+        request: &HttpMessage,
+        nonce: Option<String>,
+    ) -> Result<Option<String>> {
+        let is_open = kind == BootstrapRequest::Query && self.open_queries;
+        let Some(secret) = self.secret.as_ref().filter(|_| !is_open) else { return Ok(None) };
+        let Some(proof) = request.header(&BootstrapRequest::PROOF.to_ascii_lowercase()) else {
+            let fresh = kvx_core::backend::random_key()?;
+            return Ok(Some(fresh.iter().map(|byte| format!("{byte:02x}")).collect()));
+        };
+        let is_proven = |nonce: &str| kind.is_proven(secret.bytes(), nonce, &request.body, proof);
+        if nonce.as_deref().is_some_and(is_proven) {
+            return Ok(None);
         }
-        let registration = WorkerRegistration::decode(&request.body)?;
-        self.register.lock().register(self.clock.now(), registration)?;
-        Ok(None)
+        let who = match kind {
+            BootstrapRequest::Register => "this worker",
+            BootstrapRequest::Query => "this decode or router",
+        };
+        Err(Error::new(
+            ErrorKind::Authentication,
+            format!(
+                "the shared secrets of {who} and the bootstrap server differ: set KVX_SECRET_FILE \
+                 of both to the same secret"
+            ),
+        ))
+    }
+
+    /// Serves a request of a client that may send it. Returns the body of the answer.
+    fn serve(&self, kind: BootstrapRequest, body: &[u8]) -> Result<Vec<u8>> {
+        let now = self.clock.now();
+        match kind {
+            BootstrapRequest::Query => Ok(self.register.lock().directory(now).encode()),
+            BootstrapRequest::Register => {
+                let registration = WorkerRegistration::decode(body)?;
+                self.register.lock().register(now, registration)?;
+                Ok(json!({"status": "ok"}).to_string().into_bytes())
+            }
+        }
     }
 }

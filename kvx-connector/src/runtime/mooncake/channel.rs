@@ -63,7 +63,9 @@ struct DecodeChannel {
 /// Starts to answer peers.
 pub(in super::super) fn serve(listeners: Listeners, shared: &Arc<Shared>) -> Result<Channels> {
     let bootstrap = listeners.bootstrap.map(|listener| {
-        Arc::new(BootstrapServer::serve(listener, shared.clock, shared.secret.clone()))
+        let (clock, secret) = (shared.clock, shared.secret.clone());
+        let open_queries = !must_authenticate(shared);
+        Arc::new(BootstrapServer::serve(listener, clock, secret, open_queries))
     });
     let router = |(rank, listener)| Ok((rank, serve_rank(listener, shared, rank)?));
     Ok(Channels {

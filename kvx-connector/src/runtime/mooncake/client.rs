@@ -9,8 +9,8 @@ use tokio::time::timeout;
 
 use super::super::zmtp::resolve;
 use super::http::{Exchange, HttpMessage};
-use super::proof;
 use kvx_vllm::engine::Address;
+use kvx_vllm::params::BootstrapRequest;
 use kvx_vllm::wire::mooncake::{Directory, WorkerRegistration};
 
 /// The delay between attempts, as in vLLM.
@@ -20,24 +20,24 @@ const ATTEMPTS: u32 = 3;
 /// The longest answer to a registration.
 const MAX_ANSWER: usize = 64 << 10;
 
-const QUERY: &str = "GET /query";
-const REGISTER: &str = "POST /register";
-
 /// Queries what a bootstrap server knows, within `limit`.
 ///
-/// Errors, after three attempts: `PeerLost`, `TimedOut`: nobody answers; `Invalid`, `Malformed`,
-/// `Exhausted`: the answer is not usable.
-pub(super) async fn query(address: &Address, limit: Duration) -> Result<Directory> {
+/// Errors, after three attempts: `PeerLost`, `TimedOut`: nobody answers; `Authentication`: the
+/// server demands a proof that this engine cannot give; `Invalid`, `Malformed`, `Exhausted`: the
+/// answer is not usable.
+pub(super) async fn query(
+    address: &Address,
+    secret: Option<&Secret>,
+    limit: Duration,
+) -> Result<Directory> {
     let until = Instant::now() + limit;
     for left in (1..=ATTEMPTS).rev() {
         // An attempt that hangs leaves time for the others.
         let share = until.saturating_duration_since(Instant::now()) / left;
         let answer = async {
-            let mut connection = connect(address).await?;
-            let headers = ["Connection: close"];
-            let answer =
-                ask(&mut connection, QUERY, address, &headers, &[], Directory::MAX_LEN).await?;
-            Directory::decode(body_of(&answer)?)
+            let request =
+                Request { kind: BootstrapRequest::Query, body: &[], max: Directory::MAX_LEN };
+            Directory::decode(body_of(&request.send(address, secret).await?)?)
         };
         match within(share, address, answer).await {
             Err(error) if left > 1 => {
@@ -62,23 +62,8 @@ pub(super) async fn register(
 ) -> Result<()> {
     let body = registration.encode();
     let all = async {
-        let mut connection = connect(address).await?;
-        let headers = ["Connection: keep-alive"];
-        let answer = ask(&mut connection, REGISTER, address, &headers, &body, MAX_ANSWER).await?;
-        let nonce =
-            answer.header(&proof::NONCE.to_ascii_lowercase()).filter(|_| answer.start[1] == "401");
-        let Some(nonce) = nonce else { return body_of(&answer).map(drop) };
-        let secret = secret.ok_or_else(|| {
-            Error::new(
-                ErrorKind::Authentication,
-                "its fleet has a shared secret and this engine has none: set KVX_SECRET_FILE here \
-                 to the same secret",
-            )
-        })?;
-        let proof = format!("{}: {}", proof::PROOF, proof::prove(secret, nonce, &body));
-        let headers = ["Connection: close", &proof];
-        let answer = ask(&mut connection, REGISTER, address, &headers, &body, MAX_ANSWER).await?;
-        body_of(&answer).map(drop)
+        let request = Request { kind: BootstrapRequest::Register, body: &body, max: MAX_ANSWER };
+        body_of(&request.send(address, secret).await?).map(drop)
     };
     within(limit, address, all).await
 }
@@ -115,24 +100,59 @@ async fn connect(address: &Address) -> Result<Exchange> {
     Err(last)
 }
 
-async fn ask(
-    connection: &mut Exchange,
-    what: &str,
-    Address { host, port }: &Address,
-    headers: &[&str],
-    body: &[u8],
-    most: usize,
-) -> Result<HttpMessage> {
-    let host = if host.contains(':') {
-        format!("Host: [{host}]:{port}")
-    } else {
-        format!("Host: {host}:{port}")
-    };
-    let headers: Vec<&str> = [&*host].into_iter().chain(headers.iter().copied()).collect();
-    // Servers must not answer a request of HTTP/1.0 in chunks.
-    connection.send(&format!("{what} HTTP/1.0"), &headers, body).await?;
-    let none = || Error::new(ErrorKind::PeerLost, "it closed the connection without an answer");
-    connection.receive(most).await?.ok_or_else(none)
+/// A request to a bootstrap server.
+struct Request<'a> {
+    kind: BootstrapRequest,
+    body: &'a [u8],
+    /// The longest body of an answer.
+    max: usize,
+}
+
+impl Request<'_> {
+    /// Connects and sends the request, and again with a proof if the server demands one.
+    async fn send(&self, address: &Address, secret: Option<&Secret>) -> Result<HttpMessage> {
+        let mut connection = connect(address).await?;
+        // Only a query without a secret cannot have a second request.
+        let keep = secret.is_some() || self.kind == BootstrapRequest::Register;
+        let keep = if keep { "Connection: keep-alive" } else { "Connection: close" };
+        let answer = self.ask(&mut connection, address, &[keep]).await?;
+        let nonce = answer
+            .header(&BootstrapRequest::NONCE.to_ascii_lowercase())
+            .filter(|_| answer.start[1] == "401");
+        let Some(nonce) = nonce else { return Ok(answer) };
+        let secret = secret.ok_or_else(|| {
+            Error::new(
+                ErrorKind::Authentication,
+                "its fleet has a shared secret, and this worker or decode has none: set \
+                 KVX_SECRET_FILE here to the same secret",
+            )
+        })?;
+        let proof = self.kind.prove(secret.bytes(), nonce, self.body);
+        let proof = format!("{}: {proof}", BootstrapRequest::PROOF);
+        self.ask(&mut connection, address, &["Connection: close", &proof]).await
+    }
+
+    async fn ask(
+        &self,
+        connection: &mut Exchange,
+        Address { host, port }: &Address,
+        headers: &[&str],
+    ) -> Result<HttpMessage> {
+        let what = match self.kind {
+            BootstrapRequest::Query => "GET /query",
+            BootstrapRequest::Register => "POST /register",
+        };
+        let host = if host.contains(':') {
+            format!("Host: [{host}]:{port}")
+        } else {
+            format!("Host: {host}:{port}")
+        };
+        let headers: Vec<&str> = [&*host].into_iter().chain(headers.iter().copied()).collect();
+        // Servers must not answer a request of HTTP/1.0 in chunks.
+        connection.send(&format!("{what} HTTP/1.0"), &headers, self.body).await?;
+        let none = || Error::new(ErrorKind::PeerLost, "it closed the connection without an answer");
+        connection.receive(self.max).await?.ok_or_else(none)
+    }
 }
 
 /// Returns the body of an answer that is not an error. Errors: `Invalid`, with the server's text.

@@ -8,7 +8,7 @@
 //! and, for each request, a region with a separate key. Revoking that region ends all writes. To a
 //! plain Mooncake agent, as in vLLM's workers, the backend `MOONCAKE` writes by address.
 //!
-//! Layers, lowest to highest: `http`, `proof`, `client`, `bootstrap`; `session`, `prefill_connection`;
+//! Layers, lowest to highest: `http`, `client`, `bootstrap`; `session`, `prefill_connection`;
 //! `askers`, `idle_clients`, `route`, `channels` and `state`, which the connector holds; `connect`,
 //! `pull`, `announce` and `channel`, which do what the workers ask for.
 
@@ -22,7 +22,6 @@ mod connect;
 mod http;
 mod idle_clients;
 mod prefill_connection;
-mod proof;
 mod pull;
 mod route;
 mod session;

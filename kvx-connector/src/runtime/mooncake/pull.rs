@@ -45,7 +45,8 @@ pub(in super::super) async fn query(
     address: Address,
     deadline: Time,
 ) {
-    let listed = client::query(&address, left(&shared, deadline)).await;
+    let limit = left(&shared, deadline);
+    let listed = client::query(&address, shared.secret.as_ref(), limit).await;
     let listed = listed.map_err(|error| error.to_string());
     shared.report_mooncake(rank, |worker, now| worker.queried(now, query, listed));
 }

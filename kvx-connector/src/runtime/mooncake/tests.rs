@@ -16,6 +16,7 @@ use super::super::{Connector, Decode, Loaded, Prefill};
 use super::bootstrap::{BootstrapServer, CONNECTIONS};
 use super::{client, own_request};
 use kvx_vllm::engine::{Address, BlockLists, WorkerRank};
+use kvx_vllm::params::BootstrapRequest;
 use kvx_vllm::wire::mooncake::{
     Directory, OlderPullRequest, PullRequest, PullResponse, PullStatus, PulledRequest,
     WorkerRegistration,
@@ -36,7 +37,7 @@ async fn server(secret: Option<u8>) -> (BootstrapServer, Address) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = Address { host: "127.0.0.1".into(), port: listener.local_addr().unwrap().port() };
     let secret = secret.map(|byte| Secret::from_bytes([byte; 32]));
-    (BootstrapServer::serve(listener, Clock::new(), secret), address)
+    (BootstrapServer::serve(listener, Clock::new(), secret, false), address)
 }
 
 fn registration(engine: &str, port: u16) -> WorkerRegistration {
@@ -115,7 +116,7 @@ fn a_worker_registers_and_is_found_and_all_else_is_refused_in_words() {
             2,
             "{said}"
         );
-        let listed = client::query(&address, LIMIT).await.unwrap();
+        let listed = client::query(&address, None, LIMIT).await.unwrap();
         assert!(!listed.engine("e").unwrap().is_kvx, "it says nothing of that");
     });
 }
@@ -132,14 +133,17 @@ fn connections_that_say_nothing_make_room() {
             stream.write_all(b"GET /que").await.unwrap();
             silent.push(stream);
         }
-        assert!(client::query(&address, LIMIT).await.unwrap().engine("e").is_some());
+        assert!(client::query(&address, None, LIMIT).await.unwrap().engine("e").is_some());
         let mut rest = Vec::new();
         assert!(
             matches!(silent[0].read_to_end(&mut rest).await, Ok(0) | Err(_)),
             "the oldest one was closed"
         );
         drop(server);
-        assert_eq!(client::query(&address, LIMIT).await.unwrap_err().kind(), ErrorKind::PeerLost);
+        assert_eq!(
+            client::query(&address, None, LIMIT).await.unwrap_err().kind(),
+            ErrorKind::PeerLost
+        );
     });
 }
 
@@ -162,18 +166,55 @@ fn with_a_secret_only_those_register_who_prove_it() {
         let body = String::from_utf8(f.encode()).unwrap();
         assert!(answered(&address, &post(&body)).await.starts_with("HTTP/1.1 401"));
         let nonce = "0".repeat(64);
-        let proven = format!(
-            "{}: {}\r\nHost",
-            super::proof::PROOF,
-            super::proof::prove(&own, &nonce, body.as_bytes())
-        );
+        let proof = BootstrapRequest::Register.prove(own.bytes(), &nonce, body.as_bytes());
+        let proven = format!("{}: {proof}\r\nHost", BootstrapRequest::PROOF);
         let replayed = String::from_utf8(post(&body)).unwrap().replacen("Host", &proven, 1);
         assert!(answered(&address, replayed.as_bytes()).await.starts_with("HTTP/1.1 401"));
-        assert_eq!(client::query(&address, LIMIT).await.unwrap(), Directory::default());
+        assert_eq!(client::query(&address, Some(&own), LIMIT).await.unwrap(), Directory::default());
         client::register(&address, &e, Some(&own), LIMIT).await.unwrap();
         client::register(&address, &e, Some(&own), LIMIT).await.unwrap();
-        let listed = client::query(&address, LIMIT).await.unwrap();
+        let listed = client::query(&address, Some(&own), LIMIT).await.unwrap();
         assert!(listed.engine("e").unwrap().is_kvx && listed.engine("f").is_none());
+    });
+}
+
+#[test]
+fn with_a_secret_queries_need_a_proof_unless_mooncake_agents_are_admitted() {
+    run(async {
+        let (own, other) = (Secret::from_bytes([1; 32]), Secret::from_bytes([2; 32]));
+        let (proven, address) = server(Some(1)).await;
+        proven.register(registration("e", 1)).unwrap();
+        let plain = b"GET /query HTTP/1.0\r\nHost: x\r\n\r\n";
+        let said = answered(&address, plain).await;
+        assert!(said.starts_with("HTTP/1.1 401") && !said.contains("tcp://"), "{said}");
+        let error = client::query(&address, None, LIMIT).await.unwrap_err();
+        assert!(
+            error.kind() == ErrorKind::Authentication
+                && error.to_string().contains("KVX_SECRET_FILE"),
+            "{error}"
+        );
+        let error = client::query(&address, Some(&other), LIMIT).await.unwrap_err();
+        assert!(error.to_string().contains("differ"), "{error}");
+        // The proof of a registration, and of another connection.
+        let nonce = "0".repeat(64);
+        for kind in [BootstrapRequest::Query, BootstrapRequest::Register] {
+            let proof = kind.prove(own.bytes(), &nonce, b"");
+            let replayed =
+                format!("GET /query HTTP/1.0\r\n{}: {proof}\r\n\r\n", BootstrapRequest::PROOF);
+            let said = answered(&address, replayed.as_bytes()).await;
+            assert!(said.starts_with("HTTP/1.1 401"), "{said}");
+        }
+        assert!(client::query(&address, Some(&own), LIMIT).await.unwrap().engine("e").is_some());
+
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let address = Address { host: "127.0.0.1".into(), port };
+        let open = BootstrapServer::serve(listener, Clock::new(), Some(own), true);
+        open.register(registration("e", 1)).unwrap();
+        let said = answered(&address, plain).await;
+        assert!(said.starts_with("HTTP/1.1 200") && said.contains("tcp://"), "{said}");
+        let refused = client::register(&address, &registration("f", 2), None, LIMIT).await;
+        assert_eq!(refused.unwrap_err().kind(), ErrorKind::Authentication);
     });
 }
 
@@ -224,14 +265,14 @@ fn servers_that_are_slow_or_none_are_asked_three_times_and_cost_no_more_than_the
         ] {
             let address = impostor(answers).await;
             let began = Instant::now();
-            let error = client::query(&address, SHORT * 3).await.unwrap_err();
+            let error = client::query(&address, None, SHORT * 3).await.unwrap_err();
             assert_eq!(error.kind(), kind, "{error}");
             assert!(error.to_string().contains("bootstrap server 127.0.0.1"), "{error}");
             assert!(began.elapsed() < LIMIT / 2, "{:?}", began.elapsed());
         }
         let address = impostor(vec![Some(Vec::new()), None, Some(good)]).await;
         assert_eq!(
-            client::query(&address, SHORT * 3).await.unwrap(),
+            client::query(&address, None, SHORT * 3).await.unwrap(),
             Directory::default(),
             "the third time"
         );
@@ -252,7 +293,7 @@ fn questions_that_cannot_be_right_are_answered_in_words_and_all_else_goes_on() {
     register(&prefill, 0).unwrap();
     register(&decode, 0).unwrap();
     run(async {
-        let listed = client::query(prefill.address(), LIMIT).await.unwrap();
+        let listed = client::query(prefill.address(), None, LIMIT).await.unwrap();
         let at =
             &listed.engine(prefill.engine_id().as_str()).unwrap().workers[&WorkerRank::default()];
         let at: SocketAddr = at.strip_prefix("tcp://").unwrap().parse().unwrap();
@@ -340,7 +381,7 @@ fn layouts_and_grants_that_lie_are_written_nowhere() {
         question.req_blocks = vec![PulledRequest { request_id, transfer_id, block_ids }];
         change(&mut question);
         run(async {
-            let listed = client::query(prefill.address(), LIMIT).await.unwrap();
+            let listed = client::query(prefill.address(), None, LIMIT).await.unwrap();
             let at = listed.engine(prefill.engine_id().as_str()).unwrap().workers[&rank]
                 .strip_prefix("tcp://")
                 .unwrap()
@@ -369,7 +410,7 @@ fn a_connection_is_kept_for_the_next_question_until_its_other_end_leaves() {
     register(&decode, 0).unwrap();
     fetches(&prefill, &decode);
     run(async {
-        let listed = client::query(prefill.address(), LIMIT).await.unwrap();
+        let listed = client::query(prefill.address(), None, LIMIT).await.unwrap();
         let at = &listed.engine(prefill.engine_id().as_str()).unwrap().workers[&rank];
         let idle = &decode.shared().mooncake.idle;
         let mut kept = idle.take(at, false).expect("it has answered");

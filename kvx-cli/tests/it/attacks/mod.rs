@@ -10,6 +10,7 @@ mod data_parallel;
 mod forms;
 mod http;
 mod keys;
+mod mooncake;
 mod parameters;
 mod ranks;
 mod responses;

@@ -149,7 +149,7 @@ fn main() -> ExitCode {
         #[cfg(feature = "mooncake")]
         Command::MooncakeAdapter(arguments) => mooncake_adapter::run(&arguments, out),
         Command::Nixl(arguments) => nixl::run(&arguments, out),
-        Command::Demo(arguments) => demo::run(&arguments, &registry, out),
+        Command::Demo(arguments) => demo::run(&arguments, &registry, out, for_people),
         #[cfg(feature = "connector")]
         Command::Probe(arguments) => match probe::run(&arguments, out) {
             Ok(status) => return status,

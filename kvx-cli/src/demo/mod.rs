@@ -1,95 +1,39 @@
 //! `kvx demo`: demonstrates that an answer from transferred KV cache equals a single server's, and
 //! what transfers cost.
 
+mod arguments;
 mod blocks;
 #[cfg(all(feature = "serve", feature = "proxy"))]
-mod client;
-#[cfg(all(feature = "serve", feature = "proxy"))]
-mod fleet;
-#[cfg(all(feature = "serve", feature = "proxy"))]
-mod requests;
+mod servers;
 mod transfer;
 
 use std::io::Write;
-use std::path::PathBuf;
 
-use clap::Args;
 use kvx::Registry;
 
-use crate::{Result, bytes};
+use crate::Result;
 
-/// The arguments of `kvx demo`.
-#[derive(Args)]
-pub(crate) struct Arguments {
-    /// The backends to show, in this order.
-    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "SHM,TCP")]
-    backend: Vec<String>,
-    /// Prefill servers.
-    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=8))]
-    prefillers: u8,
-    /// Decode servers.
-    #[arg(long, default_value_t = 1, value_name = "M", value_parser = clap::value_parser!(u8).range(1..=8))]
-    decoders: u8,
-    /// Tensor-parallel ranks of a prefill and of a decode server: 1, 2, 4 or 8; one number is for
-    /// both.
-    #[arg(long, value_name = "P:D", value_parser = ranks, default_value = "1")]
-    tp: (u16, u16),
-    /// Tokens per block at the prefill and at the decode servers; one number is for both. One of
-    /// two must be a multiple of the other.
-    #[arg(long, value_name = "P:D", value_parser = block_sizes, default_value = "16")]
-    block_size: (u16, u16),
-    /// A model's folder, or a name in the local Hugging Face cache [default: a new model with
-    /// random weights].
-    #[arg(long, value_name = "DIR")]
-    model: Option<PathBuf>,
-    /// Corrupt one transferred block: the answer must differ, and the demo exits with 1.
-    #[arg(long)]
-    corrupt: bool,
-    /// Leave the servers running until Ctrl-C, and print an example request.
-    #[arg(long)]
-    serve: bool,
-    /// Move blocks between two processes, without servers.
-    #[arg(long, conflicts_with_all = ["prefillers", "decoders", "tp", "block_size", "model", "corrupt", "serve"])]
-    transfer: bool,
-    /// With --transfer: the size of the pool, which has 4096 blocks.
-    #[arg(long, value_parser = bytes::parse, default_value = "256M", requires = "transfer")]
-    size: u64,
-}
-
-/// Parses sizes of blocks.
-fn block_sizes(text: &str) -> std::result::Result<(u16, u16), String> {
-    match two(text) {
-        Some((prefill, decode)) if decode % prefill == 0 || prefill % decode == 0 => {
-            Ok((prefill, decode))
-        }
-        Some(_) => Err("one size has to be a multiple of the other, as in 16:64".to_owned()),
-        None => Err("write a count of tokens, or two, as in 16:64".to_owned()),
-    }
-}
-
-/// Parses numbers of ranks.
-fn ranks(text: &str) -> std::result::Result<(u16, u16), String> {
-    let fits = |ranks: u16| matches!(ranks, 1 | 2 | 4 | 8);
-    let both = two(text).filter(|(prefill, decode)| fits(*prefill) && fits(*decode));
-    both.ok_or_else(|| "write 1, 2, 4 or 8, or two of them, as in 1:2".to_owned())
-}
-
-/// Parses two counts with a colon between them, or one that is for both.
-fn two(text: &str) -> Option<(u16, u16)> {
-    let (prefill, decode) = text.split_once(':').unwrap_or((text, text));
-    let count = |text: &str| text.parse().ok().filter(|count| *count > 0);
-    Some((count(prefill)?, count(decode)?))
-}
+pub(crate) use self::arguments::Arguments;
 
 /// Runs the demo. `Ok` means that every check has passed.
-pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Write) -> Result<()> {
+/// `terminal` means that `out` is a terminal.
+pub(crate) fn run(
+    arguments: &Arguments,
+    registry: &Registry,
+    out: &mut dyn Write,
+    terminal: bool,
+) -> Result<()> {
     #[cfg(all(feature = "serve", feature = "proxy"))]
     if !arguments.transfer {
         for written in &arguments.backend {
             registry.require(written, &kvx::Options::new())?;
         }
-        return fleet::run(arguments, out);
+        let text = servers::Format::Text { terminal };
+        let format = if arguments.json { servers::Format::Json } else { text };
+        return servers::run(arguments, format, out);
     }
+    #[cfg(not(all(feature = "serve", feature = "proxy")))]
+    let _ = terminal;
     #[cfg(not(all(feature = "serve", feature = "proxy")))]
     if !arguments.transfer {
         let words = "this kvx was built without the servers of the demo: build it with the features serve and proxy, or \

@@ -15,6 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 #[derive(Debug, Default)]
 pub(super) struct StreamedAnswer {
     pub(super) tokens: Vec<u64>,
+    pub(super) text: String,
     /// The time until the first token.
     pub(super) first: Duration,
     pub(super) prompt_tokens: u64,
@@ -22,21 +23,21 @@ pub(super) struct StreamedAnswer {
     pub(super) not_computed: u64,
 }
 
-/// Requests a greedy answer of `count` tokens, and reads its stream. Calls `tell` with each piece
-/// of its text.
+/// Requests an answer of `count` tokens to a prompt, and reads its stream. Calls `tell` with each
+/// piece of its text. The tokens are chosen at random with a fixed seed: small models repeat
+/// themselves if each token is the likeliest one.
 pub(super) fn stream(
     port: u16,
     prompt: &Value,
     count: usize,
     mut tell: impl FnMut(&str) -> Result<()>,
 ) -> Result<StreamedAnswer> {
-    let mut body = json!({"max_tokens": count, "temperature": 0, "ignore_eos": true, "return_token_ids": true, "stream": true,
-                          "stream_options": {"include_usage": true}});
-    let chat = prompt[0].is_object();
-    body[if chat { "messages" } else { "prompt" }] = prompt.clone();
+    let body = json!({"prompt": prompt, "max_tokens": count, "temperature": 0.5, "seed": 1,
+                      "ignore_eos": true,
+                      "return_token_ids": true, "stream": true,
+                      "stream_options": {"include_usage": true}});
     let begun = Instant::now();
-    let (status, mut answer) =
-        send(port, if chat { "/v1/chat/completions" } else { "/v1/completions" }, Some(&body))?;
+    let (status, mut answer) = send(port, "/v1/completions", Some(&body))?;
     let mut streamed = StreamedAnswer::default();
     let mut line = String::new();
     if status != 200 {
@@ -58,9 +59,10 @@ pub(super) fn stream(
                 }
                 streamed.tokens.extend(tokens.iter().filter_map(Value::as_u64));
             }
-            let choice = &event["choices"][0];
-            let text = if chat { &choice["delta"]["content"] } else { &choice["text"] };
-            tell(text.as_str().unwrap_or_default())?;
+            if let Some(text) = event["choices"][0]["text"].as_str() {
+                streamed.text.push_str(text);
+                tell(text)?;
+            }
             if let Some(prompt) = event["usage"]["prompt_tokens"].as_u64() {
                 streamed.prompt_tokens = prompt;
                 streamed.not_computed = event["usage"]["prompt_tokens_details"]["cached_tokens"]

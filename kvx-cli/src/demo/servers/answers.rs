@@ -1,0 +1,266 @@
+//! Lets the single server and the fleet continue openings, and compares their answers.
+
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use super::client::{Metrics, StreamedAnswer, stream};
+use super::fleet::{Fleet, Server};
+use super::openings::{OPENINGS, Opening};
+use super::screen::Screen;
+use crate::{Result, bytes};
+
+/// Tokens of each answer.
+const TOKENS: usize = 28;
+/// The time without output after which a terminal shows what the demo waits for.
+const QUIET: Duration = Duration::from_millis(250);
+
+/// Sends each opening to the single server and to the fleet. Returns the number of answers that
+/// differ.
+pub(super) fn compare(fleet: &Fleet, backend: &str, screen: &mut Screen<'_>) -> Result<usize> {
+    let mut different = 0;
+    for opening in OPENINGS {
+        let before = TransferTotals::by(&fleet.decodes)?;
+        let name = opening.name();
+        screen.line(format_args!(""))?;
+        for line in wrapped(&name, 96) {
+            screen.line(format_args!("  {line}"))?;
+        }
+        let single = [&fleet.single];
+        let alone = stream_aloud("alone", &fleet.single, &single, opening, screen)?;
+        let servers: Vec<_> = fleet.prefills.iter().chain(&fleet.decodes).collect();
+        let apart = stream_aloud("apart", &fleet.router, &servers, opening, screen)?;
+        let moved = TransferTotals::by(&fleet.decodes)?.since(before);
+        let equal = alone.tokens == apart.tokens && apart.tokens.len() == TOKENS;
+        different += usize::from(!equal);
+        report(screen, &alone, &apart, &moved, equal)?;
+        screen.event(&json!({
+            "event": "answer", "backend": backend, "opening": name, "verbatim_opening": opening.verbatim,
+            "prompt_tokens": apart.prompt_tokens, "equal": equal,
+            "alone": alone.to_json(), "apart": apart.to_json(),
+            "computed_by_decode": computed(&apart), "transfer": moved.to_json(),
+        }))?;
+        assert_moved(computed(&apart))?;
+    }
+    Ok(different)
+}
+
+/// Streams an answer, and prints its text as it arrives.
+fn stream_aloud(
+    who: &str,
+    server: &Server,
+    computing: &[&Server],
+    opening: &Opening,
+    screen: &mut Screen<'_>,
+) -> Result<StreamedAnswer> {
+    screen.begin(&format!("    {who}   "))?;
+    let begun = Instant::now();
+    let (port, prompt) = (server.port, json!(opening.text()));
+    let streamed = std::thread::scope(|scope| -> Result<_> {
+        let (pieces, received) = mpsc::channel::<String>();
+        let stream = scope.spawn(move || {
+            let tell = |piece: &str| Ok(pieces.send(piece.to_owned())?);
+            stream(port, &prompt, TOKENS, tell).map_err(|error| error.to_string())
+        });
+        let mut waiting = true;
+        loop {
+            match received.recv_timeout(QUIET) {
+                Ok(piece) => {
+                    if std::mem::take(&mut waiting) {
+                        screen.clear()?;
+                    }
+                    screen.piece(&piece)?;
+                }
+                Err(RecvTimeoutError::Timeout) if waiting => {
+                    let seconds = begun.elapsed().as_secs_f64();
+                    screen.progress(&format!("{}, {seconds:.1} s", phase(computing)?))?;
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+        }
+        Ok(stream.join().map_err(|_| "the client has panicked")??)
+    })?;
+    screen.end()?;
+    Ok(streamed)
+}
+
+/// Returns what the servers do: a prompt is transferred while its request waits at a decode server.
+fn phase(servers: &[&Server]) -> Result<&'static str> {
+    for server in servers {
+        let metrics = Metrics::of(server.port)?;
+        if metrics.sum("vllm:num_requests_waiting") > 0.0 {
+            return Ok("transfer");
+        }
+        if metrics.sum("vllm:num_requests_running") > 0.0 {
+            return Ok("prefill");
+        }
+    }
+    Ok("decode")
+}
+
+/// Returns how many tokens of the prompt the decode server computed: at least the last one, which
+/// the next token needs.
+fn computed(apart: &StreamedAnswer) -> u64 {
+    apart.prompt_tokens.saturating_sub(apart.not_computed).max(1)
+}
+
+/// Fails if the decode server computed the prompt again: equal answers would then prove nothing.
+fn assert_moved(computed: u64) -> Result<()> {
+    match computed {
+        1 => Ok(()),
+        more => Err(format!("the decode server computed {more} tokens of the prompt").into()),
+    }
+}
+
+/// Writes what two answers cost, and whether they are equal.
+fn report(
+    screen: &mut Screen<'_>,
+    alone: &StreamedAnswer,
+    apart: &StreamedAnswer,
+    moved: &TransferTotals,
+    equal: bool,
+) -> Result<()> {
+    let handshake = match moved.handshake {
+        0.0 => String::new(),
+        seconds => format!(", after a handshake of {}", millis(seconds)),
+    };
+    screen.line(format_args!(
+        "    {:<8}the first token came after {} alone, {} apart\n            \
+         {} for {} tokens moved over {} in {}{handshake}",
+        if equal { "equal" } else { "DIFFERENT" },
+        millis(alone.first.as_secs_f64()),
+        millis(apart.first.as_secs_f64()),
+        bytes::show(moved.bytes as u64),
+        apart.prompt_tokens,
+        moved.route(),
+        millis(moved.seconds),
+    ))
+}
+
+/// Divides a text into lines of at most `width` letters, where its words allow it.
+fn wrapped(text: &str, width: usize) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split_whitespace() {
+        let line = lines.last_mut().expect("one was pushed before");
+        if line.is_empty() {
+            line.push_str(word);
+        } else if line.chars().count() + 1 + word.chars().count() <= width {
+            line.push(' ');
+            line.push_str(word);
+        } else {
+            lines.push(word.to_owned());
+        }
+    }
+    lines
+}
+
+fn millis(seconds: f64) -> String {
+    match seconds * 1e3 {
+        long if long >= 100.0 => format!("{long:.0} ms"),
+        middle if middle >= 1.0 => format!("{middle:.1} ms"),
+        short => format!("{short:.2} ms"),
+    }
+}
+
+impl StreamedAnswer {
+    fn to_json(&self) -> Value {
+        json!({
+            "text": self.text, "token_ids": self.tokens,
+            "first_token_seconds": self.first.as_secs_f64(),
+        })
+    }
+}
+
+/// Totals of the transfers of decode servers.
+#[derive(Default)]
+struct TransferTotals {
+    bytes: f64,
+    seconds: f64,
+    handshake: f64,
+    /// Transfers by each backend.
+    transfers: Vec<(String, f64)>,
+}
+
+impl TransferTotals {
+    /// Reads the totals so far.
+    fn by(decodes: &[Server]) -> Result<Self> {
+        let mut moved = TransferTotals::default();
+        for decode in decodes {
+            let metrics = Metrics::of(decode.port)?;
+            moved.bytes += metrics.sum("vllm:nixl_bytes_transferred_sum");
+            moved.seconds += metrics.sum("vllm:nixl_xfer_time_seconds_sum");
+            moved.handshake += metrics.sum("kvx_handshake_seconds_sum");
+            for (labels, count) in metrics.each("kvx_transfers_total") {
+                let backend = labels.split('"').nth(1).unwrap_or_default();
+                match moved.transfers.iter_mut().find(|(known, _)| known == backend) {
+                    Some((_, sum)) => *sum += count,
+                    None => moved.transfers.push((backend.to_owned(), count)),
+                }
+            }
+        }
+        Ok(moved)
+    }
+
+    /// Returns the difference from earlier totals.
+    fn since(self, before: TransferTotals) -> TransferTotals {
+        let had = |backend: &str| {
+            before.transfers.iter().find(|(known, _)| known == backend).map_or(0.0, |had| had.1)
+        };
+        TransferTotals {
+            bytes: self.bytes - before.bytes,
+            seconds: self.seconds - before.seconds,
+            handshake: self.handshake - before.handshake,
+            transfers: self
+                .transfers
+                .iter()
+                .map(|(name, count)| (name.clone(), count - had(name)))
+                .collect(),
+        }
+    }
+
+    /// Returns the backends that were used.
+    fn used(&self) -> Vec<&str> {
+        let used = self.transfers.iter().filter(|(_, count)| *count > 0.0);
+        used.map(|(name, _)| name.as_str()).collect()
+    }
+
+    fn route(&self) -> String {
+        self.used().join("+")
+    }
+
+    fn to_json(&self) -> Value {
+        json!({
+            "backends": self.used(), "bytes": self.bytes, "seconds": self.seconds,
+            "handshake_seconds": self.handshake,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_texts_are_wrapped_between_words() {
+        assert_eq!(wrapped("a bc  def ghijkl m", 5), ["a bc", "def", "ghijkl", "m"]);
+        assert_eq!(wrapped("", 5), [""]);
+    }
+
+    #[test]
+    fn a_prompt_that_was_computed_again_is_an_error() {
+        let answered = |not_computed| StreamedAnswer {
+            prompt_tokens: 49,
+            not_computed,
+            ..StreamedAnswer::default()
+        };
+        for all_but_the_last in [49, 48] {
+            assert!(assert_moved(computed(&answered(all_but_the_last))).is_ok());
+        }
+        for (not_computed, words) in [(47, "computed 2 tokens"), (0, "computed 49 tokens")] {
+            let error = assert_moved(computed(&answered(not_computed))).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! The demo's output: text with progress for a terminal, plain lines for a file, or JSON.
+
+use std::fmt::Arguments;
+use std::io::Write;
+
+use serde_json::Value;
+
+use crate::Result;
+
+/// The format of the output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    /// Lines of text. A terminal also shows progress, on a line that later output replaces.
+    Text { terminal: bool },
+    /// One JSON object per line.
+    Json,
+}
+
+/// The writer of the demo's output.
+pub(super) struct Screen<'a> {
+    out: &'a mut dyn Write,
+    format: Format,
+    /// The beginning of the line that is being written.
+    label: String,
+}
+
+impl<'a> Screen<'a> {
+    pub(super) fn new(out: &'a mut dyn Write, format: Format) -> Self {
+        Screen { out, format, label: String::new() }
+    }
+
+    /// Writes a line of text.
+    pub(super) fn line(&mut self, text: Arguments<'_>) -> Result<()> {
+        if self.format == Format::Json {
+            return Ok(());
+        }
+        self.clear()?;
+        writeln!(self.out, "{text}")?;
+        Ok(self.out.flush()?)
+    }
+
+    /// Writes a JSON object.
+    pub(super) fn event(&mut self, event: &Value) -> Result<()> {
+        if self.format == Format::Json {
+            writeln!(self.out, "{event}")?;
+        }
+        Ok(self.out.flush()?)
+    }
+
+    /// Shows on a terminal what the demo waits for.
+    pub(super) fn progress(&mut self, what: &str) -> Result<()> {
+        if self.is_terminal() {
+            write!(self.out, "\r\x1b[K{}[{what}]", self.label)?;
+            self.out.flush()?;
+        }
+        Ok(())
+    }
+
+    /// Begins a line that [`piece`](Self::piece) continues.
+    pub(super) fn begin(&mut self, label: &str) -> Result<()> {
+        label.clone_into(&mut self.label);
+        if self.format != Format::Json {
+            write!(self.out, "{label}")?;
+            self.out.flush()?;
+        }
+        Ok(())
+    }
+
+    /// Removes progress from the line, before its first piece.
+    pub(super) fn clear(&mut self) -> Result<()> {
+        if self.is_terminal() {
+            write!(self.out, "\r\x1b[K{}", self.label)?;
+        }
+        Ok(())
+    }
+
+    /// Continues the line with generated text. Control characters are escaped.
+    pub(super) fn piece(&mut self, text: &str) -> Result<()> {
+        if self.format == Format::Json {
+            return Ok(());
+        }
+        for letter in text.chars() {
+            match letter.is_control() {
+                true => write!(self.out, "{}", letter.escape_default())?,
+                false => write!(self.out, "{letter}")?,
+            }
+        }
+        Ok(self.out.flush()?)
+    }
+
+    /// Ends the line.
+    pub(super) fn end(&mut self) -> Result<()> {
+        self.label.clear();
+        if self.format != Format::Json {
+            writeln!(self.out)?;
+        }
+        Ok(())
+    }
+
+    fn is_terminal(&self) -> bool {
+        self.format == Format::Text { terminal: true }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn written(format: Format) -> String {
+        let mut out = Vec::new();
+        let mut screen = Screen::new(&mut out, format);
+        screen.progress("starting").unwrap();
+        screen.line(format_args!("started")).unwrap();
+        screen.begin("alone  ").unwrap();
+        screen.progress("prefill").unwrap();
+        screen.clear().unwrap();
+        screen.piece("a \"b\"\n\x1b[2J").unwrap();
+        screen.end().unwrap();
+        screen.event(&json!({"event": "end"})).unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn only_a_terminal_receives_progress_and_control_characters_are_escaped() {
+        let plain = "started\nalone  a \"b\"\\n\\u{1b}[2J\n";
+        assert_eq!(written(Format::Text { terminal: false }), plain);
+        assert_eq!(written(Format::Json), "{\"event\":\"end\"}\n");
+        let terminal = written(Format::Text { terminal: true });
+        assert_eq!(
+            terminal,
+            "\r\x1b[K[starting]\r\x1b[Kstarted\nalone  \r\x1b[Kalone  [prefill]\r\x1b[Kalone  a \"b\"\\n\\u{1b}[2J\n"
+        );
+    }
+}

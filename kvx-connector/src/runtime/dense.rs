@@ -97,7 +97,7 @@ impl DensePool {
     ///
     /// # Errors
     /// - `Invalid`: the model has no layers, heads or bytes, the number of blocks is 0, or the
-    /// layout is neither LBHNC nor LBNHC.
+    ///   layout is neither LBHNC nor LBNHC.
     /// - `Exhausted`: there is not enough memory.
     pub fn new(model: DenseModel, blocks: u32) -> Result<Self> {
         let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));

@@ -191,7 +191,7 @@ fn a_companion_program_with_undocumented_answers_ends_the_bench() {
         ("sh -c 'read a; echo ready x; read b; echo soon; read c'", "answered \"soon\" to a round"),
         (
             "sh -c 'read a; echo ready x; read b; echo moved 1 100; read c'",
-            "reports 100 s for a round of",
+            "reports 100 s for a round that took only",
         ),
         ("true", "the companion program"),
     ] {

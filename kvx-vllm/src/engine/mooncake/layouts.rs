@@ -130,14 +130,12 @@ impl Layouts {
         let brings = !request.kv_caches_base_addr.is_empty();
         let name = (DecodeWorker::of(request), request.layout_id);
         let place = self.kept.iter().position(|(kept, _)| *kept == name).filter(|_| name.1 != 0);
-        match place.and_then(|place| self.kept.remove(place)) {
-            Some((_, target)) if !brings => {
-                self.kept.push_back((name, Arc::clone(&target)));
-                return Found::Known(target);
-            }
-            Some((_, replaced)) => self.bytes -= replaced.bytes,
-            None if !brings => return Found::Missing,
-            None => {}
+        if !brings {
+            let Some((_, target)) = place.and_then(|place| self.kept.remove(place)) else {
+                return Found::Missing;
+            };
+            self.kept.push_back((name, Arc::clone(&target)));
+            return Found::Known(target);
         }
         let mut target = Arc::new(Target::of(request, &self.in_use));
         let before = self.last.get(&name.0).cloned();
@@ -151,6 +149,9 @@ impl Layouts {
         let replaced = before.filter(|before| before.id() != target.id());
         if name.1 == 0 {
             return Found::New(target, replaced);
+        }
+        if let Some((_, before)) = place.and_then(|place| self.kept.remove(place)) {
+            self.bytes -= before.bytes;
         }
         self.bytes += target.bytes;
         self.last.insert(name.0.clone(), Arc::clone(&target));
@@ -237,6 +238,7 @@ mod tests {
     #[test]
     fn layouts_that_only_waiting_requests_use_are_bounded() {
         let mut layouts = Layouts::default();
+        layouts.find(&asked(1, 7, &[4096]));
         let mut large = asked(1, 0, &[1; PullRequest::MAX_ITEMS]);
         large.block_lens = vec![1; PullRequest::MAX_ITEMS];
         large.kv_block_lens = vec![1; PullRequest::MAX_ITEMS];
@@ -251,9 +253,13 @@ mod tests {
         assert!(matches!(refused, Found::Full), "{refused:?}");
         let size: usize = waiting.iter().map(|target| target.bytes).sum();
         assert!(size <= MAX_IN_USE && size > MAX_IN_USE - (2 << 20), "{size} bytes");
+        let mut replacing = large.clone();
+        (replacing.remote_port, replacing.layout_id) = (1, 7);
+        assert!(matches!(layouts.find(&replacing), Found::Full));
+        assert!(matches!(layouts.find(&asked(1, 7, &[])), Found::Known(_)), "it is still named");
         waiting.pop();
         assert!(matches!(layouts.find(&large), Found::New(..)), "one of the others has ended");
         drop(waiting);
-        assert_eq!(layouts.in_use.load(Ordering::Relaxed), 0);
+        assert_eq!(layouts.in_use.load(Ordering::Relaxed), layouts.bytes);
     }
 }

@@ -13,7 +13,7 @@ use kvx_core::backend::sync::Mutex;
 use kvx_core::{Error, ErrorKind, Result};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::super::refusal_log::RefusalLog;
 use super::super::setup::MOONCAKE;
@@ -46,7 +46,7 @@ const UNPROVEN: PeerLimits = PeerLimits {
     message: MessageLimits { frames: 4, bytes: 4 << 10 },
     bytes: 4 << 20,
 };
-/// The time limit for authentication, and those of [`RouterLimits`].
+/// The time limit for authentication after the greeting, and those of [`RouterLimits`].
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The number of answers that may wait to be sent on a connection. A decode that does not read them
 /// loses the connection.
@@ -256,6 +256,31 @@ impl DecodeChannel {
         self.log_refusal(taken);
         Ok(())
     }
+
+    /// Sends an answer or handles a message, whichever comes first. Returns whether the connection
+    /// goes on.
+    async fn turn(
+        &self,
+        decode: &mut DecodeConnection,
+        answers: &mut mpsc::Receiver<Vec<u8>>,
+        ask: AskId,
+    ) -> Result<bool> {
+        tokio::select! {
+            told = answers.recv() => {
+                let Some(told) = told else { return Ok(false) };
+                decode.send(told).await?;
+            },
+            readable = decode.peer.readable() => {
+                readable?;
+                match decode.peer.receive_one().await? {
+                    Received::Message(message) => self.take(decode, ask, &message).await?,
+                    Received::Command => {}
+                    Received::End => return Ok(false),
+                }
+            }
+        }
+        Ok(true)
+    }
 }
 
 impl ConnectionHandler for DecodeChannel {
@@ -271,27 +296,19 @@ impl ConnectionHandler for DecodeChannel {
         drop(shared);
         let mut decode = DecodeConnection { peer, older, session: None };
         let deadline = Instant::now() + PATIENCE;
-        let mut questions = 0_u32;
+        let mut turns = 0_u32;
         loop {
-            tokio::select! {
-                told = answers.recv() => {
-                    let Some(told) = told else { return Ok(()) };
-                    decode.send(told).await?;
-                },
-                () = sleep_until(deadline), if must_authenticate && decode.session.is_none() => {
-                    return Err(unproven());
-                },
-                readable = decode.peer.readable() => {
-                    readable?;
-                    let message = match decode.peer.receive_one().await? {
-                        Received::Message(message) => message,
-                        Received::Command => continue,
-                        Received::End => return Ok(()),
-                    };
-                    let ask = AskId(u64::from(connection) << 32 | u64::from(questions));
-                    questions = questions.wrapping_add(1);
-                    self.take(&mut decode, ask, &message).await?;
-                }
+            let ask = AskId(u64::from(connection) << 32 | u64::from(turns));
+            turns = turns.wrapping_add(1);
+            let awaits_proof = must_authenticate && decode.session.is_none();
+            let turn = self.turn(&mut decode, &mut answers, ask);
+            let goes_on = if awaits_proof {
+                timeout_at(deadline, turn).await.map_err(|_| unproven())??
+            } else {
+                turn.await?
+            };
+            if !goes_on {
+                return Ok(());
             }
         }
     }

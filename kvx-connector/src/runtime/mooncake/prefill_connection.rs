@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvx_core::{Result, Secret};
 
@@ -39,8 +39,10 @@ impl PrefillConnection {
             let client = Client::connect(kind, addresses, ANSWER, budget, limit).await?;
             return Ok(PrefillConnection { client, session: None });
         };
+        let until = Instant::now() + limit;
         let mut client = Client::connect(kind, addresses, HELLO_ANSWER, budget, limit).await?;
-        let session = Session::connect(&mut client, secret, limit).await?;
+        let left = until.saturating_duration_since(Instant::now());
+        let session = Session::connect(&mut client, secret, left).await?;
         client.set_limits(ANSWER, budget);
         Ok(PrefillConnection { client, session: Some(session) })
     }

@@ -131,10 +131,10 @@ async fn connect(
     secret: Option<&Secret>,
     deadline: Time,
 ) -> Result<PrefillConnection> {
-    let limit = LIMIT.min(left(shared, deadline));
-    let addresses = resolve(&at.host, at.port, limit).await?;
+    let limit = || LIMIT.min(left(shared, deadline));
+    let addresses = resolve(&at.host, at.port, limit()).await?;
     let kind = if shared.is_older_mooncake() { SocketType::Req } else { SocketType::Dealer };
-    PrefillConnection::open(kind, &addresses, secret, &shared.mooncake.answers, limit).await
+    PrefillConnection::open(kind, &addresses, secret, &shared.mooncake.answers, limit()).await
 }
 
 fn left(shared: &Shared, deadline: Time) -> Duration {

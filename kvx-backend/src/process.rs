@@ -59,8 +59,12 @@ impl ProcessId {
     }
 
     /// Returns true if the id is of a current or former process of this system and PID namespace.
-    pub fn is_local(&self) -> bool {
-        host_identity().is_ok_and(|host| self.is_process_of(host))
+    ///
+    /// # Errors
+    ///
+    /// `Exhausted` if this process has no descriptor left to read its own namespace.
+    pub fn is_local(&self) -> Result<bool> {
+        host_identity().map(|host| self.is_process_of(host)).map_err(no_descriptor)
     }
 
     fn is_process_of(&self, host: ([u8; 16], u64)) -> bool {
@@ -75,7 +79,7 @@ impl ProcessId {
     ///
     /// `Exhausted` if this process has no descriptor left for the watch.
     pub fn watch(&self) -> Result<Option<ProcessWatch>> {
-        if !host_identity().map(|host| self.is_process_of(host)).map_err(no_descriptor)? {
+        if !self.is_local()? {
             return Ok(None);
         }
         let Some(pid) = i32::try_from(self.number).ok().and_then(Pid::from_raw) else {
@@ -106,7 +110,7 @@ impl ProcessId {
             );
             Error::new(ErrorKind::PermissionDenied, why)
         };
-        if !self.is_local() || self.number != peer.number {
+        if !self.is_local()? || self.number != peer.number {
             return Err(other());
         }
         let Some(pidfd) = peer.pidfd else {

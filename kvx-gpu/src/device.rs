@@ -366,7 +366,7 @@ unsafe impl DeviceAccess for Device {
             // SAFETY: the range lies in shared memory, which lives as long as `shared`.
             return Ok(unsafe { Memory::adopt_device(address, len, owner, access, shared) });
         }
-        if !named.owner.is_local() {
+        if !named.owner.is_local()? {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 "sharing device memory requires that both processes are in one PID namespace",

@@ -140,6 +140,7 @@ impl Rail {
 
     /// Ends the rail, and lets the endpoint's other owners close it.
     pub(crate) fn leave(mut self) {
+        self.sockets = None; // its queue may be closed from here on
         self.endpoint = None;
     }
 

@@ -3,7 +3,7 @@
 use std::io::{BufRead as _, Write as _};
 use std::sync::Arc;
 
-use super::sharing::{Life, SHARED, hex, map_anothers, owned, read, sum, unhex};
+use super::sharing::{ProcessHandle, SHARED, hex, map_anothers, owned, read, sum, unhex};
 use super::{
     Bench, Maker, all_of, errors, filled, forgery, kernels, memory, settled, tickets, with_a_device,
 };
@@ -105,7 +105,7 @@ fn reader(maker: &'static Maker, visible: &str) {
         let line = hear();
         let words: Vec<_> = line.split(' ').collect();
         let [owner, device, offset, handle] = words[..] else { panic!("the parent says {line}") };
-        let owner = Life::of(owner.parse().expect("a number"));
+        let owner = ProcessHandle::of(owner.parse().expect("a number"));
         let device = DeviceId(unhex(device).try_into().expect("16 bytes"));
         let handle = IpcHandle { bytes: unhex(handle), offset: offset.parse().expect("a number") };
         match read(bench, &owner, device, &handle) {

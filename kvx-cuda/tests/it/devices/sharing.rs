@@ -30,26 +30,26 @@ pub(crate) const TESTS: &[(&str, Test)] = &[
 /// A process with a pool, which prints the handle to open.
 pub(crate) struct Owner {
     pub(crate) child: Child,
-    pub(crate) life: Life,
+    pub(crate) process: ProcessHandle,
     pub(crate) device: DeviceId,
     pub(crate) handle: IpcHandle,
 }
 
 /// A process, as the kernel reports it to a peer.
-pub(crate) struct Life {
+pub(crate) struct ProcessHandle {
     number: u32,
     pidfd: OwnedFd,
 }
 
-impl Life {
+impl ProcessHandle {
     pub(crate) fn of(number: u32) -> Self {
         let pid = Pid::from_raw(number.cast_signed()).expect("a process has a number");
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).expect("it lives, or was not waited for");
-        Life { number, pidfd }
+        ProcessHandle { number, pidfd }
     }
 
     pub(crate) fn of_this_process() -> Self {
-        Life::of(std::process::id())
+        ProcessHandle::of(std::process::id())
     }
 
     /// Opens memory with a handle from this process.
@@ -74,17 +74,17 @@ impl Owner {
         assert_eq!(ordinal, "0");
         let device = DeviceId(unhex(device).try_into().expect("16 bytes"));
         let handle = IpcHandle { bytes: unhex(handle), offset: offset.parse().expect("a number") };
-        let life = Life::of(child.pid());
-        Owner { child, life, device, handle }
+        let process = ProcessHandle::of(child.pid());
+        Owner { child, process, device, handle }
     }
 
     fn open(&self, bench: &Bench<'_>, handle: &IpcHandle, len: usize) -> Result<Memory> {
-        self.life.open(&bench.device, self.device, handle, len)
+        self.process.open(&bench.device, self.device, handle, len)
     }
 
     /// Reads all shared bytes, in scattered blocks.
     fn read(&self, bench: &Bench<'_>) -> Result<Vec<u8>> {
-        read(bench, &self.life, self.device, &self.handle)
+        read(bench, &self.process, self.device, &self.handle)
     }
 }
 
@@ -109,7 +109,7 @@ pub(crate) const SHARED: (usize, usize) = (4096, 500_000);
 /// Reads all bytes that a process shares, in scattered blocks.
 pub(crate) fn read(
     bench: &Bench<'_>,
-    process: &Life,
+    process: &ProcessHandle,
     owner: DeviceId,
     handle: &IpcHandle,
 ) -> Result<Vec<u8>> {
@@ -200,7 +200,7 @@ fn opened_in_place(bench: &Bench<'_>) {
     let bytes = pattern(10, 300_000);
     let pool = Arc::new(filled(&bench.device, &bytes));
     let handle = bench.device.share(&pool).unwrap();
-    let this = Life::of_this_process();
+    let this = ProcessHandle::of_this_process();
     let open = |len| this.open(&bench.device, bench.device.info().id, &handle, len);
     let again = open(200_000).unwrap();
     assert_eq!(again.address(), pool.address());
@@ -250,7 +250,7 @@ fn virtual_memory(bench: &Bench<'_>) {
     assert!(all_of(&pool) == bytes);
     bench.device.dma_buf(pool.address(), pool.len()).unwrap();
     let handle = bench.device.share(&pool).unwrap();
-    let (this, id) = (Life::of_this_process(), bench.device.info().id);
+    let (this, id) = (ProcessHandle::of_this_process(), bench.device.info().id);
     let again = this.open(&bench.device, id, &handle, pool.len()).unwrap();
     assert_eq!(again.address(), pool.address());
     drop((again, pool));

@@ -102,7 +102,7 @@ pub(crate) fn cases() -> Vec<Case> {
         written_decode_stopped,
     ));
     let asks: [(&str, fn(&str) -> Check); 7] = [
-        // vLLM 59: blocks that a decode has abandoned are fenced, and nothing is written there
+        // vLLM 59: a decode fences blocks that it abandons, and the prefill stops writing to them
         ("blocks_that_an_asking_decode_has_given_up_are_not_written", |backend| {
             HAVE_MET.into_iter().try_for_each(|have_met| {
                 given_up(

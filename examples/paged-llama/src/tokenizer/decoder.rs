@@ -56,7 +56,8 @@ impl Decoder {
     }
 }
 
-/// Returns the most bytes at the end of `text` with which `pattern` begins, but does not end.
+/// Returns the length of the longest suffix of `text` that is a proper prefix of `pattern`; `None`
+/// if there is none.
 pub(crate) fn begun(text: &str, pattern: &str) -> Option<usize> {
     let most = pattern.len().min(text.len() + 1);
     let mut lengths = (1..most).rev().filter(|length| pattern.is_char_boundary(*length));

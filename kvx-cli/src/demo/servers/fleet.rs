@@ -21,12 +21,12 @@ pub(super) struct Server {
     pub(super) port: u16,
 }
 
-/// What a decode server does if the blocks of a prompt do not arrive (`kv_load_failure_policy`).
+/// The policy of a decode server for prompts whose blocks do not arrive (`kv_load_failure_policy`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FailurePolicy {
-    /// It answers with an error.
+    /// The server answers with an error.
     Fail,
-    /// It computes the prompt again.
+    /// The server computes the prompt again.
     Recompute,
 }
 

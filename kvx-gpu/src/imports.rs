@@ -111,7 +111,9 @@ impl Imports {
     /// Opens an allocation of `owner`, or counts another use of it. Returns its address and length.
     /// Errors: `PeerLost` if the owner has ended; `Unsupported`; `Exhausted`.
     ///
-    /// The caller has checked that the peer that sent the handle is its owner.
+    /// The caller has checked that the handle names the peer that sent it as the owner. The bytes
+    /// of [`AllocationName::Driver`] are the driver's own, and cannot be checked: the peer may have
+    /// received them from a third process, whose memory it could open itself.
     pub(super) fn open(
         self: &Arc<Self>,
         key: &[u8],

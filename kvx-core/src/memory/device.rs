@@ -148,8 +148,8 @@ pub unsafe trait DeviceAccess: Send + Sync {
     /// may differ from this one if the two reach each other. Dropping the returned memory closes
     /// it.
     ///
-    /// A handle comes from the peer, and may name any process. Memory of another process than
-    /// `process` is not opened, even if that process has shared it with this one.
+    /// A handle comes from the peer, and may name any process. If it names another process than
+    /// `process`, it is not opened, even if that process has shared the memory with this one.
     ///
     /// The bytes are unspecified once the process that shared them has died. After a copy, check
     /// that it was still alive.

@@ -79,7 +79,7 @@ async fn within<T>(
     match timeout(limit, done).await {
         Ok(done) => done.map_err(context),
         Err(_) => {
-            Err(context(Error::new(ErrorKind::TimedOut, format!("no answer within {limit:?}"))))
+            Err(context(Error::new(ErrorKind::TimedOut, format!("no answer within {limit:.1?}"))))
         }
     }
 }

@@ -15,8 +15,8 @@ use crate::Result;
 
 pub(crate) use self::arguments::Arguments;
 
-/// Runs the demo. `Ok` means that every check has passed.
-/// `terminal` means that `out` is a terminal.
+/// Runs the demo. `Ok` means that every check has passed. `terminal` says whether `out` is a
+/// terminal, which also shows progress.
 pub(crate) fn run(
     arguments: &Arguments,
     registry: &Registry,

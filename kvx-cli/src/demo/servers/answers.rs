@@ -9,34 +9,41 @@ use super::client::{Metrics, StreamedAnswer, stream};
 use super::fleet::{Fleet, Server};
 use super::openings::{OPENINGS, Opening};
 use super::screen::Screen;
+use crate::demo::arguments::Arguments;
 use crate::{Result, bytes};
 
 /// Tokens of each answer.
-const TOKENS: usize = 28;
+const TOKENS: usize = 24;
 /// The time without output after which a terminal shows what the demo waits for.
 const QUIET: Duration = Duration::from_millis(250);
 
 /// Sends each opening to the single server and to the fleet. Returns the number of answers that
 /// differ.
-pub(super) fn compare(fleet: &Fleet, backend: &str, screen: &mut Screen<'_>) -> Result<usize> {
+pub(super) fn compare(
+    fleet: &Fleet,
+    arguments: &Arguments,
+    backend: &str,
+    screen: &mut Screen<'_>,
+) -> Result<usize> {
     let mut different = 0;
     for opening in OPENINGS {
         let before = TransferTotals::by(&fleet.decodes)?;
         let name = opening.name();
         screen.line(format_args!(""))?;
-        for line in wrapped(&name, 96) {
+        for line in wrapped(name, 96) {
             screen.line(format_args!("  {line}"))?;
         }
-        let single = [&fleet.single];
-        let alone = stream_aloud("alone", &fleet.single, &single, opening, screen)?;
-        let servers: Vec<_> = fleet.prefills.iter().chain(&fleet.decodes).collect();
-        let apart = stream_aloud("apart", &fleet.router, &servers, opening, screen)?;
+        let single = std::slice::from_ref(&fleet.single);
+        let alone = stream_aloud("alone", &fleet.single, (single, &[]), opening, screen)?;
+        let both = (fleet.prefills.as_slice(), fleet.decodes.as_slice());
+        let apart = stream_aloud("apart", &fleet.router, both, opening, screen)?;
         let moved = TransferTotals::by(&fleet.decodes)?.since(before);
         let equal = alone.tokens == apart.tokens && apart.tokens.len() == TOKENS;
         different += usize::from(!equal);
         report(screen, &alone, &apart, &moved, equal)?;
         screen.event(&json!({
-            "event": "answer", "backend": backend, "opening": name, "verbatim_opening": opening.verbatim,
+            "event": "answer", "backend": backend, "opening": name,
+            "opening_is_training_text": opening.is_chapter() && arguments.model.is_none(),
             "prompt_tokens": apart.prompt_tokens, "equal": equal,
             "alone": alone.to_json(), "apart": apart.to_json(),
             "computed_by_decode": computed(&apart), "transfer": moved.to_json(),
@@ -46,11 +53,12 @@ pub(super) fn compare(fleet: &Fleet, backend: &str, screen: &mut Screen<'_>) -> 
     Ok(different)
 }
 
-/// Streams an answer, and prints its text as it arrives.
+/// Streams an answer, and prints its text as it arrives. `computing` are the prefill and decode
+/// servers behind `server`.
 fn stream_aloud(
     who: &str,
     server: &Server,
-    computing: &[&Server],
+    computing: (&[Server], &[Server]),
     opening: &Opening,
     screen: &mut Screen<'_>,
 ) -> Result<StreamedAnswer> {
@@ -72,7 +80,7 @@ fn stream_aloud(
                     }
                     screen.piece(&piece)?;
                 }
-                Err(RecvTimeoutError::Timeout) if waiting => {
+                Err(RecvTimeoutError::Timeout) if waiting && screen.is_terminal() => {
                     let seconds = begun.elapsed().as_secs_f64();
                     screen.progress(&format!("{}, {seconds:.1} s", phase(computing)?))?;
                 }
@@ -86,16 +94,22 @@ fn stream_aloud(
     Ok(streamed)
 }
 
-/// Returns what the servers do: a prompt is transferred while its request waits at a decode server.
-fn phase(servers: &[&Server]) -> Result<&'static str> {
-    for server in servers {
-        let metrics = Metrics::of(server.port)?;
-        if metrics.sum("vllm:num_requests_waiting") > 0.0 {
-            return Ok("transfer");
+/// Returns what the servers do before the first token. A request waits at a decode server while its
+/// blocks are transferred.
+fn phase((prefills, decodes): (&[Server], &[Server])) -> Result<&'static str> {
+    let has = |servers: &[Server], metric: &str| -> Result<bool> {
+        for server in servers {
+            if Metrics::of(server.port)?.sum(metric) > 0.0 {
+                return Ok(true);
+            }
         }
-        if metrics.sum("vllm:num_requests_running") > 0.0 {
-            return Ok("prefill");
-        }
+        Ok(false)
+    };
+    if has(decodes, "vllm:num_requests_waiting")? {
+        return Ok("transfer");
+    }
+    if has(prefills, "vllm:num_requests_running")? {
+        return Ok("prefill");
     }
     Ok("decode")
 }
@@ -139,7 +153,8 @@ fn report(
     ))
 }
 
-/// Divides a text into lines of at most `width` letters, where its words allow it.
+/// Breaks a text between words into lines of at most `width` letters. A longer word has a line of
+/// its own.
 fn wrapped(text: &str, width: usize) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in text.split_whitespace() {

@@ -41,23 +41,13 @@ pub(super) fn during_prefill(
         let (killed, answer) = std::thread::scope(|scope| -> Result<_> {
             let asked =
                 scope.spawn(|| complete(port, &prompt, None).map_err(|error| error.to_string()));
-            let computes = |prefill: &Server| -> Result<bool> {
-                Ok(Metrics::of(prefill.port)?.sum("vllm:num_requests_running") > 0.0)
-            };
             let mut killed = None;
             while killed.is_none() && !asked.is_finished() && begun.elapsed() < BEGIN {
-                for (at, prefill) in fleet.prefills.iter_mut().enumerate() {
-                    if computes(prefill)? {
-                        prefill.child.kill()?;
-                        killed = Some(at);
-                        break;
-                    }
-                }
+                killed = kill_one_that_computes(&mut fleet.prefills)?;
             }
             Ok((killed, asked.join().map_err(|_| "the client has panicked")??))
         })?;
         let Some(killed) = killed else { continue };
-        let killed = fleet.prefills.remove(killed);
         let seconds = begun.elapsed().as_secs_f64();
         expect_right(&answer, &right)?;
         screen.line(format_args!(
@@ -73,6 +63,18 @@ pub(super) fn during_prefill(
         return Ok(());
     }
     Err(format!("{ATTEMPTS} prompts were computed before a prefill server could be killed").into())
+}
+
+/// Kills and removes the first server that computes a request.
+fn kill_one_that_computes(servers: &mut Vec<Server>) -> Result<Option<Server>> {
+    for at in 0..servers.len() {
+        if Metrics::of(servers[at].port)?.sum("vllm:num_requests_running") > 0.0 {
+            let mut killed = servers.remove(at);
+            killed.child.kill()?;
+            return Ok(Some(killed));
+        }
+    }
+    Ok(None)
 }
 
 /// For each failure policy, kills a prefill server while a decode server fetches its blocks.

@@ -45,7 +45,7 @@ pub(super) fn run(arguments: &Arguments, format: Format, out: &mut dyn Write) ->
             "single_port": fleet.single.port, "prefill_ports": ports(&fleet.prefills),
             "decode_ports": ports(&fleet.decodes),
         }))?;
-        let different = answers::compare(&fleet, backend, screen)?;
+        let different = answers::compare(&fleet, arguments, backend, screen)?;
         judge(different, arguments.corrupt)?;
         screen.line(format_args!(
             "\n  Every answer of the fleet equals the single server's, token by token."
@@ -76,8 +76,8 @@ fn introduce(arguments: &Arguments, screen: &mut Screen<'_>) -> Result<()> {
     match &arguments.model {
         Some(model) => screen.line(format_args!("The model is {}.", model.display())),
         None => screen.line(format_args!(
-            "The model has 1.5 million weights and was trained on Jane Austen's novels: it writes words,\n\
-             seldom sense."
+            "The model has 1.5 million weights and was trained on Jane Austen's novels, of which it continues\n\
+             a chapter as well. It writes words, seldom sense."
         )),
     }
 }

@@ -97,7 +97,8 @@ impl<'a> Screen<'a> {
         Ok(())
     }
 
-    fn is_terminal(&self) -> bool {
+    /// Returns whether progress is shown.
+    pub(super) fn is_terminal(&self) -> bool {
         self.format == Format::Text { terminal: true }
     }
 }

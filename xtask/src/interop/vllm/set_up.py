@@ -39,14 +39,14 @@ def install(python):
     record.write_text(requirements.read_text())
 
 
-def fetch_proxies(folder):
+def fetch_proxies(python, folder):
     if all((folder / Path(proxy).name).exists() for proxy in PROXIES):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    # With these variables the sources report their version to pip without building anything.
+    # With these variables, and torch, the sources report their version to pip and build nothing.
     variables = {"VLLM_VERSION_OVERRIDE": VERSION, "VLLM_TARGET_DEVICE": "empty"}
     options = ["--no-deps", "--no-build-isolation", "--no-binary", "vllm"]
-    run(*PIP, "download", "-q", *options, f"vllm=={VERSION}", "-d", str(folder), env={**os.environ, **variables})
+    run(*PIP, "--python", str(python), "download", "-q", *options, f"vllm=={VERSION}", "-d", str(folder), env={**os.environ, **variables})
     archive = str(folder / f"vllm-{VERSION}.tar.gz")
     run("tar", "xzf", archive, "-C", str(folder), "--transform=s,.*/,,", *PROXIES)
 
@@ -54,5 +54,5 @@ def fetch_proxies(folder):
 python = WORK / "venv/bin/python"
 WORK.mkdir(parents=True, exist_ok=True)
 install(python)
-fetch_proxies(WORK / "proxy")
+fetch_proxies(python, WORK / "proxy")
 run(str(python), str(HERE / "models.py"), str(WORK / "models"))

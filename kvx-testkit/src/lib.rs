@@ -45,7 +45,7 @@ pub use kvx_testkit_macros::test;
 pub use mutation::fuzz;
 pub use newcomer::{newcomer, newcomers_amid};
 pub use pattern::{byte_at, checksum, fill};
-pub use process::{Child, Grandchild, answers_apart, kill_after, output};
+pub use process::{Child, Grandchild, answers_apart, kill_after, output, stop_process};
 pub use process_state::{ProcessState, ResourceUsage};
 pub use random::Random;
 pub use setup::{AgentPair, Mode, Setup};

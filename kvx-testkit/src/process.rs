@@ -173,8 +173,7 @@ impl Child {
 
     /// Stops the process (SIGSTOP) and waits until all its threads have stopped.
     pub fn stop(&self) -> Result<(), Failure> {
-        self.signal(Signal::STOP)?;
-        until_stopped(self.its_pid()?)
+        stop_process(self.its_pid()?)
     }
 
     /// Returns whether all its threads have stopped, as after a SIGSTOP that it sends itself.
@@ -266,6 +265,13 @@ impl Drop for Grandchild {
 
 fn not_sent(error: rustix::io::Errno) -> Failure {
     Failure::new(format!("no signal sent: {error}"))
+}
+
+/// Stops a process that is not reaped (SIGSTOP), and waits until each of its threads has stopped.
+/// The signal alone is not enough: one thread takes it, and until then the others run.
+pub fn stop_process(pid: Pid) -> Result<(), Failure> {
+    rustix::process::kill_process(pid, Signal::STOP).map_err(not_sent)?;
+    until_stopped(pid)
 }
 
 /// Waits until each thread of a process has stopped.

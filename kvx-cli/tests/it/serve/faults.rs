@@ -81,7 +81,7 @@ impl Fleet {
     /// Stops the decode while `ask` requests prompt 9, until its prefill has answered the proxy.
     /// Returns the prefill that has its blocks, and the result of `ask`.
     fn published<T>(&self, ask: impl FnOnce() -> T) -> (&Server, T) {
-        self.decode.signal(Signal::STOP);
+        self.decode.stop();
         let before = self.proxy.metric("kvx_proxy_legs_total");
         let asked = ask();
         self.proxy.until("kvx_proxy_legs_total", LIMIT, |legs| legs > before);
@@ -166,7 +166,7 @@ fn a_prefill_that_is_killed_before_its_blocks_are_fetched() {
 fn a_prefill_that_is_killed_while_its_blocks_are_fetched() {
     let fleet = Fleet::start(2);
     let answer = fleet.asked(|prefill| {
-        prefill.signal(Signal::STOP);
+        prefill.stop();
         fleet.decode.signal(Signal::CONT);
         fleet.decode.until("vllm:num_requests_waiting", LIMIT, |waiting| waiting == 1.0);
         prefill.signal(Signal::KILL);
@@ -186,7 +186,7 @@ fn the_only_prefill_is_killed_or_stands_still_while_its_blocks_are_fetched() {
             let prefill = &fleet.prefills[0];
             let mut body = body(9);
             body["kv_transfer_params"] = published(prefill, &prompt(9, PROMPT));
-            prefill.signal(Signal::STOP);
+            prefill.stop();
             let begun = Instant::now();
             let answer = std::thread::scope(|scope| {
                 let asked = scope.spawn(|| fleet.decode.post("/v1/completions", &body));
@@ -290,7 +290,7 @@ fn a_client_that_goes_while_its_blocks_are_fetched_leaves_none() {
     let fleet = Fleet::start(1);
     let ask = || fleet.proxy.send("POST", "/v1/completions", Some(&body(9)));
     let (prefill, client) = fleet.published(ask);
-    prefill.signal(Signal::STOP);
+    prefill.stop();
     fleet.decode.signal(Signal::CONT);
     fleet.decode.until("vllm:num_requests_waiting", LIMIT, |waiting| waiting == 1.0);
     drop(client);

@@ -221,6 +221,11 @@ impl Server {
         rustix::process::kill_process(pid, signal).expect("the server runs");
     }
 
+    /// Stops its process (SIGSTOP), and waits until all its threads have stopped.
+    pub(crate) fn stop(&self) {
+        kvx_testkit::stop_process(Pid::from_child(&self.child)).expect("the server runs");
+    }
+
     /// Returns the processes of its model's further ranks.
     pub(crate) fn ranks(&self) -> Vec<Pid> {
         let us = self.child.id().to_string();

@@ -144,13 +144,17 @@ fn short(backend: &str, servers: [&Server; 2], seeds: Range<u64>) -> Value {
 /// Returns the time of `kvx demo` from its start to the end of its first answer.
 fn demo() -> Duration {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
-    command.args(["demo", "--backend", "SHM"]).stdin(Stdio::null()).stdout(Stdio::piped());
+    command.args(["demo", "--json", "--backend", "SHM"]).stdin(Stdio::null()).stdout(Stdio::piped());
     let begun = Instant::now();
     let mut demo = command.spawn().expect("kvx starts");
     kvx_testkit::kill_after(&demo, LIMIT * 2);
     let mut lines =
         BufReader::new(demo.stdout.take().expect("it is piped")).lines().map_while(Result::ok);
-    assert!(lines.any(|line| line.ends_with("  equal")), "no answer is equal");
+    let is_equal_answer = |line: String| {
+        let event: Value = serde_json::from_str(&line).expect("a line is JSON");
+        event["event"] == "answer" && event["equal"] == true
+    };
+    assert!(lines.any(is_equal_answer), "no answer is equal");
     let took = begun.elapsed();
     lines.for_each(drop);
     assert!(demo.wait().expect("it is a child").success());

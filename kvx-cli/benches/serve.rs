@@ -144,7 +144,10 @@ fn short(backend: &str, servers: [&Server; 2], seeds: Range<u64>) -> Value {
 /// Returns the time of `kvx demo` from its start to the end of its first answer.
 fn demo() -> Duration {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
-    command.args(["demo", "--json", "--backend", "SHM"]).stdin(Stdio::null()).stdout(Stdio::piped());
+    command
+        .args(["demo", "--json", "--backend", "SHM"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped());
     let begun = Instant::now();
     let mut demo = command.spawn().expect("kvx starts");
     kvx_testkit::kill_after(&demo, LIMIT * 2);

@@ -140,14 +140,18 @@ fn report(
         0.0 => String::new(),
         seconds => format!(", after a handshake of {}", millis(seconds)),
     };
+    let others = match moved.had {
+        0 => String::new(),
+        had => format!("; the decode server had the other {had}"),
+    };
     screen.line(format_args!(
         "    {:<8}the first token came after {} alone, {} apart\n            \
-         {} for {} tokens moved over {} in {}{handshake}",
+         {} for {} tokens moved over {} in {}{handshake}{others}",
         if equal { "equal" } else { "DIFFERENT" },
         millis(alone.first.as_secs_f64()),
         millis(apart.first.as_secs_f64()),
         bytes::show(moved.bytes as u64),
-        apart.prompt_tokens,
+        apart.prompt_tokens.saturating_sub(moved.had),
         moved.route(),
         millis(moved.seconds),
     ))
@@ -194,6 +198,8 @@ struct TransferTotals {
     bytes: f64,
     seconds: f64,
     handshake: f64,
+    /// The prompt tokens whose blocks the decode servers had already.
+    had: u64,
     /// Transfers by each backend.
     transfers: Vec<(String, f64)>,
 }
@@ -207,6 +213,7 @@ impl TransferTotals {
             moved.bytes += metrics.sum("vllm:nixl_bytes_transferred_sum");
             moved.seconds += metrics.sum("vllm:nixl_xfer_time_seconds_sum");
             moved.handshake += metrics.sum("kvx_handshake_seconds_sum");
+            moved.had += metrics.sum("vllm:prefix_cache_hits_total") as u64;
             for (labels, count) in metrics.each("kvx_transfers_total") {
                 let backend = labels.split('"').nth(1).unwrap_or_default();
                 match moved.transfers.iter_mut().find(|(known, _)| known == backend) {
@@ -227,6 +234,7 @@ impl TransferTotals {
             bytes: self.bytes - before.bytes,
             seconds: self.seconds - before.seconds,
             handshake: self.handshake - before.handshake,
+            had: self.had - before.had,
             transfers: self
                 .transfers
                 .iter()
@@ -248,7 +256,7 @@ impl TransferTotals {
     fn to_json(&self) -> Value {
         json!({
             "backends": self.used(), "bytes": self.bytes, "seconds": self.seconds,
-            "handshake_seconds": self.handshake,
+            "handshake_seconds": self.handshake, "tokens_had": self.had,
         })
     }
 }

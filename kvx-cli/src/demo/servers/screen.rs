@@ -7,6 +7,9 @@ use serde_json::Value;
 
 use crate::Result;
 
+/// The most letters of a line of generated text, unless a piece is longer.
+const WIDTH: usize = 98;
+
 /// The format of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
@@ -22,11 +25,13 @@ pub(super) struct Screen<'a> {
     format: Format,
     /// The beginning of the line that is being written.
     label: String,
+    /// The letters that this line has so far.
+    column: usize,
 }
 
 impl<'a> Screen<'a> {
     pub(super) fn new(out: &'a mut dyn Write, format: Format) -> Self {
-        Screen { out, format, label: String::new() }
+        Screen { out, format, label: String::new(), column: 0 }
     }
 
     /// Writes a line of text.
@@ -59,6 +64,7 @@ impl<'a> Screen<'a> {
     /// Begins a line that [`piece`](Self::piece) continues.
     pub(super) fn begin(&mut self, label: &str) -> Result<()> {
         label.clone_into(&mut self.label);
+        self.column = label.chars().count();
         if self.format != Format::Json {
             write!(self.out, "{label}")?;
             self.out.flush()?;
@@ -74,17 +80,28 @@ impl<'a> Screen<'a> {
         Ok(())
     }
 
-    /// Continues the line with generated text. Control characters are escaped.
+    /// Continues the line with generated text, or begins another one if the text is a word that
+    /// exceeds the width. Control characters are escaped.
     pub(super) fn piece(&mut self, text: &str) -> Result<()> {
         if self.format == Format::Json {
             return Ok(());
         }
+        let mut shown = String::new();
         for letter in text.chars() {
             match letter.is_control() {
-                true => write!(self.out, "{}", letter.escape_default())?,
-                false => write!(self.out, "{letter}")?,
+                true => shown.extend(letter.escape_default()),
+                false => shown.push(letter),
             }
         }
+        let mut shown = shown.as_str();
+        if self.column + shown.chars().count() > WIDTH && shown.starts_with(' ') {
+            let indent = self.label.chars().count() + 1;
+            write!(self.out, "\n{:indent$}", "")?;
+            self.column = indent;
+            shown = shown.trim_start();
+        }
+        self.column += shown.chars().count();
+        write!(self.out, "{shown}")?;
         Ok(self.out.flush()?)
     }
 
@@ -121,6 +138,19 @@ mod tests {
         screen.end().unwrap();
         screen.event(&json!({"event": "end"})).unwrap();
         String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn generated_text_is_wrapped_before_a_word() {
+        let mut out = Vec::new();
+        let mut screen = Screen::new(&mut out, Format::Text { terminal: false });
+        screen.begin("alone  ").unwrap();
+        for piece in [" one", &"o".repeat(WIDTH - 13), " e", " next", "word", "."] {
+            screen.piece(piece).unwrap();
+        }
+        screen.end().unwrap();
+        let first = format!("alone   one{} e", "o".repeat(WIDTH - 13));
+        assert_eq!(String::from_utf8(out).unwrap(), format!("{first}\n        nextword.\n"));
     }
 
     #[test]

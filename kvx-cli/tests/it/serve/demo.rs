@@ -98,6 +98,9 @@ fn json_has_a_line_for_each_answer() {
         assert!(answer["transfer"]["bytes"].as_f64().unwrap() > 0.0, "{answer}");
     }
     assert!(answers[OPENINGS - 1]["prompt_tokens"].as_u64().unwrap() > 1000);
+    // The fourth opening begins like the third.
+    let had = |at: usize| answers[at]["transfer"]["tokens_had"].as_u64().unwrap();
+    assert_eq!((had(2), had(3)), (0, 48));
     let killed = named("killed");
     assert_eq!(
         (killed[0]["during"].as_str(), &killed[0]["equal"]),
